@@ -1,0 +1,67 @@
+"""Decode Toolkit: where did my GPU memory go, and what is being copied at every token?
+
+    import toolkit as tk
+    gpu   = tk.device("virtual:rtx-5090")          # a GPU that isn't there; or "cuda"
+    model = tk.load("demo/qwen3", device=gpu)
+    run   = tk.generate(model, "The capital of France is", decode="double-buffered")
+    run.copies()                                   # what crossed between host and GPU, a row a step
+
+Importing this costs nothing: every name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "device": "toolkit.devices.base:open_device",
+    "record": "toolkit.devices.base:record",
+    "load": "toolkit.loading:load",
+    "generate": "toolkit.decode.loop:generate",
+    "compare": "toolkit.decode.compare:compare",
+    "copy_budget": "toolkit.decode.compare:copy_budget",
+    "open_trace": "toolkit.traces:open_trace",
+    "STRATEGIES": "toolkit.decode.strategies:STRATEGIES",
+    "GPUS": "toolkit.devices.spec:CATALOGUE",
+    "Lab": "toolkit.notebook.lab:Lab",
+    "Trace": "toolkit.trace:Trace",
+    "ToolkitError": "toolkit.errors:ToolkitError",
+    "CopyBudgetError": "toolkit.errors:CopyBudgetError",
+}
+
+__all__ = ["__version__", "load_ipython_extension", *_PUBLIC]
+
+if TYPE_CHECKING:
+    from toolkit.decode.compare import compare, copy_budget
+    from toolkit.decode.loop import generate
+    from toolkit.decode.strategies import STRATEGIES
+    from toolkit.devices.base import open_device as device
+    from toolkit.devices.base import record
+    from toolkit.devices.spec import CATALOGUE as GPUS
+    from toolkit.errors import CopyBudgetError, ToolkitError
+    from toolkit.loading import load
+    from toolkit.notebook.lab import Lab
+    from toolkit.trace import Trace
+    from toolkit.traces import open_trace
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'toolkit' has no attribute {name!r}")
+    module, _, attribute = _PUBLIC[name].partition(":")
+    value = globals()[name] = getattr(importlib.import_module(module), attribute)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """`%load_ext toolkit`: registers the magics."""
+    from toolkit.notebook.magics import register
+
+    register(shell)

@@ -1,0 +1,1 @@
+"""Devices: run things and write a trace."""

@@ -1,0 +1,212 @@
+"""What a device is: something that runs PyTorch code, records what happened, and knows its memory and its time.
+
+`open_device("cuda:0")` gives the real card, `open_device("virtual:rtx-5090")` one that isn't there. Both record into
+the same table; this file doesn't know how.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from toolkit.errors import DeviceError, RecorderError
+from toolkit.trace import Trace
+
+if TYPE_CHECKING:
+    import torch
+
+    from toolkit.devices.spec import GpuSpec
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Device memory in bytes: held by live tensors, the most that was, held by the caching allocator, on the card."""
+
+    allocated_bytes: int
+    peak_bytes: int
+    reserved_bytes: int
+    total_bytes: int
+
+
+class Device(ABC):
+    """A place where tensors live and run. Get one from `tk.device`."""
+
+    name: str  # as the user asked for it: "virtual:rtx-5090", "cuda:0", "cpu"
+    torch: torch.device  # what `.to()` takes
+    spec: GpuSpec | None  # None for the CPU and for a card that isn't in the catalogue
+    clock: str  # "measured" or "modelled"
+
+    def __repr__(self) -> str:
+        return f"Device({self.name!r})"
+
+    @abstractmethod
+    def start(self, *, lines: bool) -> None:
+        """Begin to record. Raises RecorderError where it can't."""
+
+    @abstractmethod
+    def stop(self) -> Trace:
+        """End the recording that `start` began, and return its events."""
+
+    @abstractmethod
+    def step(self, step: int, name: str) -> AbstractContextManager[None]:
+        """A scope: events that its host code causes belong to decode step `step`; leaves a mark called `name`."""
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Wait until the device has done all that was queued."""
+
+    @abstractmethod
+    def now_ns(self) -> int:
+        """This device's host clock in nanoseconds: the wall clock, or the virtual GPU's modelled one."""
+
+    @abstractmethod
+    def memory(self) -> Memory:
+        """Memory of the device now."""
+
+    @abstractmethod
+    def reset_peak(self) -> None:
+        """Let `memory().peak_bytes` start again from what is allocated now."""
+
+    @contextmanager
+    def record(self, *, lines: bool = True) -> Iterator[Trace]:
+        """Record everything that runs on this device inside the `with` block; the trace is readable after it.
+
+        `lines=True` also finds the Python line that caused each event, which slows a real GPU's host code; use False
+        where the times matter. Inside another recording of the same device this joins the outer one: both traces then
+        hold the outer block's events. Raises RecorderError where another profiler is already active.
+        """
+        outer = _recording.get(self.name)
+        if outer is not None:
+            yield outer
+            return
+        trace = _recording[self.name] = Trace.pending()
+        try:
+            self.start(lines=lines)
+            try:
+                yield trace
+            finally:
+                trace.fill(self.stop())
+        finally:
+            del _recording[self.name]
+
+    @property
+    def recording(self) -> Trace | None:
+        """The trace being recorded now, or None."""
+        return _recording.get(self.name)
+
+
+_recording: dict[str, Trace] = {}  # per device name: the trace of the outermost open `record` block
+
+
+def record(device: Device | str, *, lines: bool = True) -> AbstractContextManager[Trace]:
+    """`with tk.record(device) as trace:` records every copy, kernel, wait and allocation of any PyTorch code.
+
+    `device` is what `tk.device` takes or returns. The trace is filled when the block ends. See `Device.record`.
+    """
+    return open_device(device).record(lines=lines)
+
+
+def open_device(device: Device | str | torch.device = "auto") -> Device:
+    """The device called `device`: "cuda", "cuda:1", "cpu", "virtual:rtx-5090", "virtual:8GiB", or "auto".
+
+    "auto" is the first CUDA GPU where there is one, else "virtual:h200". A Device is returned as it is. Raises
+    DeviceError where there is no such device, UnknownNameError (naming the nearest) for an unknown name.
+    """
+    if isinstance(device, Device):
+        return device
+    name = str(device)
+    if name == "auto":
+        name = "cuda:0" if _cuda_count() else "virtual:h200"
+    kind, _, rest = name.partition(":")
+    if kind == "virtual":
+        from toolkit.devices.virtual import open_virtual
+
+        return open_virtual(rest)
+    if kind == "vgpu":
+        from toolkit.devices.virtual import current_virtual
+
+        return current_virtual()
+    if kind in ("cuda", "cpu"):
+        from toolkit.devices.cuda import open_cpu, open_cuda
+
+        return open_cpu() if kind == "cpu" else open_cuda(int(rest) if rest.isdigit() else 0)
+    from toolkit.devices.spec import CATALOGUE
+    from toolkit.errors import unknown_name
+
+    raise unknown_name("device", name, ["auto", "cpu", "cuda", *(f"virtual:{card}" for card in CATALOGUE)])
+
+
+def _cuda_count() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+@lru_cache
+def _library_prefixes() -> tuple[str, ...]:
+    """Folders whose frames are machinery, not cause: torch itself, the standard library, and this package's devices."""
+    import torch
+
+    stdlib = sysconfig.get_paths()["stdlib"]
+    return (os.path.dirname(torch.__file__), os.path.join(stdlib, "contextlib"), os.path.dirname(__file__), "<frozen")
+
+
+def caller() -> str | None:
+    """ "file:line" of the innermost frame outside of torch and the devices: the Python line that caused an event."""
+    prefixes = _library_prefixes()
+    frame = sys._getframe(1)
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if not filename.startswith(prefixes):
+            return f"{short_path(filename)}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+@lru_cache(maxsize=4096)
+def short_path(filename: str) -> str:
+    """A file's path as a reader knows it: from the package on for installed ones, from the working folder, `cell N`."""
+    for marker in ("site-packages" + os.sep, "dist-packages" + os.sep):
+        if marker in filename:
+            return filename.split(marker, 1)[1]
+    if "ipykernel_" in filename or filename.startswith("<ipython-input"):
+        return cell_name(filename)
+    relative = os.path.relpath(filename) if filename.startswith(os.getcwd() + os.sep) else filename
+    return relative.replace(os.sep, "/")
+
+
+def cell_name(filename: str) -> str:
+    """ "cell 7" for the source file that IPython made for a notebook cell, else the file's name."""
+    shell = _shell()
+    compiled = getattr(getattr(shell, "compile", None), "_filename_map", {})
+    number = compiled.get(filename)
+    return f"cell {number}" if number is not None else os.path.basename(filename)
+
+
+def current_cell() -> int:
+    """The number of the notebook cell that runs now; -1 outside of IPython. Never imports IPython."""
+    shell = _shell()
+    return int(shell.execution_count) if shell is not None else -1  # type: ignore[attr-defined]
+
+
+def _shell() -> object | None:
+    ipython = sys.modules.get("IPython")
+    get = getattr(ipython, "get_ipython", None)
+    return get() if get else None
+
+
+def not_recording(asked: str) -> RecorderError:
+    """The error of a `stop` without a `start`."""
+    return RecorderError(asked, "no recording runs", "Use `with tk.record(device) as trace:`")
+
+
+def no_cuda(name: str, found: str) -> DeviceError:
+    """The error of asking for a CUDA device that isn't there."""
+    return DeviceError(f"device {name!r}", found, 'Use tk.device("virtual:h200"), which needs no GPU')
