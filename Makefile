@@ -1,0 +1,41 @@
+# make demo | lab | test: each sets up what it needs in .venv the first time, and nothing the second time.
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: demo lab test check clean
+
+demo: .venv/.core
+	$(BIN)/python -m toolkit demo --out demo.html
+
+lab: .venv/.lab
+	$(BIN)/jupyter lab notebooks/01_see_the_copies.ipynb
+
+test: check
+	$(BIN)/python -m pytest tests
+
+check: .venv/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv demo.html
+
+.venv/.core: pyproject.toml binder/install_torch.py
+	@test -n "$(PYTHON)" || { echo "asked for Python 3.11 or newer: none found. Install one, or: make PYTHON=/path/to/python3.11"; exit 1; }
+	@test -x $(BIN)/python && $(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv \
+		|| { rm -rf .venv; echo "asked for a virtual environment: this Python has no venv. On Debian or Ubuntu: apt install python3-venv"; exit 1; }
+	$(BIN)/python binder/install_torch.py
+	$(PIP) install -e .
+	@touch $@
+
+.venv/.lab: .venv/.core
+	$(PIP) install -e '.[lab]'
+	@touch $@
+
+.venv/.test: .venv/.core
+	$(PIP) install -e '.[lab,hf,test]'
+	@touch $@ .venv/.lab
