@@ -1,0 +1,66 @@
+"""The catalogue: every card, every figure, every source."""
+
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+
+from toolkit.devices.spec import CATALOGUE, GpuSpec
+from toolkit.errors import DeviceError, UnknownNameError
+from toolkit.units import GiB, KiB
+
+CARDS = {"rtx-3090", "rtx-4090", "rtx-5090", "a100-40g", "a100-80g", "l4", "l40s", "h100", "h200", "b200", "rtx-pro-6000"}
+
+
+def test_the_catalogue_has_the_cards():
+    assert set(CATALOGUE) == CARDS
+    assert all(spec.key == key for key, spec in CATALOGUE.items())
+
+
+@pytest.mark.parametrize("spec", CATALOGUE.values(), ids=list(CATALOGUE))
+def test_every_figure_has_a_source(spec: GpuSpec):
+    figures = {f.name for f in fields(spec)} - {"key", "sources"}
+    assert set(spec.sources) == figures
+    for figure in figures:
+        how, where = spec.source(figure)
+        assert how in ("datasheet", "measured", "estimated")
+        assert where
+
+
+@pytest.mark.parametrize("spec", CATALOGUE.values(), ids=list(CATALOGUE))
+def test_figures_are_sane(spec: GpuSpec):
+    assert 20 * GiB < spec.memory_bytes < 200 * GiB
+    assert 0.7 < spec.reached_bandwidth_bytes_per_s / spec.bandwidth_bytes_per_s < 1
+    assert spec.smem_per_block_bytes == 48 * KiB < spec.smem_per_block_optin_bytes < spec.smem_per_sm_bytes
+    assert spec.fp32_flops <= spec.tf32_flops <= spec.bf16_flops
+    assert spec.d2h_pageable_bytes_per_s < spec.d2h_pinned_bytes_per_s
+    assert all(getattr(spec, f.name) > 0 for f in fields(spec) if f.name.endswith(("_ns", "_s", "_bytes", "_flops")))
+
+
+def test_only_the_h200_claims_measured_costs():
+    measured = {key for key, spec in CATALOGUE.items() if spec.source("op_host_ns").how == "measured"}
+    assert measured == {"h200"}
+
+
+def test_with_memory_changes_the_size_and_its_source_alone():
+    card = CATALOGUE["rtx-5090"].with_memory(8 * GiB)
+    assert card.memory_bytes == 8 * GiB
+    assert card.key == "8.00GiB"
+    assert card.source("memory_bytes").how == "chosen"
+    assert CATALOGUE["rtx-5090"].source("memory_bytes").how == "measured"
+    assert card.sms == CATALOGUE["rtx-5090"].sms
+
+
+@pytest.mark.parametrize("n_bytes", [-1, 0, 4096])
+def test_with_memory_refuses_sizes_no_gpu_has(n_bytes: int):
+    with pytest.raises(DeviceError, match="too small"):
+        CATALOGUE["h200"].with_memory(n_bytes)
+
+
+def test_an_unknown_figure_names_the_nearest():
+    with pytest.raises(UnknownNameError, match="bandwidth_bytes_per_s"):
+        CATALOGUE["h200"].source("bandwidth")
+
+
+def test_a_spec_is_frozen():
+    with pytest.raises(FrozenInstanceError):
+        CATALOGUE["h200"].sms = 1  # type: ignore[misc]

@@ -1,0 +1,202 @@
+"""The GPU catalogue: what each card has and what it costs to use, each figure with its source.
+
+`CATALOGUE["h200"].bandwidth_bytes_per_s` is a plain number; `CATALOGUE["h200"].source("bandwidth_bytes_per_s")` says
+where it comes from and whether it is a datasheet's, was measured, or is an estimate. Knows no torch and asks no GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+from toolkit.errors import DeviceError, unknown_name
+from toolkit.units import GiB, KiB, MiB, bytes_text
+
+How = Literal["datasheet", "measured", "estimated", "chosen"]
+
+
+class Source(NamedTuple):
+    """Where a figure comes from: `how` it is known, and `where` it can be looked up."""
+
+    how: How
+    where: str
+
+
+@dataclass(frozen=True)
+class GpuSpec:
+    """One GPU model. Sizes in bytes, times in nanoseconds, rates per second; every figure has a `source`.
+
+    `bandwidth_bytes_per_s` is the datasheet's, `reached_bandwidth_bytes_per_s` what a streaming kernel reaches. The
+    flops are dense (no sparsity), with fp32 accumulation. The host costs are those of a Python program using eager
+    PyTorch: they depend on the host's processor more than on the GPU.
+    """
+
+    key: str
+    name: str  # as CUDA reports it
+    compute_capability: tuple[int, int]
+    memory_bytes: int  # what CUDA reports as the total, a little under the marketing size
+    bandwidth_bytes_per_s: float
+    reached_bandwidth_bytes_per_s: float
+    sms: int
+    registers_per_sm: int
+    threads_per_sm: int
+    smem_per_block_bytes: int  # without opting in
+    smem_per_block_optin_bytes: int
+    smem_per_sm_bytes: int
+    l2_bytes: int
+    fp32_flops: float  # CUDA cores
+    tf32_flops: float  # tensor cores
+    bf16_flops: float  # tensor cores; fp16 runs at the same rate
+    h2d_pinned_bytes_per_s: float
+    d2h_pinned_bytes_per_s: float
+    h2d_pageable_bytes_per_s: float
+    d2h_pageable_bytes_per_s: float
+    op_host_ns: float  # host: one eager operation that launches one kernel, Python and dispatcher included
+    launch_host_ns: float  # host: each further launch, memset or device copy inside the same operation
+    view_host_ns: float  # host: an operation that launches nothing (a view, an allocation)
+    item_host_ns: float  # host: `.item()` of a value that is ready, its copy and wait included
+    h2d_pageable_host_ns: float  # host: a pageable H2D of a few bytes, its wait included
+    pinned_async_host_ns: float  # host: starting a pinned non-blocking copy
+    wait_host_ns: float  # host: a synchronize that finds nothing to wait for
+    graph_launch_host_ns: float  # host: launching a captured CUDA graph
+    launch_latency_ns: float  # from the host's launch to the kernel's start on an idle stream
+    kernel_floor_ns: float  # the shortest kernel
+    kernel_gap_ns: float  # between two kernels queued on one stream
+    copy_floor_ns: float  # a copy between host and device of a few bytes, on the stream
+    d2d_floor_ns: float  # a device-to-device memcpy of a few bytes
+    graph_node_ns: float  # a kernel node inside a CUDA graph, from start to start
+    sources: Mapping[str, Source] = field(repr=False, compare=False, default_factory=dict)
+
+    def source(self, figure: str) -> Source:
+        """Where `figure` (a field's name) comes from. Raises UnknownNameError for a name that is no figure."""
+        if figure not in self.sources:
+            raise unknown_name("figure", figure, self.sources)
+        return self.sources[figure]
+
+    def with_memory(self, n_bytes: int) -> GpuSpec:
+        """This card with `n_bytes` of memory in place of its own. Raises DeviceError unless it is 1 MiB or more."""
+        if n_bytes < MiB:
+            raise DeviceError(f"a virtual GPU with {bytes_text(n_bytes)}", "too small to be a GPU", "Ask for 1 MiB or more")
+        sources = {**self.sources, "memory_bytes": Source("chosen", "asked for by the user")}
+        return replace(
+            self,
+            key=bytes_text(n_bytes).replace(" ", ""),
+            name=f"{self.name} ({bytes_text(n_bytes)})",
+            memory_bytes=n_bytes,
+            sources=MappingProxyType(sources),
+        )
+
+
+class _Architecture(NamedTuple):
+    """What every card of a compute capability shares (CUDA programming guide, table of technical specifications)."""
+
+    smem_per_block_optin_bytes: int
+    smem_per_sm_bytes: int
+    threads_per_sm: int
+
+
+_ARCHITECTURES = {
+    (8, 0): _Architecture(163 * KiB, 164 * KiB, 2048),
+    (8, 6): _Architecture(99 * KiB, 100 * KiB, 1536),
+    (8, 9): _Architecture(99 * KiB, 100 * KiB, 1536),
+    (9, 0): _Architecture(227 * KiB, 228 * KiB, 2048),
+    (10, 0): _Architecture(227 * KiB, 228 * KiB, 2048),
+    (12, 0): _Architecture(99 * KiB, 100 * KiB, 1536),
+}
+
+_GUIDE = Source("datasheet", "CUDA C++ programming guide, technical specifications per compute capability")
+_H200 = Source("measured", "bench/results/h200_primitives.json (NVIDIA H200, torch 2.11.0+cu130)")
+_AS_H200 = Source("estimated", "as measured on an H200; depends on the host's processor more than on the GPU")
+_PCIE = {
+    4: (
+        (25.0e9, 25.5e9, 12.0e9, 10.0e9),
+        Source("estimated", "80 % of PCIe 4.0 x16; pageable: half of the H200's"),
+    ),
+    5: ((55.0e9, 55.0e9, 25.0e9, 19.0e9), Source("estimated", "as measured on an H200, the same PCIe 5.0 x16")),
+}
+_PCIE_FIELDS = ("h2d_pinned_bytes_per_s", "d2h_pinned_bytes_per_s", "h2d_pageable_bytes_per_s", "d2h_pageable_bytes_per_s")
+
+# Host and stream costs in ns, measured on an H200's machine.
+_COSTS: dict[str, float] = {
+    "op_host_ns": 5500, "launch_host_ns": 2500, "view_host_ns": 1200, "item_host_ns": 7300, "h2d_pageable_host_ns": 7500,
+    "pinned_async_host_ns": 2800, "wait_host_ns": 2000, "graph_launch_host_ns": 6000, "launch_latency_ns": 3000,
+    "kernel_floor_ns": 1500, "kernel_gap_ns": 700, "copy_floor_ns": 1500, "d2d_floor_ns": 1500, "graph_node_ns": 980,
+}  # fmt: skip
+_REACHED = 4.22 / 4.8  # of the datasheet's bandwidth: read bandwidth measured on an H200
+
+
+def _card(
+    key: str, name: str, cc: tuple[int, int], memory: tuple[float, str], bandwidth: float, sms: int, l2_mib: float,
+    tflops: tuple[float, float, float], pcie: int, sheet: str,
+    measured: dict[str, float] | None = None, costs_from: Source = _AS_H200,
+) -> GpuSpec:  # fmt: skip
+    """A card from its datasheet: memory in GiB and who reported it, tflops as (fp32, tf32, bf16), PCIe generation."""
+    architecture, (rates, pcie_source) = _ARCHITECTURES[cc], _PCIE[pcie]
+    datasheet = Source("datasheet", sheet)
+    figures: dict[str, float] = {
+        "bandwidth_bytes_per_s": bandwidth,
+        "reached_bandwidth_bytes_per_s": bandwidth * _REACHED,
+        "sms": sms,
+        "registers_per_sm": 65536,
+        **architecture._asdict(),
+        "smem_per_block_bytes": 48 * KiB,
+        "l2_bytes": int(l2_mib * MiB),
+        **dict(zip(("fp32_flops", "tf32_flops", "bf16_flops"), (t * 1e12 for t in tflops), strict=True)),
+        **dict(zip(_PCIE_FIELDS, rates, strict=True)),
+        **_COSTS,
+    }
+    sources = dict.fromkeys(figures, datasheet)
+    sources |= dict.fromkeys((*_Architecture._fields, "registers_per_sm", "smem_per_block_bytes"), _GUIDE)
+    sources |= dict.fromkeys(_COSTS, costs_from) | dict.fromkeys(_PCIE_FIELDS, pcie_source)
+    sources["reached_bandwidth_bytes_per_s"] = Source("estimated", "the share of the datasheet's that an H200 reaches, 88 %")
+    sources["memory_bytes"] = Source("measured", memory[1])
+    sources["name"] = Source("measured", "the driver's name of the card")
+    sources["compute_capability"] = _GUIDE
+    sources |= dict.fromkeys(measured or (), _H200)
+    figures |= measured or {}
+    return GpuSpec(
+        key=key,
+        name=name,
+        compute_capability=cc,
+        memory_bytes=int(memory[0] * GiB),
+        sources=MappingProxyType(sources),
+        **figures,  # type: ignore[arg-type]
+    )
+
+
+_ON_H200 = {
+    "reached_bandwidth_bytes_per_s": 4.22e12,
+    "h2d_pinned_bytes_per_s": 55.0e9, "d2h_pinned_bytes_per_s": 55.0e9,
+    "h2d_pageable_bytes_per_s": 25.0e9, "d2h_pageable_bytes_per_s": 19.0e9,
+}  # fmt: skip
+_OOM = "the total that torch's out-of-memory messages report for this card"
+
+CATALOGUE: Mapping[str, GpuSpec] = MappingProxyType({
+    card.key: card
+    for card in (
+        _card("rtx-3090", "NVIDIA GeForce RTX 3090", (8, 6), (23.69, _OOM), 936.2e9, 82, 6,
+              (35.6, 35.6, 71.2), 4, "NVIDIA Ampere GA102 whitepaper"),
+        _card("rtx-4090", "NVIDIA GeForce RTX 4090", (8, 9), (23.65, _OOM), 1008e9, 128, 72,
+              (82.6, 82.6, 165.2), 4, "NVIDIA Ada GPU architecture whitepaper"),
+        _card("rtx-5090", "NVIDIA GeForce RTX 5090", (12, 0), (31.36, _OOM), 1792e9, 170, 96,
+              (104.8, 104.8, 209.5), 5, "NVIDIA RTX Blackwell GPU architecture whitepaper"),
+        _card("a100-40g", "NVIDIA A100-SXM4-40GB", (8, 0), (39.39, _OOM), 1555e9, 108, 40,
+              (19.5, 156, 312), 4, "NVIDIA A100 datasheet and Ampere whitepaper"),
+        _card("a100-80g", "NVIDIA A100-SXM4-80GB", (8, 0), (79.15, _OOM), 2039e9, 108, 40,
+              (19.5, 156, 312), 4, "NVIDIA A100 datasheet and Ampere whitepaper"),
+        _card("l4", "NVIDIA L4", (8, 9), (22.03, _OOM), 300e9, 58, 48,
+              (30.3, 60, 121), 4, "NVIDIA L4 datasheet"),
+        _card("l40s", "NVIDIA L40S", (8, 9), (44.39, _OOM), 864e9, 142, 96,
+              (91.6, 183, 362), 4, "NVIDIA L40S datasheet"),
+        _card("h100", "NVIDIA H100 80GB HBM3", (9, 0), (79.10, _OOM), 3350e9, 132, 50,
+              (66.9, 494.7, 989.4), 5, "NVIDIA H100 datasheet (SXM) and Hopper whitepaper"),
+        _card("h200", "NVIDIA H200", (9, 0), (139.80, _OOM), 4800e9, 132, 60,
+              (66.9, 494.7, 989.4), 5, "NVIDIA H200 datasheet (SXM)", _ON_H200, _H200),
+        _card("b200", "NVIDIA B200", (10, 0), (178.35, _OOM), 8000e9, 148, 126,
+              (75, 1125, 2250), 5, "NVIDIA Blackwell (HGX B200) datasheet"),
+        _card("rtx-pro-6000", "NVIDIA RTX PRO 6000 Blackwell Workstation Edition", (12, 0), (94.97, _OOM), 1792e9, 188, 128,
+              (125, 251.9, 503.8), 5, "NVIDIA RTX PRO 6000 Blackwell datasheet and RTX Blackwell PRO whitepaper"),
+    )
+})  # fmt: skip
