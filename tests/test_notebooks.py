@@ -1,0 +1,77 @@
+"""Every notebook runs from top to bottom, is stored without outputs, and its questions accept the right answers alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+nbformat = pytest.importorskip("nbformat")
+nbclient = pytest.importorskip("nbclient")
+
+NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+IDS = [path.stem for path in NOTEBOOKS]
+
+# What a learner who got everything right has typed, in the order of the cells.
+ANSWERS = {
+    "01_see_the_copies": [
+        ('my_prediction = {"h2d": None, "d2h": None}', 'my_prediction = {"h2d": 2, "d2h": 1}'),
+        ('my_prediction = {"d2h bytes": None}', 'my_prediction = {"d2h bytes": 4 * model.config.vocab_size}'),
+        ('my_prediction = {"h2d": None, "d2h": None}', 'my_prediction = {"h2d": 1, "d2h": 1}'),
+        ('my_prediction = {"h2d": None, "d2h": None, "d2d": None}', 'my_prediction = {"h2d": 0, "d2h": 1, "d2d": 1}'),
+        (
+            "return sample(logits, temperature)  # write your version here",
+            "return torch.softmax(logits / temperature, dim=-1).argmax(-1)",
+        ),
+    ]
+}
+
+
+def run(notebook, folder: Path):
+    client = nbclient.NotebookClient(
+        notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    )
+    return client.execute()
+
+
+def texts(notebook) -> list[str]:
+    """The text/plain of every cell's outputs."""
+    plain = []
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            plain.append(output.get("text") or output.get("data", {}).get("text/plain", ""))
+    return plain
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
+def test_is_stored_without_outputs(path: Path) -> None:
+    raw = json.loads(path.read_text())
+    code = [cell for cell in raw["cells"] if cell["cell_type"] == "code"]
+    assert code
+    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in code)
+    assert "widgets" not in raw["metadata"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
+def test_runs_as_it_is_and_gives_no_answer_away(path: Path, tmp_path: Path) -> None:
+    said = texts(run(nbformat.read(path, as_version=4), tmp_path))
+    asked_for = [text for text in said if "Write your prediction" in text]
+    questions = sum("None" in question for question, _ in ANSWERS[path.stem])
+    assert len(asked_for) == questions
+    assert not any("the trace says" in text and "h2d copies" not in text for text in said)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
+def test_accepts_the_right_answers(path: Path, tmp_path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    answers = iter(ANSWERS[path.stem])
+    question, answer = next(answers)
+    for cell in notebook.cells:
+        if question and cell.cell_type == "code" and question in cell.source:
+            cell.source = cell.source.replace(question, answer)
+            question, answer = next(answers, ("", ""))
+    assert not question, f"no cell has {question!r}"
+    verdicts = [text for text in texts(run(notebook, tmp_path)) if "the trace says" in text]
+    assert len(verdicts) == len(ANSWERS[path.stem])
+    assert not [text for text in verdicts if "not so" in text]
