@@ -1,0 +1,48 @@
+"""The command line: the demo's table and page, and errors as one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from toolkit.__main__ import main
+
+
+def test_demo_prints_the_table_and_writes_a_page(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "toolkit",
+        "demo",
+        "--out",
+        "page.html",
+        "--device",
+        "virtual:rtx-4090",
+        "--max-new-tokens",
+        "8",
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
+    for strategy in (
+        "host-sampling",
+        "host-embedding",
+        "roundtrip",
+        "token-on-device",
+        "position-on-device",
+        "double-buffered",
+    ):
+        assert strategy in done.stdout
+    assert "modelled" in done.stdout
+    page = (tmp_path / "page.html").read_text()
+    assert "double-buffered" in page
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+
+
+def test_an_unknown_device_is_one_line_that_names_the_nearest(tmp_path: Path, capsys) -> None:
+    assert main(["demo", "--device", "virtual:rtx-5900", "--out", str(tmp_path / "page.html")]) == 1
+    said = capsys.readouterr().err
+    assert "rtx-5090" in said
+    assert "Traceback" not in said
+    assert len(said.strip().splitlines()) == 1
