@@ -1,0 +1,135 @@
+"""The virtual GPU as a Device: `tk.device("virtual:rtx-5090")` makes `torch.device("vgpu")` that card.
+
+The device name is registered with PyTorch when the first card opens, never at import. There is one card at a time, for
+the whole process and every thread. This file knows the life of a card; what runs on it is `virtual_dispatch`'s.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import sys
+from contextlib import AbstractContextManager
+from functools import lru_cache
+
+import torch
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from toolkit.devices import base, vgpu_module, virtual_dispatch, virtual_tensor
+from toolkit.devices.spec import CATALOGUE, GpuSpec
+from toolkit.devices.virtual_machine import Machine
+from toolkit.errors import DeviceError, RecorderError, unknown_name
+from toolkit.trace import Trace
+from toolkit.units import bytes_text, parse_bytes
+
+GENERIC = "h200"  # the card whose figures a card known only by its memory has
+_SIZE = re.compile(r"[0-9.]+\s*[kmgt]i?b?", re.IGNORECASE)
+_current: list[VirtualGpu] = []
+
+
+class VirtualGpu(base.Device):
+    """A card that isn't there. Get one from `tk.device("virtual:NAME")`."""
+
+    clock = "modelled"
+    spec: GpuSpec
+
+    def __init__(self, card: str, spec: GpuSpec) -> None:
+        self.card, self.name, self.spec = card, f"virtual:{card}", spec
+        self.torch = torch.device("vgpu", 0)
+        self.machine = Machine(spec)
+
+    def _in_use(self) -> Machine:
+        """The machine. Raises DeviceError where another card has been opened since."""
+        if not _current or _current[0] is not self:
+            found = f"`vgpu` is {_current[0].name} now" if _current else "it is closed"
+            raise DeviceError(f"using {self.name}", found, f'Open it again: tk.device("{self.name}")')
+        return self.machine
+
+    def start(self, *, lines: bool) -> None:
+        """Begin to record. Raises RecorderError inside another recording, DeviceError where another card is open."""
+        machine = self._in_use()
+        if machine.recording:
+            raise RecorderError(f"recording {self.name}", "a recording runs already", "End that one first")
+        machine.start(lines=lines)
+
+    def stop(self) -> Trace:
+        """End the recording and return its events."""
+        return self.machine.stop(
+            {
+                "device": self.name, "gpu": self.spec.name, "clock": self.clock, "steps_from": "marks",
+                "torch": torch.__version__, "python": platform.python_version(),
+            }
+        )  # fmt: skip
+
+    def step(self, step: int, name: str) -> AbstractContextManager[None]:
+        """A scope on this thread: events inside belong to decode step `step`; leaves a mark called `name`."""
+        return self.machine.step(step, name)
+
+    def sync(self) -> None:
+        """Wait, on the modelled clock, until every stream is done."""
+        self._in_use().wait_all()
+
+    def now_ns(self) -> int:
+        """The modelled host clock."""
+        return self.machine.host_ns
+
+    def memory(self) -> base.Memory:
+        """Memory of the card now."""
+        memory = self.machine.memory
+        return base.Memory(memory.allocated_bytes, memory.peak_bytes, memory.reserved_bytes, memory.total_bytes)
+
+    def reset_peak(self) -> None:
+        """Let the peak start again from what is allocated now."""
+        self.machine.memory.reset_peak()
+
+
+def open_virtual(card: str) -> VirtualGpu:
+    """The virtual card called `card`: a name of the catalogue ("rtx-5090"), or a memory size ("8GiB").
+
+    A size is a generic card with that much memory. Raises UnknownNameError (naming the nearest) for an unknown name, and
+    DeviceError where tensors still live on another card.
+    """
+    if _current and _current[0].card == card:
+        return _current[0]
+    spec = _spec(card)
+    if _current:
+        _refuse_while_held(_current[0], card)
+    _register()
+    gpu = VirtualGpu(card, spec)
+    virtual_dispatch.open_machine(gpu.machine)
+    _current[:] = [gpu]
+    return gpu
+
+
+def current_virtual() -> VirtualGpu:
+    """The card that `torch.device("vgpu")` is now. Raises DeviceError where none was opened."""
+    if not _current:
+        raise DeviceError("device 'vgpu'", "no virtual GPU is open", 'Open one: tk.device("virtual:h200")')
+    return _current[0]
+
+
+def _spec(card: str) -> GpuSpec:
+    if card in CATALOGUE:
+        return CATALOGUE[card]
+    if _SIZE.fullmatch(card.strip()):
+        return CATALOGUE[GENERIC].with_memory(parse_bytes(card))
+    raise unknown_name("virtual GPU", card, CATALOGUE)
+
+
+def _refuse_while_held(gpu: VirtualGpu, card: str) -> None:
+    count, size = virtual_tensor.live()
+    if gpu.machine.recording:
+        raise DeviceError(f"opening virtual:{card}", f"{gpu.name} is being recorded", "End that recording first")
+    if count:
+        raise DeviceError(
+            f"opening virtual:{card}", f"{count:,} live tensors ({bytes_text(size)}) are on {gpu.name}, and `vgpu` is one card",
+            f"Delete them first (del x; gc.collect()), or stay with {gpu.name}", tensors=count, bytes=size,
+        )  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def _register() -> None:
+    """Give PyTorch the device `vgpu`, once a process: its name, `torch.vgpu`, and who runs its operations."""
+    _setup_privateuseone_for_python_backend("vgpu", backend_module=sys.modules[vgpu_module.__name__])
+    virtual_tensor._device.append(torch.device("vgpu", 0))
+    virtual_dispatch.register()

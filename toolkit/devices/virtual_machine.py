@@ -1,0 +1,161 @@
+"""The card behind the virtual GPU: two clocks, streams, memory, and the recording.
+
+The host clock advances by what each launch, copy and wait costs the host; each stream has the time at which it will be
+done. Work starts when it was launched and its stream is free; a wait moves the host to the stream's end. Nothing here
+depends on how long Python takes, so a program's times are the same on every run. This file knows no operations: it
+executes the effects that `rules` says an operation has.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from toolkit.devices import base
+from toolkit.devices import virtual_stub as rules
+from toolkit.devices.virtual_stub import Effect
+from toolkit.devices.spec import GpuSpec
+from toolkit.devices.virtual_memory import Memory
+from toolkit.trace import Trace, TraceBuilder
+
+DEFAULT_STREAM = 0
+NOTED_BYTES = 1 << 20  # an allocation of this size notes its line even while nothing is recorded, for the out-of-memory error
+
+
+class _Thread(threading.local):
+    """What CUDA keeps per thread: the current stream. And the decode step whose host code runs."""
+
+    stream = DEFAULT_STREAM
+    step = -1
+
+
+class Machine:
+    """One virtual card: what it runs, holds and records. `Machine.thread` is per thread, the rest is shared."""
+
+    def __init__(self, spec: GpuSpec) -> None:
+        self.spec = spec
+        self.memory = Memory(spec.memory_bytes, spec.name)
+        self.thread = _Thread()
+        self.host_ns = 0
+        self.stream_ends: dict[int, int] = {DEFAULT_STREAM: 0}
+        self.sizes_only = False
+        self.invented = False  # did a value that was never computed reach the host?
+        self.lines = False
+        self._builder: TraceBuilder | None = None
+        self._since_ns = 0
+        self._lock = threading.RLock()
+
+    # ---- time
+
+    def execute(self, effect: Effect) -> None:
+        """Let `effect` happen: on the current stream, or, for a wait, on the host."""
+        if effect.kind == "wait":
+            self.wait(self.thread.stream, effect.name)
+            return
+        with self._lock:
+            stream = self.thread.stream
+            self.host_ns += rules.host_ns(effect, self.spec)
+            start = max(self.host_ns, self.stream_ends[stream])
+            duration = rules.duration_ns(effect, self.spec)
+            self.stream_ends[stream] = start + duration
+            if self._builder is not None:
+                self._row(effect.kind, start, duration, effect.bytes, stream, effect.name, effect.pinned)
+
+    def wait(self, stream: int, name: str) -> None:
+        """Block the host until `stream` has done what was queued."""
+        self.wait_until(self.stream_ends[stream], stream, name)
+
+    def wait_all(self, name: str = "cudaDeviceSynchronize") -> None:
+        """Block the host until every stream has done what was queued."""
+        self.wait_until(max(self.stream_ends.values()), -1, name)
+
+    def wait_until(self, end_ns: int, stream: int, name: str) -> None:
+        """Block the host until `end_ns`, because it waits for `stream` (-1: for all)."""
+        with self._lock:
+            start = self.host_ns
+            self.host_ns = max(start + int(self.spec.wait_host_ns), end_ns)
+            if self._builder is not None:
+                self._row("sync", start, self.host_ns - start, 0, stream, name)
+
+    def new_stream(self) -> int:
+        """The number of a fresh stream."""
+        with self._lock:
+            number = len(self.stream_ends)
+            self.stream_ends[number] = 0
+            return number
+
+    def launch_event(self) -> None:
+        """What recording an event costs the host."""
+        with self._lock:
+            self.host_ns += int(self.spec.view_host_ns)
+
+    def hold(self, stream: int, until_ns: int) -> None:
+        """Let work queued on `stream` from now on start no sooner than `until_ns` (an event or another stream's end)."""
+        with self._lock:
+            self.stream_ends[stream] = max(self.stream_ends[stream], until_ns)
+
+    def done_ns(self, stream: int) -> int:
+        """When what is queued on `stream` now will be done; now, where that is past."""
+        return max(self.stream_ends[stream], self.host_ns)
+
+    # ---- memory
+
+    def allocate(self, n_bytes: int) -> tuple[int, str | None]:
+        """Take memory and record it; what this returns, `free` takes back."""
+        recording = self._builder is not None
+        where = base.caller() if (recording and self.lines) or n_bytes >= NOTED_BYTES else None
+        size = self.memory.allocate(n_bytes, where)
+        if recording:
+            self._row("alloc", self.host_ns, 0, size, self.thread.stream, None, where=where)
+        return size, where
+
+    def free(self, block: tuple[int, str | None]) -> None:
+        """Give a block back."""
+        self.memory.free(*block)
+        if self._builder is not None:
+            self._row("free", self.host_ns, 0, block[0], self.thread.stream, None, where=None)
+
+    # ---- recording
+
+    def start(self, *, lines: bool) -> None:
+        """Begin to record; times count from here."""
+        with self._lock:
+            self._builder, self.lines, self._since_ns, self.invented = TraceBuilder(), lines, self.host_ns, False
+
+    def stop(self, meta: dict[str, object]) -> Trace:
+        """End the recording and return its events."""
+        with self._lock:
+            builder, self._builder = self._builder, None
+            if builder is None:
+                raise base.not_recording("stopping a recording of the virtual GPU")
+            return builder.build(meta | {"sizes_only": self.invented or self.sizes_only})
+
+    @property
+    def recording(self) -> bool:
+        return self._builder is not None
+
+    @contextmanager
+    def step(self, step: int, name: str) -> Iterator[None]:
+        """Events whose host code runs inside belong to `step`; leaves a mark."""
+        outer, start = self.thread.step, self.host_ns
+        self.thread.step = step
+        try:
+            yield
+        finally:
+            if self._builder is not None:
+                self._row("mark", start, self.host_ns - start, 0, -1, name, where=None, device=-1)
+            self.thread.step = outer
+
+    def _row(
+        self, kind: str, start: int, duration: int, size: int, stream: int, name: str | None, pinned: int = -1, *,
+        where: str | None = "", device: int = 0,
+    ) -> None:  # fmt: skip
+        builder = self._builder
+        if builder is None:  # the recording ended in another thread
+            return
+        builder.add(
+            kind, start - self._since_ns, duration, bytes=size, stream=stream, device=device, step=self.thread.step,
+            cell=base.current_cell(), pinned=pinned, clock="modelled", name=name,
+            where=(base.caller() if self.lines else None) if where == "" else where,
+        )  # fmt: skip
