@@ -19,6 +19,7 @@ from toolkit.models.cache import Cache
 from toolkit.models.fields import Fields
 from toolkit.models.layers import (
     GatedMLP,
+    Linear,
     RMSNorm,
     cached_attention,
     causal_attention,
@@ -148,10 +149,10 @@ class Attention(nn.Module):
         super().__init__()
         self.layer, self.head_dim, self.scale = layer, config.head_dim, config.head_dim**-0.5
         width, kv_width = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        self.q = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
-        self.k = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
-        self.v = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
-        self.o = nn.Linear(width, config.hidden_size, bias=config.attention_bias)
+        self.q = Linear(config.hidden_size, width, bias=config.attention_bias)
+        self.k = Linear(config.hidden_size, kv_width, bias=config.attention_bias)
+        self.v = Linear(config.hidden_size, kv_width, bias=config.attention_bias)
+        self.o = Linear(width, config.hidden_size, bias=config.attention_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
@@ -199,7 +200,7 @@ class Model(nn.Module):
     """A Qwen3 built on "meta": shapes without memory, until a loader (or `init_weights`) gives it weights.
 
     `model(ids)` maps token ids [B, T] on the device to fp32 logits [B, T, vocab], with gradients. Decoding goes through
-    `embed`, `new_cache` and `advance`. `model.config`, `model.device` (a toolkit Device), `model.dtype` and
+    `new_cache`, `embed`, `advance` and `logits`. `model.config`, `model.device` (a toolkit Device), `model.dtype` and
     `model.tokenizer` (None until a loader finds one) are set.
     """
 
@@ -211,7 +212,7 @@ class Model(nn.Module):
             self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
             self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-            self.head = None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
         self.to(dtype)
 
     def init_weights(self, seed: int = 0) -> Model:
@@ -240,7 +241,7 @@ class Model(nn.Module):
         return Cache.empty(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, slots, rope)
 
     def advance(self, x: Tensor, positions: Tensor, cache: Cache, length: int) -> Tensor:
-        """Feed embedded tokens `x` [1, T, hidden] at `positions` [T] (on the device); logits [vocab] after the last.
+        """Feed embedded tokens `x` [1, T, hidden] at `positions` [T] (on the device); hidden states [1, T, hidden].
 
         `length` is how many tokens the cache then holds, at most: it bounds how much of the cache is read, and need not
         be exact. The exact position is read on the device only.
@@ -250,7 +251,7 @@ class Model(nn.Module):
         rope = cache.rope.index_select(0, positions)
         for layer in self.layers:
             x = layer(x, rope, at)
-        return self.logits(x[:, -1:]).view(-1)
+        return x
 
     def costs(self, length: int) -> dict[str, int]:
         """What one decode step at `length` tokens costs: bytes of weights and KV read, and floating-point operations."""

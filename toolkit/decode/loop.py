@@ -1,0 +1,181 @@
+"""The decode loop: one, for all strategies.
+
+`generate` checks what it was given, records, and gathers tokens; `decode` is the loop itself, put together from the
+parts that the strategy names. Step 0 is the prefill, steps 1, 2, ... decode one token each; double buffering reads its
+last token in one more step, called "drain".
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit.decode.parts import INPUTS, POSITIONS, READBACKS, Choice, Inputs, Positions, Readback
+from toolkit.decode.run import Run
+from toolkit.decode.sample import Sampling
+from toolkit.decode.strategies import Strategy, find_strategy
+from toolkit.decode.text import TextStream, prompt_ids
+from toolkit.errors import ModelError
+from toolkit.models.cache import Cache
+
+
+def generate(
+    model: Any,
+    prompt: str | Sequence[int] | Tensor,
+    decode: str | Strategy = "double-buffered",
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    context: int | None = None,
+    prefill_chunk: int = 512,
+    eos: Collection[int] | None = None,
+    on_token: Callable[[int, str], None] | None = None,
+    cancel: threading.Event | None = None,
+    record: bool = True,
+    lines: bool = True,
+) -> Run:
+    """Continue `prompt` (text, or token ids) by up to `max_new_tokens` tokens under the strategy `decode`.
+
+    temperature, top_k, top_p, seed: see `Sampling`; temperature 0 is greedy. `context` is how many positions the cache
+    holds (default: just enough); `prefill_chunk` how many prompt tokens are fed at a time; `eos` the token ids that end
+    the text (default: the model's own; `()` for none). `on_token(id, text)` is called on this thread as soon as the host
+    knows a token. `cancel`, once set, stops between two steps and keeps what was decoded. `record=False` leaves the
+    trace away, `lines=False` only the source lines: on a real GPU both cost time.
+
+    Raises ModelError for prompts and options that can't be, UnknownNameError for an unknown strategy.
+    """
+    strategy = find_strategy(decode)
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    ids = prompt_ids(model, prompt)
+    context, limit = _room(model, len(ids), max_new_tokens, context)
+    if not _is_count(prefill_chunk):
+        raise ModelError("prefill in chunks", f"prefill_chunk={prefill_chunk!r}", "Give a whole number from 1 on")
+    ends = _ends(model) if eos is None else frozenset(eos)
+    cancel = cancel or threading.Event()
+    device, stream = model.device, TextStream(model.tokenizer)
+    tokens: list[int] = []
+    known_ns: list[int] = []
+    with device.record(lines=lines) if record else nullcontext() as trace, torch.no_grad():
+        learnt = _decode(model, strategy, sampling, ids, limit, context, prefill_chunk, cancel)
+        try:
+            for token in learnt:
+                tokens.append(token)
+                known_ns.append(device.now_ns())
+                if on_token is not None:
+                    on_token(token, "" if token in ends else stream.piece(token))
+                if token in ends:
+                    break
+        finally:
+            learnt.close()  # type: ignore[attr-defined]  # a generator: ends its `finally` now, not when collected
+    ended = bool(tokens) and tokens[-1] in ends
+    return Run(
+        text=_text(model, tokens[:-1] if ended else tokens),
+        tokens=tuple(tokens),
+        prompt_tokens=tuple(ids),
+        strategy=strategy.name,
+        stop_reason="eos" if ended else "length" if len(tokens) == limit else "cancelled",
+        tok_per_s=(len(tokens) - 1) * 1e9 / (known_ns[-1] - known_ns[0]) if len(tokens) > 1 else None,
+        clock=device.clock,
+        device=device.name,
+        recorded=trace,
+    )
+
+
+def _decode(
+    model: Any,
+    strategy: Strategy,
+    sampling: Sampling,
+    ids: list[int],
+    limit: int,
+    context: int,
+    chunk: int,
+    cancel: threading.Event,
+) -> Iterator[int]:
+    """Yield up to `limit` token ids, each as soon as the host knows it. Closing it early frees what it holds."""
+    device, step = model.device, 0
+    cache: Cache | None = None
+    readback: Readback = READBACKS[strategy.readback](device.torch)
+    try:
+        with device.step(0, "prefill"):
+            cache = model.new_cache(context)
+            inputs: Inputs = INPUTS[strategy.token](model)
+            positions: Positions = POSITIONS[strategy.position](len(ids), limit - 1, device.torch)
+            choice = Choice(sampling, model.config.vocab_size, _chooser(strategy, device.torch))
+            logits = _prefill(model, inputs.prompt(torch.tensor([ids])), cache, chunk, cancel)
+            if logits is None:
+                return
+            token = choice.next(logits)
+            known = readback.after(token)
+        if known is not None:
+            yield known
+        for step in range(1, limit):
+            if cancel.is_set():
+                break
+            with device.step(step, "decode"):
+                readback.before()
+                x = inputs.next(token, known)
+                hidden = model.advance(x, positions.next(step), cache, len(ids) + step)
+                token = choice.next(model.logits(hidden).view(-1))
+                known = readback.after(token)
+            if known is not None:
+                yield known
+        if readback.behind:
+            with device.step(step + 1, "drain"):
+                readback.before()
+                known = readback.arrived()
+            yield known
+    finally:
+        readback.close()
+        if cache is not None:
+            cache.free()
+
+
+def _prefill(model: Any, x: Tensor, cache: Cache, chunk: int, cancel: threading.Event) -> Tensor | None:
+    """Feed the embedded prompt `x` [1, T, hidden], `chunk` tokens at a time; the last one's logits, None when cancelled."""
+    length = x.shape[1]
+    for start in range(0, length, chunk):
+        if cancel.is_set():
+            return None
+        stop = min(start + chunk, length)
+        hidden = model.advance(x[:, start:stop], cache.slots[start:stop], cache, stop)
+    logits: Tensor = model.logits(hidden[:, -1:]).view(-1)
+    return logits
+
+
+def _chooser(strategy: Strategy, device: torch.device) -> torch.device:
+    return device if strategy.sampler == "device" else torch.device("cpu")
+
+
+def _room(model: Any, prompt: int, max_new_tokens: int, context: int | None) -> tuple[int, int]:
+    """The cache's size, and how many tokens can be made: the last one made needs no place in it."""
+    most = model.config.max_position_embeddings
+    if not _is_count(max_new_tokens):
+        raise ModelError("generating", f"max_new_tokens={max_new_tokens!r}", "Give a whole number from 1 on")
+    if context is not None and not (_is_count(context) and context <= most):
+        raise ModelError(f"a context of {context!r}", f"this model has positions for 1 to {most:,}", "Give a number among these")
+    room = min(most, prompt + max_new_tokens - 1) if context is None else context
+    if prompt > room:
+        do = f"Shorten the prompt by {prompt - room:,} tokens" + ("" if context is None else f", or give context={prompt:,}")
+        raise ModelError(f"a prompt of {prompt:,} tokens", f"the context holds {room:,}", do, prompt=prompt, context=room)
+    return room, min(max_new_tokens, room - prompt + 1)
+
+
+def _ends(model: Any) -> frozenset[int]:
+    """The token ids that end a text: the tokenizer's and the config's."""
+    return frozenset(getattr(model.tokenizer, "eos_ids", ())) | frozenset(model.config.eos_token_ids)
+
+
+def _text(model: Any, tokens: list[int]) -> str:
+    return model.tokenizer.decode(tokens) if model.tokenizer is not None and tokens else ""
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

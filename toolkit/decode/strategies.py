@@ -1,0 +1,58 @@
+"""The decode strategies: five answers each, and the names of the combinations worth having.
+
+A strategy is data. Nothing here runs; `loop.py` puts a loop together from the answers, so that two strategies differ in
+what they say here and in nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from toolkit.errors import unknown_name
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How one decode step gets its inputs and gives its token away.
+
+    token     where the next input comes from: "host" uploads the token id; "host-row" uploads the token's embedding row,
+              looked up in a table that stays on the host; "device" takes the sampled tensor itself, which never leaves
+    position  "host" uploads it; "array" copies it on the device from an array uploaded once into a fixed slot; "device"
+              counts it up in place
+    sampler   "host" downloads the logits and chooses there; "device" chooses there
+    readback  "wait" reads the token as soon as it is chosen and blocks until it is; "overlap" reads the token of the step
+              before into page-locked memory on a second stream while this step runs, so the host is one step behind
+    capture   what is recorded ahead and replayed: "none" so far
+    crosses   in words, what crosses per decode step
+    """
+
+    name: str
+    token: Literal["host", "host-row", "device"]
+    position: Literal["host", "array", "device"]
+    sampler: Literal["host", "device"]
+    readback: Literal["wait", "overlap"]
+    crosses: str
+    capture: Literal["none"] = "none"
+
+
+STRATEGIES: dict[str, Strategy] = {
+    strategy.name: strategy
+    for strategy in (
+        Strategy("host-sampling", "host", "host", "host", "wait", "logits D2H (vocab × 4 B), token and position H2D"),
+        Strategy("host-embedding", "host-row", "host", "device", "wait", "token D2H, embedding row and position H2D"),
+        Strategy("roundtrip", "host", "host", "device", "wait", "token D2H (8 B), token and position H2D"),
+        Strategy("token-on-device", "device", "host", "device", "wait", "token D2H, position H2D"),
+        Strategy("position-on-device", "device", "array", "device", "wait", "token D2H, position D2D"),
+        Strategy("double-buffered", "device", "device", "device", "overlap", "token D2H of the step before, overlapped"),
+    )
+}
+
+
+def find_strategy(strategy: str | Strategy) -> Strategy:
+    """The strategy called so; a Strategy is returned as it is. UnknownNameError names the nearest."""
+    if isinstance(strategy, Strategy):
+        return strategy
+    if strategy not in STRATEGIES:
+        raise unknown_name("decode strategy", strategy, STRATEGIES)
+    return STRATEGIES[strategy]
