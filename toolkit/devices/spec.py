@@ -54,17 +54,21 @@ class GpuSpec:
     h2d_pageable_bytes_per_s: float
     d2h_pageable_bytes_per_s: float
     op_host_ns: float  # host: one eager operation that launches one kernel, Python and dispatcher included
+    library_host_ns: float  # host: the same for a matrix product (cuBLAS chooses a kernel)
+    attention_host_ns: float  # host: the same for scaled dot product attention
     launch_host_ns: float  # host: each further launch, memset or device copy inside the same operation
     view_host_ns: float  # host: an operation that launches nothing (a view, an allocation)
-    item_host_ns: float  # host: `.item()` of a value that is ready, its copy and wait included
-    h2d_pageable_host_ns: float  # host: a pageable H2D of a few bytes, its wait included
-    pinned_async_host_ns: float  # host: starting a pinned non-blocking copy
-    wait_host_ns: float  # host: a synchronize that finds nothing to wait for
+    item_host_ns: float  # host: `.item()` up to its wait
+    h2d_host_ns: float  # host: starting a pageable H2D, staging a few bytes
+    d2h_host_ns: float  # host: starting a pageable D2H
+    pinned_async_host_ns: float  # host: starting a pinned copy
+    wait_host_ns: float  # host: returning from a wait once the stream is done
     graph_launch_host_ns: float  # host: launching a captured CUDA graph
     launch_latency_ns: float  # from the host's launch to the kernel's start on an idle stream
     kernel_floor_ns: float  # the shortest kernel
     kernel_gap_ns: float  # between two kernels queued on one stream
-    copy_floor_ns: float  # a copy between host and device of a few bytes, on the stream
+    copy_floor_ns: float  # an H2D of a few bytes, on the stream
+    d2h_floor_ns: float  # a D2H of a few bytes, on the stream
     d2d_floor_ns: float  # a device-to-device memcpy of a few bytes
     graph_node_ns: float  # a kernel node inside a CUDA graph, from start to start
     sources: Mapping[str, Source] = field(repr=False, compare=False, default_factory=dict)
@@ -120,9 +124,10 @@ _PCIE_FIELDS = ("h2d_pinned_bytes_per_s", "d2h_pinned_bytes_per_s", "h2d_pageabl
 
 # Host and stream costs in ns, measured on an H200's machine.
 _COSTS: dict[str, float] = {
-    "op_host_ns": 5500, "launch_host_ns": 2500, "view_host_ns": 1200, "item_host_ns": 7300, "h2d_pageable_host_ns": 7500,
-    "pinned_async_host_ns": 2800, "wait_host_ns": 2000, "graph_launch_host_ns": 6000, "launch_latency_ns": 3000,
-    "kernel_floor_ns": 1500, "kernel_gap_ns": 700, "copy_floor_ns": 1500, "d2d_floor_ns": 1500, "graph_node_ns": 980,
+    "op_host_ns": 5500, "library_host_ns": 12400, "attention_host_ns": 16000, "launch_host_ns": 2500, "view_host_ns": 1000,
+    "item_host_ns": 4700, "h2d_host_ns": 4600, "d2h_host_ns": 5600, "pinned_async_host_ns": 2800, "wait_host_ns": 1500,
+    "graph_launch_host_ns": 6000, "launch_latency_ns": 2000, "kernel_floor_ns": 880, "kernel_gap_ns": 1100,
+    "copy_floor_ns": 740, "d2h_floor_ns": 1450, "d2d_floor_ns": 690, "graph_node_ns": 980,
 }  # fmt: skip
 _REACHED = 4.22 / 4.8  # of the datasheet's bandwidth: read bandwidth measured on an H200
 
