@@ -1,0 +1,63 @@
+"""CUPTI's vocabulary: the names and numbers that every tool built on it (PyTorch's profiler, Nsight Systems) writes.
+
+Pure functions and tables; reads no file and asks no GPU. Numbers are those of `cupti_activity.h`.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+DEFAULT_STREAM = 7  # the number CUPTI gives to the legacy default stream of a process's first context
+NO_STREAM = 0xFFFFFFFF  # CUPTI_SYNCHRONIZATION_INVALID_VALUE, also seen as -1
+
+# CUpti_ActivityMemcpyKind: host, device, array (a device's texture memory), peer. Host to host crosses nothing: left out.
+MEMCPY_KINDS = {1: "h2d", 2: "d2h", 3: "h2d", 4: "d2h", 5: "d2d", 6: "d2d", 7: "d2d", 8: "d2d", 10: "p2p"}
+_LETTERS = {"HtoD": "h2d", "HtoA": "h2d", "DtoH": "d2h", "AtoH": "d2h", "PtoP": "p2p"} | dict.fromkeys(
+    ("DtoD", "AtoA", "AtoD", "DtoA"), "d2d"
+)
+# CUpti_ActivityMemoryKind
+MEMORY_KINDS = {0: "Unknown", 1: "Pageable", 2: "Pinned", 3: "Device", 4: "Array", 5: "Managed", 6: "Device Static"}
+MEMORY_KINDS[7] = "Managed Static"
+
+_SYNC = re.compile(r"cu(da)?(Stream|Device|Event|Ctx|Context)Synchronize(_ptsz)?(_v\d+)?$")
+_MEMCPY = re.compile(r"(?:\[CUDA )?memcpy (\w)\w*?\s*-?(?:to|2)-?\s*(\w)", re.IGNORECASE)
+
+
+@lru_cache(maxsize=4096)
+def parse_memcpy(name: str) -> tuple[str | None, int]:
+    """Kind and `pinned` of a copy from its name: "Memcpy DtoH (Device -> Pinned)" -> ("d2h", 1).
+
+    Also understands Nsight's "[CUDA memcpy Device-to-Host]". The kind is None for a copy within the host.
+    """
+    match = _MEMCPY.search(name)
+    if match is None:
+        return None, -1
+    kind = _LETTERS.get(f"{match[1].upper()}to{match[2].upper()}")
+    return kind, pinned_of(kind, name)
+
+
+def pinned_of(kind: str | None, memory: str) -> int:
+    """The `pinned` column of a copy between host and device, from a text that names the host's kind of memory."""
+    if kind not in ("h2d", "d2h"):
+        return -1
+    return 1 if "Pinned" in memory else 0 if "Pageable" in memory else -1
+
+
+@lru_cache(maxsize=4096)
+def is_wait(api_name: str) -> bool:
+    """Whether a runtime or driver call blocks the host until the device is done."""
+    return _SYNC.match(api_name) is not None
+
+
+def number_streams(streams: NDArray[np.int64]) -> NDArray[np.int32]:
+    """CUPTI's stream numbers as ours: the default stream 0, others 1, 2, ... as first seen; -1 stays none."""
+    numbers = {DEFAULT_STREAM: 0, 0: 0, -1: -1, NO_STREAM: -1}
+    seen, first = np.unique(streams, return_index=True)
+    for raw in seen[np.argsort(first)].tolist():
+        numbers.setdefault(raw, max(numbers.values()) + 1)
+    values = np.array([numbers[raw] for raw in seen.tolist()], np.int32)
+    return values[np.searchsorted(seen, streams)] if len(streams) else np.empty(0, np.int32)
