@@ -1,0 +1,189 @@
+"""GGUF: values as the gguf package reads them, and every lie in a header is refused in words."""
+
+from __future__ import annotations
+
+import struct
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from checkpoints import random_blocks
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from toolkit.errors import FormatError, ToolkitError
+from toolkit.formats.dequantise import BLOCKS, dequantise
+from toolkit.formats.gguf import GgufFile, open_gguf
+
+KINDS = ["F32", "F16", "BF16", "Q8_0", "Q4_K", "Q6_K"]
+STRING, UINT32, ARRAY = 8, 4, 9
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+def pair(key: str, kind: int, value: bytes) -> bytes:
+    return text(key) + struct.pack("<I", kind) + value
+
+
+def tensor(name: str = "w", shape: tuple[int, ...] = (8,), kind: int = 0, offset: int = 0) -> bytes:
+    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+
+
+def write(
+    path: Path,
+    tensors: list[bytes] | tuple[bytes, ...] = (),
+    pairs: list[bytes] | tuple[bytes, ...] = (),
+    data: bytes = bytes(32),
+    magic: bytes = b"GGUF",
+    version: int = 3,
+    counts: tuple[int, int] | None = None,
+) -> Path:
+    """A GGUF with this header, however wrong."""
+    counts = counts or (len(tensors), len(pairs))
+    header = magic + struct.pack("<IQQ", version, *counts) + b"".join(pairs) + b"".join(tensors)
+    path.write_bytes(header + bytes(-len(header) % 32) + data)
+    return path
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_blocks_dequantise_to_the_bits_of_the_reference(kind: str) -> None:
+    rng = np.random.default_rng(1)
+    raw = rng.integers(0, 256, (777, BLOCKS[kind][1]), dtype=np.uint8)  # any bytes: also NaN and infinite scales
+    with np.errstate(all="ignore"):
+        expected = gguf.dequantize(raw, gguf.GGMLQuantizationType[kind])
+    got = dequantise(kind, torch.from_numpy(raw)).numpy()
+    assert np.array_equal(got.reshape(expected.shape), expected, equal_nan=True)
+    assert np.isfinite(expected).mean() > 0.9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensors_come_back_as_the_gguf_package_reads_them(tmp_path: Path, kind: str) -> None:
+    rng, quant = np.random.default_rng(2), gguf.GGMLQuantizationType[kind]
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "test")
+    if kind in ("Q4_K", "Q6_K"):
+        raw = random_blocks(kind, (3, 512), rng)
+    else:
+        raw = gguf.quantize(rng.standard_normal((3, 512), dtype=np.float32), quant)
+    writer.add_tensor("w", raw, raw_dtype=quant)
+    for write_part in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        write_part()
+    file = open_gguf(tmp_path / "x.gguf")
+    assert file.stored["w"].shape == (3, 512)
+    assert file.stored["w"].kind == kind
+    got = file.read("w")
+    assert np.array_equal(got.float().numpy(), gguf.dequantize(raw, quant))
+    halved = file.read("w", torch.bfloat16)
+    assert halved.dtype == (torch.bfloat16 if file.stored["w"].dtype is None else got.dtype)
+
+
+def test_large_tensors_are_dequantised_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toolkit.formats.gguf._CHUNK_ELEMENTS", 512)
+    raw = random_blocks("Q4_K", (5, 256), np.random.default_rng(3))
+    path = write(tmp_path / "x.gguf", [tensor(shape=(256, 5), kind=12)], data=raw.tobytes() + bytes(16))
+    assert np.array_equal(GgufFile(path).read("w").numpy(), gguf.dequantize(raw, gguf.GGMLQuantizationType.Q4_K))
+
+
+def test_metadata_of_every_type(tmp_path: Path) -> None:
+    values: dict[str, tuple[Any, gguf.GGUFValueType, gguf.GGUFValueType | None]] = {
+        "a.u8": (200, gguf.GGUFValueType.UINT8, None),
+        "a.i16": (-5, gguf.GGUFValueType.INT16, None),
+        "a.u64": (1 << 63, gguf.GGUFValueType.UINT64, None),
+        "a.f32": (0.5, gguf.GGUFValueType.FLOAT32, None),
+        "a.bool": (True, gguf.GGUFValueType.BOOL, None),
+        "a.text": ("größe", gguf.GGUFValueType.STRING, None),
+        "a.numbers": ([1, 2, 3], gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.INT32),
+        "a.texts": (["x", "", "yz"], gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.STRING),
+        "a.flags": ([True, False], gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.BOOL),
+    }
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "test")
+    for key, (value, kind, inner) in values.items():
+        writer.add_key_value(key, value, kind, inner)
+    for write_part in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        write_part()
+    metadata = GgufFile(tmp_path / "x.gguf").metadata
+    assert {key: metadata[key] for key in values} == {key: value for key, (value, _, _) in values.items()}
+
+
+HUGE = 1 << 62
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "magic": ({"magic": b"GGML"}, "b'GGML'"),
+    "version 1": ({"version": 1}, "version 1"),
+    "big-endian": ({"version": 3 << 24}, "big-endian"),
+    "2**62 tensors": ({"counts": (HUGE, 0)}, "promises 4,611"),
+    "2**62 metadata entries": ({"counts": (0, HUGE)}, "promises 4,611"),
+    "metadata cut off": ({"counts": (0, 3), "pairs": [pair("a", UINT32, bytes(4))]}, "promises"),
+    "key of 2**62 bytes": ({"counts": (0, 1), "pairs": [struct.pack("<Q", HUGE) + bytes(40)]}, "promises 4,611"),
+    "text of 2**62 bytes": ({"pairs": [pair("a", STRING, struct.pack("<Q", HUGE))]}, "promises 4,611"),
+    "array of 2**62 numbers": ({"pairs": [pair("a", ARRAY, struct.pack("<IQ", UINT32, HUGE))]}, "promises 4,611"),
+    "array of 2**62 texts": ({"pairs": [pair("a", ARRAY, struct.pack("<IQ", STRING, HUGE))]}, "promises 4,611"),
+    "arrays in arrays without end": ({"pairs": [pair("a", ARRAY, struct.pack("<IQ", ARRAY, 1) * 20)]}, "value type 9"),
+    "unknown value type": ({"pairs": [pair("a", 13, bytes(8))]}, "value type 13"),
+    "text not UTF-8": ({"pairs": [pair("a", STRING, struct.pack("<Q", 2) + b"\xff\xfe")]}, "UTF-8"),
+    "key twice": ({"pairs": [pair("a", UINT32, bytes(4))] * 2}, "'a' twice"),
+    "split model": ({"pairs": [pair("split.count", UINT32, struct.pack("<I", 3))]}, "one of 3 parts"),
+    "alignment 0": ({"pairs": [pair("general.alignment", UINT32, bytes(4))], "tensors": [tensor()]}, "alignment"),
+    "tensor twice": ({"tensors": [tensor(), tensor(offset=32)], "data": bytes(64)}, "'w' twice"),
+    "overlap": ({"tensors": [tensor("v"), tensor("w")]}, "'v' and 'w' overlap"),
+    "offset not aligned": ({"tensors": [tensor(offset=4)]}, "not a multiple"),
+    "offset past the end": ({"tensors": [tensor(offset=32)]}, "cut off"),
+    "offset of 2**64": ({"tensors": [tensor(offset=(1 << 64) - 32)]}, "cut off"),
+    "data cut off": ({"tensors": [tensor()], "data": bytes(31)}, "cut off"),
+    "shape of 2**62": ({"tensors": [tensor(shape=(HUGE,))]}, "cut off"),
+    "shape of 0 and 2**62": ({"tensors": [tensor(shape=(0, HUGE))]}, "impossible shape"),
+    "9 dimensions": ({"tensors": [tensor(shape=(1,) * 9)]}, "9 dimensions"),
+    "2**31 dimensions": ({"counts": (1, 0), "tensors": [text("w") + struct.pack("<I", 1 << 31) + bytes(64)]}, "dimensions"),
+    "type not supported": ({"tensors": [tensor(shape=(256,), kind=13)]}, "Q5_K"),
+    "type unknown": ({"tensors": [tensor(kind=999)]}, "number 999"),
+    "half a block": ({"tensors": [tensor(shape=(100,), kind=12)]}, "blocks of 256"),
+}
+
+
+@pytest.mark.parametrize(("parts", "says"), BAD.values(), ids=BAD)
+def test_bad_headers_are_refused(tmp_path: Path, parts: dict[str, Any], says: str) -> None:
+    path = write(tmp_path / "x.gguf", **parts)
+    with pytest.raises(FormatError) as caught:
+        open_gguf(path)
+    assert says in caught.value.found
+    assert str(path) in caught.value.asked
+    assert caught.value.do
+
+
+def test_a_type_not_supported_names_tensor_and_types(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match=r"'w'.*Q5_K.*Q8_0, Q4_K, Q6_K"):
+        open_gguf(write(tmp_path / "x.gguf", [tensor(shape=(256,), kind=13)]))
+
+
+def test_no_file_a_folder_an_empty_file(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="a folder"):
+        open_gguf(tmp_path)
+    with pytest.raises(FormatError, match="can't be opened"):
+        open_gguf(tmp_path / "absent.gguf")
+    (tmp_path / "x.gguf").touch()
+    with pytest.raises(FormatError, match="too few"):
+        open_gguf(tmp_path / "x.gguf")
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_damaged_files_never_do_worse_than_a_format_error(tmp_path: Path, data: st.DataObject) -> None:
+    good = tmp_path / "good.gguf"
+    if not good.exists():
+        pairs = [pair("k", UINT32, bytes(4)), pair("t", ARRAY, struct.pack("<IQ", STRING, 2) + text("ab") + text("c"))]
+        tensors = [tensor("a"), tensor("b", (256, 2), 12, 32)]
+        write(good, tensors, pairs, data=bytes(32) + bytes(288))
+    raw = bytearray(good.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, 240))
+        raw[at] ^= 1 << data.draw(st.integers(0, 7))
+    bad = tmp_path / "bad.gguf"
+    bad.write_bytes(raw[: data.draw(st.integers(0, len(raw)))] if data.draw(st.booleans()) else raw)
+    with suppress(ToolkitError):
+        file = GgufFile(bad)
+        for name in file.stored:
+            file.read(name)

@@ -1,0 +1,124 @@
+"""What every weights file is to its reader: named tensors in a mapped file, none of them read before it is asked for."""
+
+from __future__ import annotations
+
+import difflib
+import mmap
+import os
+import stat
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit.errors import FormatError
+from toolkit.units import bytes_text
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor in a file: its shape as PyTorch writes it, and where its bytes lie.
+
+    `kind` is the format's own name of the element type ("BF16", "Q4_K"); `dtype` the torch dtype of elements that are
+    stored as such, None where they must be dequantised. `start` counts from the beginning of the file.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    dtype: torch.dtype | None
+    start: int
+    nbytes: int
+    path: str
+
+
+class Weights(ABC):
+    """An open checkpoint. `stored` maps names to what the file says of each tensor."""
+
+    stored: Mapping[str, Stored]
+
+    @abstractmethod
+    def read(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The tensor called `name`, on the CPU.
+
+        One that is stored as plain numbers comes as it is stored, as a view of the mapped file (don't write to it); a
+        quantised one is dequantised to `dtype` into memory of its own. Raises FormatError for an unknown name.
+        """
+
+    def find(self, name: str) -> Stored:
+        """What is stored under `name`; FormatError, naming the nearest, where nothing is."""
+        if name in self.stored:
+            return self.stored[name]
+        raise FormatError(f"tensor {name!r}", "no such tensor in the file", nearest(name, self.stored))
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A sentence for an error: the known name most like `name`."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"The nearest is {near[0]!r}" if near else "Nothing has a similar name: is it a checkpoint of another architecture?"
+
+
+class Mapped:
+    """A file mapped into memory: pages come from disk when they are first touched, and are not counted as our own."""
+
+    def __init__(self, path: str | os.PathLike[str], asked: str, smallest: int = 1) -> None:
+        """Map the whole file. Raises FormatError where it isn't a regular file of at least `smallest` bytes."""
+        self.path, self.asked = os.fspath(path), asked
+        try:
+            found = os.stat(self.path)  # before open, which would wait for a writer if this were a pipe
+            if not stat.S_ISREG(found.st_mode):
+                kind = "a folder" if stat.S_ISDIR(found.st_mode) else "not a regular file"
+                raise self.error(f"{Path(path).name} is {kind}", "Give the file itself")
+            if found.st_size < smallest:
+                raise self.error(
+                    f"the file has {found.st_size:,} bytes, too few to be one",
+                    "Download or copy it again: it is empty or cut off",
+                )
+            with open(self.path, "rb") as file:  # a private mapping: torch wants it writable, the file never changes
+                self.bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except OSError as error:
+            raise self.error(f"it can't be opened ({error.strerror or error})", "Check the path and its permissions") from error
+
+    def __len__(self) -> int:
+        return len(self.bytes)
+
+    def tensor(self, start: int, nbytes: int) -> Tensor:
+        """Bytes `start` to `start + nbytes` as a uint8 tensor over the map, which lives as long as the tensor."""
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.frombuffer(self.bytes, dtype=torch.uint8, count=nbytes, offset=start)
+
+    def error(self, found: str, do: str, **facts: Any) -> FormatError:
+        """A FormatError about this file."""
+        return FormatError(f"{self.asked} {self.path}", found, do, path=self.path, **facts)
+
+
+def plain(mapped: Mapped, stored: Stored) -> Tensor:
+    """The tensor `stored` as a view of the mapped file; a copy only where its start isn't aligned to its elements."""
+    assert stored.dtype is not None
+    raw = mapped.tensor(stored.start, stored.nbytes)
+    if stored.start % stored.dtype.itemsize:
+        raw = raw.clone()
+    return raw.view(stored.dtype).view(stored.shape)
+
+
+def check_apart(mapped: Mapped, stored: Iterable[Stored]) -> None:
+    """FormatError where two tensors share bytes."""
+    end, before = 0, ""
+    for tensor in sorted((t for t in stored if t.nbytes), key=lambda t: t.start):
+        if tensor.start < end:
+            raise mapped.error(f"tensors {before!r} and {tensor.name!r} overlap", BROKEN)
+        end, before = tensor.start + tensor.nbytes, tensor.name
+
+
+def too_short(mapped: Mapped, what: str, needed: int) -> FormatError:
+    """The error of a file that ends before what its header promises."""
+    found = f"{what} ends at byte {needed:,}, the file has {len(mapped):,} ({bytes_text(len(mapped))}): it is cut off"
+    return mapped.error(found, "Download or copy it again", needed_bytes=needed)
+
+
+BROKEN = "The file is damaged, or its writer is at fault: get it from its source again"
