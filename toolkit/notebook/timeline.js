@@ -1,0 +1,549 @@
+// The timeline: a canvas that draws views of a trace, and asks a provider for the view of what the reader looks at.
+// It knows no trace: Python (or page.js) decides what is in a view, and what an event's facts are.
+//   provider.first            the bytes of a view to draw at once, or null
+//   provider.view(request)    -> Promise of the bytes of a view; provider.late = callback for answers after a timeout
+//   provider.facts(track, row)-> Promise of [[label, text], ...]
+//   provider.step(request)    -> Promise of [number, start, end] or null
+//   provider.table()          -> Promise of [{title, columns, rows, note}, ...]
+
+const GUTTER = 158, AXIS = 24, TITLE = 24, STRIP = 20, LANE = 22, GAP = 3, MODELLED = 128, NO_TEXT = 65535;
+const COPIES = new Set(["h2d", "d2h", "d2d", "p2p"]);
+const WORDS = { sync: "host waits", mark: "host marks", kernel: "kernels", h2d: "H2D", d2h: "D2H", d2d: "D2D", p2p: "P2P", memset: "memset" };
+const KEYS = "Arrow keys move and zoom, plus and minus zoom, Home shows everything, n and p go to the next and previous step, "
+  + "full stop and comma to the next and previous copy.";
+
+export function parseView(bytes) {
+  const data = bytes instanceof DataView ? bytes : new DataView(bytes);
+  const copy = data.buffer.slice(data.byteOffset, data.byteOffset + data.byteLength); // typed arrays want alignment
+  const size = new DataView(copy).getUint32(0, true);
+  const view = JSON.parse(new TextDecoder().decode(new Uint8Array(copy, 4, size)));
+  const n = view.counts.flat().reduce((sum, count) => sum + count, 0);
+  let at = 4 + size;
+  const take = (Type) => { const array = new Type(copy, at, n); at += n * Type.BYTES_PER_ELEMENT; return array; };
+  for (const name of ["row", "count"]) view[name] = take(Uint32Array);
+  view.bytes = take(Float32Array);
+  for (const name of ["x0", "x1", "text"]) view[name] = take(Uint16Array);
+  for (const name of ["kind", "level"]) view[name] = take(Uint8Array);
+  return view;
+}
+
+const three = (x) => (Math.abs(x) >= 100 ? x.toFixed(0) : Math.abs(x) >= 10 ? x.toFixed(1) : x.toFixed(2));
+export function timeText(ns) {
+  for (const [unit, size] of [["s", 1e9], ["ms", 1e6], ["µs", 1e3]]) if (Math.abs(ns) >= size) return `${three(ns / size)} ${unit}`;
+  return `${Math.round(ns)} ns`;
+}
+export function bytesText(n) {
+  for (const [unit, size] of [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 1024]]) if (n >= size) return `${three(n / size)} ${unit}`;
+  return `${Math.round(n)} B`;
+}
+
+export function element(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else if (value !== undefined) made.setAttribute(name, value);
+  }
+  made.append(...children);
+  return made;
+}
+
+function swatch(kind, hatched) {
+  const color = `var(--tk-${kind})`;
+  const fill = hatched ? `repeating-linear-gradient(135deg, ${color} 0 2px, color-mix(in srgb, ${color} 35%, transparent) 2px 5px)` : color;
+  return element("span", { class: "tk-swatch", style: `background:${fill}` });
+}
+
+function legend(meta) {
+  const clocks = new Set(meta.tracks.map((track) => track.clock));
+  const hatched = !clocks.has("measured") && !clocks.has("mixed");
+  const kinds = new Set(meta.tracks.flatMap((track) => track.lanes.map((lane) => lane.kind)));
+  const keys = Object.keys(WORDS).filter((kind) => kinds.has(kind)).map((kind) => element("span", { class: "tk-key" }, swatch(kind, hatched), WORDS[kind]));
+  const solid = clocks.has("measured") || clocks.has("mixed"), drawn = clocks.has("modelled") || clocks.has("mixed");
+  if (kinds.size && solid) keys.push(element("span", { class: "tk-key" }, swatch("dim", false), "solid: measured time"));
+  if (kinds.size && drawn) keys.push(element("span", { class: "tk-key" }, swatch("dim", true), "hatched: modelled time"));
+  return element("div", { class: "tk-row tk-legend" }, ...keys);
+}
+
+function tableOf(sheet) {
+  const head = element("tr", {}, ...sheet.columns.map((name) => element("th", { scope: "col" }, name)));
+  const rows = sheet.rows.map((row) => element("tr", {}, ...row.map((text, i) => element(i ? "td" : "th", i ? {} : { scope: "row" }, text))));
+  const caption = element("caption", {}, [sheet.title, sheet.note].filter(Boolean).join(" · "));
+  return element("table", {}, caption, element("thead", {}, head), element("tbody", {}, ...rows));
+}
+
+class Painter {
+  // Draws one view on the canvas; keeps the geometry, so that a position can be turned into an event.
+  constructor(canvas, meta) { this.canvas = canvas; this.meta = meta; this.colors = null; this.layout(); }
+
+  layout() {
+    this.lanes = [];
+    let y = AXIS;
+    this.tops = this.meta.tracks.map((track, t) => {
+      const top = { title: y, strip: y + TITLE };
+      y += TITLE + STRIP;
+      track.lanes.forEach((lane, i) => { this.lanes.push({ ...lane, track: t, index: i, y }); y += LANE + GAP; });
+      top.end = y;
+      y += 6;
+      return top;
+    });
+    this.height = y;
+  }
+
+  theme() {
+    const style = getComputedStyle(this.canvas);
+    this.font = style.fontFamily;
+    this.colors = {};
+    for (const name of ["bg", "bar", "fg", "dim", "line", "lane", "accent", ...Object.keys(WORDS)]) this.colors[name] = style.getPropertyValue(`--tk-${name}`).trim();
+    this.patterns = {};
+  }
+
+  resize() {
+    const ratio = window.devicePixelRatio || 1, width = Math.max(this.canvas.clientWidth, GUTTER + 60);
+    if (this.width !== width || this.ratio !== ratio) {
+      [this.width, this.ratio] = [width, ratio];
+      [this.canvas.width, this.canvas.height] = [Math.round(width * ratio), Math.round(this.height * ratio)];
+      this.canvas.style.height = `${this.height}px`;
+      this.patterns = {};
+    }
+    this.plot = width - GUTTER;
+  }
+
+  fill(kind, modelled) {
+    const color = this.colors[kind];
+    if (!modelled) return color;
+    if (!this.patterns[kind]) {
+      const tile = document.createElement("canvas"), r = this.ratio, n = Math.round(6 * r);
+      tile.width = tile.height = n;
+      const pen = tile.getContext("2d");
+      pen.fillStyle = color; pen.globalAlpha = 0.38; pen.fillRect(0, 0, n, n);
+      pen.globalAlpha = 1; pen.strokeStyle = color; pen.lineWidth = 1.7 * r;
+      for (const d of [-n, 0, n]) { pen.beginPath(); pen.moveTo(d - 1, n + 1); pen.lineTo(d + n + 1, -1); pen.stroke(); }
+      this.patterns[kind] = this.context.createPattern(tile, "repeat");
+      this.patterns[kind].setTransform(new DOMMatrix().scale(1 / r));
+    }
+    return this.patterns[kind];
+  }
+
+  // x of a time on the axis for what is looked at now
+  x(t) { return GUTTER + ((t - this.now.t0) / (this.now.t1 - this.now.t0)) * this.plot; }
+
+  text(label, x, y, color, room, { size = 12, align = "left", bold = false } = {}) {
+    const pen = this.context;
+    pen.font = `${bold ? "600 " : ""}${size}px ${this.font}`;
+    pen.fillStyle = this.colors[color]; pen.textAlign = align; pen.textBaseline = "middle";
+    while (label.length > 1 && pen.measureText(label).width > room) label = label.slice(0, -2).trimEnd() + "…";
+    if (pen.measureText(label).width <= room) pen.fillText(label, x, y);
+    return pen.measureText(label).width;
+  }
+
+  paint(view, now, marks) {
+    this.context = this.canvas.getContext("2d");
+    this.now = now;
+    this.view = view;
+    if (!this.colors) this.theme();
+    this.resize();
+    const pen = this.context;
+    pen.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
+    pen.fillStyle = this.colors.bg;
+    pen.fillRect(0, 0, this.width, this.height);
+    pen.fillStyle = this.colors.lane;
+    for (const lane of this.lanes) pen.fillRect(GUTTER, lane.y, this.plot, LANE);
+    this.labels();
+    pen.save();
+    pen.beginPath(); pen.rect(GUTTER, 0, this.plot, this.height); pen.clip();
+    this.axis();
+    this.boxes = [];
+    if (view) { this.steps(view); this.segments(view); this.marks(marks); }
+    pen.restore();
+  }
+
+  labels() {
+    this.meta.tracks.forEach((track, t) => {
+      const name = this.meta.tracks.length > 1 ? `${"AB"[t]}  ${track.title}` : track.title;
+      const used = this.text(name, 4, this.tops[t].title + TITLE / 2, "fg", this.width * 0.55, { size: 13, bold: true });
+      this.text(`${track.device} · ${track.clock} time · ${track.span}`, 16 + used, this.tops[t].title + TITLE / 2, "dim", this.width - used - 24);
+      if (track.steps) this.text("steps", 4, this.tops[t].strip + STRIP / 2, "dim", GUTTER - 8);
+    });
+    for (const lane of this.lanes) {
+      const used = this.text(lane.label, 4, lane.y + LANE / 2, "fg", 90);
+      this.text(lane.place, 12 + used, lane.y + LANE / 2, "dim", GUTTER - used - 16, { size: 11 });
+    }
+  }
+
+  axis() {
+    const span = this.now.t1 - this.now.t0, pen = this.context;
+    const unit = [["s", 1e9], ["ms", 1e6], ["µs", 1e3], ["ns", 1]].find(([, size]) => Math.max(Math.abs(this.now.t0), Math.abs(this.now.t1)) >= size) || ["ns", 1];
+    const raw = (span / this.plot) * 120, power = 10 ** Math.floor(Math.log10(raw));
+    const tick = [1, 2, 5, 10].map((m) => m * power).find((step) => step >= raw);
+    const digits = Math.max(0, Math.ceil(-Math.log10(tick / unit[1]) - 1e-9));
+    pen.strokeStyle = this.colors.line; pen.lineWidth = 1;
+    for (let t = Math.ceil(this.now.t0 / tick) * tick; t <= this.now.t1; t += tick) {
+      const x = Math.round(this.x(t)) + 0.5;
+      pen.beginPath(); pen.moveTo(x, AXIS - 6); pen.lineTo(x, AXIS); pen.stroke();
+      this.text(`${(t / unit[1]).toFixed(digits).replace(/^-(0\.?0*)$/, "$1")} ${unit[0]}`, x + 3, AXIS / 2 - 2, "dim", 110, { size: 11 });
+    }
+  }
+
+  steps(view) {
+    const pen = this.context;
+    view.steps.forEach((steps, t) => {
+      const { strip, end } = this.tops[t];
+      let free = -1e9;
+      for (const [number, start, stop, name] of steps) {
+        const x0 = this.x(start), x1 = this.x(stop);
+        if (x1 < GUTTER || x0 > this.width) continue;
+        pen.fillStyle = this.colors.lane;
+        if (number % 2 === 0 && view.every[t] === 1) pen.fillRect(x0, strip, x1 - x0, STRIP - 3);
+        pen.fillStyle = this.colors.line;
+        pen.fillRect(Math.round(x0), strip, 1, end - strip);
+        const from = Math.max(x0, GUTTER) + 4, room = (view.every[t] === 1 ? Math.min(x1, this.width) : this.width) - from;
+        const label = room > 90 && name && view.every[t] === 1 ? `${number} ${name}` : `${number}`;
+        pen.font = `11px ${this.font}`;
+        const wide = pen.measureText(label).width;
+        if (from > free && wide < room) { this.text(label, from, strip + STRIP / 2 - 1, "fg", room, { size: 11 }); free = from + wide + 5; }
+      }
+    });
+  }
+
+  segments(view) {
+    const pen = this.context, perPixel = (view.t1 - view.t0) / view.width / 16;
+    let i = 0, first = 0;
+    view.counts.forEach((counts, t) => counts.forEach((count, index) => {
+      const lane = this.lanes[first + index];
+      const least = COPIES.has(lane.kind) ? 2 : 1;
+      for (const stop = i + count; i < stop; i++) {
+        const x0 = this.x(view.t0 + view.x0[i] * perPixel), x1 = this.x(view.t0 + view.x1[i] * perPixel);
+        if (x1 < GUTTER - 2 || x0 > this.width) continue;
+        const wide = Math.max(x1 - x0 > 4 && view.count[i] === 1 ? x1 - x0 - 0.6 : x1 - x0, least);
+        const full = view.level[i] === 255, high = full ? LANE : Math.max(4, Math.round((LANE * view.level[i]) / 255));
+        pen.fillStyle = this.fill(lane.kind, view.kind[i] & MODELLED);
+        if (!full) { pen.globalAlpha = 0.3; pen.fillRect(x0, lane.y, wide, LANE); pen.globalAlpha = 1; }
+        pen.fillRect(x0, lane.y + LANE - high, wide, high);
+        this.boxes.push({ i, lane, x0, x1: x0 + wide });
+        if (wide > 54 && view.count[i] === 1 && view.text[i] !== NO_TEXT) this.name(view.texts[view.text[i]][0], Math.max(x0, GUTTER), lane.y, Math.min(x0 + wide, this.width) - Math.max(x0, GUTTER));
+      }
+      if (index === counts.length - 1) first += counts.length;
+    }));
+  }
+
+  name(label, x, y, room) {
+    const pen = this.context;
+    if (room < 54 || !label) return;
+    pen.font = `11px ${this.font}`;
+    const wide = Math.min(pen.measureText(label).width, room - 14);
+    pen.fillStyle = this.colors.bg; pen.globalAlpha = 0.86;
+    pen.fillRect(x + 4, y + 4, wide + 6, LANE - 8);
+    pen.globalAlpha = 1;
+    this.text(label, x + 7, y + LANE / 2, "fg", room - 14, { size: 11 });
+  }
+
+  marks({ hovered, selected, range }) {
+    const pen = this.context;
+    const chosen = selected && this.boxes.find((box) => box.lane.track === selected.track && this.view.row[box.i] === selected.row && this.view.count[box.i] <= 1);
+    for (const box of [hovered && this.boxes.find((b) => b.i === hovered.i), chosen]) {
+      if (!box) continue;
+      pen.strokeStyle = this.colors.fg; pen.lineWidth = 2;
+      pen.strokeRect(box.x0 - 1, box.lane.y - 1, box.x1 - box.x0 + 2, LANE + 2);
+    }
+    if (range) {
+      pen.fillStyle = this.colors.accent; pen.globalAlpha = 0.22;
+      pen.fillRect(Math.min(...range), AXIS, Math.abs(range[1] - range[0]), this.height);
+      pen.globalAlpha = 1;
+    }
+  }
+
+  // the event (or bin) under a point: the one that contains it, else the nearest within three pixels
+  hit(x, y) {
+    let best = null, nearest = 3.01;
+    for (const box of this.boxes || []) {
+      if (y < box.lane.y - 1 || y > box.lane.y + LANE + 1) continue;
+      const away = x < box.x0 ? box.x0 - x : x > box.x1 ? x - box.x1 : 0;
+      if (away < nearest || (away === 0 && nearest === 0)) [best, nearest] = [box, away];
+    }
+    return best;
+  }
+}
+
+export function mount(root, provider, meta) {
+  const state = { now: null, view: null, align: null, hovered: null, selected: null, range: null, step: null };
+  const several = meta.tracks.length > 1, hasSteps = meta.tracks.some((track) => track.steps);
+  const canvas = element("canvas", {
+    tabindex: "0", role: "application", "aria-roledescription": "timeline",
+    "aria-label": `Timeline of ${meta.tracks.map((track) => `${track.title}: ${track.events} events, ${track.clock} time, ${track.span}`).join("; ")}. ${KEYS} The Table button shows the copies as a table.`,
+  });
+  const tip = element("div", { class: "tk-tip", hidden: "" }), status = element("div", { class: "tk-status", role: "status", "aria-live": "polite" });
+  const detail = element("div", { class: "tk-detail", hidden: "", role: "region", "aria-label": "Chosen event" });
+  const tables = element("div", { class: "tk-tables", hidden: "", tabindex: "0", role: "region", "aria-label": "Copies per step" });
+  const stepInput = element("input", { type: "number", "aria-label": "Go to step", placeholder: "step", onchange: () => goto(Number(stepInput.value)) });
+  const button = (label, text, act, extra = {}) => element("button", { type: "button", "aria-label": label, title: label, onclick: act, ...extra }, text);
+  const tableButton = button("Copies per step as a table", "Table", () => toggleTable(), { "aria-expanded": "false" });
+  const alignInput = element("select", { "aria-label": "Align A and B", onchange: () => align(alignInput.value === "step" ? state.step ?? Number(stepInput.value || 1) : null) },
+    element("option", { value: "start" }, "aligned at start"), element("option", { value: "step" }, "aligned at step"));
+  const tools = element("div", { class: "tk-row" },
+    element("span", { class: "tk-tools" }, button("Zoom in (+)", "+", () => zoom(0.5)), button("Zoom out (-)", "−", () => zoom(2)), button("Show everything (Home)", "Fit", () => fit())),
+    ...(hasSteps ? [element("span", { class: "tk-tools" }, button("Previous step (p)", "◀", () => move(-1)), stepInput, button("Next step (n)", "▶", () => move(1)))] : []),
+    ...(several && hasSteps ? [alignInput] : []), element("span", { class: "tk-grow" }), tableButton);
+  const notes = [...new Set(meta.tracks.flatMap((track) => track.notes))].map((note) => element("p", { class: "tk-note" }, note));
+  const plot = element("div", { class: "tk-plot" }, canvas);
+  const frame = element("div", { class: "tk-timeline", "data-lm-suppress-shortcuts": "true" }, tools, legend(meta), ...notes, plot, status, detail, tables, tip);
+  root.replaceChildren(frame);
+  const painter = new Painter(canvas, meta);
+
+  let scheduled = false, busy = false, wanted = null, failed = false, closed = false;
+  const draw = () => {
+    if (scheduled || closed) return;
+    scheduled = true;
+    requestAnimationFrame(() => {
+      scheduled = false;
+      if (closed || !state.now || !canvas.clientWidth) return;
+      painter.paint(state.view, state.now, state);
+      frame.dataset.painted = String(Number(frame.dataset.painted || 0) + 1);
+      say();
+    });
+  };
+  const say = () => {
+    if (!state.view) return;
+    const gathered = state.view.count.some((n) => n > 1), every = Math.max(...state.view.every);
+    const parts = [`${timeText(state.now.t1 - state.now.t0)} shown, from ${timeText(state.now.t0)}`];
+    if (gathered) parts.push("a bar's height is the busy share of several events: zoom in to see single ones");
+    if (every > 1) parts.push(`every ${every}th step is marked`);
+    if (failed) parts.push("the kernel doesn't answer: this is the last view");
+    const text = parts.join(" · ");
+    if (status.textContent !== text) status.textContent = text;
+  };
+  const accept = (bytes, asked) => {
+    state.view = parseView(bytes);
+    failed = false;
+    if (!state.now) state.now = { t0: state.view.t0, t1: state.view.t1 };
+    Object.assign(frame.dataset, { seq: state.view.seq, bytes: bytes.byteLength, ...(asked ? { ms: (performance.now() - asked).toFixed(1) } : {}) });
+    draw();
+  };
+  const pump = async () => { // one request under way; of those that come meanwhile only the latest is sent
+    if (busy || !wanted || closed) return;
+    busy = true;
+    const request = wanted, asked = performance.now();
+    wanted = null;
+    try { accept(await provider.view(request), asked); } catch { failed = true; say(); }
+    busy = false;
+    pump();
+  };
+  const look = (t0, t1) => {
+    if (state.view) {
+      const [low, high] = state.view.bounds, pad = (high - low) * 0.02;
+      const span = Math.min(Math.max(t1 - t0, 50), high - low + 2 * pad);
+      const middle = Math.min(Math.max((t0 + t1) / 2, low - pad + span / 2), high + pad - span / 2);
+      [t0, t1] = [middle - span / 2, middle + span / 2];
+    }
+    state.now = { t0, t1 };
+    hover(null);
+    ask();
+  };
+  const ask = () => {
+    if (!canvas.clientWidth) return;
+    wanted = { ...state.now, width: Math.round(canvas.clientWidth - GUTTER), align: state.align };
+    draw();
+    pump();
+  };
+  provider.late = (bytes) => accept(bytes);
+
+  const zoom = (factor, x = GUTTER + painter.plot / 2) => {
+    const at = state.now.t0 + ((x - GUTTER) / painter.plot) * (state.now.t1 - state.now.t0);
+    look(at - (at - state.now.t0) * factor, at + (state.now.t1 - at) * factor);
+  };
+  const pan = (share) => { const by = (state.now.t1 - state.now.t0) * share; look(state.now.t0 + by, state.now.t1 + by); };
+  const fit = () => { if (state.view) look(...state.view.bounds); };
+  const show = (found) => {
+    const ranges = found.filter(Boolean);
+    if (!ranges.length) return;
+    state.step = ranges[0][0];
+    stepInput.value = state.step;
+    const t0 = Math.min(...ranges.map((r) => r[1])), t1 = Math.max(...ranges.map((r) => r[2]));
+    look(t0 - (t1 - t0) * 0.06, t1 + (t1 - t0) * 0.06);
+  };
+  const ofTracks = (request) => Promise.all(meta.tracks.map((_, track) => provider.step({ align: state.align, ...request, track })));
+  const goto = async (step) => {
+    if (!Number.isFinite(step)) return;
+    if (state.align !== null) state.align = step;
+    try { show(await ofTracks({ step })); } catch { failed = true; say(); }
+  };
+  const move = async (by) => {
+    if (state.step !== null) return goto(Math.max(state.step + by, Math.min(...meta.tracks.filter((t) => t.steps).map((t) => t.steps[0]))));
+    try {
+      const track = meta.tracks.findIndex((t) => t.steps);
+      const near = await provider.step({ align: state.align, track, near: state.now.t0, move: by > 0 ? 1 : 0 });
+      if (near) await goto(near[0]);
+    } catch { failed = true; say(); }
+  };
+  const align = (step) => { state.align = step; if (step === null) { state.view = { ...state.view }; ask(); } else goto(step); };
+
+  const short = (i) => {
+    const [name, where] = state.view.text[i] === NO_TEXT ? ["", ""] : state.view.texts[state.view.text[i]];
+    return { name, where, bytes: state.view.bytes[i], count: state.view.count[i] };
+  };
+  const summary = (box) => {
+    const { name, where, bytes, count } = short(box.i), modelled = state.view.kind[box.i] & MODELLED;
+    if (count > 1) {
+      const busyShare = Math.round((state.view.level[box.i] / 255) * 100);
+      return [["", `${count.toLocaleString("en")} × ${box.lane.label}`], ...(bytes ? [["bytes", bytesText(bytes)]] : []), ["busy", `${busyShare < 1 ? "under 1" : busyShare} % of this bar`], ["time", modelled ? "modelled" : "measured"]];
+    }
+    const span = ((state.view.x1[box.i] - state.view.x0[box.i]) / 16 / state.view.width) * (state.view.t1 - state.view.t0);
+    return [["", name || box.lane.label], ...(bytes ? [["bytes", bytesText(bytes)]] : []), ["duration", `about ${timeText(span)}, ${modelled ? "modelled" : "measured"}`], ...(where ? [["caused by", where]] : [])];
+  };
+  const listOf = (pairs) => element("dl", {}, ...pairs.filter(([label]) => label).flatMap(([label, text]) => [element("dt", {}, label), element("dd", {}, text)]));
+  const hover = (box, x = 0, y = 0) => {
+    if (!box) { if (!tip.hidden) { tip.hidden = true; state.hovered = null; draw(); } return; }
+    if (state.hovered?.i !== box.i) {
+      state.hovered = { i: box.i };
+      const fill = (pairs) => tip.replaceChildren(element("b", {}, pairs[0][1]), ...pairs.slice(1).map(([label, text]) => element("div", {}, `${label}: ${text}`)));
+      fill(summary(box));
+      draw();
+      if (state.view.count[box.i] <= 1) {
+        const mine = state.hovered, wantedFacts = ["bytes", "caused by", "duration", "step", "stream", "host memory"];
+        clearTimeout(hover.timer);
+        hover.timer = setTimeout(() => provider.facts(box.lane.track, state.view.row[box.i]).then((facts) => {
+          if (state.hovered === mine && facts.length) fill([["", facts.find(([l]) => l === "name")?.[1] || box.lane.label], ...facts.filter(([label]) => wantedFacts.includes(label))]);
+        }, () => {}), 60);
+      }
+    }
+    tip.hidden = false;
+    const inside = frame.getBoundingClientRect(), own = canvas.getBoundingClientRect();
+    tip.style.left = `${Math.max(4, Math.min(x + own.left - inside.left + 14, inside.width - tip.offsetWidth - 8))}px`;
+    tip.style.top = `${y + own.top - inside.top + 20}px`;
+  };
+  const choose = async (box) => {
+    if (!box) { detail.hidden = true; state.selected = null; return draw(); }
+    const row = state.view.row[box.i], single = state.view.count[box.i] <= 1;
+    let pairs = summary(box);
+    state.selected = { track: box.lane.track, row };
+    const fill = () => {
+      const title = several ? `${"AB"[box.lane.track]} ${meta.tracks[box.lane.track].title}: ${pairs[0][1]}` : pairs[0][1];
+      detail.replaceChildren(button("Close", "✕", () => choose(null)), element("b", {}, title), listOf(pairs.slice(1)));
+      detail.hidden = false;
+    };
+    fill();
+    draw();
+    const mine = state.selected;
+    if (single) {
+      try {
+        const facts = await provider.facts(box.lane.track, row);
+        if (facts.length && state.selected === mine) { pairs = [["", facts.find(([label]) => label === "name")?.[1] || box.lane.label], ...facts.filter(([label]) => label !== "name")]; fill(); }
+      } catch { /* without a kernel the short form stays */ }
+    }
+  };
+  const nextCopy = (by) => {
+    const copies = (painter.boxes || []).filter((box) => COPIES.has(box.lane.kind) && state.view.count[box.i] <= 1).sort((a, b) => a.x0 - b.x0);
+    if (!copies.length) return;
+    const at = copies.findIndex((box) => state.selected && box.lane.track === state.selected.track && state.view.row[box.i] === state.selected.row);
+    choose(copies[at < 0 ? (by > 0 ? 0 : copies.length - 1) : Math.min(Math.max(at + by, 0), copies.length - 1)]);
+  };
+  const toggleTable = async () => {
+    tables.hidden = !tables.hidden;
+    tableButton.setAttribute("aria-expanded", String(!tables.hidden));
+    if (tables.hidden || tables.childElementCount) return;
+    try { tables.replaceChildren(...(await provider.table()).map(tableOf)); }
+    catch { tables.textContent = "The kernel doesn't answer: run the cell again to see the table."; }
+  };
+
+  let drag = null;
+  const at = (event) => { const box = canvas.getBoundingClientRect(); return [event.clientX - box.left, event.clientY - box.top]; };
+  const listen = {
+    wheel: (event) => {
+      if (!state.now) return;
+      event.preventDefault();
+      const scale = event.deltaMode ? 33 : 1;
+      if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) pan((event.deltaX * scale) / painter.plot);
+      else zoom(Math.exp(Math.max(-2, Math.min(2, event.deltaY * scale * 0.0022))), Math.max(GUTTER, at(event)[0]));
+    },
+    pointerdown: (event) => {
+      if (event.button !== 0 || !state.now) return;
+      canvas.focus({ preventScroll: true });
+      canvas.setPointerCapture(event.pointerId);
+      const [x, y] = at(event);
+      drag = { x, y, ...state.now, select: event.shiftKey, moved: false };
+    },
+    pointermove: (event) => {
+      const [x, y] = at(event);
+      if (!drag) return hover(painter.hit(x, y), x, y);
+      drag.moved ||= Math.abs(x - drag.x) > 3;
+      if (!drag.moved) return undefined;
+      if (drag.select) { state.range = [drag.x, x]; return draw(); }
+      canvas.classList.add("tk-dragging");
+      const by = ((drag.x - x) / painter.plot) * (drag.t1 - drag.t0);
+      return look(drag.t0 + by, drag.t1 + by);
+    },
+    pointerup: (event) => {
+      const [x, y] = at(event), was = drag;
+      drag = null;
+      canvas.classList.remove("tk-dragging");
+      if (!was) return;
+      if (!was.moved) choose(painter.hit(x, y));
+      else if (was.select) {
+        const time = (px) => was.t0 + ((px - GUTTER) / painter.plot) * (was.t1 - was.t0);
+        state.range = null;
+        look(time(Math.min(was.x, x)), time(Math.max(was.x, x)));
+      }
+    },
+    pointercancel: () => { drag = null; state.range = null; },
+    pointerleave: () => hover(null),
+    dblclick: () => fit(),
+    keydown: (event) => {
+      if (event.ctrlKey || event.metaKey || event.altKey || !state.now) return;
+      const act = {
+        ArrowLeft: () => pan(-0.2), ArrowRight: () => pan(0.2), ArrowUp: () => zoom(0.6), ArrowDown: () => zoom(1 / 0.6),
+        "+": () => zoom(0.5), "=": () => zoom(0.5), "-": () => zoom(2), Home: fit, n: () => move(1), p: () => move(-1),
+        ".": () => nextCopy(1), ",": () => nextCopy(-1), Escape: () => choose(null),
+      }[event.key];
+      if (act) { event.preventDefault(); event.stopPropagation(); act(); }
+    },
+  };
+  for (const [name, handler] of Object.entries(listen)) canvas.addEventListener(name, handler, name === "wheel" ? { passive: false } : undefined);
+
+  let width = 0;
+  const sized = new ResizeObserver(() => { if (canvas.clientWidth && canvas.clientWidth !== width) { width = canvas.clientWidth; ask(); } });
+  const repaint = () => { painter.colors = null; draw(); };
+  const themed = new MutationObserver(repaint), system = window.matchMedia("(prefers-color-scheme: dark)");
+  themed.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "data-vscode-theme-kind", "class"] });
+  system.addEventListener("change", repaint);
+  if (provider.first?.byteLength) accept(provider.first);
+  sized.observe(canvas);
+  return () => { closed = true; sized.disconnect(); themed.disconnect(); system.removeEventListener("change", repaint); };
+}
+
+// The provider of the notebook widget: requests go to Python as messages, views come back as the `view` trait (so that
+// a saved notebook keeps the last one), everything else as messages.
+function kernelProvider(model) {
+  const mine = Math.random().toString(36).slice(2), waiting = new Map();
+  let seq = 0, newest = 0;
+  const send = (content) => new Promise((resolve, reject) => {
+    const id = ++seq;
+    const timer = setTimeout(() => { waiting.delete(id); reject(new Error("no answer")); }, 4000);
+    waiting.set(id, (answer) => { clearTimeout(timer); waiting.delete(id); resolve(answer); });
+    try { model.send({ ...content, vid: mine, seq: id }); } catch (error) { clearTimeout(timer); waiting.delete(id); reject(error); }
+  });
+  const provider = {
+    first: model.get("view"), late: null,
+    view: (request) => send({ type: "view", ...request }),
+    facts: (track, row) => send({ type: "facts", track, row }),
+    step: (request) => send({ type: "step", ...request }),
+    table: () => send({ type: "table" }),
+  };
+  const viewed = () => {
+    const bytes = model.get("view"), header = parseView(bytes);
+    if (header.vid !== mine || header.seq < newest) return;
+    newest = header.seq;
+    if (waiting.has(header.seq)) waiting.get(header.seq)(bytes);
+    else provider.late?.(bytes);
+  };
+  const answered = (message) => { if (message?.vid === mine) waiting.get(message.seq)?.(message.answer); };
+  model.on("change:view", viewed);
+  model.on("msg:custom", answered);
+  return [provider, () => { model.off("change:view", viewed); model.off("msg:custom", answered); }];
+}
+
+export default {
+  render({ model, el }) {
+    const [provider, release] = kernelProvider(model);
+    const unmount = mount(el, provider, model.get("meta"));
+    return () => { unmount(); release(); };
+  },
+};
