@@ -17,7 +17,7 @@ import torch
 
 from toolkit.devices.base import Device, Memory, current_cell, no_cuda, not_recording
 from toolkit.devices.cuda_events import CUPTI_ADVICE, Anchor, Range, Session, has_calls, read_events
-from toolkit.devices.lines import LineLog
+from toolkit.devices.lines import LineLog, know_thread
 from toolkit.devices.spec import CATALOGUE, GpuSpec
 from toolkit.errors import RecorderError
 from toolkit.trace import Trace, TraceBuilder
@@ -66,7 +66,8 @@ class CudaGpu(Device):
             torch.cuda.synchronize(self.index)
             _check_cupti(self.index)
             self._profiler = _profiler(events=lines)
-            self._profiler.start()
+            know_thread()
+            self._profiler.__enter__()
             self._session = Session(self.index, LineLog() if lines else None, cell=current_cell())
             self._session.anchors += self._anchors()
             if self._session.log is not None:
@@ -88,7 +89,7 @@ class CudaGpu(Device):
                 session.log.stop()
             torch.cuda.synchronize(self.index)  # not the user's wait: it begins after ended_ns
             session.anchors += self._anchors()
-            profiler.stop()
+            profiler.__exit__(None, None, None)
         finally:
             self._session = self._profiler = None
             _busy.release()
@@ -96,7 +97,7 @@ class CudaGpu(Device):
             "device": self.name, "gpu": self.gpu_name, "torch": torch.__version__, "cuda": torch.version.cuda,
             "clock": self.clock, "sizes_only": False,
         }  # fmt: skip
-        return read_events(_events(profiler), session, meta)
+        return read_events(profiler.kineto_results.events(), session, meta)
 
     def step(self, step: int, name: str) -> AbstractContextManager[None]:
         """A scope; its range is also visible to anybody's profiler as "toolkit.step N name"."""
@@ -188,17 +189,14 @@ def _step(ranges: list[Range] | None, step: int, name: str) -> Iterator[None]:
                 ranges.append(Range(start, perf_counter_ns(), step, name))
 
 
-def _profiler(*, events: bool) -> torch.profiler.profile:
+def _profiler(*, events: bool) -> Any:
     """A profiler of the device alone, or (`events`) also of allocations and the user's record_function ranges."""
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    if events:
-        activities.append(torch.profiler.ProfilerActivity.CPU)
-    options = torch._C._profiler._ExperimentalConfig(enable_cuda_sync_events=True, expose_kineto_event_metadata=True)
-    return torch.profiler.profile(activities=activities, profile_memory=events, experimental_config=options)
-
-
-def _events(profiler: Any) -> list[Any]:
-    return list(profiler.profiler.kineto_results.events())
+    options = torch._C._profiler._ExperimentalConfig(
+        enable_cuda_sync_events=True, expose_kineto_event_metadata=True, profile_all_threads=events
+    )
+    return torch.autograd.profiler.profile(
+        use_device="cuda", use_cpu=events, use_kineto=True, profile_memory=events, experimental_config=options
+    )
 
 
 def _refuse_other_profiler(name: str) -> None:
@@ -211,8 +209,7 @@ def _refuse_other_profiler(name: str) -> None:
 def _check_cupti(index: int) -> None:
     """Prove once a process that CUPTI reports runtime calls; also takes its slow start out of the first recording."""
     profiler = _profiler(events=False)
-    profiler.start()
-    torch.cuda.synchronize(index)
-    profiler.stop()
-    if not has_calls(_events(profiler)):
+    with profiler:
+        torch.cuda.synchronize(index)
+    if not has_calls(profiler.kineto_results.events()):
         raise RecorderError(f"recording cuda:{index}", "CUPTI reports no events", CUPTI_ADVICE)

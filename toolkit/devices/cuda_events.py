@@ -91,7 +91,7 @@ def has_calls(events: Iterable[Any]) -> bool:
 
 def read_events(events: Iterable[Any], session: Session, meta: dict[str, Any]) -> Trace:
     """The trace of a session. `events` are the profiler's (`kineto_results.events()`)."""
-    found = [_plain(event) for event in events]
+    found = [_plain(event) for event in events if not event.name().startswith("aten::")]
     calls = {e.correlation: e for e in found if not e.on_device and '"cbid"' in e.detail}
     rows = _device_rows(found, calls, session.index)
     rows += _wait_rows(found, calls)

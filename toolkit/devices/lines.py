@@ -10,9 +10,11 @@ Python 3.12 and later: `sys.monitoring`, all threads, library code switched off 
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import threading
 from array import array
+from functools import cache
 from time import perf_counter_ns
 from types import CodeType, FrameType
 from typing import Any
@@ -22,6 +24,7 @@ from numpy.typing import NDArray
 
 from toolkit.devices.base import _library_prefixes, short_path
 
+_known_threads: dict[int, int] = {}  # native id -> CUPTI's id, of every thread that was ever seen recording
 _LIMIT = 1 << 23  # lines kept a thread (128 MiB): a runaway Python loop must not eat the host's memory
 _LINE_BITS = 24
 
@@ -29,12 +32,28 @@ _LINE_BITS = 24
 class _Thread:
     """The log of one thread: times in ns (perf_counter) and what ran from then on, packed as code << 24 | line."""
 
-    __slots__ = ("ids", "times", "what")
+    __slots__ = ("cupti_id", "times", "what")
 
     def __init__(self) -> None:
-        low = threading.get_ident() & 0xFFFFFFFF  # CUPTI's own number: the low half of the pthread, signed
-        self.ids = (threading.get_native_id(), low - (1 << 32) if low >> 31 else low)
+        self.cupti_id = know_thread()
         self.times, self.what = array("q"), array("q")
+
+
+def know_thread() -> int:
+    """The calling thread's number as CUPTI reports it: the low half of its pthread, signed.
+
+    PyTorch's profiler replaces it by the native id of the first thread that had that pthread, which may be long gone
+    (pthreads are used again). So all pairs ever seen are kept: they lead back from such a native id to the pthread.
+    """
+    low = threading.get_ident() & 0xFFFFFFFF
+    return _known_threads.setdefault(threading.get_native_id(), low - (1 << 32) if low >> 31 else low)
+
+
+@cache
+def _machinery() -> tuple[str, ...]:
+    """Folders whose lines are never the cause: those of `base.caller`, and Triton's launcher."""
+    triton = importlib.util.find_spec("triton")
+    return (*_library_prefixes(), *(triton.submodule_search_locations or () if triton else ()))
 
 
 class LineLog:
@@ -45,7 +64,7 @@ class LineLog:
         self._threads: dict[int, _Thread] = {}
         self._numbers: dict[int, int] = {}  # id of a code object that isn't library code -> its index in _codes
         self._codes: list[CodeType] = []  # keeps them alive, so that ids stay unique
-        self._prefixes = _library_prefixes()
+        self._prefixes = _machinery()
         self._home = threading.get_ident()
         self._tool: int | None = None
         self._traced: list[FrameType] = []
@@ -83,10 +102,10 @@ class LineLog:
         takes the line of the thread that started the log, which waits for it.
         """
         home = self._threads.get(self._home)
-        by_id = {number: thread for thread in self._threads.values() for number in thread.ids}
+        by_id = {thread.cupti_id: thread for thread in self._threads.values()}
         packed = np.full(len(times_ns), -1, np.int64)
         for thread_id in np.unique(thread_ids).tolist():
-            thread = by_id.get(thread_id, home)
+            thread = by_id.get(_known_threads.get(thread_id, thread_id), home)
             if thread is None or not thread.times:
                 continue
             rows = np.flatnonzero(thread_ids == thread_id)
