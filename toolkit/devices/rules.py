@@ -20,11 +20,20 @@ from toolkit.devices.rules_ops import KERNELS, RULES
 
 __all__ = ["Effect", "decomposes", "duration_ns", "effects", "host_ns", "sdp_choice"]
 
-_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key  # type: ignore[attr-defined]
+_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+_exists = torch._C._dispatch_has_kernel
 
 # CUDA has its own kernel for these, the CPU build of PyTorch doesn't show it (native_functions.yaml of torch 2.11-2.13:
 # operations with both a CUDA and a CompositeExplicitAutograd entry). `_foreach_*` are by far the most.
-_OWN_KERNEL = {"addr", "convolution_backward", "_chunk_cat", "_grouped_mm", "linalg__powsum", "split_with_sizes_copy"}
+_OWN_KERNEL = {
+    "convolution",
+    "addr",
+    "convolution_backward",
+    "_chunk_cat",
+    "_grouped_mm",
+    "linalg__powsum",
+    "split_with_sizes_copy",
+}
 # And these have one on the CPU, none on CUDA.
 _NO_KERNEL = {"_stack"}
 # Nothing runs on the device.
@@ -49,13 +58,23 @@ _rules: dict[Any, Rule] = {}
 
 def decomposes(func: Any) -> bool:
     """Has CUDA no kernel of its own for `func`, but a composite of other operations?"""
-    name = func._schema.name.removeprefix("aten::")
-    if name.startswith("_foreach_") or name in _OWN_KERNEL or name in RULES:
+    schema = func._schema
+    name = schema.name.removeprefix("aten::")
+    if name.startswith("_foreach_") or name in _OWN_KERNEL or name in RULES or _is_view(schema):
         return False
     if name in _NO_KERNEL:
         return True
     full = func.name()
-    return _has_kernel(full, "CompositeExplicitAutograd") and not _has_kernel(full, "CPU")
+    if not _has_kernel(full, "CompositeExplicitAutograd") or _has_kernel(full, "CPU"):
+        return False
+    with_tensor = schema.name + ".Tensor"  # `x % 2` only wraps the number for `x % tensor`, which is one kernel
+    return not ("Scalar" in schema.overload_name and _exists(with_tensor) and _has_kernel(with_tensor, "CPU"))
+
+
+def _is_view(schema: Any) -> bool:
+    """Do all results share memory with an operand that is not written?"""
+    aliased = [r.alias_info for r in schema.returns]
+    return bool(aliased) and all(a is not None and not a.is_write for a in aliased)
 
 
 def effects(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Sequence[Effect]:
@@ -75,9 +94,7 @@ def _classify(func: Any) -> Rule:
     special = RULES.get(name)
     if special is not None:
         return lambda func, args, kwargs, out: first(special(args, kwargs, out))
-    aliased = [r.alias_info for r in schema.returns]
-    views = bool(aliased) and all(a is not None and not a.is_write for a in aliased)
-    if name in _NOTHING or views or (not schema.returns and not schema.is_mutable):
+    if name in _NOTHING or _is_view(schema) or (not schema.returns and not schema.is_mutable):
         return lambda func, args, kwargs, out: ()
     return _kernels(name, KERNELS.get(name, 1), _FLOORS.get(name, 1.0), name in _PICKS, schema.is_mutable)
 

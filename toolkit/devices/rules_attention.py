@@ -42,7 +42,7 @@ def sdp_choice(
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_attention_math",
 )  # fmt: skip
 def _attention(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
-    """One kernel. fp32: the mask is padded to multiples of 8 first (generate_gpt2_*); bf16: a counter is cleared (sdpa_bf16_*)."""
+    """One kernel; fp32: the mask is padded first (generate_gpt2_*); bf16: a counter is cleared (sdpa_bf16_*)."""
     query, key, value = args[:3]
     mask = operand(args, kwargs, 3, "attn_bias")
     half = query.element_size() == 2

@@ -13,9 +13,10 @@ import torch
 
 from toolkit.devices.rules_copies import copy, on_device
 from toolkit.devices.rules_effect import WAIT, Effect, d2d, d2h, h2d, kernel, nbytes, read_back
-from toolkit.devices.rules_ops import operand, rule, scan, sorting
+from toolkit.devices.rules_ops import operand, rule, sorting
 
 MASKS = (torch.bool, torch.uint8)
+_broadcast: Any = torch.broadcast_shapes
 
 
 def counting(mask: torch.Tensor) -> list[Effect]:
@@ -37,7 +38,7 @@ def _masked_select(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> l
     """masked_select*: the mask and the tensor made of one shape, then as indexing by the mask."""
     self, mask = args[0], args[1]
     effects = []
-    shape = torch.broadcast_shapes(self.shape, mask.shape)
+    shape = _broadcast(self.shape, mask.shape)
     if mask.shape != shape:
         effects.append(kernel("copy_", nbytes(mask)))
         mask = mask.expand(shape)
@@ -48,7 +49,7 @@ def _masked_select(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> l
 def locating(self: torch.Tensor, indices: Any) -> list[Effect]:
     """Before an indexing: masks counted, host indices uploaded (broadcast first), int32 ones widened."""
     effects: list[Effect] = []
-    shape = torch.broadcast_shapes(*[i.shape for i in indices if i is not None and i.dtype not in MASKS] or [()])
+    shape = _broadcast(*[i.shape for i in indices if i is not None and i.dtype not in MASKS] or [()])
     for index in indices:
         if index is None:
             continue
@@ -157,7 +158,7 @@ def _isin(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effec
     if n == 0:
         return []
     if m < 10 * n**0.145:
-        return [kernel("fill_", n), kernel("eq", 8 * n + 8 * m), kernel("any", n * m), *on_device(out, torch.empty_like(out))]
+        return [kernel("fill_", n), kernel("eq", 8 * n + 8 * m), kernel("any", n * m), d2d(n)]
     unique = kwargs.get("assume_unique", False)
     distinct = n + m if unique else _distinct(elements) + _distinct(tests)
     effects: list[Effect] = []
@@ -165,8 +166,8 @@ def _isin(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effec
         for tensor, inverse in ((elements, True), (tests, False)):
             effects += _unique((tensor, True, inverse), {}, None)
     effects.append(kernel("cat", 2 * distinct * elements.element_size()))
-    merged = torch.empty(distinct, dtype=elements.dtype, device="meta")
-    effects += sorting(merged, merged.clone(), 0)
+    merged, ordered = (torch.empty(distinct, dtype=elements.dtype, device="meta") for _ in range(2))
+    effects += sorting(merged, ordered, 0)
     effects += [kernel("eq", distinct), d2d(distinct - 1), h2d(1, False), WAIT, kernel("index_copy_", distinct)]
     return [*effects, kernel("index", n), d2d(n)]
 
@@ -202,6 +203,3 @@ def _foreach_copy(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> li
         return [kernel("_foreach_copy_", 2 * sum(map(nbytes, targets)))]
     non_blocking = bool(operand(args, kwargs, 2, "non_blocking", False))
     return [e for t, s in zip(targets, sources, strict=True) for e in copy(t, s, non_blocking)]
-
-
-__all__ = ["counting", "locating", "scan"]
