@@ -8,14 +8,15 @@ last token in one more step, called "drain".
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import closing, nullcontext
+from traceback import clear_frames
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from toolkit.decode.parts import INPUTS, POSITIONS, READBACKS, Choice, Inputs, Positions, Readback
+from toolkit.decode.parts import INPUTS, POSITIONS, READBACKS, Choice
 from toolkit.decode.run import Run
 from toolkit.decode.sample import Sampling
 from toolkit.decode.strategies import Strategy, find_strategy
@@ -63,21 +64,20 @@ def generate(
     device, stream = model.device, TextStream(model.tokenizer)
     tokens: list[int] = []
     known_ns: list[int] = []
-    with device.record(lines=lines) if record else nullcontext() as trace, torch.no_grad():
-        learnt = _decode(model, strategy, sampling, ids, limit, context, prefill_chunk, cancel)
-        try:
-            for token in learnt:
-                tokens.append(token)
-                known_ns.append(device.now_ns())
-                if on_token is not None:
-                    on_token(token, "" if token in ends else stream.piece(token))
-                if token in ends:
-                    break
-        finally:
-            learnt.close()  # type: ignore[attr-defined]  # a generator: ends its `finally` now, not when collected
+    recording = device.record(lines=lines) if record else nullcontext()
+    learnt = _decode(model, strategy, sampling, ids, limit, context, prefill_chunk, cancel)
+    with recording as trace, torch.no_grad(), closing(learnt):
+        for token in learnt:
+            tokens.append(token)
+            known_ns.append(device.now_ns())
+            if on_token is not None:
+                on_token(token, "" if token in ends else stream.piece(token))
+            if token in ends:
+                break
     ended = bool(tokens) and tokens[-1] in ends
+    invented = trace is not None and device.recording is None and bool(trace.meta.get("sizes_only"))
     return Run(
-        text=_text(model, tokens[:-1] if ended else tokens),
+        text="" if invented else _text(model, tokens[:-1] if ended else tokens),  # no arithmetic, no text
         tokens=tuple(tokens),
         prompt_tokens=tuple(ids),
         strategy=strategy.name,
@@ -98,16 +98,16 @@ def _decode(
     context: int,
     chunk: int,
     cancel: threading.Event,
-) -> Iterator[int]:
+) -> Generator[int, None, None]:
     """Yield up to `limit` token ids, each as soon as the host knows it. Closing it early frees what it holds."""
     device, step = model.device, 0
     cache: Cache | None = None
-    readback: Readback = READBACKS[strategy.readback](device.torch)
+    readback = READBACKS[strategy.readback](device.torch)
     try:
         with device.step(0, "prefill"):
             cache = model.new_cache(context)
-            inputs: Inputs = INPUTS[strategy.token](model)
-            positions: Positions = POSITIONS[strategy.position](len(ids), limit - 1, device.torch)
+            inputs = INPUTS[strategy.token](model)
+            positions = POSITIONS[strategy.position](len(ids), limit - 1, device.torch)
             choice = Choice(sampling, model.config.vocab_size, _chooser(strategy, device.torch))
             logits = _prefill(model, inputs.prompt(torch.tensor([ids])), cache, chunk, cancel)
             if logits is None:
@@ -131,7 +131,11 @@ def _decode(
             with device.step(step + 1, "drain"):
                 readback.before()
                 known = readback.arrived()
-            yield known
+            if known is not None:
+                yield known
+    except torch.OutOfMemoryError as error:
+        clear_frames(error.__traceback__)  # a notebook keeps the traceback, which would keep what the layers held
+        raise
     finally:
         readback.close()
         if cache is not None:
@@ -160,7 +164,9 @@ def _room(model: Any, prompt: int, max_new_tokens: int, context: int | None) -> 
     if not _is_count(max_new_tokens):
         raise ModelError("generating", f"max_new_tokens={max_new_tokens!r}", "Give a whole number from 1 on")
     if context is not None and not (_is_count(context) and context <= most):
-        raise ModelError(f"a context of {context!r}", f"this model has positions for 1 to {most:,}", "Give a number among these")
+        raise ModelError(
+            f"a context of {context!r}", f"this model has positions for 1 to {most:,}", "Give a number among these"
+        )
     room = min(most, prompt + max_new_tokens - 1) if context is None else context
     if prompt > room:
         do = f"Shorten the prompt by {prompt - room:,} tokens" + ("" if context is None else f", or give context={prompt:,}")

@@ -6,7 +6,7 @@ streams; they don't know each other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -38,7 +38,7 @@ class UploadedToken:
         return self.embed(ids.to(self.device))  # type: ignore[no-any-return]
 
     def next(self, token: Tensor, known: int | None) -> Tensor:
-        self.slot.copy_(self.staging.fill_(known))
+        self.slot.copy_(self.staging.fill_(_told(known)))
         return self.embed(self.slot)  # type: ignore[no-any-return]
 
 
@@ -51,10 +51,11 @@ class UploadedRow:
         self.slot = torch.empty(1, 1, self.table.shape[1], dtype=self.table.dtype, device=self.device)
 
     def prompt(self, ids: Tensor) -> Tensor:
-        return self.table[ids].to(self.device)
+        rows: Tensor = self.table[ids].to(self.device)
+        return rows
 
     def next(self, token: Tensor, known: int | None) -> Tensor:
-        return self.slot.copy_(self.table[known].view(1, 1, -1))
+        return self.slot.copy_(self.table[_told(known)].view(1, 1, -1))
 
 
 class SampledToken:
@@ -232,6 +233,16 @@ class Streams:
             self._copied.synchronize()
 
 
-INPUTS = {"host": UploadedToken, "host-row": UploadedRow, "device": SampledToken}
-POSITIONS = {"host": UploadedPosition, "array": PositionArray, "device": CountedPosition}
-READBACKS = {"wait": WaitForToken, "overlap": ReadOneBehind}
+def _told(known: int | None) -> int:
+    """The token that goes up. A strategy that uploads it reads it back first: `Strategy` refuses the others."""
+    assert known is not None
+    return known
+
+
+INPUTS: dict[str, Callable[[Any], Inputs]] = {"host": UploadedToken, "host-row": UploadedRow, "device": SampledToken}
+POSITIONS: dict[str, Callable[[int, int, torch.device], Positions]] = {
+    "host": UploadedPosition,
+    "array": PositionArray,
+    "device": CountedPosition,
+}
+READBACKS: dict[str, Callable[[torch.device], Readback]] = {"wait": WaitForToken, "overlap": ReadOneBehind}

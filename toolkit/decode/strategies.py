@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from toolkit.errors import unknown_name
+from toolkit.errors import ToolkitError, unknown_name
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,14 @@ class Strategy:
     crosses: str
     capture: Literal["none"] = "none"
 
+    def __post_init__(self) -> None:
+        if self.readback == "overlap" and (self.token != "device" or self.sampler != "device"):
+            found = "the host needs the token before the next step, and would know it one step later"
+            raise ToolkitError(f"strategy {self.name!r}", found, 'With readback="overlap", token and sampler must be "device"')
+        if self.sampler == "host" and self.token == "device":
+            found = "the token is chosen on the host, and is to be on the device already"
+            raise ToolkitError(f"strategy {self.name!r}", found, 'With sampler="host", token must be "host" or "host-row"')
+
 
 STRATEGIES: dict[str, Strategy] = {
     strategy.name: strategy
@@ -53,6 +61,6 @@ def find_strategy(strategy: str | Strategy) -> Strategy:
     """The strategy called so; a Strategy is returned as it is. UnknownNameError names the nearest."""
     if isinstance(strategy, Strategy):
         return strategy
-    if strategy not in STRATEGIES:
+    if not isinstance(strategy, str) or strategy not in STRATEGIES:
         raise unknown_name("decode strategy", strategy, STRATEGIES)
     return STRATEGIES[strategy]

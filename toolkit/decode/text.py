@@ -21,7 +21,9 @@ def prompt_ids(model: Any, prompt: object) -> list[int]:
     else:
         ids = prompt.tolist() if isinstance(prompt, Tensor) else prompt
     if not isinstance(ids, list | tuple):
-        raise ModelError("a prompt", f"a {type(prompt).__name__}", "Give a text, a list of token ids, or a tensor [T] or [1, T]")
+        raise ModelError(
+            "a prompt", f"a {type(prompt).__name__}", "Give a text, a list of token ids, or a tensor [T] or [1, T]"
+        )
     if ids and all(isinstance(row, list | tuple) for row in ids):
         if len(ids) > 1:
             raise ModelError("a prompt", f"a batch of {len(ids)} sequences", "Batches aren't supported: one sequence at a time")
@@ -31,7 +33,9 @@ def prompt_ids(model: Any, prompt: object) -> list[int]:
     vocab_size = model.config.vocab_size
     for i in ids:
         if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab_size:
-            raise ModelError("a prompt of token ids", f"{i!r:.80} is among them", f"Ids are whole numbers from 0 to {vocab_size - 1:,}")
+            raise ModelError(
+                "a prompt of token ids", f"{i!r:.80} is among them", f"Ids are whole numbers from 0 to {vocab_size - 1:,}"
+            )
     return list(ids)
 
 

@@ -30,8 +30,14 @@ class Cache:
     def empty(cls, layers: int, kv_heads: int, head_dim: int, slots: Tensor, rope: Tensor) -> Cache:
         """A cache of `slots.shape[0]` positions on the device and in the dtype of `rope`."""
         shape = (1, kv_heads, slots.shape[0], head_dim)
-        keys, values = ([torch.zeros(shape, dtype=rope.dtype, device=rope.device) for _ in range(layers)] for _ in range(2))
-        return cls(keys, values, slots, rope)
+        cache = cls([], [], slots, rope)
+        try:
+            for held in (cache.keys, cache.values):
+                held.extend(torch.zeros(shape, dtype=rope.dtype, device=rope.device) for _ in range(layers))
+        except torch.OutOfMemoryError:
+            cache.free()  # the error's traceback would hold what was allocated so far
+            raise
+        return cache
 
     def write(self, layer: int, key: Tensor, value: Tensor, positions: Tensor) -> None:
         """Put `key` and `value` [1, KV heads, T, head_dim] where `positions` [T] (on the device) says."""
@@ -50,5 +56,6 @@ class Cache:
 
     def free(self) -> None:
         """Let go of the device memory now, even where a traceback still holds this object."""
-        self.keys, self.values = [], []
+        self.keys.clear()
+        self.values.clear()
         self.slots = self.rope = torch.empty(0)

@@ -1,0 +1,251 @@
+"""The loop on the CPU: same tokens whatever the strategy, right ends, bad input, cancel, callbacks that raise."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from small_models import ODD, SMALL, ByteTokenizer, make
+
+import toolkit as tk
+from toolkit.decode.strategies import STRATEGIES
+from toolkit.errors import ModelError, RecorderError
+from toolkit.models.cache import Cache
+
+PROMPT = list(range(19))
+SAMPLED = {"temperature": 0.9, "top_k": 30, "top_p": 0.95, "seed": 11}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make(tk.device("cpu"))
+
+
+def generate(model, strategy="double-buffered", prompt=PROMPT, **options):
+    return tk.generate(model, prompt, strategy, **{"max_new_tokens": 24, "eos": (), **options})
+
+
+@torch.no_grad()
+def greedy_by_hand(model, ids, n):
+    """Without a cache: the whole sequence again for each token."""
+    ids = list(ids)
+    for _ in range(n):
+        ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+    return tuple(ids[-n:])
+
+
+@pytest.mark.parametrize("config", [SMALL, ODD], ids=["small", "odd_tied"])
+@pytest.mark.parametrize("length", [1, 2, 19, 33], ids="prompt={}".format)
+def test_greedy_is_greedy_under_every_strategy(config, length):
+    model = make(tk.device("cpu"), config)
+    prompt = [7 * i % config.vocab_size for i in range(length)]
+    expected = greedy_by_hand(model, prompt, 12)
+    assert len(set(expected)) > 3
+    for name in STRATEGIES:
+        run = generate(model, name, prompt, max_new_tokens=12)
+        assert run.tokens == expected, name
+        assert run.stop_reason == "length"
+        assert run.prompt_tokens == tuple(prompt)
+        assert run.strategy == name
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED, {"temperature": 1.3, "seed": -4}], ids=["greedy", "top_k_p", "hot"])
+@pytest.mark.parametrize("chunk", [1, 7, 512], ids="chunk={}".format)
+def test_same_tokens_across_strategies_and_chunks(model, options, chunk):
+    expected = generate(model, "roundtrip", **options).tokens
+    for name in STRATEGIES:
+        assert generate(model, name, prefill_chunk=chunk, **options).tokens == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_same_tokens_in_half_precision(dtype):
+    model = make(tk.device("cpu"), dtype=dtype)
+    assert len({generate(model, name, **SAMPLED).tokens for name in STRATEGIES}) == 1
+
+
+def test_seeds_differ_and_repeat(model):
+    runs = [generate(model, temperature=1.0, seed=seed).tokens for seed in (1, 2, 1)]
+    assert runs[0] == runs[2] != runs[1]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("at", [0, 1, 2, 7], ids="eos_at={}".format)
+def test_stops_at_eos_and_drops_what_overshot(model, name, at):
+    tokens = generate(model, name).tokens
+    end = tokens[at]
+    first = tokens.index(end)
+    seen: list[int] = []
+    run = generate(model, name, eos=[end], on_token=lambda token, text: seen.append(token))
+    assert run.tokens == tokens[: first + 1]
+    assert tuple(seen) == run.tokens
+    assert run.stop_reason == "eos"
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("n", [1, 2, 3], ids="n={}".format)
+def test_short_generations(model, name, n):
+    run = generate(model, name, max_new_tokens=n)
+    assert run.tokens == greedy_by_hand(model, PROMPT, n)
+    assert (run.tok_per_s is None) == (n == 1)
+
+
+def test_the_ends_of_tokenizer_and_config_count(model):
+    tokens = generate(model).tokens
+    ended = make(tk.device("cpu"), dataclasses.replace(SMALL, eos_token_ids=(tokens[3],)))
+    assert tk.generate(ended, PROMPT).tokens == tokens[: tokens.index(tokens[3]) + 1]
+    ended.tokenizer = ByteTokenizer(eos_ids=(tokens[1],))
+    assert tk.generate(ended, PROMPT).tokens == tokens[: tokens.index(tokens[1]) + 1]
+
+
+def test_text_streams_and_leaves_the_end_out():
+    model = make(tk.device("cpu"))
+    model.tokenizer = ByteTokenizer()
+    whole = tk.generate(model, "ABC", max_new_tokens=10)
+    assert whole.prompt_tokens == (65, 66, 67)
+    assert whole.text == bytes(whole.tokens).decode()
+    pieces: list[str] = []
+    tk.generate(model, "ABC", max_new_tokens=10, on_token=lambda token, text: pieces.append(text))
+    assert "".join(pieces) == whole.text
+    end = whole.tokens[4]
+    ended = tk.generate(model, "ABC", max_new_tokens=10, eos=[end])
+    assert ended.text == bytes(ended.tokens[:-1]).decode()
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("after", [1, 2, 9], ids="after={}".format)
+def test_cancel_keeps_what_was_decoded(model, name, after):
+    cancel, seen = threading.Event(), []
+
+    def on_token(token, text):
+        seen.append(token)
+        if len(seen) == after:
+            cancel.set()
+
+    run = generate(model, name, cancel=cancel, on_token=on_token)
+    assert run.stop_reason == "cancelled"
+    assert run.tokens == tuple(seen) == generate(model, name).tokens[: len(seen)]
+    assert after <= len(seen) <= after + 1  # double buffering knows one more than it had told
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_cancelled_before_it_began(model, name):
+    cancel = threading.Event()
+    cancel.set()
+    run = generate(model, name, cancel=cancel)
+    assert run.tokens == ()
+    assert run.text == ""
+    assert run.stop_reason == "cancelled"
+    assert run.tok_per_s is None
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_callback_that_raises_frees_the_cache_and_leaves_all_usable(model, name, monkeypatch):
+    caches = []
+    init = Cache.__init__
+
+    def remember(self, *args):
+        init(self, *args)
+        caches.append(weakref.ref(self.slots))
+
+    monkeypatch.setattr(Cache, "__init__", remember)
+
+    def on_token(token, text):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine") as raised:
+        generate(model, name, on_token=on_token)
+    assert raised.tb is not None  # the traceback still holds the frames, and the cache is free all the same
+    gc.collect()
+    assert caches[0]() is None
+    assert model.device.recording is None
+    assert generate(model, name).tokens == generate(model, "roundtrip").tokens
+
+
+def test_gradients_stay_on_outside_and_none_are_recorded_inside():
+    model = make(tk.device("cpu"))
+    model.requires_grad_(True)
+    generate(model)
+    assert torch.is_grad_enabled()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_context(model):
+    full = generate(model)
+    assert generate(model, context=640).tokens == full.tokens
+    tight = generate(model, context=22)  # 19 of the prompt, 3 more fed, and one that needs no place
+    assert tight.tokens == full.tokens[:4]
+    assert tight.stop_reason == "length"
+    exact = generate(model, context=19)
+    assert exact.tokens == full.tokens[:1]
+    most = model.config.max_position_embeddings
+    end = generate(model, prompt=[1] * (most - 2), max_new_tokens=50)
+    assert len(end.tokens) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"context": 18}, "a prompt of 19 tokens: the context holds 18.*context=19"),
+        ({"prompt": [1] * 641}, "641 tokens.*640"),
+        ({"context": 641}, "640"),
+        ({"context": 0}, "context of 0"),
+        ({"context": 3.5}, "context of 3.5"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"max_new_tokens": -3}, "max_new_tokens=-3"),
+        ({"max_new_tokens": 2.0}, "max_new_tokens=2.0"),
+        ({"max_new_tokens": None}, "max_new_tokens=None"),
+        ({"prefill_chunk": 0}, "prefill_chunk=0"),
+        ({"prompt": "text"}, "token ids"),
+        ({"prompt": [[1], [2]]}, "batch"),
+        ({"prompt": []}, "no tokens"),
+        ({"temperature": -1}, "temperature"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_bad_input_is_refused_before_anything_runs(model, options, said):
+    with pytest.raises(ModelError, match=said):
+        generate(model, **options)
+    assert model.device.recording is None
+
+
+def test_run_as_text_and_record(model):
+    run = generate(model, max_new_tokens=3)
+    assert "double-buffered on cpu, 3 tokens, stopped by length" in repr(run)
+    assert "measured" in run._repr_html_()
+    assert run.clock == "measured"
+    assert [mark.name for mark in run.trace.marks()] == ["prefill", "decode", "decode", "drain"]
+    assert [mark.step for mark in run.trace.marks()] == [0, 1, 2, 3]
+    assert list(run.copies()["step"]) == [0, 1, 2, 3]
+    quiet = generate(model, max_new_tokens=3, record=False)
+    assert quiet.tokens == run.tokens
+    with pytest.raises(RecorderError, match="record=True"):
+        quiet.copies()
+
+
+def test_inside_a_recording_the_run_joins_it(model):
+    with tk.record("cpu") as trace:
+        run = generate(model, "roundtrip", max_new_tokens=3)
+        with pytest.raises(RecorderError):
+            run.copies()
+    assert run.trace is trace
+    assert [mark.name for mark in run.trace.marks()] == ["prefill", "decode", "decode"]
+
+
+def test_many_threads_at_once(model):
+    expected = generate(model).tokens
+    results: dict[int, tuple[int, ...]] = {}
+
+    def work(i):
+        results[i] = generate(model, list(STRATEGIES)[i % 6], record=False).tokens
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(results.values()) == {expected}
+    assert len(results) == 8

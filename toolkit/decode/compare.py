@@ -1,0 +1,226 @@
+"""Strategies side by side, and a guard that fails when more is copied than was agreed.
+
+Both count what a recording holds; neither knows how a token is decoded or how a device records.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from toolkit.decode.loop import generate
+from toolkit.decode.run import Run
+from toolkit.decode.strategies import STRATEGIES, Strategy, find_strategy
+from toolkit.devices.base import Device, open_device
+from toolkit.errors import CopyBudgetError, RecorderError, ToolkitError, unknown_name
+from toolkit.trace import COPY_KINDS, Trace, copies_per_step
+from toolkit.units import bytes_text, seconds_text
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+WARM_UP_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs of one prompt, by strategy, in the order asked for.
+
+    `table` has a row a strategy: `strategy`, `same_tokens` (as the first one's), `tok_per_s` and the `clock` it is on,
+    and per decode step, on average, `<h2d|d2h|d2d>_count`, `<...>_bytes` and `host_wait_s`.
+    """
+
+    runs: Mapping[str, Run]
+    table: pd.DataFrame
+
+    def to_html(self, path: str | os.PathLike[str]) -> Path:
+        """Write a self-contained page with every run's timeline."""
+        from toolkit.notebook.page import write_comparison
+
+        written: Path = write_comparison(path, self)
+        return written
+
+    def __repr__(self) -> str:
+        text: str = self._shown().to_string(index=False)
+        return text
+
+    def _repr_html_(self) -> str:
+        table: str = self._shown().to_html(index=False)
+        return f"{table}<small>{self._note()}</small>"
+
+    def _shown(self) -> pd.DataFrame:
+        """The table for people: units written out, per decode step."""
+        import pandas as pd
+
+        shown = pd.DataFrame({"strategy": self.table["strategy"], "same tokens": self.table["same_tokens"]})
+        shown["tok/s"] = [
+            f"{rate:,.0f} {clock}" for rate, clock in zip(self.table["tok_per_s"], self.table["clock"], strict=True)
+        ]
+        for kind in COPY_KINDS:
+            pairs = zip(self.table[f"{kind}_count"], self.table[f"{kind}_bytes"], strict=True)
+            shown[f"{kind.upper()}/step"] = [f"{count:.4g} ({bytes_text(size)})" if count else "0" for count, size in pairs]
+        shown["host waits/step"] = [seconds_text(s) for s in self.table["host_wait_s"]]
+        return shown
+
+    def _note(self) -> str:
+        return "Copies and waits per decode step. A modelled time is the virtual GPU's estimate, not a measurement."
+
+
+def compare(
+    model: Any, prompt: Any, decode: Iterable[str | Strategy] | None = None, *, lines: bool = True, **options: Any
+) -> Comparison:
+    """Generate from `prompt` under each strategy of `decode` (None: all), and compare.
+
+    `options` are those of `generate`. Where the clock is measured, each strategy is warmed up and timed in a run of its
+    own without recording, which would slow the host; the copies come from a second, recorded run. On the virtual GPU
+    one run gives both. Set `cancel` to stop: the table then has the strategies that were begun.
+    """
+    names = [decode] if isinstance(decode, str | Strategy) else STRATEGIES if decode is None else decode
+    strategies = [find_strategy(strategy) for strategy in names]
+    if not strategies:
+        raise ToolkitError("comparing", "no strategies", f"Name some of {', '.join(STRATEGIES)}")
+    device = model.device
+    if device.recording is not None:
+        raise RecorderError(
+            "comparing", f"{device.name} is being recorded", "Leave that block first: each run is recorded by itself"
+        )
+    if "record" in options:
+        raise ToolkitError("comparing with record=", "comparing counts what recordings hold", "Leave the option away")
+    runs: dict[str, Run] = {}
+    rates: dict[str, float | None] = {}
+    for strategy in strategies:
+        run = None
+        if device.clock == "measured":
+            quiet = {**options, "on_token": None, "record": False}
+            generate(model, prompt, strategy, **{**quiet, "max_new_tokens": WARM_UP_TOKENS})
+            rates[strategy.name] = generate(model, prompt, strategy, **quiet).tok_per_s
+        run = generate(model, prompt, strategy, lines=lines, **options)
+        runs[strategy.name] = run
+        rates.setdefault(strategy.name, run.tok_per_s)
+        if run.stop_reason == "cancelled":
+            break
+    return Comparison(runs, _table(runs, rates))
+
+
+def _table(runs: Mapping[str, Run], rates: Mapping[str, float | None]) -> pd.DataFrame:
+    import pandas as pd
+
+    first = next(iter(runs.values()))
+    rows = []
+    for name, run in runs.items():
+        per_step = decode_steps(run.trace)
+        means = {column: _whole(per_step[column].mean()) for column in per_step if column.endswith(("_count", "_bytes"))}
+        wait_s = float(per_step["host_wait_s"].mean()) if len(per_step) else 0.0
+        rate = rates[name] or float("nan")
+        same = run.tokens == first.tokens
+        rows.append(
+            {"strategy": name, "same_tokens": same, "tok_per_s": rate, "clock": run.clock, **means, "host_wait_s": wait_s}
+        )
+    return pd.DataFrame(rows)
+
+
+def decode_steps(trace: Trace) -> pd.DataFrame:
+    """`copies_per_step` of the decode steps alone: without prefill, drain, and what lies outside of steps."""
+    steps = {mark.step for mark in trace.marks() if mark.name == "decode"}
+    table = copies_per_step(trace)
+    return table[table["step"].isin(steps)]
+
+
+def _whole(x: float) -> float | int:
+    """A mean as an int where it is one, which it is when every step copies the same; 0 for the mean of nothing."""
+    return 0 if np.isnan(x) else int(x) if x == int(x) else float(x)
+
+
+@contextmanager
+def copy_budget(
+    h2d: int | None = None,
+    d2h: int | None = None,
+    d2d: int | None = None,
+    per: str = "block",
+    device: Device | str | None = None,
+) -> Iterator[None]:
+    """`with tk.copy_budget(h2d=0, d2h=1):` raises CopyBudgetError if the block copied more often than that.
+
+    Counts are copies in each direction, None for any number. per="step" holds every step to them instead of the whole
+    block, the prefill excepted; a block without steps is then an error. `device` defaults to the virtual GPU that is
+    open, else "auto". An exception of the block itself passes through. Raises RecorderError inside another recording of
+    the device, whose events couldn't be told from the block's.
+    """
+    budget = {"h2d": h2d, "d2h": d2h, "d2d": d2d}
+    for kind, limit in budget.items():
+        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 0):
+            raise ToolkitError(f"a copy budget of {kind}={limit!r}", "not a count", "Give a whole number from 0 on, or None")
+    if per not in ("block", "step"):
+        raise unknown_name("copy budget per", per, ("block", "step"))
+    gpu = _in_use() if device is None else open_device(device)
+    if gpu.recording is not None:
+        found = f"{gpu.name} is being recorded, and the block's copies couldn't be told from the others"
+        raise RecorderError("a copy budget", found, "Put tk.copy_budget around that recording, not inside")
+    with gpu.record() as trace:
+        yield
+    if per == "step":
+        _check_steps(trace, budget)
+    else:
+        _check(trace, budget, "the block")
+
+
+def _check_steps(trace: Trace, budget: Mapping[str, int | None]) -> None:
+    steps = Counter(mark.step for mark in trace.marks() if mark.step >= 0 and mark.name != "prefill")
+    if not steps:
+        raise RecorderError(
+            'a copy budget with per="step"',
+            "the block has no steps",
+            'Mark them with device.step(i, "decode"), or use per="block"',
+        )
+    for step, times in sorted(steps.items()):  # two generations in one block both have a step 1
+        allowed = {kind: None if limit is None else limit * times for kind, limit in budget.items()}
+        _check(trace.select(trace["step"] == step), allowed, f"step {step}" + (f", run {times} times" if times > 1 else ""))
+
+
+def _check(trace: Trace, budget: Mapping[str, int | None], what: str) -> None:
+    """CopyBudgetError where `trace` holds more copies than `budget` says, with the lines that made them."""
+    over = {}
+    for kind, limit in budget.items():
+        copies = trace.select(trace.is_kind(kind))
+        if limit is not None and len(copies) > limit:
+            over[kind] = copies
+    if not over:
+        return
+    allowed = ", ".join(f"{kind}={budget[kind]}" for kind in over)
+    found = "; ".join(f"{len(copies)} {kind.upper()} from {_lines(copies)}" for kind, copies in over.items())
+    counts = {kind: len(copies) for kind, copies in over.items()}
+    raise CopyBudgetError(
+        f"at most {allowed} in {what}",
+        found,
+        "Keep those values on one side, or raise the budget",
+        counts=counts,
+        budget=dict(budget),
+    )
+
+
+def _lines(copies: Trace) -> str:
+    """The lines that copied, most often first: "file:line × n (bytes)"."""
+    totals: dict[str, tuple[int, int]] = {}
+    for where, size in zip(copies.text("where"), copies["bytes"].tolist(), strict=True):
+        count, total = totals.get(where or "a line not known", (0, 0))
+        totals[where or "a line not known"] = (count + 1, total + size)
+    ordered = sorted(totals.items(), key=lambda item: -item[1][0])
+    shown = [f"{where} × {count} ({bytes_text(total)})" for where, (count, total) in ordered[:8]]
+    return ", ".join(shown) + (f" and {len(ordered) - 8} more lines" if len(ordered) > 8 else "")
+
+
+def _in_use() -> Device:
+    """The virtual GPU that is open, else what "auto" means."""
+    from toolkit.errors import DeviceError
+
+    try:
+        return open_device("vgpu")
+    except DeviceError:
+        return open_device("auto")
