@@ -259,6 +259,9 @@ def mem_get_info(device: DeviceLike = None) -> tuple[int, int]:
     return machine().memory.free_bytes, machine().memory.total_bytes
 
 
+get_memory_info = mem_get_info
+
+
 def memory_stats(device: DeviceLike = None) -> dict[str, int]:
     """The counters that torch.cuda.memory_stats has and this allocator keeps."""
     _index(device)

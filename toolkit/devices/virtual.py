@@ -15,7 +15,16 @@ from functools import lru_cache
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from toolkit.devices import base, vgpu_module, virtual_dispatch, virtual_tensor
+from toolkit.devices import (
+    base,
+    vgpu_module,
+    virtual_attention,
+    virtual_autocast,
+    virtual_dispatch,
+    virtual_pinned,
+    virtual_storage,
+    virtual_tensor,
+)
 from toolkit.devices.spec import CATALOGUE, GpuSpec
 from toolkit.devices.virtual_machine import Machine
 from toolkit.errors import DeviceError, RecorderError, unknown_name
@@ -25,6 +34,7 @@ from toolkit.units import bytes_text, parse_bytes
 GENERIC = "h200"  # the card whose figures a card known only by its memory has
 _SIZE = re.compile(r"[0-9.]+\s*[kmgt]i?b?", re.IGNORECASE)
 _current: list[VirtualGpu] = []
+_libraries: list[torch.library.Library] = []  # kept: a library that is collected takes its kernels with it
 
 
 class VirtualGpu(base.Device):
@@ -132,4 +142,8 @@ def _register() -> None:
     """Give PyTorch the device `vgpu`, once a process: its name, `torch.vgpu`, and who runs its operations."""
     _setup_privateuseone_for_python_backend("vgpu", backend_module=sys.modules[vgpu_module.__name__])
     virtual_tensor._device.append(torch.device("vgpu", 0))
-    virtual_dispatch.register()
+    _libraries.extend(virtual_dispatch.register())
+    _libraries.extend(virtual_attention.register())
+    _libraries.extend(virtual_autocast.register())
+    virtual_pinned.install()
+    virtual_storage.install()

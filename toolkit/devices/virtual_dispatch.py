@@ -2,39 +2,44 @@
 
 Every operation arrives here: from `VirtualTensor.__torch_dispatch__`, or, where no operand is on the device yet (a
 factory), from the PrivateUse1 key. Where CUDA has no kernel of its own (`rules.decomposes`), PyTorch's composite runs, and
-its parts come back here one by one, as on CUDA. The first call of an operation picks its handler; later calls go
+its parts come back here one by one, as on CUDA. The first call of an operation makes its handler; later calls go
 straight to it. This file doesn't know what anything costs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from toolkit.devices import virtual_stub as rules
+from toolkit.devices import rules
+from toolkit.devices.virtual_hosts import call_of
 from toolkit.devices.virtual_machine import Machine
 from toolkit.devices.virtual_tensor import VirtualTensor, follow, hold, rehold, wrap
 
 aten = torch.ops.aten
-Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Handler = Callable[[Args, Kwargs], Any]
 
-CPU = torch.device("cpu")
+_CPU = torch.device("cpu")
 _COMPOSITE = torch._C.DispatchKey.CompositeExplicitAutograd  # type: ignore[attr-defined]
 _PLAIN = frozenset({int, float, bool, complex, str, type(None), torch.dtype, torch.memory_format, torch.layout})
+_NEVER = 1 << 30
 _handlers: dict[Any, Handler] = {}
 _machine: list[Machine] = []  # the card that is open; empty before the first
 
 # In place, and may change shape, strides or storage: the wrapper must follow its host tensor.
 _RESTRIDES = {
     "resize_", "resize_as_", "set_", "t_", "transpose_", "unsqueeze_", "squeeze_", "swapaxes_", "swapdims_", "as_strided_",
-    "_resize_output_", "_reshape_alias_", "data",
+    "_resize_output_",
 }  # fmt: skip
-# Operations whose operands may lie on the host beside the device: copies, and the indices of an indexing.
+# Operands after the first may lie on the host: the indices of an indexing, lengths.
 _MIXES = {
-    "copy_", "_to_copy", "index", "index_put", "index_put_", "_index_put_impl_", "_copy_from", "set_", "_pack_padded_sequence",
-    "resize_as_", "empty_like", "new_empty", "new_empty_strided", "_unsafe_index", "_unsafe_index_put",
+    "index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put", "set_", "resize_as_",
+    "_pack_padded_sequence",
 }  # fmt: skip
 
 
@@ -50,179 +55,183 @@ def open_machine(new: Machine) -> None:
     _machine[:] = [new]
 
 
-def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Run one operation of the dispatcher: `func` is an OpOverload, tensors are VirtualTensors or plain host tensors."""
     handler = _handlers.get(func)
     if handler is None:
-        handler = _handlers[func] = _choose(func)
-    return handler(func, args, kwargs)
+        handler = _handlers[func] = _handler(func)
+    return handler(args, kwargs)
 
 
 VirtualTensor.run = staticmethod(run)  # type: ignore[assignment]
 
 
-def _choose(func: Any) -> Handler:
-    name, schema = func._schema.name.removeprefix("aten::"), func._schema
+def _handler(func: Any) -> Handler:
+    schema, name = func._schema, func._schema.name.removeprefix("aten::")
     if name in SPECIAL:
-        return SPECIAL[name]
-    if rules.decomposes(func):
-        return _composite
-    loose = name in _MIXES
+        return SPECIAL[name](func)
+    aliases = [result.alias_info for result in schema.returns]
+    if name == "_unsafe_view" or (aliases and all(alias is not None and not alias.is_write for alias in aliases)):
+        return _view(func)
+    if name != "convolution" and rules.decomposes(func):  # a composite on every device, and one kernel on CUDA
+        return lambda args, kwargs: func._op_dk(_COMPOSITE, *args, **kwargs)
+    host_from = 1 if name in _MIXES else _NEVER
     if schema.is_mutable:
-        writes_self = bool(schema.arguments) and schema.arguments[0].alias_info is not None and len(schema.returns) == 1
-        if writes_self and name.endswith("_") and name not in _RESTRIDES and "out" not in func._overloadname:
-            return _in_place_loose if loose else _in_place
-        return _writes
-    returns = [r.alias_info for r in schema.returns]
-    if returns and all(alias is not None for alias in returns):
-        return _view
-    return _plain_loose if loose else _plain
+        first = schema.arguments[0].alias_info
+        in_place = first is not None and first.is_write and len(schema.returns) == 1
+        return (_in_place if in_place and name not in _RESTRIDES else _writes)(func, host_from)
+    return _plain(func, host_from)
 
 
-# ---- handlers
+# ---- the kinds of operation
 
 
-def _composite(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return func._op_dk(_COMPOSITE, *args, **kwargs)
+def _plain(func: Any, host_from: int = _NEVER) -> Handler:
+    """Makes new tensors."""
+    call = call_of(func)
+
+    def plain(args: Args, kwargs: Kwargs) -> Any:
+        out = call(*_hosts(args, host_from), **_named(kwargs, host_from))
+        if type(out) is torch.Tensor:
+            hold(out, _machine[0])
+            result = wrap(out)
+        else:
+            result = _wrap_new(out)
+        _charge(func, args, kwargs, result)
+        return result
+
+    return plain
 
 
-def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result shares its operand's storage: nothing runs on the device."""
-    out = func._op(*_hosts(args), **_hosts_by_name(kwargs))
-    _charge(func, args, kwargs, None)
-    if type(out) is torch.Tensor:
-        return wrap(out)
-    return _wrap_all(out)
+def _view(func: Any) -> Handler:
+    """Shares its operand's storage: no memory, and nothing runs on the device."""
+    call = func._op
+
+    def view(args: Args, kwargs: Kwargs) -> Any:
+        out = call(*_hosts(args), **_named(kwargs))
+        _charge(func, args, kwargs, None)
+        return wrap(out) if type(out) is torch.Tensor else _wrap_views(out)
+
+    return view
 
 
-def _plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], loose: bool = False) -> Any:
-    out = _call(func, _hosts(args, loose), _hosts_by_name(kwargs, loose))
-    if type(out) is torch.Tensor:
-        hold(out, _machine[0])
-        result = wrap(out)
-    else:
-        result = _wrap_new(out)
-    _charge(func, args, kwargs, result)
-    return result
+def _in_place(func: Any, host_from: int = _NEVER) -> Handler:
+    """Writes its first operand, and leaves its shape as it is."""
+    call = call_of(func)
+
+    def in_place(args: Args, kwargs: Kwargs) -> Any:
+        if type(args[0]) is not VirtualTensor:
+            raise _devices_differ(_CPU)
+        call(*_hosts(args, host_from), **_named(kwargs, host_from))
+        _charge(func, args, kwargs, args[0])
+        return args[0]
+
+    return in_place
 
 
-def _plain_loose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _plain(func, args, kwargs, loose=True)
+def _writes(func: Any, host_from: int = _NEVER) -> Handler:
+    """out=, resizing, lists written in place: operands may change shape, and results may be operands."""
+    call = call_of(func)
+
+    def writes(args: Args, kwargs: Kwargs) -> Any:
+        out = call(*_hosts(args, host_from), **_named(kwargs, host_from))
+        same = {}
+        for tensor in _virtuals((*args, *kwargs.values())):
+            same[id(tensor._host)] = tensor
+            rehold(tensor._host, _machine[0])
+            follow(tensor)
+        result = _wrap_new(out, same)
+        _charge(func, args, kwargs, result)
+        return result
+
+    return writes
 
 
-def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], loose: bool = False) -> Any:
-    target = args[0]
-    if type(target) is not VirtualTensor:
-        raise _devices_differ(target.device)
-    _call(func, _hosts(args, loose), _hosts_by_name(kwargs, loose))
-    _charge(func, args, kwargs, target)
-    return target
-
-
-def _in_place_loose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _in_place(func, args, kwargs, loose=True)
-
-
-def _writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """out=, resizing and lists written in place: operands may change shape, results may be operands."""
-    loose = func._schema.name.removeprefix("aten::") in _MIXES
-    out = _call(func, _hosts(args, loose), _hosts_by_name(kwargs, loose))
-    same = {}
-    for tensor in _virtuals((*args, *kwargs.values())):
-        same[id(tensor._host)] = tensor
-        rehold(tensor._host, _machine[0])
-        follow(tensor)
-    result = _wrap_new(out, same)
-    _charge(func, args, kwargs, result)
-    return result
-
-
-def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _copy(func: Any) -> Handler:
     """copy_: the one place where values cross between host and device."""
-    target, source = args[0], args[1]
-    func._op(*_hosts(args, True), **kwargs)
-    _charge(func, args, kwargs, target)
-    return target
+
+    def copy(args: Args, kwargs: Kwargs) -> Any:
+        func._op(*_hosts(args, 0), **kwargs)
+        _charge(func, args, kwargs, args[0])
+        return args[0]
+
+    return copy
 
 
-def _item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    value = func._op(args[0]._host)
-    _charge(func, args, kwargs, value)
-    return value
+def _item(func: Any) -> Handler:
+    def item(args: Args, kwargs: Kwargs) -> Any:
+        value = func._op(args[0]._host)
+        _charge(func, args, kwargs, value)
+        return value
+
+    return item
 
 
-def _empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Factories check that the memory is there before the host allocates its own."""
-    card = machine()
-    device = kwargs.get("device")
-    if device is not None and torch.device(device).index:
-        raise RuntimeError(f"invalid device ordinal: there is one virtual GPU, vgpu:0, and {device} was asked for")
-    host_kwargs = _hosts_by_name(kwargs)
-    if host_kwargs.get("pin_memory"):
-        host_kwargs["pin_memory"] = False
-    size, itemsize = args[0], (kwargs.get("dtype") or torch.get_default_dtype()).itemsize
-    count = 1
-    for n in size:
-        count *= n
-    card.memory.check(count * itemsize)
-    out = func._op(*_hosts(args), **host_kwargs)
-    hold(out, card)
-    result = wrap(out)
-    _charge(func, args, kwargs, result)
-    return result
+def _empty(func: Any) -> Handler:
+    """Memory without values. The card is asked before the host allocates its own."""
+
+    def empty(args: Args, kwargs: Kwargs) -> Any:
+        card = machine()
+        kwargs = {**kwargs, "pin_memory": None}
+        device = kwargs.get("device")
+        if device is not None and device.index:
+            raise RuntimeError(f"invalid device ordinal: there is one virtual GPU, vgpu:0, and {device} was asked for")
+        itemsize = (kwargs.get("dtype") or torch.get_default_dtype()).itemsize
+        card.memory.check(math.prod(args[0]) * itemsize)
+        out = func._op(*args, **_named(kwargs))
+        hold(out, card)
+        result = wrap(out)
+        _charge(func, args, kwargs, result)
+        return result
+
+    return empty
 
 
-def _is_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return False
-
-
-SPECIAL: dict[str, Handler] = {
+SPECIAL: dict[str, Callable[[Any], Handler]] = {
     "copy_": _copy,
     "_local_scalar_dense": _item,
     "empty": _empty,
     "empty_strided": _empty,
-    "is_pinned": _is_pinned,
+    "is_pinned": lambda func: lambda args, kwargs: False,
 }
 
 
 # ---- operands and results
 
 
-def _call(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    return func._op(*args, **kwargs)
+def _hosts(args: Iterable[Any], host_from: int = _NEVER) -> list[Any]:
+    """Operands as the host runs them.
 
-
-def _hosts(args: Any, loose: bool = False) -> list[Any]:
-    """Operands as the host runs them. Raises RuntimeError for one that isn't on the device, as CUDA would."""
-    out = []
-    for x in args:
+    Raises RuntimeError, as CUDA does, for one that isn't on the device: from position `host_from` on they need not be, and
+    single numbers never need to be.
+    """
+    out: list[Any] = []
+    for i, x in enumerate(args):
         kind = type(x)
         if kind is VirtualTensor:
             out.append(x._host)
         elif kind in _PLAIN:
             out.append(x)
         elif kind is list or kind is tuple:
-            out.append(_hosts(x, loose))  # type: ignore[arg-type]
+            out.append(_hosts(x, 0 if host_from <= i else _NEVER))
         elif kind is torch.device:
-            out.append(CPU)  # type: ignore[arg-type]
-        elif isinstance(x, torch.Tensor):
-            if x.dim() and not loose:
-                raise _devices_differ(x.device)
-            out.append(x)
+            out.append(_CPU)
         else:
+            if i < host_from and isinstance(x, torch.Tensor) and x.dim():
+                raise _devices_differ(x.device)
             out.append(x)
     return out
 
 
-def _hosts_by_name(kwargs: dict[str, Any], loose: bool = False) -> dict[str, Any]:
-    return dict(zip(kwargs, _hosts(kwargs.values(), loose), strict=True)) if kwargs else kwargs
+def _named(kwargs: Kwargs, host_from: int = _NEVER) -> Kwargs:
+    return dict(zip(kwargs, _hosts(kwargs.values(), 0 if host_from < _NEVER else _NEVER), strict=True)) if kwargs else kwargs
 
 
 def _devices_differ(other: torch.device) -> RuntimeError:
     return RuntimeError(f"Expected all tensors to be on the same device, but found at least two devices, vgpu:0 and {other}!")
 
 
-def _virtuals(xs: Any) -> list[VirtualTensor]:
+def _virtuals(xs: Iterable[Any]) -> list[VirtualTensor]:
     found = []
     for x in xs:
         if type(x) is VirtualTensor:
@@ -232,10 +241,10 @@ def _virtuals(xs: Any) -> list[VirtualTensor]:
     return found
 
 
-def _wrap_all(out: Any) -> Any:
+def _wrap_views(out: Any) -> Any:
     if isinstance(out, torch.Tensor):
         return wrap(out)
-    return type(out)(_wrap_all(x) for x in out) if isinstance(out, list | tuple) else out
+    return type(out)(_wrap_views(x) for x in out) if isinstance(out, list | tuple) else out
 
 
 def _wrap_new(out: Any, same: dict[int, VirtualTensor] | None = None) -> Any:
@@ -248,17 +257,17 @@ def _wrap_new(out: Any, same: dict[int, VirtualTensor] | None = None) -> Any:
     return type(out)(_wrap_new(x, same) for x in out) if isinstance(out, list | tuple) else out
 
 
-def _charge(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+def _charge(func: Any, args: Args, kwargs: Kwargs, out: Any) -> None:
     """Let the operation's effects happen on the card."""
     card = _machine[0]
     for effect in rules.effects(func, args, kwargs, out):
         card.execute(effect)
 
 
-_libraries: list[torch.library.Library] = []  # kept: a library that is collected takes its kernels with it
+# ---- registration
 
 
-def register() -> None:
+def register() -> list[torch.library.Library]:
     """Give the PrivateUse1 key its kernels: a fallback for everything, and those that torch.tensor needs by name.
 
     torch.tensor and its kin run with Python dispatch switched off, where the fallback isn't reached.
@@ -269,7 +278,7 @@ def register() -> None:
     for func in (aten.copy_.default, aten.empty_strided.default, aten.empty.memory_format, aten._to_copy.default,
                  aten._local_scalar_dense.default):  # fmt: skip
         named.impl(func, _kernel(func), "PrivateUse1")
-    _libraries.extend((everything, named))
+    return [everything, named]
 
 
 def _kernel(func: Any) -> Callable[..., Any]:

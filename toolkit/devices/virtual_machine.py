@@ -12,9 +12,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from toolkit.devices import base
-from toolkit.devices import virtual_stub as rules
-from toolkit.devices.virtual_stub import Effect
+from toolkit.devices import base, rules
+from toolkit.devices.rules import Effect
 from toolkit.devices.spec import GpuSpec
 from toolkit.devices.virtual_memory import Memory
 from toolkit.trace import Trace, TraceBuilder

@@ -8,6 +8,7 @@ storage: a weak reference to it tells when it is gone. This file knows shapes an
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -105,9 +106,12 @@ class VirtualTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled and saved through the host; `torch.load` and its `map_location` find the device again."""
-        values = (self.detach().cpu(), self.dtype, str(self.device), self.requires_grad)
-        rebuild = torch._utils._rebuild_device_tensor_from_cpu_tensor  # type: ignore[attr-defined]
-        return rebuild, values
+        self.detach().cpu()  # the copy that saving makes; the host tensor itself keeps storages shared
+        rebuild, parts = torch._utils._rebuild_device_tensor_from_cpu_tensor, (self._host, self.dtype, str(self.device))  # type: ignore[attr-defined]
+        if not isinstance(self, torch.nn.Parameter):
+            return rebuild, (*parts, self.requires_grad)
+        data = self.detach()
+        return torch._utils._rebuild_parameter, (data, self.requires_grad, OrderedDict())  # type: ignore[attr-defined]
 
 
 class _Block(weakref.ref):  # type: ignore[type-arg]
@@ -139,11 +143,15 @@ def wrap(host: torch.Tensor) -> VirtualTensor:
 
 def hold(host: torch.Tensor, machine: Machine) -> None:
     """Take device memory for the storage of `host`, unless it has some. Raises torch.OutOfMemoryError."""
+    if host.layout is not torch.strided:
+        raise RuntimeError(f"the virtual GPU has no {host.layout} tensors, only strided ones")
     storage = host.untyped_storage()
     key = storage._cdata
-    known = _live.get(key)
-    if known is None:
-        taken = machine.allocate(storage.nbytes())
+    if key not in _live:
+        size = storage.nbytes()
+        if not size:
+            return
+        taken = machine.allocate(size)
         block = _live[key] = _Block(storage, _freed)
         block.key, block.machine, block.taken = key, machine, taken
 
