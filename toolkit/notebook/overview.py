@@ -40,7 +40,8 @@ def svg(scene: Scene, prefix: str = "tk") -> str:
     kinds = sorted({lane.kind for track in scene.tracks for lane in track.lanes})
     hatches = "".join(
         f'<pattern id="{prefix}-{kind}" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-        f'<path fill="{COLORS[kind]}" fill-opacity=".38" d="M0 0h5v5H0z"/><path fill="{COLORS[kind]}" d="M0 0h2v5H0z"/></pattern>'
+        f'<path fill="{COLORS[kind]}" fill-opacity=".38" d="M0 0h5v5H0z"/>'
+        f'<path fill="{COLORS[kind]}" d="M0 0h2v5H0z"/></pattern>'
         for kind in kinds
     )
     label = escape("; ".join(f"{track.title}: {_caption(track)}" for track in scene.tracks))

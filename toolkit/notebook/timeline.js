@@ -1,7 +1,8 @@
 // The timeline: a canvas that draws views of a trace, and asks a provider for the view of what the reader looks at.
 // It knows no trace: Python (or page.js) decides what is in a view, and what an event's facts are.
-//   provider.first            the bytes of a view to draw at once, or null
-//   provider.view(request)    -> Promise of the bytes of a view; provider.late = callback for answers after a timeout
+// A view is bytes as view.py packs them, or what parseView makes of them.
+//   provider.first            a view to draw at once, or null
+//   provider.view(request)    -> Promise of a view; provider.late = callback for answers after a timeout
 //   provider.facts(track, row)-> Promise of [[label, text], ...]
 //   provider.step(request)    -> Promise of [number, start, end] or null
 //   provider.table()          -> Promise of [{title, columns, rows, note}, ...]
@@ -13,6 +14,7 @@ const KEYS = "Arrow keys move and zoom, plus and minus zoom, Home shows everythi
   + "full stop and comma to the next and previous copy.";
 
 export function parseView(bytes) {
+  if (bytes.counts) return bytes; // page.js makes them ready
   const data = bytes instanceof DataView ? bytes : new DataView(bytes);
   const copy = data.buffer.slice(data.byteOffset, data.byteOffset + data.byteLength); // typed arrays want alignment
   const size = new DataView(copy).getUint32(0, true);
@@ -315,7 +317,7 @@ export function mount(root, provider, meta) {
     state.view = parseView(bytes);
     failed = false;
     if (!state.now) state.now = { t0: state.view.t0, t1: state.view.t1 };
-    Object.assign(frame.dataset, { seq: state.view.seq, bytes: bytes.byteLength, ...(asked ? { ms: (performance.now() - asked).toFixed(1) } : {}) });
+    Object.assign(frame.dataset, { seq: state.view.seq, bytes: bytes.byteLength ?? 0, ...(asked ? { ms: (performance.now() - asked).toFixed(1) } : {}) });
     draw();
   };
   const pump = async () => { // one request under way; of those that come meanwhile only the latest is sent
@@ -504,7 +506,7 @@ export function mount(root, provider, meta) {
   const themed = new MutationObserver(repaint), system = window.matchMedia("(prefers-color-scheme: dark)");
   themed.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "data-vscode-theme-kind", "class"] });
   system.addEventListener("change", repaint);
-  if (provider.first?.byteLength) accept(provider.first);
+  if (provider.first?.byteLength || provider.first?.counts) accept(provider.first);
   sized.observe(canvas);
   return () => { closed = true; sized.disconnect(); themed.disconnect(); system.removeEventListener("change", repaint); };
 }

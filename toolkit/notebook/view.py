@@ -86,7 +86,7 @@ def named(thing: Any, title: str | None = None) -> tuple[str, Trace]:
     if not isinstance(trace, Trace):
         raise ToolkitError("a timeline", f"a {type(thing).__name__}", "Give it a Trace, or what tk.generate returned")
     meta = trace.meta
-    return title or str(getattr(thing, "strategy", None) or meta.get("title") or meta.get("strategy") or "trace"), trace
+    return title or str(getattr(thing, "strategy", None) or meta.get("title") or meta.get("strategy") or "recording"), trace
 
 
 class Track:
