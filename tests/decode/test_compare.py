@@ -1,0 +1,191 @@
+"""Strategies side by side, and the budget that copies must keep."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+from small_models import SMALL, make
+
+import toolkit as tk
+from toolkit.decode.strategies import STRATEGIES
+from toolkit.errors import CopyBudgetError, RecorderError, ToolkitError, UnknownNameError
+
+PROMPT = list(range(19))
+
+
+@pytest.fixture(scope="module")
+def model():
+    yield make(tk.device("virtual:h200"))
+    gc.collect()
+
+
+@pytest.fixture(scope="module")
+def comparison(model):
+    return tk.compare(model, PROMPT, max_new_tokens=6, eos=())
+
+
+def test_a_row_a_strategy(comparison):
+    table = comparison.table.set_index("strategy")
+    assert list(table.index) == list(comparison.runs) == list(STRATEGIES)
+    assert table["same_tokens"].all()
+    assert set(table["clock"]) == {"modelled"}
+    assert (table["tok_per_s"] > 0).all()
+    columns = ["h2d_count", "h2d_bytes", "d2h_count", "d2h_bytes", "d2d_count", "d2d_bytes"]
+    row, logits = SMALL.hidden_size * 4, SMALL.vocab_size * 4
+    assert {name: tuple(values) for name, values in zip(table.index, table[columns].to_numpy().tolist(), strict=True)} == {
+        "host-sampling": (2, 16, 1, logits, 0, 0),
+        "host-embedding": (2, 8 + row, 1, 8, 0, 0),
+        "roundtrip": (2, 16, 1, 8, 0, 0),
+        "token-on-device": (1, 8, 1, 8, 0, 0),
+        "position-on-device": (0, 0, 1, 8, 1, 8),
+        "double-buffered": (0, 0, 1, 8, 0, 0),
+    }
+    assert (table["host_wait_s"] > 0).all()
+
+
+def test_text_and_html_say_what_is_modelled(comparison):
+    text = str(comparison)
+    assert all(name in text for name in STRATEGIES)
+    assert "modelled" in text
+    assert "388 B" in text
+    assert "<table" in comparison._repr_html_()
+    assert "modelled" in comparison._repr_html_()
+
+
+def test_some_strategies_in_the_order_asked_for(model):
+    assert list(tk.compare(model, PROMPT, ["roundtrip", "host-sampling"], max_new_tokens=2).runs) == [
+        "roundtrip",
+        "host-sampling",
+    ]
+    assert list(tk.compare(model, PROMPT, "roundtrip", max_new_tokens=2).runs) == ["roundtrip"]
+
+
+def test_one_token_has_no_decode_steps(model):
+    table = tk.compare(model, PROMPT, ["roundtrip"], max_new_tokens=1).table
+    assert table["h2d_count"].tolist() == [0]
+    assert table["tok_per_s"].isna().all()
+    assert "roundtrip" in str(tk.compare(model, PROMPT, ["roundtrip"], max_new_tokens=1))
+
+
+def test_on_a_measured_clock_times_come_from_unrecorded_runs():
+    model = make(tk.device("cpu"))
+    seen: list[int] = []
+    comparison = tk.compare(
+        model, PROMPT, ["roundtrip", "double-buffered"], max_new_tokens=4, on_token=lambda token, text: seen.append(token)
+    )
+    assert set(comparison.table["clock"]) == {"measured"}
+    assert comparison.table["same_tokens"].all()
+    assert tuple(seen) == comparison.runs["roundtrip"].tokens + comparison.runs["double-buffered"].tokens
+
+
+def test_cancel_keeps_the_strategies_begun(model):
+    cancel, seen = threading.Event(), []
+
+    def on_token(token, text):
+        seen.append(token)
+        if len(seen) == 8:
+            cancel.set()
+
+    comparison = tk.compare(model, PROMPT, max_new_tokens=5, eos=(), cancel=cancel, on_token=on_token)
+    assert list(comparison.runs) == ["host-sampling", "host-embedding"]
+    assert comparison.runs["host-embedding"].stop_reason == "cancelled"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ({"decode": ["round-trip"]}, UnknownNameError, 'Did you mean "roundtrip"'),
+        ({"decode": []}, ToolkitError, "no strategies"),
+        ({"record": False}, ToolkitError, "record"),
+    ],
+    ids=["unknown", "none", "unrecorded"],
+)
+def test_comparisons_that_cannot_be(model, arguments, error, said):
+    with pytest.raises(error, match=said):
+        tk.compare(model, PROMPT, **arguments)
+
+
+def test_comparing_inside_a_recording_is_refused(model):
+    with tk.record(model.device), pytest.raises(RecorderError, match="being recorded"):
+        tk.compare(model, PROMPT, max_new_tokens=2)
+
+
+# ---- copy_budget
+
+
+def test_a_budget_that_holds(model):
+    with tk.copy_budget(h2d=1, d2h=5, d2d=0):
+        run = tk.generate(model, PROMPT, "double-buffered", max_new_tokens=5, eos=())
+    assert len(run.copies()) == 6
+
+
+def test_a_broken_budget_names_line_and_counts(model):
+    def upload():
+        for _ in range(3):
+            torch.tensor([1.0], device=model.device.torch)
+        return torch.tensor([1.0, 2.0], device=model.device.torch)
+
+    with pytest.raises(CopyBudgetError) as broken, tk.copy_budget(h2d=0):
+        kept = upload()
+    said, line = str(broken.value), upload.__code__.co_firstlineno
+    assert f"test_compare.py:{line + 2} × 3 (12 B), " in said
+    assert f"test_compare.py:{line + 3} × 1 (8 B)" in said
+    assert "at most h2d=0 in the block: 4 H2D" in said
+    assert broken.value.facts["counts"] == {"h2d": 4}
+    assert kept.device.type == "vgpu"
+    assert model.device.recording is None
+
+
+def test_several_directions_at_once(model):
+    with pytest.raises(CopyBudgetError) as broken, tk.copy_budget(h2d=0, d2h=0, d2d=0):
+        torch.tensor([1.0], device=model.device.torch).clone().item()
+    assert broken.value.facts["counts"] == {"h2d": 1, "d2h": 1, "d2d": 1}
+
+
+@pytest.mark.parametrize(("name", "holds"), [("roundtrip", False), ("position-on-device", True), ("double-buffered", True)])
+def test_per_step_leaves_the_prefill_out(model, name, holds):
+    def run():
+        with tk.copy_budget(h2d=0, d2h=1, per="step", device=model.device):
+            tk.generate(model, PROMPT, name, max_new_tokens=4, eos=())
+            tk.generate(model, PROMPT, name, max_new_tokens=3, eos=())
+
+    if holds:
+        run()
+    else:
+        with pytest.raises(CopyBudgetError, match=r"in step 1, run 2 times: 4 H2D"):
+            run()
+
+
+def test_per_step_without_steps_is_no_silent_pass(model):
+    with pytest.raises(RecorderError, match="no steps"), tk.copy_budget(h2d=0, per="step", device=model.device):
+        torch.tensor([1.0], device=model.device.torch)
+
+
+def test_the_blocks_own_exception_passes(model):
+    def fail():
+        raise KeyError(torch.tensor([1.0], device=model.device.torch).shape)
+
+    with pytest.raises(KeyError), tk.copy_budget(h2d=0):
+        fail()
+    assert model.device.recording is None
+
+
+@pytest.mark.parametrize("outer", ["record", "copy_budget"])
+def test_inside_a_recording_it_is_refused(model, outer):
+    around = tk.record(model.device) if outer == "record" else tk.copy_budget(h2d=5)
+    with pytest.raises(RecorderError, match="around that recording"), around, tk.copy_budget(h2d=0):
+        pass
+    assert model.device.recording is None
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"h2d": -1}, "h2d=-1"), ({"d2h": 1.5}, "d2h=1.5"), ({"d2d": True}, "d2d=True"), ({"per": "stpe"}, 'Did you mean "step"')],
+    ids=str,
+)
+def test_budgets_that_are_none(model, options, said):
+    with pytest.raises(ToolkitError, match=said), tk.copy_budget(**options):
+        pass
