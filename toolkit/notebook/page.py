@@ -92,7 +92,7 @@ def _document(tracks: list[Track], title: str, extra: str, beside: bool) -> str:
     still = overview.html(Scene(tracks[:2]))
     head = "".join(
         f"<tr><th scope='row'>{escape(track.title)}</th><td>{escape(str(track.trace.meta.get('device', 'unknown')))}</td>"
-        f"<td>{escape(track.clock)}</td><td>{_versions(track.trace)}</td></tr>"
+        f"<td>{escape(track.clock)}</td><td>{_versions(track.trace) or '-'}</td></tr>"
         for track in tracks
     )
     sheets = "".join(_sheet_html(copies_sheet(track), is_open=len(tracks) == 1) for track in tracks)
@@ -124,7 +124,8 @@ def _choices(tracks: list[Track], beside: bool) -> str:
         return ""
     options = [f"<option value={i}>{escape(track.title)}</option>" for i, track in enumerate(tracks)]
     second = [
-        option.replace("<option", "<option selected") if beside and i == 1 else option for i, option in enumerate(options)
+        option.replace("<option", "<option selected") if beside and i == len(tracks) - 1 else option
+        for i, option in enumerate(options)
     ]
     return (
         f'<p class="tk-choose"><label>Show <select id="tk-a">{"".join(options)}</select></label> '
@@ -167,7 +168,7 @@ def _packed(track: Track) -> dict[str, Any]:
         blob.append(values.tobytes() if constant is None else b"")
     raw = b"".join(blob)
     deflated = len(raw) > _SMALL
-    data = zlib.compress(raw, 6) if deflated else raw
+    data = zlib.compress(raw, 3) if deflated else raw
     return {
         "meta": track.meta(), "n": total, "columns": spec, "deflated": deflated, "data": base64.b64encode(data).decode(),
         "strings": trace.strings, "start_ns": track.start_ns, "end_ns": track.end_ns,

@@ -133,6 +133,7 @@ class Painter {
     const pen = this.context;
     pen.font = `${bold ? "600 " : ""}${size}px ${this.font}`;
     pen.fillStyle = this.colors[color]; pen.textAlign = align; pen.textBaseline = "middle";
+    if (room < 14) return 0;
     while (label.length > 1 && pen.measureText(label).width > room) label = label.slice(0, -2).trimEnd() + "…";
     if (pen.measureText(label).width <= room) pen.fillText(label, x, y);
     return pen.measureText(label).width;
@@ -182,7 +183,7 @@ class Painter {
     for (let t = Math.ceil(this.now.t0 / tick) * tick; t <= this.now.t1; t += tick) {
       const x = Math.round(this.x(t)) + 0.5;
       pen.beginPath(); pen.moveTo(x, AXIS - 6); pen.lineTo(x, AXIS); pen.stroke();
-      this.text(`${(t / unit[1]).toFixed(digits).replace(/^-(0\.?0*)$/, "$1")} ${unit[0]}`, x + 3, AXIS / 2 - 2, "dim", 110, { size: 11 });
+      this.text(`${(t / unit[1]).toFixed(digits).replace(/^-(0\.?0*)$/, "$1")} ${unit[0]}`, x + 3, AXIS / 2 - 2, "dim", Math.min(110, this.width - x - 4), { size: 11 });
     }
   }
 
@@ -306,7 +307,7 @@ export function mount(root, provider, meta) {
   const say = () => {
     if (!state.view) return;
     const gathered = state.view.count.some((n) => n > 1), every = Math.max(...state.view.every);
-    const parts = [`${timeText(state.now.t1 - state.now.t0)} shown, from ${timeText(state.now.t0)}`];
+    const parts = [`${timeText(state.now.t1 - state.now.t0)} shown, from ${Math.abs(state.now.t0) < 1 ? 0 : timeText(state.now.t0)}`];
     if (gathered) parts.push("a bar's height is the busy share of several events: zoom in to see single ones");
     if (every > 1) parts.push(`every ${every}th step is marked`);
     if (failed) parts.push("the kernel doesn't answer: this is the last view");

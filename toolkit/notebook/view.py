@@ -286,7 +286,8 @@ class Scene:
         if not t1 > t0:
             t0, t1 = low, high
         origins = self.origins(align)
-        parts, counts, steps, hidden = [], [], [], []
+        parts: list[tuple[Track, dict[str, NDArray[Any]]]] = []
+        counts, steps, hidden = [], [], []
         for track, origin in zip(self.tracks, origins, strict=True):
             window = (t0 + origin, t1 + origin)
             segments = lane_segments(track.lanes, window, width, MAX_SEGMENTS // len(self.tracks))
@@ -357,6 +358,10 @@ class Scene:
 def _string(trace: Trace, column: str, row: int | np.int64) -> str | None:
     code = int(trace[column][row])
     return trace.strings[code] if code >= 0 else None
+
+
+def _short(trace: Trace, code: int) -> str:
+    return trace.strings[code][:MAX_TEXT] if code >= 0 else ""
 
 
 def _steps_in(track: Track, window: tuple[float, float]) -> tuple[list[tuple[int, int, int, str]], int]:
@@ -448,7 +453,7 @@ def _texts(parts: Sequence[tuple[Track, dict[str, NDArray[Any]]]]) -> tuple[list
         known = np.full(len(unique), NO_TEXT)
         for i in np.unique(inverse[segments["count"] <= 1]).tolist():
             name, where = int(unique[i] >> 32), int(unique[i] << 32 >> 32)
-            text = tuple(trace.strings[code][:MAX_TEXT] if code >= 0 else "" for code in (name, where))
+            text = _short(trace, name), _short(trace, where)
             if text not in table and len(table) < MAX_TEXTS and length < MAX_TEXTS_LENGTH:
                 table[text] = len(table)
                 length += len(json.dumps(text))

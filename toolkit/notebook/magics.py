@@ -1,0 +1,99 @@
+"""`%%copies`: what a notebook cell copies. Argument parsing only: the cell runs in the shell, as any other."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from contextlib import nullcontext
+from typing import Any
+
+from IPython.core.error import UsageError
+from IPython.core.magic import Magics, cell_magic, magics_class
+from IPython.display import display
+
+from toolkit.decode.compare import copy_budget
+from toolkit.devices.base import open_device
+from toolkit.errors import CopyBudgetError, ToolkitError
+from toolkit.trace import COPY_KINDS, Trace, copies_per_step
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise UsageError(f"{message}\n{self.format_usage()}")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="%%copies", description="Run the cell and show what it copied.", add_help=False)
+    parser.add_argument("--device", default=None, help="virtual:h200, cuda, ... (default: the one in use)")
+    for kind in ("h2d", "d2h", "d2d"):
+        parser.add_argument(f"--budget-{kind}", type=int, default=None, metavar="N", help=f"at most N {kind} copies")
+    parser.add_argument("--timeline", action="store_true", help="show the timeline, too")
+    return parser
+
+
+def lines_table(trace: Trace) -> Any:
+    """The lines that copied or waited, the most bytes first: where, kind, count, bytes, time and its clock."""
+    events = trace.to_pandas()
+    events = events[events["kind"].isin(["h2d", "d2h", "d2d", "p2p", "sync"])]
+    events = events.assign(where=events["where"].astype(object).fillna("(unknown)"), kind=events["kind"].astype(str))
+    grouped = events.groupby(["where", "kind", "clock"], observed=True, as_index=False)
+    table = grouped.agg(count=("bytes", "size"), bytes=("bytes", "sum"), time_s=("dur_ns", lambda ns: ns.sum() / 1e9))
+    return table.sort_values(["bytes", "count"], ascending=False, ignore_index=True)
+
+
+@magics_class
+class CopyMagics(Magics):
+    """The magics of this version: `%%copies`."""
+
+    @cell_magic
+    def copies(self, line: str, cell: str) -> None:
+        """%%copies [--device NAME] [--budget-h2d N] [--budget-d2h N] [--budget-d2d N] [--timeline]
+
+        Runs the cell on the device (default: the one in use, else "auto") and shows its copies per step and the lines
+        that caused them. A budget that is exceeded is an error that names the lines.
+        """
+        try:
+            options = _parser().parse_args(shlex.split(line))
+            device = open_device(options.device or _current())
+        except ValueError as error:  # quotes that aren't closed
+            raise UsageError(str(error)) from None
+        except ToolkitError as error:
+            raise _plain(error) from None
+        limits = {kind: getattr(options, f"budget_{kind}") for kind in COPY_KINDS}
+        guarded = any(limit is not None for limit in limits.values())
+        over, result = None, None
+        try:
+            with copy_budget(**limits, device=device) if guarded else nullcontext(), device.record() as trace:
+                result = self.shell.run_cell(cell, store_history=False)  # type: ignore[union-attr]
+        except CopyBudgetError as error:
+            over = error
+        _show(copies_per_step(trace) if len(trace) else "Nothing ran on the device, and nothing was copied.")
+        if len(lines := lines_table(trace)):
+            _show(lines)
+        if options.timeline:
+            _show(trace.timeline())
+        failed = result.error_before_exec or result.error_in_exec if result is not None else None
+        if failed is not None:  # shown by the shell already; raised so that "run all" stops here
+            raise _plain(failed, shown=True)
+        if over is not None:
+            raise _plain(over)
+
+
+def _show(thing: Any) -> None:
+    display(thing)  # type: ignore[no-untyped-call]
+
+
+def _plain(error: BaseException, shown: bool = False) -> BaseException:
+    """`error`, so that IPython prints its sentence alone, or nothing where it was shown before."""
+    error._render_traceback_ = lambda *_: [] if shown else [f"{type(error).__name__}: {error}"]  # type: ignore[attr-defined]
+    return error
+
+
+def _current() -> str:
+    return "vgpu" if "toolkit.devices.virtual" in sys.modules else "auto"
+
+
+def register(shell: Any) -> None:
+    """Give `shell` the magics; what `%load_ext toolkit` does."""
+    shell.register_magics(CopyMagics)
