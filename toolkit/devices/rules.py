@@ -22,6 +22,7 @@ __all__ = ["Effect", "decomposes", "duration_ns", "effects", "host_ns", "sdp_cho
 
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 _exists = torch._C._dispatch_has_kernel
+_KEYS = torch._C.DispatchKey
 
 # CUDA has its own kernel for these, the CPU build of PyTorch doesn't show it (native_functions.yaml of torch 2.11-2.13:
 # operations with both a CUDA and a CompositeExplicitAutograd entry). `_foreach_*` are by far the most.
@@ -56,23 +57,32 @@ Rule = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Sequence[Effect]]
 _rules: dict[Any, Rule] = {}
 
 
-def decomposes(func: Any) -> bool:
-    """Has CUDA no kernel of its own for `func`, but a composite of other operations?"""
+def decomposes(func: Any) -> Any:
+    """The dispatch key of the composite that runs where CUDA has no kernel of its own for `func`; None where it has.
+
+    `CompositeImplicitAutograd` arrives undecomposed in inference mode, and from inside other composites.
+    """
     schema = func._schema
     name = schema.name.removeprefix("aten::")
-    if name.startswith("_foreach_") or name in _OWN_KERNEL or name in RULES or _is_view(schema):
-        return False
-    if name in _NO_KERNEL:
-        return True
+    if name.startswith("_foreach_") or name in _OWN_KERNEL or name in RULES:
+        return None
     full = func.name()
-    if not _has_kernel(full, "CompositeExplicitAutograd") or _has_kernel(full, "CPU"):
-        return False
+    if _has_kernel(full, "CompositeImplicitAutograd"):
+        return _KEYS.CompositeImplicitAutograd
+    if name in _NO_KERNEL:
+        return _KEYS.CompositeExplicitAutograd
+    if _is_view(schema) or not _has_kernel(full, "CompositeExplicitAutograd") or _has_kernel(full, "CPU"):
+        return None
     with_tensor = schema.name + ".Tensor"  # `x % 2` only wraps the number for `x % tensor`, which is one kernel
-    return not ("Scalar" in schema.overload_name and _exists(with_tensor) and _has_kernel(with_tensor, "CPU"))
+    if "Scalar" in schema.overload_name and _exists(with_tensor) and _has_kernel(with_tensor, "CPU"):
+        return None
+    return _KEYS.CompositeExplicitAutograd
 
 
 def _is_view(schema: Any) -> bool:
     """Do all results share memory with an operand that is not written?"""
+    if schema.name == "aten::_unsafe_view":
+        return True
     aliased = [r.alias_info for r in schema.returns]
     return bool(aliased) and all(a is not None and not a.is_write for a in aliased)
 

@@ -13,7 +13,7 @@ import torch
 
 from toolkit.devices.rules_copies import copy, on_device
 from toolkit.devices.rules_effect import WAIT, Effect, d2d, d2h, h2d, kernel, nbytes, read_back
-from toolkit.devices.rules_ops import operand, rule, sorting
+from toolkit.devices.rules_ops import any_of, operand, rule, sorting
 
 MASKS = (torch.bool, torch.uint8)
 _broadcast: Any = torch.broadcast_shapes
@@ -158,7 +158,7 @@ def _isin(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effec
     if n == 0:
         return []
     if m < 10 * n**0.145:
-        return [kernel("fill_", n), kernel("eq", 8 * n + 8 * m), kernel("any", n * m), d2d(n)]
+        return [kernel("fill_", n), kernel("eq", 8 * n + 8 * m), *any_of(n * m), d2d(n)]
     unique = kwargs.get("assume_unique", False)
     distinct = n + m if unique else _distinct(elements) + _distinct(tests)
     effects: list[Effect] = []

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from toolkit.devices import rules
+from toolkit.devices import virtual_sizes as sizes
 from toolkit.devices.virtual_hosts import call_of
 from toolkit.devices.virtual_machine import Machine
 from toolkit.devices.virtual_tensor import VirtualTensor, follow, hold, rehold, wrap
@@ -24,8 +25,7 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Handler = Callable[[Args, Kwargs], Any]
 
-_CPU = torch.device("cpu")
-_COMPOSITE = torch._C.DispatchKey.CompositeExplicitAutograd  # type: ignore[attr-defined]
+_CPU, _META = torch.device("cpu"), torch.device("meta")
 _PLAIN = frozenset({int, float, bool, complex, str, type(None), torch.dtype, torch.memory_format, torch.layout})
 _NEVER = 1 << 30
 _handlers: dict[Any, Handler] = {}
@@ -70,11 +70,12 @@ def _handler(func: Any) -> Handler:
     schema, name = func._schema, func._schema.name.removeprefix("aten::")
     if name in SPECIAL:
         return SPECIAL[name](func)
+    composite = rules.decomposes(func)  # parts instead of a kernel of its own, on CUDA
+    if composite is not None:
+        return lambda args, kwargs: func._op_dk(composite, *args, **kwargs)
     aliases = [result.alias_info for result in schema.returns]
     if name == "_unsafe_view" or (aliases and all(alias is not None and not alias.is_write for alias in aliases)):
         return _view(func)
-    if name != "convolution" and rules.decomposes(func):  # a composite on every device, and one kernel on CUDA
-        return lambda args, kwargs: func._op_dk(_COMPOSITE, *args, **kwargs)
     host_from = 1 if name in _MIXES else _NEVER
     if schema.is_mutable:
         first = schema.arguments[0].alias_info
@@ -151,7 +152,11 @@ def _copy(func: Any) -> Handler:
     """copy_: the one place where values cross between host and device."""
 
     def copy(args: Args, kwargs: Kwargs) -> Any:
-        func._op(*_hosts(args, 0), **kwargs)
+        hosts = _hosts(args, 0)
+        if sizes.seen and (hosts[0].is_meta or hosts[1].is_meta):
+            sizes.copy(hosts[0], hosts[1])
+        else:
+            func._op(*hosts, **kwargs)
         _charge(func, args, kwargs, args[0])
         return args[0]
 
@@ -160,7 +165,8 @@ def _copy(func: Any) -> Handler:
 
 def _item(func: Any) -> Handler:
     def item(args: Args, kwargs: Kwargs) -> Any:
-        value = func._op(args[0]._host)
+        host = args[0]._host
+        value = sizes.placeholder(host.dtype) if host.is_meta else func._op(host)
         _charge(func, args, kwargs, value)
         return value
 
@@ -176,9 +182,12 @@ def _empty(func: Any) -> Handler:
         device = kwargs.get("device")
         if device is not None and device.index:
             raise RuntimeError(f"invalid device ordinal: there is one virtual GPU, vgpu:0, and {device} was asked for")
-        itemsize = (kwargs.get("dtype") or torch.get_default_dtype()).itemsize
-        card.memory.check(math.prod(args[0]) * itemsize)
-        out = func._op(*args, **_named(kwargs))
+        dtype = kwargs.get("dtype") or torch.get_default_dtype()
+        card.memory.check(math.prod(args[0]) * dtype.itemsize)
+        kwargs = _named(kwargs)
+        if card.sizes_only and not sizes.keeps_values(args[0], dtype):
+            kwargs["device"] = _META
+        out = func._op(*args, **kwargs)
         hold(out, card)
         result = wrap(out)
         _charge(func, args, kwargs, result)
