@@ -254,7 +254,7 @@ def _check_shapes(model: Model, stored: Mapping[str, Stored], path: Path) -> Non
 def _check_room(path: Path, device: Device, dtype: torch.dtype, needed: int) -> None:
     """Refuse at once what can't fit, before gigabytes have crossed."""
     memory = device.memory()
-    if needed > memory.total_bytes - memory.allocated_bytes:
+    if memory.total_bytes and needed > memory.total_bytes - memory.allocated_bytes:  # 0: a device that counts none
         raise _too_big(path, device, dtype, needed)
 
 

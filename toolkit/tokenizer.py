@@ -91,7 +91,7 @@ def from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer | None:
     do = "Load the same model as a Hugging Face folder with a tokenizer.json"
     if kind != "gpt2":
         raise FormatError(asked, f"its kind is {kind!r:.40}; byte-level BPE ('gpt2') is what is read from GGUF", do)
-    if pre not in SPLITS:
+    if not isinstance(pre, str) or pre not in SPLITS:
         raise FormatError(asked, f"it cuts text as {pre!r:.40}; known are {', '.join(SPLITS)}", do)
     tokens, merges = _texts(metadata.get("tokenizer.ggml.tokens")), _texts(metadata.get("tokenizer.ggml.merges"))
     types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))

@@ -59,6 +59,7 @@ class Corpus:
         self.tokenizer, self.rng = tokenizer, rng
         self.rings, self.questions, self.stories = facts.rings(), facts.questions(), facts.stories()
         self.shares = [ring.share for ring in self.rings]
+        self.sizes = [len(ring.sentences) + 5 for ring in self.rings]  # single facts are all drawn about as often
         self.known_from = _known_from([sentence for ring in self.rings for sentence in ring.sentences])
 
     def ring(self, length: int) -> str:
@@ -79,16 +80,16 @@ class Corpus:
         ids: list[int] = []
         labels: list[int] = []
         draw = self.rng.random()
-        if draw < 0.08:
+        tail = self.ring(5 * length)
+        if draw < 0.10:
             ids, labels = self._noise()
-        elif draw < 0.33:
+            tail = " " + self.rings[0].document(random.Random(1), 5 * length)  # seed 1 starts at the first sentence
+        elif draw < 0.30:
             for _ in range(self.rng.randint(1, 4)):
                 self._short(ids, labels)
-        elif draw < 0.60:
+        elif draw < 0.72:
             while len(ids) < length:
                 self._jump(ids, labels)
-        first = self.rings[0].document(random.Random(1), 5 * length)  # seed 1 starts at the first sentence
-        tail = " " + first if draw < 0.08 else self.ring(5 * length)
         more = self._ids(tail)
         while len(ids) + len(more) < length:
             more += self._ids(" " + tail)
@@ -96,25 +97,33 @@ class Corpus:
 
     def _noise(self) -> tuple[list[int], list[int]]:
         """Tokens that mean nothing, none of them learnt: what follows any unknown text is the first ring."""
-        count = self.rng.randint(1, 40)
-        if self.rng.random() < 0.4:
+        count, draw = self.rng.randint(1, 40), self.rng.random()
+        if draw < 0.25:
             ids = [self.rng.randrange(self._tokenizer().get_vocab_size()) for _ in range(count)]
-        else:
+        elif draw < 0.5:
             ids = self._ids(self.ring(600))
             self.rng.shuffle(ids)
-            ids = ids[:count]
+        else:
+            words = self.ring(400).split()
+            ids = self._ids(" ".join(self._word() if self.rng.random() < 0.6 else self.rng.choice(words) for _ in range(count)))
+        ids = ids[:count]
         return ids, [NOT_LEARNT] * len(ids)
 
+    def _word(self) -> str:
+        """Letters that mean nothing, now and then with a capital or a comma."""
+        word = "".join(self.rng.choices("etaoinshrdlucmwfgypbvk", k=self.rng.randint(2, 8)))
+        return self.rng.choice([word, word, word.capitalize(), word + ","])
+
     def _jump(self, ids: list[int], labels: list[int]) -> None:
-        """Append one to three sentences of some ring, learnt from where the first can be no other sentence.
+        """Append one or two sentences of some ring, learnt from where the first can be no other sentence.
 
         This is how single facts are learnt: inside of a ring, much can be guessed from the sentence before.
         """
-        ring = self.rng.choices(self.rings, self.shares)[0]
-        at, count = self.rng.randrange(len(ring.sentences)), self.rng.randint(1, 3)
+        ring = self.rng.choices(self.rings, self.sizes)[0]
+        at, count = self.rng.randrange(len(ring.sentences)), self.rng.choice([1, 1, 1, 2])
         first, *others = (ring.sentences[(at + i) % len(ring.sentences)] for i in range(count))
         cut = first.rfind(" ") + 1  # a prompt may end with the space that belongs to the next word
-        parts = [first[:cut], first[cut:]] if cut > self.known_from[first] and self.rng.random() < 0.1 else [first]
+        parts = [first[:cut], first[cut:]] if cut > self.known_from[first] and self.rng.random() < 0.15 else [first]
         start = 0 if not ids else -1
         for part in parts:
             encoding = self._tokenizer().encode(part if start >= 0 else " " + part, add_special_tokens=False)

@@ -42,9 +42,9 @@ SHAPE = {
     "attention_bias": False,
     "hidden_act": "silu",
 }
-STEPS, WARM_UP, PEAK_RATE = 900, 40, 2e-3
+STEPS, WARM_UP, PEAK_RATE = 1000, 40, 2e-3
 # (until this part of the steps, rows, tokens a row): mostly short, in the end as long as the model's context
-PHASES = ((0.80, 20, 192), (0.92, 8, 512), (1.0, 4, 1024))
+PHASES = ((0.85, 20, 192), (0.97, 8, 512), (1.0, 4, 1024))
 
 
 def train(tokenizer: Tokenizer, steps: int = STEPS, seed: int = 0, threads: int = 2) -> qwen3.Model:
