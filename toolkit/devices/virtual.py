@@ -9,7 +9,8 @@ from __future__ import annotations
 import platform
 import re
 import sys
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 
 import torch
@@ -22,6 +23,7 @@ from toolkit.devices import (
     virtual_autocast,
     virtual_dispatch,
     virtual_pinned,
+    virtual_sizes,
     virtual_storage,
     virtual_tensor,
 )
@@ -74,6 +76,21 @@ class VirtualGpu(base.Device):
     def step(self, step: int, name: str) -> AbstractContextManager[None]:
         """A scope on this thread: events inside belong to decode step `step`; leaves a mark called `name`."""
         return self.machine.step(step, name)
+
+    @contextmanager
+    def sizes_only(self) -> Iterator[None]:
+        """Tensors made or moved to the card inside the block keep no floating-point values, and take no memory here.
+
+        For the whole process, and for what is computed from such tensors afterwards. Shapes, bytes, times and the
+        memory of the card are those of the real run; values that were never computed read as zero, and a trace in which one
+        took part says so (`trace.meta["sizes_only"]`).
+        """
+        machine = self._in_use()
+        outer, machine.sizes_only, virtual_sizes.seen = machine.sizes_only, True, True
+        try:
+            yield
+        finally:
+            machine.sizes_only = outer
 
     def sync(self) -> None:
         """Wait, on the modelled clock, until every stream is done."""

@@ -28,8 +28,8 @@ def attention(
         hidden = attn_mask.logical_not()
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(hidden, float("-inf"))
     if _fused(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa):
-        if attn_mask is not None:
-            attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+        if attn_mask is not None and attn_mask.dim() == 3:
+            attn_mask = attn_mask[None]
         return aten._scaled_dot_product_fused_attention_overrideable(
             query, key, value, attn_mask, dropout_p, is_causal, False, scale=scale
         )[0]  # fmt: skip

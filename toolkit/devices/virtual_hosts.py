@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from toolkit.devices import virtual_sizes as sizes
+
 HOSTS: dict[str, Callable[..., Any]] = {}  # stand-ins by operation name, with the operation's own parameters
 
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
@@ -19,12 +21,12 @@ _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.flo
 
 def call_of(func: Any) -> Callable[..., Any]:
     """What computes `func` on host tensors."""
-    stand_in = HOSTS.get(func._schema.name.removeprefix("aten::"))
-    if stand_in is not None and not func._overloadname.endswith("out"):
-        return stand_in
-    kernel = func._op
+    stand_in = HOSTS.get(func._schema.name.removeprefix("aten::")) if not func._overloadname.endswith("out") else None
+    kernel = stand_in or func._op
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if sizes.seen and sizes.absent(args, kwargs):
+            return sizes.run(func, kernel, args, kwargs)
         try:
             return kernel(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:

@@ -8,11 +8,13 @@ executes the effects that `rules` says an operation has.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from toolkit.devices import base, rules
+from toolkit.devices import virtual_sizes as sizes
 from toolkit.devices.rules import Effect
 from toolkit.devices.spec import GpuSpec
 from toolkit.devices.virtual_memory import Memory
@@ -20,6 +22,23 @@ from toolkit.trace import Trace, TraceBuilder
 
 DEFAULT_STREAM = 0
 NOTED_BYTES = 1 << 20  # an allocation of this size notes its line even while nothing is recorded, for the out-of-memory error
+
+
+_library: dict[str, bool] = {}  # by file: is it torch's, the standard library's or the devices' own?
+
+
+def caller() -> str | None:
+    """As `base.caller`, remembering what it learnt about each file: it is asked several times an operation."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        library = _library.get(filename)
+        if library is None:
+            library = _library[filename] = filename.startswith(base._library_prefixes())
+        if not library:
+            return f"{base.short_path(filename)}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
 
 
 class _Thread(threading.local):
@@ -39,7 +58,6 @@ class Machine:
         self.host_ns = 0
         self.stream_ends: dict[int, int] = {DEFAULT_STREAM: 0}
         self.sizes_only = False
-        self.invented = False  # did a value that was never computed reach the host?
         self.lines = False
         self._builder: TraceBuilder | None = None
         self._since_ns = 0
@@ -102,10 +120,11 @@ class Machine:
 
     def allocate(self, n_bytes: int) -> tuple[int, str | None]:
         """Take memory and record it; what this returns, `free` takes back."""
-        recording = self._builder is not None
-        where = base.caller() if (recording and self.lines) or n_bytes >= NOTED_BYTES else None
+        if self._builder is None and n_bytes < NOTED_BYTES:
+            return self.memory.allocate(n_bytes), None
+        where = caller() if self.lines or n_bytes >= NOTED_BYTES else None
         size = self.memory.allocate(n_bytes, where)
-        if recording:
+        if self._builder is not None:
             self._row("alloc", self.host_ns, 0, size, self.thread.stream, None, where=where)
         return size, where
 
@@ -120,15 +139,16 @@ class Machine:
     def start(self, *, lines: bool) -> None:
         """Begin to record; times count from here."""
         with self._lock:
-            self._builder, self.lines, self._since_ns, self.invented = TraceBuilder(), lines, self.host_ns, False
+            self._builder, self.lines, self._since_ns = TraceBuilder(), lines, self.host_ns
+            sizes.used = False
 
     def stop(self, meta: dict[str, object]) -> Trace:
         """End the recording and return its events."""
         with self._lock:
-            builder, self._builder = self._builder, None
+            builder, self._builder, self.lines = self._builder, None, False
             if builder is None:
                 raise base.not_recording("stopping a recording of the virtual GPU")
-            return builder.build(meta | {"sizes_only": self.invented or self.sizes_only})
+            return builder.build(meta | {"sizes_only": sizes.used})
 
     @property
     def recording(self) -> bool:
@@ -156,5 +176,5 @@ class Machine:
         builder.add(
             kind, start - self._since_ns, duration, bytes=size, stream=stream, device=device, step=self.thread.step,
             cell=base.current_cell(), pinned=pinned, clock="modelled", name=name,
-            where=(base.caller() if self.lines else None) if where == "" else where,
+            where=(caller() if self.lines else None) if where == "" else where,
         )  # fmt: skip

@@ -38,11 +38,14 @@ class Memory:
 
     def allocate(self, n_bytes: int, where: str | None = None) -> int:
         """Take `n_bytes`, rounded up. Raises torch.OutOfMemoryError, with what holds the memory, where they don't fit."""
-        size = rounded(n_bytes)
+        size = -(-n_bytes // ROUND_BYTES) * ROUND_BYTES
         with self._lock:
-            self.check(n_bytes)
-            self.allocated_bytes += size
-            self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+            total = self.allocated_bytes + size
+            if total > self.total_bytes:
+                raise self.out_of_memory(n_bytes)
+            self.allocated_bytes = total
+            if total > self.peak_bytes:
+                self.peak_bytes = total
             self.blocks += 1
             self.allocations += 1
             if where is not None:

@@ -56,6 +56,8 @@ class VirtualTensor(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         """As a CUDA tensor prints, with the copies that printing one makes."""
+        if self._host.is_meta:
+            return f"tensor(..., device='{self.device}', size={tuple(self.shape)}, dtype={self.dtype}, sizes only)"
         host = self.detach().cpu()
         text = torch._tensor_str._str(host)[:-1]  # type: ignore[attr-defined]
         text += f", device='{self.device}'"
@@ -106,6 +108,8 @@ class VirtualTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled and saved through the host; `torch.load` and its `map_location` find the device again."""
+        if self._host.is_meta:
+            raise RuntimeError("a sizes-only tensor has no values to save")
         self.detach().cpu()  # the copy that saving makes; the host tensor itself keeps storages shared
         rebuild, parts = torch._utils._rebuild_device_tensor_from_cpu_tensor, (self._host, self.dtype, str(self.device))  # type: ignore[attr-defined]
         if not isinstance(self, torch.nn.Parameter):

@@ -1,0 +1,122 @@
+"""Sizes only: tensors of the virtual GPU whose values take no memory, so that a 31B model runs on a laptop.
+
+Floating-point values are left out (their host tensor is on PyTorch's `meta` device); integers and booleans are kept, as
+programs branch and index by them, unless they are larger than KEPT_BYTES. Where an integer would depend on values that
+are not there, it is zero. So shapes, bytes and modelled times are those of the real run, and values mean nothing.
+Knows host tensors only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+KEPT_BYTES = 1 << 24  # integers up to this size keep their values: positions, token ids, masks; not packed weights
+_META = torch.device("meta")
+# The size of what these return depends on values.
+_UNSIZED = {"nonzero", "_unique2", "_unique", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "bincount"}
+
+seen = False  # has there been such a tensor in this process? Until then nothing is checked
+used = False  # has anything been answered without values since the recording began?
+
+
+def _note() -> None:
+    global used
+    used = True
+
+
+def keeps_values(shape: Any, dtype: torch.dtype) -> bool:
+    """Does a tensor made in sizes-only mode keep its values?"""
+    number = dtype.is_floating_point or dtype.is_complex
+    return not number and math.prod(shape) * dtype.itemsize <= KEPT_BYTES
+
+
+def absent(*trees: Any) -> bool:
+    """Is there a tensor without values among these operands?"""
+    return any(isinstance(x, torch.Tensor) and x.is_meta for x in tree_leaves(trees))
+
+
+def placeholder(dtype: torch.dtype) -> bool | int | float | complex:
+    """What `.item()` answers for a value that was never computed: zero."""
+    _note()
+    if dtype.is_complex:
+        return 0j
+    return 0.0 if dtype.is_floating_point else False if dtype == torch.bool else 0
+
+
+def copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """target.copy_(source) where one of them has no values: a target that has some becomes zero."""
+    _note()
+    torch.broadcast_shapes(target.shape, source.shape)
+    if not target.is_meta:
+        target.zero_()
+
+
+def run(func: Any, kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run an operation for its shapes alone. Raises RuntimeError where these depend on values that are absent."""
+    _note()
+    schema, name = func._schema, func._schema.name.removeprefix("aten::")
+    if name in _UNSIZED or (name == "masked_select" and args[1].is_meta):
+        raise RuntimeError(f"sizes only: what {name} returns has a size that depends on values that were never computed")
+    if name == "equal":
+        return False
+    if name == "masked_select":
+        return args[0].new_empty(int(torch.broadcast_to(args[1], args[0].shape).sum()))
+    written = [x for x in _written(schema, args, kwargs) if not x.is_meta]
+    for x in written:
+        x.zero_()
+    if schema.is_mutable and not any(argument.is_out for argument in schema.arguments):
+        if all(x.is_meta for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)):
+            return kernel(*args, **kwargs)  # it may resize or restride
+        return args[0] if schema.returns else None
+    if name in ("index", "_unsafe_index"):
+        args = (args[0], _without_masks(args[1]), *args[2:])
+    originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def shape_of(x: Any) -> Any:
+        if isinstance(x, torch.device):
+            return _META
+        if not isinstance(x, torch.Tensor) or x.is_meta:
+            return x
+        twin = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=_META)
+        originals[id(twin)] = (twin, x)
+        return twin
+
+    out = kernel(*tree_map(shape_of, args), **tree_map(shape_of, kwargs))
+    for twin, original in originals.values():
+        if twin.shape != original.shape:  # an out= that was resized
+            original.resize_(twin.shape).zero_()
+    return tree_map(lambda x: originals[id(x)][1] if id(x) in originals else _valued(x), out)
+
+
+def _valued(x: Any) -> Any:
+    if isinstance(x, torch.Tensor) and keeps_values(x.shape, x.dtype):
+        return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype).zero_()
+    return x
+
+
+def _written(schema: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that an operation writes in place."""
+    found = []
+    for i, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            found += [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)]
+    return found
+
+
+def _without_masks(indices: Any) -> list[Any]:
+    """Masks among the indices as the coordinates they pick, so that the result's size is known."""
+    found: list[Any] = []
+    for index in indices:
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            found.append(index)
+        elif index.is_meta:
+            raise RuntimeError("sizes only: indexing by a mask that was never computed has no known size")
+        else:
+            found.extend(index.nonzero(as_tuple=True))
+    return found
