@@ -1,1 +1,67 @@
-"""."""
+"""Traces in and out: our own files, Chrome/Kineto JSON, Nsight Systems sqlite. Nothing in a file is ever executed."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import zlib
+from pathlib import Path
+
+from toolkit.errors import TraceError
+from toolkit.trace import Trace
+
+_SQLITE = b"SQLite format 3\0"
+
+
+def open_trace(path: str | os.PathLike[str]) -> Trace:
+    """The trace in the file `path`, whatever tool wrote it; what it is shows in its content, not in its name.
+
+    Reads our own (`trace.save`, `trace.to_chrome`), Chrome JSON of PyTorch's profiler, XLA and others (plain or .gz),
+    and Nsight Systems' sqlite export. Steps come from marks, `ProfilerStep#` or NVTX ranges, or are guessed from a
+    pattern that repeats: `trace.meta["steps_from"]` says which. Raises TraceError for anything else.
+    """
+    file = Path(path)
+    asked = f"opening the trace {os.fspath(path)!r}"
+    try:
+        with file.open("rb") as raw:
+            start = raw.read(4096)
+    except FileNotFoundError as error:
+        raise TraceError(asked, "no such file", "Check the path") from error
+    except OSError as error:
+        raise TraceError(asked, f"it can't be read ({error.strerror})", "Give the path of a file that you may read") from error
+    if start.startswith(b"\x1f\x8b"):
+        start = _unpacked(file, asked)
+    if start.startswith(b"PK"):
+        return Trace.load(file)
+    if start.startswith(_SQLITE):
+        from toolkit.traces.nsys import read_nsys
+
+        return read_nsys(file)
+    if start.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"["):
+        from toolkit.traces.chrome import read_chrome
+
+        return read_chrome(file)
+    raise _unknown(asked, start, file.suffix)
+
+
+def _unpacked(file: Path, asked: str) -> bytes:
+    try:
+        with gzip.open(file) as packed:
+            return packed.read(4096)
+    except (OSError, EOFError, zlib.error) as error:
+        raise TraceError(asked, f"its compressed data are damaged ({error})", "Copy the file again, whole") from error
+
+
+def _unknown(asked: str, start: bytes, suffix: str) -> TraceError:
+    """The error that says what the file seems to be, and what to do about it."""
+    if not start:
+        return TraceError(asked, "it is empty", "Export the trace again")
+    if suffix in (".nsys-rep", ".qdrep"):
+        do = "Turn it into a database first: nsys export --type sqlite " + f"FILE{suffix}"
+        return TraceError(asked, "a report in Nsight Systems' own format", do)
+    if start[:1] == b"\x80" or suffix in (".pkl", ".pickle", ".pt", ".pth"):
+        return TraceError(asked, "a pickle, which could run any code", "Export Chrome JSON: prof.export_chrome_trace(path)")
+    return TraceError(
+        asked, "none of the formats that are read",
+        "Those are: trace.save's own, Chrome JSON (.json, .json.gz), and Nsight Systems' .sqlite",
+    )  # fmt: skip

@@ -14,24 +14,22 @@ from numpy.typing import NDArray
 DEFAULT_STREAM = 7  # the number CUPTI gives to the legacy default stream of a process's first context
 NO_STREAM = 0xFFFFFFFF  # CUPTI_SYNCHRONIZATION_INVALID_VALUE, also seen as -1
 
-# CUpti_ActivityMemcpyKind: host, device, array (a device's texture memory), peer. Host to host crosses nothing: left out.
+# CUpti_ActivityMemcpyKind: host, device, array (a device's texture memory), peer; 11 to 13 are migrations of managed
+# memory in Nsight's own count. Host to host (9) crosses nothing: left out.
 MEMCPY_KINDS = {1: "h2d", 2: "d2h", 3: "h2d", 4: "d2h", 5: "d2d", 6: "d2d", 7: "d2d", 8: "d2d", 10: "p2p"}
+MEMCPY_KINDS |= {11: "h2d", 12: "d2h", 13: "d2d"}
 _LETTERS = {"HtoD": "h2d", "HtoA": "h2d", "DtoH": "d2h", "AtoH": "d2h", "PtoP": "p2p"} | dict.fromkeys(
     ("DtoD", "AtoA", "AtoD", "DtoA"), "d2d"
 )
-# CUpti_ActivityMemoryKind
-MEMORY_KINDS = {0: "Unknown", 1: "Pageable", 2: "Pinned", 3: "Device", 4: "Array", 5: "Managed", 6: "Device Static"}
-MEMORY_KINDS[7] = "Managed Static"
-
-_SYNC = re.compile(r"cu(da)?(Stream|Device|Event|Ctx|Context)Synchronize(_ptsz)?(_v\d+)?$")
-_MEMCPY = re.compile(r"(?:\[CUDA )?memcpy (\w)\w*?\s*-?(?:to|2)-?\s*(\w)", re.IGNORECASE)
+_SYNC = re.compile(r"(cu|cuda|hip)(Stream|Device|Event|Ctx|Context)Synchronize(_ptsz)?(_v\d+)?$")
+_MEMCPY = re.compile(r"(?:memcpy|copy)\s*(?:unified )?([HDAP])\w*?-?(?:to|2)-?([HDAP])", re.IGNORECASE)
 
 
 @lru_cache(maxsize=4096)
 def parse_memcpy(name: str) -> tuple[str | None, int]:
     """Kind and `pinned` of a copy from its name: "Memcpy DtoH (Device -> Pinned)" -> ("d2h", 1).
 
-    Also understands Nsight's "[CUDA memcpy Device-to-Host]". The kind is None for a copy within the host.
+    Also understands "[CUDA memcpy Device-to-Host]" (Nsight) and "MemcpyD2H" (XLA). The kind is None for a copy within the host.
     """
     match = _MEMCPY.search(name)
     if match is None:

@@ -1,0 +1,166 @@
+"""Which step each event belongs to: from ranges (marks, ProfilerStep, NVTX), or guessed from a pattern that repeats.
+
+Pure functions of numpy arrays; knows no file format and no device.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+_REGULAR = 0.25  # a gap is regular when it is within this fraction of the median gap
+_ENOUGH = 0.8  # the fraction of gaps that must be regular
+_REPEATS = 3  # fewer repeats are no pattern
+
+_OWN = re.compile(r"toolkit\.step (-?\d+) (.*)", re.DOTALL)
+_PROFILER = re.compile(r"ProfilerStep ?#(\d+)$")
+_NUMBER = re.compile(r"\d+")
+_OPERATION = re.compile(r"::|, seq = ")  # what PyTorch's emit_nvtx writes for every operation
+_STEPLIKE = re.compile(r"step|iter|decode|token|forward|generat", re.IGNORECASE)
+
+
+class Range(NamedTuple):
+    """A named range of host time, in ns."""
+
+    start_ns: int
+    end_ns: int
+    name: str
+
+
+def steps_among(ranges: Sequence[Range]) -> tuple[str | None, list[int]]:
+    """Which ranges are steps: where that is known from, and the number of each range's step (-1: not a step).
+
+    "marks" are the toolkit's own, "ProfilerStep" PyTorch's. Else "ranges": those of one name (but for a number) that
+    come at least three times, one after the other, and cover the most time; names that speak of steps go first.
+    """
+    for source, pattern in (("marks", _OWN), ("ProfilerStep", _PROFILER)):
+        found = [pattern.match(r.name) for r in ranges]
+        if any(found):
+            return source, [int(match[1]) if match else -1 for match in found]
+    groups: dict[str, list[int]] = {}
+    for i, r in enumerate(ranges):
+        if not _OPERATION.search(r.name):
+            groups.setdefault(_NUMBER.sub("#", r.name), []).append(i)
+    best: tuple[bool, int] = (False, 0)
+    steps = [-1] * len(ranges)
+    for name, members in groups.items():
+        members.sort(key=lambda i: ranges[i].start_ns)
+        score = bool(_STEPLIKE.search(name)), sum(ranges[i].end_ns - ranges[i].start_ns for i in members)
+        numbers = _numbers([ranges[i] for i in members])
+        if numbers is not None and score > best:
+            best, steps = score, [-1] * len(ranges)
+            for i, number in zip(members, numbers, strict=True):
+                steps[i] = number
+    return ("ranges" if best[1] else None), steps
+
+
+def _numbers(ranges: list[Range]) -> list[int] | None:
+    """The numbers of ranges of one name: those in their names, or 0, 1, ...; None where they can't be steps."""
+    if len(ranges) < _REPEATS or any(a.end_ns > b.start_ns for a, b in zip(ranges, ranges[1:], strict=False)):
+        return None
+    written = [_NUMBER.findall(r.name) for r in ranges]
+    if not written[0]:
+        return list(range(len(ranges)))
+    numbers = [int(found[-1]) for found in written]
+    return numbers if len(set(numbers)) == len(numbers) and max(numbers) < 2**31 else None
+
+
+def shown_name(name: str) -> str:
+    """A range's name as a mark: without the step's number where it is the toolkit's own."""
+    match = _OWN.match(name)
+    return match[2] if match else name
+
+
+def innermost(times: ArrayLike, starts: ArrayLike, ends: ArrayLike) -> NDArray[np.int64]:
+    """The index of the innermost range [start, end) that holds each time; -1 for none.
+
+    Ranges may nest, and may overlap (then the one that began last counts). All in the same unit.
+    """
+    begin, until = np.asarray(starts, np.int64), np.asarray(ends, np.int64)
+    if not len(begin):
+        return np.full(np.shape(times), -1, np.int64)
+    bounds: list[int] = [int(begin.min()) - 1]  # from each bound on, up to the next, `inside` is the innermost range
+    inside: list[int] = [-1]
+    stack: list[int] = []
+    first, last = begin.tolist(), until.tolist()
+
+    def close(now: int | None) -> None:
+        while stack and (now is None or last[stack[-1]] <= now):
+            ended = last[stack.pop()]
+            while stack and last[stack[-1]] <= ended:
+                stack.pop()
+            bounds.append(ended)
+            inside.append(stack[-1] if stack else -1)
+
+    for i in np.lexsort((-until, begin)).tolist():
+        close(first[i])
+        stack.append(i)
+        bounds.append(first[i])
+        inside.append(i)
+    close(None)
+    at = np.searchsorted(np.array(bounds), np.asarray(times, np.int64), side="right") - 1
+    return np.array(inside, np.int64)[np.maximum(at, 0)]
+
+
+def steps_from_ranges(times: ArrayLike, starts: ArrayLike, ends: ArrayLike, numbers: ArrayLike) -> NDArray[np.int32]:
+    """The number of the step whose range holds each time; -1 outside of all. A range's end belongs to it."""
+    which = innermost(times, starts, np.asarray(ends, np.int64) + 1)
+    steps = np.append(np.asarray(numbers, np.int32), np.int32(-1))
+    return steps[which]
+
+
+def guess_steps(names: ArrayLike, is_readback: ArrayLike) -> NDArray[np.int32] | None:
+    """Steps guessed from the sequence of a device's events; None where nothing repeats often and regularly enough.
+
+    `names` [N] are codes of what was launched, in order of launch; `is_readback` [N] says which of them copied to the
+    host. A decode loop reads a token back at the end of each step, so the longest regular read-back ends the steps;
+    without one, the events that recur with the longest common period begin them. What comes before the first period
+    is step 0 (the prefill), what comes after the last one is -1.
+    """
+    code, readback = np.asarray(names, np.int64), np.asarray(is_readback, bool)
+    n = len(code)
+    order = np.argsort(code, kind="stable")
+    cuts = np.flatnonzero(np.diff(code[order])) + 1
+    candidates: list[tuple[float, NDArray[np.int64], bool]] = []  # period, positions, is it a read-back
+    for positions in np.split(order, cuts) if n else []:
+        period = _period(positions, n)
+        if period is not None:
+            candidates.append((period, positions, bool(readback[positions[0]])))
+    if not candidates:
+        return None
+    ends = [c for c in candidates if c[2]]
+    if ends:
+        _, positions, _ = max(ends, key=lambda c: (c[0], len(c[1])))
+        step = np.searchsorted(positions, np.arange(n), side="left")  # the read-back itself belongs to the step it ends
+        return np.where(np.arange(n) > positions[-1], -1, step).astype(np.int32)
+    positions = _common_period(candidates)
+    step = np.searchsorted(positions, np.arange(n), side="right")
+    tail = np.arange(n) >= positions[-1] + round(float(np.median(np.diff(positions))))
+    return np.where(tail, -1, step if positions[0] else step - 1).astype(np.int32)
+
+
+def _period(positions: NDArray[np.int64], n: int) -> float | None:
+    """The regular distance between occurrences, None where there is none."""
+    if len(positions) < _REPEATS or (len(positions) < 2 * _REPEATS and positions[-1] - positions[0] < n / 2):
+        return None
+    gaps = np.diff(positions)
+    median = float(np.median(gaps))
+    regular = np.abs(gaps - median) <= max(2.0, _REGULAR * median)
+    return median if median >= 2 and regular.mean() >= _ENOUGH else None
+
+
+def _common_period(candidates: list[tuple[float, NDArray[np.int64], bool]]) -> NDArray[np.int64]:
+    """Where periods begin: the longest period that at least two different events share (one alone may be a rare extra).
+
+    Of those events the one that comes first in its period is the step's beginning.
+    """
+    longest = sorted(candidates, key=lambda c: -c[0])
+    for period, _, _ in longest:
+        same = [c for c in longest if abs(c[0] - period) <= 0.1 * period]
+        if len(same) >= 2:
+            return min((c[1] for c in same), key=lambda positions: int(positions[0]))
+    return longest[0][1]
