@@ -98,7 +98,7 @@ class Trace:
             raise TraceError("a trace", f"columns {sorted(columns)} of unequal make", f"Needed: {', '.join(COLUMNS)}")
         frozen = {}
         for name, dtype in COLUMNS.items():
-            column = np.ascontiguousarray(columns[name], dtype=dtype)
+            column: NDArray[Any] = np.ascontiguousarray(columns[name], dtype=dtype)
             if column is columns[name] and column.flags.writeable:
                 column = column.copy()
             column.flags.writeable = False
@@ -178,6 +178,12 @@ class Trace:
         from toolkit.notebook.page import write_page
 
         return write_page(path, self, other)
+
+    def to_chrome(self, path: str | os.PathLike[str]) -> Path:
+        """Write Chrome JSON (compressed where `path` ends in .gz) that ui.perfetto.dev and `tk.open_trace` open."""
+        from toolkit.traces.chrome_write import write_chrome
+
+        return write_chrome(self, path)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the trace, compressed, to `path` (atomically: an existing file is replaced whole or not at all)."""

@@ -90,6 +90,9 @@ class CudaGpu(Device):
             torch.cuda.synchronize(self.index)  # not the user's wait: it begins after ended_ns
             session.anchors += self._anchors()
             profiler.__exit__(None, None, None)
+        except RuntimeError as error:
+            found = f"another profiler ran inside the block ({error})"
+            raise RecorderError(f"recording {self.name}", found, "Use one at a time") from error
         finally:
             self._session = self._profiler = None
             _busy.release()

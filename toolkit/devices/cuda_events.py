@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from toolkit.devices.lines import LineLog
 from toolkit.errors import RecorderError
 from toolkit.trace import Trace, TraceBuilder
-from toolkit.traces.cupti import is_wait, number_streams, parse_memcpy
+from toolkit.traces.cupti import is_copy_kernel, is_wait, number_streams, parse_memcpy
+from toolkit.traces.steps import steps_from_ranges
 
 _BYTES = re.compile(r'"bytes": ?"?(\d+)')
 _STEP_RANGE = "toolkit.step "
@@ -100,7 +101,7 @@ def read_events(events: Iterable[Any], session: Session, meta: dict[str, Any]) -
     cause = clock.to_host(np.array([row.cause_ns for row in rows], np.int64))
     start = clock.to_host(np.array([row.start_ns for row in rows], np.int64)) - session.began_ns
     inside = (session.began_ns <= cause) & (cause <= session.ended_ns)
-    step = steps_of(cause, session.ranges)
+    step = _steps(cause, session.ranges)
     where: list[str | None] = [None] * len(rows)
     if session.log is not None:
         where = session.log.where(np.array([row.thread for row in rows], np.int64), cause)
@@ -121,12 +122,10 @@ def read_events(events: Iterable[Any], session: Session, meta: dict[str, Any]) -
     return builder.build(meta)
 
 
-def steps_of(times_ns: NDArray[np.int64], ranges: Iterable[Range]) -> NDArray[np.int32]:
-    """The step whose range holds each time (the innermost where ranges nest), -1 for none."""
-    step = np.full(len(times_ns), -1, np.int32)
-    for r in sorted(ranges, key=lambda r: r.start_ns - r.end_ns):  # the longest first: inner ranges overwrite
-        step[(r.start_ns <= times_ns) & (times_ns <= r.end_ns)] = r.step
-    return step
+def _steps(times_ns: NDArray[np.int64], ranges: list[Range]) -> NDArray[np.int32]:
+    """The step whose range holds each time, -1 for none."""
+    columns = np.array([(r.start_ns, r.end_ns, r.step) for r in ranges], np.int64).reshape(-1, 3)
+    return steps_from_ranges(times_ns, columns[:, 0], columns[:, 1], columns[:, 2])
 
 
 def _plain(event: Any) -> _Event:
@@ -143,7 +142,7 @@ def _device_rows(found: list[_Event], calls: dict[int, _Event], index: int) -> l
     for e in found:
         if not e.on_device or e.gpu != index or e.annotation or e.name == _MEMORY or "cuda_sync_kind" in e.detail:
             continue
-        kind: str | None = "kernel"
+        kind: str | None = "d2d" if is_copy_kernel(e.name) else "kernel"
         n_bytes, pinned = 0, -1
         if e.name.startswith(("Memcpy", "Memset")):
             match = _BYTES.search(e.detail)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from toolkit.errors import TraceError
 from toolkit.trace import CLOCKS, Trace
-from toolkit.traces.cupti import is_wait, parse_memcpy
+from toolkit.traces.cupti import is_copy_kernel, is_wait, parse_memcpy
 from toolkit.traces.foreign import Foreign
 from toolkit.traces.scan import EventScanner
 from toolkit.traces.steps import Range, innermost
@@ -93,14 +93,15 @@ class _Kineto:
 
     def _device(self, event: dict[str, Any], kind: str, n_bytes: int, pinned: int) -> None:
         args, start = event.get("args") or {}, _ns(event["ts"])
-        stream, device = args.get("stream", event.get("tid")), args.get("device", event.get("pid"))
+        stream = args["stream"] if "stream" in args else event["tid"]
+        device = args["device"] if "device" in args else event["pid"]
         self.rows.add(
             KIND[kind], start, _ns(event.get("dur", 0)), n_bytes, int(stream), int(device), pinned,
             self.strings.code(event["name"]), -1, args.get("correlation", -1),
         )  # fmt: skip
 
     def _kernel(self, event: dict[str, Any]) -> None:
-        self._device(event, "kernel", 0, -1)
+        self._device(event, "d2d" if is_copy_kernel(event["name"]) else "kernel", 0, -1)
 
     def _memcpy(self, event: dict[str, Any]) -> None:
         kind, pinned = parse_memcpy(event["name"])
@@ -180,10 +181,13 @@ class _Kineto:
         return rows
 
     def _where(self, cause: NDArray[np.int64], thread: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The innermost function that ran on the thread; a thread without Python (autograd's) takes the busiest one's."""
         where = np.full(len(cause), -1, np.int64)
+        busiest = max(self.functions, key=lambda code: len(self.functions[code]), default=None)
+        strange = ~np.isin(thread, list(self.functions))
         for code, ran in self.functions.items():
             starts, ends, names = np.frombuffer(ran, np.int64).reshape(-1, 3).T
-            on = np.flatnonzero(thread == code)
+            on = np.flatnonzero((thread == code) | strange if code == busiest else thread == code)
             which = innermost(cause[on], starts, ends)
             where[on] = np.where(which >= 0, names[which], -1)
         return where

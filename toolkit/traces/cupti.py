@@ -22,6 +22,7 @@ _LETTERS = {"HtoD": "h2d", "HtoA": "h2d", "DtoH": "d2h", "AtoH": "d2h", "PtoP": 
     ("DtoD", "AtoA", "AtoD", "DtoA"), "d2d"
 )
 _SYNC = re.compile(r"(cu|cuda|hip)(Stream|Device|Event|Ctx|Context)Synchronize(_ptsz)?(_v\d+)?$")
+_COPY_KERNEL = re.compile(r"memcpy\d*(_\w+)?$")
 _MEMCPY = re.compile(r"(?:memcpy|copy)\s*(?:unified )?([HDAP])\w*?-?(?:to|2)-?([HDAP])", re.IGNORECASE)
 
 
@@ -49,6 +50,14 @@ def pinned_of(kind: str | None, memory: str) -> int:
 def is_wait(api_name: str) -> bool:
     """Whether a runtime or driver call blocks the host until the device is done."""
     return _SYNC.match(api_name) is not None
+
+
+def is_copy_kernel(name: str) -> bool:
+    """Whether a kernel is CUDA's own stand-in for a copy within the device, as graphs have them; it doesn't say its bytes.
+
+    A graph that was instantiated before CUPTI was first used runs such kernels ("memcpy32_post") for its copy nodes.
+    """
+    return name.startswith("memcpy") and _COPY_KERNEL.match(name) is not None
 
 
 def number_streams(streams: NDArray[np.int64]) -> NDArray[np.int32]:

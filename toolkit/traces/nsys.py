@@ -13,7 +13,7 @@ from typing import Any
 
 from toolkit.errors import TraceError
 from toolkit.trace import Trace
-from toolkit.traces.cupti import MEMCPY_KINDS, is_wait, pinned_of
+from toolkit.traces.cupti import MEMCPY_KINDS, is_copy_kernel, is_wait, pinned_of
 from toolkit.traces.steps import Range
 from toolkit.traces.table import KIND, Calls, Rows, Strings, assemble
 
@@ -87,8 +87,10 @@ class _Database:
             f"{_PREFIX}KERNEL", "start", "end", "deviceId", "streamId", "correlationId", "demangledName", "shortName"
         )
         for start, end, device, stream, correlation, demangled, short in kernels:
-            name = self.name(demangled, short)
-            self.add("kernel", start, end, 0, stream, device, -1, name, correlation)
+            name, kind = self.name(demangled, short), "kernel"
+            if is_copy_kernel(self.texts.get(demangled, "")):
+                kind = "d2d"
+            self.add(kind, start, end, 0, stream, device, -1, name, correlation)
         for start, end, device, stream, correlation, graph in self.read(
             f"{_PREFIX}GRAPH_TRACE", "start", "end", "deviceId", "streamId", "correlationId", "graphId"
         ):

@@ -54,7 +54,7 @@ class EventScanner:
 
     def _events(self, chunks: Iterator[str]) -> Iterator[dict[str, Any]]:
         text, bare = self._find_events(chunks)
-        scan = json.JSONDecoder(strict=False).scan_once
+        scan = json.JSONDecoder(strict=False).scan_once  # type: ignore[attr-defined]
         at, repair = 0, False
         while True:
             at = _BETWEEN.match(text, at).end()  # type: ignore[union-attr]  # it matches the empty text too
@@ -95,9 +95,7 @@ class EventScanner:
                 return text[match.end() :], False
             if len(text) > _LONGEST_HEAD:
                 break
-        raise TraceError(
-            self.asked, 'JSON without "traceEvents"', "Only Chrome traces (PyTorch profiler, Perfetto JSON) are read"
-        )
+        raise TraceError(self.asked, 'JSON without "traceEvents"', "Export it as a Chrome trace")
 
     def _check_end(self, rest: str, chunks: Iterator[str], bare: bool) -> None:
         for chunk in chunks:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -60,7 +61,7 @@ def steps_among(ranges: Sequence[Range]) -> tuple[str | None, list[int]]:
 
 def _numbers(ranges: list[Range]) -> list[int] | None:
     """The numbers of ranges of one name: those in their names, or 0, 1, ...; None where they can't be steps."""
-    if len(ranges) < _REPEATS or any(a.end_ns > b.start_ns for a, b in zip(ranges, ranges[1:], strict=False)):
+    if len(ranges) < _REPEATS or any(a.end_ns > b.start_ns for a, b in pairwise(ranges)):
         return None
     written = [_NUMBER.findall(r.name) for r in ranges]
     if not written[0]:

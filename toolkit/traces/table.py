@@ -20,7 +20,7 @@ _DEFAULTS = {"stream": -1, "step": -1, "cell": -1, "pinned": -1, "name": -1, "wh
 def from_columns(strings: list[str], meta: dict[str, Any], **columns: Any) -> Trace:
     """A trace of the given columns, sorted by start; a column that isn't given takes its "not known" value."""
     order = np.argsort(np.asarray(columns["start_ns"], np.int64), kind="stable")
-    full = {}
+    full: dict[str, NDArray[Any]] = {}
     for name, dtype in COLUMNS.items():
         given = columns.get(name)
         full[name] = np.full(len(order), _DEFAULTS.get(name, 0), dtype) if given is None else np.asarray(given, dtype)[order]
@@ -103,7 +103,7 @@ def assemble(
         source = None if step is None else "guessed"
     else:
         is_step = np.array(numbers) >= 0
-        step = steps_from_ranges(cause_ns, *marks[is_step].T, np.array(numbers)[is_step])
+        step = steps_from_ranges(cause_ns, marks[is_step, 0], marks[is_step, 1], np.array(numbers)[is_step])
     order = np.argsort(rows["start_ns"], kind="stable")
     stream = np.empty(len(order), np.int32)
     stream[order] = number_streams(rows["stream"][order])
