@@ -63,7 +63,7 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.model_field = widgets.Combobox(value=model, options=["demo/qwen3"], description="Model", ensure_option=False,
                                             style=wide, placeholder="demo/NAME, a folder, or a .gguf file")  # fmt: skip
         self.load_button = widgets.Button(description="Load", button_style="primary", icon="download")
-        self.load_progress = widgets.FloatProgress(0, 0, 1, layout={"width": "260px", "visibility": "hidden"})
+        self.load_progress = widgets.FloatProgress(0.0, min=0, max=1, layout={"width": "260px", "visibility": "hidden"})
         self.load_status = widgets.HTML("Nothing is loaded yet.")
         self.load_button.on_click(lambda _: self.load())
         row = widgets.HBox([self.device_field, self.model_field, self.load_button, self.load_progress], layout=_WRAP)
@@ -80,11 +80,11 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.b_field = widgets.Dropdown(
             options=[_NONE, *names], value=second, description="B", style={"description_width": "20px"}
         )
-        self.tokens_field = widgets.BoundedIntText(64, 1, 4096, description="Max tokens", style=wide, layout=narrow)
+        self.tokens_field = widgets.BoundedIntText(64, min=1, max=4096, description="Max tokens", style=wide, layout=narrow)
         self.temperature_field = widgets.BoundedFloatText(0.0, min=0, max=5, step=0.1, description="Temperature",
                                                           style={"description_width": "84px"}, layout=narrow)  # fmt: skip
         self.top_k_field = widgets.BoundedIntText(
-            0, 0, 1 << 20, description="Top-k (0: off)", style={"description_width": "90px"}, layout=narrow
+            0, min=0, max=1 << 20, description="Top-k (0: off)", style={"description_width": "90px"}, layout=narrow
         )
         self.top_p_field = widgets.BoundedFloatText(
             1.0, min=0.01, max=1, step=0.05, description="Top-p", style=wide, layout=narrow
@@ -92,7 +92,7 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.seed_field = widgets.IntText(0, description="Seed", style=wide, layout=narrow)
         self.generate_button = widgets.Button(description="Generate", button_style="primary", icon="play", disabled=True)
         self.cancel_button = widgets.Button(description="Cancel", icon="stop", disabled=True)
-        self.progress = widgets.IntProgress(0, 0, 1, layout={"width": "260px", "visibility": "hidden"})
+        self.progress = widgets.IntProgress(0, min=0, max=1, layout={"width": "260px", "visibility": "hidden"})
         self.status = widgets.HTML("Load a model first.")
         self.output = widgets.HTML()
         self.table = widgets.HTML()

@@ -68,7 +68,10 @@ class CopyMagics(Magics):
                 result = self.shell.run_cell(cell, store_history=False)  # type: ignore[union-attr]
         except CopyBudgetError as error:
             over = error
-        _show(copies_per_step(trace) if len(trace) else "Nothing ran on the device, and nothing was copied.")
+        if len(trace):
+            _show(copies_per_step(trace))
+        else:
+            print("Nothing ran on the device, and nothing was copied.")
         if len(lines := lines_table(trace)):
             _show(lines)
         if options.timeline:
