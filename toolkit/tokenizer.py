@@ -42,11 +42,11 @@ class Tokenizer:
         if not isinstance(text, str):
             raise ModelError(f"token ids of a {type(text).__name__}", "not a text", "Give a str")
         try:
-            return list(self._inner.encode(text).ids)
+            text.encode()
         except UnicodeEncodeError as error:
-            raise ModelError(
-                "token ids of a text", f"it holds half a character ({error.reason})", "Give valid Unicode"
-            ) from error
+            found = f"it holds half a character ({error.reason})"
+            raise ModelError("token ids of a text", found, "Give valid Unicode") from error
+        return list(self._inner.encode(text).ids)
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """The text of token ids. Special tokens are left out unless `special`; an unfinished character reads as U+FFFD."""

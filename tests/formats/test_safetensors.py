@@ -60,6 +60,15 @@ def test_reading_is_lazy_and_outlives_the_reader(tmp_path: Path) -> None:
     assert tensor.sum() == 28
 
 
+def test_a_file_cut_while_open_is_an_error_and_not_a_crash(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"w": torch.arange(100_000.0)}, path)
+    file = SafetensorsFile(path)
+    os.truncate(path, 4096)
+    with pytest.raises(FormatError, match="cut to 4,096 bytes"):
+        file.read("w")
+
+
 BAD_HEADERS = {
     "not json": (b"{nope", "JSON"),
     "not utf-8": (b"\xff\xfe{}", "JSON"),

@@ -42,7 +42,7 @@ SHAPE = {
     "attention_bias": False,
     "hidden_act": "silu",
 }
-STEPS, WARM_UP, PEAK_RATE = 1000, 40, 2e-3
+STEPS, WARM_UP, PEAK_RATE = 700, 40, 2e-3
 # (until this part of the steps, rows, tokens a row): mostly short, in the end as long as the model's context
 PHASES = ((0.85, 20, 192), (0.97, 8, 512), (1.0, 4, 1024))
 
@@ -84,6 +84,7 @@ def write(model: qwen3.Model, tokenizer: Tokenizer, out: Path) -> None:
     ours = dict(model.named_parameters())
     tensors = {theirs: ours[name].bfloat16().contiguous() for name, theirs in qwen3.names_hf(model.config).items()}
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "model.safetensors").chmod(0o644)  # the writer makes it private
     tokenizer.save(str(out / "tokenizer.json"), pretty=False)
     end, turn_end = tokenizer.token_to_id(END), tokenizer.token_to_id(TURN_END)
     shape = {**SHAPE, "rope_parameters": {"rope_type": "default", "rope_theta": SHAPE["rope_theta"]}}

@@ -28,9 +28,10 @@ def _q4_k(blocks: Tensor) -> Tensor:
     low, middle, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scale = torch.cat((low & 63, (high & 15) | ((low >> 6) << 4)), 1)  # [n, 8]
     minimum = torch.cat((middle & 63, (high >> 4) | ((middle >> 6) << 4)), 1)
-    quants = blocks[:, 16:].reshape(n, 4, 1, 32)  # each 32 bytes: low nibbles are one group, high ones the next
-    q = torch.cat((quants & 15, quants >> 4), 2).view(n, 8, 32)
-    return ((d * scale)[..., None] * q - (dmin * minimum)[..., None]).view(n, 256)
+    quants = blocks[:, 16:].reshape(n, 4, 32)  # each 32 bytes: low nibbles are one group, high ones the next
+    q = torch.empty(n, 4, 2, 32, device=blocks.device)
+    q[:, :, 0], q[:, :, 1] = quants & 15, quants >> 4
+    return q.view(n, 8, 32).mul_((d * scale)[..., None]).sub_((dmin * minimum)[..., None]).view(n, 256)
 
 
 def _q6_k(blocks: Tensor) -> Tensor:

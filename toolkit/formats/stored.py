@@ -78,8 +78,9 @@ class Mapped:
                     f"the file has {found.st_size:,} bytes, too few to be one",
                     "Download or copy it again: it is empty or cut off",
                 )
-            with open(self.path, "rb") as file:  # a private mapping: torch wants it writable, the file never changes
-                self.bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            self._file = open(self.path, "rb")  # noqa: SIM115 - open as long as the map, which outlives this call
+            # a private mapping: torch wants it writable, the file never changes
+            self.bytes = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)
         except OSError as error:
             raise self.error(f"it can't be opened ({error.strerror or error})", "Check the path and its permissions") from error
 
@@ -87,9 +88,16 @@ class Mapped:
         return len(self.bytes)
 
     def tensor(self, start: int, nbytes: int) -> Tensor:
-        """Bytes `start` to `start + nbytes` as a uint8 tensor over the map, which lives as long as the tensor."""
+        """Bytes `start` to `start + nbytes` as a uint8 tensor over the map, which lives as long as the tensor.
+
+        Raises FormatError where the file has been cut since it was opened: touching what is gone would end the process.
+        """
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
+        left = os.fstat(self._file.fileno()).st_size
+        if left < start + nbytes:
+            found = f"the file was cut to {left:,} bytes after it was opened"
+            raise self.error(found, "Don't write to a checkpoint while it is loaded; get it again")
         return torch.frombuffer(self.bytes, dtype=torch.uint8, count=nbytes, offset=start)
 
     def error(self, found: str, do: str, **facts: Any) -> FormatError:
