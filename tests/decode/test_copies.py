@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -185,3 +186,37 @@ def test_out_of_memory_leaves_the_card_usable():
     """In a process of its own: a card this small, and one card a process."""
     done = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], cwd=Path(__file__).parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_in_threads_and_inside_a_callback(model):
+    exact = tk.generate(model, [5] * 9, max_new_tokens=6, eos=()).tokens
+    found: dict[object, tuple[int, ...]] = {}
+
+    def work(name):
+        found[name] = tk.generate(model, [5] * 9, name, max_new_tokens=6, eos=(), record=False).tokens
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in STRATEGIES]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    def on_token(token, text):
+        found.setdefault("inside", tk.generate(model, [5] * 9, "roundtrip", max_new_tokens=6, eos=()).tokens)
+
+    found["around"] = tk.generate(model, [5] * 9, max_new_tokens=6, eos=(), on_token=on_token).tokens
+    assert set(found) == {*STRATEGIES, "inside", "around"}
+    assert set(found.values()) == {exact}
+
+
+def test_the_demo_model_says_the_same_everywhere():
+    demo = {device: tk.load("demo/qwen3", device=tk.device(device), progress=False) for device in ("cpu", DEVICE)}
+    for options in ({}, {"temperature": 1.2, "top_k": 50, "top_p": 0.98, "seed": 4}):
+        runs = {
+            (device, name): tk.generate(model, "The capital of France is", name, max_new_tokens=24, record=False, **options)
+            for device, model in demo.items()
+            for name in (STRATEGIES if device == DEVICE else ["roundtrip"])
+        }
+        assert len({run.tokens for run in runs.values()}) == 1
+        if not options:
+            assert all(run.text.startswith(" Paris") for run in runs.values())
