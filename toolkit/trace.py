@@ -23,12 +23,15 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import struct
+import threading
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -189,16 +192,9 @@ class Trace:
         """Write the trace, compressed, to `path` (atomically: an existing file is replaced whole or not at all)."""
         header = json.dumps({"format": "toolkit-trace", "version": FORMAT_VERSION, "strings": self.strings, "meta": self.meta})
         arrays = {"header": np.frombuffer(header.encode(), np.uint8), **self.columns}
-        target = Path(path)
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # numpy types its keyword `allow_pickle` over ours
-            os.replace(temporary, target)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-        return target
+        with replacing(path) as file:
+            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # numpy types its keyword `allow_pickle` over ours
+        return Path(path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
@@ -212,17 +208,54 @@ class Trace:
                 if header["version"] > FORMAT_VERSION:
                     found = f"format version {header['version']}, this toolkit reads up to {FORMAT_VERSION}"
                     raise TraceError(asked, found, "Upgrade the toolkit")
+                strings, meta = [str(text) for text in header["strings"]], dict(header["meta"])
                 columns = {name: file[name] for name in COLUMNS}
         except FileNotFoundError as error:
             raise TraceError(asked, "no such file", "Check the path") from error
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zipfile.zlib.error) as error:  # type: ignore[attr-defined]
+        except _DAMAGE as error:
             raise TraceError(asked, f"damaged or not a trace ({error})", "Save it again, or use tk.open_trace") from error
-        strings, n = header["strings"], len(header["strings"])
-        codes = all(columns[name].size == 0 or -1 <= columns[name].min() <= columns[name].max() < n for name in TEXT_COLUMNS)
-        kinds = columns["kind"].size == 0 or columns["kind"].max() < len(KINDS)
-        if not (codes and kinds):
-            raise TraceError(asked, "codes outside their tables", "The file is damaged: save it again")
-        return cls(columns, strings, header["meta"])
+        problem = _problem(columns, len(strings))
+        if problem:
+            raise TraceError(asked, problem, "The file is damaged: save it again")
+        return cls(columns, strings, meta)
+
+
+# what numpy, zipfile and json raise on files that aren't theirs, down to a header whose parts have the wrong types
+_DAMAGE = (
+    OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, NotImplementedError, RuntimeError, MemoryError,
+    zipfile.BadZipFile, zlib.error, struct.error,
+)  # fmt: skip
+
+
+def _problem(columns: dict[str, NDArray[Any]], n_strings: int) -> str | None:
+    """What keeps columns from being a table, None where nothing does."""
+    if any(c.ndim != 1 or c.dtype.kind not in "iu" for c in columns.values()) or len({len(c) for c in columns.values()}) > 1:
+        return "columns of unequal make"
+    bounds = dict.fromkeys(TEXT_COLUMNS, (-1, n_strings)) | {"kind": (0, len(KINDS)), "clock": (0, len(CLOCKS))}
+    for name, (low, high) in bounds.items():
+        if columns[name].size and not low <= columns[name].min() <= columns[name].max() < high:
+            return f"codes outside their tables in {name!r}"
+    return None
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """A file to write in place of `path`, which is replaced whole when the block ends, or not at all where it raises.
+
+    Raises TraceError where there can't be such a file.
+    """
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}-{threading.get_ident()}.part")
+    try:
+        with temporary.open("xb") as file:
+            yield file
+        os.replace(temporary, target)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise TraceError(f"writing {os.fspath(path)!r}", str(error), "Check that the folder is there and has room") from error
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 class TraceBuilder:
@@ -258,7 +291,7 @@ class TraceBuilder:
         rows = self._rows[since:]
         table = np.array(rows, dtype=np.int64).reshape(len(rows), len(COLUMNS))
         table = table[np.argsort(table[:, 0], kind="stable")]
-        columns = {name: table[:, i].astype(dtype) for i, (name, dtype) in enumerate(COLUMNS.items())}
+        columns: dict[str, NDArray[Any]] = {n: table[:, i].astype(dtype) for i, (n, dtype) in enumerate(COLUMNS.items())}
         return Trace(columns, list(self._codes), meta)
 
 

@@ -10,12 +10,11 @@ import gzip
 import io
 import json
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from toolkit.trace import CLOCKS, KINDS, Trace
+from toolkit.trace import CLOCKS, KINDS, Trace, replacing
 
 _CATEGORIES = {
     "kernel": "kernel", "h2d": "gpu_memcpy", "d2h": "gpu_memcpy", "d2d": "gpu_memcpy", "p2p": "gpu_memcpy",
@@ -27,20 +26,13 @@ _OPTIONAL = {"bytes": 0, "device": 0, "rank": 0, "step": -1, "cell": -1, "pinned
 
 def write_chrome(trace: Trace, path: str | os.PathLike[str]) -> Path:
     """Write `trace` to `path` (compressed where it ends in .gz), whole or not at all. Opens in ui.perfetto.dev."""
-    target = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as raw:
-            if target.suffix == ".gz":
-                with gzip.GzipFile(fileobj=raw, mode="wb", filename="", mtime=0) as packed:
-                    _write(trace, io.TextIOWrapper(packed, "utf-8"))
-            else:
-                _write(trace, io.TextIOWrapper(raw, "utf-8"))
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return target
+    with replacing(path) as file:
+        if Path(path).suffix == ".gz":
+            with gzip.GzipFile(fileobj=file, mode="wb", filename="", mtime=0) as packed:
+                _write(trace, io.TextIOWrapper(packed, "utf-8"))
+        else:
+            _write(trace, io.TextIOWrapper(file, "utf-8"))
+    return Path(path)
 
 
 def _write(trace: Trace, out: io.TextIOWrapper) -> None:
