@@ -40,7 +40,10 @@ def one_run(target: torch.Tensor, source: torch.Tensor) -> bool:
 
 def same_bits(target: torch.Tensor, source: torch.Tensor) -> bool:
     """Same dtype, and neither is a lazily negated or conjugated view where the other isn't."""
-    return target.dtype == source.dtype and target.is_conj() == source.is_conj() and target.is_neg() == source.is_neg()
+    if target.dtype != source.dtype:
+        return False
+    a, b = getattr(target, "_host", target), getattr(source, "_host", source)  # a device tensor's bits are its host tensor's
+    return a.is_neg() == b.is_neg() and a.is_conj() == b.is_conj()
 
 
 def on_device(target: torch.Tensor, source: torch.Tensor, name: str = "copy_") -> list[Effect]:

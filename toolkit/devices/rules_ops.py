@@ -22,7 +22,7 @@ RULES: dict[str, Rule] = {}  # by the operation's name without "aten::" and over
 # Operations of several kernels, and no copies (kernel counts: H200, small shapes).
 KERNELS = {
     "dot": 2, "vdot": 2, "native_group_norm": 2, "count_nonzero": 3, "eye": 2, "masked_scatter_": 4, "randperm": 5,
-    "native_layer_norm_backward": 2, "_embedding_bag": 1, "nanmedian": 6,
+    "linalg_lu_factor_ex": 6, "nanmedian": 6, "logsumexp": 9, "linalg_inv_ex": 13, "_linalg_solve_ex": 12, "linalg_cholesky_ex": 4,
 }  # fmt: skip
 
 SMALL_SORT = 4096  # up to here sort works in place, in one kernel (Sort.cpp, should_use_small_sort)
@@ -61,6 +61,23 @@ def _fill(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effec
     if isinstance(value, torch.Tensor) and not value.is_cpu:
         return copy(target, value)
     return [kernel("fill_", nbytes(target))] if target.numel() else []
+
+
+@rule("pow", "pow_")
+def _pow(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
+    """backward_slice_cat: to the power of one is a copy, of zero a fill (Pow.cpp)."""
+    base, exponent = args[0], args[1]
+    if isinstance(exponent, int | float) and exponent == 1 and isinstance(base, torch.Tensor):
+        return on_device(out, base)
+    return [kernel("pow", 2 * nbytes(out))] if out.numel() else []
+
+
+@rule("native_dropout")
+def _dropout(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
+    """dropout: one kernel; not training, a copy and a mask of ones (Dropout.cu)."""
+    if len(args) > 2 and args[2] is False:
+        return [*on_device(out[0], args[0]), kernel("fill_", nbytes(out[1]))]
+    return [kernel("native_dropout", 2 * nbytes(args[0]))] if args[0].numel() else []
 
 
 @rule("masked_fill_")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from toolkit.devices.rules_copies import copy, on_device
-from toolkit.devices.rules_effect import WAIT, Effect, d2d, d2h, h2d, kernel, nbytes, read_back
+from toolkit.devices.rules_effect import WAIT, Effect, d2d, d2h, h2d, kernel, memset, nbytes, read_back
 from toolkit.devices.rules_ops import any_of, operand, rule, sorting
 
 MASKS = (torch.bool, torch.uint8)
@@ -75,7 +75,16 @@ def _index(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effe
     return [*effects, kernel("index", 2 * nbytes(result) + 8 * result.numel(), 1.3)] if result.numel() else effects
 
 
-@rule("index_put_", "_index_put_impl_", "_unsafe_index_put")
+@rule("index_put", "_unsafe_index_put")
+def _index_put_copy(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
+    """index_put_values: on a copy. backward_index: not in a backward pass, which writes into zeros of its own."""
+    backward = operand(args, kwargs, 3, "accumulate", False) and torch._C._current_graph_task_id() != -1
+    if backward:
+        return _index_put((*args[:3], True, True), {}, out)
+    return [*on_device(out, args[0]), *_index_put(args, kwargs, out)]
+
+
+@rule("index_put_", "_index_put_impl_")
 def _index_put(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
     """set_list_*, set_idx_*, set_mask_*, index_put_*: one mask and one host value is a masked_fill_."""
     self, indices, values = args[0], args[1], args[2]
@@ -177,13 +186,26 @@ def _distinct(tensor: Any) -> int:
     return int(torch.unique(values).numel())
 
 
-@rule("scatter", "scatter_add", "index_add", "index_copy", "scatter_reduce", "index_fill", "masked_scatter", "index_reduce")
+@rule("scatter", "scatter_add", "index_add", "index_copy", "index_fill", "masked_scatter", "index_reduce")
 def _scatter(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
     """scatter*, index_add*, index_copy*: the copy of what is scattered into, then one kernel."""
     self = args[0]
     index = next((a for a in args[1:] if isinstance(a, torch.Tensor)), self)
-    effects = on_device(out, self)
-    return [*effects, kernel("scatter", 4 * nbytes(index))] if index.numel() else effects
+    return [*on_device(out, self), kernel("scatter", 4 * nbytes(index))] if index.numel() else on_device(out, self)
+
+
+@rule("scatter_reduce")
+def _scatter_reduce(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
+    """scatter_reduce: copied twice, once by the functional form and once by the operation."""
+    return [*on_device(out, args[0]), *_scatter(args, kwargs, out)]
+
+
+@rule("_linalg_det")
+def _det(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
+    """det: the matrix is copied for its LU factors, then some fifteen small kernels."""
+    matrix = args[0]
+    move = d2d(nbytes(matrix)) if matrix.is_contiguous() else kernel("copy_", 2 * nbytes(matrix))
+    return [move, memset(32), *[kernel("linalg_lu_factor_ex")] * 6, *[kernel("_linalg_det")] * 8]
 
 
 @rule("native_batch_norm", "_native_batch_norm_legit_no_training")

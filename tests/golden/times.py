@@ -1,0 +1,77 @@
+"""Time per generated token of warm, unmodified generate() of tiny models, and of the toolkit's decode strategies.
+
+`python -m tests.golden.times cuda OUT.json` measures on a GPU, `python -m tests.golden.times virtual:h200` asks the modelled clock;
+without a file it prints the ratio to `h200_times.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import toolkit as tk
+from tests.golden.programs_more import tiny_model
+
+MEASURED = Path(__file__).parent / "h200_times.json"
+TOKENS = 48
+
+
+def per_token_ns(gpu: Any, run: Callable[[], Any], repeats: int) -> float:
+    """Nanoseconds of the device's host clock a token, the median of `repeats` warm runs of TOKENS tokens."""
+    times = []
+    for _ in range(repeats + 1):
+        gpu.sync()
+        start = gpu.now_ns()
+        run()
+        gpu.sync()
+        times.append((gpu.now_ns() - start) / TOKENS)
+    return statistics.median(times[1:])
+
+
+def hugging_face(gpu: Any, family: str) -> Callable[[], Any]:
+    """generate() of a tiny random model: python, launches and waits, hardly any computing."""
+    model = tiny_model(family).to(gpu.torch)
+    ids = torch.arange(8)[None].to(gpu.torch)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": TOKENS, "pad_token_id": 0, "do_sample": False}
+    return lambda: model.generate(ids, **options)
+
+
+def strategy(gpu: Any, name: str, dtype: torch.dtype) -> Callable[[], Any]:
+    """The demo model under a strategy, not recorded."""
+    model = tk.load("demo/qwen3", device=gpu, dtype=dtype, progress=False)
+    prompt = model.tokenizer.encode("The capital of France is")
+    return lambda: tk.generate(model, prompt, decode=name, max_new_tokens=TOKENS, record=False)
+
+
+def main(device: str, path: str = "") -> None:
+    """Measure, and write or compare."""
+    gpu = tk.device(device)
+    repeats = 5 if device.startswith("cuda") else 1
+    result = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for family in ("llama", "qwen3", "gpt2"):
+            result[f"generate_{family}"] = per_token_ns(gpu, hugging_face(gpu, family), repeats)
+        for name in tk.STRATEGIES:
+            try:
+                result[name] = per_token_ns(gpu, strategy(gpu, name, torch.float32), repeats)
+            except Exception as error:
+                print(name, repr(error)[:300])
+    if path:
+        Path(path).write_text(json.dumps({"device": device, "torch": torch.__version__, "per_token_ns": result}, indent=1) + "\n")
+        return
+    measured = json.loads(MEASURED.read_text())["per_token_ns"]
+    for name, ns in result.items():
+        real = measured.get(name, float("nan"))
+        print(f"{name:24} modelled {ns / 1e3:8.1f} us  measured {real / 1e3:8.1f} us  ratio {ns / real:.2f}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
