@@ -23,8 +23,7 @@ from typing import Any
 
 import torch
 
-from toolkit import __file__ as package
-from toolkit import __version__
+import toolkit
 from toolkit.decode.compare import decode_steps
 from toolkit.decode.loop import generate
 from toolkit.decode.run import Run
@@ -106,14 +105,14 @@ def _sizes(trace: Trace, steps: list[int]) -> dict[str, list[list[int]]]:
 def about(device: str) -> dict[str, Any]:
     """Where and with what this ran."""
     gpu = open_device(device)
-    folder = Path(package).parent
+    folder = Path(__file__).parent
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=False)
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "device": gpu.name,
         "gpu": torch.cuda.get_device_name(gpu.torch) if gpu.torch.type == "cuda" else gpu.spec.name if gpu.spec else None,
         "clock": gpu.clock,
-        "toolkit": __version__,
+        "toolkit": toolkit.__version__,
         "commit": git.stdout.strip() or None,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
