@@ -19,6 +19,8 @@ from toolkit.devices import virtual_sizes as sizes
 from toolkit.devices.virtual_hosts import call_of
 from toolkit.devices.virtual_machine import Machine
 from toolkit.devices.virtual_tensor import VirtualTensor, follow, hold, rehold, wrap
+from toolkit.errors import DeviceError
+from toolkit.units import bytes_text
 
 aten = torch.ops.aten
 Args = tuple[Any, ...]
@@ -74,6 +76,8 @@ def _handler(func: Any) -> Handler:
     if composite is not None:
         return lambda args, kwargs: func._op_dk(composite, *args, **kwargs)
     aliases = [result.alias_info for result in schema.returns]
+    if name in ("_conj", "_neg_view"):
+        return _plain(func)
     if name == "_unsafe_view" or (aliases and all(alias is not None and not alias.is_write for alias in aliases)):
         return _view(func)
     host_from = 1 if name in _MIXES else _NEVER
@@ -157,6 +161,8 @@ def _copy(func: Any) -> Handler:
             sizes.copy(hosts[0], hosts[1])
         else:
             func._op(*hosts, **kwargs)
+        if hosts[0] is args[0] and hosts[0].is_meta:  # onto PyTorch's own meta device, which nothing reaches
+            return args[0]
         _charge(func, args, kwargs, args[0])
         return args[0]
 
@@ -187,7 +193,12 @@ def _empty(func: Any) -> Handler:
         kwargs = _named(kwargs)
         if card.sizes_only and not sizes.keeps_values(args[0], dtype):
             kwargs["device"] = _META
-        out = func._op(*args, **kwargs)
+        try:
+            out = func._op(*args, **kwargs)
+        except RuntimeError as error:
+            if "can't allocate memory" not in str(error):
+                raise
+            raise _host_full(math.prod(args[0]) * dtype.itemsize) from error
         hold(out, card)
         result = wrap(out)
         _charge(func, args, kwargs, result)
@@ -238,6 +249,13 @@ def _named(kwargs: Kwargs, host_from: int = _NEVER) -> Kwargs:
 
 def _devices_differ(other: torch.device) -> RuntimeError:
     return RuntimeError(f"Expected all tensors to be on the same device, but found at least two devices, vgpu:0 and {other}!")
+
+
+def _host_full(n_bytes: int) -> DeviceError:
+    return DeviceError(
+        f"a tensor of {bytes_text(n_bytes)} on the virtual GPU", "this machine has no memory for its values",
+        "Use `with gpu.sizes_only():` for shapes, bytes and times without values",
+    )  # fmt: skip
 
 
 def _virtuals(xs: Iterable[Any]) -> list[VirtualTensor]:

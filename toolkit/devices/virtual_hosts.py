@@ -14,7 +14,64 @@ from torch.utils._pytree import tree_map
 
 from toolkit.devices import virtual_sizes as sizes
 
-HOSTS: dict[str, Callable[..., Any]] = {}  # stand-ins by operation name, with the operation's own parameters
+Tensor = torch.Tensor
+
+
+def _lstm_cell(
+    x: Tensor, h: Tensor, cell: Tensor, x_bias: Tensor | None = None, h_bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gates [B, 4H] of input and state, cell [B, H] -> state, cell, and the activated gates for the gradient."""
+    i, f, g, o = _sum(x, h, x_bias, h_bias).chunk(4, 1)
+    i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+    new = f * cell + i * g
+    return o * new.tanh(), new, torch.cat([i, f, g, o], 1)
+
+
+def _lstm_cell_backward(
+    grad_h: Tensor | None, grad_c: Tensor | None, cell: Tensor, new: Tensor, gates: Tensor, has_bias: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    i, f, g, o = gates.chunk(4, 1)
+    squashed = new.tanh()
+    grad_h = torch.zeros_like(new) if grad_h is None else grad_h
+    grad = grad_h * o * (1 - squashed**2) + (0 if grad_c is None else grad_c)
+    parts = (grad * g * i * (1 - i), grad * cell * f * (1 - f), grad * i * (1 - g**2), grad_h * squashed * o * (1 - o))
+    grads = torch.cat(parts, 1)
+    return grads, grad * f, grads.sum(0) if has_bias else None
+
+
+def _gru_cell(
+    x: Tensor, h: Tensor, state: Tensor, x_bias: Tensor | None = None, h_bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Gates [B, 3H] of input and state, state [B, H] -> state, and what the gradient needs [B, 5H]."""
+    (xr, xz, xn), (hr, hz, hn) = _sum(x, x_bias).chunk(3, 1), _sum(h, h_bias).chunk(3, 1)
+    r, z = (xr + hr).sigmoid(), (xz + hz).sigmoid()
+    n = (xn + r * hn).tanh()
+    return n + z * (state - n), torch.cat([r, z, n, state, hn], 1)
+
+
+def _gru_cell_backward(grad: Tensor, saved: Tensor, has_bias: bool) -> tuple[Tensor | None, ...]:
+    r, z, n, state, hn = saved.chunk(5, 1)
+    grad_z, grad_n = grad * (state - n) * z * (1 - z), grad * (1 - z) * (1 - n**2)
+    grad_r = grad_n * hn * r * (1 - r)
+    grad_x, grad_h = torch.cat([grad_r, grad_z, grad_n], 1), torch.cat([grad_r, grad_z, grad_n * r], 1)
+    biases = (grad_x.sum(0), grad_h.sum(0)) if has_bias else (None, None)
+    return grad_x, grad_h, grad * z, *biases
+
+
+def _sum(*tensors: Tensor | None) -> Tensor:
+    return torch.stack(torch.broadcast_tensors(*[x for x in tensors if x is not None])).sum(0)
+
+
+HOSTS: dict[str, Callable[..., Any]] = {  # stand-ins by operation name, with the operation's own parameters
+    # Inside an operation PyTorch no longer looks for lazily conjugated, negated and zero tensors: make them at once.
+    "_conj": torch.conj_physical,
+    "_neg_view": torch.neg,
+    "_efficientzerotensor": torch.zeros,
+    "_thnn_fused_lstm_cell": _lstm_cell,
+    "_thnn_fused_lstm_cell_backward_impl": _lstm_cell_backward,
+    "_thnn_fused_gru_cell": _gru_cell,
+    "_thnn_fused_gru_cell_backward": _gru_cell_backward,
+}
 
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
 

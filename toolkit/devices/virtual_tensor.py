@@ -91,6 +91,9 @@ class VirtualTensor(torch.Tensor):
     def record_stream(self, stream: Any) -> None:
         """Nothing to do: memory is never handed to another stream before the host tensor is gone."""
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return self.numpy()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> VirtualTensor:
         if id(self) in memo:
             return memo[id(self)]

@@ -1,0 +1,153 @@
+"""Memory of the virtual GPU: counted by storage, freed at once, refused when full."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from toolkit.devices.base import open_device
+from toolkit.errors import DeviceError
+from toolkit.units import GiB
+
+
+@pytest.fixture
+def gpu():
+    gc.collect()
+    return open_device("virtual:h200")
+
+
+@pytest.fixture
+def held(gpu):
+    before = gpu.memory().allocated_bytes
+    return lambda: gpu.memory().allocated_bytes - before
+
+
+@pytest.mark.parametrize(("n", "size"), [(0, 0), (1, 512), (511, 512), (512, 512), (513, 1024), ((1 << 20) + 1, (1 << 20) + 512)])
+def test_rounded_to_512_bytes(held, n, size):
+    x = torch.empty(n, dtype=torch.uint8, device="vgpu")
+    assert held() == size
+    del x
+    assert held() == 0
+
+
+def test_views_take_nothing_and_keep_their_storage(held):
+    x = torch.ones(1000, device="vgpu")
+    view = x.view(10, 100)[3:].t()
+    del x
+    assert held() == 4096
+    del view
+    assert held() == 0
+
+
+def test_resizing_in_place(held):
+    x = torch.ones(4, device="vgpu")
+    x.resize_(2000)
+    assert held() == 8192
+    x.resize_(1)  # PyTorch keeps the larger storage
+    assert held() == 8192
+
+
+def test_temporaries_are_gone_and_the_peak_remembers(gpu, held):
+    x = torch.ones(256, 256, device="vgpu")
+    gpu.reset_peak()
+    y = (x + 1) * 2 + x
+    assert held() == 2 * x.nbytes
+    assert gpu.memory().peak_bytes - gpu.memory().allocated_bytes == x.nbytes
+    assert torch.vgpu.max_memory_allocated() == gpu.memory().peak_bytes
+    del y
+
+
+def test_autograd_holds_what_it_saved_until_backward(held):
+    x = torch.ones(256, 256, device="vgpu", requires_grad=True)
+    y = x.exp().sum()
+    assert held() == 2 * x.nbytes + 512
+    y.backward()
+    del y
+    assert held() == 2 * x.nbytes  # x and its gradient
+
+
+def test_out_of_memory_says_what_cuda_says_and_who_holds_it(gpu):
+    with gpu.sizes_only():
+        keep = torch.empty(100 * GiB, dtype=torch.uint8, device="vgpu")
+    before = gpu.memory()
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        torch.empty(60 * GiB, dtype=torch.uint8, device="vgpu")
+    text = str(error.value)
+    assert "CUDA out of memory. Tried to allocate 60.0 GiB. GPU 0 has a total capacity of 140 GiB of which" in text
+    assert "test_virtual_memory.py:" in text
+    assert "100 GiB" in text
+    assert gpu.memory() == before
+    assert torch.vgpu.OutOfMemoryError is torch.OutOfMemoryError
+    del keep, error
+
+
+def test_a_host_without_the_memory_says_so():
+    with pytest.raises(DeviceError, match="this machine has no memory for its values"):
+        torch.empty(139 * GiB, dtype=torch.uint8, device="vgpu").fill_(1)
+
+
+def test_memory_functions(gpu):
+    x = torch.ones(1000, device="vgpu")
+    free, total = torch.vgpu.mem_get_info()
+    assert total == gpu.spec.memory_bytes
+    assert total - free == torch.vgpu.memory_allocated() == torch.vgpu.memory_reserved() == gpu.memory().allocated_bytes
+    assert torch.vgpu.memory_stats()["allocated_bytes.all.current"] == gpu.memory().allocated_bytes
+    assert torch.accelerator.memory_allocated() == gpu.memory().allocated_bytes
+    torch.vgpu.empty_cache()
+    assert len(x) == 1000
+
+
+def test_allocations_are_recorded_with_their_lines(gpu):
+    with gpu.record() as trace:
+        x = torch.empty(100, device="vgpu")
+        del x
+    kinds = trace.to_pandas()["kind"].tolist()
+    assert kinds == ["alloc", "free"]
+    assert trace["bytes"].tolist() == [512, 512]
+    assert trace.text("where")[0].startswith("tests/devices/test_virtual_memory.py:")
+
+
+def test_cycles_hold_memory_until_collected(held):
+    cycle = [torch.ones(1000, device="vgpu")]
+    cycle.append(cycle)
+    gc.disable()
+    try:
+        del cycle
+        assert held() == 4096
+    finally:
+        gc.enable()
+    gc.collect()
+    assert held() == 0
+
+
+SWITCH = """
+import pytest, torch, toolkit as tk
+from toolkit.errors import DeviceError, UnknownNameError
+assert not hasattr(torch, "vgpu")
+small = tk.device("virtual:8GiB")
+assert small is tk.device("virtual:8GiB") and tk.device("vgpu") is small
+assert small.memory().total_bytes == 8 << 30 and torch.vgpu.get_device_properties().total_memory == 8 << 30
+x = torch.ones(1000, device="vgpu")
+with pytest.raises(DeviceError, match="1 live tensors .3.91 KiB. are on virtual:8GiB|4.00 KiB") as error:
+    tk.device("virtual:rtx-5090")
+assert error.value.facts == {"tensors": 1, "bytes": 4096}
+with pytest.raises(torch.OutOfMemoryError):
+    torch.empty(9 << 30, dtype=torch.uint8, device="vgpu")
+del x
+card = tk.device("virtual:rtx-5090")
+assert torch.vgpu.get_device_name() == card.spec.name
+with pytest.raises(DeviceError, match="is virtual:rtx-5090 now"):
+    small.sync()
+with pytest.raises(UnknownNameError, match="rtx-5090"):
+    tk.device("virtual:rtx5090")
+with pytest.raises(UnknownNameError):
+    tk.device("virtual:")
+"""
+
+
+def test_one_card_at_a_time():
+    subprocess.run([sys.executable, "-c", SWITCH], check=True, timeout=120)

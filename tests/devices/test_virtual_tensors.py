@@ -1,0 +1,335 @@
+"""Tensors on the virtual GPU behave as CUDA tensors do, and hold the CPU's values."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from toolkit.devices.base import open_device
+from toolkit.devices.virtual_tensor import VirtualTensor
+
+
+@pytest.fixture(autouse=True)
+def gpu():
+    return open_device("virtual:h200")
+
+
+def ones(*shape, **options):
+    return torch.ones(*shape, device="vgpu", **options)
+
+
+class TestShapes:
+    """What resizes or restrides in place must be seen by the tensor itself."""
+
+    def test_out_of_a_factory(self):
+        out = torch.empty(0, device="vgpu", dtype=torch.long)
+        torch.arange(5, out=out)
+        assert out.shape == (5,)
+        assert out.tolist() == [0, 1, 2, 3, 4]
+
+    @pytest.mark.parametrize(
+        ("change", "shape"),
+        [
+            (lambda x: x.t_(), (3, 2)),
+            (lambda x: x.transpose_(0, 1), (3, 2)),
+            (lambda x: x.unsqueeze_(0), (1, 2, 3)),
+            (lambda x: x.unsqueeze_(1).squeeze_(1), (2, 3)),
+            (lambda x: x.resize_(7), (7,)),
+            (lambda x: x.resize_as_(ones(5)), (5,)),
+            (lambda x: x.as_strided_((2,), (4,)), (2,)),
+            (lambda x: x.set_(ones(4)), (4,)),
+            (lambda x: x.swapaxes_(0, 1), (3, 2)),
+        ],
+        ids=["t_", "transpose_", "unsqueeze_", "squeeze_", "resize_", "resize_as_", "as_strided_", "set_", "swapaxes_"],
+    )
+    def test_in_place(self, change, shape):
+        x = ones(2, 3)
+        change(x)
+        assert x.shape == shape
+        assert (x + 1).shape == shape
+
+    def test_set_to_a_storage_shares_it(self):
+        x, y = ones(2, 3), torch.zeros(4, device="vgpu")
+        x.set_(y.untyped_storage(), 0, (2, 2), (2, 1))
+        x[0, 1] = 3
+        assert y.tolist() == [0, 3, 0, 0]
+
+    def test_assigning_data(self):
+        x = ones(2, 3)
+        x.data = torch.zeros(4, device="vgpu")
+        assert x.shape == (4,)
+        assert (x + 1).tolist() == [1, 1, 1, 1]
+
+    def test_views_write_through(self):
+        x = torch.zeros(4, 4, device="vgpu")
+        x.as_strided((2,), (5,)).fill_(1)
+        x[2].copy_(torch.arange(4.0))
+        x.view(16)[15:].mul_(0).add_(7)
+        assert x.tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 2, 3], [0, 0, 0, 7]]
+
+    def test_odd_and_empty_shapes(self):
+        x = ones(7, 0, 3)
+        assert (x + 1).shape == (7, 0, 3)
+        assert x.sum().item() == 0
+        assert torch.cat([ones(0), ones(3)]).shape == (3,)
+
+
+class TestModules:
+    def test_half_reaches_the_host_tensor(self):
+        layer = nn.Linear(3, 3).to("vgpu").half()
+        assert isinstance(layer.weight, nn.Parameter)
+        assert layer.weight.dtype == layer.weight._host.dtype == torch.float16
+        assert layer(ones(2, 3).half()).dtype == torch.float16
+
+    def test_there_and_back(self):
+        layer = nn.Linear(3, 5)
+        expected = layer(torch.ones(2, 3))
+        on_gpu = copy.deepcopy(layer).to("vgpu")
+        assert torch.equal(on_gpu(ones(2, 3)).cpu(), expected)
+        assert type(on_gpu.cpu().weight) is nn.Parameter
+
+    def test_made_on_the_device(self):
+        with torch.device("vgpu"):
+            layer = nn.Linear(3, 3)
+            assert torch.tensor([1]).device.type == "vgpu"
+        assert layer.weight.device == torch.device("vgpu", 0)
+
+    def test_deepcopy_is_a_parameter_and_no_alias(self):
+        layer = nn.Linear(3, 3).to("vgpu")
+        twin = copy.deepcopy(layer)
+        twin.weight.data.zero_()
+        assert isinstance(twin.weight, nn.Parameter)
+        assert layer.weight.abs().sum().item() > 0
+
+    @pytest.mark.parametrize("module", [nn.LSTM, nn.GRU])
+    def test_recurrent(self, module):
+        torch.manual_seed(0)
+        layer, x = module(3, 4), torch.randn(5, 2, 3)
+        results = []
+        for device in ("cpu", "vgpu"):
+            moved = copy.deepcopy(layer).to(device)
+            out = moved(x.to(device))[0]
+            out.square().sum().backward()
+            results.append([out.detach().cpu(), *(p.grad.cpu() for p in moved.parameters())])
+        for expected, found in zip(*results, strict=True):
+            torch.testing.assert_close(found, expected)
+
+
+class TestFactories:
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda: torch.tensor([1, 2], device="vgpu"),
+            lambda: torch.as_tensor([1, 2], device="vgpu"),
+            lambda: torch.as_tensor(np.array([1, 2]), device="vgpu"),
+            lambda: torch.asarray([1, 2], device="vgpu"),
+            lambda: ones(1).new_tensor([1, 2]),
+            lambda: torch.from_numpy(np.array([1, 2])).to("vgpu"),
+            lambda: torch.zeros(2).new_tensor([1, 2], device="vgpu"),
+            lambda: torch.arange(1, 3, device="vgpu"),
+            lambda: torch.empty_like(torch.zeros(2), device="vgpu").copy_(torch.tensor([1, 2])),
+            lambda: torch.tensor([1, 2]).vgpu(),
+        ],
+        ids=[
+            "tensor",
+            "as_tensor",
+            "of numpy",
+            "asarray",
+            "new_tensor",
+            "from_numpy",
+            "cpu.new_tensor",
+            "arange",
+            "like",
+            "vgpu()",
+        ],
+    )
+    def test_makes_a_device_tensor(self, make):
+        x = make()
+        assert type(x) is VirtualTensor
+        assert x.is_vgpu
+        assert x.tolist() == [1, 2]
+
+    def test_seeded_draws_are_those_of_the_cpu(self):
+        torch.manual_seed(3)
+        expected = (torch.randn(5), torch.rand(3), torch.randperm(7))
+        torch.manual_seed(3)
+        found = (torch.randn(5, device="vgpu"), torch.rand(3, device="vgpu"), torch.randperm(7, device="vgpu"))
+        assert all(torch.equal(a, b.cpu()) for a, b in zip(expected, found, strict=True))
+
+    def test_generator(self):
+        generator = torch.Generator(device="vgpu").manual_seed(3)
+        first = torch.randn(3, device="vgpu", generator=generator)
+        assert generator.device.type == "vgpu"
+        assert torch.equal(first.cpu(), torch.randn(3, generator=torch.Generator().manual_seed(3)))
+        assert isinstance(generator, torch.Generator)
+        assert isinstance(torch.Generator(), torch.Generator)
+
+
+class TestDevices:
+    """Mixing devices fails as on CUDA, and works where CUDA lets it."""
+
+    @pytest.mark.parametrize(
+        "mix",
+        [
+            lambda x: x + torch.ones(3),
+            lambda x: torch.ones(3) + x,
+            lambda x: torch.ones(3).add_(x),
+            lambda x: torch.cat([x, torch.ones(3)]),
+            lambda x: torch.ones(3, 3) @ x,
+            lambda x: F.embedding(torch.tensor([1]), x[:, None]),
+            lambda x: torch.ones(4).index_select(0, x.long()),
+            lambda x: torch.ones(4)[x.long()],
+            lambda x: torch.where(x > 0, x, torch.zeros(3)),
+        ],
+        ids=["add", "radd", "add_", "cat", "matmul", "embedding", "index_select", "index a host tensor", "where"],
+    )
+    def test_raises(self, mix):
+        with pytest.raises(RuntimeError, match=r"same device, but found at least two devices, vgpu:0 and cpu!"):
+            mix(ones(3))
+
+    def test_allowed(self):
+        x, number = ones(3), torch.tensor(2.0)
+        assert (x + number).tolist() == (number + x).tolist() == [3, 3, 3]
+        assert x.masked_fill(x > 0, number).tolist() == [2, 2, 2]
+        assert x[torch.tensor([0, 2])].tolist() == [1, 1]
+        x[torch.tensor([1])] = torch.tensor([5.0])
+        assert x.tolist() == [1, 5, 1]
+
+    @pytest.mark.parametrize("ask", [lambda: torch.ones(3, device="vgpu:1"), lambda: torch.ones(3).to("vgpu:1")])
+    def test_no_second_card(self, ask):
+        with pytest.raises(RuntimeError, match="invalid device ordinal"):
+            ask()
+
+    def test_numpy_wants_the_cpu(self):
+        with pytest.raises(TypeError, match=r"can't convert vgpu:0 device type tensor to numpy. Use Tensor.cpu\(\)"):
+            ones(2).numpy()
+        with pytest.raises(TypeError, match="can't convert vgpu:0"):
+            np.array(ones(2))
+        assert ones(2).numpy(force=True).tolist() == [1, 1]
+
+    def test_sparse_is_refused(self):
+        with pytest.raises(RuntimeError, match="only strided"):
+            ones(3, 3).to_sparse()
+
+
+class TestReading:
+    def test_scalars(self):
+        x = torch.arange(3, device="vgpu")
+        assert (bool(x[1]), int(x[2]), float(x[1]), [5, 6, 7][x[2]], len(x), 1 in x) == (True, 2, 1.0, 7, 3, True)
+        assert [int(y) for y in x] == [0, 1, 2]
+
+    def test_printing(self):
+        x = torch.tensor([1.0, 2.0], device="vgpu")
+        assert repr(x) == "tensor([1., 2.], device='vgpu:0')"
+        assert repr(x.requires_grad_()) == "tensor([1., 2.], device='vgpu:0', requires_grad=True)"
+        assert "grad_fn=<MulBackward0>" in repr(x * 2)
+        assert repr(nn.Parameter(x.detach())).startswith("Parameter containing:\ntensor([1., 2.], device='vgpu:0'")
+        assert f"{x[1]:.3f} {x[0]}" == "2.000 1.0"
+
+    def test_setitem_of_numbers(self):
+        x = torch.zeros(2, 3, dtype=torch.long, device="vgpu")
+        x[1, 2] = 7
+        x[0] = True
+        x[x == 7] = 9
+        x[[1], [0]] = 4
+        assert x.tolist() == [[1, 1, 1], [4, 0, 9]]
+
+    def test_value_dependent_operations(self):
+        x = torch.tensor([3, 0, 3, 1], device="vgpu")
+        assert x.nonzero().tolist() == [[0], [2], [3]]
+        assert x[x > 1].tolist() == [3, 3]
+        assert torch.unique(x).tolist() == [0, 1, 3]
+        assert x.repeat_interleave(x).tolist() == [3, 3, 3, 3, 3, 3, 1]
+        assert torch.bincount(x).tolist() == [1, 1, 0, 2]
+        assert torch.equal(x, x.clone())
+
+    def test_types_the_cpu_lacks(self):
+        assert torch.histc(torch.arange(10, device="vgpu"), 5).tolist() == [2, 2, 2, 2, 2]
+        x = torch.randn(4, 4, device="vgpu")
+        assert F.conv2d(x[None, None].half(), x[None, None, :2, :2].half()).dtype == torch.float16
+        assert x.to(torch.float8_e4m3fn).float().shape == (4, 4)
+
+    def test_complex(self):
+        x = torch.view_as_complex(torch.tensor([[3.0, 4.0]], device="vgpu"))
+        assert (x * x.conj()).real.tolist() == [25]
+        assert torch.fft.fft(ones(4)).abs().tolist() == [4, 0, 0, 0]
+
+
+class TestSaving:
+    def test_torch_save_and_load(self):
+        layer = nn.Linear(3, 3).to("vgpu")
+        file = io.BytesIO()
+        torch.save(layer.state_dict(), file)
+        for where, device in ((None, "vgpu"), ("cpu", "cpu"), ("vgpu", "vgpu")):
+            file.seek(0)
+            loaded = torch.load(file, map_location=where, weights_only=True)
+            assert loaded["weight"].device.type == device
+            assert torch.equal(loaded["weight"].cpu(), layer.weight.detach().cpu())
+
+    def test_a_host_checkpoint_onto_the_device(self, gpu):
+        file = io.BytesIO()
+        torch.save({"a": torch.arange(300.0)}, file)
+        file.seek(0)
+        before = gpu.memory().allocated_bytes
+        loaded = torch.load(file, map_location="vgpu")["a"]
+        assert loaded.device.type == "vgpu"
+        assert loaded[299].item() == 299
+        assert gpu.memory().allocated_bytes - before >= 1200
+
+    def test_whole_module(self):
+        layer = nn.Linear(3, 3).to("vgpu")
+        file = io.BytesIO()
+        torch.save(layer, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        assert isinstance(loaded.weight, nn.Parameter)
+        assert loaded(ones(1, 3)).shape == (1, 3)
+
+    def test_pickle(self):
+        x = pickle.loads(pickle.dumps(ones(3).requires_grad_()))
+        assert x.device.type == "vgpu"
+        assert x.requires_grad
+
+    def test_safetensors(self, tmp_path):
+        from safetensors.torch import load_file, save_file
+
+        save_file({"a": ones(3), "b": torch.zeros(2, device="vgpu")}, tmp_path / "x.safetensors")
+        assert load_file(tmp_path / "x.safetensors")["a"].tolist() == [1, 1, 1]
+
+    def test_a_storage_on_the_device(self):
+        storage = torch.UntypedStorage(8, device="vgpu")
+        assert storage.device.type == "vgpu"
+        assert torch.UntypedStorage(8).device.type == "cpu"
+
+
+class TestTransforms:
+    def test_vmap(self):
+        assert torch.vmap(lambda a: a * 2 + a.sum())(ones(3, 4)).tolist() == [[6.0] * 4] * 3
+
+    def test_grad_and_jvp(self):
+        assert torch.func.grad(lambda x: (x**2).sum())(ones(3)).tolist() == [2, 2, 2]
+        assert torch.func.jvp(lambda x: x * 3, (ones(3),), (ones(3),))[1].tolist() == [3, 3, 3]
+
+    @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+    def test_compile(self, backend):
+        layer = nn.Linear(3, 3).to("vgpu")
+        compiled = torch.compile(layer, backend=backend)
+        expected = layer(ones(2, 3)).detach()
+        found = compiled(ones(2, 3))
+        found.sum().backward()
+        assert torch.equal(found.detach().cpu(), expected.cpu())
+        assert layer.weight.grad.device.type == "vgpu"
+
+    def test_inference_mode(self):
+        with torch.inference_mode():
+            x = ones(2, 2)
+            x[0, 0] = 3
+            assert x.view(4).mul_(2).tolist() == [6, 2, 2, 2]
+            assert F.scaled_dot_product_attention(*[ones(1, 1, 2, 2)] * 3).tolist() == [[[[1, 1], [1, 1]]]]

@@ -1,0 +1,231 @@
+"""The virtual GPU's two clocks: launches queue, waits block, streams run beside each other, and nothing is random."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from toolkit.devices.base import open_device
+from toolkit.errors import RecorderError
+
+
+@pytest.fixture(autouse=True)
+def gpu():
+    device = open_device("virtual:h200")
+    device.sync()
+    return device
+
+
+def big(n=2048):
+    return torch.ones(n, n, device="vgpu")
+
+
+def rows(trace, kind):
+    mask = trace.is_kind(kind)
+    return list(zip(trace["start_ns"][mask].tolist(), trace["dur_ns"][mask].tolist(), trace["stream"][mask].tolist(), strict=True))
+
+
+def test_launches_return_before_the_work_is_done(gpu):
+    x = big()
+    gpu.sync()
+    start = gpu.now_ns()
+    x @ x
+    launched = gpu.now_ns()
+    gpu.sync()
+    assert launched - start < 50_000
+    assert gpu.now_ns() - launched > 100_000  # 17 GFLOP at 67 TFLOP/s
+
+
+def test_kernels_of_a_stream_follow_each_other(gpu):
+    x = big()
+    with gpu.record() as trace:
+        for _ in range(4):
+            x = x @ x
+    kernels = rows(trace, "kernel")
+    assert len(kernels) == 4
+    assert all(b[0] >= a[0] + a[1] for a, b in zip(kernels, kernels[1:], strict=False))
+    assert set(trace["clock"].tolist()) == {1}
+    assert trace.meta["clock"] == "modelled"
+
+
+def test_item_waits_for_the_stream(gpu):
+    x = big()
+    with gpu.record() as trace:
+        (x @ x)[0, 0].item()
+    (kernel,), (copy,), (wait,) = rows(trace, "kernel"), rows(trace, "d2h"), rows(trace, "sync")
+    assert copy[0] >= kernel[0] + kernel[1]
+    assert wait[0] + wait[1] >= copy[0] + copy[1]
+    assert trace["bytes"][trace.is_kind("d2h")].tolist() == [4]
+    assert trace["pinned"][trace.is_kind("d2h")].tolist() == [1]
+
+
+def test_streams_run_beside_each_other(gpu):
+    x, stream = big(), torch.vgpu.Stream()
+    gpu.sync()
+    with gpu.record() as trace:
+        x @ x
+        with torch.vgpu.stream(stream):
+            assert torch.vgpu.current_stream() == stream
+            x @ x
+        assert torch.vgpu.current_stream() == torch.vgpu.default_stream()
+    first, second = rows(trace, "kernel")
+    assert second[0] < first[0] + first[1]
+    assert (first[2], second[2]) == (0, stream.number)
+
+
+@pytest.mark.parametrize("order", ["wait_stream", "wait_event", "event.wait"])
+def test_events_order_streams(gpu, order):
+    x, side = big(), torch.vgpu.Stream()
+    with gpu.record() as trace:
+        x @ x
+        if order == "wait_stream":
+            side.wait_stream(torch.vgpu.current_stream())
+        else:
+            event = torch.vgpu.current_stream().record_event()
+            side.wait_event(event) if order == "wait_event" else event.wait(side)
+        with torch.vgpu.stream(side):
+            x @ x
+    first, second = rows(trace, "kernel")
+    assert second[0] >= first[0] + first[1]
+
+
+def test_event_timing():
+    x = big()
+    start, end = (torch.vgpu.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    x @ x
+    end.record()
+    assert not end.query()
+    with pytest.raises(RuntimeError, match="must be completed"):
+        start.elapsed_time(end)
+    end.synchronize()
+    assert end.query()
+    assert 0.1 < start.elapsed_time(end) < 10
+    with pytest.raises(RuntimeError, match="enable_timing"):
+        start.elapsed_time(torch.vgpu.Event())
+
+
+def test_pinned_copies_do_not_wait_and_pageable_ones_do(gpu):
+    pinned, pageable = torch.ones(1 << 20).pin_memory(), torch.ones(1 << 20)
+    for host, waits in ((pinned, 0), (pageable, 0)):
+        with gpu.record() as trace:
+            host.to("vgpu", non_blocking=True)
+        assert len(rows(trace, "sync")) == waits
+        assert trace["pinned"][trace.is_kind("h2d")].tolist() == [int(host is pinned)]
+    with gpu.record() as trace:
+        device = pageable.to("vgpu")
+        pinned.copy_(device, non_blocking=True)
+        device.cpu()
+    assert len(rows(trace, "sync")) == 2
+    assert trace["pinned"][trace.is_kind("d2h")].tolist() == [1, 0]
+
+
+def test_times_are_the_same_every_run(gpu):
+    def run():
+        gpu.sync()
+        with gpu.record() as trace:
+            x = torch.arange(1000.0, device="vgpu")
+            for _ in range(5):
+                x = x.softmax(0).sort()[0] * 2
+            x.sum().item()
+        return trace
+
+    first, second = run(), run()
+    for column in ("start_ns", "dur_ns", "kind", "bytes", "stream"):
+        assert first[column].tolist() == second[column].tolist()
+
+
+def test_steps_mark_what_their_host_code_causes(gpu):
+    with gpu.record() as trace:
+        x = torch.ones(3, device="vgpu")
+        for step in range(2):
+            with gpu.step(step, "decode" if step else "prefill"):
+                x = x + 1
+                x.sum().item()
+    marks = list(trace.marks())
+    assert [(mark.name, mark.step) for mark in marks] == [("prefill", 0), ("decode", 1)]
+    assert marks[0].start_ns + marks[0].dur_ns <= marks[1].start_ns
+    assert trace["step"][trace.is_kind("d2h")].tolist() == [0, 1]
+    assert trace["step"][trace.is_kind("kernel")].tolist() == [-1, 0, 0, 1, 1]
+    assert all(where.startswith("tests/devices/test_virtual_time.py:") for where in trace.text("where")[:2])
+
+
+def test_recording_twice(gpu):
+    with gpu.record() as outer, gpu.record() as inner:
+        torch.ones(3, device="vgpu")
+    assert inner is outer
+    with pytest.raises(RecorderError, match="no recording runs"):
+        gpu.stop()
+    gpu.start(lines=False)
+    with pytest.raises(RecorderError, match="runs already"):
+        gpu.start(lines=False)
+    gpu.stop()
+
+
+def test_threads_have_their_own_stream_and_step(gpu):
+    errors = []
+
+    def work(number):
+        try:
+            stream = torch.vgpu.Stream()
+            with torch.vgpu.stream(stream), gpu.step(number, "decode"):
+                for _ in range(20):
+                    x = torch.tensor([1.0, 2.0], device="vgpu").requires_grad_()
+                    (x * x.new_tensor([2.0, 3.0])).sum().backward()
+                    assert x.grad.tolist() == [2, 3]
+                assert torch.vgpu.current_stream() == stream
+        except BaseException as error:
+            errors.append(error)
+
+    with gpu.record() as trace:
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+    assert not errors
+    d2h = trace.is_kind("d2h")
+    assert sorted(set(trace["step"][d2h].tolist())) == list(range(6))
+    assert all((trace["step"][d2h] == i).sum() == 20 for i in range(6))
+    assert len(set(trace["stream"][d2h].tolist())) == 6
+    assert torch.vgpu.current_stream() == torch.vgpu.default_stream()
+
+
+class TestModule:
+    """torch.vgpu answers to the names of torch.cuda."""
+
+    def test_one_device(self, gpu):
+        module = torch.get_device_module("vgpu")
+        assert module is torch.vgpu
+        assert (module.device_count(), module.current_device(), module.is_available()) == (1, 0, True)
+        assert module.get_device_name(0) == gpu.spec.name
+        assert module.get_device_capability("vgpu:0") == gpu.spec.compute_capability
+        assert module.get_device_properties().multi_processor_count == gpu.spec.sms
+        assert module.is_bf16_supported()
+        with module.device(0):
+            module.set_device("vgpu")
+        module.synchronize()
+        torch.accelerator.synchronize()
+        with pytest.raises(RuntimeError, match="invalid device ordinal"):
+            module.set_device(1)
+
+    def test_random_state(self):
+        torch.vgpu.manual_seed_all(5)
+        state = torch.vgpu.get_rng_state()
+        first = torch.rand(3, device="vgpu").tolist()
+        torch.vgpu.set_rng_state(state)
+        assert torch.rand(3, device="vgpu").tolist() == first
+        with torch.random.fork_rng(devices=[0], device_type="vgpu"):
+            torch.rand(3, device="vgpu")
+
+    def test_stream_objects(self):
+        x = torch.ones(3, device="vgpu")
+        stream = torch.vgpu.Stream(priority=-1)
+        x.record_stream(stream)
+        stream.synchronize()
+        assert stream.query()
+        assert stream != torch.vgpu.default_stream()
+        assert {stream: 1}[torch.vgpu.Stream(number=stream.number)] == 1
+        torch.vgpu.set_stream(torch.vgpu.default_stream())
+        with torch.vgpu.stream(None):
+            pass

@@ -1,0 +1,196 @@
+"""Training, attention, autocast and data loading on the virtual GPU: the CPU's numbers, bit for bit where it computes them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from toolkit.devices.base import open_device
+
+
+@pytest.fixture(autouse=True)
+def gpu():
+    return open_device("virtual:h200")
+
+
+OPTIMISERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, 1e-2),
+    "adamw fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, 1e-2, foreach=True),
+    "sgd momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("optimiser", OPTIMISERS)
+def test_training_equals_the_cpu_bit_for_bit(optimiser):
+    def train(device):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(7, 16), nn.GELU(), nn.Dropout(0.1), nn.LayerNorm(16), nn.Linear(16, 5)).to(device)
+        steps = OPTIMISERS[optimiser](model.parameters())
+        x, y = torch.randn(33, 7).to(device), torch.randint(5, (33,)).to(device)
+        for _ in range(5):
+            steps.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            steps.step()
+        return [loss.item(), *(p.detach().cpu() for p in model.parameters())]
+
+    expected, found = train("cpu"), train("vgpu")
+    assert found[0] == expected[0]
+    assert all(torch.equal(a, b) for a, b in zip(found[1:], expected[1:], strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(reentrant):
+    def grads(device, use):
+        torch.manual_seed(0)
+        layer, x = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).to(device), torch.randn(4, 8).to(device).requires_grad_()
+        torch.manual_seed(1)
+        (checkpoint(layer, x, use_reentrant=reentrant) if use else layer(x)).square().sum().backward()
+        return x.grad.cpu()
+
+    assert torch.equal(grads("vgpu", True), grads("cpu", False))
+
+
+def test_accumulating_and_assigning_gradients():
+    x = torch.ones(3, device="vgpu", requires_grad=True)
+    x.register_hook(lambda g: g * 2)
+    (x * 3).sum().backward()
+    assert x.grad.tolist() == [6, 6, 6]
+    x.grad = torch.ones(3, device="vgpu")
+    (x * 3).sum().backward()
+    assert x.grad.tolist() == [7, 7, 7]
+
+
+def test_in_place_on_a_view_in_the_graph():
+    x = torch.ones(4, device="vgpu", requires_grad=True)
+    y = x * 1
+    y[1:].mul_(3)
+    y.sum().backward()
+    assert x.grad.tolist() == [1, 3, 3, 3]
+
+
+MASKS = {
+    "plain": lambda: {},
+    "causal": lambda: {"is_causal": True},
+    "additive": lambda: {"attn_mask": torch.randn(5, 5)},
+    "boolean": lambda: {"attn_mask": torch.ones(5, 5, dtype=torch.bool).tril()},
+    "batched": lambda: {"attn_mask": torch.randn(2, 1, 5, 5)},
+    "scaled": lambda: {"scale": 0.3},
+    "grouped": lambda: {"enable_gqa": True},
+    "dropout 0 of 1 head": lambda: {"dropout_p": 0.0},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_attention_and_its_gradients(mask, dtype):
+    results = []
+    for device in ("cpu", "vgpu"):
+        torch.manual_seed(0)
+        options = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in MASKS[mask]().items()}
+        if "attn_mask" in options and options["attn_mask"].is_floating_point():
+            options["attn_mask"] = options["attn_mask"].to(dtype)
+        heads = 2 if mask == "grouped" else 4
+        q, k, v = (torch.randn(2, h, 5, 8, dtype=dtype).to(device).requires_grad_() for h in (4, heads, heads))
+        out = F.scaled_dot_product_attention(q, k, v, **options)
+        out.square().sum().backward()
+        results.append([t.detach().cpu() for t in (out, q.grad, k.grad, v.grad)])
+    # The same kernels, except that grouped heads are repeated for the CPU's fused one (bf16) or run in parts (fp32).
+    tolerance = {"rtol": 0, "atol": 0} if mask != "grouped" else {"rtol": 1.6e-2, "atol": 1e-2 if dtype == torch.bfloat16 else 1e-5}
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, **tolerance)
+
+
+def test_attention_is_one_kernel(gpu):
+    q = torch.randn(1, 2, 4, 8, device="vgpu")
+    with gpu.record() as trace:
+        F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    assert trace.is_kind("kernel").sum() == 1
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), gpu.record() as trace:
+        F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    assert trace.is_kind("kernel").sum() > 5
+
+
+def test_attention_with_dropout_has_gradients():
+    q = torch.randn(1, 2, 4, 8, device="vgpu", requires_grad=True)
+    F.scaled_dot_product_attention(q, q, q, dropout_p=0.5).sum().backward()
+    assert q.grad.abs().sum().item() > 0
+
+
+class TestAutocast:
+    def test_types(self):
+        layer, x = nn.Linear(3, 3).to("vgpu"), torch.ones(2, 3, device="vgpu")
+        with torch.autocast("vgpu", dtype=torch.bfloat16):
+            y = layer(x)
+            assert (y.dtype, y.softmax(-1).dtype, (y + 1).dtype) == (torch.bfloat16, torch.float32, torch.bfloat16)
+            with torch.autocast("vgpu", enabled=False):
+                assert layer(x).dtype == torch.float32
+        y.float().sum().backward()
+        assert layer.weight.grad.dtype == torch.float32
+
+    def test_scaler(self):
+        layer = nn.Linear(3, 3).to("vgpu")
+        before = layer.weight.detach().clone()
+        optimiser, scaler = torch.optim.SGD(layer.parameters(), 0.1), torch.amp.GradScaler("vgpu", init_scale=128.0)
+        with torch.autocast("vgpu", dtype=torch.float16):
+            loss = layer(torch.ones(2, 3, device="vgpu")).float().sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimiser)
+        scaler.update()
+        torch.testing.assert_close(layer.weight.detach().cpu(), before.cpu() - 0.2)
+
+
+class TestPinned:
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda: torch.ones(4).pin_memory(),
+            lambda: torch.empty(4, pin_memory=True),
+            lambda: torch.zeros(2, 3, pin_memory=True),
+            lambda: torch.tensor([1, 2], pin_memory=True),
+            lambda: torch.zeros_like(torch.ones(4), pin_memory=True),
+            lambda: torch.ones(8).pin_memory()[2:5],
+        ],
+        ids=["pin_memory()", "empty", "zeros", "tensor", "like", "view"],
+    )
+    def test_is_known(self, make):
+        host = make()
+        assert host.device.type == "cpu"
+        assert host.is_pinned()
+        assert not torch.ones(4).is_pinned()
+
+    def test_not_for_device_tensors(self):
+        x = torch.ones(3, device="vgpu")
+        assert not x.is_pinned()
+        with pytest.raises(RuntimeError, match="cannot pin"):
+            x.pin_memory()
+        with pytest.raises(RuntimeError, match="can be pinned"):
+            torch.empty(3, device="vgpu", pin_memory=True)
+
+    def test_pinning_twice_is_no_copy(self):
+        host = torch.ones(3).pin_memory()
+        assert host.pin_memory() is host
+
+    @pytest.mark.parametrize("workers", [0, 1])
+    def test_data_loader(self, gpu, workers):
+        data = TensorDataset(torch.arange(12.0).view(4, 3))
+        with gpu.record() as trace:
+            batches = [
+                batch.to("vgpu", non_blocking=True) for (batch,) in DataLoader(data, 2, pin_memory=True, num_workers=workers)
+            ]
+        assert [b.sum().item() for b in batches] == [15, 51]
+        assert trace["pinned"][trace.is_kind("h2d")].tolist() == [1, 1]
+        assert not trace.is_kind("sync").any()
+
+    def test_scripted_factories_still_compile(self):
+        @torch.jit.script
+        def make(n: int):
+            return torch.zeros(n)
+
+        assert make(3).tolist() == [0, 0, 0]
