@@ -15,7 +15,7 @@ import torch
 
 import toolkit.devices.rules_reads  # noqa: F401  registers its rules
 from toolkit.devices.rules_attention import sdp_choice
-from toolkit.devices.rules_effect import Effect, duration_ns, first, host_ns, kernel, nbytes
+from toolkit.devices.rules_effect import Effect, duration_ns, first, host_ns, kernel
 from toolkit.devices.rules_ops import KERNELS, RULES
 
 __all__ = ["Effect", "decomposes", "duration_ns", "effects", "host_ns", "sdp_choice"]
@@ -25,16 +25,11 @@ _exists = torch._C._dispatch_has_kernel
 _KEYS = torch._C.DispatchKey
 
 # CUDA has its own kernel for these, the CPU build of PyTorch doesn't show it (native_functions.yaml of torch 2.11-2.13:
-# operations with both a CUDA and a CompositeExplicitAutograd entry). `_foreach_*` are by far the most.
+# operations with a CUDA entry beside a composite one). `_foreach_*` are by far the most.
 _OWN_KERNEL = {
-    "convolution",
-    "addr",
-    "convolution_backward",
-    "_chunk_cat",
-    "_grouped_mm",
-    "linalg__powsum",
-    "split_with_sizes_copy",
-}
+    "_fused_rms_norm", "mish_backward", "convolution", "addr", "convolution_backward", "_chunk_cat", "_grouped_mm",
+    "linalg__powsum", "split_with_sizes_copy",
+}  # fmt: skip
 # And these have one on the CPU, none on CUDA.
 _NO_KERNEL = {"_stack"}
 # Nothing runs on the device.
@@ -114,17 +109,16 @@ def _kernels(name: str, count: int, floor: float, picks: bool, mutable: bool) ->
     inner = (kernel(name, 0, floor),) * (count - 1)
 
     def rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Sequence[Effect]:
-        written = _bytes(out) if out is not None else 0
-        if mutable and not written:
-            written = _bytes(args[0]) if args else 0
-        if picks:
-            small = min((_bytes(a) for a in args if isinstance(a, torch.Tensor) and a.numel()), default=written)
-            moved = 2 * (written if not mutable else small)
-        else:
-            moved = written + _bytes(args)
-        if not moved or not written:
+        written = out.nbytes if isinstance(out, torch.Tensor) else _bytes(out)
+        if not written and mutable and args:
+            written = _bytes(args[0])
+        if not written:
             return ()
-        return (Effect("kernel", 0, name, moved_bytes=moved, floor=floor), *inner)
+        sizes = [a.nbytes if isinstance(a, torch.Tensor) else _bytes(a) for a in args]
+        moved = written + sum(sizes)
+        if picks:
+            moved = 2 * (min(filter(None, sizes), default=written) if mutable else written)
+        return (Effect("kernel", 0, name, -1, 0.0, moved, "fp32_flops", floor), *inner)
 
     return rule
 
@@ -132,7 +126,7 @@ def _kernels(name: str, count: int, floor: float, picks: bool, mutable: bool) ->
 def _bytes(x: Any) -> int:
     """Bytes of a tensor, or of all tensors in a tuple or list."""
     if isinstance(x, torch.Tensor):
-        return nbytes(x)
+        return x.nbytes
     if isinstance(x, tuple | list):
         return sum(_bytes(y) for y in x)
     return 0

@@ -87,7 +87,7 @@ def first(effects: list[Effect], cost: str = "op_host_ns") -> list[Effect]:
 
 def nbytes(tensor: torch.Tensor) -> int:
     """Bytes of the elements of a tensor, however it is laid out."""
-    return tensor.numel() * tensor.element_size()
+    return tensor.nbytes
 
 
 def duration_ns(effect: Effect, spec: GpuSpec) -> int:

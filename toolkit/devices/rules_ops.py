@@ -22,7 +22,8 @@ RULES: dict[str, Rule] = {}  # by the operation's name without "aten::" and over
 # Operations of several kernels, and no copies (kernel counts: H200, small shapes).
 KERNELS = {
     "dot": 2, "vdot": 2, "native_group_norm": 2, "count_nonzero": 3, "eye": 2, "masked_scatter_": 4, "randperm": 5,
-    "linalg_lu_factor_ex": 6, "nanmedian": 6, "logsumexp": 9, "linalg_inv_ex": 13, "_linalg_solve_ex": 12, "linalg_cholesky_ex": 4,
+    "linalg_lu_factor_ex": 6, "nanmedian": 6, "logsumexp": 9, "linalg_inv_ex": 13, "_linalg_solve_ex": 12,
+    "linalg_cholesky_ex": 4,
 }  # fmt: skip
 
 SMALL_SORT = 4096  # up to here sort works in place, in one kernel (Sort.cpp, should_use_small_sort)
