@@ -124,7 +124,7 @@ def test_streams_are_numbered_from_the_default_stream(gpu):
 
 
 def test_a_triton_kernel_launched_by_the_driver(gpu):
-    kernels = pytest.importorskip("triton_kernel", reason="Triton isn't installed")
+    kernels = pytest.importorskip("tests.gpu.triton_kernel", reason="Triton isn't installed")
     x = torch.ones(128, device="cuda:0")
     kernels.add_one[(1,)](x, 128, BLOCK=128)
     with tk.record(gpu) as trace, gpu.step(4, "decode"):

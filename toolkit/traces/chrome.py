@@ -80,8 +80,10 @@ class _Kineto:
     def take(self, event: dict[str, Any]) -> None:
         """One event. Those of unknown categories go to the reader of foreign traces."""
         category = event.get("cat")
-        handler = self._take.get(category)  # type: ignore[arg-type]
-        if handler is None and type(category) is str and category not in self._skip:
+        if type(category) is not str:
+            category = ""
+        handler = self._take.get(category)
+        if handler is None and category not in self._skip:
             handler = self._take.get(category.lower())  # profilers of 2021 wrote "Kernel", "Memcpy", "Runtime"
         try:
             if handler is not None:

@@ -28,6 +28,7 @@ def read_nsys(path: Path) -> Trace:
     """The trace in Nsight Systems' sqlite export. Raises TraceError where it is damaged or holds no CUDA events."""
     asked = f"opening the trace {str(path)!r}"
     try:
+        _check_length(path, asked)
         connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
         try:
             return _Database(connection, asked).trace()
@@ -39,6 +40,19 @@ def read_nsys(path: Path) -> Trace:
         raise TraceError(
             asked, f"a column holds something unexpected ({error})", "Export it again from the .nsys-rep"
         ) from error
+
+
+def _check_length(path: Path, asked: str) -> None:
+    """SQLite itself notices a missing end only where it happens to read it."""
+    with path.open("rb") as file:
+        header = file.read(32)
+    page_bytes = int.from_bytes(header[16:18]) or 1
+    pages = int.from_bytes(header[28:32])
+    promised_bytes = pages * (65536 if page_bytes == 1 else page_bytes)
+    found_bytes = path.stat().st_size
+    if len(header) < 32 or found_bytes < promised_bytes:
+        found = f"a database cut short, {found_bytes} of {promised_bytes} bytes"
+        raise TraceError(asked, found, "Copy it again, whole, or export it again")
 
 
 class _Database:

@@ -6,7 +6,7 @@ Pure functions of numpy arrays; knows no file format and no device.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 _REGULAR = 0.25  # a gap is regular when it is within this fraction of the median gap
 _ENOUGH = 0.8  # the fraction of gaps that must be regular
+_SHARED = 0.7  # the fraction of events that one step must share with the next
 _REPEATS = 3  # fewer repeats are no pattern
 
 _OWN = re.compile(r"toolkit\.step (-?\d+) (.*)", re.DOTALL)
@@ -133,15 +134,17 @@ def guess_steps(names: ArrayLike, is_readback: ArrayLike) -> NDArray[np.int32] |
             candidates.append((period, positions, bool(readback[positions[0]])))
     if not candidates:
         return None
-    ends = [c for c in candidates if c[2]]
-    if ends:
-        _, positions, _ = max(ends, key=lambda c: (c[0], len(c[1])))
-        step = np.searchsorted(positions, np.arange(n), side="left")  # the read-back itself belongs to the step it ends
-        return np.where(np.arange(n) > positions[-1], -1, step).astype(np.int32)
-    positions = _common_period(candidates)
-    step = np.searchsorted(positions, np.arange(n), side="right")
-    tail = np.arange(n) >= positions[-1] + round(float(np.median(np.diff(positions))))
-    return np.where(tail, -1, step if positions[0] else step - 1).astype(np.int32)
+    at = np.arange(n)
+    for positions in (c[1] for c in sorted(candidates, key=lambda c: (-c[0], -len(c[1]))) if c[2]):
+        if _alike(code, positions):
+            step = np.searchsorted(positions, at, side="left")  # the read-back itself belongs to the step it ends
+            return np.where(at > positions[-1], -1, step).astype(np.int32)
+    for positions in _common_periods(candidates):
+        if _alike(code, positions):
+            step = np.searchsorted(positions, at, side="right")
+            tail = at >= positions[-1] + round(float(np.median(np.diff(positions))))
+            return np.where(tail, -1, step if positions[0] else step - 1).astype(np.int32)
+    return None
 
 
 def _period(positions: NDArray[np.int64], n: int) -> float | None:
@@ -154,14 +157,29 @@ def _period(positions: NDArray[np.int64], n: int) -> float | None:
     return median if median >= 2 and regular.mean() >= _ENOUGH else None
 
 
-def _common_period(candidates: list[tuple[float, NDArray[np.int64], bool]]) -> NDArray[np.int64]:
-    """Where periods begin: the longest period that at least two different events share (one alone may be a rare extra).
+def _alike(code: NDArray[np.int64], positions: NDArray[np.int64]) -> bool:
+    """Whether the periods between positions hold mostly the same events: of pairs of neighbours, the median does."""
+    pick = np.unique(np.linspace(0, len(positions) - 3, min(len(positions) - 2, 64)).round().astype(int))
+    shared = []
+    for i in pick.tolist():
+        (one, n_one), (two, n_two) = (np.unique(code[positions[k] : positions[k + 1]], return_counts=True) for k in (i, i + 1))
+        _, in_one, in_two = np.intersect1d(one, two, assume_unique=True, return_indices=True)
+        shared.append(np.minimum(n_one[in_one], n_two[in_two]).sum() / max(n_one.sum(), n_two.sum()))
+    return float(np.median(shared)) >= _SHARED
 
-    Of those events the one that comes first in its period is the step's beginning.
+
+def _common_periods(candidates: list[tuple[float, NDArray[np.int64], bool]]) -> Iterator[NDArray[np.int64]]:
+    """Where periods may begin: the longest period first, those that at least two different events share before others.
+
+    Of the events that share a period the one that comes first in it is the step's beginning. One event alone may be a
+    rare extra: a kernel that runs every sixteenth step.
     """
     longest = sorted(candidates, key=lambda c: -c[0])
-    for period, _, _ in longest:
-        same = [c for c in longest if abs(c[0] - period) <= 0.1 * period]
+    alone = []
+    for period, positions, _ in longest:
+        same = [c[1] for c in longest if abs(c[0] - period) <= 0.1 * period]
         if len(same) >= 2:
-            return min((c[1] for c in same), key=lambda positions: int(positions[0]))
-    return longest[0][1]
+            yield min(same, key=lambda positions: int(positions[0]))
+        else:
+            alone.append(positions)
+    yield from alone
