@@ -101,7 +101,8 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     command = [
         sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}", "--ServerApp.port_retries=0",
         f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={root}", f"--LabApp.user_settings_dir={settings}",
-        f"--LabApp.workspaces_dir={home / 'workspaces'}", "--LabApp.news_url=", "--LabApp.extension_manager=readonly", "--LabApp.expose_app_in_browser=True",
+        f"--LabApp.workspaces_dir={home / 'workspaces'}", "--LabApp.news_url=", "--LabApp.extension_manager=readonly",
+        "--LabApp.expose_app_in_browser=True",
     ]  # fmt: skip
     with (home / "log.txt").open("wb") as log:
         server = subprocess.Popen(command, cwd=root, env={**os.environ, **folders}, stdout=log, stderr=log)
@@ -184,5 +185,5 @@ def run_all(page: object, timeout_s: float = 60) -> None:
     """Run every cell and wait until each has its number."""
     ready(page)
     command(page, "notebook:run-all-cells")
-    done = """() => [...document.querySelectorAll('.jp-CodeCell .jp-InputArea-prompt')].every((p) => /[0-9]/.test(p.textContent))"""
+    done = "() => [...document.querySelectorAll('.jp-CodeCell .jp-InputArea-prompt')].every((p) => /[0-9]/.test(p.textContent))"
     page.wait_for_function(done, timeout=timeout_s * 1000)

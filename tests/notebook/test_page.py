@@ -64,15 +64,14 @@ def test_everything_is_escaped(tmp_path: Path) -> None:
     trace = builder.build({"device": EVIL, "versions": {EVIL: EVIL}})
     text = write_page(tmp_path / "a.html", {EVIL: trace, "b": trace}, title=EVIL).read_text()
     assert "<script>alert" not in text
-    assert "<img" not in text
+    assert "<img src=x" not in text
     assert text.count("</script>") == 2
 
 
 def test_asks_nothing_of_the_network(tmp_path: Path) -> None:
     text = write_page(tmp_path / "a.html", decode_loop()).read_text()
-    found = set(re.findall(r"https?://[^\s\"'<>)]+", text))
-    assert found <= {"http://www.w3.org/2000/svg"}  # a namespace, never fetched
-    assert not re.search(r"\bimport\s*\(|\bimport .* from|@import|url\(", text.replace("url(#tk-", ""))
+    assert not re.search(r"https?://", text)
+    assert not re.search(r"\bimport\s*\(|\bimport .* from|@import|url\(", text)
 
 
 def test_several_runs_can_be_chosen_and_put_beside_each_other(tmp_path: Path) -> None:
@@ -85,7 +84,8 @@ def test_several_runs_can_be_chosen_and_put_beside_each_other(tmp_path: Path) ->
 
 def test_comparison_brings_its_table(tmp_path: Path) -> None:
     class Comparison:
-        runs = {"roundtrip": decode_loop(), "double-buffered": decode_loop(h2d=0)}
+        def __init__(self) -> None:
+            self.runs = {"roundtrip": decode_loop(), "double-buffered": decode_loop(h2d=0)}
 
         def _repr_html_(self) -> str:
             return "<table><tr><td>the table</td></tr></table>"

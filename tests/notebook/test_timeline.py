@@ -88,7 +88,7 @@ def test_still_picture_is_well_formed_small_and_hatched() -> None:
         text = overview.svg(Scene([Track(trace, "a & b")]))
         ET.fromstring(text)
         assert len(text) < 40_000
-    assert "url(#tk-h2d)" in overview.svg(Scene([Track(decode_loop(), "a")]))
+    assert "url(#h2d)" in overview.svg(Scene([Track(decode_loop(), "a")]))
     assert "url(#" not in overview.svg(Scene([Track(decode_loop(clock="measured"), "a")]))
 
 

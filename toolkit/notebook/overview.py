@@ -5,6 +5,7 @@ VS Code, Colab, nbviewer and a terminal show this; so does a page whose scripts 
 
 from __future__ import annotations
 
+import base64
 from html import escape
 from typing import Any
 
@@ -21,7 +22,7 @@ COLORS = {
 _GUTTER, _PLOT, _LANE, _BINS = 150, 810, 20, 270
 
 
-def svg(scene: Scene, prefix: str = "tk") -> str:
+def svg(scene: Scene) -> str:
     """All events of the scene as an SVG of 960 pixels' width; modelled times are hatched. Under about 40 KB."""
     low, high = scene.bounds()
     y, parts = 4, []
@@ -32,14 +33,14 @@ def svg(scene: Scene, prefix: str = "tk") -> str:
         for lane, segment, shown in zip(track.lanes, segments, track.meta()["lanes"], strict=True):
             parts.append(_text(0, y + 14, f"{shown['label']} {shown['place']}".strip()))
             parts.append(f'<path fill="#eef1f4" d="M{_GUTTER} {y}h{_PLOT}v{_LANE}h-{_PLOT}z"/>')
-            parts.extend(_bars(lane, segment, y, prefix))
+            parts.extend(_bars(lane, segment, y))
             y += _LANE + 3
         y += 8
     for share in (0.0, 0.25, 0.5, 0.75):
         parts.append(_text(_GUTTER + share * _PLOT, y + 10, seconds_text((low + share * (high - low)) / 1e9)))
     kinds = sorted({lane.kind for track in scene.tracks for lane in track.lanes})
     hatches = "".join(
-        f'<pattern id="{prefix}-{kind}" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+        f'<pattern id="{kind}" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
         f'<path fill="{COLORS[kind]}" fill-opacity=".38" d="M0 0h5v5H0z"/>'
         f'<path fill="{COLORS[kind]}" d="M0 0h2v5H0z"/></pattern>'
         for kind in kinds
@@ -62,13 +63,13 @@ def _text(x: float, y: float, text: str, bold: bool = False) -> str:
     return f'<text x="{x:g}" y="{y:g}"{weight}>{escape(text)}</text>'
 
 
-def _bars(lane: Lane, segment: dict[str, NDArray[Any]], y: int, prefix: str) -> list[str]:
+def _bars(lane: Lane, segment: dict[str, NDArray[Any]], y: int) -> list[str]:
     """One path for each of four heights, neighbours joined."""
     x0 = np.round(segment["x0"] / SUBPIXELS).astype(int) + _GUTTER
     x1 = np.maximum(np.round(segment["x1"] / SUBPIXELS).astype(int) + _GUTTER, x0 + 1)
     height = np.ceil(segment["level"] / 255 * 4).astype(int)
     modelled = bool((segment["kind"].astype(int) & MODELLED).any())
-    fill = f"url(#{prefix}-{lane.kind})" if modelled else COLORS[lane.kind]
+    fill = f"url(#{lane.kind})" if modelled else COLORS[lane.kind]
     paths = []
     for quarter in range(1, 5):
         runs: list[list[int]] = []
@@ -94,15 +95,22 @@ def text(scene: Scene) -> str:
     return "\n".join(lines)
 
 
-def html(scene: Scene, prefix: str = "tk") -> str:
-    """The picture with its totals, as a fragment of HTML that needs no script."""
+def html(scene: Scene) -> str:
+    """The picture with its totals, as a fragment of HTML that needs no script.
+
+    The picture is an image, not inline SVG: where a notebook isn't trusted, front ends strip it and the table remains.
+    """
     rows = [
         f"<tr><td>{escape(track.title)}</td><td>{escape((row['label'] + ' ' + row['place']).strip())}</td>"
         f"<td>{row['count']:,}</td><td>{row['bytes']}</td></tr>"
         for track in scene.tracks
         for row in track.meta()["lanes"]
     ]
-    notes = [f"<p>{escape(note)}</p>" for note in dict.fromkeys(n for track in scene.tracks for n in track.notes())]
+    captions = [f"{track.title}: {_caption(track)}" for track in scene.tracks]
+    notes = [note for track in scene.tracks for note in track.notes()]
     head = "<tr><th>run</th><th>lane</th><th>events</th><th>bytes</th></tr>"
-    table = f"<details><summary>Totals</summary><table>{head}{''.join(rows)}</table></details>" if rows else ""
-    return f'<div style="background:#fff;color:#1b2430;padding:8px">{svg(scene, prefix)}{"".join(notes)}{table}</div>'
+    table = f"<table>{head}{''.join(rows)}</table>" if rows else ""
+    words = "".join(f"<p>{escape(words)}</p>" for words in dict.fromkeys([*captions, *notes]))
+    picture = base64.b64encode(svg(scene).encode()).decode()
+    image = f'<img alt="{escape("; ".join(captions))}" src="data:image/svg+xml;base64,{picture}">'
+    return f"<div>{image if rows else ''}{words}{table}</div>"

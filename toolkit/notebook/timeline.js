@@ -369,7 +369,9 @@ export function mount(root, provider, meta) {
     if (state.align !== null) state.align = step;
     try { show(await ofTracks({ step })); } catch { failed = true; say(); }
   };
-  const move = async (by) => {
+  let moving = Promise.resolve(); // one after the other, so that two quick presses go two steps
+  const move = (by) => { moving = moving.then(() => step(by)); };
+  const step = async (by) => {
     if (state.step !== null) return goto(Math.max(state.step + by, Math.min(...meta.tracks.filter((t) => t.steps).map((t) => t.steps[0]))));
     try {
       const track = meta.tracks.findIndex((t) => t.steps);

@@ -46,8 +46,7 @@ class Timeline(anywidget.AnyWidget):
     def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         bundle = super()._repr_mimebundle_(**kwargs) or ({}, {})
         data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
-        still = overview.html(self.scene, prefix=f"tk{self.model_id[:8]}")
-        return {**data, "text/plain": repr(self), "text/html": still}, metadata
+        return {**data, "text/plain": repr(self), "text/html": overview.html(self.scene)}, metadata
 
     def _answer(self, _widget: Any, request: Any, _buffers: Any) -> None:
         """One message of the front end. A malformed one is ignored: the sender gives up after a while."""

@@ -1,0 +1,107 @@
+"""A written page, opened from disk: it draws, asks nothing of the network, and its JavaScript finds what Python finds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from synthetic import decode_loop, many_events
+from test_view import parse
+
+from toolkit.notebook.page import write_page
+from toolkit.notebook.view import MODELLED, Scene, Track
+from toolkit.trace import KINDS, Trace
+
+FRAME = ".tk-timeline"
+EVIL = "<img src=x onerror=\"document.title='owned'\"></script><script>document.title='owned'</script>"
+
+
+def colours(page) -> int:
+    return page.evaluate("""() => { const canvas = document.querySelector(".tk-timeline canvas");
+      const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+      return new Set(new Uint32Array(data.buffer)).size }""")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_opens_from_disk(browser, tmp_path: Path, scheme: str) -> None:
+    path = write_page(tmp_path / "a.html", {"roundtrip": decode_loop(), EVIL: decode_loop(h2d=0, scale=0.6)}, title=EVIL)
+    page = browser.new_context(color_scheme=scheme, viewport={"width": 1200, "height": 800}).new_page()
+    asked, said = [], []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.goto(path.as_uri())
+    page.wait_for_selector(f"{FRAME}[data-ms]")
+    assert colours(page) > 20
+    page.select_option("#tk-b", "1")
+    page.wait_for_selector(".tk-timeline select")
+    page.wait_for_timeout(200)
+    page.focus(".tk-timeline canvas")
+    for key in ("n", "+", "ArrowRight", "Home", "."):
+        page.keyboard.press(key)
+        page.wait_for_timeout(150)
+    page.wait_for_selector(".tk-detail:not([hidden]) dd")
+    page.click("text=Table")
+    page.wait_for_selector(".tk-tables tbody tr")
+    assert said == []
+    assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
+    assert page.title() == EVIL.strip()
+    page.context.close()
+
+
+def without_marks(trace: Trace) -> Trace:
+    return trace.select(~trace.is_kind("mark") | (trace["step"] < 0))
+
+
+@pytest.mark.parametrize("share", [(0.0, 1.0), (0.31, 0.05), (0.5, 0.001), (0.7, 0.00002)], ids=str)
+def test_javascript_and_python_see_the_same(browser, tmp_path: Path, share: tuple[float, float]) -> None:
+    trace = many_events(60_000)
+    page = browser.new_page()
+    page.goto(write_page(tmp_path / "a.html", trace).as_uri())
+    page.wait_for_selector(f"{FRAME}[data-ms]")
+    track = Track(trace, "a")
+    low, high = Scene([track]).bounds()
+    t0, t1 = low + share[0] * (high - low), low + sum(share) * (high - low)
+    names = ["counts", "row", "count", "bytes", "x0", "x1", "kind", "level", "steps", "every", "bounds"]
+    there = page.evaluate(
+        "([request, names]) => { const view = window.tkProvider.makeView(request); view.kind = [...view.kind];"
+        " return names.map((name) => Array.from(view[name])) }",
+        [{"t0": t0, "t1": t1, "width": 900, "align": None}, names],
+    )
+    there = dict(zip(names, there, strict=True))
+    here = parse(Scene([track]).view(t0, t1, 900))
+    for name in ("counts", "every", "bounds", "steps"):
+        assert there[name] == here[name], name
+    for name, tolerance in {"count": 0, "bytes": 0, "kind": 0, "x0": 1, "x1": 1, "level": 1}.items():
+        assert np.abs(np.array(there[name], float) - here[name]).max() <= tolerance, name
+    # rows are numbered without the step marks, which the page keeps apart
+    kept = np.cumsum(~(trace.is_kind("mark"))) - 1
+    assert there["row"] == kept[here["row"]].tolist()
+    page.close()
+
+
+def test_measured_and_modelled_side_by_side_are_labelled(browser, tmp_path: Path) -> None:
+    path = write_page(tmp_path / "a.html", decode_loop(clock="measured"), decode_loop())
+    page = browser.new_page()
+    page.goto(path.as_uri())
+    page.wait_for_selector(f"{FRAME}[data-ms]")
+    words = page.inner_text(".tk-legend")
+    assert "solid: measured time" in words
+    assert "hatched: modelled time" in words
+    assert "modelled, not measured" in page.inner_text(FRAME)
+    page.close()
+
+
+def test_without_scripts_a_still_picture_and_tables_remain(browser, tmp_path: Path) -> None:
+    path = write_page(tmp_path / "a.html", decode_loop())
+    context = browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(path.as_uri())
+    assert page.locator("noscript img").is_visible()
+    assert page.locator("details table tbody tr").count() == 6
+    context.close()
+
+
+def test_kinds_fit_a_byte() -> None:
+    assert len(KINDS) < MODELLED

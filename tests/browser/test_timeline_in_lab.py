@@ -1,0 +1,212 @@
+"""The timeline in a real JupyterLab: painted, moved by mouse and keys, kept in a saved notebook, fast with a million events."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from conftest import command, ready, run_all
+from synthetic import __file__ as SYNTHETIC
+from synthetic import decode_loop
+
+SETUP = f"""import sys; sys.path.insert(0, {str(Path(SYNTHETIC).parent)!r})
+from synthetic import decode_loop, many_events
+from toolkit.notebook.timeline import Timeline"""
+ONE = "Timeline(decode_loop())"
+TWO = "Timeline(decode_loop(), decode_loop(h2d=0, scale=.7), titles=('roundtrip', 'double-buffered'))"
+FRAME = ".tk-timeline"
+CANVAS = ".tk-timeline canvas"
+
+# Runs in the page: do something, then wait for the next view that was answered and painted. Milliseconds, and its bytes.
+ANSWERED = """async ([act, selector]) => {
+  const frame = document.querySelector(selector), canvas = frame.querySelector("canvas"), seq = frame.dataset.seq;
+  const box = canvas.getBoundingClientRect(), began = performance.now();
+  const at = { bubbles: true, cancelable: true, clientX: box.left + 600, clientY: box.top + 90 };
+  if (act.wheel) canvas.dispatchEvent(new WheelEvent("wheel", { ...at, deltaY: act.wheel }));
+  else canvas.dispatchEvent(new KeyboardEvent("keydown", { key: act.key, bubbles: true }));
+  const frames = () => new Promise((next) => requestAnimationFrame(next));
+  while (frame.dataset.seq === seq) { await frames(); if (performance.now() - began > 5000) throw new Error("no answer"); }
+  await frames();
+  return [performance.now() - began, Number(frame.dataset.bytes)];
+}"""
+
+
+def shot(page, name: str) -> None:
+    """Keep a picture where TOOLKIT_SHOTS names a folder, for people to look at."""
+    if folder := os.environ.get("TOOLKIT_SHOTS"):
+        page.screenshot(path=f"{folder}/{name}.png")
+
+
+def status(page) -> str:
+    page.wait_for_timeout(150)
+    return page.inner_text(".tk-timeline .tk-status")
+
+
+def colours(page) -> int:
+    """How many colours the canvas shows: 1 is a blank one."""
+    return page.evaluate("""(selector) => { const canvas = document.querySelector(selector);
+      const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+      return new Set(new Uint32Array(data.buffer)).size }""", CANVAS)  # fmt: skip
+
+
+def answered(page, **act: object) -> tuple[float, int]:
+    return page.evaluate(ANSWERED, [act, FRAME])
+
+
+def test_hover_click_zoom_pan_and_keys(notebook) -> None:
+    page = notebook(SETUP, ONE)
+    page.wait_for_selector(f"{FRAME}[data-ms]")
+    assert colours(page) > 20
+    canvas = page.locator(CANVAS)
+    box = canvas.bounding_box()
+    plot = box["width"] - 158
+
+    # hover over the first D2D: name, bytes and the line appear
+    trace = decode_loop()
+    row = trace.is_kind("d2d").argmax()
+    x = 158 + plot * (trace["start_ns"][row] + trace["dur_ns"][row] / 2) / (trace["start_ns"] + trace["dur_ns"]).max()
+    page.mouse.move(box["x"] + x, box["y"] + 68 + 3 * 25 + 10)
+    page.wait_for_selector(".tk-tip:not([hidden]) :text('models/cache.py:31')")
+    assert "2.00 MiB" in page.inner_text(".tk-tip")
+    assert "modelled" in page.inner_text(".tk-tip")
+    page.mouse.click(box["x"] + x, box["y"] + 68 + 3 * 25 + 10)
+    page.wait_for_selector(".tk-detail :text('2,097,152 B')")
+
+    whole = status(page)
+    answered(page, wheel=-600)
+    assert status(page) != whole
+    zoomed = status(page)
+    page.mouse.move(box["x"] + 700, box["y"] + 90)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 500, box["y"] + 90, steps=4)
+    page.mouse.up()
+    assert status(page) != zoomed
+    page.mouse.dblclick(box["x"] + 400, box["y"] + 60)
+    assert status(page) == whole
+    page.keyboard.down("Shift")
+    page.mouse.move(box["x"] + 300, box["y"] + 90)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 400, box["y"] + 90, steps=3)
+    page.mouse.up()
+    page.keyboard.up("Shift")
+    assert status(page) != whole
+    canvas.focus()
+    cells = page.locator(".jp-Cell").count()
+    for key in ("ArrowRight", "ArrowLeft", "ArrowUp", "ArrowDown", "+", "-"):
+        before = status(page)
+        page.keyboard.press(key)
+        assert status(page) != before, key
+    page.keyboard.press("Home")
+    assert status(page) == whole
+    page.keyboard.press("n")
+    page.keyboard.press("n")
+    page.wait_for_function("() => document.querySelector('.tk-timeline input').value === '2'")
+    page.keyboard.press("p")
+    page.wait_for_function("() => document.querySelector('.tk-timeline input').value === '1'")
+    page.keyboard.press("Escape")
+    page.wait_for_selector(".tk-detail[hidden]", state="attached")
+    page.keyboard.press(".")
+    page.wait_for_selector(".tk-detail dd:text('host memory'), .tk-detail dt:text('bytes')")
+    page.fill(".tk-timeline input", "4")
+    page.keyboard.press("Enter")
+    page.wait_for_function("() => document.querySelector('.tk-timeline input').value === '4'")
+    assert page.locator(".jp-Cell").count() == cells  # JupyterLab took none of the keys for its own
+    page.click("text=Table")
+    page.wait_for_selector(".tk-tables table")
+    assert page.locator(".tk-tables tbody tr").count() == 6
+    shot(page, "timeline-light")
+
+
+def test_two_runs_side_by_side_in_the_dark_theme(notebook) -> None:
+    page = notebook(SETUP, TWO, dark=True)
+    page.wait_for_selector(f"{FRAME}[data-ms]")
+    assert "aligned at start" in page.inner_text(FRAME)
+    page.select_option(".tk-timeline select", "step")
+    page.wait_for_function("() => document.querySelector('.tk-timeline input').value === '1'")
+    page.wait_for_timeout(300)
+    background = page.evaluate("() => getComputedStyle(document.querySelector('.tk-timeline')).backgroundColor")
+    assert sum(int(part) for part in background[4:-1].split(",")[:3]) < 200, background
+    assert colours(page) > 20
+    page.keyboard.press("Tab")
+    shot(page, "timeline-dark")
+
+
+def test_a_million_events(notebook, capsys: pytest.CaptureFixture[str]) -> None:
+    page = notebook(SETUP, "trace = many_events(1_000_000); len(trace)", "Timeline(trace)", run=False)
+    ready(page)
+    command(page, "notebook:run-cell-and-select-next")
+    command(page, "notebook:run-cell-and-select-next")
+    page.wait_for_selector(".jp-OutputArea-output :text('1000000')", timeout=60_000)
+    paint = page.evaluate("""async () => {
+      const began = performance.now();
+      window.jupyterapp.commands.execute("notebook:run-cell");
+      while (!document.querySelector(".tk-timeline[data-painted]")) await new Promise((next) => requestAnimationFrame(next));
+      return performance.now() - began;
+    }""")
+    assert colours(page) > 10
+    page.wait_for_selector(f"{FRAME}[data-ms]")
+    acts = (
+        [{"wheel": -300}] * 8
+        + [{"key": "ArrowRight"}] * 4
+        + [{"key": "ArrowLeft"}] * 4
+        + [{"key": "-"}] * 8
+        + [{"key": "+"}] * 12
+    )
+    answers = [answered(page, **act) for act in acts]
+    took = sorted(ms for ms, _ in answers)
+    size = max(size for _, size in answers)
+    said = f"{len(took)} pans and zooms, median {took[len(took) // 2]:.0f} ms, slowest {took[-1]:.0f} ms"
+    with capsys.disabled():
+        print(f"\n1,000,000 events: first paint {paint:.0f} ms; {said}; largest view {size / 1000:.1f} kB")
+    assert size < 100_000
+    assert paint < 1500
+    assert took[int(len(took) * 0.9)] < 150
+
+
+def test_a_saved_notebook_shows_its_timeline_without_a_kernel_and_runs_again(notebook, lab) -> None:
+    page = notebook(SETUP, ONE)
+    page.wait_for_selector(f"{FRAME}[data-ms]")
+    page.focus(CANVAS)
+    page.keyboard.press("n")
+    page.wait_for_timeout(400)
+    seen = status(page)
+    command(page, "docmanager:save")
+    path = lab.root / page.notebook_name
+    for _ in range(50):
+        page.wait_for_timeout(100)
+        if "application/vnd.jupyter.widget-state+json" in path.read_text():
+            break
+    saved = json.loads(path.read_text())
+    assert len(json.dumps(saved["metadata"]["widgets"])) < 110_000
+    kept = saved["cells"][1]["outputs"][0]["data"]
+    assert "modelled time" in "".join(kept["text/plain"])
+    assert "data:image/svg+xml" in "".join(kept["text/html"])
+
+    page.goto("about:blank")
+    lab.stop_kernels()
+    page.goto(lab.address(page.notebook_name))  # JupyterLab starts a new kernel, which has never heard of the widget
+    page.wait_for_selector(f"{FRAME}[data-painted]", timeout=30_000)
+    assert colours(page) > 20
+    assert status(page).split(" · ")[0] == seen.split(" · ")[0]
+    page.focus(CANVAS)
+    page.keyboard.press("+")  # nobody answers: the last view is stretched, and says so
+    page.wait_for_selector(".tk-status:text('the last view')", timeout=8000)
+    run_all(page)
+    page.wait_for_selector(f"{FRAME}[data-ms]")
+
+
+def test_restarting_the_kernel_leaves_the_view_and_running_again_mends_it(notebook) -> None:
+    page = notebook(SETUP, ONE)
+    page.wait_for_selector(f"{FRAME}[data-ms]")
+    page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart().then(() => true)")
+    ready(page)
+    page.wait_for_timeout(500)
+    if page.locator(CANVAS).count():
+        page.focus(CANVAS)
+        page.keyboard.press("+")
+        page.wait_for_selector(".tk-status:text('the last view')", timeout=8000)
+    run_all(page)
+    page.wait_for_selector(f"{FRAME}[data-ms]")
+    answered(page, key="+")
