@@ -231,6 +231,8 @@ BAD_CHECKPOINTS: dict[str, tuple[Callable[..., None], type[ToolkitError], str]] 
     "config field of a text": (configured(hidden_size="256"), ModelError, "hidden_size"),
     "config field negative": (configured(num_hidden_layers=-1), ModelError, "num_hidden_layers"),
     "config field huge": (configured(num_hidden_layers=1 << 40), ModelError, "num_hidden_layers"),
+    "2**31 layers": (configured(num_hidden_layers=1 << 31), FormatError, "2,147,483,648 layers"),
+    "2**62 weights": (configured(vocab_size=1 << 31, hidden_size=1 << 31), FormatError, ""),
 }
 
 
@@ -269,12 +271,13 @@ def test_a_gguf_with_a_tensor_missing(tmp_path: Path) -> None:
 
 
 def test_paths_that_are_no_model(tmp_path: Path) -> None:
-    def refusal(path: str | Path) -> str:
+    def refusal(path: Any) -> str:
         with pytest.raises(ToolkitError) as caught:
             tk.load(path, device="cpu", progress=False)
         return str(caught.value)
 
     assert "demo/qwen3" in refusal("demo/qwen33")
+    assert "not a path" in refusal(None)
     assert "not in this version" in refusal("random/qwen3-8b")
     assert "hf download Qwen/Qwen3-0.6B" in refusal("Qwen/Qwen3-0.6B")
     assert "no such file" in refusal(tmp_path / "absent")

@@ -75,6 +75,10 @@ def load(
     Raises FormatError for files that are missing, damaged or don't fit the config, ModelError for an unknown
     architecture, DeviceError where the weights don't fit on the device.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise ToolkitError(
+            f"model {path!r:.80}", f"a {type(path).__name__}, not a path", 'Give "demo/qwen3", a folder or a .gguf file'
+        )
     asked = os.fspath(path)
     if scheme is not None or engine is not None:
         option, value = ("scheme", scheme) if scheme is not None else ("engine", engine)
@@ -140,15 +144,16 @@ def _open_folder(folder: Path) -> Checkpoint:
     weights = open_safetensors(folder)
     named = values.get("dtype", values.get("torch_dtype"))
     dtype = DTYPES.get(str(named).removeprefix("torch.")) or _most(weights.stored.values())
-    return Checkpoint(
-        folder, weights, architecture, config, architecture.names_hf(config), dtype, tokenizers.from_folder(folder)
-    )
+    _check_layers(folder, config, weights)
+    tokenizer = tokenizers.from_folder(folder)
+    return Checkpoint(folder, weights, architecture, config, architecture.names_hf(config), dtype, tokenizer)
 
 
 def _open_gguf(path: Path) -> Checkpoint:
     weights = GgufFile(path)
     architecture = _architecture(weights.metadata.get("general.architecture"), f"GGUF file {path}")
     config = architecture.Config.from_gguf(weights.metadata, {name: t.shape for name, t in weights.stored.items()})
+    _check_layers(path, config, weights)
     dtype = _most(weights.stored.values())
     tokenizer = tokenizers.from_gguf(weights.metadata, str(path))
     return Checkpoint(path, weights, architecture, config, architecture.names_gguf(config), dtype, tokenizer)
@@ -161,6 +166,13 @@ def _architecture(name: object, asked: str, classes: object = None) -> ModuleTyp
     what = "it doesn't say its architecture" if name is None else f"its architecture is {name!r:.60}"
     also = f" ({', '.join(map(str, classes))[:80]})" if isinstance(classes, list) and classes else ""
     raise ModelError(asked, what + also, f"This version loads: {known}", architecture=name, known=list(ARCHITECTURES))
+
+
+def _check_layers(path: Path, config: Config, weights: Weights) -> None:
+    """Refuse a config with more layers than there are tensors, before its names (2**31 layers' worth?) are listed."""
+    if config.num_hidden_layers > len(weights.stored):
+        found = f"the config has {config.num_hidden_layers:,} layers, the weights are {len(weights.stored):,} tensors"
+        raise FormatError(f"model {path}", found, "Check that config and weights belong together")
 
 
 def _most(stored: Iterable[Stored]) -> torch.dtype:
@@ -205,7 +217,7 @@ def _redundant(name: str, config: Config) -> bool:
 
 def _place(checkpoint: Checkpoint, device: Device, dtype: torch.dtype, report: Progress) -> Model:
     """Build the model without memory, then give it its weights one by one. If anything fails, the device is as before."""
-    model: Model = checkpoint.architecture.Model(checkpoint.config, device, dtype)
+    model = _build(checkpoint, device, dtype)
     model.tokenizer = checkpoint.tokenizer
     stored = {ours: checkpoint.weights.find(theirs) for ours, theirs in checkpoint.names.items()}
     _check_shapes(model, stored, checkpoint.path)
@@ -226,6 +238,15 @@ def _place(checkpoint: Checkpoint, device: Device, dtype: torch.dtype, report: P
             raise _too_big(checkpoint.path, device, dtype, needed) from error
         raise
     model.requires_grad_(False).eval()
+    return model
+
+
+def _build(checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> Model:
+    try:
+        model: Model = checkpoint.architecture.Model(checkpoint.config, device, dtype)
+    except RuntimeError as error:  # sizes whose product no tensor can have
+        found = f"a model of these sizes can't be ({error!s:.120})"
+        raise FormatError(f"config of {checkpoint.path}", found, "Check the sizes in the config") from error
     return model
 
 
