@@ -62,7 +62,7 @@ def decomposes(func: Any) -> Any:
     if name.startswith("_foreach_") or name in _OWN_KERNEL or name in RULES:
         return None
     full = func.name()
-    if _has_kernel(full, "CompositeImplicitAutograd"):
+    if _has_kernel(full, "CompositeImplicitAutograd") and not _has_kernel(full, "CPU"):
         return _KEYS.CompositeImplicitAutograd
     if name in _NO_KERNEL:
         return _KEYS.CompositeExplicitAutograd

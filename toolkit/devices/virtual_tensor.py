@@ -58,8 +58,8 @@ class VirtualTensor(torch.Tensor):
         """As a CUDA tensor prints, with the copies that printing one makes."""
         if self._host.is_meta:
             return f"tensor(..., device='{self.device}', size={tuple(self.shape)}, dtype={self.dtype}, sizes only)"
-        host = self.detach().cpu()
-        text = torch._tensor_str._str(host)[:-1]  # type: ignore[attr-defined]
+        torch._tensor_str._str(self)  # type: ignore[attr-defined]  # reads back each number it looks at
+        text = torch._tensor_str._str(self._host.detach())[:-1]  # type: ignore[attr-defined]
         text += f", device='{self.device}'"
         if self.grad_fn is not None:
             text += f", grad_fn=<{type(self.grad_fn).__name__}>"
