@@ -193,10 +193,11 @@ def _step(ranges: list[Range] | None, step: int, name: str) -> Iterator[None]:
 
 
 def _profiler(*, events: bool) -> Any:
-    """A profiler of the device alone, or (`events`) also of allocations and the user's record_function ranges."""
-    options = torch._C._profiler._ExperimentalConfig(
-        enable_cuda_sync_events=True, expose_kineto_event_metadata=True, profile_all_threads=events
-    )
+    """A profiler of the device alone, or (`events`) also of what the calling thread allocates and annotates.
+
+    PyTorch reports allocations to the thread that profiles (and to autograd's); `profile_all_threads` loses them all.
+    """
+    options = torch._C._profiler._ExperimentalConfig(enable_cuda_sync_events=True, expose_kineto_event_metadata=True)
     return torch.autograd.profiler.profile(
         use_device="cuda", use_cpu=events, use_kineto=True, profile_memory=events, experimental_config=options
     )
