@@ -1,5 +1,6 @@
 """From the profiler's events to the table, with events made by hand: no GPU is needed. And the CPU as a device."""
 
+import sys
 import threading
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -230,3 +231,71 @@ def test_the_cpu_records_on_any_thread_and_joins_an_outer_block():
 def test_stopping_what_never_began_is_an_error():
     with pytest.raises(RecorderError, match="no recording runs"):
         tk.device("cpu").stop()
+
+
+# ---- a recording that is interrupted: played with a GPU that isn't there
+
+
+class Profiler:
+    def __init__(self):
+        self.entered = self.left = 0
+        self.kineto_results = SimpleNamespace(events=list)
+
+    def __enter__(self):
+        self.entered += 1
+
+    def __exit__(self, *_):
+        self.left += 1
+
+
+@pytest.fixture
+def played(monkeypatch):
+    """A CudaGpu whose profiler is a counter, and whose waits raise what is asked."""
+    from toolkit.devices import cuda
+
+    gpu = object.__new__(cuda.CudaGpu)
+    gpu.index, gpu.name, gpu.gpu_name, gpu._session, gpu._profiler = 0, "cuda:0", "none", None, None
+    made = SimpleNamespace(gpu=gpu, profilers=[], fails=None, waits=0)
+
+    def wait(_):
+        made.waits += 1
+        if made.fails is not None and made.waits == made.fails:
+            raise KeyboardInterrupt
+
+    def profiler(**_):
+        made.profilers.append(Profiler())
+        return made.profilers[-1]
+
+    monkeypatch.setattr(cuda, "_profiler", profiler)
+    monkeypatch.setattr(cuda, "_check_cupti", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    return made
+
+
+@pytest.mark.parametrize("at", range(1, 13))
+@pytest.mark.parametrize("lines", [True, False])
+def test_an_interrupt_at_any_wait_leaves_no_profiler_running(played, at, lines):
+    tracer = sys.gettrace()
+    played.fails = at  # 1: before; 2 to 6: while starting; 7 to 12: while stopping
+    with pytest.raises(KeyboardInterrupt), played.gpu.record(lines=lines):
+        pass
+    assert all(profiler.entered == profiler.left for profiler in played.profilers)
+    assert sys.gettrace() is tracer
+    assert played.gpu.recording is None
+    with pytest.raises(RecorderError, match="no runtime calls"), played.gpu.record(lines=lines):  # it starts and stops again
+        pass
+    assert played.profilers[-1].left == 1
+
+
+def test_two_gpus_can_not_record_at_once(played):
+    from toolkit.devices import cuda
+
+    other = object.__new__(cuda.CudaGpu)
+    other.index, other.name, other._session, other._profiler = 1, "cuda:1", None, None
+    played.gpu.start(lines=False)
+    with pytest.raises(RecorderError, match="another recording"):
+        other.start(lines=False)
+    with pytest.raises(RecorderError, match="no runtime calls"):
+        played.gpu.stop()
+    with pytest.raises(RecorderError, match="no recording runs"):
+        played.gpu.stop()

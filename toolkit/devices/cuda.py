@@ -65,17 +65,20 @@ class CudaGpu(Device):
             _refuse_other_profiler(self.name)
             torch.cuda.synchronize(self.index)
             _check_cupti(self.index)
-            self._profiler = _profiler(events=lines)
             know_thread()
-            self._profiler.__enter__()
+            profiler = _profiler(events=lines)
+            profiler.__enter__()
+            self._profiler = profiler
             self._session = Session(self.index, LineLog() if lines else None, cell=current_cell())
             self._session.anchors += self._anchors()
             if self._session.log is not None:
                 self._session.log.start()
             self._session.began_ns = perf_counter_ns()
         except BaseException:
-            self._profiler = self._session = None
-            _busy.release()
+            try:
+                self._end()
+            finally:
+                self._forget()
             raise
 
     def stop(self) -> Trace:
@@ -85,17 +88,13 @@ class CudaGpu(Device):
             raise not_recording(f"stopping a recording of {self.name}")
         session.ended_ns = perf_counter_ns()
         try:
-            if session.log is not None:
-                session.log.stop()
-            torch.cuda.synchronize(self.index)  # not the user's wait: it begins after ended_ns
-            session.anchors += self._anchors()
-            profiler.__exit__(None, None, None)
-        except RuntimeError as error:
-            found = f"another profiler ran inside the block ({error})"
-            raise RecorderError(f"recording {self.name}", found, "Use one at a time") from error
+            try:
+                torch.cuda.synchronize(self.index)  # not the user's wait: it begins after ended_ns
+                session.anchors += self._anchors()
+            finally:  # also where the wait is interrupted: a profiler left running would forbid every later recording
+                self._end()
         finally:
-            self._session = self._profiler = None
-            _busy.release()
+            self._forget()
         meta = {
             "device": self.name, "gpu": self.gpu_name, "torch": torch.__version__, "cuda": torch.version.cuda,
             "clock": self.clock, "sizes_only": False,
@@ -125,6 +124,24 @@ class CudaGpu(Device):
     def reset_peak(self) -> None:
         """Let the peak start again from what is allocated now."""
         torch.cuda.reset_peak_memory_stats(self.index)
+
+    def _end(self) -> None:
+        """Stop noting lines, and the profiler."""
+        if self._session is not None and self._session.log is not None:
+            self._session.log.stop()
+        if self._profiler is None:
+            return
+        try:
+            self._profiler.__exit__(None, None, None)
+        except RuntimeError as error:
+            if "profiler" not in str(error):
+                raise
+            found = f"another profiler ran inside the block ({error})"
+            raise RecorderError(f"recording {self.name}", found, "Use one at a time") from error
+
+    def _forget(self) -> None:
+        self._session = self._profiler = None
+        _busy.release()
 
     def _anchors(self) -> list[Anchor]:
         """Five runtime calls that the host times too: where the profiler's clock and the host's meet."""

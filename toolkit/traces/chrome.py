@@ -207,7 +207,7 @@ class _Own:
         except (ValueError, KeyError, TypeError) as error:
             raise scanner.damaged("its description can't be read") from error
         self.strings = Strings()
-        self.columns: dict[str, list[int]] = {n: [] for n in ("start_ns", "dur_ns", "name", "where", "owner", *self.NUMBERS)}
+        self.columns = {n: array("q") for n in ("start_ns", "dur_ns", "name", "where", "owner", *self.NUMBERS)}
 
     def take(self, event: dict[str, Any]) -> None:
         """One event: those with our "kind" among their args; the rest is for the viewer."""
@@ -220,10 +220,10 @@ class _Own:
             texts = [None if args.get("unnamed") else event["name"], args.get("where"), args.get("owner")]
             codes = [-1 if text is None else self.strings.code(text) for text in texts]
             values = (_ns(event["ts"]), _ns(event.get("dur", 0)), *codes, KIND[args["kind"]], *row)
-        except (KeyError, TypeError, ValueError) as error:
+            for column, value in zip(self.columns.values(), values, strict=True):
+                column.append(value)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise self.scanner.damaged(f"an event has unexpected fields ({error!r})") from error
-        for column, value in zip(self.columns.values(), values, strict=True):
-            column.append(value)
 
     def trace(self) -> Trace:
         """What was collected, as a Trace."""
