@@ -26,7 +26,9 @@ def held(gpu):
     return lambda: gpu.memory().allocated_bytes - before
 
 
-@pytest.mark.parametrize(("n", "size"), [(0, 0), (1, 512), (511, 512), (512, 512), (513, 1024), ((1 << 20) + 1, (1 << 20) + 512)])
+@pytest.mark.parametrize(
+    ("n", "size"), [(0, 0), (1, 512), (511, 512), (512, 512), (513, 1024), ((1 << 20) + 1, (1 << 20) + 512)]
+)
 def test_rounded_to_512_bytes(held, n, size):
     x = torch.empty(n, dtype=torch.uint8, device="vgpu")
     assert held() == size

@@ -1,4 +1,4 @@
-"""Unmodified Hugging Face models on the virtual GPU: the CPU's tokens, and sizes-only runs of models too big for this machine."""
+"""Unmodified Hugging Face models on the virtual GPU: the CPU's tokens, and sizes-only runs of big ones."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import pairwise
 
 import pytest
 import torch
@@ -24,7 +25,9 @@ def big(n=2048):
 
 def rows(trace, kind):
     mask = trace.is_kind(kind)
-    return list(zip(trace["start_ns"][mask].tolist(), trace["dur_ns"][mask].tolist(), trace["stream"][mask].tolist(), strict=True))
+    return list(
+        zip(trace["start_ns"][mask].tolist(), trace["dur_ns"][mask].tolist(), trace["stream"][mask].tolist(), strict=True)
+    )
 
 
 def test_launches_return_before_the_work_is_done(gpu):
@@ -45,7 +48,7 @@ def test_kernels_of_a_stream_follow_each_other(gpu):
             x = x @ x
     kernels = rows(trace, "kernel")
     assert len(kernels) == 4
-    assert all(b[0] >= a[0] + a[1] for a, b in zip(kernels, kernels[1:], strict=False))
+    assert all(b[0] >= a[0] + a[1] for a, b in pairwise(kernels))
     assert set(trace["clock"].tolist()) == {1}
     assert trace.meta["clock"] == "modelled"
 

@@ -76,7 +76,7 @@ def test_in_place_on_a_view_in_the_graph():
 
 
 MASKS = {
-    "plain": lambda: {},
+    "plain": dict,
     "causal": lambda: {"is_causal": True},
     "additive": lambda: {"attn_mask": torch.randn(5, 5)},
     "boolean": lambda: {"attn_mask": torch.ones(5, 5, dtype=torch.bool).tril()},
@@ -102,7 +102,9 @@ def test_attention_and_its_gradients(mask, dtype):
         out.square().sum().backward()
         results.append([t.detach().cpu() for t in (out, q.grad, k.grad, v.grad)])
     # The same kernels, except that grouped heads are repeated for the CPU's fused one (bf16) or run in parts (fp32).
-    tolerance = {"rtol": 0, "atol": 0} if mask != "grouped" else {"rtol": 1.6e-2, "atol": 1e-2 if dtype == torch.bfloat16 else 1e-5}
+    tolerance = (
+        {"rtol": 0, "atol": 0} if mask != "grouped" else {"rtol": 1.6e-2, "atol": 1e-2 if dtype == torch.bfloat16 else 1e-5}
+    )
     for expected, found in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, **tolerance)
 
@@ -176,6 +178,16 @@ class TestPinned:
     def test_pinning_twice_is_no_copy(self):
         host = torch.ones(3).pin_memory()
         assert host.pin_memory() is host
+
+    def test_non_blocking_to_the_host_gives_pinned_memory(self, gpu):
+        x = torch.arange(6.0, device="vgpu").view(2, 3)
+        with gpu.record() as trace:
+            host = x.to("cpu", non_blocking=True)
+        assert host.is_pinned()
+        assert host.tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert x.t().to("cpu", torch.float16, non_blocking=True).tolist() == [[0, 3], [1, 4], [2, 5]]
+        assert trace["pinned"][trace.is_kind("d2h")].tolist() == [1]
+        assert not trace.is_kind("sync").any()
 
     @pytest.mark.parametrize("workers", [0, 1])
     def test_data_loader(self, gpu, workers):

@@ -1,3 +1,5 @@
+# mypy: allow-untyped-calls, no-warn-return-any, no-warn-unused-ignores
+# (PyTorch's extension points carry no types.)
 """scaled_dot_product_attention on the virtual GPU: one operation, as on CUDA, with its gradient.
 
 Left alone, PyTorch would split it into some 25 operations. Where CUDA takes a fused kernel (`rules.sdp_choice`), PyTorch's

@@ -1,3 +1,5 @@
+# mypy: allow-untyped-calls, no-warn-return-any, no-warn-unused-ignores
+# (PyTorch's extension points carry no types.)
 """torch.autocast("vgpu"): the operations that CUDA runs in lower precision, in fp32, or in the widest type given.
 
 The lists are those of PyTorch's documentation of CUDA autocast. Weights are cast anew at each use (CUDA caches them for
@@ -23,7 +25,8 @@ FP32 = (
     "l1_loss", "smooth_l1_loss", "binary_cross_entropy_with_logits", "kl_div", "cosine_embedding_loss",
     "cosine_similarity", "cumsum", "cumprod", "sum", "sum.dim_IntList", "prod", "prod.dim_int", "norm.Scalar",
     "norm.ScalarOpt_dim", "exp", "expm1", "log", "log10", "log2", "log1p", "pow.Tensor_Scalar", "pow.Tensor_Tensor",
-    "pow.Scalar", "rsqrt", "reciprocal", "softplus", "sinh", "cosh", "tan", "acos", "asin", "erfinv", "cdist", "pdist", "renorm",
+    "pow.Scalar", "rsqrt", "reciprocal", "softplus", "sinh", "cosh", "tan", "acos", "asin", "erfinv", "cdist", "pdist",
+    "renorm",
 )  # fmt: skip
 PROMOTE = (
     "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "grid_sampler", "index_put", "scatter_add", "tensordot", "cat",
@@ -64,7 +67,7 @@ def _casting(func: Any, target: Callable[[list[torch.Tensor]], torch.dtype]) -> 
         def cast(x: Any) -> Any:
             return x.to(dtype) if _castable(x) and x.dtype != dtype else x
 
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)):
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _KEY))):
             args, kwargs = tree_map(cast, (args, kwargs))
             return func(*args, **kwargs)
 

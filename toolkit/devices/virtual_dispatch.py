@@ -1,3 +1,5 @@
+# mypy: allow-untyped-calls, no-warn-return-any, no-warn-unused-ignores
+# (PyTorch's extension points carry no types.)
 """Running an operation on the virtual GPU: on the host tensors for its values, through `rules` for its effects.
 
 Every operation arrives here: from `VirtualTensor.__torch_dispatch__`, or, where no operand is on the device yet (a
@@ -44,6 +46,14 @@ _MIXES = {
     "_pack_padded_sequence",
 }  # fmt: skip
 
+# Needed by torch.tensor and its kin, which run with Python dispatch switched off, where the fallback isn't reached.
+_CONSTRUCTING = (
+    aten.copy_.default, aten.empty_strided.default, aten.empty.memory_format, aten._to_copy.default,
+    aten._local_scalar_dense.default,
+)  # fmt: skip
+# Kernels on CUDA and on the CPU, which PyTorch would take apart for a device that has none of its own.
+_WHOLE = (aten.silu_backward.default, aten.mish_backward.default, aten.native_channel_shuffle.default)
+
 
 def machine() -> Machine:
     """The card that is open. Raises RuntimeError where none is."""
@@ -72,7 +82,7 @@ def _handler(func: Any) -> Handler:
     schema, name = func._schema, func._schema.name.removeprefix("aten::")
     if name in SPECIAL:
         return SPECIAL[name](func)
-    composite = rules.decomposes(func)  # parts instead of a kernel of its own, on CUDA
+    composite = None if func in _WHOLE else rules.decomposes(func)  # parts instead of a kernel of its own, on CUDA
     if composite is not None:
         return lambda args, kwargs: func._op_dk(composite, *args, **kwargs)
     aliases = [result.alias_info for result in schema.returns]
@@ -295,15 +305,11 @@ def _charge(func: Any, args: Args, kwargs: Kwargs, out: Any) -> None:
 
 
 def register() -> list[torch.library.Library]:
-    """Give the PrivateUse1 key its kernels: a fallback for everything, and those that torch.tensor needs by name.
-
-    torch.tensor and its kin run with Python dispatch switched off, where the fallback isn't reached.
-    """
+    """Give the PrivateUse1 key its kernels: a fallback for everything, and those that are needed by name."""
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(lambda func, *args, **kwargs: run(func, args, kwargs), "PrivateUse1")
     named = torch.library.Library("aten", "IMPL")
-    for func in (aten.copy_.default, aten.empty_strided.default, aten.empty.memory_format, aten._to_copy.default,
-                 aten._local_scalar_dense.default):  # fmt: skip
+    for func in (*_CONSTRUCTING, *_WHOLE):
         named.impl(func, _kernel(func), "PrivateUse1")
     return [everything, named]
 

@@ -1,3 +1,5 @@
+# mypy: allow-untyped-calls, no-warn-return-any, no-warn-unused-ignores
+# (PyTorch's extension points carry no types.)
 """How the host computes an operation: with its own kernel, or with a stand-in where the CPU has none.
 
 A CPU lacks kernels that a GPU has: fused ones (attention, recurrent cells), and some types (a histogram of integers).

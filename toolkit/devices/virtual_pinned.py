@@ -1,3 +1,5 @@
+# mypy: allow-untyped-calls, no-warn-return-any, no-warn-unused-ignores
+# (PyTorch's extension points carry no types.)
 """Pinned host memory, generators and torch.accelerator for the virtual GPU: what PyTorch offers no hook for in Python.
 
 Pinned memory is ordinary host memory that is known to be pinned, so that copies to and from it are those of pinned
@@ -14,7 +16,8 @@ from typing import Any
 
 import torch
 
-from toolkit.devices import vgpu_module
+from toolkit.devices import vgpu_module, virtual_dispatch
+from toolkit.devices.virtual_tensor import VirtualTensor
 
 _pin_memory, _is_pinned = torch.Tensor.pin_memory, torch.Tensor.is_pinned
 _Generator = torch.Generator
@@ -79,6 +82,21 @@ def _pinning(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     return make
 
 
+def _to_copy(func: Any) -> Callable[..., Any]:
+    """`x.to("cpu", non_blocking=True)`: the result lies in pinned memory, so that the copy need not wait. Else composite."""
+
+    def to_copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        source, device = args[0], kwargs.get("device")
+        onto_host = device is not None and device.type == "cpu" and isinstance(source, VirtualTensor)
+        if not (onto_host and kwargs.get("non_blocking")):
+            return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+        layout = kwargs.get("memory_format") or torch.preserve_format
+        out = torch.empty_like(source._host, dtype=kwargs.get("dtype"), device="cpu", memory_format=layout)
+        return torch.ops.aten.copy_.default(_mark(out), source, True)
+
+    return to_copy
+
+
 class _GeneratorMeta(type(_Generator)):  # type: ignore[misc]
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, _Generator)
@@ -98,7 +116,7 @@ class Generator(_Generator, metaclass=_GeneratorMeta):
         return self
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]
         return torch.device("vgpu", 0) if self._vgpu else super().device
 
 
@@ -115,6 +133,7 @@ def install() -> None:
         if scripted is not None:
             _builtins._register_builtin(replacement, scripted)
         setattr(torch, name, replacement)
+    virtual_dispatch.SPECIAL["_to_copy"] = _to_copy
     torch.Tensor.pin_memory, torch.Tensor.is_pinned = pin_memory, is_pinned  # type: ignore[method-assign, assignment]
     torch.Generator = Generator  # type: ignore[misc]
     for name in _ACCELERATOR:

@@ -1,3 +1,5 @@
+# mypy: allow-untyped-calls, no-warn-return-any, no-warn-unused-ignores
+# (PyTorch's extension points carry no types.)
 """Sizes only: tensors of the virtual GPU whose values take no memory, so that a 31B model runs on a laptop.
 
 Floating-point values are left out (their host tensor is on PyTorch's `meta` device); integers and booleans are kept, as

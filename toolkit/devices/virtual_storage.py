@@ -1,3 +1,5 @@
+# mypy: allow-untyped-calls, no-warn-return-any, no-warn-unused-ignores
+# (PyTorch's extension points carry no types.)
 """Storages on the virtual GPU: what `torch.load(map_location="vgpu")` and `torch.UntypedStorage(device="vgpu")` make.
 
 PyTorch can't allocate such a storage and would crash. This one is host memory that says it is on the device; the device's
@@ -13,7 +15,7 @@ import torch
 from toolkit.devices import rules_effect
 from toolkit.devices.virtual_dispatch import machine
 
-_new = torch._C.StorageBase.__new__
+_new: Any = torch._C.StorageBase.__new__
 
 
 class DeviceStorage(torch.UntypedStorage):

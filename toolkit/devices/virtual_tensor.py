@@ -1,3 +1,5 @@
+# mypy: allow-untyped-calls, no-warn-return-any, no-warn-unused-ignores
+# (PyTorch's extension points carry no types.)
 """The virtual GPU's tensor: says it lives on `vgpu:0`, and keeps its values in a host tensor, `_host`.
 
 Views of a device tensor share the storage of its host tensor. A block of device memory lives exactly as long as such a
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from toolkit.devices.virtual_machine import Machine
 
 _make = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
-_data = torch.Tensor.data  # type: ignore[attr-defined]
+_data: Any = torch.Tensor.data
 _setitem = torch.Tensor.__setitem__
 _device: list[torch.device] = []  # torch.device("vgpu", 0), once the name is registered
 
@@ -32,10 +34,10 @@ class VirtualTensor(torch.Tensor):
     run: Callable[..., Any]  # the operation itself; virtual_dispatch sets it
 
     # Functions of torch see an ordinary tensor: no Python between the call and the dispatcher.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return VirtualTensor.run(func, args, kwargs or {})
 
     @property  # type: ignore[override]
@@ -54,7 +56,7 @@ class VirtualTensor(torch.Tensor):
             value = torch.tensor(value, dtype=self.dtype)
         _setitem(self, key, value)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """As a CUDA tensor prints, with the copies that printing one makes."""
         if self._host.is_meta:
             return f"tensor(..., device='{self.device}', size={tuple(self.shape)}, dtype={self.dtype}, sizes only)"
@@ -79,7 +81,8 @@ class VirtualTensor(torch.Tensor):
         if force:
             return self.detach().cpu().resolve_conj().resolve_neg().numpy()
         raise TypeError(
-            f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
+            f"can't convert {self.device} device type tensor to numpy. "
+            "Use Tensor.cpu() to copy the tensor to host memory first."
         )
 
     def data_ptr(self) -> int:
