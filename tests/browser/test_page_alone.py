@@ -42,7 +42,7 @@ def test_opens_from_disk(browser, tmp_path: Path, scheme: str) -> None:
         page.keyboard.press(key)
         page.wait_for_timeout(150)
     page.wait_for_selector(".tk-detail:not([hidden]) dd")
-    page.click("text=Table")
+    page.click(".tk-timeline button:text('Table')")
     page.wait_for_selector(".tk-tables tbody tr")
     assert said == []
     assert [url for url in asked if not url.startswith(("file:", "data:"))] == []

@@ -113,7 +113,7 @@ def test_hover_click_zoom_pan_and_keys(notebook) -> None:
     page.keyboard.press("Enter")
     page.wait_for_function("() => document.querySelector('.tk-timeline input').value === '4'")
     assert page.locator(".jp-Cell").count() == cells  # JupyterLab took none of the keys for its own
-    page.click("text=Table")
+    page.click(".tk-timeline button:text('Table')")
     page.wait_for_selector(".tk-tables table")
     assert page.locator(".tk-tables tbody tr").count() == 6
     shot(page, "timeline-light")

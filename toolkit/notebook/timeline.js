@@ -231,8 +231,8 @@ class Painter {
 
   name(label, x, y, room) {
     const pen = this.context;
-    if (room < 54 || !label) return;
     pen.font = `11px ${this.font}`;
+    if (!label || room < Math.min(96, pen.measureText(label).width + 16)) return; // a few letters would say nothing
     const wide = Math.min(pen.measureText(label).width, room - 14);
     pen.fillStyle = this.colors.bg; pen.globalAlpha = 0.86;
     pen.fillRect(x + 4, y + 4, wide + 6, LANE - 8);

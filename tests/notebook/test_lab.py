@@ -1,0 +1,210 @@
+"""The Lab without a browser: its buttons, its thread, its errors; with stand-ins for loading and generating."""
+
+from __future__ import annotations
+
+import threading
+import time
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+from synthetic import decode_loop
+
+from toolkit.errors import FormatError, ToolkitError
+from toolkit.notebook import lab as module
+from toolkit.notebook.lab import Lab, copies_html, error_html
+
+
+class Device:
+    name = "virtual:h200"
+
+    def memory(self) -> SimpleNamespace:
+        return SimpleNamespace(allocated_bytes=1 << 20, total_bytes=1 << 30)
+
+
+class Run(SimpleNamespace):
+    def copies(self):
+        return self.trace.copies()
+
+
+def stand_in_generate(model, prompt, decode, *, max_new_tokens, on_token, cancel, **options):
+    """Says "tick " for every token; a prompt "fail" fails after three."""
+    said = []
+    for i in range(max_new_tokens):
+        if cancel.is_set():
+            break
+        if prompt == "fail" and i == 3:
+            raise ToolkitError("a token", "no <more>", "Ask for less")
+        time.sleep(model.pause_s)
+        said.append("tick ")
+        on_token(i, "tick ")
+    model.calls.append((decode, options))
+    reason = "length" if len(said) == max_new_tokens else "cancelled"
+    return Run(text="".join(said), tokens=tuple(range(len(said))), strategy=decode, stop_reason=reason, tok_per_s=123.4,
+               clock="modelled", trace=decode_loop())  # fmt: skip
+
+
+@pytest.fixture
+def model() -> SimpleNamespace:
+    return SimpleNamespace(device=Device(), calls=[], pause_s=0.0)
+
+
+@pytest.fixture
+def app(monkeypatch: pytest.MonkeyPatch, model: SimpleNamespace) -> Lab:
+    def load(path, device, progress):
+        for done in range(1, 11):
+            progress(done << 20, 10 << 20, f"layer.{done}")
+            time.sleep(model.pause_s)
+        if path == "missing":
+            raise FormatError("loading 'missing'", "no such <folder>", "Check the path")
+        return model
+
+    monkeypatch.setattr(module, "load", load)
+    monkeypatch.setattr(module, "open_device", lambda name: Device())
+    monkeypatch.setattr(module, "generate", stand_in_generate)
+    return Lab()
+
+
+def loaded(app: Lab) -> Lab:
+    app.load_button.click()
+    assert app.wait(10)
+    return app
+
+
+def test_panels_come_in_order_and_later_ones_say_so(app: Lab) -> None:
+    texts = [panel.children[0].value for panel in app.children[1:]]
+    order = ["Load", "Plan and export", "Generate", "Tune", "Memory"]
+    assert all(name in text for name, text in zip(order, texts, strict=True))
+    assert [("later version" in text) for text in texts] == [False, True, False, True, True]
+    assert "virtual:rtx-5090" in app.device_field.options
+    assert app.generate_button.disabled
+
+
+def test_load_then_generate_two_strategies(app: Lab, model: SimpleNamespace) -> None:
+    loaded(app)
+    assert app.model is model
+    assert "1.00 MiB of 1.00 GiB" in app.load_status.value
+    app.tokens_field.value, app.top_k_field.value, app.top_p_field.value, app.seed_field.value = 6, 5, 0.9, 42
+    app.generate_button.click()
+    assert app.wait(10)
+    assert app.error is None
+    assert list(app.runs) == ["roundtrip", "double-buffered"]
+    assert app.run is app.runs["double-buffered"]
+    assert model.calls[0] == ("roundtrip", {"temperature": 0.0, "top_k": 5, "top_p": 0.9, "seed": 42})
+    assert app.output.value.count("tick tick tick tick tick tick") == 2
+    assert "2 (16 B)" in app.table.value
+    assert "modelled" in app.table.value
+    assert [track.title for track in app.timeline_box.children[0].scene.tracks] == ["roundtrip", "double-buffered"]
+    assert app.progress.value == app.progress.max == 12
+    assert (app.generate_button.disabled, app.cancel_button.disabled) == (False, True)
+
+
+def test_one_strategy_and_neutral_sampling_options(app: Lab, model: SimpleNamespace) -> None:
+    loaded(app).b_field.value = "(none)"
+    app.tokens_field.value = 2
+    app.generate()
+    app.wait(10)
+    assert model.calls == [("roundtrip", {"temperature": 0.0, "top_k": None, "top_p": None, "seed": 0})]
+    assert len(app.timeline_box.children[0].scene.tracks) == 1
+
+
+def test_text_streams_at_most_ten_times_a_second_and_a_last_time(app: Lab, model: SimpleNamespace) -> None:
+    loaded(app).b_field.value = "(none)"
+    model.pause_s, app.tokens_field.value = 0.004, 200
+    seen: list[tuple[float, str]] = []
+    app.output.observe(lambda change: seen.append((time.monotonic(), change["new"])), "value")
+    app.generate()
+    app.wait(20)
+    streamed = seen[1:-1]
+    assert len(streamed) >= 3
+    gaps = [b[0] - a[0] for a, b in pairwise(streamed)]
+    assert min(gaps) > 0.1
+    assert seen[-1][1].count("tick") == 200
+
+
+def test_cancel_keeps_the_text_and_skips_the_second_strategy(app: Lab, model: SimpleNamespace) -> None:
+    loaded(app)
+    model.pause_s, app.tokens_field.value = 0.01, 4000
+    app.generate()
+    time.sleep(0.3)
+    app.cancel_button.click()
+    app.cancel_button.click()
+    assert app.wait(5)
+    assert app.run.stop_reason == "cancelled"
+    assert "tick" in app.output.value
+    assert "double-buffered was not begun" in app.status.value
+    assert app.timeline_box.children
+    app.tokens_field.value, model.pause_s = 3, 0.0
+    app.generate()  # the next one is not cancelled by the last press
+    app.wait(5)
+    assert app.run.stop_reason == "length"
+
+
+def test_double_clicks_are_ignored(app: Lab, model: SimpleNamespace) -> None:
+    loaded(app).b_field.value = "(none)"
+    model.pause_s, app.tokens_field.value = 0.01, 20
+    for _ in range(5):
+        app.generate_button.click()
+        app.load_button.click()
+    app.wait(10)
+    assert len(model.calls) == 1
+    threads = [threading.Thread(target=app.generate) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    app.wait(10)
+    assert len(model.calls) == 2
+
+
+def test_an_error_says_asked_found_do_and_is_kept(app: Lab) -> None:
+    loaded(app).prompt_field.value = "fail"
+    app.generate()
+    app.wait(5)
+    assert "no &lt;more&gt;" in app.status.value
+    assert "Ask for less" in app.status.value
+    assert isinstance(app.error, ToolkitError)
+    assert "tick" in app.output.value  # what was said before the error stays
+    assert not app.generate_button.disabled
+
+
+def test_a_failed_load_leaves_no_model(app: Lab) -> None:
+    loaded(app).model_field.value = "missing"
+    app.load()
+    app.wait(5)
+    assert app.model is None
+    assert app.generate_button.disabled
+    assert "Check the path" in app.load_status.value
+    assert app.error.__traceback__ is None
+
+
+def test_cancel_ends_a_load(app: Lab, model: SimpleNamespace) -> None:
+    model.pause_s = 0.05
+    app.load()
+    time.sleep(0.1)
+    app.cancel()
+    assert app.wait(5)
+    assert app.model is None
+    assert "Cancelled" in app.load_status.value
+    assert app.error is None
+
+
+def test_other_errors_are_named_without_a_wall() -> None:
+    text = error_html(RuntimeError("boom <b>" + "x" * 5000))
+    assert "RuntimeError: boom &lt;b&gt;" in text
+    assert len(text) < 1000
+    assert "no message" in error_html(KeyboardInterrupt())
+
+
+def test_table_of_a_run_without_decode_steps() -> None:
+    run = Run(strategy="roundtrip", tokens=(1,), tok_per_s=None, clock="measured", trace=decode_loop(steps=1, clock="measured"))
+    assert "<td>-</td>" in copies_html([run])
+
+
+def test_closing_stops_the_work(app: Lab, model: SimpleNamespace) -> None:
+    loaded(app)
+    model.pause_s, app.tokens_field.value = 0.01, 4000
+    app.generate()
+    time.sleep(0.05)
+    app.close()
+    assert app.wait(5)
