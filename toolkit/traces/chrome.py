@@ -198,33 +198,37 @@ class _Kineto:
 class _Own:
     """Collects what `write_chrome` wrote: nothing is found or guessed, every column is there."""
 
-    NUMBERS = ("kind", "bytes", "stream", "device", "rank", "step", "cell", "pinned", "clock")
+    COLUMNS = (
+        "start_ns", "dur_ns", "kind", "bytes", "stream", "device", "rank", "step", "cell", "pinned", "clock", "name", "where",
+        "owner",
+    )  # fmt: skip
 
     def __init__(self, scanner: EventScanner, at: int) -> None:
         self.scanner = scanner
         try:
-            self.meta = json.JSONDecoder().raw_decode(scanner.head, at)[0]["meta"]
+            self.meta = dict(json.JSONDecoder().raw_decode(scanner.head, at)[0]["meta"])
         except (ValueError, KeyError, TypeError) as error:
             raise scanner.damaged("its description can't be read") from error
-        self.strings = Strings()
-        self.columns = {n: array("q") for n in ("start_ns", "dur_ns", "name", "where", "owner", *self.NUMBERS)}
+        self.strings, self.table = Strings(), array("q")
 
     def take(self, event: dict[str, Any]) -> None:
         """One event: those with our "kind" among their args; the rest is for the viewer."""
         args = event.get("args")
         if type(args) is not dict or "kind" not in args:
             return
+        get, code = args.get, self.strings.code
+        where, owner = get("where"), get("owner")
         try:
-            row = [args.get(n, d) for n, d in zip(self.NUMBERS[1:], (0, -1, 0, 0, -1, -1, -1, "measured"), strict=True)]
-            row[-1] = CLOCKS.index(row[-1])
-            texts = [None if args.get("unnamed") else event["name"], args.get("where"), args.get("owner")]
-            codes = [-1 if text is None else self.strings.code(text) for text in texts]
-            values = (_ns(event["ts"]), _ns(event.get("dur", 0)), *codes, KIND[args["kind"]], *row)
-            for column, value in zip(self.columns.values(), values, strict=True):
-                column.append(value)
+            self.table.extend((
+                round(event["ts"] * 1000), round(event.get("dur", 0) * 1000), KIND[args["kind"]], get("bytes", 0),
+                get("stream", -1), get("device", 0), get("rank", 0), get("step", -1), get("cell", -1), get("pinned", -1),
+                CLOCKS.index(get("clock", "measured")), -1 if "unnamed" in args else code(event["name"]),
+                -1 if where is None else code(where), -1 if owner is None else code(owner),
+            ))  # fmt: skip
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise self.scanner.damaged(f"an event has unexpected fields ({error!r})") from error
 
     def trace(self) -> Trace:
         """What was collected, as a Trace."""
-        return from_columns(list(self.strings.codes), self.meta, **self.columns)
+        table = np.array(self.table, np.int64).reshape(-1, len(self.COLUMNS))
+        return from_columns(list(self.strings.codes), self.meta, **{n: table[:, i] for i, n in enumerate(self.COLUMNS)})

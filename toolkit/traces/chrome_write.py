@@ -11,6 +11,7 @@ import io
 import json
 import os
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -39,39 +40,40 @@ def _write(trace: Trace, out: io.TextIOWrapper) -> None:
     own = json.dumps({"version": 1, "meta": trace.meta})
     out.write(f'{{"displayTimeUnit": "ns",\n"toolkit": {own},\n"traceEvents": [\n')
     between = ""
-    for event in (*_titles(trace), *_counters(trace)):
-        out.write(between + json.dumps(event))
-        between = ",\n"
-    for event in _events(trace):
-        out.write(between + json.dumps(event))
+    for event in chain(map(json.dumps, _titles(trace)), map(json.dumps, _counters(trace)), _events(trace)):
+        out.write(between + event)
         between = ",\n"
     out.write("\n]}\n")
     out.flush()
     out.detach()
 
 
-def _events(trace: Trace) -> Iterator[dict[str, Any]]:
-    columns = {name: column.tolist() for name, column in trace.columns.items()}
-    strings = trace.strings
-    for i, kind_code in enumerate(columns["kind"]):
-        kind, stream, name, clock = KINDS[kind_code], columns["stream"][i], columns["name"][i], columns["clock"][i]
-        args: dict[str, Any] = {"kind": kind}
-        args |= {n: columns[n][i] for n, default in _OPTIONAL.items() if columns[n][i] != default}
+def _events(trace: Trace) -> Iterator[str]:
+    """Each event as JSON. Texts are encoded once each, not once an event: a million events take seconds."""
+    quoted = [json.dumps(text) for text in trace.strings]
+    columns = (trace[name].tolist() for name in ("kind", "start_ns", "dur_ns", "stream", "name", "clock", "where", "owner"))
+    optional = [(f', "{name}": ', default, trace[name].tolist()) for name, default in _OPTIONAL.items()]
+    devices = trace["device"].tolist()
+    for i, (code, start, dur, stream, name, clock, where, owner) in enumerate(zip(*columns, strict=True)):
+        kind = KINDS[code]
+        args = [f'"kind": "{kind}"', *[f"{key}{column[i]}" for key, default, column in optional if column[i] != default]]
         if stream != -1:
-            args["stream"] = stream
+            args.append(f', "stream": {stream}')
         if name < 0:
-            args["unnamed"] = True
+            args.append(', "unnamed": true')
         if clock:
-            args["clock"] = CLOCKS[clock]
-        args |= {n: strings[columns[n][i]] for n in ("where", "owner") if columns[n][i] >= 0}
-        pid, tid = _track(kind, columns["device"][i], stream)
-        event = {
-            "ph": "X", "cat": _CATEGORIES[kind], "name": strings[name] if name >= 0 else kind, "pid": pid, "tid": tid,
-            "ts": columns["start_ns"][i] / 1000, "dur": columns["dur_ns"][i] / 1000, "args": args,
-        }  # fmt: skip
-        if kind in ("alloc", "free"):
-            event |= {"ph": "i", "s": "t"}
-        yield event
+            args.append(f', "clock": "{CLOCKS[clock]}"')
+        if where >= 0:
+            args.append(f', "where": {quoted[where]}')
+        if owner >= 0:
+            args.append(f', "owner": {quoted[owner]}')
+        pid, tid = _track(kind, devices[i], stream)
+        phase = '"ph": "i", "s": "t"' if kind in ("alloc", "free") else '"ph": "X"'
+        title = quoted[name] if name >= 0 else f'"{kind}"'
+        yield (
+            f'{{{phase}, "cat": "{_CATEGORIES[kind]}", "name": {title}, "pid": {pid}, "tid": {tid}, "ts": {start / 1000!r}, '
+            f'"dur": {dur / 1000!r}, "args": {{{"".join(args)}}}}}'
+        )
 
 
 def _track(kind: str, device: int, stream: int) -> tuple[int, int]:
