@@ -155,6 +155,17 @@ def test_steps_mark_what_their_host_code_causes(gpu):
     assert all(where.startswith("tests/devices/test_virtual_time.py:") for where in trace.text("where")[:2])
 
 
+def test_the_backward_pass_belongs_to_who_called_it(gpu):
+    w, stream = torch.ones(3, 3, device="vgpu", requires_grad=True), torch.vgpu.Stream()
+    with gpu.record() as trace, gpu.step(3, "train"), torch.vgpu.stream(stream):
+        (w @ w).relu().sum().backward()
+    kernels = trace.select(trace.is_kind("kernel"))
+    assert len(kernels) > 6
+    assert set(kernels["step"].tolist()) == {3}
+    assert set(kernels["stream"].tolist()) == {stream.number}
+    assert len(set(kernels.text("where"))) == 1
+
+
 def test_recording_twice(gpu):
     with gpu.record() as outer, gpu.record() as inner:
         torch.ones(3, device="vgpu")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from toolkit.devices.virtual_dispatch import machine
-from toolkit.devices.virtual_machine import DEFAULT_STREAM
+from toolkit.devices.virtual_threads import DEFAULT_STREAM, here
 
 DeviceLike = torch.device | str | int | None
 
@@ -41,7 +41,7 @@ class Event:
     def record(self, stream: Stream | None = None) -> None:
         """The event is done when all that is queued on `stream` now is done."""
         card = machine()
-        self.stream_number = card.thread.stream if stream is None else stream.number
+        self.stream_number = here().stream if stream is None else stream.number
         card.launch_event()
         self.at_ns = card.done_ns(self.stream_number)
 
@@ -49,7 +49,7 @@ class Event:
         """Work queued on `stream` from now on starts after the event."""
         if self.at_ns is not None:
             card = machine()
-            card.hold(card.thread.stream if stream is None else stream.number, self.at_ns)
+            card.hold(here().stream if stream is None else stream.number, self.at_ns)
 
     def query(self) -> bool:
         return self.at_ns is None or self.at_ns <= machine().host_ns
@@ -118,12 +118,12 @@ class Stream:
         return f"<torch.vgpu.Stream device=vgpu:0 number={self.number}>"
 
     def __enter__(self) -> Stream:
-        self._outer.append(machine().thread.stream)
-        machine().thread.stream = self.number
+        self._outer.append(here().stream)
+        here().stream = self.number
         return self
 
     def __exit__(self, *_: object) -> None:
-        machine().thread.stream = self._outer.pop()
+        here().stream = self._outer.pop()
 
 
 class device:
@@ -155,7 +155,7 @@ def stream(stream: Stream | None) -> Iterator[Stream | None]:
 
 def current_stream(device: DeviceLike = None) -> Stream:
     _index(device)
-    return Stream(number=machine().thread.stream)
+    return Stream(number=here().stream)
 
 
 def default_stream(device: DeviceLike = None) -> Stream:
@@ -164,7 +164,7 @@ def default_stream(device: DeviceLike = None) -> Stream:
 
 
 def set_stream(stream: Stream) -> None:
-    machine().thread.stream = stream.number
+    here().stream = stream.number
 
 
 def synchronize(device: DeviceLike = None) -> None:

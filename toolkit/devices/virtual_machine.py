@@ -8,7 +8,6 @@ executes the effects that `rules` says an operation has.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,43 +17,18 @@ from toolkit.devices import virtual_sizes as sizes
 from toolkit.devices.rules import Effect
 from toolkit.devices.spec import GpuSpec
 from toolkit.devices.virtual_memory import Memory
+from toolkit.devices.virtual_threads import DEFAULT_STREAM, caller, here
 from toolkit.trace import Trace, TraceBuilder
 
-DEFAULT_STREAM = 0
 NOTED_BYTES = 1 << 20  # an allocation of this size notes its line even while nothing is recorded, for the out-of-memory error
 
 
-_library: dict[str, bool] = {}  # by file: is it torch's, the standard library's or the devices' own?
-
-
-def caller() -> str | None:
-    """As `base.caller`, remembering what it learnt about each file: it is asked several times an operation."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        filename = frame.f_code.co_filename
-        library = _library.get(filename)
-        if library is None:
-            library = _library[filename] = filename.startswith(base._library_prefixes())
-        if not library:
-            return f"{base.short_path(filename)}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
-
-
-class _Thread(threading.local):
-    """What CUDA keeps per thread: the current stream. And the decode step whose host code runs."""
-
-    stream = DEFAULT_STREAM
-    step = -1
-
-
 class Machine:
-    """One virtual card: what it runs, holds and records. `Machine.thread` is per thread, the rest is shared."""
+    """One virtual card: what it runs, holds and records. Shared by all threads."""
 
     def __init__(self, spec: GpuSpec) -> None:
         self.spec = spec
         self.memory = Memory(spec.memory_bytes, spec.name)
-        self.thread = _Thread()
         self.host_ns = 0
         self.stream_ends: dict[int, int] = {DEFAULT_STREAM: 0}
         self.sizes_only = False
@@ -68,10 +42,10 @@ class Machine:
     def execute(self, effect: Effect) -> None:
         """Let `effect` happen: on the current stream, or, for a wait, on the host."""
         if effect.kind == "wait":
-            self.wait(self.thread.stream, effect.name)
+            self.wait(here().stream, effect.name)
             return
         with self._lock:
-            stream = self.thread.stream
+            stream = here().stream
             self.host_ns += rules.host_ns(effect, self.spec)
             start = max(self.host_ns, self.stream_ends[stream])
             duration = rules.duration_ns(effect, self.spec)
@@ -125,14 +99,14 @@ class Machine:
         where = caller() if self.lines or n_bytes >= NOTED_BYTES else None
         size = self.memory.allocate(n_bytes, where)
         if self._builder is not None:
-            self._row("alloc", self.host_ns, 0, size, self.thread.stream, None, where=where)
+            self._row("alloc", self.host_ns, 0, size, here().stream, None, where=where)
         return size, where
 
     def free(self, block: tuple[int, str | None]) -> None:
         """Give a block back."""
         self.memory.free(*block)
         if self._builder is not None:
-            self._row("free", self.host_ns, 0, block[0], self.thread.stream, None, where=None)
+            self._row("free", self.host_ns, 0, block[0], here().stream, None, where=None)
 
     # ---- recording
 
@@ -157,14 +131,14 @@ class Machine:
     @contextmanager
     def step(self, step: int, name: str) -> Iterator[None]:
         """Events whose host code runs inside belong to `step`; leaves a mark."""
-        outer, start = self.thread.step, self.host_ns
-        self.thread.step = step
+        state, start = here(), self.host_ns
+        outer, state.step = state.step, step
         try:
             yield
         finally:
             if self._builder is not None:
                 self._row("mark", start, self.host_ns - start, 0, -1, name, where=None, device=-1)
-            self.thread.step = outer
+            state.step = outer
 
     def _row(
         self, kind: str, start: int, duration: int, size: int, stream: int, name: str | None, pinned: int = -1, *,
@@ -174,7 +148,7 @@ class Machine:
         if builder is None:  # the recording ended in another thread
             return
         builder.add(
-            kind, start - self._since_ns, duration, bytes=size, stream=stream, device=device, step=self.thread.step,
+            kind, start - self._since_ns, duration, bytes=size, stream=stream, device=device, step=here().step,
             cell=base.current_cell(), pinned=pinned, clock="modelled", name=name,
             where=(caller() if self.lines else None) if where == "" else where,
         )  # fmt: skip
