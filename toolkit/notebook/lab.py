@@ -63,7 +63,7 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.model_field = widgets.Combobox(value=model, options=["demo/qwen3"], description="Model", ensure_option=False,
                                             style=wide, placeholder="demo/NAME, a folder, or a .gguf file")  # fmt: skip
         self.load_button = widgets.Button(description="Load", button_style="primary", icon="download")
-        self.load_progress = widgets.FloatProgress(0.0, min=0, max=1, layout={"width": "260px", "visibility": "hidden"})
+        self.load_progress = widgets.FloatProgress(0.0, min=0, max=1, layout={"width": "260px", "display": "none"})
         self.load_status = widgets.HTML("Nothing is loaded yet.")
         self.load_button.on_click(lambda _: self.load())
         row = widgets.HBox([self.device_field, self.model_field, self.load_button, self.load_progress], layout=_WRAP)
@@ -80,7 +80,9 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.b_field = widgets.Dropdown(
             options=[_NONE, *names], value=second, description="B", style={"description_width": "20px"}
         )
-        self.tokens_field = widgets.BoundedIntText(64, min=1, max=4096, description="Max tokens", style=wide, layout=narrow)
+        self.tokens_field = widgets.BoundedIntText(
+            64, min=1, max=4096, description="Max tokens", style={"description_width": "84px"}, layout=narrow
+        )
         self.temperature_field = widgets.BoundedFloatText(0.0, min=0, max=5, step=0.1, description="Temperature",
                                                           style={"description_width": "84px"}, layout=narrow)  # fmt: skip
         self.top_k_field = widgets.BoundedIntText(
@@ -92,7 +94,7 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.seed_field = widgets.IntText(0, description="Seed", style=wide, layout=narrow)
         self.generate_button = widgets.Button(description="Generate", button_style="primary", icon="play", disabled=True)
         self.cancel_button = widgets.Button(description="Cancel", icon="stop", disabled=True)
-        self.progress = widgets.IntProgress(0, min=0, max=1, layout={"width": "260px", "visibility": "hidden"})
+        self.progress = widgets.IntProgress(0, min=0, max=1, layout={"width": "260px", "display": "none"})
         self.status = widgets.HTML("Load a model first.")
         self.output = widgets.HTML()
         self.table = widgets.HTML()
@@ -157,7 +159,7 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
                 self.error = error.with_traceback(None)  # a traceback would keep the tensors of its frames alive
                 status.value = error_html(error)
         finally:
-            self.load_progress.layout.visibility = self.progress.layout.visibility = "hidden"
+            self.load_progress.layout.display = self.progress.layout.display = "none"
             self._enable(True)
 
     def _enable(self, idle: bool) -> None:
@@ -170,7 +172,7 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.model = None
         gc.collect()  # the model before may fill the card, or be what keeps another card from being chosen
         self.load_status.value = f"Loading {escape(path)} on {escape(name)} ..."
-        self.load_progress.value, self.load_progress.layout.visibility = 0.0, "visible"
+        self.load_progress.value, self.load_progress.layout.display = 0.0, ""
         beat = _Beat()
 
         def progress(done: int, total: int, tensor: str) -> None:
@@ -189,14 +191,14 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
 
     def _generate(self) -> None:
         names = [self.a_field.value] + ([self.b_field.value] if self.b_field.value not in (_NONE, self.a_field.value) else [])
-        limit = self.tokens_field.value
+        limit, prompt = self.tokens_field.value, self.prompt_field.value
         options = {
             "max_new_tokens": limit, "temperature": self.temperature_field.value, "top_k": self.top_k_field.value or None,
             "top_p": self.top_p_field.value if self.top_p_field.value < 1 else None, "seed": self.seed_field.value,
         }  # fmt: skip
         self.runs, self.run = {}, None
         self.output.value, self.table.value, self.timeline_box.children = "", "", ()
-        self.progress.max, self.progress.value, self.progress.layout.visibility = limit * len(names), 0, "visible"
+        self.progress.max, self.progress.value, self.progress.layout.display = limit * len(names), 0, ""
         done: list[str] = []
         for i, name in enumerate(names):
             pieces: list[str] = []
@@ -208,13 +210,13 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
                 pieces.append(text)
                 if beat.due():
                     self.progress.value = i * limit + len(pieces)
-                    self.output.value = "".join([*done, _text_html(name, "".join(pieces), f"{len(pieces)} tokens ...")])
+                    self.output.value = "".join([*done, _text_html(name, prompt, "".join(pieces), f"{len(pieces)} tokens ...")])
 
             self.status.value = f"Generating with <b>{escape(name)}</b> on {escape(self.model.device.name)} ..."
-            run = generate(self.model, self.prompt_field.value, name, on_token=on_token, cancel=self._cancel, **options)
+            run = generate(self.model, prompt, name, on_token=on_token, cancel=self._cancel, **options)
             self.runs[name] = self.run = run
             self.progress.value = (i + 1) * limit
-            done.append(_text_html(name, run.text, _ended(run)))
+            done.append(_text_html(name, prompt, run.text, _ended(run)))
             self.output.value = "".join(done)
             if run.stop_reason == "cancelled":
                 break
@@ -290,8 +292,9 @@ def _ended(run: Any) -> str:
     return f"{len(run.tokens)} tokens, {why}{rate}"
 
 
-def _text_html(name: str, text: str, note: str) -> str:
-    return f'<div class="tk-out"><b>{escape(name)} <span>({escape(note)})</span></b>{escape(text)}</div>'
+def _text_html(name: str, prompt: str, text: str, note: str) -> str:
+    head = f"<b>{escape(name)} <span>({escape(note)})</span></b>"
+    return f'<div class="tk-out">{head}<span>{escape(prompt)}</span>{escape(text)}</div>'
 
 
 def copies_html(runs: list[Any]) -> str:
