@@ -91,9 +91,9 @@ def test_an_item_is_one_element_into_pinned_memory_and_a_wait():
     assert (d2h.kind, d2h.bytes, d2h.pinned, wait.kind) == ("d2h", 2, 1, "wait")
 
 
-def test_host_indices_are_uploaded_as_broadcast():
+def test_host_indices_are_uploaded_then_broadcast():
     rows, columns = torch.tensor([[0], [1]]), torch.tensor([2, 3, 4])
-    expected = ["h2d 48", "wait", "h2d 48", "wait", "kernel"]
+    expected = ["h2d 16", "wait", "kernel", "h2d 24", "wait", "kernel", "kernel"]
     assert of(aten.index.Tensor, gpu(5, 6), [rows, columns], out=gpu(2, 3)) == expected
 
 

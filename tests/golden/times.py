@@ -1,7 +1,7 @@
 """Time per generated token of warm, unmodified generate() of tiny models, and of the toolkit's decode strategies.
 
-`python -m tests.golden.times cuda OUT.json` measures on a GPU, `python -m tests.golden.times virtual:h200` asks the modelled clock;
-without a file it prints the ratio to `h200_times.json`.
+`python -m tests.golden.times cuda OUT.json` measures on a GPU; `python -m tests.golden.times virtual:h200` asks the
+modelled clock, and prints the ratio to `h200_times.json`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def main(device: str, path: str = "") -> None:
             except Exception as error:
                 print(name, repr(error)[:300])
     if path:
-        Path(path).write_text(json.dumps({"device": device, "torch": torch.__version__, "per_token_ns": result}, indent=1) + "\n")
+        facts = {"device": device, "torch": torch.__version__, "per_token_ns": result}
+        Path(path).write_text(json.dumps(facts, indent=1) + "\n")
         return
     measured = json.loads(MEASURED.read_text())["per_token_ns"]
     for name, ns in result.items():

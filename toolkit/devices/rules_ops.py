@@ -22,7 +22,7 @@ RULES: dict[str, Rule] = {}  # by the operation's name without "aten::" and over
 # Operations of several kernels, and no copies (kernel counts: H200, small shapes).
 KERNELS = {
     "dot": 2, "vdot": 2, "native_group_norm": 2, "count_nonzero": 3, "eye": 2, "masked_scatter_": 4, "randperm": 5,
-    "linalg_lu_factor_ex": 6, "nanmedian": 6, "logsumexp": 9, "linalg_inv_ex": 13, "_linalg_solve_ex": 12,
+    "linalg_lu_factor_ex": 6, "logsumexp": 9, "linalg_inv_ex": 13, "_linalg_solve_ex": 12,
     "linalg_cholesky_ex": 4,
 }  # fmt: skip
 
@@ -176,7 +176,7 @@ def _sort(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effec
     return sorting(args[0], values, dim)
 
 
-@rule("median")
+@rule("median", "nanmedian")
 def _median(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
     """median: of everything, a sort; median_dim: one kernel."""
     if isinstance(out, tuple | list):
@@ -285,19 +285,18 @@ def _cumsum(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Eff
     return cast + scan(source, source.numel() // source.shape[args[1]])
 
 
-@rule("addmm", "baddbmm")
+@rule("addmm", "baddbmm", "addmv")
 def _addmm(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
     """addmm, linear_bias: a one-dimensional bias is the product's epilogue, anything else is copied into the result first."""
     bias, a, b = args[0], args[1], args[2]
     product = gemm("addmm", a, b, out)
-    small = b.shape[-2] <= 1 or b.shape[-1] <= 1
-    epilogue = bias.dim() == 1 and bias.is_contiguous() and bias.shape[0] == b.shape[-1] and a.dim() == 2 and not small
-    if epilogue or kwargs.get("beta", 1) == 0 or out.numel() == 0:
+    row = bias.dim() == 1 and bias.is_contiguous() and a.dim() == 2 == b.dim() and bias.shape[0] == b.shape[-1]
+    if (row and min(b.shape) > 1) or kwargs.get("beta", 1) == 0 or out.numel() == 0:
         return product
     return [*on_device(out, bias), *product]
 
 
-@rule("mm", "bmm", "mv", "addmv", "addmv_", "_int_mm", "_scaled_mm")
+@rule("mm", "bmm", "mv", "addmv_", "_int_mm", "_scaled_mm")
 def _mm(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
     pair = args[1:3] if len(args) > 2 and isinstance(args[2], torch.Tensor) and args[0].dim() == 1 else args[:2]
     return gemm("mm", pair[0], pair[1], out if isinstance(out, torch.Tensor) else kwargs["out"])

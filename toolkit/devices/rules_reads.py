@@ -47,7 +47,7 @@ def _masked_select(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> l
 
 
 def locating(self: torch.Tensor, indices: Any) -> list[Effect]:
-    """Before an indexing: masks counted, host indices uploaded (broadcast first), int32 ones widened."""
+    """Before an indexing: masks counted, host indices uploaded, int32 ones widened, all made of one shape."""
     effects: list[Effect] = []
     shape = _broadcast(*[i.shape for i in indices if i is not None and i.dtype not in MASKS] or [()])
     for index in indices:
@@ -61,8 +61,9 @@ def locating(self: torch.Tensor, indices: Any) -> list[Effect]:
                 effects += counting(index)
             continue
         if index.is_cpu and index.numel():
-            entries = shape.numel() if index.shape != shape else index.numel()
-            effects += [h2d(entries * index.element_size(), False), WAIT]
+            effects += [h2d(nbytes(index), False), WAIT]
+        if index.shape != shape:
+            effects.append(kernel("copy_", 16 * shape.numel()))
         if index.dtype == torch.int32:
             effects.append(kernel("copy_", 12 * index.numel()))
     return effects
@@ -186,12 +187,21 @@ def _distinct(tensor: Any) -> int:
     return int(torch.unique(values).numel())
 
 
-@rule("scatter", "scatter_add", "index_add", "index_copy", "index_fill", "masked_scatter", "index_reduce")
+@rule("scatter", "scatter_add", "index_add", "index_copy", "masked_scatter", "index_reduce")
 def _scatter(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
     """scatter*, index_add*, index_copy*: the copy of what is scattered into, then one kernel."""
     self = args[0]
     index = next((a for a in args[1:] if isinstance(a, torch.Tensor)), self)
     return [*on_device(out, self), kernel("scatter", 4 * nbytes(index))] if index.numel() else on_device(out, self)
+
+
+@rule("index_fill_", "index_fill")
+def _index_fill(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
+    """r2_index_fill_tensor: a value on the device is read back; index_fill works on a copy."""
+    value = operand(args, kwargs, 3, "value")
+    effects = [] if out is args[0] else on_device(out, args[0])
+    effects += read_back(value.element_size()) if isinstance(value, torch.Tensor) and not value.is_cpu else []
+    return [*effects, kernel("index_fill_", 4 * nbytes(args[2]))] if args[2].numel() else effects
 
 
 @rule("scatter_reduce")

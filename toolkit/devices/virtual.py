@@ -22,6 +22,8 @@ from toolkit.devices import (
     virtual_attention,
     virtual_autocast,
     virtual_dispatch,
+    virtual_modules,
+    virtual_norm,
     virtual_pinned,
     virtual_sizes,
     virtual_storage,
@@ -162,5 +164,7 @@ def _register() -> None:
     _libraries.extend(virtual_dispatch.register())
     _libraries.extend(virtual_attention.register())
     _libraries.extend(virtual_autocast.register())
+    _libraries.extend(virtual_norm.register())
     virtual_pinned.install()
     virtual_storage.install()
+    virtual_modules.install()
