@@ -239,6 +239,7 @@ class TestReading:
         x[0] = True
         x[x == 7] = 9
         x[[1], [0]] = 4
+        x[1, 1] = np.int64(0)
         assert x.tolist() == [[1, 1, 1], [4, 0, 9]]
 
     def test_value_dependent_operations(self):

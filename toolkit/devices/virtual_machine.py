@@ -35,6 +35,7 @@ class Machine:
         self.lines = False
         self._builder: TraceBuilder | None = None
         self._since_ns = 0
+        self._marked = False  # has a step ended since the recording began?
         self._lock = threading.RLock()
 
     # ---- time
@@ -99,14 +100,14 @@ class Machine:
         where = caller() if self.lines or n_bytes >= NOTED_BYTES else None
         size = self.memory.allocate(n_bytes, where)
         if self._builder is not None:
-            self._row("alloc", self.host_ns, 0, size, here().stream, None, where=where)
+            self._row("alloc", self.host_ns, 0, size, -1, None, where=where)
         return size, where
 
     def free(self, block: tuple[int, str | None]) -> None:
         """Give a block back."""
         self.memory.free(*block)
         if self._builder is not None:
-            self._row("free", self.host_ns, 0, block[0], here().stream, None, where=None)
+            self._row("free", self.host_ns, 0, block[0], -1, None, where=None)
 
     # ---- recording
 
@@ -114,7 +115,7 @@ class Machine:
         """Begin to record; times count from here."""
         with self._lock:
             self._builder, self.lines, self._since_ns = TraceBuilder(), lines, self.host_ns
-            sizes.used = False
+            sizes.used = self._marked = False
 
     def stop(self, meta: dict[str, object]) -> Trace:
         """End the recording and return its events."""
@@ -122,7 +123,7 @@ class Machine:
             builder, self._builder, self.lines = self._builder, None, False
             if builder is None:
                 raise base.not_recording("stopping a recording of the virtual GPU")
-            return builder.build(meta | {"sizes_only": sizes.used})
+            return builder.build(meta | {"sizes_only": sizes.used, "steps_from": "marks" if self._marked else None})
 
     @property
     def recording(self) -> bool:
@@ -137,6 +138,7 @@ class Machine:
             yield
         finally:
             if self._builder is not None:
+                self._marked = True
                 self._row("mark", start, self.host_ns - start, 0, -1, name, where=None, device=-1)
             state.step = outer
 

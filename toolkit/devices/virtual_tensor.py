@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from toolkit.devices.virtual_memory import rounded
@@ -52,7 +53,7 @@ class VirtualTensor(torch.Tensor):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         """A number is written as CUDA writes it: from a one-element tensor on the host."""
-        if isinstance(value, bool | int | float | complex):
+        if isinstance(value, bool | int | float | complex | np.generic):
             value = torch.tensor(value, dtype=self.dtype)
         _setitem(self, key, value)
 
