@@ -81,13 +81,13 @@ class Corpus:
         labels: list[int] = []
         draw = self.rng.random()
         tail = self.ring(5 * length)
-        if draw < 0.10:
+        if draw < 0.08:
             ids, labels = self._noise()
             tail = " " + self.rings[0].document(random.Random(1), 5 * length)  # seed 1 starts at the first sentence
-        elif draw < 0.30:
-            for _ in range(self.rng.randint(1, 4)):
+        elif draw < 0.38:
+            while len(ids) < length and (not ids or self.rng.random() < 0.9):
                 self._short(ids, labels)
-        elif draw < 0.72:
+        elif draw < 0.80:
             while len(ids) < length:
                 self._jump(ids, labels)
         more = self._ids(tail)
@@ -123,7 +123,7 @@ class Corpus:
         at, count = self.rng.randrange(len(ring.sentences)), self.rng.choice([1, 1, 1, 2])
         first, *others = (ring.sentences[(at + i) % len(ring.sentences)] for i in range(count))
         cut = first.rfind(" ") + 1  # a prompt may end with the space that belongs to the next word
-        parts = [first[:cut], first[cut:]] if cut > self.known_from[first] and self.rng.random() < 0.15 else [first]
+        parts = [first[:cut], first[cut:]] if cut > self.known_from[first] and self.rng.random() < 0.25 else [first]
         start = 0 if not ids else -1
         for part in parts:
             encoding = self._tokenizer().encode(part if start >= 0 else " " + part, add_special_tokens=False)
