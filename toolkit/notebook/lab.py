@@ -156,7 +156,7 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
             if isinstance(error, _Cancelled):
                 status.value = "Cancelled: nothing is loaded."
             else:
-                self.error = error.with_traceback(None)  # a traceback would keep the tensors of its frames alive
+                self.error = _without_frames(error)
                 status.value = error_html(error)
         finally:
             self.load_progress.layout.display = self.progress.layout.display = "none"
@@ -236,6 +236,17 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.status.value = (
             f"Cancelled: what was decoded is kept{left}." if cancelled else "Done. From a cell: lab.run, lab.runs, lab.model."
         )
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """`error` and what led to it, without the tracebacks, which would keep the tensors of their frames alive."""
+    link: BaseException | None = error
+    for _ in range(20):  # a chain may be a ring
+        if link is None:
+            break
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error
 
 
 class _Cancelled(Exception):
