@@ -32,8 +32,11 @@ def attention(
     if _fused(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa):
         if attn_mask is not None and attn_mask.dim() == 3:
             attn_mask = attn_mask[None]
+        # In fp32 CUDA's kernel keeps the sums that a gradient needs only where one is wanted; the flag for a debug mask, which
+        # nobody reads here, says so.
+        wanted = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
         return aten._scaled_dot_product_fused_attention_overrideable(
-            query, key, value, attn_mask, dropout_p, is_causal, False, scale=scale
+            query, key, value, attn_mask, dropout_p, is_causal, wanted or query.element_size() == 2, scale=scale
         )[0]  # fmt: skip
     return aten._scaled_dot_product_attention_math.default(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -56,14 +59,14 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: floa
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout_p: float = 0.0, causal: bool = False,
-    debug: bool = False, *, scale: float | None = None,
+    keep_sums: bool = False, *, scale: float | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The fused operation on host tensors."""
     out, log_sum_exp = aten._scaled_dot_product_flash_attention_for_cpu(
         q, _every_head(k, q), _every_head(v, q), 0.0, causal, attn_mask=mask, scale=scale
     )
     none = [torch.empty(0, dtype=torch.int64) for _ in range(3)]  # a random-number state: there is no dropout
-    return out, log_sum_exp, None, None, q.shape[2], k.shape[2], *none
+    return out, log_sum_exp if keep_sums else none[0], None, None, q.shape[2], k.shape[2], *none
 
 
 def _backward(
