@@ -310,7 +310,7 @@ export function mount(root, provider, meta) {
     const parts = [`${timeText(state.now.t1 - state.now.t0)} shown, from ${Math.abs(state.now.t0) < 1 ? 0 : timeText(state.now.t0)}`];
     if (gathered) parts.push("a bar's height is the busy share of several events: zoom in to see single ones");
     if (every > 1) parts.push(`every ${every}th step is marked`);
-    if (failed) parts.push("the kernel doesn't answer: this is the last view");
+    if (failed) parts.push("the kernel is busy or gone: this is the last view");
     const text = parts.join(" · ");
     if (status.textContent !== text) status.textContent = text;
   };
@@ -446,7 +446,7 @@ export function mount(root, provider, meta) {
     tableButton.setAttribute("aria-expanded", String(!tables.hidden));
     if (tables.hidden || tables.childElementCount) return;
     try { tables.replaceChildren(...(await provider.table()).map(tableOf)); }
-    catch { tables.textContent = "The kernel doesn't answer: run the cell again to see the table."; }
+    catch { tables.replaceChildren(); tables.hidden = true; tableButton.setAttribute("aria-expanded", "false"); status.textContent = "The kernel is busy or gone: press again when it is idle, or run the cell again."; }
   };
 
   let drag = null;
