@@ -1,5 +1,7 @@
 """Errors say what was asked, what was found and what to do, and keep their numbers."""
 
+import pickle
+
 import pytest
 
 from toolkit import errors
@@ -14,6 +16,8 @@ def test_an_error_says_asked_found_and_do(kind):
     assert str(error) == "loading 'x': no such file. Check the path"
     assert (error.asked, error.found, error.do) == ("loading 'x'", "no such file", "Check the path")
     assert error.facts == {"path": "x", "bytes": 8}
+    copy = pickle.loads(pickle.dumps(error))  # as it crosses from a worker process
+    assert (type(copy), str(copy), copy.facts) == (kind, str(error), error.facts)
     assert kind.__doc__
 
 

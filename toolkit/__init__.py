@@ -35,17 +35,21 @@ _PUBLIC = {
 __all__ = ["__version__", "load_ipython_extension", *_PUBLIC]
 
 if TYPE_CHECKING:
-    from toolkit.decode.compare import compare, copy_budget
-    from toolkit.decode.loop import generate
-    from toolkit.decode.strategies import STRATEGIES
+    from toolkit.decode.compare import compare as compare
+    from toolkit.decode.compare import copy_budget as copy_budget
+    from toolkit.decode.loop import generate as generate
+    from toolkit.decode.strategies import STRATEGIES as STRATEGIES
     from toolkit.devices.base import open_device as device
-    from toolkit.devices.base import record
+    from toolkit.devices.base import record as record
     from toolkit.devices.spec import CATALOGUE as GPUS
-    from toolkit.errors import CopyBudgetError, ToolkitError
-    from toolkit.loading import load
-    from toolkit.notebook.lab import Lab
-    from toolkit.trace import Trace
-    from toolkit.traces import open_trace
+    from toolkit.errors import CopyBudgetError as CopyBudgetError
+    from toolkit.errors import ToolkitError as ToolkitError
+    from toolkit.loading import load as load
+    from toolkit.notebook.lab import Lab as Lab
+    from toolkit.trace import Trace as Trace
+    from toolkit.traces import open_trace as open_trace
+
+    __all__ += ["GPUS", "device"]  # renamed, so not re-exported by the form above
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 
 class ToolkitError(Exception):
@@ -16,6 +17,10 @@ class ToolkitError(Exception):
     def __init__(self, asked: str, found: str, do: str, **facts: object) -> None:
         self.asked, self.found, self.do, self.facts = asked, found, do, facts
         super().__init__(f"{asked}: {found}. {do}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        make: Callable[..., ToolkitError] = type(self)
+        return partial(make, **self.facts), (self.asked, self.found, self.do)
 
 
 class FormatError(ToolkitError):

@@ -6,6 +6,7 @@ the same table; this file doesn't know how.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 import sysconfig
@@ -151,11 +152,16 @@ def _cuda_count() -> int:
 
 @lru_cache
 def _library_prefixes() -> tuple[str, ...]:
-    """Folders whose frames are machinery, not cause: torch itself, the standard library, and this package's devices."""
+    """Folders whose frames are machinery, not cause: torch, Triton's launcher, context managers, and this package's devices."""
     import torch
 
-    stdlib = sysconfig.get_paths()["stdlib"]
-    return (os.path.dirname(torch.__file__), os.path.join(stdlib, "contextlib"), os.path.dirname(__file__), "<frozen")
+    triton = importlib.util.find_spec("triton")
+    folders = [
+        os.path.dirname(torch.__file__),
+        *((triton and triton.submodule_search_locations) or ()),
+        os.path.dirname(__file__),
+    ]
+    return (*(folder + os.sep for folder in folders), os.path.join(sysconfig.get_paths()["stdlib"], "contextlib"), "<frozen")
 
 
 def caller() -> str | None:

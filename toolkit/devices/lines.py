@@ -10,11 +10,9 @@ Python 3.12 and later: `sys.monitoring`, all threads, library code switched off 
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import threading
 from array import array
-from functools import cache
 from time import perf_counter_ns
 from types import CodeType, FrameType
 from typing import Any
@@ -49,13 +47,6 @@ def know_thread() -> int:
     return _known_threads.setdefault(threading.get_native_id(), low - (1 << 32) if low >> 31 else low)
 
 
-@cache
-def _machinery() -> tuple[str, ...]:
-    """Folders whose lines are never the cause: those of `base.caller`, and Triton's launcher."""
-    triton = importlib.util.find_spec("triton")
-    return (*_library_prefixes(), *(triton.submodule_search_locations or () if triton else ()))
-
-
 class LineLog:
     """Notes lines between `start` and `stop`; `where` looks them up afterwards. `problem` says why there are none."""
 
@@ -64,7 +55,7 @@ class LineLog:
         self._threads: dict[int, _Thread] = {}
         self._numbers: dict[int, int] = {}  # id of a code object that isn't library code -> its index in _codes
         self._codes: list[CodeType] = []  # keeps them alive, so that ids stay unique
-        self._prefixes = _machinery()
+        self._prefixes = _library_prefixes()
         self._home = threading.get_ident()
         self._tool: int | None = None
         self._traced: list[FrameType] = []

@@ -23,10 +23,10 @@ class Verdict:
 def check(predicted: Mapping[str, int | None], found: Mapping[str, int], why: str = "") -> Verdict:
     """Compare predicted counts with those found, name by name.
 
-    A prediction that is still None or `...` is asked for, and its answer isn't given away; `why` is shown only once
+    A prediction that is still None is asked for, and its answer isn't given away; `why` is shown only once
     every prediction has been made. Raises nothing for a wrong answer: it is a lesson, not a test.
     """
-    open_ones = [name for name, value in predicted.items() if value is None or value is ...]
+    open_ones = [name for name, value in predicted.items() if value is None]
     if open_ones:
         return Verdict((f"Write your prediction for {', '.join(open_ones)} first, then run this cell again.",), False)
     lines = []
