@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -77,6 +78,48 @@ def run(func: Any, kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return args[0] if schema.returns else None
     if name in ("index", "_unsafe_index"):
         args = (args[0], _without_masks(args[1]), *args[2:])
+    if schema.is_mutable:
+        return _on_meta(kernel, args, kwargs)
+    key = (func, _key(args), _key(tuple(kwargs.items())))
+    shapes = _known.get(key)
+    if shapes is None:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        shapes = _known[key] = tree_map(_Shape.of, _on_meta(kernel, args, kwargs))
+    return tree_map(lambda x: x.make() if isinstance(x, _Shape) else x, shapes)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What a result looks like, learnt once: PyTorch takes a while to work it out, and decoding repeats itself."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(x: Any) -> Any:
+        return _Shape(x.size(), x.stride(), x.dtype) if isinstance(x, torch.Tensor) else x
+
+    def make(self) -> torch.Tensor:
+        if keeps_values(self.size, self.dtype):
+            return torch.empty_strided(self.size, self.stride, dtype=self.dtype).zero_()
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=_META)
+
+
+_known: dict[Any, Any] = {}  # results by operation and operands
+_MOST_KNOWN = 1 << 14
+
+
+def _key(x: Any) -> Any:
+    """Operands as far as the shape of a result depends on them."""
+    if isinstance(x, torch.Tensor):
+        return x.size(), x.stride(), x.dtype
+    return tuple(map(_key, x)) if isinstance(x, tuple | list) else (type(x), x)
+
+
+def _on_meta(kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run on tensors without values; a result that is an operand is that operand."""
     originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def shape_of(x: Any) -> Any:
