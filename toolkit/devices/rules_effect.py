@@ -109,6 +109,11 @@ def duration_ns(effect: Effect, spec: GpuSpec) -> int:
 
 
 def host_ns(effect: Effect, spec: GpuSpec) -> int:
-    """What launching `effect` costs the host; a wait costs only what it waits for."""
-    cost: Any = getattr(spec, effect.cost) if effect.cost else 0
-    return int(cost)
+    """What launching `effect` costs the host; a wait costs only what it waits for.
+
+    The first launch of an operation carries the interpreter's time since the last one.
+    """
+    if not effect.cost:
+        return 0
+    cost: Any = getattr(spec, effect.cost)
+    return int(cost if effect.cost == "launch_host_ns" else cost + spec.python_host_ns)

@@ -56,6 +56,7 @@ class GpuSpec:
     op_host_ns: float  # host: one eager operation that launches one kernel, Python and dispatcher included
     library_host_ns: float  # host: the same for a matrix product (cuBLAS chooses a kernel)
     attention_host_ns: float  # host: the same for scaled dot product attention
+    python_host_ns: float  # host: the interpreter's own time between two operations that launch something
     launch_host_ns: float  # host: each further launch, memset or device copy inside the same operation
     view_host_ns: float  # host: an operation that launches nothing (a view, an allocation)
     item_host_ns: float  # host: `.item()` up to its wait
@@ -124,11 +125,13 @@ _PCIE_FIELDS = ("h2d_pinned_bytes_per_s", "d2h_pinned_bytes_per_s", "h2d_pageabl
 
 # Host and stream costs in ns, measured on an H200's machine.
 _COSTS: dict[str, float] = {
-    "op_host_ns": 5500, "library_host_ns": 12400, "attention_host_ns": 16000, "launch_host_ns": 2500, "view_host_ns": 1000,
+    "op_host_ns": 5500, "library_host_ns": 12400, "attention_host_ns": 16000, "python_host_ns": 4000,
+    "launch_host_ns": 2500, "view_host_ns": 1000,
     "item_host_ns": 4700, "h2d_host_ns": 4600, "d2h_host_ns": 5600, "pinned_async_host_ns": 2800, "wait_host_ns": 1500,
     "graph_launch_host_ns": 6000, "launch_latency_ns": 2000, "kernel_floor_ns": 880, "kernel_gap_ns": 1100,
     "copy_floor_ns": 740, "d2h_floor_ns": 1450, "d2d_floor_ns": 690, "graph_node_ns": 980,
 }  # fmt: skip
+_FITTED = "fitted to decode strategies (3 us) and Hugging Face generate() (5 to 9 us) on an H200's machine: h200_times.json"
 _REACHED = 4.22 / 4.8  # of the datasheet's bandwidth: read bandwidth measured on an H200
 
 
@@ -156,6 +159,7 @@ def _card(
     sources |= dict.fromkeys((*_Architecture._fields, "registers_per_sm", "smem_per_block_bytes"), _GUIDE)
     sources |= dict.fromkeys(_COSTS, costs_from) | dict.fromkeys(_PCIE_FIELDS, pcie_source)
     sources["reached_bandwidth_bytes_per_s"] = Source("estimated", "the share of the datasheet's that an H200 reaches, 88 %")
+    sources["python_host_ns"] = Source("estimated", _FITTED)
     sources["memory_bytes"] = Source("measured", memory[1])
     sources["name"] = Source("measured", "the driver's name of the card")
     sources["compute_capability"] = _GUIDE

@@ -42,7 +42,7 @@ class Event:
         """The event is done when all that is queued on `stream` now is done."""
         card = machine()
         self.stream_number = here().stream if stream is None else stream.number
-        card.launch_event()
+        card.launch_nothing()
         self.at_ns = card.done_ns(self.stream_number)
 
     def wait(self, stream: Stream | None = None) -> None:

@@ -43,7 +43,7 @@ _RESTRIDES = {
 # Operands after the first may lie on the host: the indices of an indexing, lengths.
 _MIXES = {
     "index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put", "set_", "resize_as_",
-    "_pack_padded_sequence",
+    "_pack_padded_sequence", "_foreach_copy_",
 }  # fmt: skip
 
 # Needed by torch.tensor and its kin, which run with Python dispatch switched off, where the fallback isn't reached.
@@ -297,7 +297,10 @@ def _wrap_new(out: Any, same: dict[int, VirtualTensor] | None = None) -> Any:
 def _charge(func: Any, args: Args, kwargs: Kwargs, out: Any) -> None:
     """Let the operation's effects happen on the card."""
     card = _machine[0]
-    for effect in rules.effects(func, args, kwargs, out):
+    happened = rules.effects(func, args, kwargs, out)
+    if not happened:
+        card.launch_nothing()
+    for effect in happened:
         card.execute(effect)
 
 

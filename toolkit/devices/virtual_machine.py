@@ -77,8 +77,8 @@ class Machine:
             self.stream_ends[number] = 0
             return number
 
-    def launch_event(self) -> None:
-        """What recording an event costs the host."""
+    def launch_nothing(self) -> None:
+        """What a view, an allocation or the recording of an event costs the host."""
         with self._lock:
             self.host_ns += int(self.spec.view_host_ns)
 
