@@ -11,7 +11,8 @@ import pytest
 from synthetic import decode_loop, many_events
 
 from toolkit.errors import RecorderError, ToolkitError
-from toolkit.notebook.view import MODELLED, NO_TEXT, SEGMENT, Scene, Track, copies_sheet, named
+from toolkit.notebook.overview import copies_sheet, facts
+from toolkit.notebook.view import MODELLED, NO_TEXT, SEGMENT, Scene, Track, named
 from toolkit.trace import KINDS, Trace, TraceBuilder
 
 
@@ -152,7 +153,7 @@ def test_no_events() -> None:
     assert view["counts"] == [[]]
     assert "No events" in scene.meta()["tracks"][0]["notes"][0]
     assert scene.find_step(0, 3) is None
-    assert scene.facts(0, 0) == []
+    assert facts(scene.tracks[0], 0) == []
 
 
 @pytest.mark.parametrize(
@@ -211,13 +212,13 @@ def test_many_steps_are_thinned_and_say_so(million: Scene) -> None:
 def test_facts_name_bytes_line_and_clock() -> None:
     trace = decode_loop()
     row = int(np.flatnonzero(trace.is_kind("d2d"))[0])
-    facts = dict(map(tuple, Scene([Track(trace, "a")]).facts(0, row)))
-    assert facts["bytes"] == "2.00 MiB (2,097,152 B)"
-    assert facts["caused by"] == "models/cache.py:31"
-    assert facts["duration"] == "900 ns, modelled"
-    assert facts["kind"] == "d2d (within the device)"
+    found = dict(map(tuple, facts(Track(trace, "a"), row)))
+    assert found["bytes"] == "2.00 MiB (2,097,152 B)"
+    assert found["caused by"] == "models/cache.py:31"
+    assert found["duration"] == "900 ns, modelled"
+    assert found["kind"] == "d2d (within the device)"
     d2h = int(np.flatnonzero(trace.is_kind("d2h"))[0])
-    assert dict(map(tuple, Scene([Track(trace, "a")]).facts(0, d2h)))["host memory"] == "pinned"
+    assert dict(map(tuple, facts(Track(trace, "a"), d2h)))["host memory"] == "pinned"
 
 
 def test_thousands_of_names_do_not_grow_a_view() -> None:

@@ -1,4 +1,4 @@
-"""A still picture of a whole trace: SVG and text, made without a browser, for places where widgets don't run.
+"""A trace for people without a canvas: a still picture, text, the facts of one event, the copies as a table.
 
 VS Code, Colab, nbviewer and a terminal show this; so does a page whose scripts are off. Knows no front end.
 """
@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.notebook.view import MODELLED, SUBPIXELS, Lane, Scene, Track, lane_segments
-from toolkit.units import seconds_text
+from toolkit.notebook.view import MODELLED, SUBPIXELS, Lane, Scene, Track, lane_segments, string_of
+from toolkit.trace import CLOCKS, COPY_KINDS, KINDS, copies_per_step
+from toolkit.units import bytes_text, seconds_text
 
 COLORS = {
     "sync": "#c0508f", "mark": "#5f6f52", "kernel": "#78879b", "h2d": "#d55e00", "d2h": "#0072b2", "d2d": "#00845f",
     "p2p": "#7a52b3", "memset": "#a8760b",
 }  # fmt: skip
+DIRECTIONS = {"h2d": "host to device", "d2h": "device to host", "d2d": "within the device", "p2p": "device to device"}
 _GUTTER, _PLOT, _LANE, _BINS = 150, 810, 20, 270
 
 
@@ -114,3 +116,48 @@ def html(scene: Scene) -> str:
     picture = base64.b64encode(svg(scene).encode()).decode()
     image = f'<img alt="{escape("; ".join(captions))}" src="data:image/svg+xml;base64,{picture}">'
     return f"<div>{image if rows else ''}{words}{table}</div>"
+
+
+def facts(track: Track, row: int) -> list[list[str]]:
+    """All that is known about one event, as (label, text) pairs."""
+    trace = track.trace
+    if not 0 <= row < len(trace):
+        return []
+    get = {name: int(column[row]) for name, column in trace.columns.items()}
+    kind, modelled = KINDS[get["kind"]], CLOCKS[get["clock"]]
+    lines: list[tuple[str, str | None]] = [
+        ("name", string_of(trace, "name", row)),
+        ("kind", f"{kind} ({DIRECTIONS[kind]})" if kind in DIRECTIONS else kind),
+        ("bytes", f"{bytes_text(get['bytes'])} ({get['bytes']:,} B)" if get["bytes"] >= 1024 else f"{get['bytes']} B"),
+        ("caused by", string_of(trace, "where", row)),
+        ("duration", f"{seconds_text(get['dur_ns'] / 1e9)}, {modelled}"),
+        ("start", f"{seconds_text((get['start_ns'] - track.start_ns) / 1e9)} after the first event"),
+        ("step", str(get["step"]) if get["step"] >= 0 else "outside of every step"),
+        ("stream", str(get["stream"]) if get["stream"] >= 0 else None),
+        ("device", f"GPU {get['device']}" if get["device"] >= 0 else "host"),
+        ("host memory", {0: "pageable", 1: "pinned"}.get(get["pinned"])),
+        ("cell", str(get["cell"]) if get["cell"] >= 0 else None),
+        ("rank", str(get["rank"]) if get["rank"] else None),
+        ("owner", string_of(trace, "owner", row)),
+    ]
+    if kind in ("kernel", "sync", "mark"):
+        lines = [line for line in lines if line[0] != "bytes"]
+    return [[label, text] for label, text in lines if text is not None]
+
+
+def copies_sheet(track: Track, limit: int = 300) -> dict[str, Any]:
+    """The first `limit` rows of the copies per step as text, for a table that a screen reader can read."""
+    frame = copies_per_step(track.trace)
+    clock = f"host wait ({track.clock})"
+    columns = ["step", *(f"{k.upper()} {what}" for k in COPY_KINDS for what in ("copies", "bytes")), "kernels", clock]
+    rows = []
+    for row in frame.head(limit).itertuples(index=False):
+        copies = [text for k in COPY_KINDS for text in _count_and_bytes(getattr(row, f"{k}_count"), getattr(row, f"{k}_bytes"))]
+        step = "outside" if row.step == -1 else str(row.step)
+        rows.append([step, *copies, f"{row.kernels:,}", seconds_text(row.host_wait_s)])
+    note = f"the first {limit:,} of {len(frame):,} steps" if len(frame) > limit else ""
+    return {"title": f"{track.title}: copies per step", "note": note, "columns": columns, "rows": rows}
+
+
+def _count_and_bytes(count: int, size: int) -> tuple[str, str]:
+    return f"{count:,}", bytes_text(size)

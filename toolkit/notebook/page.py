@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from toolkit.errors import ToolkitError
 from toolkit.notebook import overview
-from toolkit.notebook.view import MAX_SEGMENTS, MAX_STEPS, Scene, Track, copies_sheet, named
+from toolkit.notebook.view import MAX_SEGMENTS, MAX_STEPS, Scene, Track, named
 from toolkit.trace import KINDS, Trace
 
 _HERE = Path(__file__).parent
@@ -95,7 +95,7 @@ def _document(tracks: list[Track], title: str, extra: str, beside: bool) -> str:
         f"<td>{escape(track.clock)}</td><td>{_versions(track.trace) or '-'}</td></tr>"
         for track in tracks
     )
-    sheets = "".join(_sheet_html(copies_sheet(track), is_open=len(tracks) == 1) for track in tracks)
+    sheets = "".join(_sheet_html(overview.copies_sheet(track), is_open=len(tracks) == 1) for track in tracks)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>{escape(title)}</title><link rel="icon" href="data:,">
@@ -172,5 +172,5 @@ def _packed(track: Track) -> dict[str, Any]:
     return {
         "meta": track.meta(), "n": total, "columns": spec, "deflated": deflated, "data": base64.b64encode(data).decode(),
         "strings": trace.strings, "start_ns": track.start_ns, "end_ns": track.end_ns,
-        "steps": track.steps.tolist(), "step_names": track.step_names, "sheet": copies_sheet(track),
+        "steps": track.steps.tolist(), "step_names": track.step_names, "sheet": overview.copies_sheet(track),
     }  # fmt: skip

@@ -60,12 +60,12 @@ class Timeline(anywidget.AnyWidget):
                 return
             answer: Any
             if kind == "facts":
-                answer = self.scene.facts(int(request["track"]), int(request["row"]))
+                answer = overview.facts(self.scene.tracks[int(request["track"])], int(request["row"]))
             elif kind == "step":
                 step, near, move = request.get("step"), float(request.get("near", 0)), int(request.get("move", 0))
                 answer = self.scene.find_step(int(request["track"]), None if step is None else int(step), near, move, align)
             elif kind == "table":
-                answer = self.scene.sheets()
+                answer = [overview.copies_sheet(track) for track in self.scene.tracks]
             else:
                 return
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError):

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.errors import ToolkitError
-from toolkit.trace import CLOCKS, COPY_KINDS, KINDS, Trace, copies_per_step
+from toolkit.trace import KINDS, Trace
 from toolkit.units import bytes_text, seconds_text
 
 LANE_KINDS = ("sync", "mark", "kernel", "h2d", "d2h", "d2d", "p2p", "memset")  # top to bottom
@@ -26,7 +26,6 @@ LABELS = {
     "sync": "host waits", "mark": "host marks", "kernel": "kernels", "h2d": "H2D", "d2h": "D2H", "d2d": "D2D",
     "p2p": "P2P", "memset": "memset",
 }  # fmt: skip
-DIRECTIONS = {"h2d": "host to device", "d2h": "device to host", "d2d": "within the device", "p2p": "device to device"}
 MAX_SEGMENTS = 2000  # a view: 20 bytes each, 40 KB
 MAX_LANES = 36  # a track; streams beyond are gathered in "other streams"
 MAX_STEPS = 96  # step boundaries in a view
@@ -168,7 +167,7 @@ def _steps(trace: Trace) -> tuple[NDArray[np.int64], list[str]]:
         rows = np.flatnonzero(mark)
         table = np.stack([trace["step"][rows], trace["start_ns"][rows], trace["start_ns"][rows] + trace["dur_ns"][rows]], 1)
         order = np.argsort(table[:, 1], kind="stable")
-        return table[order].astype(np.int64), [_string(trace, "name", rows[i]) or "" for i in order]
+        return table[order].astype(np.int64), [string_of(trace, "name", rows[i]) or "" for i in order]
     inside = np.flatnonzero(trace["step"] >= 0)
     if not len(inside):
         return np.zeros((0, 3), np.int64), []
@@ -229,26 +228,8 @@ def _lane(trace: Trace, rows: NDArray[np.int64], stream: int) -> Lane:
     )  # fmt: skip
 
 
-def copies_sheet(track: Track, limit: int = 300) -> dict[str, Any]:
-    """The first `limit` rows of the copies per step as text, for a table that a screen reader can read."""
-    frame = copies_per_step(track.trace)
-    clock = f"host wait ({track.clock})"
-    columns = ["step", *(f"{k.upper()} {what}" for k in COPY_KINDS for what in ("copies", "bytes")), "kernels", clock]
-    rows = []
-    for row in frame.head(limit).itertuples(index=False):
-        copies = [text for k in COPY_KINDS for text in _count_and_bytes(getattr(row, f"{k}_count"), getattr(row, f"{k}_bytes"))]
-        step = "outside" if row.step == -1 else str(row.step)
-        rows.append([step, *copies, f"{row.kernels:,}", seconds_text(row.host_wait_s)])
-    note = f"the first {limit:,} of {len(frame):,} steps" if len(frame) > limit else ""
-    return {"title": f"{track.title}: copies per step", "note": note, "columns": columns, "rows": rows}
-
-
-def _count_and_bytes(count: int, size: int) -> tuple[str, str]:
-    return f"{count:,}", bytes_text(size)
-
-
 class Scene:
-    """One or two tracks (A above B) on one time axis; answers `view`, `facts` and `find_step`.
+    """One or two tracks (A above B) on one time axis; answers `view` and `find_step`.
 
     Time on the axis counts from each track's start, or, where `align` is a step number, from the start of that step.
     """
@@ -259,10 +240,6 @@ class Scene:
     def meta(self) -> dict[str, Any]:
         """The description that the front end is built from (JSON-able)."""
         return {"tracks": [track.meta() for track in self.tracks], "kinds": list(KINDS)}
-
-    def sheets(self) -> list[dict[str, Any]]:
-        """The copies per step of each track, as text: {title, note, columns, rows}."""
-        return [copies_sheet(track) for track in self.tracks]
 
     def origins(self, align: int | None = None) -> list[int]:
         """For each track the time, in its own nanoseconds, that lies at 0 of the axis."""
@@ -327,35 +304,8 @@ class Scene:
             found = tuple(chosen.steps[int(np.clip(at + move, 0, len(chosen.steps) - 1))].tolist())
         return [found[0], found[1] - origin, found[2] - origin] if found else None
 
-    def facts(self, track: int, row: int) -> list[list[str]]:
-        """All that is known about one event, as (label, text) pairs."""
-        chosen = self.tracks[track]
-        trace = chosen.trace
-        if not 0 <= row < len(trace):
-            return []
-        get = {name: int(column[row]) for name, column in trace.columns.items()}
-        kind, modelled = KINDS[get["kind"]], CLOCKS[get["clock"]]
-        lines: list[tuple[str, str | None]] = [
-            ("name", _string(trace, "name", row)),
-            ("kind", f"{kind} ({DIRECTIONS[kind]})" if kind in DIRECTIONS else kind),
-            ("bytes", f"{bytes_text(get['bytes'])} ({get['bytes']:,} B)" if get["bytes"] >= 1024 else f"{get['bytes']} B"),
-            ("caused by", _string(trace, "where", row)),
-            ("duration", f"{seconds_text(get['dur_ns'] / 1e9)}, {modelled}"),
-            ("start", f"{seconds_text((get['start_ns'] - chosen.start_ns) / 1e9)} after the first event"),
-            ("step", str(get["step"]) if get["step"] >= 0 else "outside of every step"),
-            ("stream", str(get["stream"]) if get["stream"] >= 0 else None),
-            ("device", f"GPU {get['device']}" if get["device"] >= 0 else "host"),
-            ("host memory", {0: "pageable", 1: "pinned"}.get(get["pinned"])),
-            ("cell", str(get["cell"]) if get["cell"] >= 0 else None),
-            ("rank", str(get["rank"]) if get["rank"] else None),
-            ("owner", _string(trace, "owner", row)),
-        ]
-        if kind in ("kernel", "sync", "mark"):
-            lines = [line for line in lines if line[0] != "bytes"]
-        return [[label, text] for label, text in lines if text is not None]
 
-
-def _string(trace: Trace, column: str, row: int | np.int64) -> str | None:
+def string_of(trace: Trace, column: str, row: int | np.int64) -> str | None:
     code = int(trace[column][row])
     return trace.strings[code] if code >= 0 else None
 
