@@ -9,6 +9,7 @@ from tests.golden.replay import compare, differences, programs
 # wrong. None of the first 25 may be here.
 DEVIATIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "generate_qwen3_static": (("d2d",), "transformers compiles a static cache's decode step on CUDA only: another program"),
+    "copy_d2d_complex_conj": (("d2d",), "a conjugate is made at once here; on CUDA the copy of a lazy one is a kernel"),
     "r2_lstm": (("d2d",), "cuDNN packs a recurrent network's weights into one buffer; here its cells run one by one"),
 }
 
@@ -20,7 +21,8 @@ def test_the_virtual_gpu_copies_and_waits_as_an_h200(name: str):
     want, got = compare(name)
     expected, reason = DEVIATIONS.get(name, ((), "no deviation is known"))
     assert differences(want, got) == expected, f"{reason}\nmeasured {want}\nreplayed {got}"
-    assert want.value == got.value or name in programs_more.RANDOM
+    if want.value is not None and name not in programs_more.RANDOM:
+        assert got.value == (pytest.approx(want.value) if isinstance(want.value, float) else want.value)
 
 
 @pytest.mark.parametrize("name", DEVIATIONS)
