@@ -81,8 +81,11 @@ class Device(ABC):
 
         `lines=True` also finds the Python line that caused each event, which slows a real GPU's host code; use False
         where the times matter. Inside another recording of the same device this joins the outer one: both traces then
-        hold the outer block's events. Raises RecorderError where another profiler is already active.
+        hold the outer block's events. Where nothing in the block says what a step is, steps are guessed from a pattern
+        that repeats, and `meta["steps_from"]` says so. Raises RecorderError where another profiler is already active.
         """
+        from toolkit.traces.table import with_guessed_steps
+
         outer = _recording.get(self.name)
         if outer is not None:
             yield outer
@@ -93,7 +96,7 @@ class Device(ABC):
             try:
                 yield trace
             finally:
-                trace.fill(self.stop())
+                trace.fill(with_guessed_steps(self.stop()))
         finally:
             del _recording[self.name]
 

@@ -10,6 +10,7 @@ CUDA they still pin for CUDA. Knows neither the card nor the operations.
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -54,7 +55,13 @@ def is_pinned(self: torch.Tensor, device: Any = None) -> bool:
     """Is this host tensor in pinned memory? False for a tensor on a device, as torch.Tensor.is_pinned."""
     if self.device.type != "cpu" or self.layout is not torch.strided:
         return False
-    return self.untyped_storage()._cdata in _pinned or (torch.cuda.is_available() and _is_pinned(self, "cuda"))
+    return self.untyped_storage()._cdata in _pinned or (torch.cuda.is_available() and _is_pinned_for_cuda(self))
+
+
+def _is_pinned_for_cuda(host: torch.Tensor) -> bool:
+    with warnings.catch_warnings():  # naming the device is deprecated, but unnamed it is the virtual GPU, once registered
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return _is_pinned(host, "cuda")
 
 
 def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
@@ -63,7 +70,11 @@ def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
         raise RuntimeError(f"cannot pin '{self.type()}' only dense CPU tensors can be pinned")
     if is_pinned(self):
         return self
-    return _mark(_pin_memory(self, "cuda") if torch.cuda.is_available() else self.clone())
+    if not torch.cuda.is_available():
+        return _mark(self.clone())
+    with warnings.catch_warnings():  # as above
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return _mark(_pin_memory(self, "cuda"))
 
 
 def _pinning(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

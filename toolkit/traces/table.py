@@ -123,6 +123,22 @@ def assemble(
     return from_columns(list(strings.codes), meta | {"clock": "measured", "steps_from": source, "sizes_only": False}, **columns)
 
 
+def with_guessed_steps(trace: Trace) -> Trace:
+    """`trace` with steps guessed from a pattern that repeats; as it is where it has steps, or nothing repeats.
+
+    A recording doesn't say when the host caused each event. Its device events are taken in the order they ran, a wait goes with
+    the last event that it waited for, and allocations go by their time.
+    """
+    if trace.meta.get("steps_from") is not None or trace["step"].max(initial=-1) >= 0:
+        return trace
+    rows = {name: trace[name].astype(np.int64) for name in ("start_ns", "kind", "bytes", "name")}
+    waits = rows["kind"] == KIND["sync"]
+    step = _guess(rows, rows["start_ns"] + np.where(waits, trace["dur_ns"], 0))
+    if step is None:
+        return trace
+    return Trace({**trace.columns, "step": step}, trace.strings, trace.meta | {"steps_from": "guessed"})
+
+
 def _guess(rows: dict[str, NDArray[np.int64]], cause_ns: NDArray[np.int64]) -> NDArray[np.int32] | None:
     """Steps guessed from what ran on the device, in order of launch."""
     device = np.isin(rows["kind"], [KIND[kind] for kind in ("kernel", "h2d", "d2h", "d2d", "p2p", "memset")])
