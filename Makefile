@@ -5,6 +5,9 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
+# JupyterLab then saves widgets with the notebook: opened again, it shows them without running anything.
+SETTINGS := .venv/share/jupyter/lab/settings/overrides.d
+
 .PHONY: demo lab test check clean
 
 demo: .venv/.core
@@ -34,8 +37,9 @@ clean:
 
 .venv/.lab: .venv/.core
 	$(PIP) install -e '.[lab]'
+	@mkdir -p $(SETTINGS) && cp binder/jupyterlab.json $(SETTINGS)/decode-toolkit.json
 	@touch $@
 
-.venv/.test: .venv/.core
+.venv/.test: .venv/.lab
 	$(PIP) install -e '.[lab,hf,test]'
-	@touch $@ .venv/.lab
+	@touch $@

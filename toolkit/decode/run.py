@@ -50,11 +50,15 @@ class Run:
 
     def timeline(self, other: Run | None = None) -> Any:
         """The interactive timeline, beside `other`'s where given."""
-        return self.trace.timeline(None if other is None else other.trace)
+        from toolkit.notebook.timeline import Timeline
+
+        return Timeline(self) if other is None else Timeline(self, other)
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write a self-contained page: timeline and copies table."""
-        return self.trace.to_html(path)
+        from toolkit.notebook.page import write_page
+
+        return write_page(path, self)
 
     def __repr__(self) -> str:
         return f"Run({self._summary()}: {self._shown_text()!r})"
