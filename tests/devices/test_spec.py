@@ -1,13 +1,17 @@
 """The catalogue: every card, every figure, every source."""
 
+import json
 from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
 
 import pytest
 
-from toolkit.devices.spec import CATALOGUE, GpuSpec
+import toolkit
+from toolkit.devices.spec import CATALOGUE, RECORDED, GpuSpec
 from toolkit.errors import DeviceError, UnknownNameError
 from toolkit.units import GiB, KiB
 
+RESULTS = Path(toolkit.__file__).parent / "bench" / "results" / "h200_primitives.json"
 CARDS = {"rtx-3090", "rtx-4090", "rtx-5090", "a100-40g", "a100-80g", "l4", "l40s", "h100", "h200", "b200", "rtx-pro-6000"}
 
 
@@ -39,6 +43,28 @@ def test_figures_are_sane(spec: GpuSpec):
 def test_only_the_h200_claims_measured_costs():
     measured = {key for key, spec in CATALOGUE.items() if spec.source("op_host_ns").how == "measured"}
     assert measured == {"h200"}
+
+
+def _recorded(figure: str) -> float:
+    """The entry of the recorded results that `figure` says it rounds, in its unit."""
+    entry = json.loads(RESULTS.read_text())
+    for name in RECORDED[figure]:
+        entry = entry[name]
+    if figure.endswith("_per_s"):
+        return (64 << 20) / entry[1] * 1e9  # [device, host] nanoseconds of 64 MiB
+    return entry[0] if isinstance(entry, list) else entry
+
+
+@pytest.mark.parametrize("figure", RECORDED)
+def test_a_measured_figure_is_the_recorded_one(figure: str):
+    assert CATALOGUE["h200"].source(figure).where.startswith("bench/results/h200_primitives.json")
+    assert getattr(CATALOGUE["h200"], figure) == pytest.approx(_recorded(figure), rel=0.08)
+
+
+def test_no_other_figure_cites_the_recorded_results_as_measured():
+    sources = CATALOGUE["h200"].sources
+    cites = {figure for figure, (how, where) in sources.items() if how == "measured" and "primitives.json (" in where}
+    assert cites == {*RECORDED, "name"}
 
 
 def test_with_memory_changes_the_size_and_its_source_alone():

@@ -1,7 +1,8 @@
 """Time per generated token of warm, unmodified generate() of tiny models, and of the toolkit's decode strategies.
 
 `python -m tests.golden.times cuda OUT.json` measures on a GPU; `python -m tests.golden.times virtual:h200` asks the
-modelled clock, and prints the ratio to `h200_times.json`.
+modelled clock, and prints the ratio to `h200_times.json`. `python_host_ns` of the catalogue was fitted to these very
+measurements, so the ratios show how well one constant fits them all, not how well it would predict others.
 """
 
 from __future__ import annotations
