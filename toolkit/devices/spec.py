@@ -95,7 +95,7 @@ class GpuSpec:
 
 
 class _Architecture(NamedTuple):
-    """What every card of a compute capability shares (CUDA programming guide, table of technical specifications)."""
+    """What every card of a compute capability shares (CUDA programming guide)."""
 
     smem_per_block_optin_bytes: int
     smem_per_sm_bytes: int
@@ -111,7 +111,7 @@ _ARCHITECTURES = {
     (12, 0): _Architecture(99 * KiB, 100 * KiB, 1536),
 }
 
-_GUIDE = Source("datasheet", "CUDA C++ programming guide, technical specifications per compute capability")
+_GUIDE = Source("datasheet", "CUDA programming guide, tables of SM and memory information per compute capability")
 _H200 = Source("measured", "bench/results/h200_primitives.json (NVIDIA H200, torch 2.11.0+cu130)")
 _EARLIER = Source("measured", "one NVIDIA H200, torch 2.11 + CUDA 13.0, before bench/primitives.py; not in its results")
 _AS_H200 = Source("estimated", "taken over from the H200; depends on the host's processor more than on the GPU")
@@ -144,6 +144,7 @@ RECORDED: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "h2d_pageable_bytes_per_s": ("curves_ns", "h2d_pageable", "67108864"),
     "d2h_pageable_bytes_per_s": ("curves_ns", "d2h_pageable", "67108864"),
     "memory_bytes": ("properties", "total_memory"), "l2_bytes": ("properties", "L2_cache_size"),
+    "sms": ("properties", "multi_processor_count"),
 })  # fmt: skip
 _CHOSEN = {
     "python_host_ns": "fitted to h200_times.json: decode strategies want 3 us, Hugging Face generate() 5 to 9",
@@ -159,14 +160,12 @@ _REACHED = 4.22 / 4.8  # of the datasheet's bandwidth: read bandwidth measured o
 
 
 def _card(
-    key: str, name: str, cc: tuple[int, int], memory: tuple[float, Source], bandwidth: float, sms: int, l2_mib: float,
+    key: str, name: str, cc: tuple[int, int], memory_gib: float, bandwidth: float, sms: int, l2_mib: float,
     tflops: tuple[float, float, float], pcie: int, sheet: str,
-    is_h200: bool = False,
+    others: Mapping[str, Source] = MappingProxyType({}),
 ) -> GpuSpec:  # fmt: skip
-    """A card from its datasheet, its figures as generally known (none was looked up again): memory in GiB and who reported it,
-    tflops as (fp32, tf32, bf16), PCIe generation."""
+    """A card from its `sheet`: tflops as (fp32, tf32, bf16), PCIe generation, `others` the figures with another source."""
     architecture, (rates, pcie_source) = _ARCHITECTURES[cc], _PCIE[pcie]
-    datasheet = Source("datasheet", sheet)
     figures: dict[str, float] = {
         "bandwidth_bytes_per_s": bandwidth,
         "reached_bandwidth_bytes_per_s": bandwidth * _REACHED,
@@ -179,54 +178,60 @@ def _card(
         **dict(zip(_PCIE_FIELDS, rates, strict=True)),
         **_COSTS,
     }
-    sources = dict.fromkeys(figures, datasheet)
+    sources = dict.fromkeys(figures, Source("datasheet", sheet))
+    sources |= dict.fromkeys(("name", "compute_capability", "memory_bytes", "sms", "l2_bytes"), _SEEN)
     sources |= dict.fromkeys((*_Architecture._fields, "registers_per_sm", "smem_per_block_bytes"), _GUIDE)
     sources |= dict.fromkeys(_COSTS, _AS_H200) | dict.fromkeys(_PCIE_FIELDS, pcie_source)
     sources["reached_bandwidth_bytes_per_s"] = Source("estimated", "the share of the datasheet's that an H200 reaches, 88 %")
     sources |= {figure: Source("estimated", why) for figure, why in _CHOSEN.items()}
-    sources["memory_bytes"] = memory[1]
-    sources["name"] = Source("estimated", "as the driver is known to call the card; not read off one here")
-    sources["compute_capability"] = _GUIDE
-    if is_h200:
-        sources |= dict.fromkeys((*RECORDED, "name"), _H200)
-        sources |= dict.fromkeys(("reached_bandwidth_bytes_per_s", "graph_node_ns"), _EARLIER)
+    sources |= others
     return GpuSpec(
         key=key,
         name=name,
         compute_capability=cc,
-        memory_bytes=int(memory[0] * GiB),
+        memory_bytes=int(memory_gib * GiB),
         sources=MappingProxyType(sources),
         **figures,  # type: ignore[arg-type]
     )
 
 
-_SEEN = Source("measured", "reported by users of the card: deviceQuery, or torch's out-of-memory messages")
-_USUAL = Source("estimated", "the total that CUDA usually reports for this card, from general knowledge; not read off one here")
+_SEEN = Source("measured", "reported by users of the card: deviceQuery, torch's device properties or out-of-memory messages")
+_A100 = "NVIDIA A100 Tensor Core GPU architecture whitepaper; bandwidth: NVIDIA A100 datasheet"
+_H100_FLOPS = "NVIDIA H100 Tensor Core GPU architecture whitepaper, SXM5"
+_UNSTATED = "dense; for which accumulation isn't said, but bf16 products in torch (fp32 accumulation) pass half of it"
 
+# The datasheet figures were compared in November 2026 with public copies of the named documents or, mostly, with public code
+# and notes that quote their tables. Sparse rates are halved. GeForce cards have a doubled fp16 rate too, for accumulation in
+# fp16: not the one here, as torch accumulates in fp32.
 CATALOGUE: Mapping[str, GpuSpec] = MappingProxyType({
     card.key: card
     for card in (
-        _card("rtx-3090", "NVIDIA GeForce RTX 3090", (8, 6), (23.69, _USUAL), 936.2e9, 82, 6,
-              (35.6, 35.6, 71.2), 4, "NVIDIA Ampere GA102 whitepaper"),
-        _card("rtx-4090", "NVIDIA GeForce RTX 4090", (8, 9), (23.65, _SEEN), 1008e9, 128, 72,
-              (82.6, 82.6, 165.2), 4, "NVIDIA Ada GPU architecture whitepaper"),
-        _card("rtx-5090", "NVIDIA GeForce RTX 5090", (12, 0), (31.36, _SEEN), 1792e9, 170, 96,
-              (104.8, 104.8, 209.5), 5, "NVIDIA RTX Blackwell GPU architecture whitepaper"),
-        _card("a100-40g", "NVIDIA A100-SXM4-40GB", (8, 0), (39.39, _USUAL), 1555e9, 108, 40,
-              (19.5, 156, 312), 4, "NVIDIA A100 datasheet and Ampere whitepaper"),
-        _card("a100-80g", "NVIDIA A100-SXM4-80GB", (8, 0), (79.15, _USUAL), 2039e9, 108, 40,
-              (19.5, 156, 312), 4, "NVIDIA A100 datasheet and Ampere whitepaper"),
-        _card("l4", "NVIDIA L4", (8, 9), (22.03, _USUAL), 300e9, 58, 48,
-              (30.3, 60, 121), 4, "NVIDIA L4 datasheet"),
-        _card("l40s", "NVIDIA L40S", (8, 9), (44.39, _USUAL), 864e9, 142, 96,
-              (91.6, 183, 362), 4, "NVIDIA L40S datasheet"),
-        _card("h100", "NVIDIA H100 80GB HBM3", (9, 0), (79.10, _USUAL), 3350e9, 132, 50,
-              (66.9, 494.7, 989.4), 5, "NVIDIA H100 datasheet (SXM) and Hopper whitepaper"),
-        _card("h200", "NVIDIA H200", (9, 0), (139.80, _USUAL), 4800e9, 132, 60,
-              (66.9, 494.7, 989.4), 5, "NVIDIA H200 datasheet (SXM)", is_h200=True),
-        _card("b200", "NVIDIA B200", (10, 0), (178.35, _USUAL), 8000e9, 148, 126,
-              (75, 1125, 2250), 5, "NVIDIA Blackwell (HGX B200) datasheet"),
-        _card("rtx-pro-6000", "NVIDIA RTX PRO 6000 Blackwell Workstation Edition", (12, 0), (94.97, _USUAL), 1792e9, 188, 128,
-              (125, 251.9, 503.8), 5, "NVIDIA RTX PRO 6000 Blackwell datasheet and RTX Blackwell PRO whitepaper"),
+        _card("rtx-3090", "NVIDIA GeForce RTX 3090", (8, 6), 23.69, 936e9, 82, 6, (35.6, 35.6, 71.2), 4,
+              "NVIDIA Ampere GA102 GPU architecture whitepaper, appendix A",
+              {"bf16_flops": Source("datasheet", "NVIDIA RTX Blackwell GPU architecture whitepaper, table 3 (GA102's: 71)")}),
+        _card("rtx-4090", "NVIDIA GeForce RTX 4090", (8, 9), 23.65, 1008e9, 128, 72, (82.6, 82.6, 165.2), 4,
+              "NVIDIA Ada GPU architecture whitepaper, appendix A"),
+        _card("rtx-5090", "NVIDIA GeForce RTX 5090", (12, 0), 31.36, 1792e9, 170, 96, (104.8, 104.8, 209.5), 5,
+              "NVIDIA RTX Blackwell GPU architecture whitepaper, table 3"),
+        _card("a100-40g", "NVIDIA A100-SXM4-40GB", (8, 0), 39.49, 1555e9, 108, 40, (19.5, 156, 312), 4, _A100),
+        _card("a100-80g", "NVIDIA A100-SXM4-80GB", (8, 0), 79.15, 2039e9, 108, 40, (19.5, 156, 312), 4, _A100),
+        _card("l4", "NVIDIA L4", (8, 9), 22.03, 300e9, 58, 48, (30.3, 60, 121), 4, "NVIDIA L4 datasheet",
+              {"bf16_flops": Source("datasheet", f"NVIDIA L4 datasheet, {_UNSTATED}")}),
+        _card("l40s", "NVIDIA L40S", (8, 9), 44.39, 864e9, 142, 96, (91.6, 183, 362.05), 4, "NVIDIA L40S datasheet",
+              {"bf16_flops": Source("datasheet", f"NVIDIA L40S datasheet, {_UNSTATED}")}),
+        _card("h100", "NVIDIA H100 80GB HBM3", (9, 0), 79.18, 3350e9, 132, 50, (66.9, 494.7, 989.4), 5, _H100_FLOPS,
+              {"bandwidth_bytes_per_s": Source("datasheet", "NVIDIA H100 datasheet, SXM")}),
+        _card("h200", "NVIDIA H200", (9, 0), 139.80, 4800e9, 132, 60, (66.9, 494.7, 989.4), 5,
+              f"{_H100_FLOPS}: the same chip; the H200 datasheet has them rounded",
+              dict.fromkeys((*RECORDED, "name", "compute_capability"), _H200)
+              | dict.fromkeys(("reached_bandwidth_bytes_per_s", "graph_node_ns"), _EARLIER)
+              | {"bandwidth_bytes_per_s": Source("datasheet", "NVIDIA H200 datasheet, SXM")}),
+        _card("b200", "NVIDIA B200", (10, 0), 178.35, 7700e9, 148, 126.5, (75, 1125, 2250), 5,
+              "NVIDIA Blackwell datasheet, a GPU of the HGX B200 (the DGX B200's says 8 TB/s)",
+              {"tf32_flops": Source("datasheet", "NVIDIA HGX platform specifications: 18 PFLOPS sparse for 8 B200")}),
+        _card("rtx-pro-6000", "NVIDIA RTX PRO 6000 Blackwell Workstation Edition", (12, 0), 94.97, 1792e9, 188, 128,
+              (126.0, 251.9, 503.8), 5, "NVIDIA RTX Blackwell PRO GPU architecture whitepaper, table 4",
+              {"l2_bytes": Source("estimated", "reported for the Server Edition, the same chip with as many SMs")}),
     )
 })  # fmt: skip
+"""The catalogue: every card, every figure, every source."""
