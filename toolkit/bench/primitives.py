@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -62,7 +63,7 @@ def device_events(call: Callable[[], Any], n: int = 20, queued: bool = True) -> 
 def device_ns(call: Callable[[], Any], n: int = 20) -> dict[str, float]:
     """Device nanoseconds a call (`busy`), its events, and the median gap between events."""
     events = device_events(call, n)
-    gaps = [b["ts"] - a["ts"] - a["dur"] for a, b in zip(events, events[1:], strict=False)]
+    gaps = [b["ts"] - a["ts"] - a["dur"] for a, b in pairwise(events)]
     per_call = len(events) // n
     busy = [sum(e["dur"] for e in events[i : i + per_call]) for i in range(0, len(events), max(per_call, 1))]
     return {
@@ -82,23 +83,58 @@ def host_costs() -> dict[str, float]:
     mask, m = torch.ones(1, 1, 1, 32, dtype=torch.bool, device=d), x > 0
     linear, deep = nn.Linear(64, 64, device=d), nn.Sequential(nn.Sequential(nn.Identity()))
     calls: dict[str, Callable[[], Any]] = {
-        "python_call": lambda: None, "view": lambda: x.view(-1), "select": lambda: x[3], "slice": lambda: x[2:5],
-        "transpose": lambda: x.t(), "reshape_view": lambda: x.reshape(4, -1), "unsqueeze_expand": lambda: v[None].expand(4, 64),
-        "empty": lambda: torch.empty(64, device=d), "add": lambda: x + y, "add_scalar": lambda: x + 1, "add_": lambda: x.add_(0),
-        "mul_broadcast": lambda: x * v, "compare": lambda: x > y, "cast": lambda: x.to(torch.bfloat16), "pow": lambda: x.pow(2),
-        "mean": lambda: x.mean(-1, keepdim=True), "rsqrt": lambda: x.rsqrt(), "sum": lambda: x.sum(), "argmax": lambda: x.argmax(-1),
-        "softmax": lambda: x.softmax(-1), "silu": lambda: F.silu(x), "where": lambda: torch.where(m, x, y),
-        "masked_fill": lambda: x.masked_fill(m, 0.0), "cat": lambda: torch.cat([x, y]), "stack": lambda: torch.stack([x, y]),
-        "clone": lambda: x.clone(), "copy_d2d": lambda: x.copy_(y), "contiguous_t": lambda: x.t().contiguous(),
-        "zeros": lambda: torch.zeros(64, device=d), "arange": lambda: torch.arange(64, device=d), "full": lambda: torch.full((64,), 2.0, device=d),
-        "matmul": lambda: x @ y, "linear_bf16": lambda: F.linear(b, w), "linear_bias": lambda: F.linear(x, y, v),
-        "module_linear": lambda: linear(x), "module_nest": lambda: deep(x), "bmm": lambda: torch.bmm(x[None], y[None]),
-        "embedding": lambda: F.embedding(i, x), "index": lambda: x[i], "index_copy": lambda: x.index_copy_(0, p, v[None]),
-        "index_put": lambda: x.index_put_((i,), v), "index_select": lambda: x.index_select(0, i), "gather": lambda: x.gather(0, i[None]),
-        "cumsum": lambda: x.cumsum(-1), "sdpa_decode": lambda: F.scaled_dot_product_attention(q, k, k),
-        "sdpa_mask": lambda: F.scaled_dot_product_attention(q, k, k, attn_mask=mask), "layer_norm": lambda: F.layer_norm(x, (64,)),
-        "rms_norm": lambda: F.rms_norm(x, (64,)), "sort": lambda: x.sort(-1), "topk": lambda: x.topk(5), "rand": lambda: torch.rand(64, device=d),
-    }  # fmt: skip
+        "python_call": lambda: None,
+        "view": lambda: x.view(-1),
+        "select": lambda: x[3],
+        "slice": lambda: x[2:5],
+        "transpose": lambda: x.t(),
+        "reshape_view": lambda: x.reshape(4, -1),
+        "unsqueeze_expand": lambda: v[None].expand(4, 64),
+        "empty": lambda: torch.empty(64, device=d),
+        "add": lambda: x + y,
+        "add_scalar": lambda: x + 1,
+        "add_": lambda: x.add_(0),
+        "mul_broadcast": lambda: x * v,
+        "compare": lambda: x > y,
+        "cast": lambda: x.to(torch.bfloat16),
+        "pow": lambda: x.pow(2),
+        "mean": lambda: x.mean(-1, keepdim=True),
+        "rsqrt": lambda: x.rsqrt(),
+        "sum": lambda: x.sum(),
+        "argmax": lambda: x.argmax(-1),
+        "softmax": lambda: x.softmax(-1),
+        "silu": lambda: F.silu(x),
+        "where": lambda: torch.where(m, x, y),
+        "masked_fill": lambda: x.masked_fill(m, 0.0),
+        "cat": lambda: torch.cat([x, y]),
+        "stack": lambda: torch.stack([x, y]),
+        "clone": lambda: x.clone(),
+        "copy_d2d": lambda: x.copy_(y),
+        "contiguous_t": lambda: x.t().contiguous(),
+        "zeros": lambda: torch.zeros(64, device=d),
+        "arange": lambda: torch.arange(64, device=d),
+        "full": lambda: torch.full((64,), 2.0, device=d),
+        "matmul": lambda: x @ y,
+        "linear_bf16": lambda: F.linear(b, w),
+        "linear_bias": lambda: F.linear(x, y, v),
+        "module_linear": lambda: linear(x),
+        "module_nest": lambda: deep(x),
+        "bmm": lambda: torch.bmm(x[None], y[None]),
+        "embedding": lambda: F.embedding(i, x),
+        "index": lambda: x[i],
+        "index_copy": lambda: x.index_copy_(0, p, v[None]),
+        "index_put": lambda: x.index_put_((i,), v),
+        "index_select": lambda: x.index_select(0, i),
+        "gather": lambda: x.gather(0, i[None]),
+        "cumsum": lambda: x.cumsum(-1),
+        "sdpa_decode": lambda: F.scaled_dot_product_attention(q, k, k),
+        "sdpa_mask": lambda: F.scaled_dot_product_attention(q, k, k, attn_mask=mask),
+        "layer_norm": lambda: F.layer_norm(x, (64,)),
+        "rms_norm": lambda: F.rms_norm(x, (64,)),
+        "sort": lambda: x.sort(-1),
+        "topk": lambda: x.topk(5),
+        "rand": lambda: torch.rand(64, device=d),
+    }
     with torch.no_grad():
         return {name: host_ns(call) for name, call in calls.items()}
 
@@ -124,17 +160,30 @@ def waits() -> dict[str, float]:
         blocking.synchronize()
 
     calls: dict[str, Callable[[], Any]] = {
-        "item": lambda: one.item(), "item_after_kernel": lambda: one.add_(0).item(), "bool": lambda: bool(bits[0]),
-        "tolist_8B": lambda: one.tolist(), "cpu_8B": lambda: one.cpu(), "h2d_pageable_8B": lambda: one.copy_(h1),
-        "tensor_device": lambda: torch.tensor([5], device=d), "h2d_pinned_8B": lambda: one.copy_(hp1),
-        "h2d_pinned_async_8B": lambda: one.copy_(hp1, non_blocking=True), "d2h_pinned_async_8B": lambda: hp1.copy_(one, non_blocking=True),
-        "d2h_pageable_8B": lambda: h1.copy_(one), "h2d_pageable_async_8B": lambda: one.copy_(h1, non_blocking=True),
-        "nonzero": lambda: bits.nonzero(), "mask_select": lambda: x[bits], "pin_memory": lambda: h1.pin_memory(),
-        "event_record": lambda: event.record(), "event_wait_stream": lambda: stream.wait_event(event), "event_query": lambda: done.query(),
-        "event_synchronize_done": lambda: done.synchronize(), "synchronize_idle": torch.cuda.synchronize,
-        "stream_synchronize_idle": lambda: stream.synchronize(), 
-        "launch_and_synchronize": launch_and_wait, "launch_and_event_blocking": event_wait,
-    }  # fmt: skip
+        "item": lambda: one.item(),
+        "item_after_kernel": lambda: one.add_(0).item(),
+        "bool": lambda: bool(bits[0]),
+        "tolist_8B": lambda: one.tolist(),
+        "cpu_8B": lambda: one.cpu(),
+        "h2d_pageable_8B": lambda: one.copy_(h1),
+        "tensor_device": lambda: torch.tensor([5], device=d),
+        "h2d_pinned_8B": lambda: one.copy_(hp1),
+        "h2d_pinned_async_8B": lambda: one.copy_(hp1, non_blocking=True),
+        "d2h_pinned_async_8B": lambda: hp1.copy_(one, non_blocking=True),
+        "d2h_pageable_8B": lambda: h1.copy_(one),
+        "h2d_pageable_async_8B": lambda: one.copy_(h1, non_blocking=True),
+        "nonzero": lambda: bits.nonzero(),
+        "mask_select": lambda: x[bits],
+        "pin_memory": lambda: h1.pin_memory(),
+        "event_record": lambda: event.record(),
+        "event_wait_stream": lambda: stream.wait_event(event),
+        "event_query": lambda: done.query(),
+        "event_synchronize_done": lambda: done.synchronize(),
+        "synchronize_idle": torch.cuda.synchronize,
+        "stream_synchronize_idle": lambda: stream.synchronize(),
+        "launch_and_synchronize": launch_and_wait,
+        "launch_and_event_blocking": event_wait,
+    }
     return {name: host_ns(call) for name, call in calls.items()}
 
 
@@ -147,14 +196,30 @@ def tiny_kernels() -> dict[str, dict[str, float]]:
     q, k = torch.ones(1, 4, 1, 64, device=d, dtype=torch.bfloat16), torch.zeros(1, 4, 256, 64, device=d, dtype=torch.bfloat16)
     hp, h = torch.arange(64).pin_memory(), torch.arange(64)
     calls: dict[str, Callable[[], Any]] = {
-        "add": lambda: x + y, "add_1": lambda: v[:1] + 1, "mean": lambda: x.mean(-1), "argmax_32000": lambda: big.argmax(-1),
-        "softmax": lambda: x.softmax(-1), "matmul": lambda: x @ y, "linear_bf16": lambda: F.linear(b, w), "cat": lambda: torch.cat([x, y]),
-        "embedding": lambda: F.embedding(long, x), "index_copy": lambda: x.index_copy_(0, p, v[None]), "sdpa": lambda: F.scaled_dot_product_attention(q, k, k),
-        "zero_": lambda: x.zero_(), "d2d_8B": lambda: long[:1].copy_(p), "d2d_4KB": lambda: x[:16].copy_(y[:16]),
-        "h2d_pinned_8B": lambda: p.copy_(hp[:1], non_blocking=True), "d2h_pinned_8B": lambda: hp[:1].copy_(p, non_blocking=True),
-        "h2d_pageable_8B": lambda: p.copy_(h[:1]), "d2h_pageable_8B": lambda: h[:1].copy_(p), "item": lambda: p.item(),
-        "sort": lambda: x.sort(-1), "topk_50_of_32000": lambda: big.topk(50), "cumsum": lambda: x.cumsum(-1), "layer_norm": lambda: F.layer_norm(x, (64,)),
-    }  # fmt: skip
+        "add": lambda: x + y,
+        "add_1": lambda: v[:1] + 1,
+        "mean": lambda: x.mean(-1),
+        "argmax_32000": lambda: big.argmax(-1),
+        "softmax": lambda: x.softmax(-1),
+        "matmul": lambda: x @ y,
+        "linear_bf16": lambda: F.linear(b, w),
+        "cat": lambda: torch.cat([x, y]),
+        "embedding": lambda: F.embedding(long, x),
+        "index_copy": lambda: x.index_copy_(0, p, v[None]),
+        "sdpa": lambda: F.scaled_dot_product_attention(q, k, k),
+        "zero_": lambda: x.zero_(),
+        "d2d_8B": lambda: long[:1].copy_(p),
+        "d2d_4KB": lambda: x[:16].copy_(y[:16]),
+        "h2d_pinned_8B": lambda: p.copy_(hp[:1], non_blocking=True),
+        "d2h_pinned_8B": lambda: hp[:1].copy_(p, non_blocking=True),
+        "h2d_pageable_8B": lambda: p.copy_(h[:1]),
+        "d2h_pageable_8B": lambda: h[:1].copy_(p),
+        "item": lambda: p.item(),
+        "sort": lambda: x.sort(-1),
+        "topk_50_of_32000": lambda: big.topk(50),
+        "cumsum": lambda: x.cumsum(-1),
+        "layer_norm": lambda: F.layer_norm(x, (64,)),
+    }
     big = torch.rand(1, 32000, device=d)
     return {name: device_ns(call) for name, call in calls.items()}
 
@@ -183,8 +248,18 @@ def products() -> dict[str, dict[str, float]]:
     """Device nanoseconds of matrix products, by dtype and rows x out x in."""
     out = {}
     for dtype in (torch.bfloat16, torch.float32):
-        for rows, n, k in ((1, 128, 64), (1, 512, 512), (1, 4096, 4096), (1, 12288, 4096), (1, 4096, 12288), (1, 151936, 1024),
-                           (8, 4096, 4096), (32, 4096, 4096), (512, 4096, 4096), (4096, 4096, 4096)):  # fmt: skip
+        for rows, n, k in (
+            (1, 128, 64),
+            (1, 512, 512),
+            (1, 4096, 4096),
+            (1, 12288, 4096),
+            (1, 4096, 12288),
+            (1, 151936, 1024),
+            (8, 4096, 4096),
+            (32, 4096, 4096),
+            (512, 4096, 4096),
+            (4096, 4096, 4096),
+        ):
             x, w = torch.randn(rows, k, device="cuda", dtype=dtype), torch.randn(n, k, device="cuda", dtype=dtype)
             out[f"{str(dtype)[6:]} {rows}x{n}x{k}"] = device_ns(lambda x=x, w=w: F.linear(x, w), 10)  # type: ignore[misc]
     return out
@@ -193,9 +268,19 @@ def products() -> dict[str, dict[str, float]]:
 def main(path: str) -> None:
     """Measure everything on the first CUDA device and write `path` as JSON."""
     properties = torch.cuda.get_device_properties(0)
-    fields = ("name", "total_memory", "multi_processor_count", "L2_cache_size", "shared_memory_per_block",
-              "shared_memory_per_block_optin", "shared_memory_per_multiprocessor", "regs_per_multiprocessor",
-              "max_threads_per_multi_processor", "major", "minor")  # fmt: skip
+    fields = (
+        "name",
+        "total_memory",
+        "multi_processor_count",
+        "L2_cache_size",
+        "shared_memory_per_block",
+        "shared_memory_per_block_optin",
+        "shared_memory_per_multiprocessor",
+        "regs_per_multiprocessor",
+        "max_threads_per_multi_processor",
+        "major",
+        "minor",
+    )
     result = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "torch": torch.__version__,
