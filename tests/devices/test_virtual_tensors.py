@@ -67,6 +67,19 @@ class TestShapes:
         assert x.shape == (4,)
         assert (x + 1).tolist() == [1, 1, 1, 1]
 
+    @pytest.mark.parametrize(("there", "back"), [("cpu", "vgpu"), ("vgpu", "cpu")])
+    def test_assigning_data_of_the_other_device(self, there, back):
+        parameter = nn.Parameter(torch.ones(3, device=there))
+        parameter.data = parameter.data.to(back)
+        (parameter * 2).sum().backward()
+        assert isinstance(parameter, nn.Parameter)
+        assert (parameter.device.type, parameter.grad.tolist()) == (back, [2, 2, 2])
+
+    def test_a_copy_shares_the_storage(self):
+        x = ones(3)
+        copy.copy(x)[0] = 5
+        assert x.tolist() == [5, 1, 1]
+
     def test_views_write_through(self):
         x = torch.zeros(4, 4, device="vgpu")
         x.as_strided((2,), (5,)).fill_(1)
@@ -94,6 +107,26 @@ class TestModules:
         on_gpu = copy.deepcopy(layer).to("vgpu")
         assert torch.equal(on_gpu(ones(2, 3)).cpu(), expected)
         assert type(on_gpu.cpu().weight) is nn.Parameter
+
+    def test_parameters_stay_the_objects_they_were(self):
+        layer = nn.Linear(3, 5)
+        layer.weight.mine = "kept"
+        parameters = list(layer.parameters())
+        layer.to("vgpu")
+        assert [a is b for a, b in zip(layer.parameters(), parameters, strict=True)] == [True, True]
+        assert isinstance(layer.weight, nn.Parameter)
+        assert layer.weight.device.type == "vgpu"
+        layer.half().cpu()
+        assert layer.weight is parameters[0]
+        assert (type(layer.weight), layer.weight.dtype, layer.weight.mine) == (nn.Parameter, torch.float16, "kept")
+
+    def test_shared_parameters_stay_shared_and_go_up_once(self):
+        layers = nn.ModuleList([nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)])
+        layers[1].weight = layers[0].weight
+        with open_device("virtual:h200").record() as trace:
+            layers.to("vgpu")
+        assert layers[1].weight is layers[0].weight
+        assert trace["bytes"][trace.is_kind("h2d")].tolist() == [36]
 
     def test_made_on_the_device(self):
         with torch.device("vgpu"):

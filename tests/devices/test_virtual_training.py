@@ -45,6 +45,15 @@ def test_training_equals_the_cpu_bit_for_bit(optimiser):
     assert all(torch.equal(a, b) for a, b in zip(found[1:], expected[1:], strict=True))
 
 
+def test_an_optimiser_made_before_the_move_trains_what_was_moved():
+    layer = nn.Linear(3, 1, bias=False)
+    optimiser = torch.optim.SGD(layer.parameters(), lr=0.5)
+    before = layer.weight.tolist()[0]
+    layer.to("vgpu")(torch.ones(1, 3, device="vgpu")).sum().backward()
+    optimiser.step()
+    assert layer.weight.tolist()[0] == pytest.approx([w - 0.5 for w in before])
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing(reentrant):
     def grads(device, use):

@@ -41,16 +41,6 @@ class VirtualTensor(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return VirtualTensor.run(func, args, kwargs or {})
 
-    @property  # type: ignore[override]
-    def data(self) -> torch.Tensor:
-        return _data.__get__(self)
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:  # `p.data = q`, module.half(): the host tensor follows
-        _data.__set__(self, value)
-        if type(value) is VirtualTensor:
-            self._host = value._host
-
     def __setitem__(self, key: Any, value: Any) -> None:
         """A number is written as CUDA writes it: from a one-element tensor on the host."""
         if isinstance(value, bool | int | float | complex | np.generic):
@@ -97,6 +87,11 @@ class VirtualTensor(torch.Tensor):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         return self.numpy()
+
+    def __copy__(self) -> torch.Tensor:
+        """Shares the storage, as a copy of any tensor does."""
+        copy = self.detach().requires_grad_(self.requires_grad)
+        return torch.nn.Parameter(copy, self.requires_grad) if isinstance(self, torch.nn.Parameter) else copy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VirtualTensor:
         if id(self) in memo:
