@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.errors import RecorderError, TraceError
+from toolkit.errors import RecorderError, TraceError, unknown_name
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -134,7 +134,10 @@ class Trace:
         return [strings[code] if code >= 0 else None for code in self[column].tolist()]
 
     def is_kind(self, *kinds: str) -> NDArray[np.bool_]:
-        """A mask of the events whose kind is one of `kinds`."""
+        """A mask of the events whose kind is one of `kinds`. UnknownNameError for a kind that isn't in KINDS."""
+        for kind in kinds:
+            if kind not in _KIND:
+                raise unknown_name("event kind", kind, KINDS)
         return np.isin(self["kind"], [_KIND[kind] for kind in kinds])
 
     def select(self, mask: NDArray[Any]) -> Trace:

@@ -165,6 +165,18 @@ def test_events_with_odd_fields_are_counted_not_fatal(tmp_path):
     assert trace.meta["unreadable_events"] >= 3
 
 
+@pytest.mark.parametrize("field", ["ts", "dur"])
+def test_numbers_too_large_spoil_no_other_event(tmp_path, field):
+    large = [{**kernel(), field: 1e300}, {**call(), field: 1e300}, {**kernel(), "args": {"stream": 2**70}}]
+    alone = tk.open_trace(write(tmp_path / "a", [call(), kernel()]))
+    trace = tk.open_trace(write(tmp_path / "b", [*large, call(), kernel()]))
+    assert all((trace[column] == alone[column]).all() for column in ("start_ns", "dur_ns", "kind", "stream"))
+
+
+def test_a_negative_duration_counts_as_none(tmp_path):
+    assert tk.open_trace(write(tmp_path / "a", [{**kernel(), "dur": -5}]))["dur_ns"].tolist() == [0]
+
+
 def test_the_rank_of_a_distributed_trace(tmp_path):
     path = write(tmp_path / "a", [kernel()], distributedInfo={"backend": "nccl", "rank": 3, "world_size": 8})
     assert tk.open_trace(path)["rank"].tolist() == [3]
@@ -241,6 +253,7 @@ def test_flipped_bytes_never_crash(tmp_path):
         (b"{nonsense", "traceEvents"),
         (b'{"traceEvents": []}', "no events"),
         (b"[]", "no events"),
+        (b"[" * 100_000, "nested too deeply"),
         (b"[}", "text ends|not JSON"),
         (b'{"traceEvents": [{"a": 1}', "text ends"),
         (b'{"traceEvents": [{"a": 1}]', "ends after"),

@@ -154,7 +154,7 @@ class _Kineto:
         if code >= 0:
             start = _ns(event["ts"])
             ran = self.functions.setdefault(self._thread(event), array("q"))
-            ran.extend((start, start + _ns(event.get("dur", 0)), code))
+            ran.extend(array("q", (start, start + _ns(event.get("dur", 0)), code)))
 
     def trace(self) -> Trace:
         """What was collected, as a Trace."""

@@ -78,6 +78,8 @@ class EventScanner:
                     raise self.damaged(what) from None
                 text, at = text[at:] + (_NOT_JSON.sub(r"\1null", more) if repair else more), 0
                 continue
+            except RecursionError:
+                raise self.damaged("its brackets are nested too deeply") from None
             if type(event) is dict:
                 yield event
 

@@ -50,8 +50,12 @@ class Rows:
         self, kind: int, start_ns: int, dur_ns: int, bytes: int, stream: int, device: int, pinned: int, name: int,
         thread: int = -1, correlation: int = -1,
     ) -> None:  # fmt: skip
-        """Append an event. `stream` is the tool's own number, `thread` a code of the host thread."""
-        self._data.extend((kind, start_ns, dur_ns, bytes, stream, device, pinned, name, thread, correlation))
+        """Append an event, or nothing where a number is too large (OverflowError) or none (TypeError).
+
+        `stream` is the tool's own number, `thread` a code of the host thread. A negative duration counts as none.
+        """
+        row = kind, start_ns, max(dur_ns, 0), bytes, stream, device, pinned, name, thread, correlation
+        self._data.extend(array("q", row))
 
     def columns(self) -> dict[str, NDArray[np.int64]]:
         """The events as columns, in the order they were added."""
@@ -64,26 +68,22 @@ class Rows:
 class Calls:
     """Runtime calls: when and on which thread each correlation id was launched."""
 
-    correlation: array[int] = field(default_factory=lambda: array("q"))
-    start_ns: array[int] = field(default_factory=lambda: array("q"))
-    thread: array[int] = field(default_factory=lambda: array("q"))
+    _data: array[int] = field(default_factory=lambda: array("q"))
 
     def add(self, correlation: int, start_ns: int, thread: int) -> None:
-        """Note a call."""
-        self.correlation.append(correlation)
-        self.start_ns.append(start_ns)
-        self.thread.append(thread)
+        """Note a call, or nothing where a number is too large (OverflowError) or none (TypeError)."""
+        self._data.extend(array("q", (correlation, start_ns, thread)))
 
     def causes(self, rows: dict[str, NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """When and on which thread each row was caused: its launch, or itself where the launch isn't known."""
         cause, thread = rows["start_ns"].copy(), rows["thread"].copy()
-        if len(self.correlation):
-            keys = np.frombuffer(self.correlation, np.int64)
+        if self._data:
+            keys, starts, threads = np.frombuffer(self._data, np.int64).reshape(-1, 3).T
             order = np.argsort(keys, kind="stable")
             at = order[np.minimum(np.searchsorted(keys, rows["correlation"], sorter=order), len(keys) - 1)]
             known = (keys[at] == rows["correlation"]) & (rows["correlation"] >= 0)
-            cause[known] = np.frombuffer(self.start_ns, np.int64)[at[known]]
-            thread[known] = np.frombuffer(self.thread, np.int64)[at[known]]
+            cause[known] = starts[at[known]]
+            thread[known] = threads[at[known]]
         return cause, thread
 
 
