@@ -91,3 +91,10 @@ def test_an_unknown_figure_names_the_nearest():
 def test_a_spec_is_frozen():
     with pytest.raises(FrozenInstanceError):
         CATALOGUE["h200"].sms = 1  # type: ignore[misc]
+
+
+def test_the_catalogue_shows_a_table() -> None:
+    lines = repr(CATALOGUE).splitlines()
+    assert len(lines) == len(CATALOGUE) + 1
+    assert "1,792 GB/s" in next(line for line in lines if line.startswith("rtx-5090"))
+    assert CATALOGUE._repr_html_().count("<tr>") == len(lines)

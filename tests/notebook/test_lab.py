@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from synthetic import decode_loop
 
-from toolkit.errors import FormatError, ToolkitError
+from toolkit.errors import DeviceError, FormatError, ToolkitError
 from toolkit.notebook import lab as module
 from toolkit.notebook.lab import Lab, copies_html, error_html
 
@@ -208,3 +208,34 @@ def test_closing_stops_the_work(app: Lab, model: SimpleNamespace) -> None:
     time.sleep(0.05)
     app.close()
     assert app.wait(5)
+
+
+def test_an_empty_model_field_is_named(app: Lab) -> None:
+    app.model_field.value = " "
+    app.load()
+    app.wait(10)
+    assert "field is empty" in app.load_status.value
+
+
+def test_another_card_makes_other_labs_let_go(monkeypatch: pytest.MonkeyPatch, app: Lab, model: SimpleNamespace) -> None:
+    loaded(app)
+
+    def open_device(name: str) -> Device:
+        if app.model is not None:
+            raise DeviceError(f"opening {name}", "live tensors", "Delete them first")
+        return Device()
+
+    monkeypatch.setattr(module, "open_device", open_device)
+    second = Lab(device="virtual:rtx-5090")
+    second.load()
+    second.wait(10)
+    assert second.error is None
+    assert second.model is model
+    assert app.model is None
+    assert app.generate_button.disabled
+    assert "another Lab took virtual:rtx-5090" in app.load_status.value
+    app.device_field.value = "cuda"  # what fails for another reason takes nothing away
+    monkeypatch.setattr(module, "open_device", lambda name: (_ for _ in ()).throw(DeviceError(name, "no CUDA", "")))
+    app.load()
+    app.wait(10)
+    assert second.model is model

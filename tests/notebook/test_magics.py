@@ -67,3 +67,43 @@ def test_an_error_of_the_cell_is_shown_once_and_stops(shell, capsys) -> None:
 
 def test_nothing_ran(shell, capsys) -> None:
     assert "nothing was copied" in run(shell, "%%copies\n1 + 1", capsys)[1]
+
+
+def test_await_is_refused_by_its_name(shell, capsys) -> None:
+    shell.run_cell("%%copies\nimport asyncio\nawait asyncio.sleep(0)\nawaited = True")
+    said = capsys.readouterr()
+    assert "await" in said.out + said.err
+    assert "tk.record" in said.out + said.err
+    assert "awaited" not in shell.user_ns
+
+
+def test_a_syntax_error_is_shown_once(shell, capsys) -> None:
+    result = shell.run_cell("%%copies\n1 +\n")
+    said = capsys.readouterr()
+    assert not result.success
+    assert (said.out + said.err).count("invalid syntax") == 1
+    assert "Traceback" not in said.out + said.err
+
+
+def test_inside_a_recording_the_cell_runs_and_the_recording_has_its_events(shell, capsys) -> None:
+    result, out = run(shell, "%%copies\nget_ipython().run_cell_magic('copies', '', 'inner = x.sum().item()')", capsys)
+    assert result.success
+    assert "being recorded" in out
+    assert "d2h" in out
+    assert shell.user_ns["inner"] == 4.0
+
+
+def test_a_line_is_named_by_the_cell_that_ran_it_last(shell) -> None:
+    record = "with tk.record(gpu) as trace:\n    x.sum().item()"
+    for _ in range(2):  # the same text twice: the same file name for Python, another cell for people
+        number = len(shell.history_manager.input_hist_parsed)
+        shell.run_cell(record, store_history=True)
+        rows = shell.user_ns["trace"].to_pandas().query("kind == 'd2h'")
+        assert rows["where"].tolist() == [f"cell {number}:2"]
+        assert rows["cell"].tolist() == [number]
+
+
+def test_a_magic_names_its_own_cell(shell, capsys) -> None:
+    number = len(shell.history_manager.input_hist_parsed)
+    shell.run_cell("%%copies\nx.sum().item()", store_history=True)
+    assert f"cell {number}:1" in capsys.readouterr().out

@@ -61,7 +61,8 @@ class Comparison:
 
         shown = pd.DataFrame({"strategy": self.table["strategy"], "same tokens": self.table["same_tokens"]})
         shown["tok/s"] = [
-            f"{rate:,.0f} {clock}" for rate, clock in zip(self.table["tok_per_s"], self.table["clock"], strict=True)
+            "-" if np.isnan(rate) else f"{rate:,.0f} {clock}"
+            for rate, clock in zip(self.table["tok_per_s"], self.table["clock"], strict=True)
         ]
         for kind in COPY_KINDS:
             pairs = zip(self.table[f"{kind}_count"], self.table[f"{kind}_bytes"], strict=True)

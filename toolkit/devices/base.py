@@ -179,14 +179,18 @@ def caller() -> str | None:
     return None
 
 
-@lru_cache(maxsize=4096)
 def short_path(filename: str) -> str:
     """A file's path as a reader knows it: from the package on for installed ones, from the working folder, `cell N`."""
+    if "ipykernel_" in filename or filename.startswith("<ipython-input"):
+        return cell_name(filename)  # never from the cache: the same text run again is another cell
+    return _short_file(filename)
+
+
+@lru_cache(maxsize=4096)
+def _short_file(filename: str) -> str:
     for marker in ("site-packages" + os.sep, "dist-packages" + os.sep):
         if marker in filename:
             return filename.split(marker, 1)[1]
-    if "ipykernel_" in filename or filename.startswith("<ipython-input"):
-        return cell_name(filename)
     relative = os.path.relpath(filename) if filename.startswith(os.getcwd() + os.sep) else filename
     return relative.replace(os.sep, "/")
 
@@ -196,13 +200,15 @@ def cell_name(filename: str) -> str:
     shell = _shell()
     compiled = getattr(getattr(shell, "compile", None), "_filename_map", {})
     number = compiled.get(filename)
-    return f"cell {number}" if number is not None else os.path.basename(filename)
+    if number is None:
+        return os.path.basename(filename)
+    return f"cell {min(number, max(current_cell(), 1))}"  # what a magic runs inside a cell is numbered as if it came after
 
 
 def current_cell() -> int:
     """The number of the notebook cell that runs now; -1 outside of IPython. Never imports IPython."""
-    shell = _shell()
-    return int(shell.execution_count) if shell is not None else -1  # type: ignore[attr-defined]
+    history = getattr(_shell(), "history_manager", None)  # `execution_count` is the next cell's from IPython 9 on
+    return len(history.input_hist_parsed) - 1 or -1 if history is not None else -1
 
 
 def _shell() -> object | None:

@@ -6,8 +6,9 @@ where it comes from and whether it is a datasheet's, was measured, or is an esti
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from html import escape
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -200,12 +201,51 @@ _A100 = "NVIDIA A100 Tensor Core GPU architecture whitepaper; bandwidth: NVIDIA 
 _H100_FLOPS = "NVIDIA H100 Tensor Core GPU architecture whitepaper, SXM5"
 _UNSTATED = "dense; for which accumulation isn't said, but bf16 products in torch (fp32 accumulation) pass half of it"
 
+
 # The datasheet figures were compared in November 2026 with public copies of the named documents or, mostly, with public code
 # and notes that quote their tables. Sparse rates are halved. GeForce cards have a doubled fp16 rate too, for accumulation in
 # fp16: not the one here, as torch accumulates in fp32.
-CATALOGUE: Mapping[str, GpuSpec] = MappingProxyType({
-    card.key: card
-    for card in (
+class Catalogue(Mapping[str, GpuSpec]):
+    """GPUs by key, read-only; shown as a table of their main figures, each card's every figure through `card.source`."""
+
+    def __init__(self, cards: Iterable[GpuSpec]) -> None:
+        self._cards = {card.key: card for card in cards}
+
+    def __getitem__(self, key: str) -> GpuSpec:
+        return self._cards[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._cards)
+
+    def __len__(self) -> int:
+        return len(self._cards)
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        head = ("key", "name", "compute", "memory", "bandwidth", "SMs", "SMEM per block", "L2", "bf16")
+        return [head, *(_row(card) for card in self._cards.values())]
+
+    def __repr__(self) -> str:
+        rows = self._rows()
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+    def _repr_html_(self) -> str:
+        head, *rows = self._rows()
+        cells = ["".join(f"<td>{escape(text)}</td>" for text in row) for row in rows]
+        body = "".join(f"<tr>{row}</tr>" for row in cells)
+        return f"<table><thead><tr>{''.join(f'<th>{name}</th>' for name in head)}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _row(card: GpuSpec) -> tuple[str, ...]:
+    return (
+        card.key, card.name, "{}.{}".format(*card.compute_capability), bytes_text(card.memory_bytes),
+        f"{card.bandwidth_bytes_per_s / 1e9:,.0f} GB/s", str(card.sms), bytes_text(card.smem_per_block_optin_bytes),
+        bytes_text(card.l2_bytes), f"{card.bf16_flops / 1e12:,.0f} TFLOPS",
+    )  # fmt: skip
+
+
+CATALOGUE = Catalogue(
+    (
         _card("rtx-3090", "NVIDIA GeForce RTX 3090", (8, 6), 23.69, 936e9, 82, 6, (35.6, 35.6, 71.2), 4,
               "NVIDIA Ampere GA102 GPU architecture whitepaper, appendix A",
               {"bf16_flops": Source("datasheet", "NVIDIA RTX Blackwell GPU architecture whitepaper, table 3 (GA102's: 71)")}),
@@ -233,5 +273,5 @@ CATALOGUE: Mapping[str, GpuSpec] = MappingProxyType({
               (126.0, 251.9, 503.8), 5, "NVIDIA RTX Blackwell PRO GPU architecture whitepaper, table 4",
               {"l2_bytes": Source("estimated", "reported for the Server Edition, the same chip with as many SMs")}),
     )
-})  # fmt: skip
+)  # fmt: skip
 """The catalogue: every card, every figure, every source."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from html import escape
 from pathlib import Path
@@ -17,11 +18,12 @@ from typing import Any
 
 import ipywidgets as widgets
 
+from toolkit.decode.compare import decode_steps
 from toolkit.decode.loop import generate
 from toolkit.decode.strategies import STRATEGIES
 from toolkit.devices.base import open_device
 from toolkit.devices.spec import CATALOGUE
-from toolkit.errors import ToolkitError
+from toolkit.errors import DeviceError, ToolkitError
 from toolkit.loading import load
 from toolkit.notebook.timeline import Timeline
 from toolkit.trace import COPY_KINDS
@@ -55,6 +57,7 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
             _later("Memory", "who held the memory, cell by cell"),
         ])  # fmt: skip
         self.add_class("tk-lab")
+        _labs.add(self)
 
     def _make_load(self, device: str, model: str) -> None:
         wide = {"description_width": "70px"}
@@ -169,6 +172,8 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
 
     def _load(self) -> None:
         name, path = self.device_field.value.strip(), self.model_field.value.strip()
+        if not path:
+            raise ToolkitError("a model", "its field is empty", 'Type "demo/qwen3", a Hugging Face folder, or a .gguf file')
         self.model = None
         gc.collect()  # the model before may fill the card, or be what keeps another card from being chosen
         self.load_status.value = f"Loading {escape(path)} on {escape(name)} ..."
@@ -183,11 +188,25 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
                 self.load_status.value = f"{bytes_text(done)} of {bytes_text(total)}: {escape(tensor)}"
 
         began = time.monotonic()
-        device = open_device(name)
+        device = self._open(name)
         self.model = load(path, device=device, progress=progress)
         took = seconds_text(time.monotonic() - began)
         self.load_status.value = f"<b>{escape(path)}</b> is on <b>{escape(device.name)}</b> ({took}){_held(device)}."
         self.status.value = "Ready." if not self.runs else self.status.value
+
+    def _open(self, name: str) -> Any:
+        """The device; where other Labs' models keep it from being chosen (one whose cell ran again lives on), they let go."""
+        try:
+            return open_device(name)
+        except DeviceError:
+            others = [lab for lab in _labs if lab is not self and lab.model is not None and not lab.busy]
+            if not others or not name.startswith("virtual:"):
+                raise
+            for lab in others:
+                lab.model, lab.generate_button.disabled = None, True
+                lab.load_status.value = f"Let go, as another Lab took {escape(name)}: load it again to go on here."
+        gc.collect()
+        return open_device(name)
 
     def _generate(self) -> None:
         names = [self.a_field.value] + ([self.b_field.value] if self.b_field.value not in (_NONE, self.a_field.value) else [])
@@ -249,6 +268,9 @@ def _without_frames(error: BaseException) -> BaseException:
     return error
 
 
+_labs: weakref.WeakSet[Lab] = weakref.WeakSet()
+
+
 class _Cancelled(Exception):
     """Cancel was pressed while a model was being loaded."""
 
@@ -300,7 +322,7 @@ def _ended(run: Any) -> str:
         run.stop_reason, run.stop_reason
     )
     rate = f", {run.tok_per_s:,.4g} tok/s {run.clock}" if run.tok_per_s else ""
-    return f"{len(run.tokens)} tokens, {why}{rate}"
+    return f"{len(run.tokens)} token{'' if len(run.tokens) == 1 else 's'}, {why}{rate}"
 
 
 def _text_html(name: str, prompt: str, text: str, note: str) -> str:
@@ -309,12 +331,11 @@ def _text_html(name: str, prompt: str, text: str, note: str) -> str:
 
 
 def copies_html(runs: list[Any]) -> str:
-    """What each run copied per decode step, on average, as a table; steps from 1 on, the prefill left out."""
+    """What each run copied per decode step, on average, as a table; the prefill left out."""
     head = "".join(f"<th scope='col'>{kind.upper()} / step</th>" for kind in COPY_KINDS)
     rows = []
     for run in runs:
-        frame = run.copies()
-        steps = frame[frame["step"] >= 1]
+        steps = decode_steps(run.trace)
         cells = [escape(run.strategy), "yes" if run.tokens == runs[0].tokens else "no"]
         cells.append(f"{run.tok_per_s:,.4g} {run.clock}" if run.tok_per_s else "-")
         for kind in COPY_KINDS:

@@ -51,7 +51,9 @@ class CopyMagics(Magics):
         """%%copies [--device NAME] [--budget-h2d N] [--budget-d2h N] [--budget-d2d N] [--timeline]
 
         Runs the cell on the device (default: the one in use, else "auto") and shows its copies per step and the lines
-        that caused them. A budget that is exceeded is an error that names the lines.
+        that caused them (lines count from the one below %%copies). A budget that is exceeded is an error that names the
+        lines. Where a recording of the device runs already, only the cell runs, and that recording has its events. A cell
+        with `await` is refused: a magic can't wait for it.
         """
         try:
             options = _parser().parse_args(shlex.split(line))
@@ -60,27 +62,50 @@ class CopyMagics(Magics):
             raise UsageError(str(error)) from None
         except ToolkitError as error:
             raise _plain(error) from None
+        if _awaits(self.shell, cell):
+            raise UsageError("%%copies can't run a cell with await. Write `with tk.record(device) as trace:` around it.")
         limits = {kind: getattr(options, f"budget_{kind}") for kind in COPY_KINDS}
         guarded = any(limit is not None for limit in limits.values())
-        over, result = None, None
+        inside, over, result = device.recording is not None, None, None
         try:
             with copy_budget(**limits, device=device) if guarded else nullcontext(), device.record() as trace:
                 result = self.shell.run_cell(cell, store_history=False)  # type: ignore[union-attr]
         except CopyBudgetError as error:
             over = error
-        if len(trace):
-            _show(copies_per_step(trace))
+        except ToolkitError as error:
+            raise _plain(error) from None
+        if inside:
+            print(f"{device.name} is being recorded: that recording holds what this cell copied.")
         else:
-            print("Nothing ran on the device, and nothing was copied.")
-        if len(lines := lines_table(trace)):
-            _show(lines)
-        if options.timeline:
-            _show(trace.timeline())
+            _report(trace, options.timeline)
         failed = result.error_before_exec or result.error_in_exec if result is not None else None
-        if failed is not None:  # shown by the shell already; raised so that "run all" stops here
-            raise _plain(failed, shown=True)
+        if isinstance(failed, SyntaxError):  # IPython would show it once more
+            failed = UsageError("the cell has a syntax error")
+        elif failed is not None:  # shown by the shell already; raised so that "run all" stops here
+            failed = _plain(failed, shown=True)
+        if failed is not None:
+            raise failed
         if over is not None:
             raise _plain(over)
+
+
+def _awaits(shell: Any, cell: str) -> bool:
+    try:
+        return bool(shell.should_run_async(cell, transformed_cell=shell.transform_cell(cell)))
+    except SyntaxError:  # said when the cell runs
+        return False
+
+
+def _report(trace: Trace, timeline: bool) -> None:
+    """Show the copies per step, the lines behind them and, where wanted, the timeline."""
+    if len(trace):
+        _show(copies_per_step(trace))
+    else:
+        print("Nothing ran on the device, and nothing was copied.")
+    if len(lines := lines_table(trace)):
+        _show(lines)
+    if timeline:
+        _show(trace.timeline())
 
 
 def _show(thing: Any) -> None:
