@@ -86,6 +86,22 @@ def test_out_of_memory_says_what_cuda_says_and_who_holds_it(gpu):
     del keep, error
 
 
+LARGE = {
+    "product": lambda x: x @ x.t(),
+    "broadcast": lambda x: x + x.t(),
+    "copy": lambda x: x.expand(-1, len(x)).clone(),
+    "indexed": lambda x: x.expand(-1, 1000)[torch.zeros(1000 * len(x), dtype=torch.long, device="vgpu")],
+    "range": lambda x: torch.arange(len(x) ** 2, device="vgpu"),
+}
+
+
+@pytest.mark.parametrize("make", LARGE.values(), ids=LARGE)
+def test_what_has_no_room_on_the_card_is_not_computed_on_the_host(gpu, make):
+    x = torch.ones(1_000_000, 1, device="vgpu")  # results of terabytes: more than any host gives
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        make(x)
+
+
 TOO_LARGE_FOR_THE_HOST = """
 import resource, torch, toolkit as tk
 tk.device("virtual:h200")

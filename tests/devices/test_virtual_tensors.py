@@ -251,6 +251,10 @@ class TestDevices:
         with pytest.raises(RuntimeError, match="only strided"):
             ones(3, 3).to_sparse()
 
+    def test_nested_is_refused(self):
+        with pytest.raises(RuntimeError, match="no nested tensors"):
+            torch.nested.nested_tensor([ones(2), ones(3)], layout=torch.jagged)
+
 
 class TestReading:
     def test_scalars(self):

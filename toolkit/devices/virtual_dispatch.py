@@ -11,6 +11,7 @@ straight to it. This file doesn't know what anything costs.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -32,6 +33,8 @@ Handler = Callable[[Args, Kwargs], Any]
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _PLAIN = frozenset({int, float, bool, complex, str, type(None), torch.dtype, torch.memory_format, torch.layout})
 _NEVER = 1 << 30
+LARGE = 1 << 28  # elements; a smaller result that doesn't fit on the card is refused once the host has computed it
+_NO_MEMORY = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
 _handlers: dict[Any, Handler] = {}
 _machine: list[Machine] = []  # the card that is open; empty before the first
 
@@ -72,7 +75,11 @@ def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
     handler = _handlers.get(func)
     if handler is None:
         handler = _handlers[func] = _handler(func)
-    return handler(args, kwargs)
+    try:
+        return handler(args, kwargs)
+    except RuntimeError as error:
+        _refuse_if_full(error)
+        raise
 
 
 VirtualTensor.run = staticmethod(run)  # type: ignore[assignment]
@@ -106,7 +113,10 @@ def _plain(func: Any, host_from: int = _NEVER) -> Handler:
     call = call_of(func)
 
     def plain(args: Args, kwargs: Kwargs) -> Any:
-        out = call(*_hosts(args, host_from), **_named(kwargs, host_from))
+        hosts, named = _hosts(args, host_from), _named(kwargs, host_from)
+        if _could_be_large(hosts):
+            _check_room(func, hosts, named)
+        out = call(*hosts, **named)
         if type(out) is torch.Tensor:
             hold(out, _machine[0])
             result = wrap(out)
@@ -203,12 +213,7 @@ def _empty(func: Any) -> Handler:
         kwargs = _named(kwargs)
         if card.sizes_only and not sizes.keeps_values(args[0], dtype):
             kwargs["device"] = _META
-        try:
-            out = func._op(*args, **kwargs)
-        except RuntimeError as error:
-            if "can't allocate memory" not in str(error):
-                raise
-            raise _host_full(math.prod(args[0]) * dtype.itemsize) from error
+        out = func._op(*args, **kwargs)
         hold(out, card)
         result = wrap(out)
         _charge(func, args, kwargs, result)
@@ -217,9 +222,17 @@ def _empty(func: Any) -> Handler:
     return empty
 
 
+def _no_nested(func: Any) -> Handler:
+    def refuse(args: Args, kwargs: Kwargs) -> Any:
+        raise RuntimeError("the virtual GPU has no nested tensors, only strided ones: pad the parts, or keep them in a list")
+
+    return refuse
+
+
 SPECIAL: dict[str, Callable[[Any], Handler]] = {
     "copy_": _copy,
     "_local_scalar_dense": _item,
+    "_nested_view_from_jagged": _no_nested,
     "empty": _empty,
     "empty_strided": _empty,
     "is_pinned": lambda func: lambda args, kwargs: False,
@@ -261,11 +274,36 @@ def _devices_differ(other: torch.device) -> RuntimeError:
     return RuntimeError(f"Expected all tensors to be on the same device, but found at least two devices, vgpu:0 and {other}!")
 
 
-def _host_full(n_bytes: int) -> DeviceError:
-    return DeviceError(
+def _could_be_large(hosts: list[Any]) -> bool:
+    """Could what comes of these operands have more than LARGE elements? Results are rarely larger than their product."""
+    most = 1
+    for x in hosts:
+        if type(x) is torch.Tensor:
+            most *= x.numel()
+    return most > LARGE
+
+
+def _check_room(func: Any, hosts: list[Any], named: Kwargs) -> None:
+    """Raises torch.OutOfMemoryError where the card has no room for the results, before the host computes them."""
+    try:
+        out = sizes.on_meta(func._op, hosts, named)
+    except (RuntimeError, NotImplementedError):  # its shape depends on values, or PyTorch can't tell it
+        return
+    results = out if isinstance(out, list | tuple) else (out,)
+    machine().memory.check(sum(x.nbytes for x in results if isinstance(x, torch.Tensor)))
+
+
+def _refuse_if_full(error: RuntimeError) -> None:
+    """What it means that this machine has no memory: torch.OutOfMemoryError if the card has none either, else DeviceError."""
+    found = _NO_MEMORY.search(str(error))
+    if found is None:
+        return
+    n_bytes = int(found[1])
+    machine().memory.check(n_bytes)
+    raise DeviceError(
         f"a tensor of {bytes_text(n_bytes)} on the virtual GPU", "this machine has no memory for its values",
         "Use `with gpu.sizes_only():` for shapes, bytes and times without values",
-    )  # fmt: skip
+    ) from error  # fmt: skip
 
 
 def _virtuals(xs: Iterable[Any]) -> list[VirtualTensor]:

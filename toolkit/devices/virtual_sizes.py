@@ -79,13 +79,13 @@ def run(func: Any, kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if name in ("index", "_unsafe_index"):
         args = (args[0], _without_masks(args[1]), *args[2:])
     if schema.is_mutable:
-        return _on_meta(kernel, args, kwargs)
+        return on_meta(kernel, args, kwargs)
     key = (func, _key(args), _key(tuple(kwargs.items())))
     shapes = _known.get(key)
     if shapes is None:
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
-        shapes = _known[key] = tree_map(_Shape.of, _on_meta(kernel, args, kwargs))
+        shapes = _known[key] = tree_map(_Shape.of, on_meta(kernel, args, kwargs))
     return tree_map(lambda x: x.make() if isinstance(x, _Shape) else x, shapes)
 
 
@@ -118,8 +118,8 @@ def _key(x: Any) -> Any:
     return tuple(map(_key, x)) if isinstance(x, tuple | list) else (type(x), x)
 
 
-def _on_meta(kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run on tensors without values; a result that is an operand is that operand."""
+def on_meta(kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run on tensors without values, for the shapes of the results; a result that is an operand is that operand."""
     originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def shape_of(x: Any) -> Any:
