@@ -209,6 +209,9 @@ def test_context(model):
 def test_bad_input_is_refused_before_anything_runs(model, options, said):
     with pytest.raises(ModelError, match=said):
         generate(model, **options)
+        ({"eos": 5}, "eos=5"),
+        ({"eos": ["</s>"]}, "eos="),
+        ({"cancel": True}, "threading.Event"),
     assert model.device.recording is None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from small_models import ByteTokenizer
@@ -15,7 +16,9 @@ MODEL = SimpleNamespace(tokenizer=None, config=SimpleNamespace(vocab_size=256))
 
 
 @pytest.mark.parametrize(
-    "prompt", [[1, 2, 3], (1, 2, 3), [[1, 2, 3]], torch.tensor([1, 2, 3]), torch.tensor([[1, 2, 3]])], ids=str
+    "prompt",
+    [[1, 2, 3], (1, 2, 3), [[1, 2, 3]], torch.tensor([1, 2, 3]), torch.tensor([[1, 2, 3]]), np.array([1, 2, 3])],
+    ids=str,
 )
 def test_token_ids_in_any_form(prompt):
     assert prompt_ids(MODEL, prompt) == [1, 2, 3]

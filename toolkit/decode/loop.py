@@ -59,7 +59,9 @@ def generate(
     context, limit = _room(model, len(ids), max_new_tokens, context)
     if not _is_count(prefill_chunk):
         raise ModelError("prefill in chunks", f"prefill_chunk={prefill_chunk!r}", "Give a whole number from 1 on")
-    ends = _ends(model) if eos is None else frozenset(eos)
+    ends = _ends(model) if eos is None else _given_ends(eos)
+    if cancel is not None and not hasattr(cancel, "is_set"):
+        raise ModelError("a way to cancel", f"cancel={cancel!r:.80}", "Give a threading.Event, and set it to stop")
     cancel = cancel or threading.Event()
     device, stream = model.device, TextStream(model.tokenizer)
     tokens: list[int] = []
@@ -177,6 +179,13 @@ def _room(model: Any, prompt: int, max_new_tokens: int, context: int | None) -> 
 def _ends(model: Any) -> frozenset[int]:
     """The token ids that end a text: the tokenizer's and the config's."""
     return frozenset(getattr(model.tokenizer, "eos_ids", ())) | frozenset(model.config.eos_token_ids)
+
+
+def _given_ends(eos: object) -> frozenset[int]:
+    ids = eos if isinstance(eos, Collection) and not isinstance(eos, str) else None
+    if ids is None or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise ModelError("tokens that end the text", f"eos={eos!r:.80}", "Give a collection of ids, as [2], or () for none")
+    return frozenset(ids)
 
 
 def _text(model: Any, tokens: list[int]) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from toolkit.errors import ModelError
 
 
 def prompt_ids(model: Any, prompt: object) -> list[int]:
-    """The token ids of `prompt`: a text, a list of ids, or a tensor of them [T] or [1, T].
+    """The token ids of `prompt`: a text, a list of ids, or a tensor or array of them [T] or [1, T].
 
     Raises ModelError for a text without a tokenizer, a batch, an empty prompt, or ids outside of the vocabulary.
     """
@@ -19,7 +20,7 @@ def prompt_ids(model: Any, prompt: object) -> list[int]:
             raise ModelError("a prompt of text", "this model came without a tokenizer", "Pass token ids: [1, 2, 3] or a tensor")
         ids: Any = model.tokenizer.encode(prompt)
     else:
-        ids = prompt.tolist() if isinstance(prompt, Tensor) else prompt
+        ids = prompt.tolist() if isinstance(prompt, Tensor | np.ndarray) else prompt
     if not isinstance(ids, list | tuple):
         raise ModelError(
             "a prompt", f"a {type(prompt).__name__}", "Give a text, a list of token ids, or a tensor [T] or [1, T]"
