@@ -167,7 +167,7 @@ def test_a_million_events(notebook, capsys: pytest.CaptureFixture[str]) -> None:
         print(f"\n1,000,000 events: first paint {paint:.0f} ms; {said}; largest view {size / 1000:.1f} kB")
     assert size < 100_000
     assert paint < 1500
-    assert took[int(len(took) * 0.9)] < 150
+    assert took[-1] < 150
 
 
 def test_a_saved_notebook_shows_its_timeline_without_a_kernel_and_runs_again(notebook, lab) -> None:

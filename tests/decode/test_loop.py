@@ -12,6 +12,7 @@ import torch
 from small_models import ODD, SMALL, ByteTokenizer, make
 
 import toolkit as tk
+from toolkit.decode.run import tokens_per_s
 from toolkit.decode.strategies import STRATEGIES
 from toolkit.errors import ModelError, RecorderError
 from toolkit.models.cache import Cache
@@ -91,6 +92,15 @@ def test_short_generations(model, name, n):
     run = generate(model, name, max_new_tokens=n)
     assert run.tokens == greedy_by_hand(model, PROMPT, n)
     assert (run.tok_per_s is None) == (n == 1)
+
+
+@pytest.mark.parametrize("n", [3, 24], ids="n={}".format)
+def test_a_token_read_late_does_not_make_the_rate_look_better(n):
+    step_ns = 1000
+    in_time = [i * step_ns for i in range(n)]
+    late = [i * step_ns for i in range(1, n)]
+    assert tokens_per_s(in_time, late=False) == pytest.approx(1e9 / step_ns)
+    assert tokens_per_s([*late, late[-1] + 10], late=True) == pytest.approx(1e9 / step_ns)
 
 
 def test_the_ends_of_tokenizer_and_config_count(model):
@@ -199,6 +209,9 @@ def test_context(model):
         ({"max_new_tokens": 2.0}, "max_new_tokens=2.0"),
         ({"max_new_tokens": None}, "max_new_tokens=None"),
         ({"prefill_chunk": 0}, "prefill_chunk=0"),
+        ({"eos": 5}, "eos=5"),
+        ({"eos": ["</s>"]}, "eos="),
+        ({"cancel": True}, "threading.Event"),
         ({"prompt": "text"}, "token ids"),
         ({"prompt": [[1], [2]]}, "batch"),
         ({"prompt": []}, "no tokens"),
@@ -209,9 +222,6 @@ def test_context(model):
 def test_bad_input_is_refused_before_anything_runs(model, options, said):
     with pytest.raises(ModelError, match=said):
         generate(model, **options)
-        ({"eos": 5}, "eos=5"),
-        ({"eos": ["</s>"]}, "eos="),
-        ({"cancel": True}, "threading.Event"),
     assert model.device.recording is None
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from toolkit.decode.parts import INPUTS, POSITIONS, READBACKS, Choice
-from toolkit.decode.run import Run
+from toolkit.decode.run import Run, tokens_per_s
 from toolkit.decode.sample import Sampling
 from toolkit.decode.strategies import Strategy, find_strategy
 from toolkit.decode.text import TextStream, prompt_ids
@@ -84,7 +84,7 @@ def generate(
         prompt_tokens=tuple(ids),
         strategy=strategy.name,
         stop_reason="eos" if ended else "length" if len(tokens) == limit else "cancelled",
-        tok_per_s=(len(tokens) - 1) * 1e9 / (known_ns[-1] - known_ns[0]) if len(tokens) > 1 else None,
+        tok_per_s=tokens_per_s(known_ns, late=strategy.readback != "wait"),
         clock=device.clock,
         device=device.name,
         recorded=trace,

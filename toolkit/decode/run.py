@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,12 +16,19 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+def tokens_per_s(known_ns: Sequence[int], late: bool) -> float | None:
+    """The rate of tokens that the host knew at these times. `late`: each a step late, the last right after the one before."""
+    known_ns = known_ns[:-1] if late and len(known_ns) > 2 else known_ns
+    return (len(known_ns) - 1) * 1e9 / (known_ns[-1] - known_ns[0]) if len(known_ns) > 1 else None
+
+
 @dataclass(frozen=True)
 class Run:
     """One generation. `tokens` are the new ones, the end-of-sequence token included where it came; `text` is without it.
 
     `tok_per_s` counts from the moment the host knew the first token to when it knew the last, on the clock that `clock`
-    names ("measured" or "modelled"); None for fewer than two tokens. A recorded run on a real GPU is slower than an
+    names ("measured" or "modelled"); None for fewer than two tokens. Where tokens are read a step late, the last one, which
+    comes without a step of its own, isn't counted (of three tokens or more). A recorded run on a real GPU is slower than an
     unrecorded one.
     """
 
