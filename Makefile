@@ -16,8 +16,10 @@ demo: .venv/.core
 lab: .venv/.lab
 	$(BIN)/jupyter lab notebooks/01_see_the_copies.ipynb
 
+# The browser tests run by themselves, since they time what a user sees; the others on two cores, one thread each.
 test: check
-	$(BIN)/python -m pytest tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/browser -n 2
+	$(BIN)/python -m pytest tests/browser
 
 check: .venv/.test
 	$(BIN)/ruff check .

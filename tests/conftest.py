@@ -1,14 +1,19 @@
-"""What all tests share: a last line that says whether the browser tests ran."""
+"""What all tests share: last lines that say what was not run, and how to get it."""
 
 from __future__ import annotations
 
 import shutil
 
 import pytest
+import torch
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")  # as tests/browser looks for them
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if shutil.which("chromium") is None:
+    if not torch.cuda.is_available():
+        terminalreporter.write_line("gpu: not run. The tests in tests/gpu need a CUDA GPU")
+    if not any(map(shutil.which, BROWSERS)):
         terminalreporter.write_line(
             "browser: not run. They drive JupyterLab in Chromium: apt install chromium, then make test again"
         )
