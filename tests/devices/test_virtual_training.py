@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -215,3 +218,21 @@ class TestPinned:
             return torch.zeros(n)
 
         assert make(3).tolist() == [0, 0, 0]
+
+
+AFTER_A_CPU_PASS = """
+import torch
+w = torch.ones(3, requires_grad=True)
+(w * 2).sum().backward()  # autograd starts its threads here, and the virtual GPU isn't among the devices yet
+import toolkit as tk
+tk.device("virtual:h200")
+v = torch.ones(3, device="vgpu", requires_grad=True)
+(v * 3).sum().backward()
+assert v.grad.tolist() == [3, 3, 3]
+assert torch.autograd.grad((v * w.to("vgpu")).sum(), w)[0].tolist() == [1, 1, 1]
+"""
+
+
+def test_a_process_may_train_on_the_cpu_before_it_opens_a_card():
+    done = subprocess.run([sys.executable, "-c", AFTER_A_CPU_PASS], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]

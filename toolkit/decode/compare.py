@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 WARM_UP_TOKENS = 4
+LATE = "Rates are too low: timed after a recording in this process, which leaves CUPTI attached. Restart and compare first."
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,13 @@ class Comparison:
     """Runs of one prompt, by strategy, in the order asked for.
 
     `table` has a row a strategy: `strategy`, `same_tokens` (as the first one's), `tok_per_s` and the `clock` it is on,
-    and per decode step, on average, `<h2d|d2h|d2d>_count`, `<...>_bytes` and `host_wait_s`.
+    and per decode step, on average, `<h2d|d2h|d2d>_count`, `<...>_bytes` and `host_wait_s`. `timed_late`: the measured
+    rates come from after this process's first recording, so they are too low.
     """
 
     runs: Mapping[str, Run]
     table: pd.DataFrame
+    timed_late: bool = False
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write a self-contained page with every run's timeline."""
@@ -49,7 +52,7 @@ class Comparison:
 
     def __repr__(self) -> str:
         text: str = self._shown().to_string(index=False)
-        return text
+        return f"{text}\n{LATE}" if self.timed_late else text
 
     def _repr_html_(self) -> str:
         table: str = self._shown().to_html(index=False)
@@ -71,7 +74,8 @@ class Comparison:
         return shown
 
     def _note(self) -> str:
-        return "Copies and waits per decode step. A modelled time is the virtual GPU's estimate, not a measurement."
+        note = "Copies and waits per decode step. A modelled time is the virtual GPU's estimate, not a measurement."
+        return f"{note} {LATE}" if self.timed_late else note
 
 
 def compare(
@@ -79,9 +83,10 @@ def compare(
 ) -> Comparison:
     """Generate from `prompt` under each strategy of `decode` (None: all), and compare.
 
-    `options` are those of `generate`. Where the clock is measured, each strategy is warmed up and timed in a run of its
-    own without recording, which would slow the host; the copies come from a second, recorded run. On the virtual GPU
-    one run gives both. Set `cancel` to stop: the table then has the strategies that were begun.
+    `options` are those of `generate`. Where the clock is measured, every strategy is warmed up and timed without recording,
+    before the first is recorded: CUPTI stays attached after a process's first recording, and slows every launch from then
+    on (the demo model on an H200: from 850 to 680 tok/s). A comparison after a recording says so. On the virtual GPU one
+    run gives both. Set `cancel` to stop: the table then has the strategies that were begun.
     """
     names = [decode] if isinstance(decode, str | Strategy) else STRATEGIES if decode is None else decode
     strategies = [find_strategy(strategy) for strategy in names]
@@ -94,20 +99,28 @@ def compare(
         )
     if "record" in options:
         raise ToolkitError("comparing with record=", "comparing counts what recordings hold", "Leave the option away")
+    late = device.clock == "measured" and device.recorded  # asked before this comparison's own recordings
+    rates = _timed(model, prompt, strategies, options) if device.clock == "measured" else {}
     runs: dict[str, Run] = {}
-    rates: dict[str, float | None] = {}
     for strategy in strategies:
-        run = None
-        if device.clock == "measured":
-            quiet = {**options, "on_token": None, "record": False}
-            generate(model, prompt, strategy, **{**quiet, "max_new_tokens": WARM_UP_TOKENS})
-            rates[strategy.name] = generate(model, prompt, strategy, **quiet).tok_per_s
-        run = generate(model, prompt, strategy, lines=lines, **options)
-        runs[strategy.name] = run
+        run = runs[strategy.name] = generate(model, prompt, strategy, lines=lines, **options)
         rates.setdefault(strategy.name, run.tok_per_s)
         if run.stop_reason == "cancelled":
             break
-    return Comparison(runs, _table(runs, rates))
+    return Comparison(runs, _table(runs, rates), late)
+
+
+def _timed(model: Any, prompt: Any, strategies: list[Strategy], options: dict[str, Any]) -> dict[str, float | None]:
+    """Tokens per second of each strategy, warmed up and unrecorded; those that were begun before a cancel."""
+    quiet = {**options, "on_token": None, "record": False}
+    rates: dict[str, float | None] = {}
+    for strategy in strategies:
+        generate(model, prompt, strategy, **{**quiet, "max_new_tokens": WARM_UP_TOKENS})
+        run = generate(model, prompt, strategy, **quiet)
+        if run.stop_reason == "cancelled":
+            break
+        rates[strategy.name] = run.tok_per_s
+    return rates
 
 
 def _table(runs: Mapping[str, Run], rates: Mapping[str, float | None]) -> pd.DataFrame:

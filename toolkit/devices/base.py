@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from toolkit.errors import DeviceError, RecorderError
@@ -91,6 +92,7 @@ class Device(ABC):
             yield outer
             return
         trace = _recording[self.name] = Trace.pending()
+        _recorded.add(self.name)
         try:
             self.start(lines=lines)
             try:
@@ -105,7 +107,13 @@ class Device(ABC):
         """The trace being recorded now, or None."""
         return _recording.get(self.name)
 
+    @property
+    def recorded(self) -> bool:
+        """Was anything recorded on this device in this process, or is it being recorded now?"""
+        return self.name in _recorded
 
+
+_recorded: set[str] = set()
 _recording: dict[str, Trace] = {}  # per device name: the trace of the outermost open `record` block
 
 
@@ -167,15 +175,23 @@ def _library_prefixes() -> tuple[str, ...]:
     return (*(folder + os.sep for folder in folders), os.path.join(sysconfig.get_paths()["stdlib"], "contextlib"), "<frozen")
 
 
+_library: dict[str, bool] = {}  # by file: is it machinery?
+
+
 def caller() -> str | None:
-    """ "file:line" of the innermost frame outside of torch and the devices: the Python line that caused an event."""
-    prefixes = _library_prefixes()
-    frame = sys._getframe(1)
+    """ "file:line" of the innermost frame outside of torch and the devices: the Python line that caused an event.
+
+    Remembers what it learnt about each file: it is asked several times an operation.
+    """
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         filename = frame.f_code.co_filename
-        if not filename.startswith(prefixes):
+        library = _library.get(filename)
+        if library is None:
+            library = _library[filename] = filename.startswith(_library_prefixes())
+        if not library:
             return f"{short_path(filename)}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None
 
 

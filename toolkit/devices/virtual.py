@@ -28,6 +28,7 @@ from toolkit.devices import (
     virtual_sizes,
     virtual_storage,
     virtual_tensor,
+    virtual_threads,
 )
 from toolkit.devices.spec import CATALOGUE, GpuSpec
 from toolkit.devices.virtual_machine import Machine
@@ -165,6 +166,7 @@ def _register() -> None:
     _libraries.extend(virtual_attention.register())
     _libraries.extend(virtual_autocast.register())
     _libraries.extend(virtual_norm.register())
+    virtual_threads.install()
     virtual_pinned.install()
     virtual_storage.install()
     virtual_modules.install()

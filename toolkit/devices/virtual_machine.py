@@ -17,7 +17,7 @@ from toolkit.devices import virtual_sizes as sizes
 from toolkit.devices.rules import Effect
 from toolkit.devices.spec import GpuSpec
 from toolkit.devices.virtual_memory import Memory
-from toolkit.devices.virtual_threads import DEFAULT_STREAM, caller, here
+from toolkit.devices.virtual_threads import DEFAULT_STREAM, here
 from toolkit.trace import Trace, TraceBuilder
 
 NOTED_BYTES = 1 << 20  # an allocation of this size notes its line even while nothing is recorded, for the out-of-memory error
@@ -97,7 +97,7 @@ class Machine:
         """Take memory and record it; what this returns, `free` takes back."""
         if self._builder is None and n_bytes < NOTED_BYTES:
             return self.memory.allocate(n_bytes), None
-        where = caller() if self.lines or n_bytes >= NOTED_BYTES else None
+        where = base.caller() if self.lines or n_bytes >= NOTED_BYTES else None
         size = self.memory.allocate(n_bytes, where)
         if self._builder is not None:
             self._row("alloc", self.host_ns, 0, size, -1, None, where=where)
@@ -152,5 +152,5 @@ class Machine:
         builder.add(
             kind, start - self._since_ns, duration, bytes=size, stream=stream, device=device, step=here().step,
             cell=base.current_cell(), pinned=pinned, clock="modelled", name=name,
-            where=(caller() if self.lines else None) if where == "" else where,
+            where=(base.caller() if self.lines else None) if where == "" else where,
         )  # fmt: skip
