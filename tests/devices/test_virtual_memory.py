@@ -92,6 +92,10 @@ LARGE = {
     "copy": lambda x: x.expand(-1, len(x)).clone(),
     "indexed": lambda x: x.expand(-1, 1000)[torch.zeros(1000 * len(x), dtype=torch.long, device="vgpu")],
     "range": lambda x: torch.arange(len(x) ** 2, device="vgpu"),
+    "fine range": lambda x: torch.arange(0, 1, 1e-12, device="vgpu"),
+    "identity": lambda x: torch.eye(len(x), device="vgpu"),
+    "permutation": lambda x: torch.randperm(len(x) ** 2, device="vgpu"),
+    "spaced": lambda x: torch.linspace(0, 1, len(x) ** 2, device="vgpu"),
 }
 
 

@@ -39,6 +39,7 @@ _handlers: dict[Any, Handler] = {}
 _machine: list[Machine] = []  # the card that is open; empty before the first
 
 # In place, and may change shape, strides or storage: the wrapper must follow its host tensor.
+_FACTORIES = {"arange", "eye", "linspace", "logspace", "range", "randperm"}  # those that fill an empty out=
 _RESTRIDES = {
     "resize_", "resize_as_", "set_", "t_", "transpose_", "unsqueeze_", "squeeze_", "swapaxes_", "swapdims_", "as_strided_",
     "_resize_output_",
@@ -101,6 +102,8 @@ def _handler(func: Any) -> Handler:
     if schema.is_mutable:
         first = schema.arguments[0].alias_info
         in_place = first is not None and first.is_write and len(schema.returns) == 1
+        if name in _FACTORIES:
+            return _makes(func)
         return (_in_place if in_place and name not in _RESTRIDES else _writes)(func, host_from)
     return _plain(func, host_from)
 
@@ -170,6 +173,20 @@ def _writes(func: Any, host_from: int = _NEVER) -> Handler:
         return result
 
     return writes
+
+
+def _makes(func: Any) -> Handler:
+    """A factory into an empty out=: its size follows from numbers alone."""
+    writes = _writes(func)
+
+    def makes(args: Args, kwargs: Kwargs) -> Any:
+        numbers = [abs(x) for x in args if type(x) in (int, float) and x]
+        if math.prod(max(x, 1 / x) for x in numbers) > LARGE and not _virtuals(args):
+            out = torch.empty(0, dtype=kwargs["out"].dtype, device=_META)
+            machine().memory.check(func._op(*args, out=out).nbytes)
+        return writes(args, kwargs)
+
+    return makes
 
 
 def _copy(func: Any) -> Handler:
