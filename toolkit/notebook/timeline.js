@@ -309,7 +309,7 @@ export function mount(root, provider, meta) {
     const gathered = state.view.count.some((n) => n > 1), every = Math.max(...state.view.every);
     const parts = [`${timeText(state.now.t1 - state.now.t0)} shown, from ${Math.abs(state.now.t0) < 1 ? 0 : timeText(state.now.t0)}`];
     if (gathered) parts.push("a bar's height is the busy share of several events: zoom in to see single ones");
-    if (every > 1) parts.push(`every ${every}th step is marked`);
+    if (every > 1) parts.push(`one step in ${every} is marked`);
     if (failed) parts.push("the kernel is busy or gone: this is the last view");
     const text = parts.join(" · ");
     if (status.textContent !== text) status.textContent = text;
