@@ -13,8 +13,9 @@ SETTINGS := .venv/share/jupyter/lab/settings/overrides.d
 demo: .venv/.core
 	$(BIN)/python -m toolkit demo --out demo.html
 
+# As root, as in a container, Jupyter wants to be told that it may.
 lab: .venv/.lab
-	$(BIN)/jupyter lab notebooks/01_see_the_copies.ipynb
+	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks/01_see_the_copies.ipynb
 
 # The browser tests run by themselves, since they time what a user sees; the others on two cores, one thread each.
 test: check
