@@ -1,12 +1,13 @@
 """Measures what the time model of the virtual GPU is made of: launch costs, copies, floors, rates.
 
-`python -m toolkit.bench.primitives OUT.json` on a CUDA machine, about two minutes. Host times are those of eager calls
+`python -m toolkit.bench.primitives --out FILE.json` on a CUDA machine, about two minutes. Host times are those of eager calls
 that don't wait (the median over batches of 100, each batch after a synchronize); device times are CUPTI's. Knows
 nothing of models or of the catalogue; `devices/spec.py` quotes the results.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -299,4 +300,9 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(description="Measure the costs that the virtual GPU's time model is made of.")
+    parser.add_argument("--out", required=True, help="the JSON file to write")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this measures a real card, and no CUDA GPU can be reached")
+    main(options.out)
