@@ -27,7 +27,7 @@ from toolkit.formats.gguf import GgufFile
 from toolkit.formats.safetensors import PICKLES, open_safetensors, pickled, read_json
 from toolkit.formats.stored import Stored, Weights, nearest
 from toolkit.models import ARCHITECTURES
-from toolkit.models.layers import assign
+from toolkit.models.layers import Source, assign
 from toolkit.units import bytes_text
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     dtype = DTYPES.get(str(named).removeprefix("torch.")) or _most(weights.stored.values())
     _check_layers(folder, config, weights)
     tokenizer = tokenizers.from_folder(folder)
-    return Checkpoint(folder, weights, architecture, config, architecture.names_hf(config), dtype, tokenizer)
+    return Checkpoint(folder, weights, architecture, config, _single(architecture.names_hf(config)), dtype, tokenizer)
 
 
 def _open_gguf(path: Path) -> Checkpoint:
@@ -156,7 +156,11 @@ def _open_gguf(path: Path) -> Checkpoint:
     _check_layers(path, config, weights)
     dtype = _most(weights.stored.values())
     tokenizer = tokenizers.from_gguf(weights.metadata, str(path))
-    return Checkpoint(path, weights, architecture, config, architecture.names_gguf(config), dtype, tokenizer)
+    return Checkpoint(path, weights, architecture, config, _single(architecture.names_gguf(config)), dtype, tokenizer)
+
+
+def _single(sources: Mapping[str, Source]) -> dict[str, str]:
+    return {ours: source.names[0] for ours, source in sources.items()}
 
 
 def _architecture(name: object, asked: str, classes: object = None) -> ModuleType:
@@ -227,7 +231,7 @@ def _place(checkpoint: Checkpoint, device: Device, dtype: torch.dtype, report: P
     try:
         report(0, total, "")
         for ours, tensor in stored.items():
-            assign(model, ours, _move(checkpoint.weights, tensor.name, device.torch, dtype))
+            assign(model, ours, _move(checkpoint.weights, tensor.name, device.torch, model.get_parameter(ours).dtype))
             done += tensor.nbytes
             report(done, total, tensor.name)
         device.sync()

@@ -46,7 +46,8 @@ def hf_model(**changes):
 def ours(theirs) -> Model:
     config = Config.from_hf(theirs.config.to_dict())
     model, weights = Model(config, CPU), theirs.state_dict()
-    for name, checkpoint_name in names_hf(config).items():
+    for name, source in names_hf(config).items():
+        checkpoint_name = source.names[0]
         assert model.get_parameter(name).shape == weights[checkpoint_name].shape
         assign(model, name, weights[checkpoint_name])
     assert not any(p.is_meta for p in model.parameters())
@@ -126,7 +127,8 @@ def test_gradients_equal_transformers():
         m.zero_grad()
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), target).backward()
     grads = {name: p.grad for name, p in theirs.named_parameters()}
-    for name, checkpoint_name in names_hf(model.config).items():
+    for name, source in names_hf(model.config).items():
+        checkpoint_name = source.names[0]
         assert torch.allclose(model.get_parameter(name).grad, grads[checkpoint_name], atol=1e-4), name
 
 
@@ -138,7 +140,7 @@ def test_half_precision_stays_near_fp32(dtype):
     exact = Model(config, CPU).init_weights()(ids)
     model = Model(config, CPU, dtype).init_weights()
     cache, logits = prefill(model, ids, 4)
-    assert cache.keys[0].dtype is dtype
+    assert cache.states[0].keys.dtype is dtype
     assert logits[-1].dtype is torch.float32
     assert (logits[-1] - exact[0, -1]).abs().max() < 0.02 * exact.abs().max().clamp(min=1)
 
@@ -149,7 +151,7 @@ def test_names_cover_every_parameter_once():
         ours = {name for name, _ in Model(config, CPU).named_parameters()}
         for names in (names_hf(config), names_gguf(config)):
             assert set(names) == ours
-            assert len(set(names.values())) == len(names)
+            assert len({source.names for source in names.values()}) == len(names)
 
 
 def test_init_weights_is_reproducible_and_the_model_starts_without_memory():

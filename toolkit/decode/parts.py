@@ -47,15 +47,16 @@ class UploadedRow:
 
     def __init__(self, model: Any) -> None:
         self.device = model.device.torch
-        self.table = model.embed.weight.detach().cpu()
-        self.slot = torch.empty(1, 1, self.table.shape[1], dtype=self.table.dtype, device=self.device)
+        self.table = model.embed.on_host()
+        self.staging = torch.empty(1, 1, dtype=torch.int64)
 
     def prompt(self, ids: Tensor) -> Tensor:
-        rows: Tensor = self.table[ids].to(self.device)
+        rows: Tensor = self.table(ids).to(self.device)
+        self.slot = torch.empty_like(rows[:, :1])
         return rows
 
     def next(self, token: Tensor, known: int | None) -> Tensor:
-        return self.slot.copy_(self.table[_told(known)].view(1, 1, -1))
+        return self.slot.copy_(self.table(self.staging.fill_(_told(known))))
 
 
 class SampledToken:

@@ -82,7 +82,7 @@ def write(model: qwen3.Model, tokenizer: Tokenizer, out: Path) -> None:
 
     out.mkdir(parents=True, exist_ok=True)
     ours = dict(model.named_parameters())
-    tensors = {theirs: ours[name].bfloat16().contiguous() for name, theirs in qwen3.names_hf(model.config).items()}
+    tensors = {source.names[0]: ours[name].bfloat16().contiguous() for name, source in qwen3.names_hf(model.config).items()}
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     (out / "model.safetensors").chmod(0o644)  # the writer makes it private
     tokenizer.save(str(out / "tokenizer.json"), pretty=False)

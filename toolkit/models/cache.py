@@ -1,10 +1,13 @@
-"""The static key-value cache: room for a whole conversation, allocated once, written in place.
+"""What a model remembers of a sequence: static memory, allocated once, written in place, shared by prefill and decode.
 
-It holds tensors and positions' tables; it doesn't know a model, nor how far decoding has come: the position is given
-with every write, as a tensor on the device, so that no step needs the host to know it.
+One state a layer: keys and values of every position, of a sliding window (a ring), or a recurrent state. None of them
+knows a model, nor how far decoding has come: the position is given with every write, as a tensor on the device, so that
+no step needs the host to know it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -14,48 +17,130 @@ from toolkit.errors import ModelError
 BOUND_MULTIPLE = 256  # attention reads a whole number of these slots: few distinct shapes, little read in vain
 
 
-class Cache:
-    """Keys and values of every layer for one sequence of at most `context` tokens.
+class KeysValues:
+    """Keys and values of `context` positions: [1, KV heads, context, head_dim] each, slot = position.
 
-    `keys[layer]`, `values[layer]`: [1, KV heads, context, head_dim], zero where nothing was written yet (attention
-    reads beyond the current length and masks it; a NaN there would survive the mask). `slots`: [context] int64, the
-    numbers 0 to context - 1; `rope`: [context, 2, head_dim], the rotary table of these positions.
+    Zero where nothing was written yet: attention reads beyond the current length and masks it; a NaN there would survive
+    the mask.
     """
 
-    def __init__(self, keys: list[Tensor], values: list[Tensor], slots: Tensor, rope: Tensor) -> None:
-        self.keys, self.values, self.slots, self.rope = keys, values, slots, rope
-        self.context = slots.shape[0]
+    def __init__(self, kv_heads: int, context: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        shape = (1, kv_heads, context, head_dim)
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
 
-    @classmethod
-    def empty(cls, layers: int, kv_heads: int, head_dim: int, slots: Tensor, rope: Tensor) -> Cache:
-        """A cache of `slots.shape[0]` positions on the device and in the dtype of `rope`."""
-        shape = (1, kv_heads, slots.shape[0], head_dim)
-        cache = cls([], [], slots, rope)
-        try:
-            for held in (cache.keys, cache.values):
-                held.extend(torch.zeros(shape, dtype=rope.dtype, device=rope.device) for _ in range(layers))
-        except torch.OutOfMemoryError:
-            cache.free()  # the error's traceback would hold what was allocated so far
-            raise
-        return cache
+    def write(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        """Put `key` and `value` [1, KV heads, T, head_dim] into `slots` [T] (on the device, each once)."""
+        self.keys.index_copy_(2, slots, key)
+        self.values.index_copy_(2, slots, value)
 
-    def write(self, layer: int, key: Tensor, value: Tensor, positions: Tensor) -> None:
-        """Put `key` and `value` [1, KV heads, T, head_dim] where `positions` [T] (on the device) says."""
-        self.keys[layer].index_copy_(2, positions, key)
-        self.values[layer].index_copy_(2, positions, value)
-
-    def read(self, layer: int, bound: int) -> tuple[Tensor, Tensor]:
+    def read(self, bound: int) -> tuple[Tensor, Tensor]:
         """Views of the first `bound` slots: [1, KV heads, bound, head_dim] each."""
-        return self.keys[layer][:, :, :bound], self.values[layer][:, :, :bound]
+        return self.keys[:, :, :bound], self.values[:, :, :bound]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.keys, self.values
+
+
+class Ring(KeysValues):
+    """Keys and values of the last `window` positions; position p stands in slot p modulo the ring's size.
+
+    The ring has min(window, context) slots: where the context fits, nothing is ever overwritten.
+    """
+
+    def __init__(
+        self, kv_heads: int, window: int, context: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(kv_heads, min(window, context), head_dim, dtype, device)
+        self.size = min(window, context)
+
+
+class Recurrent:
+    """States of a fixed size, by name, zero at the beginning of a sequence. They can't be taken back, only kept aside."""
+
+    def __init__(self, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> None:
+        self.states = {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()}
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(self.states.values())
+
+
+State = KeysValues | Recurrent
+
+
+class Cache:
+    """The states of every layer for one sequence of at most `context` tokens, and the tables their positions need.
+
+    `states[layer]` is None for a layer that reads another layer's. `slots`: [context] int64, the numbers 0 to context - 1;
+    `ropes`: rotary tables [context, 2, head_dim] by the name the model gives them.
+    """
+
+    def __init__(self, slots: Tensor, ropes: Mapping[str, Tensor]) -> None:
+        self.states: list[State | None] = []
+        self.slots, self.ropes = slots, dict(ropes)
+        self.context = slots.shape[0]
+        self.length = 0  # how many tokens have been fed, at most
+        self._kept: dict[int, list[list[Tensor]]] = {}
+
+    def fill(self, makers: list[Callable[[], State] | None]) -> Cache:
+        """Make the states of all layers, in order; gives everything back where the memory doesn't suffice."""
+        try:
+            self.states.extend(None if make is None else make() for make in makers)
+        except torch.OutOfMemoryError:
+            self.free()  # the error's traceback would hold what was allocated so far
+            raise
+        return self
 
     def bound(self, length: int) -> int:
         """How many slots attention must read for `length` tokens. ModelError where the cache is too small for them."""
         if length > self.context:
             raise ModelError(f"{length:,} tokens", f"the cache has room for {self.context:,}", "Give a larger context=")
+        self.length = max(self.length, length)
         return min(self.context, -(-length // BOUND_MULTIPLE) * BOUND_MULTIPLE)
+
+    def checkpoint(self) -> int:
+        """Keep aside what can't be taken back (recurrent states, rings), so that `rollback` to here works. The position."""
+        self._kept[self.length] = [[t.clone() for t in state.tensors()] for state in self._passing()]
+        return self.length
+
+    def rollback(self, position: int) -> None:
+        """Forget every token from `position` on, as though only that many had been fed.
+
+        Keys and values need nothing. Rings that have come round and recurrent states have lost what they held: they come
+        back from a `checkpoint` made at that very position. ModelError, naming the layers' kind and the positions that
+        would do, where there is none.
+        """
+        if not 0 <= position <= self.length:
+            raise ModelError(f"rollback to {position:,}", f"{self.length:,} tokens were fed", "Give a position among them")
+        if position < self.length and position > 0:
+            lost = [state for state in self._passing() if not isinstance(state, Ring) or self.length > state.size]
+            if lost and position not in self._kept:
+                kind = "recurrent states" if any(isinstance(s, Recurrent) for s in lost) else "sliding windows"
+                known = ", ".join(f"{p:,}" for p in sorted(self._kept)) or "none"
+                raise ModelError(
+                    f"rollback to {position:,}",
+                    f"{len(lost)} layers hold {kind}, which can't be taken back; checkpoints: {known}",
+                    "Call cache.checkpoint() at the positions you will return to, or roll back to 0 and feed the tokens again",
+                    checkpoints=sorted(self._kept),
+                )
+            if position in self._kept:
+                for state, kept in zip(self._passing(), self._kept[position], strict=True):
+                    for tensor, old in zip(state.tensors(), kept, strict=True):
+                        tensor.copy_(old)
+        if position == 0:
+            for state in self._passing():
+                for tensor in state.tensors():
+                    tensor.zero_()
+        self._kept = {p: kept for p, kept in self._kept.items() if p <= position}
+        self.length = position
+
+    def _passing(self) -> list[State]:
+        """The states that forget: rings and recurrent ones."""
+        return [state for state in self.states if isinstance(state, Ring | Recurrent)]
 
     def free(self) -> None:
         """Let go of the device memory now, even where a traceback still holds this object."""
-        self.keys.clear()
-        self.values.clear()
-        self.slots = self.rope = torch.empty(0)
+        self.states.clear()
+        self._kept.clear()
+        self.ropes.clear()
+        self.slots = torch.empty(0)

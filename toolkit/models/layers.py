@@ -1,4 +1,5 @@
-"""What the models share: norm, rotary embedding, attention, gated MLP, and putting weights into a model built on "meta".
+"""What the models share: linear maps plain or packed, several of them as one, norm, rotary embedding, attention, experts,
+and putting weights into a model built on "meta".
 
 Plain PyTorch, the same on every device, chosen so that a decode step launches few kernels and copies nothing: no
 operation here indexes with host data, waits, or makes a contiguous clone.
@@ -6,44 +7,193 @@ operation here indexes with host data, waits, or makes a contiguous clone.
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from toolkit.quant import PackedMatrix, Scheme, experts_matmul, matmul
+
+DENSE_EXPERTS = 16  # matrices at a time where every expert sees every token
+
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, computed in fp32."""
+    """x / rms(x) * weight over the last dimension, in fp32; the weight too is kept in fp32, whatever the model computes in.
+
+    Checkpoints that hold the weight less one have it whole here: their `Source` adds the one while loading.
+    """
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
+        self.weight = nn.Parameter(torch.ones(size, dtype=torch.float32))
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
 
 
-class Linear(nn.Linear):
-    """x @ weight.T (+ bias), the bias added by a kernel of its own: one row through `addmm` copies the bias first on CUDA."""
+class Linear(nn.Module):
+    """x @ weight.T (+ bias). The weight is a Parameter, or a PackedMatrix once a scheme was set.
 
-    def forward(self, x: Tensor) -> Tensor:
-        out = F.linear(x, self.weight)
+    With `experts`, a stack of that many matrices [experts, out, in], used by number: `linear(x, chosen)`. The bias is
+    added by a kernel of its own: one row through `addmm` copies the bias first on CUDA.
+    """
+
+    def __init__(self, size_in: int, size_out: int, bias: bool = False, experts: int | None = None) -> None:
+        super().__init__()
+        shape = (size_out, size_in) if experts is None else (experts, size_out, size_in)
+        self.weight: nn.Parameter | PackedMatrix = nn.Parameter(torch.empty(shape))
+        self.bias = nn.Parameter(torch.empty(size_out)) if bias else None
+
+    def forward(self, x: Tensor, chosen: Tensor | slice | None = None) -> Tensor:
+        """x [..., in] -> [..., out]; with `chosen` (n experts), x [n, T, in] -> [n, T, out]."""
+        out = matmul(x, self.weight) if chosen is None else experts_matmul(x, self.weight, chosen)
         return out if self.bias is None else out + self.bias
 
 
-class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+class Joined(nn.Module):
+    """Matrices that read the same input, as q, k and v do. `join` makes one matrix of neighbours that are held alike.
 
-    def __init__(self, hidden: int, width: int) -> None:
+    joined(x) gives their outputs in order, whether they are one matrix or several.
+    """
+
+    def __init__(self, size_in: int, sizes: Mapping[str, int], bias: bool = False, experts: int | None = None) -> None:
         super().__init__()
-        self.gate = Linear(hidden, width, bias=False)
-        self.up = Linear(hidden, width, bias=False)
-        self.down = Linear(width, hidden, bias=False)
+        self.sizes = dict(sizes)
+        self.groups: tuple[tuple[str, ...], ...] = tuple((name,) for name in sizes)
+        for name, size in sizes.items():
+            self.add_module(name, Linear(size_in, size, bias, experts))
+
+    def forward(self, x: Tensor, chosen: Tensor | slice | None = None) -> tuple[Tensor, ...]:
+        found: list[Tensor] = []
+        for group in self.groups:
+            out = self.get_submodule("_".join(group))(x, chosen)
+            found.extend(out.split([self.sizes[name] for name in group], -1) if len(group) > 1 else [out])
+        return tuple(found)
+
+    def join(self) -> list[tuple[str, ...]]:
+        """Make one matrix of each run of neighbours in the same dtype or scheme; returns the runs of more than one.
+
+        Costs no memory on "meta"; on a device the new matrix is made beside the old ones, which then go.
+        """
+        runs: list[list[str]] = []
+        for (name,) in self.groups:
+            same = runs and _kind(self._part(runs[-1][0])) == _kind(self._part(name))
+            runs[-1].append(name) if same else runs.append([name])
+        for run in (run for run in runs if len(run) > 1):
+            parts = [self._part(name) for name in run]
+            for name in run:
+                delattr(self, name)
+            self.add_module("_".join(run), _cat(parts))
+        self.groups = tuple(map(tuple, runs))
+        return [group for group in self.groups if len(group) > 1]
+
+    def _part(self, name: str) -> Linear:
+        part = self.get_submodule(name)
+        assert isinstance(part, Linear)
+        return part
+
+
+def _kind(linear: Linear) -> object:
+    """What two matrices must share to become one."""
+    weight = linear.weight
+    return weight.scheme if isinstance(weight, PackedMatrix) else weight.dtype
+
+
+def _cat(parts: Sequence[Linear]) -> Linear:
+    """One Linear whose output is those of `parts` one after the other."""
+    whole = Linear.__new__(Linear)
+    nn.Module.__init__(whole)
+    whole.weight = _cat_weights([part.weight for part in parts])
+    biases = [part.bias.detach() for part in parts if part.bias is not None]
+    whole.bias = nn.Parameter(torch.cat(biases)) if biases else None
+    if not any(p.requires_grad for part in parts for p in part.parameters()):
+        whole.requires_grad_(False)
+    return whole
+
+
+def _cat_weights(weights: Sequence[nn.Parameter | PackedMatrix]) -> nn.Parameter | PackedMatrix:
+    packed = [weight for weight in weights if isinstance(weight, PackedMatrix)]
+    if not packed:
+        return nn.Parameter(torch.cat([weight.detach() for weight in weights if isinstance(weight, Tensor)], -2))
+    first = packed[0]
+    whole = PackedMatrix(first.scheme, (*first.shape[:-2], sum(w.shape[-2] for w in packed), first.shape[-1]))
+    for name in first.parts():
+        setattr(whole, name, nn.Parameter(torch.cat([w.parts()[name] for w in packed], -2), requires_grad=False))
+    return whole
+
+
+class Embedding(nn.Module):
+    """Rows of a table [vocab, size], plain or packed, times `scale`. `dtype` is what a packed table's rows come in."""
+
+    def __init__(self, vocab: int, size: int, dtype: torch.dtype, scale: float = 1.0) -> None:
+        super().__init__()
+        self.weight: nn.Parameter | PackedMatrix = nn.Parameter(torch.empty(vocab, size))
+        self.dtype, self.scale = dtype, scale
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids of any shape -> [*ids.shape, size]."""
+        table = self.weight
+        rows = table.rows(ids, self.dtype) if isinstance(table, PackedMatrix) else F.embedding(ids, table)
+        return rows if self.scale == 1.0 else rows * self.scale
+
+    def on_host(self) -> Embedding:
+        """The same table on the CPU."""
+        parameters = {id(p): nn.Parameter(p.detach().cpu(), requires_grad=False) for p in self.parameters()}
+        return copy.deepcopy(self, parameters)
+
+
+class GatedMLP(nn.Module):
+    """down(activation(gate(x)) * up(x))."""
+
+    def __init__(self, hidden: int, width: int, activation: Callable[[Tensor], Tensor] = F.silu) -> None:
+        super().__init__()
+        self.gate_up = Joined(hidden, {"gate": width, "up": width})
+        self.down = Linear(width, hidden)
+        self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        gate, up = self.gate_up(x)
+        out: Tensor = self.down(self.activation(gate) * up)
+        return out
+
+
+class Experts(nn.Module):
+    """Gated MLPs of which each token uses a few: the weighted sum of the chosen ones' outputs.
+
+    Few tokens read only the experts they chose; many run through all of them, in bounded chunks. Either way nothing is
+    read back to the host.
+    """
+
+    def __init__(self, experts: int, hidden: int, width: int, activation: Callable[[Tensor], Tensor] = F.silu) -> None:
+        super().__init__()
+        self.count = experts
+        self.gate_up = Joined(hidden, {"gate": width, "up": width}, experts=experts)
+        self.down = Linear(width, hidden, experts=experts)
+        self.activation = activation
+
+    def forward(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        """x [N, hidden], chosen [N, k] expert numbers, shares [N, k] their weights -> [N, hidden]."""
+        n, k = chosen.shape
+        if n * k <= self.count:
+            rows = x[:, None].expand(n, k, -1).reshape(n * k, 1, -1)
+            each = self._run(rows, chosen.reshape(-1)).view(n, k, -1)
+            return (each * shares.to(x.dtype)[..., None]).sum(1)
+        dense = torch.zeros(n, self.count, dtype=x.dtype, device=x.device).scatter(1, chosen, shares.to(x.dtype))
+        total = torch.zeros_like(x)
+        for start in range(0, self.count, DENSE_EXPERTS):
+            some = slice(start, min(start + DENSE_EXPERTS, self.count))
+            each = self._run(x.expand(some.stop - start, -1, -1), some)  # [c, N, hidden]
+            total = total + (each * dense[:, some].t()[..., None]).sum(0)
+        return total
+
+    def _run(self, x: Tensor, experts: Tensor | slice) -> Tensor:
+        gate, up = self.gate_up(x, experts)
+        out: Tensor = self.down(self.activation(gate) * up, experts)
         return out
 
 
@@ -53,8 +203,12 @@ def rope_table(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtyp
     Angles in fp32, as transformers computes them, then cast to `dtype`.
     """
     half = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
-    frequencies = 1.0 / torch.pow(theta, half / head_dim)
-    angles = positions[:, None].float() * frequencies  # [T, head_dim / 2]
+    return rope_of(positions, 1.0 / torch.pow(theta, half / head_dim), dtype)
+
+
+def rope_of(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Tensor:
+    """The rotary table [T, 2, 2 F] of `positions` [T] for any `frequencies` [F] (radians a position, fp32)."""
+    angles = positions[:, None].float() * frequencies  # [T, F]
     cos, sin = angles.cos(), angles.sin()
     table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
     return table.to(dtype)
@@ -66,17 +220,32 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Attention of a whole sequence on itself: [B, T, H, D] with keys and values [B, T, KV heads, D] -> [B, T, H * D]."""
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None) -> Tensor:
+    """Attention of a whole sequence on itself: [B, T, H, D] with keys and values [B, T, KV heads, D] -> [B, T, H * D].
+
+    `window`: each token sees itself and the window - 1 before it.
+    """
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    length = q.shape[2]
+    mask = None
+    if window is not None and window < length:
+        slots = torch.arange(length, device=q.device)
+        mask = hidden_slots(slots, slots, window).to(q.dtype)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
     return out.transpose(1, 2).flatten(2)
 
 
-def hidden_slots(slots: Tensor, positions: Tensor) -> Tensor:
-    """The additive mask [T, S] in fp32: 0 where slot <= position, -inf where the slot lies in the future or is unwritten."""
-    future = slots > positions[:, None]
-    return torch.zeros(future.shape, dtype=torch.float32, device=future.device).masked_fill_(future, -math.inf)
+def hidden_slots(slots: Tensor, positions: Tensor, window: int | None = None) -> Tensor:
+    """The additive mask [T, S] in fp32 of `positions` [T] on what stands at `slots` [S] (positions too; negative: nothing).
+
+    0 where a token sees the slot, -inf where that lies in its future, before its window, or holds nothing.
+    """
+    hidden = slots > positions[:, None]
+    if window is not None:
+        hidden = hidden | (slots <= positions[:, None] - window) | (slots < 0)
+    return torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device).masked_fill_(hidden, -math.inf)
 
 
 def cached_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -95,6 +264,56 @@ def cached_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sc
     return out.view(kv, t, heads // kv, dim).transpose(0, 1).reshape(1, t, heads * dim)
 
 
+@dataclass(frozen=True)
+class Source:
+    """Where one weight of a model comes from in a checkpoint.
+
+    `names`: the stored tensors; several are experts one by one, stacked in this order along a new first dimension.
+    `rows`: which rows (the last but one dimension) of what is stored, where two matrices are stored as one.
+    `change`: applied to the values in fp32 (norms stored less one, ...); only for weights that are never quantised.
+    `shape`: what is stored is viewed as this first (a conv stored [C, 1, K]); None for as it is.
+    """
+
+    names: tuple[str, ...]
+    rows: slice | None = None
+    change: Callable[[Tensor], Tensor] | None = None
+    shape: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Where a weight goes in a model: `leaf` of `owner`, and which rows of it where matrices were joined."""
+
+    owner: nn.Module
+    leaf: str
+    rows: slice | None = None
+
+    @property
+    def weight(self) -> Tensor | PackedMatrix:
+        """What is there now: the whole, of which `rows` are this weight's."""
+        found: Tensor | PackedMatrix = getattr(self.owner, self.leaf)
+        return found
+
+
+def spot(model: nn.Module, name: str) -> Spot:
+    """Where the weight called `name` ("layers.0.mlp.gate_up.gate.weight") goes, joined or not."""
+    path, _, leaf = name.rpartition(".")
+    parent_path, _, part = path.rpartition(".")
+    parent = model.get_submodule(parent_path)
+    if not isinstance(parent, Joined):
+        return Spot(model.get_submodule(path), leaf)
+    group = next(group for group in parent.groups if part in group)
+    start = sum(parent.sizes[before] for before in group[: group.index(part)])
+    rows = slice(start, start + parent.sizes[part]) if len(group) > 1 else None
+    return Spot(parent.get_submodule("_".join(group)), leaf, rows)
+
+
+def set_scheme(model: nn.Module, name: str, scheme: Scheme) -> None:
+    """Hold the weight called `name` of a model still on "meta" as `scheme` says. ModelError where its rows don't divide."""
+    place = spot(model, name)
+    setattr(place.owner, place.leaf, PackedMatrix(scheme, tuple(place.weight.shape)))
+
+
 def assign(module: nn.Module, name: str, tensor: Tensor) -> None:
     """Put `tensor` (already on its device, in its dtype) where the parameter called `name` is, without a copy."""
     owner, _, leaf = name.rpartition(".")
@@ -102,7 +321,17 @@ def assign(module: nn.Module, name: str, tensor: Tensor) -> None:
     setattr(module.get_submodule(owner), leaf, nn.Parameter(tensor, requires_grad=old.requires_grad))
 
 
-def initialise(module: nn.Module, device: torch.device, dtype: torch.dtype, seed: int, std: float = 0.02) -> None:
+def to_dtype(module: nn.Module, dtype: torch.dtype) -> None:
+    """What a model computes in: every parameter of `module` but those that stay fp32 (norms, and who declares `KEEPS_FP32`)."""
+    for part in module.modules():
+        if not isinstance(part, RMSNorm):
+            kept = getattr(part, "KEEPS_FP32", ())
+            for name, old in part.named_parameters(recurse=False):
+                if old.dtype.is_floating_point and name not in kept:
+                    setattr(part, name, nn.Parameter(old.to(dtype), requires_grad=old.requires_grad))
+
+
+def initialise(module: nn.Module, device: torch.device, seed: int, std: float = 0.02) -> None:
     """Give every parameter a value: norms one, biases zero, the rest normal with `std`, drawn on the CPU from `seed`.
 
     The same seed gives the same weights on every device.
@@ -113,4 +342,4 @@ def initialise(module: nn.Module, device: torch.device, dtype: torch.dtype, seed
             value = torch.randn(old.shape, generator=generator) * std
         else:
             value = torch.zeros(old.shape) if name.endswith("bias") else torch.ones(old.shape)
-        assign(module, name, value.to(device, dtype))
+        assign(module, name, value.to(device, old.dtype))

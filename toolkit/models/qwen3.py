@@ -6,28 +6,33 @@ pre-norms, no biases unless the config says so. It knows no file and no decode l
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from toolkit.errors import ModelError
-from toolkit.models.cache import Cache
+from toolkit.models.cache import Cache, KeysValues
 from toolkit.models.fields import Fields
 from toolkit.models.layers import (
+    Embedding,
     GatedMLP,
+    Joined,
     Linear,
     RMSNorm,
+    Source,
     cached_attention,
     causal_attention,
     hidden_slots,
     initialise,
     rope_table,
     rotate,
+    to_dtype,
 )
+from toolkit.quant import matmul
 
 if TYPE_CHECKING:
     from toolkit.devices.base import Device
@@ -149,23 +154,23 @@ class Attention(nn.Module):
         super().__init__()
         self.layer, self.head_dim, self.scale = layer, config.head_dim, config.head_dim**-0.5
         width, kv_width = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        self.q = Linear(config.hidden_size, width, bias=config.attention_bias)
-        self.k = Linear(config.hidden_size, kv_width, bias=config.attention_bias)
-        self.v = Linear(config.hidden_size, kv_width, bias=config.attention_bias)
+        self.qkv = Joined(config.hidden_size, {"q": width, "k": kv_width, "v": kv_width}, bias=config.attention_bias)
         self.o = Linear(width, config.hidden_size, bias=config.attention_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
     def forward(self, x: Tensor, rope: Tensor, at: At | None) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
-        query = rotate(self.q_norm(self.q(x).view(heads)), rope)  # [B, T, H, D]
-        key = rotate(self.k_norm(self.k(x).view(heads)), rope)  # [B, T, KV, D]
-        value = self.v(x).view(heads)
+        query, key, value = (part.view(heads) for part in self.qkv(x))
+        query = rotate(self.q_norm(query), rope)  # [B, T, H, D]
+        key = rotate(self.k_norm(key), rope)  # [B, T, KV, D]
         if at is None:
             mixed = causal_attention(query, key, value, self.scale)
         else:
-            at.cache.write(self.layer, key.transpose(1, 2), value.transpose(1, 2), at.positions)
-            mixed = cached_attention(query, *at.cache.read(self.layer, at.bound), at.mask, self.scale)
+            state = at.cache.states[self.layer]
+            assert isinstance(state, KeysValues)
+            state.write(key.transpose(1, 2), value.transpose(1, 2), at.positions)
+            mixed = cached_attention(query, *state.read(at.bound), at.mask, self.scale)
         out: Tensor = self.o(mixed)
         return out
 
@@ -209,20 +214,20 @@ class Model(nn.Module):
         self.config, self.device, self.dtype = config, device, dtype
         self.tokenizer: Any = None
         with torch.device("meta"):
-            self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+            self.embed = Embedding(config.vocab_size, config.hidden_size, dtype)
             self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
             self.head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.to(dtype)
+        to_dtype(self, dtype)
 
     def init_weights(self, seed: int = 0) -> Model:
         """Random weights from `seed`, the same on every device. Returns the model."""
-        initialise(self, self.device.torch, self.dtype, seed)
+        initialise(self, self.device.torch, seed)
         return self
 
     def logits(self, x: Tensor) -> Tensor:
         """fp32 logits of hidden states [B, T, hidden]."""
-        return F.linear(self.norm(x), self.embed.weight if self.head is None else self.head.weight).float()
+        return matmul(self.norm(x), self.embed.weight if self.head is None else self.head.weight).float()
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [B, T] -> logits [B, T, vocab], fp32."""
@@ -238,7 +243,8 @@ class Model(nn.Module):
         c = self.config
         slots = torch.arange(context, device=self.device.torch)
         rope = rope_table(slots, c.head_dim, c.rope_theta, self.dtype)
-        return Cache.empty(c.num_hidden_layers, c.num_key_value_heads, c.head_dim, slots, rope)
+        make = partial(KeysValues, c.num_key_value_heads, context, c.head_dim, self.dtype, self.device.torch)
+        return Cache(slots, {"full": rope}).fill([make] * c.num_hidden_layers)
 
     def advance(self, x: Tensor, positions: Tensor, cache: Cache, length: int) -> Tensor:
         """Feed embedded tokens `x` [1, T, hidden] at `positions` [T] (on the device); hidden states [1, T, hidden].
@@ -248,7 +254,7 @@ class Model(nn.Module):
         """
         bound = cache.bound(length)
         at = At(cache, positions, bound, hidden_slots(cache.slots[:bound], positions))
-        rope = cache.rope.index_select(0, positions)
+        rope = cache.ropes["full"].index_select(0, positions)
         for layer in self.layers:
             x = layer(x, rope, at)
         return x
@@ -268,36 +274,36 @@ class Model(nn.Module):
 
 _LAYER_NAMES = {  # ours: (Hugging Face, GGUF)
     "attention_norm": ("input_layernorm", "attn_norm"),
-    "attention.q": ("self_attn.q_proj", "attn_q"),
-    "attention.k": ("self_attn.k_proj", "attn_k"),
-    "attention.v": ("self_attn.v_proj", "attn_v"),
+    "attention.qkv.q": ("self_attn.q_proj", "attn_q"),
+    "attention.qkv.k": ("self_attn.k_proj", "attn_k"),
+    "attention.qkv.v": ("self_attn.v_proj", "attn_v"),
     "attention.o": ("self_attn.o_proj", "attn_output"),
     "attention.q_norm": ("self_attn.q_norm", "attn_q_norm"),
     "attention.k_norm": ("self_attn.k_norm", "attn_k_norm"),
     "mlp_norm": ("post_attention_layernorm", "ffn_norm"),
-    "mlp.gate": ("mlp.gate_proj", "ffn_gate"),
-    "mlp.up": ("mlp.up_proj", "ffn_up"),
+    "mlp.gate_up.gate": ("mlp.gate_proj", "ffn_gate"),
+    "mlp.gate_up.up": ("mlp.up_proj", "ffn_up"),
     "mlp.down": ("mlp.down_proj", "ffn_down"),
 }
-_BIASED = ("attention.q", "attention.k", "attention.v", "attention.o")
+_BIASED = ("attention.qkv.q", "attention.qkv.k", "attention.qkv.v", "attention.o")
 
 
-def names_hf(config: Config) -> dict[str, str]:
-    """Our parameter names to those of a Hugging Face checkpoint."""
+def names_hf(config: Config, stored: Collection[str] = ()) -> dict[str, Source]:
+    """Where our parameters are in a Hugging Face checkpoint that holds tensors called `stored`."""
     return _names(config, 0, "model.layers", {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"})
 
 
-def names_gguf(config: Config) -> dict[str, str]:
-    """Our parameter names to those of a GGUF file. Matrices are stored as here: [out, in]; rotary halves need no reordering."""
+def names_gguf(config: Config, stored: Collection[str] = ()) -> dict[str, Source]:
+    """Where our parameters are in a GGUF file. Matrices are stored as here: [out, in]; rotary halves need no reordering."""
     return _names(config, 1, "blk", {"embed": "token_embd", "norm": "output_norm", "head": "output"})
 
 
-def _names(config: Config, column: int, prefix: str, ends: dict[str, str]) -> dict[str, str]:
-    names = {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in ends.items()}
+def _names(config: Config, column: int, prefix: str, ends: dict[str, str]) -> dict[str, Source]:
+    names = {f"{ours}.weight": Source((f"{theirs}.weight",)) for ours, theirs in ends.items()}
     if config.tie_word_embeddings:
         del names["head.weight"]
     for i in range(config.num_hidden_layers):
         for ours, both in _LAYER_NAMES.items():
             for leaf in ("weight", "bias") if config.attention_bias and ours in _BIASED else ("weight",):
-                names[f"layers.{i}.{ours}.{leaf}"] = f"{prefix}.{i}.{both[column]}.{leaf}"
+                names[f"layers.{i}.{ours}.{leaf}"] = Source((f"{prefix}.{i}.{both[column]}.{leaf}",))
     return names
