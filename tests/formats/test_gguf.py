@@ -138,7 +138,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "shape of 0 and 2**62": ({"tensors": [tensor(shape=(0, HUGE))]}, "impossible shape"),
     "9 dimensions": ({"tensors": [tensor(shape=(1,) * 9)]}, "9 dimensions"),
     "2**31 dimensions": ({"counts": (1, 0), "tensors": [text("w") + struct.pack("<I", 1 << 31) + bytes(64)]}, "dimensions"),
-    "type not supported": ({"tensors": [tensor(shape=(256,), kind=13)]}, "Q5_K"),
+    "type not supported": ({"tensors": [tensor(shape=(256,), kind=11)]}, "Q3_K"),
     "type unknown": ({"tensors": [tensor(kind=999)]}, "number 999"),
     "half a block": ({"tensors": [tensor(shape=(100,), kind=12)]}, "blocks of 256"),
 }
@@ -155,8 +155,8 @@ def test_bad_headers_are_refused(tmp_path: Path, parts: dict[str, Any], says: st
 
 
 def test_a_type_not_supported_names_tensor_and_types(tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match=r"'w'.*Q5_K.*Q8_0, Q4_K, Q6_K"):
-        open_gguf(write(tmp_path / "x.gguf", [tensor(shape=(256,), kind=13)]))
+    with pytest.raises(FormatError, match=r"'w'.*Q3_K.*Q8_0, Q4_K, Q5_K, Q6_K"):
+        open_gguf(write(tmp_path / "x.gguf", [tensor(shape=(256,), kind=11)]))
 
 
 def test_no_file_a_folder_an_empty_file(tmp_path: Path) -> None:

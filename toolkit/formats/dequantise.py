@@ -8,7 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BLOCKS = {"Q8_0": (32, 34), "Q4_K": (256, 144), "Q6_K": (256, 210)}  # elements, bytes of a block
+BLOCKS = {  # elements, bytes of a block
+    "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34),
+    "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
+}  # fmt: skip
 
 
 def dequantise(kind: str, blocks: Tensor) -> Tensor:

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from toolkit.errors import FormatError
 from toolkit.formats.dequantise import BLOCKS, dequantise
-from toolkit.formats.stored import BROKEN, Mapped, Stored, Weights, check_apart, plain, too_short
+from toolkit.formats.stored import BROKEN, Mapped, Stored, Weights, check_apart, plain, plain_rows, too_short
 
 PLAIN = {0: ("F32", torch.float32), 1: ("F16", torch.float16), 30: ("BF16", torch.bfloat16)}
-QUANTISED = {8: "Q8_0", 12: "Q4_K", 14: "Q6_K"}
+QUANTISED = {2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K"}
 MAX_DIMENSIONS = 8
 MAX_DEPTH = 4  # of arrays in arrays
 _STRING, _ARRAY, _BOOL = 8, 9, 7
@@ -60,6 +60,14 @@ class GgufFile(Weights):
         for i in range(0, len(blocks), step):
             out[i : i + step] = dequantise(stored.kind, blocks[i : i + step])
         return out.view(stored.shape)
+
+    def raw(self, name: str, start_row: int = 0, stop_row: int | None = None) -> dict[str, Tensor]:
+        stored, start, stop = self.span(name, start_row, stop_row)
+        if stored.dtype is not None:
+            return {"values": plain_rows(self.mapped, stored, start, stop)}
+        elements, nbytes = BLOCKS[stored.kind]
+        row = stored.columns // elements * nbytes
+        return {"blocks": self.mapped.tensor(stored.start + start * row, (stop - start) * row).view(stop - start, row)}
 
     def _metadata(self, cursor: _Cursor, pairs: int) -> dict[str, Any]:
         cursor.expect(pairs, 8 + 4 + 1, "metadata entries")

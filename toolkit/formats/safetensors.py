@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import FormatError
-from toolkit.formats.stored import BROKEN, Mapped, Stored, Weights, check_apart, nearest, plain, too_short
+from toolkit.formats.stored import BROKEN, Mapped, Stored, Weights, check_apart, nearest, plain, plain_rows, too_short
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -46,6 +46,9 @@ class SafetensorsFile(Weights):
 
     def read(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         return plain(self.mapped, self.find(name))
+
+    def raw(self, name: str, start_row: int = 0, stop_row: int | None = None) -> dict[str, Tensor]:
+        return {"values": plain_rows(self.mapped, *self.span(name, start_row, stop_row))}
 
     def _header(self, length: int) -> dict[str, Any]:
         try:
@@ -104,6 +107,10 @@ class Shards(Weights):
     def read(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         self.find(name)
         return self._home[name].read(name, dtype)
+
+    def raw(self, name: str, start_row: int = 0, stop_row: int | None = None) -> dict[str, Tensor]:
+        self.find(name)
+        return self._home[name].raw(name, start_row, stop_row)
 
 
 def open_safetensors(path: Path) -> Weights:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import mmap
 import os
 import stat
@@ -23,8 +24,9 @@ from toolkit.units import bytes_text
 class Stored:
     """One tensor in a file: its shape as PyTorch writes it, and where its bytes lie.
 
-    `kind` is the format's own name of the element type ("BF16", "Q4_K"); `dtype` the torch dtype of elements that are
-    stored as such, None where they must be dequantised. `start` counts from the beginning of the file.
+    `kind` is the format's own name of the element type ("BF16", "Q4_K", "GPTQ"); `dtype` the torch dtype of elements that
+    are stored as such, None where they are quantised. `start` counts from the beginning of the file. `bits` and `group`
+    say how codes are held where the kind alone doesn't: bits of a code, weights of a row that share a scale.
     """
 
     name: str
@@ -34,6 +36,18 @@ class Stored:
     start: int
     nbytes: int
     path: str
+    bits: int = 0
+    group: int = 0
+
+    @property
+    def rows(self) -> int:
+        """How many rows there are: the leading dimensions, flattened; 1 for a vector or a scalar."""
+        return math.prod(self.shape[:-1])
+
+    @property
+    def columns(self) -> int:
+        """How many values a row has."""
+        return self.shape[-1] if self.shape else 1
 
 
 class Weights(ABC):
@@ -48,6 +62,26 @@ class Weights(ABC):
         One that is stored as plain numbers comes as it is stored, as a view of the mapped file (don't write to it); a
         quantised one is dequantised to `dtype` into memory of its own. Raises FormatError for an unknown name.
         """
+
+    @abstractmethod
+    def raw(self, name: str, start_row: int = 0, stop_row: int | None = None) -> dict[str, Tensor]:
+        """Rows `start_row` to `stop_row` (to the end where None) of the tensor called `name`, as they are stored, on the CPU.
+
+        Rows are those of the flattened leading dimensions: a stack of matrices [E, out, in] has E * out of them, a vector
+        one. Plain numbers: {"values": [rows, columns]}. GGUF's quantised kinds: {"blocks": uint8 [rows, bytes a row]}.
+        Both are views of the mapped file (don't write to them). Kinds of int4 safetensors: {"codes": uint8 [rows,
+        columns], "scales" and "zeros": floats [rows, groups]}, a value being (code - zero) * scale; these are unpacked
+        into memory of their own, so ask for some rows at a time. Raises FormatError for an unknown name or rows.
+        """
+
+    def span(self, name: str, start_row: int, stop_row: int | None) -> tuple[Stored, int, int]:
+        """What is stored under `name`, and the rows asked for; FormatError where it doesn't have them."""
+        stored = self.find(name)
+        stop = stored.rows if stop_row is None else stop_row
+        if not 0 <= start_row <= stop <= stored.rows:
+            found = f"it has {stored.rows:,} rows"
+            raise FormatError(f"rows {start_row:,} to {stop:,} of tensor {name!r}", found, "Ask for rows that are there")
+        return stored, start_row, stop
 
     def find(self, name: str) -> Stored:
         """What is stored under `name`; FormatError, naming the nearest, where nothing is."""
@@ -108,10 +142,18 @@ class Mapped:
 def plain(mapped: Mapped, stored: Stored) -> Tensor:
     """The tensor `stored` as a view of the mapped file; a copy only where its start isn't aligned to its elements."""
     assert stored.dtype is not None
-    raw = mapped.tensor(stored.start, stored.nbytes)
-    if stored.start % stored.dtype.itemsize:
+    return plain_rows(mapped, stored, 0, stored.rows).view(stored.shape)
+
+
+def plain_rows(mapped: Mapped, stored: Stored, start_row: int, stop_row: int) -> Tensor:
+    """Rows of the tensor `stored` [rows, columns], as `plain` gives the whole."""
+    assert stored.dtype is not None
+    row = stored.columns * stored.dtype.itemsize
+    start = stored.start + start_row * row
+    raw = mapped.tensor(start, (stop_row - start_row) * row)
+    if start % stored.dtype.itemsize:
         raw = raw.clone()
-    return raw.view(stored.dtype).view(stored.shape)
+    return raw.view(stored.dtype).view(stop_row - start_row, stored.columns)
 
 
 def check_apart(mapped: Mapped, stored: Iterable[Stored]) -> None:
