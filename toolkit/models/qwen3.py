@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from toolkit.errors import ModelError
 from toolkit.models.cache import Cache, KeysValues
+from toolkit.models.costs import Cost, each, look_up, weigh
 from toolkit.models.fields import Fields
 from toolkit.models.layers import (
     Embedding,
@@ -259,17 +260,24 @@ class Model(nn.Module):
             x = layer(x, rope, at)
         return x
 
-    def costs(self, length: int) -> dict[str, int]:
-        """What one decode step at `length` tokens costs: bytes of weights and KV read, and floating-point operations."""
+    def costs(self, length: int) -> tuple[Cost, ...]:
+        """What each part holds, and what a token costs it after `length` tokens."""
         c = self.config
-        width, kv_width = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-        matrices = c.num_hidden_layers * c.hidden_size * (2 * width + 2 * kv_width + 3 * c.intermediate_size)
-        matrices += c.vocab_size * c.hidden_size
-        return {
-            "weight_bytes": matrices * self.dtype.itemsize,
-            "kv_bytes": 2 * c.num_hidden_layers * kv_width * length * self.dtype.itemsize,
-            "flops": 2 * matrices + 4 * c.num_hidden_layers * width * length,
-        }
+        kv_bytes = 2 * c.num_key_value_heads * c.head_dim * self.dtype.itemsize  # of a token, in a layer
+        return (
+            look_up("embedding", self.embed),
+            weigh(
+                "attention",
+                each(self.layers, "attention"),
+                flops=4 * c.num_attention_heads * c.head_dim * length,
+                state_bytes=kv_bytes * length,
+                state_per_token_bytes=kv_bytes,
+            ),
+            weigh("mlp", each(self.layers, "mlp")),
+            weigh("norms", each(self.layers, "attention_norm", "mlp_norm")),
+            weigh("norms", self.norm),
+            weigh("head", self.embed, tied=True) if self.head is None else weigh("head", self.head),
+        )
 
 
 _LAYER_NAMES = {  # ours: (Hugging Face, GGUF)
