@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from toolkit.models import qwen3
+from toolkit.models import qwen3, qwen3_5_moe
 
-ARCHITECTURES: dict[str, ModuleType] = {"qwen3": qwen3}
+ARCHITECTURES: dict[str, ModuleType] = {
+    "qwen3": qwen3,
+    "qwen3_5": qwen3_5_moe,
+    "qwen3_5_text": qwen3_5_moe,
+    "qwen3_5_moe": qwen3_5_moe,
+    "qwen3_5_moe_text": qwen3_5_moe,
+    "qwen35": qwen3_5_moe,
+    "qwen35moe": qwen3_5_moe,
+}

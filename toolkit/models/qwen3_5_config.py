@@ -1,0 +1,351 @@
+"""Qwen3.5's config, dense and with experts, out of config.json or GGUF metadata; and where its weights are in either."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from toolkit.errors import ModelError
+from toolkit.models.fields import Fields
+from toolkit.models.layers import Source
+from toolkit.models.rotary import Rope, rope_from_gguf, rope_from_hf
+
+MOST_LAYERS = 1 << 16
+KINDS = {"linear_attention": "linear", "mamba": "linear", "conv": "linear", "full_attention": "full", "attention": "full"}
+SKIPPED = (
+    r"mtp\.",  # the layer that drafts tokens ahead
+    r"(model\.)?visual\.",
+    r".*rotary_emb\.inv_freq$",
+    r"blk\.\d+\.nextn\.",  # the same drafting layer in GGUF
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """The shape of a Qwen3.5. Names are those of config.json where it has one.
+
+    `layer_types`: "linear" or "full" for each layer. `num_experts` 0: dense, of width `intermediate_size`.
+    `tiled`: value head j of the delta net reads key head j modulo their number, as GGUF orders them, rather than
+    neighbours sharing a key head.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    layer_types: tuple[str, ...]
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rope: Rope
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_conv_kernel_dim: int = 4
+    intermediate_size: int = 0
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    shared_expert_intermediate_size: int = 0
+    max_position_embeddings: int = 32768
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    tiled: bool = False
+
+    def __post_init__(self) -> None:
+        shares = (
+            ("num_attention_heads", "num_key_value_heads"),
+            ("linear_num_value_heads", "linear_num_key_heads"),
+        )
+        for many, few in shares:
+            if getattr(self, many) % getattr(self, few):
+                asked = f"a Qwen3.5 of {getattr(self, many)} {many}, {getattr(self, few)} {few}"
+                raise ModelError(asked, "heads can't be shared out evenly", f"{few} must divide {many}")
+        if self.rope.width > self.head_dim:
+            asked = f"a Qwen3.5 of head_dim {self.head_dim}"
+            raise ModelError(asked, f"{self.rope.width} rotary dimensions", "head_dim must be even, or the rotary part smaller")
+        if self.num_experts_per_tok > self.num_experts:
+            asked = f"a Qwen3.5 of num_experts {self.num_experts}"
+            raise ModelError(asked, f"num_experts_per_tok {self.num_experts_per_tok}", "A token can't choose more experts")
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return len(self.layer_types)
+
+    @property
+    def key_size(self) -> int:
+        """The width of the delta net's queries, and of its keys."""
+        return self.linear_num_key_heads * self.linear_key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.linear_num_value_heads * self.linear_value_head_dim
+
+    @property
+    def value_table(self) -> tuple[int, int]:
+        """The value heads as a table, of which one axis is the key heads (see `key_axis`)."""
+        each = self.linear_num_value_heads // self.linear_num_key_heads
+        return (each, self.linear_num_key_heads) if self.tiled else (self.linear_num_key_heads, each)
+
+    @classmethod
+    def from_hf(cls, values: Mapping[str, Any]) -> Config:
+        """From a config.json of transformers 5 (multimodal: its text_config); absent fields have the defaults of its class.
+
+        Raises ModelError, naming the field, for what is missing, malformed, or would change the result unsupported.
+        """
+        outer = Fields("config.json", values)
+        outer.only("quantization_config", None)
+        nested = values.get("text_config")
+        text = (
+            values
+            if nested is None
+            else {"tie_word_embeddings": values.get("tie_word_embeddings")}
+            | dict(Fields("config.json text_config", nested).values)
+        )
+        fields = outer if nested is None else Fields("config.json text_config", text)
+        fields.only("model_type", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_5_moe", "qwen3_5")
+        moe = "moe" in fields.values.get("model_type", values.get("model_type", "moe"))
+        for name, *supported in (
+            ("hidden_act", "silu"), ("quantization_config", None), ("attn_output_gate", True), ("mlp_only_layers", None, []),
+            ("decoder_sparse_step", 1), ("norm_topk_prob", True), ("use_sliding_window", False, None),
+            ("mamba_ssm_dtype", "float32", None), ("output_gate_type", "swish", None),
+        ):  # fmt: skip
+            fields.only(name, *supported)
+        head_dim = fields.size("head_dim", 256)
+        return cls(
+            vocab_size=fields.size("vocab_size", 248320),
+            hidden_size=fields.size("hidden_size", 2048 if moe else 4096),
+            layer_types=_layer_types(fields, 40 if moe else 32),
+            num_attention_heads=fields.size("num_attention_heads", 16),
+            num_key_value_heads=fields.size("num_key_value_heads", 2 if moe else 4),
+            head_dim=head_dim,
+            rope=rope_from_hf(fields, head_dim, share=0.25),
+            linear_num_key_heads=fields.size("linear_num_key_heads", 16),
+            linear_num_value_heads=fields.size("linear_num_value_heads", 32),
+            linear_key_head_dim=fields.size("linear_key_head_dim", 128),
+            linear_value_head_dim=fields.size("linear_value_head_dim", 128),
+            linear_conv_kernel_dim=fields.size("linear_conv_kernel_dim", 4),
+            intermediate_size=0 if moe else fields.size("intermediate_size", 12288),
+            num_experts=fields.size("num_experts", 256) if moe else 0,
+            num_experts_per_tok=fields.size("num_experts_per_tok", 8) if moe else 0,
+            moe_intermediate_size=fields.size("moe_intermediate_size", 512) if moe else 0,
+            shared_expert_intermediate_size=fields.size("shared_expert_intermediate_size", 512) if moe else 0,
+            max_position_embeddings=fields.size("max_position_embeddings", 32768),
+            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+            tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+            attention_bias=fields.flag("attention_bias", False),
+            eos_token_ids=fields.ids("eos_token_id") or outer.ids("eos_token_id"),
+        )
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any], tensors: Mapping[str, Sequence[int]] | None = None) -> Config:
+        """From GGUF metadata ("qwen35moe.*" or "qwen35.*" keys) and, where given, the shapes of the file's tensors by name.
+
+        Which layers attend, tied embeddings and biases follow from the tensors; without `tensors`, from the interval, and
+        the model is taken as untied and free of biases. Raises ModelError, naming the field.
+        """
+        fields, tensors = Fields("GGUF metadata", metadata), tensors or {}
+        fields.only("general.architecture", "qwen35moe", "qwen35")
+        arch = metadata.get("general.architecture", "qwen35moe")
+        size, number = (lambda name, *d: fields.size(f"{arch}.{name}", *d)), (lambda name: fields.number(f"{arch}.{name}"))
+        moe = arch == "qwen35moe"
+        heads, hidden, values = size("attention.head_count"), size("embedding_length"), size("ssm.time_step_rank")
+        head_dim, inner = size("attention.key_length", max(1, hidden // heads)), size("ssm.inner_size")
+        fields.only(f"{arch}.attention.value_length", head_dim)
+        if inner % values:
+            raise fields.wrong(f"{arch}.ssm.inner_size", inner, f"a multiple of ssm.time_step_rank, {values}")
+        tokens = metadata.get("tokenizer.ggml.tokens")
+        known = tensors.get("token_embd.weight", (len(tokens) if tokens is not None else None,))[0]
+        return cls(
+            vocab_size=size("vocab_size") if known is None else int(known),
+            hidden_size=hidden,
+            layer_types=_gguf_layer_types(fields, arch, tensors),
+            num_attention_heads=heads,
+            num_key_value_heads=size("attention.head_count_kv", heads),
+            head_dim=head_dim,
+            rope=rope_from_gguf(fields, arch, size("rope.dimension_count", head_dim)),
+            linear_num_key_heads=size("ssm.group_count"),
+            linear_num_value_heads=values,
+            linear_key_head_dim=size("ssm.state_size"),
+            linear_value_head_dim=inner // values,
+            linear_conv_kernel_dim=size("ssm.conv_kernel"),
+            intermediate_size=0 if moe else size("feed_forward_length"),
+            num_experts=size("expert_count") if moe else 0,
+            num_experts_per_tok=size("expert_used_count") if moe else 0,
+            moe_intermediate_size=size("expert_feed_forward_length") if moe else 0,
+            shared_expert_intermediate_size=size("expert_shared_feed_forward_length") if moe else 0,
+            max_position_embeddings=size("context_length"),
+            rms_norm_eps=number("attention.layer_norm_rms_epsilon"),
+            tie_word_embeddings="token_embd.weight" in tensors and "output.weight" not in tensors,
+            attention_bias=any(name.endswith("attn_q.bias") for name in tensors),
+            eos_token_ids=fields.ids("tokenizer.ggml.eos_token_id"),
+            tiled=True,
+        )
+
+
+def _layer_types(fields: Fields, layers: int) -> tuple[str, ...]:
+    """`layer_types`, or every `full_attention_interval`th layer full."""
+    count, stated = fields.size("num_hidden_layers", layers), fields.values.get("layer_types")
+    if stated is None:
+        return _every(fields, count, fields.size("full_attention_interval", 4))
+    if not isinstance(stated, list | tuple) or not all(isinstance(kind, str) and kind in KINDS for kind in stated):
+        raise fields.wrong("layer_types", stated, "'linear_attention' or 'full_attention' for each layer")
+    if len(stated) != count:
+        raise fields.wrong("layer_types", f"{len(stated)} of them", f"as many as num_hidden_layers, {count}")
+    return tuple(KINDS[kind] for kind in stated)
+
+
+def _gguf_layer_types(fields: Fields, arch: str, tensors: Mapping[str, Sequence[int]]) -> tuple[str, ...]:
+    """Layers with an "ssm_a" are linear; without tensors, the interval tells. The last ones may be for drafting only."""
+    drafting = fields.values.get(f"{arch}.nextn_predict_layers") or 0
+    count = fields.size(f"{arch}.block_count")
+    if isinstance(drafting, bool) or not isinstance(drafting, int) or not 0 <= drafting < count:
+        raise fields.wrong(f"{arch}.nextn_predict_layers", drafting, f"a whole number below block_count, {count}")
+    kinds = _every(fields, count - drafting, fields.size(f"{arch}.full_attention_interval", 4))
+    if not tensors:
+        return kinds
+    return tuple("linear" if f"blk.{i}.ssm_a" in tensors else "full" for i in range(len(kinds)))
+
+
+def _every(fields: Fields, count: int, interval: int) -> tuple[str, ...]:
+    if count > MOST_LAYERS:
+        raise fields.wrong("num_hidden_layers", count, f"a whole number up to {MOST_LAYERS:,}")
+    return tuple("linear" if (i + 1) % interval else "full" for i in range(count))
+
+
+_NORMS = {"mixer_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+_ATTENTION = {
+    "attention.qkv.q": ("self_attn.q_proj", "attn_q"),
+    "attention.qkv.k": ("self_attn.k_proj", "attn_k"),
+    "attention.qkv.v": ("self_attn.v_proj", "attn_v"),
+    "attention.o": ("self_attn.o_proj", "attn_output"),
+}
+_DELTA = {
+    "delta.inputs.qkv": ("linear_attn.in_proj_qkv", "attn_qkv"),
+    "delta.inputs.z": ("linear_attn.in_proj_z", "attn_gate"),
+    "delta.inputs.b": ("linear_attn.in_proj_b", "ssm_beta"),
+    "delta.inputs.a": ("linear_attn.in_proj_a", "ssm_alpha"),
+    "delta.out": ("linear_attn.out_proj", "ssm_out"),
+}
+_MLP = {
+    "mlp.gate_up.gate": ("mlp.gate_proj", "ffn_gate"),
+    "mlp.gate_up.up": ("mlp.up_proj", "ffn_up"),
+    "mlp.down": ("mlp.down_proj", "ffn_down"),
+}
+_SHARED = {
+    "moe.shared.gate_up.gate": ("mlp.shared_expert.gate_proj", "ffn_gate_shexp"),
+    "moe.shared.gate_up.up": ("mlp.shared_expert.up_proj", "ffn_up_shexp"),
+    "moe.shared.down": ("mlp.shared_expert.down_proj", "ffn_down_shexp"),
+}
+
+
+def names_hf(config: Config, stored: Collection[str] = ()) -> dict[str, Source]:
+    """Where our parameters are in a Hugging Face checkpoint that holds tensors called `stored`.
+
+    The prefix ("model.", "model.language_model." in multimodal ones) and whether experts are fused follow from `stored`.
+    Norms are stored less one, but for the delta net's.
+    """
+    table = next((name for name in stored if name.endswith("embed_tokens.weight") and not name.startswith("mtp.")), None)
+    prefix = "model." if table is None else table.removesuffix("embed_tokens.weight")
+    head = next((name for name in stored if name.endswith("lm_head.weight") and not name.startswith("mtp.")), "lm_head.weight")
+    names = {"embed.weight": Source((f"{prefix}embed_tokens.weight",)), "norm.weight": _norm(f"{prefix}norm")}
+    if not config.tie_word_embeddings:
+        names["head.weight"] = Source((head,))
+    for i, kind in enumerate(config.layer_types):
+        ours, theirs = f"layers.{i}", f"{prefix}layers.{i}"
+        for leaf, name in _NORMS.items():
+            names[f"{ours}.{leaf}.weight"] = _norm(f"{theirs}.{name}")
+        names |= _plain(config, kind, 0, ours, theirs)
+        if kind == "full":
+            for leaf in ("q_norm", "k_norm"):
+                names[f"{ours}.attention.{leaf}.weight"] = _norm(f"{theirs}.self_attn.{leaf}")
+        else:
+            delta = f"{theirs}.linear_attn"
+            names[f"{ours}.delta.conv"] = Source((f"{delta}.conv1d.weight",), shape=_conv_shape(config))
+            names[f"{ours}.delta.decay"] = Source((f"{delta}.A_log",), change=_negative_exp)
+            names[f"{ours}.delta.dt_bias"] = Source((f"{delta}.dt_bias",))
+            names[f"{ours}.delta.norm.weight"] = Source((f"{delta}.norm.weight",))
+        if config.num_experts:
+            names[f"{ours}.moe.gates.router.weight"] = Source((f"{theirs}.mlp.gate.weight",))
+            names[f"{ours}.moe.gates.shared.weight"] = Source((f"{theirs}.mlp.shared_expert_gate.weight",))
+            names |= dict(_experts_hf(config, f"{ours}.moe.experts", f"{theirs}.mlp.experts", stored))
+    return names
+
+
+def names_gguf(config: Config, stored: Collection[str] = ()) -> dict[str, Source]:
+    """Where our parameters are in a GGUF file: norms whole, `ssm_a` as it is used, value heads tiled (`Config.tiled`)."""
+    names = {"embed.weight": Source(("token_embd.weight",)), "norm.weight": Source(("output_norm.weight",))}
+    if not config.tie_word_embeddings:
+        names["head.weight"] = Source(("output.weight",))
+    for i, kind in enumerate(config.layer_types):
+        ours, theirs = f"layers.{i}", f"blk.{i}"
+        names |= _plain(config, kind, 1, ours, theirs)
+        names[f"{ours}.mixer_norm.weight"] = Source((f"{theirs}.attn_norm.weight",))
+        names[f"{ours}.mlp_norm.weight"] = Source((f"{theirs}.post_attention_norm.weight",))
+        if kind == "full":
+            for leaf in ("q_norm", "k_norm"):
+                names[f"{ours}.attention.{leaf}.weight"] = Source((f"{theirs}.attn_{leaf}.weight",))
+        else:
+            names[f"{ours}.delta.conv"] = Source((f"{theirs}.ssm_conv1d.weight",), shape=_conv_shape(config))
+            names[f"{ours}.delta.decay"] = Source((f"{theirs}.ssm_a",))
+            names[f"{ours}.delta.dt_bias"] = Source((f"{theirs}.ssm_dt.bias",))
+            names[f"{ours}.delta.norm.weight"] = Source((f"{theirs}.ssm_norm.weight",))
+        if config.num_experts:
+            names[f"{ours}.moe.gates.router.weight"] = Source((f"{theirs}.ffn_gate_inp.weight",))
+            shared = Source((f"{theirs}.ffn_gate_inp_shexp.weight",), shape=(1, config.hidden_size))  # stored as [hidden]
+            names[f"{ours}.moe.gates.shared.weight"] = shared
+            names |= dict(_experts_gguf(config, f"{ours}.moe.experts", theirs, stored))
+    return names
+
+
+def _plain(config: Config, kind: str, column: int, ours: str, theirs: str) -> dict[str, Source]:
+    """The matrices that are stored as they are used, under one name each; with biases where the config has them."""
+    mlp = _SHARED if config.num_experts else _MLP
+    found = {}
+    for leaf, names in ((_ATTENTION if kind == "full" else _DELTA) | mlp).items():
+        biased = config.attention_bias and leaf in _ATTENTION
+        for end in ("weight", "bias") if biased else ("weight",):
+            found[f"{ours}.{leaf}.{end}"] = Source((f"{theirs}.{names[column]}.{end}",))
+    return found
+
+
+def _experts_hf(config: Config, ours: str, theirs: str, stored: Collection[str]) -> Iterator[tuple[str, Source]]:
+    """Experts one by one, stacked in their order; or fused [experts, 2 width, hidden], the gates' rows first."""
+    if f"{theirs}.0.gate_proj.weight" in stored:
+        for leaf, name in (("gate_up.gate", "gate_proj"), ("gate_up.up", "up_proj"), ("down", "down_proj")):
+            yield f"{ours}.{leaf}.weight", Source(tuple(f"{theirs}.{e}.{name}.weight" for e in range(config.num_experts)))
+        return
+    width = config.moe_intermediate_size
+    yield f"{ours}.gate_up.gate.weight", Source((f"{theirs}.gate_up_proj",), rows=slice(0, width))
+    yield f"{ours}.gate_up.up.weight", Source((f"{theirs}.gate_up_proj",), rows=slice(width, 2 * width))
+    yield f"{ours}.down.weight", Source((f"{theirs}.down_proj",))
+
+
+def _experts_gguf(config: Config, ours: str, theirs: str, stored: Collection[str]) -> Iterator[tuple[str, Source]]:
+    """Stacks [experts, out, in]; gates and ups as two, or as one, the gates' rows first."""
+    width, fused = config.moe_intermediate_size, f"{theirs}.ffn_gate_up_exps.weight"
+    for i, name in enumerate(("gate", "up")):
+        apart = Source((f"{theirs}.ffn_{name}_exps.weight",))
+        together = Source((fused,), rows=slice(i * width, (i + 1) * width))
+        yield f"{ours}.gate_up.{name}.weight", together if fused in stored else apart
+    yield f"{ours}.down.weight", Source((f"{theirs}.ffn_down_exps.weight",))
+
+
+def _conv_shape(config: Config) -> tuple[int, int]:
+    return 2 * config.key_size + config.value_size, config.linear_conv_kernel_dim
+
+
+def _norm(name: str) -> Source:
+    return Source((f"{name}.weight",), change=_one_more)
+
+
+def _one_more(weight: Tensor) -> Tensor:
+    return weight + 1
+
+
+def _negative_exp(logarithm: Tensor) -> Tensor:
+    return -logarithm.exp()

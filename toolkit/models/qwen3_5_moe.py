@@ -1,0 +1,273 @@
+"""Qwen3.5, dense and with experts: its blocks, how it is fed, and what a token costs. Its config: qwen3_5_config.py.
+
+Layers of two kinds, three of the first to one of the second as a rule: the gated delta net, a recurrent memory of fixed
+size behind a short convolution, and grouped-query attention whose output a sigmoid gate scales. After either, a gated
+MLP, or a few of many experts beside one that every token shares. It knows no file and no decode loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from toolkit.models.cache import Cache, KeysValues, Recurrent, State
+from toolkit.models.delta_rule import gated_delta_rule
+from toolkit.models.layers import (
+    Embedding,
+    Experts,
+    GatedMLP,
+    Joined,
+    Linear,
+    RMSNorm,
+    assign,
+    cached_attention,
+    causal_attention,
+    hidden_slots,
+    initialise,
+    to_dtype,
+)
+from toolkit.models.qwen3_5_config import SKIPPED, Config, names_gguf, names_hf
+from toolkit.quant import matmul
+
+if TYPE_CHECKING:
+    from toolkit.devices.base import Device
+
+__all__ = ["SKIPPED", "Config", "Model", "names_gguf", "names_hf"]
+
+NORM_EPS = 1e-6  # of the delta net's queries and keys: a constant, unlike rms_norm_eps
+
+
+@dataclass(frozen=True)
+class At:
+    """Where in a cache a forward pass stands, on the device: positions [T], mask [T, bound], and the convolution's slots.
+
+    `written`: the slots of the ring of inputs that the last tokens go to. `order`: for one token, which tap of the
+    convolution meets each slot; for several, the slots of the inputs before them, oldest first.
+    """
+
+    cache: Cache
+    positions: Tensor
+    bound: int
+    mask: Tensor
+    written: Tensor
+    order: Tensor
+
+
+class DeltaNet(nn.Module):
+    """The gated delta net: a short causal convolution of queries, keys and values, then the delta rule, then a gated norm.
+
+    In fp32 from the convolution to the norm. `conv` [channels, taps], `decay` (below 0: -exp(A_log)) and `dt_bias`
+    [value heads] stay fp32. State: "conv", the last inputs [taps, channels] as a ring, and "memory" [value heads, Dk, Dv].
+    """
+
+    KEEPS_FP32 = ("conv", "decay", "dt_bias")
+
+    def __init__(self, config: Config, layer: int) -> None:
+        super().__init__()
+        self.layer, self.config = layer, config
+        heads, channels = config.linear_num_value_heads, 2 * config.key_size + config.value_size
+        sizes = {"qkv": channels, "z": config.value_size, "b": heads, "a": heads}
+        self.inputs = Joined(config.hidden_size, sizes)
+        self.conv = nn.Parameter(torch.empty(channels, config.linear_conv_kernel_dim))
+        self.decay = nn.Parameter(torch.empty(heads))
+        self.dt_bias = nn.Parameter(torch.empty(heads))
+        self.norm = RMSNorm(config.linear_value_head_dim, config.rms_norm_eps)
+        self.out = Linear(config.value_size, config.hidden_size)
+
+    def forward(self, x: Tensor, rope: Tensor, at: At | None) -> Tensor:
+        c, (batch, length, _) = self.config, x.shape
+        state = None if at is None else at.cache.states[self.layer]
+        memory: Tensor | None = None
+        qkv, z, b, a = self.inputs(x)
+        if at is None:
+            mixed = self._convolve(torch.cat((qkv.new_zeros(batch, self.conv.shape[1] - 1, qkv.shape[-1]), qkv), 1))
+        else:
+            assert isinstance(state, Recurrent)
+            mixed = self._convolve_at(qkv, state.states["conv"], at)
+            memory = state.states["memory"].view(*c.value_table, c.linear_key_head_dim, c.linear_value_head_dim)
+        keys, value = F.silu(mixed).split((2 * c.key_size, c.value_size), -1)
+        keys = keys.reshape(batch, length, 2, -1, c.linear_key_head_dim)
+        query, key = (keys * (keys.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()).unsqueeze(3 if c.tiled else 4).unbind(2)
+        heads = (batch, length, *c.value_table)
+        gate = (self.decay * F.softplus(a.float() + self.dt_bias)).view(heads)
+        beta = b.float().sigmoid().view(heads)
+        query = query * c.linear_key_head_dim**-0.5
+        found = gated_delta_rule(query, key, value.reshape(*heads, -1), gate, beta, memory)
+        gated = self.norm(found) * F.silu(z.float().view(found.shape))
+        out: Tensor = self.out(gated.flatten(2).to(x.dtype))
+        return out
+
+    def _convolve(self, x: Tensor) -> Tensor:
+        """x [B, taps - 1 + T, channels] -> [B, T, channels], fp32."""
+        taps = self.conv.t()
+        length = x.shape[1] - len(taps) + 1
+        total = x[:, :length] * taps[0]
+        for i in range(1, len(taps)):
+            total = total + x[:, i : i + length] * taps[i]
+        return total
+
+    def _convolve_at(self, x: Tensor, ring: Tensor, at: At) -> Tensor:
+        """The same for new inputs x [1, T, channels], after those in the ring, which then holds the last of these."""
+        if x.shape[1] == 1:
+            ring.index_copy_(0, at.written, x[0])
+            return (ring * self.conv.t().index_select(0, at.order)).sum(0)[None, None]
+        whole = torch.cat((ring.index_select(0, at.order)[None], x), 1)
+        ring.index_copy_(0, at.written, x[0, -len(ring) :])
+        return self._convolve(whole)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with normed query and key heads, turned in part; a sigmoid gate scales what comes out.
+
+    The matrix "q" makes, for each head, its query and then its gate.
+    """
+
+    def __init__(self, config: Config, layer: int) -> None:
+        super().__init__()
+        self.layer, self.head_dim, self.rope = layer, config.head_dim, config.rope
+        self.scale = config.head_dim**-0.5
+        width, kv_width = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        self.qkv = Joined(config.hidden_size, {"q": 2 * width, "k": kv_width, "v": kv_width}, bias=config.attention_bias)
+        self.o = Linear(width, config.hidden_size, bias=config.attention_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, rope: Tensor, at: At | None) -> Tensor:
+        both, key, value = (part.view(*x.shape[:2], -1, self.head_dim) for part in self.qkv(x))
+        query, gate = both.unflatten(2, (-1, 2)).unbind(3)  # [B, T, H, D]
+        query = self.rope.turn(self.q_norm(query), rope)
+        key = self.rope.turn(self.k_norm(key), rope)  # [B, T, KV, D]
+        if at is None:
+            mixed = causal_attention(query, key, value, self.scale)
+        else:
+            state = at.cache.states[self.layer]
+            assert isinstance(state, KeysValues)
+            state.write(key.transpose(1, 2), value.transpose(1, 2), at.positions)
+            mixed = cached_attention(query, *state.read(at.bound), at.mask, self.scale)
+        out: Tensor = self.o((mixed.view(gate.shape) * gate.sigmoid()).flatten(2))
+        return out
+
+
+class SparseMLP(nn.Module):
+    """The experts a token chooses, and one that all share, behind a sigmoid gate of its own."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.top_k = config.num_experts_per_tok
+        self.gates = Joined(hidden, {"router": config.num_experts, "shared": 1})
+        self.experts = Experts(config.num_experts, hidden, config.moe_intermediate_size)
+        self.shared = GatedMLP(hidden, config.shared_expert_intermediate_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        scores, gate = self.gates(rows)
+        shares, chosen = scores.softmax(-1, dtype=torch.float32).topk(self.top_k, -1)
+        routed = self.experts(rows, chosen, shares / shares.sum(-1, keepdim=True))
+        return torch.addcmul(routed, self.shared(rows), gate.sigmoid()).view(x.shape)
+
+
+class Block(nn.Module):
+    """One layer: x + mixer(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: Config, layer: int) -> None:
+        super().__init__()
+        self.mixer_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if config.layer_types[layer] == "linear":
+            self.delta = DeltaNet(config, layer)
+        else:
+            self.attention = Attention(config, layer)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if config.num_experts:
+            self.moe = SparseMLP(config)
+        else:
+            self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+
+    def forward(self, x: Tensor, rope: Tensor, at: At | None) -> Tensor:
+        mixer = self.delta if hasattr(self, "delta") else self.attention
+        x = x + mixer(self.mixer_norm(x), rope, at)
+        mlp = self.moe if hasattr(self, "moe") else self.mlp
+        out: Tensor = x + mlp(self.mlp_norm(x))
+        return out
+
+
+class Model(nn.Module):
+    """A Qwen3.5 built on "meta": shapes without memory, until a loader (or `init_weights`) gives it weights.
+
+    `model(ids)` maps token ids [B, T] on the device to fp32 logits [B, T, vocab], with gradients. Decoding goes through
+    `new_cache`, `embed`, `advance` and `logits`. `model.config`, `model.device` (a toolkit Device), `model.dtype` and
+    `model.tokenizer` (None until a loader finds one) are set.
+    """
+
+    def __init__(self, config: Config, device: Device, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.config, self.device, self.dtype = config, device, dtype
+        self.tokenizer: Any = None
+        with torch.device("meta"):
+            self.embed = Embedding(config.vocab_size, config.hidden_size, dtype)
+            self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
+        to_dtype(self, dtype)
+
+    def init_weights(self, seed: int = 0) -> Model:
+        """Random weights from `seed`, the same on every device. Returns the model."""
+        initialise(self, self.device.torch, seed)
+        generator = torch.Generator().manual_seed(seed)
+        for part in self.modules():
+            if isinstance(part, DeltaNet):  # as it is trained: memories of 1 to 100 tokens, a convolution that keeps sizes
+                decays = torch.empty(part.decay.shape).uniform_(0.01, 16, generator=generator)
+                taps = torch.empty(part.conv.shape).uniform_(-1, 1, generator=generator) * part.conv.shape[1] ** -0.5
+                for name, value in (("decay", -decays), ("conv", taps), ("dt_bias", torch.ones(part.dt_bias.shape))):
+                    assign(part, name, value.to(self.device.torch))
+        return self
+
+    def logits(self, x: Tensor) -> Tensor:
+        """fp32 logits of hidden states [B, T, hidden]."""
+        return matmul(self.norm(x), self.embed.weight if self.head is None else self.head.weight).float()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [B, T] -> logits [B, T, vocab], fp32."""
+        x = self.embed(ids)
+        rope = self.config.rope.table(torch.arange(ids.shape[1], device=ids.device), x.dtype)
+        for layer in self.layers:
+            x = layer(x, rope, None)
+        return self.logits(x)
+
+    def new_cache(self, context: int) -> Cache:
+        """A cache for `context` tokens on the model's device, made there without a copy."""
+        c, device = self.config, self.device.torch
+        slots = torch.arange(context, device=device)
+        keys_values = partial(KeysValues, c.num_key_value_heads, context, c.head_dim, self.dtype, device)
+        shapes = {
+            "conv": ((c.linear_conv_kernel_dim, 2 * c.key_size + c.value_size), self.dtype),
+            "memory": ((c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim), torch.float32),
+        }
+        makers: dict[str, Callable[[], State]] = {"full": keys_values, "linear": partial(Recurrent, shapes, device)}
+        return Cache(slots, {"full": c.rope.table(slots, self.dtype)}).fill([makers[kind] for kind in c.layer_types])
+
+    def advance(self, x: Tensor, positions: Tensor, cache: Cache, length: int) -> Tensor:
+        """Feed embedded tokens `x` [1, T, hidden] at `positions` [T] (on the device, one after the other, after all that
+        were fed before); hidden states [1, T, hidden].
+
+        `length` is how many tokens the cache then holds, at most: it bounds how much of the cache is read, and need not
+        be exact. The exact position is read on the device only.
+        """
+        bound, taps = cache.bound(length), self.config.linear_conv_kernel_dim
+        written = positions[-taps:] % taps
+        if len(positions) == 1:  # slot s holds the input of the latest position p' <= p with p' = s modulo taps
+            order = (torch.arange(-1, taps - 1, device=positions.device) - positions) % taps
+        else:
+            order = (torch.arange(1, taps, device=positions.device) + positions[:1]) % taps
+        mask = hidden_slots(cache.slots[:bound], positions)
+        rope = cache.ropes["full"].index_select(0, positions)
+        at = At(cache, positions, bound, mask, written, order)
+        for layer in self.layers:
+            x = layer(x, rope, at)
+        return x

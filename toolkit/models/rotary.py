@@ -1,0 +1,152 @@
+"""Rotary embeddings of the Qwen models: which part of a head turns, how fast, and how long contexts slow it down.
+
+Read from config.json or GGUF metadata; tables are made where the positions are. Frequencies are those transformers computes
+("default", "linear", "yarn"). It knows no model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit.models.fields import Fields
+from toolkit.models.layers import rope_of, rotate
+
+KINDS = ("default", "linear", "yarn")
+
+
+@dataclass(frozen=True)
+class Rope:
+    """A rotary embedding of the first `dims` numbers of a head, by pairs `width` / 2 apart.
+
+    `kind`: "default"; "linear" (all frequencies over `factor`); "yarn" (Peng et al., arXiv 2309.00071: low ones over
+    `factor`, high ones as they are, a ramp between, cosines and sines times `strength`).
+    """
+
+    dims: int
+    theta: float = 10_000.0
+    kind: str = "default"
+    factor: float = 1.0
+    strength: float = 1.0
+    original_context: int = 0  # yarn: the positions it was trained on
+    beta_fast: float = 32.0  # yarn: from so many turns over the original context on, a frequency stays as it is
+    beta_slow: float = 1.0  # yarn: up to so many, it is divided by the factor
+    truncate: bool = True  # yarn: the ramp begins and ends at whole frequencies
+
+    @property
+    def width(self) -> int:
+        """How many numbers of a head turn: `dims`, made even."""
+        return self.dims + self.dims % 2
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        """Radians a position, fp32 [width / 2]."""
+        powers = torch.pow(self.theta, torch.arange(0, self.dims, 2, device=device, dtype=torch.float32) / self.dims)
+        if self.kind == "default":
+            return 1.0 / powers
+        if self.kind == "linear":
+            return 1.0 / powers / self.factor
+        low, high = (self._pair_of(turns) for turns in (self.beta_fast, self.beta_slow))
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.dims - 1)
+        pairs = torch.arange(self.dims // 2, device=device, dtype=torch.float32)
+        slowed = ((pairs - low) / ((high - low) or 0.001)).clamp(0, 1)
+        return 1.0 / (self.factor * powers) * slowed + 1.0 / powers * (1 - slowed)
+
+    def table(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """The table [T, 2, width] of `positions` [T] for `turn`: cosines, and signed sines, computed in fp32."""
+        table = rope_of(positions, self.frequencies(positions.device), torch.float32)
+        return (table if self.strength == 1.0 else table * self.strength).to(dtype)
+
+    def turn(self, x: Tensor, table: Tensor) -> Tensor:
+        """`x` [B, T, heads, head_dim] turned by `table` [T, 2, width]; the rest of each head passes."""
+        if self.width == x.shape[-1]:
+            return rotate(x, table)
+        return torch.cat((rotate(x[..., : self.width], table), x[..., self.width :]), -1)
+
+    def _pair_of(self, turns: float) -> float:
+        """The pair, as a fraction, that makes `turns` turns over the original context."""
+        return self.dims * math.log(self.original_context / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+
+def rope_from_hf(fields: Fields, head_dim: int, share: float | None = None) -> Rope:
+    """From config.json of transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`).
+
+    `share`: how much of a head turns where the config doesn't say; None for models that always turn whole heads.
+    ModelError, naming the field, for kinds that aren't supported.
+    """
+    name = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
+    stated = fields.values.get(name)
+    rope: Mapping[str, Any] = {} if stated is None else stated
+    if not isinstance(rope, Mapping):
+        raise fields.wrong(name, rope, "a mapping")
+    inner = Fields(f"{fields.source} {name}", rope)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in KINDS or any(isinstance(value, Mapping) for value in rope.values()):
+        raise fields.wrong(name, rope, f"rope_type {', '.join(KINDS)}", "other rotary embeddings aren't supported")
+    part = inner if "partial_rotary_factor" in rope else fields
+    share_stated = part.number("partial_rotary_factor", 1.0 if share is None else share)
+    if share_stated > 1 or (share is None and share_stated != 1):
+        raise fields.wrong(name, rope, f"partial_rotary_factor {'1' if share is None else 'up to 1'}")
+    theta = inner.number("rope_theta") if "rope_theta" in rope else fields.number("rope_theta", 10_000.0)
+    dims = int(head_dim * share_stated)
+    if kind == "default":
+        return Rope(dims, theta)
+    if kind == "linear":
+        return Rope(dims, theta, kind, inner.number("factor"))
+    return _yarn(fields, inner, dims, theta)
+
+
+def _yarn(fields: Fields, inner: Fields, dims: int, theta: float) -> Rope:
+    most, rope = fields.size("max_position_embeddings", 32768), inner.values
+    outer = "original_max_position_embeddings" in fields.values
+    original = (fields if outer else inner).size("original_max_position_embeddings", most)
+    factor = most / original if rope.get("factor") is None else inner.number("factor")
+
+    def strength(times: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * times * math.log(factor) + 1.0
+
+    stated = rope.get("attention_factor")
+    if stated is not None:
+        turned = inner.number("attention_factor")
+    elif rope.get("mscale") and rope.get("mscale_all_dim"):
+        turned = strength(inner.number("mscale")) / strength(inner.number("mscale_all_dim"))
+    else:
+        turned = strength(1.0)
+    fast = inner.number("beta_fast") if rope.get("beta_fast") else 32.0
+    slow = inner.number("beta_slow") if rope.get("beta_slow") else 1.0
+    whole = inner.flag("truncate", True)
+    if dims % 2 or dims == 0 or theta <= 1:
+        raise inner.wrong("rope_type", "yarn", "an even number of rotary dimensions and rope_theta above 1")
+    return Rope(dims, theta, "yarn", factor, turned, original, fast, slow, whole)
+
+
+def rope_from_gguf(fields: Fields, prefix: str, dims: int) -> Rope:
+    """From GGUF metadata of architecture `prefix`: none, linear or yarn, as the public converter writes them."""
+    theta = fields.number(f"{prefix}.rope.freq_base", 10_000.0)
+    scaling = f"{prefix}.rope.scaling"
+    fields.only(f"{scaling}.type", "none", None, "linear", "yarn")
+    kind = fields.values.get(f"{scaling}.type") or "none"
+    if kind == "none":
+        return Rope(dims, theta)
+    factor = fields.number(f"{scaling}.factor")
+    if kind == "linear":
+        return Rope(dims, theta, "linear", factor)
+    for name, usual in (
+        ("attn_factor", 1.0),
+        ("yarn_attn_factor", 1.0),
+        ("yarn_log_multiplier", None),
+        ("yarn_ext_factor", 1.0),
+    ):
+        fields.only(f"{scaling}.{name}", usual)
+    original = fields.size(f"{scaling}.original_context_length")
+    fast, slow = fields.number(f"{scaling}.yarn_beta_fast", 32.0), fields.number(f"{scaling}.yarn_beta_slow", 1.0)
+    strength = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
+    if dims % 2 or dims == 0 or theta <= 1:
+        raise fields.wrong(f"{scaling}.type", "yarn", "an even number of rotary dimensions and freq_base above 1")
+    return Rope(dims, theta, "yarn", factor, strength, original, fast, slow)
