@@ -51,7 +51,7 @@ def write(
     return path
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "Q6_K"])
 def test_blocks_dequantise_to_the_bits_of_the_reference(kind: str) -> None:
     rng = np.random.default_rng(1)
     raw = rng.integers(0, 256, (777, BLOCKS[kind][1]), dtype=np.uint8)  # any bytes: also NaN and infinite scales
@@ -110,6 +110,73 @@ def test_metadata_of_every_type(tmp_path: Path) -> None:
     assert {key: metadata[key] for key in values} == {key: value for key, (value, _, _) in values.items()}
 
 
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_rows_as_they_are_stored(tmp_path: Path, kind: str) -> None:
+    elements, nbytes = BLOCKS[kind]
+    assert (elements, nbytes) == gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    blocks = np.random.default_rng(4).integers(0, 256, (6, 2 * nbytes), dtype=np.uint8)
+    number = gguf.GGMLQuantizationType[kind].value
+    data = blocks.tobytes() + bytes(-blocks.nbytes % 32) + np.arange(4, dtype="<f4").tobytes()
+    tensors = [tensor("w", (2 * elements, 3, 2), number), tensor("v", (4,), 0, len(data) - 16)]
+    file = GgufFile(write(tmp_path / "x.gguf", tensors, data=data + bytes(16)))
+    assert (file.stored["w"].rows, file.stored["w"].columns) == (6, 2 * elements)
+    assert np.array_equal(file.raw("w", 2, 5)["blocks"].numpy(), blocks[2:5])
+    assert np.array_equal(file.raw("w")["blocks"].numpy(), blocks)
+    assert file.raw("w", 6, 6)["blocks"].shape == (0, 2 * nbytes)
+    assert file.raw("v")["values"].tolist() == [[0, 1, 2, 3]]
+    for rows in ((-1, 2), (2, 1), (0, 7)):
+        with pytest.raises(FormatError, match="has 6 rows"):
+            file.raw("w", *rows)
+
+
+def split(folder: Path, count: int = 3, numbers: dict[int, tuple[int, int]] | None = None, promised: int | None = None) -> Path:
+    """A model of one tensor a part, "t0" and so on; part i says that it is `numbers[i]`."""
+    promised = count if promised is None else promised
+    for i in range(count):
+        no, of = (numbers or {}).get(i, (i, count))
+        stated = {"split.no": no, "split.count": of} | ({"split.tensors.count": promised} if i == 0 else {})
+        pairs = [pair(key, UINT32, struct.pack("<I", value)) for key, value in stated.items()]
+        data = np.full(8, i, "<f4").tobytes()
+        write(folder / f"m-{i + 1:05d}-of-{count:05d}.gguf", [tensor(f"t{i}")], pairs, data)
+    return folder / f"m-00001-of-{count:05d}.gguf"
+
+
+@pytest.mark.parametrize("given", [1, 3])
+def test_a_split_model_is_read_as_one_from_any_part(tmp_path: Path, given: int) -> None:
+    split(tmp_path)
+    model = open_gguf(tmp_path / f"m-{given:05d}-of-00003.gguf")
+    assert model.metadata["split.tensors.count"] == 3, "the metadata is the first part's"
+    assert list(model.stored) == ["t0", "t1", "t2"]
+    assert model.read("t2").tolist() == [2] * 8
+    assert model.raw("t1")["values"].tolist() == [[1] * 8]
+
+
+SPLIT: dict[str, tuple[dict[str, Any], str]] = {
+    "the same part twice": ({"numbers": {2: (1, 3)}}, "number 1 of 3 (from 0), its name says 2 of 3"),
+    "parts in a circle": ({"numbers": {0: (1, 3), 1: (2, 3), 2: (0, 3)}}, "its name says 0 of 3"),
+    "a part of another model": ({"numbers": {1: (1, 2)}}, "number 1 of 2"),
+    "fewer tensors than promised": ({"promised": 9}, "hold 3 tensors, the first one promises 9"),
+}
+
+
+@pytest.mark.parametrize(("parts", "says"), SPLIT.values(), ids=SPLIT)
+def test_parts_that_are_not_of_one_model_are_refused(tmp_path: Path, parts: dict[str, Any], says: str) -> None:
+    with pytest.raises(FormatError) as caught:
+        open_gguf(split(tmp_path, **parts))
+    assert says in caught.value.found
+
+
+def test_a_missing_part_is_named_and_twins_are_refused(tmp_path: Path) -> None:
+    first = split(tmp_path)
+    (tmp_path / "m-00002-of-00003.gguf").rename(tmp_path / "kept.gguf")
+    with pytest.raises(FormatError, match=r"1 of 3 parts are missing: m-00002-of-00003\.gguf"):
+        open_gguf(first)
+    pairs = [pair("split.no", UINT32, struct.pack("<I", 1)), pair("split.count", UINT32, struct.pack("<I", 3))]
+    write(tmp_path / "m-00002-of-00003.gguf", [tensor("t0")], pairs)
+    with pytest.raises(FormatError, match="both hold it"):
+        open_gguf(first)
+
+
 HUGE = 1 << 62
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "magic": ({"magic": b"GGML"}, "b'GGML'"),
@@ -126,7 +193,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "unknown value type": ({"pairs": [pair("a", 13, bytes(8))]}, "value type 13"),
     "text not UTF-8": ({"pairs": [pair("a", STRING, struct.pack("<Q", 2) + b"\xff\xfe")]}, "UTF-8"),
     "key twice": ({"pairs": [pair("a", UINT32, bytes(4))] * 2}, "'a' twice"),
-    "split model": ({"pairs": [pair("split.count", UINT32, struct.pack("<I", 3))]}, "one of 3 parts"),
+    "split model under another name": ({"pairs": [pair("split.count", UINT32, struct.pack("<I", 3))]}, "one of 3 parts"),
+    "split count of 2**31": ({"pairs": [pair("split.count", UINT32, struct.pack("<I", 1 << 31))]}, "split.count"),
     "alignment 0": ({"pairs": [pair("general.alignment", UINT32, bytes(4))], "tensors": [tensor()]}, "alignment"),
     "tensor twice": ({"tensors": [tensor(), tensor(offset=32)], "data": bytes(64)}, "'w' twice"),
     "overlap": ({"tensors": [tensor("v"), tensor("w")]}, "'v' and 'w' overlap"),

@@ -7,8 +7,9 @@ anything is allocated for it, so a damaged file is refused in time proportional 
 from __future__ import annotations
 
 import math
+import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from torch import Tensor
 
 from toolkit.errors import FormatError
 from toolkit.formats.dequantise import BLOCKS, dequantise
-from toolkit.formats.stored import BROKEN, Mapped, Stored, Weights, check_apart, plain, plain_rows, too_short
+from toolkit.formats.stored import BROKEN, Mapped, Shards, Stored, Weights, check_apart, plain, plain_rows, too_short
 
 PLAIN = {0: ("F32", torch.float32), 1: ("F16", torch.float16), 30: ("BF16", torch.bfloat16)}
 QUANTISED = {2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K"}
 MAX_DIMENSIONS = 8
+MAX_PARTS = 9_999
 MAX_DEPTH = 4  # of arrays in arrays
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "<u1", 10: "<u8", 11: "<i8", 12: "<f8"}
@@ -43,10 +45,6 @@ class GgufFile(Weights):
             raise self.mapped.error(f"it is {kind}", "Convert it to a little-endian GGUF of version 3")
         cursor = _Cursor(self.mapped, 24)
         self.metadata = self._metadata(cursor, pairs)
-        shards = self.metadata.get("split.count", 1)
-        if shards != 1:
-            found = f"it is one of {shards} parts of a split model"
-            raise self.mapped.error(found, "Join them first: llama-gguf-split --merge FIRST-PART OUT.gguf")
         self.stored = self._tensors(cursor, tensors)
 
     def read(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -188,8 +186,45 @@ def _type_name(kind: int) -> str:
         return f"number {kind}"
 
 
-def open_gguf(path: Path) -> GgufFile:
-    """Open a .gguf file; FormatError where it isn't a whole one."""
+class GgufParts(Shards):
+    """A model split over several .gguf files, PREFIX-00001-of-00003.gguf and so on: the metadata is the first one's."""
+
+    def __init__(self, parts: Sequence[GgufFile]) -> None:
+        super().__init__(parts)
+        self.metadata = parts[0].metadata
+
+
+def open_gguf(path: Path) -> GgufFile | GgufParts:
+    """Open a .gguf file, or all parts of a split model of which it is one. FormatError where it isn't whole."""
     if path.is_dir():
         raise FormatError(f"GGUF file {path}", "it is a folder", "Give the .gguf file in it")
-    return GgufFile(path)
+    file = GgufFile(path)
+    count = file.metadata.get("split.count", 0)
+    if type(count) is not int or not 0 <= count <= MAX_PARTS:
+        raise file.mapped.error(f"split.count is {count!r:.40}", BROKEN)
+    return file if count <= 1 else _open_parts(file, path, count)
+
+
+def _open_parts(file: GgufFile, path: Path, count: int) -> GgufParts:
+    """All parts of the split model that `file` is one of, each checked to be the part that its name says."""
+    named = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", path.name, re.DOTALL)
+    if not named or int(named[3]) != count:
+        found = f"it is one of {count:,} parts of a split model, by its name it isn't"
+        raise file.mapped.error(found, f"Give the parts their names back: NAME-00001-of-{count:05d}.gguf and so on")
+    paths = [path.with_name(f"{named[1]}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)]
+    missing = [part.name for part in paths if not part.exists()]
+    if missing:
+        found = f"{len(missing):,} of {count:,} parts are missing: {', '.join(missing[:4])}"
+        raise file.mapped.error(found, "Download the missing files into the same folder", missing=missing)
+    parts = [GgufFile(part) for part in paths]
+    for i, part in enumerate(parts):
+        said = (part.metadata.get("split.no"), part.metadata.get("split.count"))
+        if said != (i, count):
+            found = f"it says that it is number {said[0]!r:.20} of {said[1]!r:.20} (from 0), its name says {i} of {count}"
+            raise part.mapped.error(found, "Get the parts of one model, under their own names")
+    whole = GgufParts(parts)
+    promised = whole.metadata.get("split.tensors.count", len(whole.stored))
+    if promised != len(whole.stored):
+        found = f"the parts hold {len(whole.stored):,} tensors, the first one promises {promised!r:.40}"
+        raise file.mapped.error(found, "Get all parts from the same source again")
+    return whole

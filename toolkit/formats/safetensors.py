@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import FormatError
-from toolkit.formats.stored import BROKEN, Mapped, Stored, Weights, check_apart, nearest, plain, plain_rows, too_short
+from toolkit.formats.stored import BROKEN, Mapped, Shards, Stored, Weights, check_apart, nearest, plain, plain_rows, too_short
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -88,29 +88,6 @@ class SafetensorsFile(Weights):
         if data + filled != len(self.mapped):
             found = f"the tensors fill {filled:,} of the {len(self.mapped) - data:,} bytes after the header"
             raise self.mapped.error(found, BROKEN)
-
-
-class Shards(Weights):
-    """Several .safetensors files read as one."""
-
-    def __init__(self, files: list[SafetensorsFile]) -> None:
-        """Join the files. Raises FormatError where two hold a tensor of the same name."""
-        self._home: dict[str, SafetensorsFile] = {}
-        for file in files:
-            for name in file.stored:
-                if name in self._home:
-                    both = f"{Path(self._home[name].mapped.path).name} and {Path(file.mapped.path).name} both hold it"
-                    raise FormatError(f"tensor {name!r}", both, "Remove the file that doesn't belong to this checkpoint")
-                self._home[name] = file
-        self.stored = {name: file.stored[name] for name, file in self._home.items()}
-
-    def read(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        self.find(name)
-        return self._home[name].read(name, dtype)
-
-    def raw(self, name: str, start_row: int = 0, stop_row: int | None = None) -> dict[str, Tensor]:
-        self.find(name)
-        return self._home[name].raw(name, start_row, stop_row)
 
 
 def open_safetensors(path: Path) -> Weights:

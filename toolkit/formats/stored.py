@@ -8,7 +8,7 @@ import mmap
 import os
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,9 @@ class Stored:
     """One tensor in a file: its shape as PyTorch writes it, and where its bytes lie.
 
     `kind` is the format's own name of the element type ("BF16", "Q4_K", "GPTQ"); `dtype` the torch dtype of elements that
-    are stored as such, None where they are quantised. `start` counts from the beginning of the file. `bits` and `group`
-    say how codes are held where the kind alone doesn't: bits of a code, weights of a row that share a scale.
+    are stored as such, None where they are quantised. `start` counts from the beginning of the file. `bits`, `group` and
+    `centred` say how codes are held where the kind alone doesn't: bits of a code, weights of a row that share a scale,
+    and whether every zero is 2^(bits - 1).
     """
 
     name: str
@@ -38,6 +39,7 @@ class Stored:
     path: str
     bits: int = 0
     group: int = 0
+    centred: bool = False
 
     @property
     def rows(self) -> int:
@@ -88,6 +90,30 @@ class Weights(ABC):
         if name in self.stored:
             return self.stored[name]
         raise FormatError(f"tensor {name!r}", "no such tensor in the file", nearest(name, self.stored))
+
+
+class Shards(Weights):
+    """Several files read as one."""
+
+    def __init__(self, files: Sequence[Weights]) -> None:
+        """Join the files. Raises FormatError where two hold a tensor of the same name."""
+        self._home: dict[str, Weights] = {}
+        for file in files:
+            for name, stored in file.stored.items():
+                if name in self._home:
+                    first = Path(self._home[name].stored[name].path).name
+                    found = f"{first} and {Path(stored.path).name} both hold it"
+                    raise FormatError(f"tensor {name!r}", found, "Remove the file that doesn't belong to this checkpoint")
+                self._home[name] = file
+        self.stored = {name: file.stored[name] for name, file in self._home.items()}
+
+    def read(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        self.find(name)
+        return self._home[name].read(name, dtype)
+
+    def raw(self, name: str, start_row: int = 0, stop_row: int | None = None) -> dict[str, Tensor]:
+        self.find(name)
+        return self._home[name].raw(name, start_row, stop_row)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
