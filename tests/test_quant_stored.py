@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from toolkit.errors import ModelError
-from toolkit.quant import SCHEMES, dequantise
-from toolkit.repack import GGUF_KINDS, from_stored, pack, scheme_of
+from toolkit.quant import dequantise
+from toolkit.repack import GGUF_KINDS, from_stored, scheme_of
 
 KINDS = list(GGUF_KINDS)
 

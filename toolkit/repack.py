@@ -37,14 +37,21 @@ def scheme_of(kind: str, bits: int = 4, group: int = 0, columns: int = 0, centre
     return None if fits is None else SCHEMES[f"int{4 if bits <= 4 else 8}-g{fits}"]
 
 
-def from_stored(kind: str, raw: Mapping[str, Tensor], columns: int) -> dict[str, Tensor]:
-    """The parts [rows, ...] (of `scheme_of(kind)`) of weights stored as GGUF blocks: on their device, without rounding.
+def from_stored(kind: str, raw: Mapping[str, Tensor], columns: int, scheme: Scheme | None = None) -> dict[str, Tensor]:
+    """The parts [rows, ...] of stored quantised weights, on the device that they are on.
 
-    raw: "blocks", uint8 [rows, bytes of a row]; `columns`: weights of a row. Dequantised in fp32 the parts equal the
-    gguf package's values bit for bit. Raises ModelError for a kind it doesn't know or rows that aren't whole blocks.
+    raw: for GGUF kinds "blocks", uint8 [rows, bytes of a row]; for GPTQ, AWQ and HQQ "codes" [rows, columns] with "scales" and
+    "zeros" [rows, groups]. `columns`: weights of a row; `scheme`: what `scheme_of` said, needed for codes of other than
+    4 bits. Nothing is rounded: dequantised in fp32, GGUF parts equal the gguf package's values bit for bit, and codes
+    with fp16 scales and zeros equal (code - zero) * scale. Raises ModelError for a kind it doesn't know, or rows that don't fit.
     """
+    if kind in CODED:
+        found = scheme or scheme_of(kind, 4, columns // raw["scales"].shape[-1], columns)
+        if found is not None:
+            return pack(found, raw["codes"], raw["scales"], raw.get("zeros"))
     if kind not in GGUF_KINDS:
-        raise ModelError(f"weights stored as {kind}", "not a kind that has a packed form", f"It reads {', '.join(GGUF_KINDS)}")
+        known = ", ".join((*GGUF_KINDS, *CODED))
+        raise ModelError(f"weights stored as {kind}", f"rows of {columns:,} have no packed form", f"It packs {known}")
     layout, rows = GGUF_KINDS[kind], raw["blocks"]
     if columns % layout.weights or rows.shape[-1] != columns // layout.weights * layout.nbytes:
         found = f"{rows.shape[-1]:,} bytes for {columns:,} weights a row, of which {layout.weights} take {layout.nbytes}"
