@@ -2,19 +2,34 @@
 
 One state a layer: keys and values of every position, of a sliding window (a ring), or a recurrent state. None of them
 knows a model, nor how far decoding has come: the position is given with every write, as a tensor on the device, so that
-no step needs the host to know it.
+no step needs the host to know it. Where new tokens go and what they see is worked out once for all layers (`Reach`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from toolkit.errors import ModelError
+from toolkit.models.layers import hidden_slots
 
 BOUND_MULTIPLE = 256  # attention reads a whole number of these slots: few distinct shapes, little read in vain
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Where T new tokens go in the states of one kind, and what they see there; the same for every layer of that kind.
+
+    `slots` [T]: where each is written. `bound`: how many slots are read. `mask` [T, S]: fp32, added to the scores; S is
+    the bound, and for several tokens in a ring, T more: the new tokens themselves.
+    """
+
+    slots: Tensor
+    bound: int
+    mask: Tensor
 
 
 class KeysValues:
@@ -38,6 +53,11 @@ class KeysValues:
         """Views of the first `bound` slots: [1, KV heads, bound, head_dim] each."""
         return self.keys[:, :, :bound], self.values[:, :, :bound]
 
+    def extend(self, key: Tensor, value: Tensor, reach: Reach) -> tuple[Tensor, Tensor]:
+        """Remember new tokens [1, KV heads, T, head_dim]; the keys and values they attend to, in the order of `reach.mask`."""
+        self.write(key, value, reach.slots)
+        return self.read(reach.bound)
+
     def tensors(self) -> tuple[Tensor, ...]:
         return self.keys, self.values
 
@@ -45,7 +65,9 @@ class KeysValues:
 class Ring(KeysValues):
     """Keys and values of the last `window` positions; position p stands in slot p modulo the ring's size.
 
-    The ring has min(window, context) slots: where the context fits, nothing is ever overwritten.
+    The ring has min(window, context) slots: where the context fits, nothing is ever overwritten. One token is written
+    over the one that leaves its window; several may overwrite what the first of them still see, so they are appended to
+    what the ring held, and the last of them written after.
     """
 
     def __init__(
@@ -53,6 +75,14 @@ class Ring(KeysValues):
     ) -> None:
         super().__init__(kv_heads, min(window, context), head_dim, dtype, device)
         self.size = min(window, context)
+
+    def extend(self, key: Tensor, value: Tensor, reach: Reach) -> tuple[Tensor, Tensor]:
+        if key.shape[2] == 1:
+            return super().extend(key, value, reach)
+        held_keys, held_values = self.read(reach.bound)
+        seen = torch.cat((held_keys, key), 2), torch.cat((held_values, value), 2)
+        self.write(key[:, :, -self.size :], value[:, :, -self.size :], reach.slots[-self.size :])
+        return seen
 
 
 class Recurrent:
@@ -97,6 +127,27 @@ class Cache:
             raise ModelError(f"{length:,} tokens", f"the cache has room for {self.context:,}", "Give a larger context=")
         self.length = max(self.length, length)
         return min(self.context, -(-length // BOUND_MULTIPLE) * BOUND_MULTIPLE)
+
+    def reach(self, positions: Tensor, length: int) -> Reach:
+        """Of tokens at `positions` [T] (ascending by one, on the device) in the layers that keep every position.
+
+        `length` is how many tokens there then are, at most. ModelError where the cache is too small for them.
+        """
+        bound = self.bound(length)
+        return Reach(positions, bound, hidden_slots(self.slots[:bound], positions))
+
+    def ring_reach(self, positions: Tensor, length: int, window: int) -> Reach:
+        """The same in the layers that keep a sliding window.
+
+        Which position a slot holds follows from the first new one, p, on the device: before it is written, slot s of R
+        holds the last position before p that is s modulo R; a negative one says that nothing was written there yet.
+        """
+        size = min(window, self.context)
+        bound = min(size, self.bound(length))
+        last = positions if len(positions) == 1 else positions[:1] - 1  # the newest in the ring when it is read
+        held = last - (last - self.slots[:bound]) % size
+        seen = held if len(positions) == 1 else torch.cat((held, positions))
+        return Reach(positions % size, bound, hidden_slots(seen, positions, window))
 
     def checkpoint(self) -> int:
         """Keep aside what can't be taken back (recurrent states, rings), so that `rollback` to here works. The position."""

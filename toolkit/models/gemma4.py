@@ -1,0 +1,325 @@
+"""Gemma 4, text only: blocks, and what a token costs. Its config and the names of its weights are in the files beside it.
+
+Layers with a sliding window and layers that see everything, each kind with heads of its own; norms before and after both
+halves of a layer, a scalar on its output. The variants that a config may ask for: values that are the keys, layers that
+share the keys and values of an earlier one, inputs for each layer beside the hidden state, experts beside the MLP. It
+knows no file and no decode loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from toolkit.models.cache import Cache, KeysValues, Reach, Ring, State
+from toolkit.models.gemma4_config import FULL, SLIDING, Config, Heads
+from toolkit.models.gemma4_names import SKIPPED, names_gguf, names_hf
+from toolkit.models.layers import (
+    Embedding,
+    Experts,
+    GatedMLP,
+    Joined,
+    Linear,
+    RMSNorm,
+    cached_attention,
+    causal_attention,
+    initialise,
+    rope_of,
+    rotate,
+    to_dtype,
+)
+from toolkit.quant import matmul
+
+if TYPE_CHECKING:
+    from toolkit.devices.base import Device
+
+__all__ = ["SKIPPED", "Config", "Model", "names_gguf", "names_hf"]
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "relu": F.relu,
+}
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What the layers of one forward pass share.
+
+    `ropes`: rotary tables [T, 2, head_dim] by kind of layer. `cache` and `reaches` (by kind): None and empty where a
+    sequence attends to itself. `seen`: the keys and values that the last layer of a kind attended to.
+    """
+
+    ropes: dict[str, Tensor]
+    cache: Cache | None = None
+    reaches: dict[str, Reach] = field(default_factory=dict)
+    seen: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with normed queries, keys and values; not scaled."""
+
+    def __init__(self, config: Config, layer: int) -> None:
+        super().__init__()
+        self.layer, self.kind, self.eps = layer, config.layer_types[layer], config.rms_norm_eps
+        self.window = config.sliding_window if self.kind == SLIDING else None
+        heads, bias = config.heads(self.kind), config.attention_bias
+        self.head_dim, self.shares = heads.head_dim, layer >= config.first_shared_layer
+        sizes = {"q": config.num_attention_heads * heads.head_dim}
+        if not self.shares:
+            sizes["k"] = heads.kv_heads * heads.head_dim
+            if self.kind == SLIDING or not config.attention_k_eq_v:
+                sizes["v"] = sizes["k"]
+            self.k_norm = RMSNorm(heads.head_dim, config.rms_norm_eps)
+        self.qkv = Joined(config.hidden_size, sizes, bias=bias)
+        self.q_norm = RMSNorm(heads.head_dim, config.rms_norm_eps)
+        self.o = Linear(sizes["q"], config.hidden_size, bias=bias)
+
+    def forward(self, x: Tensor, at: Pass) -> Tensor:
+        heads = (*x.shape[:2], -1, self.head_dim)
+        query, *rest = (part.view(heads) for part in self.qkv(x))
+        query = rotate(self.q_norm(query), at.ropes[self.kind])  # [B, T, H, D]
+        if not self.shares:
+            at.seen[self.kind] = self._keys_values(rest[0], rest[-1], at)
+        key, value = at.seen[self.kind]
+        if at.cache is None:
+            mixed = causal_attention(query, key, value, 1.0, self.window)
+        else:
+            mixed = cached_attention(query, key, value, at.reaches[self.kind].mask, 1.0)
+        out: Tensor = self.o(mixed)
+        return out
+
+    def _keys_values(self, key: Tensor, value: Tensor, at: Pass) -> tuple[Tensor, Tensor]:
+        """From the projections [B, T, KV heads, D] (one and the same where K = V) to what is attended to."""
+        value = F.rms_norm(value.float(), (self.head_dim,), None, self.eps).to(value.dtype)
+        key = rotate(self.k_norm(key), at.ropes[self.kind])
+        if at.cache is None:
+            return key, value
+        state = at.cache.states[self.layer]
+        assert isinstance(state, KeysValues)
+        return state.extend(key.transpose(1, 2), value.transpose(1, 2), at.reaches[self.kind])
+
+
+class Router(nn.Module):
+    """Which experts each token uses, and with what weights."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.hidden, self.eps, self.top = config.hidden_size, config.rms_norm_eps, config.top_k_experts
+        self.proj = Linear(config.hidden_size, config.num_experts)
+        self.scale = nn.Parameter(torch.ones(config.hidden_size))
+        self.per_expert_scale = nn.Parameter(torch.ones(config.num_experts))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [N, hidden] -> expert numbers [N, k], and their weights [N, k] in fp32."""
+        normed = F.rms_norm(x.float(), (self.hidden,), None, self.eps).to(x.dtype)
+        scores: Tensor = self.proj(normed * self.scale * self.hidden**-0.5)
+        shares, chosen = scores.float().softmax(-1).topk(self.top, -1)
+        shares = shares / shares.sum(-1, keepdim=True)
+        return chosen, shares * self.per_expert_scale.index_select(0, chosen.flatten()).view(shares.shape)
+
+
+class RoutedExperts(nn.Module):
+    """Experts beside the MLP: their own norms before and after, and their router, which sees the hidden state unnormed."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        activation = ACTIVATIONS[config.hidden_activation]
+        self.router = Router(config)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.experts = Experts(config.num_experts, config.hidden_size, config.moe_intermediate_size, activation)
+        self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)  # [B * T, hidden]
+        out: Tensor = self.post_norm(self.experts(self.norm(rows), *self.router(rows)))
+        return out.view(x.shape)
+
+
+class LayerInput(nn.Module):
+    """x + norm(up(activation(gate(x)) * what this layer is given beside the hidden state))."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[config.hidden_activation]
+        self.gate = Linear(config.hidden_size, config.hidden_size_per_layer_input)
+        self.up = Linear(config.hidden_size_per_layer_input, config.hidden_size)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, given: Tensor) -> Tensor:
+        out: Tensor = x + self.norm(self.up(self.activation(self.gate(x)) * given))
+        return out
+
+
+class Block(nn.Module):
+    """One layer: x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), times a scalar."""
+
+    def __init__(self, config: Config, layer: int) -> None:
+        super().__init__()
+        norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
+        self.attention_norm, self.attention, self.attention_post_norm = norm(), Attention(config, layer), norm()
+        activation = ACTIVATIONS[config.hidden_activation]
+        self.mlp_norm, self.mlp_post_norm = norm(), norm()
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_sizes[layer], activation)
+        if config.num_experts:
+            self.dense_post_norm, self.routed = norm(), RoutedExperts(config)
+        if config.hidden_size_per_layer_input:
+            self.layer_input = LayerInput(config)
+        self.has_experts, self.has_input = config.num_experts > 0, config.hidden_size_per_layer_input > 0
+        self.scalar = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor, at: Pass, given: Tensor | None) -> Tensor:
+        """x [B, T, hidden]; `given` [B, T, hidden_size_per_layer_input] where the config has per-layer inputs."""
+        x = x + self.attention_post_norm(self.attention(self.attention_norm(x), at))
+        out = self.mlp(self.mlp_norm(x))
+        if self.has_experts:
+            out = self.dense_post_norm(out) + self.routed(x)
+        x = x + self.mlp_post_norm(out)
+        if self.has_input:
+            x = self.layer_input(x, given)
+        return x * self.scalar
+
+
+class TokenEmbedding(Embedding):
+    """Rows of the token table times sqrt(hidden); beside each, where the config says so, its row of per-layer inputs."""
+
+    def __init__(self, config: Config, dtype: torch.dtype) -> None:
+        super().__init__(config.vocab_size, config.hidden_size, dtype, _rounded(config.hidden_size**0.5, dtype))
+        width = config.hidden_size_per_layer_input
+        self.per_layer: Embedding | None = None
+        if width:
+            scale = _rounded(width**0.5, dtype)
+            self.per_layer = Embedding(config.vocab_size_per_layer_input, config.num_hidden_layers * width, dtype, scale)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids of any shape -> [*ids.shape, hidden + layers * hidden_size_per_layer_input]."""
+        rows = super().forward(ids)
+        return rows if self.per_layer is None else torch.cat((rows, self.per_layer(ids)), -1)
+
+
+def _rounded(scale: float, dtype: torch.dtype) -> float:
+    """Scales of embeddings are rounded to what the table is in: sqrt(5376) is 73.5 in bfloat16."""
+    return torch.tensor(scale, dtype=dtype, device="cpu").item()
+
+
+class LayerInputs(nn.Module):
+    """What each layer is given: a projection of the token's embedding, normed, with the token's own row for that layer."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.layers, self.width, self.scale = (
+            config.num_hidden_layers,
+            config.hidden_size_per_layer_input,
+            config.hidden_size**-0.5,
+        )
+        self.proj = Linear(config.hidden_size, self.layers * self.width)
+        self.norm = RMSNorm(self.width, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
+        """x [B, T, hidden], rows [B, T, layers * width] -> [B, T, width] for each layer."""
+        shape = (*x.shape[:2], self.layers, self.width)
+        projected = self.norm((self.proj(x) * self.scale).view(shape))
+        return ((projected + rows.view(shape)) * 2.0**-0.5).unbind(2)
+
+
+class Model(nn.Module):
+    """A Gemma 4 built on "meta": shapes without memory, until a loader (or `init_weights`) gives it weights.
+
+    `model(ids)` maps token ids [B, T] on the device to fp32 logits [B, T, vocab], with gradients. Decoding goes through
+    `new_cache`, `embed`, `advance` and `logits`. `model.config`, `model.device` (a toolkit Device), `model.dtype` and
+    `model.tokenizer` (None until a loader finds one) are set.
+    """
+
+    KEEPS_FP32 = ("rope_freqs",)
+
+    def __init__(self, config: Config, device: Device, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.config, self.device, self.dtype = config, device, dtype
+        self.tokenizer: Any = None
+        with torch.device("meta"):
+            self.embed = TokenEmbedding(config, dtype)
+            self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
+            self.layer_inputs = LayerInputs(config) if config.hidden_size_per_layer_input else None
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
+            self.rope_freqs = nn.Parameter(torch.ones(config.full.head_dim // 2)) if config.rope_freqs_stored else None
+        to_dtype(self, dtype)
+
+    def init_weights(self, seed: int = 0) -> Model:
+        """Random weights from `seed`, the same on every device. Returns the model."""
+        initialise(self, self.device.torch, seed)
+        return self
+
+    def logits(self, x: Tensor) -> Tensor:
+        """fp32 logits of hidden states [B, T, hidden], soft-capped where the config says so."""
+        logits = matmul(self.norm(x), self.embed.weight if self.head is None else self.head.weight).float()
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [B, T] -> logits [B, T, vocab], fp32."""
+        slots = torch.arange(ids.shape[1], device=ids.device)
+        return self.logits(self._layers(self.embed(ids), Pass(self._ropes(slots))))
+
+    def new_cache(self, context: int) -> Cache:
+        """A cache for `context` tokens on the model's device, made there without a copy."""
+        c = self.config
+        slots = torch.arange(context, device=self.device.torch)
+        makers: list[Callable[[], State] | None] = []
+        for layer, kind in enumerate(c.layer_types):
+            heads, like = c.heads(kind), (self.dtype, self.device.torch)
+            if layer >= c.first_shared_layer:
+                makers.append(None)
+            elif kind == FULL:
+                makers.append(partial(KeysValues, heads.kv_heads, context, heads.head_dim, *like))
+            else:
+                makers.append(partial(Ring, heads.kv_heads, c.sliding_window, context, heads.head_dim, *like))
+        return Cache(slots, self._ropes(slots)).fill(makers)
+
+    def advance(self, x: Tensor, positions: Tensor, cache: Cache, length: int) -> Tensor:
+        """Feed embedded tokens `x` (of `embed`) at `positions` [T] (on the device); hidden states [1, T, hidden].
+
+        `length` is how many tokens the cache then holds, at most: it bounds how much of the cache is read, and need not
+        be exact. The exact position is read on the device only.
+        """
+        ropes = {kind: table.index_select(0, positions) for kind, table in cache.ropes.items()}
+        reaches = {FULL: cache.reach(positions, length)}
+        if SLIDING in ropes:
+            reaches[SLIDING] = cache.ring_reach(positions, length, self.config.sliding_window)
+        return self._layers(x, Pass(ropes, cache, reaches))
+
+    def _layers(self, x: Tensor, at: Pass) -> Tensor:
+        """All layers, on embedded tokens [B, T, hidden (+ per-layer inputs)] -> [B, T, hidden]."""
+        given: tuple[Tensor | None, ...] = (None,) * len(self.layers)
+        if self.layer_inputs is not None:
+            hidden = self.config.hidden_size
+            x, rows = x[..., :hidden], x[..., hidden:]
+            given = self.layer_inputs(x, rows)
+        for layer, own in zip(self.layers, given, strict=True):
+            x = layer(x, at, own)
+        return x
+
+    def _ropes(self, positions: Tensor) -> dict[str, Tensor]:
+        """The rotary tables [T, 2, head_dim] of `positions` [T], by kind of layer."""
+        found = {}
+        for kind in sorted(set(self.config.layer_types)):
+            frequencies = frequencies_of(self.config.heads(kind), positions.device)
+            if kind == FULL and self.rope_freqs is not None:
+                frequencies = frequencies / self.rope_freqs
+            found[kind] = rope_of(positions, frequencies, self.dtype)
+        return found
+
+
+def frequencies_of(heads: Heads, device: torch.device) -> Tensor:
+    """Radians a position of each pair of a head, fp32 [head_dim / 2]; zero for those that don't turn."""
+    pairs = torch.arange(0, 2 * heads.turning, 2, device=device, dtype=torch.float32)
+    turning = 1.0 / torch.pow(heads.theta, pairs / heads.head_dim)
+    still = torch.zeros(heads.head_dim // 2 - heads.turning, device=device)
+    return torch.cat((turning, still)) / heads.factor

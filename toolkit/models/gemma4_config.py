@@ -1,0 +1,321 @@
+"""The shape of a Gemma 4, read from config.json or GGUF metadata; what isn't supported is refused by name.
+
+Text only: of a multimodal config the text part is read. It knows no tensor and no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.errors import ModelError
+from toolkit.models.fields import Fields
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "silu", "relu")
+HF_TYPES = ("gemma4_text", "gemma4", "gemma4_unified_text", "gemma4_unified")
+ROPE_DEFAULTS = {
+    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+    FULL: {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25},
+}
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The keys and values of one kind of layer, and how their heads (and the queries') turn with the position.
+
+    The first `turning` of head_dim / 2 pairs turn; pair i by theta ** (-2 i / head_dim) / factor radians a position.
+    """
+
+    kv_heads: int
+    head_dim: int
+    theta: float
+    turning: int
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Config:
+    """The shape of a Gemma 4. Names are those of config.json, where it has them.
+
+    `sliding`, `full`: the heads of the two kinds of layers (None where there are no sliding ones). `intermediate_sizes`:
+    a width for each layer. `num_experts` 0 and `hidden_size_per_layer_input` 0: without these parts.
+    `rope_freqs_stored`: what divides the full layers' frequencies is one of the weights, as GGUF has it.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_sizes: tuple[int, ...]
+    num_attention_heads: int
+    layer_types: tuple[str, ...]
+    sliding: Heads | None
+    full: Heads
+    sliding_window: int = 512
+    max_position_embeddings: int = 131_072
+    rms_norm_eps: float = 1e-6
+    hidden_activation: str = "gelu_pytorch_tanh"
+    final_logit_softcapping: float | None = None
+    tie_word_embeddings: bool = True
+    attention_bias: bool = False
+    attention_k_eq_v: bool = False
+    num_kv_shared_layers: int = 0
+    hidden_size_per_layer_input: int = 0
+    vocab_size_per_layer_input: int = 0
+    num_experts: int = 0
+    top_k_experts: int = 0
+    moe_intermediate_size: int = 0
+    eos_token_ids: tuple[int, ...] = (1,)
+    rope_freqs_stored: bool = False
+
+    def __post_init__(self) -> None:
+        self._check_heads()
+        self._check_sharing()
+        if self.top_k_experts > self.num_experts:
+            asked = f"a Gemma 4 of {self.num_experts} experts, top_k_experts {self.top_k_experts}"
+            raise ModelError(
+                asked, "a token can't use more experts than there are", "top_k_experts must not be above num_experts"
+            )
+        if self.hidden_size_per_layer_input and self.vocab_size_per_layer_input < self.vocab_size:
+            asked = f"a Gemma 4 of {self.vocab_size:,} tokens, vocab_size_per_layer_input {self.vocab_size_per_layer_input:,}"
+            raise ModelError(asked, "some tokens have no per-layer input", "It must not be below vocab_size")
+
+    def _check_heads(self) -> None:
+        for kind in {SLIDING, FULL} & set(self.layer_types):
+            heads = self.heads(kind)
+            asked = (
+                f"a Gemma 4 of {self.num_attention_heads} heads, {heads.kv_heads} KV heads, head_dim {heads.head_dim} ({kind})"
+            )
+            if self.num_attention_heads % heads.kv_heads:
+                raise ModelError(
+                    asked, "heads can't be shared out evenly", "num_key_value_heads must divide num_attention_heads"
+                )
+            if heads.head_dim % 2:
+                raise ModelError(asked, "an odd head_dim has no rotary pairs", "head_dim must be even")
+
+    def _check_sharing(self) -> None:
+        own = self.layer_types[: self.first_shared_layer]
+        if self.first_shared_layer < 0 or not set(self.layer_types) <= set(own):
+            asked = f"a Gemma 4 of {len(self.layer_types)} layers, num_kv_shared_layers {self.num_kv_shared_layers}"
+            found = "some layers share keys and values of which no layer before makes any of their kind"
+            raise ModelError(asked, found, "Leave a layer of each kind before them")
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return len(self.layer_types)
+
+    @property
+    def first_shared_layer(self) -> int:
+        """From this layer on, each attends to the keys and values of the last layer of its kind before."""
+        return len(self.layer_types) - self.num_kv_shared_layers
+
+    def heads(self, kind: str) -> Heads:
+        """The heads of layers of `kind`."""
+        found = self.full if kind == FULL else self.sliding
+        assert found is not None
+        return found
+
+    @classmethod
+    def from_hf(cls, values: Mapping[str, Any]) -> Config:
+        """From a config.json: a text model's, or a multimodal one's with the text part nested in it.
+
+        Absent fields have the defaults of transformers' configs. Raises ModelError, naming the field, for what is
+        missing, malformed, or would change the result unsupported.
+        """
+        outer = Fields("config.json", values)
+        outer.only("model_type", *HF_TYPES)
+        nested = "text_config" in values or values.get("model_type") in ("gemma4", "gemma4_unified")
+        if nested and not isinstance(values.get("text_config"), Mapping):
+            raise outer.wrong("text_config", values.get("text_config"), "the text model's config, nested")
+        text = Fields("config.json text_config", values["text_config"]) if nested else outer
+        unified = str(values.get("model_type")).startswith("gemma4_unified")
+        return _from_hf(cls, text, outer, unified)
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any], tensors: Mapping[str, Sequence[int]] | None = None) -> Config:
+        """From GGUF metadata ("gemma4.*" keys) and the shapes of the file's tensors by name (as PyTorch writes them).
+
+        GGUF states neither tied embeddings, nor K = V, nor experts: they follow from which tensors are there. Without
+        `tensors` the model is taken as untied, K apart from V. Raises ModelError, naming the field.
+        """
+        return _from_gguf(cls, metadata, tensors or {})
+
+
+def _from_hf(cls: type[Config], text: Fields, outer: Fields, unified: bool) -> Config:
+    values = text.values
+    for refused in (
+        ("use_bidirectional_attention", None, "vision"),
+        ("attention_logit_cap", None),
+        ("attn_logit_softcapping", None),
+    ):
+        text.only(*refused)
+    text.only("hidden_activation", *ACTIVATIONS)
+    layers, k_eq_v = text.size("num_hidden_layers", 30), text.flag("attention_k_eq_v", False)
+    kinds = _layer_types(text, layers)
+    shared, width = _count(text, "num_kv_shared_layers"), text.size("intermediate_size", 9216)
+    doubled = layers - shared if text.flag("use_double_wide_mlp", False) and 0 < shared < layers else layers
+    sizes = _head_sizes(text, kinds, k_eq_v)
+    moe = not unified and text.flag("enable_moe_block", False)
+    per_layer = 0 if unified else _count(text, "hidden_size_per_layer_input", 256)
+    cap = values.get("final_logit_softcapping")
+    eos = outer if outer.values.get("eos_token_id") is not None else text
+    return cls(
+        vocab_size=text.size("vocab_size", 262_144),
+        hidden_size=text.size("hidden_size", 2304),
+        intermediate_sizes=tuple(width if i < doubled else 2 * width for i in range(layers)),
+        num_attention_heads=text.size("num_attention_heads", 8),
+        layer_types=kinds,
+        sliding=_heads(text, SLIDING, *sizes[SLIDING]) if SLIDING in kinds else None,
+        full=_heads(text, FULL, *sizes[FULL]),
+        sliding_window=text.size("sliding_window", 1024 if unified else 512),
+        max_position_embeddings=text.size("max_position_embeddings", 262_144 if unified else 131_072),
+        rms_norm_eps=text.number("rms_norm_eps", 1e-6),
+        hidden_activation=values.get("hidden_activation", ACTIVATIONS[0]),
+        final_logit_softcapping=None if cap is None else text.number("final_logit_softcapping"),
+        tie_word_embeddings=outer.flag("tie_word_embeddings", True),
+        attention_bias=text.flag("attention_bias", False),
+        attention_k_eq_v=k_eq_v,
+        num_kv_shared_layers=shared,
+        hidden_size_per_layer_input=per_layer,
+        vocab_size_per_layer_input=text.size("vocab_size_per_layer_input", 262_144) if per_layer else 0,
+        num_experts=text.size("num_experts") if moe else 0,
+        top_k_experts=text.size("top_k_experts") if moe else 0,
+        moe_intermediate_size=text.size("moe_intermediate_size") if moe else 0,
+        eos_token_ids=eos.ids("eos_token_id") if "eos_token_id" in eos.values else (1,),
+    )
+
+
+def _count(fields: Fields, name: str, default: int = 0) -> int:
+    """A whole number from 0 on; null is none."""
+    return 0 if fields.values.get(name, default) in (None, 0) else fields.size(name, default)
+
+
+def _layer_types(text: Fields, layers: int) -> tuple[str, ...]:
+    """The kind of each layer: by default every sixth is full; the last one always is."""
+    stated = text.values.get("layer_types")
+    if layers > 1 << 20:
+        raise text.wrong("num_hidden_layers", layers, "as many layers as there are weights for")
+    if stated is None:
+        stated = [FULL if i % 6 == 5 else SLIDING for i in range(layers)]
+    if not isinstance(stated, list | tuple) or len(stated) != layers or any(kind not in (SLIDING, FULL) for kind in stated):
+        raise text.wrong("layer_types", stated, f"{SLIDING!r} or {FULL!r} for each of {layers} layers")
+    return (*stated[:-1], FULL)
+
+
+def _head_sizes(text: Fields, kinds: tuple[str, ...], k_eq_v: bool) -> dict[str, tuple[int, int]]:
+    """KV heads and head_dim of each kind, from `per_layer_config` (transformers 5.17), else from the `global_` fields."""
+    usual = text.size("num_key_value_heads", 4), text.size("head_dim", 256)
+    if "per_layer_config" in text.values:
+        return _overridden(text, kinds, usual)
+    kv_heads = text.values.get("num_global_key_value_heads") if k_eq_v else None
+    own = usual[0] if kv_heads is None else text.size("num_global_key_value_heads")
+    return {SLIDING: usual, FULL: (own, text.size("global_head_dim", 512))}
+
+
+def _overridden(text: Fields, kinds: tuple[str, ...], usual: tuple[int, int]) -> dict[str, tuple[int, int]]:
+    """What `per_layer_config` says of each kind. It must say the same of every layer of a kind: they share a rotary table."""
+    stated = text.values["per_layer_config"]
+    stated = {} if stated is None else stated
+    wanted = "a mapping of layer numbers to their num_key_value_heads and head_dim"
+    if not isinstance(stated, Mapping) or not all(str(key).isdecimal() and int(key) < len(kinds) for key in stated):
+        raise text.wrong("per_layer_config", stated, wanted)
+    found: dict[str, set[tuple[int, int]]] = {SLIDING: set(), FULL: set()}
+    overrides = {int(key): value for key, value in stated.items()}
+    for layer, kind in enumerate(kinds):
+        own = Fields(f"{text.source} per_layer_config {layer}", overrides.get(layer, {}))
+        for name, value in own.values.items():
+            if name not in ("num_key_value_heads", "head_dim", "skip") and value != text.values.get(name):
+                raise own.wrong(name, value, wanted, "no other field may differ between layers")
+        own.only("skip", None, [])
+        found[kind].add((own.size("num_key_value_heads", usual[0]), own.size("head_dim", usual[1])))
+    if any(len(several) > 1 for several in found.values()):
+        raise text.wrong("per_layer_config", stated, "the same for every layer of a kind (sliding, full)")
+    return {kind: next(iter(one), usual) for kind, one in found.items()}
+
+
+def _heads(text: Fields, kind: str, kv_heads: int, head_dim: int) -> Heads:
+    """The heads of one kind, with its entry of `rope_parameters`: "default" or "proportional"."""
+    stated = text.values.get("rope_parameters")
+    ropes = ROPE_DEFAULTS if stated is None else stated
+    if not isinstance(ropes, Mapping) or not isinstance(ropes.get(kind), Mapping):
+        raise text.wrong("rope_parameters", stated, f"an entry for {kind!r}")
+    rope = Fields(f"{text.source} rope_parameters {kind}", ropes[kind])
+    rope_type = rope.values.get("rope_type", rope.values.get("type", "default"))
+    if rope_type not in ("default", "proportional"):
+        raise rope.wrong("rope_type", rope_type, "'default' or 'proportional'", "other rotary embeddings aren't supported")
+    theta = rope.number("rope_theta", text.values.get("rope_theta", 10_000.0))
+    if rope_type == "default":  # turns whole heads, whatever partial_rotary_factor says: transformers reads none here
+        return Heads(kv_heads, head_dim, theta, head_dim // 2)
+    share = 0.0 if rope.values.get("partial_rotary_factor") == 0 else rope.number("partial_rotary_factor", 1.0)
+    if share > 1:
+        raise rope.wrong("partial_rotary_factor", share, "a number from 0 to 1")
+    return Heads(kv_heads, head_dim, theta, int(share * head_dim // 2), rope.number("factor", 1.0))
+
+
+def _from_gguf(cls: type[Config], metadata: Mapping[str, Any], tensors: Mapping[str, Sequence[int]]) -> Config:
+    fields = Fields("GGUF metadata", metadata)
+    fields.only("general.architecture", "gemma4")
+    fields.only("gemma4.rope.scaling.type", None, "none")
+    layers, heads = fields.size("gemma4.block_count"), fields.size("gemma4.attention.head_count")
+    windowed = _per_layer(fields, "gemma4.attention.sliding_window_pattern", layers, bool)
+    kinds = tuple(SLIDING if one else FULL for one in windowed)
+    if kinds[-1] != FULL:
+        raise fields.wrong("gemma4.attention.sliding_window_pattern", windowed, "a last layer without a window")
+    kv_heads = _per_layer(fields, "gemma4.attention.head_count_kv", layers, int, heads)
+    shared = _count(fields, "gemma4.attention.shared_kv_layers")
+    own_full = [i for i in range(layers - shared) if kinds[i] == FULL]
+    tokens, per_layer = metadata.get("tokenizer.ggml.tokens"), _count(fields, "gemma4.embedding_length_per_layer_input")
+    vocab = tensors.get("token_embd.weight", (len(tokens) if tokens is not None else None,))[0]
+    vocab = fields.size("gemma4.vocab_size") if vocab is None else int(vocab)
+    moe = "blk.0.ffn_gate_inp.weight" in tensors or (not tensors and _count(fields, "gemma4.expert_count") > 0)
+    cap = metadata.get("gemma4.final_logit_softcapping")
+    return cls(
+        vocab_size=vocab,
+        hidden_size=fields.size("gemma4.embedding_length"),
+        intermediate_sizes=_per_layer(fields, "gemma4.feed_forward_length", layers, int),
+        num_attention_heads=heads,
+        layer_types=kinds,
+        sliding=_gguf_heads(fields, "_swa", SLIDING, kinds, kv_heads) if SLIDING in kinds else None,
+        full=_gguf_heads(fields, "", FULL, kinds, kv_heads),
+        sliding_window=fields.size("gemma4.attention.sliding_window"),
+        max_position_embeddings=fields.size("gemma4.context_length"),
+        rms_norm_eps=fields.number("gemma4.attention.layer_norm_rms_epsilon"),
+        final_logit_softcapping=None if cap is None else fields.number("gemma4.final_logit_softcapping"),
+        tie_word_embeddings="token_embd.weight" in tensors and "output.weight" not in tensors,
+        attention_bias="blk.0.attn_q.bias" in tensors,
+        attention_k_eq_v=bool(tensors) and not any(f"blk.{i}.attn_v.weight" in tensors for i in own_full),
+        num_kv_shared_layers=shared,
+        hidden_size_per_layer_input=per_layer,
+        vocab_size_per_layer_input=tensors.get("per_layer_token_embd.weight", (vocab,))[0] if per_layer else 0,
+        num_experts=fields.size("gemma4.expert_count") if moe else 0,
+        top_k_experts=fields.size("gemma4.expert_used_count") if moe else 0,
+        moe_intermediate_size=fields.size("gemma4.expert_feed_forward_length") if moe else 0,
+        eos_token_ids=fields.ids("tokenizer.ggml.eos_token_id"),
+        rope_freqs_stored=True,
+    )
+
+
+def _per_layer(fields: Fields, name: str, layers: int, kind: type, default: int | None = None) -> tuple[Any, ...]:
+    """One value for all layers, or one for each: bool, or whole numbers from 1 on."""
+    value = fields.values.get(name, default)
+    several = list(value) if isinstance(value, list | tuple) else [value] * min(layers, 1 << 20)
+    good = all(
+        isinstance(v, bool) if kind is bool else not isinstance(v, bool) and isinstance(v, int) and v > 0 for v in several
+    )
+    if len(several) != layers or not good:
+        raise fields.wrong(name, value, f"{'true or false' if kind is bool else 'a whole number'} for each of {layers} layers")
+    return tuple(several)
+
+
+def _gguf_heads(fields: Fields, suffix: str, kind: str, kinds: tuple[str, ...], kv_heads: Sequence[int]) -> Heads:
+    """The heads of one kind; its keys end in `suffix`. Frequencies are theta's; a weight divides those of the full layers."""
+    head_dim = fields.size(f"gemma4.attention.key_length{suffix}")
+    fields.only(f"gemma4.attention.value_length{suffix}", head_dim)
+    fields.only(f"gemma4.rope.dimension_count{suffix}", head_dim)
+    theta = fields.number(f"gemma4.rope.freq_base{suffix}", 10_000.0)
+    counts = {n for n, one in zip(kv_heads, kinds, strict=True) if one == kind}
+    if len(counts) > 1:
+        raise fields.wrong(
+            "gemma4.attention.head_count_kv", list(kv_heads), "the same for every layer of a kind (sliding, full)"
+        )
+    return Heads(counts.pop(), head_dim, theta, head_dim // 2)
