@@ -136,13 +136,16 @@ class _Awq(Coded):
     def raw(self, start: int, stop: int) -> dict[str, Tensor]:
         scales = _turned(self.values("scales")[:, start:stop])
         zeros = self._codes("qzeros", start, stop).to(scales.dtype)
-        return {"codes": _rows(self._codes("qweight", start, stop)), "scales": scales, "zeros": zeros}
+        return {"codes": self._codes("qweight", start, stop), "scales": scales, "zeros": zeros}
 
     def _codes(self, leaf: str, start: int, stop: int) -> Tensor:
         """Codes [rows, n] of outputs `start` to `stop` of the part called `leaf` [n, out / 8]."""
-        words = _rows(self.values(leaf)[:, start // 8 : -(-stop // 8)])
-        codes = _unpack(words, 4).unflatten(-1, (-1, 8))[..., _AWQ_ORDER].flatten(-2)
-        return codes[:, start % 8 : start % 8 + stop - start].t()
+        words = _turned(self.values(leaf)[:, start // 8 : -(-stop // 8)])  # [rows / 8, n]
+        packed = words.view(torch.uint8).view(*words.shape, 4)
+        codes = torch.empty(words.shape[0], 8, words.shape[1], dtype=torch.uint8)
+        for output, nibble in enumerate(_AWQ_ORDER):
+            torch.bitwise_and(packed[..., nibble // 2] >> (nibble % 2 * 4), 15, out=codes[:, output])
+        return codes.flatten(0, 1)[start % 8 : start % 8 + stop - start]
 
 
 class _Hqq(Coded):
