@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from toolkit.models.cache import Cache, KeysValues, Reach, Ring, State
+from toolkit.models.costs import Cost, each, look_up, weigh
 from toolkit.models.gemma4_config import FULL, SLIDING, Config, Heads
 from toolkit.models.gemma4_names import SKIPPED, names_gguf, names_hf
 from toolkit.models.layers import (
@@ -34,7 +35,7 @@ from toolkit.models.layers import (
     rotate,
     to_dtype,
 )
-from toolkit.quant import matmul
+from toolkit.quant import PackedMatrix, matmul
 
 if TYPE_CHECKING:
     from toolkit.devices.base import Device
@@ -295,6 +296,53 @@ class Model(nn.Module):
             reaches[SLIDING] = cache.ring_reach(positions, length, self.config.sliding_window)
         return self._layers(x, Pass(ropes, cache, reaches))
 
+    def costs(self, length: int) -> tuple[Cost, ...]:
+        """What each part holds, and what a token costs it after `length` tokens."""
+        norms = ["attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm"]
+        if self.config.num_experts:
+            norms += ["dense_post_norm", "routed.norm", "routed.post_norm"]
+        numbered = each(self.layers, *norms)
+        for layer, modules in numbered.items():
+            modules.append(_alone(self.layers[layer].get_parameter("scalar")))
+        found = [look_up("embedding", _alone(self.embed.weight)), *self._attention_costs(length)]
+        found += [weigh("mlp", each(self.layers, "mlp")), weigh("norms", numbered), weigh("norms", self.norm)]
+        if self.config.num_experts:
+            share = self.config.top_k_experts / self.config.num_experts
+            found.append(weigh("experts", each(self.layers, "routed.experts"), share=share))
+            found.append(weigh("router", each(self.layers, "routed.router")))
+        if self.embed.per_layer is not None and self.layer_inputs is not None:
+            found.append(look_up("per-layer inputs", self.embed.per_layer, kind="table"))
+            found.append(weigh("per-layer inputs", self.layer_inputs, kind="projection"))
+            found.append(weigh("per-layer inputs", each(self.layers, "layer_input")))
+        head = self.embed.weight if self.head is None else self.head.weight
+        found.append(weigh("head", _alone(head), tied=self.head is None))
+        return (*found, weigh("norms", _alone(self.rope_freqs), kind="rotary")) if self.rope_freqs is not None else tuple(found)
+
+    def _attention_costs(self, length: int) -> list[Cost]:
+        """By kind of layer, and apart those that read the keys and values of another: they hold none themselves."""
+        c, found = self.config, []
+        for kind, name in ((SLIDING, "sliding"), (FULL, "full")):
+            layers = [i for i, one in enumerate(c.layer_types) if one == kind]
+            for shares in (False, True):
+                own = [i for i in layers if (i >= c.first_shared_layer) == shares]
+                if not own:
+                    continue
+                heads = c.heads(kind)
+                entries = min(length, c.sliding_window) if kind == SLIDING else length
+                kv_bytes = 2 * heads.kv_heads * heads.head_dim * self.dtype.itemsize  # of a token; keys and values differ
+                found.append(
+                    weigh(
+                        "attention",
+                        each(self.layers, "attention", only=own),
+                        kind=f"{name}, shared" if shares else name,
+                        flops=4 * c.num_attention_heads * heads.head_dim * entries,
+                        state_bytes=kv_bytes * entries,
+                        state_per_token_bytes=0 if shares or entries < length else kv_bytes,
+                        state_held_bytes=0 if shares else None,
+                    )
+                )
+        return found
+
     def _layers(self, x: Tensor, at: Pass) -> Tensor:
         """All layers, on embedded tokens [B, T, hidden (+ per-layer inputs)] -> [B, T, hidden]."""
         given: tuple[Tensor | None, ...] = (None,) * len(self.layers)
@@ -315,6 +363,11 @@ class Model(nn.Module):
                 frequencies = frequencies / self.rope_freqs
             found[kind] = rope_of(positions, frequencies, self.dtype)
         return found
+
+
+def _alone(weight: Tensor | PackedMatrix) -> nn.Module:
+    """One weight as a module, to be weighed apart from what its owner holds beside it."""
+    return weight if isinstance(weight, PackedMatrix) else nn.ParameterList([weight])
 
 
 def frequencies_of(heads: Heads, device: torch.device) -> Tensor:
