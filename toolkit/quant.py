@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from toolkit.errors import ModelError, unknown_name
 
-CHUNK_WEIGHTS = 1 << 25  # dequantised at a time by `matmul`: bounds its scratch to about 0.4 GB
+CHUNK_WEIGHTS = 1 << 26  # dequantised at a time: bounds the scratch of a product to about 0.5 GiB
 
 
 @dataclass(frozen=True)
@@ -149,16 +149,16 @@ class PackedMatrix(nn.Module):
 
 def dequantise(scheme: Scheme, parts: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
     """The values of packed `parts` [..., out, in / (weights an element)] -> [..., out, in], in fp32, then `dtype`."""
-    codes = unpack_codes(scheme, parts).float() - scheme.centre
-    grouped = codes.view(*codes.shape[:-1], -1, scheme.group)
-    scales = _fine(parts["scales"], parts.get("scale_steps"))[..., None]
+    values = unpack_codes(scheme, parts).float()
+    if scheme.centre:
+        values.sub_(scheme.centre)
+    grouped = values.view(*values.shape[:-1], -1, scheme.group)  # in place from here: one fp32 copy is all the scratch
     if scheme.offset == "zero":
-        values = (grouped - parts["zeros"].float()[..., None]) * scales
-    elif scheme.offset == "minimum":
-        values = grouped * scales - _fine(parts["minima"], parts.get("minimum_steps"))[..., None]
-    else:
-        values = grouped * scales
-    return values.view(codes.shape).to(dtype)
+        grouped.sub_(parts["zeros"].float()[..., None])
+    grouped.mul_(_fine(parts["scales"], parts.get("scale_steps"))[..., None])
+    if scheme.offset == "minimum":
+        grouped.sub_(_fine(parts["minima"], parts.get("minimum_steps"))[..., None])
+    return values.to(dtype)
 
 
 def _fine(scales: Tensor, steps: Tensor | None) -> Tensor:
@@ -217,9 +217,24 @@ def matmul(x: Tensor, weight: Tensor | PackedMatrix) -> Tensor:
 
 
 def experts_matmul(x: Tensor, weight: Tensor | PackedMatrix, experts: Tensor | slice) -> Tensor:
-    """x [n, T, in] times n matrices (`experts`: numbers on the device, or a slice) of a stack [E, out, in] -> [n, T, out]."""
+    """x [n, T, in] times n matrices (`experts`: numbers on the device, or a slice) of a stack [E, out, in] -> [n, T, out].
+
+    A bounded number of matrices is gathered, or dequantised, at a time.
+    """
+    if isinstance(weight, Tensor) and isinstance(experts, slice):
+        return torch.bmm(x, weight[experts].transpose(1, 2))
+    step = max(1, CHUNK_WEIGHTS // (weight.shape[-2] * weight.shape[-1]))
+    if x.shape[0] <= step:
+        return torch.bmm(x, _some(weight, experts, x.dtype).transpose(1, 2))
+    numbers = experts if isinstance(experts, Tensor) else range(*experts.indices(weight.shape[0]))
+    runs = [numbers[i : i + step] for i in range(0, x.shape[0], step)]
+    chosen = [slice(run.start, run.stop) if isinstance(run, range) else run for run in runs]
+    each = [torch.bmm(x[i * step : (i + 1) * step], _some(weight, c, x.dtype).transpose(1, 2)) for i, c in enumerate(chosen)]
+    return torch.cat(each)
+
+
+def _some(weight: Tensor | PackedMatrix, experts: Tensor | slice, dtype: torch.dtype) -> Tensor:
+    """Some matrices of a stack, plain: [n, out, in]."""
     if isinstance(weight, PackedMatrix):
-        chosen = weight.select(experts, x.dtype)
-    else:
-        chosen = weight[experts] if isinstance(experts, slice) else weight.index_select(0, experts)
-    return torch.bmm(x, chosen.transpose(1, 2))
+        return weight.select(experts, dtype)
+    return weight[experts] if isinstance(experts, slice) else weight.index_select(0, experts)

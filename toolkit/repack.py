@@ -43,12 +43,12 @@ def from_stored(kind: str, raw: Mapping[str, Tensor], columns: int, scheme: Sche
     raw: for GGUF kinds "blocks", uint8 [rows, bytes of a row]; for GPTQ, AWQ and HQQ "codes" [rows, columns] with "scales" and
     "zeros" [rows, groups]. `columns`: weights of a row; `scheme`: what `scheme_of` said, needed for codes of other than
     4 bits. Nothing is rounded: dequantised in fp32, GGUF parts equal the gguf package's values bit for bit, and codes
-    with fp16 scales and zeros equal (code - zero) * scale. Raises ModelError for a kind it doesn't know, or rows that don't fit.
+    with fp16 scales and zeros equal (code - zero) * scale. Raises ModelError for an unknown kind, or rows that don't fit.
     """
     if kind in CODED:
-        found = scheme or scheme_of(kind, 4, columns // raw["scales"].shape[-1], columns)
-        if found is not None:
-            return pack(found, raw["codes"], raw["scales"], raw.get("zeros"))
+        scheme = scheme or scheme_of(kind, 4, columns // raw["scales"].shape[-1], columns)
+        if scheme is not None:
+            return pack(scheme, raw["codes"], raw["scales"], raw.get("zeros"))
     if kind not in GGUF_KINDS:
         known = ", ".join((*GGUF_KINDS, *CODED))
         raise ModelError(f"weights stored as {kind}", f"rows of {columns:,} have no packed form", f"It packs {known}")

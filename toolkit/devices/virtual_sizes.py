@@ -3,7 +3,7 @@
 """Sizes only: tensors of the virtual GPU whose values take no memory, so that a 31B model runs on a laptop.
 
 Floating-point values are left out (their host tensor is on PyTorch's `meta` device); integers and booleans are kept, as
-programs branch and index by them, unless they are larger than KEPT_BYTES. Where an integer would depend on values that
+programs branch and index by them, unless they are larger than KEPT_BYTES (KEPT_PACKED_BYTES). Where an integer would depend on values that
 are not there, it is zero. So shapes, bytes and modelled times are those of the real run, and values mean nothing.
 Knows host tensors only.
 """
@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-KEPT_BYTES = 1 << 24  # integers up to this size keep their values: positions, token ids, masks; not packed weights
+KEPT_BYTES = 1 << 24  # integers up to this size keep their values: positions, token ids, masks
+KEPT_PACKED_BYTES = 1 << 16  # the same for uint8 and int8, which are packed weights more often than numbers to index by
 _META = torch.device("meta")
 # The size of what these return depends on values.
 _UNSIZED = {"nonzero", "_unique2", "_unique", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "bincount"}
@@ -35,7 +36,8 @@ def _note() -> None:
 def keeps_values(shape: Any, dtype: torch.dtype) -> bool:
     """Does a tensor made in sizes-only mode keep its values?"""
     number = dtype.is_floating_point or dtype.is_complex
-    return not number and math.prod(shape) * dtype.itemsize <= KEPT_BYTES
+    kept = KEPT_PACKED_BYTES if dtype in (torch.uint8, torch.int8) else KEPT_BYTES
+    return not number and math.prod(shape) * dtype.itemsize <= kept
 
 
 def absent(*trees: Any) -> bool:
