@@ -32,6 +32,25 @@ def seconds_text(s: float) -> str:
     return f"{s * 1e9:.0f} ns"
 
 
+def decimal_text(n: float, unit: str) -> str:
+    """`n` of a `unit` with a decimal prefix, three significant digits: (4.8e12, "B/s") -> "4.80 TB/s".
+
+    For rates, and for what is divided by rates: bytes that memory gives per token, operations.
+    """
+    for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(n) >= 0.9995 * size:
+            return f"{_three(n / size)} {prefix}{unit}"
+    return f"{n:.0f} {unit}"
+
+
+def count_text(n: float) -> str:
+    """`n` things as text, three significant digits: 8.19e9 -> "8.19 billion"."""
+    for word, size in (("trillion", 1e12), ("billion", 1e9), ("million", 1e6)):
+        if abs(n) >= 0.9995 * size:
+            return f"{_three(n / size)} {word}"
+    return f"{n:,.0f}"
+
+
 def _three(x: float) -> str:
     return f"{x:.0f}" if abs(x) >= 100 else f"{x:.1f}" if abs(x) >= 10 else f"{x:.2f}"
 

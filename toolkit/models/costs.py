@@ -37,6 +37,20 @@ class Cost:
     kind: str = ""
 
 
+class Shown:
+    """Mixed into a model (before nn.Module): it shows itself as what it holds and what a token costs, not as its modules."""
+
+    def __repr__(self) -> str:
+        from toolkit.notebook.model import text_of
+
+        return text_of(self)
+
+    def _repr_html_(self) -> str:
+        from toolkit.notebook.model import html_of
+
+        return html_of(self)
+
+
 Parts = nn.Module | Mapping[int, Sequence[nn.Module]]
 
 
