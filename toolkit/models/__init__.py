@@ -12,6 +12,8 @@ ARCHITECTURES: dict[str, ModuleType] = {
     "gemma4_unified": gemma4,
     "gemma4_unified_text": gemma4,
     "qwen3": qwen3,
+    "qwen3_moe": qwen3,
+    "qwen3moe": qwen3,
     "qwen3_5": qwen3_5_moe,
     "qwen3_5_text": qwen3_5_moe,
     "qwen3_5_moe": qwen3_5_moe,

@@ -1,12 +1,13 @@
-"""Qwen3 (dense): config, blocks, the names its weights have in checkpoints, and what a token costs.
+"""Qwen3, dense and with experts: its blocks, how it is fed, and what a token costs. Its config: qwen3_config.py.
 
-Grouped-query attention with RMSNorm on each head of query and key before the rotary embedding, a SiLU-gated MLP,
-pre-norms, no biases unless the config says so. It knows no file and no decode loop.
+Grouped-query attention with RMSNorm on each head of query and key before the rotary embedding, in all positions or in a
+sliding window; a SiLU-gated MLP, or a few of many experts; pre-norms, no biases unless the config says so. It knows no
+file and no decode loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,138 +15,37 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from toolkit.errors import ModelError
-from toolkit.models.cache import Cache, KeysValues
-from toolkit.models.costs import Cost, each, look_up, weigh
-from toolkit.models.fields import Fields
+from toolkit.models.cache import Cache, KeysValues, Reach, Ring, State
+from toolkit.models.costs import Cost, Shown, each, look_up, weigh
 from toolkit.models.layers import (
     Embedding,
+    Experts,
     GatedMLP,
     Joined,
     Linear,
     RMSNorm,
-    Source,
     cached_attention,
     causal_attention,
-    hidden_slots,
     initialise,
-    rope_table,
-    rotate,
     to_dtype,
 )
+from toolkit.models.names import SKIPPED
+from toolkit.models.qwen3_config import Config, names_gguf, names_hf
 from toolkit.quant import matmul
 
 if TYPE_CHECKING:
     from toolkit.devices.base import Device
 
+__all__ = ["SKIPPED", "Config", "Model", "names_gguf", "names_hf"]
+
 
 @dataclass(frozen=True)
-class Config:
-    """The shape of a Qwen3. Names are those of config.json."""
+class At:
+    """Where in a cache a forward pass stands: for layers that keep all positions, and for those with a window."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int = 32768
-    rope_theta: float = 10_000.0
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False
-    attention_bias: bool = False
-    eos_token_ids: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        asked = f"a Qwen3 of {self.num_attention_heads} heads, {self.num_key_value_heads} KV heads, head_dim {self.head_dim}"
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ModelError(asked, "heads can't be shared out evenly", "num_key_value_heads must divide num_attention_heads")
-        if self.head_dim % 2:
-            raise ModelError(asked, "an odd head_dim has no rotary pairs", "head_dim must be even")
-
-    @classmethod
-    def from_hf(cls, values: Mapping[str, Any]) -> Config:
-        """From a config.json of transformers 4 or 5; absent fields have the defaults of its Qwen3Config.
-
-        Raises ModelError, naming the field, for what is missing, malformed, or would change the result unsupported.
-        """
-        fields = Fields("config.json", values)
-        fields.only("model_type", "qwen3")
-        fields.only("hidden_act", "silu")
-        fields.only("quantization_config", None)
-        if values.get("use_sliding_window") and values.get("sliding_window") is not None:
-            raise fields.wrong("use_sliding_window", values["use_sliding_window"], "False", "windows aren't supported")
-        layer_types = values.get("layer_types")
-        if layer_types is not None and not (
-            isinstance(layer_types, list | tuple) and set(map(str, layer_types)) == {"full_attention"}
-        ):
-            raise fields.wrong("layer_types", layer_types, "'full_attention' in every layer", "windows aren't supported")
-        heads, hidden = fields.size("num_attention_heads", 32), fields.size("hidden_size", 4096)
-        return cls(
-            vocab_size=fields.size("vocab_size", 151936),
-            hidden_size=hidden,
-            intermediate_size=fields.size("intermediate_size", 22016),
-            num_hidden_layers=fields.size("num_hidden_layers", 32),
-            num_attention_heads=heads,
-            num_key_value_heads=fields.size("num_key_value_heads", 32, null=heads),
-            head_dim=fields.size("head_dim", 128, null=max(1, hidden // heads)),
-            max_position_embeddings=fields.size("max_position_embeddings", 32768),
-            rope_theta=_rope_theta(fields),
-            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-            tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-            attention_bias=fields.flag("attention_bias", False),
-            eos_token_ids=fields.ids("eos_token_id"),
-        )
-
-    @classmethod
-    def from_gguf(cls, metadata: Mapping[str, Any], tensors: Mapping[str, Sequence[int]] | None = None) -> Config:
-        """From GGUF metadata ("qwen3.*" keys) and, where given, the shapes of the file's tensors by name.
-
-        GGUF states neither tied embeddings nor biases: they follow from which tensors are there. Without `tensors` the
-        model is taken as untied and free of biases. The vocabulary is counted from the metadata, or from the embedding
-        (shape [vocab, hidden], as PyTorch writes it). Raises ModelError, naming the field.
-        """
-        fields = Fields("GGUF metadata", metadata)
-        fields.only("general.architecture", "qwen3")
-        fields.only("qwen3.rope.scaling.type", None, "none")
-        tensors = tensors or {}
-        heads, hidden = fields.size("qwen3.attention.head_count"), fields.size("qwen3.embedding_length")
-        tokens = metadata.get("tokenizer.ggml.tokens")
-        known = tensors.get("token_embd.weight", (len(tokens) if tokens is not None else None,))[0]
-        head_dim = fields.size("qwen3.attention.key_length", hidden // heads)
-        fields.only("qwen3.attention.value_length", head_dim)
-        fields.only("qwen3.rope.dimension_count", head_dim)
-        return cls(
-            vocab_size=fields.size("qwen3.vocab_size") if known is None else int(known),
-            hidden_size=hidden,
-            intermediate_size=fields.size("qwen3.feed_forward_length"),
-            num_hidden_layers=fields.size("qwen3.block_count"),
-            num_attention_heads=heads,
-            num_key_value_heads=fields.size("qwen3.attention.head_count_kv", heads),
-            head_dim=head_dim,
-            max_position_embeddings=fields.size("qwen3.context_length"),
-            rope_theta=fields.number("qwen3.rope.freq_base", 10_000.0),
-            rms_norm_eps=fields.number("qwen3.attention.layer_norm_rms_epsilon"),
-            tie_word_embeddings="token_embd.weight" in tensors and "output.weight" not in tensors,
-            attention_bias="blk.0.attn_q.bias" in tensors,
-            eos_token_ids=fields.ids("tokenizer.ggml.eos_token_id"),
-        )
-
-
-def _rope_theta(fields: Fields) -> float:
-    """theta from the top level (transformers 4) or from `rope_parameters` (5); any scaling of it is refused."""
-    for name in ("rope_parameters", "rope_scaling"):
-        rope = fields.values.get(name)
-        if rope is None:
-            continue
-        inner = Fields(f"config.json {name}", rope)
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
-            raise fields.wrong(name, rope, "rope_type 'default', the whole head", "scaled rotary embeddings aren't supported")
-        if "rope_theta" in rope:
-            return inner.number("rope_theta")
-    return fields.number("rope_theta", 10_000.0)
+    cache: Cache
+    full: Reach
+    window: Reach | None
 
 
 class Attention(nn.Module):
@@ -154,6 +54,7 @@ class Attention(nn.Module):
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
         self.layer, self.head_dim, self.scale = layer, config.head_dim, config.head_dim**-0.5
+        self.rope, self.window = config.rope, config.sliding_window if layer in config.windowed else None
         width, kv_width = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
         self.qkv = Joined(config.hidden_size, {"q": width, "k": kv_width, "v": kv_width}, bias=config.attention_bias)
         self.o = Linear(width, config.hidden_size, bias=config.attention_bias)
@@ -163,17 +64,36 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rope: Tensor, at: At | None) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
         query, key, value = (part.view(heads) for part in self.qkv(x))
-        query = rotate(self.q_norm(query), rope)  # [B, T, H, D]
-        key = rotate(self.k_norm(key), rope)  # [B, T, KV, D]
+        query = self.rope.turn(self.q_norm(query), rope)  # [B, T, H, D]
+        key = self.rope.turn(self.k_norm(key), rope)  # [B, T, KV, D]
         if at is None:
-            mixed = causal_attention(query, key, value, self.scale)
+            mixed = causal_attention(query, key, value, self.scale, self.window)
         else:
-            state = at.cache.states[self.layer]
+            state, reach = at.cache.states[self.layer], at.full if self.window is None else at.window
             assert isinstance(state, KeysValues)
-            state.write(key.transpose(1, 2), value.transpose(1, 2), at.positions)
-            mixed = cached_attention(query, *state.read(at.bound), at.mask, self.scale)
+            assert reach is not None
+            seen = state.extend(key.transpose(1, 2), value.transpose(1, 2), reach)
+            mixed = cached_attention(query, *seen, reach.mask, self.scale)
         out: Tensor = self.o(mixed)
         return out
+
+
+class SparseMLP(nn.Module):
+    """The experts a token chooses: by softmax over all, whose shares may be scaled to sum to one."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.top_k, self.scaled = config.num_experts_per_tok, config.norm_topk_prob
+        self.router = Linear(config.hidden_size, config.num_experts)
+        self.experts = Experts(config.num_experts, config.hidden_size, config.moe_intermediate_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        shares, chosen = self.router(rows).softmax(-1, dtype=torch.float32).topk(self.top_k, -1)
+        if self.scaled:
+            shares = shares / shares.sum(-1, keepdim=True)
+        out: Tensor = self.experts(rows, chosen, shares)
+        return out.view(x.shape)
 
 
 class Block(nn.Module):
@@ -184,25 +104,19 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attention = Attention(config, layer)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+        if layer in config.sparse:
+            self.moe = SparseMLP(config)
+        else:
+            self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
 
     def forward(self, x: Tensor, rope: Tensor, at: At | None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rope, at)
-        out: Tensor = x + self.mlp(self.mlp_norm(x))
+        mlp = self.moe if hasattr(self, "moe") else self.mlp
+        out: Tensor = x + mlp(self.mlp_norm(x))
         return out
 
 
-@dataclass(frozen=True)
-class At:
-    """Where in a cache a forward pass stands: positions [T] and mask [T, bound], both on the device."""
-
-    cache: Cache
-    positions: Tensor
-    bound: int
-    mask: Tensor
-
-
-class Model(nn.Module):
+class Model(Shown, nn.Module):
     """A Qwen3 built on "meta": shapes without memory, until a loader (or `init_weights`) gives it weights.
 
     `model(ids)` maps token ids [B, T] on the device to fp32 logits [B, T, vocab], with gradients. Decoding goes through
@@ -234,7 +148,7 @@ class Model(nn.Module):
         """ids [B, T] -> logits [B, T, vocab], fp32."""
         x = self.embed(ids)
         slots = torch.arange(ids.shape[1], device=ids.device)
-        rope = rope_table(slots, self.config.head_dim, self.config.rope_theta, x.dtype)
+        rope = self.config.rope.table(slots, x.dtype)
         for layer in self.layers:
             x = layer(x, rope, None)
         return self.logits(x)
@@ -243,9 +157,13 @@ class Model(nn.Module):
         """A cache for `context` tokens on the model's device, made there without a copy."""
         c = self.config
         slots = torch.arange(context, device=self.device.torch)
-        rope = rope_table(slots, c.head_dim, c.rope_theta, self.dtype)
-        make = partial(KeysValues, c.num_key_value_heads, context, c.head_dim, self.dtype, self.device.torch)
-        return Cache(slots, {"full": rope}).fill([make] * c.num_hidden_layers)
+        like = (c.head_dim, self.dtype, self.device.torch)
+        makers: list[Callable[[], State] | None] = [partial(KeysValues, c.num_key_value_heads, context, *like)]
+        makers *= c.num_hidden_layers
+        for layer in c.windowed:
+            assert c.sliding_window is not None
+            makers[layer] = partial(Ring, c.num_key_value_heads, c.sliding_window, context, *like)
+        return Cache(slots, {"full": c.rope.table(slots, self.dtype)}).fill(makers)
 
     def advance(self, x: Tensor, positions: Tensor, cache: Cache, length: int) -> Tensor:
         """Feed embedded tokens `x` [1, T, hidden] at `positions` [T] (on the device); hidden states [1, T, hidden].
@@ -253,65 +171,39 @@ class Model(nn.Module):
         `length` is how many tokens the cache then holds, at most: it bounds how much of the cache is read, and need not
         be exact. The exact position is read on the device only.
         """
-        bound = cache.bound(length)
-        at = At(cache, positions, bound, hidden_slots(cache.slots[:bound], positions))
+        window = self.config.sliding_window
+        ring = None if window is None else cache.ring_reach(positions, length, window)
+        at = At(cache, cache.reach(positions, length), ring)
         rope = cache.ropes["full"].index_select(0, positions)
         for layer in self.layers:
             x = layer(x, rope, at)
         return x
 
     def costs(self, length: int) -> tuple[Cost, ...]:
-        """What each part holds, and what a token costs it after `length` tokens."""
+        """What each part holds, and what a token costs it after `length` tokens. A token reads the experts it chooses."""
+        c, layers = self.config, range(self.config.num_hidden_layers)
+        found = [look_up("embedding", self.embed)]
+        for kind, own in (("full", set(layers) - set(c.windowed)), ("sliding", set(c.windowed))):
+            if own:
+                found.append(self._attention_cost(kind if c.windowed else "", own, length))
+        if len(c.sparse) < c.num_hidden_layers:
+            found.append(weigh("mlp", each(self.layers, "mlp", only=set(layers) - set(c.sparse))))
+        if c.sparse:
+            share = c.num_experts_per_tok / c.num_experts
+            found.append(weigh("experts", each(self.layers, "moe.experts", only=c.sparse), share=share))
+            found.append(weigh("router", each(self.layers, "moe.router", only=c.sparse)))
+        found += [weigh("norms", each(self.layers, "attention_norm", "mlp_norm")), weigh("norms", self.norm)]
+        return (*found, weigh("head", self.embed, tied=True) if self.head is None else weigh("head", self.head))
+
+    def _attention_cost(self, kind: str, layers: set[int], length: int) -> Cost:
         c = self.config
+        entries = min(length, c.sliding_window or length) if kind == "sliding" else length
         kv_bytes = 2 * c.num_key_value_heads * c.head_dim * self.dtype.itemsize  # of a token, in a layer
-        return (
-            look_up("embedding", self.embed),
-            weigh(
-                "attention",
-                each(self.layers, "attention"),
-                flops=4 * c.num_attention_heads * c.head_dim * length,
-                state_bytes=kv_bytes * length,
-                state_per_token_bytes=kv_bytes,
-            ),
-            weigh("mlp", each(self.layers, "mlp")),
-            weigh("norms", each(self.layers, "attention_norm", "mlp_norm")),
-            weigh("norms", self.norm),
-            weigh("head", self.embed, tied=True) if self.head is None else weigh("head", self.head),
+        return weigh(
+            "attention",
+            each(self.layers, "attention", only=layers),
+            kind=kind,
+            flops=4 * c.num_attention_heads * c.head_dim * entries,
+            state_bytes=kv_bytes * entries,
+            state_per_token_bytes=kv_bytes if entries == length else 0,
         )
-
-
-_LAYER_NAMES = {  # ours: (Hugging Face, GGUF)
-    "attention_norm": ("input_layernorm", "attn_norm"),
-    "attention.qkv.q": ("self_attn.q_proj", "attn_q"),
-    "attention.qkv.k": ("self_attn.k_proj", "attn_k"),
-    "attention.qkv.v": ("self_attn.v_proj", "attn_v"),
-    "attention.o": ("self_attn.o_proj", "attn_output"),
-    "attention.q_norm": ("self_attn.q_norm", "attn_q_norm"),
-    "attention.k_norm": ("self_attn.k_norm", "attn_k_norm"),
-    "mlp_norm": ("post_attention_layernorm", "ffn_norm"),
-    "mlp.gate_up.gate": ("mlp.gate_proj", "ffn_gate"),
-    "mlp.gate_up.up": ("mlp.up_proj", "ffn_up"),
-    "mlp.down": ("mlp.down_proj", "ffn_down"),
-}
-_BIASED = ("attention.qkv.q", "attention.qkv.k", "attention.qkv.v", "attention.o")
-
-
-def names_hf(config: Config, stored: Collection[str] = ()) -> dict[str, Source]:
-    """Where our parameters are in a Hugging Face checkpoint that holds tensors called `stored`."""
-    return _names(config, 0, "model.layers", {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"})
-
-
-def names_gguf(config: Config, stored: Collection[str] = ()) -> dict[str, Source]:
-    """Where our parameters are in a GGUF file. Matrices are stored as here: [out, in]; rotary halves need no reordering."""
-    return _names(config, 1, "blk", {"embed": "token_embd", "norm": "output_norm", "head": "output"})
-
-
-def _names(config: Config, column: int, prefix: str, ends: dict[str, str]) -> dict[str, Source]:
-    names = {f"{ours}.weight": Source((f"{theirs}.weight",)) for ours, theirs in ends.items()}
-    if config.tie_word_embeddings:
-        del names["head.weight"]
-    for i in range(config.num_hidden_layers):
-        for ours, both in _LAYER_NAMES.items():
-            for leaf in ("weight", "bias") if config.attention_bias and ours in _BIASED else ("weight",):
-                names[f"layers.{i}.{ours}.{leaf}"] = Source((f"{prefix}.{i}.{both[column]}.{leaf}",))
-    return names

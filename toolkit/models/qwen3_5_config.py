@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from toolkit.errors import ModelError
-from toolkit.models.fields import Fields
+from toolkit.models.fields import MOST_EXPERTS, MOST_LAYERS, Fields, vocab_from_gguf
 from toolkit.models.layers import Source
+from toolkit.models.names import ends_hf, experts_gguf, experts_hf
 from toolkit.models.rotary import Rope, rope_from_gguf, rope_from_hf
 
-MOST_LAYERS = 1 << 16
-KINDS = {"linear_attention": "linear", "mamba": "linear", "conv": "linear", "full_attention": "full", "attention": "full"}
-SKIPPED = (
-    r"mtp\.",  # the layer that drafts tokens ahead
-    r"(model\.)?visual\.",
-    r".*rotary_emb\.inv_freq$",
-    r"blk\.\d+\.nextn\.",  # the same drafting layer in GGUF
+HF_TYPES = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_5_moe", "qwen3_5")
+ONLY: tuple[tuple[Any, ...], ...] = (  # fields of which transformers knows no other value, or none that it acts on
+    ("hidden_act", "silu"),
+    ("attn_output_gate", True),
+    ("output_gate_type", "swish", None),
+    ("mlp_only_layers", None, [], ()),
+    ("decoder_sparse_step", 1),
+    ("norm_topk_prob", True),
+    ("use_sliding_window", False, None),
+    ("mamba_ssm_dtype", "float32", None),
 )
+GGUF_EXPERTS = (
+    ("num_experts", "expert_count", MOST_EXPERTS),
+    ("num_experts_per_tok", "expert_used_count", MOST_EXPERTS),
+    ("moe_intermediate_size", "expert_feed_forward_length", 1 << 31),
+    ("shared_expert_intermediate_size", "expert_shared_feed_forward_length", 1 << 31),
+)
+KINDS = {"linear_attention": "linear", "mamba": "linear", "conv": "linear", "full_attention": "full", "attention": "full"}
 
 
 @dataclass(frozen=True)
@@ -97,49 +108,19 @@ class Config:
 
         Raises ModelError, naming the field, for what is missing, malformed, or would change the result unsupported.
         """
-        outer = Fields("config.json", values)
-        outer.only("quantization_config", None)
-        nested = values.get("text_config")
-        text = (
-            values
-            if nested is None
-            else {"tie_word_embeddings": values.get("tie_word_embeddings")}
-            | dict(Fields("config.json text_config", nested).values)
-        )
-        fields = outer if nested is None else Fields("config.json text_config", text)
-        fields.only("model_type", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_5_moe", "qwen3_5")
-        moe = "moe" in fields.values.get("model_type", values.get("model_type", "moe"))
-        for name, *supported in (
-            ("hidden_act", "silu"), ("quantization_config", None), ("attn_output_gate", True), ("mlp_only_layers", None, []),
-            ("decoder_sparse_step", 1), ("norm_topk_prob", True), ("use_sliding_window", False, None),
-            ("mamba_ssm_dtype", "float32", None), ("output_gate_type", "swish", None),
-        ):  # fmt: skip
+        outer, nested = Fields("config.json", values), values.get("text_config")
+        outer.only("model_type", *HF_TYPES)
+        fields = outer
+        if nested is not None:
+            inner = Fields("config.json text_config", nested).values
+            outside = {name: values[name] for name in ("model_type", "eos_token_id") if name in values}
+            ties = {"tie_word_embeddings": values["tie_word_embeddings"]} if "tie_word_embeddings" in values else {}
+            fields = Fields("config.json text_config", {**outside, **inner, **ties})
+            fields.only("model_type", *HF_TYPES)
+        for name, *supported in ONLY:
             fields.only(name, *supported)
-        head_dim = fields.size("head_dim", 256)
-        return cls(
-            vocab_size=fields.size("vocab_size", 248320),
-            hidden_size=fields.size("hidden_size", 2048 if moe else 4096),
-            layer_types=_layer_types(fields, 40 if moe else 32),
-            num_attention_heads=fields.size("num_attention_heads", 16),
-            num_key_value_heads=fields.size("num_key_value_heads", 2 if moe else 4),
-            head_dim=head_dim,
-            rope=rope_from_hf(fields, head_dim, share=0.25),
-            linear_num_key_heads=fields.size("linear_num_key_heads", 16),
-            linear_num_value_heads=fields.size("linear_num_value_heads", 32),
-            linear_key_head_dim=fields.size("linear_key_head_dim", 128),
-            linear_value_head_dim=fields.size("linear_value_head_dim", 128),
-            linear_conv_kernel_dim=fields.size("linear_conv_kernel_dim", 4),
-            intermediate_size=0 if moe else fields.size("intermediate_size", 12288),
-            num_experts=fields.size("num_experts", 256) if moe else 0,
-            num_experts_per_tok=fields.size("num_experts_per_tok", 8) if moe else 0,
-            moe_intermediate_size=fields.size("moe_intermediate_size", 512) if moe else 0,
-            shared_expert_intermediate_size=fields.size("shared_expert_intermediate_size", 512) if moe else 0,
-            max_position_embeddings=fields.size("max_position_embeddings", 32768),
-            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-            tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-            attention_bias=fields.flag("attention_bias", False),
-            eos_token_ids=fields.ids("eos_token_id") or outer.ids("eos_token_id"),
-        )
+        moe = "moe" in fields.values.get("model_type", "qwen3_5_moe_text")
+        return cls(**_hf_layers(fields, moe), **(_hf_experts(fields) if moe else {}))
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], tensors: Mapping[str, Sequence[int]] | None = None) -> Config:
@@ -148,43 +129,79 @@ class Config:
         Which layers attend, tied embeddings and biases follow from the tensors; without `tensors`, from the interval, and
         the model is taken as untied and free of biases. Raises ModelError, naming the field.
         """
-        fields, tensors = Fields("GGUF metadata", metadata), tensors or {}
+        fields = Fields("GGUF metadata", metadata)
         fields.only("general.architecture", "qwen35moe", "qwen35")
-        arch = metadata.get("general.architecture", "qwen35moe")
-        size, number = (lambda name, *d: fields.size(f"{arch}.{name}", *d)), (lambda name: fields.number(f"{arch}.{name}"))
-        moe = arch == "qwen35moe"
-        heads, hidden, values = size("attention.head_count"), size("embedding_length"), size("ssm.time_step_rank")
-        head_dim, inner = size("attention.key_length", max(1, hidden // heads)), size("ssm.inner_size")
-        fields.only(f"{arch}.attention.value_length", head_dim)
-        if inner % values:
-            raise fields.wrong(f"{arch}.ssm.inner_size", inner, f"a multiple of ssm.time_step_rank, {values}")
-        tokens = metadata.get("tokenizer.ggml.tokens")
-        known = tensors.get("token_embd.weight", (len(tokens) if tokens is not None else None,))[0]
+        moe = metadata.get("general.architecture", "qwen35moe") == "qwen35moe"
+        own = Fields(fields.source, metadata, prefix="qwen35moe." if moe else "qwen35.")
+        experts: dict[str, Any] = {ours: own.size(theirs, most=most) for ours, theirs, most in GGUF_EXPERTS} if moe else {}
         return cls(
-            vocab_size=size("vocab_size") if known is None else int(known),
-            hidden_size=hidden,
-            layer_types=_gguf_layer_types(fields, arch, tensors),
-            num_attention_heads=heads,
-            num_key_value_heads=size("attention.head_count_kv", heads),
-            head_dim=head_dim,
-            rope=rope_from_gguf(fields, arch, size("rope.dimension_count", head_dim)),
-            linear_num_key_heads=size("ssm.group_count"),
-            linear_num_value_heads=values,
-            linear_key_head_dim=size("ssm.state_size"),
-            linear_value_head_dim=inner // values,
-            linear_conv_kernel_dim=size("ssm.conv_kernel"),
-            intermediate_size=0 if moe else size("feed_forward_length"),
-            num_experts=size("expert_count") if moe else 0,
-            num_experts_per_tok=size("expert_used_count") if moe else 0,
-            moe_intermediate_size=size("expert_feed_forward_length") if moe else 0,
-            shared_expert_intermediate_size=size("expert_shared_feed_forward_length") if moe else 0,
-            max_position_embeddings=size("context_length"),
-            rms_norm_eps=number("attention.layer_norm_rms_epsilon"),
-            tie_word_embeddings="token_embd.weight" in tensors and "output.weight" not in tensors,
-            attention_bias=any(name.endswith("attn_q.bias") for name in tensors),
-            eos_token_ids=fields.ids("tokenizer.ggml.eos_token_id"),
+            **_gguf_layers(fields, own, tensors or {}),
+            **experts,
+            intermediate_size=0 if moe else own.size("feed_forward_length"),
             tiled=True,
         )
+
+
+def _hf_layers(fields: Fields, moe: bool) -> dict[str, Any]:
+    """All fields but the experts', out of config.json."""
+    head_dim = fields.size("head_dim", 256)
+    return {
+        "vocab_size": fields.size("vocab_size", 248320),
+        "hidden_size": fields.size("hidden_size", 2048 if moe else 4096),
+        "layer_types": _layer_types(fields, 40 if moe else 32),
+        "num_attention_heads": fields.size("num_attention_heads", 16),
+        "num_key_value_heads": fields.size("num_key_value_heads", 2 if moe else 4),
+        "head_dim": head_dim,
+        "rope": rope_from_hf(fields, head_dim, share=0.25),
+        "linear_num_key_heads": fields.size("linear_num_key_heads", 16),
+        "linear_num_value_heads": fields.size("linear_num_value_heads", 32),
+        "linear_key_head_dim": fields.size("linear_key_head_dim", 128),
+        "linear_value_head_dim": fields.size("linear_value_head_dim", 128),
+        "linear_conv_kernel_dim": fields.size("linear_conv_kernel_dim", 4),
+        "intermediate_size": 0 if moe else fields.size("intermediate_size", 12288),
+        "max_position_embeddings": fields.size("max_position_embeddings", 32768),
+        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
+        "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
+        "attention_bias": fields.flag("attention_bias", False),
+        "eos_token_ids": fields.ids("eos_token_id"),
+    }
+
+
+def _hf_experts(fields: Fields) -> dict[str, Any]:
+    return {
+        "num_experts": fields.size("num_experts", 256, most=MOST_EXPERTS),
+        "num_experts_per_tok": fields.size("num_experts_per_tok", 8),
+        "moe_intermediate_size": fields.size("moe_intermediate_size", 512),
+        "shared_expert_intermediate_size": fields.size("shared_expert_intermediate_size", 512),
+    }
+
+
+def _gguf_layers(fields: Fields, own: Fields, tensors: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """All fields but the MLP's, out of GGUF metadata: `own` are those with the architecture's prefix."""
+    heads, hidden, values = own.size("attention.head_count"), own.size("embedding_length"), own.size("ssm.time_step_rank")
+    head_dim, inner = own.size("attention.key_length", max(1, hidden // heads)), own.size("ssm.inner_size")
+    own.only("attention.value_length", head_dim)
+    if inner % values:
+        raise own.wrong("ssm.inner_size", inner, f"a multiple of ssm.time_step_rank, {values}")
+    return {
+        "vocab_size": vocab_from_gguf(fields, own, tensors),
+        "hidden_size": hidden,
+        "layer_types": _gguf_layer_types(own, tensors),
+        "num_attention_heads": heads,
+        "num_key_value_heads": own.size("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "rope": rope_from_gguf(own, own.size("rope.dimension_count", head_dim)),
+        "linear_num_key_heads": own.size("ssm.group_count"),
+        "linear_num_value_heads": values,
+        "linear_key_head_dim": own.size("ssm.state_size"),
+        "linear_value_head_dim": inner // values,
+        "linear_conv_kernel_dim": own.size("ssm.conv_kernel"),
+        "max_position_embeddings": own.size("context_length"),
+        "rms_norm_eps": own.number("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": "token_embd.weight" in tensors and "output.weight" not in tensors,
+        "attention_bias": any(name.endswith("attn_q.bias") for name in tensors),
+        "eos_token_ids": fields.ids("tokenizer.ggml.eos_token_id"),
+    }
 
 
 def _layer_types(fields: Fields, layers: int) -> tuple[str, ...]:
@@ -199,13 +216,12 @@ def _layer_types(fields: Fields, layers: int) -> tuple[str, ...]:
     return tuple(KINDS[kind] for kind in stated)
 
 
-def _gguf_layer_types(fields: Fields, arch: str, tensors: Mapping[str, Sequence[int]]) -> tuple[str, ...]:
-    """Layers with an "ssm_a" are linear; without tensors, the interval tells. The last ones may be for drafting only."""
-    drafting = fields.values.get(f"{arch}.nextn_predict_layers") or 0
-    count = fields.size(f"{arch}.block_count")
-    if isinstance(drafting, bool) or not isinstance(drafting, int) or not 0 <= drafting < count:
-        raise fields.wrong(f"{arch}.nextn_predict_layers", drafting, f"a whole number below block_count, {count}")
-    kinds = _every(fields, count - drafting, fields.size(f"{arch}.full_attention_interval", 4))
+def _gguf_layer_types(own: Fields, tensors: Mapping[str, Sequence[int]]) -> tuple[str, ...]:
+    """Layers with an "ssm_a" are linear; without tensors, the interval tells. The last layers may be for drafting only."""
+    count, drafting = own.size("block_count"), own.count("nextn_predict_layers", 0)
+    if drafting >= count:
+        raise own.wrong("nextn_predict_layers", drafting, f"a whole number below block_count, {count}")
+    kinds = _every(own, count - drafting, own.size("full_attention_interval", 4))
     if not tensors:
         return kinds
     return tuple("linear" if f"blk.{i}.ssm_a" in tensors else "full" for i in range(len(kinds)))
@@ -249,9 +265,7 @@ def names_hf(config: Config, stored: Collection[str] = ()) -> dict[str, Source]:
     The prefix ("model.", "model.language_model." in multimodal ones) and whether experts are fused follow from `stored`.
     Norms are stored less one, but for the delta net's.
     """
-    table = next((name for name in stored if name.endswith("embed_tokens.weight") and not name.startswith("mtp.")), None)
-    prefix = "model." if table is None else table.removesuffix("embed_tokens.weight")
-    head = next((name for name in stored if name.endswith("lm_head.weight") and not name.startswith("mtp.")), "lm_head.weight")
+    prefix, head = ends_hf(stored)
     names = {"embed.weight": Source((f"{prefix}embed_tokens.weight",)), "norm.weight": _norm(f"{prefix}norm")}
     if not config.tie_word_embeddings:
         names["head.weight"] = Source((head,))
@@ -272,7 +286,8 @@ def names_hf(config: Config, stored: Collection[str] = ()) -> dict[str, Source]:
         if config.num_experts:
             names[f"{ours}.moe.gates.router.weight"] = Source((f"{theirs}.mlp.gate.weight",))
             names[f"{ours}.moe.gates.shared.weight"] = Source((f"{theirs}.mlp.shared_expert_gate.weight",))
-            names |= dict(_experts_hf(config, f"{ours}.moe.experts", f"{theirs}.mlp.experts", stored))
+            experts = f"{ours}.moe.experts", f"{theirs}.mlp.experts"
+            names |= dict(experts_hf(*experts, config.num_experts, config.moe_intermediate_size, stored))
     return names
 
 
@@ -298,7 +313,7 @@ def names_gguf(config: Config, stored: Collection[str] = ()) -> dict[str, Source
             names[f"{ours}.moe.gates.router.weight"] = Source((f"{theirs}.ffn_gate_inp.weight",))
             shared = Source((f"{theirs}.ffn_gate_inp_shexp.weight",), shape=(1, config.hidden_size))  # stored as [hidden]
             names[f"{ours}.moe.gates.shared.weight"] = shared
-            names |= dict(_experts_gguf(config, f"{ours}.moe.experts", theirs, stored))
+            names |= dict(experts_gguf(f"{ours}.moe.experts", theirs, config.moe_intermediate_size, stored))
     return names
 
 
@@ -311,28 +326,6 @@ def _plain(config: Config, kind: str, column: int, ours: str, theirs: str) -> di
         for end in ("weight", "bias") if biased else ("weight",):
             found[f"{ours}.{leaf}.{end}"] = Source((f"{theirs}.{names[column]}.{end}",))
     return found
-
-
-def _experts_hf(config: Config, ours: str, theirs: str, stored: Collection[str]) -> Iterator[tuple[str, Source]]:
-    """Experts one by one, stacked in their order; or fused [experts, 2 width, hidden], the gates' rows first."""
-    if f"{theirs}.0.gate_proj.weight" in stored:
-        for leaf, name in (("gate_up.gate", "gate_proj"), ("gate_up.up", "up_proj"), ("down", "down_proj")):
-            yield f"{ours}.{leaf}.weight", Source(tuple(f"{theirs}.{e}.{name}.weight" for e in range(config.num_experts)))
-        return
-    width = config.moe_intermediate_size
-    yield f"{ours}.gate_up.gate.weight", Source((f"{theirs}.gate_up_proj",), rows=slice(0, width))
-    yield f"{ours}.gate_up.up.weight", Source((f"{theirs}.gate_up_proj",), rows=slice(width, 2 * width))
-    yield f"{ours}.down.weight", Source((f"{theirs}.down_proj",))
-
-
-def _experts_gguf(config: Config, ours: str, theirs: str, stored: Collection[str]) -> Iterator[tuple[str, Source]]:
-    """Stacks [experts, out, in]; gates and ups as two, or as one, the gates' rows first."""
-    width, fused = config.moe_intermediate_size, f"{theirs}.ffn_gate_up_exps.weight"
-    for i, name in enumerate(("gate", "up")):
-        apart = Source((f"{theirs}.ffn_{name}_exps.weight",))
-        together = Source((fused,), rows=slice(i * width, (i + 1) * width))
-        yield f"{ours}.gate_up.{name}.weight", together if fused in stored else apart
-    yield f"{ours}.down.weight", Source((f"{theirs}.ffn_down_exps.weight",))
 
 
 def _conv_shape(config: Config) -> tuple[int, int]:

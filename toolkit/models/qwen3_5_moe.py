@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from toolkit.models.cache import Cache, KeysValues, Recurrent, State
+from toolkit.models.costs import Cost, Shown, each, look_up, weigh
 from toolkit.models.delta_rule import gated_delta_rule
 from toolkit.models.layers import (
     Embedding,
@@ -32,7 +33,8 @@ from toolkit.models.layers import (
     initialise,
     to_dtype,
 )
-from toolkit.models.qwen3_5_config import SKIPPED, Config, names_gguf, names_hf
+from toolkit.models.names import SKIPPED
+from toolkit.models.qwen3_5_config import Config, names_gguf, names_hf
 from toolkit.quant import matmul
 
 if TYPE_CHECKING:
@@ -197,7 +199,7 @@ class Block(nn.Module):
         return out
 
 
-class Model(nn.Module):
+class Model(Shown, nn.Module):
     """A Qwen3.5 built on "meta": shapes without memory, until a loader (or `init_weights`) gives it weights.
 
     `model(ids)` maps token ids [B, T] on the device to fp32 logits [B, T, vocab], with gradients. Decoding goes through
@@ -271,3 +273,39 @@ class Model(nn.Module):
         for layer in self.layers:
             x = layer(x, rope, at)
         return x
+
+    def costs(self, length: int) -> tuple[Cost, ...]:
+        """What each part holds, and what a token costs it after `length` tokens. A token reads the experts it chooses.
+
+        The delta net's memory is read and written whole for every token: its `state_bytes` count both.
+        """
+        c = self.config
+        found = [look_up("embedding", self.embed)]
+        linear = [i for i, kind in enumerate(c.layer_types) if kind == "linear"]
+        full = [i for i, kind in enumerate(c.layer_types) if kind == "full"]
+        if linear:
+            memory, channels = c.value_size * c.linear_key_head_dim, 2 * c.key_size + c.value_size
+            held = 4 * memory + c.linear_conv_kernel_dim * channels * self.dtype.itemsize
+            flops = 7 * memory + 2 * c.linear_conv_kernel_dim * channels  # per number: kept, read twice, corrected
+            modules = each(self.layers, "delta", only=linear)
+            found.append(weigh("delta net", modules, flops=flops, state_bytes=held + 4 * memory, state_held_bytes=held))
+        if full:
+            kv_bytes = 2 * c.num_key_value_heads * c.head_dim * self.dtype.itemsize  # of a token, in a layer
+            found.append(
+                weigh(
+                    "attention",
+                    each(self.layers, "attention", only=full),
+                    flops=4 * c.num_attention_heads * c.head_dim * length,
+                    state_bytes=kv_bytes * length,
+                    state_per_token_bytes=kv_bytes,
+                )
+            )
+        if c.num_experts:
+            share = c.num_experts_per_tok / c.num_experts
+            found.append(weigh("experts", each(self.layers, "moe.experts"), share=share))
+            found.append(weigh("experts", each(self.layers, "moe.shared"), kind="shared"))
+            found.append(weigh("router", each(self.layers, "moe.gates")))
+        else:
+            found.append(weigh("mlp", each(self.layers, "mlp")))
+        found += [weigh("norms", each(self.layers, "mixer_norm", "mlp_norm")), weigh("norms", self.norm)]
+        return (*found, weigh("head", self.embed, tied=True) if self.head is None else weigh("head", self.head))

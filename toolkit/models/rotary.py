@@ -126,27 +126,21 @@ def _yarn(fields: Fields, inner: Fields, dims: int, theta: float) -> Rope:
     return Rope(dims, theta, "yarn", factor, turned, original, fast, slow, whole)
 
 
-def rope_from_gguf(fields: Fields, prefix: str, dims: int) -> Rope:
-    """From GGUF metadata of architecture `prefix`: none, linear or yarn, as the public converter writes them."""
-    theta = fields.number(f"{prefix}.rope.freq_base", 10_000.0)
-    scaling = f"{prefix}.rope.scaling"
-    fields.only(f"{scaling}.type", "none", None, "linear", "yarn")
-    kind = fields.values.get(f"{scaling}.type") or "none"
+def rope_from_gguf(own: Fields, dims: int) -> Rope:
+    """From GGUF metadata, `own` with the architecture's prefix: none, linear or yarn, as the public converter writes them."""
+    theta, kind = own.number("rope.freq_base", 10_000.0), own.values.get(f"{own.prefix}rope.scaling.type") or "none"
+    own.only("rope.scaling.type", "none", None, "linear", "yarn")
     if kind == "none":
         return Rope(dims, theta)
-    factor = fields.number(f"{scaling}.factor")
+    factor = own.number("rope.scaling.factor")
     if kind == "linear":
         return Rope(dims, theta, "linear", factor)
-    for name, usual in (
-        ("attn_factor", 1.0),
-        ("yarn_attn_factor", 1.0),
-        ("yarn_log_multiplier", None),
-        ("yarn_ext_factor", 1.0),
-    ):
-        fields.only(f"{scaling}.{name}", usual)
-    original = fields.size(f"{scaling}.original_context_length")
-    fast, slow = fields.number(f"{scaling}.yarn_beta_fast", 32.0), fields.number(f"{scaling}.yarn_beta_slow", 1.0)
+    for name in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
+        own.only(f"rope.scaling.{name}", 1.0)
+    own.only("rope.scaling.yarn_log_multiplier", None)
+    original = own.size("rope.scaling.original_context_length")
+    fast, slow = own.number("rope.scaling.yarn_beta_fast", 32.0), own.number("rope.scaling.yarn_beta_slow", 1.0)
     strength = 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
-    if dims % 2 or dims == 0 or theta <= 1:
-        raise fields.wrong(f"{scaling}.type", "yarn", "an even number of rotary dimensions and freq_base above 1")
+    if dims % 2 or theta <= 1:
+        raise own.wrong("rope.scaling.type", "yarn", "an even number of rotary dimensions and freq_base above 1")
     return Rope(dims, theta, "yarn", factor, strength, original, fast, slow)
