@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from toolkit.models.cache import Cache, KeysValues, Reach, Ring, State
-from toolkit.models.costs import Cost, each, look_up, weigh
+from toolkit.models.costs import Cost, Shown, each, look_up, weigh
 from toolkit.models.gemma4_config import FULL, SLIDING, Config, Heads
 from toolkit.models.gemma4_names import SKIPPED, names_gguf, names_hf
 from toolkit.models.layers import (
@@ -230,7 +230,7 @@ class LayerInputs(nn.Module):
         return ((projected + rows.view(shape)) * 2.0**-0.5).unbind(2)
 
 
-class Model(nn.Module):
+class Model(Shown, nn.Module):
     """A Gemma 4 built on "meta": shapes without memory, until a loader (or `init_weights`) gives it weights.
 
     `model(ids)` maps token ids [B, T] on the device to fp32 logits [B, T, vocab], with gradients. Decoding goes through
