@@ -66,6 +66,7 @@ class Config:
     attention_bias: bool = False
     eos_token_ids: tuple[int, ...] = ()
     tiled: bool = False
+    drafting_layers: int = 0  # stored after the others in GGUF files, for guessing tokens ahead; left out
 
     def __post_init__(self) -> None:
         shares = (
@@ -86,6 +87,12 @@ class Config:
     @property
     def num_hidden_layers(self) -> int:
         return len(self.layer_types)
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """Patterns of the stored tensors that belong to the drafting layers."""
+        layers = self.num_hidden_layers
+        return tuple(rf"blk\.{i}\." for i in range(layers, layers + self.drafting_layers))
 
     @property
     def key_size(self) -> int:
@@ -187,6 +194,7 @@ def _gguf_layers(fields: Fields, own: Fields, tensors: Mapping[str, Sequence[int
         "vocab_size": vocab_from_gguf(fields, own, tensors),
         "hidden_size": hidden,
         "layer_types": _gguf_layer_types(own, tensors),
+        "drafting_layers": own.count("nextn_predict_layers", 0),
         "num_attention_heads": heads,
         "num_key_value_heads": own.size("attention.head_count_kv", heads),
         "head_dim": head_dim,
@@ -206,9 +214,9 @@ def _gguf_layers(fields: Fields, own: Fields, tensors: Mapping[str, Sequence[int
 
 def _layer_types(fields: Fields, layers: int) -> tuple[str, ...]:
     """`layer_types`, or every `full_attention_interval`th layer full."""
-    count, stated = fields.size("num_hidden_layers", layers), fields.values.get("layer_types")
+    count, stated = fields.size("num_hidden_layers", layers, most=MOST_LAYERS), fields.values.get("layer_types")
     if stated is None:
-        return _every(fields, count, fields.size("full_attention_interval", 4))
+        return _every(count, fields.size("full_attention_interval", 4))
     if not isinstance(stated, list | tuple) or not all(isinstance(kind, str) and kind in KINDS for kind in stated):
         raise fields.wrong("layer_types", stated, "'linear_attention' or 'full_attention' for each layer")
     if len(stated) != count:
@@ -218,18 +226,16 @@ def _layer_types(fields: Fields, layers: int) -> tuple[str, ...]:
 
 def _gguf_layer_types(own: Fields, tensors: Mapping[str, Sequence[int]]) -> tuple[str, ...]:
     """Layers with an "ssm_a" are linear; without tensors, the interval tells. The last layers may be for drafting only."""
-    count, drafting = own.size("block_count"), own.count("nextn_predict_layers", 0)
+    count, drafting = own.size("block_count", most=MOST_LAYERS), own.count("nextn_predict_layers", 0)
     if drafting >= count:
         raise own.wrong("nextn_predict_layers", drafting, f"a whole number below block_count, {count}")
-    kinds = _every(own, count - drafting, own.size("full_attention_interval", 4))
+    kinds = _every(count - drafting, own.size("full_attention_interval", 4))
     if not tensors:
         return kinds
     return tuple("linear" if f"blk.{i}.ssm_a" in tensors else "full" for i in range(len(kinds)))
 
 
-def _every(fields: Fields, count: int, interval: int) -> tuple[str, ...]:
-    if count > MOST_LAYERS:
-        raise fields.wrong("num_hidden_layers", count, f"a whole number up to {MOST_LAYERS:,}")
+def _every(count: int, interval: int) -> tuple[str, ...]:
     return tuple("linear" if (i + 1) % interval else "full" for i in range(count))
 
 
