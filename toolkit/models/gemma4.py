@@ -40,6 +40,8 @@ from toolkit.quant import PackedMatrix, matmul
 if TYPE_CHECKING:
     from toolkit.devices.base import Device
 
+ROPE_POSITIONS = 8192  # of a rotary table made at a time: its fp32 intermediates are five times its size in bfloat16
+
 __all__ = ["SKIPPED", "Config", "Model", "names_gguf", "names_hf"]
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -361,7 +363,8 @@ class Model(Shown, nn.Module):
             frequencies = frequencies_of(self.config.heads(kind), positions.device)
             if kind == FULL and self.rope_freqs is not None:
                 frequencies = frequencies / self.rope_freqs
-            found[kind] = rope_of(positions, frequencies, self.dtype)
+            parts = [rope_of(some, frequencies, self.dtype) for some in positions.split(ROPE_POSITIONS)]
+            found[kind] = parts[0] if len(parts) == 1 else torch.cat(parts)
         return found
 
 
