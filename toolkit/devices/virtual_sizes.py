@@ -3,8 +3,8 @@
 """Sizes only: tensors of the virtual GPU whose values take no memory, so that a 31B model runs on a laptop.
 
 Floating-point values are left out (their host tensor is on PyTorch's `meta` device); integers and booleans are kept, as
-programs branch and index by them, unless they are larger than KEPT_BYTES (KEPT_PACKED_BYTES). Where an integer would depend on values that
-are not there, it is zero. So shapes, bytes and modelled times are those of the real run, and values mean nothing.
+programs branch and index by them, unless they are larger than KEPT_BYTES (KEPT_PACKED_BYTES). Where an integer would
+depend on values that are not there, it is zero. So shapes, bytes and modelled times are those of the real run, and values mean nothing.
 Knows host tensors only.
 """
 
