@@ -39,7 +39,8 @@ def quantise_hqq(values: Tensor, scheme: Scheme, name: str = "weights") -> dict[
 
     After Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models" (Mobius Labs, 2023,
     mobiusml.github.io/hqq_blog): |error|^0.7 is split into a sparse part and a quadratic one, solved in turns. Each group
-    keeps the iterate of least squared error, min-max among them: the SNR is never lower than where it started.
+    keeps the iterate of least squared error, min-max among them, so that the SNR isn't lower than where it started (K
+    formats round their scales after that choice, by a block).
     """
     return _in_chunks(values, scheme, name, _fit_hqq)
 

@@ -4,8 +4,8 @@
 
 Floating-point values are left out (their host tensor is on PyTorch's `meta` device); integers and booleans are kept, as
 programs branch and index by them, unless they are larger than KEPT_BYTES (KEPT_PACKED_BYTES). Where an integer would
-depend on values that are not there, it is zero. So shapes, bytes and modelled times are those of the real run, and values mean nothing.
-Knows host tensors only.
+depend on values that are not there, it is zero. So shapes, bytes and modelled times are those of the real run, and
+values mean nothing. Knows host tensors only.
 """
 
 from __future__ import annotations
