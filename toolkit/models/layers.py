@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from toolkit.quant import PackedMatrix, Scheme, experts_matmul, matmul
 
-DENSE_EXPERTS = 16  # matrices at a time where every expert sees every token
+DENSE_VALUES = 1 << 24  # outputs at a time where every expert sees every token: bounds what lies between its matrices
 
 
 class RMSNorm(nn.Module):
@@ -80,20 +80,20 @@ class Joined(nn.Module):
 
         Costs no memory on "meta"; on a device the new matrix is made beside the old ones, which then go.
         """
-        runs: list[list[str]] = []
-        for (name,) in self.groups:
-            same = runs and _kind(self._part(runs[-1][0])) == _kind(self._part(name))
-            runs[-1].append(name) if same else runs.append([name])
+        runs: list[list[tuple[str, ...]]] = []
+        for group in self.groups:
+            same = runs and _kind(self._part(runs[-1][0])) == _kind(self._part(group))
+            runs[-1].append(group) if same else runs.append([group])
         for run in (run for run in runs if len(run) > 1):
-            parts = [self._part(name) for name in run]
-            for name in run:
-                delattr(self, name)
-            self.add_module("_".join(run), _cat(parts))
-        self.groups = tuple(map(tuple, runs))
+            parts = [self._part(group) for group in run]
+            for group in run:
+                delattr(self, "_".join(group))
+            self.add_module("_".join(name for group in run for name in group), _cat(parts))
+        self.groups = tuple(tuple(name for group in run for name in group) for run in runs)
         return [group for group in self.groups if len(group) > 1]
 
-    def _part(self, name: str) -> Linear:
-        part = self.get_submodule(name)
+    def _part(self, group: tuple[str, ...]) -> Linear:
+        part = self.get_submodule("_".join(group))
         assert isinstance(part, Linear)
         return part
 
@@ -110,7 +110,7 @@ def _cat(parts: Sequence[Linear]) -> Linear:
     nn.Module.__init__(whole)
     whole.weight = _cat_weights([part.weight for part in parts])
     biases = [part.bias.detach() for part in parts if part.bias is not None]
-    whole.bias = nn.Parameter(torch.cat(biases)) if biases else None
+    whole.bias = nn.Parameter(_end_to_end(biases, 0)) if biases else None
     if not any(p.requires_grad for part in parts for p in part.parameters()):
         whole.requires_grad_(False)
     return whole
@@ -119,12 +119,21 @@ def _cat(parts: Sequence[Linear]) -> Linear:
 def _cat_weights(weights: Sequence[nn.Parameter | PackedMatrix]) -> nn.Parameter | PackedMatrix:
     packed = [weight for weight in weights if isinstance(weight, PackedMatrix)]
     if not packed:
-        return nn.Parameter(torch.cat([weight.detach() for weight in weights if isinstance(weight, Tensor)], -2))
+        return nn.Parameter(_end_to_end([weight.detach() for weight in weights if isinstance(weight, Tensor)], -2))
     first = packed[0]
     whole = PackedMatrix(first.scheme, (*first.shape[:-2], sum(w.shape[-2] for w in packed), first.shape[-1]))
     for name in first.parts():
-        setattr(whole, name, nn.Parameter(torch.cat([w.parts()[name] for w in packed], -2), requires_grad=False))
+        setattr(whole, name, nn.Parameter(_end_to_end([w.parts()[name] for w in packed], -2), requires_grad=False))
     return whole
+
+
+def _end_to_end(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """`tensors` as one, along `dim`. Not `cat` on "meta": there it imports torch's compiler, which takes seconds."""
+    if not tensors[0].is_meta:
+        return torch.cat(list(tensors), dim)
+    shape = list(tensors[0].shape)
+    shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
+    return tensors[0].new_empty(shape)
 
 
 class Embedding(nn.Module):
@@ -183,10 +192,11 @@ class Experts(nn.Module):
             rows = x[:, None].expand(n, k, -1).reshape(n * k, 1, -1)
             each = self._run(rows, chosen.reshape(-1)).view(n, k, -1)
             return (each * shares.to(x.dtype)[..., None]).sum(1)
-        dense = torch.zeros(n, self.count, dtype=x.dtype, device=x.device).scatter(1, chosen, shares.to(x.dtype))
+        dense = torch.zeros(n, self.count, dtype=x.dtype, device=x.device).scatter_(1, chosen, shares.to(x.dtype))
         total = torch.zeros_like(x)
-        for start in range(0, self.count, DENSE_EXPERTS):
-            some = slice(start, min(start + DENSE_EXPERTS, self.count))
+        step = max(1, DENSE_VALUES // (n * max(x.shape[-1], 2 * self.down.size_in)))
+        for start in range(0, self.count, step):
+            some = slice(start, min(start + step, self.count))
             each = self._run(x.expand(some.stop - start, -1, -1), some)  # [c, N, hidden]
             total = total + (each * dense[:, some].t()[..., None]).sum(0)
         return total
@@ -311,7 +321,9 @@ def spot(model: nn.Module, name: str) -> Spot:
 def set_scheme(model: nn.Module, name: str, scheme: Scheme) -> None:
     """Hold the weight called `name` of a model still on "meta" as `scheme` says. ModelError where its rows don't divide."""
     place = spot(model, name)
-    setattr(place.owner, place.leaf, PackedMatrix(scheme, tuple(place.weight.shape)))
+    packed = PackedMatrix(scheme, tuple(place.weight.shape))
+    delattr(place.owner, place.leaf)  # a parameter's name is not free for a module
+    setattr(place.owner, place.leaf, packed)
 
 
 def assign(module: nn.Module, name: str, tensor: Tensor) -> None:
