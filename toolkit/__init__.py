@@ -20,6 +20,7 @@ _PUBLIC = {
     "device": "toolkit.devices.base:open_device",
     "record": "toolkit.devices.base:record",
     "load": "toolkit.loading:load",
+    "costs": "toolkit.describing:costs",
     "generate": "toolkit.decode.loop:generate",
     "compare": "toolkit.decode.compare:compare",
     "copy_budget": "toolkit.decode.compare:copy_budget",
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from toolkit.decode.compare import copy_budget as copy_budget
     from toolkit.decode.loop import generate as generate
     from toolkit.decode.strategies import STRATEGIES as STRATEGIES
+    from toolkit.describing import costs as costs
     from toolkit.devices.base import open_device as device
     from toolkit.devices.base import record as record
     from toolkit.devices.spec import CATALOGUE as GPUS

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 CONTEXT = 4096  # tokens before the one that is counted, unless asked otherwise
 BOUND = "an upper limit: the GPU's bandwidth / the bytes that a token reads"
-LENGTHS = (0, *(1 << n for n in range(8, 18)))  # at which a state is weighed: 256 to 128K
+LENGTHS = (0, 512, 1024, 2048, 4096, 32768, 131072)  # at which a state is weighed, and at the longest a model is made for
 
 
 @dataclass(frozen=True)
@@ -171,9 +171,9 @@ class Costs:
         return sorted((self.bound(card) for card in chosen), key=lambda bound: -bound.reached_tok_per_s)
 
     def longest_context(self, card: GpuSpec) -> int | None:
-        """The longest context whose state fits beside the weights, 128K at most; None where not even the weights fit.
+        """The longest context whose state fits beside the weights; None where not even the weights fit.
 
-        Between two lengths that were weighed the state is taken to grow evenly.
+        At most 128K, or as long as the model is made for. Between two weighed lengths the state is taken to grow evenly.
         """
         room = card.memory_bytes - self.weight_bytes
         if room < self.states[0].held_bytes:
@@ -272,10 +272,14 @@ def costs_of(model: Any, context: int | None = None, name: str | None = None) ->
         raise ModelError(f"costs at context={context!r:.60}", "not a number of tokens", "Give a whole number from 0 on")
     own: Any = getattr(model, "costs", None)
     exact = callable(own)
-    lengths = sorted({context, *(n for n in LENGTHS if n <= max(longest or 0, context))})
+    most = max(min(longest or 0, LENGTHS[-1]), context)
+    lengths = sorted({context, most, *(n for n in LENGTHS if n <= most)})
     weighed = {n: _merged(own(n)) for n in lengths} if exact else {context: _guessed(module)}
+    report = getattr(model, "report", None)
     return Costs(
-        name=name or (type(model).__module__.rpartition(".")[2] if exact else type(module).__name__),
+        name=name
+        or getattr(report, "source", None)
+        or (type(model).__module__.rpartition(".")[2] if exact else type(module).__name__),
         place=_place(model, module),
         context=context,
         dtype=_dtype(module),
@@ -388,8 +392,9 @@ def _place(model: Any, module: nn.Module) -> str:
     first = next(module.parameters(), None)
     if first is not None and first.is_meta:
         return "meta"
-    device = getattr(model, "device", None)
-    return str(getattr(device, "name", None) or ("nowhere" if first is None else first.device))
+    device = getattr(getattr(model, "device", None), "name", None)
+    place = str(device or ("nowhere" if first is None else first.device))
+    return f"{place}, sizes only" if getattr(getattr(model, "report", None), "sizes_only", False) else place
 
 
 def _dtype(model: nn.Module) -> torch.dtype:

@@ -23,7 +23,7 @@ _SHOWN_LENGTHS = (0, 4096, 32768, 131072)
 NOTE = (
     "Modelled, not measured. Limit: bandwidth of the datasheet / bytes a token reads (or operations, where they take longer); "
     "no program is faster at batch 1. Reachable: at the bandwidth that a streaming kernel reaches, {how}. "
-    "Fits: weights and state in the card's memory, without workspace."
+    'Fits: weights and state in the card\'s memory, without workspace; "to" how many tokens, where not the longest context.'
 )
 
 
@@ -48,7 +48,7 @@ def text(costs: Costs) -> str:
     lines.append("at most, modelled (bandwidth of the datasheet / bytes a token reads):")
     rows = [("gpu", "tok/s", "reachable", "memory", "fits")]
     rows += [
-        (b.card.key, _rate(b.tok_per_s), _rate(b.reached_tok_per_s), bytes_text(b.card.memory_bytes), "yes" if b.fits else "no")
+        (b.card.key, _rate(b.tok_per_s), _rate(b.reached_tok_per_s), bytes_text(b.card.memory_bytes), _fits(costs, b))
         for b in costs.bounds()
     ]
     return "\n".join([*lines, *_aligned(rows)])
@@ -121,7 +121,7 @@ def _per_1k(costs: Costs) -> str:
 
 
 def _rate(tok_per_s: float) -> str:
-    return "-" if tok_per_s == float("inf") else f"{tok_per_s:,.0f}" if tok_per_s >= 100 else f"{tok_per_s:.3g}"
+    return "-" if tok_per_s == float("inf") else f"{tok_per_s:,.0f}" if tok_per_s >= 100 else f"{tok_per_s:.1f}"
 
 
 _PART_HEAD = ("part", "layers", "parameters", "held", "a token reads", "of state", "FLOP")
@@ -241,18 +241,26 @@ def gpus_html(costs: Costs) -> str:
     """The table of every card's limit, the fastest first, with bars hatched as all that is modelled."""
     bounds = costs.bounds()
     most = max((b.tok_per_s for b in bounds if b.tok_per_s != float("inf")), default=1.0)
-    rows = [_gpu_row(bound, most) for bound in bounds]
+    rows = [_gpu_row(bound, most, _fits(costs, bound)) for bound in bounds]
     how = "measured on the H200, taken to be the same 88 % of the datasheet's on the others"
     head = ("GPU", "bandwidth", "memory", "fits", "limit, tok/s", "", "reachable", "limited by")
     return f'{_table(head, rows)}<p class="tk-note">{escape(NOTE.format(how=how))}</p>'
 
 
-def _gpu_row(bound: Bound, most: float) -> str:
-    card, fits = bound.card, bound.fits
+def _fits(costs: Costs, bound: Bound) -> str:
+    """ "yes", "no", or "to 24,576": the longest context that fits, where it is one."""
+    longest = costs.longest_context(bound.card) if costs.exact else costs.context
+    if longest is None or not (costs.exact or bound.fits):
+        return "no"
+    return f"to {longest:,}" if longest < costs.states[-1].length else "yes"
+
+
+def _gpu_row(bound: Bound, most: float, fits: str) -> str:
+    card = bound.card
     share = min(100.0, 100 * bound.tok_per_s / most)
     cells = [
         f"<td>{decimal_text(card.bandwidth_bytes_per_s, 'B/s')}</td><td>{bytes_text(card.memory_bytes)}</td>",
-        f'<td class="tk-fits{" tk-yes" if fits else ""}">{"yes" if fits else "no"}</td><td>{_rate(bound.tok_per_s)}</td>',
+        f'<td class="tk-fits{" tk-yes" if bound.fits else ""}">{fits}</td><td>{_rate(bound.tok_per_s)}</td>',
         f'<td class="tk-wide"><span class="tk-tok" style="width:{share:.1f}%"></span></td>',
         f"<td>{_rate(bound.reached_tok_per_s)}</td><td>{bound.limit}</td>",
     ]
