@@ -92,6 +92,16 @@ class Joined(nn.Module):
         self.groups = tuple(tuple(name for group in run for name in group) for run in runs)
         return [group for group in self.groups if len(group) > 1]
 
+    def split(self) -> None:
+        """Undo `join`: each matrix by itself again, as views of the joined ones' rows."""
+        for group in [group for group in self.groups if len(group) > 1]:
+            whole, start = self._part(group), 0
+            delattr(self, "_".join(group))
+            for name in group:
+                rows = slice(start, start := start + self.sizes[name])
+                self.add_module(name, _rows(whole, rows))
+        self.groups = tuple((name,) for group in self.groups for name in group)
+
     def _part(self, group: tuple[str, ...]) -> Linear:
         part = self.get_submodule("_".join(group))
         assert isinstance(part, Linear)
@@ -114,6 +124,21 @@ def _cat(parts: Sequence[Linear]) -> Linear:
     if not any(p.requires_grad for part in parts for p in part.parameters()):
         whole.requires_grad_(False)
     return whole
+
+
+def _rows(whole: Linear, rows: slice) -> Linear:
+    """A Linear that gives some of another's outputs, sharing its memory."""
+    part = Linear.__new__(Linear)
+    nn.Module.__init__(part)
+    weight, grad = whole.weight, not isinstance(whole.weight, PackedMatrix) and whole.weight.requires_grad
+    if isinstance(weight, PackedMatrix):
+        part.weight = PackedMatrix(weight.scheme, (*weight.shape[:-2], rows.stop - rows.start, weight.shape[-1]))
+        for name, held in weight.parts().items():
+            setattr(part.weight, name, nn.Parameter(held[..., rows, :], requires_grad=False))
+    else:
+        part.weight = nn.Parameter(weight.detach()[..., rows, :], requires_grad=grad)
+    part.bias = None if whole.bias is None else nn.Parameter(whole.bias.detach()[rows], requires_grad=whole.bias.requires_grad)
+    return part
 
 
 def _cat_weights(weights: Sequence[nn.Parameter | PackedMatrix]) -> nn.Parameter | PackedMatrix:
@@ -180,7 +205,7 @@ class Experts(nn.Module):
 
     def __init__(self, experts: int, hidden: int, width: int, activation: Callable[[Tensor], Tensor] = F.silu) -> None:
         super().__init__()
-        self.count = experts
+        self.count, self.width = experts, width
         self.gate_up = Joined(hidden, {"gate": width, "up": width}, experts=experts)
         self.down = Linear(width, hidden, experts=experts)
         self.activation = activation
@@ -194,7 +219,7 @@ class Experts(nn.Module):
             return (each * shares.to(x.dtype)[..., None]).sum(1)
         dense = torch.zeros(n, self.count, dtype=x.dtype, device=x.device).scatter_(1, chosen, shares.to(x.dtype))
         total = torch.zeros_like(x)
-        step = max(1, DENSE_VALUES // (n * max(x.shape[-1], 2 * self.down.size_in)))
+        step = max(1, DENSE_VALUES // (n * max(x.shape[-1], 2 * self.width)))
         for start in range(0, self.count, step):
             some = slice(start, min(start + step, self.count))
             each = self._run(x.expand(some.stop - start, -1, -1), some)  # [c, N, hidden]
@@ -319,8 +344,12 @@ def spot(model: nn.Module, name: str) -> Spot:
 
 
 def set_scheme(model: nn.Module, name: str, scheme: Scheme) -> None:
-    """Hold the weight called `name` of a model still on "meta" as `scheme` says. ModelError where its rows don't divide."""
+    """Hold the weight called `name` of a model still on "meta" as `scheme` says, before it is joined to others.
+
+    ModelError where its rows don't divide into the scheme's groups.
+    """
     place = spot(model, name)
+    assert place.rows is None, f"{name} is joined to others"
     packed = PackedMatrix(scheme, tuple(place.weight.shape))
     delattr(place.owner, place.leaf)  # a parameter's name is not free for a module
     setattr(place.owner, place.leaf, packed)
@@ -336,7 +365,7 @@ def assign(module: nn.Module, name: str, tensor: Tensor) -> None:
 def to_dtype(module: nn.Module, dtype: torch.dtype) -> None:
     """What a model computes in: every parameter of `module` but those that stay fp32 (norms, and who declares `KEEPS_FP32`)."""
     for part in module.modules():
-        if not isinstance(part, RMSNorm):
+        if not isinstance(part, RMSNorm | PackedMatrix):
             kept = getattr(part, "KEEPS_FP32", ())
             for name, old in part.named_parameters(recurse=False):
                 if old.dtype.is_floating_point and name not in kept:
