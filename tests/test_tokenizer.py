@@ -16,10 +16,9 @@ from tests.checkpoints import SHAPE, random_tensors, write_gguf
 from toolkit import tokenizer as tokenizers
 from toolkit.errors import FormatError, ModelError, ToolkitError
 from toolkit.formats.gguf import GgufFile
-from toolkit.loading import DEMOS
 from toolkit.tokenizer import Tokenizer
 
-DEMO = DEMOS / "qwen3"
+DEMO = Path(tokenizers.__file__).parent / "demo" / "qwen3"
 TEXTS = [
     "The capital of France is Paris.", "", " ", "  two  spaces \n\n and lines\r\n", "Reykjavík, Bogotá 🐶🐱", "don't WE'LL 12",
     "<|im_start|>user\nHi!<|im_end|>\n", "<|im_start", "x" * 2000, "e\u0301 \u00e9 \u200b \ufeff", "日本語 العربية עברית",
@@ -87,18 +86,21 @@ def test_a_gguf_file_with_its_tokenizer(tmp_path: Path, demo: Tokenizer) -> None
     inside = tokenizers.from_gguf(GgufFile(tmp_path / "x.gguf").metadata, "x.gguf")
     assert inside is not None
     assert inside.encode(TEXTS[0]) == demo.encode(TEXTS[0])
-    assert inside.eos_ids == (demo.encode("<|im_end|>")[0],)
+    assert inside.eos_ids == (demo.encode("<|im_end|>")[0],), "control tokens aren't known without their types"
     assert inside.vocab_size == demo.vocab_size
 
 
 BAD_GGUF: dict[str, tuple[dict[str, Any], str]] = {
-    "SentencePiece": ({"tokenizer.ggml.model": "llama"}, "'llama'"),
+    "WordPiece": ({"tokenizer.ggml.model": "bert"}, "'bert'"),
     "unknown cut": ({"tokenizer.ggml.pre": "poro-chat"}, "poro-chat"),
     "kind a number": ({"tokenizer.ggml.model": 5}, "5"),
     "cut a list": ({"tokenizer.ggml.pre": ["qwen2"]}, "qwen2"),
     "no tokens": ({"tokenizer.ggml.tokens": None}, "missing"),
     "no merges": ({"tokenizer.ggml.merges": []}, "missing"),
     "tokens of numbers": ({"tokenizer.ggml.tokens": [1, 2]}, "missing"),
+    "a beginning that is no flag": ({"tokenizer.ggml.add_bos_token": 1}, "add_bos_token"),
+    "SentencePiece without scores": ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.merges": []}, "scores"),
+    "merge of one half": ({"tokenizer.ggml.merges": ["ab"]}, "isn't two halves"),
     "types too few": ({"tokenizer.ggml.token_type": [1]}, "fit together"),
     "merge of nothing": ({"tokenizer.ggml.merges": ["a b", "zzz yyy"]}, "can't be built"),
 }
@@ -174,6 +176,94 @@ def test_chats_are_laid_out_as_transformers_does(demo: Tokenizer, hugging_face: 
     assert demo.chat(messages, generate) == expected
 
 
+TEMPLATES = {
+    "in the style of Qwen3": (
+        "{%- if tools %}{{- '<|im_start|>system\\n# Tools\\n<tools>' }}{%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}"
+        "{%- endfor %}{{- '\\n</tools><|im_end|>\\n' }}{%- endif %}"
+        "{%- set ns = namespace(last=messages|length - 1) %}"
+        "{%- for message in messages[::-1] %}{%- if message.role == 'user' and message.content is string %}"
+        "{%- set ns.last = messages|length - 1 - loop.index0 %}{%- break %}{%- endif %}{%- endfor %}"
+        "{%- for message in messages %}{%- set content = message.content.split('</think>')[-1].lstrip('\\n') %}"
+        "{{- '<|im_start|>' + message.role + '\\n' }}"
+        "{{- (content if loop.index0 < ns.last else message.content) + '<|im_end|>\\n' }}"
+        "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}"
+        "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
+        "{%- endif %}"
+    ),
+    "in the style of Gemma": (
+        "{{ bos_token }}{%- macro text(parts) -%}{%- if parts is string -%}{{ parts | trim }}{%- else -%}"
+        "{%- for part in parts if part.type == 'text' -%}{{ part['text'] | trim }}{%- endfor -%}{%- endif -%}{%- endmacro -%}"
+        "{%- if messages[0]['role'] not in ['user', 'system'] -%}{{ raise_exception('a user speaks first') }}{%- endif -%}"
+        "{%- for message in messages -%}{%- set role = 'model' if message.role == 'assistant' else message.role -%}"
+        "{{ '<start_of_turn>' ~ role ~ '\\n' ~ text(message.content) ~ '<end_of_turn>\\n' }}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{ '<start_of_turn>model\\n' }}{%- if not enable_thinking | default(true) -%}"
+        "{{ 'now' }}{%- endif -%}{%- endif -%}"
+    ),
+    "with a part that training looks at": (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}"
+        "{% else %}{{ m.content }}\n{% endif %}{% endfor %}"
+    ),
+}
+TOOL = {
+    "type": "function",
+    "function": {"name": "größe", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}},
+}
+TURNS = [
+    {"role": "user", "content": " What is 2 + 2? "},
+    {"role": "assistant", "content": "<think>\nhm\n</think>\n\nFour."},
+    {"role": "user", "content": "And <b>3</b>?"},
+]
+
+
+@pytest.mark.parametrize("options", [{}, {"tools": [TOOL]}, {"enable_thinking": False}, {"generate": False}], ids=str)
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+def test_real_templates_get_what_they_ask_for(tmp_path: Path, template: str, options: dict[str, Any]) -> None:
+    from transformers import AutoTokenizer
+
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config |= {"bos_token": "<|endoftext|>", "eos_token": {"__type": "AddedToken", "content": "<|im_end|>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "chat_template.jinja").write_text(template)
+    ours = tokenizers.from_folder(tmp_path)
+    assert ours is not None
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    given = {"add_generation_prompt": options.get("generate", True)} | {k: v for k, v in options.items() if k != "generate"}
+    assert ours.chat(TURNS, **options) == theirs.apply_chat_template(TURNS, tokenize=False, **given)
+
+
+@pytest.mark.parametrize("content", [[{"type": "image"}, {"type": "text", "text": " Hi "}], "Hi"], ids=["in parts", "a text"])
+def test_messages_in_parts(demo: Tokenizer, content: Any) -> None:
+    boxed = Tokenizer(demo._inner, (), TEMPLATES["in the style of Gemma"], {"bos_token": "<bos>"})
+    said = boxed.chat([{"role": "user", "content": content}])
+    assert said == "<bos><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n"
+    with pytest.raises(ToolkitError, match="a user speaks first"):
+        boxed.chat([{"role": "assistant", "content": "Hi"}])
+
+
+@pytest.mark.parametrize("flag", [{}, {"add_bos_token": True}, {"add_bos_token": False}], ids=str)
+@pytest.mark.parametrize("written", [True, False], ids=["tokenizer.json adds one", "tokenizer.json adds none"])
+def test_what_is_put_before_a_text(tmp_path: Path, flag: dict[str, bool], written: bool) -> None:
+    from transformers import AutoTokenizer
+
+    content = json.loads((DEMO / "tokenizer.json").read_text())
+    if written:
+        parts = [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+        start = content["added_tokens"][0]
+        special = {start["content"]: {"id": start["content"], "ids": [start["id"]], "tokens": [start["content"]]}}
+        content["post_processor"] = {"type": "TemplateProcessing", "single": parts, "pair": parts, "special_tokens": special}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"} | flag
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours, theirs = tokenizers.from_folder(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert ours is not None
+    for text in TEXTS:
+        assert ours.encode(text) == theirs(text)["input_ids"]
+        assert ours.encode(text, ends=False) == theirs(text, add_special_tokens=False)["input_ids"]
+    assert ours.encode("<|endoftext|>Hi") == ours.encode("<|endoftext|>Hi", ends=False), "never twice"
+
+
 BAD_TEMPLATES = {
     "syntax": ("{% for %}", "TemplateSyntaxError"),
     "escape by attributes": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
@@ -199,7 +289,7 @@ def test_templates_stay_in_their_box(demo: Tokenizer, template: str, says: str) 
 
 
 def test_a_template_that_never_ends_is_stopped(demo: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizers, "_CHAT_SECONDS", 1.0)
+    monkeypatch.setattr("toolkit.chat.SECONDS", 1.0)
     loops = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
     with pytest.raises(ToolkitError, match="ran for 1 s"):
         Tokenizer(demo._inner, (), loops).chat([])
