@@ -18,17 +18,19 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import FormatError
-from toolkit.formats.dequantise import BLOCKS, dequantise
-from toolkit.formats.stored import BROKEN, Mapped, Shards, Stored, Weights, check_apart, plain, plain_rows, too_short
+from toolkit.formats.stored import BROKEN, Mapped, Shards, Stored, Weights, check_apart, plain_rows, too_short
 
 PLAIN = {0: ("F32", torch.float32), 1: ("F16", torch.float16), 30: ("BF16", torch.bfloat16)}
 QUANTISED = {2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K"}
+BLOCKS = {  # weights, bytes of a block
+    "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34),
+    "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
+}  # fmt: skip
 MAX_DIMENSIONS = 8
 MAX_PARTS = 9_999
 MAX_DEPTH = 4  # of arrays in arrays
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "<u1", 10: "<u8", 11: "<i8", 12: "<f8"}
-_CHUNK_ELEMENTS = 1 << 20  # dequantised at a time: the scratch stays in the CPU's cache, a few MB
 
 
 class GgufFile(Weights):
@@ -46,18 +48,6 @@ class GgufFile(Weights):
         cursor = _Cursor(self.mapped, 24)
         self.metadata = self._metadata(cursor, pairs)
         self.stored = self._tensors(cursor, tensors)
-
-    def read(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        stored = self.find(name)
-        if stored.dtype is not None:
-            return plain(self.mapped, stored)
-        elements, nbytes = BLOCKS[stored.kind]
-        blocks = self.mapped.tensor(stored.start, stored.nbytes).view(-1, nbytes)
-        out = torch.empty(blocks.shape[0], elements, dtype=dtype)
-        step = _CHUNK_ELEMENTS // elements
-        for i in range(0, len(blocks), step):
-            out[i : i + step] = dequantise(stored.kind, blocks[i : i + step])
-        return out.view(stored.shape)
 
     def raw(self, name: str, start_row: int = 0, stop_row: int | None = None) -> dict[str, Tensor]:
         stored, start, stop = self.span(name, start_row, stop_row)

@@ -258,15 +258,6 @@ class Quantised(Weights):
             raise FormatError(f"tensor {both!r}", "it is there both plain and quantised", "Get one of the two checkpoints")
         self.stored = plain | {name: matrix.stored for name, matrix in self._coded.items()}
 
-    def read(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        stored = self.find(name)
-        if stored.name not in self._coded:
-            return self._inner.read(name, dtype)
-        parts = self.raw(name)
-        codes = parts["codes"].float().unflatten(-1, (-1, stored.group))
-        values = (codes - parts["zeros"].float()[..., None]) * parts["scales"].float()[..., None]
-        return values.flatten(-2).to(dtype)
-
     def raw(self, name: str, start_row: int = 0, stop_row: int | None = None) -> dict[str, Tensor]:
         stored, start, stop = self.span(name, start_row, stop_row)
         matrix = self._coded.get(stored.name)

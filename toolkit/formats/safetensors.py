@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import FormatError
-from toolkit.formats.stored import BROKEN, Mapped, Shards, Stored, Weights, check_apart, nearest, plain, plain_rows, too_short
+from toolkit.formats.stored import BROKEN, Mapped, Shards, Stored, Weights, check_apart, nearest, plain_rows, too_short
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -43,9 +43,6 @@ class SafetensorsFile(Weights):
         header = self._header(length)
         self.stored = {name: self._stored(name, entry, 8 + length) for name, entry in header.items()}
         self._check_cover(8 + length)
-
-    def read(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        return plain(self.mapped, self.find(name))
 
     def raw(self, name: str, start_row: int = 0, stop_row: int | None = None) -> dict[str, Tensor]:
         return {"values": plain_rows(self.mapped, *self.span(name, start_row, stop_row))}

@@ -58,14 +58,6 @@ class Weights(ABC):
     stored: Mapping[str, Stored]
 
     @abstractmethod
-    def read(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The tensor called `name`, on the CPU.
-
-        One that is stored as plain numbers comes as it is stored, as a view of the mapped file (don't write to it); a
-        quantised one is dequantised to `dtype` into memory of its own. Raises FormatError for an unknown name.
-        """
-
-    @abstractmethod
     def raw(self, name: str, start_row: int = 0, stop_row: int | None = None) -> dict[str, Tensor]:
         """Rows `start_row` to `stop_row` (to the end where None) of the tensor called `name`, as they are stored, on the CPU.
 
@@ -75,6 +67,16 @@ class Weights(ABC):
         columns], "scales" and "zeros": floats [rows, groups]}, a value being (code - zero) * scale; these are unpacked
         into memory of their own, so ask for some rows at a time. Raises FormatError for an unknown name or rows.
         """
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor called `name`, of plain numbers, in its shape: a view of the mapped file (don't write to it).
+
+        Raises FormatError for an unknown name, and for one that is stored quantised.
+        """
+        stored = self.find(name)
+        if stored.dtype is None:
+            raise FormatError(f"values of tensor {name!r}", f"it is stored as {stored.kind}", "Read it with raw and unpack it")
+        return self.raw(name)["values"].view(stored.shape)
 
     def span(self, name: str, start_row: int, stop_row: int | None) -> tuple[Stored, int, int]:
         """What is stored under `name`, and the rows asked for; FormatError where it doesn't have them."""
@@ -106,10 +108,6 @@ class Shards(Weights):
                     raise FormatError(f"tensor {name!r}", found, "Remove the file that doesn't belong to this checkpoint")
                 self._home[name] = file
         self.stored = {name: file.stored[name] for name, file in self._home.items()}
-
-    def read(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        self.find(name)
-        return self._home[name].read(name, dtype)
 
     def raw(self, name: str, start_row: int = 0, stop_row: int | None = None) -> dict[str, Tensor]:
         self.find(name)
@@ -165,14 +163,8 @@ class Mapped:
         return FormatError(f"{self.asked} {self.path}", found, do, path=self.path, **facts)
 
 
-def plain(mapped: Mapped, stored: Stored) -> Tensor:
-    """The tensor `stored` as a view of the mapped file; a copy only where its start isn't aligned to its elements."""
-    assert stored.dtype is not None
-    return plain_rows(mapped, stored, 0, stored.rows).view(stored.shape)
-
-
 def plain_rows(mapped: Mapped, stored: Stored, start_row: int, stop_row: int) -> Tensor:
-    """Rows of the tensor `stored` [rows, columns], as `plain` gives the whole."""
+    """Rows of the tensor `stored` [rows, columns], a view of the mapped file; a copy only where they aren't aligned."""
     assert stored.dtype is not None
     row = stored.columns * stored.dtype.itemsize
     start = stored.start + start_row * row
