@@ -47,6 +47,10 @@ class CopyBudgetError(ToolkitError):
     """More copies crossed than `tk.copy_budget` allowed; the message names the lines that copied."""
 
 
+class CancelledError(ToolkitError):
+    """Long work that was cancelled; what it had taken was given back."""
+
+
 class UnknownNameError(ToolkitError):
     """A name (device, strategy, model, option) that isn't known; the message names the nearest one that is."""
 

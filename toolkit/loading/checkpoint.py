@@ -1,0 +1,219 @@
+"""From what the user calls a model to an opened checkpoint: config, weights by name, tokenizer; checked, nothing read.
+
+A demo model, a Hugging Face folder, a GGUF file, or shapes alone (random/NAME). Which architectures there are, and what
+their weights are called, the models say; this file knows none by name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from toolkit import tokenizer as tokenizers
+from toolkit.errors import FormatError, ModelError, unknown_name
+from toolkit.formats.gguf import open_gguf
+from toolkit.formats.int4 import open_folder
+from toolkit.formats.safetensors import PICKLES, pickled, read_json
+from toolkit.formats.stored import Stored, Weights, nearest
+from toolkit.models import ARCHITECTURES
+from toolkit.models.layers import Source
+from toolkit.models.shapes import SHAPES
+
+if TYPE_CHECKING:
+    from toolkit.tokenizer import Tokenizer
+
+DEMOS = Path(__file__).parent.parent / "demo"
+COMPUTED = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = {
+    "float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
+    "float16": torch.float16, "fp16": torch.float16, "half": torch.float16,
+}  # fmt: skip
+_STORAGE = ("quantization_config", "compression_config")  # how weights are stored: the formats' business, not the models'
+_TWINS = re.compile(r"(.*\.)?(lm_head|output)\.weight")  # the head, which tied models hold a second time
+_TABLES = re.compile(r".*rotary_emb\.inv_freq")
+_LISTED = 5  # names in a message; its facts hold them all
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint: its weights, the architecture they are of, and everything needed to build the model.
+
+    `weights` is None for random/NAME, whose weights are drawn. `names`: our weight names to where they are stored.
+    `skipped`: stored tensors of parts that are left out (vision, audio, drafting), or that are there twice.
+    """
+
+    path: Path
+    weights: Weights | None
+    architecture: ModuleType
+    config: Any
+    names: Mapping[str, Source]
+    dtype: torch.dtype  # what the model computes in unless asked otherwise
+    tokenizer: Tokenizer | None = None
+    skipped: tuple[str, ...] = ()
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Open what `load` takes and check it (names, tokenizer) without reading a weight."""
+    asked = os.fspath(path)
+    shape = _random(asked)
+    if shape is not None:
+        return shape
+    found = resolve(asked)
+    checkpoint = _open_gguf(found) if found.suffix == ".gguf" else _open_folder(found)
+    known = 0 if checkpoint.tokenizer is None else checkpoint.tokenizer.vocab_size
+    if known > checkpoint.config.vocab_size:
+        raise FormatError(
+            f"tokenizer of {found}",
+            f"it has {known:,} tokens, the model knows {checkpoint.config.vocab_size:,}",
+            "Use the tokenizer that belongs to these weights",
+        )
+    return checkpoint
+
+
+def resolve(asked: str) -> Path:
+    """The folder or .gguf file that the user means by `asked`; a ToolkitError that says what would do, otherwise."""
+    family, _, name = asked.partition("/")
+    if family == "demo":
+        demos = {p.parent.name for p in DEMOS.glob("*/config.json")}
+        if name in demos:
+            return DEMOS / name
+        if not Path(asked).exists():
+            raise unknown_name("demo model", asked, [f"demo/{demo}" for demo in demos])
+    path = Path(asked).expanduser()
+    if path.suffix in PICKLES and path.exists():
+        raise pickled(path)
+    if path.suffix == ".safetensors" and path.is_file():
+        if not (path.parent / "config.json").exists():
+            raise FormatError(
+                f"model {path}", "weights alone, without a config.json beside them", "Give a folder that has both"
+            )
+        return path.parent
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        return path
+    if path.exists():
+        raise FormatError(f"model {path}", "neither a folder nor a .gguf file", "Give a Hugging Face folder or a .gguf file")
+    do = 'Give "demo/qwen3", "random/qwen3-8b", a Hugging Face folder, or a .gguf file'
+    if asked.count("/") == 1 and not asked.startswith((".", "~", "/")) and "\\" not in asked:
+        do += f". Nothing is downloaded for you; from the Hub: hf download {asked} --local-dir {name}"
+    raise FormatError(f"model {asked!r}", "no such file or folder", do)
+
+
+def find_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """The dtype called `dtype`, which models compute in; None for None. A ToolkitError otherwise."""
+    if isinstance(dtype, str):
+        if dtype.removeprefix("torch.") not in DTYPES:
+            raise unknown_name("dtype", dtype, DTYPES)
+        return DTYPES[dtype.removeprefix("torch.")]
+    if dtype is not None and dtype not in COMPUTED:
+        raise ModelError(f"dtype={dtype!r}", "not one that models compute in", "Use float32, bfloat16 or float16")
+    return dtype
+
+
+def _random(asked: str) -> Checkpoint | None:
+    """The shapes that "random/NAME" asks for; None where it asks for something else."""
+    family, _, name = asked.partition("/")
+    if family != "random" or Path(asked).exists():
+        return None
+    if name not in SHAPES:
+        raise unknown_name("random model", asked, [f"random/{known}" for known in SHAPES])
+    values = SHAPES[name].config
+    architecture = _architecture(values["model_type"], asked)
+    config = architecture.Config.from_hf(values)
+    return Checkpoint(Path(asked), None, architecture, config, architecture.names_hf(config), torch.bfloat16)
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    values = read_json(folder / "config.json", "config", max_bytes=16 << 20)
+    architecture = _architecture(values.get("model_type"), f"config {folder / 'config.json'}", values.get("architectures"))
+    config = architecture.Config.from_hf(_without_storage(values))
+    weights = open_folder(folder, values)
+    _check_counts(folder, config, weights)
+    inner = values.get("text_config")
+    stated = [v.get("dtype", v.get("torch_dtype")) for v in (values, inner) if isinstance(v, dict)]
+    named = [DTYPES[n] for n in (str(v).removeprefix("torch.") for v in stated) if n in DTYPES]
+    names = architecture.names_hf(config, weights.stored)
+    skipped = _check_names(folder, architecture, config, names, weights)
+    dtype = named[0] if named else _most(weights.stored.values())
+    return Checkpoint(folder, weights, architecture, config, names, dtype, tokenizers.from_folder(folder), skipped)
+
+
+def _open_gguf(path: Path) -> Checkpoint:
+    weights = open_gguf(path)
+    architecture = _architecture(weights.metadata.get("general.architecture"), f"GGUF file {path}")
+    config = architecture.Config.from_gguf(weights.metadata, {name: t.shape for name, t in weights.stored.items()})
+    _check_counts(path, config, weights)
+    names = architecture.names_gguf(config, weights.stored)
+    skipped = _check_names(path, architecture, config, names, weights)
+    tokenizer = tokenizers.from_gguf(weights.metadata, str(path))
+    return Checkpoint(path, weights, architecture, config, names, _most(weights.stored.values()), tokenizer, skipped)
+
+
+def _without_storage(values: Mapping[str, Any]) -> dict[str, Any]:
+    found = {name: value for name, value in values.items() if name not in _STORAGE}
+    if isinstance(found.get("text_config"), dict):
+        found["text_config"] = {n: value for n, value in found["text_config"].items() if n not in _STORAGE}
+    return found
+
+
+def _architecture(name: object, asked: str, classes: object = None) -> ModuleType:
+    known = ", ".join(ARCHITECTURES)
+    if isinstance(name, str) and name in ARCHITECTURES:
+        return ARCHITECTURES[name]
+    what = "it doesn't say its architecture" if name is None else f"its architecture is {name!r:.60}"
+    also = f" ({', '.join(map(str, classes))[:80]})" if isinstance(classes, list) and classes else ""
+    raise ModelError(asked, what + also, f"This version loads: {known}", architecture=name, known=list(ARCHITECTURES))
+
+
+def _check_counts(path: Path, config: Any, weights: Weights) -> None:
+    """Refuse a config with more layers than there are tensors, before its names (2**31 layers' worth?) are listed."""
+    if config.num_hidden_layers > len(weights.stored):
+        found = f"the config has {config.num_hidden_layers:,} layers, the weights are {len(weights.stored):,} tensors"
+        raise FormatError(f"model {path}", found, "Check that config and weights belong together")
+
+
+def _most(stored: Iterable[Stored]) -> torch.dtype:
+    """The dtype that most bytes are stored in; bfloat16 where that is a quantised one or none to compute in."""
+    totals: dict[torch.dtype | None, int] = {}
+    for tensor in stored:
+        totals[tensor.dtype] = totals.get(tensor.dtype, 0) + tensor.nbytes
+    most = max(totals, key=lambda dtype: totals[dtype], default=None)
+    return most if most in COMPUTED and most is not None else torch.bfloat16
+
+
+def _check_names(
+    path: Path, architecture: ModuleType, config: Any, names: Mapping[str, Source], weights: Weights
+) -> tuple[str, ...]:
+    """Every weight of the model is in the file, and every tensor of the file has its place. Returns those left out."""
+    stored, wanted = weights.stored, {name for source in names.values() for name in source.names}
+    left = [name for name in stored if name not in wanted]
+    skipped = tuple(name for name in left if _is_skipped(name, architecture, config))
+    unknown, missing = sorted(set(left) - set(skipped)), sorted(wanted - set(stored))
+    asked = f"weights of {path}"
+    if missing:
+        found = f"{len(missing):,} of {len(wanted):,} tensors are missing: {_listed(missing)}"
+        raise FormatError(asked, found, nearest(missing[0], unknown), missing=missing, unknown=unknown)
+    if unknown:
+        found = f"{len(unknown):,} tensors have no place in this architecture: {_listed(unknown)}"
+        near = difflib.get_close_matches(unknown[0], wanted, n=1, cutoff=0.5)
+        do = f"The nearest it has is {near[0]!r}: check" if near else "Check"
+        raise FormatError(asked, found, f"{do} that config and weights belong together", unknown=unknown)
+    return skipped
+
+
+def _is_skipped(name: str, architecture: ModuleType, config: Any) -> bool:
+    """Of a part that is left out, or what some checkpoints hold and none needs: the tied head again, rotary tables."""
+    if any(re.match(p, name) for p in (*getattr(architecture, "SKIPPED", ()), *getattr(config, "skipped", ()))):
+        return True
+    return bool((config.tie_word_embeddings and _TWINS.fullmatch(name)) or _TABLES.fullmatch(name))
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "")

@@ -1,0 +1,55 @@
+"""Random weights of a model's real shapes, drawn where they will stay: for speed, memory and copies, which don't depend on
+values. Matrices have a standard deviation of about STD in any scheme, norms are one: activations stay finite however many
+layers there are. The same seed gives the same weights on the same device. Knows no model.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.devices.base import Device
+from toolkit.loading.progress import Watch
+from toolkit.quant import PackedMatrix, Scheme
+
+STD = 0.02
+FINE = (32, 64)  # 8-bit scales and minima are drawn from here; with 6 bits they go up to 63
+
+
+def draw(model: nn.Module, device: Device, seed: int, watch: Watch) -> None:
+    """Give every parameter of `model`, whose memory is allocated, a value. No temporaries, no host memory.
+
+    A module whose vectors are neither norms nor biases says the range of each: `INITIAL = {"decay": (-16.0, -0.01)}`.
+    """
+    generator = None if device.torch.type == "vgpu" else torch.Generator(device.torch).manual_seed(seed)
+    watch.begin(sum(parameter.nbytes for parameter in model.parameters()))
+    for path, module in model.named_modules():
+        ranges = getattr(module, "INITIAL", {})
+        for name, parameter in module.named_parameters(recurse=False):
+            value = parameter.detach()
+            if isinstance(module, PackedMatrix):
+                _draw_part(value, name, module.scheme, generator)
+            elif name in ranges:
+                value.uniform_(*ranges[name], generator=generator)
+            elif value.ndim > 1:
+                value.normal_(0.0, STD, generator=generator)
+            else:
+                value.fill_(0.0 if name == "bias" else 1.0)
+            watch.step(parameter.nbytes, f"{path}.{name}")
+
+
+def _draw_part(part: Tensor, name: str, scheme: Scheme, generator: torch.Generator | None) -> None:
+    """One of the tensors of a packed matrix: uniform codes, and scales that give them STD."""
+    levels = 1 << scheme.bits
+    step = STD * math.sqrt(12 / (levels * levels - 1))  # uniform codes vary by sqrt((levels^2 - 1) / 12)
+    middle = (levels - 1) / 2
+    fine = sum(FINE) / 2 if scheme.steps else 1.0
+    if name in ("codes", "high"):
+        signed = part.dtype == torch.int8
+        part.random_(-128 if signed else 0, 128 if signed else 256, generator=generator)
+    elif name in ("scales", "minima") and scheme.steps:
+        part.random_(*FINE, generator=generator)
+    else:
+        part.fill_({"zeros": middle, "minima": step * middle, "minimum_steps": step * middle / fine}.get(name, step / fine))

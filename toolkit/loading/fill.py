@@ -1,0 +1,162 @@
+"""Weights from a checkpoint into the memory that waits for them: some rows at a time, converted on the device.
+
+The host touches no byte that it needn't: rows cross as they are stored, straight from the mapped file, and are repacked,
+dequantised, quantised or cast where they arrive. What that takes beside the weights is bounded by `Filler.scratch_bytes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.formats.stored import Stored, Weights
+from toolkit.loading.layout import parts_of, stored_scheme
+from toolkit.loading.progress import Watch
+from toolkit.models.layers import Source, spot
+from toolkit.quant import PackedMatrix, Scheme, dequantise
+from toolkit.repack import from_stored
+
+CHUNK_BYTES = 256 << 20  # that cross at a time where nothing is to be converted
+SCRATCH_BYTES = 256 << 20  # of the device for what is being converted; less where the largest weight is smaller
+# Bytes of scratch a weight takes at most while it is converted, measured on the virtual GPU for every kind and scheme.
+UNPACKING, QUANTISING = 16, 24
+
+
+@dataclass(frozen=True)
+class Span:
+    """Rows `r0` to `r1` of the matrices `m0` to `m1` of a stack; several matrices only with all their rows."""
+
+    m0: int
+    m1: int
+    r0: int
+    r1: int
+
+
+@dataclass(frozen=True)
+class Filler:
+    """Puts stored weights where they belong in a model whose memory is allocated."""
+
+    weights: Weights
+    device: torch.device
+    scratch_bytes: int
+    watch: Watch
+
+    def fill(self, model: nn.Module, names: Mapping[str, Source]) -> None:
+        """Every weight, in the order in which the file holds them, so that a disk is read forward."""
+
+        def position(ours: str) -> tuple[str, int]:
+            first = self.weights.find(names[ours].names[0])
+            return first.path, first.start
+
+        self.watch.begin(sum(self._bytes(source, stored) for source in names.values() for stored in self._stored(source)))
+        for ours in sorted(names, key=position):
+            place, source = spot(model, ours), names[ours]
+            scheme = place.weight.scheme if isinstance(place.weight, PackedMatrix) else None
+            parts = parts_of(place)
+            for i, stored in enumerate(self._stored(source)):
+                single = len(source.names) == 1
+                target = parts if single else {name: part[i : i + 1] for name, part in parts.items()}
+                if source.change is not None or source.shape is not None:
+                    self._whole(stored, source, target["values"])
+                else:
+                    self._rows(stored, source, target, scheme)
+
+    def _stored(self, source: Source) -> Iterator[Stored]:
+        return map(self.weights.find, source.names)
+
+    def _bytes(self, source: Source, stored: Stored) -> int:
+        """How many of the file's bytes `source` takes of a stored tensor."""
+        if source.rows is None:
+            return stored.nbytes
+        return stored.nbytes * (source.rows.stop - source.rows.start) // stored.shape[-2]
+
+    def _whole(self, stored: Stored, source: Source, target: Tensor) -> None:
+        """A weight that is reshaped or changed: never a large one, so it crosses at once and passes through fp32."""
+        values = self._values(stored, self._across(self.weights.raw(stored.name)), torch.float32)
+        values = values.view(stored.shape if source.shape is None else source.shape)
+        values = values if source.rows is None else values[..., source.rows, :]
+        target.copy_((values if source.change is None else source.change(values)).view(target.shape))
+        self.watch.step(self._bytes(source, stored), stored.name)
+
+    def _rows(self, stored: Stored, source: Source, target: Mapping[str, Tensor], scheme: Scheme | None) -> None:
+        """A matrix or a stack of them, some rows at a time."""
+        matrices, rows = next(iter(target.values())).shape[:2]
+        height = stored.rows // matrices  # of a stored matrix: more than `rows` where it holds two of ours
+        first = 0 if source.rows is None else source.rows.start
+        total, done, told = self._bytes(source, stored), 0, 0
+        step = max(1, self._weights_at_once(stored, target, scheme) // stored.columns)
+        for span in spans(matrices, rows, step, whole=height == rows):
+            start = span.m0 * height + first + span.r0
+            raw = self.weights.raw(stored.name, start, start + (span.m1 - span.m0 - 1) * height + span.r1 - span.r0)
+            there = {name: part[span.m0 : span.m1, span.r0 : span.r1] for name, part in target.items()}
+            if scheme is None:
+                self._put_plain(stored, raw, there["values"])
+            else:
+                found = self._packed(stored, self._across(raw), scheme)
+                for name, part in there.items():
+                    part.copy_(found[name].view(part.shape))
+            done += (span.m1 - span.m0) * (span.r1 - span.r0)
+            step_bytes = total * done // (matrices * rows) - told
+            told += step_bytes
+            self.watch.step(step_bytes, stored.name)
+
+    def _weights_at_once(self, stored: Stored, target: Mapping[str, Tensor], scheme: Scheme | None) -> int:
+        """How many weights may cross together for what converting them takes."""
+        if scheme is not None:
+            return self.scratch_bytes // (UNPACKING if scheme == stored_scheme(stored) else QUANTISING)
+        if stored.dtype is None:
+            return self.scratch_bytes // UNPACKING
+        if stored.dtype == target["values"].dtype:
+            return CHUNK_BYTES // stored.dtype.itemsize
+        return self.scratch_bytes // stored.dtype.itemsize
+
+    def _across(self, raw: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensor.to(self.device) for name, tensor in raw.items()}
+
+    def _put_plain(self, stored: Stored, raw: Mapping[str, Tensor], target: Tensor) -> None:
+        if stored.dtype is None:
+            values = self._values(stored, self._across(raw), target.dtype)
+        else:
+            values = raw["values"]
+            if stored.dtype != target.dtype:  # a copy that casts would cast on the host
+                values = values.to(self.device)
+        target.copy_(values.view(target.shape))
+
+    def _values(self, stored: Stored, raw: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """The values [rows, columns] of raw rows on the device, in `dtype`."""
+        if stored.dtype is not None:
+            return raw["values"].to(dtype)
+        scheme = stored_scheme(stored)
+        if scheme is not None:
+            return dequantise(scheme, from_stored(stored.kind, raw, stored.columns, scheme), dtype)
+        codes, scales, zeros = (raw[name].float() for name in ("codes", "scales", "zeros"))
+        groups = codes.unflatten(-1, (scales.shape[-1], -1))
+        return ((groups - zeros[..., None]) * scales[..., None]).flatten(-2).to(dtype)
+
+    def _packed(self, stored: Stored, raw: Mapping[str, Tensor], scheme: Scheme) -> dict[str, Tensor]:
+        """The parts [rows, elements] of raw rows on the device, as `scheme` holds them."""
+        if stored_scheme(stored) == scheme:
+            return from_stored(stored.kind, raw, stored.columns, scheme)
+        from toolkit.fitting import quantise_minmax
+
+        return quantise_minmax(self._values(stored, raw, torch.float32), scheme)
+
+
+def spans(matrices: int, rows: int, step: int, whole: bool) -> Iterator[Span]:
+    """Stacked `matrices` of `rows` in runs of at most `step` rows: of several matrices where `whole` ones are neighbours."""
+    if whole and rows <= step:
+        many = step // rows
+        for m in range(0, matrices, many):
+            yield Span(m, min(m + many, matrices), 0, rows)
+        return
+    for m in range(matrices):
+        for r in range(0, rows, step):
+            yield Span(m, m + 1, r, min(r + step, rows))
+
+
+def scratch_for(largest_bytes: int) -> int:
+    """What may be used beside the weights, of which the largest takes `largest_bytes`."""
+    return min(SCRATCH_BYTES, largest_bytes)

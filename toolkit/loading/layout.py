@@ -1,0 +1,176 @@
+"""How a model will be held, decided on "meta" before a byte is allocated: what scheme or dtype each weight gets, which
+matrices become one, and how many bytes that takes. Knows shapes, no values and no device memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit.devices.base import Device
+from toolkit.errors import FormatError, ModelError
+from toolkit.formats.stored import Stored, Weights
+from toolkit.loading.checkpoint import Checkpoint
+from toolkit.models.layers import Embedding, Joined, Linear, Source, Spot, set_scheme, spot
+from toolkit.quant import PackedMatrix, Scheme
+from toolkit.recipes import Recipe
+from toolkit.repack import scheme_of
+
+TOGETHER = "Check that config and weights belong together"
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Matrices that read the same input and became one: their `names`, in how many layers, how many matrices were made."""
+
+    names: tuple[str, ...]
+    layers: int
+    matrices: int
+
+    def __str__(self) -> str:
+        many = f"{self.layers} layers" if self.layers > 1 else "1 layer"
+        return f"{'+'.join(self.names)} in {many}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model on "meta" whose parameters say what is to be allocated, and what was joined to get there."""
+
+    model: Any
+    fused: tuple[Fused, ...]
+
+    def held(self) -> Counter[str]:
+        """Bytes by scheme, or by dtype where a weight is plain."""
+        found: Counter[str] = Counter()
+        seen: set[int] = set()
+        for module in self.model.modules():
+            for parameter in module.parameters(recurse=False):
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    kind = module.scheme.name if isinstance(module, PackedMatrix) else dtype_name(parameter.dtype)
+                    found[kind] += parameter.nbytes
+        return found
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "bfloat16" for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def lay_out(checkpoint: Checkpoint, device: Device, dtype: torch.dtype, scheme: Recipe | str | None, fuse: bool) -> Layout:
+    """The model of `checkpoint`, still on "meta", as `scheme` wants it held.
+
+    `scheme`: None for as stored, "none" for plain in `dtype`, or a recipe. Raises FormatError where a stored tensor doesn't
+    have the shape that the config asks for, ModelError where a model of these sizes can't be.
+    """
+    model = _build(checkpoint, device, dtype)
+    if checkpoint.weights is not None:
+        _check_shapes(model, checkpoint, checkpoint.weights)
+    for name, source in checkpoint.names.items():
+        place = spot(model, name)
+        chosen = _scheme(checkpoint, name, source, place, scheme)
+        if chosen is not None:
+            set_scheme(model, name, chosen)
+    return Layout(model, _join(model) if fuse else ())
+
+
+def stored_scheme(stored: Stored) -> Scheme | None:
+    """The scheme that holds a stored tensor without changing a value; None for plain numbers, and where there is none."""
+    if stored.dtype is not None:
+        return None
+    return scheme_of(stored.kind, stored.bits, stored.group, stored.columns, stored.centred)
+
+
+def _build(checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> Any:
+    try:
+        model = checkpoint.architecture.Model(checkpoint.config, device, dtype)
+    except RuntimeError as error:  # sizes whose product no tensor can have
+        found = f"a model of these sizes can't be ({error!s:.120})"
+        raise FormatError(f"config of {checkpoint.path}", found, "Check the sizes in the config") from error
+    named = {id(place.weight) for place in (spot(model, name) for name in checkpoint.names)}
+    orphans = [name for name, parameter in model.named_parameters() if id(parameter) not in named]
+    if orphans:
+        raise ModelError(f"model {checkpoint.path}", f"nothing says where {orphans[0]} is stored", TOGETHER, missing=orphans)
+    return model
+
+
+def _scheme(
+    checkpoint: Checkpoint, name: str, source: Source, place: Spot, scheme: Recipe | str | None
+) -> Scheme | None:
+    """The scheme of one weight; None for plain. Only weights that are multiplied or looked up have one."""
+    if scheme == "none" or place.leaf != "weight" or not isinstance(place.owner, Linear | Embedding) or source.change:
+        return None
+    if isinstance(scheme, Recipe):
+        config = checkpoint.config
+        return scheme.scheme_for(name, tuple(place.weight.shape), config.num_hidden_layers, config.tie_word_embeddings)
+    if checkpoint.weights is None or source.shape is not None:
+        return None
+    kinds = {stored_scheme(checkpoint.weights.find(stored)) for stored in source.names}
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def _join(model: Any) -> tuple[Fused, ...]:
+    """Join what can be joined; what was, by the names of the parts, in the order in which the model has them."""
+    layers: dict[tuple[str, ...], set[str]] = {}
+    matrices: Counter[tuple[str, ...]] = Counter()
+    for path, module in list(model.named_modules()):
+        for names in module.join() if isinstance(module, Joined) else ():
+            layers.setdefault(names, set()).add(".".join(path.split(".")[:2]))
+            matrices[names] += 1
+    return tuple(Fused(names, len(where), matrices[names]) for names, where in layers.items())
+
+
+def _check_shapes(model: Any, checkpoint: Checkpoint, weights: Weights) -> None:
+    """Every stored tensor has the shape that the config asks for, and its rows all have a place."""
+    rows: dict[str, int] = {}
+    for ours, source in checkpoint.names.items():
+        wanted = tuple(spot(model, ours).weight.shape)
+        each = wanted if len(source.names) == 1 else wanted[1:]
+        for stored in map(weights.find, source.names):
+            shape = _seen_as(stored, source, each)
+            fits = shape == each and (len(source.names) == 1 or wanted[0] == len(source.names))
+            if not fits:
+                raise _misshapen(checkpoint.path, stored, f"the config asks for {list(wanted)}")
+            if stored.dtype is not None and not stored.dtype.is_floating_point:
+                found = f"it holds {stored.kind}, not floating-point numbers"
+                do = "Get the checkpoint in bfloat16, float16 or float32"
+                raise FormatError(f"tensor {stored.name!r} of {checkpoint.path}", found, do, tensor=stored.name)
+            if source.rows is not None:
+                rows[stored.name] = max(rows.get(stored.name, 0), source.rows.stop)
+    for name, stop in rows.items():
+        if weights.find(name).shape[-2] != stop:
+            raise _misshapen(checkpoint.path, weights.find(name), f"the config asks for {stop:,} rows")
+
+
+def _seen_as(stored: Stored, source: Source, wanted: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of what `source` takes of a stored tensor."""
+    shape = stored.shape
+    if source.shape is not None:
+        same = torch.Size(shape).numel() == torch.Size(source.shape).numel()
+        shape = source.shape if same else shape
+    if source.rows is not None and len(shape) > 1 and shape[-2] >= source.rows.stop:
+        shape = (*shape[:-2], source.rows.stop - source.rows.start, shape[-1])
+    return shape
+
+
+def _misshapen(path: Path, stored: Stored, why: str) -> FormatError:
+    return FormatError(
+        f"tensor {stored.name!r} of {path}", f"its shape is {list(stored.shape)}, {why}", TOGETHER, tensor=stored.name
+    )
+
+
+def parts_of(place: Spot) -> dict[str, Tensor]:
+    """Where one weight goes, as views [matrices, rows, elements]: the parts of a packed matrix, or "values" alone."""
+    weight = place.weight
+    whole = weight.parts() if isinstance(weight, PackedMatrix) else {"values": weight}
+    return {name: _as_matrices(tensor.detach(), place.rows) for name, tensor in whole.items()}
+
+
+def _as_matrices(tensor: Tensor, rows: slice | None) -> Tensor:
+    if rows is not None:
+        tensor = tensor[rows] if tensor.ndim == 1 else tensor[..., rows, :]
+    return tensor.reshape(1, 1, 1) if tensor.ndim == 0 else tensor if tensor.ndim > 2 else tensor.view(1, -1, tensor.shape[-1])
