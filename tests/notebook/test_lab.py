@@ -8,9 +8,10 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
+import torch
 from synthetic import decode_loop
 
-from toolkit.errors import DeviceError, FormatError, ToolkitError
+from toolkit.errors import CancelledError, DeviceError, FormatError, ToolkitError
 from toolkit.notebook import lab as module
 from toolkit.notebook.lab import Lab, copies_html, error_html
 
@@ -46,14 +47,17 @@ def stand_in_generate(model, prompt, decode, *, max_new_tokens, on_token, cancel
 
 @pytest.fixture
 def model() -> SimpleNamespace:
-    return SimpleNamespace(device=Device(), calls=[], pause_s=0.0)
+    return SimpleNamespace(device=Device(), calls=[], pause_s=0.0, inner=torch.nn.Linear(3, 2))
 
 
 @pytest.fixture
 def app(monkeypatch: pytest.MonkeyPatch, model: SimpleNamespace) -> Lab:
-    def load(path, device, progress):
+    def load(path, device, scheme, progress, cancel):
+        model.scheme = scheme
         for done in range(1, 11):
             progress(done << 20, 10 << 20, f"layer.{done}")
+            if cancel.is_set():
+                raise CancelledError("loading", "it was cancelled", "Load it again")
             time.sleep(model.pause_s)
         if path == "missing":
             raise FormatError("loading 'missing'", "no such <folder>", "Check the path")
@@ -97,6 +101,37 @@ def test_load_then_generate_two_strategies(app: Lab, model: SimpleNamespace) -> 
     assert [track.title for track in app.timeline_box.children[0].scene.tracks] == ["roundtrip", "double-buffered"]
     assert app.progress.value == app.progress.max == 12
     assert (app.generate_button.disabled, app.cancel_button.disabled) == (False, True)
+
+
+def test_the_model_shows_itself_and_a_scheme_is_passed_on(app: Lab, model: SimpleNamespace) -> None:
+    app.scheme_field.value = "q4_k_m"
+    loaded(app)
+    assert model.scheme == "q4_k_m"
+    assert "Where the bytes are" in app.model_view.value
+    app.model_field.value = "missing"
+    app.load()
+    assert app.wait(10)
+    assert app.model_view.value == ""
+
+
+def test_what_it_costs_is_told_without_loading(app: Lab, model: SimpleNamespace) -> None:
+    app.model_field.value, app.scheme_field.value = "random/qwen3-0.6b", "int4"
+    app.look_button.click()
+    assert app.wait(30)
+    assert "random/qwen3-0.6b, int4" in app.model_view.value
+    assert "nothing is loaded" in app.model_view.value
+    assert app.model is None
+    assert app.generate_button.disabled
+    assert not app.look_button.disabled
+    app.model_field.value = "random/qwen3-0.6c"
+    app.look()
+    assert app.wait(30)
+    assert "random/qwen3-0.6b" in app.load_status.value  # the nearest name
+
+
+def test_models_and_schemes_are_offered(app: Lab) -> None:
+    assert {"demo/qwen3", "random/gemma4-31b"} <= set(app.model_field.options)
+    assert {None, "none", "q4_k_m", "int4"} <= {value for _, value in app.scheme_field.options}
 
 
 def test_one_strategy_and_neutral_sampling_options(app: Lab, model: SimpleNamespace) -> None:

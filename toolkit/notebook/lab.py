@@ -1,8 +1,8 @@
-"""The Lab: pick a device, a model and a prompt, generate under one or two strategies, see what was copied.
+"""The Lab: pick a device, a model and a scheme, see what it costs; generate under one or two strategies, see what was copied.
 
-`lab = tk.Lab()`; what it loaded and ran is `lab.model`, `lab.run` and `lab.runs`. It calls `tk.device`, `tk.load` and
-`tk.generate` and knows nothing about how they work. Work runs in a thread of its own, as widgets don't answer while a
-cell runs; every error ends up in its panel, and as an exception in `lab.error`.
+`lab = tk.Lab()`; what it loaded and ran is `lab.model`, `lab.run` and `lab.runs`. It calls `tk.device`, `tk.load`, `tk.costs`
+and `tk.generate` and knows nothing about how they work. Work runs in a thread of its own, as widgets don't answer while
+a cell runs; every error ends up in its panel, and as an exception in `lab.error`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,23 @@ import ipywidgets as widgets
 from toolkit.decode.compare import decode_steps
 from toolkit.decode.loop import generate
 from toolkit.decode.strategies import STRATEGIES
+from toolkit.describing import costs
 from toolkit.devices.base import open_device
 from toolkit.devices.spec import CATALOGUE
-from toolkit.errors import DeviceError, ToolkitError
+from toolkit.errors import CancelledError, DeviceError, ToolkitError
 from toolkit.loading import load
+from toolkit.loading.checkpoint import DEMOS
+from toolkit.models.shapes import SHAPES
+from toolkit.notebook.model import html_of
 from toolkit.notebook.timeline import Timeline
+from toolkit.recipes import RECIPES
 from toolkit.trace import COPY_KINDS
 from toolkit.units import bytes_text, seconds_text
 
 UPDATES_PER_S = 8  # front ends drop what comes much faster
 _CSS = Path(__file__).with_name("lab.css")
 _NONE = "(none)"
+_SCHEMES = [("as stored", None), ("plain, not quantised", "none"), *((name, name) for name in sorted(RECIPES))]
 
 
 class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
@@ -63,14 +69,23 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         wide = {"description_width": "70px"}
         self.device_field = widgets.Combobox(value=device, options=_device_names(), description="Device", ensure_option=False,
                                              style=wide, placeholder="virtual:8GiB, cuda, ...")  # fmt: skip
-        self.model_field = widgets.Combobox(value=model, options=["demo/qwen3"], description="Model", ensure_option=False,
-                                            style=wide, placeholder="demo/NAME, a folder, or a .gguf file")  # fmt: skip
+        self.model_field = widgets.Combobox(value=model, options=_model_names(), description="Model", ensure_option=False,
+                                            style=wide, placeholder="demo/NAME, random/NAME, a folder, a .gguf")  # fmt: skip
+        self.scheme_field = widgets.Dropdown(options=_SCHEMES, value=None, description="Scheme", style=wide)
         self.load_button = widgets.Button(description="Load", button_style="primary", icon="download")
+        self.look_button = widgets.Button(
+            description="What it costs", icon="search", tooltip="Show what the model would hold and cost, without loading it"
+        )
+        self.stop_button = widgets.Button(description="Cancel load", icon="stop", disabled=True)
         self.load_progress = widgets.FloatProgress(0.0, min=0, max=1, layout={"width": "260px", "display": "none"})
         self.load_status = widgets.HTML("Nothing is loaded yet.")
+        self.model_view = widgets.HTML()
         self.load_button.on_click(lambda _: self.load())
-        row = widgets.HBox([self.device_field, self.model_field, self.load_button, self.load_progress], layout=_WRAP)
-        self._load_panel = _panel("Load", row, self.load_status)
+        self.look_button.on_click(lambda _: self.look())
+        self.stop_button.on_click(lambda _: self.cancel())
+        fields = widgets.HBox([self.device_field, self.model_field, self.scheme_field], layout=_WRAP)
+        buttons = widgets.HBox([self.load_button, self.look_button, self.stop_button, self.load_progress], layout=_WRAP)
+        self._load_panel = _panel("Load", fields, buttons, self.load_status, self.model_view)
 
     def _make_generate(self, prompt: str) -> None:
         wide, narrow = {"description_width": "70px"}, {"width": "190px"}
@@ -137,6 +152,10 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         """What the Load button does. Returns at once; a second press while something runs does nothing."""
         self._begin("load", self._load, self.load_status)
 
+    def look(self) -> None:
+        """What the "What it costs" button does: shows the model that would be loaded. Returns at once."""
+        self._begin("look", self._look, self.load_status)
+
     def generate(self) -> None:
         """What the Generate button does. Returns at once; a second press while something runs does nothing."""
         self._begin("generate", self._generate, self.status)
@@ -156,7 +175,7 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         try:
             work()
         except BaseException as error:  # a thread has nobody above it who would tell
-            if isinstance(error, _Cancelled):
+            if isinstance(error, CancelledError):
                 status.value = "Cancelled: nothing is loaded."
             else:
                 self.error = _without_frames(error)
@@ -166,32 +185,42 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
             self._enable(True)
 
     def _enable(self, idle: bool) -> None:
-        self.load_button.disabled = not idle
+        self.load_button.disabled = self.look_button.disabled = not idle
+        self.stop_button.disabled = idle or self._what != "load"
         self.generate_button.disabled = not idle or self.model is None
-        self.cancel_button.disabled = idle
+        self.cancel_button.disabled = idle or self._what != "generate"
 
-    def _load(self) -> None:
-        name, path = self.device_field.value.strip(), self.model_field.value.strip()
+    def _path(self) -> str:
+        path: str = self.model_field.value.strip()
         if not path:
             raise ToolkitError("a model", "its field is empty", 'Type "demo/qwen3", a Hugging Face folder, or a .gguf file')
-        self.model = None
+        return path
+
+    def _look(self) -> None:
+        path = self._path()
+        self.load_status.value = f"Looking at {escape(path)} ..."
+        self.model_view.value = costs(path, scheme=self.scheme_field.value)._repr_html_()
+        self.load_status.value = f"<b>{escape(path)}</b> as it would be loaded: nothing was read."
+
+    def _load(self) -> None:
+        name, path = self.device_field.value.strip(), self._path()
+        self.model, self.model_view.value = None, ""
         gc.collect()  # the model before may fill the card, or be what keeps another card from being chosen
         self.load_status.value = f"Loading {escape(path)} on {escape(name)} ..."
         self.load_progress.value, self.load_progress.layout.display = 0.0, ""
         beat = _Beat()
 
         def progress(done: int, total: int, tensor: str) -> None:
-            if self._cancel.is_set():
-                raise _Cancelled
             if beat.due() or done >= total:
                 self.load_progress.value = done / total if total else 1.0
                 self.load_status.value = f"{bytes_text(done)} of {bytes_text(total)}: {escape(tensor)}"
 
         began = time.monotonic()
         device = self._open(name)
-        self.model = load(path, device=device, progress=progress)
+        self.model = load(path, device=device, scheme=self.scheme_field.value, progress=progress, cancel=self._cancel)
         took = seconds_text(time.monotonic() - began)
         self.load_status.value = f"<b>{escape(path)}</b> is on <b>{escape(device.name)}</b> ({took}){_held(device)}."
+        self.model_view.value = html_of(self.model)
         self.status.value = "Ready." if not self.runs else self.status.value
 
     def _open(self, name: str) -> Any:
@@ -203,7 +232,7 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
             if not others or not name.startswith("virtual:"):
                 raise
             for lab in others:
-                lab.model, lab.generate_button.disabled = None, True
+                lab.model, lab.generate_button.disabled, lab.model_view.value = None, True, ""
                 lab.load_status.value = f"Let go, as another Lab took {escape(name)}: load it again to go on here."
         gc.collect()
         return open_device(name)
@@ -271,10 +300,6 @@ def _without_frames(error: BaseException) -> BaseException:
 _labs: weakref.WeakSet[Lab] = weakref.WeakSet()
 
 
-class _Cancelled(Exception):
-    """Cancel was pressed while a model was being loaded."""
-
-
 class _Beat:
     """Says when the next update is due: at most UPDATES_PER_S times a second."""
 
@@ -310,6 +335,11 @@ def _device_names() -> list[str]:
 
     cuda = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     return [*cuda, *(f"virtual:{card}" for card in CATALOGUE), "virtual:8GiB"]
+
+
+def _model_names() -> list[str]:
+    demos = sorted(f"demo/{path.parent.name}" for path in DEMOS.glob("*/config.json"))
+    return [*demos, *(f"random/{name}" for name in SHAPES)]
 
 
 def _held(device: Any) -> str:

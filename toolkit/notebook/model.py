@@ -264,6 +264,5 @@ def _gpu_row(bound: Bound, most: float, fits: str) -> str:
         f'<td class="tk-wide"><span class="tk-tok" style="width:{share:.1f}%"></span></td>',
         f"<td>{_rate(bound.reached_tok_per_s)}</td><td>{bound.limit}</td>",
     ]
-    return (
-        f'<tr{"" if fits else " class=tk-no"}><th scope="row" title="{escape(card.name)}">{card.key}</th>{"".join(cells)}</tr>'
-    )
+    kind = "" if bound.fits else ' class="tk-no"'
+    return f'<tr{kind}><th scope="row" title="{escape(card.name)}">{card.key}</th>{"".join(cells)}</tr>'
