@@ -56,9 +56,9 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
     kept = g.cumsum(-1)  # log of what is left at each token of what stood before the chunk
     later = torch.ones(size, size, dtype=torch.bool, device=v.device).triu(1)
     between = (kept[..., :, None] - kept[..., None, :]).masked_fill(later, -math.inf).exp()  # from column's token to row's
-    system = (k @ k.mT) * beta[..., None] * between
-    whole = torch.cat((v * beta[..., None], (k * (beta * kept.exp())[..., None])), -1)
-    solved = torch.linalg.solve_triangular(system, whole, upper=False, unitriangular=True)
+    written = k * beta[..., None]
+    whole = torch.cat((v * beta[..., None], written * kept.exp()[..., None]), -1)
+    solved = torch.linalg.solve_triangular((written @ k.mT) * between, whole, upper=False, unitriangular=True)
     wanted, recalled = solved.split((v.shape[-1], k.shape[-1]), -1)
     inner = (q @ k.mT) * between
     reads, writes = q * kept.exp()[..., None], k * (kept[..., -1:] - kept).exp()[..., None]

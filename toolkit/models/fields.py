@@ -35,7 +35,10 @@ class Fields:
     def count(self, name: str, default: int) -> int:
         """A whole number from 0 on; null is the default."""
         value = self._get(name, default)
-        return default if value is None else 0 if value == 0 and not isinstance(value, bool) else self.size(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 1 << 31:
+            raise self.wrong(name, value, "a whole number from 0 on")
+        return value
 
     def number(self, name: str, default: Any = _REQUIRED) -> float:
         """A finite number above 0."""

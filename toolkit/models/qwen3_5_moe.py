@@ -49,8 +49,8 @@ NORM_EPS = 1e-6  # of the delta net's queries and keys: a constant, unlike rms_n
 class At:
     """Where in a cache a forward pass stands, on the device: positions [T], mask [T, bound], and the convolution's slots.
 
-    `written`: the slots of the ring of inputs that the last tokens go to. `order`: for one token, which tap of the
-    convolution meets each slot; for several, the slots of the inputs before them, oldest first.
+    `written`: the slots of the ring of inputs that the last tokens go to. `order` [taps]: the slots of the inputs before
+    the first of them, oldest first, and its own.
     """
 
     cache: Cache
@@ -107,19 +107,14 @@ class DeltaNet(nn.Module):
 
     def _convolve(self, x: Tensor) -> Tensor:
         """x [B, taps - 1 + T, channels] -> [B, T, channels], fp32."""
-        taps = self.conv.t()
-        length = x.shape[1] - len(taps) + 1
-        total = x[:, :length] * taps[0]
-        for i in range(1, len(taps)):
-            total = total + x[:, i : i + length] * taps[i]
-        return total
+        return F.conv1d(x.float().transpose(1, 2), self.conv[:, None], groups=x.shape[-1]).transpose(1, 2)
 
     def _convolve_at(self, x: Tensor, ring: Tensor, at: At) -> Tensor:
         """The same for new inputs x [1, T, channels], after those in the ring, which then holds the last of these."""
         if x.shape[1] == 1:
             ring.index_copy_(0, at.written, x[0])
-            return (ring * self.conv.t().index_select(0, at.order)).sum(0)[None, None]
-        whole = torch.cat((ring.index_select(0, at.order)[None], x), 1)
+            return (ring.index_select(0, at.order) * self.conv.t()).sum(0)[None, None]
+        whole = torch.cat((ring.index_select(0, at.order[:-1])[None], x), 1)
         ring.index_copy_(0, at.written, x[0, -len(ring) :])
         return self._convolve(whole)
 
@@ -263,10 +258,7 @@ class Model(Shown, nn.Module):
         """
         bound, taps = cache.bound(length), self.config.linear_conv_kernel_dim
         written = positions[-taps:] % taps
-        if len(positions) == 1:  # slot s holds the input of the latest position p' <= p with p' = s modulo taps
-            order = (torch.arange(-1, taps - 1, device=positions.device) - positions) % taps
-        else:
-            order = (torch.arange(1, taps, device=positions.device) + positions[:1]) % taps
+        order = (torch.arange(1, taps + 1, device=positions.device) + positions[:1]) % taps
         mask = hidden_slots(cache.slots[:bound], positions)
         rope = cache.ropes["full"].index_select(0, positions)
         at = At(cache, positions, bound, mask, written, order)
