@@ -14,9 +14,9 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "toolkit"
 # A file imports only from rows above its own.
 ROWS = [
-    "errors", "units", "trace", "ledger", "traces", "devices", "formats", "quant", "repack", "fitting", "recipes", "kernels",
-    "models", "costing", "planning", "chat", "tokenizer_gguf", "tokenizer", "loading", "describing", "decode", "exporting",
-    "demo", "bench", "notebook", "__main__",
+    "errors", "units", "trace", "ledger", "traces", "devices", "formats", "quant", "repack", "fitting", "recipes",
+    "kernels", "models", "costing", "planning", "chat", "tokenizer_gguf", "tokenizer", "hf", "loading", "describing",
+    "decode", "quantisation", "quantising", "exporting", "demo", "bench", "notebook", "__main__",
 ]  # fmt: skip
 FRONT_END = ("IPython", "ipywidgets", "anywidget", "plotly", "ipykernel", "traitlets")
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -41,6 +41,11 @@ class Recipe:
         `layers`: how many the model has; `tied`: the embedding is the head. K formats whose 256 weights don't divide a row
         give way to 32 at a time, as in llama.cpp; other schemes leave such a row plain.
         """
+        meant = self.meant_for(name, shape, layers, tied)
+        return None if meant is None or shape[-1] % meant.multiple else meant
+
+    def meant_for(self, name: str, shape: Sequence[int], layers: int, tied: bool = False) -> Scheme | None:
+        """As `scheme_for`, whether or not its groups divide the rows: None is for what is always plain."""
         if len(shape) < 2 or shape[-2] == 1 or not name.endswith("weight") or _PLAIN.search(name):
             return None
         chosen = self.base
@@ -51,7 +56,7 @@ class Recipe:
             chosen = self.more
         if shape[-1] % SCHEMES[chosen].multiple:
             chosen = _SMALLER.get(chosen, chosen)
-        return None if shape[-1] % SCHEMES[chosen].multiple else SCHEMES[chosen]
+        return SCHEMES[chosen]
 
 
 def _more_bits(layer: int, layers: int) -> bool:
