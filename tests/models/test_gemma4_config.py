@@ -23,7 +23,8 @@ def test_absent_fields_have_the_defaults_of_transformers():
     absent, theirs = Config.from_hf({"model_type": "gemma4_text"}), transformers.Gemma4TextConfig()
     for field in (
         "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "sliding_window", "max_position_embeddings",
-        "rms_norm_eps", "tie_word_embeddings", "hidden_size_per_layer_input", "vocab_size_per_layer_input", "num_kv_shared_layers",
+        "rms_norm_eps", "tie_word_embeddings", "hidden_size_per_layer_input",
+        "vocab_size_per_layer_input", "num_kv_shared_layers",
     ):  # fmt: skip
         assert getattr(absent, field) == getattr(theirs, field), field
     assert list(absent.layer_types) == theirs.layer_types

@@ -150,7 +150,10 @@ class Cache:
         return Reach(positions % size, bound, hidden_slots(seen, positions, window))
 
     def checkpoint(self) -> int:
-        """Keep aside what can't be taken back (recurrent states, rings), so that `rollback` to here works. The position."""
+        """Keep aside what can't be taken back (recurrent states, rings), so that `rollback` to here works. The position.
+
+        Costs their memory once more, until `forget`, a `rollback` to before, or `free`.
+        """
         self._kept[self.length] = [[t.clone() for t in state.tensors()] for state in self._passing()]
         return self.length
 
@@ -184,6 +187,10 @@ class Cache:
                     tensor.zero_()
         self._kept = {p: kept for p, kept in self._kept.items() if p <= position}
         self.length = position
+
+    def forget(self, position: int) -> None:
+        """Let go of the checkpoint at `position`, if there is one."""
+        self._kept.pop(position, None)
 
     def _passing(self) -> list[State]:
         """The states that forget: rings and recurrent ones."""

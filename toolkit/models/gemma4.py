@@ -292,8 +292,8 @@ class Model(Shown, nn.Module):
         `length` is how many tokens the cache then holds, at most: it bounds how much of the cache is read, and need not
         be exact. The exact position is read on the device only.
         """
-        ropes = {kind: table.index_select(0, positions) for kind, table in cache.ropes.items()}
         reaches = {FULL: cache.reach(positions, length)}
+        ropes = {kind: table.index_select(0, positions) for kind, table in cache.ropes.items()}
         if SLIDING in ropes:
             reaches[SLIDING] = cache.ring_reach(positions, length, self.config.sliding_window)
         return self._layers(x, Pass(ropes, cache, reaches))
