@@ -7,6 +7,7 @@ anything is allocated for it, so a damaged file is refused in time proportional 
 from __future__ import annotations
 
 import math
+import os
 import re
 import struct
 from collections.abc import Callable, Sequence
@@ -202,7 +203,7 @@ def _open_parts(file: GgufFile, path: Path, count: int) -> GgufParts:
         found = f"it is one of {count:,} parts of a split model, by its name it isn't"
         raise file.mapped.error(found, f"Give the parts their names back: NAME-00001-of-{count:05d}.gguf and so on")
     paths = [path.with_name(f"{named[1]}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)]
-    missing = [part.name for part in paths if not part.exists()]
+    missing = [part.name for part in paths if not os.path.exists(part)]
     if missing:
         found = f"{len(missing):,} of {count:,} parts are missing: {', '.join(missing[:4])}"
         raise file.mapped.error(found, "Download the missing files into the same folder", missing=missing)

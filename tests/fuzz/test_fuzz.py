@@ -1,0 +1,20 @@
+"""Thousands of damaged and lying checkpoints: each is refused in words or loads as what it says, and nothing worse."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fuzz.bases import KINDS, Kind
+from tests.fuzz.boxed import run
+
+AT_LEAST = 150  # mutants of every kind; all kinds together are more than 5,000
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=[kind.name for kind in KINDS])
+def test_mutants_are_refused_or_load_as_what_they_are(kind: Kind) -> None:
+    tally = run(kind)
+    assert not tally.faults
+    assert tally.mutants >= AT_LEAST
+    assert tally.refused
+    assert tally.refused + tally.loaded == tally.mutants
+    assert tally.peak_mb < 500
