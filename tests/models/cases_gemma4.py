@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 from tests.models.parity import Case
@@ -56,3 +57,61 @@ CASES = (
         hidden_activation="silu",
     ),
 )
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def draw(seed: int) -> Case:
+    """A random config, the same for a seed: every field that changes the result, in any combination transformers takes.
+
+    Little noise on the weights: it is the config that is random here, and much noise makes both sides lose digits.
+    """
+    rng = random.Random(seed)
+    layers, heads = rng.randint(1, 7), rng.choice([1, 2, 3, 5, 6, 7, 12, 15])
+    kinds = [*(rng.choice([SLIDING, SLIDING, FULL]) for _ in range(layers - 1)), FULL]
+    kv_heads = [n for n in range(1, heads + 1) if heads % n == 0]
+    values = {
+        "vocab_size": rng.randint(30, 130), "hidden_size": rng.randint(5, 40), "intermediate_size": rng.randint(3, 50),
+        "num_hidden_layers": layers, "layer_types": kinds, "num_attention_heads": heads, "head_dim": 2 * rng.randint(1, 9),
+        "num_key_value_heads": rng.choice(kv_heads), "sliding_window": rng.choice([2, 3, 5, 8, 13, 19, 20, 32, 100]),
+        "hidden_size_per_layer_input": rng.choice([0, 0, 4, 5, 8]), "attention_k_eq_v": rng.random() < 0.5,
+        "tie_word_embeddings": rng.random() < 0.6, "attention_bias": rng.random() < 0.2, "max_position_embeddings": 640,
+        "final_logit_softcapping": rng.choice([None, 30.0, 1.5]), "rms_norm_eps": rng.choice([1e-6, 1e-5, 1e-2]),
+        "hidden_activation": rng.choice(["gelu_pytorch_tanh", "gelu_pytorch_tanh", "gelu", "silu", "relu"]),
+        "use_double_wide_mlp": rng.random() < 0.4, "use_bidirectional_attention": rng.choice([None, "vision"]),
+    }  # fmt: skip
+    values["vocab_size_per_layer_input"] = values["vocab_size"] + rng.choice([0, 7])
+    values |= _draw_heads(rng, kinds, kv_heads)
+    shareable = [n for n in range(1, layers) if set(kinds[layers - n :]) <= set(kinds[: layers - n])]
+    if shareable and rng.random() < 0.5:
+        values["num_kv_shared_layers"] = rng.choice(shareable)
+    if rng.random() < 0.35:
+        experts = rng.randint(1, 9)
+        values |= {"enable_moe_block": True, "num_experts": experts, "top_k_experts": rng.randint(1, experts)}
+        values["moe_intermediate_size"] = rng.randint(1, 20)
+    if rng.random() < 0.5:
+        values["rope_parameters"] = {SLIDING: _draw_rope(rng), FULL: _draw_rope(rng)}
+    prompt = rng.randint(1, 40)
+    return Case(
+        f"random {seed}", "Gemma4ForCausalLM", "Gemma4TextConfig", values, prompt, rng.choice([1, 2, 3, 7, prompt]), 0.04
+    )
+
+
+def _draw_heads(rng: random.Random, kinds: list[str], kv_heads: list[int]) -> dict[str, Any]:
+    """The heads of full layers, in either spelling; sometimes those of sliding ones too."""
+    own = {"head_dim": 2 * rng.randint(1, 12), "num_key_value_heads": rng.choice(kv_heads)}
+    spelling = rng.choice(["global", "global", "full layers", "all layers", "none"])
+    if spelling == "global":
+        return {
+            "global_head_dim": own["head_dim"],
+            "num_global_key_value_heads": rng.choice([None, own["num_key_value_heads"]]),
+        }
+    wanted = (
+        {FULL: own} if spelling == "full layers" else {SLIDING: {"head_dim": 6}, FULL: own} if spelling == "all layers" else {}
+    )
+    return {"per_layer_config": {i: dict(wanted[kind]) for i, kind in enumerate(kinds) if kind in wanted}}
+
+
+def _draw_rope(rng: random.Random) -> dict[str, Any]:
+    rope: dict[str, Any] = {"rope_type": rng.choice(["default", "proportional"]), "rope_theta": rng.choice([10.0, 1e4, 1e6])}
+    return rope | ({"partial_rotary_factor": rng.choice([0.0, 0.1, 0.25, 0.7, 1.0])} if rope["rope_type"] != "default" else {})

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import toolkit as tk
-from tests.models.cases_gemma4 import BASE, CASES, _case
+from tests.models.cases_gemma4 import BASE, CASES, _case, draw
 from tests.models.parity import CPU, STEPS, TOLERANCE, compare, last, ours, prefill
 from toolkit.models.gemma4 import Config, Model, names_hf
 from toolkit.models.layers import Joined
@@ -28,6 +28,13 @@ def test_logits_and_64_greedy_tokens_equal_transformers(case):
     found = compare(case)
     assert found.worst <= TOLERANCE
     assert found.same_tokens == STEPS
+
+
+@pytest.mark.parametrize("seed", range(16), ids="random {}".format)
+def test_configs_at_random_equal_transformers(seed):
+    found = compare(draw(seed), steps=12, seed=seed)
+    assert found.worst <= TOLERANCE
+    assert found.same_tokens == 12
 
 
 @torch.no_grad()
