@@ -11,7 +11,7 @@ import toolkit as tk
 from toolkit.demo.corpus import train_tokenizer
 from toolkit.demo.quality import CHECKS, measure
 from toolkit.demo.train_qwen3 import VOCAB, train, write
-from toolkit.loading import DEMOS
+from toolkit.loading.checkpoint import DEMOS
 from toolkit.models.qwen3 import Model
 
 DEMO = DEMOS / "qwen3"

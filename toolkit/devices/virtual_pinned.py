@@ -100,12 +100,24 @@ def _to_copy(func: Any) -> Callable[..., Any]:
         source, device = args[0], kwargs.get("device")
         onto_host = device is not None and device.type == "cpu" and isinstance(source, VirtualTensor)
         if not (onto_host and kwargs.get("non_blocking")):
-            return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+            composite = functools.partial(func._op_dk, torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+            absent = isinstance(source, VirtualTensor) and source._host.is_meta and not onto_host
+            return _without_values(composite) if absent else composite()
         layout = kwargs.get("memory_format") or torch.preserve_format
         out = torch.empty_like(source._host, dtype=kwargs.get("dtype"), device="cpu", memory_format=layout)
         return torch.ops.aten.copy_.default(_mark(out), source, True)
 
     return to_copy
+
+
+def _without_values(make: Callable[[], Any]) -> Any:
+    """What `make` makes on the card has no values: neither has its source, and this machine may have no room for them."""
+    card = virtual_dispatch.machine()
+    outer, card.sizes_only = card.sizes_only, True
+    try:
+        return make()
+    finally:
+        card.sizes_only = outer
 
 
 class _GeneratorMeta(type(_Generator)):  # type: ignore[misc]

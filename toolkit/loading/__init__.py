@@ -121,8 +121,9 @@ def _place(checkpoint: Checkpoint, layout: Layout, device: Device, watch: Watch,
     check_room(what, device, needed, _smaller(checkpoint, device, model.dtype, needed))
     largest = max(parameter.nbytes for parameter in model.parameters())
     try:
-        for name, parameter in list(model.named_parameters()):
-            assign(model, name, torch.empty(parameter.shape, dtype=parameter.dtype, device=device.torch))
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                assign(module, name, torch.empty(parameter.shape, dtype=parameter.dtype, device=device.torch))
         if checkpoint.weights is None:
             draw(model, device, seed, watch)
         else:

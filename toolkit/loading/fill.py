@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from toolkit.fitting import quantise_minmax
 from toolkit.formats.stored import Stored, Weights
 from toolkit.loading.layout import parts_of, stored_scheme
 from toolkit.loading.progress import Watch
