@@ -4,8 +4,9 @@ For each head, a state S [Dk, Dv] and at each token t
 
     S <- exp(g) S;   S <- S + k (beta (v - k S));   out = q S
 
-One operation, which takes the recurrent step for a single token and the chunked form for more. Plain PyTorch in fp32;
-the chunked form has gradients. It knows no model and no cache.
+One operation, which takes the recurrent step for a single token and the chunked form for more. Plain PyTorch in fp32, in
+transformers' order of sums: where heads forget much, logarithms summed over a chunk lose digits, and the chunked form
+then differs from the steps by what it differs from them there. It has gradients. It knows no model and no cache.
 """
 
 from __future__ import annotations
@@ -55,14 +56,14 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
     g, beta = (_chunks(x[..., None], size)[..., 0] for x in (g, beta))  # [B, M, N, chunks, size]
     kept = g.cumsum(-1)  # log of what is left at each token of what stood before the chunk
     later = torch.ones(size, size, dtype=torch.bool, device=v.device).triu(1)
-    between = (kept[..., :, None] - kept[..., None, :]).masked_fill(later, -math.inf).exp()  # from column's token to row's
+    between = (kept[..., :, None] - kept[..., None, :]).masked_fill(later, -math.inf).exp()  # from column to row
+    until, left = kept.exp()[..., None], kept[..., -1:].exp()[..., None]
     written = k * beta[..., None]
-    whole = torch.cat((v * beta[..., None], written * kept.exp()[..., None]), -1)
+    whole = torch.cat((v * beta[..., None], written * until), -1)
     solved = torch.linalg.solve_triangular((written @ k.mT) * between, whole, upper=False, unitriangular=True)
     wanted, recalled = solved.split((v.shape[-1], k.shape[-1]), -1)
     inner = (q @ k.mT) * between
-    reads, writes = q * kept.exp()[..., None], k * (kept[..., -1:] - kept).exp()[..., None]
-    left = kept[..., -1].exp()[..., None, None]
+    reads, writes = q * until, k * (kept[..., -1:] - kept).exp()[..., None]
     now = v.new_zeros(*v.shape[:3], k.shape[-1], v.shape[-1]) if state is None else state[None]
     found: list[Tensor] = []
     for i in range(v.shape[3]):
