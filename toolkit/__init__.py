@@ -21,6 +21,7 @@ _PUBLIC = {
     "record": "toolkit.devices.base:record",
     "load": "toolkit.loading:load",
     "costs": "toolkit.describing:costs",
+    "quantize": "toolkit.quantising:quantize",
     "generate": "toolkit.decode.loop:generate",
     "compare": "toolkit.decode.compare:compare",
     "copy_budget": "toolkit.decode.compare:copy_budget",
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from toolkit.errors import ToolkitError as ToolkitError
     from toolkit.loading import load as load
     from toolkit.notebook.lab import Lab as Lab
+    from toolkit.quantising import quantize as quantize
     from toolkit.trace import Trace as Trace
     from toolkit.traces import open_trace as open_trace
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -275,11 +276,9 @@ def costs_of(model: Any, context: int | None = None, name: str | None = None) ->
     most = max(min(longest or 0, LENGTHS[-1]), context)
     lengths = sorted({context, most, *(n for n in LENGTHS if n <= most)})
     weighed = {n: _merged(own(n)) for n in lengths} if exact else {context: _guessed(module)}
-    report = getattr(model, "report", None)
+    source = Path(getattr(getattr(model, "report", None), "source", "")).parts[-2:]  # "demo/qwen3", "folder/file.gguf"
     return Costs(
-        name=name
-        or getattr(report, "source", None)
-        or (type(model).__module__.rpartition(".")[2] if exact else type(module).__name__),
+        name=name or "/".join(source) or (type(model).__module__.rpartition(".")[2] if exact else type(module).__name__),
         place=_place(model, module),
         context=context,
         dtype=_dtype(module),

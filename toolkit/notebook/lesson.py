@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,15 @@ class Verdict:
         return "\n".join(self.lines)
 
 
-def check(predicted: Mapping[str, int | None], found: Mapping[str, int], why: str = "") -> Verdict:
-    """Compare predicted counts with those found, name by name.
+def check(
+    predicted: Mapping[str, float | None],
+    found: Mapping[str, float],
+    why: str = "",
+    within: float = 0.0,
+    who: str = "the trace",
+) -> Verdict:
+    """Compare predicted numbers with those found by `who`, name by name. Right is what is off
+    by no more than `within` (0.05: 5 %).
 
     A prediction that is still None is asked for, and its answer isn't given away; `why` is shown only once
     every prediction has been made. Raises nothing for a wrong answer: it is a lesson, not a test.
@@ -29,12 +37,19 @@ def check(predicted: Mapping[str, int | None], found: Mapping[str, int], why: st
     open_ones = [name for name, value in predicted.items() if value is None]
     if open_ones:
         return Verdict((f"Write your prediction for {', '.join(open_ones)} first, then run this cell again.",), False)
-    lines = []
+    lines, right = [], True
     for name, value in predicted.items():
-        same = value == found[name]
-        lines.append(f"{'right' if same else 'not so'}: {name} - you said {value}, the trace says {found[name]}")
-    right = all(predicted[name] == found[name] for name in predicted)
+        same = isinstance(value, Real) and abs(float(value) - found[name]) <= within * abs(found[name])
+        right = right and same
+        lines.append(f"{'right' if same else 'not so'}: {name} - you said {_said(value)}, {who} says {_said(found[name])}")
     return Verdict((*lines, *([why] if why else [])), right)
+
+
+def _said(value: object) -> str:
+    """Whole numbers as they are, others to three digits."""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return str(value)
 
 
 def counts_of_step(run: object, step: int = 2) -> dict[str, int]:

@@ -22,7 +22,8 @@ COLOURS = ("#0b62b0", "#a04000", "#00684a", "#6b3fa0", "#7d5a00", "#9c2f6d", "#4
 _SHOWN_LENGTHS = (0, 4096, 32768, 131072)
 NOTE = (
     "Modelled, not measured. Limit: bandwidth of the datasheet / bytes a token reads (or operations, where they take longer); "
-    "no program is faster at batch 1. Reachable: at the bandwidth that a streaming kernel reaches, {how}. "
+    "no program is faster at batch 1, and a small model is much slower, as it waits for launches. "
+    "Reachable: at the bandwidth that a streaming kernel reaches, {how}. "
     'Fits: weights and state in the card\'s memory, without workspace; "to" how many tokens, where not the longest context.'
 )
 
