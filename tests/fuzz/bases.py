@@ -123,7 +123,7 @@ def coded(method: str) -> Callable[[Path], None]:
 
     def make(path: Path) -> None:
         options: dict[str, Any] = {"quant_method": method, "bits": 4, "group_size": 32, "desc_act": False}
-        options |= {"awq": {"version": "gemm", "zero_point": True}, "gptq": {"checkpoint_format": "gptq"}}.get(method, {})
+        options |= {"version": "gemm"} if method == "awq" else {"checkpoint_format": "gptq"}
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in random_tensors(SMALL).items():
             if "proj" not in name:

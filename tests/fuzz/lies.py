@@ -22,8 +22,10 @@ VALUES: tuple[Any, ...] = (
     "a" * 5000, "../../../etc/passwd", "\ud800", [], [1], [None], ["a", "b"], [[[]]], [1 << 70],
     {}, {"a": 1}, {"rope_type": "yarn"},
 )  # fmt: skip
-NUMBERS = (0, 1, 2, 3, 31, 255, (1 << 16) - 1, 1 << 20, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 62, (1 << 63) - 1)
-NUMBERS += (1 << 63, (1 << 64) - 32, (1 << 64) - 1)
+NUMBERS: tuple[int, ...] = (
+    0, 1, 2, 3, 31, 255, (1 << 16) - 1, 1 << 20, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 62, (1 << 63) - 1,
+    1 << 63, (1 << 64) - 32, (1 << 64) - 1,
+)  # fmt: skip
 PATHS = (
     "../outside.safetensors", "/etc/passwd", "..", ".", "", "a/../../outside.safetensors", "..\\outside.safetensors",
     "model-00001-of-00002.safetensors\0", "file:///etc/passwd", "absent.safetensors", "config.json", "~", "x" * 300,
