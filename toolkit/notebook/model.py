@@ -95,7 +95,9 @@ def _place(costs: Costs) -> str:
 
 
 def _after(costs: Costs) -> str:
-    return f" after {costs.context:,}" if costs.exact else ""
+    if not costs.exact:
+        return ""
+    return f" after {costs.context:,}" if costs.context else " with nothing before it"
 
 
 def _held_as(costs: Costs) -> str:
