@@ -1,8 +1,8 @@
 """The decode loop: one, for all strategies.
 
-`generate` checks what it was given, records, and gathers tokens; `decode` is the loop itself, put together from the
-parts that the strategy names. Step 0 is the prefill, steps 1, 2, ... decode one token each; double buffering reads its
-last token in one more step, called "drain".
+`generate` checks what it was given, records, and gathers tokens; `_decode` is the loop itself, put together from the
+parts that the strategy names. A loop of the model's own takes its place where asked for. Step 0 is the prefill, steps 1, 2,
+... decode one token each; double buffering reads its last token in one more step, called "drain".
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from toolkit.decode.parts import INPUTS, POSITIONS, READBACKS, Choice
 from toolkit.decode.run import Run, tokens_per_s
 from toolkit.decode.sample import Sampling
-from toolkit.decode.strategies import Strategy, find_strategy
+from toolkit.decode.strategies import STRATEGIES, OwnLoop, Strategy, find_strategy, strategies_of
 from toolkit.decode.text import TextStream, prompt_ids
 from toolkit.errors import ModelError
 from toolkit.models.cache import Cache
@@ -28,7 +28,7 @@ from toolkit.models.cache import Cache
 def generate(
     model: Any,
     prompt: str | Sequence[int] | Tensor,
-    decode: str | Strategy = "double-buffered",
+    decode: str | Strategy | OwnLoop = "double-buffered",
     *,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
@@ -45,6 +45,8 @@ def generate(
 ) -> Run:
     """Continue `prompt` (text, or token ids) by up to `max_new_tokens` tokens under the strategy `decode`.
 
+    A model loaded with engine="hf" also knows "hf-generate", its own loop: it tells its tokens when all are there.
+
     temperature, top_k, top_p, seed: see `Sampling`; temperature 0 is greedy. `context` is how many positions the cache
     holds (default: just enough); `prefill_chunk` how many prompt tokens are fed at a time; `eos` the token ids that end
     the text (default: the model's own; `()` for none). `on_token(id, text)` is called on this thread as soon as the host
@@ -53,7 +55,7 @@ def generate(
 
     Raises ModelError for prompts and options that can't be, UnknownNameError for an unknown strategy.
     """
-    strategy = find_strategy(decode)
+    strategy = find_strategy(decode, {**STRATEGIES, **strategies_of(model)})
     sampling = Sampling(temperature, top_k, top_p, seed)
     ids = prompt_ids(model, prompt)
     context, limit = _room(model, len(ids), max_new_tokens, context)
@@ -67,11 +69,17 @@ def generate(
     tokens: list[int] = []
     known_ns: list[int] = []
     recording = device.record(lines=lines) if record else nullcontext()
-    learnt = _decode(model, strategy, sampling, ids, limit, context, prefill_chunk, cancel)
+    if isinstance(strategy, OwnLoop):
+        learnt, late = strategy.run(ids, limit, sampling, ends, cancel), False
+    else:
+        learnt, late = (
+            _decode(model, strategy, sampling, ids, limit, context, prefill_chunk, cancel),
+            strategy.readback != "wait",
+        )
     with recording as trace, torch.no_grad(), closing(learnt):
-        for token in learnt:
+        for token, at_ns in learnt:
             tokens.append(token)
-            known_ns.append(device.now_ns())
+            known_ns.append(at_ns)
             if on_token is not None:
                 on_token(token, "" if token in ends else stream.piece(token))
             if token in ends:
@@ -84,7 +92,7 @@ def generate(
         prompt_tokens=tuple(ids),
         strategy=strategy.name,
         stop_reason="eos" if ended else "length" if len(tokens) == limit else "cancelled",
-        tok_per_s=tokens_per_s(known_ns, late=strategy.readback != "wait"),
+        tok_per_s=tokens_per_s(known_ns, late),
         clock=device.clock,
         device=device.name,
         recorded=trace,
@@ -100,8 +108,8 @@ def _decode(
     context: int,
     chunk: int,
     cancel: threading.Event,
-) -> Generator[int, None, None]:
-    """Yield up to `limit` token ids, each as soon as the host knows it. Closing it early frees what it holds."""
+) -> Generator[tuple[int, int], None, None]:
+    """Yield up to `limit` token ids, each as soon as the host knows it, and when. Closing it early frees what it holds."""
     device, step = model.device, 0
     cache: Cache | None = None
     readback = READBACKS[strategy.readback](device.torch)
@@ -117,7 +125,7 @@ def _decode(
             token = choice.next(logits)
             known = readback.after(token)
         if known is not None:
-            yield known
+            yield known, device.now_ns()
         for step in range(1, limit):
             if cancel.is_set():
                 break
@@ -128,13 +136,13 @@ def _decode(
                 token = choice.next(model.logits(hidden).view(-1))
                 known = readback.after(token)
             if known is not None:
-                yield known
+                yield known, device.now_ns()
         if readback.behind:
             with device.step(step + 1, "drain"):
                 readback.before()
                 known = readback.arrived()
             if known is not None:
-                yield known
+                yield known, device.now_ns()
     except torch.OutOfMemoryError as error:
         clear_frames(error.__traceback__)  # a notebook keeps the traceback, which would keep what the layers held
         raise

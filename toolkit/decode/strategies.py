@@ -1,13 +1,14 @@
 """The decode strategies: five answers each, and the names of the combinations worth having.
 
 A strategy is data. Nothing here runs; `loop.py` puts a loop together from the answers, so that two strategies differ in
-what they say here and in nothing else.
+what they say here and in nothing else. A model may bring loops of its own, which are run as they are: `OwnLoop`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from toolkit.errors import ToolkitError, unknown_name
 
@@ -57,10 +58,32 @@ STRATEGIES: dict[str, Strategy] = {
 }
 
 
-def find_strategy(strategy: str | Strategy) -> Strategy:
-    """The strategy called so; a Strategy is returned as it is. UnknownNameError names the nearest."""
-    if isinstance(strategy, Strategy):
+@dataclass(frozen=True)
+class OwnLoop:
+    """A decode loop that a model brings with it: `run(prompt ids, limit, sampling, ends, cancel)` gives (token, known ns)."""
+
+    name: str
+    run: Callable[..., Generator[tuple[int, int], None, None]]
+
+
+Known = dict[str, Strategy | OwnLoop]
+
+
+def strategies_of(model: Any) -> Known:
+    """What `model` can be decoded with, by name: all strategies, unless none can drive it, and loops of its own.
+
+    A model says so by `loops` (name to function) and `only_loops` (why no strategy can drive it, None where they can).
+    """
+    own: Known = {name: OwnLoop(name, run) for name, run in getattr(model, "loops", {}).items()}
+    return own if getattr(model, "only_loops", None) is not None else {**STRATEGIES, **own}
+
+
+def find_strategy(
+    strategy: str | Strategy | OwnLoop, known: Mapping[str, Strategy | OwnLoop] = STRATEGIES
+) -> Strategy | OwnLoop:
+    """The one of `known` called so; one that is given is returned as it is. UnknownNameError names the nearest."""
+    if isinstance(strategy, Strategy | OwnLoop):
         return strategy
-    if not isinstance(strategy, str) or strategy not in STRATEGIES:
-        raise unknown_name("decode strategy", strategy, STRATEGIES)
-    return STRATEGIES[strategy]
+    if not isinstance(strategy, str) or strategy not in known:
+        raise unknown_name("decode strategy", strategy, known)
+    return known[strategy]

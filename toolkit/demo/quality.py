@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from toolkit.models.qwen3 import Model
+from toolkit.decode.loop import generate
 
 
 def chat(question: str) -> str:
@@ -73,24 +73,22 @@ class Quality:
 
 
 @torch.no_grad()
-def measure(model: Model, new_tokens: int = 64) -> Quality:
+def measure(model: Any, new_tokens: int = 64) -> Quality:
     """Continue every prompt of CHECKS greedily by at most `new_tokens` (ending at EOS) and compare."""
     tokenizer = model.tokenizer
     wrong: dict[str, str] = {}
-    margins: list[float] = []
+    margins: list[Tensor] = []
     for prompt, expected in CHECKS.items():
-        ids = tokenizer.encode(prompt)
-        length = len(ids)
-        while len(ids) < length + new_tokens and not (len(ids) > length and ids[-1] in tokenizer.eos_ids):
-            top = model(torch.tensor([ids], device=model.device.torch))[0, -1].topk(2)
-            margins.append((top.values[0] - top.values[1]).item())
-            ids.append(int(top.indices[0]))
-        said = tokenizer.decode(ids[length:], special=True)
+        run = generate(model, prompt, max_new_tokens=new_tokens, record=False)
+        whole = torch.tensor([run.prompt_tokens + run.tokens], device=model.device.torch)
+        top = model(whole)[0, len(run.prompt_tokens) - 1 : -1].topk(2).values.cpu()
+        margins.append(top[:, 0] - top[:, 1])
+        said = tokenizer.decode(run.tokens, special=True)
         if not said.startswith(expected):
             wrong[prompt] = said[: len(expected)]
-    ordered = torch.tensor(margins).sort().values
+    ordered = torch.cat(margins).sort().values
     low, middle = ordered[len(ordered) // 100].item(), ordered.median().item()
-    return Quality(wrong, len(CHECKS), len(margins), ordered[0].item(), low, middle)
+    return Quality(wrong, len(CHECKS), len(ordered), ordered[0].item(), low, middle)
 
 
 def main(name: str = "demo/qwen3") -> int:
