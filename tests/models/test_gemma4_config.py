@@ -178,6 +178,19 @@ def test_other_parts_of_a_multimodal_checkpoint_are_left_out():
     left = stored - used - {"lm_head.weight"}
     assert left
     assert all(any(re.match(pattern, name) for pattern in gemma4.SKIPPED) for name in left)
-    assert not any(re.match(pattern, name) for pattern in gemma4.SKIPPED[:2] for name in used)
-    assert re.match(gemma4.SKIPPED[2], "model.language_model.layers.5.self_attn.k_proj.weight")
-    assert re.match(gemma4.SKIPPED[3], "blk.5.attn_v.weight")
+    assert not any(re.match(pattern, name) for pattern in gemma4.SKIPPED for name in used)
+
+
+def test_keys_and_values_of_layers_that_share_are_left_out():
+    config = Config.from_hf(TEXT | SHARED)
+
+    def left_out(name):
+        return any(re.match(pattern, name) for pattern in config.skipped)
+
+    assert left_out("model.language_model.layers.5.self_attn.k_proj.weight")
+    assert left_out("layers.3.self_attn.k_norm.weight")
+    assert left_out("blk.6.attn_v.weight")
+    assert not left_out("model.layers.2.self_attn.v_proj.weight")
+    assert not left_out("model.layers.5.self_attn.q_proj.weight")
+    assert not left_out("blk.36.attn_v.weight")
+    assert Config.from_hf(TEXT).skipped == ()

@@ -29,7 +29,7 @@ def opened(case, folder):
     theirs = case.theirs()
     file = GgufFile(write(folder / "model.gguf", case.values, theirs.state_dict()))
     config = gemma4.Config.from_gguf(file.metadata, {name: t.shape for name, t in file.stored.items()})
-    return theirs, config, {name: file.read(name, torch.float32).clone() for name in file.stored}
+    return theirs, config, {name: file.read(name).float().clone() for name in file.stored}
 
 
 @torch.no_grad()

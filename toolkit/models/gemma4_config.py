@@ -109,6 +109,17 @@ class Config:
         """From this layer on, each attends to the keys and values of the last layer of its kind before."""
         return len(self.layer_types) - self.num_kv_shared_layers
 
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """What checkpoints may hold and none needs (see `re.match`): keys and values of layers that use another's."""
+        shared = "|".join(map(str, range(self.first_shared_layer, self.num_hidden_layers)))
+        if not shared:
+            return ()
+        return (
+            rf"(.*\.)?layers\.({shared})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.",
+            rf"blk\.({shared})\.attn_(k|v|k_norm)\.",
+        )
+
     def heads(self, kind: str) -> Heads:
         """The heads of layers of `kind`."""
         found = self.full if kind == FULL else self.sliding
@@ -265,8 +276,8 @@ def _from_gguf(cls: type[Config], metadata: Mapping[str, Any], tensors: Mapping[
     shared = _count(fields, "gemma4.attention.shared_kv_layers")
     own_full = [i for i in range(layers - shared) if kinds[i] == FULL]
     tokens, per_layer = metadata.get("tokenizer.ggml.tokens"), _count(fields, "gemma4.embedding_length_per_layer_input")
-    vocab = tensors.get("token_embd.weight", (len(tokens) if tokens is not None else None,))[0]
-    vocab = fields.size("gemma4.vocab_size") if vocab is None else int(vocab)
+    counted = next(iter(tensors.get("token_embd.weight", ())), len(tokens) if isinstance(tokens, list | tuple) else None)
+    vocab = int(counted or fields.size("gemma4.vocab_size"))
     moe = "blk.0.ffn_gate_inp.weight" in tensors or (not tensors and _count(fields, "gemma4.expert_count") > 0)
     cap = metadata.get("gemma4.final_logit_softcapping")
     return cls(
@@ -286,7 +297,7 @@ def _from_gguf(cls: type[Config], metadata: Mapping[str, Any], tensors: Mapping[
         attention_k_eq_v=bool(tensors) and not any(f"blk.{i}.attn_v.weight" in tensors for i in own_full),
         num_kv_shared_layers=shared,
         hidden_size_per_layer_input=per_layer,
-        vocab_size_per_layer_input=tensors.get("per_layer_token_embd.weight", (vocab,))[0] if per_layer else 0,
+        vocab_size_per_layer_input=next(iter(tensors.get("per_layer_token_embd.weight", ())), vocab) if per_layer else 0,
         num_experts=fields.size("gemma4.expert_count") if moe else 0,
         top_k_experts=fields.size("gemma4.expert_used_count") if moe else 0,
         moe_intermediate_size=fields.size("gemma4.expert_feed_forward_length") if moe else 0,

@@ -7,11 +7,9 @@ from collections.abc import Collection
 from toolkit.models.gemma4_config import FULL, Config
 from toolkit.models.layers import Source
 
-SKIPPED = (  # of multimodal checkpoints; and what checkpoints hold of layers that share the keys and values of another
+SKIPPED = (  # of multimodal checkpoints, and what some text checkpoints hold beside the weights
     r"(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder|multi_modal_projector)\.",
     r"(.*\.)?rotary_emb\..*inv_freq$",
-    r"(.*\.)?layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.(weight|bias)$",
-    r"blk\.\d+\.attn_(k|v|k_norm)\.(weight|bias)$",
 )
 
 _ENDS = {  # ours: (Hugging Face, GGUF)
