@@ -174,12 +174,13 @@ def unpack_codes(scheme: Scheme, parts: dict[str, Tensor]) -> Tensor:
     if scheme.bits == 8:
         return packed
     words = packed.unflatten(-1, (-1, 1, 4))
-    codes = torch.cat((words & 15, words >> 4), -2).flatten(-3)
+    codes = torch.cat((words & 15, words >> 4), -2).flatten(-3)  # of its own: cat copies
     if "high" in parts:
         width = scheme.bits - 4
         high = parts["high"].unflatten(-1, (-1, 1, 4))
-        fields = [(high >> shift) & ((1 << width) - 1) for shift in range(0, 8, width)]
-        codes = codes | (torch.cat(fields, -2).flatten(-3) << 4)
+        shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)[:, None]
+        fields = (high >> shifts).bitwise_and_((1 << width) - 1).bitwise_left_shift_(4)
+        codes.bitwise_or_(fields.flatten(-3))
     return codes
 
 
