@@ -6,7 +6,7 @@ For each head, a state S [Dk, Dv] and at each token t
 
 One operation, which takes the recurrent step for a single token and the chunked form for more. Plain PyTorch in fp32, in
 transformers' order of sums: where heads forget much, logarithms summed over a chunk lose digits, and the chunked form
-then differs from the steps by what it differs from them there. It has gradients. It knows no model and no cache.
+differs from the steps, as theirs does. It has gradients. It knows no model and no cache.
 """
 
 from __future__ import annotations
