@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+import toolkit as tk
 from tests.models.cases_qwen3 import BASE, CASES
 from tests.models.parity import CPU, STEPS, TOLERANCE, compare, filled, last, ours, prefill, value_of
 from toolkit.errors import ModelError
@@ -260,6 +261,39 @@ def test_gguf_without_a_needed_field_names_it():
         Config.from_gguf(GGUF | {"qwen3.rope.scaling.type": "yarn"})
     with pytest.raises(ModelError, match="longrope"):
         Config.from_gguf(GGUF | {"qwen3.rope.scaling.type": "longrope"})
+
+
+@pytest.mark.parametrize("name", ["dense_windows_by_layer", "dense_yarn", "moe_every_other_layer", "moe_one_expert"])
+def test_a_decode_step_copies_nothing_and_no_prefill_is_read_back(name):
+    gpu = tk.device("virtual:h200")
+    config = Config.from_hf(CASE[name].values | {"model_type": "qwen3_moe" if "moe" in name else "qwen3"})
+    model = Model(config, gpu, torch.bfloat16).init_weights().requires_grad_(False)
+    ids, position = torch.arange(9, device=gpu.torch)[None], torch.full((1,), 8, device=gpu.torch)
+    with torch.no_grad():
+        x, cache = model.embed(ids), model.new_cache(300)
+        with tk.copy_budget(h2d=0, d2h=0, device=gpu):
+            model.advance(x[:, :8], cache.slots[:8], cache, 8)
+        with tk.copy_budget(h2d=0, d2h=0, d2d=0, device=gpu):
+            model.logits(model.advance(x[:, 8:], position, cache, 9))
+
+
+@pytest.mark.parametrize("name", ["dense_windows_by_layer", "dense_tied", "moe_every_other_layer"])
+def test_costs_add_up_to_the_model(name):
+    config = Config.from_hf(CASE[name].values | {"model_type": "qwen3_moe" if "moe" in name else "qwen3"})
+    model = Model(config, CPU, torch.bfloat16)
+    found = model.costs(100)
+    costs = {(cost.part, cost.kind): cost for cost in found}
+    assert sum(cost.parameters for cost in found) == sum(p.numel() for p in model.parameters())
+    assert sum(cost.weight_bytes for cost in found) == sum(p.nbytes for p in model.parameters())
+    held = sum(tensor.nbytes for state in model.new_cache(100).states for tensor in state.tensors())
+    assert sum(cost.state_held_bytes for cost in found) == held
+    if config.sparse:
+        experts = costs["experts", ""]
+        assert experts.layers == config.sparse
+        assert experts.read_bytes * config.num_experts == experts.weight_bytes * config.num_experts_per_tok
+    if config.windowed:
+        assert costs["attention", "sliding"].layers == config.windowed
+        assert costs["attention", "sliding"].state_per_token_bytes == 0
 
 
 def test_the_cache_says_when_it_is_full():
