@@ -134,6 +134,17 @@ def test_the_embedding_on_the_host_gives_the_same_rows():
     assert {p.device.type for p in host.parameters()} == {"cpu"}
 
 
+def test_rows_from_the_host_decode_the_same_tokens():
+    device = tk.device("virtual:h200")
+    model = Model(Config.from_hf({"model_type": "gemma4_text"} | BY_NAME["as_e2b"].values), device).init_weights(2)
+    model.requires_grad_(False)
+    runs = [tk.generate(model, [5, 6, 7, 8], decode=name, max_new_tokens=16) for name in ("roundtrip", "host-embedding")]
+    assert runs[0].tokens == runs[1].tokens
+    assert set(runs[1].copies()["h2d_bytes"].iloc[2:]) == {
+        (24 + 7 * 6) * 4 + 8
+    }  # the row with its per-layer inputs, the position
+
+
 @torch.no_grad()
 def test_joined_matrices_change_nothing():
     model = ours(BY_NAME["all_variants"].theirs())
