@@ -204,7 +204,7 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
 
     def _load(self) -> None:
         name, path = self.device_field.value.strip(), self._path()
-        self.model, self.model_view.value = None, ""
+        self.model, self.model_view.value, self.status.value = None, "", "Load a model first."
         gc.collect()  # the model before may fill the card, or be what keeps another card from being chosen
         self.load_status.value = f"Loading {escape(path)} on {escape(name)} ..."
         self.load_progress.value, self.load_progress.layout.display = 0.0, ""
@@ -221,7 +221,7 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         took = seconds_text(time.monotonic() - began)
         self.load_status.value = f"<b>{escape(path)}</b> is on <b>{escape(device.name)}</b> ({took}){_held(device)}."
         self.model_view.value = html_of(self.model)
-        self.status.value = "Ready." if not self.runs else self.status.value
+        self.status.value = "Ready."
 
     def _open(self, name: str) -> Any:
         """The device; where other Labs' models keep it from being chosen (one whose cell ran again lives on), they let go."""

@@ -199,7 +199,8 @@ def _treemap(costs: Costs, colours: dict[str, str]) -> str:
         group, _, name = held.where.partition(".")
         note = f"{held.where}: {bytes_text(held.n_bytes)}, {count_text(held.parameters)} weights, {_kind(held.kind)}"
         groups.setdefault(group, []).append(_area(held, name, note, colours[held.kind]))
-    return treemap(groups, f"Bytes of {costs.name} by the names of its weights")
+    drawn = treemap(groups, f"Bytes of {costs.name} by the names of its weights")
+    return f'<div class="tk-scroll">{drawn}</div>'
 
 
 def _area(held: Holding, name: str, note: str, colour: str) -> Area:
@@ -246,7 +247,7 @@ def gpus_html(costs: Costs) -> str:
     most = max((b.tok_per_s for b in bounds if b.tok_per_s != float("inf")), default=1.0)
     rows = [_gpu_row(bound, most, _fits(costs, bound)) for bound in bounds]
     how = "measured on the H200, taken to be the same 88 % of the datasheet's on the others"
-    head = ("GPU", "bandwidth", "memory", "fits", "limit, tok/s", "", "reachable", "limited by")
+    head = ("GPU", "limit, tok/s", "", "reachable", "fits", "memory", "bandwidth", "limited by")
     return f'{_table(head, rows)}<p class="tk-note">{escape(NOTE.format(how=how))}</p>'
 
 
@@ -262,10 +263,11 @@ def _gpu_row(bound: Bound, most: float, fits: str) -> str:
     card = bound.card
     share = min(100.0, 100 * bound.tok_per_s / most)
     cells = [
-        f"<td>{decimal_text(card.bandwidth_bytes_per_s, 'B/s')}</td><td>{bytes_text(card.memory_bytes)}</td>",
-        f'<td class="tk-fits{" tk-yes" if bound.fits else ""}">{fits}</td><td>{_rate(bound.tok_per_s)}</td>',
+        f"<td>{_rate(bound.tok_per_s)}</td>",
         f'<td class="tk-wide"><span class="tk-tok" style="width:{share:.1f}%"></span></td>',
-        f"<td>{_rate(bound.reached_tok_per_s)}</td><td>{bound.limit}</td>",
+        f"<td>{_rate(bound.reached_tok_per_s)}</td>",
+        f'<td class="tk-fits{" tk-yes" if bound.fits else ""}">{fits}</td><td>{bytes_text(card.memory_bytes)}</td>',
+        f"<td>{decimal_text(card.bandwidth_bytes_per_s, 'B/s')}</td><td>{bound.limit}</td>",
     ]
     kind = "" if bound.fits else ' class="tk-no"'
     return f'<tr{kind}><th scope="row" title="{escape(card.name)}">{card.key}</th>{"".join(cells)}</tr>'
