@@ -128,7 +128,8 @@ def test_memory_functions(gpu):
     x = torch.ones(1000, device="vgpu")
     free, total = torch.vgpu.mem_get_info()
     assert total == gpu.spec.memory_bytes
-    assert total - free == torch.vgpu.memory_allocated() == torch.vgpu.memory_reserved() == gpu.memory().allocated_bytes
+    assert total - free == torch.vgpu.memory_reserved() == gpu.memory().reserved_bytes
+    assert 4096 <= torch.vgpu.memory_allocated() == gpu.memory().allocated_bytes <= torch.vgpu.memory_reserved()
     assert torch.vgpu.memory_stats()["allocated_bytes.all.current"] == gpu.memory().allocated_bytes
     assert torch.accelerator.memory_allocated() == gpu.memory().allocated_bytes
     torch.vgpu.empty_cache()

@@ -269,6 +269,7 @@ def memory_stats(device: DeviceLike = None) -> dict[str, int]:
     return {
         "allocated_bytes.all.current": memory.allocated_bytes,
         "allocated_bytes.all.peak": memory.peak_bytes,
+        "requested_bytes.all.current": memory.requested_bytes,
         "reserved_bytes.all.current": memory.reserved_bytes,
         "reserved_bytes.all.peak": memory.peak_reserved_bytes,
         "allocation.all.current": memory.blocks,
@@ -278,7 +279,8 @@ def memory_stats(device: DeviceLike = None) -> dict[str, int]:
 
 
 def empty_cache() -> None:
-    """Nothing to give back: this allocator keeps no cache."""
+    """Give cached segments that are wholly free back to the card."""
+    machine().memory.empty_cache()
 
 
 def manual_seed(seed: int) -> None:

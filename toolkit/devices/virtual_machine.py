@@ -16,6 +16,7 @@ from toolkit.devices import base, rules
 from toolkit.devices import virtual_sizes as sizes
 from toolkit.devices.rules import Effect
 from toolkit.devices.spec import GpuSpec
+from toolkit.devices.virtual_blocks import Block
 from toolkit.devices.virtual_memory import Memory
 from toolkit.devices.virtual_threads import DEFAULT_STREAM, here
 from toolkit.trace import Trace, TraceBuilder
@@ -93,21 +94,23 @@ class Machine:
 
     # ---- memory
 
-    def allocate(self, n_bytes: int) -> tuple[int, str | None]:
-        """Take memory and record it; what this returns, `free` takes back."""
+    def allocate(self, n_bytes: int) -> tuple[Block, str | None]:
+        """Take memory for the current stream and record it; what this returns, `free` takes back."""
+        stream = here().stream
         if self._builder is None and n_bytes < NOTED_BYTES:
-            return self.memory.allocate(n_bytes), None
+            return self.memory.allocate(n_bytes, stream), None
         where = base.caller() if self.lines or n_bytes >= NOTED_BYTES else None
-        size = self.memory.allocate(n_bytes, where)
+        block = self.memory.allocate(n_bytes, stream, where)
         if self._builder is not None:
-            self._row("alloc", self.host_ns, 0, size, -1, None, where=where)
-        return size, where
+            self._row("alloc", self.host_ns, 0, block.size, -1, None, where=where)
+        return block, where
 
-    def free(self, block: tuple[int, str | None]) -> None:
-        """Give a block back."""
-        self.memory.free(*block)
+    def free(self, taken: tuple[Block, str | None]) -> None:
+        """Give back what `allocate` returned."""
+        size = taken[0].size
+        self.memory.free(*taken)
         if self._builder is not None:
-            self._row("free", self.host_ns, 0, block[0], -1, None, where=None)
+            self._row("free", self.host_ns, 0, size, -1, None, where=None)
 
     # ---- recording
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from toolkit.devices.virtual_memory import rounded
+from toolkit.devices.virtual_blocks import Block as MemoryBlock
 
 if TYPE_CHECKING:
     from toolkit.devices.virtual_machine import Machine
@@ -126,7 +126,7 @@ class _Block(weakref.ref):  # type: ignore[type-arg]
     __slots__ = ("key", "machine", "taken")
     key: int
     machine: Machine
-    taken: tuple[int, str | None]
+    taken: tuple[MemoryBlock, str | None] | None  # nothing, where the storage was resized to nothing
 
 
 _live: dict[int, _Block] = {}  # by the address of the host storage
@@ -135,7 +135,8 @@ _live: dict[int, _Block] = {}  # by the address of the host storage
 def _freed(block: _Block) -> None:
     if _live.get(block.key) is block:
         del _live[block.key]
-    block.machine.free(block.taken)
+    if block.taken is not None:
+        block.machine.free(block.taken)
 
 
 def wrap(host: torch.Tensor) -> VirtualTensor:
@@ -168,9 +169,10 @@ def rehold(host: torch.Tensor, machine: Machine) -> None:
     block = _live.get(storage._cdata)
     if block is None:
         hold(host, machine)
-    elif (size := rounded(storage.nbytes())) != block.taken[0]:
-        taken = machine.allocate(storage.nbytes()) if size else (0, None)
-        machine.free(block.taken)
+    elif (size := storage.nbytes()) != (0 if block.taken is None else block.taken[0].requested):
+        taken = machine.allocate(size) if size else None
+        if block.taken is not None:
+            machine.free(block.taken)
         block.taken = taken
 
 
@@ -184,4 +186,4 @@ def follow(tensor: VirtualTensor) -> None:
 def live() -> tuple[int, int]:
     """How many blocks of device memory are held, and their bytes."""
     blocks = list(_live.values())
-    return len(blocks), sum(block.taken[0] for block in blocks)
+    return len(blocks), sum(block.taken[0].size for block in blocks if block.taken is not None)
