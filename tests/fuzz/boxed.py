@@ -24,6 +24,7 @@ from tests.fuzz.bases import Kind, write_good
 from tests.models.parity import value_of
 from toolkit.errors import ToolkitError
 
+SHARED_MEMORY = "/dev/shm"  # a disk would take longer to write the mutants than it takes to load them
 SECONDS, MEMORY = 5.0, 1 << 30  # that a mutant may take, and how much more than the process has when it starts
 FORBIDDEN = (
     "subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "socket.connect", "pickle.find_class",
@@ -170,7 +171,7 @@ def _load_all(kind: Kind, folder: Path, wire: Connection) -> None:
         sys.base_prefix,
         str(Path(__file__).parents[2] / "toolkit"),
         "/proc",
-        "/dev",
+        "/dev/null",
         "/sys",
     )
     watch = Watch(own)
@@ -195,7 +196,7 @@ def _load_all(kind: Kind, folder: Path, wire: Connection) -> None:
 def run(kind: Kind) -> Tally:
     """Load every mutant of `kind`, each boxed in, and count what became of them."""
     tally = Tally(kind.name)
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY if os.path.isdir(SHARED_MEMORY) else None) as place:
         folder = Path(place) / "root" / "model"
         write_good(kind, folder)
         context = multiprocessing.get_context("fork")
