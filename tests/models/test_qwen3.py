@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import pytest
@@ -153,6 +154,23 @@ def test_config_of_transformers_4_and_5():
     assert absent.rope.theta == 10_000.0
     windowless = {"model_type": "qwen3", "use_sliding_window": False, "sliding_window": 4096}
     assert Config.from_hf(windowless) == absent
+
+
+@pytest.mark.parametrize(
+    "old",
+    [
+        {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}},
+        {"rope_theta": 1e6, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}, "max_position_embeddings": 4096},
+        {"rope_scaling": {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0}},
+        {"use_sliding_window": True, "max_window_layers": 5, "sliding_window": 64},
+        {"use_sliding_window": True, "sliding_window": None},
+        {"num_key_value_heads": None, "head_dim": 64},
+    ],
+    ids=lambda old: "-".join(old),
+)
+def test_configs_as_transformers_4_wrote_them_mean_what_5_makes_of_them(old):
+    saved = transformers.Qwen3Config(**copy.deepcopy(old)).to_dict()
+    assert Config.from_hf({"model_type": "qwen3"} | old) == Config.from_hf(saved)
 
 
 WINDOWED = {"sliding_window": {"use_sliding_window": True}, "max_window_layers": {"use_sliding_window": True}}
