@@ -30,7 +30,7 @@ def test_logits_and_64_greedy_tokens_equal_transformers(case):
     assert found.same_tokens == STEPS
 
 
-@pytest.mark.parametrize("seed", range(16), ids="random {}".format)
+@pytest.mark.parametrize("seed", range(12), ids="random {}".format)
 def test_configs_at_random_equal_transformers(seed):
     found = compare(draw(seed), steps=12, seed=seed)
     assert found.worst <= TOLERANCE
@@ -38,7 +38,7 @@ def test_configs_at_random_equal_transformers(seed):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("chunk", [1, 2, 7, 8, 9, 40], ids="chunk={}".format)
+@pytest.mark.parametrize("chunk", [1, 7, 9, 40], ids="chunk={}".format)
 @pytest.mark.parametrize("name", WIDE)
 def test_prefill_in_chunks_of_any_size_equals_the_whole(name, chunk):
     model = ours(BY_NAME[name].theirs())
