@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import resource
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,7 +53,7 @@ def held(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "method"), [("int4-g64", "min-max"), ("int4-g128", "hqq"), ("q4_k_m", "min-max"), ("int8", "min-max")]
+    ("scheme", "method"), [("int4-g64", "hqq"), ("int4-g128", "min-max"), ("q4_k_m", "min-max"), ("int8", "min-max")]
 )
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_architecture(kind: str, scheme: str, method: str) -> None:
@@ -92,7 +93,8 @@ def test_every_architecture(kind: str, scheme: str, method: str) -> None:
 @pytest.mark.parametrize(("kind", "scheme"), [("qwen3", "q4_k_m"), ("gemma4_text", "int4-g32"), ("qwen3_5_moe", "int8-g128")])
 def test_on_the_virtual_gpu_it_is_the_same_to_the_bit(kind: str, scheme: str) -> None:
     gpu = tk.device("virtual:h200")
-    here, there = (quantize(build(kind, device), scheme, progress=False) for device in (CPU, gpu))
+    fewer = {"num_hidden_layers": 1} if kind == "qwen3" else {}
+    here, there = (quantize(build(kind, device, **fewer), scheme, progress=False) for device in (CPU, gpu))
     assert {p.device.type for p in there.parameters()} == {"vgpu"}
     for name, parameter in here.named_parameters():
         assert torch.equal(parameter, there.get_parameter(name).cpu()), name
@@ -248,3 +250,20 @@ def test_sizes_only_says_nothing_about_values() -> None:
         new = quantize(build("qwen3", gpu, num_hidden_layers=1), "int4-g32", progress=False)
         assert all(m.snr_db != m.snr_db for m in new.quantisation.quantised)  # nan
     assert new.quantisation.bits_per_weight < 6
+    assert new.quantisation.cosine != new.quantisation.cosine
+
+
+def test_a_model_loaded_as_sizes_only_needs_no_memory_here() -> None:
+    """Its packed matrices have no values either, though it is quantised outside of the block that made it."""
+    gpu = tk.device("virtual:h200")
+    config = ARCHITECTURES["qwen3"].Config.from_hf(
+        {"model_type": "qwen3"} | SIZES | {"num_hidden_layers": 1, "vocab_size": 400_000, "hidden_size": 2048}
+    )
+    with gpu.sizes_only():
+        model = ARCHITECTURES["qwen3"].Model(config, gpu, torch.bfloat16).to_empty(device=gpu.torch).requires_grad_(False)
+    model.report = SimpleNamespace(sizes_only=True)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    new = quantize(model, "int4-g128", progress=False)
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 200e6
+    assert new.quantisation.bytes_before > 3e9
+    assert new.quantisation.bits_per_weight == 4.25

@@ -1,7 +1,7 @@
 """From plain weights to packed ones: the scales and offsets that hold them best, by min-max or by half-quadratic splitting.
 
-Rows are independent of each other and worked on a bounded number at a time, in fp32, on the device that they are on; the
-same weights give the same bits however they are cut into rows. Knows schemes and values, no model.
+Rows are independent of each other and worked on a bounded number at a time, in fp32, on the device that they are on. The
+same rows give the same bits again. Knows schemes and values, no model.
 """
 
 from __future__ import annotations

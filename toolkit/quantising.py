@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -62,17 +63,25 @@ def quantize(
     plan = _plan(model, chosen)
     ids = _ids(model, prompt)
     show = _Shown(progress, sum(math.prod(m.shape) for m in plan.values() if m.scheme and not m.why), chosen.name)
-    with torch.no_grad():
+    with torch.no_grad(), _as_held(model):
         new = _twin(model)
         try:
             rows = _quantise(new, plan, METHODS[method], show)
-            lowest, mean = _cosines(model, new, ids)
+            told = any(row.snr_db == row.snr_db for row in rows if row.scheme)  # NaN where there are no values
+            lowest, mean = _cosines(model, new, ids) if told else (math.nan, math.nan)
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)
             _empty(new, model)
             raise
     new.quantisation = Quantisation(chosen.name, method, tuple(rows), mean, lowest, tuple(ids))
     return new
+
+
+def _as_held(model: Any) -> AbstractContextManager[None]:
+    """Sizes only, for a model that was loaded so."""
+    without_values = getattr(getattr(model, "report", None), "sizes_only", False)
+    held: AbstractContextManager[None] = model.device.sizes_only() if without_values else nullcontext()
+    return held
 
 
 def _plan(model: Any, chosen: Recipe) -> dict[str, Matrix]:
