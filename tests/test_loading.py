@@ -237,7 +237,7 @@ BAD_CHECKPOINTS: dict[str, tuple[Callable[..., None], type[ToolkitError], str]] 
     "config field of a text": (configured(hidden_size="256"), ModelError, "hidden_size"),
     "config field negative": (configured(num_hidden_layers=-1), ModelError, "num_hidden_layers"),
     "config field huge": (configured(num_hidden_layers=1 << 40), ModelError, "num_hidden_layers"),
-    "2**31 layers": (configured(num_hidden_layers=1 << 31), FormatError, "2,147,483,648 layers"),
+    "2**31 layers": (configured(num_hidden_layers=1 << 31), ModelError, "num_hidden_layers"),
     "2**62 weights": (configured(vocab_size=1 << 31, hidden_size=1 << 31), FormatError, ""),
 }
 
@@ -264,7 +264,7 @@ def test_a_gguf_of_an_unknown_architecture(tmp_path: Path) -> None:
     writer.add_tensor("w", np.zeros(8, np.float32))
     for part in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
         part()
-    with pytest.raises(ModelError, match=r"rwkv7.*This version loads: qwen3"):
+    with pytest.raises(ModelError, match=r"rwkv7.*This version loads: .*qwen3"):
         tk.load(tmp_path / "x.gguf", device="cpu")
 
 
@@ -335,4 +335,5 @@ def test_opening_reads_no_weight_and_knows_all_about_them(tmp_path: Path) -> Non
     checkpoint = open_checkpoint(folder(tmp_path / "m"))
     assert checkpoint.config.hidden_size == SHAPE["hidden_size"]
     assert json.loads((checkpoint.path / "config.json").read_text())["model_type"] == "qwen3"
-    assert set(checkpoint.names.values()) == set(checkpoint.weights.stored)
+    assert checkpoint.weights is not None
+    assert {name for source in checkpoint.names.values() for name in source.names} == set(checkpoint.weights.stored)

@@ -141,7 +141,6 @@ class Filler:
         """The parts [rows, elements] of raw rows on the device, as `scheme` holds them."""
         if stored_scheme(stored) == scheme:
             return from_stored(stored.kind, raw, stored.columns, scheme)
-        from toolkit.fitting import quantise_minmax
 
         return quantise_minmax(self._values(stored, raw, torch.float32), scheme)
 

@@ -98,9 +98,7 @@ def _build(checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> Any:
     return model
 
 
-def _scheme(
-    checkpoint: Checkpoint, name: str, source: Source, place: Spot, scheme: Recipe | str | None
-) -> Scheme | None:
+def _scheme(checkpoint: Checkpoint, name: str, source: Source, place: Spot, scheme: Recipe | str | None) -> Scheme | None:
     """The scheme of one weight; None for plain. Only weights that are multiplied or looked up have one."""
     if scheme == "none" or place.leaf != "weight" or not isinstance(place.owner, Linear | Embedding) or source.change:
         return None
