@@ -126,10 +126,10 @@ def test_sixty_layers_are_shown_at_once() -> None:
     model = gemma()
     took = []
     for _ in range(3):
-        began = time.perf_counter()
+        began = time.process_time()
         repr(model), model._repr_html_()
-        took.append(time.perf_counter() - began)
-    assert min(took) < 0.6  # twice 0.3 s: both of them, on a busy machine
+        took.append(time.process_time() - began)
+    assert min(took) < 0.6  # twice 0.3 s: text and HTML; processor time, so that a busy machine doesn't count
 
 
 def test_contexts_are_told_for_all_lengths(eight_b: Costs) -> None:
@@ -173,7 +173,8 @@ def test_a_model_of_others_is_taken_to_read_every_weight(tied: bool) -> None:
     assert costs.parameters == (1 if tied else 2) * 400 + layers
     assert costs.weight_bytes == 4 * costs.parameters
     assert costs.read_bytes == 4 * (400 + layers + (0 if tied else 8))
-    assert costs.layers == 0
+    assert costs.layers == 3
+    assert costs.pattern() == ("weight + bias",) * 3
     assert costs.gpus()["longest_context"].isna().all()
     names = {held.where for held in costs.holdings}
     assert names == {"table", "weight", "bias"} | (set() if tied else {"out"})

@@ -8,6 +8,7 @@ It knows no path, no loader and no front end.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
@@ -191,7 +192,7 @@ class Costs:
         """What each layer is made of: ("delta net + experts", ..., "attention (full) + experts")."""
         made: list[list[str]] = [[] for _ in range(self.layers)]
         for part in self.parts:
-            if part.part not in ("norms", "router", "per-layer inputs"):
+            if part.part not in ("router", "per-layer inputs") and "norm" not in part.part:
                 for number in part.layers:
                     made[number].append(label(part))
         return tuple(" + ".join(dict.fromkeys(names)) for names in made)
@@ -338,6 +339,7 @@ def _sum(a: Cost, b: Cost) -> Cost:
     )
 
 
+_LAYER = re.compile(r".*?\b(\d+)\.(\w+)")
 _NUMBERED = re.compile(r"^.*?\b\d+\.|(?<=\.)\d+\.")
 
 
@@ -364,20 +366,19 @@ def _where(name: str) -> str:
 
 
 def _guessed(model: nn.Module) -> tuple[Cost, ...]:
-    """The parts of a module that nobody described: tables are looked up in, everything else is read once."""
-    tables = {id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
-    used: dict[int, int] = {}
+    """The parts of a module that nobody described, by name: tables are looked up in, everything else is read once."""
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     every = list(named_weights(model))
-    for _, weight in every:
-        used[id(weight)] = used.get(id(weight), 0) + 1
-    rest = {id(weight): weight for _, weight in every if id(weight) not in tables or used[id(weight)] > 1}
-    only_tables = [table for key, table in tables.items() if key not in rest]
-    parameters, n_bytes = sum(w.numel() for w in rest.values()), sum(w.nbytes for w in rest.values())
-    parts = [Cost("weights", (), parameters, n_bytes, n_bytes, 0, 0, 0, 2 * parameters)]
-    if only_tables:
-        held, size = sum(t.numel() for t in only_tables), sum(t.nbytes for t in only_tables)
-        parts.append(Cost("embedding", (), held, size, sum(t.nbytes // len(t) for t in only_tables), 0, 0, 0, 0))
-    return tuple(parts)
+    uses = Counter(id(weight) for _, weight in every)
+    found: list[Cost] = []
+    for name, weight in {id(weight): (name, weight) for name, weight in reversed(every)}.values():  # by its first name
+        layer = _LAYER.match(name)
+        part = layer[2] if layer else name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+        looked_up = id(weight) in tables and uses[id(weight)] == 1
+        read = weight.nbytes // weight.shape[0] if looked_up else weight.nbytes
+        layers = (int(layer[1]),) if layer else ()
+        found.append(Cost(part, layers, weight.numel(), weight.nbytes, read, 0, 0, 0, 0 if looked_up else 2 * weight.numel()))
+    return _merged(reversed(found))
 
 
 def _longest(model: Any) -> int | None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from toolkit import tokenizer as tokenizers
 from toolkit.devices.base import Device, open_device
 from toolkit.errors import FormatError, ModelError, ToolkitError
+from toolkit.models.costs import Shown
 
 HF_GENERATE = "hf-generate"
 
@@ -115,7 +116,7 @@ def _check(inner: nn.Module) -> None:
         raise ModelError(asked, f"its weights are on {', '.join(sorted(places)) or 'no device'}, some maybe offloaded", do)
 
 
-class HfModel:
+class HfModel(Shown):
     """A causal language model of transformers with the face of the toolkit's own. Made by `wrap`; `inner` is the model.
 
     Our strategies feed it embeddings (with the per-layer rows of models that have such) and a StaticCache; what copies
@@ -131,9 +132,6 @@ class HfModel:
         self.embed = Rows([inner.get_input_embeddings(), *_per_layer(inner)])
         self.loops: dict[str, Callable[..., Generator[tuple[int, int], None, None]]] = {HF_GENERATE: self.hf_generate}
         self.only_loops = self._undrivable()
-
-    def __repr__(self) -> str:
-        return f"HfModel({type(self.inner).__name__}, {self.dtype} on {self.device.name})"
 
     def __call__(self, ids: Tensor) -> Tensor:
         """ids [B, T] -> logits [B, T, vocab], fp32."""
