@@ -94,7 +94,10 @@ def random_blocks(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -
     quant = gguf.GGMLQuantizationType[kind]
     elements, nbytes = gguf.GGML_QUANT_SIZES[quant]
     blocks = rng.integers(0, 256, (shape[0] * shape[1] // elements, nbytes), dtype=np.uint8)
-    halves = {"Q8_0": {0: 4e-4}, "Q4_K": {0: 1e-4, 2: 7e-4}, "Q6_K": {208: 2e-5}}[kind]
+    halves = {
+        "Q8_0": {0: 4e-4}, "Q4_0": {0: 6e-3}, "Q4_1": {0: 6e-3, 2: -4.5e-2}, "Q5_0": {0: 3e-3}, "Q5_1": {0: 3e-3, 2: -4.6e-2},
+        "Q4_K": {0: 1e-4, 2: 7e-4}, "Q5_K": {0: 5e-5, 2: 7e-4}, "Q6_K": {208: 2e-5},
+    }[kind]  # fmt: skip
     for at, scale in halves.items():
         drawn = (scale * rng.uniform(0.5, 1.5, len(blocks))).astype(np.float16)
         blocks[:, at : at + 2] = drawn.view(np.uint8).reshape(-1, 2)
@@ -108,10 +111,12 @@ def write_gguf(
     kind: str = "F32",
     tokenizer: dict[str, Any] | None = None,
     seed: int = 0,
+    mixed: dict[str, str] | None = None,
 ) -> dict[str, torch.Tensor]:
     """A GGUF whose matrices are of `kind` and norms F32. Returns the weights it holds, by Hugging Face name, in fp32.
 
-    F32, F16, BF16 and Q8_0 hold `tensors`; Q4_K and Q6_K hold random blocks, dequantised by the gguf package.
+    F32, F16, BF16 and Q8_0 hold `tensors`; the other kinds hold random blocks, dequantised by the gguf package. `mixed`:
+    kinds of single tensors, by the end of their Hugging Face name.
     """
     writer = gguf.GGUFWriter(path, "qwen3")
     writer.add_context_length(config["max_position_embeddings"])
@@ -130,8 +135,9 @@ def write_gguf(
         )
     rng, held = np.random.default_rng(seed), {}
     for name, (theirs, shape) in shapes(config).items():
-        value, quant = tensors[name].float().numpy(), gguf.GGMLQuantizationType[kind if len(shape) > 1 else "F32"]
-        drawn = quant.name in ("Q4_K", "Q6_K")
+        own = next((k for end, k in (mixed or {}).items() if name.endswith(end)), kind)
+        value, quant = tensors[name].float().numpy(), gguf.GGMLQuantizationType[own if len(shape) > 1 else "F32"]
+        drawn = quant.name not in ("F32", "F16", "BF16", "Q8_0")
         raw = random_blocks(quant.name, shape, rng) if drawn else gguf.quantize(value, quant)
         writer.add_tensor(theirs, raw, raw_dtype=quant)
         held[name] = torch.from_numpy(gguf.dequantize(raw, quant).astype(np.float32).reshape(shape).copy())

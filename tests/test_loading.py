@@ -179,8 +179,10 @@ def test_weights_that_do_not_fit_say_how_much_they_need(tmp_path: Path) -> None:
     """In a process of its own: another card."""
     command = [sys.executable, "-c", TOO_SMALL_A_CARD, str(folder(tmp_path / "m"))]
     said = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
-    needed = sum(t.nbytes for t in random_tensors(SHAPE).values())
-    assert said.startswith(f"DeviceError {needed} 0 "), said
+    kind, needed, allocated, *_ = said.split()
+    weights = [t.nbytes for t in random_tensors(SHAPE).values()]
+    assert (kind, allocated) == ("DeviceError", "0"), said
+    assert sum(weights) <= int(needed) <= sum(weights) + 512 * len(weights), "each rounded up by the allocator"
     assert "bfloat16" in said
 
 
@@ -319,7 +321,7 @@ def test_options_that_are_none_are_refused_by_name() -> None:
         tk.load("demo/qwen3", scheme="q4_k_n")
     with pytest.raises(UnknownNameError, match="hf"):
         tk.load("demo/qwen3", engine="hg")
-    with pytest.raises(ToolkitError, match="threading.Event"):
+    with pytest.raises(ToolkitError, match=r"threading\.Event"):
         tk.load("demo/qwen3", cancel=True)  # type: ignore[arg-type]
 
 

@@ -102,7 +102,7 @@ def test_logits_are_finite(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     small |= {"vocab_size_per_layer_input": 512} if "gemma4" in name else {}
     small |= {"num_experts": 8, "num_experts_per_tok": 2} if "num_experts" in small else {}
     if "layer_types" in small:
-        small["layer_types"] = small["layer_types"][-10:-2][:7] + ["full_attention"]
+        small["layer_types"] = [*small["layer_types"][-10:-2][:7], "full_attention"]
     if "intermediate_size" in small:
         small["intermediate_size"] = 512
     from toolkit.loading import checkpoint
