@@ -40,6 +40,16 @@ def test_demo_prints_the_table_and_writes_a_page(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
 
 
+def test_another_model(tmp_path: Path, capsys) -> None:
+    page = tmp_path / "page.html"
+    command = ["demo", "--model", "demo/gemma4", "--out", str(page), "--device", "cpu", "--max-new-tokens", "3"]
+    assert main(command) == 0
+    assert "Loading demo/gemma4" in capsys.readouterr().out
+    assert page.exists()
+    assert main([*command[:2], "demo/gemma5", *command[3:]]) == 1
+    assert "demo/gemma4" in capsys.readouterr().err
+
+
 def test_an_unknown_device_is_one_line_that_names_the_nearest(tmp_path: Path, capsys) -> None:
     assert main(["demo", "--device", "virtual:rtx-5900", "--out", str(tmp_path / "page.html")]) == 1
     said = capsys.readouterr().err

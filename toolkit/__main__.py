@@ -17,11 +17,11 @@ import toolkit as tk
 PROMPT = "The capital of France is"
 
 
-def demo(out: Path, device: str, max_new_tokens: int) -> None:
-    """Compare every strategy on `device`, print the table, and write the page `out`."""
+def demo(out: Path, device: str, max_new_tokens: int, name: str) -> None:
+    """Compare every strategy with the model called `name` on `device`, print the table, and write the page `out`."""
     gpu = tk.device(device)
-    print(f"Loading demo/qwen3 on {gpu.name}")
-    model = tk.load("demo/qwen3", device=gpu)
+    print(f"Loading {name} on {gpu.name}")
+    model = tk.load(name, device=gpu)
     comparison = tk.compare(model, PROMPT, max_new_tokens=max_new_tokens)
     first = next(iter(comparison.runs.values()))
     text = first.text.strip().replace("\n", " ")
@@ -31,13 +31,13 @@ def demo(out: Path, device: str, max_new_tokens: int) -> None:
     print(f"\nTimelines of every strategy: {page} (open it in a browser; it needs no network)")
 
 
-def demo_everywhere(out: Path, max_new_tokens: int) -> None:
+def demo_everywhere(out: Path, max_new_tokens: int, name: str) -> None:
     """The demo on the virtual GPU, then on CUDA in its own process: registering one changes what pinning means in the other."""
-    demo(out, "virtual:h200", max_new_tokens)
+    demo(out, "virtual:h200", max_new_tokens, name)
     if has_cuda():
         print()
         page = out.with_name(f"{out.stem}-cuda{out.suffix}")
-        command = ["demo", "--out", str(page), "--device", "cuda", "--max-new-tokens", str(max_new_tokens)]
+        command = ["demo", "--out", str(page), "--device", "cuda", "--max-new-tokens", str(max_new_tokens), "--model", name]
         subprocess.run([sys.executable, "-m", "toolkit", *command], check=True)
     print("\nTry next:  make lab   (the same in JupyterLab: a lesson that lets you predict the copies before you run)")
 
@@ -58,12 +58,13 @@ def main(arguments: list[str] | None = None) -> int:
         "--device", help='where to run: "cuda", "virtual:rtx-5090"... (default: virtual, and CUDA where there is one)'
     )
     run.add_argument("--max-new-tokens", type=int, default=64, help="tokens to generate (default: 64)")
+    run.add_argument("--model", default="demo/qwen3", help='"demo/gemma4", "demo/qwen3.5-moe", a path (default: demo/qwen3)')
     options = parser.parse_args(arguments)
     try:
         if options.device:
-            demo(options.out, options.device, options.max_new_tokens)
+            demo(options.out, options.device, options.max_new_tokens, options.model)
         else:
-            demo_everywhere(options.out, options.max_new_tokens)
+            demo_everywhere(options.out, options.max_new_tokens, options.model)
     except tk.ToolkitError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -16,6 +16,7 @@ CONFIGS = {
     "biased": Config(1025, 64, 96, 2, 6, 3, 16, max_position_embeddings=300, attention_bias=True),
     "big_vocab": Config(151936, 128, 256, 1, 2, 1, 64, max_position_embeddings=300),
 }
+DEMOS = ("demo/qwen3", "demo/gemma4", "demo/qwen3.5-moe")
 SAMPLED = {"temperature": 0.9, "seed": 11}
 FILTERED = {"temperature": 0.9, "top_k": 30, "top_p": 0.95, "seed": 11}
 
@@ -143,6 +144,51 @@ def test_cancel_and_errors_leave_the_gpu_usable(gpu):
     assert gpu.memory().allocated_bytes == before
     assert gpu.recording is None
     assert generate(model, "double-buffered", n=3).tokens == tuple(seen)[:3]
+
+
+@pytest.mark.parametrize("options", [{}, SAMPLED, FILTERED], ids=["greedy", "sampled", "filtered"])
+@pytest.mark.parametrize("name", DEMOS)
+def test_demos_say_the_same_under_every_strategy(gpu, name, options):
+    """150 tokens: past the sliding window of 64, round its ring and over it again."""
+    model = tk.load(name, device=gpu, progress=False)
+    runs = {strategy: generate(model, strategy, n=150, record=False, **options).tokens for strategy in STRATEGIES}
+    assert len(set(runs.values())) == 1, runs
+
+
+@pytest.mark.parametrize("name", DEMOS)
+def test_demos_say_what_they_say_on_the_cpu(gpu, name):
+    """From text that they know: their least sure choices have 0.4 in logits, and arithmetic in another order moves 1e-3."""
+    models = [tk.load(name, device=device, progress=False) for device in (gpu, "cpu")]
+    runs = {tk.generate(model, "The capital of France is", max_new_tokens=150, record=False).tokens for model in models}
+    assert len(runs) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", DEMOS)
+def test_every_step_of_the_demos_copies_what_the_table_says(gpu, name, dtype):
+    model = tk.load(name, device=gpu, dtype=dtype, progress=False)
+    for strategy, sizes in expected(model.config, model.dtype.itemsize).items():
+        run = generate(model, strategy, n=9, prompt=61)  # across the window
+        table = tuple(sorted(kind) for kind in sizes)
+        for step in range(1, 9):
+            assert copies(run.trace, step) == table, (strategy, step)
+
+
+@pytest.mark.parametrize("name", ["demo/gemma4", "demo/qwen3.5-moe"])
+@pytest.mark.parametrize("scheme", ["int4-g32", "q4_k_m"])
+def test_packed_demos_say_the_same_under_every_strategy(gpu, name, scheme):
+    model = tk.load(name, device=gpu, scheme=scheme, progress=False)
+    runs = {strategy: generate(model, strategy, n=40, record=False).tokens for strategy in STRATEGIES}
+    assert len(set(runs.values())) == 1, runs
+    assert copies(generate(model, "double-buffered").trace, 3) == ([], [8], [])
+
+
+def test_transformers_own_model_beside_ours(gpu):
+    pytest.importorskip("transformers")
+    pair = {engine or "ours": tk.load("demo/gemma4", device=gpu, engine=engine, progress=False) for engine in (None, "hf")}
+    comparison = tk.compare(pair, "The capital of France is", max_new_tokens=80, eos=())
+    assert comparison.table["same_tokens"].all()
+    assert list(comparison.table["strategy"]) == [*STRATEGIES, *STRATEGIES, "hf-generate"]
 
 
 def test_compare_measures(gpu):

@@ -1,7 +1,7 @@
 """Counts what every decode strategy copies, and times its steps: on a real GPU, or on a virtual one.
 
-    python -m toolkit.bench.decode_copies --device cuda --out measured.json
-    python -m toolkit.bench.decode_copies --device virtual:h200 --out virtual.json
+    python -m toolkit.bench.decode_copies --device cuda --model demo/gemma4 --out measured.json
+    python -m toolkit.bench.decode_copies --device virtual:h200 --model demo/gemma4 --out virtual.json
     python -m toolkit.bench.decode_copies --table virtual.json measured.json
 
 The first two run in processes of their own (registering the virtual GPU changes what pinning means on CUDA); the third
