@@ -3,7 +3,7 @@
 import pytest
 
 from toolkit.errors import ToolkitError
-from toolkit.units import GiB, KiB, MiB, TiB, bytes_text, parse_bytes, seconds_text
+from toolkit.units import GiB, KiB, MiB, TiB, bytes_text, count_text, decimal_text, parse_bytes, seconds_text
 
 
 @pytest.mark.parametrize(
@@ -55,3 +55,24 @@ def test_what_is_no_size_is_an_error_that_says_how_to_write_one(value):
 @pytest.mark.parametrize("n", [8, 1024, 15 * MiB, 141 * GiB, 3 * TiB])
 def test_what_is_printed_can_be_read_back(n):
     assert parse_bytes(bytes_text(n)) == n
+
+
+@pytest.mark.parametrize(
+    ("n", "unit", "text"),
+    [
+        (0, "B", "0 B"), (8, "B", "8 B"), (999.4, "B", "999 B"), (999.6, "B", "1.00 kB"), (4.8e12, "B/s", "4.80 TB/s"),
+        (999_600_000, "B", "1.00 GB"), (15.14e9, "B", "15.1 GB"), (65.8e9, "FLOP", "65.8 GFLOP"), (3e15, "FLOP", "3.00 PFLOP"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_decimal_text(n, unit, text):
+    assert decimal_text(n, unit) == text
+
+
+@pytest.mark.parametrize(
+    ("n", "text"),
+    [(0, "0"), (308_224, "308,224"), (999_600, "1.00 million"), (8_190_735_360, "8.19 billion"), (1.5e12, "1.50 trillion")],
+    ids=str,
+)
+def test_count_text(n, text):
+    assert count_text(n) == text

@@ -125,7 +125,7 @@ class Costs:
 
     @property
     def state_bytes(self) -> int:
-        """KV and recurrent state that one token reads."""
+        """KV that one token reads, and recurrent state that it reads and writes back."""
         return sum(part.state_bytes for part in self.parts)
 
     @property

@@ -101,6 +101,11 @@ def test_the_labs_model_panel(notebook) -> None:
     press(page, "Load")  # nothing is drawn: sizes only
     page.wait_for_selector(".tk-lab :text('is on')", timeout=60_000)
     page.wait_for_selector(f".tk-lab {VIEW} :text('sizes only')")
+    fill(page, "Prompt", "1 2 3")
+    fill(page, "Max tokens", 2)
+    field(page, "B").select_option("(none)")
+    press(page, "Generate")
+    page.wait_for_selector(".tk-lab :text('Done.')", timeout=60_000)
     field(page, "Scheme").select_option("plain, not quantised")
     press(page, "Load")
     page.wait_for_selector(".tk-lab .tk-error :text('virtual:l4 has')", timeout=60_000)

@@ -13,7 +13,7 @@ from synthetic import decode_loop
 
 from toolkit.errors import CancelledError, DeviceError, FormatError, ToolkitError
 from toolkit.notebook import lab as module
-from toolkit.notebook.lab import Lab, copies_html, error_html
+from toolkit.notebook.lab import Lab, copies_html, error_html, prompt_of
 
 
 class Device:
@@ -47,7 +47,7 @@ def stand_in_generate(model, prompt, decode, *, max_new_tokens, on_token, cancel
 
 @pytest.fixture
 def model() -> SimpleNamespace:
-    return SimpleNamespace(device=Device(), calls=[], pause_s=0.0, inner=torch.nn.Linear(3, 2))
+    return SimpleNamespace(device=Device(), calls=[], pause_s=0.0, inner=torch.nn.Linear(3, 2), tokenizer=object())
 
 
 @pytest.fixture
@@ -274,3 +274,12 @@ def test_another_card_makes_other_labs_let_go(monkeypatch: pytest.MonkeyPatch, a
     app.load()
     app.wait(10)
     assert second.model is model
+
+
+def test_without_a_tokenizer_the_prompt_is_token_ids() -> None:
+    bare, speaking = SimpleNamespace(tokenizer=None), SimpleNamespace(tokenizer=object())
+    assert prompt_of("1, 2 30", bare) == [1, 2, 30]
+    assert prompt_of("1, 2 30", speaking) == "1, 2 30"
+    for text in ("", "The capital", "1.5", "-3", "\u0663"):
+        with pytest.raises(ToolkitError, match="1 2 3 4"):
+            prompt_of(text, bare)

@@ -30,7 +30,7 @@ class Cost:
     parameters: int
     weight_bytes: int  # all it holds
     read_bytes: int  # of weights, for one token
-    state_bytes: int  # KV or recurrent state read for one token
+    state_bytes: int  # KV read for one token, recurrent state read and written back
     state_per_token_bytes: int  # by which the state grows with a token
     state_held_bytes: int  # memory the state takes
     flops: int  # for one token

@@ -240,6 +240,7 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
     def _generate(self) -> None:
         names = [self.a_field.value] + ([self.b_field.value] if self.b_field.value not in (_NONE, self.a_field.value) else [])
         limit, prompt = self.tokens_field.value, self.prompt_field.value
+        given = prompt_of(prompt, self.model)
         options = {
             "max_new_tokens": limit, "temperature": self.temperature_field.value, "top_k": self.top_k_field.value or None,
             "top_p": self.top_p_field.value if self.top_p_field.value < 1 else None, "seed": self.seed_field.value,
@@ -261,7 +262,7 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
                     self.output.value = "".join([*done, _text_html(name, prompt, "".join(pieces), f"{len(pieces)} tokens ...")])
 
             self.status.value = f"Generating with <b>{escape(name)}</b> on {escape(self.model.device.name)} ..."
-            run = generate(self.model, prompt, name, on_token=on_token, cancel=self._cancel, **options)
+            run = generate(self.model, given, name, on_token=on_token, cancel=self._cancel, **options)
             self.runs[name] = self.run = run
             self.progress.value = (i + 1) * limit
             done.append(_text_html(name, prompt, run.text, _ended(run)))
@@ -335,6 +336,17 @@ def _device_names() -> list[str]:
 
     cuda = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     return [*cuda, *(f"virtual:{card}" for card in CATALOGUE), "virtual:8GiB"]
+
+
+def prompt_of(text: str, model: Any) -> str | list[int]:
+    """What to generate from: the text, or for a model without a tokenizer (random/NAME) the token ids that it lists."""
+    if getattr(model, "tokenizer", None) is not None:
+        return text
+    words = text.replace(",", " ").split()
+    if not words or not all(word.isdecimal() and word.isascii() for word in words):
+        found = "this model came without a tokenizer, so it can't be read"
+        raise ToolkitError(f"the prompt {text!r:.60}", found, "Write token ids into the field, for example: 1 2 3 4")
+    return [int(word) for word in words]
 
 
 def _model_names() -> list[str]:
