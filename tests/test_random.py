@@ -110,6 +110,9 @@ def test_logits_are_finite(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(checkpoint, "SHAPES", {"small": Shape(small, "")})
     model = tk.load("random/small", device="cpu", scheme="q4_k_m", dtype="float32", progress=False)
+    for part in model.modules():
+        if hasattr(part, "decay"):
+            assert (part.decay < 0).all(), "or its memory would grow without end"
     with torch.no_grad():
         logits = model(torch.arange(12)[None])
     assert logits.isfinite().all()

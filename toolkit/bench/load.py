@@ -89,8 +89,8 @@ def _host() -> dict[str, int]:
 
 def _requested(device: torch.device) -> int | None:
     """Bytes that tensors asked for, before the allocator rounds them, where the device counts them."""
-    stats = getattr(torch.get_device_module(device), "memory_stats", dict)
-    return stats().get("requested_bytes.all.current") if device.type != "cpu" else None
+    stats: Any = getattr(torch.get_device_module(device), "memory_stats", None)
+    return None if stats is None or device.type == "cpu" else stats().get("requested_bytes.all.current")
 
 
 def main(arguments: list[str] | None = None) -> int:

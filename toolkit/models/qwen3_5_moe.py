@@ -69,6 +69,7 @@ class DeltaNet(nn.Module):
     """
 
     KEEPS_FP32 = ("conv", "decay", "dt_bias")
+    INITIAL = {"conv": (-0.5, 0.5), "decay": (-16.0, -0.01)}  # noqa: RUF012 - the range of random ones; never changed
 
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
