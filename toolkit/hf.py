@@ -88,13 +88,18 @@ def _from_folder(transformers: Any, folder: Path, dtype: torch.dtype | None) -> 
     if not (folder / "config.json").is_file():
         raise FormatError(asked, "no folder with a config.json", "Give a Hugging Face folder on this machine, or an instance")
     options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True, "dtype": dtype or "auto"}
+    logging = transformers.utils.logging
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     try:
         inner: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(str(folder), **options)
     except Exception as error:  # what a checkpoint of any architecture can fail with is anyone's guess
         found = f"transformers {transformers.__version__} can't load it: {type(error).__name__}: {error!s:.300}"
-        raise FormatError(
-            asked, found, "It must be a causal language model with safetensors, and no code of its own"
-        ) from error
+        do = "It must be a causal language model with safetensors, and no code of its own"
+        raise FormatError(asked, found, do) from error
+    finally:
+        if bars:
+            logging.enable_progress_bar()
     return inner.requires_grad_(False)
 
 
