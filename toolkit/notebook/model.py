@@ -151,7 +151,7 @@ def _facts(costs: Costs) -> str:
     per_byte = costs.flops / costs.token_bytes if costs.token_bytes else 0.0
     facts = [
         (decimal_text(costs.token_bytes, "B"), f"one token{_after(costs)} reads: {_reads(costs)}"),
-        (decimal_text(costs.flops, "FLOP"), f"one token computes: {per_byte:.2g} operations a byte"),
+        (decimal_text(costs.flops, "FLOP"), f"one token computes: {per_byte:.2g} for each byte read"),
     ]
     if costs.exact:
         fixed = f", beside {bytes_text(costs.fixed_state_bytes)} that doesn't grow" if costs.fixed_state_bytes > 0 else ""
