@@ -87,8 +87,9 @@ def test_a_context_of_nothing_and_one_beyond_what_the_model_knows() -> None:
         (("a", "a", "b") * 3, "3 × (2 × a, 1 × b)"),
         (("a", "a", "b", "a", "a"), "1 × (2 × a, 1 × b), 2 × a"),
         (("a", "b", "b"), "1 × a, 2 × b"),
+        (("a", "b", "a", "c", "a", "d"), "3 × a, 1 × b, 1 × c, 1 × d"),
     ],
-    ids=["same", "repeats", "cut off", "once"],
+    ids=["same", "repeats", "cut off", "once", "irregular"],
 )
 def test_layers_in_words(pattern: tuple[str, ...], said: str) -> None:
     assert pattern_text(pattern) == said

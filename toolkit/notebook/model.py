@@ -5,6 +5,7 @@ Static HTML of some 20 KB, no script, no front-end package; text for a terminal.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
@@ -77,6 +78,8 @@ def html(costs: Costs) -> str:
 def pattern_text(pattern: tuple[str, ...]) -> str:
     """The layers in words: "10 × (5 attention (sliding) + mlp, 1 attention (full) + mlp)"."""
     first = period(pattern)
+    if len(runs(first)) > 4:  # hardly a pattern: how many of each, then
+        return ", ".join(f"{n} × {name}" for name, n in Counter(pattern).items())
     said = ", ".join(f"{n} × {name}" for n, name in runs(first))
     if len(runs(first)) == 1:
         return f"{len(pattern)} × {first[0]}"
