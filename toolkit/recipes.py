@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from toolkit.errors import unknown_name
-from toolkit.quant import SCHEMES, Scheme
+from toolkit.quant import SCHEMES, Scheme, find_scheme
 
 _PLAIN = re.compile(r"norm|router|conv")
 _LAYER = re.compile(r"layers\.(\d+)\.")
@@ -26,7 +26,7 @@ class Recipe:
 
     `base` holds the matrices, `tables` the head, and the embedding where it is the head as well. `more` holds the matrices
     that `wide` matches in the layers that matter most: the first and last eighth and every third between, as llama.cpp's
-    `use_more_bits` picks them.
+    `use_more_bits` picks them. Raises UnknownNameError for a scheme that there isn't.
     """
 
     name: str
@@ -34,6 +34,10 @@ class Recipe:
     tables: str
     more: str = ""
     wide: str = ""
+
+    def __post_init__(self) -> None:
+        for scheme in filter(None, (self.base, self.tables, self.more)):
+            find_scheme(scheme)
 
     def scheme_for(self, name: str, shape: Sequence[int], layers: int, tied: bool = False) -> Scheme | None:
         """The scheme of the weight called `name` ("layers.3.mlp.down.weight"), or None where it stays plain.

@@ -5,6 +5,7 @@ It wraps the `tokenizers` package, which is loaded when the first tokenizer is; 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SPECIALS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+NOT_READ = ("tokenizer.model", "spiece.model", "vocab.json", "tekken.json", "tiktoken.model")  # other files of tokenizers
 ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<turn|>", "<eos>", "</s>")  # of turns, texts
 
 
@@ -83,9 +85,15 @@ class Tokenizer:
 
 
 def from_folder(folder: Path) -> Tokenizer | None:
-    """The tokenizer of a Hugging Face folder, or None where it has no tokenizer.json. FormatError where it is damaged."""
+    """The tokenizer of a Hugging Face folder, or None where it has no tokenizer.json. FormatError where it is damaged.
+
+    Warns where there is a tokenizer in files that aren't read: prompts must then be token ids.
+    """
     path = folder / "tokenizer.json"
     if not path.exists():
+        others = [name for name in NOT_READ if (folder / name).exists()]
+        if others:
+            warnings.warn(_not_read(folder, others[0]), stacklevel=2)
         return None
     read_json(path, "tokenizer")
     from tokenizers import Tokenizer as Inner
@@ -95,6 +103,13 @@ def from_folder(folder: Path) -> Tokenizer | None:
     config = _optional(folder / "tokenizer_config.json")
     specials = _specials(config)
     return _guarded(lambda: Tokenizer(inner, _eos_ids(folder, inner, config), _template(folder, config), specials), asked)
+
+
+def _not_read(folder: Path, name: str) -> str:
+    return (
+        f"{folder} has its tokenizer in {name}, which isn't read: the model gets none. For a tokenizer.json: "
+        "transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+    )
 
 
 def from_gguf(metadata: Mapping[str, Any], source: str) -> Tokenizer | None:

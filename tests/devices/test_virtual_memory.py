@@ -90,7 +90,7 @@ LARGE = {
     "product": lambda x: x @ x.t(),
     "broadcast": lambda x: x + x.t(),
     "copy": lambda x: x.expand(-1, len(x)).clone(),
-    "indexed": lambda x: x.expand(-1, 1000)[torch.zeros(1000 * len(x), dtype=torch.long, device="vgpu")],
+    "indexed": lambda x: x.expand(-1, 1_000_000)[torch.zeros(len(x), dtype=torch.long, device="vgpu")],
     "range": lambda x: torch.arange(len(x) ** 2, device="vgpu"),
     "fine range": lambda x: torch.arange(0, 1, 1e-12, device="vgpu"),
     "identity": lambda x: torch.eye(len(x), device="vgpu"),

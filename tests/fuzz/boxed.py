@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from tests.fuzz.bases import Kind, write_good
+from tests.host_memory import HostPeak
 from tests.models.parity import value_of
 from toolkit.errors import ToolkitError
 
@@ -178,7 +179,7 @@ def _load_all(kind: Kind, folder: Path, wire: Connection) -> None:
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
     gc.freeze()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    host = HostPeak()
     for mutant in kind.mutants(folder, random.Random(f"mutants of {kind.name}")):
         kept = {name: (folder / name).read_bytes() for name in mutant.files}
         wire.send((mutant.says, None))
@@ -189,7 +190,7 @@ def _load_all(kind: Kind, folder: Path, wire: Connection) -> None:
         seconds = time.perf_counter() - began
         for name, content in kept.items():
             (folder / name).write_bytes(content)
-        peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+        peak = host.grown_bytes() / (1 << 20)
         wire.send((mutant.says, (verdict, seconds, peak)))
 
 

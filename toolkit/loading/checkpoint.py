@@ -39,6 +39,7 @@ DTYPES = {
 _STORAGE = ("quantization_config", "compression_config")  # how weights are stored: the formats' business, not the models'
 _TWINS = re.compile(r"(.*\.)?(lm_head|output)\.weight")  # the head, which tied models hold a second time
 _TABLES = re.compile(r".*rotary_emb\.inv_freq")
+_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")  # of a split model
 _LISTED = 5  # names in a message; its facts hold them all
 
 
@@ -67,7 +68,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if shape is not None:
         return shape
     found = resolve(asked)
-    checkpoint = _open_gguf(found) if found.suffix == ".gguf" else _open_folder(found)
+    checkpoint = _open_folder(found) if found.is_dir() else _open_gguf(found)
     known = 0 if checkpoint.tokenizer is None else checkpoint.tokenizer.vocab_size
     if known > checkpoint.config.vocab_size:
         raise FormatError(
@@ -79,31 +80,61 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def resolve(asked: str) -> Path:
-    """The folder or .gguf file that the user means by `asked`; a ToolkitError that says what would do, otherwise."""
+    """The folder or GGUF file that the user means by `asked`; a ToolkitError that says what would do, otherwise.
+
+    GGUF files are known by how they begin, whatever they are called; a folder without a config.json may hold one of them.
+    """
     family, _, name = asked.partition("/")
     if family == "demo":
         demos = {p.parent.name for p in DEMOS.glob("*/config.json")}
         if name in demos:
             return DEMOS / name
-        if not Path(asked).exists():
+        if not os.path.exists(asked):
             raise unknown_name("demo model", asked, [f"demo/{demo}" for demo in demos])
     path = Path(asked).expanduser()
-    if path.suffix in PICKLES and path.exists():
+    if path.suffix in PICKLES and os.path.exists(path):
         raise pickled(path)
-    if path.suffix == ".safetensors" and path.is_file():
+    if path.suffix == ".safetensors" and os.path.isfile(path):
         if not (path.parent / "config.json").exists():
             raise FormatError(
                 f"model {path}", "weights alone, without a config.json beside them", "Give a folder that has both"
             )
         return path.parent
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+    if asked and os.path.isdir(path):
+        return _gguf_in(path) or path
+    if asked and _is_gguf(path):
         return path
-    if path.exists():
+    if asked and os.path.exists(path):  # as `isdir`, no exception for any name
         raise FormatError(f"model {path}", "neither a folder nor a .gguf file", "Give a Hugging Face folder or a .gguf file")
     do = 'Give "demo/qwen3", "random/qwen3-8b", a Hugging Face folder, or a .gguf file'
     if asked.count("/") == 1 and not asked.startswith((".", "~", "/")) and "\\" not in asked:
         do += f". Nothing is downloaded for you; from the Hub: hf download {asked} --local-dir {name}"
     raise FormatError(f"model {asked!r}", "no such file or folder", do)
+
+
+def _gguf_in(folder: Path) -> Path | None:
+    """The model that a folder of .gguf files without a config.json is; None where it has none. FormatError for several."""
+    if (folder / "config.json").exists():
+        return None
+    files = sorted(file for file in folder.glob("*.gguf") if _is_gguf(file))
+    first = [file for file in files if not _LATER_PART.search(file.name)]
+    if len(first) > 1:
+        found = f"{len(first)} models: {_listed([file.name for file in first])}"
+        raise FormatError(f"model {folder}", found, f'Give one of them: "{first[0]}"')
+    return first[0] if first else None
+
+
+def _is_gguf(path: Path) -> bool:
+    """Does a regular file begin as GGUF files do, or say by its name that it is one?"""
+    if not os.path.isfile(path):
+        return False
+    if path.suffix.lower() == ".gguf":
+        return True
+    try:
+        with open(path, "rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError:
+        return False
 
 
 def find_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -120,7 +151,7 @@ def find_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 def _random(asked: str) -> Checkpoint | None:
     """The shapes that "random/NAME" asks for; None where it asks for something else."""
     family, _, name = asked.partition("/")
-    if family != "random" or Path(asked).exists():
+    if family != "random" or os.path.exists(asked):
         return None
     if name not in SHAPES:
         raise unknown_name("random model", asked, [f"random/{known}" for known in SHAPES])

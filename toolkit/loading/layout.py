@@ -130,7 +130,8 @@ def _check_shapes(model: Any, checkpoint: Checkpoint, weights: Weights) -> None:
         each = wanted if len(source.names) == 1 else wanted[1:]
         for stored in map(weights.find, source.names):
             shape = _seen_as(stored, source, each)
-            fits = shape == each and (len(source.names) == 1 or wanted[0] == len(source.names))
+            one = len(source.names) == 1
+            fits = each in (shape, (1, *shape)) if one else shape == each and wanted[0] == len(source.names)  # 1: one expert
             if not fits:
                 raise _misshapen(checkpoint.path, stored, f"the config asks for {list(wanted)}")
             if stored.dtype is not None and not stored.dtype.is_floating_point:

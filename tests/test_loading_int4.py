@@ -1,0 +1,54 @@
+"""GPTQ, AWQ and HQQ folders from file to tokens: packed as they are stored, or plain, or in another scheme."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import toolkit as tk
+from tests.checkpoints import SHAPE, hf_logits, write_folder
+from tests.int4_folders import write_int4_folder
+from toolkit.fitting import quantise_minmax
+from toolkit.models.layers import spot
+from toolkit.quant import SCHEMES, PackedMatrix
+from toolkit.recipes import recipe
+
+IDS = torch.tensor([[3, 141, 59, 265, 35, 8, 97]])
+CARD = "virtual:h200"
+FP32_ATOL = 1e-4  # sums in another order than transformers'; logits are of order 10
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS.to(model.device.torch))[0].cpu()
+
+
+@pytest.mark.parametrize("device", ["cpu", CARD])
+@pytest.mark.parametrize("method", ["gptq", "awq", "hqq"])
+def test_stays_packed_and_equals_transformers(tmp_path: Path, method: str, device: str) -> None:
+    held = write_int4_folder(tmp_path / "m", method, SHAPE)
+    write_folder(tmp_path / "twin", SHAPE, held)
+    expected = hf_logits(tmp_path / "twin", IDS[0].tolist())
+    for options in ({}, {"fuse": False}, {"scheme": "none"}):
+        model = tk.load(tmp_path / "m", device=device, dtype="float32", progress=False, **options)
+        assert ("int4-g64" in model.report.bytes_by_kind) == ("scheme" not in options)
+        assert bool(model.report.fused) == ("fuse" not in options)
+        torch.testing.assert_close(logits(model), expected, atol=FP32_ATOL, rtol=0)
+        assert len(tk.generate(model, IDS[0].tolist(), max_new_tokens=3).tokens) == 3
+
+
+@pytest.mark.parametrize("scheme", ["q4_k_m", "int8", "int4-g32"])
+@pytest.mark.parametrize("method", ["gptq", "awq", "hqq"])
+def test_in_another_scheme_it_is_quantised_again(tmp_path: Path, method: str, scheme: str) -> None:
+    held = write_int4_folder(tmp_path / "m", method, SHAPE)
+    model = tk.load(tmp_path / "m", device="cpu", scheme=scheme, progress=False)
+    chosen = recipe(scheme).scheme_for("layers.0.mlp.down.weight", (256, 512), 2)
+    assert chosen is not None
+    packed = spot(model, "layers.0.mlp.down.weight").weight
+    assert isinstance(packed, PackedMatrix)
+    assert packed.scheme is SCHEMES[chosen.name]
+    parts = quantise_minmax(held["model.layers.0.mlp.down_proj.weight"], chosen)
+    assert all(torch.equal(part, parts[name]) for name, part in packed.parts().items())
