@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,13 @@ import pytest
 import torch
 
 import toolkit as tk
-from tests.checkpoints import SHAPE, hf_logits, write_folder
+from tests.checkpoints import SHAPE, hf_logits, random_tensors, write_folder, write_gguf
 from tests.int4_folders import write_int4_folder
 from toolkit.fitting import quantise_minmax
 from toolkit.models.layers import spot
 from toolkit.quant import SCHEMES, PackedMatrix
 from toolkit.recipes import recipe
+from toolkit.repack import GGUF_KINDS
 
 IDS = torch.tensor([[3, 141, 59, 265, 35, 8, 97]])
 CARD = "virtual:h200"
@@ -38,6 +40,28 @@ def test_stays_packed_and_equals_transformers(tmp_path: Path, method: str, devic
         assert bool(model.report.fused) == ("fuse" not in options)
         torch.testing.assert_close(logits(model), expected, atol=FP32_ATOL, rtol=0)
         assert len(tk.generate(model, IDS[0].tolist(), max_new_tokens=3).tokens) == 3
+
+
+@pytest.mark.parametrize("source", ["bfloat16", "Q4_K", "gptq"])
+def test_converting_takes_no_more_of_the_card_than_the_largest_tensor(tmp_path: Path, source: str) -> None:
+    gpu, wide = (
+        tk.device(CARD),
+        SHAPE | {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 2048, "num_hidden_layers": 1},
+    )
+    if source in GGUF_KINDS:
+        path = tmp_path / "m.gguf"
+        write_gguf(path, wide, random_tensors(wide), source)
+    elif source == "bfloat16":
+        path = write_folder(tmp_path / "m", wide, {name: tensor.bfloat16() for name, tensor in random_tensors(wide).items()})
+    else:
+        write_int4_folder(path := tmp_path / "m", source, wide)
+    for options in ({}, {"scheme": "none"}, {"scheme": "q6_k"}):
+        gc.collect()
+        gpu.reset_peak()
+        model = tk.load(path, device=gpu, progress=False, **options)
+        memory = gpu.memory()
+        assert memory.peak_bytes - memory.allocated_bytes <= max(p.nbytes for p in model.parameters()), options
+        del model
 
 
 @pytest.mark.parametrize("scheme", ["q4_k_m", "int8", "int4-g32"])

@@ -45,7 +45,8 @@ def bench(path: str, device: str, scheme: str | None, dtype: str | None, fuse: b
         seconds = time.perf_counter() - began
     memory, report = gpu.memory(), model.report
     return {
-        **about(device), "model": Path(path).name if os.path.exists(path) else path, "scheme": scheme, "computes_in": str(model.dtype), "fuse": fuse, "seconds": seconds,
+        **about(device), "model": Path(path).name if os.path.exists(path) else path, "scheme": scheme,
+        "computes_in": str(model.dtype), "fuse": fuse, "seconds": seconds,
         "stored_bytes": report.stored_bytes, "stored_bytes_per_s": report.stored_bytes / seconds,
         "weight_bytes": report.weight_bytes, "bytes_by_kind": dict(report.bytes_by_kind),
         "rounded_bytes": report.allocated_bytes, "allocated_bytes": memory.allocated_bytes - before,

@@ -22,7 +22,7 @@ from toolkit.repack import from_stored
 
 CHUNK_BYTES = 256 << 20  # that cross at a time where nothing is to be converted
 SCRATCH_BYTES = 256 << 20  # of the device for what is being converted; less where the largest weight is smaller
-# Bytes of scratch a weight takes at most while it is converted, measured on the virtual GPU for every kind and scheme.
+# Bytes of scratch that a weight takes at most while it is converted (tests/test_loading_int4.py measures).
 UNPACKING, QUANTISING = 16, 24
 
 
