@@ -1,0 +1,158 @@
+"""What a kernel is here: a reference in PyTorch, Triton launches, the configs it may be launched with, what it moves.
+
+A kernel describes its launches; it doesn't choose. The same description launches on CUDA, compiles for a GPU that isn't
+there (tensors on "meta"), and runs under Triton's interpreter on the CPU. Importing this file imports no Triton.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from toolkit.devices.spec import GpuSpec
+
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, init=False)
+class Config:
+    """How a kernel is launched: `Config(block_n=64, split=2, warps=4, stages=2)`. Its repr can be pasted.
+
+    `warps` and `stages` are Triton's num_warps and num_stages; every other number is one of the kernel's own choices.
+    """
+
+    choices: tuple[tuple[str, int], ...]
+    warps: int
+    stages: int
+
+    def __init__(self, *, warps: int = 4, stages: int = 1, **choices: int) -> None:
+        object.__setattr__(self, "choices", tuple(choices.items()))
+        object.__setattr__(self, "warps", warps)
+        object.__setattr__(self, "stages", stages)
+
+    def __getitem__(self, name: str) -> int:
+        return dict(self.choices)[name]
+
+    def to_dict(self) -> dict[str, int]:
+        """All its numbers, ready for JSON: `Config(**config.to_dict())` is the same again."""
+        return {**dict(self.choices), "warps": self.warps, "stages": self.stages}
+
+    def __repr__(self) -> str:
+        return f"Config({', '.join(f'{name}={value}' for name, value in self.to_dict().items())})"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes, dtypes and variants of one problem; each kernel has a subclass with its own fields (int, str or bool)."""
+
+    @property
+    def key(self) -> str:
+        """How the tuner's files call it: "n=43008 k=5376 m=1 scheme=q4_k"."""
+        return " ".join(f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self))
+
+    @classmethod
+    def from_key(cls, key: str) -> Shape:
+        """The inverse of `key`. Raises ValueError for one that isn't of this kernel."""
+        found = dict(word.split("=", 1) for word in key.split())
+        names = {f.name for f in dataclasses.fields(cls)}
+        if set(found) != names:
+            raise ValueError(f"{key!r} names {sorted(found)}, a {cls.__name__} has {sorted(names)}")
+        return cls(**{f.name: _value(f.type, found[f.name]) for f in dataclasses.fields(cls)})
+
+
+def _value(kind: Any, text: str) -> int | str | bool:
+    return text == "True" if kind == "bool" else int(text) if kind == "int" else text
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a problem asks of any GPU: bytes read and written at least once, and operations."""
+
+    bytes: int
+    flops: float = 0.0
+    peak: str = "fp32_flops"  # the GpuSpec's figure that limits the operations
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a `triton.jit` function: its grid, its arguments by name (tensors, ints, floats), its constants."""
+
+    function: Any
+    grid: tuple[int, ...]
+    arguments: Mapping[str, Any]
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    warps: int = 4
+    stages: int = 1
+
+    def run(self) -> Any:
+        """Launch it on its tensors' device; returns Triton's compiled kernel. Nothing happens for an empty grid."""
+        if 0 in self.grid:
+            return None
+        return self.function[self.grid](**self.arguments, **self.constants, num_warps=self.warps, num_stages=self.stages)
+
+
+class Kernel(ABC):
+    """An operation with a reference and Triton launches. Subclasses are stateless; one instance of each is registered."""
+
+    name: ClassVar[str]
+    shape_type: ClassVar[type[Shape]]
+    # Shapes of the real models at batch 1, by a name people know ("gemma4-31b gate+up"): what the tuner and the explorer offer.
+    known: ClassVar[Mapping[str, Shape]]
+    cosine: ClassVar[float] = 0.999  # the gate: at least this, and `max_abs` at most, against the reference
+    max_abs: ClassVar[float] = 1e-2  # ... relative to the reference's largest value
+
+    @abstractmethod
+    def space(self, shape: Shape) -> Sequence[Config]:
+        """Every config that makes sense for `shape` on some GPU, the safe default first; limits are checked elsewhere."""
+
+    @abstractmethod
+    def inputs(self, shape: Shape, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
+        """Random inputs, new for every seed, as hard as real ones; on "meta" without values."""
+
+    @abstractmethod
+    def reference(self, shape: Shape, inputs: Tensors) -> tuple[Tensor, ...]:
+        """What comes of `inputs`, in plain PyTorch on their device. Inputs that the kernel writes in place are not changed."""
+
+    @abstractmethod
+    def outputs(self, shape: Shape, inputs: Tensors) -> dict[str, Tensor]:
+        """Uninitialised results and scratch, on the inputs' device: the results first, in the reference's order."""
+
+    @abstractmethod
+    def launches(self, shape: Shape, config: Config, inputs: Tensors, outputs: Tensors) -> Sequence[Launch]:
+        """What to launch, in order. Depends on shapes and dtypes only, so that tensors on "meta" do for compiling."""
+
+    @abstractmethod
+    def cost(self, shape: Shape) -> Cost:
+        """What the problem moves and computes, however it is done."""
+
+    def modelled_ns(self, shape: Shape, config: Config, spec: GpuSpec) -> float | None:
+        """A kernel's own estimate for a GPU, where it knows better than bytes over bandwidth; None leaves it to the tuner."""
+        return None
+
+    def run(self, shape: Shape, config: Config, inputs: Tensors) -> tuple[Tensor, ...]:
+        """Launch everything; returns as many results as the reference."""
+        outputs = self.outputs(shape, inputs)
+        for launch in self.launches(shape, config, inputs, outputs):
+            launch.run()
+        return tuple(outputs.values())[: self.results(shape)]
+
+    def results(self, shape: Shape) -> int:
+        """How many of the outputs are results; the rest is scratch."""
+        return 1
+
+
+def config_grid(
+    default: Config, warps: Sequence[int] = (), stages: Sequence[int] = (), **choices: Sequence[int]
+) -> list[Config]:
+    """`default` and then every combination of the given values, each once."""
+    names = list(choices)
+    every = itertools.product(*choices.values(), warps or (default.warps,), stages or (default.stages,))
+    found = [Config(**dict(zip(names, values[:-2], strict=True)), warps=values[-2], stages=values[-1]) for values in every]
+    return list(dict.fromkeys([default, *found]))
