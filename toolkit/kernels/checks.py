@@ -1,0 +1,37 @@
+"""What a kernel asks of its tensors, checked before a launch: a wrong one is told by name, not found out in wrong numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from toolkit.errors import ModelError
+
+ALIGNMENT = 16  # bytes: the widest load of a GPU; where a tensor from PyTorch's allocator begins unless it was sliced
+
+
+def check_tensor(
+    kernel: str,
+    name: str,
+    tensor: Tensor,
+    shape: Sequence[int],
+    dtypes: torch.dtype | Sequence[torch.dtype],
+    like: Tensor,
+    alignment: int = ALIGNMENT,
+) -> None:
+    """ModelError unless `tensor` has that shape and one of `dtypes`, is contiguous, aligned, and on the device of `like`."""
+    allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
+    asked = f"{kernel}, {name}"
+    if tuple(tensor.shape) != tuple(shape):
+        raise ModelError(asked, f"shape {list(tensor.shape)} where {list(shape)} is needed", "Give it in that shape")
+    if tensor.dtype not in allowed:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+        raise ModelError(asked, f"{str(tensor.dtype).removeprefix('torch.')} where {names} is needed", "Convert it")
+    if tensor.device != like.device:
+        raise ModelError(asked, f"on {tensor.device}, the rest on {like.device}", "Move it there")
+    if not tensor.is_contiguous():
+        raise ModelError(asked, f"strides {list(tensor.stride())}: not contiguous", "Call .contiguous()")
+    if not tensor.is_meta and tensor.data_ptr() % alignment:
+        raise ModelError(asked, f"begins {tensor.data_ptr() % alignment} B past a multiple of {alignment}", "Clone it")

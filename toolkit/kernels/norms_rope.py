@@ -1,0 +1,464 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-incomplete-defs, allow-untyped-decorators
+"""What lies between the matrices of a decoder layer, in two launches: norms with what is added to them, and heads.
+
+`RMS_NORM`: the norm of rows (Zhang and Sennrich, arXiv 1910.07467) with the residual added before it, after it, or both
+ways round, so that a norm that ends one half of a layer and the norm that begins the next are one launch; beside its
+result, if asked, the same as 8-bit integers for the matrix that comes next. `QK_NORM_ROPE`: the norms of query and key
+heads, the rotary embedding (Su et al., arXiv 2104.09864), and keys and values written into a cache.
+
+At batch 1 both move kilobytes: the time of a launch bounds them, which is why there are so few. Over a prompt the bytes of the
+rows bound them. Results are rounded wherever the models' own operations round, so that both give the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from toolkit.errors import ModelError
+from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, config_grid
+from toolkit.kernels.checks import ALIGNMENT, check_tensor
+
+GROUP = 32  # activations that share a scale
+FORMS = ("norm", "add_norm", "norm_add", "norm_add_norm")
+CACHES = ("linear", "ring", "none")
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def _one_of(what: str, name: str, value: str, known: Sequence[str] | Mapping[str, object]) -> None:
+    if value not in known:
+        raise ModelError(f"{what}: {name}={value!r}", "not known", f"Give one of {', '.join(known)}")
+
+
+@dataclass(frozen=True)
+class NormShape(Shape):
+    """A norm of `tokens` rows of `hidden` numbers.
+
+    `form`, with r the residual: "norm": out = norm(x). "add_norm": r' = r + x, out = norm(r'). "norm_add":
+    r' = r + norm(x). "norm_add_norm": r' = r + post_norm(x), out = norm(r'). `scaled`: r' is multiplied by a scalar
+    (after a norm only). `quantised`: out in 8 bits too. `eps` is a number written out.
+    """
+
+    tokens: int
+    hidden: int
+    form: str = "norm"
+    scaled: bool = False
+    quantised: bool = False
+    dtype: str = "bfloat16"
+    eps: str = "1e-06"
+
+    def __post_init__(self) -> None:
+        _one_of("a norm", "form", self.form, FORMS)
+        _one_of("a norm", "dtype", self.dtype, DTYPES)
+        if self.scaled and not self.form.startswith("norm_add"):
+            raise ModelError(f"form {self.form!r} with a scalar", "it has no norm before the residual", "Leave out scaled=True")
+        if self.quantised and (self.form == "norm_add" or self.hidden % GROUP):
+            why = "it has no result but the residual" if self.form == "norm_add" else f"{self.hidden} don't divide by {GROUP}"
+            raise ModelError(f"form {self.form!r} in 8 bits", why, "Leave out quantised=True")
+        if self.hidden < 1:
+            raise ModelError("a norm", f"rows of {self.hidden} numbers", "Give rows of one or more")
+
+
+class RmsNorm(Kernel):
+    """x / rms(x) * weight over rows in fp32, with residual, scalar and 8-bit codes as the shape says.
+
+    Inputs: x [T, hidden], weight [hidden] fp32, and as the form needs them residual [T, hidden], post_weight [hidden] fp32
+    and scalar [1]. Results, those that the form has: out and residual [T, hidden]; codes int8 [T, hidden] (four a 32-bit
+    word), scales and sums fp32 [T, hidden / 32], where sums are scales times the sums of their codes. ModelError for
+    tensors of another shape or dtype, elsewhere, not contiguous or not aligned.
+    """
+
+    name: ClassVar[str] = "rms_norm"
+    shape_type: ClassVar[type[Shape]] = NormShape
+    known: ClassVar[Mapping[str, Shape]] = {
+        "gemma4-31b attention norm": NormShape(1, 5376, "norm", quantised=True),
+        "gemma4-31b after attention, before mlp": NormShape(1, 5376, "norm_add_norm", quantised=True),
+        "gemma4-31b after mlp, before attention": NormShape(1, 5376, "norm_add_norm", scaled=True, quantised=True),
+        "gemma4-31b prompt of 2048": NormShape(2048, 5376, "norm_add_norm"),
+        "qwen3-8b add and norm": NormShape(1, 4096, "add_norm", quantised=True),
+        "qwen3-8b prompt of 2048": NormShape(2048, 4096, "add_norm"),
+        "qwen3.5-35b-a3b add and norm": NormShape(1, 2048, "add_norm", quantised=True),
+    }
+
+    def space(self, shape: Shape) -> Sequence[Config]:
+        return config_grid(Config(warps=8), warps=(1, 2, 4, 8, 16))
+
+    def inputs(self, shape: Shape, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
+        assert isinstance(shape, NormShape)
+        make = _Maker(device, seed)
+        dtype, rows = DTYPES[shape.dtype], (shape.tokens, shape.hidden)
+        found = {"x": make.normal(rows, dtype, 3.0), "weight": make.normal((shape.hidden,), torch.float32, 0.3, 1.0)}
+        if shape.form != "norm":
+            found["residual"] = make.normal(rows, dtype, 2.0)
+        if shape.form == "norm_add_norm":
+            found["post_weight"] = make.normal((shape.hidden,), torch.float32, 0.3, 1.0)
+        if shape.scaled:
+            found["scalar"] = make.normal((1,), dtype, 0.0, 0.75)
+        return found
+
+    def reference(self, shape: Shape, inputs: Tensors) -> tuple[Tensor, ...]:
+        assert isinstance(shape, NormShape)
+        x, weight, eps = inputs["x"], inputs["weight"], float(shape.eps)
+        results: list[Tensor] = []
+        if shape.form == "add_norm":
+            x = inputs["residual"] + x
+        elif shape.form != "norm":
+            x = inputs["residual"] + _normed(x, inputs.get("post_weight", weight), eps)
+            x = x * inputs["scalar"] if shape.scaled else x
+        if shape.form != "norm_add":
+            results.append(_normed(x, weight, eps))
+        if shape.form != "norm":
+            results.append(x)
+        return (*results, *quantise_activations(results[0])) if shape.quantised else tuple(results)
+
+    def outputs(self, shape: Shape, inputs: Tensors) -> dict[str, Tensor]:
+        assert isinstance(shape, NormShape)
+        x = inputs["x"]
+        found = {"out": torch.empty_like(x)} if shape.form != "norm_add" else {}
+        if shape.form != "norm":
+            found["residual"] = torch.empty_like(x)
+        if shape.quantised:
+            groups = (shape.tokens, shape.hidden // GROUP)
+            found["codes"] = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+            found["scales"] = torch.empty(groups, dtype=torch.float32, device=x.device)
+            found["sums"] = torch.empty(groups, dtype=torch.float32, device=x.device)
+        return found
+
+    def results(self, shape: Shape) -> int:
+        assert isinstance(shape, NormShape)
+        return 1 + (shape.form in ("add_norm", "norm_add_norm")) + 3 * shape.quantised
+
+    def launches(self, shape: Shape, config: Config, inputs: Tensors, outputs: Tensors) -> Sequence[Launch]:
+        assert isinstance(shape, NormShape)
+        self._check(shape, inputs, outputs)
+        x, weight = inputs["x"], inputs["weight"]
+        arguments = {
+            "x_ptr": x, "weight_ptr": weight, "post_weight_ptr": inputs.get("post_weight", weight),
+            "residual_ptr": inputs.get("residual", x), "scalar_ptr": inputs.get("scalar", x),
+            "out_ptr": outputs.get("out", x), "new_residual_ptr": outputs.get("residual", x),
+            "codes_ptr": outputs.get("codes", x), "scales_ptr": outputs.get("scales", x), "sums_ptr": outputs.get("sums", x),
+            "eps": float(shape.eps),
+        }  # fmt: skip
+        constants = {
+            "HIDDEN": shape.hidden, "BLOCK": max(GROUP, triton.next_power_of_2(shape.hidden)),
+            "ADD_FIRST": shape.form == "add_norm", "NORM_ADD": shape.form.startswith("norm_add"),
+            "NORM": shape.form != "norm_add", "SCALED": shape.scaled, "QUANTISED": shape.quantised,
+        }  # fmt: skip
+        return [Launch(_norm_kernel, (shape.tokens,), arguments, constants, config.warps, config.stages)]
+
+    def _check(self, shape: NormShape, inputs: Tensors, outputs: Tensors) -> None:
+        dtype, rows = DTYPES[shape.dtype], (shape.tokens, shape.hidden)
+        shapes = {"x": (rows, dtype), "residual": (rows, dtype), "scalar": ((1,), dtype), "out": (rows, dtype)}
+        shapes |= dict.fromkeys(("weight", "post_weight"), ((shape.hidden,), torch.float32))
+        shapes |= dict.fromkeys(("scales", "sums"), ((shape.tokens, shape.hidden // GROUP), torch.float32))
+        shapes["codes"] = (rows, torch.int8)
+        for name, tensor in (*inputs.items(), *outputs.items()):
+            check_tensor(self.name, name, tensor, *shapes[name], like=inputs["x"])
+
+    def cost(self, shape: Shape) -> Cost:
+        assert isinstance(shape, NormShape)
+        size = DTYPES[shape.dtype].itemsize
+        rows = {"norm": 2, "add_norm": 4, "norm_add": 3, "norm_add_norm": 4}[shape.form] * size
+        per_token = shape.hidden * rows + shape.quantised * (shape.hidden + shape.hidden // GROUP * 8)
+        weights = 4 * shape.hidden * (1 + (shape.form == "norm_add_norm")) + size * shape.scaled
+        return Cost(shape.tokens * per_token + weights, 8.0 * shape.tokens * shape.hidden)
+
+
+def quantise_activations(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x [..., K] -> int8 codes [..., K], fp32 scales and sums (scale times the codes' sum) [..., K / 32]."""
+    groups = x.float().unflatten(-1, (-1, GROUP))
+    scales = groups.abs().amax(-1) / 127
+    codes = (groups / scales.where(scales > 0, 1.0)[..., None]).round()
+    return codes.to(torch.int8).flatten(-2), scales, codes.sum(-1) * scales
+
+
+@dataclass(frozen=True)
+class HeadsShape(Shape):
+    """Heads of `tokens` rows on their way from one matrix into attention and a cache.
+
+    `rotary`: how many numbers of a head turn, from its first on (even; the rest passes). `context`: slots of the cache.
+    `gated`: each query head is followed by its gate, which stays where it is. `values`: "own", or "keys" where keys
+    and values are one projection. `value_norm`: values are normed, without a weight. `cache`: "linear" (slot = position),
+    "ring" (position modulo `context`), or "none": keys and values are results of their own, row by row. `kv_heads` 0:
+    queries only. `positions`: rows of the rotary table.
+    """
+
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary: int
+    context: int
+    positions: int
+    gated: bool = False
+    values: str = "own"
+    value_norm: bool = False
+    cache: str = "linear"
+    dtype: str = "bfloat16"
+    eps: str = "1e-06"
+
+    def __post_init__(self) -> None:
+        _one_of("heads", "cache", self.cache, CACHES)
+        _one_of("heads", "values", self.values, ("own", "keys"))
+        _one_of("heads", "dtype", self.dtype, DTYPES)
+        if self.rotary % 2 or not 0 <= self.rotary <= self.head_dim:
+            found = f"{self.rotary} numbers of a head of {self.head_dim} turn"
+            raise ModelError("heads", found, "Give an even number up to the head's size")
+
+    @property
+    def width(self) -> int:
+        """Numbers in a row of the projection: queries (and gates), keys, values."""
+        kinds = 2 if self.values == "own" else 1
+        return (self.heads * (1 + self.gated) + self.kv_heads * kinds) * self.head_dim
+
+
+class QkNormRope(Kernel):
+    """Query and key heads normed and turned, values normed where the shape says so, keys and values into the cache.
+
+    Inputs: qkv [T, width], q_weight and k_weight [D] fp32, rope [positions, 2, rotary] (cosines, signed sines: `rope_of`),
+    at int64 [T] (the rows' positions, on the device, ascending by one), keys and values [1, KV heads, context, D] unless
+    cache is "none". Results: query [T, H, D], keys and values: the caches, written in place, or new ones [1, KV heads, T, D].
+    A position beyond a linear cache is not written; of more tokens than a ring has slots, the last are. ModelError for
+    tensors of another shape or dtype, elsewhere, not contiguous or not aligned.
+    """
+
+    name: ClassVar[str] = "qk_norm_rope"
+    shape_type: ClassVar[type[Shape]] = HeadsShape
+    known: ClassVar[Mapping[str, Shape]] = {
+        "gemma4-31b sliding": HeadsShape(1, 32, 16, 256, 256, 1024, 32768, value_norm=True, cache="ring"),
+        "gemma4-31b full": HeadsShape(1, 32, 4, 512, 512, 32768, 32768, values="keys", value_norm=True),
+        "gemma4-31b full, prompt of 2048": HeadsShape(2048, 32, 4, 512, 512, 32768, 32768, values="keys", value_norm=True),
+        "qwen3-8b": HeadsShape(1, 32, 8, 128, 128, 32768, 32768),
+        "qwen3-8b prompt of 2048": HeadsShape(2048, 32, 8, 128, 128, 32768, 32768),
+        "qwen3.5-35b-a3b": HeadsShape(1, 16, 2, 256, 64, 32768, 32768, gated=True),
+    }
+
+    def space(self, shape: Shape) -> Sequence[Config]:
+        return config_grid(Config(block_h=1, warps=2), warps=(1, 2, 4, 8), block_h=(1, 2, 4, 8))
+
+    def inputs(self, shape: Shape, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
+        assert isinstance(shape, HeadsShape)
+        make = _Maker(device, seed)
+        dtype = DTYPES[shape.dtype]
+        last = min(shape.context, shape.positions) if shape.cache == "linear" else shape.positions
+        found = {
+            "qkv": make.normal((shape.tokens, shape.width), dtype, 2.0),
+            "q_weight": make.normal((shape.head_dim,), torch.float32, 0.3, 1.0),
+            "k_weight": make.normal((shape.head_dim,), torch.float32, 0.3, 1.0),
+            "rope": make.normal((shape.positions, 2, shape.rotary), dtype, 0.7),
+            "at": torch.arange(last - shape.tokens, last, device=device),
+        }
+        if shape.cache != "none":
+            slots = (1, shape.kv_heads, shape.context, shape.head_dim)
+            found |= {"keys": make.normal(slots, dtype, 1.0), "values": make.normal(slots, dtype, 1.0)}
+        return found
+
+    def reference(self, shape: Shape, inputs: Tensors) -> tuple[Tensor, ...]:
+        assert isinstance(shape, HeadsShape)
+        eps, at, own = float(shape.eps), inputs["at"], shape.values == "own"
+        parts = [shape.heads * (1 + shape.gated), shape.kv_heads, shape.kv_heads * own]
+        heads = inputs["qkv"].view(shape.tokens, -1, shape.head_dim).split(parts, 1)
+        query, key, value = heads[0], heads[1], heads[2] if own else heads[1]
+        rope = inputs["rope"].index_select(0, at)
+        query = query.unflatten(1, (-1, 2))[:, :, 0] if shape.gated else query
+        query = _turned(_normed(query, inputs["q_weight"], eps), rope)
+        if not shape.kv_heads:
+            return (query,)
+        key = _turned(_normed(key, inputs["k_weight"], eps), rope).transpose(0, 1)[None]
+        value = (_normed(value, None, eps) if shape.value_norm else value).transpose(0, 1)[None]
+        if shape.cache == "none":
+            return query, key, value
+        written = slice(max(0, shape.tokens - shape.context), None) if shape.cache == "ring" else at < shape.context
+        slots = (at % shape.context if shape.cache == "ring" else at)[written]
+        caches = inputs["keys"].clone(), inputs["values"].clone()
+        for cache, new in zip(caches, (key, value), strict=True):
+            cache.index_copy_(2, slots, new[:, :, written])
+        return query, *caches
+
+    def outputs(self, shape: Shape, inputs: Tensors) -> dict[str, Tensor]:
+        assert isinstance(shape, HeadsShape)
+        qkv = inputs["qkv"]
+        found = {"query": qkv.new_empty(shape.tokens, shape.heads, shape.head_dim)}
+        if shape.cache != "none":
+            return found | {"keys": inputs["keys"], "values": inputs["values"]}
+        new = (1, shape.kv_heads, shape.tokens, shape.head_dim)
+        return found | {"keys": qkv.new_empty(new), "values": qkv.new_empty(new)}
+
+    def results(self, shape: Shape) -> int:
+        assert isinstance(shape, HeadsShape)
+        return 3 if shape.kv_heads else 1
+
+    def launches(self, shape: Shape, config: Config, inputs: Tensors, outputs: Tensors) -> Sequence[Launch]:
+        assert isinstance(shape, HeadsShape)
+        self._check(shape, inputs, outputs)
+        block = config["block_h"]
+        blocks = triton.cdiv(shape.heads, block) + 2 * triton.cdiv(shape.kv_heads, block)
+        arguments = {
+            "qkv_ptr": inputs["qkv"], "q_weight_ptr": inputs["q_weight"], "k_weight_ptr": inputs["k_weight"],
+            "rope_ptr": inputs["rope"], "at_ptr": inputs["at"], "query_ptr": outputs["query"],
+            "keys_ptr": outputs["keys"], "values_ptr": outputs["values"], "T": shape.tokens,
+            "S": shape.tokens if shape.cache == "none" else shape.context, "eps": float(shape.eps),
+        }  # fmt: skip
+        constants = {
+            "H": shape.heads, "KV": shape.kv_heads, "D": shape.head_dim, "R": shape.rotary, "GATED": shape.gated,
+            "OWN_VALUES": shape.values == "own", "VALUE_NORM": shape.value_norm, "CACHE": shape.cache,
+            "BLOCK_H": block, "BLOCK_D": triton.next_power_of_2(shape.head_dim),
+        }  # fmt: skip
+        return [Launch(_heads_kernel, (shape.tokens, blocks), arguments, constants, config.warps, config.stages)]
+
+    def _check(self, shape: HeadsShape, inputs: Tensors, outputs: Tensors) -> None:
+        dtype, weight = DTYPES[shape.dtype], ((shape.head_dim,), torch.float32)
+        slots = (1, shape.kv_heads, shape.tokens if shape.cache == "none" else shape.context, shape.head_dim)
+        shapes = {
+            "qkv": ((shape.tokens, shape.width), dtype), "q_weight": weight, "k_weight": weight,
+            "rope": ((shape.positions, 2, shape.rotary), dtype), "at": ((shape.tokens,), torch.int64),
+            "query": ((shape.tokens, shape.heads, shape.head_dim), dtype), "keys": (slots, dtype), "values": (slots, dtype),
+        }  # fmt: skip
+        for name, tensor in (*inputs.items(), *outputs.items()):
+            found_shape, found_dtype = shapes[name]
+            aligned = 8 if name == "at" else ALIGNMENT  # a step's position may be one number of a longer array
+            check_tensor(self.name, name, tensor, found_shape, found_dtype, inputs["qkv"], aligned)
+
+    def cost(self, shape: Shape) -> Cost:
+        assert isinstance(shape, HeadsShape)
+        size = DTYPES[shape.dtype].itemsize
+        read = shape.width - shape.gated * shape.heads * shape.head_dim
+        written = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+        row = (read + written + 2 * shape.rotary) * size + 8
+        return Cost(shape.tokens * row + 8 * shape.head_dim, 10.0 * shape.tokens * written)
+
+
+def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    return F.rms_norm(x.float(), x.shape[-1:], weight, eps).to(x.dtype)
+
+
+def _turned(x: Tensor, rope: Tensor) -> Tensor:
+    """x [T, heads, D] with its first numbers turned by rope [T, 2, rotary]: halves paired."""
+    cos, sin = rope[:, 0, None], rope[:, 1, None]
+    part = x[..., : rope.shape[-1]]
+    turned = torch.addcmul(part * cos, part.roll(rope.shape[-1] // 2, -1), sin)
+    return torch.cat((turned, x[..., rope.shape[-1] :]), -1)
+
+
+class _Maker:
+    """Random inputs of one seed; without values on "meta"."""
+
+    def __init__(self, device: torch.device | str, seed: int) -> None:
+        self.device = torch.device(device)
+        self.generator = None if self.device.type == "meta" else torch.Generator(self.device).manual_seed(seed)
+
+    def normal(self, shape: Sequence[int], dtype: torch.dtype, size: float, mean: float = 0.0) -> Tensor:
+        drawn = torch.randn(tuple(shape), generator=self.generator, device=self.device)
+        return (drawn * size + mean).to(dtype)
+
+
+@triton.jit
+def _norm_kernel(
+    x_ptr, weight_ptr, post_weight_ptr, residual_ptr, scalar_ptr, out_ptr, new_residual_ptr, codes_ptr, scales_ptr, sums_ptr,
+    eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD_FIRST: tl.constexpr, NORM_ADD: tl.constexpr, NORM: tl.constexpr,
+    SCALED: tl.constexpr, QUANTISED: tl.constexpr,
+):  # fmt: skip
+    """One row a program. Everything but the sums of squares is rounded to the rows' dtype, as the models' operations do."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < HIDDEN
+    at = row * HIDDEN + column
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if ADD_FIRST:
+        x += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        x = x.to(DTYPE).to(tl.float32)
+        tl.store(new_residual_ptr + at, x.to(DTYPE), mask=inside)
+    if NORM_ADD:
+        weight = tl.load((post_weight_ptr if NORM else weight_ptr) + column, mask=inside, other=0.0)
+        x = x * tl.rsqrt(tl.sum(x * x) / HIDDEN + eps) * weight
+        x = x.to(DTYPE).to(tl.float32) + tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        x = x.to(DTYPE).to(tl.float32)
+        if SCALED:
+            x = (x * tl.load(scalar_ptr).to(tl.float32)).to(DTYPE).to(tl.float32)
+        tl.store(new_residual_ptr + at, x.to(DTYPE), mask=inside)
+    if NORM:
+        x = x * tl.rsqrt(tl.sum(x * x) / HIDDEN + eps) * tl.load(weight_ptr + column, mask=inside, other=0.0)
+        tl.store(out_ptr + at, x.to(DTYPE), mask=inside)
+    if QUANTISED:
+        GROUPS: tl.constexpr = BLOCK // 32
+        groups = tl.reshape(x.to(DTYPE).to(tl.float32), (GROUPS, 32))
+        scale = tl.div_rn(tl.max(tl.abs(groups), 1), tl.full((GROUPS,), 127.0, tl.float32))
+        ratio = tl.div_rn(groups, tl.broadcast_to(tl.where(scale > 0, scale, 1.0)[:, None], (GROUPS, 32)))
+        code = (ratio + 12582912.0) - 12582912.0  # 1.5 * 2 ** 23: to the nearest whole number, ties to even
+        group = tl.arange(0, GROUPS)
+        at_group = row * (HIDDEN // 32) + group
+        in_row = group < HIDDEN // 32
+        tl.store(
+            codes_ptr + row * HIDDEN + group[:, None] * 32 + tl.arange(0, 32)[None, :], code.to(tl.int8), mask=in_row[:, None]
+        )
+        tl.store(scales_ptr + at_group, scale, mask=in_row)
+        tl.store(sums_ptr + at_group, tl.sum(code, 1) * scale, mask=in_row)
+
+
+@triton.jit
+def _heads_kernel(
+    qkv_ptr, q_weight_ptr, k_weight_ptr, rope_ptr, at_ptr, query_ptr, keys_ptr, values_ptr, T, S, eps,
+    H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, R: tl.constexpr, GATED: tl.constexpr, OWN_VALUES: tl.constexpr,
+    VALUE_NORM: tl.constexpr, CACHE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_H heads of one row a program: of queries, then of keys, then of values.
+
+    The other half of a rotated pair is loaded a second time, from L1, rather than moved between threads.
+    """
+    Q_BLOCKS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    K_BLOCKS: tl.constexpr = (KV + BLOCK_H - 1) // BLOCK_H
+    Q_STEP: tl.constexpr = D * (2 if GATED else 1)
+    WIDTH: tl.constexpr = H * Q_STEP + KV * D * (2 if OWN_VALUES else 1)
+    DTYPE: tl.constexpr = qkv_ptr.dtype.element_ty
+    t = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    d = tl.arange(0, BLOCK_D)
+    position = tl.load(at_ptr + t)
+    is_query = block < Q_BLOCKS
+    is_value = block >= Q_BLOCKS + K_BLOCKS
+    first = tl.where(is_query, block, tl.where(is_value, block - Q_BLOCKS - K_BLOCKS, block - Q_BLOCKS)) * BLOCK_H
+    head = first + tl.arange(0, BLOCK_H)
+    inside = (head < tl.where(is_query, H, KV))[:, None] & (d < D)[None, :]
+    start = tl.where(is_query, 0, H * Q_STEP + tl.where(is_value & OWN_VALUES, KV * D, 0))
+    source = qkv_ptr + t * WIDTH + start + head[:, None] * tl.where(is_query, Q_STEP, D)
+    x = tl.load(source + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    rms = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+
+    slot = t if CACHE == "none" else position
+    writable = slot < S
+    if CACHE == "ring":
+        slot = position % S
+        writable = t >= T - S
+    written = (head < tl.where(writable, KV, 0))[:, None] & (d < D)[None, :]
+    target = (head[:, None] * S + slot) * D + d[None, :]
+    if is_value:
+        value = (x * rms if VALUE_NORM else x).to(DTYPE)
+        tl.store(values_ptr + target, value, mask=written)
+    else:
+        weight_ptr = tl.where(is_query, q_weight_ptr, k_weight_ptr)
+        turned = (x * rms * tl.load(weight_ptr + d, mask=d < D, other=0.0)[None, :]).to(DTYPE)
+        if R > 0:
+            turns = d < R
+            pair = tl.where(d < R // 2, d + R // 2, d - R // 2)
+            moved = inside & turns[None, :]
+            other = tl.load(source + pair[None, :], mask=moved, other=0.0).to(tl.float32)
+            other = (other * rms * tl.load(weight_ptr + pair, mask=turns, other=0.0)[None, :]).to(DTYPE).to(tl.float32)
+            cos = tl.load(rope_ptr + position * 2 * R + d, mask=turns, other=1.0).to(tl.float32)[None, :]
+            sin = tl.load(rope_ptr + position * 2 * R + R + d, mask=turns, other=0.0).to(tl.float32)[None, :]
+            turned = ((turned.to(tl.float32) * cos).to(DTYPE).to(tl.float32) + other * sin).to(DTYPE)
+        if is_query:
+            tl.store(query_ptr + (t * H + head[:, None]) * D + d[None, :], turned, mask=inside)
+        else:
+            tl.store(keys_ptr + target, turned, mask=written)
+
+
+RMS_NORM = RmsNorm()
+QK_NORM_ROPE = QkNormRope()
