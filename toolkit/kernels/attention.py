@@ -1,0 +1,313 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""Attention of one new token on a static cache: split-KV decode ("Flash-Decoding", Dao et al. 2023).
+
+Bound by reading keys and values once. The query heads that share a KV head are the rows of one tile, so nothing is read
+twice; the cache is cut into as many splits as keep every multiprocessor busy, and what each of them found is combined in
+a fixed order. How many splits there are follows from the buffer, how long each is from the length, read on the device:
+the same launch (and the same CUDA graph) serves every length, and reads no more than that length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from toolkit.errors import ModelError
+from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, config_grid
+from toolkit.kernels.checks import check_tensor
+
+LOG2_E = 1.4426950408889634
+FUSED_ELEMENTS = 32768  # up to so many partial sums of a KV head, the last split to finish combines them: no second launch
+COMBINE_TILE = 8192  # partial sums a block of the second launch holds at a time
+BLOCK_TARGETS = (64, 132, 264, 528)  # blocks of the whole launch: a fraction of the multiprocessors of a GPU, to four each
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@dataclass(frozen=True)
+class AttentionShape(Shape):
+    """One token on a cache of `slots`. `window`: 0 for all positions; slots <= window are a ring, more are slot = position.
+
+    `scaled`: scores are multiplied by 1 / sqrt(head_dim), as nearly all models do; Gemma 4 doesn't.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    slots: int
+    window: int = 0
+    dtype: str = "bfloat16"
+    scaled: bool = True
+
+    @property
+    def scale(self) -> float:
+        """What scores are multiplied by."""
+        return self.head_dim**-0.5 if self.scaled else 1.0
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def seen(self) -> int:
+        """The most slots a token sees."""
+        return min(self.slots, self.window) if self.window else self.slots
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+
+class AttentionDecode(Kernel):
+    """query [1, 1, H, D] on keys and values [1, KV heads, slots, D] -> [1, 1, H * D], softmax in fp32.
+
+    `positions` [1] (int32 or int64, on the device): the token's own, whose key and value are already written; -1 says that
+    nothing is, and gives zeros. Slots that the token doesn't see may hold anything, NaN included. Keys and values may be
+    views of the first slots of longer buffers.
+    """
+
+    name = "attention_decode"
+    shape_type = AttentionShape
+    known: ClassVar[Mapping[str, AttentionShape]] = {
+        "gemma4-31b full 32k": AttentionShape(32, 4, 512, 32768, scaled=False),
+        "gemma4-31b sliding": AttentionShape(32, 16, 256, 1024, 1024, scaled=False),
+        "qwen3-8b 8k": AttentionShape(32, 8, 128, 8192),
+        "qwen3.5-35b-a3b 32k": AttentionShape(16, 2, 256, 32768),
+    }
+
+    def space(self, shape: Shape) -> Sequence[Config]:
+        assert isinstance(shape, AttentionShape)
+        row = shape.head_dim * shape.torch_dtype.itemsize
+        blocks = [n for n in (16, 32, 64, 128) if 8192 <= n * row <= 65536] or [16]
+        splits = sorted({splits_for(shape, target) for target in BLOCK_TARGETS})
+        default = Config(block_n=blocks[0], splits=splits_for(shape, 132), warps=4, stages=2)
+        return config_grid(default, warps=(4, 8), stages=(2, 3, 4), block_n=blocks, splits=splits)
+
+    def inputs(self, shape: Shape, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
+        """Values and scores of unit variance, and where slots are positions, a few slots of 1,000 beyond the length."""
+        assert isinstance(shape, AttentionShape)
+        kv = (1, shape.kv_heads, shape.slots, shape.head_dim)
+        if torch.device(device).type == "meta":
+            made = {
+                name: torch.empty(size, dtype=shape.torch_dtype, device=device)
+                for name, size in (("query", (1, 1, shape.heads, shape.head_dim)), ("keys", kv), ("values", kv))
+            }
+            return {**made, "positions": torch.empty(1, dtype=torch.int64, device=device)}
+        random = torch.Generator(device).manual_seed(seed)
+        tail = min(3, shape.slots - 1) if not shape.window or shape.slots > shape.window else 0
+        position = shape.slots - 1 - tail if tail else shape.slots + shape.slots // 3
+        query, keys, values = (
+            torch.randn(size, generator=random, device=device).to(shape.torch_dtype)
+            for size in ((1, 1, shape.heads, shape.head_dim), kv, kv)
+        )
+        query = query if shape.scaled else query * shape.head_dim**-0.5
+        if tail:
+            keys[:, :, -tail:], values[:, :, -tail:] = 1000, 1000
+        return {"query": query, "keys": keys, "values": values, "positions": torch.tensor([position], device=device)}
+
+    def reference(self, shape: Shape, inputs: Tensors) -> tuple[Tensor, ...]:
+        assert isinstance(shape, AttentionShape)
+        query, keys, values = (inputs[name][0].float() for name in ("query", "keys", "values"))
+        position, slots = inputs["positions"], torch.arange(shape.slots, device=query.device)
+        seen = slots <= position
+        if shape.window and shape.slots > shape.window:
+            seen &= slots > position - shape.window
+        rows = query.view(shape.kv_heads, shape.group, shape.head_dim)
+        scores = torch.bmm(rows, keys.transpose(1, 2)) * shape.scale
+        weights = scores.masked_fill(~seen, -math.inf).softmax(-1).masked_fill(~seen, 0)  # all hidden: NaN, then zeros
+        out = torch.bmm(weights, values.masked_fill(~seen[:, None], 0))
+        return (out.view(1, 1, -1).to(shape.torch_dtype),)
+
+    def outputs(self, shape: Shape, inputs: Tensors) -> dict[str, Tensor]:
+        """The result; partial sums and their weights for the most splits of any config; arrivals, which must be zero."""
+        assert isinstance(shape, AttentionShape)
+        device, splits = inputs["query"].device, splits_for(shape, max(BLOCK_TARGETS))
+        return {
+            "output": torch.empty(1, 1, shape.heads * shape.head_dim, dtype=shape.torch_dtype, device=device),
+            "partial": torch.empty(shape.kv_heads, splits, shape.group, shape.head_dim, device=device),
+            "weights": torch.empty(shape.kv_heads, splits, shape.group, device=device),
+            "arrivals": torch.zeros(shape.kv_heads, dtype=torch.int32, device=device),
+        }
+
+    def launches(self, shape: Shape, config: Config, inputs: Tensors, outputs: Tensors) -> Sequence[Launch]:
+        assert isinstance(shape, AttentionShape)
+        check_tensors(shape, inputs, tokens=1)
+        splits, columns = config["splits"], shape.group * shape.head_dim
+        if splits > outputs["partial"].shape[1]:
+            found = f"scratch for {outputs['partial'].shape[1]}"
+            raise ModelError(f"{splits} splits of {shape.slots} slots", found, "Choose a config of this shape's space")
+        fused = splits * columns <= FUSED_ELEMENTS
+        tile = min(triton.next_power_of_2(columns), max(64, COMBINE_TILE // triton.next_power_of_2(splits)))
+        scratch = {name: outputs[name] for name in ("partial", "weights", "output")}
+        sizes = {"SLOTS": shape.slots, "WINDOW": shape.window, "SPLITS": splits, "BLOCK_N": config["block_n"]}
+        sizes |= {"GROUP": shape.group, "HEAD_DIM": shape.head_dim, "COLUMNS": tile}
+        strides = {"key_stride": inputs["keys"].stride(1), "value_stride": inputs["values"].stride(1)}
+        first = Launch(
+            _decode,
+            (shape.kv_heads, splits),
+            {**inputs, **scratch, "arrivals": outputs["arrivals"], **strides, "scale": shape.scale * LOG2_E},
+            {**sizes, "FUSED": fused, "BLOCK_M": max(16, triton.next_power_of_2(shape.group))},
+            config.warps,
+            config.stages,
+        )
+        if splits == 1 or fused:
+            return [first]
+        grid = (shape.kv_heads, triton.cdiv(columns, tile))
+        return [first, Launch(_combine, grid, {"positions": inputs["positions"], **scratch}, sizes)]
+
+    def cost(self, shape: Shape) -> Cost:
+        assert isinstance(shape, AttentionShape)
+        size = shape.torch_dtype.itemsize
+        once = 2 * shape.heads * shape.head_dim * size
+        cached = 2 * shape.kv_heads * shape.seen * shape.head_dim * size
+        peak = "bf16_flops" if size == 2 else "tf32_flops"
+        return Cost(once + cached, 4.0 * shape.heads * shape.seen * shape.head_dim, peak)
+
+
+def splits_for(shape: AttentionShape, blocks: int) -> int:
+    """How many splits make about `blocks` blocks of a launch, none of them of less than 16 slots."""
+    return max(1, min(blocks // shape.kv_heads, triton.cdiv(shape.seen, 16)))
+
+
+def check_tensors(shape: AttentionShape, inputs: Tensors, tokens: int) -> None:
+    """Raises ModelError where `inputs` aren't what the kernels can read: sizes, dtypes, devices, strides."""
+    dim, asked = shape.head_dim, f"attention of {shape.heads} heads on {shape.kv_heads}, head_dim {shape.head_dim}"
+    if shape.kv_heads < 1 or shape.heads < 1 or shape.heads % shape.kv_heads:
+        raise ModelError(asked, "the heads don't divide by the KV heads", "Give a whole number of heads for each KV head")
+    if dim not in (16, 32, 64, 128, 256, 512):
+        raise ModelError(asked, f"head_dim is {dim}", "Give a power of two from 16 to 512")
+    if shape.slots < 1:
+        raise ModelError(asked, f"the cache has {shape.slots} slots", "Give at least one")
+    query, positions = inputs["query"], inputs["positions"]
+    check_tensor("attention", "query", query, (1, tokens, shape.heads, dim), shape.torch_dtype, query)
+    check_tensor("attention", "positions", positions, (tokens,), (torch.int32, torch.int64), query)
+    for name in ("keys", "values"):
+        check_cached(name, inputs[name], (1, shape.kv_heads, shape.slots, dim), shape.torch_dtype, query)
+
+
+def check_cached(name: str, cached: Tensor, shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> None:
+    """ModelError unless each head's part of `cached` is contiguous, of that shape and dtype: views of slots are."""
+    if tuple(cached.shape) != tuple(shape):
+        found = f"shape {list(cached.shape)} where {list(shape)} is needed"
+        raise ModelError(f"attention, {name}", found, "Give it in that shape")
+    check_tensor("attention", name, cached[:, :1], (1, 1, *shape[2:]), dtype, like)
+
+
+ATTENTION_DECODE = AttentionDecode()
+"""The one instance."""
+
+
+@triton.jit
+def dot(a, b, total):
+    """total + a @ b, fp32 operands as exact as three tf32 products make them. The interpreter can't multiply bf16."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total)
+    return tl.dot(a, b, total, input_precision="tf32x3")
+
+
+@triton.jit
+def seen_slots(positions, SLOTS: tl.constexpr, WINDOW: tl.constexpr):
+    """(first, end) of the slots that the token sees. A ring is seen from its first slot to the last one written."""
+    end = tl.load(positions).to(tl.int32) + 1
+    first = tl.maximum(end - WINDOW, 0) if WINDOW > 0 and SLOTS > WINDOW else 0
+    return first, tl.minimum(end, SLOTS)
+
+
+@triton.jit
+def split_length(first, end, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """How many slots a split reads, and how many splits that leaves with work (the first, even if there is none)."""
+    length = tl.maximum(end - first, 0)
+    each = tl.maximum(tl.cdiv(length, SPLITS), BLOCK_N)
+    return each, tl.maximum(tl.cdiv(length, each), 1)
+
+
+@triton.jit
+def _decode(
+    query, keys, values, positions, partial, weights, output, arrivals, key_stride, value_stride, scale,
+    SLOTS: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, FUSED: tl.constexpr,
+):  # fmt: skip
+    """One split of one KV head: the weighted mean of its values for each query head, and the logarithm of their weight."""
+    head, split = tl.program_id(0), tl.program_id(1)
+    first, end = seen_slots(positions, SLOTS, WINDOW)
+    each, active = split_length(first, end, SPLITS, BLOCK_N)
+    if split < active:
+        start = first + split * each
+        stop = tl.minimum(start + each, end)
+        rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, HEAD_DIM)
+        tile = rows[:, None] * HEAD_DIM + dims[None, :]
+        real = rows < GROUP
+        q = tl.load(query + head * GROUP * HEAD_DIM + tile, mask=real[:, None], other=0)
+        key_rows = keys + head.to(tl.int64) * key_stride + dims[None, :]
+        value_rows = values + head.to(tl.int64) * value_stride + dims[None, :]
+        peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        mean = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
+        for slot in range(start, stop, BLOCK_N):
+            slots = slot + tl.arange(0, BLOCK_N)
+            k = tl.load(key_rows + slots[:, None] * HEAD_DIM, mask=slots[:, None] < stop, other=0)
+            scores = dot(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)) * scale
+            scores = tl.where(slots[None, :] < stop, scores, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(scores, 1))
+            shrink, p = tl.exp2(peak - new_peak), tl.exp2(scores - new_peak[:, None])
+            total = total * shrink + tl.sum(p, 1)
+            # Slots beyond the length may hold NaN, which a weight of zero wouldn't hide: they aren't loaded.
+            v = tl.load(value_rows + slots[:, None] * HEAD_DIM, mask=slots[:, None] < stop, other=0)
+            mean = dot(p.to(v.dtype), v, mean * shrink[:, None])
+            peak = new_peak
+        total = tl.where(total > 0, total, 1)  # nothing seen: zeros, of no weight, as its peak is -inf
+        mean /= total[:, None]
+        if SPLITS == 1:
+            tl.store(output + head * GROUP * HEAD_DIM + tile, mean.to(output.dtype.element_ty), mask=real[:, None])
+        else:
+            at = (head * SPLITS + split) * GROUP
+            tl.store(partial + at * HEAD_DIM + tile, mean, mask=real[:, None])
+            tl.store(weights + at + rows, peak + tl.log2(total), mask=real)
+            if FUSED:
+                tl.debug_barrier()  # every thread's partial sums are written before this block says so
+                if tl.atomic_add(arrivals + head, 1, sem="acq_rel") == active - 1:
+                    for column in range(0, GROUP * HEAD_DIM, COLUMNS):
+                        _combine_columns(partial, weights, output, head, column, active, SPLITS, GROUP, HEAD_DIM, COLUMNS)
+                    tl.store(arrivals + head, 0)  # ready for the next launch
+
+
+@triton.jit
+def _combine(
+    positions, partial, weights, output,
+    SLOTS: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The second launch: each block combines all splits of some columns of a KV head's rows."""
+    first, end = seen_slots(positions, SLOTS, WINDOW)
+    _, active = split_length(first, end, SPLITS, BLOCK_N)
+    column = tl.program_id(1) * COLUMNS
+    _combine_columns(partial, weights, output, tl.program_id(0), column, active, SPLITS, GROUP, HEAD_DIM, COLUMNS)
+
+
+@triton.jit
+def _combine_columns(
+    partial, weights, output, head, column, active,
+    SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The means of all active splits, each by its share of the weight; GROUP x HEAD_DIM columns, COLUMNS of them at once."""
+    splits = tl.arange(0, triton.next_power_of_2(SPLITS))[:, None]
+    columns = column + tl.arange(0, COLUMNS)[None, :]
+    there = (splits < active) & (columns < GROUP * HEAD_DIM)
+    rows = (head * SPLITS + splits) * GROUP + columns // HEAD_DIM
+    weight = tl.load(weights + rows, mask=there, other=float("-inf"))
+    mean = tl.load(partial + rows * HEAD_DIM + columns % HEAD_DIM, mask=there, other=0)
+    peak = tl.max(weight, 0)[None, :]
+    share = tl.exp2(weight - tl.where(peak > float("-inf"), peak, 0))
+    total = tl.sum(share, 0)
+    found = tl.sum(mean * share, 0) / tl.where(total > 0, total, 1)
+    at = head * GROUP * HEAD_DIM + column + tl.arange(0, COLUMNS)
+    tl.store(output + at, found.to(output.dtype.element_ty), mask=column + tl.arange(0, COLUMNS) < GROUP * HEAD_DIM)

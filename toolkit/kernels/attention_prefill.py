@@ -1,0 +1,225 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""Attention of several new tokens on a static cache: causal, windowed, tiles of queries (FlashAttention-2, Dao 2023).
+
+Bound by the products of a long prompt, by reading the cache for a few tokens on a long one. A tile's rows are consecutive
+tokens with all query heads of one KV head, so that keys and values serve the whole group. Where the tokens stand is read
+on the device: one launch serves every offset, and each tile reads only the slots that some row of it sees.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from toolkit.errors import ModelError
+from toolkit.kernels.attention import LOG2_E, AttentionShape, check_tensors, dot
+from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, config_grid
+
+
+@dataclass(frozen=True)
+class PrefillShape(AttentionShape):
+    """`tokens` new ones. `ring`: keys and values are those of a ring before the new ones, which are given beside them."""
+
+    tokens: int = 512
+    ring: bool = False
+
+
+class AttentionPrefill(Kernel):
+    """query [1, T, H, D] on keys and values [1, KV heads, slots, D] -> [1, T, H * D], softmax in fp32.
+
+    `positions` [T] (int32 or int64, on the device) ascend by one. A token sees its own position and those before it, the
+    last `window` of them where that isn't 0. Without `ring` slot = position, and the new tokens' keys and values are
+    written already. With it slot s holds the last position before the new ones that is s modulo the slots, and
+    "new_keys" and "new_values" [1, KV heads, T, D] (views of [1, T, KV heads, D] do) are what the new tokens add.
+    Rows that see nothing (a negative position) give zeros; slots that no token sees may hold anything, NaN included.
+    """
+
+    name = "attention_prefill"
+    shape_type = PrefillShape
+    known: ClassVar[Mapping[str, PrefillShape]] = {
+        "gemma4-31b full 512": PrefillShape(32, 4, 512, 4096, scaled=False, tokens=512),
+        "gemma4-31b sliding 2048": PrefillShape(32, 16, 256, 1024, 1024, scaled=False, tokens=2048, ring=True),
+        "qwen3-8b 2048": PrefillShape(32, 8, 128, 4096, tokens=2048),
+        "qwen3.5-35b-a3b 2048": PrefillShape(16, 2, 256, 4096, tokens=2048),
+    }
+
+    def space(self, shape: Shape) -> Sequence[Config]:
+        assert isinstance(shape, PrefillShape)
+        row = shape.head_dim * shape.torch_dtype.itemsize
+        default = Config(block_m=max(16, min(64, 16384 // row)), block_n=max(16, 16384 // row), warps=4, stages=2)
+        found = config_grid(default, warps=(4, 8), stages=(2, 3), block_m=(16, 32, 64, 128), block_n=(16, 32, 64, 128))
+        # The running means are in registers, 4096 fp32 of them a warp at most; a block of slots fits in shared memory.
+        sums, tile = shape.head_dim, shape.head_dim * shape.torch_dtype.itemsize
+        return [c for c in found if c["block_m"] * sums <= 4096 * c.warps and 8192 <= c["block_n"] * tile <= 65536]
+
+    def inputs(self, shape: Shape, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
+        """Values and scores of unit variance; the last new token fills the cache, and a ring has come round once."""
+        assert isinstance(shape, PrefillShape)
+        kv = (1, shape.kv_heads, shape.slots, shape.head_dim)
+        new = (1, shape.kv_heads, shape.tokens, shape.head_dim)
+        sizes = {"query": (1, shape.tokens, shape.heads, shape.head_dim), "keys": kv, "values": kv}
+        sizes |= {"new_keys": new, "new_values": new} if shape.ring else {}
+        if torch.device(device).type == "meta":
+            made = {name: torch.empty(size, dtype=shape.torch_dtype, device=device) for name, size in sizes.items()}
+            return {**made, "positions": torch.empty(shape.tokens, dtype=torch.int64, device=device)}
+        random = torch.Generator(device).manual_seed(seed)
+        start = shape.slots + shape.slots // 3 if shape.ring else max(0, shape.slots - shape.tokens)
+        made = {name: torch.randn(size, generator=random, device=device).to(shape.torch_dtype) for name, size in sizes.items()}
+        made["query"] *= 1 if shape.scaled else shape.head_dim**-0.5
+        return {**made, "positions": torch.arange(start, start + shape.tokens, device=device)}
+
+    def reference(self, shape: Shape, inputs: Tensors) -> tuple[Tensor, ...]:
+        assert isinstance(shape, PrefillShape)
+        keys, values, positions = inputs["keys"][0], inputs["values"][0], inputs["positions"]
+        held = torch.arange(shape.slots, device=keys.device)
+        if shape.ring:
+            last = positions[:1] - 1
+            held = torch.cat((last - (last - held) % shape.slots, positions))
+            keys, values = torch.cat((keys, inputs["new_keys"][0]), 1), torch.cat((values, inputs["new_values"][0]), 1)
+        seen = (held <= positions[:, None]) & (held >= 0)
+        if shape.window:
+            seen &= held > positions[:, None] - shape.window
+        out = torch.empty(shape.tokens, shape.heads, shape.head_dim, device=keys.device)
+        for head in range(shape.heads):  # one at a time: scores of all of them needn't fit
+            mine = values[head // shape.group].float().masked_fill(~seen.any(0)[:, None], 0)
+            scores = inputs["query"][0, :, head].float() @ keys[head // shape.group].float().T * shape.scale
+            out[:, head] = scores.masked_fill(~seen, -math.inf).softmax(-1).masked_fill(~seen, 0) @ mine
+        return (out.view(1, shape.tokens, -1).to(shape.torch_dtype),)
+
+    def outputs(self, shape: Shape, inputs: Tensors) -> dict[str, Tensor]:
+        assert isinstance(shape, PrefillShape)
+        size = (1, shape.tokens, shape.heads * shape.head_dim)
+        return {"output": torch.empty(size, dtype=shape.torch_dtype, device=inputs["query"].device)}
+
+    def launches(self, shape: Shape, config: Config, inputs: Tensors, outputs: Tensors) -> Sequence[Launch]:
+        assert isinstance(shape, PrefillShape)
+        check_tensors(shape, inputs, shape.tokens)
+        check_ring(shape, inputs)
+        keys, values = inputs["keys"], inputs["values"]
+        new_keys, new_values = (inputs["new_keys"], inputs["new_values"]) if shape.ring else (keys, values)
+        arguments = {name: inputs[name] for name in ("query", "keys", "values", "positions")}
+        arguments |= {"new_keys": new_keys, "new_values": new_values, "output": outputs["output"]}
+        strides = {"key_stride": keys.stride(1), "value_stride": values.stride(1)}
+        strides |= {"new_key_head": new_keys.stride(1), "new_key_token": new_keys.stride(2)}
+        strides |= {"new_value_head": new_values.stride(1), "new_value_token": new_values.stride(2)}
+        numbers = {**strides, "tokens": shape.tokens, "scale": shape.scale * LOG2_E}
+        constants = {"SLOTS": shape.slots, "WINDOW": shape.window, "RING": shape.ring, "KV_HEADS": shape.kv_heads}
+        constants |= {"GROUP": shape.group, "HEAD_DIM": shape.head_dim}
+        constants |= {"BLOCK_M": config["block_m"], "BLOCK_N": config["block_n"]}
+        grid = (triton.cdiv(shape.tokens * shape.group, config["block_m"]), shape.kv_heads)
+        return [Launch(_prefill, grid, {**arguments, **numbers}, constants, config.warps, config.stages)]
+
+    def cost(self, shape: Shape) -> Cost:
+        """Bytes: queries, results, and each visible slot once. Products: of the pairs that causality and window leave."""
+        assert isinstance(shape, PrefillShape)
+        size = shape.torch_dtype.itemsize
+        start = shape.slots if shape.ring else max(0, shape.slots - shape.tokens)
+        held = min(start, shape.window) if shape.window else start
+        ends = torch.arange(start + 1, start + shape.tokens + 1)
+        pairs = int((ends.clamp_max(shape.window) if shape.window else ends).sum())
+        moved = 2 * size * shape.head_dim * (shape.tokens * shape.heads + (held + shape.tokens) * shape.kv_heads)
+        return Cost(moved, 4.0 * pairs * shape.heads * shape.head_dim, "bf16_flops" if size == 2 else "tf32_flops")
+
+
+def check_ring(shape: PrefillShape, inputs: Tensors) -> None:
+    """Raises ModelError where a ring's shape or the new keys and values aren't what the kernel can read."""
+    if not shape.ring:
+        return
+    asked, size = f"attention on a ring of {shape.slots}", (1, shape.kv_heads, shape.tokens, shape.head_dim)
+    if not shape.window or shape.slots > shape.window:
+        raise ModelError(asked, f"its window is {shape.window}", "Give a window of at least as many positions")
+    for name in ("new_keys", "new_values"):
+        found = inputs.get(name)
+        if found is None or tuple(found.shape) != size or found.dtype != shape.torch_dtype or found.stride(3) != 1:
+            what = "missing" if found is None else f"{found.dtype} {list(found.shape)}, strides {list(found.stride())}"
+            raise ModelError(asked, f"{name} is {what}", f"Give {shape.dtype} {list(size)}, its last dimension contiguous")
+
+
+ATTENTION_PREFILL = AttentionPrefill()
+"""The one instance."""
+
+
+@triton.jit
+def _prefill(
+    query, keys, values, new_keys, new_values, positions, output, key_stride, value_stride,
+    new_key_head, new_key_token, new_value_head, new_value_token, tokens, scale,
+    SLOTS: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows: token = row // GROUP, query head = row % GROUP of those of one KV head."""
+    # The last tiles see the most: started first, they aren't what the launch waits for.
+    first_row, head = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M, tl.program_id(1)
+    rows, dims = first_row + tl.arange(0, BLOCK_M), tl.arange(0, HEAD_DIM)
+    start = tl.load(positions).to(tl.int32)
+    at = ((rows // GROUP).to(tl.int64) * KV_HEADS * GROUP + head * GROUP + rows % GROUP)[:, None] * HEAD_DIM + dims[None, :]
+    real = rows < tokens * GROUP
+    q = tl.load(query + at, mask=real[:, None], other=0)
+    row_positions = start + rows // GROUP
+    lowest = start + first_row // GROUP
+    highest = start + tl.minimum((first_row + BLOCK_M - 1) // GROUP, tokens - 1)
+    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    mean = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
+    key_rows = keys + head.to(tl.int64) * key_stride + dims[None, :]
+    value_rows = values + head.to(tl.int64) * value_stride + dims[None, :]
+    if RING:
+        held = tl.minimum(start, SLOTS)
+        held = tl.where(lowest - WINDOW >= start - 1, 0, held)  # the window has left the ring behind
+        for slot in range(0, held, BLOCK_N):
+            slots = slot + tl.arange(0, BLOCK_N)
+            last = start - 1
+            slot_positions = last - (last - slots) % SLOTS
+            peak, total, mean = _attend(
+                q, key_rows + slots[:, None] * HEAD_DIM, value_rows + slots[:, None] * HEAD_DIM, slots < held,
+                row_positions, slot_positions, peak, total, mean, scale, WINDOW, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+        new_key_rows = new_keys + head.to(tl.int64) * new_key_head + dims[None, :]
+        new_value_rows = new_values + head.to(tl.int64) * new_value_head + dims[None, :]
+        first = tl.maximum(tl.maximum(lowest - WINDOW + 1 - start, 0), -start) // BLOCK_N * BLOCK_N
+        for token in range(first, highest - start + 1, BLOCK_N):
+            new = token + tl.arange(0, BLOCK_N)
+            wide = new.to(tl.int64)[:, None]
+            peak, total, mean = _attend(
+                q, new_key_rows + wide * new_key_token, new_value_rows + wide * new_value_token,
+                (new <= highest - start) & (new + start >= 0),
+                row_positions, start + new, peak, total, mean, scale, WINDOW, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+    else:
+        first = tl.maximum(lowest - WINDOW + 1, 0) // BLOCK_N * BLOCK_N if WINDOW > 0 else 0
+        end = tl.minimum(highest + 1, SLOTS)
+        for slot in range(first, end, BLOCK_N):
+            slots = slot + tl.arange(0, BLOCK_N)
+            peak, total, mean = _attend(
+                q, key_rows + slots[:, None] * HEAD_DIM, value_rows + slots[:, None] * HEAD_DIM, slots < end,
+                row_positions, slots, peak, total, mean, scale, WINDOW, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+    mean /= tl.where(total > 0, total, 1)[:, None]
+    tl.store(output + at, mean.to(output.dtype.element_ty), mask=real[:, None])
+
+
+@triton.jit
+def _attend(
+    q, keys, values, there, row_positions, slot_positions, peak, total, mean, scale,
+    WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One block of slots: the running peak, total weight and weighted values of each row, brought up to date."""
+    k = tl.load(keys, mask=there[:, None], other=0)
+    scores = dot(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)) * scale
+    seen = (slot_positions[None, :] <= row_positions[:, None]) & there[None, :]
+    if WINDOW > 0:
+        seen &= slot_positions[None, :] > row_positions[:, None] - WINDOW
+    scores = tl.where(seen, scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    base = tl.where(new_peak > float("-inf"), new_peak, 0)  # a row that has seen nothing yet
+    shrink, p = tl.exp2(peak - base), tl.exp2(scores - base[:, None])
+    # Slots that nothing was written to may hold NaN, which a weight of zero wouldn't hide: they aren't loaded.
+    v = tl.load(values, mask=there[:, None], other=0)
+    mean = dot(p.to(v.dtype), v, mean * shrink[:, None])
+    return new_peak, total * shrink + tl.sum(p, 1), mean
