@@ -1,0 +1,162 @@
+"""Decode products with packed weights: every scheme, variant and shape that doesn't divide, against plain PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from toolkit.errors import ModelError
+from toolkit.kernels.base import Config
+from toolkit.kernels.int4_matmul import INT4_MATMUL, LIMITS, MatmulShape, quantise_activations
+from toolkit.quant import SCHEMES, PackedMatrix
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Signal over error, in dB, in fp32: integers are exact, so what is left of "int8" is fp32 sums (about 130 dB); "bf16" rounds
+# activations to 1 / 32,512 of their block's largest (about 90 dB). Asked of both are 80.
+LEAST_DB = {"int8": 110.0, "bf16": 84.0}
+SMALL = Config(programs=2, block_k=256, tokens=2, ahead=1, warps=1)  # 4 rows of 8 blocks: a row of 10 blocks takes two tiles
+
+
+def decibels(got: Tensor, want: Tensor) -> float:
+    error = (got.double() - want.double()).square().sum()
+    return float(10 * torch.log10(want.double().square().sum() / error))
+
+
+def run(shape: MatmulShape, config: Config, inputs: dict[str, Tensor]) -> Tensor:
+    """The result, its memory poisoned before."""
+    outputs = {name: torch.full_like(out, torch.nan) for name, out in INT4_MATMUL.outputs(shape, inputs).items()}
+    for launch in INT4_MATMUL.launches(shape, config, inputs, outputs):
+        launch.run()
+    return outputs["out"]
+
+
+def row_of(scheme: str, blocks: int = 10) -> int:
+    """A row's length: about that many blocks of 32, no multiple of the tiles."""
+    multiple = SCHEMES[scheme].multiple
+    return -(-32 * blocks // multiple) * multiple
+
+
+@pytest.mark.parametrize("activations", ["int8", "bf16"])
+@pytest.mark.parametrize("scheme", list(SCHEMES))
+def test_every_scheme(scheme: str, activations: str) -> None:
+    shape = MatmulShape(n=9, k=row_of(scheme), scheme=scheme, activations=activations, out="fp32")
+    inputs = INT4_MATMUL.inputs(shape, DEVICE, seed=3)
+    assert decibels(run(shape, SMALL, inputs), INT4_MATMUL.reference(shape, inputs)[0]) > LEAST_DB[activations]
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("scheme", ["q4_k", "q6_k", "int4-g64"])
+def test_gate_and_up_in_one(scheme: str, activation: str) -> None:
+    shape = MatmulShape(n=10, k=row_of(scheme), scheme=scheme, activation=activation, out="fp32")
+    inputs = INT4_MATMUL.inputs(shape, DEVICE, seed=4)
+    inputs["x"] *= 30  # gates on both sides of 0, some far out
+    got = run(shape, SMALL, inputs)
+    assert got.shape == (1, 5)
+    assert decibels(got, INT4_MATMUL.reference(shape, inputs)[0]) > LEAST_DB["int8"]
+
+
+@pytest.mark.parametrize("m", range(1, 9))
+def test_one_to_eight_tokens(m: int) -> None:
+    shape = MatmulShape(n=5, k=320, m=m, scheme="q4_1", out="fp32")
+    inputs = INT4_MATMUL.inputs(shape, DEVICE, seed=m)
+    tokens = 3 if m > 4 else 2  # the last block of tokens is a part
+    config = Config(programs=1, block_k=512, tokens=tokens, ahead=0, warps=1)
+    assert decibels(run(shape, config, inputs), INT4_MATMUL.reference(shape, inputs)[0]) > LEAST_DB["int8"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Config(programs=1, block_k=1024, tokens=1, ahead=0, warps=1),  # one tile, mostly beyond the row
+        Config(programs=64, block_k=128, tokens=1, ahead=0, warps=1),  # more programs than rows
+        Config(programs=3, block_k=512, tokens=1, ahead=1, warps=2, stages=2),
+    ],
+)
+def test_configs_agree(config: Config) -> None:
+    shape = MatmulShape(n=7, k=512, activation="none", out="fp32")
+    inputs = INT4_MATMUL.inputs(shape, DEVICE, seed=5)
+    got = run(shape, config, inputs)
+    assert decibels(got, INT4_MATMUL.reference(shape, inputs)[0]) > LEAST_DB["int8"]
+    assert torch.equal(got, run(shape, config, inputs))
+
+
+def test_a_real_matrix_in_bf16_against_plain_products() -> None:
+    """Far from the module's own reference: weights that were quantised, a plain product, distances as promised."""
+    shape = MatmulShape(n=12, k=512, scheme="q6_k")
+    inputs = INT4_MATMUL.inputs(shape, DEVICE, seed=6)
+    matrix = PackedMatrix(SCHEMES["q6_k"], (12, 512), DEVICE)
+    for name, part in matrix.parts().items():
+        part.data.copy_(inputs[name])
+    want = inputs["x"].float() @ matrix.dequantise().T
+    got = run(shape, SMALL, inputs)
+    assert got.dtype == torch.bfloat16
+    assert decibels(got, want) > 30  # 8-bit activations: about 40
+    fine = MatmulShape(n=12, k=512, scheme="q6_k", activations="bf16", out="fp32")
+    assert decibels(run(fine, SMALL, inputs), want) > LEAST_DB["bf16"]
+
+
+def test_activations_at_the_edges() -> None:
+    shape = MatmulShape(n=4, k=256, m=4, scheme="q4_0", activations="bf16", out="fp32")
+    inputs = INT4_MATMUL.inputs(shape, DEVICE, seed=7)
+    x = inputs["x"]
+    x[0] = 0.0
+    x[1, 5] = 1000.0  # one large activation in its block
+    x[2] *= 1e-36  # a step smaller than any normal number's inverse would be
+    x[3, 40] = torch.nan
+    got, want = run(shape, SMALL, inputs), INT4_MATMUL.reference(shape, inputs)[0]
+    assert torch.equal(got[0], torch.zeros_like(got[0]))
+    assert decibels(got[1], want[1]) > 80
+    assert bool((got[2].abs() < 1e-30).all())
+    assert bool(got[3].isnan().all())
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_what_is_no_number_stays_none_in_every_scheme(bad: float) -> None:
+    for scheme in ("int8-g32", "q4_1", "q6_k"):
+        shape = MatmulShape(n=2, k=256, scheme=scheme, out="fp32")
+        inputs = INT4_MATMUL.inputs(shape, DEVICE, seed=8)
+        inputs["x"][0, 77] = bad
+        assert not run(shape, SMALL, inputs).isfinite().any()
+
+
+@pytest.mark.parametrize("limit", LIMITS.values())
+def test_quantised_activations_are_near(limit: int) -> None:
+    x = torch.randn(3, 96, generator=torch.Generator().manual_seed(9))
+    error = (quantise_activations(x, limit) - x).abs().unflatten(-1, (-1, 32)).amax(-1)
+    step = x.unflatten(-1, (-1, 32)).abs().amax(-1) / limit
+    assert bool((error <= 0.5001 * step).all())
+
+
+def test_matrix_counted_as_it_is_held() -> None:
+    shape = MatmulShape(n=64, k=512)
+    matrix = PackedMatrix(SCHEMES["q4_k"], (64, 512))
+    assert INT4_MATMUL.cost(shape).bytes == matrix.nbytes + 2 * 512 + 2 * 64
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("x", lambda x: x.to(torch.int32)),
+        ("x", lambda x: x[:, :-32]),
+        ("x", lambda x: torch.cat((x, x), 1)[:, ::2]),
+        ("x", lambda x: torch.cat((x.flatten(), x.flatten()))[1 : 1 + x.numel()].view(x.shape)),
+        ("codes", lambda codes: codes[:-1]),
+        ("codes", lambda codes: codes.view(torch.int8)),
+        ("codes", lambda codes: codes.to("meta")),
+        ("minima", lambda minima: minima.T.contiguous().T),
+    ],
+)
+def test_wrong_tensors_are_named(name: str, change) -> None:
+    shape = MatmulShape(n=8, k=256)
+    inputs = INT4_MATMUL.inputs(shape, DEVICE)
+    inputs[name] = change(inputs[name])
+    with pytest.raises(ModelError, match=f"{name} is"):
+        INT4_MATMUL.run(shape, SMALL, inputs)
+
+
+@pytest.mark.parametrize("wrong", [{"k": 0}, {"k": 128}, {"m": 9}, {"m": 0}, {"n": 7, "activation": "silu"}])
+def test_wrong_sizes_are_named(wrong: dict[str, int]) -> None:
+    shape = MatmulShape(**{"n": 8, "k": 256, **wrong})
+    with pytest.raises(ModelError, match="k a multiple of 256"):
+        INT4_MATMUL.run(shape, SMALL, INT4_MATMUL.inputs(shape, DEVICE))
