@@ -1,0 +1,96 @@
+"""A small kernel for the tuner's tests: a tiled matmul whose deep configs need more shared memory than some GPUs have, with
+configs that are wrong on purpose: one that leaves rows out, one that adds to what it finds, one that doesn't compile."""
+
+# mypy: allow-untyped-defs, allow-untyped-calls
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors
+
+RIGHT, LEAVES_OUT, ADDS, BROKEN = 0, 1, 2, 3
+
+
+@dataclass(frozen=True)
+class ToyShape(Shape):
+    m: int
+    n: int
+    k: int
+
+
+@triton.jit
+def toy_product(
+    a_ptr, b_ptr, out_ptr, M, N, K, scale, unused,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, FAULT: tl.constexpr,
+):  # fmt: skip
+    """out[m, n] = scale * sum_k a[m, k] b[k, n]"""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k0 in range(0, K, BLOCK_K):
+        k = k0 + tl.arange(0, BLOCK_K)
+        a = tl.load(a_ptr + m[:, None] * K + k[None, :], mask=(m[:, None] < M) & (k[None, :] < K), other=0)
+        b = tl.load(b_ptr + k[:, None] * N + n[None, :], mask=(k[:, None] < K) & (n[None, :] < N), other=0)
+        acc = tl.dot(a, b, acc)
+    acc *= scale
+    inside = (m[:, None] < M) & (n[None, :] < N)
+    at = out_ptr + m[:, None] * N + n[None, :]
+    if FAULT == 1:
+        inside = inside & (m[:, None] > 0)
+    if FAULT == 2:
+        acc += tl.load(at, mask=inside, other=0).to(tl.float32)
+    if FAULT == 3:
+        tl.static_assert(BLOCK_M < 0, "this config was never meant to compile")
+    tl.store(at, acc.to(tl.bfloat16), mask=inside)
+
+
+class ToyMatmul(Kernel):
+    """out [m, n] = 0.5 * a [m, k] @ b [k, n], bf16."""
+
+    name: ClassVar[str] = "toy_matmul"
+    shape_type = ToyShape
+    known: ClassVar = {"square": ToyShape(1024, 1024, 1024), "odd": ToyShape(17, 33, 40)}
+
+    def space(self, shape: Shape) -> Sequence[Config]:
+        small = Config(block_m=16, block_n=16, block_k=16, fault=RIGHT, warps=1, stages=1)
+        deep = Config(block_m=128, block_n=128, block_k=64, fault=RIGHT, warps=8, stages=4)
+        return [small, Config(block_m=64, block_n=64, block_k=64, fault=RIGHT, warps=4, stages=3), deep]
+
+    def inputs(self, shape: Shape, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
+        assert isinstance(shape, ToyShape)
+        sizes = {"a": (shape.m, shape.k), "b": (shape.k, shape.n)}
+        if str(device) == "meta":
+            return {name: torch.empty(size, dtype=torch.bfloat16, device="meta") for name, size in sizes.items()}
+        source = torch.Generator(device).manual_seed(seed)
+        return {name: torch.randn(size, generator=source, device=device).bfloat16() for name, size in sizes.items()}
+
+    def reference(self, shape: Shape, inputs: Tensors) -> tuple[Tensor, ...]:
+        return (((inputs["a"].float() @ inputs["b"].float()) * 0.5).bfloat16(),)
+
+    def outputs(self, shape: Shape, inputs: Tensors) -> dict[str, Tensor]:
+        return {"out": inputs["a"].new_empty(inputs["a"].shape[0], inputs["b"].shape[1])}
+
+    def launches(self, shape: Shape, config: Config, inputs: Tensors, outputs: Tensors) -> Sequence[Launch]:
+        assert isinstance(shape, ToyShape)
+        grid = (triton.cdiv(shape.m, config["block_m"]), triton.cdiv(shape.n, config["block_n"]))
+        arguments = {
+            "a_ptr": inputs["a"], "b_ptr": inputs["b"], "out_ptr": outputs["out"],
+            "M": shape.m, "N": shape.n, "K": shape.k, "scale": 0.5, "unused": None,
+        }  # fmt: skip
+        constants = {name.upper(): config[name] for name in ("block_m", "block_n", "block_k", "fault")}
+        return [Launch(toy_product, grid, arguments, constants, config.warps, config.stages)]
+
+    def cost(self, shape: Shape) -> Cost:
+        assert isinstance(shape, ToyShape)
+        m, n, k = shape.m, shape.n, shape.k
+        return Cost(2 * (m * k + k * n + m * n), 2.0 * m * n * k, "bf16_flops")
+
+
+TOY = ToyMatmul()

@@ -1,0 +1,216 @@
+"""Tunes one GPU: which configs fit, which are right, how long those take. Compiles first, checks second, times last.
+
+What is kept is never done again: a config more is one compile, one check and one timing. Each row is written as it comes,
+so that what is cancelled, or ended by a kernel that breaks the GPU's context, goes on where it was.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from toolkit.kernels.base import Config, Kernel, Shape
+from toolkit.kernels.cards import Card
+from toolkit.kernels.compiling import Job, compile_configs, triton_version
+from toolkit.kernels.estimate import estimate
+from toolkit.kernels.gate import Gate
+from toolkit.kernels.identity import fingerprint
+from toolkit.kernels.limits import Compiled, obstacle, worst_occupancy
+from toolkit.kernels.lookup import forget
+from toolkit.kernels.store import Record, Rows, add_rows, read_tuned, words
+from toolkit.kernels.timing import Clock
+from toolkit.kernels.tuning import Row, Tuning
+
+WRITE_EVERY_S = 2.0
+Step = Callable[[int, int, str], None]
+
+
+@dataclass
+class Tuner:
+    """Tunes for `card`. With `device` and `clock` configs are run there and timed; without, only compiled."""
+
+    card: Card
+    device: torch.device | None = None
+    clock: Clock | None = None
+    step: Step = field(default=lambda done, total, what: None)
+    seed: int = field(default_factory=lambda: secrets.randbits(31))  # new inputs at each tuning; a wrong row names its seed
+
+    def tune(self, kernel: Kernel, shape: Shape, configs: Sequence[Config] | None = None) -> Tuning:
+        """The rows of `configs` (by default the kernel's whole space): kept ones as they are, the others found now."""
+        wanted = list(dict.fromkeys(configs if configs is not None else kernel.space(shape)))
+        kept = self.kept(kernel, shape)
+        missing = [config for config in wanted if words(config) not in kept]
+        jobs = {config: Job(shape, config, self.card.spec.compute_capability) for config in wanted}
+        found = compile_configs(kernel, jobs.values(), self.step)
+        compiled = {config: found[job] for config, job in jobs.items()}
+        notes: tuple[str, ...] = ()
+        if self.device is not None and missing:
+            times = [row.us * 1e3 for row in kept.values() if row.verdict == "ok" and row.us]
+            problem = _Problem(self, kernel, shape, compiled, min(times, default=float("inf")))
+            try:
+                notes = problem.run(missing)
+            finally:
+                kept |= problem.records
+                problem.write()
+        return Tuning(tuple(self.row(kernel, shape, config, compiled[config], kept) for config in wanted), notes)
+
+    def kept(self, kernel: Kernel, shape: Shape) -> dict[str, Record]:
+        """What is on disk of this problem, made with the kernel as it is now, and in this machine with the Triton there is."""
+        tuned = read_tuned(self.card.key, self.card.facts if self.device is not None else None)
+        rows = tuned.configs(kernel.name, shape.key) if tuned is not None else {}
+        current = {config: row for config, row in rows.items() if row.kernel == fingerprint(kernel)}
+        if self.device is None:
+            return current
+        return {config: row for config, row in current.items() if row.versions.startswith(f"triton {triton_version()},")}
+
+    def row(self, kernel: Kernel, shape: Shape, config: Config, compiled: Compiled, kept: dict[str, Record]) -> Row:
+        """Everything known of one config: compiled figures, then what was measured, or else modelled."""
+        spec, record = self.card.spec, kept.get(words(config))
+        why = obstacle(compiled, spec)
+        row = Row(
+            kernel.name, shape.key, self.card.key, config, "failed" if compiled.error else "excluded" if why else "untried", why
+        )
+        full, use = worst_occupancy(compiled.launches, spec), compiled.main
+        if use is not None and full is not None:
+            row = replace(
+                row, shared_bytes=compiled.shared_bytes, registers=compiled.registers, spill_bytes=compiled.spill_bytes,
+                occupancy=full.share, occupancy_limit=full.limit,
+                ptx_bytes=sum(u.ptx_bytes for u in compiled.launches), sass_bytes=sum(u.sass_bytes for u in compiled.launches),
+            )  # fmt: skip
+        if not why:
+            guess = estimate(kernel, shape, config, compiled, spec)
+            row = replace(
+                row, ns=guess.ns, clock="modelled", memory_ns=guess.memory_ns, compute_ns=guess.compute_ns, bound=guess.bound
+            )
+        return row if record is None or why else _measured(row, record)
+
+
+def _measured(row: Row, record: Record) -> Row:
+    """A row with what was measured in place of what was modelled."""
+    us = record.us
+    return replace(
+        row, verdict=record.verdict, reason=record.reason, ns=us * 1e3 if us is not None else None,
+        clock="measured" if us is not None else "", cosine=record.cosine, max_error=record.max_error,
+        spread_ns=record.spread_us * 1e3 if record.spread_us is not None else None,
+    )  # fmt: skip
+
+
+@dataclass
+class _Problem:
+    """One problem being tuned: its rows as they come."""
+
+    tuner: Tuner
+    kernel: Kernel
+    shape: Shape
+    compiled: dict[Config, Compiled]
+    best_ns: float = float("inf")  # so far, of kept rows too
+    records: dict[str, Record] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict)  # of the last check
+    wrote_at: float = field(default_factory=time.monotonic)
+
+    def run(self, missing: Sequence[Config]) -> tuple[str, ...]:
+        """A record for each of `missing`. Returns notes; raises what `step` raises, with the records made so far kept."""
+        spec = self.tuner.card.spec
+        fitting = []
+        for config in missing:
+            if why := obstacle(self.compiled[config], spec):
+                self.add(config, Record("failed" if self.compiled[config].error else "excluded", why))
+            else:
+                fitting.append(config)
+        fitting.sort(key=lambda config: estimate(self.kernel, self.shape, config, self.compiled[config], spec).ns)
+        if not fitting or self.tuner.device is None:
+            return ()
+        gate = Gate(self.kernel, self.shape, self.tuner.device, self.tuner.seed)
+        for done, config in enumerate(fitting):
+            self.tuner.step(done, len(fitting), f"timing {words(config)}")
+            self.add(config, self.measure(config, gate))
+            if _broken(self.tuner.device):
+                return (f"{words(config)} broke the GPU's context: start a new process and tune again to go on without it",)
+        self.confirm_winner(Gate(self.kernel, self.shape, self.tuner.device, self.tuner.seed + 1))
+        self.tuner.step(len(fitting), len(fitting), "")
+        return ()
+
+    def measure(self, config: Config, gate: Gate) -> Record:
+        """Check one config, and time it if it is right. Whatever it raises is in its record."""
+        assert self.tuner.clock is not None
+        try:
+            wrong = self.disagreement(config, gate)
+            if wrong is not None:
+                return wrong
+            timing = self.tuner.clock(self.kernel, self.shape, config, gate.inputs, self.best_ns)
+        except Exception as error:
+            return Record("failed", f"{type(error).__name__}: {' '.join(str(error).split())}"[:600])
+        return Record(
+            "slow" if timing.stopped else "ok", "given up after one replay" if timing.stopped else "",
+            us=round(timing.ns / 1e3, 3), spread_us=round(timing.spread_ns / 1e3, 3), cold=timing.cold, **self.figures,
+        )  # fmt: skip
+
+    def disagreement(self, config: Config, gate: Gate) -> Record | None:
+        """The record of a config that is wrong on the gate's inputs; None for one that is right. Keeps the figures of both."""
+        check = gate.check(config)
+        self.figures = {"cosine": round(check.cosine, 7), "max_error": float(f"{check.max_error:.3g}")}
+        return None if check.right else Record("wrong", f"{check.reason} (inputs of seed {gate.seed})", **self.figures)
+
+    def confirm_winner(self, gate: Gate) -> None:
+        """Check the winner again, on other inputs, and then the next one until one holds. A kept winner has been confirmed."""
+        names = {words(config): config for config in self.compiled}
+        while right := {
+            name: row for name, row in self.records.items() if row.verdict == "ok" and (row.us or 0) * 1e3 <= self.best_ns
+        }:
+            config = names[min(right, key=lambda name: right[name].us or 0.0)]
+            wrong = self.disagreement(config, gate)
+            if wrong is None:
+                return
+            self.add(config, wrong)
+            self.best_ns = min(
+                (row.us * 1e3 for row in self.records.values() if row.verdict == "ok" and row.us), default=float("inf")
+            )
+
+    def add(self, config: Config, record: Record) -> None:
+        """Keep a record, with what it belongs to; write every other second."""
+        compiled = self.compiled[config]
+        if record.verdict == "ok" and record.us is not None:
+            self.best_ns = min(self.best_ns, record.us * 1e3)
+        self.records[words(config)] = replace(
+            record, shared_bytes=compiled.shared_bytes, registers=compiled.registers, spill_bytes=compiled.spill_bytes,
+            kernel=fingerprint(self.kernel), versions=f"triton {triton_version()}, torch {version('torch')}",
+            when=datetime.now(UTC).isoformat(timespec="seconds"),
+        )  # fmt: skip
+        if time.monotonic() - self.wrote_at > WRITE_EVERY_S:
+            self.write()
+
+    def write(self) -> None:
+        """Put all records into the file."""
+        rows: Rows = {(self.kernel.name, self.shape.key, config): record for config, record in self.records.items()}
+        if rows:
+            add_rows(self.tuner.card.key, self.tuner.card.facts, rows)
+            forget()
+        self.wrote_at = time.monotonic()
+
+
+def _broken(device: torch.device | None) -> bool:
+    """Has a kernel's illegal access left a CUDA context in which nothing runs any more?"""
+    if device is None or device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+        return False
+    except RuntimeError:
+        return True
+
+
+def tune_all(tuner: Tuner, problems: Iterable[tuple[Kernel, Shape]], configs: Sequence[Config] | None = None) -> list[Tuning]:
+    """Every problem after the other; ends early where one has broken the GPU's context."""
+    found = []
+    for kernel, shape in problems:
+        found.append(tuner.tune(kernel, shape, configs))
+        if found[-1].notes:
+            break
+    return found
