@@ -16,7 +16,7 @@ from toolkit.models.layers import cached_attention
 
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 F32, BF16 = torch.float32, torch.bfloat16
-# Asked is a greatest error of 1e-2; a bf16 result is off by 2^-8 of its own value, whoever rounds it. In fp32: tf32x3 products.
+# Asked is a greatest error of 1e-2; a bf16 result is off by 2^-8 of its own value, whoever rounds it.
 TOLERANCE = {BF16: {"atol": 1e-2, "rtol": 1e-2}, F32: {"atol": 2e-5, "rtol": 2e-5}}
 SMALL = Config(block_n=16, splits=3)
 

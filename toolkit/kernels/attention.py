@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 import triton
@@ -116,16 +117,7 @@ class AttentionDecode(Kernel):
 
     def reference(self, shape: Shape, inputs: Tensors) -> tuple[Tensor, ...]:
         assert isinstance(shape, AttentionShape)
-        query, keys, values = (inputs[name][0].float() for name in ("query", "keys", "values"))
-        position, slots = inputs["positions"], torch.arange(shape.slots, device=query.device)
-        seen = slots <= position
-        if shape.window and shape.slots > shape.window:
-            seen &= slots > position - shape.window
-        rows = query.view(shape.kv_heads, shape.group, shape.head_dim)
-        scores = torch.bmm(rows, keys.transpose(1, 2)) * shape.scale
-        weights = scores.masked_fill(~seen, -math.inf).softmax(-1).masked_fill(~seen, 0)  # all hidden: NaN, then zeros
-        out = torch.bmm(weights, values.masked_fill(~seen[:, None], 0))
-        return (out.view(1, 1, -1).to(shape.torch_dtype),)
+        return (attend(shape, inputs["query"], inputs["keys"], inputs["values"], inputs["positions"]),)
 
     def outputs(self, shape: Shape, inputs: Tensors) -> dict[str, Tensor]:
         """The result; partial sums and their weights for the most splits of any config; arrivals, which must be zero."""
@@ -141,36 +133,60 @@ class AttentionDecode(Kernel):
     def launches(self, shape: Shape, config: Config, inputs: Tensors, outputs: Tensors) -> Sequence[Launch]:
         assert isinstance(shape, AttentionShape)
         check_tensors(shape, inputs, tokens=1)
-        splits, columns = config["splits"], shape.group * shape.head_dim
-        if splits > outputs["partial"].shape[1]:
-            found = f"scratch for {outputs['partial'].shape[1]}"
-            raise ModelError(f"{splits} splits of {shape.slots} slots", found, "Choose a config of this shape's space")
-        fused = splits * columns <= FUSED_ELEMENTS
-        tile = min(triton.next_power_of_2(columns), max(64, COMBINE_TILE // triton.next_power_of_2(splits)))
-        scratch = {name: outputs[name] for name in ("partial", "weights", "output")}
-        sizes = {"SLOTS": shape.slots, "WINDOW": shape.window, "SPLITS": splits, "BLOCK_N": config["block_n"]}
-        sizes |= {"GROUP": shape.group, "HEAD_DIM": shape.head_dim, "COLUMNS": tile}
         strides = {"key_stride": inputs["keys"].stride(1), "value_stride": inputs["values"].stride(1)}
-        first = Launch(
-            _decode,
-            (shape.kv_heads, splits),
-            {**inputs, **scratch, "arrivals": outputs["arrivals"], **strides, "scale": shape.scale * LOG2_E},
-            {**sizes, "FUSED": fused, "BLOCK_M": max(16, triton.next_power_of_2(shape.group))},
-            config.warps,
-            config.stages,
-        )
-        if splits == 1 or fused:
-            return [first]
-        grid = (shape.kv_heads, triton.cdiv(columns, tile))
-        return [first, Launch(_combine, grid, {"positions": inputs["positions"], **scratch}, sizes)]
+        return split_launches(shape, config, outputs, _decode, {**inputs, **strides})
 
     def cost(self, shape: Shape) -> Cost:
         assert isinstance(shape, AttentionShape)
         size = shape.torch_dtype.itemsize
         once = 2 * shape.heads * shape.head_dim * size
         cached = 2 * shape.kv_heads * shape.seen * shape.head_dim * size
-        peak = "bf16_flops" if size == 2 else "tf32_flops"
+        peak = "bf16_flops" if size == 2 else "fp32_flops"
         return Cost(once + cached, 4.0 * shape.heads * shape.seen * shape.head_dim, peak)
+
+
+def attend(shape: AttentionShape, query: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+    """The reference, in fp32 whatever the dtypes: [1, 1, H * D] in the shape's."""
+    slots = torch.arange(shape.slots, device=query.device)
+    seen = slots <= positions
+    if shape.window and shape.slots > shape.window:
+        seen &= slots > positions - shape.window
+    rows = query.float().view(shape.kv_heads, shape.group, shape.head_dim)
+    scores = torch.bmm(rows, keys[0].float().transpose(1, 2)) * shape.scale
+    weights = scores.masked_fill(~seen, -math.inf).softmax(-1).masked_fill(~seen, 0)  # all hidden: NaN, then zeros
+    out = torch.bmm(weights, values[0].float().masked_fill(~seen[:, None], 0))
+    return out.view(1, 1, -1).to(shape.torch_dtype)
+
+
+def split_launches(
+    shape: AttentionShape,
+    config: Config,
+    outputs: Tensors,
+    function: Any,
+    arguments: Mapping[str, Any],
+    constants: Mapping[str, int] = MappingProxyType({}),
+) -> list[Launch]:
+    """`function` for every split of every KV head, and a second launch where combining is too much for one block.
+
+    It gets `arguments` (those of a split's own) and `constants` beside what all split-KV decoders need.
+    """
+    splits, columns = config["splits"], shape.group * shape.head_dim
+    if splits > outputs["partial"].shape[1]:
+        found = f"scratch for {outputs['partial'].shape[1]}"
+        raise ModelError(f"{splits} splits of {shape.slots} slots", found, "Choose a config of this shape's space")
+    fused = splits * columns <= FUSED_ELEMENTS
+    tile = min(triton.next_power_of_2(columns), max(64, COMBINE_TILE // triton.next_power_of_2(splits)))
+    scratch = {name: outputs[name] for name in ("partial", "weights", "output")}
+    sizes = {"SLOTS": shape.slots, "WINDOW": shape.window, "SPLITS": splits, "BLOCK_N": config["block_n"]}
+    sizes |= {"GROUP": shape.group, "HEAD_DIM": shape.head_dim, "COLUMNS": tile}
+    own = {**scratch, "arrivals": outputs["arrivals"], "scale": shape.scale * LOG2_E}
+    rows = {"FUSED": fused, "BLOCK_M": max(16, triton.next_power_of_2(shape.group))}
+    grid = (shape.kv_heads, splits)
+    launches = [Launch(function, grid, {**arguments, **own}, {**sizes, **rows, **constants}, config.warps, config.stages)]
+    if splits > 1 and not fused:
+        grid = (shape.kv_heads, triton.cdiv(columns, tile))
+        launches.append(Launch(_combine, grid, {"positions": arguments["positions"], **scratch}, sizes))
+    return launches
 
 
 def splits_for(shape: AttentionShape, blocks: int) -> int:
@@ -180,6 +196,14 @@ def splits_for(shape: AttentionShape, blocks: int) -> int:
 
 def check_tensors(shape: AttentionShape, inputs: Tensors, tokens: int) -> None:
     """Raises ModelError where `inputs` aren't what the kernels can read: sizes, dtypes, devices, strides."""
+    check_query(shape, inputs, tokens)
+    for name in ("keys", "values"):
+        size = (1, shape.kv_heads, shape.slots, shape.head_dim)
+        check_cached(name, inputs[name], size, shape.torch_dtype, inputs["query"])
+
+
+def check_query(shape: AttentionShape, inputs: Tensors, tokens: int) -> None:
+    """Raises ModelError where the shape itself, the query or the positions aren't what the kernels can read."""
     dim, asked = shape.head_dim, f"attention of {shape.heads} heads on {shape.kv_heads}, head_dim {shape.head_dim}"
     if shape.kv_heads < 1 or shape.heads < 1 or shape.heads % shape.kv_heads:
         raise ModelError(asked, "the heads don't divide by the KV heads", "Give a whole number of heads for each KV head")
@@ -187,11 +211,9 @@ def check_tensors(shape: AttentionShape, inputs: Tensors, tokens: int) -> None:
         raise ModelError(asked, f"head_dim is {dim}", "Give a power of two from 16 to 512")
     if shape.slots < 1:
         raise ModelError(asked, f"the cache has {shape.slots} slots", "Give at least one")
-    query, positions = inputs["query"], inputs["positions"]
+    query = inputs["query"]
     check_tensor("attention", "query", query, (1, tokens, shape.heads, dim), shape.torch_dtype, query)
-    check_tensor("attention", "positions", positions, (tokens,), (torch.int32, torch.int64), query)
-    for name in ("keys", "values"):
-        check_cached(name, inputs[name], (1, shape.kv_heads, shape.slots, dim), shape.torch_dtype, query)
+    check_tensor("attention", "positions", inputs["positions"], (tokens,), (torch.int32, torch.int64), query)
 
 
 def check_cached(name: str, cached: Tensor, shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> None:
@@ -208,10 +230,10 @@ ATTENTION_DECODE = AttentionDecode()
 
 @triton.jit
 def dot(a, b, total):
-    """total + a @ b, fp32 operands as exact as three tf32 products make them. The interpreter can't multiply bf16."""
+    """total + a @ b, fp32 operands multiplied as such, not as tf32. The interpreter can't multiply bf16."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total)
-    return tl.dot(a, b, total, input_precision="tf32x3")
+    return tl.dot(a, b, total, input_precision="ieee")
 
 
 @triton.jit
@@ -273,11 +295,20 @@ def _decode(
             tl.store(partial + at * HEAD_DIM + tile, mean, mask=real[:, None])
             tl.store(weights + at + rows, peak + tl.log2(total), mask=real)
             if FUSED:
-                tl.debug_barrier()  # every thread's partial sums are written before this block says so
-                if tl.atomic_add(arrivals + head, 1, sem="acq_rel") == active - 1:
-                    for column in range(0, GROUP * HEAD_DIM, COLUMNS):
-                        _combine_columns(partial, weights, output, head, column, active, SPLITS, GROUP, HEAD_DIM, COLUMNS)
-                    tl.store(arrivals + head, 0)  # ready for the next launch
+                combine_last(partial, weights, output, arrivals, head, active, SPLITS, GROUP, HEAD_DIM, COLUMNS)
+
+
+@triton.jit
+def combine_last(
+    partial, weights, output, arrivals, head, active,
+    SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Tell that a split has stored what it found; the last of a head to do so combines all of them."""
+    tl.debug_barrier()  # every thread's partial sums are written before this block says so
+    if tl.atomic_add(arrivals + head, 1, sem="acq_rel") == active - 1:
+        for column in range(0, GROUP * HEAD_DIM, COLUMNS):
+            combine_columns(partial, weights, output, head, column, active, SPLITS, GROUP, HEAD_DIM, COLUMNS)
+        tl.store(arrivals + head, 0)  # ready for the next launch
 
 
 @triton.jit
@@ -290,11 +321,11 @@ def _combine(
     first, end = seen_slots(positions, SLOTS, WINDOW)
     _, active = split_length(first, end, SPLITS, BLOCK_N)
     column = tl.program_id(1) * COLUMNS
-    _combine_columns(partial, weights, output, tl.program_id(0), column, active, SPLITS, GROUP, HEAD_DIM, COLUMNS)
+    combine_columns(partial, weights, output, tl.program_id(0), column, active, SPLITS, GROUP, HEAD_DIM, COLUMNS)
 
 
 @triton.jit
-def _combine_columns(
+def combine_columns(
     partial, weights, output, head, column, active,
     SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip

@@ -53,7 +53,8 @@ class AttentionPrefill(Kernel):
     def space(self, shape: Shape) -> Sequence[Config]:
         assert isinstance(shape, PrefillShape)
         row = shape.head_dim * shape.torch_dtype.itemsize
-        default = Config(block_m=max(16, min(64, 16384 // row)), block_n=max(16, 16384 // row), warps=4, stages=2)
+        widest = 64 if shape.torch_dtype.itemsize == 2 else 32  # fp32 products take more registers
+        default = Config(block_m=max(16, min(widest, 16384 // row)), block_n=max(16, 16384 // row), warps=4, stages=2)
         found = config_grid(default, warps=(4, 8), stages=(2, 3), block_m=(16, 32, 64, 128), block_n=(16, 32, 64, 128))
         # The running means are in registers, 4096 fp32 of them a warp at most; a block of slots fits in shared memory.
         sums, tile = shape.head_dim, shape.head_dim * shape.torch_dtype.itemsize
@@ -125,7 +126,7 @@ class AttentionPrefill(Kernel):
         ends = torch.arange(start + 1, start + shape.tokens + 1)
         pairs = int((ends.clamp_max(shape.window) if shape.window else ends).sum())
         moved = 2 * size * shape.head_dim * (shape.tokens * shape.heads + (held + shape.tokens) * shape.kv_heads)
-        return Cost(moved, 4.0 * pairs * shape.heads * shape.head_dim, "bf16_flops" if size == 2 else "tf32_flops")
+        return Cost(moved, 4.0 * pairs * shape.heads * shape.head_dim, "bf16_flops" if size == 2 else "fp32_flops")
 
 
 def check_ring(shape: PrefillShape, inputs: Tensors) -> None:
