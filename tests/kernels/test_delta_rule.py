@@ -1,0 +1,144 @@
+"""The delta net's step and its chunks against their references and the model's own code, on small odd shapes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from toolkit.errors import ModelError
+from toolkit.kernels.base import Config
+from toolkit.kernels.delta_rule import DELTA_STEP, DeltaShape
+from toolkit.models.cache import Recurrent
+from toolkit.models.qwen3_5_moe import DeltaNet
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+STEP_ERROR = 1e-5  # fp32 sums of a few hundred terms in another order; flash-linear-attention's own tests allow 2e-3
+BF16_ERROR = 1e-2  # one rounding of the result, which Triton's interpreter does by cutting off
+SHAPES = [
+    DeltaShape(2, 4, 16, 16, dtype="float32"),
+    DeltaShape(2, 4, 12, 20, taps=3, tiled=True, dtype="float32"),
+    DeltaShape(1, 3, 5, 40, taps=2, dtype="float32"),
+    DeltaShape(3, 3, 8, 8, tiled=True),
+]
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    """Root mean square of the difference, relative to that of what is wanted: flash-linear-attention's measure."""
+    found, wanted = found.double(), wanted.double()
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def net_config(shape: DeltaShape) -> SimpleNamespace:
+    table = (shape.each, shape.key_heads) if shape.tiled else (shape.key_heads, shape.each)
+    return SimpleNamespace(
+        hidden_size=8, rms_norm_eps=1e-6, linear_num_value_heads=shape.value_heads, linear_key_head_dim=shape.key_dim,
+        linear_value_head_dim=shape.value_dim, linear_conv_kernel_dim=shape.taps, tiled=shape.tiled, value_table=table,
+        key_size=shape.key_heads * shape.key_dim, value_size=shape.value_heads * shape.value_dim,
+    )  # fmt: skip
+
+
+class Given(nn.Module):
+    """In place of the input matrices: gives what they gave."""
+
+    def __init__(self, *found: Tensor) -> None:
+        super().__init__()
+        self.found = found
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.found
+
+
+def model_result(shape: DeltaShape, inputs: dict[str, Tensor], positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(output [T, values], ring, memory) by the model's code, before its output matrix."""
+    net, taps = DeltaNet(net_config(shape), 0), shape.taps
+    net.inputs, net.out = Given(*(inputs[name].view(1, len(positions), -1) for name in ("qkv", "z", "b", "a"))), nn.Identity()
+    for name in ("conv", "decay", "dt_bias"):
+        setattr(net, name, nn.Parameter(inputs[name], requires_grad=False))
+    net.norm.weight = nn.Parameter(inputs["norm"], requires_grad=False)
+    state = Recurrent({}, torch.device(DEVICE))
+    state.states = {"conv": inputs["ring"].clone(), "memory": inputs["memory"].clone()}
+    order = (torch.arange(1, taps + 1, device=DEVICE) + positions[:1]) % taps
+    at = SimpleNamespace(cache=SimpleNamespace(states=[state]), written=positions[-taps:] % taps, order=order)
+    out = net(torch.zeros(1, len(positions), 8, dtype=shape.torch_dtype, device=DEVICE), None, at)
+    return out[0], state.states["conv"], state.states["memory"]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.key)
+def test_step(shape: DeltaShape) -> None:
+    inputs = DELTA_STEP.inputs(shape, DEVICE, seed=1)
+    wanted = DELTA_STEP.reference(shape, inputs)
+    configs = DELTA_STEP.space(shape)
+    for config in (configs[0], configs[-1]):
+        found = DELTA_STEP.run(shape, config, inputs)
+        assert error(found[0], wanted[0]) < (STEP_ERROR if shape.dtype == "float32" else BF16_ERROR), config
+        assert torch.equal(found[1], wanted[1])
+        assert error(found[2], wanted[2]) < STEP_ERROR, config
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=lambda shape: shape.key)
+def test_steps_in_a_row_are_the_models(shape: DeltaShape) -> None:
+    config, state = Config(block_v=16, warps=2), {}
+    for step in range(shape.taps + 2):
+        inputs = DELTA_STEP.inputs(shape, DEVICE, seed=3) | state
+        inputs["qkv"] = inputs["qkv"] + step
+        inputs["positions"] = torch.tensor([step], device=DEVICE)
+        found = DELTA_STEP.run(shape, config, inputs)
+        for ours, theirs in zip(found, model_result(shape, inputs, inputs["positions"]), strict=True):
+            assert error(ours, theirs.view(ours.shape)) < STEP_ERROR
+        state = {"ring": found[1], "memory": found[2]}
+
+
+def test_nothing_left_over_is_read() -> None:
+    """Scratch and result full of NaN, another of 1,000 where the new input goes; arrivals are ready for the next launch."""
+    shape = SHAPES[2]
+    inputs = DELTA_STEP.inputs(shape, DEVICE, seed=2)
+    inputs["ring"][1001 % shape.taps] = torch.nan
+    wanted = DELTA_STEP.reference(shape, inputs)
+    for config in (Config(block_v=64, warps=1), Config(block_v=16, warps=1)):
+        outputs = DELTA_STEP.outputs(shape, inputs)
+        outputs["output"].fill_(torch.nan), outputs["found"].fill_(1000)
+        held = {**inputs, "ring": inputs["ring"].clone(), "memory": inputs["memory"].clone()}
+        for launch in DELTA_STEP.launches(shape, config, held, outputs | {name: held[name] for name in ("ring", "memory")}):
+            launch.run()
+        assert error(outputs["output"], wanted[0]) < STEP_ERROR
+        assert not outputs["arrivals"].any()
+
+
+def test_gates_at_their_ends() -> None:
+    """Nothing kept, all kept, nothing written, a key of zeros: finite, and as the reference."""
+    shape = DeltaShape(2, 4, 16, 16, dtype="float32")
+    inputs = DELTA_STEP.inputs(shape, DEVICE, seed=4)
+    inputs["a"] = torch.tensor([80.0, -80.0, 0.0, 30.0], device=DEVICE)
+    inputs["b"] = torch.tensor([-100.0, 100.0, 0.0, 30.0], device=DEVICE)
+    inputs["conv"][: shape.key_dim] = 0
+    results = DELTA_STEP.run(shape, Config(block_v=16), inputs)
+    for found, wanted in zip(results, DELTA_STEP.reference(shape, inputs), strict=True):
+        assert error(found, wanted) < STEP_ERROR
+
+
+def wrong(**changed: Tensor) -> str:
+    shape = SHAPES[0]
+    inputs = DELTA_STEP.inputs(shape, "meta") | changed
+    with pytest.raises(ModelError) as caught:
+        DELTA_STEP.launches(shape, Config(block_v=16), inputs, DELTA_STEP.outputs(shape, inputs))
+    return str(caught.value)
+
+
+def test_errors_name_the_tensor() -> None:
+    assert "memory" in wrong(memory=torch.empty(4, 16, 16, dtype=torch.bfloat16, device="meta"))
+    assert "conv" in wrong(conv=torch.empty(4, 96, device="meta").t()[:, :4])
+    assert "ring" in wrong(ring=torch.empty(96, 4, device="meta").t())
+    assert "positions" in wrong(positions=torch.empty(2, dtype=torch.int64, device="meta"))
+    assert "on cpu" in wrong(z=torch.empty(64))
+    for sizes in ((3, 4, 16, 16), (2, 4, 0, 16), (2, 4, 16, 512)):
+        with pytest.raises(ModelError, match="delta net of"):
+            DeltaShape(*sizes).check()
+
+
+def test_costs_are_mostly_the_memory() -> None:
+    shape = DELTA_STEP.known["qwen3.5-35b-a3b delta net"]
+    memory = 2 * 4 * shape.value_heads * 128 * 128
+    assert memory < DELTA_STEP.cost(shape).bytes < 1.15 * memory

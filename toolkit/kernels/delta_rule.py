@@ -1,0 +1,347 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-incomplete-defs, allow-untyped-decorators
+# mypy: disable-error-code="assignment"
+# ruff: noqa: RUF005  # what Triton compiles knows no (*a, b)
+"""One token of the gated delta net, from what its input matrices give to what its output matrix takes, in one launch.
+
+The step of the gated delta rule (Yang et al., arXiv 2412.06464) with all that stands around it: the causal convolution's
+update and SiLU, the norms of query and key, the gates, and the gated norm of what was read. Bound by reading and writing
+the memory once: both sums over the old memory (what the key finds, what the query finds) are taken in one pass, and what
+the query finds in the new memory follows from them, as q (e S + k d) = e (q S) + (q k) d.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from toolkit.errors import ModelError
+from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, config_grid
+from toolkit.kernels.checks import check_tensor
+
+KEY_EPS = 1e-6  # of the norm of queries and keys
+INTEGERS = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class DeltaShape(Shape):
+    """Heads and their sizes. `tiled`: value head j reads key head j modulo their number; else neighbours share one."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int = 4
+    tiled: bool = False
+    dtype: str = "bfloat16"
+
+    @property
+    def each(self) -> int:
+        """Value heads that share a key head."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: all queries, all keys, all values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+    def check(self) -> str:
+        """How an error calls it. Raises ModelError for sizes that make no delta net."""
+        asked = f"a delta net of {self.key_heads} key heads x {self.key_dim}, {self.value_heads} value heads x {self.value_dim}"
+        if min(self.key_heads, self.value_heads, self.key_dim, self.value_dim, self.taps) < 1:
+            raise ModelError(asked, f"and {self.taps} taps: a size is below 1", "Give sizes of 1 or more")
+        if self.value_heads % self.key_heads:
+            raise ModelError(asked, "heads can't be shared out evenly", "Key heads must divide value heads")
+        if self.key_dim > 256 or self.value_dim > 256:
+            raise ModelError(asked, "a head's memory is held in registers whole", "Give heads of at most 256")
+        return asked
+
+
+KNOWN = {
+    "qwen3.5-35b-a3b delta net": DeltaShape(16, 32, 128, 128),
+    "qwen3.5-35b-a3b delta net, gguf": DeltaShape(16, 32, 128, 128, tiled=True),
+    "qwen3.5-27b delta net": DeltaShape(16, 48, 128, 128),
+    "qwen3.5-122b-a10b delta net": DeltaShape(16, 64, 128, 128),
+}
+
+
+class DeltaStep(Kernel):
+    """One token: (output [value heads * Dv]; ring [taps, channels] and memory [value heads, Dk, Dv], written in place).
+
+    Inputs: "qkv" [channels], "z" [value heads * Dv], "b" and "a" [value heads] in the model's dtype, as the input matrices
+    give them; "conv" [channels, taps], "decay" (-exp(A_log)), "dt_bias" [value heads] and "norm" [Dv] in fp32; "positions"
+    [1] (int32 or int64, on the device), the token's own; "ring" in the model's dtype, where slot p modulo taps holds the
+    input at position p; "memory" in fp32.
+    """
+
+    name = "delta_step"
+    shape_type = DeltaShape
+    known = KNOWN
+    eps = 1e-6  # of the gated norm
+
+    def space(self, shape: Shape) -> Sequence[Config]:
+        assert isinstance(shape, DeltaShape)
+        whole = triton.next_power_of_2(shape.value_dim)
+        blocks = [n for n in (whole, whole // 2, whole // 4, whole // 8) if n >= min(16, whole)]
+        found = config_grid(Config(block_v=whole, warps=16), block_v=blocks, warps=(1, 2, 4, 8, 16))
+        each = triton.next_power_of_2(shape.key_dim)  # numbers of the memory that a thread then holds: not too many, nor none
+        return [c for i, c in enumerate(found) if not i or 4 <= c["block_v"] * each // (32 * c.warps) <= 64]
+
+    def inputs(self, shape: Shape, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
+        """As trained nets have them: memories of 1 to 100 tokens, a convolution that keeps sizes, a memory in use."""
+        assert isinstance(shape, DeltaShape)
+        return {**random_net(shape, 1, device, seed), "positions": torch.full((1,), 1001, device=device)}
+
+    def reference(self, shape: Shape, inputs: Tensors) -> tuple[Tensor, ...]:
+        assert isinstance(shape, DeltaShape)
+        ring, slot = inputs["ring"].clone(), inputs["positions"] % shape.taps
+        ring.index_copy_(0, slot.long(), inputs["qkv"][None])
+        order = (slot + 1 + torch.arange(shape.taps, device=ring.device)) % shape.taps
+        mixed = F.silu((ring[order] * inputs["conv"].t()).sum(0, dtype=torch.float32))
+        query, key, value, gate, beta = split_heads(shape, mixed[None], inputs)
+        memory = inputs["memory"] * gate[0].exp()[:, None, None]
+        known = torch.einsum("hk,hkv->hv", key[0], memory)
+        memory = memory + key[0][..., None] * ((value[0] - known) * beta[0][:, None])[:, None]
+        found = torch.einsum("hk,hkv->hv", query[0], memory)
+        return gated_norm(shape, found[None], inputs, self.eps)[0], ring, memory
+
+    def outputs(self, shape: Shape, inputs: Tensors) -> dict[str, Tensor]:
+        """The results, two of them inputs written in place; what the parts of a head read; how many arrived, zero at first."""
+        assert isinstance(shape, DeltaShape)
+        device, size = inputs["qkv"].device, shape.value_heads * shape.value_dim
+        return {
+            "output": torch.empty(size, dtype=shape.torch_dtype, device=device),
+            "ring": inputs["ring"],
+            "memory": inputs["memory"],
+            "found": torch.empty(size, device=device),
+            "arrivals": torch.zeros(shape.value_heads, dtype=torch.int32, device=device),
+        }
+
+    def launches(self, shape: Shape, config: Config, inputs: Tensors, outputs: Tensors) -> Sequence[Launch]:
+        assert isinstance(shape, DeltaShape)
+        check_inputs(shape, inputs, wanted_tensors(shape, ()) | {"positions": ((1,), INTEGERS)})
+        constants = {**head_constants(shape), "TAPS": shape.taps, "BLOCK_V": config["block_v"], "EPS": self.eps}
+        grid = (triton.cdiv(shape.value_dim, config["block_v"]), shape.value_heads)
+        return [Launch(_step, grid, {**inputs, **outputs}, constants, config.warps, config.stages)]
+
+    def cost(self, shape: Shape) -> Cost:
+        """The memory both ways, the ring read and one slot of it written, and the vectors; 7 operations a number kept."""
+        assert isinstance(shape, DeltaShape)
+        heads, size = shape.value_heads, shape.torch_dtype.itemsize
+        memory, values = heads * shape.key_dim * shape.value_dim, heads * shape.value_dim
+        vectors = size * (2 * shape.channels + 2 * values + 2 * heads) + 4 * (2 * heads + shape.value_dim)
+        conv = shape.taps * shape.channels * (4 + size) - shape.channels * size
+        return Cost(8 * memory + conv + vectors, 7.0 * memory)
+
+    def run(self, shape: Shape, config: Config, inputs: Tensors) -> tuple[Tensor, ...]:
+        """On copies of the ring and the memory: the same inputs can be used again."""
+        return super().run(shape, config, {**inputs, **{name: inputs[name].clone() for name in ("ring", "memory")}})
+
+    def results(self, shape: Shape) -> int:
+        return 3
+
+
+Wanted = dict[str, tuple[Sequence[int], torch.dtype | tuple[torch.dtype, ...]]]
+
+
+def check_inputs(shape: DeltaShape, inputs: Tensors, wanted: Wanted) -> None:
+    """Raises ModelError for a shape that makes no delta net, or inputs that aren't as `wanted`."""
+    asked = shape.check()
+    for name, (size, dtypes) in wanted.items():
+        alignment = 16 if name in ("conv", "ring", "memory") else 4  # the vectors are parts of one that a matrix gave
+        check_tensor(asked, name, inputs[name], size, dtypes, inputs["memory"], alignment)
+
+
+def wanted_tensors(shape: DeltaShape, length: tuple[int, ...]) -> Wanted:
+    """Inputs of a net's step (`length` empty) or of several tokens: name -> shape, dtypes."""
+    heads, values, dtype, fp32 = shape.value_heads, shape.value_heads * shape.value_dim, shape.torch_dtype, torch.float32
+    return {
+        "qkv": ((*length, shape.channels), dtype),
+        "z": ((*length, values), dtype),
+        "b": ((*length, heads), dtype),
+        "a": ((*length, heads), dtype),
+        "conv": ((shape.channels, shape.taps), fp32),
+        "decay": ((heads,), fp32),
+        "dt_bias": ((heads,), fp32),
+        "norm": ((shape.value_dim,), fp32),
+        "ring": ((shape.taps, shape.channels), dtype),
+        "memory": ((heads, shape.key_dim, shape.value_dim), fp32),
+    }
+
+
+def random_net(shape: DeltaShape, tokens: int, device: torch.device | str, seed: int) -> dict[str, Tensor]:
+    """Every tensor of `wanted_tensors`, random from `seed`; for one token without an axis of tokens."""
+    wanted = wanted_tensors(shape, () if tokens == 1 else (tokens,))
+    made = {name: torch.empty(size, dtype=dtype, device=device) for name, (size, dtype) in wanted.items()}  # type: ignore[arg-type]
+    if torch.device(device).type == "meta":
+        return made
+    random = torch.Generator(device).manual_seed(seed)
+    for tensor in made.values():
+        tensor.normal_(generator=random)
+    made["conv"].uniform_(-1, 1, generator=random).mul_(shape.taps**-0.5)
+    made["decay"].uniform_(-16, -0.01, generator=random)
+    made["dt_bias"].uniform_(-6, 1, generator=random)
+    made["norm"].uniform_(0.5, 1.5, generator=random)
+    return made
+
+
+def split_heads(shape: DeltaShape, mixed: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """Of what the convolution gives, [T, channels]: query, key [T, value heads, Dk], value [T, value heads, Dv]; and the
+    log of what is kept and beta [T, value heads].
+    """
+    keys, value = mixed.split((2 * shape.key_heads * shape.key_dim, shape.value_heads * shape.value_dim), -1)
+    keys = keys.reshape(len(mixed), 2, shape.key_heads, shape.key_dim)
+    keys = keys * (keys.square().sum(-1, keepdim=True) + KEY_EPS).rsqrt()
+    keys = keys.repeat(1, 1, shape.each, 1) if shape.tiled else keys.repeat_interleave(shape.each, 2)
+    gate = inputs["decay"] * F.softplus(inputs["a"].float() + inputs["dt_bias"])
+    rows = (len(mixed), shape.value_heads)
+    beta = inputs["b"].float().sigmoid().view(rows)
+    return keys[:, 0] * shape.key_dim**-0.5, keys[:, 1], value.view(*rows, -1), gate.view(rows), beta
+
+
+def gated_norm(shape: DeltaShape, found: Tensor, inputs: Mapping[str, Tensor], eps: float) -> Tensor:
+    """found [T, value heads, Dv], normed and times SiLU of z: [T, value heads * Dv] in the model's dtype."""
+    normed = F.rms_norm(found, found.shape[-1:], inputs["norm"], eps)
+    return (normed * F.silu(inputs["z"].float().view(found.shape))).flatten(1).to(shape.torch_dtype)
+
+
+def head_constants(shape: DeltaShape) -> dict[str, int | bool]:
+    return {
+        "KEY_HEADS": shape.key_heads,
+        "VALUE_HEADS": shape.value_heads,
+        "KEY_DIM": shape.key_dim,
+        "VALUE_DIM": shape.value_dim,
+        "TILED": shape.tiled,
+    }
+
+
+DELTA_STEP = DeltaStep()
+"""The one instance."""
+
+
+@triton.jit
+def _step(
+    qkv, z, b, a, conv, decay, dt_bias, norm, positions, ring, memory, output, found, arrivals,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILED: tl.constexpr,
+    TAPS: tl.constexpr, BLOCK_V: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """Some columns of a value head's memory. The last of a head's blocks to finish norms what all of them have read."""
+    part, head = tl.program_id(0), tl.program_id(1)
+    EACH: tl.constexpr = VALUE_HEADS // KEY_HEADS
+    PARTS: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
+    key_head = head % KEY_HEADS if TILED else head // EACH
+    first = head < KEY_HEADS if TILED else head % EACH == 0
+    rows, columns = tl.arange(0, triton.next_power_of_2(KEY_DIM)), part * BLOCK_V + tl.arange(0, BLOCK_V)
+    real, there = rows < KEY_DIM, columns < VALUE_DIM
+    tile = (head * KEY_DIM + rows[:, None]) * VALUE_DIM + columns[None, :]
+    # All that is read is asked for before anything is computed or written: one wait, not one after the other.
+    old = tl.load(memory + tile, mask=real[:, None] & there[None, :], other=0)
+    position = tl.load(positions)
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    queries_at = key_head * KEY_DIM + rows
+    keys_at = queries_at + KEY_HEADS * KEY_DIM
+    values_at = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + columns
+    query_inputs = _inputs(qkv, ring, conv, queries_at, real, CHANNELS, TAPS)
+    key_inputs = _inputs(qkv, ring, conv, keys_at, real, CHANNELS, TAPS)
+    value_inputs = _inputs(qkv, ring, conv, values_at, there, CHANNELS, TAPS)
+    log_kept, beta = gates(a, b, decay, dt_bias, head, head)
+    all_columns = tl.arange(0, triton.next_power_of_2(VALUE_DIM))
+    weight = output_weights(z, norm, head * VALUE_DIM, all_columns, VALUE_DIM)
+
+    slot = (position % TAPS).to(tl.int32)
+    query = _convolve(query_inputs, slot, TAPS)
+    key = _convolve(key_inputs, slot, TAPS)
+    value = _convolve(value_inputs, slot, TAPS)
+    # Norms of query and key are factors of all that is read with them: no sum waits for another.
+    queries, keys, both = tl.reduce((query * query, key * key, query * key), 0, _add3)
+    query_scale, key_scale = tl.rsqrt(queries + 1e-6) * tl.rsqrt(KEY_DIM * 1.0), tl.rsqrt(keys + 1e-6)
+    kept = tl.exp(log_kept)
+    known, read = tl.reduce((key[:, None] * old, query[:, None] * old), 0, _add2)
+    written = (value - known * (kept * key_scale)) * (beta * key_scale)
+    tl.store(memory + tile, old * kept + key[:, None] * written[None, :], mask=real[:, None] & there[None, :])
+    read = (read * kept + both * written) * query_scale
+
+    remembered = ring + slot * CHANNELS
+    shared = rows < tl.where(first & (part == 0), KEY_DIM, 0)  # one block of those that share a key head remembers its inputs
+    tl.store(remembered + queries_at, query_inputs[0], mask=shared)
+    tl.store(remembered + keys_at, key_inputs[0], mask=shared)
+    tl.store(remembered + values_at, value_inputs[0], mask=there)
+    at = head * VALUE_DIM + all_columns
+    if PARTS == 1:
+        tl.store(output + at, normed(read, VALUE_DIM, EPS, weight).to(output.dtype.element_ty), mask=there)
+    else:
+        tl.store(found + head * VALUE_DIM + columns, read, mask=there)
+        tl.debug_barrier()  # every thread's results are written before this block says so
+        if tl.atomic_add(arrivals + head, 1, sem="acq_rel") == PARTS - 1:
+            whole = tl.load(found + at, mask=all_columns < VALUE_DIM, other=0, cache_modifier=".cg")
+            out = normed(whole, VALUE_DIM, EPS, weight).to(output.dtype.element_ty)
+            tl.store(output + at, out, mask=all_columns < VALUE_DIM)
+            tl.store(arrivals + head, 0)  # ready for the next launch
+
+
+@triton.jit
+def _add2(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _add3(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@triton.jit
+def _inputs(qkv, ring, conv, channels, real, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
+    """What the convolution of some channels reads: the new input, every slot of the ring, every tap.
+
+    The new input's own slot is read, though another block may be writing it, and not used: no load waits for the position.
+    """
+    found = (tl.load(qkv + channels, mask=real, other=0),)
+    for at in tl.static_range(TAPS):
+        found = found + (tl.load(ring + at * CHANNELS + channels, mask=real, other=0),)
+    for tap in tl.static_range(TAPS):
+        found = found + (tl.load(conv + channels * TAPS + tap, mask=real, other=0),)
+    return found
+
+
+@triton.jit
+def _convolve(inputs, slot, TAPS: tl.constexpr):
+    """SiLU of the convolution of what `_inputs` read; `slot` is where in the ring the new input belongs."""
+    total = tl.zeros(inputs[0].shape, tl.float32)
+    for at in tl.static_range(TAPS):
+        weight = tl.zeros(inputs[0].shape, tl.float32)
+        for tap in tl.static_range(TAPS):
+            mine = (at + TAPS - 1 - slot) % TAPS == tap  # the newest input is the last tap's
+            weight = tl.where(mine, inputs[1 + TAPS + tap], weight)
+        total += tl.where(at == slot, inputs[0], inputs[1 + at]).to(tl.float32) * weight
+    return total * tl.sigmoid(total)
+
+
+@triton.jit
+def gates(a, b, decay, dt_bias, head, at):
+    """(log of what is kept, beta) of a value head; `at`: where its a and b stand, or a vector of that."""
+    x = tl.load(a + at).to(tl.float32) + tl.load(dt_bias + head)
+    softplus = tl.where(x > 20, x, tl.log(1 + tl.exp(tl.minimum(x, 20))))
+    return tl.load(decay + head) * softplus, tl.sigmoid(tl.load(b + at).to(tl.float32))
+
+
+@triton.jit
+def output_weights(z, norm, first, columns, VALUE_DIM: tl.constexpr):
+    """What the normed reads of a value head are multiplied by: the norm's weight and SiLU of z, beginning at `first`."""
+    gate = tl.load(z + first + columns, mask=columns < VALUE_DIM, other=0).to(tl.float32)
+    return tl.load(norm + columns, mask=columns < VALUE_DIM, other=0) * gate * tl.sigmoid(gate)
+
+
+@triton.jit
+def normed(read, VALUE_DIM: tl.constexpr, EPS: tl.constexpr, weight):
+    """RMS norm of what a value head has read (zeros beyond VALUE_DIM), times `weight`."""
+    return read * tl.rsqrt(tl.sum(read * read) / VALUE_DIM + EPS) * weight
