@@ -29,6 +29,7 @@ from toolkit.kernels.checks import ALIGNMENT, check_tensor
 GROUP = 32  # activations that share a scale
 FORMS = ("norm", "add_norm", "norm_add", "norm_add_norm")
 CACHES = ("linear", "ring", "none")
+SMALLEST = tl.constexpr(1e-30)  # a group whose largest is below has codes of zero: its reciprocal may not be a number
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -88,7 +89,7 @@ class RmsNorm(Kernel):
     }
 
     def space(self, shape: Shape) -> Sequence[Config]:
-        return config_grid(Config(warps=8), warps=(1, 2, 4, 8, 16))
+        return config_grid(Config(warps=16), warps=(4, 8, 16, 32))
 
     def inputs(self, shape: Shape, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
         assert isinstance(shape, NormShape)
@@ -174,9 +175,11 @@ class RmsNorm(Kernel):
 def quantise_activations(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """x [..., K] -> int8 codes [..., K], fp32 scales and sums (scale times the codes' sum) [..., K / 32]."""
     groups = x.float().unflatten(-1, (-1, GROUP))
-    scales = groups.abs().amax(-1) / 127
-    codes = (groups / scales.where(scales > 0, 1.0)[..., None]).round()
-    return codes.to(torch.int8).flatten(-2), scales, codes.sum(-1) * scales
+    most = groups.abs().amax(-1)
+    # Not `127 / most`, which torch computes as a reciprocal times 127.
+    inverse = torch.where(most > SMALLEST.value, torch.full_like(most, 127) / most.clamp_min(SMALLEST.value), 0.0)
+    codes = (groups.double() * inverse.double()[..., None]).round()
+    return codes.to(torch.int8).flatten(-2), most / 127, codes.float().sum(-1) * (most / 127)
 
 
 @dataclass(frozen=True)
@@ -366,11 +369,13 @@ def _norm_kernel(
     SCALED: tl.constexpr, QUANTISED: tl.constexpr,
 ):  # fmt: skip
     """One row a program. Everything but the sums of squares is rounded to the rows' dtype, as the models' operations do."""
+    GROUPS: tl.constexpr = BLOCK // 32
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
+    group = tl.arange(0, GROUPS)
+    column = group[:, None] * 32 + tl.arange(0, 32)[None, :]
     inside = column < HIDDEN
     at = row * HIDDEN + column
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if ADD_FIRST:
         x += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -378,29 +383,27 @@ def _norm_kernel(
         tl.store(new_residual_ptr + at, x.to(DTYPE), mask=inside)
     if NORM_ADD:
         weight = tl.load((post_weight_ptr if NORM else weight_ptr) + column, mask=inside, other=0.0)
+        residual = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
         x = x * tl.rsqrt(tl.sum(x * x) / HIDDEN + eps) * weight
-        x = x.to(DTYPE).to(tl.float32) + tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        x = x.to(DTYPE).to(tl.float32)
+        x = (x.to(DTYPE).to(tl.float32) + residual).to(DTYPE).to(tl.float32)
         if SCALED:
             x = (x * tl.load(scalar_ptr).to(tl.float32)).to(DTYPE).to(tl.float32)
         tl.store(new_residual_ptr + at, x.to(DTYPE), mask=inside)
     if NORM:
-        x = x * tl.rsqrt(tl.sum(x * x) / HIDDEN + eps) * tl.load(weight_ptr + column, mask=inside, other=0.0)
-        tl.store(out_ptr + at, x.to(DTYPE), mask=inside)
+        weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+        x = (x * tl.rsqrt(tl.sum(x * x) / HIDDEN + eps) * weight).to(DTYPE)
+        tl.store(out_ptr + at, x, mask=inside)
     if QUANTISED:
-        GROUPS: tl.constexpr = BLOCK // 32
-        groups = tl.reshape(x.to(DTYPE).to(tl.float32), (GROUPS, 32))
-        scale = tl.div_rn(tl.max(tl.abs(groups), 1), tl.full((GROUPS,), 127.0, tl.float32))
-        ratio = tl.div_rn(groups, tl.broadcast_to(tl.where(scale > 0, scale, 1.0)[:, None], (GROUPS, 32)))
-        code = (ratio + 12582912.0) - 12582912.0  # 1.5 * 2 ** 23: to the nearest whole number, ties to even
-        group = tl.arange(0, GROUPS)
+        MAGIC: tl.constexpr = 12582912.0  # 1.5 * 2^23: what is added to it is rounded to a whole number, ties to even
+        x = x.to(tl.float32)
+        most = tl.max(tl.abs(x), 1)
+        inverse = tl.where(most > SMALLEST, tl.div_rn(tl.full((GROUPS,), 127.0, tl.float32), tl.maximum(most, SMALLEST)), 0.0)
+        codes = tl.fma(x, tl.broadcast_to(inverse[:, None], (GROUPS, 32)), tl.full((GROUPS, 32), MAGIC, tl.float32)) - MAGIC
+        scale = tl.div_rn(most, tl.full((GROUPS,), 127.0, tl.float32))
         at_group = row * (HIDDEN // 32) + group
-        in_row = group < HIDDEN // 32
-        tl.store(
-            codes_ptr + row * HIDDEN + group[:, None] * 32 + tl.arange(0, 32)[None, :], code.to(tl.int8), mask=in_row[:, None]
-        )
-        tl.store(scales_ptr + at_group, scale, mask=in_row)
-        tl.store(sums_ptr + at_group, tl.sum(code, 1) * scale, mask=in_row)
+        tl.store(codes_ptr + at, codes.to(tl.int8), mask=inside)
+        tl.store(scales_ptr + at_group, scale, mask=group < HIDDEN // 32)
+        tl.store(sums_ptr + at_group, tl.sum(codes, 1) * scale, mask=group < HIDDEN // 32)
 
 
 @triton.jit

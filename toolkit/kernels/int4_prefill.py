@@ -1,0 +1,289 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-incomplete-defs, allow-untyped-decorators
+"""x times a packed matrix, transposed, for the many tokens of a prompt: tiles are dequantised on their way to tensor cores.
+
+Bound by the tensor cores' rate. The bf16 matrix never exists: a program loads a tile's packed words, makes bf16 values of
+them in registers, those of `quant.dequantise` but for a last bit now and then, and multiplies; the next program does so
+again, which is why tiles are tall in tokens. A code becomes a float by being put into a mantissa, without a conversion
+instruction (as Kim et al., arXiv 2211.10017, do for halves). Sums are fp32, in one order: the result is deterministic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from toolkit.errors import ModelError
+from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors
+from toolkit.kernels.checks import check_tensor
+from toolkit.quant import dequantise, find_scheme
+
+ACTIVATIONS = ("none", "silu", "gelu_tanh")
+ROWS_AT_ONCE = 4096  # of the matrix, in the reference: bounds its scratch
+
+
+@dataclass(frozen=True)
+class PrefillShape(Shape):
+    """x [m, k] times a packed matrix [n, k]; with an `activation`, the matrix holds n / 2 gate rows and then n / 2 up rows."""
+
+    n: int
+    k: int
+    m: int
+    scheme: str = "q4_k"
+    activation: str = "none"  # or "silu", "gelu_tanh": the result is activation(gate) * up
+
+    def __post_init__(self) -> None:
+        multiple = find_scheme(self.scheme).multiple
+        asked = f"a {self.scheme} matrix [{self.n}, {self.k}]"
+        if self.k % multiple:
+            raise ModelError(asked, f"rows of {self.k:,} don't divide by {multiple}", "Choose a scheme with smaller groups")
+        if self.activation not in ACTIVATIONS:
+            raise ModelError(asked, f"activation {self.activation!r}", f"Give one of {', '.join(ACTIVATIONS)}")
+        if self.activation != "none" and self.n % 2:
+            raise ModelError(asked, "an odd number of rows can't be gate and up", "Give as many gate rows as up rows")
+
+    @property
+    def width(self) -> int:
+        """Columns of the result."""
+        return self.n if self.activation == "none" else self.n // 2
+
+
+class Int4Prefill(Kernel):
+    """x [m, k] times a packed matrix [n, k], transposed, and activation(gate) * up where the shape asks for it.
+
+    Inputs: x bf16, and the matrix's parts (see `PackedMatrix`). Result: out bf16 [m, width]; all zero where k is 0.
+    ModelError for tensors of another shape or dtype, elsewhere, not contiguous or not aligned.
+    """
+
+    name: ClassVar[str] = "int4_prefill"
+    shape_type: ClassVar[type[Shape]] = PrefillShape
+    known: ClassVar[Mapping[str, Shape]] = {
+        "gemma4-31b gate+up, 512 tokens": PrefillShape(43008, 5376, 512, activation="gelu_tanh"),
+        "gemma4-31b gate+up, 2048 tokens": PrefillShape(43008, 5376, 2048, activation="gelu_tanh"),
+        "gemma4-31b down, 512 tokens": PrefillShape(5376, 21504, 512),
+        "gemma4-31b down, 2048 tokens": PrefillShape(5376, 21504, 2048),
+        "gemma4-31b qkv sliding, 2048 tokens": PrefillShape(16384, 5376, 2048),
+        "gemma4-31b o sliding, 2048 tokens": PrefillShape(5376, 8192, 2048),
+        "qwen3-8b gate+up, 512 tokens": PrefillShape(24576, 4096, 512, activation="silu"),
+        "qwen3-8b down, 512 tokens": PrefillShape(4096, 12288, 512, "q6_k"),
+        "qwen3.5-35b-a3b qkv, 512 tokens": PrefillShape(9216, 2048, 512),
+    }
+
+    def space(self, shape: Shape) -> Sequence[Config]:
+        return [
+            Config(block_n=128, block_m=128, block_k=64, warps=4, stages=3),
+            Config(block_n=128, block_m=128, block_k=64, warps=8, stages=3),
+            Config(block_n=128, block_m=256, block_k=64, warps=8, stages=3),
+            Config(block_n=256, block_m=128, block_k=64, warps=8, stages=3),
+            Config(block_n=128, block_m=128, block_k=128, warps=8, stages=3),
+            Config(block_n=64, block_m=256, block_k=64, warps=4, stages=3),
+        ]
+
+    def inputs(self, shape: Shape, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
+        assert isinstance(shape, PrefillShape)
+        scheme, device = find_scheme(shape.scheme), torch.device(device)
+        generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
+        found = {"x": torch.randn(shape.m, shape.k, generator=generator, device=device).to(torch.bfloat16)}
+        for name, (dtype, per) in scheme.parts().items():
+            size = (shape.n, shape.k // per)
+            if name in ("codes", "high"):
+                low = -128 if dtype == torch.int8 else 0
+                found[name] = torch.randint(low, low + 256, size, generator=generator, device=device, dtype=dtype)
+            elif dtype == torch.int8:
+                found[name] = torch.randint(1, 64, size, generator=generator, device=device, dtype=dtype)
+            else:
+                most = {"zeros": 15.0, "scales": 1e-2, "minima": 8e-2, "minimum_steps": 2e-3}.get(name, 2e-4)
+                found[name] = (torch.rand(size, generator=generator, device=device) * most).to(dtype)
+        return found
+
+    def reference(self, shape: Shape, inputs: Tensors) -> tuple[Tensor, ...]:
+        assert isinstance(shape, PrefillShape)
+        scheme, x = find_scheme(shape.scheme), inputs["x"].float()
+        out = x.new_empty(shape.m, shape.n)
+        for start in range(0, shape.n, ROWS_AT_ONCE):
+            rows = slice(start, start + ROWS_AT_ONCE)
+            weights = dequantise(scheme, {name: inputs[name][rows] for name in scheme.parts()}, torch.bfloat16)
+            out[:, rows] = x @ weights.float().T
+        if shape.activation != "none":
+            gate, up = out.chunk(2, -1)
+            out = (F.silu(gate) if shape.activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+        return (out.to(torch.bfloat16),)
+
+    def outputs(self, shape: Shape, inputs: Tensors) -> dict[str, Tensor]:
+        assert isinstance(shape, PrefillShape)
+        return {"out": inputs["x"].new_empty(shape.m, shape.width)}
+
+    def launches(self, shape: Shape, config: Config, inputs: Tensors, outputs: Tensors) -> Sequence[Launch]:
+        assert isinstance(shape, PrefillShape)
+        self._check(shape, inputs, outputs)
+        scheme = find_scheme(shape.scheme)
+        block_n, block_m, block_k = (config[f"block_{letter}"] for letter in "nmk")
+        x, scales = inputs["x"], inputs["scales"]
+        arguments: dict[str, Any] = {
+            "x_ptr": x, "out_ptr": outputs["out"], "codes_ptr": _words(inputs["codes"]),
+            "high_ptr": _words(inputs["high"]) if "high" in inputs else scales, "scales_ptr": scales,
+            "offsets_ptr": inputs.get("zeros", inputs.get("minima", scales)),
+            "scale_steps_ptr": inputs.get("scale_steps", scales),
+            "offset_steps_ptr": inputs.get("minimum_steps", scales), "M": shape.m, "N": shape.width,
+        }  # fmt: skip
+        constants = {
+            "K": shape.k, "BITS": scheme.bits, "GROUP": scheme.group, "STEPS": scheme.steps, "OFFSET": scheme.offset,
+            "CENTRE": scheme.centre, "ACTIVATION": shape.activation, "BLOCK_N": block_n, "BLOCK_M": block_m, "BLOCK_K": block_k,
+            "HALVES": not x.is_cpu,
+        }  # fmt: skip
+        tiles = triton.cdiv(shape.m, block_m) * triton.cdiv(shape.width, block_n)
+        return [Launch(_prefill_kernel, (tiles,), arguments, constants, config.warps, config.stages)]
+
+    def _check(self, shape: PrefillShape, inputs: Tensors, outputs: Tensors) -> None:
+        x, parts = inputs["x"], find_scheme(shape.scheme).parts()
+        check_tensor(self.name, "x", x, (shape.m, shape.k), torch.bfloat16, x)
+        check_tensor(self.name, "out", outputs["out"], (shape.m, shape.width), torch.bfloat16, x)
+        for name, (dtype, per) in parts.items():
+            check_tensor(self.name, name, inputs[name], (shape.n, shape.k // per), dtype, x)
+
+    def cost(self, shape: Shape) -> Cost:
+        assert isinstance(shape, PrefillShape)
+        matrix = int(shape.n * shape.k * find_scheme(shape.scheme).bits_per_weight / 8)
+        rows = 2 * shape.m * (shape.k + shape.width)
+        return Cost(matrix + rows, 2.0 * shape.m * shape.n * shape.k, "bf16_flops")
+
+
+def _words(packed: Tensor) -> Tensor:
+    """The same bytes as 32-bit words."""
+    return packed.flatten().view(torch.int32)
+
+
+@triton.jit
+def _fields(words, WIDTH: tl.constexpr, AT: tl.constexpr):
+    """[N, W] words -> [N, W * 32 / WIDTH]: their fields of WIDTH bits in the order of the weights, each moved to bit AT.
+
+    Field f of byte b is of weight 4 f + b (see `PackedMatrix`). Joined bit by bit of that number, the highest first, so that
+    a thread keeps what it unpacks.
+    """
+    LEVELS: tl.constexpr = 5 if WIDTH == 1 else 4 if WIDTH == 2 else 3 if WIDTH == 4 else 2
+    fields = words
+    for level in tl.static_range(LEVELS - 2):
+        fields = tl.join(fields, fields >> (WIDTH << (LEVELS - 3 - level)))
+    fields = tl.join(fields, fields >> 16)
+    fields = tl.join(fields, fields >> 8)
+    fields = (fields & ((1 << WIDTH) - 1)) << AT
+    return tl.reshape(fields, (words.shape[0], words.shape[1] * (32 // WIDTH)))
+
+
+@triton.jit
+def _load(ptr, row, first, PER_ROW: tl.constexpr, COUNT: tl.constexpr, WHOLE: tl.constexpr):
+    """[N, COUNT] elements of rows [N, 1] from `first` on; zeros beyond a row's end unless tiles are WHOLE."""
+    at = first + tl.arange(0, COUNT)[None, :]
+    if WHOLE:
+        return tl.load(ptr + row * PER_ROW + at)
+    return tl.load(ptr + row * PER_ROW + at, mask=at < PER_ROW, other=0)
+
+
+@triton.jit
+def _fine(ptr, steps_ptr, row, k, K: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr):
+    """The scales or minima of a tile from column k on, fp32 [N, groups]."""
+    GROUPS: tl.constexpr = (BLOCK_K + GROUP - 1) // GROUP
+    WHOLE: tl.constexpr = K % BLOCK_K == 0
+    found = _load(ptr, row, k // GROUP, K // GROUP, GROUPS, WHOLE).to(tl.float32)
+    if STEPS:
+        found *= tl.load(steps_ptr + row * (K // STEPS) + k // STEPS).to(tl.float32)
+    return found
+
+
+@triton.jit
+def _tile(
+    codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr, row, k,
+    K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr,
+    CENTRE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Weights [BLOCK_N, BLOCK_K] of rows [BLOCK_N, 1] from column k on, in bf16.
+
+    A code stands in the highest bits of a mantissa, 1 + code / 2^BITS, and one multiplication and addition do the rest.
+    """
+    WHOLE: tl.constexpr = K % BLOCK_K == 0
+    WIDTH: tl.constexpr = 8 if BITS == 8 else 4
+    PER: tl.constexpr = 32 // WIDTH
+    words = _load(codes_ptr, row, k // PER, K // PER, BLOCK_K // PER, WHOLE)
+    if BITS == 8:
+        words = words ^ -2139062144  # 0x80808080: signed bytes become unsigned ones, 128 higher
+    codes = _fields(words, WIDTH, 23 - BITS)
+    if BITS == 5 or BITS == 6:
+        HIGH_PER: tl.constexpr = 32 // (BITS - 4)
+        high = _load(high_ptr, row, k // HIGH_PER, K // HIGH_PER, BLOCK_K // HIGH_PER, WHOLE)
+        codes |= _fields(high, BITS - 4, 27 - BITS)
+    values = (codes | 0x3F800000).to(tl.float32, bitcast=True)
+    GROUPS: tl.constexpr = (BLOCK_K + GROUP - 1) // GROUP
+    ONE: tl.constexpr = 1 << BITS  # what 1.0 counts in codes
+    scales = _fine(scales_ptr, scale_steps_ptr, row, k, K, BLOCK_K, GROUP, STEPS)
+    offsets = scales * (ONE + CENTRE + (128 if BITS == 8 else 0))
+    if OFFSET == "zero":
+        offsets += _fine(offsets_ptr, offset_steps_ptr, row, k, K, BLOCK_K, GROUP, 0) * scales
+    if OFFSET == "minimum":
+        offsets += _fine(offsets_ptr, offset_steps_ptr, row, k, K, BLOCK_K, GROUP, STEPS)
+    values = tl.reshape(values, (BLOCK_N, GROUPS, BLOCK_K // GROUPS))
+    values = values * (scales * ONE)[:, :, None] - offsets[:, :, None]
+    return tl.reshape(values, (BLOCK_N, BLOCK_K)).to(tl.bfloat16)
+
+
+@triton.jit
+def _dot(a, b, sums, HALVES: tl.constexpr):
+    """a times b added to `sums`. Triton's interpreter can't multiply bf16: without HALVES the values become fp32 first."""
+    if HALVES:
+        return tl.dot(a, b, sums)
+    return tl.dot(a.to(tl.float32), b.to(tl.float32), sums)
+
+
+@triton.jit
+def _activated(gate, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "silu":
+        return gate / (1.0 + tl.exp(-gate))
+    inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+    return gate / (1.0 + tl.exp(-2.0 * inner))  # (1 + tanh z) / 2 = 1 / (1 + exp(-2 z))
+
+
+@triton.jit
+def _prefill_kernel(
+    x_ptr, out_ptr, codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr, M, N,
+    K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr,
+    CENTRE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    HALVES: tl.constexpr,
+):  # fmt: skip
+    """One tile of the result a program, tiles of the same rows of the matrix next to each other: these share L2.
+
+    The weights are the left operand, so that few tokens need no more of a tensor core's rows than there are.
+    """
+    WHOLE: tl.constexpr = K % BLOCK_K == 0
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    n = tl.program_id(0) // tiles_m * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(0) % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = tl.minimum(n, N - 1).to(tl.int64)[:, None]
+    x_row = tl.minimum(m, M - 1).to(tl.int64)[:, None]
+    sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    if ACTIVATION != "none":
+        up_sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        x = tl.trans(_load(x_ptr, x_row, k, K, BLOCK_K, WHOLE))
+        weights = _tile(
+            codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr, row, k,
+            K, BITS, GROUP, STEPS, OFFSET, CENTRE, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        sums = _dot(weights, x, sums, HALVES)
+        if ACTIVATION != "none":
+            weights = _tile(
+                codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr, row + N, k,
+                K, BITS, GROUP, STEPS, OFFSET, CENTRE, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+            up_sums = _dot(weights, x, up_sums, HALVES)
+    if ACTIVATION != "none":
+        sums = _activated(sums, ACTIVATION) * up_sums
+    at = m.to(tl.int64)[None, :] * N + n[:, None]
+    tl.store(out_ptr + at, sums.to(tl.bfloat16), mask=(m < M)[None, :] & (n < N)[:, None])
+
+
+INT4_PREFILL = Int4Prefill()
