@@ -27,6 +27,7 @@ _PUBLIC = {
     "copy_budget": "toolkit.decode.compare:copy_budget",
     "open_trace": "toolkit.traces:open_trace",
     "STRATEGIES": "toolkit.decode.strategies:STRATEGIES",
+    "tune": "toolkit.kernels.tune",
     "GPUS": "toolkit.devices.spec:CATALOGUE",
     "Lab": "toolkit.notebook.lab:Lab",
     "Trace": "toolkit.trace:Trace",
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from toolkit.devices.spec import CATALOGUE as GPUS
     from toolkit.errors import CopyBudgetError as CopyBudgetError
     from toolkit.errors import ToolkitError as ToolkitError
+    from toolkit.kernels import tune as tune
     from toolkit.loading import load as load
     from toolkit.notebook.lab import Lab as Lab
     from toolkit.quantising import quantize as quantize
@@ -59,8 +61,9 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'toolkit' has no attribute {name!r}")
-    module, _, attribute = _PUBLIC[name].partition(":")
-    value = globals()[name] = getattr(importlib.import_module(module), attribute)
+    path, _, attribute = _PUBLIC[name].partition(":")
+    module = importlib.import_module(path)
+    value = globals()[name] = getattr(module, attribute) if attribute else module
     return value
 
 
