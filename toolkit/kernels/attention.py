@@ -177,15 +177,14 @@ def split_launches(
     fused = splits * columns <= FUSED_ELEMENTS
     tile = min(triton.next_power_of_2(columns), max(64, COMBINE_TILE // triton.next_power_of_2(splits)))
     scratch = {name: outputs[name] for name in ("partial", "weights", "output")}
-    sizes = {"SLOTS": shape.slots, "WINDOW": shape.window, "SPLITS": splits, "BLOCK_N": config["block_n"]}
-    sizes |= {"GROUP": shape.group, "HEAD_DIM": shape.head_dim, "COLUMNS": tile}
-    own = {**scratch, "arrivals": outputs["arrivals"], "scale": shape.scale * LOG2_E}
-    rows = {"FUSED": fused, "BLOCK_M": max(16, triton.next_power_of_2(shape.group))}
+    sizes = {"SPLITS": splits, "GROUP": shape.group, "HEAD_DIM": shape.head_dim, "COLUMNS": tile}
+    own = {"SLOTS": shape.slots, "WINDOW": shape.window, "FUSED": fused, "BLOCK_N": config["block_n"]}
+    own |= {"BLOCK_M": max(16, triton.next_power_of_2(shape.group))}
+    numbers = {**arguments, **scratch, "arrivals": outputs["arrivals"], "scale": shape.scale * LOG2_E}
     grid = (shape.kv_heads, splits)
-    launches = [Launch(function, grid, {**arguments, **own}, {**sizes, **rows, **constants}, config.warps, config.stages)]
+    launches = [Launch(function, grid, numbers, {**sizes, **own, **constants}, config.warps, config.stages)]
     if splits > 1 and not fused:
-        grid = (shape.kv_heads, triton.cdiv(columns, tile))
-        launches.append(Launch(_combine, grid, {"positions": arguments["positions"], **scratch}, sizes))
+        launches.append(Launch(_combine, (shape.kv_heads, triton.cdiv(columns, tile)), scratch, sizes))
     return launches
 
 
@@ -296,6 +295,15 @@ def _decode(
             tl.store(weights + at + rows, peak + tl.log2(total), mask=real)
             if FUSED:
                 combine_last(partial, weights, output, arrivals, head, active, SPLITS, GROUP, HEAD_DIM, COLUMNS)
+    elif not FUSED:
+        no_weight(weights, head, split, SPLITS, GROUP, BLOCK_M)
+
+
+@triton.jit
+def no_weight(weights, head, split, SPLITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """What a split without slots leaves for the second launch, which asks for no length."""
+    rows = tl.arange(0, BLOCK_M)
+    tl.store(weights + (head * SPLITS + split) * GROUP + rows, float("-inf"), mask=rows < GROUP)
 
 
 @triton.jit
@@ -313,15 +321,12 @@ def combine_last(
 
 @triton.jit
 def _combine(
-    positions, partial, weights, output,
-    SLOTS: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr,
+    partial, weights, output,
+    SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The second launch: each block combines all splits of some columns of a KV head's rows."""
-    first, end = seen_slots(positions, SLOTS, WINDOW)
-    _, active = split_length(first, end, SPLITS, BLOCK_N)
     column = tl.program_id(1) * COLUMNS
-    combine_columns(partial, weights, output, tl.program_id(0), column, active, SPLITS, GROUP, HEAD_DIM, COLUMNS)
+    combine_columns(partial, weights, output, tl.program_id(0), column, SPLITS, SPLITS, GROUP, HEAD_DIM, COLUMNS)
 
 
 @triton.jit
@@ -329,16 +334,18 @@ def combine_columns(
     partial, weights, output, head, column, active,
     SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The means of all active splits, each by its share of the weight; GROUP x HEAD_DIM columns, COLUMNS of them at once."""
+    """The means of the first `active` splits by their share of the weight, for COLUMNS of GROUP x HEAD_DIM columns."""
     splits = tl.arange(0, triton.next_power_of_2(SPLITS))[:, None]
     columns = column + tl.arange(0, COLUMNS)[None, :]
-    there = (splits < active) & (columns < GROUP * HEAD_DIM)
-    rows = (head * SPLITS + splits) * GROUP + columns // HEAD_DIM
-    weight = tl.load(weights + rows, mask=there, other=float("-inf"))
-    mean = tl.load(partial + rows * HEAD_DIM + columns % HEAD_DIM, mask=there, other=0)
+    within = columns < GROUP * HEAD_DIM
+    mean_rows = (head * SPLITS + splits) * GROUP * HEAD_DIM
+    # Columns of a single row share their weights, which are then read once.
+    row = column // HEAD_DIM if COLUMNS <= HEAD_DIM else tl.minimum(columns // HEAD_DIM, GROUP - 1)
+    weight = tl.load(weights + (head * SPLITS + splits) * GROUP + row, mask=splits < active, other=float("-inf"))
+    mean = tl.load(partial + mean_rows + columns, mask=(splits < active) & within, other=0)
+    mean = tl.where(weight > float("-inf"), mean, 0)  # nothing was stored there
     peak = tl.max(weight, 0)[None, :]
     share = tl.exp2(weight - tl.where(peak > float("-inf"), peak, 0))
-    total = tl.sum(share, 0)
-    found = tl.sum(mean * share, 0) / tl.where(total > 0, total, 1)
-    at = head * GROUP * HEAD_DIM + column + tl.arange(0, COLUMNS)
-    tl.store(output + at, found.to(output.dtype.element_ty), mask=column + tl.arange(0, COLUMNS) < GROUP * HEAD_DIM)
+    total = tl.sum(share, 0)[None, :]
+    found = tl.sum(mean * share, 0)[None, :] / tl.where(total > 0, total, 1)
+    tl.store(output + head * GROUP * HEAD_DIM + columns, found.to(output.dtype.element_ty), mask=within)

@@ -171,15 +171,14 @@ def _prefill(
     key_rows = keys + head.to(tl.int64) * key_stride + dims[None, :]
     value_rows = values + head.to(tl.int64) * value_stride + dims[None, :]
     if RING:
-        held = tl.minimum(start, SLOTS)
-        held = tl.where(lowest - WINDOW >= start - 1, 0, held)  # the window has left the ring behind
-        for slot in range(0, held, BLOCK_N):
-            slots = slot + tl.arange(0, BLOCK_N)
-            last = start - 1
-            slot_positions = last - (last - slots) % SLOTS
+        # Of the positions before the new ones, those that the first row sees and the ring still holds.
+        oldest = tl.maximum(tl.maximum(lowest - WINDOW + 1, start - SLOTS), 0)
+        for position in range(oldest, start, BLOCK_N):
+            held = position + tl.arange(0, BLOCK_N)
+            slots = (held % SLOTS)[:, None] * HEAD_DIM
             peak, total, mean = _attend(
-                q, key_rows + slots[:, None] * HEAD_DIM, value_rows + slots[:, None] * HEAD_DIM, slots < held,
-                row_positions, slot_positions, peak, total, mean, scale, WINDOW, BLOCK_M, BLOCK_N,
+                q, key_rows + slots, value_rows + slots, held < start,
+                row_positions, held, peak, total, mean, scale, WINDOW, BLOCK_M, BLOCK_N,
             )  # fmt: skip
         new_key_rows = new_keys + head.to(tl.int64) * new_key_head + dims[None, :]
         new_value_rows = new_values + head.to(tl.int64) * new_value_head + dims[None, :]
