@@ -1,7 +1,7 @@
 """Which kernel this is: a fingerprint of what runs on the GPU, and where another process finds the same kernel.
 
 The fingerprint covers the `triton.jit` functions that `launches()` reaches, `launches()` and `outputs()` themselves, and
-what they use of the kernel's own file. It leaves out comments, docstrings, line numbers and everything else, `space()` and
+what they use of the kernel's own file and this folder's. It leaves out comments, docstrings, line numbers and everything else, `space()` and
 `known` above all: a config or a shape more makes no kept timing stale. It is the same with and without Triton's
 interpreter.
 """
@@ -28,6 +28,7 @@ from toolkit.kernels.base import Kernel
 
 PLAIN = (int, float, str, bool, type(None))
 CONTAINERS = ("constexpr", "tuple", "list", "dict", "mappingproxy")
+WORDS_ONLY = (f"{__package__}.base", f"{__package__}.checks")  # describe launches, refuse tensors: nothing that runs on a GPU
 FOREIGN = {"torch", "triton", "numpy", *sys.stdlib_module_names} - {"__main__"}
 
 
@@ -35,9 +36,9 @@ FOREIGN = {"torch", "triton", "numpy", *sys.stdlib_module_names} - {"__main__"}
 def fingerprint(kernel: Kernel) -> str:
     """16 hexadecimal digits that change when what the kernel launches does."""
     parts: dict[str, str] = {}
-    home = type(kernel).__module__
     for method in ("launches", "outputs"):
-        _gather(getattr(type(kernel), method), home, type(kernel), parts)
+        function = getattr(type(kernel), method)
+        _gather(function, function.__module__, type(kernel), parts)
     text = "\n".join(f"{name}:\n{source}" for name, source in sorted(parts.items()))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -48,7 +49,8 @@ def _gather(thing: Any, home: str, owner: type, parts: dict[str, str]) -> None:
     while hasattr(thing, "fn"):  # a triton.jit function, however often wrapped
         thing = thing.fn
     module = getattr(thing, "__module__", None) or ""
-    if not isinstance(thing, types.FunctionType) or module.split(".")[0] in FOREIGN or not (is_kernel or module == home):
+    ours = is_kernel or module == home or (module.startswith(f"{__package__}.") and module not in WORDS_ONLY)
+    if not isinstance(thing, types.FunctionType) or module.split(".")[0] in FOREIGN or not ours:
         return
     name = f"{thing.__module__ if module != home else 'here'}.{thing.__qualname__}"
     if name in parts:
