@@ -1,9 +1,9 @@
 """Which kernel this is: a fingerprint of what runs on the GPU, and where another process finds the same kernel.
 
 The fingerprint covers the `triton.jit` functions that `launches()` reaches, `launches()` and `outputs()` themselves, and
-what they use of the kernel's own file and this folder's. It leaves out comments, docstrings, line numbers and everything else, `space()` and
-`known` above all: a config or a shape more makes no kept timing stale. It is the same with and without Triton's
-interpreter.
+what they use of the kernel's own file and this folder's. It leaves out comments, docstrings, line numbers and everything
+else, `space()` and `known` above all: a config or a shape more makes no kept timing stale. It is the same with and without
+Triton's interpreter.
 """
 
 from __future__ import annotations
