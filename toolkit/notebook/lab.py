@@ -1,8 +1,9 @@
-"""The Lab: pick a device, a model and a scheme, see what it costs; generate under one or two strategies, see what was copied.
+"""The Lab: pick a device, a model and a scheme, see what it costs; generate under one or two strategies, see what was copied;
+see which config of a kernel each GPU gets.
 
-`lab = tk.Lab()`; what it loaded and ran is `lab.model`, `lab.run` and `lab.runs`. It calls `tk.device`, `tk.load`, `tk.costs`
-and `tk.generate` and knows nothing about how they work. Work runs in a thread of its own, as widgets don't answer while
-a cell runs; every error ends up in its panel, and as an exception in `lab.error`.
+`lab = tk.Lab()`; what it loaded and ran is `lab.model`, `lab.run`, `lab.runs` and `lab.tune.tuning`. It calls `tk.device`,
+`tk.load`, `tk.costs`, `tk.generate` and `tk.tune` and knows nothing about how they work. Work runs in a thread of its own, as
+widgets don't answer while a cell runs; every error ends up in its panel, and as an exception in `lab.error`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from toolkit.errors import CancelledError, DeviceError, ToolkitError
 from toolkit.loading import load
 from toolkit.loading.checkpoint import DEMOS
 from toolkit.models.shapes import SHAPES
+from toolkit.notebook.lab_tune import TunePanel
 from toolkit.notebook.model import html_of
 from toolkit.notebook.timeline import Timeline
 from toolkit.recipes import RECIPES
@@ -52,15 +54,15 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.error: BaseException | None = None
         self._cancel = threading.Event()
         self._worker: threading.Thread | None = None
-        self._what = ""
+        self._what, self._tells = "", widgets.HTML()  # what runs, and where it says how far it is
         self._start = threading.Lock()
         self._make_load(device, model)
         self._make_generate(prompt)
+        self.tune = TunePanel(self._begin, self.cancel, self._cancel)
         super().__init__([
             widgets.HTML(f"<style>{_CSS.read_text(encoding='utf-8')}</style>"),
             self._load_panel, _later("Plan and export", "fit a model into a memory budget, export it"), self._generate_panel,
-            _later("Tune", "fast kernels, and why each GPU gets its config"),
-            _later("Memory", "who held the memory, cell by cell"),
+            self.tune, _later("Memory", "who held the memory, cell by cell"),
         ])  # fmt: skip
         self.add_class("tk-lab")
         _labs.add(self)
@@ -138,10 +140,11 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         return not self.busy
 
     def cancel(self) -> None:
-        """Stop a generation after its current step (what was decoded is kept), or a load after its current tensor."""
+        """Stop a generation after its current step (what was decoded is kept), a load after its current tensor, exploring after
+        what is being compiled."""
         if self.busy and not self._cancel.is_set():
             self._cancel.set()
-            (self.status if self._what == "generate" else self.load_status).value = "Cancelling ..."
+            self._tells.value = "Cancelling ..."
 
     def close(self) -> None:
         """Stop what runs and take the app away."""
@@ -165,7 +168,7 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
             if self.busy:
                 return
             self._cancel.clear()
-            self.error, self._what = None, what
+            self.error, self._what, self._tells = None, what, status
             self._worker = threading.Thread(target=self._guard, args=(work, status), name=f"lab-{what}", daemon=True)
             self._enable(False)
             self._worker.start()
@@ -176,7 +179,7 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
             work()
         except BaseException as error:  # a thread has nobody above it who would tell
             if isinstance(error, CancelledError):
-                status.value = "Cancelled: nothing is loaded."
+                status.value = "Cancelled: nothing is loaded." if self._what == "load" else f"Cancelled. {escape(error.do)}."
             else:
                 self.error = _without_frames(error)
                 status.value = error_html(error)
@@ -189,6 +192,7 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.stop_button.disabled = idle or self._what != "load"
         self.generate_button.disabled = not idle or self.model is None
         self.cancel_button.disabled = idle or self._what != "generate"
+        self.tune.enable(idle, self._what)
 
     def _path(self) -> str:
         path: str = self.model_field.value.strip()
