@@ -1,0 +1,146 @@
+"""A token through experts: routing, both products, their sum, against the reference and the model's own code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from toolkit.errors import ModelError
+from toolkit.kernels.base import Config
+from toolkit.kernels.moe import MOE_STEP, MoeShape, _route, route
+from toolkit.models.layers import Experts, set_scheme
+from toolkit.quant import find_scheme
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Against a reference on the same integers: sums in another order, and now and then an activation that lies between two
+# integers becomes the other one. 60 dB and more.
+ERROR = 1e-3
+SPLIT, FUSED = Config(fused=0, pairs=16, rows=32, warps=4), Config(fused=1, pairs=32, rows=64, warps=4)
+
+
+@triton.jit
+def routes(scores, numbers, shares, EXPERTS: tl.constexpr, TOP_K: tl.constexpr):
+    """What `_route` finds, written down."""
+    found, weights = _route(scores, None, EXPERTS, TOP_K, TOP_K)
+    for k in tl.static_range(TOP_K):
+        tl.store(numbers + k, found[k])
+        tl.store(shares + k, weights[k])
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    found, wanted = found.double(), wanted.double()
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def small(scheme: str, down: str = "", hidden: int = 64, width: int = 32, experts: int = 5, **more: object) -> MoeShape:
+    whole = {name: max(32, find_scheme(name).multiple) for name in (scheme, down or scheme)}
+    sizes = (max(hidden, whole[scheme]), max(width, whole[down or scheme]))
+    return MoeShape(*sizes, experts, 2, scheme=scheme, down=down or scheme, dtype="float32", **more)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        small("int4-g32", hidden=96, width=96, shared=False),  # neither is a power of two
+        small("int8-g32", "q5_0"),
+        small("q4_k", "q6_k"),
+        small("q5_1", "int4-g64", activation="gelu_tanh"),
+    ],
+    ids=lambda shape: f"{shape.scheme} {shape.down} {shape.hidden}",
+)
+def test_as_the_reference(shape: MoeShape) -> None:
+    inputs = MOE_STEP.inputs(shape, DEVICE, seed=1)
+    assert error(MOE_STEP.run(shape, FUSED, inputs)[0], MOE_STEP.reference(shape, inputs)[0]) < ERROR
+
+
+def test_two_launches_give_the_same_bits_as_one() -> None:
+    shape = small("int4-g32")
+    inputs = MOE_STEP.inputs(shape, DEVICE, seed=6)
+    assert torch.equal(MOE_STEP.run(shape, SPLIT, inputs)[0], MOE_STEP.run(shape, FUSED, inputs)[0])
+
+
+def test_as_the_models_experts() -> None:
+    """Weights as the model packs them; what 8-bit activations cost is the difference."""
+    shape = small("int4-g32", shared=False)
+    inputs = MOE_STEP.inputs(shape, DEVICE, seed=2)
+    experts = Experts(shape.experts, shape.hidden, shape.width).requires_grad_(False)
+    for name in ("gate_up.gate.weight", "gate_up.up.weight", "down.weight"):
+        set_scheme(experts, name, find_scheme("int4-g32"))
+    experts.gate_up.join()
+    for linear, prefix in ((experts.gate_up.gate_up, "up"), (experts.down, "down")):
+        for name in linear.weight.parts():
+            setattr(linear.weight, name, torch.nn.Parameter(inputs[f"{prefix}_{name}"], requires_grad=False))
+    chosen, shares = route(shape, inputs)
+    wanted = experts(inputs["x"][None], chosen[None], shares[None])[0]
+    found = MOE_STEP.run(shape, FUSED, inputs)[0]
+    assert error(found, wanted) < 1e-2  # 40 dB
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_routing(dtype: torch.dtype) -> None:
+    """Ties go to the lowest number, zeros of both signs are equal; experts in several pieces of 32, the last not full."""
+    shape = MoeShape(32, 32, 70, 4, False, "int4-g32", "int4-g32")
+    random = torch.randn(70, generator=torch.Generator().manual_seed(3)).tolist()
+    ties = {69: 3.0, 40: 3.0, 3: 3.0, 7: 3.0, 5: 3.0}
+    zeros = {66: 0.0, 2: -0.0, 33: 0.0, 4: -1.0}
+    for rest, some in ((random, {}), ([0.5] * 70, {}), ([-2.0] * 70, ties), ([-2.0] * 70, zeros)):
+        scores = torch.tensor([some.get(i, score) for i, score in enumerate(rest)], dtype=dtype, device=DEVICE)
+        numbers = torch.full((4,), -1, dtype=torch.int32, device=DEVICE)
+        shares = torch.full((4,), torch.nan, device=DEVICE)
+        routes[(1,)](scores, numbers, shares, EXPERTS=70, TOP_K=4)
+        wanted, weights = route(shape, {"scores": scores})
+        assert numbers.tolist() == wanted.tolist()
+        torch.testing.assert_close(shares, weights)
+
+
+def test_nothing_left_over_is_read_and_a_second_launch_finds_the_counters_zero() -> None:
+    shape = small("int4-g32", hidden=96)
+    inputs = MOE_STEP.inputs(shape, DEVICE, seed=4)
+    outputs, wanted = MOE_STEP.outputs(shape, inputs), MOE_STEP.reference(shape, inputs)[0]
+    for poison in (torch.nan, 1000.0):
+        for name, tensor in outputs.items():
+            if name != "arrivals":
+                tensor.fill_(poison if tensor.dtype.is_floating_point else 1000)
+        for launch in MOE_STEP.launches(shape, FUSED, inputs, outputs):
+            launch.run()
+        assert error(outputs["output"], wanted) < ERROR
+        assert not outputs["arrivals"].any()
+
+
+def test_what_is_not_a_number_shows() -> None:
+    shape = small("int4-g32")
+    inputs = MOE_STEP.inputs(shape, DEVICE, seed=5)
+    inputs["x"][3] = torch.nan
+    assert MOE_STEP.run(shape, FUSED, inputs)[0].isnan().all()
+
+
+def wrong(**changed: Tensor) -> str:
+    shape = small("int4-g32")
+    inputs = MOE_STEP.inputs(shape, "meta") | changed
+    with pytest.raises(ModelError) as caught:
+        MOE_STEP.launches(shape, FUSED, inputs, MOE_STEP.outputs(shape, inputs))
+    return str(caught.value)
+
+
+def test_errors_name_the_tensor() -> None:
+    assert "up_codes" in wrong(up_codes=torch.empty(5, 64, 16, dtype=torch.uint8, device="meta"))
+    assert "down_scales" in wrong(down_scales=torch.empty(5, 64, 1, device="meta"))
+    assert "scores" in wrong(scores=torch.empty(6, device="meta"))
+    assert "shared_gate" in wrong(shared_gate=torch.empty(1, dtype=torch.int32, device="meta"))
+    with pytest.raises(ModelError, match="don't divide by 256"):
+        MoeShape(64, 256, 4, 2).check()
+    with pytest.raises(ModelError, match="top_k"):
+        MoeShape(256, 256, 4, 5).check()
+    with pytest.raises(ModelError, match="columns"):
+        MoeShape(0, 256, 4, 2).check()
+
+
+def test_cost_is_the_bytes_of_the_experts_used() -> None:
+    shape = MOE_STEP.known["qwen3.5-35b-a3b experts, q6_k down"]
+    assert isinstance(shape, MoeShape)
+    matrix = 512 * 2048 / 8
+    expected = 9 * (2 * find_scheme("q4_k").bits_per_weight + find_scheme("q6_k").bits_per_weight) * matrix
+    assert 0 <= MOE_STEP.cost(shape).bytes - expected < 16384
