@@ -92,13 +92,16 @@ def test_a_failing_compiler_is_a_row_with_its_message(tmp_path: Path, monkeypatc
 
 
 def test_a_compiler_that_dies_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a kernel of a notebook: the compiling process has it from its cell's text."""
     fresh_cache(tmp_path, monkeypatch)
-    dies, other = Job(ODD, toy_config(fault=DIES), (9, 0)), Job(ODD, toy_config(warps=2), (9, 0))
-    found = compile_configs(TOY, [dies, other], workers=1)
+    cell = Origin("toy_matmul", "__main__", "", origin(TOY).text).load()
+    shape = cell.known["odd"]
+    dies, other = Job(shape, toy_config(fault=DIES), (9, 0)), Job(shape, toy_config(warps=2), (9, 0))
+    found = compile_configs(cell, [dies, other], workers=1)
     assert found[dies].error.startswith("The compiler ended with signal 6")
     assert not found[other].error
-    assert other.key in compiling.Kept(TOY).rows
-    assert dies.key not in compiling.Kept(TOY).rows  # asked for again another time
+    assert other.key in compiling.Kept(cell).rows
+    assert dies.key not in compiling.Kept(cell).rows  # asked for again another time
 
 
 def test_cancelling_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
