@@ -62,14 +62,14 @@ DECODE_SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("config", [Config(block_n=16, splits=1), SMALL, Config(block_n=32, splits=2)], ids=str)
+@pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("shape", DECODE_SHAPES, ids=lambda shape: shape.key)
-def test_decode_equals_the_reference(shape, config):
-    config = Config(**{**config.to_dict(), "splits": min(config["splits"], -(-shape.seen // 16))})
+def test_decode_equals_the_reference(shape, splits):
+    config = Config(block_n=32 if splits == 1 else 16, splits=min(splits, -(-shape.seen // 16)))
     check(ATTENTION_DECODE, shape, config, ATTENTION_DECODE.inputs(shape, HERE, seed=1))
 
 
-@pytest.mark.parametrize("position", [0, 1, 15, 16, 47, 70, 99])
+@pytest.mark.parametrize("position", [0, 15, 16, 70, 99])
 def test_what_lies_beyond_the_length_is_never_seen(position):
     shape = AttentionShape(4, 2, 32, 100)
     inputs = ATTENTION_DECODE.inputs(shape, HERE, seed=2)
@@ -161,10 +161,10 @@ PREFILL_SHAPES = [
 TILES = [Config(block_m=16, block_n=16), Config(block_m=64, block_n=32)]
 
 
-@pytest.mark.parametrize("config", TILES, ids=str)
-@pytest.mark.parametrize("shape", PREFILL_SHAPES, ids=lambda shape: shape.key)
-def test_prefill_equals_the_reference(shape, config):
-    check(ATTENTION_PREFILL, shape, config, ATTENTION_PREFILL.inputs(shape, HERE, seed=1))
+@pytest.mark.parametrize("n", range(len(PREFILL_SHAPES)), ids=lambda n: PREFILL_SHAPES[n].key)
+def test_prefill_equals_the_reference(n):
+    shape = PREFILL_SHAPES[n]
+    check(ATTENTION_PREFILL, shape, TILES[n % 2], ATTENTION_PREFILL.inputs(shape, HERE, seed=1))
 
 
 @pytest.mark.parametrize("start", [-5, 0, 36])

@@ -212,7 +212,8 @@ def check_query(shape: AttentionShape, inputs: Tensors, tokens: int) -> None:
         raise ModelError(asked, f"the cache has {shape.slots} slots", "Give at least one")
     query = inputs["query"]
     check_tensor("attention", "query", query, (1, tokens, shape.heads, dim), shape.torch_dtype, query)
-    check_tensor("attention", "positions", inputs["positions"], (tokens,), (torch.int32, torch.int64), query)
+    positions = inputs["positions"]  # a step's may be one number of a longer array
+    check_tensor("attention", "positions", positions, (tokens,), (torch.int32, torch.int64), query, positions.element_size())
 
 
 def check_cached(name: str, cached: Tensor, shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> None:
