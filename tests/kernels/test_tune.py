@@ -216,8 +216,12 @@ def test_exploring_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdicts["rtx-5090", OVERSIZED] == "excluded"
     assert verdicts["h200", OVERSIZED] == verdicts["a100-80g", OVERSIZED] == "untried"
     frame = table.to_pandas()
-    assert set(frame.clock) == {"modelled", ""}
-    assert frame.ns.notna().sum() == 5
+    assert set(frame.clock) == {"modelled"}
+    assert list(table.table().columns) == table.gpus
+    assert table.table("registers").notna().all(axis=None)
+    assert table.summary().loc["rtx-5090", "fastest_excluded"].endswith("RTX 5090 allows 101,376")
+    assert table.summary().loc["h200", "untried"] == 2
+    assert frame.bytes.nunique() == 1
     assert "1 excluded" in table.line("rtx-5090")
     assert table.losses().loc["h200", "h200"] == 0
     with pytest.raises(UnknownNameError, match="Did you mean"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import threading
 from pathlib import Path
 
 from toolkit.errors import FormatError, ToolkitError
@@ -39,8 +40,9 @@ def _parser() -> argparse.ArgumentParser:
     merge.add_argument("files", type=Path, nargs="+")
     merge.add_argument("--out", type=Path, required=True)
     merge.set_defaults(command=_merge)
-    warm = commands.add_parser("warm", help="time a kernel's configs on this machine's GPU, and keep them")
-    warm.add_argument("kernel")
+    warm = commands.add_parser("warm", help="time the kernels' configs on this machine's GPU, and keep them")
+    warm.add_argument("kernel", nargs="*", help="their names (default: every kernel)")
+    warm.add_argument("--seconds", type=float, help="stop after about so long; calling it again goes on")
     warm.add_argument("--shape", help="a known shape's name, or sizes (default: all known shapes)")
     warm.add_argument("--device", default="auto")
     warm.set_defaults(command=_warm)
@@ -116,8 +118,14 @@ def _merge(options: argparse.Namespace) -> None:
 
 
 def _warm(options: argparse.Namespace) -> None:
-    from toolkit.kernels.registry import find_kernel, find_shape
+    from toolkit.kernels.registry import find_kernel, find_shape, kernels
     from toolkit.kernels.tune import warm
 
-    kernel = find_kernel(options.kernel)
-    print(warm([(kernel, find_shape(kernel, options.shape))] if options.shape else kernel, options.device))
+    chosen = [find_kernel(name) for name in options.kernel or kernels()]
+    pairs = [(one, find_shape(one, shape)) for one in chosen for shape in ([options.shape] if options.shape else one.known)]
+    stop = threading.Event()
+    if options.seconds:
+        timer = threading.Timer(options.seconds, stop.set)
+        timer.daemon = True
+        timer.start()
+    print(warm(pairs, options.device, cancel=stop))

@@ -2,7 +2,8 @@
 
 1. "this device": the fastest right one that was timed on this very GPU;
 2. "same capability": the fastest one of another GPU of the same compute capability that fits in this one's limits;
-3. "model": the best by `estimate`, among the configs whose compiled figures are on disk (`tune.explore` puts them there);
+3. "model": the first within 5 % of the best by `estimate`, of the configs whose compiled figures are on disk (`tune.explore`
+   puts them there);
 4. "default": the first of the kernel's space, which fits everywhere.
 
 A lookup compiles nothing and runs nothing. Each answer is remembered, with the step it came from.
@@ -25,6 +26,7 @@ from toolkit.kernels.limits import WARP, Compiled, LaunchUse, obstacle
 from toolkit.kernels.store import Record, from_words, kept_gpus, read_tuned
 from toolkit.units import seconds_text
 
+UNSURE = 0.05  # the model doesn't tell apart what differs by less
 STEPS = ("this device", "same capability", "model", "default")
 
 
@@ -116,8 +118,6 @@ def _modelled(kernel: Kernel, shape: Shape, card: Card) -> tuple[Config, str] | 
     times = {config: estimate(kernel, shape, config, compiled, card.spec).ns for config, compiled in fitting.items()}
     if not times:
         return None
-    best = min(times, key=lambda config: times[config])
-    return (
-        best,
-        f"{seconds_text(times[best] / 1e9)} modelled, the best of {len(times)} that fit; never timed on {card.spec.name}",
-    )
+    least = min(times.values())
+    best = next(config for config, ns in times.items() if ns <= least * (1 + UNSURE))  # the author's favourites come first
+    return best, f"{seconds_text(times[best] / 1e9)} modelled, of {len(times)} that fit; never timed on {card.spec.name}"

@@ -84,22 +84,22 @@ class Tuner:
                 occupancy=full.share, occupancy_limit=full.limit,
                 ptx_bytes=sum(u.ptx_bytes for u in compiled.launches), sass_bytes=sum(u.sass_bytes for u in compiled.launches),
             )  # fmt: skip
-        if not why:
-            guess = estimate(kernel, shape, config, compiled, spec)
+        if not compiled.error:
+            guess, cost = estimate(kernel, shape, config, compiled, spec), kernel.cost(shape)
             row = replace(
-                row, ns=guess.ns, clock="modelled", memory_ns=guess.memory_ns, compute_ns=guess.compute_ns, bound=guess.bound
-            )
+                row, ns=guess.ns, clock="modelled", bytes=cost.bytes, flops=cost.flops,
+                memory_ns=guess.memory_ns, compute_ns=guess.compute_ns, bound=guess.bound,
+            )  # fmt: skip
         return row if record is None or why else _measured(row, record)
 
 
 def _measured(row: Row, record: Record) -> Row:
     """A row with what was measured in place of what was modelled."""
-    us = record.us
-    return replace(
-        row, verdict=record.verdict, reason=record.reason, ns=us * 1e3 if us is not None else None,
-        clock="measured" if us is not None else "", cosine=record.cosine, max_error=record.max_error,
-        spread_ns=record.spread_us * 1e3 if record.spread_us is not None else None,
-    )  # fmt: skip
+    row = replace(row, verdict=record.verdict, reason=record.reason, cosine=record.cosine, max_error=record.max_error)
+    if record.us is None:
+        return row
+    spread = record.spread_us * 1e3 if record.spread_us is not None else None
+    return replace(row, ns=record.us * 1e3, clock="measured", spread_ns=spread)
 
 
 @dataclass

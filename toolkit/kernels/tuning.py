@@ -20,12 +20,16 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
+VERDICTS = ("ok", "slow", "untried", "wrong", "failed", "excluded")
+
+
 @dataclass(frozen=True)
 class Row:
     """One config of one problem on one GPU.
 
     `verdict`: "ok", "slow", "wrong", "failed", "excluded" as in `store.Record`; "untried" for one that passes the static
-    check and was never run there. `ns` is `clock` "measured" or "modelled", or None where it can't run.
+    check and was never run there. `ns` is `clock` "measured" or "modelled" (a wrong or excluded config is never timed: what
+    it would take), or None where it doesn't compile.
     """
 
     kernel: str
@@ -46,7 +50,9 @@ class Row:
     occupancy_limit: str = ""
     ptx_bytes: int | None = None
     sass_bytes: int | None = None
-    memory_ns: float | None = None  # the roofline's floors
+    bytes: int | None = None  # the problem's, read and written at least once
+    flops: float | None = None
+    memory_ns: float | None = None  # the roofline's floors on this GPU
     compute_ns: float | None = None
     bound: str = ""
 
@@ -86,6 +92,11 @@ class Tuning:
         measured = [row for row in usable if row.clock == "measured" and row.verdict == "ok"]
         return min(measured or usable, key=lambda row: row.ns or 0.0, default=None)
 
+    def fastest(self, gpu: str, verdict: str, shape: str | None = None) -> Row | None:
+        """The fastest config of one verdict: "excluded" or "wrong" tell what a GPU, or a careless tuner, would have taken."""
+        timed = [row for row in self.of(gpu, shape) if row.verdict == verdict and row.ns is not None]
+        return min(timed, key=lambda row: row.ns or 0.0, default=None)
+
     def line(self, gpu: str, shape: str | None = None) -> str:
         """The winner as a line to paste, with what it won against: "Config(...)  # rtx-5090: 35.7 µs modelled, ..."."""
         best, rows = self.best(gpu, shape), self.of(gpu, shape)
@@ -119,6 +130,30 @@ class Tuning:
         import pandas as pd
 
         return pd.DataFrame({a: {b: self.loss(b, a, shape) for b in self.gpus} for a in self.gpus})
+
+    def table(self, value: str = "ns", shape: str | None = None) -> pd.DataFrame:
+        """A row a config, a column a GPU: their `value`, any field of Row."""
+        import pandas as pd
+
+        if value not in (names := [f.name for f in dataclasses.fields(Row)]):
+            raise unknown_name("field of a row", value, names)
+        return pd.DataFrame({gpu: {words(row.config): getattr(row, value) for row in self.of(gpu, shape)} for gpu in self.gpus})
+
+    def summary(self, shape: str | None = None) -> pd.DataFrame:
+        """A row a GPU: its winner, and the fastest config that is wrong, and that is excluded, with the reason."""
+        import pandas as pd
+
+        found = {}
+        for gpu in self.gpus:
+            best = self.best(gpu, shape)
+            row: dict[str, object] = {"config": words(best.config), "ns": best.ns, "clock": best.clock} if best else {}
+            for verdict in VERDICTS:
+                row[verdict] = sum(one.verdict == verdict for one in self.of(gpu, shape))
+            for verdict in ("wrong", "excluded"):
+                other = self.fastest(gpu, verdict, shape)
+                row[f"fastest_{verdict}"] = f"{words(other.config)}: {other.reason}" if other is not None else ""
+            found[gpu] = row
+        return pd.DataFrame.from_dict(found, orient="index")
 
     def to_pandas(self) -> pd.DataFrame:
         """A row a config and GPU, the config as words; times in ns."""
