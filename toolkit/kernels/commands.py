@@ -7,7 +7,7 @@ import sys
 import threading
 from pathlib import Path
 
-from toolkit.errors import FormatError, ToolkitError
+from toolkit.errors import CancelledError, FormatError, ToolkitError
 from toolkit.kernels.store import Record, Tuned, add_rows, kept_gpus, read_tuned, write_whole
 from toolkit.units import seconds_text
 
@@ -128,4 +128,7 @@ def _warm(options: argparse.Namespace) -> None:
         timer = threading.Timer(options.seconds, stop.set)
         timer.daemon = True
         timer.start()
-    print(warm(pairs, options.device, cancel=stop))
+    try:
+        print(warm(pairs, options.device, cancel=stop))
+    except CancelledError as ended:
+        print(ended)
