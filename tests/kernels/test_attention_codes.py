@@ -12,7 +12,17 @@ from toolkit.errors import ModelError, UnknownNameError
 from toolkit.kernels.attention import AttentionDecode, AttentionShape
 from toolkit.kernels.attention_codes import ATTENTION_CODES, CodesShape
 from toolkit.kernels.base import Config
-from toolkit.kernels.kv_codes import KV_SCHEMES, decode, encode, find_kv_scheme, hadamard, levels, random_signs
+from toolkit.kernels.kv_codes import (
+    KV_SCHEMES,
+    decode,
+    encode,
+    find_kv_scheme,
+    hadamard,
+    levels,
+    pack_words,
+    random_signs,
+    unpack_words,
+)
 
 # Lloyd-Max for a standard normal variable, 16 levels: Max (1960), table I.
 LLOYD_MAX = (0.1284, 0.3881, 0.6568, 0.9424, 1.2562, 1.6181, 2.0690, 2.7326)
@@ -63,7 +73,7 @@ def test_four_bits_lose_a_hundredth_of_the_square_whatever_the_vector(head_dim, 
     signs = random_signs(head_dim)
     codes, scales = encode(x, 4, signs)
     assert (codes.dtype, codes.shape, scales.dtype) == (torch.int16, (200, head_dim // 4), torch.float16)
-    lost = (decode(codes, scales, signs) - x).square().sum(-1) / x.square().sum(-1)
+    lost = (decode(codes, scales, 4, signs) - x).square().sum(-1) / x.square().sum(-1)
     assert lost.mean() < 0.0093
     assert lost.max() < 0.03
 
@@ -73,10 +83,22 @@ def test_eight_bits_are_off_by_half_a_step_and_zeros_stay_zeros():
     x[0, 0, 0] = 0
     signs = random_signs(64)
     codes, scales = encode(x, 8, signs)
-    found = decode(codes, scales, signs)
+    assert codes.shape == (2, 3, 50, 32)
+    found = decode(codes, scales, 8, signs)
     assert ((found - x).abs() <= 0.51 * scales.float()[..., None]).all()
     assert not found[0, 0, 0].any()
-    assert not decode(*encode(torch.zeros(2, 64), 4, signs), signs).any()
+    codes, scales = encode(torch.zeros(2, 64), 4, signs)
+    assert not decode(codes, scales, 4, signs).any()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_words_hold_every_code(bits):
+    least, most = (-128, 128) if bits == 8 else (0, 16)
+    codes = torch.arange(least, most, dtype=torch.int32).repeat(2, 1)
+    words = pack_words(codes, bits)
+    assert (words.dtype, words.shape[-1]) == (torch.int16, codes.shape[-1] * bits // 16)
+    assert torch.equal(unpack_words(words, bits), codes)
+    assert torch.equal(unpack_words(words[:, :1], bits)[0], codes[0, :: codes.shape[-1] * bits // 16])
 
 
 def test_schemes_are_found_by_name_and_say_what_they_hold():
@@ -151,7 +173,7 @@ def test_launches_of_real_shapes_need_no_values():
 
 WRONG = {
     "plain keys": ({"keys": lambda t: t.float()}, "keys.*float32"),
-    "values of another width": ({"values": lambda t: t[..., :8]}, "values"),
+    "values of another width": ({"values": lambda t: t[..., :8]}, "values.*32. is"),
     "scales in fp32": ({"key_scales": lambda t: t.float()}, "key_scales.*float32"),
     "signs of another size": ({"signs": lambda t: t[:3]}, "signs"),
 }

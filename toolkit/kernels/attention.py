@@ -23,11 +23,12 @@ from torch import Tensor
 from toolkit.errors import ModelError
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, config_grid
 from toolkit.kernels.checks import check_tensor
+from toolkit.units import KiB
 
 LOG2_E = 1.4426950408889634
 FUSED_ELEMENTS = 32768  # up to so many partial sums of a KV head, the last split to finish combines them: no second launch
 COMBINE_TILE = 8192  # partial sums a block of the second launch holds at a time
-BLOCK_TARGETS = (64, 132, 264, 528)  # blocks of the whole launch: a fraction of the multiprocessors of a GPU, to four each
+BLOCK_TARGETS = (64, 108, 132, 264)  # blocks of the whole launch: fewer than a GPU has multiprocessors, to two or three each
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -88,10 +89,12 @@ class AttentionDecode(Kernel):
     def space(self, shape: Shape) -> Sequence[Config]:
         assert isinstance(shape, AttentionShape)
         row = shape.head_dim * shape.torch_dtype.itemsize
-        blocks = [n for n in (16, 32, 64, 128) if 8192 <= n * row <= 65536] or [16]
+        blocks = [n for n in (16, 32, 64, 128) if 8 * KiB <= n * row <= 64 * KiB] or [16]
         splits = sorted({splits_for(shape, target) for target in BLOCK_TARGETS})
         default = Config(block_n=blocks[0], splits=splits_for(shape, 132), warps=4, stages=2)
-        return config_grid(default, warps=(4, 8), stages=(2, 3, 4), block_n=blocks, splits=splits)
+        found = config_grid(default, warps=(4, 8), stages=(2, 3, 4), block_n=blocks, splits=splits)
+        # Keys and values on their way while a block of them is computed with: too few leave the memory idle.
+        return [c for c in found if c == default or 48 * KiB <= 2 * (c.stages - 1) * c["block_n"] * row <= 192 * KiB]
 
     def inputs(self, shape: Shape, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
         """Values and scores of unit variance, and where slots are positions, a few slots of 1,000 beyond the length."""

@@ -50,17 +50,16 @@ class CodesShape(AttentionShape):
     def scheme(self) -> CodeScheme:
         return find_kv_scheme(self.codes)
 
-    def cached(self, bits: int) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and dtype of codes of so many bits."""
-        width, dtype = (self.head_dim, torch.int8) if bits == 8 else (self.head_dim // 4, torch.int16)
-        return (1, self.kv_heads, self.slots, width), dtype
+    def words(self, bits: int) -> tuple[int, ...]:
+        """Shape of what holds codes of so many bits."""
+        return (1, self.kv_heads, self.slots, self.head_dim * bits // 16)
 
 
 class AttentionCodes(AttentionDecode):
-    """As `AttentionDecode`, on codes: "keys" and "values" int8 [1, KV heads, slots, D] or int16 [1, KV heads, slots, D / 4].
+    """As `AttentionDecode`, on codes: "keys" and "values" int16 [1, KV heads, slots, D bits / 16], "key_scales" and
+    "value_scales" fp16 [1, KV heads, slots], "signs" fp32 [D]: what `kv_codes.encode` makes and takes.
 
-    "key_scales" and "value_scales" are fp16 [1, KV heads, slots], "signs" fp32 [D]: what `kv_codes.encode` makes and takes.
-    4-bit codes want a head_dim of at least 64. Compared with the reference on the same codes.
+    Wants a head_dim of 16 words at least: 64 for 4 bits. Compared with the reference on the same codes.
     """
 
     name = "attention_codes"
@@ -77,8 +76,8 @@ class AttentionCodes(AttentionDecode):
 
     def space(self, shape: Shape) -> Sequence[Config]:
         assert isinstance(shape, CodesShape)
-        blocks = [n for n in (16, 32, 64, 128) if 4096 <= n * shape.head_dim <= 32768]
-        splits = sorted({splits_for(shape, target) for target in BLOCK_TARGETS[1:]})
+        blocks = [n for n in (16, 32, 64, 128) if 8192 <= n * shape.head_dim <= 32768] or [128]
+        splits = sorted({splits_for(shape, target) for target in BLOCK_TARGETS})
         default = Config(block_n=blocks[0], splits=splits_for(shape, 132), warps=4, stages=2)
         return config_grid(default, warps=(4, 8), stages=(2, 3), block_n=blocks, splits=splits)
 
@@ -90,8 +89,8 @@ class AttentionCodes(AttentionDecode):
         if not made["query"].is_meta:
             signs = random_signs(shape.head_dim, seed, device)
         for name, bits in (("key", scheme.key_bits), ("value", scheme.value_bits)):
-            plain, (size, dtype) = made.pop(f"{name}s"), shape.cached(bits)
-            codes = torch.empty(size, dtype=dtype, device=device)
+            plain, size = made.pop(f"{name}s"), shape.words(bits)
+            codes = torch.empty(size, dtype=torch.int16, device=device)
             scales = torch.empty(size[:3], dtype=torch.float16, device=device)
             for head in range(0 if plain.is_meta else shape.kv_heads):  # one at a time: fp32 copies of all needn't fit
                 codes[0, head], scales[0, head] = encode(plain[0, head], bits, signs)
@@ -100,19 +99,22 @@ class AttentionCodes(AttentionDecode):
 
     def reference(self, shape: Shape, inputs: Tensors) -> tuple[Tensor, ...]:
         assert isinstance(shape, CodesShape)
-        keys, values = (decode(inputs[f"{n}s"], inputs[f"{n}_scales"], inputs["signs"]) for n in ("key", "value"))
+        scheme, signs = shape.scheme, inputs["signs"]
+        keys = decode(inputs["keys"], inputs["key_scales"], scheme.key_bits, signs)
+        values = decode(inputs["values"], inputs["value_scales"], scheme.value_bits, signs)
         return (attend(shape, inputs["query"], keys, values, inputs["positions"]),)
 
     def launches(self, shape: Shape, config: Config, inputs: Tensors, outputs: Tensors) -> Sequence[Launch]:
         assert isinstance(shape, CodesShape)
         check_query(shape, inputs, tokens=1)
         scheme, query = shape.scheme, inputs["query"]
-        if min(scheme.key_bits, scheme.value_bits) == 4 and shape.head_dim < 64:
-            raise ModelError(f"{shape.codes} with head_dim {shape.head_dim}", "4-bit codes want at least 64", "Choose int8")
+        least = 256 // min(scheme.key_bits, scheme.value_bits)
+        if shape.head_dim < least:
+            raise ModelError(f"{shape.codes} with head_dim {shape.head_dim}", f"it wants at least {least}", "Choose bf16")
         strides: dict[str, int] = {}
         for name, bits in (("key", scheme.key_bits), ("value", scheme.value_bits)):
-            size, dtype = shape.cached(bits)
-            check_cached(f"{name}s", inputs[f"{name}s"], size, dtype, query)
+            size = shape.words(bits)
+            check_cached(f"{name}s", inputs[f"{name}s"], size, torch.int16, query)
             check_cached(f"{name}_scales", inputs[f"{name}_scales"], size[:3], torch.float16, query)
             strides |= {f"{name}_stride": inputs[f"{name}s"].stride(1)}
             strides |= {f"{name}_scale_stride": inputs[f"{name}_scales"].stride(1)}
@@ -136,53 +138,50 @@ def _twice(number: float) -> str:
     return "0x" + 2 * struct.pack(">e", number).hex()
 
 
-def _levels_ptx() -> str:
-    """Instructions from a word of 2 x 4 codes in $4 to levels in $0 to $3, two in each: what `levels` does one at a time.
+def _ptx(bits: int, field: int) -> str:
+    """Instructions from two words in $1 to two fp16 numbers in $0, of the codes in one of their fields.
 
-    A code in bits 4 to 7 of the fp16 number 1024 makes it 1024 + 16 code, and an eighth of a sixteenth of that, less
-    8.9375, is (code - 7.5) / 8, exactly.
+    4 bits: in bits 4 to 7 of 1024 a code makes 1024 + 16 code; a 128th of that less 8.9375 is v = (code - 7.5) / 8,
+    exactly, and the level is a polynomial of v. 8 bits: in the last byte of 1024, code + 128 makes 1152 + code.
     """
-    numbers = {"part": 1 / 128, "middle": -8.9375, "first": POLYNOMIAL[0], "third": POLYNOMIAL[1], "fifth": POLYNOMIAL[2]}
-    lines = [".reg .b32 v, square, sum", *(f".reg .b32 {name}; mov.b32 {name}, {_twice(x)}" for name, x in numbers.items())]
-    for j, moved in enumerate(("shl.b32 v, $4, 4", "mov.b32 v, $4", "shr.u32 v, $4, 4", "shr.u32 v, $4, 8")):
-        lines += [moved, "lop3.b32 v, v, 0x00f000f0, 0x64006400, 0xea", "fma.rn.f16x2 v, v, part, middle"]
+    low = 4 if bits == 4 else 0  # where the field has to be
+    moved = f"shl.b32 v, $1, {low - field * bits}" if field * bits < low else f"shr.u32 v, $1, {field * bits - low}"
+    numbers = {"part": 1 / 128, "middle": -8.9375 if bits == 4 else -9.0}
+    lines = [".reg .b32 v, square, sum, part, middle, first, third, fifth", moved]
+    if bits == 4:
+        numbers |= {"first": POLYNOMIAL[0], "third": POLYNOMIAL[1], "fifth": POLYNOMIAL[2]}
+        lines += ["lop3.b32 v, v, 0x00f000f0, 0x64006400, 0xea"]  # (v & mask) | 1024s
+    else:
+        lines += ["lop3.b32 v, v, 0x00ff00ff, 0x64806480, 0x6a"]  # (v & mask) ^ 1152s
+    lines += [f"mov.b32 {name}, {_twice(number)}" for name, number in numbers.items()]
+    lines += [f"fma.rn.f16x2 {'v' if bits == 4 else '$0'}, v, part, middle"]
+    if bits == 4:
         lines += ["mul.rn.f16x2 square, v, v", "fma.rn.f16x2 sum, square, fifth, third"]
-        lines += ["fma.rn.f16x2 sum, square, sum, first", f"mul.rn.f16x2 ${j}, v, sum"]
+        lines += ["fma.rn.f16x2 sum, square, sum, first", "mul.rn.f16x2 $0, v, sum"]
     return "{ " + "; ".join(lines) + "; }"
 
 
-LEVELS_PTX = tl.constexpr(_levels_ptx())
-# Four int8 codes in $2 to fp16 numbers in $0 and $1: in the last byte of 1024, code + 128 makes 1152 + code.
-BYTES_PTX = tl.constexpr(f"""{{ .reg .b32 v, part, middle; mov.b32 part, {_twice(1 / 128)}; mov.b32 middle, {_twice(-9.0)};
-xor.b32 v, $2, 0x80808080; prmt.b32 $0, v, 0x64646464, 0x4140; prmt.b32 $1, v, 0x64646464, 0x4342;
-fma.rn.f16x2 $0, $0, part, middle; fma.rn.f16x2 $1, $1, part, middle; }}""")
+PTX_80, PTX_81 = tl.constexpr(_ptx(8, 0)), tl.constexpr(_ptx(8, 1))
+PTX_40, PTX_41, PTX_42, PTX_43 = (tl.constexpr(_ptx(4, field)) for field in range(4))
 FIRST, THIRD, FIFTH = (tl.constexpr(number) for number in POLYNOMIAL)
 
 
 @triton.jit
-def bytes_to_fp16(codes, PTX: tl.constexpr):
-    """int8 codes to fp16 numbers, a 128th of each."""
+def numbers_of(words, FIELD: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr):
+    """One field of int16 words as fp16 numbers: levels of 4-bit codes, a 128th of 8-bit ones.
+
+    Without `PTX` rounded where the instructions on pairs round: the same bits.
+    """
     if PTX:
-        return tl.inline_asm_elementwise(BYTES_PTX, "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=True, pack=4)
-    return (codes.to(tl.float32) * 0.0078125).to(tl.float16)
-
-
-@triton.jit
-def levels_of(words, PTX: tl.constexpr):
-    """The levels of the four codes of each int16 word, fp16: four tensors like `words`, lowest bits first."""
-    if PTX:
-        return tl.inline_asm_elementwise(
-            LEVELS_PTX, "=&r,=&r,=&r,=&r,r", [words],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
-    codes = words.to(tl.int32)
-    return _level(codes & 15), _level((codes >> 4) & 15), _level((codes >> 8) & 15), _level((codes >> 12) & 15)
-
-
-@triton.jit
-def _level(code):
-    """One level, rounded to fp16 where the instructions on pairs round."""
-    v = code.to(tl.float32) * 0.125 - 0.9375
+        low: tl.constexpr = PTX_40 if FIELD == 0 else PTX_41
+        high: tl.constexpr = PTX_42 if FIELD == 2 else PTX_43
+        byte: tl.constexpr = PTX_80 if FIELD == 0 else PTX_81
+        code: tl.constexpr = byte if BITS == 8 else low if FIELD < 2 else high
+        return tl.inline_asm_elementwise(code, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
+    codes = (words.to(tl.int32) >> (FIELD * BITS)) & ((1 << BITS) - 1)
+    if BITS == 8:
+        return (((codes ^ 128) - 128).to(tl.float32) * 0.0078125).to(tl.float16)
+    v = codes.to(tl.float32) * 0.125 - 0.9375
     inner = (v * v * FIFTH + THIRD).to(tl.float16).to(tl.float32)
     return (v * (inner * (v * v) + FIRST).to(tl.float16).to(tl.float32)).to(tl.float16)
 
@@ -211,90 +210,84 @@ def _decode_codes(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, FUSED: tl.constexpr,
     KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
 ):  # fmt: skip
-    """One split of one KV head, as in `attention`; what is rotated is held in quarters of a row."""
+    """One split of one KV head, as in `attention`; rows are held in as many parts as a word has fields."""
     head, split = tl.program_id(0), tl.program_id(1)
     first, end = seen_slots(positions, SLOTS, WINDOW)
     each, active = split_length(first, end, SPLITS, BLOCK_N)
     PTX: tl.constexpr = not INTERPRETED
-    QUARTER: tl.constexpr = HEAD_DIM // 4
-    KEY_WIDTH: tl.constexpr = HEAD_DIM if KEY_BITS == 8 else QUARTER
-    VALUE_WIDTH: tl.constexpr = HEAD_DIM if VALUE_BITS == 8 else QUARTER
+    KEY_WORDS: tl.constexpr = HEAD_DIM * KEY_BITS // 16
+    VALUE_WORDS: tl.constexpr = HEAD_DIM * VALUE_BITS // 16
+    # What scores and weights are multiplied by beside a slot's scale: 8-bit numbers come as 128ths.
+    KEY_UNIT: tl.constexpr = 128 if KEY_BITS == 8 else 1
+    VALUE_UNIT: tl.constexpr = 128 if VALUE_BITS == 8 else 1
     if split < active:
         start = first + split * each
         stop = tl.minimum(start + each, end)
-        rows, dims, parts = tl.arange(0, BLOCK_M), tl.arange(0, HEAD_DIM), tl.arange(0, QUARTER)
+        rows = tl.arange(0, BLOCK_M)
         real = (rows < GROUP)[:, None]
-        queries = query + head * GROUP * HEAD_DIM + rows[:, None] * HEAD_DIM
-        if KEY_BITS == 8:
-            q = tl.load(queries + dims[None, :], mask=real, other=0).to(tl.float16)
-        else:
-            q0 = tl.load(queries + parts[None, :], mask=real, other=0) * tl.load(signs + parts)[None, :]
-            q1 = tl.load(queries + QUARTER + parts[None, :], mask=real, other=0) * tl.load(signs + QUARTER + parts)[None, :]
-            q2 = tl.load(queries + 2 * QUARTER + parts[None, :], mask=real, other=0)
-            q2 *= tl.load(signs + 2 * QUARTER + parts)[None, :]
-            q3 = tl.load(queries + 3 * QUARTER + parts[None, :], mask=real, other=0)
-            q3 *= tl.load(signs + 3 * QUARTER + parts)[None, :]
-            q0, q1, q2, q3 = turn(q0, q1, q2, q3, BLOCK_M, QUARTER)
-            q0, q1, q2, q3 = q0.to(tl.float16), q1.to(tl.float16), q2.to(tl.float16), q3.to(tl.float16)
-        key_rows = keys + head.to(tl.int64) * key_stride + tl.arange(0, KEY_WIDTH)[None, :]
-        value_rows = values + head.to(tl.int64) * value_stride + tl.arange(0, VALUE_WIDTH)[None, :]
+        key_words, value_words = tl.arange(0, KEY_WORDS), tl.arange(0, VALUE_WORDS)
+        queries = query + head * GROUP * HEAD_DIM + rows[:, None] * HEAD_DIM + key_words[None, :]
+        q0 = tl.load(queries, mask=real, other=0).to(tl.float32)
+        q1 = tl.load(queries + KEY_WORDS, mask=real, other=0).to(tl.float32)
+        if KEY_BITS == 4:
+            q2 = tl.load(queries + 2 * KEY_WORDS, mask=real, other=0).to(tl.float32)
+            q3 = tl.load(queries + 3 * KEY_WORDS, mask=real, other=0).to(tl.float32)
+            q0, q1 = q0 * tl.load(signs + key_words), q1 * tl.load(signs + KEY_WORDS + key_words)
+            q2 *= tl.load(signs + 2 * KEY_WORDS + key_words)
+            q3 *= tl.load(signs + 3 * KEY_WORDS + key_words)
+            q0, q1, q2, q3 = turn(q0, q1, q2, q3, BLOCK_M, KEY_WORDS)
+            q2, q3 = q2.to(tl.float16), q3.to(tl.float16)
+        q0, q1 = q0.to(tl.float16), q1.to(tl.float16)
+        key_rows = keys + head.to(tl.int64) * key_stride + key_words[None, :]
+        value_rows = values + head.to(tl.int64) * value_stride + value_words[None, :]
         key_steps = key_scales + head.to(tl.int64) * key_scale_stride
         value_steps = value_scales + head.to(tl.int64) * value_scale_stride
         peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
-        if VALUE_BITS == 8:
-            mean = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
-        else:
-            m0 = tl.zeros((BLOCK_M, QUARTER), tl.float32)
-            m1 = tl.zeros((BLOCK_M, QUARTER), tl.float32)
-            m2 = tl.zeros((BLOCK_M, QUARTER), tl.float32)
-            m3 = tl.zeros((BLOCK_M, QUARTER), tl.float32)
+        m0 = tl.zeros((BLOCK_M, VALUE_WORDS), tl.float32)
+        m1 = tl.zeros((BLOCK_M, VALUE_WORDS), tl.float32)
+        if VALUE_BITS == 4:
+            m2 = tl.zeros((BLOCK_M, VALUE_WORDS), tl.float32)
+            m3 = tl.zeros((BLOCK_M, VALUE_WORDS), tl.float32)
         for slot in range(start, stop, BLOCK_N):
             slots = slot + tl.arange(0, BLOCK_N)
             there = slots < stop
-            codes = tl.load(key_rows + slots[:, None] * KEY_WIDTH, mask=there[:, None], other=0)
-            steps = tl.load(key_steps + slots, mask=there, other=0).to(tl.float32) * scale
+            # Transposed as words and made numbers after: in the registers from which they are multiplied.
+            words = tl.trans(tl.load(key_rows + slots[:, None] * KEY_WORDS, mask=there[:, None], other=0))
+            steps = tl.load(key_steps + slots, mask=there, other=0).to(tl.float32) * (scale * KEY_UNIT)
             scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            if KEY_BITS == 8:
-                scores = dot(q, tl.trans(bytes_to_fp16(codes, PTX)), scores) * (steps * 128)[None, :]
-            else:
-                k0, k1, k2, k3 = levels_of(codes, PTX)
-                scores = dot(q0, tl.trans(k0), scores)
-                scores = dot(q1, tl.trans(k1), scores)
-                scores = dot(q2, tl.trans(k2), scores)
-                scores = dot(q3, tl.trans(k3), scores) * steps[None, :]
-            scores = tl.where(there[None, :], scores, float("-inf"))
+            scores = dot(q0, numbers_of(words, 0, KEY_BITS, PTX), scores)
+            scores = dot(q1, numbers_of(words, 1, KEY_BITS, PTX), scores)
+            if KEY_BITS == 4:
+                scores = dot(q2, numbers_of(words, 2, KEY_BITS, PTX), scores)
+                scores = dot(q3, numbers_of(words, 3, KEY_BITS, PTX), scores)
+            scores = tl.where(there[None, :], scores * steps[None, :], float("-inf"))
             new_peak = tl.maximum(peak, tl.max(scores, 1))
             shrink, p = tl.exp2(peak - new_peak), tl.exp2(scores - new_peak[:, None])
             total, peak = total * shrink + tl.sum(p, 1), new_peak
-            codes = tl.load(value_rows + slots[:, None] * VALUE_WIDTH, mask=there[:, None], other=0)
-            steps = tl.load(value_steps + slots, mask=there, other=0).to(tl.float32)
-            if VALUE_BITS == 8:
-                p = (p * (steps * 128)[None, :]).to(tl.float16)
-                mean = dot(p, bytes_to_fp16(codes, PTX), mean * shrink[:, None])
-            else:
-                p = (p * steps[None, :]).to(tl.float16)
-                v0, v1, v2, v3 = levels_of(codes, PTX)
-                m0 = dot(p, v0, m0 * shrink[:, None])
-                m1 = dot(p, v1, m1 * shrink[:, None])
-                m2 = dot(p, v2, m2 * shrink[:, None])
-                m3 = dot(p, v3, m3 * shrink[:, None])
+            words = tl.load(value_rows + slots[:, None] * VALUE_WORDS, mask=there[:, None], other=0)
+            steps = tl.load(value_steps + slots, mask=there, other=0).to(tl.float32) * VALUE_UNIT
+            p = (p * steps[None, :]).to(tl.float16)
+            m0 = dot(p, numbers_of(words, 0, VALUE_BITS, PTX), m0 * shrink[:, None])
+            m1 = dot(p, numbers_of(words, 1, VALUE_BITS, PTX), m1 * shrink[:, None])
+            if VALUE_BITS == 4:
+                m2 = dot(p, numbers_of(words, 2, VALUE_BITS, PTX), m2 * shrink[:, None])
+                m3 = dot(p, numbers_of(words, 3, VALUE_BITS, PTX), m3 * shrink[:, None])
         total = tl.where(total > 0, total, 1)  # nothing seen: zeros, of no weight, as its peak is -inf
         part = 1 / total[:, None]
         at = (head * SPLITS + split) * GROUP
         found = output + head * GROUP * HEAD_DIM if SPLITS == 1 else partial + at * HEAD_DIM
-        found += rows[:, None] * HEAD_DIM
-        if VALUE_BITS == 8:
-            tl.store(found + dims[None, :], (mean * part).to(found.dtype.element_ty), mask=real)
-        else:
-            m0, m1, m2, m3 = turn(m0 * part, m1 * part, m2 * part, m3 * part, BLOCK_M, QUARTER)
-            found += parts[None, :]
-            m0, m1 = m0 * tl.load(signs + parts)[None, :], m1 * tl.load(signs + QUARTER + parts)[None, :]
-            m2, m3 = m2 * tl.load(signs + 2 * QUARTER + parts)[None, :], m3 * tl.load(signs + 3 * QUARTER + parts)[None, :]
-            tl.store(found, m0.to(found.dtype.element_ty), mask=real)
-            tl.store(found + QUARTER, m1.to(found.dtype.element_ty), mask=real)
-            tl.store(found + 2 * QUARTER, m2.to(found.dtype.element_ty), mask=real)
-            tl.store(found + 3 * QUARTER, m3.to(found.dtype.element_ty), mask=real)
+        found += rows[:, None] * HEAD_DIM + value_words[None, :]
+        m0, m1 = m0 * part, m1 * part
+        if VALUE_BITS == 4:
+            m0, m1, m2, m3 = turn(m0, m1, m2 * part, m3 * part, BLOCK_M, VALUE_WORDS)
+            m0, m1 = m0 * tl.load(signs + value_words), m1 * tl.load(signs + VALUE_WORDS + value_words)
+            m2 *= tl.load(signs + 2 * VALUE_WORDS + value_words)
+            m3 *= tl.load(signs + 3 * VALUE_WORDS + value_words)
+            tl.store(found + 2 * VALUE_WORDS, m2.to(found.dtype.element_ty), mask=real)
+            tl.store(found + 3 * VALUE_WORDS, m3.to(found.dtype.element_ty), mask=real)
+        tl.store(found, m0.to(found.dtype.element_ty), mask=real)
+        tl.store(found + VALUE_WORDS, m1.to(found.dtype.element_ty), mask=real)
         if SPLITS > 1:
             tl.store(weights + at + rows, peak + tl.log2(total), mask=rows < GROUP)
             if FUSED:

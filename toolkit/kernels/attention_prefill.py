@@ -21,6 +21,7 @@ from torch import Tensor
 from toolkit.errors import ModelError
 from toolkit.kernels.attention import LOG2_E, AttentionShape, check_tensors, dot
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, config_grid
+from toolkit.units import KiB
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class AttentionPrefill(Kernel):
         found = config_grid(default, warps=(4, 8), stages=(2, 3), block_m=(16, 32, 64, 128), block_n=(16, 32, 64, 128))
         # The running means are in registers, 4096 fp32 of them a warp at most; a block of slots fits in shared memory.
         sums, tile = shape.head_dim, shape.head_dim * shape.torch_dtype.itemsize
-        return [c for c in found if c["block_m"] * sums <= 4096 * c.warps and 8192 <= c["block_n"] * tile <= 65536]
+        return [c for c in found if c["block_m"] * sums <= 4096 * c.warps and 8 * KiB <= c["block_n"] * tile <= 64 * KiB]
 
     def inputs(self, shape: Shape, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
         """Values and scores of unit variance; the last new token fills the cache, and a ring has come round once."""

@@ -78,15 +78,13 @@ def hadamard(x: Tensor) -> Tensor:
 
 
 def encode(x: Tensor, bits: int, signs: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales of `x` [..., D]: int8 [..., D], or for 4 bits int16 [..., D / 4]; fp16 [...].
+    """Codes and scales of `x` [..., D]: int16 words [..., D bits / 16] as `pack_words` makes them, and fp16 [...].
 
-    Bits 4j to 4j + 3 of word w hold the code of rotated coordinate j D / 4 + w, so that masking neighbouring words gives
-    neighbouring coordinates. A 4-bit scale is the best of five about the root mean square. Zeros give the scale zero.
+    A 4-bit scale is the best of five about the root mean square. Zeros give the scale zero.
     """
     if bits == 8:
         scales = (x.float().abs().amax(-1) / 127).half()
-        steps = scales.float().clamp_min(torch.finfo(torch.float16).tiny)[..., None]
-        return (x.float() / steps).round().clamp(-127, 127).to(torch.int8), scales
+        return pack_words((x.float() / _steps(scales)).round().clamp(-127, 127), bits), scales
     turned = hadamard(x.float() * signs)
     rms, table = turned.square().mean(-1).sqrt(), levels(x.device)
     borders = (table[1:] + table[:-1]) / 2
@@ -94,20 +92,43 @@ def encode(x: Tensor, bits: int, signs: Tensor) -> tuple[Tensor, Tensor]:
     least = torch.full_like(rms, torch.inf)
     for trial in TRIALS:
         tried = (rms * trial).half()
-        steps = tried.float().clamp_min(torch.finfo(torch.float16).tiny)[..., None]
+        steps = _steps(tried)
         found = torch.bucketize(turned / steps, borders)
         lost = (table[found] * steps - turned).square().sum(-1)
         better = lost < least
         codes = torch.where(better[..., None], found.to(torch.int32), codes)
         scales, least = torch.where(better, tried, scales), torch.where(better, lost, least)
-    quarters = codes.unflatten(-1, (4, -1)) << torch.arange(0, 16, 4, device=x.device)[:, None]
-    return quarters.sum(-2).to(torch.int16), scales
+    return pack_words(codes, bits), scales
 
 
-def decode(codes: Tensor, scales: Tensor, signs: Tensor) -> Tensor:
+def decode(words: Tensor, scales: Tensor, bits: int, signs: Tensor) -> Tensor:
     """The values [..., D] in fp32 that codes stand for; 4-bit ones are rotated back."""
-    if codes.dtype == torch.int8:
-        return codes.float() * scales.float()[..., None]
-    shifts = torch.arange(0, 16, 4, device=codes.device)[:, None]
-    found = levels(codes.device)[(codes.to(torch.int32)[..., None, :] >> shifts) & 15].flatten(-2)
-    return hadamard(found * scales.float()[..., None]) * signs
+    codes = unpack_words(words, bits)
+    if bits == 8:
+        return codes * scales.float()[..., None]
+    return hadamard(levels(words.device)[codes] * scales.float()[..., None]) * signs
+
+
+def _steps(scales: Tensor) -> Tensor:
+    """What to divide by: the scales in fp32 [..., 1], none of them zero."""
+    return scales.float().clamp_min(torch.finfo(torch.float16).tiny)[..., None]
+
+
+def pack_words(codes: Tensor, bits: int) -> Tensor:
+    """Codes [..., D] as int16 words [..., D bits / 16]: field j of word w, from the low bits, is coordinate j W + w of W words.
+
+    A kernel that keeps one field of neighbouring words has neighbouring coordinates, each in the 16 bits that the fp16
+    number it becomes needs: words go to the registers that a matrix product wants, and turn to numbers there.
+    """
+    fields = codes.to(torch.int32).bitwise_and((1 << bits) - 1).unflatten(-1, (16 // bits, -1))
+    return (fields << _shifts(bits, codes.device)).sum(-2).to(torch.int16)
+
+
+def unpack_words(words: Tensor, bits: int) -> Tensor:
+    """The inverse of `pack_words`, int32: 8-bit codes signed, 4-bit ones 0 to 15."""
+    fields = (words.to(torch.int32)[..., None, :] >> _shifts(bits, words.device)) & ((1 << bits) - 1)
+    return (fields.flatten(-2) ^ 128) - 128 if bits == 8 else fields.flatten(-2)
+
+
+def _shifts(bits: int, device: torch.device) -> Tensor:
+    return torch.arange(0, 16, bits, device=device, dtype=torch.int32)[:, None]
