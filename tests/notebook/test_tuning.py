@@ -55,7 +55,7 @@ def test_verdicts_have_a_sign_a_word_and_a_reason(page: str) -> None:
 
 def test_measured_and_modelled_are_told_apart(page: str) -> None:
     for kinds, tip, figures in cells(page):
-        assert ("tk-modelled" in kinds) == ("modelled" in tip)
+        assert ("tk-modelled" in kinds) == ("modelled" in tip and "would take" not in tip)
         if tip.startswith("h200"):
             assert "tk-modelled" not in kinds
         assert (figures[5].endswith("-")) == (not tip.startswith("h200") or "failed" in kinds)
@@ -71,6 +71,19 @@ def test_one_winner_a_gpu_and_its_line(page: str) -> None:
         assert best is not None
         assert any(tip.startswith(f"{gpu}, {best.config!r}") for tip in won)
         assert f"{best.config!r}  # {gpu}: " in page
+
+
+def test_what_would_have_won_unchecked(page: str) -> None:
+    table = page.split("The fastest that is right")[1].split("</table>")[0]
+    h200 = re.search(r'<th scope="row">h200</th>(.*?)</tr>', table)
+    assert h200
+    right, wrong, excluded = re.findall(r"<td[^>]*>(.*?)</td>", h200[1])
+    assert right == "<b>64.2 µs</b> block_m=128 warps=8 stages=4"
+    assert wrong.startswith('<b class="tk-modelled">')
+    assert excluded == "-"
+    assert re.search(r'<th scope="row">l4</th>.*?tk-excluded" title="l4[^"]*would take', table)
+    everything_fits = Tuning((row("l4", CONFIGS[0], 0),))
+    assert "The fastest that is right" not in html(everything_fits)
 
 
 def test_what_other_winners_cost(page: str) -> None:
@@ -99,7 +112,8 @@ def test_nothing_runs_and_nothing_at_all() -> None:
 def test_what_is_hostile_is_escaped() -> None:
     evil = '<img src=x onerror="alert(1)">'
     one = replace(row("l4", CONFIGS[0], 0), verdict="failed", reason=evil, kernel=evil, ns=None)
-    page = html(Tuning((one, replace(one, gpu="h200", verdict="untried", ns=1.0), replace(one, shape=evil, gpu=evil))))
+    others = replace(one, gpu="h200", verdict="untried", ns=1.0), replace(one, gpu=evil, verdict="excluded", ns=1.0)
+    page = html(Tuning((one, *others, replace(one, shape=evil, gpu=evil))))
     assert "<img" not in page
 
 

@@ -112,7 +112,7 @@ def _chooser(name: str) -> str:
 def _section(part: Tuning, name: str) -> str:
     winners = {gpu: part.best(gpu) for gpu in part.gpus}
     return "".join([
-        _heat_table(part, winners, name), _reasons(part.rows),
+        _heat_table(part, winners, name), _reasons(part.rows), _fastest(part, winners),
         '<div class="tk-sub">Each GPU\'s winner, to paste</div>',
         f'<div class="tk-scroll"><pre>{escape(chr(10).join(part.line(gpu) for gpu in part.gpus))}</pre></div>',
         _losses(part, winners) if len(part.gpus) > 1 and any(winners.values()) else "",
@@ -183,14 +183,15 @@ def _cell(row: Row | None, scale: _Scale, opens: str) -> str:
         text, level = figure.text(row), figure.heat(row, scale) if row.usable else 0
         kind = f' class="tk-h{level}"' if level else ""
         texts.append(f"<i{kind}>{'' if figure is VERDICT else sign}{escape(text)}</i>")
-    modelled = " tk-modelled" if row.clock == "modelled" else ""
+    modelled = " tk-modelled" if row.clock == "modelled" and row.usable else ""
     kinds = f"tk-{row.verdict}{modelled}{' tk-won' if won else ''}"
     return f'<td class="{kinds}" title="{escape(_tip(row))}"><label for="{opens}">{" ".join(texts)}</label></td>'
 
 
 def _tip(row: Row) -> str:
     why = f": {row.reason}" if row.reason else ""
-    time = f", {seconds_text(row.ns / 1e9)} {row.clock}" if row.ns is not None else ""
+    would = "" if row.usable else "would take "
+    time = f", {would}{seconds_text(row.ns / 1e9)} {row.clock}" if row.ns is not None else ""
     return f"{row.gpu}, {row.config!r}: {_word(row.verdict)}{time}{why}"
 
 
@@ -207,7 +208,10 @@ def _details(row: Row) -> str:
         lines.append(f"± {seconds_text(row.spread_ns / 2e9)}")
     if row.cosine is not None:
         lines.append(f"cosine {row.cosine:.6f}")
-    if row.bound:
+    if row.bytes and row.flops:
+        per_byte = row.flops / row.bytes
+        lines.append(f"{per_byte:,.0f} operations a byte" if per_byte >= 100 else f"{per_byte:.2g} operations a byte")
+    if row.bound and row.usable:
         lines.append(f"bound by {row.bound}")
     share = share_of_roof(row)
     if share is not None:
@@ -236,6 +240,32 @@ def _reasons(rows: Sequence[Row]) -> str:
     count = Counter(row.verdict for row in rows if not row.usable)
     head = ", ".join(f"{n} {_word(verdict)}" for verdict, n in count.items())
     return f"<details{' open' * (len(items) <= 6)}><summary>Why not: {head}</summary><ul>{''.join(items)}</ul></details>"
+
+
+def _fastest(part: Tuning, winners: dict[str, Row | None]) -> str:
+    """A row a GPU: its winner, and what would have won if nobody had checked. Nothing where nothing is wrong or excluded."""
+    refused = [v for v in ("wrong", "excluded") if any(row.verdict == v and row.ns is not None for row in part.rows)]
+    if not refused:
+        return ""
+    names = _varying(list(dict.fromkeys(row.config for row in part.rows)))
+    head = "".join(f'<th scope="col">{SIGNS[v]} {v}</th>' for v in refused)
+    body = []
+    for gpu in part.gpus:
+        rows = [winners[gpu], *(part.fastest(gpu, verdict) for verdict in refused)]
+        body.append(f'<tr><th scope="row">{escape(gpu)}</th>{"".join(_timed_config(row, names) for row in rows)}</tr>')
+    heads = f'<thead><tr><th scope="col">GPU</th><th scope="col">★ right</th>{head}</tr></thead>'
+    return (
+        '<div class="tk-sub">The fastest that is right, and the fastest that is not or doesn\'t fit</div>'
+        f'<div class="tk-scroll tk-fastest"><table>{heads}<tbody>{"".join(body)}</tbody></table></div>'
+    )
+
+
+def _timed_config(row: Row | None, names: Sequence[str]) -> str:
+    if row is None or row.ns is None:
+        return "<td>-</td>"
+    modelled = ' class="tk-modelled"' if row.clock == "modelled" else ""
+    said = escape(_said(row.config, names) or repr(row.config))
+    return f'<td class="tk-{row.verdict}" title="{escape(_tip(row))}"><b{modelled}>{seconds_text(row.ns / 1e9)}</b> {said}</td>'
 
 
 def _losses(part: Tuning, winners: dict[str, Row | None]) -> str:
