@@ -14,7 +14,7 @@ import toolkit.notebook
 from toolkit.kernels.base import Config
 from toolkit.kernels.tuning import Tuning, joined
 from toolkit.notebook.roofline import HEIGHT, WIDTH, roofline, share_of_roof
-from toolkit.notebook.tuning import FIGURES, MOST_CONFIGS, MOST_SHAPES, html
+from toolkit.notebook.tuning import FEWEST_CONFIGS, FIGURES, MOST_CONFIGS, MOST_SHAPES, html
 
 CSS = (Path(toolkit.notebook.__file__).parent / "tuning.css").read_text()
 LIGHT, DARK = CSS.split('[data-jp-theme-light="false"]')[0], CSS.split('[data-jp-theme-light="false"]')[1].split("@media")[0]
@@ -125,8 +125,9 @@ def test_many_configs_and_many_problems_are_cut_and_say_so() -> None:
     assert page.count('class="tk-row"') == MOST_CONFIGS
     assert f"The best {MOST_CONFIGS} of {MOST_CONFIGS + 7} configs" in page
     assert "> block=1</label>" in page
-    several = joined(Tuning((replace(base, shape=f"n={n}"),)) for n in range(MOST_SHAPES + 2))
+    several = joined(Tuning(tuple(replace(one, shape=f"n={n}") for one in big.rows)) for n in range(MOST_SHAPES + 2))
     page = html(several)
+    assert page.count('class="tk-row"') == MOST_SHAPES * FEWEST_CONFIGS
     assert page.count("<details open><summary>a_matmul") == 1
     assert "2 more problems" in page
 

@@ -20,7 +20,8 @@ from toolkit.notebook.roofline import roofline, share_of_roof
 from toolkit.units import bytes_text, seconds_text
 
 _CSS = Path(__file__).with_name("tuning.css")
-MOST_CONFIGS = 40  # rows of a table, the best first
+MOST_CONFIGS = 40  # rows of all heat tables together, the best first,
+FEWEST_CONFIGS = 10  # ... but in each at least these
 MOST_SHAPES = 8  # problems with a table of their own
 MOST_REASONS = 30
 HOPELESS = 10.0  # times the winner's time: what doesn't run counts as this when rows are ordered
@@ -59,7 +60,7 @@ def html(tuning: Tuning) -> str:
         parts += [_counts(tuning), _chooser(name)]
     for n, shape in enumerate(shown):
         part = Tuning(tuple(row for row in tuning.rows if f"{row.kernel} {row.shape}" == shape))
-        body = _section(part, f"{name}-{n}")
+        body = _section(part, f"{name}-{n}", max(MOST_CONFIGS // len(shown), FEWEST_CONFIGS))
         head = f"<summary>{escape(shape)}</summary>"
         parts.append(body if len(tuning.shapes) == 1 else f"<details{' open' * (n == 0)}>{head}{body}</details>")
     if rest:
@@ -109,17 +110,17 @@ def _chooser(name: str) -> str:
     )
 
 
-def _section(part: Tuning, name: str) -> str:
+def _section(part: Tuning, name: str, most: int) -> str:
     winners = {gpu: part.best(gpu) for gpu in part.gpus}
     return "".join([
-        _heat_table(part, winners, name), _reasons(part.rows), _fastest(part, winners),
+        _heat_table(part, winners, name, most), _reasons(part.rows), _fastest(part, winners),
         '<div class="tk-sub">Each GPU\'s winner, to paste</div>',
         f'<div class="tk-scroll"><pre>{escape(chr(10).join(part.line(gpu) for gpu in part.gpus))}</pre></div>',
         _losses(part, winners) if len(part.gpus) > 1 and any(winners.values()) else "",
     ])  # fmt: skip
 
 
-def _heat_table(part: Tuning, winners: dict[str, Row | None], name: str) -> str:
+def _heat_table(part: Tuning, winners: dict[str, Row | None], name: str, most: int) -> str:
     cells = {(row.config, row.gpu): row for row in part.rows}
     configs = _ordered(part.rows, winners)
     varying = _varying(configs)
@@ -131,7 +132,7 @@ def _heat_table(part: Tuning, winners: dict[str, Row | None], name: str) -> str:
     )
     head = "".join(f'<th scope="col">{escape(gpu)}</th>' for gpu in part.gpus)
     body = []
-    for n, config in enumerate(configs[:MOST_CONFIGS]):
+    for n, config in enumerate(configs[:most]):
         rows = [cells.get((config, gpu)) for gpu in part.gpus]
         said = escape(_said(config, varying))
         opener = f'<label><input type="checkbox" id="{name}-{n}" aria-label="Details of {said}"> {said}</label>'
@@ -141,8 +142,8 @@ def _heat_table(part: Tuning, winners: dict[str, Row | None], name: str) -> str:
         body.append(f'<tr class="tk-more"><th scope="row">details</th>{details}</tr>')
     same = ", ".join(f"{key}={value}" for key, value in configs[0].to_dict().items() if key not in varying)
     notes = [f"Every config: {same}."] if same else []
-    if len(configs) > MOST_CONFIGS:
-        notes.append(f"The best {MOST_CONFIGS} of {len(configs)} configs; all are in to_pandas().")
+    if len(configs) > most:
+        notes.append(f"The best {most} of {len(configs)} configs; all are in to_pandas().")
     table = f'<table><thead><tr><th scope="col">config</th>{head}</tr></thead><tbody>{"".join(body)}</tbody></table>'
     return f'<div class="tk-scroll">{table}</div>{_note(" ".join(notes)) if notes else ""}'
 
