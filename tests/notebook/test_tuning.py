@@ -125,6 +125,8 @@ def test_many_configs_and_many_problems_are_cut_and_say_so() -> None:
     assert page.count('class="tk-row"') == MOST_CONFIGS
     assert f"The best {MOST_CONFIGS} of {MOST_CONFIGS + 7} configs" in page
     assert "> block=1</label>" in page
+    odd = replace(base, gpu="h200", config=many[-1], ns=1.0)  # a winner, though of one GPU alone
+    assert f"> block={len(many)}</label>" in html(Tuning((*big.rows, odd)))
     several = joined(Tuning(tuple(replace(one, shape=f"n={n}") for one in big.rows)) for n in range(MOST_SHAPES + 2))
     page = html(several)
     assert page.count('class="tk-row"') == MOST_SHAPES * FEWEST_CONFIGS

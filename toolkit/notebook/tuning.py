@@ -132,7 +132,9 @@ def _heat_table(part: Tuning, winners: dict[str, Row | None], name: str, most: i
     )
     head = "".join(f'<th scope="col">{escape(gpu)}</th>' for gpu in part.gpus)
     body = []
-    for n, config in enumerate(configs[:most]):
+    won = {best.config for best in winners.values() if best is not None}
+    shown_configs = [config for n, config in enumerate(configs) if n < most or config in won]
+    for n, config in enumerate(shown_configs):
         rows = [cells.get((config, gpu)) for gpu in part.gpus]
         said = escape(_said(config, varying))
         opener = f'<label><input type="checkbox" id="{name}-{n}" aria-label="Details of {said}"> {said}</label>'
@@ -142,8 +144,8 @@ def _heat_table(part: Tuning, winners: dict[str, Row | None], name: str, most: i
         body.append(f'<tr class="tk-more"><th scope="row">details</th>{details}</tr>')
     same = ", ".join(f"{key}={value}" for key, value in configs[0].to_dict().items() if key not in varying)
     notes = [f"Every config: {same}."] if same else []
-    if len(configs) > most:
-        notes.append(f"The best {most} of {len(configs)} configs; all are in to_pandas().")
+    if len(shown_configs) < len(configs):
+        notes.append(f"The best {len(shown_configs)} of {len(configs)} configs; all are in to_pandas().")
     table = f'<table><thead><tr><th scope="col">config</th>{head}</tr></thead><tbody>{"".join(body)}</tbody></table>'
     return f'<div class="tk-scroll">{table}</div>{_note(" ".join(notes)) if notes else ""}'
 
