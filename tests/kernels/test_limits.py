@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import toy
 from toy import CAPABILITIES, DIES, FAULTY, ODD, OVERSIZED, SMALL, SQUARE, TOY, ToyMatmul, fresh_cache, toy_config
 
 from toolkit.devices.spec import CATALOGUE
@@ -153,19 +153,13 @@ def test_fingerprint_follows_what_runs_on_the_gpu(tmp_path: Path, monkeypatch: p
     assert len({found["same"], found["body"], found["launch"]}) == 3
 
 
-def test_fingerprint_is_the_same_without_the_interpreter() -> None:
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from toy import TOY; from toolkit.kernels.identity import fingerprint; "
-    )
-    command = [sys.executable, "-c", code + "print(fingerprint(TOY))", str(Path(__file__).parent)]
-    told = subprocess.run(command, capture_output=True, text=True, check=True, env=plain_environment()).stdout
-    assert told.strip() == fingerprint(TOY)
+def test_fingerprint_is_the_same_with_and_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
 
-
-def plain_environment() -> dict[str, str]:
-    import os
-
-    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    for kind in (InterpretedFunction, JITFunction):
+        monkeypatch.setattr(toy, "toy_product", kind(toy.toy_product.fn))
+        assert fingerprint.__wrapped__(TOY) == fingerprint(TOY)
 
 
 def test_a_kernel_of_a_notebook_comes_as_its_cell() -> None:
