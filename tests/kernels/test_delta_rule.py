@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from toolkit.errors import ModelError
 from toolkit.kernels.base import Config
 from toolkit.kernels.delta_rule import DELTA_STEP, DeltaShape
+from toolkit.kernels.delta_rule_chunks import DELTA_CHUNKS, DeltaChunksShape
 from toolkit.models.cache import Recurrent
 from toolkit.models.qwen3_5_moe import DeltaNet
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEP_ERROR = 1e-5  # fp32 sums of a few hundred terms in another order; flash-linear-attention's own tests allow 2e-3
+CHUNK_ERROR = 5e-3  # flash-linear-attention's own for chunks: tensor cores round their factors to 10 bits
 BF16_ERROR = 1e-2  # one rounding of the result, which Triton's interpreter does by cutting off
 SHAPES = [
     DeltaShape(2, 4, 16, 16, dtype="float32"),
@@ -80,7 +82,7 @@ def test_step(shape: DeltaShape) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=lambda shape: shape.key)
 def test_steps_in_a_row_are_the_models(shape: DeltaShape) -> None:
-    config, state = Config(block_v=16, warps=2), {}
+    config, state = Config(block_v=16, together=1, warps=2), {}
     for step in range(shape.taps + 2):
         inputs = DELTA_STEP.inputs(shape, DEVICE, seed=3) | state
         inputs["qkv"] = inputs["qkv"] + step
@@ -97,7 +99,7 @@ def test_nothing_left_over_is_read() -> None:
     inputs = DELTA_STEP.inputs(shape, DEVICE, seed=2)
     inputs["ring"][1001 % shape.taps] = torch.nan
     wanted = DELTA_STEP.reference(shape, inputs)
-    for config in (Config(block_v=64, warps=1), Config(block_v=16, warps=1)):
+    for config in (Config(block_v=64, together=1, warps=1), Config(block_v=16, together=0, warps=1)):
         outputs = DELTA_STEP.outputs(shape, inputs)
         outputs["output"].fill_(torch.nan), outputs["found"].fill_(1000)
         held = {**inputs, "ring": inputs["ring"].clone(), "memory": inputs["memory"].clone()}
@@ -114,7 +116,7 @@ def test_gates_at_their_ends() -> None:
     inputs["a"] = torch.tensor([80.0, -80.0, 0.0, 30.0], device=DEVICE)
     inputs["b"] = torch.tensor([-100.0, 100.0, 0.0, 30.0], device=DEVICE)
     inputs["conv"][: shape.key_dim] = 0
-    results = DELTA_STEP.run(shape, Config(block_v=16), inputs)
+    results = DELTA_STEP.run(shape, Config(block_v=16, together=1), inputs)
     for found, wanted in zip(results, DELTA_STEP.reference(shape, inputs), strict=True):
         assert error(found, wanted) < STEP_ERROR
 
@@ -123,7 +125,7 @@ def wrong(**changed: Tensor) -> str:
     shape = SHAPES[0]
     inputs = DELTA_STEP.inputs(shape, "meta") | changed
     with pytest.raises(ModelError) as caught:
-        DELTA_STEP.launches(shape, Config(block_v=16), inputs, DELTA_STEP.outputs(shape, inputs))
+        DELTA_STEP.launches(shape, Config(block_v=16, together=1), inputs, DELTA_STEP.outputs(shape, inputs))
     return str(caught.value)
 
 
@@ -142,3 +144,61 @@ def test_costs_are_mostly_the_memory() -> None:
     shape = DELTA_STEP.known["qwen3.5-35b-a3b delta net"]
     memory = 2 * 4 * shape.value_heads * 128 * 128
     assert memory < DELTA_STEP.cost(shape).bytes < 1.15 * memory
+
+
+CHUNK_SHAPES = [
+    DeltaChunksShape(2, 4, 16, 16, dtype="float32", tokens=70),
+    DeltaChunksShape(2, 4, 12, 20, taps=3, tiled=True, dtype="float32", tokens=2),
+    DeltaChunksShape(1, 1, 16, 40, taps=2, dtype="float32", tokens=128),
+    DeltaChunksShape(1, 2, 16, 16, tokens=1),
+]
+
+
+@pytest.mark.parametrize("shape", CHUNK_SHAPES, ids=lambda shape: shape.key)
+def test_chunks(shape: DeltaChunksShape) -> None:
+    """Whole and partial chunks, fewer tokens than taps, one token; all with a memory and inputs from before."""
+    inputs = DELTA_CHUNKS.inputs(shape, DEVICE, seed=1)
+    wanted = DELTA_CHUNKS.reference(shape, inputs)
+    found = DELTA_CHUNKS.run(shape, DELTA_CHUNKS.space(shape)[0], inputs)
+    assert error(found[0], wanted[0]) < (CHUNK_ERROR if shape.dtype == "float32" else BF16_ERROR)
+    assert torch.equal(found[1], wanted[1])
+    assert error(found[2], wanted[2]) < CHUNK_ERROR
+
+
+def test_chunks_are_the_models_and_go_on_where_a_step_ended() -> None:
+    """A step at position 0, then tokens from position 1: the ring's other slots are still zeros."""
+    shape = CHUNK_SHAPES[0]
+    step = DeltaShape(2, 4, 16, 16, dtype="float32")
+    one = DELTA_STEP.inputs(step, DEVICE, seed=5) | {"positions": torch.tensor([0], device=DEVICE)}
+    one["ring"].zero_(), one["memory"].zero_()
+    _, ring, memory = DELTA_STEP.run(step, Config(block_v=16, together=1), one)
+    inputs = DELTA_CHUNKS.inputs(shape, DEVICE, seed=6) | {"ring": ring, "memory": memory}
+    inputs["positions"] = torch.arange(1, 71, device=DEVICE)
+    found = DELTA_CHUNKS.run(shape, DELTA_CHUNKS.space(shape)[0], inputs)
+    for ours, theirs in zip(found, model_result(shape, inputs, inputs["positions"]), strict=True):
+        assert error(ours, theirs.view(ours.shape)) < CHUNK_ERROR
+
+
+def test_chunks_of_equal_keys() -> None:
+    """The hardest system: every token writes over the one before, and nothing is forgotten."""
+    shape = DeltaChunksShape(1, 1, 16, 16, taps=1, dtype="float32", tokens=64)
+    inputs = DELTA_CHUNKS.inputs(shape, DEVICE, seed=7)
+    inputs["qkv"][:, :32] = 1
+    inputs["a"].fill_(-100)
+    inputs["b"].fill_(100)
+    found = DELTA_CHUNKS.run(shape, DELTA_CHUNKS.space(shape)[0], inputs)
+    for ours, wanted in zip(found, DELTA_CHUNKS.reference(shape, inputs), strict=True):
+        assert error(ours, wanted) < CHUNK_ERROR
+
+
+def test_chunks_read_nothing_left_over() -> None:
+    shape = CHUNK_SHAPES[1]
+    inputs = DELTA_CHUNKS.inputs(shape, DEVICE, seed=8)
+    wanted = DELTA_CHUNKS.reference(shape, inputs)
+    held = {**inputs, "ring": inputs["ring"].clone(), "memory": inputs["memory"].clone()}
+    outputs = DELTA_CHUNKS.outputs(shape, held)
+    for name in set(outputs) - {"ring", "memory"}:
+        outputs[name].fill_(torch.nan)
+    for launch in DELTA_CHUNKS.launches(shape, DELTA_CHUNKS.space(shape)[0], held, outputs):
+        launch.run()
+    assert error(outputs["output"], wanted[0]) < CHUNK_ERROR

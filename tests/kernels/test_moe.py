@@ -18,7 +18,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Against a reference on the same integers: sums in another order, and now and then an activation that lies between two
 # integers becomes the other one. 60 dB and more.
 ERROR = 1e-3
-SPLIT, FUSED = Config(fused=0, pairs=16, rows=32, warps=4), Config(fused=1, pairs=32, rows=64, warps=4)
+SPLIT, FUSED = Config(fused=0, pairs=16, blocks=32, rows=32), Config(fused=1, pairs=32, blocks=8, rows=64)
 
 
 @triton.jit

@@ -1,6 +1,5 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="assignment"
-# ruff: noqa: RUF005  # what Triton compiles knows no (*a, b)
 """One token of the gated delta net, from what its input matrices give to what its output matrix takes, in one launch.
 
 The step of the gated delta rule (Yang et al., arXiv 2412.06464) with all that stands around it: the causal convolution's
@@ -93,7 +92,12 @@ class DeltaStep(Kernel):
         assert isinstance(shape, DeltaShape)
         whole = triton.next_power_of_2(shape.value_dim)
         blocks = [n for n in (whole, whole // 2, whole // 4, whole // 8) if n >= min(16, whole)]
-        found = config_grid(Config(block_v=whole, warps=16), block_v=blocks, warps=(1, 2, 4, 8, 16))
+        found = config_grid(
+            Config(block_v=blocks[2 if len(blocks) > 2 else -1], together=1, warps=4),
+            block_v=blocks,
+            together=(0, 1),
+            warps=(1, 2, 4, 8),
+        )
         each = triton.next_power_of_2(shape.key_dim)  # numbers of the memory that a thread then holds: not too many, nor none
         return [c for i, c in enumerate(found) if not i or 4 <= c["block_v"] * each // (32 * c.warps) <= 64]
 
@@ -130,7 +134,13 @@ class DeltaStep(Kernel):
     def launches(self, shape: Shape, config: Config, inputs: Tensors, outputs: Tensors) -> Sequence[Launch]:
         assert isinstance(shape, DeltaShape)
         check_inputs(shape, inputs, wanted_tensors(shape, ()) | {"positions": ((1,), INTEGERS)})
-        constants = {**head_constants(shape), "TAPS": shape.taps, "BLOCK_V": config["block_v"], "EPS": self.eps}
+        constants = {
+            **head_constants(shape),
+            "TAPS": shape.taps,
+            "BLOCK_V": config["block_v"],
+            "EPS": self.eps,
+            "TOGETHER": config["together"],
+        }
         grid = (triton.cdiv(shape.value_dim, config["block_v"]), shape.value_heads)
         return [Launch(_step, grid, {**inputs, **outputs}, constants, config.warps, config.stages)]
 
@@ -233,7 +243,7 @@ DELTA_STEP = DeltaStep()
 def _step(
     qkv, z, b, a, conv, decay, dt_bias, norm, positions, ring, memory, output, found, arrivals,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILED: tl.constexpr,
-    TAPS: tl.constexpr, BLOCK_V: tl.constexpr, EPS: tl.constexpr,
+    TAPS: tl.constexpr, BLOCK_V: tl.constexpr, EPS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Some columns of a value head's memory. The last of a head's blocks to finish norms what all of them have read."""
     part, head = tl.program_id(0), tl.program_id(1)
@@ -251,17 +261,18 @@ def _step(
     queries_at = key_head * KEY_DIM + rows
     keys_at = queries_at + KEY_HEADS * KEY_DIM
     values_at = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + columns
-    query_inputs = _inputs(qkv, ring, conv, queries_at, real, CHANNELS, TAPS)
-    key_inputs = _inputs(qkv, ring, conv, keys_at, real, CHANNELS, TAPS)
-    value_inputs = _inputs(qkv, ring, conv, values_at, there, CHANNELS, TAPS)
+    shared = rows < tl.where(first & (part == 0), KEY_DIM, 0)  # one block of those that share a key head remembers its inputs
+    new_query = tl.load(qkv + queries_at, mask=shared, other=0)
+    new_key = tl.load(qkv + keys_at, mask=shared, other=0)
+    new_value = tl.load(qkv + values_at, mask=there, other=0)
     log_kept, beta = gates(a, b, decay, dt_bias, head, head)
     all_columns = tl.arange(0, triton.next_power_of_2(VALUE_DIM))
     weight = output_weights(z, norm, head * VALUE_DIM, all_columns, VALUE_DIM)
 
     slot = (position % TAPS).to(tl.int32)
-    query = _convolve(query_inputs, slot, TAPS)
-    key = _convolve(key_inputs, slot, TAPS)
-    value = _convolve(value_inputs, slot, TAPS)
+    query = _convolve(qkv, ring, conv, queries_at, real, slot, CHANNELS, TAPS, TOGETHER)
+    key = _convolve(qkv, ring, conv, keys_at, real, slot, CHANNELS, TAPS, TOGETHER)
+    value = _convolve(qkv, ring, conv, values_at, there, slot, CHANNELS, TAPS, TOGETHER)
     # Norms of query and key are factors of all that is read with them: no sum waits for another.
     queries, keys, both = tl.reduce((query * query, key * key, query * key), 0, _add3)
     query_scale, key_scale = tl.rsqrt(queries + 1e-6) * tl.rsqrt(KEY_DIM * 1.0), tl.rsqrt(keys + 1e-6)
@@ -272,10 +283,9 @@ def _step(
     read = (read * kept + both * written) * query_scale
 
     remembered = ring + slot * CHANNELS
-    shared = rows < tl.where(first & (part == 0), KEY_DIM, 0)  # one block of those that share a key head remembers its inputs
-    tl.store(remembered + queries_at, query_inputs[0], mask=shared)
-    tl.store(remembered + keys_at, key_inputs[0], mask=shared)
-    tl.store(remembered + values_at, value_inputs[0], mask=there)
+    tl.store(remembered + queries_at, new_query, mask=shared)
+    tl.store(remembered + keys_at, new_key, mask=shared)
+    tl.store(remembered + values_at, new_value, mask=there)
     at = head * VALUE_DIM + all_columns
     if PARTS == 1:
         tl.store(output + at, normed(read, VALUE_DIM, EPS, weight).to(output.dtype.element_ty), mask=there)
@@ -300,29 +310,22 @@ def _add3(a, b, c, d, e, f):
 
 
 @triton.jit
-def _inputs(qkv, ring, conv, channels, real, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
-    """What the convolution of some channels reads: the new input, every slot of the ring, every tap.
-
-    The new input's own slot is read, though another block may be writing it, and not used: no load waits for the position.
-    """
-    found = (tl.load(qkv + channels, mask=real, other=0),)
-    for at in tl.static_range(TAPS):
-        found = found + (tl.load(ring + at * CHANNELS + channels, mask=real, other=0),)
-    for tap in tl.static_range(TAPS):
-        found = found + (tl.load(conv + channels * TAPS + tap, mask=real, other=0),)
-    return found
-
-
-@triton.jit
-def _convolve(inputs, slot, TAPS: tl.constexpr):
-    """SiLU of the convolution of what `_inputs` read; `slot` is where in the ring the new input belongs."""
-    total = tl.zeros(inputs[0].shape, tl.float32)
-    for at in tl.static_range(TAPS):
-        weight = tl.zeros(inputs[0].shape, tl.float32)
-        for tap in tl.static_range(TAPS):
-            mine = (at + TAPS - 1 - slot) % TAPS == tap  # the newest input is the last tap's
-            weight = tl.where(mine, inputs[1 + TAPS + tap], weight)
-        total += tl.where(at == slot, inputs[0], inputs[1 + at]).to(tl.float32) * weight
+def _convolve(
+    qkv, ring, conv, channels, real, slot, CHANNELS: tl.constexpr, TAPS: tl.constexpr, TOGETHER: tl.constexpr
+):  # fmt: skip
+    """SiLU of the convolution of some channels; `slot` is where in the ring the new input belongs: it is read from `qkv`."""
+    if TOGETHER:
+        tap = tl.arange(0, triton.next_power_of_2(TAPS))[:, None]
+        past = ring + (slot + 1 + tap) % TAPS * CHANNELS + channels[None, :]
+        source = tl.where(tap == TAPS - 1, qkv + channels[None, :], past)
+        known = (tap < TAPS) & real[None, :]
+        given = tl.load(source, mask=known, other=0).to(tl.float32)
+        total = tl.sum(given * tl.load(conv + channels[None, :] * TAPS + tap, mask=known, other=0), 0)
+    else:
+        total = tl.load(qkv + channels, mask=real, other=0) * tl.load(conv + channels * TAPS + TAPS - 1, mask=real, other=0)
+        for tap in tl.static_range(TAPS - 1):
+            past = tl.load(ring + (slot + 1 + tap) % TAPS * CHANNELS + channels, mask=real, other=0)
+            total += past * tl.load(conv + channels * TAPS + tap, mask=real, other=0)
     return total * tl.sigmoid(total)
 
 

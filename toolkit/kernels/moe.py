@@ -97,10 +97,13 @@ class MoeStep(Kernel):
 
     def space(self, shape: Shape) -> Sequence[Config]:
         assert isinstance(shape, MoeShape)
-        pairs = [n for n in (8, 16, 32) if shape.width % n == 0]
-        found = [Config(fused=f, pairs=p, rows=p, warps=w) for f in (1, 0) for p in pairs for w in (4, 8)]
-        found += [Config(fused=f, pairs=8, rows=16, warps=4) for f in (1, 0)]
-        return found
+        return [
+            Config(fused=f, pairs=p, blocks=b, rows=8, warps=w)
+            for f in (1, 0)
+            for p, w in ((8, 4), (16, 8), (8, 8), (16, 16))
+            for b in (64, 32)
+            if shape.width % p == 0
+        ]
 
     def inputs(self, shape: Shape, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
         assert isinstance(shape, MoeShape)
@@ -136,14 +139,13 @@ class MoeStep(Kernel):
         return (total.to(shape.torch_dtype),)
 
     def outputs(self, shape: Shape, inputs: Tensors) -> dict[str, Tensor]:
-        """The result; the second product's activations, four a word, their scales and sums; arrivals, which must be zero."""
+        """The result; the second product's activations, four a word, and their scales; arrivals, which must be zero."""
         assert isinstance(shape, MoeShape)
         device, inner = inputs["x"].device, shape.used * shape.width
         return {
             "output": torch.empty(shape.hidden, dtype=shape.torch_dtype, device=device),
             "inner": torch.empty(inner // 4, dtype=torch.int32, device=device),
             "inner_scales": torch.empty(inner // 8, device=device),
-            "inner_sums": torch.empty(inner // 8, device=device),
             "arrivals": torch.zeros(2, dtype=torch.int32, device=device),
         }
 
@@ -155,6 +157,7 @@ class MoeStep(Kernel):
         constants = {
             "HIDDEN": shape.hidden, "WIDTH": shape.width, "EXPERTS": shape.experts, "TOP_K": shape.top_k,
             "USED": shape.used, "ACTIVATION": shape.activation, "PAIRS": config["pairs"], "ROWS": rows,
+            "UP_BLOCKS": config["blocks"],
             "PTX": inputs["x"].device.type != "cpu",
             **scheme_constants("UP_", up), **scheme_constants("DOWN_", down), **absent,
         }  # fmt: skip
@@ -313,28 +316,29 @@ def _moe(
     down_codes, down_high, down_scales, down_offsets, down_scale_steps, down_offset_steps,
     shared_up_codes, shared_up_high, shared_up_scales, shared_up_offsets, shared_up_scale_steps, shared_up_offset_steps,
     shared_down_codes, shared_down_high, shared_down_scales, shared_down_offsets, shared_down_scale_steps,
-    shared_down_offset_steps, output, inner, inner_scales, inner_sums, arrivals,
+    shared_down_offset_steps, output, inner, inner_scales, arrivals,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, USED: tl.constexpr,
     ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr,
     UP_BITS: tl.constexpr, UP_GROUP: tl.constexpr, UP_STEPS: tl.constexpr, UP_OFFSET: tl.constexpr, UP_CENTRE: tl.constexpr,
     DOWN_BITS: tl.constexpr, DOWN_GROUP: tl.constexpr, DOWN_STEPS: tl.constexpr, DOWN_OFFSET: tl.constexpr,
-    DOWN_CENTRE: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
+    DOWN_CENTRE: tl.constexpr, UP_BLOCKS: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
     """The first product, the second, or both, a block being of one of them. In one launch the second's come last."""
     FIRST_BLOCKS: tl.constexpr = USED * (WIDTH // PAIRS) if FIRST else 0
     program = tl.program_id(0)
     if program < FIRST_BLOCKS:
         blocks = ()
-        for t in tl.static_range((HIDDEN // 32 + 31) // 32):
-            blocks = blocks + (load_blocks(x, t * 32, HIDDEN // 32, 32),)
-        numbers, _ = _route(scores, shared_gate, EXPERTS, TOP_K, USED)
+        for t in tl.static_range((HIDDEN // 32 + UP_BLOCKS - 1) // UP_BLOCKS):
+            blocks = blocks + (load_blocks(x, t * UP_BLOCKS, HIDDEN // 32, UP_BLOCKS),)
         codes, high, scales, offsets, scale_steps = up_codes, up_high, up_scales, up_offsets, up_scale_steps
-        offset_steps, slot, expert = up_offset_steps, program // (WIDTH // PAIRS), numbers[0]
-        for k in tl.static_range(1, TOP_K):
-            expert = tl.where(slot == k, numbers[k], expert)
+        offset_steps, slot = up_offset_steps, program // (WIDTH // PAIRS)
+        expert = program * 0
+        if slot < TOP_K:
+            numbers, _ = _route(scores, shared_gate, EXPERTS, TOP_K, TOP_K)
+            for k in tl.static_range(TOP_K):
+                expert = tl.where(slot == k, numbers[k], expert)
         if USED > TOP_K:
-            own = slot == TOP_K
-            expert = tl.where(own, 0, expert)
+            own = slot == TOP_K  # the last blocks, if not all find room at once: they needn't wait for the routing
             codes, scales = tl.where(own, shared_up_codes, up_codes), tl.where(own, shared_up_scales, up_scales)
             if UP_BITS == 5 or UP_BITS == 6:
                 high = tl.where(own, shared_up_high, up_high)
@@ -345,9 +349,8 @@ def _moe(
                 if UP_STEPS:
                     offset_steps = tl.where(own, shared_up_offset_steps, up_offset_steps)
         _gate_up(
-            blocks, codes, high, scales, offsets, scale_steps, offset_steps, inner, inner_scales, inner_sums,
-            expert.to(tl.int64), program, HIDDEN, WIDTH, PAIRS, ACTIVATION, UP_BITS, UP_GROUP, UP_STEPS, UP_OFFSET,
-            UP_CENTRE, PTX,
+            blocks, codes, high, scales, offsets, scale_steps, offset_steps, inner, inner_scales, expert.to(tl.int64), program,
+            HIDDEN, WIDTH, PAIRS, ACTIVATION, UP_BITS, UP_GROUP, UP_STEPS, UP_OFFSET, UP_CENTRE, UP_BLOCKS, PTX,
         )  # fmt: skip
         if SECOND:
             tl.debug_barrier()  # every thread's results are written before this block says so
@@ -371,6 +374,7 @@ def _moe(
                     numbers[slot].to(tl.int64) * HIDDEN + row, down_codes, down_high, down_scales, down_offsets,
                     down_scale_steps, down_offset_steps, WIDTH, 1, BG, DOWN_BITS, DOWN_GROUP, DOWN_STEPS, DOWN_OFFSET, SUB,
                 )  # fmt: skip
+        tl.debug_barrier()  # all of it is asked for before any of it is used
         if FIRST:
             while tl.load(arrivals, volatile=True) < FIRST_BLOCKS:
                 pass
@@ -379,8 +383,8 @@ def _moe(
         sums = tl.zeros((ROWS, BG, SUB), tl.float32)
         for slot in tl.static_range(USED):
             sums += shares[slot] * _down(
-                held, inner, inner_scales, inner_sums, slot, ROWS, BLOCKS, BG, SUB, DOWN_BITS, DOWN_STEPS, DOWN_OFFSET,
-                DOWN_CENTRE, PTX,
+                held, inner, inner_scales, slot, ROWS, BLOCKS, BG, SUB, DOWN_BITS, DOWN_STEPS, DOWN_OFFSET, DOWN_CENTRE, PTX,
+                ".cg" if FIRST else "",
             )  # fmt: skip
         found = tl.sum(tl.sum(sums, 2), 1)
         tl.store(output + n, found.to(output.dtype.element_ty), mask=n < HIDDEN)
@@ -391,12 +395,11 @@ def _moe(
 
 @triton.jit
 def _gate_up(
-    blocks, codes, high, scales, offsets, scale_steps, offset_steps, inner, inner_scales, inner_sums, expert, program,
+    blocks, codes, high, scales, offsets, scale_steps, offset_steps, inner, inner_scales, expert, program,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, ACTIVATION: tl.constexpr, BITS: tl.constexpr,
-    GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr, CENTRE: tl.constexpr, PTX: tl.constexpr,
+    GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr, CENTRE: tl.constexpr, BG: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """PAIRS rows of gate and as many of up of one expert, activated and quantised, 8 with a scale."""
-    BG: tl.constexpr = 32
     TILES: tl.constexpr = (HIDDEN // 32 + BG - 1) // BG
     SUB: tl.constexpr = 4 if GROUP == 16 else 1
     n = tl.arange(0, 2 * PAIRS)  # rows of gate, then the same of up
@@ -419,29 +422,32 @@ def _gate_up(
     integers = tl.reshape(rounded.to(tl.int32, bitcast=True) & 255, (EIGHTS, 2, 4))
     words = tl.sum(integers << shifts[None, None, :], 2)
     eight = program * EIGHTS + tl.arange(0, EIGHTS)
-    tl.store(inner + eight[:, None] * 2 + tl.arange(0, 2)[None, :], words)
-    tl.store(inner_sums + eight, tl.sum(rounded - 12582912.0, 1))
+    word = eight // 4 * 8 + eight % 4  # of a block of 32: its four low words, then its four high ones
+    tl.store(inner + word[:, None] + 4 * tl.arange(0, 2)[None, :], words)
     tl.store(inner_scales + eight, top / 127 + tl.sum(found, 1) * 0.0)  # not a number where one of them isn't
 
 
 @triton.jit
 def _down(
-    held, inner, inner_scales, inner_sums, slot: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, BG: tl.constexpr,
+    held, inner, inner_scales, slot: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, BG: tl.constexpr,
     SUB: tl.constexpr, BITS: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr, CENTRE: tl.constexpr, PTX: tl.constexpr,
+    CACHE: tl.constexpr,
 ):  # fmt: skip
     """Rows of one expert times what the first product left for it: [ROWS, BG, SUB], to be summed.
 
-    Past the caches: other blocks wrote it during this launch.
+    Past the first cache (CACHE) where other blocks wrote it during this launch.
     """
     low, high, scale, offset = unpack(held, slot, BITS, STEPS, OFFSET)
     g = tl.arange(0, BG)[None, :, None]
     at, real = (slot * BLOCKS + g) * 4 + tl.arange(0, 4)[None, None, :], g < BLOCKS
-    x_scale = tl.load(inner_scales + at, mask=real, other=0, cache_modifier=".cg")
-    x_sum = tl.load(inner_sums + at, mask=real, other=0, cache_modifier=".cg")
-    x_low = tl.load(inner + at * 2, mask=real, other=0, cache_modifier=".cg")
-    x_high = tl.load(inner + at * 2 + 1, mask=real, other=0, cache_modifier=".cg")
+    word = (slot * BLOCKS + g) * 8 + tl.arange(0, 4)[None, None, :]
+    x_scale = tl.load(inner_scales + at, mask=real, other=0, cache_modifier=CACHE)
+    x_low = tl.load(inner + word, mask=real, other=0, cache_modifier=CACHE)
+    x_high = tl.load(inner + word + 4, mask=real, other=0, cache_modifier=CACHE)
+    ones = tl.full(x_low.shape, 0x01010101, tl.int32)
+    x_sum = dp4a(ones, x_high, dp4a(ones, x_low, tl.zeros_like(x_low), False, PTX), False, PTX)
     if OFFSET == "centre" and BITS < 8:
-        dot = tl.broadcast_to((x_sum * -CENTRE).to(tl.int32), (ROWS, BG, 4))
+        dot = tl.broadcast_to(x_sum * -CENTRE, (ROWS, BG, 4))
     else:
         dot = tl.zeros((ROWS, BG, 4), tl.int32)
     found = dp4a(high, x_high, dp4a(low, x_low, dot, BITS == 8, PTX), BITS == 8, PTX).to(tl.float32) * x_scale
@@ -449,8 +455,8 @@ def _down(
         found = tl.sum(found, 2)[:, :, None]
     found *= scale
     if OFFSET != "centre":
-        x_sum *= x_scale
+        x_part = x_sum.to(tl.float32) * x_scale
         if SUB == 1:
-            x_sum = tl.sum(x_sum, 2)[:, :, None]
-        found -= offset * x_sum
+            x_part = tl.sum(x_part, 2)[:, :, None]
+        found -= offset * x_part
     return found
