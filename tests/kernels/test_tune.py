@@ -127,6 +127,18 @@ def test_what_a_launch_raises_is_a_row() -> None:
     ]
 
 
+def test_a_problem_too_large_for_the_gpu_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reference(*_: object) -> None:
+        raise torch.OutOfMemoryError("Tried to allocate 100 GiB")
+
+    monkeypatch.setattr(type(TOY), "reference", reference)
+    clock = FakeClock()
+    table = tuned([SMALL, FAULTY[-1]], clock)
+    assert "was not timed: Tried to allocate 100 GiB" in table.notes[0]
+    assert [row.verdict for row in table.rows] == ["untried", "failed"]
+    assert clock.timed == []
+
+
 def test_cancelling_keeps_what_was_timed() -> None:
     cancel = threading.Event()
 

@@ -20,7 +20,7 @@ from toolkit.kernels.base import Config, Kernel, Shape
 from toolkit.kernels.cards import Card
 from toolkit.kernels.compiling import Job, compile_configs, triton_version
 from toolkit.kernels.estimate import estimate
-from toolkit.kernels.gate import Gate
+from toolkit.kernels.gate import Check, Gate
 from toolkit.kernels.identity import fingerprint
 from toolkit.kernels.limits import Compiled, obstacle, worst_occupancy
 from toolkit.kernels.lookup import forget
@@ -112,7 +112,6 @@ class _Problem:
     compiled: dict[Config, Compiled]
     best_ns: float = float("inf")  # so far, of kept rows too
     records: dict[str, Record] = field(default_factory=dict)
-    figures: dict[str, Any] = field(default_factory=dict)  # of the last check
     wrote_at: float = field(default_factory=time.monotonic)
 
     def run(self, missing: Sequence[Config]) -> tuple[str, ...]:
@@ -127,51 +126,38 @@ class _Problem:
         fitting.sort(key=lambda config: estimate(self.kernel, self.shape, config, self.compiled[config], spec).ns)
         if not fitting or self.tuner.device is None:
             return ()
-        gate = Gate(self.kernel, self.shape, self.tuner.device, self.tuner.seed)
+        try:
+            gates = [Gate(self.kernel, self.shape, self.tuner.device, self.tuner.seed + n) for n in range(2)]
+        except torch.OutOfMemoryError as error:
+            return (f"{self.kernel.name} {self.shape.key} was not timed: {' '.join(str(error).split())}"[:300],)
         for done, config in enumerate(fitting):
             self.tuner.step(done, len(fitting), f"timing {words(config)}")
-            self.add(config, self.measure(config, gate))
-            if _broken(self.tuner.device):
+            self.add(config, self.measure(config, gates))
+            if is_broken(self.tuner.device):
                 return (f"{words(config)} broke the GPU's context: start a new process and tune again to go on without it",)
-        self.confirm_winner(Gate(self.kernel, self.shape, self.tuner.device, self.tuner.seed + 1))
         self.tuner.step(len(fitting), len(fitting), "")
         return ()
 
-    def measure(self, config: Config, gate: Gate) -> Record:
-        """Check one config, and time it if it is right. Whatever it raises is in its record."""
+    def measure(self, config: Config, gates: Sequence[Gate]) -> Record:
+        """Check one config, and time it if it is right; a new best is checked again, on other inputs.
+
+        Whatever a launch raises is in the record.
+        """
         assert self.tuner.clock is not None
+        first, second = gates
         try:
-            wrong = self.disagreement(config, gate)
-            if wrong is not None:
-                return wrong
-            timing = self.tuner.clock(self.kernel, self.shape, config, gate.inputs, self.best_ns)
+            check = first.check(config)
+            if not check.right:
+                return wrong(check, first.seed)
+            timing = self.tuner.clock(self.kernel, self.shape, config, first.inputs, self.best_ns)
+            if timing.ns < self.best_ns and not (again := second.check(config)).right:
+                return wrong(again, second.seed)
         except Exception as error:
             return Record("failed", f"{type(error).__name__}: {' '.join(str(error).split())}"[:600])
         return Record(
             "slow" if timing.stopped else "ok", "given up after one replay" if timing.stopped else "",
-            us=round(timing.ns / 1e3, 3), spread_us=round(timing.spread_ns / 1e3, 3), cold=timing.cold, **self.figures,
+            us=round(timing.ns / 1e3, 3), spread_us=round(timing.spread_ns / 1e3, 3), cold=timing.cold, **figures(check),
         )  # fmt: skip
-
-    def disagreement(self, config: Config, gate: Gate) -> Record | None:
-        """The record of a config that is wrong on the gate's inputs; None for one that is right. Keeps the figures of both."""
-        check = gate.check(config)
-        self.figures = {"cosine": round(check.cosine, 7), "max_error": float(f"{check.max_error:.3g}")}
-        return None if check.right else Record("wrong", f"{check.reason} (inputs of seed {gate.seed})", **self.figures)
-
-    def confirm_winner(self, gate: Gate) -> None:
-        """Check the winner again, on other inputs, and then the next one until one holds. A kept winner has been confirmed."""
-        names = {words(config): config for config in self.compiled}
-        while right := {
-            name: row for name, row in self.records.items() if row.verdict == "ok" and (row.us or 0) * 1e3 <= self.best_ns
-        }:
-            config = names[min(right, key=lambda name: right[name].us or 0.0)]
-            wrong = self.disagreement(config, gate)
-            if wrong is None:
-                return
-            self.add(config, wrong)
-            self.best_ns = min(
-                (row.us * 1e3 for row in self.records.values() if row.verdict == "ok" and row.us), default=float("inf")
-            )
 
     def add(self, config: Config, record: Record) -> None:
         """Keep a record, with what it belongs to; write every other second."""
@@ -195,7 +181,17 @@ class _Problem:
         self.wrote_at = time.monotonic()
 
 
-def _broken(device: torch.device | None) -> bool:
+def figures(check: Check) -> dict[str, Any]:
+    """A check's figures as a record has them."""
+    return {"cosine": round(check.cosine, 7), "max_error": float(f"{check.max_error:.3g}")}
+
+
+def wrong(check: Check, seed: int) -> Record:
+    """The record of a config that isn't right on the inputs of `seed`."""
+    return Record("wrong", f"{check.reason} (inputs of seed {seed})", **figures(check))
+
+
+def is_broken(device: torch.device | None) -> bool:
     """Has a kernel's illegal access left a CUDA context in which nothing runs any more?"""
     if device is None or device.type != "cuda":
         return False
@@ -211,6 +207,6 @@ def tune_all(tuner: Tuner, problems: Iterable[tuple[Kernel, Shape]], configs: Se
     found = []
     for kernel, shape in problems:
         found.append(tuner.tune(kernel, shape, configs))
-        if found[-1].notes:
+        if is_broken(tuner.device):
             break
     return found
