@@ -68,6 +68,8 @@ def test_the_labs_tune_panel(notebook) -> None:
     page.wait_for_selector(".tk-lab button:text-is('Explore'):not([disabled])", timeout=90_000)
     field(page, "Kernel").select_option("int4_matmul")
     field(page, "Shape").select_option("qwen3-8b down")
+    page.locator(".tk-lab button:text-is('Explore')").scroll_into_view_if_needed()
+    shot(page, "lab-tune-fields")
     press(page, "Explore")
     page.wait_for_selector(f".tk-lab {VIEW} .tk-won", timeout=60_000)
     page.locator(".tk-lab :text('Done in')").first.scroll_into_view_if_needed()

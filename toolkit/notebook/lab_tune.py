@@ -40,7 +40,7 @@ class TunePanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.kernel_field = widgets.Dropdown(description="Kernel", style=wide, disabled=True)
         self.shape_field = widgets.Dropdown(description="Shape", style=wide, disabled=True, layout={"width": "360px"})
         self.gpus_field = widgets.SelectMultiple(
-            options=list(CATALOGUE), value=FIRST_GPUS, description="GPUs", style=wide, rows=6,
+            options=list(CATALOGUE), value=FIRST_GPUS, description="GPUs", style=wide, rows=len(CATALOGUE),
             tooltip="Ctrl or Shift for several",
         )  # fmt: skip
         self.list_button = widgets.Button(description="List the kernels", icon="list", button_style="primary")
@@ -99,7 +99,7 @@ class TunePanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
 
         def show(done: int, total: int, what: str) -> None:
             self.progress.max, self.progress.value = max(total, 1), done
-            self.status.value = f"{done} of {total} compiled: {escape(what)}"
+            self.status.value = f"{done} of {total} compiled{': ' if what else ''}{escape(what)}"
 
         began = time.monotonic()
         self.tuning = tune.explore(kernel, shape, gpus, progress=show, cancel=self._cancelled)
