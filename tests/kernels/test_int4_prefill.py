@@ -12,18 +12,21 @@ from toolkit.kernels.int4_prefill import INT4_PREFILL, PrefillShape
 from toolkit.quant import SCHEMES, PackedMatrix, matmul
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SMALL = Config(block_n=16, block_m=16, block_k=64)
+SMALL = Config(block_n=16, block_m=16, block_k=64, split=1)
 # Of the largest result. Triton's interpreter cuts weights and results to bf16 (2^-7 each, all to one side, and gate times up
 # has it twice) where a GPU rounds.
 CLOSE = 2**-7 if DEVICE == "cuda" else 2**-5
 
 
 def run(shape: PrefillShape, inputs: dict[str, torch.Tensor], config: Config = SMALL) -> torch.Tensor:
-    """Launch on a result of NaN."""
+    """Launch on a result and scratch of NaN; the counters must be as they were."""
     outputs = INT4_PREFILL.outputs(shape, inputs)
-    outputs["out"].fill_(torch.nan)
+    outputs["partial"] = torch.empty(1 << 16, device=DEVICE)
+    for tensor in outputs.values():
+        tensor.fill_(torch.nan)
     for launch in INT4_PREFILL.launches(shape, config, inputs, outputs):
         launch.run()
+    assert not inputs["counter"].any()
     return outputs["out"]
 
 
@@ -42,7 +45,7 @@ def columns(scheme: str, blocks: int) -> int:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_scheme(scheme: str) -> None:
-    shape = PrefillShape(37, columns(scheme, 3), 19, scheme)
+    shape = PrefillShape(18, columns(scheme, 1 if SCHEMES[scheme].steps else 3), 17, scheme)
     inputs = INT4_PREFILL.inputs(shape, DEVICE)
     assert_close(run(shape, inputs), INT4_PREFILL.reference(shape, inputs)[0])
 
@@ -50,7 +53,7 @@ def test_every_scheme(scheme: str) -> None:
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("scheme", ["int4-g32", "q4_k", "q5_0", "q6_k", "int8-g32"])
 def test_gate_and_up(scheme: str, activation: str) -> None:
-    shape = PrefillShape(42, columns(scheme, 1), 17, scheme, activation)
+    shape = PrefillShape(22, columns(scheme, 1), 17, scheme, activation)
     inputs = INT4_PREFILL.inputs(shape, DEVICE)
     assert_close(run(shape, inputs), INT4_PREFILL.reference(shape, inputs)[0])
 
@@ -60,15 +63,34 @@ def test_gate_and_up(scheme: str, activation: str) -> None:
     [
         (16, 16, 64, SMALL),  # whole tiles
         (1, 1, 32, SMALL),
-        (33, 9, 96, Config(block_n=32, block_m=16, block_k=32)),
-        (70, 40, 160, Config(block_n=64, block_m=32, block_k=128)),
-        (5, 300, 64, Config(block_n=16, block_m=128, block_k=64)),
+        (33, 9, 96, Config(block_n=32, block_m=16, block_k=32, split=1)),
+        (70, 40, 160, Config(block_n=64, block_m=32, block_k=128, split=1)),
+        (5, 300, 64, Config(block_n=16, block_m=128, block_k=64, split=1)),
     ],
 )
 def test_sizes_and_tiles(n: int, m: int, k: int, config: Config) -> None:
     shape = PrefillShape(n, k, m, "q4_0")
     inputs = INT4_PREFILL.inputs(shape, DEVICE)
     assert_close(run(shape, inputs, config), INT4_PREFILL.reference(shape, inputs)[0])
+
+
+@pytest.mark.parametrize(("split", "k", "activation"), [(2, 160, "none"), (3, 192, "silu"), (4, 64, "none")])
+def test_split_sums_are_added_in_order(split: int, k: int, activation: str) -> None:
+    """GIVEN sums in parts, the last of them shorter or empty WHEN a tile's programs are done THEN all parts are in."""
+    shape = PrefillShape(20 if activation == "silu" else 10, k, 18, "q4_1", activation)
+    inputs = INT4_PREFILL.inputs(shape, DEVICE)
+    config = Config(block_n=16, block_m=16, block_k=32, split=split)
+    got = run(shape, inputs, config)
+    assert_close(got, INT4_PREFILL.reference(shape, inputs)[0])
+    assert torch.equal(got, run(shape, inputs, config))
+
+
+def test_too_little_scratch_is_told() -> None:
+    shape = PrefillShape(64, 64, 64, "q4_1")
+    inputs = INT4_PREFILL.inputs(shape, DEVICE)
+    outputs = {**INT4_PREFILL.outputs(shape, inputs), "partial": torch.empty(7, device=DEVICE)}
+    with pytest.raises(ModelError, match="1024 counters and scratch for 7 sums where 16 and 8,192 are needed"):
+        INT4_PREFILL.launches(shape, Config(block_n=16, block_m=16, block_k=32, split=2), inputs, outputs)
 
 
 @pytest.mark.parametrize("scheme", ["int4-g128", "int8-g128"])

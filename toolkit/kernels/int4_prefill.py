@@ -1,4 +1,6 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-incomplete-defs, allow-untyped-decorators
+# mypy: disable-error-code="assignment"
+# ruff: noqa: RUF005  # what Triton compiles knows no (*a, b)
 """x times a packed matrix, transposed, for the many tokens of a prompt: tiles are dequantised on their way to tensor cores.
 
 Bound by the tensor cores' rate. The bf16 matrix never exists: a program loads a tile's packed words, makes bf16 values of
@@ -9,6 +11,7 @@ instruction (as Kim et al., arXiv 2211.10017, do for halves). Sums are fp32, in 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -25,6 +28,8 @@ from toolkit.kernels.checks import check_tensor
 from toolkit.quant import dequantise, find_scheme
 
 ACTIVATIONS = ("none", "silu", "gelu_tanh")
+COUNTERS = 1024  # tiles of a result whose sums are split: more tiles than these fill any GPU without
+FEW_TILES = 264  # fewer than these may leave SMs idle: splitting their sums is worth trying
 ROWS_AT_ONCE = 4096  # of the matrix, in the reference: bounds its scratch
 
 
@@ -57,7 +62,8 @@ class PrefillShape(Shape):
 class Int4Prefill(Kernel):
     """x [m, k] times a packed matrix [n, k], transposed, and activation(gate) * up where the shape asks for it.
 
-    Inputs: x bf16, and the matrix's parts (see `PackedMatrix`). Result: out bf16 [m, width]; all zero where k is 0.
+    Inputs: x bf16, the matrix's parts (see `PackedMatrix`), and counter int32 [1024], zero, and zero again after. Result:
+    out bf16 [m, width]; all zero where k is 0.
     ModelError for tensors of another shape or dtype, elsewhere, not contiguous or not aligned.
     """
 
@@ -76,14 +82,15 @@ class Int4Prefill(Kernel):
     }
 
     def space(self, shape: Shape) -> Sequence[Config]:
-        return [
-            Config(block_n=128, block_m=128, block_k=64, warps=4, stages=3),
-            Config(block_n=128, block_m=128, block_k=64, warps=8, stages=3),
-            Config(block_n=128, block_m=256, block_k=64, warps=8, stages=3),
-            Config(block_n=256, block_m=128, block_k=64, warps=8, stages=3),
-            Config(block_n=128, block_m=128, block_k=128, warps=8, stages=3),
-            Config(block_n=64, block_m=256, block_k=64, warps=4, stages=3),
-        ]
+        assert isinstance(shape, PrefillShape)
+        blocks = ((128, 256), (64, 256)) if shape.m > 64 else ((64, 64), (64, 32))
+        found = [Config(block_n=64, block_m=32, block_k=64, split=1, warps=4, stages=2)]
+        for (block_n, block_m), split, stages in itertools.product(blocks, (1, 3, 4), (3, 4)):
+            warps = 8 if block_n * block_m > 64 * 256 or (block_m == 256 and shape.activation != "none") else 4
+            config = Config(block_n=block_n, block_m=block_m, block_k=64, split=split, warps=warps, stages=stages)
+            if split == 1 or _tiles(shape, config)[0] < FEW_TILES:
+                found.append(config)
+        return found
 
     def inputs(self, shape: Shape, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
         assert isinstance(shape, PrefillShape)
@@ -100,7 +107,7 @@ class Int4Prefill(Kernel):
             else:
                 most = {"zeros": 15.0, "scales": 1e-2, "minima": 8e-2, "minimum_steps": 2e-3}.get(name, 2e-4)
                 found[name] = (torch.rand(size, generator=generator, device=device) * most).to(dtype)
-        return found
+        return found | {"counter": torch.zeros(COUNTERS, dtype=torch.int32, device=device)}
 
     def reference(self, shape: Shape, inputs: Tensors) -> tuple[Tensor, ...]:
         assert isinstance(shape, PrefillShape)
@@ -117,11 +124,13 @@ class Int4Prefill(Kernel):
 
     def outputs(self, shape: Shape, inputs: Tensors) -> dict[str, Tensor]:
         assert isinstance(shape, PrefillShape)
-        return {"out": inputs["x"].new_empty(shape.m, shape.width)}
+        scratch = max(_tiles(shape, config)[1] for config in self.space(shape))
+        partial = torch.empty(scratch, dtype=torch.float32, device=inputs["x"].device)
+        return {"out": inputs["x"].new_empty(shape.m, shape.width), "partial": partial}
 
     def launches(self, shape: Shape, config: Config, inputs: Tensors, outputs: Tensors) -> Sequence[Launch]:
         assert isinstance(shape, PrefillShape)
-        self._check(shape, inputs, outputs)
+        self._check(shape, config, inputs, outputs)
         scheme = find_scheme(shape.scheme)
         block_n, block_m, block_k = (config[f"block_{letter}"] for letter in "nmk")
         x, scales = inputs["x"], inputs["scales"]
@@ -130,28 +139,41 @@ class Int4Prefill(Kernel):
             "high_ptr": _words(inputs["high"]) if "high" in inputs else scales, "scales_ptr": scales,
             "offsets_ptr": inputs.get("zeros", inputs.get("minima", scales)),
             "scale_steps_ptr": inputs.get("scale_steps", scales),
-            "offset_steps_ptr": inputs.get("minimum_steps", scales), "M": shape.m, "N": shape.width,
+            "offset_steps_ptr": inputs.get("minimum_steps", scales), "partial_ptr": outputs["partial"],
+            "counter_ptr": inputs["counter"], "M": shape.m, "N": shape.width,
         }  # fmt: skip
         constants = {
             "K": shape.k, "BITS": scheme.bits, "GROUP": scheme.group, "STEPS": scheme.steps, "OFFSET": scheme.offset,
             "CENTRE": scheme.centre, "ACTIVATION": shape.activation, "BLOCK_N": block_n, "BLOCK_M": block_m, "BLOCK_K": block_k,
-            "HALVES": not x.is_cpu,
+            "SPLIT": config["split"], "HALVES": not x.is_cpu,
         }  # fmt: skip
-        tiles = triton.cdiv(shape.m, block_m) * triton.cdiv(shape.width, block_n)
-        return [Launch(_prefill_kernel, (tiles,), arguments, constants, config.warps, config.stages)]
+        grid = (_tiles(shape, config)[0] * config["split"],)
+        return [Launch(_prefill_kernel, grid, arguments, constants, config.warps, config.stages)]
 
-    def _check(self, shape: PrefillShape, inputs: Tensors, outputs: Tensors) -> None:
+    def _check(self, shape: PrefillShape, config: Config, inputs: Tensors, outputs: Tensors) -> None:
         x, parts = inputs["x"], find_scheme(shape.scheme).parts()
         check_tensor(self.name, "x", x, (shape.m, shape.k), torch.bfloat16, x)
         check_tensor(self.name, "out", outputs["out"], (shape.m, shape.width), torch.bfloat16, x)
         for name, (dtype, per) in parts.items():
             check_tensor(self.name, name, inputs[name], (shape.n, shape.k // per), dtype, x)
+        tiles, numbers = _tiles(shape, config)
+        if config["split"] > 1 and (len(inputs["counter"]) < tiles or len(outputs["partial"]) < numbers):
+            found = f"{len(inputs['counter'])} counters and scratch for {len(outputs['partial']):,} sums"
+            raise ModelError(self.name, f"{found} where {tiles} and {numbers:,} are needed", "Choose a config of the space")
 
     def cost(self, shape: Shape) -> Cost:
         assert isinstance(shape, PrefillShape)
         matrix = int(shape.n * shape.k * find_scheme(shape.scheme).bits_per_weight / 8)
         rows = 2 * shape.m * (shape.k + shape.width)
         return Cost(matrix + rows, 2.0 * shape.m * shape.n * shape.k, "bf16_flops")
+
+
+def _tiles(shape: PrefillShape, config: Config) -> tuple[int, int]:
+    """Tiles of the result, and fp32 numbers of scratch for the parts of their sums."""
+    block_n, block_m, split = config["block_n"], config["block_m"], config["split"]
+    tiles = triton.cdiv(shape.m, block_m) * triton.cdiv(shape.width, block_n)
+    kinds = 1 if shape.activation == "none" else 2
+    return tiles, tiles * split * kinds * block_n * block_m if split > 1 else 0
 
 
 def _words(packed: Tensor) -> Tensor:
@@ -177,56 +199,64 @@ def _fields(words, WIDTH: tl.constexpr, AT: tl.constexpr):
 
 
 @triton.jit
-def _load(ptr, row, first, PER_ROW: tl.constexpr, COUNT: tl.constexpr, WHOLE: tl.constexpr):
-    """[N, COUNT] elements of rows [N, 1] from `first` on; zeros beyond a row's end unless tiles are WHOLE."""
+def _load(ptr, base, row, first, PER_ROW: tl.constexpr, COUNT: tl.constexpr, WHOLE: tl.constexpr):
+    """[N, COUNT] elements of rows base + [N, 1] from `first` on; zeros beyond a row's end unless all lie within (WHOLE)."""
     at = first + tl.arange(0, COUNT)[None, :]
+    ptr += base * PER_ROW
     if WHOLE:
-        return tl.load(ptr + row * PER_ROW + at)
-    return tl.load(ptr + row * PER_ROW + at, mask=at < PER_ROW, other=0)
+        return tl.load(ptr + (row * PER_ROW + at))
+    return tl.load(ptr + (row * PER_ROW + at), mask=at < PER_ROW, other=0)
 
 
 @triton.jit
-def _fine(ptr, steps_ptr, row, k, K: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr):
-    """The scales or minima of a tile from column k on, fp32 [N, groups]."""
+def _held(
+    codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr, base, row, k,
+    K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr,
+    BLOCK_K: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """A tile from column k on as it is stored: words of codes, scales, and what it has of offsets, steps, high bits."""
+    PER: tl.constexpr = 4 if BITS == 8 else 8
     GROUPS: tl.constexpr = (BLOCK_K + GROUP - 1) // GROUP
-    WHOLE: tl.constexpr = K % BLOCK_K == 0
-    found = _load(ptr, row, k // GROUP, K // GROUP, GROUPS, WHOLE).to(tl.float32)
+    found = (_load(codes_ptr, base, row, k // PER, K // PER, BLOCK_K // PER, WHOLE),)
+    found = found + (_load(scales_ptr, base, row, k // GROUP, K // GROUP, GROUPS, WHOLE),)
+    if OFFSET != "centre":
+        found = found + (_load(offsets_ptr, base, row, k // GROUP, K // GROUP, GROUPS, WHOLE),)
     if STEPS:
-        found *= tl.load(steps_ptr + row * (K // STEPS) + k // STEPS).to(tl.float32)
+        found = found + (_load(scale_steps_ptr, base, row, k // STEPS, K // STEPS, 1, WHOLE),)
+    if STEPS and OFFSET == "minimum":
+        found = found + (_load(offset_steps_ptr, base, row, k // STEPS, K // STEPS, 1, WHOLE),)
+    if BITS == 5 or BITS == 6:
+        HIGH_PER: tl.constexpr = 32 // (BITS - 4)
+        found = found + (_load(high_ptr, base, row, k // HIGH_PER, K // HIGH_PER, BLOCK_K // HIGH_PER, WHOLE),)
     return found
 
 
 @triton.jit
-def _tile(
-    codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr, row, k,
-    K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr,
-    CENTRE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+def _weights(
+    held, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr, CENTRE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Weights [BLOCK_N, BLOCK_K] of rows [BLOCK_N, 1] from column k on, in bf16.
+    """The values bf16 [BLOCK_N, BLOCK_K] of a tile that `_held` loaded.
 
     A code stands in the highest bits of a mantissa, 1 + code / 2^BITS, and one multiplication and addition do the rest.
     """
-    WHOLE: tl.constexpr = K % BLOCK_K == 0
-    WIDTH: tl.constexpr = 8 if BITS == 8 else 4
-    PER: tl.constexpr = 32 // WIDTH
-    words = _load(codes_ptr, row, k // PER, K // PER, BLOCK_K // PER, WHOLE)
+    words = held[0]
     if BITS == 8:
         words = words ^ -2139062144  # 0x80808080: signed bytes become unsigned ones, 128 higher
-    codes = _fields(words, WIDTH, 23 - BITS)
+    codes = _fields(words, 8 if BITS == 8 else 4, 23 - BITS)
     if BITS == 5 or BITS == 6:
-        HIGH_PER: tl.constexpr = 32 // (BITS - 4)
-        high = _load(high_ptr, row, k // HIGH_PER, K // HIGH_PER, BLOCK_K // HIGH_PER, WHOLE)
-        codes |= _fields(high, BITS - 4, 27 - BITS)
+        codes |= _fields(held[len(held) - 1], BITS - 4, 27 - BITS)
     values = (codes | 0x3F800000).to(tl.float32, bitcast=True)
-    GROUPS: tl.constexpr = (BLOCK_K + GROUP - 1) // GROUP
     ONE: tl.constexpr = 1 << BITS  # what 1.0 counts in codes
-    scales = _fine(scales_ptr, scale_steps_ptr, row, k, K, BLOCK_K, GROUP, STEPS)
+    scales = held[1].to(tl.float32)
+    if STEPS:
+        scales *= held[2 if OFFSET == "centre" else 3].to(tl.float32)
     offsets = scales * (ONE + CENTRE + (128 if BITS == 8 else 0))
     if OFFSET == "zero":
-        offsets += _fine(offsets_ptr, offset_steps_ptr, row, k, K, BLOCK_K, GROUP, 0) * scales
+        offsets += held[2].to(tl.float32) * scales
     if OFFSET == "minimum":
-        offsets += _fine(offsets_ptr, offset_steps_ptr, row, k, K, BLOCK_K, GROUP, STEPS)
-    values = tl.reshape(values, (BLOCK_N, GROUPS, BLOCK_K // GROUPS))
+        offsets += held[2].to(tl.float32) * (held[4].to(tl.float32) if STEPS else 1.0)
+    values = tl.reshape(values, (BLOCK_N, scales.shape[1], BLOCK_K // scales.shape[1]))
     values = values * (scales * ONE)[:, :, None] - offsets[:, :, None]
     return tl.reshape(values, (BLOCK_N, BLOCK_K)).to(tl.bfloat16)
 
@@ -248,42 +278,96 @@ def _activated(gate, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _prefill_kernel(
-    x_ptr, out_ptr, codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr, M, N,
-    K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr,
-    CENTRE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-    HALVES: tl.constexpr,
-):  # fmt: skip
-    """One tile of the result a program, tiles of the same rows of the matrix next to each other: these share L2.
-
-    The weights are the left operand, so that few tokens need no more of a tensor core's rows than there are.
-    """
-    WHOLE: tl.constexpr = K % BLOCK_K == 0
-    tiles_m = tl.cdiv(M, BLOCK_M)
-    n = tl.program_id(0) // tiles_m * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.program_id(0) % tiles_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    row = tl.minimum(n, N - 1).to(tl.int64)[:, None]
-    x_row = tl.minimum(m, M - 1).to(tl.int64)[:, None]
-    sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    if ACTIVATION != "none":
-        up_sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for k in range(0, K, BLOCK_K):
-        x = tl.trans(_load(x_ptr, x_row, k, K, BLOCK_K, WHOLE))
-        weights = _tile(
-            codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr, row, k,
-            K, BITS, GROUP, STEPS, OFFSET, CENTRE, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
-        sums = _dot(weights, x, sums, HALVES)
-        if ACTIVATION != "none":
-            weights = _tile(
-                codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr, row + N, k,
-                K, BITS, GROUP, STEPS, OFFSET, CENTRE, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
-            up_sums = _dot(weights, x, up_sums, HALVES)
+def _finish(out_ptr, sums, up_sums, m, n, N, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Store what of a tile [BLOCK_N, BLOCK_M] lies within `n` columns and `m` rows of the result, N apart."""
     if ACTIVATION != "none":
         sums = _activated(sums, ACTIVATION) * up_sums
-    at = m.to(tl.int64)[None, :] * N + n[:, None]
-    tl.store(out_ptr + at, sums.to(tl.bfloat16), mask=(m < M)[None, :] & (n < N)[:, None])
+    i, j = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_M)[None, :]
+    tl.store(out_ptr + (j * N + i), sums.to(out_ptr.dtype.element_ty), mask=(j < m) & (i < n))
+
+
+@triton.jit
+def _prefill_kernel(
+    x_ptr, out_ptr, codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr, partial_ptr,
+    counter_ptr, M, N, K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr,
+    CENTRE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    """One tile of the result a program, or one of SPLIT parts of its sums; the last part's program adds them, in order.
+
+    Tiles of the same rows of the matrix are next to each other: these share L2. The weights are the left operand, so that
+    few tokens need no more of a tensor core's rows than there are. While one tile is multiplied, the next is dequantised
+    and the one after it loaded.
+    """
+    CHUNK: tl.constexpr = (K + SPLIT * BLOCK_K - 1) // (SPLIT * BLOCK_K) * BLOCK_K
+    tile, part = tl.program_id(0) // SPLIT, tl.program_id(0) % SPLIT
+    start = part * CHUNK
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    n = tile // tiles_m * BLOCK_N
+    m = tile % tiles_m * BLOCK_M
+    row = tl.minimum(tl.arange(0, BLOCK_N), N - 1 - n)[:, None]
+    x_row = tl.minimum(tl.arange(0, BLOCK_M), M - 1 - m)[:, None]
+    base, x_base = n.to(tl.int64), m.to(tl.int64)
+    held = _held(
+        codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr, base, row, start,
+        K, BITS, GROUP, STEPS, OFFSET, BLOCK_K, False,
+    )  # fmt: skip
+    weights = _weights(held, BITS, GROUP, STEPS, OFFSET, CENTRE, BLOCK_N, BLOCK_K)
+    held = _held(
+        codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr, base, row, start + BLOCK_K,
+        K, BITS, GROUP, STEPS, OFFSET, BLOCK_K, False,
+    )  # fmt: skip
+    sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    if ACTIVATION != "none":
+        up_held = _held(
+            codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr, base + N, row, start,
+            K, BITS, GROUP, STEPS, OFFSET, BLOCK_K, False,
+        )  # fmt: skip
+        up_weights = _weights(up_held, BITS, GROUP, STEPS, OFFSET, CENTRE, BLOCK_N, BLOCK_K)
+        up_held = _held(
+            codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr, base + N, row, start + BLOCK_K,
+            K, BITS, GROUP, STEPS, OFFSET, BLOCK_K, False,
+        )  # fmt: skip
+        up_sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for k in range(start, tl.minimum(start + CHUNK, K), BLOCK_K):
+        x = tl.trans(_load(x_ptr, x_base, x_row, k, K, BLOCK_K, K % BLOCK_K == 0))
+        sums = _dot(weights, x, sums, HALVES)
+        if ACTIVATION != "none":
+            up_sums = _dot(up_weights, x, up_sums, HALVES)
+        weights = _weights(held, BITS, GROUP, STEPS, OFFSET, CENTRE, BLOCK_N, BLOCK_K)
+        held = _held(
+            codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr, base, row, k + 2 * BLOCK_K,
+            K, BITS, GROUP, STEPS, OFFSET, BLOCK_K, False,
+        )  # fmt: skip
+        if ACTIVATION != "none":
+            up_weights = _weights(up_held, BITS, GROUP, STEPS, OFFSET, CENTRE, BLOCK_N, BLOCK_K)
+            up_held = _held(
+                codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr, base + N, row, k + 2 * BLOCK_K,
+                K, BITS, GROUP, STEPS, OFFSET, BLOCK_K, False,
+            )  # fmt: skip
+    if ACTIVATION == "none":
+        up_sums = sums
+    out_ptr += x_base * N + n
+    if SPLIT == 1:
+        _finish(out_ptr, sums, up_sums, M - m, N - n, N, ACTIVATION, BLOCK_N, BLOCK_M)
+    else:
+        SIZE: tl.constexpr = BLOCK_N * BLOCK_M
+        KINDS: tl.constexpr = 1 if ACTIVATION == "none" else 2
+        at = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        partial_ptr += tile.to(tl.int64) * (SPLIT * KINDS * SIZE)
+        tl.store(partial_ptr + part * (KINDS * SIZE) + at, sums)
+        if KINDS == 2:
+            tl.store(partial_ptr + part * (KINDS * SIZE) + SIZE + at, up_sums)
+        tl.debug_barrier()  # all is stored before this program is counted
+        if tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == SPLIT - 1:
+            tl.store(counter_ptr + tile, 0)
+            total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            up_total = total
+            for i in range(SPLIT):
+                total += tl.load(partial_ptr + i * (KINDS * SIZE) + at, cache_modifier=".cg")
+                if KINDS == 2:
+                    up_total += tl.load(partial_ptr + i * (KINDS * SIZE) + SIZE + at, cache_modifier=".cg")
+            _finish(out_ptr, total, up_total, M - m, N - n, N, ACTIVATION, BLOCK_N, BLOCK_M)
 
 
 INT4_PREFILL = Int4Prefill()
