@@ -92,7 +92,7 @@ class AttentionDecode(Kernel):
         blocks = [n for n in (16, 32, 64, 128) if 8 * KiB <= n * row <= 64 * KiB] or [16]
         splits = sorted({splits_for(shape, target) for target in BLOCK_TARGETS})
         default = Config(block_n=blocks[0], splits=splits_for(shape, 132), warps=4, stages=2)
-        found = config_grid(default, warps=(4, 8), stages=(2, 3, 4), block_n=blocks, splits=splits)
+        found = config_grid(default, stages=(2, 3, 4), block_n=blocks, splits=splits)
         # Keys and values on their way while a block of them is computed with: too few leave the memory idle.
         return [c for c in found if c == default or 48 * KiB <= 2 * (c.stages - 1) * c["block_n"] * row <= 192 * KiB]
 

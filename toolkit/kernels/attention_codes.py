@@ -76,10 +76,10 @@ class AttentionCodes(AttentionDecode):
 
     def space(self, shape: Shape) -> Sequence[Config]:
         assert isinstance(shape, CodesShape)
-        blocks = [n for n in (16, 32, 64, 128) if 8192 <= n * shape.head_dim <= 32768] or [128]
+        blocks = [n for n in (16, 32, 64, 128) if 16384 <= n * shape.head_dim <= 32768] or [128]
         splits = sorted({splits_for(shape, target) for target in BLOCK_TARGETS})
         default = Config(block_n=blocks[0], splits=splits_for(shape, 132), warps=4, stages=2)
-        return config_grid(default, warps=(4, 8), stages=(2, 3), block_n=blocks, splits=splits)
+        return config_grid(default, stages=(2, 3), block_n=blocks, splits=splits)
 
     def inputs(self, shape: Shape, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
         """Codes of the values that `AttentionDecode` gets."""
@@ -181,6 +181,12 @@ def numbers_of(words, FIELD: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr
     codes = (words.to(tl.int32) >> (FIELD * BITS)) & ((1 << BITS) - 1)
     if BITS == 8:
         return (((codes ^ 128) - 128).to(tl.float32) * 0.0078125).to(tl.float16)
+    return level_of(codes)
+
+
+@triton.jit
+def level_of(codes):
+    """The levels of 4-bit codes, 0 to 15, in fp16."""
     v = codes.to(tl.float32) * 0.125 - 0.9375
     inner = (v * v * FIFTH + THIRD).to(tl.float16).to(tl.float32)
     return (v * (inner * (v * v) + FIRST).to(tl.float16).to(tl.float32)).to(tl.float16)

@@ -56,10 +56,17 @@ class AttentionPrefill(Kernel):
         row = shape.head_dim * shape.torch_dtype.itemsize
         widest = 64 if shape.torch_dtype.itemsize == 2 else 32  # fp32 products take more registers
         default = Config(block_m=max(16, min(widest, 16384 // row)), block_n=max(16, 16384 // row), warps=4, stages=2)
-        found = config_grid(default, warps=(4, 8), stages=(2, 3), block_m=(16, 32, 64, 128), block_n=(16, 32, 64, 128))
-        # The running means are in registers, 4096 fp32 of them a warp at most; a block of slots fits in shared memory.
-        sums, tile = shape.head_dim, shape.head_dim * shape.torch_dtype.itemsize
-        return [c for c in found if c["block_m"] * sums <= 4096 * c.warps and 8 * KiB <= c["block_n"] * tile <= 64 * KiB]
+        found = config_grid(default, warps=(4, 8), stages=(2, 3), block_m=(16, 64, 128), block_n=(32, 64, 128))
+        # The running means are in registers, 4096 fp32 of them a warp at most, and no more warps than that takes are faster.
+        return [
+            c
+            for c in found
+            if c == default
+            or (
+                c.warps == max(4, c["block_m"] * shape.head_dim // 4096)
+                and 8 * KiB <= c["block_n"] * row <= 64 * KiB // (c.stages - 1)
+            )
+        ]
 
     def inputs(self, shape: Shape, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
         """Values and scores of unit variance; the last new token fills the cache, and a ring has come round once."""
