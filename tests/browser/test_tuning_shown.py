@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from conftest import command, ready
+from conftest import command, ready, run_all
 from test_lab_app import field, press
 from test_model_shown import FAULTS, theme
 from test_timeline_in_lab import shot
 from tuned import __file__ as TUNED
 
+LESSON = Path(__file__).parent.parent.parent / "notebooks" / "03_autotune_per_gpu.ipynb"
 VIEW = ".tk-tuning"
 SETUP = f"""import sys; sys.path.insert(0, {str(Path(TUNED).parent)!r})
-from IPython.display import HTML, display
+from IPython.display import display
 from tuned import every_verdict, nothing_runs
-from toolkit.kernels.tuning import Tuning
-from toolkit.notebook.tuning import html"""
-SHOWN = "display(HTML(html(every_verdict())), HTML(html(nothing_runs())), HTML(html(Tuning(()))))"
+from toolkit.kernels.tuning import Tuning"""
+SHOWN = "display(every_verdict(), nothing_runs(), Tuning(()))"
 # The real kernels; what compiling them would take minutes to find is made up.
 QUICK = """import toolkit as tk
 from toolkit.notebook import lab_tune
@@ -76,3 +77,18 @@ def test_the_labs_tune_panel(notebook) -> None:
     for name in ("dark", "light"):
         theme(page, name)
         look(page, f"lab-tune-{name}")
+
+
+def test_the_lesson_runs_as_it_is(lab, page) -> None:
+    (lab.root / "03.ipynb").write_text(json.dumps(json.loads(LESSON.read_text())))
+    try:
+        page.goto(lab.address("03.ipynb"))
+        page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
+        ready(page)
+        run_all(page, timeout_s=150)
+        page.wait_for_selector(VIEW, timeout=60_000)
+        assert page.locator(".jp-OutputArea-output[data-mime-type*='stderr']").count() == 0
+        assert page.locator(f"{VIEW} .tk-row td.tk-excluded").count() == 6
+        look(page, "lesson-03")
+    finally:
+        lab.stop_kernels()

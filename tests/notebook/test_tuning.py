@@ -33,6 +33,7 @@ def cells(page: str) -> list[tuple[str, str, list[str]]]:
 
 def test_it_is_still_and_whole(page: str) -> None:
     assert len(page) < 130_000
+    assert 'class="tk-tuning"' in every_verdict()._repr_html_()
     assert "<script" not in page
     for tag in ("div", "td", "tr", "table", "details", "label", "i", "svg"):
         assert len(re.findall(rf"<{tag}[ >]", page)) == page.count(f"</{tag}>"), tag

@@ -68,7 +68,8 @@ class Shape:
 
 
 def _value(kind: Any, text: str) -> int | str | bool:
-    return text == "True" if kind == "bool" else int(text) if kind == "int" else text
+    # The annotation is a word where the file that defines the shape postpones its annotations, else the type itself.
+    return text == "True" if kind in ("bool", bool) else int(text) if kind in ("int", int) else text
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ class Origin:
         module = types.ModuleType(name)
         module.__file__ = file
         sys.modules[name] = module
-        exec(compile(self.text, file, "exec"), module.__dict__)
+        exec(compile(self.text, file, "exec", dont_inherit=True), module.__dict__)
         return module
 
 

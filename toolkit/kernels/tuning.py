@@ -170,6 +170,11 @@ class Tuning:
             lines += [f"  {self.line(gpu, shape)}" for gpu in gpus]
         return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)]) or "nothing was tuned"
 
+    def _repr_html_(self) -> str:
+        from toolkit.notebook import tuning
+
+        return tuning.html(self)
+
 
 def joined(parts: Iterable[Tuning], notes: Sequence[str] = ()) -> Tuning:
     """Several as one, each note once."""

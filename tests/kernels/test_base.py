@@ -1,0 +1,57 @@
+# No `from __future__ import annotations`: shapes are also defined where annotations are types, as in a notebook's cell.
+"""Configs and shapes as data: what is pasted and what stands in files comes back as it was."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from toolkit.kernels.base import Config, Shape, config_grid
+
+
+@dataclass(frozen=True)
+class Rows(Shape):
+    """Sizes of three kinds."""
+
+    n: int
+    scheme: str = "q4_k"
+    gated: bool = False
+
+
+@dataclass(frozen=True)
+class Later(Shape):
+    """The same, its annotations words."""
+
+    n: "int"
+    scheme: "str" = "q4_k"
+    gated: "bool" = False
+
+
+@pytest.mark.parametrize("kind", [Rows, Later])
+@pytest.mark.parametrize("values", [(43008,), (1, "int4-g64", True)], ids=str)
+def test_a_shape_is_its_key(kind, values):
+    shape = kind(*values)
+    again = kind.from_key(shape.key)
+    assert again == shape
+    assert [type(value) for value in vars(again).values()] == [int, str, bool]
+
+
+@pytest.mark.parametrize("key", ["n=1 scheme=q4_k", "n=1 scheme=q4_k gated=True more=2", "n=one scheme=q4_k gated=True", "n"])
+def test_a_key_of_something_else_is_refused(key):
+    with pytest.raises(ValueError, match=r"."):
+        Rows.from_key(key)
+
+
+def test_a_config_is_pasted_and_kept_as_it_is():
+    config = Config(block_n=64, split=2, warps=8, stages=3)
+    assert eval(repr(config), {"Config": Config}) == config
+    assert Config(**config.to_dict()) == config
+    assert (config["block_n"], config["split"], config.warps, config.stages) == (64, 2, 8, 3)
+    with pytest.raises(KeyError):
+        config["block_m"]
+
+
+def test_a_grid_has_the_default_first_and_each_once():
+    found = config_grid(Config(block=64, warps=8), warps=(4, 8), block=(32, 64))
+    assert found[0] == Config(block=64, warps=8)
+    assert len(found) == len(set(found)) == 4
+    assert len(config_grid(Config(block=64, stages=2), block=(128,))) == 2
