@@ -82,7 +82,7 @@ def test_step(shape: DeltaShape) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=lambda shape: shape.key)
 def test_steps_in_a_row_are_the_models(shape: DeltaShape) -> None:
-    config, state = Config(block_v=16, together=1, warps=2), {}
+    config, state = Config(block_v=16, warps=2), {}
     for step in range(shape.taps + 2):
         inputs = DELTA_STEP.inputs(shape, DEVICE, seed=3) | state
         inputs["qkv"] = inputs["qkv"] + step
@@ -99,7 +99,7 @@ def test_nothing_left_over_is_read() -> None:
     inputs = DELTA_STEP.inputs(shape, DEVICE, seed=2)
     inputs["ring"][1001 % shape.taps] = torch.nan
     wanted = DELTA_STEP.reference(shape, inputs)
-    for config in (Config(block_v=64, together=1, warps=1), Config(block_v=16, together=0, warps=1)):
+    for config in (Config(block_v=64, warps=1), Config(block_v=16, warps=1)):
         outputs = DELTA_STEP.outputs(shape, inputs)
         outputs["output"].fill_(torch.nan), outputs["found"].fill_(1000)
         held = {**inputs, "ring": inputs["ring"].clone(), "memory": inputs["memory"].clone()}
@@ -116,7 +116,7 @@ def test_gates_at_their_ends() -> None:
     inputs["a"] = torch.tensor([80.0, -80.0, 0.0, 30.0], device=DEVICE)
     inputs["b"] = torch.tensor([-100.0, 100.0, 0.0, 30.0], device=DEVICE)
     inputs["conv"][: shape.key_dim] = 0
-    results = DELTA_STEP.run(shape, Config(block_v=16, together=1), inputs)
+    results = DELTA_STEP.run(shape, Config(block_v=16), inputs)
     for found, wanted in zip(results, DELTA_STEP.reference(shape, inputs), strict=True):
         assert error(found, wanted) < STEP_ERROR
 
@@ -125,7 +125,7 @@ def wrong(**changed: Tensor) -> str:
     shape = SHAPES[0]
     inputs = DELTA_STEP.inputs(shape, "meta") | changed
     with pytest.raises(ModelError) as caught:
-        DELTA_STEP.launches(shape, Config(block_v=16, together=1), inputs, DELTA_STEP.outputs(shape, inputs))
+        DELTA_STEP.launches(shape, Config(block_v=16), inputs, DELTA_STEP.outputs(shape, inputs))
     return str(caught.value)
 
 
@@ -171,7 +171,7 @@ def test_chunks_are_the_models_and_go_on_where_a_step_ended() -> None:
     step = DeltaShape(2, 4, 16, 16, dtype="float32")
     one = DELTA_STEP.inputs(step, DEVICE, seed=5) | {"positions": torch.tensor([0], device=DEVICE)}
     one["ring"].zero_(), one["memory"].zero_()
-    _, ring, memory = DELTA_STEP.run(step, Config(block_v=16, together=1), one)
+    _, ring, memory = DELTA_STEP.run(step, Config(block_v=16), one)
     inputs = DELTA_CHUNKS.inputs(shape, DEVICE, seed=6) | {"ring": ring, "memory": memory}
     inputs["positions"] = torch.arange(1, 71, device=DEVICE)
     found = DELTA_CHUNKS.run(shape, DELTA_CHUNKS.space(shape)[0], inputs)

@@ -91,13 +91,8 @@ class DeltaStep(Kernel):
     def space(self, shape: Shape) -> Sequence[Config]:
         assert isinstance(shape, DeltaShape)
         whole = triton.next_power_of_2(shape.value_dim)
-        blocks = [n for n in (whole, whole // 2, whole // 4, whole // 8) if n >= min(16, whole)]
-        found = config_grid(
-            Config(block_v=blocks[2 if len(blocks) > 2 else -1], together=1, warps=4),
-            block_v=blocks,
-            together=(0, 1),
-            warps=(1, 2, 4, 8),
-        )
+        blocks = [n for n in (32, 16, 64, 128) if n <= whole] or [whole]
+        found = config_grid(Config(block_v=blocks[0], warps=4), block_v=blocks, warps=(1, 2, 4, 8))
         each = triton.next_power_of_2(shape.key_dim)  # numbers of the memory that a thread then holds: not too many, nor none
         return [c for i, c in enumerate(found) if not i or 4 <= c["block_v"] * each // (32 * c.warps) <= 64]
 
@@ -134,14 +129,9 @@ class DeltaStep(Kernel):
     def launches(self, shape: Shape, config: Config, inputs: Tensors, outputs: Tensors) -> Sequence[Launch]:
         assert isinstance(shape, DeltaShape)
         check_inputs(shape, inputs, wanted_tensors(shape, ()) | {"positions": ((1,), INTEGERS)})
-        constants = {
-            **head_constants(shape),
-            "TAPS": shape.taps,
-            "BLOCK_V": config["block_v"],
-            "EPS": self.eps,
-            "TOGETHER": config["together"],
-        }
-        grid = (triton.cdiv(shape.value_dim, config["block_v"]), shape.value_heads)
+        block = min(config["block_v"], triton.next_power_of_2(shape.value_dim))
+        constants = {**head_constants(shape), "TAPS": shape.taps, "BLOCK_V": block, "EPS": self.eps}
+        grid = (triton.cdiv(shape.value_dim, block), shape.value_heads)
         return [Launch(_step, grid, {**inputs, **outputs}, constants, config.warps, config.stages)]
 
     def cost(self, shape: Shape) -> Cost:
@@ -243,7 +233,7 @@ DELTA_STEP = DeltaStep()
 def _step(
     qkv, z, b, a, conv, decay, dt_bias, norm, positions, ring, memory, output, found, arrivals,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILED: tl.constexpr,
-    TAPS: tl.constexpr, BLOCK_V: tl.constexpr, EPS: tl.constexpr, TOGETHER: tl.constexpr,
+    TAPS: tl.constexpr, BLOCK_V: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """Some columns of a value head's memory. The last of a head's blocks to finish norms what all of them have read."""
     part, head = tl.program_id(0), tl.program_id(1)
@@ -270,9 +260,9 @@ def _step(
     weight = output_weights(z, norm, head * VALUE_DIM, all_columns, VALUE_DIM)
 
     slot = (position % TAPS).to(tl.int32)
-    query = _convolve(qkv, ring, conv, queries_at, real, slot, CHANNELS, TAPS, TOGETHER)
-    key = _convolve(qkv, ring, conv, keys_at, real, slot, CHANNELS, TAPS, TOGETHER)
-    value = _convolve(qkv, ring, conv, values_at, there, slot, CHANNELS, TAPS, TOGETHER)
+    query = _convolve(qkv, ring, conv, queries_at, real, slot, CHANNELS, TAPS)
+    key = _convolve(qkv, ring, conv, keys_at, real, slot, CHANNELS, TAPS)
+    value = _convolve(qkv, ring, conv, values_at, there, slot, CHANNELS, TAPS)
     # Norms of query and key are factors of all that is read with them: no sum waits for another.
     queries, keys, both = tl.reduce((query * query, key * key, query * key), 0, _add3)
     query_scale, key_scale = tl.rsqrt(queries + 1e-6) * tl.rsqrt(KEY_DIM * 1.0), tl.rsqrt(keys + 1e-6)
@@ -310,22 +300,13 @@ def _add3(a, b, c, d, e, f):
 
 
 @triton.jit
-def _convolve(
-    qkv, ring, conv, channels, real, slot, CHANNELS: tl.constexpr, TAPS: tl.constexpr, TOGETHER: tl.constexpr
-):  # fmt: skip
+def _convolve(qkv, ring, conv, channels, real, slot, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
     """SiLU of the convolution of some channels; `slot` is where in the ring the new input belongs: it is read from `qkv`."""
-    if TOGETHER:
-        tap = tl.arange(0, triton.next_power_of_2(TAPS))[:, None]
-        past = ring + (slot + 1 + tap) % TAPS * CHANNELS + channels[None, :]
-        source = tl.where(tap == TAPS - 1, qkv + channels[None, :], past)
-        known = (tap < TAPS) & real[None, :]
-        given = tl.load(source, mask=known, other=0).to(tl.float32)
-        total = tl.sum(given * tl.load(conv + channels[None, :] * TAPS + tap, mask=known, other=0), 0)
-    else:
-        total = tl.load(qkv + channels, mask=real, other=0) * tl.load(conv + channels * TAPS + TAPS - 1, mask=real, other=0)
-        for tap in tl.static_range(TAPS - 1):
-            past = tl.load(ring + (slot + 1 + tap) % TAPS * CHANNELS + channels, mask=real, other=0)
-            total += past * tl.load(conv + channels * TAPS + tap, mask=real, other=0)
+    total = tl.load(qkv + channels, mask=real, other=0).to(tl.float32)
+    total *= tl.load(conv + channels * TAPS + TAPS - 1, mask=real, other=0)
+    for tap in tl.static_range(TAPS - 1):
+        past = tl.load(ring + (slot + 1 + tap) % TAPS * CHANNELS + channels, mask=real, other=0).to(tl.float32)
+        total += past * tl.load(conv + channels * TAPS + tap, mask=real, other=0)
     return total * tl.sigmoid(total)
 
 

@@ -71,7 +71,7 @@ class DeltaChunks(Kernel):
     def space(self, shape: Shape) -> Sequence[Config]:
         assert isinstance(shape, DeltaChunksShape)
         blocks = [n for n in (32, 16, 64) if n <= max(16, shape.value_dim)]
-        return config_grid(Config(block_v=blocks[0], warps=4, stages=1), warps=(4, 8), stages=(1, 2), block_v=blocks)
+        return config_grid(Config(block_v=blocks[0], warps=4), warps=(4, 8), block_v=blocks)
 
     def inputs(self, shape: Shape, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
         assert isinstance(shape, DeltaChunksShape)

@@ -100,7 +100,7 @@ class MoeStep(Kernel):
         return [
             Config(fused=f, pairs=p, blocks=b, rows=8, warps=w)
             for f in (1, 0)
-            for p, w in ((8, 4), (16, 8), (8, 8), (16, 16))
+            for p, w in ((8, 4), (8, 8), (16, 8))
             for b in (64, 32)
             if shape.width % p == 0
         ]

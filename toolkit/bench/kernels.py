@@ -1,0 +1,195 @@
+"""How fast the kernels are on your GPU, beside what bounds them: the read bandwidth and the matmul rate of the same run.
+
+    python -m toolkit.bench.kernels --out measured.json [--only int4]
+    python -m toolkit.bench.kernels --table measured.json
+
+Every problem is tuned first (what is kept isn't timed again): gated against its reference, and timed as CUDA-graph replays
+with a cold L2. Bytes are those of the matrices as GGUF stores them. Kernels of other libraries run beside where they are
+installed (PyTorch's int4 product, gemlite, flash-linear-attention), on problems of the same size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit.bench.decode_copies import about
+from toolkit.bench.other_kernels import Runs, fla_step, gemlite, tinygemm
+from toolkit.kernels import tune
+from toolkit.kernels.base import Kernel, Shape
+from toolkit.kernels.registry import find_kernel, find_shape
+from toolkit.kernels.timing import captured
+from toolkit.kernels.tuning import Row, Tuning
+from toolkit.quant import find_scheme
+
+GGUF_BITS = {"q4_k": 4.5}  # a weight; other kinds are held in as many bits as GGUF stores them
+REPLAYS = 9
+
+
+@dataclass(frozen=True)
+class Line:
+    """A problem by the names of its kernel and shape, and how many percent of the bandwidth (of PyTorch's bf16 matmul rate,
+    for prompts) it is to reach, where that was said."""
+
+    kernel: str
+    shape: str
+    at_least: float | None = None
+
+
+LINES = (
+    Line("int4_matmul", "gemma4-31b gate+up", 88),
+    Line("int4_matmul", "gemma4-31b down", 78),
+    Line("int4_matmul", "gemma4-31b qkv sliding", 76),
+    Line("int4_matmul", "gemma4-31b o sliding", 70),
+    Line("int4_matmul", "gemma4-31b lm_head", 88),
+    Line("attention_decode", "gemma4-31b full 32k", 75),
+    Line("moe_step", "qwen3.5-35b-a3b experts, q4_k", 55),
+    Line("delta_step", "qwen3.5-35b-a3b delta net, gguf"),
+    Line("int4_prefill", "gemma4-31b gate+up, 512 tokens", 55),
+    Line("int4_prefill", "gemma4-31b gate+up, 2048 tokens", 55),
+    Line("int4_prefill", "gemma4-31b down, 512 tokens", 55),
+    Line("int4_prefill", "gemma4-31b down, 2048 tokens", 55),
+)
+
+
+def graph_ns(runs: Runs) -> float:
+    """The median time of one of `runs` in ns: replays of a CUDA graph in which they take turns, after a round that warms up."""
+    rounds = max(1, 32 // len(runs))
+    for run in runs:
+        run()
+    graph = captured(lambda: _all(runs * rounds))
+    graph.replay()
+    times = []
+    for _ in range(REPLAYS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e6 / (rounds * len(runs)))
+    return statistics.median(times)
+
+
+def _all(runs: Runs) -> None:
+    for run in runs:
+        run()
+
+
+def matmul_flops_per_s(m: int, n: int, k: int) -> float:
+    """PyTorch's bf16 product [m, k] x [k, n]."""
+    a, b = (torch.randn(rows, k, device="cuda", dtype=torch.bfloat16) for rows in (m, n))
+    return 2.0 * m * n * k / graph_ns([lambda: a @ b.t()]) * 1e9
+
+
+def stored_bytes(kernel: Kernel, shape: Any) -> int:
+    """What a problem reads: its matrices alone, as GGUF stores them, where it has some; else all it moves."""
+
+    def bits(scheme: str) -> float:
+        return GGUF_BITS.get(scheme, find_scheme(scheme).bits_per_weight)
+
+    if kernel.name == "int4_matmul":
+        return int(shape.n * shape.k * bits(shape.scheme) / 8)
+    if kernel.name == "moe_step":
+        return int(shape.used * shape.hidden * shape.width * (2 * bits(shape.scheme) + bits(shape.down)) / 8)
+    return kernel.cost(shape).bytes
+
+
+def best_of(kernel: Kernel, shape: Shape) -> Row | None:
+    """The fastest right config on this GPU, tuned now where it wasn't yet."""
+    found: Tuning = tune.warm([(kernel, shape)], "cuda", progress=False)
+    best = found.best(found.gpus[0])
+    return best if best is not None and best.clock == "measured" else None
+
+
+def measure(line: Line, read_bytes_per_s: float) -> dict[str, Any]:
+    """One row of the table, ready for JSON."""
+    kernel = find_kernel(line.kernel)
+    shape: Any = find_shape(kernel, line.shape)
+    best, cost = best_of(kernel, shape), kernel.cost(shape)
+    row: dict[str, Any] = {"kernel": line.kernel, "shape": line.shape, "key": shape.key, "at_least_percent": line.at_least}
+    if best is None or best.ns is None:
+        return row | {"us": None}
+    row |= {
+        "us": best.ns / 1e3, "spread_us": (best.spread_ns or 0.0) / 1e3, "config": repr(best.config), "cosine": best.cosine,
+        "max_error": best.max_error,
+    }  # fmt: skip
+    if line.kernel == "int4_prefill":
+        rate = matmul_flops_per_s(shape.m, shape.n, shape.k)
+        return row | {"of": "matmul", "percent": 100 * cost.flops / best.ns * 1e9 / rate, "matmul_flops_per_s": rate}
+    size = stored_bytes(kernel, shape)
+    row |= {"of": "bandwidth", "percent": 100 * size / best.ns * 1e9 / read_bytes_per_s, "bytes": size}
+    return row | {"others_us": others(line.kernel, shape)}
+
+
+def others(kernel: str, shape: Any) -> dict[str, float | str]:
+    """Times in µs of other libraries' kernels on a problem of this size; why there is none, for one that fails."""
+    candidates: dict[str, Callable[[], Runs]] = {}
+    if kernel == "int4_matmul" and shape.scheme == "q4_k":
+        candidates = {"tinygemm": lambda: tinygemm(shape.n, shape.k), "gemlite": lambda: gemlite(shape.n, shape.k)}
+    if kernel == "delta_step":
+        heads = (shape.key_heads, shape.value_heads, shape.key_dim)
+        candidates = {"flash-linear-attention, its step alone": lambda: fla_step(*heads)}
+    found: dict[str, float | str] = {}
+    for name, make in candidates.items():
+        try:
+            found[name] = graph_ns(make()) / 1e3
+        except ImportError:
+            found[name] = "not installed"
+        except Exception as error:  # somebody else's code: what it says belongs in the record, whatever it is
+            found[name] = f"{type(error).__name__}: {error}"[:200]
+        torch.cuda.empty_cache()
+    return found
+
+
+def bench(only: str = "") -> dict[str, Any]:
+    """The whole record. Raises DeviceError without a GPU."""
+    record = about("cuda")
+    reading = find_kernel("read")
+    shape = find_shape(reading, None)
+    best = best_of(reading, shape)
+    assert best is not None
+    assert best.ns is not None
+    rate = reading.cost(shape).bytes / best.ns * 1e9
+    chosen = [line for line in LINES if only in f"{line.kernel} {line.shape}"]
+    return record | {"read_bytes_per_s": rate, "rows": [measure(line, rate) for line in chosen]}
+
+
+def table(record: dict[str, Any]) -> str:
+    """The record as Markdown."""
+    lines = [
+        f"{record['gpu']}, read bandwidth {record['read_bytes_per_s'] / 1e12:.2f} TB/s measured in the same run", "",
+        "| kernel | problem | µs | % of what bounds it | at least | others, µs |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]  # fmt: skip
+    for row in record["rows"]:
+        beside = [f"{n} {v:.1f}" if isinstance(v, float) else f"{n}: {v}" for n, v in row.get("others_us", {}).items()]
+        asked = "" if row["at_least_percent"] is None else f"{row['at_least_percent']:.0f}"
+        time = ("none runs", "") if row["us"] is None else (f"{row['us']:.1f}", f"{row['percent']:.1f} ({row['of']})")
+        lines.append(f"| `{row['kernel']}` | {row['shape']} | {time[0]} | {time[1]} | {asked} | {'; '.join(beside)} |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m toolkit.bench.kernels", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default="", help="problems whose name holds this")
+    parser.add_argument("--out", type=Path, help="the JSON file to write (default: print the table)")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="print a record as Markdown; no GPU needed")
+    options = parser.parse_args(arguments)
+    record = json.loads(options.table.read_text()) if options.table else bench(options.only)
+    if options.out:
+        options.out.write_text(json.dumps(record, indent=1) + "\n")
+    print(table(record))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
