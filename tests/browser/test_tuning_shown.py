@@ -16,7 +16,7 @@ VIEW = ".tk-tuning"
 SETUP = f"""import sys; sys.path.insert(0, {str(Path(TUNED).parent)!r})
 from IPython.display import display
 from tuned import every_verdict, nothing_runs
-from toolkit.kernels.tuning import Tuning"""
+from toolkit.kernels.tune.tuning import Tuning"""
 SHOWN = "display(every_verdict(), nothing_runs(), Tuning(()))"
 # The real kernels; what compiling them would take minutes to find is made up.
 QUICK = """import toolkit as tk

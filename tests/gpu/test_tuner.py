@@ -6,16 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels" / "tune"))
 from toy import LEAVES_OUT, TOY, ToyShape, toy_config
 
-from toolkit.kernels import store, tune
+from toolkit.kernels import tune
 from toolkit.kernels.base import Config
-from toolkit.kernels.cards import find_card
-from toolkit.kernels.compiling import Job, compile_configs
-from toolkit.kernels.limits import obstacle
 from toolkit.kernels.registry import find_kernel
-from toolkit.kernels.timing import CudaClock
+from toolkit.kernels.tune import store
+from toolkit.kernels.tune.cards import find_card
+from toolkit.kernels.tune.compiling import Job, compile_configs
+from toolkit.kernels.tune.limits import obstacle
+from toolkit.kernels.tune.timing import CudaClock
 
 SHAPE = ToyShape(1024, 1024, 1024)
 ODD = ToyShape(1000, 24, 333)

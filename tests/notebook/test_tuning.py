@@ -12,7 +12,7 @@ from tuned import CONFIGS, GPUS, every_verdict, nothing_runs, row
 
 import toolkit.notebook
 from toolkit.kernels.base import Config
-from toolkit.kernels.tuning import Tuning, joined
+from toolkit.kernels.tune.tuning import Tuning, joined
 from toolkit.notebook.roofline import HEIGHT, WIDTH, roofline, share_of_roof
 from toolkit.notebook.tuning import FEWEST_CONFIGS, FIGURES, MOST_CONFIGS, MOST_SHAPES, html
 

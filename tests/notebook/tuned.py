@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from toolkit.kernels.base import Config
-from toolkit.kernels.tuning import Row, Tuning
+from toolkit.kernels.tune.tuning import Row, Tuning
 
 GPUS = ("rtx-3090", "rtx-4090", "rtx-5090", "a100-80g", "l4", "l40s", "h200", "b200", "rtx-pro-6000")
 SMALL_CARDS = ("rtx-3090", "rtx-4090", "rtx-5090", "l4", "l40s", "rtx-pro-6000")

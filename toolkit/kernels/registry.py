@@ -12,15 +12,13 @@ from types import MappingProxyType
 from toolkit.errors import DeviceError, unknown_name
 from toolkit.kernels.base import Kernel, Shape
 
-ENTRY_POINTS = ("compile_worker", "tune")  # run by `python -m`, and no kernels
-
 
 @lru_cache(maxsize=1)
 def kernels() -> Mapping[str, Kernel]:
     """All of them, by name. Raises DeviceError where there is no Triton."""
     found: dict[str, Kernel] = {}
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        if module.name in ENTRY_POINTS:
+        if module.ispkg:  # the tuner
             continue
         try:
             values = vars(importlib.import_module(f"{__package__}.{module.name}")).values()

@@ -16,7 +16,7 @@ from toolkit.devices.spec import CATALOGUE
 from toolkit.errors import ToolkitError
 from toolkit.kernels import tune
 from toolkit.kernels.base import Kernel
-from toolkit.kernels.tuning import Tuning
+from toolkit.kernels.tune.tuning import Tuning
 from toolkit.notebook.tuning import html
 from toolkit.units import seconds_text
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from toolkit.kernels.tuning import Row
+from toolkit.kernels.tune.tuning import Row
 
 WIDTH, HEIGHT = 84, 52
 _RIDGE, _TOP = 52, 6  # where the ridge is, in pixels

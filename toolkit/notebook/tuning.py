@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 
 from toolkit.kernels.base import Config
-from toolkit.kernels.tuning import Row, Tuning
+from toolkit.kernels.tune.tuning import Row, Tuning
 from toolkit.notebook.roofline import roofline, share_of_roof
 from toolkit.units import bytes_text, seconds_text
 

@@ -1,7 +1,7 @@
 """Which kernel this is: a fingerprint of what runs on the GPU, and where another process finds the same kernel.
 
 The fingerprint covers the `triton.jit` functions that `launches()` reaches, `launches()` and `outputs()` themselves, and
-what they use of the kernel's own file and this folder's. It leaves out comments, docstrings, line numbers and everything
+what they use of the kernel's own file and the kernels' folder. It leaves out comments, docstrings, line numbers and everything
 else, `space()` and `known` above all: a config or a shape more makes no kept timing stale. It is the same with and without
 Triton's interpreter.
 """
@@ -28,7 +28,8 @@ from toolkit.kernels.base import Kernel
 
 PLAIN = (int, float, str, bool, type(None))
 CONTAINERS = ("constexpr", "tuple", "list", "dict", "mappingproxy")
-WORDS_ONLY = (f"{__package__}.base", f"{__package__}.checks")  # describe launches, refuse tensors: nothing that runs on a GPU
+KERNELS = Kernel.__module__.rpartition(".")[0]
+WORDS_ONLY = (f"{KERNELS}.base", f"{KERNELS}.checks")  # describe launches, refuse tensors: nothing that runs on a GPU
 FOREIGN = {"torch", "triton", "numpy", *sys.stdlib_module_names} - {"__main__"}
 
 
@@ -49,7 +50,7 @@ def _gather(thing: Any, home: str, owner: type, parts: dict[str, str]) -> None:
     while hasattr(thing, "fn"):  # a triton.jit function, however often wrapped
         thing = thing.fn
     module = getattr(thing, "__module__", None) or ""
-    ours = is_kernel or module == home or (module.startswith(f"{__package__}.") and module not in WORDS_ONLY)
+    ours = is_kernel or module == home or (module.startswith(f"{KERNELS}.") and module not in WORDS_ONLY)
     if not isinstance(thing, types.FunctionType) or module.split(".")[0] in FOREIGN or not ours:
         return
     name = f"{thing.__module__ if module != home else 'here'}.{thing.__qualname__}"

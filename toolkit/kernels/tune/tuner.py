@@ -17,16 +17,16 @@ from typing import Any
 import torch
 
 from toolkit.kernels.base import Config, Kernel, Shape
-from toolkit.kernels.cards import Card
-from toolkit.kernels.compiling import Job, compile_configs, triton_version
-from toolkit.kernels.estimate import estimate
-from toolkit.kernels.gate import Check, Gate
-from toolkit.kernels.identity import fingerprint
-from toolkit.kernels.limits import Compiled, obstacle, worst_occupancy
-from toolkit.kernels.lookup import forget
-from toolkit.kernels.store import Record, Rows, add_rows, read_tuned, words
-from toolkit.kernels.timing import Clock
-from toolkit.kernels.tuning import Row, Tuning
+from toolkit.kernels.tune.cards import Card
+from toolkit.kernels.tune.compiling import Job, compile_configs, triton_version
+from toolkit.kernels.tune.estimate import estimate
+from toolkit.kernels.tune.gate import Check, Gate
+from toolkit.kernels.tune.identity import fingerprint
+from toolkit.kernels.tune.limits import Compiled, obstacle, worst_occupancy
+from toolkit.kernels.tune.lookup import forget
+from toolkit.kernels.tune.store import Record, Rows, add_rows, read_tuned, words
+from toolkit.kernels.tune.timing import Clock
+from toolkit.kernels.tune.tuning import Row, Tuning
 
 WRITE_EVERY_S = 2.0
 Step = Callable[[int, int, str], None]

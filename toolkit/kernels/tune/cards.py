@@ -13,7 +13,7 @@ import torch
 from toolkit.devices.base import Device
 from toolkit.devices.spec import CATALOGUE, GpuSpec, Source
 from toolkit.errors import unknown_name
-from toolkit.kernels.store import DeviceFacts
+from toolkit.kernels.tune.store import DeviceFacts
 
 DDR = 2  # transfers a memory clock
 

@@ -14,16 +14,17 @@ from toy import FAULTY, MEDIUM, ODD, OVERSIZED, SMALL, SQUARE, TOY, ToyShape, fr
 
 from toolkit.devices.spec import CATALOGUE
 from toolkit.errors import CancelledError, ToolkitError, UnknownNameError
-from toolkit.kernels import compiling, lookup, store, tune
+from toolkit.kernels import tune
 from toolkit.kernels.base import Config, Kernel, Shape, Tensors
-from toolkit.kernels.cards import Card, find_card, find_cards
-from toolkit.kernels.estimate import estimate
-from toolkit.kernels.identity import fingerprint
-from toolkit.kernels.limits import Compiled, LaunchUse
-from toolkit.kernels.store import DeviceFacts, Record, add_rows, read_tuned, words
-from toolkit.kernels.timing import Timing
-from toolkit.kernels.tuner import Tuner
-from toolkit.kernels.tuning import Row, Tuning
+from toolkit.kernels.tune import compiling, lookup, store
+from toolkit.kernels.tune.cards import Card, find_card, find_cards
+from toolkit.kernels.tune.estimate import estimate
+from toolkit.kernels.tune.identity import fingerprint
+from toolkit.kernels.tune.limits import Compiled, LaunchUse
+from toolkit.kernels.tune.store import DeviceFacts, Record, add_rows, read_tuned, words
+from toolkit.kernels.tune.timing import Timing
+from toolkit.kernels.tune.tuner import Tuner
+from toolkit.kernels.tune.tuning import Row, Tuning
 
 H200 = Card("h200", CATALOGUE["h200"], DeviceFacts("NVIDIA H200", "9.0", 132, 1, 1980, 3201), index=0)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -74,7 +75,7 @@ def test_everything_gets_a_row_and_the_right_ones_a_time() -> None:
 def test_a_config_more_is_one_compile_one_check_one_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     tuned([SMALL, *FAULTY], FakeClock())
     clock, checked = FakeClock(), []
-    from toolkit.kernels.gate import Gate
+    from toolkit.kernels.tune.gate import Gate
 
     check = Gate.check
     monkeypatch.setattr(Gate, "check", lambda gate, config: (checked.append(config), check(gate, config))[1])
@@ -100,7 +101,7 @@ def test_another_kernel_or_triton_is_timed_anew(what: str, monkeypatch: pytest.M
 
 
 def test_a_winner_that_fails_on_other_inputs_loses(monkeypatch: pytest.MonkeyPatch) -> None:
-    from toolkit.kernels.gate import Check, Gate
+    from toolkit.kernels.tune.gate import Check, Gate
 
     check = Gate.check
 
@@ -147,7 +148,7 @@ def test_cancelling_keeps_what_was_timed() -> None:
             cancel.set()
             return super().__call__(*args)  # type: ignore[arg-type]
 
-    from toolkit.kernels.progress import Steps
+    from toolkit.kernels.tune.progress import Steps
 
     steps = Steps("Tuning", False, cancel)
     first = Cancels()

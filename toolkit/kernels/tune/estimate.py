@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from toolkit.devices.spec import GpuSpec
 from toolkit.kernels.base import Config, Kernel, Shape
-from toolkit.kernels.limits import WARP, Compiled, LaunchUse, occupancy
+from toolkit.kernels.tune.limits import WARP, Compiled, LaunchUse, occupancy
 
 LATENCY_NS = 700.0  # of a load from DRAM under load
 OPEN_BYTES = 2 * WARP * 16  # a warp's loads under way without a pipeline: two of 16 B a lane

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from toolkit.errors import FormatError
-from toolkit.kernels import commands, store
 from toolkit.kernels.base import Config
-from toolkit.kernels.store import (
+from toolkit.kernels.tune import __main__ as commands
+from toolkit.kernels.tune import store
+from toolkit.kernels.tune.store import (
     DeviceFacts,
     Record,
     Tuned,

@@ -7,7 +7,7 @@ import torch
 from toy import ADDS, LEAVES_OUT, ODD, OVERSIZED, SMALL, TOY, ToyMatmul, toy_config
 
 from toolkit.kernels.base import Config, Launch, Shape, Tensors
-from toolkit.kernels.gate import Gate, compare
+from toolkit.kernels.tune.gate import Gate, compare
 
 
 @pytest.fixture(scope="module")

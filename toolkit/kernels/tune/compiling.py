@@ -26,9 +26,9 @@ from typing import IO
 
 from toolkit.errors import DeviceError
 from toolkit.kernels.base import Config, Kernel, Shape
-from toolkit.kernels.identity import fingerprint, origin
-from toolkit.kernels.limits import Compiled
-from toolkit.kernels.store import cache_folder, words, write_whole
+from toolkit.kernels.tune.identity import fingerprint, origin
+from toolkit.kernels.tune.limits import Compiled
+from toolkit.kernels.tune.store import cache_folder, words, write_whole
 
 HANGS_AFTER_S = 180.0  # ptxas itself can take minutes over a config that spills by the kilobyte
 SAVE_EVERY_S = 2.0
@@ -157,13 +157,13 @@ class Worker:
         self.close()
         hidden = ("TRITON_INTERPRET",)
         environment = {name: value for name, value in os.environ.items() if name not in hidden}
-        package = str(Path(__file__).parents[2])
+        package = str(Path(__file__).parents[3])
         environment["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [environment.get("PYTHONPATH")])])
         environment.setdefault("OMP_NUM_THREADS", "1")
         self._said.seek(0)
         self._said.truncate()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "toolkit.kernels.compile_worker"],
+            [sys.executable, "-m", "toolkit.kernels.tune.compile_worker"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True, env=environment,
         )  # fmt: skip
         return self._process

@@ -13,10 +13,10 @@ from toy import CAPABILITIES, DIES, FAULTY, ODD, OVERSIZED, SMALL, SQUARE, TOY, 
 
 from toolkit.devices.spec import CATALOGUE
 from toolkit.errors import CancelledError, DeviceError, ToolkitError
-from toolkit.kernels import compiling
-from toolkit.kernels.compiling import Job, compile_configs
-from toolkit.kernels.identity import Origin, fingerprint, origin
-from toolkit.kernels.limits import Compiled, LaunchUse, obstacle, occupancy
+from toolkit.kernels.tune import compiling
+from toolkit.kernels.tune.compiling import Job, compile_configs
+from toolkit.kernels.tune.identity import Origin, fingerprint, origin
+from toolkit.kernels.tune.limits import Compiled, LaunchUse, obstacle, occupancy
 
 USE = LaunchUse("toy", (100,), threads=128, registers=64, spill_bytes=0, shared_bytes=16_384)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from toolkit.devices.spec import CATALOGUE
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors
-from toolkit.kernels.compiling import Job, compile_configs
+from toolkit.kernels.tune.compiling import Job, compile_configs
 
 RIGHT, LEAVES_OUT, ADDS, BROKEN, DIES = 0, 1, 2, 3, 4
 

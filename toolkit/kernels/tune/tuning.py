@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from toolkit.errors import ToolkitError, unknown_name
 from toolkit.kernels.base import Config
-from toolkit.kernels.store import words
+from toolkit.kernels.tune.store import words
 from toolkit.units import seconds_text
 
 if TYPE_CHECKING:

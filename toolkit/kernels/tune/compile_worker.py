@@ -1,4 +1,4 @@
-"""A process that compiles for GPUs, present or not, and says what a config takes: `python -m toolkit.kernels.compile_worker`.
+"""A process that compiles for any GPU and says what a config takes: `python -m toolkit.kernels.tune.compile_worker`.
 
 Reads a job a line on stdin (JSON), answers a line on stdout. Compiling is Triton's own JIT told that another GPU is the current
 one, so that arguments are specialised exactly as at a real launch (alignment, ints that are 1 or divisible by 16, None,
@@ -26,8 +26,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from toolkit.kernels.base import Config, Kernel, Launch
-from toolkit.kernels.identity import Origin
-from toolkit.kernels.limits import WARP, Compiled, LaunchUse
+from toolkit.kernels.tune.identity import Origin
+from toolkit.kernels.tune.limits import WARP, Compiled, LaunchUse
 
 MESSAGE = 600  # characters of a compiler's message that are kept
 

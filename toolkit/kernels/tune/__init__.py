@@ -5,12 +5,11 @@
     tk.tune.choices()                                                       # what models were given, and by which step
     with tk.tune.watch() as seen: anybodys_code()                           # @triton.autotune kernels
 
-`python -m toolkit.kernels.tune show|export|import|merge|warm` does the same from a shell (`commands.py`).
+`python -m toolkit.kernels.tune show|export|import|merge|warm` does the same from a shell (`__main__.py`).
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -19,19 +18,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from toolkit.errors import ToolkitError
-from toolkit.kernels import lookup
 from toolkit.kernels.base import Config, Kernel, Shape
-from toolkit.kernels.cards import find_card, find_cards
-from toolkit.kernels.compiling import Job, compile_configs
-from toolkit.kernels.lookup import choose as choose
-from toolkit.kernels.progress import Progress, Steps
 from toolkit.kernels.registry import find_kernel, find_shape
 from toolkit.kernels.registry import kernels as kernels
-from toolkit.kernels.store import words
-from toolkit.kernels.timing import CudaClock
-from toolkit.kernels.tuner import Tuner, tune_all
-from toolkit.kernels.tuning import Tuning, joined
-from toolkit.kernels.watching import watch as watch
+from toolkit.kernels.tune import lookup
+from toolkit.kernels.tune.cards import find_card, find_cards
+from toolkit.kernels.tune.compiling import Job, compile_configs
+from toolkit.kernels.tune.lookup import choose as choose
+from toolkit.kernels.tune.progress import Progress, Steps
+from toolkit.kernels.tune.store import words
+from toolkit.kernels.tune.timing import CudaClock
+from toolkit.kernels.tune.tuner import Tuner, tune_all
+from toolkit.kernels.tune.tuning import Tuning, joined
+from toolkit.kernels.tune.watching import watch as watch
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -117,14 +116,3 @@ def choices() -> pd.DataFrame:
 
     rows = [{**asdict(one), "config": words(one.config)} for one in lookup.choices()]
     return pd.DataFrame(rows, columns=["kernel", "shape", "gpu", "step", "config", "note"])
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """The command line."""
-    from toolkit.kernels.commands import run
-
-    return run(arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -18,12 +18,12 @@ import torch
 
 from toolkit.errors import DeviceError
 from toolkit.kernels.base import Config, Kernel, Shape
-from toolkit.kernels.cards import Card, find_card
-from toolkit.kernels.compiling import Job, Kept
-from toolkit.kernels.estimate import estimate
-from toolkit.kernels.identity import fingerprint
-from toolkit.kernels.limits import WARP, Compiled, LaunchUse, obstacle
-from toolkit.kernels.store import Record, from_words, kept_gpus, read_tuned
+from toolkit.kernels.tune.cards import Card, find_card
+from toolkit.kernels.tune.compiling import Job, Kept
+from toolkit.kernels.tune.estimate import estimate
+from toolkit.kernels.tune.identity import fingerprint
+from toolkit.kernels.tune.limits import WARP, Compiled, LaunchUse, obstacle
+from toolkit.kernels.tune.store import Record, from_words, kept_gpus, read_tuned
 from toolkit.units import seconds_text
 
 UNSURE = 0.05  # the model doesn't tell apart what differs by less

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 from toolkit.errors import CancelledError, FormatError, ToolkitError
-from toolkit.kernels.store import Record, Tuned, add_rows, kept_gpus, read_tuned, write_whole
+from toolkit.kernels.tune.store import Record, Tuned, add_rows, kept_gpus, read_tuned, write_whole
 from toolkit.units import seconds_text
 
 
@@ -96,7 +96,7 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _import(options: argparse.Namespace) -> None:
-    from toolkit.kernels.cards import key_of
+    from toolkit.kernels.tune.cards import key_of
 
     found = _read(options.file)
     gpu = key_of(found.device.name, found.device.sms)
@@ -132,3 +132,7 @@ def _warm(options: argparse.Namespace) -> None:
         print(warm(pairs, options.device, cancel=stop))
     except CancelledError as ended:
         print(ended)
+
+
+if __name__ == "__main__":
+    sys.exit(run())

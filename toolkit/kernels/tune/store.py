@@ -25,7 +25,7 @@ from toolkit.errors import FormatError
 from toolkit.kernels.base import Config
 
 FORMAT = "decode-toolkit tuned 1"
-SHIPPED = Path(__file__).parent / "tuned"
+SHIPPED = Path(__file__).parents[1] / "tuned"
 VERDICTS = ("ok", "slow", "wrong", "failed", "excluded")
 
 
