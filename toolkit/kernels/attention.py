@@ -79,6 +79,7 @@ class AttentionDecode(Kernel):
 
     name = "attention_decode"
     shape_type = AttentionShape
+    lengths = ("slots",)
     known: ClassVar[Mapping[str, AttentionShape]] = {
         "gemma4-31b full 32k": AttentionShape(32, 4, 512, 32768, scaled=False),
         "gemma4-31b sliding": AttentionShape(32, 16, 256, 1024, 1024, scaled=False),

@@ -64,6 +64,7 @@ class AttentionCodes(AttentionDecode):
 
     name = "attention_codes"
     shape_type = CodesShape
+    lengths = ("slots",)
     known: ClassVar[Mapping[str, AttentionShape]] = {
         f"{name} {codes}": CodesShape(*sizes, scaled=scaled, codes=codes)
         for name, sizes, scaled in (

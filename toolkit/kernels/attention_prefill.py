@@ -44,6 +44,7 @@ class AttentionPrefill(Kernel):
 
     name = "attention_prefill"
     shape_type = PrefillShape
+    lengths = ("slots", "tokens")
     known: ClassVar[Mapping[str, PrefillShape]] = {
         "gemma4-31b full 512": PrefillShape(32, 4, 512, 4096, scaled=False, tokens=512),
         "gemma4-31b sliding 2048": PrefillShape(32, 16, 256, 1024, 1024, scaled=False, tokens=2048, ring=True),

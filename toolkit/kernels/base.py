@@ -106,6 +106,9 @@ class Kernel(ABC):
     shape_type: ClassVar[type[Shape]]
     # Shapes of the real models at batch 1, by a name people know ("gemma4-31b gate+up"): what the tuner and the explorer offer.
     known: ClassVar[Mapping[str, Shape]]
+    # Fields of the shape that say how often, and not how: what a config takes of an SM doesn't depend on them. The tuner's lookup
+    # goes by these: a config timed with slots=32768 serves slots=8192.
+    lengths: ClassVar[tuple[str, ...]] = ()
     cosine: ClassVar[float] = 0.999  # the gate: at least this, and `max_abs` at most, against the reference
     max_abs: ClassVar[float] = 1e-2  # ... relative to the reference's largest value
 

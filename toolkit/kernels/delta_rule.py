@@ -89,6 +89,7 @@ class DeltaStep(Kernel):
     eps = 1e-6  # of the gated norm
 
     def space(self, shape: Shape) -> Sequence[Config]:
+    lengths = ("key_heads", "value_heads")
         assert isinstance(shape, DeltaShape)
         whole = triton.next_power_of_2(shape.value_dim)
         blocks = [n for n in (32, 16, 64, 128) if n <= whole] or [whole]

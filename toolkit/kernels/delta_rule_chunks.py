@@ -62,6 +62,7 @@ class DeltaChunks(Kernel):
 
     name = "delta_chunks"
     shape_type = DeltaChunksShape
+    lengths = ("tokens", "key_heads", "value_heads")
     known: ClassVar[Mapping[str, Shape]] = {
         "qwen3.5-35b-a3b delta net, 512 tokens": DeltaChunksShape(16, 32, 128, 128, tokens=512),
         "qwen3.5-35b-a3b delta net, 2048 tokens": DeltaChunksShape(16, 32, 128, 128, tokens=2048),

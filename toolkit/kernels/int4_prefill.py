@@ -69,6 +69,7 @@ class Int4Prefill(Kernel):
 
     name: ClassVar[str] = "int4_prefill"
     shape_type: ClassVar[type[Shape]] = PrefillShape
+    lengths = ("n", "k", "m")
     known: ClassVar[Mapping[str, Shape]] = {
         "gemma4-31b gate+up, 512 tokens": PrefillShape(43008, 5376, 512, activation="gelu_tanh"),
         "gemma4-31b gate+up, 2048 tokens": PrefillShape(43008, 5376, 2048, activation="gelu_tanh"),

@@ -68,6 +68,7 @@ class KvEncode(Kernel):
 
     name = "kv_encode"
     shape_type = EncodeShape
+    lengths = ("tokens", "slots")
     max_abs = 1.0  # a neighbouring code in the highest bits changes a word by more than any tolerance; the cosine tells
     known: ClassVar[Mapping[str, EncodeShape]] = {
         "gemma4-31b full int4": EncodeShape(1, 4, 512, 32768, codes="int4"),

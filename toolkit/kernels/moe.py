@@ -88,6 +88,7 @@ class MoeStep(Kernel):
 
     name = "moe_step"
     shape_type = MoeShape
+    lengths = ("experts",)
     known: ClassVar[Mapping[str, Shape]] = {
         "qwen3.5-35b-a3b experts, q4_k": MoeShape(2048, 512, 256, 8),
         "qwen3.5-35b-a3b experts, q6_k down": MoeShape(2048, 512, 256, 8, down="q6_k"),

@@ -78,6 +78,7 @@ class RmsNorm(Kernel):
 
     name: ClassVar[str] = "rms_norm"
     shape_type: ClassVar[type[Shape]] = NormShape
+    lengths = ("tokens",)
     known: ClassVar[Mapping[str, Shape]] = {
         "gemma4-31b attention norm": NormShape(1, 5376, "norm", quantised=True),
         "gemma4-31b after attention, before mlp": NormShape(1, 5376, "norm_add_norm", quantised=True),
@@ -234,6 +235,7 @@ class QkNormRope(Kernel):
 
     name: ClassVar[str] = "qk_norm_rope"
     shape_type: ClassVar[type[Shape]] = HeadsShape
+    lengths = ("tokens", "context", "positions")
     known: ClassVar[Mapping[str, Shape]] = {
         "gemma4-31b sliding": HeadsShape(1, 32, 16, 256, 256, 1024, 32768, value_norm=True, cache="ring"),
         "gemma4-31b full": HeadsShape(1, 32, 4, 512, 512, 32768, 32768, values="keys", value_norm=True),

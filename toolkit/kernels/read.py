@@ -28,6 +28,7 @@ class Read(Kernel):
 
     name: ClassVar[str] = "read"
     shape_type: ClassVar[type[Shape]] = ReadShape
+    lengths = ("rows",)
     known: ClassVar[Mapping[str, Shape]] = {"1 GiB": ReadShape(4096, 65536)}
 
     def space(self, shape: Shape) -> Sequence[Config]:

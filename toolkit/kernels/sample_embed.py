@@ -80,6 +80,7 @@ class SampleEmbed(Kernel):
 
     name: ClassVar[str] = "sample_embed"
     shape_type: ClassVar[type[Shape]] = SampleShape
+    lengths = ("vocab",)
     known: ClassVar[Mapping[str, Shape]] = {
         "gemma4-31b greedy": SampleShape(262144, 5376, "q6_k", cap="30.0", scale="73.5"),
         "gemma4-31b drawn": SampleShape(262144, 5376, "q6_k", draw=True, cap="30.0", scale="73.5"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -178,6 +181,42 @@ def test_lookup_goes_from_step_to_step(folder: Path, monkeypatch: pytest.MonkeyP
     assert "the fastest on NVIDIA H200" in next(one.note for one in lookup.choices() if one.gpu == "h100")
 
 
+def test_a_shape_near_a_timed_one_gets_its_config() -> None:
+    outside = toy_config(64)
+    tuned([SMALL, MEDIUM, outside], FakeClock(block64=1.0, block32=2.0, block16=3.0))
+    longer = replace(ODD, m=34)
+    choice = tune.choose(TOY, longer, H200)
+    assert (choice.step, choice.config) == ("near shape", MEDIUM)  # `outside` isn't in the space
+    assert choice.note.startswith("2.00 µs, the fastest of 2 timed with triton ")
+    assert choice.note.endswith("at m=17 (asked: m=34)")
+    right = Record("ok", us=9.0, shared_bytes=4096, kernel=fingerprint(TOY))
+    places = [replace(longer, m=60).key, replace(longer, m=30, k=48).key, "m=33 n=33", f"{longer.key} window=0"]
+    add_rows("h200", H200.facts, {("toy_matmul", place, words(OVERSIZED)): right for place in places})
+    lookup.forget()
+    assert tune.choose(TOY, longer, H200).config == OVERSIZED  # 60 is nearer by ratio; others differ in more than lengths
+    assert tune.choose(TOY, replace(ODD, n=16), H200).config == MEDIUM
+    assert tune.choose(TOY, replace(ODD, k=41), H200).step == "default"
+    elsewhere = tune.choose(TOY, longer, "h100")
+    assert (elsewhere.step, elsewhere.config) == ("same capability", OVERSIZED)
+    assert "on NVIDIA H200 at m=60 (asked: m=34) (9.00 µs there)" in elsewhere.note
+    tuned([SMALL], FakeClock())
+    assert tune.choose(TOY, ODD, H200).step == "this device"
+
+
+@pytest.mark.parametrize(
+    ("key", "far"),
+    [
+        ("m=16 n=33 k=40", 1.0),
+        ("m=4 n=66 k=40", 2.0),
+        ("m=8 n=33 k=20", math.inf),
+        ("m=0 n=33 k=40", math.inf),
+        ("m=8", math.inf),
+    ],
+)
+def test_how_far_shapes_are(key: str, far: float) -> None:
+    assert lookup.distance(TOY, ToyShape(8, 33, 40), key) == far
+
+
 def test_lookup_of_the_same_capability_checks_the_limits() -> None:
     """The fastest of another 12.0 card that this one has no room for is passed over."""
     other = DeviceFacts("NVIDIA Another", "12.0", 20, 1)
@@ -194,6 +233,32 @@ def test_lookups_are_remembered_until_something_is_tuned(monkeypatch: pytest.Mon
         assert tune.choose(TOY, ODD, H200) is first
     tuned([MEDIUM], FakeClock())
     assert lookup.choices() == []
+
+
+def test_a_known_device_is_asked_nothing_a_current_one_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(lookup, "find_card", lambda device: (asked.append(device), H200)[1])
+    for _ in range(2):
+        tune.choose(TOY, ODD, torch.device("cuda", 0))
+        tune.choose(TOY, ODD, "cuda")
+        tune.choose(TOY, ODD, "vgpu:0")  # whichever virtual GPU was opened last
+    assert asked == [torch.device("cuda", 0), "cuda", "vgpu:0", "cuda", "vgpu:0"]
+    assert len(lookup.choices()) == 1
+
+
+def test_looking_up_needs_no_triton_and_no_pandas() -> None:
+    code = (
+        "import sys; sys.modules.update(triton=None, pandas=None, IPython=None); import torch\n"
+        "from toolkit.kernels.base import Config, Kernel, Shape\n"
+        "from toolkit.kernels.tune.lookup import choose\n"
+        "Kernel.__abstractmethods__ = frozenset()\n"
+        "class Plain(Kernel):\n"
+        "    name, shape_type = 'plain', Shape\n"
+        "    def space(self, shape): return [Config(block=8)]\n"
+        "print(choose(Plain(), Shape(), torch.device('cpu')).step, choose(Plain(), Shape(), 'h200').config)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert found.stdout == "default Config(block=8, warps=4, stages=1)\n", found.stderr
 
 
 def test_warm_without_a_gpu_compiles_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,7 @@ class ToyMatmul(Kernel):
 
     name: ClassVar[str] = "toy_matmul"
     shape_type = ToyShape
+    lengths = ("m", "n")
     known: ClassVar = {"square": ToyShape(1024, 1024, 1024), "odd": ToyShape(17, 33, 40)}
 
     def space(self, shape: Shape) -> Sequence[Config]:
