@@ -202,19 +202,21 @@ def pack_codes(scheme: Scheme, codes: Tensor) -> dict[str, Tensor]:
 
 
 def matmul(x: Tensor, weight: Tensor | PackedMatrix) -> Tensor:
-    """x [..., in] times weight [out, in], transposed: [..., out] in the dtype of `x`.
+    """x [..., in] times weight [out, in], transposed: [..., out] in the dtype of `x`."""
+    return F.linear(x, weight) if isinstance(weight, Tensor) else packed_matmul(x, weight.scheme, weight.parts())
 
-    The reference for packed weights: dequantises a bounded number of rows at a time and multiplies.
+
+def packed_matmul(x: Tensor, scheme: Scheme, parts: dict[str, Tensor]) -> Tensor:
+    """x [..., in] times a matrix [out, in] packed in `parts`, transposed: [..., out] in the dtype of `x`.
+
+    The reference of kernels: dequantises a bounded number of rows at a time and multiplies.
     """
-    if isinstance(weight, Tensor):
-        return F.linear(x, weight)
-    out, size_in = weight.shape
-    step = max(1, CHUNK_WEIGHTS // size_in)
+    out = parts["codes"].shape[0]
+    step = max(1, CHUNK_WEIGHTS // x.shape[-1])
     if out <= step:
-        return F.linear(x, weight.dequantise(x.dtype))
-    parts = weight.parts().items()
-    chunks = [{name: part[i : i + step] for name, part in parts} for i in range(0, out, step)]
-    return torch.cat([F.linear(x, dequantise(weight.scheme, chunk, x.dtype)) for chunk in chunks], -1)
+        return F.linear(x, dequantise(scheme, parts, x.dtype))
+    chunks = [{name: part[i : i + step] for name, part in parts.items()} for i in range(0, out, step)]
+    return torch.cat([F.linear(x, dequantise(scheme, chunk, x.dtype)) for chunk in chunks], -1)
 
 
 def experts_matmul(x: Tensor, weight: Tensor | PackedMatrix, experts: Tensor | slice) -> Tensor:

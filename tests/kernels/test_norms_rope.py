@@ -8,7 +8,8 @@ import torch
 from toolkit.errors import ModelError
 from toolkit.kernels.base import Config, Kernel, Shape
 from toolkit.kernels.norms_rope import QK_NORM_ROPE, RMS_NORM, HeadsShape, NormShape, quantise_activations
-from toolkit.models.layers import RMSNorm, rope_of, rotate
+from toolkit.models.attention import rope_of, rotate
+from toolkit.models.layers import RMSNorm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Sums in another order move a result across a rounding boundary now and then: one step of the dtype, in a pair two.

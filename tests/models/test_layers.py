@@ -11,19 +11,8 @@ from torch import Tensor, nn
 
 import toolkit as tk
 from toolkit.fitting import quantise_minmax
-from toolkit.models.layers import (
-    Embedding,
-    Experts,
-    GatedMLP,
-    Joined,
-    Linear,
-    RMSNorm,
-    causal_attention,
-    initialise,
-    set_scheme,
-    spot,
-    to_dtype,
-)
+from toolkit.models.attention import causal_attention
+from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, RMSNorm, initialise, set_scheme, spot, to_dtype
 from toolkit.quant import SCHEMES, PackedMatrix, Scheme, matmul
 
 IN = 256

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from toolkit.errors import ModelError
-from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, config_grid
+from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, arrivals, config_grid
 from toolkit.kernels.checks import check_tensor
 from toolkit.units import KiB
 
@@ -131,7 +131,7 @@ class AttentionDecode(Kernel):
             "output": torch.empty(1, 1, shape.heads * shape.head_dim, dtype=shape.torch_dtype, device=device),
             "partial": torch.empty(shape.kv_heads, splits, shape.group, shape.head_dim, device=device),
             "weights": torch.empty(shape.kv_heads, splits, shape.group, device=device),
-            "arrivals": torch.zeros(shape.kv_heads, dtype=torch.int32, device=device),
+            "arrivals": arrivals(inputs, shape.kv_heads, device),
         }
 
     def launches(self, shape: Shape, config: Config, inputs: Tensors, outputs: Tensors) -> Sequence[Launch]:

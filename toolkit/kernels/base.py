@@ -106,8 +106,8 @@ class Kernel(ABC):
     shape_type: ClassVar[type[Shape]]
     # Shapes of the real models at batch 1, by a name people know ("gemma4-31b gate+up"): what the tuner and the explorer offer.
     known: ClassVar[Mapping[str, Shape]]
-    # Fields of the shape that say how often, and not how: what a config takes of an SM doesn't depend on them. The tuner's lookup
-    # goes by these: a config timed with slots=32768 serves slots=8192.
+    # Fields of the shape that say how often, and not how: what a config takes of an SM doesn't depend on them. The tuner's
+    # lookup goes by these: a config timed with slots=32768 serves slots=8192.
     lengths: ClassVar[tuple[str, ...]] = ()
     cosine: ClassVar[float] = 0.999  # the gate: at least this, and `max_abs` at most, against the reference
     max_abs: ClassVar[float] = 1e-2  # ... relative to the reference's largest value
@@ -150,6 +150,11 @@ class Kernel(ABC):
     def results(self, shape: Shape) -> int:
         """How many of the outputs are results; the rest is scratch."""
         return 1
+
+
+def arrivals(inputs: Tensors, count: int, device: torch.device) -> Tensor:
+    """`count` int32 zeros that blocks count themselves in and the last sets back: given beside the inputs, or new."""
+    return inputs["arrivals"] if "arrivals" in inputs else torch.zeros(count, dtype=torch.int32, device=device)
 
 
 def config_grid(

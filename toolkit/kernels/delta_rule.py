@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from toolkit.errors import ModelError
-from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, config_grid
+from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, arrivals, config_grid
 from toolkit.kernels.checks import check_tensor
 
 KEY_EPS = 1e-6  # of the norm of queries and keys
@@ -29,7 +29,10 @@ INTEGERS = (torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class DeltaShape(Shape):
-    """Heads and their sizes. `tiled`: value head j reads key head j modulo their number; else neighbours share one."""
+    """Heads and their sizes. `tiled`: value head j reads key head j modulo their number; else neighbours share one.
+
+    `eps` of the gated norm is a number written out.
+    """
 
     key_heads: int
     value_heads: int
@@ -38,6 +41,7 @@ class DeltaShape(Shape):
     taps: int = 4
     tiled: bool = False
     dtype: str = "bfloat16"
+    eps: str = "1e-06"
 
     @property
     def each(self) -> int:
@@ -85,11 +89,10 @@ class DeltaStep(Kernel):
 
     name = "delta_step"
     shape_type = DeltaShape
+    lengths = ("key_heads", "value_heads")
     known = KNOWN
-    eps = 1e-6  # of the gated norm
 
     def space(self, shape: Shape) -> Sequence[Config]:
-    lengths = ("key_heads", "value_heads")
         assert isinstance(shape, DeltaShape)
         whole = triton.next_power_of_2(shape.value_dim)
         blocks = [n for n in (32, 16, 64, 128) if n <= whole] or [whole]
@@ -113,25 +116,25 @@ class DeltaStep(Kernel):
         known = torch.einsum("hk,hkv->hv", key[0], memory)
         memory = memory + key[0][..., None] * ((value[0] - known) * beta[0][:, None])[:, None]
         found = torch.einsum("hk,hkv->hv", query[0], memory)
-        return gated_norm(shape, found[None], inputs, self.eps)[0], ring, memory
+        return gated_norm(shape, found[None], inputs)[0], ring, memory
 
     def outputs(self, shape: Shape, inputs: Tensors) -> dict[str, Tensor]:
         """The results, two of them inputs written in place; what the parts of a head read; how many arrived, zero at first."""
         assert isinstance(shape, DeltaShape)
-        device, size = inputs["qkv"].device, shape.value_heads * shape.value_dim
+        device, heads, size = inputs["qkv"].device, shape.value_heads, shape.value_heads * shape.value_dim
         return {
             "output": torch.empty(size, dtype=shape.torch_dtype, device=device),
             "ring": inputs["ring"],
             "memory": inputs["memory"],
             "found": torch.empty(size, device=device),
-            "arrivals": torch.zeros(shape.value_heads, dtype=torch.int32, device=device),
+            "arrivals": arrivals(inputs, heads, device),
         }
 
     def launches(self, shape: Shape, config: Config, inputs: Tensors, outputs: Tensors) -> Sequence[Launch]:
         assert isinstance(shape, DeltaShape)
         check_inputs(shape, inputs, wanted_tensors(shape, ()) | {"positions": ((1,), INTEGERS)})
         block = min(config["block_v"], triton.next_power_of_2(shape.value_dim))
-        constants = {**head_constants(shape), "TAPS": shape.taps, "BLOCK_V": block, "EPS": self.eps}
+        constants = {**head_constants(shape), "TAPS": shape.taps, "BLOCK_V": block, "EPS": float(shape.eps)}
         grid = (triton.cdiv(shape.value_dim, block), shape.value_heads)
         return [Launch(_step, grid, {**inputs, **outputs}, constants, config.warps, config.stages)]
 
@@ -210,9 +213,9 @@ def split_heads(shape: DeltaShape, mixed: Tensor, inputs: Mapping[str, Tensor]) 
     return keys[:, 0] * shape.key_dim**-0.5, keys[:, 1], value.view(*rows, -1), gate.view(rows), beta
 
 
-def gated_norm(shape: DeltaShape, found: Tensor, inputs: Mapping[str, Tensor], eps: float) -> Tensor:
+def gated_norm(shape: DeltaShape, found: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
     """found [T, value heads, Dv], normed and times SiLU of z: [T, value heads * Dv] in the model's dtype."""
-    normed = F.rms_norm(found, found.shape[-1:], inputs["norm"], eps)
+    normed = F.rms_norm(found, found.shape[-1:], inputs["norm"], float(shape.eps))
     return (normed * F.silu(inputs["z"].float().view(found.shape))).flatten(1).to(shape.torch_dtype)
 
 

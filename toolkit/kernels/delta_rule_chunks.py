@@ -67,7 +67,6 @@ class DeltaChunks(Kernel):
         "qwen3.5-35b-a3b delta net, 512 tokens": DeltaChunksShape(16, 32, 128, 128, tokens=512),
         "qwen3.5-35b-a3b delta net, 2048 tokens": DeltaChunksShape(16, 32, 128, 128, tokens=2048),
     }
-    eps = 1e-6  # of the gated norm
 
     def space(self, shape: Shape) -> Sequence[Config]:
         assert isinstance(shape, DeltaChunksShape)
@@ -95,7 +94,7 @@ class DeltaChunks(Kernel):
             memory += key[t][..., None] * ((value[t] - known) * beta[t][:, None])[:, None]
             found[t] = torch.einsum("hk,hkv->hv", query[t], memory)
         ring.index_copy_(0, (inputs["positions"] % taps)[-taps:], inputs["qkv"][-taps:])
-        return gated_norm(shape, found, inputs, self.eps), ring, memory
+        return gated_norm(shape, found, inputs), ring, memory
 
     def outputs(self, shape: Shape, inputs: Tensors) -> dict[str, Tensor]:
         """The results, two of them inputs written in place; what the launches leave for each other, in fp32."""
@@ -122,7 +121,7 @@ class DeltaChunks(Kernel):
         prepared = ("qkv", "b", "a", "conv", "decay", "dt_bias", "positions", "ring", *scratch)
         chained = ("qkv", "positions", "ring", "memory", "found", *scratch)
         parts, chunks = triton.cdiv(shape.value_dim, config["block_v"]), triton.cdiv(shape.tokens, CHUNK)
-        norm_rows = {name: constants[name] for name in ("VALUE_HEADS", "VALUE_DIM")} | {"EPS": self.eps}
+        norm_rows = {name: constants[name] for name in ("VALUE_HEADS", "VALUE_DIM")} | {"EPS": float(shape.eps)}
         return [
             Launch(_prepare, (chunks, heads), {name: given[name] for name in prepared} | tokens, constants, 8, 1),
             Launch(

@@ -286,7 +286,7 @@ def _matmul(
 class Int4Matmul(Kernel):
     """x [m, k] times a packed matrix [n, k], transposed, with an epilogue: see `MatmulShape`.
 
-    Inputs "x" (bf16), or "x_codes", "x_scales" and "x_sums" of 8-bit activations, and the matrix's parts (see
+    Inputs "x" (bf16 or fp32), or "x_codes", "x_scales" and "x_sums" of 8-bit activations, and the matrix's parts (see
     `PackedMatrix`); one result "out" [m, width]. `cost` counts the matrix as it is held: q4_k takes 4.625 bits a weight
     where GGUF's blocks take 4.5 (their scales have 6 bits), q5_k 5.625 for 5.5; the others' sizes are GGUF's.
     """
@@ -416,7 +416,7 @@ def _check(shape: MatmulShape, scheme: Scheme, inputs: Tensors, outputs: Tensors
         check_tensor("int4_matmul", name, inputs[name], (shape.n, shape.k // per), dtype, device)
     check_tensor("int4_matmul", "out", outputs["out"], (shape.m, shape.width), DTYPES[shape.out], device)
     if not shape.quantised:
-        check_tensor("int4_matmul", "x", inputs["x"], (shape.m, shape.k), torch.bfloat16, device)
+        check_tensor("int4_matmul", "x", inputs["x"], (shape.m, shape.k), (torch.bfloat16, torch.float32), device)
         return
     check_tensor("int4_matmul", "x_codes", inputs["x_codes"], (shape.m, shape.k), torch.int8, device)
     for name in ("x_scales", "x_sums"):

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from toolkit.errors import ModelError
-from toolkit.models.layers import hidden_slots
+from toolkit.models import ops
+from toolkit.models.attention import hidden_slots
+from toolkit.models.ops import HeadLayout
 
 BOUND_MULTIPLE = 256  # attention reads a whole number of these slots: few distinct shapes, little read in vain
 
@@ -23,13 +26,35 @@ BOUND_MULTIPLE = 256  # attention reads a whole number of these slots: few disti
 class Reach:
     """Where T new tokens go in the states of one kind, and what they see there; the same for every layer of that kind.
 
-    `slots` [T]: where each is written. `bound`: how many slots are read. `mask` [T, S]: fp32, added to the scores; S is
-    the bound, and for several tokens in a ring, T more: the new tokens themselves.
+    `positions` [T] ascend by one, on the device. `bound`: how many slots are read. `numbers`: those of the slots, from 0 on.
+    `size` and `window`: of a ring and its layers; None where every position is kept. What kernels work out by themselves
+    (`slots`, `mask`) is made when it is first asked for.
     """
 
-    slots: Tensor
+    positions: Tensor
     bound: int
-    mask: Tensor
+    numbers: Tensor
+    size: int | None = None
+    window: int | None = None
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """Where each token is written: [T]."""
+        return self.positions if self.size is None else self.positions % self.size
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """What is added to the scores: [T, S] in fp32. S is the bound, and for several tokens in a ring, T more: themselves.
+
+        Which position a ring's slot holds follows from the first new one, p, on the device: before it is written, slot s of R
+        holds the last position before p that is s modulo R; a negative one says that nothing was written there yet.
+        """
+        held, positions = self.numbers[: self.bound], self.positions
+        if self.size is not None:
+            last = positions if len(positions) == 1 else positions[:1] - 1  # the newest in the ring when it is read
+            held = last - (last - held) % self.size
+            held = held if len(positions) == 1 else torch.cat((held, positions))
+        return hidden_slots(held, positions, self.window)
 
 
 class KeysValues:
@@ -58,6 +83,13 @@ class KeysValues:
         self.write(key, value, reach.slots)
         return self.read(reach.bound)
 
+    def attend(
+        self, heads: HeadLayout, row: Tensor, q_weight: Tensor, k_weight: Tensor, rope: Tensor, reach: Reach, scale: float
+    ) -> Tensor:
+        """By kernels: norm and turn the heads of `row` [T, width], remember the new tokens, attend. [1, T, H * D]."""
+        query = ops.write_heads(heads, row, q_weight, k_weight, rope, reach.positions, self.keys, self.values)
+        return ops.attend(query, self.keys, self.values, reach.positions, scale, bound=reach.bound)
+
     def tensors(self) -> tuple[Tensor, ...]:
         return self.keys, self.values
 
@@ -83,6 +115,18 @@ class Ring(KeysValues):
         seen = torch.cat((held_keys, key), 2), torch.cat((held_values, value), 2)
         self.write(key[:, :, -self.size :], value[:, :, -self.size :], reach.slots[-self.size :])
         return seen
+
+    def attend(
+        self, heads: HeadLayout, row: Tensor, q_weight: Tensor, k_weight: Tensor, rope: Tensor, reach: Reach, scale: float
+    ) -> Tensor:
+        at = reach.positions
+        if len(at) == 1:
+            query = ops.write_heads(heads, row, q_weight, k_weight, rope, at, self.keys, self.values)
+            return ops.attend(query, self.keys, self.values, at, scale, self.size, reach.bound)
+        query, key, value = ops.make_heads(heads, row, q_weight, k_weight, rope, at)
+        out = ops.attend(query, self.keys, self.values, at, scale, self.size, reach.bound, (key, value))
+        self.write(key[:, :, -self.size :], value[:, :, -self.size :], reach.slots[-self.size :])
+        return out
 
 
 class Recurrent:
@@ -133,21 +177,12 @@ class Cache:
 
         `length` is how many tokens there then are, at most. ModelError where the cache is too small for them.
         """
-        bound = self.bound(length)
-        return Reach(positions, bound, hidden_slots(self.slots[:bound], positions))
+        return Reach(positions, self.bound(length), self.slots)
 
     def ring_reach(self, positions: Tensor, length: int, window: int) -> Reach:
-        """The same in the layers that keep a sliding window.
-
-        Which position a slot holds follows from the first new one, p, on the device: before it is written, slot s of R
-        holds the last position before p that is s modulo R; a negative one says that nothing was written there yet.
-        """
+        """The same in the layers that keep a sliding window."""
         size = min(window, self.context)
-        bound = min(size, self.bound(length))
-        last = positions if len(positions) == 1 else positions[:1] - 1  # the newest in the ring when it is read
-        held = last - (last - self.slots[:bound]) % size
-        seen = held if len(positions) == 1 else torch.cat((held, positions))
-        return Reach(positions % size, bound, hidden_slots(seen, positions, window))
+        return Reach(positions, min(size, self.bound(length)), self.slots, size, window)
 
     def checkpoint(self) -> int:
         """Keep aside what can't be taken back (recurrent states, rings), so that `rollback` to here works. The position.

@@ -6,7 +6,8 @@ For each head, a state S [Dk, Dv] and at each token t
 
 One operation, which takes the recurrent step for a single token and the chunked form for more. Plain PyTorch in fp32, in
 transformers' order of sums: where heads forget much, logarithms summed over a chunk lose digits, and the chunked form
-differs from the steps, as theirs does. It has gradients. It knows no model and no cache.
+differs from the steps, as theirs does. It has gradients. `delta_net` puts the causal convolution before it and the gated norm
+after. It knows no model and no cache.
 """
 
 from __future__ import annotations
@@ -14,9 +15,62 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+NORM_EPS = 1e-6  # of queries and keys: a constant, unlike a model's rms_norm_eps
 CHUNK = 64  # tokens solved at once: one triangular system of this size, and a scan over chunks
+
+
+def delta_net(
+    qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, conv: Tensor, decay: Tensor, dt_bias: Tensor, norm: Tensor, positions: Tensor,
+    ring: Tensor, memory: Tensor, key_heads: int, key_dim: int, tiled: bool, eps: float,
+) -> Tensor:  # fmt: skip
+    """T tokens through convolution, delta rule and gated norm, after those `ring` and `memory` hold: see `ops.delta_net`."""
+    mixed = _convolve_after(qkv, conv, ring, positions)
+    out = mix(mixed, z[None], b[None], a[None], decay, dt_bias, norm, memory, key_heads, key_dim, tiled, eps)
+    return out[0].to(qkv.dtype)
+
+
+def mix(
+    mixed: Tensor, z: Tensor, b: Tensor, a: Tensor, decay: Tensor, dt_bias: Tensor, norm: Tensor, memory: Tensor | None,
+    key_heads: int, key_dim: int, tiled: bool, eps: float,
+) -> Tensor:  # fmt: skip
+    """From what the convolution gives, [B, T, channels] in fp32, to the gated norm: [B, T, value heads * Dv] in fp32.
+
+    `memory` [value heads, Dk, Dv], written in place; None begins from nothing. The rest as `ops.delta_net` has it.
+    """
+    batch, length, channels = mixed.shape
+    each, values = len(decay) // key_heads, channels - 2 * key_heads * key_dim
+    table = (each, key_heads) if tiled else (key_heads, each)
+    keys, value = F.silu(mixed).split((channels - values, values), -1)
+    keys = keys.reshape(batch, length, 2, -1, key_dim)
+    query, key = (keys * (keys.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()).unsqueeze(3 if tiled else 4).unbind(2)
+    heads = (batch, length, *table)
+    gate = (decay * F.softplus(a.float() + dt_bias)).view(heads)
+    state = None if memory is None else memory.view(*table, key_dim, -1)
+    rows = value.reshape(*heads, -1)
+    found = gated_delta_rule(query * key_dim**-0.5, key, rows, gate, b.float().sigmoid().view(heads), state)
+    normed = F.rms_norm(found.float(), norm.shape, norm, eps)
+    return (normed * F.silu(z.float().reshape(found.shape))).flatten(2)
+
+
+def convolve(x: Tensor, conv: Tensor) -> Tensor:
+    """x [B, taps - 1 + T, channels] by conv [channels, taps] -> [B, T, channels], fp32."""
+    return F.conv1d(x.float().transpose(1, 2), conv[:, None], groups=x.shape[-1]).transpose(1, 2)
+
+
+def _convolve_after(x: Tensor, conv: Tensor, ring: Tensor, positions: Tensor) -> Tensor:
+    """The same for new inputs x [T, channels], after those in the ring, which then holds their last: [1, T, channels]."""
+    taps = conv.shape[1]
+    written = positions[-taps:] % taps
+    order = (torch.arange(1, taps + 1, device=x.device) + positions[:1]) % taps  # the oldest first, the first new one last
+    if len(x) == 1:
+        ring.index_copy_(0, written, x)
+        return (ring.index_select(0, order) * conv.t()).sum(0)[None, None]
+    whole = torch.cat((ring.index_select(0, order[:-1]), x))[None]
+    ring.index_copy_(0, written, x[-taps:])
+    return convolve(whole, conv)
 
 
 def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None) -> Tensor:

@@ -10,32 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from toolkit.models import ops
+from toolkit.models.attention import cached_attention, causal_attention, rope_of, rotate
 from toolkit.models.cache import Cache, KeysValues, Reach, Ring, State
 from toolkit.models.costs import Cost, Shown, each, look_up, weigh
 from toolkit.models.gemma4_config import FULL, SLIDING, Config, Heads
 from toolkit.models.gemma4_names import SKIPPED, names_gguf, names_hf
-from toolkit.models.layers import (
-    Embedding,
-    Experts,
-    GatedMLP,
-    Joined,
-    Linear,
-    RMSNorm,
-    cached_attention,
-    causal_attention,
-    initialise,
-    rope_of,
-    rotate,
-    to_dtype,
-)
-from toolkit.quant import PackedMatrix, matmul
+from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, Residual, RMSNorm, initialise, to_dtype
+from toolkit.models.ops import HeadLayout
+from toolkit.quant import PackedMatrix
 
 if TYPE_CHECKING:
     from toolkit.devices.base import Device
@@ -44,26 +34,31 @@ ROPE_POSITIONS = 8192  # of a rotary table made at a time: its fp32 intermediate
 
 __all__ = ["SKIPPED", "Config", "Model", "names_gguf", "names_hf"]
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-    "gelu": F.gelu,
-    "silu": F.silu,
-    "relu": F.relu,
-}
+ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu", "relu": "relu"}  # -> of ops.ACTIVATIONS
 
 
 @dataclass(frozen=True)
 class Pass:
     """What the layers of one forward pass share.
 
-    `ropes`: rotary tables [T, 2, head_dim] by kind of layer. `cache` and `reaches` (by kind): None and empty where a
-    sequence attends to itself. `seen`: the keys and values that the last layer of a kind attended to.
+    `positions` [T] and the rotary `tables` [positions, 2, head_dim] by kind of layer. `cache` and `reaches` (by kind): None
+    and empty where a sequence attends to itself. `kernels`: whether attention is theirs. `seen`: the keys and values that the
+    last layer of a kind attended to.
     """
 
-    ropes: dict[str, Tensor]
+    positions: Tensor
+    tables: dict[str, Tensor]
     cache: Cache | None = None
     reaches: dict[str, Reach] = field(default_factory=dict)
+    kernels: bool = False
     seen: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @cached_property
+    def ropes(self) -> dict[str, Tensor]:
+        """The rotary tables [T, 2, head_dim] of the new positions."""
+        if self.cache is None:
+            return self.tables
+        return {kind: table.index_select(0, self.positions) for kind, table in self.tables.items()}
 
 
 class Attention(nn.Module):
@@ -84,8 +79,14 @@ class Attention(nn.Module):
         self.qkv = Joined(config.hidden_size, sizes, bias=bias)
         self.q_norm = RMSNorm(heads.head_dim, config.rms_norm_eps)
         self.o = Linear(sizes["q"], config.hidden_size, bias=bias)
+        about = (config.num_attention_heads, 0 if self.shares else heads.kv_heads, heads.head_dim)
+        self.heads = HeadLayout(*about, values_are_keys="v" not in sizes, value_norm=True, eps=config.rms_norm_eps)
 
     def forward(self, x: Tensor, at: Pass) -> Tensor:
+        out: Tensor = self.o(self._by_kernels(x, at) if at.kernels and self.heads.fits(x.dtype, 1.0) else self._plain(x, at))
+        return out
+
+    def _plain(self, x: Tensor, at: Pass) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
         query, *rest = (part.view(heads) for part in self.qkv(x))
         query = rotate(self.q_norm(query), at.ropes[self.kind])  # [B, T, H, D]
@@ -93,11 +94,19 @@ class Attention(nn.Module):
             at.seen[self.kind] = self._keys_values(rest[0], rest[-1], at)
         key, value = at.seen[self.kind]
         if at.cache is None:
-            mixed = causal_attention(query, key, value, 1.0, self.window)
-        else:
-            mixed = cached_attention(query, key, value, at.reaches[self.kind].mask, 1.0)
-        out: Tensor = self.o(mixed)
-        return out
+            return causal_attention(query, key, value, 1.0, self.window)
+        return cached_attention(query, key, value, at.reaches[self.kind].mask, 1.0)
+
+    def _by_kernels(self, x: Tensor, at: Pass) -> Tensor:
+        assert at.cache is not None
+        row, reach, rope = self.qkv.row(x)[0], at.reaches[self.kind], at.cache.ropes[self.kind]
+        if not self.shares:
+            state = at.cache.states[self.layer]
+            assert isinstance(state, KeysValues)
+            at.seen[self.kind] = state.keys, state.values
+            return state.attend(self.heads, row, self.q_norm.weight, self.k_norm.weight, rope, reach, 1.0)
+        query = ops.make_heads(self.heads, row, self.q_norm.weight, self.q_norm.weight, rope, reach.positions)[0]
+        return ops.attend(query, *at.seen[self.kind], reach.positions, 1.0, reach.size or 0, reach.bound)
 
     def _keys_values(self, key: Tensor, value: Tensor, at: Pass) -> tuple[Tensor, Tensor]:
         """From the projections [B, T, KV heads, D] (one and the same where K = V) to what is attended to."""
@@ -151,7 +160,7 @@ class LayerInput(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[config.hidden_activation]
+        self.activation = ops.ACTIVATIONS[ACTIVATIONS[config.hidden_activation]]
         self.gate = Linear(config.hidden_size, config.hidden_size_per_layer_input)
         self.up = Linear(config.hidden_size_per_layer_input, config.hidden_size)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -178,16 +187,16 @@ class Block(nn.Module):
         self.has_experts, self.has_input = config.num_experts > 0, config.hidden_size_per_layer_input > 0
         self.scalar = nn.Parameter(torch.ones(1))
 
-    def forward(self, x: Tensor, at: Pass, given: Tensor | None) -> Tensor:
-        """x [B, T, hidden]; `given` [B, T, hidden_size_per_layer_input] where the config has per-layer inputs."""
-        x = x + self.attention_post_norm(self.attention(self.attention_norm(x), at))
-        out = self.mlp(self.mlp_norm(x))
+    def forward(self, x: Residual, at: Pass, given: Tensor | None) -> Residual:
+        """`given` [B, T, hidden_size_per_layer_input] where the config has per-layer inputs."""
+        normed, x = x.normed(self.attention_norm)
+        normed, x = x.add(self.attention(normed, at), self.attention_post_norm).normed(self.mlp_norm)
+        out = self.mlp(normed)
         if self.has_experts:
-            out = self.dense_post_norm(out) + self.routed(x)
-        x = x + self.mlp_post_norm(out)
+            out = self.dense_post_norm(out) + self.routed(x.x)
         if self.has_input:
-            x = self.layer_input(x, given)
-        return x * self.scalar
+            return Residual(self.layer_input(x.add(out, self.mlp_post_norm).sum(), given) * self.scalar)
+        return x.add(out, self.mlp_post_norm, self.scalar)
 
 
 class TokenEmbedding(Embedding):
@@ -262,14 +271,14 @@ class Model(Shown, nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """fp32 logits of hidden states [B, T, hidden], soft-capped where the config says so."""
-        logits = matmul(self.norm(x), self.embed.weight if self.head is None else self.head.weight).float()
+        logits = ops.matmul(self.norm(x), self.embed.weight if self.head is None else self.head.weight).float()
         cap = self.config.final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [B, T] -> logits [B, T, vocab], fp32."""
         slots = torch.arange(ids.shape[1], device=ids.device)
-        return self.logits(self._layers(self.embed(ids), Pass(self._ropes(slots))))
+        return self.logits(self._layers(self.embed(ids), Pass(slots, self._ropes(slots))))
 
     def new_cache(self, context: int) -> Cache:
         """A cache for `context` tokens on the model's device, made there without a copy."""
@@ -292,11 +301,12 @@ class Model(Shown, nn.Module):
         `length` is how many tokens the cache then holds, at most: it bounds how much of the cache is read, and need not
         be exact. The exact position is read on the device only.
         """
-        reaches = {FULL: cache.reach(positions, length)}
-        ropes = {kind: table.index_select(0, positions) for kind, table in cache.ropes.items()}
-        if SLIDING in ropes:
-            reaches[SLIDING] = cache.ring_reach(positions, length, self.config.sliding_window)
-        return self._layers(x, Pass(ropes, cache, reaches))
+        c, reaches = self.config, {FULL: cache.reach(positions, length)}
+        if SLIDING in cache.ropes:
+            reaches[SLIDING] = cache.ring_reach(positions, length, c.sliding_window)
+        # Several tokens' own keys and values are not in a ring when a layer that shares them needs them.
+        whole = len(positions) == 1 or c.first_shared_layer == c.num_hidden_layers
+        return self._layers(x, Pass(positions, cache.ropes, cache, reaches, whole and ops.on_gpu(x)))
 
     def costs(self, length: int) -> tuple[Cost, ...]:
         """What each part holds, and what a token costs it after `length` tokens."""
@@ -352,9 +362,10 @@ class Model(Shown, nn.Module):
             hidden = self.config.hidden_size
             x, rows = x[..., :hidden], x[..., hidden:]
             given = self.layer_inputs(x, rows)
+        residual = Residual(x)
         for layer, own in zip(self.layers, given, strict=True):
-            x = layer(x, at, own)
-        return x
+            residual = layer(residual, at, own)
+        return residual.sum()
 
     def _ropes(self, positions: Tensor) -> dict[str, Tensor]:
         """The rotary tables [T, 2, head_dim] of `positions` [T], by kind of layer."""

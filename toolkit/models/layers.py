@@ -1,5 +1,5 @@
-"""What the models share: linear maps plain or packed, several of them as one, norm, rotary embedding, attention, experts,
-and putting weights into a model built on "meta".
+"""What the models share: linear maps plain or packed, several of them as one, norm, gated MLP, experts, and putting weights
+into a model built on "meta".
 
 Plain PyTorch, the same on every device, chosen so that a decode step launches few kernels and copies nothing: no
 operation here indexes with host data, waits, or makes a contiguous clone.
@@ -8,7 +8,6 @@ operation here indexes with host data, waits, or makes a contiguous clone.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from toolkit.quant import PackedMatrix, Scheme, experts_matmul, matmul
+from toolkit.models import ops
+from toolkit.quant import PackedMatrix, Scheme, experts_matmul
 
 DENSE_VALUES = 1 << 24  # outputs at a time where every expert sees every token: bounds what lies between its matrices
 
@@ -33,7 +33,42 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
+        return ops.rms_norm(x, self.weight, self.eps)
+
+
+@dataclass(frozen=True)
+class Residual:
+    """The residual of a decoder: `x` [B, T, hidden], and what a block made that is still to be added.
+
+    So that a norm that ends one half of a layer, the sum, and the norm that begins the next are one operation. What is added
+    is normed by `post` first, and the sum multiplied by `scalar` [1], where there are such.
+    """
+
+    x: Tensor
+    added: Tensor | None = None
+    post: RMSNorm | None = None
+    scalar: Tensor | None = None
+
+    def add(self, made: Tensor, post: RMSNorm | None = None, scalar: Tensor | None = None) -> Residual:
+        """This, settled already, with what a block made."""
+        assert self.added is None
+        return Residual(self.x, made, post, scalar)
+
+    def normed(self, norm: RMSNorm) -> tuple[Tensor, Residual]:
+        """What the next block reads, and the residual with all added."""
+        if self.added is None:
+            return norm(self.x), self
+        post = None if self.post is None else self.post.weight
+        out, x = ops.add_norm(self.x, self.added, norm.weight, norm.eps, post, self.scalar)
+        return out, Residual(x)
+
+    def sum(self) -> Tensor:
+        """With all added: [B, T, hidden]."""
+        if self.added is None:
+            return self.x
+        if self.post is None:
+            return self.x + self.added
+        return ops.norm_add(self.x, self.added, self.post.weight, self.post.eps, self.scalar)
 
 
 class Linear(nn.Module):
@@ -51,7 +86,7 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor, chosen: Tensor | slice | None = None) -> Tensor:
         """x [..., in] -> [..., out]; with `chosen` (n experts), x [n, T, in] -> [n, T, out]."""
-        out = matmul(x, self.weight) if chosen is None else experts_matmul(x, self.weight, chosen)
+        out = ops.matmul(x, self.weight) if chosen is None else experts_matmul(x, self.weight, chosen)
         return out if self.bias is None else out + self.bias
 
 
@@ -74,6 +109,20 @@ class Joined(nn.Module):
             out = self.get_submodule("_".join(group))(x, chosen)
             found.extend(out.split([self.sizes[name] for name in group], -1) if len(group) > 1 else [out])
         return tuple(found)
+
+    def row(self, x: Tensor) -> Tensor:
+        """The outputs end to end: [..., sum of sizes]."""
+        parts = [self._part(group)(x) for group in self.groups]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+    def gated(self, x: Tensor, activation: str, chosen: Tensor | slice | None = None) -> Tensor:
+        """activation(gate) * up of two matrices of one size, in one operation where they are one matrix."""
+        if chosen is None and len(self.groups) == 1:
+            whole = self._part(self.groups[0])
+            if whole.bias is None:
+                return ops.matmul(x, whole.weight, activation)
+        gate, up = self(x, chosen)
+        return ops.ACTIVATIONS[activation](gate) * up
 
     def join(self) -> list[tuple[str, ...]]:
         """Make one matrix of each run of neighbours in the same dtype or scheme; returns the runs of more than one.
@@ -182,17 +231,16 @@ class Embedding(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x)); `activation` is one of `ops.ACTIVATIONS`."""
 
-    def __init__(self, hidden: int, width: int, activation: Callable[[Tensor], Tensor] = F.silu) -> None:
+    def __init__(self, hidden: int, width: int, activation: str = "silu") -> None:
         super().__init__()
         self.gate_up = Joined(hidden, {"gate": width, "up": width})
         self.down = Linear(width, hidden)
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x)
-        out: Tensor = self.down(self.activation(gate) * up)
+        out: Tensor = self.down(self.gate_up.gated(x, self.activation))
         return out
 
 
@@ -203,7 +251,7 @@ class Experts(nn.Module):
     read back to the host.
     """
 
-    def __init__(self, experts: int, hidden: int, width: int, activation: Callable[[Tensor], Tensor] = F.silu) -> None:
+    def __init__(self, experts: int, hidden: int, width: int, activation: str = "silu") -> None:
         super().__init__()
         self.count, self.width = experts, width
         self.gate_up = Joined(hidden, {"gate": width, "up": width}, experts=experts)
@@ -227,76 +275,8 @@ class Experts(nn.Module):
         return total
 
     def _run(self, x: Tensor, experts: Tensor | slice) -> Tensor:
-        gate, up = self.gate_up(x, experts)
-        out: Tensor = self.down(self.activation(gate) * up, experts)
+        out: Tensor = self.down(self.gate_up.gated(x, self.activation, experts), experts)
         return out
-
-
-def rope_table(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Tensor:
-    """The rotary table [T, 2, head_dim] of `positions` [T], made where they are: cosines, and sines signed for `rotate`.
-
-    Angles in fp32, as transformers computes them, then cast to `dtype`.
-    """
-    half = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
-    return rope_of(positions, 1.0 / torch.pow(theta, half / head_dim), dtype)
-
-
-def rope_of(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Tensor:
-    """The rotary table [T, 2, 2 F] of `positions` [T] for any `frequencies` [F] (radians a position, fp32)."""
-    angles = positions[:, None].float() * frequencies  # [T, F]
-    cos, sin = angles.cos(), angles.sin()
-    table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
-    return table.to(dtype)
-
-
-def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Rotary embedding of `x` [B, T, heads, head_dim] with `rope` [T, 2, head_dim]: halves paired, as Qwen, Llama, NeoX."""
-    cos, sin = rope[:, 0, None], rope[:, 1, None]  # [T, 1, head_dim]
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
-
-
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None) -> Tensor:
-    """Attention of a whole sequence on itself: [B, T, H, D] with keys and values [B, T, KV heads, D] -> [B, T, H * D].
-
-    `window`: each token sees itself and the window - 1 before it.
-    """
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    length = q.shape[2]
-    mask = None
-    if window is not None and window < length:
-        slots = torch.arange(length, device=q.device)
-        mask = hidden_slots(slots, slots, window).to(q.dtype)
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
-    return out.transpose(1, 2).flatten(2)
-
-
-def hidden_slots(slots: Tensor, positions: Tensor, window: int | None = None) -> Tensor:
-    """The additive mask [T, S] in fp32 of `positions` [T] on what stands at `slots` [S] (positions too; negative: nothing).
-
-    0 where a token sees the slot, -inf where that lies in its future, before its window, or holds nothing.
-    """
-    hidden = slots > positions[:, None]
-    if window is not None:
-        hidden = hidden | (slots <= positions[:, None] - window) | (slots < 0)
-    return torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device).masked_fill_(hidden, -math.inf)
-
-
-def cached_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attention of new tokens on a cache: query [1, T, H, D], key and value [1, KV heads, S, D], mask [T, S] -> [1, T, H * D].
-
-    The query heads that share a KV head are packed as rows of one matrix, so that keys and values are never repeated;
-    at T = 1 all reshapes are views. Written out rather than left to `scaled_dot_product_attention`, which picks another
-    implementation per device, dtype and version, some of which copy.
-    """
-    _, t, heads, dim = query.shape
-    kv = key.shape[1]
-    rows = query.view(t, kv, heads // kv, dim).transpose(0, 1).reshape(kv, -1, dim)  # [KV, T * G, D]
-    scores = torch.bmm(rows, key[0].transpose(1, 2)).view(kv, t, heads // kv, -1)  # [KV, T, G, S]
-    weights = torch.add(mask[:, None], scores, alpha=scale).softmax(-1)
-    out = torch.bmm(weights.to(value.dtype).view(kv, -1, weights.shape[-1]), value[0])  # [KV, T * G, D]
-    return out.view(kv, t, heads // kv, dim).transpose(0, 1).reshape(1, t, heads * dim)
 
 
 @dataclass(frozen=True)

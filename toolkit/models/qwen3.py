@@ -9,29 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from toolkit.models import ops
+from toolkit.models.attention import cached_attention, causal_attention
 from toolkit.models.cache import Cache, KeysValues, Reach, Ring, State
 from toolkit.models.costs import Cost, Shown, each, look_up, weigh
-from toolkit.models.layers import (
-    Embedding,
-    Experts,
-    GatedMLP,
-    Joined,
-    Linear,
-    RMSNorm,
-    cached_attention,
-    causal_attention,
-    initialise,
-    to_dtype,
-)
+from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, Residual, RMSNorm, initialise, to_dtype
 from toolkit.models.names import SKIPPED
+from toolkit.models.ops import HeadLayout
 from toolkit.models.qwen3_config import Config, names_gguf, names_hf
-from toolkit.quant import matmul
 
 if TYPE_CHECKING:
     from toolkit.devices.base import Device
@@ -47,6 +38,11 @@ class At:
     full: Reach
     window: Reach | None
 
+    @cached_property
+    def rope(self) -> Tensor:
+        """The rotary table of the new positions."""
+        return self.cache.ropes["full"].index_select(0, self.full.positions)
+
 
 class Attention(nn.Module):
     """Grouped-query attention with normed query and key heads; on itself, or on a cache."""
@@ -60,22 +56,34 @@ class Attention(nn.Module):
         self.o = Linear(width, config.hidden_size, bias=config.attention_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        about = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+        self.heads = HeadLayout(*about, eps=config.rms_norm_eps)
 
-    def forward(self, x: Tensor, rope: Tensor, at: At | None) -> Tensor:
-        heads = (*x.shape[:2], -1, self.head_dim)
-        query, key, value = (part.view(heads) for part in self.qkv(x))
-        query = self.rope.turn(self.q_norm(query), rope)  # [B, T, H, D]
-        key = self.rope.turn(self.k_norm(key), rope)  # [B, T, KV, D]
+    def forward(self, x: Tensor, rope: Tensor | None, at: At | None) -> Tensor:
+        """x [B, T, hidden]. `rope`: the rotary table of a sequence that attends to itself, else `at` says where it goes."""
         if at is None:
+            assert rope is not None
+            query, key, value = self._heads(x, rope)
             mixed = causal_attention(query, key, value, self.scale, self.window)
         else:
             state, reach = at.cache.states[self.layer], at.full if self.window is None else at.window
             assert isinstance(state, KeysValues)
             assert reach is not None
-            seen = state.extend(key.transpose(1, 2), value.transpose(1, 2), reach)
-            mixed = cached_attention(query, *seen, reach.mask, self.scale)
+            if ops.on_gpu(x) and self.heads.fits(x.dtype, self.scale):
+                norms = (self.q_norm.weight, self.k_norm.weight)
+                mixed = state.attend(self.heads, self.qkv.row(x)[0], *norms, at.cache.ropes["full"], reach, self.scale)
+            else:
+                query, key, value = self._heads(x, at.rope)
+                seen = state.extend(key.transpose(1, 2), value.transpose(1, 2), reach)
+                mixed = cached_attention(query, *seen, reach.mask, self.scale)
         out: Tensor = self.o(mixed)
         return out
+
+    def _heads(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [B, T, H, D], key and value [B, T, KV, D], normed and turned."""
+        heads = (*x.shape[:2], -1, self.head_dim)
+        query, key, value = (part.view(heads) for part in self.qkv(x))
+        return self.rope.turn(self.q_norm(query), rope), self.rope.turn(self.k_norm(key), rope), value
 
 
 class SparseMLP(nn.Module):
@@ -109,11 +117,11 @@ class Block(nn.Module):
         else:
             self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
 
-    def forward(self, x: Tensor, rope: Tensor, at: At | None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rope, at)
+    def forward(self, x: Residual, rope: Tensor | None, at: At | None) -> Residual:
+        normed, x = x.normed(self.attention_norm)
+        normed, x = x.add(self.attention(normed, rope, at)).normed(self.mlp_norm)
         mlp = self.moe if hasattr(self, "moe") else self.mlp
-        out: Tensor = x + mlp(self.mlp_norm(x))
-        return out
+        return x.add(mlp(normed))
 
 
 class Model(Shown, nn.Module):
@@ -142,16 +150,12 @@ class Model(Shown, nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """fp32 logits of hidden states [B, T, hidden]."""
-        return matmul(self.norm(x), self.embed.weight if self.head is None else self.head.weight).float()
+        return ops.matmul(self.norm(x), self.embed.weight if self.head is None else self.head.weight).float()
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [B, T] -> logits [B, T, vocab], fp32."""
-        x = self.embed(ids)
         slots = torch.arange(ids.shape[1], device=ids.device)
-        rope = self.config.rope.table(slots, x.dtype)
-        for layer in self.layers:
-            x = layer(x, rope, None)
-        return self.logits(x)
+        return self.logits(self._layers(self.embed(ids), self.config.rope.table(slots, self.dtype), None))
 
     def new_cache(self, context: int) -> Cache:
         """A cache for `context` tokens on the model's device, made there without a copy."""
@@ -174,10 +178,7 @@ class Model(Shown, nn.Module):
         window = self.config.sliding_window
         ring = None if window is None else cache.ring_reach(positions, length, window)
         at = At(cache, cache.reach(positions, length), ring)
-        rope = cache.ropes["full"].index_select(0, positions)
-        for layer in self.layers:
-            x = layer(x, rope, at)
-        return x
+        return self._layers(x, None, at)
 
     def costs(self, length: int) -> tuple[Cost, ...]:
         """What each part holds, and what a token costs it after `length` tokens. A token reads the experts it chooses."""
@@ -194,6 +195,13 @@ class Model(Shown, nn.Module):
             found.append(weigh("router", each(self.layers, "moe.router", only=c.sparse)))
         found += [weigh("norms", each(self.layers, "attention_norm", "mlp_norm")), weigh("norms", self.norm)]
         return (*found, weigh("head", self.embed, tied=True) if self.head is None else weigh("head", self.head))
+
+    def _layers(self, x: Tensor, rope: Tensor | None, at: At | None) -> Tensor:
+        """All layers, on embedded tokens [B, T, hidden] -> [B, T, hidden]."""
+        residual = Residual(x)
+        for layer in self.layers:
+            residual = layer(residual, rope, at)
+        return residual.sum()
 
     def _attention_cost(self, kind: str, layers: set[int], length: int) -> Cost:
         c = self.config

@@ -9,56 +9,39 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from toolkit.models.cache import Cache, KeysValues, Recurrent, State
+from toolkit.models import ops
+from toolkit.models.attention import cached_attention, causal_attention
+from toolkit.models.cache import Cache, KeysValues, Reach, Recurrent, State
 from toolkit.models.costs import Cost, Shown, each, look_up, weigh
-from toolkit.models.delta_rule import gated_delta_rule
-from toolkit.models.layers import (
-    Embedding,
-    Experts,
-    GatedMLP,
-    Joined,
-    Linear,
-    RMSNorm,
-    assign,
-    cached_attention,
-    causal_attention,
-    hidden_slots,
-    initialise,
-    to_dtype,
-)
+from toolkit.models.delta_rule import convolve, mix
+from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, Residual, RMSNorm, assign, initialise, to_dtype
 from toolkit.models.names import SKIPPED
+from toolkit.models.ops import HeadLayout
 from toolkit.models.qwen3_5_config import Config, names_gguf, names_hf
-from toolkit.quant import matmul
 
 if TYPE_CHECKING:
     from toolkit.devices.base import Device
 
 __all__ = ["SKIPPED", "Config", "Model", "names_gguf", "names_hf"]
 
-NORM_EPS = 1e-6  # of the delta net's queries and keys: a constant, unlike rms_norm_eps
-
 
 @dataclass(frozen=True)
 class At:
-    """Where in a cache a forward pass stands, on the device: positions [T], mask [T, bound], and the convolution's slots.
-
-    `written`: the slots of the ring of inputs that the last tokens go to. `order` [taps]: the slots of the inputs before
-    the first of them, oldest first, and its own.
-    """
+    """Where in a cache a forward pass stands."""
 
     cache: Cache
-    positions: Tensor
-    bound: int
-    mask: Tensor
-    written: Tensor
-    order: Tensor
+    reach: Reach
+
+    @cached_property
+    def rope(self) -> Tensor:
+        """The rotary table of the new positions."""
+        return self.cache.ropes["full"].index_select(0, self.reach.positions)
 
 
 class DeltaNet(nn.Module):
@@ -83,41 +66,21 @@ class DeltaNet(nn.Module):
         self.norm = RMSNorm(config.linear_value_head_dim, config.rms_norm_eps)
         self.out = Linear(config.value_size, config.hidden_size)
 
-    def forward(self, x: Tensor, rope: Tensor, at: At | None) -> Tensor:
-        c, (batch, length, _) = self.config, x.shape
-        state = None if at is None else at.cache.states[self.layer]
-        memory: Tensor | None = None
+    def forward(self, x: Tensor, at: At | None) -> Tensor:
+        c, norm = self.config, self.norm
+        heads = (c.linear_num_key_heads, c.linear_key_head_dim, c.tiled, norm.eps)
         qkv, z, b, a = self.inputs(x)
         if at is None:
-            mixed = self._convolve(torch.cat((qkv.new_zeros(batch, self.conv.shape[1] - 1, qkv.shape[-1]), qkv), 1))
+            before = qkv.new_zeros(len(x), self.conv.shape[1] - 1, qkv.shape[-1])
+            mixed = convolve(torch.cat((before, qkv), 1), self.conv)
+            found = mix(mixed, z, b, a, self.decay, self.dt_bias, norm.weight, None, *heads).to(x.dtype)
         else:
+            state = at.cache.states[self.layer]
             assert isinstance(state, Recurrent)
-            mixed = self._convolve_at(qkv, state.states["conv"], at)
-            memory = state.states["memory"].view(*c.value_table, c.linear_key_head_dim, c.linear_value_head_dim)
-        keys, value = F.silu(mixed).split((2 * c.key_size, c.value_size), -1)
-        keys = keys.reshape(batch, length, 2, -1, c.linear_key_head_dim)
-        query, key = (keys * (keys.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()).unsqueeze(3 if c.tiled else 4).unbind(2)
-        heads = (batch, length, *c.value_table)
-        gate = (self.decay * F.softplus(a.float() + self.dt_bias)).view(heads)
-        beta = b.float().sigmoid().view(heads)
-        query = query * c.linear_key_head_dim**-0.5
-        found = gated_delta_rule(query, key, value.reshape(*heads, -1), gate, beta, memory)
-        gated = self.norm(found) * F.silu(z.float().view(found.shape))
-        out: Tensor = self.out(gated.flatten(2).to(x.dtype))
+            given = (qkv[0], z[0], b[0], a[0], self.conv, self.decay, self.dt_bias, norm.weight, at.reach.positions)
+            found = ops.delta_net(*given, state.states["conv"], state.states["memory"], *heads)[None]
+        out: Tensor = self.out(found)
         return out
-
-    def _convolve(self, x: Tensor) -> Tensor:
-        """x [B, taps - 1 + T, channels] -> [B, T, channels], fp32."""
-        return F.conv1d(x.float().transpose(1, 2), self.conv[:, None], groups=x.shape[-1]).transpose(1, 2)
-
-    def _convolve_at(self, x: Tensor, ring: Tensor, at: At) -> Tensor:
-        """The same for new inputs x [1, T, channels], after those in the ring, which then holds the last of these."""
-        if x.shape[1] == 1:
-            ring.index_copy_(0, at.written, x[0])
-            return (ring.index_select(0, at.order) * self.conv.t()).sum(0)[None, None]
-        whole = torch.cat((ring.index_select(0, at.order[:-1])[None], x), 1)
-        ring.index_copy_(0, at.written, x[0, -len(ring) :])
-        return self._convolve(whole)
 
 
 class Attention(nn.Module):
@@ -135,21 +98,36 @@ class Attention(nn.Module):
         self.o = Linear(width, config.hidden_size, bias=config.attention_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        about = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+        self.heads = HeadLayout(*about, gated=True, eps=config.rms_norm_eps)
 
-    def forward(self, x: Tensor, rope: Tensor, at: At | None) -> Tensor:
-        both, key, value = (part.view(*x.shape[:2], -1, self.head_dim) for part in self.qkv(x))
-        query, gate = both.unflatten(2, (-1, 2)).unbind(3)  # [B, T, H, D]
-        query = self.rope.turn(self.q_norm(query), rope)
-        key = self.rope.turn(self.k_norm(key), rope)  # [B, T, KV, D]
+    def forward(self, x: Tensor, rope: Tensor | None, at: At | None) -> Tensor:
+        """x [B, T, hidden]. `rope`: the rotary table of a sequence that attends to itself, else `at` says where it goes."""
+        width, heads = self.o.weight.shape[-1], (*x.shape[:2], -1, self.head_dim)
+        row = self.qkv.row(x)
+        gate = row[..., : 2 * width].view(heads).unflatten(2, (-1, 2))[:, :, :, 1]  # [B, T, H, D]
         if at is None:
-            mixed = causal_attention(query, key, value, self.scale)
+            assert rope is not None
+            mixed = causal_attention(*self._heads(row, rope), self.scale)
         else:
             state = at.cache.states[self.layer]
             assert isinstance(state, KeysValues)
-            state.write(key.transpose(1, 2), value.transpose(1, 2), at.positions)
-            mixed = cached_attention(query, *state.read(at.bound), at.mask, self.scale)
+            if ops.on_gpu(x) and self.heads.fits(x.dtype, self.scale):
+                norms = (self.q_norm.weight, self.k_norm.weight)
+                mixed = state.attend(self.heads, row[0], *norms, at.cache.ropes["full"], at.reach, self.scale)
+            else:
+                query, key, value = self._heads(row, at.rope)
+                seen = state.extend(key.transpose(1, 2), value.transpose(1, 2), at.reach)
+                mixed = cached_attention(query, *seen, at.reach.mask, self.scale)
         out: Tensor = self.o((mixed.view(gate.shape) * gate.sigmoid()).flatten(2))
         return out
+
+    def _heads(self, row: Tensor, rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [B, T, H, D], key and value [B, T, KV, D], normed and turned, of the projections [B, T, width]."""
+        heads, kv = self.heads.heads, self.heads.kv_heads
+        both, key, value = row.view(*row.shape[:2], -1, self.head_dim).split((2 * heads, kv, kv), 2)
+        query = both.unflatten(2, (-1, 2))[:, :, :, 0]
+        return self.rope.turn(self.q_norm(query), rope), self.rope.turn(self.k_norm(key), rope), value
 
 
 class SparseMLP(nn.Module):
@@ -187,12 +165,12 @@ class Block(nn.Module):
         else:
             self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
 
-    def forward(self, x: Tensor, rope: Tensor, at: At | None) -> Tensor:
-        mixer = self.delta if hasattr(self, "delta") else self.attention
-        x = x + mixer(self.mixer_norm(x), rope, at)
+    def forward(self, x: Residual, rope: Tensor | None, at: At | None) -> Residual:
+        normed, x = x.normed(self.mixer_norm)
+        mixed = self.delta(normed, at) if hasattr(self, "delta") else self.attention(normed, rope, at)
+        normed, x = x.add(mixed).normed(self.mlp_norm)
         mlp = self.moe if hasattr(self, "moe") else self.mlp
-        out: Tensor = x + mlp(self.mlp_norm(x))
-        return out
+        return x.add(mlp(normed))
 
 
 class Model(Shown, nn.Module):
@@ -228,15 +206,12 @@ class Model(Shown, nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """fp32 logits of hidden states [B, T, hidden]."""
-        return matmul(self.norm(x), self.embed.weight if self.head is None else self.head.weight).float()
+        return ops.matmul(self.norm(x), self.embed.weight if self.head is None else self.head.weight).float()
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [B, T] -> logits [B, T, vocab], fp32."""
-        x = self.embed(ids)
-        rope = self.config.rope.table(torch.arange(ids.shape[1], device=ids.device), x.dtype)
-        for layer in self.layers:
-            x = layer(x, rope, None)
-        return self.logits(x)
+        rope = self.config.rope.table(torch.arange(ids.shape[1], device=ids.device), self.dtype)
+        return self.logits(self._layers(self.embed(ids), rope, None))
 
     def new_cache(self, context: int) -> Cache:
         """A cache for `context` tokens on the model's device, made there without a copy."""
@@ -257,15 +232,14 @@ class Model(Shown, nn.Module):
         `length` is how many tokens the cache then holds, at most: it bounds how much of the cache is read, and need not
         be exact. The exact position is read on the device only.
         """
-        bound, taps = cache.bound(length), self.config.linear_conv_kernel_dim
-        written = positions[-taps:] % taps
-        order = (torch.arange(1, taps + 1, device=positions.device) + positions[:1]) % taps
-        mask = hidden_slots(cache.slots[:bound], positions)
-        rope = cache.ropes["full"].index_select(0, positions)
-        at = At(cache, positions, bound, mask, written, order)
+        return self._layers(x, None, At(cache, cache.reach(positions, length)))
+
+    def _layers(self, x: Tensor, rope: Tensor | None, at: At | None) -> Tensor:
+        """All layers, on embedded tokens [B, T, hidden] -> [B, T, hidden]."""
+        residual = Residual(x)
         for layer in self.layers:
-            x = layer(x, rope, at)
-        return x
+            residual = layer(residual, rope, at)
+        return residual.sum()
 
     def costs(self, length: int) -> tuple[Cost, ...]:
         """What each part holds, and what a token costs it after `length` tokens. A token reads the experts it chooses.

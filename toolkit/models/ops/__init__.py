@@ -1,0 +1,17 @@
+"""The operations that decoding is made of, as PyTorch's dispatcher knows them (`torch.ops.toolkit.*`).
+
+Each function here is one operation: behind one signature a reference in plain PyTorch, and Triton kernels (`toolkit.kernels`).
+Where operations don't run (`on_gpu`), and for the few sizes that kernels can't take, the reference runs as it is written,
+with gradients. They know no model and no cache.
+"""
+
+from toolkit.models.ops.attention import HeadLayout, attend, make_heads, write_heads
+from toolkit.models.ops.define import on_gpu, record_problems
+from toolkit.models.ops.mixers import delta_net
+from toolkit.models.ops.norms import add_norm, norm_add, rms_norm
+from toolkit.models.ops.products import ACTIVATIONS, matmul
+
+__all__ = [
+    "ACTIVATIONS", "HeadLayout", "add_norm", "attend", "delta_net", "make_heads", "matmul", "norm_add", "on_gpu",
+    "record_problems", "rms_norm", "write_heads",
+]  # fmt: skip

@@ -1,0 +1,114 @@
+"""How an operation is defined, and how it runs: its reference, its launches, its effects.
+
+On a GPU, a real or a virtual one, and where no gradient is asked for, the operation runs. The virtual GPU computes by the
+reference and sees the launches that CUDA would get. Triton is imported by the first call on CUDA. It knows no operation.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from toolkit.devices.rules_effect import Effect
+
+if TYPE_CHECKING:
+    from toolkit.kernels.base import Kernel, Shape
+
+GPUS = ("cuda", "vgpu")
+COUNTERS = 4096  # int32 zeros that kernels count their blocks in, and leave as zeros
+
+Problem = tuple["Kernel", "Shape", dict[str, Tensor]]
+_library = torch.library.Library("toolkit", "DEF")
+_problems: dict[str, Callable[..., Problem]] = {}
+_recorders: list[list[tuple[Kernel, Shape]]] = []
+
+
+def define(
+    schema: str,
+    reference: Callable[..., Any],
+    shapes: Callable[..., Any],
+    problem: Callable[..., Problem],
+    result: Callable[[dict[str, Tensor], Tensor], Any],
+) -> None:
+    """Register an operation: `problem` makes of its operands what a kernel takes, `result` of what that wrote, and of the
+    first operand, what is returned.
+    """
+    name = schema.split("(")[0]
+    _library.define(schema)
+    _library.impl(name, reference, "CPU")
+    _library.impl(name, lambda *operands: result(launch(*problem(*operands)), operands[0]), "CUDA")
+    torch.library.register_fake(f"toolkit::{name}", shapes, lib=_library)
+    _problems[name] = problem
+
+
+def call(name: str, *operands: Any) -> Any:
+    """Run the operation `name`; a problem that runs inside `record_problems` is noted there."""
+    for recorder in _recorders:
+        recorder.append(_problems[name](*operands)[:2])
+    return getattr(torch.ops.toolkit, name)(*operands)
+
+
+@contextmanager
+def record_problems() -> Iterator[list[tuple[Kernel, Shape]]]:
+    """Gathers the (kernel, shape) of every operation that runs inside: what there is to tune. ImportError without Triton."""
+    found: list[tuple[Kernel, Shape]] = []
+    _recorders.append(found)
+    try:
+        yield found
+    finally:
+        _recorders.remove(found)
+
+
+def on_gpu(*tensors: Tensor | None) -> bool:
+    """Do operations run, rather than references?"""
+    first = tensors[0]
+    assert first is not None
+    if first.device.type not in GPUS or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)):
+        return False
+    return first.device.type == "vgpu" or _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def launch(kernel: Kernel, shape: Shape, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Launch with the config that the tuner's lookup names; everything the kernel writes, by name."""
+    from toolkit.kernels.tune.lookup import choose
+
+    device = next(iter(inputs.values())).device
+    outputs = kernel.outputs(shape, inputs)
+    for one in kernel.launches(shape, choose(kernel, shape, device).config, inputs, outputs):
+        one.run()
+    return outputs
+
+
+@cache
+def _zeros(device: torch.device, stream: int) -> Tensor:
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+
+
+def counters(like: Tensor, count: int) -> Tensor:
+    """`count` int32 zeros, the same for every kernel of a stream: kernels of one stream follow each other."""
+    device = like.device
+    if count > COUNTERS or device.type != "cuda":
+        return torch.zeros(count, dtype=torch.int32, device=device)
+    return _zeros(device, torch.cuda.current_stream(device).cuda_stream)[:count]
+
+
+def launches(name: str, n: int, moved: int, flops: float = 0.0) -> list[Effect]:
+    """`n` launches of which one moves and computes all that there is."""
+    main = Effect("kernel", 0, name, flops=flops, moved_bytes=moved, peak="bf16_flops")
+    return [Effect("kernel", 0, f"{name}_part", cost="launch_host_ns")] * (n - 1) + [main]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "bfloat16" for torch.bfloat16: how kernels' shapes call it."""
+    return str(dtype).removeprefix("torch.")
