@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from toolkit.errors import ModelError
 from toolkit.kernels.base import Config
 from toolkit.kernels.delta_rule import DELTA_STEP, DeltaShape
 from toolkit.kernels.delta_rule_chunks import DELTA_CHUNKS, DeltaChunksShape
-from toolkit.models.cache import Recurrent
-from toolkit.models.qwen3_5_moe import DeltaNet
+from toolkit.models.delta_rule import delta_net
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEP_ERROR = 1e-5  # fp32 sums of a few hundred terms in another order; flash-linear-attention's own tests allow 2e-3
@@ -33,39 +30,13 @@ def error(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
-def net_config(shape: DeltaShape) -> SimpleNamespace:
-    table = (shape.each, shape.key_heads) if shape.tiled else (shape.key_heads, shape.each)
-    return SimpleNamespace(
-        hidden_size=8, rms_norm_eps=1e-6, linear_num_value_heads=shape.value_heads, linear_key_head_dim=shape.key_dim,
-        linear_value_head_dim=shape.value_dim, linear_conv_kernel_dim=shape.taps, tiled=shape.tiled, value_table=table,
-        key_size=shape.key_heads * shape.key_dim, value_size=shape.value_heads * shape.value_dim,
-    )  # fmt: skip
-
-
-class Given(nn.Module):
-    """In place of the input matrices: gives what they gave."""
-
-    def __init__(self, *found: Tensor) -> None:
-        super().__init__()
-        self.found = found
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.found
-
-
 def model_result(shape: DeltaShape, inputs: dict[str, Tensor], positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(output [T, values], ring, memory) by the model's code, before its output matrix."""
-    net, taps = DeltaNet(net_config(shape), 0), shape.taps
-    net.inputs, net.out = Given(*(inputs[name].view(1, len(positions), -1) for name in ("qkv", "z", "b", "a"))), nn.Identity()
-    for name in ("conv", "decay", "dt_bias"):
-        setattr(net, name, nn.Parameter(inputs[name], requires_grad=False))
-    net.norm.weight = nn.Parameter(inputs["norm"], requires_grad=False)
-    state = Recurrent({}, torch.device(DEVICE))
-    state.states = {"conv": inputs["ring"].clone(), "memory": inputs["memory"].clone()}
-    order = (torch.arange(1, taps + 1, device=DEVICE) + positions[:1]) % taps
-    at = SimpleNamespace(cache=SimpleNamespace(states=[state]), written=positions[-taps:] % taps, order=order)
-    out = net(torch.zeros(1, len(positions), 8, dtype=shape.torch_dtype, device=DEVICE), None, at)
-    return out[0], state.states["conv"], state.states["memory"]
+    """(output [T, values], ring, memory) by the model's code."""
+    ring, memory = inputs["ring"].clone(), inputs["memory"].clone()
+    rows = (inputs[name].view(len(positions), -1) for name in ("qkv", "z", "b", "a"))
+    weights = (inputs[name] for name in ("conv", "decay", "dt_bias", "norm"))
+    about = (shape.key_heads, shape.key_dim, shape.tiled, float(shape.eps))
+    return delta_net(*rows, *weights, positions, ring, memory, *about), ring, memory
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.key)
