@@ -1,8 +1,10 @@
 # No `from __future__ import annotations`: shapes are also defined where annotations are types, as in a notebook's cell.
 """Configs and shapes as data: what is pasted and what stands in files comes back as it was."""
 
+import json
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
 from toolkit.kernels.base import Config, Shape, config_grid
@@ -48,6 +50,15 @@ def test_a_config_is_pasted_and_kept_as_it_is():
     assert (config["block_n"], config["split"], config.warps, config.stages) == (64, 2, 8, 3)
     with pytest.raises(KeyError):
         config["block_m"]
+
+
+def test_a_config_holds_whole_numbers():
+    config = Config(fused=True, block=np.int64(64), warps=np.int32(8))
+    assert repr(config) == "Config(fused=1, block=64, warps=8, stages=1)"
+    assert json.loads(json.dumps(config.to_dict())) == config.to_dict()
+    for value in ("fast", 0.5, None):
+        with pytest.raises(TypeError):
+            Config(mode=value)
 
 
 def test_a_grid_has_the_default_first_and_each_once():

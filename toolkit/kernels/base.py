@@ -11,6 +11,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any, ClassVar
 
 import torch
@@ -33,9 +34,10 @@ class Config:
     stages: int
 
     def __init__(self, *, warps: int = 4, stages: int = 1, **choices: int) -> None:
-        object.__setattr__(self, "choices", tuple(choices.items()))
-        object.__setattr__(self, "warps", warps)
-        object.__setattr__(self, "stages", stages)
+        # As plain ints: True and NumPy's numbers would be written into files as what can't be read again.
+        object.__setattr__(self, "choices", tuple((name, int(index(value))) for name, value in choices.items()))
+        object.__setattr__(self, "warps", int(index(warps)))
+        object.__setattr__(self, "stages", int(index(stages)))
 
     def __getitem__(self, name: str) -> int:
         return dict(self.choices)[name]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import json
+import subprocess
 import sys
+import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +21,7 @@ from toolkit.kernels.tune import compiling
 from toolkit.kernels.tune.compiling import Job, compile_configs
 from toolkit.kernels.tune.identity import Origin, fingerprint, origin
 from toolkit.kernels.tune.limits import Compiled, LaunchUse, obstacle, occupancy
+from toolkit.kernels.tune.store import TunedFileWarning
 
 USE = LaunchUse("toy", (100,), threads=128, registers=64, spill_bytes=0, shared_bytes=16_384)
 
@@ -102,6 +107,105 @@ def test_a_compiler_that_dies_ends_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert not found[other].error
     assert other.key in compiling.Kept(cell).rows
     assert dies.key not in compiling.Kept(cell).rows  # asked for again another time
+
+
+@pytest.mark.parametrize(
+    ("instead", "said"),
+    [
+        ("sleep 60", "took more than 0 s"),
+        ("read job; printf '{\"laun'", "ended with status 0"),  # in the middle of its answer
+        ("read job; echo no room >&2; exit 3", "ended with status 3: no room"),
+    ],
+    ids=["hangs", "stops", "fails"],
+)
+def test_a_compiling_process_that_does_no_such_thing(
+    instead: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(worker: compiling.Worker) -> subprocess.Popen[str]:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": worker._said}
+        worker._process = subprocess.Popen(["sh", "-c", instead], text=True, **pipes)  # type: ignore[call-overload]
+        return worker._process
+
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiling, "HANGS_AFTER_S", 0.3)
+    monkeypatch.setattr(compiling.Worker, "_start", start)
+    job = Job(ODD, SMALL, (9, 0))
+    assert compile_configs(TOY, [job])[job].error == f"The compiler {said}"
+    assert compiling.Kept(TOY).rows == {}
+
+
+class Quick:
+    """A worker that answers at once."""
+
+    def __init__(self, kernel: object) -> None:
+        self.kill = self.close = lambda: None
+
+    def compile(self, job: Job) -> Compiled:
+        return compiled(USE)
+
+
+def test_what_cant_be_kept_is_told_and_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(compiling, "Worker", Quick)
+    with pytest.warns(TunedFileWarning, match="What was compiled can't be kept: .*Set TOOLKIT_CACHE"):
+        found = compile_configs(TOY, [Job(ODD, SMALL, (9, 0))])
+    assert list(found.values()) == [compiled(USE)]
+
+
+def test_two_writers_of_results_lose_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiling, "Worker", Quick)
+    jobs = [Job(ODD, toy_config(warps=warps), (9, 0)) for warps in range(1, 25)]
+    writers = [threading.Thread(target=compile_configs, args=(TOY, [job])) for job in jobs]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert set(compiling.Kept(TOY).rows) == {job.key for job in jobs}
+
+
+def test_a_script_that_tunes_as_it_runs_starts_no_processes_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiling process runs what a script or a cell defines, and not what that does."""
+    does = """
+did = []
+did.append("this would be done in every process")
+for _ in did: raise SystemExit
+found = compile_configs(TOY, [Job(SQUARE, SMALL, (9, 0))])
+"""
+    monkeypatch.setenv(compiling.INSIDE, "toy_matmul")
+    script = Origin("toy_matmul", "__main__", "", origin(TOY).text + does).load()
+    defined = sys.modules[type(script).__module__]
+    assert defined.did == []
+    assert not hasattr(defined, "found")
+    with pytest.raises(ToolkitError, match="this process compiles toy_matmul"):
+        compile_configs(TOY, [])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (
+            "def toy_product(",
+            "def another(",
+            "The compiler gets the kernel's cell alone, and all of it must be there: NameError",
+        ),
+        ("import Job,", "import Jobs,", ""),
+        ("from toolkit.kernels.base import", "from toolkit.kernels.basis import", "The compiler could not load the kernel: "),
+    ],
+    ids=["cell without its launch", "a failing import that the kernel can do without", "without what it needs"],
+)
+def test_a_cell_that_lacks_something(old: str, new: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from toolkit.kernels.tune import compile_worker
+
+    monkeypatch.setattr(compile_worker.driver, "set_active", lambda driver: None)
+    where = asdict(origin(TOY)) | {"module": "__main__", "text": origin(TOY).text.replace(old, new)}
+    job = {"shape": ODD.key, "config": SMALL.to_dict(), "capability": 90}
+    asked, answers = io.StringIO(json.dumps({"kernel": TOY.name, "origin": where, "path": sys.path, **job})), io.StringIO()
+    compile_worker.serve(asked, answers)  # type: ignore[arg-type]
+    error = json.loads(answers.getvalue())["error"]
+    assert said in error
+    assert error.startswith("The compiler ") == bool(said)
 
 
 def test_cancelling_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,6 +153,28 @@ def test_a_write_that_fails_leaves_the_old_file(monkeypatch: pytest.MonkeyPatch)
     assert {name.name for name in path.parent.iterdir()} == {"h200.json", ".h200.json.lock"}
 
 
+def test_a_cache_that_is_a_file_or_holds_a_folder_for_a_file_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "file").touch()
+    tuned_path("h200").mkdir(parents=True)
+    with pytest.warns(TunedFileWarning, match="can't be read: .*Is a directory"):
+        assert read_tuned("h200", H200) is None
+    with pytest.warns(TunedFileWarning, match="can't be kept: .*Is a directory"):
+        add_rows("h200", H200, ROWS)
+    monkeypatch.setenv("TOOLKIT_CACHE", str(folder / "file"))
+    assert (kept_gpus(), read_tuned("h200", H200)) == ([], None)
+    with pytest.warns(TunedFileWarning, match="can't be kept: .*Not a directory"):
+        add_rows("h200", H200, ROWS)
+
+
+def test_newer_rows_of_the_package_count(folder: Path) -> None:
+    place = next(iter(ROWS))
+    add_rows("h200", H200, {place: replace(FAST, kernel="as it was", when="2026-11-01")})
+    store.write_whole(folder / "shipped" / "h200.json", Tuned(H200, ROWS).to_text())
+    kept = read_tuned("h200", H200)
+    assert kept is not None
+    assert kept.rows[place] == FAST
+
+
 def test_two_writers_lose_no_row() -> None:
     def write(name: str) -> None:
         for n in range(15):
@@ -218,6 +240,41 @@ def test_what_isnt_there_is_one_line(command: tuple[str, ...], capsys: pytest.Ca
     assert status == 1
     assert told.startswith("FormatError: timings ")
     assert told.count("\n") == 1
+
+
+def test_what_cant_be_written_is_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_rows("h200", H200, ROWS)
+    exported = run(capsys, "export", "h200", folder / "out.json") and folder / "out.json"
+    for command in (("export", "h200", exported / "x"), ("merge", exported, "--out", exported / "x"), ("import", exported)):
+        assert run(capsys, *command)[0] == (command[0] != "import")
+    monkeypatch.setenv("TOOLKIT_CACHE", str(exported))
+    for command in (("export", "h200", exported / "x"), ("merge", exported, "--out", exported / "x"), ("import", exported)):
+        status, told = run(capsys, *command)
+        assert status == 1
+        assert told.count("\n") == 1
+
+
+def test_only_what_is_kept_of_a_gpu_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine, damaged = folder / "mine.json", tuned_path("h200")
+    mine.write_text("nothing of the toolkit's")
+    assert run(capsys, "show", "../mine")[0] == 1
+    assert mine.exists()
+    damaged.parent.mkdir()
+    damaged.write_text("{")
+    status, told = run(capsys, "show", "h200")
+    assert status == 1
+    assert told.startswith("Warning: h200.json was set aside as h200.set-aside-1: Expecting")
+    assert told.count("\n") == 2
+
+
+def test_stopping_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped() -> list[str]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "kept_gpus", stopped)
+    assert run(capsys, "show") == (130, "\nStopped. What was found so far is kept; call it again to go on.\n")
 
 
 def test_a_foreign_file_is_told_when_it_is_imported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ from toolkit.kernels import tune
 from toolkit.kernels.base import Config, Kernel, Shape, Tensors
 from toolkit.kernels.tune import compiling, lookup, store
 from toolkit.kernels.tune.cards import Card, find_card, find_cards
+from toolkit.kernels.tune.compiling import Job
 from toolkit.kernels.tune.estimate import estimate
 from toolkit.kernels.tune.identity import fingerprint
 from toolkit.kernels.tune.limits import Compiled, LaunchUse
@@ -129,6 +130,13 @@ def test_what_a_launch_raises_is_a_row() -> None:
         ("failed", "RuntimeError: out of resource: shared memory"),
         ("ok", ""),
     ]
+
+
+def test_a_compiler_that_died_is_a_row_that_isnt_kept() -> None:
+    found = {Job(ODD, SMALL, (9, 0)): Compiled(error="The compiler ended with signal 9")}
+    table = Tuner(H200, DEVICE, FakeClock()).tune(TOY, ODD, [SMALL], found)
+    assert [(row.verdict, row.reason) for row in table.rows] == [("failed", "The compiler ended with signal 9")]
+    assert read_tuned("h200") is None
 
 
 def test_a_problem_too_large_for_the_gpu_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,6 +291,8 @@ def test_what_warm_takes() -> None:
     assert tune.problems_of([(TOY, "odd"), (TOY, "m=1 n=2 k=3")]) == [(TOY, ODD), (TOY, ToyShape(1, 2, 3))]
     with pytest.raises(ToolkitError, match="no kernel_shapes"):
         tune.problems_of(3)
+    with pytest.raises(ToolkitError, match="no kernel_shapes"):
+        tune.problems_of([(TOY,)])  # type: ignore[list-item]
     with pytest.raises(UnknownNameError, match="Known: odd, square"):
         tune.problems_of([(TOY, "od")])
 
@@ -304,6 +314,12 @@ def test_exploring_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert table.losses().loc["h200", "h200"] == 0
     with pytest.raises(UnknownNameError, match="Did you mean"):
         tune.explore(TOY, gpus=["rtx-509"])
+    for gpus in (3.5, "", ["h200", None]):
+        with pytest.raises(UnknownNameError, match="no such name"):
+            tune.explore(TOY, gpus=gpus)
+    for configs in ([1], 1, "block_m=16"):
+        with pytest.raises(ToolkitError, match="Give a list of Config"):
+            tune.explore(TOY, gpus="h200", configs=configs)
     with pytest.raises(UnknownNameError, match="GPU of this table"):
         table.of("l4")
 
@@ -351,6 +367,8 @@ def test_which_gpu_is_meant() -> None:
     assert card is not None
     assert (card.key, card.present, card.facts.compute_capability) == ("rtx-5090", False, "12.0")
     assert find_card("cpu") is None
+    with pytest.raises(UnknownNameError, match="cuda:first"):
+        find_card("cuda:first")
     assert find_card(CATALOGUE["l4"]) == find_card("l4")
     assert [card.key for card in find_cards("l4")] == ["l4"]
     assert {card.key for card in find_cards()} >= set(CATALOGUE)

@@ -28,7 +28,7 @@ from toolkit.kernels.tune.lookup import choose as choose
 from toolkit.kernels.tune.progress import Progress, Steps
 from toolkit.kernels.tune.store import words
 from toolkit.kernels.tune.timing import CudaClock
-from toolkit.kernels.tune.tuner import Tuner, tune_all
+from toolkit.kernels.tune.tuner import Tuner, configs_of, tune_all
 from toolkit.kernels.tune.tuning import Tuning, joined
 from toolkit.kernels.tune.watching import watch as watch
 
@@ -55,12 +55,12 @@ def explore(
     """
     chosen = find_kernel(kernel)
     problem, cards = find_shape(chosen, shape), find_cards(gpus)
-    wanted = list(dict.fromkeys(configs if configs is not None else chosen.space(problem)))
+    wanted = configs_of(chosen, problem, configs)
     steps = Steps(f"Compiling {chosen.name}", progress, cancel)
-    # All at once, so that every process has work to the end; each card then finds its part on disk.
+    # All at once, so that every process has work to the end.
     jobs = [Job(problem, config, card.spec.compute_capability) for config in wanted for card in cards]
-    compile_configs(chosen, jobs, steps)
-    return joined(Tuner(card).tune(chosen, problem, wanted) for card in cards)
+    compiled = compile_configs(chosen, jobs, steps)
+    return joined(Tuner(card).tune(chosen, problem, wanted, compiled) for card in cards)
 
 
 def warm(
@@ -104,7 +104,7 @@ def problems_of(what: Any) -> list[tuple[Kernel, Shape]]:
         return [(kernel, shape) for shape in dict.fromkeys(kernel.known.values())]
     try:
         pairs = [(find_kernel(kernel), shape) for kernel, shape in what]
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         found = f"{type(what).__name__}, which has no kernel_shapes()"
         raise ToolkitError(f"tuning {what!r:.80}", found, "Give a model, a kernel, or pairs of kernel and shape") from error
     return list(dict.fromkeys((kernel, find_shape(kernel, shape)) for kernel, shape in pairs))

@@ -5,21 +5,28 @@ from __future__ import annotations
 import argparse
 import sys
 import threading
+import warnings
 from pathlib import Path
 
 from toolkit.errors import CancelledError, FormatError, ToolkitError
-from toolkit.kernels.tune.store import Record, Tuned, add_rows, kept_gpus, read_tuned, write_whole
+from toolkit.kernels.tune.store import Record, Tuned, TunedFileWarning, kept_gpus, put_rows, read_tuned, write_whole
 from toolkit.units import seconds_text
 
 
 def run(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit status. Errors of the toolkit are printed as one line."""
+    """The command line; returns the exit status. Errors of the toolkit, and warnings, are printed as one line."""
     options = _parser().parse_args(arguments)
-    try:
-        options.command(options)
-    except ToolkitError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", TunedFileWarning)
+        warnings.showwarning = lambda message, *_, **__: print(f"Warning: {message}", file=sys.stderr)
+        try:
+            options.command(options)
+        except ToolkitError as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            print("\nStopped. What was found so far is kept; call it again to go on.", file=sys.stderr)
+            return 130
     return 0
 
 
@@ -76,7 +83,7 @@ def _winner(rows: dict[str, Record]) -> str:
 
 
 def _kept(gpu: str) -> Tuned:
-    kept = read_tuned(gpu)
+    kept = read_tuned(gpu) if gpu in kept_gpus() else None  # "../x" is no GPU: its file isn't ours to set aside
     if kept is None:
         raise FormatError(f"timings of {gpu}", "none are kept", f"There are some of: {', '.join(kept_gpus()) or 'no GPU'}")
     return kept
@@ -89,9 +96,16 @@ def _read(path: Path) -> Tuned:
         raise FormatError(f"timings in {path}", str(error), "Give a file that `tune export` wrote") from error
 
 
+def _write(path: Path, kept: Tuned) -> None:
+    try:
+        write_whole(path, kept.to_text())
+    except OSError as error:
+        raise ToolkitError(f"writing timings to {path}", str(error), "Give a file that can be written") from error
+
+
 def _export(options: argparse.Namespace) -> None:
     kept = _kept(options.gpu)
-    write_whole(options.file, kept.to_text())
+    _write(options.file, kept)
     print(f"{len(kept.rows)} rows of {kept.device.name} in {options.file}")
 
 
@@ -102,8 +116,13 @@ def _import(options: argparse.Namespace) -> None:
     gpu = key_of(found.device.name, found.device.sms)
     kept = read_tuned(gpu, found.device) or Tuned(found.device)
     kept.merge(found)
-    path = add_rows(gpu, found.device, kept.rows)
-    print(f"{len(found.rows)} rows of {found.device.name} taken into {path}")
+    new = {place: row for place, row in found.rows.items() if kept.rows[place] is row}
+    try:
+        path = put_rows(gpu, found.device, new)
+    except OSError as error:
+        do = "Set TOOLKIT_CACHE to a folder that can be written to"
+        raise ToolkitError(f"keeping timings of {gpu}", str(error), do) from error
+    print(f"{len(new)} of {len(found.rows)} rows of {found.device.name} taken into {path}; what is kept of the others is newer")
 
 
 def _merge(options: argparse.Namespace) -> None:
@@ -113,7 +132,7 @@ def _merge(options: argparse.Namespace) -> None:
             found = f"{path} is of a {other.device.name}, {options.files[0]} of a {whole.device.name}"
             raise FormatError("merging timings", found, "Merge files of one GPU")
         whole.merge(other)
-    write_whole(options.out, whole.to_text())
+    _write(options.out, whole)
     print(f"{len(whole.rows)} rows of {whole.device.name} in {options.out}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -50,7 +51,7 @@ def find_card(device: Card | Device | GpuSpec | torch.device | str | int = "auto
     kind, _, rest = name.partition(":")
     if kind in ("cpu", "meta"):
         return None
-    if kind == "cuda":
+    if kind == "cuda" and (not rest or rest.isdigit()):
         return present_card(int(rest) if rest.isdigit() else torch.cuda.current_device() if torch.cuda.is_available() else 0)
     if kind == "vgpu":
         from toolkit.devices.virtual import current_virtual
@@ -68,7 +69,7 @@ def find_cards(gpus: Any = None) -> list[Card]:
         here = find_card("auto")
         names: list[Any] = [*([here] if here else []), *(key for key in CATALOGUE if here is None or key != here.key)]
     else:
-        names = [gpus] if isinstance(gpus, str | Card | Device | GpuSpec | torch.device) else list(gpus)
+        names = list(gpus) if isinstance(gpus, Iterable) and not isinstance(gpus, str) else [gpus]
     cards = [card for name in names if (card := find_card(name)) is not None]
     return list({card.key: card for card in cards}.values())
 

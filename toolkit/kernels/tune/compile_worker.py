@@ -26,6 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from toolkit.kernels.base import Config, Kernel, Launch
+from toolkit.kernels.tune.compiling import NOT_KEPT
 from toolkit.kernels.tune.identity import Origin
 from toolkit.kernels.tune.limits import WARP, Compiled, LaunchUse
 
@@ -59,6 +60,8 @@ def compile_for(kernel: Kernel, shape_key: str, config: Config, capability: int)
         for launch in launches:
             getattr(launch.function, "device_caches", {}).clear()  # or all texts of all configs stay in memory
         return Compiled(uses)
+    except (OSError, MemoryError) as error:  # of this machine: a full disk, a cache that can't be written to
+        return Compiled(error=f"{NOT_KEPT}could not work: {message(error)}")
     except Exception as error:
         return Compiled(error=message(error))
 
@@ -113,13 +116,16 @@ def serve(jobs: io.TextIOBase, answers: io.TextIOBase) -> None:
     kernels: dict[str, Kernel] = {}
     for line in jobs:
         job: dict[str, Any] = json.loads(line)
+        origin = Origin(**job["origin"])
         try:
             if job["kernel"] not in kernels:
                 sys.path[:] = job["path"]
-                kernels[job["kernel"]] = Origin(**job["origin"]).load()
+                kernels[job["kernel"]] = origin.load()
             found = compile_for(kernels[job["kernel"]], job["shape"], Config(**job["config"]), job["capability"])
+            if origin.module == "__main__" and "NameError" in found.error:
+                found = Compiled(error=f"{NOT_KEPT}gets the kernel's cell alone, and all of it must be there: {found.error}")
         except Exception as error:
-            found = Compiled(error=message(error))
+            found = Compiled(error=f"{NOT_KEPT}could not load the kernel: {message(error)}")
         answers.write(json.dumps(found.to_dict()) + "\n")
         answers.flush()
 

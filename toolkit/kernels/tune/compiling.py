@@ -22,17 +22,19 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-from toolkit.errors import DeviceError
+from toolkit.errors import DeviceError, ToolkitError
 from toolkit.kernels.base import Config, Kernel, Shape
 from toolkit.kernels.tune.identity import fingerprint, origin
 from toolkit.kernels.tune.limits import Compiled
-from toolkit.kernels.tune.store import cache_folder, words, write_whole
+from toolkit.kernels.tune.store import cache_folder, locked, tell, words, write_whole
 
 HANGS_AFTER_S = 180.0  # ptxas itself can take minutes over a config that spills by the kilobyte
 SAVE_EVERY_S = 2.0
 MOST_WORKERS = 16
+INSIDE = "TOOLKIT_COMPILES"  # in the environment of a compiling process: the kernel's name
+NOT_KEPT = "The compiler "  # begins an error that says nothing of the config: it is asked for again another time
 
 Capability = tuple[int, int]
 Step = Callable[[int, int, str], None]  # done, total, what was done; raises to cancel
@@ -73,8 +75,11 @@ def compile_configs(
 ) -> dict[Job, Compiled]:
     """What each job takes, from disk or compiled now. `step` is told of each, and may raise to end early.
 
-    What was compiled until then is kept. Raises DeviceError where there is no Triton.
+    What was compiled until then is kept. Raises DeviceError where there is no Triton, ToolkitError in a compiling process: it
+    runs a kernel's cell, and were that to tune in there too, processes would start processes without end.
     """
+    if INSIDE in os.environ:
+        raise ToolkitError("compiling kernels", f"this process compiles {os.environ[INSIDE]}", "Compile outside of it")
     kept = Kept(kernel)
     wanted = list(dict.fromkeys(jobs))
     found = {job: kept.rows[job.key] for job in wanted if job.key in kept.rows}
@@ -112,8 +117,8 @@ class Kept:
             return {}
 
     def add(self, job: Job, compiled: Compiled) -> None:
-        """Keep one result. One that says the compiler hung or crashed is asked for again another time."""
-        if compiled.error.startswith(Worker.DIED):
+        """Keep one result, if it is the config's and not the compiler's."""
+        if compiled.error.startswith(NOT_KEPT):
             return
         self.rows[job.key] = compiled
         self._unsaved = True
@@ -121,20 +126,23 @@ class Kept:
             self.save()
 
     def save(self) -> None:
-        """Write what is new, beside what another process has added meanwhile."""
-        if self._unsaved:
-            self.rows = {**self._read(), **self.rows}
-            write_whole(self.path, json.dumps({key: row.to_dict() for key, row in self.rows.items()}))
-            self._saved, self._unsaved = time.monotonic(), False
+        """Write what is new, beside what another process has added meanwhile. A folder that can't be written to is told."""
+        if not self._unsaved:
+            return
+        self._saved, self._unsaved = time.monotonic(), False
+        try:
+            with locked(self.path):
+                self.rows = {**self._read(), **self.rows}
+                write_whole(self.path, json.dumps({key: row.to_dict() for key, row in self.rows.items()}))
+        except OSError as error:
+            tell(f"What was compiled can't be kept: {error}. Set TOOLKIT_CACHE to a folder that can be written to.")
 
 
 class Worker:
     """One compiling process; started anew after it has died."""
 
-    DIED = "The compiler "
-
     def __init__(self, kernel: Kernel) -> None:
-        self._about = {"kernel": kernel.name, "origin": asdict(origin(kernel)), "path": sys.path}
+        self._about: dict[str, Any] = {"kernel": kernel.name, "origin": asdict(origin(kernel)), "path": sys.path}
         self._process: subprocess.Popen[str] | None = None
         self._said: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115  # lives as long as the worker
 
@@ -150,8 +158,8 @@ class Worker:
         except (BrokenPipeError, TimeoutError) as error:
             self.close()
             hung = isinstance(error, TimeoutError)
-            return Compiled(error=f"{self.DIED}took more than {HANGS_AFTER_S:.0f} s" if hung else self._died(process))
-        return Compiled.from_dict(json.loads(line)) if line else Compiled(error=self._died(process))
+            return Compiled(error=f"{NOT_KEPT}took more than {HANGS_AFTER_S:.0f} s" if hung else self._died(process))
+        return Compiled.from_dict(json.loads(line)) if line.endswith("\n") else Compiled(error=self._died(process))
 
     def _start(self) -> subprocess.Popen[str]:
         self.close()
@@ -160,6 +168,7 @@ class Worker:
         package = str(Path(__file__).parents[3])
         environment["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [environment.get("PYTHONPATH")])])
         environment.setdefault("OMP_NUM_THREADS", "1")
+        environment[INSIDE] = self._about["kernel"]
         self._said.seek(0)
         self._said.truncate()
         self._process = subprocess.Popen(
@@ -181,7 +190,7 @@ class Worker:
         self._said.seek(0)
         last = [line.strip() for line in self._said.read()[-4000:].splitlines() if line.strip()][-1:]
         how = f"ended with signal {-status}" if status < 0 else f"ended with status {status}"
-        return f"{self.DIED}{how}{': ' if last else ''}{''.join(last)[:400]}"
+        return f"{NOT_KEPT}{how}{': ' if last else ''}{''.join(last)[:400]}"
 
     def kill(self) -> None:
         """End the process, whatever it does; from any thread."""

@@ -7,6 +7,7 @@ Triton's interpreter.
 """
 
 from __future__ import annotations
+import __future__
 
 import ast
 import hashlib
@@ -30,6 +31,7 @@ PLAIN = (int, float, str, bool, type(None))
 CONTAINERS = ("constexpr", "tuple", "list", "dict", "mappingproxy")
 KERNELS = Kernel.__module__.rpartition(".")[0]
 WORDS_ONLY = (f"{KERNELS}.base", f"{KERNELS}.checks")  # describe launches, refuse tensors: nothing that runs on a GPU
+DEFINING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign, ast.If, ast.Try)
 FOREIGN = {"torch", "triton", "numpy", *sys.stdlib_module_names} - {"__main__"}
 
 
@@ -96,32 +98,44 @@ class Origin:
 
     def load(self) -> Kernel:
         """The kernel, from its module or from its text. Raises ToolkitError where neither has it."""
-        module = self._import()
+        module, failed = self._import()
         for value in vars(module).values():
             if isinstance(value, Kernel) and value.name == self.kernel:
                 return value
+        because = f" ({type(failed).__name__}: {failed})" if failed is not None else ""
         raise ToolkitError(
-            f"kernel {self.kernel!r}", f"{self.file or self.module} defines no instance of that name",
+            f"kernel {self.kernel!r}", f"{self.file or self.module} defines no instance of that name{because}",
             "Make one at the top level of the file (or cell) that defines its class",
         )  # fmt: skip
 
-    def _import(self) -> types.ModuleType:
+    def _import(self) -> tuple[types.ModuleType, Exception | None]:
         if self.module != "__main__":
             spec = importlib.util.find_spec(self.module)
             if spec is not None and spec.origin == self.file:
-                return importlib.import_module(self.module)
+                return importlib.import_module(self.module), None
         return self._run_text()
 
-    def _run_text(self) -> types.ModuleType:
-        """A module made of the text. Triton reads a function's source from its file: linecache stands in for one."""
+    def _run_text(self) -> tuple[types.ModuleType, Exception | None]:
+        """A module made of what the text defines, and the first error on the way.
+
+        A cell, or a script, also does things: it trains, writes files, calls the tuner. Statements that can only do are left
+        out, and one that fails is passed over: the kernel may not need it. Triton reads a function's source from its file:
+        linecache stands in for one.
+        """
         name = f"kernel_{hashlib.sha256(self.text.encode()).hexdigest()[:12]}"
-        file = f"<{name}>"
+        file, first = f"<{name}>", None
         linecache.cache[file] = (len(self.text), None, self.text.splitlines(keepends=True), file)
         module = types.ModuleType(name)
         module.__file__ = file
         sys.modules[name] = module
-        exec(compile(self.text, file, "exec", dont_inherit=True), module.__dict__)
-        return module
+        postponed = compile(self.text, file, "exec", dont_inherit=True).co_flags & __future__.annotations.compiler_flag
+        for statement in ast.parse(self.text).body:
+            try:
+                if isinstance(statement, DEFINING):
+                    exec(compile(ast.Module([statement], []), file, "exec", postponed, dont_inherit=True), module.__dict__)
+            except Exception as error:
+                first = first or error
+        return module, first
 
 
 def origin(kernel: Kernel) -> Origin:

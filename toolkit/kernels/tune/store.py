@@ -1,9 +1,9 @@
 """What was measured, kept: `tuned/<gpu>.json`, a row a config, readable and mergeable.
 
 Two folders hold such files: the package's own (recorded by the project, never written), and the user's
-(`$TOOLKIT_CACHE/tuned`, by default in `~/.cache/decode-toolkit`). Both are read, the user's rows first. A row carries its
-own kernel fingerprint and versions, so that one config more is one row more. Writing is atomic, and adds to what another
-process has written meanwhile. A file that is damaged, or of another GPU, is set aside under another name, and a
+(`$TOOLKIT_CACHE/tuned`, by default in `~/.cache/decode-toolkit`). Both are read; of two rows of one config the newer counts.
+A row carries its own kernel fingerprint and versions, so that one config more is one row more. Writing is atomic, and adds to
+what another process has written meanwhile. A file that is damaged, or of another GPU, is set aside under another name, and a
 warning says so. Knows no Triton, and asks no GPU.
 """
 
@@ -158,35 +158,48 @@ def read_tuned(gpu: str, device: DeviceFacts | None = None) -> Tuned | None:
     """
     found = None
     for path in (SHIPPED / f"{gpu}.json", tuned_path(gpu)):
-        part = _read_or_set_aside(path, device, ours=path.parent != SHIPPED)
+        try:
+            part = _read_or_set_aside(path, device, ours=path.parent != SHIPPED)
+        except OSError as error:
+            tell(f"Timings of {gpu} can't be read: {error}.")
+            continue
         if found is None:
             found = part
         elif part is not None:
-            found.rows.update(part.rows)
+            found.merge(part)
     return found
 
 
 def kept_gpus() -> list[str]:
     """The GPUs that timings are kept of."""
     folders = (SHIPPED, tuned_path("any").parent)
-    return sorted({path.stem for folder in folders if folder.is_dir() for path in folder.glob("*.json")})
+    found: set[str] = set()
+    for folder in folders:
+        with suppress(OSError):
+            found |= {path.stem for path in folder.glob("*.json")}
+    return sorted(found)
 
 
 def add_rows(gpu: str, device: DeviceFacts, rows: Rows) -> Path:
+    """`put_rows` for those who go on without: a folder that can't be written to is told in a warning."""
+    try:
+        return put_rows(gpu, device, rows)
+    except OSError as error:
+        tell(f"Timings of {gpu} can't be kept: {error}. Set TOOLKIT_CACHE to a folder that can be written to.")
+        return tuned_path(gpu)
+
+
+def put_rows(gpu: str, device: DeviceFacts, rows: Rows) -> Path:
     """Add `rows` to the user's file of `gpu`, in place of older ones of the same configs; other rows stay. Atomic.
 
-    A folder that can't be written to is told in a warning: tuning goes on, and is not kept.
+    Raises OSError where the file can't be read or the folder can't be written to.
     """
     path = tuned_path(gpu)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path):
-            kept = _read_or_set_aside(path, device, ours=True) or Tuned(device)
-            kept.device = device
-            kept.rows.update(rows)
-            write_whole(path, kept.to_text())
-    except OSError as error:
-        _tell(f"Timings of {gpu} can't be kept: {error}. Set TOOLKIT_CACHE to a folder that can be written to.")
+    with locked(path):
+        kept = _read_or_set_aside(path, device, ours=True) or Tuned(device)
+        kept.device = device
+        kept.rows.update(rows)
+        write_whole(path, kept.to_text())
     return path
 
 
@@ -217,12 +230,12 @@ def _read_or_set_aside(path: Path, device: DeviceFacts | None, ours: bool) -> Tu
     except (FormatError, UnicodeDecodeError) as error:
         why = getattr(error, "found", str(error))
     if not ours:
-        _tell(f"{path} is not used: {why}.")
+        tell(f"{path} is not used: {why}.")
         return None
     aside = _free_name(path)
     with suppress(OSError):  # another process has just done so
         path.rename(aside)
-    _tell(f"{path.name} was set aside as {aside.name}: {why}. It will be built anew.")
+    tell(f"{path.name} was set aside as {aside.name}: {why}. It will be built anew.")
     return None
 
 
@@ -235,7 +248,8 @@ def _free_name(path: Path) -> Path:
     return next(name for name in numbers if not name.exists())
 
 
-def _tell(text: str) -> None:
+def tell(text: str) -> None:
+    """Warn of something that is not kept, or not read."""
     warnings.warn(text, TunedFileWarning, stacklevel=4)
 
 
@@ -279,8 +293,12 @@ def _marked(found: Mapping[str, Any]) -> Iterator[tuple[bool, tuple[str, Any]]]:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """One process at a time reads, adds and writes; where there are no file locks (Windows), nobody tunes either."""
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time reads, adds and writes; where there are no file locks (Windows), nobody tunes either.
+
+    Makes the folder. Raises OSError where it can't be written to.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
         import fcntl
     except ImportError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
+from toolkit.errors import ToolkitError
 from toolkit.kernels.base import Config, Kernel, Shape
 from toolkit.kernels.tune.cards import Card
-from toolkit.kernels.tune.compiling import Job, compile_configs, triton_version
+from toolkit.kernels.tune.compiling import NOT_KEPT, Job, compile_configs, triton_version
 from toolkit.kernels.tune.estimate import estimate
 from toolkit.kernels.tune.gate import Check, Gate
 from toolkit.kernels.tune.identity import fingerprint
@@ -42,13 +43,19 @@ class Tuner:
     step: Step = field(default=lambda done, total, what: None)
     seed: int = field(default_factory=lambda: secrets.randbits(31))  # new inputs at each tuning; a wrong row names its seed
 
-    def tune(self, kernel: Kernel, shape: Shape, configs: Sequence[Config] | None = None) -> Tuning:
-        """The rows of `configs` (by default the kernel's whole space): kept ones as they are, the others found now."""
-        wanted = list(dict.fromkeys(configs if configs is not None else kernel.space(shape)))
+    def tune(
+        self, kernel: Kernel, shape: Shape, configs: Sequence[Config] | None = None, found: Mapping[Job, Compiled] | None = None
+    ) -> Tuning:
+        """The rows of `configs` (by default the kernel's whole space): kept ones as they are, the others found now.
+
+        `found`: what was compiled for it already, all of it.
+        """
+        wanted = configs_of(kernel, shape, configs)
         kept = self.kept(kernel, shape)
         missing = [config for config in wanted if words(config) not in kept]
         jobs = {config: Job(shape, config, self.card.spec.compute_capability) for config in wanted}
-        found = compile_configs(kernel, jobs.values(), self.step)
+        if found is None:
+            found = compile_configs(kernel, jobs.values(), self.step)
         compiled = {config: found[job] for config, job in jobs.items()}
         notes: tuple[str, ...] = ()
         if self.device is not None and missing:
@@ -119,6 +126,8 @@ class _Problem:
         spec = self.tuner.card.spec
         fitting = []
         for config in missing:
+            if self.compiled[config].error.startswith(NOT_KEPT):
+                continue
             if why := obstacle(self.compiled[config], spec):
                 self.add(config, Record("failed" if self.compiled[config].error else "excluded", why))
             else:
@@ -179,6 +188,17 @@ class _Problem:
             add_rows(self.tuner.card.key, self.tuner.card.facts, rows)
             forget()
         self.wrote_at = time.monotonic()
+
+
+def configs_of(kernel: Kernel, shape: Shape, configs: Sequence[Config] | None = None) -> list[Config]:
+    """Each of `configs` once, by default the kernel's whole space. Raises ToolkitError for what isn't a list of configs."""
+    if configs is None:
+        return list(dict.fromkeys(kernel.space(shape)))
+    found = list(configs) if isinstance(configs, Iterable) and not isinstance(configs, Config) else [configs]
+    for one in found:
+        if not isinstance(one, Config):
+            raise ToolkitError(f"configs of {kernel.name}", f"{one!r:.80}", "Give a list of Config(...)")
+    return list(dict.fromkeys(found))
 
 
 def figures(check: Check) -> dict[str, Any]:
