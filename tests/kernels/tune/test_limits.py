@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import subprocess
 import sys
 import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import toy
@@ -218,11 +220,19 @@ def test_cancelling_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         compile_configs(TOY, [Job(ODD, SMALL, (9, 0))], cancel)
 
 
+DAMAGES: list[tuple[str, Any]] = [
+    ("name", 3), ("grid", [[]]), ("grid", [0]), ("threads", 0), ("threads", None), ("registers", "64"), ("shared_bytes", -1),
+    ("spill_bytes", math.nan), ("sass_bytes", 2**70), ("ptx_bytes", 1.5), ("tensor_memory", True),
+]  # fmt: skip
+
+
 def test_a_damaged_file_of_results_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
     path = compiling.Kept(TOY).path
     path.parent.mkdir()
-    for text in ("", "{", "[1, 2]", '{"a": 1}', '{"a": {"launches": [{"name": 1}], "error": ""}}'):
+    rows = [{"launches": [asdict(replace(USE, **{field: value}))], "error": ""} for field, value in DAMAGES]
+    rows += [{"launches": [{"name": 1}], "error": ""}, {"launches": [], "error": None}]
+    for text in ("", "{", "[1, 2]", '{"a": 1}', *(json.dumps({"a": row}) for row in rows)):
         path.write_text(text)
         kept = compiling.Kept(TOY)
         assert kept.rows == {}

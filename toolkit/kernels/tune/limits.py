@@ -76,8 +76,16 @@ class Compiled:
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Compiled:
-        uses = (LaunchUse(**{**use, "grid": tuple(use["grid"])}) for use in found["launches"])
-        return cls(tuple(uses), found["error"])
+        """Raises ValueError, TypeError or KeyError for anything else."""
+        uses = tuple(LaunchUse(**{**use, "grid": tuple(use["grid"])}) for use in found["launches"])
+        for use in uses:
+            name, grid, *numbers = dataclasses.astuple(use)
+            sane = all(type(number) is int and 0 <= number < 2**63 for number in (*grid, *numbers)) and isinstance(name, str)
+            if not sane or 0 in (*grid, use.threads):
+                raise ValueError(f"a launch of {use}"[:200])
+        if not isinstance(found["error"], str):
+            raise TypeError(f"an error of {found['error']!r:.40}")
+        return cls(uses, found["error"])
 
 
 def short_name(spec: GpuSpec) -> str:
