@@ -67,6 +67,7 @@ def test_predicted_is_launched(kernel, shape, configs):
 
 def test_tuning_finds_keeps_and_is_not_done_twice(monkeypatch):
     configs = [*TILES[:6], toy_config(fault=LEAVES_OUT), toy_config(256, warps=8, stages=5, block_k=128)]
+    monkeypatch.setattr(type(TOY), "space", lambda kernel, shape: configs)
     table = tune.warm([(TOY, SHAPE)], "cuda", configs, progress=False)
     verdicts = [row.verdict for row in table.rows]
     assert set(verdicts[:6]) <= {"ok", "slow"}

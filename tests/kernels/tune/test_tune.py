@@ -195,6 +195,7 @@ def test_a_shape_near_a_timed_one_gets_its_config() -> None:
     longer = replace(ODD, m=34)
     choice = tune.choose(TOY, longer, H200)
     assert (choice.step, choice.config) == ("near shape", MEDIUM)  # `outside` isn't in the space
+    assert tune.choose(TOY, ODD, H200).config == MEDIUM
     assert choice.note.startswith("2.00 µs, the fastest of 2 timed with triton ")
     assert choice.note.endswith("at m=17 (asked: m=34)")
     right = Record("ok", us=9.0, shared_bytes=4096, kernel=fingerprint(TOY))

@@ -7,8 +7,8 @@
    puts them there);
 5. "default": the first of the kernel's space, which fits everywhere.
 
-A lookup compiles nothing and runs nothing. Each answer is remembered, with the step it came from. Models
-look up before every launch: a second time costs two dictionary hits at most, and asks no GPU.
+All of these are configs of the kernel's space. A lookup compiles nothing and runs nothing. Each answer is remembered, with the
+step it came from. Models look up before every launch: a second time costs a dictionary's hit, and asks no GPU.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Timed:
 def timed(kernel: Kernel, shape: Shape, kept: Tuned | None) -> list[Timed]:
     """The right configs that `kept` has of the kernel as it is now, for `shape` or at other lengths: nearest, then fastest.
 
-    Those timed at other lengths are of the kernel's space for `shape`.
+    All of them are in the kernel's space for `shape`: it may have made room for those alone.
     """
     found, far, space = [], {shape.key: 0.0}, set(kernel.space(shape))
     for (name, key, words), row in kept.rows.items() if kept is not None else ():
@@ -129,7 +129,7 @@ def timed(kernel: Kernel, shape: Shape, kept: Tuned | None) -> list[Timed]:
         if key not in far:
             far[key] = distance(kernel, shape, key)
         config = from_words(words)
-        if not far[key] or (far[key] < math.inf and config in space):
+        if far[key] < math.inf and config in space:
             assert kept is not None
             found.append(Timed(config, row.us, far[key], key, kept.device.name, row))
     return sorted(found, key=lambda one: (one.far, one.shape, one.us))
