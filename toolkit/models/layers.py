@@ -115,12 +115,16 @@ class Joined(nn.Module):
         parts = [self._part(group)(x) for group in self.groups]
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
+    def whole(self) -> nn.Parameter | PackedMatrix | None:
+        """The weight that they are, joined; None where they are several, or have biases."""
+        part = self._part(self.groups[0])
+        return part.weight if len(self.groups) == 1 and part.bias is None else None
+
     def gated(self, x: Tensor, activation: str, chosen: Tensor | slice | None = None) -> Tensor:
         """activation(gate) * up of two matrices of one size, in one operation where they are one matrix."""
-        if chosen is None and len(self.groups) == 1:
-            whole = self._part(self.groups[0])
-            if whole.bias is None:
-                return ops.matmul(x, whole.weight, activation)
+        whole = self.whole()
+        if chosen is None and whole is not None:
+            return ops.matmul(x, whole, activation)
         gate, up = self(x, chosen)
         return ops.ACTIVATIONS[activation](gate) * up
 
@@ -244,6 +248,13 @@ class GatedMLP(nn.Module):
         return out
 
 
+def packed_pair(gate_up: Joined, down: Linear) -> tuple[PackedMatrix, PackedMatrix] | None:
+    """The two matrices of a gated MLP, or of a stack of them, where both are packed: what operations on experts take."""
+    up = gate_up.whole()
+    both = isinstance(up, PackedMatrix) and isinstance(down.weight, PackedMatrix) and down.bias is None
+    return (up, down.weight) if both else None  # type: ignore[return-value]
+
+
 class Experts(nn.Module):
     """Gated MLPs of which each token uses a few: the weighted sum of the chosen ones' outputs.
 
@@ -261,6 +272,9 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """x [N, hidden], chosen [N, k] expert numbers, shares [N, k] their weights -> [N, hidden]."""
         n, k = chosen.shape
+        packed = packed_pair(self.gate_up, self.down)
+        if packed is not None and ops.experts_fit(x, packed, self.activation):
+            return ops.experts(x, chosen, shares, packed, self.activation)
         if n * k <= self.count:
             rows = x[:, None].expand(n, k, -1).reshape(n * k, 1, -1)
             each = self._run(rows, chosen.reshape(-1)).view(n, k, -1)
@@ -273,6 +287,19 @@ class Experts(nn.Module):
             each = self._run(x.expand(some.stop - start, -1, -1), some)  # [c, N, hidden]
             total = total + (each * dense[:, some].t()[..., None]).sum(0)
         return total
+
+    def step(
+        self, x: Tensor, scores: Tensor, top_k: int, shared: GatedMLP | None = None, gate: Tensor | None = None
+    ) -> Tensor | None:
+        """One token x [1, hidden] through the `top_k` of the highest scores [1, experts] and the shared one, in one operation.
+
+        None where that can't be, or x is several tokens.
+        """
+        packed = packed_pair(self.gate_up, self.down)
+        own = None if shared is None else packed_pair(shared.gate_up, shared.down)
+        if packed is None or (own is None and shared is not None) or not ops.moe_fits(x, packed, self.activation, own):
+            return None
+        return ops.moe(x, scores, top_k, packed, self.activation, own, gate)
 
     def _run(self, x: Tensor, experts: Tensor | slice) -> Tensor:
         out: Tensor = self.down(self.gate_up.gated(x, self.activation, experts), experts)

@@ -97,7 +97,11 @@ class SparseMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, 1)
-        shares, chosen = self.router(rows).softmax(-1, dtype=torch.float32).topk(self.top_k, -1)
+        scores = self.router(rows)
+        step = self.experts.step(rows, scores, self.top_k) if self.scaled else None
+        if step is not None:
+            return step.view(x.shape)
+        shares, chosen = scores.softmax(-1, dtype=torch.float32).topk(self.top_k, -1)
         if self.scaled:
             shares = shares / shares.sum(-1, keepdim=True)
         out: Tensor = self.experts(rows, chosen, shares)

@@ -144,6 +144,9 @@ class SparseMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, 1)
         scores, gate = self.gates(rows)
+        step = self.experts.step(rows, scores, self.top_k, self.shared, gate)
+        if step is not None:
+            return step.view(x.shape)
         shares, chosen = scores.softmax(-1, dtype=torch.float32).topk(self.top_k, -1)
         routed = self.experts(rows, chosen, shares / shares.sum(-1, keepdim=True))
         return torch.addcmul(routed, self.shared(rows), gate.sigmoid()).view(x.shape)

@@ -8,10 +8,11 @@ with gradients. They know no model and no cache.
 from toolkit.models.ops.attention import HeadLayout, attend, make_heads, write_heads
 from toolkit.models.ops.define import on_gpu, record_problems
 from toolkit.models.ops.mixers import delta_net
+from toolkit.models.ops.mixture import experts, experts_fit, moe, moe_fits
 from toolkit.models.ops.norms import add_norm, norm_add, rms_norm
 from toolkit.models.ops.products import ACTIVATIONS, matmul
 
 __all__ = [
-    "ACTIVATIONS", "HeadLayout", "add_norm", "attend", "delta_net", "make_heads", "matmul", "norm_add", "on_gpu",
-    "record_problems", "rms_norm", "write_heads",
+    "ACTIVATIONS", "HeadLayout", "add_norm", "attend", "delta_net", "experts", "experts_fit", "make_heads", "matmul", "moe",
+    "moe_fits", "norm_add", "on_gpu", "record_problems", "rms_norm", "write_heads",
 ]  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +25,7 @@ COUNTERS = 4096  # int32 zeros that kernels count their blocks in, and leave as 
 
 Problem = tuple["Kernel", "Shape", dict[str, Tensor]]
 _library = torch.library.Library("toolkit", "DEF")
-_problems: dict[str, Callable[..., Problem]] = {}
+_operations: dict[str, tuple[Callable[..., Problem], Callable[[dict[str, Tensor], Tensor], Any]]] = {}
 _recorders: list[list[tuple[Kernel, Shape]]] = []
 
 
@@ -42,15 +42,33 @@ def define(
     name = schema.split("(")[0]
     _library.define(schema)
     _library.impl(name, reference, "CPU")
-    _library.impl(name, lambda *operands: result(launch(*problem(*operands)), operands[0]), "CUDA")
+    _library.impl(name, partial(by_kernels, name), "CUDA")
     torch.library.register_fake(f"toolkit::{name}", shapes, lib=_library)
-    _problems[name] = problem
+    _operations[name] = problem, result
+
+
+def by_kernels(name: str, *operands: Any) -> Any:
+    """The operation `name` as CUDA runs it: launched with the config that the tuner's lookup names."""
+    from toolkit.kernels.tune.lookup import choose
+
+    problem, result = _operations[name]
+    kernel, shape, inputs = problem(*operands)
+    outputs = kernel.outputs(shape, inputs)
+    config = choose(kernel, shape, operands[0].device).config
+    for launch in kernel.launches(shape, config, inputs, outputs):
+        launch.run()
+    return result(outputs, operands[0])
+
+
+def operations() -> tuple[str, ...]:
+    """Those that were defined, by name."""
+    return tuple(_operations)
 
 
 def call(name: str, *operands: Any) -> Any:
     """Run the operation `name`; a problem that runs inside `record_problems` is noted there."""
     for recorder in _recorders:
-        recorder.append(_problems[name](*operands)[:2])
+        recorder.append(_operations[name][0](*operands)[:2])
     return getattr(torch.ops.toolkit, name)(*operands)
 
 
@@ -77,17 +95,6 @@ def on_gpu(*tensors: Tensor | None) -> bool:
 @cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
-
-
-def launch(kernel: Kernel, shape: Shape, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Launch with the config that the tuner's lookup names; everything the kernel writes, by name."""
-    from toolkit.kernels.tune.lookup import choose
-
-    device = next(iter(inputs.values())).device
-    outputs = kernel.outputs(shape, inputs)
-    for one in kernel.launches(shape, choose(kernel, shape, device).config, inputs, outputs):
-        one.run()
-    return outputs
 
 
 @cache

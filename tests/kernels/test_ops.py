@@ -1,0 +1,150 @@
+"""The operations of decoding: whole small models by kernels alone, against the same models by references."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import toolkit as tk
+from toolkit.devices.base import open_device
+from toolkit.kernels.base import Config, Kernel, Shape
+from toolkit.kernels.tune import lookup
+from toolkit.models import gemma4, qwen3, qwen3_5_moe
+from toolkit.models.layers import Joined
+from toolkit.models.ops import attention, define, mixers, mixture, norms, products
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PARTS: tuple[ModuleType, ...] = (attention, mixers, mixture, norms, products)
+SHARED = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64, "tie_word_embeddings": True,
+}  # fmt: skip
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+QWEN3 = SHARED | {"model_type": "qwen3", "attention_bias": True}
+QWEN3_MOE = SHARED | EXPERTS | {"model_type": "qwen3_moe", "norm_topk_prob": True, "mlp_only_layers": [0]}
+GEMMA4 = SHARED | {
+    "model_type": "gemma4_text", "global_head_dim": 32, "sliding_window": 8, "attention_k_eq_v": True,
+    "layer_types": ["sliding_attention", "full_attention"], "final_logit_softcapping": 30.0,
+}  # fmt: skip
+GEMMA4_SHARING = GEMMA4 | {
+    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 64, "attention_k_eq_v": False,
+}  # fmt: skip
+QWEN3_5_MOE = SHARED | EXPERTS | {
+    "model_type": "qwen3_5_moe_text", "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 4,
+    "shared_expert_intermediate_size": 32, "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000, "partial_rotary_factor": 0.5},
+}  # fmt: skip
+
+
+@pytest.fixture
+def by_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Operations run by their kernels wherever the tensors are: on the CPU, in Triton's interpreter. Who ran, by name."""
+    ran: list[str] = []
+
+    def run(name: str, *operands: Any) -> Any:
+        ran.append(name)
+        return define.by_kernels(name, *operands)
+
+    def choose(kernel: Kernel, shape: Shape, device: object) -> SimpleNamespace:
+        """As the lookup, but for products: the interpreter takes long over many small programs."""
+        wide = Config(block_k=32, rows=1, tokens=8, warps=4)
+        return SimpleNamespace(config=wide if kernel.name == "int4_matmul" else kernel.space(shape)[0])
+
+    monkeypatch.setattr(lookup, "choose", choose)
+    monkeypatch.setattr(define, "GPUS", ("cpu", "cuda"))
+    for part in PARTS:
+        monkeypatch.setattr(part, "call", run)
+    return ran
+
+
+def small(architecture: Any, config: dict[str, Any], scheme: str | None, dtype: torch.dtype) -> Any:
+    """A model with random weights large enough to matter."""
+    model = architecture.Model(architecture.Config.from_hf(config), open_device(DEVICE), dtype).init_weights(3)
+    with torch.no_grad():
+        for name, parameter in model.requires_grad_(False).named_parameters():
+            if parameter.ndim > 1 and "conv" not in name:
+                parameter.mul_(8)
+        for module in list(model.modules()):
+            if isinstance(module, Joined):
+                module.join()
+    return tk.quantize(model, scheme, progress=False) if scheme else model
+
+
+def decoded(model: Any, ends: tuple[int, ...] = (9, 11, 12)) -> Tensor:
+    """Logits after tokens fed in chunks that end there, past the window of 8: [chunks, vocab]."""
+    ids = torch.tensor([[7 * i % 61 for i in range(12)]], device=DEVICE)
+    cache, found = model.new_cache(16), []
+    with torch.no_grad():
+        for start, stop in pairwise((0, *ends)):
+            positions = torch.arange(start, stop, device=DEVICE)
+            hidden = model.advance(model.embed(ids[:, start:stop]), positions, cache, stop)
+            found.append(model.logits(hidden[:, -1:]).flatten())
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config", "expected"),
+    [
+        (qwen3, QWEN3, set()),
+        (gemma4, GEMMA4, {"make_heads"}),
+        (gemma4, GEMMA4_SHARING, {"make_heads"}),
+        (qwen3_5_moe, QWEN3_5_MOE, {"delta_net"}),
+    ],
+    ids=["qwen3", "gemma4", "gemma4 that shares", "qwen3.5"],
+)
+def test_plain_models_by_kernels(architecture: Any, config: dict[str, Any], expected: set[str], request: Any) -> None:
+    model = small(architecture, config, None, torch.float32)
+    wanted = decoded(model)
+    ran = request.getfixturevalue("by_kernels")
+    found = decoded(model)
+    assert set(ran) == {"rms_norm", "write_heads", "attention"} | expected
+    assert (found - wanted).abs().max() < 2e-5 * wanted.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config", "dtype", "expected", "most"),
+    [
+        (qwen3, QWEN3_MOE, torch.bfloat16, {"moe", "experts"}, 0.08),
+        (gemma4, GEMMA4, torch.bfloat16, set(), 0.08),
+        (qwen3_5_moe, QWEN3_5_MOE, torch.float32, {"delta_net"}, 2e-4),
+        (qwen3_5_moe, QWEN3_5_MOE, torch.bfloat16, {"delta_net", "moe", "experts"}, 0.08),
+    ],
+    ids=["qwen3 with experts in bf16", "gemma4 in bf16", "qwen3.5 in fp32", "qwen3.5 in bf16"],
+)
+def test_packed_models_by_kernels(
+    architecture: Any, config: dict[str, Any], dtype: torch.dtype, expected: set[str], most: float, request: Any
+) -> None:
+    """In fp32 activations keep 16 bits. In bf16 they have 8: that, and bf16's own rounding of rows of 32, is the distance."""
+    model = small(architecture, config, "int4-g32", dtype)
+    wanted = decoded(model, (9, 10))
+    ran = request.getfixturevalue("by_kernels")
+    found = decoded(model, (9, 10))
+    assert set(ran) >= {"packed_matmul", *expected}
+    assert ((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max() < most
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="references run on the CPU")
+def test_what_pytorch_asks_of_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schemas say what is written and what shares memory; shapes on "meta" are those of the results."""
+    operands: dict[str, tuple[Any, ...]] = {}
+
+    def run(name: str, *given: Any) -> Any:
+        operands.setdefault(name, given)
+        return getattr(torch.ops.toolkit, name)(*given)
+
+    monkeypatch.setattr(define, "GPUS", ("cpu",))
+    for part in PARTS:
+        monkeypatch.setattr(part, "call", run)
+    for architecture, config in ((qwen3_5_moe, QWEN3_5_MOE), (gemma4, GEMMA4)):
+        decoded(small(architecture, config, "int4-g32", torch.bfloat16), (9, 10))
+    assert set(operands) == set(define.operations())
+    for name, given in operands.items():
+        checks = ("test_schema", "test_faketensor")
+        torch.library.opcheck(getattr(torch.ops.toolkit, name).default, given, test_utils=checks)
