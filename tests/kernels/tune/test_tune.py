@@ -189,24 +189,24 @@ def test_lookup_goes_from_step_to_step(folder: Path, monkeypatch: pytest.MonkeyP
     assert "the fastest on NVIDIA H200" in next(one.note for one in lookup.choices() if one.gpu == "h100")
 
 
-def test_a_shape_near_a_timed_one_gets_its_config() -> None:
-    outside = toy_config(64)
-    tuned([SMALL, MEDIUM, outside], FakeClock(block64=1.0, block32=2.0, block16=3.0))
+def test_a_shape_near_a_timed_one_gets_its_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned([SMALL, MEDIUM, OVERSIZED], FakeClock(block128=1.0, block32=2.0, block16=3.0))
+    monkeypatch.setattr(type(TOY), "space", lambda kernel, shape: [SMALL, MEDIUM])
     longer = replace(ODD, m=34)
     choice = tune.choose(TOY, longer, H200)
-    assert (choice.step, choice.config) == ("near shape", MEDIUM)  # `outside` isn't in the space
+    assert (choice.step, choice.config) == ("near shape", MEDIUM)  # the fastest one isn't in the space
     assert tune.choose(TOY, ODD, H200).config == MEDIUM
     assert choice.note.startswith("2.00 µs, the fastest of 2 timed with triton ")
     assert choice.note.endswith("at m=17 (asked: m=34)")
     right = Record("ok", us=9.0, shared_bytes=4096, kernel=fingerprint(TOY))
     places = [replace(longer, m=60).key, replace(longer, m=30, k=48).key, "m=33 n=33", f"{longer.key} window=0"]
-    add_rows("h200", H200.facts, {("toy_matmul", place, words(OVERSIZED)): right for place in places})
+    add_rows("h200", H200.facts, {("toy_matmul", place, words(SMALL)): right for place in places})
     lookup.forget()
-    assert tune.choose(TOY, longer, H200).config == OVERSIZED  # 60 is nearer by ratio; others differ in more than lengths
+    assert tune.choose(TOY, longer, H200).config == SMALL  # 60 is nearer by ratio; others differ in more than lengths
     assert tune.choose(TOY, replace(ODD, n=16), H200).config == MEDIUM
     assert tune.choose(TOY, replace(ODD, k=41), H200).step == "default"
     elsewhere = tune.choose(TOY, longer, "h100")
-    assert (elsewhere.step, elsewhere.config) == ("same capability", OVERSIZED)
+    assert (elsewhere.step, elsewhere.config) == ("same capability", SMALL)
     assert "on NVIDIA H200 at m=60 (asked: m=34) (9.00 µs there)" in elsewhere.note
     tuned([SMALL], FakeClock())
     assert tune.choose(TOY, ODD, H200).step == "this device"
