@@ -6,8 +6,9 @@
 Bound by the bytes of the matrices that the token chooses, and almost as much by waiting: two products in a row, each of
 a few microseconds. Every block finds the chosen experts itself, from scores that stand in a cache. The activations of
 both products are integers of 8 bits (see packed.py), x with a scale per 32, those of the second product with one per 8: as
-few as one block of the first product makes. In one launch, blocks of the second product load their rows of the matrices and
-then wait for the first product. They come last in the grid: a GPU starts blocks in order, so whom they wait for is running.
+few as one block of the first product makes. Blocks of the first product ask for all that they read before they use any of it,
+and then send for the second product's rows, to be found in L2. In one launch, blocks of the second product wait for the first
+product. They come last in the grid: a GPU starts blocks in order, so whom they wait for is running.
 """
 
 from __future__ import annotations
@@ -23,22 +24,15 @@ import triton.language as tl
 from torch import Tensor
 
 from toolkit.errors import ModelError
-from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors
+from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, arrivals
 from toolkit.kernels.checks import check_tensor
-from toolkit.kernels.packed import (
-    BLOCK,
-    activate,
-    activations,
-    dp4a,
-    load_blocks,
-    load_rows,
-    quantise_activations,
-    randomise,
-    round_low,
-    row_sums,
-    unpack,
-)  # fmt: skip
+from toolkit.kernels.int4_matmul import BLOCK, _randomise
+from toolkit.kernels.int4_matmul import _activate as activate
+from toolkit.kernels.packed import ROUND, inverse_of, largest, load_blocks, multiply, round_to, to_blocks, to_integers
 from toolkit.quant import Scheme, dequantise, find_scheme
+
+EIGHT = 8  # inner activations that share a scale: as few as one block of the first product makes
+LINE = 32  # int32 from one counter to the next, which are in lines of their own
 
 
 @dataclass(frozen=True)
@@ -97,13 +91,18 @@ class MoeStep(Kernel):
     }
 
     def space(self, shape: Shape) -> Sequence[Config]:
+        """One launch (`fused`) or two; the second product's rows loaded `ahead` of the wait for the first, or after it.
+
+        `lanes` hold a row of the first product at a time, `each` of them so many pairs of gate and up; `rows`: of the second.
+        What is here suits the registers: all blocks of the first product find room on an H200 at once.
+        """
         assert isinstance(shape, MoeShape)
+        sizes = [(4, 4, 2), (4, 8, 4), (2, 8, 4), (1, 8, 8)]
+        kinds = [(1, 0, 4), (1, 1, 2), (0, 0, 4)]
         return [
-            Config(fused=f, pairs=p, blocks=b, rows=8, warps=w)
-            for f in (1, 0)
-            for p, w in ((8, 4), (8, 8), (16, 8))
-            for b in (64, 32)
-            if shape.width % p == 0
+            Config(fused=fused, ahead=ahead, lanes=32, each=each, rows=rows, warps=warps)
+            for fused, ahead, count in kinds
+            for each, rows, warps in sizes[:count]
         ]
 
     def inputs(self, shape: Shape, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
@@ -121,7 +120,7 @@ class MoeStep(Kernel):
             for name, (dtype, per) in scheme.parts().items():
                 part = torch.empty(*size[:-1], size[-1] // per, dtype=dtype, device=device)
                 if generator is not None:
-                    randomise(part, name, scheme, generator)
+                    _randomise(part, name, scheme, generator)
                 found[f"{prefix}_{name}"] = part
         return found
 
@@ -129,43 +128,51 @@ class MoeStep(Kernel):
         """On the same quantised activations, in fp64 between them."""
         assert isinstance(shape, MoeShape)
         chosen, shares = route(shape, inputs)
-        x = quantise_activations(inputs["x"]).double()
+        x = to_integers(inputs["x"], BLOCK).double()
         total = torch.zeros(shape.hidden, dtype=torch.float64, device=x.device)
         for slot in range(shape.used):
             prefix, expert = ("", chosen[slot]) if slot < shape.top_k else ("shared_", None)
             gate, up = (matrix(shape, inputs, f"{prefix}up", expert) @ x).float().chunk(2)
             inner = (F.silu(gate) if shape.activation == "silu" else F.gelu(gate, approximate="tanh")) * up
-            inner = quantise_activations(inner, group=8).double()
+            inner = to_integers(inner, EIGHT).double()
             total += shares[slot] * (matrix(shape, inputs, f"{prefix}down", expert) @ inner)
         return (total.to(shape.torch_dtype),)
 
     def outputs(self, shape: Shape, inputs: Tensors) -> dict[str, Tensor]:
-        """The result; the second product's activations, four a word, and their scales; arrivals, which must be zero."""
+        """The result; the second product's activations as integers, 8 with a scale, scaled sums of these; arrivals, zero."""
         assert isinstance(shape, MoeShape)
         device, inner = inputs["x"].device, shape.used * shape.width
         return {
             "output": torch.empty(shape.hidden, dtype=shape.torch_dtype, device=device),
-            "inner": torch.empty(inner // 4, dtype=torch.int32, device=device),
-            "inner_scales": torch.empty(inner // 8, device=device),
-            "arrivals": torch.zeros(2, dtype=torch.int32, device=device),
+            "inner": torch.empty(inner, dtype=torch.int8, device=device),
+            "inner_scales": torch.empty(inner // EIGHT, device=device),
+            "inner_sums": torch.empty(inner // EIGHT, device=device),
+            "arrivals": arrivals(inputs, LINE * (shape.used + 1), device),
         }
 
     def launches(self, shape: Shape, config: Config, inputs: Tensors, outputs: Tensors) -> Sequence[Launch]:
         assert isinstance(shape, MoeShape)
         up, down = find_scheme(shape.scheme), find_scheme(shape.down)
-        arguments, absent = pointers(shape, inputs)
-        rows = config["rows"]
+        arguments = pointers(shape, inputs) | {**outputs, "inner_words": outputs["inner"].view(torch.int32)}
+        threads = 32 * config.warps
+        lanes = min(config["lanes"], triton.next_power_of_2(shape.hidden // BLOCK))
+        while shape.width % (threads // lanes * config["each"]):  # as many pairs a block as there are, or a part of them
+            lanes *= 2
+        down_lanes = triton.next_power_of_2(shape.width // BLOCK)
+        down_rows = max(1, 32 // down_lanes)  # that a warp has side by side
+        down_each = max(1, config["rows"] // down_rows)
         constants = {
-            "HIDDEN": shape.hidden, "WIDTH": shape.width, "EXPERTS": shape.experts, "TOP_K": shape.top_k,
-            "USED": shape.used, "ACTIVATION": shape.activation, "PAIRS": config["pairs"], "ROWS": rows,
-            "UP_BLOCKS": config["blocks"],
+            "HIDDEN": shape.hidden, "WIDTH": shape.width, "EXPERTS": shape.experts, "TOP_K": shape.top_k, "USED": shape.used,
+            "ACTIVATION": shape.activation, "UP_BN": threads // lanes, "UP_BG": lanes, "UP_EACH": config["each"],
+            "DOWN_BN": down_rows, "DOWN_BG": down_lanes, "DOWN_EACH": down_each, "AHEAD": config["ahead"],
             "PTX": inputs["x"].device.type != "cpu",
-            **scheme_constants("UP_", up), **scheme_constants("DOWN_", down), **absent,
+            **scheme_constants("UP_", up), **scheme_constants("DOWN_", down),
         }  # fmt: skip
-        first, second = shape.used * (shape.width // config["pairs"]), triton.cdiv(shape.hidden, rows)
+        first = shape.used * (shape.width // (threads // lanes * config["each"]))
+        second = triton.cdiv(shape.hidden, down_rows * down_each)
         phases = [(1, 1, first + second)] if config["fused"] else [(1, 0, first), (0, 1, second)]
         return [
-            Launch(_moe, (grid,), {**arguments, **outputs}, {**constants, "FIRST": a, "SECOND": b}, config.warps, config.stages)
+            Launch(_moe, (grid,), arguments, {**constants, "FIRST": a, "SECOND": b}, config.warps, config.stages)
             for a, b, grid in phases
         ]
 
@@ -207,32 +214,30 @@ def route(shape: MoeShape, inputs: Tensors) -> tuple[Tensor, Tensor]:
     return chosen, torch.cat((shares, inputs["shared_gate"].float().sigmoid())) if shape.shared else shares
 
 
-def pointers(shape: MoeShape, inputs: Tensors) -> tuple[dict[str, Tensor], dict[str, None]]:
-    """(arguments, constants) for the kernel: every part of every matrix, None for those that a scheme hasn't."""
+def pointers(shape: MoeShape, inputs: Tensors) -> dict[str, Tensor]:
+    """The kernel's arguments: every part of every matrix. Where a scheme, or the model, hasn't one, another stands for it."""
     asked, like = shape.check(), inputs["x"]
-    found: dict[str, Tensor | None] = {}
-    for prefix in ("up", "down", "shared_up", "shared_down"):
-        scheme, size = matrices(shape).get(prefix, (None, ()))
-        parts = {} if scheme is None else {name: inputs[f"{prefix}_{name}"] for name in scheme.parts()}
-        if scheme is not None:
-            for name, (dtype, per) in scheme.parts().items():
-                check_tensor(asked, f"{prefix}_{name}", parts[name], (*size[:-1], size[-1] // per), dtype, like)
-        found |= {
-            f"{prefix}_codes": parts["codes"].view(torch.int32) if parts else None,
-            f"{prefix}_high": parts["high"].view(torch.int32) if "high" in parts else None,
-            f"{prefix}_scales": parts.get("scales"),
-            f"{prefix}_offsets": parts.get("zeros", parts.get("minima")),
-            f"{prefix}_scale_steps": parts.get("scale_steps"),
-            f"{prefix}_offset_steps": parts.get("minimum_steps"),
-        }
-    found["shared_gate"] = inputs.get("shared_gate")
     floats = (torch.float32, torch.bfloat16, torch.float16)
+    found = {name: inputs.get(name, like) for name in ("x", "scores", "shared_gate")}
     for name, columns in (("x", shape.hidden), ("scores", shape.experts), ("shared_gate", 1)):
         if name != "shared_gate" or shape.shared:
             check_tensor(asked, name, inputs[name], (columns,), floats, like, 2)
-            found[name] = inputs[name]
-    present = {name: tensor for name, tensor in found.items() if tensor is not None}
-    return present, {name: None for name, tensor in found.items() if tensor is None}
+    for prefix, (scheme, size) in matrices(shape).items():
+        parts = {name: inputs[f"{prefix}_{name}"] for name in scheme.parts()}
+        for name, (dtype, per) in scheme.parts().items():
+            check_tensor(asked, f"{prefix}_{name}", parts[name], (*size[:-1], size[-1] // per), dtype, like)
+        scales = parts["scales"]
+        found |= {
+            f"{prefix}_codes": parts["codes"].view(torch.int64 if scheme.bits == 8 else torch.int32),
+            f"{prefix}_high": parts["high"].view(torch.int64 if scheme.bits == 6 else torch.int32)
+            if "high" in parts
+            else scales,
+            f"{prefix}_scales": scales.view(torch.int16) if scheme.group == 16 else scales,
+            f"{prefix}_offsets": parts.get("zeros", parts.get("minima", scales)),
+            f"{prefix}_scale_steps": parts.get("scale_steps", scales),
+            f"{prefix}_offset_steps": parts.get("minimum_steps", scales),
+        }
+    return {f"shared_{name}": part for name, part in found.items() if name.startswith(("up_", "down_"))} | found
 
 
 def scheme_constants(prefix: str, scheme: Scheme) -> dict[str, int | str]:
@@ -241,7 +246,6 @@ def scheme_constants(prefix: str, scheme: Scheme) -> dict[str, int | str]:
         f"{prefix}GROUP": scheme.group,
         f"{prefix}STEPS": scheme.steps,
         f"{prefix}OFFSET": scheme.offset,
-        f"{prefix}CENTRE": scheme.centre,
     }
 
 
@@ -250,64 +254,218 @@ MOE_STEP = MoeStep()
 
 
 @triton.jit
-def _route(scores, shared_gate, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, USED: tl.constexpr):
-    """(numbers, shares): two tuples of scalars.
+def _keys(scores, EXPERTS: tl.constexpr):
+    """The scores as integers of their order, 32 a piece, that equal ones follow by number: the lowest is the largest.
 
-    Every warp holds all scores, 32 at a time, and finds the best by itself. A score of 16 bits and its expert's number make
-    one integer, in the order of scores and then of numbers from the last; one of 32 bits needs a second search for the number.
+    A score stands above its expert's number, counted down. Every warp holds all of them, and finds the best by itself.
     """
-    lanes = tl.arange(0, 32)
-    PIECES: tl.constexpr = (EXPERTS + 31) // 32
-    LEAST: tl.constexpr = -2147483648
     NARROW: tl.constexpr = scores.dtype.element_ty.primitive_bitwidth == 16
     keys = ()
-    for i in tl.static_range(PIECES):
-        at = i * 32 + lanes
-        score = tl.load(scores + at, mask=at < EXPERTS, other=0)
+    for i in tl.static_range((EXPERTS + 31) // 32):
+        at = i * 32 + tl.arange(0, 32)
+        score = tl.load(scores + (at if (i + 1) * 32 <= EXPERTS else tl.minimum(at, EXPERTS - 1)))
         if NARROW:
             key = score.to(tl.int16, bitcast=True).to(tl.int32)
             key = tl.where(key == -32768, 0, key)  # -0 is equal to 0
             key = ((key ^ ((key >> 31) & 0x7FFF)) << 16) | (0xFFFF - at)
         else:
             key = score.to(tl.int32, bitcast=True)
-            key = tl.where(key == LEAST, 0, key)
-            key ^= (key >> 31) & 0x7FFFFFFF
-        keys = keys + (tl.where(at < EXPERTS, key, LEAST),)
-    numbers = ()
-    shares = ()
-    total = 0.0
-    peak = 0.0
-    for k in tl.static_range(TOP_K):
-        best = keys[0]
-        for i in tl.static_range(1, PIECES):
-            best = tl.maximum(best, keys[i])
-        top = tl.max(best, 0)
-        if NARROW:
-            number = 0xFFFF - (top & 0xFFFF)
-            bits = top >> 16
-            score = (bits ^ ((bits >> 31) & 0x7FFF)).to(tl.int16).to(scores.dtype.element_ty, bitcast=True).to(tl.float32)
-        else:
-            where = tl.full((32,), EXPERTS, tl.int32)
-            for i in tl.static_range(PIECES):
-                where = tl.minimum(where, tl.where(keys[i] == top, i * 32 + lanes, EXPERTS))
-            number = tl.min(where, 0)
-            score = (top ^ ((top >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-        rest = ()
-        for i in tl.static_range(PIECES):
-            rest = rest + (tl.where((keys[i] == top) if NARROW else (i * 32 + lanes == number), LEAST, keys[i]),)
-        keys = rest
-        if k == 0:
-            peak = score
-        share = tl.exp(score - peak)
-        total += share
-        numbers = numbers + (number,)
-        shares = shares + (share,)
-    weighted = ()
-    for k in tl.static_range(TOP_K):
-        weighted = weighted + (shares[k] / total,)
-    if USED > TOP_K:
-        weighted = weighted + (tl.sigmoid(tl.load(shared_gate).to(tl.float32)),)
-    return numbers, weighted
+            key = tl.where(key == -2147483648, 0, key)
+            key = ((key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (0xFFFF - at)
+        if (i + 1) * 32 > EXPERTS:
+            key = tl.where(at < EXPERTS, key, -2147483648 if NARROW else -9223372036854775808)
+        keys = keys + (key,)
+    return keys
+
+
+@triton.jit
+def _largest(keys, BELOW: tl.constexpr, below):
+    """The largest of `keys`, or of those under `below`."""
+    NARROW: tl.constexpr = keys[0].dtype == tl.int32
+    least = -2147483648 if NARROW else -9223372036854775808
+    best = tl.where(keys[0] < below, keys[0], least) if BELOW else keys[0]
+    for i in tl.static_range(1, len(keys)):
+        best = tl.maximum(best, tl.where(keys[i] < below, keys[i], least) if BELOW else keys[i])
+    return tl.max(best, 0)
+
+
+@triton.jit
+def _number(key):
+    """The expert of a key."""
+    return 0xFFFF - (key & 0xFFFF).to(tl.int32)
+
+
+@triton.jit
+def _score(key, scores):
+    """The score of a key, in fp32; `scores` is where it was loaded from."""
+    if key.dtype == tl.int32:
+        bits = key >> 16
+        return (bits ^ ((bits >> 31) & 0x7FFF)).to(tl.int16).to(scores.dtype.element_ty, bitcast=True).to(tl.float32)
+    bits = (key >> 32).to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _route(scores, shared_gate, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, USED: tl.constexpr):
+    """(numbers, shares, the shared expert's share): of the chosen, as many as the next power of two, shares of the rest 0."""
+    keys = _keys(scores, EXPERTS)
+    k = tl.arange(0, triton.next_power_of_2(TOP_K))
+    top = _largest(keys, False, 0)
+    chosen = tl.zeros(k.shape, top.dtype) + top
+    for i in range(1, TOP_K):
+        top = _largest(keys, True, top)
+        chosen = tl.where(k >= i, top, chosen)
+    share = tl.where(k < TOP_K, tl.exp(_score(chosen, scores) - tl.max(_score(chosen, scores), 0)), 0.0)
+    gate = tl.sigmoid(tl.load(shared_gate).to(tl.float32)) if USED > TOP_K else 0.0
+    return tl.minimum(_number(chosen), EXPERTS - 1), share / tl.sum(share, 0), gate
+
+
+@triton.jit
+def _chosen(scores, place, EXPERTS: tl.constexpr):
+    """The number of the expert whose score comes at `place`: the best's is 0."""
+    keys = _keys(scores, EXPERTS)
+    top = _largest(keys, False, 0)
+    for _ in range(place):
+        top = _largest(keys, True, top)
+    return _number(top)
+
+
+@triton.jit
+def _first(
+    x, parts, down, inner, inner_scales, inner_sums, expert, program,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, EACH: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr,
+    ACTIVATION: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr,
+    DOWN_BITS: tl.constexpr, DOWN_GROUP: tl.constexpr, DOWN_STEPS: tl.constexpr, DOWN_OFFSET: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """BN times EACH rows of gate and as many of up of one expert, activated and made integers, eight with a scale.
+
+    All that the lanes want of the matrix is asked for before any of it is used; then the second product's rows of the same
+    expert begin their way into L2; then activations become integers while all that comes.
+    """
+    BLOCKS: tl.constexpr = HIDDEN // 32
+    TILES: tl.constexpr = (BLOCKS + BG - 1) // BG
+    PAIRS: tl.constexpr = BN * EACH
+    lane = tl.arange(0, BG)[None, :]
+    place = program % (WIDTH // PAIRS)
+    s = tl.arange(0, 2 * EACH)[:, None, None]  # rows of gate, each before that of up
+    row = expert * (2 * WIDTH) + (place * PAIRS + s // 2 * BN + tl.arange(0, BN)[None, :, None] + s % 2 * WIDTH)
+    held = ()
+    for t in tl.static_range(TILES):
+        first = t * BG if (t + 1) * BG <= BLOCKS else (BLOCKS - BG if BLOCKS > BG else 0)  # the last tile ends with the row
+        g = first + tl.minimum(tl.arange(0, BG), BLOCKS - 1)[None, None, :]
+        held = held + (load_blocks(parts, row, g, HIDDEN, BITS, GROUP, STEPS, OFFSET),)
+    if PTX:
+        _prefetch_parts(
+            down, expert, place, HIDDEN * WIDTH, WIDTH // PAIRS, DOWN_BITS, DOWN_GROUP, DOWN_STEPS, DOWN_OFFSET
+        )  # fmt: skip
+    sums = tl.zeros((2 * EACH, BN, BG), tl.float32)
+    for t in tl.static_range(TILES):
+        first = t * BG if (t + 1) * BG <= BLOCKS else (BLOCKS - BG if BLOCKS > BG else 0)
+        # What the last tile shares with the one before counts once.
+        valid = lane >= ((t + 1) * BG - BLOCKS if (t + 1) * BG > BLOCKS and BLOCKS > BG else 0)
+        given = to_blocks(x, first + tl.minimum(lane, BLOCKS - 1), valid & (lane < BLOCKS), BITS, PTX)
+        sums += multiply(held[t], given[0], given[1], given[2], given[3], False, BITS, GROUP, STEPS, OFFSET, PTX)
+    gate, up = tl.split(tl.permute(tl.reshape(tl.sum(sums, 2), (EACH, 2, BN)), (0, 2, 1)))
+    found = tl.reshape(activate(gate, up, ACTIVATION), (PAIRS // 8, 8))
+    top = largest(found, 1, PTX)
+    rounded = round_to(found, inverse_of(top)[:, None], PTX)
+    scale = top * (1 / 127)  # not a number where one of them is none
+    eight = program * (PAIRS // 8) + tl.arange(0, PAIRS // 8)
+    r = tl.arange(0, 8)[None, :]
+    at = place_of(eight, DOWN_BITS)
+    byte = (at // 4 * 32 + at % 4 * 4)[:, None] + r // 4 * 16 + r % 4  # of a block: the first fours of its eights, the others
+    tl.store(inner + byte, rounded.to(tl.int32, bitcast=True).to(tl.int8))
+    tl.store(inner_scales + at, scale)
+    tl.store(inner_sums + at, tl.sum(rounded - ROUND, 1) * scale)
+
+
+@triton.jit
+def _again(x, TIMES: tl.constexpr):
+    """[1, S, BN, BG, 4] TIMES times, one after the other, in the same registers: [TIMES * S, BN, BG, 4]."""
+    whole = tl.broadcast_to(x, (TIMES, x.shape[1], x.shape[2], x.shape[3], 4))
+    return tl.reshape(whole, (TIMES * x.shape[1], x.shape[2], x.shape[3], 4))
+
+
+@triton.jit
+def _left(slot, words, scales, sums, WIDTH: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr, CACHE: tl.constexpr):
+    """What the first product left for `slot` [S] of the experts used: words, low and high, scales, sums [1, S, BN, BG, 4].
+
+    Past the first cache (CACHE) where other blocks wrote it during this launch.
+    """
+    lane = tl.arange(0, BG)[None, None, None, :, None] + tl.zeros((1, 1, BN, 1, 1), tl.int32)
+    block = slot[None, :, None, None, None] * (WIDTH // 32) + tl.minimum(lane, WIDTH // 32 - 1)
+    four = tl.arange(0, 4)[None, None, None, None, :]
+    low = tl.load(words + block * 8 + four, cache_modifier=CACHE)
+    high = tl.load(words + block * 8 + 4 + four, cache_modifier=CACHE)
+    scale = tl.load(scales + block * 4 + four, cache_modifier=CACHE)
+    return low, high, scale, tl.load(sums + block * 4 + four, cache_modifier=CACHE)
+
+
+@triton.jit
+def _second(
+    held, left, EACH: tl.constexpr, WIDTH: tl.constexpr, BG: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    STEPS: tl.constexpr, OFFSET: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """EACH rows, `held`, of every expert times what was `left` for it, summed over the blocks: [EACH * S, BN]."""
+    found = multiply(
+        held, _again(left[0], EACH), _again(left[1], EACH), _again(left[2], EACH), tl.sum(_again(left[3], EACH), 3), True, BITS,
+        GROUP, STEPS, OFFSET, PTX,
+    )  # fmt: skip
+    return tl.sum(tl.where(tl.arange(0, BG)[None, None, :] < WIDTH // 32, found, 0.0), 2)
+
+
+@triton.jit
+def place_of(eight, BITS: tl.constexpr):
+    """Where a block's eighth stands that `multiply` takes for codes of BITS."""
+    return eight // 4 * 4 + eight % 2 * 2 + eight // 2 % 2 if BITS == 8 else eight
+
+
+@triton.jit
+def _prefetch(part, expert, place, SIZE: tl.constexpr, PLACES: tl.constexpr):
+    """Ask for one of PLACES shares of a matrix's part, SIZE elements, to be brought into L2."""
+    EACH: tl.constexpr = 32 * 8 // part.dtype.element_ty.primitive_bitwidth  # 32 B: what L2 fetches at least
+    LINES: tl.constexpr = (SIZE + EACH * PLACES - 1) // (EACH * PLACES)
+    line = place * LINES + tl.arange(0, triton.next_power_of_2(LINES))
+    at = part + expert * SIZE + tl.minimum(line, SIZE // EACH - 1 if SIZE > EACH else 0) * EACH
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], tl.int32, False, 1)
+
+
+@triton.jit
+def _prefetch_parts(
+    parts, expert, place, SIZE: tl.constexpr, PLACES: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    STEPS: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """... of a whole matrix of SIZE weights."""
+    _prefetch(parts[0], expert, place, SIZE // 8, PLACES)
+    if BITS == 5 or BITS == 6:
+        _prefetch(parts[1], expert, place, SIZE // 32, PLACES)
+    _prefetch(parts[2], expert, place, SIZE // (32 if GROUP == 16 else GROUP), PLACES)
+    if OFFSET != "centre":
+        _prefetch(parts[3], expert, place, SIZE // GROUP, PLACES)
+    if STEPS:
+        _prefetch(parts[4], expert, place, SIZE // STEPS, PLACES)
+        if OFFSET != "centre":
+            _prefetch(parts[5], expert, place, SIZE // STEPS, PLACES)
+
+
+@triton.jit
+def _wait(arrivals, wanted, USED: tl.constexpr, PTX: tl.constexpr):
+    """Until every expert's counter is at `wanted`: what was written before it got there is seen from here on."""
+    counters = arrivals + 32 * tl.minimum(tl.arange(0, triton.next_power_of_2(USED)), USED - 1)
+    if PTX:
+        least = wanted - 1
+        while least < wanted:
+            found = tl.inline_asm_elementwise("ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [counters], tl.int32, False, 1)
+            least = tl.min(found, 0)
+
+
+@triton.jit
+def _pick(own, shared, stacked):
+    """Where a matrix's parts are: the shared expert's if `own`, else those of all."""
+    found = ()
+    for i in tl.static_range(len(stacked)):
+        found = found + (tl.where(own, shared[i], stacked[i]),)
+    return found
 
 
 @triton.jit
@@ -317,147 +475,78 @@ def _moe(
     down_codes, down_high, down_scales, down_offsets, down_scale_steps, down_offset_steps,
     shared_up_codes, shared_up_high, shared_up_scales, shared_up_offsets, shared_up_scale_steps, shared_up_offset_steps,
     shared_down_codes, shared_down_high, shared_down_scales, shared_down_offsets, shared_down_scale_steps,
-    shared_down_offset_steps, output, inner, inner_scales, arrivals,
+    shared_down_offset_steps, output, inner, inner_words, inner_scales, inner_sums, arrivals,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, USED: tl.constexpr,
-    ACTIVATION: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr, PTX: tl.constexpr,
-    UP_BITS: tl.constexpr, UP_GROUP: tl.constexpr, UP_STEPS: tl.constexpr, UP_OFFSET: tl.constexpr, UP_CENTRE: tl.constexpr,
+    ACTIVATION: tl.constexpr, UP_BN: tl.constexpr, UP_BG: tl.constexpr, UP_EACH: tl.constexpr,
+    DOWN_BN: tl.constexpr, DOWN_BG: tl.constexpr, DOWN_EACH: tl.constexpr,
+    UP_BITS: tl.constexpr, UP_GROUP: tl.constexpr, UP_STEPS: tl.constexpr, UP_OFFSET: tl.constexpr,
     DOWN_BITS: tl.constexpr, DOWN_GROUP: tl.constexpr, DOWN_STEPS: tl.constexpr, DOWN_OFFSET: tl.constexpr,
-    DOWN_CENTRE: tl.constexpr, UP_BLOCKS: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
+    AHEAD: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The first product, the second, or both, a block being of one of them. In one launch the second's come last."""
-    FIRST_BLOCKS: tl.constexpr = USED * (WIDTH // PAIRS) if FIRST else 0
+    PLACES: tl.constexpr = WIDTH // (UP_BN * UP_EACH)
+    FIRST_BLOCKS: tl.constexpr = USED * PLACES if FIRST else 0
     program = tl.program_id(0)
-    if program < FIRST_BLOCKS:
-        blocks = ()
-        for t in tl.static_range((HIDDEN // 32 + UP_BLOCKS - 1) // UP_BLOCKS):
-            blocks = blocks + (load_blocks(x, t * UP_BLOCKS, HIDDEN // 32, UP_BLOCKS),)
-        codes, high, scales, offsets, scale_steps = up_codes, up_high, up_scales, up_offsets, up_scale_steps
-        offset_steps, slot = up_offset_steps, program // (WIDTH // PAIRS)
-        expert = program * 0
+    down = (down_codes, down_high, down_scales, down_offsets, down_scale_steps, down_offset_steps)
+    shared_down = (
+        shared_down_codes, shared_down_high, shared_down_scales, shared_down_offsets, shared_down_scale_steps,
+        shared_down_offset_steps,
+    )  # fmt: skip
+    if FIRST and (not SECOND or program < FIRST_BLOCKS):
+        up = (up_codes, up_high, up_scales, up_offsets, up_scale_steps, up_offset_steps)
+        slot, expert = program // PLACES, program * 0
         if slot < TOP_K:
-            numbers, _ = _route(scores, shared_gate, EXPERTS, TOP_K, TOP_K)
-            for k in tl.static_range(TOP_K):
-                expert = tl.where(slot == k, numbers[k], expert)
+            expert = tl.minimum(_chosen(scores, slot, EXPERTS), EXPERTS - 1)
         if USED > TOP_K:
-            own = slot == TOP_K  # the last blocks, if not all find room at once: they needn't wait for the routing
-            codes, scales = tl.where(own, shared_up_codes, up_codes), tl.where(own, shared_up_scales, up_scales)
-            if UP_BITS == 5 or UP_BITS == 6:
-                high = tl.where(own, shared_up_high, up_high)
-            if UP_STEPS:
-                scale_steps = tl.where(own, shared_up_scale_steps, up_scale_steps)
-            if UP_OFFSET != "centre":
-                offsets = tl.where(own, shared_up_offsets, up_offsets)
-                if UP_STEPS:
-                    offset_steps = tl.where(own, shared_up_offset_steps, up_offset_steps)
-        _gate_up(
-            blocks, codes, high, scales, offsets, scale_steps, offset_steps, inner, inner_scales, expert.to(tl.int64), program,
-            HIDDEN, WIDTH, PAIRS, ACTIVATION, UP_BITS, UP_GROUP, UP_STEPS, UP_OFFSET, UP_CENTRE, UP_BLOCKS, PTX,
+            shared_up = (
+                shared_up_codes, shared_up_high, shared_up_scales, shared_up_offsets, shared_up_scale_steps,
+                shared_up_offset_steps,
+            )  # fmt: skip
+            up, down = _pick(slot == TOP_K, shared_up, up), _pick(slot == TOP_K, shared_down, down)
+        _first(
+            x, up, down, inner, inner_scales, inner_sums, expert.to(tl.int64), program, HIDDEN, WIDTH, UP_EACH, UP_BN, UP_BG,
+            ACTIVATION, UP_BITS, UP_GROUP, UP_STEPS, UP_OFFSET, DOWN_BITS, DOWN_GROUP, DOWN_STEPS, DOWN_OFFSET, PTX,
         )  # fmt: skip
         if SECOND:
             tl.debug_barrier()  # every thread's results are written before this block says so
-            tl.atomic_add(arrivals, 1, sem="release")
-    elif SECOND:
-        numbers, shares = _route(scores, shared_gate, EXPERTS, TOP_K, USED)
-        BLOCKS: tl.constexpr = WIDTH // 32
-        BG: tl.constexpr = triton.next_power_of_2(BLOCKS)
-        SUB: tl.constexpr = 4 if DOWN_GROUP == 16 else 1
-        n = (program - FIRST_BLOCKS) * ROWS + tl.arange(0, ROWS)
-        row = tl.minimum(n, HIDDEN - 1).to(tl.int64)[:, None, None]
-        held = ()
-        for slot in tl.static_range(USED):
-            if slot == TOP_K:
-                held = held + load_rows(
-                    row, shared_down_codes, shared_down_high, shared_down_scales, shared_down_offsets, shared_down_scale_steps,
-                    shared_down_offset_steps, WIDTH, 1, BG, DOWN_BITS, DOWN_GROUP, DOWN_STEPS, DOWN_OFFSET, SUB,
-                )  # fmt: skip
-            else:
-                held = held + load_rows(
-                    numbers[slot].to(tl.int64) * HIDDEN + row, down_codes, down_high, down_scales, down_offsets,
-                    down_scale_steps, down_offset_steps, WIDTH, 1, BG, DOWN_BITS, DOWN_GROUP, DOWN_STEPS, DOWN_OFFSET, SUB,
-                )  # fmt: skip
-        tl.debug_barrier()  # all of it is asked for before any of it is used
-        if FIRST:
-            while tl.load(arrivals, volatile=True) < FIRST_BLOCKS:
-                pass
-            tl.atomic_add(arrivals, 0, sem="acquire")  # what those blocks wrote is seen from here on
-            tl.debug_barrier()
-        sums = tl.zeros((ROWS, BG, SUB), tl.float32)
-        for slot in tl.static_range(USED):
-            sums += shares[slot] * _down(
-                held, inner, inner_scales, slot, ROWS, BLOCKS, BG, SUB, DOWN_BITS, DOWN_STEPS, DOWN_OFFSET, DOWN_CENTRE, PTX,
-                ".cg" if FIRST else "",
-            )  # fmt: skip
-        found = tl.sum(tl.sum(sums, 2), 1)
-        tl.store(output + n, found.to(output.dtype.element_ty), mask=n < HIDDEN)
-        if FIRST and tl.atomic_add(arrivals + 1, 1, sem="relaxed") == tl.num_programs(0) - FIRST_BLOCKS - 1:
-            tl.store(arrivals, 0)  # ready for the next launch: no block waits any more
-            tl.store(arrivals + 1, 0)
-
-
-@triton.jit
-def _gate_up(
-    blocks, codes, high, scales, offsets, scale_steps, offset_steps, inner, inner_scales, expert, program,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, ACTIVATION: tl.constexpr, BITS: tl.constexpr,
-    GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr, CENTRE: tl.constexpr, BG: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """PAIRS rows of gate and as many of up of one expert, activated and quantised, 8 with a scale."""
-    TILES: tl.constexpr = (HIDDEN // 32 + BG - 1) // BG
-    SUB: tl.constexpr = 4 if GROUP == 16 else 1
-    n = tl.arange(0, 2 * PAIRS)  # rows of gate, then the same of up
-    row = expert * (2 * WIDTH) + ((program % (WIDTH // PAIRS)) * PAIRS + n % PAIRS + (n // PAIRS) * WIDTH)
-    held = load_rows(
-        row[:, None, None], codes, high, scales, offsets, scale_steps, offset_steps, HIDDEN, TILES, BG, BITS, GROUP, STEPS,
-        OFFSET, SUB,
-    )  # fmt: skip
-    given = ()
-    for t in tl.static_range(TILES):
-        given = given + (activations(blocks[t], BG, SUB, OFFSET, CENTRE, 127, PTX),)
-    sums = row_sums(held, given, 1, TILES, 2 * PAIRS, BG, BITS, STEPS, OFFSET, SUB, 127, PTX)
-    gate, up = tl.split(tl.trans(tl.reshape(sums[0], (2, PAIRS))))
-    EIGHTS: tl.constexpr = PAIRS // 8
-    found = tl.reshape(activate(gate, up, ACTIVATION), (EIGHTS, 8))
-    top = tl.max(tl.abs(found), 1)
-    inverse = tl.where(top > 1e-30, tl.div_rn(127.0, tl.maximum(top, 1e-30)), 0.0)
-    rounded = round_low(found, tl.broadcast_to(inverse[:, None], (EIGHTS, 8)), PTX)
-    shifts = tl.arange(0, 4) * 8
-    integers = tl.reshape(rounded.to(tl.int32, bitcast=True) & 255, (EIGHTS, 2, 4))
-    words = tl.sum(integers << shifts[None, None, :], 2)
-    eight = program * EIGHTS + tl.arange(0, EIGHTS)
-    word = eight // 4 * 8 + eight % 4  # of a block of 32: its four low words, then its four high ones
-    tl.store(inner + word[:, None] + 4 * tl.arange(0, 2)[None, :], words)
-    tl.store(inner_scales + eight, top / 127 + tl.sum(found, 1) * 0.0)  # not a number where one of them isn't
-
-
-@triton.jit
-def _down(
-    held, inner, inner_scales, slot: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, BG: tl.constexpr,
-    SUB: tl.constexpr, BITS: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr, CENTRE: tl.constexpr, PTX: tl.constexpr,
-    CACHE: tl.constexpr,
-):  # fmt: skip
-    """Rows of one expert times what the first product left for it: [ROWS, BG, SUB], to be summed.
-
-    Past the first cache (CACHE) where other blocks wrote it during this launch.
-    """
-    low, high, scale, offset = unpack(held, slot, BITS, STEPS, OFFSET)
-    g = tl.arange(0, BG)[None, :, None]
-    at, real = (slot * BLOCKS + g) * 4 + tl.arange(0, 4)[None, None, :], g < BLOCKS
-    word = (slot * BLOCKS + g) * 8 + tl.arange(0, 4)[None, None, :]
-    x_scale = tl.load(inner_scales + at, mask=real, other=0, cache_modifier=CACHE)
-    x_low = tl.load(inner + word, mask=real, other=0, cache_modifier=CACHE)
-    x_high = tl.load(inner + word + 4, mask=real, other=0, cache_modifier=CACHE)
-    ones = tl.full(x_low.shape, 0x01010101, tl.int32)
-    x_sum = dp4a(ones, x_high, dp4a(ones, x_low, tl.zeros_like(x_low), False, PTX), False, PTX)
-    if OFFSET == "centre" and BITS < 8:
-        dot = tl.broadcast_to(x_sum * -CENTRE, (ROWS, BG, 4))
+            tl.atomic_add(arrivals + 32 * slot, 1, sem="release")
     else:
-        dot = tl.zeros((ROWS, BG, 4), tl.int32)
-    found = dp4a(high, x_high, dp4a(low, x_low, dot, BITS == 8, PTX), BITS == 8, PTX).to(tl.float32) * x_scale
-    if SUB == 1:
-        found = tl.sum(found, 2)[:, :, None]
-    found *= scale
-    if OFFSET != "centre":
-        x_part = x_sum.to(tl.float32) * x_scale
-        if SUB == 1:
-            x_part = tl.sum(x_part, 2)[:, :, None]
-        found -= offset * x_part
-    return found
+        numbers, shares, gate = _route(scores, shared_gate, EXPERTS, TOP_K, USED)
+        if FIRST and not AHEAD:
+            _wait(arrivals, PLACES, USED, PTX)
+        SLOTS: tl.constexpr = triton.next_power_of_2(TOP_K)
+        first_row = (program - FIRST_BLOCKS) * (DOWN_EACH * DOWN_BN)
+        n = first_row + tl.arange(0, DOWN_EACH)[:, None] * DOWN_BN + tl.arange(0, DOWN_BN)[None, :]
+        row = tl.minimum(n, HIDDEN - 1)[:, :, None]
+        g = tl.minimum(tl.arange(0, DOWN_BG), WIDTH // 32 - 1)[None, None, :]
+        # A row of every expert, warps side by side in them, then the next: a lane's rows are of few experts, or of one.
+        routed = numbers.to(tl.int64)[None, :, None] * HIDDEN + tl.minimum(n, HIDDEN - 1)[:, None, :]
+        routed = tl.reshape(routed, (DOWN_EACH * SLOTS, DOWN_BN, 1))
+        held = load_blocks(down, routed, g, WIDTH, DOWN_BITS, DOWN_GROUP, DOWN_STEPS, DOWN_OFFSET)
+        if USED > TOP_K:
+            held_shared = load_blocks(shared_down, row, g, WIDTH, DOWN_BITS, DOWN_GROUP, DOWN_STEPS, DOWN_OFFSET)
+        tl.debug_barrier()  # all of it is asked for before any of it is used
+        if FIRST and AHEAD:
+            _wait(arrivals, PLACES, USED, PTX)
+        CACHE: tl.constexpr = ".cg" if FIRST else ""
+        left = _left(
+            tl.minimum(tl.arange(0, SLOTS), TOP_K - 1), inner_words, inner_scales, inner_sums, WIDTH, DOWN_BN, DOWN_BG, CACHE
+        )  # fmt: skip
+        if USED > TOP_K:
+            own = tl.full((1,), TOP_K, tl.int32)
+            left_shared = _left(own, inner_words, inner_scales, inner_sums, WIDTH, DOWN_BN, DOWN_BG, CACHE)
+        tl.debug_barrier()  # and here
+        found = _second(held, left, DOWN_EACH, WIDTH, DOWN_BG, DOWN_BITS, DOWN_GROUP, DOWN_STEPS, DOWN_OFFSET, PTX)
+        total = tl.sum(tl.reshape(found, (DOWN_EACH, SLOTS, DOWN_BN)) * shares[None, :, None], 1)
+        if USED > TOP_K:
+            total += gate * _second(
+                held_shared, left_shared, DOWN_EACH, WIDTH, DOWN_BG, DOWN_BITS, DOWN_GROUP, DOWN_STEPS, DOWN_OFFSET, PTX
+            )  # fmt: skip
+        tl.store(output + n, total.to(output.dtype.element_ty), mask=n < HIDDEN)
+        if FIRST:
+            tl.debug_barrier()  # none of this block's threads waits any more, and after the last block none at all
+        if FIRST and tl.atomic_add(arrivals + 32 * USED, 1, sem="relaxed") == tl.num_programs(0) - FIRST_BLOCKS - 1:
+            at = tl.arange(0, triton.next_power_of_2(USED + 1))
+            tl.store(
+                arrivals + 32 * at, tl.zeros_like(at), mask=at <= USED
+            )  # ready for the next launch: no block waits any more

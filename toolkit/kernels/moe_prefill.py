@@ -26,8 +26,8 @@ from torch import Tensor
 from toolkit.errors import ModelError
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors
 from toolkit.kernels.checks import check_tensor
+from toolkit.kernels.int4_matmul import _randomise
 from toolkit.kernels.int4_prefill import ACTIVATIONS, _activated, _dot, _held, _load, _weights, _words
-from toolkit.kernels.packed import randomise
 from toolkit.quant import Scheme, dequantise, find_scheme
 
 SORTED_AT_ONCE = 4096  # pairs of token and expert
@@ -87,6 +87,7 @@ class MoePrefill(Kernel):
 
     name: ClassVar[str] = "moe_prefill"
     shape_type: ClassVar[type[Shape]] = ExpertsShape
+    lengths: ClassVar[tuple[str, ...]] = ("tokens", "hidden", "width", "experts")
     known: ClassVar[Mapping[str, Shape]] = {
         "qwen3.5-35b-a3b experts, 512 tokens": ExpertsShape(512, 2048, 512, 256, 8),
         "qwen3.5-35b-a3b experts, 2048 tokens": ExpertsShape(2048, 2048, 512, 256, 8),
@@ -122,7 +123,7 @@ class MoePrefill(Kernel):
             for name, (dtype, per) in scheme.parts().items():
                 part = torch.empty(*size[:2], size[2] // per, dtype=dtype, device=device)
                 if generator is not None:
-                    randomise(part, name, scheme, generator)
+                    _randomise(part, name, scheme, generator)
                 found[f"{prefix}_{name}"] = part
         return found
 

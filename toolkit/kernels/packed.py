@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="assignment"
-# ruff: noqa: RUF005, SIM108  # what Triton compiles knows no (*a, b)
-"""What kernels on packed matrices share: activations as integers, and rows multiplied four weights an instruction.
+"""Rows of packed matrices times integer activations, four weights an instruction, with a lane to each block of 32.
 
-A thread holds a block of 32 weights of a row, 16 bytes of 4-bit codes. Tiles are [rows, blocks, 4]: of each eight weights
-the words of weights 0 to 3 and of weights 4 to 7, as `PackedMatrix` lays them out.
+Tiles are [S, BN, BG] blocks: BN rows at a time, their BG blocks side by side, a lane each; S is how many such rows a lane
+holds. Written as tensors, not as S copies of the same code: Triton's compiler takes time with the square of the code. Of
+blocks, what has four words or scales has them in a last dimension of 4; of 8-bit codes their order is 0, 2, 1, 3.
 """
 
 from __future__ import annotations
@@ -14,208 +14,167 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toolkit.quant import Scheme
+from toolkit.kernels.int4_matmul import _dp4a
 
-BLOCK = 32  # activations that share a scale
-
-
-@triton.jit
-def dp4a(a, b, c, SIGNED: tl.constexpr, PTX: tl.constexpr):
-    """c plus four products: bytes of a (unsigned unless SIGNED) times signed bytes of b."""
-    if PTX:
-        if SIGNED:
-            c = tl.inline_asm_elementwise("dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], tl.int32, True, 1)
-        else:
-            c = tl.inline_asm_elementwise("dp4a.u32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], tl.int32, True, 1)
-    else:
-        for i in tl.static_range(4):
-            byte = ((a << (24 - 8 * i)) >> 24) if SIGNED else ((a >> (8 * i)) & 255)
-            c += byte * ((b << (24 - 8 * i)) >> 24)
-    return c
+ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23 leaves the nearest integer, ties to even, in the low mantissa bits
 
 
 @triton.jit
-def round_low(x, inverse, PTX: tl.constexpr):
-    """The integers nearest to x * inverse in the low bits of floats' mantissas: adding 1.5 * 2^23 leaves them there."""
-    if PTX:  # rounded on its own, as PyTorch does: fused with the sum, ties would fall otherwise
-        steps = tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, inverse], tl.float32, True, 1)
-    else:
-        steps = x * inverse
-    return steps + 12582912.0
+def _load(pointers):
+    """One element a lane. Without being told that neighbours are apart, a lane would load those of others, and pass them on."""
+    return tl.load(tl.max_contiguous(pointers, [1, 1, 1]))
 
 
 @triton.jit
-def load_blocks(x_ptr, first, BLOCKS: tl.constexpr, BG: tl.constexpr):
-    """A token's BG blocks of 32 in fp32, [BG, 4, 8], from block `first`; zeros beyond BLOCKS."""
-    g = first + tl.arange(0, BG)
-    at = g[:, None, None] * 32 + tl.arange(0, 4)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
-    return tl.load(x_ptr + at, mask=(g < BLOCKS)[:, None, None], other=0.0).to(tl.float32)
-
-
-@triton.jit
-def to_integers(x, BG: tl.constexpr, LIMIT: tl.constexpr, PTX: tl.constexpr):
-    """Blocks [BG, 4, 8] as integers in the low bits of floats' mantissas, their scales [BG, 1] and sums [BG, 4]."""
-    top = tl.max(tl.max(tl.abs(x), 2), 1)
-    inverse = tl.where(top > 1e-30, tl.div_rn(LIMIT * 1.0, tl.maximum(top, 1e-30)), 0.0)
-    rounded = round_low(x, tl.broadcast_to(inverse[:, None, None], (BG, 4, 8)), PTX)
-    sums = tl.sum(rounded - 12582912.0, 2)
-    scale = top / LIMIT + tl.sum(sums, 1) * 0.0  # not a number where an activation isn't one
-    return rounded.to(tl.int32, bitcast=True), scale[:, None], sums
-
-
-@triton.jit
-def to_words(integers, BG: tl.constexpr):
-    """The low bytes of [BG, 4, 8] integers, four a word: of weights 0 to 3 and 4 to 7 of each eight, [1, BG, 4] each."""
-    shifts = tl.arange(0, 4) * 8
-    words = tl.sum((tl.reshape(integers, (BG, 4, 2, 4)) & 255) << shifts[None, None, None, :], 3)
-    low, high = tl.split(words)
-    return low[None], high[None]
-
-
-@triton.jit
-def activations(
-    x, BG: tl.constexpr, SUB: tl.constexpr, OFFSET: tl.constexpr, CENTRE: tl.constexpr, LIMIT: tl.constexpr,
-    PTX: tl.constexpr,
+def load_blocks(
+    parts, row, g, K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr
 ):  # fmt: skip
-    """Of blocks [BG, 4, 8]: scales [1, BG, 1], what offsets are multiplied by, low and high words of each digit [1, BG, 4]."""
-    integers, scale, sums = to_integers(x, BG, LIMIT, PTX)
-    if OFFSET == "centre":
-        shift = (sums * -CENTRE).to(tl.int32)  # [1, BG, 4]: where dot products start
-    else:
-        shift = tl.sum(tl.reshape(sums, (BG, SUB, 4 // SUB)), 2) * scale  # [1, BG, SUB]
-    found = (scale[None], shift[None]) + to_words(integers, BG)
-    if LIMIT > 127:
-        found = found + to_words((integers + 128) >> 8, BG)  # the higher digit: what the lower one, which is signed, leaves
-    return found
+    """Blocks g [1, 1, BG] of rows [S, BN, 1]: codes [S, BN, BG, 4], and scales, high bits, offsets, their steps [S, BN, BG].
 
-
-@triton.jit
-def load_rows(
-    row, codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr,
-    K: tl.constexpr, TILES: tl.constexpr, BG: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr,
-    OFFSET: tl.constexpr, SUB: tl.constexpr,
-):  # fmt: skip
-    """What rows [BN, 1, 1] hold: for each tile of BG blocks the words of codes, scales, offsets, as many as the scheme has."""
-    j = tl.arange(0, 4)[None, None, :]
-    sub = tl.arange(0, SUB)[None, None, :]
-    found = ()
-    for t in tl.static_range(TILES):
-        g = tl.minimum(t * BG + tl.arange(0, BG), K // 32 - 1)[None, :, None]  # beyond the row: again the last, times 0
-        group = (g * 32 + sub * (32 // SUB)) // GROUP
-        if BITS == 8:
-            found = found + (tl.load(codes_ptr + row * (K // 4) + g * 8 + 2 * j),)
-            found = found + (tl.load(codes_ptr + row * (K // 4) + g * 8 + 2 * j + 1),)
-        else:
-            found = found + (tl.load(codes_ptr + row * (K // 8) + g * 4 + j),)
-        found = found + (tl.load(scales_ptr + row * (K // GROUP) + group),)
-        if BITS == 5:
-            found = found + (tl.load(high_ptr + row * (K // 32) + g),)
-        if BITS == 6:
-            found = found + (tl.load(high_ptr + row * (K // 16) + g * 2 + j // 2),)
-        if STEPS:
-            found = found + (tl.load(scale_steps_ptr + row * (K // 256) + g // 8),)
-        if OFFSET != "centre":
-            found = found + (tl.load(offsets_ptr + row * (K // GROUP) + group),)
-            if STEPS:
-                found = found + (tl.load(offset_steps_ptr + row * (K // 256) + g // 8),)
-    return found
-
-
-@triton.jit
-def unpack(held, t: tl.constexpr, BITS: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr):
-    """Tile t of `held` (see `load_rows`): low and high words of codes, scales, offsets (where they are a constant: scales)."""
-    AT_SCALE: tl.constexpr = 2 if BITS == 8 else 1
-    AT_STEP: tl.constexpr = AT_SCALE + 1 + (BITS == 5 or BITS == 6)
-    AT_OFFSET: tl.constexpr = AT_STEP + (STEPS > 0)
-    COUNT: tl.constexpr = AT_OFFSET + (0 if OFFSET == "centre" else 2 if STEPS else 1)
-    FIRST: tl.constexpr = t * COUNT
-    j = tl.arange(0, 4)[None, None, :]
+    `parts`: where a matrix has these. The scales stand for what the scheme hasn't.
+    """
     if BITS == 8:
-        low, high = held[FIRST], held[FIRST + 1]
+        pair = parts[0] + (row * (K // 8) + g * 4)[:, :, :, None] + tl.arange(0, 2)[None, None, None, :]
+        codes = tl.join(tl.load(pair), tl.load(pair + 2))
+        codes = tl.reshape(codes, (codes.shape[0], codes.shape[1], codes.shape[2], 4))
     else:
-        low, high = held[FIRST] & 0x0F0F0F0F, (held[FIRST] >> 4) & 0x0F0F0F0F
-    if BITS == 5:
-        bits = held[FIRST + 2] >> (2 * j)
-        low |= (bits & 0x01010101) << 4
-        high |= ((bits >> 1) & 0x01010101) << 4
-    if BITS == 6:
-        bits = held[FIRST + 2] >> (4 * (j % 2))
-        low |= (bits & 0x03030303) << 4
-        high |= ((bits >> 2) & 0x03030303) << 4
-    scale = held[FIRST + AT_SCALE].to(tl.float32)
-    if STEPS:
-        scale *= held[FIRST + AT_STEP].to(tl.float32)
-    offset = scale
+        codes = tl.load(parts[0] + (row * (K // 8) + g * 4)[:, :, :, None] + tl.arange(0, 4)[None, None, None, :])
+    PER: tl.constexpr = 1 if GROUP == 16 else GROUP // 32  # blocks that share a scale; of groups of 16 two are loaded as one
+    scales = _load(parts[2] + row * (K // 32 // PER) + g // PER)
+    high = scales
+    if BITS == 5 or BITS == 6:
+        high = _load(parts[1] + row * (K // 32) + g)
+    offsets = scales
     if OFFSET != "centre":
-        offset = held[FIRST + AT_OFFSET].to(tl.float32)
-        if OFFSET == "zero":
-            offset *= scale
-        elif STEPS:
-            offset *= held[FIRST + AT_OFFSET + 1].to(tl.float32)
-    return low, high, scale, offset
+        offsets = _load(parts[3] + row * (K // 32 // PER) + g // PER)
+    scale_steps = scales
+    offset_steps = scales
+    if STEPS:
+        scale_steps = _load(parts[4] + row * (K // STEPS) + g // (STEPS // 32))
+        if OFFSET != "centre":
+            offset_steps = _load(parts[5] + row * (K // STEPS) + g // (STEPS // 32))
+    return codes, scales, high, offsets, scale_steps, offset_steps
 
 
 @triton.jit
-def row_sums(
-    held, activations, TOKENS: tl.constexpr, TILES: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr, BITS: tl.constexpr,
-    STEPS: tl.constexpr, OFFSET: tl.constexpr, SUB: tl.constexpr, LIMIT: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """Products of the rows in `held` (see `load_rows`) with every token: a tuple of [BN]."""
-    sums = ()
-    for _ in tl.static_range(TOKENS):
-        sums = sums + (tl.zeros((BN, BG, SUB), tl.float32),)
-    for t in tl.static_range(TILES):
-        low, high, scale, offset = unpack(held, t, BITS, STEPS, OFFSET)
-        following = ()
-        for m in tl.static_range(TOKENS):
-            x = activations[m * TILES + t]
-            if OFFSET == "centre" and BITS < 8:
-                dot = tl.broadcast_to(x[1], (BN, BG, 4))
-            else:
-                dot = tl.zeros((BN, BG, 4), tl.int32)
-            dot = dp4a(high, x[3], dp4a(low, x[2], dot, BITS == 8, PTX), BITS == 8, PTX)
-            if LIMIT > 127:
-                coarse = dp4a(low, x[4], tl.zeros((BN, BG, 4), tl.int32), BITS == 8, PTX)
-                dot += dp4a(high, x[5], coarse, BITS == 8, PTX) << 8
-            if SUB == 1:
-                dot = tl.sum(dot, 2)[:, :, None]
-            total = sums[m] + (scale * x[0]) * dot.to(tl.float32)
-            if OFFSET != "centre":
-                total -= offset * x[1]
-            following = following + (total,)
-        sums = following
-    found = ()
-    for m in tl.static_range(TOKENS):
-        found = found + (tl.sum(tl.sum(sums[m], 2), 1),)
-    return found
-
-
-@triton.jit
-def activate(gate, up, ACTIVATION: tl.constexpr):
-    if ACTIVATION == "silu":
-        return gate / (1.0 + tl.exp(-gate)) * up
-    inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-    return gate / (1.0 + tl.exp(-2.0 * inner)) * up  # 0.5 (1 + tanh z) = 1 / (1 + exp(-2 z))
-
-
-def randomise(part: Tensor, name: str, scheme: Scheme, generator: torch.Generator) -> None:
-    """Codes over their whole range; values of about 1 / 100 and as many of either sign."""
-    if name == "codes" or name == "high":
-        part.view(torch.uint8).random_(0, 256, generator=generator)
-    elif part.dtype == torch.int8:
-        part.random_(1, 64, generator=generator)
+def _weights(held, BITS: tl.constexpr, OFFSET: tl.constexpr):
+    """Of each eight weights the first four and the others, a byte each; centred ones signed, in the upper bits of theirs."""
+    words = held[0]
+    j = tl.arange(0, 4)[None, None, None, :]
+    bits = words
+    if BITS == 5:
+        bits = held[2][:, :, :, None] >> (2 * j)
+    if BITS == 6:
+        bits = (held[2][:, :, :, None] >> (32 * (j // 2) + 4 * (j % 2))).to(tl.int32)
+    if BITS == 8:
+        low, high = words.to(tl.int32), (words >> 32).to(tl.int32)
+    elif OFFSET != "centre":
+        low, high = words & 0x0F0F0F0F, (words >> 4) & 0x0F0F0F0F
+        if BITS == 5:
+            low |= (bits & 0x01010101) << 4
+            high |= ((bits >> 1) & 0x01010101) << 4
     else:
-        part.uniform_(0.5, 1.5, generator=generator)
-        if name == "zeros":
-            part.mul_(7.5)
+        if BITS == 4:
+            low, high = (words << 4) & -0x0F0F0F10, words & -0x0F0F0F10
+        elif BITS == 5:
+            low = ((words << 3) & 0x78787878) | ((bits & 0x01010101) << 7)
+            high = ((words >> 1) & 0x78787878) | ((bits & 0x02020202) << 6)
         else:
-            part.mul_(1e-3 if not name.startswith("min") else 8e-3)
+            low = ((words << 2) & 0x3C3C3C3C) | ((bits & 0x03030303) << 6)
+            high = ((words >> 2) & 0x3C3C3C3C) | ((bits & 0x0C0C0C0C) << 4)
+        low, high = low ^ -0x7F7F7F80, high ^ -0x7F7F7F80
+    return low, high
 
 
-def quantise_activations(x: Tensor, limit: int = 127, group: int = BLOCK) -> Tensor:
-    """x [..., k] as the kernels' integers give it back, in fp32: each `group` share a step, their largest / `limit`."""
+@triton.jit
+def multiply(
+    held, x_low, x_high, x_scale, x_sum, EIGHTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr,
+    OFFSET: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Blocks that `load_blocks` gave times activations: [S, BN, BG].
+
+    x_low and x_high [.., 4]: words of four; x_sum: their values' sum; x_scale: of a block, or [.., 4], of each EIGHTS.
+    """
+    SIGNED: tl.constexpr = BITS == 8 or OFFSET == "centre"
+    low, high = _weights(held, BITS, OFFSET)
+    value = _dp4a(high, x_high, _dp4a(low, x_low, tl.zeros(low.shape, tl.int32), SIGNED, PTX), SIGNED, PTX)
+    if EIGHTS:
+        value = value.to(tl.float32) * x_scale
+    if GROUP == 16:  # two scales of 8 bits, loaded as one
+        value = tl.sum(tl.reshape(value, (low.shape[0], low.shape[1], low.shape[2], 2, 2)), 4).to(tl.float32)
+        scales = held[1].to(tl.int32)
+        value = tl.sum(value * tl.join((scales << 24) >> 24, scales >> 8).to(tl.float32), 3)
+    else:
+        value = tl.sum(value, 3).to(tl.float32) * held[1].to(tl.float32)
+    if not EIGHTS:
+        value *= x_scale
+    if STEPS:
+        value *= held[4].to(tl.float32)
+    if OFFSET == "centre":
+        return value * (1.0 / (1 << (8 - BITS)))  # where weights stood in the upper bits of a byte
+    offset = held[3].to(tl.float32)
+    if OFFSET == "zero":
+        offset *= held[1].to(tl.float32)
+    if STEPS:
+        offset *= held[5].to(tl.float32)
+    return value - offset * x_sum
+
+
+@triton.jit
+def round_to(x, inverse, PTX: tl.constexpr):
+    """x * inverse, rounded once, as ROUND plus an integer."""
+    inverse = tl.broadcast_to(inverse, x.shape)
+    if PTX:
+        return tl.fma(x, inverse, tl.full(x.shape, ROUND, tl.float32))
+    return (x.to(tl.float64) * inverse.to(tl.float64) + ROUND).to(tl.float32)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest(x, AXIS: tl.constexpr, PTX: tl.constexpr):
+    """The largest |x| along an axis; not a number where one of them is none."""
+    if PTX:
+        return tl.reduce(tl.abs(x), AXIS, _larger)
+    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, AXIS).to(tl.float32, bitcast=True)  # in the order of integers
+
+
+@triton.jit
+def inverse_of(top):
+    """What activations up to `top` are multiplied by to become integers of 8 bits."""
+    return tl.where(top > 1e-30, 127.0 / tl.maximum(top, 1e-30), 0.0)
+
+
+@triton.jit
+def to_blocks(x_ptr, g, valid, BITS: tl.constexpr, PTX: tl.constexpr):
+    """Blocks g [BN, BG] of activations as `multiply` wants them: low, high, scale (0 unless `valid`), sum.
+
+    A lane makes integers of its own block, in every row anew: passing them on would cost more.
+    """
+    j = tl.arange(0, 4)
+    if BITS == 8:
+        j = j % 2 * 2 + j // 2
+    at = g[None, :, :, None] * 32 + j[:, None, None, None] * 8 + tl.arange(0, 8)[None, None, None, :]
+    x = tl.load(x_ptr + at).to(tl.float32)
+    top = largest(largest(x, 3, PTX), 0, PTX)  # [BN, BG]
+    bits = round_to(x, inverse_of(top)[None, :, :, None], PTX).to(tl.int32, bitcast=True)
+    even, odd = tl.split(tl.reshape(bits, (4, g.shape[0], g.shape[1], 2, 2, 2)))
+    lower, upper = tl.split((even & 255) | ((odd & 255) << 8))
+    low, high = tl.split(lower | (upper << 16))
+    ones = tl.full(low.shape, 0x01010101, tl.int32)
+    total = tl.sum(_dp4a(low, ones, _dp4a(high, ones, tl.zeros(low.shape, tl.int32), True, PTX), True, PTX), 0)
+    scale = tl.where(valid, top * (1 / 127), 0.0)  # not a number where an activation is none
+    low, high = tl.permute(low, (1, 2, 0)), tl.permute(high, (1, 2, 0))
+    return low[None], high[None], scale[None], (total.to(tl.float32) * scale)[None]
+
+
+def to_integers(x: Tensor, group: int) -> Tensor:
+    """x [..., k] as the kernels' integers give it back, in fp32: each `group` share a step, their largest / 127."""
     blocks = x.float().unflatten(-1, (-1, group))
     top = blocks.abs().amax(-1, keepdim=True)
-    inverse = torch.full_like(top, limit) / top.clamp_min(1e-30)  # one division: `limit / top` would be two operations
+    inverse = torch.full_like(top, 127.0) / top.clamp_min(1e-30)  # one division: `127 / top` would be two operations
     inverse = inverse.where(top > 1e-30, 0.0)
-    return ((blocks * inverse).round() * (top / limit)).flatten(-2)
+    return ((blocks.double() * inverse.double()).round().float() * (top / 127)).flatten(-2)
