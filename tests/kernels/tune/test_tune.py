@@ -19,7 +19,7 @@ from toolkit.devices.spec import CATALOGUE
 from toolkit.errors import CancelledError, ToolkitError, UnknownNameError
 from toolkit.kernels import tune
 from toolkit.kernels.base import Config, Kernel, Shape, Tensors
-from toolkit.kernels.tune import compiling, lookup, store
+from toolkit.kernels.tune import compiling, lookup, store, tuner
 from toolkit.kernels.tune.cards import Card, find_card, find_cards
 from toolkit.kernels.tune.compiling import Job
 from toolkit.kernels.tune.estimate import estimate
@@ -279,6 +279,19 @@ def test_warm_without_a_gpu_compiles_and_says_so(monkeypatch: pytest.MonkeyPatch
     assert "Nothing was timed: this machine has no CUDA GPU" in repr(table)
     assert heard[-1] == (2, 2)
     assert read_tuned("h200") is None
+
+
+def test_problems_of_one_kernel_are_compiled_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def counted(kernel: Kernel, jobs: list[Job], *rest: object) -> dict[Job, Compiled]:
+        asked.append(len(jobs))
+        return compiling.compile_configs(kernel, jobs)
+
+    monkeypatch.setattr(tuner, "compile_configs", counted)
+    table = tune.warm([(TOY, ODD), (TOY, SQUARE)], "h200", [SMALL], progress=False)
+    assert asked == [2]
+    assert [row.shape for row in table.rows] == [ODD.key, SQUARE.key]
 
 
 class Model:

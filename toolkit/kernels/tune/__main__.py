@@ -143,7 +143,7 @@ def _warm(options: argparse.Namespace) -> None:
     chosen = [find_kernel(name) for name in options.kernel or kernels()]
     pairs = [(one, find_shape(one, shape)) for one in chosen for shape in ([options.shape] if options.shape else one.known)]
     stop = threading.Event()
-    if options.seconds:
+    if options.seconds is not None:
         timer = threading.Timer(options.seconds, stop.set)
         timer.daemon = True
         timer.start()

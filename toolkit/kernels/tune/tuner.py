@@ -53,7 +53,7 @@ class Tuner:
         wanted = configs_of(kernel, shape, configs)
         kept = self.kept(kernel, shape)
         missing = [config for config in wanted if words(config) not in kept]
-        jobs = {config: Job(shape, config, self.card.spec.compute_capability) for config in wanted}
+        jobs = {config: Job(shape, config, self.capability) for config in wanted}
         if found is None:
             found = compile_configs(kernel, jobs.values(), self.step)
         compiled = {config: found[job] for config, job in jobs.items()}
@@ -67,6 +67,10 @@ class Tuner:
                 kept |= problem.records
                 problem.write()
         return Tuning(tuple(self.row(kernel, shape, config, compiled[config], kept) for config in wanted), notes)
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        return self.card.spec.compute_capability
 
     def kept(self, kernel: Kernel, shape: Shape) -> dict[str, Record]:
         """What is on disk of this problem, made with the kernel as it is now, and in this machine with the Triton there is."""
@@ -223,10 +227,17 @@ def is_broken(device: torch.device | None) -> bool:
 
 
 def tune_all(tuner: Tuner, problems: Iterable[tuple[Kernel, Shape]], configs: Sequence[Config] | None = None) -> list[Tuning]:
-    """Every problem after the other; ends early where one has broken the GPU's context."""
-    found = []
+    """Every problem after the other, those of one kernel together; ends early where one has broken the GPU's context."""
+    shapes: dict[Kernel, list[Shape]] = {}
     for kernel, shape in problems:
-        found.append(tuner.tune(kernel, shape, configs))
-        if is_broken(tuner.device):
-            break
+        shapes.setdefault(kernel, []).append(shape)
+    found = []
+    for kernel, mine in shapes.items():
+        # All at once: starting a compiling process takes longer than most compiles.
+        jobs = [Job(shape, config, tuner.capability) for shape in mine for config in configs_of(kernel, shape, configs)]
+        compiled = compile_configs(kernel, jobs, tuner.step)
+        for shape in mine:
+            found.append(tuner.tune(kernel, shape, configs, compiled))
+            if is_broken(tuner.device):
+                return found
     return found
