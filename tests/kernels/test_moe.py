@@ -10,7 +10,7 @@ from torch import Tensor
 
 from toolkit.errors import ModelError
 from toolkit.kernels.base import Config
-from toolkit.kernels.moe import MOE_STEP, MoeShape, _chosen, _route, route
+from toolkit.kernels.moe import MOE_STEP, MoeShape, _chosen, _keys, _route, route
 from toolkit.models.layers import Experts, set_scheme
 from toolkit.quant import find_scheme
 
@@ -26,11 +26,12 @@ SPLIT = Config(fused=0, ahead=0, lanes=8, each=4, rows=64, warps=2)
 @triton.jit
 def routes(scores, numbers, shares, alone, EXPERTS: tl.constexpr, TOP_K: tl.constexpr):
     """What `_route` finds, written down."""
-    found, weights, _ = _route(scores, None, EXPERTS, TOP_K, TOP_K)
+    keys = _keys(scores, EXPERTS)
+    found, weights, _ = _route(keys, scores, None, EXPERTS, TOP_K, TOP_K)
     tl.store(numbers + tl.arange(0, 4), found)
     tl.store(shares + tl.arange(0, 4), weights)
     for place in range(TOP_K):
-        tl.store(alone + place, _chosen(scores, place, EXPERTS))
+        tl.store(alone + place, _chosen(keys, place))
 
 
 def error(found: Tensor, wanted: Tensor) -> float:

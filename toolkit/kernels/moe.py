@@ -77,7 +77,8 @@ class MoeStep(Kernel):
 
     The experts' matrices are inputs by part (see `PackedMatrix`): "up_codes" [experts, 2 width, hidden / 2], gate rows
     before up rows, "up_scales", ...; "down_codes" [experts, hidden, width / 2], ...; the shared expert's "shared_up_codes"
-    [2 width, hidden / 2], ... and "shared_down_codes", ... . Equal scores go to the lowest number.
+    [2 width, hidden / 2], ... and "shared_down_codes", ... . Equal scores go to the lowest number. "arrivals" int32
+    [32 (used + 1)], zero, and zero again after, may come with them, to be used again.
     """
 
     name = "moe_step"
@@ -306,9 +307,8 @@ def _score(key, scores):
 
 
 @triton.jit
-def _route(scores, shared_gate, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, USED: tl.constexpr):
+def _route(keys, scores, shared_gate, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, USED: tl.constexpr):
     """(numbers, shares, the shared expert's share): of the chosen, as many as the next power of two, shares of the rest 0."""
-    keys = _keys(scores, EXPERTS)
     k = tl.arange(0, triton.next_power_of_2(TOP_K))
     top = _largest(keys, False, 0)
     chosen = tl.zeros(k.shape, top.dtype) + top
@@ -321,9 +321,8 @@ def _route(scores, shared_gate, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, USED
 
 
 @triton.jit
-def _chosen(scores, place, EXPERTS: tl.constexpr):
+def _chosen(keys, place):
     """The number of the expert whose score comes at `place`: the best's is 0."""
-    keys = _keys(scores, EXPERTS)
     top = _largest(keys, False, 0)
     for _ in range(place):
         top = _largest(keys, True, top)
@@ -487,6 +486,7 @@ def _moe(
     PLACES: tl.constexpr = WIDTH // (UP_BN * UP_EACH)
     FIRST_BLOCKS: tl.constexpr = USED * PLACES if FIRST else 0
     program = tl.program_id(0)
+    keys = _keys(scores, EXPERTS)
     down = (down_codes, down_high, down_scales, down_offsets, down_scale_steps, down_offset_steps)
     shared_down = (
         shared_down_codes, shared_down_high, shared_down_scales, shared_down_offsets, shared_down_scale_steps,
@@ -496,7 +496,7 @@ def _moe(
         up = (up_codes, up_high, up_scales, up_offsets, up_scale_steps, up_offset_steps)
         slot, expert = program // PLACES, program * 0
         if slot < TOP_K:
-            expert = tl.minimum(_chosen(scores, slot, EXPERTS), EXPERTS - 1)
+            expert = tl.minimum(_chosen(keys, slot), EXPERTS - 1)
         if USED > TOP_K:
             shared_up = (
                 shared_up_codes, shared_up_high, shared_up_scales, shared_up_offsets, shared_up_scale_steps,
@@ -511,7 +511,7 @@ def _moe(
             tl.debug_barrier()  # every thread's results are written before this block says so
             tl.atomic_add(arrivals + 32 * slot, 1, sem="release")
     else:
-        numbers, shares, gate = _route(scores, shared_gate, EXPERTS, TOP_K, USED)
+        numbers, shares, gate = _route(keys, scores, shared_gate, EXPERTS, TOP_K, USED)
         if FIRST and not AHEAD:
             _wait(arrivals, PLACES, USED, PTX)
         SLOTS: tl.constexpr = triton.next_power_of_2(TOP_K)
