@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
-from toolkit.decode.sample import _INDEX, _MIX, _STEP, Sampler, Sampling, _keep, _mix, _mix_int, _shifted, _signed
+from toolkit.decode.sample import Sampler, Sampling, _keep
 from toolkit.errors import ModelError
+from toolkit.kernels.noise import INDEX, MIX, STEP, mix, mixed_seed, shifted, signed
 
 CPU = torch.device("cpu")
 WORD = 1 << 64
@@ -27,31 +28,31 @@ def test_greedy_takes_the_lowest_id_of_equals():
 
 
 def test_the_hash_equals_integers_of_python():
-    values = [0, 1, 2**63, 2**64 - 1, 0x0123456789ABCDEF, _INDEX, _STEP]
-    hashed = _mix(torch.tensor([_signed(v) for v in values])).tolist()
-    assert [h % WORD for h in hashed] == [_mix_int(v) for v in values]
+    values = [0, 1, 2**63, 2**64 - 1, 0x0123456789ABCDEF, INDEX, STEP]
+    hashed = mix(torch.tensor([signed(v) for v in values])).tolist()
+    assert [h % WORD for h in hashed] == [mixed_seed(v) % WORD for v in values]
 
 
 def test_splitmix64_as_published():
     state, published = 1234567, [6457827717110365317, 3203168211198807973, 9817491932198370423]
     for value in published:  # the sequence that the reference implementation gives for this seed
-        state = (state + _INDEX) % WORD
-        assert _mix_int(state) == value
-    assert _MIX[0] % 2 == _MIX[1] % 2 == 1
+        state = (state + INDEX) % WORD
+        assert mixed_seed(state) % WORD == value
+    assert MIX[0] % 2 == MIX[1] % 2 == 1
 
 
 @pytest.mark.parametrize("n", [12, 27, 30, 31])
 def test_shift_is_unsigned(n):
-    values = [_signed(v) for v in (0, 1, 2**63, 2**64 - 1, 2**63 - 1)]
-    assert [v % WORD for v in _shifted(torch.tensor(values), n).tolist()] == [(v % WORD) >> n for v in values]
+    values = [signed(v) for v in (0, 1, 2**63, 2**64 - 1, 2**63 - 1)]
+    assert [v % WORD for v in shifted(torch.tensor(values), n).tolist()] == [(v % WORD) >> n for v in values]
 
 
 def test_inputs_of_the_hash_do_not_meet():
-    """No two (step, id) pairs of a million steps and a million ids share an input: k * _STEP stays far from ids * _INDEX."""
-    inverse = pow(_INDEX, -1, WORD)
-    ratio = _STEP * inverse % WORD  # steps apart, as ids apart
+    """No two (step, id) pairs of a million steps and a million ids share an input: k * STEP stays far from ids * INDEX."""
+    inverse = pow(INDEX, -1, WORD)
+    ratio = STEP * inverse % WORD  # steps apart, as ids apart
     k = torch.arange(1, 1_000_000)
-    apart = k * _signed(ratio)
+    apart = k * signed(ratio)
     assert int(apart.abs().min()) > 1_000_000
 
 

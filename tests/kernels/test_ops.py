@@ -12,14 +12,15 @@ from torch import Tensor
 
 import toolkit as tk
 from toolkit.devices.base import open_device
+from toolkit.errors import ModelError
 from toolkit.kernels.base import Config, Kernel, Shape
 from toolkit.kernels.tune import lookup
 from toolkit.models import gemma4, qwen3, qwen3_5_moe
 from toolkit.models.layers import Joined
-from toolkit.models.ops import attention, define, mixers, mixture, norms, products
+from toolkit.models.ops import attention, define, mixers, mixture, norms, products, sampling
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PARTS: tuple[ModuleType, ...] = (attention, mixers, mixture, norms, products)
+PARTS: tuple[ModuleType, ...] = (attention, mixers, mixture, norms, products, sampling)
 SHARED = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64, "tie_word_embeddings": True,
@@ -29,7 +30,7 @@ QWEN3 = SHARED | {"model_type": "qwen3", "attention_bias": True}
 QWEN3_MOE = SHARED | EXPERTS | {"model_type": "qwen3_moe", "norm_topk_prob": True, "mlp_only_layers": [0]}
 GEMMA4 = SHARED | {
     "model_type": "gemma4_text", "global_head_dim": 32, "sliding_window": 8, "attention_k_eq_v": True,
-    "layer_types": ["sliding_attention", "full_attention"], "final_logit_softcapping": 30.0,
+    "layer_types": ["sliding_attention", "full_attention"], "final_logit_softcapping": 30.0, "hidden_size_per_layer_input": 0,
 }  # fmt: skip
 GEMMA4_SHARING = GEMMA4 | {
     "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
@@ -108,6 +109,18 @@ def test_plain_models_by_kernels(architecture: Any, config: dict[str, Any], expe
     assert (found - wanted).abs().max() < 2e-5 * wanted.abs().max()
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.9], ids=["greedy", "drawn"])
+def test_tokens_chosen_by_kernels(temperature: float, request: Any) -> None:
+    model = small(qwen3, QWEN3 | {"num_hidden_layers": 1}, None, torch.float32)
+    options = {"max_new_tokens": 6, "temperature": temperature, "seed": 4, "eos": (), "record": False}
+    wanted = tk.generate(model, [5, 6, 7], "double-buffered", **options).tokens
+    ran = request.getfixturevalue("by_kernels")
+    assert tk.generate(model, [5, 6, 7], "double-buffered", **options).tokens == wanted
+    assert ran.count("sample_embed") == 6
+    assert tk.generate(model, [5, 6, 7], "roundtrip", **options).tokens == wanted
+    assert ran.count("sample_embed") == 6  # there the host chooses what comes next
+
+
 @pytest.mark.parametrize(
     ("architecture", "config", "dtype", "expected", "most"),
     [
@@ -143,8 +156,22 @@ def test_what_pytorch_asks_of_an_operation(monkeypatch: pytest.MonkeyPatch) -> N
     for part in PARTS:
         monkeypatch.setattr(part, "call", run)
     for architecture, config in ((qwen3_5_moe, QWEN3_5_MOE), (gemma4, GEMMA4)):
-        decoded(small(architecture, config, "int4-g32", torch.bfloat16), (9, 10))
+        model = small(architecture, config, "int4-g32", torch.bfloat16)
+        decoded(model, (9, 10))
+    tk.generate(model, [1, 2], max_new_tokens=2, temperature=0.9, eos=(), record=False)
     assert set(operands) == set(define.operations())
     for name, given in operands.items():
         checks = ("test_schema", "test_faketensor")
         torch.library.opcheck(getattr(torch.ops.toolkit, name).default, given, test_utils=checks)
+
+
+def test_what_there_is_to_tune_in_a_model() -> None:
+    model = tk.load("random/qwen3.5-35b-a3b", device="virtual:h200", scheme="q4_k_m", progress=False)
+    found = {(kernel.name, shape.key) for kernel, shape in model.kernel_shapes(context=3000)}
+    names = {name for name, _ in found}
+    assert names >= {"moe_step", "moe_prefill", "delta_step", "delta_chunks", "int4_matmul", "int4_prefill", "attention_decode"}
+    attention = "heads=16 kv_heads=2 head_dim=256 slots=3000 window=0 dtype=bfloat16 scaled=True"
+    assert ("attention_decode", attention) in found
+    cpu = tk.load("demo/qwen3", device="cpu", progress=False)
+    with pytest.raises(ModelError, match="where references run"):
+        cpu.kernel_shapes()

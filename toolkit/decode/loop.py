@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.decode.parts import INPUTS, POSITIONS, READBACKS, Choice
+from toolkit.decode.parts import INPUTS, POSITIONS, READBACKS, Choice, ChoiceWithRow, Inputs
 from toolkit.decode.run import Run, tokens_per_s
 from toolkit.decode.sample import Sampling
 from toolkit.decode.strategies import STRATEGIES, OwnLoop, Strategy, find_strategy, strategies_of
@@ -116,13 +116,12 @@ def _decode(
     try:
         with device.step(0, "prefill"):
             cache = model.new_cache(context)
-            inputs = INPUTS[strategy.token](model)
             positions = POSITIONS[strategy.position](len(ids), limit - 1, device.torch)
-            choice = Choice(sampling, model.config.vocab_size, _chooser(strategy, device.torch))
+            choice, inputs = _ends_of_a_step(model, strategy, sampling)
             logits = _prefill(model, inputs.prompt(torch.tensor([ids])), cache, chunk, cancel)
             if logits is None:
                 return
-            token = choice.next(logits)
+            token = choice.choose(logits)
             known = readback.after(token)
         if known is not None:
             yield known, device.now_ns()
@@ -133,7 +132,7 @@ def _decode(
                 readback.before()
                 x = inputs.next(token, known)
                 hidden = model.advance(x, positions.next(step), cache, len(ids) + step)
-                token = choice.next(model.logits(hidden).view(-1))
+                token = choice.choose(model.logits(hidden).view(-1))
                 known = readback.after(token)
             if known is not None:
                 yield known, device.now_ns()
@@ -164,8 +163,13 @@ def _prefill(model: Any, x: Tensor, cache: Cache, chunk: int, cancel: threading.
     return logits
 
 
-def _chooser(strategy: Strategy, device: torch.device) -> torch.device:
-    return device if strategy.sampler == "device" else torch.device("cpu")
+def _ends_of_a_step(model: Any, strategy: Strategy, sampling: Sampling) -> tuple[Choice | ChoiceWithRow, Inputs]:
+    """What chooses a token, and what makes the next input of it: one operation where both are the device's."""
+    if ChoiceWithRow.suits(strategy, sampling, model):
+        both = ChoiceWithRow(sampling, model)
+        return both, both
+    where = model.device.torch if strategy.sampler == "device" else torch.device("cpu")
+    return Choice(sampling, model.config.vocab_size, where), INPUTS[strategy.token](model)
 
 
 def _room(model: Any, prompt: int, max_new_tokens: int, context: int | None) -> tuple[int, int]:

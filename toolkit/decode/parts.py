@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from toolkit.decode.sample import Sampler, Sampling
+from toolkit.decode.strategies import Strategy
+from toolkit.kernels.noise import mixed_seed
+from toolkit.models import ops
+from toolkit.models.layers import Embedding
 
 
 class Inputs(Protocol):
@@ -120,10 +125,47 @@ class Choice:
         self.sampler = Sampler(sampling, vocab_size, where)
         self.slots = list(torch.empty(2, 1, dtype=torch.int64, device=where))
 
-    def next(self, logits: Tensor) -> Tensor:
+    def choose(self, logits: Tensor) -> Tensor:
         """The next token [1] int64; `logits` [vocab] come down first where the choice is the host's."""
         self.slots.reverse()
         return self.sampler.choose(logits.to(self.where), self.slots[0])
+
+
+class ChoiceWithRow:
+    """Chooses by an operation that gives the token's row of the embedding too: for device strategies, without top-k and top-p.
+
+    It is the next step's input as well (`Inputs`), which is that row.
+    """
+
+    def __init__(self, sampling: Sampling, model: Any) -> None:
+        self.embed, self.device = model.embed, model.device.torch
+        self.slots = list(torch.empty(2, 1, dtype=torch.int64, device=self.device))
+        self.draw: tuple[Tensor, Tensor, Tensor] | None = None
+        if not sampling.greedy:
+            one = partial(torch.full, (1,), device=self.device)
+            temperature = one(sampling.temperature, dtype=torch.float64)
+            self.draw = temperature, one(mixed_seed(sampling.seed), dtype=torch.int64), one(0, dtype=torch.int64)
+
+    @staticmethod
+    def suits(strategy: Strategy, sampling: Sampling, model: Any) -> bool:
+        """Is everything that it does the device's, and does the operation run there?"""
+        embed = model.embed
+        fits = isinstance(embed, Embedding) and embed.alone and ops.on_gpu(next(embed.parameters()))
+        whole = sampling.top_k is None and sampling.top_p in (None, 1)
+        return fits and whole and strategy.token == "device" and strategy.sampler == "device"
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """The next token [1] int64, of fp32 logits [vocab]."""
+        self.slots.reverse()
+        embed = self.embed
+        self.row = ops.sample_embed(logits, embed.weight, embed.dtype, embed.scale, self.slots[0], self.draw)
+        return self.slots[0]
+
+    def prompt(self, ids: Tensor) -> Tensor:
+        return self.embed(ids.to(self.device))  # type: ignore[no-any-return]
+
+    def next(self, token: Tensor, known: int | None) -> Tensor:
+        return self.row[None]
 
 
 class Readback(Protocol):

@@ -14,10 +14,7 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import ModelError
-
-_INDEX = 0x9E3779B97F4A7C15  # odd 64-bit constants: how far apart two token ids, and two steps, lie in the hash's input
-_STEP = 0xD1B54A32D192ED03
-_MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # the finaliser of SplitMix64 (Steele, Lea, Flood 2014)
+from toolkit.kernels.noise import INDEX, gumbel_of, mixed_seed, signed
 
 
 @dataclass(frozen=True)
@@ -61,24 +58,16 @@ class Sampler:
         if not sampling.greedy:
             self._step = torch.zeros(1, dtype=torch.int64, device=device)
             ids = torch.arange(vocab_size, device=device)
-            self._base = ids.mul_(_signed(_INDEX)).add_(_signed(_mix_int(sampling.seed)))
+            self._base = ids.mul_(signed(INDEX)).add_(mixed_seed(sampling.seed))
 
     def choose(self, logits: Tensor, out: Tensor) -> Tensor:
         """Write the next token into `out` [1] int64, on the device of the fp32 `logits` [vocab]; returns `out`."""
         if self.sampling.greedy:
             return torch.argmax(logits, -1, keepdim=True, out=out)
         scores = _keep(logits, self.sampling).double().mul_(1 / self.sampling.temperature)
-        return torch.argmax(scores.add_(self._gumbel()), -1, keepdim=True, out=out)
-
-    def _gumbel(self) -> Tensor:
-        """Gumbel noise [vocab] of this step: the highest of logit + noise is a draw from softmax(logits).
-
-        In fp64: two libraries' logarithms differ in the last bit, which then decides nothing.
-        """
-        bits = _mix(self._base + self._step * _signed(_STEP))
+        noise = gumbel_of(self._base, self._step)
         self._step.add_(1)
-        uniform = _shifted(bits, 12).double().add_(0.5).mul_(2.0**-52)  # in (0, 1), exact
-        return uniform.log_().neg_().log_().neg_()
+        return torch.argmax(scores.add_(noise), -1, keepdim=True, out=out)
 
 
 def _keep(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -93,30 +82,6 @@ def _keep(logits: Tensor, sampling: Sampling) -> Tensor:
         lowest = ordered.masked_fill_(enough, math.inf).min()
         logits = logits.masked_fill(logits < lowest, -math.inf)
     return logits
-
-
-def _shifted(z: Tensor, n: int) -> Tensor:
-    """z >> n of unsigned 64-bit integers held in int64, whose own shift carries the sign along."""
-    return (z >> n).bitwise_and_((1 << (64 - n)) - 1)
-
-
-def _mix(z: Tensor) -> Tensor:
-    """SplitMix64's finaliser, in place: every input bit decides about every output bit."""
-    z.bitwise_xor_(_shifted(z, 30)).mul_(_signed(_MIX[0]))
-    z.bitwise_xor_(_shifted(z, 27)).mul_(_signed(_MIX[1]))
-    return z.bitwise_xor_(_shifted(z, 31))
-
-
-def _mix_int(z: int) -> int:
-    z &= (1 << 64) - 1
-    z = (z ^ z >> 30) * _MIX[0] & (1 << 64) - 1
-    z = (z ^ z >> 27) * _MIX[1] & (1 << 64) - 1
-    return z ^ z >> 31
-
-
-def _signed(z: int) -> int:
-    """The int64 with the same bits."""
-    return z - (1 << 64) if z >> 63 else z
 
 
 def _is_number(value: object) -> bool:

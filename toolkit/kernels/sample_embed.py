@@ -20,14 +20,14 @@ import triton.language as tl
 from torch import Tensor
 
 from toolkit.errors import ModelError
+from toolkit.kernels import noise
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, config_grid
 from toolkit.kernels.checks import check_tensor
 from toolkit.quant import SCHEMES, Scheme, dequantise, find_scheme
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-# The generator's constants, as in toolkit/decode/sample.py: SplitMix64's finaliser on ids and steps far apart.
-INDEX, STEP = tl.constexpr(0x9E3779B97F4A7C15), tl.constexpr(0xD1B54A32D192ED03)
-MIX_1, MIX_2 = tl.constexpr(0xBF58476D1CE4E5B9), tl.constexpr(0x94D049BB133111EB)
+INDEX, STEP = tl.constexpr(noise.INDEX), tl.constexpr(noise.STEP)
+MIX_1, MIX_2 = tl.constexpr(noise.MIX[0]), tl.constexpr(noise.MIX[1])
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ class SampleEmbed(Kernel):
 
     Inputs: logits [vocab]; table [vocab, hidden], or its parts (see `PackedMatrix`); counter int32 [1], zero, and zero again
     after; to draw also temperature fp64 [1] (0 is greedy), key int64 [1] (`mixed_seed`), step int64 [1], which the launch
-    counts on. Results: token int64 [1], row [1, hidden], and to draw step. A logit that is no number counts as infinite.
+    counts on; token int64 [1] where the result is to have a place of the caller's. Results: token int64 [1], row
+    [1, hidden], and to draw step. A logit that is no number counts as infinite.
     ModelError for tensors of another shape or dtype, elsewhere, not contiguous or not aligned.
     """
 
@@ -107,7 +108,7 @@ class SampleEmbed(Kernel):
                 found[name] = torch.randint(low, low + 256, size, generator=generator, device=device, dtype=dtype)
         if shape.draw:
             found["temperature"] = torch.full((1,), 0.8, dtype=torch.float64, device=device)
-            found["key"] = torch.full((1,), mixed_seed(seed), device=device)
+            found["key"] = torch.full((1,), noise.mixed_seed(seed), device=device)
             found["step"] = torch.full((1,), 7, device=device)
         return found
 
@@ -118,8 +119,8 @@ class SampleEmbed(Kernel):
             scores = torch.tanh(scores / float(shape.cap)) * float(shape.cap)
         if shape.draw:
             temperature = inputs["temperature"]
-            noise = gumbel(inputs["key"], inputs["step"], shape.vocab)
-            scores = torch.where(temperature > 0, scores.double() * (1 / temperature) + noise, scores.double())
+            drawn = noise.gumbel(inputs["key"], inputs["step"], shape.vocab)
+            scores = torch.where(temperature > 0, scores.double() * (1 / temperature) + drawn, scores.double())
         token = scores.nan_to_num(math.inf, math.inf, -math.inf).argmax(-1, keepdim=True)
         parts = {name: inputs[name].index_select(0, token) for name in _table_parts(shape)}
         row = dequantise(shape.scheme, parts, DTYPES[shape.dtype]) if shape.scheme else parts["table"]
@@ -131,7 +132,7 @@ class SampleEmbed(Kernel):
         device = inputs["logits"].device
         most = triton.cdiv(shape.vocab, min(config["block"] for config in self.space(shape)))
         found = {
-            "token": torch.empty(1, dtype=torch.int64, device=device),
+            "token": inputs["token"] if "token" in inputs else torch.empty(1, dtype=torch.int64, device=device),
             "row": torch.empty(1, shape.hidden, dtype=DTYPES[shape.dtype], device=device),
         }
         found |= {"step": inputs["step"]} if shape.draw else {}
@@ -181,33 +182,6 @@ class SampleEmbed(Kernel):
         row = shape.hidden * (shape.scheme.bits_per_weight / 8 if shape.scheme else out)
         each = 120.0 if shape.draw else 1.0  # of a hash and two logarithms in fp64
         return Cost(shape.vocab * DTYPES[shape.logits].itemsize + math.ceil(row) + shape.hidden * out + 8, each * shape.vocab)
-
-
-def mixed_seed(seed: int) -> int:
-    """What every draw of `seed` adds to its hash's input, as an int64."""
-    z = seed & (1 << 64) - 1
-    z = (z ^ z >> 30) * MIX_1.value & (1 << 64) - 1
-    z = (z ^ z >> 27) * MIX_2.value & (1 << 64) - 1
-    return _signed(z ^ z >> 31)
-
-
-def gumbel(key: Tensor, step: Tensor, vocab: int) -> Tensor:
-    """The noise fp64 [vocab] of a step [1] with a key [1] (`mixed_seed`), on their device."""
-    z = torch.arange(vocab, device=key.device) * _signed(INDEX.value) + key + step * _signed(STEP.value)
-    z = (z ^ _shifted(z, 30)) * _signed(MIX_1.value)
-    z = (z ^ _shifted(z, 27)) * _signed(MIX_2.value)
-    uniform = (_shifted(z ^ _shifted(z, 31), 12).double() + 0.5) * 2.0**-52
-    return -torch.log(-torch.log(uniform))
-
-
-def _shifted(z: Tensor, n: int) -> Tensor:
-    """z >> n of unsigned integers held in int64."""
-    return (z >> n) & ((1 << (64 - n)) - 1)
-
-
-def _signed(z: int) -> int:
-    """The int64 with the same bits."""
-    return z - (1 << 64) if z >> 63 else z
 
 
 def _table_parts(shape: SampleShape) -> dict[str, tuple[tuple[int, int], torch.dtype]]:

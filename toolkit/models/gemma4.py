@@ -210,6 +210,10 @@ class TokenEmbedding(Embedding):
             scale = _rounded(width**0.5, dtype)
             self.per_layer = Embedding(config.vocab_size_per_layer_input, config.num_hidden_layers * width, dtype, scale)
 
+    @property
+    def alone(self) -> bool:
+        return self.per_layer is None
+
     def forward(self, ids: Tensor) -> Tensor:
         """ids of any shape -> [*ids.shape, hidden + layers * hidden_size_per_layer_input]."""
         rows = super().forward(ids)
@@ -241,7 +245,7 @@ class LayerInputs(nn.Module):
         return ((projected + rows.view(shape)) * 2.0**-0.5).unbind(2)
 
 
-class Model(Shown, nn.Module):
+class Model(Shown, ops.Tunable, nn.Module):
     """A Gemma 4 built on "meta": shapes without memory, until a loader (or `init_weights`) gives it weights.
 
     `model(ids)` maps token ids [B, T] on the device to fp32 logits [B, T, vocab], with gradients. Decoding goes through

@@ -228,6 +228,11 @@ class Embedding(nn.Module):
         rows = table.rows(ids, self.dtype) if isinstance(table, PackedMatrix) else F.embedding(ids, table)
         return rows if self.scale == 1.0 else rows * self.scale
 
+    @property
+    def alone(self) -> bool:
+        """Is a token's input its row of the table, and nothing beside it?"""
+        return True
+
     def on_host(self) -> Embedding:
         """The same table on the CPU."""
         parameters = {id(p): nn.Parameter(p.detach().cpu(), requires_grad=False) for p in self.parameters()}

@@ -176,7 +176,7 @@ class Block(nn.Module):
         return x.add(mlp(normed))
 
 
-class Model(Shown, nn.Module):
+class Model(Shown, ops.Tunable, nn.Module):
     """A Qwen3.5 built on "meta": shapes without memory, until a loader (or `init_weights`) gives it weights.
 
     `model(ids)` maps token ids [B, T] on the device to fp32 logits [B, T, vocab], with gradients. Decoding goes through

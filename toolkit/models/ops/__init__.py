@@ -10,9 +10,12 @@ from toolkit.models.ops.define import on_gpu, record_problems
 from toolkit.models.ops.mixers import delta_net
 from toolkit.models.ops.mixture import experts, experts_fit, moe, moe_fits
 from toolkit.models.ops.norms import add_norm, norm_add, rms_norm
+from toolkit.models.ops.problems import Tunable
 from toolkit.models.ops.products import ACTIVATIONS, matmul
+from toolkit.models.ops.sampling import sample_embed
 
 __all__ = [
-    "ACTIVATIONS", "HeadLayout", "add_norm", "attend", "delta_net", "experts", "experts_fit", "make_heads", "matmul", "moe",
-    "moe_fits", "norm_add", "on_gpu", "record_problems", "rms_norm", "write_heads",
+    "ACTIVATIONS", "HeadLayout", "Tunable", "add_norm", "attend", "delta_net", "experts", "experts_fit", "make_heads", "matmul",
+    "moe", "moe_fits", "norm_add", "on_gpu", "record_problems", "rms_norm", "sample_embed",
+    "write_heads",
 ]  # fmt: skip
