@@ -1,4 +1,4 @@
-"""The operations of decoding: whole small models by kernels alone, against the same models by references."""
+"""The operations of decoding: whole small models by kernels alone (on a GPU if there is one), against references on the CPU."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ QWEN3_5_MOE = SHARED | EXPERTS | {
 
 @pytest.fixture
 def by_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Operations run by their kernels wherever the tensors are: on the CPU, in Triton's interpreter. Who ran, by name."""
+    """Operations run by their kernels: on a GPU, or without one on the CPU, in Triton's interpreter. Who ran, by name."""
     ran: list[str] = []
 
     def run(name: str, *operands: Any) -> Any:
@@ -59,15 +59,15 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return SimpleNamespace(config=wide if kernel.name == "int4_matmul" else kernel.space(shape)[0])
 
     monkeypatch.setattr(lookup, "choose", choose)
-    monkeypatch.setattr(define, "GPUS", ("cpu", "cuda"))
+    monkeypatch.setattr(define, "GPUS", (DEVICE,))
     for part in PARTS:
         monkeypatch.setattr(part, "call", run)
     return ran
 
 
-def small(architecture: Any, config: dict[str, Any], scheme: str | None, dtype: torch.dtype) -> Any:
+def small(architecture: Any, config: dict[str, Any], scheme: str | None, dtype: torch.dtype, device: str = "cpu") -> Any:
     """A model with random weights large enough to matter."""
-    model = architecture.Model(architecture.Config.from_hf(config), open_device(DEVICE), dtype).init_weights(3)
+    model = architecture.Model(architecture.Config.from_hf(config), open_device(device), dtype).init_weights(3)
     with torch.no_grad():
         for name, parameter in model.requires_grad_(False).named_parameters():
             if parameter.ndim > 1 and "conv" not in name:
@@ -80,14 +80,15 @@ def small(architecture: Any, config: dict[str, Any], scheme: str | None, dtype: 
 
 def decoded(model: Any, ends: tuple[int, ...] = (9, 11, 12)) -> Tensor:
     """Logits after tokens fed in chunks that end there, past the window of 8: [chunks, vocab]."""
-    ids = torch.tensor([[7 * i % 61 for i in range(12)]], device=DEVICE)
+    device = model.device.torch
+    ids = torch.tensor([[7 * i % 61 for i in range(12)]], device=device)
     cache, found = model.new_cache(16), []
     with torch.no_grad():
         for start, stop in pairwise((0, *ends)):
-            positions = torch.arange(start, stop, device=DEVICE)
+            positions = torch.arange(start, stop, device=device)
             hidden = model.advance(model.embed(ids[:, start:stop]), positions, cache, stop)
             found.append(model.logits(hidden[:, -1:]).flatten())
-    return torch.stack(found)
+    return torch.stack(found).cpu()
 
 
 @pytest.mark.parametrize(
@@ -101,20 +102,20 @@ def decoded(model: Any, ends: tuple[int, ...] = (9, 11, 12)) -> Tensor:
     ids=["qwen3", "gemma4", "gemma4 that shares", "qwen3.5"],
 )
 def test_plain_models_by_kernels(architecture: Any, config: dict[str, Any], expected: set[str], request: Any) -> None:
-    model = small(architecture, config, None, torch.float32)
-    wanted = decoded(model)
+    wanted = decoded(small(architecture, config, None, torch.float32))
     ran = request.getfixturevalue("by_kernels")
-    found = decoded(model)
+    found = decoded(small(architecture, config, None, torch.float32, DEVICE))
     assert set(ran) == {"rms_norm", "write_heads", "attention"} | expected
     assert (found - wanted).abs().max() < 2e-5 * wanted.abs().max()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9], ids=["greedy", "drawn"])
 def test_tokens_chosen_by_kernels(temperature: float, request: Any) -> None:
-    model = small(qwen3, QWEN3 | {"num_hidden_layers": 1}, None, torch.float32)
+    config = QWEN3 | {"num_hidden_layers": 1}
     options = {"max_new_tokens": 6, "temperature": temperature, "seed": 4, "eos": (), "record": False}
-    wanted = tk.generate(model, [5, 6, 7], "double-buffered", **options).tokens
+    wanted = tk.generate(small(qwen3, config, None, torch.float32), [5, 6, 7], "double-buffered", **options).tokens
     ran = request.getfixturevalue("by_kernels")
+    model = small(qwen3, config, None, torch.float32, DEVICE)
     assert tk.generate(model, [5, 6, 7], "double-buffered", **options).tokens == wanted
     assert ran.count("sample_embed") == 6
     assert tk.generate(model, [5, 6, 7], "roundtrip", **options).tokens == wanted
@@ -135,15 +136,13 @@ def test_packed_models_by_kernels(
     architecture: Any, config: dict[str, Any], dtype: torch.dtype, expected: set[str], most: float, request: Any
 ) -> None:
     """In fp32 activations keep 16 bits. In bf16 they have 8: that, and bf16's own rounding of rows of 32, is the distance."""
-    model = small(architecture, config, "int4-g32", dtype)
-    wanted = decoded(model, (9, 10))
+    wanted = decoded(small(architecture, config, "int4-g32", dtype), (9, 10))
     ran = request.getfixturevalue("by_kernels")
-    found = decoded(model, (9, 10))
+    found = decoded(small(architecture, config, "int4-g32", dtype, DEVICE), (9, 10))
     assert set(ran) >= {"packed_matmul", *expected}
     assert ((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max() < most
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="references run on the CPU")
 def test_what_pytorch_asks_of_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Schemas say what is written and what shares memory; shapes on "meta" are those of the results."""
     operands: dict[str, tuple[Any, ...]] = {}
