@@ -68,7 +68,7 @@ def _dp4a(a, b, c, SIGNED: tl.constexpr, PTX: tl.constexpr):
     return c
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def _quantise(x_ptr, codes_ptr, scales_ptr, sums_ptr, size, BLOCKS: tl.constexpr, LIMIT: tl.constexpr, PTX: tl.constexpr):
     """BLOCKS blocks of x, of `size` altogether: each 32 activations to integers (a higher digit, if any, `size` blocks on)."""
     g = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
