@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -117,9 +117,7 @@ class DeltaChunks(Kernel):
         check_inputs(shape, inputs, wanted_tensors(shape, (shape.tokens,)) | {"positions": ((shape.tokens,), INTEGERS)})
         given, heads, tokens = {**inputs, **outputs}, shape.value_heads, {"tokens": shape.tokens}
         scratch = ("wanted", "recalled", "reads", "writes", "inner", "left")
-        constants: dict[str, Any] = {**head_constants(shape), "TAPS": shape.taps, "CHUNK": CHUNK}
-        # Factors of 10 bits are finer than bf16's; a model that computes in fp32 gets what fp32 would give.
-        constants["PRECISION"] = "tf32x3" if shape.dtype == "float32" else "tf32"
+        constants = {**head_constants(shape), "TAPS": shape.taps, "CHUNK": CHUNK}
         prepared = ("qkv", "b", "a", "conv", "decay", "dt_bias", "positions", "ring", *scratch)
         chained = ("qkv", "positions", "ring", "memory", "found", *scratch)
         parts, chunks = triton.cdiv(shape.value_dim, config["block_v"]), triton.cdiv(shape.tokens, CHUNK)
@@ -163,7 +161,7 @@ DELTA_CHUNKS = DeltaChunks()
 def _prepare(
     qkv, b, a, conv, decay, dt_bias, positions, ring, wanted, recalled, reads, writes, inner, left, tokens,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILED: tl.constexpr,
-    TAPS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    TAPS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one value head: all of it that doesn't depend on the memory."""
     chunk, head = tl.program_id(0), tl.program_id(1)
@@ -189,17 +187,17 @@ def _prepare(
     query = _convolve(qkv, ring, conv, at, dims < KEY_DIM, t, tokens, slot, CHANNELS, TAPS)
     query *= (tl.rsqrt(tl.sum(query * query, 1) + 1e-6) * tl.rsqrt(KEY_DIM * 1.0))[:, None]
     tl.store(reads + by_key, query * until, mask=real)
-    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * between
+    scores = tl.dot(query, tl.trans(key), input_precision="tf32") * between
     tl.store(inner + tile * CHUNK + rows[None, :], scores)
     tl.store(writes + by_key, key * tl.exp(whole - kept)[:, None], mask=real)
     tl.store(left + head * tl.num_programs(0) + chunk, tl.exp(whole))
 
     written = key * beta[:, None]
-    solved = _inverse(tl.dot(written, tl.trans(key), input_precision=PRECISION) * between, rows)
-    tl.store(recalled + by_key, tl.dot(solved, written * until, input_precision=PRECISION), mask=real)
+    solved = _inverse(tl.dot(written, tl.trans(key), input_precision="tf32") * between, rows)
+    tl.store(recalled + by_key, tl.dot(solved, written * until, input_precision="tf32"), mask=real)
     at = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + columns
     value = _convolve(qkv, ring, conv, at, columns < VALUE_DIM, t, tokens, slot, CHANNELS, TAPS)
-    new = tl.dot(solved, value * beta[:, None], input_precision=PRECISION)
+    new = tl.dot(solved, value * beta[:, None], input_precision="tf32")
     tl.store(wanted + tile * VALUE_DIM + columns[None, :], new, mask=columns[None, :] < VALUE_DIM)
 
 
@@ -237,7 +235,7 @@ def _inverse(system, rows):
 def _chain(
     qkv, positions, ring, memory, found, wanted, recalled, reads, writes, inner, left, tokens,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILED: tl.constexpr,
-    TAPS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, BLOCK_V: tl.constexpr,
+    TAPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Some columns of a value head's memory through all chunks; the ring too, which the launch before still read."""
     part, head = tl.program_id(0), tl.program_id(1)
@@ -257,9 +255,9 @@ def _chain(
         write = tl.load(writes + by_key, mask=real[None, :], other=0)
         new = tl.load(wanted + at * VALUE_DIM + columns[None, :], mask=there[None, :], other=0)
         scores = tl.load(inner + at * CHUNK + rows[None, :])
-        new -= tl.dot(recall, now, input_precision=PRECISION)
-        out = tl.dot(read, now, input_precision=PRECISION) + tl.dot(scores, new, input_precision=PRECISION)
-        now = now * tl.load(left + head * chunks + chunk) + tl.dot(tl.trans(write), new, input_precision=PRECISION)
+        new -= tl.dot(recall, now, input_precision="tf32")
+        out = tl.dot(read, now, input_precision="tf32") + tl.dot(scores, new, input_precision="tf32")
+        now = now * tl.load(left + head * chunks + chunk) + tl.dot(tl.trans(write), new, input_precision="tf32")
         t = (chunk * CHUNK + rows).to(tl.int64)
         to = found + (t * VALUE_HEADS + head)[:, None] * VALUE_DIM + columns[None, :]
         tl.store(to, out, mask=(t < tokens)[:, None] & there[None, :])
