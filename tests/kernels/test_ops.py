@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -13,6 +14,8 @@ from torch import Tensor
 import toolkit as tk
 from toolkit.devices.base import open_device
 from toolkit.errors import ModelError
+from toolkit.kernels.attention import ATTENTION_DECODE, AttentionShape
+from toolkit.kernels.attention_prefill import ATTENTION_PREFILL, PrefillShape
 from toolkit.kernels.base import Config, Kernel, Shape
 from toolkit.kernels.tune import lookup
 from toolkit.models import gemma4, qwen3, qwen3_5_moe
@@ -174,3 +177,53 @@ def test_what_there_is_to_tune_in_a_model() -> None:
     cpu = tk.load("demo/qwen3", device="cpu", progress=False)
     with pytest.raises(ModelError, match="where references run"):
         cpu.kernel_shapes()
+
+
+def test_caches_of_any_length_run_one_program() -> None:
+    """A prompt of another length makes another cache: nothing is to be compiled for it."""
+    for kernel, shape in (
+        (ATTENTION_DECODE, AttentionShape(8, 2, 64, 2000)),
+        (ATTENTION_PREFILL, PrefillShape(8, 2, 64, 2000)),
+    ):
+        programs = []
+        for slots in (2000, 2001, 2300):
+            problem = replace(shape, slots=slots)
+            inputs = kernel.inputs(problem, "meta")
+            launches = kernel.launches(problem, kernel.space(problem)[0], inputs, kernel.outputs(problem, inputs))
+            programs.append([(launch.function, launch.constants) for launch in launches])
+        assert programs[0] == programs[1] == programs[2]
+
+
+def test_products_of_half_precision_by_kernels(request: Any) -> None:
+    wanted = decoded(small(qwen3, QWEN3, "int4-g32", torch.float16), (2, 3))
+    ran = request.getfixturevalue("by_kernels")
+    found = decoded(small(qwen3, QWEN3, "int4-g32", torch.float16, DEVICE), (2, 3))
+    assert "packed_matmul" in ran
+    assert (found - wanted).abs().max() < 0.02 * wanted.abs().max()
+
+
+def test_routers_over_packed_experts_get_gradients() -> None:
+    model = small(qwen3, QWEN3_MOE, "int4-g32", torch.bfloat16, "virtual:h200")
+    routers = [module.router for module in model.modules() if hasattr(module, "router")]
+    assert routers
+    for router in routers:
+        router.requires_grad_(True)
+    model(torch.tensor([[1, 2, 3]], device=model.device.torch)).sum().backward()
+    assert all(router.weight.grad is not None for router in routers)
+
+
+def test_a_vector_in_the_middle_of_another_is_copied_first() -> None:
+    whole = torch.arange(40.0)
+    assert define.aligned(whole) is whole
+    assert define.aligned(whole[4:]).data_ptr() == whole[4:].data_ptr()
+    part = define.aligned(whole[3:9])
+    assert part.storage_offset() == 0
+    assert torch.equal(part, whole[3:9])
+
+
+def test_several_sequences_are_refused_by_name() -> None:
+    for architecture, config in ((qwen3, QWEN3), (gemma4, GEMMA4), (qwen3_5_moe, QWEN3_5_MOE)):
+        model = small(architecture, config, None, torch.float32)
+        ids = torch.ones(2, 3, dtype=torch.int64)
+        with pytest.raises(ModelError, match="2 sequences at once"):
+            model.advance(model.embed(ids), torch.arange(3), model.new_cache(8), 3)

@@ -182,9 +182,12 @@ def split_launches(
     tile = min(triton.next_power_of_2(columns), max(64, COMBINE_TILE // triton.next_power_of_2(splits)))
     scratch = {name: outputs[name] for name in ("partial", "weights", "output")}
     sizes = {"SPLITS": splits, "GROUP": shape.group, "HEAD_DIM": shape.head_dim, "COLUMNS": tile}
-    own = {"SLOTS": shape.slots, "WINDOW": shape.window, "FUSED": fused, "BLOCK_N": config["block_n"]}
+    # Slots are a number, not a constant: caches of any length run the same program. A ring is seen whole.
+    window = shape.window if shape.slots > shape.window else 0
+    own = {"WINDOW": window, "FUSED": fused, "BLOCK_N": config["block_n"]}
     own |= {"BLOCK_M": max(16, triton.next_power_of_2(shape.group))}
     numbers = {**arguments, **scratch, "arrivals": outputs["arrivals"], "scale": shape.scale * LOG2_E}
+    numbers["capacity"] = shape.slots
     grid = (shape.kv_heads, splits)
     launches = [Launch(function, grid, numbers, {**sizes, **own, **constants}, config.warps, config.stages)]
     if splits > 1 and not fused:
@@ -193,8 +196,10 @@ def split_launches(
 
 
 def splits_for(shape: AttentionShape, blocks: int) -> int:
-    """How many splits make about `blocks` blocks of a launch, none of them of less than 16 slots."""
-    return max(1, min(blocks // shape.kv_heads, triton.cdiv(shape.seen, 16)))
+    """How many splits make about `blocks` blocks of a launch, with some 16 slots for each; where slots are few a power of two,
+    so that few lengths need a program of their own.
+    """
+    return max(1, min(blocks // shape.kv_heads, triton.next_power_of_2(triton.cdiv(shape.seen, 16))))
 
 
 def check_tensors(shape: AttentionShape, inputs: Tensors, tokens: int) -> None:
@@ -241,11 +246,11 @@ def dot(a, b, total):
 
 
 @triton.jit
-def seen_slots(positions, SLOTS: tl.constexpr, WINDOW: tl.constexpr):
+def seen_slots(positions, capacity, WINDOW: tl.constexpr):
     """(first, end) of the slots that the token sees. A ring is seen from its first slot to the last one written."""
     end = tl.load(positions).to(tl.int32) + 1
-    first = tl.maximum(end - WINDOW, 0) if WINDOW > 0 and SLOTS > WINDOW else 0
-    return first, tl.minimum(end, SLOTS)
+    first = tl.maximum(end - WINDOW, 0) if WINDOW > 0 else 0
+    return first, tl.minimum(end, capacity)
 
 
 @triton.jit
@@ -258,13 +263,13 @@ def split_length(first, end, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _decode(
-    query, keys, values, positions, partial, weights, output, arrivals, key_stride, value_stride, scale,
-    SLOTS: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    query, keys, values, positions, partial, weights, output, arrivals, key_stride, value_stride, scale, capacity,
+    WINDOW: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
     """One split of one KV head: the weighted mean of its values for each query head, and the logarithm of their weight."""
     head, split = tl.program_id(0), tl.program_id(1)
-    first, end = seen_slots(positions, SLOTS, WINDOW)
+    first, end = seen_slots(positions, capacity, WINDOW)
     each, active = split_length(first, end, SPLITS, BLOCK_N)
     if split < active:
         start = first + split * each

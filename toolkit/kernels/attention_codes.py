@@ -212,14 +212,14 @@ def turn(a, b, c, d, ROWS: tl.constexpr, SIZE: tl.constexpr):
 @triton.jit
 def _decode_codes(
     query, keys, values, key_scales, value_scales, signs, positions, partial, weights, output, arrivals,
-    key_stride, value_stride, key_scale_stride, value_scale_stride, scale,
-    SLOTS: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    key_stride, value_stride, key_scale_stride, value_scale_stride, scale, capacity,
+    WINDOW: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, FUSED: tl.constexpr,
     KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
 ):  # fmt: skip
     """One split of one KV head, as in `attention`; rows are held in as many parts as a word has fields."""
     head, split = tl.program_id(0), tl.program_id(1)
-    first, end = seen_slots(positions, SLOTS, WINDOW)
+    first, end = seen_slots(positions, capacity, WINDOW)
     each, active = split_length(first, end, SPLITS, BLOCK_N)
     PTX: tl.constexpr = not INTERPRETED
     KEY_WORDS: tl.constexpr = HEAD_DIM * KEY_BITS // 16

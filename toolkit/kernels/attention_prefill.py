@@ -119,8 +119,13 @@ class AttentionPrefill(Kernel):
         strides = {"key_stride": keys.stride(1), "value_stride": values.stride(1)}
         strides |= {"new_key_head": new_keys.stride(1), "new_key_token": new_keys.stride(2)}
         strides |= {"new_value_head": new_values.stride(1), "new_value_token": new_values.stride(2)}
-        numbers = {**strides, "tokens": shape.tokens, "scale": shape.scale * LOG2_E}
-        constants = {"SLOTS": shape.slots, "WINDOW": shape.window, "RING": shape.ring, "KV_HEADS": shape.kv_heads}
+        numbers = {**strides, "tokens": shape.tokens, "scale": shape.scale * LOG2_E, "capacity": shape.slots}
+        constants = {
+            "SLOTS": shape.slots if shape.ring else 0,
+            "WINDOW": shape.window,
+            "RING": shape.ring,
+            "KV_HEADS": shape.kv_heads,
+        }
         constants |= {"GROUP": shape.group, "HEAD_DIM": shape.head_dim}
         constants |= {"BLOCK_M": config["block_m"], "BLOCK_N": config["block_n"]}
         grid = (triton.cdiv(shape.tokens * shape.group, config["block_m"]), shape.kv_heads)
@@ -159,7 +164,7 @@ ATTENTION_PREFILL = AttentionPrefill()
 @triton.jit
 def _prefill(
     query, keys, values, new_keys, new_values, positions, output, key_stride, value_stride,
-    new_key_head, new_key_token, new_value_head, new_value_token, tokens, scale,
+    new_key_head, new_key_token, new_value_head, new_value_token, tokens, scale, capacity,
     SLOTS: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -202,7 +207,7 @@ def _prefill(
             )  # fmt: skip
     else:
         first = tl.maximum(lowest - WINDOW + 1, 0) // BLOCK_N * BLOCK_N if WINDOW > 0 else 0
-        end = tl.minimum(highest + 1, SLOTS)
+        end = tl.minimum(highest + 1, capacity)
         for slot in range(first, end, BLOCK_N):
             slots = slot + tl.arange(0, BLOCK_N)
             peak, total, mean = _attend(

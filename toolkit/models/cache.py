@@ -142,6 +142,12 @@ class Recurrent:
 State = KeysValues | Recurrent
 
 
+def check_one_sequence(x: Tensor) -> None:
+    """ModelError unless x [B, T, hidden] is one sequence, as a cache holds."""
+    if x.shape[0] != 1:
+        raise ModelError(f"{x.shape[0]} sequences at once", "a cache holds one", "Feed each by itself, with a cache of its own")
+
+
 class Cache:
     """The states of every layer for one sequence of at most `context` tokens, and the tables their positions need.
 

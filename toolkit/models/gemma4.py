@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from toolkit.models import ops
 from toolkit.models.attention import cached_attention, causal_attention, rope_of, rotate
-from toolkit.models.cache import Cache, KeysValues, Reach, Ring, State
+from toolkit.models.cache import Cache, KeysValues, Reach, Ring, State, check_one_sequence
 from toolkit.models.costs import Cost, Shown, each, look_up, weigh
 from toolkit.models.gemma4_config import FULL, SLIDING, Config, Heads
 from toolkit.models.gemma4_names import SKIPPED, names_gguf, names_hf
@@ -305,12 +305,13 @@ class Model(Shown, ops.Tunable, nn.Module):
         `length` is how many tokens the cache then holds, at most: it bounds how much of the cache is read, and need not
         be exact. The exact position is read on the device only.
         """
+        check_one_sequence(x)
         c, reaches = self.config, {FULL: cache.reach(positions, length)}
         if SLIDING in cache.ropes:
             reaches[SLIDING] = cache.ring_reach(positions, length, c.sliding_window)
         # Several tokens' own keys and values are not in a ring when a layer that shares them needs them.
         whole = len(positions) == 1 or c.first_shared_layer == c.num_hidden_layers
-        return self._layers(x, Pass(positions, cache.ropes, cache, reaches, whole and ops.on_gpu(x)))
+        return self._layers(x, Pass(positions, cache.ropes, cache, reaches, whole and ops.on_gpu(x, self.norm.weight)))
 
     def costs(self, length: int) -> tuple[Cost, ...]:
         """What each part holds, and what a token costs it after `length` tokens."""

@@ -1,8 +1,8 @@
 """What the models share: linear maps plain or packed, several of them as one, norm, gated MLP, experts, and putting weights
 into a model built on "meta".
 
-Plain PyTorch, the same on every device, chosen so that a decode step launches few kernels and copies nothing: no
-operation here indexes with host data, waits, or makes a contiguous clone.
+Plain PyTorch and the operations of `ops`, chosen so that a decode step launches few kernels and copies nothing: nothing
+here indexes with host data, waits, or makes a contiguous clone.
 """
 
 from __future__ import annotations
@@ -278,7 +278,7 @@ class Experts(nn.Module):
         """x [N, hidden], chosen [N, k] expert numbers, shares [N, k] their weights -> [N, hidden]."""
         n, k = chosen.shape
         packed = packed_pair(self.gate_up, self.down)
-        if packed is not None and ops.experts_fit(x, packed, self.activation):
+        if packed is not None and ops.experts_fit(x, packed, self.activation, shares):
             return ops.experts(x, chosen, shares, packed, self.activation)
         if n * k <= self.count:
             rows = x[:, None].expand(n, k, -1).reshape(n * k, 1, -1)
@@ -302,7 +302,8 @@ class Experts(nn.Module):
         """
         packed = packed_pair(self.gate_up, self.down)
         own = None if shared is None else packed_pair(shared.gate_up, shared.down)
-        if packed is None or (own is None and shared is not None) or not ops.moe_fits(x, packed, self.activation, own):
+        fits = own is not None or shared is None
+        if packed is None or not fits or not ops.moe_fits(x, packed, self.activation, own, scores, gate):
             return None
         return ops.moe(x, scores, top_k, packed, self.activation, own, gate)
 

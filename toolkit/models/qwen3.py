@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from toolkit.models import ops
 from toolkit.models.attention import cached_attention, causal_attention
-from toolkit.models.cache import Cache, KeysValues, Reach, Ring, State
+from toolkit.models.cache import Cache, KeysValues, Reach, Ring, State, check_one_sequence
 from toolkit.models.costs import Cost, Shown, each, look_up, weigh
 from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, Residual, RMSNorm, initialise, to_dtype
 from toolkit.models.names import SKIPPED
@@ -69,7 +69,7 @@ class Attention(nn.Module):
             state, reach = at.cache.states[self.layer], at.full if self.window is None else at.window
             assert isinstance(state, KeysValues)
             assert reach is not None
-            if ops.on_gpu(x) and self.heads.fits(x.dtype, self.scale):
+            if ops.on_gpu(x, self.q_norm.weight) and self.heads.fits(x.dtype, self.scale):
                 norms = (self.q_norm.weight, self.k_norm.weight)
                 mixed = state.attend(self.heads, self.qkv.row(x)[0], *norms, at.cache.ropes["full"], reach, self.scale)
             else:
@@ -179,6 +179,7 @@ class Model(Shown, ops.Tunable, nn.Module):
         `length` is how many tokens the cache then holds, at most: it bounds how much of the cache is read, and need not
         be exact. The exact position is read on the device only.
         """
+        check_one_sequence(x)
         window = self.config.sliding_window
         ring = None if window is None else cache.ring_reach(positions, length, window)
         at = At(cache, cache.reach(positions, length), ring)

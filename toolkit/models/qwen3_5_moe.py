@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from toolkit.models import ops
 from toolkit.models.attention import cached_attention, causal_attention
-from toolkit.models.cache import Cache, KeysValues, Reach, Recurrent, State
+from toolkit.models.cache import Cache, KeysValues, Reach, Recurrent, State, check_one_sequence
 from toolkit.models.costs import Cost, Shown, each, look_up, weigh
 from toolkit.models.delta_rule import convolve, mix
 from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, Residual, RMSNorm, assign, initialise, to_dtype
@@ -112,7 +112,7 @@ class Attention(nn.Module):
         else:
             state = at.cache.states[self.layer]
             assert isinstance(state, KeysValues)
-            if ops.on_gpu(x) and self.heads.fits(x.dtype, self.scale):
+            if ops.on_gpu(x, self.q_norm.weight) and self.heads.fits(x.dtype, self.scale):
                 norms = (self.q_norm.weight, self.k_norm.weight)
                 mixed = state.attend(self.heads, row[0], *norms, at.cache.ropes["full"], at.reach, self.scale)
             else:
@@ -235,6 +235,7 @@ class Model(Shown, ops.Tunable, nn.Module):
         `length` is how many tokens the cache then holds, at most: it bounds how much of the cache is read, and need not
         be exact. The exact position is read on the device only.
         """
+        check_one_sequence(x)
         return self._layers(x, None, At(cache, cache.reach(positions, length)))
 
     def _layers(self, x: Tensor, rope: Tensor | None, at: At | None) -> Tensor:

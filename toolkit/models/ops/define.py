@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -52,11 +52,12 @@ def by_kernels(name: str, *operands: Any) -> Any:
     from toolkit.kernels.tune.lookup import choose
 
     problem, result = _operations[name]
-    kernel, shape, inputs = problem(*operands)
-    outputs = kernel.outputs(shape, inputs)
-    config = choose(kernel, shape, operands[0].device).config
-    for launch in kernel.launches(shape, config, inputs, outputs):
-        launch.run()
+    device = operands[0].device
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # Triton launches on the current one
+        kernel, shape, inputs = problem(*operands)
+        outputs = kernel.outputs(shape, inputs)
+        for launch in kernel.launches(shape, choose(kernel, shape, device).config, inputs, outputs):
+            launch.run()
     return result(outputs, operands[0])
 
 
@@ -84,17 +85,20 @@ def record_problems() -> Iterator[list[tuple[Kernel, Shape]]]:
 
 
 def on_gpu(*tensors: Tensor | None) -> bool:
-    """Do operations run, rather than references?"""
+    """Do operations run, rather than references? Where the first of `tensors` is on a GPU that they run on, and none of them
+    is asked for a gradient.
+    """
     first = tensors[0]
     assert first is not None
     if first.device.type not in GPUS or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)):
         return False
-    return first.device.type == "vgpu" or _has_triton()
+    return first.device.type != "cuda" or _can_compile(first.device)
 
 
 @cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _can_compile(device: torch.device) -> bool:
+    """Is Triton there, and a card that computes in bf16?"""
+    return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @cache
@@ -103,11 +107,20 @@ def _zeros(device: torch.device, stream: int) -> Tensor:
 
 
 def counters(like: Tensor, count: int) -> Tensor:
-    """`count` int32 zeros, the same for every kernel of a stream: kernels of one stream follow each other."""
+    """`count` int32 zeros, the same for every kernel of a stream: kernels of one stream follow each other.
+
+    A graph that is being captured gets zeros of its own: its memory is the graph's, and its fill runs when the graph does.
+    """
     device = like.device
-    if count > COUNTERS or device.type != "cuda":
+    if count > COUNTERS or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(count, dtype=torch.int32, device=device)
     return _zeros(device, torch.cuda.current_stream(device).cuda_stream)[:count]
+
+
+def aligned(x: Tensor) -> Tensor:
+    """`x`, contiguous and from a multiple of 16 bytes on, as kernels load it: itself, or a copy."""
+    x = x.contiguous()
+    return x.clone() if x.storage_offset() * x.element_size() % 16 else x
 
 
 def launches(name: str, n: int, moved: int, flops: float = 0.0) -> list[Effect]:

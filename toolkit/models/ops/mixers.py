@@ -10,7 +10,7 @@ from torch import Tensor
 from toolkit.devices.rules_effect import Effect, nbytes
 from toolkit.devices.rules_ops import rule
 from toolkit.models.delta_rule import delta_net as plain_delta_net
-from toolkit.models.ops.define import Problem, call, counters, define, dtype_name, launches, on_gpu
+from toolkit.models.ops.define import Problem, aligned, call, counters, define, dtype_name, launches, on_gpu
 
 
 def delta_net(
@@ -30,7 +30,7 @@ def delta_net(
     rough = len(qkv) > 1 and qkv.dtype == torch.float32
     if rough or key_dim > 256 or memory.shape[2] > 256 or not on_gpu(*given):
         return plain_delta_net(*given, *about)
-    return call("delta_net", *(t.contiguous() for t in given[:4]), *given[4:], *about)  # type: ignore[no-any-return]
+    return call("delta_net", *map(aligned, given[:4]), *given[4:], *about)  # type: ignore[no-any-return]
 
 
 def _delta_shape(qkv: Tensor, z: Tensor, *rest: Any) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from toolkit.devices.rules_effect import Effect, nbytes
 from toolkit.devices.rules_ops import rule
-from toolkit.models.ops.define import Problem, call, counters, define, dtype_name, launches, on_gpu
+from toolkit.models.ops.define import Problem, aligned, call, counters, define, dtype_name, launches, on_gpu
 from toolkit.models.ops.products import ACTIVATIONS, FUSED
 from toolkit.quant import SCHEMES, PackedMatrix, dequantise
 
@@ -19,14 +19,14 @@ LEAST = 32  # numbers that share a scale of activations: rows of a step divide b
 Gated = tuple[PackedMatrix, PackedMatrix]  # gate and up as one matrix, and down; a stack of experts or one
 
 
-def experts_fit(x: Tensor, matrices: Gated | None, activation: str) -> bool:
-    """Can `experts` take these matrices, and does it run?"""
-    return matrices is not None and activation in FUSED and x.dtype == torch.bfloat16 and on_gpu(x)
+def experts_fit(x: Tensor, matrices: Gated | None, activation: str, *scores: Tensor | None) -> bool:
+    """Can `experts` take these matrices, and does it run? `scores`: what else may be asked for a gradient."""
+    return matrices is not None and activation in FUSED and x.dtype == torch.bfloat16 and on_gpu(x, *scores)
 
 
-def moe_fits(x: Tensor, matrices: Gated | None, activation: str, shared: Gated | None = None) -> bool:
+def moe_fits(x: Tensor, matrices: Gated | None, activation: str, shared: Gated | None, *scores: Tensor | None) -> bool:
     """Can `moe` take these? The shared expert's matrices are those of one more expert."""
-    if matrices is None or len(x) != 1 or not experts_fit(x, matrices, activation):
+    if matrices is None or len(x) != 1 or not experts_fit(x, matrices, activation, *scores):
         return False
     up, down = matrices
     whole = all(matrix.shape[-1] % LEAST == 0 for matrix in matrices)
@@ -44,7 +44,7 @@ def moe(
     """
     up, down = matrices
     held = [_parts(one) for one in matrices] + ([_parts(one) for one in shared] if shared is not None else [[], []])
-    return call("moe", x, scores, gate, *held, up.scheme.name, down.scheme.name, top_k, activation)  # type: ignore[no-any-return]
+    return call("moe", aligned(x), scores, gate, *held, up.scheme.name, down.scheme.name, top_k, activation)  # type: ignore[no-any-return]
 
 
 def experts(x: Tensor, chosen: Tensor, shares: Tensor, matrices: Gated, activation: str) -> Tensor:
@@ -54,7 +54,7 @@ def experts(x: Tensor, chosen: Tensor, shares: Tensor, matrices: Gated, activati
     """
     up, down = matrices
     schemes = (up.scheme.name, down.scheme.name)
-    return call("experts", x.contiguous(), chosen, shares, _parts(up), _parts(down), *schemes, activation)  # type: ignore[no-any-return]
+    return call("experts", aligned(x), chosen, shares, _parts(up), _parts(down), *schemes, activation)  # type: ignore[no-any-return]
 
 
 def _parts(matrix: PackedMatrix) -> list[Tensor]:

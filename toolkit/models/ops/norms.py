@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toolkit.models.ops.define import Problem, call, define, dtype_name, on_gpu
+from toolkit.models.ops.define import Problem, aligned, call, define, dtype_name, on_gpu
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -40,8 +40,8 @@ def _norm(
 ) -> Sequence[Tensor]:
     if not x.numel() or not on_gpu(x, weight, residual, post_weight, scalar):
         return _norm_reference(x, weight, eps, residual, post_weight, scalar, normed)
-    residual = None if residual is None else residual.contiguous()
-    return call("rms_norm", x.contiguous(), weight, eps, residual, post_weight, scalar, normed)  # type: ignore[no-any-return]
+    residual = None if residual is None else aligned(residual)
+    return call("rms_norm", aligned(x), weight, eps, residual, post_weight, scalar, normed)  # type: ignore[no-any-return]
 
 
 def _norm_reference(

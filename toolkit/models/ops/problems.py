@@ -8,6 +8,7 @@ import torch
 
 from toolkit.errors import ModelError
 from toolkit.models.ops.define import GPUS, record_problems
+from toolkit.models.ops.sampling import sample_embed
 
 if TYPE_CHECKING:
     from toolkit.kernels.base import Kernel, Shape
@@ -35,5 +36,8 @@ class Tunable:
                 ids = torch.zeros(1, tokens, dtype=torch.int64, device=device)
                 positions = torch.arange(first, first + tokens, device=device)
                 hidden = self.advance(self.embed(ids), positions, cache, first + tokens)
-                self.logits(hidden[:, -1:])
+                logits = self.logits(hidden[:, -1:]).view(-1)
+            if self.embed.alone:
+                token = torch.zeros(1, dtype=torch.int64, device=device)
+                sample_embed(logits, self.embed.weight, self.embed.dtype, self.embed.scale, token)
         return list(dict.fromkeys(found))

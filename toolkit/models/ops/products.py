@@ -12,7 +12,7 @@ from torch import Tensor
 
 from toolkit.devices.rules_effect import Effect, nbytes
 from toolkit.devices.rules_ops import rule
-from toolkit.models.ops.define import Problem, call, counters, define, launches, on_gpu
+from toolkit.models.ops.define import Problem, aligned, call, counters, define, launches, on_gpu
 from toolkit.quant import SCHEMES, PackedMatrix, packed_matmul
 
 DECODED = 8  # tokens up to which a product is that of decoding, bound by the matrix's bytes
@@ -29,7 +29,8 @@ def matmul(x: Tensor, weight: Tensor | PackedMatrix, activation: str = "none") -
     """x [..., in] times weight [out, in], transposed: [..., out] in the dtype of `x`.
 
     With an `activation` (of `ACTIVATIONS`) the matrix holds gate rows and then as many up rows, and the result
-    [..., out / 2] is activation(gate) * up. On CUDA a few rows of bf16 become 8-bit integers with a scale per 32 first.
+    [..., out / 2] is activation(gate) * up. On CUDA a few rows (`DECODED`) of bf16 become 8-bit integers with a scale per 32
+    first, of fp16 and fp32 16-bit ones; more rows in fp16 and fp32 go by the reference.
     """
     if activation != "none" and activation not in FUSED:
         return _activated(matmul(x, weight), activation)
@@ -37,10 +38,12 @@ def matmul(x: Tensor, weight: Tensor | PackedMatrix, activation: str = "none") -
         return _activated(F.linear(x, weight), activation)
     parts = list(weight.parts().values())
     rows = x.numel() // max(1, x.shape[-1])
+    if x.dtype == torch.float16 and rows <= DECODED and on_gpu(x):
+        return matmul(x.float(), weight, activation).to(x.dtype)
     dtypes = (torch.bfloat16, torch.float32) if rows <= DECODED else (torch.bfloat16,)
     if not rows or x.dtype not in dtypes or not on_gpu(x):
         return _matmul_reference(x, parts, weight.scheme.name, activation)
-    return call("packed_matmul", x.contiguous(), parts, weight.scheme.name, activation)  # type: ignore[no-any-return]
+    return call("packed_matmul", aligned(x), parts, weight.scheme.name, activation)  # type: ignore[no-any-return]
 
 
 def _activated(both: Tensor, activation: str) -> Tensor:
