@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toolkit.models.ops.define import Problem, aligned, call, define, dtype_name, on_gpu
+from toolkit.devices.rules_effect import Effect, nbytes
+from toolkit.devices.rules_ops import rule
+from toolkit.models.ops.define import Problem, aligned, call, define, dtype_name, launches, on_gpu
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -83,3 +86,10 @@ define(
     _norm_reference, _norm_shape, _norm_problem,
     lambda outputs, x: [outputs[name].view_as(x) for name in ("out", "residual") if name in outputs],
 )  # fmt: skip
+
+
+@rule("toolkit::rms_norm")
+def _effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Sequence[Tensor]) -> list[Effect]:
+    """One kernel that reads x and the residual, and writes as many rows."""
+    x, residual = args[0], args[3]
+    return launches("rms_norm", 1, nbytes(x) * (1 + (residual is not None)) + sum(map(nbytes, out)))
