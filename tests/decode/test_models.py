@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
+import textwrap
 import threading
 from functools import cache
 from typing import Any
@@ -200,3 +203,23 @@ def test_sizes_only_models_decode(name):
         assert tuple(sorted(part["bytes"].tolist()) for part in events) == sizes, strategy
     del model, run
     gc.collect()
+
+
+def test_the_virtual_gpu_needs_no_triton():
+    """As on macOS and Windows, where there is none: models decode there, and what would need it says so."""
+    code = """
+        import importlib.util, sys
+        found = importlib.util.find_spec
+        importlib.util.find_spec = lambda name, package=None: None if name == "triton" else found(name, package)
+        sys.modules["triton"] = None
+        import toolkit as tk
+        model = tk.load("demo/qwen3.5-moe", device="virtual:h200", progress=False)
+        assert len(tk.generate(model, "The capital of France is", max_new_tokens=3, eos=(), lines=False).tokens) == 3
+        try:
+            model.kernel_shapes()
+        except tk.errors.DeviceError as error:
+            print(error)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Triton isn't installed" in done.stdout

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from toolkit.errors import ModelError
+from toolkit.errors import DeviceError, ModelError
 from toolkit.models.ops.define import GPUS, record_problems
 from toolkit.models.ops.sampling import sample_embed
 
@@ -21,7 +22,7 @@ class Tunable:
         """(kernel, shape) of every operation of a prompt of `prompt` tokens and of a decode step, in a cache for `context`.
 
         Found by running both once, on token 0, on the model's device: a GPU, real or virtual. ModelError on the CPU,
-        where references run; torch.OutOfMemoryError where the cache doesn't fit.
+        where references run; DeviceError where there is no Triton; torch.OutOfMemoryError where the cache doesn't fit.
         """
         device = self.device.torch
         if device.type not in GPUS:
@@ -29,6 +30,8 @@ class Tunable:
             raise ModelError(
                 "the kernels of a model", said, 'Load it with device="cuda", or "virtual:h200" for what a GPU would run'
             )
+        if importlib.util.find_spec("triton") is None:
+            raise DeviceError("the kernels of a model", "Triton isn't installed", "On Linux: pip install triton")
         prompt = min(prompt, context - 1)
         with torch.no_grad(), record_problems() as found:
             cache = self.new_cache(context)
