@@ -201,11 +201,6 @@ def pack_codes(scheme: Scheme, codes: Tensor) -> dict[str, Tensor]:
     return found
 
 
-def matmul(x: Tensor, weight: Tensor | PackedMatrix) -> Tensor:
-    """x [..., in] times weight [out, in], transposed: [..., out] in the dtype of `x`."""
-    return F.linear(x, weight) if isinstance(weight, Tensor) else packed_matmul(x, weight.scheme, weight.parts())
-
-
 def packed_matmul(x: Tensor, scheme: Scheme, parts: dict[str, Tensor]) -> Tensor:
     """x [..., in] times a matrix [out, in] packed in `parts`, transposed: [..., out] in the dtype of `x`.
 

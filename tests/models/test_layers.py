@@ -13,7 +13,8 @@ import toolkit as tk
 from toolkit.fitting import quantise_minmax
 from toolkit.models.attention import causal_attention
 from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, RMSNorm, initialise, set_scheme, spot, to_dtype
-from toolkit.quant import SCHEMES, PackedMatrix, Scheme, matmul
+from toolkit.models.ops import matmul
+from toolkit.quant import SCHEMES, PackedMatrix, Scheme
 
 IN = 256
 CPU = torch.device("cpu")

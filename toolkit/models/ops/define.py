@@ -1,7 +1,8 @@
 """How an operation is defined, and how it runs: its reference, its launches, its effects.
 
 On a GPU, a real or a virtual one, and where no gradient is asked for, the operation runs. The virtual GPU computes by the
-reference and sees the launches that CUDA would get. Triton is imported by the first call on CUDA. It knows no operation.
+reference and sees the launches that CUDA would get (a config that splits its work further may make one more there). Triton
+is imported by the first call on CUDA. It knows no operation.
 """
 
 from __future__ import annotations
