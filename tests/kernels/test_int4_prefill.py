@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from toolkit.errors import ModelError, ToolkitError
 from toolkit.kernels.base import Config
 from toolkit.kernels.int4_prefill import INT4_PREFILL, PrefillShape
-from toolkit.quant import SCHEMES, PackedMatrix, matmul
+from toolkit.models.ops import matmul
+from toolkit.quant import SCHEMES, PackedMatrix
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = Config(block_n=16, block_m=16, block_k=64, split=1)
