@@ -102,7 +102,7 @@ def test_groups_wider_than_a_tile(scheme: str) -> None:
 
 
 def test_the_models_product() -> None:
-    """GIVEN a packed matrix WHEN it is multiplied THEN the reference is `quant.matmul`, and the kernel gives the same."""
+    """GIVEN a packed matrix WHEN it is multiplied THEN the reference is `ops.matmul`, and the kernel gives the same."""
     shape = PrefillShape(24, 256, 18, "q4_k", "silu")
     inputs = INT4_PREFILL.inputs(shape, DEVICE)
     weight = PackedMatrix(SCHEMES["q4_k"], (24, 256), DEVICE)
