@@ -93,12 +93,25 @@ class Launch:
     constants: Mapping[str, Any] = field(default_factory=dict)
     warps: int = 4
     stages: int = 1
+    # May begin while the launch before it, of the same operation, still runs: it waits itself before it reads what that writes
+    # (programmatic dependent launch). GPUs before Hopper run one after the other.
+    early: bool = False
+
+    def options(self, capability: tuple[int, int]) -> dict[str, Any]:
+        """What Triton is told of the launch on a GPU of this capability."""
+        found: dict[str, Any] = {"num_warps": self.warps, "num_stages": self.stages}
+        return found | {"launch_pdl": True} if self.early and capability >= (9, 0) else found
 
     def run(self) -> Any:
         """Launch it on its tensors' device; returns Triton's compiled kernel. Nothing happens for an empty grid."""
         if 0 in self.grid:
             return None
-        return self.function[self.grid](**self.arguments, **self.constants, num_warps=self.warps, num_stages=self.stages)
+        return self.function[self.grid](**self.arguments, **self.constants, **self.options(current_capability()))
+
+
+def current_capability() -> tuple[int, int]:
+    """Of the current CUDA GPU; (0, 0) where there is none."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
 
 class Kernel(ABC):

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.target_info import cuda_capability_geq
 
 from toolkit.errors import ModelError
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors
@@ -71,6 +72,8 @@ def _dp4a(a, b, c, SIGNED: tl.constexpr, PTX: tl.constexpr):
 @triton.jit(do_not_specialize=["size"])
 def _quantise(x_ptr, codes_ptr, scales_ptr, sums_ptr, size, BLOCKS: tl.constexpr, LIMIT: tl.constexpr, PTX: tl.constexpr):
     """BLOCKS blocks of x, of `size` altogether: each 32 activations to integers (a higher digit, if any, `size` blocks on)."""
+    if PTX and cuda_capability_geq(9, 0):
+        tl.extra.cuda.gdc_launch_dependents()
     g = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     at = g[:, None].to(tl.int64) * 32 + tl.arange(0, 32)[None, :]
     there = (g < size)[:, None]
@@ -253,6 +256,8 @@ def _matmul(
                         K, BITS, GROUP, STEPS, OFFSET,
                     ),
                 )  # fmt: skip
+        if t == 0 and PTX and cuda_capability_geq(9, 0):
+            tl.extra.cuda.gdc_wait()  # for the activations; the matrix is there
         following = ()
         for m in tl.static_range(TOKENS):
             of = tl.minimum(token + m, M - 1)
@@ -388,7 +393,7 @@ class Int4Matmul(Kernel):
             **shared, **absent,
         }  # fmt: skip
         grid = (-(-shape.width // max(1, rows * constants["BN"])) * -(-shape.m // tokens),)
-        matmul = Launch(_matmul, grid, arguments, constants, warps=config.warps, stages=config.stages)
+        matmul = Launch(_matmul, grid, arguments, constants, config.warps, config.stages, early=not shape.quantised)
         return [matmul] if shape.quantised else [_quantising(shape, inputs, outputs, shared), matmul]
 
     def cost(self, shape: MatmulShape) -> Cost:

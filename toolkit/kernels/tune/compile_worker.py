@@ -68,9 +68,9 @@ def compile_for(kernel: Kernel, shape_key: str, config: Config, capability: int)
 
 def compile_launch(launch: Launch) -> LaunchUse:
     """Compile one launch for the current GPU, as launching it would."""
-    compiled = launch.function.warmup(
-        grid=launch.grid, **launch.arguments, **launch.constants, num_warps=launch.warps, num_stages=launch.stages
-    )
+    capability = driver.active.get_current_target().arch
+    options = launch.options((capability // 10, capability % 10))
+    compiled = launch.function.warmup(grid=launch.grid, **launch.arguments, **launch.constants, **options)
     cubin = compiled.asm["cubin"]
     registers, stack = resources(cubin)
     return LaunchUse(
