@@ -15,7 +15,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Signal over error, in dB, in fp32: integers are exact, so what is left of "int8" is fp32 sums (about 130 dB); "bf16" rounds
 # activations to 1 / 32,512 of their block's largest (about 90 dB). Asked of both are 80.
 LEAST_DB = {"int8": 110.0, "bf16": 84.0}
-SMALL = Config(block_k=256, rows=1, tokens=1, warps=1)  # 4 rows of 8 blocks at a time
+SMALL = Config(block_k=256, rows=1, tokens=1, ahead=2, warps=1)  # 4 rows of 8 blocks at a time
 
 
 def decibels(got: Tensor, want: Tensor) -> float:
@@ -62,18 +62,18 @@ def test_several_tokens(m: int, tokens: int) -> None:
     """Of 3 and of 5 tokens the last block of tokens is a part."""
     shape = MatmulShape(n=2, k=224, m=m, scheme="q4_1", out="fp32")
     inputs = INT4_MATMUL.inputs(shape, DEVICE, seed=m)
-    config = Config(block_k=512, rows=1, tokens=tokens, warps=1)
+    config = Config(block_k=512, rows=1, tokens=tokens, ahead=2, warps=1)
     assert decibels(run(shape, config, inputs), INT4_MATMUL.reference(shape, inputs)[0]) > LEAST_DB["int8"]
 
 
 @pytest.mark.parametrize(
     ("scheme", "rows", "k", "config"),
     [
-        ("q4_k", 7, 512, Config(block_k=1024, rows=1, tokens=1, warps=1)),  # one tile, half beyond the row
-        ("q4_k", 2, 512, Config(block_k=256, rows=2, tokens=1, warps=1)),  # more rows at a time than there are
-        ("q6_k", 7, 768, Config(block_k=512, rows=2, tokens=1, warps=2)),  # a last tile that begins in the one before
-        ("int4-g128", 7, 640, Config(block_k=256, rows=1, tokens=1, warps=1)),
-        ("int4-g64", 7, 320, Config(block_k=256, rows=4, tokens=1, warps=1)),
+        ("q4_k", 7, 512, Config(block_k=1024, rows=1, tokens=1, ahead=2, warps=1)),  # one tile, half beyond the row
+        ("q4_k", 2, 512, Config(block_k=256, rows=2, tokens=1, ahead=2, warps=1)),  # more rows at a time than there are
+        ("q6_k", 7, 768, Config(block_k=512, rows=2, tokens=1, ahead=2, warps=2)),  # a last tile that begins in the one before
+        ("int4-g128", 7, 640, Config(block_k=256, rows=1, tokens=1, ahead=2, warps=1)),
+        ("int4-g64", 7, 320, Config(block_k=256, rows=4, tokens=1, ahead=2, warps=1)),
     ],
 )
 def test_configs_agree(scheme: str, rows: int, k: int, config: Config) -> None:

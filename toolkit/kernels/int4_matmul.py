@@ -14,6 +14,7 @@ sum crosses programs: the result is deterministic.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -23,11 +24,11 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.target_info import cuda_capability_geq
 
 from toolkit.errors import ModelError
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors
 from toolkit.kernels.checks import check_tensor
+from toolkit.kernels.early import await_previous, let_next_begin
 from toolkit.quant import Scheme, dequantise, find_scheme
 
 BLOCK = 32  # activations that share a scale
@@ -72,8 +73,9 @@ def _dp4a(a, b, c, SIGNED: tl.constexpr, PTX: tl.constexpr):
 @triton.jit(do_not_specialize=["size"])
 def _quantise(x_ptr, codes_ptr, scales_ptr, sums_ptr, size, BLOCKS: tl.constexpr, LIMIT: tl.constexpr, PTX: tl.constexpr):
     """BLOCKS blocks of x, of `size` altogether: each 32 activations to integers (a higher digit, if any, `size` blocks on)."""
-    if PTX and cuda_capability_geq(9, 0):
-        tl.extra.cuda.gdc_launch_dependents()
+    if PTX:
+        let_next_begin()
+        await_previous()
     g = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     at = g[:, None].to(tl.int64) * 32 + tl.arange(0, 32)[None, :]
     there = (g < size)[:, None]
@@ -201,7 +203,10 @@ def _block_product(
         scale = held[AT]
         if GROUP == 16:  # two of 8 bits, loaded as one
             scale = (scale.to(tl.int32) << (24 - 24 * s)) >> (24 - 16 * s)
-        value += dot.to(tl.float32) * scale.to(tl.float32)
+        if STEPS and LIMIT == 127:
+            value += (dot * scale.to(tl.int32)).to(tl.float32)
+        else:
+            value += dot.to(tl.float32) * scale.to(tl.float32)
     if STEPS:
         value *= held[AT_STEP].to(tl.float32)
     value *= x[0]
@@ -224,15 +229,42 @@ def _activate(gate, up, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def _load_tiles(
+    base, width, T: tl.constexpr, AHEAD: tl.constexpr, ROWS: tl.constexpr, HALVES: tl.constexpr, BN: tl.constexpr,
+    BG: tl.constexpr, codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr, K: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """`_load_block` of tiles T to T + AHEAD - 1, for each row and half."""
+    BLOCKS: tl.constexpr = K // 32
+    found = ()
+    for t in tl.static_range(T, T + AHEAD):
+        if t * BG < BLOCKS:
+            first = t * BG if (t + 1) * BG <= BLOCKS else (BLOCKS - BG if BLOCKS > BG else 0)
+            g = first + tl.minimum(tl.arange(0, BG), BLOCKS - 1)[None, :]
+            for u in tl.static_range(ROWS):
+                row = base.to(tl.int64) + u * BN + tl.arange(0, BN)[:, None]
+                for h in tl.static_range(HALVES):
+                    found = found + (
+                        _load_block(
+                            row + h * width, g, codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr,
+                            K, BITS, GROUP, STEPS, OFFSET,
+                        ),
+                    )  # fmt: skip
+    return found
+
+
+@triton.jit
 def _matmul(
     x_codes_ptr, x_scales_ptr, x_sums_ptr, codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr,
     offset_steps_ptr, out_ptr, width,
     M: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr,
+    AHEAD: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr,
     ACTIVATION: tl.constexpr, LEVELS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of each of BN, over all of K, for TOKENS tokens. No load has a mask: it would take more instructions."""
     BLOCKS: tl.constexpr = K // 32
+    TILES: tl.constexpr = (BLOCKS + BG - 1) // BG
     TOKEN_BLOCKS: tl.constexpr = (M + TOKENS - 1) // TOKENS
     HALVES: tl.constexpr = 1 if ACTIVATION == "none" else 2
     RESULTS: tl.constexpr = TOKENS * ROWS
@@ -243,32 +275,38 @@ def _matmul(
     sums = ()
     for _ in tl.static_range(RESULTS * HALVES):
         sums = sums + (tl.zeros((BN, BG), tl.float32),)
-    for t in tl.static_range((BLOCKS + BG - 1) // BG):
-        first = t * BG if (t + 1) * BG <= BLOCKS else (BLOCKS - BG if BLOCKS > BG else 0)
-        g = first + tl.minimum(tl.arange(0, BG), BLOCKS - 1)[None, :]
-        held = ()
-        for u in tl.static_range(ROWS):
-            row = base.to(tl.int64) + u * BN + tl.arange(0, BN)[:, None]
-            for h in tl.static_range(HALVES):
-                held = held + (
-                    _load_block(
-                        row + h * width, g, codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr,
-                        K, BITS, GROUP, STEPS, OFFSET,
-                    ),
-                )  # fmt: skip
-        if t == 0 and PTX and cuda_capability_geq(9, 0):
-            tl.extra.cuda.gdc_wait()  # for the activations; the matrix is there
-        following = ()
-        for m in tl.static_range(TOKENS):
-            of = tl.minimum(token + m, M - 1)
-            x = _load_activations(
-                x_codes_ptr + of * (K // 8), x_scales_ptr + of * BLOCKS, x_sums_ptr + of * BLOCKS, first, same,
-                t, M, K, BG, OFFSET, LIMIT,
-            )  # fmt: skip
-            for uh in tl.static_range(ROWS * HALVES):
-                product = _block_product(held[uh], x, BITS, GROUP, STEPS, OFFSET, LIMIT, PTX)
-                following = following + (sums[m * ROWS * HALVES + uh] + product,)
-        sums = following
+    held = _load_tiles(
+        base, width, 0, AHEAD, ROWS, HALVES, BN, BG, codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr,
+        offset_steps_ptr, K, BITS, GROUP, STEPS, OFFSET,
+    )  # fmt: skip
+    for c in tl.static_range(0, TILES, AHEAD):
+        # Loads are issued before the fence, and no later: the compiler would spread them, and wait for each.
+        coming = _load_tiles(
+            base, width, c + AHEAD, AHEAD, ROWS, HALVES, BN, BG, codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr,
+            offset_steps_ptr, K, BITS, GROUP, STEPS, OFFSET,
+        )  # fmt: skip
+        if PTX and c == 0:
+            await_previous()  # for the activations; the matrix is there
+            let_next_begin()
+        if PTX:
+            tl.debug_barrier()
+        for t in tl.static_range(c, c + AHEAD):
+            if t < TILES:
+                first = t * BG if (t + 1) * BG <= BLOCKS else (BLOCKS - BG if BLOCKS > BG else 0)
+                following = ()
+                for m in tl.static_range(TOKENS):
+                    of = tl.minimum(token + m, M - 1)
+                    x = _load_activations(
+                        x_codes_ptr + of * (K // 8), x_scales_ptr + of * BLOCKS, x_sums_ptr + of * BLOCKS, first, same,
+                        t, M, K, BG, OFFSET, LIMIT,
+                    )  # fmt: skip
+                    for uh in tl.static_range(ROWS * HALVES):
+                        product = _block_product(
+                            held[(t - c) * ROWS * HALVES + uh], x, BITS, GROUP, STEPS, OFFSET, LIMIT, PTX
+                        )  # fmt: skip
+                        following = following + (sums[m * ROWS * HALVES + uh] + product,)
+                sums = following
+        held = coming
     for level in tl.static_range(LEVELS):  # all sums over a row as one: [BN, BG, 2, 2, ...]
         joined = ()
         for i in tl.static_range(RESULTS * HALVES >> (level + 1)):
@@ -317,12 +355,22 @@ class Int4Matmul(Kernel):
     }
 
     def space(self, shape: MatmulShape) -> Sequence[Config]:
-        """Warps side by side in a row where rows are few or long; more rows a thread share the loads of activations."""
+        """Warps side by side in a row where rows are few or long; `ahead`: tiles of the row that are loaded at a time.
+
+        More rows a thread share the loads of activations. What a thread has asked for, two times `ahead` tiles or the whole
+        row, is some 64 to 128 registers: less keeps the memory waiting, more leaves no room for other warps (measured).
+        """
+        halves = 1 if shape.activation == "none" else 2
         tokens = sorted({min(t, triton.next_power_of_2(shape.m)) for t in (1, 2, 4, 8)})
-        found = [Config(block_k=1024, rows=2, tokens=tokens[-1], warps=1)]
-        for block_k, warps in ((1024, 1), (1024, 2), (2048, 2), (4096, 4), (8192, 8), (2048, 4)):
-            if warps == 1 or block_k < 2 * shape.k:
-                found += [Config(block_k=block_k, rows=r, tokens=t, warps=warps) for r in (1, 2, 4) for t in tokens[-2:]]
+        found = [Config(block_k=1024, rows=2, tokens=tokens[-1], ahead=1, warps=1)]
+        for warps, rows, ahead, t in itertools.product((1, 2, 4, 8), (1, 2, 4), (1, 2, 3, 6), tokens[-2:]):
+            block_k = 1024 * warps
+            tiles = -(-shape.k // block_k)
+            held = 8 * rows * halves * (2 * ahead if ahead < tiles else tiles)
+            sums = rows * halves * t
+            if (warps == 1 or block_k < 2 * shape.k) and ahead <= tiles and held <= 128 and (t == 1 or sums <= 8):
+                if held >= 64 or ahead == tiles or sums == 8:
+                    found.append(Config(block_k=block_k, rows=rows, tokens=t, ahead=ahead, warps=warps))
         return list(dict.fromkeys(found))
 
     def inputs(self, shape: MatmulShape, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
@@ -387,13 +435,13 @@ class Int4Matmul(Kernel):
         arguments |= {"x_codes_ptr": x["x_codes"].view(torch.int64), "x_scales_ptr": x["x_scales"], "x_sums_ptr": x["x_sums"]}
         arguments |= {"out_ptr": outputs["out"], "width": shape.width}
         constants = {
-            "M": shape.m, "K": shape.k, "TOKENS": tokens, "ROWS": rows, "BN": 32 * config.warps // blocks, "BG": blocks,
+            "M": shape.m, "K": shape.k, "TOKENS": tokens, "ROWS": rows, "BN": 32 * config.warps // blocks, "BG": blocks, "AHEAD": min(config["ahead"], -(-shape.k // (32 * blocks))),
             "BITS": scheme.bits, "GROUP": scheme.group, "STEPS": scheme.steps, "OFFSET": scheme.offset,
             "ACTIVATION": shape.activation, "LEVELS": (tokens * rows * (shape.n // max(1, shape.width))).bit_length() - 1,
             **shared, **absent,
         }  # fmt: skip
         grid = (-(-shape.width // max(1, rows * constants["BN"])) * -(-shape.m // tokens),)
-        matmul = Launch(_matmul, grid, arguments, constants, config.warps, config.stages, early=not shape.quantised)
+        matmul = Launch(_matmul, grid, arguments, constants, config.warps, config.stages, early=True)
         return [matmul] if shape.quantised else [_quantising(shape, inputs, outputs, shared), matmul]
 
     def cost(self, shape: MatmulShape) -> Cost:
@@ -407,7 +455,7 @@ def _quantising(shape: MatmulShape, inputs: Tensors, outputs: Tensors, constants
     size = shape.m * shape.k // BLOCK
     pointers = {f"{name.removeprefix('x_')}_ptr": outputs[name] for name in ("x_codes", "x_scales", "x_sums")}
     arguments = {"x_ptr": inputs["x"], **pointers, "size": size}
-    return Launch(_quantise, (-(-size // 16),), arguments, {"BLOCKS": 16, **constants}, warps=2)
+    return Launch(_quantise, (-(-size // 16),), arguments, {"BLOCKS": 16, **constants}, warps=2, early=True)
 
 
 def _check(shape: MatmulShape, scheme: Scheme, inputs: Tensors, outputs: Tensors) -> None:

@@ -26,6 +26,7 @@ from torch import Tensor
 from toolkit.errors import ModelError
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, arrivals
 from toolkit.kernels.checks import check_tensor
+from toolkit.kernels.early import await_previous, let_next_begin
 from toolkit.kernels.int4_matmul import BLOCK, _randomise
 from toolkit.kernels.int4_matmul import _activate as activate
 from toolkit.kernels.packed import ROUND, inverse_of, largest, load_blocks, multiply, round_to, to_blocks, to_integers
@@ -173,7 +174,7 @@ class MoeStep(Kernel):
         second = triton.cdiv(shape.hidden, down_rows * down_each)
         phases = [(1, 1, first + second)] if config["fused"] else [(1, 0, first), (0, 1, second)]
         return [
-            Launch(_moe, (grid,), arguments, {**constants, "FIRST": a, "SECOND": b}, config.warps, config.stages)
+            Launch(_moe, (grid,), arguments, {**constants, "FIRST": a, "SECOND": b}, config.warps, config.stages, early=True)
             for a, b, grid in phases
         ]
 
@@ -486,6 +487,9 @@ def _moe(
     PLACES: tl.constexpr = WIDTH // (UP_BN * UP_EACH)
     FIRST_BLOCKS: tl.constexpr = USED * PLACES if FIRST else 0
     program = tl.program_id(0)
+    if FIRST and PTX:
+        await_previous()
+        let_next_begin()
     keys = _keys(scores, EXPERTS)
     down = (down_codes, down_high, down_scales, down_offsets, down_scale_steps, down_offset_steps)
     shared_down = (
@@ -526,6 +530,9 @@ def _moe(
         if USED > TOP_K:
             held_shared = load_blocks(shared_down, row, g, WIDTH, DOWN_BITS, DOWN_GROUP, DOWN_STEPS, DOWN_OFFSET)
         tl.debug_barrier()  # all of it is asked for before any of it is used
+        if not FIRST and PTX:
+            await_previous()
+            let_next_begin()
         if FIRST and AHEAD:
             _wait(arrivals, PLACES, USED, PTX)
         CACHE: tl.constexpr = ".cg" if FIRST else ""
