@@ -58,7 +58,7 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def choose(kernel: Kernel, shape: Shape, device: object) -> SimpleNamespace:
         """As the lookup, but for products: the interpreter takes long over many small programs."""
-        wide = Config(block_k=32, rows=1, tokens=8, warps=4)
+        wide = Config(block_k=32, rows=1, tokens=8, ahead=1, warps=4)
         return SimpleNamespace(config=wide if kernel.name == "int4_matmul" else kernel.space(shape)[0])
 
     monkeypatch.setattr(lookup, "choose", choose)

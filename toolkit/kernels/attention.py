@@ -23,6 +23,7 @@ from torch import Tensor
 from toolkit.errors import ModelError
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, arrivals, config_grid
 from toolkit.kernels.checks import check_tensor
+from toolkit.kernels.early import take_turn
 from toolkit.units import KiB
 
 LOG2_E = 1.4426950408889634
@@ -189,9 +190,9 @@ def split_launches(
     numbers = {**arguments, **scratch, "arrivals": outputs["arrivals"], "scale": shape.scale * LOG2_E}
     numbers["capacity"] = shape.slots
     grid = (shape.kv_heads, splits)
-    launches = [Launch(function, grid, numbers, {**sizes, **own, **constants}, config.warps, config.stages)]
+    launches = [Launch(function, grid, numbers, {**sizes, **own, **constants}, config.warps, config.stages, early=True)]
     if splits > 1 and not fused:
-        launches.append(Launch(_combine, (shape.kv_heads, triton.cdiv(columns, tile)), scratch, sizes))
+        launches.append(Launch(_combine, (shape.kv_heads, triton.cdiv(columns, tile)), scratch, sizes, early=True))
     return launches
 
 
@@ -268,6 +269,7 @@ def _decode(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
     """One split of one KV head: the weighted mean of its values for each query head, and the logarithm of their weight."""
+    take_turn()
     head, split = tl.program_id(0), tl.program_id(1)
     first, end = seen_slots(positions, capacity, WINDOW)
     each, active = split_length(first, end, SPLITS, BLOCK_N)
@@ -335,6 +337,7 @@ def _combine(
     SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The second launch: each block combines all splits of some columns of a KV head's rows."""
+    take_turn()
     column = tl.program_id(1) * COLUMNS
     combine_columns(partial, weights, output, tl.program_id(0), column, SPLITS, SPLITS, GROUP, HEAD_DIM, COLUMNS)
 

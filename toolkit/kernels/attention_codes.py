@@ -37,6 +37,7 @@ from toolkit.kernels.attention import (
 )
 from toolkit.kernels.base import Config, Cost, Launch, Shape, Tensors, config_grid
 from toolkit.kernels.checks import check_tensor
+from toolkit.kernels.early import take_turn
 from toolkit.kernels.kv_codes import POLYNOMIAL, CodeScheme, decode, encode, find_kv_scheme, random_signs
 
 
@@ -218,6 +219,7 @@ def _decode_codes(
     KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
 ):  # fmt: skip
     """One split of one KV head, as in `attention`; rows are held in as many parts as a word has fields."""
+    take_turn()
     head, split = tl.program_id(0), tl.program_id(1)
     first, end = seen_slots(positions, capacity, WINDOW)
     each, active = split_length(first, end, SPLITS, BLOCK_N)

@@ -1,5 +1,6 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="assignment"
+# ruff: noqa: RUF005  # what Triton compiles knows no (*a, b)
 """One token of the gated delta net, from what its input matrices give to what its output matrix takes, in one launch.
 
 The step of the gated delta rule (Yang et al., arXiv 2412.06464) with all that stands around it: the causal convolution's
@@ -22,6 +23,7 @@ from torch import Tensor
 from toolkit.errors import ModelError
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, arrivals, config_grid
 from toolkit.kernels.checks import check_tensor
+from toolkit.kernels.early import take_turn
 
 KEY_EPS = 1e-6  # of the norm of queries and keys
 INTEGERS = (torch.int32, torch.int64)
@@ -136,7 +138,7 @@ class DeltaStep(Kernel):
         block = min(config["block_v"], triton.next_power_of_2(shape.value_dim))
         constants = {**head_constants(shape), "TAPS": shape.taps, "BLOCK_V": block, "EPS": float(shape.eps)}
         grid = (triton.cdiv(shape.value_dim, block), shape.value_heads)
-        return [Launch(_step, grid, {**inputs, **outputs}, constants, config.warps, config.stages)]
+        return [Launch(_step, grid, {**inputs, **outputs}, constants, config.warps, config.stages, early=True)]
 
     def cost(self, shape: Shape) -> Cost:
         """The memory both ways, the ring read and one slot of it written, and the vectors; 7 operations a number kept."""
@@ -240,6 +242,7 @@ def _step(
     TAPS: tl.constexpr, BLOCK_V: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """Some columns of a value head's memory. The last of a head's blocks to finish norms what all of them have read."""
+    take_turn()
     part, head = tl.program_id(0), tl.program_id(1)
     EACH: tl.constexpr = VALUE_HEADS // KEY_HEADS
     PARTS: tl.constexpr = (VALUE_DIM + BLOCK_V - 1) // BLOCK_V
@@ -259,14 +262,17 @@ def _step(
     new_query = tl.load(qkv + queries_at, mask=shared, other=0)
     new_key = tl.load(qkv + keys_at, mask=shared, other=0)
     new_value = tl.load(qkv + values_at, mask=there, other=0)
+    query_taps = _load_taps(qkv, ring, conv, queries_at, real, CHANNELS, TAPS)
+    key_taps = _load_taps(qkv, ring, conv, keys_at, real, CHANNELS, TAPS)
+    value_taps = _load_taps(qkv, ring, conv, values_at, there, CHANNELS, TAPS)
     log_kept, beta = gates(a, b, decay, dt_bias, head, head)
     all_columns = tl.arange(0, triton.next_power_of_2(VALUE_DIM))
     weight = output_weights(z, norm, head * VALUE_DIM, all_columns, VALUE_DIM)
 
     slot = (position % TAPS).to(tl.int32)
-    query = _convolve(qkv, ring, conv, queries_at, real, slot, CHANNELS, TAPS)
-    key = _convolve(qkv, ring, conv, keys_at, real, slot, CHANNELS, TAPS)
-    value = _convolve(qkv, ring, conv, values_at, there, slot, CHANNELS, TAPS)
+    query = _convolve(query_taps, slot, TAPS)
+    key = _convolve(key_taps, slot, TAPS)
+    value = _convolve(value_taps, slot, TAPS)
     # Norms of query and key are factors of all that is read with them: no sum waits for another.
     queries, keys, both = tl.reduce((query * query, key * key, query * key), 0, _add3)
     query_scale, key_scale = tl.rsqrt(queries + 1e-6) * tl.rsqrt(KEY_DIM * 1.0), tl.rsqrt(keys + 1e-6)
@@ -304,13 +310,29 @@ def _add3(a, b, c, d, e, f):
 
 
 @triton.jit
-def _convolve(qkv, ring, conv, channels, real, slot, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
-    """SiLU of the convolution of some channels; `slot` is where in the ring the new input belongs: it is read from `qkv`."""
-    total = tl.load(qkv + channels, mask=real, other=0).to(tl.float32)
-    total *= tl.load(conv + channels * TAPS + TAPS - 1, mask=real, other=0)
-    for tap in tl.static_range(TAPS - 1):
-        past = tl.load(ring + (slot + 1 + tap) % TAPS * CHANNELS + channels, mask=real, other=0).to(tl.float32)
-        total += past * tl.load(conv + channels * TAPS + tap, mask=real, other=0)
+def _load_taps(qkv, ring, conv, channels, real, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
+    """The new input of some channels, the ring's, slot by slot, and the convolution's weights, the newest's last."""
+    new = tl.load(qkv + channels, mask=real, other=0).to(tl.float32)
+    past, weights = (), ()
+    for tap in tl.static_range(TAPS):
+        past = past + (tl.load(ring + tap * CHANNELS + channels, mask=real, other=0).to(tl.float32),)
+        weights = weights + (tl.load(conv + channels * TAPS + tap, mask=real, other=0),)
+    return new, past, weights
+
+
+@triton.jit
+def _convolve(taps, slot, TAPS: tl.constexpr):
+    """SiLU of the convolution of what `_load_taps` gave; `slot` is where in the ring the new input belongs.
+
+    No load waits for `slot`: which of the ring's inputs an age belongs to is chosen among all of them.
+    """
+    new, past, weights = taps
+    total = new * weights[TAPS - 1]
+    for age in tl.static_range(TAPS - 1):
+        chosen = past[0]
+        for tap in tl.static_range(1, TAPS):
+            chosen = tl.where((slot + 1 + age) % TAPS == tap, past[tap], chosen)
+        total += chosen * weights[age]
     return total * tl.sigmoid(total)
 
 

@@ -28,7 +28,8 @@ from torch import Tensor
 from toolkit.errors import ModelError
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors
 from toolkit.kernels.checks import check_tensor
-from toolkit.kernels.early import await_previous, let_next_begin
+from toolkit.kernels.early import await_previous, let_next_begin, take_turn
+from toolkit.kernels.packed import activate, block_product, load_activations, load_tiles, quantise_blocks
 from toolkit.quant import Scheme, dequantise, find_scheme
 
 BLOCK = 32  # activations that share a scale
@@ -55,202 +56,11 @@ class MatmulShape(Shape):
         return self.n if self.activation == "none" else self.n // 2
 
 
-@triton.jit
-def _dp4a(a, b, c, SIGNED: tl.constexpr, PTX: tl.constexpr):
-    """c plus four products: bytes of a (unsigned unless SIGNED) times signed bytes of b."""
-    if PTX:
-        if SIGNED:
-            c = tl.inline_asm_elementwise("dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], tl.int32, True, 1)
-        else:
-            c = tl.inline_asm_elementwise("dp4a.u32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], tl.int32, True, 1)
-    else:
-        for i in tl.static_range(4):
-            byte = ((a << (24 - 8 * i)) >> 24) if SIGNED else ((a >> (8 * i)) & 255)
-            c += byte * ((b << (24 - 8 * i)) >> 24)
-    return c
-
-
 @triton.jit(do_not_specialize=["size"])
 def _quantise(x_ptr, codes_ptr, scales_ptr, sums_ptr, size, BLOCKS: tl.constexpr, LIMIT: tl.constexpr, PTX: tl.constexpr):
-    """BLOCKS blocks of x, of `size` altogether: each 32 activations to integers (a higher digit, if any, `size` blocks on)."""
-    if PTX:
-        let_next_begin()
-        await_previous()
-    g = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    at = g[:, None].to(tl.int64) * 32 + tl.arange(0, 32)[None, :]
-    there = (g < size)[:, None]
-    x = tl.load(x_ptr + at, mask=there, other=0.0).to(tl.float32)
-    top = tl.max(tl.abs(x), 1)
-    inverse = tl.where(top > 1e-30, tl.div_rn(LIMIT * 1.0, tl.maximum(top, 1e-30)), 0.0)
-    inverse = tl.broadcast_to(inverse[:, None], (BLOCKS, 32))
-    if PTX:  # 1.5 * 2^23 leaves the nearest integer, ties to even, in the low mantissa bits; the sum is rounded once
-        nearest = tl.fma(x, inverse, tl.full((BLOCKS, 32), 12582912.0, tl.float32))
-    else:
-        nearest = (x.to(tl.float64) * inverse.to(tl.float64) + 12582912.0).to(tl.float32)
-    total = tl.sum(nearest - 12582912.0, 1)
-    scale = tl.div_rn(top, LIMIT * 1.0) + total * 0.0  # no number where an activation is none, and so are all results
-    bits = nearest.to(tl.int32, bitcast=True)
-    tl.store(codes_ptr + at, bits.to(tl.int8), mask=there)
-    if LIMIT > 127:  # what the lower digit, which is signed, leaves
-        tl.store(codes_ptr + at + size.to(tl.int64) * 32, ((bits + 128) >> 8).to(tl.int8), mask=there)
-    tl.store(scales_ptr + g, scale, mask=g < size)
-    tl.store(sums_ptr + g, total * scale, mask=g < size)
-
-
-@triton.jit
-def _load_block(
-    row, g, codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr, K: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr,
-):  # fmt: skip
-    """Blocks g [1, BG] of rows [BN, 1]: words of codes, two an int64, scales, and whatever else the scheme has. [BN, BG] each.
-
-    A lane loads a block, so that no value ever moves between lanes before the sum over the row.
-    """
-    PER: tl.constexpr = 1 if GROUP == 16 else GROUP // 32  # blocks that share scales; of groups of 16 two are loaded at once
-    pair = tl.arange(0, 2)[None, None, :]
-    codes = codes_ptr + (row * (K // 8 if BITS == 8 else K // 16))[:, :, None] + (g * (4 if BITS == 8 else 2))[:, :, None]
-    found = tl.split(tl.load(codes + pair))
-    if BITS == 8:
-        found = found + tl.split(tl.load(codes + pair + 2))
-    found = found + (tl.load(scales_ptr + row * (K // 32 // PER) + g // PER),)
-    if BITS == 5 or BITS == 6:
-        found = found + (tl.load(high_ptr + row * (K // 32) + g),)
-    if STEPS:
-        found = found + (tl.load(scale_steps_ptr + row * (K // 256) + g // 8),)
-    if OFFSET != "centre":
-        found = found + (tl.load(offsets_ptr + row * (K // 32 // PER) + g // PER),)
-        if STEPS:
-            found = found + (tl.load(offset_steps_ptr + row * (K // 256) + g // 8),)
-    return found
-
-
-@triton.jit
-def _load_activations(
-    codes_ptr, scales_ptr, sums_ptr, first, same, T: tl.constexpr, M: tl.constexpr, K: tl.constexpr, BG: tl.constexpr,
-    OFFSET: tl.constexpr, LIMIT: tl.constexpr,
-):  # fmt: skip
-    """A token's blocks of tile T: scales, scaled sums, four int64 of codes, four of higher digits. [BN, BG] each."""
-    BLOCKS: tl.constexpr = K // 32
-    lane = tl.arange(0, BG)[None, :] + same
-    g = first + tl.minimum(lane, BLOCKS - 1)
-    scale = tl.load(scales_ptr + g)
-    total = tl.load(sums_ptr + g) if OFFSET != "centre" else scale
-    if (T + 1) * BG > BLOCKS:  # the last tile ends with the row: what it shares with the one before counts once
-        valid = lane >= (T + 1) * BG - BLOCKS if BLOCKS > BG else lane < BLOCKS
-        scale = tl.where(valid, scale, 0.0)
-        total = tl.where(valid, total, 0.0)
-    at = codes_ptr + g[:, :, None] * 4 + tl.arange(0, 2)[None, None, :]
-    found = (scale, total) + tl.split(tl.load(at)) + tl.split(tl.load(at + 2))
-    if LIMIT > 127:
-        found = found + tl.split(tl.load(at + M * (K // 8))) + tl.split(tl.load(at + M * (K // 8) + 2))
-    return found
-
-
-@triton.jit
-def _weights(held, J: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr):
-    """Weights 8 J to 8 J + 3 of a block and the four after, one a byte; centred ones signed, in the upper bits of theirs."""
-    if BITS == 8:
-        return held[J].to(tl.int32), (held[J] >> 32).to(tl.int32)
-    word = (held[J // 2] >> (32 * (J % 2))).to(tl.int32)
-    if OFFSET == "centre":
-        if BITS == 4:
-            return ((word << 4) & -0x0F0F0F10) ^ -0x7F7F7F80, (word & -0x0F0F0F10) ^ -0x7F7F7F80
-        if BITS == 5:
-            bits = held[3] >> (2 * J)
-            low = ((word << 3) & 0x78787878) | ((bits & 0x01010101) << 7)
-            high = ((word >> 1) & 0x78787878) | ((bits & 0x02020202) << 6)
-        else:
-            bits = (held[3] >> (32 * (J // 2))).to(tl.int32) >> (4 * (J % 2))
-            low = ((word << 2) & 0x3C3C3C3C) | ((bits & 0x03030303) << 6)
-            high = ((word >> 2) & 0x3C3C3C3C) | ((bits & 0x0C0C0C0C) << 4)
-        return low ^ -0x7F7F7F80, high ^ -0x7F7F7F80
-    low, high = word & 0x0F0F0F0F, (word >> 4) & 0x0F0F0F0F
-    if BITS == 5:
-        low |= ((held[3] >> (2 * J)) & 0x01010101) << 4
-        high |= ((held[3] >> (2 * J + 1)) & 0x01010101) << 4
-    return low, high
-
-
-@triton.jit
-def _dot(
-    held, x, S: tl.constexpr, SUB: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, AT: tl.constexpr, PTX: tl.constexpr
-):  # fmt: skip
-    """Products of part S of SUB of a block with the digits of activations that begin at x[AT]."""
-    SIGNED: tl.constexpr = BITS == 8 or OFFSET == "centre"
-    found = tl.zeros(held[0].shape, tl.int32)
-    for j in tl.static_range(S * (4 // SUB), (S + 1) * (4 // SUB)):
-        low, high = _weights(held, j, BITS, OFFSET)
-        found = _dp4a(low, x[AT + j].to(tl.int32), found, SIGNED, PTX)
-        found = _dp4a(high, (x[AT + j] >> 32).to(tl.int32), found, SIGNED, PTX)
-    return found
-
-
-@triton.jit
-def _block_product(
-    held, x, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr,
-    PTX: tl.constexpr,
-):  # fmt: skip
-    """Products [BN, BG] of a block of each row with a token's: `held` as of `_load_block`, x as of `_load_activations`."""
-    AT: tl.constexpr = 4 if BITS == 8 else 2
-    AT_STEP: tl.constexpr = AT + 1 + (BITS == 5 or BITS == 6)
-    AT_OFFSET: tl.constexpr = AT_STEP + (STEPS > 0)
-    SUB: tl.constexpr = 2 if GROUP == 16 else 1
-    value = tl.zeros(held[0].shape, tl.float32)
-    for s in tl.static_range(SUB):
-        dot = _dot(held, x, s, SUB, BITS, OFFSET, 2, PTX)
-        if LIMIT > 127:
-            dot += _dot(held, x, s, SUB, BITS, OFFSET, 6, PTX) << 8
-        scale = held[AT]
-        if GROUP == 16:  # two of 8 bits, loaded as one
-            scale = (scale.to(tl.int32) << (24 - 24 * s)) >> (24 - 16 * s)
-        if STEPS and LIMIT == 127:
-            value += (dot * scale.to(tl.int32)).to(tl.float32)
-        else:
-            value += dot.to(tl.float32) * scale.to(tl.float32)
-    if STEPS:
-        value *= held[AT_STEP].to(tl.float32)
-    value *= x[0]
-    if OFFSET == "zero":
-        value -= held[AT].to(tl.float32) * held[AT_OFFSET].to(tl.float32) * x[1]
-    if OFFSET == "minimum":
-        offset = held[AT_OFFSET].to(tl.float32)
-        if STEPS:
-            offset *= held[AT_OFFSET + 1].to(tl.float32)
-        value -= offset * x[1]
-    return value
-
-
-@triton.jit
-def _activate(gate, up, ACTIVATION: tl.constexpr):
-    if ACTIVATION == "silu":
-        return gate / (1.0 + tl.exp(-gate)) * up
-    inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-    return gate / (1.0 + tl.exp(-2.0 * inner)) * up  # 0.5 (1 + tanh z) = 1 / (1 + exp(-2 z))
-
-
-@triton.jit
-def _load_tiles(
-    base, width, T: tl.constexpr, AHEAD: tl.constexpr, ROWS: tl.constexpr, HALVES: tl.constexpr, BN: tl.constexpr,
-    BG: tl.constexpr, codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr, K: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr,
-):  # fmt: skip
-    """`_load_block` of tiles T to T + AHEAD - 1, for each row and half."""
-    BLOCKS: tl.constexpr = K // 32
-    found = ()
-    for t in tl.static_range(T, T + AHEAD):
-        if t * BG < BLOCKS:
-            first = t * BG if (t + 1) * BG <= BLOCKS else (BLOCKS - BG if BLOCKS > BG else 0)
-            g = first + tl.minimum(tl.arange(0, BG), BLOCKS - 1)[None, :]
-            for u in tl.static_range(ROWS):
-                row = base.to(tl.int64) + u * BN + tl.arange(0, BN)[:, None]
-                for h in tl.static_range(HALVES):
-                    found = found + (
-                        _load_block(
-                            row + h * width, g, codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr,
-                            K, BITS, GROUP, STEPS, OFFSET,
-                        ),
-                    )  # fmt: skip
-    return found
+    let_next_begin()
+    await_previous()
+    quantise_blocks(x_ptr, codes_ptr, scales_ptr, sums_ptr, size, tl.program_id(0), BLOCKS, LIMIT, PTX)
 
 
 @triton.jit
@@ -272,22 +82,16 @@ def _matmul(
     first_row = tl.program_id(0) // TOKEN_BLOCKS * (ROWS * BN)
     base = tl.minimum(first_row, width - ROWS * BN)  # the last program begins where it ends with the rows
     same = tl.zeros((BN, 1), tl.int32)  # for every row
+    parts = (codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr)
     sums = ()
     for _ in tl.static_range(RESULTS * HALVES):
         sums = sums + (tl.zeros((BN, BG), tl.float32),)
-    held = _load_tiles(
-        base, width, 0, AHEAD, ROWS, HALVES, BN, BG, codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr,
-        offset_steps_ptr, K, BITS, GROUP, STEPS, OFFSET,
-    )  # fmt: skip
+    held = load_tiles(parts, base, width, 0, AHEAD, ROWS, HALVES, BN, BG, K, BITS, GROUP, STEPS, OFFSET)
     for c in tl.static_range(0, TILES, AHEAD):
         # Loads are issued before the fence, and no later: the compiler would spread them, and wait for each.
-        coming = _load_tiles(
-            base, width, c + AHEAD, AHEAD, ROWS, HALVES, BN, BG, codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr,
-            offset_steps_ptr, K, BITS, GROUP, STEPS, OFFSET,
-        )  # fmt: skip
-        if PTX and c == 0:
-            await_previous()  # for the activations; the matrix is there
-            let_next_begin()
+        coming = load_tiles(parts, base, width, c + AHEAD, AHEAD, ROWS, HALVES, BN, BG, K, BITS, GROUP, STEPS, OFFSET)
+        if c == 0:
+            take_turn()  # for the activations; the matrix is there
         if PTX:
             tl.debug_barrier()
         for t in tl.static_range(c, c + AHEAD):
@@ -296,13 +100,13 @@ def _matmul(
                 following = ()
                 for m in tl.static_range(TOKENS):
                     of = tl.minimum(token + m, M - 1)
-                    x = _load_activations(
+                    x = load_activations(
                         x_codes_ptr + of * (K // 8), x_scales_ptr + of * BLOCKS, x_sums_ptr + of * BLOCKS, first, same,
-                        t, M, K, BG, OFFSET, LIMIT,
+                        t, M, K, BG, OFFSET, LIMIT, False,
                     )  # fmt: skip
                     for uh in tl.static_range(ROWS * HALVES):
-                        product = _block_product(
-                            held[(t - c) * ROWS * HALVES + uh], x, BITS, GROUP, STEPS, OFFSET, LIMIT, PTX
+                        product = block_product(
+                            held[(t - c) * ROWS * HALVES + uh], x, BITS, GROUP, STEPS, OFFSET, LIMIT, False, PTX
                         )  # fmt: skip
                         following = following + (sums[m * ROWS * HALVES + uh] + product,)
                 sums = following
@@ -319,7 +123,7 @@ def _matmul(
         value = tl.reshape(value, (BN, RESULTS))
     else:
         gate, up = tl.split(tl.reshape(value, (BN, RESULTS, 2)))
-        value = _activate(gate, up, ACTIVATION)
+        value = activate(gate, up, ACTIVATION)
     result = tl.arange(0, RESULTS)[None, :]
     n = base + (result % ROWS) * BN + tl.arange(0, BN)[:, None]
     of = token + result // ROWS
@@ -368,9 +172,9 @@ class Int4Matmul(Kernel):
             tiles = -(-shape.k // block_k)
             held = 8 * rows * halves * (2 * ahead if ahead < tiles else tiles)
             sums = rows * halves * t
-            if (warps == 1 or block_k < 2 * shape.k) and ahead <= tiles and held <= 128 and (t == 1 or sums <= 8):
-                if held >= 64 or ahead == tiles or sums == 8:
-                    found.append(Config(block_k=block_k, rows=rows, tokens=t, ahead=ahead, warps=warps))
+            fits = (warps == 1 or block_k < 2 * shape.k) and ahead <= tiles and held <= 128 and (t == 1 or sums <= 8)
+            if fits and (held >= 64 or ahead == tiles or sums == 8):
+                found.append(Config(block_k=block_k, rows=rows, tokens=t, ahead=ahead, warps=warps))
         return list(dict.fromkeys(found))
 
     def inputs(self, shape: MatmulShape, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
@@ -435,7 +239,8 @@ class Int4Matmul(Kernel):
         arguments |= {"x_codes_ptr": x["x_codes"].view(torch.int64), "x_scales_ptr": x["x_scales"], "x_sums_ptr": x["x_sums"]}
         arguments |= {"out_ptr": outputs["out"], "width": shape.width}
         constants = {
-            "M": shape.m, "K": shape.k, "TOKENS": tokens, "ROWS": rows, "BN": 32 * config.warps // blocks, "BG": blocks, "AHEAD": min(config["ahead"], -(-shape.k // (32 * blocks))),
+            "M": shape.m, "K": shape.k, "TOKENS": tokens, "ROWS": rows, "BN": 32 * config.warps // blocks, "BG": blocks,
+            "AHEAD": min(config["ahead"], -(-shape.k // (BLOCK * blocks))),
             "BITS": scheme.bits, "GROUP": scheme.group, "STEPS": scheme.steps, "OFFSET": scheme.offset,
             "ACTIVATION": shape.activation, "LEVELS": (tokens * rows * (shape.n // max(1, shape.width))).bit_length() - 1,
             **shared, **absent,
@@ -490,22 +295,22 @@ def _randomise(part: Tensor, name: str, scheme: Scheme, generator: torch.Generat
             part.mul_(1e-3 if not name.startswith("min") else 8e-3)
 
 
-def to_integers(x: Tensor, limit: int = LIMITS["int8"]) -> tuple[Tensor, Tensor]:
-    """x [..., k] as the kernel's integers [..., k] (in fp32) and scales [..., k / 32]: steps of a block's largest / `limit`."""
-    blocks = x.float().unflatten(-1, (-1, BLOCK))
+def to_integers(x: Tensor, limit: int = LIMITS["int8"], group: int = BLOCK) -> tuple[Tensor, Tensor]:
+    """x [..., k] as the kernel's integers [..., k] (in fp32) and scales [..., k / group]: of a group, its largest / `limit`."""
+    blocks = x.float().unflatten(-1, (-1, group))
     top = blocks.abs().amax(-1)
     inverse = torch.full_like(top, limit) / top.clamp_min(1e-30)  # one division: `limit / top` would be two operations
     inverse = inverse.where(top > 1e-30, 0.0)[..., None]
     return (blocks.double() * inverse.double()).round().float().flatten(-2), top / limit
 
 
-def quantise_activations(x: Tensor, limit: int = LIMITS["int8"]) -> Tensor:
+def quantise_activations(x: Tensor, limit: int = LIMITS["int8"], group: int = BLOCK) -> Tensor:
     """x [..., k] as the kernel's integers give it back, in fp32."""
-    return _values(*to_integers(x, limit))
+    return _values(*to_integers(x, limit, group))
 
 
 def _values(codes: Tensor, scales: Tensor) -> Tensor:
-    return (codes.unflatten(-1, (-1, BLOCK)) * scales[..., None]).flatten(-2)
+    return (codes.unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]).flatten(-2)
 
 
 INT4_MATMUL = Int4Matmul()

@@ -4,11 +4,10 @@
 """One token through a mixture of experts: routing, the chosen experts and the shared one, their weighted sum.
 
 Bound by the bytes of the matrices that the token chooses, and almost as much by waiting: two products in a row, each of
-a few microseconds. Every block finds the chosen experts itself, from scores that stand in a cache. The activations of
-both products are integers of 8 bits (see packed.py), x with a scale per 32, those of the second product with one per 8: as
-few as one block of the first product makes. Blocks of the first product ask for all that they read before they use any of it,
-and then send for the second product's rows, to be found in L2. In one launch, blocks of the second product wait for the first
-product. They come last in the grid: a GPU starts blocks in order, so whom they wait for is running.
+a few microseconds. Three launches that overlap (see early.py): the first finds the experts and makes integers of x; blocks of
+either product ask for all of the matrix that they use before they wait for what it is multiplied with. The activations of both
+products are integers of 8 bits, x with a scale per 32, those of the second product with one per 8: as few as a block of the
+first product makes.
 """
 
 from __future__ import annotations
@@ -24,16 +23,15 @@ import triton.language as tl
 from torch import Tensor
 
 from toolkit.errors import ModelError
-from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, arrivals
+from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors
 from toolkit.kernels.checks import check_tensor
-from toolkit.kernels.early import await_previous, let_next_begin
-from toolkit.kernels.int4_matmul import BLOCK, _randomise
-from toolkit.kernels.int4_matmul import _activate as activate
-from toolkit.kernels.packed import ROUND, inverse_of, largest, load_blocks, multiply, round_to, to_blocks, to_integers
+from toolkit.kernels.early import await_previous, let_next_begin, take_turn
+from toolkit.kernels.int4_matmul import BLOCK, _randomise, quantise_activations
+from toolkit.kernels.packed import activate, block_product, load_activations, load_tiles, quantise_blocks
 from toolkit.quant import Scheme, dequantise, find_scheme
 
 EIGHT = 8  # inner activations that share a scale: as few as one block of the first product makes
-LINE = 32  # int32 from one counter to the next, which are in lines of their own
+QUANTISED = 16  # blocks of x that a program makes integers of
 
 
 @dataclass(frozen=True)
@@ -78,8 +76,7 @@ class MoeStep(Kernel):
 
     The experts' matrices are inputs by part (see `PackedMatrix`): "up_codes" [experts, 2 width, hidden / 2], gate rows
     before up rows, "up_scales", ...; "down_codes" [experts, hidden, width / 2], ...; the shared expert's "shared_up_codes"
-    [2 width, hidden / 2], ... and "shared_down_codes", ... . Equal scores go to the lowest number. "arrivals" int32
-    [32 (used + 1)], zero, and zero again after, may come with them, to be used again.
+    [2 width, hidden / 2], ... and "shared_down_codes", ... . Equal scores go to the lowest number.
     """
 
     name = "moe_step"
@@ -93,18 +90,13 @@ class MoeStep(Kernel):
     }
 
     def space(self, shape: Shape) -> Sequence[Config]:
-        """One launch (`fused`) or two; the second product's rows loaded `ahead` of the wait for the first, or after it.
-
-        `lanes` hold a row of the first product at a time, `each` of them so many pairs of gate and up; `rows`: of the second.
-        What is here suits the registers: all blocks of the first product find room on an H200 at once.
-        """
-        assert isinstance(shape, MoeShape)
-        sizes = [(4, 4, 2), (4, 8, 4), (2, 8, 4), (1, 8, 8)]
-        kinds = [(1, 0, 4), (1, 1, 2), (0, 0, 4)]
+        """`each`: pairs of gate and up that a lane holds a part of; `rows`: of the second product, likewise; `warps` of the
+        first, `down_warps` of the second."""
+        sizes = [(2, 4), (4, 2), (1, 8), (4, 4), (2, 8)]
         return [
-            Config(fused=fused, ahead=ahead, lanes=32, each=each, rows=rows, warps=warps)
-            for fused, ahead, count in kinds
-            for each, rows, warps in sizes[:count]
+            Config(each=each, rows=rows, down_warps=down, warps=warps)
+            for each, warps in sizes
+            for rows, down in ((1, 1), (1, 4), (2, 2))
         ]
 
     def inputs(self, shape: Shape, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
@@ -130,52 +122,66 @@ class MoeStep(Kernel):
         """On the same quantised activations, in fp64 between them."""
         assert isinstance(shape, MoeShape)
         chosen, shares = route(shape, inputs)
-        x = to_integers(inputs["x"], BLOCK).double()
+        x = quantise_activations(inputs["x"]).double()
         total = torch.zeros(shape.hidden, dtype=torch.float64, device=x.device)
         for slot in range(shape.used):
             prefix, expert = ("", chosen[slot]) if slot < shape.top_k else ("shared_", None)
             gate, up = (matrix(shape, inputs, f"{prefix}up", expert) @ x).float().chunk(2)
             inner = (F.silu(gate) if shape.activation == "silu" else F.gelu(gate, approximate="tanh")) * up
-            inner = to_integers(inner, EIGHT).double()
+            inner = quantise_activations(inner, group=EIGHT).double()
             total += shares[slot] * (matrix(shape, inputs, f"{prefix}down", expert) @ inner)
         return (total.to(shape.torch_dtype),)
 
     def outputs(self, shape: Shape, inputs: Tensors) -> dict[str, Tensor]:
-        """The result; the second product's activations as integers, 8 with a scale, scaled sums of these; arrivals, zero."""
+        """The result; the experts' numbers and shares; x as integers, and what is between the products."""
         assert isinstance(shape, MoeShape)
         device, inner = inputs["x"].device, shape.used * shape.width
         return {
             "output": torch.empty(shape.hidden, dtype=shape.torch_dtype, device=device),
+            "numbers": torch.empty(shape.used, dtype=torch.int32, device=device),
+            "shares": torch.empty(shape.used, device=device),
+            "x_codes": torch.empty(shape.hidden, dtype=torch.int8, device=device),
+            "x_scales": torch.empty(shape.hidden // BLOCK, device=device),
+            "x_sums": torch.empty(shape.hidden // BLOCK, device=device),
             "inner": torch.empty(inner, dtype=torch.int8, device=device),
             "inner_scales": torch.empty(inner // EIGHT, device=device),
             "inner_sums": torch.empty(inner // EIGHT, device=device),
-            "arrivals": arrivals(inputs, LINE * (shape.used + 1), device),
         }
 
     def launches(self, shape: Shape, config: Config, inputs: Tensors, outputs: Tensors) -> Sequence[Launch]:
         assert isinstance(shape, MoeShape)
-        up, down = find_scheme(shape.scheme), find_scheme(shape.down)
-        arguments = pointers(shape, inputs) | {**outputs, "inner_words": outputs["inner"].view(torch.int32)}
+        ptx, blocks = {"PTX": inputs["x"].device.type != "cpu"}, shape.hidden // BLOCK
+        up, down = pointers(shape, inputs, "up"), pointers(shape, inputs, "down")
+        sizes = {"HIDDEN": shape.hidden, "WIDTH": shape.width, "TOP_K": shape.top_k, "USED": shape.used, **ptx}
+        found = {name: outputs[name] for name in ("numbers", "shares")}
+        x = {name: outputs[name] for name in ("x_codes", "x_scales", "x_sums")}
+        inner = {name: outputs[name] for name in ("inner", "inner_scales", "inner_sums")}
+        scores = {"x": inputs["x"], "scores": inputs["scores"], "shared_gate": inputs.get("shared_gate", inputs["x"])}
+        start = {"EXPERTS": shape.experts, "TOP_K": shape.top_k, "USED": shape.used, "BLOCKS": QUANTISED, **ptx}
+
         threads = 32 * config.warps
-        lanes = min(config["lanes"], triton.next_power_of_2(shape.hidden // BLOCK))
+        lanes = min(32, triton.next_power_of_2(blocks))  # of a row
         while shape.width % (threads // lanes * config["each"]):  # as many pairs a block as there are, or a part of them
             lanes *= 2
-        down_lanes = triton.next_power_of_2(shape.width // BLOCK)
-        down_rows = max(1, 32 // down_lanes)  # that a warp has side by side
-        down_each = max(1, config["rows"] // down_rows)
-        constants = {
-            "HIDDEN": shape.hidden, "WIDTH": shape.width, "EXPERTS": shape.experts, "TOP_K": shape.top_k, "USED": shape.used,
-            "ACTIVATION": shape.activation, "UP_BN": threads // lanes, "UP_BG": lanes, "UP_EACH": config["each"],
-            "DOWN_BN": down_rows, "DOWN_BG": down_lanes, "DOWN_EACH": down_each, "AHEAD": config["ahead"],
-            "PTX": inputs["x"].device.type != "cpu",
-            **scheme_constants("UP_", up), **scheme_constants("DOWN_", down),
-        }  # fmt: skip
-        first = shape.used * (shape.width // (threads // lanes * config["each"]))
-        second = triton.cdiv(shape.hidden, down_rows * down_each)
-        phases = [(1, 1, first + second)] if config["fused"] else [(1, 0, first), (0, 1, second)]
+        first = {"EACH": config["each"], "BN": threads // lanes, "BG": lanes, "ACTIVATION": shape.activation}
+        pairs = config["each"] * threads // lanes
+
+        threads = 32 * config["down_warps"]
+        lanes = min(32, triton.next_power_of_2(shape.width // BLOCK))
+        while threads // lanes * config["rows"] > shape.hidden:  # no more rows at a time than there are
+            lanes *= 2
+        second = {"EACH": config["rows"], "BN": threads // lanes, "BG": lanes}
+        rows = config["rows"] * threads // lanes
+        words = {"x_codes": x["x_codes"].view(torch.int64)}, {"inner": inner["inner"].view(torch.int64)}
+        up_arguments = {**up, **x, **inner, **words[0], "numbers": found["numbers"]}
+        down_arguments = {**down, **inner, **words[1], **found, "output": outputs["output"]}
+        first |= scheme_constants(find_scheme(shape.scheme))
+        second |= scheme_constants(find_scheme(shape.down))
+        starts, ups, downs = 1 + -(-blocks // QUANTISED), shape.used * shape.width // pairs, -(-shape.hidden // rows)
         return [
-            Launch(_moe, (grid,), arguments, {**constants, "FIRST": a, "SECOND": b}, config.warps, config.stages, early=True)
-            for a, b, grid in phases
+            Launch(_start, (starts,), {**scores, **x, **found, "size": blocks}, start, 1, early=True),
+            Launch(_up, (ups,), up_arguments, sizes | first, config.warps, early=True),
+            Launch(_down, (downs,), down_arguments, sizes | second, config["down_warps"], early=True),
         ]
 
     def cost(self, shape: Shape) -> Cost:
@@ -216,39 +222,42 @@ def route(shape: MoeShape, inputs: Tensors) -> tuple[Tensor, Tensor]:
     return chosen, torch.cat((shares, inputs["shared_gate"].float().sigmoid())) if shape.shared else shares
 
 
-def pointers(shape: MoeShape, inputs: Tensors) -> dict[str, Tensor]:
-    """The kernel's arguments: every part of every matrix. Where a scheme, or the model, hasn't one, another stands for it."""
+def pointers(shape: MoeShape, inputs: Tensors, which: str) -> dict[str, Tensor]:
+    """Every part of the matrices `which` ("up" or "down"), and of the shared expert's, for a launch.
+
+    Where a scheme, or the model, hasn't one, another stands for it.
+    """
     asked, like = shape.check(), inputs["x"]
     floats = (torch.float32, torch.bfloat16, torch.float16)
-    found = {name: inputs.get(name, like) for name in ("x", "scores", "shared_gate")}
     for name, columns in (("x", shape.hidden), ("scores", shape.experts), ("shared_gate", 1)):
         if name != "shared_gate" or shape.shared:
             check_tensor(asked, name, inputs[name], (columns,), floats, like, 2)
+    found = {}
     for prefix, (scheme, size) in matrices(shape).items():
+        if not prefix.endswith(which):
+            continue
         parts = {name: inputs[f"{prefix}_{name}"] for name in scheme.parts()}
         for name, (dtype, per) in scheme.parts().items():
             check_tensor(asked, f"{prefix}_{name}", parts[name], (*size[:-1], size[-1] // per), dtype, like)
         scales = parts["scales"]
+        high = parts["high"].view(torch.int64 if scheme.bits == 6 else torch.int32) if "high" in parts else scales
         found |= {
-            f"{prefix}_codes": parts["codes"].view(torch.int64 if scheme.bits == 8 else torch.int32),
-            f"{prefix}_high": parts["high"].view(torch.int64 if scheme.bits == 6 else torch.int32)
-            if "high" in parts
-            else scales,
-            f"{prefix}_scales": scales.view(torch.int16) if scheme.group == 16 else scales,
-            f"{prefix}_offsets": parts.get("zeros", parts.get("minima", scales)),
-            f"{prefix}_scale_steps": parts.get("scale_steps", scales),
-            f"{prefix}_offset_steps": parts.get("minimum_steps", scales),
+            prefix.replace(which, name): part
+            for name, part in (
+                ("codes", parts["codes"].view(torch.int64)),
+                ("high", high),
+                ("scales", scales.view(torch.int16) if scheme.group == 16 else scales),
+                ("offsets", parts.get("zeros", parts.get("minima", scales))),
+                ("scale_steps", parts.get("scale_steps", scales)),
+                ("offset_steps", parts.get("minimum_steps", scales)),
+            )
         }
-    return {f"shared_{name}": part for name, part in found.items() if name.startswith(("up_", "down_"))} | found
+    return {f"shared_{name}": part for name, part in found.items() if not name.startswith("shared_")} | found
 
 
-def scheme_constants(prefix: str, scheme: Scheme) -> dict[str, int | str]:
-    return {
-        f"{prefix}BITS": scheme.bits,
-        f"{prefix}GROUP": scheme.group,
-        f"{prefix}STEPS": scheme.steps,
-        f"{prefix}OFFSET": scheme.offset,
-    }
+def scheme_constants(scheme: Scheme) -> dict[str, int | str]:
+    """What the kernels are told of a scheme."""
+    return {"BITS": scheme.bits, "GROUP": scheme.group, "STEPS": scheme.steps, "OFFSET": scheme.offset}
 
 
 MOE_STEP = MoeStep()
@@ -321,142 +330,25 @@ def _route(keys, scores, shared_gate, EXPERTS: tl.constexpr, TOP_K: tl.constexpr
     return tl.minimum(_number(chosen), EXPERTS - 1), share / tl.sum(share, 0), gate
 
 
-@triton.jit
-def _chosen(keys, place):
-    """The number of the expert whose score comes at `place`: the best's is 0."""
-    top = _largest(keys, False, 0)
-    for _ in range(place):
-        top = _largest(keys, True, top)
-    return _number(top)
-
-
-@triton.jit
-def _first(
-    x, parts, down, inner, inner_scales, inner_sums, expert, program,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, EACH: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr,
-    ACTIVATION: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr,
-    DOWN_BITS: tl.constexpr, DOWN_GROUP: tl.constexpr, DOWN_STEPS: tl.constexpr, DOWN_OFFSET: tl.constexpr, PTX: tl.constexpr,
+@triton.jit(do_not_specialize=["size"])
+def _start(
+    x, scores, shared_gate, x_codes, x_scales, x_sums, numbers, shares, size,
+    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, USED: tl.constexpr, BLOCKS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """BN times EACH rows of gate and as many of up of one expert, activated and made integers, eight with a scale.
-
-    All that the lanes want of the matrix is asked for before any of it is used; then the second product's rows of the same
-    expert begin their way into L2; then activations become integers while all that comes.
-    """
-    BLOCKS: tl.constexpr = HIDDEN // 32
-    TILES: tl.constexpr = (BLOCKS + BG - 1) // BG
-    PAIRS: tl.constexpr = BN * EACH
-    lane = tl.arange(0, BG)[None, :]
-    place = program % (WIDTH // PAIRS)
-    s = tl.arange(0, 2 * EACH)[:, None, None]  # rows of gate, each before that of up
-    row = expert * (2 * WIDTH) + (place * PAIRS + s // 2 * BN + tl.arange(0, BN)[None, :, None] + s % 2 * WIDTH)
-    held = ()
-    for t in tl.static_range(TILES):
-        first = t * BG if (t + 1) * BG <= BLOCKS else (BLOCKS - BG if BLOCKS > BG else 0)  # the last tile ends with the row
-        g = first + tl.minimum(tl.arange(0, BG), BLOCKS - 1)[None, None, :]
-        held = held + (load_blocks(parts, row, g, HIDDEN, BITS, GROUP, STEPS, OFFSET),)
-    if PTX:
-        _prefetch_parts(
-            down, expert, place, HIDDEN * WIDTH, WIDTH // PAIRS, DOWN_BITS, DOWN_GROUP, DOWN_STEPS, DOWN_OFFSET
-        )  # fmt: skip
-    sums = tl.zeros((2 * EACH, BN, BG), tl.float32)
-    for t in tl.static_range(TILES):
-        first = t * BG if (t + 1) * BG <= BLOCKS else (BLOCKS - BG if BLOCKS > BG else 0)
-        # What the last tile shares with the one before counts once.
-        valid = lane >= ((t + 1) * BG - BLOCKS if (t + 1) * BG > BLOCKS and BLOCKS > BG else 0)
-        given = to_blocks(x, first + tl.minimum(lane, BLOCKS - 1), valid & (lane < BLOCKS), BITS, PTX)
-        sums += multiply(held[t], given[0], given[1], given[2], given[3], False, BITS, GROUP, STEPS, OFFSET, PTX)
-    gate, up = tl.split(tl.permute(tl.reshape(tl.sum(sums, 2), (EACH, 2, BN)), (0, 2, 1)))
-    found = tl.reshape(activate(gate, up, ACTIVATION), (PAIRS // 8, 8))
-    top = largest(found, 1, PTX)
-    rounded = round_to(found, inverse_of(top)[:, None], PTX)
-    scale = top * (1 / 127)  # not a number where one of them is none
-    eight = program * (PAIRS // 8) + tl.arange(0, PAIRS // 8)
-    r = tl.arange(0, 8)[None, :]
-    at = place_of(eight, DOWN_BITS)
-    byte = (at // 4 * 32 + at % 4 * 4)[:, None] + r // 4 * 16 + r % 4  # of a block: the first fours of its eights, the others
-    tl.store(inner + byte, rounded.to(tl.int32, bitcast=True).to(tl.int8))
-    tl.store(inner_scales + at, scale)
-    tl.store(inner_sums + at, tl.sum(rounded - ROUND, 1) * scale)
-
-
-@triton.jit
-def _again(x, TIMES: tl.constexpr):
-    """[1, S, BN, BG, 4] TIMES times, one after the other, in the same registers: [TIMES * S, BN, BG, 4]."""
-    whole = tl.broadcast_to(x, (TIMES, x.shape[1], x.shape[2], x.shape[3], 4))
-    return tl.reshape(whole, (TIMES * x.shape[1], x.shape[2], x.shape[3], 4))
-
-
-@triton.jit
-def _left(slot, words, scales, sums, WIDTH: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr, CACHE: tl.constexpr):
-    """What the first product left for `slot` [S] of the experts used: words, low and high, scales, sums [1, S, BN, BG, 4].
-
-    Past the first cache (CACHE) where other blocks wrote it during this launch.
-    """
-    lane = tl.arange(0, BG)[None, None, None, :, None] + tl.zeros((1, 1, BN, 1, 1), tl.int32)
-    block = slot[None, :, None, None, None] * (WIDTH // 32) + tl.minimum(lane, WIDTH // 32 - 1)
-    four = tl.arange(0, 4)[None, None, None, None, :]
-    low = tl.load(words + block * 8 + four, cache_modifier=CACHE)
-    high = tl.load(words + block * 8 + 4 + four, cache_modifier=CACHE)
-    scale = tl.load(scales + block * 4 + four, cache_modifier=CACHE)
-    return low, high, scale, tl.load(sums + block * 4 + four, cache_modifier=CACHE)
-
-
-@triton.jit
-def _second(
-    held, left, EACH: tl.constexpr, WIDTH: tl.constexpr, BG: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    STEPS: tl.constexpr, OFFSET: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """EACH rows, `held`, of every expert times what was `left` for it, summed over the blocks: [EACH * S, BN]."""
-    found = multiply(
-        held, _again(left[0], EACH), _again(left[1], EACH), _again(left[2], EACH), tl.sum(_again(left[3], EACH), 3), True, BITS,
-        GROUP, STEPS, OFFSET, PTX,
-    )  # fmt: skip
-    return tl.sum(tl.where(tl.arange(0, BG)[None, None, :] < WIDTH // 32, found, 0.0), 2)
-
-
-@triton.jit
-def place_of(eight, BITS: tl.constexpr):
-    """Where a block's eighth stands that `multiply` takes for codes of BITS."""
-    return eight // 4 * 4 + eight % 2 * 2 + eight // 2 % 2 if BITS == 8 else eight
-
-
-@triton.jit
-def _prefetch(part, expert, place, SIZE: tl.constexpr, PLACES: tl.constexpr):
-    """Ask for one of PLACES shares of a matrix's part, SIZE elements, to be brought into L2."""
-    EACH: tl.constexpr = 32 * 8 // part.dtype.element_ty.primitive_bitwidth  # 32 B: what L2 fetches at least
-    LINES: tl.constexpr = (SIZE + EACH * PLACES - 1) // (EACH * PLACES)
-    line = place * LINES + tl.arange(0, triton.next_power_of_2(LINES))
-    at = part + expert * SIZE + tl.minimum(line, SIZE // EACH - 1 if SIZE > EACH else 0) * EACH
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], tl.int32, False, 1)
-
-
-@triton.jit
-def _prefetch_parts(
-    parts, expert, place, SIZE: tl.constexpr, PLACES: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    STEPS: tl.constexpr, OFFSET: tl.constexpr,
-):  # fmt: skip
-    """... of a whole matrix of SIZE weights."""
-    _prefetch(parts[0], expert, place, SIZE // 8, PLACES)
-    if BITS == 5 or BITS == 6:
-        _prefetch(parts[1], expert, place, SIZE // 32, PLACES)
-    _prefetch(parts[2], expert, place, SIZE // (32 if GROUP == 16 else GROUP), PLACES)
-    if OFFSET != "centre":
-        _prefetch(parts[3], expert, place, SIZE // GROUP, PLACES)
-    if STEPS:
-        _prefetch(parts[4], expert, place, SIZE // STEPS, PLACES)
-        if OFFSET != "centre":
-            _prefetch(parts[5], expert, place, SIZE // STEPS, PLACES)
-
-
-@triton.jit
-def _wait(arrivals, wanted, USED: tl.constexpr, PTX: tl.constexpr):
-    """Until every expert's counter is at `wanted`: what was written before it got there is seen from here on."""
-    counters = arrivals + 32 * tl.minimum(tl.arange(0, triton.next_power_of_2(USED)), USED - 1)
-    if PTX:
-        least = wanted - 1
-        while least < wanted:
-            found = tl.inline_asm_elementwise("ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [counters], tl.int32, False, 1)
-            least = tl.min(found, 0)
+    """One block finds the experts, the others make integers of x."""
+    let_next_begin()
+    await_previous()
+    program = tl.program_id(0)
+    if program == 0:
+        chosen, share, gate = _route(_keys(scores, EXPERTS), scores, shared_gate, EXPERTS, TOP_K, USED)
+        k = tl.arange(0, triton.next_power_of_2(TOP_K))
+        tl.store(numbers + k, chosen, mask=k < TOP_K)
+        tl.store(shares + k, share, mask=k < TOP_K)
+        if USED > TOP_K:
+            tl.store(numbers + TOP_K, 0)
+            tl.store(shares + TOP_K, gate)
+    else:
+        quantise_blocks(x, x_codes, x_scales, x_sums, size, program - 1, BLOCKS, 127, PTX)
 
 
 @triton.jit
@@ -469,91 +361,120 @@ def _pick(own, shared, stacked):
 
 
 @triton.jit
-def _moe(
-    x, scores, shared_gate,
-    up_codes, up_high, up_scales, up_offsets, up_scale_steps, up_offset_steps,
-    down_codes, down_high, down_scales, down_offsets, down_scale_steps, down_offset_steps,
-    shared_up_codes, shared_up_high, shared_up_scales, shared_up_offsets, shared_up_scale_steps, shared_up_offset_steps,
-    shared_down_codes, shared_down_high, shared_down_scales, shared_down_offsets, shared_down_scale_steps,
-    shared_down_offset_steps, output, inner, inner_words, inner_scales, inner_sums, arrivals,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, USED: tl.constexpr,
-    ACTIVATION: tl.constexpr, UP_BN: tl.constexpr, UP_BG: tl.constexpr, UP_EACH: tl.constexpr,
-    DOWN_BN: tl.constexpr, DOWN_BG: tl.constexpr, DOWN_EACH: tl.constexpr,
-    UP_BITS: tl.constexpr, UP_GROUP: tl.constexpr, UP_STEPS: tl.constexpr, UP_OFFSET: tl.constexpr,
-    DOWN_BITS: tl.constexpr, DOWN_GROUP: tl.constexpr, DOWN_STEPS: tl.constexpr, DOWN_OFFSET: tl.constexpr,
-    AHEAD: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, PTX: tl.constexpr,
+def _joined(sums):
+    """A tuple of 1, 2, 4, ... tensors [BN, BG] as one: summed over BG, [BN, how many]."""
+    COUNT: tl.constexpr = len(sums)
+    for level in tl.static_range(5):
+        if (COUNT >> level) > 1:
+            joined = ()
+            for i in tl.static_range(COUNT >> (level + 1)):
+                joined = joined + (tl.join(sums[i], sums[i + (COUNT >> (level + 1))]),)
+            sums = joined
+    return tl.reshape(tl.sum(sums[0], 1), (sums[0].shape[0], COUNT))
+
+
+@triton.jit
+def _up(
+    codes, high, scales, offsets, scale_steps, offset_steps,
+    shared_codes, shared_high, shared_scales, shared_offsets, shared_scale_steps, shared_offset_steps,
+    x_codes, x_scales, x_sums, inner, inner_scales, inner_sums, numbers,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, USED: tl.constexpr, EACH: tl.constexpr, BN: tl.constexpr,
+    BG: tl.constexpr, ACTIVATION: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr,
+    OFFSET: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The first product, the second, or both, a block being of one of them. In one launch the second's come last."""
-    PLACES: tl.constexpr = WIDTH // (UP_BN * UP_EACH)
-    FIRST_BLOCKS: tl.constexpr = USED * PLACES if FIRST else 0
+    """BN times EACH rows of gate and as many of up of one expert, activated and made integers, eight with a scale."""
+    take_turn()
+    PAIRS: tl.constexpr = BN * EACH
+    BLOCKS: tl.constexpr = HIDDEN // 32
+    TILES: tl.constexpr = (BLOCKS + BG - 1) // BG
     program = tl.program_id(0)
-    if FIRST and PTX:
-        await_previous()
-        let_next_begin()
-    keys = _keys(scores, EXPERTS)
-    down = (down_codes, down_high, down_scales, down_offsets, down_scale_steps, down_offset_steps)
-    shared_down = (
-        shared_down_codes, shared_down_high, shared_down_scales, shared_down_offsets, shared_down_scale_steps,
-        shared_down_offset_steps,
-    )  # fmt: skip
-    if FIRST and (not SECOND or program < FIRST_BLOCKS):
-        up = (up_codes, up_high, up_scales, up_offsets, up_scale_steps, up_offset_steps)
-        slot, expert = program // PLACES, program * 0
-        if slot < TOP_K:
-            expert = tl.minimum(_chosen(keys, slot), EXPERTS - 1)
-        if USED > TOP_K:
-            shared_up = (
-                shared_up_codes, shared_up_high, shared_up_scales, shared_up_offsets, shared_up_scale_steps,
-                shared_up_offset_steps,
-            )  # fmt: skip
-            up, down = _pick(slot == TOP_K, shared_up, up), _pick(slot == TOP_K, shared_down, down)
-        _first(
-            x, up, down, inner, inner_scales, inner_sums, expert.to(tl.int64), program, HIDDEN, WIDTH, UP_EACH, UP_BN, UP_BG,
-            ACTIVATION, UP_BITS, UP_GROUP, UP_STEPS, UP_OFFSET, DOWN_BITS, DOWN_GROUP, DOWN_STEPS, DOWN_OFFSET, PTX,
-        )  # fmt: skip
-        if SECOND:
-            tl.debug_barrier()  # every thread's results are written before this block says so
-            tl.atomic_add(arrivals + 32 * slot, 1, sem="release")
-    else:
-        numbers, shares, gate = _route(keys, scores, shared_gate, EXPERTS, TOP_K, USED)
-        if FIRST and not AHEAD:
-            _wait(arrivals, PLACES, USED, PTX)
-        SLOTS: tl.constexpr = triton.next_power_of_2(TOP_K)
-        first_row = (program - FIRST_BLOCKS) * (DOWN_EACH * DOWN_BN)
-        n = first_row + tl.arange(0, DOWN_EACH)[:, None] * DOWN_BN + tl.arange(0, DOWN_BN)[None, :]
-        row = tl.minimum(n, HIDDEN - 1)[:, :, None]
-        g = tl.minimum(tl.arange(0, DOWN_BG), WIDTH // 32 - 1)[None, None, :]
-        # A row of every expert, warps side by side in them, then the next: a lane's rows are of few experts, or of one.
-        routed = numbers.to(tl.int64)[None, :, None] * HIDDEN + tl.minimum(n, HIDDEN - 1)[:, None, :]
-        routed = tl.reshape(routed, (DOWN_EACH * SLOTS, DOWN_BN, 1))
-        held = load_blocks(down, routed, g, WIDTH, DOWN_BITS, DOWN_GROUP, DOWN_STEPS, DOWN_OFFSET)
-        if USED > TOP_K:
-            held_shared = load_blocks(shared_down, row, g, WIDTH, DOWN_BITS, DOWN_GROUP, DOWN_STEPS, DOWN_OFFSET)
+    slot, place = program // (WIDTH // PAIRS), program % (WIDTH // PAIRS)
+    expert = tl.load(numbers + slot).to(tl.int64)
+    parts = (codes, high, scales, offsets, scale_steps, offset_steps)
+    if USED > TOP_K:
+        shared = (shared_codes, shared_high, shared_scales, shared_offsets, shared_scale_steps, shared_offset_steps)
+        parts = _pick(slot == TOP_K, shared, parts)
+    base = expert * (2 * WIDTH) + place * PAIRS
+    held = load_tiles(parts, base, WIDTH, 0, TILES, EACH, 2, BN, BG, HIDDEN, BITS, GROUP, STEPS, OFFSET)
+    if PTX:
         tl.debug_barrier()  # all of it is asked for before any of it is used
-        if not FIRST and PTX:
-            await_previous()
-            let_next_begin()
-        if FIRST and AHEAD:
-            _wait(arrivals, PLACES, USED, PTX)
-        CACHE: tl.constexpr = ".cg" if FIRST else ""
-        left = _left(
-            tl.minimum(tl.arange(0, SLOTS), TOP_K - 1), inner_words, inner_scales, inner_sums, WIDTH, DOWN_BN, DOWN_BG, CACHE
-        )  # fmt: skip
-        if USED > TOP_K:
-            own = tl.full((1,), TOP_K, tl.int32)
-            left_shared = _left(own, inner_words, inner_scales, inner_sums, WIDTH, DOWN_BN, DOWN_BG, CACHE)
-        tl.debug_barrier()  # and here
-        found = _second(held, left, DOWN_EACH, WIDTH, DOWN_BG, DOWN_BITS, DOWN_GROUP, DOWN_STEPS, DOWN_OFFSET, PTX)
-        total = tl.sum(tl.reshape(found, (DOWN_EACH, SLOTS, DOWN_BN)) * shares[None, :, None], 1)
-        if USED > TOP_K:
-            total += gate * _second(
-                held_shared, left_shared, DOWN_EACH, WIDTH, DOWN_BG, DOWN_BITS, DOWN_GROUP, DOWN_STEPS, DOWN_OFFSET, PTX
+    same = tl.zeros((BN, 1), tl.int32)
+    sums = ()
+    for _ in tl.static_range(2 * EACH):
+        sums = sums + (tl.zeros((BN, BG), tl.float32),)
+    for t in tl.static_range(TILES):
+        first = t * BG if (t + 1) * BG <= BLOCKS else (BLOCKS - BG if BLOCKS > BG else 0)
+        given = load_activations(x_codes, x_scales, x_sums, first, same, t, 1, HIDDEN, BG, OFFSET, 127, False)
+        following = ()
+        for i in tl.static_range(2 * EACH):
+            product = block_product(held[t * 2 * EACH + i], given, BITS, GROUP, STEPS, OFFSET, 127, False, PTX)
+            following = following + (sums[i] + product,)
+        sums = following
+    found = _joined(sums)  # of each row gate and up next to each other
+    if OFFSET == "centre" and BITS < 8:
+        found *= 1.0 / (1 << (8 - BITS))  # where weights stood in the upper bits
+    gate, up = tl.split(tl.reshape(found, (BN, EACH, 2)))
+    value = activate(gate, up, ACTIVATION)  # [BN, EACH]: rows place * PAIRS + EACH index * BN + BN index
+    value = tl.reshape(tl.trans(value), (PAIRS // 8, 8))
+    top = tl.max(tl.abs(value), 1)
+    inverse = tl.where(top > 1e-30, tl.div_rn(127.0, tl.maximum(top, 1e-30)), 0.0)
+    inverse = tl.broadcast_to(inverse[:, None], (PAIRS // 8, 8))
+    if PTX:  # as in `quantise_blocks`
+        nearest = tl.fma(value, inverse, tl.full((PAIRS // 8, 8), 12582912.0, tl.float32))
+    else:
+        nearest = (value.to(tl.float64) * inverse.to(tl.float64) + 12582912.0).to(tl.float32)
+    total = tl.sum(nearest - 12582912.0, 1)
+    scale = tl.div_rn(top, 127.0) + total * 0.0  # no number where one of them is none
+    eight = program * (PAIRS // 8) + tl.arange(0, PAIRS // 8)
+    tl.store(inner + eight[:, None] * 8 + tl.arange(0, 8)[None, :], nearest.to(tl.int32, bitcast=True).to(tl.int8))
+    tl.store(inner_scales + eight, scale)
+    tl.store(inner_sums + eight, total * scale)
+
+
+@triton.jit
+def _down(
+    codes, high, scales, offsets, scale_steps, offset_steps,
+    shared_codes, shared_high, shared_scales, shared_offsets, shared_scale_steps, shared_offset_steps,
+    inner, inner_scales, inner_sums, numbers, shares, output,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, USED: tl.constexpr, EACH: tl.constexpr, BN: tl.constexpr,
+    BG: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """BN times EACH rows of every expert used, times what the first product left for it, summed by the experts' shares."""
+    BLOCKS: tl.constexpr = WIDTH // 32
+    TILES: tl.constexpr = (BLOCKS + BG - 1) // BG
+    first_row = tl.program_id(0) * (EACH * BN)
+    base = tl.minimum(first_row, HIDDEN - EACH * BN)  # the last block begins where it ends with the rows
+    held = ()
+    for s in tl.static_range(USED):
+        # Past the first cache: written by the launch before the last one, which is done where this one has begun.
+        expert = tl.load(numbers + s, cache_modifier=".cg").to(tl.int64)
+        parts = (codes, high, scales, offsets, scale_steps, offset_steps)
+        if s == TOP_K:
+            parts = (shared_codes, shared_high, shared_scales, shared_offsets, shared_scale_steps, shared_offset_steps)
+        at = expert * HIDDEN + base
+        held = held + load_tiles(parts, at, 0, 0, TILES, EACH, 1, BN, BG, WIDTH, BITS, GROUP, STEPS, OFFSET)
+    take_turn()
+    if PTX:
+        tl.debug_barrier()
+    same = tl.zeros((BN, 1), tl.int32)
+    sums = ()
+    for _ in tl.static_range(EACH):
+        sums = sums + (tl.zeros((BN, BG), tl.float32),)
+    for s in tl.static_range(USED):
+        share = tl.load(shares + s)
+        for t in tl.static_range(TILES):
+            first = t * BG if (t + 1) * BG <= BLOCKS else (BLOCKS - BG if BLOCKS > BG else 0)
+            at = s * (WIDTH // 8)
+            given = load_activations(
+                inner + at, inner_scales + at, inner_sums + at, first, same, t, 1, WIDTH, BG, OFFSET, 127, True
             )  # fmt: skip
-        tl.store(output + n, total.to(output.dtype.element_ty), mask=n < HIDDEN)
-        if FIRST:
-            tl.debug_barrier()  # none of this block's threads waits any more, and after the last block none at all
-        if FIRST and tl.atomic_add(arrivals + 32 * USED, 1, sem="relaxed") == tl.num_programs(0) - FIRST_BLOCKS - 1:
-            at = tl.arange(0, triton.next_power_of_2(USED + 1))
-            tl.store(
-                arrivals + 32 * at, tl.zeros_like(at), mask=at <= USED
-            )  # ready for the next launch: no block waits any more
+            following = ()
+            for i in tl.static_range(EACH):
+                product = block_product(held[(s * TILES + t) * EACH + i], given, BITS, GROUP, STEPS, OFFSET, 127, True, PTX)
+                following = following + (sums[i] + share * product,)
+            sums = following
+    found = _joined(sums)
+    if OFFSET == "centre" and BITS < 8:
+        found *= 1.0 / (1 << (8 - BITS))
+    n = base + tl.arange(0, EACH)[None, :] * BN + tl.arange(0, BN)[:, None]
+    tl.store(output + n, found.to(output.dtype.element_ty), mask=n >= first_row)

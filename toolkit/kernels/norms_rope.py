@@ -25,6 +25,7 @@ from torch import Tensor
 from toolkit.errors import ModelError
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, config_grid
 from toolkit.kernels.checks import ALIGNMENT, check_tensor
+from toolkit.kernels.early import take_turn
 
 GROUP = 32  # activations that share a scale
 FORMS = ("norm", "add_norm", "norm_add", "norm_add_norm")
@@ -153,7 +154,7 @@ class RmsNorm(Kernel):
             "ADD_FIRST": shape.form == "add_norm", "NORM_ADD": shape.form.startswith("norm_add"),
             "NORM": shape.form != "norm_add", "SCALED": shape.scaled, "QUANTISED": shape.quantised,
         }  # fmt: skip
-        return [Launch(_norm_kernel, (shape.tokens,), arguments, constants, config.warps, config.stages)]
+        return [Launch(_norm_kernel, (shape.tokens,), arguments, constants, config.warps, config.stages, early=True)]
 
     def _check(self, shape: NormShape, inputs: Tensors, outputs: Tensors) -> None:
         dtype, rows = DTYPES[shape.dtype], (shape.tokens, shape.hidden)
@@ -316,7 +317,7 @@ class QkNormRope(Kernel):
             "OWN_VALUES": shape.values == "own", "VALUE_NORM": shape.value_norm, "CACHE": shape.cache,
             "BLOCK_H": block, "BLOCK_D": triton.next_power_of_2(shape.head_dim),
         }  # fmt: skip
-        return [Launch(_heads_kernel, (shape.tokens, blocks), arguments, constants, config.warps, config.stages)]
+        return [Launch(_heads_kernel, (shape.tokens, blocks), arguments, constants, config.warps, config.stages, early=True)]
 
     def _check(self, shape: HeadsShape, inputs: Tensors, outputs: Tensors) -> None:
         dtype, weight = DTYPES[shape.dtype], ((shape.head_dim,), torch.float32)
@@ -371,6 +372,7 @@ def _norm_kernel(
     SCALED: tl.constexpr, QUANTISED: tl.constexpr,
 ):  # fmt: skip
     """One row a program. Everything but the sums of squares is rounded to the rows' dtype, as the models' operations do."""
+    take_turn()
     GROUPS: tl.constexpr = BLOCK // 32
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
@@ -418,6 +420,7 @@ def _heads_kernel(
 
     The other half of a rotated pair is loaded a second time, from L1, rather than moved between threads.
     """
+    take_turn()
     Q_BLOCKS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     K_BLOCKS: tl.constexpr = (KV + BLOCK_H - 1) // BLOCK_H
     Q_STEP: tl.constexpr = D * (2 if GATED else 1)

@@ -1,180 +1,222 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-incomplete-defs, allow-untyped-decorators
-# mypy: disable-error-code="assignment"
-"""Rows of packed matrices times integer activations, four weights an instruction, with a lane to each block of 32.
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: disable-error-code="assignment, misc"
+# ruff: noqa: RUF005  # what Triton compiles knows no (*a, b)
+"""Rows of packed matrices times integer activations, four weights an instruction (dp4a): a lane to each block of 32.
 
-Tiles are [S, BN, BG] blocks: BN rows at a time, their BG blocks side by side, a lane each; S is how many such rows a lane
-holds. Written as tensors, not as S copies of the same code: Triton's compiler takes time with the square of the code. Of
-blocks, what has four words or scales has them in a last dimension of 4; of 8-bit codes their order is 0, 2, 1, 3.
+Tiles are [BN, BG] blocks: BN rows at a time, their BG blocks side by side. A lane loads a block, all of it, and multiplies it,
+so that no value moves between lanes before the sum over the row. Tiles are tuples: what a lane holds of several is in as many
+variables. `parts` are pointers to a matrix's codes, high bits, scales, offsets, steps of scales and of offsets.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from toolkit.kernels.int4_matmul import _dp4a
-
-ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23 leaves the nearest integer, ties to even, in the low mantissa bits
 
 
 @triton.jit
-def _load(pointers):
-    """One element a lane. Without being told that neighbours are apart, a lane would load those of others, and pass them on."""
-    return tl.load(tl.max_contiguous(pointers, [1, 1, 1]))
+def _dp4a(a, b, c, SIGNED: tl.constexpr, PTX: tl.constexpr):
+    """c plus four products: bytes of a (unsigned unless SIGNED) times signed bytes of b."""
+    if PTX:
+        if SIGNED:
+            c = tl.inline_asm_elementwise("dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], tl.int32, True, 1)
+        else:
+            c = tl.inline_asm_elementwise("dp4a.u32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], tl.int32, True, 1)
+    else:
+        for i in tl.static_range(4):
+            byte = ((a << (24 - 8 * i)) >> 24) if SIGNED else ((a >> (8 * i)) & 255)
+            c += byte * ((b << (24 - 8 * i)) >> 24)
+    return c
 
 
 @triton.jit
-def load_blocks(
+def quantise_blocks(
+    x_ptr, codes_ptr, scales_ptr, sums_ptr, size, program, BLOCKS: tl.constexpr, LIMIT: tl.constexpr, PTX: tl.constexpr
+):
+    """BLOCKS blocks of x, of `size` altogether: each 32 activations to integers (a higher digit, if any, `size` blocks on)."""
+    g = program * BLOCKS + tl.arange(0, BLOCKS)
+    at = g[:, None].to(tl.int64) * 32 + tl.arange(0, 32)[None, :]
+    there = (g < size)[:, None]
+    x = tl.load(x_ptr + at, mask=there, other=0.0).to(tl.float32)
+    top = tl.max(tl.abs(x), 1)
+    inverse = tl.where(top > 1e-30, tl.div_rn(LIMIT * 1.0, tl.maximum(top, 1e-30)), 0.0)
+    inverse = tl.broadcast_to(inverse[:, None], (BLOCKS, 32))
+    if PTX:  # 1.5 * 2^23 leaves the nearest integer, ties to even, in the low mantissa bits; the sum is rounded once
+        nearest = tl.fma(x, inverse, tl.full((BLOCKS, 32), 12582912.0, tl.float32))
+    else:
+        nearest = (x.to(tl.float64) * inverse.to(tl.float64) + 12582912.0).to(tl.float32)
+    total = tl.sum(nearest - 12582912.0, 1)
+    scale = tl.div_rn(top, LIMIT * 1.0) + total * 0.0  # no number where an activation is none, and so are all results
+    bits = nearest.to(tl.int32, bitcast=True)
+    tl.store(codes_ptr + at, bits.to(tl.int8), mask=there)
+    if LIMIT > 127:  # what the lower digit, which is signed, leaves
+        tl.store(codes_ptr + at + size.to(tl.int64) * 32, ((bits + 128) >> 8).to(tl.int8), mask=there)
+    tl.store(scales_ptr + g, scale, mask=g < size)
+    tl.store(sums_ptr + g, total * scale, mask=g < size)
+
+
+@triton.jit
+def load_block(
     parts, row, g, K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr
 ):  # fmt: skip
-    """Blocks g [1, 1, BG] of rows [S, BN, 1]: codes [S, BN, BG, 4], and scales, high bits, offsets, their steps [S, BN, BG].
+    """Blocks g [1, BG] of rows [BN, 1]: words of codes, two an int64, scales, and whatever else the scheme has. [BN, BG] each.
 
-    `parts`: where a matrix has these. The scales stand for what the scheme hasn't.
+    A lane loads a block, so that no value ever moves between lanes before the sum over the row.
     """
+    PER: tl.constexpr = 1 if GROUP == 16 else GROUP // 32  # blocks that share scales; of groups of 16 two are loaded at once
+    pair = tl.arange(0, 2)[None, None, :]
+    codes = parts[0] + (row * (K // 8 if BITS == 8 else K // 16))[:, :, None] + (g * (4 if BITS == 8 else 2))[:, :, None]
+    found = tl.split(tl.load(codes + pair))
     if BITS == 8:
-        pair = parts[0] + (row * (K // 8) + g * 4)[:, :, :, None] + tl.arange(0, 2)[None, None, None, :]
-        codes = tl.join(tl.load(pair), tl.load(pair + 2))
-        codes = tl.reshape(codes, (codes.shape[0], codes.shape[1], codes.shape[2], 4))
-    else:
-        codes = tl.load(parts[0] + (row * (K // 8) + g * 4)[:, :, :, None] + tl.arange(0, 4)[None, None, None, :])
-    PER: tl.constexpr = 1 if GROUP == 16 else GROUP // 32  # blocks that share a scale; of groups of 16 two are loaded as one
-    scales = _load(parts[2] + row * (K // 32 // PER) + g // PER)
-    high = scales
+        found = found + tl.split(tl.load(codes + pair + 2))
+    found = found + (tl.load(parts[2] + row * (K // 32 // PER) + g // PER),)
     if BITS == 5 or BITS == 6:
-        high = _load(parts[1] + row * (K // 32) + g)
-    offsets = scales
-    if OFFSET != "centre":
-        offsets = _load(parts[3] + row * (K // 32 // PER) + g // PER)
-    scale_steps = scales
-    offset_steps = scales
+        found = found + (tl.load(parts[1] + row * (K // 32) + g),)
     if STEPS:
-        scale_steps = _load(parts[4] + row * (K // STEPS) + g // (STEPS // 32))
-        if OFFSET != "centre":
-            offset_steps = _load(parts[5] + row * (K // STEPS) + g // (STEPS // 32))
-    return codes, scales, high, offsets, scale_steps, offset_steps
+        found = found + (tl.load(parts[4] + row * (K // 256) + g // 8),)
+    if OFFSET != "centre":
+        found = found + (tl.load(parts[3] + row * (K // 32 // PER) + g // PER),)
+        if STEPS:
+            found = found + (tl.load(parts[5] + row * (K // 256) + g // 8),)
+    return found
 
 
 @triton.jit
-def _weights(held, BITS: tl.constexpr, OFFSET: tl.constexpr):
-    """Of each eight weights the first four and the others, a byte each; centred ones signed, in the upper bits of theirs."""
-    words = held[0]
-    j = tl.arange(0, 4)[None, None, None, :]
-    bits = words
-    if BITS == 5:
-        bits = held[2][:, :, :, None] >> (2 * j)
-    if BITS == 6:
-        bits = (held[2][:, :, :, None] >> (32 * (j // 2) + 4 * (j % 2))).to(tl.int32)
-    if BITS == 8:
-        low, high = words.to(tl.int32), (words >> 32).to(tl.int32)
-    elif OFFSET != "centre":
-        low, high = words & 0x0F0F0F0F, (words >> 4) & 0x0F0F0F0F
-        if BITS == 5:
-            low |= (bits & 0x01010101) << 4
-            high |= ((bits >> 1) & 0x01010101) << 4
+def load_tiles(
+    parts, base, width, T: tl.constexpr, AHEAD: tl.constexpr, ROWS: tl.constexpr, HALVES: tl.constexpr, BN: tl.constexpr,
+    BG: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """`load_block` of tiles T to T + AHEAD - 1, for ROWS rows of each of BN, and HALVES (`width` rows apart)."""
+    BLOCKS: tl.constexpr = K // 32
+    found = ()
+    for t in tl.static_range(T, T + AHEAD):
+        if t * BG < BLOCKS:
+            first = t * BG if (t + 1) * BG <= BLOCKS else (BLOCKS - BG if BLOCKS > BG else 0)
+            g = first + tl.minimum(tl.arange(0, BG), BLOCKS - 1)[None, :]
+            for u in tl.static_range(ROWS):
+                row = base.to(tl.int64) + u * BN + tl.arange(0, BN)[:, None]
+                for h in tl.static_range(HALVES):
+                    found = found + (load_block(parts, row + h * width, g, K, BITS, GROUP, STEPS, OFFSET),)
+    return found
+
+
+@triton.jit
+def load_activations(
+    codes_ptr, scales_ptr, sums_ptr, first, same, T: tl.constexpr, M: tl.constexpr, K: tl.constexpr, BG: tl.constexpr,
+    OFFSET: tl.constexpr, LIMIT: tl.constexpr, EIGHTS: tl.constexpr,
+):  # fmt: skip
+    """A token's blocks of tile T: scales, scaled sums, four int64 of codes, four of higher digits. [BN, BG] each.
+
+    Scales and sums are of a block, or of each eight activations (EIGHTS): then the other three scales come last.
+    """
+    BLOCKS: tl.constexpr = K // 32
+    lane = tl.arange(0, BG)[None, :] + same
+    g = first + tl.minimum(lane, BLOCKS - 1)
+    pair = tl.arange(0, 2)[None, None, :]
+    others = ()
+    if EIGHTS:
+        fours = g[:, :, None] * 4 + pair
+        scale, second = tl.split(tl.load(scales_ptr + fours))
+        others = (second,) + tl.split(tl.load(scales_ptr + fours + 2))
+        a, b = tl.split(tl.load(sums_ptr + fours))
+        c, d = tl.split(tl.load(sums_ptr + fours + 2))
+        total = (a + b) + (c + d)
     else:
+        scale = tl.load(scales_ptr + g)
+        total = tl.load(sums_ptr + g) if OFFSET != "centre" else scale
+    if (T + 1) * BG > BLOCKS:  # the last tile ends with the row: what it shares with the one before counts once
+        valid = lane >= (T + 1) * BG - BLOCKS if BLOCKS > BG else lane < BLOCKS
+        scale = tl.where(valid, scale, 0.0)
+        total = tl.where(valid, total, 0.0)
+        if EIGHTS:
+            others = (tl.where(valid, others[0], 0.0), tl.where(valid, others[1], 0.0), tl.where(valid, others[2], 0.0))
+    at = codes_ptr + g[:, :, None] * 4 + pair
+    found = (scale, total) + tl.split(tl.load(at)) + tl.split(tl.load(at + 2))
+    if LIMIT > 127:
+        found = found + tl.split(tl.load(at + M * (K // 8))) + tl.split(tl.load(at + M * (K // 8) + 2))
+    return found + others
+
+
+@triton.jit
+def _weights(held, J: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr):
+    """Weights 8 J to 8 J + 3 of a block and the four after, one a byte; centred ones signed, in the upper bits of theirs."""
+    if BITS == 8:
+        return held[J].to(tl.int32), (held[J] >> 32).to(tl.int32)
+    word = (held[J // 2] >> (32 * (J % 2))).to(tl.int32)
+    if OFFSET == "centre":
         if BITS == 4:
-            low, high = (words << 4) & -0x0F0F0F10, words & -0x0F0F0F10
-        elif BITS == 5:
-            low = ((words << 3) & 0x78787878) | ((bits & 0x01010101) << 7)
-            high = ((words >> 1) & 0x78787878) | ((bits & 0x02020202) << 6)
+            return ((word << 4) & -0x0F0F0F10) ^ -0x7F7F7F80, (word & -0x0F0F0F10) ^ -0x7F7F7F80
+        if BITS == 5:
+            bits = held[3] >> (2 * J)
+            low = ((word << 3) & 0x78787878) | ((bits & 0x01010101) << 7)
+            high = ((word >> 1) & 0x78787878) | ((bits & 0x02020202) << 6)
         else:
-            low = ((words << 2) & 0x3C3C3C3C) | ((bits & 0x03030303) << 6)
-            high = ((words >> 2) & 0x3C3C3C3C) | ((bits & 0x0C0C0C0C) << 4)
-        low, high = low ^ -0x7F7F7F80, high ^ -0x7F7F7F80
+            bits = (held[3] >> (32 * (J // 2))).to(tl.int32) >> (4 * (J % 2))
+            low = ((word << 2) & 0x3C3C3C3C) | ((bits & 0x03030303) << 6)
+            high = ((word >> 2) & 0x3C3C3C3C) | ((bits & 0x0C0C0C0C) << 4)
+        return low ^ -0x7F7F7F80, high ^ -0x7F7F7F80
+    low, high = word & 0x0F0F0F0F, (word >> 4) & 0x0F0F0F0F
+    if BITS == 5:
+        low |= ((held[3] >> (2 * J)) & 0x01010101) << 4
+        high |= ((held[3] >> (2 * J + 1)) & 0x01010101) << 4
     return low, high
 
 
 @triton.jit
-def multiply(
-    held, x_low, x_high, x_scale, x_sum, EIGHTS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr,
-    OFFSET: tl.constexpr, PTX: tl.constexpr,
+def _dot(
+    held, x, S: tl.constexpr, SUB: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr, AT: tl.constexpr, PTX: tl.constexpr
 ):  # fmt: skip
-    """Blocks that `load_blocks` gave times activations: [S, BN, BG].
-
-    x_low and x_high [.., 4]: words of four; x_sum: their values' sum; x_scale: of a block, or [.., 4], of each EIGHTS.
-    """
+    """Products of part S of SUB of a block with the digits of activations that begin at x[AT]."""
     SIGNED: tl.constexpr = BITS == 8 or OFFSET == "centre"
-    low, high = _weights(held, BITS, OFFSET)
-    value = _dp4a(high, x_high, _dp4a(low, x_low, tl.zeros(low.shape, tl.int32), SIGNED, PTX), SIGNED, PTX)
-    if EIGHTS:
-        value = value.to(tl.float32) * x_scale
-    if GROUP == 16:  # two scales of 8 bits, loaded as one
-        value = tl.sum(tl.reshape(value, (low.shape[0], low.shape[1], low.shape[2], 2, 2)), 4).to(tl.float32)
-        scales = held[1].to(tl.int32)
-        value = tl.sum(value * tl.join((scales << 24) >> 24, scales >> 8).to(tl.float32), 3)
-    else:
-        value = tl.sum(value, 3).to(tl.float32) * held[1].to(tl.float32)
+    found = tl.zeros(held[0].shape, tl.int32)
+    for j in tl.static_range(S * (4 // SUB), (S + 1) * (4 // SUB)):
+        low, high = _weights(held, j, BITS, OFFSET)
+        found = _dp4a(low, x[AT + j].to(tl.int32), found, SIGNED, PTX)
+        found = _dp4a(high, (x[AT + j] >> 32).to(tl.int32), found, SIGNED, PTX)
+    return found
+
+
+@triton.jit
+def block_product(
+    held, x, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr,
+    EIGHTS: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Products [BN, BG] of a block of each row with a token's: `held` as of `load_block`, x as of `load_activations`."""
+    AT: tl.constexpr = 4 if BITS == 8 else 2
+    AT_STEP: tl.constexpr = AT + 1 + (BITS == 5 or BITS == 6)
+    AT_OFFSET: tl.constexpr = AT_STEP + (STEPS > 0)
+    SUB: tl.constexpr = 4 if EIGHTS else 2 if GROUP == 16 else 1
+    value = tl.zeros(held[0].shape, tl.float32)
+    for s in tl.static_range(SUB):
+        dot = _dot(held, x, s, SUB, BITS, OFFSET, 2, PTX)
+        if LIMIT > 127:
+            dot += _dot(held, x, s, SUB, BITS, OFFSET, 6, PTX) << 8
+        scale = held[AT]
+        if GROUP == 16:  # two of 8 bits, loaded as one
+            HALF: tl.constexpr = s * 2 // SUB
+            scale = (scale.to(tl.int32) << (24 - 24 * HALF)) >> (24 - 16 * HALF)
+        if STEPS and LIMIT == 127:  # integers of 8 bits, and no sum of theirs passes 2^31
+            product = (dot * scale.to(tl.int32)).to(tl.float32)
+        else:
+            product = dot.to(tl.float32) * scale.to(tl.float32)
+        value += product * x[0 if s == 0 else 5 + s] if EIGHTS else product
+    if STEPS:
+        value *= held[AT_STEP].to(tl.float32)
     if not EIGHTS:
-        value *= x_scale
-    if STEPS:
-        value *= held[4].to(tl.float32)
-    if OFFSET == "centre":
-        return value * (1.0 / (1 << (8 - BITS)))  # where weights stood in the upper bits of a byte
-    offset = held[3].to(tl.float32)
+        value *= x[0]
     if OFFSET == "zero":
-        offset *= held[1].to(tl.float32)
-    if STEPS:
-        offset *= held[5].to(tl.float32)
-    return value - offset * x_sum
+        value -= held[AT].to(tl.float32) * held[AT_OFFSET].to(tl.float32) * x[1]
+    if OFFSET == "minimum":
+        offset = held[AT_OFFSET].to(tl.float32)
+        if STEPS:
+            offset *= held[AT_OFFSET + 1].to(tl.float32)
+        value -= offset * x[1]
+    return value
 
 
 @triton.jit
-def round_to(x, inverse, PTX: tl.constexpr):
-    """x * inverse, rounded once, as ROUND plus an integer."""
-    inverse = tl.broadcast_to(inverse, x.shape)
-    if PTX:
-        return tl.fma(x, inverse, tl.full(x.shape, ROUND, tl.float32))
-    return (x.to(tl.float64) * inverse.to(tl.float64) + ROUND).to(tl.float32)
-
-
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def largest(x, AXIS: tl.constexpr, PTX: tl.constexpr):
-    """The largest |x| along an axis; not a number where one of them is none."""
-    if PTX:
-        return tl.reduce(tl.abs(x), AXIS, _larger)
-    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, AXIS).to(tl.float32, bitcast=True)  # in the order of integers
-
-
-@triton.jit
-def inverse_of(top):
-    """What activations up to `top` are multiplied by to become integers of 8 bits."""
-    return tl.where(top > 1e-30, 127.0 / tl.maximum(top, 1e-30), 0.0)
-
-
-@triton.jit
-def to_blocks(x_ptr, g, valid, BITS: tl.constexpr, PTX: tl.constexpr):
-    """Blocks g [BN, BG] of activations as `multiply` wants them: low, high, scale (0 unless `valid`), sum.
-
-    A lane makes integers of its own block, in every row anew: passing them on would cost more.
-    """
-    j = tl.arange(0, 4)
-    if BITS == 8:
-        j = j % 2 * 2 + j // 2
-    at = g[None, :, :, None] * 32 + j[:, None, None, None] * 8 + tl.arange(0, 8)[None, None, None, :]
-    x = tl.load(x_ptr + at).to(tl.float32)
-    top = largest(largest(x, 3, PTX), 0, PTX)  # [BN, BG]
-    bits = round_to(x, inverse_of(top)[None, :, :, None], PTX).to(tl.int32, bitcast=True)
-    even, odd = tl.split(tl.reshape(bits, (4, g.shape[0], g.shape[1], 2, 2, 2)))
-    lower, upper = tl.split((even & 255) | ((odd & 255) << 8))
-    low, high = tl.split(lower | (upper << 16))
-    ones = tl.full(low.shape, 0x01010101, tl.int32)
-    total = tl.sum(_dp4a(low, ones, _dp4a(high, ones, tl.zeros(low.shape, tl.int32), True, PTX), True, PTX), 0)
-    scale = tl.where(valid, top * (1 / 127), 0.0)  # not a number where an activation is none
-    low, high = tl.permute(low, (1, 2, 0)), tl.permute(high, (1, 2, 0))
-    return low[None], high[None], scale[None], (total.to(tl.float32) * scale)[None]
-
-
-def to_integers(x: Tensor, group: int) -> Tensor:
-    """x [..., k] as the kernels' integers give it back, in fp32: each `group` share a step, their largest / 127."""
-    blocks = x.float().unflatten(-1, (-1, group))
-    top = blocks.abs().amax(-1, keepdim=True)
-    inverse = torch.full_like(top, 127.0) / top.clamp_min(1e-30)  # one division: `127 / top` would be two operations
-    inverse = inverse.where(top > 1e-30, 0.0)
-    return ((blocks.double() * inverse.double()).round().float() * (top / 127)).flatten(-2)
+def activate(gate, up, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "silu":
+        return gate / (1.0 + tl.exp(-gate)) * up
+    inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+    return gate / (1.0 + tl.exp(-2.0 * inner)) * up  # 0.5 (1 + tanh z) = 1 / (1 + exp(-2 z))

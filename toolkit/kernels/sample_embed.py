@@ -23,6 +23,7 @@ from toolkit.errors import ModelError
 from toolkit.kernels import noise
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, config_grid
 from toolkit.kernels.checks import check_tensor
+from toolkit.kernels.early import take_turn
 from toolkit.quant import SCHEMES, Scheme, dequantise, find_scheme
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -160,7 +161,7 @@ class SampleEmbed(Kernel):
             "SCALED": float(shape.scale) != 1.0, "BLOCK": config["block"], "BLOCKS": triton.next_power_of_2(blocks),
             **_table_constants(shape.scheme),
         }  # fmt: skip
-        return [Launch(_sample_kernel, (blocks,), arguments, constants, config.warps, config.stages)]
+        return [Launch(_sample_kernel, (blocks,), arguments, constants, config.warps, config.stages, early=True)]
 
     def _check(self, shape: SampleShape, inputs: Tensors, outputs: Tensors, blocks: int) -> None:
         logits = inputs["logits"]
@@ -274,6 +275,7 @@ def _sample_kernel(
     OFFSET: tl.constexpr, CENTRE: tl.constexpr,
 ):  # fmt: skip
     """BLOCK logits a program; the last program to arrive does the rest."""
+    take_turn()
     NONE: tl.constexpr = 2147483647
     ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     scores = tl.load(logits_ptr + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)

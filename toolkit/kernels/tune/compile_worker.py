@@ -71,6 +71,8 @@ def compile_launch(launch: Launch) -> LaunchUse:
     capability = driver.active.get_current_target().arch
     options = launch.options((capability // 10, capability % 10))
     compiled = launch.function.warmup(grid=launch.grid, **launch.arguments, **launch.constants, **options)
+    if "launch_pdl" in options and "griddepcontrol.wait" not in compiled.asm["ptx"]:
+        raise ValueError("it is launched early, and doesn't wait for the launch before it: see kernels/early.py")
     cubin = compiled.asm["cubin"]
     registers, stack = resources(cubin)
     return LaunchUse(

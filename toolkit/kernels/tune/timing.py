@@ -55,7 +55,7 @@ class CudaClock:
         """Time `config`; `best_ns` is the best so far (infinity at first). Raises what the launch raises."""
         if self._of is not inputs:
             self.release()
-            self._of, (self._sets, self._cold) = inputs, rotation(inputs)
+            self._of, (self._sets, self._cold) = inputs, rotation(inputs, kernel.cost(shape).bytes)
         outputs = [kernel.outputs(shape, one) for one in self._sets]
         runs = [list(kernel.launches(shape, config, one, out)) for one, out in zip(self._sets, outputs, strict=True)]
         once = first_ns(lambda: run_all(runs[:1]))
@@ -70,11 +70,14 @@ class CudaClock:
         self._of, self._sets = None, []
 
 
-def rotation(inputs: Tensors) -> tuple[list[Tensors], bool]:
-    """The inputs and as many copies as it takes to exceed twice the L2, and whether that many could be made."""
+def rotation(inputs: Tensors, moved: int) -> tuple[list[Tensors], bool]:
+    """The inputs and as many copies as it takes for runs, which read `moved` bytes of theirs, to exceed twice the L2.
+
+    And whether that many could be made.
+    """
     device = next(iter(inputs.values())).device
     size = max(sum(tensor.nbytes for tensor in inputs.values()), 1)
-    wanted = 2 + 2 * torch.cuda.get_device_properties(device).L2_cache_size // size
+    wanted = 2 + 2 * torch.cuda.get_device_properties(device).L2_cache_size // max(1, min(moved, size))
     room = int(MEMORY_SHARE * torch.cuda.mem_get_info(device)[0]) // size
     count = max(1, min(wanted, MOST_COPIES, 1 + room))
     copies: list[Tensors] = [{name: _copy(tensor) for name, tensor in inputs.items()} for _ in range(count - 1)]

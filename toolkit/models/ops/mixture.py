@@ -10,7 +10,7 @@ from torch import Tensor
 
 from toolkit.devices.rules_effect import Effect, nbytes
 from toolkit.devices.rules_ops import rule
-from toolkit.models.ops.define import Problem, aligned, call, counters, define, dtype_name, launches, on_gpu
+from toolkit.models.ops.define import Problem, aligned, call, define, dtype_name, launches, on_gpu
 from toolkit.models.ops.products import ACTIVATIONS, FUSED
 from toolkit.quant import SCHEMES, PackedMatrix, dequantise
 
@@ -95,7 +95,7 @@ def _moe_problem(
     x: Tensor, scores: Tensor, gate: Tensor | None, up: Sequence[Tensor], down: Sequence[Tensor], shared_up: Sequence[Tensor],
     shared_down: Sequence[Tensor], scheme: str, down_scheme: str, top_k: int, activation: str,
 ) -> Problem:  # fmt: skip
-    from toolkit.kernels.moe import LINE, MOE_STEP, MoeShape
+    from toolkit.kernels.moe import MOE_STEP, MoeShape
 
     sizes = (x.shape[-1], up[0].shape[1] // 2, scores.shape[-1], top_k, gate is not None)
     inputs = {"x": x[0], "scores": scores[0]} | ({} if gate is None else {"shared_gate": gate[0]})
@@ -103,7 +103,7 @@ def _moe_problem(
     if gate is not None:
         inputs |= _named(shared_up, scheme, "shared_up_") | _named(shared_down, down_scheme, "shared_down_")
     shape = MoeShape(*sizes, scheme, down_scheme, activation, dtype_name(x.dtype))
-    return MOE_STEP, shape, inputs | {"arrivals": counters(x, LINE * (shape.used + 1))}
+    return MOE_STEP, shape, inputs
 
 
 define(
@@ -115,10 +115,10 @@ define(
 
 @rule("toolkit::moe")
 def _moe_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> list[Effect]:
-    """One kernel that reads the experts chosen, and the shared one."""
+    """Routing, then two products that read the experts chosen, and the shared one."""
     x, scores, _, up, down, shared_up, shared_down = args[:7]
     chosen = sum(map(nbytes, (*up, *down))) * args[9] // scores.shape[-1]
-    return launches("moe", 1, 2 * nbytes(x) + nbytes(scores) + chosen + sum(map(nbytes, (*shared_up, *shared_down))))
+    return launches("moe", 3, 2 * nbytes(x) + nbytes(scores) + chosen + sum(map(nbytes, (*shared_up, *shared_down))))
 
 
 def _experts_reference(

@@ -1,0 +1,74 @@
+"""Launches that begin before those they follow are done: the same bits as one after the other, however often."""
+
+import pytest
+import torch
+
+from toolkit.kernels.base import Launch
+from toolkit.kernels.registry import find_kernel
+from toolkit.kernels.tune.timing import captured
+
+
+def chain(launches_of, x, steps):
+    """Each step's result is the next one's x: what is read too early shows in all that follow."""
+    for _ in range(steps):
+        x = launches_of(x)
+    return x
+
+
+def matmuls(m):
+    kernel = find_kernel("int4_matmul")
+    shape = kernel.shape_type(n=2048, k=2048, m=m)
+    inputs = kernel.inputs(shape, "cuda", seed=m)
+    config = kernel.space(shape)[0]
+
+    def step(x):
+        given, out = inputs | {"x": x}, kernel.outputs(shape, inputs)
+        for launch in kernel.launches(shape, config, given, out):
+            launch.run()
+        return (out["out"].float() * 0.05).to(x.dtype)
+
+    return step, inputs["x"]
+
+
+def experts(_):
+    kernel = find_kernel("moe_step")
+    shape = kernel.shape_type(512, 256, 16, 4, dtype="bfloat16")
+    inputs = kernel.inputs(shape, "cuda", seed=2)
+    config = kernel.space(shape)[0]
+
+    def step(x):
+        given = inputs | {"x": x, "scores": x[:16].contiguous()}  # other experts at every step
+        out = kernel.outputs(shape, given)
+        for launch in kernel.launches(shape, config, given, out):
+            launch.run()
+        norm = find_kernel("rms_norm")
+        normed = norm.shape_type(hidden=512)
+        beside = norm.inputs(normed, "cuda", seed=3) | {"x": out["output"][None]}
+        results = norm.outputs(normed, beside)
+        for launch in norm.launches(normed, norm.space(normed)[0], beside, results):
+            launch.run()
+        return results["out"][0]
+
+    return step, inputs["x"]
+
+
+@pytest.mark.parametrize(("make", "m"), [(matmuls, 1), (matmuls, 5), (experts, 1)], ids=["products", "of 5 tokens", "experts"])
+def test_early_launches_give_the_same_bits(make, m, monkeypatch):
+    step, x = make(m)
+    early = [chain(step, x, 30) for _ in range(20)]
+    graph_out = []
+    graph = captured(lambda: graph_out.append(chain(step, x, 30)))
+    for _ in range(20):
+        graph.replay()
+        early.append(graph_out[0].clone())
+    options = Launch.options
+
+    def in_turn(launch, capability):
+        torch.cuda.synchronize()
+        return {name: value for name, value in options(launch, capability).items() if name != "launch_pdl"}
+
+    monkeypatch.setattr(Launch, "options", in_turn)
+    wanted = chain(step, x, 30)
+    assert wanted.isfinite().all()
+    assert wanted.float().std() > 0
+    assert all(torch.equal(one, wanted) for one in early)
