@@ -35,15 +35,16 @@ def experts(_):
     shape = kernel.shape_type(512, 256, 16, 4, dtype="bfloat16")
     inputs = kernel.inputs(shape, "cuda", seed=2)
     config = kernel.space(shape)[0]
+    norm = find_kernel("rms_norm")
+    normed = norm.shape_type(tokens=1, hidden=512)
+    weights = norm.inputs(normed, "cuda", seed=3)
 
     def step(x):
         given = inputs | {"x": x, "scores": x[:16].contiguous()}  # other experts at every step
         out = kernel.outputs(shape, given)
         for launch in kernel.launches(shape, config, given, out):
             launch.run()
-        norm = find_kernel("rms_norm")
-        normed = norm.shape_type(hidden=512)
-        beside = norm.inputs(normed, "cuda", seed=3) | {"x": out["output"][None]}
+        beside = weights | {"x": out["output"][None]}
         results = norm.outputs(normed, beside)
         for launch in norm.launches(normed, norm.space(normed)[0], beside, results):
             launch.run()

@@ -163,16 +163,18 @@ class Int4Matmul(Kernel):
 
         More rows a thread share the loads of activations. What a thread has asked for, two times `ahead` tiles or the whole
         row, is some 64 to 128 registers: less keeps the memory waiting, more leaves no room for other warps (measured).
+        What is unrolled into more than 32 blocks compiles slowly, and isn't faster.
         """
         halves = 1 if shape.activation == "none" else 2
         tokens = sorted({min(t, triton.next_power_of_2(shape.m)) for t in (1, 2, 4, 8)})
-        found = [Config(block_k=1024, rows=2, tokens=tokens[-1], ahead=1, warps=1)]
+        found = [Config(block_k=1024, rows=1, tokens=tokens[-1], ahead=1, warps=1)]
         for warps, rows, ahead, t in itertools.product((1, 2, 4, 8), (1, 2, 4), (1, 2, 3, 6), tokens[-2:]):
             block_k = 1024 * warps
             tiles = -(-shape.k // block_k)
             held = 8 * rows * halves * (2 * ahead if ahead < tiles else tiles)
             sums = rows * halves * t
             fits = (warps == 1 or block_k < 2 * shape.k) and ahead <= tiles and held <= 128 and (t == 1 or sums <= 8)
+            fits &= tiles * rows * halves <= 32
             if fits and (held >= 64 or ahead == tiles or sums == 8):
                 found.append(Config(block_k=block_k, rows=rows, tokens=t, ahead=ahead, warps=warps))
         return list(dict.fromkeys(found))

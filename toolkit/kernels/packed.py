@@ -143,22 +143,23 @@ def _weights(held, J: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr):
     if BITS == 8:
         return held[J].to(tl.int32), (held[J] >> 32).to(tl.int32)
     word = (held[J // 2] >> (32 * (J % 2))).to(tl.int32)
-    if OFFSET == "centre":
-        if BITS == 4:
-            return ((word << 4) & -0x0F0F0F10) ^ -0x7F7F7F80, (word & -0x0F0F0F10) ^ -0x7F7F7F80
+    if OFFSET != "centre":
+        low, high = word & 0x0F0F0F0F, (word >> 4) & 0x0F0F0F0F
         if BITS == 5:
-            bits = held[3] >> (2 * J)
-            low = ((word << 3) & 0x78787878) | ((bits & 0x01010101) << 7)
-            high = ((word >> 1) & 0x78787878) | ((bits & 0x02020202) << 6)
-        else:
-            bits = (held[3] >> (32 * (J // 2))).to(tl.int32) >> (4 * (J % 2))
-            low = ((word << 2) & 0x3C3C3C3C) | ((bits & 0x03030303) << 6)
-            high = ((word >> 2) & 0x3C3C3C3C) | ((bits & 0x0C0C0C0C) << 4)
-        return low ^ -0x7F7F7F80, high ^ -0x7F7F7F80
-    low, high = word & 0x0F0F0F0F, (word >> 4) & 0x0F0F0F0F
-    if BITS == 5:
-        low |= ((held[3] >> (2 * J)) & 0x01010101) << 4
-        high |= ((held[3] >> (2 * J + 1)) & 0x01010101) << 4
+            low |= ((held[3] >> (2 * J)) & 0x01010101) << 4
+            high |= ((held[3] >> (2 * J + 1)) & 0x01010101) << 4
+    elif BITS == 4:
+        low, high = (word << 4) & -0x0F0F0F10, word & -0x0F0F0F10
+    elif BITS == 5:
+        bits = held[3] >> (2 * J)
+        low = ((word << 3) & 0x78787878) | ((bits & 0x01010101) << 7)
+        high = ((word >> 1) & 0x78787878) | ((bits & 0x02020202) << 6)
+    else:
+        bits = (held[3] >> (32 * (J // 2))).to(tl.int32) >> (4 * (J % 2))
+        low = ((word << 2) & 0x3C3C3C3C) | ((bits & 0x03030303) << 6)
+        high = ((word >> 2) & 0x3C3C3C3C) | ((bits & 0x0C0C0C0C) << 4)
+    if OFFSET == "centre":
+        low, high = low ^ -0x7F7F7F80, high ^ -0x7F7F7F80
     return low, high
 
 
@@ -193,8 +194,7 @@ def block_product(
             dot += _dot(held, x, s, SUB, BITS, OFFSET, 6, PTX) << 8
         scale = held[AT]
         if GROUP == 16:  # two of 8 bits, loaded as one
-            HALF: tl.constexpr = s * 2 // SUB
-            scale = (scale.to(tl.int32) << (24 - 24 * HALF)) >> (24 - 16 * HALF)
+            scale = (scale.to(tl.int32) << (24 - 24 * (s * 2 // SUB))) >> (24 - 16 * (s * 2 // SUB))
         if STEPS and LIMIT == 127:  # integers of 8 bits, and no sum of theirs passes 2^31
             product = (dot * scale.to(tl.int32)).to(tl.float32)
         else:
