@@ -71,17 +71,16 @@ class CudaClock:
 
 
 def rotation(inputs: Tensors, moved: int) -> tuple[list[Tensors], bool]:
-    """The inputs and as many copies as it takes for runs, which read `moved` bytes of theirs, to exceed twice the L2.
+    """As many copies of the inputs as it takes for runs, which read `moved` bytes of theirs, to exceed twice the L2.
 
-    And whether that many could be made.
+    And whether that many could be made. The inputs themselves aren't among them: a run may write in place.
     """
     device = next(iter(inputs.values())).device
     size = max(sum(tensor.nbytes for tensor in inputs.values()), 1)
     wanted = 2 + 2 * torch.cuda.get_device_properties(device).L2_cache_size // max(1, min(moved, size))
     room = int(MEMORY_SHARE * torch.cuda.mem_get_info(device)[0]) // size
-    count = max(1, min(wanted, MOST_COPIES, 1 + room))
-    copies: list[Tensors] = [{name: _copy(tensor) for name, tensor in inputs.items()} for _ in range(count - 1)]
-    return [inputs, *copies], count == wanted
+    count = max(1, min(wanted, MOST_COPIES, room))
+    return [{name: _copy(tensor) for name, tensor in inputs.items()} for _ in range(count)], count == wanted
 
 
 def _copy(tensor: Tensor) -> Tensor:
