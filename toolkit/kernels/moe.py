@@ -92,11 +92,11 @@ class MoeStep(Kernel):
     def space(self, shape: Shape) -> Sequence[Config]:
         """`each`: pairs of gate and up that a lane holds a part of; `rows`: of the second product, likewise; `warps` of the
         first, `down_warps` of the second."""
-        sizes = [(2, 4), (4, 2), (1, 8), (4, 4), (2, 8)]
+        downs = [(1, 1), (2, 1), (2, 2), (2, 4)]
         return [
             Config(each=each, rows=rows, down_warps=down, warps=warps)
-            for each, warps in sizes
-            for rows, down in ((1, 1), (1, 4), (2, 2))
+            for each, warps in ((2, 4), (4, 2), (1, 8), (4, 4))
+            for rows, down in downs
         ]
 
     def inputs(self, shape: Shape, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
