@@ -8,7 +8,7 @@ from torch import Tensor
 
 from toolkit.errors import ModelError
 from toolkit.kernels.base import Config
-from toolkit.kernels.moe_prefill import MOE_PREFILL, MOE_ROUTE, ExpertsShape, RouteShape
+from toolkit.kernels.moe_prefill import MOE_PREFILL, ExpertsShape
 from toolkit.models.layers import Experts, set_scheme
 from toolkit.quant import find_scheme
 
@@ -168,28 +168,3 @@ def test_cost_is_the_bytes_of_all_experts_and_the_flops_of_those_chosen() -> Non
     assert cost.bytes == 256 * matrix * bits / 8 + 512 * 2048 * 4
     assert cost.flops == 512 * 8 * 3 * 2 * matrix
     assert cost.peak == "bf16_flops"
-
-
-@pytest.mark.parametrize(
-    ("experts", "top_k", "dtype"), [(70, 3, "bfloat16"), (33, 8, "float16"), (5, 5, "float32"), (4, 1, "bfloat16")]
-)
-def test_routing(experts: int, top_k: int, dtype: str) -> None:
-    """GIVEN scores of which many are equal WHEN tokens choose THEN the lowest number is before the others."""
-    shape = RouteShape(3, experts, top_k, dtype)
-    scores = MOE_ROUTE.inputs(shape, DEVICE, seed=7)["scores"]
-    scores[1].fill_(-0.5)
-    scores[2] = scores[2].round()
-    wanted = MOE_ROUTE.reference(shape, {"scores": scores})
-    chosen, shares = MOE_ROUTE.run(shape, MOE_ROUTE.space(shape)[0], {"scores": scores})
-    assert torch.equal(chosen, wanted[0])
-    assert chosen[1].tolist() == list(range(top_k))
-    torch.testing.assert_close(shares, wanted[1])
-
-
-def test_routing_refuses() -> None:
-    with pytest.raises(ModelError, match="so many"):
-        RouteShape(3, 4, 5)
-    shape = RouteShape(3, 4, 2)
-    inputs = {"scores": torch.empty(3, 5, dtype=torch.bfloat16, device="meta")}
-    with pytest.raises(ModelError, match="moe_route, scores"):
-        MOE_ROUTE.launches(shape, Config(warps=1), inputs, {})

@@ -98,7 +98,7 @@ class DeltaStep(Kernel):
         assert isinstance(shape, DeltaShape)
         whole = triton.next_power_of_2(shape.value_dim)
         blocks = [n for n in (32, 16, 64, 128) if n <= whole] or [whole]
-        found = config_grid(Config(block_v=blocks[0], warps=4), block_v=blocks, warps=(1, 2, 4, 8, 16))
+        found = config_grid(Config(block_v=blocks[0], warps=4), block_v=blocks, warps=(1, 2, 4, 8, 16, 32))
         each = triton.next_power_of_2(shape.key_dim)  # numbers of the memory that a thread then holds: not too many, nor none
         return [c for i, c in enumerate(found) if not i or 4 <= c["block_v"] * each // (32 * c.warps) <= 64]
 

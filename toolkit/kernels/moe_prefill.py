@@ -28,7 +28,6 @@ from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors
 from toolkit.kernels.checks import check_tensor
 from toolkit.kernels.int4_matmul import _randomise
 from toolkit.kernels.int4_prefill import ACTIVATIONS, _activated, _dot, _held, _load, _weights, _words
-from toolkit.kernels.moe import _keys, _route
 from toolkit.quant import Scheme, dequantise, find_scheme
 
 SORTED_AT_ONCE = 4096  # pairs of token and expert
@@ -216,80 +215,6 @@ class MoePrefill(Kernel):
         return Cost(int(weights * bits / 8) + 4 * shape.tokens * shape.hidden, flops, "bf16_flops")
 
 
-@dataclass(frozen=True)
-class RouteShape(Shape):
-    """`tokens` of which each chooses `top_k` of `experts` by scores of `dtype`."""
-
-    tokens: int
-    experts: int
-    top_k: int
-    dtype: str = "bfloat16"
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.top_k <= self.experts <= 1 << 16:
-            asked, found = f"the best {self.top_k} of {self.experts} experts", "a token can't choose so many"
-            raise ModelError(asked, found, "Give a top_k from 1 to the number of experts, and at most 65,536 of these")
-
-
-class MoeRoute(Kernel):
-    """scores [tokens, experts] of the router -> chosen [tokens, top_k] (int32), shares (fp32): their softmax.
-
-    The best first, equal scores to the lowest number: the experts that `MoeStep` goes through with one token.
-    """
-
-    name: ClassVar[str] = "moe_route"
-    shape_type: ClassVar[type[Shape]] = RouteShape
-    lengths: ClassVar[tuple[str, ...]] = ("tokens",)
-    known: ClassVar[Mapping[str, Shape]] = {
-        "qwen3.5-35b-a3b, 512 tokens": RouteShape(512, 256, 8),
-        "qwen3.5-35b-a3b, 2048 tokens": RouteShape(2048, 256, 8),
-        "gemma4-26b-a4b, 512 tokens": RouteShape(512, 128, 8),
-    }
-
-    def space(self, shape: Shape) -> Sequence[Config]:
-        return [Config(warps=1)]
-
-    def inputs(self, shape: Shape, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
-        assert isinstance(shape, RouteShape)
-        scores = torch.empty(shape.tokens, shape.experts, dtype=getattr(torch, shape.dtype), device=device)
-        return {"scores": scores if scores.is_meta else scores.normal_(generator=torch.Generator(device).manual_seed(seed))}
-
-    def reference(self, shape: Shape, inputs: Tensors) -> tuple[Tensor, ...]:
-        assert isinstance(shape, RouteShape)
-        best, chosen = inputs["scores"].float().sort(dim=-1, descending=True, stable=True)
-        return chosen[:, : shape.top_k].int(), best[:, : shape.top_k].softmax(-1)
-
-    def outputs(self, shape: Shape, inputs: Tensors) -> dict[str, Tensor]:
-        assert isinstance(shape, RouteShape)
-        size, device = (shape.tokens, shape.top_k), inputs["scores"].device
-        return {"chosen": torch.empty(size, dtype=torch.int32, device=device), "shares": torch.empty(size, device=device)}
-
-    def launches(self, shape: Shape, config: Config, inputs: Tensors, outputs: Tensors) -> Sequence[Launch]:
-        assert isinstance(shape, RouteShape)
-        scores = inputs["scores"]
-        check_tensor(self.name, "scores", scores, (shape.tokens, shape.experts), getattr(torch, shape.dtype), scores, 4)
-        constants = {"EXPERTS": shape.experts, "TOP_K": shape.top_k}
-        return [Launch(_routes, (shape.tokens,), {"scores": scores, **outputs}, constants, config.warps)]
-
-    def cost(self, shape: Shape) -> Cost:
-        assert isinstance(shape, RouteShape)
-        return Cost(shape.tokens * (shape.experts * getattr(torch, shape.dtype).itemsize + shape.top_k * 8))
-
-    def results(self, shape: Shape) -> int:
-        return 2
-
-
-@triton.jit
-def _routes(scores, chosen, shares, EXPERTS: tl.constexpr, TOP_K: tl.constexpr):
-    """A token a program, of one warp."""
-    token = tl.program_id(0).to(tl.int64)
-    keys = _keys(scores + token * EXPERTS, EXPERTS)
-    numbers, weights, _ = _route(keys, scores, scores, EXPERTS, TOP_K, TOP_K)
-    k = tl.arange(0, triton.next_power_of_2(TOP_K))
-    tl.store(chosen + token * TOP_K + k, numbers, mask=k < TOP_K)
-    tl.store(shares + token * TOP_K + k, weights, mask=k < TOP_K)
-
-
 @triton.jit
 def _sort(chosen, order, starts, pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
     """The pairs that chose this program's expert, in their order, to where those of the experts before it end."""
@@ -396,5 +321,5 @@ def _sum(rows, out, HIDDEN: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constex
     tl.store(out + token * HIDDEN + at, total.to(out.dtype.element_ty), mask=at < HIDDEN)
 
 
-MOE_PREFILL, MOE_ROUTE = MoePrefill(), MoeRoute()
+MOE_PREFILL = MoePrefill()
 """The one instance of each."""

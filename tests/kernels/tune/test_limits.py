@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import json
 import math
@@ -21,7 +22,7 @@ from toolkit.devices.spec import CATALOGUE
 from toolkit.errors import CancelledError, DeviceError, ToolkitError
 from toolkit.kernels.tune import compiling
 from toolkit.kernels.tune.compiling import Job, compile_configs
-from toolkit.kernels.tune.identity import Origin, fingerprint, origin
+from toolkit.kernels.tune.identity import Origin, _written, fingerprint, origin
 from toolkit.kernels.tune.limits import Compiled, LaunchUse, obstacle, occupancy
 from toolkit.kernels.tune.store import TunedFileWarning
 
@@ -265,6 +266,19 @@ def test_fingerprint_follows_what_runs_on_the_gpu(tmp_path: Path, monkeypatch: p
     found = {name: fingerprint(Origin("toy_matmul", "__main__", "", text).load()) for name, text in changes.items()}
     assert found["same"] == found["comment"] == found["docstring"] == found["space"] == fingerprint(TOY)
     assert len({found["same"], found["body"], found["launch"]}) == 3
+
+
+def test_fingerprint_is_the_same_in_every_python() -> None:
+    """Tuned files travel: what an older Python's `ast.unparse` or `ast.dump` made of this differs from a newer one's."""
+    text = "def f(x: int = 1):\n    return f'{x:>4} of \\'{x!r}\\''"
+    args = "arguments(args=[arg(arg='x' annotation=Name(id='int'))] defaults=[Constant(value=1)])"
+    spec = "format_spec=JoinedStr(values=[Constant(value='>4')])"
+    parts = [
+        f"FormattedValue(value=Name(id='x') conversion=-1 {spec})", "Constant(value=\" of '\")",
+        "FormattedValue(value=Name(id='x') conversion=114)", "Constant(value=\"'\")",
+    ]  # fmt: skip
+    body = f"Return(value=JoinedStr(values=[{' '.join(parts)}]))"
+    assert _written(ast.parse(text)) == f"Module(body=[FunctionDef(name='f' args={args} body=[{body}])])"
 
 
 def test_fingerprint_is_the_same_with_and_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ CONTAINERS = ("constexpr", "tuple", "list", "dict", "mappingproxy")
 KERNELS = Kernel.__module__.rpartition(".")[0]
 WORDS_ONLY = (f"{KERNELS}.base", f"{KERNELS}.checks")  # describe launches, refuse tensors: nothing that runs on a GPU
 DEFINING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign, ast.If, ast.Try)
+NO_CODE = ("ctx", "kind", "type_comment", "type_params")  # fields of syntax trees that say nothing, or not in every version
 FOREIGN = {"torch", "triton", "numpy", *sys.stdlib_module_names} - {"__main__"}
 
 
@@ -84,7 +85,17 @@ def _bare(tree: ast.Module) -> str:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and ast.get_docstring(node, clean=False) is not None:
             node.body = node.body[1:] or [ast.Pass()]
-    return ast.unparse(tree)
+    return _written(tree)
+
+
+def _written(node: Any) -> str:
+    """A syntax tree as text, the same in every version of Python: `ast.unparse` changes its quotes, `ast.dump` its fields."""
+    if isinstance(node, list):
+        return f"[{' '.join(map(_written, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = [(name, value) for name, value in ast.iter_fields(node) if value not in (None, []) and name not in NO_CODE]
+    return f"{type(node).__name__}({' '.join(f'{name}={_written(value)}' for name, value in fields)})"
 
 
 @dataclass(frozen=True)
