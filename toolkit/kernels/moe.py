@@ -232,7 +232,7 @@ def pointers(shape: MoeShape, inputs: Tensors, which: str) -> dict[str, Tensor]:
     for name, columns in (("x", shape.hidden), ("scores", shape.experts), ("shared_gate", 1)):
         if name != "shared_gate" or shape.shared:
             check_tensor(asked, name, inputs[name], (columns,), floats, like, 2)
-    found = {}
+    found = {}  # type: ignore[var-annotated]
     for prefix, (scheme, size) in matrices(shape).items():
         if not prefix.endswith(which):
             continue

@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="assignment, misc"
 # ruff: noqa: RUF005  # what Triton compiles knows no (*a, b)
 """Rows of packed matrices times integer activations, four weights an instruction (dp4a): a lane to each block of 32.

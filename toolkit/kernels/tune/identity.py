@@ -63,6 +63,8 @@ def _gather(thing: Any, home: str, owner: type, parts: dict[str, str]) -> None:
     parts[name] = _bare(tree)
     scope = {**thing.__globals__, **inspect.getclosurevars(thing).nonlocals}
     for used, value in _used(tree, scope, owner):
+        if used == "INTERPRETED":  # of the process, not of the kernel
+            continue
         if isinstance(value, PLAIN) or (type(value).__name__ in CONTAINERS and " at 0x" not in repr(value)):
             parts[f"{name} uses {used}"] = repr(value)
         else:
