@@ -57,6 +57,13 @@ def test_as_the_reference(shape: MoeShape) -> None:
     assert error(MOE_STEP.run(shape, CONFIG, inputs)[0], MOE_STEP.reference(shape, inputs)[0]) < ERROR
 
 
+def test_rows_longer_than_a_warp() -> None:
+    """33 blocks a row of 32 lanes: the last tile begins in the one before, and two programs make integers of x."""
+    shape = MoeShape(1056, 32, 3, 1, scheme="int4-g32", down="int4-g32", dtype="float32")
+    inputs = MOE_STEP.inputs(shape, DEVICE, seed=9)
+    assert error(MOE_STEP.run(shape, CONFIG, inputs)[0], MOE_STEP.reference(shape, inputs)[0]) < ERROR
+
+
 def test_configs_agree() -> None:
     shape = small("int4-g32")
     inputs = MOE_STEP.inputs(shape, DEVICE, seed=6)

@@ -23,15 +23,13 @@ from torch import Tensor
 from toolkit.errors import ModelError
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, arrivals, config_grid
 from toolkit.kernels.checks import check_tensor
-from toolkit.kernels.early import take_turn
+from toolkit.kernels.early import INTERPRETED, take_turn
 from toolkit.units import KiB
 
 LOG2_E = 1.4426950408889634
 FUSED_ELEMENTS = 32768  # up to so many partial sums of a KV head, the last split to finish combines them: no second launch
 COMBINE_TILE = 8192  # partial sums a block of the second launch holds at a time
 BLOCK_TARGETS = (64, 108, 132, 264)  # blocks of the whole launch: fewer than a GPU has multiprocessors, to two or three each
-
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @dataclass(frozen=True)

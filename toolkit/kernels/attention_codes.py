@@ -21,7 +21,6 @@ from torch import Tensor
 from toolkit.errors import ModelError
 from toolkit.kernels.attention import (
     BLOCK_TARGETS,
-    INTERPRETED,
     AttentionDecode,
     AttentionShape,
     attend,
@@ -37,7 +36,7 @@ from toolkit.kernels.attention import (
 )
 from toolkit.kernels.base import Config, Cost, Launch, Shape, Tensors, config_grid
 from toolkit.kernels.checks import check_tensor
-from toolkit.kernels.early import take_turn
+from toolkit.kernels.early import INTERPRETED, take_turn
 from toolkit.kernels.kv_codes import POLYNOMIAL, CodeScheme, decode, encode, find_kv_scheme, random_signs
 
 

@@ -11,6 +11,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from operator import index
 from typing import Any, ClassVar
 
@@ -93,8 +94,8 @@ class Launch:
     constants: Mapping[str, Any] = field(default_factory=dict)
     warps: int = 4
     stages: int = 1
-    # May begin while the launch before it, of the same operation, still runs: it waits itself before it reads what that writes
-    # (programmatic dependent launch). GPUs before Hopper run one after the other.
+    # May begin while the launch before it still runs, of this operation or of another: it waits itself (see early.py). GPUs
+    # before Hopper run one after the other.
     early: bool = False
 
     def options(self, capability: tuple[int, int]) -> dict[str, Any]:
@@ -106,12 +107,18 @@ class Launch:
         """Launch it on its tensors' device; returns Triton's compiled kernel. Nothing happens for an empty grid."""
         if 0 in self.grid:
             return None
-        return self.function[self.grid](**self.arguments, **self.constants, **self.options(current_capability()))
+        options = self.options(current_capability() if self.early else (0, 0))
+        return self.function[self.grid](**self.arguments, **self.constants, **options)
 
 
 def current_capability() -> tuple[int, int]:
-    """Of the current CUDA GPU; (0, 0) where there is none."""
-    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    """Of the current CUDA GPU; (0, 0) where none is in use."""
+    return _capability(torch.cuda.current_device()) if torch.cuda.is_initialized() else (0, 0)
+
+
+@cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
 
 
 class Kernel(ABC):

@@ -5,9 +5,9 @@
 
 Bound by the bytes of the matrices that the token chooses, and almost as much by waiting: two products in a row, each of
 a few microseconds. Three launches that overlap (see early.py): the first finds the experts and makes integers of x; blocks of
-either product ask for all of the matrix that they use before they wait for what it is multiplied with. The activations of both
-products are integers of 8 bits, x with a scale per 32, those of the second product with one per 8: as few as a block of the
-first product makes.
+either product ask for all of the matrix that they use before they use any of it, those of the second before the first product
+is done. The activations of both products are integers of 8 bits, x with a scale per 32, those of the second product with one
+per 8: as few as a block of the first product makes.
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ MOE_STEP = MoeStep()
 def _keys(scores, EXPERTS: tl.constexpr):
     """The scores as integers of their order, 32 a piece, that equal ones follow by number: the lowest is the largest.
 
-    A score stands above its expert's number, counted down. Every warp holds all of them, and finds the best by itself.
+    A score stands above its expert's number, counted down. Every warp holds all of them.
     """
     NARROW: tl.constexpr = scores.dtype.element_ty.primitive_bitwidth == 16
     keys = ()
@@ -383,7 +383,7 @@ def _up(
     OFFSET: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """BN times EACH rows of gate and as many of up of one expert, activated and made integers, eight with a scale."""
-    take_turn()
+    take_turn()  # in this order: `_down` reads what `_start` wrote when this launch lets it begin
     PAIRS: tl.constexpr = BN * EACH
     BLOCKS: tl.constexpr = HIDDEN // 32
     TILES: tl.constexpr = (BLOCKS + BG - 1) // BG
@@ -446,7 +446,7 @@ def _down(
     base = tl.minimum(first_row, HIDDEN - EACH * BN)  # the last block begins where it ends with the rows
     held = ()
     for s in tl.static_range(USED):
-        # Past the first cache: written by the launch before the last one, which is done where this one has begun.
+        # Written by the launch before the last one, which is done where this one has begun; past the first cache.
         expert = tl.load(numbers + s, cache_modifier=".cg").to(tl.int64)
         parts = (codes, high, scales, offsets, scale_steps, offset_steps)
         if s == TOP_K:

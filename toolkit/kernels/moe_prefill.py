@@ -322,4 +322,4 @@ def _sum(rows, out, HIDDEN: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constex
 
 
 MOE_PREFILL = MoePrefill()
-"""The one instance of each."""
+"""The one instance."""

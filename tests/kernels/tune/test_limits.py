@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 import toy
-from toy import CAPABILITIES, DIES, FAULTY, ODD, OVERSIZED, SMALL, SQUARE, TOY, ToyMatmul, fresh_cache, toy_config
+from toy import CAPABILITIES, DIES, FAULTY, ODD, OVERSIZED, RUSHES, SMALL, SQUARE, TOY, ToyMatmul, fresh_cache, toy_config
 
 from toolkit.devices.spec import CATALOGUE
 from toolkit.errors import CancelledError, DeviceError, ToolkitError
 from toolkit.kernels.tune import compiling
+from toolkit.kernels.tune.compile_worker import waits_first
 from toolkit.kernels.tune.compiling import Job, compile_configs
 from toolkit.kernels.tune.identity import Origin, _written, fingerprint, origin
 from toolkit.kernels.tune.limits import Compiled, LaunchUse, obstacle, occupancy
@@ -88,6 +89,24 @@ def test_an_oversized_config_is_excluded_by_the_gpus_that_lack_the_room(
     assert words["rtx-5090"] == "needs 131,072 B of shared memory, RTX 5090 allows 101,376"
     assert words["rtx-pro-6000"].endswith("RTX PRO 6000 Blackwell Workstation Edition allows 101,376")
     assert found[jobs["h200"]].shared_bytes == 163_840  # the same tile takes a stage more on 9.0
+
+
+def test_an_early_launch_that_does_not_wait_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where launches overlap; elsewhere it isn't early."""
+    fresh_cache(tmp_path, monkeypatch)
+    jobs = [Job(ODD, toy_config(fault=RUSHES), capability) for capability in ((8, 9), (9, 0))]
+    ada, hopper = (compile_configs(TOY, jobs)[job].error for job in jobs)
+    assert not ada
+    assert "launched early" in hopper
+
+
+def test_what_is_written_before_the_wait_is_seen() -> None:
+    wait, load, store = "griddepcontrol.wait;\n", "ld.global.b32 %r1, [%rd1];\n", "st.global.b32 [%rd2], %r1;\n"
+    assert waits_first(load + wait + store)
+    assert waits_first("st.shared.b32 [%r2], %r1;\n" + wait)
+    assert not waits_first(load + store)
+    assert not waits_first(store + wait)
+    assert not waits_first("atom.global.add.u32 %r3, [%rd2], 1;\n" + wait)
 
 
 def test_a_failing_compiler_is_a_row_with_its_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ import toolkit.kernels
 from toolkit.kernels import tune
 from toolkit.kernels.registry import find_kernel
 from toolkit.kernels.tune.identity import fingerprint
-from toolkit.kernels.tune.lookup import choose
+from toolkit.kernels.tune.lookup import choose, forget
+from toolkit.kernels.tune.store import words
 
 FILES = sorted((Path(toolkit.kernels.__file__).parent / "tuned").glob("*.json"))
 
@@ -22,13 +23,17 @@ def test_no_row_is_of_another_kernel(file: Path) -> None:
     for name, shapes in json.loads(file.read_text())["kernels"].items():
         kernel = find_kernel(name)
         for key, rows in shapes.items():
-            assert kernel.shape_type.from_key(key).key == key
+            shape = kernel.shape_type.from_key(key)
+            assert shape.key == key
+            assert set(rows) <= {words(config) for config in kernel.space(shape)}, (name, key)
             assert {row["kernel"] for row in rows.values()} == {fingerprint(kernel)}, (name, key)
             assert {row["verdict"] for row in rows.values()} <= {"ok", "slow", "excluded"}, (name, key)
             assert any(row["verdict"] == "ok" for row in rows.values()), (name, key)
 
 
-def test_an_h200_that_is_not_there_gets_what_was_timed() -> None:
+def test_an_h200_that_is_not_there_gets_what_was_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
+    forget()
     kernel = find_kernel("int4_matmul")
     shape = kernel.known["gemma4-31b gate+up"]
     choice = choose(kernel, shape, "h200")

@@ -92,6 +92,15 @@ def test_a_config_more_is_one_compile_one_check_one_timing(monkeypatch: pytest.M
     assert again.timed == []
 
 
+def test_again_times_what_is_kept_too() -> None:
+    tuned([SMALL, MEDIUM], FakeClock(block16=3.0))
+    clock = FakeClock(block16=4.0)
+    table = Tuner(H200, DEVICE, clock, again=True).tune(TOY, ODD, [SMALL, MEDIUM])
+    assert set(clock.timed) == {SMALL, MEDIUM}
+    assert table.rows[0].ns == 4000.0
+    assert tuned([SMALL, MEDIUM], FakeClock()).rows[0].ns == 4000.0
+
+
 @pytest.mark.parametrize("what", ["kernel", "triton"])
 def test_another_kernel_or_triton_is_timed_anew(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tuned([SMALL], FakeClock())

@@ -1,6 +1,6 @@
 """A small kernel for the tuner's tests: a tiled matmul whose deep configs need more shared memory than some GPUs have, with
 configs that are wrong on purpose: one that leaves rows out, one that adds to what it finds, one that doesn't compile, one at
-which the compiler's process dies."""
+which the compiler's process dies, one that begins before the launch in front of it is done, and doesn't wait."""
 
 # mypy: allow-untyped-defs, allow-untyped-calls
 from __future__ import annotations
@@ -23,7 +23,7 @@ from toolkit.devices.spec import CATALOGUE
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors
 from toolkit.kernels.tune.compiling import Job, compile_configs
 
-RIGHT, LEAVES_OUT, ADDS, BROKEN, DIES = 0, 1, 2, 3, 4
+RIGHT, LEAVES_OUT, ADDS, BROKEN, DIES, RUSHES = 0, 1, 2, 3, 4, 5
 
 
 def toy_config(block: int = 16, fault: int = RIGHT, warps: int = 1, stages: int = 1, block_k: int = 16) -> Config:
@@ -102,7 +102,7 @@ class ToyMatmul(Kernel):
         if config["fault"] == DIES and inputs["a"].is_meta:
             os.abort()
         constants = {name.upper(): config[name] for name in ("block_m", "block_n", "block_k", "fault")}
-        return [Launch(toy_product, grid, arguments, constants, config.warps, config.stages)]
+        return [Launch(toy_product, grid, arguments, constants, config.warps, config.stages, early=config["fault"] == RUSHES)]
 
     def cost(self, shape: Shape) -> Cost:
         assert isinstance(shape, ToyShape)

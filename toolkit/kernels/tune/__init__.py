@@ -69,12 +69,14 @@ def warm(
     configs: Sequence[Config] | None = None,
     progress: bool | Progress = True,
     cancel: threading.Event | None = None,
+    again: bool = False,
 ) -> Tuning:
     """Tune for a GPU of this machine: compile, check and time every config that isn't kept yet, and keep what came of it.
 
-    `what` is a model (anything with `kernel_shapes()`), a kernel or its name (its known shapes), or (kernel, shape) pairs.
-    Once `cancel` is set the tuning ends with CancelledError; what was timed is kept, and calling it again goes on. On a GPU
-    that isn't in this machine, or on the CPU, nothing can be timed: configs are only compiled, and a note says so.
+    With `again` those that are kept too, also from the timings that come with the package. `what` is a model (anything with
+    `kernel_shapes()`), a kernel or its name (its known shapes), or (kernel, shape) pairs. Once `cancel` is set the tuning
+    ends with CancelledError; what was timed is kept, and calling it again goes on. On a GPU that isn't in this machine, or on
+    the CPU, nothing can be timed: configs are only compiled, and a note says so.
     """
     problems, card = problems_of(what), find_card(device)
     if card is None or not card.present:
@@ -90,7 +92,7 @@ def warm(
     with torch.cuda.device(card.index):
         steps = Steps(f"Tuning on {card.spec.name}", progress, cancel)
         try:
-            return joined(tune_all(Tuner(card, torch.device("cuda", card.index), clock, steps), problems, configs))
+            return joined(tune_all(Tuner(card, torch.device("cuda", card.index), clock, steps, again), problems, configs))
         finally:
             clock.release()
 

@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     warm = commands.add_parser("warm", help="time the kernels' configs on this machine's GPU, and keep them")
     warm.add_argument("kernel", nargs="*", help="their names (default: every kernel)")
     warm.add_argument("--seconds", type=float, help="stop after about so long; calling it again goes on")
+    warm.add_argument("--again", action="store_true", help="time what is kept too, also what came with the package")
     warm.add_argument("--shape", help="a known shape's name, or sizes (default: all known shapes)")
     warm.add_argument("--device", default="auto")
     warm.set_defaults(command=_warm)
@@ -148,7 +149,7 @@ def _warm(options: argparse.Namespace) -> None:
         timer.daemon = True
         timer.start()
     try:
-        print(warm(pairs, options.device, cancel=stop))
+        print(warm(pairs, options.device, cancel=stop, again=options.again))
     except CancelledError as ended:
         print(ended)
 

@@ -71,8 +71,8 @@ def compile_launch(launch: Launch) -> LaunchUse:
     capability = driver.active.get_current_target().arch
     options = launch.options((capability // 10, capability % 10))
     compiled = launch.function.warmup(grid=launch.grid, **launch.arguments, **launch.constants, **options)
-    if "launch_pdl" in options and "griddepcontrol.wait" not in compiled.asm["ptx"]:
-        raise ValueError("it is launched early, and doesn't wait for the launch before it: see kernels/early.py")
+    if "launch_pdl" in options and not waits_first(compiled.asm["ptx"]):
+        raise ValueError("it is launched early, and doesn't wait for the launch before it, or writes first: see early.py")
     cubin = compiled.asm["cubin"]
     registers, stack = resources(cubin)
     return LaunchUse(
@@ -81,6 +81,12 @@ def compile_launch(launch: Launch) -> LaunchUse:
         tensor_memory=getattr(compiled.metadata, "tmem_size", None) or 0,
         ptx_bytes=len(compiled.asm["ptx"]), sass_bytes=code_bytes(cubin),
     )  # fmt: skip
+
+
+def waits_first(ptx: str) -> bool:
+    """Does a kernel wait for the launch before it, with nothing written or counted in front of that, as its text goes?"""
+    before, wait, _ = ptx.partition("griddepcontrol.wait")
+    return bool(wait) and re.search(r"\b(st|atom|red)\.(?!shared)", before) is None
 
 
 def resources(cubin: bytes) -> tuple[int, int]:

@@ -3,7 +3,8 @@
 One graph holds many runs of the operation, each on inputs of its own, which together are larger than the L2: what a run
 reads, the runs before it have evicted, as in a model whose other layers come between. Where that takes too many copies (an
 operation on a few kilobytes, whose inputs the model's last kernel has just written) the L2 stays warm, and the
-timing says so. A config that is hopeless after its first replay isn't repeated.
+timing says so. Runs follow each other as the operations of a decode step do, so that where launches overlap (early.py) a run
+begins while the one before it ends. A config that is hopeless after its first replay isn't repeated.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from toolkit.kernels.base import Config, Kernel, Launch, Shape, Tensors
 REPLAYS = 9
 MOST_COPIES = 64  # of the inputs
 MEMORY_SHARE = 0.5  # of the free memory, for copies
+MOST_BYTES = 8_000_000_000  # of copies
 GRAPH_NS = 4_000_000  # a replay is about this long, so that the events around it don't count
 MOST_RUNS = 256
 LAUNCHING_NS = 500_000  # a first run that takes less may be all launch, and says nothing
@@ -78,8 +80,8 @@ def rotation(inputs: Tensors, moved: int) -> tuple[list[Tensors], bool]:
     device = next(iter(inputs.values())).device
     size = max(sum(tensor.nbytes for tensor in inputs.values()), 1)
     wanted = 2 + 2 * torch.cuda.get_device_properties(device).L2_cache_size // max(1, min(moved, size))
-    room = int(MEMORY_SHARE * torch.cuda.mem_get_info(device)[0]) // size
-    count = max(1, min(wanted, MOST_COPIES, room))
+    room = int(min(MOST_BYTES, MEMORY_SHARE * torch.cuda.mem_get_info(device)[0])) // size
+    count = wanted if wanted <= min(MOST_COPIES, room) else max(1, min(2, room))
     return [{name: _copy(tensor) for name, tensor in inputs.items()} for _ in range(count)], count == wanted
 
 

@@ -41,6 +41,7 @@ class Tuner:
     device: torch.device | None = None
     clock: Clock | None = None
     step: Step = field(default=lambda done, total, what: None)
+    again: bool = False  # time what is kept too
     seed: int = field(default_factory=lambda: secrets.randbits(31))  # new inputs at each tuning; a wrong row names its seed
 
     def tune(
@@ -73,7 +74,12 @@ class Tuner:
         return self.card.spec.compute_capability
 
     def kept(self, kernel: Kernel, shape: Shape) -> dict[str, Record]:
-        """What is on disk of this problem, made with the kernel as it is now, and in this machine with the Triton there is."""
+        """What is on disk of this problem, made with the kernel as it is now, and in this machine with the Triton there is.
+
+        Nothing, if all is to be timed again.
+        """
+        if self.again:
+            return {}
         tuned = read_tuned(self.card.key, self.card.facts if self.device is not None else None)
         rows = tuned.configs(kernel.name, shape.key) if tuned is not None else {}
         current = {config: row for config, row in rows.items() if row.kernel == fingerprint(kernel)}

@@ -108,7 +108,7 @@ def _zeros(device: torch.device, stream: int) -> Tensor:
 
 
 def counters(like: Tensor, count: int) -> Tensor:
-    """`count` int32 zeros, the same for every kernel of a stream: kernels of one stream follow each other.
+    """`count` int32 zeros, the same for every kernel of a stream: each waits for the one before it to be done.
 
     A graph that is being captured gets zeros of its own: its memory is the graph's, and its fill runs when the graph does.
     """
