@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -282,3 +284,11 @@ def test_a_foreign_file_is_told_when_it_is_imported(folder: Path, capsys: pytest
     assert "Give a file that `tune export` wrote" in run(capsys, "import", folder / "x.json")[1]
     with pytest.raises(FormatError):
         Tuned.from_text("{", "x")
+
+
+def test_show_into_head_ends_quietly() -> None:
+    """A reader that has seen enough closes the pipe."""
+    command = f"{sys.executable} -m toolkit.kernels.tune show h200 | head -1"
+    found = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
+    assert found.stdout.startswith("h200: NVIDIA H200")
+    assert (found.returncode, found.stderr) == (0, "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import threading
 import warnings
@@ -21,6 +22,9 @@ def run(arguments: list[str] | None = None) -> int:
         warnings.showwarning = lambda message, *_, **__: print(f"Warning: {message}", file=sys.stderr)
         try:
             options.command(options)
+            sys.stdout.flush()
+        except BrokenPipeError:  # `show | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except ToolkitError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             return 1
