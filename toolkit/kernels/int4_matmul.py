@@ -8,8 +8,9 @@ converting each code to float would take all the lane operations that a GPU has 
 integers, in a small launch before it unless they come so: 8 bits with a scale per 32 ("int8"), or 16 bits as two 8-bit
 digits ("bf16": weight-only to some 90 dB, finer than a bf16 result). Zeros and minima are factored out with the group's
 sum of activations. The idea of integer activations is that of llama.cpp's mat-vec kernels. Many small programs hide the
-memory's latency better than few that walk over rows (measured). A program's warps share a row where rows are few, so no
-sum crosses programs: the result is deterministic.
+memory's latency better than few that walk over rows (measured), the more so as each asks for several tiles of the row, or for
+all of it, before it uses any, and begins while the activations are still being made (early.py). A program's warps share a
+row where rows are few, so no sum crosses programs: the result is deterministic.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class MatmulShape(Shape):
 
 @triton.jit(do_not_specialize=["size"])
 def _quantise(x_ptr, codes_ptr, scales_ptr, sums_ptr, size, BLOCKS: tl.constexpr, LIMIT: tl.constexpr, PTX: tl.constexpr):
+    """All blocks of x, BLOCKS a program: see `quantise_blocks`."""
     let_next_begin()
     await_previous()
     quantise_blocks(x_ptr, codes_ptr, scales_ptr, sums_ptr, size, tl.program_id(0), BLOCKS, LIMIT, PTX)
