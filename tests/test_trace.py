@@ -253,7 +253,7 @@ def header(**changes):
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
-        ({"header": header(version=2)}, "version 2"),
+        ({"header": header(version=3)}, "version 3"),
         ({"header": header(version="x")}, "damaged"),
         ({"header": header(format="other")}, "not a trace"),
         ({"header": header(strings=3)}, "damaged"),
@@ -277,6 +277,18 @@ def test_files_that_lie_are_trace_errors(tmp_path, entries, said):
     path = rewrite(builder.build({}).save(tmp_path / "a.npz"), tmp_path / "b.npz", **entries)
     with pytest.raises(TraceError, match=said):
         Trace.load(path)
+
+
+def test_a_file_of_version_1_opens_without_what_it_did_not_have(tmp_path):
+    builder = TraceBuilder()
+    builder.add("alloc", 0, bytes=512, address=4096, requested=8, where="a.py:1")
+    with np.load(builder.build({}).save(tmp_path / "new.npz")) as file:
+        old = {name: file[name] for name in file.files if name not in ("address", "requested")}
+    content = json.loads(bytes(old["header"])) | {"version": 1}
+    np.savez(tmp_path / "old.npz", **old | {"header": np.frombuffer(json.dumps(content).encode(), np.uint8)})
+    trace = Trace.load(tmp_path / "old.npz")
+    assert trace["address"].tolist() == trace["requested"].tolist() == [-1]
+    assert trace["bytes"].tolist() == [512] and trace.text("where") == ["a.py:1"]
 
 
 def test_a_missing_column_is_a_trace_error(tmp_path):

@@ -8,7 +8,8 @@ Columns, one entry an event:
 
     start_ns, dur_ns   int64   nanoseconds since the recording began; for a device event, when it ran on the device
     kind               uint8   index into KINDS
-    bytes              int64   bytes moved (copies), set (memset), or allocated and freed; 0 for the rest
+    bytes              int64   bytes moved (copies), set (memset), allocated and freed (as the allocator counts them), of a
+                               segment, or asked for in vain (oom); 0 for the rest
     stream             int32   the stream it ran on (0: the default stream); for a sync, the stream waited for; -1: none
     device             int16   which GPU; -1: the host
     rank               int16   process rank, 0 alone
@@ -17,6 +18,13 @@ Columns, one entry an event:
     pinned             int8    copies between host and device: 1 page-locked host memory, 0 pageable, -1 not known or none
     clock              uint8   index into CLOCKS: was the time measured, or modelled?
     name, where, owner int32   index into `strings`; -1: none. `where` is "file:line" of the Python that caused it
+    address            int64   where in the device's memory an alloc, free or segment lies; -1: not known or none
+    requested          int64   bytes that an alloc asked for, before the allocator rounded them; -1: not known or none
+
+Memory events are those of CUDA's caching allocator: it takes a segment from the driver (segment_alloc), cuts blocks from it
+(alloc, free) and may give it back (segment_free). `name` of an alloc is what kind of tensor it was for ("weights", "kv", ...),
+and `owner` the variable or module that held it, where they are known; its `where` has the frame that began and the one that
+asked: "cell 7:3 > model.py:41".
 """
 
 from __future__ import annotations
@@ -41,16 +49,43 @@ from toolkit.errors import RecorderError, TraceError, unknown_name
 if TYPE_CHECKING:
     import pandas as pd
 
-KINDS = ("kernel", "h2d", "d2h", "d2d", "p2p", "memset", "sync", "alloc", "free", "mark")
+KINDS = (
+    "kernel",
+    "h2d",
+    "d2h",
+    "d2d",
+    "p2p",
+    "memset",
+    "sync",
+    "alloc",
+    "free",
+    "mark",
+    "segment_alloc",
+    "segment_free",
+    "oom",
+)
 CLOCKS = ("measured", "modelled")
 COPY_KINDS = ("h2d", "d2h", "d2d")
+MEMORY_KINDS = ("alloc", "free", "segment_alloc", "segment_free", "oom")
 COLUMNS: dict[str, type] = {
     "start_ns": np.int64, "dur_ns": np.int64, "kind": np.uint8, "bytes": np.int64, "stream": np.int32,
     "device": np.int16, "rank": np.int16, "step": np.int32, "cell": np.int32, "pinned": np.int8, "clock": np.uint8,
-    "name": np.int32, "where": np.int32, "owner": np.int32,
+    "name": np.int32, "where": np.int32, "owner": np.int32, "address": np.int64, "requested": np.int64,
 }  # fmt: skip
+NOT_KNOWN = {
+    "stream": -1,
+    "step": -1,
+    "cell": -1,
+    "pinned": -1,
+    "name": -1,
+    "where": -1,
+    "owner": -1,
+    "address": -1,
+    "requested": -1,
+}
 TEXT_COLUMNS = ("name", "where", "owner")
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 1 had no address and requested
+_SINCE_2 = ("address", "requested")
 
 _KIND = {kind: i for i, kind in enumerate(KINDS)}
 
@@ -212,7 +247,9 @@ class Trace:
                     found = f"format version {header['version']}, this toolkit reads up to {FORMAT_VERSION}"
                     raise TraceError(asked, found, "Upgrade the toolkit")
                 strings, meta = [str(text) for text in header["strings"]], dict(header["meta"])
-                columns = {name: file[name] for name in COLUMNS}
+                columns = {name: file[name] for name in COLUMNS if name in file or name not in _SINCE_2}
+                for name in _SINCE_2:
+                    columns.setdefault(name, np.full(len(columns["start_ns"]), NOT_KNOWN[name]))
         except FileNotFoundError as error:
             raise TraceError(asked, "no such file", "Check the path") from error
         except _DAMAGE as error:
@@ -280,13 +317,13 @@ class TraceBuilder:
     def add(
         self, kind: str, start_ns: int, dur_ns: int = 0, *, bytes: int = 0, stream: int = -1, device: int = 0, rank: int = 0,
         step: int = -1, cell: int = -1, pinned: int = -1, clock: str = "measured", name: str | None = None,
-        where: str | None = None, owner: str | None = None,
+        where: str | None = None, owner: str | None = None, address: int = -1, requested: int = -1,
     ) -> None:  # fmt: skip
         """Append one event; the columns are those of the module's docstring."""
         intern = self.intern
         self._rows.append((
             start_ns, dur_ns, _KIND[kind], bytes, stream, device, rank, step, cell, pinned, clock != "measured",
-            intern(name), intern(where), intern(owner),
+            intern(name), intern(where), intern(owner), address, requested,
         ))  # fmt: skip
 
     def build(self, meta: dict[str, Any], since: int = 0) -> Trace:

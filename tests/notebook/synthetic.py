@@ -69,6 +69,7 @@ def many_events(n: int = 1_000_000, seed: int = 0, clock: str = "modelled") -> T
         "device": np.where(np.isin(kind, [KINDS.index("mark"), KINDS.index("sync")]), -1, 0), "rank": np.zeros(n),
         "step": np.arange(n) // per_step, "cell": np.full(n, -1), "pinned": np.full(n, -1),
         "clock": np.full(n, clock == "modelled"), "name": name, "where": rng.integers(42, 72, n), "owner": np.full(n, -1),
+        "address": np.full(n, -1), "requested": np.full(n, -1),
     }  # fmt: skip
     typed = {column: np.asarray(values).astype(COLUMNS[column]) for column, values in columns.items()}
     return Trace(typed, names + lines, {"device": "virtual:h200", "clock": clock, "steps_from": "marks"})

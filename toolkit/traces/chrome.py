@@ -200,7 +200,7 @@ class _Own:
 
     COLUMNS = (
         "start_ns", "dur_ns", "kind", "bytes", "stream", "device", "rank", "step", "cell", "pinned", "clock", "name", "where",
-        "owner",
+        "owner", "address", "requested",
     )  # fmt: skip
 
     def __init__(self, scanner: EventScanner, at: int) -> None:
@@ -224,6 +224,7 @@ class _Own:
                 get("stream", -1), get("device", 0), get("rank", 0), get("step", -1), get("cell", -1), get("pinned", -1),
                 CLOCKS.index(get("clock", "measured")), -1 if "unnamed" in args else code(event["name"]),
                 -1 if where is None else code(where), -1 if owner is None else code(owner),
+                get("address", -1), get("requested", -1),
             ))  # fmt: skip
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise self.scanner.damaged(f"an event has unexpected fields ({error!r})") from error

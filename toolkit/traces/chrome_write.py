@@ -15,14 +15,14 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from toolkit.trace import CLOCKS, KINDS, Trace, replacing
+from toolkit.trace import CLOCKS, KINDS, MEMORY_KINDS, Trace, replacing
 
 _CATEGORIES = {
     "kernel": "kernel", "h2d": "gpu_memcpy", "d2h": "gpu_memcpy", "d2d": "gpu_memcpy", "p2p": "gpu_memcpy",
-    "memset": "gpu_memset", "sync": "cuda_runtime", "alloc": "memory", "free": "memory", "mark": "user_annotation",
+    "memset": "gpu_memset", "sync": "cuda_runtime", "mark": "user_annotation", **dict.fromkeys(MEMORY_KINDS, "memory"),
 }  # fmt: skip
 _HOST, _WAITS, _MARKS, _MEMORY = 1_000_000, 1, 2, 3  # the host's process, above all GPUs, and its tracks
-_OPTIONAL = {"bytes": 0, "device": 0, "rank": 0, "step": -1, "cell": -1, "pinned": -1}
+_OPTIONAL = {"bytes": 0, "device": 0, "rank": 0, "step": -1, "cell": -1, "pinned": -1, "address": -1, "requested": -1}
 
 
 def write_chrome(trace: Trace, path: str | os.PathLike[str]) -> Path:
@@ -68,7 +68,7 @@ def _events(trace: Trace) -> Iterator[str]:
         if owner >= 0:
             args.append(f', "owner": {quoted[owner]}')
         pid, tid = _track(kind, devices[i], stream)
-        phase = '"ph": "i", "s": "t"' if kind in ("alloc", "free") else '"ph": "X"'
+        phase = '"ph": "i", "s": "t"' if kind in MEMORY_KINDS else '"ph": "X"'
         title = quoted[name] if name >= 0 else f'"{kind}"'
         yield (
             f'{{{phase}, "cat": "{_CATEGORIES[kind]}", "name": {title}, "pid": {pid}, "tid": {tid}, "ts": {start / 1000!r}, '
@@ -78,7 +78,7 @@ def _events(trace: Trace) -> Iterator[str]:
 
 def _track(kind: str, device: int, stream: int) -> tuple[int, int]:
     """Process and thread of an event; Perfetto takes thread 0 for the process itself, so streams count from 1."""
-    if kind in ("sync", "mark", "alloc", "free"):
+    if kind in ("sync", "mark", *MEMORY_KINDS):
         return _HOST, {"sync": _WAITS, "mark": _MARKS}.get(kind, _MEMORY)
     return device, stream + 1
 

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.trace import COLUMNS, KINDS, Trace
+from toolkit.trace import COLUMNS, KINDS, NOT_KNOWN, Trace
 from toolkit.traces.cupti import number_streams
 from toolkit.traces.steps import Range, guess_steps, shown_name, steps_among, steps_from_ranges
 
 KIND = {kind: i for i, kind in enumerate(KINDS)}
-_DEFAULTS = {"stream": -1, "step": -1, "cell": -1, "pinned": -1, "name": -1, "where": -1, "owner": -1}
 
 
 def from_columns(strings: list[str], meta: dict[str, Any], **columns: Any) -> Trace:
@@ -23,7 +22,7 @@ def from_columns(strings: list[str], meta: dict[str, Any], **columns: Any) -> Tr
     full: dict[str, NDArray[Any]] = {}
     for name, dtype in COLUMNS.items():
         given = columns.get(name)
-        full[name] = np.full(len(order), _DEFAULTS.get(name, 0), dtype) if given is None else np.asarray(given, dtype)[order]
+        full[name] = np.full(len(order), NOT_KNOWN.get(name, 0), dtype) if given is None else np.asarray(given, dtype)[order]
     return Trace(full, strings, meta)
 
 
