@@ -288,7 +288,8 @@ def test_a_file_of_version_1_opens_without_what_it_did_not_have(tmp_path):
     np.savez(tmp_path / "old.npz", **old | {"header": np.frombuffer(json.dumps(content).encode(), np.uint8)})
     trace = Trace.load(tmp_path / "old.npz")
     assert trace["address"].tolist() == trace["requested"].tolist() == [-1]
-    assert trace["bytes"].tolist() == [512] and trace.text("where") == ["a.py:1"]
+    assert trace["bytes"].tolist() == [512]
+    assert trace.text("where") == ["a.py:1"]
 
 
 def test_a_missing_column_is_a_trace_error(tmp_path):
