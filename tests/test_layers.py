@@ -14,7 +14,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "toolkit"
 # A file imports only from rows above its own.
 ROWS = [
-    "errors", "units", "trace", "ledger", "traces", "devices", "formats", "quant", "repack", "fitting", "recipes",
+    "errors", "units", "trace", "ledger", "traces", "devices", "replaying", "owners", "accounting", "budgeting",
+    "formats", "quant", "repack", "fitting", "recipes",
     "kernels", "models", "costing", "planning", "chat", "tokenizer_gguf", "tokenizer", "hf", "loading", "describing",
     "decode", "quantisation", "quantising", "exporting", "demo", "bench", "notebook", "__main__",
 ]  # fmt: skip

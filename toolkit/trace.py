@@ -314,22 +314,31 @@ class TraceBuilder:
             return -1
         return self._codes.setdefault(text, len(self._codes))
 
-    def add(
+    def row(
         self, kind: str, start_ns: int, dur_ns: int = 0, *, bytes: int = 0, stream: int = -1, device: int = 0, rank: int = 0,
         step: int = -1, cell: int = -1, pinned: int = -1, clock: str = "measured", name: str | None = None,
         where: str | None = None, owner: str | None = None, address: int = -1, requested: int = -1,
-    ) -> None:  # fmt: skip
-        """Append one event; the columns are those of the module's docstring."""
+    ) -> tuple[int, ...]:  # fmt: skip
+        """One event for `build`, which isn't appended; the columns are those of the module's docstring."""
         intern = self.intern
-        self._rows.append((
+        return (
             start_ns, dur_ns, _KIND[kind], bytes, stream, device, rank, step, cell, pinned, clock != "measured",
             intern(name), intern(where), intern(owner), address, requested,
-        ))  # fmt: skip
+        )  # fmt: skip
 
-    def build(self, meta: dict[str, Any], since: int = 0) -> Trace:
-        """A frozen trace of the rows from index `since` on, sorted by start. The builder may go on afterwards."""
-        rows = self._rows[since:]
+    def add(self, kind: str, start_ns: int, dur_ns: int = 0, **columns: Any) -> None:
+        """Append one event, as `row` makes it."""
+        self._rows.append(self.row(kind, start_ns, dur_ns, **columns))
+
+    def build(self, meta: dict[str, Any], since: int = 0, before: Iterable[tuple[int, ...]] = (), origin_ns: int = 0) -> Trace:
+        """A frozen trace of the rows from index `since` on, sorted by start. The builder may go on afterwards.
+
+        `before` are further rows, which come first; where several events have the same start, they keep their order. Times
+        count from `origin_ns`.
+        """
+        rows = [*before, *self._rows[since:]]
         table = np.array(rows, dtype=np.int64).reshape(len(rows), len(COLUMNS))
+        table[:, 0] -= origin_ns
         table = table[np.argsort(table[:, 0], kind="stable")]
         columns: dict[str, NDArray[Any]] = {n: table[:, i].astype(dtype) for i, (n, dtype) in enumerate(COLUMNS.items())}
         return Trace(columns, list(self._codes), meta)

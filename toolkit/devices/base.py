@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import DeviceError, RecorderError
 from toolkit.trace import Trace
@@ -195,6 +195,47 @@ def caller() -> str | None:
     return None
 
 
+@lru_cache
+def _installed_prefixes() -> tuple[str, ...]:
+    """Folders whose frames aren't the user's own code: the standard library, what is installed, and this package."""
+    paths = sysconfig.get_paths()
+    own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    folders = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {own}
+    return (*(folder + os.sep for folder in folders), *_library_prefixes())
+
+
+_installed: dict[str, bool] = {}  # by file: is it none of the user's own?
+
+
+def chain() -> str | None:
+    """Which line led to an allocation: "cell 7:3 > model.py:41", the outermost frame of the user's and the innermost one.
+
+    The outer is the user's own code (of a cell, or a script), the inner the one that `caller` names; just one where they are
+    the same.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    inner = outer = None
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        installed = _installed.get(filename)
+        if installed is None:
+            _library.setdefault(filename, filename.startswith(_library_prefixes()))
+            installed = _installed[filename] = filename.startswith(_installed_prefixes())
+        if inner is None and not _library[filename]:
+            inner = frame
+        if not installed:
+            outer = frame
+            if frame.f_code.co_name == "<module>":  # what called the module's code is a launcher
+                break
+        frame = frame.f_back
+    if inner is None:
+        return None
+    text = f"{short_path(inner.f_code.co_filename)}:{inner.f_lineno}"
+    if outer is None or outer is inner:
+        return text
+    return f"{short_path(outer.f_code.co_filename)}:{outer.f_lineno} > {text}"
+
+
 def short_path(filename: str) -> str:
     """A file's path as a reader knows it: from the package on for installed ones, from the working folder, `cell N`."""
     if "ipykernel_" in filename or filename.startswith("<ipython-input"):
@@ -213,21 +254,29 @@ def _short_file(filename: str) -> str:
 
 def cell_name(filename: str) -> str:
     """ "cell 7" for the source file that IPython made for a notebook cell, else the file's name."""
-    shell = _shell()
-    compiled = getattr(getattr(shell, "compile", None), "_filename_map", {})
+    compiled = getattr(getattr(shell(), "compile", None), "_filename_map", {})
     number = compiled.get(filename)
     if number is None:
         return os.path.basename(filename)
     return f"cell {min(number, max(current_cell(), 1))}"  # what a magic runs inside a cell is numbered as if it came after
 
 
+def file_of(short: str) -> str:
+    """The file that `short_path` shortened, as far as it can be told: a cell's latest source, or a path as it is."""
+    if short.startswith("cell "):
+        compiled = getattr(getattr(shell(), "compile", None), "_filename_map", {})
+        return next((name for name, number in reversed(compiled.items()) if f"cell {number}" == short), short)
+    return short
+
+
 def current_cell() -> int:
     """The number of the notebook cell that runs now; -1 outside of IPython. Never imports IPython."""
-    history = getattr(_shell(), "history_manager", None)  # `execution_count` is the next cell's from IPython 9 on
+    history = getattr(shell(), "history_manager", None)  # `execution_count` is the next cell's from IPython 9 on
     return len(history.input_hist_parsed) - 1 or -1 if history is not None else -1
 
 
-def _shell() -> object | None:
+def shell() -> Any | None:
+    """The notebook's or terminal's IPython that runs this code; None outside of one. Never imports IPython."""
     ipython = sys.modules.get("IPython")
     get = getattr(ipython, "get_ipython", None)
     return get() if get else None

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from toolkit.devices import base, rules
+from toolkit.devices import base, history, rules
 from toolkit.devices import virtual_sizes as sizes
 from toolkit.devices.rules import Effect
 from toolkit.devices.spec import GpuSpec
@@ -96,21 +96,30 @@ class Machine:
 
     def allocate(self, n_bytes: int) -> tuple[Block, str | None]:
         """Take memory for the current stream and record it; what this returns, `free` takes back."""
-        stream = here().stream
-        if self._builder is None and n_bytes < NOTED_BYTES:
+        stream, watch = here().stream, history.watch
+        if self._builder is None and watch is None and n_bytes < NOTED_BYTES:
             return self.memory.allocate(n_bytes, stream), None
-        where = base.caller() if self.lines or n_bytes >= NOTED_BYTES else None
+        where = base.chain() if watch is not None or self.lines or n_bytes >= NOTED_BYTES else None
         block = self.memory.allocate(n_bytes, stream, where)
-        if self._builder is not None:
-            self._row("alloc", self.host_ns, 0, block.size, -1, None, where=where)
+        self._note("alloc", block, where)
         return block, where
 
     def free(self, taken: tuple[Block, str | None]) -> None:
         """Give back what `allocate` returned."""
-        size = taken[0].size
+        block = taken[0]
+        if self._builder is not None or history.watch is not None:  # before it is free: afterwards it joins its neighbours
+            self._note("free", block, None)
         self.memory.free(*taken)
-        if self._builder is not None:
-            self._row("free", self.host_ns, 0, size, -1, None, where=None)
+
+    def _note(self, kind: str, block: Block, where: str | None) -> None:
+        """Into the recording, with the line that asked, and into the history, with the user's line that led there, too."""
+        inner = where and where.rpartition(" > ")[2]
+        for builder, since, place in ((self._builder, self._since_ns, inner), (history.watch, 0, where)):
+            if builder is not None:
+                builder.add(
+                    kind, self.host_ns - since, bytes=block.size, stream=here().stream, step=here().step, where=place,
+                    cell=base.current_cell(), clock="modelled", address=block.address, requested=block.requested,
+                )  # fmt: skip
 
     # ---- recording
 

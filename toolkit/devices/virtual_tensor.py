@@ -187,3 +187,15 @@ def live() -> tuple[int, int]:
     """How many blocks of device memory are held, and their bytes."""
     blocks = list(_live.values())
     return len(blocks), sum(block.taken[0].size for block in blocks if block.taken is not None)
+
+
+def held() -> list[tuple[MemoryBlock, str | None]]:
+    """The blocks that tensors hold now, each with the line that allocated it, where it was noted."""
+    return [block.taken for block in list(_live.values()) if block.taken is not None]
+
+
+def address_of(tensor: torch.Tensor) -> int | None:
+    """Where in the card's memory a device tensor's storage lies; None where it has none."""
+    host = getattr(tensor, "_host", None)
+    block = _live.get(host.untyped_storage()._cdata) if host is not None and host.layout is torch.strided else None
+    return block.taken[0].address if block is not None and block.taken is not None else None

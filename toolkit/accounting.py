@@ -1,0 +1,294 @@
+"""What a stretch of code did with memory: `with tk.memory() as m:`, `@tk.memory`.
+
+A scope begins and ends a range of the allocators' history (`devices/history.py`), names what is alive by the variables that
+hold it (`owners.py`), and sums it (`ledger.py`). Scopes nest; each has its own peak, exact and without touching
+anybody's counters. Code that raises, is interrupted or awaits is measured like any other.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import linecache
+import os
+import sys
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from time import perf_counter
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from toolkit import owners
+from toolkit.devices import base, history, host
+from toolkit.errors import RecorderError
+from toolkit.ledger import Ledger, line_of
+from toolkit.trace import Trace
+from toolkit.units import bytes_text, seconds_text
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+F = TypeVar("F", bound=Callable[..., Any])
+_SOURCES = 400  # lines of source that a measurement keeps, those of the most bytes first
+
+
+class MemoryUse:
+    """What code did with memory: made by `tk.memory`, and by `tk.open_memory` from a file. Complete once its block has ended.
+
+    All bytes are as the allocator counts them. `peak_bytes` is the most that was allocated meanwhile (what
+    `torch.cuda.max_memory_allocated` says after a reset at the beginning), `baseline_bytes` what was when it began,
+    `kept_bytes` what is more at the end, `freed_bytes` what was given back of the baseline. `trace` has every event, `ledger`
+    the sums, `host` the resident memory of this process. Reading it while the block runs raises RecorderError.
+    """
+
+    def __init__(self, trace: Trace | None = None) -> None:
+        self._trace = trace
+        self.host: host.HostScope | None = None
+
+    @property
+    def trace(self) -> Trace:
+        if self._trace is None:
+            found, do = "its block still runs", "Leave the `with tk.memory()` block first"
+            raise RecorderError("reading a measurement of memory", found, do)
+        return self._trace
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        return Ledger(self.trace)
+
+    @property
+    def device(self) -> str:
+        """The device's name; "none" where there was only the host."""
+        return str(self.trace.meta.get("device", "unknown"))
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.ledger.peak_bytes
+
+    @property
+    def baseline_bytes(self) -> int:
+        return self.ledger.baseline_bytes
+
+    @property
+    def end_bytes(self) -> int:
+        return self.ledger.end_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        return self.ledger.kept_bytes
+
+    @property
+    def freed_bytes(self) -> int:
+        return self.ledger.freed_bytes
+
+    @property
+    def peak_reserved_bytes(self) -> int:
+        """The most that the allocator had taken from the driver."""
+        return self.ledger.peak_reserved_bytes
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """The most that this process held of the host's memory; 0 where that isn't known."""
+        return int(self.trace.meta.get("host", {}).get("peak_bytes", 0))
+
+    @property
+    def elapsed_s(self) -> float:
+        """How long the block took, on the host."""
+        return float(self.trace.meta.get("elapsed_s", 0.0))
+
+    def at_peak(self) -> pd.DataFrame:
+        """Who held the memory at the peak, the largest first; see `Ledger.holders`."""
+        return self.ledger.holders()
+
+    def by(self, what: str) -> pd.DataFrame:
+        """What each "owner", "kind", "where", "line", "cell" or "step" had; see `Ledger.by`."""
+        return self.ledger.by(what)
+
+    def line(self) -> str:
+        """The measurement in one line."""
+        if self.device == "none":
+            return f"no GPU memory used, host peak {bytes_text(self.host_peak_bytes)}, {seconds_text(self.elapsed_s)}"
+        parts = [f"peak {bytes_text(self.peak_bytes)}", f"kept {_signed(self.kept_bytes)}"]
+        if self.freed_bytes:
+            parts.append(f"freed {bytes_text(self.freed_bytes)}")
+        if self.trace.meta.get("failed"):
+            parts.append(f"ended with {self.trace.meta['failed']}")
+        return f"{', '.join(parts)} ({self.device}, {seconds_text(self.elapsed_s)})"
+
+    def __repr__(self) -> str:
+        if self._trace is None:
+            return "MemoryUse(still running)"
+        return "\n".join([self.line(), *(f"  {sentence}" for sentence in self.ledger.sentences())])
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the measurement to `path`, whole or not at all; `tk.open_memory` reads it."""
+        return self.trace.save(path)
+
+    def to_snapshot(self, path: str | os.PathLike[str]) -> Path:
+        """Write PyTorch's snapshot format, which pytorch.org/memory_viz opens."""
+        from toolkit.traces.snapshot_write import write_snapshot
+
+        return write_snapshot(self.trace, path)
+
+
+class Scope:
+    """A `with tk.memory()` block."""
+
+    def __init__(self, device: base.Device | str | None) -> None:
+        self._device = device
+        self.use = MemoryUse()
+
+    def __enter__(self) -> MemoryUse:
+        device = None if self._device is None else base.open_device(self._device)
+        self._begun = history.begin(device)
+        self._host = host.begin()
+        self._start_s = perf_counter()
+        return self.use
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+        self.end(_variables(sys._getframe(1)), error)
+
+    def end(self, variables: Mapping[str, Any], error: BaseException | None = None) -> MemoryUse:
+        """End the block: `variables` are those whose names may own memory."""
+        elapsed_s = perf_counter() - self._start_s
+        self.use.host = host.end(self._host)
+        trace = history.end(self._begun)
+        meta = {"elapsed_s": elapsed_s, "host": vars(self.use.host)}
+        if error is not None:
+            meta["failed"] = type(error).__name__
+        self.use._trace = with_owners(trace, _holders(variables, error), meta)
+        return self.use
+
+
+def memory(device: Any = None) -> Any:
+    """`with tk.memory() as m:` measures what a block does with memory; `@tk.memory` what each call of a function does.
+
+    `device` is what `tk.device` takes or returns; without it, the device in use: the open virtual GPU, else CUDA. A decorated
+    function prints a line a call, and its last measurement is `function.memory`. See MemoryUse for what is known.
+    """
+    if callable(device) and not isinstance(device, base.Device):
+        return _decorated(device)
+    return _Both(device)
+
+
+class _Both(Scope):
+    """`tk.memory(device)`: a block, or a decorator."""
+
+    def __call__(self, function: F) -> F:
+        return _decorated(function, self._device)
+
+
+def _decorated(function: F, device: base.Device | str | None = None) -> F:
+    def begin() -> tuple[Scope, MemoryUse]:
+        scope = Scope(device)
+        return scope, scope.__enter__()
+
+    def end(scope: Scope, error: BaseException | None) -> None:
+        wrapper.memory = scope.end(_variables(sys._getframe(2)), error)  # type: ignore[attr-defined]
+        print(f"{function.__qualname__}: {wrapper.memory.line()}")  # type: ignore[attr-defined]
+
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def wrapper(*args: Any, **kwargs: Any) -> Any:
+            scope, _ = begin()
+            error: BaseException | None = None
+            try:
+                return await function(*args, **kwargs)
+            except BaseException as raised:
+                error = raised
+                raise
+            finally:
+                end(scope, error)
+
+    else:
+
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            scope, _ = begin()
+            error: BaseException | None = None
+            try:
+                return function(*args, **kwargs)
+            except BaseException as raised:
+                error = raised
+                raise
+            finally:
+                end(scope, error)
+
+    return wrapper  # type: ignore[return-value]
+
+
+def open_memory(path: str | os.PathLike[str]) -> MemoryUse:
+    """A measurement that `MemoryUse.save` wrote, or PyTorch's memory snapshot. Raises TraceError for anything else.
+
+    Nothing in the file is executed.
+    """
+    from toolkit.traces import open_trace
+
+    return MemoryUse(open_trace(path))
+
+
+# ---- whose it is
+
+
+def with_owners(trace: Trace, found: Mapping[owners.Place, owners.Holder], meta: Mapping[str, Any]) -> Trace:
+    """`trace` with the owner and kind of every allocation that is alive at its end, as `found` names them by place.
+
+    The others have the kind that their line tells. `meta` is added, and the source of the lines of the most bytes.
+    """
+    if not len(trace):
+        return Trace(trace.columns, trace.strings, {**trace.meta, **meta})
+    ledger = Ledger(trace)
+    device_type = "vgpu" if str(trace.meta["device"]).startswith("virtual") else "cuda"
+    codes = {text: i for i, text in enumerate(trace.strings)}
+    owner, name = trace["owner"].copy(), trace["name"].copy()
+    kinds = [owners.kind_by_place(text) for text in (*trace.strings, None)]  # the last for code -1
+    by_place = np.array([-1 if kind is None else codes.setdefault(kind, len(codes)) for kind in kinds], np.int32)
+    allocs = ledger.blocks.row
+    name[allocs] = by_place[trace["where"][allocs]]
+    for row in allocs[ledger.blocks.end == len(ledger.rows)].tolist():
+        holder = found.get((device_type, int(trace["address"][row])))
+        if holder is not None:
+            owner[row] = codes.setdefault(holder.owner, len(codes))
+            if holder.kind != "activations" or name[row] < 0:
+                name[row] = codes.setdefault(holder.kind, len(codes))
+    columns = {**trace.columns, "owner": owner, "name": name}
+    return Trace(columns, list(codes), {**trace.meta, **meta, "source": _sources(ledger)})
+
+
+def _holders(variables: Mapping[str, Any], error: BaseException | None) -> dict[owners.Place, owners.Holder]:
+    """Who holds what: variables first, then what none of them does."""
+    shell = base.shell()
+    return {**owners.hidden(shell, error), **owners.find(variables)}
+
+
+def _variables(frame: FrameType | None) -> dict[str, Any]:
+    """The variables that a frame sees; a notebook's are its globals."""
+    return {} if frame is None else {**frame.f_globals, **frame.f_locals}
+
+
+def _sources(ledger: Ledger) -> dict[str, str]:
+    """The source of the user's lines that allocated the most."""
+    codes, names = ledger.group("line")
+    total = np.bincount(codes, ledger.blocks.bytes, len(names))
+    found = {}
+    for i in np.argsort(-total)[:_SOURCES].tolist():
+        place = line_of(names[i])
+        text = _source_line(place)
+        if text:
+            found[place] = text
+    return found
+
+
+def _source_line(place: str) -> str | None:
+    file, _, line = place.rpartition(":")
+    if not file or not line.isdigit():
+        return None
+    return linecache.getline(base.file_of(file), int(line)).strip() or None
+
+
+def _signed(n_bytes: int) -> str:
+    return f"{'+' if n_bytes > 0 else '-' if n_bytes < 0 else ''}{bytes_text(abs(n_bytes))}"

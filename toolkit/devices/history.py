@@ -1,0 +1,191 @@
+"""What allocators did: the history of every device in use, from where a scope begins to where it ends.
+
+The virtual GPU writes each allocation into `watch` while there is one; CUDA's allocator keeps a history of its own, which is
+fetched when a scope begins or ends (`cuda_history.py`). Scopes nest and overlap: each is a range of one history, so that
+an inner one takes nothing from an outer one, and nobody's peak counters are reset.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from toolkit.devices import base
+from toolkit.errors import DeviceError
+from toolkit.trace import CLOCKS, Trace, TraceBuilder
+
+if TYPE_CHECKING:
+    from toolkit.devices.cuda_history import CudaHistory
+    from toolkit.devices.virtual import VirtualGpu
+
+Row = tuple[int, ...]
+watch: TraceBuilder | None = None  # where the virtual GPU notes its allocations; None: nobody wants to know
+
+_lock = threading.RLock()
+_kept = 0  # how many want lines to be noted even between scopes: a notebook's session
+_open: list[Begun] = []
+
+
+@dataclass
+class Begun:
+    """A scope that has begun: what was alive then, and from which row of the history it has its events."""
+
+    asked: base.Device | None
+    builder: TraceBuilder
+    start_ns: int = 0  # on the device's host clock
+    since: int = 0
+    before: list[Row] = field(default_factory=list)  # blocks and segments of the beginning
+    cuda: CudaHistory | None = None
+
+
+def begin(device: base.Device | None = None) -> Begun:
+    """Begin a scope on `device`; without one, on the device in use, also where that is first opened later.
+
+    The device in use is the open virtual GPU, else every CUDA GPU. Raises DeviceError where CUDA's history can't be had.
+    """
+    with _lock:
+        _refuse_other_virtual(device)
+        if not _open:
+            _watch(TraceBuilder())
+        begun = Begun(device, _builder())
+        virtual = _virtual(device)
+        try:
+            if virtual is not None:
+                begun.start_ns = virtual.now_ns()
+                begun.before = _rows_held(virtual, begun.builder)
+            elif device is None or device.torch.type == "cuda":
+                begun.cuda = _cuda()
+                if begun.cuda is not None:
+                    begun.start_ns = time.time_ns()
+                    begun.before = begun.cuda.fetch(begun.builder, opening_ns=begun.start_ns)
+        except BaseException:
+            if not _open and not _kept:
+                _watch(None)
+            raise
+        begun.since = len(begun.builder)
+        _open.append(begun)
+        return begun
+
+
+def end(begun: Begun) -> Trace:
+    """End a scope. The trace has what was alive when it began (`meta["opening"]` rows), then every memory event since."""
+    with _lock:
+        if begun not in _open:
+            raise DeviceError("ending a memory scope", "it has ended", "Begin another one")
+        builder = begun.builder
+        try:
+            if begun.cuda is not None:
+                begun.cuda.fetch(builder)
+        finally:
+            _open.remove(begun)
+            if not _open and not _kept:
+                _stop()
+        device = _named(begun)
+        meta: dict[str, Any] = {"device": "none", "clock": "measured", "sizes_only": False, "steps_from": "marks"}
+        if device is not None:
+            meta |= {"device": device.name, "clock": device.clock, "gpu": device.spec.name if device.spec else device.name}
+            meta |= {"total_bytes": device.memory().total_bytes}
+        meta["opening"] = len(begun.before)
+        trace = builder.build(meta, begun.since, begun.before, begun.start_ns)
+        ours = trace["clock"] == CLOCKS.index(str(meta["clock"]))  # not a virtual GPU's beside a real one's
+        return trace if ours.all() else trace.select(ours)
+
+
+def keep() -> None:
+    """Note lines between scopes, too, until `release`: what is alive when a scope begins then says where it is from."""
+    global _kept
+    with _lock:
+        _kept += 1
+        if watch is None:
+            _watch(TraceBuilder())
+        cuda = _cuda() if _virtual(None) is None else None
+        if cuda is not None:
+            cuda.start()
+
+
+def release() -> None:
+    """End what `keep` began."""
+    global _kept
+    with _lock:
+        _kept = max(_kept - 1, 0)
+        if not _open and not _kept:
+            _stop()
+
+
+def note_step(step: int, start_ns: int, end_ns: int, name: str) -> None:
+    """A decode step ran from `start_ns` to `end_ns` of the wall clock (time.time_ns) on a CUDA device."""
+    if "toolkit.devices.cuda_history" in sys.modules:
+        from toolkit.devices.cuda_history import steps
+
+        steps.append((start_ns, end_ns, step, name))
+
+
+def _builder() -> TraceBuilder:
+    if watch is None:
+        _watch(TraceBuilder())
+    assert watch is not None
+    return watch
+
+
+def _watch(builder: TraceBuilder | None) -> None:
+    global watch
+    watch = builder
+
+
+def _stop() -> None:
+    _watch(None)
+    if "toolkit.devices.cuda_history" in sys.modules:
+        from toolkit.devices.cuda_history import the_history
+
+        the_history.stop()
+
+
+def _virtual(device: base.Device | None) -> VirtualGpu | None:
+    """The virtual GPU that is meant: `device`, or the open one where none is named."""
+    module = sys.modules.get("toolkit.devices.virtual")
+    current = module._current[0] if module is not None and module._current else None
+    if device is not None and device is not current:
+        return None
+    return current
+
+
+def _refuse_other_virtual(device: base.Device | None) -> None:
+    if device is not None and device.torch.type == "vgpu" and _virtual(device) is None:
+        raise DeviceError(f"the memory of {device.name}", "it is closed", f'Open it again: tk.device("{device.name}")')
+
+
+def _rows_held(virtual: VirtualGpu, builder: TraceBuilder) -> list[Row]:
+    """What is alive on the virtual GPU, as rows: segments, then blocks by address."""
+    from toolkit.devices.virtual_tensor import held
+
+    now = virtual.now_ns()
+    return [
+        builder.row(
+            "alloc", now, bytes=block.size, where=where, clock="modelled", address=block.address, requested=block.requested
+        )
+        for block, where in sorted(held(), key=lambda taken: taken[0].address)
+    ]
+
+
+def _cuda() -> CudaHistory | None:
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    from toolkit.devices.cuda_history import the_history
+
+    the_history.start()
+    return the_history
+
+
+def _named(begun: Begun) -> base.Device | None:
+    """The device that a scope was about."""
+    if begun.asked is not None:
+        return begun.asked
+    virtual = _virtual(None)
+    if virtual is not None:
+        return virtual
+    return base.open_device("cuda") if begun.cuda is not None else None

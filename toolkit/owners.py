@@ -1,0 +1,226 @@
+"""Which variable holds which memory: a walk over variables to the tensors that they reach.
+
+`find(variables)` names every tensor's memory by the shortest path to it ("model.layers.0.mlp.up.weight", "losses[3]") and says
+what kind it is. `hidden()` names what a notebook holds without a variable: the last error's traceback, `Out[7]`, `_`, closures.
+It looks at values and changes nothing; properties of other people's classes aren't called.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import CodeType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+MOST = 200_000  # values looked at: a walk ends then, so that a cell never waits long for it
+_DEPTH = 6  # how far from a variable
+_LEAVES = (str, bytes, bytearray, int, float, complex, bool, type(None), type, ModuleType, CodeType, torch.dtype, torch.device)
+_KINDS_BY_FILE = {"models/cache.py": "kv", "transformers/cache_utils.py": "kv", "toolkit/loading/": "weights"}
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a piece of memory: the path of a variable, and what kind of tensor it is."""
+
+    owner: str
+    kind: str
+    bytes: int
+
+
+Place = tuple[str, int]  # device type, address
+
+
+def find(variables: Mapping[str, Any]) -> dict[Place, Holder]:
+    """The memory that `variables` reach, by device and address: breadth first, so the shortest path names it."""
+    return _walk((name, value) for name, value in list(variables.items()) if not name.startswith("_"))
+
+
+def hidden(shell: Any | None = None, error: BaseException | None = None) -> dict[Place, Holder]:
+    """The memory that is held without a variable: by the traceback of the last error (or of `error`), and by what a notebook
+    keeps of its results."""
+    return _walk(_hidden_values(shell, error))
+
+
+def place_of(tensor: torch.Tensor) -> Place | None:
+    """Where a tensor's memory is; None for one without memory of its own."""
+    try:
+        kind = tensor.device.type
+        if kind == "vgpu":
+            from toolkit.devices.virtual_tensor import address_of
+
+            address = address_of(tensor)
+            return None if address is None else (kind, address)
+        if kind == "meta" or tensor.layout is not torch.strided:
+            return None
+        address = tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError, AttributeError):  # tensors without a storage: functional, fake
+        return None
+    return (kind, address) if address else None
+
+
+def kind_by_place(where: str | None) -> str | None:
+    """What an allocation was for, as far as the file of its line says; "workspace" where no line of Python asked for it."""
+    if where is None:
+        return "workspace"
+    inner = where.rpartition(" > ")[2]
+    return next((kind for file, kind in _KINDS_BY_FILE.items() if file in inner), None)
+
+
+# ---- the walk
+
+
+def _walk(roots: Iterable[tuple[str, Any]]) -> dict[Place, Holder]:
+    found: dict[Place, Holder] = {}
+    seen: set[int] = set()
+    queue: deque[tuple[str, Any, str | None, int]] = deque((path, value, None, 0) for path, value in roots)
+    looked = 0
+    while queue and looked < MOST:
+        path, value, kind, depth = queue.popleft()
+        if isinstance(value, _LEAVES) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        looked += 1
+        if isinstance(value, torch.Tensor):
+            _note(found, path, value, kind)
+            queue.extend((f"{path}{more}", held, k, depth + 1) for more, held, k in _of_tensor(value))
+        elif depth < _DEPTH:
+            queue.extend((f"{path}{more}", held, k or kind, depth + 1) for more, held, k in _parts(value))
+    return found
+
+
+def _note(found: dict[Place, Holder], path: str, tensor: torch.Tensor, kind: str | None) -> None:
+    place = place_of(tensor)
+    if place is not None:
+        kind = kind or ("weights" if isinstance(tensor, nn.Parameter) else "activations")
+        found.setdefault(place, Holder(path, kind, tensor.untyped_storage().nbytes()))
+
+
+Part = tuple[str, Any, str | None]
+
+
+def _of_tensor(tensor: torch.Tensor) -> Iterator[Part]:
+    """What a tensor keeps alive beside its own memory: its gradient, and what its graph has saved for the backward pass."""
+    if tensor.is_leaf:
+        if tensor.grad is not None:
+            yield ".grad", tensor.grad, "gradients"
+        return
+    nodes: deque[Any] = deque([tensor.grad_fn])
+    seen: set[Any] = set()
+    while nodes and len(seen) < 10_000:
+        node = nodes.popleft()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for name in dir(node):
+            if name.startswith("_saved_"):
+                yield from _saved(node, name)
+        nodes.extend(following for following, _ in node.next_functions)
+
+
+def _saved(node: Any, name: str) -> Iterator[Part]:
+    try:
+        value = getattr(node, name)
+    except RuntimeError:  # freed by the backward pass, or changed in place since
+        return
+    for tensor in value if isinstance(value, tuple | list) else (value,):
+        if isinstance(tensor, torch.Tensor) and not isinstance(tensor, nn.Parameter):
+            yield f" (its graph: {node.name()})", tensor, "activations"
+
+
+def _parts(value: Any) -> Iterator[Part]:
+    """What a value that isn't a tensor holds, by how it is reached: (".name" or "[i]", value, kind of the tensors below)."""
+    kind = "kv" if "cache" in type(value).__name__.lower() else None
+    if isinstance(value, nn.Module):
+        yield from ((f".{name}", parameter, "weights") for name, parameter in value.named_parameters())
+        yield from ((f".{name}", buffer, "weights") for name, buffer in value.named_buffers())
+        yield from ((f".{name}{more}", held, kind) for name, module in value.named_modules() for more, held in _own(module))
+    elif isinstance(value, torch.optim.Optimizer):
+        for number, state in enumerate(value.state.values()):
+            yield from ((f".state[{number}].{name}", held, "optimizer") for name, held in dict(state).items())
+    elif isinstance(value, Mapping):
+        yield from ((f"[{key!r}]" if len(repr(key)) < 40 else "[...]", held, kind) for key, held in list(value.items()))
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        yield from ((f"[{i}]", held, kind) for i, held in enumerate(list(value)))
+    elif isinstance(value, FunctionType | MethodType):
+        yield from _closure(value)
+    elif isinstance(value, GeneratorType) and value.gi_frame is not None:
+        yield from ((f" (paused): {name}", held, kind) for name, held in value.gi_frame.f_locals.items())
+    elif not isinstance(value, FrameType):
+        yield from ((more, held, kind) for more, held in _own(value))
+
+
+def _own(value: Any) -> Iterator[tuple[str, Any]]:
+    """The attributes that an object keeps itself, without asking its class."""
+    try:
+        names = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        names = {}
+    tables = ("_parameters", "_buffers", "_modules") if isinstance(value, nn.Module) else ()
+    yield from ((f".{name}", held) for name, held in list(names.items()) if name not in tables)
+    for base in type(value).__mro__:
+        for name in base.__dict__.get("__slots__", ()) if isinstance(base.__dict__.get("__slots__", ()), tuple | list) else ():
+            member = base.__dict__.get(name)
+            if member is not None and hasattr(value, name):
+                yield f".{name}", getattr(value, name)
+
+
+def _closure(function: Any) -> Iterator[Part]:
+    function = getattr(function, "__func__", function)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        try:
+            yield f" (its closure): {name}", cell.cell_contents, None
+        except ValueError:  # not filled yet
+            continue
+    for i, held in enumerate(function.__defaults__ or ()):
+        yield f" (its default {i})", held, None
+
+
+# ---- what no variable holds
+
+
+def _hidden_values(shell: Any | None, error: BaseException | None) -> Iterator[tuple[str, Any]]:
+    yield from _of_traceback(error)
+    if shell is not None:
+        names = shell.user_ns
+        for number, value in list(names.get("Out", {}).items()):
+            yield f"Out[{number}]", value
+        for name in ("_", "__", "___"):
+            yield name, names.get(name)
+
+
+def _of_traceback(error: BaseException | None) -> Iterator[tuple[str, Any]]:
+    """The variables of the frames that the last error passed through: it keeps them until the next one."""
+    error = error or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        trace = error.__traceback__
+        while trace is not None:
+            frame = trace.tb_frame
+            for name, value in list(frame.f_locals.items()) if frame.f_code.co_name != "<module>" else ():
+                yield f"{name} in {frame.f_code.co_name}() (the traceback of {type(error).__name__})", value
+            trace = trace.tb_next
+        error = error.__cause__ or error.__context__
+
+
+def release(shell: Any | None = None) -> int:
+    """Let go of the last error's traceback and of a notebook's kept results (`Out`, `_`). Returns the tensors' bytes that
+    only these held. Variables stay as they are."""
+    import gc
+
+    held = hidden(shell)
+    kept = find(shell.user_ns) if shell is not None else {}
+    for name in ("last_exc", "last_value", "last_traceback", "last_type"):
+        if hasattr(sys, name):
+            delattr(sys, name)
+    if shell is not None:
+        shell.displayhook.flush()
+        for stale in ("_", "__", "___"):
+            shell.user_ns.pop(stale, None)
+    gc.collect()
+    return sum(holder.bytes for place, holder in held.items() if place not in kept)
