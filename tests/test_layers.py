@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "toolkit"
 # A file imports only from rows above its own.
 ROWS = [
-    "errors", "units", "trace", "ledger", "traces", "devices", "replaying", "owners", "accounting", "budgeting",
+    "errors", "units", "trace", "ledger", "traces", "devices", "replaying", "owners", "shortage", "accounting", "budgeting",
     "formats", "quant", "repack", "fitting", "recipes",
     "kernels", "models", "costing", "planning", "chat", "tokenizer_gguf", "tokenizer", "hf", "loading", "describing",
     "decode", "quantisation", "quantising", "exporting", "demo", "bench", "notebook", "__main__",

@@ -26,6 +26,9 @@ _PUBLIC = {
     "compare": "toolkit.decode.compare:compare",
     "copy_budget": "toolkit.decode.compare:copy_budget",
     "open_trace": "toolkit.traces:open_trace",
+    "memory": "toolkit.accounting:memory",
+    "open_memory": "toolkit.accounting:open_memory",
+    "budget": "toolkit.budgeting:budget",
     "STRATEGIES": "toolkit.decode.strategies:STRATEGIES",
     "tune": "toolkit.kernels.tune",
     "GPUS": "toolkit.devices.spec:CATALOGUE",
@@ -33,11 +36,15 @@ _PUBLIC = {
     "Trace": "toolkit.trace:Trace",
     "ToolkitError": "toolkit.errors:ToolkitError",
     "CopyBudgetError": "toolkit.errors:CopyBudgetError",
+    "BudgetError": "toolkit.errors:BudgetError",
 }
 
 __all__ = ["__version__", "load_ipython_extension", *_PUBLIC]
 
 if TYPE_CHECKING:
+    from toolkit.accounting import memory as memory
+    from toolkit.accounting import open_memory as open_memory
+    from toolkit.budgeting import budget as budget
     from toolkit.decode.compare import compare as compare
     from toolkit.decode.compare import copy_budget as copy_budget
     from toolkit.decode.loop import generate as generate
@@ -46,6 +53,7 @@ if TYPE_CHECKING:
     from toolkit.devices.base import open_device as device
     from toolkit.devices.base import record as record
     from toolkit.devices.spec import CATALOGUE as GPUS
+    from toolkit.errors import BudgetError as BudgetError
     from toolkit.errors import CopyBudgetError as CopyBudgetError
     from toolkit.errors import ToolkitError as ToolkitError
     from toolkit.kernels import tune as tune

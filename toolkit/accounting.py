@@ -20,8 +20,9 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import torch
 
-from toolkit import owners
+from toolkit import owners, shortage
 from toolkit.devices import base, history, host
 from toolkit.errors import RecorderError
 from toolkit.ledger import Ledger, line_of
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 F = TypeVar("F", bound=Callable[..., Any])
+_EXPLAINED = "Where the memory went:"  # begins the note on an out-of-memory error
 _SOURCES = 400  # lines of source that a measurement keeps, those of the most bytes first
 
 
@@ -47,6 +49,7 @@ class MemoryUse:
     def __init__(self, trace: Trace | None = None) -> None:
         self._trace = trace
         self.host: host.HostScope | None = None
+        self.shortage: shortage.Shortage | None = None  # what an out-of-memory error meant
 
     @property
     def trace(self) -> Trace:
@@ -149,7 +152,7 @@ class Scope:
         return self.use
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
-        self.end(_variables(sys._getframe(1)), error)
+        self.end(variables_of(sys._getframe(1)), error)
 
     def end(self, variables: Mapping[str, Any], error: BaseException | None = None) -> MemoryUse:
         """End the block: `variables` are those whose names may own memory."""
@@ -159,8 +162,37 @@ class Scope:
         meta = {"elapsed_s": elapsed_s, "host": vars(self.use.host)}
         if error is not None:
             meta["failed"] = type(error).__name__
-        self.use._trace = with_owners(trace, _holders(variables, error), meta)
+        found = _holders(variables, error)
+        self.use._trace = with_owners(trace, found, meta)
+        if isinstance(error, torch.OutOfMemoryError):
+            _explained(self.use, error, variables, found)
         return self.use
+
+
+def why_out_of_memory(
+    error: BaseException, variables: Mapping[str, Any], device: base.Device | None = None
+) -> shortage.Shortage:
+    """Who holds what while `error` still has its traceback, where no scope ran. Adds it to the error as a note."""
+    begun = history.begin(device)
+    trace = history.end(begun)
+    found = _holders(variables, error)
+    return _explained(MemoryUse(with_owners(trace, found, {})), error, variables, found)
+
+
+def explained(error: BaseException) -> bool:
+    """Does an out-of-memory error say already who held what?"""
+    return any(note.startswith(_EXPLAINED) for note in getattr(error, "__notes__", ()))
+
+
+def _explained(
+    use: MemoryUse, error: BaseException, variables: Mapping[str, Any], found: Mapping[owners.Place, owners.Holder]
+) -> shortage.Shortage:
+    """What an out-of-memory error means, added to it once: the innermost scope knows its lines best."""
+    limit = int(use.trace.meta.get("limit_bytes", 0))
+    use.shortage = shortage.explain(use.ledger, variables, found, error, limit)
+    if not explained(error):
+        error.add_note(f"{_EXPLAINED}\n{use.shortage}")
+    return use.shortage
 
 
 def memory(device: Any = None) -> Any:
@@ -187,7 +219,7 @@ def _decorated(function: F, device: base.Device | str | None = None) -> F:
         return scope, scope.__enter__()
 
     def end(scope: Scope, error: BaseException | None) -> None:
-        wrapper.memory = scope.end(_variables(sys._getframe(2)), error)  # type: ignore[attr-defined]
+        wrapper.memory = scope.end(variables_of(sys._getframe(2)), error)  # type: ignore[attr-defined]
         print(f"{function.__qualname__}: {wrapper.memory.line()}")  # type: ignore[attr-defined]
 
     if inspect.iscoroutinefunction(function):
@@ -265,7 +297,7 @@ def _holders(variables: Mapping[str, Any], error: BaseException | None) -> dict[
     return {**owners.hidden(shell, error), **owners.find(variables)}
 
 
-def _variables(frame: FrameType | None) -> dict[str, Any]:
+def variables_of(frame: FrameType | None) -> dict[str, Any]:
     """The variables that a frame sees; a notebook's are its globals."""
     return {} if frame is None else {**frame.f_globals, **frame.f_locals}
 

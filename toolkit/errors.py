@@ -47,6 +47,10 @@ class CopyBudgetError(ToolkitError):
     """More copies crossed than `tk.copy_budget` allowed; the message names the lines that copied."""
 
 
+class BudgetError(ToolkitError):
+    """A memory budget that can't be set, or that what was asked for doesn't fit in; `facts` has the bytes."""
+
+
 class CancelledError(ToolkitError):
     """Long work that was cancelled; what it had taken was given back."""
 

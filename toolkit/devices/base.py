@@ -76,6 +76,21 @@ class Device(ABC):
     def reset_peak(self) -> None:
         """Let `memory().peak_bytes` start again from what is allocated now."""
 
+    @property
+    def limit_bytes(self) -> int:
+        """How much memory the allocator may take: what `limit` set, else the card's."""
+        return self._limit_bytes or self.memory().total_bytes
+
+    def limit(self, n_bytes: int | None) -> None:
+        """Let the allocator take at most `n_bytes`; None: as much as the card has."""
+        self._set_limit(n_bytes)
+        self._limit_bytes = n_bytes
+
+    _limit_bytes: int | None = None
+
+    def _set_limit(self, n_bytes: int | None) -> None:
+        raise DeviceError(f"a memory budget on {self.name}", "it has no allocator to cap", 'Use "cuda" or "virtual:h200"')
+
     @contextmanager
     def record(self, *, lines: bool = True) -> Iterator[Trace]:
         """Record everything that runs on this device inside the `with` block; the trace is readable after it.
@@ -233,7 +248,8 @@ def chain() -> str | None:
     text = f"{short_path(inner.f_code.co_filename)}:{inner.f_lineno}"
     if outer is None or outer is inner:
         return text
-    return f"{short_path(outer.f_code.co_filename)}:{outer.f_lineno} > {text}"
+    first = f"{short_path(outer.f_code.co_filename)}:{outer.f_lineno}"
+    return text if first == text else f"{first} > {text}"  # equal for a comprehension
 
 
 def short_path(filename: str) -> str:

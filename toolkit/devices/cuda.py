@@ -125,6 +125,10 @@ class CudaGpu(Device):
         """Let the peak start again from what is allocated now."""
         torch.cuda.reset_peak_memory_stats(self.index)
 
+    def _set_limit(self, n_bytes: int | None) -> None:
+        total = torch.cuda.get_device_properties(self.index).total_memory
+        torch.cuda.set_per_process_memory_fraction(1.0 if n_bytes is None else min(n_bytes / total, 1.0), self.index)
+
     def _end(self) -> None:
         """Stop noting lines, and the profiler."""
         if self._session is not None and self._session.log is not None:

@@ -87,11 +87,18 @@ def end(begun: Begun) -> Trace:
         meta: dict[str, Any] = {"device": "none", "clock": "measured", "sizes_only": False, "steps_from": "marks"}
         if device is not None:
             meta |= {"device": device.name, "clock": device.clock, "gpu": device.spec.name if device.spec else device.name}
-            meta |= {"total_bytes": device.memory().total_bytes}
+            meta |= {"total_bytes": device.memory().total_bytes, "limit_bytes": device.limit_bytes}
         meta["opening"] = len(begun.before)
         trace = builder.build(meta, begun.since, begun.before, begun.start_ns)
         ours = trace["clock"] == CLOCKS.index(str(meta["clock"]))  # not a virtual GPU's beside a real one's
         return trace if ours.all() else trace.select(ours)
+
+
+def in_use() -> base.Device | None:
+    """The open virtual GPU, else the first CUDA GPU; None where there is neither."""
+    import torch
+
+    return _virtual(None) or (base.open_device("cuda") if torch.cuda.is_available() else None)
 
 
 def keep() -> None:

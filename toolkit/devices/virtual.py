@@ -108,6 +108,9 @@ class VirtualGpu(base.Device):
         memory = self.machine.memory
         return base.Memory(memory.allocated_bytes, memory.peak_bytes, memory.reserved_bytes, memory.total_bytes)
 
+    def _set_limit(self, n_bytes: int | None) -> None:
+        self.machine.memory.limit_bytes = n_bytes
+
     def reset_peak(self) -> None:
         """Let the peak start again from what is allocated now."""
         self.machine.memory.reset_peak()
