@@ -130,6 +130,23 @@ class MemoryUse:
         """Write the measurement to `path`, whole or not at all; `tk.open_memory` reads it."""
         return self.trace.save(path)
 
+    def timeline(self) -> Any:
+        """The interactive picture of this measurement. Needs the `lab` extra."""
+        from toolkit.notebook.memory_widget import MemoryTimeline
+
+        return MemoryTimeline(self)
+
+    def to_html(self, path: str | os.PathLike[str]) -> Path:
+        """Write a self-contained page with the picture and its tables (no front-end package needed)."""
+        from toolkit.notebook.memory_page import write_memory_page
+
+        return write_memory_page(path, self)
+
+    def _repr_html_(self) -> str | None:
+        from toolkit.notebook.memory_picture import html
+
+        return None if self._trace is None else html(self)
+
     def to_snapshot(self, path: str | os.PathLike[str]) -> Path:
         """Write PyTorch's snapshot format, which pytorch.org/memory_viz opens."""
         from toolkit.traces.snapshot_write import write_snapshot
