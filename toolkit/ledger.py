@@ -98,18 +98,21 @@ class Ledger:
         return int(self.blocks.bytes[old & (self.blocks.end < len(self.rows))].sum())
 
     @cached_property
+    def _taken(self) -> Ints:
+        """What the allocator had taken from the driver: before the first segment event, and after each."""
+        sign = np.where(self.trace["kind"][self._segments] == KINDS.index("segment_alloc"), 1, -1)
+        return np.concatenate([[0], np.cumsum(sign * self.trace["bytes"][self._segments])])
+
+    @cached_property
     def reserved(self) -> Ints:
         """What the allocator had taken from the driver, at each position; zeros where the trace doesn't know."""
-        sign = np.where(self.trace["kind"][self._segments] == KINDS.index("segment_alloc"), 1, -1)
-        total = np.concatenate([[0], np.cumsum(sign * self.trace["bytes"][self._segments])])
-        # a segment is taken for an allocation, and noted before it: what holds at a position is what came before the next one
-        before_next = np.searchsorted(self._segments, np.append(self.rows[1:], len(self.trace)))
-        return total[before_next] if len(self.rows) else total[:0]
+        return self._taken[np.searchsorted(self._segments, self.rows)]
 
     @property
     def peak_reserved_bytes(self) -> int:
-        ran = self.reserved[max(self.opening - 1, 0) :]
-        return int(ran.max()) if len(ran) else 0
+        """The most that the allocator had taken since the beginning; 0 where the trace doesn't know."""
+        old = np.searchsorted(self._segments, int(self.trace.meta.get("opening", 0)))
+        return int(self._taken[old:].max())
 
     @property
     def fragmentation_bytes(self) -> int:
