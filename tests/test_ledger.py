@@ -118,7 +118,7 @@ def test_reserved_and_fragmentation_come_from_segments():
     builder.add("segment_free", 7, bytes=20 << 20, address=1 << 30)
     builder.add("alloc", 8, bytes=512, address=512)
     ledger = Ledger(builder.build({"opening": 2}))
-    assert ledger.reserved.tolist() == [2 << 20, 22 << 20, 2 << 20, 2 << 20]
+    assert ledger.reserved.tolist() == [2 << 20, 22 << 20, 22 << 20, 2 << 20]
     assert ledger.peak_reserved_bytes == 22 << 20
     assert ledger.fragmentation_bytes == (18 << 20) - 512
     kinds = ledger.by("kind").set_index("kind")
@@ -135,12 +135,8 @@ def test_nothing_allocated_is_a_peak_of_the_baseline():
     builder.add("alloc", 0, bytes=512, address=0)
     builder.add("free", 1, bytes=512, address=0)
     only_freed = Ledger(builder.build({"opening": 1}))
-    assert (only_freed.peak_bytes, only_freed.baseline_bytes, only_freed.kept_bytes, only_freed.freed_bytes) == (
-        512,
-        512,
-        -512,
-        512,
-    )
+    assert (only_freed.peak_bytes, only_freed.baseline_bytes) == (512, 512)
+    assert (only_freed.kept_bytes, only_freed.freed_bytes) == (-512, 512)
 
 
 def test_an_unknown_grouping_names_those_there_are():
