@@ -316,7 +316,7 @@ def _holders(variables: Mapping[str, Any], error: BaseException | None) -> dict[
 
 def variables_of(frame: FrameType | None) -> dict[str, Any]:
     """The variables that a frame sees; a notebook's are its globals."""
-    return {} if frame is None else {**frame.f_globals, **frame.f_locals}
+    return {} if frame is None else {**frame.f_globals, **owners.locals_of(frame)}
 
 
 def _sources(ledger: Ledger) -> dict[str, str]:

@@ -7,6 +7,9 @@ It looks at values and changes nothing; properties of other people's classes are
 
 from __future__ import annotations
 
+import gc
+import inspect
+import re
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -69,6 +72,19 @@ def kind_by_place(where: str | None) -> str | None:
         return "workspace"
     inner = where.rpartition(" > ")[2]
     return next((kind for file, kind in _KINDS_BY_FILE.items() if file in inner), None)
+
+
+def locals_of(frame: FrameType) -> dict[str, Any]:
+    """The local variables of a frame, and nothing that keeps them alive.
+
+    Before Python 3.13 a function's frame keeps the dictionary that `f_locals` made, and with it what the variables held even
+    after `del`: it is emptied again. The variables themselves lie elsewhere.
+    """
+    names = frame.f_locals
+    found = dict(names)
+    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13):
+        names.clear()
+    return found
 
 
 # ---- the walk
@@ -149,7 +165,7 @@ def _parts(value: Any) -> Iterator[Part]:
     elif isinstance(value, FunctionType | MethodType):
         yield from _closure(value)
     elif isinstance(value, GeneratorType) and value.gi_frame is not None:
-        yield from ((f" (paused): {name}", held, kind) for name, held in value.gi_frame.f_locals.items())
+        yield from ((f" (paused): {name}", held, kind) for name, held in locals_of(value.gi_frame).items())
     elif not isinstance(value, FrameType):
         yield from ((more, held, kind) for more, held in _own(value))
 
@@ -202,25 +218,26 @@ def _of_traceback(error: BaseException | None) -> Iterator[tuple[str, Any]]:
         trace = error.__traceback__
         while trace is not None:
             frame = trace.tb_frame
-            for name, value in list(frame.f_locals.items()) if frame.f_code.co_name != "<module>" else ():
+            for name, value in locals_of(frame).items() if frame.f_code.co_name != "<module>" else ():
                 yield f"{name} in {frame.f_code.co_name}() (the traceback of {type(error).__name__})", value
             trace = trace.tb_next
         error = error.__cause__ or error.__context__
 
 
-def release(shell: Any | None = None) -> int:
-    """Let go of the last error's traceback and of a notebook's kept results (`Out`, `_`). Returns the tensors' bytes that
-    only these held. Variables stay as they are."""
-    import gc
+def release(shell: Any | None = None, variables: Mapping[str, Any] | None = None) -> int:
+    """Let go of the last error's traceback and of a notebook's kept results (`Out`, `_`). Variables stay as they are.
 
-    held = hidden(shell)
-    kept = find(shell.user_ns) if shell is not None else {}
+    Returns the bytes on devices that were given back. `variables` are the user's.
+    """
+    kept = find(variables or {})
+    held = {place: holder.bytes for place, holder in hidden(shell).items() if place not in kept and place[0] != "cpu"}
     for name in ("last_exc", "last_value", "last_traceback", "last_type"):
         if hasattr(sys, name):
             delattr(sys, name)
     if shell is not None:
-        shell.displayhook.flush()
-        for stale in ("_", "__", "___"):
-            shell.user_ns.pop(stale, None)
+        for name in [name for name in shell.user_ns if re.fullmatch(r"_+|_[0-9]+", name)]:
+            del shell.user_ns[name]
+        shell.user_ns.get("_oh", {}).clear()
+        shell.displayhook._ = shell.displayhook.__ = shell.displayhook.___ = ""
     gc.collect()
-    return sum(holder.bytes for place, holder in held.items() if place not in kept)
+    return sum(held.values())

@@ -215,7 +215,7 @@ def _installed_prefixes() -> tuple[str, ...]:
     """Folders whose frames aren't the user's own code: the standard library, what is installed, and this package."""
     paths = sysconfig.get_paths()
     own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    folders = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {own}
+    folders = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")} | {own}
     return (*(folder + os.sep for folder in folders), *_library_prefixes())
 
 

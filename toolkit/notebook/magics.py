@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
 from contextlib import nullcontext
@@ -10,21 +9,16 @@ from typing import Any
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, magics_class
-from IPython.display import display
 
 from toolkit.decode.compare import copy_budget
 from toolkit.devices.base import open_device
 from toolkit.errors import CopyBudgetError, ToolkitError
+from toolkit.notebook.magics_shared import Parser, awaits, failure_of, plain, show
 from toolkit.trace import COPY_KINDS, Trace, copies_per_step
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise UsageError(f"{message}\n{self.format_usage()}")
-
-
-def _parser() -> _Parser:
-    parser = _Parser(prog="%%copies", description="Run the cell and show what it copied.", add_help=False)
+def _parser() -> Parser:
+    parser = Parser("%%copies", "Run the cell and show what it copied.")
     parser.add_argument("--device", default=None, help="virtual:h200, cuda, ... (default: the one in use)")
     for kind in ("h2d", "d2h", "d2d"):
         parser.add_argument(f"--budget-{kind}", type=int, default=None, metavar="N", help=f"at most N {kind} copies")
@@ -44,7 +38,7 @@ def lines_table(trace: Trace) -> Any:
 
 @magics_class
 class CopyMagics(Magics):
-    """The magics of this version: `%%copies`."""
+    """`%%copies`."""
 
     @cell_magic
     def copies(self, line: str, cell: str) -> None:
@@ -61,8 +55,8 @@ class CopyMagics(Magics):
         except ValueError as error:  # quotes that aren't closed
             raise UsageError(str(error)) from None
         except ToolkitError as error:
-            raise _plain(error) from None
-        if _awaits(self.shell, cell):
+            raise plain(error) from None
+        if awaits(self.shell, cell):
             raise UsageError("%%copies can't run a cell with await. Write `with tk.record(device) as trace:` around it.")
         limits = {kind: getattr(options, f"budget_{kind}") for kind in COPY_KINDS}
         guarded = any(limit is not None for limit in limits.values())
@@ -73,49 +67,28 @@ class CopyMagics(Magics):
         except CopyBudgetError as error:
             over = error
         except ToolkitError as error:
-            raise _plain(error) from None
+            raise plain(error) from None
         if inside:
             print(f"{device.name} is being recorded: that recording holds what this cell copied.")
         else:
             _report(trace, options.timeline)
         failed = result.error_before_exec or result.error_in_exec if result is not None else None
-        if isinstance(failed, SyntaxError):  # IPython would show it once more
-            failed = UsageError("the cell has a syntax error")
-        elif failed is not None:  # shown by the shell already; raised so that "run all" stops here
-            failed = _plain(failed, shown=True)
         if failed is not None:
-            raise failed
+            raise failure_of(failed)
         if over is not None:
-            raise _plain(over)
-
-
-def _awaits(shell: Any, cell: str) -> bool:
-    try:
-        return bool(shell.should_run_async(cell, transformed_cell=shell.transform_cell(cell)))
-    except SyntaxError:  # said when the cell runs
-        return False
+            raise plain(over)
 
 
 def _report(trace: Trace, timeline: bool) -> None:
     """Show the copies per step, the lines behind them and, where wanted, the timeline."""
     if len(trace):
-        _show(copies_per_step(trace))
+        show(copies_per_step(trace))
     else:
         print("Nothing ran on the device, and nothing was copied.")
     if len(lines := lines_table(trace)):
-        _show(lines)
+        show(lines)
     if timeline:
-        _show(trace.timeline())
-
-
-def _show(thing: Any) -> None:
-    display(thing)  # type: ignore[no-untyped-call]
-
-
-def _plain(error: BaseException, shown: bool = False) -> BaseException:
-    """`error`, so that IPython prints its sentence alone, or nothing where it was shown before."""
-    error._render_traceback_ = lambda *_: [] if shown else [f"{type(error).__name__}: {error}"]  # type: ignore[attr-defined]
-    return error
+        show(trace.timeline())
 
 
 def _current() -> str:
@@ -124,4 +97,6 @@ def _current() -> str:
 
 def register(shell: Any) -> None:
     """Give `shell` the magics; what `%load_ext toolkit` does."""
-    shell.register_magics(CopyMagics)
+    from toolkit.notebook.magics_memory import MemoryMagics
+
+    shell.register_magics(CopyMagics, MemoryMagics)

@@ -1,0 +1,230 @@
+"""`tk.memory` on the virtual GPU: exact peaks of nested, raising and awaiting blocks; who is named as the holder."""
+
+import asyncio
+import gc
+import random
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import toolkit as tk
+from toolkit.accounting import MemoryUse
+from toolkit.errors import RecorderError, TraceError
+
+MiB = 1 << 20
+
+
+@pytest.fixture
+def gpu():
+    gpu = tk.device("virtual:h200")
+    gc.collect()
+    return gpu
+
+
+def ones(mib, dtype=torch.float32):
+    return torch.ones(mib * MiB // dtype.itemsize, dtype=dtype, device="vgpu")
+
+
+def truth(gpu):
+    """(allocated now, the most since the last reset), as the allocator counts."""
+    memory = gpu.memory()
+    return memory.allocated_bytes, memory.peak_bytes
+
+
+class Cell:
+    """Generated code: allocations and frees, blocks in blocks, errors, coroutines, threads. Knows each block's true peak."""
+
+    def __init__(self, gpu, seed):
+        self.gpu, self.rng, self.kept, self.seen = gpu, random.Random(seed), [], []
+
+    def run(self, depth=0):
+        now, _ = truth(self.gpu)
+        most = now
+        with tk.memory(self.gpu) as use:
+            for _ in range(self.rng.randrange(1, 7)):
+                what = self.rng.randrange(7)
+                if what == 0 and depth < 3:
+                    most = max(most, self.run(depth + 1))
+                elif what == 1:
+                    most = max(most, self.fail())
+                elif what == 2:
+                    asyncio.run(self.wait())
+                elif what == 3 and self.kept:
+                    del self.kept[self.rng.randrange(len(self.kept))]
+                elif what == 4:
+                    thread = threading.Thread(target=self.allocate)
+                    thread.start()
+                    thread.join()
+                else:
+                    self.allocate()
+                most = max(most, truth(self.gpu)[0])
+        self.seen.append((use, now, most, truth(self.gpu)[0]))
+        return most
+
+    def allocate(self):
+        self.kept.append(torch.empty(self.rng.randrange(1, 3 * MiB), dtype=torch.uint8, device="vgpu"))
+
+    def fail(self):
+        try:
+            with tk.memory(self.gpu) as use:
+                self.allocate()
+                most = truth(self.gpu)[0]
+                raise ValueError("on purpose")
+        except ValueError:
+            assert use.peak_bytes == most
+            assert use.trace.meta["failed"] == "ValueError"
+        return most
+
+    async def wait(self):
+        self.allocate()
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_generated_blocks_have_their_exact_peaks(gpu, seed):
+    cell = Cell(gpu, seed)
+    cell.run()
+    for use, before, most, after in cell.seen:
+        assert (use.baseline_bytes, use.peak_bytes, use.end_bytes) == (before, most, after)
+
+
+def test_the_outer_peak_is_the_allocators_own(gpu):
+    gpu.reset_peak()
+    with tk.memory() as outer:
+        x = ones(8)
+        with tk.memory() as inner:
+            y = x * 2 + 1
+        del y
+    assert outer.peak_bytes == truth(gpu)[1] == inner.peak_bytes
+    assert outer.kept_bytes == 8 * MiB
+    assert inner.kept_bytes == 8 * MiB
+    assert gpu.memory().peak_bytes == truth(gpu)[1]  # nobody's counters were reset
+
+
+def test_what_is_alive_is_named_by_the_variable_that_holds_it(gpu):
+    with tk.memory() as use:
+        net = nn.Linear(512, 1024).to("vgpu")  # noqa: F841 - named all the same
+        state = {"cache": [ones(2), ones(3)]}
+        temporary = ones(4)
+        del temporary
+    named = use.by("owner").set_index("owner")
+    assert named.loc["net.weight", "end_bytes"] == 2 * MiB
+    assert named.loc["state['cache'][1]", "end_bytes"] == 3 * MiB
+    kinds = use.by("kind").set_index("kind")
+    assert kinds.loc["weights", "at_peak_bytes"] == 2 * MiB + 4096
+    text = repr(use)
+    assert "temporary = ones(4)" in text
+    assert "held by `state['cache'][1]`" in text
+    del state
+
+
+def test_a_graph_that_a_list_keeps_is_named(gpu):
+    net, losses = nn.Linear(256, 256).to("vgpu"), []
+    with tk.memory() as use:
+        for _ in range(3):
+            losses.append(net(ones(1).view(-1, 256)).pow(2).sum())
+    owners = " ".join(use.by("owner")["owner"])
+    assert "losses[2] (its graph: PowBackward0)" in owners
+    assert use.kept_bytes >= 3 * 2 * MiB
+
+
+def test_what_an_exception_pins_is_named(gpu):
+    def failing():
+        pinned = ones(16)
+        raise ValueError(pinned.shape)
+
+    with pytest.raises(ValueError, match="Size"), tk.memory() as use:
+        failing()
+    assert "pinned in failing() (the traceback of ValueError)" in set(use.by("owner")["owner"])
+
+
+def test_a_decorated_function_says_a_line_a_call(gpu, capsys):
+    @tk.memory
+    def step(mib):
+        return ones(mib).sum()
+
+    step(8)
+    assert "step: peak" in capsys.readouterr().out
+    assert step.memory.peak_bytes - step.memory.baseline_bytes == 8 * MiB + 512
+
+    @tk.memory(gpu)
+    async def later(mib):
+        held = ones(mib)
+        await asyncio.sleep(0)
+        return held.shape
+
+    asyncio.run(later(2))
+    assert later.memory.kept_bytes == 0
+    assert later.memory.peak_bytes - later.memory.baseline_bytes == 2 * MiB
+
+
+def test_a_card_that_opens_inside_is_seen():
+    tk.device("virtual:h200")
+    gc.collect()
+    with tk.memory() as use:
+        card = tk.device("virtual:rtx-5090")
+        x = ones(1)
+    assert use.device == card.name
+    assert use.kept_bytes == x.nbytes
+    del x
+    tk.device("virtual:h200")
+
+
+def test_measuring_keeps_nothing_alive(gpu):
+    before = truth(gpu)[0]
+    with tk.memory() as use:
+        x = ones(4)
+    assert truth(gpu)[0] == before + 4 * MiB
+    del x
+    assert truth(gpu)[0] == before
+    assert use.kept_bytes == 4 * MiB
+
+
+def test_reading_too_early_is_an_error(gpu):
+    with tk.memory() as use:
+        assert "still running" in repr(use)
+        with pytest.raises(RecorderError, match="still runs"):
+            _ = use.peak_bytes
+
+
+def test_a_measurement_is_saved_and_opened(gpu, tmp_path):
+    with tk.memory() as use:
+        kept = ones(4)
+    opened = tk.open_memory(use.save(tmp_path / "cell.trace"))
+    assert isinstance(opened, MemoryUse)
+    assert repr(opened) == repr(use)
+    assert opened.at_peak().equals(use.at_peak())
+    assert opened.host_peak_bytes == use.host_peak_bytes > 0
+    (tmp_path / "no.trace").write_bytes(b"nothing")
+    with pytest.raises(TraceError):
+        tk.open_memory(tmp_path / "no.trace")
+    del kept
+
+
+def test_steps_of_decoding_have_their_own_peaks(gpu):
+    model = tk.load("demo/qwen3", device=gpu)
+    with tk.memory() as use:
+        tk.generate(model, "The", max_new_tokens=5)
+    steps = use.ledger.over("step")
+    assert set(range(5)) <= set(steps["step"])
+    assert steps["peak_bytes"].max() == use.peak_bytes
+    assert use.by("kind").set_index("kind").loc["kv", "peak_bytes"] > 0
+
+
+def test_host_memory_is_beside_it(gpu):
+    with tk.memory() as outer:
+        with tk.memory() as inner:
+            block = bytearray(64 * MiB)
+        del block
+    assert inner.host_peak_bytes - inner.trace.meta["host"]["before_bytes"] >= 60 * MiB
+    assert outer.host_peak_bytes >= inner.host_peak_bytes
+
+
+def test_watching_costs_nothing_afterwards(gpu):
+    from toolkit.devices import history
+
+    with tk.memory():
+        assert history.watch is not None
+    assert history.watch is None
