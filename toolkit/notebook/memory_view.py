@@ -79,7 +79,7 @@ class Holding:
 
 @dataclass(frozen=True)
 class Moment:
-    """What was alive at a position: the largest holders, and the sum of all others."""
+    """What was alive at a position: the largest holders, and the sum of all others. `total_bytes` is of all of them."""
 
     position: int
     time_ns: int
@@ -309,21 +309,30 @@ class MemoryView:
 
     def at(self, position: int, most: int = MOST_ROWS) -> Moment:
         """Who held what at a position of the ledger: the `most` largest, and the rest summed."""
-        ledger, trace = self.ledger, self.ledger.trace
+        ledger = self.ledger
         position = min(max(position, ledger.opening - 1), len(ledger.rows) - 1)
-        alive = ledger.alive(position)
-        row, size = ledger.blocks.row[alive], ledger.blocks.bytes[alive]
+        return self._listed(ledger.alive(position), position, most)
+
+    def kept(self, most: int = MOST_ROWS) -> Moment:
+        """What was allocated while the recording ran, and is alive at its end."""
+        last = len(self.ledger.rows) - 1
+        alive = self.ledger.alive(last)
+        return self._listed(alive[self.ledger.blocks.begin[alive] >= self.ledger.opening], last, most)
+
+    def _listed(self, alive: Ints, position: int, most: int) -> Moment:
+        """Blocks as the holders that they belong to; the total is theirs."""
+        trace, blocks = self.ledger.trace, self.ledger.blocks
+        row, size = blocks.row[alive], blocks.bytes[alive]
         key = np.zeros(len(row), np.int64)
         for column in ("owner", "name", "where"):
             _, code = np.unique(trace[column][row], return_inverse=True)
             key = key * (int(code.max(initial=0)) + 1) + code
         _, first, which = np.unique(key, return_index=True, return_inverse=True)
-        total, blocks = np.bincount(which, size, len(first)).astype(np.int64), np.bincount(which, minlength=len(first))
+        total, count = np.bincount(which, size, len(first)).astype(np.int64), np.bincount(which, minlength=len(first))
         order = np.argsort(-total, kind="stable")
-        rows = tuple(self._holding(int(row[first[i]]), int(total[i]), int(blocks[i])) for i in order[:most].tolist())
-        held = int(self.held[position - ledger.opening + 1])
-        time_ns = int(self.times[position - ledger.opening + 1])
-        return Moment(position, time_ns, held, rows, int(total[order[most:]].sum()), max(len(order) - most, 0))
+        rows = tuple(self._holding(int(row[first[i]]), int(total[i]), int(count[i])) for i in order[:most].tolist())
+        time_ns, rest = int(self.times[position - self.ledger.opening + 1]), int(total[order[most:]].sum())
+        return Moment(position, time_ns, int(size.sum()), rows, rest, max(len(order) - most, 0))
 
     def _holding(self, row: int, size: int, blocks: int) -> Holding:
         trace = self.ledger.trace
