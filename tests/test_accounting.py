@@ -2,14 +2,13 @@
 
 import asyncio
 import gc
-import random
-import threading
 
 import pytest
 import torch
 from torch import nn
 
 import toolkit as tk
+from tests.memory_cells import Cells
 from toolkit.accounting import MemoryUse
 from toolkit.errors import RecorderError, TraceError
 
@@ -33,61 +32,13 @@ def truth(gpu):
     return memory.allocated_bytes, memory.peak_bytes
 
 
-class Cell:
-    """Generated code: allocations and frees, blocks in blocks, errors, coroutines, threads. Knows each block's true peak."""
-
-    def __init__(self, gpu, seed):
-        self.gpu, self.rng, self.kept, self.seen = gpu, random.Random(seed), [], []
-
-    def run(self, depth=0):
-        now, _ = truth(self.gpu)
-        most = now
-        with tk.memory(self.gpu) as use:
-            for _ in range(self.rng.randrange(1, 7)):
-                what = self.rng.randrange(7)
-                if what == 0 and depth < 3:
-                    most = max(most, self.run(depth + 1))
-                elif what == 1:
-                    most = max(most, self.fail())
-                elif what == 2:
-                    asyncio.run(self.wait())
-                elif what == 3 and self.kept:
-                    del self.kept[self.rng.randrange(len(self.kept))]
-                elif what == 4:
-                    thread = threading.Thread(target=self.allocate)
-                    thread.start()
-                    thread.join()
-                else:
-                    self.allocate()
-                most = max(most, truth(self.gpu)[0])
-        self.seen.append((use, now, most, truth(self.gpu)[0]))
-        return most
-
-    def allocate(self):
-        self.kept.append(torch.empty(self.rng.randrange(1, 3 * MiB), dtype=torch.uint8, device="vgpu"))
-
-    def fail(self):
-        try:
-            with tk.memory(self.gpu) as use:
-                self.allocate()
-                most = truth(self.gpu)[0]
-                raise ValueError("on purpose")
-        except ValueError:
-            assert use.peak_bytes == most
-            assert use.trace.meta["failed"] == "ValueError"
-        return most
-
-    async def wait(self):
-        self.allocate()
-        await asyncio.sleep(0)
-
-
 @pytest.mark.parametrize("seed", range(25))
 def test_generated_blocks_have_their_exact_peaks(gpu, seed):
-    cell = Cell(gpu, seed)
-    cell.run()
-    for use, before, most, after in cell.seen:
-        assert (use.baseline_bytes, use.peak_bytes, use.end_bytes) == (before, most, after)
+    cells = Cells(gpu, seed)
+    cells.run()
+    for block in cells.seen:
+        use = block.use
+        assert (use.baseline_bytes, use.peak_bytes, use.end_bytes) == (block.before, block.most, block.after)
 
 
 def test_the_outer_peak_is_the_allocators_own(gpu):

@@ -1,0 +1,111 @@
+"""Does a model's memory on the virtual GPU go as on the real one? Loading and decoding, phase by phase, step by step.
+
+    python -m toolkit.bench.memory random/gemma4-31b --scheme q4_k_m --context 32768 --device cuda --out real.json
+    python -m toolkit.bench.memory random/gemma4-31b --scheme q4_k_m --context 32768 --device virtual:h200 --out virtual.json
+    python -m toolkit.bench.memory --compare real.json virtual.json
+
+On a virtual GPU tensors have sizes only. Peaks are the allocator's, from its history; bytes above what was held before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit.accounting import MemoryUse, Scope
+from toolkit.bench.decode_copies import about
+from toolkit.decode.loop import generate
+from toolkit.devices.base import open_device
+from toolkit.loading import load
+
+
+def bench(name: str, device: str, scheme: str | None, context: int, prompt: int, steps: int) -> dict[str, Any]:
+    """Load `name`, feed a prompt of `prompt` tokens and decode `steps` more: the record of the memory, ready for JSON."""
+    gpu = open_device(device)
+    torch.zeros(1, device=gpu.torch)  # the context, before anything is measured
+    gpu.sync()
+    before = gpu.memory().allocated_bytes
+    gpu.reset_peak()
+    sizes = gpu.sizes_only() if hasattr(gpu, "sizes_only") else nullcontext()
+    ids = torch.arange(prompt) % 1000 + 100
+    with sizes:
+        loading = Scope(gpu)
+        loading.__enter__()
+        model = load(name, device=gpu, scheme=scheme)
+        loaded = loading.end({"model": model})
+        gc.collect()
+        decoding = Scope(gpu)
+        decoding.__enter__()
+        generate(model, ids, max_new_tokens=steps, context=context, eos=(), record=False)
+        decoded = decoding.end({"model": model})
+    counted = gpu.memory().peak_bytes
+    over = decoded.ledger.over("step")
+    return {
+        **about(device), "model": name, "scheme": scheme, "context": context, "prompt_tokens": prompt, "steps": steps,
+        "load": _phase(loaded, before), "decode": _phase(decoded, before),
+        "peak_bytes": max(loaded.peak_bytes, decoded.peak_bytes) - before, "peak_counted_bytes": counted - before,
+        "peak_by_kind": {row.kind: int(row.at_peak_bytes) for row in decoded.by("kind").itertuples()},
+        "step_peaks": {str(row.step): int(row.peak_bytes - before) for row in over.itertuples() if row.step >= 0},
+        "largest_at_peak": decoded.ledger.sentences(),
+    }  # fmt: skip
+
+
+def _phase(use: MemoryUse, before: int) -> dict[str, Any]:
+    return {
+        "peak_bytes": use.peak_bytes - before, "end_bytes": use.end_bytes - before, "events": len(use.ledger.rows),
+        "reserved_peak_bytes": use.peak_reserved_bytes, "elapsed_s": use.elapsed_s,
+    }  # fmt: skip
+
+
+def compare(real: dict[str, Any], virtual: dict[str, Any]) -> list[str]:
+    """Lines that say how far the second record is from the first: each phase, and the worst of the steps."""
+    lines = []
+    for what in ("load", "decode"):
+        for figure in ("peak_bytes", "end_bytes"):
+            lines.append(_apart(f"{what} {figure}", real[what][figure], virtual[what][figure]))
+    lines.append(_apart("peak_bytes", real["peak_bytes"], virtual["peak_bytes"]))
+    both = sorted(set(real["step_peaks"]) & set(virtual["step_peaks"]), key=int)
+    worst = max(both, key=lambda step: abs(virtual["step_peaks"][step] / real["step_peaks"][step] - 1), default=None)
+    if worst is not None:
+        lines.append(_apart(f"worst of {len(both)} steps ({worst})", real["step_peaks"][worst], virtual["step_peaks"][worst]))
+    return lines
+
+
+def _apart(name: str, real: int, virtual: int) -> str:
+    return f"{name}: {real:,} real, {virtual:,} virtual, {100 * (virtual / max(real, 1) - 1):+.3f} %"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m toolkit.bench.memory", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model", nargs="?", default="random/gemma4-31b", help="what tk.load takes (default: %(default)s)")
+    parser.add_argument("--device", default="cuda", help='"cuda" (default), "virtual:h200"...')
+    parser.add_argument("--scheme", help="as in tk.load (default: as stored)")
+    parser.add_argument("--context", type=int, default=32768, help="positions that the cache holds (default: %(default)s)")
+    parser.add_argument("--prompt", type=int, default=0, help="tokens of the prompt (default: the context less the steps)")
+    parser.add_argument("--steps", type=int, default=16, help="tokens to decode (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="the JSON file to write (default: print it)")
+    parser.add_argument("--compare", nargs=2, type=Path, metavar=("REAL", "VIRTUAL"), help="compare two records instead")
+    options = parser.parse_args(arguments)
+    if options.compare:
+        print("\n".join(compare(*(json.loads(path.read_text()) for path in options.compare))))
+        return 0
+    prompt = options.prompt or options.context - options.steps
+    record = bench(options.model, options.device, options.scheme, options.context, prompt, options.steps)
+    text = json.dumps(record, indent=1) + "\n"
+    if options.out:
+        options.out.write_text(text)
+    else:
+        print(text, end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
