@@ -13,20 +13,26 @@ from typing import Any
 
 import torch
 
+from toolkit.devices.vgpu_memory import (  # noqa: F401  names of the module that torch.vgpu is
+    DeviceLike,
+    empty_cache,
+    get_memory_info,
+    get_per_process_memory_fraction,
+    max_memory_allocated,
+    max_memory_reserved,
+    mem_get_info,
+    memory_allocated,
+    memory_reserved,
+    memory_snapshot,
+    memory_stats,
+    memory_summary,
+    reset_accumulated_memory_stats,
+    reset_peak_memory_stats,
+    set_per_process_memory_fraction,
+)
+from toolkit.devices.vgpu_memory import index_of as _index
 from toolkit.devices.virtual_dispatch import machine
 from toolkit.devices.virtual_threads import DEFAULT_STREAM, here
-
-DeviceLike = torch.device | str | int | None
-
-
-def _index(device: DeviceLike) -> int:
-    """0, the only ordinal there is. Raises RuntimeError for another one, or another kind of device."""
-    index = device if isinstance(device, int) else 0 if device is None else torch.device(device).index or 0
-    if not isinstance(device, int) and device is not None and torch.device(device).type != "vgpu":
-        raise ValueError(f"Expected a vgpu device, but got: {device}")
-    if index not in (0, -1):
-        raise RuntimeError(f"invalid device ordinal: there is one virtual GPU, vgpu:0, and vgpu:{index} was asked for")
-    return 0
 
 
 class Event:
@@ -226,61 +232,6 @@ def get_device_properties(device: DeviceLike = None) -> Properties:
         shared_memory_per_block_optin=spec.smem_per_block_optin_bytes,
         shared_memory_per_multiprocessor=spec.smem_per_sm_bytes, is_integrated=0, is_multi_gpu_board=0,
     )  # fmt: skip
-
-
-def memory_allocated(device: DeviceLike = None) -> int:
-    _index(device)
-    return machine().memory.allocated_bytes
-
-
-def max_memory_allocated(device: DeviceLike = None) -> int:
-    _index(device)
-    return machine().memory.peak_bytes
-
-
-def reset_peak_memory_stats(device: DeviceLike = None) -> None:
-    _index(device)
-    machine().memory.reset_peak()
-
-
-def memory_reserved(device: DeviceLike = None) -> int:
-    _index(device)
-    return machine().memory.reserved_bytes
-
-
-def max_memory_reserved(device: DeviceLike = None) -> int:
-    _index(device)
-    return machine().memory.peak_reserved_bytes
-
-
-def mem_get_info(device: DeviceLike = None) -> tuple[int, int]:
-    """Free and total bytes."""
-    _index(device)
-    return machine().memory.free_bytes, machine().memory.total_bytes
-
-
-get_memory_info = mem_get_info
-
-
-def memory_stats(device: DeviceLike = None) -> dict[str, int]:
-    """The counters that torch.cuda.memory_stats has and this allocator keeps."""
-    _index(device)
-    memory = machine().memory
-    return {
-        "allocated_bytes.all.current": memory.allocated_bytes,
-        "allocated_bytes.all.peak": memory.peak_bytes,
-        "requested_bytes.all.current": memory.requested_bytes,
-        "reserved_bytes.all.current": memory.reserved_bytes,
-        "reserved_bytes.all.peak": memory.peak_reserved_bytes,
-        "allocation.all.current": memory.blocks,
-        "allocation.all.allocated": memory.allocations,
-        "allocation.all.freed": memory.frees,
-    }
-
-
-def empty_cache() -> None:
-    """Give cached segments that are wholly free back to the card."""
-    machine().memory.empty_cache()
 
 
 def manual_seed(seed: int) -> None:

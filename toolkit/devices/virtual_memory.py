@@ -1,18 +1,22 @@
 """The virtual GPU's memory: what is allocated and reserved, the most that was, and the error when it is full.
 
 A block lives as long as the storage of its host tensor, so views cost nothing and frees are seen when they happen. Where
-blocks lie, and what they take, `virtual_blocks` knows. This file knows no tensors and no clock: it is told sizes.
+blocks lie, and what they take, `virtual_blocks` knows; `virtual_counters` counts. This file knows no tensors and no
+clock: it is told sizes.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 
 import torch
 
-from toolkit.devices.virtual_blocks import Block, Blocks
+from toolkit.devices.virtual_blocks import Block, Blocks, Settings
 from toolkit.units import bytes_text
+
+Listener = Callable[[str, int, int], None]  # what happened, bytes, address
 
 
 class Memory:
@@ -22,12 +26,11 @@ class Memory:
     collector in the middle of an `allocate`, hence the re-entrant lock, and a list of what came in between.
     """
 
-    def __init__(self, total_bytes: int, name: str) -> None:
+    def __init__(self, total_bytes: int, name: str, settings: Settings | None = None) -> None:
         self.total_bytes, self.name = total_bytes, name
-        self.allocated_bytes = self.peak_bytes = self.peak_reserved_bytes = self.blocks = 0
-        self.requested_bytes = 0
-        self.allocations = self.frees = 0
-        self._held = Blocks(total_bytes)
+        self._held = Blocks(total_bytes, settings)
+        self._counters = self._held.counters
+        self._listener: Listener | None = None
         self._lock = threading.RLock()
         self._busy = False
         self._late: list[tuple[Block, str | None]] = []  # freed by the garbage collector while a block was being looked for
@@ -44,13 +47,9 @@ class Memory:
             while self._late:
                 self._give(*self._late.pop())
             if block is None:
+                if self._listener is not None:
+                    self._listener("oom", n_bytes, -1)
                 raise self.out_of_memory(n_bytes)
-            self.allocated_bytes += block.size
-            self.requested_bytes += n_bytes
-            self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
-            self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-            self.blocks += 1
-            self.allocations += 1
             if where is not None:
                 self._holders[where] += block.size
         return block
@@ -71,10 +70,6 @@ class Memory:
 
     def _give(self, block: Block, where: str | None) -> None:
         size = block.size
-        self.allocated_bytes -= size
-        self.requested_bytes -= block.requested
-        self.blocks -= 1
-        self.frees += 1
         self._busy = True
         try:
             self._held.give(block)
@@ -94,9 +89,82 @@ class Memory:
             finally:
                 self._busy = False
 
+    def use(self, settings: Settings) -> None:
+        """Let `settings` hold for what is allocated from now on."""
+        with self._lock:
+            self._held.use(settings)
+
+    @property
+    def settings(self) -> Settings:
+        return self._held.settings
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """What may be reserved of the card; None for all of it."""
+        return self._held.limit_bytes
+
+    @limit_bytes.setter
+    def limit_bytes(self, n_bytes: int | None) -> None:
+        self._held.limit_bytes = n_bytes
+
+    @property
+    def listener(self) -> Listener | None:
+        """Hears of "segment_alloc" and "segment_free" with bytes and address, and of "oom" with the bytes asked for and -1.
+
+        It is called with the allocator's lock held, and must not allocate on the card.
+        """
+        return self._listener
+
+    @listener.setter
+    def listener(self, listener: Listener | None) -> None:
+        self._listener = self._held.tell = listener
+
+    # ---- figures
+
     def reset_peak(self) -> None:
         """Let the peaks start again from what is held now."""
-        self.peak_bytes, self.peak_reserved_bytes = self.allocated_bytes, self.reserved_bytes
+        with self._lock:
+            self._counters.reset_peaks()
+
+    def reset_accumulated(self) -> None:
+        """Let what was allocated and freed in all count from here."""
+        with self._lock:
+            self._counters.reset_accumulated()
+
+    def stats(self) -> dict[str, int]:
+        """Every counter of torch.cuda.memory_stats, by its name there."""
+        with self._lock:
+            limit = self.settings.max_split_bytes
+            return dict(sorted((self._counters.figures() | {"max_split_size": -1 if limit is None else limit}).items()))
+
+    def segments(self) -> list[list[Block]]:
+        """The segments by address, each as the blocks that tile it: to be read at once, they change as the program runs."""
+        with self._lock:
+            return list(self._held.segments())
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self._counters.bytes
+
+    @property
+    def requested_bytes(self) -> int:
+        return self._counters.requested
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks are allocated."""
+        return self._counters.blocks
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was allocated since the last reset."""
+        with self._lock:
+            self._counters.note_grown()
+            return self._counters.peak_bytes
+
+    @property
+    def peak_reserved_bytes(self) -> int:
+        return self._counters.reserved.peak
 
     @property
     def reserved_bytes(self) -> int:
@@ -110,11 +178,13 @@ class Memory:
     def out_of_memory(self, n_bytes: int) -> torch.OutOfMemoryError:
         """The error that a CUDA device raises when `n_bytes` don't fit, and which lines hold the memory."""
         used = bytes_text(self.allocated_bytes)
+        allowed = "" if self.limit_bytes is None else f"{bytes_text(self.limit_bytes)} allowed; "
+        idle = bytes_text(self.reserved_bytes - self.allocated_bytes)
         text = (
             f"CUDA out of memory. Tried to allocate {bytes_text(n_bytes)}. GPU 0 has a total capacity of "
-            f"{bytes_text(self.total_bytes)} of which {bytes_text(self.free_bytes)} is free. Of the allocated memory {used} is "
-            f"allocated by PyTorch, in {self.blocks:,} blocks, and {bytes_text(self.reserved_bytes - self.allocated_bytes)} is "
-            f"reserved by PyTorch but unallocated (virtual {self.name})."
+            f"{bytes_text(self.total_bytes)} of which {bytes_text(self.free_bytes)} is free. {allowed}Of the allocated memory "
+            f"{used} is allocated by PyTorch, in {self.blocks:,} blocks, and {idle} is reserved by PyTorch but unallocated "
+            f"(virtual {self.name})."
         )
         lines = [f"  {bytes_text(size):>9}  {where}" for where, size in self._holders.most_common(5)]
         return torch.OutOfMemoryError("\n".join([text, "Held by the lines that allocated most:", *lines] if lines else [text]))
