@@ -226,7 +226,9 @@ def _axis(view: MemoryView, axis: str, bounds: tuple[float, float]) -> tuple[str
     if view.divided[0]:
         parts.append(_marks(view, axis, bounds, y + 22))
         y += 20
-    title = f"{len(view.held) - 1:,} allocations and frees, in order" if axis == "events" else f"time, {view.clock}"
+    events = len(view.held) - 1
+    counted = f"{events:,} allocations and frees, in order" if events != 1 else "one allocation or free"
+    title = counted if axis == "events" else f"time, {view.clock}"
     clock = "; times are modelled" if view.clock == "modelled" and axis == "events" else ""
     parts.append(_text(_LEFT, y + 36, f"{title}  ({device}{clock})", f' fill="{DIM}"'))
     return "".join(parts), y + 44

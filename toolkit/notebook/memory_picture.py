@@ -177,7 +177,8 @@ def _row(row: Holding, total: int) -> str:
 def _facts(view: MemoryView, budget_bytes: int | None) -> str:
     """What was freed, what stayed and by whom, what the allocator took, and the limit."""
     ledger = view.ledger
-    said = [f"<b>{bytes_text(ledger.baseline_bytes)}</b> held before"]
+    before = ledger.baseline_bytes
+    said = [f"<b>{bytes_text(before)}</b> held before" if before else "nothing was held before"]
     if ledger.freed_bytes:
         said[0] += f", of which <b>{bytes_text(ledger.freed_bytes)}</b> freed"
     kept = view.kept(3)

@@ -147,7 +147,7 @@ class MemoryView:
         """(code of each block, names): owners cut to few enough variables, what was held before under its own name."""
         codes, names = self.ledger.group(by)
         if by == "owner":
-            short = _shortened([str(name) for name in names], self.most)
+            short = [self._variables.get(name, name) for name in names]
             found = {name: i for i, name in enumerate(dict.fromkeys(short))}
             codes, names = np.array([found[name] for name in short], np.int64)[codes] if names else codes, list(found)
         missing = {"owner": UNOWNED, "line": NOWHERE, "where": NOWHERE, "cell": -1, "step": -1}.get(by)
@@ -321,18 +321,32 @@ class MemoryView:
 
     def _listed(self, alive: Ints, position: int, most: int) -> Moment:
         """Blocks as the holders that they belong to; the total is theirs."""
-        trace, blocks = self.ledger.trace, self.ledger.blocks
+        blocks = self.ledger.blocks
         row, size = blocks.row[alive], blocks.bytes[alive]
-        key = np.zeros(len(row), np.int64)
-        for column in ("owner", "name", "where"):
-            _, code = np.unique(trace[column][row], return_inverse=True)
-            key = key * (int(code.max(initial=0)) + 1) + code
+        key = self._holder[alive]
         _, first, which = np.unique(key, return_index=True, return_inverse=True)
         total, count = np.bincount(which, size, len(first)).astype(np.int64), np.bincount(which, minlength=len(first))
         order = np.argsort(-total, kind="stable")
         rows = tuple(self._holding(int(row[first[i]]), int(total[i]), int(count[i])) for i in order[:most].tolist())
         time_ns, rest = int(self.times[position - self.ledger.opening + 1]), int(total[order[most:]].sum())
         return Moment(position, time_ns, int(size.sum()), rows, rest, max(len(order) - most, 0))
+
+    @cached_property
+    def _holder(self) -> Ints:
+        """A code of each block: equal for those of one variable, kind and place."""
+        trace, row = self.ledger.trace, self.ledger.blocks.row
+        texts = trace.strings
+        code = {text: i for i, text in enumerate(dict.fromkeys(self._variables.values()))}
+        owner = np.array([code.get(self._variables.get(text, ""), -1) for text in texts] + [-1], np.int64)[trace["owner"][row]]
+        n = len(texts) + 1
+        return ((owner + 1) * n + trace["name"][row] + 1) * n + trace["where"][row] + 1
+
+    @cached_property
+    def _variables(self) -> dict[str, str]:
+        """Every owner, and the variable that stands for it."""
+        trace = self.ledger.trace
+        names = [trace.strings[code] for code in np.unique(trace["owner"][self.ledger.blocks.row]).tolist() if code >= 0]
+        return dict(zip(names, _shortened(names, self.most), strict=True))
 
     def _holding(self, row: int, size: int, blocks: int) -> Holding:
         trace = self.ledger.trace
@@ -341,6 +355,7 @@ class MemoryView:
             for column, missing in (("owner", UNOWNED), ("name", OTHER_KIND), ("where", NOWHERE))
         )
         outer, _, inner = where.partition(" > ")
+        owner = self._variables.get(owner, owner) if blocks > 1 else owner
         code = self.source.get(outer) or self.source.get(inner) or ""
         return Holding(size, blocks, owner, kind, place_text(where, self.source), code, place_text(where, {}))
 
