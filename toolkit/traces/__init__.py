@@ -1,4 +1,7 @@
-"""Traces in and out: our own files, Chrome/Kineto JSON, Nsight Systems sqlite. Nothing in a file is ever executed."""
+"""Traces in and out: our own files, Chrome/Kineto JSON, Nsight Systems sqlite, PyTorch's memory snapshots.
+
+Nothing in a file is ever executed.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,16 @@ from toolkit.errors import TraceError
 from toolkit.trace import Trace
 
 _SQLITE = b"SQLite format 3\0"
+_PICKLE = b"\x80"  # of protocol 2 or later
 
 
 def open_trace(path: str | os.PathLike[str]) -> Trace:
     """The trace in the file `path`, whatever tool wrote it; what it is shows in its content, not in its name.
 
     Reads our own (`trace.save`, `trace.to_chrome`), Chrome JSON of PyTorch's profiler, XLA and others (plain or .gz),
-    and Nsight Systems' sqlite export. Steps come from marks, `ProfilerStep#` or NVTX ranges, or are guessed from a
-    pattern that repeats: `trace.meta["steps_from"]` says which. Raises TraceError for anything else.
+    Nsight Systems' sqlite export, and memory snapshots (`torch.cuda.memory._dump_snapshot`), which know no steps. Steps come
+    from marks, `ProfilerStep#` or NVTX ranges, or are guessed from a pattern that repeats: `trace.meta["steps_from"]` says
+    which. Raises TraceError for anything else.
     """
     file = Path(path)
     asked = f"opening the trace {os.fspath(path)!r}"
@@ -29,7 +34,8 @@ def open_trace(path: str | os.PathLike[str]) -> Trace:
         raise TraceError(asked, "no such file", "Check the path") from error
     except OSError as error:
         raise TraceError(asked, f"it can't be read ({error.strerror})", "Give the path of a file that you may read") from error
-    if start.startswith(b"\x1f\x8b"):
+    packed = start.startswith(b"\x1f\x8b")
+    if packed:
         start = _unpacked(file, asked)
     if start.startswith(b"PK"):
         return Trace.load(file)
@@ -37,6 +43,10 @@ def open_trace(path: str | os.PathLike[str]) -> Trace:
         from toolkit.traces.nsys import read_nsys
 
         return read_nsys(file)
+    if start[:1] == _PICKLE and not packed:
+        from toolkit.traces.snapshot import read_snapshot
+
+        return read_snapshot(file)
     if start.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"["):
         from toolkit.traces.chrome import read_chrome
 
@@ -59,9 +69,12 @@ def _unknown(asked: str, start: bytes, suffix: str) -> TraceError:
     if suffix in (".nsys-rep", ".qdrep"):
         do = "Turn it into a database first: nsys export --type sqlite " + f"FILE{suffix}"
         return TraceError(asked, "a report in Nsight Systems' own format", do)
-    if start[:1] == b"\x80" or suffix in (".pkl", ".pickle", ".pt", ".pth"):
-        return TraceError(asked, "a pickle, which could run any code", "Export Chrome JSON: prof.export_chrome_trace(path)")
+    if start[:1] == _PICKLE:
+        return TraceError(asked, "a pickle that is compressed", "Unpack it first: gunzip FILE")
+    if suffix in (".pkl", ".pickle", ".pt", ".pth"):
+        do = "Of pickles, memory snapshots of torch.cuda.memory._dump_snapshot are read, in protocol 2 or later"
+        return TraceError(asked, "no pickle that is read", do)
     return TraceError(
         asked, "none of the formats that are read",
-        "Those are: trace.save's own, Chrome JSON (.json, .json.gz), and Nsight Systems' .sqlite",
+        "Those are: trace.save's own, Chrome JSON (.json, .json.gz), Nsight Systems' .sqlite, and PyTorch's memory snapshots",
     )  # fmt: skip
