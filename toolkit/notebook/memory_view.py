@@ -331,6 +331,13 @@ class MemoryView:
         time_ns, rest = int(self.times[position - self.ledger.opening + 1]), int(total[order[most:]].sum())
         return Moment(position, time_ns, int(size.sum()), rows, rest, max(len(order) - most, 0))
 
+    def holders_of(self, blocks: Ints) -> tuple[list[list[str]], Ints]:
+        """([variable, owner, kind, source, place] of each holder, for each of `blocks` the number of its holder)."""
+        _, first, which = np.unique(self._holder[blocks], return_index=True, return_inverse=True)
+        rows = [self._holding(int(self.ledger.blocks.row[blocks[i]]), 0, 1) for i in first.tolist()]
+        facts = [[self._variables.get(r.owner, r.owner), r.owner, r.kind, r.code, r.place] for r in rows]
+        return facts, which.astype(np.int64)
+
     @cached_property
     def _holder(self) -> Ints:
         """A code of each block: equal for those of one variable, kind and place."""
