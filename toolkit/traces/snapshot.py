@@ -47,7 +47,7 @@ class Entries:
         """Take an entry of the device `group`. Raises what a dict of another make leads to: TypeError, KeyError..."""
         get = record.get
         address = get("addr", get("device_free", 0))
-        numbers = (self._code(record["action"]), address, get("size", 0), get("stream", 0), get("time_us", 0))
+        numbers = (self._code(record["action"]), address, record["size"], get("stream", 0), get("time_us", 0))
         if type(address) is not int or min(numbers) < 0:
             raise ValueError("an entry without numbers")
         for column, number in zip(self.columns.values(), (*numbers, self.where(get("frames", ()))), strict=True):
@@ -95,7 +95,7 @@ def read_snapshot(path: Path) -> Trace:
     with path.open("rb") as file:
         stream = PickleStream(file, path.stat().st_size, asked, entries)
         found = stream.load()
-    if not isinstance(found, dict) or not {"segments", "device_traces"} & found.keys():
+    if not isinstance(found, dict) or "segments" not in found:
         what = f"a pickle of {_what(found)}"
         raise TraceError(asked, what, "Of pickles, only those of torch.cuda.memory._dump_snapshot are read")
     try:
@@ -195,9 +195,12 @@ def _plain(settings: Any, depth: int = 2) -> Any:
 
 
 def _trace(entries: Entries, listed: Sequence[Any], settings: Any, own: Any = None) -> Trace:
-    """The Trace. `own` is what `write_snapshot` noted: the clock, and how many entries of each device are its opening."""
+    """The Trace. `own` is what `write_snapshot` noted: the clock, whether the segments are those of the trace, and how many
+    entries of each device are its opening.
+    """
     settings, own = _plain(settings) or {}, _plain(own, 1) or {}
-    segments, blocks = _segments(listed), _blocks(listed, entries.where)
+    blocks = _blocks(listed, entries.where)
+    segments = _segments(listed if own.get("segments") is not False else ())
     devices = {*segments["device"].tolist(), *entries.device}
     opening: list[Table] = []
     rest: list[Table] = []

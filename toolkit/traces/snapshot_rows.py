@@ -127,30 +127,31 @@ def _looked_up(keys: Ints, known: Ints, values: Ints) -> Ints:
     return values[order[np.searchsorted(known, keys, sorter=order)]] if len(keys) else keys
 
 
+def covered(start: Ints, size: Ints, taken: NDArray[np.bool_]) -> tuple[Ints, Ints, Ints]:
+    """What memory is taken after all of it was `taken` or given back, in order: where it begins, its size, and by which."""
+    bounds = np.unique(np.concatenate([start, start + size]))
+    low, high = np.searchsorted(bounds, start), np.searchsorted(bounds, start + size)
+    owner = np.full(len(bounds), -1)  # of the memory from a bound to the next: what says that it is taken
+    for i in range(len(start)):
+        owner[low[i] : high[i]] = i if taken[i] else -1
+    changes = np.flatnonzero(np.diff(owner, prepend=-2))
+    begins = changes[owner[changes] >= 0]
+    ends = np.append(changes, len(owner))[np.searchsorted(changes, begins) + 1]
+    return bounds[begins], bounds[ends] - bounds[begins], owner[begins]
+
+
 def _segments_before(history: History, segments: Table) -> History:
     """The segments there were when the history began: those at its end, with what happened to them undone backwards."""
-    events = history[history.does("segment_alloc", "segment_free", "segment_map", "segment_unmap")]
-    added = events.does("segment_alloc", "segment_map")
+    events = history[history.does("segment_alloc", "segment_free", "segment_map", "segment_unmap")][::-1]
     starts = np.concatenate([segments["address"], events.address])
     sizes = np.concatenate([segments["size"], events.size])
     streams = np.concatenate([segments["stream"], events.stream])
-    maps = np.concatenate([segments["expandable"], events.does("segment_map", "segment_unmap")]).astype(bool)
-    bounds = np.unique(np.concatenate([starts, starts + sizes]))
-    low, high = np.searchsorted(bounds, starts), np.searchsorted(bounds, starts + sizes)
-    owner = np.full(len(bounds), -1)  # of the memory from a bound to the next: what says that it was taken
-    n = len(segments["address"])
-    for i in range(n):
-        owner[low[i] : high[i]] = i
-    for i in range(len(events) - 1, -1, -1):
-        owner[low[n + i] : high[n + i]] = -1 if added[i] else n + i
-    changes = np.flatnonzero(owner != np.concatenate([[-2], owner[:-1]])) if len(owner) else np.empty(0, np.int64)
-    begins = changes[owner[changes] >= 0]
-    ends = np.append(changes, len(owner))[np.searchsorted(changes, begins) + 1]
-    whose = owner[begins]
+    gone = np.concatenate([np.zeros(len(segments["size"]), np.bool_), events.does("segment_alloc", "segment_map")])
+    maps = np.concatenate([segments["expandable"] != 0, events.does("segment_map", "segment_unmap")])
+    address, size, whose = covered(starts, sizes, ~gone)
     kind = np.where(maps[whose], ACTION["segment_map"], ACTION["segment_alloc"])
-    none = np.full(len(begins), 0)
-    size = bounds[np.minimum(ends, len(bounds) - 1)] - bounds[begins]
-    return History(kind, bounds[begins], size, streams[whose], none, none - 1)
+    none = np.zeros(len(address), np.int64)
+    return History(kind, address, size, streams[whose], none, none - 1)
 
 
 def _blocks_before(history: History, pairs: _Pairs, blocks: Table) -> tuple[History, NDArray[np.bool_]]:
