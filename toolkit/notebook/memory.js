@@ -83,7 +83,8 @@ class Painter {
       const total = this.view.total.subarray(this.column(LEFT), this.column(LEFT + this.plot - 1) + 1);
       [low, top] = [Math.min(...total), Math.max(...total)];
       const pad = Math.max((top - low) * 0.1, top * 0.002, 512);
-      [low, top] = [Math.max(0, low - pad), top];
+      const step = this.step(low - pad, top);
+      low = Math.max(0, Math.floor((low - pad) / step) * step);
     }
     [this.low, this.high] = [low, top + Math.max((top - low) * 0.1, 1)];
   }
@@ -131,12 +132,14 @@ class Painter {
     this.labels();
   }
 
+  step(low, high) { return 2 ** Math.max(0, Math.floor(Math.log2((high - low) / 5))); }
+
   grid() {
-    const step = 2 ** Math.max(0, Math.floor(Math.log2((this.high - this.low) / 5)));
-    for (let n = Math.ceil(this.low / step) * step; n <= this.high; n += step) {
+    const step = this.step(this.low, this.high);
+    for (let n = this.low; n <= this.high; n += step) { // from above 0 they count from there: 45.6 MiB, +128 KiB, +256 KiB
       const y = Math.round(this.y(n)) + 0.5;
       this.line([[LEFT, y], [LEFT + this.plot, y]], "lane");
-      if (y > 7) this.text(n ? bytesText(n) : "0", LEFT - 8, y, "dim", "right");
+      if (y > 7) this.text(n === 0 ? "0" : n === this.low ? bytesText(n) : `${this.low ? "+" : ""}${bytesText(n - this.low)}`, LEFT - 8, y, "dim", "right");
     }
   }
 
@@ -221,12 +224,14 @@ class Painter {
     if (!this.meta.divided) return;
     const y = this.bottom + TICKS;
     this.text(this.meta.divided, LEFT - 8, y + 7, "dim", "right");
-    let free = -1;
+    const widest = 7 * String(Math.max(...this.view.marks.map(([, number]) => number))).length + 12, seen = this.view.marks.filter(([at]) => at >= this.now.x0 && at < this.now.x1);
+    let free = -1, every = 1;
+    for (let p = 1; p < 1e9; p *= 10) for (const m of [1, 2, 5]) if (seen.filter(([, number]) => number % every === 0).length * widest > this.plot) every = m * p;
     for (const [at, number] of this.view.marks) {
       const x = this.x(at);
       if (x < LEFT - 1 || x > LEFT + this.plot) continue;
       this.line([[x, y], [x, y + 14]], "line");
-      if (number >= 0 && x >= free && x < this.width - 26) free = x + this.text(String(number), x + 3, y + 7, "dim") + 9;
+      if (number >= 0 && number % every === 0 && x >= free && x < this.width - 26) free = x + this.text(String(number), x + 3, y + 7, "dim") + 9;
     }
   }
 
@@ -245,7 +250,7 @@ function tableOf(moment) {
   const line = (bytes, more, ...cells) => {
     const share = element("span", { class: "tk-share" }, element("i", { style: `width:${(100 * bytes) / total}%` }));
     const first = element("td", {}, bytesText(bytes), ...(more ? [" ", element("span", { class: "tk-dim" }, more)] : []));
-    return element("tr", {}, first, element("td", {}, share, ` ${((100 * bytes) / total).toFixed(0)} %`), ...cells.map((cell) => element("td", {}, ...[cell].flat())));
+    return element("tr", {}, first, element("td", {}, share, ` ${bytes && bytes / total < 0.005 ? "<1" : ((100 * bytes) / total).toFixed(0)} %`), ...cells.map((cell) => element("td", {}, ...[cell].flat())));
   };
   const rows = moment.rows.map(([bytes, blocks, owner, kind, code, place]) => line(
     bytes, blocks > 1 ? `in ${count(blocks)} blocks` : "", kind, owner.startsWith("(") ? element("span", { class: "tk-dim" }, owner) : element("code", {}, owner),
@@ -256,7 +261,7 @@ function tableOf(moment) {
 }
 
 export function mount(root, provider, meta) {
-  const state = { now: null, view: null, by: meta.by, hovered: null, pinned: null, chosen: null, zoomed: false };
+  const state = { now: null, view: null, by: meta.by, hovered: null, pinned: null, chosen: null, zoomed: meta.stretched };
   const canvas = element("canvas", {
     tabindex: "0", role: "application", "aria-roledescription": "memory over time",
     "aria-label": `Memory over time: ${meta.title}. ${count(meta.events)} allocations and frees, ${meta.span} (${meta.clock}). ${KEYS}`,
@@ -271,7 +276,7 @@ export function mount(root, provider, meta) {
   };
   const byChoice = choice("What the bands are", meta.groupings.map((by) => [by, `by ${by}`]), meta.by, (by) => { state.by = by; state.chosen = null; ask(); });
   const axisChoice = choice("What the axis counts", [["events", "axis: events"], ["time", `axis: time (${meta.clock})`]], meta.axis, (axis) => turn(axis));
-  const zoomButton = button("Stretch what is seen to the whole height", "Stretch", () => { state.zoomed = !state.zoomed; zoomButton.setAttribute("aria-pressed", String(state.zoomed)); draw(); }, { "aria-pressed": "false" });
+  const zoomButton = button("Stretch what is seen to the whole height", "Stretch", () => { state.zoomed = !state.zoomed; zoomButton.setAttribute("aria-pressed", String(state.zoomed)); draw(); }, { "aria-pressed": String(meta.stretched) });
   const tools = element("div", { class: "tk-row" },
     button("Zoom in (+)", "+", () => zoom(0.5)), button("Zoom out (-)", "−", () => zoom(2)), button("Show everything (0)", "All", () => fit()), zoomButton,
     button("What was alive at the peak (p)", "Peak", () => pinPeak()), element("span", { class: "tk-grow" }), byChoice, axisChoice);
@@ -304,9 +309,9 @@ export function mount(root, provider, meta) {
   };
   const say = () => {
     const { x0, x1, axis } = state.now, from = axis === "time" ? state.view.bounds[0] : 0, { position } = state.view;
-    const parts = [axis === "time" ? `${timeText(x1 - x0)} shown, from ${timeText(Math.max(x0 - from, 0))} (${meta.clock})` : `events ${count(Math.max(0, Math.ceil(x0)))} to ${count(Math.min(Math.ceil(x1) - 1, meta.events))} of ${count(meta.events)}`];
+    const parts = [axis === "time" ? `${timeText(x1 - x0)} shown, from ${x0 > from ? timeText(x0 - from) : 0} (${meta.clock})` : `events ${count(Math.max(0, Math.ceil(x0)))} to ${count(Math.min(Math.ceil(x1) - 1, meta.events))} of ${count(meta.events)}`];
     if (position.some((p, i) => i && p - position[i - 1] > 1)) parts.push("each pixel shows its highest moment: zoom in to see every one");
-    if (state.zoomed && painter.low > 0) parts.push("stretched: the axis begins above 0");
+    if (state.zoomed && painter.low > 0) parts.push(`stretched: the axis of bytes begins at ${bytesText(painter.low)}`);
     if (failed) parts.push("the kernel is busy or gone: this is the last view");
     const text = parts.join(" · ");
     if (status.textContent !== text) status.textContent = text;

@@ -6,11 +6,13 @@ Under about 60 KB whatever the recording's size, without a script. Knows no fron
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from itertools import groupby
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from toolkit.notebook.memory_view import Columns, MemoryView
 from toolkit.units import bytes_text, seconds_text
@@ -23,6 +25,7 @@ KINDS = ("weights", "activations", "kv", "gradients", "optimizer", "workspace", 
 GREYS = {"rest": "#8b95a3", "before": "#66717f"}
 RED, FOREGROUND, DIM = "#b3261e", "#1b2430", "#4f5b6b"
 NEAR = 2.0  # a limit is drawn where it is within this many times of what was held
+_SLIVER = 0.2  # of what is held: where less than this changes, the axis of bytes begins above 0
 _WIDTH, _LEFT, _TOP, _HIGH, _COLUMN = 960, 78, 26, 230, 2
 _PLOT = _WIDTH - _LEFT - 12
 _LETTER = 6.6  # px: the width of a letter at 12 px, about
@@ -86,8 +89,8 @@ def svg(view: MemoryView, budget_bytes: int | None = None, axis: str | None = No
         top = max(top, limit[0])
     else:
         limit = None
-    scale = (_HIGH - 20) / top  # room for the peak's label
-    parts = [_grid(top, scale), _areas(view, columns, scale), _reserved(view, columns, scale)]
+    scale = _Scale(floor_of(view, top), top)
+    parts = [_grid(scale), _areas(view, columns, scale), _reserved(view, columns, scale), _broken(scale)]
     parts += [
         _limit(limit, columns, scale) if limit else "",
         _peak(view, columns, scale),
@@ -122,15 +125,43 @@ def _text(x: float, y: float, text: str, more: str = "") -> str:
 _HALO = ' stroke="#fff" stroke-width="3" stroke-linejoin="round" paint-order="stroke"'
 
 
-def _y(n_bytes: float, scale: float) -> int:
-    return round(_TOP + _HIGH - n_bytes * scale)
+@dataclass(frozen=True)
+class _Scale:
+    """Bytes as heights: from `low`, which is 0 but for pictures of little change, to `top`, above which is room for a label."""
+
+    low: int
+    top: int
+
+    def y(self, n_bytes: float) -> int:
+        return round(_TOP + _HIGH - max(n_bytes - self.low, 0) * (_HIGH - 20) / max(self.top - self.low, 1))
+
+    def ys(self, n_bytes: NDArray[np.int64]) -> list[int]:
+        heights = np.maximum(n_bytes - self.low, 0) * ((_HIGH - 20) / max(self.top - self.low, 1))
+        return np.round(_TOP + _HIGH - heights).astype(int).tolist()
 
 
-def _grid(top: float, scale: float) -> str:
-    step = step_of(top)
-    ticks = range(0, int(top) + 1, step)
-    lines = "".join(f"M{_LEFT} {_y(n, scale)}.5h{_PLOT}" for n in ticks)
-    names = "".join(_text(_LEFT - 6, _y(n, scale) + 4, bytes_text(n) if n else "0", ' text-anchor="end"') for n in ticks)
+def floor_of(view: MemoryView, top: int) -> int:
+    """Where the axis of bytes begins: at 0, but where what changes is a sliver of what is held, a little below that."""
+    least = int(view.held.min())
+    changed = top - least
+    if not 0 < changed < _SLIVER * top:
+        return 0
+    step = step_of(changed)
+    return max(least - changed // 2, 0) // step * step
+
+
+def _broken(scale: _Scale) -> str:
+    words = f"the axis begins at {bytes_text(scale.low)}, not at 0"
+    return _text(_LEFT + 6, _TOP + _HIGH - 7, words, f' font-weight="600"{_HALO}') if scale.low else ""
+
+
+def _grid(scale: _Scale) -> str:
+    step = step_of(scale.top - scale.low)
+    ticks = range(scale.low, scale.top + 1, step)  # from above 0 they count from there: 45.6 MiB, +128 KiB, +256 KiB
+    texts = [bytes_text(n) if n == scale.low else f"{'+' * bool(scale.low)}{bytes_text(n - scale.low)}" for n in ticks]
+    texts[0] = texts[0] if scale.low else "0"
+    lines = "".join(f"M{_LEFT} {scale.y(n)}.5h{_PLOT}" for n in ticks)
+    names = "".join(_text(_LEFT - 6, scale.y(n) + 4, text, ' text-anchor="end"') for n, text in zip(ticks, texts, strict=True))
     return f'<path fill="none" stroke="#dde3ea" d="{lines}"/><g fill="{DIM}">{names}</g>'
 
 
@@ -143,23 +174,22 @@ def _stairs(y: list[int]) -> str:
     return data
 
 
-def _areas(view: MemoryView, columns: Columns, scale: float) -> str:
+def _areas(view: MemoryView, columns: Columns, scale: _Scale) -> str:
     """The bands, the topmost first: each reaches down to the axis, and the next one is painted over it."""
     tops = np.cumsum(np.maximum(columns.bands, 0), axis=0)
-    heights = np.round(_TOP + _HIGH - tops * scale).astype(int)
+    heights = [scale.ys(top) for top in tops]
     paths, floor = [], _TOP + _HIGH
     for i, colour in reversed(list(enumerate(colours(view)))):
-        under = heights[i - 1] if i else floor
-        if (heights[i] < under).any():
-            y = heights[i].tolist()
+        y, under = heights[i], heights[i - 1] if i else [floor] * len(heights[i])
+        if y != under:
             paths.append(f'<path fill="{colour}" d="M{_LEFT} {floor}V{y[0]}{_stairs(y)}V{floor}z"/>')
     return f'<g shape-rendering="crispEdges">{"".join(paths)}</g>'
 
 
-def _reserved(view: MemoryView, columns: Columns, scale: float) -> str:
+def _reserved(view: MemoryView, columns: Columns, scale: _Scale) -> str:
     if not view.knows_reserved:
         return ""
-    y = np.round(_TOP + _HIGH - columns.reserved * scale).astype(int).tolist()
+    y = scale.ys(columns.reserved)
     line = f'<path fill="none" stroke="{FOREGROUND}" stroke-dasharray="5 3" d="M{_LEFT} {y[0]}{_stairs(y)}"/>'
     key = f'<path stroke="{FOREGROUND}" stroke-dasharray="5 3" d="M{_LEFT} 11.5h28"/>'
     return (
@@ -167,20 +197,20 @@ def _reserved(view: MemoryView, columns: Columns, scale: float) -> str:
     )
 
 
-def _limit(limit: tuple[int, str], columns: Columns, scale: float) -> str:
+def _limit(limit: tuple[int, str], columns: Columns, scale: _Scale) -> str:
     """The line, and its label on the side where the peak's isn't."""
-    y = _y(limit[0], scale)
+    y = scale.y(limit[0])
     right = int(columns.total.argmax()) < len(columns.total) / 2
     at, anchor = (_LEFT + _PLOT - 6, "end") if right else (_LEFT + 6, "start")
     words = _text(at, y - 5, f"{limit[1]} {bytes_text(limit[0])}", f' fill="{RED}" text-anchor="{anchor}"{_HALO}')
     return f'<path stroke="{RED}" stroke-width="2" d="M{_LEFT} {y}h{_PLOT}"/>{words}'
 
 
-def _peak(view: MemoryView, columns: Columns, scale: float) -> str:
+def _peak(view: MemoryView, columns: Columns, scale: _Scale) -> str:
     if not view.ledger.peak_bytes:
         return _text(_LEFT + _PLOT / 2, _TOP + _HIGH / 2, "nothing was held", f' fill="{DIM}" text-anchor="middle"')
     x = _LEFT + _COLUMN * int(columns.total.argmax()) + _COLUMN / 2
-    y = _y(view.ledger.peak_bytes, scale)
+    y = scale.y(view.ledger.peak_bytes)
     words = f"peak {bytes_text(view.ledger.peak_bytes)}"
     half = len(words) * _LETTER / 2
     at = min(max(x, _LEFT + half + 2), _LEFT + _PLOT - half - 2)
@@ -188,14 +218,14 @@ def _peak(view: MemoryView, columns: Columns, scale: float) -> str:
     return dot + _text(at, y - 8, words, f' font-weight="600" text-anchor="middle"{_HALO}')
 
 
-def _shortage(view: MemoryView, axis: str, bounds: tuple[float, float], scale: float) -> str:
+def _shortage(view: MemoryView, axis: str, bounds: tuple[float, float], scale: _Scale) -> str:
     """The last allocation that failed: where it was, and how far it would have reached."""
     if not view.shortages:
         return ""
     position, asked = view.shortages[-1]
     x = _LEFT + (min(view.x_of(position, axis) + (axis == "events"), bounds[1]) - bounds[0]) / (bounds[1] - bounds[0]) * _PLOT
     held = int(view.held[max(position - view.ledger.opening + 1, 0)])
-    y, up = _y(held, scale), max(_y(held + asked, scale), _TOP - 6)
+    y, up = scale.y(held), max(scale.y(held + asked), _TOP - 6)
     cross = f'<path stroke="{RED}" stroke-width="2" stroke-dasharray="3 2" d="M{x:.1f} {y}V{up}"/>'
     cross += f'<path stroke="{RED}" stroke-width="2" d="M{x - 4:.1f} {y - 4}l8 8m0-8l-8 8"/>'
     words = f"× out of memory: {bytes_text(asked)} more asked for"
@@ -237,11 +267,14 @@ def _axis(view: MemoryView, axis: str, bounds: tuple[float, float]) -> tuple[str
 def _marks(view: MemoryView, axis: str, bounds: tuple[float, float], y: int) -> str:
     """Where steps or cells begin, numbered where there is room."""
     lines, words, free = "", "", -1.0
-    for x, number in view.marks(*bounds, axis):
+    marks = view.marks(*bounds, axis)
+    wide = len(str(max(number for _, number in marks))) * _LETTER + 10
+    room = _PLOT / wide
+    every = next(m * 10**p for p in range(12) for m in (1, 2, 5) if sum(n % (m * 10**p) == 0 for _, n in marks) <= room)
+    for x, number in marks:
         at = _LEFT + (x - bounds[0]) / (bounds[1] - bounds[0]) * _PLOT
         lines += f"M{at:.1f} {y}v14"
-        wide = len(str(number)) * _LETTER + 8
-        if number >= 0 and at >= free and at + wide < _WIDTH:
+        if number >= 0 and number % every == 0 and at >= free and at + wide < _WIDTH:
             words += _text(round(at + 3, 1), y + 12, str(number))
             free = at + wide
     name = _text(_LEFT - 6, y + 12, view.divided[0], ' text-anchor="end"')
@@ -253,11 +286,11 @@ def session_svg(rows: Sequence[CellRow], budget_bytes: int | None = None) -> str
     top = max([row.peak_bytes for row in rows] + [1])
     if budget_bytes and budget_bytes <= NEAR * top:
         top = max(top, budget_bytes)
-    scale, wide = (_HIGH - 20) / top, min(_PLOT / max(len(rows), 1), 64)
-    parts, words, free = [_grid(top, scale)], "", -1.0
+    scale, wide = _Scale(0, top), min(_PLOT / max(len(rows), 1), 64)
+    parts, words, free = [_grid(scale)], "", -1.0
     for i, row in enumerate(rows):
         x, bar = _LEFT + i * wide + wide * 0.14, max(wide * 0.72, 1)
-        peak, base, end, floor = (_y(n, scale) for n in (row.peak_bytes, row.baseline_bytes, row.end_bytes, 0))
+        peak, base, end, floor = (scale.y(n) for n in (row.peak_bytes, row.baseline_bytes, row.end_bytes, 0))
         colour = PALETTE[0] if row.status == "ok" else RED
         parts.append(
             f'<path fill="{GREYS["rest"]}" d="M{x:.1f} {floor}V{base}h{bar:.1f}V{floor}z"/>'
@@ -269,7 +302,7 @@ def session_svg(rows: Sequence[CellRow], budget_bytes: int | None = None) -> str
             words += _text(round(x + bar / 2, 1), _TOP + _HIGH + 16, name, ' text-anchor="middle"')
             free = x + len(name) * _LETTER + 6
     if budget_bytes and budget_bytes <= top:
-        y = _y(budget_bytes, scale)
+        y = scale.y(budget_bytes)
         parts.append(f'<path stroke="{RED}" stroke-width="2" d="M{_LEFT} {y}h{_PLOT}"/>')
         words += _text(
             _LEFT + _PLOT - 4, y - 5, f"budget {bytes_text(budget_bytes)}", f' fill="{RED}" text-anchor="end"{_HALO}'

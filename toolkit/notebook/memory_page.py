@@ -74,7 +74,7 @@ def write_memory_page(
 def _numbered(use: Any, number: int) -> _Numbered:
     if not hasattr(use, "ledger"):
         raise ToolkitError("a page of memory", f"a {type(use).__name__}", "Give it what tk.memory() measured")
-    return _Numbered(number, use.line(), "error" if use.trace.meta.get("failed") else "ok", use)
+    return _Numbered(number, "", "error" if use.trace.meta.get("failed") else "ok", use)
 
 
 def _write(target: Path, text: str) -> Path:
@@ -100,8 +100,8 @@ def _document(cells: Sequence[Any], title: str | None, budget_bytes: int | None)
     details = [_details(cell.use, n) for n, cell in enumerate(cells)]
     alone = len(cells) == 1
     body = details[0] if alone else memory_picture.session_html(cells, details, budget_bytes)
-    title = title or (f"Memory: {cells[0].use.line()}" if alone else f"Memory of {len(cells)} cells")
-    css = "".join((_HERE / name).read_text(encoding="utf-8") for name in ("memory.css", "page.css"))
+    title = title or (f"Memory on {cells[0].use.device}" if alone else f"Memory of {len(cells)} cells")
+    css = "".join((_HERE / name).read_text(encoding="utf-8") for name in ("page.css", "memory.css"))
     script = (_HERE / "memory.js").read_text(encoding="utf-8")
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">

@@ -162,7 +162,8 @@ def _table(moment: Moment) -> str:
 
 
 def _share(share: float) -> str:
-    return f'<span class="tk-share"><i style="width:{100 * share:.0f}%"></i></span> {100 * share:.0f} %'
+    words = f"{100 * share:.0f} %" if share >= 0.005 or not share else "<1 %"
+    return f'<span class="tk-share"><i style="width:{100 * share:.0f}%"></i></span> {escape(words)}'
 
 
 def _row(row: Holding, total: int) -> str:
@@ -264,4 +265,5 @@ def _cell_bar(row: CellRow, n: int, top: float, name: str, checked: bool, budget
 
 def _cell_title(row: CellRow) -> str:
     status = "" if row.status == "ok" else f" <em>{escape(row.status)}</em>"
-    return f'<div class="tk-sub">cell {row.number}{status} <code>{escape(_short(row.title, 110))}</code></div>'
+    code = f" <code>{escape(_short(row.title, 110))}</code>" if row.title else ""
+    return f'<div class="tk-sub">cell {row.number}{status}{code}</div>'

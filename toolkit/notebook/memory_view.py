@@ -364,6 +364,8 @@ class MemoryView:
         outer, _, inner = where.partition(" > ")
         owner = self._variables.get(owner, owner) if blocks > 1 else owner
         code = self.source.get(outer) or self.source.get(inner) or ""
+        if where == NOWHERE and row < int(trace.meta.get("opening", 0)):
+            where = "before the recording"
         return Holding(size, blocks, owner, kind, place_text(where, self.source), code, place_text(where, {}))
 
 

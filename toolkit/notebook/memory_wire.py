@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from toolkit.notebook.memory_drawing import colours, limit_of
+from toolkit.notebook.memory_drawing import colours, floor_of, limit_of
 from toolkit.notebook.memory_picture import notes, view_of
 from toolkit.notebook.memory_view import MemoryView, Moment
 from toolkit.units import seconds_text
@@ -31,7 +31,7 @@ def meta(use: MemoryUse, view: MemoryView, title: str | None = None) -> dict[str
         "peak": ledger.peak_bytes, "position": ledger.peak,
         "reserved": ledger.peak_reserved_bytes if view.knows_reserved else 0, "by": view.by, "axis": view.axis,
         "groupings": groupings(view), "limit": None if limit is None else [limit[0], limit[1]], "divided": view.divided[0],
-        "notes": notes(view),
+        "stretched": floor_of(view, ledger.peak_bytes) > 0, "notes": notes(view),
     }  # fmt: skip
 
 
