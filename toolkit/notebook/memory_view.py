@@ -260,7 +260,7 @@ class MemoryView:
 
     @cached_property
     def knows_reserved(self) -> bool:
-        return self.ledger.peak_reserved_bytes > 0
+        return len(self.ledger.reserved) > 0 and self.ledger.peak_reserved_bytes > 0
 
     # ---- what else is drawn
 
