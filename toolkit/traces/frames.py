@@ -26,7 +26,7 @@ _OWN = re.compile(
     r"(?:^|/)toolkit/(?:(?:bench|decode|demo|devices|formats|kernels|loading|models|notebook|traces)/[\w/]+|\w+)\.py$"
 )
 _LAUNCHER = re.compile(r"/(bin|scripts)/[^/.]+(\.exe(/.*)?)?$", re.IGNORECASE)  # torchrun, pytest, jupyter: scripts without .py
-_MACHINERY = re.compile(r"(?:^|/)(?:torch|triton)/|(?:^|/)contextlib\.py$|(?:^|/)toolkit/devices/")
+_MACHINERY = re.compile(r"^(?:torch|triton)/|/pytorch/torch/|(?:^|/)contextlib\.py$|(?:^|/)toolkit/devices/")
 _TYPED_IN = ("<stdin>", "<string>", "<ipython-input", "<console>")
 
 

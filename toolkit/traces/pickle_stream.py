@@ -236,7 +236,9 @@ class PickleStream:
         if records is None:
             self._stack.append({})
             return
-        if self.protocol >= 4 and self._marks:
+        if (
+            self.protocol >= 4 and self._marks[-1] and self._stack[self._marks[-1] - 1] is records
+        ):  # not the one of a lone append
             end = self._sink.skim(self, records.group, self._data, self._at - 1)  # type: ignore[union-attr]
             if end > self._at - 1:
                 self._at = end

@@ -78,8 +78,9 @@ def device_rows(history: History, segments: Table, blocks: Table, rules: Rules, 
     """
     pairs = _Pairs.of(history)
     before = _segments_before(history, segments)
-    old, counts = _blocks_before(history, pairs, blocks)
-    size, old_size = _sizes(history, before, old, rules)
+    old, counts, known = _blocks_before(history, pairs, blocks)
+    size, old_size = _sizes(history, before, old, rules, n_opening)
+    old_size = np.where(known >= 0, known, old_size)
     live = blocks["state"] == 0
     _correct(history, pairs, blocks, live, size)
     freed = np.flatnonzero(pairs.alloc_of >= 0)
@@ -154,28 +155,34 @@ def _segments_before(history: History, segments: Table) -> History:
     return History(kind, address, size, streams[whose], none, none - 1)
 
 
-def _blocks_before(history: History, pairs: _Pairs, blocks: Table) -> tuple[History, NDArray[np.bool_]]:
-    """The blocks in use when the history began, by falling address, as allocs; and which of them count as allocated."""
+def _blocks_before(history: History, pairs: _Pairs, blocks: Table) -> tuple[History, NDArray[np.bool_], Ints]:
+    """The blocks in use when the history began, by falling address, as allocs; which of them count as allocated; their sizes.
+
+    The size of one that is freed in the history isn't known: -1.
+    """
     stays = ~np.isin(blocks["address"], history.address[history.does("alloc", "free_requested", "free_completed", "free")])
     freed = history[pairs.first]
+    unknown = np.full(len(freed), -1)
     parts = (
         (blocks["address"][stays], freed.address), (blocks["requested"][stays], freed.size),
-        (blocks["stream"][stays], freed.stream), (blocks["where"][stays], np.full(len(freed), -1)),
+        (blocks["stream"][stays], freed.stream), (blocks["where"][stays], unknown), (blocks["size"][stays], unknown),
         (blocks["state"][stays] == 0, ~freed.does("free_completed")),
     )  # fmt: skip
-    address, size, stream, where, counts = (np.concatenate(part) for part in parts)
-    order = np.argsort(-address, kind="stable")
-    action = np.full(len(order), ACTION["alloc"])
-    old = History(action, address[order], size[order], stream[order], np.zeros(len(order), np.int64), where[order])
-    return old, counts[order].astype(bool)
+    columns = [np.concatenate(part) for part in parts]
+    order = np.argsort(-columns[0], kind="stable")
+    address, size, stream, where, known, counts = (column[order] for column in columns)
+    none = np.zeros(len(order), np.int64)
+    return History(none + ACTION["alloc"], address, size, stream, none, where), counts.astype(bool), known
 
 
-def _sizes(history: History, before: History, old: History, rules: Rules) -> tuple[Ints, Ints]:
+def _sizes(history: History, before: History, old: History, rules: Rules, n_opening: int) -> tuple[Ints, Ints]:
     """How large blocks were: of each entry, and of each that was there before."""
-    parts = (before, old, history)
+    order = np.arange(len(history))  # `block_sizes` wants what was there by falling address
+    order[:n_opening] = np.lexsort((-history.address[:n_opening], history.does("alloc")[:n_opening]))
+    parts = (before, old, history[order])
     action, address, size = (np.concatenate([getattr(part, n) for part in parts]) for n in ("action", "address", "size"))
     sizes = block_sizes(action, address, size, rules)[len(before) :]
-    return sizes[len(old) :].copy(), sizes[: len(old)].copy()
+    return sizes[len(old) :][np.argsort(order)], sizes[: len(old)].copy()
 
 
 def _correct(history: History, pairs: _Pairs, blocks: Table, live: NDArray[np.bool_], size: Ints) -> None:
