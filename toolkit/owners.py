@@ -20,9 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from toolkit.devices.base import Device
+
 MOST = 200_000  # values looked at: a walk ends then, so that a cell never waits long for it
 _DEPTH = 6  # how far from a variable
 _LEAVES = (str, bytes, bytearray, int, float, complex, bool, type(None), type, ModuleType, CodeType, torch.dtype, torch.device)
+_LEAF_TYPES = frozenset(_LEAVES)
 _KINDS_BY_FILE = {"models/cache.py": "kv", "transformers/cache_utils.py": "kv", "toolkit/loading/": "weights"}
 
 
@@ -150,7 +153,10 @@ def _saved(node: Any, name: str) -> Iterator[Part]:
 
 def _parts(value: Any) -> Iterator[Part]:
     """What a value that isn't a tensor holds, by how it is reached: (".name" or "[i]", value, kind of the tensors below)."""
-    kind = "kv" if "cache" in type(value).__name__.lower() else None
+    name = type(value).__name__.lower()
+    if isinstance(value, Device) or "tokenizer" in name:  # a hundred thousand blocks or words, and no tensor
+        return
+    kind = "kv" if "cache" in name else None
     if isinstance(value, nn.Module):
         yield from ((f".{name}", parameter, "weights") for name, parameter in value.named_parameters())
         yield from ((f".{name}", buffer, "weights") for name, buffer in value.named_buffers())
@@ -159,15 +165,22 @@ def _parts(value: Any) -> Iterator[Part]:
         for number, state in enumerate(value.state.values()):
             yield from ((f".state[{number}].{name}", held, "optimizer") for name, held in dict(state).items())
     elif isinstance(value, Mapping):
-        yield from ((f"[{key!r}]" if len(repr(key)) < 40 else "[...]", held, kind) for key, held in list(value.items()))
+        if not _only_leaves(value.values()):
+            yield from ((f"[{key!r}]" if len(repr(key)) < 40 else "[...]", held, kind) for key, held in list(value.items()))
     elif isinstance(value, list | tuple | set | frozenset | deque):
-        yield from ((f"[{i}]", held, kind) for i, held in enumerate(list(value)))
+        if not _only_leaves(value):
+            yield from ((f"[{i}]", held, kind) for i, held in enumerate(list(value)))
     elif isinstance(value, FunctionType | MethodType):
         yield from _closure(value)
     elif isinstance(value, GeneratorType) and value.gi_frame is not None:
         yield from ((f" (paused): {name}", held, kind) for name, held in locals_of(value.gi_frame).items())
     elif not isinstance(value, FrameType):
         yield from ((more, held, kind) for more, held in _own(value))
+
+
+def _only_leaves(values: Iterable[Any]) -> bool:
+    """Is there nothing below these? A tokenizer has a hundred thousand words, which are asked all at once."""
+    return set(map(type, values)) <= _LEAF_TYPES
 
 
 def _own(value: Any) -> Iterator[tuple[str, Any]]:

@@ -8,7 +8,7 @@ parts that the strategy names. A loop of the model's own takes its place where a
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing, nullcontext
 from traceback import clear_frames
 from typing import Any
@@ -118,7 +118,7 @@ def _decode(
             cache = model.new_cache(context)
             positions = POSITIONS[strategy.position](len(ids), limit - 1, device.torch)
             choice, inputs = _ends_of_a_step(model, strategy, sampling)
-            logits = _prefill(model, inputs.prompt(torch.tensor([ids])), cache, chunk, cancel)
+            logits = _prefill(model, inputs.prompt(torch.tensor([ids]), chunk), cache, cancel)
             if logits is None:
                 return
             token = choice.choose(logits)
@@ -151,14 +151,14 @@ def _decode(
             cache.free()
 
 
-def _prefill(model: Any, x: Tensor, cache: Cache, chunk: int, cancel: threading.Event) -> Tensor | None:
-    """Feed the embedded prompt `x` [1, T, hidden], `chunk` tokens at a time; the last one's logits, None when cancelled."""
-    length = x.shape[1]
-    for start in range(0, length, chunk):
+def _prefill(model: Any, parts: Iterator[Tensor], cache: Cache, cancel: threading.Event) -> Tensor | None:
+    """Feed the prompt, embedded, one part [1, T, hidden] after the other; the last token's logits, None when cancelled."""
+    stop = 0
+    for x in parts:
         if cancel.is_set():
             return None
-        stop = min(start + chunk, length)
-        hidden = model.advance(x[:, start:stop], cache.slots[start:stop], cache, stop)
+        start, stop = stop, stop + x.shape[1]
+        hidden = model.advance(x, cache.slots[start:stop], cache, stop)
     logits: Tensor = model.logits(hidden[:, -1:]).view(-1)
     return logits
 

@@ -22,10 +22,10 @@ from toolkit.models.layers import Embedding
 
 
 class Inputs(Protocol):
-    """Turns tokens into embedded inputs [1, T, hidden] on the device."""
+    """Turns tokens into embedded inputs on the device."""
 
-    def prompt(self, ids: Tensor) -> Tensor:
-        """`ids` [1, T] on the host."""
+    def prompt(self, ids: Tensor, chunk: int) -> Iterator[Tensor]:
+        """`ids` [1, T] on the host -> [1, chunk or less, hidden], one part after the other: 32K rows at once are gigabytes."""
 
     def next(self, token: Tensor, known: int | None) -> Tensor:
         """The token just chosen: where it was chosen, and as the host knows it (None: not yet)."""
@@ -39,8 +39,8 @@ class UploadedToken:
         self.slot = torch.empty(1, 1, dtype=torch.int64, device=self.device)
         self.staging = torch.empty(1, 1, dtype=torch.int64)
 
-    def prompt(self, ids: Tensor) -> Tensor:
-        return self.embed(ids.to(self.device))  # type: ignore[no-any-return]
+    def prompt(self, ids: Tensor, chunk: int) -> Iterator[Tensor]:
+        return map(self.embed, ids.to(self.device).split(chunk, 1))
 
     def next(self, token: Tensor, known: int | None) -> Tensor:
         self.slot.copy_(self.staging.fill_(_told(known)))
@@ -55,10 +55,10 @@ class UploadedRow:
         self.table = model.embed.on_host()
         self.staging = torch.empty(1, 1, dtype=torch.int64)
 
-    def prompt(self, ids: Tensor) -> Tensor:
+    def prompt(self, ids: Tensor, chunk: int) -> Iterator[Tensor]:
         rows: Tensor = self.table(ids).to(self.device)
         self.slot = torch.empty_like(rows[:, :1])
-        return rows
+        return iter(rows.split(chunk, 1))
 
     def next(self, token: Tensor, known: int | None) -> Tensor:
         return self.slot.copy_(self.table(self.staging.fill_(_told(known))))
@@ -70,8 +70,8 @@ class SampledToken:
     def __init__(self, model: Any) -> None:
         self.embed, self.device = model.embed, model.device.torch
 
-    def prompt(self, ids: Tensor) -> Tensor:
-        return self.embed(ids.to(self.device))  # type: ignore[no-any-return]
+    def prompt(self, ids: Tensor, chunk: int) -> Iterator[Tensor]:
+        return map(self.embed, ids.to(self.device).split(chunk, 1))
 
     def next(self, token: Tensor, known: int | None) -> Tensor:
         return self.embed(token.view(1, 1))  # type: ignore[no-any-return]
@@ -161,8 +161,8 @@ class ChoiceWithRow:
         self.row = ops.sample_embed(logits, embed.weight, embed.dtype, embed.scale, self.slots[0], self.draw)
         return self.slots[0]
 
-    def prompt(self, ids: Tensor) -> Tensor:
-        return self.embed(ids.to(self.device))  # type: ignore[no-any-return]
+    def prompt(self, ids: Tensor, chunk: int) -> Iterator[Tensor]:
+        return map(self.embed, ids.to(self.device).split(chunk, 1))
 
     def next(self, token: Tensor, known: int | None) -> Tensor:
         return self.row[None]

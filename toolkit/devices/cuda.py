@@ -10,11 +10,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from time import perf_counter_ns
+from time import perf_counter_ns, time_ns
 from typing import Any
 
 import torch
 
+from toolkit.devices import history
 from toolkit.devices.base import Device, Memory, current_cell, no_cuda, not_recording
 from toolkit.devices.cuda_events import CUPTI_ADVICE, Anchor, Range, Session, has_calls, read_events
 from toolkit.devices.lines import LineLog, know_thread
@@ -205,10 +206,11 @@ class Cpu(Device):
 @contextmanager
 def _step(ranges: list[Range] | None, step: int, name: str) -> Iterator[None]:
     with torch.profiler.record_function(f"toolkit.step {step} {name}"):
-        start = perf_counter_ns()
+        start, began = perf_counter_ns(), time_ns()
         try:
             yield
         finally:
+            history.note_step(step, began, time_ns(), name)
             if ranges is not None:
                 ranges.append(Range(start, perf_counter_ns(), step, name))
 

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from toolkit.devices import base
 from toolkit.errors import DeviceError
-from toolkit.trace import CLOCKS, Trace, TraceBuilder
+from toolkit.trace import Trace, TraceBuilder
 
 if TYPE_CHECKING:
-    from toolkit.devices.cuda_history import CudaHistory
+    from toolkit.devices.cuda_history import CudaHistory, CudaScope
     from toolkit.devices.virtual import VirtualGpu
 
 Row = tuple[int, ...]
@@ -29,7 +28,7 @@ _kept = 0  # how many want lines to be noted even between scopes: a notebook's s
 _open: list[Begun] = []
 
 
-@dataclass
+@dataclass(eq=False)
 class Begun:
     """A scope that has begun: what was alive then, and from which row of the history it has its events."""
 
@@ -38,7 +37,7 @@ class Begun:
     start_ns: int = 0  # on the device's host clock
     since: int = 0
     before: list[Row] = field(default_factory=list)  # blocks and segments of the beginning
-    cuda: CudaHistory | None = None
+    cuda: CudaScope | None = None  # where CUDA's history was, for a scope on CUDA
 
 
 def begin(device: base.Device | None = None) -> Begun:
@@ -57,10 +56,8 @@ def begin(device: base.Device | None = None) -> Begun:
                 begun.start_ns = virtual.now_ns()
                 begun.before = _rows_held(virtual, begun.builder)
             elif device is None or device.torch.type == "cuda":
-                begun.cuda = _cuda()
-                if begun.cuda is not None:
-                    begun.start_ns = time.time_ns()
-                    begun.before = begun.cuda.fetch(begun.builder, opening_ns=begun.start_ns)
+                cuda = _cuda(anew=not _open)
+                begun.cuda = cuda.begin() if cuda is not None else None
         except BaseException:
             if not _open and not _kept:
                 _watch(None)
@@ -75,23 +72,25 @@ def end(begun: Begun) -> Trace:
     with _lock:
         if begun not in _open:
             raise DeviceError("ending a memory scope", "it has ended", "Begin another one")
-        builder = begun.builder
+        _open.remove(begun)
         try:
-            if begun.cuda is not None:
-                begun.cuda.fetch(builder)
+            return _trace_of(begun)
         finally:
-            _open.remove(begun)
             if not _open and not _kept:
                 _stop()
-        device = _named(begun)
-        meta: dict[str, Any] = {"device": "none", "clock": "measured", "sizes_only": False, "steps_from": "marks"}
-        if device is not None:
-            meta |= {"device": device.name, "clock": device.clock, "gpu": device.spec.name if device.spec else device.name}
-            meta |= {"total_bytes": device.memory().total_bytes, "limit_bytes": device.limit_bytes}
-        meta["opening"] = len(begun.before)
-        trace = builder.build(meta, begun.since, begun.before, begun.start_ns)
-        ours = trace["clock"] == CLOCKS.index(str(meta["clock"]))  # not a virtual GPU's beside a real one's
-        return trace if ours.all() else trace.select(ours)
+
+
+def _trace_of(begun: Begun) -> Trace:
+    device = begun.asked or in_use()
+    meta: dict[str, Any] = {"device": "none", "clock": "measured", "sizes_only": False, "steps_from": "marks"}
+    if device is not None:
+        meta |= {"device": device.name, "clock": device.clock, "gpu": device.spec.name if device.spec else device.name}
+        meta |= {"total_bytes": device.memory().total_bytes, "limit_bytes": device.limit_bytes}
+    if begun.cuda is not None and device is not None and device.torch.type == "cuda":
+        from toolkit.devices.cuda_history import the_history
+
+        return the_history.end(begun.cuda, meta)
+    return begun.builder.build({**meta, "opening": len(begun.before)}, begun.since, begun.before, begun.start_ns)
 
 
 def in_use() -> base.Device | None:
@@ -108,9 +107,8 @@ def keep() -> None:
         _kept += 1
         if watch is None:
             _watch(TraceBuilder())
-        cuda = _cuda() if _virtual(None) is None else None
-        if cuda is not None:
-            cuda.start()
+        if _virtual(None) is None:
+            _cuda(anew=not _open)
 
 
 def release() -> None:
@@ -124,10 +122,9 @@ def release() -> None:
 
 def note_step(step: int, start_ns: int, end_ns: int, name: str) -> None:
     """A decode step ran from `start_ns` to `end_ns` of the wall clock (time.time_ns) on a CUDA device."""
-    if "toolkit.devices.cuda_history" in sys.modules:
-        from toolkit.devices.cuda_history import steps
-
-        steps.append((start_ns, end_ns, step, name))
+    module = sys.modules.get("toolkit.devices.cuda_history")
+    if module is not None and module.the_history.on:
+        module.the_history.steps.append(module.Range(start_ns, end_ns, step, name))
 
 
 def _builder() -> TraceBuilder:
@@ -177,22 +174,13 @@ def _rows_held(virtual: VirtualGpu, builder: TraceBuilder) -> list[Row]:
     ]
 
 
-def _cuda() -> CudaHistory | None:
+def _cuda(*, anew: bool) -> CudaHistory | None:
+    """CUDA's history, which is kept from now on; None without CUDA. `anew`: what it has so far may be forgotten."""
     import torch
 
     if not torch.cuda.is_available():
         return None
     from toolkit.devices.cuda_history import the_history
 
-    the_history.start()
+    the_history.start(anew=anew)
     return the_history
-
-
-def _named(begun: Begun) -> base.Device | None:
-    """The device that a scope was about."""
-    if begun.asked is not None:
-        return begun.asked
-    virtual = _virtual(None)
-    if virtual is not None:
-        return virtual
-    return base.open_device("cuda") if begun.cuda is not None else None

@@ -1,0 +1,124 @@
+"""`tk.memory` on a CUDA GPU against the allocator's own counters, and what it costs."""
+
+import gc
+import time
+
+import pytest
+import torch
+
+import toolkit as tk
+from tests.memory_cells import Cells
+from toolkit.ledger import Ledger
+
+MiB = 1 << 20
+
+
+@pytest.fixture
+def card():
+    gc.collect()
+    torch.cuda.synchronize()
+    return tk.device("cuda:0")
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_generated_cells_have_their_exact_peaks(card, seed):
+    cells = Cells(card, seed)
+    cells.run()
+    for block in cells.seen:
+        use = block.use
+        assert (use.baseline_bytes, use.peak_bytes, use.end_bytes) == (block.before, block.most, block.after)
+        assert use.trace.meta["unaccounted_bytes"] == 0
+
+
+def test_the_peak_is_max_memory_allocated(card):
+    torch.cuda.reset_peak_memory_stats()
+    with tk.memory(card) as use:
+        net = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 1024)).cuda()
+        optimiser = torch.optim.AdamW(net.parameters())
+        for _ in range(3):
+            net(torch.randn(512, 1024, device="cuda")).square().mean().backward()
+            optimiser.step()
+            optimiser.zero_grad()
+    assert use.peak_bytes == torch.cuda.max_memory_allocated()
+    assert use.end_bytes == torch.cuda.memory_allocated()
+    assert use.peak_reserved_bytes >= use.peak_bytes
+    kinds = use.by("kind").set_index("kind")
+    assert kinds.loc["weights", "end_bytes"] >= sum(p.nbytes for p in net.parameters())
+    assert kinds.loc["optimizer", "end_bytes"] >= 2 * sum(p.nbytes for p in net.parameters())
+    assert "net(torch.randn(512" in repr(use) or "optimiser.step()" in repr(use)
+
+
+def test_lines_are_those_that_allocated(card):
+    with tk.memory(card) as use:
+        kept = torch.ones(4 * MiB, device="cuda")  # noqa: F841 - named all the same
+    row = use.at_peak().iloc[0]
+    assert row.owner == "kept"
+    assert "test_memory.py" in row["where"]
+    assert "kept = torch.ones(4 * MiB" in use.ledger.sentences()[0]
+
+
+def test_out_of_memory_says_who_held_what(card):
+    def too_much():
+        held = torch.empty(160 * MiB, dtype=torch.uint8, device="cuda")
+        return torch.empty(128 * MiB, dtype=torch.uint8, device="cuda"), held
+
+    torch.cuda.empty_cache()
+    with pytest.raises(torch.OutOfMemoryError) as caught, tk.budget(f"{torch.cuda.memory_reserved() + 256 * MiB} B"):
+        too_much()
+    (note,) = caught.value.__notes__
+    assert "128 MiB asked for" in note
+    assert "held by `held in too_much()" in note
+    assert torch.cuda.get_per_process_memory_fraction() == 1.0
+
+
+def test_somebody_elses_history_goes_on(card):
+    torch.cuda.memory._record_memory_history("all")
+    try:
+        first = torch.ones(MiB, device="cuda")
+        with tk.memory(card) as use:
+            second = torch.ones(MiB, device="cuda")
+        assert use.kept_bytes == second.nbytes
+        entries = torch.cuda.memory._snapshot()["device_traces"][0]
+        assert sum(entry["action"] == "alloc" for entry in entries) >= 2
+    finally:
+        torch.cuda.memory._record_memory_history(None)
+    del first
+
+
+def test_what_it_costs(card, record_property):
+    """A cell under 50 ms, a decode loop under 5 %: the best of several, since the machine does other things, too."""
+    model = tk.load("demo/qwen3", device=card)
+
+    def decode():
+        began = time.perf_counter()
+        tk.generate(model, "The", max_new_tokens=100, eos=(), record=False)
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    decode()
+    with tk.memory(card):
+        decode()
+    plain, watched, cells = [], [], []
+    for _ in range(7):
+        plain.append(decode())
+        scope = tk.memory(card)
+        began = time.perf_counter()
+        scope.__enter__()
+        entered = time.perf_counter() - began
+        watched.append(decode())
+        began = time.perf_counter()
+        scope.__exit__(None, None, None)
+        cells.append(entered + time.perf_counter() - began)
+    events = len(Ledger(scope.use.trace).rows)
+    print(
+        f"decode {min(plain):.3f} s, watched {min(watched):.3f} s, begin and end {min(cells) * 1000:.1f} ms of {events} events"
+    )
+    empty = []
+    for _ in range(20):
+        began = time.perf_counter()
+        with tk.memory(card):
+            pass
+        empty.append(time.perf_counter() - began)
+    print(f"an empty block {sorted(empty)[10] * 1000:.2f} ms")
+    assert min(watched) < 1.05 * min(plain)
+    assert sorted(empty)[10] < 0.05
