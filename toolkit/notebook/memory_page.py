@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _HERE = Path(__file__).parent
 MOST_MOMENTS = 3000
-_MOST_BLOCKS = 1500  # of each measurement, the largest
+_MOST_BLOCKS = 1000  # of each measurement, the largest
 _MOST_MARKS = 1000
 
 

@@ -1,0 +1,293 @@
+"""Memory over time in a real JupyterLab and as a page: painted, zoomed by mouse and keys, legible in both themes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import command, ready
+from memory_events import HOSTILE, many_events, use_of
+from memory_events import __file__ as EVENTS
+from test_model_shown import FAULTS, theme
+from test_timeline_in_lab import shot
+
+from toolkit.notebook.memory_page import write_memory_page
+from toolkit.notebook.memory_picture import view_of
+
+VIEW, LIVE = ".tk-memory", ".tk-memory.tk-live"
+CANVAS = f"{LIVE} canvas"
+SETUP = f"""import sys; sys.path.insert(0, {str(Path(EVENTS).parent)!r})
+import torch, toolkit as tk
+from IPython.display import HTML, display
+from memory_events import many_events, recording, small, use_of
+from toolkit.accounting import memory
+gpu = tk.device("virtual:rtx-5090")
+net = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(6)]).to(gpu.torch)"""
+LEAK = """losses = []
+with memory() as leak:
+    for i in range(30):
+        losses.append(net(torch.ones(64, 512, device=gpu.torch)).pow(2).sum())"""
+SHOWN = """from types import SimpleNamespace
+from toolkit.notebook.memory_picture import line_html, session_html
+def boom():
+    big = torch.ones(1 << 24, device=gpu.torch)
+    torch.empty(1 << 40, device=gpu.torch)
+try:
+    with memory() as failed: boom()
+except torch.OutOfMemoryError: pass
+with memory() as nothing: pass
+many = use_of(many_events(10_000))
+uses = [leak, failed, nothing, many] * 4
+rows = [SimpleNamespace(number=n, title="with memory() as m: ...", status="error" if use is failed else "ok",
+        baseline_bytes=use.baseline_bytes, peak_bytes=use.peak_bytes, end_bytes=use.end_bytes)
+        for n, use in enumerate(uses, 1)]"""
+
+
+def look(page, name: str) -> None:
+    page.wait_for_selector(VIEW, timeout=60_000)
+    page.wait_for_timeout(400)
+    shot(page, name)
+    assert page.evaluate(FAULTS.replace(".tk-model", VIEW)) == []
+
+
+def status(page) -> str:
+    page.wait_for_timeout(150)
+    return page.inner_text(f"{LIVE} .tk-status")
+
+
+def colours(page) -> int:
+    return page.evaluate("""(selector) => { const canvas = document.querySelector(selector);
+      const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+      return new Set(new Uint32Array(data.buffer)).size }""", CANVAS)  # fmt: skip
+
+
+def test_hover_click_zoom_pan_and_keys(notebook) -> None:
+    page = notebook(SETUP, LEAK, "leak.timeline()")
+    page.set_viewport_size({"width": 1300, "height": 1300})
+    page.wait_for_selector(f"{LIVE}[data-ms]")
+    assert colours(page) > 5
+    canvas = page.locator(CANVAS)
+    canvas.scroll_into_view_if_needed()
+    box = canvas.bounding_box()
+    page.mouse.move(box["x"] + box["width"] - 60, box["y"] + 290)
+    page.wait_for_selector(".tk-tip:not([hidden]) b")
+    tip = page.inner_text(".tk-tip")
+    assert "modelled" in tip
+    assert "after event" in tip
+    page.mouse.click(box["x"] + box["width"] - 60, box["y"] + 200)
+    page.wait_for_selector(".tk-detail :text('losses')")
+    assert "losses.append" in page.inner_text(".tk-detail")
+    look(page, "memory-light-pinned")
+    whole = status(page)
+    page.mouse.wheel(0, -600)
+    page.wait_for_function("(whole) => document.querySelector('.tk-live .tk-status').textContent !== whole", arg=whole)
+    zoomed = status(page)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 300, box["y"] + 200, steps=4)
+    page.mouse.up()
+    assert status(page) != zoomed
+    page.mouse.dblclick(box["x"] + 400, box["y"] + 100)
+    assert status(page) == whole
+    canvas.focus()
+    cells = page.locator(".jp-Cell").count()
+    for key in ("ArrowUp", "ArrowRight", "ArrowLeft", "ArrowDown", "+", "-"):
+        before = status(page)
+        page.keyboard.press(key)
+        page.wait_for_timeout(100)
+        assert status(page) != before, key
+    page.keyboard.press("0")
+    assert status(page) == whole
+    page.keyboard.press("Escape")
+    page.wait_for_selector(".tk-detail[hidden]", state="attached")
+    page.keyboard.press("p")
+    page.wait_for_selector(".tk-detail :text('at the peak')")
+    seen = page.inner_text(".tk-detail .tk-sub")
+    page.keyboard.press(",")
+    page.wait_for_function("(seen) => !document.querySelector('.tk-detail .tk-sub').innerText.includes(seen)", arg=seen)
+    assert page.locator(".jp-Cell").count() == cells  # JupyterLab took none of the keys for its own
+
+
+def test_grouping_axis_and_bands_can_be_chosen(notebook) -> None:
+    page = notebook(SETUP, LEAK, "leak.timeline()")
+    page.set_viewport_size({"width": 1300, "height": 1300})
+    page.wait_for_selector(f"{LIVE}[data-ms]")
+    theme(page, "dark")
+    for by, found in (("line", "losses.append"), ("kind", "weights"), ("owner", "losses")):
+        page.select_option(f"{LIVE} select >> nth=0", by)
+        page.wait_for_selector(f".tk-legend button:has-text('{found}')")
+    axis = page.locator(f"{LIVE} select").nth(1)
+    page.select_option(f"{LIVE} select >> nth=1", "events" if axis.input_value() == "time" else "time")
+    page.wait_for_timeout(300)
+    page.select_option(f"{LIVE} select >> nth=1", "events")
+    page.wait_for_selector(".tk-status:text('events 0 to')")
+    page.click(".tk-legend button:has-text('losses')")
+    page.wait_for_selector(".tk-legend button[aria-pressed=true]:has-text('losses')")
+    look(page, "memory-dark-band")
+    page.keyboard.press("Enter")  # the button kept its focus
+    page.wait_for_selector(".tk-legend button[aria-pressed=false]:has-text('losses')")
+    page.click(f"{LIVE} button:text('Stretch')")
+    page.focus(CANVAS)
+    for _ in range(3):
+        page.keyboard.press("+")
+    page.wait_for_selector(".tk-status:text('stretched')")
+    page.click(f"{LIVE} button:text('Peak')")
+    page.wait_for_selector(".tk-detail :text('at the peak')")
+    page.locator(".jp-Cell").last.scroll_into_view_if_needed()
+    look(page, "memory-dark-stretched")
+    page.set_viewport_size({"width": 720, "height": 1300})
+    page.wait_for_timeout(600)
+    page.locator(LIVE).scroll_into_view_if_needed()
+    look(page, "memory-dark-narrow")
+
+
+def test_still_pictures_are_legible(notebook) -> None:
+    lines = "for use in (leak, failed, nothing): display(HTML(line_html(use, 30 << 20)))"
+    opened = "display(HTML(line_html(failed, 60 << 20, is_open=True)), many)"
+    page = notebook(SETUP, LEAK, SHOWN, lines, opened)
+    page.set_viewport_size({"width": 1300, "height": 2200})
+    page.wait_for_selector(f"{VIEW}[open] img", timeout=60_000)
+    for name in ("dark", "light"):
+        theme(page, name)
+        page.locator(".jp-Cell").last.scroll_into_view_if_needed()
+        look(page, f"memory-still-{name}")
+    assert page.locator(f"{VIEW}[open] img").evaluate("(image) => image.complete && image.naturalWidth > 0")
+    assert page.locator(f"{VIEW}.tk-line").count() == 4
+    assert page.locator(f"{VIEW}.tk-line[open]").count() == 1
+    page.locator(f"{VIEW}.tk-line summary").first.click()
+    assert page.locator(f"{VIEW}.tk-line[open]").count() == 2
+
+
+def test_a_session_answers_to_clicks_without_a_script(notebook) -> None:
+    shown = "HTML(session_html(rows, [line_html(use, is_open=True) for use in uses], 60 << 20))"
+    page = notebook(SETUP, LEAK, SHOWN, shown)
+    page.set_viewport_size({"width": 1300, "height": 1500})
+    page.wait_for_selector(".tk-session", timeout=60_000)
+    assert page.locator(".tk-cell:visible").count() == 1
+    assert "out of memory" in page.inner_text(".tk-cell:visible")
+    page.locator(".tk-bars label").nth(0).click()
+    assert "cell 1" in page.inner_text(".tk-cell:visible .tk-sub >> nth=0")
+    page.locator(".tk-bars input").nth(0).focus()
+    page.keyboard.press("ArrowRight")
+    assert "cell 2" in page.inner_text(".tk-cell:visible .tk-sub >> nth=0")
+    for name in ("dark", "light"):
+        theme(page, name)
+        page.locator(".tk-session").scroll_into_view_if_needed()
+        look(page, f"memory-session-{name}")
+
+
+def test_a_saved_notebook_shows_its_picture_without_a_kernel(notebook, lab) -> None:
+    page = notebook(SETUP, LEAK, "leak.timeline()")
+    page.wait_for_selector(f"{LIVE}[data-ms]")
+    command(page, "docmanager:save")
+    path = lab.root / page.notebook_name
+    for _ in range(50):
+        page.wait_for_timeout(100)
+        if "application/vnd.jupyter.widget-state+json" in path.read_text():
+            break
+    saved = json.loads(path.read_text())
+    kept = saved["cells"][2]["outputs"][0]["data"]
+    assert "peak" in "".join(kept["text/plain"])
+    assert "data:image/svg+xml" in "".join(kept["text/html"])
+    page.goto("about:blank")
+    lab.stop_kernels()
+    page.goto(lab.address(page.notebook_name))
+    page.wait_for_selector(f"{LIVE}[data-painted]", timeout=30_000)
+    assert colours(page) > 5
+    page.focus(CANVAS)
+    page.keyboard.press("+")  # nobody answers: the last view is stretched, and says so
+    page.wait_for_selector(".tk-status:text('the last view')", timeout=8000)
+
+
+def test_two_million_events(notebook, capsys: pytest.CaptureFixture[str]) -> None:
+    page = notebook(SETUP, "use = use_of(many_events()); use.ledger.blocks; len(use.trace)", "use.timeline()", run=False)
+    ready(page)
+    for _ in range(3):
+        command(page, "notebook:run-cell-and-select-next")
+    page.wait_for_selector(f"{LIVE}[data-ms]", timeout=90_000)
+    page.focus(CANVAS)
+    rounds = []
+    for _ in range(3):  # what else the machine does only adds time: the best of three rounds counts
+        took = []
+        for key in ("+", "+", "+", "ArrowRight", "ArrowLeft", "+", "+", "-", "-", "0"):
+            seq = page.get_attribute(LIVE, "data-seq")
+            page.keyboard.press(key)
+            page.wait_for_function("([s, seq]) => document.querySelector(s).dataset.seq !== seq", arg=[LIVE, seq])
+            took.append(float(page.get_attribute(LIVE, "data-ms")))
+        rounds.append(max(took))
+        if rounds[-1] < 150:
+            break
+    with capsys.disabled():
+        print(f"\n2,000,000 events: slowest of ten zooms and pans {min(rounds):.0f} ms")
+    assert min(rounds) < 150
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_opens_from_disk(browser, tmp_path: Path, scheme: str) -> None:
+    uses = [use_of(many_events(4000, seed)) for seed in range(3)]
+    path = write_memory_page(tmp_path / "a.html", uses, title=HOSTILE)
+    page = browser.new_context(color_scheme=scheme, viewport={"width": 1200, "height": 1500}).new_page()
+    asked, said = [], []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.goto(path.as_uri())
+    page.wait_for_selector(f"{LIVE}[data-painted]:visible")
+    assert page.locator(f"{LIVE}:visible").count() == 1
+    page.locator(".tk-bars label").nth(1).click()
+    page.wait_for_selector(f".tk-d1 {LIVE}[data-painted]")
+    live = page.locator(f".tk-d1 {LIVE}")
+    live.locator("canvas").focus()
+    for key in ("+", "ArrowRight", "0", "p"):
+        page.keyboard.press(key)
+        page.wait_for_timeout(120)
+    page.wait_for_selector(".tk-d1 .tk-detail:not([hidden]) :text('at the peak')")
+    live.locator("select").nth(0).select_option("kind")
+    page.wait_for_selector(".tk-d1 .tk-legend button:has-text('gradients')")
+    shot(page, f"memory-page-{scheme}")
+    assert page.evaluate(FAULTS.replace(".tk-model", VIEW)) == []
+    assert said == []
+    assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
+    assert page.title() == " ".join(HOSTILE.split())
+    page.context.close()
+
+
+@pytest.mark.parametrize("axis", ["events", "time"])
+def test_javascript_and_python_see_the_same(browser, tmp_path: Path, axis: str) -> None:
+    use = use_of(many_events(2400))  # few enough for every moment to be embedded
+    page = browser.new_page()
+    page.goto(write_memory_page(tmp_path / "a.html", use).as_uri())
+    page.wait_for_selector(f"{LIVE}[data-painted]")
+    view = view_of(use, "kind")
+    low, high = view.bounds(axis)
+    for a, b in ((0.0, 1.0), (0.2, 0.7), (0.5, 0.51), (0.5, 0.5001)):
+        x0, x1 = low + a * (high - low), low + b * (high - low)
+        asked = {"by": "kind", "axis": axis, "x0": x0, "x1": x1, "width": 600}
+        there = page.evaluate(
+            "async (asked) => { const view = await window.tkProvider.view(asked); return {"
+            " position: [...view.position], total: [...view.total], held: view.held.map((b) => [...b]) } }",
+            asked,
+        )
+        here = view.columns(x0, x1, 600, axis)
+        assert there["total"] == here.total.tolist()
+        assert there["position"] == here.position.tolist()
+        assert np.array_equal(there["held"], here.bands)
+    for position in (use.ledger.peak, 0, 777):
+        there = page.evaluate("(position) => window.tkProvider.at(position)", position)
+        here = view.at(position)
+        assert there["total"] == here.total_bytes
+        assert [row[0] for row in there["rows"]] == [row.bytes for row in here.rows]
+        assert there["rest"] == [here.rest_bytes, here.rest_holders]
+    page.close()
+
+
+def test_without_scripts_still_pictures_remain(browser, tmp_path: Path) -> None:
+    path = write_memory_page(tmp_path / "a.html", [use_of(many_events(2000)), use_of(many_events(2000, 1))])
+    context = browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(path.as_uri())
+    assert page.locator("img.tk-picture:visible").count() == 1
+    page.locator(".tk-bars label").nth(1).click()
+    assert page.locator(".tk-d1 img.tk-picture").is_visible()
+    context.close()
