@@ -320,12 +320,13 @@ def variables_of(frame: FrameType | None) -> dict[str, Any]:
 
 
 def _sources(ledger: Ledger) -> dict[str, str]:
-    """The source of the user's lines that allocated the most."""
+    """The source of the user's lines that allocated the most, and of those that couldn't."""
     codes, names = ledger.group("line")
     total = np.bincount(codes, ledger.blocks.bytes, len(names))
+    places = [names[i] for i in np.argsort(-total)[:_SOURCES].tolist()]
+    failed = ledger.trace.select(ledger.trace.is_kind("oom")).text("where")
     found = {}
-    for i in np.argsort(-total)[:_SOURCES].tolist():
-        place = line_of(names[i])
+    for place in (*places, *(line_of(where) for where in failed if where)):
         text = _source_line(place)
         if text:
             found[place] = text

@@ -70,9 +70,9 @@ def budget(size: int | float | str | None, device: base.Device | str | None = No
     asked = f"a budget of {bytes_text(n_bytes)} on {gpu.name}"
     _empty_cache(gpu)
     memory = gpu.memory()
-    if n_bytes > memory.total_bytes:
+    if 0 < memory.total_bytes < n_bytes:
         raise BudgetError(asked, f"the card has {bytes_text(memory.total_bytes)}", "Name no more than that", bytes=n_bytes)
-    if n_bytes < memory.allocated_bytes or n_bytes < _LEAST:
+    if memory.total_bytes and (n_bytes < memory.allocated_bytes or n_bytes < _LEAST):
         found = f"{bytes_text(memory.allocated_bytes)} are allocated already"
         if n_bytes < _LEAST:
             found = f"CUDA's allocator takes no less than {bytes_text(_LEAST)} at a time"

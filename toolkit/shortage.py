@@ -120,9 +120,7 @@ def _let_go(variables: Mapping[str, Any], found: Mapping[owners.Place, owners.Ho
             roots[root] = roots.get(root, 0) + holder.bytes
     savings = [("%memory release (results that Out[] and _ keep)", stale)]
     for root in sorted(roots, key=lambda name: -roots[name])[:4]:
-        others = owners.find(
-            {name: value for name, value in variables.items() if name != root and value is not variables.get(root)}
-        )
+        others = owners.find({name: value for name, value in variables.items() if name != root})
         alone = sum(
             h.bytes for place, h in found.items() if place[0] != "cpu" and place not in others and _rooted(h.owner, root)
         )

@@ -120,6 +120,13 @@ def release() -> None:
             _stop()
 
 
+def card_opened() -> None:
+    """Another virtual GPU takes the place of the one before, which holds nothing: scopes begin anew on it, on its clock."""
+    with _lock:
+        for begun in _open:
+            begun.before, begun.since, begun.start_ns = [], len(begun.builder), 0
+
+
 def note_step(step: int, start_ns: int, end_ns: int, name: str) -> None:
     """A decode step ran from `start_ns` to `end_ns` of the wall clock (time.time_ns) on a CUDA device."""
     module = sys.modules.get("toolkit.devices.cuda_history")
@@ -166,12 +173,17 @@ def _rows_held(virtual: VirtualGpu, builder: TraceBuilder) -> list[Row]:
     from toolkit.devices.virtual_tensor import held
 
     now = virtual.now_ns()
-    return [
+    segments = [
+        builder.row("segment_alloc", now, bytes=sum(b.size for b in blocks), address=blocks[0].address, clock="modelled")
+        for blocks in virtual.machine.memory.segments()
+    ]
+    blocks = [
         builder.row(
             "alloc", now, bytes=block.size, where=where, clock="modelled", address=block.address, requested=block.requested
         )
         for block, where in sorted(held(), key=lambda taken: taken[0].address)
     ]
+    return segments + blocks
 
 
 def _cuda(*, anew: bool) -> CudaHistory | None:

@@ -18,6 +18,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from toolkit.devices import (
     base,
+    history,
     vgpu_module,
     virtual_attention,
     virtual_autocast,
@@ -131,6 +132,7 @@ def open_virtual(card: str) -> VirtualGpu:
     gpu = VirtualGpu(card, spec)
     virtual_dispatch.open_machine(gpu.machine)
     _current[:] = [gpu]
+    history.card_opened()
     return gpu
 
 

@@ -30,6 +30,7 @@ class Machine:
     def __init__(self, spec: GpuSpec) -> None:
         self.spec = spec
         self.memory = Memory(spec.memory_bytes, spec.name)
+        self.memory.listener = self._hear
         self.host_ns = 0
         self.stream_ends: dict[int, int] = {DEFAULT_STREAM: 0}
         self.sizes_only = False
@@ -120,6 +121,14 @@ class Machine:
                     kind, self.host_ns - since, bytes=block.size, stream=here().stream, step=here().step, where=place,
                     cell=base.current_cell(), clock="modelled", address=block.address, requested=block.requested,
                 )  # fmt: skip
+
+    def _hear(self, kind: str, n_bytes: int, address: int) -> None:
+        """Segments that the allocator takes and gives back, and what it refuses."""
+        if history.watch is not None:
+            history.watch.add(
+                kind, self.host_ns, bytes=n_bytes, address=address, stream=here().stream, step=here().step,
+                cell=base.current_cell(), clock="modelled", where=base.chain() if kind == "oom" else None,
+            )  # fmt: skip
 
     # ---- recording
 

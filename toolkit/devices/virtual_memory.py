@@ -47,9 +47,7 @@ class Memory:
             while self._late:
                 self._give(*self._late.pop())
             if block is None:
-                if self._listener is not None:
-                    self._listener("oom", n_bytes, -1)
-                raise self.out_of_memory(n_bytes)
+                raise self._refusal(n_bytes)
             if where is not None:
                 self._holders[where] += block.size
         return block
@@ -58,7 +56,12 @@ class Memory:
         """Raises torch.OutOfMemoryError where `n_bytes` more would not fit."""
         with self._lock:
             if n_bytes and not self._held.fits(n_bytes):
-                raise self.out_of_memory(n_bytes)
+                raise self._refusal(n_bytes)
+
+    def _refusal(self, n_bytes: int) -> torch.OutOfMemoryError:
+        if self._listener is not None:
+            self._listener("oom", n_bytes, -1)
+        return self.out_of_memory(n_bytes)
 
     def free(self, block: Block, where: str | None = None) -> None:
         """Give back a block, as `allocate` returned it."""
