@@ -192,7 +192,13 @@ class Painter {
     const { limit, peak } = this.meta, x = this.x(this.view.peakX), y = this.y(peak), inside = x >= LEFT - 1 && x <= LEFT + this.plot;
     if (limit && limit[0] <= this.high && limit[0] >= this.low) {
       const left = inside && x > LEFT + this.plot / 2;
-      this.text(`${limit[1]} ${bytesText(limit[0])}`, left ? LEFT + 6 : LEFT + this.plot - 6, this.y(limit[0]) - 9, "bad", left ? "left" : "right");
+      const words = `${limit[1]} ${bytesText(limit[0])}`, y = this.y(limit[0]) - 10, from = left ? LEFT + 6 : LEFT + this.plot - 6, pen = this.context;
+      pen.font = `12px ${this.font}`;
+      const wide = pen.measureText(words).width + 8;
+      Object.assign(pen, { fillStyle: this.colors.bg, globalAlpha: 0.9 });
+      pen.fillRect(left ? from - 4 : from - wide + 4, y - 8, wide, 16);
+      pen.globalAlpha = 1;
+      this.text(words, from, y, "bad", left ? "left" : "right");
     }
     const last = this.view.shortages.filter(([at]) => this.x(at) >= LEFT && this.x(at) <= LEFT + this.plot).at(-1);
     if (last) this.text(`× out of memory: ${bytesText(last[1])} more asked for`, LEFT + this.plot, 9, "bad", "right", true);
@@ -305,6 +311,7 @@ export function mount(root, provider, meta) {
     const focused = legend.contains(document.activeElement) ? [...legend.children].indexOf(document.activeElement) : -1;
     legend.replaceChildren(...state.view.bands.map(([name, color, bytes]) => button(`${name}: ${bytesText(bytes)} at the peak`, "", () => { state.chosen = state.chosen === name ? null : name; draw(); }, { "aria-pressed": String(state.chosen === name) })).reverse());
     [...state.view.bands].reverse().forEach(([name, color, bytes], i) => legend.children[i].append(element("i", { style: `background:${color}` }), name.length > 64 ? `${name.slice(0, 63)}…` : name, " ", element("b", {}, bytesText(bytes))));
+    if (meta.reserved) legend.append(element("span", { class: "tk-dim" }, `dashed: reserved by the allocator, at most ${bytesText(meta.reserved)}`));
     legend.children[focused]?.focus();
   };
   const say = () => {

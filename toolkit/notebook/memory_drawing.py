@@ -122,6 +122,15 @@ def _text(x: float, y: float, text: str, more: str = "") -> str:
     return f'<text x="{x:g}" y="{y:g}"{more}>{escape(text)}</text>'
 
 
+def _tag(x: float, y: float, text: str, more: str, end: bool = False) -> str:
+    """A text on its own ground, so that it reads on any band."""
+    wide = len(text) * _LETTER + 8
+    left = x - wide + 4 if end else x - 4
+    anchor = ' text-anchor="end"' if end else ""
+    ground = f'<path fill="#fff" fill-opacity=".9" d="M{left:.1f} {y - 12:g}h{wide:.1f}v15h-{wide:.1f}z"/>'
+    return ground + _text(x, y, text, more + anchor)
+
+
 _HALO = ' stroke="#fff" stroke-width="3" stroke-linejoin="round" paint-order="stroke"'
 
 
@@ -152,7 +161,7 @@ def floor_of(view: MemoryView, top: int) -> int:
 
 def _broken(scale: _Scale) -> str:
     words = f"the axis begins at {bytes_text(scale.low)}, not at 0"
-    return _text(_LEFT + 6, _TOP + _HIGH - 7, words, f' font-weight="600"{_HALO}') if scale.low else ""
+    return _tag(_LEFT + 6, _TOP + _HIGH - 7, words, "") if scale.low else ""
 
 
 def _grid(scale: _Scale) -> str:
@@ -201,8 +210,8 @@ def _limit(limit: tuple[int, str], columns: Columns, scale: _Scale) -> str:
     """The line, and its label on the side where the peak's isn't."""
     y = scale.y(limit[0])
     right = int(columns.total.argmax()) < len(columns.total) / 2
-    at, anchor = (_LEFT + _PLOT - 6, "end") if right else (_LEFT + 6, "start")
-    words = _text(at, y - 5, f"{limit[1]} {bytes_text(limit[0])}", f' fill="{RED}" text-anchor="{anchor}"{_HALO}')
+    at = _LEFT + _PLOT - 6 if right else _LEFT + 6
+    words = _tag(at, y - 5, f"{limit[1]} {bytes_text(limit[0])}", f' fill="{RED}"', end=right)
     return f'<path stroke="{RED}" stroke-width="2" d="M{_LEFT} {y}h{_PLOT}"/>{words}'
 
 

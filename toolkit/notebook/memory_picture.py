@@ -255,7 +255,8 @@ def _cell_bar(row: CellRow, n: int, top: float, name: str, checked: bool, budget
     said = escape(f"{said}: {row.title}")
     return (
         f'<label class="{"tk-bad" if bad else "tk-fine"}" title="{said}">'
-        f'<input type="radio" name="{name}" class="tk-c{n}" aria-label="{said}"{" checked" if checked else ""}>'
+        f'<input type="radio" name="{name}" class="tk-c{n}" aria-label="{said}" data-lm-suppress-shortcuts="true"'
+        f'{" checked" if checked else ""}>'
         f'<span class="tk-column"><i class="tk-base" style="height:{heights[0]:.2f}%"></i>'
         f'<i class="tk-above" style="height:{heights[1]:.2f}%"></i>'
         f'<i class="tk-end" style="bottom:{heights[2]:.2f}%"></i></span>'

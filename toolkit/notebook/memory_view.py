@@ -323,8 +323,7 @@ class MemoryView:
         """Blocks as the holders that they belong to; the total is theirs."""
         blocks = self.ledger.blocks
         row, size = blocks.row[alive], blocks.bytes[alive]
-        key = self._holder[alive]
-        _, first, which = np.unique(key, return_index=True, return_inverse=True)
+        _, first, which = np.unique(self._holder[alive], return_index=True, return_inverse=True)
         total, count = np.bincount(which, size, len(first)).astype(np.int64), np.bincount(which, minlength=len(first))
         order = np.argsort(-total, kind="stable")
         rows = tuple(self._holding(int(row[first[i]]), int(total[i]), int(count[i])) for i in order[:most].tolist())
@@ -341,8 +340,7 @@ class MemoryView:
     @cached_property
     def _holder(self) -> Ints:
         """A code of each block: equal for those of one variable, kind and place."""
-        trace, row = self.ledger.trace, self.ledger.blocks.row
-        texts = trace.strings
+        trace, row, texts = self.ledger.trace, self.ledger.blocks.row, self.ledger.trace.strings
         code = {text: i for i, text in enumerate(dict.fromkeys(self._variables.values()))}
         owner = np.array([code.get(self._variables.get(text, ""), -1) for text in texts] + [-1], np.int64)[trace["owner"][row]]
         n = len(texts) + 1
