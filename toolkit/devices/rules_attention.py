@@ -61,13 +61,20 @@ def _attention(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[
 
 def _padding(mask: torch.Tensor) -> list[Effect]:
     """The mask copied into rows of an aligned length, unless it lies so already (preprocess_mask in attention.cpp)."""
-    strides = mask.stride()
-    if strides[-1] == 1 and all(s % MASK_ALIGNMENT == 0 for s in strides[:-1]):
+    padded = padding_bytes(mask)
+    if not padded:
         return []
-    padded = mask.numel() // mask.shape[-1] * (mask.shape[-1] // MASK_ALIGNMENT + 1) * MASK_ALIGNMENT * mask.element_size()
     rows = mask.numel() // mask.shape[-1]
     move = d2d(nbytes(mask)) if rows == 1 else kernel("copy_", 2 * nbytes(mask))
     return [kernel("fill_", padded), move]
+
+
+def padding_bytes(mask: torch.Tensor) -> int:
+    """Bytes of that copy; 0 where none is made."""
+    strides = mask.stride()
+    if strides[-1] == 1 and all(s % MASK_ALIGNMENT == 0 for s in strides[:-1]):
+        return 0
+    return mask.numel() // mask.shape[-1] * (mask.shape[-1] // MASK_ALIGNMENT + 1) * MASK_ALIGNMENT * mask.element_size()
 
 
 @rule("_scaled_dot_product_fused_attention_overrideable_backward", "_scaled_dot_product_efficient_attention_backward")

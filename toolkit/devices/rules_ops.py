@@ -185,14 +185,18 @@ def _median(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Eff
     return [*sorting(flat, values, 0), kernel("ne"), kernel("where")]
 
 
+def many_blocks(rows: int, length: int) -> bool:
+    """Does topk let several blocks work on a row? Where rows are few and long (TensorTopK.cu)."""
+    for most_rows, least in ((20, 20000), (40, 10000), (80, 8000), (200, 5000), (800, 3000)):
+        if rows <= most_rows:
+            return length >= least
+    return length >= 4000
+
+
 def top(rows: int, length: int, itemsize: int, k: int, sort: bool) -> list[Effect]:
     """topk_*: one block a row, or radix passes over many blocks where rows are few and long (TensorTopK.cu)."""
     effects = []
-    for most_rows, least in ((20, 20000), (40, 10000), (80, 8000), (200, 5000), (800, 3000), (1 << 62, 4000)):
-        if rows <= most_rows:
-            many_blocks = length >= least
-            break
-    if many_blocks:
+    if many_blocks(rows, length):
         effects = [kernel("topk"), memset(1024), memset(128)]
         effects += [kernel("topk", rows * length * itemsize) for _ in range(3 * itemsize)]
         effects += [kernel("topk", rows * length * itemsize, 2) for _ in range(6)]

@@ -27,16 +27,18 @@ def attention(
 ) -> Tensor:  # fmt: skip
     """query [B, H, T, D], key and value [B, H, S, D], or fewer heads with `enable_gqa`; returns [B, H, T, D]."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:  # as one that is added to the scores
-        hidden = attn_mask.logical_not()
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(hidden, float("-inf"))
+        seen, hidden = query.new_zeros(()), query.new_full((), float("-inf"))
+        attn_mask = torch.where(attn_mask, seen, hidden)
+        del seen, hidden  # their memory is not held while attention runs
+        attn_mask.stands_for_padded = True  # type: ignore[attr-defined]  # CUDA's gives way to its padded copy
     if _fused(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa):
         if attn_mask is not None and attn_mask.dim() == 3:
             attn_mask = attn_mask[None]
-        # In fp32 CUDA's kernel keeps the sums that a gradient needs only where one is wanted; the flag for a debug mask, which
-        # nobody reads here, says so.
+        # CUDA's kernels keep the sums that a gradient needs only where one is wanted; the flag for a debug mask, which nobody
+        # reads here, says so.
         wanted = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
         return aten._scaled_dot_product_fused_attention_overrideable(
-            query, key, value, attn_mask, dropout_p, is_causal, wanted or query.element_size() == 2, scale=scale
+            query, key, value, attn_mask, dropout_p, is_causal, wanted, scale=scale
         )[0]  # fmt: skip
     return aten._scaled_dot_product_attention_math.default(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

@@ -91,7 +91,10 @@ class Blocks(Growing):
             other.absorb(block)
             block, joined = other, joined + 1
         if not block.expandable:
-            pool.loosen(joined, size, block.size, block.before is None and block.after is None)
+            whole = block.before is None and block.after is None
+            if (whole or joined == 2) and counters.loosened:  # fewer pieces than before
+                counters.note_loose()
+            pool.loosen(joined, size, block.size, whole)
             counters.loosened = True
         self._put(block)
 

@@ -134,7 +134,7 @@ class Counters:
             self.peak_requested = requested
 
     def note_loose(self) -> None:
-        """The same for what lies free beside held blocks. To be called before anything is taken."""
+        """The same for what lies free beside held blocks. To be called before there is less of it."""
         self.loosened = False
         blocks = n_bytes = 0
         for pool in (self.small, self.large):

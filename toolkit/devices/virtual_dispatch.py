@@ -19,8 +19,10 @@ import torch
 
 from toolkit.devices import rules
 from toolkit.devices import virtual_sizes as sizes
+from toolkit.devices.rules_scratch import SCRATCH, Rule
 from toolkit.devices.virtual_hosts import call_of
 from toolkit.devices.virtual_machine import Machine
+from toolkit.devices.virtual_scratch import play
 from toolkit.devices.virtual_tensor import VirtualTensor, follow, hold, rehold, wrap
 from toolkit.errors import DeviceError
 from toolkit.units import bytes_text
@@ -99,13 +101,15 @@ def _handler(func: Any) -> Handler:
     if name == "_unsafe_view" or (aliases and all(alias is not None and not alias.is_write for alias in aliases)):
         return _view(func)
     host_from = 1 if name in _MIXES else _NEVER
+    scratch = SCRATCH.get(name)
     if schema.is_mutable:
         first = schema.arguments[0].alias_info
         in_place = first is not None and first.is_write and len(schema.returns) == 1
         if name in _FACTORIES:
-            return _makes(func)
-        return (_in_place if in_place and name not in _RESTRIDES else _writes)(func, host_from)
-    return _plain(func, host_from)
+            return _makes(func) if scratch is None else _beside(_makes(func), scratch)
+        writes = (_in_place if in_place and name not in _RESTRIDES else _writes)(func, host_from)
+        return writes if scratch is None else _beside(writes, scratch)
+    return _plain(func, host_from) if scratch is None else _with_scratch(func, host_from, scratch)
 
 
 # ---- the kinds of operation
@@ -129,6 +133,38 @@ def _plain(func: Any, host_from: int = _NEVER) -> Handler:
         return result
 
     return plain
+
+
+def _with_scratch(func: Any, host_from: int, scratch: Rule) -> Handler:
+    """Makes new tensors, and takes memory of its own while it runs."""
+    call = call_of(func)
+
+    def plain(args: Args, kwargs: Kwargs) -> Any:
+        hosts, named = _hosts(args, host_from), _named(kwargs, host_from)
+        if _could_be_large(hosts):
+            _check_room(func, hosts, named)
+        out = call(*hosts, **named)
+        script = scratch(args, kwargs, out)
+        if script:
+            play(script, out, _machine[0])
+        result = _wrap_new(out)
+        _charge(func, args, kwargs, result)
+        return result
+
+    return plain
+
+
+def _beside(handler: Handler, scratch: Rule) -> Handler:
+    """Writes its operands, and takes memory of its own while it runs."""
+
+    def writes(args: Args, kwargs: Kwargs) -> Any:
+        script = scratch(args, kwargs, None)  # before: what is written may be what it depends on
+        result = handler(args, kwargs)
+        if script:
+            play(script, None, _machine[0])
+        return result
+
+    return writes
 
 
 def _view(func: Any) -> Handler:
@@ -246,13 +282,25 @@ def _no_nested(func: Any) -> Handler:
     return refuse
 
 
+def _one_hot(labels: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """Zeros, and ones scattered into them, as on CUDA; PyTorch compares with a range on devices that it doesn't know."""
+    if labels.dtype != torch.int64:
+        raise RuntimeError("one_hot is only applicable to index tensor of type LongTensor.")
+    if not labels.numel() and num_classes <= 0:
+        raise RuntimeError("Can not infer total number of classes from empty tensor.")
+    classes = int(labels.max()) + 1 if num_classes == -1 else num_classes
+    zeros = torch.zeros((*labels.shape, classes), dtype=torch.int64, device=labels.device)
+    return zeros.scatter_(-1, labels.unsqueeze(-1), 1)
+
+
 SPECIAL: dict[str, Callable[[Any], Handler]] = {
-    "copy_": _copy,
+    "copy_": lambda func: _beside(_copy(func), SCRATCH["copy_"]),
     "_local_scalar_dense": _item,
     "_nested_view_from_jagged": _no_nested,
     "empty": _empty,
     "empty_strided": _empty,
     "is_pinned": lambda func: lambda args, kwargs: False,
+    "one_hot": lambda func: lambda args, kwargs: _one_hot(*args, **kwargs),
 }
 
 
@@ -369,6 +417,8 @@ def register() -> list[torch.library.Library]:
     named = torch.library.Library("aten", "IMPL")
     for func in (*_CONSTRUCTING, *_WHOLE):
         named.impl(func, _kernel(func), "PrivateUse1")
+    for key in ("AutogradPrivateUse1", "PrivateUse1"):
+        named.impl("one_hot", _one_hot, key)
     return [everything, named]
 
 

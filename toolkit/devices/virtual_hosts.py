@@ -64,9 +64,24 @@ def _sum(*tensors: Tensor | None) -> Tensor:
     return torch.stack(torch.broadcast_tensors(*[x for x in tensors if x is not None])).sum(0)
 
 
+def _roomy(kernel: Any) -> Callable[..., Any]:
+    """What finds distinct values has room for all of them, and is then cut to size: its storage stays as large."""
+
+    def unique(source: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = kernel(source, *args, **kwargs)
+        for part, size in ((found[0], source.element_size()), *((x, 8) for x in found[2:])):
+            if part.numel() and source.dtype != torch.bool and not part.is_meta:
+                part.untyped_storage().resize_(size * source.numel())
+        return found
+
+    return unique
+
+
 HOSTS: dict[str, Callable[..., Any]] = {  # stand-ins by operation name, with the operation's own parameters
     # Inside an operation PyTorch no longer looks for lazily conjugated, negated and zero tensors: make them at once.
     "_conj": torch.conj_physical,
+    "_unique2": _roomy(torch.ops.aten._unique2.default),
+    "unique_consecutive": _roomy(torch.ops.aten.unique_consecutive.default),
     "_neg_view": torch.neg,
     "_efficientzerotensor": torch.zeros,
     "_thnn_fused_lstm_cell": _lstm_cell,
