@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,8 @@ from toolkit.traces.pickle_stream import GONE, PickleStream
 
 NUMBERS = ("addr", "size", "stream", "time_us")  # in the order in which a layout gives them
 MAX_LAYOUTS = 8
-_MAX_RUN = 1024  # entries at once: what is worked on stays in the processor's cache
 
+_LONG = 0x8A
 _NUMBER = rb"(\x8a(?:\x06.{6}|\x07.{7}|\x05.{5}|\x08.{8})|J....|K.|M..)"
 _REFERENCE = rb"(h.|j....)"
 _LIST = rb"(\]\x94(?:\((?:(?:j....)++|(?:h.)++)++e|h.a|j....a)?+|h.|j....)"
@@ -62,8 +62,8 @@ class Layouts:
         self._layouts: list[Layout] = []
         self._known: set[tuple[Any, ...]] = set()
         self._codes: dict[bytes, int] = {}
-        self._stacks: dict[bytes, tuple[Any, int]] = {}
-        self._words: dict[bytes, str] = {}
+        self._stacks: dict[bytes, tuple[Any, int]] = {}  # what the memo gets of one, and its number
+        self._words: dict[bytes | None, str | None] = {}
 
     def learn(self, stream: PickleStream, record: dict[Any, Any]) -> None:
         """Make a layout of what `record` looks like, once."""
@@ -83,58 +83,62 @@ class Layouts:
     def skim(self, stream: PickleStream, data: bytes, at: int) -> int:
         """Take the entries of `data` from `at` on for as long as they have a known layout. Returns where the last ends."""
         for layout in self._layouts:
-            fits, groups, end = layout.match, layout.groups, -1
-            while end < at:
-                run: list[Any] = []
-                end = at
-                while (match := fits(data, at)) is not None and len(run) < _MAX_RUN:
-                    run.append(match.group(*groups))
-                    at = match.end()
-                if run:
-                    self._take(stream, run)
+            fits, groups = layout.match, layout.groups
+            run: list[Any] = []
+            while (match := fits(data, at)) is not None:
+                run.append(match.group(*groups))
+                at = match.end()
+            if run:  # no longer than a batch of the pickler's, which what it lays between them ends
+                self._take(stream, run)
         return at
 
     def _take(self, stream: PickleStream, run: list[Any]) -> None:
         """Entries in order, each as its layout's groups have it."""
         action, address, size, on_stream, time, frames, *texts = zip(*run, strict=True)
         stacks = self._stacks_of(stream, frames, [column for column in texts if any(column)])
-        codes = self._codes
-        for raw in set(action).difference(codes):
-            codes[raw] = self.code(stream.memo[_index(raw)])
-        self.take([codes[raw] for raw in action], *map(_values, (address, size, on_stream, time)), stacks)
+        for raw in set(action).difference(self._codes):
+            self._codes[raw] = self.code(stream.memo[_index(raw)])
+        numbers = _values(address + size + on_stream + time).reshape(4, -1)
+        self.take(list(map(self._codes.__getitem__, action)), *numbers, stacks)
         self.skimmed += len(run)
 
     def _stacks_of(self, stream: PickleStream, frames: Sequence[bytes], texts: list[Any]) -> list[int]:
         """The stacks' numbers. The memo grows by what each entry adds to it: itself, its texts, its list of frames."""
-        memo, memoize, known, words, found = stream.memo, stream.memo.append, self._stacks, self._words, []
-        for raw, fresh in zip(frames, zip(*texts, strict=True) if texts else repeat(())):  # noqa: B905  # one has no end
-            memoize(GONE)
-            for word in fresh:
-                if word is not None:
-                    memoize(words[word] if word in words else words.setdefault(word, stream.text(word[1:])))
-            stack = known.get(raw)
-            if stack is not None:
-                memoize(stack[0])
-                found.append(stack[1])
-            elif raw[:1] == b"]":
-                value = stream.shared(raw[3:-1] if raw[2:3] == b"(" else raw[2:-1]) if len(raw) > 2 else ()
-                memoize(value)
-                found.append(self.note(value))
-                known[raw] = value, found[-1]
-            else:  # most lists are referred to once, if at all: not worth remembering
-                found.append(self.note(memo[_index(raw)] if raw else ()))
-        return found
+        memo, words = stream.memo, self._words
+        found: list[Any] = list(map(self._stacks.get, frames))
+        missing = [i for i, stack in enumerate(found) if stack is None] if None in found else []
+        for i in missing:
+            found[i] = self._stack(stream, frames[i])
+        for raw in set().union(*texts).difference(words):
+            words[raw] = None if raw is None else stream.text(raw[1:])
+        added = [repeat(GONE, len(found)), *(map(words.__getitem__, column) for column in texts), [stack[0] for stack in found]]
+        memo.extend([value for value in chain.from_iterable(zip(*added, strict=True)) if value is not None])
+        numbers = [stack[1] for stack in found]
+        for i in missing:  # a list may be one that an entry just before had
+            if found[i] is _THERE:
+                numbers[i] = self.note(memo[_index(frames[i])])
+        return numbers
+
+    def _stack(self, stream: PickleStream, raw: bytes) -> tuple[Any, int]:
+        """What the memo gets of a stack that wasn't seen before, None where nothing, and its number."""
+        if raw[:1] == b"]":
+            value = stream.shared(raw[3:-1] if raw[2:3] == b"(" else raw[2:-1]) if len(raw) > 2 else ()
+            return self._stacks.setdefault(raw, (value, self.note(value)))
+        return _THERE if raw else (None, self.note(()))
+
+
+_THERE = (None, -1)  # a list that is in the memo: most are referred to once, if at all, and not worth remembering
 
 
 def _values(raw: Sequence[bytes]) -> NDArray[np.int64]:
     """The numbers of instructions: 1 byte, or 2 where a length follows, then the number, lowest byte first."""
     table = np.array(raw, "S10").view(np.uint8).reshape(len(raw), 10)  # what is shorter gets zeros behind it
-    long = table[:, :1] == 0x8A
-    numbers = np.ascontiguousarray(np.where(long, table[:, 2:], table[:, 1:9]))
-    signs = np.where(long[:, 0], 1 + table[:, 1], np.where(table[:, 0] == ord("J"), 4, 0))
-    if (np.take_along_axis(table, signs[:, None], 1)[signs > 0] & 0x80).any():
+    op, length = table[:, 0], table[:, 1]
+    numbers = np.where((op == _LONG)[:, None], table[:, 2:], table[:, 1:9]).view("<u8")[:, 0]
+    bits = np.where(op == _LONG, length * 8, np.where(op == ord("J"), 32, 64)).astype(np.uint64)  # K and M have no sign
+    if (numbers >> (bits - np.uint64(1))).any():
         raise ValueError("a negative number")
-    return numbers.view("<i8")[:, 0]
+    return numbers.view(np.int64)
 
 
 def _index(raw: bytes) -> int:
