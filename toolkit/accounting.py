@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 _EXPLAINED = "Where the memory went:"  # begins the note on an out-of-memory error
+# what cuBLAS takes with its first product, and keeps: aten/src/ATen/cuda/CublasHandlePool.cpp, from Hopper on and before
+_CUBLAS_BYTES = (4096 * 8 * 1024, 4096 * 2 * 1024 + 16 * 8 * 1024)
 _SOURCES = 400  # lines of source that a measurement keeps, those of the most bytes first
 
 
@@ -300,6 +302,8 @@ def with_owners(trace: Trace, found: Mapping[owners.Place, owners.Holder], meta:
     name[allocs] = by_place[trace["where"][allocs]]
     for row in allocs[ledger.blocks.end == len(ledger.rows)].tolist():
         holder = found.get((device_type, int(trace["address"][row])))
+        if holder is None and device_type == "cuda" and int(trace["requested"][row]) in _CUBLAS_BYTES:
+            holder = owners.Holder("(cuBLAS's workspace)", "workspace", 0)
         if holder is not None:
             owner[row] = codes.setdefault(holder.owner, len(codes))
             if holder.kind != "activations" or name[row] < 0:

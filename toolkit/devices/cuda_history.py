@@ -8,22 +8,24 @@ the history on, it is read and left as it is. No counters are reset.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from toolkit.devices import base
-from toolkit.devices.cuda_blocks import BlockSizes
-from toolkit.trace import Trace, TraceBuilder
+from toolkit.trace import Trace
 from toolkit.traces.frames import chain
+from toolkit.traces.snapshot_blocks import ACTION, Rules, block_sizes
 from toolkit.traces.steps import steps_from_ranges
+from toolkit.traces.table import KIND, Strings, from_columns
 
-Row = tuple[int, ...]
 Snapshot = dict[str, Any]
 _KINDS = {
-    "alloc": "alloc", "free_requested": "free", "segment_alloc": "segment_alloc", "segment_map": "segment_alloc",
-    "segment_free": "segment_free", "segment_unmap": "segment_free", "oom": "oom",
+    "alloc": KIND["alloc"], "free_requested": KIND["free"], "segment_alloc": KIND["segment_alloc"],
+    "segment_map": KIND["segment_alloc"], "segment_free": KIND["segment_free"], "segment_unmap": KIND["segment_free"],
+    "oom": KIND["oom"],
 }  # fmt: skip
 
 
@@ -55,6 +57,8 @@ class CudaHistory:
     def start(self, *, anew: bool) -> None:
         """Let the allocator keep its history. `anew`: nobody needs what it has so far."""
         if not self.on:
+            import torch._inductor.codecache  # noqa: F401 - a snapshot does, which takes seconds the first time in a process
+
             self._foreign = bool(torch._C._cuda_isHistoryEnabled())
         if not self._foreign and (anew or not self.on):
             # a line for each allocation; who frees isn't asked, which halves what a decode step pays
@@ -76,89 +80,144 @@ class CudaHistory:
     def end(self, scope: CudaScope, meta: dict[str, Any]) -> Trace:
         """The events since a scope began, after what was alive then (`meta["opening"]` rows)."""
         found = _snapshot()
-        builder, lines = TraceBuilder(), Lines()
-        sizes = [BlockSizes() for _ in found["device_traces"]]
-        skipped = [*scope.entries, *[0] * len(sizes)]
+        rules, table = Rules.of(found.get("allocator_settings") or {}), Table()
+        skipped = [*scope.entries, *[0] * len(found["device_traces"])]
         entries = [since[skipped[device] :] for device, since in enumerate(found["device_traces"])]
         # the allocator's clock and ours differ by some microseconds: what was there at the beginning comes first
-        start_ns = min([scope.start_ns, *(since[0]["time_us"] * 1000 for since in entries if since)])
-        before = _opening(scope.segments, start_ns, builder, lines, sizes)
+        start_us = min([scope.start_ns // 1000, *(since[0]["time_us"] for since in entries if since)])
+        for segment in scope.segments:
+            table.add_opening(segment, start_us)
+        opening = len(table)
         for device, since in enumerate(entries):
-            _add_entries(builder, since, device, lines, sizes[device])
-        for r in self.steps[scope.steps :]:
-            builder.add("mark", r.start_ns, r.end_ns - r.start_ns, device=-1, step=r.step, name=r.name)
-        meta = {**meta, "opening": len(before), "unaccounted_bytes": _unaccounted(found["segments"], sizes)}
-        return _with_steps(builder.build(meta, 0, before, start_ns), self.steps[scope.steps :], start_ns)
+            there = [segment for segment in scope.segments if segment["device"] == device]
+            table.add_entries(since, _sizes(there, since, rules), device)
+        ranges = self.steps[scope.steps :]
+        for r in ranges:
+            table.add_mark(r)
+        missing = _held(found["segments"]) - table.held_bytes
+        return table.trace({**meta, "opening": opening, "unaccounted_bytes": missing}, start_us, opening, ranges)
 
 
 the_history = CudaHistory()
 
 
-class Lines:
-    """The text of `where` for a stack of frames, worked out once a stack: frames of one snapshot are shared objects."""
+class Table:
+    """The columns of a trace to be. Columns, not rows: a cell of ten thousand allocations must end within milliseconds."""
+
+    NAMES = ("kind", "time_us", "dur_ns", "bytes", "stream", "device", "address", "requested", "where", "name", "step")
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, ...], str | None] = {}
+        self.columns: dict[str, list[int]] = {name: [] for name in self.NAMES}
+        self.held_bytes = 0
+        self._strings = Strings()
+        self._known: dict[tuple[int, ...], int] = {}  # by the identities of a stack's frames, which a snapshot shares
 
-    def of(self, frames: list[dict[str, Any]]) -> str | None:
-        """The `where` of frames, innermost first."""
+    def __len__(self) -> int:
+        return len(self.columns["kind"])
+
+    def where(self, frames: list[dict[str, Any]] | None) -> int:
+        """The code of a stack, innermost frame first; worked out once a stack. -1 for none."""
+        if not frames:
+            return -1
         key = tuple(map(id, frames))
-        if key not in self._known:
-            self._known[key] = chain(frames, base.short_path)
-        return self._known[key]
+        code = self._known.get(key)
+        if code is None:
+            text = chain(frames, base.short_path)
+            code = self._known[key] = -1 if text is None else self._strings.code(text)
+        return code
+
+    def add(self, n: int, **columns: Any) -> None:
+        """Append `n` rows: a list for a column, or one number for all of them; -1 where nothing is given, 0 for durations."""
+        for name, column in self.columns.items():
+            given = columns.get(name, 0 if name == "dur_ns" else -1)
+            column.extend(given if isinstance(given, list) else [given] * n)
+
+    def add_opening(self, segment: dict[str, Any], start_us: int) -> None:
+        """A segment that was there when a scope began, and its blocks, with the lines that they remember."""
+        on = {"device": segment["device"], "stream": segment["stream"], "time_us": start_us}
+        self.add(1, kind=KIND["segment_alloc"], bytes=segment["total_size"], address=segment["address"], **on)
+        alive = [(address, block) for address, block in _blocks(segment) if block["state"] == "active_allocated"]
+        sizes = [block["size"] for _, block in alive]
+        self.held_bytes += sum(sizes)
+        self.add(
+            len(alive), kind=KIND["alloc"], bytes=sizes, address=[address for address, _ in alive],
+            requested=[block.get("requested_size", -1) for _, block in alive],
+            where=[self.where(block.get("frames")) for _, block in alive], **on,
+        )  # fmt: skip
+
+    def add_entries(self, entries: list[dict[str, Any]], sizes: list[int], device: int) -> None:
+        """What happened on a device, in order; `sizes` as the counters count them."""
+        pairs = [pair for pair in zip(entries, sizes, strict=True) if pair[0]["action"] in _KINDS]
+        shown, sizes = [entry for entry, _ in pairs], [size for _, size in pairs]
+        actions = [entry["action"] for entry in shown]
+        self.held_bytes += sum(size for size, action in zip(sizes, actions, strict=True) if action == "alloc")
+        self.held_bytes -= sum(size for size, action in zip(sizes, actions, strict=True) if action == "free_requested")
+        self.add(
+            len(shown), kind=[_KINDS[action] for action in actions], bytes=sizes, device=device,
+            time_us=[entry["time_us"] for entry in shown], stream=[entry["stream"] for entry in shown],
+            address=[entry.get("addr", -1) for entry in shown],
+            requested=[entry["size"] if entry["action"] == "alloc" else -1 for entry in shown],
+            where=[self.where(entry.get("frames")) for entry in shown],
+        )  # fmt: skip
+
+    def add_mark(self, r: Range) -> None:
+        """A step's range."""
+        duration = r.end_ns - r.start_ns
+        self.add(
+            1,
+            kind=KIND["mark"],
+            time_us=r.start_ns // 1000,
+            dur_ns=duration,
+            bytes=0,
+            step=r.step,
+            name=self._strings.code(r.name),
+        )
+
+    def trace(self, meta: dict[str, Any], start_us: int, opening: int, ranges: list[Range]) -> Trace:
+        """The trace: times from the beginning on, events with the step that they fell in."""
+        columns = {name: np.array(column, np.int64) for name, column in self.columns.items()}
+        times = columns["start_ns"] = (columns.pop("time_us") - start_us) * 1000
+        if ranges:
+            spans = np.array([(r.start_ns, r.end_ns, r.step) for r in ranges], np.int64)
+            spans[:, :2] -= start_us * 1000
+            steps = steps_from_ranges(times, spans[:, 0], spans[:, 1], spans[:, 2])
+            mine = columns["kind"] != KIND["mark"]
+            mine[:opening] = False
+            columns["step"] = np.where(mine, steps, columns["step"])
+        columns["cell"] = np.where(np.arange(len(times)) < opening, -1, base.current_cell())
+        return from_columns(list(self._strings.codes), meta, **columns)
 
 
 def _snapshot() -> Snapshot:
     return torch._C._cuda_memorySnapshot(None)  # type: ignore[no-any-return]
 
 
-def _opening(
-    segments: list[dict[str, Any]], start_ns: int, builder: TraceBuilder, lines: Lines, sizes: list[BlockSizes]
-) -> list[Row]:
-    """Rows of what was alive when a scope began: segments, and blocks with the lines that they remember."""
-    rows = []
-    for segment in segments:
-        device = segment["device"]
-        on: dict[str, Any] = {"device": device, "stream": segment["stream"]}
-        size, address = segment["total_size"], segment["address"]
-        rows.append(builder.row("segment_alloc", start_ns, bytes=size, address=address, **on))
-        sizes[device].open_segment(segment)
-        for block in segment["blocks"]:
-            address = block.get("address", address)
-            if block["state"] == "active_allocated":
-                asked, where = block.get("requested_size", -1), lines.of(block.get("frames") or [])
-                row = builder.row("alloc", start_ns, bytes=block["size"], address=address, requested=asked, where=where, **on)
-                rows.append(row)
-            address += block["size"]
-    return rows
+def _blocks(segment: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The blocks of a segment, each with its address."""
+    address = segment["address"]
+    for block in segment["blocks"]:
+        yield address, block
+        address += block["size"]
 
 
-def _add_entries(builder: TraceBuilder, entries: list[dict[str, Any]], device: int, lines: Lines, sizes: BlockSizes) -> None:
-    cell = base.current_cell()
-    for entry in entries:
-        action, address, size = entry["action"], entry.get("addr", -1), entry["size"]
-        n_bytes = sizes.take(action, address, size)
-        kind = _KINDS.get(action)
-        if kind is None:
-            continue
-        frames = entry.get("frames")
-        builder.add(
-            kind, entry["time_us"] * 1000, bytes=n_bytes, device=device, stream=entry["stream"], address=address, cell=cell,
-            requested=size if kind == "alloc" else -1, where=lines.of(frames) if frames else None,
-        )  # fmt: skip
+def _held(segments: Iterable[dict[str, Any]]) -> int:
+    """What is allocated in segments, in bytes."""
+    return sum(block["size"] for segment in segments for block in segment["blocks"] if block["state"] == "active_allocated")
 
 
-def _with_steps(trace: Trace, ranges: list[Range], origin_ns: int) -> Trace:
-    """`trace` with the step of each event, by time."""
-    if not ranges:
-        return trace
-    columns = np.array([(r.start_ns - origin_ns, r.end_ns - origin_ns, r.step) for r in ranges], np.int64)
-    steps = steps_from_ranges(trace["start_ns"], columns[:, 0], columns[:, 1], columns[:, 2])
-    steps[: int(trace.meta["opening"])] = -1
-    return Trace({**trace.columns, "step": steps}, trace.strings, trace.meta)
-
-
-def _unaccounted(segments: list[dict[str, Any]], sizes: list[BlockSizes]) -> int:
-    """By how much the events' sum misses what the allocator says is allocated: 0, unless a history overflowed."""
-    held = sum(block["size"] for segment in segments for block in segment["blocks"] if block["state"] == "active_allocated")
-    return held - sum(device.allocated_bytes for device in sizes)
+def _sizes(segments: list[dict[str, Any]], entries: list[dict[str, Any]], rules: Rules) -> list[int]:
+    """What the counters count for each entry: of an alloc and its free, the size of the block."""
+    used = sorted(((a, b) for s in segments for a, b in _blocks(s) if b["state"] != "inactive"), key=lambda pair: -pair[0])
+    there = [("segment_alloc", segment["address"], segment["total_size"]) for segment in segments]
+    there += [("alloc", address, block["size"]) for address, block in used]
+    happened = [(entry["action"], entry.get("addr", -1), entry["size"]) for entry in entries]
+    action, address, size = zip(*there, *happened, strict=True) if there or happened else ((), (), ())
+    codes = np.array([ACTION.get(name, 0) for name in action], np.int64)
+    given: list[int] = block_sizes(codes, np.array(address, np.int64), np.array(size, np.int64), rules)[len(there) :].tolist()
+    held = {address: block["size"] for address, block in used}
+    for i, (name, where, _) in enumerate(happened):
+        if name == "alloc":
+            held[where] = given[i]
+        elif name == "free_requested":
+            given[i] = held.get(where, given[i])
+    return given

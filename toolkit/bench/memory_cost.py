@@ -1,0 +1,86 @@
+"""What measuring memory costs: a decode loop with and without `tk.memory` around it, and the beginning and end of a block.
+
+    python -m toolkit.bench.memory_cost demo/qwen3 random/qwen3-8b --scheme q4_k_m --out cost.json
+
+Loops alternate, and the least of each counts, since the machine does other things, too. What a loop pays grows with how
+deep Python's stack is: each allocation notes all of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from toolkit.accounting import Scope
+from toolkit.bench.decode_copies import about
+from toolkit.decode.loop import generate
+from toolkit.devices.base import Device, open_device
+from toolkit.loading import load
+
+REPEATS = 7
+
+
+def bench(name: str, gpu: Device, scheme: str | None, steps: int) -> dict[str, Any]:
+    """The record of one model, ready for JSON; times in seconds."""
+    model = load(name, device=gpu, scheme=None if name.startswith("demo/") else scheme)
+
+    def decode() -> float:
+        began = time.perf_counter()
+        generate(model, list(range(100, 164)), max_new_tokens=steps, eos=(), record=False)
+        gpu.sync()
+        return time.perf_counter() - began
+
+    def watched() -> tuple[float, float, int]:
+        scope, began = Scope(gpu), time.perf_counter()
+        scope.__enter__()
+        spent = time.perf_counter() - began
+        loop = decode()
+        began = time.perf_counter()
+        use = scope.end({"model": model})
+        return loop, spent + time.perf_counter() - began, len(use.ledger.rows)
+
+    decode(), watched()
+    plain, loops = [], []
+    for _ in range(REPEATS):
+        plain.append(decode())
+        loops.append(watched())
+    empty = []
+    for _ in range(REPEATS):
+        scope, began = Scope(gpu), time.perf_counter()
+        scope.__enter__()
+        scope.end({"model": model})
+        empty.append(time.perf_counter() - began)
+    least = min(plain)
+    return {
+        "model": name, "steps": steps, "plain_s": least, "watched_s": min(loop for loop, _, _ in loops),
+        "overhead": min(loop for loop, _, _ in loops) / least - 1, "begin_and_end_s": min(spent for _, spent, _ in loops),
+        "events": loops[0][2], "empty_block_s": min(empty), "all_plain_s": plain,
+        "all_watched_s": [loop for loop, _, _ in loops],
+    }  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m toolkit.bench.memory_cost", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("models", nargs="*", default=["demo/qwen3"], help="what tk.load takes (default: demo/qwen3)")
+    parser.add_argument("--device", default="cuda", help='"cuda" (default), "virtual:h200"...')
+    parser.add_argument("--scheme", help="as in tk.load, for models that aren't demo/ (default: as stored)")
+    parser.add_argument("--steps", type=int, default=100, help="tokens to decode (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="the JSON file to write (default: print it)")
+    options = parser.parse_args(arguments)
+    gpu = open_device(options.device)
+    found = [bench(name, gpu, options.scheme, options.steps) for name in options.models]
+    text = json.dumps({**about(options.device), "models": found}, indent=1) + "\n"
+    if options.out:
+        options.out.write_text(text)
+    else:
+        print(text, end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
