@@ -255,7 +255,7 @@ def test_the_page_opens_from_disk(browser, tmp_path: Path, scheme: str) -> None:
 
 @pytest.mark.parametrize("axis", ["events", "time"])
 def test_javascript_and_python_see_the_same(browser, tmp_path: Path, axis: str) -> None:
-    use = use_of(many_events(2400))  # few enough for every moment to be embedded
+    use = use_of(many_events(1800))  # few enough for every moment and block to be embedded
     page = browser.new_page()
     page.goto(write_memory_page(tmp_path / "a.html", use).as_uri())
     page.wait_for_selector(f"{LIVE}[data-painted]")
