@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from toolkit.devices.base import open_device
+from toolkit.devices.virtual_dispatch import machine
+from toolkit.devices.virtual_memory import Memory
 from toolkit.units import GiB
 
 
@@ -134,6 +136,86 @@ def test_memory_functions(gpu):
     assert torch.accelerator.memory_allocated() == gpu.memory().allocated_bytes
     torch.vgpu.empty_cache()
     assert len(x) == 1000
+
+
+def test_every_counter_of_torch_cuda_is_there(gpu):
+    """The names are those of torch.cuda.memory_stats on an H200 with PyTorch 2.11."""
+    stats = torch.vgpu.memory_stats()
+    kinds, pools = ("allocated", "current", "freed", "peak"), ("all", "large_pool", "small_pool")
+    names = ("active", "active_bytes", "allocated_bytes", "allocation", "inactive_split", "inactive_split_bytes",
+             "requested_bytes", "reserved_bytes", "segment")  # fmt: skip
+    want = {f"{name}.{pool}.{kind}" for name in names for pool in pools for kind in kinds}
+    want |= {f"oversize_{what}.{kind}" for what in ("allocations", "segments") for kind in kinds}
+    want |= {"max_split_size", "num_alloc_retries", "num_device_alloc", "num_device_free", "num_ooms", "num_sync_all_streams"}
+    assert set(stats) == want
+    assert list(stats) == sorted(stats)
+    torch.vgpu.reset_accumulated_memory_stats()
+    x = torch.ones(1000, device="vgpu")
+    after = torch.vgpu.memory_stats()
+    assert (after["allocation.all.allocated"], after["requested_bytes.small_pool.allocated"]) == (1, x.nbytes)
+    assert "Allocated memory" in torch.vgpu.memory_summary(abbreviated=True)
+
+
+def test_the_snapshot_has_every_segment_with_its_blocks(gpu):
+    x = torch.ones(1000, device="vgpu")
+    snapshot = torch.vgpu.memory_snapshot()
+    assert sum(segment["total_size"] for segment in snapshot) == torch.vgpu.memory_reserved()
+    assert sum(segment["allocated_size"] for segment in snapshot) == torch.vgpu.memory_allocated()
+    for segment in snapshot:
+        assert sum(block["size"] for block in segment["blocks"]) == segment["total_size"]
+        assert {block["state"] for block in segment["blocks"]} <= {"inactive", "active_allocated"}
+    assert any(block["requested_size"] == x.nbytes for segment in snapshot for block in segment["blocks"])
+
+
+def test_a_process_may_be_held_to_a_share_of_the_card(gpu):
+    total = gpu.memory().total_bytes
+    try:
+        torch.vgpu.set_per_process_memory_fraction(8 * GiB / total)
+        assert torch.vgpu.get_per_process_memory_fraction() == pytest.approx(8 * GiB / total)
+        with gpu.sizes_only(), pytest.raises(torch.OutOfMemoryError, match=r"is free\. 8\.00 GiB allowed; Of the allocated"):
+            torch.empty(9 * GiB, dtype=torch.uint8, device="vgpu")
+        with pytest.raises(ValueError, match="0~1"):
+            torch.vgpu.set_per_process_memory_fraction(1.5)
+    finally:
+        machine().memory.limit_bytes = None
+    assert torch.vgpu.get_per_process_memory_fraction() == 1.0
+
+
+def test_a_listener_hears_of_segments_and_of_what_was_refused():
+    memory, heard = Memory(30 << 20, "card"), []
+    memory.listener = lambda *event: heard.append(event)
+    block = memory.allocate(11 << 20)
+    with pytest.raises(torch.OutOfMemoryError):
+        memory.allocate(25 << 20)
+    memory.free(block)
+    memory.empty_cache()
+    mebibyte = 1 << 20
+    assert heard == [("segment_alloc", 12 * mebibyte, 0), ("oom", 25 * mebibyte, -1), ("segment_free", 12 * mebibyte, 0)]
+
+
+SCRATCH = {
+    "a sum over blocks": (lambda d: torch.ones(1_000_000, device=d), lambda x: x.sum(), [4, 492, 4]),
+    "a sort": (lambda d: torch.ones(10_000, device=d), lambda x: x.sort(), [40_000, 80_000, 80_000, 131_071]),
+    "positions": (lambda d: torch.ones(10_000, device=d), lambda x: x.nonzero(), [4, 21_503, 80_000, 1023]),
+    "a running sum": (lambda d: torch.ones(100_000, device=d), lambda x: x.cumsum(0), [400_000, 1279]),
+    "the largest few": (lambda d: torch.ones(1, 20_000, device=d), lambda x: x.topk(20),
+                        [80, 160, 4, 8, 8, 10_240, 1024, 80, 80, 1279]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCRATCH)
+def test_what_an_operation_takes_for_itself_is_allocated_and_given_back(gpu, name):
+    """Sizes as an H200's allocator saw them."""
+    make, run, sizes = SCRATCH[name]
+    x = make("vgpu")
+    before = gpu.memory().allocated_bytes
+    with gpu.record(lines=False) as trace:
+        out = run(x)
+        held = gpu.memory().allocated_bytes - before
+    alloc = trace.is_kind("alloc")
+    assert trace["bytes"][alloc].tolist()[-len(sizes) :] == [-(-n // 512) * 512 for n in sizes]
+    results = out if isinstance(out, tuple) else (out,)
+    assert held == sum(-(-r.nbytes // 512) * 512 for r in results)
 
 
 def test_allocations_are_recorded_with_their_lines(gpu):

@@ -4,7 +4,8 @@
     python -m tests.golden.replay sort_1d    one program in detail
 
 Copies are compared by direction, bytes and count (whether the host memory is pinned aside: the first 25 programs pin
-only on "cuda"), waits by count. Kernel counts are shown, and expected to be near.
+only on "cuda"), waits by count, and the peak of allocated bytes. Kernel counts are shown, and expected to be near. In detail,
+a program's allocations on the H200 are listed in order: bytes asked for, negative where they were given back.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import toolkit as tk
 
 HERE = Path(__file__).parent
 DIRECTIONS = {"HtoD": "h2d", "DtoH": "d2h", "DtoD": "d2d"}
+MOST_EVENTS = 400  # that were kept of a program's allocations
 Copies = dict[str, dict[int, int]]  # direction -> bytes -> count
 
 
@@ -53,6 +55,26 @@ def measured(file: str) -> dict[str, Seen]:
             copies[kind][size] = copies[kind].get(size, 0) + count
         seen[name] = Seen(copies, r["kernels"], r["syncs"].get("cudaStreamSynchronize", 0), r["peak_allocated"], r["value"])
     return seen
+
+
+@lru_cache
+def allocations() -> dict[str, dict[str, Any]]:
+    """What each program allocated on an H200, in order, warm: "events" (bytes asked for, negative: given back), and "peak".
+
+    "cut" says that only the first of many events are there.
+    """
+    with open(HERE / "h200_allocs.json") as f:
+        programs = json.load(f)["programs"]
+    return {name: {**seen, "cut": len(seen["events"]) == MOST_EVENTS} for name, seen in programs.items()}
+
+
+def peak_of(events: list[int]) -> int:
+    """The most that is held, each block rounded up to 512 bytes."""
+    held = most = 0
+    for n_bytes in events:
+        held += -(-n_bytes // 512) * 512 if n_bytes > 0 else n_bytes // 512 * 512
+        most = max(most, held)
+    return most
 
 
 def replayed(program: Callable[[str], Any]) -> Seen:
@@ -116,10 +138,14 @@ def main(names: list[str]) -> None:
             continue
         wrong = differences(want, got)
         table.append((name, want, got, wrong))
+        peak = want.peak_bytes == got.peak_bytes
         verdict = "differs in " + ", ".join(wrong) if wrong else "equal"
+        verdict += "" if peak else f", peak {got.peak_bytes:,}/{want.peak_bytes:,}"
         counts = "  ".join(f"{kind} {_totals(got.copies[kind])}" for kind in DIRECTIONS.values())
         print(f"{name:28} {counts}  kernels {got.kernels}/{want.kernels}  {verdict}")
-        if wrong and names:
+        if names:
+            print("   allocated there:", *allocations()[name]["events"])
+        if names and (wrong or not peak):
             print(f"   measured {want}\n   replayed {got}")
     for file in ("h200.json", "h200_more.json"):
         rows = [row for row in table if programs()[row[0]][0] == file]

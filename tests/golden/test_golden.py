@@ -3,7 +3,7 @@
 import pytest
 
 from tests.golden import programs_more
-from tests.golden.replay import compare, differences, programs
+from tests.golden.replay import allocations, compare, differences, measured, peak_of, programs
 
 # What is known to differ, and why. A program listed here that has become right fails its test, like an unlisted one that is
 # wrong. None of the first 25 may be here.
@@ -13,6 +13,25 @@ DEVIATIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "r2_lstm": (("d2d",), "cuDNN packs a recurrent network's weights into one buffer; here its cells run one by one"),
 }
 
+# The same for the peak of allocated bytes: reason -> programs. Sizes of all that is allocated in between are in
+# h200_allocs.json, in order; `python -m tests.golden.replay NAME` shows them.
+PEAKS: dict[str, tuple[str, ...]] = {
+    "transformers compiles a static cache's decode step on CUDA only: another program": ("generate_qwen3_static",),
+    "cuSOLVER's and MAGMA's workspaces are not modelled": ("inv", "solve", "cholesky", "det"),
+    "a conjugate is made at once here; on CUDA it is lazy": ("copy_d2d_complex_conj",),
+    "CUDA's embedding_bag makes fewer by-products": ("embedding_bag",),
+    "the gradient of an indexing is written into zeros there, into a copy of them here": ("backward_index", "backward_mask"),
+    "attention's gradient in fp32 has a workspace there": ("backward_sdpa",),
+    "dropout inside attention is one kernel there, several operations here": ("r2_sdpa_dropout",),
+    "cuDNN packs a recurrent network's weights, and has a workspace": ("r2_lstm",),
+    "autocast keeps the casts of weights longer there": ("r2_autocast",),
+    "an optimiser's lists of tensors are worked on one by one here, and each temporary is gone sooner": (
+        "r2_lr_schedule", "r2_adagrad_rmsprop",
+    ),
+    "a deep copy makes a tensor of one element first there": ("r2_deepcopy_tensor",),
+}  # fmt: skip
+PEAK_OF = {name: reason for reason, names in PEAKS.items() for name in names}
+
 
 @pytest.mark.parametrize("name", list(programs()))
 def test_the_virtual_gpu_copies_and_waits_as_an_h200(name: str):
@@ -21,10 +40,22 @@ def test_the_virtual_gpu_copies_and_waits_as_an_h200(name: str):
     want, got = compare(name)
     expected, reason = DEVIATIONS.get(name, ((), "no deviation is known"))
     assert differences(want, got) == expected, f"{reason}\nmeasured {want}\nreplayed {got}"
+    assert (want.peak_bytes == got.peak_bytes) is (name not in PEAK_OF), (
+        f"{PEAK_OF.get(name, 'no deviation of the peak is known')}: {want.peak_bytes:,} there, {got.peak_bytes:,} here"
+    )
     if want.value is not None and name not in programs_more.RANDOM:
         assert got.value == (pytest.approx(want.value) if isinstance(want.value, float) else want.value)
 
 
-@pytest.mark.parametrize("name", DEVIATIONS)
+@pytest.mark.parametrize("name", [*DEVIATIONS, *PEAK_OF])
 def test_a_deviation_is_of_a_program_that_exists(name: str):
     assert name in programs_more.PROGRAMS
+
+
+def test_the_allocations_that_were_measured_make_the_peaks_that_were_measured():
+    """Two runs on an H200: what was recorded in order, rounded and added up, and what the allocator said itself."""
+    odd = {name for name, seen in allocations().items() if not seen["cut"] and peak_of(seen["events"]) != seen["peak"]}
+    assert odd == set()
+    for name, seen in allocations().items():
+        if name not in PEAK_OF:
+            assert seen["peak"] == measured(programs()[name][0])[name].peak_bytes

@@ -161,7 +161,8 @@ def _topk(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Sequence[i
     dim = operand(args, kwargs, 2, "dim", -1)
     copied = [] if self.is_contiguous() else [self.nbytes]
     length = self.shape[dim]
-    return [OUT, *copied, *_top(self.numel() // length, length, self.element_size())]
+    taken = [*copied, *_top(self.numel() // length, length, self.element_size())]
+    return [OUT, *taken] if taken else ()
 
 
 def _unique_script(n: int, dtype: torch.dtype, inverse: bool, counts: bool) -> Script:

@@ -62,6 +62,8 @@ def _masked_scatter(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> 
 
 def _located(indices: Any) -> Script:
     """Masks as positions, indices of the host on the device, int32 ones as int64, all of one shape (IndexingUtils.h)."""
+    if len(indices) == 1 and indices[0] is not None and indices[0].dtype == torch.int64 and not indices[0].is_cpu:
+        return []  # by far the most common
     plain = [i for i in indices if i is not None and i.dtype not in MASKS]
     shape = _broadcast(*[i.shape for i in plain] or [()])
     script: Script = []
@@ -88,7 +90,8 @@ def _located(indices: Any) -> Script:
 
 @scratch("index", "_unsafe_index")
 def _index(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Sequence[int]:
-    return [*_located(args[1]), OUT]
+    located = _located(args[1])
+    return [*located, OUT] if located else ()
 
 
 @scratch("index_put_", "_index_put_impl_", "index_put", "_unsafe_index_put")
