@@ -92,7 +92,8 @@ class PickleStream:
     """Reads the pickle in `file`, of `size` bytes. `asked` begins its errors."""
 
     def __init__(self, file: BinaryIO, size: int, asked: str, sink: Sink | None = None) -> None:
-        self.asked, self.memo, self.protocol = asked, [], 0
+        self.asked, self.protocol = asked, 0
+        self.memo: list[Any] = []
         self._file, self._size, self._sink = file, size, sink
         self._data, self._at, self._read, self._safe = b"", 0, 0, -1
         self._stack: list[Any] = []
@@ -103,8 +104,6 @@ class PickleStream:
         self._new_texts = 0
         self._groups = 0
         self._done = False
-
-    memo: list[Any]
 
     def load(self) -> Any:
         """What the pickle holds. Raises TraceError where it is damaged, or isn't plain data."""
@@ -123,7 +122,7 @@ class PickleStream:
             (value,) = self._stack
         except TraceError:
             raise
-        except (IndexError, KeyError, TypeError, ValueError, AttributeError, struct.error, OverflowError) as error:
+        except (IndexError, KeyError, TypeError, ValueError, AttributeError, struct.error, OverflowError, OSError) as error:
             raise self.damaged(f"{type(error).__name__} near byte {self._read - len(self._data) + self._at}") from error
         except MemoryError as error:
             raise TraceError(self.asked, "it needs more memory than there is", "Open it on a larger machine") from error
