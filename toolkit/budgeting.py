@@ -141,5 +141,7 @@ def _on_uncaught(kind: type[BaseException], error: BaseException, trace: Traceba
 
 def _on_cell(result: Any) -> None:
     error, shell = result.error_in_exec, base.shell()
+    if history.measuring():  # the scope around the cell knows the moment itself
+        return
     if isinstance(error, torch.OutOfMemoryError) and not explained(error) and shell is not None:
         print(why_out_of_memory(error, shell.user_ns))

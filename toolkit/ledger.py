@@ -208,7 +208,7 @@ class Ledger:
 
         table = {
             what: names, "at_peak_bytes": total((b.begin <= self.peak) & (b.end > self.peak)),
-            "peak_bytes": self._own_peaks(codes, n), "end_bytes": total(b.end == len(self.rows)),
+            "peak_bytes": self.own_peaks(codes, n), "end_bytes": total(b.end == len(self.rows)),
             "allocated_bytes": total(b.begin >= self.opening), "blocks": np.bincount(codes, minlength=n),
         }  # fmt: skip
         frame = pd.DataFrame(table)
@@ -217,7 +217,7 @@ class Ledger:
             frame.loc[len(frame)] = ["fragmentation", self.fragmentation_bytes, self.fragmentation_bytes, lost, 0, 0]
         return frame.sort_values(["at_peak_bytes", "peak_bytes"], ascending=False, ignore_index=True)
 
-    def _own_peaks(self, codes: Ints, n: int) -> Ints:
+    def own_peaks(self, codes: Ints, n: int) -> Ints:
         """The most that each group held at any time: sums within groups, all groups at once."""
         b, freed = self.blocks, self.blocks.end < len(self.rows)
         at = np.concatenate([b.begin, b.end[freed]])

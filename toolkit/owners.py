@@ -231,7 +231,8 @@ def _of_traceback(error: BaseException | None) -> Iterator[tuple[str, Any]]:
         trace = error.__traceback__
         while trace is not None:
             frame = trace.tb_frame
-            for name, value in locals_of(frame).items() if frame.f_code.co_name != "<module>" else ():
+            ours = frame.f_code.co_name != "<module>" and "/IPython/" not in frame.f_code.co_filename.replace("\\", "/")
+            for name, value in locals_of(frame).items() if ours else ():
                 yield f"{name} in {frame.f_code.co_name}() (the traceback of {type(error).__name__})", value
             trace = trace.tb_next
         error = error.__cause__ or error.__context__
@@ -248,9 +249,12 @@ def release(shell: Any | None = None, variables: Mapping[str, Any] | None = None
         if hasattr(sys, name):
             delattr(sys, name)
     if shell is not None:
-        for name in [name for name in shell.user_ns if re.fullmatch(r"_+|_[0-9]+", name)]:
-            del shell.user_ns[name]
+        for names in (shell.user_ns, shell.user_ns_hidden):
+            for name in [name for name in names if re.fullmatch(r"_+|_[0-9]+", name)]:
+                del names[name]
         shell.user_ns.get("_oh", {}).clear()
         shell.displayhook._ = shell.displayhook.__ = shell.displayhook.___ = ""
+        shell.last_execution_result = None
+        shell.InteractiveTB.tb = None
     gc.collect()
     return sum(held.values())

@@ -281,7 +281,7 @@ def file_of(short: str) -> str:
     """The file that `short_path` shortened, as far as it can be told: a cell's latest source, or a path as it is."""
     if short.startswith("cell "):
         compiled = getattr(getattr(shell(), "compile", None), "_filename_map", {})
-        return next((name for name, number in reversed(compiled.items()) if f"cell {number}" == short), short)
+        return next((name for name in reversed(compiled) if cell_name(name) == short), short)
     return short
 
 

@@ -7,6 +7,7 @@ the history on, it is read and left as it is. No counters are reset.
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -57,8 +58,7 @@ class CudaHistory:
     def start(self, *, anew: bool) -> None:
         """Let the allocator keep its history. `anew`: nobody needs what it has so far."""
         if not self.on:
-            import torch._inductor.codecache  # noqa: F401 - a snapshot does, which takes seconds the first time in a process
-
+            importlib.import_module("torch._inductor.codecache")  # a snapshot would, which takes seconds the first time
             self._foreign = bool(torch._C._cuda_isHistoryEnabled())
         if not self._foreign and (anew or not self.on):
             # a line for each allocation; who frees isn't asked, which halves what a decode step pays

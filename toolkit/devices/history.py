@@ -93,6 +93,11 @@ def _trace_of(begun: Begun) -> Trace:
     return begun.builder.build({**meta, "opening": len(begun.before)}, begun.since, begun.before, begun.start_ns)
 
 
+def measuring() -> bool:
+    """Has a scope begun that hasn't ended?"""
+    return bool(_open)
+
+
 def in_use() -> base.Device | None:
     """The open virtual GPU, else the first CUDA GPU; None where there is neither."""
     import torch

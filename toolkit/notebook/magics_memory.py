@@ -12,7 +12,7 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class
 from IPython.display import HTML
 
 from toolkit import owners
-from toolkit.accounting import Scope
+from toolkit.accounting import MemoryUse, Scope
 from toolkit.budgeting import budget
 from toolkit.devices.base import open_device
 from toolkit.errors import ToolkitError
@@ -92,9 +92,7 @@ class MemoryMagics(Magics):
             use = scope.end(user_variables(self.shell), failed)
             if guard is not None:
                 guard.lift()
-        from toolkit.notebook.memory_picture import line_html
-
-        show(HTML(line_html(use, guard.bytes if guard is not None else self.budget_bytes, is_open=True)))  # type: ignore[no-untyped-call]
+        _show_line(use, guard.bytes if guard is not None else self.budget_bytes, is_open=True)
         if failed is not None:
             raise failure_of(failed)
 
@@ -128,10 +126,9 @@ class MemoryMagics(Magics):
         self.recorder = None
         print("Cells are no longer measured. %memory shows those that were.")
 
-    def _under_cell(self, cell: CellUse) -> None:
-        from toolkit.notebook.memory_picture import line_html
-
-        show(HTML(line_html(cell.use, self.budget_bytes)))  # type: ignore[no-untyped-call]
+    def _under_cell(self, cell: CellUse, source: str) -> None:
+        if not source.lstrip().startswith("%%memory"):  # which shows its own
+            _show_line(cell.use, self.budget_bytes)
 
     def _show(self, words: list[str]) -> None:
         _none("show", words)
@@ -188,7 +185,7 @@ class MemoryMagics(Magics):
             from toolkit.notebook.memory_page import write_memory_page
 
             cells = self.session.cells if options.cell is None else [cell]
-            print(f"Wrote {write_memory_page(options.file, cells)}")
+            print(f"Wrote {write_memory_page(options.file, cells, budget_bytes=self.budget_bytes)}")
         elif suffix == ".pickle":
             print(f"Wrote {cell.use.to_snapshot(options.file)} (cell {cell.number})")
         else:
@@ -224,6 +221,15 @@ class MemoryMagics(Magics):
         finally:
             if self.recorder is not None:  # what is measured now goes on
                 self.session = kept
+
+
+def _show_line(use: MemoryUse, budget_bytes: int | None, *, is_open: bool = False) -> None:
+    """The quiet line, and, where the memory ran out, why."""
+    from toolkit.notebook.memory_picture import line_html
+
+    show(HTML(line_html(use, budget_bytes, is_open=is_open)))  # type: ignore[no-untyped-call]
+    if use.shortage is not None:
+        print(use.shortage)
 
 
 def _words(line: str) -> list[str]:

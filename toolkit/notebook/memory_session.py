@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -141,7 +142,7 @@ def saved_sessions() -> Iterator[Path]:
 
 
 class Recorder:
-    """Measures every cell that a shell runs, between `on` and `off`. `show` is called with each cell that has ended."""
+    """Measures every cell that a shell runs, between `on` and `off`. `show(cell, source)` is called with each that ended."""
 
     def __init__(self, shell: Any, show: Any, device: base.Device | None = None) -> None:
         self.shell, self.show, self.device = shell, show, device
@@ -173,10 +174,16 @@ class Recorder:
         scope, source = self._running.pop()
         error = result.error_before_exec or result.error_in_exec
         use = scope.end(user_variables(self.shell), error)
-        if not result.info.store_history:  # run by a magic, as part of a cell that is measured itself
+        if not result.info.store_history or _only_asks(source):  # run by a magic, as part of a cell that is measured itself
             return
         status = "ok" if error is None else "interrupted" if isinstance(error, KeyboardInterrupt) else "error"
-        self.show(self.session.add(base.current_cell(), title_of(source), status, use))
+        self.show(self.session.add(base.current_cell(), title_of(source), status, use), source)
+
+
+def _only_asks(source: str) -> bool:
+    """Is it a cell that only asks about memory?"""
+    lines = [line for line in map(str.strip, source.splitlines()) if line and not line.startswith("#")]
+    return bool(lines) and all(re.match(r"%memory\b", line) for line in lines)
 
 
 def user_variables(shell: Any) -> dict[str, Any]:

@@ -121,7 +121,7 @@ class MemoryView:
         blocks, n = self.ledger.blocks, len(names)
         peak, last = self.ledger.peak, len(self.ledger.rows)
         at_peak = np.bincount(codes, blocks.bytes * ((blocks.begin <= peak) & (blocks.end > peak)), n)
-        own = self.ledger._own_peaks(codes, n)
+        own = self.ledger.own_peaks(codes, n)
         order = np.argsort(-(at_peak + own), kind="stable")
         chosen = [i for i in order.tolist() if names[i] != BEFORE]
         rest = chosen[self.most :]
@@ -130,7 +130,7 @@ class MemoryView:
         names = [*names, REST]
         merged = into[codes]
         at_peak = np.bincount(merged, blocks.bytes * ((blocks.begin <= peak) & (blocks.end > peak)), n + 1)
-        own = self.ledger._own_peaks(merged, n + 1) if rest else np.append(own, 0)
+        own = self.ledger.own_peaks(merged, n + 1) if rest else np.append(own, 0)
         lived = np.minimum(blocks.end, last) - np.maximum(blocks.begin, self.ledger.opening - 1)
         mean = np.bincount(merged, blocks.bytes * lived, n + 1) / len(self.held)
         unknown = bool(len(blocks.begin) + np.count_nonzero(blocks.end < last) < last)  # frees of what the trace never saw
