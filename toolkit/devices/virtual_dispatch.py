@@ -11,7 +11,6 @@ straight to it. This file doesn't know what anything costs.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,10 +21,9 @@ from toolkit.devices import virtual_sizes as sizes
 from toolkit.devices.rules_scratch import SCRATCH, Rule
 from toolkit.devices.virtual_hosts import call_of
 from toolkit.devices.virtual_machine import Machine
+from toolkit.devices.virtual_room import LARGE, check_room, could_be_large, refuse_if_full
 from toolkit.devices.virtual_scratch import play
 from toolkit.devices.virtual_tensor import VirtualTensor, follow, hold, rehold, wrap
-from toolkit.errors import DeviceError
-from toolkit.units import bytes_text
 
 aten = torch.ops.aten
 Args = tuple[Any, ...]
@@ -35,8 +33,6 @@ Handler = Callable[[Args, Kwargs], Any]
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _PLAIN = frozenset({int, float, bool, complex, str, type(None), torch.dtype, torch.memory_format, torch.layout})
 _NEVER = 1 << 30
-LARGE = 1 << 28  # elements; a smaller result that doesn't fit on the card is refused once the host has computed it
-_NO_MEMORY = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
 _handlers: dict[Any, Handler] = {}
 _machine: list[Machine] = []  # the card that is open; empty before the first
 
@@ -81,7 +77,7 @@ def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
     try:
         return handler(args, kwargs)
     except RuntimeError as error:
-        _refuse_if_full(error)
+        refuse_if_full(_machine[0].memory if _machine else None, error)
         raise
 
 
@@ -121,8 +117,8 @@ def _plain(func: Any, host_from: int = _NEVER) -> Handler:
 
     def plain(args: Args, kwargs: Kwargs) -> Any:
         hosts, named = _hosts(args, host_from), _named(kwargs, host_from)
-        if _could_be_large(hosts):
-            _check_room(func, hosts, named)
+        if could_be_large(hosts):
+            check_room(machine().memory, func, hosts, named)
         out = call(*hosts, **named)
         if type(out) is torch.Tensor:
             hold(out, _machine[0])
@@ -141,8 +137,8 @@ def _with_scratch(func: Any, host_from: int, scratch: Rule) -> Handler:
 
     def plain(args: Args, kwargs: Kwargs) -> Any:
         hosts, named = _hosts(args, host_from), _named(kwargs, host_from)
-        if _could_be_large(hosts):
-            _check_room(func, hosts, named)
+        if could_be_large(hosts):
+            check_room(machine().memory, func, hosts, named)
         out = call(*hosts, **named)
         script = scratch(args, kwargs, out)
         if script:
@@ -337,38 +333,6 @@ def _named(kwargs: Kwargs, host_from: int = _NEVER) -> Kwargs:
 
 def _devices_differ(other: torch.device) -> RuntimeError:
     return RuntimeError(f"Expected all tensors to be on the same device, but found at least two devices, vgpu:0 and {other}!")
-
-
-def _could_be_large(hosts: list[Any]) -> bool:
-    """Could what comes of these operands have more than LARGE elements? Results are rarely larger than their product."""
-    most = 1
-    for x in hosts:
-        if type(x) is torch.Tensor:
-            most *= x.numel()
-    return most > LARGE
-
-
-def _check_room(func: Any, hosts: list[Any], named: Kwargs) -> None:
-    """Raises torch.OutOfMemoryError where the card has no room for the results, before the host computes them."""
-    try:
-        out = sizes.on_meta(func._op, hosts, named)
-    except (RuntimeError, NotImplementedError):  # its shape depends on values, or PyTorch can't tell it
-        return
-    results = out if isinstance(out, list | tuple) else (out,)
-    machine().memory.check(sum(x.nbytes for x in results if isinstance(x, torch.Tensor)))
-
-
-def _refuse_if_full(error: RuntimeError) -> None:
-    """What it means that this machine has no memory: torch.OutOfMemoryError if the card has none either, else DeviceError."""
-    found = _NO_MEMORY.search(str(error))
-    if found is None:
-        return
-    n_bytes = int(found[1])
-    machine().memory.check(n_bytes)
-    raise DeviceError(
-        f"a tensor of {bytes_text(n_bytes)} on the virtual GPU", "this machine has no memory for its values",
-        "Use `with gpu.sizes_only():` for shapes, bytes and times without values",
-    ) from error  # fmt: skip
 
 
 def _virtuals(xs: Iterable[Any]) -> list[VirtualTensor]:
