@@ -334,3 +334,14 @@ def test_a_snapshot_that_is_none(tmp_path):
     for value in ({"segments": 3}, snap([3]), snap([{}]), snap([], [3]), snap([], [{}]), snap([], [{"action": "alloc"}])):
         with pytest.raises(TraceError):
             opened(tmp_path, value)
+
+
+def test_the_benchmark_opens_what_it_makes(tmp_path):
+    from toolkit.bench.snapshot import make
+    from toolkit.bench.snapshot import opened as measured
+
+    make(tmp_path / "a.pickle", 0.01, 5)
+    record = measured(tmp_path / "a.pickle")
+    assert record["rows"] > 10_000
+    assert record["opening"] == record["unaccounted_bytes"] == 0
+    assert record["file_bytes"] / record["seconds"] > 0
