@@ -179,3 +179,30 @@ def test_watching_costs_nothing_afterwards(gpu):
     with tk.memory():
         assert history.watch is not None
     assert history.watch is None
+
+
+def outer_lines(trace, least):
+    """The source of the lines that allocated at least so much."""
+    return [trace.meta["source"].get(place.partition(" > ")[0]) for place, n in zip(trace.text("where"), trace["bytes"], strict=True)
+            if place and n >= least]  # fmt: skip
+
+
+def test_without_lines_the_bytes_are_the_same(gpu):
+    with tk.memory() as outer, tk.memory(lines=False) as inner:
+        kept = ones(1) + 1
+    with tk.memory(lines=False) as alone:
+        more = kept * 2 + 1
+    assert (inner.peak_bytes, inner.kept_bytes) == (outer.peak_bytes, outer.kept_bytes) == (2 * MiB + inner.baseline_bytes, MiB)
+    assert (alone.peak_bytes - alone.baseline_bytes, alone.kept_bytes) == (2 * MiB, MiB)
+    assert "more = kept * 2 + 1" in outer_lines(alone.trace, 1 << 20)  # large allocations note their line in any case
+    assert set(alone.by("kind")["kind"]) <= {"activations", "fragmentation"}
+    del more
+
+
+def test_would_it_have_fit_elsewhere(gpu):
+    with tk.memory() as use:
+        kept = [ones(300) for _ in range(4)]
+    table = use.what_if(["h200", "rtx-5090"]).set_index(["gpu", "settings"])
+    assert table["fits"].all()
+    assert (table["smallest_bytes"] >= use.peak_bytes).all()
+    del kept

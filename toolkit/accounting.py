@@ -12,7 +12,7 @@ import inspect
 import linecache
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from time import perf_counter
@@ -26,6 +26,7 @@ from toolkit import owners, shortage
 from toolkit.devices import base, history, host
 from toolkit.errors import RecorderError
 from toolkit.ledger import Ledger, line_of
+from toolkit.replaying import what_if
 from toolkit.trace import Trace
 from toolkit.units import bytes_text, seconds_text
 
@@ -128,6 +129,10 @@ class MemoryUse:
             return "MemoryUse(still running)"
         return "\n".join([self.line(), *(f"  {sentence}" for sentence in self.ledger.sentences())])
 
+    def what_if(self, gpus: Iterable[str] | None = None, settings: Iterable[str] | None = None) -> pd.DataFrame:
+        """Would it have fit on other GPUs, or with other settings of the allocator? See `replaying.what_if`."""
+        return what_if(self.trace, gpus, settings, device=self.ledger.device)
+
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the measurement to `path`, whole or not at all; `tk.open_memory` reads it."""
         return self.trace.save(path)
@@ -159,13 +164,13 @@ class MemoryUse:
 class Scope:
     """A `with tk.memory()` block."""
 
-    def __init__(self, device: base.Device | str | None) -> None:
-        self._device = device
+    def __init__(self, device: base.Device | str | None, *, lines: bool = True) -> None:
+        self._device, self._lines = device, lines
         self.use = MemoryUse()
 
     def __enter__(self) -> MemoryUse:
         device = None if self._device is None else base.open_device(self._device)
-        self._begun = history.begin(device)
+        self._begun = history.begin(device, lines=self._lines)
         self._host = host.begin()
         self._start_s = perf_counter()
         return self.use
@@ -214,27 +219,28 @@ def _explained(
     return use.shortage
 
 
-def memory(device: Any = None) -> Any:
+def memory(device: Any = None, *, lines: bool = True) -> Any:
     """`with tk.memory() as m:` measures what a block does with memory; `@tk.memory` what each call of a function does.
 
-    `device` is what `tk.device` takes or returns; without it, the device in use: the open virtual GPU, else CUDA. A decorated
+    `device` is what `tk.device` takes or returns; without it, the device in use: the open virtual GPU, else CUDA.
+    `lines=False` doesn't ask which line allocated, which is most of what measuring costs; bytes and steps stay exact. A decorated
     function prints a line a call, and its last measurement is `function.memory`. See MemoryUse for what is known.
     """
     if callable(device) and not isinstance(device, base.Device):
         return _decorated(device)
-    return _Both(device)
+    return _Both(device, lines=lines)
 
 
 class _Both(Scope):
     """`tk.memory(device)`: a block, or a decorator."""
 
     def __call__(self, function: F) -> F:
-        return _decorated(function, self._device)
+        return _decorated(function, self._device, self._lines)
 
 
-def _decorated(function: F, device: base.Device | str | None = None) -> F:
+def _decorated(function: F, device: base.Device | str | None = None, lines: bool = True) -> F:
     def begin() -> tuple[Scope, MemoryUse]:
-        scope = Scope(device)
+        scope = Scope(device, lines=lines)
         return scope, scope.__enter__()
 
     def end(scope: Scope, error: BaseException | None) -> None:
@@ -296,7 +302,8 @@ def with_owners(trace: Trace, found: Mapping[owners.Place, owners.Holder], meta:
     device_type = "vgpu" if str(trace.meta["device"]).startswith("virtual") else "cuda"
     codes = {text: i for i, text in enumerate(trace.strings)}
     owner, name = trace["owner"].copy(), trace["name"].copy()
-    kinds = [owners.kind_by_place(text) for text in (*trace.strings, None)]  # the last for code -1
+    nowhere = owners.kind_by_place(None) if trace.meta.get("lines") else None
+    kinds = [*map(owners.kind_by_place, trace.strings), nowhere]  # the last for code -1
     by_place = np.array([-1 if kind is None else codes.setdefault(kind, len(codes)) for kind in kinds], np.int32)
     allocs = ledger.blocks.row
     name[allocs] = by_place[trace["where"][allocs]]

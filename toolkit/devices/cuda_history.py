@@ -52,17 +52,21 @@ class CudaHistory:
     """The allocator's history in this process. Not for several threads at once: `history` has the lock."""
 
     def __init__(self) -> None:
-        self.on = self._foreign = False
+        self.on = self._lines = self._foreign = False
         self.steps: list[Range] = []
 
-    def start(self, *, anew: bool) -> None:
-        """Let the allocator keep its history. `anew`: nobody needs what it has so far."""
+    def start(self, *, anew: bool, lines: bool) -> None:
+        """Let the allocator keep its history, with the lines that allocate. `anew`: nobody needs what it has so far."""
         if not self.on:
             importlib.import_module("torch._inductor.codecache")  # a snapshot would, which takes seconds the first time
             self._foreign = bool(torch._C._cuda_isHistoryEnabled())
-        if not self._foreign and (anew or not self.on):
+            anew = True
+        if not self._foreign and (anew or (lines and not self._lines)):
             # a line for each allocation; who frees isn't asked, which halves what a decode step pays
-            torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", clear_history=True)
+            context = "alloc" if lines else None
+            torch.cuda.memory._record_memory_history("all", context=context, stacks="python", clear_history=anew)
+            self._lines = lines
+        if anew:
             self.steps.clear()
         self.on = True
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 Row = tuple[int, ...]
 watch: TraceBuilder | None = None  # where the virtual GPU notes its allocations; None: nobody wants to know
 
+lines = False  # does anybody want to know which line allocated?
+
 _lock = threading.RLock()
 _kept = 0  # how many want lines to be noted even between scopes: a notebook's session
 _open: list[Begun] = []
@@ -34,22 +36,25 @@ class Begun:
 
     asked: base.Device | None
     builder: TraceBuilder
+    lines: bool = True
     start_ns: int = 0  # on the device's host clock
     since: int = 0
     before: list[Row] = field(default_factory=list)  # blocks and segments of the beginning
     cuda: CudaScope | None = None  # where CUDA's history was, for a scope on CUDA
 
 
-def begin(device: base.Device | None = None) -> Begun:
+def begin(device: base.Device | None = None, *, lines: bool = True) -> Begun:
     """Begin a scope on `device`; without one, on the device in use, also where that is first opened later.
 
-    The device in use is the open virtual GPU, else every CUDA GPU. Raises DeviceError where CUDA's history can't be had.
+    The device in use is the open virtual GPU, else every CUDA GPU. `lines=False` asks for no lines, which cost the most.
+    Raises DeviceError where the device is a virtual one that is closed.
     """
     with _lock:
         _refuse_other_virtual(device)
         if not _open:
             _watch(TraceBuilder())
-        begun = Begun(device, _builder())
+        begun = Begun(device, _builder(), lines)
+        _note_lines(begun)
         virtual = _virtual(device)
         try:
             if virtual is not None:
@@ -73,6 +78,7 @@ def end(begun: Begun) -> Trace:
         if begun not in _open:
             raise DeviceError("ending a memory scope", "it has ended", "Begin another one")
         _open.remove(begun)
+        _note_lines()
         try:
             return _trace_of(begun)
         finally:
@@ -85,7 +91,7 @@ def _trace_of(begun: Begun) -> Trace:
     meta: dict[str, Any] = {"device": "none", "clock": "measured", "sizes_only": False, "steps_from": "marks"}
     if device is not None:
         meta |= {"device": device.name, "clock": device.clock, "gpu": device.spec.name if device.spec else device.name}
-        meta |= {"total_bytes": device.memory().total_bytes, "limit_bytes": device.limit_bytes}
+        meta |= {"lines": begun.lines, "total_bytes": device.memory().total_bytes, "limit_bytes": device.limit_bytes}
     if begun.cuda is not None and device is not None and device.torch.type == "cuda":
         from toolkit.devices.cuda_history import the_history
 
@@ -110,6 +116,7 @@ def keep() -> None:
     global _kept
     with _lock:
         _kept += 1
+        _note_lines()
         if watch is None:
             _watch(TraceBuilder())
         if _virtual(None) is None:
@@ -121,6 +128,7 @@ def release() -> None:
     global _kept
     with _lock:
         _kept = max(_kept - 1, 0)
+        _note_lines()
         if not _open and not _kept:
             _stop()
 
@@ -137,6 +145,11 @@ def note_step(step: int, start_ns: int, end_ns: int, name: str) -> None:
     module = sys.modules.get("toolkit.devices.cuda_history")
     if module is not None and module.the_history.on:
         module.the_history.steps.append(module.Range(start_ns, end_ns, step, name))
+
+
+def _note_lines(*more: Begun) -> None:
+    global lines
+    lines = bool(_kept) or any(begun.lines for begun in (*_open, *more))
 
 
 def _builder() -> TraceBuilder:
@@ -199,5 +212,5 @@ def _cuda(*, anew: bool) -> CudaHistory | None:
         return None
     from toolkit.devices.cuda_history import the_history
 
-    the_history.start(anew=anew)
+    the_history.start(anew=anew, lines=lines)
     return the_history

@@ -100,7 +100,7 @@ class Machine:
         stream, watch = here().stream, history.watch
         if self._builder is None and watch is None and n_bytes < NOTED_BYTES:
             return self.memory.allocate(n_bytes, stream), None
-        where = base.chain() if watch is not None or self.lines or n_bytes >= NOTED_BYTES else None
+        where = base.chain() if history.lines or self.lines or n_bytes >= NOTED_BYTES else None
         block = self.memory.allocate(n_bytes, stream, where)
         self._note("alloc", block, where)
         return block, where

@@ -1,7 +1,8 @@
 """How large the blocks of CUDA's caching allocator are, from a history that says only what was asked for.
 
-The rules are those in `toolkit.devices.virtual_blocks`. In the pool of large blocks a remainder of up to 1 MiB is not cut
-off, so that how large a block is depends on what lay behind it: the history is replayed. Arrays only: no file, no frames.
+The rules are those in `toolkit.devices.virtual_blocks`, which a test holds this against. In the pool of large blocks a
+remainder of up to 1 MiB is not cut off, so that how large a block is depends on what lay behind it: the history is
+replayed. Arrays only: no file, no frames.
 """
 
 from __future__ import annotations
@@ -14,15 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.devices.virtual_pieces import SMALL_BYTES
-from toolkit.devices.virtual_settings import ROUND_BYTES
-
 # what an entry of a history says was done; the first is for all that aren't known
 ACTIONS = (
     "other", "alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map", "segment_unmap",
     "oom", "free",
 )  # fmt: skip
 ACTION = {name: i for i, name in enumerate(ACTIONS)}
+ROUND_BYTES = 512  # all sizes are multiples of this
+SMALL_BYTES = 1 << 20  # blocks up to this size have a pool of their own, in which remainders are always cut off
 _FIRST_INTERVAL = 20  # `roundup_power2_divisions` has a setting for each power of two from 1 MiB to 32 GiB
 _INTERVALS = 16
 
