@@ -6,15 +6,19 @@ The truth comes from the allocator's own counters: each block folds the peak so 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import sys
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import toolkit as tk
+from toolkit.bench.decode_copies import about
 
 MOST = 3 << 20  # bytes of one allocation of the small kind
 
@@ -116,3 +120,39 @@ class Cells:
         await asyncio.sleep(0)
         self.keep()
         del held
+
+
+def table(device: str, cells: int) -> list[dict[str, Any]]:
+    """A row a generated cell: how many blocks it had, its peak as measured and as counted, and whether all its blocks agree."""
+    rows = []
+    for seed in range(cells):
+        run = Cells(tk.device(device), seed)
+        run.run()
+        outer = run.seen[-1]
+        wrong = [
+            block for block in run.seen
+            if (block.use.baseline_bytes, block.use.peak_bytes, block.use.end_bytes) != (block.before, block.most, block.after)
+        ]  # fmt: skip
+        rows.append({
+            "cell": seed, "blocks": len(run.seen), "failed_blocks": sum("failed" in b.use.trace.meta for b in run.seen),
+            "events": len(outer.use.ledger.rows), "peak_bytes": outer.use.peak_bytes, "counted_peak_bytes": outer.most,
+            "unequal_blocks": len(wrong),
+        })  # fmt: skip
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """`python -m tests.memory_cells cuda OUT.json`: the exactness table of 100 generated cells."""
+    device, *out = arguments or sys.argv[1:] or ["virtual:h200"]
+    rows = table(device, 100)
+    record = {
+        **about(device), "cells": len(rows), "blocks": sum(row["blocks"] for row in rows),
+        "unequal_blocks": sum(row["unequal_blocks"] for row in rows), "rows": rows,
+    }  # fmt: skip
+    if out:
+        Path(out[0]).write_text(json.dumps(record, indent=1) + "\n")
+    print({name: value for name, value in record.items() if name != "rows"})
+
+
+if __name__ == "__main__":
+    main()

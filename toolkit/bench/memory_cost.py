@@ -34,8 +34,8 @@ def bench(name: str, gpu: Device, scheme: str | None, steps: int) -> dict[str, A
         gpu.sync()
         return time.perf_counter() - began
 
-    def watched() -> tuple[float, float, int]:
-        scope, began = Scope(gpu), time.perf_counter()
+    def watched(lines: bool) -> tuple[float, float, int]:
+        scope, began = Scope(gpu, lines=lines), time.perf_counter()
         scope.__enter__()
         spent = time.perf_counter() - began
         loop = decode()
@@ -43,24 +43,22 @@ def bench(name: str, gpu: Device, scheme: str | None, steps: int) -> dict[str, A
         use = scope.end({"model": model})
         return loop, spent + time.perf_counter() - began, len(use.ledger.rows)
 
-    decode(), watched()
-    plain, loops = [], []
-    for _ in range(REPEATS):
-        plain.append(decode())
-        loops.append(watched())
-    empty = []
-    for _ in range(REPEATS):
+    def empty() -> float:
         scope, began = Scope(gpu), time.perf_counter()
         scope.__enter__()
         scope.end({"model": model})
-        empty.append(time.perf_counter() - began)
-    least = min(plain)
-    return {
-        "model": name, "steps": steps, "plain_s": least, "watched_s": min(loop for loop, _, _ in loops),
-        "overhead": min(loop for loop, _, _ in loops) / least - 1, "begin_and_end_s": min(spent for _, spent, _ in loops),
-        "events": loops[0][2], "empty_block_s": min(empty), "all_plain_s": plain,
-        "all_watched_s": [loop for loop, _, _ in loops],
-    }  # fmt: skip
+        return time.perf_counter() - began
+
+    decode(), watched(True)
+    runs = [(decode(), watched(True), watched(False)) for _ in range(REPEATS)]
+    least = min(plain for plain, _, _ in runs)
+    found: dict[str, Any] = {"model": name, "steps": steps, "events": runs[0][1][2], "plain_s": least}
+    for at, key in ((1, "with_lines"), (2, "without_lines")):
+        loop = min(run[at][0] for run in runs)  # type: ignore[index]
+        spent = min(run[at][1] for run in runs)  # type: ignore[index]
+        found[key] = {"loop_s": loop, "overhead": loop / least - 1, "begin_and_end_s": spent}
+    found["empty_block_s"] = min(empty() for _ in range(REPEATS))
+    return found | {"all": [[plain, with_lines[0], without[0]] for plain, with_lines, without in runs]}
 
 
 def main(arguments: list[str] | None = None) -> int:
