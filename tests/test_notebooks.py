@@ -52,6 +52,30 @@ ANSWERS = {
         ("return k // block_k  # write your version here", "return -(-k // block_k)"),
         ('my_prediction = {"tuned": None, "found again": None}', 'my_prediction = {"tuned": 2, "found again": 3}'),
     ],
+    "04_memory_cell_by_cell": [
+        ('my_prediction = {"peak MiB": None, "kept MiB": None}', 'my_prediction = {"peak MiB": 8 + 16 + 16, "kept MiB": 8}'),
+        ("return next_token(ids)  # write your version here", "return model(ids)[:, -1].float().argmax(-1)"),
+        (
+            "return losses_of(batches)  # write your version here",
+            "with torch.no_grad():\n        return losses_of(batches)",
+        ),
+        ("# write your line here", "%memory release"),
+        ('my_prediction = {"peak MiB": None}', 'my_prediction = {"peak MiB": 2 * 16.25}'),
+        (
+            "class MendedCache(GrowingCache):  # write your version here: both methods\n    pass",
+            (
+                "class MendedCache:\n"
+                "    def __init__(self, room):\n"
+                "        self.kv, self.n = torch.empty(2, 8, room, 128, dtype=torch.bfloat16, device=gpu.torch), 0\n\n"
+                "    def append(self, new):\n"
+                "        self.kv[:, :, self.n : self.n + new.shape[2]] = new\n"
+                "        self.n += new.shape[2]\n"
+                "        return self.kv[:, :, : self.n]\n"
+            ),
+        ),
+        ("# write your line here", "optimiser = torch.optim.AdamW(net.parameters())"),
+        ('my_prediction = {"cards": None}', 'my_prediction = {"cards": 4}'),
+    ],
 }
 # What is checked where something is to be written: it is told as it is, too.
 EXERCISES = ("h2d copies", "wrong configs left")
@@ -97,6 +121,7 @@ def test_runs_as_it_is_and_gives_no_answer_away(path: Path, tmp_path: Path) -> N
     questions = sum("None" in question for question, _ in ANSWERS[path.stem])
     assert len(asked_for) == questions
     assert not any("you said" in text and not any(name in text for name in EXERCISES) for text in said)
+    assert sum(text.startswith("not so: ") for text in said) == len(ANSWERS[path.stem]) - questions  # what is to be written
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
@@ -109,6 +134,6 @@ def test_accepts_the_right_answers(path: Path, tmp_path: Path) -> None:
             cell.source = cell.source.replace(question, answer)
             question, answer = next(answers, ("", ""))
     assert not question, f"no cell has {question!r}"
-    verdicts = [text for text in texts(run(notebook, tmp_path)) if "you said" in text]
+    verdicts = [text for text in texts(run(notebook, tmp_path)) if text.startswith(("right: ", "not so: "))]
     assert len(verdicts) == len(ANSWERS[path.stem])
     assert not [text for text in verdicts if "not so" in text]

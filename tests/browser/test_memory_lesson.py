@@ -1,0 +1,55 @@
+"""Lesson 04 in a real JupyterLab: it runs through, though one cell fails on purpose, and shows its pictures in both themes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from conftest import ready, run_all
+from test_memory_shown import VIEW
+from test_model_shown import FAULTS, theme
+from test_timeline_in_lab import shot
+
+LESSON = Path(__file__).parent.parent.parent / "notebooks" / "04_memory_cell_by_cell.ipynb"
+LINE = f"{VIEW}.tk-line"
+
+
+def cell_with(page, text: str):
+    """The cell whose source has this text."""
+    return page.locator(".jp-CodeCell", has=page.locator(f".jp-InputArea-editor:has-text({json.dumps(text)})")).first
+
+
+def look(page, cell, name: str) -> None:
+    """Bring a cell to the top, and keep a picture of it and what follows."""
+    cell.evaluate("(node) => node.scrollIntoView({ block: 'start' })")
+    page.wait_for_timeout(500)
+    shot(page, name)
+
+
+def test_the_lesson_runs_as_it_is(lab, page) -> None:
+    (lab.root / "04.ipynb").write_text(json.dumps(json.loads(LESSON.read_text())))
+    page.set_viewport_size({"width": 1280, "height": 1100})
+    try:
+        page.goto(lab.address("04.ipynb"))
+        page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
+        ready(page)
+        run_all(page, timeout_s=150)
+        page.wait_for_selector(".jp-OutputArea:has-text('session.html')", timeout=60_000)
+        (on_purpose,) = page.locator(".jp-OutputArea-output[data-mime-type*='stderr']").all()
+        assert "100 weights for 2048 rows" in on_purpose.text_content()
+        assert "kept +18.0 MiB" in cell_with(page, "def likeness").locator(LINE).text_content()
+        assert "kept +16.0 MiB" in cell_with(page, "Is it?").locator(LINE).text_content()
+        assert page.locator(f"{VIEW}.tk-live").count() == 3
+        for name in ("light", "dark"):
+            theme(page, name)
+            for i, heading in enumerate(page.locator(".jp-MarkdownCell h1, .jp-MarkdownCell h2").all()):
+                look(page, heading, f"lesson-04-{name}-{i:02}")
+                assert page.evaluate(FAULTS.replace(".tk-model", VIEW)) == []
+        line = cell_with(page, "Is it?").locator(LINE)
+        line.locator("summary").click()
+        line.locator("img").wait_for(state="visible")
+        assert "net.0.weight" in line.inner_text()
+        look(page, line, "lesson-04-line-open")
+        assert page.evaluate(FAULTS.replace(".tk-model", VIEW)) == []
+    finally:
+        lab.stop_kernels()
