@@ -1,9 +1,10 @@
 """The Lab: pick a device, a model and a scheme, see what it costs; generate under one or two strategies, see what was copied;
-see which config of a kernel each GPU gets.
+see which config of a kernel each GPU gets, and what it all took of the memory.
 
-`lab = tk.Lab()`; what it loaded and ran is `lab.model`, `lab.run`, `lab.runs` and `lab.tune.tuning`. It calls `tk.device`,
-`tk.load`, `tk.costs`, `tk.generate` and `tk.tune` and knows nothing about how they work. Work runs in a thread of its own, as
-widgets don't answer while a cell runs; every error ends up in its panel, and as an exception in `lab.error`.
+`lab = tk.Lab()`; what it loaded and ran is `lab.model`, `lab.run`, `lab.runs`, `lab.tune.tuning` and `lab.memory.uses`. It
+calls `tk.device`, `tk.load`, `tk.costs`, `tk.generate` and `tk.tune` and knows nothing about how they work. Work runs in a
+thread of its own, as widgets don't answer while a cell runs; every error ends up in its panel, and as an exception in
+`lab.error`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from toolkit.errors import CancelledError, DeviceError, ToolkitError
 from toolkit.loading import load
 from toolkit.loading.checkpoint import DEMOS
 from toolkit.models.shapes import SHAPES
+from toolkit.notebook.lab_memory import MemoryPanel
 from toolkit.notebook.lab_tune import TunePanel
 from toolkit.notebook.model import html_of
 from toolkit.notebook.timeline import Timeline
@@ -59,10 +61,11 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self._make_load(device, model)
         self._make_generate(prompt)
         self.tune = TunePanel(self._begin, self.cancel, self._cancel)
+        self.memory = MemoryPanel(self._begin, self.cancel, self._cancel, self._holds, self._in_use)
         super().__init__([
             widgets.HTML(f"<style>{_CSS.read_text(encoding='utf-8')}</style>"),
             self._load_panel, _later("Plan and export", "fit a model into a memory budget, export it"), self._generate_panel,
-            self.tune, _later("Memory", "who held the memory, cell by cell"),
+            self.tune, self.memory,
         ])  # fmt: skip
         self.add_class("tk-lab")
         _labs.add(self)
@@ -182,7 +185,7 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
                 status.value = "Cancelled: nothing is loaded." if self._what == "load" else f"Cancelled. {escape(error.do)}."
             else:
                 self.error = _without_frames(error)
-                status.value = error_html(error)
+                status.value = error_html(error) + self.memory.why_html()
         finally:
             self.load_progress.layout.display = self.progress.layout.display = "none"
             self._enable(True)
@@ -193,6 +196,7 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.generate_button.disabled = not idle or self.model is None
         self.cancel_button.disabled = idle or self._what != "generate"
         self.tune.enable(idle, self._what)
+        self.memory.enable(idle, self._what)
 
     def _path(self) -> str:
         path: str = self.model_field.value.strip()
@@ -216,16 +220,26 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
 
         def progress(done: int, total: int, tensor: str) -> None:
             if beat.due() or done >= total:
+                self.memory.tick()
                 self.load_progress.value = done / total if total else 1.0
                 self.load_status.value = f"{bytes_text(done)} of {bytes_text(total)}: {escape(tensor)}"
 
         began = time.monotonic()
         device = self._open(name)
-        self.model = load(path, device=device, scheme=self.scheme_field.value, progress=progress, cancel=self._cancel)
+        with self.memory.measuring(f"load {path}", device):
+            self.model = load(path, device=device, scheme=self.scheme_field.value, progress=progress, cancel=self._cancel)
         took = seconds_text(time.monotonic() - began)
         self.load_status.value = f"<b>{escape(path)}</b> is on <b>{escape(device.name)}</b> ({took}){_held(device)}."
         self.model_view.value = html_of(self.model)
         self.status.value = "Ready."
+
+    def _holds(self) -> dict[str, Any]:
+        """What the Lab keeps alive, by the names that a cell has for it."""
+        return {"lab.model": self.model, "lab.runs": self.runs}
+
+    def _in_use(self) -> Any:
+        """The device that a budget is for: the model's, else the one that would be loaded on."""
+        return self.model.device if self.model is not None else self._open(self.device_field.value.strip())
 
     def _open(self, name: str) -> Any:
         """The device; where other Labs' models keep it from being chosen (one whose cell ran again lives on), they let go."""
@@ -262,11 +276,13 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
             ) -> None:
                 pieces.append(text)
                 if beat.due():
+                    self.memory.tick()
                     self.progress.value = i * limit + len(pieces)
                     self.output.value = "".join([*done, _text_html(name, prompt, "".join(pieces), f"{len(pieces)} tokens ...")])
 
             self.status.value = f"Generating with <b>{escape(name)}</b> on {escape(self.model.device.name)} ..."
-            run = generate(self.model, given, name, on_token=on_token, cancel=self._cancel, **options)
+            with self.memory.measuring(f"generate, {name}, up to {limit} tokens", self.model.device):
+                run = generate(self.model, given, name, on_token=on_token, cancel=self._cancel, **options)
             self.runs[name] = self.run = run
             self.progress.value = (i + 1) * limit
             done.append(_text_html(name, prompt, run.text, _ended(run)))
