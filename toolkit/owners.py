@@ -26,6 +26,7 @@ MOST = 200_000  # values looked at: a walk ends then, so that a cell never waits
 _DEPTH = 6  # how far from a variable
 _LEAVES = (str, bytes, bytearray, int, float, complex, bool, type(None), type, ModuleType, CodeType, torch.dtype, torch.device)
 _LEAF_TYPES = frozenset(_LEAVES)
+_MODULE_TABLES = frozenset(vars(nn.Module()))  # what every module has: hooks, and tables that are walked by themselves
 _KINDS_BY_FILE = {"models/cache.py": "kv", "transformers/cache_utils.py": "kv", "toolkit/loading/": "weights"}
 
 
@@ -100,15 +101,16 @@ def _walk(roots: Iterable[tuple[str, Any]]) -> dict[Place, Holder]:
     looked = 0
     while queue and looked < MOST:
         path, value, kind, depth = queue.popleft()
-        if isinstance(value, _LEAVES) or id(value) in seen:
+        if type(value) in _LEAF_TYPES or id(value) in seen:
             continue
         seen.add(id(value))
         looked += 1
         if isinstance(value, torch.Tensor):
             _note(found, path, value, kind)
             queue.extend((f"{path}{more}", held, k, depth + 1) for more, held, k in _of_tensor(value))
-        elif depth < _DEPTH:
-            queue.extend((f"{path}{more}", held, k or kind, depth + 1) for more, held, k in _parts(value))
+        elif depth < _DEPTH and not isinstance(value, _LEAVES):
+            parts = _of_module(value, seen) if isinstance(value, nn.Module) else _parts(value)
+            queue.extend((f"{path}{more}", held, k or kind, depth + 1) for more, held, k in parts)
     return found
 
 
@@ -151,17 +153,33 @@ def _saved(node: Any, name: str) -> Iterator[Part]:
             yield f" (its graph: {node.name()})", tensor, "activations"
 
 
+def _of_module(root: nn.Module, seen: set[int]) -> Iterator[Part]:
+    """The weights and buffers of a module and of those inside, and what else they hold. Thousands: nothing is asked twice."""
+    modules = [("", root)]
+    while modules:
+        path, module = modules.pop()
+        names = vars(module)
+        for table in ("_parameters", "_buffers"):
+            for name, tensor in names[table].items():
+                if tensor is not None:
+                    yield f"{path}.{name}", tensor, "weights"
+        for name, child in names["_modules"].items():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                modules.append((f"{path}.{name}", child))
+        kind = "kv" if "cache" in type(module).__name__.lower() else None
+        for name, held in list(names.items()):
+            if name not in _MODULE_TABLES and type(held) not in _LEAF_TYPES:
+                yield f"{path}.{name}", held, kind
+
+
 def _parts(value: Any) -> Iterator[Part]:
     """What a value that isn't a tensor holds, by how it is reached: (".name" or "[i]", value, kind of the tensors below)."""
     name = type(value).__name__.lower()
     if isinstance(value, Device) or "tokenizer" in name:  # a hundred thousand blocks or words, and no tensor
         return
     kind = "kv" if "cache" in name else None
-    if isinstance(value, nn.Module):
-        yield from ((f".{name}", parameter, "weights") for name, parameter in value.named_parameters())
-        yield from ((f".{name}", buffer, "weights") for name, buffer in value.named_buffers())
-        yield from ((f".{name}{more}", held, kind) for name, module in value.named_modules() for more, held in _own(module))
-    elif isinstance(value, torch.optim.Optimizer):
+    if isinstance(value, torch.optim.Optimizer):
         for number, state in enumerate(value.state.values()):
             yield from ((f".state[{number}].{name}", held, "optimizer") for name, held in dict(state).items())
     elif isinstance(value, Mapping):
@@ -189,8 +207,7 @@ def _own(value: Any) -> Iterator[tuple[str, Any]]:
         names = object.__getattribute__(value, "__dict__")
     except AttributeError:
         names = {}
-    tables = ("_parameters", "_buffers", "_modules") if isinstance(value, nn.Module) else ()
-    yield from ((f".{name}", held) for name, held in list(names.items()) if name not in tables)
+    yield from ((f".{name}", held) for name, held in list(names.items()))
     for base in type(value).__mro__:
         for name in base.__dict__.get("__slots__", ()) if isinstance(base.__dict__.get("__slots__", ()), tuple | list) else ():
             member = base.__dict__.get(name)

@@ -235,7 +235,8 @@ def chain() -> str | None:
         installed = _installed.get(filename)
         if installed is None:
             _library.setdefault(filename, filename.startswith(_library_prefixes()))
-            installed = _installed[filename] = filename.startswith(_installed_prefixes())
+            # <string> is of `python -c`, or of a launcher that started this: it says nothing where another file does
+            installed = _installed[filename] = filename.startswith((*_installed_prefixes(), "<string>"))
         if inner is None and not _library[filename]:
             inner = frame
         if not installed:

@@ -7,6 +7,7 @@ an inner one takes nothing from an outer one, and nobody's peak counters are res
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from dataclasses import dataclass, field
@@ -92,6 +93,16 @@ def _trace_of(begun: Begun) -> Trace:
     if device is not None:
         meta |= {"device": device.name, "clock": device.clock, "gpu": device.spec.name if device.spec else device.name}
         meta |= {"lines": begun.lines, "total_bytes": device.memory().total_bytes, "limit_bytes": device.limit_bytes}
+    collects = gc.isenabled()
+    gc.disable()  # a hundred thousand rows are no garbage, and looking for some among them takes longer than all the rest
+    try:
+        return _rows_of(begun, device, meta)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _rows_of(begun: Begun, device: base.Device | None, meta: dict[str, Any]) -> Trace:
     if begun.cuda is not None and device is not None and device.torch.type == "cuda":
         from toolkit.devices.cuda_history import the_history
 

@@ -27,7 +27,8 @@ _OWN = re.compile(
 )
 _LAUNCHER = re.compile(r"/(bin|scripts)/[^/.]+(\.exe(/.*)?)?$", re.IGNORECASE)  # torchrun, pytest, jupyter: scripts without .py
 _MACHINERY = re.compile(r"^(?:torch|triton)/|/pytorch/torch/|(?:^|/)contextlib\.py$|(?:^|/)toolkit/devices/")
-_TYPED_IN = ("<stdin>", "<string>", "<ipython-input", "<console>")
+_TYPED_IN = ("<stdin>", "<ipython-input", "<console>")
+_STARTED = "<string>"  # of `python -c`, or of a launcher: it says nothing where another file does
 
 
 def chain(frames: Iterable[Frame], shorten: Callable[[str], str] | None = None) -> str | None:
@@ -82,7 +83,7 @@ def _kind_of_file(filename: str) -> str | None:
     if path in ("", "??") or _CPP.search(path):
         return None
     if path.startswith("<"):
-        return "user" if path.startswith(_TYPED_IN) else "machinery"
+        return "user" if path.startswith(_TYPED_IN) else "other" if path.startswith(_STARTED) else "machinery"
     own = path.startswith(_HERE) or _OWN.search(path)
     short = short_file(filename)
     if _MACHINERY.search(path if own else short):
