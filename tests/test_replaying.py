@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
+import toolkit as tk
 from toolkit.devices.spec import CATALOGUE
 from toolkit.devices.virtual_blocks import Settings
 from toolkit.errors import TraceError, UnknownNameError
-from toolkit.replaying import CONTEXT_BYTES, replay, what_if
+from toolkit.ledger import Ledger
+from toolkit.replaying import CONTEXT_BYTES, joined, replay, what_if
 from toolkit.trace import Trace, TraceBuilder
 from toolkit.units import GiB, MiB
 
@@ -131,3 +134,23 @@ def test_a_run_on_the_virtual_gpu_replays_as_it_went():
     done = replay(trace, capacity_bytes=8 * GiB)
     if not trace.meta.get("opening"):
         assert done.peak_allocated_bytes == peak - before.allocated_bytes
+
+
+def test_cells_are_replayed_as_one_run():
+    """What changed between two cells, unmeasured, is made up for: the joined run holds at each end what that cell held."""
+    gpu = tk.device("virtual:h200")
+    held, uses = [], []
+    for n in (1, 2, 3):
+        with tk.memory(gpu) as use:
+            held.append(torch.ones(n << 18, device="vgpu"))
+            held[-1] * 2
+        uses.append(use)
+        held.append(torch.ones(1 << 18, device="vgpu"))  # between two cells
+        del held[0]
+    both = joined(use.trace for use in uses)
+    ledger = Ledger(both)
+    assert ledger.peak_bytes == max(use.peak_bytes for use in uses)
+    assert ledger.end_bytes == uses[-1].end_bytes
+    assert replay(both, capacity_bytes=8 << 30).peak_allocated_bytes == ledger.peak_bytes
+    failed = replay(both, capacity_bytes=(588 << 20) + (4 << 20))
+    assert not failed.fits

@@ -101,6 +101,11 @@ class MemoryUse:
         return int(self.trace.meta.get("host", {}).get("peak_bytes", 0))
 
     @property
+    def host_tensor_bytes(self) -> int:
+        """What variables held of the host's memory in tensors at the end."""
+        return int(self.trace.meta.get("host", {}).get("tensor_bytes", 0))
+
+    @property
     def elapsed_s(self) -> float:
         """How long the block took, on the host."""
         return float(self.trace.meta.get("elapsed_s", 0.0))
@@ -183,10 +188,11 @@ class Scope:
         elapsed_s = perf_counter() - self._start_s
         self.use.host = host.end(self._host)
         trace = history.end(self._begun)
-        meta = {"elapsed_s": elapsed_s, "host": vars(self.use.host)}
+        meta: dict[str, Any] = {"elapsed_s": elapsed_s, "host": dict(vars(self.use.host))}
         if error is not None:
             meta["failed"] = type(error).__name__
         found = _holders(variables, error)
+        meta["host"]["tensor_bytes"] = sum(holder.bytes for (on, _), holder in found.items() if on == "cpu")
         self.use._trace = with_owners(trace, found, meta)
         if isinstance(error, torch.OutOfMemoryError):
             _explained(self.use, error, variables, found)
@@ -223,8 +229,8 @@ def memory(device: Any = None, *, lines: bool = True) -> Any:
     """`with tk.memory() as m:` measures what a block does with memory; `@tk.memory` what each call of a function does.
 
     `device` is what `tk.device` takes or returns; without it, the device in use: the open virtual GPU, else CUDA.
-    `lines=False` doesn't ask which line allocated, which is most of what measuring costs; bytes and steps stay exact. A decorated
-    function prints a line a call, and its last measurement is `function.memory`. See MemoryUse for what is known.
+    `lines=False` doesn't ask which line allocated, which is most of what measuring costs; bytes and steps stay exact. A
+    decorated function prints a line a call, and its last measurement is `function.memory`. See MemoryUse for what is known.
     """
     if callable(device) and not isinstance(device, base.Device):
         return _decorated(device)

@@ -17,7 +17,7 @@ import numpy as np
 from toolkit.devices.spec import CATALOGUE
 from toolkit.devices.virtual_blocks import Block, Blocks, Settings
 from toolkit.errors import TraceError, unknown_name
-from toolkit.trace import Trace
+from toolkit.trace import KINDS, Trace, TraceBuilder
 from toolkit.units import MiB, bytes_text
 
 if TYPE_CHECKING:
@@ -154,6 +154,37 @@ def what_if(
             roomy = free.peak_reserved_bytes + context_bytes <= capacity
             table.append(_row(name, capacity, free if roomy else _run(trace, events, capacity, context_bytes, each), smallest))
     return pd.DataFrame(table)
+
+
+def joined(traces: Iterable[Trace]) -> Trace:
+    """Measurements of one process, one after the other, as one trace to replay: a notebook's cells.
+
+    What changed between two of them, where nothing was measured, is what the next one's opening doesn't have or has more: it
+    is freed or allocated at its beginning. Only allocations and frees are kept.
+    """
+    builder, held, shift = TraceBuilder(), dict[int, tuple[int, int]](), 0
+    for trace in traces:
+        places, kinds = trace.text("where"), trace.is_kind("alloc", "free")
+        first = int(trace.meta.get("opening", 0))
+        columns = {name: trace[name].tolist() for name in _JOINED}
+        there = {columns["address"][i]: i for i in range(first) if kinds[i]}
+        for address, (size, device) in list(held.items()):
+            if address not in there or columns["bytes"][there[address]] != size:
+                builder.add("free", shift, bytes=size, address=address, device=device)
+                del held[address]
+        for i in [*(i for address, i in there.items() if address not in held), *np.flatnonzero(kinds[first:]) + first]:
+            row = {name: column[i] for name, column in columns.items()}
+            kind, start = KINDS[row.pop("kind")], shift + row.pop("start_ns")
+            builder.add(kind, start, where=places[i], **row)
+            if kind == "alloc":
+                held[row["address"]] = row["bytes"], row["device"]
+            else:
+                held.pop(row["address"], None)
+        shift += columns["start_ns"][-1] + 1 if columns["start_ns"] else 0
+    return builder.build({"opening": 0})
+
+
+_JOINED = ("kind", "start_ns", "bytes", "address", "requested", "stream", "device", "step", "cell")
 
 
 def _row(name: str, capacity: int, found: Replay, smallest: int) -> dict[str, object]:

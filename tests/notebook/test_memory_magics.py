@@ -151,6 +151,16 @@ def test_a_page_and_a_snapshot_are_written(shell, run, tmp_path):
     assert ".html (a page) or .pickle" in said
 
 
+def test_what_if_of_the_whole_session(shell, run):
+    run("%memory on")
+    run("x = torch.ones(40 << 18, device=d)")
+    run("y = x.double()")
+    said = run("%memory whatif rtx-5090 --settings expandable_segments:True")
+    assert "rtx-5090" in said
+    assert "True" in said
+    assert "120 MiB" in said
+
+
 SCRIPT = """
     import os, signal, toolkit
     from IPython.core.interactiveshell import InteractiveShell

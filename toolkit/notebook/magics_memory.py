@@ -18,6 +18,7 @@ from toolkit.devices.base import open_device
 from toolkit.errors import ToolkitError
 from toolkit.notebook.magics_shared import Parser, awaits, failure_of, plain, show
 from toolkit.notebook.memory_session import CellUse, Recorder, Session, saved_sessions, user_variables
+from toolkit.replaying import joined, what_if
 from toolkit.units import bytes_text, parse_bytes
 
 USAGE = """%memory on [--device NAME] [--budget SIZE]   a line under each cell from now on: peak, kept, freed
@@ -27,6 +28,7 @@ USAGE = """%memory on [--device NAME] [--budget SIZE]   a line under each cell f
 %memory hidden                               what is held without a variable: tracebacks, Out[], closures
 %memory release                              let go of it
 %memory budget SIZE | none                   let the allocator take so much and no more
+%memory whatif [GPU ...] [--settings CONF]   would the cells have fit on other GPUs, or with other allocator settings?
 %memory save FILE.html | FILE.pickle [--cell N]   a page, or PyTorch's snapshot of a cell
 %memory sessions                             those that were kept
 %memory open [FOLDER | FILE]                 a kept session, the last one unless named; or PyTorch's snapshot"""
@@ -61,7 +63,7 @@ class MemoryMagics(Magics):
         commands: dict[str, Callable[[list[str]], None]] = {
             "on": self._on, "off": self._off, "show": self._show, "cell": self._cell, "hidden": self._hidden,
             "release": self._release, "budget": self._budget, "save": self._save, "sessions": self._sessions,
-            "open": self._open, "help": lambda _: print(USAGE),
+            "open": self._open, "whatif": self._what_if, "help": lambda _: print(USAGE),
         }  # fmt: skip
         if command not in commands:
             raise UsageError(f"%memory {command}: no such command.\n{USAGE}")
@@ -171,6 +173,18 @@ class MemoryMagics(Magics):
         guard = budget(wanted)
         self.budget_bytes = wanted
         print("No budget." if guard is None else f"{guard}: what doesn't fit fails, and says who held what.")
+
+    def _what_if(self, words: list[str]) -> None:
+        parser = Parser("%memory whatif")
+        parser.add_argument("gpus", nargs="*", metavar="GPU")
+        parser.add_argument("--settings", action="append", metavar="CONF", help="as in PYTORCH_CUDA_ALLOC_CONF")
+        options = parser.parse_args(words)
+        if self.session is None or not self.session.cells:
+            raise UsageError("No cell has been measured. %memory on begins that.")
+        table = what_if(joined(cell.use.trace for cell in self.session.cells), options.gpus or None, options.settings)
+        for name in [name for name in table.columns if name.endswith("_bytes")]:
+            table[name.removesuffix("_bytes")] = table.pop(name).map(bytes_text)
+        show(table.drop(columns=["fails_cell", "fails_step"]))
 
     def _save(self, words: list[str]) -> None:
         parser = Parser("%memory save")
