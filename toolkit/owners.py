@@ -13,7 +13,9 @@ import re
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from types import CodeType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 
@@ -105,12 +107,14 @@ def _walk(roots: Iterable[tuple[str, Any]]) -> dict[Place, Holder]:
             continue
         seen.add(id(value))
         looked += 1
-        if isinstance(value, torch.Tensor):
-            _note(found, path, value, kind)
-            queue.extend((f"{path}{more}", held, k, depth + 1) for more, held, k in _of_tensor(value))
-        elif depth < _DEPTH and not isinstance(value, _LEAVES):
-            parts = _of_module(value, seen) if isinstance(value, nn.Module) else _parts(value)
-            queue.extend((f"{path}{more}", held, k or kind, depth + 1) for more, held, k in parts)
+        # other people's classes may raise where they are looked into, and threads change what is walked
+        with suppress(Exception):
+            if isinstance(value, torch.Tensor):
+                _note(found, path, value, kind)
+                queue.extend((f"{path}{more}", held, k, depth + 1) for more, held, k in _of_tensor(value))
+            elif depth < _DEPTH and not isinstance(value, _LEAVES):
+                parts = _of_module(value, seen) if isinstance(value, nn.Module) else _parts(value)
+                queue.extend((f"{path}{more}", held, k or kind, depth + 1) for more, held, k in parts)
     return found
 
 
@@ -190,6 +194,8 @@ def _parts(value: Any) -> Iterator[Part]:
             yield from ((f"[{i}]", held, kind) for i, held in enumerate(list(value)))
     elif isinstance(value, FunctionType | MethodType):
         yield from _closure(value)
+    elif isinstance(value, partial):
+        yield from ((f" (its argument {i})", held, kind) for i, held in enumerate((*value.args, *value.keywords.values())))
     elif isinstance(value, GeneratorType) and value.gi_frame is not None:
         yield from ((f" (paused): {name}", held, kind) for name, held in locals_of(value.gi_frame).items())
     elif not isinstance(value, FrameType):
