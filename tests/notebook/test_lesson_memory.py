@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import toolkit as tk
-from toolkit.notebook.lesson_memory import check_held, check_memory
+from toolkit.notebook.lesson_memory import check_held, check_memory, held
 
 MiB = 1 << 20
 
@@ -70,10 +70,12 @@ def test_the_learners_error_is_the_learners(gpu):
 
 
 def test_what_is_held_now(gpu):
-    before = gpu.memory().allocated_bytes
-    held = torch.ones(1 << 18, device=gpu.torch)
+    before = held(gpu)
+    one = [torch.ones(1 << 18, device=gpu.torch)]
+    one.append(one)  # garbage in a cycle, once `one` is gone
+    assert held(gpu) == before + MiB
     assert not check_held(gpu, before, hint="let go").right
-    del held
+    del one
     verdict = check_held(gpu, before, hint="let go", why="gone")
     assert verdict.right
     assert repr(verdict).endswith("gone")

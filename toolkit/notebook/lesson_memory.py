@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from toolkit.accounting import memory
-from toolkit.devices.base import Device
+from toolkit.devices import history
+from toolkit.devices.base import Device, open_device
 from toolkit.notebook.lesson import Verdict
 from toolkit.units import bytes_text
 
@@ -31,8 +32,11 @@ def check_memory(
     "kept" is measured while the result is still alive. `same_as` is what the call must return: numbers, tensors, or lists
     of both, on any device. Where all is right `why` is shown, else `hint`. Errors of `run` are the learner's to see.
     """
+    gpu = history.in_use() if device is None else open_device(device)
+    if gpu is not None and gpu.torch.type == "cuda":
+        run()  # the first product of a process brings cuBLAS's workspace, which isn't the learner's
     gc.collect()  # what a cycle still holds would be freed in the middle
-    with memory(device) as use:
+    with memory(gpu) as use:
         result = run()
     found = {"peak": max(use.peak_bytes - use.baseline_bytes, 0), "kept": use.kept_bytes}
     lines, right = _within({name: found[name] for name in allowed}, allowed)
@@ -42,9 +46,16 @@ def check_memory(
 
 
 def check_held(device: Device, allowed: int, hint: str = "", why: str = "") -> Verdict:
-    """Compare what is allocated on `device` now with the bytes `allowed`. Where it is no more, `why` is shown, else `hint`."""
+    """Compare what is `held` on `device` now with the bytes `allowed`. Where it is no more, `why` is shown, else `hint`."""
+    return _verdict(*_within({"held": held(device)}, {"held": allowed}), hint, why)
+
+
+def held(device: Device) -> int:
+    """The bytes allocated on `device` now, without garbage and without cuBLAS's workspaces, which come back by themselves."""
     gc.collect()
-    return _verdict(*_within({"held": device.memory().allocated_bytes}, {"held": allowed}), hint, why)
+    if device.torch.type == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()
+    return device.memory().allocated_bytes
 
 
 def _within(found: Mapping[str, int], allowed: Mapping[str, int]) -> tuple[list[str], bool]:
