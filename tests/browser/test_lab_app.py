@@ -1,4 +1,5 @@
-"""The Lab in a real JupyterLab with the real demo model: load, generate, watch the text grow, cancel, compare, fail."""
+"""The Lab in a real JupyterLab with the real demo model: load, generate, watch the text grow, cancel, compare, fail; what it
+took of the memory."""
 
 from __future__ import annotations
 
@@ -90,3 +91,119 @@ def test_cancel_midway_keeps_the_text(app) -> None:
     command(page, "notebook:run-cell")
     page.wait_for_selector(".jp-OutputArea-output pre:text('cancelled')", timeout=20_000)
     assert page.inner_text(".jp-OutputArea-output pre").strip().endswith("None")  # no error
+
+
+# ---- the Memory panel
+
+LIVE, ROWS = ".tk-memory.tk-live", ".tk-measured tbody tr"
+
+
+def dressed(page, name: str) -> None:
+    from test_model_shown import theme  # which imports this file
+
+    theme(page, name)
+
+
+def at_top(page, place: str, name: str) -> None:
+    """Scroll `place` to the top, keep a picture, and look for what can't be read."""
+    from test_model_shown import FAULTS
+
+    page.locator(place).first.evaluate("(element) => element.scrollIntoView()")
+    page.wait_for_timeout(400)
+    shot(page, name)
+    assert page.evaluate(FAULTS.replace(".tk-model", ".tk-lab .tk-panel:last-child")) == []
+
+
+def generate(page, tokens: int = 8) -> None:
+    fill(page, "Max tokens", tokens)
+    press(page, "Generate")
+    page.wait_for_selector(".tk-lab :text('Done.')", timeout=90_000)
+
+
+def test_loads_and_generations_open_their_memory(app) -> None:
+    page = app
+    page.set_viewport_size({"width": 1300, "height": 1400})
+    assert "No device is in use" in page.inner_text(".tk-panel:has(h3:text('Memory'))")
+    at_top(page, ".tk-lab h3:text-is('Memory')", "lab-memory-empty")
+    fill(page, "Model", "random/gemma4-31b")
+    load(page)
+    fill(page, "Prompt", "1 2 3")
+    generate(page)
+    assert page.locator(ROWS).count() == 3
+    page.locator(ROWS).nth(2).locator("td").nth(1).click()  # anywhere in the row
+    page.wait_for_selector(f".tk-lab {LIVE}[data-ms]", timeout=30_000)
+    assert "lab.model.layers" in page.inner_text(f".tk-lab {LIVE} .tk-legend")
+    assert "lab.model.layers" in page.inner_text(".tk-lab .tk-held")
+    press(page, "What if")
+    page.wait_for_selector(".tk-what-if tr:has-text('rtx-4090') .tk-no", timeout=30_000)
+    assert page.locator(".tk-what-if tr:has-text('h200') .tk-yes").count() == 2
+    for name in ("light", "dark"):
+        dressed(page, name)
+        at_top(page, ".tk-lab h3:text-is('Memory')", f"lab-memory-{name}")
+        at_top(page, ".tk-lab .tk-held", f"lab-memory-what-if-{name}")
+    cells = page.locator(".jp-Cell").count()
+    page.locator(f"{ROWS} input").nth(2).focus()
+    page.keyboard.press("ArrowUp")
+    page.wait_for_selector(f"{ROWS}:nth-child(2) input:checked")
+    page.wait_for_selector(".tk-lab .tk-what-if", state="detached")  # it was the other one's
+    assert page.evaluate("document.activeElement.closest('.tk-measured') !== null")
+    page.keyboard.press("ArrowUp")
+    page.wait_for_selector(f"{ROWS}:nth-child(1) input:checked")
+    assert page.locator(".jp-Cell").count() == cells
+    page.set_viewport_size({"width": 640, "height": 1300})
+    page.wait_for_timeout(500)
+    at_top(page, ".tk-lab h3:text-is('Memory')", "lab-memory-narrow")
+
+
+def test_a_budget_holds_and_says_who_held_what(app, lab) -> None:
+    page = app
+    page.set_viewport_size({"width": 1300, "height": 1400})
+    fill(page, "Budget", "eight")
+    press(page, "Set")
+    page.wait_for_selector(".tk-lab .tk-error :text('24 GiB')")
+    fill(page, "Budget", "600 MiB")
+    press(page, "Set")
+    page.wait_for_selector(".tk-figures :text('budget 600 MiB')")
+    fill(page, "Model", "random/qwen3-0.6b")
+    press(page, "Load")
+    page.wait_for_selector(".tk-lab .tk-why:has-text('Held then')", timeout=60_000)
+    page.wait_for_selector(f"{ROWS} em:text('out of memory')")
+    at_top(page, ".tk-lab", "lab-memory-shortage")
+    at_top(page, ".tk-lab h3:text-is('Memory')", "lab-memory-budget")
+    press(page, "Lift")
+    page.wait_for_selector(".tk-figures :text('no budget')")
+    load(page)
+    page.locator(f"{ROWS} input").nth(0).check()
+    page.wait_for_selector(f".tk-lab {LIVE}[data-ms]")
+    fill(page, "File", "taken")
+    for button, name in (("Save as HTML", "taken.html"), ("Save as PyTorch snapshot", "taken.pickle")):
+        press(page, button)
+        page.wait_for_selector(f".tk-lab :text('{name} (load')")
+        assert (lab.root / name).stat().st_size > 1000
+
+
+def test_hidden_memory_and_the_cells_of_the_notebook(notebook) -> None:
+    lost = "import torch\nx = torch.ones(1 << 20, device='vgpu')\nx * 2"
+    page = notebook("%load_ext toolkit\n%memory on", APP, lost, run=False)
+    page.set_viewport_size({"width": 1300, "height": 1400})
+    ready(page)
+    for _ in range(2):
+        command(page, "notebook:run-cell-and-select-next")
+    page.wait_for_selector(".tk-lab button:text-is('Load')", timeout=60_000)
+    load(page)
+    press(page, "Look for it")
+    page.wait_for_selector(".tk-lab :text('Nothing on a GPU')")  # the Lab's own model isn't hidden
+    page.locator(".jp-CodeCell .jp-InputPrompt").nth(2).click()
+    command(page, "notebook:run-cell")
+    page.wait_for_selector(".jp-OutputArea-prompt:text('[3]:')", timeout=30_000)
+    press(page, "Look for it")
+    page.wait_for_selector(".tk-lab td:text('Out[3]')")
+    press(page, "Show the cells")
+    page.wait_for_selector(".tk-lab .tk-session", timeout=30_000)
+    for name in ("light", "dark"):
+        dressed(page, name)
+        at_top(page, ".tk-lab h4:text-is('Held without a variable')", f"lab-memory-cells-{name}")
+    press(page, "Release")
+    page.wait_for_selector(".tk-lab :text('Let go of 4.00 MiB')")
+    press(page, "Look again")
+    page.wait_for_selector(".tk-figures :text('allocated 11.5 MiB')")

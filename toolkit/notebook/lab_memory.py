@@ -126,7 +126,7 @@ class MemoryPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no type
         self.what_if_button = works("What if", "question", fits, "what-if", self._what_if, one)
         self.page_button = works("Save as HTML", "file", "A page that stands alone", "save", lambda: self._save(".html"), one)
         self.snapshot_button = works("Save as PyTorch snapshot", "file-o", viz, "save", lambda: self._save(".pickle"), one)
-        self.snapshot_button.layout.width = "200px"
+        self.snapshot_button.layout.width = "220px"
         self.actions = _row(self.what_if_button, self.file_field, self.page_button, self.snapshot_button)
         self.actions.layout.display = "none"
         hidden, forget = "Tracebacks, Out[] and _ that hold device memory", "Forget the last traceback and the kept results"
@@ -328,7 +328,7 @@ def measured_html(uses: Mapping[int, tuple[str, MemoryUse]]) -> str:
     """The table of measurements, the last one first, each with a radio button whose value is its number."""
     most = max((use.peak_bytes for _, use in uses.values()), default=0)
     body = "".join(_measured_row(n, *uses[n], max(most, 1)) for n in sorted(uses, reverse=True))
-    return f'<div class="tk-wrap tk-measured">{_table(_COLUMNS, body)}</div>'
+    return f'<div class="tk-measured">{_table(_COLUMNS, body)}</div>'
 
 
 def _measured_row(number: int, what: str, use: MemoryUse, most_bytes: int) -> str:
@@ -345,7 +345,7 @@ def _measured_row(number: int, what: str, use: MemoryUse, most_bytes: int) -> st
     texts += [bytes_text(use.host_peak_bytes) if use.host_peak_bytes else "-", seconds_text(use.elapsed_s)]
     # without the attribute JupyterLab takes the arrow keys
     radio = f'<input type="radio" value="{number}" data-lm-suppress-shortcuts="true">'
-    label = f"<label>{radio}<span>{escape(what)}</span>{f' <em>{escape(bad)}</em>' if bad else ''}</label>"
+    label = f"<label>{radio}<span>{escape(what)}{f' <em>{escape(bad)}</em>' if bad else ''}</span></label>"
     return f"<tr><td>{label}</td>{''.join(f'<td>{text}</td>' for text in texts)}</tr>"
 
 
@@ -384,7 +384,7 @@ def hidden_html(found: list[owners.Holder]) -> str:
         return "Nothing on a GPU is held without a variable."
     rows = "".join(f"<tr><td>{escape(held.owner)}</td><td>{bytes_text(held.bytes)}</td></tr>" for held in found)
     total = bytes_text(sum(held.bytes for held in found))
-    return f'<div class="tk-wrap">{total} in all. Release lets go of it.{_table(("held by", "bytes"), rows)}</div>'
+    return f"{total} in all. Release lets go of it.{_table(('held by', 'bytes'), rows)}"
 
 
 def what_if_html(what: str, found: Mapping[str, list[dict[str, Any]]]) -> str:
@@ -399,12 +399,12 @@ def what_if_html(what: str, found: Mapping[str, list[dict[str, Any]]]) -> str:
         body += f"<tr><td>{gpu}</td><td>{memory}</td>{cells}<td>{escape(where)}</td></tr>"
     needs = f"needs a card of {least}, {bytes_text(CONTEXT_BYTES)} of it for CUDA"
     table = _table(("GPU", "memory", *found, "where it fails"), body)
-    return f'<div class="tk-wrap tk-what-if"><b>{escape(what)}</b> {needs}. The same allocations on other cards:{table}</div>'
+    return f'<div class="tk-what-if"><b>{escape(what)}</b> {needs}. The same allocations on other cards:{table}</div>'
 
 
 def _table(names: Sequence[str], body: str) -> str:
     head = "".join(f'<th scope="col">{name}</th>' for name in names)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div class="tk-wrap"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _magics() -> Any | None:
