@@ -41,10 +41,7 @@ _HIDDEN = "A traceback and <code>Out[]</code> keep tensors alive, too, though no
 _CELLS = "Where <code>%memory on</code> measures each cell, they are shown here."
 _HOST = "It took no GPU's memory: what it held was the host's."
 _COLUMNS = ("what", "peak", "", "kept", "freed", "reserved", "host peak", "took")
-_NO_CELLS = (
-    "No cell has been measured. Run <code>%load_ext toolkit</code> and <code>%memory on</code> in a cell, then the cells that "
-    "you want to know about, then press the button again."
-)
+_NO_CELLS = "No cell has been measured: run <code>%load_ext toolkit</code> and <code>%memory on</code>, then some cells."
 _TABLE_JS = """
 function render({ model, el }) {
   const group = "tk" + Math.random().toString(36).slice(2);
@@ -205,12 +202,11 @@ class MemoryPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no type
 
     def _device(self) -> base.Device | None:
         """The model's device, else the one in use. Looking must not be what starts CUDA."""
-        device = getattr(self._held().get("lab.model"), "device", None)
-        if isinstance(device, base.Device):
-            return device
-        device = history.in_use()
-        started = device is not None and (device.torch.type != "cuda" or torch.cuda.is_initialized())
-        return device if started else None
+        device = getattr(self._held()["lab.model"], "device", None)
+        if not isinstance(device, base.Device):
+            device = history.in_use()
+        starts = device is not None and device.torch.type == "cuda" and not torch.cuda.is_initialized()
+        return None if starts else device
 
     def _set_budget(self) -> None:
         device = self._opened()
@@ -305,7 +301,7 @@ def _row(*parts: widgets.Widget) -> widgets.HBox:
 
 def _text(value: str, name: str, hint: str) -> widgets.Text:
     style = {"description_width": "60px"}
-    return widgets.Text(value, description=name, placeholder=hint, style=style, layout={"width": "260px"})
+    return widgets.Text(value, description=name, placeholder=hint, style=style, layout={"width": "260px", "max_width": "98%"})
 
 
 def _button(name: str, icon: str, tip: str, do: Callable[[], None]) -> widgets.Button:
