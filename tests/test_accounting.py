@@ -183,8 +183,8 @@ def test_watching_costs_nothing_afterwards(gpu):
 
 def outer_lines(trace, least):
     """The source of the lines that allocated at least so much."""
-    return [trace.meta["source"].get(place.partition(" > ")[0]) for place, n in zip(trace.text("where"), trace["bytes"], strict=True)
-            if place and n >= least]  # fmt: skip
+    source, rows = trace.meta["source"], zip(trace.text("where"), trace["bytes"], strict=True)
+    return [source.get(place.partition(" > ")[0]) for place, n in rows if place and n >= least]
 
 
 def test_without_lines_the_bytes_are_the_same(gpu):

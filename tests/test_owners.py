@@ -68,7 +68,8 @@ def started():
         (lambda: Batch(tensor()), "x.ids"), (lambda: Slots(tensor()), "x.held"), (lambda: deque([tensor()]), "x[0]"),
         (lambda: defaultdict(list, k=[tensor()]), "x['k'][0]"), (lambda: UserDict(k=tensor()), "x['k']"),
         (closing, "x (its closure): held"), (started, "x (paused): held"),
-        (lambda: partial(print, tensor()), "x (its argument 0)"), (lambda: nn.ParameterDict({"w": nn.Parameter(tensor())}), "x.w"),
+        (lambda: partial(print, tensor()), "x (its argument 0)"),
+        (lambda: nn.ParameterDict({"w": nn.Parameter(tensor())}), "x.w"),
     ],
 )  # fmt: skip
 def test_a_path_leads_to_the_tensor(make, owner):
