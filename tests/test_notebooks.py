@@ -137,3 +137,25 @@ def test_accepts_the_right_answers(path: Path, tmp_path: Path) -> None:
     verdicts = [text for text in texts(run(notebook, tmp_path)) if text.startswith(("right: ", "not so: "))]
     assert len(verdicts) == len(ANSWERS[path.stem])
     assert not [text for text in verdicts if "not so" in text]
+
+
+def test_what_is_to_be_mended_can_be_mended_after_all_has_run(tmp_path: Path) -> None:
+    """Run all, read, then go back to each exercise: its cell and the check below it are run again."""
+    (path,) = (path for path in NOTEBOOKS if path.stem.startswith("04"))
+    client = nbclient.NotebookClient(
+        nbformat.read(path, as_version=4), timeout=120, resources={"metadata": {"path": str(tmp_path)}}
+    )
+    answers = [(question, answer) for question, answer in ANSWERS[path.stem] if "None" not in question]
+    verdicts = []
+    with client.setup_kernel():
+        for number, cell in enumerate(client.nb.cells):
+            client.execute_cell(cell, number)
+        for number, cell in enumerate(client.nb.cells):
+            if answers and cell.cell_type == "code" and answers[0][0] in cell.source:
+                cell.source = cell.source.replace(*answers.pop(0))
+                for at in (number, number + 1):
+                    client.execute_cell(client.nb.cells[at], at)
+                verdicts += texts(nbformat.v4.new_notebook(cells=[client.nb.cells[number + 1]]))
+    verdicts = [text for text in verdicts if text.startswith(("right: ", "not so: "))]
+    assert len(verdicts) == 5
+    assert not [text for text in verdicts if "not so" in text]

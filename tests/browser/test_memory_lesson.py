@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from conftest import ready, run_all
 from test_memory_shown import VIEW
 from test_model_shown import FAULTS, theme
@@ -22,10 +23,11 @@ def cell_with(page, text: str):
 def look(page, cell, name: str) -> None:
     """Bring a cell to the top, and keep a picture of it and what follows."""
     cell.evaluate("(node) => node.scrollIntoView({ block: 'start' })")
-    page.wait_for_timeout(500)
+    page.wait_for_timeout(300)
     shot(page, name)
 
 
+@pytest.mark.timeout(400)  # 40 seconds where nothing else runs
 def test_the_lesson_runs_as_it_is(lab, page) -> None:
     (lab.root / "04.ipynb").write_text(json.dumps(json.loads(LESSON.read_text())))
     page.set_viewport_size({"width": 1280, "height": 1900})

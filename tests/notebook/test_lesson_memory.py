@@ -1,10 +1,12 @@
 """Repairs in the lesson on memory are judged by measured bytes and by the same result, however they are written."""
 
+import sys
+
 import pytest
 import torch
 
 import toolkit as tk
-from toolkit.notebook.lesson_memory import check_held, check_memory, held
+from toolkit.notebook.lesson_memory import check_held, check_hidden, check_memory, held
 
 MiB = 1 << 20
 
@@ -79,3 +81,16 @@ def test_what_is_held_now(gpu):
     verdict = check_held(gpu, before, hint="let go", why="gone")
     assert verdict.right
     assert repr(verdict).endswith("gone")
+
+
+def test_what_an_error_holds_is_hidden(gpu, monkeypatch):
+    def fails():
+        pinned = torch.ones(1 << 18, device=gpu.torch)
+        raise ValueError(pinned.shape)
+
+    with pytest.raises(ValueError, match="262144") as caught:
+        fails()
+    monkeypatch.setattr(sys, "last_value", caught.value, raising=False)
+    assert "not so: held without a variable - measured 1.00 MiB, allowed 0 B" in repr(check_hidden(hint="release"))
+    monkeypatch.setattr(sys, "last_value", None)
+    assert check_hidden(why="gone").right

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
+from toolkit import owners
 from toolkit.accounting import memory
-from toolkit.devices import history
-from toolkit.devices.base import Device, open_device
+from toolkit.devices import base, history
+from toolkit.devices.base import Device
 from toolkit.notebook.lesson import Verdict
+from toolkit.notebook.memory_session import user_variables
 from toolkit.units import bytes_text
 
 
@@ -32,7 +34,7 @@ def check_memory(
     "kept" is measured while the result is still alive. `same_as` is what the call must return: numbers, tensors, or lists
     of both, on any device. Where all is right `why` is shown, else `hint`. Errors of `run` are the learner's to see.
     """
-    gpu = history.in_use() if device is None else open_device(device)
+    gpu = history.in_use() if device is None else base.open_device(device)
     if gpu is not None and gpu.torch.type == "cuda":
         run()  # the first product of a process brings cuBLAS's workspace, which isn't the learner's
     gc.collect()  # what a cycle still holds would be freed in the middle
@@ -48,6 +50,16 @@ def check_memory(
 def check_held(device: Device, allowed: int, hint: str = "", why: str = "") -> Verdict:
     """Compare what is `held` on `device` now with the bytes `allowed`. Where it is no more, `why` is shown, else `hint`."""
     return _verdict(*_within({"held": held(device)}, {"held": allowed}), hint, why)
+
+
+def check_hidden(hint: str = "", why: str = "") -> Verdict:
+    """Is anything on a GPU held without a variable, as `%memory hidden` lists it? If not, `why` is shown, else `hint`."""
+    shell = base.shell()
+    visible = owners.find({} if shell is None else user_variables(shell))
+    found = {place: holder.bytes for place, holder in owners.hidden(shell).items() if place not in visible}
+    name = "held without a variable"
+    n_bytes = sum(n for (on, _), n in found.items() if on != "cpu")
+    return _verdict(*_within({name: n_bytes}, {name: 0}), hint, why)
 
 
 def held(device: Device) -> int:
