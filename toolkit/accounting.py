@@ -194,8 +194,9 @@ class Scope:
         found = _holders(variables, error)
         meta["host"]["tensor_bytes"] = sum(holder.bytes for (on, _), holder in found.items() if on == "cpu")
         self.use._trace = with_owners(trace, found, meta)
-        if isinstance(error, torch.OutOfMemoryError):
-            _explained(self.use, error, variables, found)
+        full = _out_of_memory(error)
+        if full is not None:
+            _explained(self.use, full, variables, found)
         return self.use
 
 
@@ -207,6 +208,17 @@ def why_out_of_memory(
     trace = history.end(begun)
     found = _holders(variables, error)
     return _explained(MemoryUse(with_owners(trace, found, {})), error, variables, found)
+
+
+def _out_of_memory(error: BaseException | None) -> torch.OutOfMemoryError | None:
+    """The out-of-memory error that `error` is, or comes of."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, torch.OutOfMemoryError):
+            return error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def explained(error: BaseException) -> bool:

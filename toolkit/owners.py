@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import gc
 import inspect
+import io
 import re
 import sys
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -28,6 +30,7 @@ MOST = 200_000  # values looked at: a walk ends then, so that a cell never waits
 _DEPTH = 6  # how far from a variable
 _LEAVES = (str, bytes, bytearray, int, float, complex, bool, type(None), type, ModuleType, CodeType, torch.dtype, torch.device)
 _LEAF_TYPES = frozenset(_LEAVES)
+_OPAQUE = (Device, threading.Thread, io.IOBase)  # machinery, through which all else may be reached
 _MODULE_TABLES = frozenset(vars(nn.Module()))  # what every module has: hooks, and tables that are walked by themselves
 _KINDS_BY_FILE = {"models/cache.py": "kv", "transformers/cache_utils.py": "kv", "toolkit/loading/": "weights"}
 
@@ -180,7 +183,7 @@ def _of_module(root: nn.Module, seen: set[int]) -> Iterator[Part]:
 def _parts(value: Any) -> Iterator[Part]:
     """What a value that isn't a tensor holds, by how it is reached: (".name" or "[i]", value, kind of the tensors below)."""
     name = type(value).__name__.lower()
-    if isinstance(value, Device) or "tokenizer" in name:  # a hundred thousand blocks or words, and no tensor
+    if isinstance(value, _OPAQUE) or "tokenizer" in name:  # a hundred thousand blocks or words, and no tensor of the user's
         return
     kind = "kv" if "cache" in name else None
     if isinstance(value, torch.optim.Optimizer):

@@ -265,8 +265,12 @@ def _short_file(filename: str) -> str:
     for marker in ("site-packages" + os.sep, "dist-packages" + os.sep):
         if marker in filename:
             return filename.split(marker, 1)[1]
-    relative = os.path.relpath(filename) if filename.startswith(os.getcwd() + os.sep) else filename
-    return relative.replace(os.sep, "/")
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    if filename.startswith(package + os.sep):  # ours, also where it runs from a checkout
+        filename = filename.removeprefix(os.path.dirname(package) + os.sep)
+    elif filename.startswith(os.getcwd() + os.sep):
+        filename = os.path.relpath(filename)
+    return filename.replace(os.sep, "/")
 
 
 def cell_name(filename: str) -> str:

@@ -27,7 +27,7 @@ def free_bytes(device: Device) -> int:
     memory = device.memory()
     if not memory.total_bytes:
         return _host_free()
-    free = memory.total_bytes - memory.allocated_bytes
+    free = device.limit_bytes - memory.allocated_bytes
     if device.torch.type == "cuda":
         unused = torch.cuda.mem_get_info(device.torch)[0] + memory.reserved_bytes - memory.allocated_bytes
         free = min(free, unused)
@@ -42,7 +42,7 @@ def check_room(what: str, device: Device, needed: int, smaller: Iterable[tuple[s
 
 def too_big(what: str, device: Device, needed: int, smaller: Iterable[tuple[str, int]]) -> DeviceError:
     """The error for weights that don't fit. `smaller`: options in the user's words, with the bytes they would need."""
-    free, total = free_bytes(device), device.memory().total_bytes
+    free, total = free_bytes(device), device.limit_bytes
     of = f" of {bytes_text(total)}" if total else ""
     fitting = next((f"{option} needs {bytes_text(size)}" for option, size in smaller if size <= free), None)
     larger = "machine" if device.torch.type == "cpu" else "card"

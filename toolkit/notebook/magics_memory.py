@@ -139,7 +139,7 @@ class MemoryMagics(Magics):
             return
         from toolkit.notebook.memory_picture import line_html, session_html
 
-        details = [line_html(cell.use, self.budget_bytes, is_open=True) for cell in self.session.cells]
+        details = [line_html(cell.read(), self.budget_bytes, is_open=True) for cell in self.session.cells]
         show(HTML(session_html(self.session.cells, details, self.budget_bytes)))  # type: ignore[no-untyped-call]
         if self.session.problem:
             print(self.session.problem)
@@ -181,7 +181,7 @@ class MemoryMagics(Magics):
         options = parser.parse_args(words)
         if self.session is None or not self.session.cells:
             raise UsageError("No cell has been measured. %memory on begins that.")
-        table = what_if(joined(cell.use.trace for cell in self.session.cells), options.gpus or None, options.settings)
+        table = what_if(joined(cell.read().trace for cell in self.session.cells), options.gpus or None, options.settings)
         for name in [name for name in table.columns if name.endswith("_bytes")]:
             table[name.removesuffix("_bytes")] = table.pop(name).map(bytes_text)
         show(table.drop(columns=["fails_cell", "fails_step"]))

@@ -49,6 +49,11 @@ class CellUse:
         """The measurement, read from the session's folder. Raises TraceError where its file is gone."""
         return open_memory(self.file)
 
+    def read(self) -> MemoryUse:
+        """The measurement, for one look: a session must not hold every event of every cell."""
+        held: MemoryUse | None = self.__dict__.get("use")
+        return open_memory(self.file) if held is None else held
+
     @property
     def kept_bytes(self) -> int:
         return self.end_bytes - self.baseline_bytes
