@@ -50,6 +50,7 @@ def test_what_does_not_fit_fails_with_pytorchs_error_and_who_held_what(gpu):
     assert "24.0 MiB: logits = ones(24, torch.bfloat16) in" in note
     assert "held by `logits`" in note
     assert "del logits: saves 24.0 MiB, enough" in note
+    assert "logits[:, -1].float() (nearly all of it): saves 48.0 MiB, enough" in note
     assert gpu.limit_bytes == gpu.memory().total_bytes
 
 
@@ -78,7 +79,7 @@ def test_graphs_weights_and_states_have_their_proposals(gpu):
     note = caught.value.__notes__[0]
     assert "torch.inference_mode()" in note
     assert "net in bfloat16 instead of float32: saves 8.00 MiB" in note
-    assert 'net in 4 bits: tk.load(..., scheme="q4_k_m"): saves 13.8 MiB' in note
+    assert "net in 4 bits" not in note  # tk.load didn't make it
 
 
 def test_a_budget_below_what_is_held_says_by_whom(gpu):

@@ -88,6 +88,11 @@ def test_kinds_come_from_who_holds():
     assert found["cache.layers[0]"] == "kv"
 
 
+def test_an_optimiser_holds_the_parameters_it_was_made_of():
+    optimiser = torch.optim.AdamW(nn.Linear(4, 4).to("vgpu").parameters())
+    assert names({"optimiser": optimiser})["optimiser.param_groups[...]['params'][0]"] == "weights"
+
+
 def test_the_shortest_path_names_what_several_hold():
     shared = tensor()
     assert list(names({"deep": {"a": [shared]}, "near": [shared]})) == ["near[0]"]

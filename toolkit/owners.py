@@ -30,6 +30,7 @@ MOST = 200_000  # values looked at: a walk ends then, so that a cell never waits
 _DEPTH = 6  # how far from a variable
 _LEAVES = (str, bytes, bytearray, int, float, complex, bool, type(None), type, ModuleType, CodeType, torch.dtype, torch.device)
 _LEAF_TYPES = frozenset(_LEAVES)
+_MACHINERY = ("/IPython/", "/toolkit/devices/")  # whose frames hold what the user's hold, too
 _OPAQUE = (Device, threading.Thread, io.IOBase)  # machinery, through which all else may be reached
 _MODULE_TABLES = frozenset(vars(nn.Module()))  # what every module has: hooks, and tables that are walked by themselves
 _KINDS_BY_FILE = {"models/cache.py": "kv", "transformers/cache_utils.py": "kv", "toolkit/loading/": "weights"}
@@ -187,6 +188,8 @@ def _parts(value: Any) -> Iterator[Part]:
         return
     kind = "kv" if "cache" in name else None
     if isinstance(value, torch.optim.Optimizer):
+        for group in value.param_groups:
+            yield from ((f".param_groups[...]['params'][{i}]", held, "weights") for i, held in enumerate(group["params"]))
         for number, state in enumerate(value.state.values()):
             yield from ((f".state[{number}].{name}", held, "optimizer") for name, held in dict(state).items())
     elif isinstance(value, Mapping):
@@ -257,7 +260,8 @@ def _of_traceback(error: BaseException | None) -> Iterator[tuple[str, Any]]:
         trace = error.__traceback__
         while trace is not None:
             frame = trace.tb_frame
-            ours = frame.f_code.co_name != "<module>" and "/IPython/" not in frame.f_code.co_filename.replace("\\", "/")
+            file = frame.f_code.co_filename.replace("\\", "/")
+            ours = frame.f_code.co_name != "<module>" and not any(folder in file for folder in _MACHINERY)
             for name, value in locals_of(frame).items() if ours else ():
                 yield f"{name} in {frame.f_code.co_name}() (the traceback of {type(error).__name__})", value
             trace = trace.tb_next

@@ -146,7 +146,7 @@ def what_if(
             raise unknown_name("GPU", name, CATALOGUE)
     chosen = [Settings(), Settings(expandable_segments=True)] if settings is None else settings
     events, table = _events(trace, device), []
-    for each in (Settings.parse(s) if isinstance(s, str) else s for s in chosen):
+    for each in (_settings(each) for each in chosen):
         free = _run(trace, events, _UNLIMITED, 0, each)
         smallest = _smallest(trace, events, each, free) + context_bytes
         for name in names:
@@ -154,6 +154,13 @@ def what_if(
             roomy = free.peak_reserved_bytes + context_bytes <= capacity
             table.append(_row(name, capacity, free if roomy else _run(trace, events, capacity, context_bytes, each), smallest))
     return pd.DataFrame(table)
+
+
+def _settings(given: Settings | str) -> Settings:
+    """Settings as a table prints them, or as PYTORCH_CUDA_ALLOC_CONF has them."""
+    if isinstance(given, Settings):
+        return given
+    return Settings() if given == str(Settings()) else Settings.parse(given)
 
 
 def joined(traces: Iterable[Trace]) -> Trace:

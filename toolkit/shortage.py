@@ -89,6 +89,7 @@ def explain(
     limit = min(limit_bytes, _stated(_ALLOWED, error) or limit_bytes)
     missing = max(asked + held - limit, 1)
     proposals = [*_let_go(variables, found), *_without_graph(found), *_smaller_weights(variables)]
+    proposals += _converted(where, asked)
     proposals += [*_smaller_state(ledger, at), *_chunks(ledger, at, variables), *_in_pieces(ledger, at, asked, held, limit)]
     useful = [Proposal(do, saves, saves >= missing) for do, saves in proposals if saves >= max(_LEAST * missing, 1 << 20)]
     useful.sort(key=lambda proposal: (not proposal.enough, -proposal.saves_bytes))
@@ -104,6 +105,13 @@ def _stated(pattern: re.Pattern[str], error: BaseException) -> int:
 
 
 Saving = tuple[str, int]
+
+
+def _converted(where: str | None, asked: int) -> list[Saving]:
+    """The line that failed makes a float32 of something whole."""
+    if where is None or not re.search(r"\.float\(\)|float32|\.double\(\)", where):
+        return []
+    return [("converting only what is needed, such as the last position: logits[:, -1].float() (nearly all of it)", asked)]
 
 
 def _let_go(variables: Mapping[str, Any], found: Mapping[owners.Place, owners.Holder]) -> list[Saving]:
@@ -151,6 +159,8 @@ def _smaller_weights(variables: Mapping[str, Any]) -> list[Saving]:
                 sizes[parameter.dtype] += parameter.nbytes
         half = sizes[torch.bfloat16] + sizes[torch.float16]
         savings.append((f"{name} in bfloat16 instead of float32", sizes[torch.float32] // 2))
+        if not type(value).__module__.startswith("toolkit.models"):  # what tk.load can't make again
+            continue
         int4 = sizes[torch.float32] * (1 - _Q4_BITS / 32) + half * (1 - _Q4_BITS / 16)
         savings.append((f'{name} in 4 bits: tk.load(..., scheme="q4_k_m")', int(int4)))
     return savings
