@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+from contextlib import suppress
 
 import pytest
 import torch
@@ -206,3 +207,51 @@ def test_would_it_have_fit_elsewhere(gpu):
     assert table["fits"].all()
     assert (table["smallest_bytes"] >= use.peak_bytes).all()
     del kept
+
+
+def test_a_scope_that_is_used_again_measures_anew(gpu):
+    scope = tk.memory()
+    with scope as first:
+        small = ones(1)
+    with scope as second:
+        large = ones(8)
+    assert (first.kept_bytes, second.kept_bytes) == (MiB, 8 * MiB)
+    del small, large
+
+
+def test_a_decorated_function_that_raises_pins_nothing(gpu):
+    @tk.memory
+    def failing():
+        held = ones(8)
+        raise ValueError(held.shape)
+
+    before = truth(gpu)[0]
+    gc.disable()
+    try:
+        with suppress(ValueError):
+            failing()
+        assert truth(gpu)[0] == before
+    finally:
+        gc.enable()
+
+
+def test_garbage_collected_meanwhile_leaves_the_peak_exact(gpu):
+    class Ring:
+        def __init__(self):
+            self.held, self.ring = ones(1), self
+
+    thresholds = gc.get_threshold()
+    try:
+        for threshold in (1, 2, 3, 5, 7, 11, 13):
+            gc.collect()
+            gc.set_threshold(threshold)
+            with tk.memory(gpu) as use:
+                gpu.reset_peak()
+                for _ in range(8):
+                    Ring()
+                    ones(2) + 1
+                counted = gpu.memory().peak_bytes
+            gc.set_threshold(*thresholds)
+            assert use.peak_bytes == max(counted, use.baseline_bytes)
+    finally:
+        gc.set_threshold(*thresholds)

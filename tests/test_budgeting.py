@@ -101,6 +101,25 @@ def test_budgets_nest_and_come_back(gpu):
         assert gpu.limit_bytes == 128 * MiB
 
 
+def test_budgets_may_be_lifted_in_any_order(gpu):
+    first, second = tk.budget("128 MiB"), tk.budget("64 MiB")
+    first.lift()
+    assert gpu.limit_bytes == 64 * MiB
+    second.lift()
+    second.lift()
+    assert gpu.limit_bytes == gpu.memory().total_bytes
+
+
+def test_a_budget_alone_keeps_no_history(gpu):
+    from toolkit.devices import history
+
+    tk.budget("64 MiB")
+    for _ in range(10):
+        ones(1)
+    assert history.watch is None
+    assert history.lines
+
+
 def test_the_cpu_has_nothing_to_cap():
     with pytest.raises(DeviceError, match="no allocator to cap"):
         tk.budget("8 GiB", "cpu")

@@ -1,6 +1,7 @@
 """Who holds what: paths to tensors through whatever people write, and values that don't want to be looked into."""
 
 import gc
+import time
 from collections import UserDict, defaultdict, deque
 from dataclasses import dataclass
 from functools import partial
@@ -8,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import toolkit as tk
 from toolkit import owners
@@ -149,3 +151,47 @@ def test_values_that_do_not_want_to_be_looked_into_change_nothing(make):
         more = tensor()
     assert "more" in set(use.by("owner")["owner"])
     assert names({"bad": bad, "kept": kept, "more": more}).keys() == {"kept", "more"}
+
+
+def test_a_deep_graph_is_walked_once():
+    net = nn.Sequential(*(layer for _ in range(40) for layer in (nn.Linear(4, 4), nn.ReLU()))).to("vgpu")
+    states = [net(tensor().view(1, 4))]
+    for _ in range(20):
+        states.append(net(states[-1]).tanh())
+    began = time.perf_counter()
+    found = names({"states": states})
+    assert time.perf_counter() - began < 2
+    assert any("(its graph: ReluBackward0)" in owner for owner in found)
+
+
+def test_a_checkpoint_is_not_computed_again():
+    runs = []
+
+    def forward(x):
+        runs.append(1)
+        return (x * 2).relu().pow(2).sum()
+
+    y = checkpoint(forward, tensor().requires_grad_(), use_reentrant=False)
+    with tk.memory() as use:
+        pass
+    assert len(runs) == 1
+    assert use.kept_bytes == 0
+    del y
+
+
+def test_a_frames_own_dictionary_stays_as_it_is():
+    x = 1
+    everything = locals()
+    exec("added = 2")
+    with tk.memory():
+        pass
+    assert everything["x"] == x
+    exec("assert added == 2")
+
+
+def test_keys_that_are_tensors_are_not_read():
+    gpu = tk.device("virtual:h200")
+    table = {tensor(): tensor()}
+    before = gpu.now_ns()
+    assert list(names({"table": table})) == ["table[...]"]
+    assert gpu.now_ns() == before

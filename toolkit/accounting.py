@@ -175,6 +175,7 @@ class Scope:
 
     def __enter__(self) -> MemoryUse:
         device = None if self._device is None else base.open_device(self._device)
+        self.use = MemoryUse()
         self._begun = history.begin(device, lines=self._lines)
         self._host = host.begin()
         self._start_s = perf_counter()
@@ -191,12 +192,15 @@ class Scope:
         meta: dict[str, Any] = {"elapsed_s": elapsed_s, "host": dict(vars(self.use.host))}
         if error is not None:
             meta["failed"] = type(error).__name__
-        found = _holders(variables, error)
-        meta["host"]["tensor_bytes"] = sum(holder.bytes for (on, _), holder in found.items() if on == "cpu")
-        self.use._trace = with_owners(trace, found, meta)
-        full = _out_of_memory(error)
-        if full is not None:
-            _explained(self.use, full, variables, found)
+        try:
+            found = _holders(variables, error)
+            meta["host"]["tensor_bytes"] = sum(holder.bytes for (on, _), holder in found.items() if on == "cpu")
+            self.use._trace = with_owners(trace, found, meta)
+            full = _out_of_memory(error)
+            if full is not None:
+                _explained(self.use, full, variables, found)
+        except Exception as problem:  # what people's variables do when looked at must not stand in for what their code did
+            self.use._trace = Trace(trace.columns, trace.strings, {**trace.meta, **meta, "problem": repr(problem)})
         return self.use
 
 
@@ -263,7 +267,7 @@ def _decorated(function: F, device: base.Device | str | None = None, lines: bool
 
     def end(scope: Scope, error: BaseException | None) -> None:
         wrapper.memory = scope.end(variables_of(sys._getframe(2)), error)  # type: ignore[attr-defined]
-        print(f"{function.__qualname__}: {wrapper.memory.line()}")  # type: ignore[attr-defined]
+        print(f"{getattr(function, '__qualname__', type(function).__name__)}: {wrapper.memory.line()}")  # type: ignore[attr-defined]
 
     if inspect.iscoroutinefunction(function):
 
@@ -278,6 +282,7 @@ def _decorated(function: F, device: base.Device | str | None = None, lines: bool
                 raise
             finally:
                 end(scope, error)
+                error = None  # else the error and this frame would keep each other
 
     else:
 
@@ -292,6 +297,7 @@ def _decorated(function: F, device: base.Device | str | None = None, lines: bool
                 raise
             finally:
                 end(scope, error)
+                error = None  # else the error and this frame would keep each other
 
     return wrapper  # type: ignore[return-value]
 

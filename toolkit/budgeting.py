@@ -20,14 +20,17 @@ from toolkit.units import bytes_text, parse_bytes
 _LEAST = 2 << 20  # CUDA's allocator takes no less from the driver
 
 
+_holding: list[Budget] = []  # the latest last
+
+
 class Budget:
     """A cap on a device's allocator. It holds until `lift`, or until the end of its `with` block.
 
     `bytes` is the cap, `device` the device. In a `with` block the budget that held before comes back afterwards.
     """
 
-    def __init__(self, device: base.Device, n_bytes: int, before: int | None) -> None:
-        self.device, self.bytes, self._before = device, n_bytes, before
+    def __init__(self, device: base.Device, n_bytes: int) -> None:
+        self.device, self.bytes = device, n_bytes
         self._scope: Scope | None = None
 
     def __repr__(self) -> str:
@@ -35,10 +38,12 @@ class Budget:
         return f"Budget({bytes_text(self.bytes)} on {self.device.name}, {bytes_text(held)} allocated)"
 
     def lift(self) -> None:
-        """Let the allocator take what the card has, as before."""
-        self.device.limit(self._before)
-        if self._before is None:
-            _explain_errors(False)
+        """End this budget: the one before it that still holds comes back, else the card's memory is the limit."""
+        if self in _holding:
+            _holding.remove(self)
+        left = [budget.bytes for budget in _holding if budget.device is self.device]
+        self.device.limit(left[-1] if left else None)
+        _explain_errors(bool(_holding))
 
     def __enter__(self) -> Budget:
         self._scope = Scope(self.device)
@@ -61,10 +66,10 @@ def budget(size: int | float | str | None, device: base.Device | str | None = No
     the budget is above what the card has; DeviceError where there is no GPU, real or virtual; ToolkitError for no size.
     """
     gpu = _device(device)
-    before = gpu._limit_bytes
     if size is None:
+        for held in [held for held in _holding if held.device is gpu]:
+            held.lift()
         gpu.limit(None)
-        _explain_errors(False)
         return None
     n_bytes = parse_bytes(size)
     asked = f"a budget of {bytes_text(n_bytes)} on {gpu.name}"
@@ -80,7 +85,8 @@ def budget(size: int | float | str | None, device: base.Device | str | None = No
         raise BudgetError(asked, found, do, bytes=n_bytes, allocated_bytes=memory.allocated_bytes)
     gpu.limit(n_bytes)
     _explain_errors(True)
-    return Budget(gpu, n_bytes, before)
+    _holding.append(Budget(gpu, n_bytes))
+    return _holding[-1]
 
 
 def _device(device: base.Device | str | None) -> base.Device:

@@ -17,8 +17,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from types import CodeType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType
+from functools import lru_cache, partial
+from time import perf_counter
+from types import CodeType, FrameType, FunctionType, GeneratorType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -26,7 +27,11 @@ from torch import nn
 
 from toolkit.devices.base import Device
 
-MOST = 200_000  # values looked at: a walk ends then, so that a cell never waits long for it
+MOST, _MOST_NODES, _MOST_S = (
+    200_000,
+    50_000,
+    0.5,
+)  # values, nodes of graphs, seconds: a walk ends then, so that no cell waits long
 _DEPTH = 6  # how far from a variable
 _LEAVES = (str, bytes, bytearray, int, float, complex, bool, type(None), type, ModuleType, CodeType, torch.dtype, torch.device)
 _LEAF_TYPES = frozenset(_LEAVES)
@@ -50,7 +55,8 @@ Place = tuple[str, int]  # device type, address
 
 def find(variables: Mapping[str, Any]) -> dict[Place, Holder]:
     """The memory that `variables` reach, by device and address: breadth first, so the shortest path names it."""
-    return _walk((name, value) for name, value in list(variables.items()) if not name.startswith("_"))
+    named = ((name, value) for name, value in list(variables.items()) if type(name) is str)
+    return _walk((name, value) for name, value in named if not name.startswith("_"))
 
 
 def hidden(shell: Any | None = None, error: BaseException | None = None) -> dict[Place, Holder]:
@@ -88,12 +94,15 @@ def locals_of(frame: FrameType) -> dict[str, Any]:
     """The local variables of a frame, and nothing that keeps them alive.
 
     Before Python 3.13 a function's frame keeps the dictionary that `f_locals` made, and with it what the variables held even
-    after `del`: it is emptied again. The variables themselves lie elsewhere.
+    after `del`: it is emptied again, unless somebody else has it (`d = locals()`) or put names of its own in (`exec`). The
+    variables themselves lie elsewhere.
     """
-    names = frame.f_locals
+    names, code = frame.f_locals, frame.f_code
     found = dict(names)
-    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13):
-        names.clear()
+    if code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13):
+        own = {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
+        if sys.getrefcount(names) <= 3 and own.issuperset(found):  # the frame's, ours, and the one that asks
+            names.clear()
     return found
 
 
@@ -102,24 +111,32 @@ def locals_of(frame: FrameType) -> dict[str, Any]:
 
 def _walk(roots: Iterable[tuple[str, Any]]) -> dict[Place, Holder]:
     found: dict[Place, Holder] = {}
-    seen: set[int] = set()
+    seen: dict[int, Any] = {}  # by identity; keeps what it has seen, so that no other value gets the same
+    nodes: set[Any] = set()
     queue: deque[tuple[str, Any, str | None, int]] = deque((path, value, None, 0) for path, value in roots)
-    looked = 0
-    while queue and looked < MOST:
+    ends_s = perf_counter() + _MOST_S
+    while queue and len(seen) < MOST and perf_counter() < ends_s:
         path, value, kind, depth = queue.popleft()
         if type(value) in _LEAF_TYPES or id(value) in seen:
             continue
-        seen.add(id(value))
-        looked += 1
+        seen[id(value)] = value
         # other people's classes may raise where they are looked into, and threads change what is walked
         with suppress(Exception):
-            if isinstance(value, torch.Tensor):
+            if _isa(value, torch.Tensor):
                 _note(found, path, value, kind)
-                queue.extend((f"{path}{more}", held, k, depth + 1) for more, held, k in _of_tensor(value))
-            elif depth < _DEPTH and not isinstance(value, _LEAVES):
-                parts = _of_module(value, seen) if isinstance(value, nn.Module) else _parts(value)
+                if value.is_leaf and value.grad is not None:
+                    queue.append((f"{path}.grad", value.grad, "gradients", depth + 1))
+                for node, tensor in _graph(value, nodes):
+                    _note(found, f"{path} (its graph: {node})", tensor, None if _isa(tensor, nn.Parameter) else "activations")
+            elif depth < _DEPTH and not _isa(value, _LEAVES) and len(queue) < MOST:
+                parts = _of_module(value, seen) if _isa(value, nn.Module) else _parts(value)
                 queue.extend((f"{path}{more}", held, k or kind, depth + 1) for more, held, k in parts)
     return found
+
+
+def _isa(value: Any, kinds: Any) -> bool:
+    """As isinstance, by the type alone: a proxy's `__class__` would load what it stands for."""
+    return issubclass(type(value), kinds)
 
 
 def _note(found: dict[Place, Holder], path: str, tensor: torch.Tensor, kind: str | None) -> None:
@@ -129,39 +146,38 @@ def _note(found: dict[Place, Holder], path: str, tensor: torch.Tensor, kind: str
         found.setdefault(place, Holder(path, kind, tensor.untyped_storage().nbytes()))
 
 
-Part = tuple[str, Any, str | None]
+def _graph(tensor: torch.Tensor, seen: set[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a tensor's graph has saved for the backward pass: (node, tensor). `seen`: the nodes of this walk, each once.
 
-
-def _of_tensor(tensor: torch.Tensor) -> Iterator[Part]:
-    """What a tensor keeps alive beside its own memory: its gradient, and what its graph has saved for the backward pass."""
-    if tensor.is_leaf:
-        if tensor.grad is not None:
-            yield ".grad", tensor.grad, "gradients"
-        return
+    What hooks have packed isn't unpacked: that would run them, and compute a checkpoint's forward pass again.
+    """
     nodes: deque[Any] = deque([tensor.grad_fn])
-    seen: set[Any] = set()
-    while nodes and len(seen) < 10_000:
+    while nodes and len(seen) < _MOST_NODES:
         node = nodes.popleft()
         if node is None or node in seen:
             continue
         seen.add(node)
-        for name in dir(node):
-            if name.startswith("_saved_"):
-                yield from _saved(node, name)
+        leaf: Any = getattr(node, "variable", None)  # of a leaf whose gradient is accumulated
+        if _isa(leaf, torch.Tensor):
+            yield node.name(), leaf
+        for name in _saved_names(type(node)):  # type: ignore[arg-type]
+            raw = getattr(node, name)
+            for saved in raw if _isa(raw, tuple | list) else (raw,):
+                if getattr(saved, "unpack_hook", saved) is None and _isa(saved.data, torch.Tensor):
+                    yield node.name(), saved.data
         nodes.extend(following for following, _ in node.next_functions)
 
 
-def _saved(node: Any, name: str) -> Iterator[Part]:
-    try:
-        value = getattr(node, name)
-    except RuntimeError:  # freed by the backward pass, or changed in place since
-        return
-    for tensor in value if isinstance(value, tuple | list) else (value,):
-        if isinstance(tensor, torch.Tensor) and not isinstance(tensor, nn.Parameter):
-            yield f" (its graph: {node.name()})", tensor, "activations"
+@lru_cache(maxsize=4096)
+def _saved_names(node: type) -> tuple[str, ...]:
+    """Under which names a kind of node has its saved tensors, packed."""
+    return tuple(name for name in dir(node) if name.startswith("_raw_saved_"))
 
 
-def _of_module(root: nn.Module, seen: set[int]) -> Iterator[Part]:
+Part = tuple[str, Any, str | None]
+
+
+def _of_module(root: nn.Module, seen: dict[int, Any]) -> Iterator[Part]:
     """The weights and buffers of a module and of those inside, and what else they hold. Thousands: nothing is asked twice."""
     modules = [("", root)]
     while modules:
@@ -173,7 +189,7 @@ def _of_module(root: nn.Module, seen: set[int]) -> Iterator[Part]:
                     yield f"{path}.{name}", tensor, "weights"
         for name, child in names["_modules"].items():
             if child is not None and id(child) not in seen:
-                seen.add(id(child))
+                seen[id(child)] = child
                 modules.append((f"{path}.{name}", child))
         kind = "kv" if "cache" in type(module).__name__.lower() else None
         for name, held in list(names.items()):
@@ -184,28 +200,34 @@ def _of_module(root: nn.Module, seen: set[int]) -> Iterator[Part]:
 def _parts(value: Any) -> Iterator[Part]:
     """What a value that isn't a tensor holds, by how it is reached: (".name" or "[i]", value, kind of the tensors below)."""
     name = type(value).__name__.lower()
-    if isinstance(value, _OPAQUE) or "tokenizer" in name:  # a hundred thousand blocks or words, and no tensor of the user's
+    if _isa(value, _OPAQUE) or "tokenizer" in name:  # a hundred thousand blocks or words, and no tensor of the user's
         return
     kind = "kv" if "cache" in name else None
-    if isinstance(value, torch.optim.Optimizer):
+    if _isa(value, torch.optim.Optimizer):
         for group in value.param_groups:
             yield from ((f".param_groups[...]['params'][{i}]", held, "weights") for i, held in enumerate(group["params"]))
         for number, state in enumerate(value.state.values()):
             yield from ((f".state[{number}].{name}", held, "optimizer") for name, held in dict(state).items())
-    elif isinstance(value, Mapping):
+    elif _isa(value, Mapping):
         if not _only_leaves(value.values()):
-            yield from ((f"[{key!r}]" if len(repr(key)) < 40 else "[...]", held, kind) for key, held in list(value.items()))
-    elif isinstance(value, list | tuple | set | frozenset | deque):
+            yield from ((_key_text(key), held, kind) for key, held in list(value.items()))
+    elif _isa(value, list | tuple | set | frozenset | deque):
         if not _only_leaves(value):
             yield from ((f"[{i}]", held, kind) for i, held in enumerate(list(value)))
-    elif isinstance(value, FunctionType | MethodType):
+    elif _isa(value, FunctionType | MethodType):
         yield from _closure(value)
-    elif isinstance(value, partial):
+    elif _isa(value, partial):
         yield from ((f" (its argument {i})", held, kind) for i, held in enumerate((*value.args, *value.keywords.values())))
-    elif isinstance(value, GeneratorType) and value.gi_frame is not None:
+    elif _isa(value, GeneratorType) and value.gi_frame is not None:
         yield from ((f" (paused): {name}", held, kind) for name, held in locals_of(value.gi_frame).items())
-    elif not isinstance(value, FrameType):
+    elif not _isa(value, FrameType):
         yield from ((more, held, kind) for more, held in _own(value))
+
+
+def _key_text(key: Any) -> str:
+    """How a key reads, where that is short and looking at it does nothing: a tensor's text would be copied from the GPU."""
+    text = repr(key) if type(key) in (str, int, bool, type(None)) else ""
+    return f"[{text}]" if 0 < len(text) < 40 else "[...]"
 
 
 def _only_leaves(values: Iterable[Any]) -> bool:
@@ -222,9 +244,10 @@ def _own(value: Any) -> Iterator[tuple[str, Any]]:
     yield from ((f".{name}", held) for name, held in list(names.items()))
     for base in type(value).__mro__:
         for name in base.__dict__.get("__slots__", ()) if isinstance(base.__dict__.get("__slots__", ()), tuple | list) else ():
-            member = base.__dict__.get(name)
-            if member is not None and hasattr(value, name):
-                yield f".{name}", getattr(value, name)
+            member: Any = base.__dict__.get(name)
+            if _isa(member, MemberDescriptorType):
+                with suppress(AttributeError):  # not set
+                    yield f".{name}", member.__get__(value)
 
 
 def _closure(function: Any) -> Iterator[Part]:
@@ -243,6 +266,15 @@ def _closure(function: Any) -> Iterator[Part]:
 
 def _hidden_values(shell: Any | None, error: BaseException | None) -> Iterator[tuple[str, Any]]:
     yield from _of_traceback(error)
+    yield from _results(shell)
+
+
+def results(shell: Any | None) -> dict[Place, Holder]:
+    """What a notebook keeps of its cells' results: `Out[7]` and `_`."""
+    return _walk(_results(shell))
+
+
+def _results(shell: Any | None) -> Iterator[tuple[str, Any]]:
     if shell is not None:
         names = shell.user_ns
         for number, value in list(names.get("Out", {}).items()):
@@ -280,7 +312,7 @@ def release(shell: Any | None = None, variables: Mapping[str, Any] | None = None
             delattr(sys, name)
     if shell is not None:
         for names in (shell.user_ns, shell.user_ns_hidden):
-            for name in [name for name in names if re.fullmatch(r"_+|_[0-9]+", name)]:
+            for name in [name for name in names if type(name) is str and re.fullmatch(r"_+|_[0-9]+", name)]:
                 del names[name]
         shell.user_ns.get("_oh", {}).clear()
         shell.displayhook._ = shell.displayhook.__ = shell.displayhook.___ = ""

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from toolkit import owners
+from toolkit.devices.base import shell
 from toolkit.ledger import UNOWNED, Ledger, place_text
 from toolkit.units import bytes_text
 
@@ -23,6 +24,9 @@ _ALLOWED = re.compile(r"([0-9.]+ [KMGT]?i?B) allowed")
 _Q4_BITS = 4.5  # a weight of Q4_K: 4 bits, and 16 bytes of scales for each 256 (ggml-quants.h)
 _CHUNK = 512  # tokens of a prompt at a time
 _LEAST = 0.02  # of what is missing: what saves less isn't proposed
+
+
+_NOT_SHORT = {True: ", but in pieces.", False: ": what was held when it failed has been let go of since."}
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class Shortage:
     where: str | None
     holders: tuple[str, ...]
     proposals: tuple[Proposal, ...]
+    exact: bool = True  # is the moment that of the failure? else what was held then may have been let go of
 
     @property
     def missing_bytes(self) -> int:
@@ -56,7 +61,7 @@ class Shortage:
     def __str__(self) -> str:
         asked, limit, held = (bytes_text(n) for n in (self.asked_bytes, self.limit_bytes, self.held_bytes))
         free = bytes_text(max(self.limit_bytes - self.held_bytes, 0))
-        short = f": {bytes_text(self.missing_bytes)} too little." if self.missing_bytes else ", but in pieces."
+        short = f": {bytes_text(self.missing_bytes)} too little." if self.missing_bytes else _NOT_SHORT[self.exact]
         by = f" by {self.where}" if self.where else ""
         lines = [
             f"{asked} asked for{by}; of {limit}, {held} were held and {free} free{short}",
@@ -93,7 +98,7 @@ def explain(
     proposals += [*_smaller_state(ledger, at), *_chunks(ledger, at, variables), *_in_pieces(ledger, at, asked, held, limit)]
     useful = [Proposal(do, saves, saves >= missing) for do, saves in proposals if saves >= max(_LEAST * missing, 1 << 20)]
     useful.sort(key=lambda proposal: (not proposal.enough, -proposal.saves_bytes))
-    return Shortage(asked, held, limit, where, tuple(ledger.sentences(at)), tuple(useful[:6]))
+    return Shortage(asked, held, limit, where, tuple(ledger.sentences(at)), tuple(useful[:6]), bool(len(failed)))
 
 
 def _stated(pattern: re.Pattern[str], error: BaseException) -> int:
@@ -126,9 +131,12 @@ def _let_go(variables: Mapping[str, Any], found: Mapping[owners.Place, owners.Ho
         else:
             root = re.split(r"[.\[ ]", holder.owner, maxsplit=1)[0]
             roots[root] = roots.get(root, 0) + holder.bytes
+    results = owners.results(shell())
     savings = [("%memory release (results that Out[] and _ keep)", stale)]
     for root in sorted(roots, key=lambda name: -roots[name])[:4]:
-        others = owners.find({name: value for name, value in variables.items() if name != root})
+        if root == "self":
+            continue
+        others = {**results, **owners.find({name: value for name, value in variables.items() if name != root})}
         alone = sum(
             h.bytes for place, h in found.items() if place[0] != "cpu" and place not in others and _rooted(h.owner, root)
         )

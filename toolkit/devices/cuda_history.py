@@ -8,6 +8,7 @@ the history on, it is read and left as it is. No counters are reset.
 from __future__ import annotations
 
 import importlib
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from toolkit.traces.steps import steps_from_ranges
 from toolkit.traces.table import KIND, Strings, from_columns
 
 Snapshot = dict[str, Any]
+_FEW = 1000  # entries kept where nobody wants them
 _KINDS = {
     "alloc": KIND["alloc"], "free_requested": KIND["free"], "segment_alloc": KIND["segment_alloc"],
     "segment_map": KIND["segment_alloc"], "segment_free": KIND["segment_free"], "segment_unmap": KIND["segment_free"],
@@ -55,8 +57,11 @@ class CudaHistory:
         self.on = self._lines = self._foreign = False
         self.steps: list[Range] = []
 
-    def start(self, *, anew: bool, lines: bool) -> None:
-        """Let the allocator keep its history, with the lines that allocate. `anew`: nobody needs what it has so far."""
+    def start(self, *, anew: bool, lines: bool, events: bool = True) -> None:
+        """Let the allocator keep its history, with the lines that allocate. `anew`: nobody needs what it has so far.
+
+        `events=False`: only the lines of what is alive are wanted, and few events are kept.
+        """
         if not self.on:
             importlib.import_module("torch._inductor.codecache")  # a snapshot would, which takes seconds the first time
             self._foreign = bool(torch._C._cuda_isHistoryEnabled())
@@ -64,7 +69,10 @@ class CudaHistory:
         if not self._foreign and (anew or (lines and not self._lines)):
             # a line for each allocation; who frees isn't asked, which halves what a decode step pays
             context = "alloc" if lines else None
-            torch.cuda.memory._record_memory_history("all", context=context, stacks="python", clear_history=anew)
+            most = sys.maxsize if events else _FEW
+            torch.cuda.memory._record_memory_history(
+                "all", context=context, stacks="python", max_entries=most, clear_history=anew
+            )
             self._lines = lines
         if anew:
             self.steps.clear()

@@ -59,16 +59,17 @@ def begin(device: base.Device | None = None, *, lines: bool = True) -> Begun:
         virtual = _virtual(device)
         try:
             if virtual is not None:
-                begun.start_ns = virtual.now_ns()
-                begun.before = _rows_held(virtual, begun.builder)
+                with virtual.machine._in_order():
+                    begun.start_ns, begun.since = virtual.now_ns(), len(begun.builder)
+                    begun.before = _rows_held(virtual, begun.builder)
             elif device is None or device.torch.type == "cuda":
                 cuda = _cuda(anew=not _open)
                 begun.cuda = cuda.begin() if cuda is not None else None
         except BaseException:
-            if not _open and not _kept:
-                _watch(None)
+            if not _open:
+                _rest()
+            _note_lines()
             raise
-        begun.since = len(begun.builder)
         _open.append(begun)
         return begun
 
@@ -83,8 +84,8 @@ def end(begun: Begun) -> Trace:
         try:
             return _trace_of(begun)
         finally:
-            if not _open and not _kept:
-                _stop()
+            if not _open:
+                _rest()
 
 
 def _trace_of(begun: Begun) -> Trace:
@@ -128,10 +129,8 @@ def keep() -> None:
     with _lock:
         _kept += 1
         _note_lines()
-        if watch is None:
-            _watch(TraceBuilder())
         if _virtual(None) is None:
-            _cuda(anew=not _open)
+            _cuda(anew=not _open, events=bool(_open))
 
 
 def release() -> None:
@@ -140,8 +139,8 @@ def release() -> None:
     with _lock:
         _kept = max(_kept - 1, 0)
         _note_lines()
-        if not _open and not _kept:
-            _stop()
+        if not _open:
+            _rest()
 
 
 def card_opened() -> None:
@@ -175,12 +174,16 @@ def _watch(builder: TraceBuilder | None) -> None:
     watch = builder
 
 
-def _stop() -> None:
+def _rest() -> None:
+    """No scope is open: nothing is noted, but lines where somebody wants to know them of what is alive later."""
     _watch(None)
-    if "toolkit.devices.cuda_history" in sys.modules:
-        from toolkit.devices.cuda_history import the_history
-
-        the_history.stop()
+    module = sys.modules.get("toolkit.devices.cuda_history")
+    if module is None or not module.the_history.on:
+        return
+    if _kept:
+        module.the_history.start(anew=True, lines=True, events=False)
+    else:
+        module.the_history.stop()
 
 
 def _virtual(device: base.Device | None) -> VirtualGpu | None:
@@ -215,7 +218,7 @@ def _rows_held(virtual: VirtualGpu, builder: TraceBuilder) -> list[Row]:
     return segments + blocks
 
 
-def _cuda(*, anew: bool) -> CudaHistory | None:
+def _cuda(*, anew: bool, events: bool = True) -> CudaHistory | None:
     """CUDA's history, which is kept from now on; None without CUDA. `anew`: what it has so far may be forgotten."""
     import torch
 
@@ -223,5 +226,5 @@ def _cuda(*, anew: bool) -> CudaHistory | None:
         return None
     from toolkit.devices.cuda_history import the_history
 
-    the_history.start(anew=anew, lines=lines)
+    the_history.start(anew=anew, lines=lines, events=events)
     return the_history

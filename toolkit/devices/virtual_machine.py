@@ -8,6 +8,7 @@ executes the effects that `rules` says an operation has.
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -97,20 +98,35 @@ class Machine:
 
     def allocate(self, n_bytes: int) -> tuple[Block, str | None]:
         """Take memory for the current stream and record it; what this returns, `free` takes back."""
-        stream, watch = here().stream, history.watch
-        if self._builder is None and watch is None and n_bytes < NOTED_BYTES:
+        stream = here().stream
+        if self._builder is None and not history.lines and history.watch is None and n_bytes < NOTED_BYTES:
             return self.memory.allocate(n_bytes, stream), None
         where = base.chain() if history.lines or self.lines or n_bytes >= NOTED_BYTES else None
-        block = self.memory.allocate(n_bytes, stream, where)
-        self._note("alloc", block, where)
+        with self._in_order():
+            block = self.memory.allocate(n_bytes, stream, where)
+            self._note("alloc", block, where)
         return block, where
 
     def free(self, taken: tuple[Block, str | None]) -> None:
         """Give back what `allocate` returned."""
-        block = taken[0]
-        if self._builder is not None or history.watch is not None:  # before it is free: afterwards it joins its neighbours
-            self._note("free", block, None)
-        self.memory.free(*taken)
+        if self._builder is None and history.watch is None:
+            self.memory.free(*taken)
+            return
+        with self._in_order():
+            self._note("free", taken[0], None)  # before it is free: afterwards it joins its neighbours
+            self.memory.free(*taken)
+
+    @contextmanager
+    def _in_order(self) -> Iterator[None]:
+        """What happens and what is noted of it, as one: no other thread's, and no garbage's blocks in between."""
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with self._lock:
+                yield
+        finally:
+            if collects:
+                gc.enable()
 
     def _note(self, kind: str, block: Block, where: str | None) -> None:
         """Into the recording, with the line that asked, and into the history, with the user's line that led there, too."""

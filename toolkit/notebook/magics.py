@@ -99,4 +99,4 @@ def register(shell: Any) -> None:
     """Give `shell` the magics; what `%load_ext toolkit` does."""
     from toolkit.notebook.magics_memory import MemoryMagics
 
-    shell.register_magics(CopyMagics, MemoryMagics)
+    shell.register_magics(CopyMagics, MemoryMagics(shell))

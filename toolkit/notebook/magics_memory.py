@@ -40,9 +40,12 @@ class MemoryMagics(Magics):
 
     def __init__(self, shell: Any) -> None:
         super().__init__(shell)  # type: ignore[no-untyped-call]
-        self.recorder: Recorder | None = None
-        self.session: Session | None = None
-        self.budget_bytes: int | None = None
+        before = shell.magics_manager.registry.get("MemoryMagics")  # %reload_ext: what it measures goes on
+        self.recorder: Recorder | None = getattr(before, "recorder", None)
+        self.session: Session | None = getattr(before, "session", None)
+        self.budget_bytes: int | None = getattr(before, "budget_bytes", None)
+        if self.recorder is not None:
+            self.recorder.show = self._under_cell
 
     @line_cell_magic
     def memory(self, line: str, cell: str | None = None) -> None:
@@ -194,7 +197,8 @@ class MemoryMagics(Magics):
         if self.session is None or not self.session.cells:
             raise UsageError("No cell has been measured. %memory on begins that.")
         cell = self.session.cells[-1] if options.cell is None else self.session.find(options.cell)
-        suffix = Path(options.file).suffix
+        options.file = Path(options.file).expanduser()
+        suffix = options.file.suffix
         if suffix == ".html":
             from toolkit.notebook.memory_page import write_memory_page
 
@@ -218,7 +222,7 @@ class MemoryMagics(Magics):
             print("None was kept. %memory on begins one.")
 
     def _open(self, words: list[str]) -> None:
-        path = Path(" ".join(words)) if words else None
+        path = Path(" ".join(words)).expanduser() if words else None
         if path is not None and path.is_file():
             from toolkit.accounting import open_memory
 

@@ -11,7 +11,9 @@ import os
 import re
 import shutil
 import time
+from asyncio import CancelledError
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -71,7 +73,12 @@ class Session:
     @classmethod
     def begin(cls) -> Session:
         """A new session in the user's cache folder."""
-        folder = sessions_folder() / f"{time.strftime('%Y-%m-%d %H.%M.%S')} {os.getpid()}"
+        name = f"{time.strftime('%Y-%m-%d %H.%M.%S')} {os.getpid()}"
+        folder = sessions_folder() / name
+        for again in range(2, 100):
+            if not folder.exists():
+                break
+            folder = sessions_folder() / f"{name} {again}"
         session = cls(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -152,7 +159,7 @@ class Recorder:
     def __init__(self, shell: Any, show: Any, device: base.Device | None = None) -> None:
         self.shell, self.show, self.device = shell, show, device
         self.session = Session.begin()
-        self._running: list[tuple[Scope, str]] = []  # a magic may run a cell inside a cell
+        self._running: list[tuple[Scope, Any]] = []  # a magic may run a cell inside a cell
 
     def on(self) -> None:
         """Begin with the next cell."""
@@ -163,7 +170,8 @@ class Recorder:
     def off(self) -> None:
         """End, also in the middle of a cell."""
         for name, callback in (("pre_run_cell", self._begin), ("post_run_cell", self._end)):
-            self.shell.events.unregister(name, callback)
+            with suppress(ValueError):  # somebody has emptied the shell's events
+                self.shell.events.unregister(name, callback)
         while self._running:
             self._running.pop()[0].end({})
         history.release()
@@ -171,17 +179,22 @@ class Recorder:
     def _begin(self, info: Any) -> None:
         scope = Scope(self.device)
         scope.__enter__()
-        self._running.append((scope, info.raw_cell))
+        self._running.append((scope, info))
 
     def _end(self, result: Any) -> None:
-        if not self._running:  # the cell that began all this
+        info = self._running[-1][1] if result is None and self._running else getattr(result, "info", None)  # None: cancelled
+        if all(info is not running for _, running in self._running):  # the cell that began all this, or an empty one
             return
-        scope, source = self._running.pop()
-        error = result.error_before_exec or result.error_in_exec
+        while self._running[-1][1] is not info:
+            self._running.pop()[0].end({})
+        scope, error = self._running.pop()[0], KeyboardInterrupt() if result is None else None
+        if result is not None:
+            error = result.error_before_exec or result.error_in_exec
         use = scope.end(user_variables(self.shell), error)
-        if not result.info.store_history or _only_asks(source):  # run by a magic, as part of a cell that is measured itself
+        source = info.raw_cell
+        if not info.store_history or _only_asks(source):  # run by a magic, as part of a cell that is measured itself
             return
-        status = "ok" if error is None else "interrupted" if isinstance(error, KeyboardInterrupt) else "error"
+        status = "ok" if error is None else "interrupted" if isinstance(error, KeyboardInterrupt | CancelledError) else "error"
         self.show(self.session.add(base.current_cell(), title_of(source), status, use), source)
 
 
@@ -194,7 +207,11 @@ def _only_asks(source: str) -> bool:
 def user_variables(shell: Any) -> dict[str, Any]:
     """The variables that the user made: without IPython's own, and without what it keeps of results."""
     hidden = set(shell.user_ns_hidden) | {"In", "Out"}
-    return {name: value for name, value in list(shell.user_ns.items()) if name not in hidden and not name.startswith("_")}
+    return {
+        name: value
+        for name, value in list(shell.user_ns.items())
+        if type(name) is str and name not in hidden and name[:1] != "_"
+    }
 
 
 def title_of(source: str) -> str:
