@@ -11,7 +11,7 @@ from torch import nn
 import toolkit as tk
 from tests.memory_cells import Cells
 from toolkit.accounting import MemoryUse
-from toolkit.errors import RecorderError, TraceError
+from toolkit.errors import RecorderError, ToolkitError, TraceError
 
 MiB = 1 << 20
 
@@ -255,3 +255,18 @@ def test_garbage_collected_meanwhile_leaves_the_peak_exact(gpu):
             assert use.peak_bytes == max(counted, use.baseline_bytes)
     finally:
         gc.set_threshold(*thresholds)
+
+
+def test_a_generator_is_refused_with_what_to_do(gpu):
+    def values():
+        yield ones(1)
+
+    with pytest.raises(ToolkitError, match="around what takes them"):
+        tk.memory(values)
+
+
+def test_the_cpu_has_no_allocator_to_follow(gpu):
+    with tk.memory("cpu") as use:
+        kept = ones(1)
+    assert (use.peak_bytes, use.kept_bytes, len(use.trace)) == (0, 0, 0)
+    del kept

@@ -155,3 +155,13 @@ def test_an_unknown_grouping_names_those_there_are():
 )
 def test_places_in_words(where, said):
     assert place_text(where, {"cell 7:3": "y = x.float()"}) == said
+
+
+def test_of_several_devices_it_is_about_the_one_that_was_used():
+    builder = TraceBuilder()
+    builder.add("alloc", 0, bytes=512, address=0, device=0)
+    builder.add("alloc", 1, bytes=1 << 20, address=1 << 30, device=1)
+    columns = {"opening": 1}
+    assert Ledger(builder.build(columns)).peak_bytes == 1 << 20
+    assert Ledger(builder.build({**columns, "device_index": 0})).peak_bytes == 512
+    assert Ledger(builder.build(columns), device=0).peak_bytes == 512

@@ -24,10 +24,10 @@ import torch
 
 from toolkit import owners, shortage
 from toolkit.devices import base, history, host
-from toolkit.errors import RecorderError
+from toolkit.errors import RecorderError, ToolkitError
 from toolkit.ledger import Ledger, line_of
 from toolkit.replaying import what_if
-from toolkit.trace import Trace
+from toolkit.trace import Trace, TraceBuilder
 from toolkit.units import bytes_text, seconds_text
 
 if TYPE_CHECKING:
@@ -188,7 +188,12 @@ class Scope:
         """End the block: `variables` are those whose names may own memory."""
         elapsed_s = perf_counter() - self._start_s
         self.use.host = host.end(self._host)
-        trace = history.end(self._begun)
+        try:
+            trace = history.end(self._begun)
+        except Exception as problem:
+            if error is None:
+                raise
+            trace = TraceBuilder().build({"device": "none", "problem": repr(problem)})  # the user's own error comes first
         meta: dict[str, Any] = {"elapsed_s": elapsed_s, "host": dict(vars(self.use.host))}
         if error is not None:
             meta["failed"] = type(error).__name__
@@ -261,6 +266,10 @@ class _Both(Scope):
 
 
 def _decorated(function: F, device: base.Device | str | None = None, lines: bool = True) -> F:
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        found, do = "it runs while somebody takes its values", "Write `with tk.memory():` around what takes them"
+        raise ToolkitError(f"measuring each call of the generator {function.__name__}", found, do)
+
     def begin() -> tuple[Scope, MemoryUse]:
         scope = Scope(device, lines=lines)
         return scope, scope.__enter__()

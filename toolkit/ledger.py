@@ -43,7 +43,7 @@ class Blocks:
 
 
 class Ledger:
-    """The memory of one device over a trace. `device` is its number; by default, the first that allocated anything.
+    """The memory of one device over a trace. `device` is its number; by default, the one that the trace is about.
 
     Bytes are as the allocator counts them (`torch.cuda.memory_allocated`), rounding included. `peak_bytes` is the most
     that was allocated while the recording ran, `baseline_bytes` what was when it began, `end_bytes` when it ended.
@@ -53,16 +53,25 @@ class Ledger:
         self.trace = trace
         memory = trace.is_kind("alloc", "free")
         if device is None:
-            rows = np.flatnonzero(memory | trace.is_kind("segment_alloc"))
-            device = int(trace["device"][rows[0]]) if len(rows) else 0
-        self.device = device
-        on = trace["device"] == device
+            device = trace.meta.get("device_index")
+        self.device = self._busiest(memory) if device is None else int(device)
+        on = trace["device"] == self.device
         self.rows: Ints = np.flatnonzero(memory & on)
         self._allocs = trace["kind"][self.rows] == KINDS.index("alloc")
         self.change: Ints = np.where(self._allocs, 1, -1) * trace["bytes"][self.rows]
         self.held: Ints = np.cumsum(self.change)
         self.opening = int(np.searchsorted(self.rows, int(trace.meta.get("opening", 0))))  # events that are the baseline
         self._segments: Ints = np.flatnonzero(trace.is_kind("segment_alloc", "segment_free") & on)
+
+    def _busiest(self, memory: NDArray[np.bool_]) -> int:
+        """The device where the most was allocated since the beginning; else the first that held anything."""
+        rows = np.flatnonzero(memory | self.trace.is_kind("segment_alloc"))
+        since = rows[rows >= int(self.trace.meta.get("opening", 0))]
+        since = since[self.trace.is_kind("alloc")[since]]
+        if not len(since):
+            return int(self.trace["device"][rows[0]]) if len(rows) else 0
+        devices, which = np.unique(self.trace["device"][since], return_inverse=True)
+        return int(devices[np.bincount(which, self.trace["bytes"][since]).argmax()])
 
     # ---- totals
 
@@ -213,7 +222,7 @@ class Ledger:
         }  # fmt: skip
         frame = pd.DataFrame(table)
         if what == "kind" and self.fragmentation_bytes:
-            lost = int(self.reserved[-1]) - self.end_bytes
+            lost = int(self._taken[-1]) - self.end_bytes
             frame.loc[len(frame)] = ["fragmentation", self.fragmentation_bytes, self.fragmentation_bytes, lost, 0, 0]
         return frame.sort_values(["at_peak_bytes", "peak_bytes"], ascending=False, ignore_index=True)
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from toolkit.devices import history
 from toolkit.devices.base import Device
 
 MOST, _MOST_NODES, _MOST_S = (
@@ -300,13 +301,13 @@ def _of_traceback(error: BaseException | None) -> Iterator[tuple[str, Any]]:
         error = error.__cause__ or error.__context__
 
 
-def release(shell: Any | None = None, variables: Mapping[str, Any] | None = None) -> int:
+def release(shell: Any | None = None) -> int:
     """Let go of the last error's traceback and of a notebook's kept results (`Out`, `_`). Variables stay as they are.
 
-    Returns the bytes on devices that were given back. `variables` are the user's.
+    Returns by how much less the GPU in use has allocated then.
     """
-    kept = find(variables or {})
-    held = {place: holder.bytes for place, holder in hidden(shell).items() if place not in kept and place[0] != "cpu"}
+    gpu = history.in_use()
+    before = gpu.memory().allocated_bytes if gpu is not None else 0
     for name in ("last_exc", "last_value", "last_traceback", "last_type"):
         if hasattr(sys, name):
             delattr(sys, name)
@@ -319,4 +320,4 @@ def release(shell: Any | None = None, variables: Mapping[str, Any] | None = None
         shell.last_execution_result = None
         shell.InteractiveTB.tb = None
     gc.collect()
-    return sum(held.values())
+    return max(before - gpu.memory().allocated_bytes, 0) if gpu is not None else 0

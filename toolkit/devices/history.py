@@ -104,6 +104,10 @@ def _trace_of(begun: Begun) -> Trace:
 
 
 def _rows_of(begun: Begun, device: base.Device | None, meta: dict[str, Any]) -> Trace:
+    index = getattr(begun.asked, "index", None)
+    meta |= {} if index is None else {"device_index": index}
+    if device is not None and device.torch.type == "cpu":
+        return TraceBuilder().build({**meta, "opening": 0})
     if begun.cuda is not None and device is not None and device.torch.type == "cuda":
         from toolkit.devices.cuda_history import the_history
 

@@ -274,7 +274,7 @@ class MemoryPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no type
         self.hidden_view.value = hidden_html([held for place, held in found if place not in visible and place[0] != "cpu"])
 
     def _release(self) -> None:
-        self.hidden_view.value = f"Let go of {bytes_text(owners.release(base.shell(), self._variables()))}."
+        self.hidden_view.value = f"Let go of {bytes_text(owners.release(base.shell()))}."
 
     def _show_cells(self) -> None:
         magics = _magics()

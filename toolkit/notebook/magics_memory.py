@@ -14,7 +14,7 @@ from IPython.display import HTML
 from toolkit import owners
 from toolkit.accounting import MemoryUse, Scope
 from toolkit.budgeting import budget
-from toolkit.devices.base import open_device
+from toolkit.devices.base import Device, open_device
 from toolkit.errors import ToolkitError
 from toolkit.notebook.magics_shared import Parser, awaits, failure_of, plain, show
 from toolkit.notebook.memory_session import CellUse, Recorder, Session, saved_sessions, user_variables
@@ -84,17 +84,20 @@ class MemoryMagics(Magics):
             raise UsageError("%%memory can't run a cell with await. Use %memory on, which can.")
         try:
             guard = None if options.budget is None else budget(options.budget, options.device)
-            device = guard.device if guard is not None else options.device
-            scope = Scope(device)
-            scope.__enter__()
         except ToolkitError as error:
             raise plain(error) from None
         failed: BaseException | None = None
         try:
-            result = self.shell.run_cell(cell, store_history=False)  # type: ignore[union-attr]
-            failed = result.error_before_exec or result.error_in_exec
+            scope = Scope(guard.device if guard is not None else options.device)
+            scope.__enter__()
+            try:
+                result = self.shell.run_cell(cell, store_history=False)  # type: ignore[union-attr]
+                failed = result.error_before_exec or result.error_in_exec
+            finally:
+                use = scope.end(user_variables(self.shell), failed)
+        except ToolkitError as error:
+            raise plain(error) from None
         finally:
-            use = scope.end(user_variables(self.shell), failed)
             if guard is not None:
                 guard.lift()
         _show_line(use, guard.bytes if guard is not None else self.budget_bytes, is_open=True)
@@ -110,7 +113,7 @@ class MemoryMagics(Magics):
         options = parser.parse_args(words)
         device = None if options.device is None else open_device(options.device)
         if options.budget is not None:
-            self._budget([options.budget])
+            self._set_budget(options.budget, device)
         if self.recorder is not None:
             print("Every cell is measured already. %memory off ends that.")
             return
@@ -164,7 +167,7 @@ class MemoryMagics(Magics):
 
     def _release(self, words: list[str]) -> None:
         _none("release", words)
-        print(f"Let go of {bytes_text(owners.release(self.shell, user_variables(self.shell)))}.")
+        print(f"Let go of {bytes_text(owners.release(self.shell))}.")
 
     def _budget(self, words: list[str]) -> None:
         size = " ".join(words)
@@ -172,8 +175,11 @@ class MemoryMagics(Magics):
             text = "no budget" if self.budget_bytes is None else bytes_text(self.budget_bytes)
             print(f"{text}. %memory budget SIZE sets one, %memory budget none lifts it.")
             return
+        self._set_budget(size, None)
+
+    def _set_budget(self, size: str, device: Device | None) -> None:
         wanted = None if size.lower() == "none" else parse_bytes(size)
-        guard = budget(wanted)
+        guard = budget(wanted, device)
         self.budget_bytes = wanted
         print("No budget." if guard is None else f"{guard}: what doesn't fit fails, and says who held what.")
 

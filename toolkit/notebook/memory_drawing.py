@@ -290,6 +290,11 @@ def _marks(view: MemoryView, axis: str, bounds: tuple[float, float], y: int) -> 
     return f'<path fill="none" stroke="#9aa5b1" d="{lines}"/><g fill="{DIM}">{name}{words}</g>'
 
 
+def counted(cells: int) -> str:
+    """How many cells, in words."""
+    return f"{cells} cell{'s' if cells != 1 else ''}"
+
+
 def session_svg(rows: Sequence[CellRow], budget_bytes: int | None = None) -> str:
     """The cells of a session: what was held when each began, its peak above that, and what was held when it ended."""
     top = max([row.peak_bytes for row in rows] + [1])
@@ -325,7 +330,7 @@ def session_svg(rows: Sequence[CellRow], budget_bytes: int | None = None) -> str
     )
     below = _text(_LEFT - 6, _TOP + _HIGH + 16, "cell", f' fill="{DIM}" text-anchor="end"')
     peak = max((row.peak_bytes for row in rows), default=0)
-    said = f"Memory of {len(rows)} cells, peak {bytes_text(peak)}"
+    said = f"Memory of {counted(len(rows))}, peak {bytes_text(peak)}"
     return _document("".join(parts) + f"<g>{words}</g>" + below + key, _TOP + _HIGH + 26, said)
 
 

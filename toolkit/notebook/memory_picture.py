@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.ledger import UNOWNED
-from toolkit.notebook.memory_drawing import NEAR, CellRow, colours, label, limit_of, session_svg, step_of, svg
+from toolkit.notebook.memory_drawing import NEAR, CellRow, colours, counted, label, limit_of, session_svg, step_of, svg
 from toolkit.notebook.memory_view import Holding, MemoryView, Moment
 from toolkit.units import bytes_text
 
@@ -237,7 +237,7 @@ def session_html(rows: Sequence[CellRow], details: Sequence[str], budget_bytes: 
     keys += '<span><i class="tk-end"></i>held at its end</span><span><em>!</em> ended with an error</span>'
     return (
         f'{style()}<style>{rules}</style><div class="tk-memory tk-session" id="{name}" data-lm-suppress-shortcuts="true">'
-        f'<div class="tk-title">{len(rows)} cells, peak {bytes_text(peak)}</div>'
+        f'<div class="tk-title">{counted(len(rows))}, peak {bytes_text(peak)}</div>'
         f'<div class="tk-keys">{keys}<span class="tk-dim">A click on a cell shows it.</span></div>'
         f'<div class="tk-chart"><div class="tk-ticks">{ticks}{line}</div>'
         f'<div class="tk-bars" role="radiogroup" aria-label="Cells">{bars}</div></div>{shown}</div>'
