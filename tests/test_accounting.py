@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import mmap
 from contextlib import suppress
 
 import pytest
@@ -168,8 +169,9 @@ def test_steps_of_decoding_have_their_own_peaks(gpu):
 def test_host_memory_is_beside_it(gpu):
     with tk.memory() as outer:
         with tk.memory() as inner:
-            block = bytearray(64 * MiB)
-        del block
+            block = mmap.mmap(-1, 64 * MiB)  # pages that this process can't have had before
+            block.write(b"x" * (64 * MiB))
+        block.close()
     assert inner.host_peak_bytes - inner.trace.meta["host"]["before_bytes"] >= 60 * MiB
     assert outer.host_peak_bytes >= inner.host_peak_bytes
 
