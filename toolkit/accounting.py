@@ -127,6 +127,10 @@ class MemoryUse:
             parts.append(f"freed {bytes_text(self.freed_bytes)}")
         if self.trace.meta.get("failed"):
             parts.append(f"ended with {self.trace.meta['failed']}")
+        if self.trace.meta.get("unaccounted_bytes"):
+            parts.append(f"history incomplete by {bytes_text(abs(self.trace.meta['unaccounted_bytes']))}")
+        if self.trace.meta.get("problem"):
+            parts.append(f"owners not found: {self.trace.meta['problem']}")
         return f"{', '.join(parts)} ({self.device}, {seconds_text(self.elapsed_s)})"
 
     def __repr__(self) -> str:

@@ -17,15 +17,13 @@ from torch import nn
 from toolkit import owners
 from toolkit.devices.base import shell
 from toolkit.ledger import UNOWNED, Ledger, place_text
-from toolkit.units import bytes_text
+from toolkit.units import bytes_text, parse_bytes
 
 _ASKED = re.compile(r"Tried to allocate ([0-9.]+ [KMGT]?i?B)")
 _ALLOWED = re.compile(r"([0-9.]+ [KMGT]?i?B) allowed")
 _Q4_BITS = 4.5  # a weight of Q4_K: 4 bits, and 16 bytes of scales for each 256 (ggml-quants.h)
 _CHUNK = 512  # tokens of a prompt at a time
 _LEAST = 0.02  # of what is missing: what saves less isn't proposed
-
-
 _NOT_SHORT = {True: ", but in pieces.", False: ": what was held when it failed has been let go of since."}
 
 
@@ -103,8 +101,6 @@ def explain(
 
 def _stated(pattern: re.Pattern[str], error: BaseException) -> int:
     """A size that the message states, to three digits; 0 where it doesn't."""
-    from toolkit.units import parse_bytes
-
     match = pattern.search(str(error))
     return parse_bytes(match[1]) if match else 0
 
@@ -126,8 +122,10 @@ def _let_go(variables: Mapping[str, Any], found: Mapping[owners.Place, owners.Ho
     for place, holder in found.items():
         if place[0] == "cpu":
             continue
-        if "(the traceback of" in holder.owner or holder.owner.startswith(("Out[", "_")):
-            stale += holder.bytes if "(the traceback of" not in holder.owner else 0
+        if "(the traceback of" in holder.owner:  # of the error that is explained: it lets go by itself
+            continue
+        if holder.owner.startswith(("Out[", "_")):
+            stale += holder.bytes
         else:
             root = re.split(r"[.\[ ]", holder.owner, maxsplit=1)[0]
             roots[root] = roots.get(root, 0) + holder.bytes

@@ -11,7 +11,6 @@ import base64
 import json
 import os
 import struct
-import tempfile
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 from toolkit.errors import ToolkitError
 from toolkit.notebook import memory_picture, memory_wire
 from toolkit.notebook.memory_view import AXES, MemoryView
+from toolkit.notebook.page import replace_text
 
 if TYPE_CHECKING:
     from toolkit.accounting import MemoryUse
@@ -68,30 +68,13 @@ def write_memory_page(
     if not given:
         raise ToolkitError("a page of memory", "no measurements", "Give it at least one")
     cells = [cell if hasattr(cell, "use") else _numbered(cell, n) for n, cell in enumerate(given, 1)]
-    return _write(Path(path), _document(cells, title, budget_bytes))
+    return replace_text(Path(path), _document(cells, title, budget_bytes))
 
 
 def _numbered(use: Any, number: int) -> _Numbered:
     if not hasattr(use, "ledger"):
         raise ToolkitError("a page of memory", f"a {type(use).__name__}", "Give it what tk.memory() measured")
     return _Numbered(number, "", "error" if use.trace.meta.get("failed") else "ok", use)
-
-
-def _write(target: Path, text: str) -> Path:
-    try:
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
-    except OSError as error:
-        do = "Choose a folder that exists and is writable"
-        raise ToolkitError(f"writing {str(target)!r}", f"{error.strerror}", do) from error
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)  # mkstemp makes it private; a page is for sharing
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return target
 
 
 def _document(cells: Sequence[Any], title: str | None, budget_bytes: int | None) -> str:

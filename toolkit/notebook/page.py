@@ -65,7 +65,11 @@ def _write(
 ) -> Path:
     tracks = [Track(trace, name) for name, trace in pairs]
     text = _document(tracks, title or f"Timeline: {', '.join(track.title for track in tracks)}", extra, beside)
-    target = Path(path)
+    return replace_text(Path(path), text)
+
+
+def replace_text(target: Path, text: str) -> Path:
+    """Write `text` in place of `target`, whole or not at all. Raises ToolkitError where there can't be such a file."""
     try:
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
     except OSError as error:
