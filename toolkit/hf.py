@@ -149,8 +149,10 @@ class HfModel(Shown):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self.inner.named_parameters()  # type: ignore[no-any-return]
 
-    def new_cache(self, context: int) -> HfCache:
-        """A StaticCache for `context` tokens. ModelError where the model can't be driven by our strategies."""
+    def new_cache(self, context: int, kv: str | None = None) -> HfCache:
+        """A StaticCache for `context` tokens. ModelError where the model can't be driven by our strategies, and for a `kv`."""
+        if kv is not None:
+            raise ModelError(f"a cache with kv={kv!r}", "it is transformers' own, and plain", "Leave kv= away")
         if self.only_loops is not None:
             asked = f"decoding {type(self.inner).__name__} with a strategy of the toolkit"
             raise ModelError(asked, self.only_loops, f'Use decode="{HF_GENERATE}", its own loop')

@@ -39,7 +39,12 @@ _LEAF_TYPES = frozenset(_LEAVES)
 _MACHINERY = ("/IPython/", "/toolkit/devices/")  # whose frames hold what the user's hold, too
 _OPAQUE = (Device, threading.Thread, io.IOBase)  # machinery, through which all else may be reached
 _MODULE_TABLES = frozenset(vars(nn.Module()))  # what every module has: hooks, and tables that are walked by themselves
-_KINDS_BY_FILE = {"models/cache.py": "kv", "transformers/cache_utils.py": "kv", "toolkit/loading/": "weights"}
+_KINDS_BY_FILE = {
+    "models/cache.py": "kv",
+    "models/cache_codes.py": "kv",
+    "transformers/cache_utils.py": "kv",
+    "toolkit/loading/": "weights",
+}
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from toolkit.kernels.base import Config, Kernel, Shape
 from toolkit.kernels.tune import lookup
 from toolkit.models import gemma4, qwen3, qwen3_5_moe
 from toolkit.models.layers import Joined
-from toolkit.models.ops import attention, define, mixers, mixture, norms, products, sampling
+from toolkit.models.ops import attention, codes, define, mixers, mixture, norms, products, sampling
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PARTS: tuple[ModuleType, ...] = (attention, mixers, mixture, norms, products, sampling)
+PARTS: tuple[ModuleType, ...] = (attention, codes, mixers, mixture, norms, products, sampling)
 SHARED = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64, "tie_word_embeddings": True,
@@ -81,11 +81,11 @@ def small(architecture: Any, config: dict[str, Any], scheme: str | None, dtype: 
     return tk.quantize(model, scheme, progress=False) if scheme else model
 
 
-def decoded(model: Any, ends: tuple[int, ...] = (9, 11, 12)) -> Tensor:
+def decoded(model: Any, ends: tuple[int, ...] = (9, 11, 12), kv: str | None = None) -> Tensor:
     """Logits after tokens fed in chunks that end there, past the window of 8: [chunks, vocab]."""
     device = model.device.torch
     ids = torch.tensor([[7 * i % 61 for i in range(12)]], device=device)
-    cache, found = model.new_cache(16), []
+    cache, found = model.new_cache(16, kv), []
     with torch.no_grad():
         for start, stop in pairwise((0, *ends)):
             positions = torch.arange(start, stop, device=device)
@@ -110,6 +110,23 @@ def test_plain_models_by_kernels(architecture: Any, config: dict[str, Any], expe
     found = decoded(small(architecture, config, None, torch.float32, DEVICE))
     assert set(ran) == {"rms_norm", "write_heads", "attention"} | expected
     assert (found - wanted).abs().max() < 2e-5 * wanted.abs().max()
+
+
+@pytest.mark.parametrize(("kv", "most"), [("int8", 1e-3), ("k4v8", 5e-3), ("int4", 0.05)])
+@pytest.mark.parametrize(
+    ("architecture", "config"),
+    [(qwen3, QWEN3 | {"head_dim": 64, "num_hidden_layers": 1}), (gemma4, GEMMA4_SHARING | {"global_head_dim": 64})],
+    ids=["qwen3", "gemma4 that shares"],
+)
+def test_caches_in_codes_by_kernels(architecture: Any, config: dict[str, Any], kv: str, most: float, request: Any) -> None:
+    """Products of codes are fp16's, of 10 bits. Of two scales that are as good for a vector either may be taken: half of its
+    4-bit codes are others then, so one such value among ten is the distance, and one layer is coded.
+    """
+    wanted = decoded(small(architecture, config, None, torch.float32), (9, 10), kv)
+    ran = request.getfixturevalue("by_kernels")
+    found = decoded(small(architecture, config, None, torch.float32, DEVICE), (9, 10), kv)
+    assert set(ran) >= {"make_heads", "write_codes", "attention_codes"}
+    assert ((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max() < most
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9], ids=["greedy", "drawn"])
@@ -160,6 +177,7 @@ def test_what_pytorch_asks_of_an_operation(monkeypatch: pytest.MonkeyPatch) -> N
     for architecture, config in ((qwen3_5_moe, QWEN3_5_MOE), (gemma4, GEMMA4)):
         model = small(architecture, config, "int4-g32", torch.bfloat16)
         decoded(model, (9, 10))
+    decoded(small(qwen3, QWEN3 | {"head_dim": 64}, None, torch.bfloat16), (9, 10), "int4")
     tk.generate(model, [1, 2], max_new_tokens=2, temperature=0.9, eos=(), record=False)
     assert set(operands) == set(define.operations())
     for name, given in operands.items():

@@ -23,6 +23,7 @@ from toolkit.decode.strategies import STRATEGIES, OwnLoop, Strategy, find_strate
 from toolkit.decode.text import TextStream, prompt_ids
 from toolkit.errors import ModelError
 from toolkit.models.cache import Cache
+from toolkit.models.cache_codes import check_kv
 
 
 def generate(
@@ -36,6 +37,7 @@ def generate(
     top_p: float | None = None,
     seed: int = 0,
     context: int | None = None,
+    kv: str | None = None,
     prefill_chunk: int = 512,
     eos: Collection[int] | None = None,
     on_token: Callable[[int, str], None] | None = None,
@@ -48,17 +50,21 @@ def generate(
     A model loaded with engine="hf" also knows "hf-generate", its own loop: it tells its tokens when all are there.
 
     temperature, top_k, top_p, seed: see `Sampling`; temperature 0 is greedy. `context` is how many positions the cache
-    holds (default: just enough); `prefill_chunk` how many prompt tokens are fed at a time; `eos` the token ids that end
-    the text (default: the model's own; `()` for none). `on_token(id, text)` is called on this thread as soon as the host
-    knows a token. `cancel`, once set, stops between two steps and keeps what was decoded. `record=False` leaves the
-    trace away, `lines=False` only the source lines: on a real GPU both cost time.
+    holds (default: just enough), `kv` in what it holds keys and values: "int8", "int4", "k4v8" (keys in 4 bits, values in
+    8), or None, as the model computes (sliding windows are small, and always so). `prefill_chunk`: how many prompt tokens
+    are fed at a time; `eos`: the token ids that end the text (default: the model's own; `()` for none).
+    `on_token(id, text)` is called on this thread as soon as the host knows a token. `cancel`, once set, stops between
+    two steps and keeps what was decoded. `record=False` leaves the trace away, `lines=False` only the source lines: on
+    a real GPU both cost time.
 
-    Raises ModelError for prompts and options that can't be, UnknownNameError for an unknown strategy.
+    Raises ModelError for prompts and options that can't be, UnknownNameError for an unknown strategy or `kv`.
     """
     strategy = find_strategy(decode, {**STRATEGIES, **strategies_of(model)})
     sampling = Sampling(temperature, top_k, top_p, seed)
     ids = prompt_ids(model, prompt)
     context, limit = _room(model, len(ids), max_new_tokens, context)
+    if kv is not None and check_kv(kv) and isinstance(strategy, OwnLoop):
+        raise ModelError(f"{strategy.name} with kv={kv!r}", "its loop makes its own cache", "Leave kv= away")
     if not _is_count(prefill_chunk):
         raise ModelError("prefill in chunks", f"prefill_chunk={prefill_chunk!r}", "Give a whole number from 1 on")
     ends = _ends(model) if eos is None else _given_ends(eos)
@@ -73,7 +79,7 @@ def generate(
         learnt, late = strategy.run(ids, limit, sampling, ends, cancel), False
     else:
         learnt, late = (
-            _decode(model, strategy, sampling, ids, limit, context, prefill_chunk, cancel),
+            _decode(model, strategy, sampling, ids, limit, (context, kv), prefill_chunk, cancel),
             strategy.readback != "wait",
         )
     with recording as trace, torch.no_grad(), closing(learnt):
@@ -105,7 +111,7 @@ def _decode(
     sampling: Sampling,
     ids: list[int],
     limit: int,
-    context: int,
+    room: tuple[int, str | None],
     chunk: int,
     cancel: threading.Event,
 ) -> Generator[tuple[int, int], None, None]:
@@ -115,7 +121,8 @@ def _decode(
     readback = READBACKS[strategy.readback](device.torch)
     try:
         with device.step(0, "prefill"):
-            cache = model.new_cache(context)
+            context, kv = room
+            cache = model.new_cache(context) if kv is None else model.new_cache(context, kv)
             positions = POSITIONS[strategy.position](len(ids), limit - 1, device.torch)
             choice, inputs = _ends_of_a_step(model, strategy, sampling)
             logits = _prefill(model, inputs.prompt(torch.tensor([ids]), chunk), cache, cancel)

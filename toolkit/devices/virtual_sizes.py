@@ -19,7 +19,8 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 KEPT_BYTES = 1 << 24  # integers up to this size keep their values: positions, token ids, masks
-KEPT_PACKED_BYTES = 1 << 16  # the same for uint8 and int8, which are packed weights more often than numbers to index by
+KEPT_PACKED_BYTES = 1 << 16  # the same for PACKED, which are packed weights more often than numbers to index by
+PACKED = (torch.uint8, torch.int8, torch.int16)  # and int16 keys and values: PyTorch doesn't index by it
 _META = torch.device("meta")
 # The size of what these return depends on values.
 _UNSIZED = {"nonzero", "_unique2", "_unique", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "bincount"}
@@ -36,7 +37,7 @@ def _note() -> None:
 def keeps_values(shape: Any, dtype: torch.dtype) -> bool:
     """Does a tensor made in sizes-only mode keep its values?"""
     number = dtype.is_floating_point or dtype.is_complex
-    kept = KEPT_PACKED_BYTES if dtype in (torch.uint8, torch.int8) else KEPT_BYTES
+    kept = KEPT_PACKED_BYTES if dtype in PACKED else KEPT_BYTES
     return not number and math.prod(shape) * dtype.itemsize <= kept
 
 

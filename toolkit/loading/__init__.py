@@ -164,9 +164,9 @@ def _keep_without_values(model: Any, gpu: VirtualGpu) -> None:
     """A model without values needs no values in its caches either: a long context would fill this machine for nothing."""
     make = model.new_cache
 
-    def new_cache(context: int) -> Cache:
+    def new_cache(context: int, kv: str | None = None) -> Cache:
         with gpu.sizes_only():
-            cache: Cache = make(context)
+            cache: Cache = make(context, kv)
         return cache
 
     model.new_cache = new_cache

@@ -88,6 +88,10 @@ class KeysValues:
     ) -> Tensor:
         """By kernels: norm and turn the heads of `row` [T, width], remember the new tokens, attend. [1, T, H * D]."""
         query = ops.write_heads(heads, row, q_weight, k_weight, rope, reach.positions, self.keys, self.values)
+        return self.look(query, reach, scale)
+
+    def look(self, query: Tensor, reach: Reach, scale: float) -> Tensor:
+        """By a kernel: attention of query [1, T, H, D] on what is held, its own tokens included. [1, T, H * D]."""
         return ops.attend(query, self.keys, self.values, reach.positions, scale, bound=reach.bound)
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -122,11 +126,14 @@ class Ring(KeysValues):
         at = reach.positions
         if len(at) == 1:
             query = ops.write_heads(heads, row, q_weight, k_weight, rope, at, self.keys, self.values)
-            return ops.attend(query, self.keys, self.values, at, scale, self.size, reach.bound)
+            return self.look(query, reach, scale)
         query, key, value = ops.make_heads(heads, row, q_weight, k_weight, rope, at)
         out = ops.attend(query, self.keys, self.values, at, scale, self.size, reach.bound, (key, value))
         self.write(key[:, :, -self.size :], value[:, :, -self.size :], reach.slots[-self.size :])
         return out
+
+    def look(self, query: Tensor, reach: Reach, scale: float) -> Tensor:
+        return ops.attend(query, self.keys, self.values, reach.positions, scale, self.size, reach.bound)
 
 
 class Recurrent:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from toolkit.models import ops
 from toolkit.models.attention import cached_attention, causal_attention, rope_of, rotate
 from toolkit.models.cache import Cache, KeysValues, Reach, Ring, State, check_one_sequence
+from toolkit.models.cache_codes import every_position
 from toolkit.models.costs import Cost, Shown, each, look_up, weigh
 from toolkit.models.gemma4_config import FULL, SLIDING, Config, Heads
 from toolkit.models.gemma4_names import SKIPPED, names_gguf, names_hf
@@ -43,7 +44,7 @@ class Pass:
 
     `positions` [T] and the rotary `tables` [positions, 2, head_dim] by kind of layer. `cache` and `reaches` (by kind): None
     and empty where a sequence attends to itself. `kernels`: whether attention is theirs. `seen`: the keys and values that the
-    last layer of a kind attended to.
+    last layer of a kind attended to; by kernels `states`, which hold them.
     """
 
     positions: Tensor
@@ -52,6 +53,7 @@ class Pass:
     reaches: dict[str, Reach] = field(default_factory=dict)
     kernels: bool = False
     seen: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    states: dict[str, KeysValues] = field(default_factory=dict)
 
     @cached_property
     def ropes(self) -> dict[str, Tensor]:
@@ -103,10 +105,10 @@ class Attention(nn.Module):
         if not self.shares:
             state = at.cache.states[self.layer]
             assert isinstance(state, KeysValues)
-            at.seen[self.kind] = state.keys, state.values
+            at.states[self.kind] = state
             return state.attend(self.heads, row, self.q_norm.weight, self.k_norm.weight, rope, reach, 1.0)
         query = ops.make_heads(self.heads, row, self.q_norm.weight, self.q_norm.weight, rope, reach.positions)[0]
-        return ops.attend(query, *at.seen[self.kind], reach.positions, 1.0, reach.size or 0, reach.bound)
+        return at.states[self.kind].look(query, reach, 1.0)
 
     def _keys_values(self, key: Tensor, value: Tensor, at: Pass) -> tuple[Tensor, Tensor]:
         """From the projections [B, T, KV heads, D] (one and the same where K = V) to what is attended to."""
@@ -284,17 +286,20 @@ class Model(Shown, ops.Tunable, nn.Module):
         slots = torch.arange(ids.shape[1], device=ids.device)
         return self.logits(self._layers(self.embed(ids), Pass(slots, self._ropes(slots))))
 
-    def new_cache(self, context: int) -> Cache:
-        """A cache for `context` tokens on the model's device, made there without a copy."""
+    def new_cache(self, context: int, kv: str | None = None) -> Cache:
+        """A cache for `context` tokens on the model's device, made there without a copy. `kv`: "int8", "k4v8" or "int4", codes
+        in place of plain numbers where every position is kept.
+        """
         c = self.config
         slots = torch.arange(context, device=self.device.torch)
         makers: list[Callable[[], State] | None] = []
+        full = every_position(kv, c.full.kv_heads, context, c.full.head_dim, self.dtype, self.device.torch)
         for layer, kind in enumerate(c.layer_types):
             heads, like = c.heads(kind), (self.dtype, self.device.torch)
             if layer >= c.first_shared_layer:
                 makers.append(None)
             elif kind == FULL:
-                makers.append(partial(KeysValues, heads.kv_heads, context, heads.head_dim, *like))
+                makers.append(full)
             else:
                 makers.append(partial(Ring, heads.kv_heads, c.sliding_window, context, heads.head_dim, *like))
         return Cache(slots, self._ropes(slots)).fill(makers)

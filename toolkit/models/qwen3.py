@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from toolkit.models import ops
 from toolkit.models.attention import cached_attention, causal_attention
 from toolkit.models.cache import Cache, KeysValues, Reach, Ring, State, check_one_sequence
+from toolkit.models.cache_codes import every_position
 from toolkit.models.costs import Cost, Shown, each, look_up, weigh
 from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, Residual, RMSNorm, initialise, to_dtype
 from toolkit.models.names import SKIPPED
@@ -161,12 +162,14 @@ class Model(Shown, ops.Tunable, nn.Module):
         slots = torch.arange(ids.shape[1], device=ids.device)
         return self.logits(self._layers(self.embed(ids), self.config.rope.table(slots, self.dtype), None))
 
-    def new_cache(self, context: int) -> Cache:
-        """A cache for `context` tokens on the model's device, made there without a copy."""
+    def new_cache(self, context: int, kv: str | None = None) -> Cache:
+        """A cache for `context` tokens on the model's device, made there without a copy. `kv`: "int8", "k4v8" or "int4", codes
+        in place of plain numbers where every position is kept.
+        """
         c = self.config
         slots = torch.arange(context, device=self.device.torch)
         like = (c.head_dim, self.dtype, self.device.torch)
-        makers: list[Callable[[], State] | None] = [partial(KeysValues, c.num_key_value_heads, context, *like)]
+        makers: list[Callable[[], State] | None] = [every_position(kv, c.num_key_value_heads, context, *like)]
         makers *= c.num_hidden_layers
         for layer in c.windowed:
             assert c.sliding_window is not None

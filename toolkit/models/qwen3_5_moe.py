@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from toolkit.models import ops
 from toolkit.models.attention import cached_attention, causal_attention
 from toolkit.models.cache import Cache, KeysValues, Reach, Recurrent, State, check_one_sequence
+from toolkit.models.cache_codes import every_position
 from toolkit.models.costs import Cost, Shown, each, look_up, weigh
 from toolkit.models.delta_rule import convolve, mix
 from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, Residual, RMSNorm, assign, initialise, to_dtype
@@ -216,11 +217,13 @@ class Model(Shown, ops.Tunable, nn.Module):
         rope = self.config.rope.table(torch.arange(ids.shape[1], device=ids.device), self.dtype)
         return self.logits(self._layers(self.embed(ids), rope, None))
 
-    def new_cache(self, context: int) -> Cache:
-        """A cache for `context` tokens on the model's device, made there without a copy."""
+    def new_cache(self, context: int, kv: str | None = None) -> Cache:
+        """A cache for `context` tokens on the model's device, made there without a copy. `kv`: "int8", "k4v8" or "int4", codes
+        in place of plain numbers where every position is kept.
+        """
         c, device = self.config, self.device.torch
         slots = torch.arange(context, device=device)
-        keys_values = partial(KeysValues, c.num_key_value_heads, context, c.head_dim, self.dtype, device)
+        keys_values = every_position(kv, c.num_key_value_heads, context, c.head_dim, self.dtype, device)
         shapes = {
             "conv": ((c.linear_conv_kernel_dim, 2 * c.key_size + c.value_size), self.dtype),
             "memory": ((c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim), torch.float32),

@@ -6,6 +6,7 @@ with gradients. They know no model and no cache.
 """
 
 from toolkit.models.ops.attention import HeadLayout, attend, make_heads, write_heads
+from toolkit.models.ops.codes import Codebook, attend_codes, codes_fit, read_codes, write_codes
 from toolkit.models.ops.define import on_gpu, record_problems
 from toolkit.models.ops.mixers import delta_net
 from toolkit.models.ops.mixture import experts, experts_fit, moe, moe_fits
@@ -15,7 +16,7 @@ from toolkit.models.ops.products import ACTIVATIONS, matmul
 from toolkit.models.ops.sampling import sample_embed
 
 __all__ = [
-    "ACTIVATIONS", "HeadLayout", "Tunable", "add_norm", "attend", "delta_net", "experts", "experts_fit", "make_heads", "matmul",
-    "moe", "moe_fits", "norm_add", "on_gpu", "record_problems", "rms_norm", "sample_embed",
-    "write_heads",
+    "ACTIVATIONS", "Codebook", "HeadLayout", "Tunable", "add_norm", "attend", "attend_codes", "codes_fit", "delta_net",
+    "experts", "experts_fit", "make_heads", "matmul", "moe", "moe_fits", "norm_add", "on_gpu", "read_codes", "record_problems",
+    "rms_norm", "sample_embed", "write_codes", "write_heads",
 ]  # fmt: skip

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 class Tunable:
     """Mixed into a model (before nn.Module): it says which kernels it runs, and on what shapes."""
 
-    def kernel_shapes(self: Any, context: int = 4096, prompt: int = 512) -> list[tuple[Kernel, Shape]]:
-        """(kernel, shape) of every operation of a prompt of `prompt` tokens and of a decode step, in a cache for `context`.
+    def kernel_shapes(self: Any, context: int = 4096, prompt: int = 512, kv: str | None = None) -> list[tuple[Kernel, Shape]]:
+        """(kernel, shape) of every operation of a prompt of `prompt` tokens and of a decode step, in a cache for `context`
+        (with `kv` in codes).
 
         Found by running both once, on token 0, on the model's device: a GPU, real or virtual. ModelError on the CPU,
         where references run; DeviceError where there is no Triton; torch.OutOfMemoryError where the cache doesn't fit.
@@ -34,7 +35,7 @@ class Tunable:
             raise DeviceError("the kernels of a model", "Triton isn't installed", "On Linux: pip install triton")
         prompt = min(prompt, context - 1)
         with torch.no_grad(), record_problems() as found:
-            cache = self.new_cache(context)
+            cache = self.new_cache(context, kv)
             for first, tokens in ((0, prompt), (prompt, 1)):
                 ids = torch.zeros(1, tokens, dtype=torch.int64, device=device)
                 positions = torch.arange(first, first + tokens, device=device)
