@@ -21,8 +21,11 @@ _PUBLIC = {
     "record": "toolkit.devices.base:record",
     "load": "toolkit.loading:load",
     "costs": "toolkit.describing:costs",
+    "plan": "toolkit.describing:plan",
     "quantize": "toolkit.quantising:quantize",
     "generate": "toolkit.decode.loop:generate",
+    "export": "toolkit.exporting:export",
+    "load_exported": "toolkit.exporting:load_exported",
     "compare": "toolkit.decode.compare:compare",
     "copy_budget": "toolkit.decode.compare:copy_budget",
     "open_trace": "toolkit.traces:open_trace",
@@ -37,6 +40,7 @@ _PUBLIC = {
     "ToolkitError": "toolkit.errors:ToolkitError",
     "CopyBudgetError": "toolkit.errors:CopyBudgetError",
     "BudgetError": "toolkit.errors:BudgetError",
+    "PackageError": "toolkit.errors:PackageError",
 }
 
 __all__ = ["__version__", "load_ipython_extension", *_PUBLIC]
@@ -50,12 +54,16 @@ if TYPE_CHECKING:
     from toolkit.decode.loop import generate as generate
     from toolkit.decode.strategies import STRATEGIES as STRATEGIES
     from toolkit.describing import costs as costs
+    from toolkit.describing import plan as plan
     from toolkit.devices.base import open_device as device
     from toolkit.devices.base import record as record
     from toolkit.devices.spec import CATALOGUE as GPUS
     from toolkit.errors import BudgetError as BudgetError
     from toolkit.errors import CopyBudgetError as CopyBudgetError
+    from toolkit.errors import PackageError as PackageError
     from toolkit.errors import ToolkitError as ToolkitError
+    from toolkit.exporting import export as export
+    from toolkit.exporting import load_exported as load_exported
     from toolkit.kernels import tune as tune
     from toolkit.loading import load as load
     from toolkit.notebook.lab import Lab as Lab

@@ -11,11 +11,16 @@ from typing import Any
 import torch
 
 from toolkit.costing import Costs, costs_of
+from toolkit.devices import base
 from toolkit.devices.base import open_device
+from toolkit.devices.spec import GpuSpec
 from toolkit.errors import ToolkitError
+from toolkit.kernels.tune.cards import find_card
 from toolkit.loading.checkpoint import find_dtype, open_checkpoint
 from toolkit.loading.layout import lay_out
+from toolkit.planning import Levers, Plan, plan_of
 from toolkit.recipes import Recipe, recipe
+from toolkit.units import parse_bytes
 
 
 def describe(
@@ -49,3 +54,47 @@ def costs(
         asked = f"costs of a {type(model).__name__} with scheme={scheme!r}, dtype={dtype!r}"
         raise ToolkitError(asked, "the model is loaded: it is held as it is", "Leave them out, or give the model's name")
     return costs_of(model, context)
+
+
+def plan(
+    model: Any,
+    device: base.Device | str = "auto",
+    budget: int | float | str | None = None,
+    context: int | None = None,
+    *,
+    scheme: str | Recipe | None = None,
+    dtype: torch.dtype | str | None = None,
+    kv: str | None = "auto",
+    run_budget: int | float | str | None = None,
+    levers: Levers | None = None,
+) -> Plan:
+    """What exporting and running a model would take of a GPU, phase by phase: predicted from shapes, in well under a second.
+
+    `model` is what `tk.load` takes, with `scheme` and `dtype` as there, or a loaded one. `device`: a name as for `tk.device`;
+    the GPU needn't be there, and a virtual one isn't opened. `budget` ("4 GiB", 4e9) is for the GPU's memory while exporting,
+    `run_budget` for running (all that the card has, unless given). `context`: 4,096 tokens unless given. `kv`: in what keys and
+    values are held; "auto" takes the first of plain, "int8", "k4v8" and "int4" that fits. `levers`: what an export would do to
+    need less (`toolkit.planning.Levers`).
+
+    The plan shows itself; `.gpus()` is the table of all cards, `.check()` raises what doesn't fit. Raises ToolkitError for
+    unknown names, sizes that are none, and contexts that the model hasn't.
+    """
+    spec = _figures(device)
+    name = os.fspath(model) if isinstance(model, str | os.PathLike) else type(model).__name__
+    shapes = describe(model, scheme, dtype) if isinstance(model, str | os.PathLike) else model
+    most, running = (None if size is None else parse_bytes(size) for size in (budget, run_budget))
+    held = f"{name}, {scheme if isinstance(scheme, str) else scheme.name}" if scheme is not None else name
+    return plan_of(shapes, held, spec, context, most, running, kv, levers or Levers())
+
+
+def _figures(device: base.Device | str) -> GpuSpec | None:
+    """Of the GPU called so, which needn't be there; None for the CPU. "auto" is what `tk.device` would open."""
+    name = device.name if isinstance(device, base.Device) else str(device)
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "h200"
+    if name.startswith("virtual:"):
+        from toolkit.devices.virtual import spec_of
+
+        return spec_of(name.removeprefix("virtual:"))
+    card = find_card(name)
+    return None if card is None else card.spec

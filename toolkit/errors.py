@@ -51,6 +51,10 @@ class BudgetError(ToolkitError):
     """A memory budget that can't be set, or that what was asked for doesn't fit in; `facts` has the bytes."""
 
 
+class PackageError(ToolkitError):
+    """An exported package that can't be made where it should be, or isn't what it says, or isn't for this machine."""
+
+
 class CancelledError(ToolkitError):
     """Long work that was cancelled; what it had taken was given back."""
 

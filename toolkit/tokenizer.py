@@ -5,6 +5,7 @@ It wraps the `tokenizers` package, which is loaded when the first tokenizer is; 
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -82,6 +83,23 @@ class Tokenizer:
             raise ToolkitError("a chat prompt", "this checkpoint has no chat template", "Give a plain prompt to tk.generate")
         given = {"messages": [dict(m) for m in messages], "tools": tools, "documents": None, "add_generation_prompt": generate}
         return chat.render(self.chat_template, self.specials | given | options)
+
+    def to_bytes(self) -> bytes:
+        """Everything that makes this tokenizer, as JSON: `from_bytes` makes it again."""
+        plain = {"tokenizer": json.loads(self._inner.to_str()), "eos_ids": self.eos_ids}
+        return json.dumps({**plain, "chat_template": self.chat_template, "specials": self.specials}).encode()
+
+
+def from_bytes(data: bytes, source: str) -> Tokenizer:
+    """The tokenizer that `Tokenizer.to_bytes` wrote. FormatError, naming `source`, for anything else."""
+    from tokenizers import Tokenizer as Inner
+
+    def make() -> Tokenizer:
+        plain = json.loads(data)
+        inner = Inner.from_str(json.dumps(plain["tokenizer"]))
+        return Tokenizer(inner, plain["eos_ids"], plain["chat_template"], plain["specials"])
+
+    return _guarded(make, f"tokenizer of {source}")
 
 
 def from_folder(folder: Path) -> Tokenizer | None:

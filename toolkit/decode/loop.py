@@ -181,7 +181,7 @@ def _ends_of_a_step(model: Any, strategy: Strategy, sampling: Sampling) -> tuple
 
 def _room(model: Any, prompt: int, max_new_tokens: int, context: int | None) -> tuple[int, int]:
     """The cache's size, and how many tokens can be made: the last one made needs no place in it."""
-    most = model.config.max_position_embeddings
+    most = getattr(model, "context", model.config.max_position_embeddings)  # an exported model has caches for fewer
     if not _is_count(max_new_tokens):
         raise ModelError("generating", f"max_new_tokens={max_new_tokens!r}", "Give a whole number from 1 on")
     if context is not None and not (_is_count(context) and context <= most):

@@ -125,7 +125,7 @@ def open_virtual(card: str) -> VirtualGpu:
     """
     if _current and _current[0].card == card:
         return _current[0]
-    spec = _spec(card)
+    spec = spec_of(card)
     if _current:
         _refuse_while_held(_current[0], card)
     _register()
@@ -143,7 +143,8 @@ def current_virtual() -> VirtualGpu:
     return _current[0]
 
 
-def _spec(card: str) -> GpuSpec:
+def spec_of(card: str) -> GpuSpec:
+    """The figures of the card called `card`, as in `open_virtual`, without opening it."""
     if card in CATALOGUE:
         return CATALOGUE[card]
     if _SIZE.fullmatch(card.strip()):

@@ -25,7 +25,7 @@ class Watch:
         if cancel is not None and not hasattr(cancel, "is_set"):
             raise ToolkitError("a way to cancel", f"cancel={cancel!r:.80}", "Give a threading.Event, and set it to stop")
         self.what, self.cancel, self.done, self.total = what, cancel, 0, 0
-        self.show = progress if callable(progress) else _line(what) if progress and _is_watched() else None
+        self.show = progress if callable(progress) else _line(what) if progress and is_watched() else None
         self._last = float("-inf")
 
     def begin(self, total: int) -> None:
@@ -45,7 +45,7 @@ class Watch:
             raise CancelledError(f"loading {self.what}", found, "Its memory was given back; load it again at will")
 
 
-def _is_watched() -> bool:
+def is_watched() -> bool:
     """Is there a terminal, or a notebook's kernel that shows what is written to stderr?"""
     stream = sys.stderr
     return stream is not None and (stream.isatty() or type(stream).__module__.partition(".")[0] == "ipykernel")

@@ -63,9 +63,10 @@ def cached_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sc
     implementation per device, dtype and version, some of which copy.
     """
     _, t, heads, dim = query.shape
-    kv = key.shape[1]
-    rows = query.view(t, kv, heads // kv, dim).transpose(0, 1).reshape(kv, -1, dim)  # [KV, T * G, D]
-    scores = torch.bmm(rows, key[0].transpose(1, 2)).view(kv, t, heads // kv, -1)  # [KV, T, G, S]
+    kv, slots = key.shape[1:3]
+    each = heads // kv
+    rows = query.view(t, kv, each, dim).transpose(0, 1).reshape(kv, t * each, dim)
+    scores = torch.bmm(rows, key[0].transpose(1, 2)).view(kv, t, each, slots)
     weights = torch.add(mask[:, None], scores, alpha=scale).softmax(-1)
-    out = torch.bmm(weights.to(value.dtype).view(kv, -1, weights.shape[-1]), value[0])  # [KV, T * G, D]
-    return out.view(kv, t, heads // kv, dim).transpose(0, 1).reshape(1, t, heads * dim)
+    out = torch.bmm(weights.to(value.dtype).view(kv, t * each, slots), value[0])
+    return out.view(kv, t, each, dim).transpose(0, 1).reshape(1, t, heads * dim)

@@ -51,9 +51,9 @@ class Reach:
         """
         held, positions = self.numbers[: self.bound], self.positions
         if self.size is not None:
-            last = positions if len(positions) == 1 else positions[:1] - 1  # the newest in the ring when it is read
+            last = positions if positions.shape[0] == 1 else positions[:1] - 1  # the newest in the ring when it is read
             held = last - (last - held) % self.size
-            held = held if len(positions) == 1 else torch.cat((held, positions))
+            held = held if positions.shape[0] == 1 else torch.cat((held, positions))
         return hidden_slots(held, positions, self.window)
 
 
@@ -124,7 +124,7 @@ class Ring(KeysValues):
         self, heads: HeadLayout, row: Tensor, q_weight: Tensor, k_weight: Tensor, rope: Tensor, reach: Reach, scale: float
     ) -> Tensor:
         at = reach.positions
-        if len(at) == 1:
+        if at.shape[0] == 1:
             query = ops.write_heads(heads, row, q_weight, k_weight, rope, at, self.keys, self.values)
             return self.look(query, reach, scale)
         query, key, value = ops.make_heads(heads, row, q_weight, k_weight, rope, at)

@@ -65,7 +65,7 @@ def _convolve_after(x: Tensor, conv: Tensor, ring: Tensor, positions: Tensor) ->
     taps = conv.shape[1]
     written = positions[-taps:] % taps
     order = (torch.arange(1, taps + 1, device=x.device) + positions[:1]) % taps  # the oldest first, the first new one last
-    if len(x) == 1:
+    if x.shape[0] == 1:
         ring.index_copy_(0, written, x)
         return (ring.index_select(0, order) * conv.t()).sum(0)[None, None]
     whole = torch.cat((ring.index_select(0, order[:-1]), x))[None]
@@ -105,7 +105,7 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
     arXiv 2412.06464): within a chunk, what every token writes follows from one triangular system.
     """
     length = v.shape[1]
-    size = min(CHUNK, length)
+    size = length if isinstance(length, torch.SymInt) else min(CHUNK, length)  # a graph for any number of tokens: one chunk
     q, k, v = (_chunks(x, size) for x in (q, k, v))  # [B, M, N, chunks, size, D]
     g, beta = (_chunks(x[..., None], size)[..., 0] for x in (g, beta))  # [B, M, N, chunks, size]
     kept = g.cumsum(-1)  # log of what is left at each token of what stood before the chunk
@@ -133,6 +133,8 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
 def _chunks(x: Tensor, size: int) -> Tensor:
     """[B, T, M, N, D] -> [B, M, N, chunks, size, D], zeros after the last token (which write nothing and keep all)."""
     x = x.permute(0, 2, 3, 1, 4)
+    if isinstance(size, torch.SymInt):
+        return x.unsqueeze(3)
     short = -x.shape[3] % size
     if short:
         x = torch.nn.functional.pad(x, (0, 0, 0, short))

@@ -311,12 +311,31 @@ class Model(Shown, ops.Tunable, nn.Module):
         be exact. The exact position is read on the device only.
         """
         check_one_sequence(x)
-        c, reaches = self.config, {FULL: cache.reach(positions, length)}
+        return self._layers(x, self.passing(x, cache, self.reaches(positions, cache, length)))
+
+    def reaches(self, positions: Tensor, cache: Cache, length: int) -> dict[str, Reach]:
+        """Where new tokens at `positions` go in a cache, and what they see, by kind of layer."""
+        found = {FULL: cache.reach(positions, length)}
         if SLIDING in cache.ropes:
-            reaches[SLIDING] = cache.ring_reach(positions, length, c.sliding_window)
+            found[SLIDING] = cache.ring_reach(positions, length, self.config.sliding_window)
+        return found
+
+    def passing(self, x: Tensor, cache: Cache, reaches: dict[str, Reach]) -> Pass:
+        """What the layers share while `x` passes them."""
+        positions = reaches[FULL].positions
         # Several tokens' own keys and values are not in a ring when a layer that shares them needs them.
-        whole = len(positions) == 1 or c.first_shared_layer == c.num_hidden_layers
-        return self._layers(x, Pass(positions, cache.ropes, cache, reaches, whole and ops.on_gpu(x, self.norm.weight)))
+        whole = positions.shape[0] == 1 or not self.shares
+        return Pass(positions, cache.ropes, cache, reaches, whole and ops.on_gpu(x, self.norm.weight))
+
+    def run_layer(self, layer: int, residual: Residual, at: Pass) -> Residual:
+        """One layer, on a cache; for configs without inputs for each layer."""
+        out: Residual = self.layers[layer](residual, at, None)
+        return out
+
+    @property
+    def shares(self) -> bool:
+        """Do some layers read the keys and values of an earlier one?"""
+        return self.config.first_shared_layer < self.config.num_hidden_layers
 
     def costs(self, length: int) -> tuple[Cost, ...]:
         """What each part holds, and what a token costs it after `length` tokens."""

@@ -19,6 +19,7 @@ from toolkit.models import ops
 from toolkit.quant import PackedMatrix, Scheme, experts_matmul
 
 DENSE_VALUES = 1 << 24  # outputs at a time where every expert sees every token: bounds what lies between its matrices
+TRACED_TOKENS = 512  # taken to be so many where a graph is made for any number
 
 
 class RMSNorm(nn.Module):
@@ -277,16 +278,17 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """x [N, hidden], chosen [N, k] expert numbers, shares [N, k] their weights -> [N, hidden]."""
         n, k = chosen.shape
+        traced = isinstance(n, torch.SymInt)  # one graph for any number of tokens: which way to go can't depend on it
         packed = packed_pair(self.gate_up, self.down)
         if packed is not None and ops.experts_fit(x, packed, self.activation, shares):
             return ops.experts(x, chosen, shares, packed, self.activation)
-        if n * k <= self.count:
+        if not traced and n * k <= self.count:
             rows = x[:, None].expand(n, k, -1).reshape(n * k, 1, -1)
             each = self._run(rows, chosen.reshape(-1)).view(n, k, -1)
             return (each * shares.to(x.dtype)[..., None]).sum(1)
         dense = torch.zeros(n, self.count, dtype=x.dtype, device=x.device).scatter_(1, chosen, shares.to(x.dtype))
         total = torch.zeros_like(x)
-        step = max(1, DENSE_VALUES // (n * max(x.shape[-1], 2 * self.width)))
+        step = max(1, DENSE_VALUES // ((TRACED_TOKENS if traced else n) * max(x.shape[-1], 2 * self.width)))
         for start in range(0, self.count, step):
             some = slice(start, min(start + step, self.count))
             each = self._run(x.expand(some.stop - start, -1, -1), some)  # [c, N, hidden]

@@ -183,10 +183,21 @@ class Model(Shown, ops.Tunable, nn.Module):
         be exact. The exact position is read on the device only.
         """
         check_one_sequence(x)
-        window = self.config.sliding_window
-        ring = None if window is None else cache.ring_reach(positions, length, window)
-        at = At(cache, cache.reach(positions, length), ring)
-        return self._layers(x, None, at)
+        return self._layers(x, None, self.passing(x, cache, self.reaches(positions, cache, length)))
+
+    def reaches(self, positions: Tensor, cache: Cache, length: int) -> dict[str, Reach]:
+        """Where new tokens at `positions` go in a cache, and what they see, by kind of layer."""
+        found, window = {"full": cache.reach(positions, length)}, self.config.sliding_window
+        return found if window is None else {**found, "sliding": cache.ring_reach(positions, length, window)}
+
+    def passing(self, x: Tensor, cache: Cache, reaches: dict[str, Reach]) -> At:
+        """What the layers share while `x` passes them."""
+        return At(cache, reaches["full"], reaches.get("sliding"))
+
+    def run_layer(self, layer: int, residual: Residual, at: At) -> Residual:
+        """One layer, on a cache."""
+        out: Residual = self.layers[layer](residual, None, at)
+        return out
 
     def costs(self, length: int) -> tuple[Cost, ...]:
         """What each part holds, and what a token costs it after `length` tokens. A token reads the experts it chooses."""

@@ -239,7 +239,20 @@ class Model(Shown, ops.Tunable, nn.Module):
         be exact. The exact position is read on the device only.
         """
         check_one_sequence(x)
-        return self._layers(x, None, At(cache, cache.reach(positions, length)))
+        return self._layers(x, None, self.passing(x, cache, self.reaches(positions, cache, length)))
+
+    def reaches(self, positions: Tensor, cache: Cache, length: int) -> dict[str, Reach]:
+        """Where new tokens at `positions` go in a cache, and what they see, by kind of layer."""
+        return {"full": cache.reach(positions, length)}
+
+    def passing(self, x: Tensor, cache: Cache, reaches: dict[str, Reach]) -> At:
+        """What the layers share while `x` passes them."""
+        return At(cache, reaches["full"])
+
+    def run_layer(self, layer: int, residual: Residual, at: At) -> Residual:
+        """One layer, on a cache."""
+        out: Residual = self.layers[layer](residual, None, at)
+        return out
 
     def _layers(self, x: Tensor, rope: Tensor | None, at: At | None) -> Tensor:
         """All layers, on embedded tokens [B, T, hidden] -> [B, T, hidden]."""

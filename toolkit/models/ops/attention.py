@@ -80,7 +80,7 @@ def _make_heads_reference(
     values_are_keys: bool, value_norm: bool, eps: float,
 ) -> list[Tensor]:  # fmt: skip
     parts = [heads * (1 + gated), kv_heads, 0 if values_are_keys else kv_heads]
-    query, key, value = qkv.view(1, len(qkv), -1, len(q_weight)).split(parts, 2)
+    query, key, value = qkv.view(1, qkv.shape[0], -1, q_weight.shape[0]).split(parts, 2)
     turns = rope.index_select(0, positions)
     found = [_turned(_normed(query.unflatten(2, (-1, 1 + gated))[:, :, :, 0], q_weight, eps), turns)]
     if kv_heads:
@@ -94,7 +94,7 @@ def _make_heads_reference(
 def _make_heads_shape(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, rope: Tensor, positions: Tensor, heads: int, kv_heads: int, *flags: Any
 ) -> list[Tensor]:
-    t, dim = len(qkv), len(q_weight)
+    t, dim = qkv.shape[0], q_weight.shape[0]
     return [qkv.new_empty(1, t, heads, dim), *(qkv.new_empty(1, kv_heads, t, dim) for _ in range(2 * (kv_heads > 0)))]
 
 
@@ -113,7 +113,7 @@ def _write_heads_shape(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, rope: Tensor, positions: Tensor, keys: Tensor, values: Tensor, heads: int,
     *flags: Any,
 ) -> Tensor:  # fmt: skip
-    return qkv.new_empty(1, len(qkv), heads, len(q_weight))
+    return qkv.new_empty(1, qkv.shape[0], heads, q_weight.shape[0])
 
 
 def _heads_problem(

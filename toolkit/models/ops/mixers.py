@@ -27,7 +27,7 @@ def delta_net(
     given = (qkv, z, b, a, conv, decay, dt_bias, norm, positions, ring, memory)
     about = (key_heads, key_dim, tiled, eps)
     # Of several tokens the kernels take factors of 10 bits, as tensor cores do: finer than bf16, coarser than fp32.
-    rough = len(qkv) > 1 and qkv.dtype == torch.float32
+    rough = qkv.shape[0] > 1 and qkv.dtype == torch.float32
     if rough or key_dim > 256 or memory.shape[2] > 256 or not on_gpu(*given):
         return plain_delta_net(*given, *about)
     return call("delta_net", *map(aligned, given[:4]), *given[4:], *about)  # type: ignore[no-any-return]

@@ -26,7 +26,7 @@ def experts_fit(x: Tensor, matrices: Gated | None, activation: str, *scores: Ten
 
 def moe_fits(x: Tensor, matrices: Gated | None, activation: str, shared: Gated | None, *scores: Tensor | None) -> bool:
     """Can `moe` take these? The shared expert's matrices are those of one more expert."""
-    if matrices is None or len(x) != 1 or not experts_fit(x, matrices, activation, *scores):
+    if matrices is None or x.shape[0] != 1 or not experts_fit(x, matrices, activation, *scores):
         return False
     up, down = matrices
     whole = all(matrix.shape[-1] % LEAST == 0 for matrix in matrices)

@@ -38,10 +38,10 @@ def matmul(x: Tensor, weight: Tensor | PackedMatrix, activation: str = "none") -
         return _activated(F.linear(x, weight), activation)
     parts = list(weight.parts().values())
     rows = x.numel() // max(1, x.shape[-1])
-    if x.dtype == torch.float16 and rows <= DECODED and on_gpu(x):
+    gpu = on_gpu(x)
+    if gpu and x.dtype == torch.float16 and rows <= DECODED:
         return matmul(x.float(), weight, activation).to(x.dtype)
-    dtypes = (torch.bfloat16, torch.float32) if rows <= DECODED else (torch.bfloat16,)
-    if not rows or x.dtype not in dtypes or not on_gpu(x):
+    if not gpu or not rows or x.dtype not in ((torch.bfloat16, torch.float32) if rows <= DECODED else (torch.bfloat16,)):
         return _matmul_reference(x, parts, weight.scheme.name, activation)
     return call("packed_matmul", aligned(x), parts, weight.scheme.name, activation)  # type: ignore[no-any-return]
 

@@ -1,0 +1,44 @@
+"""What the tests of exports share: one cache of compiled pieces for all workers, and one package of each demo model."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+
+import toolkit as tk
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="exports need a C++ compiler")
+CONTEXT = 512
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled(tmp_path_factory):
+    """Pieces are compiled once for all tests, in a folder of this run."""
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    before = os.environ.get("TOOLKIT_CACHE")
+    os.environ["TOOLKIT_CACHE"] = str(root / "exports-cache")
+    yield
+    if before is None:
+        del os.environ["TOOLKIT_CACHE"]
+    else:
+        os.environ["TOOLKIT_CACHE"] = before
+
+
+@pytest.fixture(scope="session")
+def model():
+    return tk.load("demo/qwen3", device="cpu", progress=False)
+
+
+@pytest.fixture(scope="session")
+def exported(model, compiled, tmp_path_factory):
+    """A package of demo/qwen3. Not to be changed: `package` is a copy."""
+    return tk.export(model, tmp_path_factory.mktemp("package") / "qwen3", context=CONTEXT, progress=False)
+
+
+@pytest.fixture
+def package(exported, tmp_path):
+    """A copy of it, trusted, to be damaged at will."""
+    return shutil.copytree(exported.path, tmp_path / "package")

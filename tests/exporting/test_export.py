@@ -1,0 +1,289 @@
+"""Exports on the CPU: same tokens as the model, one copy of the weights, what is kept from before, what is refused."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+import toolkit as tk
+from tests.exporting.conftest import CONTEXT
+from toolkit.describing import describe
+from toolkit.errors import CancelledError, DeviceError, ModelError, PackageError
+from toolkit.exporting import package as folders
+from toolkit.exporting import skeleton, weights
+from toolkit.exporting.pieces import LEAST, Anatomy
+from toolkit.exporting.running import parts_of
+from toolkit.models.shapes import SHAPES
+
+PROMPT = "The capital of France is"
+
+
+def tokens(model, prompt=PROMPT, **options):
+    return tk.generate(model, prompt, **{"max_new_tokens": 24, "record": False, "eos": (), **options}).tokens
+
+
+@pytest.fixture(scope="module")
+def loaded(exported):
+    return tk.load_exported(exported.path, progress=False)
+
+
+@pytest.mark.parametrize("strategy", list(tk.STRATEGIES))
+def test_every_strategy_gives_the_models_own_tokens(model, loaded, strategy):
+    assert tokens(loaded, decode=strategy) == tokens(model, decode=strategy)
+    assert tokens(loaded, decode=strategy, temperature=0.8, seed=3) == tokens(model, decode=strategy, temperature=0.8, seed=3)
+
+
+@pytest.mark.parametrize("length", [1, 2, LEAST - 1, LEAST, LEAST + 1, 64, 300])
+@pytest.mark.parametrize("chunk", [512, 50])
+def test_prompts_of_any_length_in_any_chunks(model, loaded, length, chunk):
+    ids = torch.randint(0, 700, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    assert tokens(loaded, ids, prefill_chunk=chunk) == tokens(model, ids)
+
+
+def test_logits_are_the_models(model, loaded):
+    ids = torch.randint(0, 700, (1, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        for one in (model, loaded):
+            cache, positions = one.new_cache(64), torch.arange(40)
+            one.found = one.logits(one.advance(one.embed(ids), positions, cache, 40))
+    assert torch.allclose(loaded.found, model.found, atol=2e-4, rtol=1e-4)
+    with torch.no_grad():
+        assert torch.equal(loaded(ids), model(ids))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("demo/gemma4", {}),
+        ("demo/qwen3.5-moe", {}),
+        ("demo/qwen3", {"scheme": "int8", "kv": "int8"}),
+    ],
+    ids=["gemma4", "qwen3.5-moe", "qwen3 in int8"],
+)
+def test_other_models_and_schemes(name, options, tmp_path):
+    kv = options.get("kv")
+    ours = tk.load(name, device="cpu", progress=False, scheme=options.get("scheme"))
+    made = tk.export(ours, tmp_path / "out", context=CONTEXT, kv=kv, progress=False).load()
+    assert tokens(made) == tokens(ours, kv=kv)
+    ids = torch.randint(0, 700, (150,), generator=torch.Generator().manual_seed(5)).tolist()
+    assert tokens(made, ids, decode="roundtrip") == tokens(ours, ids, kv=kv)
+    if kv:
+        with pytest.raises(ModelError, match="exported with kv='int8'"):
+            made.new_cache(64, "int4")
+
+
+def test_a_new_process_loads_it(exported, model):
+    code = (
+        "import sys, toolkit as tk\n"
+        "run = tk.generate(tk.load_exported(sys.argv[1]), sys.argv[2], max_new_tokens=24, record=False, eos=())\n"
+        "print(list(run.tokens), run.text)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(exported.path), PROMPT], capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith(str(list(tokens(model)))), done.stderr
+    assert "Paris" in done.stdout
+
+
+def test_the_weights_are_there_once_and_mapped(exported, model, loaded):
+    files = [name for name in exported.manifest["files"] if name.startswith("weights-")]
+    assert len(files) == 1
+    size = (exported.path / files[0]).stat().st_size
+    assert size == weights.size_of(model)
+    assert size < 1.01 * sum(p.nbytes for p in model.parameters())
+    compiled = [entry["bytes"] for name, entry in exported.manifest["files"].items() if name.startswith("methods/")]
+    assert max(compiled) < 3 << 20
+    held = {p.untyped_storage().data_ptr() for p in loaded.inner.parameters()}
+    assert {w.untyped_storage().data_ptr() for _, ws, _ in loaded._layers for w in ws} <= held
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.inner.parameters(), strict=True))
+
+
+def test_another_context_compiles_nothing_and_writes_no_weights(exported, model, package):
+    before = {path.name: path.stat().st_ino for path in package.glob("weights-*")}
+    again = tk.export(model, package, context=64, progress=False)
+    assert all(piece["kept"] for piece in again.measured["pieces"])
+    assert {path.name: path.stat().st_ino for path in package.glob("weights-*")} == before
+    small = again.load()
+    with pytest.raises(ModelError, match="exported for 64"):
+        small.new_cache(65)
+    with pytest.raises(ModelError, match="room|context"):
+        tokens(small, list(range(65)))
+    assert tokens(small, max_new_tokens=8) == tokens(model, max_new_tokens=8)
+
+
+def test_packages_share_their_weights(exported, model, tmp_path):
+    made = tk.export(model, tmp_path / "second", context=64, share=exported.path, progress=False)
+    name = next(name for name in made.manifest["files"] if name.startswith("weights-"))
+    assert os.path.samefile(made.path / name, exported.path / name)
+    other = tk.load("demo/qwen3", device="cpu", progress=False).init_weights(3)
+    other.requires_grad_(False)
+    apart = tk.export(other, tmp_path / "third", context=64, share=exported.path, progress=False)
+    assert not (apart.path / name).exists()
+
+
+def test_damaged_weights_are_written_again(model, package):
+    path = next(package.glob("weights-*"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(PackageError, match=r"weights-\w+\.safetensors was changed or damaged"):
+        tk.load_exported(package, progress=False)
+    tk.export(model, package, context=CONTEXT, progress=False)
+    assert tokens(tk.load_exported(package, progress=False)) == tokens(model)
+
+
+def test_a_cancelled_export_leaves_what_was_there(model, package, tmp_path):
+    old, cancel = (package / folders.MANIFEST).read_bytes(), threading.Event()
+
+    def stop(phase, share, what):
+        if phase == "weights":
+            cancel.set()
+
+    for folder in (package, tmp_path / "new"):
+        cancel.clear()
+        with pytest.raises(CancelledError, match="in the phase 'weights'"):
+            tk.export(model, folder, context=64, progress=stop, cancel=cancel)
+    assert (package / folders.MANIFEST).read_bytes() == old
+    assert tokens(tk.load_exported(package, progress=False)) == tokens(model)
+    with pytest.raises(PackageError, match="an export that was not finished"):
+        tk.load_exported(tmp_path / "new")
+    tk.export(model, tmp_path / "new", context=64, progress=False)
+    assert not list((tmp_path / "new").glob("*.partial"))
+
+
+def test_progress_names_every_phase(model, tmp_path):
+    seen = []
+    made = tk.export(model, tmp_path / "out", context=64, progress=lambda *about: seen.append(about))
+    assert list(dict.fromkeys(phase for phase, _, _ in seen)) == ["compile", "weights", "manifest"]
+    assert all(0 <= share <= 1 for _, share, _ in seen)
+    assert [phase["phase"] for phase in made.measured["phases"]] == ["compile", "weights"]
+    assert all(phase["host_peak_bytes"] > 0 for phase in made.measured["phases"])
+    assert "compile" in repr(made)
+
+
+def test_a_name_is_loaded_first(tmp_path):
+    made = tk.export("demo/qwen3", tmp_path / "out", context=CONTEXT, progress=False)
+    assert [phase["phase"] for phase in made.measured["phases"]] == ["load", "compile", "weights"]
+    assert made.load().tokenizer.decode(made.load().tokenizer.encode(PROMPT)) == PROMPT
+
+
+def test_what_it_takes_was_foreseen(exported):
+    predicted = max(phase["host_bytes"] for phase in exported.manifest["plan"]["export"])
+    assert predicted > 0
+    assert exported.manifest["plan"]["budget_bytes"] is None
+
+
+def test_a_budget_below_the_floor_is_refused_before_any_work(model, tmp_path):
+    with pytest.raises(tk.BudgetError, match="smallest budget that would do"):
+        tk.export(model, tmp_path / "out", budget="16 MiB", context=64, progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("context", [1, 0, -5, 1 << 20, "512", 2.0, True])
+def test_contexts_that_can_not_be(model, tmp_path, context):
+    with pytest.raises(tk.ToolkitError, match="positions for 2 to 1,024"):
+        tk.export(model, tmp_path / "out", context=context, progress=False)
+
+
+def test_what_can_not_be_exported(model, tmp_path):
+    with pytest.raises(DeviceError, match="Export for the CPU"):
+        tk.export(tk.load("demo/qwen3", device="virtual:h200", progress=False), tmp_path / "out")
+    with pytest.raises(ModelError, match="share keys and values"):
+        Anatomy(describe("random/gemma4-e2b"), 512)
+    with pytest.raises(ModelError, match="it is held as it is"):
+        tk.export(model, tmp_path / "out", scheme="int8")
+    with pytest.raises(ModelError, match="not a model"):
+        tk.export(torch.nn.Linear(2, 2), tmp_path / "out")
+    with pytest.raises(ModelError, match="the model is on cpu"):
+        tk.export(model, tmp_path / "out", device="virtual:h200")
+
+
+def test_without_a_compiler(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(PackageError, match="no C\\+\\+ compiler.*apt install g"):
+        tk.export(model, tmp_path / "out", context=64)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_compiler_that_fails_says_so(tmp_path, monkeypatch):
+    broken = tmp_path / "g++"
+    broken.write_text("#!/bin/sh\necho 'no space for me' >&2; exit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(PackageError, match="the compiler said"):
+        tk.export("demo/qwen3", tmp_path / "out", context=64, progress=False)
+    assert not (tmp_path / "out" / folders.MANIFEST).exists()
+
+
+def test_two_exports_into_one_folder(model, package):
+    with folders.locked(package), pytest.raises(PackageError, match="another export into this folder is under way"):
+        tk.export(model, package, context=64, progress=False)
+    tk.export(model, package, context=64, progress=False)
+
+
+def test_folders_that_can_not_be(model, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(PackageError, match="a file of that name"):
+        tk.export(model, tmp_path / "file", context=64, progress=False)
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("years of work")
+    with pytest.raises(PackageError, match=r"other files \(thesis.txt\)"):
+        tk.export(model, mine, context=64, progress=False)
+    assert [path.name for path in mine.iterdir()] == ["thesis.txt"]
+    with pytest.raises(PackageError, match="can't be written"):
+        tk.export(model, "/proc/no-such-folder/out", context=64, progress=False)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
+    with pytest.raises(PackageError, match="the disk has 1000 B left"):
+        tk.export(model, tmp_path / "full", context=64, progress=False)
+    assert not (tmp_path / "full").exists()
+
+
+def test_a_disk_that_fills_up_in_the_middle(model, package, monkeypatch):
+    old = (package / folders.MANIFEST).read_bytes()
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(folders.os, "fsync", full)
+    with pytest.raises(PackageError, match="the disk is full"):
+        tk.export(model, package, context=64, progress=False)
+    monkeypatch.undo()
+    assert (package / folders.MANIFEST).read_bytes() == old
+    assert tokens(tk.load_exported(package, progress=False)) == tokens(model)
+
+
+def test_layers_that_are_alike_are_one_piece():
+    anatomy = Anatomy(describe("random/gemma4-31b", "q4_k_m"), 131072)
+    assert len(anatomy.pieces) == 61
+    kinds = {}
+    for piece in anatomy.pieces:
+        kinds.setdefault(piece.like, []).append(piece.name)
+    # q4_k_m holds some layers' v and down in more bits than others': sliding ones of two kinds, full ones of two
+    assert sum(len(names) for names in kinds.values()) == 61
+    assert len(anatomy.distinct()) == len(kinds) <= 7
+    assert anatomy.chunk == 512
+    assert [p.name for p in Anatomy(describe("random/qwen3-8b", "int4"), 4096).distinct()] == ["layers.0", "head"]
+
+
+@pytest.mark.parametrize("name", sorted(SHAPES))
+def test_a_model_described_in_plain_data_is_the_same_model(name):
+    model = describe(f"random/{name}", "q4_k_m")
+    plain = json.loads(json.dumps(skeleton.to_plain(model)))
+    again = skeleton.from_plain(plain, model.device)
+    assert skeleton.shapes_of(again) == skeleton.shapes_of(model)
+    assert again.config == model.config
+
+
+@pytest.mark.parametrize("most", [3, 9, 10, 63, 512])
+def test_parts_cover_every_token_once(most):
+    for count in range(1, 600):
+        parts = list(parts_of(count, most))
+        assert [a for a, _ in parts] == [0, *(b for _, b in parts)][:-1]
+        assert parts[-1][1] == count
+        assert all(size == 1 or LEAST <= size <= most for size in (b - a for a, b in parts))
+        if LEAST <= count and most >= 2 * LEAST:
+            assert min(b - a for a, b in parts) >= LEAST

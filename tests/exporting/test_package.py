@@ -1,0 +1,142 @@
+"""Packages that aren't what they say: every one refused by name, and nothing of it run."""
+
+import hashlib
+import json
+import os
+import random
+
+import pytest
+
+import toolkit as tk
+from toolkit.errors import PackageError
+from toolkit.exporting import compiling
+from toolkit.exporting import package as folders
+
+
+def rewrite(folder, **changes):
+    """A manifest changed by somebody who knows how to hash it."""
+    manifest = json.loads((folder / folders.MANIFEST).read_bytes())
+    (folder / folders.MANIFEST).write_bytes(folders._text(manifest | changes))
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs(monkeypatch):
+    """Loading native code is a failure here, but where a test says otherwise."""
+    monkeypatch.setattr(compiling, "load_piece", lambda data: pytest.fail("code of a bad package was loaded"))
+
+
+def refused(folder, match, **options):
+    with pytest.raises(PackageError, match=match) as caught:
+        tk.load_exported(folder, progress=False, **options)
+    return caught.value
+
+
+def test_one_flipped_byte_anywhere(package):
+    rng = random.Random(0)
+    for path in sorted(p for p in package.rglob("*") if p.is_file() and p.name != ".lock"):
+        data = path.read_bytes()
+        for _ in range(6 if path.name == folders.MANIFEST else 2):
+            where = rng.randrange(len(data))
+            path.write_bytes(data[:where] + bytes([data[where] ^ (1 << rng.randrange(8))]) + data[where + 1 :])
+            error = refused(package, "changed|isn't JSON|isn't that of a package|version", trust=True)
+            assert path.name in str(error) or path.name == folders.MANIFEST
+        path.write_bytes(data)
+
+
+def test_files_cut_or_longer_or_missing(package):
+    path = next(package.glob("methods/*"))
+    data = path.read_bytes()
+    for wrong in (data[:-1], data + b"x", b""):
+        path.write_bytes(wrong)
+        refused(package, f"{path.name} was changed or damaged: it has", trust=True)
+    path.unlink()
+    refused(package, f"{path.name} is missing", trust=True)
+
+
+def test_a_package_of_somebody_else_has_to_be_trusted(package, monkeypatch, tmp_path):
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "another user"))
+    error = refused(package, "native code, and wasn't made here by you")
+    assert "trust=True" in error.do
+    with pytest.raises(pytest.fail.Exception, match="was loaded"):  # whole and trusted: it would run
+        tk.load_exported(package, trust=True, progress=False)
+
+
+def test_a_manifest_that_was_changed_and_hashed_again_is_not_ours_any_more(package):
+    rewrite(package, context=100)
+    refused(package, "wasn't made here by you")
+
+
+@pytest.mark.parametrize("version", [2, 99, "1", None, 1.5, True])
+def test_newer_formats(package, version):
+    manifest = json.loads((package / folders.MANIFEST).read_bytes()) | {"version": version, "sha256": ""}
+    own = hashlib.sha256(json.dumps(manifest, indent=1, sort_keys=True).encode()).hexdigest()
+    (package / folders.MANIFEST).write_text(json.dumps(manifest | {"sha256": own}, indent=1, sort_keys=True))
+    refused(package, r"its format is version .*, this toolkit reads up to 1", trust=True)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../secret", "/etc/passwd", "methods/../../secret", "a/b/c", "methods/..", ".hidden", "C:\\x", "methods\\x", "", "x\n"],
+)
+def test_paths_that_leave_the_folder(package, name):
+    files = json.loads((package / folders.MANIFEST).read_bytes())["files"]
+    rewrite(package, files=files | {name: next(iter(files.values()))})
+    refused(package, "isn't a file of the folder", trust=True)
+
+
+def test_links_out_of_the_folder(package, tmp_path):
+    path = next(package.glob("methods/*"))
+    (tmp_path / "elsewhere.pt2").write_bytes(path.read_bytes())
+    path.unlink()
+    path.symlink_to(tmp_path / "elsewhere.pt2")
+    refused(package, "is a link to somewhere else", trust=True)
+    path.unlink()
+    (tmp_path / "elsewhere.pt2").rename(path)
+    os.rename(package / "methods", tmp_path / "methods")
+    (package / "methods").symlink_to(tmp_path / "methods")
+    refused(package, "is a link to somewhere else", trust=True)
+
+
+@pytest.mark.parametrize(
+    ("what", "value", "says"),
+    [
+        ("machine", "aarch64", "it is for aarch64"),
+        ("system", "Plan9", "it is for Plan9"),
+        ("vectors", "AVX1024", "needs a processor with AVX1024"),
+        ("device", "cuda", "exported for cuda"),
+    ],
+)
+def test_packages_for_another_machine(package, what, value, says):
+    target = json.loads((package / folders.MANIFEST).read_bytes())["target"]
+    rewrite(package, target=target | {what: value})
+    refused(package, says, trust=True)
+
+
+def test_packages_of_another_pytorch(package):
+    rewrite(package, versions={"toolkit": "0.1.0", "torch": "2.5.1"})
+    error = refused(package, "exported with torch 2.5.1", trust=True)
+    assert "export the model again" in error.do
+
+
+def test_a_model_that_is_not_described(package):
+    plain = json.loads((package / folders.MANIFEST).read_bytes())["model"]
+    for wrong in ({**plain, "architecture": "gpt5"}, {**plain, "config": {}}, {**plain, "schemes": {"x.weight": "q4_k"}}, {}):
+        rewrite(package, model=wrong)
+        with pytest.raises(tk.ToolkitError, match="can't be built"):
+            tk.load_exported(package, trust=True, progress=False)
+    rewrite(package, model={**plain, "config": {**plain["config"], "vocab_size": 512}})
+    refused(package, "its weights aren't those of the model", trust=True)
+
+
+def test_what_is_no_package(tmp_path):
+    refused(tmp_path / "nothing", "no such folder")
+    refused(tmp_path, "it has no manifest.json")
+    (tmp_path / folders.MANIFEST).write_text("[]")
+    refused(tmp_path, "isn't that of a package")
+    (tmp_path / folders.MANIFEST).write_text("{" * 100_000)
+    refused(tmp_path, "isn't JSON")
+
+
+def test_on_another_device(package):
+    with pytest.raises(PackageError, match="it was exported for cpu"):
+        tk.load_exported(package, "virtual:h200", trust=True, progress=False)

@@ -1,0 +1,337 @@
+"""From a model to a package and back: `export`, `load_exported`.
+
+In order: `pieces` takes the model apart, `compiling` makes native code of each distinct layer, `weights` writes the weights
+once, `package` puts the folder together so that it is whole or not there. `running` is what loading gives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import toolkit
+from toolkit import tokenizer as tokenizers
+from toolkit.budgeting import budget as tk_budget
+from toolkit.devices.base import Device, open_device
+from toolkit.errors import DeviceError, ModelError, PackageError
+from toolkit.exporting import compiling, package, skeleton, weights
+from toolkit.exporting.pieces import LEAST, METHODS, Anatomy, Piece
+from toolkit.exporting.progress import Progress, Watch
+from toolkit.exporting.running import Exported
+from toolkit.kernels.tune.cards import find_card
+from toolkit.loading import load
+from toolkit.models.cache import Ring
+from toolkit.planning import CUDA_CONTEXT, Levers, Plan, plan_of
+from toolkit.units import bytes_text, parse_bytes
+
+__all__ = ["Exported", "Package", "export", "load_exported"]
+
+CONTEXT = 4096  # unless asked otherwise, or the model has fewer positions
+
+
+@dataclass(frozen=True)
+class Package:
+    """What an export made: the folder, and what its manifest says. `load()` makes a model of it."""
+
+    path: Path
+    manifest: dict[str, Any]
+
+    def load(self, device: Device | str | None = None) -> Exported:
+        """See `load_exported`; this package was made by this process, so it is trusted."""
+        return load_exported(self.path, device)
+
+    @property
+    def measured(self) -> dict[str, Any]:
+        """Seconds and the most memory of each phase; which pieces were compiled and which were kept from before."""
+        found: dict[str, Any] = self.manifest["measured"]
+        return found
+
+    def __repr__(self) -> str:
+        files = self.manifest["files"].values()
+        phases = ", ".join(f"{p['phase']} {p['seconds']:.1f} s" for p in self.measured["phases"])
+        return f"Package({str(self.path)!r}, {bytes_text(sum(f['bytes'] for f in files))}: {phases})"
+
+
+def export(
+    model: Any,
+    path: str | os.PathLike[str],
+    *,
+    device: Device | str | None = None,
+    budget: int | float | str | None = None,
+    context: int | None = None,
+    kv: str | None = None,
+    scheme: Any = None,
+    dtype: torch.dtype | str | None = None,
+    share: str | os.PathLike[str] | None = None,
+    progress: bool | Progress = True,
+    cancel: threading.Event | None = None,
+) -> Package:
+    """Compile a model ahead of time into the folder `path`: methods for prefill and decode, and its weights, stored once.
+
+    `model` is a loaded one, or what `tk.load` takes, with `scheme` and `dtype` as there. `device`: what the code is for; the
+    model's own, else the CPU. `budget` ("4 GiB"): what exporting may take of the GPU's memory, or with no GPU, of the host's.
+    A plan (`tk.plan`) says beforehand whether that is enough, and on a GPU the allocator is held to it. `context`: how many
+    tokens its caches hold at most (4,096, or all that the model has positions for), `kv` in what they hold keys and values
+    (see `tk.generate`). `share`: another package with the same weights, whose file is linked rather than written again.
+    `progress` is True (a line on a terminal), False, or a function of (phase, share done, what) that is called at most ten
+    times a second; once `cancel` is set the export ends after the piece that is being compiled.
+
+    A killed or cancelled export leaves the package that was there before, or none; exporting again takes up what was done.
+    Raises BudgetError (before any work, with the smallest budget that would do), PackageError (no compiler, a full disk, a
+    folder that can't be written or is in use), ModelError (a variant that can't be exported, a context that the model
+    hasn't), CancelledError.
+    """
+    folder = Path(path).expanduser()
+    watch = Watch(f"exporting into {folder}", progress, cancel)
+    if isinstance(model, str | os.PathLike):
+        with watch.phase("load"):
+            model = load(model, device or "cpu", dtype, scheme, progress=False, cancel=cancel)
+    elif scheme is not None or dtype is not None:
+        raise ModelError("a loaded model with a scheme or a dtype", "it is held as it is", "Give its name or path instead")
+    _check_device(model, device)
+    plain = skeleton.to_plain(model)
+    compiling.check_compiler()
+    context, gpu = _context(model, context), model.device.torch.type == "cuda"
+    n_bytes = None if budget is None else parse_bytes(budget)
+    card = find_card(model.device).spec if gpu else None  # type: ignore[union-attr]
+    foreseen = plan_of(model, _name(model), card, context, n_bytes, None, kv, Levers())
+    if n_bytes is not None:
+        foreseen.check()
+    with package.locked(folder), _held_to(n_bytes, model.device) if gpu else nullcontext():
+        package.check_disk(folder, weights.size_of(model) if not list(folder.glob("weights-*")) else 0)
+        anatomy = Anatomy(model, context, kv)
+        files: dict[str, dict[str, Any]] = {}
+        with watch.phase("compile"):
+            compiled = _compile(anatomy, folder, files, watch)
+        with watch.phase("weights"):
+            files |= _weights(model, folder, share, watch)
+        with watch.phase("manifest"):
+            files |= _tokenizer(model, folder)
+            manifest = _manifest(model, plain, anatomy, compiled, files, foreseen, watch)
+            package.remember(package.finish(folder, manifest))
+    return Package(folder, package.read_manifest(folder)[0])
+
+
+def load_exported(
+    path: str | os.PathLike[str],
+    device: Device | str | None = None,
+    *,
+    trust: bool = False,
+    progress: bool | Progress = True,
+) -> Exported:
+    """The model in a package, ready for `tk.generate`; its weights are mapped (on the CPU) or copied once (to a GPU).
+
+    Every file is checked against the hash that the manifest names before it is used. Hashes say that a package is whole, not
+    who made it, and it holds native code that runs with all your rights: one that wasn't made by this user on this machine
+    is loaded with `trust=True` alone. Raises PackageError for what isn't a whole package, was changed, is of a newer format, of
+    another PyTorch or for another processor; `found` and `do` say which.
+    """
+    folder = Path(path).expanduser()
+    manifest, own = package.read_manifest(folder)
+    if not trust and not package.made_here(own):
+        found = "it holds native code, and wasn't made here by you"
+        do = "If you trust who made it, and how it came to you: tk.load_exported(path, trust=True)"
+        raise PackageError(f"package {folder}", found, do)
+    _check_target(folder, manifest)
+    target = open_device(device or "cpu")
+    if target.torch.type != manifest["target"]["device"]:
+        asked, found = f"package {folder} on {target.name}", f"it was exported for {manifest['target']['device']}"
+        raise PackageError(asked, found, "Export the model for this device too")
+    watch = Watch(f"loading {folder}", progress, None)
+    files = manifest["files"]
+    with watch.phase("verify"):
+        step = watch.bytes(sum(entry["bytes"] for name, entry in files.items() if name.startswith("weights-")))
+        for name, entry in files.items():
+            if name.startswith("weights-"):
+                package.verify(folder, name, entry, step)
+        data = {name: package.verified(folder, name, entry) for name, entry in files.items() if not name.startswith("weights-")}
+    model = skeleton.from_plain(manifest["model"], target)
+    weights_name = next(name for name in files if name.startswith("weights-"))
+    if weights.shapes_in(folder / weights_name) != skeleton.shapes_of(model):
+        raise PackageError(f"package {folder}", "its weights aren't those of the model it describes", package.AGAIN)
+    with watch.phase("weights"):
+        weights.assign_from(folder / weights_name, model, target.torch, lambda n, name: None)
+    if "tokenizer.json" in files:
+        model.tokenizer = tokenizers.from_bytes(data["tokenizer.json"], f"package {folder}")
+    runs = {name: compiling.load_piece(held) for name, held in data.items() if name.startswith("methods/")}
+    return Exported(model, folder, manifest, runs)
+
+
+# ---- the parts of an export
+
+
+def _compile(anatomy: Anatomy, folder: Path, files: dict[str, Any], watch: Watch) -> dict[str, dict[str, str]]:
+    """Each distinct piece by each method into the folder: kind to method to file."""
+    wanted = [(piece, method) for piece in anatomy.distinct() for method in METHODS if _needed(anatomy, piece, method)]
+    found: dict[str, dict[str, str]] = {}
+    for done, (piece, method) in enumerate(wanted):
+        watch.step(done / len(wanted), f"{piece.name} {method}")
+        made = compiling.compile_piece(anatomy.traceable(piece, method))
+        name = f"methods/{method}-{piece.name.replace('.', '-')}-{made.sha256[:16]}.pt2"
+        package.put(folder, name, made.data)
+        files[name] = {"sha256": made.sha256, "bytes": len(made.data)}
+        found.setdefault(piece.like, {})[method] = name
+        watch.pieces.append({"piece": piece.name, "method": method, "kept": made.kept})
+    return found
+
+
+def _needed(anatomy: Anatomy, piece: Piece, method: str) -> bool:
+    return method == "decode" or (piece.layer is not None and anatomy.chunk >= LEAST)
+
+
+def _weights(model: Any, folder: Path, share: str | os.PathLike[str] | None, watch: Watch) -> dict[str, dict[str, Any]]:
+    """The weights' file in the folder: one that is there already, one of another package, or written now."""
+    size = weights.size_of(model)
+    others = [] if share is None else _weights_of(Path(share).expanduser())
+    there = [p for p in [*folder.glob("weights-*.safetensors"), *others] if p.stat().st_size == size]
+    if there:
+        sha256 = weights.hash_of(model, watch.bytes(size))
+        name = f"weights-{sha256[:16]}.safetensors"
+        for path in there:
+            if path.name == name and _is_whole(path, sha256, size):
+                _link(path, folder / name)
+                return {name: {"sha256": sha256, "bytes": size}}
+    partial = folder / "weights.partial"
+    try:
+        sha256 = weights.write(model, partial, watch.bytes(size))
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    name = f"weights-{sha256[:16]}.safetensors"
+    os.replace(partial, folder / name)
+    return {name: {"sha256": sha256, "bytes": size}}
+
+
+def _weights_of(other: Path) -> list[Path]:
+    """The weights' file of another package. PackageError where it is none."""
+    return [other / name for name in package.read_manifest(other)[0]["files"] if name.startswith("weights-")]
+
+
+def _is_whole(path: Path, sha256: str, size: int) -> bool:
+    try:
+        package.verify(path.parent, path.name, {"sha256": sha256, "bytes": size}, lambda n, name: None)
+    except PackageError:
+        return False
+    return True
+
+
+def _link(path: Path, wanted: Path) -> None:
+    """Have a file at `wanted` too: linked where that goes, else copied."""
+    if path == wanted:
+        return
+    partial = wanted.with_name("weights.partial")
+    partial.unlink(missing_ok=True)
+    try:
+        os.link(path, partial)
+    except OSError:
+        shutil.copyfile(path, partial)
+    os.replace(partial, wanted)
+
+
+def _tokenizer(model: Any, folder: Path) -> dict[str, dict[str, Any]]:
+    if model.tokenizer is None:
+        return {}
+    data = model.tokenizer.to_bytes()
+    package.put(folder, "tokenizer.json", data)
+    return {"tokenizer.json": package.entry(data)}
+
+
+def _manifest(
+    model: Any, plain: dict[str, Any], anatomy: Anatomy, compiled: dict[str, Any], files: dict[str, Any], foreseen: Plan,
+    watch: Watch,
+) -> dict[str, Any]:  # fmt: skip
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    post, scalar = anatomy.last
+    rings = [state.size for state in anatomy.cache.states if isinstance(state, Ring)]
+    return {
+        "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": {"toolkit": toolkit.__version__, "torch": torch.__version__},
+        "target": {"device": model.device.torch.type, **compiling.processor()},
+        "model": plain,
+        "context": anatomy.context,
+        "kv": anatomy.kv,
+        "chunk": anatomy.chunk,
+        "least": max(2, *rings) if rings else 2,
+        "pieces": [{"name": p.name, "layer": p.layer, "weights": p.weights, "like": p.like} for p in anatomy.pieces],
+        "last": [post and names[id(post.weight)], post.eps if post else 0.0, None if scalar is None else names[id(scalar)]],
+        "compiled": compiled,
+        "files": files,
+        "plan": {
+            "budget_bytes": foreseen.budget_bytes,
+            "export": [dataclasses.asdict(phase) for phase in foreseen.export],
+            "run": [dataclasses.asdict(phase) for phase in foreseen.run],
+        },
+        "measured": {"phases": watch.phases, "pieces": watch.pieces},
+    }
+
+
+# ---- checks
+
+
+def _name(model: Any) -> str:
+    return Path(getattr(getattr(model, "report", None), "source", "") or "the model").name
+
+
+@contextmanager
+def _held_to(n_bytes: int | None, device: Device) -> Iterator[None]:
+    """The GPU's allocator takes no more than `n_bytes`, less what the process takes of the card beside it."""
+    if n_bytes is None:
+        yield
+        return
+    with tk_budget(max(n_bytes - CUDA_CONTEXT, 2 << 20), device):  # type: ignore[union-attr]
+        yield
+
+
+def _check_device(model: Any, device: Device | str | None) -> None:
+    if not hasattr(model, "device"):
+        raise ModelError("an export", f"a {type(model).__name__}, not a model", "Give one that tk.load made, or a name or path")
+    kind = model.device.torch.type
+    if device is not None and open_device(device).torch.type != kind:
+        asked = f"an export for {device if isinstance(device, str) else device.name}"
+        raise ModelError(asked, f"the model is on {model.device.name}", "Load it on that device, or give its name or path")
+    if kind == "vgpu":
+        found = "code for a GPU is compiled where that GPU is"
+        do = 'Export for the CPU (device="cpu"), or on a machine with the GPU'
+        raise DeviceError(f"an export for {model.device.name}", found, do)
+
+
+def _context(model: Any, context: int | None) -> int:
+    most = model.config.max_position_embeddings
+    if context is None:
+        return min(CONTEXT, most)
+    if type(context) is not int or not 2 <= context <= most:
+        raise ModelError(
+            f"a context of {context!r}", f"this model has positions for 2 to {most:,}", "Give a number among these"
+        )
+    return context
+
+
+def _check_target(folder: Path, manifest: dict[str, Any]) -> None:
+    """PackageError where the code was made for another PyTorch or another machine."""
+    asked, target, made = f"package {folder}", manifest["target"], manifest["versions"]["torch"]
+    here = compiling.processor()
+    if made.split("+")[0].split(".")[:2] != torch.__version__.split("+")[0].split(".")[:2]:
+        do = f"Install torch {made.split('+')[0]}, or export the model again"
+        raise PackageError(asked, f"it was exported with torch {made}, this is {torch.__version__}", do)
+    for what in ("machine", "system"):
+        if target[what] != here[what]:
+            raise PackageError(asked, f"it is for {target[what]}, this is {here[what]}", "Export the model on this machine")
+    if target["device"] == "cpu" and not _runs(target["vectors"], here["vectors"]):
+        found = f"its code needs a processor with {target['vectors']}, this one has {here['vectors']}"
+        raise PackageError(asked, found, "Export the model on this machine")
+
+
+def _runs(needed: str, has: str) -> bool:
+    """Does a processor with the vectors `has` run code for `needed`?"""
+    order = ["DEFAULT", "AVX2", "AVX512"]
+    return needed == has or (needed in order and has in order and order.index(needed) <= order.index(has))

@@ -1,0 +1,290 @@
+"""What of a model is compiled: each distinct layer and the head, as functions of tensors alone.
+
+Weights and states are inputs, so no weight exists while a piece is traced or compiled, and layers that differ in nothing but
+their values are one piece. A forward pass is then a chain: each layer takes the residual and what is still to be added to it
+(`layers.Residual`), and gives both on. Everything here runs on fake tensors: shapes without memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, is_dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+
+from toolkit.errors import ModelError
+from toolkit.models.cache import Cache, Reach, Ring
+from toolkit.models.layers import Residual, RMSNorm
+from toolkit.models.ops.products import DECODED
+
+METHODS = ("prefill", "decode")
+LEAST = DECODED + 1  # tokens of a prefill: fewer are fed one by one, as products of few rows are other kernels
+MOST = 512  # tokens of a prefill; rings and delta nets take fewer
+CHUNKED = 64  # ... of a gated delta net's reference, which solves so many at once
+LONGEST = 1 << 24  # slots of a cache
+_TRACED = 13  # tokens while tracing: any number that no size of a model is
+
+Varying = dict[int, Any] | None  # which dimensions of an input may vary, each a torch.export.Dim
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One layer, or the head (`layer` None).
+
+    `weights` are names of the model's parameters in the order in which the piece takes them; None is a tensor of one 1.
+    `post_eps`: of the norm that what came before is settled with, whose weight is among them. Pieces whose `like` are equal
+    are compiled once.
+    """
+
+    name: str
+    layer: int | None
+    weights: tuple[str | None, ...]
+    like: str
+    post_eps: float | None = None
+    scaled: bool = False  # is the last of the weights a scalar that what came before is multiplied by?
+
+
+@dataclass(frozen=True)
+class Traceable:
+    """A function of tensors to be traced: its fake `inputs`, and which of their dimensions may vary."""
+
+    run: nn.Module
+    inputs: tuple[Tensor, ...]
+    varying: tuple[Varying, ...]
+    mode: FakeTensorMode
+
+
+class Anatomy:
+    """A model taken apart: its `pieces` in the order in which they run, and what to trace for each.
+
+    `context`: for how many tokens a cache is made, `kv` in what it holds keys and values. Raises ModelError for a model whose
+    layers pass more to each other than the residual.
+    """
+
+    def __init__(self, model: Any, context: int, kv: str | None = None) -> None:
+        self.model, self.context, self.kv = model, context, kv
+        if getattr(model, "shares", False) or getattr(model.config, "hidden_size_per_layer_input", 0):
+            asked = f"exporting a {type(model).__module__.rpartition('.')[2]} of this variant"
+            found = "its layers share keys and values, or are given inputs of their own, beside the residual"
+            raise ModelError(asked, found, "Export a variant without these; tk.generate decodes this one as it is")
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.empty = partial(torch.empty, device=model.device.torch)
+        self.hidden = partial(self.empty, dtype=model.dtype)
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        with self.mode, torch.no_grad():
+            self.cache: Cache = model.new_cache(context, kv)
+            self.longer: Cache = model.new_cache(2 * context, kv)
+            left = self._left()
+        self.last = left[-1]  # what settles the last layer's
+        # Before the first layer is nothing: with the second's norm, zeros to add and a scalar of 1 it is no piece apart.
+        layers = [self._layer(i, *before) for i, before in enumerate([left[0], *left[:-1]])]
+        self.pieces = (*layers, self._head())
+        self.chunk = self._chunk()
+
+    def distinct(self) -> tuple[Piece, ...]:
+        """The first piece of each kind."""
+        return tuple({piece.like: piece for piece in reversed(self.pieces)}.values())[::-1]
+
+    def traceable(self, piece: Piece, method: str) -> Traceable:
+        """What to trace for one piece. The head is there for one token, "decode"."""
+        size, parameters = self.model.config.hidden_size, dict(self.model.named_parameters())
+        with self.mode:
+            weights = [self.empty(w.shape, dtype=w.dtype) for w in (parameters[name] for name in self._sample(piece))]
+            x = self.hidden(1, 1 if method == "decode" else min(_TRACED, self.chunk), size)
+            given, varying, reaches = self._inputs(piece.layer, x)
+        run = _Run(self.model, piece, self._sample(piece), self.cache, reaches)
+        return Traceable(run, (*given, *weights), (*varying, *(None for _ in weights)), self.mode)
+
+    def _inputs(self, layer: int | None, x: Tensor) -> tuple[list[Tensor], list[Varying], dict[str, Reach]]:
+        """Of a piece, but for its weights; of a layer: x, what is to be added, positions, slots by kind, ropes, states."""
+        if layer is None:
+            return [x], [None], {}
+        positions = self.empty(x.shape[1], dtype=torch.int64)
+        tokens = torch.export.Dim("tokens", min=LEAST, max=self.chunk) if x.shape[1] > 1 else None
+        given = [x, self.hidden(*x.shape), positions]
+        varying: list[Varying] = [{axis: tokens} if tokens else None for axis in (1, 1, 0)]
+        reaches = self.model.reaches(positions, self.cache, 1)
+        for kind, reach in reaches.items():
+            whole = reach.bound == reach.size  # a ring so small that it is always read
+            given.append(self.empty(reach.bound if whole else (reach.size or self.context) // 2, dtype=torch.int64))
+            varying.append(None if whole else {0: torch.export.Dim(f"seen_{kind}", min=2, max=reach.size or LONGEST)})
+        growing = [*zip(self.cache.ropes.values(), self.longer.ropes.values(), strict=True)]
+        growing += zip(tensors_of(self.cache.states[layer]), tensors_of(self.longer.states[layer]), strict=True)
+        for short, long in growing:
+            given.append(self.empty(short.shape, dtype=short.dtype))
+            varying.append(self._growing(short, long))
+        return given, varying, reaches
+
+    def _growing(self, short: Tensor, long: Tensor) -> Varying:
+        """The dimensions of a cache's tensor that grow with the context."""
+        found: dict[int, Any] = {}
+        for axis, (a, b) in enumerate(zip(short.shape, long.shape, strict=True)):
+            if a != b:
+                name = "context" if (a, b) == (self.context, 2 * self.context) else f"slots_{axis}"
+                found[axis] = torch.export.Dim(name, min=2, max=LONGEST)
+        return found or None
+
+    def _left(self) -> list[tuple[RMSNorm | None, Tensor | None]]:
+        """The norm and the scalar with which each layer's output is still to be settled, found by running it."""
+        model, found = self.model, []
+        x, positions = self.hidden(1, 1, model.config.hidden_size), self.empty(1, dtype=torch.int64)
+        at = model.passing(x, self.cache, model.reaches(positions, self.cache, 1))
+        for layer in range(model.config.num_hidden_layers):
+            out = model.run_layer(layer, Residual(x), at)
+            found.append((out.post, out.scalar))
+        return found
+
+    def _layer(self, layer: int, post: RMSNorm | None, scalar: Tensor | None) -> Piece:
+        block = self.model.layers[layer]
+        weights: list[str | None] = [*self._named(block)]
+        if post is not None:
+            weights.append(self._names[id(post.weight)])
+        if scalar is not None:
+            weights.append(self._names[id(scalar)] if layer else None)
+        eps, states = None if post is None else post.eps, [_shapes(c.states[layer]) for c in (self.cache, self.longer)]
+        like = digest(describe(block), eps, scalar is not None, states)
+        return Piece(f"layers.{layer}", layer, tuple(weights), like, eps, scalar is not None)
+
+    def _head(self) -> Piece:
+        held = self.model.embed.weight if self.model.head is None else self.model.head
+        held = held if isinstance(held, nn.Module) else nn.ParameterList([held])
+        weights = (*self._named(self.model.norm), *self._named(held))
+        return Piece("head", None, weights, digest(describe(self.model.norm), describe(held), repr(self.model.config)))
+
+    def _named(self, module: nn.Module) -> list[str]:
+        return [self._names[id(parameter)] for parameter in module.parameters()]
+
+    def _sample(self, piece: Piece) -> list[str]:
+        """Its weights, each by the name of a parameter of that shape."""
+        return [self._names[id(self.last[1])] if name is None else name for name in piece.weights]
+
+    def _chunk(self) -> int:
+        """How many tokens of a prompt go at once: fewer than a ring holds, no more than a delta net's reference solves."""
+        rings = [state.size - 1 for state in self.cache.states if isinstance(state, Ring)]
+        solved = any(hasattr(state, "states") for state in self.cache.states) and self.model.device.torch.type == "cpu"
+        return min([MOST, *rings, *([CHUNKED] if solved else [])])
+
+
+class _Run(nn.Module):
+    """A piece as a function of its tensors. It registers nothing: what isn't among its inputs must not be in its graph."""
+
+    def __init__(self, model: Any, piece: Piece, names: Sequence[str], cache: Cache, reaches: dict[str, Reach]) -> None:
+        super().__init__()
+        self._held = (_Called(model), piece, names, cache, reaches)
+
+    def forward(self, *given: Tensor) -> Any:
+        called, piece, names, cache, reaches = self._held
+        count = len(names)
+        inputs, weights = given[: len(given) - count], given[len(given) - count :]
+        replaced = {f"model.{name}": weight for name, weight in zip(names, weights, strict=True)}
+        if piece.layer is None:
+            return torch.func.functional_call(called, replaced, ("logits", inputs[0]))
+        x, added, positions, *rest = inputs
+        numbers, ropes, states = _cut(rest, len(reaches), len(cache.ropes))
+        fresh = Cache(numbers[0], dict(zip(cache.ropes, ropes, strict=True)))
+        fresh.states = [None] * len(cache.states)
+        fresh.states[piece.layer] = with_tensors(cache.states[piece.layer], states)
+        seen = {
+            kind: replace(reach, positions=positions, bound=number.shape[0], numbers=number)
+            for (kind, reach), number in zip(reaches.items(), numbers, strict=True)
+        }
+        settled = list(weights[len(weights) - (piece.post_eps is not None) - piece.scaled :])
+        post = None if piece.post_eps is None else SimpleNamespace(weight=settled.pop(0), eps=piece.post_eps)
+        residual = Residual(x, added, post, settled.pop() if piece.scaled else None)  # type: ignore[arg-type]
+        own = dict(list(replaced.items())[: count - (piece.post_eps is not None) - piece.scaled])
+        out = torch.func.functional_call(called, own, ("layer", piece.layer, residual, x, fresh, seen))
+        return out.x, out.added
+
+
+class _Called(nn.Module):
+    """A model whose parts can be called by `torch.func.functional_call`."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, what: str, *given: Any) -> Any:
+        if what == "logits":
+            return self.model.logits(*given)
+        layer, residual, x, cache, reaches = given
+        return self.model.run_layer(layer, residual, self.model.passing(x, cache, reaches))
+
+
+def _cut(rest: Sequence[Tensor], *counts: int) -> list[Sequence[Tensor]]:
+    found, start = [], 0
+    for count in (*counts, len(rest) - sum(counts)):
+        found.append(rest[start : start + count])
+        start += count
+    return found
+
+
+# ---- states, as tensors and back
+
+
+def _places(state: Any) -> list[tuple[dict[str, Any], str]]:
+    """Where a state holds its tensors: in its attributes, and in dicts and dataclasses there."""
+    found = []
+    for name, value in vars(state).items():
+        if isinstance(value, Tensor):
+            found.append((vars(state), name))
+        elif isinstance(value, dict) or is_dataclass(value):
+            inner = value if isinstance(value, dict) else vars(value)
+            found.extend((inner, key) for key, one in inner.items() if isinstance(one, Tensor))
+    return found
+
+
+def tensors_of(state: Any) -> list[Tensor]:
+    """All tensors of a layer's state, in an order of their own."""
+    return [holder[name] for holder, name in _places(state)]
+
+
+def with_tensors(state: Any, tensors: Sequence[Tensor]) -> Any:
+    """The same state around other tensors."""
+    found = copy.copy(state)
+    for name, value in vars(state).items():
+        if isinstance(value, dict) or is_dataclass(value):
+            setattr(found, name, copy.copy(value))
+    for (holder, name), tensor in zip(_places(found), tensors, strict=True):
+        holder[name] = tensor
+    return found
+
+
+def _shapes(state: Any) -> list[Any]:
+    return [type(state).__name__, *((str(t.dtype), tuple(t.shape)) for t in tensors_of(state))]
+
+
+# ---- what makes two layers alike
+
+
+def describe(value: Any) -> Any:
+    """What of a module decides over its graph: classes, plain attributes, shapes; not which layer it is, nor any weight.
+
+    What isn't known to be plain is described by its address, so that it is like nothing else: rather compiled twice.
+    """
+    if isinstance(value, nn.Module):
+        own = {
+            n: describe(v) for n, v in sorted(vars(value).items()) if not n.startswith("_") and n not in ("layer", "training")
+        }
+        held = [(n, str(p.dtype), tuple(p.shape)) for n, p in value.named_parameters(recurse=False)]
+        return [type(value).__qualname__, own, held, [(n, describe(m)) for n, m in value.named_children()]]
+    if isinstance(value, partial):
+        return [describe(value.func), describe(value.args), describe(value.keywords)]
+    if isinstance(value, dict):
+        return [(describe(k), describe(v)) for k, v in value.items()]
+    if isinstance(value, list | tuple):
+        return [type(value).__name__, *map(describe, value)]
+    if isinstance(value, Callable) and hasattr(value, "__qualname__"):  # type: ignore[arg-type]
+        return f"{value.__module__}.{value.__qualname__}"
+    return repr(value)
+
+
+def digest(*described: Any) -> str:
+    """A short name for what was described."""
+    return hashlib.sha256(repr(described).encode()).hexdigest()[:16]

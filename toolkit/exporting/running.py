@@ -1,0 +1,105 @@
+"""A package as a model: the same face that every decode strategy drives, with compiled layers behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit.errors import ModelError
+from toolkit.exporting.pieces import LEAST, tensors_of
+from toolkit.models.cache import Cache, check_one_sequence
+from toolkit.models.layers import Residual, RMSNorm
+
+
+class Exported:
+    """An exported model: `tk.generate` and `tk.compare` take it as they take a loaded one.
+
+    `context` is the longest sequence its caches hold and `kv` how, `package` the folder it comes from. Its weights are those of
+    the package, held once for prefill and decode; `model(ids)` runs them uncompiled.
+    """
+
+    def __init__(self, model: Any, package: Path, manifest: Mapping[str, Any], runs: Mapping[str, Callable[..., Any]]) -> None:
+        """`model` has the package's weights, `runs` are its compiled methods by file."""
+        self.inner, self.package = model, package
+        self.context, self.chunk, self.kv, self._least = (manifest[name] for name in ("context", "chunk", "kv", "least"))
+        held = dict(model.named_parameters())
+        one = torch.ones(1, dtype=model.dtype, device=model.device.torch)
+        self._layers: list[tuple[int, list[Tensor], dict[str, Callable[..., Any]]]] = []
+        for piece in manifest["pieces"]:
+            weights = [one if name is None else held[name] for name in piece["weights"]]
+            methods = {method: runs[file] for method, file in manifest["compiled"][piece["like"]].items()}
+            if piece["layer"] is None:
+                self._head = methods["decode"], weights
+            else:
+                self._layers.append((piece["layer"], weights, methods))
+        post, eps, scalar = manifest["last"]
+        self._post: RMSNorm | None = None
+        if post is not None:
+            self._post = RMSNorm(held[post].shape[0], eps)
+            self._post.weight = held[post]
+        self._scalar = None if scalar is None else held[scalar]
+
+    def __repr__(self) -> str:
+        return f"Exported({self.package}, context {self.context:,}, {self.device.name})"
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)  # while it is being made, or copied
+        return getattr(self.inner, name)
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.inner(ids)
+        return found
+
+    def new_cache(self, context: int, kv: str | None = None) -> Cache:
+        """A cache for `context` tokens, held as the package has it. ModelError where it is for fewer, or for another `kv`."""
+        if kv not in (None, self.kv):
+            found = f"the package was exported with kv={self.kv!r}"
+            raise ModelError(f"a cache with kv={kv!r}", found, f"Export it with kv={kv!r}")
+        if context > self.context:
+            found = f"the package was exported for {self.context:,}"
+            raise ModelError(f"a context of {context:,}", found, f"Export it with context={context}", context=self.context)
+        cache: Cache = self.inner.new_cache(max(context, self._least), self.kv)
+        return cache
+
+    def advance(self, x: Tensor, positions: Tensor, cache: Cache, length: int) -> Tensor:
+        """As a model's own `advance`: hidden states [1, T, hidden] of embedded tokens [1, T, hidden] at `positions` [T]."""
+        check_one_sequence(x)
+        tokens = x.shape[1]
+        found = [
+            self._pass(x[:, start:stop], positions[start:stop], cache, length - (tokens - stop))
+            for start, stop in parts_of(tokens, self.chunk)
+        ]
+        return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """fp32 logits [1, T, vocab] of hidden states [1, T, hidden]."""
+        run, weights = self._head
+        found = [run(part.contiguous(), *weights) for part in x.split(1, 1)]
+        return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+    def _pass(self, x: Tensor, positions: Tensor, cache: Cache, length: int) -> Tensor:
+        method = "decode" if x.shape[1] == 1 else "prefill"
+        reaches = self.inner.reaches(positions, cache, length)
+        shared = [positions, *(r.numbers[: r.bound] for r in reaches.values()), *cache.ropes.values()]
+        x = x.contiguous()
+        added = torch.zeros_like(x)
+        for layer, weights, compiled in self._layers:
+            x, added = compiled[method](x, added, *shared, *tensors_of(cache.states[layer]), *weights)
+        return Residual(x, added, self._post, self._scalar).sum()
+
+
+def parts_of(tokens: int, most: int) -> Iterator[tuple[int, int]]:
+    """From where to where `tokens` are fed at once: up to `most`, never fewer than a prefill takes; else one by one."""
+    start = 0
+    while most >= LEAST and tokens - start >= LEAST:
+        size = min(tokens - start, most)
+        rest = tokens - start - size
+        if 0 < rest < LEAST <= size - (LEAST - rest):
+            size -= LEAST - rest  # so that the rest is enough for another
+        yield start, (start := start + size)
+    yield from ((one, one + 1) for one in range(start, tokens))

@@ -1,0 +1,101 @@
+"""A model without its values, as plain data and back: what a manifest says of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from toolkit.devices.base import Device
+from toolkit.errors import ModelError, ToolkitError
+from toolkit.loading.checkpoint import find_dtype
+from toolkit.models import ARCHITECTURES
+from toolkit.models.layers import Joined, set_scheme
+from toolkit.quant import PackedMatrix, find_scheme
+
+
+def to_plain(model: Any) -> dict[str, Any]:
+    """Architecture, config, dtype, and how each matrix is held; ModelError for a model that isn't one of the toolkit's own."""
+    names = [name for name, module in ARCHITECTURES.items() if module.Model is type(model)]
+    if not names:
+        found = f"a {type(model).__name__}, which isn't one of the toolkit's own models"
+        raise ModelError("an export", found, 'Load it with tk.load and engine="toolkit"')
+    joined = any(len(group) > 1 for module in model.modules() if isinstance(module, Joined) for group in module.groups)
+    return {
+        "architecture": names[0],
+        "config": dataclasses.asdict(model.config),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "schemes": _schemes(model),
+        "joined": joined,
+    }
+
+
+def from_plain(plain: Mapping[str, Any], device: Device) -> Any:
+    """The model that `to_plain` described, on "meta". ModelError where the description isn't one."""
+    try:
+        architecture = ARCHITECTURES[plain["architecture"]]
+        config = _dataclass(architecture.Config, plain["config"])
+        dtype = find_dtype(plain["dtype"])
+        model = architecture.Model(config, device, dtype)
+        for name, scheme in plain["schemes"].items():
+            set_scheme(model, name, find_scheme(scheme))
+        if plain["joined"]:
+            for module in list(model.modules()):
+                if isinstance(module, Joined):
+                    module.join()
+    except ToolkitError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, AssertionError) as error:
+        found = f"it can't be built ({type(error).__name__}: {error!s:.160})"
+        raise ModelError("the model that a package describes", found, "Export it again with this version") from error
+    return model.requires_grad_(False).eval()
+
+
+def shapes_of(model: nn.Module) -> dict[str, list[Any]]:
+    """[dtype, shape] of every parameter."""
+    return {n: [str(p.dtype).removeprefix("torch."), list(p.shape)] for n, p in model.named_parameters()}
+
+
+def _schemes(model: nn.Module) -> dict[str, str]:
+    """The scheme of every packed matrix, by the name that it had before it was joined to others."""
+    found: dict[str, str] = {}
+    inside: dict[str, tuple[str, ...]] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, Joined):
+            for group in module.groups:
+                inside[f"{path}.{'_'.join(group)}.weight"] = tuple(f"{path}.{name}.weight" for name in group)
+        if isinstance(module, PackedMatrix):
+            found |= dict.fromkeys(inside.get(path, (path,)), module.scheme.name)
+    return found
+
+
+def _dataclass(kind: type, values: Any) -> Any:
+    """A frozen config of `kind` out of plain data; TypeError, KeyError or ValueError where they don't belong together."""
+    hints = typing.get_type_hints(kind)
+    names = {field.name for field in dataclasses.fields(kind)}
+    if not isinstance(values, Mapping) or set(values) != names:
+        raise ValueError(f"{kind.__module__}.{kind.__qualname__} has other fields than these")
+    return kind(**{name: _value(hints[name], value) for name, value in values.items()})
+
+
+def _value(hint: Any, value: Any) -> Any:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        hint = next(one for one in typing.get_args(hint) if one is not type(None))
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return _dataclass(hint, value)
+    if typing.get_origin(hint) is tuple:
+        inner = typing.get_args(hint)[0]
+        if not isinstance(value, list | tuple):
+            raise TypeError(f"{value!r:.60} is no list")
+        return tuple(_value(inner, one) for one in value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise TypeError(f"{value!r:.60} is no {getattr(hint, '__name__', hint)}")
+    return value
