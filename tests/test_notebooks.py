@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,8 @@ nbclient = pytest.importorskip("nbclient")
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 IDS = [path.stem for path in NOTEBOOKS]
+MEMORY = NOTEBOOKS[IDS.index("04_memory_cell_by_cell")]
+OTHERS = [path for path in NOTEBOOKS if path != MEMORY]
 
 # What a learner who got everything right has typed, in the order of the cells.
 ANSWERS = {
@@ -89,11 +93,24 @@ def one_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def run(notebook, folder: Path):
+@contextmanager
+def kernel(notebook, folder: Path) -> Iterator[Any]:
+    """A client with a kernel that runs the cells of this notebook. What it holds in the end needs no tidying up."""
     client = nbclient.NotebookClient(
-        notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+        notebook,
+        timeout=120,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(folder)}},
+        shutdown_kernel="immediate",
     )
-    return client.execute()
+    with client.setup_kernel():
+        yield client
+
+
+def run_all(client: Any) -> list[str]:
+    for number, cell in enumerate(client.nb.cells):
+        client.execute_cell(cell, number)
+    return texts(client.nb)
 
 
 def texts(notebook) -> list[str]:
@@ -114,9 +131,8 @@ def test_is_stored_without_outputs(path: Path) -> None:
     assert "widgets" not in raw["metadata"]
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
-def test_runs_as_it_is_and_gives_no_answer_away(path: Path, tmp_path: Path) -> None:
-    said = texts(run(nbformat.read(path, as_version=4), tmp_path))
+def look_at_what_was_said(path: Path, said: list[str]) -> None:
+    """Of a notebook that ran as it is: every question was asked, and no answer given away."""
     asked_for = [text for text in said if "Write your prediction" in text]
     questions = sum("None" in question for question, _ in ANSWERS[path.stem])
     assert len(asked_for) == questions
@@ -124,8 +140,15 @@ def test_runs_as_it_is_and_gives_no_answer_away(path: Path, tmp_path: Path) -> N
     assert sum(text.startswith("not so: ") for text in said) == len(ANSWERS[path.stem]) - questions  # what is to be written
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
-def test_accepts_the_right_answers(path: Path, tmp_path: Path) -> None:
+def look_at_the_verdicts(path: Path, said: list[str]) -> None:
+    """Of a notebook in which everything was typed."""
+    verdicts = [text for text in said if text.startswith(("right: ", "not so: "))]
+    assert len(verdicts) == len(ANSWERS[path.stem])
+    assert not [text for text in verdicts if "not so" in text]
+
+
+def answered(path: Path) -> Any:
+    """The notebook with the right answers typed into it."""
     notebook = nbformat.read(path, as_version=4)
     answers = iter(ANSWERS[path.stem])
     question, answer = next(answers)
@@ -134,22 +157,33 @@ def test_accepts_the_right_answers(path: Path, tmp_path: Path) -> None:
             cell.source = cell.source.replace(question, answer)
             question, answer = next(answers, ("", ""))
     assert not question, f"no cell has {question!r}"
-    verdicts = [text for text in texts(run(notebook, tmp_path)) if text.startswith(("right: ", "not so: "))]
-    assert len(verdicts) == len(ANSWERS[path.stem])
-    assert not [text for text in verdicts if "not so" in text]
+    return notebook
 
 
-def test_what_is_to_be_mended_can_be_mended_after_all_has_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", OTHERS, ids=[path.stem for path in OTHERS])
+def test_runs_as_it_is_gives_no_answer_away_and_accepts_the_right_ones(path: Path, tmp_path: Path) -> None:
+    """The second time without a variable of the first: what both import is imported once."""
+    with kernel(nbformat.read(path, as_version=4), tmp_path) as client:
+        look_at_what_was_said(path, run_all(client))
+        client.nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("%reset -f")])
+        run_all(client)
+        client.nb = answered(path)
+        look_at_the_verdicts(path, run_all(client))
+
+
+def test_the_memory_lesson_accepts_the_right_answers(tmp_path: Path) -> None:
+    """In a kernel of its own: this lesson counts its cells, and asks what the process still holds."""
+    with kernel(answered(MEMORY), tmp_path) as client:
+        look_at_the_verdicts(MEMORY, run_all(client))
+
+
+def test_the_memory_lesson_runs_as_it_is_and_can_be_mended_after_all_has_run(tmp_path: Path) -> None:
     """Run all, read, then go back to each exercise: its cell and the check below it are run again."""
-    (path,) = (path for path in NOTEBOOKS if path.stem.startswith("04"))
-    client = nbclient.NotebookClient(
-        nbformat.read(path, as_version=4), timeout=120, resources={"metadata": {"path": str(tmp_path)}}
-    )
+    path = MEMORY
     answers = [(question, answer) for question, answer in ANSWERS[path.stem] if "None" not in question]
     verdicts = []
-    with client.setup_kernel():
-        for number, cell in enumerate(client.nb.cells):
-            client.execute_cell(cell, number)
+    with kernel(nbformat.read(path, as_version=4), tmp_path) as client:
+        look_at_what_was_said(path, run_all(client))
         for number, cell in enumerate(client.nb.cells):
             if answers and cell.cell_type == "code" and answers[0][0] in cell.source:
                 cell.source = cell.source.replace(*answers.pop(0))
