@@ -96,7 +96,7 @@ def test_keys_and_values_are_coded_where_that_makes_it_fit(gemma):
 
 def test_each_lever_saves_what_the_plan_says(gemma):
     plan = tk.plan(gemma, "h200", context=131072, kv=None)
-    assert {pull.lever for pull in plan.pulled} == {f for f in Levers.__dataclass_fields__}
+    assert {pull.lever for pull in plan.pulled} == set(Levers.__dataclass_fields__)
     for pull in plan.pulled:
         without = tk.plan(gemma, "h200", context=131072, kv=None, levers=Levers(**{pull.lever: False}))
         assert without.export_peak_bytes - plan.export_peak_bytes == pull.saves_bytes

@@ -19,7 +19,7 @@ def compiled(tmp_path_factory):
     root = tmp_path_factory.getbasetemp()
     root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
     before = os.environ.get("TOOLKIT_CACHE")
-    os.environ["TOOLKIT_CACHE"] = str(root / "exports-cache")
+    os.environ["TOOLKIT_CACHE"] = os.environ.get("TOOLKIT_TEST_EXPORTS") or str(root / "exports-cache")
     yield
     if before is None:
         del os.environ["TOOLKIT_CACHE"]

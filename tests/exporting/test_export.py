@@ -108,7 +108,7 @@ def test_another_context_compiles_nothing_and_writes_no_weights(exported, model,
     small = again.load()
     with pytest.raises(ModelError, match="exported for 64"):
         small.new_cache(65)
-    with pytest.raises(ModelError, match="room|context"):
+    with pytest.raises(ModelError, match=r"room|context"):
         tokens(small, list(range(65)))
     assert tokens(small, max_new_tokens=8) == tokens(model, max_new_tokens=8)
 
@@ -188,7 +188,7 @@ def test_contexts_that_can_not_be(model, tmp_path, context):
 
 
 def test_what_can_not_be_exported(model, tmp_path):
-    with pytest.raises(DeviceError, match="Export for the CPU"):
+    with pytest.raises(DeviceError, match="packages are for the CPU so far"):
         tk.export(tk.load("demo/qwen3", device="virtual:h200", progress=False), tmp_path / "out")
     with pytest.raises(ModelError, match="share keys and values"):
         Anatomy(describe("random/gemma4-e2b"), 512)
@@ -202,7 +202,7 @@ def test_what_can_not_be_exported(model, tmp_path):
 
 def test_without_a_compiler(model, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(PackageError, match="no C\\+\\+ compiler.*apt install g"):
+    with pytest.raises(PackageError, match=r"no C\+\+ compiler.*apt install g"):
         tk.export(model, tmp_path / "out", context=64)
     assert not (tmp_path / "out").exists()
 
@@ -266,7 +266,6 @@ def test_layers_that_are_alike_are_one_piece():
     assert sum(len(names) for names in kinds.values()) == 61
     assert len(anatomy.distinct()) == len(kinds) <= 7
     assert anatomy.chunk == 512
-    assert [p.name for p in Anatomy(describe("random/qwen3-8b", "int4"), 4096).distinct()] == ["layers.0", "head"]
 
 
 @pytest.mark.parametrize("name", sorted(SHAPES))
@@ -285,5 +284,5 @@ def test_parts_cover_every_token_once(most):
         assert [a for a, _ in parts] == [0, *(b for _, b in parts)][:-1]
         assert parts[-1][1] == count
         assert all(size == 1 or LEAST <= size <= most for size in (b - a for a, b in parts))
-        if LEAST <= count and most >= 2 * LEAST:
+        if count >= LEAST and most >= 2 * LEAST:
             assert min(b - a for a, b in parts) >= LEAST

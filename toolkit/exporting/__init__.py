@@ -11,8 +11,6 @@ import datetime
 import os
 import shutil
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,17 +19,15 @@ import torch
 
 import toolkit
 from toolkit import tokenizer as tokenizers
-from toolkit.budgeting import budget as tk_budget
 from toolkit.devices.base import Device, open_device
 from toolkit.errors import DeviceError, ModelError, PackageError
 from toolkit.exporting import compiling, package, skeleton, weights
 from toolkit.exporting.pieces import LEAST, METHODS, Anatomy, Piece
 from toolkit.exporting.progress import Progress, Watch
 from toolkit.exporting.running import Exported
-from toolkit.kernels.tune.cards import find_card
 from toolkit.loading import load
 from toolkit.models.cache import Ring
-from toolkit.planning import CUDA_CONTEXT, Levers, Plan, plan_of
+from toolkit.planning import Levers, Plan, plan_of
 from toolkit.units import bytes_text, parse_bytes
 
 __all__ = ["Exported", "Package", "export", "load_exported"]
@@ -79,12 +75,12 @@ def export(
     """Compile a model ahead of time into the folder `path`: methods for prefill and decode, and its weights, stored once.
 
     `model` is a loaded one, or what `tk.load` takes, with `scheme` and `dtype` as there. `device`: what the code is for; the
-    model's own, else the CPU. `budget` ("4 GiB"): what exporting may take of the GPU's memory, or with no GPU, of the host's.
-    A plan (`tk.plan`) says beforehand whether that is enough, and on a GPU the allocator is held to it. `context`: how many
-    tokens its caches hold at most (4,096, or all that the model has positions for), `kv` in what they hold keys and values
-    (see `tk.generate`). `share`: another package with the same weights, whose file is linked rather than written again.
-    `progress` is True (a line on a terminal), False, or a function of (phase, share done, what) that is called at most ten
-    times a second; once `cancel` is set the export ends after the piece that is being compiled.
+    model's own, else the CPU, which is the only one so far. `budget` ("4 GiB"): what exporting may take of the host's memory; a
+    plan (`tk.plan`) says beforehand whether that is enough. `context`: how many tokens its caches hold at most (4,096, or all
+    that the model has positions for), `kv` in what they hold keys and values (see `tk.generate`). `share`: another package with
+    the same weights, whose file is linked rather than written again. `progress` is True (a line on a terminal), False, or a
+    function of (phase, share done, what) that is called at most ten times a second; once `cancel` is set the export ends
+    after the piece that is being compiled.
 
     A killed or cancelled export leaves the package that was there before, or none; exporting again takes up what was done.
     Raises BudgetError (before any work, with the smallest budget that would do), PackageError (no compiler, a full disk, a
@@ -101,13 +97,9 @@ def export(
     _check_device(model, device)
     plain = skeleton.to_plain(model)
     compiling.check_compiler()
-    context, gpu = _context(model, context), model.device.torch.type == "cuda"
-    n_bytes = None if budget is None else parse_bytes(budget)
-    card = find_card(model.device).spec if gpu else None  # type: ignore[union-attr]
-    foreseen = plan_of(model, _name(model), card, context, n_bytes, None, kv, Levers())
-    if n_bytes is not None:
-        foreseen.check()
-    with package.locked(folder), _held_to(n_bytes, model.device) if gpu else nullcontext():
+    context, most = _context(model, context), None if budget is None else parse_bytes(budget)
+    foreseen = plan_of(model, _name(model), None, context, most, None, kv, Levers()).check()
+    with package.locked(folder):
         package.check_disk(folder, weights.size_of(model) if not list(folder.glob("weights-*")) else 0)
         anatomy = Anatomy(model, context, kv)
         files: dict[str, dict[str, Any]] = {}
@@ -282,16 +274,6 @@ def _name(model: Any) -> str:
     return Path(getattr(getattr(model, "report", None), "source", "") or "the model").name
 
 
-@contextmanager
-def _held_to(n_bytes: int | None, device: Device) -> Iterator[None]:
-    """The GPU's allocator takes no more than `n_bytes`, less what the process takes of the card beside it."""
-    if n_bytes is None:
-        yield
-        return
-    with tk_budget(max(n_bytes - CUDA_CONTEXT, 2 << 20), device):  # type: ignore[union-attr]
-        yield
-
-
 def _check_device(model: Any, device: Device | str | None) -> None:
     if not hasattr(model, "device"):
         raise ModelError("an export", f"a {type(model).__name__}, not a model", "Give one that tk.load made, or a name or path")
@@ -299,9 +281,9 @@ def _check_device(model: Any, device: Device | str | None) -> None:
     if device is not None and open_device(device).torch.type != kind:
         asked = f"an export for {device if isinstance(device, str) else device.name}"
         raise ModelError(asked, f"the model is on {model.device.name}", "Load it on that device, or give its name or path")
-    if kind == "vgpu":
-        found = "code for a GPU is compiled where that GPU is"
-        do = 'Export for the CPU (device="cpu"), or on a machine with the GPU'
+    if kind != "cpu":
+        found = "packages are for the CPU so far"
+        do = 'Load it with device="cpu" and export that; tk.plan says what an export would take of a GPU'
         raise DeviceError(f"an export for {model.device.name}", found, do)
 
 

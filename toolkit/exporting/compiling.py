@@ -26,7 +26,7 @@ from toolkit.exporting.pieces import Traceable, digest
 from toolkit.kernels.tune.store import cache_folder
 
 KEPT = 256  # compiled pieces; the oldest go
-OPTIONS = {
+OPTIONS: dict[str, Any] = {
     "emulate_precision_casts": True,  # rounds between fused operations as the operations by themselves do: same tokens
     # What tracing took to be so of shapes. The asserts say no more than that a view of a cache is none of all of it, and one
     # that is runs by the same strides.
@@ -48,7 +48,7 @@ def compile_piece(traceable: Traceable) -> Compiled:
 
     The graph must hold no weight and no number of its own: it would be compiled into every package.
     """
-    check_compiler()
+    compiler = check_compiler()
     program = trace(traceable)
     key = _key(program)
     kept = _kept(key)
@@ -59,7 +59,9 @@ def compile_piece(traceable: Traceable) -> Compiled:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=dict(OPTIONS))
+                torch._inductor.aoti_compile_and_package(
+                    program, package_path=path, inductor_configs=OPTIONS | {"cpp.cxx": (compiler,)}
+                )
         except torch.OutOfMemoryError:
             raise
         except Exception as error:

@@ -36,7 +36,7 @@ _CHUNK = 16 << 20
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """The folder, made if need be, for one export at a time. PackageError where there is another, or it can't be written."""
-    asked = f"an export into {folder}"
+    asked, new = f"an export into {folder}", not folder.exists()
     try:
         if folder.exists() and not folder.is_dir():
             raise PackageError(asked, "there is a file of that name", "Name a folder")
@@ -52,8 +52,9 @@ def locked(folder: Path) -> Iterator[None]:
         raise cant_write(asked, folder, error) from error
     finally:
         with suppress(OSError):
-            if folder.is_dir() and [p.name for p in folder.iterdir()] == [".lock"]:
+            if new and [p.name for p in folder.iterdir()] == [".lock"]:  # nothing came of it
                 (folder / ".lock").unlink()
+                folder.rmdir()
 
 
 def _ours(path: Path) -> bool:
@@ -140,7 +141,7 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], str]:
     if not folder.is_dir():
         raise PackageError(asked, "no such folder", "Give the folder that tk.export made")
     if not path.is_file() or path.is_symlink():
-        begun = any(folder.glob("weights*")) or (folder / "methods").exists()
+        begun = any(_ours(path) for path in folder.iterdir())
         do = "Export into it again: it goes on where it ended" if begun else "Give the folder that tk.export made"
         raise PackageError(asked, "an export that was not finished" if begun else f"it has no {MANIFEST}", do)
     if path.stat().st_size > LARGEST_MANIFEST:

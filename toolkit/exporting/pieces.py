@@ -133,12 +133,15 @@ class Anatomy:
 
     def _left(self) -> list[tuple[RMSNorm | None, Tensor | None]]:
         """The norm and the scalar with which each layer's output is still to be settled, found by running it."""
-        model, found = self.model, []
+        model, called, found = self.model, _Called(self.model), []
         x, positions = self.hidden(1, 1, model.config.hidden_size), self.empty(1, dtype=torch.int64)
-        at = model.passing(x, self.cache, model.reaches(positions, self.cache, 1))
-        for layer in range(model.config.num_hidden_layers):
-            out = model.run_layer(layer, Residual(x), at)
-            found.append((out.post, out.scalar))
+        reaches = model.reaches(positions, self.cache, 1)
+        for layer, block in enumerate(model.layers):
+            fake = {n: self.empty(p.shape, dtype=p.dtype) for n, p in block.named_parameters()}
+            real = {id(fake[n]): p for n, p in block.named_parameters()}
+            own = {f"model.layers.{layer}.{n}": p for n, p in fake.items()}
+            out = torch.func.functional_call(called, own, ("layer", layer, Residual(x), x, self.cache, reaches))
+            found.append((out.post, None if out.scalar is None else real[id(out.scalar)]))
         return found
 
     def _layer(self, layer: int, post: RMSNorm | None, scalar: Tensor | None) -> Piece:

@@ -96,6 +96,8 @@ def _in_pieces(
     words: Tensor, scales: Tensor, bound: int, dtype: torch.dtype, make: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
     """`make` of the words and scales of the first `bound` slots, in `dtype`."""
+    if isinstance(bound, torch.SymInt):  # a graph for any number of slots: in one piece
+        return make(words[:, :, :bound], scales[:, :, :bound]).to(dtype)
     spans = [slice(start, min(start + PIECE, bound)) for start in range(0, bound, PIECE)]
     found = [make(words[:, :, some], scales[:, :, some]).to(dtype) for some in spans]
     return found[0] if len(found) == 1 else torch.cat(found, 2)

@@ -1,0 +1,22 @@
+"""An export that is killed at any moment leaves the package that was there before, or none, and goes on where it was."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="exports are killed as forks of one process")
+def test_twenty_kills_at_random_moments(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.exporting.kill", "20", str(tmp_path / "package")],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=600,
+        env=os.environ | {"TOOLKIT_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    *attempts, last = map(json.loads, done.stdout.splitlines())
+    assert last["kills"] == sum(one["how"] == "killed" for one in attempts) == 20
+    assert last["same_tokens"]
