@@ -1,6 +1,7 @@
 """A real JupyterLab and headless Chromium for the tests of what a user sees.
 
-One server and one browser for all of them. Where Chromium is missing the tests are skipped, and say how to get it.
+One server, one browser and one tab for all of them: JupyterLab stays open in it, and each test has a notebook and a kernel of
+its own there. Where Chromium is missing the tests are skipped, and say how to get it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,6 +30,8 @@ FLAGS = [
     "--disable-sync", "--force-color-profile=srgb",
 ]  # fmt: skip
 HOW = "browser: not run (install chromium, e.g. `apt install chromium`, and the `test` extra)"
+SIZE = {"width": 1280, "height": 900}
+FAILED = pytest.StashKey[bool]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,6 +41,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.browser)
             if CHROMIUM is None:
                 item.add_marker(pytest.mark.skip(reason=HOW))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    report = yield
+    item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
+    return report
 
 
 @pytest.fixture(scope="session")
@@ -53,6 +64,7 @@ class Lab:
 
     def __init__(self, url: str, token: str, root: Path) -> None:
         self.url, self.token, self.root = url, token, root
+        self.next_kernel: str | None = None
 
     def write(self, name: str, *cells: str) -> str:
         """Write a notebook of these code cells; returns the address that opens it alone."""
@@ -67,14 +79,32 @@ class Lab:
     def address(self, name: str) -> str:
         return f"{self.url}/lab/tree/{name}?token={self.token}&reset"
 
+    def ask(self, path: str, method: str = "GET", body: object = None) -> object:
+        """What the server's API answers."""
+        data = None if body is None else json.dumps(body).encode()
+        url = f"{self.url}/api/{path}?token={self.token}"
+        with urllib.request.urlopen(urllib.request.Request(url, data, method=method)) as answer:
+            return json.loads(answer.read() or b"null")
+
     def kernels(self) -> list[dict[str, object]]:
-        with urllib.request.urlopen(f"{self.url}/api/kernels?token={self.token}") as answer:
-            return json.load(answer)
+        return self.ask("kernels")
+
+    def get_ready(self) -> None:
+        """Start the kernel of the next notebook, unless it is there."""
+        if self.next_kernel is None:
+            self.next_kernel = self.ask("kernels", "POST", {"name": "python3"})["id"]
+
+    def give_kernel(self, name: str) -> None:
+        """The notebook of that name, when opened, has the kernel that was got ready."""
+        self.get_ready()
+        kernel, self.next_kernel = {"id": self.next_kernel, "name": "python3"}, None
+        self.ask("sessions", "POST", {"path": name, "name": name, "type": "notebook", "kernel": kernel})
 
     def stop_kernels(self) -> None:
+        """All but the one that no notebook has yet."""
         for kernel in self.kernels():
-            request = urllib.request.Request(f"{self.url}/api/kernels/{kernel['id']}?token={self.token}", method="DELETE")
-            urllib.request.urlopen(request).close()
+            if kernel["id"] != self.next_kernel:
+                self.ask(f"kernels/{kernel['id']}", "DELETE")
 
 
 def _free_port() -> int:
@@ -93,6 +123,10 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     root.mkdir()
     _settings(settings, "@jupyterlab/apputils-extension/notification", {"fetchNews": "false", "checkForUpdates": False})
     _settings(settings, "@jupyter-widgets/jupyterlab-manager/plugin", {"saveState": True})
+    profile = home / "ipythondir" / "profile_default"
+    profile.mkdir(parents=True)
+    # What is slow to import is there when a kernel begins to answer, and no name is left behind by that.
+    (profile / "ipython_kernel_config.py").write_text("""c.InteractiveShellApp.exec_lines = ["assert __import__('torch')"]""")
     port, token = _free_port(), secrets.token_hex(16)
     folders = {
         name: str(home / name.lower())
@@ -102,7 +136,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}", "--ServerApp.port_retries=0",
         f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={root}", f"--LabApp.user_settings_dir={settings}",
         f"--LabApp.workspaces_dir={home / 'workspaces'}", "--LabApp.news_url=", "--LabApp.extension_manager=readonly",
-        "--LabApp.expose_app_in_browser=True",
+        "--LabApp.expose_app_in_browser=True", "--KernelManager.shutdown_wait_time=0.2",
     ]  # fmt: skip
     with (home / "log.txt").open("wb") as log:
         server = subprocess.Popen(command, cwd=root, env={**os.environ, **folders}, stdout=log, stderr=log)
@@ -110,6 +144,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
             made = Lab(f"http://127.0.0.1:{port}", token, root)
             _wait_for(made, server, home / "log.txt")
             yield made
+            made.next_kernel = None
             made.stop_kernels()
         finally:
             server.terminate()
@@ -137,35 +172,81 @@ def _wait_for(made: Lab, server: subprocess.Popen[bytes], log: Path) -> None:
     raise AssertionError(f"JupyterLab didn't start in a minute:\n{log.read_text()[-3000:]}")
 
 
-@pytest.fixture
-def page(browser: object) -> Iterator[object]:
-    """A fresh page; the test fails where the page threw an error that nobody caught."""
-    context = browser.new_context(viewport={"width": 1280, "height": 900})
-    opened, thrown = context.new_page(), []
-    opened.on("pageerror", lambda error: thrown.append(str(error)))
-    yield opened
-    context.close()
-    assert not thrown, thrown
+@pytest.fixture(scope="session")
+def tab(browser: object) -> Iterator[SimpleNamespace]:
+    """The one tab, and what was thrown in it. None before the first test, and after one that failed."""
+    kept = SimpleNamespace(page=None, thrown=[])
+    yield kept
+    close(kept)
+
+
+def close(tab: SimpleNamespace) -> None:
+    if tab.page is not None:
+        tab.page.context.close()
+    tab.page = None
 
 
 @pytest.fixture
-def notebook(lab: Lab, page: object) -> Iterator[Callable[..., object]]:
-    """`notebook(cell, ...)` opens JupyterLab on a new notebook of these cells and runs them all; returns the page."""
-    names = []
+def new_tab(tab: SimpleNamespace) -> None:
+    """For a test that times what a user sees first: nothing was loaded in its tab before."""
+    close(tab)
 
-    def start(*cells: str, run: bool = True, dark: bool = False) -> object:
-        names.append(f"test{secrets.token_hex(4)}.ipynb")
-        page.goto(lab.write(names[-1], *cells))
+
+@pytest.fixture
+def page(browser: object, tab: SimpleNamespace, request: pytest.FixtureRequest) -> Iterator[object]:
+    """The tab; the test fails where the page threw an error that nobody caught."""
+    tab.thrown.clear()
+    if tab.page is None:
+        tab.page = browser.new_context(viewport=SIZE).new_page()
+        tab.page.on("pageerror", lambda error: tab.thrown.append(str(error)))
+    tab.page.set_viewport_size(SIZE)
+    tab.page.mouse.move(0, 0)
+    yield tab.page
+    if tab.thrown or request.node.stash.get(FAILED, True):
+        close(tab)
+    assert not tab.thrown, tab.thrown
+
+
+@pytest.fixture
+def opened(lab: Lab, page: object) -> Iterator[Callable[..., object]]:
+    """`opened(name)` opens JupyterLab on a notebook of the server's folder; returns the page.
+
+    While the test looks at it, the next one's kernel starts. Not if it is `timed`.
+    """
+
+    def start(name: str, timed: bool = False) -> object:
+        lab.give_kernel(name)
+        if page.url.startswith(lab.url):
+            command(page, "docmanager:open", {"path": name})
+        else:
+            page.goto(lab.address(name))
+        page.wait_for_function("(path) => window.jupyterapp?.shell.currentWidget?.context?.path === path", arg=name)
         page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
-        page.notebook_name = names[-1]
+        page.notebook_name = name
+        if not timed:
+            lab.get_ready()
+        return page
+
+    yield start
+    page.evaluate("() => [...window.jupyterapp?.shell.widgets('main') ?? []].forEach((w) => w.context && w.dispose())")
+    lab.stop_kernels()
+
+
+@pytest.fixture
+def notebook(lab: Lab, opened: Callable[..., object]) -> Callable[..., object]:
+    """`notebook(cell, ...)` opens JupyterLab on a new notebook of these cells and runs them all; returns the page."""
+
+    def start(*cells: str, run: bool = True, dark: bool = False, timed: bool = False) -> object:
+        name = f"test{secrets.token_hex(4)}.ipynb"
+        lab.write(name, *cells)
+        page = opened(name, timed)
         if dark:
             command(page, "apputils:change-theme", {"theme": "JupyterLab Dark"})
         if run:
             run_all(page)
         return page
 
-    yield start
-    lab.stop_kernels()
+    return start
 
 
 def command(page: object, name: str, args: dict[str, object] | None = None) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
-from conftest import ready, run_all
+from conftest import run_all
 from test_memory_shown import VIEW
 from test_model_shown import FAULTS, theme
 from test_timeline_in_lab import shot
@@ -21,37 +22,35 @@ def cell_with(page, text: str):
 
 
 def look(page, cell, name: str) -> None:
-    """Bring a cell to the top, and keep a picture of it and what follows."""
+    """Bring a cell to the top, and keep a picture of it and what follows if that is wanted."""
     cell.evaluate("(node) => node.scrollIntoView({ block: 'start' })")
-    page.wait_for_timeout(300)
-    shot(page, name)
+    if os.environ.get("TOOLKIT_SHOTS"):
+        page.wait_for_timeout(300)
+        shot(page, name)
 
 
 @pytest.mark.timeout(400)  # 40 seconds where nothing else runs
-def test_the_lesson_runs_as_it_is(lab, page) -> None:
+def test_the_lesson_runs_as_it_is(lab, opened) -> None:
     (lab.root / "04.ipynb").write_text(json.dumps(json.loads(LESSON.read_text())))
+    page = opened("04.ipynb")
     page.set_viewport_size({"width": 1280, "height": 1900})
-    try:
-        page.goto(lab.address("04.ipynb"))
-        page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
-        ready(page)
-        run_all(page, timeout_s=150)
-        page.wait_for_selector(".jp-OutputArea:has-text('session.html')", timeout=60_000)
-        (on_purpose,) = page.locator(".jp-OutputArea-output[data-mime-type*='stderr']").all()
-        assert "100 weights for 2048 rows" in on_purpose.text_content()
-        assert "kept +18.0 MiB" in cell_with(page, "def likeness").locator(LINE).text_content()
-        assert "kept +16.0 MiB" in cell_with(page, "Is it?").locator(LINE).text_content()
-        assert page.locator(f"{VIEW}.tk-live").count() == 3
-        for name in ("light", "dark"):
-            theme(page, name)
-            for i, heading in enumerate(page.locator(".jp-MarkdownCell h1, .jp-MarkdownCell h2").all()):
-                look(page, heading, f"lesson-04-{name}-{i:02}")
-            assert page.evaluate(FAULTS.replace(".tk-model", VIEW)) == []
-        line = cell_with(page, "Is it?").locator(LINE)
-        line.locator("summary").click()
-        line.locator("img").wait_for(state="visible")
-        assert "optimiser" in line.inner_text()
-        look(page, line, "lesson-04-line-open")
+    run_all(page, timeout_s=150)
+    page.wait_for_selector(".jp-OutputArea:has-text('session.html')", timeout=60_000)
+    (on_purpose,) = page.locator(".jp-OutputArea-output[data-mime-type*='stderr']").all()
+    assert "100 weights for 2048 rows" in on_purpose.text_content()
+    assert "kept +18.0 MiB" in cell_with(page, "def likeness").locator(LINE).text_content()
+    assert "kept +16.0 MiB" in cell_with(page, "Is it?").locator(LINE).text_content()
+    assert page.locator(f"{VIEW}.tk-live").count() == 3
+    for name in ("light", "dark"):
+        theme(page, name)
+        for i, heading in enumerate(page.locator(".jp-MarkdownCell h1, .jp-MarkdownCell h2").all()):
+            look(page, heading, f"lesson-04-{name}-{i:02}")
+        page.wait_for_timeout(400)
         assert page.evaluate(FAULTS.replace(".tk-model", VIEW)) == []
-    finally:
-        lab.stop_kernels()
+    line = cell_with(page, "Is it?").locator(LINE)
+    line.locator("summary").click()
+    line.locator("img").wait_for(state="visible")
+    assert "optimiser" in line.inner_text()
+    look(page, line, "lesson-04-line-open")
+    page.wait_for_timeout(400)
+    assert page.evaluate(FAULTS.replace(".tk-model", VIEW)) == []

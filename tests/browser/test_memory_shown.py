@@ -200,8 +200,11 @@ def test_a_saved_notebook_shows_its_picture_without_a_kernel(notebook, lab) -> N
     page.wait_for_selector(".tk-status:text('the last view')", timeout=8000)
 
 
+@pytest.mark.usefixtures("new_tab")
 def test_two_million_events(notebook, capsys: pytest.CaptureFixture[str]) -> None:
-    page = notebook(SETUP, "use = use_of(many_events()); use.ledger.blocks; len(use.trace)", "use.timeline()", run=False)
+    page = notebook(
+        SETUP, "use = use_of(many_events()); use.ledger.blocks; len(use.trace)", "use.timeline()", run=False, timed=True
+    )
     ready(page)
     for _ in range(3):
         command(page, "notebook:run-cell-and-select-next")

@@ -69,19 +69,14 @@ def test_a_model_shows_itself(notebook) -> None:
     assert "28 layers" in page.inner_text(".jp-OutputArea-output pre")
 
 
-def test_the_lesson_runs_as_it_is(lab, page) -> None:
+def test_the_lesson_runs_as_it_is(lab, opened) -> None:
     (lab.root / "02.ipynb").write_text(json.dumps(json.loads(LESSON.read_text())))
-    try:
-        page.goto(lab.address("02.ipynb"))
-        page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
-        ready(page)
-        run_all(page, timeout_s=120)
-        page.wait_for_selector(VIEW, timeout=60_000)
-        assert page.locator(".jp-OutputArea-output[data-mime-type*='stderr']").count() == 0
-        shot(page, "lesson-02")
-        look(page, "lesson-02-model")
-    finally:
-        lab.stop_kernels()
+    page = opened("02.ipynb")
+    run_all(page, timeout_s=120)
+    page.wait_for_selector(VIEW, timeout=60_000)
+    assert page.locator(".jp-OutputArea-output[data-mime-type*='stderr']").count() == 0
+    shot(page, "lesson-02")
+    look(page, "lesson-02-model")
 
 
 def test_the_labs_model_panel(notebook) -> None:

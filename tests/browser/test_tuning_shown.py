@@ -79,16 +79,11 @@ def test_the_labs_tune_panel(notebook) -> None:
         look(page, f"lab-tune-{name}")
 
 
-def test_the_lesson_runs_as_it_is(lab, page) -> None:
+def test_the_lesson_runs_as_it_is(lab, opened) -> None:
     (lab.root / "03.ipynb").write_text(json.dumps(json.loads(LESSON.read_text())))
-    try:
-        page.goto(lab.address("03.ipynb"))
-        page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
-        ready(page)
-        run_all(page, timeout_s=150)
-        page.wait_for_selector(VIEW, timeout=60_000)
-        assert page.locator(".jp-OutputArea-output[data-mime-type*='stderr']").count() == 0
-        assert page.locator(f"{VIEW} .tk-row td.tk-excluded").count() == 6
-        look(page, "lesson-03")
-    finally:
-        lab.stop_kernels()
+    page = opened("03.ipynb")
+    run_all(page, timeout_s=150)
+    page.wait_for_selector(VIEW, timeout=60_000)
+    assert page.locator(".jp-OutputArea-output[data-mime-type*='stderr']").count() == 0
+    assert page.locator(f"{VIEW} .tk-row td.tk-excluded").count() == 6
+    look(page, "lesson-03")
