@@ -13,6 +13,8 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")  # as tests/browser
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if not torch.cuda.is_available():
         terminalreporter.write_line("gpu: not run. The tests in tests/gpu need a CUDA GPU")
+    if not shutil.which("g++"):
+        terminalreporter.write_line("exports: not run. They are compiled with g++: apt install g++, then make test again")
     if not any(map(shutil.which, BROWSERS)):
         terminalreporter.write_line(
             "browser: not run. They drive JupyterLab in Chromium: apt install chromium, then make test again"

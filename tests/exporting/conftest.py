@@ -9,8 +9,8 @@ import pytest
 
 import toolkit as tk
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="exports need a C++ compiler")
 CONTEXT = 512
+collect_ignore_glob = [] if shutil.which("g++") else ["test_*.py"]  # tests/conftest.py says so at the end
 
 
 @pytest.fixture(scope="session", autouse=True)
