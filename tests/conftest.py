@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 
 import pytest
 import torch
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")  # as tests/browser looks for them
+
+
+@pytest.fixture
+def empty_card():
+    """The virtual H200 without what other tests left to the garbage collector and in the allocator's cache."""
+    from toolkit.devices.base import open_device
+
+    gc.collect()
+    gpu = open_device("virtual:h200")
+    torch.get_device_module(gpu.torch).empty_cache()
+    return gpu
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

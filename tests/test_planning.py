@@ -1,17 +1,15 @@
 """Plans: predicted bytes against what the virtual GPU and an H200 allocated, levers, tables, and what doesn't fit."""
 
-import gc
 import json
 import time
 from pathlib import Path
 
 import pytest
-import torch
 
 import toolkit as tk
 from toolkit.describing import describe
 from toolkit.devices.spec import CATALOGUE
-from toolkit.planning import CUDA_CONTEXT, NONE, Levers, allocated_bytes, longest_context, sizes_of
+from toolkit.planning import CONTEXT_BYTES, NONE, Levers, allocated_bytes, longest_context, sizes_of
 
 RESULTS = Path(tk.__file__).parent / "bench" / "results"
 GiB = 1 << 30
@@ -22,42 +20,35 @@ def gemma():
     return describe("random/gemma4-31b", "q4_k_m")
 
 
-def empty_card():
-    """The virtual H200 without what other tests left to the garbage collector, and what is on it still."""
-    gc.collect()
-    gpu = tk.device("virtual:h200")
-    torch.get_device_module(gpu.torch).empty_cache()
-    return gpu, gpu.memory().allocated_bytes
-
-
 def test_running_is_predicted_as_an_h200_measured_it(gemma):
     measured = json.loads((RESULTS / "h200_memory.json").read_text())
     assert (measured["model"], measured["scheme"], measured["context"]) == ("random/gemma4-31b", "q4_k_m", 32768)
     load, prefill, _ = tk.plan(gemma, "h200", context=32768, kv=None).run
     assert load.parts["weights"] == measured["load"]["peak_bytes"]
-    assert -0.05 <= (prefill.device_bytes - CUDA_CONTEXT) / measured["peak_bytes"] - 1 <= 0.10
+    assert -0.05 <= (prefill.device_bytes - CONTEXT_BYTES) / measured["peak_bytes"] - 1 <= 0.10
 
 
-@pytest.mark.parametrize("kv", [None, "int8", "int4"])
 @pytest.mark.parametrize("name", ["random/qwen3-8b", "random/qwen3.5-35b-a3b", "random/gemma4-31b"])
-def test_the_state_is_what_the_virtual_gpu_allocates(name, kv):
-    gpu, before = empty_card()
-    model = tk.load(name, device=gpu, scheme="q4_k_m", progress=False)
-    weights = gpu.memory().allocated_bytes - before
-    cache = model.new_cache(8192, kv)
-    held = gpu.memory().allocated_bytes - before - weights
-    cache.free()
-    assert weights == sizes_of(describe(name, "q4_k_m")).weights
-    assert sizes_of(describe(name, "q4_k_m"), kv).state_bytes(8192) == pytest.approx(held, rel=0.005)  # the order of blocks
+def test_the_state_is_what_the_virtual_gpu_allocates(name, empty_card):
+    before, shapes = empty_card.memory().allocated_bytes, describe(name, "q4_k_m")
+    model = tk.load(name, device=empty_card, scheme="q4_k_m", progress=False)
+    weights = empty_card.memory().allocated_bytes - before
+    assert weights == sizes_of(shapes).weights
+    for kv in (None, "int8", "int4"):
+        cache = model.new_cache(8192, kv)
+        held = empty_card.memory().allocated_bytes - before - weights
+        cache.free()
+        del cache
+        assert sizes_of(shapes, kv).state_bytes(8192) == pytest.approx(held, rel=0.005)  # the order of blocks
 
 
 @pytest.mark.parametrize("name", ["random/qwen3-8b", "random/qwen3.5-35b-a3b"])
-def test_the_peak_is_what_the_virtual_gpu_had(name):
-    gpu, before = empty_card()
+def test_the_peak_is_what_the_virtual_gpu_had(name, empty_card):
+    gpu, before = empty_card, empty_card.memory().allocated_bytes
     model = tk.load(name, device=gpu, scheme="q4_k_m", progress=False)
     with tk.memory(lines=False) as used:
         tk.generate(model, list(range(1500)), max_new_tokens=2, context=8192, record=False)
-    predicted = tk.plan(name, gpu, context=8192, scheme="q4_k_m", kv=None).run_bytes - CUDA_CONTEXT
+    predicted = tk.plan(name, gpu, context=8192, scheme="q4_k_m", kv=None).run_bytes - CONTEXT_BYTES
     assert -0.05 <= predicted / (used.peak_bytes - before) - 1 <= 0.10
 
 

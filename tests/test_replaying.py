@@ -115,14 +115,9 @@ def test_the_smallest_card_does_and_one_a_little_smaller_does_not():
     assert not replay(trace, capacity_bytes=smallest - max(2 * MiB, smallest // 64)).fits
 
 
-def test_a_run_on_the_virtual_gpu_replays_as_it_went():
+def test_a_run_on_the_virtual_gpu_replays_as_it_went(empty_card):
     """What the allocator did is what its replay does: the recording has all that decides it."""
-    import torch
-
-    from toolkit.devices.base import open_device
-
-    gpu = open_device("virtual:h200")
-    torch.vgpu.empty_cache()
+    gpu = empty_card
     gpu.reset_peak()
     before = gpu.memory()
     with gpu.record(lines=False) as trace:
@@ -136,9 +131,9 @@ def test_a_run_on_the_virtual_gpu_replays_as_it_went():
         assert done.peak_allocated_bytes == peak - before.allocated_bytes
 
 
-def test_cells_are_replayed_as_one_run():
+def test_cells_are_replayed_as_one_run(empty_card):
     """What changed between two cells, unmeasured, is made up for: the joined run holds at each end what that cell held."""
-    gpu = tk.device("virtual:h200")
+    gpu = empty_card
     held, uses = [], []
     for n in (1, 2, 3):
         with tk.memory(gpu) as use:

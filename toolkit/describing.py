@@ -67,6 +67,7 @@ def plan(
     kv: str | None = "auto",
     run_budget: int | float | str | None = None,
     levers: Levers | None = None,
+    name: str | None = None,
 ) -> Plan:
     """What exporting and running a model would take of a GPU, phase by phase: predicted from shapes, in well under a second.
 
@@ -74,17 +75,17 @@ def plan(
     the GPU needn't be there, and a virtual one isn't opened. `budget` ("4 GiB", 4e9) is for the GPU's memory while exporting,
     `run_budget` for running (all that the card has, unless given). `context`: 4,096 tokens unless given. `kv`: in what keys and
     values are held; "auto" takes the first of plain, "int8", "k4v8" and "int4" that fits. `levers`: what an export would do to
-    need less (`toolkit.planning.Levers`).
+    need less (`toolkit.planning.Levers`). `name`: what the plan calls the model.
 
     The plan shows itself; `.gpus()` is the table of all cards, `.check()` raises what doesn't fit. Raises ToolkitError for
     unknown names, sizes that are none, and contexts that the model hasn't.
     """
     spec = _figures(device)
-    name = os.fspath(model) if isinstance(model, str | os.PathLike) else type(model).__name__
     shapes = describe(model, scheme, dtype) if isinstance(model, str | os.PathLike) else model
     most, running = (None if size is None else parse_bytes(size) for size in (budget, run_budget))
-    held = f"{name}, {scheme if isinstance(scheme, str) else scheme.name}" if scheme is not None else name
-    return plan_of(shapes, held, spec, context, most, running, kv, levers or Levers())
+    held = f", {scheme if isinstance(scheme, str) else scheme.name}" if scheme is not None else ""
+    own = f"{os.fspath(model)}{held}" if isinstance(model, str | os.PathLike) else type(model).__module__.rpartition(".")[2]
+    return plan_of(shapes, name or own, spec, context, most, running, kv, levers or Levers())
 
 
 def _figures(device: base.Device | str) -> GpuSpec | None:

@@ -17,6 +17,7 @@ from toolkit.errors import BudgetError, ModelError
 from toolkit.kernels.kv_codes import KV_SCHEMES
 from toolkit.models.cache import Recurrent, Ring
 from toolkit.quant import PackedMatrix
+from toolkit.replaying import CONTEXT_BYTES
 from toolkit.units import MiB, bytes_text
 
 if TYPE_CHECKING:
@@ -26,8 +27,7 @@ SLOTS = 2  # of the small cache whose sizes are scaled up
 CONTEXTS = (4096, 8192, 16384, 32768, 65536, 131072)  # at which a table asks what fits
 LONGEST = 131072  # of contexts that are looked for, unless the model has fewer positions
 
-# Not derived from shapes. `how` each is known stands beside it; a plan's phases repeat it.
-CUDA_CONTEXT = 600 * MiB  # estimated: a process that has used CUDA, its kernels and cuBLAS, without any tensor
+# Not derived from shapes, like what CUDA itself takes (`replaying.CONTEXT_BYTES`, measured); how each is known stands beside it.
 COMPILE_SCRATCH = 96 * MiB  # estimated: example inputs of generated kernels while they are tried, cuBLAS' workspace of 32 MiB
 RUN_SCRATCH = 128 * MiB  # measured on an H200: partial sums of a product with many tokens (kernels/int4_prefill.py)
 STAGING = 64 * MiB  # chosen: how much of a weight is on its way at a time
@@ -179,6 +179,11 @@ class Plan:
     def __repr__(self) -> str:
         return text(self)
 
+    def _repr_html_(self) -> str:
+        from toolkit.notebook import plan_picture
+
+        return plan_picture.html(self)
+
 
 def sizes_of(model: Any, kv: str | None = None) -> Sizes:
     """What of a model decides over memory; `kv` as in `tk.generate`. It may be on "meta": a cache of two slots is made."""
@@ -237,7 +242,7 @@ def plan_of(
 
 def longest_context(sizes: Sizes, memory_bytes: int, chunk: int = 512, most: int = LONGEST) -> int | None:
     """The longest context, in steps of 256, that runs within so many bytes; None where not even 256 tokens do."""
-    room = memory_bytes - CUDA_CONTEXT - sizes.weights - RUN_SCRATCH - sizes.activation_bytes(chunk)
+    room = memory_bytes - CONTEXT_BYTES - sizes.weights - RUN_SCRATCH - sizes.activation_bytes(chunk)
     low, high = 0, most // 256
     while low < high:
         middle = (low + high + 1) // 2
@@ -247,7 +252,7 @@ def longest_context(sizes: Sizes, memory_bytes: int, chunk: int = 512, most: int
 
 def _export(sizes: Sizes, context: int, levers: Levers) -> tuple[Phase, ...]:
     """What exporting holds: what is on the GPU from the beginning on, and what comes for a while."""
-    base = {"CUDA": CUDA_CONTEXT}
+    base = {"CUDA": CONTEXT_BYTES}
     held = dict(base)
     state = sizes.state_bytes(context)
     if not levers.weights_as_inputs:
@@ -272,7 +277,7 @@ def _export(sizes: Sizes, context: int, levers: Levers) -> tuple[Phase, ...]:
 
 
 def _run(sizes: Sizes, context: int, chunk: int, card: GpuSpec | None) -> tuple[Phase, ...]:
-    held = ({} if card is None else {"CUDA": CUDA_CONTEXT}) | {"weights": sizes.weights}
+    held = ({} if card is None else {"CUDA": CONTEXT_BYTES}) | {"weights": sizes.weights}
     state = held | {"state": sizes.state_bytes(context)}
     prefill = state | {"activations": sizes.activation_bytes(min(chunk, context)), "scratch": RUN_SCRATCH}
     decode = state | {"activations": sizes.activation_bytes(1)}

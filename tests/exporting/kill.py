@@ -60,7 +60,7 @@ def main(kills: int, folder: Path) -> None:
     anatomy = Anatomy(model, 64)
     compiling.trace(anatomy.traceable(anatomy.pieces[0], "decode"))  # so that what tracing imports is imported before the forks
     for _ in range(kills // 4):  # while its pieces are compiled for the first time
-        one(model, folder, 64, rng.uniform(0.0, 8.0))
+        one(model, folder, 64, rng.uniform(0.0, 6.0))
     one(model, folder, 64, 600.0)
     began, contexts, killed = time.monotonic(), [128, 64], kills // 4
     one(model, folder, contexts[0], 600.0)

@@ -1,10 +1,10 @@
-"""The Lab: pick a device, a model and a scheme, see what it costs; generate under one or two strategies, see what was copied;
-see which config of a kernel each GPU gets, and what it all took of the memory.
+"""The Lab: pick a device, a model and a scheme, see what it costs; plan what fits, export it; generate under one or two
+strategies, see what was copied; see which config of a kernel each GPU gets, and what it all took of the memory.
 
-`lab = tk.Lab()`; what it loaded and ran is `lab.model`, `lab.run`, `lab.runs`, `lab.tune.tuning` and `lab.memory.uses`. It
-calls `tk.device`, `tk.load`, `tk.costs`, `tk.generate` and `tk.tune` and knows nothing about how they work. Work runs in a
-thread of its own, as widgets don't answer while a cell runs; every error ends up in its panel, and as an exception in
-`lab.error`.
+`lab = tk.Lab()`; what it loaded and ran is `lab.model`, `lab.run`, `lab.runs`, `lab.plan.plan`, `lab.tune.tuning` and
+`lab.memory.uses`. It calls `tk.device`, `tk.load`, `tk.costs`, `tk.plan`, `tk.export`, `tk.generate` and `tk.tune` and knows
+nothing about how they work. Work runs in a thread of its own, as widgets don't answer while a cell runs; every error ends up
+in its panel, and as an exception in `lab.error`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from toolkit.loading import load
 from toolkit.loading.checkpoint import DEMOS
 from toolkit.models.shapes import SHAPES
 from toolkit.notebook.lab_memory import MemoryPanel
+from toolkit.notebook.lab_plan import PlanPanel
 from toolkit.notebook.lab_tune import TunePanel
 from toolkit.notebook.model import html_of
 from toolkit.notebook.timeline import Timeline
@@ -60,12 +61,12 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self._start = threading.Lock()
         self._make_load(device, model)
         self._make_generate(prompt)
+        self.plan = PlanPanel(self._begin, self.cancel, self._cancel, self._chosen)
         self.tune = TunePanel(self._begin, self.cancel, self._cancel)
         self.memory = MemoryPanel(self._begin, self.cancel, self._cancel, self._holds, self._in_use)
         super().__init__([
             widgets.HTML(f"<style>{_CSS.read_text(encoding='utf-8')}</style>"),
-            self._load_panel, _later("Plan and export", "fit a model into a memory budget, export it"), self._generate_panel,
-            self.tune, self.memory,
+            self._load_panel, self.plan, self._generate_panel, self.tune, self.memory,
         ])  # fmt: skip
         self.add_class("tk-lab")
         _labs.add(self)
@@ -195,8 +196,13 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.stop_button.disabled = idle or self._what != "load"
         self.generate_button.disabled = not idle or self.model is None
         self.cancel_button.disabled = idle or self._what != "generate"
+        self.plan.enable(idle, self._what)
         self.tune.enable(idle, self._what)
         self.memory.enable(idle, self._what)
+
+    def _chosen(self) -> tuple[str, str, Any]:
+        """What the fields say: device, model, scheme."""
+        return self.device_field.value.strip(), self._path(), self.scheme_field.value
 
     def _path(self) -> str:
         path: str = self.model_field.value.strip()
@@ -341,13 +347,6 @@ _WRAP = {"flex_flow": "row wrap"}
 def _panel(title: str, *children: widgets.Widget) -> widgets.VBox:
     panel = widgets.VBox([widgets.HTML(f"<h3>{title}</h3>"), *children])
     panel.add_class("tk-panel")
-    return panel
-
-
-def _later(title: str, what: str) -> widgets.VBox:
-    panel = widgets.VBox([widgets.HTML(f'<div aria-disabled="true"><h3>{title}</h3>comes with a later version: {what}</div>')])
-    panel.add_class("tk-panel")
-    panel.add_class("tk-later")
     return panel
 
 
