@@ -27,7 +27,7 @@ SLOTS = 2  # of the small cache whose sizes are scaled up
 CONTEXTS = (4096, 8192, 16384, 32768, 65536, 131072)  # at which a table asks what fits
 LONGEST = 131072  # of contexts that are looked for, unless the model has fewer positions
 
-# Not derived from shapes, like what CUDA itself takes (`replaying.CONTEXT_BYTES`, measured); how each is known stands beside it.
+# Not derived from shapes; how each is known stands beside it. What CUDA itself takes was measured: `replaying.CONTEXT_BYTES`.
 COMPILE_SCRATCH = 96 * MiB  # estimated: example inputs of generated kernels while they are tried, cuBLAS' workspace of 32 MiB
 RUN_SCRATCH = 128 * MiB  # measured on an H200: partial sums of a product with many tokens (kernels/int4_prefill.py)
 STAGING = 64 * MiB  # chosen: how much of a weight is on its way at a time

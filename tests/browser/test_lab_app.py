@@ -93,6 +93,27 @@ def test_cancel_midway_keeps_the_text(app) -> None:
     assert page.inner_text(".jp-OutputArea-output pre").strip().endswith("None")  # no error
 
 
+def test_a_plan_against_a_budget(app) -> None:
+    page = app
+    fill(page, "Device", "virtual:rtx-4090")
+    fill(page, "Model", "random/gemma4-31b")
+    field(page, "Scheme").select_option("q4_k_m")
+    fill(page, "Context", 131072)
+    field(page, "KV").select_option("plain")
+    press(page, "Plan")
+    page.wait_for_selector(".tk-lab .tk-plan svg", timeout=60_000)
+    assert "Lower context to" in page.inner_text(".tk-lab .tk-plan")
+    page.locator(".tk-lab .tk-plan summary").click()
+    assert "rtx-pro-6000" in page.inner_text(".tk-lab .tk-plan details")
+    for name in ("light", "dark"):
+        dressed(page, name)
+        at_top(page, ".tk-lab .tk-plan", f"lab-plan-{name}")
+    field(page, "KV").select_option("what fits")
+    fill(page, "Context", 32768)
+    press(page, "Plan")
+    page.wait_for_selector(".tk-lab .tk-plan .tk-yes:text('Fits.')", timeout=60_000)
+
+
 # ---- the Memory panel
 
 LIVE, ROWS = ".tk-memory.tk-live", ".tk-measured tbody tr"

@@ -32,7 +32,7 @@ def html(plan: Plan) -> str:
     memory = " (host memory)" if plan.card is None else ""
     titles = f"Exporting{memory}", f"Running{memory}"
     pictures = "".join(
-        f'<div style="flex: 1 1 400px">{_picture(title, phases, limit, plan)}</div>'
+        f'<div style="flex: 1 1 330px">{_picture(title, phases, limit, plan)}</div>'
         for title, phases, limit in zip(titles, (plan.export, plan.run), cap, strict=True)
     )
     parts = [
@@ -93,7 +93,7 @@ def _picture(title: str, phases: Iterable[Phase], limit: int | None, plan: Plan)
                 f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{y(limit):.1f}" y2="{y(limit):.1f}" stroke="var(--tk-bad)" '
                 f'stroke-width="2" stroke-dasharray="6 4"><title>{what} {bytes_text(limit)}</title></line>'
             )
-    label = f"{title}: at most {bytes_text(most)}{said}"
+    label = f"{title}, predicted: at most {bytes_text(most)}{said}"
     svg = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(label)}" style="width: 100%; font-size: 11px">'
     return f'<div class="tk-sub">{escape(label)}</div>{svg}{"".join(drawn)}</svg>'
 
