@@ -84,6 +84,16 @@ def test_paths_that_leave_the_folder(package, name):
     refused(package, "isn't a file of the folder", trust=True)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"files": {}}, {"files": None}, {"pieces": [{}]}, {"compiled": {}}, {"context": "64"}, {"target": 3}, {"last": None}],
+    ids=str,
+)
+def test_manifests_that_leave_something_out(package, changes):
+    rewrite(package, **changes)
+    refused(package, "something is missing from it", trust=True)
+
+
 def test_links_out_of_the_folder(package, tmp_path):
     path = next(package.glob("methods/*"))
     (tmp_path / "elsewhere.pt2").write_bytes(path.read_bytes())

@@ -159,9 +159,26 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], str]:
         raise PackageError(asked, f"its format is version {version!r:.20}, this toolkit reads up to {VERSION}", do)
     if _text(manifest) != data:
         raise PackageError(asked, f"{MANIFEST} was changed after it was written: its hash doesn't fit", AGAIN)
+    if not _is_complete(manifest):
+        raise PackageError(asked, f"{MANIFEST} isn't that of a package: something is missing from it", AGAIN)
     for name in manifest["files"]:
         _check_name(asked, folder, name)
     return manifest, hashlib.sha256(data).hexdigest()
+
+
+def _is_complete(manifest: Mapping[str, Any]) -> bool:
+    """Does it say all that a package says, and name only methods that are among its files?"""
+    kinds = {"files": dict, "compiled": dict, "target": dict, "versions": dict, "model": dict, "pieces": list, "last": list}
+    kinds |= dict.fromkeys(("context", "chunk", "least"), int)
+    if not all(isinstance(manifest.get(name), kind) for name, kind in kinds.items()):
+        return False
+    files = manifest["files"]
+    entries = all(
+        isinstance(e, dict) and type(e.get("bytes")) is int and isinstance(e.get("sha256"), str) for e in files.values()
+    )
+    methods = all(isinstance(m, dict) and set(m.values()) <= set(files) for m in manifest["compiled"].values())
+    pieces = all(isinstance(piece, dict) and piece.get("like") in manifest["compiled"] for piece in manifest["pieces"])
+    return entries and methods and pieces and sum(name.startswith("weights-") for name in files) == 1
 
 
 def _check_name(asked: str, folder: Path, name: str) -> None:
