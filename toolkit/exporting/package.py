@@ -168,8 +168,8 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], str]:
 
 def _is_complete(manifest: Mapping[str, Any]) -> bool:
     """Does it say all that a package says, and name only methods that are among its files?"""
-    kinds = {"files": dict, "compiled": dict, "target": dict, "versions": dict, "model": dict, "pieces": list, "last": list}
-    kinds |= dict.fromkeys(("context", "chunk", "least"), int)
+    kinds: dict[str, type] = {"pieces": list, "last": list, "context": int, "chunk": int, "least": int}
+    kinds |= dict.fromkeys(("files", "compiled", "target", "versions", "model"), dict)
     if not all(isinstance(manifest.get(name), kind) for name, kind in kinds.items()):
         return False
     files = manifest["files"]
