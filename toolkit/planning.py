@@ -159,10 +159,10 @@ class Plan:
         found = pd.DataFrame(rows).set_index(["when", "phase"]).fillna(0)
         return found.astype("int64")
 
-    def gpus(self, cards: Iterable[GpuSpec] | None = None) -> pd.DataFrame:
-        """A row a card: can it export this, can it run it at this context, and the longest context it can run, by KV scheme."""
-        import pandas as pd
-
+    def fits_on(self, cards: Iterable[GpuSpec] | None = None) -> list[dict[str, Any]]:
+        """Of every card (the catalogue's, unless given): can it export this within the budget, can it run it at this context,
+        and the longest context in tokens that it can run, held as here (None: not even 256). Bytes, predicted.
+        """
         rows = []
         for card in CATALOGUE.values() if cards is None else cards:
             budget = min(self.budget_bytes or card.memory_bytes, card.memory_bytes)
@@ -174,7 +174,13 @@ class Plan:
                 "run_bytes": _peak(self.run, card),
             }
             rows.append(row | {"longest_context": longest_context(self.sizes, card.memory_bytes, self.chunk)})
-        return pd.DataFrame(rows).set_index("gpu").astype({"longest_context": "Int64"})
+        return rows
+
+    def gpus(self, cards: Iterable[GpuSpec] | None = None) -> pd.DataFrame:
+        """`fits_on` as a table, a row a card."""
+        import pandas as pd
+
+        return pd.DataFrame(self.fits_on(cards)).set_index("gpu").astype({"longest_context": "Int64"})
 
     def __repr__(self) -> str:
         return text(self)

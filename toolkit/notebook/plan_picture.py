@@ -9,9 +9,8 @@ from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
-from toolkit.devices.spec import CATALOGUE
 from toolkit.notebook.model import COLOURS
-from toolkit.planning import Phase, Plan, longest_context
+from toolkit.planning import Phase, Plan
 from toolkit.units import bytes_text
 
 _CSS = Path(__file__).with_name("model.css")
@@ -118,15 +117,15 @@ def _levers(plan: Plan) -> str:
 def _cards(plan: Plan) -> str:
     """The catalogue: which card can export this within the budget, which can run it, up to which context."""
     rows = []
-    for card in CATALOGUE.values():
-        budget = min(plan.budget_bytes or card.memory_bytes, card.memory_bytes)
-        longest = longest_context(plan.sizes, card.memory_bytes, plan.chunk)
-        exports, runs = plan.export_peak_bytes <= budget, plan.run_bytes <= card.memory_bytes
-        cells = [_yes(exports), _yes(runs), f"{longest:,}" if longest else "none"]
-        rows.append(
-            f'<tr><th scope="row">{escape(card.key)}</th><td>{bytes_text(card.memory_bytes)}</td>'
-            f"{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
-        )
+    for row in plan.fits_on():
+        longest = row["longest_context"]
+        cells = [
+            bytes_text(row["memory_bytes"]),
+            _yes(row["can_export"]),
+            _yes(row["can_run"]),
+            f"{longest:,}" if longest else "none",
+        ]
+        rows.append(f'<tr><th scope="row">{escape(row["gpu"])}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>')
     names = ("GPU", "memory", "can export", f"can run at {plan.context:,}", "longest context")
     head = "".join(f'<th scope="col">{name}</th>' for name in names)
     table = f'<div class="tk-scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
