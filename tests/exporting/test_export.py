@@ -188,7 +188,7 @@ def test_contexts_that_can_not_be(model, tmp_path, context):
 
 
 def test_what_can_not_be_exported(model, tmp_path):
-    with pytest.raises(DeviceError, match="packages are for the CPU so far"):
+    with pytest.raises(DeviceError, match="no package runs on a virtual GPU"):
         tk.export(tk.load("demo/qwen3", device="virtual:h200", progress=False), tmp_path / "out")
     with pytest.raises(ModelError, match="share keys and values"):
         Anatomy(describe("random/gemma4-e2b"), 512)
@@ -196,8 +196,11 @@ def test_what_can_not_be_exported(model, tmp_path):
         tk.export(model, tmp_path / "out", scheme="int8")
     with pytest.raises(ModelError, match="not a model"):
         tk.export(torch.nn.Linear(2, 2), tmp_path / "out")
-    with pytest.raises(ModelError, match="the model is on cpu"):
+    with pytest.raises(DeviceError, match="no package runs on a virtual GPU"):
         tk.export(model, tmp_path / "out", device="virtual:h200")
+    with pytest.raises(DeviceError, match="it is compiled by a CUDA GPU"):
+        tk.export(model, tmp_path / "out", target="rtx-5090")
+    assert not (tmp_path / "out").exists()
 
 
 def test_without_a_compiler(model, tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ def rewrite(folder, **changes):
 @pytest.fixture(autouse=True)
 def nothing_runs(monkeypatch):
     """Loading native code is a failure here, but where a test says otherwise."""
-    monkeypatch.setattr(compiling, "load_piece", lambda data: pytest.fail("code of a bad package was loaded"))
+    monkeypatch.setattr(compiling, "load_piece", lambda data, device: pytest.fail("code of a bad package was loaded"))
 
 
 def refused(folder, match, **options):
@@ -113,7 +113,7 @@ def test_links_out_of_the_folder(package, tmp_path):
         ("machine", "aarch64", "it is for aarch64"),
         ("system", "Plan9", "it is for Plan9"),
         ("vectors", "AVX1024", "needs a processor with AVX1024"),
-        ("device", "cuda", "exported for cuda"),
+        ("device", "cuda", "exported for a CUDA GPU; "),
     ],
 )
 def test_packages_for_another_machine(package, what, value, says):
@@ -148,5 +148,5 @@ def test_what_is_no_package(tmp_path):
 
 
 def test_on_another_device(package):
-    with pytest.raises(PackageError, match="it was exported for cpu"):
+    with pytest.raises(PackageError, match="it was exported for the CPU"):
         tk.load_exported(package, "virtual:h200", trust=True, progress=False)

@@ -11,6 +11,8 @@ import datetime
 import os
 import shutil
 import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,15 +21,19 @@ import torch
 
 import toolkit
 from toolkit import tokenizer as tokenizers
+from toolkit.budgeting import budget as cap
 from toolkit.devices.base import Device, open_device
 from toolkit.errors import DeviceError, ModelError, PackageError
 from toolkit.exporting import compiling, package, skeleton, weights
 from toolkit.exporting.pieces import LEAST, METHODS, Anatomy, Piece
 from toolkit.exporting.progress import Progress, Watch
 from toolkit.exporting.running import Exported
+from toolkit.kernels.tune.cards import Card, find_card
 from toolkit.loading import load
 from toolkit.models.cache import Ring
+from toolkit.models.ops.define import LEAST_CAPABILITY
 from toolkit.planning import Levers, Plan, plan_of
+from toolkit.replaying import CONTEXT_BYTES
 from toolkit.units import bytes_text, parse_bytes
 
 __all__ = ["Exported", "Package", "export", "load_exported"]
@@ -63,6 +69,7 @@ def export(
     path: str | os.PathLike[str],
     *,
     device: Device | str | None = None,
+    target: str | None = None,
     budget: int | float | str | None = None,
     context: int | None = None,
     kv: str | None = None,
@@ -74,10 +81,13 @@ def export(
 ) -> Package:
     """Compile a model ahead of time into the folder `path`: methods for prefill and decode, and its weights, stored once.
 
-    `model` is a loaded one, or what `tk.load` takes, with `scheme` and `dtype` as there. `device`: what the code is for; the
-    model's own, else the CPU, which is the only one so far. `budget` ("4 GiB"): what exporting may take of the host's memory; a
-    plan (`tk.plan`) says beforehand whether that is enough. `context`: how many tokens its caches hold at most (4,096, or all
-    that the model has positions for), `kv` in what they hold keys and values (see `tk.generate`). `share`: another package with
+    `model` is a loaded one, or what `tk.load` takes, with `scheme` and `dtype` as there; that is loaded into the host's memory,
+    and its weights never go onto a GPU. `device`: what the code is for, the CPU or a CUDA GPU; a loaded model's own, else
+    the first GPU, or the CPU where there is none. `target` ("rtx-5090"): another GPU of the catalogue, for which this one
+    compiles. `budget` ("4 GiB"): what exporting may take of the GPU's memory, or of the host's where the code is for the CPU; a
+    plan (`tk.plan`) says beforehand whether that is enough, and the GPU's allocator is held to it. `context`: how many tokens
+    its caches hold at most (4,096, or all that the model has positions for), `kv` in what they hold keys and values (see
+    `tk.generate`). `share`: another package with
     the same weights, whose file is linked rather than written again. `progress` is True (a line on a terminal), False, or a
     function of (phase, share done, what) that is called at most ten times a second; once `cancel` is set the export ends
     after the piece that is being compiled.
@@ -89,27 +99,27 @@ def export(
     """
     folder = Path(path).expanduser()
     watch = Watch(f"exporting into {folder}", progress, cancel)
+    device, card = _device(model, device, target)
+    compiling.check_compiler()
     if isinstance(model, str | os.PathLike):
         with watch.phase("load"):
-            model = load(model, device or "cpu", dtype, scheme, progress=False, cancel=cancel)
+            model = load(model, "cpu", dtype, scheme, progress=False, cancel=cancel)
     elif scheme is not None or dtype is not None:
         raise ModelError("a loaded model with a scheme or a dtype", "it is held as it is", "Give its name or path instead")
-    _check_device(model, device)
     plain = skeleton.to_plain(model)
-    compiling.check_compiler()
     context, most = _context(model, context), None if budget is None else parse_bytes(budget)
-    foreseen = plan_of(model, _name(model), None, context, most, None, kv, Levers()).check()
-    with package.locked(folder):
+    foreseen = plan_of(model, _name(model), None if card is None else card.spec, context, most, None, kv, Levers()).check()
+    with package.locked(folder), _held_to(most, device), watch.on(device), _compiled_for(model, device):
         package.check_disk(folder, weights.size_of(model) if not list(folder.glob("weights-*")) else 0)
         anatomy = Anatomy(model, context, kv)
         files: dict[str, dict[str, Any]] = {}
         with watch.phase("compile"):
-            compiled = _compile(anatomy, folder, files, watch)
+            compiled = _compile(anatomy, folder, files, watch, card)
         with watch.phase("weights"):
             files |= _weights(model, folder, share, watch)
         with watch.phase("manifest"):
             files |= _tokenizer(model, folder)
-            manifest = _manifest(model, plain, anatomy, compiled, files, foreseen, watch)
+            manifest = _manifest(model, plain, anatomy, compiled, files, foreseen, watch, card)
             package.remember(package.finish(folder, manifest))
     return Package(folder, package.read_manifest(folder)[0])
 
@@ -134,11 +144,7 @@ def load_exported(
         found = "it holds native code, and wasn't made here by you"
         do = "If you trust who made it, and how it came to you: tk.load_exported(path, trust=True)"
         raise PackageError(f"package {folder}", found, do)
-    _check_target(folder, manifest)
-    target = open_device(device or "cpu")
-    if target.torch.type != manifest["target"]["device"]:
-        asked, found = f"package {folder} on {target.name}", f"it was exported for {manifest['target']['device']}"
-        raise PackageError(asked, found, "Export the model for this device too")
+    target = _check_target(folder, manifest, device)
     watch = Watch(f"loading {folder}", progress, None)
     files = manifest["files"]
     with watch.phase("verify"):
@@ -155,20 +161,22 @@ def load_exported(
         weights.assign_from(folder / weights_name, model, target.torch, lambda n, name: None)
     if "tokenizer.json" in files:
         model.tokenizer = tokenizers.from_bytes(data["tokenizer.json"], f"package {folder}")
-    runs = {name: compiling.load_piece(held) for name, held in data.items() if name.startswith("methods/")}
+    runs = {name: compiling.load_piece(held, target.torch) for name, held in data.items() if name.startswith("methods/")}
     return Exported(model, folder, manifest, runs)
 
 
 # ---- the parts of an export
 
 
-def _compile(anatomy: Anatomy, folder: Path, files: dict[str, Any], watch: Watch) -> dict[str, dict[str, str]]:
+def _compile(
+    anatomy: Anatomy, folder: Path, files: dict[str, Any], watch: Watch, card: Card | None
+) -> dict[str, dict[str, str]]:
     """Each distinct piece by each method into the folder: kind to method to file."""
     wanted = [(piece, method) for piece in anatomy.distinct() for method in METHODS if _needed(anatomy, piece, method)]
     found: dict[str, dict[str, str]] = {}
     for done, (piece, method) in enumerate(wanted):
         watch.step(done / len(wanted), f"{piece.name} {method}")
-        made = compiling.compile_piece(anatomy.traceable(piece, method))
+        made = compiling.compile_piece(anatomy.traceable(piece, method), card)
         name = f"methods/{method}-{piece.name.replace('.', '-')}-{made.sha256[:16]}.pt2"
         package.put(folder, name, made.data)
         files[name] = {"sha256": made.sha256, "bytes": len(made.data)}
@@ -240,7 +248,7 @@ def _tokenizer(model: Any, folder: Path) -> dict[str, dict[str, Any]]:
 
 def _manifest(
     model: Any, plain: dict[str, Any], anatomy: Anatomy, compiled: dict[str, Any], files: dict[str, Any], foreseen: Plan,
-    watch: Watch,
+    watch: Watch, card: Card | None,
 ) -> dict[str, Any]:  # fmt: skip
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     post, scalar = anatomy.last
@@ -248,7 +256,7 @@ def _manifest(
     return {
         "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": {"toolkit": toolkit.__version__, "torch": torch.__version__},
-        "target": {"device": model.device.torch.type, **compiling.processor()},
+        "target": {**compiling.processor(), **_target(card)},
         "model": plain,
         "context": anatomy.context,
         "kv": anatomy.kv,
@@ -274,17 +282,43 @@ def _name(model: Any) -> str:
     return Path(getattr(getattr(model, "report", None), "source", "") or "the model").name
 
 
-def _check_device(model: Any, device: Device | str | None) -> None:
-    if not hasattr(model, "device"):
+def _device(model: Any, device: Device | str | None, target: str | None) -> tuple[Device, Card | None]:
+    """What the code is compiled on, and the GPU that it is for; None for the CPU."""
+    if not isinstance(model, str | os.PathLike) and not hasattr(model, "device"):
         raise ModelError("an export", f"a {type(model).__name__}, not a model", "Give one that tk.load made, or a name or path")
-    kind = model.device.torch.type
-    if device is not None and open_device(device).torch.type != kind:
-        asked = f"an export for {device if isinstance(device, str) else device.name}"
-        raise ModelError(asked, f"the model is on {model.device.name}", "Load it on that device, or give its name or path")
-    if kind != "cpu":
-        found = "packages are for the CPU so far"
-        do = 'Load it with device="cpu" and export that; tk.plan says what an export would take of a GPU'
-        raise DeviceError(f"an export for {model.device.name}", found, do)
+    if device is None:
+        device = getattr(model, "device", None) or ("cuda" if target or torch.cuda.is_available() else "cpu")
+    found = open_device(device)
+    if found.torch.type == "cpu" and target is None:
+        return found, None
+    if found.torch.type != "cuda":
+        why = "it is compiled by a CUDA GPU" if found.torch.type == "cpu" else "no package runs on a virtual GPU"
+        do = 'Give device="cpu" for a package that runs here; tk.plan says what an export would take of a GPU'
+        raise DeviceError(f"an export for {target or found.name}", why, do)
+    card = find_card(target or found)
+    assert card is not None
+    if card.spec.compute_capability < LEAST_CAPABILITY:
+        do = "Name an Ampere GPU, or a later one"
+        raise DeviceError(f"an export for {card.spec.name}", "the kernels need compute capability 8.0", do)
+    return found, card
+
+
+@contextmanager
+def _compiled_for(model: Any, device: Device) -> Iterator[None]:
+    """The model says that it is on the device that is compiled for; its weights stay where they are."""
+    own = model.device
+    model.device = device
+    try:
+        yield
+    finally:
+        model.device = own
+
+
+def _held_to(budget: int | None, device: Device) -> AbstractContextManager[Any]:
+    """The GPU's allocator gives no more than the budget, less what CUDA itself takes."""
+    if budget is None or device.torch.type != "cuda":
+        return nullcontext()
+    return cap(budget - CONTEXT_BYTES, device) or nullcontext()
 
 
 def _context(model: Any, context: int | None) -> int:
@@ -298,8 +332,15 @@ def _context(model: Any, context: int | None) -> int:
     return context
 
 
-def _check_target(folder: Path, manifest: dict[str, Any]) -> None:
-    """PackageError where the code was made for another PyTorch or another machine."""
+def _target(card: Card | None) -> dict[str, Any]:
+    """The device that a package is for, as its manifest has it."""
+    if card is None:
+        return {"device": "cpu"}
+    return {"device": "cuda", "gpu": card.spec.name, "capability": card.facts.compute_capability}
+
+
+def _check_target(folder: Path, manifest: dict[str, Any], device: Device | str | None) -> Device:
+    """The device to load onto; PackageError where the code was made for another PyTorch, another machine or another device."""
     asked, target, made = f"package {folder}", manifest["target"], manifest["versions"]["torch"]
     here = compiling.processor()
     if made.split("+")[0].split(".")[:2] != torch.__version__.split("+")[0].split(".")[:2]:
@@ -311,6 +352,18 @@ def _check_target(folder: Path, manifest: dict[str, Any]) -> None:
     if target["device"] == "cpu" and not _runs(target["vectors"], here["vectors"]):
         found = f"its code needs a processor with {target['vectors']}, this one has {here['vectors']}"
         raise PackageError(asked, found, "Export the model on this machine")
+    exported = f"it was exported for {'the CPU' if target['device'] == 'cpu' else target.get('gpu', 'a CUDA GPU')}"
+    try:
+        found_device = open_device(device or target["device"])
+    except DeviceError as error:
+        raise PackageError(asked, f"{exported}; {error.found}", "Load it on such a GPU, or export the model here") from error
+    if found_device.torch.type != target["device"]:
+        raise PackageError(f"{asked} on {found_device.name}", exported, "Export the model for this device too")
+    card = find_card(found_device)
+    if card is not None and card.facts.compute_capability != target.get("capability"):
+        found = f"{exported}, of compute capability {target.get('capability')}; {card.spec.name} has {card.facts.compute_capability}"
+        raise PackageError(asked, found, f'Export the model here, or with target="{card.key}"')
+    return found_device
 
 
 def _runs(needed: str, has: str) -> bool:

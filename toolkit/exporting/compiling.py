@@ -14,7 +14,8 @@ import platform
 import shutil
 import tempfile
 import warnings
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,12 @@ from typing import Any
 import torch
 
 from toolkit.errors import PackageError
+from toolkit.exporting.inductor import compiling_only
 from toolkit.exporting.pieces import Traceable, digest
+from toolkit.kernels.tune.cards import Card
+from toolkit.kernels.tune.compiling import triton_version
 from toolkit.kernels.tune.store import cache_folder
+from toolkit.models.ops.define import compiling_for, describe_launches
 
 KEPT = 256  # compiled pieces; the oldest go
 OPTIONS: dict[str, Any] = {
@@ -31,6 +36,11 @@ OPTIONS: dict[str, Any] = {
     # What tracing took to be so of shapes. The asserts say no more than that a view of a cache is none of all of it, and one
     # that is runs by the same strides.
     "scalar_asserts": False,
+}
+GPU_OPTIONS: dict[str, Any] = {
+    "triton.autotune_at_compile_time": True,  # where kernels are compiled: see inductor.py
+    "compile_threads": 1,  # ... in this process
+    "_use_fp64_for_unbacked_floats": False,  # a float that a kernel is given is fp32, as where Triton launches it
 }
 
 
@@ -43,25 +53,26 @@ class Compiled:
     kept: bool
 
 
-def compile_piece(traceable: Traceable) -> Compiled:
-    """Native code for a piece. PackageError where there is no C++ compiler, or what it said.
+def compile_piece(traceable: Traceable, card: Card | None = None) -> Compiled:
+    """Native code for a piece, for the GPU `card` or the CPU. PackageError where there is no C++ compiler, or what it said.
 
     The graph must hold no weight and no number of its own: it would be compiled into every package.
     """
     compiler = check_compiler()
-    program = trace(traceable)
-    key = _key(program)
-    kept = _kept(key)
-    if kept is not None:
-        return kept
+    with nullcontext() if card is None else compiling_for(card):
+        program = trace(traceable)
+        key = _key(program, card)
+        return _kept(key) or _keep(key, _compiled(program, compiler, card))
+
+
+def _compiled(program: Any, compiler: str, card: Card | None) -> bytes:
+    options = OPTIONS | {"cpp.cxx": (compiler,)} | ({} if card is None else GPU_OPTIONS)
     with tempfile.TemporaryDirectory(prefix="toolkit-export-") as folder:
         path = os.path.join(folder, "piece.pt2")
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), nullcontext() if card is None else compiling_only(card):
                 warnings.simplefilter("ignore")
-                torch._inductor.aoti_compile_and_package(
-                    program, package_path=path, inductor_configs=OPTIONS | {"cpp.cxx": (compiler,)}
-                )
+                torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=options)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -69,8 +80,7 @@ def compile_piece(traceable: Traceable) -> Compiled:
                 f"the compiler said: {str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__:.300}"
             )
             raise PackageError("compiling a layer", found, "Check that g++ works and that the disk isn't full") from error
-        data = Path(path).read_bytes()
-    return _keep(key, data)
+        return Path(path).read_bytes()
 
 
 def trace(traceable: Traceable) -> Any:
@@ -103,12 +113,36 @@ def processor() -> dict[str, str]:
     return {"machine": platform.machine(), "system": platform.system(), "vectors": torch.backends.cpu.get_cpu_capability()}
 
 
-def _key(program: Any) -> str:
+def _key(program: Any, card: Card | None) -> str:
     """What the compiled piece follows from."""
     shapes = [str(node.meta.get("val")) for node in program.graph.nodes if node.op == "placeholder"]
     constants = {name: _values(value) for name, value in program.constants.items()}
-    made = (torch.__version__, sorted(OPTIONS.items()), sorted(processor().items()), os.environ.get("CXX", ""))
-    return digest(program.graph_module.code, shapes, str(program.range_constraints), constants, made) + digest(made)[:8]
+    made: tuple[Any, ...] = (torch.__version__, sorted(OPTIONS.items()), sorted(processor().items()), os.environ.get("CXX", ""))
+    if card is not None:
+        made = (*made, sorted(GPU_OPTIONS.items()), torch.version.cuda, triton_version(), card.facts)
+    launched = [] if card is None else _launches(program)
+    return (
+        digest(program.graph_module.code, shapes, str(program.range_constraints), constants, launched, made) + digest(made)[:8]
+    )
+
+
+def _launches(program: Any) -> list[str]:
+    """How each of our operations in a graph is launched."""
+
+    def value(operand: Any) -> Any:
+        return operand.meta["val"] if isinstance(operand, torch.fx.Node) else operand
+
+    found = []
+    for node in program.graph.nodes:
+        if node.op == "call_function" and getattr(node.target, "namespace", "") == "toolkit":
+            operands = torch.fx.node.map_aggregate(node.args, value)
+            with next(t for t in _tensors(operands)).fake_mode, torch.no_grad():
+                found.append(describe_launches(node.target._opname, operands))
+    return found
+
+
+def _tensors(operands: Any) -> Iterator[Any]:
+    return (operand for operand in operands if isinstance(operand, torch.Tensor))
 
 
 def _values(value: Any) -> str:
@@ -149,8 +183,12 @@ def _keep(key: str, data: bytes) -> Compiled:
     return Compiled(data, sha256, kept=False)
 
 
-def load_piece(data: bytes) -> Any:
+def load_piece(data: bytes, device: torch.device) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
     """The function that verified bytes hold. Native code: it runs with all rights of this process."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return torch._inductor.aoti_load_package(io.BytesIO(data), run_single_threaded=True)
+        index = -1 if device.index is None else device.index
+        loaded = torch._inductor.aoti_load_package(io.BytesIO(data), run_single_threaded=True, device_index=index)
+    # by itself it parses a description of its operands at every call, which takes longer than a layer
+    run: Callable[[list[torch.Tensor]], list[torch.Tensor]] = loaded.loader.boxed_run
+    return run

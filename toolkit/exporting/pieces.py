@@ -29,7 +29,7 @@ LEAST = DECODED + 1  # tokens of a prefill: fewer are fed one by one, as product
 MOST = 512  # tokens of a prefill; rings and delta nets take fewer
 CHUNKED = 64  # ... of a gated delta net's reference, which solves so many at once
 LONGEST = 1 << 24  # slots of a cache
-_TRACED = 13  # tokens while tracing: any number that no size of a model is
+_TRACED = 13  # tokens while tracing
 
 Varying = dict[int, Any] | None  # which dimensions of an input may vary, each a torch.export.Dim
 
@@ -64,8 +64,9 @@ class Traceable:
 class Anatomy:
     """A model taken apart: its `pieces` in the order in which they run, and what to trace for each.
 
-    `context`: for how many tokens a cache is made, `kv` in what it holds keys and values. Raises ModelError for a model whose
-    layers pass more to each other than the residual.
+    `context`: for how many tokens a cache is made, `kv` in what it holds keys and values. The model's `device` is the one
+    that is compiled for; its weights may be anywhere. Raises ModelError for a model whose layers pass more to each other than
+    the residual.
     """
 
     def __init__(self, model: Any, context: int, kv: str | None = None) -> None:
@@ -87,6 +88,8 @@ class Anatomy:
         layers = [self._layer(i, *before) for i, before in enumerate([left[0], *left[:-1]])]
         self.pieces = (*layers, self._head())
         self.chunk = self._chunk()
+        # Kernels are chosen by the length that is traced: the longest. Elsewhere any number does that no size of a model is.
+        self.traced = self.chunk if model.device.torch.type == "cuda" else min(_TRACED, self.chunk)
 
     def distinct(self) -> tuple[Piece, ...]:
         """The first piece of each kind."""
@@ -97,7 +100,7 @@ class Anatomy:
         size, parameters = self.model.config.hidden_size, dict(self.model.named_parameters())
         with self.mode:
             weights = [self.empty(w.shape, dtype=w.dtype) for w in (parameters[name] for name in self._sample(piece))]
-            x = self.hidden(1, 1 if method == "decode" else min(_TRACED, self.chunk), size)
+            x = self.hidden(1, 1 if method == "decode" else self.traced, size)
             given, varying, reaches = self._inputs(piece.layer, x)
         run = _Run(self.model, piece, self._sample(piece), self.cache, reaches)
         return Traceable(run, (*given, *weights), (*varying, *(None for _ in weights)), self.mode)
@@ -169,10 +172,17 @@ class Anatomy:
         return [self._names[id(self.last[1])] if name is None else name for name in piece.weights]
 
     def _chunk(self) -> int:
-        """How many tokens of a prompt go at once: fewer than a ring holds, no more than a delta net's reference solves."""
-        rings = [state.size - 1 for state in self.cache.states if isinstance(state, Ring)]
-        solved = any(hasattr(state, "states") for state in self.cache.states) and self.model.device.torch.type == "cpu"
-        return min([MOST, *rings, *([CHUNKED] if solved else [])])
+        """How many tokens of a prompt go at once: fewer than a ring holds, no more than a delta net's reference solves.
+
+        On a GPU that reference takes several tokens in fp32 alone; Inductor makes no kernel of it for any number of them.
+        """
+        most = [MOST, *(state.size - 1 for state in self.cache.states if isinstance(state, Ring))]
+        if any(hasattr(state, "states") for state in self.cache.states):
+            if self.model.device.torch.type == "cpu":
+                most.append(CHUNKED)
+            elif self.model.dtype == torch.float32:
+                most.append(1)
+        return min(most)
 
 
 class _Run(nn.Module):
@@ -212,6 +222,9 @@ class _Called(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
+
+    def __repr__(self) -> str:
+        return "a model"  # PyTorch's tracer asks, while parameters aren't the model's own
 
     def forward(self, what: str, *given: Any) -> Any:
         if what == "logits":

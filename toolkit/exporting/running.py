@@ -13,6 +13,9 @@ from toolkit.errors import ModelError
 from toolkit.exporting.pieces import LEAST, tensors_of
 from toolkit.models.cache import Cache, check_one_sequence
 from toolkit.models.layers import Residual, RMSNorm
+from toolkit.models.ops.define import aligned
+
+Run = Callable[[list[Tensor]], list[Tensor]]  # the compiled code of a piece, in one of its methods
 
 
 class Exported:
@@ -22,13 +25,13 @@ class Exported:
     the package, held once for prefill and decode; `model(ids)` runs them uncompiled.
     """
 
-    def __init__(self, model: Any, package: Path, manifest: Mapping[str, Any], runs: Mapping[str, Callable[..., Any]]) -> None:
+    def __init__(self, model: Any, package: Path, manifest: Mapping[str, Any], runs: Mapping[str, Run]) -> None:
         """`model` has the package's weights, `runs` are its compiled methods by file."""
         self.inner, self.package = model, package
         self.context, self.chunk, self.kv, self._least = (manifest[name] for name in ("context", "chunk", "kv", "least"))
         held = dict(model.named_parameters())
         one = torch.ones(1, dtype=model.dtype, device=model.device.torch)
-        self._layers: list[tuple[int, list[Tensor], dict[str, Callable[..., Any]]]] = []
+        self._layers: list[tuple[int, list[Tensor], dict[str, Run]]] = []
         for piece in manifest["pieces"]:
             weights = [one if name is None else held[name] for name in piece["weights"]]
             methods = {method: runs[file] for method, file in manifest["compiled"][piece["like"]].items()}
@@ -79,17 +82,18 @@ class Exported:
     def logits(self, x: Tensor) -> Tensor:
         """fp32 logits [1, T, vocab] of hidden states [1, T, hidden]."""
         run, weights = self._head
-        found = [run(part.contiguous(), *weights) for part in x.split(1, 1)]
+        found = [run([part.contiguous(), *weights])[0] for part in x.split(1, 1)]
         return found[0] if len(found) == 1 else torch.cat(found, 1)
 
     def _pass(self, x: Tensor, positions: Tensor, cache: Cache, length: int) -> Tensor:
         method = "decode" if x.shape[1] == 1 else "prefill"
         reaches = self.inner.reaches(positions, cache, length)
+        positions = aligned(positions)  # or each layer's code would copy it
         shared = [positions, *(r.numbers[: r.bound] for r in reaches.values()), *cache.ropes.values()]
         x = x.contiguous()
         added = torch.zeros_like(x)
         for layer, weights, compiled in self._layers:
-            x, added = compiled[method](x, added, *shared, *tensors_of(cache.states[layer]), *weights)
+            x, added = compiled[method]([x, added, *shared, *tensors_of(cache.states[layer]), *weights])
         return Residual(x, added, self._post, self._scalar).sum()
 
 

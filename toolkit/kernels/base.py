@@ -110,6 +110,11 @@ class Launch:
         options = self.options(current_capability() if self.early else (0, 0))
         return self.function[self.grid](**self.arguments, **self.constants, **options)
 
+    def trace(self) -> None:
+        """Put it into the graph that is being traced, in place of launching it."""
+        options = {"num_warps": self.warps, "num_stages": self.stages}
+        torch.library.wrap_triton(self.function)[self.grid](**self.arguments, **self.constants, **options)
+
 
 def current_capability() -> tuple[int, int]:
     """Of the current CUDA GPU; (0, 0) where none is in use."""

@@ -33,5 +33,5 @@ def check_tensor(
         raise ModelError(asked, f"on {tensor.device}, the rest on {like.device}", "Move it there")
     if not tensor.is_contiguous():
         raise ModelError(asked, f"strides {list(tensor.stride())}: not contiguous", "Call .contiguous()")
-    if not tensor.is_meta and tensor.data_ptr() % alignment:
+    if type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_meta and tensor.data_ptr() % alignment:
         raise ModelError(asked, f"begins {tensor.data_ptr() % alignment} B past a multiple of {alignment}", "Clone it")

@@ -50,7 +50,7 @@ def quantise_blocks(
     bits = nearest.to(tl.int32, bitcast=True)
     tl.store(codes_ptr + at, bits.to(tl.int8), mask=there)
     if LIMIT > 127:  # what the lower digit, which is signed, leaves
-        tl.store(codes_ptr + at + size.to(tl.int64) * 32, ((bits + 128) >> 8).to(tl.int8), mask=there)
+        tl.store(codes_ptr + at + tl.cast(size, tl.int64) * 32, ((bits + 128) >> 8).to(tl.int8), mask=there)
     tl.store(scales_ptr + g, scale, mask=g < size)
     tl.store(sums_ptr + g, total * scale, mask=g < size)
 

@@ -124,7 +124,7 @@ def _heads_problem(
 
     qkv, rope = inputs["qkv"], inputs["rope"]
     shape = HeadsShape(
-        len(qkv), heads, kv_heads, len(inputs["q_weight"]), rope.shape[-1], slots, len(rope), gated,
+        qkv.shape[0], heads, kv_heads, inputs["q_weight"].shape[0], rope.shape[-1], slots, rope.shape[0], gated,
         "keys" if values_are_keys else "own", value_norm, cache, dtype_name(qkv.dtype), repr(eps),
     )  # fmt: skip
     return QK_NORM_ROPE, shape, inputs
@@ -134,7 +134,7 @@ def _make_heads_problem(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, rope: Tensor, positions: Tensor, heads: int, kv_heads: int, *flags: Any
 ) -> Problem:
     inputs = {"qkv": qkv, "q_weight": q_weight, "k_weight": k_weight, "rope": rope, "at": positions}
-    return _heads_problem(inputs, "none", len(qkv), heads, kv_heads, *flags)
+    return _heads_problem(inputs, "none", qkv.shape[0], heads, kv_heads, *flags)
 
 
 def _write_heads_problem(
@@ -144,7 +144,7 @@ def _write_heads_problem(
     inputs = {"qkv": qkv, "q_weight": q_weight, "k_weight": k_weight, "rope": rope, "at": positions}
     inputs |= {"keys": keys, "values": values}
     slots = keys.shape[2]
-    cache = "linear" if slots == len(rope) else "ring"
+    cache = "linear" if slots == rope.shape[0] else "ring"
     return _heads_problem(inputs, cache, slots, heads, keys.shape[1], *flags)
 
 
@@ -221,7 +221,7 @@ def _attention_problem(
 
 define(
     "attention(Tensor query, Tensor keys, Tensor values, Tensor positions, Tensor? new_keys, Tensor? new_values, "
-    "float scale, int window, int bound) -> Tensor",
+    "float scale, int window, SymInt bound) -> Tensor",
     _attention_reference, _attention_shape, _attention_problem, lambda outputs, query: outputs["output"],
 )  # fmt: skip
 

@@ -174,7 +174,7 @@ define(
 )  # fmt: skip
 define(
     "attention_codes(Tensor query, Tensor keys, Tensor key_scales, Tensor values, Tensor value_scales, Tensor signs, "
-    "Tensor positions, float scale, str codes, int bound) -> Tensor",
+    "Tensor positions, float scale, str codes, SymInt bound) -> Tensor",
     _attention_reference, _attention_shape, _attention_problem, lambda outputs, query: outputs["output"],
 )  # fmt: skip
 

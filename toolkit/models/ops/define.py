@@ -8,25 +8,30 @@ is imported by the first call on CUDA. It knows no operation.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import fields, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from toolkit.devices.rules_effect import Effect
 
 if TYPE_CHECKING:
     from toolkit.kernels.base import Kernel, Shape
+    from toolkit.kernels.tune.cards import Card
 
+LEAST_CAPABILITY = (8, 0)  # computes in bf16
 GPUS = ("cuda", "vgpu")
 COUNTERS = 4096  # int32 zeros that kernels count their blocks in, and leave as zeros
 
 Problem = tuple["Kernel", "Shape", dict[str, Tensor]]
 _library = torch.library.Library("toolkit", "DEF")
 _operations: dict[str, tuple[Callable[..., Problem], Callable[[dict[str, Tensor], Tensor], Any]]] = {}
+_compiling_for: Card | None = None
 _recorders: list[list[tuple[Kernel, Shape]]] = []
 
 
@@ -45,6 +50,7 @@ def define(
     _library.impl(name, reference, "CPU")
     _library.impl(name, partial(by_kernels, name), "CUDA")
     torch.library.register_fake(f"toolkit::{name}", shapes, lib=_library)
+    torch.library.register_torch_dispatch(f"toolkit::{name}", FunctionalTensorMode, partial(_decomposed, name), lib=_library)
     _operations[name] = problem, result
 
 
@@ -60,6 +66,65 @@ def by_kernels(name: str, *operands: Any) -> Any:
         for launch in kernel.launches(shape, choose(kernel, shape, device).config, inputs, outputs):
             launch.run()
     return result(outputs, operands[0])
+
+
+def _decomposed(name: str, mode: Any, op: Any, types: Any, operands: tuple[Any, ...], named: Any = None) -> Any:
+    """The operation as a compiler sees it: for a GPU that it compiles for (`compiling_for`) its launches, else whole."""
+    if _compiling_for is None or operands[0].device.type != "cuda":
+        return mode.__torch_dispatch__(op, types, operands, named or {})
+    from toolkit.kernels.tune.lookup import choose
+
+    problem, result = _operations[name]
+    with mode:
+        kernel, shape, inputs = problem(*operands)
+        with _by_example(shape) as example:
+            outputs = kernel.outputs(shape, inputs)
+            for launch in kernel.launches(shape, choose(kernel, example, _compiling_for).config, inputs, outputs):
+                launch.trace()
+        return result(outputs, operands[0])
+
+
+def describe_launches(name: str, operands: Sequence[Any]) -> str:
+    """What compiled code of the operation follows from, beside its operands: which kernel, as it is now, launched how."""
+    from toolkit.kernels.tune.identity import fingerprint
+    from toolkit.kernels.tune.lookup import choose
+
+    assert _compiling_for is not None
+    kernel, shape, inputs = _operations[name][0](*operands)
+    with _by_example(shape) as example:
+        outputs = kernel.outputs(shape, inputs)
+        found = kernel.launches(shape, choose(kernel, example, _compiling_for).config, inputs, outputs)
+        launched = [(dict(one.constants), one.warps, one.stages) for one in found]
+    return f"{kernel.name} {fingerprint(kernel)} {launched} {[tuple(map(str, t.shape)) for t in outputs.values()]}"
+
+
+@contextmanager
+def _by_example(shape: Shape) -> Iterator[Shape]:
+    """`shape` with the sizes it was traced with in place of those that may vary.
+
+    Inside, what a kernel decides by a varying size is decided by that example, and holds for all: kernels are right for any
+    length that they are told, and only their speed depends on what was decided.
+    """
+    varying = {f.name: size for f in fields(shape) if isinstance(size := getattr(shape, f.name), torch.SymInt)}
+    environments = {size.node.shape_env for size in varying.values()}
+    with ExitStack() as guards:
+        for environment in environments:
+            guards.enter_context(environment.suppress_guards())
+        yield replace(shape, **{name: size.node.hint for name, size in varying.items()})
+
+
+@contextmanager
+def compiling_for(card: Card) -> Iterator[None]:
+    """Inside, operations on CUDA's fake tensors are those of `card`, which needn't be there."""
+    global _compiling_for
+    from toolkit.kernels.registry import kernels
+
+    kernels()  # imported now: on fake tensors the numbers that their files work out would be none
+    before, _compiling_for = _compiling_for, card
+    try:
+        yield
+    finally:
+        _compiling_for = before
 
 
 def operations() -> tuple[str, ...]:
@@ -93,13 +158,15 @@ def on_gpu(*tensors: Tensor | None) -> bool:
     assert first is not None
     if first.device.type not in GPUS or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)):
         return False
+    if _compiling_for is not None and first.device.type == "cuda":
+        return _compiling_for.spec.compute_capability >= LEAST_CAPABILITY
     return first.device.type != "cuda" or _can_compile(first.device)
 
 
 @cache
 def _can_compile(device: torch.device) -> bool:
     """Is Triton there, and a card that computes in bf16?"""
-    return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+    return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
 
 
 @cache
@@ -113,7 +180,7 @@ def counters(like: Tensor, count: int) -> Tensor:
     A graph that is being captured gets zeros of its own: its memory is the graph's, and its fill runs when the graph does.
     """
     device = like.device
-    if count > COUNTERS or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    if count > COUNTERS or device.type != "cuda" or _compiling_for is not None or torch.cuda.is_current_stream_capturing():
         return torch.zeros(count, dtype=torch.int32, device=device)
     return _zeros(device, torch.cuda.current_stream(device).cuda_stream)[:count]
 

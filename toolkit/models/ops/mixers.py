@@ -49,8 +49,8 @@ def _delta_problem(
     rows = {"qkv": qkv, "z": z, "b": b, "a": a}
     inputs = {"conv": conv, "decay": decay, "dt_bias": dt_bias, "norm": norm, "positions": positions}
     inputs |= {"ring": ring, "memory": memory}
-    if len(qkv) > 1:
-        return DELTA_CHUNKS, DeltaChunksShape(*about, tokens=len(qkv)), {**rows, **inputs}
+    if qkv.shape[0] > 1:
+        return DELTA_CHUNKS, DeltaChunksShape(*about, tokens=qkv.shape[0]), {**rows, **inputs}
     one = {name: t[0] for name, t in rows.items()}
     return DELTA_STEP, DeltaShape(*about), {**one, **inputs, "arrivals": counters(qkv, heads)}
 
@@ -58,7 +58,7 @@ def _delta_problem(
 define(
     "delta_net(Tensor qkv, Tensor z, Tensor b, Tensor a, Tensor conv, Tensor decay, Tensor dt_bias, Tensor norm, "
     "Tensor positions, Tensor(a!) ring, Tensor(b!) memory, int key_heads, int key_dim, bool tiled, float eps) -> Tensor",
-    plain_delta_net, _delta_shape, _delta_problem, lambda outputs, qkv: outputs["output"].view(len(qkv), -1),
+    plain_delta_net, _delta_shape, _delta_problem, lambda outputs, qkv: outputs["output"].view(qkv.shape[0], -1),
 )  # fmt: skip
 
 
@@ -67,4 +67,4 @@ def _delta_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -
     """One kernel for one token, three for more; the memory is read and written once."""
     qkv, conv, memory = args[0], args[4], args[10]
     moved = nbytes(qkv) + 3 * nbytes(out) + nbytes(conv) + 2 * nbytes(memory)
-    return launches("delta_net", 1 if len(qkv) == 1 else 3, moved)
+    return launches("delta_net", 1 if qkv.shape[0] == 1 else 3, moved)

@@ -141,7 +141,7 @@ def _experts_problem(
     from toolkit.kernels.moe_prefill import MOE_PREFILL, ExpertsShape
 
     count, width = up[0].shape[0], up[0].shape[1] // 2
-    shape = ExpertsShape(len(x), x.shape[-1], width, count, chosen.shape[-1], scheme, down_scheme, activation)
+    shape = ExpertsShape(x.shape[0], x.shape[-1], width, count, chosen.shape[-1], scheme, down_scheme, activation)
     inputs = {"x": x, "chosen": chosen.contiguous(), "shares": shares.contiguous()}
     return MOE_PREFILL, shape, inputs | _named(up, scheme, "up_") | _named(down, down_scheme, "down_")
 

@@ -66,15 +66,15 @@ def _matmul_problem(x: Tensor, parts: Sequence[Tensor], scheme: str, activation:
     n, k = parts[0].shape[0], x.shape[-1]
     rows = x.reshape(-1, k)
     inputs = {"x": rows, **dict(zip(SCHEMES[scheme].parts(), parts, strict=True))}
-    if len(rows) > DECODED:
+    if rows.shape[0] > DECODED:
         from toolkit.kernels.int4_prefill import COUNTERS, INT4_PREFILL, PrefillShape
 
         inputs["counter"] = counters(x, COUNTERS)
-        return INT4_PREFILL, PrefillShape(n, k, len(rows), scheme, activation), inputs
+        return INT4_PREFILL, PrefillShape(n, k, rows.shape[0], scheme, activation), inputs
     from toolkit.kernels.int4_matmul import INT4_MATMUL, MatmulShape
 
     digits, out = ("bf16", "fp32") if x.dtype == torch.float32 else ("int8", "bf16")
-    return INT4_MATMUL, MatmulShape(n, k, len(rows), scheme, digits, activation, out), inputs
+    return INT4_MATMUL, MatmulShape(n, k, rows.shape[0], scheme, digits, activation, out), inputs
 
 
 @rule("toolkit::packed_matmul")

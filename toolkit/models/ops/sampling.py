@@ -62,7 +62,7 @@ def _problem(
 
     hidden = _shape(logits, parts, scheme, dtype).shape[1]
     shape = SampleShape(
-        len(logits), hidden, scheme or dtype_name(dtype), temperature is not None, scale=repr(scale),
+        logits.shape[0], hidden, scheme or dtype_name(dtype), temperature is not None, scale=repr(scale),
         logits=dtype_name(logits.dtype), dtype=dtype_name(dtype),
     )  # fmt: skip
     names = SCHEMES[scheme].parts() if scheme else ("table",)
