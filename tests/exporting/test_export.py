@@ -1,5 +1,6 @@
 """Exports on the CPU: same tokens as the model, one copy of the weights, what is kept from before, what is refused."""
 
+import copy
 import json
 import os
 import subprocess
@@ -13,8 +14,8 @@ import toolkit as tk
 from tests.exporting.conftest import CONTEXT
 from toolkit.describing import describe
 from toolkit.errors import CancelledError, DeviceError, ModelError, PackageError
+from toolkit.exporting import Package, skeleton, weights
 from toolkit.exporting import package as folders
-from toolkit.exporting import skeleton, weights
 from toolkit.exporting.pieces import LEAST, Anatomy
 from toolkit.exporting.running import parts_of
 from toolkit.models.shapes import SHAPES
@@ -156,16 +157,16 @@ def test_a_cancelled_export_leaves_what_was_there(model, package, tmp_path):
 def test_progress_names_every_phase(model, tmp_path):
     seen = []
     made = tk.export(model, tmp_path / "out", context=64, progress=lambda *about: seen.append(about))
-    assert list(dict.fromkeys(phase for phase, _, _ in seen)) == ["compile", "weights", "manifest"]
+    assert list(dict.fromkeys(phase for phase, _, _ in seen)) == ["compile prefill", "compile decode", "weights", "manifest"]
     assert all(0 <= share <= 1 for _, share, _ in seen)
-    assert [phase["phase"] for phase in made.measured["phases"]] == ["compile", "weights"]
+    assert [phase["phase"] for phase in made.measured["phases"]] == ["compile prefill", "compile decode", "weights"]
     assert all(phase["host_peak_bytes"] > 0 for phase in made.measured["phases"])
     assert "compile" in repr(made)
 
 
 def test_a_name_is_loaded_first(tmp_path):
     made = tk.export("demo/qwen3", tmp_path / "out", context=CONTEXT, progress=False)
-    assert [phase["phase"] for phase in made.measured["phases"]] == ["load", "compile", "weights"]
+    assert [phase["phase"] for phase in made.measured["phases"]] == ["load", "compile prefill", "compile decode", "weights"]
     assert made.load().tokenizer.decode(made.load().tokenizer.encode(PROMPT)) == PROMPT
 
 
@@ -289,3 +290,25 @@ def test_parts_cover_every_token_once(most):
         assert all(size == 1 or LEAST <= size <= most for size in (b - a for a, b in parts))
         if count >= LEAST and most >= 2 * LEAST:
             assert min(b - a for a, b in parts) >= LEAST
+
+
+def test_what_was_measured_is_drawn_over_what_was_predicted(model, tmp_path):
+    made = tk.export(model, tmp_path / "out", budget="8 GiB", context=64, progress=False)
+    for phase in made.measured["phases"]:
+        assert phase["curve"]
+        assert all(0 <= at <= phase["seconds"] + 0.1 and 0 < held <= phase["host_peak_bytes"] for at, held, _ in phase["curve"])
+    html = made._repr_html_()
+    assert html.count("<polyline") == 2 * 3
+    assert "measured at most" in html
+    assert "budget 8.00 GiB" in html
+    manifest = copy.deepcopy(made.manifest)
+    manifest["target"] |= {"device": "cuda", "gpu": "NVIDIA <H200>", "capability": "9.0"}
+    for phase in manifest["measured"]["phases"]:
+        phase |= {
+            "gpu_used_bytes": 700 << 20,
+            "gpu_reserved_bytes": 2 << 20,
+            "curve": [[0.0, 1, 600 << 20], [0.1, 1, 700 << 20]],
+        }
+    html = Package(made.path, manifest)._repr_html_()
+    assert "NVIDIA &lt;H200&gt;" in html
+    assert "measured at most 700 MiB" in html

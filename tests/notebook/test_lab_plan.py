@@ -36,6 +36,7 @@ class Exporter:
 def exporter(monkeypatch: pytest.MonkeyPatch) -> Exporter:
     made = Exporter()
     monkeypatch.setattr(module, "export", made)
+    monkeypatch.setattr(module, "package_html", lambda package: f"a picture of {package.path}")
     return made
 
 
@@ -88,8 +89,10 @@ def test_exporting_tells_and_keeps_the_package(app: Lab, exporter: Exporter) -> 
     assert app.wait(60)
     (path, folder, options), *rest = exporter.asked
     assert (path, folder, rest) == ("random/gemma4-31b", "out", [])
-    assert options == {"device": "cpu", "budget": 4 * GiB, "context": 4096, "kv": None, "scheme": "q4_k_m"}
+    assert options.pop("device").name == "cpu"
+    assert options == {"budget": 4 * GiB, "context": 4096, "kv": None, "scheme": "q4_k_m"}
     assert app.plan.package.path == "out"
+    assert app.plan.view.value == "a picture of out"
     assert app.plan.progress.value == 0.25
     assert "lab.plan.package.load()" in app.plan.status.value
     assert not app.plan.export_button.disabled
@@ -99,7 +102,8 @@ def test_an_export_can_be_cancelled(app: Lab, exporter: Exporter) -> None:
     exporter.waits = True
     app.plan.export_button.click()
     assert exporter.under_way.wait(60)
-    assert "&lt;decode&gt;" in app.plan.status.value
+    assert "&lt;decode&gt;; in use: " in app.plan.status.value
+    assert "of the host's memory" in app.plan.status.value
     assert app.plan.export_button.disabled
     assert app.load_button.disabled
     assert not app.plan.cancel_button.disabled

@@ -70,8 +70,9 @@ class CudaHistory:
             # a line for each allocation; who frees isn't asked, which halves what a decode step pays
             context = "alloc" if lines else None
             most = sys.maxsize if events else _FEW
+            # nor when a free is done: but for blocks that other streams use, that is at once (see `_sizes`)
             torch.cuda.memory._record_memory_history(
-                "all", context=context, stacks="python", max_entries=most, clear_history=anew
+                "all", context=context, stacks="python", max_entries=most, clear_history=anew, skip_actions=["free_completed"]
             )
             self._lines = lines
         if anew:
@@ -218,13 +219,20 @@ def _held(segments: Iterable[dict[str, Any]]) -> int:
 
 
 def _sizes(segments: list[dict[str, Any]], entries: list[dict[str, Any]], rules: Rules) -> list[int]:
-    """What the counters count for each entry: of an alloc and its free, the size of the block."""
-    used = sorted(((a, b) for s in segments for a, b in _blocks(s) if b["state"] != "inactive"), key=lambda pair: -pair[0])
+    """What the counters count for each entry: of an alloc and its free, the size of the block.
+
+    Where the history doesn't say when a free was done, it was at once. A block that another stream still used is then taken for
+    free too early: one allocated right before it could be counted without the rest that wasn't cut off, at most 1 MiB.
+    """
+    told = any(entry["action"] == "free_completed" for entry in entries)
+    busy = ("active_allocated", "active_pending_free") if told else ("active_allocated",)
+    used = sorted(((a, b) for s in segments for a, b in _blocks(s) if b["state"] in busy), key=lambda pair: -pair[0])
     there = [("segment_alloc", segment["address"], segment["total_size"]) for segment in segments]
     there += [("alloc", address, block["size"]) for address, block in used]
     happened = [(entry["action"], entry.get("addr", -1), entry["size"]) for entry in entries]
     action, address, size = zip(*there, *happened, strict=True) if there or happened else ((), (), ())
-    codes = np.array([ACTION.get(name, 0) for name in action], np.int64)
+    number = ACTION if told else {**ACTION, "free_requested": ACTION["free"]}
+    codes = np.array([number.get(name, 0) for name in action], np.int64)
     given: list[int] = block_sizes(codes, np.array(address, np.int64), np.array(size, np.int64), rules)[len(there) :].tolist()
     held = {address: block["size"] for address, block in used}
     for i, (name, where, _) in enumerate(happened):

@@ -58,6 +58,11 @@ class Package:
         found: dict[str, Any] = self.manifest["measured"]
         return found
 
+    def _repr_html_(self) -> str:
+        from toolkit.notebook.plan_picture import package_html
+
+        return package_html(self)
+
     def __repr__(self) -> str:
         files = self.manifest["files"].values()
         phases = ", ".join(f"{p['phase']} {p['seconds']:.1f} s" for p in self.measured["phases"])
@@ -98,8 +103,8 @@ def export(
     hasn't), CancelledError.
     """
     folder = Path(path).expanduser()
-    watch = Watch(f"exporting into {folder}", progress, cancel)
     device, card = _device(model, device, target)
+    watch = Watch(f"exporting into {folder}", progress, cancel, device)
     compiling.check_compiler()
     if isinstance(model, str | os.PathLike):
         with watch.phase("load"):
@@ -109,12 +114,14 @@ def export(
     plain = skeleton.to_plain(model)
     context, most = _context(model, context), None if budget is None else parse_bytes(budget)
     foreseen = plan_of(model, _name(model), None if card is None else card.spec, context, most, None, kv, Levers()).check()
-    with package.locked(folder), _held_to(most, device), watch.on(device), _compiled_for(model, device):
+    with package.locked(folder), _held_to(most, device), _compiled_for(model, device):
         package.check_disk(folder, weights.size_of(model) if not list(folder.glob("weights-*")) else 0)
         anatomy = Anatomy(model, context, kv)
         files: dict[str, dict[str, Any]] = {}
-        with watch.phase("compile"):
-            compiled = _compile(anatomy, folder, files, watch, card)
+        compiled: dict[str, dict[str, str]] = {}
+        for method in METHODS:
+            with watch.phase(f"compile {method}"):
+                _compile(anatomy, method, folder, files, compiled, watch, card)
         with watch.phase("weights"):
             files |= _weights(model, folder, share, watch)
         with watch.phase("manifest"):
@@ -169,20 +176,19 @@ def load_exported(
 
 
 def _compile(
-    anatomy: Anatomy, folder: Path, files: dict[str, Any], watch: Watch, card: Card | None
-) -> dict[str, dict[str, str]]:
-    """Each distinct piece by each method into the folder: kind to method to file."""
-    wanted = [(piece, method) for piece in anatomy.distinct() for method in METHODS if _needed(anatomy, piece, method)]
-    found: dict[str, dict[str, str]] = {}
-    for done, (piece, method) in enumerate(wanted):
+    anatomy: Anatomy, method: str, folder: Path, files: dict[str, Any], compiled: dict[str, dict[str, str]], watch: Watch,
+    card: Card | None,
+) -> None:  # fmt: skip
+    """Each distinct piece by one method into the folder, and into `compiled`: kind to method to file."""
+    wanted = [piece for piece in anatomy.distinct() if _needed(anatomy, piece, method)]
+    for done, piece in enumerate(wanted):
         watch.step(done / len(wanted), f"{piece.name} {method}")
         made = compiling.compile_piece(anatomy.traceable(piece, method), card)
         name = f"methods/{method}-{piece.name.replace('.', '-')}-{made.sha256[:16]}.pt2"
         package.put(folder, name, made.data)
         files[name] = {"sha256": made.sha256, "bytes": len(made.data)}
-        found.setdefault(piece.like, {})[method] = name
+        compiled.setdefault(piece.like, {})[method] = name
         watch.pieces.append({"piece": piece.name, "method": method, "kept": made.kept})
-    return found
 
 
 def _needed(anatomy: Anatomy, piece: Piece, method: str) -> bool:
@@ -361,7 +367,8 @@ def _check_target(folder: Path, manifest: dict[str, Any], device: Device | str |
         raise PackageError(f"{asked} on {found_device.name}", exported, "Export the model for this device too")
     card = find_card(found_device)
     if card is not None and card.facts.compute_capability != target.get("capability"):
-        found = f"{exported}, of compute capability {target.get('capability')}; {card.spec.name} has {card.facts.compute_capability}"
+        has = f"{card.spec.name} has {card.facts.compute_capability}"
+        found = f"{exported}, of compute capability {target.get('capability')}; {has}"
         raise PackageError(asked, found, f'Export the model here, or with target="{card.key}"')
     return found_device
 

@@ -16,44 +16,43 @@ from toolkit.devices.base import Device
 from toolkit.errors import CancelledError
 from toolkit.loading.progress import REPORTS_PER_S, is_watched
 
-SAMPLES_PER_S = 100  # of a GPU's memory
+SAMPLES_PER_S = 20  # of memory
+STEP_BYTES = 8 << 20  # by which the host's memory has to change to be noted
 
 Progress = Callable[[str, float, str], None]
 
 
 class Watch:
-    """Tells how far it has come, at most ten times a second and at each phase's end; times phases; raises once cancelled."""
+    """Tells how far it has come, at most ten times a second and at each phase's end; times phases; raises once cancelled.
 
-    def __init__(self, what: str, progress: bool | Progress, cancel: threading.Event | None) -> None:
+    `device` is the one whose memory is watched beside the host's.
+    """
+
+    def __init__(
+        self, what: str, progress: bool | Progress, cancel: threading.Event | None, device: Device | None = None
+    ) -> None:
         self.what, self.cancel = what, cancel
         self.show = progress if callable(progress) else _line(what) if progress and is_watched() else None
         self.phases: list[dict[str, Any]] = []
         self.pieces: list[dict[str, Any]] = []
-        self.device: Device | None = None
-        self._now, self._last = "", float("-inf")
-
-    @contextmanager
-    def on(self, device: Device) -> Iterator[None]:
-        """Inside, phases are watched on this device too."""
         self.device = device
-        try:
-            yield
-        finally:
-            self.device = None
+        self._now, self._last = "", float("-inf")
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """One phase: its seconds, and the most of the host's and of a CUDA GPU's memory while it ran."""
         self._now, began, scope = name, time.perf_counter(), host.begin()
-        card = None if self.device is None or self.device.torch.type != "cuda" else Card(self.device.torch)
+        sampler = Sampler(self.device)
         self.step(0.0, "", always=True)
         try:
             yield
         finally:
+            sampled = sampler.end()
             host.end(scope)
-            on_card = {} if card is None else card.end()
         seconds = round(time.perf_counter() - began, 3)
-        self.phases.append({"phase": name, "seconds": seconds, "host_peak_bytes": scope.peak_bytes, **on_card})
+        # the kernel's own peak lags behind what it says is resident, by some pages a thread
+        most = max(scope.peak_bytes, *(held for _, held, _ in sampled["curve"]))
+        self.phases.append({"phase": name, "seconds": seconds, "host_peak_bytes": most, **sampled})
         self.step(1.0, "", always=True)
 
     def step(self, share: float, what: str, always: bool = False) -> None:
@@ -78,38 +77,49 @@ class Watch:
         return step
 
 
-class Card:
-    """The most of a CUDA GPU's memory from now to `end`: what PyTorch's allocator reserved, and what the card's users had.
+class Sampler:
+    """Memory in use from now to `end`, asked `SAMPLES_PER_S` times a second: of this process's host, and of a CUDA GPU.
 
-    The latter is what the driver says, asked `SAMPLES_PER_S` times a second; it includes CUDA's own and other processes'.
+    What a GPU has in use is what its driver says: CUDA's own memory and other processes' are in it.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.used = device, 0
-        self.curve: list[tuple[float, int]] = []
-        torch.cuda.reset_peak_memory_stats(device)
+    def __init__(self, device: Device | None) -> None:
+        self.device = None if device is None or device.torch.type != "cuda" else device.torch
+        self.curve: list[tuple[float, int, int]] = []
+        if self.device is not None:
+            torch.cuda.reset_peak_memory_stats(self.device)
         self._began, self._ended = time.perf_counter(), threading.Event()
         self._sample()
         self._thread = threading.Thread(target=self._watch, name="toolkit-export-memory", daemon=True)
         self._thread.start()
 
     def end(self) -> dict[str, Any]:
-        """Both, in bytes, and the curve: [seconds since it began, bytes in use] where that changed."""
+        """The most, in bytes, and the curve: [seconds since it began, host bytes, GPU bytes] where they changed."""
         self._ended.set()
         self._thread.join()
         self._sample()
-        reserved = torch.cuda.max_memory_reserved(self.device)
-        return {"gpu_reserved_bytes": reserved, "gpu_used_bytes": self.used, "curve": self.curve}
+        found: dict[str, Any] = {"curve": self.curve}
+        if self.device is not None:
+            found["gpu_used_bytes"] = max(used for _, _, used in self.curve)
+            found["gpu_reserved_bytes"] = torch.cuda.max_memory_reserved(self.device)
+        return found
 
     def _watch(self) -> None:
         while not self._ended.wait(1 / SAMPLES_PER_S):
             self._sample()
 
     def _sample(self) -> None:
-        free, total = torch.cuda.mem_get_info(self.device)
-        self.used = max(self.used, total - free)
-        if not self.curve or self.curve[-1][1] != total - free:
-            self.curve.append((round(time.perf_counter() - self._began, 3), total - free))
+        now, last = memory_now(self.device), self.curve[-1][1:] if self.curve else (0, 0)
+        if now[1] != last[1] or abs(now[0] - last[0]) >= STEP_BYTES:
+            self.curve.append((round(time.perf_counter() - self._began, 3), *now))
+
+
+def memory_now(device: torch.device | None) -> tuple[int, int]:
+    """Bytes of the host's memory that this process holds, and of a CUDA GPU's that are in use (0 without one)."""
+    if device is None:
+        return host.resident_bytes(), 0
+    free, total = torch.cuda.mem_get_info(device)
+    return host.resident_bytes(), total - free
 
 
 def _line(what: str) -> Progress:

@@ -1,6 +1,7 @@
 """The Lab's Plan and export panel: what exporting and running the chosen model would take, against a budget; and the export.
 
-It calls `tk.plan`, which needs no GPU, and `tk.export`, which makes a package for this CPU. The work runs in the Lab's thread.
+It calls `tk.plan`, which needs no GPU, and `tk.export`, which makes a package for the CUDA GPU that was chosen, else for this
+CPU. The work runs in the Lab's thread.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from typing import Any
 import ipywidgets as widgets
 
 from toolkit.describing import describe, plan
+from toolkit.devices.base import open_device
 from toolkit.errors import ToolkitError
 from toolkit.exporting import Package, export
+from toolkit.exporting.progress import memory_now
 from toolkit.kernels.kv_codes import KV_SCHEMES
-from toolkit.notebook.plan_picture import html
+from toolkit.notebook.plan_picture import html, package_html
 from toolkit.planning import Plan
 from toolkit.units import GiB, bytes_text
 
@@ -51,7 +54,9 @@ class PlanPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.folder_field = widgets.Text("package", description="Folder", style=wide)
         self.plan_button = widgets.Button(description="Plan", icon="bar-chart", button_style="primary")
         self.export_button = widgets.Button(
-            description="Export for this CPU", icon="archive", tooltip="Compile the model ahead of time into the folder"
+            description="Export",
+            icon="archive",
+            tooltip="Compile the model ahead of time into the folder: for the CUDA GPU above, else for this CPU",
         )
         self.cancel_button = widgets.Button(description="Cancel export", icon="stop", disabled=True)
         self.progress = widgets.FloatProgress(0.0, min=0, max=1, layout={"width": "260px", "display": "none"})
@@ -104,7 +109,8 @@ class PlanPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         return model
 
     def _export(self) -> None:
-        _, path, scheme = self._chosen()
+        name, path, scheme = self._chosen()
+        device = open_device(name if name.startswith("cuda") else "cpu")
         folder = self.folder_field.value.strip()
         if not folder:
             raise ToolkitError("an export", "its folder's field is empty", "Type the name of a new folder")
@@ -112,12 +118,15 @@ class PlanPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
 
         def show(phase: str, share: float, what: str) -> None:
             self.progress.value = share
-            self.status.value = f"{escape(phase)}{': ' if what else ' ...'}{escape(what)}"
+            held, used = memory_now(device.torch if device.torch.type == "cuda" else None)
+            memory = f"{bytes_text(held)} of the host's memory" + (f", {bytes_text(used)} of the GPU's" if used else "")
+            self.status.value = f"{escape(phase)}{': ' if what else ' ...'}{escape(what)}; in use: {memory}"
 
         self._shapes(path, scheme)
         kv = None if self.kv_field.value == "auto" else self.kv_field.value
         self.package = export(
-            path, folder, device="cpu", budget=self.budget_field.value, context=self.context_field.value, kv=kv, scheme=scheme,
+            path, folder, device=device, budget=self.budget_field.value, context=self.context_field.value, kv=kv, scheme=scheme,
             progress=show, cancel=self._cancelled,
         )  # fmt: skip
+        self.view.value = package_html(self.package)
         self.status.value = f"{escape(repr(self.package))}. From a cell: lab.plan.package.load()."

@@ -1,0 +1,92 @@
+"""Packages for a real GPU: made within a budget, the model's own tokens and copies, refused where they can't run."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import toolkit as tk
+from toolkit.decode.strategies import strategies_of
+from toolkit.errors import BudgetError, PackageError
+
+PROMPT = "The quick brown fox jumps over the lazy dog. " * 6
+CASES = {
+    "qwen3, plain": ("demo/qwen3", {}, None),
+    "qwen3, int4, 4-bit cache": ("demo/qwen3", {"scheme": "int4", "dtype": "bfloat16"}, "int4"),
+    "gemma4, int4": ("demo/gemma4", {"scheme": "int4", "dtype": "bfloat16"}, None),
+    "qwen3.5-moe, int4": ("demo/qwen3.5-moe", {"scheme": "int4", "dtype": "bfloat16"}, None),
+    "qwen3.5-moe, fp32": ("demo/qwen3.5-moe", {}, None),
+}
+MiB = 1 << 20
+
+
+@pytest.fixture(scope="module", params=CASES.values(), ids=CASES.keys())
+def both(request, gpu, tmp_path_factory):
+    """A model on the GPU, and its package."""
+    name, held, kv = request.param
+    folder = tmp_path_factory.mktemp("package") / "out"
+    package = tk.export(name, folder, device=gpu, budget="1 GiB", context=384, kv=kv, progress=False, **held)
+    return tk.load(name, device=gpu, progress=False, **held), package
+
+
+def copies(run):
+    trace = run.trace
+    parts = {kind: trace.select(trace.is_kind(kind) & (trace["step"] >= 2)) for kind in ("h2d", "d2h", "d2d")}
+    return {kind: sorted(zip(part["step"].tolist(), part["bytes"].tolist(), strict=True)) for kind, part in parts.items()}
+
+
+def test_it_was_made_without_its_weights_on_the_gpu(both):
+    _, package = both
+    phases = {phase["phase"]: phase for phase in package.measured["phases"]}
+    assert phases["compile decode"]["gpu_reserved_bytes"] <= 160 * MiB
+    assert phases["compile decode"]["gpu_used_bytes"] > 100 * MiB
+    assert package.manifest["target"]["capability"] == "{}.{}".format(*torch.cuda.get_device_capability())
+
+
+def test_the_same_tokens_and_copies(both):
+    model, package = both
+    exported = package.load()
+    kv = package.manifest["kv"]
+    for prompt in ("Hi", PROMPT):
+        for name in strategies_of(model):
+            for sampling in ({}, {"temperature": 0.9, "top_k": 30, "seed": 11}):
+                asked = {"max_new_tokens": 9, "context": 384, "eos": (), **sampling}
+                want = tk.generate(model, prompt, name, kv=kv, **asked)
+                got = tk.generate(exported, prompt, name, **asked)
+                assert list(got.tokens) == list(want.tokens), (name, sampling)
+                assert copies(got) == copies(want), (name, sampling)
+
+
+def test_a_fresh_process_says_the_same(both):
+    model, package = both
+    want = tk.generate(model, PROMPT, max_new_tokens=12, eos=(), kv=package.manifest["kv"], context=384)
+    code = (
+        "import sys, toolkit as tk; m = tk.load_exported(sys.argv[1], trust=True, progress=False); "
+        "print(*tk.generate(m, sys.argv[2], max_new_tokens=12, eos=(), context=384).tokens)"
+    )
+    run = [sys.executable, "-W", "ignore", "-c", code, str(package.path), PROMPT]
+    said = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+    assert [int(word) for word in said.split()] == list(want.tokens)
+
+
+def test_for_another_gpu(gpu, tmp_path):
+    package = tk.export("demo/qwen3", tmp_path / "out", target="rtx-4090", context=64, progress=False)
+    assert package.manifest["target"]["capability"] == "8.9"
+    with pytest.raises(PackageError, match=r"of compute capability 8\.9"):
+        package.load()
+
+
+def test_a_budget_that_is_too_small(gpu, tmp_path):
+    with pytest.raises(BudgetError, match="The smallest budget that would do"):
+        tk.export("demo/qwen3", tmp_path / "out", device=gpu, budget="256 MiB", context=64, progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_loaded_model_stays_where_it_is(gpu, tmp_path):
+    model = tk.load("demo/qwen3", device=gpu, progress=False)
+    package = tk.export(model, tmp_path / "out", context=64, progress=False)
+    assert model.device is gpu
+    assert {parameter.device.type for parameter in model.parameters()} == {"cuda"}
+    asked = {"max_new_tokens": 8, "eos": (), "context": 64}
+    assert list(tk.generate(package.load(), "Hi", **asked).tokens) == list(tk.generate(model, "Hi", **asked).tokens)
