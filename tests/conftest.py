@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,3 +33,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(
             "browser: not run. They drive JupyterLab in Chromium: apt install chromium, then make test again"
         )
+
+
+def exports_cache(factory: pytest.TempPathFactory) -> Path:
+    """Where all tests of a run, in all of its processes, keep the pieces of exports that they compile.
+
+    TOOLKIT_TEST_EXPORTS names a folder that outlives the run.
+    """
+    root = factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    return Path(os.environ.get("TOOLKIT_TEST_EXPORTS") or root / "exports-cache")

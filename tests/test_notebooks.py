@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import exports_cache
+
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 
@@ -80,16 +82,39 @@ ANSWERS = {
         ("# write your line here", "optimiser = torch.optim.AdamW(net.parameters())"),
         ('my_prediction = {"cards": None}', 'my_prediction = {"cards": 4}'),
     ],
+    "05_export_under_a_budget": [
+        ('my_prediction = {"GiB": None}', 'my_prediction = {"GiB": 30.7e9 * 5.02 / 8 / GiB}'),
+        (
+            (
+                "        self.layer = layer\n\n    def forward(self, x, at, weight, seen):\n"
+                "        return self.layer(x, at)  # write your version here, and take the layer out of __init__"
+            ),
+            (
+                "\n    def forward(self, x, at, weight, seen):\n"
+                "        seen[at] = x\n        return torch.tanh(x @ weight.T) + seen.sum(0)"
+            ),
+        ),
+        (
+            'my_prediction = {"GiB": None}',
+            'my_prediction = {"GiB": 2 * 2 * (10 * 2 * 4 * 512 * 131_072 + 50 * 2 * 16 * 256 * 1024) / GiB}',
+        ),
+        ('my_prediction = {"GiB": None}', 'my_prediction = {"GiB": 262_144 * 5376 * 2 / GiB}'),
+        ('my_prediction = {"MiB": None}', 'my_prediction = {"MiB": 588 + 168}'),
+        ('my_prediction = {"pieces": None}', 'my_prediction = {"pieces": 3}'),
+    ],
 }
 # What is checked where something is to be written: it is told as it is, too.
-EXERCISES = ("h2d copies", "wrong configs left")
+EXERCISES = ("h2d copies", "wrong configs left", "bytes in the graph")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def one_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What lesson 03 compiles is kept apart from the user's, and compiled once."""
+    """What lessons 03 and 05 compile is kept apart from the user's, and compiled once."""
+    cache, compiled = tmp_path_factory.mktemp("cache"), exports_cache(tmp_path_factory) / "compiled"
+    compiled.mkdir(parents=True, exist_ok=True)
+    (cache / "compiled").symlink_to(compiled)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TOOLKIT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("TOOLKIT_CACHE", str(cache))
         yield
 
 

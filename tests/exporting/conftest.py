@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 import toolkit as tk
+from tests.conftest import exports_cache
 
 CONTEXT = 512
 collect_ignore_glob = [] if shutil.which("g++") else ["test_*.py"]  # tests/conftest.py says so at the end
@@ -16,10 +17,8 @@ collect_ignore_glob = [] if shutil.which("g++") else ["test_*.py"]  # tests/conf
 @pytest.fixture(scope="session", autouse=True)
 def compiled(tmp_path_factory):
     """Pieces are compiled once for all tests, in a folder of this run."""
-    root = tmp_path_factory.getbasetemp()
-    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
     before = os.environ.get("TOOLKIT_CACHE")
-    os.environ["TOOLKIT_CACHE"] = os.environ.get("TOOLKIT_TEST_EXPORTS") or str(root / "exports-cache")
+    os.environ["TOOLKIT_CACHE"] = str(exports_cache(tmp_path_factory))
     yield
     if before is None:
         del os.environ["TOOLKIT_CACHE"]
