@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +19,9 @@ collect_ignore_glob = [] if shutil.which("g++") else ["test_*.py"]  # tests/conf
 def compiled(tmp_path_factory):
     """Pieces are compiled once for all tests, in a folder of this run."""
     before = os.environ.get("TOOLKIT_CACHE")
-    os.environ["TOOLKIT_CACHE"] = str(exports_cache(tmp_path_factory))
+    cache = exports_cache(tmp_path_factory)
+    cache.mkdir(parents=True, exist_ok=True)
+    os.environ["TOOLKIT_CACHE"] = str(cache)
     yield
     if before is None:
         del os.environ["TOOLKIT_CACHE"]
@@ -33,8 +36,12 @@ def model():
 
 @pytest.fixture(scope="session")
 def exported(model, compiled, tmp_path_factory):
-    """A package of demo/qwen3. Not to be changed: `package` is a copy."""
-    return tk.export(model, tmp_path_factory.mktemp("package") / "qwen3", context=CONTEXT, progress=False)
+    """A package of demo/qwen3. Not to be changed: `package` is a copy. One worker compiles it, the others wait for that."""
+    import fcntl
+
+    with open(Path(os.environ["TOOLKIT_CACHE"]) / "first", "w") as first:
+        fcntl.flock(first, fcntl.LOCK_EX)
+        return tk.export(model, tmp_path_factory.mktemp("package") / "qwen3", context=CONTEXT, progress=False)
 
 
 @pytest.fixture

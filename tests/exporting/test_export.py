@@ -60,10 +60,9 @@ def test_logits_are_the_models(model, loaded):
     ("name", "options"),
     [
         ("demo/gemma4", {}),
-        ("demo/qwen3.5-moe", {}),
-        ("demo/qwen3", {"scheme": "int8", "kv": "int8"}),
+        ("demo/qwen3.5-moe", {"scheme": "int8", "kv": "int8"}),
     ],
-    ids=["gemma4", "qwen3.5-moe", "qwen3 in int8"],
+    ids=["gemma4", "qwen3.5-moe in int8"],
 )
 def test_other_models_and_schemes(name, options, tmp_path):
     kv = options.get("kv")
