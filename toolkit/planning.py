@@ -28,7 +28,8 @@ CONTEXTS = (4096, 8192, 16384, 32768, 65536, 131072)  # at which a table asks wh
 LONGEST = 131072  # of contexts that are looked for, unless the model has fewer positions
 
 # Not derived from shapes; how each is known stands beside it. What CUDA itself takes was measured: `replaying.CONTEXT_BYTES`.
-LIBRARIES = 168 * MiB  # measured on an H200: what PyTorch's and CUDA's libraries have loaded there once a graph was compiled
+# At most: what an H200 had in use while a process exported that had decoded before, less PyTorch's memory and the context.
+LIBRARIES = 168 * MiB
 RUN_SCRATCH = 128 * MiB  # measured on an H200: partial sums of a product with many tokens (kernels/int4_prefill.py)
 STAGING = 64 * MiB  # chosen: how much of a weight is on its way at a time
 HOST_BASE = 480 * MiB  # measured: Python with PyTorch, its compiler and one layer's graph

@@ -24,7 +24,7 @@ from toolkit import tokenizer as tokenizers
 from toolkit.budgeting import budget as cap
 from toolkit.devices.base import Device, open_device
 from toolkit.errors import DeviceError, ModelError, PackageError
-from toolkit.exporting import compiling, package, skeleton, weights
+from toolkit.exporting import compiling, inductor, package, skeleton, weights
 from toolkit.exporting.pieces import LEAST, METHODS, Anatomy, Piece
 from toolkit.exporting.progress import Progress, Watch
 from toolkit.exporting.running import Exported
@@ -98,9 +98,10 @@ def export(
     after the piece that is being compiled.
 
     A killed or cancelled export leaves the package that was there before, or none; exporting again takes up what was done.
-    Raises BudgetError (before any work, with the smallest budget that would do), PackageError (no compiler, a full disk, a
-    folder that can't be written or is in use), ModelError (a variant that can't be exported, a context that the model
-    hasn't), CancelledError.
+    Raises BudgetError (before any work, with the smallest budget that would do), DeviceError (a virtual GPU, a GPU before
+    Ampere, a `target` without a CUDA GPU to compile on), PackageError (no C++ compiler, another PyTorch than is known for GPUs,
+    a full disk, a folder that can't be written or is in use), ModelError (a variant that can't be exported, a context that the
+    model hasn't), CancelledError.
     """
     folder = Path(path).expanduser()
     device, card = _device(model, device, target)
@@ -306,6 +307,7 @@ def _device(model: Any, device: Device | str | None, target: str | None) -> tupl
     if card.spec.compute_capability < LEAST_CAPABILITY:
         do = "Name an Ampere GPU, or a later one"
         raise DeviceError(f"an export for {card.spec.name}", "the kernels need compute capability 8.0", do)
+    inductor.check_known(card)
     return found, card
 
 

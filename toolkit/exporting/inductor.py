@@ -20,12 +20,18 @@ from toolkit.errors import PackageError
 from toolkit.kernels.tune.cards import Card
 
 
+def check_known(card: Card) -> None:
+    """PackageError where this PyTorch's compiler isn't the one that is known here."""
+    import torch._higher_order_ops.triton_kernel_wrap as wrap
+
+    if not hasattr(wrap, "identify_mutated_tensors"):
+        found = f"the compiler of PyTorch {torch.__version__} isn't known"
+        raise PackageError(f"an export for {card.spec.name}", found, "Install torch 2.11, with which it was tested")
+
+
 @contextmanager
 def compiling_only(card: Card) -> Iterator[None]:
-    """Inside, `aoti_compile_and_package` compiles for `card` without running anything. For one thread of a process at a time.
-
-    PackageError where this PyTorch's compiler isn't the one that is known here.
-    """
+    """Inside, `aoti_compile_and_package` compiles for `card` and runs nothing. For one thread of a process at a time."""
     import torch._higher_order_ops.triton_kernel_wrap as wrap
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
     from torch._inductor.runtime import triton_helpers
@@ -43,9 +49,6 @@ def compiling_only(card: Card) -> Iterator[None]:
         with FakeTensorMode():
             tune(wrapper)
 
-    if not hasattr(wrap, "identify_mutated_tensors"):
-        found = f"the compiler of PyTorch {torch.__version__} isn't known"
-        raise PackageError(f"an export for {card.spec.name}", found, "Install torch 2.11, with which it was tested")
     with ExitStack() as replaced:
         for owner, name, instead in (
             (wrap, "identify_mutated_tensors", lambda kernel, operands, _: _written(kernel, operands, card)),

@@ -33,5 +33,6 @@ def check_tensor(
         raise ModelError(asked, f"on {tensor.device}, the rest on {like.device}", "Move it there")
     if not tensor.is_contiguous():
         raise ModelError(asked, f"strides {list(tensor.stride())}: not contiguous", "Call .contiguous()")
+    # those that only stand for a tensor, as while a graph is traced, have no address
     if type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_meta and tensor.data_ptr() % alignment:
         raise ModelError(asked, f"begins {tensor.data_ptr() % alignment} B past a multiple of {alignment}", "Clone it")

@@ -110,7 +110,8 @@ class PlanPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
 
     def _export(self) -> None:
         name, path, scheme = self._chosen()
-        device = open_device(name if name.startswith("cuda") else "cpu")
+        device = open_device(name)
+        device = device if device.torch.type == "cuda" else open_device("cpu")
         folder = self.folder_field.value.strip()
         if not folder:
             raise ToolkitError("an export", "its folder's field is empty", "Type the name of a new folder")

@@ -21,7 +21,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 from toolkit.devices.rules_effect import Effect
 
 if TYPE_CHECKING:
-    from toolkit.kernels.base import Kernel, Shape
+    from toolkit.kernels.base import Kernel, Launch, Shape
     from toolkit.kernels.tune.cards import Card
 
 LEAST_CAPABILITY = (8, 0)  # computes in bf16
@@ -72,30 +72,32 @@ def _decomposed(name: str, mode: Any, op: Any, types: Any, operands: tuple[Any, 
     """The operation as a compiler sees it: for a GPU that it compiles for (`compiling_for`) its launches, else whole."""
     if _compiling_for is None or operands[0].device.type != "cuda":
         return mode.__torch_dispatch__(op, types, operands, named or {})
-    from toolkit.kernels.tune.lookup import choose
-
-    problem, result = _operations[name]
     with mode:
-        kernel, shape, inputs = problem(*operands)
-        with _by_example(shape) as example:
-            outputs = kernel.outputs(shape, inputs)
-            for launch in kernel.launches(shape, choose(kernel, example, _compiling_for).config, inputs, outputs):
+        with _launches(name, operands) as (_, found, outputs):
+            for launch in found:
                 launch.trace()
-        return result(outputs, operands[0])
+        return _operations[name][1](outputs, operands[0])
 
 
 def describe_launches(name: str, operands: Sequence[Any]) -> str:
     """What compiled code of the operation follows from, beside its operands: which kernel, as it is now, launched how."""
     from toolkit.kernels.tune.identity import fingerprint
+
+    with _launches(name, operands) as (kernel, found, outputs):
+        launched = [(dict(one.constants), one.warps, one.stages) for one in found]
+    return f"{kernel.name} {fingerprint(kernel)} {launched} {[tuple(map(str, t.shape)) for t in outputs.values()]}"
+
+
+@contextmanager
+def _launches(name: str, operands: Sequence[Any]) -> Iterator[tuple[Kernel, Sequence[Launch], dict[str, Tensor]]]:
+    """What the operation launches on the GPU that is compiled for, and what that writes."""
     from toolkit.kernels.tune.lookup import choose
 
     assert _compiling_for is not None
     kernel, shape, inputs = _operations[name][0](*operands)
     with _by_example(shape) as example:
         outputs = kernel.outputs(shape, inputs)
-        found = kernel.launches(shape, choose(kernel, example, _compiling_for).config, inputs, outputs)
-        launched = [(dict(one.constants), one.warps, one.stages) for one in found]
-    return f"{kernel.name} {fingerprint(kernel)} {launched} {[tuple(map(str, t.shape)) for t in outputs.values()]}"
+        yield kernel, kernel.launches(shape, choose(kernel, example, _compiling_for).config, inputs, outputs), outputs
 
 
 @contextmanager
@@ -103,7 +105,8 @@ def _by_example(shape: Shape) -> Iterator[Shape]:
     """`shape` with the sizes it was traced with in place of those that may vary.
 
     Inside, what a kernel decides by a varying size is decided by that example, and holds for all: kernels are right for any
-    length that they are told, and only their speed depends on what was decided.
+    length that they are told, and only their speed depends on what was decided. But scratch whose size was decided so is the
+    example's: of tokens, the example has to be the most (see `exporting.pieces`).
     """
     varying = {f.name: size for f in fields(shape) if isinstance(size := getattr(shape, f.name), torch.SymInt)}
     environments = {size.node.shape_env for size in varying.values()}
