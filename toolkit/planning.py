@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from toolkit.devices.spec import CATALOGUE, GpuSpec
 from toolkit.devices.virtual_blocks import Blocks
 from toolkit.errors import BudgetError, ModelError
@@ -28,11 +30,12 @@ CONTEXTS = (4096, 8192, 16384, 32768, 65536, 131072)  # at which a table asks wh
 LONGEST = 131072  # of contexts that are looked for, unless the model has fewer positions
 
 # Not derived from shapes; how each is known stands beside it. What CUDA itself takes was measured: `replaying.CONTEXT_BYTES`.
-# At most: what an H200 had in use while a process exported that had decoded before, less PyTorch's memory and the context.
-LIBRARIES = 168 * MiB
+FIRST_BLOCK = 2 * MiB  # measured: PyTorch's tracer begins with one number on the GPU, and its allocator with a block
 RUN_SCRATCH = 128 * MiB  # measured on an H200: partial sums of a product with many tokens (kernels/int4_prefill.py)
 STAGING = 64 * MiB  # chosen: how much of a weight is on its way at a time
 HOST_BASE = 480 * MiB  # measured: Python with PyTorch, its compiler and one layer's graph
+COMPILER = 900 * MiB  # measured: a process that compiles a layer, with its C++ compiler
+MOST_COMPILERS = 4  # chosen: of these at once
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,8 @@ class Sizes:
 class Plan:
     """How a model would be exported and run: phases with predicted bytes, the levers pulled, and what doesn't fit.
 
-    `export` and `run` are phases. `kv` is in what keys and values are held, `chunk` how many tokens of a prompt go at once.
+    `export` and `run` are phases. `kv` is in what keys and values are held, `chunk` how many tokens of a prompt go at once,
+    `compilers` how many layers are compiled at once.
     `problems` says in words what doesn't fit, with what would; `check()` raises them. Frozen facts, predicted, none measured.
     """
 
@@ -122,6 +126,7 @@ class Plan:
     kv: str | None
     chunk: int
     levers: Levers
+    compilers: int
     export: tuple[Phase, ...]
     run: tuple[Phase, ...]
     pulled: tuple[Pull, ...]
@@ -242,8 +247,9 @@ def plan_of(
         run = _run(sizes, context, chunk, card)
         if _peak(run, card) <= whole:
             break
-    export = _export(sizes, context, levers)
-    found = Plan(name, card, context, budget, whole, one, chunk, levers, export, run, (), (), sizes)
+    compilers = _compilers(sizes, _host_bytes() if budget is None or card is not None else budget)
+    export = _export(sizes, context, levers, compilers)
+    found = Plan(name, card, context, budget, whole, one, chunk, levers, compilers, export, run, (), (), sizes)
     return replace(found, pulled=_pulled(found, model), problems=tuple(_problems(found)))
 
 
@@ -257,7 +263,12 @@ def longest_context(sizes: Sizes, memory_bytes: int, chunk: int = 512, most: int
     return 256 * low or None
 
 
-def _export(sizes: Sizes, context: int, levers: Levers) -> tuple[Phase, ...]:
+def _compilers(sizes: Sizes, host_bytes: int) -> int:
+    """How many layers are compiled at once: as many as PyTorch uses threads, where the host has the memory."""
+    return max(1, min(MOST_COMPILERS, torch.get_num_threads(), (host_bytes - HOST_BASE - sizes.weights) // COMPILER))
+
+
+def _export(sizes: Sizes, context: int, levers: Levers, compilers: int) -> tuple[Phase, ...]:
     """What exporting holds: what is on the GPU from the beginning on, and what comes for a while."""
     base = {"CUDA": CONTEXT_BYTES}
     held = dict(base)
@@ -266,7 +277,7 @@ def _export(sizes: Sizes, context: int, levers: Levers) -> tuple[Phase, ...]:
         held["weights"] = sizes.weights
     if not levers.state_as_inputs:
         held["state"] = state
-    scratch = {"libraries": LIBRARIES}
+    scratch = {"PyTorch": FIRST_BLOCK}
     if not levers.state_as_inputs:
         scratch["cloned state"] = state
     if not levers.tables_outside:
@@ -276,11 +287,11 @@ def _export(sizes: Sizes, context: int, levers: Levers) -> tuple[Phase, ...]:
     host = HOST_BASE + sizes.weights
     return (
         Phase("load", {**held, **({} if levers.weights_as_inputs else {"staging": STAGING})}, host),
-        Phase("compile prefill", held | scratch, host),
-        Phase("compile decode", held | scratch, host),
+        Phase("compile prefill", held | scratch, host + compilers * COMPILER),
+        Phase("compile decode", held | scratch, host + compilers * COMPILER),
         Phase(
             "weights",
-            {**held, "libraries": LIBRARIES, **({} if levers.weights_as_inputs else {"staging": STAGING})},
+            {**held, "PyTorch": FIRST_BLOCK, **({} if levers.weights_as_inputs else {"staging": STAGING})},
             host + STAGING,
         ),
     )
@@ -304,7 +315,7 @@ def _pulled(plan: Plan, model: Any) -> tuple[Pull, ...]:
     found = []
     for field in fields(Levers):
         if plan.card is not None and getattr(plan.levers, field.name):
-            without = _export(plan.sizes, plan.context, replace(plan.levers, **{field.name: False}))
+            without = _export(plan.sizes, plan.context, replace(plan.levers, **{field.name: False}), plan.compilers)
             saves = _peak(without, plan.card) - plan.export_peak_bytes
             if saves > 0:
                 found.append(Pull(field.name, saves, WHY[field.name]))

@@ -6,7 +6,7 @@ import torch
 collect_ignore_glob = [] if torch.cuda.is_available() else ["test_*.py"]  # tests/conftest.py says that they were not run
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def gpu():
     from toolkit.devices.base import open_device
 

@@ -1,5 +1,6 @@
 """Packages for a real GPU: made within a budget, the model's own tokens and copies, refused where they can't run."""
 
+import json
 import subprocess
 import sys
 
@@ -19,6 +20,7 @@ CASES = {
     "qwen3.5-moe, fp32": ("demo/qwen3.5-moe", {}, None),
 }
 MiB = 1 << 20
+pytestmark = pytest.mark.timeout(900)  # a piece takes the compilers a while
 
 
 @pytest.fixture(scope="module", params=CASES.values(), ids=CASES.keys())
@@ -68,6 +70,22 @@ def test_a_fresh_process_says_the_same(both):
     run = [sys.executable, "-W", "ignore", "-c", code, str(package.path), PROMPT]
     said = subprocess.run(run, capture_output=True, text=True, check=True).stdout
     assert [int(word) for word in said.split()] == list(want.tokens)
+
+
+def test_a_fresh_process_takes_what_was_planned(gpu, tmp_path):
+    code = (
+        "import json, sys, toolkit as tk; "
+        "p = tk.export('demo/qwen3', sys.argv[1], device='cuda', context=384, progress=False); "
+        "print(json.dumps([p.measured['phases'], p.manifest['plan']['export']]))"
+    )
+    run = [sys.executable, "-W", "ignore", "-c", code, str(tmp_path / "out")]
+    measured, plan = json.loads(subprocess.run(run, capture_output=True, text=True, check=True).stdout)
+    if measured[0]["gpu_used_by"] != "process":
+        pytest.skip("the driver doesn't tell what a process has in use")
+    planned = {phase["name"]: sum(phase["parts"].values()) for phase in plan}
+    for phase in measured:
+        if phase["phase"] in planned:
+            assert 0.95 * phase["gpu_used_bytes"] <= planned[phase["phase"]] <= 1.1 * phase["gpu_used_bytes"]
 
 
 def test_for_another_gpu(gpu, tmp_path):

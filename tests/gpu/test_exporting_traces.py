@@ -1,11 +1,10 @@
 """Pieces for CUDA GPUs that aren't there, as far as that goes without one: traced on fake tensors, their kernels chosen."""
 
 import pytest
-import torch
 
 import toolkit as tk
 from toolkit.exporting import compiling
-from toolkit.exporting.pieces import Anatomy
+from toolkit.exporting.pieces import Anatomy, compiled_for
 from toolkit.kernels.tune.cards import find_card
 from toolkit.models.ops.define import compiling_for
 
@@ -18,29 +17,22 @@ CASES = {
 }
 
 
-class Absent:
-    """All that an export asks of the device that it compiles for."""
-
-    torch = torch.device("cuda", 0)
-    name = "cuda:0"
-
-
 @pytest.fixture(scope="module", params=CASES.values(), ids=CASES.keys())
 def case(request):
     name, kv, decode, prefill = request.param
     model = tk.load(name, device="cpu", scheme="int4", dtype="bfloat16", progress=False)
-    model.device = Absent()
     return model, kv, {"decode": decode, "prefill": prefill}
 
 
 def traced(model, kv, card, context=1024):
     """(piece, method) to its graph and key."""
-    anatomy, found = Anatomy(model, context, kv), {}
-    for piece in anatomy.distinct():
-        for method in ("decode", "prefill") if piece.layer is not None else ("decode",):
-            with compiling_for(find_card(card)):
+    found, card = {}, find_card(card)
+    with compiled_for(model, card):
+        anatomy = Anatomy(model, context, kv)
+        for piece in anatomy.distinct():
+            for method in ("decode", "prefill") if piece.layer is not None else ("decode",):
                 program = compiling.trace(anatomy.traceable(piece, method))
-                found[piece.name, method] = program, compiling._key(program, find_card(card))
+                found[piece.name, method] = program, compiling.key_of(program, card)
     return found
 
 

@@ -52,9 +52,9 @@ def open_model(name: str, device: str) -> tuple[str, Any]:
     return "random", Model(RANDOM, gpu, torch.float32).init_weights()
 
 
-def measure(model: Any, prompt: list[int], tokens: int, repeats: int) -> dict[str, Any]:
-    """Per strategy: tokens, copies of every step, kernels, waits, and milliseconds per decode step."""
-    options: dict[str, Any] = {"max_new_tokens": tokens, "eos": ()}
+def measure(model: Any, prompt: list[int], tokens: int, repeats: int, **options: Any) -> dict[str, Any]:
+    """Per strategy: tokens, copies of every step, kernels, waits, and milliseconds per decode step. `options`: `generate`'s."""
+    options |= {"max_new_tokens": tokens, "eos": ()}
     times: dict[str, list[float]] = {name: [] for name in STRATEGIES}
     if model.device.clock == "measured":
         for turn in range(repeats + 1):  # the first warms up

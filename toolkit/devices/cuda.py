@@ -6,6 +6,7 @@ when. Both meet through the correlation id and the host's clock (`cuda_events.py
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -240,3 +241,32 @@ def _check_cupti(index: int) -> None:
         torch.cuda.synchronize(index)
     if not has_calls(profiler.kineto_results.events()):
         raise RecorderError(f"recording cuda:{index}", "CUPTI reports no events", CUPTI_ADVICE)
+
+
+def in_use(device: torch.device) -> tuple[int, bool]:
+    """Bytes in use on a CUDA GPU, CUDA's own among them, and whether they are this process's alone.
+
+    By the driver's list of processes (NVML); where that doesn't tell (other PIDs in a container, Windows, no NVML), what the
+    whole card has in use. Makes the CUDA context, if there is none.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    own = _of_this_process(torch.cuda.current_device() if device.index is None else device.index)
+    return (total - free, False) if own is None else (own, True)
+
+
+def _of_this_process(index: int) -> int | None:
+    try:
+        import pynvml
+
+        listed = pynvml.nvmlDeviceGetComputeRunningProcesses(_nvml_handle(index))
+        return next((process.usedGpuMemory for process in listed if process.pid == os.getpid()), None)
+    except Exception:  # an NVML of another version than its Python half fails in ways of its own
+        return None
+
+
+@cache
+def _nvml_handle(index: int) -> Any:
+    import pynvml
+
+    pynvml.nvmlInit()
+    return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")

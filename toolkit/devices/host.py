@@ -6,6 +6,7 @@ into the scopes around it. Elsewhere the peak is what was seen at the ends of sc
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from dataclasses import dataclass
@@ -29,6 +30,31 @@ class HostScope:
 def resident_bytes() -> int:
     """What this process holds of the host's memory now; 0 where the system doesn't tell."""
     return _read()[0]
+
+
+def started_bytes() -> int:
+    """What the processes that this one started hold of the host's memory by themselves, and those that they started.
+
+    Code that several of them run is left out. 0 where the system doesn't tell.
+    """
+    return sum(_own_bytes(pid) for pid in _started(os.getpid()))
+
+
+def _started(pid: int) -> list[int]:
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+        children = [int(word) for t in threads for word in Path(f"/proc/{pid}/task/{t}/children").read_text().split()]
+    except (OSError, ValueError):  # it ended meanwhile, or this system has no such list
+        return []
+    return [*children, *(deeper for child in children for deeper in _started(child))]
+
+
+def _own_bytes(pid: int) -> int:
+    try:
+        line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("RssAnon"))
+        return int(line.split()[1]) << 10
+    except (OSError, StopIteration):
+        return 0
 
 
 def begin() -> HostScope:

@@ -1,6 +1,6 @@
 """From a model to a package and back: `export`, `load_exported`.
 
-In order: `pieces` takes the model apart, `compiling` makes native code of each distinct layer, `weights` writes the weights
+In order: `pieces` takes the model apart, `compilers` make native code of each distinct layer, `weights` writes the weights
 once, `package` puts the folder together so that it is whole or not there. `running` is what loading gives.
 """
 
@@ -11,8 +11,8 @@ import datetime
 import os
 import shutil
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ from toolkit.budgeting import budget as cap
 from toolkit.devices.base import Device, open_device
 from toolkit.errors import DeviceError, ModelError, PackageError
 from toolkit.exporting import compiling, inductor, package, skeleton, weights
-from toolkit.exporting.pieces import LEAST, METHODS, Anatomy, Piece
+from toolkit.exporting.compilers import Compilers
+from toolkit.exporting.pieces import LEAST, METHODS, Anatomy, Piece, compiled_for
 from toolkit.exporting.progress import Progress, Watch
 from toolkit.exporting.running import Exported
 from toolkit.kernels.tune.cards import Card, find_card
@@ -95,7 +96,7 @@ def export(
     `tk.generate`). `share`: another package with
     the same weights, whose file is linked rather than written again. `progress` is True (a line on a terminal), False, or a
     function of (phase, share done, what) that is called at most ten times a second; once `cancel` is set the export ends
-    after the piece that is being compiled.
+    within a second.
 
     A killed or cancelled export leaves the package that was there before, or none; exporting again takes up what was done.
     Raises BudgetError (before any work, with the smallest budget that would do), DeviceError (a virtual GPU, a GPU before
@@ -115,14 +116,15 @@ def export(
     plain = skeleton.to_plain(model)
     context, most = _context(model, context), None if budget is None else parse_bytes(budget)
     foreseen = plan_of(model, _name(model), None if card is None else card.spec, context, most, None, kv, Levers()).check()
-    with package.locked(folder), _held_to(most, device), _compiled_for(model, device):
+    with package.locked(folder), _held_to(most, device):
         package.check_disk(folder, weights.size_of(model) if not list(folder.glob("weights-*")) else 0)
-        anatomy = Anatomy(model, context, kv)
         files: dict[str, dict[str, Any]] = {}
         compiled: dict[str, dict[str, str]] = {}
-        for method in METHODS:
-            with watch.phase(f"compile {method}"):
-                _compile(anatomy, method, folder, files, compiled, watch, card)
+        with compiled_for(model, card), Compilers(plain, context, kv, card, foreseen.compilers) as compilers:
+            anatomy = Anatomy(model, context, kv)
+            for method in METHODS:
+                with watch.phase(f"compile {method}"):
+                    _compile(anatomy, method, compilers, folder, files, compiled, watch, card)
         with watch.phase("weights"):
             files |= _weights(model, folder, share, watch)
         with watch.phase("manifest"):
@@ -177,14 +179,28 @@ def load_exported(
 
 
 def _compile(
-    anatomy: Anatomy, method: str, folder: Path, files: dict[str, Any], compiled: dict[str, dict[str, str]], watch: Watch,
-    card: Card | None,
+    anatomy: Anatomy, method: str, compilers: Compilers, folder: Path, files: dict[str, Any],
+    compiled: dict[str, dict[str, str]], watch: Watch, card: Card | None,
 ) -> None:  # fmt: skip
     """Each distinct piece by one method into the folder, and into `compiled`: kind to method to file."""
     wanted = [piece for piece in anatomy.distinct() if _needed(anatomy, piece, method)]
-    for done, piece in enumerate(wanted):
-        watch.step(done / len(wanted), f"{piece.name} {method}")
-        made = compiling.compile_piece(anatomy.traceable(piece, method), card)
+    pending: dict[str, Future[compiling.Compiled]] = {}  # those that aren't kept from before
+    found: dict[str, compiling.Compiled] = {}
+    for piece in wanted:
+        watch.step(0.0, f"tracing {piece.name}")
+        key = compiling.key_of(compiling.trace(anatomy.traceable(piece, method)), card)
+        kept = compiling.find_kept(key)
+        if kept is None:
+            pending[piece.name] = compilers.submit(piece.name, method, key)
+        else:
+            found[piece.name] = kept
+    while pending:
+        watch.step(len(found) / len(wanted), f"compiling {', '.join(pending)}")
+        wait(pending.values(), timeout=0.1, return_when=FIRST_COMPLETED)
+        for name in [name for name, future in pending.items() if future.done()]:
+            found[name] = pending.pop(name).result()
+    for piece in wanted:
+        made = found[piece.name]
         name = f"methods/{method}-{piece.name.replace('.', '-')}-{made.sha256[:16]}.pt2"
         package.put(folder, name, made.data)
         files[name] = {"sha256": made.sha256, "bytes": len(made.data)}
@@ -309,17 +325,6 @@ def _device(model: Any, device: Device | str | None, target: str | None) -> tupl
         raise DeviceError(f"an export for {card.spec.name}", "the kernels need compute capability 8.0", do)
     inductor.check_known(card)
     return found, card
-
-
-@contextmanager
-def _compiled_for(model: Any, device: Device) -> Iterator[None]:
-    """The model says that it is on the device that is compiled for; its weights stay where they are."""
-    own = model.device
-    model.device = device
-    try:
-        yield
-    finally:
-        model.device = own
 
 
 def _held_to(budget: int | None, device: Device) -> AbstractContextManager[Any]:

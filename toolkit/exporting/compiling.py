@@ -2,7 +2,8 @@
 
 What was compiled is kept in the user's cache by what it was made of (its graph, the compiler's options and versions, the
 processor), so an export that was killed goes on where it was, and one of another context compiles little or nothing anew.
-Weights are inputs of every graph: none is on any device while it is compiled.
+Weights are inputs of every graph: none is on any device while it is compiled. `trace` and `key_of` say what a piece is,
+`compile_program` runs in processes of their own (see `compilers`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,12 @@ from typing import Any
 import torch
 
 from toolkit.errors import PackageError
-from toolkit.exporting.inductor import compiling_only
+from toolkit.exporting import inductor
 from toolkit.exporting.pieces import Traceable, digest
 from toolkit.kernels.tune.cards import Card
 from toolkit.kernels.tune.compiling import triton_version
 from toolkit.kernels.tune.store import cache_folder
-from toolkit.models.ops.define import compiling_for, describe_launches
+from toolkit.models.ops.define import describe_launches
 
 KEPT = 256  # compiled pieces; the oldest go
 OPTIONS: dict[str, Any] = {
@@ -36,11 +37,7 @@ OPTIONS: dict[str, Any] = {
     # What tracing took to be so of shapes. The asserts say no more than that a view of a cache is none of all of it, and one
     # that is runs by the same strides.
     "scalar_asserts": False,
-}
-GPU_OPTIONS: dict[str, Any] = {
-    "triton.autotune_at_compile_time": True,  # where kernels are compiled: see inductor.py
-    "compile_threads": 1,  # ... in this process
-    "_use_fp64_for_unbacked_floats": False,  # a float that a kernel is given is fp32, as where Triton launches it
+    "compile_threads": 1,
 }
 
 
@@ -53,34 +50,23 @@ class Compiled:
     kept: bool
 
 
-def compile_piece(traceable: Traceable, card: Card | None = None) -> Compiled:
-    """Native code for a piece, for the GPU `card` or the CPU. PackageError where there is no C++ compiler, or what it said.
+def compile_program(program: Any, key: str, card: Card | None, folder: str) -> Compiled:
+    """Native code for a traced piece, for the GPU `card` or the CPU, kept under `key`; `folder` is for what comes between.
 
-    The graph must hold no weight and no number of its own: it would be compiled into every package.
+    Raises PackageError where there is no C++ compiler, or with what it said.
     """
-    compiler = check_compiler()
-    with nullcontext() if card is None else compiling_for(card):
-        program = trace(traceable)
-        key = _key(program, card)
-        return _kept(key) or _keep(key, _compiled(program, compiler, card))
-
-
-def _compiled(program: Any, compiler: str, card: Card | None) -> bytes:
-    options = OPTIONS | {"cpp.cxx": (compiler,)} | ({} if card is None else GPU_OPTIONS)
-    with tempfile.TemporaryDirectory(prefix="toolkit-export-") as folder:
-        path = os.path.join(folder, "piece.pt2")
+    options = OPTIONS | {"cpp.cxx": (check_compiler(),)} | ({} if card is None else inductor.OPTIONS)
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        path = os.path.join(own, "piece.pt2")
         try:
-            with warnings.catch_warnings(), nullcontext() if card is None else compiling_only(card):
+            with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=options)
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:
-            found = (
-                f"the compiler said: {str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__:.300}"
-            )
+            said = str(error).strip().splitlines()
+            found = f"the compiler said: {said[0] if said else type(error).__name__:.300}"
             raise PackageError("compiling a layer", found, "Check that g++ works and that the disk isn't full") from error
-        return Path(path).read_bytes()
+        return _keep(key, Path(path).read_bytes())
 
 
 def trace(traceable: Traceable) -> Any:
@@ -113,13 +99,13 @@ def processor() -> dict[str, str]:
     return {"machine": platform.machine(), "system": platform.system(), "vectors": torch.backends.cpu.get_cpu_capability()}
 
 
-def _key(program: Any, card: Card | None) -> str:
-    """What the compiled piece follows from."""
+def key_of(program: Any, card: Card | None) -> str:
+    """What a traced piece's native code follows from."""
     shapes = [str(node.meta.get("val")) for node in program.graph.nodes if node.op == "placeholder"]
     constants = {name: _values(value) for name, value in program.constants.items()}
     made: tuple[Any, ...] = (torch.__version__, sorted(OPTIONS.items()), sorted(processor().items()), os.environ.get("CXX", ""))
     if card is not None:
-        made = (*made, sorted(GPU_OPTIONS.items()), torch.version.cuda, triton_version(), card.facts)
+        made = (*made, sorted(inductor.OPTIONS.items()), torch.version.cuda, triton_version(), card.facts)
     launched = [] if card is None else _launches(program)
     return (
         digest(program.graph_module.code, shapes, str(program.range_constraints), constants, launched, made) + digest(made)[:8]
@@ -156,7 +142,7 @@ def _folder() -> Path:
     return cache_folder() / "compiled"
 
 
-def _kept(key: str) -> Compiled | None:
+def find_kept(key: str) -> Compiled | None:
     """The piece kept under `key`, if it is whole. Its name ends with what its bytes hash to."""
     for path in _folder().glob(f"{key}-*.pt2"):
         with suppress(OSError):

@@ -1,23 +1,32 @@
-"""What of Inductor is different while a piece is compiled for a GPU: nothing runs on one, so nothing is allocated there.
+"""What of Inductor is different in a process that compiles for a GPU: nothing runs on one, and none has to be there.
 
-Inductor runs every Triton kernel once on random tensors of full size, to choose among configs and to have it compiled. Ours
-have one config, which the tuner's lookup named, and the few that Inductor writes itself take their first: all are compiled
-and none is loaded or run. So a layer is compiled beside whatever else is on the GPU, or for another GPU than is there.
+Inductor asks the GPU what it is, and runs every Triton kernel once on random tensors of full size, to choose among configs and
+to have it compiled. Here it is told of the GPU that is compiled for; our kernels have one config, which the tuner's lookup
+named, and the few that Inductor writes itself take their first: all are compiled and none is loaded or run. So a layer is
+compiled beside whatever else is on the GPU, by many processes at once, or for another GPU than is there.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from toolkit.errors import PackageError
 from toolkit.kernels.tune.cards import Card
+
+OPTIONS: dict[str, Any] = {
+    "triton.autotune_at_compile_time": True,  # where kernels are compiled, all of them (see `compile_only_for`)
+    "_use_fp64_for_unbacked_floats": False,  # a float that a kernel is given is fp32, as where Triton launches it
+    "joint_graph_constant_folding": False,  # fills its constants on the GPU
+    "shape_padding": False,  # times products there
+}
+
+
+_known: dict[tuple[Any, ...], list[str]] = {}  # by kernel, signature and constants: what is written
 
 
 def check_known(card: Card) -> None:
@@ -29,13 +38,12 @@ def check_known(card: Card) -> None:
         raise PackageError(f"an export for {card.spec.name}", found, "Install torch 2.11, with which it was tested")
 
 
-@contextmanager
-def compiling_only(card: Card) -> Iterator[None]:
-    """Inside, `aoti_compile_and_package` compiles for `card` and runs nothing. For one thread of a process at a time."""
+def compile_only_for(card: Card) -> None:
+    """From now on `aoti_compile_and_package` compiles for `card`, and no GPU is used; for a process that does nothing else."""
     import torch._higher_order_ops.triton_kernel_wrap as wrap
+    from torch._dynamo import device_interface
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
     from torch._inductor.runtime import triton_helpers
-    from torch._inductor.runtime.hints import DeviceProperties
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
     from torch._subclasses import FakeTensorMode
     from triton.compiler import CompiledKernel
@@ -49,18 +57,62 @@ def compiling_only(card: Card) -> Iterator[None]:
         with FakeTensorMode():
             tune(wrapper)
 
-    with ExitStack() as replaced:
-        for owner, name, instead in (
-            (wrap, "identify_mutated_tensors", lambda kernel, operands, _: _written(kernel, operands, card)),
-            (PythonWrapperCodegen, "generate_and_run_autotune_block", on_fake_tensors),
-            (CachingAutotuner, "run", _keep),
-            (CompiledKernel, "_init_handles", _unloaded),
-            (driver, "_active", AbsentGpu(_number(card))),  # whom kernels ask which GPU they are compiled for
-            (triton_helpers, "set_driver_to_gpu", lambda: None),
-            (DeviceProperties, "create", lambda device: _properties(DeviceProperties, card, device)),
-        ):
-            replaced.enter_context(patch.object(owner, name, instead))
-        yield
+    absent = _interface(device_interface.CudaInterface, card)
+    device_interface.get_registered_device_interfaces()  # those that there are, before one takes another's place
+    device_interface.register_interface_for_device("cuda", absent)
+    for owner, name, instead in (
+        (torch.cuda, "get_device_capability", absent.capability),
+        (torch.cuda, "get_device_properties", absent.get_device_properties),
+        (torch.cuda, "_DeviceGuard", absent.device),
+        (torch._C, "_cuda_getCurrentRawStream", absent.get_raw_stream),
+        (wrap, "identify_mutated_tensors", lambda kernel, operands, _: _written(kernel, operands, card)),
+        (PythonWrapperCodegen, "generate_and_run_autotune_block", on_fake_tensors),
+        (CachingAutotuner, "run", _keep),
+        (CompiledKernel, "_init_handles", _unloaded),
+        (driver, "_active", AbsentGpu(_number(card))),  # whom kernels ask which GPU they are compiled for
+        (triton_helpers, "set_driver_to_gpu", lambda: None),
+    ):
+        setattr(owner, name, instead)
+
+
+def _interface(cuda: Any, card: Card) -> Any:
+    """What PyTorch's compiler asks CUDA, answered for a card that needn't be there."""
+    spec = card.spec
+    major, minor = spec.compute_capability
+    properties = SimpleNamespace(
+        name=spec.name, major=major, minor=minor, total_memory=spec.memory_bytes, multi_processor_count=spec.sms,
+        regs_per_multiprocessor=spec.registers_per_sm, max_threads_per_multi_processor=spec.threads_per_sm,
+        max_threads_per_block=1024, warp_size=32, shared_memory_per_block_optin=spec.smem_per_block_optin_bytes,
+    )  # fmt: skip
+
+    class Current:
+        """The current device, whichever is asked for."""
+
+        def __init__(self, *_: Any) -> None: ...
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: Any) -> None: ...
+
+    class Answers:
+        set_device = staticmethod(lambda device: None)
+        current_device = staticmethod(lambda: 0)
+        get_device_properties = staticmethod(lambda device=None: properties)
+
+    class Absent(Answers, cuda):  # type: ignore[misc]
+        Worker, device = Answers, Current
+        device_count = staticmethod(lambda: 1)
+        exchange_device = maybe_exchange_device = staticmethod(lambda device: 0)
+        get_raw_stream = staticmethod(lambda device: 0)
+        synchronize = staticmethod(lambda device=None: None)
+        is_available = staticmethod(lambda: True)
+        is_bf16_supported = staticmethod(lambda including_emulation=True: True)
+        is_triton_capable = staticmethod(lambda device=None: True)
+        raise_if_triton_unavailable = staticmethod(lambda device=None: None)
+        get_compute_capability = staticmethod(lambda device=None: _number(card))
+        capability = staticmethod(lambda device=None: spec.compute_capability)
+
+    return Absent
 
 
 def _written(kernel: Any, operands: dict[str, Any], card: Card) -> list[str]:
@@ -77,6 +129,8 @@ def _written(kernel: Any, operands: dict[str, Any], card: Card) -> list[str]:
     function = kernel.fn if hasattr(kernel, "configs") else kernel
     signature = {p.name: "constexpr" if p.is_constexpr else _kind(operands[p.name]) for p in function.params}
     constants = {name: operands[name] for name, kind in signature.items() if kind == "constexpr"}
+    if (asked := (function, *signature.items(), *constants.items())) in _known:
+        return _known[asked]
     target = GPUTarget("cuda", _number(card), 32)
     backend, context = make_backend(target), ir.context()
     ir.load_dialects(context)
@@ -93,7 +147,8 @@ def _written(kernel: Any, operands: dict[str, Any], card: Card) -> list[str]:
     wrap.get_tma_stores.reset()  # type: ignore[attr-defined]
     written = wrap.analyze_kernel_mutations(found, next(iter(found)), len(names))  # type: ignore[attr-defined]
     # an address is a pointer and numbers: those count as written, too
-    return [name for name, is_written in zip(names, written, strict=True) if is_written and signature[name].startswith("*")]
+    _known[asked] = [n for n, is_written in zip(names, written, strict=True) if is_written and signature[n].startswith("*")]
+    return _known[asked]
 
 
 def _kind(operand: Any) -> str:
@@ -126,13 +181,6 @@ def _unloaded(kernel: Any) -> None:
     """In place of loading a compiled kernel onto the GPU, which may be another than it is for."""
     kernel._run = kernel.module = kernel.function = "not loaded"
     kernel.n_regs = kernel.n_spills = 0
-
-
-def _properties(kind: Any, card: Card, device: Any) -> Any:
-    """What Inductor asks of a device, of the card that is compiled for."""
-    spec = card.spec
-    major = spec.compute_capability[0]
-    return kind("cuda", device.index, spec.sms, _number(card), major, spec.registers_per_sm, spec.threads_per_sm, 1024, 32)
 
 
 def _number(card: Card) -> int:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -20,8 +21,10 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from toolkit.errors import ModelError
+from toolkit.kernels.tune.cards import Card
 from toolkit.models.cache import Cache, Reach, Ring
 from toolkit.models.layers import Residual, RMSNorm
+from toolkit.models.ops.define import compiling_for
 from toolkit.models.ops.products import DECODED
 
 METHODS = ("prefill", "decode")
@@ -61,11 +64,23 @@ class Traceable:
     mode: FakeTensorMode
 
 
+@contextmanager
+def compiled_for(model: Any, card: Card | None) -> Iterator[None]:
+    """Inside, the model says that it is on what is compiled for, a GPU that needn't be there, or the CPU; its weights stay."""
+    own, kind = model.device, "cpu" if card is None else "cuda:0"
+    model.device = SimpleNamespace(torch=torch.device(kind), name=kind)
+    try:
+        with nullcontext() if card is None else compiling_for(card):
+            yield
+    finally:
+        model.device = own
+
+
 class Anatomy:
     """A model taken apart: its `pieces` in the order in which they run, and what to trace for each.
 
-    `context`: for how many tokens a cache is made, `kv` in what it holds keys and values. The model's `device` is the one
-    that is compiled for; its weights may be anywhere. Raises ModelError for a model whose layers pass more to each other than
+    `context`: for how many tokens a cache is made, `kv` in what it holds keys and values. To be made and used inside
+    `compiled_for`; the weights may be anywhere. Raises ModelError for a model whose layers pass more to each other than
     the residual.
     """
 

@@ -13,6 +13,7 @@ import torch
 
 from toolkit.devices import host
 from toolkit.devices.base import Device
+from toolkit.devices.cuda import in_use
 from toolkit.errors import CancelledError
 from toolkit.loading.progress import REPORTS_PER_S, is_watched
 
@@ -78,9 +79,10 @@ class Watch:
 
 
 class Sampler:
-    """Memory in use from now to `end`, asked `SAMPLES_PER_S` times a second: of this process's host, and of a CUDA GPU.
+    """Memory in use from now to `end`, asked `SAMPLES_PER_S` times a second: of the host's by this process and
+    those it started, and of a CUDA GPU's.
 
-    What a GPU has in use is what its driver says: CUDA's own memory and other processes' are in it.
+    What a GPU has in use is what its driver says, CUDA's own memory included: this process's, or the whole card's (`in_use`).
     """
 
     def __init__(self, device: Device | None) -> None:
@@ -101,6 +103,7 @@ class Sampler:
         found: dict[str, Any] = {"curve": self.curve}
         if self.device is not None:
             found["gpu_used_bytes"] = max(used for _, _, used in self.curve)
+            found["gpu_used_by"] = "process" if in_use(self.device)[1] else "card"
             found["gpu_reserved_bytes"] = torch.cuda.max_memory_reserved(self.device)
         return found
 
@@ -115,11 +118,11 @@ class Sampler:
 
 
 def memory_now(device: torch.device | None) -> tuple[int, int]:
-    """Bytes of the host's memory that this process holds, and of a CUDA GPU's that are in use (0 without one)."""
+    """Bytes of the host's memory that this process and those it started hold, and of a CUDA GPU's in use (0 without one)."""
+    held = host.resident_bytes() + host.started_bytes()
     if device is None:
-        return host.resident_bytes(), 0
-    free, total = torch.cuda.mem_get_info(device)
-    return host.resident_bytes(), total - free
+        return held, 0
+    return held, in_use(device)[0]
 
 
 def _line(what: str) -> Progress:

@@ -34,8 +34,8 @@ def to_plain(model: Any) -> dict[str, Any]:
     }
 
 
-def from_plain(plain: Mapping[str, Any], device: Device) -> Any:
-    """The model that `to_plain` described, on "meta". ModelError where the description isn't one."""
+def from_plain(plain: Mapping[str, Any], device: Device | None) -> Any:
+    """The model that `to_plain` described, on "meta"; its weights will be on `device`. ModelError where it describes none."""
     try:
         architecture = ARCHITECTURES[plain["architecture"]]
         config = _dataclass(architecture.Config, plain["config"])

@@ -47,8 +47,10 @@ def _draw_part(part: Tensor, name: str, scheme: Scheme, generator: torch.Generat
     middle = (levels - 1) / 2
     fine = sum(FINE) / 2 if scheme.steps else 1.0
     if name in ("codes", "high"):
-        signed = part.dtype == torch.int8
-        part.random_(-128 if signed else 0, 128 if signed else 256, generator=generator)
+        words = part.flatten().view(torch.int64) if part.is_contiguous() and part.nbytes % 8 == 0 else part
+        words.random_(
+            torch.iinfo(words.dtype).min, None, generator=generator
+        )  # every bit, eight bytes at a time where that goes
     elif name in ("scales", "minima") and scheme.steps:
         part.random_(*FINE, generator=generator)
     else:

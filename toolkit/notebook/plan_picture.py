@@ -27,16 +27,13 @@ PARTS = (
     "cloned state",
     "activations",
     "scratch",
-    "libraries",
+    "PyTorch",
     "copied table",
     "plain matrix",
     "staging",
     "host",
 )
-NOTE = (
-    "Predicted from shapes: weights and states by the allocator's own rules; what CUDA and its libraries take was measured "
-    "once, on an H200."
-)
+NOTE = "Predicted from shapes: weights and states by the allocator's own rules; what CUDA takes was measured once, on an H200."
 
 
 def html(plan: Plan) -> str:
@@ -81,8 +78,10 @@ def package_html(package: Package) -> str:
         f'<div class="tk-title">{escape(str(package.path))}<span class="tk-dim"> for {escape(where)}, context '
         f"{manifest['context']:,}{escape(kv)}, {bytes_text(files)} in {len(manifest['files'])} files</span></div>"
     )
+    alone = all(phase.get("gpu_used_by") == "process" for phase in known)
+    of_gpu = f" of the GPU, by {'this process' if alone else 'all of its users'}"
     note = (
-        f'<p class="tk-note">The line is what was in use{" of the host" if on_cpu else " of the GPU, by all of its users"}, '
+        f'<p class="tk-note">The line is what was in use{" of the host" if on_cpu else of_gpu}, '
         "sampled while it was made; each phase is as wide as the others, however long it took.</p>"
     )
     parts = [

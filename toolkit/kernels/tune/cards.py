@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -31,6 +31,18 @@ class Card:
     @property
     def present(self) -> bool:
         return self.index is not None
+
+    def to_plain(self) -> dict[str, Any]:
+        """As plain data, for another process; its figures' sources are left out."""
+        spec = {f.name: getattr(self.spec, f.name) for f in fields(self.spec) if f.name != "sources"}
+        return {"spec": spec, "facts": asdict(self.facts), "index": self.index}
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> Card:
+        """The card that `to_plain` described."""
+        capability = tuple(plain["spec"]["compute_capability"])
+        spec = GpuSpec(**plain["spec"] | {"compute_capability": capability, "sources": MappingProxyType({})})
+        return cls(spec.key, spec, DeviceFacts(**plain["facts"]), plain["index"])
 
 
 def find_card(device: Card | Device | GpuSpec | torch.device | str | int = "auto") -> Card | None:

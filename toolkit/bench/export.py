@@ -1,0 +1,146 @@
+"""An export under a budget as it was planned and as it went, a few times over, and the package beside the model it came from.
+
+    python -m toolkit.bench.export random/gemma4-31b --scheme q4_k_m --context 131072 --budget "4 GiB" --folder made --out o.json
+
+Every export is a process of its own that compiles all anew, so that the GPU's memory in use is that export's and nothing else
+has to run on the GPU meanwhile. The last package is then loaded by another process, which decodes under every strategy: by the
+compiled code, and by the model that its weights make, in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import toolkit as tk
+from toolkit.bench.decode_copies import about, measure
+from toolkit.exporting.progress import memory_now
+
+PROMPT = "The quick brown fox jumps over the lazy dog. "
+
+
+def bench(asked: dict[str, Any], folder: Path, runs: int, decode: int) -> dict[str, Any]:
+    """The record, ready for JSON: `runs` exports, then the last one's package."""
+    exports = []
+    for _ in range(runs):
+        shutil.rmtree(folder, ignore_errors=True)
+        with tempfile.TemporaryDirectory() as cache:
+            exports.append(_process("export", asked | {"folder": str(folder)}, {"TOOLKIT_CACHE": cache}))
+    found = exports[-1].pop("about") | {"asked": asked}
+    for one in exports[:-1]:
+        del one["about"]
+    found |= {"spread": spread(exports), "exports": exports}
+    if decode:
+        found["package"] = _process("decode", {"folder": str(folder), "device": asked["device"], "decode": decode}, {})
+    return found
+
+
+def export_once(asked: dict[str, Any]) -> dict[str, Any]:
+    """One export: what was planned and what was measured, phase by phase."""
+    began = time.perf_counter()
+    told: set[tuple[str, str]] = set()
+
+    def tell(phase: str, share: float, what: str) -> None:
+        if (phase, what) not in told:
+            told.add((phase, what))
+            print(f"{time.perf_counter() - began:7.1f} s  {phase} {what}", file=sys.stderr, flush=True)
+
+    names = ("device", "target", "budget", "context", "kv", "scheme", "dtype")
+    package = tk.export(asked["model"], asked["folder"], **{name: asked[name] for name in names}, progress=tell)
+    seconds = time.perf_counter() - began
+    files = package.manifest["files"]
+    planned = {phase["name"]: phase for phase in package.manifest["plan"]["export"]}
+    phases: list[dict[str, Any]] = []
+    for phase in package.measured["phases"]:
+        foreseen = planned.get(phase["phase"])
+        phases.append(phase if foreseen is None else phase | _foreseen(foreseen))
+    return {
+        "about": about(asked["device"]), "seconds": seconds, "phases": phases, "pieces": package.measured["pieces"],
+        "weights_bytes": sum(entry["bytes"] for name, entry in files.items() if name.startswith("weights-")),
+        "code_bytes": sum(entry["bytes"] for name, entry in files.items() if name.startswith("methods/")),
+        "plan": package.manifest["plan"],
+    }  # fmt: skip
+
+
+def _foreseen(phase: dict[str, Any]) -> dict[str, int]:
+    return {"planned_gpu_bytes": sum(phase["parts"].values()), "planned_host_bytes": phase["host_bytes"]}
+
+
+def decode_both(asked: dict[str, Any]) -> dict[str, Any]:
+    """Tokens, copies and times a step of the package, and of its weights' own model, under every strategy."""
+    began = time.perf_counter()
+    exported = tk.load_exported(asked["folder"], asked["device"], trust=True, progress=False)
+    loaded = time.perf_counter() - began
+    prompt = exported.tokenizer.encode(PROMPT) if exported.tokenizer else list(range(100, 164))
+    options = {"context": exported.context, "kv": exported.kv}
+    package = measure(exported, prompt, asked["decode"], 2, **options)
+    model = measure(exported.inner, prompt, asked["decode"], 2, **options)
+    rows = {}
+    for name, found in package.items():
+        own = model[name]
+        rows[name] = {
+            "same_tokens": found["tokens"] == own["tokens"],
+            "same_copies": [found["sizes"], found["outside"]] == [own["sizes"], own["outside"]],
+            "ms_per_step": found["ms_per_step"],
+            "model_ms_per_step": own["ms_per_step"],
+            "kernels_per_step": found["kernels_per_step"],
+            "model_kernels_per_step": own["kernels_per_step"],
+            "copies": found["total"],
+        }
+    used = memory_now(exported.device.torch if exported.device.torch.type == "cuda" else None)[1]
+    return {"load_s": loaded, "steps": asked["decode"] - 1, "used_bytes_at_the_end": used, "strategies": rows}
+
+
+def spread(exports: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """The least and the most of the runs: seconds in all, and the peaks over all phases."""
+    found: dict[str, list[float]] = {"seconds": [round(one["seconds"], 1) for one in exports]}
+    for name in ("gpu_used_bytes", "gpu_reserved_bytes", "host_peak_bytes"):
+        found[name] = [max(phase.get(name, 0) for phase in one["phases"]) for one in exports]
+    return {name: [min(values), max(values)] for name, values in found.items()}
+
+
+def _process(what: str, asked: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
+    run = [sys.executable, "-W", "ignore", "-m", "toolkit.bench.export", "--step", what, json.dumps(asked)]
+    done = subprocess.run(run, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}, check=False)
+    if done.returncode:
+        raise SystemExit(f"{what} ended with status {done.returncode}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["--step"]:
+        step = {"export": export_once, "decode": decode_both}[arguments[1]]
+        print(json.dumps(step(json.loads(arguments[2]))))
+        return
+    parser = argparse.ArgumentParser(prog="python -m toolkit.bench.export", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("model", help="what tk.load takes")
+    for name, described in {
+        "scheme": "how weights are held", "dtype": "what is computed in", "kv": "how keys and values are held",
+        "budget": '"4 GiB"', "target": "another GPU of the catalogue", "device": "cuda or cpu",
+    }.items():  # fmt: skip
+        parser.add_argument(f"--{name}", default="cuda" if name == "device" else None, help=described)
+    parser.add_argument("--context", type=int, default=4096, help="tokens that caches hold")
+    parser.add_argument("--runs", type=int, default=3, help="exports")
+    parser.add_argument("--decode", type=int, default=17, help="tokens to generate from the package (0: none)")
+    parser.add_argument("--folder", type=Path, required=True, help="where the package goes; what is there is deleted")
+    parser.add_argument("--out", type=Path, help="where the record goes (JSON)")
+    given = vars(parser.parse_args(arguments))
+    folder, runs, decode, out = (given.pop(name) for name in ("folder", "runs", "decode", "out"))
+    text = json.dumps(bench(given, folder, runs, decode), indent=1) + "\n"
+    if out:
+        out.write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""A process that compiles pieces: `python -m toolkit.exporting.compile_worker`, started by `compilers`.
+
+Reads what the model is, then a job a line on stdin (JSON), and answers a line on stdout. It builds the model without weights,
+traces the piece as the export did, and compiles it; it never uses a GPU. It ends when its stdin does, so with the export.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import tempfile
+import threading
+from typing import Any
+
+from toolkit.errors import PackageError
+from toolkit.exporting import compiling, inductor, skeleton
+from toolkit.exporting.pieces import Anatomy, compiled_for
+from toolkit.kernels.tune.cards import Card
+
+
+def compile_piece(anatomy: Anatomy, card: Card | None, folder: str, job: dict[str, str]) -> dict[str, Any]:
+    """The answer to a job: the path of its native code, or what is wrong."""
+    try:
+        piece = next(piece for piece in anatomy.pieces if piece.name == job["piece"])
+        program = compiling.trace(anatomy.traceable(piece, job["method"]))
+        if compiling.key_of(program, card) != job["key"]:
+            found = f"{piece.name} {job['method']} came out otherwise in the process that was to compile it"
+            raise PackageError("compiling a layer", found, "Please report this, with the model's config and your versions")
+        made = compiling.compile_program(program, job["key"], card, folder)
+        with tempfile.NamedTemporaryFile(dir=folder, suffix=".pt2", delete=False) as file:
+            file.write(made.data)
+        return {"path": file.name}
+    except PackageError as error:
+        return {"error": [error.asked, error.found, error.do]}
+    except (OSError, MemoryError) as error:
+        return {"error": ["compiling a layer", str(error) or type(error).__name__, "Make room, and export again: it goes on"]}
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what compilers print is no answer
+    lines: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(lines,), daemon=True).start()
+    about = lines.get()
+    card = None if about["card"] is None else Card.from_plain(about["card"])
+    model = skeleton.from_plain(about["model"], None)
+    if card is not None:
+        inductor.compile_only_for(card)
+    with compiled_for(model, card):
+        anatomy = Anatomy(model, about["context"], about["kv"])
+        while True:
+            answers.write(json.dumps(compile_piece(anatomy, card, about["folder"], lines.get())) + "\n")
+            answers.flush()
+
+
+def _read(lines: queue.SimpleQueue[dict[str, Any]]) -> None:
+    """Hand on what is asked; end the process where nobody is there any more, also while it compiles."""
+    for line in sys.stdin:
+        lines.put(json.loads(line))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
