@@ -19,7 +19,7 @@ lab: .venv/.lab
 
 # The browser tests run by themselves, since they time what a user sees; the others on two cores, one thread each.
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/browser -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/browser -n 2 --durations=25
 	$(BIN)/python -m pytest tests/browser
 
 check: .venv/.test

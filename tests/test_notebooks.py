@@ -99,7 +99,7 @@ ANSWERS = {
             'my_prediction = {"GiB": 2 * 2 * (10 * 2 * 4 * 512 * 131_072 + 50 * 2 * 16 * 256 * 1024) / GiB}',
         ),
         ('my_prediction = {"GiB": None}', 'my_prediction = {"GiB": 262_144 * 5376 * 2 / GiB}'),
-        ('my_prediction = {"MiB": None}', 'my_prediction = {"MiB": 588 + 168}'),
+        ('my_prediction = {"MiB": None}', 'my_prediction = {"MiB": 518 + 2}'),
         ('my_prediction = {"pieces": None}', 'my_prediction = {"pieces": 3}'),
     ],
 }

@@ -29,7 +29,8 @@ SLOTS = 2  # of the small cache whose sizes are scaled up
 CONTEXTS = (4096, 8192, 16384, 32768, 65536, 131072)  # at which a table asks what fits
 LONGEST = 131072  # of contexts that are looked for, unless the model has fewer positions
 
-# Not derived from shapes; how each is known stands beside it. What CUDA itself takes was measured: `replaying.CONTEXT_BYTES`.
+# Not derived from shapes; how each is known stands beside it. What CUDA takes while a model runs: `replaying.CONTEXT_BYTES`.
+BARE_CONTEXT = 518 * MiB  # measured on an H200, in three processes alike: CUDA's context where nothing runs, as in an export
 FIRST_BLOCK = 2 * MiB  # measured: PyTorch's tracer begins with one number on the GPU, and its allocator with a block
 RUN_SCRATCH = 128 * MiB  # measured on an H200: partial sums of a product with many tokens (kernels/int4_prefill.py)
 STAGING = 64 * MiB  # chosen: how much of a weight is on its way at a time
@@ -270,8 +271,7 @@ def _compilers(sizes: Sizes, host_bytes: int) -> int:
 
 def _export(sizes: Sizes, context: int, levers: Levers, compilers: int) -> tuple[Phase, ...]:
     """What exporting holds: what is on the GPU from the beginning on, and what comes for a while."""
-    base = {"CUDA": CONTEXT_BYTES}
-    held = dict(base)
+    held = {"CUDA": BARE_CONTEXT}
     state = sizes.state_bytes(context)
     if not levers.weights_as_inputs:
         held["weights"] = sizes.weights

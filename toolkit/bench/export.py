@@ -1,6 +1,6 @@
 """An export under a budget as it was planned and as it went, a few times over, and the package beside the model it came from.
 
-    python -m toolkit.bench.export random/gemma4-31b --scheme q4_k_m --context 131072 --budget "4 GiB" --folder made --out o.json
+    python -m toolkit.bench.export random/gemma4-31b --scheme q4_k_m --context 131072 --budget 4GiB --folder made --out o.json
 
 Every export is a process of its own that compiles all anew, so that the GPU's memory in use is that export's and nothing else
 has to run on the GPU meanwhile. The last package is then loaded by another process, which decodes under every strategy: by the
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -81,8 +82,8 @@ def decode_both(asked: dict[str, Any]) -> dict[str, Any]:
     loaded = time.perf_counter() - began
     prompt = exported.tokenizer.encode(PROMPT) if exported.tokenizer else list(range(100, 164))
     options = {"context": exported.context, "kv": exported.kv}
-    package = measure(exported, prompt, asked["decode"], 2, **options)
-    model = measure(exported.inner, prompt, asked["decode"], 2, **options)
+    package = measure(exported, prompt, asked["decode"], 1, **options)
+    model = measure(exported.inner, prompt, asked["decode"], 1, **options)
     rows = {}
     for name, found in package.items():
         own = model[name]
@@ -105,6 +106,12 @@ def spread(exports: list[dict[str, Any]]) -> dict[str, list[float]]:
     for name in ("gpu_used_bytes", "gpu_reserved_bytes", "host_peak_bytes"):
         found[name] = [max(phase.get(name, 0) for phase in one["phases"]) for one in exports]
     return {name: [min(values), max(values)] for name, values in found.items()}
+
+
+def text_of(record: dict[str, Any]) -> str:
+    """A record as JSON, with a line for each point of a curve."""
+    numbers = re.compile(r"\[\s+(-?[\d.e+-]+(?:,\s+-?[\d.e+-]+)*)\s+\]")
+    return numbers.sub(lambda found: "[" + re.sub(r"\s+", " ", found[1]) + "]", json.dumps(record, indent=1)) + "\n"
 
 
 def _process(what: str, asked: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
@@ -136,7 +143,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="where the record goes (JSON)")
     given = vars(parser.parse_args(arguments))
     folder, runs, decode, out = (given.pop(name) for name in ("folder", "runs", "decode", "out"))
-    text = json.dumps(bench(given, folder, runs, decode), indent=1) + "\n"
+    text = text_of(bench(given, folder, runs, decode))
     if out:
         out.write_text(text)
     print(text)

@@ -33,8 +33,7 @@ from toolkit.kernels.tune.cards import Card, find_card
 from toolkit.loading import load
 from toolkit.models.cache import Ring
 from toolkit.models.ops.define import LEAST_CAPABILITY
-from toolkit.planning import Levers, Plan, plan_of
-from toolkit.replaying import CONTEXT_BYTES
+from toolkit.planning import BARE_CONTEXT, Levers, Plan, plan_of
 from toolkit.units import bytes_text, parse_bytes
 
 __all__ = ["Exported", "Package", "export", "load_exported"]
@@ -331,7 +330,7 @@ def _held_to(budget: int | None, device: Device) -> AbstractContextManager[Any]:
     """The GPU's allocator gives no more than the budget, less what CUDA itself takes."""
     if budget is None or device.torch.type != "cuda":
         return nullcontext()
-    return cap(budget - CONTEXT_BYTES, device) or nullcontext()
+    return cap(budget - BARE_CONTEXT, device) or nullcontext()
 
 
 def _context(model: Any, context: int | None) -> int:

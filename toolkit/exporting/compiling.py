@@ -104,7 +104,9 @@ def key_of(program: Any, card: Card | None) -> str:
     shapes = [str(node.meta.get("val")) for node in program.graph.nodes if node.op == "placeholder"]
     constants = {name: _values(value) for name, value in program.constants.items()}
     made: tuple[Any, ...] = (torch.__version__, sorted(OPTIONS.items()), sorted(processor().items()), os.environ.get("CXX", ""))
-    if card is not None:
+    if card is None:
+        made = (*made, torch.get_num_threads())  # code for the CPU uses as many
+    else:
         made = (*made, sorted(inductor.OPTIONS.items()), torch.version.cuda, triton_version(), card.facts)
     launched = [] if card is None else _launches(program)
     return (

@@ -19,6 +19,7 @@ from toolkit.loading.progress import REPORTS_PER_S, is_watched
 
 SAMPLES_PER_S = 20  # of memory
 STEP_BYTES = 8 << 20  # by which the host's memory has to change to be noted
+POINTS = 200  # of a phase's curve
 
 Progress = Callable[[str, float, str], None]
 
@@ -100,7 +101,7 @@ class Sampler:
         self._ended.set()
         self._thread.join()
         self._sample()
-        found: dict[str, Any] = {"curve": self.curve}
+        found: dict[str, Any] = {"curve": _thinned(self.curve)}
         if self.device is not None:
             found["gpu_used_bytes"] = max(used for _, _, used in self.curve)
             found["gpu_used_by"] = "process" if in_use(self.device)[1] else "card"
@@ -115,6 +116,12 @@ class Sampler:
         now, last = memory_now(self.device), self.curve[-1][1:] if self.curve else (0, 0)
         if now[1] != last[1] or abs(now[0] - last[0]) >= STEP_BYTES:
             self.curve.append((round(time.perf_counter() - self._began, 3), *now))
+
+
+def _thinned(curve: list[tuple[float, int, int]]) -> list[tuple[float, int, int]]:
+    """At most `POINTS` of a curve: of neighbours the one with the most, so that no peak is lost."""
+    each = -(-len(curve) // POINTS)
+    return [max(curve[i : i + each], key=lambda point: (point[2], point[1])) for i in range(0, len(curve), each)]
 
 
 def memory_now(device: torch.device | None) -> tuple[int, int]:

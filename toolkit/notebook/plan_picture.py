@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.notebook.model import COLOURS
+from toolkit.notebook import model
 from toolkit.planning import Phase, Plan
 from toolkit.units import bytes_text
 
@@ -33,6 +33,7 @@ PARTS = (
     "staging",
     "host",
 )
+COLOURS = (*model.COLOURS, "#00707a", "#b3123a", "#566500", "#4a4fc4")  # one for each part
 NOTE = "Predicted from shapes: weights and states by the allocator's own rules; what CUDA takes was measured once, on an H200."
 
 
@@ -118,7 +119,7 @@ def _boxed(parts: Iterable[str]) -> str:
 
 
 def _colour(part: str) -> str:
-    return COLOURS[PARTS.index(part) % len(COLOURS)]
+    return COLOURS[PARTS.index(part)]
 
 
 def _shown(phase: Phase, on_cpu: bool) -> dict[str, int]:
@@ -188,7 +189,7 @@ def _keys(parts: Iterable[str]) -> str:
 def _levers(plan: Plan) -> str:
     rows = "".join(
         f'<tr><th scope="row">{escape(pull.lever.replace("_", " "))}</th><td>{bytes_text(pull.saves_bytes)}</td>'
-        f'<td class="tk-left">{escape(pull.why)}</td></tr>'
+        f'<td class="tk-left tk-words">{escape(pull.why)}</td></tr>'
         for pull in plan.pulled
     )
     head = '<tr><th scope="col">lever</th><th scope="col">saves</th><th scope="col" class="tk-left">why</th></tr>'

@@ -1,0 +1,108 @@
+"""The processes that compile: what they answer, how they end, and what of their memory is seen."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from toolkit.devices import cuda, host
+from toolkit.errors import PackageError
+from toolkit.exporting import skeleton
+from toolkit.exporting.compilers import Compilers
+from toolkit.exporting.progress import POINTS, _thinned
+
+
+@pytest.fixture
+def compilers(model):
+    with Compilers(skeleton.to_plain(model), 64, None, None, 1) as found:
+        yield found
+
+
+def test_a_piece_that_is_traced_otherwise_is_not_compiled(compilers):
+    with pytest.raises(PackageError, match=r"layers\.0 decode came out otherwise"):
+        compilers.submit("layers.0", "decode", "another key").result(120)
+
+
+def test_one_that_dies_says_so(compilers):
+    future = compilers.submit("layers.0", "decode", "any")
+    while not compilers._workers:
+        time.sleep(0.01)
+    os.kill(compilers._workers[0]._process.pid, signal.SIGKILL)
+    with pytest.raises(PackageError, match="the compiling process ended by signal 9"):
+        future.result(60)
+
+
+def test_nothing_is_left_of_them(model):
+    with Compilers(skeleton.to_plain(model), 64, None, None, 1) as compilers:
+        future, folder = compilers.submit("layers.0", "decode", "any"), Path(compilers._folder.name)
+        while not compilers._workers:
+            time.sleep(0.01)
+        process = compilers._workers[0]._process
+        assert folder.is_dir()
+    assert process.returncode == -signal.SIGKILL
+    assert not folder.exists()
+    with pytest.raises(PackageError):
+        future.result(0)
+
+
+def test_they_end_with_a_process_that_was_killed(tmp_path):
+    code = (
+        "import sys, time; from tests.exporting.test_compilers import module; "
+        "found = module._Worker({'model': {}, 'context': 64, 'kv': None, 'card': None, 'folder': '.'}); "
+        "print(found._process.pid, flush=True); time.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    worker = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    for _ in range(600):
+        if not Path(f"/proc/{worker}").exists() or "\nState:\tZ" in Path(f"/proc/{worker}/status").read_text():
+            return
+        time.sleep(0.05)
+    os.kill(worker, signal.SIGKILL)
+    pytest.fail("a compiling process lived on")
+
+
+def test_memory_of_what_was_started_is_seen():
+    before = host.started_bytes()
+    code = "import sys; held = b'1' * (64 << 20); print(flush=True); sys.stdin.read()"
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    child.stdout.readline()
+    assert host.started_bytes() - before >= 64 << 20
+    child.communicate()
+    assert host.started_bytes() - before < 64 << 20
+
+
+def test_a_long_curve_keeps_its_peaks():
+    curve = [(float(i), i % 1000, 7) for i in range(5000)]
+    thin = _thinned(curve)
+    assert len(thin) <= POINTS
+    assert max(held for _, held, _ in thin) == 999
+    assert [at for at, _, _ in thin] == sorted(at for at, _, _ in thin)
+    assert _thinned(curve[:POINTS]) == curve[:POINTS]
+
+
+@pytest.mark.parametrize(
+    ("listed", "want"),
+    [([(1, 5), (os.getpid(), 520)], (520, True)), ([(1, 5)], (60, False)), ([(os.getpid(), None)], (60, False))],
+    ids=["told", "not among them", "not said"],
+)
+def test_in_use_of_a_gpu_is_the_processs_own_where_the_driver_tells(monkeypatch, listed, want):
+    processes = [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in listed]
+    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(nvmlDeviceGetComputeRunningProcesses=lambda handle: processes))
+    monkeypatch.setattr(cuda, "_nvml_handle", lambda index: index)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40, 100))
+    assert cuda.in_use(torch.device("cuda", 0)) == want
+
+
+def test_without_nvml_it_is_the_cards(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40, 100))
+    assert cuda.in_use(torch.device("cuda", 0)) == (60, False)
