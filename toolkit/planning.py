@@ -8,7 +8,9 @@ levers that lower it; a plan pulls those it needs, and says what each saves and 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -376,12 +378,17 @@ def allocated_bytes(sizes: Iterable[int]) -> int:
 
 
 def _host_bytes() -> int:
+    """The host's memory, or what a container may take of it."""
     import os
 
     try:
-        return int(os.sysconf("SC_PHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE"))
+        most = int(os.sysconf("SC_PHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE"))
     except (AttributeError, ValueError, OSError):  # Windows
         return 1 << 62
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # "max", or no such file
+            most = min(most, int(Path(path).read_text()))
+    return most
 
 
 def text(plan: Plan) -> str:

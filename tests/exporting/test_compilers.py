@@ -45,7 +45,7 @@ def test_nothing_is_left_of_them(model):
             time.sleep(0.01)
         process = compilers._workers[0]._process
         assert folder.is_dir()
-    assert process.returncode == -signal.SIGKILL
+    assert process.returncode == -signal.SIGTERM
     assert not folder.exists()
     with pytest.raises(PackageError):
         future.result(0)
@@ -53,17 +53,20 @@ def test_nothing_is_left_of_them(model):
 
 def test_they_end_with_a_process_that_was_killed(tmp_path):
     code = (
-        "import sys, time; from tests.exporting.test_compilers import module; "
-        "found = module._Worker({'model': {}, 'context': 64, 'kv': None, 'card': None, 'folder': '.'}); "
+        "import sys, time; from toolkit.exporting.compilers import _Worker; about = dict(model={}, context=64, kv=None, "
+        "card=None, folder=sys.argv[1], threads=1, default_dtype='float32'); found = _Worker(about); "
         "print(found._process.pid, flush=True); time.sleep(60)"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    folder = tmp_path / "between"
+    folder.mkdir()
+    parent = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True)
     worker = int(parent.stdout.readline())
     parent.kill()
     parent.wait()
     parent.stdout.close()
     for _ in range(600):
         if not Path(f"/proc/{worker}").exists() or "\nState:\tZ" in Path(f"/proc/{worker}/status").read_text():
+            assert not folder.exists()
             return
         time.sleep(0.05)
     os.kill(worker, signal.SIGKILL)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -151,6 +152,26 @@ def test_a_cancelled_export_leaves_what_was_there(model, package, tmp_path):
         tk.load_exported(tmp_path / "new")
     tk.export(model, tmp_path / "new", context=64, progress=False)
     assert not list((tmp_path / "new").glob("*.partial"))
+
+
+def test_a_model_can_be_used_while_it_is_exported(model, exported, tmp_path):
+    own, said = model.device, []
+
+    def look(phase, share, what):
+        assert model.device is own
+        if phase == "compile decode" and not said:
+            said.append(tokens(model))
+
+    tk.export(model, tmp_path / "out", context=CONTEXT, progress=look)
+    assert said == [tokens(model)]
+
+
+def test_one_model_is_exported_twice_at_once(model, exported, tmp_path):
+    own = model.device
+    with ThreadPoolExecutor(2) as threads:
+        made = [threads.submit(tk.export, model, tmp_path / name, context=CONTEXT, progress=False) for name in "ab"]
+        assert [future.result().manifest["compiled"] for future in made] == [exported.manifest["compiled"]] * 2
+    assert model.device is own
 
 
 def test_progress_names_every_phase(model, tmp_path):

@@ -33,8 +33,9 @@ def bench(asked: dict[str, Any], folder: Path, runs: int, decode: int) -> dict[s
     exports = []
     for _ in range(runs):
         shutil.rmtree(folder, ignore_errors=True)
-        with tempfile.TemporaryDirectory() as cache:
-            exports.append(_process("export", asked | {"folder": str(folder)}, {"TOOLKIT_CACHE": cache}))
+        with tempfile.TemporaryDirectory() as fresh:
+            caches = dict.fromkeys(("TOOLKIT_CACHE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TMPDIR"), fresh)
+            exports.append(_process("export", asked | {"folder": str(folder)}, caches))
     found = exports[-1].pop("about") | {"asked": asked}
     for one in exports[:-1]:
         del one["about"]

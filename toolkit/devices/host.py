@@ -33,20 +33,23 @@ def resident_bytes() -> int:
 
 
 def started_bytes() -> int:
-    """What the processes that this one started hold of the host's memory by themselves, and those that they started.
+    """What the processes that this one started, and those that they started, hold of the host's memory beside files' pages.
 
-    Code that several of them run is left out. 0 where the system doesn't tell.
+    0 where the system doesn't tell.
     """
     return sum(_own_bytes(pid) for pid in _started(os.getpid()))
 
 
 def _started(pid: int) -> list[int]:
-    try:
-        threads = os.listdir(f"/proc/{pid}/task")
-        children = [int(word) for t in threads for word in Path(f"/proc/{pid}/task/{t}/children").read_text().split()]
-    except (OSError, ValueError):  # it ended meanwhile, or this system has no such list
-        return []
+    children = [int(word) for path in Path("/proc").glob(f"{pid}/task/*/children") for word in _text(path).split()]
     return [*children, *(deeper for child in children for deeper in _started(child))]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # of a thread that ended meanwhile
+        return ""
 
 
 def _own_bytes(pid: int) -> int:

@@ -11,7 +11,7 @@ import datetime
 import os
 import shutil
 import threading
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ import toolkit
 from toolkit import tokenizer as tokenizers
 from toolkit.budgeting import budget as cap
 from toolkit.devices.base import Device, open_device
-from toolkit.errors import DeviceError, ModelError, PackageError
+from toolkit.errors import CancelledError, DeviceError, ModelError, PackageError, ToolkitError
 from toolkit.exporting import compiling, inductor, package, skeleton, weights
 from toolkit.exporting.compilers import Compilers
 from toolkit.exporting.pieces import LEAST, METHODS, Anatomy, Piece, compiled_for
@@ -95,7 +95,7 @@ def export(
     `tk.generate`). `share`: another package with
     the same weights, whose file is linked rather than written again. `progress` is True (a line on a terminal), False, or a
     function of (phase, share done, what) that is called at most ten times a second; once `cancel` is set the export ends
-    within a second.
+    within seconds.
 
     A killed or cancelled export leaves the package that was there before, or none; exporting again takes up what was done.
     Raises BudgetError (before any work, with the smallest budget that would do), DeviceError (a virtual GPU, a GPU before
@@ -119,8 +119,10 @@ def export(
         package.check_disk(folder, weights.size_of(model) if not list(folder.glob("weights-*")) else 0)
         files: dict[str, dict[str, Any]] = {}
         compiled: dict[str, dict[str, str]] = {}
-        with compiled_for(model, card), Compilers(plain, context, kv, card, foreseen.compilers) as compilers:
-            anatomy = Anatomy(model, context, kv)
+        shapes = _shapes_alone(model, plain)
+        with Compilers(plain, context, kv, card, foreseen.compilers) as compilers:
+            with compiled_for(shapes, card):
+                anatomy = Anatomy(shapes, context, kv)
             for method in METHODS:
                 with watch.phase(f"compile {method}"):
                     _compile(anatomy, method, compilers, folder, files, compiled, watch, card)
@@ -142,10 +144,10 @@ def load_exported(
 ) -> Exported:
     """The model in a package, ready for `tk.generate`; its weights are mapped (on the CPU) or copied once (to a GPU).
 
-    Every file is checked against the hash that the manifest names before it is used. Hashes say that a package is whole, not
-    who made it, and it holds native code that runs with all your rights: one that wasn't made by this user on this machine
-    is loaded with `trust=True` alone. Raises PackageError for what isn't a whole package, was changed, is of a newer format, of
-    another PyTorch or for another processor; `found` and `do` say which.
+    Every file is checked against its hash in the manifest: code before it is loaded, weights while they are. Hashes say that a
+    package is whole, not who made it, and it holds native code that runs with all your rights: one that wasn't made by this
+    user on this machine is loaded with `trust=True` alone. Raises PackageError for what isn't a whole package, was changed, is
+    of a newer format, of another PyTorch or for another processor; `found` and `do` say which.
     """
     folder = Path(path).expanduser()
     manifest, own = package.read_manifest(folder)
@@ -156,25 +158,60 @@ def load_exported(
     target = _check_target(folder, manifest, device)
     watch = Watch(f"loading {folder}", progress, None)
     files = manifest["files"]
-    with watch.phase("verify"):
-        step = watch.bytes(sum(entry["bytes"] for name, entry in files.items() if name.startswith("weights-")))
-        for name, entry in files.items():
-            if name.startswith("weights-"):
-                package.verify(folder, name, entry, step)
-        data = {name: package.verified(folder, name, entry) for name, entry in files.items() if not name.startswith("weights-")}
-    model = skeleton.from_plain(manifest["model"], target)
     weights_name = next(name for name in files if name.startswith("weights-"))
-    if weights.shapes_in(folder / weights_name) != skeleton.shapes_of(model):
-        raise PackageError(f"package {folder}", "its weights aren't those of the model it describes", package.AGAIN)
+    with watch.phase("verify"):
+        data = {name: package.verified(folder, name, entry) for name, entry in files.items() if name != weights_name}
+    model = skeleton.from_plain(manifest["model"], target)
     with watch.phase("weights"):
-        weights.assign_from(folder / weights_name, model, target.torch, lambda n, name: None)
+        _fill(model, folder, weights_name, files[weights_name], target.torch, watch)
     if "tokenizer.json" in files:
         model.tokenizer = tokenizers.from_bytes(data["tokenizer.json"], f"package {folder}")
     runs = {name: compiling.load_piece(held, target.torch) for name, held in data.items() if name.startswith("methods/")}
     return Exported(model, folder, manifest, runs)
 
 
+def _fill(model: Any, folder: Path, name: str, entry: dict[str, Any], device: torch.device, watch: Watch) -> None:
+    """Give a model the weights of a package, hashed meanwhile. PackageError where they were changed: then it has none."""
+    ended, hashed, beside = threading.Event(), [0], ThreadPoolExecutor(1)
+
+    def step(n: int, _: str) -> None:
+        hashed[0] += n
+        if ended.is_set():
+            raise CancelledError(f"loading {folder}", "it ended", "Load it again")
+
+    def tell(*_: Any) -> None:
+        watch.step(hashed[0] / max(entry["bytes"], 1), name)
+
+    verifying = beside.submit(package.verify, folder, name, entry, step)
+    try:
+        try:
+            if weights.shapes_in(folder / name) != skeleton.shapes_of(model):
+                raise PackageError(f"package {folder}", "its weights aren't those of the model it describes", package.AGAIN)
+            weights.assign_from(folder / name, model, device, tell)
+        except ToolkitError:
+            verifying.result()  # what is wrong with a file that was changed is that
+            raise
+        while not wait([verifying], timeout=0.1).done:
+            tell()
+        verifying.result()
+    except BaseException:
+        ended.set()
+        for module in model.modules():  # a traceback may hold them
+            module._parameters.clear()
+        raise
+    finally:
+        beside.shutdown()
+
+
 # ---- the parts of an export
+
+
+def _shapes_alone(model: Any, plain: dict[str, Any]) -> Any:
+    """A model without values, to be taken apart in place of `model`, which somebody may use meanwhile."""
+    found = skeleton.from_plain(plain, None)
+    if skeleton.shapes_of(found) != skeleton.shapes_of(model):
+        raise ModelError("an export", "its weights aren't those of a model that was loaded: changed since?", "Load it again")
+    return found
 
 
 def _compile(
@@ -187,7 +224,8 @@ def _compile(
     found: dict[str, compiling.Compiled] = {}
     for piece in wanted:
         watch.step(0.0, f"tracing {piece.name}")
-        key = compiling.key_of(compiling.trace(anatomy.traceable(piece, method)), card)
+        with compiled_for(anatomy.model, card):
+            key = compiling.key_of(compiling.trace(anatomy.traceable(piece, method)), card)
         kept = compiling.find_kept(key)
         if kept is None:
             pending[piece.name] = compilers.submit(piece.name, method, key)
@@ -220,7 +258,7 @@ def _weights(model: Any, folder: Path, share: str | os.PathLike[str] | None, wat
         sha256 = weights.hash_of(model, watch.bytes(size))
         name = f"weights-{sha256[:16]}.safetensors"
         for path in there:
-            if path.name == name and _is_whole(path, sha256, size):
+            if path.name == name and _is_whole(path, sha256, size, watch.bytes(size)):
                 _link(path, folder / name)
                 return {name: {"sha256": sha256, "bytes": size}}
     partial = folder / "weights.partial"
@@ -239,9 +277,9 @@ def _weights_of(other: Path) -> list[Path]:
     return [other / name for name in package.read_manifest(other)[0]["files"] if name.startswith("weights-")]
 
 
-def _is_whole(path: Path, sha256: str, size: int) -> bool:
+def _is_whole(path: Path, sha256: str, size: int, step: Any) -> bool:
     try:
-        package.verify(path.parent, path.name, {"sha256": sha256, "bytes": size}, lambda n, name: None)
+        package.verify(path.parent, path.name, {"sha256": sha256, "bytes": size}, step)
     except PackageError:
         return False
     return True
@@ -272,7 +310,7 @@ def _manifest(
     model: Any, plain: dict[str, Any], anatomy: Anatomy, compiled: dict[str, Any], files: dict[str, Any], foreseen: Plan,
     watch: Watch, card: Card | None,
 ) -> dict[str, Any]:  # fmt: skip
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in anatomy.model.named_parameters()}
     post, scalar = anatomy.last
     rings = [state.size for state in anatomy.cache.states if isinstance(state, Ring)]
     return {

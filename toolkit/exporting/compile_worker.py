@@ -9,10 +9,14 @@ from __future__ import annotations
 import json
 import os
 import queue
+import shutil
+import signal
 import sys
 import tempfile
 import threading
 from typing import Any
+
+import torch
 
 from toolkit.errors import PackageError
 from toolkit.exporting import compiling, inductor, skeleton
@@ -42,8 +46,12 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what compilers print is no answer
     lines: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(lines,), daemon=True).start()
+    folder: list[str] = []
+    threading.Thread(target=_read, args=(lines, folder), daemon=True).start()
     about = lines.get()
+    folder.append(about["folder"])
+    torch.set_num_threads(about["threads"])  # code for the CPU uses as many as there are where it is compiled
+    torch.set_default_dtype(getattr(torch, about["default_dtype"]))
     card = None if about["card"] is None else Card.from_plain(about["card"])
     model = skeleton.from_plain(about["model"], None)
     if card is not None:
@@ -55,10 +63,14 @@ def main() -> None:
             answers.flush()
 
 
-def _read(lines: queue.SimpleQueue[dict[str, Any]]) -> None:
-    """Hand on what is asked; end the process where nobody is there any more, also while it compiles."""
+def _read(lines: queue.SimpleQueue[dict[str, Any]], folder: list[str]) -> None:
+    """Hand on what is asked. Where nobody is there any more, end, also in the middle of compiling, and leave nothing."""
     for line in sys.stdin:
         lines.put(json.loads(line))
+    if folder:
+        shutil.rmtree(folder[0], ignore_errors=True)
+    if hasattr(os, "killpg") and os.getpgid(0) == os.getpid():
+        os.killpg(0, signal.SIGTERM)  # compilers, too
     os._exit(0)
 
 

@@ -14,6 +14,7 @@ import os
 import platform
 import shutil
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -32,6 +33,7 @@ from toolkit.kernels.tune.store import cache_folder
 from toolkit.models.ops.define import describe_launches
 
 KEPT = 256  # compiled pieces; the oldest go
+STALE_S = 3600.0
 OPTIONS: dict[str, Any] = {
     "emulate_precision_casts": True,  # rounds between fused operations as the operations by themselves do: same tokens
     # What tracing took to be so of shapes. The asserts say no more than that a view of a cache is none of all of it, and one
@@ -51,7 +53,7 @@ class Compiled:
 
 
 def compile_program(program: Any, key: str, card: Card | None, folder: str) -> Compiled:
-    """Native code for a traced piece, for the GPU `card` or the CPU, kept under `key`; `folder` is for what comes between.
+    """Native code for a traced piece, for the GPU `card` or the CPU, kept under `key`; it is put together in `folder`.
 
     Raises PackageError where there is no C++ compiler, or with what it said.
     """
@@ -162,6 +164,9 @@ def _keep(key: str, data: bytes) -> Compiled:
     sha256, folder = hashlib.sha256(data).hexdigest(), _folder()
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.glob("*.partial"):  # of a process that was killed
+            if time.time() - path.stat().st_mtime > STALE_S:
+                path.unlink()
         with tempfile.NamedTemporaryFile(dir=folder, suffix=".partial", delete=False) as file:
             file.write(data)
         os.replace(file.name, folder / f"{key}-{sha256}.pt2")

@@ -2,7 +2,7 @@
 
 Files are named by what they hold and only ever added; the manifest is replaced last, in one step, and then what it no longer
 names goes. So a kill at any moment leaves the package that was there before, or none, and an export into the same folder takes
-up what it finds. What a manifest names is checked, byte for byte, before any of it is used.
+up what it finds. What a manifest names is checked, byte for byte, before any code of it is loaded.
 """
 
 from __future__ import annotations

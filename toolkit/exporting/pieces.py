@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, is_dataclass, replace
@@ -64,24 +65,30 @@ class Traceable:
     mode: FakeTensorMode
 
 
+_tracing = threading.Lock()  # what is compiled for is one for the whole process
+
+
 @contextmanager
 def compiled_for(model: Any, card: Card | None) -> Iterator[None]:
-    """Inside, the model says that it is on what is compiled for, a GPU that needn't be there, or the CPU; its weights stay."""
+    """Inside, `model` says that it is on what is compiled for: a GPU that needn't be there, or the CPU.
+
+    For a model of its own (see `skeleton`), since nothing else works with it meanwhile; other threads wait.
+    """
     own, kind = model.device, "cpu" if card is None else "cuda:0"
-    model.device = SimpleNamespace(torch=torch.device(kind), name=kind)
-    try:
-        with nullcontext() if card is None else compiling_for(card):
+    with _tracing, nullcontext() if card is None else compiling_for(card):
+        model.device = SimpleNamespace(torch=torch.device(kind), name=kind)
+        try:
             yield
-    finally:
-        model.device = own
+        finally:
+            model.device = own
 
 
 class Anatomy:
     """A model taken apart: its `pieces` in the order in which they run, and what to trace for each.
 
     `context`: for how many tokens a cache is made, `kv` in what it holds keys and values. To be made and used inside
-    `compiled_for`; the weights may be anywhere. Raises ModelError for a model whose layers pass more to each other than
-    the residual.
+    `compiled_for`; weights may be anywhere, or nowhere. Raises ModelError for a model whose layers pass more to each other
+    than the residual.
     """
 
     def __init__(self, model: Any, context: int, kv: str | None = None) -> None:

@@ -45,8 +45,8 @@ class Watch:
         """One phase: its seconds, and the most of the host's and of a CUDA GPU's memory while it ran."""
         self._now, began, scope = name, time.perf_counter(), host.begin()
         sampler = Sampler(self.device)
-        self.step(0.0, "", always=True)
         try:
+            self.step(0.0, "", always=True)
             yield
         finally:
             sampled = sampler.end()
