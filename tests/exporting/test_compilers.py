@@ -40,10 +40,10 @@ def test_one_that_dies_says_so(compilers):
 
 def test_nothing_is_left_of_them(model):
     with Compilers(skeleton.to_plain(model), 64, None, None, 1) as compilers:
-        future, folder = compilers.submit("layers.0", "decode", "any"), Path(compilers._folder.name)
+        future = compilers.submit("layers.0", "decode", "any")
         while not compilers._workers:
             time.sleep(0.01)
-        process = compilers._workers[0]._process
+        process, folder = compilers._workers[0]._process, Path(compilers._folder.name)
         assert folder.is_dir()
     assert process.returncode == -signal.SIGTERM
     assert not folder.exists()

@@ -36,22 +36,17 @@ class Compilers:
     """At most `most` processes, each started when it is first needed. To be closed, which ends them.
 
     `plain` is the model (see `skeleton`), with caches for `context` tokens in `kv`; `card` the GPU to compile for (None: CPU).
-    Raises PackageError where there is no room for their files.
     """
 
     def __init__(self, plain: dict[str, Any], context: int, kv: str | None, card: Card | None, most: int) -> None:
-        try:
-            self._folder = tempfile.TemporaryDirectory(prefix="toolkit-export-", ignore_cleanup_errors=True)
-        except OSError as error:
-            raise _no_room(error) from error
         self._about = {
             "model": plain, "context": context, "kv": kv, "card": None if card is None else card.to_plain(),
-            "folder": self._folder.name, "threads": torch.get_num_threads(),
-            "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+            "threads": torch.get_num_threads(), "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
         }  # fmt: skip
         self._most, self._jobs = most, queue.SimpleQueue[Job | None]()
         self._lock, self._workers, self._closed = threading.Lock(), list[_Worker](), False
         self._threads: list[threading.Thread] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None  # there once a process is
 
     def submit(self, piece: str, method: str, key: str) -> Future[Compiled]:
         """Have a piece compiled; the future raises PackageError with what the compiler said."""
@@ -76,7 +71,8 @@ class Compilers:
             self._jobs.put(None)
         for thread in self._threads:
             thread.join()
-        self._folder.cleanup()
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def _work(self) -> None:
         """What one thread does: a process, and job after job for it."""
@@ -97,7 +93,9 @@ class Compilers:
         with self._lock:
             if self._closed:
                 raise PackageError("compiling a layer", "the export has ended", "Export again: it goes on")
-            self._workers.append(_Worker(self._about))
+            if self._folder is None:
+                self._folder = tempfile.TemporaryDirectory(prefix="toolkit-export-", ignore_cleanup_errors=True)
+            self._workers.append(_Worker(self._about | {"folder": self._folder.name}))
             return self._workers[-1]
 
 
