@@ -46,10 +46,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what compilers print is no answer
     lines: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    folder: list[str] = []
-    threading.Thread(target=_read, args=(lines, folder), daemon=True).start()
+    threading.Thread(target=_read, args=(lines,), daemon=True).start()
     about = lines.get()
-    folder.append(about["folder"])
     torch.set_num_threads(about["threads"])  # code for the CPU uses as many as there are where it is compiled
     torch.set_default_dtype(getattr(torch, about["default_dtype"]))
     card = None if about["card"] is None else Card.from_plain(about["card"])
@@ -63,12 +61,15 @@ def main() -> None:
             answers.flush()
 
 
-def _read(lines: queue.SimpleQueue[dict[str, Any]], folder: list[str]) -> None:
+def _read(lines: queue.SimpleQueue[dict[str, Any]]) -> None:
     """Hand on what is asked. Where nobody is there any more, end, also in the middle of compiling, and leave nothing."""
+    folder = None
     for line in sys.stdin:
-        lines.put(json.loads(line))
+        asked = json.loads(line)
+        folder = folder or asked["folder"]  # what comes first is about the model
+        lines.put(asked)
     if folder:
-        shutil.rmtree(folder[0], ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
     if hasattr(os, "killpg") and os.getpgid(0) == os.getpid():
         os.killpg(0, signal.SIGTERM)  # compilers, too
     os._exit(0)
