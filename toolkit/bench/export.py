@@ -4,7 +4,7 @@
 
 Every export is a process of its own that compiles all anew, so that the GPU's memory in use is that export's and nothing else
 has to run on the GPU meanwhile. The last package is then loaded by another process, which decodes under every strategy: by the
-compiled code, and by the model that its weights make, in turn.
+compiled code, then by the model that its weights make.
 """
 
 from __future__ import annotations

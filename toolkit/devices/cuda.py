@@ -129,8 +129,7 @@ class CudaGpu(Device):
 
     def _set_limit(self, n_bytes: int | None) -> None:
         total = torch.cuda.get_device_properties(self.index).total_memory
-        share = 1.0 if n_bytes is None else min((n_bytes + 0.5) / total, 1.0)  # of which the allocator takes whole bytes
-        torch.cuda.set_per_process_memory_fraction(share, self.index)
+        torch.cuda.set_per_process_memory_fraction(1.0 if n_bytes is None else min(n_bytes / total, 1.0), self.index)
 
     def _end(self) -> None:
         """Stop noting lines, and the profiler."""

@@ -47,10 +47,12 @@ def _draw_part(part: Tensor, name: str, scheme: Scheme, generator: torch.Generat
     middle = (levels - 1) / 2
     fine = sum(FINE) / 2 if scheme.steps else 1.0
     if name in ("codes", "high"):
-        words = part.flatten().view(torch.int64) if part.is_contiguous() and part.nbytes % 8 == 0 else part
-        words.random_(
-            torch.iinfo(words.dtype).min, None, generator=generator
-        )  # every bit, eight bytes at a time where that goes
+        if part.device.type == "cpu" and part.is_contiguous() and part.nbytes % 8 == 0:
+            # there one number is drawn after the other: of eight bytes each, every bit at random
+            part.flatten().view(torch.int64).random_(torch.iinfo(torch.int64).min, None, generator=generator)
+        else:
+            signed = part.dtype == torch.int8
+            part.random_(-128 if signed else 0, 128 if signed else 256, generator=generator)
     elif name in ("scales", "minima") and scheme.steps:
         part.random_(*FINE, generator=generator)
     else:
