@@ -13,6 +13,13 @@ import torch
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")  # as tests/browser looks for them
 
 
+@pytest.fixture(autouse=True, scope="module")
+def frozen():
+    """What is there before a module's tests stays: their garbage is looked for among what they made, not in all of PyTorch."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def empty_card():
     """The virtual H200 without what other tests left to the garbage collector and in the allocator's cache."""

@@ -65,6 +65,7 @@ def test_logits_are_the_models(model, loaded):
     ],
     ids=["gemma4", "qwen3.5-moe in int8"],
 )
+@pytest.mark.timeout(600)  # a minute and a half where nothing else runs
 def test_other_models_and_schemes(name, options, tmp_path):
     kv = options.get("kv")
     ours = tk.load(name, device="cpu", progress=False, scheme=options.get("scheme"))
@@ -77,13 +78,16 @@ def test_other_models_and_schemes(name, options, tmp_path):
             made.new_cache(64, "int4")
 
 
-def test_a_new_process_loads_it(exported, model):
+def test_a_new_process_loads_it_and_needs_no_compiler(exported, model, tmp_path):
     code = (
         "import sys, toolkit as tk\n"
         "run = tk.generate(tk.load_exported(sys.argv[1]), sys.argv[2], max_new_tokens=24, record=False, eos=())\n"
         "print(list(run.tokens), run.text)"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(exported.path), PROMPT], capture_output=True, text=True, timeout=120)
+    run = [sys.executable, "-c", code, str(exported.path), PROMPT]
+    bare = {**os.environ, "PATH": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    bare.pop("CXX", None)
+    done = subprocess.run(run, capture_output=True, text=True, timeout=120, env=bare)
     assert done.stdout.startswith(str(list(tokens(model)))), done.stderr
     assert "Paris" in done.stdout
 

@@ -6,6 +6,7 @@ import os
 import random
 
 import pytest
+import torch
 
 import toolkit as tk
 from toolkit.errors import PackageError
@@ -20,9 +21,11 @@ def rewrite(folder, **changes):
 
 
 @pytest.fixture(autouse=True)
-def nothing_runs(monkeypatch):
-    """Loading native code is a failure here, but where a test says otherwise."""
+def loads(monkeypatch):
+    """Loading native code is a failure here, but where a test says otherwise: by this."""
+    load = compiling.load_piece
     monkeypatch.setattr(compiling, "load_piece", lambda data, device: pytest.fail("code of a bad package was loaded"))
+    return load
 
 
 def refused(folder, match, **options):
@@ -150,3 +153,11 @@ def test_what_is_no_package(tmp_path):
 def test_on_another_device(package):
     with pytest.raises(PackageError, match="it was exported for the CPU"):
         tk.load_exported(package, "virtual:h200", trust=True, progress=False)
+
+
+def test_code_that_does_not_load(monkeypatch, loads, tmp_path):
+    with pytest.raises(PackageError, match=r"can't be loaded by way of .* Make room there"):
+        loads(b"no archive", torch.device("cpu"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+    with pytest.raises(PackageError, match=r"gone \(.*No such file"):
+        loads(b"", torch.device("cpu"))

@@ -69,6 +69,18 @@ def test_out_of_memory_says_who_held_what(card):
     assert torch.cuda.get_per_process_memory_fraction() == 1.0
 
 
+def test_a_budget_is_met_to_the_byte(card):
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    for size in range(20 * MiB, 84 * MiB, 2 * MiB):
+        with tk.budget(f"{before + size} B"):
+            torch.empty(size, dtype=torch.uint8, device="cuda")
+            torch.cuda.empty_cache()
+            with pytest.raises(torch.OutOfMemoryError):
+                torch.empty(size + 1, dtype=torch.uint8, device="cuda")
+        torch.cuda.empty_cache()
+
+
 def test_somebody_elses_history_goes_on(card):
     torch.cuda.memory._record_memory_history("all")
     try:

@@ -4,7 +4,7 @@
 
 Every export is a process of its own that compiles all anew, so that the GPU's memory in use is that export's and nothing else
 has to run on the GPU meanwhile. The last package is then loaded by another process, which decodes under every strategy: by the
-compiled code, then by the model that its weights make.
+compiled code, then by the model that its weights make, and says how like their logits are.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import toolkit as tk
 from toolkit.bench.decode_copies import about, measure
@@ -90,6 +92,7 @@ def decode_both(asked: dict[str, Any]) -> dict[str, Any]:
         own = model[name]
         rows[name] = {
             "same_tokens": found["tokens"] == own["tokens"],
+            "tokens_until_another": _until_another(found["tokens"], own["tokens"]),
             "same_copies": [found["sizes"], found["outside"]] == [own["sizes"], own["outside"]],
             "ms_per_step": found["ms_per_step"],
             "model_ms_per_step": own["ms_per_step"],
@@ -98,7 +101,45 @@ def decode_both(asked: dict[str, Any]) -> dict[str, Any]:
             "copies": found["total"],
         }
     used = memory_now(exported.device.torch if exported.device.torch.type == "cuda" else None)[1]
-    return {"load_s": loaded, "steps": asked["decode"] - 1, "used_bytes_at_the_end": used, "strategies": rows}
+    return {
+        "load_s": loaded, "prompt_tokens": len(prompt), "steps": asked["decode"] - 1, "used_bytes_at_the_end": used,
+        "strategies": rows, "likeness": likeness(exported, prompt),
+    }  # fmt: skip
+
+
+def likeness(exported: Any, prompt: list[int]) -> dict[str, dict[str, float]]:
+    """How like two runs' logits are, of one token after another once half of a prompt is there: the package's to the model's,
+    and the model's to its own where that half comes in two parts, which is other sums in the same numbers.
+
+    `same`: the share of positions with the same most likely token; `off`: the difference's root mean square, over the logits'.
+    """
+    half = len(prompt) // 2
+    of_model = _logits(exported.inner, prompt, [half], exported)
+    others = {"package": _logits(exported, prompt, [half], exported)}
+    others["model in other parts"] = _logits(exported.inner, prompt, [half // 2, half], exported)
+    found = {}
+    for name, logits in others.items():
+        off = (logits - of_model).square().mean().sqrt() / of_model.square().mean().sqrt()
+        found[name] = {"same": float((logits.argmax(-1) == of_model.argmax(-1)).float().mean()), "off": float(off)}
+    return found
+
+
+def _logits(model: Any, prompt: list[int], stops: list[int], exported: Any) -> torch.Tensor:
+    """Logits [tokens, vocab] of the tokens after the last of `stops`, up to which the others are fed at once."""
+    ids = torch.tensor([prompt], device=exported.device.torch)
+    positions = torch.arange(len(prompt), device=exported.device.torch)
+    cache, starts, found = model.new_cache(exported.context, exported.kv), [0, *stops, *range(stops[-1] + 1, len(prompt))], []
+    with torch.no_grad():
+        for start, stop in zip(starts, [*starts[1:], len(prompt)], strict=True):
+            x = model.advance(model.embed(ids[:, start:stop]), positions[start:stop], cache, stop)
+            if start >= stops[-1]:
+                found.append(model.logits(x)[0, -1])
+    return torch.stack(found)
+
+
+def _until_another(tokens: list[int], own: list[int]) -> int | None:
+    """How many are the same before the first that isn't; None where all are."""
+    return next((i for i, (a, b) in enumerate(zip(tokens, own, strict=True)) if a != b), None)
 
 
 def spread(exports: list[dict[str, Any]]) -> dict[str, list[float]]:

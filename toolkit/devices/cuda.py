@@ -129,7 +129,8 @@ class CudaGpu(Device):
 
     def _set_limit(self, n_bytes: int | None) -> None:
         total = torch.cuda.get_device_properties(self.index).total_memory
-        torch.cuda.set_per_process_memory_fraction(1.0 if n_bytes is None else min(n_bytes / total, 1.0), self.index)
+        share = 1.0 if n_bytes is None else min((n_bytes + 0.5) / total, 1.0)  # it rounds the share's bytes down
+        torch.cuda.set_per_process_memory_fraction(share, self.index)
 
     def _end(self) -> None:
         """Stop noting lines, and the profiler."""

@@ -9,7 +9,6 @@ Weights are inputs of every graph: none is on any device while it is compiled. `
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import platform
 import shutil
@@ -109,7 +108,7 @@ def key_of(program: Any, card: Card | None) -> str:
     if card is None:
         made = (*made, torch.get_num_threads())  # code for the CPU uses as many
     else:
-        made = (*made, sorted(inductor.OPTIONS.items()), torch.version.cuda, triton_version(), card.facts)
+        made = (*made, sorted(inductor.OPTIONS.items()), inductor.AS_PYTORCH, torch.version.cuda, triton_version(), card.facts)
     launched = [] if card is None else _launches(program)
     return (
         digest(program.graph_module.code, shapes, str(program.range_constraints), constants, launched, made) + digest(made)[:8]
@@ -177,11 +176,20 @@ def _keep(key: str, data: bytes) -> Compiled:
 
 
 def load_piece(data: bytes, device: torch.device) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
-    """The function that verified bytes hold. Native code: it runs with all rights of this process."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        index = -1 if device.index is None else device.index
-        loaded = torch._inductor.aoti_load_package(io.BytesIO(data), run_single_threaded=True, device_index=index)
-    # by itself it parses a description of its operands at every call, which takes longer than a layer
-    run: Callable[[list[torch.Tensor]], list[torch.Tensor]] = loaded.loader.boxed_run
+    """The function that verified bytes hold. Native code: it runs with all rights of this process. PackageError where it
+    can't be loaded.
+    """
+    index = -1 if device.index is None else device.index
+    try:
+        with tempfile.NamedTemporaryFile(suffix=".pt2") as file:
+            file.write(data)
+            file.flush()
+            # not torch._inductor.aoti_load_package, which first compiles and tries a program for every kind of vectors
+            loader = torch._C._aoti.AOTIModelPackageLoader(file.name, "model", True, 1, index)  # type: ignore[attr-defined]
+    except (OSError, RuntimeError) as error:
+        found = f"it can't be loaded by way of {tempfile.gettempdir()} ({str(error).strip().splitlines()[0]:.300})"
+        do = "Make room there, or name another folder in the variable TMPDIR, one that programs may run from"
+        raise PackageError("a layer's compiled code", found, do) from error
+    # called by itself a loaded package parses a description of its operands every time, which takes longer than a layer
+    run: Callable[[list[torch.Tensor]], list[torch.Tensor]] = loader.boxed_run
     return run

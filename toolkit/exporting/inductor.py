@@ -25,6 +25,9 @@ OPTIONS: dict[str, Any] = {
     "shape_padding": False,  # times products there
 }
 
+# What Inductor would sum in another order, or by another exponential, than PyTorch's kernels do: where that is off by the last
+# bit in fp32 it is now and then another number in bf16, and by way of one of 256 experts another token. A package calls those.
+AS_PYTORCH = ("sigmoid", "_softmax", "sum", "div")
 
 _known: dict[tuple[Any, ...], list[str]] = {}  # by kernel, signature and constants: what is written
 
@@ -42,7 +45,9 @@ def compile_only_for(card: Card) -> None:
     """From now on `aoti_compile_and_package` compiles for `card`, and no GPU is used; for a process that does nothing else."""
     import torch._higher_order_ops.triton_kernel_wrap as wrap
     from torch._dynamo import device_interface
+    from torch._inductor import lowering
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+    from torch._inductor.decomposition import decompositions
     from torch._inductor.runtime import triton_helpers
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
     from torch._subclasses import FakeTensorMode
@@ -57,6 +62,10 @@ def compile_only_for(card: Card) -> None:
         with FakeTensorMode():
             tune(wrapper)
 
+    as_pytorch = [getattr(torch.ops.aten, name) for name in AS_PYTORCH]
+    torch._decomp.remove_decompositions(decompositions, as_pytorch)
+    for operation in as_pytorch:
+        lowering.make_fallback(operation, warn=False)
     absent = _interface(device_interface.CudaInterface, card)
     device_interface.get_registered_device_interfaces()  # those that there are, before one takes another's place
     device_interface.register_interface_for_device("cuda", absent)

@@ -27,7 +27,7 @@ MANIFEST = "manifest.json"
 LARGEST_MANIFEST = 64 << 20
 AGAIN = "Get the package again from where it was made, or export it anew with tk.export"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
-_CHUNK = 16 << 20
+_CHUNK = 4 << 20
 
 
 # ---- writing
@@ -208,10 +208,11 @@ def verify(folder: Path, name: str, expected: Mapping[str, Any], step: Any) -> N
     path, digest = folder / name, hashlib.sha256()
     if path.stat().st_size != expected["bytes"]:
         raise _changed(folder, name, f"it has {path.stat().st_size:,} bytes, not {expected['bytes']:,}")
-    with open(path, "rb") as file:
-        while data := file.read(_CHUNK):
-            digest.update(data)
-            step(len(data), name)
+    buffer = memoryview(bytearray(_CHUNK))
+    with open(path, "rb", buffering=0) as file:
+        while n := file.readinto(buffer):
+            digest.update(buffer[:n])
+            step(n, name)
     if digest.hexdigest() != expected["sha256"]:
         raise _changed(folder, name, "its bytes aren't those that were written")
 
