@@ -7,13 +7,12 @@ levers that lower it; a plan pulls those it needs, and says what each saves and 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from toolkit.devices.spec import CATALOGUE, GpuSpec
 from toolkit.devices.virtual_blocks import Blocks
@@ -267,8 +266,9 @@ def longest_context(sizes: Sizes, memory_bytes: int, chunk: int = 512, most: int
 
 
 def _compilers(sizes: Sizes, host_bytes: int) -> int:
-    """How many layers are compiled at once: as many as PyTorch uses threads, where the host has the memory."""
-    return max(1, min(MOST_COMPILERS, torch.get_num_threads(), (host_bytes - HOST_BASE - sizes.weights) // COMPILER))
+    """How many layers are compiled at once: as many as there are processors, where the host has the memory."""
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(MOST_COMPILERS, processors, (host_bytes - HOST_BASE - sizes.weights) // COMPILER))
 
 
 def _export(sizes: Sizes, context: int, levers: Levers, compilers: int) -> tuple[Phase, ...]:
@@ -289,8 +289,7 @@ def _export(sizes: Sizes, context: int, levers: Levers, compilers: int) -> tuple
     host = HOST_BASE + sizes.weights
     return (
         Phase("load", {**held, **({} if levers.weights_as_inputs else {"staging": STAGING})}, host),
-        Phase("compile prefill", held | scratch, host + compilers * COMPILER),
-        Phase("compile decode", held | scratch, host + compilers * COMPILER),
+        *(Phase(name, held | scratch, host + compilers * COMPILER) for name in ("trace", "compile prefill", "compile decode")),
         Phase(
             "weights",
             {**held, "PyTorch": FIRST_BLOCK, **({} if levers.weights_as_inputs else {"staging": STAGING})},

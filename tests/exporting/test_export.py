@@ -22,6 +22,7 @@ from toolkit.exporting.running import parts_of
 from toolkit.models.shapes import SHAPES
 
 PROMPT = "The capital of France is"
+PHASES = ["trace", "compile prefill", "compile decode", "weights"]
 
 
 def tokens(model, prompt=PROMPT, **options):
@@ -181,16 +182,16 @@ def test_one_model_is_exported_twice_at_once(model, exported, tmp_path):
 def test_progress_names_every_phase(model, tmp_path):
     seen = []
     made = tk.export(model, tmp_path / "out", context=64, progress=lambda *about: seen.append(about))
-    assert list(dict.fromkeys(phase for phase, _, _ in seen)) == ["compile prefill", "compile decode", "weights", "manifest"]
+    assert list(dict.fromkeys(phase for phase, _, _ in seen)) == [*PHASES, "manifest"]
     assert all(0 <= share <= 1 for _, share, _ in seen)
-    assert [phase["phase"] for phase in made.measured["phases"]] == ["compile prefill", "compile decode", "weights"]
+    assert [phase["phase"] for phase in made.measured["phases"]] == PHASES
     assert all(phase["host_peak_bytes"] > 0 for phase in made.measured["phases"])
     assert "compile" in repr(made)
 
 
 def test_a_name_is_loaded_first(tmp_path):
     made = tk.export("demo/qwen3", tmp_path / "out", context=CONTEXT, progress=False)
-    assert [phase["phase"] for phase in made.measured["phases"]] == ["load", "compile prefill", "compile decode", "weights"]
+    assert [phase["phase"] for phase in made.measured["phases"]] == ["load", *PHASES]
     assert made.load().tokenizer.decode(made.load().tokenizer.encode(PROMPT)) == PROMPT
 
 
@@ -322,7 +323,7 @@ def test_what_was_measured_is_drawn_over_what_was_predicted(model, tmp_path):
         assert phase["curve"]
         assert all(0 <= at <= phase["seconds"] + 0.1 and 0 < held <= phase["host_peak_bytes"] for at, held, _ in phase["curve"])
     html = made._repr_html_()
-    assert html.count("<polyline") == 2 * 3
+    assert html.count("<polyline") == 2 * len(PHASES)
     assert "measured at most" in html
     assert "budget 8.00 GiB" in html
     manifest = copy.deepcopy(made.manifest)

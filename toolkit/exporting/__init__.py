@@ -121,11 +121,12 @@ def export(
         compiled: dict[str, dict[str, str]] = {}
         shapes = _shapes_alone(model, plain)
         with Compilers(plain, context, kv, card, foreseen.compilers) as compilers:
-            with compiled_for(shapes, card):
+            with watch.phase("trace"), compiled_for(shapes, card):
                 anatomy = Anatomy(shapes, context, kv)
+                jobs = {method: _trace(anatomy, method, compilers, watch, card) for method in METHODS}
             for method in METHODS:
                 with watch.phase(f"compile {method}"):
-                    _compile(anatomy, method, compilers, folder, files, compiled, watch, card)
+                    _gather(jobs[method], folder, files, compiled, watch)
         with watch.phase("weights"):
             files |= _weights(model, folder, share, watch)
         with watch.phase("manifest"):
@@ -214,35 +215,43 @@ def _shapes_alone(model: Any, plain: dict[str, Any]) -> Any:
     return found
 
 
-def _compile(
-    anatomy: Anatomy, method: str, compilers: Compilers, folder: Path, files: dict[str, Any],
-    compiled: dict[str, dict[str, str]], watch: Watch, card: Card | None,
-) -> None:  # fmt: skip
-    """Each distinct piece by one method into the folder, and into `compiled`: kind to method to file."""
-    wanted = [piece for piece in anatomy.distinct() if _needed(anatomy, piece, method)]
-    pending: dict[str, Future[compiling.Compiled]] = {}  # those that aren't kept from before
-    found: dict[str, compiling.Compiled] = {}
-    for piece in wanted:
-        watch.step(0.0, f"tracing {piece.name}")
-        with compiled_for(anatomy.model, card):
+@dataclass
+class _Job:
+    """A piece in one of its methods: kept from before, or being compiled."""
+
+    piece: Piece
+    method: str
+    made: compiling.Compiled | Future[compiling.Compiled]
+
+    def done(self) -> bool:
+        return not isinstance(self.made, Future) or self.made.done()
+
+
+def _trace(anatomy: Anatomy, method: str, compilers: Compilers, watch: Watch, card: Card | None) -> list[_Job]:
+    """Each distinct piece by one method. What isn't kept from before is compiled from now on, by other processes."""
+    jobs = []
+    for piece in anatomy.distinct():
+        if _needed(anatomy, piece, method):
+            watch.step(0.0, f"{piece.name} {method}")
             key = compiling.key_of(compiling.trace(anatomy.traceable(piece, method)), card)
-        kept = compiling.find_kept(key)
-        if kept is None:
-            pending[piece.name] = compilers.submit(piece.name, method, key)
-        else:
-            found[piece.name] = kept
-    while pending:
-        watch.step(len(found) / len(wanted), f"compiling {', '.join(pending)}")
-        wait(pending.values(), timeout=0.1, return_when=FIRST_COMPLETED)
-        for name in [name for name, future in pending.items() if future.done()]:
-            found[name] = pending.pop(name).result()
-    for piece in wanted:
-        made = found[piece.name]
-        name = f"methods/{method}-{piece.name.replace('.', '-')}-{made.sha256[:16]}.pt2"
+            jobs.append(_Job(piece, method, compiling.find_kept(key) or compilers.submit(piece.name, method, key)))
+    return jobs
+
+
+def _gather(jobs: list[_Job], folder: Path, files: dict[str, Any], compiled: dict[str, dict[str, str]], watch: Watch) -> None:
+    """What one method's pieces became: into the folder, and into `compiled`, kind to method to file."""
+    while waiting := [job for job in jobs if not job.done()]:
+        watch.step(1 - len(waiting) / len(jobs), f"compiling {', '.join(job.piece.name for job in waiting)}")
+        futures = [job.made for job in waiting if isinstance(job.made, Future)]
+        for future in wait(futures, timeout=0.1, return_when=FIRST_COMPLETED).done:
+            future.result()  # an error ends the export at once
+    for job in jobs:
+        made = job.made.result() if isinstance(job.made, Future) else job.made
+        name = f"methods/{job.method}-{job.piece.name.replace('.', '-')}-{made.sha256[:16]}.pt2"
         package.put(folder, name, made.data)
         files[name] = {"sha256": made.sha256, "bytes": len(made.data)}
-        compiled.setdefault(piece.like, {})[method] = name
-        watch.pieces.append({"piece": piece.name, "method": method, "kept": made.kept})
+        compiled.setdefault(job.piece.like, {})[job.method] = name
+        watch.pieces.append({"piece": job.piece.name, "method": job.method, "kept": made.kept})
 
 
 def _needed(anatomy: Anatomy, piece: Piece, method: str) -> bool:

@@ -104,7 +104,8 @@ def key_of(program: Any, card: Card | None) -> str:
     """What a traced piece's native code follows from."""
     shapes = [str(node.meta.get("val")) for node in program.graph.nodes if node.op == "placeholder"]
     constants = {name: _values(value) for name, value in program.constants.items()}
-    made: tuple[Any, ...] = (torch.__version__, sorted(OPTIONS.items()), sorted(processor().items()), os.environ.get("CXX", ""))
+    compiler = [os.environ.get(name, "") for name in ("CXX", "AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL")]
+    made: tuple[Any, ...] = (torch.__version__, sorted(OPTIONS.items()), sorted(processor().items()), compiler)
     if card is None:
         made = (*made, torch.get_num_threads())  # code for the CPU uses as many
     else:
