@@ -30,18 +30,24 @@ def compiled(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def model():
+def demo():
     return tk.load("demo/qwen3", device="cpu", progress=False)
 
 
 @pytest.fixture(scope="session")
-def exported(model, compiled, tmp_path_factory):
+def model(demo, exported):
+    """demo/qwen3, whose pieces are compiled by now: workers that compiled the same at once would keep each piece twice."""
+    return demo
+
+
+@pytest.fixture(scope="session")
+def exported(demo, compiled, tmp_path_factory):
     """A package of demo/qwen3. Not to be changed: `package` is a copy. One worker compiles it, the others wait for that."""
     import fcntl
 
     with open(Path(os.environ["TOOLKIT_CACHE"]) / "first", "w") as first:
         fcntl.flock(first, fcntl.LOCK_EX)
-        return tk.export(model, tmp_path_factory.mktemp("package") / "qwen3", context=CONTEXT, progress=False)
+        return tk.export(demo, tmp_path_factory.mktemp("package") / "qwen3", context=CONTEXT, progress=False)
 
 
 @pytest.fixture

@@ -189,7 +189,7 @@ def test_progress_names_every_phase(model, tmp_path):
     assert "compile" in repr(made)
 
 
-def test_a_name_is_loaded_first(tmp_path):
+def test_a_name_is_loaded_first(exported, tmp_path):
     made = tk.export("demo/qwen3", tmp_path / "out", context=CONTEXT, progress=False)
     assert [phase["phase"] for phase in made.measured["phases"]] == ["load", *PHASES]
     assert made.load().tokenizer.decode(made.load().tokenizer.encode(PROMPT)) == PROMPT
