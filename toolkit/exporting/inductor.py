@@ -23,11 +23,12 @@ OPTIONS: dict[str, Any] = {
     "_use_fp64_for_unbacked_floats": False,  # a float that a kernel is given is fp32, as where Triton launches it
     "joint_graph_constant_folding": False,  # fills its constants on the GPU
     "shape_padding": False,  # times products there
+    "eager_numerics.division_rounding": True,  # quotients as PyTorch's, to the last bit
 }
 
 # What Inductor would sum in another order, or by another exponential, than PyTorch's kernels do: where that is off by the last
 # bit in fp32 it is now and then another number in bf16, and by way of one of 256 experts another token. A package calls those.
-AS_PYTORCH = ("sigmoid", "_softmax", "sum", "div")
+AS_PYTORCH = ("sigmoid", "_softmax", "sum")
 
 _known: dict[tuple[Any, ...], list[str]] = {}  # by kernel, signature and constants: what is written
 
