@@ -378,8 +378,6 @@ def allocated_bytes(sizes: Iterable[int]) -> int:
 
 def _host_bytes() -> int:
     """The host's memory, or what a container may take of it."""
-    import os
-
     try:
         most = int(os.sysconf("SC_PHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE"))
     except (AttributeError, ValueError, OSError):  # Windows

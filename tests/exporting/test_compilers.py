@@ -1,5 +1,6 @@
 """The processes that compile: what they answer, how they end, and what of their memory is seen."""
 
+import json
 import os
 import signal
 import subprocess
@@ -51,15 +52,16 @@ def test_nothing_is_left_of_them(model):
         future.result(0)
 
 
-def test_they_end_with_a_process_that_was_killed(tmp_path):
+def test_they_end_with_a_process_that_was_killed(model, tmp_path):
     code = (
-        "import sys, time; from toolkit.exporting.compilers import _Worker; about = dict(model={}, context=64, kv=None, "
-        "card=None, folder=sys.argv[1], threads=1, default_dtype='float32'); found = _Worker(about); "
-        "print(found._process.pid, flush=True); time.sleep(60)"
+        "import json, sys, time; from toolkit.exporting.compilers import _Worker; "
+        "found = _Worker(json.load(open(sys.argv[1]))); print(found._process.pid, flush=True); time.sleep(60)"
     )
-    folder = tmp_path / "between"
+    folder, about = tmp_path / "between", tmp_path / "about.json"
     folder.mkdir()
-    parent = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True)
+    told = {"model": skeleton.to_plain(model), "context": 64, "kv": None, "card": None, "folder": str(folder)}
+    about.write_text(json.dumps(told | {"threads": 1, "default_dtype": "float32"}))
+    parent = subprocess.Popen([sys.executable, "-c", code, str(about)], stdout=subprocess.PIPE, text=True)
     worker = int(parent.stdout.readline())
     parent.kill()
     parent.wait()

@@ -104,6 +104,7 @@ def call_of(func: Any) -> Callable[..., Any]:
         try:
             return kernel(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
+            # the CPU has no kernel for a type that CUDA has one for; what else went wrong is the caller's
             if "not implemented for" not in str(error) or func._schema.is_mutable:
                 raise
             return _in_wider_type(kernel, args, kwargs)

@@ -215,7 +215,7 @@ def _shapes_alone(model: Any, plain: dict[str, Any]) -> Any:
     return found
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Job:
     """A piece in one of its methods: kept from before, or being compiled."""
 

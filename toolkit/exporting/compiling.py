@@ -64,10 +64,13 @@ def compile_program(program: Any, key: str, card: Card | None, folder: str) -> C
                 warnings.simplefilter("ignore")
                 torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=options)
         except Exception as error:
-            said = str(error).strip().splitlines()
-            found = f"the compiler said: {said[0] if said else type(error).__name__:.300}"
+            found = f"the compiler said: {_first_line(error)}"
             raise PackageError("compiling a layer", found, "Check that g++ works and that the disk isn't full") from error
         return _keep(key, Path(path).read_bytes())
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
 def trace(traceable: Traceable) -> Any:
@@ -188,7 +191,7 @@ def load_piece(data: bytes, device: torch.device) -> Callable[[list[torch.Tensor
             # not torch._inductor.aoti_load_package, which first compiles and tries a program for every kind of vectors
             loader = torch._C._aoti.AOTIModelPackageLoader(file.name, "model", True, 1, index)  # type: ignore[attr-defined]
     except (OSError, RuntimeError) as error:
-        found = f"it can't be loaded by way of {tempfile.gettempdir()} ({str(error).strip().splitlines()[0]:.300})"
+        found = f"it can't be loaded by way of {tempfile.gettempdir()} ({_first_line(error)})"
         do = "Make room there, or name another folder in the variable TMPDIR, one that programs may run from"
         raise PackageError("a layer's compiled code", found, do) from error
     # called by itself a loaded package parses a description of its operands every time, which takes longer than a layer
