@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import command, ready
+from conftest import command, ready, reopen, saved
 from memory_events import HOSTILE, many_events, use_of
 from memory_events import __file__ as EVENTS
 from test_model_shown import FAULTS, theme
@@ -180,20 +179,10 @@ def test_a_session_answers_to_clicks_without_a_script(notebook) -> None:
 def test_a_saved_notebook_shows_its_picture_without_a_kernel(notebook, lab) -> None:
     page = notebook(SETUP, LEAK, "leak.timeline()")
     page.wait_for_selector(f"{LIVE}[data-ms]")
-    command(page, "docmanager:save")
-    path = lab.root / page.notebook_name
-    for _ in range(50):
-        page.wait_for_timeout(100)
-        if "application/vnd.jupyter.widget-state+json" in path.read_text():
-            break
-    saved = json.loads(path.read_text())
-    kept = saved["cells"][2]["outputs"][0]["data"]
+    kept = saved(page, lab)["cells"][2]["outputs"][0]["data"]
     assert "peak" in "".join(kept["text/plain"])
     assert "data:image/svg+xml" in "".join(kept["text/html"])
-    page.goto("about:blank")
-    lab.stop_kernels()
-    page.goto(lab.address(page.notebook_name))
-    page.wait_for_selector(f"{LIVE}[data-painted]", timeout=30_000)
+    reopen(page, lab, f"{LIVE}[data-painted]")
     assert colours(page) > 5
     page.focus(CANVAS)
     page.keyboard.press("+")  # nobody answers: the last view is stretched, and says so

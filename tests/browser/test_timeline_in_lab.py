@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from conftest import command, ready, run_all
+from conftest import command, ready, reopen, run_all, saved
 from synthetic import __file__ as SYNTHETIC
 from synthetic import decode_loop
 
@@ -178,22 +178,13 @@ def test_a_saved_notebook_shows_its_timeline_without_a_kernel_and_runs_again(not
     page.keyboard.press("n")
     page.wait_for_timeout(400)
     seen = status(page)
-    command(page, "docmanager:save")
-    path = lab.root / page.notebook_name
-    for _ in range(50):
-        page.wait_for_timeout(100)
-        if "application/vnd.jupyter.widget-state+json" in path.read_text():
-            break
-    saved = json.loads(path.read_text())
-    assert len(json.dumps(saved["metadata"]["widgets"])) < 110_000
-    kept = saved["cells"][1]["outputs"][0]["data"]
+    found = saved(page, lab)
+    assert len(json.dumps(found["metadata"]["widgets"])) < 110_000
+    kept = found["cells"][1]["outputs"][0]["data"]
     assert "modelled time" in "".join(kept["text/plain"])
     assert "data:image/svg+xml" in "".join(kept["text/html"])
 
-    page.goto("about:blank")
-    lab.stop_kernels()
-    page.goto(lab.address(page.notebook_name))  # JupyterLab starts a new kernel, which has never heard of the widget
-    page.wait_for_selector(f"{FRAME}[data-painted]", timeout=30_000)
+    reopen(page, lab, f"{FRAME}[data-painted]")
     assert colours(page) > 20
     assert status(page).split(" · ")[0] == seen.split(" · ")[0]
     page.focus(CANVAS)
