@@ -131,6 +131,23 @@ def test_a_compiler_that_dies_ends_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert dies.key not in compiling.Kept(cell).rows  # asked for again another time
 
 
+def test_compiling_finds_what_this_process_finds_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh_cache(tmp_path, monkeypatch)
+    work, helpers = tmp_path / "work", tmp_path / "helpers"
+    work.mkdir()
+    helpers.mkdir()
+    (work / "json.py").write_text("raise ValueError('not the module that was meant')")
+    (helpers / "my_faults.py").write_text("RIGHT, LEAVES_OUT, ADDS, BROKEN, DIES, RUSHES = 0, 1, 2, 3, 4, 5")
+    monkeypatch.chdir(work)
+    monkeypatch.syspath_prepend(helpers)
+    own = "RIGHT, LEAVES_OUT, ADDS, BROKEN, DIES, RUSHES = 0, 1, 2, 3, 4, 5"
+    text = origin(TOY).text
+    assert own in text
+    cell = Origin("toy_matmul", "__main__", "", text.replace(own, f"from my_faults import {own.partition(' =')[0]}")).load()
+    job = Job(cell.known["odd"], toy_config(warps=2), (9, 0))
+    assert not compile_configs(cell, [job])[job].error
+
+
 @pytest.mark.parametrize(
     ("instead", "said"),
     [

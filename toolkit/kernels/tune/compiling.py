@@ -165,14 +165,16 @@ class Worker:
         self.close()
         hidden = ("TRITON_INTERPRET",)
         environment = {name: value for name, value in os.environ.items() if name not in hidden}
-        package = str(Path(__file__).parents[3])
-        environment["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [environment.get("PYTHONPATH")])])
+        # It finds what this process finds, the helpers of somebody's kernel too, and no more: -P keeps out whatever lies in the
+        # folder that a program is started from.
+        path = [os.path.abspath(entry) for entry in sys.path] + [str(Path(__file__).parents[3])]
+        environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path))
         environment.setdefault("OMP_NUM_THREADS", "1")
         environment[INSIDE] = self._about["kernel"]
         self._said.seek(0)
         self._said.truncate()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "toolkit.kernels.tune.compile_worker"],
+            [sys.executable, "-P", "-m", "toolkit.kernels.tune.compile_worker"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True, env=environment,
         )  # fmt: skip
         return self._process
