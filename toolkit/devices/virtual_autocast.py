@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+
+from toolkit.devices.virtual_operands import mapped, tensors_in
 
 _KEY = "AutocastPrivateUse1"
 LOWER = (
@@ -61,14 +62,14 @@ def _widest(tensors: list[torch.Tensor]) -> torch.dtype:
 
 def _casting(func: Any, target: Callable[[list[torch.Tensor]], torch.dtype]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        tensors = [x for x in tree_leaves((args, kwargs)) if _castable(x)]
+        tensors = [x for x in tensors_in((args, kwargs)) if _castable(x)]
         dtype = target(tensors)
 
         def cast(x: Any) -> Any:
             return x.to(dtype) if _castable(x) and x.dtype != dtype else x
 
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _KEY))):
-            args, kwargs = tree_map(cast, (args, kwargs))
+            args, kwargs = mapped(cast, (args, kwargs))
             return func(*args, **kwargs)
 
     return run

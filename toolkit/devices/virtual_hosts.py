@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from toolkit.devices import virtual_sizes as sizes
+from toolkit.devices.virtual_operands import mapped
 
 Tensor = torch.Tensor
 
@@ -121,5 +121,5 @@ def _in_wider_type(kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     def cast(x: Any, source: torch.dtype, target: torch.dtype) -> Any:
         return x.to(target) if isinstance(x, torch.Tensor) and x.dtype == source else x
 
-    args, kwargs = tree_map(lambda x: cast(x, narrow, wide), (args, kwargs))
-    return tree_map(lambda x: cast(x, wide, narrow), kernel(*args, **kwargs))
+    args, kwargs = mapped(lambda x: cast(x, narrow, wide), (args, kwargs))
+    return mapped(lambda x: cast(x, wide, narrow), kernel(*args, **kwargs))

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+
+from toolkit.devices.virtual_operands import mapped, tensors_in
 
 KEPT_BYTES = 1 << 24  # integers up to this size keep their values: positions, token ids, masks
 KEPT_PACKED_BYTES = 1 << 16  # the same for PACKED, which are packed weights more often than numbers to index by
@@ -43,7 +44,7 @@ def keeps_values(shape: Any, dtype: torch.dtype) -> bool:
 
 def absent(*trees: Any) -> bool:
     """Is there a tensor without values among these operands?"""
-    return any(isinstance(x, torch.Tensor) and x.is_meta for x in tree_leaves(trees))
+    return any(x.is_meta for x in tensors_in(trees))
 
 
 def placeholder(dtype: torch.dtype) -> bool | int | float | complex:
@@ -76,7 +77,7 @@ def run(func: Any, kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     for x in written:
         x.zero_()
     if schema.is_mutable and not any(argument.is_out for argument in schema.arguments):
-        if all(x.is_meta for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)):
+        if all(x.is_meta for x in tensors_in((args, kwargs))):
             return kernel(*args, **kwargs)  # it may resize or restride
         if schema.returns and schema.returns[0].alias_info is None:  # writes operands, and returns something else
             return on_meta(kernel, args, kwargs)
@@ -90,8 +91,8 @@ def run(func: Any, kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if shapes is None:
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
-        shapes = _known[key] = tree_map(_Shape.of, on_meta(kernel, args, kwargs))
-    return tree_map(lambda x: x.make() if isinstance(x, _Shape) else x, shapes)
+        shapes = _known[key] = mapped(_Shape.of, on_meta(kernel, args, kwargs))
+    return mapped(lambda x: x.make() if isinstance(x, _Shape) else x, shapes)
 
 
 @dataclass(frozen=True)
@@ -136,11 +137,11 @@ def on_meta(kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         originals[id(twin)] = (twin, x)
         return twin
 
-    out = kernel(*tree_map(shape_of, args), **tree_map(shape_of, kwargs))
+    out = kernel(*mapped(shape_of, args), **mapped(shape_of, kwargs))
     for twin, original in originals.values():
         if twin.shape != original.shape:  # an out= that was resized
             original.resize_(twin.shape).zero_()
-    return tree_map(lambda x: originals[id(x)][1] if id(x) in originals else _valued(x), out)
+    return mapped(lambda x: originals[id(x)][1] if id(x) in originals else _valued(x), out)
 
 
 def _valued(x: Any) -> Any:
@@ -151,11 +152,11 @@ def _valued(x: Any) -> Any:
 
 def _written(schema: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensors that an operation writes in place."""
-    found = []
+    found: list[torch.Tensor] = []
     for i, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
-            found += [x for x in tree_leaves(value) if isinstance(x, torch.Tensor)]
+            found += tensors_in(value)
     return found
 
 
