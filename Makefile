@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # JupyterLab then saves widgets with the notebook: opened again, it shows them without running anything.
 SETTINGS := .venv/share/jupyter/lab/settings/overrides.d
 
-.PHONY: demo lab test check clean
+.PHONY: demo lab test check lint types tests clean
 
 demo: .venv/.core
 	$(BIN)/python -m toolkit demo --out demo.html
@@ -17,14 +17,22 @@ demo: .venv/.core
 lab: .venv/.lab
 	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks/01_see_the_copies.ipynb
 
-# The browser tests run by themselves, since they time what a user sees; the others on two cores, one thread each.
-test: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/browser -n 2 --durations=25
+# The browser tests run by themselves, since they time what a user sees; the others on two cores, one thread each, while types
+# are checked. A worker that has nothing left takes over tests of the other.
+test: lint
+	$(MAKE) --no-print-directory -j 2 types tests
 	$(BIN)/python -m pytest tests/browser
 
-check: .venv/.test
+tests: .venv/.test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/browser -n 2 --dist worksteal --durations=25
+
+check: lint types
+
+lint: .venv/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: .venv/.test
 	$(BIN)/mypy
 
 clean:
