@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -50,3 +52,14 @@ def exports_cache(factory: pytest.TempPathFactory) -> Path:
     root = factory.getbasetemp()
     root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
     return Path(os.environ.get("TOOLKIT_TEST_EXPORTS") or root / "exports-cache")
+
+
+@contextmanager
+def compiling_alone(cache: Path) -> Iterator[None]:
+    """No other process of this run compiles into that cache meanwhile: both would compile the same pieces."""
+    import fcntl
+
+    cache.mkdir(parents=True, exist_ok=True)
+    with open(cache / "compiling", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

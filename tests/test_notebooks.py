@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import exports_cache
+from tests.conftest import compiling_alone, exports_cache
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
@@ -186,10 +186,14 @@ def answered(path: Path) -> Any:
 
 
 @pytest.mark.parametrize("path", OTHERS, ids=[path.stem for path in OTHERS])
-def test_runs_as_it_is_gives_no_answer_away_and_accepts_the_right_ones(path: Path, tmp_path: Path) -> None:
+def test_runs_as_it_is_gives_no_answer_away_and_accepts_the_right_ones(
+    path: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """The second time without a variable of the first: what both import is imported once."""
+    alone = compiling_alone(exports_cache(tmp_path_factory)) if "export" in path.stem else nullcontext()
     with kernel(nbformat.read(path, as_version=4), tmp_path) as client:
-        look_at_what_was_said(path, run_all(client))
+        with alone:
+            look_at_what_was_said(path, run_all(client))
         client.nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("%reset -f")])
         run_all(client)
         client.nb = answered(path)

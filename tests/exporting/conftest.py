@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import toolkit as tk
-from tests.conftest import exports_cache
+from tests.conftest import compiling_alone, exports_cache
 
 CONTEXT = 512
 collect_ignore_glob = [] if shutil.which("g++") else ["test_*.py"]  # tests/conftest.py says so at the end
@@ -43,10 +43,7 @@ def model(demo, exported):
 @pytest.fixture(scope="session")
 def exported(demo, compiled, tmp_path_factory):
     """A package of demo/qwen3. Not to be changed: `package` is a copy. One worker compiles it, the others wait for that."""
-    import fcntl
-
-    with open(Path(os.environ["TOOLKIT_CACHE"]) / "first", "w") as first:
-        fcntl.flock(first, fcntl.LOCK_EX)
+    with compiling_alone(Path(os.environ["TOOLKIT_CACHE"])):
         return tk.export(demo, tmp_path_factory.mktemp("package") / "qwen3", context=CONTEXT, progress=False)
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ import torch
 
 from toolkit.devices import cuda, host
 from toolkit.errors import PackageError
-from toolkit.exporting import skeleton
+from toolkit.exporting import compiling, skeleton
 from toolkit.exporting.compilers import Compilers
 from toolkit.exporting.progress import POINTS, _thinned
 
@@ -73,6 +74,14 @@ def test_they_end_with_a_process_that_was_killed(model, tmp_path):
         time.sleep(0.05)
     os.kill(worker, signal.SIGKILL)
     pytest.fail("a compiling process lived on")
+
+
+def test_what_two_compiled_is_kept_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
+    assert (
+        compiling._keep("key", b"one") == compiling._keep("key", b"another") == replace(compiling.find_kept("key"), kept=False)
+    )
+    assert [path.read_bytes() for path in (tmp_path / "compiled").iterdir()] == [b"one"]
 
 
 def test_memory_of_what_was_started_is_seen():

@@ -17,7 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +163,11 @@ def find_kept(key: str) -> Compiled | None:
 
 
 def _keep(key: str, data: bytes) -> Compiled:
-    """Keep a piece for another time; where it can't be kept, it will be compiled again."""
+    """Keep a piece for another time; where it can't be kept, it will be compiled again. The one that somebody else has kept
+    meanwhile, if there is one: their bytes differ, and packages of the same pieces are to hold the same.
+    """
+    if theirs := find_kept(key):
+        return replace(theirs, kept=False)
     sha256, folder = hashlib.sha256(data).hexdigest(), _folder()
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
