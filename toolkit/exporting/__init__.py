@@ -1,7 +1,8 @@
 """From a model to a package and back: `export`, `load_exported`.
 
 In order: `pieces` takes the model apart, `compilers` make native code of each distinct layer, `weights` writes the weights
-once, `package` puts the folder together so that it is whole or not there. `running` is what loading gives.
+once, `package` puts the folder together so that it is whole or not there. `loading` checks such a folder, `running` is what it
+gives.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import datetime
 import os
 import shutil
 import threading
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +21,12 @@ from typing import Any
 import torch
 
 import toolkit
-from toolkit import tokenizer as tokenizers
 from toolkit.budgeting import budget as cap
 from toolkit.devices.base import Device, open_device
-from toolkit.errors import CancelledError, DeviceError, ModelError, PackageError, ToolkitError
+from toolkit.errors import DeviceError, ModelError, PackageError
 from toolkit.exporting import compiling, inductor, package, skeleton, weights
 from toolkit.exporting.compilers import Compilers
+from toolkit.exporting.loading import load_exported
 from toolkit.exporting.pieces import LEAST, METHODS, Anatomy, Piece, compiled_for
 from toolkit.exporting.progress import Progress, Watch
 from toolkit.exporting.running import Exported
@@ -134,74 +135,6 @@ def export(
             manifest = _manifest(model, plain, anatomy, compiled, files, foreseen, watch, card)
             package.remember(package.finish(folder, manifest))
     return Package(folder, package.read_manifest(folder)[0])
-
-
-def load_exported(
-    path: str | os.PathLike[str],
-    device: Device | str | None = None,
-    *,
-    trust: bool = False,
-    progress: bool | Progress = True,
-) -> Exported:
-    """The model in a package, ready for `tk.generate`; its weights are mapped (on the CPU) or copied once (to a GPU).
-
-    Every file is checked against its hash in the manifest: code before it is loaded, weights while they are. Hashes say that a
-    package is whole, not who made it, and it holds native code that runs with all your rights: one that wasn't made by this
-    user on this machine is loaded with `trust=True` alone. Raises PackageError for what isn't a whole package, was changed, is
-    of a newer format, of another PyTorch or for another processor; `found` and `do` say which.
-    """
-    folder = Path(path).expanduser()
-    manifest, own = package.read_manifest(folder)
-    if not trust and not package.made_here(own):
-        found = "it holds native code, and wasn't made here by you"
-        do = "If you trust who made it, and how it came to you: tk.load_exported(path, trust=True)"
-        raise PackageError(f"package {folder}", found, do)
-    target = _check_target(folder, manifest, device)
-    watch = Watch(f"loading {folder}", progress, None)
-    files = manifest["files"]
-    weights_name = next(name for name in files if name.startswith("weights-"))
-    with watch.phase("verify"):
-        data = {name: package.verified(folder, name, entry) for name, entry in files.items() if name != weights_name}
-    model = skeleton.from_plain(manifest["model"], target)
-    with watch.phase("weights"):
-        _fill(model, folder, weights_name, files[weights_name], target.torch, watch)
-    if "tokenizer.json" in files:
-        model.tokenizer = tokenizers.from_bytes(data["tokenizer.json"], f"package {folder}")
-    runs = {name: compiling.load_piece(held, target.torch) for name, held in data.items() if name.startswith("methods/")}
-    return Exported(model, folder, manifest, runs)
-
-
-def _fill(model: Any, folder: Path, name: str, entry: dict[str, Any], device: torch.device, watch: Watch) -> None:
-    """Give a model the weights of a package, hashed meanwhile. PackageError where they were changed: then it has none."""
-    ended, hashed, beside = threading.Event(), [0], ThreadPoolExecutor(1)
-
-    def step(n: int, _: str) -> None:
-        hashed[0] += n
-        if ended.is_set():
-            raise CancelledError(f"loading {folder}", "it ended", "Load it again")
-
-    def tell(*_: Any) -> None:
-        watch.step(hashed[0] / max(entry["bytes"], 1), name)
-
-    verifying = beside.submit(package.verify, folder, name, entry, step)
-    try:
-        try:
-            if weights.shapes_in(folder / name) != skeleton.shapes_of(model):
-                raise PackageError(f"package {folder}", "its weights aren't those of the model it describes", package.AGAIN)
-            weights.assign_from(folder / name, model, device, tell)
-        except ToolkitError:
-            verifying.result()  # what is wrong with a file that was changed is that
-            raise
-        while not wait([verifying], timeout=0.1).done:
-            tell()
-        verifying.result()
-    except BaseException:
-        ended.set()
-        for module in model.modules():  # a traceback may hold them
-            module._parameters.clear()
-        raise
-    finally:
-        beside.shutdown()
 
 
 # ---- the parts of an export
@@ -396,37 +329,3 @@ def _target(card: Card | None) -> dict[str, Any]:
     if card is None:
         return {"device": "cpu"}
     return {"device": "cuda", "gpu": card.spec.name, "capability": card.facts.compute_capability}
-
-
-def _check_target(folder: Path, manifest: dict[str, Any], device: Device | str | None) -> Device:
-    """The device to load onto; PackageError where the code was made for another PyTorch, another machine or another device."""
-    asked, target, made = f"package {folder}", manifest["target"], manifest["versions"]["torch"]
-    here = compiling.processor()
-    if made.split("+")[0].split(".")[:2] != torch.__version__.split("+")[0].split(".")[:2]:
-        do = f"Install torch {made.split('+')[0]}, or export the model again"
-        raise PackageError(asked, f"it was exported with torch {made}, this is {torch.__version__}", do)
-    for what in ("machine", "system"):
-        if target[what] != here[what]:
-            raise PackageError(asked, f"it is for {target[what]}, this is {here[what]}", "Export the model on this machine")
-    if target["device"] == "cpu" and not _runs(target["vectors"], here["vectors"]):
-        found = f"its code needs a processor with {target['vectors']}, this one has {here['vectors']}"
-        raise PackageError(asked, found, "Export the model on this machine")
-    exported = f"it was exported for {'the CPU' if target['device'] == 'cpu' else target.get('gpu', 'a CUDA GPU')}"
-    try:
-        found_device = open_device(device or target["device"])
-    except DeviceError as error:
-        raise PackageError(asked, f"{exported}; {error.found}", "Load it on such a GPU, or export the model here") from error
-    if found_device.torch.type != target["device"]:
-        raise PackageError(f"{asked} on {found_device.name}", exported, "Export the model for this device too")
-    card = find_card(found_device)
-    if card is not None and card.facts.compute_capability != target.get("capability"):
-        has = f"{card.spec.name} has {card.facts.compute_capability}"
-        found = f"{exported}, of compute capability {target.get('capability')}; {has}"
-        raise PackageError(asked, found, f'Export the model here, or with target="{card.key}"')
-    return found_device
-
-
-def _runs(needed: str, has: str) -> bool:
-    """Does a processor with the vectors `has` run code for `needed`?"""
-    order = ["DEFAULT", "AVX2", "AVX512"]
-    return needed == has or (needed in order and has in order and order.index(needed) <= order.index(has))
