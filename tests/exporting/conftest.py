@@ -36,7 +36,7 @@ def demo():
 
 @pytest.fixture(scope="session")
 def model(demo, exported):
-    """demo/qwen3, whose pieces are compiled by now: workers that compiled the same at once would keep each piece twice."""
+    """demo/qwen3, whose pieces are compiled by now, so that no test compiles what another one is compiling."""
     return demo
 
 

@@ -1,4 +1,6 @@
-"""Operands and results of operations, taken apart: PyTorch's own walk through trees of any type takes longer than the rest."""
+"""Operands and results of operations, taken apart by the containers they come in. PyTorch's walk through trees of any type is
+slower, and a model of sixty layers took it two thousand times a step.
+"""
 
 from __future__ import annotations
 
