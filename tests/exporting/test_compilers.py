@@ -12,10 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._inductor.exc import CppCompileError
 
 from toolkit.devices import cuda, host
 from toolkit.errors import PackageError
-from toolkit.exporting import compiling, skeleton
+from toolkit.exporting import compiling, inductor, skeleton
 from toolkit.exporting.compilers import Compilers
 from toolkit.exporting.progress import POINTS, _thinned
 
@@ -82,6 +83,31 @@ def test_what_two_compiled_is_kept_once(tmp_path, monkeypatch):
         compiling._keep("key", b"one") == compiling._keep("key", b"another") == replace(compiling.find_kept("key"), kept=False)
     )
     assert [path.read_bytes() for path in (tmp_path / "compiled").iterdir()] == [b"one"]
+
+
+def test_what_the_compiler_calls_an_error_is_told():
+    printed = "in file included from a.h:1:\na.cpp:3:14: error: 'b' was not declared\na.cpp:4:1: error: another"
+    said = compiling._what_it_said(CppCompileError(["g++", "-Werror", "a.cpp"], printed))
+    assert said == "C++ compile error: error: 'b' was not declared"
+    assert compiling._what_it_said(RuntimeError("no room\nfor it")) == "no room"
+
+
+def test_arrays_are_declared_by_whom_they_belong_to_not_by_a_methods_id():
+    """As PyTorch 2.11 does it, whose bound methods are other objects each time, and whose ids are given out again."""
+
+    class Lines:
+        def writeline(self, line):
+            pass
+
+    asked = []
+    declare = inductor._with_lasting_methods(lambda wrapper, array, writeline, graph=None: asked.append((writeline, graph)))
+    wrapper, own, other = SimpleNamespace(), Lines(), Lines()
+    for lines in (own, other, own, other):
+        declare(wrapper, "{1L}", lines.writeline, graph=lines)
+    methods = [id(method) for method, _ in asked]
+    assert methods[:2] == methods[2:]
+    assert len(set(methods)) == 2
+    assert [(method.__self__, graph) for method, graph in asked] == [(own, own), (other, other)] * 2
 
 
 def test_memory_of_what_was_started_is_seen():

@@ -52,6 +52,7 @@ def main() -> None:
     torch.set_default_dtype(getattr(torch, about["default_dtype"]))
     card = None if about["card"] is None else Card.from_plain(about["card"])
     model = skeleton.from_plain(about["model"], None)
+    inductor.declare_arrays_once()
     if card is not None:
         inductor.compile_only_for(card)
     with compiled_for(model, card):

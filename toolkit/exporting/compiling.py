@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import shutil
 import tempfile
 import time
@@ -64,9 +65,16 @@ def compile_program(program: Any, key: str, card: Card | None, folder: str) -> C
                 warnings.simplefilter("ignore")
                 torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=options)
         except Exception as error:
-            found = f"the compiler said: {_first_line(error)}"
+            found = f"the compiler said: {_what_it_said(error)}"
             raise PackageError("compiling a layer", found, "Check that g++ works and that the disk isn't full") from error
         return _keep(key, Path(path).read_bytes())
+
+
+def _what_it_said(error: Exception) -> str:
+    """The first line of an error, and where it goes on with what g++ printed, the first that g++ calls one."""
+    first, *rest = _first_line(error), *str(error).splitlines()[1:]
+    errors = [found[0] for line in rest if (found := re.search(r"\berror: .*", line))]
+    return f"{first}: {errors[0][:300]}" if errors else first
 
 
 def _first_line(error: Exception) -> str:

@@ -9,7 +9,9 @@ compiled beside whatever else is on the GPU, by many processes at once, or for a
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,6 +42,28 @@ def check_known(card: Card) -> None:
     if not hasattr(wrap, "identify_mutated_tensors"):
         found = f"the compiler of PyTorch {torch.__version__} isn't known"
         raise PackageError(f"an export for {card.spec.name}", found, "Install torch 2.11, with which it was tested")
+
+
+def declare_arrays_once() -> None:
+    """Have the C++ that this process's Inductor writes declare its arrays of sizes before their use, as newer PyTorches do.
+
+    2.11 remembers what is declared by the `id` of a bound method, which may be that of another one that is gone: now and then
+    code named an array that came further down, and g++ refused it.
+    """
+    from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
+
+    CppWrapperCpu.codegen_int_array_var = _with_lasting_methods(CppWrapperCpu.codegen_int_array_var)
+
+
+def _with_lasting_methods(declare: Callable[..., str]) -> Callable[..., str]:
+    """`declare(wrapper, array, writeline, ...)`, which is given the same bound method whenever it is the same object's."""
+
+    @functools.wraps(declare)
+    def declare_once(wrapper: Any, array: str, writeline: Any, *rest: Any, **named: Any) -> str:
+        lasting = wrapper.__dict__.setdefault("_lasting_methods", {})
+        return declare(wrapper, array, lasting.setdefault(writeline, writeline), *rest, **named)
+
+    return declare_once
 
 
 def compile_only_for(card: Card) -> None:
