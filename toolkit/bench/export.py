@@ -79,20 +79,27 @@ def _foreseen(phase: dict[str, Any]) -> dict[str, int]:
 
 
 def decode_both(asked: dict[str, Any]) -> dict[str, Any]:
-    """Tokens, copies and times a step of the package, and of its weights' own model, under every strategy."""
+    """Tokens, copies and times a step of the package, and of its weights' own model, under every strategy.
+
+    After a short prompt, and, of tokens alone, after one of as many as the package takes at once: of others a model on a GPU
+    forms products by the configs of that number, a package by those of its most, which sum in another order.
+    """
     began = time.perf_counter()
     exported = tk.load_exported(asked["folder"], asked["device"], trust=True, progress=False)
     loaded = time.perf_counter() - began
     prompt = exported.tokenizer.encode(PROMPT) if exported.tokenizer else list(range(100, 164))
+    whole = (prompt * (exported.chunk // len(prompt) + 1))[: exported.chunk]
     options = {"context": exported.context, "kv": exported.kv}
     package = measure(exported, prompt, asked["decode"], 1, **options)
     model = measure(exported.inner, prompt, asked["decode"], 1, **options)
     rows = {}
     for name, found in package.items():
         own = model[name]
+        after = [_tokens(each, whole, name, asked["decode"], **options) for each in (exported, exported.inner)]
         rows[name] = {
             "same_tokens": found["tokens"] == own["tokens"],
             "tokens_until_another": _until_another(found["tokens"], own["tokens"]),
+            "same_tokens_after_a_whole_chunk": after[0] == after[1],
             "same_copies": [found["sizes"], found["outside"]] == [own["sizes"], own["outside"]],
             "ms_per_step": found["ms_per_step"],
             "model_ms_per_step": own["ms_per_step"],
@@ -102,35 +109,43 @@ def decode_both(asked: dict[str, Any]) -> dict[str, Any]:
         }
     used = memory_now(exported.device.torch if exported.device.torch.type == "cuda" else None)[1]
     return {
-        "load_s": loaded, "prompt_tokens": len(prompt), "steps": asked["decode"] - 1, "used_bytes_at_the_end": used,
-        "strategies": rows, "likeness": likeness(exported, prompt),
+        "load_s": loaded, "prompt_tokens": len(prompt), "chunk": exported.chunk, "steps": asked["decode"] - 1,
+        "used_bytes_at_the_end": used, "strategies": rows,
+        "likeness": likeness(exported, prompt * 2, len(prompt)),
+        "likeness_after_a_whole_chunk": likeness(exported, whole + prompt, len(whole)),
     }  # fmt: skip
 
 
-def likeness(exported: Any, prompt: list[int]) -> dict[str, dict[str, float]]:
-    """How like two runs' logits are, of one token after another once half of a prompt is there: the package's to the model's,
-    and the model's to its own where that half comes in two parts, which is other sums in the same numbers.
+def _tokens(model: Any, prompt: list[int], strategy: str, tokens: int, **options: Any) -> list[int]:
+    return list(tk.generate(model, prompt, strategy, record=False, max_new_tokens=tokens, eos=(), **options).tokens)
 
-    `same`: the share of positions with the same most likely token; `off`: the difference's root mean square, over the logits'.
+
+def likeness(exported: Any, ids: list[int], first: int) -> dict[str, dict[str, float]]:
+    """How like two runs' logits are, of one token after another once the `first` were fed at once: the package's to the
+    model's, and the model's to its own where the first come in two parts, which is other sums in the same numbers.
+
+    `same`: the share of positions with the same most likely token; `different_tokens`: how many tokens that ever is; `off`:
+    the difference's root mean square, over the logits'.
     """
-    half = len(prompt) // 2
-    of_model = _logits(exported.inner, prompt, [half], exported)
-    others = {"package": _logits(exported, prompt, [half], exported)}
-    others["model in other parts"] = _logits(exported.inner, prompt, [half // 2, half], exported)
+    of_model = _logits(exported.inner, ids, [first], exported)
+    others = {"package": _logits(exported, ids, [first], exported)}
+    others["model in other parts"] = _logits(exported.inner, ids, [first // 2, first], exported)
     found = {}
     for name, logits in others.items():
         off = (logits - of_model).square().mean().sqrt() / of_model.square().mean().sqrt()
-        found[name] = {"same": float((logits.argmax(-1) == of_model.argmax(-1)).float().mean()), "off": float(off)}
+        best = logits.argmax(-1)
+        same = (best == of_model.argmax(-1)).float().mean()
+        found[name] = {"same": float(same), "different_tokens": len(best.unique()), "off": float(off)}
     return found
 
 
-def _logits(model: Any, prompt: list[int], stops: list[int], exported: Any) -> torch.Tensor:
+def _logits(model: Any, given: list[int], stops: list[int], exported: Any) -> torch.Tensor:
     """Logits [tokens, vocab] of the tokens after the last of `stops`, up to which the others are fed at once."""
-    ids = torch.tensor([prompt], device=exported.device.torch)
-    positions = torch.arange(len(prompt), device=exported.device.torch)
-    cache, starts, found = model.new_cache(exported.context, exported.kv), [0, *stops, *range(stops[-1] + 1, len(prompt))], []
+    ids = torch.tensor([given], device=exported.device.torch)
+    positions = torch.arange(len(given), device=exported.device.torch)
+    cache, starts, found = model.new_cache(exported.context, exported.kv), [0, *stops, *range(stops[-1] + 1, len(given))], []
     with torch.no_grad():
-        for start, stop in zip(starts, [*starts[1:], len(prompt)], strict=True):
+        for start, stop in zip(starts, [*starts[1:], len(given)], strict=True):
             x = model.advance(model.embed(ids[:, start:stop]), positions[start:stop], cache, stop)
             if start >= stops[-1]:
                 found.append(model.logits(x)[0, -1])

@@ -52,7 +52,7 @@ def declare_arrays_once() -> None:
     """
     from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 
-    CppWrapperCpu.codegen_int_array_var = _with_lasting_methods(CppWrapperCpu.codegen_int_array_var)
+    setattr(CppWrapperCpu, "codegen_int_array_var", _with_lasting_methods(CppWrapperCpu.codegen_int_array_var))  # noqa: B010
 
 
 def _with_lasting_methods(declare: Callable[..., str]) -> Callable[..., str]:
