@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import toolkit as tk
 from toolkit.describing import describe
@@ -70,7 +71,7 @@ def test_every_gpu_of_the_catalogue_has_its_row(gemma):
     assert table.can_export.all()
     assert dict(table.can_run)["rtx-4090"] is not True
     assert table.can_run["h200"]
-    assert 0 < table.longest_context["rtx-4090"] < 131072 == table.longest_context["h200"]
+    assert 0 < table.longest_context["rtx-4090"] < 262144 == table.longest_context["h200"]
     longest = int(table.longest_context["rtx-4090"])
     assert tk.plan(gemma, "rtx-4090", context=longest, kv=None).fits
     assert not tk.plan(gemma, "rtx-4090", context=longest + 512, kv=None).fits
@@ -109,7 +110,7 @@ def test_what_does_not_fit_says_what_would(gemma):
     tight = tk.plan(gemma, "rtx-4090", context=131072, kv=None)
     with pytest.raises(tk.BudgetError, match=r"Lower context to [0-9,]+, or choose kv="):
         tight.check()
-    with pytest.raises(tk.BudgetError, match="not even the weights fit"):
+    with pytest.raises(tk.BudgetError, match="larger card: not even 256 tokens fit"):
         tk.plan(gemma, "virtual:8GiB", context=4096).check()
     with pytest.raises(tk.BudgetError, match="or pull weights_as_inputs"):
         tk.plan(gemma, "h200", budget="4 GiB", context=131072, levers=NONE).check()
@@ -158,3 +159,31 @@ def test_sizes_are_those_of_the_allocator():
     assert allocated_bytes([1, 512, 513]) == 512 + 512 + 1024
     assert allocated_bytes([(21 << 20) + 1]) == 22 << 20  # less than 1 MiB would be left: it isn't cut
     assert allocated_bytes([]) == 0
+
+
+def test_no_longer_context_than_the_model_has_positions_for():
+    found = tk.plan("demo/qwen3", "h200").gpus()
+    assert set(found.longest_context) == {1024}
+    long = tk.plan("random/qwen3.5-35b-a3b", "h200", context=262_144, scheme="q4_k_m")
+    assert long.gpus().longest_context["h200"] == 262_144
+
+
+def test_nothing_fits_in_nothing():
+    assert not tk.plan("demo/qwen3", "h200", budget=0).gpus().can_export.any()
+    assert not tk.plan("demo/qwen3", "h200", run_budget=0).fits
+
+
+def test_cards_run_the_same_whatever_the_plan_is_for():
+    for_cpu, for_card = (tk.plan("demo/qwen3", device).gpus() for device in ("cpu", "h200"))
+    assert for_cpu.run_bytes.equals(for_card.run_bytes)
+
+
+def test_what_a_plan_is_not_made_of():
+    for model in (3, None, torch.nn.Linear(2, 2)):
+        with pytest.raises(tk.ToolkitError, match="not a model"):
+            tk.plan(model)
+    with pytest.raises(tk.ToolkitError, match="the model is loaded"):
+        tk.plan(tk.load("demo/qwen3", device="cpu", progress=False), "h200", scheme="int4")
+    for size in ("1e400", "1e300 GiB"):
+        with pytest.raises(tk.ToolkitError, match="not a number of bytes"):
+            tk.plan("demo/qwen3", "h200", budget=size)

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 SLOTS = 2  # of the small cache whose sizes are scaled up
 CONTEXTS = (4096, 8192, 16384, 32768, 65536, 131072)  # at which a table asks what fits
-LONGEST = 131072  # of contexts that are looked for, unless the model has fewer positions
 
 # Not derived from shapes; how each is known stands beside it. What CUDA takes while a model runs: `replaying.CONTEXT_BYTES`.
 BARE_CONTEXT = 518 * MiB  # measured on an H200, in three processes alike: CUDA's context where nothing runs, as in an export
@@ -100,6 +99,7 @@ class Sizes:
     widest: int  # what a token makes between two norms, in numbers
     vocab: int
     itemsize: int
+    positions: int  # that the model has
 
     def state_bytes(self, context: int) -> int:
         """The caches for `context` tokens: keys and values, recurrent states, rotary tables, numbers of slots."""
@@ -173,13 +173,14 @@ class Plan:
         """
         rows = []
         for card in CATALOGUE.values() if cards is None else cards:
-            budget = min(self.budget_bytes or card.memory_bytes, card.memory_bytes)
+            budget = card.memory_bytes if self.budget_bytes is None else min(self.budget_bytes, card.memory_bytes)
+            run = _run(self.sizes, self.context, self.chunk, card)
             row = {
                 "gpu": card.key,
                 "memory_bytes": card.memory_bytes,
                 "can_export": _peak(self.export, card) <= budget,
-                "can_run": _peak(self.run, card) <= card.memory_bytes,
-                "run_bytes": _peak(self.run, card),
+                "can_run": _peak(run, card) <= card.memory_bytes,
+                "run_bytes": _peak(run, card),
             }
             rows.append(row | {"longest_context": longest_context(self.sizes, card.memory_bytes, self.chunk)})
         return rows
@@ -228,6 +229,7 @@ def sizes_of(model: Any, kv: str | None = None) -> Sizes:
         widest=max(widths or [shape[0] for shape in shapes]),
         vocab=config.vocab_size,
         itemsize=plain,
+        positions=config.max_position_embeddings,
     )
 
 
@@ -242,7 +244,8 @@ def plan_of(
         raise ModelError(
             f"a plan for a context of {context!r}", f"this model has positions for 2 to {most:,}", "Give one of these"
         )
-    whole = run_budget or (card.memory_bytes if card is not None else _host_bytes())
+    has = _host_bytes() if card is None else card.memory_bytes
+    whole = has if run_budget is None else run_budget
     tried = [kv] if kv != "auto" else [None, *KV_SCHEMES]
     for one in tried:
         sizes = sizes_of(model, one)
@@ -255,10 +258,14 @@ def plan_of(
     return replace(found, pulled=_pulled(found, model), problems=tuple(_problems(found)))
 
 
-def longest_context(sizes: Sizes, memory_bytes: int, chunk: int = 512, most: int = LONGEST) -> int | None:
-    """The longest context, in steps of 256, that runs within so many bytes; None where not even 256 tokens do."""
-    room = memory_bytes - CONTEXT_BYTES - sizes.weights - RUN_SCRATCH - sizes.activation_bytes(chunk)
-    low, high = 0, most // 256
+def longest_context(sizes: Sizes, memory_bytes: int, chunk: int = 512, base: int = CONTEXT_BYTES) -> int | None:
+    """The longest context, in steps of 256, that runs within so many bytes, of which `base` are taken already; all of the
+    model's positions where these do, None where not even 256 tokens do.
+    """
+    room = memory_bytes - base - sizes.weights - RUN_SCRATCH - sizes.activation_bytes(chunk)
+    if sizes.state_bytes(sizes.positions) <= room:
+        return sizes.positions
+    low, high = 0, sizes.positions // 256
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if sizes.state_bytes(256 * middle) <= room else (low, middle - 1)
@@ -340,13 +347,11 @@ def _problems(plan: Plan) -> Iterable[BudgetError]:
             needed_bytes=plan.export_peak_bytes,
         )
     if plan.run_bytes > plan.run_budget_bytes:
-        longest = longest_context(plan.sizes, plan.run_budget_bytes, plan.chunk) if plan.card is not None else None
+        base = HOST_BASE if plan.card is None else CONTEXT_BYTES
+        longest = longest_context(plan.sizes, plan.run_budget_bytes, plan.chunk, base)
         worst = max(plan.run, key=lambda p: p.device_bytes)
-        do = (
-            f"Lower context to {longest:,}"
-            if longest
-            else "Choose a smaller scheme, or a larger card: not even the weights fit"
-        )
+        larger = "more memory" if plan.card is None else "a larger card"
+        do = f"Lower context to {longest:,}" if longest else f"Choose a smaller scheme, or {larger}: not even 256 tokens fit"
         do += ', or choose kv="int4"' if longest and plan.kv is None else ""
         yield BudgetError(
             f"running {plan.model} at context {plan.context:,} on {where}",

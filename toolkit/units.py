@@ -62,8 +62,8 @@ def parse_bytes(value: int | float | str) -> int:
     """
     if isinstance(value, str):
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", value.replace(",", "").lower())
-        if match and match[2] in _SCALES:
-            return int(float(match[1]) * _SCALES[match[2]])
+        if match and match[2] in _SCALES and (found := float(match[1]) * _SCALES[match[2]]) < 1e18:
+            return int(found)
     elif not isinstance(value, bool) and isinstance(value, int | float) and 0 <= value < 1e18:
         return int(value)
     raise ToolkitError(f"a size of {value!r}", "not a number of bytes", 'Write it as "24 GiB", "8 GB" or a number of bytes')

@@ -15,9 +15,9 @@ import toolkit as tk
 from tests.exporting.conftest import CONTEXT
 from toolkit.describing import describe
 from toolkit.errors import CancelledError, DeviceError, ModelError, PackageError
-from toolkit.exporting import Package, skeleton, weights
+from toolkit.exporting import Package, compiling, skeleton, weights
 from toolkit.exporting import package as folders
-from toolkit.exporting.pieces import LEAST, Anatomy
+from toolkit.exporting.pieces import LEAST, Anatomy, compiled_for, least_context
 from toolkit.exporting.running import parts_of
 from toolkit.models.shapes import SHAPES
 
@@ -251,6 +251,64 @@ def test_two_exports_into_one_folder(model, package):
     with folders.locked(package), pytest.raises(PackageError, match="another export into this folder is under way"):
         tk.export(model, package, context=64, progress=False)
     tk.export(model, package, context=64, progress=False)
+
+
+def test_nobody_elses_files_are_touched(model, package, tmp_path):
+    """Files that are called as those of a package are refused where there is none, and stay where there is one."""
+    theirs = {
+        "weights": {"weights.safetensors": "precious"}, "tokenizer": {"tokenizer.json": "{}"},
+        "manifest": {"manifest.json": '{"name": "my app"}', "weights.csv": "1"}, "methods": {"methods/chapter.tex": "text"},
+    }  # fmt: skip
+    for name, files in theirs.items():
+        for file, text in files.items():
+            (tmp_path / name / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name / file).write_text(text)
+        with pytest.raises(PackageError, match="other files"):
+            tk.export(model, tmp_path / name, context=64, progress=False)
+        assert {p.relative_to(tmp_path / name).as_posix(): p.read_text() for p in (tmp_path / name).rglob("*.*")} == files
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "methods").symlink_to(tmp_path / "methods" / "methods")
+    with pytest.raises(PackageError, match="a link to somewhere else"):
+        tk.export(model, tmp_path / "linked", context=64, progress=False)
+    kept = [package / "methods" / "mine.txt", package / "weights_notes.txt"]
+    for path in kept:
+        path.write_text("notes")
+    tk.export(model, package, context=64, progress=False)
+    assert [path.read_text() for path in kept] == ["notes"] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "context"), [("demo/qwen3", 2), ("demo/qwen3", 3), ("demo/gemma4", 40), ("demo/qwen3.5-moe", 3)]
+)
+def test_short_contexts_are_traced_as_longer_ones(name, context):
+    shapes = skeleton.from_plain(skeleton.to_plain(tk.load(name, device="cpu", progress=False)), None)
+    with compiled_for(shapes, None):
+        anatomy = Anatomy(shapes, max(context, least_context(shapes)))
+        for piece in anatomy.distinct():
+            compiling.trace(anatomy.traceable(piece, "decode"))
+
+
+def test_a_package_of_two_tokens(model, tmp_path):
+    made = tk.export(model, tmp_path / "out", context=2, progress=False).load()
+    assert tokens(made, [5], max_new_tokens=1) == tokens(model, [5], max_new_tokens=1)
+    with pytest.raises(ModelError, match="exported for 2"):
+        made.new_cache(3)
+
+
+def test_what_is_wrong_is_told_before_anything_is_loaded(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("toolkit.exporting.load", lambda *_, **__: pytest.fail("it was loaded"))
+    out, asked = tmp_path / "out", {"progress": False, "device": "cpu"}
+    with pytest.raises(ModelError, match="positions for"):
+        tk.export("random/gemma4-31b", out, context=1, **asked)
+    with pytest.raises(tk.BudgetError, match="smallest budget"):
+        tk.export("random/gemma4-31b", out, budget="1 GiB", **asked)
+    with pytest.raises(ModelError, match="of this variant"):
+        tk.export("random/gemma4-e2b", out, **asked)
+    with pytest.raises(PackageError, match="no such folder"):
+        tk.export("demo/qwen3", out, share=tmp_path / "nowhere", **asked)
+    with pytest.raises(tk.ToolkitError, match="a way to cancel"):
+        tk.export("demo/qwen3", out, cancel=3, **asked)
+    assert not out.exists()
 
 
 def test_folders_that_can_not_be(model, tmp_path, monkeypatch):

@@ -4,6 +4,10 @@ import hashlib
 import json
 import os
 import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -58,6 +62,7 @@ def test_files_cut_or_longer_or_missing(package):
 
 def test_a_package_of_somebody_else_has_to_be_trusted(package, monkeypatch, tmp_path):
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "another user"))
+    monkeypatch.setattr(folders, "_made_by_this_process", set())
     error = refused(package, "native code, and wasn't made here by you")
     assert "trust=True" in error.do
     with pytest.raises(pytest.fail.Exception, match="was loaded"):  # whole and trusted: it would run
@@ -161,3 +166,52 @@ def test_code_that_does_not_load(monkeypatch, loads, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
     with pytest.raises(PackageError, match=r"gone \(.*No such file"):
         loads(b"", torch.device("cpu"))
+
+
+def test_of_two_exports_at_the_same_moment_one_goes_on(tmp_path):
+    """Into a folder that isn't there yet: who is refused takes nothing away from the other."""
+
+    def attempt(folder, together):
+        together.wait()
+        try:
+            with folders.locked(folder):
+                time.sleep(0.003)
+                folders.put(folder, "methods/decode-head-0123456789abcdef.pt2", b"x")
+                return "done"
+        except PackageError as error:
+            return error.found
+
+    with ThreadPoolExecutor(2) as threads:
+        for i in range(100):
+            together = threading.Barrier(2)
+            found = {one.result() for one in [threads.submit(attempt, tmp_path / str(i), together) for _ in range(2)]}
+            assert found <= {"done", "another export into this folder is under way"}
+            assert "done" in found
+
+
+def test_what_this_process_made_is_trusted_where_the_cache_can_not_be_written(exported, tmp_path, monkeypatch, loads):
+    monkeypatch.setattr(compiling, "load_piece", loads)
+    own = folders.read_manifest(exported.path)[1]
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "file" / "cache"))
+    folders.remember(own)
+    assert folders.made_here(own)
+    assert not folders.made_here("another")
+    exported.load()
+
+
+def test_what_can_not_be_read_is_a_clear_error(package, monkeypatch):
+    def refused(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    with pytest.raises(PackageError, match=r"can't be read \(Permission denied\)"):
+        tk.load_exported(package)
+    with pytest.raises(PackageError, match="can't be written"):
+        folders.check_folder(package)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b"])
+def test_names_that_no_folder_has(name, tmp_path):
+    with pytest.raises(PackageError, match="an export into"):
+        folders.check_folder(tmp_path / name)

@@ -22,17 +22,17 @@ import torch
 
 import toolkit
 from toolkit.budgeting import budget as cap
+from toolkit.describing import describe
 from toolkit.devices.base import Device, open_device
 from toolkit.errors import DeviceError, ModelError, PackageError
 from toolkit.exporting import compiling, inductor, package, skeleton, weights
 from toolkit.exporting.compilers import Compilers
 from toolkit.exporting.loading import load_exported
-from toolkit.exporting.pieces import LEAST, METHODS, Anatomy, Piece, compiled_for
+from toolkit.exporting.pieces import LEAST, METHODS, Anatomy, Piece, check_exportable, compiled_for, least_context
 from toolkit.exporting.progress import Progress, Watch
 from toolkit.exporting.running import Exported
 from toolkit.kernels.tune.cards import Card, find_card
 from toolkit.loading import load
-from toolkit.models.cache import Ring
 from toolkit.models.ops.define import LEAST_CAPABILITY
 from toolkit.planning import BARE_CONTEXT, Levers, Plan, plan_of
 from toolkit.units import bytes_text, parse_bytes
@@ -108,31 +108,38 @@ def export(
     device, card = _device(model, device, target)
     watch = Watch(f"exporting into {folder}", progress, cancel, device)
     compiling.check_compiler()
-    if isinstance(model, str | os.PathLike):
-        with watch.phase("load"):
-            model = load(model, "cpu", dtype, scheme, progress=False, cancel=cancel)
-    elif scheme is not None or dtype is not None:
+    named = isinstance(model, str | os.PathLike)
+    if not named and (scheme is not None or dtype is not None):
         raise ModelError("a loaded model with a scheme or a dtype", "it is held as it is", "Give its name or path instead")
-    plain = skeleton.to_plain(model)
-    context, most = _context(model, context), None if budget is None else parse_bytes(budget)
-    foreseen = plan_of(model, _name(model), None if card is None else card.spec, context, most, None, kv, Levers()).check()
+    package.check_folder(folder)
+    others = [] if share is None else _weights_of(Path(share).expanduser())
+    looked_at = describe(model, scheme, dtype) if named else model
+    check_exportable(looked_at)
+    context, most = _context(looked_at, context), None if budget is None else parse_bytes(budget)
+    spec = None if card is None else card.spec
+    called = os.fspath(model) if named else _name(model)
+    foreseen = plan_of(looked_at, called, spec, context, most, None, kv, Levers()).check()
     with package.locked(folder), _held_to(most, device):
+        if named:
+            with watch.phase("load"):
+                model = load(model, "cpu", dtype, scheme, progress=False, cancel=cancel)
+        plain, room = skeleton.to_plain(model), max(context, least_context(model))
         package.check_disk(folder, weights.size_of(model) if not list(folder.glob("weights-*")) else 0)
         files: dict[str, dict[str, Any]] = {}
         compiled: dict[str, dict[str, str]] = {}
         shapes = _shapes_alone(model, plain)
-        with Compilers(plain, context, kv, card, foreseen.compilers) as compilers:
+        with Compilers(plain, room, kv, card, foreseen.compilers) as compilers:
             with watch.phase("trace"), compiled_for(shapes, card):
-                anatomy = Anatomy(shapes, context, kv)
+                anatomy = Anatomy(shapes, room, kv)
                 jobs = {method: _trace(anatomy, method, compilers, watch, card) for method in METHODS}
             for method in METHODS:
                 with watch.phase(f"compile {method}"):
                     _gather(jobs[method], folder, files, compiled, watch)
         with watch.phase("weights"):
-            files |= _weights(model, folder, share, watch)
+            files |= _weights(model, folder, others, watch)
         with watch.phase("manifest"):
             files |= _tokenizer(model, folder)
-            manifest = _manifest(model, plain, anatomy, compiled, files, foreseen, watch, card)
+            manifest = _manifest(context, plain, anatomy, compiled, files, foreseen, watch, card)
             package.remember(package.finish(folder, manifest))
     return Package(folder, package.read_manifest(folder)[0])
 
@@ -191,10 +198,9 @@ def _needed(anatomy: Anatomy, piece: Piece, method: str) -> bool:
     return method == "decode" or (piece.layer is not None and anatomy.chunk >= LEAST)
 
 
-def _weights(model: Any, folder: Path, share: str | os.PathLike[str] | None, watch: Watch) -> dict[str, dict[str, Any]]:
+def _weights(model: Any, folder: Path, others: list[Path], watch: Watch) -> dict[str, dict[str, Any]]:
     """The weights' file in the folder: one that is there already, one of another package, or written now."""
     size = weights.size_of(model)
-    others = [] if share is None else _weights_of(Path(share).expanduser())
     there = [p for p in [*folder.glob("weights-*.safetensors"), *others] if p.stat().st_size == size]
     if there:
         sha256 = weights.hash_of(model, watch.bytes(size))
@@ -249,21 +255,20 @@ def _tokenizer(model: Any, folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _manifest(
-    model: Any, plain: dict[str, Any], anatomy: Anatomy, compiled: dict[str, Any], files: dict[str, Any], foreseen: Plan,
+    context: int, plain: dict[str, Any], anatomy: Anatomy, compiled: dict[str, Any], files: dict[str, Any], foreseen: Plan,
     watch: Watch, card: Card | None,
 ) -> dict[str, Any]:  # fmt: skip
     names = {id(parameter): name for name, parameter in anatomy.model.named_parameters()}
     post, scalar = anatomy.last
-    rings = [state.size for state in anatomy.cache.states if isinstance(state, Ring)]
     return {
         "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": {"toolkit": toolkit.__version__, "torch": torch.__version__},
         "target": {**compiling.processor(), **_target(card)},
         "model": plain,
-        "context": anatomy.context,
+        "context": context,
         "kv": anatomy.kv,
         "chunk": anatomy.chunk,
-        "least": max(2, *rings) if rings else 2,
+        "least": least_context(anatomy.model),
         "pieces": [{"name": p.name, "layer": p.layer, "weights": p.weights, "like": p.like} for p in anatomy.pieces],
         "last": [post and names[id(post.weight)], post.eps if post else 0.0, None if scalar is None else names[id(scalar)]],
         "compiled": compiled,

@@ -183,7 +183,12 @@ def _keep(key: str, data: bytes) -> Compiled:
             if time.time() - path.stat().st_mtime > STALE_S:
                 path.unlink()
         with tempfile.NamedTemporaryFile(dir=folder, suffix=".partial", delete=False) as file:
-            file.write(data)
+            try:
+                file.write(data)
+                file.flush()
+            except OSError:
+                os.unlink(file.name)
+                raise
         os.replace(file.name, folder / f"{key}-{sha256}.pt2")
         oldest = sorted(folder.glob("*.pt2"), key=lambda path: path.stat().st_mtime)
         for path in oldest[:-KEPT]:
@@ -203,7 +208,7 @@ def load_piece(data: bytes, device: torch.device) -> Callable[[list[torch.Tensor
             # not torch._inductor.aoti_load_package, which first compiles and tries a program for every kind of vectors
             loader = torch._C._aoti.AOTIModelPackageLoader(file.name, "model", True, 1, index)  # type: ignore[attr-defined]
     except (OSError, RuntimeError) as error:
-        found = f"it can't be loaded by way of {tempfile.gettempdir()} ({_first_line(error)})"
+        found = f"it can't be loaded by way of {os.environ.get('TMPDIR') or tempfile.gettempdir()} ({_first_line(error)})"
         do = "Make room there, or name another folder in the variable TMPDIR, one that programs may run from"
         raise PackageError("a layer's compiled code", found, do) from error
     # called by itself a loaded package parses a description of its operands every time, which takes longer than a layer

@@ -27,6 +27,10 @@ MANIFEST = "manifest.json"
 LARGEST_MANIFEST = 64 << 20
 AGAIN = "Get the package again from where it was made, or export it anew with tk.export"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
+_WRITTEN = re.compile(  # by an export, beside the manifest and the tokenizer
+    r"\.lock|weights-[0-9a-f]{16}\.safetensors|weights\.partial|(tokenizer|manifest)\.json\.partial"
+    r"|methods/(prefill|decode)-[\w-]+-[0-9a-f]{16}\.pt2(\.partial)?"
+)
 _CHUNK = 4 << 20
 
 
@@ -35,30 +39,61 @@ _CHUNK = 4 << 20
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """The folder, made if need be, for one export at a time. PackageError where there is another, or it can't be written."""
-    asked, new = f"an export into {folder}", not folder.exists()
+    """The folder, made if need be, for one export at a time. PackageError where there is another, it can't be written, or it
+    holds what no export wrote.
+    """
+    asked = f"an export into {folder}"
     try:
-        if folder.exists() and not folder.is_dir():
-            raise PackageError(asked, "there is a file of that name", "Name a folder")
-        strangers = [] if not folder.is_dir() else [p.name for p in folder.iterdir() if not _ours(p)]
-        if strangers and not (folder / MANIFEST).exists():
-            found = f"the folder holds other files ({', '.join(sorted(strangers)[:3])})"
-            raise PackageError(asked, found, "Name a new or an empty folder")
+        new = not folder.exists()
+        check_folder(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / ".lock", "w") as file:
+        with open(folder / ".lock", "a") as file:
             _lock(file, asked)
-            yield
+            try:
+                yield
+            finally:
+                with suppress(OSError):
+                    if new and [p.name for p in folder.iterdir()] == [".lock"]:  # nothing came of it
+                        (folder / ".lock").unlink()
+                        folder.rmdir()
     except OSError as error:
         raise cant_write(asked, folder, error) from error
-    finally:
-        with suppress(OSError):
-            if new and [p.name for p in folder.iterdir()] == [".lock"]:  # nothing came of it
-                (folder / ".lock").unlink()
-                folder.rmdir()
 
 
-def _ours(path: Path) -> bool:
-    return path.name in (".lock", MANIFEST, "methods") or path.name.startswith(("weights", "tokenizer"))
+def check_folder(folder: Path) -> None:
+    """PackageError where an export can't be into that folder: for a file, or for a folder that holds what no export wrote."""
+    asked = f"an export into {folder}"
+    if "\0" in str(folder):
+        raise PackageError(asked.replace("\0", "\\0"), "no name has a zero in it", "Name a folder")
+    try:
+        if not folder.exists():
+            return
+        if not folder.is_dir():
+            raise PackageError(asked, "there is a file of that name", "Name a folder")
+        if (folder / "methods").is_symlink():
+            raise PackageError(asked, "its folder methods is a link to somewhere else", "Name a new or an empty folder")
+        strangers = [] if _is_package(folder) else [path.name for path in folder.iterdir() if not _ours(folder, path)]
+    except OSError as error:
+        raise cant_write(asked, folder, error) from error
+    if strangers:
+        found = f"the folder holds other files ({', '.join(sorted(strangers)[:3])})"
+        raise PackageError(asked, found, "Name a new or an empty folder")
+
+
+def _is_package(folder: Path) -> bool:
+    """Is its manifest one that an export wrote? It may have been damaged since."""
+    path = folder / MANIFEST
+    return path.is_file() and path.stat().st_size <= LARGEST_MANIFEST and FORMAT.encode() in path.read_bytes()
+
+
+def _ours(folder: Path, path: Path) -> bool:
+    """Did an export write this, which lies in a folder that may be a package, or become one? By its whole name."""
+    name = path.relative_to(folder).as_posix()
+    if name in ("tokenizer.json", MANIFEST):  # other people have files that are called so
+        return (folder / ".lock").exists() if name == "tokenizer.json" else _is_package(folder)
+    if name == "methods":
+        return all(_ours(folder, inside) for inside in path.iterdir()) if path.is_dir() else False
+    return bool(_WRITTEN.fullmatch(name))
 
 
 def _lock(file: Any, asked: str) -> None:
@@ -66,11 +101,19 @@ def _lock(file: Any, asked: str) -> None:
         import fcntl
     except ImportError:  # Windows: opening it for writing is enough of a hint
         return
+    another = PackageError(
+        asked, "another export into this folder is under way", "Wait for it, cancel it, or name another folder"
+    )
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        found = "another export into this folder is under way"
-        raise PackageError(asked, found, "Wait for it, cancel it, or name another folder") from error
+        raise another from error
+    try:
+        same = os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
+    except FileNotFoundError:
+        same = False
+    if not same:  # one that ended has taken its folder away since this was opened
+        raise another
 
 
 def cant_write(asked: str, folder: Path, error: OSError) -> PackageError:
@@ -116,11 +159,7 @@ def finish(folder: Path, manifest: Mapping[str, Any]) -> str:
     put(folder, MANIFEST, data)
     named = {*manifest["files"], MANIFEST, ".lock"}
     for path in [*folder.glob("*"), *folder.glob("methods/*")]:
-        if (
-            path.is_file()
-            and path.relative_to(folder).as_posix() not in named
-            and _ours(path if path.parent == folder else path.parent)
-        ):
+        if path.is_file() and path.relative_to(folder).as_posix() not in named and _ours(folder, path):
             path.unlink()
     return hashlib.sha256(data).hexdigest()
 
@@ -135,13 +174,28 @@ def _text(manifest: Mapping[str, Any]) -> bytes:
 # ---- reading
 
 
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    """Inside, what can't be read of a package is a PackageError."""
+    try:
+        yield
+    except OSError as error:
+        found = f"it can't be read ({error.strerror or error})"
+        raise PackageError(f"package {folder}", found, "Name a folder all of which you may read") from error
+
+
 def read_manifest(folder: Path) -> tuple[dict[str, Any], str]:
     """A package's manifest, checked, and its hash. No other file is touched. PackageError says what is wrong."""
+    with _readable(folder):
+        return _read_manifest(folder)
+
+
+def _read_manifest(folder: Path) -> tuple[dict[str, Any], str]:
     asked, path = f"package {folder}", folder / MANIFEST
     if not folder.is_dir():
         raise PackageError(asked, "no such folder", "Give the folder that tk.export made")
     if not path.is_file() or path.is_symlink():
-        begun = any(_ours(path) for path in folder.iterdir())
+        begun = any(_ours(folder, path) for path in folder.iterdir())
         do = "Export into it again: it goes on where it ended" if begun else "Give the folder that tk.export made"
         raise PackageError(asked, "an export that was not finished" if begun else f"it has no {MANIFEST}", do)
     if path.stat().st_size > LARGEST_MANIFEST:
@@ -194,10 +248,9 @@ def _check_name(asked: str, folder: Path, name: str) -> None:
 
 def verified(folder: Path, name: str, expected: Mapping[str, Any]) -> bytes:
     """The bytes of a file that hash to what the manifest says: what was checked is what is used."""
-    path = folder / name
-    if path.stat().st_size != expected["bytes"]:
-        raise _changed(folder, name, f"it has {path.stat().st_size:,} bytes, not {expected['bytes']:,}")
-    data = path.read_bytes()
+    with _readable(folder):
+        _check_size(folder, name, expected)
+        data = (folder / name).read_bytes()
     if hashlib.sha256(data).hexdigest() != expected["sha256"]:
         raise _changed(folder, name, "its bytes aren't those that were written")
     return data
@@ -205,16 +258,20 @@ def verified(folder: Path, name: str, expected: Mapping[str, Any]) -> bytes:
 
 def verify(folder: Path, name: str, expected: Mapping[str, Any], step: Any) -> None:
     """Check a large file as a stream."""
-    path, digest = folder / name, hashlib.sha256()
-    if path.stat().st_size != expected["bytes"]:
-        raise _changed(folder, name, f"it has {path.stat().st_size:,} bytes, not {expected['bytes']:,}")
-    buffer = memoryview(bytearray(_CHUNK))
-    with open(path, "rb", buffering=0) as file:
-        while n := file.readinto(buffer):
-            digest.update(buffer[:n])
-            step(n, name)
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK))
+    with _readable(folder):
+        _check_size(folder, name, expected)
+        with open(folder / name, "rb", buffering=0) as file:
+            while n := file.readinto(buffer):
+                digest.update(buffer[:n])
+                step(n, name)
     if digest.hexdigest() != expected["sha256"]:
         raise _changed(folder, name, "its bytes aren't those that were written")
+
+
+def _check_size(folder: Path, name: str, expected: Mapping[str, Any]) -> None:
+    if (size := (folder / name).stat().st_size) != expected["bytes"]:
+        raise _changed(folder, name, f"it has {size:,} bytes, not {expected['bytes']:,}")
 
 
 def _changed(folder: Path, name: str, found: str) -> PackageError:
@@ -228,8 +285,12 @@ def _made_here() -> Path:
     return cache_folder() / "packages-made-here"
 
 
+_made_by_this_process: set[str] = set()
+
+
 def remember(own: str) -> None:
     """This user made the package whose manifest hashes to `own`."""
+    _made_by_this_process.add(own)  # also where the user's cache can't be written
     with suppress(OSError):
         _made_here().parent.mkdir(parents=True, exist_ok=True)
         with open(_made_here(), "a") as file:
@@ -239,6 +300,6 @@ def remember(own: str) -> None:
 def made_here(own: str) -> bool:
     """Did this user make it?"""
     try:
-        return own in _made_here().read_text().split()
+        return own in _made_by_this_process or own in _made_here().read_text().split()
     except OSError:
         return False

@@ -83,6 +83,21 @@ def compiled_for(model: Any, card: Card | None) -> Iterator[None]:
             model.device = own
 
 
+def check_exportable(model: Any) -> None:
+    """ModelError for a model whose layers pass more to each other than the residual."""
+    if getattr(model, "shares", False) or getattr(model.config, "hidden_size_per_layer_input", 0):
+        asked = f"exporting a {type(model).__module__.rpartition('.')[2]} of this variant"
+        found = "its layers share keys and values, or are given inputs of their own, beside the residual"
+        raise ModelError(asked, found, "Export a variant without these; tk.generate decodes this one as it is")
+
+
+def least_context(model: Any) -> int:
+    """The fewest tokens that a package's caches have room for: a ring shorter than its window would be another kind of layer,
+    and half a cache, which is what is traced, isn't to be a single slot.
+    """
+    return max(4, *(getattr(module, "window", None) or 0 for module in model.modules()))
+
+
 class Anatomy:
     """A model taken apart: its `pieces` in the order in which they run, and what to trace for each.
 
@@ -93,10 +108,7 @@ class Anatomy:
 
     def __init__(self, model: Any, context: int, kv: str | None = None) -> None:
         self.model, self.context, self.kv = model, context, kv
-        if getattr(model, "shares", False) or getattr(model.config, "hidden_size_per_layer_input", 0):
-            asked = f"exporting a {type(model).__module__.rpartition('.')[2]} of this variant"
-            found = "its layers share keys and values, or are given inputs of their own, beside the residual"
-            raise ModelError(asked, found, "Export a variant without these; tk.generate decodes this one as it is")
+        check_exportable(model)
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.empty = partial(torch.empty, device=model.device.torch)
         self.hidden = partial(self.empty, dtype=model.dtype)
