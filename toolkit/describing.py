@@ -81,15 +81,17 @@ def plan(
     unknown names, sizes that are none, and contexts that the model hasn't.
     """
     spec = _figures(device)
-    if not isinstance(model, str | os.PathLike) and not hasattr(model, "new_cache"):
+    most, running = (None if size is None else parse_bytes(size) for size in (budget, run_budget))
+    if isinstance(model, str | os.PathLike):
+        held = f", {scheme if isinstance(scheme, str) else scheme.name}" if scheme is not None else ""
+        shapes, own = describe(model, scheme, dtype), f"{os.fspath(model)}{held}"
+    elif not hasattr(model, "new_cache"):
         raise ToolkitError("a plan", f"a {type(model).__name__}, not a model", "Give one that tk.load made, or a name or path")
-    if not isinstance(model, str | os.PathLike) and (scheme is not None or dtype is not None):
+    elif scheme is not None or dtype is not None:
         asked = f"a plan of a {type(model).__name__} with scheme={scheme!r}, dtype={dtype!r}"
         raise ToolkitError(asked, "the model is loaded: it is held as it is", "Leave them out, or give the model's name")
-    shapes = describe(model, scheme, dtype) if isinstance(model, str | os.PathLike) else model
-    most, running = (None if size is None else parse_bytes(size) for size in (budget, run_budget))
-    held = f", {scheme if isinstance(scheme, str) else scheme.name}" if scheme is not None else ""
-    own = f"{os.fspath(model)}{held}" if isinstance(model, str | os.PathLike) else type(model).__module__.rpartition(".")[2]
+    else:
+        shapes, own = model, type(model).__module__.rpartition(".")[2]
     return plan_of(shapes, name or own, spec, context, most, running, kv, levers or Levers())
 
 

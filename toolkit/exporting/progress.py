@@ -14,8 +14,8 @@ import torch
 from toolkit.devices import host
 from toolkit.devices.base import Device
 from toolkit.devices.cuda import in_use
-from toolkit.errors import CancelledError, ToolkitError
-from toolkit.loading.progress import REPORTS_PER_S, is_watched
+from toolkit.errors import CancelledError
+from toolkit.loading.progress import REPORTS_PER_S, check_cancel, is_watched
 
 SAMPLES_PER_S = 20  # of memory
 STEP_BYTES = 8 << 20  # by which the host's memory has to change to be noted
@@ -33,8 +33,7 @@ class Watch:
     def __init__(
         self, what: str, progress: bool | Progress, cancel: threading.Event | None, device: Device | None = None
     ) -> None:
-        if cancel is not None and not hasattr(cancel, "is_set"):
-            raise ToolkitError("a way to cancel", f"cancel={cancel!r:.80}", "Give a threading.Event, and set it to stop")
+        check_cancel(cancel)
         self.what, self.cancel = what, cancel
         self.show = progress if callable(progress) else _line(what) if progress and is_watched() else None
         self.phases: list[dict[str, Any]] = []

@@ -6,12 +6,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from toolkit.errors import CancelledError, ToolkitError
 from toolkit.units import bytes_text
 
 Progress = Callable[[int, int, str], None]
 REPORTS_PER_S = 10
+
+
+def check_cancel(cancel: Any) -> None:
+    """ToolkitError for a `cancel` that is neither None nor something to set, like a threading.Event."""
+    if cancel is not None and not hasattr(cancel, "is_set"):
+        raise ToolkitError("a way to cancel", f"cancel={cancel!r:.80}", "Give a threading.Event, and set it to stop")
 
 
 class Watch:
@@ -22,8 +29,7 @@ class Watch:
     """
 
     def __init__(self, what: str, progress: bool | Progress, cancel: threading.Event | None) -> None:
-        if cancel is not None and not hasattr(cancel, "is_set"):
-            raise ToolkitError("a way to cancel", f"cancel={cancel!r:.80}", "Give a threading.Event, and set it to stop")
+        check_cancel(cancel)
         self.what, self.cancel, self.done, self.total = what, cancel, 0, 0
         self.show = progress if callable(progress) else _line(what) if progress and is_watched() else None
         self._last = float("-inf")
