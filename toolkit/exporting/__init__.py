@@ -13,7 +13,7 @@ import os
 import shutil
 import threading
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,10 +119,11 @@ def export(
     spec = None if card is None else card.spec
     called = os.fspath(model) if named else _name(model)
     foreseen = plan_of(looked_at, called, spec, context, most, None, kv, Levers()).check()
-    with package.locked(folder), _held_to(most, device):
+    with package.locked(folder), ExitStack() as held:
         if named:
             with watch.phase("load"):
                 model = load(model, "cpu", dtype, scheme, progress=False, cancel=cancel)
+        held.enter_context(_held_to(most, device))  # no sooner: what else runs in this process is held to it too
         plain, room = skeleton.to_plain(model), max(context, least_context(model))
         package.check_disk(folder, weights.size_of(model) if not list(folder.glob("weights-*")) else 0)
         files: dict[str, dict[str, Any]] = {}
