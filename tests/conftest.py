@@ -25,7 +25,7 @@ def frozen():
 @pytest.fixture
 def empty_card():
     """The virtual H200 without what other tests left to the garbage collector and in the allocator's cache."""
-    from toolkit.devices.base import open_device
+    from toolkit.gpu.opening import open_device
 
     gc.collect()
     gpu = open_device("virtual:h200")

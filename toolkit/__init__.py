@@ -14,62 +14,62 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from toolkit.core.version import __version__ as __version__
 
 _PUBLIC = {
-    "device": "toolkit.devices.base:open_device",
-    "record": "toolkit.devices.base:record",
-    "load": "toolkit.loading:load",
-    "costs": "toolkit.describing:costs",
-    "plan": "toolkit.describing:plan",
-    "quantize": "toolkit.quantising:quantize",
+    "device": "toolkit.gpu.opening:open_device",
+    "record": "toolkit.gpu.opening:record",
+    "load": "toolkit.loading.loader:load",
+    "costs": "toolkit.planning.describe:costs",
+    "plan": "toolkit.planning.describe:plan",
+    "quantize": "toolkit.loading.quantization:quantize",
     "generate": "toolkit.decode.loop:generate",
-    "export": "toolkit.exporting:export",
-    "load_exported": "toolkit.exporting:load_exported",
+    "export": "toolkit.exporting.exporter:export",
+    "load_exported": "toolkit.exporting.exporter:load_exported",
     "compare": "toolkit.decode.compare:compare",
     "copy_budget": "toolkit.decode.compare:copy_budget",
-    "open_trace": "toolkit.traces:open_trace",
-    "memory": "toolkit.accounting:memory",
-    "open_memory": "toolkit.accounting:open_memory",
-    "budget": "toolkit.budgeting:budget",
+    "open_trace": "toolkit.trace.opening:open_trace",
+    "memory": "toolkit.vram.measure:memory",
+    "open_memory": "toolkit.vram.measure:open_memory",
+    "budget": "toolkit.vram.budget:budget",
     "STRATEGIES": "toolkit.decode.strategies:STRATEGIES",
-    "tune": "toolkit.kernels.tune",
-    "GPUS": "toolkit.devices.spec:CATALOGUE",
-    "Lab": "toolkit.notebook.lab:Lab",
-    "Trace": "toolkit.trace:Trace",
-    "ToolkitError": "toolkit.errors:ToolkitError",
-    "CopyBudgetError": "toolkit.errors:CopyBudgetError",
-    "BudgetError": "toolkit.errors:BudgetError",
-    "PackageError": "toolkit.errors:PackageError",
+    "tune": "toolkit.tune",
+    "GPUS": "toolkit.gpu.catalogue:CATALOGUE",
+    "Lab": "toolkit.ui.lab.app:Lab",
+    "Trace": "toolkit.trace.events:Trace",
+    "ToolkitError": "toolkit.core.errors:ToolkitError",
+    "CopyBudgetError": "toolkit.core.errors:CopyBudgetError",
+    "BudgetError": "toolkit.core.errors:BudgetError",
+    "PackageError": "toolkit.core.errors:PackageError",
 }
 
 __all__ = ["__version__", "load_ipython_extension", *_PUBLIC]
 
 if TYPE_CHECKING:
-    from toolkit.accounting import memory as memory
-    from toolkit.accounting import open_memory as open_memory
-    from toolkit.budgeting import budget as budget
+    from toolkit import tune as tune
+    from toolkit.core.errors import BudgetError as BudgetError
+    from toolkit.core.errors import CopyBudgetError as CopyBudgetError
+    from toolkit.core.errors import PackageError as PackageError
+    from toolkit.core.errors import ToolkitError as ToolkitError
     from toolkit.decode.compare import compare as compare
     from toolkit.decode.compare import copy_budget as copy_budget
     from toolkit.decode.loop import generate as generate
     from toolkit.decode.strategies import STRATEGIES as STRATEGIES
-    from toolkit.describing import costs as costs
-    from toolkit.describing import plan as plan
-    from toolkit.devices.base import open_device as device
-    from toolkit.devices.base import record as record
-    from toolkit.devices.spec import CATALOGUE as GPUS
-    from toolkit.errors import BudgetError as BudgetError
-    from toolkit.errors import CopyBudgetError as CopyBudgetError
-    from toolkit.errors import PackageError as PackageError
-    from toolkit.errors import ToolkitError as ToolkitError
-    from toolkit.exporting import export as export
-    from toolkit.exporting import load_exported as load_exported
-    from toolkit.kernels import tune as tune
-    from toolkit.loading import load as load
-    from toolkit.notebook.lab import Lab as Lab
-    from toolkit.quantising import quantize as quantize
-    from toolkit.trace import Trace as Trace
-    from toolkit.traces import open_trace as open_trace
+    from toolkit.exporting.exporter import export as export
+    from toolkit.exporting.exporter import load_exported as load_exported
+    from toolkit.gpu.catalogue import CATALOGUE as GPUS
+    from toolkit.gpu.opening import open_device as device
+    from toolkit.gpu.opening import record as record
+    from toolkit.loading.loader import load as load
+    from toolkit.loading.quantization import quantize as quantize
+    from toolkit.planning.describe import costs as costs
+    from toolkit.planning.describe import plan as plan
+    from toolkit.trace.events import Trace as Trace
+    from toolkit.trace.opening import open_trace as open_trace
+    from toolkit.ui.lab.app import Lab as Lab
+    from toolkit.vram.budget import budget as budget
+    from toolkit.vram.measure import memory as memory
+    from toolkit.vram.measure import open_memory as open_memory
 
     __all__ += ["GPUS", "device"]  # renamed, so not re-exported by the form above
 
@@ -89,6 +89,6 @@ def __dir__() -> list[str]:
 
 def load_ipython_extension(shell: Any) -> None:
     """`%load_ext toolkit`: registers the magics."""
-    from toolkit.notebook.magics import register
+    from toolkit.ui.magics.copies import register
 
     register(shell)

@@ -8,8 +8,8 @@ import json
 import pytest
 
 from toolkit.bench.decode_copies import RANDOM, bench, main, open_model, table
+from toolkit.core.errors import ToolkitError
 from toolkit.decode.strategies import STRATEGIES
-from toolkit.errors import ToolkitError
 
 
 @pytest.fixture(scope="module")

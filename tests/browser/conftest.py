@@ -23,7 +23,7 @@ from types import SimpleNamespace
 
 import pytest
 
-NOTEBOOK_TESTS = Path(__file__).parent.parent / "notebook"
+NOTEBOOK_TESTS = Path(__file__).parent.parent / "ui"
 sys.path.insert(0, str(NOTEBOOK_TESTS))  # synthetic.py
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = [

@@ -12,8 +12,8 @@ from memory_events import __file__ as EVENTS
 from test_model_shown import FAULTS, theme
 from test_timeline_in_lab import shot
 
-from toolkit.notebook.memory_page import write_memory_page
-from toolkit.notebook.memory_picture import view_of
+from toolkit.ui.memory.page import write_memory_page
+from toolkit.ui.memory.picture import view_of
 
 VIEW, LIVE = ".tk-memory", ".tk-memory.tk-live"
 CANVAS = f"{LIVE} canvas"
@@ -21,7 +21,7 @@ SETUP = f"""import sys; sys.path.insert(0, {str(Path(EVENTS).parent)!r})
 import torch, toolkit as tk
 from IPython.display import HTML, display
 from memory_events import many_events, recording, small, use_of
-from toolkit.accounting import memory
+from toolkit.vram.measure import memory
 gpu = tk.device("virtual:rtx-5090")
 net = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(6)]).to(gpu.torch)"""
 LEAK = """losses = []
@@ -29,7 +29,7 @@ with memory() as leak:
     for i in range(30):
         losses.append(net(torch.ones(64, 512, device=gpu.torch)).pow(2).sum())"""
 SHOWN = """from types import SimpleNamespace
-from toolkit.notebook.memory_picture import line_html, session_html
+from toolkit.ui.memory.picture import line_html, session_html
 def boom():
     big = torch.ones(1 << 24, device=gpu.torch)
     torch.empty(1 << 40, device=gpu.torch)
@@ -218,7 +218,7 @@ def test_two_million_events(notebook, capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_opens_from_disk(browser, tmp_path: Path, scheme: str) -> None:
     uses = [use_of(many_events(4000, seed)) for seed in range(3)]
-    path = write_memory_page(tmp_path / "a.html", uses, title=HOSTILE)
+    path = write_memory_page(uses, tmp_path / "a.html", title=HOSTILE)
     page = browser.new_context(color_scheme=scheme, viewport={"width": 1200, "height": 1500}).new_page()
     asked, said = [], []
     page.on("request", lambda request: asked.append(request.url))
@@ -249,7 +249,7 @@ def test_the_page_opens_from_disk(browser, tmp_path: Path, scheme: str) -> None:
 def test_javascript_and_python_see_the_same(browser, tmp_path: Path, axis: str) -> None:
     use = use_of(many_events(1800))  # few enough for every moment and block to be embedded
     page = browser.new_page()
-    page.goto(write_memory_page(tmp_path / "a.html", use).as_uri())
+    page.goto(write_memory_page(use, tmp_path / "a.html").as_uri())
     page.wait_for_selector(f"{LIVE}[data-painted]")
     view = view_of(use, "kind")
     low, high = view.bounds(axis)
@@ -275,7 +275,7 @@ def test_javascript_and_python_see_the_same(browser, tmp_path: Path, axis: str) 
 
 
 def test_without_scripts_still_pictures_remain(browser, tmp_path: Path) -> None:
-    path = write_memory_page(tmp_path / "a.html", [use_of(many_events(2000)), use_of(many_events(2000, 1))])
+    path = write_memory_page([use_of(many_events(2000)), use_of(many_events(2000, 1))], tmp_path / "a.html")
     context = browser.new_context(java_script_enabled=False)
     page = context.new_page()
     page.goto(path.as_uri())

@@ -9,9 +9,10 @@ import pytest
 from synthetic import decode_loop, many_events
 from test_view import parse
 
-from toolkit.notebook.page import write_page
-from toolkit.notebook.view import MODELLED, Scene, Track
-from toolkit.trace import KINDS, Trace
+from toolkit.trace.columns import KINDS
+from toolkit.trace.events import Trace
+from toolkit.ui.timeline.page import write_page
+from toolkit.ui.timeline.view import MODELLED, Scene, Track
 
 FRAME = ".tk-timeline"
 EVIL = "<img src=x onerror=\"document.title='owned'\"></script><script>document.title='owned'</script>"
@@ -25,7 +26,7 @@ def colours(page) -> int:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_opens_from_disk(browser, tmp_path: Path, scheme: str) -> None:
-    path = write_page(tmp_path / "a.html", {"roundtrip": decode_loop(), EVIL: decode_loop(h2d=0, scale=0.6)}, title=EVIL)
+    path = write_page({"roundtrip": decode_loop(), EVIL: decode_loop(h2d=0, scale=0.6)}, tmp_path / "a.html", title=EVIL)
     page = browser.new_context(color_scheme=scheme, viewport={"width": 1200, "height": 800}).new_page()
     asked, said = [], []
     page.on("request", lambda request: asked.append(request.url))
@@ -58,7 +59,7 @@ def without_marks(trace: Trace) -> Trace:
 def test_javascript_and_python_see_the_same(browser, tmp_path: Path, share: tuple[float, float]) -> None:
     trace = many_events(60_000)
     page = browser.new_page()
-    page.goto(write_page(tmp_path / "a.html", trace).as_uri())
+    page.goto(write_page(trace, tmp_path / "a.html").as_uri())
     page.wait_for_selector(f"{FRAME}[data-ms]")
     track = Track(trace, "a")
     low, high = Scene([track]).bounds()
@@ -82,7 +83,7 @@ def test_javascript_and_python_see_the_same(browser, tmp_path: Path, share: tupl
 
 
 def test_measured_and_modelled_side_by_side_are_labelled(browser, tmp_path: Path) -> None:
-    path = write_page(tmp_path / "a.html", decode_loop(clock="measured"), decode_loop())
+    path = write_page(decode_loop(clock="measured"), tmp_path / "a.html", decode_loop())
     page = browser.new_page()
     page.goto(path.as_uri())
     page.wait_for_selector(f"{FRAME}[data-ms]")
@@ -94,7 +95,7 @@ def test_measured_and_modelled_side_by_side_are_labelled(browser, tmp_path: Path
 
 
 def test_without_scripts_a_still_picture_and_tables_remain(browser, tmp_path: Path) -> None:
-    path = write_page(tmp_path / "a.html", decode_loop())
+    path = write_page(decode_loop(), tmp_path / "a.html")
     context = browser.new_context(java_script_enabled=False)
     page = context.new_page()
     page.goto(path.as_uri())

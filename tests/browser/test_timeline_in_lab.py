@@ -13,7 +13,7 @@ from synthetic import decode_loop
 
 SETUP = f"""import sys; sys.path.insert(0, {str(Path(SYNTHETIC).parent)!r})
 from synthetic import decode_loop, many_events
-from toolkit.notebook.timeline import Timeline"""
+from toolkit.ui.timeline.widget import Timeline"""
 ONE = "Timeline(decode_loop())"
 TWO = "Timeline(decode_loop(), decode_loop(h2d=0, scale=.7), titles=('roundtrip', 'double-buffered'))"
 FRAME = ".tk-timeline"

@@ -16,11 +16,11 @@ VIEW = ".tk-tuning"
 SETUP = f"""import sys; sys.path.insert(0, {str(Path(TUNED).parent)!r})
 from IPython.display import display
 from tuned import every_verdict, nothing_runs
-from toolkit.kernels.tune.tuning import Tuning"""
+from toolkit.tune.results import Tuning"""
 SHOWN = "display(every_verdict(), nothing_runs(), Tuning(()))"
 # The real kernels; what compiling them would take minutes to find is made up.
 QUICK = """import toolkit as tk
-from toolkit.notebook import lab_tune
+from toolkit.ui.lab import tune_panel as lab_tune
 lab_tune.tune.explore = lambda kernel, shape, gpus, progress, cancel: (progress(1, 2, "a config"), every_verdict())[1]
 lab = tk.Lab()
 lab"""

@@ -10,8 +10,8 @@ import torch
 from small_models import SMALL, make
 
 import toolkit as tk
+from toolkit.core.errors import CopyBudgetError, RecorderError, ToolkitError, UnknownNameError
 from toolkit.decode.strategies import STRATEGIES
-from toolkit.errors import CopyBudgetError, RecorderError, ToolkitError, UnknownNameError
 
 PROMPT = list(range(19))
 

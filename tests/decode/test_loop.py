@@ -12,9 +12,9 @@ import torch
 from small_models import ODD, SMALL, ByteTokenizer, make
 
 import toolkit as tk
+from toolkit.core.errors import ModelError, RecorderError
 from toolkit.decode.run import tokens_per_s
 from toolkit.decode.strategies import STRATEGIES
-from toolkit.errors import ModelError, RecorderError
 from toolkit.models.cache import Cache
 
 PROMPT = list(range(19))

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import toolkit as tk
+from toolkit.core.errors import ModelError
 from toolkit.decode.compare import decode_steps
 from toolkit.decode.strategies import STRATEGIES
-from toolkit.devices.base import open_device
-from toolkit.errors import ModelError
+from toolkit.gpu.opening import open_device
 from toolkit.models import gemma4
 
 DEMOS = ("demo/qwen3", "demo/gemma4", "demo/qwen3.5-moe")
@@ -217,7 +217,7 @@ def test_the_virtual_gpu_needs_no_triton():
         assert len(tk.generate(model, "The capital of France is", max_new_tokens=3, eos=(), lines=False).tokens) == 3
         try:
             model.kernel_shapes()
-        except tk.errors.DeviceError as error:
+        except tk.core.errors.DeviceError as error:
             print(error)
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from toolkit.decode.sample import Sampler, Sampling, _keep
-from toolkit.errors import ModelError
+from toolkit.core.errors import ModelError
+from toolkit.decode.sampling import Sampler, Sampling, _keep
 from toolkit.kernels.noise import INDEX, MIX, STEP, mix, mixed_seed, shifted, signed
 
 CPU = torch.device("cpu")

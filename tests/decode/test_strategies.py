@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 import toolkit as tk
+from toolkit.core.errors import ToolkitError, UnknownNameError
 from toolkit.decode.strategies import STRATEGIES, Strategy, find_strategy
-from toolkit.errors import ToolkitError, UnknownNameError
 
 NAMES = ["host-sampling", "host-embedding", "roundtrip", "token-on-device", "position-on-device", "double-buffered"]
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from small_models import ByteTokenizer
 
-from toolkit.decode.text import TextStream, prompt_ids
-from toolkit.errors import ModelError
+from toolkit.core.errors import ModelError
+from toolkit.text.prompts import TextStream, prompt_ids
 
 MODEL = SimpleNamespace(tokenizer=None, config=SimpleNamespace(vocab_size=256))
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import toolkit as tk
-from toolkit.devices.cuda_events import Anchor, Range, Session, has_calls, read_events
-from toolkit.errors import DeviceError, RecorderError
-from toolkit.trace import KINDS
+from toolkit.core.errors import DeviceError, RecorderError
+from toolkit.gpu.cuda.events import Anchor, Range, Session, has_calls, read_events
+from toolkit.trace.columns import KINDS
 
 AHEAD = 1_700_000_000_000_000_000  # the profiler's clock against the host's
 DRIFT = 1.00002  # and how much faster it runs
@@ -251,7 +251,7 @@ class Profiler:
 @pytest.fixture
 def played(monkeypatch):
     """A CudaGpu whose profiler is a counter, and whose waits raise what is asked."""
-    from toolkit.devices import cuda
+    from toolkit.gpu.cuda import device as cuda
 
     gpu = object.__new__(cuda.CudaGpu)
     gpu.index, gpu.name, gpu.gpu_name, gpu._session, gpu._profiler = 0, "cuda:0", "none", None, None
@@ -288,7 +288,7 @@ def test_an_interrupt_at_any_wait_leaves_no_profiler_running(played, at, lines):
 
 
 def test_two_gpus_can_not_record_at_once(played):
-    from toolkit.devices import cuda
+    from toolkit.gpu.cuda import device as cuda
 
     other = object.__new__(cuda.CudaGpu)
     other.index, other.name, other._session, other._profiler = 1, "cuda:1", None, None

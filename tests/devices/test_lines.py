@@ -7,7 +7,7 @@ from time import perf_counter_ns
 import numpy as np
 import pytest
 
-from toolkit.devices.lines import LineLog, know_thread
+from toolkit.gpu.line_log import LineLog, know_thread
 
 
 @pytest.fixture(autouse=True)
@@ -190,7 +190,7 @@ def test_another_tracer_is_left_alone_and_named():
 
 
 def test_a_runaway_loop_keeps_to_its_limit(monkeypatch):
-    monkeypatch.setattr("toolkit.devices.lines._LIMIT", 100)
+    monkeypatch.setattr("toolkit.gpu.line_log._LIMIT", 100)
     log = LineLog()
     log.start()
     for i in range(1000):

@@ -5,10 +5,10 @@ import time
 import pytest
 import torch
 
-from toolkit.devices import rules
-from toolkit.devices.rules_copies import copy, one_run
-from toolkit.devices.rules_effect import Effect, duration_ns, host_ns
-from toolkit.devices.spec import CATALOGUE
+from toolkit.gpu.catalogue import CATALOGUE
+from toolkit.gpu.virtual.effects import rules
+from toolkit.gpu.virtual.effects.copies import copy, one_run
+from toolkit.gpu.virtual.effects.effect import Effect, duration_ns, host_ns
 
 aten = torch.ops.aten
 H200 = CATALOGUE["h200"]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import toolkit
-from toolkit.devices.spec import CATALOGUE, RECORDED, GpuSpec
-from toolkit.errors import DeviceError, UnknownNameError
-from toolkit.units import GiB, KiB
+from toolkit.core.errors import DeviceError, UnknownNameError
+from toolkit.core.units import GiB, KiB
+from toolkit.gpu.catalogue import CATALOGUE, RECORDED, GpuSpec
 
 RESULTS = Path(toolkit.__file__).parent / "bench" / "results" / "h200_primitives.json"
 CARDS = {"rtx-3090", "rtx-4090", "rtx-5090", "a100-40g", "a100-80g", "l4", "l40s", "h100", "h200", "b200", "rtx-pro-6000"}

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from toolkit.devices.virtual_blocks import Block, Blocks, Settings, rounded, segment_bytes
-from toolkit.errors import ToolkitError
+from toolkit.core.errors import ToolkitError
+from toolkit.gpu.virtual.allocator.blocks import Block, Blocks, Settings, rounded, segment_bytes
 
 KIB, MIB = 1 << 10, 1 << 20
 

@@ -9,10 +9,10 @@ import sys
 import pytest
 import torch
 
-from toolkit.devices.base import open_device
-from toolkit.devices.virtual_dispatch import machine
-from toolkit.devices.virtual_memory import Memory
-from toolkit.units import GiB
+from toolkit.core.units import GiB
+from toolkit.gpu.opening import open_device
+from toolkit.gpu.virtual.allocator.memory import Memory
+from toolkit.gpu.virtual.dispatch import machine
 
 
 @pytest.fixture
@@ -243,7 +243,7 @@ def test_cycles_hold_memory_until_collected(held):
 
 SWITCH = """
 import pytest, torch, toolkit as tk
-from toolkit.errors import DeviceError, UnknownNameError
+from toolkit.core.errors import DeviceError, UnknownNameError
 assert not hasattr(torch, "vgpu")
 small = tk.device("virtual:8GiB")
 assert small is tk.device("virtual:8GiB") and tk.device("vgpu") is small

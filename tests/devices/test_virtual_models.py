@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.host_memory import HostPeak
-from toolkit.devices.base import open_device
+from toolkit.gpu.opening import open_device
 
 transformers = pytest.importorskip("transformers")  # the `hf` extra
 

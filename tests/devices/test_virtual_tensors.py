@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from toolkit.devices.base import open_device
-from toolkit.devices.virtual_tensor import VirtualTensor
+from toolkit.gpu.opening import open_device
+from toolkit.gpu.virtual.tensor import VirtualTensor
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from toolkit.devices.base import open_device
-from toolkit.errors import RecorderError
+from toolkit.core.errors import RecorderError
+from toolkit.gpu.opening import open_device
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from toolkit.devices.base import open_device
+from toolkit.gpu.opening import open_device
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import toolkit as tk
-from toolkit.errors import PackageError
+from toolkit.core.errors import PackageError
 from toolkit.exporting import compiling, package
 from toolkit.exporting.pieces import Anatomy
 

@@ -14,11 +14,12 @@ import pytest
 import torch
 from torch._inductor.exc import CppCompileError
 
-from toolkit.devices import cuda, host
-from toolkit.errors import PackageError
+from toolkit.core.errors import PackageError
 from toolkit.exporting import compiling, inductor, skeleton
 from toolkit.exporting.compilers import Compilers
 from toolkit.exporting.progress import POINTS, _thinned
+from toolkit.gpu import host_memory as host
+from toolkit.gpu.cuda import device as cuda
 
 
 @pytest.fixture

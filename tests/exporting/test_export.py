@@ -13,13 +13,14 @@ import torch
 
 import toolkit as tk
 from tests.exporting.conftest import CONTEXT
-from toolkit.describing import describe
-from toolkit.errors import CancelledError, DeviceError, ModelError, PackageError
-from toolkit.exporting import Package, compiling, skeleton, weights
+from toolkit.core.errors import CancelledError, DeviceError, ModelError, PackageError
+from toolkit.exporting import compiling, skeleton, weights
 from toolkit.exporting import package as folders
+from toolkit.exporting.exporter import Package
 from toolkit.exporting.pieces import LEAST, Anatomy, compiled_for, least_context
 from toolkit.exporting.running import parts_of
 from toolkit.models.shapes import SHAPES
+from toolkit.planning.describe import describe
 
 PROMPT = "The capital of France is"
 PHASES = ["trace", "compile prefill", "compile decode", "weights"]
@@ -296,7 +297,7 @@ def test_a_package_of_two_tokens(model, tmp_path):
 
 
 def test_what_is_wrong_is_told_before_anything_is_loaded(model, tmp_path, monkeypatch):
-    monkeypatch.setattr("toolkit.exporting.load", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr("toolkit.exporting.exporter.load", lambda *_, **__: pytest.fail("it was loaded"))
     out, asked = tmp_path / "out", {"progress": False, "device": "cpu"}
     with pytest.raises(ModelError, match="positions for"):
         tk.export("random/gemma4-31b", out, context=1, **asked)

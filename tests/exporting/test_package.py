@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import toolkit as tk
-from toolkit.errors import PackageError
+from toolkit.core.errors import PackageError
 from toolkit.exporting import compiling
 from toolkit.exporting import package as folders
 

@@ -23,7 +23,7 @@ import torch
 from tests.fuzz.bases import Kind, write_good
 from tests.host_memory import HostPeak
 from tests.models.parity import value_of
-from toolkit.errors import ToolkitError
+from toolkit.core.errors import ToolkitError
 
 SHARED_MEMORY = "/dev/shm"  # a disk would take longer to write the mutants than it takes to load them
 SECONDS, MEMORY = 5.0, 1 << 30  # that a mutant may take, and how much more than the process has when it starts
@@ -73,7 +73,7 @@ class Watch:
 def load(kind: Kind, folder: Path, **options: Any) -> Any:
     """What is loaded from a mutant: a model, or the tokenizer in a GGUF's metadata."""
     if kind.given == "metadata.json":
-        from toolkit import tokenizer
+        from toolkit.text import tokenizer
 
         found = tokenizer.from_gguf(json.loads((folder / kind.given).read_text()), "x.gguf")
         return None if found is None else (found.decode(found.encode("the \n 日 <|im_end|>")), found.eos_ids)

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Generator
 from typing import Any
 
-from toolkit.devices.virtual_counters import Counters
+from toolkit.gpu.virtual.allocator.counters import Counters
 
 SETTINGS = (
     "", "expandable_segments:True", "max_split_size_mb:32", "roundup_power2_divisions:4",

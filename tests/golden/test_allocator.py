@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.golden.allocator import EVERY, KEYS, LIMITS, run
-from toolkit.devices.virtual_blocks import Blocks, Settings
+from toolkit.gpu.virtual.allocator.blocks import Blocks, Settings
 
 MEASURED = json.loads((Path(__file__).parent / "h200_allocator.json").read_text())
 

@@ -8,7 +8,7 @@ collect_ignore_glob = [] if torch.cuda.is_available() else ["test_*.py"]  # test
 
 @pytest.fixture(scope="session")
 def gpu():
-    from toolkit.devices.base import open_device
+    from toolkit.gpu.opening import open_device
 
     torch.ones(1, device="cuda:0") + 1  # CUDA's own start isn't what a test looks at
     torch.cuda.synchronize()

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import toolkit as tk
-from toolkit.errors import DeviceError, RecorderError
-from toolkit.trace import Trace
+from toolkit.core.errors import DeviceError, RecorderError
+from toolkit.trace.events import Trace
 
 FILE = "tests/gpu/test_cuda.py"
 

@@ -8,7 +8,7 @@ import torch
 
 import toolkit as tk
 from toolkit.decode.strategies import STRATEGIES
-from toolkit.devices.base import open_device
+from toolkit.gpu.opening import open_device
 from toolkit.models.qwen3 import Config, Model
 
 CONFIGS = {

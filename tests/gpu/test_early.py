@@ -5,7 +5,7 @@ import torch
 
 from toolkit.kernels.base import Launch
 from toolkit.kernels.registry import find_kernel
-from toolkit.kernels.tune.timing import captured
+from toolkit.tune.timing import captured
 
 
 def chain(launches_of, x, steps):

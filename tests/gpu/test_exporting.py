@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import toolkit as tk
+from toolkit.core.errors import BudgetError, PackageError
 from toolkit.decode.strategies import strategies_of
-from toolkit.errors import BudgetError, PackageError
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 6
 CASES = {

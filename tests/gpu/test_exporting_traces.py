@@ -5,8 +5,8 @@ import pytest
 import toolkit as tk
 from toolkit.exporting import compiling
 from toolkit.exporting.pieces import Anatomy, compiled_for
-from toolkit.kernels.tune.cards import find_card
-from toolkit.models.ops.define import compiling_for
+from toolkit.ops.define import compiling_for
+from toolkit.tune.cards import find_card
 
 pytest.importorskip("triton")
 CASES = {

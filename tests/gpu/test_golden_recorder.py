@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.golden.replay import DIRECTIONS, HERE, measured, programs
-from toolkit.devices.base import open_device
+from toolkit.gpu.opening import open_device
 
 MADE = json.loads((HERE / "h200.json").read_text())
 HERE_IS = {"device": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None, "torch": torch.__version__}

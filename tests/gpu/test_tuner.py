@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels" / "tune"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tune"))
 from toy import LEAVES_OUT, TOY, ToyShape, toy_config
 
-from toolkit.kernels import tune
+from toolkit import tune
 from toolkit.kernels.base import Config
 from toolkit.kernels.registry import find_kernel
-from toolkit.kernels.tune import store
-from toolkit.kernels.tune.cards import find_card
-from toolkit.kernels.tune.compiling import Job, compile_configs
-from toolkit.kernels.tune.limits import obstacle
-from toolkit.kernels.tune.timing import CudaClock
+from toolkit.tune import store
+from toolkit.tune.cards import find_card
+from toolkit.tune.compiling import Job, compile_configs
+from toolkit.tune.limits import obstacle
+from toolkit.tune.timing import CudaClock
 
 SHAPE = ToyShape(1024, 1024, 1024)
 ODD = ToyShape(1000, 24, 333)

@@ -7,12 +7,12 @@ from functools import partial
 import pytest
 import torch
 
-from toolkit.errors import ModelError
+from toolkit.core.errors import ModelError
 from toolkit.kernels.attention import ATTENTION_DECODE, AttentionShape
 from toolkit.kernels.attention_prefill import ATTENTION_PREFILL, PrefillShape
 from toolkit.kernels.base import Config
-from toolkit.models.attention import cached_attention
 from toolkit.models.cache import Cache, Ring
+from toolkit.ops.reference.attention import cached_attention
 
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 F32, BF16 = torch.float32, torch.bfloat16

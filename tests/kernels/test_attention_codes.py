@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.kernels.test_attention import HERE, at, run
-from toolkit.errors import ModelError, UnknownNameError
+from toolkit.core.errors import ModelError, UnknownNameError
 from toolkit.kernels.attention import AttentionDecode, AttentionShape
 from toolkit.kernels.attention_codes import ATTENTION_CODES, CodesShape
 from toolkit.kernels.base import Config

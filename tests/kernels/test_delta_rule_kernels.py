@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from toolkit.errors import ModelError
+from toolkit.core.errors import ModelError
 from toolkit.kernels.base import Config
 from toolkit.kernels.delta_rule import DELTA_STEP, DeltaShape
 from toolkit.kernels.delta_rule_chunks import DELTA_CHUNKS, DeltaChunksShape
-from toolkit.models.delta_rule import delta_net
+from toolkit.ops.reference.delta_rule import delta_net
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEP_ERROR = 1e-5  # fp32 sums of a few hundred terms in another order; flash-linear-attention's own tests allow 2e-3

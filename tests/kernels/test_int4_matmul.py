@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from toolkit.errors import ModelError
+from toolkit.core.errors import ModelError
 from toolkit.kernels.base import Config
 from toolkit.kernels.int4_matmul import INT4_MATMUL, LIMITS, MatmulShape, quantise_activations
-from toolkit.quant import SCHEMES, PackedMatrix
+from toolkit.weights.schemes import SCHEMES, PackedMatrix
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Signal over error, in dB, in fp32: integers are exact, so what is left of "int8" is fp32 sums (about 130 dB); "bf16" rounds

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from toolkit.errors import ModelError, ToolkitError
+from toolkit.core.errors import ModelError, ToolkitError
 from toolkit.kernels.base import Config
 from toolkit.kernels.int4_prefill import INT4_PREFILL, PrefillShape
-from toolkit.models.ops import matmul
-from toolkit.quant import SCHEMES, PackedMatrix
+from toolkit.ops import matmul
+from toolkit.weights.schemes import SCHEMES, PackedMatrix
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = Config(block_n=16, block_m=16, block_k=64, split=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from toolkit.errors import ModelError
+from toolkit.core.errors import ModelError
 from toolkit.kernels.base import Config
 from toolkit.kernels.kv_codes import unpack_words
 from toolkit.kernels.kv_encode import CACHES, KV_ENCODE, EncodeShape

@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toolkit.errors import ModelError
+from toolkit.core.errors import ModelError
 from toolkit.kernels.base import Config
 from toolkit.kernels.moe import MOE_STEP, MoeShape, _keys, _route, route
 from toolkit.models.layers import Experts, set_scheme
-from toolkit.quant import find_scheme
+from toolkit.weights.schemes import find_scheme
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Against a reference on the same integers: sums in another order, and now and then an activation that lies between two

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from toolkit.errors import ModelError
+from toolkit.core.errors import ModelError
 from toolkit.kernels.base import Config
 from toolkit.kernels.moe_prefill import MOE_PREFILL, ExpertsShape
 from toolkit.models.layers import Experts, set_scheme
-from toolkit.quant import find_scheme
+from toolkit.weights.schemes import find_scheme
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Few programs, for the interpreter. It cuts weights, what lies between the products, and rows to bf16, all to one side, where

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from toolkit.errors import ModelError
+from toolkit.core.errors import ModelError
 from toolkit.kernels.base import Config, Kernel, Shape
 from toolkit.kernels.norms_rope import QK_NORM_ROPE, RMS_NORM, HeadsShape, NormShape, quantise_activations
-from toolkit.models.attention import rope_of, rotate
 from toolkit.models.layers import RMSNorm
+from toolkit.ops.reference.attention import rope_of, rotate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Sums in another order move a result across a rounding boundary now and then: one step of the dtype, in a pair two.

@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 
-from toolkit.decode import sample
-from toolkit.errors import ModelError, ToolkitError
+from toolkit.core.errors import ModelError, ToolkitError
+from toolkit.decode import sampling as sample
 from toolkit.kernels.base import Config
 from toolkit.kernels.noise import mixed_seed
 from toolkit.kernels.sample_embed import SAMPLE_EMBED, SampleShape
 from toolkit.models.layers import Embedding
-from toolkit.quant import SCHEMES, PackedMatrix
+from toolkit.weights.schemes import SCHEMES, PackedMatrix
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = Config(block=1024)

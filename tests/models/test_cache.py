@@ -10,7 +10,7 @@ import torch
 import toolkit as tk
 from tests.models.cases_gemma4 import BASE, CASES
 from tests.models.parity import CPU, last
-from toolkit.errors import ModelError
+from toolkit.core.errors import ModelError
 from toolkit.models.cache import Cache, KeysValues, Recurrent, Ring
 from toolkit.models.gemma4 import Config, Model
 

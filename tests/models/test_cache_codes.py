@@ -10,9 +10,9 @@ import torch
 import toolkit as tk
 from tests.models.cases_gemma4 import CASES
 from tests.models.parity import CPU
+from toolkit.core.errors import ModelError, UnknownNameError
 from toolkit.decode.compare import decode_steps
 from toolkit.decode.strategies import STRATEGIES, OwnLoop
-from toolkit.errors import ModelError, UnknownNameError
 from toolkit.kernels.kv_codes import KV_SCHEMES
 from toolkit.models import gemma4
 from toolkit.models.cache_codes import CodedKeysValues, check_kv, every_position

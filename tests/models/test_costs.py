@@ -8,7 +8,7 @@ from torch import nn
 
 from toolkit.models.costs import each, look_up, named_weights, weigh, weights_of
 from toolkit.models.layers import Embedding, Experts, GatedMLP, Linear, RMSNorm, set_scheme
-from toolkit.quant import SCHEMES
+from toolkit.weights.schemes import SCHEMES
 
 
 class Layers(nn.Module):

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from toolkit.models.delta_rule import CHUNK, gated_delta_rule
+from toolkit.ops.reference.delta_rule import CHUNK, gated_delta_rule
 
 TOLERANCE = 2e-5  # fp32 sums over up to 200 tokens, values of order one
 HEADS = {  # (axes of the key heads, table of the value heads)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.models.cases_gemma4 import BASE, CASES, K_EQ_V, MOE, PER_LAYER, SHARED
 from tests.models.parity import CPU
-from toolkit.errors import ModelError
+from toolkit.core.errors import ModelError
 from toolkit.models import ARCHITECTURES, gemma4
 from toolkit.models.gemma4 import Config, Model, names_gguf, names_hf
 

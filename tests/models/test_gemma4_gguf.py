@@ -10,9 +10,9 @@ import torch
 from tests.models.cases_gemma4 import CASES, PER_LAYER, _case
 from tests.models.gemma4_gguf import write
 from tests.models.parity import CPU, TOLERANCE, filled, ours, value_of
-from toolkit.errors import ModelError
-from toolkit.formats.gguf import GgufFile
+from toolkit.core.errors import ModelError
 from toolkit.models import ARCHITECTURES, gemma4
+from toolkit.weights.gguf_files import GgufFile
 
 pytest.importorskip("transformers")
 

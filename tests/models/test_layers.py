@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import toolkit as tk
-from toolkit.fitting import quantise_minmax
-from toolkit.models.attention import causal_attention
 from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, RMSNorm, initialise, set_scheme, spot, to_dtype
-from toolkit.models.ops import matmul
-from toolkit.quant import SCHEMES, PackedMatrix, Scheme
+from toolkit.ops import matmul
+from toolkit.ops.reference.attention import causal_attention
+from toolkit.weights.fitting import quantise_minmax
+from toolkit.weights.schemes import SCHEMES, PackedMatrix, Scheme
 
 IN = 256
 CPU = torch.device("cpu")
@@ -174,7 +174,7 @@ def test_experts_in_small_pieces_and_joined(n: int, monkeypatch: pytest.MonkeyPa
     x, shares = noise(n, IN), noise(n, 3).softmax(-1)
     chosen = torch.stack([torch.randperm(7, generator=torch.Generator().manual_seed(i))[:3] for i in range(n)])
     expected = experts_of(7, "q5_1")(x, chosen, shares)
-    monkeypatch.setattr("toolkit.quant.CHUNK_WEIGHTS", 2 * 128 * IN)
+    monkeypatch.setattr("toolkit.weights.schemes.CHUNK_WEIGHTS", 2 * 128 * IN)
     monkeypatch.setattr("toolkit.models.layers.DENSE_VALUES", 3 * n * IN)
     assert torch.allclose(experts_of(7, "q5_1", join=True)(x, chosen, shares), expected, atol=1e-5)
     assert torch.allclose(experts_of(7, join=True)(x, chosen, shares), experts_of(7)(x, chosen, shares), atol=1e-5)
@@ -267,7 +267,7 @@ def test_a_packed_product_in_pieces(scheme: str, monkeypatch: pytest.MonkeyPatch
     matrix, x = packed(noise(50, IN), scheme), noise(2, 3, IN)
     exact = x @ matrix.dequantise().T
     assert torch.allclose(matmul(x, matrix), exact, atol=LIBRARY * 4)
-    monkeypatch.setattr("toolkit.quant.CHUNK_WEIGHTS", 7 * IN)
+    monkeypatch.setattr("toolkit.weights.schemes.CHUNK_WEIGHTS", 7 * IN)
     assert torch.allclose(matmul(x, matrix), exact, atol=LIBRARY * 4)
     assert matmul(x.bfloat16(), matrix).dtype == torch.bfloat16
 

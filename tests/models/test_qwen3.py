@@ -11,7 +11,7 @@ import torch
 import toolkit as tk
 from tests.models.cases_qwen3 import BASE, CASES
 from tests.models.parity import CPU, STEPS, TOLERANCE, compare, filled, last, ours, prefill, value_of
-from toolkit.errors import ModelError
+from toolkit.core.errors import ModelError
 from toolkit.models import ARCHITECTURES
 from toolkit.models.qwen3 import Config, Model, names_gguf, names_hf
 from toolkit.models.rotary import Rope

@@ -11,7 +11,7 @@ import torch
 import toolkit as tk
 from tests.models.cases_qwen3_5 import BASE, CASES, DENSE, MOE
 from tests.models.parity import CPU, STEPS, TOLERANCE, Case, compare, filled, last, ours, prefill, value_of
-from toolkit.errors import ModelError
+from toolkit.core.errors import ModelError
 from toolkit.models import ARCHITECTURES
 from toolkit.models.qwen3_5_moe import SKIPPED, Config, Model, names_gguf, names_hf
 

@@ -18,7 +18,7 @@ import torch
 from tests.models.cases_qwen3 import CASES as CASES_QWEN3
 from tests.models.cases_qwen3_5 import CASES
 from tests.models.parity import CPU, TOLERANCE, Case, filled, prefill
-from toolkit.errors import ModelError
+from toolkit.core.errors import ModelError
 from toolkit.models import ARCHITECTURES
 
 BY_NAME = {case.name: case for case in CASES}

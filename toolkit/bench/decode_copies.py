@@ -23,16 +23,17 @@ from typing import Any
 
 import torch
 
-import toolkit
+from toolkit.core.errors import ToolkitError
+from toolkit.core.version import __version__
 from toolkit.decode.compare import decode_steps
 from toolkit.decode.loop import generate
 from toolkit.decode.run import Run
 from toolkit.decode.strategies import STRATEGIES
-from toolkit.devices.base import open_device
-from toolkit.errors import ToolkitError
-from toolkit.loading import load
+from toolkit.gpu.opening import open_device
+from toolkit.loading.loader import load
 from toolkit.models.qwen3 import Config, Model
-from toolkit.trace import COPY_KINDS, Trace
+from toolkit.trace.columns import COPY_KINDS
+from toolkit.trace.events import Trace
 
 DEMO = "demo/qwen3"
 RANDOM = Config(
@@ -112,7 +113,7 @@ def about(device: str) -> dict[str, Any]:
         "device": gpu.name,
         "gpu": torch.cuda.get_device_name(gpu.torch) if gpu.torch.type == "cuda" else gpu.spec.name if gpu.spec else None,
         "clock": gpu.clock,
-        "toolkit": toolkit.__version__,
+        "toolkit": __version__,
         "commit": git.stdout.strip() or None,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,

@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 
+from toolkit import tune
 from toolkit.bench.decode_copies import about
 from toolkit.bench.other_kernels import Runs, fla_step, gemlite, tinygemm
-from toolkit.kernels import tune
 from toolkit.kernels.base import Kernel, Shape
 from toolkit.kernels.registry import find_kernel, find_shape
-from toolkit.kernels.tune.timing import captured
-from toolkit.kernels.tune.tuning import Row, Tuning
-from toolkit.quant import find_scheme
+from toolkit.tune.results import Row, Tuning
+from toolkit.tune.timing import captured
+from toolkit.weights.schemes import find_scheme
 
 GGUF_BITS = {"q4_k": 4.5}  # a weight; other kinds are held in as many bits as GGUF stores them
 REPLAYS = 9

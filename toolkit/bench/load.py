@@ -26,8 +26,8 @@ import torch
 
 from toolkit.bench.decode_copies import about
 from toolkit.bench.write_gguf import write_gguf
-from toolkit.devices.base import open_device
-from toolkit.loading import load
+from toolkit.gpu.opening import open_device
+from toolkit.loading.loader import load
 
 SAMPLES_PER_S = 50
 

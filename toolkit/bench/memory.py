@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from toolkit.accounting import MemoryUse, Scope
 from toolkit.bench.decode_copies import about
 from toolkit.decode.loop import generate
-from toolkit.devices.base import open_device
-from toolkit.loading import load
+from toolkit.gpu.opening import open_device
+from toolkit.loading.loader import load
+from toolkit.vram.measure import MemoryUse, Scope
 
 
 def bench(name: str, device: str, scheme: str | None, context: int, prompt: int, steps: int) -> dict[str, Any]:

@@ -15,11 +15,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from toolkit.accounting import Scope
 from toolkit.bench.decode_copies import about
 from toolkit.decode.loop import generate
-from toolkit.devices.base import Device, open_device
-from toolkit.loading import load
+from toolkit.gpu.device import Device
+from toolkit.gpu.opening import open_device
+from toolkit.loading.loader import load
+from toolkit.vram.measure import Scope
 
 REPEATS = 7
 

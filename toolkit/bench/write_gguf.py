@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from toolkit.devices.base import open_device
-from toolkit.errors import unknown_name
+from toolkit.core.errors import unknown_name
+from toolkit.gpu.opening import open_device
 from toolkit.loading.checkpoint import open_checkpoint
 from toolkit.models.layers import spot
 from toolkit.models.shapes import SHAPES
-from toolkit.recipes import recipe
+from toolkit.weights.recipes import recipe
 
 Pool = np.ndarray[Any, np.dtype[np.uint8]]
 KINDS = {"q4_k": "Q4_K", "q6_k": "Q6_K", "q5_0": "Q5_0", "int8-g32": "Q8_0"}

@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from toolkit.core.display import render
+from toolkit.core.errors import CopyBudgetError, RecorderError, ToolkitError, unknown_name
+from toolkit.core.units import bytes_text, seconds_text
 from toolkit.decode.loop import generate
 from toolkit.decode.run import Run
 from toolkit.decode.strategies import STRATEGIES, OwnLoop, Strategy, find_strategy, strategies_of
-from toolkit.devices.base import Device, open_device
-from toolkit.errors import CopyBudgetError, RecorderError, ToolkitError, unknown_name
-from toolkit.trace import COPY_KINDS, Trace, copies_per_step
-from toolkit.units import bytes_text, seconds_text
+from toolkit.gpu.device import Device
+from toolkit.gpu.opening import open_device
+from toolkit.trace.columns import COPY_KINDS
+from toolkit.trace.events import Trace, copies_per_step
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -46,9 +49,7 @@ class Comparison:
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write a self-contained page with every run's timeline."""
-        from toolkit.notebook.page import write_comparison
-
-        written: Path = write_comparison(path, self)
+        written: Path = render("page", self, path)
         return written
 
     def __repr__(self) -> str:
@@ -279,7 +280,7 @@ def _lines(copies: Trace) -> str:
 
 def _in_use() -> Device:
     """The virtual GPU that is open, else what "auto" means."""
-    from toolkit.errors import DeviceError
+    from toolkit.core.errors import DeviceError
 
     try:
         return open_device("vgpu")

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from toolkit.core.errors import ModelError
 from toolkit.decode.parts import INPUTS, POSITIONS, READBACKS, Choice, ChoiceWithRow, Inputs
 from toolkit.decode.run import Run, tokens_per_s
-from toolkit.decode.sample import Sampling
+from toolkit.decode.sampling import Sampling
 from toolkit.decode.strategies import STRATEGIES, OwnLoop, Strategy, find_strategy, strategies_of
-from toolkit.decode.text import TextStream, prompt_ids
-from toolkit.errors import ModelError
 from toolkit.models.cache import Cache
 from toolkit.models.cache_codes import check_kv
+from toolkit.text.prompts import TextStream, prompt_ids
 
 
 def generate(

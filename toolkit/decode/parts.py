@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from toolkit.decode.sample import Sampler, Sampling
+from toolkit import ops
+from toolkit.decode.sampling import Sampler, Sampling
 from toolkit.decode.strategies import Strategy
 from toolkit.kernels.noise import mixed_seed
-from toolkit.models import ops
 from toolkit.models.layers import Embedding
 
 

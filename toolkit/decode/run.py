@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.errors import RecorderError
-from toolkit.trace import Trace, copies_per_step
+from toolkit.core.display import render
+from toolkit.core.errors import RecorderError
+from toolkit.trace.events import Trace, copies_per_step
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -53,20 +54,17 @@ class Run:
         return self.recorded
 
     def copies(self) -> pd.DataFrame:
-        """What crossed between host and device, a row a step: see `toolkit.trace.copies_per_step`."""
+        """What crossed between host and device, a row a step: see `toolkit.trace.events.copies_per_step`."""
         return copies_per_step(self.trace)
 
     def timeline(self, other: Run | None = None) -> Any:
         """The interactive timeline, beside `other`'s where given."""
-        from toolkit.notebook.timeline import Timeline
-
-        return Timeline(self) if other is None else Timeline(self, other)
+        return render("timeline", self) if other is None else render("timeline", self, other)
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write a self-contained page: timeline and copies table."""
-        from toolkit.notebook.page import write_page
-
-        return write_page(path, self)
+        written: Path = render("page", self, path)
+        return written
 
     def __repr__(self) -> str:
         return f"Run({self._summary()}: {self._shown_text()!r})"

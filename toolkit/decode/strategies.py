@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from toolkit.errors import ToolkitError, unknown_name
+from toolkit.core.errors import ToolkitError, unknown_name
 
 
 @dataclass(frozen=True)

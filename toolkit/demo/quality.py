@@ -93,7 +93,7 @@ def measure(model: Any, new_tokens: int = 64) -> Quality:
 
 def main(name: str = "demo/qwen3") -> int:
     """Print the quality of the model called `name`; 1 where a prompt was continued wrong."""
-    from toolkit.loading import load
+    from toolkit.loading.loader import load
 
     quality = measure(load(name, device="cpu"))
     print(quality)

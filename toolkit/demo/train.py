@@ -26,7 +26,7 @@ from torch import Tensor
 
 from toolkit.demo.corpus import CHAT_TEMPLATE, END, TURN, TURN_END, Corpus, train_tokenizer
 from toolkit.demo.miniatures import MINIATURES, Miniature
-from toolkit.devices.base import open_device
+from toolkit.gpu.opening import open_device
 from toolkit.models import ARCHITECTURES
 from toolkit.models.layers import spot
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from toolkit.errors import PackageError
+from toolkit.core.errors import PackageError
 from toolkit.exporting import compiling, inductor, skeleton
 from toolkit.exporting.pieces import Anatomy, compiled_for
-from toolkit.kernels.tune.cards import Card
+from toolkit.tune.cards import Card
 
 
 def compile_piece(anatomy: Anatomy, card: Card | None, folder: str, job: dict[str, str]) -> dict[str, Any]:

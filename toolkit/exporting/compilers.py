@@ -23,9 +23,9 @@ from typing import IO, Any
 
 import torch
 
-from toolkit.errors import PackageError
+from toolkit.core.errors import PackageError
 from toolkit.exporting.compiling import Compiled
-from toolkit.kernels.tune.cards import Card
+from toolkit.tune.cards import Card
 
 LETS_GO_S = 2.0  # in which compilers that are told to end delete what they have half written
 

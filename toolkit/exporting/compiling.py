@@ -24,13 +24,13 @@ from typing import Any
 
 import torch
 
-from toolkit.errors import PackageError
+from toolkit.core.errors import PackageError
 from toolkit.exporting import inductor
 from toolkit.exporting.pieces import Traceable, digest
-from toolkit.kernels.tune.cards import Card
-from toolkit.kernels.tune.compiling import triton_version
-from toolkit.kernels.tune.store import cache_folder
-from toolkit.models.ops.define import describe_launches
+from toolkit.ops.define import describe_launches
+from toolkit.tune.cards import Card
+from toolkit.tune.compiling import triton_version
+from toolkit.tune.store import cache_folder
 
 KEPT = 256  # compiled pieces; the oldest go
 STALE_S = 3600.0

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from toolkit.errors import PackageError
-from toolkit.kernels.tune.cards import Card
+from toolkit.core.errors import PackageError
+from toolkit.tune.cards import Card
 
 OPTIONS: dict[str, Any] = {
     "triton.autotune_at_compile_time": True,  # where kernels are compiled, all of them (see `compile_only_for`)
@@ -79,7 +79,7 @@ def compile_only_for(card: Card) -> None:
     from triton.compiler import CompiledKernel
     from triton.runtime import driver
 
-    from toolkit.kernels.tune.compile_worker import AbsentGpu
+    from toolkit.tune.compile_worker import AbsentGpu
 
     tune = PythonWrapperCodegen.generate_and_run_autotune_block
 

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from toolkit import tokenizer as tokenizers
-from toolkit.devices.base import Device, open_device
-from toolkit.errors import CancelledError, DeviceError, PackageError, ToolkitError
+from toolkit.core.errors import CancelledError, DeviceError, PackageError, ToolkitError
 from toolkit.exporting import compiling, package, skeleton, weights
 from toolkit.exporting.progress import Progress, Watch
 from toolkit.exporting.running import Exported
-from toolkit.kernels.tune.cards import find_card
+from toolkit.gpu.device import Device
+from toolkit.gpu.opening import open_device
+from toolkit.text import tokenizer as tokenizers
+from toolkit.tune.cards import find_card
 
 
 def load_exported(

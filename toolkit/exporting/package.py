@@ -18,9 +18,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import PackageError
-from toolkit.kernels.tune.store import cache_folder
-from toolkit.units import bytes_text
+from toolkit.core.errors import PackageError
+from toolkit.core.units import bytes_text
+from toolkit.tune.store import cache_folder
 
 FORMAT, VERSION = "decode-toolkit package", 1
 MANIFEST = "manifest.json"

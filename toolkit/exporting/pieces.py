@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from toolkit.errors import ModelError
-from toolkit.kernels.tune.cards import Card
+from toolkit.core.errors import ModelError
 from toolkit.models.cache import Cache, Reach, Ring
 from toolkit.models.layers import Residual, RMSNorm
-from toolkit.models.ops.define import compiling_for
-from toolkit.models.ops.products import DECODED
+from toolkit.ops.define import compiling_for
+from toolkit.ops.products import DECODED
+from toolkit.tune.cards import Card
 
 METHODS = ("prefill", "decode")
 LEAST = DECODED + 1  # tokens of a prefill: fewer are fed one by one, as products of few rows are other kernels

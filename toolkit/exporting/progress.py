@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from toolkit.devices import host
-from toolkit.devices.base import Device
-from toolkit.devices.cuda import in_use
-from toolkit.errors import CancelledError
+from toolkit.core.errors import CancelledError
+from toolkit.gpu import host_memory as host
+from toolkit.gpu.cuda.device import in_use
+from toolkit.gpu.device import Device
 from toolkit.loading.progress import REPORTS_PER_S, check_cancel, is_watched
 
 SAMPLES_PER_S = 20  # of memory

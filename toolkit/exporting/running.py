@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.errors import ModelError
+from toolkit.core.errors import ModelError
 from toolkit.exporting.pieces import LEAST, tensors_of
 from toolkit.models.cache import Cache, check_one_sequence
 from toolkit.models.layers import Residual, RMSNorm
-from toolkit.models.ops.define import aligned
+from toolkit.ops.define import aligned
 
 Run = Callable[[list[Tensor]], list[Tensor]]  # the compiled code of a piece, in one of its methods
 

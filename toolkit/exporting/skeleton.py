@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import nn
 
-from toolkit.devices.base import Device
-from toolkit.errors import ModelError, ToolkitError
+from toolkit.core.errors import ModelError, ToolkitError
+from toolkit.gpu.device import Device
 from toolkit.loading.checkpoint import find_dtype
 from toolkit.models import ARCHITECTURES
 from toolkit.models.layers import Joined, set_scheme
-from toolkit.quant import PackedMatrix, find_scheme
+from toolkit.weights.schemes import PackedMatrix, find_scheme
 
 
 def to_plain(model: Any) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit.formats.safetensors import DTYPES, SafetensorsFile
 from toolkit.models.layers import assign
+from toolkit.weights.safetensors_files import DTYPES, SafetensorsFile
 
 CHUNK_BYTES = 64 << 20
 ALIGNED = 64  # bytes: where every tensor whose size is a multiple of it begins, for wide loads of mapped weights

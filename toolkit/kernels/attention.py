@@ -20,11 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toolkit.errors import ModelError
+from toolkit.core.errors import ModelError
+from toolkit.core.units import KiB
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, arrivals, config_grid
 from toolkit.kernels.checks import check_tensor
 from toolkit.kernels.early import INTERPRETED, take_turn
-from toolkit.units import KiB
 
 LOG2_E = 1.4426950408889634
 FUSED_ELEMENTS = 32768  # up to so many partial sums of a KV head, the last split to finish combines them: no second launch

@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toolkit.errors import ModelError
+from toolkit.core.errors import ModelError
+from toolkit.core.units import KiB
 from toolkit.kernels.attention import LOG2_E, AttentionShape, check_tensors, dot
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, config_grid
-from toolkit.units import KiB
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from toolkit.devices.spec import GpuSpec
+from toolkit.gpu.catalogue import GpuSpec
 
 Tensors = Mapping[str, Tensor]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from toolkit.errors import ModelError
+from toolkit.core.errors import ModelError
 
 ALIGNMENT = 16  # bytes: the widest load of a GPU; where a tensor from PyTorch's allocator begins unless it was sliced
 

@@ -26,12 +26,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toolkit.errors import ModelError
+from toolkit.core.errors import ModelError
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors
 from toolkit.kernels.checks import check_tensor
 from toolkit.kernels.early import await_previous, let_next_begin, take_turn
 from toolkit.kernels.packed import activate, block_product, load_activations, load_tiles, quantise_blocks
-from toolkit.quant import Scheme, dequantise, find_scheme
+from toolkit.weights.schemes import Scheme, dequantise, find_scheme
 
 BLOCK = 32  # activations that share a scale
 LIMITS = {"int8": 127, "bf16": 32512}  # the largest integer an activation becomes: one digit, or 127 * 256

@@ -22,10 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toolkit.errors import ModelError
+from toolkit.core.errors import ModelError
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors
 from toolkit.kernels.checks import check_tensor
-from toolkit.quant import dequantise, find_scheme
+from toolkit.weights.schemes import dequantise, find_scheme
 
 ACTIVATIONS = ("none", "silu", "gelu_tanh")
 COUNTERS = 1024  # tiles of a result whose sums are split: more tiles than these fill any GPU without

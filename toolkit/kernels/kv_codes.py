@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from toolkit.errors import ModelError, unknown_name
+from toolkit.core.errors import ModelError, unknown_name
 
 # Lloyd-Max levels of a normal variable, as an odd polynomial in v = (code - 7.5) / 8, in fp16 after each step: what a kernel
 # computes in four instructions for two codes instead of looking it up. Its mean square error is 0.2 % above the optimum's.

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toolkit.errors import ModelError
+from toolkit.core.errors import ModelError
 from toolkit.kernels import kv_codes
 from toolkit.kernels.attention import check_cached
 from toolkit.kernels.attention_codes import level_of, turn

@@ -22,13 +22,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toolkit.errors import ModelError
+from toolkit.core.errors import ModelError
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors
 from toolkit.kernels.checks import check_tensor
 from toolkit.kernels.early import await_previous, let_next_begin, take_turn
 from toolkit.kernels.int4_matmul import BLOCK, _randomise, quantise_activations
 from toolkit.kernels.packed import activate, block_product, load_activations, load_tiles, quantise_blocks
-from toolkit.quant import Scheme, dequantise, find_scheme
+from toolkit.weights.schemes import Scheme, dequantise, find_scheme
 
 EIGHT = 8  # inner activations that share a scale: as few as one block of the first product makes
 QUANTISED = 16  # blocks of x that a program makes integers of

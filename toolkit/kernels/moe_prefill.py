@@ -23,12 +23,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toolkit.errors import ModelError
+from toolkit.core.errors import ModelError
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors
 from toolkit.kernels.checks import check_tensor
 from toolkit.kernels.int4_matmul import _randomise
 from toolkit.kernels.int4_prefill import ACTIVATIONS, _activated, _dot, _held, _load, _weights, _words
-from toolkit.quant import Scheme, dequantise, find_scheme
+from toolkit.weights.schemes import Scheme, dequantise, find_scheme
 
 SORTED_AT_ONCE = 4096  # pairs of token and expert
 SUMMED_AT_ONCE = 1024  # columns

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 
-from toolkit.errors import DeviceError, unknown_name
+from toolkit.core.errors import DeviceError, unknown_name
 from toolkit.kernels.base import Kernel, Shape
 
 

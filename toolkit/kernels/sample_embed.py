@@ -2,7 +2,7 @@
 """Logits to the next token to its row of the embedding, in one launch: a decode step ends and the next begins on the device.
 
 Greedy (ties to the lowest id), or drawn by the highest of logit / temperature + Gumbel noise (Maddison et al., arXiv
-1411.0030), the noise a function of seed, step and token id: the draws of `toolkit.decode.sample`, in fp64 as there.
+1411.0030), the noise a function of seed, step and token id: the draws of `toolkit.decode.sampling`, in fp64 as there.
 Every program finds the best of its part of the vocabulary; the last to finish, told by a counter that it sets back to
 zero, finds the best of those, counts the step and dequantises the row. Bound by the launch and one pass over the logits.
 """
@@ -19,12 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toolkit.errors import ModelError
+from toolkit.core.errors import ModelError
 from toolkit.kernels import noise
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, config_grid
 from toolkit.kernels.checks import check_tensor
 from toolkit.kernels.early import take_turn
-from toolkit.quant import SCHEMES, Scheme, dequantise, find_scheme
+from toolkit.weights.schemes import SCHEMES, Scheme, dequantise, find_scheme
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 INDEX, STEP = tl.constexpr(noise.INDEX), tl.constexpr(noise.STEP)

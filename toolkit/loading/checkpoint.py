@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from toolkit import tokenizer as tokenizers
-from toolkit.errors import FormatError, ModelError, unknown_name
-from toolkit.formats.gguf import open_gguf
-from toolkit.formats.int4 import open_folder
-from toolkit.formats.safetensors import PICKLES, pickled, read_json
-from toolkit.formats.stored import Stored, Weights, nearest
+from toolkit.core.errors import FormatError, ModelError, unknown_name
 from toolkit.models import ARCHITECTURES
 from toolkit.models.layers import Source
 from toolkit.models.shapes import SHAPES
+from toolkit.text import tokenizer as tokenizers
+from toolkit.weights.gguf_files import open_gguf
+from toolkit.weights.int4_folders import open_folder
+from toolkit.weights.safetensors_files import PICKLES, pickled, read_json
+from toolkit.weights.stored import Stored, Weights, nearest
 
 if TYPE_CHECKING:
-    from toolkit.tokenizer import Tokenizer
+    from toolkit.text.tokenizer import Tokenizer
 
 DEMOS = Path(__file__).parent.parent / "demo"
 COMPUTED = (torch.float32, torch.bfloat16, torch.float16)

@@ -10,9 +10,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from toolkit.devices.base import Device
+from toolkit.gpu.device import Device
 from toolkit.loading.progress import Watch
-from toolkit.quant import PackedMatrix, Scheme
+from toolkit.weights.schemes import PackedMatrix, Scheme
 
 STD = 0.02
 FINE = (32, 64)  # 8-bit scales and minima are drawn from here; with 6 bits they go up to 63

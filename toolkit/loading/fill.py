@@ -12,17 +12,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from toolkit.fitting import quantise_minmax
-from toolkit.formats.stored import Stored, Weights
 from toolkit.loading.layout import parts_of, stored_scheme
 from toolkit.loading.progress import Watch
 from toolkit.models.layers import Source, spot
-from toolkit.quant import PackedMatrix, Scheme, dequantise
-from toolkit.repack import from_stored
+from toolkit.weights.fitting import quantise_minmax
+from toolkit.weights.repacking import from_stored
+from toolkit.weights.schemes import PackedMatrix, Scheme, dequantise
+from toolkit.weights.stored import Stored, Weights
 
 CHUNK_BYTES = 256 << 20  # that cross at a time where nothing is to be converted
 SCRATCH_BYTES = 256 << 20  # of the device for what is being converted; less where the largest weight is smaller
-# Bytes of scratch that a weight takes at most while it is converted (tests/test_loading_int4.py measures).
+# Bytes of scratch that a weight takes at most while it is converted (tests/loading/test_loading_int4.py measures).
 UNPACKING, QUANTISING = 16, 24
 
 

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.devices.base import Device
-from toolkit.errors import FormatError, ModelError
-from toolkit.formats.stored import Stored, Weights
+from toolkit.core.errors import FormatError, ModelError
+from toolkit.gpu.device import Device
 from toolkit.loading.checkpoint import Checkpoint
 from toolkit.models.layers import Embedding, Joined, Linear, Source, Spot, set_scheme, spot
-from toolkit.quant import PackedMatrix, Scheme
-from toolkit.recipes import Recipe
-from toolkit.repack import scheme_of
+from toolkit.weights.recipes import Recipe
+from toolkit.weights.repacking import scheme_of
+from toolkit.weights.schemes import PackedMatrix, Scheme
+from toolkit.weights.stored import Stored, Weights
 
 TOGETHER = "Check that config and weights belong together"
 

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from toolkit.errors import CancelledError, ToolkitError
-from toolkit.units import bytes_text
+from toolkit.core.errors import CancelledError, ToolkitError
+from toolkit.core.units import bytes_text
 
 Progress = Callable[[int, int, str], None]
 REPORTS_PER_S = 10

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from toolkit.core.units import bytes_text
 from toolkit.loading.layout import Fused
-from toolkit.units import bytes_text
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from toolkit.devices.base import Device
-from toolkit.errors import DeviceError
-from toolkit.units import bytes_text
+from toolkit.core.errors import DeviceError
+from toolkit.core.units import bytes_text
+from toolkit.gpu.device import Device
 
 ROUND_BYTES = 512  # what CUDA's caching allocator rounds every tensor up to
 _CGROUP = Path("/sys/fs/cgroup")

@@ -14,10 +14,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from toolkit.errors import ModelError
-from toolkit.models import ops
-from toolkit.models.attention import hidden_slots
-from toolkit.models.ops import HeadLayout
+from toolkit import ops
+from toolkit.core.errors import ModelError
+from toolkit.ops import HeadLayout
+from toolkit.ops.reference.attention import hidden_slots
 
 BOUND_MULTIPLE = 256  # attention reads a whole number of these slots: few distinct shapes, little read in vain
 

@@ -13,11 +13,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from toolkit.errors import ModelError, unknown_name
+from toolkit import ops
+from toolkit.core.errors import ModelError, unknown_name
 from toolkit.kernels.kv_codes import KV_SCHEMES, CodeScheme, find_kv_scheme
-from toolkit.models import ops
 from toolkit.models.cache import KeysValues, Reach
-from toolkit.models.ops import Codebook, HeadLayout
+from toolkit.ops import Codebook, HeadLayout
 
 
 class CodedKeysValues(KeysValues):

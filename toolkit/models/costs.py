@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from toolkit.quant import PackedMatrix
+from toolkit.core.display import render
+from toolkit.weights.schemes import PackedMatrix
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,10 @@ class Shown:
     """Mixed into a model (before nn.Module): it shows itself as what it holds and what a token costs, not as its modules."""
 
     def __repr__(self) -> str:
-        from toolkit.notebook.model import text_of
-
-        return text_of(self)
+        return str(render("text", self))
 
     def _repr_html_(self) -> str:
-        from toolkit.notebook.model import html_of
-
-        return html_of(self)
+        return str(render("html", self))
 
 
 Parts = nn.Module | Mapping[int, Sequence[nn.Module]]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toolkit.errors import ModelError
+from toolkit.core.errors import ModelError
 
 _REQUIRED = object()
 MOST_LAYERS, MOST_EXPERTS = 4096, 4096  # what no model comes near: a header that lies is refused before lists are made of it

@@ -17,19 +17,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from toolkit.models import ops
-from toolkit.models.attention import cached_attention, causal_attention, rope_of, rotate
+from toolkit import ops
 from toolkit.models.cache import Cache, KeysValues, Reach, Ring, State, check_one_sequence
 from toolkit.models.cache_codes import every_position
 from toolkit.models.costs import Cost, Shown, each, look_up, weigh
 from toolkit.models.gemma4_config import FULL, SLIDING, Config, Heads
 from toolkit.models.gemma4_names import SKIPPED, names_gguf, names_hf
 from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, Residual, RMSNorm, initialise, to_dtype
-from toolkit.models.ops import HeadLayout
-from toolkit.quant import PackedMatrix
+from toolkit.ops import HeadLayout
+from toolkit.ops.reference.attention import cached_attention, causal_attention, rope_of, rotate
+from toolkit.weights.schemes import PackedMatrix
 
 if TYPE_CHECKING:
-    from toolkit.devices.base import Device
+    from toolkit.gpu.device import Device
 
 ROPE_POSITIONS = 8192  # of a rotary table made at a time: its fp32 intermediates are five times its size in bfloat16
 

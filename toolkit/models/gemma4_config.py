@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.errors import ModelError
+from toolkit.core.errors import ModelError
 from toolkit.models.fields import Fields
 
 SLIDING, FULL = "sliding_attention", "full_attention"

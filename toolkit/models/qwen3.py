@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from toolkit.models import ops
-from toolkit.models.attention import cached_attention, causal_attention
+from toolkit import ops
 from toolkit.models.cache import Cache, KeysValues, Reach, Ring, State, check_one_sequence
 from toolkit.models.cache_codes import every_position
 from toolkit.models.costs import Cost, Shown, each, look_up, weigh
 from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, Residual, RMSNorm, initialise, to_dtype
 from toolkit.models.names import SKIPPED
-from toolkit.models.ops import HeadLayout
 from toolkit.models.qwen3_config import Config, names_gguf, names_hf
+from toolkit.ops import HeadLayout
+from toolkit.ops.reference.attention import cached_attention, causal_attention
 
 if TYPE_CHECKING:
-    from toolkit.devices.base import Device
+    from toolkit.gpu.device import Device
 
 __all__ = ["SKIPPED", "Config", "Model", "names_gguf", "names_hf"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from toolkit.errors import ModelError
+from toolkit.core.errors import ModelError
 from toolkit.models.fields import MOST_EXPERTS, MOST_LAYERS, Fields, vocab_from_gguf
 from toolkit.models.layers import Source
 from toolkit.models.names import ends_hf, experts_gguf, experts_hf

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.models.attention import rope_of, rotate
 from toolkit.models.fields import Fields
+from toolkit.ops.reference.attention import rope_of, rotate
 
 KINDS = ("default", "linear", "yarn")
 

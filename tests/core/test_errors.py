@@ -1,0 +1,34 @@
+"""Errors say what was asked, what was found and what to do, and keep their numbers."""
+
+import pickle
+
+import pytest
+
+from toolkit.core import errors
+from toolkit.core.errors import ToolkitError, UnknownNameError, unknown_name
+
+KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, ToolkitError)]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_an_error_says_asked_found_and_do(kind):
+    error = kind("loading 'x'", "no such file", "Check the path", path="x", bytes=8)
+    assert str(error) == "loading 'x': no such file. Check the path"
+    assert (error.asked, error.found, error.do) == ("loading 'x'", "no such file", "Check the path")
+    assert error.facts == {"path": "x", "bytes": 8}
+    copy = pickle.loads(pickle.dumps(error))  # as it crosses from a worker process
+    assert (type(copy), str(copy), copy.facts) == (kind, str(error), error.facts)
+    assert kind.__doc__
+
+
+def test_an_unknown_name_suggests_the_nearest_and_lists_all():
+    error = unknown_name("strategy", "roundtripp", ["roundtrip", "host-sampling"])
+    assert isinstance(error, UnknownNameError)
+    assert 'Did you mean "roundtrip"?' in str(error)
+    assert "Known: host-sampling, roundtrip" in str(error)
+    assert error.facts["known"] == ["host-sampling", "roundtrip"]
+
+
+@pytest.mark.parametrize("name", ["", "zzzz", None, 7])
+def test_nothing_is_suggested_where_nothing_is_near(name):
+    assert "Did you mean" not in str(unknown_name("device", name, ["cuda", "cpu"]))

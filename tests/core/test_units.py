@@ -1,0 +1,78 @@
+"""Units: text from numbers and back."""
+
+import pytest
+
+from toolkit.core.errors import ToolkitError
+from toolkit.core.units import GiB, KiB, MiB, TiB, bytes_text, count_text, decimal_text, parse_bytes, seconds_text
+
+
+@pytest.mark.parametrize(
+    ("n", "text"),
+    [
+        (0, "0 B"), (8, "8 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (1536, "1.50 KiB"), (6.3e9, "5.87 GiB"),
+        (15 * MiB, "15.0 MiB"), (141 * GiB, "141 GiB"), (3 * TiB, "3.00 TiB"), (-2 * KiB, "-2.00 KiB"), (5e18, "4547474 TiB"),
+    ],
+)  # fmt: skip
+def test_bytes_text(n, text):
+    assert bytes_text(n) == text
+
+
+@pytest.mark.parametrize(
+    ("s", "text"),
+    [
+        (0, "0 ns"),
+        (7.3e-6, "7.30 µs"),
+        (5e-9, "5 ns"),
+        (0.0123, "12.3 ms"),
+        (1.0, "1.00 s"),
+        (600, "600 s"),
+        (-0.002, "-2.00 ms"),
+    ],
+)
+def test_seconds_text(s, text):
+    assert seconds_text(s) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "n"),
+    [
+        ("24 GiB", 24 * GiB), ("8GiB", 8 * GiB), ("8 gb", 8 * 10**9), ("8e9", 8 * 10**9), (8e9, 8 * 10**9), (0, 0), ("0", 0),
+        ("1.5 MiB", 3 * MiB // 2), (".5kib", 512), ("1,024", 1024), (" 7 B ", 7), ("3 k", 3000), ("2T", 2 * 10**12), (17, 17),
+    ],
+)  # fmt: skip
+def test_parse_bytes(value, n):
+    assert parse_bytes(value) == n
+
+
+@pytest.mark.parametrize(
+    "value", ["", "GiB", "-1 GiB", "8 GiBs", "8 8", "one", None, True, [8], -1, float("nan"), float("inf"), "1e"]
+)
+def test_what_is_no_size_is_an_error_that_says_how_to_write_one(value):
+    with pytest.raises(ToolkitError, match="24 GiB"):
+        parse_bytes(value)
+
+
+@pytest.mark.parametrize("n", [8, 1024, 15 * MiB, 141 * GiB, 3 * TiB])
+def test_what_is_printed_can_be_read_back(n):
+    assert parse_bytes(bytes_text(n)) == n
+
+
+@pytest.mark.parametrize(
+    ("n", "unit", "text"),
+    [
+        (0, "B", "0 B"), (8, "B", "8 B"), (999.4, "B", "999 B"), (999.6, "B", "1.00 kB"), (4.8e12, "B/s", "4.80 TB/s"),
+        (999_600_000, "B", "1.00 GB"), (15.14e9, "B", "15.1 GB"), (65.8e9, "FLOP", "65.8 GFLOP"), (3e15, "FLOP", "3.00 PFLOP"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_decimal_text(n, unit, text):
+    assert decimal_text(n, unit) == text
+
+
+@pytest.mark.parametrize(
+    ("n", "text"),
+    [(0, "0"), (308_224, "308,224"), (999_600, "1.00 million"), (8_190_735_360, "8.19 billion"), (1.5e12, "1.50 trillion")],
+    ids=str,
+)
+def test_count_text(n, text):
+    assert count_text(n) == text

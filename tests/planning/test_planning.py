@@ -1,0 +1,189 @@
+"""Plans: predicted bytes against what the virtual GPU and an H200 allocated, levers, tables, and what doesn't fit."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import toolkit as tk
+from toolkit.gpu.catalogue import CATALOGUE
+from toolkit.planning.describe import describe
+from toolkit.planning.plans import CONTEXT_BYTES, NONE, Levers, allocated_bytes, longest_context, sizes_of
+
+RESULTS = Path(tk.__file__).parent / "bench" / "results"
+GiB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def gemma():
+    return describe("random/gemma4-31b", "q4_k_m")
+
+
+def test_running_is_predicted_as_an_h200_measured_it(gemma):
+    measured = json.loads((RESULTS / "h200_memory.json").read_text())
+    assert (measured["model"], measured["scheme"], measured["context"]) == ("random/gemma4-31b", "q4_k_m", 32768)
+    load, prefill, _ = tk.plan(gemma, "h200", context=32768, kv=None).run
+    assert load.parts["weights"] == measured["load"]["peak_bytes"]
+    assert -0.05 <= (prefill.device_bytes - CONTEXT_BYTES) / measured["peak_bytes"] - 1 <= 0.10
+
+
+@pytest.mark.parametrize("name", ["random/qwen3-8b", "random/qwen3.5-35b-a3b", "random/gemma4-31b"])
+def test_the_state_is_what_the_virtual_gpu_allocates(name, empty_card):
+    before, shapes = empty_card.memory().allocated_bytes, describe(name, "q4_k_m")
+    model = tk.load(name, device=empty_card, scheme="q4_k_m", progress=False)
+    weights = empty_card.memory().allocated_bytes - before
+    assert weights == sizes_of(shapes).weights
+    for kv in (None, "int8", "int4"):
+        cache = model.new_cache(8192, kv)
+        held = empty_card.memory().allocated_bytes - before - weights
+        cache.free()
+        del cache
+        assert sizes_of(shapes, kv).state_bytes(8192) == pytest.approx(held, rel=0.005)  # the order of blocks
+
+
+@pytest.mark.parametrize("name", ["random/qwen3-8b", "random/qwen3.5-35b-a3b"])
+def test_the_peak_is_what_the_virtual_gpu_had(name, empty_card):
+    gpu, before = empty_card, empty_card.memory().allocated_bytes
+    model = tk.load(name, device=gpu, scheme="q4_k_m", progress=False)
+    with tk.memory(lines=False) as used:
+        tk.generate(model, list(range(1500)), max_new_tokens=2, context=8192, record=False)
+    predicted = tk.plan(name, gpu, context=8192, scheme="q4_k_m", kv=None).run_bytes - CONTEXT_BYTES
+    assert -0.05 <= predicted / (used.peak_bytes - before) - 1 <= 0.10
+
+
+def test_a_plan_is_quick_and_needs_no_gpu(gemma):
+    tk.plan(gemma, "virtual:rtx-5090", budget="4 GiB", context=131072)
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        plan = tk.plan(gemma, "virtual:rtx-5090", budget="4 GiB", context=131072)
+        seconds.append(time.perf_counter() - began)
+    assert min(seconds) < 0.3
+    assert plan.fits
+    assert plan.export_peak_bytes < GiB  # what is aimed at
+
+
+def test_every_gpu_of_the_catalogue_has_its_row(gemma):
+    table = tk.plan(gemma, "h200", budget="4 GiB", context=131072, kv=None).gpus()
+    assert list(table.index) == list(CATALOGUE)
+    assert table.can_export.all()
+    assert dict(table.can_run)["rtx-4090"] is not True
+    assert table.can_run["h200"]
+    assert 0 < table.longest_context["rtx-4090"] < 262144 == table.longest_context["h200"]
+    longest = int(table.longest_context["rtx-4090"])
+    assert tk.plan(gemma, "rtx-4090", context=longest, kv=None).fits
+    assert not tk.plan(gemma, "rtx-4090", context=longest + 512, kv=None).fits
+
+
+def test_keys_and_values_are_coded_where_that_makes_it_fit(gemma):
+    assert tk.plan(gemma, "h200", context=131072).kv is None
+    plan = tk.plan(gemma, "rtx-4090", context=65536)
+    assert plan.kv is not None
+    assert plan.fits
+    assert any(pull.lever == f'kv="{plan.kv}"' and pull.saves_bytes > GiB for pull in plan.pulled)
+    assert not tk.plan(gemma, "rtx-4090", context=65536, kv=None).fits
+
+
+def test_each_lever_saves_what_the_plan_says(gemma):
+    plan = tk.plan(gemma, "h200", context=131072, kv=None)
+    assert {pull.lever for pull in plan.pulled} == set(Levers.__dataclass_fields__)
+    for pull in plan.pulled:
+        without = tk.plan(gemma, "h200", context=131072, kv=None, levers=Levers(**{pull.lever: False}))
+        assert without.export_peak_bytes - plan.export_peak_bytes == pull.saves_bytes
+        assert pull.why
+    plain = tk.plan(gemma, "h200", context=131072, kv=None, levers=NONE)
+    weights, state = plain.export[2].parts["weights"], plain.export[2].parts["state"]
+    assert plain.export_peak_bytes > weights + 2 * state
+
+
+def test_what_does_not_fit_says_what_would(gemma):
+    plan = tk.plan(gemma, "h200", budget="512 MiB", context=131072, kv=None)
+    with pytest.raises(tk.BudgetError, match="smallest budget that would do") as caught:
+        plan.check()
+    needed = caught.value.facts["needed_bytes"]
+    assert str(caught.value).count("CUDA") == 1
+    assert tk.plan(gemma, "h200", budget=needed, context=131072, kv=None).fits
+    quoted = caught.value.do.split('"')[1]
+    assert tk.plan(gemma, "h200", budget=quoted, context=131072, kv=None).fits
+    tight = tk.plan(gemma, "rtx-4090", context=131072, kv=None)
+    with pytest.raises(tk.BudgetError, match=r"Lower context to [0-9,]+, or choose kv="):
+        tight.check()
+    with pytest.raises(tk.BudgetError, match="larger card: not even 256 tokens fit"):
+        tk.plan(gemma, "virtual:8GiB", context=4096).check()
+    with pytest.raises(tk.BudgetError, match="or pull weights_as_inputs"):
+        tk.plan(gemma, "h200", budget="4 GiB", context=131072, levers=NONE).check()
+
+
+def test_bad_input(gemma):
+    with pytest.raises(tk.ToolkitError, match="positions for 2 to"):
+        tk.plan(gemma, "h200", context=1 << 20)
+    with pytest.raises(tk.ToolkitError, match="not a number of bytes"):
+        tk.plan(gemma, "h200", budget="four")
+    with pytest.raises(tk.ToolkitError, match="rtx-5090"):
+        tk.plan(gemma, "virtual:rtx-5090ti")
+    with pytest.raises(tk.ToolkitError, match="int4"):
+        tk.plan(gemma, "h200", kv="int44")
+
+
+def test_the_plan_in_words_and_as_a_table(gemma):
+    plan = tk.plan(gemma, "virtual:rtx-5090", budget="4 GiB", context=4096)
+    words = repr(plan)
+    assert "compile decode" in words
+    assert "(predicted)" in words
+    table = plan.to_pandas()
+    assert table.loc[("run", "load"), "weights"] == plan.sizes.weights
+    assert (table.device_bytes > 0).all()
+
+
+def test_on_a_cpu_the_host_is_what_counts():
+    plan = tk.plan("demo/qwen3", "cpu", budget="2 GiB")
+    assert plan.card is None
+    assert plan.context == 1024
+    assert 0 < plan.export_peak_bytes < 2 * GiB
+    with pytest.raises(tk.BudgetError, match="PyTorch"):
+        tk.plan("demo/qwen3", "cpu", budget="64 MiB").check()
+
+
+def test_the_longest_context_is_the_longest():
+    sizes = sizes_of(describe("random/qwen3-8b", "int4"))
+    card = CATALOGUE["l4"].memory_bytes
+    longest = longest_context(sizes, card)
+    assert longest is not None
+    assert longest % 256 == 0
+    assert longest_context(sizes, sizes.weights) is None
+
+
+def test_sizes_are_those_of_the_allocator():
+    assert allocated_bytes([1, 512, 513]) == 512 + 512 + 1024
+    assert allocated_bytes([(21 << 20) + 1]) == 22 << 20  # less than 1 MiB would be left: it isn't cut
+    assert allocated_bytes([]) == 0
+
+
+def test_no_longer_context_than_the_model_has_positions_for():
+    found = tk.plan("demo/qwen3", "h200").gpus()
+    assert set(found.longest_context) == {1024}
+    long = tk.plan("random/qwen3.5-35b-a3b", "h200", context=262_144, scheme="q4_k_m")
+    assert long.gpus().longest_context["h200"] == 262_144
+
+
+def test_nothing_fits_in_nothing():
+    assert not tk.plan("demo/qwen3", "h200", budget=0).gpus().can_export.any()
+    assert not tk.plan("demo/qwen3", "h200", run_budget=0).fits
+
+
+def test_cards_run_the_same_whatever_the_plan_is_for():
+    for_cpu, for_card = (tk.plan("demo/qwen3", device).gpus() for device in ("cpu", "h200"))
+    assert for_cpu.run_bytes.equals(for_card.run_bytes)
+
+
+def test_what_a_plan_is_not_made_of():
+    for model in (3, None, torch.nn.Linear(2, 2)):
+        with pytest.raises(tk.ToolkitError, match="not a model"):
+            tk.plan(model)
+    with pytest.raises(tk.ToolkitError, match="the model is loaded"):
+        tk.plan(tk.load("demo/qwen3", device="cpu", progress=False), "h200", scheme="int4")
+    for size in ("1e400", "1e300 GiB"):
+        with pytest.raises(tk.ToolkitError, match="not a number of bytes"):
+            tk.plan("demo/qwen3", "h200", budget=size)

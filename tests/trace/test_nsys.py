@@ -1,0 +1,244 @@
+"""Nsight Systems databases, made here with the tables and columns of its published schema."""
+
+import contextlib
+import sqlite3
+
+import pytest
+
+import toolkit as tk
+from tests.trace.test_trace import same
+from toolkit.core.errors import TraceError
+from toolkit.trace.columns import KINDS
+
+TID = 0x1000_0001_0002  # a globalTid
+SCHEMA = {
+    "StringIds": "id INTEGER PRIMARY KEY, value TEXT NOT NULL",
+    "TARGET_INFO_GPU": "vmId INTEGER, id INTEGER, name TEXT, busLocation TEXT, totalMemory INTEGER",
+    "CUPTI_ACTIVITY_KIND_KERNEL": "start INTEGER, end INTEGER, deviceId INTEGER, contextId INTEGER, greenContextId INTEGER,"
+    " streamId INTEGER, correlationId INTEGER, globalPid INTEGER, demangledName INTEGER, shortName INTEGER,"
+    " mangledName INTEGER, gridX INTEGER, blockX INTEGER, graphNodeId INTEGER",
+    "CUPTI_ACTIVITY_KIND_MEMCPY": "start INTEGER, end INTEGER, deviceId INTEGER, contextId INTEGER, streamId INTEGER,"
+    " correlationId INTEGER, globalPid INTEGER, bytes INTEGER, copyKind INTEGER, deprecatedSrcId INTEGER, srcKind INTEGER,"
+    " dstKind INTEGER, srcDeviceId INTEGER, dstDeviceId INTEGER, graphNodeId INTEGER, copyCount INTEGER",
+    "CUPTI_ACTIVITY_KIND_MEMSET": "start INTEGER, end INTEGER, deviceId INTEGER, contextId INTEGER, streamId INTEGER,"
+    " correlationId INTEGER, globalPid INTEGER, value INTEGER, bytes INTEGER, graphNodeId INTEGER, memKind INTEGER",
+    "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION": "start INTEGER, end INTEGER, deviceId INTEGER, contextId INTEGER,"
+    " streamId INTEGER, correlationId INTEGER, globalPid INTEGER, syncType INTEGER, eventId INTEGER",
+    "CUPTI_ACTIVITY_KIND_RUNTIME": "start INTEGER, end INTEGER, eventClass INTEGER, globalTid INTEGER,"
+    " correlationId INTEGER, nameId INTEGER, returnValue INTEGER, callchainId INTEGER",
+    "NVTX_EVENTS": "start INTEGER, end INTEGER, eventType INTEGER, rangeId INTEGER, category INTEGER, color INTEGER,"
+    " text TEXT, globalTid INTEGER, endGlobalTid INTEGER, textId INTEGER, domainId INTEGER",
+}
+STRINGS = ["void mm<float>(float*)", "mm", "cudaLaunchKernel_v7000", "cudaStreamSynchronize_v3020", "cudaMemcpyAsync_v3020"]
+
+
+class Database:
+    """A small database; tables are made when something is put in, as Nsight does."""
+
+    def __init__(self, path, drop=()):
+        self.path, self.drop = path, set(drop)
+        self.connection = sqlite3.connect(path)
+        for i, text in enumerate(STRINGS):
+            self.put("StringIds", id=i, value=text)
+
+    def put(self, table, **row):
+        columns = [c for c in SCHEMA[table].split(", ") if c.strip().split()[0] not in self.drop]
+        self.connection.execute(f"CREATE TABLE IF NOT EXISTS {table} ({', '.join(columns)})")
+        row = {name: value for name, value in row.items() if name not in self.drop}
+        marks = ", ".join("?" * len(row))
+        self.connection.execute(f"INSERT INTO {table} ({', '.join(row)}) VALUES ({marks})", list(row.values()))
+
+    def step(self, n, text=None, text_id=None):
+        """One decode step of 1000 ns: two kernels, a pageable H2D, a pinned D2H on stream 13, a wait for it."""
+        t, c = 1000 * n, 10 * n
+        if text is not None or text_id is not None:
+            self.put("NVTX_EVENTS", start=t, end=t + 900, eventType=59, text=text, textId=text_id, globalTid=TID)
+        for i, (nameId, length) in enumerate(((4, 10), (2, 10), (2, 10), (4, 10), (3, 300))):
+            start = t + 50 * i + 10
+            self.put(
+                "CUPTI_ACTIVITY_KIND_RUNTIME",
+                start=start,
+                end=start + length,
+                globalTid=TID,
+                correlationId=c + i,
+                nameId=nameId,
+            )
+        on = {"deviceId": 0, "contextId": 1}
+        self.put(
+            "CUPTI_ACTIVITY_KIND_MEMCPY", start=t + 400, end=t + 410, streamId=7, correlationId=c, bytes=8, copyKind=1,
+            srcKind=0, dstKind=2, **on,
+        )  # fmt: skip
+        for i in (1, 2):
+            start = t + 400 + 100 * i
+            self.put(
+                "CUPTI_ACTIVITY_KIND_KERNEL", start=start, end=start + 50, streamId=7, correlationId=c + i, demangledName=0,
+                shortName=1, **on,
+            )  # fmt: skip
+        self.put(
+            "CUPTI_ACTIVITY_KIND_MEMCPY", start=t + 950, end=t + 1020, streamId=13, correlationId=c + 3, bytes=4, copyKind=2,
+            srcKind=2, dstKind=1, **on,
+        )  # fmt: skip
+        self.put("CUPTI_ACTIVITY_KIND_SYNCHRONIZATION", start=t + 215, end=t + 500, streamId=13, correlationId=c + 4, **on)
+
+    def trace(self):
+        self.connection.commit()
+        self.connection.close()
+        return tk.open_trace(self.path)
+
+
+@pytest.fixture
+def database(tmp_path):
+    return Database(tmp_path / "report.sqlite")
+
+
+def test_copies_kernels_waits_and_steps(database):
+    database.put("TARGET_INFO_GPU", id=0, name="NVIDIA H200")
+    for n in range(4):
+        database.step(n, text=f"decode {n}")
+    trace = database.trace()
+    assert trace.meta["device"] == "NVIDIA H200"
+    assert trace.meta["steps_from"] == "nvtx"
+    table = trace.copies()
+    assert table["step"].tolist() == [0, 1, 2, 3]
+    assert table[["h2d_count", "h2d_bytes", "d2h_count", "d2h_bytes", "kernels"]].to_numpy().tolist() == [[1, 8, 1, 4, 2]] * 4
+    assert table["host_wait_s"].tolist() == [3e-7] * 4
+    copies = trace.select(trace.is_kind("h2d", "d2h"))
+    assert copies["pinned"].tolist() == [0, 1] * 4
+    assert copies["stream"].tolist() == [0, 1] * 4
+    assert copies.text("name")[:2] == ["Memcpy HtoD (Pageable -> Device)", "Memcpy DtoH (Device -> Pinned)"]
+    waits = trace.select(trace.is_kind("sync"))
+    assert set(waits.text("name")) == {"cudaStreamSynchronize"}
+    assert set(waits["stream"]) == {1}
+    assert set(trace.select(trace.is_kind("kernel")).text("name")) == {STRINGS[0]}
+    assert [mark.step for mark in trace.marks()] == [0, 1, 2, 3]
+
+
+def test_range_names_from_the_string_table(database):
+    database.put("StringIds", id=70, value="toolkit.step 5 decode")
+    database.step(0, text_id=70)
+    trace = database.trace()
+    assert trace.meta["steps_from"] == "marks"
+    assert [(mark.name, mark.step) for mark in trace.marks()] == [("decode", 5)]
+    assert set(trace["step"]) == {5}
+
+
+def test_without_ranges_steps_are_guessed(database):
+    for n in range(6):
+        database.step(n)
+    trace = database.trace()
+    assert trace.meta["steps_from"] == "guessed"
+    assert trace.copies()["d2h_count"].tolist() == [1] * 6
+
+
+def test_other_nvtx_events_are_not_ranges(database):
+    database.step(0)
+    database.put("NVTX_EVENTS", start=1, eventType=34, text="a mark", globalTid=TID)
+    database.put("NVTX_EVENTS", start=1, end=2, eventType=75, text="a domain", globalTid=TID)
+    assert list(database.trace().marks()) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(3, "h2d"), (4, "d2h"), (8, "d2d"), (9, None), (10, "p2p"), (11, "h2d"), (0, None), (99, None)]
+)
+def test_kinds_of_copies(database, number, kind):
+    database.step(0)
+    database.put(
+        "CUPTI_ACTIVITY_KIND_MEMCPY", start=1, end=2, deviceId=1, streamId=7, correlationId=999, bytes=77, copyKind=number
+    )
+    trace = database.trace()
+    assert [KINDS[k] for k in trace["kind"][trace["bytes"] == 77]] == ([kind] if kind else [])
+
+
+def test_memsets_graphs_and_copies_that_run_as_kernels(database):
+    database.put("StringIds", id=80, value="memcpy32_post")
+    database.put("CUPTI_ACTIVITY_KIND_MEMSET", start=0, end=4, deviceId=0, streamId=7, correlationId=1, value=0, bytes=512)
+    database.put("CUPTI_ACTIVITY_KIND_KERNEL", start=5, end=6, deviceId=0, streamId=7, correlationId=2, demangledName=80)
+    database.connection.execute(
+        "CREATE TABLE CUPTI_ACTIVITY_KIND_GRAPH_TRACE (start INTEGER, end INTEGER, deviceId INTEGER, streamId INTEGER,"
+        " correlationId INTEGER, graphId INTEGER)"
+    )
+    database.connection.execute("INSERT INTO CUPTI_ACTIVITY_KIND_GRAPH_TRACE VALUES (10, 90, 0, 7, 3, 42)")
+    trace = database.trace()
+    assert [KINDS[k] for k in trace["kind"]] == ["memset", "d2d", "kernel"]
+    assert trace.text("name")[2] == "CUDA graph 42"
+    assert trace.meta["graphs"] == "whole"
+
+
+@pytest.mark.parametrize(
+    "drop",
+    [["srcKind", "dstKind"], ["demangledName"], ["textId"], ["contextId", "globalPid"], ["streamId"], ["correlationId"]],
+    ids=lambda names: names[0],
+)  # fmt: skip
+def test_a_column_that_a_version_hasnt_is_not_known(tmp_path, drop):
+    database = Database(tmp_path / "a.sqlite", drop)
+    for n in range(3):
+        database.step(n, text=f"step {n}")
+    trace = database.trace()
+    assert trace.is_kind("h2d").sum() == trace.is_kind("d2h").sum() == 3
+    assert trace.is_kind("kernel").sum() == 6
+    if "srcKind" in drop:
+        assert set(trace["pinned"]) == {-1}
+    if "demangledName" in drop:
+        assert set(trace.select(trace.is_kind("kernel")).text("name")) == {"mm"}
+
+
+@pytest.mark.parametrize("only", ["CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_RUNTIME"])
+def test_one_table_alone_is_enough(database, only):
+    row = {"nameId": 3} if only.endswith("RUNTIME") else {"deviceId": 0, "streamId": 7, "demangledName": 0}
+    database.put(only, start=5, end=9, correlationId=1, **row)
+    assert len(database.trace()) == 1
+
+
+def test_a_written_chrome_trace_of_it_reads_back_equal(database, tmp_path):
+    for n in range(3):
+        database.step(n, text=f"step {n}")
+    trace = database.trace()
+    same(tk.open_trace(trace.to_chrome(tmp_path / "a.json.gz")), trace)
+
+
+def test_the_file_is_left_alone(database):
+    database.step(0)
+    database.trace()
+    before = database.path.read_bytes()
+    tk.open_trace(database.path)
+    assert database.path.read_bytes() == before
+    assert [path.name for path in database.path.parent.iterdir()] == ["report.sqlite"]
+
+
+# ---- bad files
+
+
+def test_a_database_of_something_else_is_a_trace_error(tmp_path):
+    path = tmp_path / "a.sqlite"
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE people (name TEXT)")
+    connection.commit()
+    connection.close()
+    with pytest.raises(TraceError, match="another program"):
+        tk.open_trace(path)
+
+
+def test_a_report_without_cuda_says_how_to_record_it(database):
+    with pytest.raises(TraceError, match="--trace=cuda"):
+        database.trace()
+
+
+def test_values_of_odd_types_are_a_trace_error(database):
+    database.put("CUPTI_ACTIVITY_KIND_KERNEL", start="soon", end="later", deviceId=0, streamId=7, correlationId=1)
+    with pytest.raises(TraceError, match="unexpected"):
+        database.trace()
+
+
+def test_damage_anywhere_is_a_trace_error_or_does_no_harm(database, tmp_path):
+    for n in range(20):
+        database.step(n, text=f"step {n}")
+    database.trace()
+    whole, path = database.path.read_bytes(), tmp_path / "cut.sqlite"
+    for n in (16, 20, 99, 100, 101, 4096, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:n])
+        with pytest.raises(TraceError):
+            tk.open_trace(path)
+    for at in range(16, len(whole), len(whole) // 150):
+        path.write_bytes(whole[:at] + bytes(b ^ 0x5A for b in whole[at : at + 40]) + whole[at + 40 :])
+        with contextlib.suppress(TraceError):
+            tk.open_trace(path).copies()

@@ -1,0 +1,66 @@
+"""`where` from stack frames of other machines."""
+
+import pytest
+
+from toolkit.trace.snapshot.frames import chain, short_file
+
+PACKAGES = "/opt/venv/lib/python3.12/site-packages/"
+TORCH = (PACKAGES + "torch/nn/modules/linear.py", 134)
+CPP = [("??", 0), ("CUDACachingAllocator.cpp", 0), ("", 0), ("/src/aten/Blas.cpp", 812), ("libc.so.6", 12)]
+CELL = ("/tmp/ipykernel_31/2045.py", 3)
+KERNEL = [(PACKAGES + "ipykernel/zmqshell.py", 50), (PACKAGES + "ipykernel_launcher.py", 18), ("<frozen runpy>", 88)]
+
+
+def of(*frames, shorten=None):
+    return chain([{"name": "f", "filename": file, "line": line} for file, line in frames], shorten)
+
+
+@pytest.mark.parametrize(
+    ("frames", "where"),
+    [
+        ([], None),
+        (CPP, None),
+        ([*CPP, TORCH], "torch/nn/modules/linear.py:134"),
+        ([*CPP, TORCH, ("/home/me/model.py", 41), ("/home/me/train.py", 7)], "/home/me/train.py:7 > /home/me/model.py:41"),
+        ([TORCH, ("/home/me/train.py", 7), ("/home/me/train.py", 7)], "/home/me/train.py:7"),
+        ([TORCH, ("/home/me/model.py", 41), TORCH, CELL, *KERNEL], "2045.py:3 > /home/me/model.py:41"),
+        ([TORCH, (PACKAGES + "transformers/a.py", 9), CELL, *KERNEL], "2045.py:3 > transformers/a.py:9"),
+        ([TORCH, (PACKAGES + "transformers/a.py", 9), (PACKAGES + "b/c.py", 1)], "transformers/a.py:9"),
+        (
+            [("/usr/lib/python3.11/contextlib.py", 5), ("/home/me/a.py", 1), ("/usr/lib/python3.11/runpy.py", 8)],
+            "/home/me/a.py:1",
+        ),
+        ([("/home/me/a.py", 1), ("/opt/venv/bin/torchrun", 8)], "/home/me/a.py:1"),
+        ([("<eval_with_key>.3", 4), ("<stdin>", 1)], "<stdin>:1"),
+        (
+            [(PACKAGES + "triton/runtime/jit.py", 4), ("/home/me/kernels/triton/mine.py", 2)],
+            "/home/me/kernels/triton/mine.py:2",
+        ),
+        ([("/x/toolkit/models/qwen3.py", 80), ("/home/me/a.py", 4)], "/home/me/a.py:4 > /x/toolkit/models/qwen3.py:80"),
+        (
+            [("/x/toolkit/gpu/cuda/device.py", 80), ("/x/toolkit/loading/huggingface.py", 4)],
+            "/x/toolkit/loading/huggingface.py:4",
+        ),
+        (
+            [("C:\\py\\Lib\\site-packages\\torch\\nn\\a.py", 2), ("D:\\me\\m.py", 3), ("C:\\Python311\\lib\\runpy.py", 88)],
+            "D:/me/m.py:3",
+        ),
+    ],
+)
+def test_the_users_line_and_the_line_that_asked(frames, where):
+    assert of(*frames) == where
+
+
+def test_what_called_a_module_is_no_user_code():
+    frames = [{"name": "<module>", "filename": "/me/a.py", "line": 3}, {"name": "run", "filename": "/me/launch.py", "line": 9}]
+    assert chain(frames) == "/me/a.py:3"
+
+
+def test_names_of_files_can_be_shortened_otherwise():
+    assert of(CELL, *KERNEL, shorten=lambda file: "cell 7") == "cell 7:3"
+
+
+def test_short_names():
+    assert short_file("C:\\v\\Lib\\site-packages\\a\\b.py") == "a/b.py"
+    assert short_file("/usr/lib/python3/dist-packages/a.py") == "a.py"
+    assert short_file("model.py") == "model.py"

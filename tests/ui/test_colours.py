@@ -1,0 +1,63 @@
+"""Colours of the timeline: text is readable in both themes, kinds stand out from their lane and from each other."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import toolkit.ui
+from toolkit.ui.timeline.overview import COLORS
+
+CSS = (Path(toolkit.ui.__file__).parent / "timeline" / "timeline.css").read_text()
+LIGHT, DARK = CSS.split('[data-jp-theme-light="false"]')[0], CSS.split('[data-jp-theme-light="false"]')[1].split("@media")[0]
+KINDS = ("kernel", "h2d", "d2h", "d2d", "sync")
+# What a deuteranope and a protanope see, in linear RGB (Viénot, Brettel and Mollon, 1999).
+BLIND = {
+    "deuteranopia": [[0.29275, 0.70725, 0.0], [0.29275, 0.70725, 0.0], [-0.02234, 0.02234, 1.0]],
+    "protanopia": [[0.11238, 0.88762, 0.0], [0.11238, 0.88762, 0.0], [0.00401, -0.00401, 1.0]],
+}
+
+
+def linear(colour: str) -> np.ndarray:
+    srgb = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    return np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
+
+
+def contrast(a: str, b: str) -> float:
+    """WCAG's contrast ratio."""
+    dark, light = sorted(float(linear(colour) @ [0.2126, 0.7152, 0.0722]) for colour in (a, b))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def variables(css: str) -> dict[str, str]:
+    found = dict(re.findall(r"--tk-(\w+): (#\w{6})", css))
+    return {**found, **dict(re.findall(r"--tk-(\w+): var\([^,]+, (#\w{6})\)", css))}
+
+
+@pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
+def test_text_has_the_contrast_of_wcag_aa(theme: str) -> None:
+    known = variables(theme)
+    for text, ground in itertools.product(("fg", "dim"), ("bg", "bar")):
+        assert contrast(known[text], known[ground]) >= 4.5
+    for kind in KINDS:
+        assert contrast(known[kind], known["bg"]) >= 3.0, kind
+
+
+@pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
+@pytest.mark.parametrize("blindness", BLIND)
+def test_copies_differ_for_colour_blind_eyes(theme: str, blindness: str) -> None:
+    known = variables(theme)
+    seen = {
+        kind: np.clip(np.array(BLIND[blindness]) @ linear(known[kind]), 0, 1) ** (1 / 2.2) for kind in ("h2d", "d2h", "d2d")
+    }
+    for a, b in itertools.combinations(seen, 2):
+        assert np.abs(seen[a] - seen[b]).sum() > 0.3, (a, b)
+
+
+def test_the_still_picture_has_the_light_palette() -> None:
+    known = variables(LIGHT)
+    assert {kind: known[kind] for kind in COLORS} == COLORS

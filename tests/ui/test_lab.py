@@ -1,0 +1,285 @@
+"""The Lab without a browser: its buttons, its thread, its errors; with stand-ins for loading and generating."""
+
+from __future__ import annotations
+
+import threading
+import time
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+from synthetic import decode_loop
+
+from toolkit.core.errors import CancelledError, DeviceError, FormatError, ToolkitError
+from toolkit.ui.lab import app as module
+from toolkit.ui.lab.app import Lab, copies_html, error_html, prompt_of
+
+
+class Device:
+    name = "virtual:h200"
+
+    def memory(self) -> SimpleNamespace:
+        return SimpleNamespace(allocated_bytes=1 << 20, total_bytes=1 << 30)
+
+
+class Run(SimpleNamespace):
+    def copies(self):
+        return self.trace.copies()
+
+
+def stand_in_generate(model, prompt, decode, *, max_new_tokens, on_token, cancel, **options):
+    """Says "tick " for every token; a prompt "fail" fails after three."""
+    said = []
+    for i in range(max_new_tokens):
+        if cancel.is_set():
+            break
+        if prompt == "fail" and i == 3:
+            raise ToolkitError("a token", "no <more>", "Ask for less")
+        time.sleep(model.pause_s)
+        said.append("tick ")
+        on_token(i, "tick ")
+    model.calls.append((decode, options))
+    reason = "length" if len(said) == max_new_tokens else "cancelled"
+    return Run(text="".join(said), tokens=tuple(range(len(said))), strategy=decode, stop_reason=reason, tok_per_s=123.4,
+               clock="modelled", trace=decode_loop())  # fmt: skip
+
+
+@pytest.fixture
+def model() -> SimpleNamespace:
+    return SimpleNamespace(device=Device(), calls=[], pause_s=0.0, inner=torch.nn.Linear(3, 2), tokenizer=object())
+
+
+@pytest.fixture
+def app(monkeypatch: pytest.MonkeyPatch, model: SimpleNamespace) -> Lab:
+    def load(path, device, scheme, progress, cancel):
+        model.scheme = scheme
+        for done in range(1, 11):
+            progress(done << 20, 10 << 20, f"layer.{done}")
+            if cancel.is_set():
+                raise CancelledError("loading", "it was cancelled", "Load it again")
+            time.sleep(model.pause_s)
+        if path == "missing":
+            raise FormatError("loading 'missing'", "no such <folder>", "Check the path")
+        return model
+
+    monkeypatch.setattr(module, "load", load)
+    monkeypatch.setattr(module, "open_device", lambda name: Device())
+    monkeypatch.setattr(module, "generate", stand_in_generate)
+    return Lab()
+
+
+def loaded(app: Lab) -> Lab:
+    app.load_button.click()
+    assert app.wait(10)
+    return app
+
+
+def test_panels_come_in_order(app: Lab) -> None:
+    texts = [panel.children[0].value for panel in app.children[1:]]
+    order = ["Load", "Plan and export", "Generate", "Tune", "Memory"]
+    assert all(name in text for name, text in zip(order, texts, strict=True))
+    assert not any("later version" in text for text in texts)
+    assert "virtual:rtx-5090" in app.device_field.options
+    assert app.generate_button.disabled
+
+
+def test_load_then_generate_two_strategies(app: Lab, model: SimpleNamespace) -> None:
+    loaded(app)
+    assert app.model is model
+    assert "1.00 MiB of 1.00 GiB" in app.load_status.value
+    app.tokens_field.value, app.top_k_field.value, app.top_p_field.value, app.seed_field.value = 6, 5, 0.9, 42
+    app.generate_button.click()
+    assert app.wait(10)
+    assert app.error is None
+    assert list(app.runs) == ["roundtrip", "double-buffered"]
+    assert app.run is app.runs["double-buffered"]
+    assert model.calls[0] == ("roundtrip", {"temperature": 0.0, "top_k": 5, "top_p": 0.9, "seed": 42})
+    assert app.output.value.count("tick tick tick tick tick tick") == 2
+    assert "2 (16 B)" in app.table.value
+    assert "modelled" in app.table.value
+    assert [track.title for track in app.timeline_box.children[0].scene.tracks] == ["roundtrip", "double-buffered"]
+    assert app.progress.value == app.progress.max == 12
+    assert (app.generate_button.disabled, app.cancel_button.disabled) == (False, True)
+
+
+def test_the_model_shows_itself_and_a_scheme_is_passed_on(app: Lab, model: SimpleNamespace) -> None:
+    app.scheme_field.value = "q4_k_m"
+    loaded(app)
+    assert model.scheme == "q4_k_m"
+    assert "Where the bytes are" in app.model_view.value
+    app.model_field.value = "missing"
+    app.load()
+    assert app.wait(10)
+    assert app.model_view.value == ""
+
+
+def test_what_it_costs_is_told_without_loading(app: Lab, model: SimpleNamespace) -> None:
+    app.model_field.value, app.scheme_field.value = "random/qwen3-0.6b", "int4"
+    app.look_button.click()
+    assert app.wait(30)
+    assert "random/qwen3-0.6b, int4" in app.model_view.value
+    assert "nothing is loaded" in app.model_view.value
+    assert app.model is None
+    assert app.generate_button.disabled
+    assert not app.look_button.disabled
+    app.model_field.value = "random/qwen3-0.6c"
+    app.look()
+    assert app.wait(30)
+    assert "random/qwen3-0.6b" in app.load_status.value  # the nearest name
+
+
+def test_models_and_schemes_are_offered(app: Lab) -> None:
+    assert {"demo/qwen3", "random/gemma4-31b"} <= set(app.model_field.options)
+    assert {None, "none", "q4_k_m", "int4"} <= {value for _, value in app.scheme_field.options}
+
+
+def test_one_strategy_and_neutral_sampling_options(app: Lab, model: SimpleNamespace) -> None:
+    loaded(app).b_field.value = "(none)"
+    app.tokens_field.value = 2
+    app.generate()
+    app.wait(10)
+    assert model.calls == [("roundtrip", {"temperature": 0.0, "top_k": None, "top_p": None, "seed": 0})]
+    assert len(app.timeline_box.children[0].scene.tracks) == 1
+
+
+def test_text_streams_at_most_ten_times_a_second_and_a_last_time(app: Lab, model: SimpleNamespace) -> None:
+    loaded(app).b_field.value = "(none)"
+    model.pause_s, app.tokens_field.value = 0.004, 200
+    seen: list[tuple[float, str]] = []
+    app.output.observe(lambda change: seen.append((time.monotonic(), change["new"])), "value")
+    app.generate()
+    app.wait(20)
+    streamed = seen[1:-1]
+    assert len(streamed) >= 3
+    gaps = [b[0] - a[0] for a, b in pairwise(streamed)]
+    assert min(gaps) > 0.1
+    assert seen[-1][1].count("tick") == 200
+
+
+def test_cancel_keeps_the_text_and_skips_the_second_strategy(app: Lab, model: SimpleNamespace) -> None:
+    loaded(app)
+    model.pause_s, app.tokens_field.value = 0.01, 4000
+    app.generate()
+    time.sleep(0.3)
+    app.cancel_button.click()
+    app.cancel_button.click()
+    assert app.wait(5)
+    assert app.run.stop_reason == "cancelled"
+    assert "tick" in app.output.value
+    assert "double-buffered was not begun" in app.status.value
+    assert app.timeline_box.children
+    app.tokens_field.value, model.pause_s = 3, 0.0
+    app.generate()  # the next one is not cancelled by the last press
+    app.wait(5)
+    assert app.run.stop_reason == "length"
+
+
+def test_double_clicks_are_ignored(app: Lab, model: SimpleNamespace) -> None:
+    loaded(app).b_field.value = "(none)"
+    model.pause_s, app.tokens_field.value = 0.01, 20
+    for _ in range(5):
+        app.generate_button.click()
+        app.load_button.click()
+    app.wait(10)
+    assert len(model.calls) == 1
+    threads = [threading.Thread(target=app.generate) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    app.wait(10)
+    assert len(model.calls) == 2
+
+
+def test_an_error_says_asked_found_do_and_is_kept(app: Lab) -> None:
+    loaded(app).prompt_field.value = "fail"
+    app.generate()
+    app.wait(5)
+    assert "no &lt;more&gt;" in app.status.value
+    assert "Ask for less" in app.status.value
+    assert isinstance(app.error, ToolkitError)
+    assert "tick" in app.output.value  # what was said before the error stays
+    assert not app.generate_button.disabled
+
+
+def test_a_failed_load_leaves_no_model(app: Lab) -> None:
+    loaded(app).model_field.value = "missing"
+    app.load()
+    app.wait(5)
+    assert app.model is None
+    assert app.generate_button.disabled
+    assert "Check the path" in app.load_status.value
+    assert app.error.__traceback__ is None
+
+
+def test_cancel_ends_a_load(app: Lab, model: SimpleNamespace) -> None:
+    model.pause_s = 0.05
+    app.load()
+    time.sleep(0.1)
+    app.cancel()
+    assert app.wait(5)
+    assert app.model is None
+    assert "Cancelled" in app.load_status.value
+    assert app.error is None
+
+
+def test_other_errors_are_named_without_a_wall() -> None:
+    text = error_html(RuntimeError("boom <b>" + "x" * 5000))
+    assert "RuntimeError: boom &lt;b&gt;" in text
+    assert len(text) < 1000
+    assert "no message" in error_html(KeyboardInterrupt())
+
+
+def test_table_of_a_run_without_decode_steps() -> None:
+    run = Run(strategy="roundtrip", tokens=(1,), tok_per_s=None, clock="measured", trace=decode_loop(steps=1, clock="measured"))
+    assert "<td>-</td>" in copies_html([run])
+
+
+def test_closing_stops_the_work(app: Lab, model: SimpleNamespace) -> None:
+    loaded(app)
+    model.pause_s, app.tokens_field.value = 0.01, 4000
+    app.generate()
+    time.sleep(0.05)
+    app.close()
+    assert app.wait(5)
+
+
+def test_an_empty_model_field_is_named(app: Lab) -> None:
+    app.model_field.value = " "
+    app.load()
+    app.wait(10)
+    assert "field is empty" in app.load_status.value
+
+
+def test_another_card_makes_other_labs_let_go(monkeypatch: pytest.MonkeyPatch, app: Lab, model: SimpleNamespace) -> None:
+    loaded(app)
+
+    def open_device(name: str) -> Device:
+        if app.model is not None:
+            raise DeviceError(f"opening {name}", "live tensors", "Delete them first")
+        return Device()
+
+    monkeypatch.setattr(module, "open_device", open_device)
+    second = Lab(device="virtual:rtx-5090")
+    second.load()
+    second.wait(10)
+    assert second.error is None
+    assert second.model is model
+    assert app.model is None
+    assert app.generate_button.disabled
+    assert "another Lab took virtual:rtx-5090" in app.load_status.value
+    app.device_field.value = "cuda"  # what fails for another reason takes nothing away
+    monkeypatch.setattr(module, "open_device", lambda name: (_ for _ in ()).throw(DeviceError(name, "no CUDA", "")))
+    app.load()
+    app.wait(10)
+    assert second.model is model
+
+
+def test_without_a_tokenizer_the_prompt_is_token_ids() -> None:
+    bare, speaking = SimpleNamespace(tokenizer=None), SimpleNamespace(tokenizer=object())
+    assert prompt_of("1, 2 30", bare) == [1, 2, 30]
+    assert prompt_of("1, 2 30", speaking) == "1, 2 30"
+    for text in ("", "The capital", "1.5", "-3", "\u0663"):
+        with pytest.raises(ToolkitError, match="1 2 3 4"):
+            prompt_of(text, bare)

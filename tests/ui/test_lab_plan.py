@@ -1,0 +1,145 @@
+"""The Lab's Plan and export panel without a browser: plans of models that aren't loaded, a slider, exports, errors."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from toolkit.core.errors import BudgetError, CancelledError
+from toolkit.ui.lab import plan_panel as module
+from toolkit.ui.lab.app import Lab
+
+GiB = 1 << 30
+
+
+class Exporter:
+    """Stands in for `tk.export`: goes on step by step, or waits until it is cancelled."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str, dict]] = []
+        self.waits = False
+        self.under_way = threading.Event()
+
+    def __call__(self, path, folder, progress, cancel, **options):
+        self.asked.append((path, folder, options))
+        progress("compile", 0.25, "layers.0 <decode>")
+        self.under_way.set()
+        if self.waits:
+            assert cancel.wait(10)
+            raise CancelledError("exporting", "it was cancelled", "Exporting again goes on from here")
+        return SimpleNamespace(path=folder)
+
+
+@pytest.fixture
+def exporter(monkeypatch: pytest.MonkeyPatch) -> Exporter:
+    made = Exporter()
+    monkeypatch.setattr(module, "export", made)
+    monkeypatch.setattr(module, "package_html", lambda package: f"a picture of {package.path}")
+    return made
+
+
+@pytest.fixture
+def app() -> Lab:
+    lab = Lab(device="virtual:rtx-4090", model="random/gemma4-31b")
+    lab.scheme_field.value = "q4_k_m"
+    return lab
+
+
+def planned(app: Lab) -> Lab:
+    app.plan.plan_button.click()
+    assert app.wait(60)
+    return app
+
+
+def test_a_plan_of_what_the_fields_say(app: Lab) -> None:
+    app.plan.context_field.value, app.plan.kv_field.value = 131072, None
+    planned(app)
+    found = app.plan.plan
+    assert (found.card.key, found.context, found.budget_bytes, found.kv) == ("rtx-4090", 131072, 4 * GiB, None)
+    assert "It doesn't fit" in app.plan.status.value
+    assert "Lower context to" in app.plan.view.value
+    assert "random/gemma4-31b, q4_k_m" in app.plan.view.value
+    app.plan.context_field.value = 8192
+    planned(app)
+    assert "It fits" in app.plan.status.value
+    assert app.model is None  # nothing was loaded
+
+
+def test_the_slider_plans_again_once_there_is_a_plan(app: Lab) -> None:
+    app.plan.budget_field.value = 2 * GiB
+    assert app.plan.plan is None
+    planned(app)
+    app.plan.budget_field.value = GiB // 2
+    assert app.wait(60)
+    assert app.plan.plan.budget_bytes == GiB // 2
+    assert "smallest budget that would do" in app.plan.view.value
+
+
+def test_a_context_that_the_model_has_not_is_lowered(exporter: Exporter) -> None:
+    app = planned(Lab(model="demo/qwen3"))
+    assert app.error is None
+    assert app.plan.context_field.value == app.plan.plan.context == 1024
+
+
+def test_exporting_tells_and_keeps_the_package(app: Lab, exporter: Exporter) -> None:
+    app.plan.folder_field.value = " out "
+    app.plan.export_button.click()
+    assert app.wait(60)
+    (path, folder, options), *rest = exporter.asked
+    assert (path, folder, rest) == ("random/gemma4-31b", "out", [])
+    assert options.pop("device").name == "cpu"
+    assert options == {"budget": 4 * GiB, "context": 4096, "kv": None, "scheme": "q4_k_m"}
+    assert app.plan.package.path == "out"
+    assert app.plan.view.value == "a picture of out"
+    assert app.plan.progress.value == 0.25
+    assert "lab.plan.package.load()" in app.plan.status.value
+    assert not app.plan.export_button.disabled
+
+
+def test_an_export_can_be_cancelled(app: Lab, exporter: Exporter) -> None:
+    exporter.waits = True
+    app.plan.export_button.click()
+    assert exporter.under_way.wait(60)
+    assert "&lt;decode&gt;; in use: " in app.plan.status.value
+    assert "of the host's memory" in app.plan.status.value
+    assert app.plan.export_button.disabled
+    assert app.load_button.disabled
+    assert not app.plan.cancel_button.disabled
+    app.plan.cancel_button.click()
+    assert app.wait(10)
+    assert app.plan.status.value == "Cancelled. Exporting again goes on from here."
+    assert app.error is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"model_field": "random/gemma9"}, "gemma9"),
+        ({"model_field": " "}, "its field is empty"),
+        ({"device_field": "virtual:rtx-9090"}, "rtx-9090"),
+    ],
+)
+def test_errors_are_shown_in_the_panel(app: Lab, fields: dict[str, str], says: str) -> None:
+    for name, value in fields.items():
+        getattr(app, name).value = value
+    planned(app)
+    assert says in app.plan.status.value
+    assert 'role="alert"' in app.plan.status.value
+
+
+def test_errors_of_an_export_are_shown_in_the_panel(app: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args, **options):
+        raise BudgetError("exporting", "it takes more", "Name more")
+
+    monkeypatch.setattr(module, "export", refuse)
+    app.plan.folder_field.value = ""
+    app.plan.export_button.click()
+    assert app.wait(60)
+    assert "Type the name of a new folder" in app.plan.status.value
+    app.plan.folder_field.value = "out"
+    app.plan.export_button.click()
+    assert app.wait(60)
+    assert "Name more" in app.plan.status.value
+    assert isinstance(app.error, BudgetError)

@@ -1,0 +1,148 @@
+"""A budget fails as a card of that size would, and the error says who held what and what would help."""
+
+import gc
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+
+import toolkit as tk
+from toolkit.core.errors import BudgetError, DeviceError, ToolkitError
+
+MiB = 1 << 20
+
+
+@pytest.fixture
+def gpu():
+    gpu = tk.device("virtual:h200")
+    gc.collect()
+    yield gpu
+    tk.budget(None)
+
+
+def ones(mib, dtype=torch.float32):
+    return torch.ones(mib * MiB // dtype.itemsize, dtype=dtype, device="vgpu")
+
+
+@pytest.mark.parametrize("spelling", ["64 MiB", "64MiB", "64 mib", 64 * MiB, "0.0625 GiB", float(64 * MiB)])
+def test_spellings_of_a_budget(gpu, spelling):
+    with tk.budget(spelling) as budget:
+        assert budget.bytes == gpu.limit_bytes == 64 * MiB
+    assert gpu.limit_bytes == gpu.memory().total_bytes
+
+
+@pytest.mark.parametrize("spelling", ["", "8 apples", "-1 GiB", True, [8]])
+def test_what_is_no_size_says_how_to_write_one(gpu, spelling):
+    with pytest.raises(ToolkitError, match="24 GiB"):
+        tk.budget(spelling)
+
+
+def test_what_does_not_fit_fails_with_pytorchs_error_and_who_held_what(gpu):
+    with pytest.raises(torch.OutOfMemoryError) as caught, tk.budget("64 MiB"):  # noqa: PT012 - the budget explains as it ends
+        logits = ones(24, torch.bfloat16)
+        logits.float()
+    (note,) = caught.value.__notes__
+    assert "Tried to allocate 48.0 MiB" in str(caught.value)
+    assert "48.0 MiB asked for by logits.float() in" in note
+    assert "24.0 MiB: logits = ones(24, torch.bfloat16) in" in note
+    assert "held by `logits`" in note
+    assert "del logits: saves 24.0 MiB, enough" in note
+    assert "logits[:, -1].float() (nearly all of it): saves 48.0 MiB, enough" in note
+    assert gpu.limit_bytes == gpu.memory().total_bytes
+
+
+def test_predicted_savings_are_what_is_saved(gpu):
+    """Each `del` that is proposed frees the bytes that it said."""
+    with pytest.raises(torch.OutOfMemoryError) as caught, tk.budget("64 MiB"):  # noqa: PT012 - the budget explains as it ends
+        first, second = ones(16), ones(20)
+        alias = second  # so that deleting `second` alone saves nothing
+        ones(40)
+    note = caught.value.__notes__[0]
+    assert "del first: saves 16.0 MiB" in note
+    assert "del second" not in note
+    caught.value.__traceback__ = None
+    before = gpu.memory().allocated_bytes
+    del first
+    assert before - gpu.memory().allocated_bytes == 16 * MiB
+    del alias, second
+
+
+def test_graphs_weights_and_states_have_their_proposals(gpu):
+    net = nn.Linear(1024, 4096, bias=False).to("vgpu")
+    kept = []
+    with pytest.raises(torch.OutOfMemoryError) as caught, tk.budget("96 MiB"):  # noqa: PT012 - the budget explains as it ends
+        for _ in range(10):
+            kept.append(net(torch.ones(512, 1024, device="vgpu")).relu().square().sum())
+    note = caught.value.__notes__[0]
+    assert "torch.inference_mode()" in note
+    assert "net in bfloat16 instead of float32: saves 8.00 MiB" in note
+    assert "net in 4 bits" not in note  # tk.load didn't make it
+
+
+def test_a_budget_below_what_is_held_says_by_whom(gpu):
+    held = ones(48)
+    with pytest.raises(BudgetError, match=r"48\.0 MiB are allocated already") as caught:
+        tk.budget("32 MiB")
+    assert caught.value.facts["allocated_bytes"] == gpu.memory().allocated_bytes
+    del held
+    with pytest.raises(BudgetError, match=r"no less than 2\.00 MiB"):
+        tk.budget("1 MiB")
+    with pytest.raises(BudgetError, match="the card has"):
+        tk.budget("2 TiB")
+
+
+def test_budgets_nest_and_come_back(gpu):
+    with tk.budget("128 MiB"):
+        with tk.budget("64 MiB"):
+            assert gpu.limit_bytes == 64 * MiB
+        assert gpu.limit_bytes == 128 * MiB
+
+
+def test_budgets_may_be_lifted_in_any_order(gpu):
+    first, second = tk.budget("128 MiB"), tk.budget("64 MiB")
+    first.lift()
+    assert gpu.limit_bytes == 64 * MiB
+    second.lift()
+    second.lift()
+    assert gpu.limit_bytes == gpu.memory().total_bytes
+
+
+def test_a_budget_alone_keeps_no_history(gpu):
+    from toolkit.gpu.allocation_log import log
+
+    tk.budget("64 MiB")
+    for _ in range(10):
+        ones(1)
+    assert log.builder is None
+    assert log.lines
+
+
+def test_the_cpu_has_nothing_to_cap():
+    with pytest.raises(DeviceError, match="no allocator to cap"):
+        tk.budget("8 GiB", "cpu")
+
+
+def script(text):
+    return subprocess.run([sys.executable, "-c", textwrap.dedent(text)], capture_output=True, text=True, timeout=120)
+
+
+def test_without_any_gpu_it_says_how_to_have_one():
+    done = script("import toolkit as tk; tk.budget('8 GiB')")
+    assert 'no GPU is in use. Open one that needs none: tk.device("virtual:8GiB")' in done.stderr
+
+
+def test_a_script_that_runs_out_says_why():
+    done = script("""
+        import torch, toolkit as tk
+        tk.device("virtual:h200")
+        tk.budget("64 MiB")
+        big = torch.ones(40 << 18, device="vgpu")
+        torch.ones(40 << 18, device="vgpu")
+    """)
+    assert done.returncode == 1
+    assert "Where the memory went:" in done.stderr
+    assert "held by `big`" in done.stderr
+    assert "del big: saves 40.0 MiB, enough" in done.stderr

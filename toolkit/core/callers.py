@@ -1,0 +1,142 @@
+"""Find the line of Python, and the notebook cell, that caused an operation.
+
+Recorders call `caller` or `chain` for each event. Lines are shown as "file:line", with paths shortened as a reader knows them
+and notebook cells as "cell 7". IPython is looked up in `sys.modules` and never imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import sysconfig
+from functools import lru_cache
+from types import FrameType
+from typing import Any
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the folder of `toolkit`
+
+
+@lru_cache
+def library_prefixes() -> tuple[str, ...]:
+    """Folders whose frames are machinery, not cause: torch, Triton's launcher, context managers, and this package's devices."""
+    import torch
+
+    triton = importlib.util.find_spec("triton")
+    folders = [
+        os.path.dirname(torch.__file__),
+        *((triton and triton.submodule_search_locations) or ()),
+        os.path.join(_PACKAGE, "gpu"),
+    ]
+    return (*(folder + os.sep for folder in folders), os.path.join(sysconfig.get_paths()["stdlib"], "contextlib"), "<frozen")
+
+
+_library: dict[str, bool] = {}  # by file: is it machinery?
+
+
+def caller() -> str | None:
+    """ "file:line" of the innermost frame outside of torch and the devices: the Python line that caused an event.
+
+    Remembers what it learnt about each file: it is asked several times an operation.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        library = _library.get(filename)
+        if library is None:
+            library = _library[filename] = filename.startswith(library_prefixes())
+        if not library:
+            return f"{short_path(filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
+
+
+@lru_cache
+def _installed_prefixes() -> tuple[str, ...]:
+    """Folders whose frames aren't the user's own code: the standard library, what is installed, and this package."""
+    paths = sysconfig.get_paths()
+    folders = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")} | {_PACKAGE}
+    return (*(folder + os.sep for folder in folders), *library_prefixes())
+
+
+_installed: dict[str, bool] = {}  # by file: is it none of the user's own?
+
+
+def chain() -> str | None:
+    """Which line led to an allocation: "cell 7:3 > model.py:41", the outermost frame of the user's and the innermost one.
+
+    The outer is the user's own code (of a cell, or a script), the inner the one that `caller` names; just one where they are
+    the same.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    inner = outer = None
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        installed = _installed.get(filename)
+        if installed is None:
+            _library.setdefault(filename, filename.startswith(library_prefixes()))
+            # <string> is of `python -c`, or of a launcher that started this: it says nothing where another file does
+            installed = _installed[filename] = filename.startswith((*_installed_prefixes(), "<string>"))
+        if inner is None and not _library[filename]:
+            inner = frame
+        if not installed:
+            outer = frame
+            if frame.f_code.co_name == "<module>":  # what called the module's code is a launcher
+                break
+        frame = frame.f_back
+    if inner is None:
+        return None
+    text = f"{short_path(inner.f_code.co_filename)}:{inner.f_lineno}"
+    if outer is None or outer is inner:
+        return text
+    first = f"{short_path(outer.f_code.co_filename)}:{outer.f_lineno}"
+    return text if first == text else f"{first} > {text}"  # equal for a comprehension
+
+
+def short_path(filename: str) -> str:
+    """A file's path as a reader knows it: from the package on for installed ones, from the working folder, `cell N`."""
+    if "ipykernel_" in filename or filename.startswith("<ipython-input"):
+        return cell_name(filename)  # never from the cache: the same text run again is another cell
+    return _short_file(filename)
+
+
+@lru_cache(maxsize=4096)
+def _short_file(filename: str) -> str:
+    for marker in ("site-packages" + os.sep, "dist-packages" + os.sep):
+        if marker in filename:
+            return filename.split(marker, 1)[1]
+    if filename.startswith(_PACKAGE + os.sep):  # ours, also where it runs from a checkout
+        filename = filename.removeprefix(os.path.dirname(_PACKAGE) + os.sep)
+    elif filename.startswith(os.getcwd() + os.sep):
+        filename = os.path.relpath(filename)
+    return filename.replace(os.sep, "/")
+
+
+def cell_name(filename: str) -> str:
+    """ "cell 7" for the source file that IPython made for a notebook cell, else the file's name."""
+    compiled = getattr(getattr(ipython_shell(), "compile", None), "_filename_map", {})
+    number = compiled.get(filename)
+    if number is None:
+        return os.path.basename(filename)
+    return f"cell {min(number, max(current_cell(), 1))}"  # what a magic runs inside a cell is numbered as if it came after
+
+
+def file_of(short: str) -> str:
+    """The file that `short_path` shortened, as far as it can be told: a cell's latest source, or a path as it is."""
+    if short.startswith("cell "):
+        compiled = getattr(getattr(ipython_shell(), "compile", None), "_filename_map", {})
+        return next((name for name in reversed(compiled) if cell_name(name) == short), short)
+    return short
+
+
+def current_cell() -> int:
+    """The number of the notebook cell that runs now; -1 outside of IPython. Never imports IPython."""
+    history = getattr(ipython_shell(), "history_manager", None)  # `execution_count` is the next cell's from IPython 9 on
+    return len(history.input_hist_parsed) - 1 or -1 if history is not None else -1
+
+
+def ipython_shell() -> Any | None:
+    """The notebook's or terminal's IPython that runs this code; None outside of one. Never imports IPython."""
+    ipython = sys.modules.get("IPython")
+    get = getattr(ipython, "get_ipython", None)
+    return get() if get else None

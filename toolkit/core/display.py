@@ -1,0 +1,34 @@
+"""The registry of renderers: which function draws which type of object, and in which view.
+
+Packages below `toolkit.ui` never import it. Their objects call `render("html", self)` instead, and the first such call imports
+`toolkit.ui.renderers`, which registers a renderer for each type with `register`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_renderers: dict[tuple[str, str], str] = {}  # (type, view) -> "module:function"
+
+
+def register(type_name: str, view: str, renderer: str) -> None:
+    """Let `renderer` ("module:function") draw objects of `type_name` ("module.Class") and of its subclasses in `view`.
+
+    The module is imported when an object is first drawn.
+    """
+    _renderers[type_name, view] = renderer
+
+
+def render(view: str, shown: Any, *arguments: Any, **options: Any) -> Any:
+    """Return `shown` in `view` ("html", "text", "page", "timeline"), drawn by the renderer of its type.
+
+    Further arguments are passed on to the renderer. Raises LookupError if no renderer is registered.
+    """
+    importlib.import_module("toolkit.ui.renderers")
+    for kind in type(shown).__mro__:
+        renderer = _renderers.get((f"{kind.__module__}.{kind.__qualname__}", view))
+        if renderer is not None:
+            module, _, function = renderer.partition(":")
+            return getattr(importlib.import_module(module), function)(shown, *arguments, **options)
+    raise LookupError(f"no renderer draws {type(shown).__name__} as {view!r}")

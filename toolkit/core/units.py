@@ -1,0 +1,69 @@
+"""Units: the one place that turns bytes and seconds into text, and text into bytes."""
+
+from __future__ import annotations
+
+import re
+
+from toolkit.core.errors import ToolkitError
+
+KiB, MiB, GiB, TiB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
+
+_BINARY = (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB))
+_SCALES = {
+    "": 1, "b": 1,
+    "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12, "tb": 10**12,
+    "kib": KiB, "mib": MiB, "gib": GiB, "tib": TiB,
+}  # fmt: skip
+
+
+def bytes_text(n: float) -> str:
+    """`n` bytes as text in binary units, three significant digits: 8 -> "8 B", 6.3e9 -> "5.87 GiB"."""
+    for unit, size in _BINARY:
+        if abs(n) >= size:
+            return f"{_three(n / size)} {unit}"
+    return f"{int(n)} B"
+
+
+def seconds_text(s: float) -> str:
+    """`s` seconds as text in the unit that reads best: 7.3e-6 -> "7.30 µs"."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if abs(s) >= size:
+            return f"{_three(s / size)} {unit}"
+    return f"{s * 1e9:.0f} ns"
+
+
+def decimal_text(n: float, unit: str) -> str:
+    """`n` of a `unit` with a decimal prefix, three significant digits: (4.8e12, "B/s") -> "4.80 TB/s".
+
+    For rates, and for what is divided by rates: bytes that memory gives per token, operations.
+    """
+    for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(n) >= 0.9995 * size:
+            return f"{_three(n / size)} {prefix}{unit}"
+    return f"{n:.0f} {unit}"
+
+
+def count_text(n: float) -> str:
+    """`n` things as text, three significant digits: 8.19e9 -> "8.19 billion"."""
+    for word, size in (("trillion", 1e12), ("billion", 1e9), ("million", 1e6)):
+        if abs(n) >= 0.9995 * size:
+            return f"{_three(n / size)} {word}"
+    return f"{n:,.0f}"
+
+
+def _three(x: float) -> str:
+    return f"{x:.0f}" if abs(x) >= 100 else f"{x:.1f}" if abs(x) >= 10 else f"{x:.2f}"
+
+
+def parse_bytes(value: int | float | str) -> int:
+    """Bytes from a number (8e9) or a text ("24 GiB", "8GiB", "8 gb", "8e9").
+
+    GiB, MiB and KiB are powers of 1024; GB, MB and kB are powers of 1000. Raises ToolkitError for anything else.
+    """
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", value.replace(",", "").lower())
+        if match and match[2] in _SCALES and (found := float(match[1]) * _SCALES[match[2]]) < 1e18:
+            return int(found)
+    elif not isinstance(value, bool) and isinstance(value, int | float) and 0 <= value < 1e18:
+        return int(value)
+    raise ToolkitError(f"a size of {value!r}", "not a number of bytes", 'Write it as "24 GiB", "8 GB" or a number of bytes')

@@ -1,1 +1,0 @@
-"""Devices: run things and write a trace."""

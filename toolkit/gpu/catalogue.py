@@ -1,0 +1,277 @@
+"""The GPU catalogue: what each card has and what it costs to use, each figure with its source.
+
+`CATALOGUE["h200"].bandwidth_bytes_per_s` is a plain number; `CATALOGUE["h200"].source("bandwidth_bytes_per_s")` says
+where it comes from and whether it is a datasheet's, was measured, or is an estimate. Knows no torch and asks no GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from html import escape
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+from toolkit.core.errors import DeviceError, unknown_name
+from toolkit.core.units import GiB, KiB, MiB, bytes_text
+
+How = Literal["datasheet", "measured", "estimated", "chosen"]
+
+
+class Source(NamedTuple):
+    """Where a figure comes from: `how` it is known, and `where` it can be looked up."""
+
+    how: How
+    where: str
+
+
+@dataclass(frozen=True)
+class GpuSpec:
+    """One GPU model. Sizes in bytes, times in nanoseconds, rates per second; every figure has a `source`.
+
+    `bandwidth_bytes_per_s` is the datasheet's, `reached_bandwidth_bytes_per_s` what a streaming kernel reaches. The
+    flops are dense (no sparsity), with fp32 accumulation. The host costs are those of a Python program using eager
+    PyTorch: they depend on the host's processor more than on the GPU.
+    """
+
+    key: str
+    name: str  # as CUDA reports it
+    compute_capability: tuple[int, int]
+    memory_bytes: int  # what CUDA reports as the total, a little under the marketing size
+    bandwidth_bytes_per_s: float
+    reached_bandwidth_bytes_per_s: float
+    sms: int
+    registers_per_sm: int
+    threads_per_sm: int
+    smem_per_block_bytes: int  # without opting in
+    smem_per_block_optin_bytes: int
+    smem_per_sm_bytes: int
+    l2_bytes: int
+    fp32_flops: float  # CUDA cores
+    tf32_flops: float  # tensor cores
+    bf16_flops: float  # tensor cores; fp16 runs at the same rate
+    h2d_pinned_bytes_per_s: float
+    d2h_pinned_bytes_per_s: float
+    h2d_pageable_bytes_per_s: float
+    d2h_pageable_bytes_per_s: float
+    op_host_ns: float  # host: one eager operation that launches one kernel, Python and dispatcher included
+    library_host_ns: float  # host: the same for a matrix product (cuBLAS chooses a kernel)
+    attention_host_ns: float  # host: the same for scaled dot product attention
+    python_host_ns: float  # host: the interpreter's own time between two operations that launch something
+    launch_host_ns: float  # host: each further launch, memset or device copy inside the same operation
+    view_host_ns: float  # host: an operation that launches nothing (a view, an allocation)
+    item_host_ns: float  # host: `.item()` up to its wait
+    h2d_host_ns: float  # host: starting a pageable H2D, staging a few bytes
+    d2h_host_ns: float  # host: starting a pageable D2H
+    pinned_async_host_ns: float  # host: starting a pinned copy
+    wait_host_ns: float  # host: returning from a wait once the stream is done
+    graph_launch_host_ns: float  # host: launching a captured CUDA graph
+    launch_latency_ns: float  # from the host's launch to the kernel's start on an idle stream
+    kernel_floor_ns: float  # the shortest kernel
+    kernel_gap_ns: float  # between two kernels queued on one stream
+    copy_floor_ns: float  # an H2D of a few bytes, on the stream
+    d2h_floor_ns: float  # a D2H of a few bytes, on the stream
+    d2d_floor_ns: float  # a device-to-device memcpy of a few bytes
+    graph_node_ns: float  # a kernel node inside a CUDA graph, from start to start
+    sources: Mapping[str, Source] = field(repr=False, compare=False, default_factory=dict)
+
+    def source(self, figure: str) -> Source:
+        """Where `figure` (a field's name) comes from. Raises UnknownNameError for a name that is no figure."""
+        if figure not in self.sources:
+            raise unknown_name("figure", figure, self.sources)
+        return self.sources[figure]
+
+    def with_memory(self, n_bytes: int) -> GpuSpec:
+        """This card with `n_bytes` of memory in place of its own. Raises DeviceError unless it is 1 MiB or more."""
+        if n_bytes < MiB:
+            raise DeviceError(f"a virtual GPU with {bytes_text(n_bytes)}", "too small to be a GPU", "Ask for 1 MiB or more")
+        sources = {**self.sources, "memory_bytes": Source("chosen", "asked for by the user")}
+        return replace(
+            self,
+            key=bytes_text(n_bytes).replace(" ", ""),
+            name=f"{self.name} ({bytes_text(n_bytes)})",
+            memory_bytes=n_bytes,
+            sources=MappingProxyType(sources),
+        )
+
+
+class _Architecture(NamedTuple):
+    """What every card of a compute capability shares (CUDA programming guide)."""
+
+    smem_per_block_optin_bytes: int
+    smem_per_sm_bytes: int
+    threads_per_sm: int
+
+
+_ARCHITECTURES = {
+    (8, 0): _Architecture(163 * KiB, 164 * KiB, 2048),
+    (8, 6): _Architecture(99 * KiB, 100 * KiB, 1536),
+    (8, 9): _Architecture(99 * KiB, 100 * KiB, 1536),
+    (9, 0): _Architecture(227 * KiB, 228 * KiB, 2048),
+    (10, 0): _Architecture(227 * KiB, 228 * KiB, 2048),
+    (12, 0): _Architecture(99 * KiB, 100 * KiB, 1536),
+}
+
+_GUIDE = Source("datasheet", "CUDA programming guide, tables of SM and memory information per compute capability")
+_H200 = Source("measured", "bench/results/h200_primitives.json (NVIDIA H200, torch 2.11.0+cu130)")
+_EARLIER = Source("measured", "one NVIDIA H200, torch 2.11 + CUDA 13.0, before bench/primitives.py; not in its results")
+_AS_H200 = Source("estimated", "taken over from the H200; depends on the host's processor more than on the GPU")
+_PCIE = {
+    4: (
+        (25.0e9, 25.5e9, 12.0e9, 10.0e9),
+        Source("estimated", "80 % of PCIe 4.0 x16; pageable: half of that"),
+    ),
+    5: ((53.8e9, 54.9e9, 18.0e9, 17.7e9), Source("estimated", "as measured on an H200, the same PCIe 5.0 x16")),
+}
+_PCIE_FIELDS = ("h2d_pinned_bytes_per_s", "d2h_pinned_bytes_per_s", "h2d_pageable_bytes_per_s", "d2h_pageable_bytes_per_s")
+
+# Host and stream costs in ns: those in RECORDED as measured on an H200's machine, the rest chosen to fit (_CHOSEN).
+_COSTS: dict[str, float] = {
+    "op_host_ns": 5500, "library_host_ns": 12400, "attention_host_ns": 16000, "python_host_ns": 4000,
+    "launch_host_ns": 2500, "view_host_ns": 1000,
+    "item_host_ns": 4700, "h2d_host_ns": 4600, "d2h_host_ns": 5600, "pinned_async_host_ns": 2800, "wait_host_ns": 1500,
+    "graph_launch_host_ns": 6000, "launch_latency_ns": 2000, "kernel_floor_ns": 880, "kernel_gap_ns": 1100,
+    "copy_floor_ns": 740, "d2h_floor_ns": 1450, "d2d_floor_ns": 690, "graph_node_ns": 980,
+}  # fmt: skip
+# Each figure beside the entry of bench/results/h200_primitives.json that it rounds.
+RECORDED: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "op_host_ns": ("host_ns", "add_scalar"), "library_host_ns": ("host_ns", "matmul"),
+    "attention_host_ns": ("host_ns", "sdpa_decode"), "view_host_ns": ("host_ns", "slice"),
+    "pinned_async_host_ns": ("wait_ns", "h2d_pinned_async_8B"), "kernel_floor_ns": ("tiny_ns", "add", "busy_ns"),
+    "kernel_gap_ns": ("tiny_ns", "add", "gap_ns"), "copy_floor_ns": ("curves_ns", "h2d_pinned", "8"),
+    "d2h_floor_ns": ("tiny_ns", "d2h_pinned_8B", "busy_ns"), "d2d_floor_ns": ("curves_ns", "d2d", "8"),
+    "h2d_pinned_bytes_per_s": ("curves_ns", "h2d_pinned", "67108864"),
+    "d2h_pinned_bytes_per_s": ("curves_ns", "d2h_pinned", "67108864"),
+    "h2d_pageable_bytes_per_s": ("curves_ns", "h2d_pageable", "67108864"),
+    "d2h_pageable_bytes_per_s": ("curves_ns", "d2h_pageable", "67108864"),
+    "memory_bytes": ("properties", "total_memory"), "l2_bytes": ("properties", "L2_cache_size"),
+    "sms": ("properties", "multi_processor_count"),
+})  # fmt: skip
+_CHOSEN = {
+    "python_host_ns": "fitted to h200_times.json: decode strategies want 3 us, Hugging Face generate() 5 to 9",
+    "launch_host_ns": "assumed: not measured on its own",
+    "item_host_ns": "chosen so that `.item()`, python_host_ns aside, takes about what h200_primitives.json says",
+    "h2d_host_ns": "chosen as item_host_ns, for a pageable H2D of 8 bytes",
+    "d2h_host_ns": "chosen as item_host_ns, for a pageable D2H of 8 bytes",
+    "wait_host_ns": "assumed, between the idle stream's and the idle device's synchronize in h200_primitives.json",
+    "launch_latency_ns": "assumed from launch_and_synchronize in h200_primitives.json; not used by the time model",
+    "graph_launch_host_ns": "assumed: no graph was measured; not used by the time model",
+}
+_REACHED = 4.22 / 4.8  # of the datasheet's bandwidth: read bandwidth measured on an H200
+
+
+def _card(
+    key: str, name: str, cc: tuple[int, int], memory_gib: float, bandwidth: float, sms: int, l2_mib: float,
+    tflops: tuple[float, float, float], pcie: int, sheet: str,
+    others: Mapping[str, Source] = MappingProxyType({}),
+) -> GpuSpec:  # fmt: skip
+    """A card from its `sheet`: tflops as (fp32, tf32, bf16), PCIe generation, `others` the figures with another source."""
+    architecture, (rates, pcie_source) = _ARCHITECTURES[cc], _PCIE[pcie]
+    figures: dict[str, float] = {
+        "bandwidth_bytes_per_s": bandwidth,
+        "reached_bandwidth_bytes_per_s": bandwidth * _REACHED,
+        "sms": sms,
+        "registers_per_sm": 65536,
+        **architecture._asdict(),
+        "smem_per_block_bytes": 48 * KiB,
+        "l2_bytes": int(l2_mib * MiB),
+        **dict(zip(("fp32_flops", "tf32_flops", "bf16_flops"), (t * 1e12 for t in tflops), strict=True)),
+        **dict(zip(_PCIE_FIELDS, rates, strict=True)),
+        **_COSTS,
+    }
+    sources = dict.fromkeys(figures, Source("datasheet", sheet))
+    sources |= dict.fromkeys(("name", "compute_capability", "memory_bytes", "sms", "l2_bytes"), _SEEN)
+    sources |= dict.fromkeys((*_Architecture._fields, "registers_per_sm", "smem_per_block_bytes"), _GUIDE)
+    sources |= dict.fromkeys(_COSTS, _AS_H200) | dict.fromkeys(_PCIE_FIELDS, pcie_source)
+    sources["reached_bandwidth_bytes_per_s"] = Source("estimated", "the share of the datasheet's that an H200 reaches, 88 %")
+    sources |= {figure: Source("estimated", why) for figure, why in _CHOSEN.items()}
+    sources |= others
+    return GpuSpec(
+        key=key,
+        name=name,
+        compute_capability=cc,
+        memory_bytes=int(memory_gib * GiB),
+        sources=MappingProxyType(sources),
+        **figures,  # type: ignore[arg-type]
+    )
+
+
+_SEEN = Source("measured", "reported by users of the card: deviceQuery, torch's device properties or out-of-memory messages")
+_A100 = "NVIDIA A100 Tensor Core GPU architecture whitepaper; bandwidth: NVIDIA A100 datasheet"
+_H100_FLOPS = "NVIDIA H100 Tensor Core GPU architecture whitepaper, SXM5"
+_UNSTATED = "dense; for which accumulation isn't said, but bf16 products in torch (fp32 accumulation) pass half of it"
+
+
+# The datasheet figures were compared in November 2026 with public copies of the named documents or, mostly, with public code
+# and notes that quote their tables. Sparse rates are halved. GeForce cards have a doubled fp16 rate too, for accumulation in
+# fp16: not the one here, as torch accumulates in fp32.
+class Catalogue(Mapping[str, GpuSpec]):
+    """GPUs by key, read-only; shown as a table of their main figures, each card's every figure through `card.source`."""
+
+    def __init__(self, cards: Iterable[GpuSpec]) -> None:
+        self._cards = {card.key: card for card in cards}
+
+    def __getitem__(self, key: str) -> GpuSpec:
+        return self._cards[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._cards)
+
+    def __len__(self) -> int:
+        return len(self._cards)
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        head = ("key", "name", "compute", "memory", "bandwidth", "SMs", "SMEM per block", "L2", "bf16")
+        return [head, *(_row(card) for card in self._cards.values())]
+
+    def __repr__(self) -> str:
+        rows = self._rows()
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+    def _repr_html_(self) -> str:
+        head, *rows = self._rows()
+        cells = ["".join(f"<td>{escape(text)}</td>" for text in row) for row in rows]
+        body = "".join(f"<tr>{row}</tr>" for row in cells)
+        return f"<table><thead><tr>{''.join(f'<th>{name}</th>' for name in head)}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _row(card: GpuSpec) -> tuple[str, ...]:
+    return (
+        card.key, card.name, "{}.{}".format(*card.compute_capability), bytes_text(card.memory_bytes),
+        f"{card.bandwidth_bytes_per_s / 1e9:,.0f} GB/s", str(card.sms), bytes_text(card.smem_per_block_optin_bytes),
+        bytes_text(card.l2_bytes), f"{card.bf16_flops / 1e12:,.0f} TFLOPS",
+    )  # fmt: skip
+
+
+CATALOGUE = Catalogue(
+    (
+        _card("rtx-3090", "NVIDIA GeForce RTX 3090", (8, 6), 23.69, 936e9, 82, 6, (35.6, 35.6, 71.2), 4,
+              "NVIDIA Ampere GA102 GPU architecture whitepaper, appendix A",
+              {"bf16_flops": Source("datasheet", "NVIDIA RTX Blackwell GPU architecture whitepaper, table 3 (GA102's: 71)")}),
+        _card("rtx-4090", "NVIDIA GeForce RTX 4090", (8, 9), 23.65, 1008e9, 128, 72, (82.6, 82.6, 165.2), 4,
+              "NVIDIA Ada GPU architecture whitepaper, appendix A"),
+        _card("rtx-5090", "NVIDIA GeForce RTX 5090", (12, 0), 31.36, 1792e9, 170, 96, (104.8, 104.8, 209.5), 5,
+              "NVIDIA RTX Blackwell GPU architecture whitepaper, table 3"),
+        _card("a100-40g", "NVIDIA A100-SXM4-40GB", (8, 0), 39.49, 1555e9, 108, 40, (19.5, 156, 312), 4, _A100),
+        _card("a100-80g", "NVIDIA A100-SXM4-80GB", (8, 0), 79.15, 2039e9, 108, 40, (19.5, 156, 312), 4, _A100),
+        _card("l4", "NVIDIA L4", (8, 9), 22.03, 300e9, 58, 48, (30.3, 60, 121), 4, "NVIDIA L4 datasheet",
+              {"bf16_flops": Source("datasheet", f"NVIDIA L4 datasheet, {_UNSTATED}")}),
+        _card("l40s", "NVIDIA L40S", (8, 9), 44.39, 864e9, 142, 96, (91.6, 183, 362.05), 4, "NVIDIA L40S datasheet",
+              {"bf16_flops": Source("datasheet", f"NVIDIA L40S datasheet, {_UNSTATED}")}),
+        _card("h100", "NVIDIA H100 80GB HBM3", (9, 0), 79.18, 3350e9, 132, 50, (66.9, 494.7, 989.4), 5, _H100_FLOPS,
+              {"bandwidth_bytes_per_s": Source("datasheet", "NVIDIA H100 datasheet, SXM")}),
+        _card("h200", "NVIDIA H200", (9, 0), 139.80, 4800e9, 132, 60, (66.9, 494.7, 989.4), 5,
+              f"{_H100_FLOPS}: the same chip; the H200 datasheet has them rounded",
+              dict.fromkeys((*RECORDED, "name", "compute_capability"), _H200)
+              | dict.fromkeys(("reached_bandwidth_bytes_per_s", "graph_node_ns"), _EARLIER)
+              | {"bandwidth_bytes_per_s": Source("datasheet", "NVIDIA H200 datasheet, SXM")}),
+        _card("b200", "NVIDIA B200", (10, 0), 178.35, 7700e9, 148, 126.5, (75, 1125, 2250), 5,
+              "NVIDIA Blackwell datasheet, a GPU of the HGX B200 (the DGX B200's says 8 TB/s)",
+              {"tf32_flops": Source("datasheet", "NVIDIA HGX platform specifications: 18 PFLOPS sparse for 8 B200")}),
+        _card("rtx-pro-6000", "NVIDIA RTX PRO 6000 Blackwell Workstation Edition", (12, 0), 94.97, 1792e9, 188, 128,
+              (126.0, 251.9, 503.8), 5, "NVIDIA RTX Blackwell PRO GPU architecture whitepaper, table 4",
+              {"l2_bytes": Source("estimated", "reported for the Server Edition, the same chip with as many SMs")}),
+    )
+)  # fmt: skip
+"""The catalogue: every card, every figure, every source."""

@@ -1,0 +1,274 @@
+"""The real GPU: records what CUPTI reports, through PyTorch's profiler, into the event table. And the plain CPU.
+
+The profiler gives the device's events and the runtime calls that launched them; `lines.LineLog` which Python line ran
+when. Both meet through the correlation id and the host's clock (`cuda_events.py`). Nothing here knows about models.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from time import perf_counter_ns, time_ns
+from typing import Any
+
+import torch
+
+from toolkit.core.callers import current_cell
+from toolkit.core.errors import RecorderError
+from toolkit.gpu.allocation_log import log
+from toolkit.gpu.catalogue import CATALOGUE, GpuSpec
+from toolkit.gpu.cuda.events import CUPTI_ADVICE, Anchor, Range, Session, has_calls, read_events
+from toolkit.gpu.device import Device, Memory, no_cuda, not_recording
+from toolkit.gpu.line_log import LineLog, know_thread
+from toolkit.trace.events import Trace, TraceBuilder
+
+_busy = threading.Lock()  # CUPTI has one subscriber a process: one recording at a time
+
+
+@cache
+def open_cuda(index: int) -> CudaGpu:
+    """The CUDA GPU number `index`. Raises DeviceError where there is none."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        built = "no CUDA GPU can be reached" if torch.version.cuda else "this PyTorch is built without CUDA"
+        raise no_cuda(f"cuda:{index}", built)
+    if index >= count:
+        raise no_cuda(f"cuda:{index}", f"{count} GPU{'s' if count > 1 else ''}, numbered from 0")
+    return CudaGpu(index)
+
+
+@cache
+def open_cpu() -> Cpu:
+    """The CPU as a device: runs everything, moves nothing."""
+    return Cpu()
+
+
+class CudaGpu(Device):
+    """A CUDA GPU. One recording at a time in a process, from any thread."""
+
+    clock = "measured"
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.name = f"cuda:{index}"
+        self.torch = torch.device("cuda", index)
+        self.gpu_name = torch.cuda.get_device_name(index)
+        self.spec: GpuSpec | None = next((card for card in CATALOGUE.values() if card.name == self.gpu_name), None)
+        self._session: Session | None = None
+        self._profiler: Any = None
+
+    def start(self, *, lines: bool) -> None:
+        """Begin to record, with the GPU idle. `lines=True` notes every line of Python that runs, and allocations."""
+        if not _busy.acquire(blocking=False):
+            raise RecorderError(f"recording {self.name}", "another recording runs in this process", "End that one first")
+        try:
+            _refuse_other_profiler(self.name)
+            torch.cuda.synchronize(self.index)
+            _check_cupti(self.index)
+            know_thread()
+            profiler = _profiler(events=lines)
+            profiler.__enter__()
+            self._profiler = profiler
+            self._session = Session(self.index, LineLog() if lines else None, cell=current_cell())
+            self._session.anchors += self._anchors()
+            if self._session.log is not None:
+                self._session.log.start()
+            self._session.began_ns = perf_counter_ns()
+        except BaseException:
+            try:
+                self._end()
+            finally:
+                self._forget()
+            raise
+
+    def stop(self) -> Trace:
+        """End the recording: waits for the GPU, reads the profiler's events."""
+        session, profiler = self._session, self._profiler
+        if session is None:
+            raise not_recording(f"stopping a recording of {self.name}")
+        session.ended_ns = perf_counter_ns()
+        try:
+            try:
+                torch.cuda.synchronize(self.index)  # not the user's wait: it begins after ended_ns
+                session.anchors += self._anchors()
+            finally:  # also where the wait is interrupted: a profiler left running would forbid every later recording
+                self._end()
+        finally:
+            self._forget()
+        meta = {
+            "device": self.name, "gpu": self.gpu_name, "torch": torch.__version__, "cuda": torch.version.cuda,
+            "clock": self.clock, "sizes_only": False,
+        }  # fmt: skip
+        return read_events(profiler.kineto_results.events(), session, meta)
+
+    def step(self, step: int, name: str) -> AbstractContextManager[None]:
+        """A scope; its range is also visible to anybody's profiler as "toolkit.step N name"."""
+        return _step(self._session.ranges if self._session else None, step, name)
+
+    def sync(self) -> None:
+        """Wait until the device has done all that was queued."""
+        torch.cuda.synchronize(self.index)
+
+    def now_ns(self) -> int:
+        """The host's clock."""
+        return perf_counter_ns()
+
+    def memory(self) -> Memory:
+        """What PyTorch's allocator holds, and the card's size."""
+        total = torch.cuda.get_device_properties(self.index).total_memory
+        return Memory(
+            torch.cuda.memory_allocated(self.index), torch.cuda.max_memory_allocated(self.index),
+            torch.cuda.memory_reserved(self.index), total,
+        )  # fmt: skip
+
+    def reset_peak(self) -> None:
+        """Let the peak start again from what is allocated now."""
+        torch.cuda.reset_peak_memory_stats(self.index)
+
+    def _set_limit(self, n_bytes: int | None) -> None:
+        total = torch.cuda.get_device_properties(self.index).total_memory
+        share = 1.0 if n_bytes is None else min((n_bytes + 0.5) / total, 1.0)  # it rounds the share's bytes down
+        torch.cuda.set_per_process_memory_fraction(share, self.index)
+
+    def _end(self) -> None:
+        """Stop noting lines, and the profiler."""
+        if self._session is not None and self._session.log is not None:
+            self._session.log.stop()
+        if self._profiler is None:
+            return
+        try:
+            self._profiler.__exit__(None, None, None)
+        except RuntimeError as error:
+            if "profiler" not in str(error):
+                raise
+            found = f"another profiler ran inside the block ({error})"
+            raise RecorderError(f"recording {self.name}", found, "Use one at a time") from error
+
+    def _forget(self) -> None:
+        self._session = self._profiler = None
+        _busy.release()
+
+    def _anchors(self) -> list[Anchor]:
+        """Five runtime calls that the host times too: where the profiler's clock and the host's meet."""
+        anchors = []
+        for _ in range(5):
+            before = perf_counter_ns()
+            torch.cuda.synchronize(self.index)
+            anchors.append(Anchor(before, perf_counter_ns()))
+        return anchors
+
+
+class Cpu(Device):
+    """The CPU: nothing crosses to a device, so a recording holds the marks of its steps alone."""
+
+    name, clock, spec = "cpu", "measured", None
+
+    def __init__(self) -> None:
+        self.torch = torch.device("cpu")
+        self._ranges: list[Range] | None = None
+        self._began_ns = 0
+
+    def start(self, *, lines: bool) -> None:
+        """Begin to note marks."""
+        self._ranges, self._began_ns = [], perf_counter_ns()
+
+    def stop(self) -> Trace:
+        """The marks."""
+        if self._ranges is None:
+            raise not_recording("stopping a recording of cpu")
+        ranges, self._ranges = self._ranges, None
+        builder, cell = TraceBuilder(), current_cell()
+        for r in ranges:
+            start = r.start_ns - self._began_ns
+            builder.add("mark", start, r.end_ns - r.start_ns, device=-1, step=r.step, cell=cell, name=r.name)
+        meta = {"device": "cpu", "torch": torch.__version__, "clock": self.clock, "sizes_only": False}
+        return builder.build({**meta, "steps_from": "marks" if ranges else None})
+
+    def step(self, step: int, name: str) -> AbstractContextManager[None]:
+        """A scope that leaves a mark."""
+        return _step(self._ranges, step, name)
+
+    def sync(self) -> None:
+        """Nothing is ever queued."""
+
+    def now_ns(self) -> int:
+        """The host's clock."""
+        return perf_counter_ns()
+
+    def memory(self) -> Memory:
+        """The CPU's memory isn't counted: zeros."""
+        return Memory(0, 0, 0, 0)
+
+    def reset_peak(self) -> None:
+        """Nothing is counted."""
+
+
+@contextmanager
+def _step(ranges: list[Range] | None, step: int, name: str) -> Iterator[None]:
+    with torch.profiler.record_function(f"toolkit.step {step} {name}"):
+        start, began = perf_counter_ns(), time_ns()
+        try:
+            yield
+        finally:
+            log.note_step(step, began, time_ns(), name)
+            if ranges is not None:
+                ranges.append(Range(start, perf_counter_ns(), step, name))
+
+
+def _profiler(*, events: bool) -> Any:
+    """A profiler of the device alone, or (`events`) also of what the calling thread allocates and annotates.
+
+    PyTorch reports allocations to the thread that profiles (and to autograd's); `profile_all_threads` loses them all.
+    """
+    options = torch._C._profiler._ExperimentalConfig(enable_cuda_sync_events=True, expose_kineto_event_metadata=True)
+    return torch.autograd.profiler.profile(
+        use_device="cuda", use_cpu=events, use_kineto=True, profile_memory=events, experimental_config=options
+    )
+
+
+def _refuse_other_profiler(name: str) -> None:
+    if torch._C._autograd._profiler_enabled() or getattr(torch.autograd.profiler, "_is_profiler_enabled", False):
+        found = "a PyTorch profiler is active, and CUPTI has room for one"
+        raise RecorderError(f"recording {name}", found, "End that profiler first, or open its trace with tk.open_trace")
+
+
+@cache
+def _check_cupti(index: int) -> None:
+    """Prove once a process that CUPTI reports runtime calls; also takes its slow start out of the first recording."""
+    profiler = _profiler(events=False)
+    with profiler:
+        torch.cuda.synchronize(index)
+    if not has_calls(profiler.kineto_results.events()):
+        raise RecorderError(f"recording cuda:{index}", "CUPTI reports no events", CUPTI_ADVICE)
+
+
+def in_use(device: torch.device) -> tuple[int, bool]:
+    """Bytes in use on a CUDA GPU, CUDA's own among them, and whether they are this process's alone.
+
+    By the driver's list of processes (NVML); where that doesn't tell (other PIDs in a container, Windows, no NVML), what the
+    whole card has in use. Makes the CUDA context, if there is none.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    own = _of_this_process(torch.cuda.current_device() if device.index is None else device.index)
+    return (total - free, False) if own is None else (own, True)
+
+
+def _of_this_process(index: int) -> int | None:
+    try:
+        import pynvml
+
+        listed = pynvml.nvmlDeviceGetComputeRunningProcesses(_nvml_handle(index))
+        return next((process.usedGpuMemory for process in listed if process.pid == os.getpid()), None)
+    except Exception:  # an NVML of another version than its Python half fails in ways of its own
+        return None
+
+
+@cache
+def _nvml_handle(index: int) -> Any:
+    import pynvml
+
+    pynvml.nvmlInit()
+    return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")

@@ -1,0 +1,215 @@
+"""Which line of Python ran when, on which thread: what a recorder needs to say which line caused a launch.
+
+A `LineLog` notes the time of every line of code outside of torch and the devices (the notion of `callers.caller`), and of
+every return to such a line. A launch belongs to the line that its thread ran last before it. That holds for operators
+(`x + y`, `x[3] = 7`, `if x:`) too, which a profiler of calls doesn't see. It knows nothing of GPUs.
+
+Python 3.12 and later: `sys.monitoring`, all threads, library code switched off after its first line. Python 3.11:
+`sys.settrace`, on the thread that starts the log and on threads started later.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from array import array
+from time import perf_counter_ns
+from types import CodeType, FrameType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.core.callers import library_prefixes, short_path
+
+_known_threads: dict[int, int] = {}  # native id -> CUPTI's id, of every thread that was ever seen recording
+_LIMIT = 1 << 23  # lines kept a thread (128 MiB): a runaway Python loop must not eat the host's memory
+_LINE_BITS = 24
+
+
+class _Thread:
+    """The log of one thread: times in ns (perf_counter) and what ran from then on, packed as code << 24 | line."""
+
+    __slots__ = ("cupti_id", "times", "what")
+
+    def __init__(self) -> None:
+        self.cupti_id = know_thread()
+        self.times, self.what = array("q"), array("q")
+
+
+def know_thread() -> int:
+    """The calling thread's number as CUPTI reports it: the low half of its pthread, signed.
+
+    PyTorch's profiler replaces it by the native id of the first thread that had that pthread, which may be long gone
+    (pthreads are used again). So all pairs ever seen are kept: they lead back from such a native id to the pthread.
+    """
+    low = threading.get_ident() & 0xFFFFFFFF
+    return _known_threads.setdefault(threading.get_native_id(), low - (1 << 32) if low >> 31 else low)
+
+
+class LineLog:
+    """Notes lines between `start` and `stop`; `where` looks them up afterwards. `problem` says why there are none."""
+
+    def __init__(self) -> None:
+        self.problem: str | None = None
+        self._threads: dict[int, _Thread] = {}
+        self._numbers: dict[int, int] = {}  # id of a code object that isn't library code -> its index in _codes
+        self._codes: list[CodeType] = []  # keeps them alive, so that ids stay unique
+        self._prefixes = library_prefixes()
+        self._home = threading.get_ident()
+        self._tool: int | None = None
+        self._traced: list[FrameType] = []
+
+    def start(self) -> None:
+        """Begin to note lines. Sets `problem` where another tracer is in the way; never raises."""
+        self._home = threading.get_ident()
+        frame = self._innermost(sys._getframe(1))
+        if frame is not None:
+            self._note(self._numbers[id(frame.f_code)], frame.f_lineno)
+        if sys.version_info >= (3, 12):
+            self._start_monitoring()
+        elif sys.gettrace() is not None:
+            self.problem = "a debugger or a coverage tool traces this thread"
+        else:
+            self._start_tracing()
+
+    def stop(self) -> None:
+        """End. What was noted stays readable."""
+        if self._tool is not None:
+            sys.monitoring.set_events(self._tool, 0)  # type: ignore[attr-defined]
+            sys.monitoring.free_tool_id(self._tool)  # type: ignore[attr-defined]
+            self._tool = None
+        if self._traced:
+            sys.settrace(None)
+            threading.settrace(None)
+            for frame in self._traced:
+                frame.f_trace = None
+            self._traced.clear()
+
+    def where(self, thread_ids: NDArray[np.int64], times_ns: NDArray[np.int64]) -> list[str | None]:
+        """ "file:line" that ran on each thread at each time (perf_counter), None where nothing is known.
+
+        Threads are named by their native id, or as CUPTI names them. A thread that ran no Python (autograd's workers)
+        takes the line of the thread that started the log, which waits for it.
+        """
+        home = self._threads.get(self._home)
+        by_id = {thread.cupti_id: thread for thread in self._threads.values()}
+        packed = np.full(len(times_ns), -1, np.int64)
+        for thread_id in np.unique(thread_ids).tolist():
+            thread = by_id.get(_known_threads.get(thread_id, thread_id), home)
+            if thread is None or not thread.times:
+                continue
+            rows = np.flatnonzero(thread_ids == thread_id)
+            began, what = np.array(thread.times), np.array(thread.what)
+            at = np.searchsorted(began, times_ns[rows], side="right") - 1
+            packed[rows] = np.where(at >= 0, what[at], -1)
+        kinds, inverse = np.unique(packed, return_inverse=True)
+        texts = [self._text(code) for code in kinds.tolist()]
+        return [texts[i] for i in inverse.tolist()]
+
+    def _text(self, packed: int) -> str | None:
+        if packed < 0:
+            return None
+        return f"{short_path(self._codes[packed >> _LINE_BITS].co_filename)}:{packed & (1 << _LINE_BITS) - 1}"
+
+    def _number(self, code: CodeType) -> int | None:
+        """The index of a code object, None for library code."""
+        number = self._numbers.get(id(code))
+        if number is None and not code.co_filename.startswith(self._prefixes):
+            number = self._numbers[id(code)] = len(self._codes)
+            self._codes.append(code)
+        return number
+
+    def _innermost(self, frame: FrameType | None) -> FrameType | None:
+        """The innermost frame at or outside of `frame` that isn't library code."""
+        while frame is not None and self._number(frame.f_code) is None:
+            frame = frame.f_back
+        return frame
+
+    def _note(self, number: int, line: int) -> None:
+        thread = self._threads.get(threading.get_ident())
+        if thread is None:
+            thread = self._threads[threading.get_ident()] = _Thread()
+        if len(thread.times) < _LIMIT:
+            thread.times.append(perf_counter_ns())
+            thread.what.append(number << _LINE_BITS | line)
+        else:
+            self.problem = f"only the first {_LIMIT} lines were kept"
+
+    def _note_return(self, frame: FrameType | None) -> None:
+        """A frame returned (or yielded): the line that goes on is its caller's."""
+        frame = self._innermost(frame)
+        if frame is not None:
+            self._note(self._numbers[id(frame.f_code)], frame.f_lineno or 0)
+
+    def _start_monitoring(self) -> None:
+        monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
+        free = [tool for tool in (4, 3, 2, 1) if monitoring.get_tool(tool) is None]
+        if not free:
+            self.problem = "all of Python's monitoring tool ids are taken"
+            return
+        self._tool = tool = free[0]
+        monitoring.use_tool_id(tool, "toolkit")
+        off, number, note, note_return = monitoring.DISABLE, self._number, self._note, self._note_return
+
+        numbers, threads, ident = self._numbers, self._threads, threading.get_ident
+
+        def line(code: CodeType, line_number: int) -> Any:  # the hot one: nothing is called that can be inlined
+            known, thread = numbers.get(id(code)), threads.get(ident())
+            if known is not None and thread is not None and len(thread.times) < _LIMIT:
+                thread.times.append(perf_counter_ns())
+                thread.what.append(known << _LINE_BITS | line_number)
+                return None
+            known = number(code)
+            if known is None:
+                return off
+            note(known, line_number)
+            return None
+
+        def left(code: CodeType, *_: Any) -> Any:
+            if number(code) is None:
+                return off
+            note_return(sys._getframe(1).f_back)
+            return None
+
+        def unwound(code: CodeType, *_: Any) -> None:  # this event can't be switched off a place
+            if number(code) is not None:
+                note_return(sys._getframe(1).f_back)
+
+        def resumed(code: CodeType, *_: Any) -> Any:
+            if number(code) is None:
+                return off
+            note_return(sys._getframe(1))
+            return None
+
+        events = monitoring.events
+        callbacks = {
+            events.LINE: line, events.PY_RETURN: left, events.PY_YIELD: left, events.PY_UNWIND: unwound,
+            events.PY_RESUME: resumed,
+        }  # fmt: skip
+        for event, callback in callbacks.items():
+            monitoring.register_callback(tool, event, callback)
+        monitoring.set_events(tool, sum(callbacks))
+
+    def _start_tracing(self) -> None:
+        def entered(frame: FrameType, event: str, _: Any) -> Any:
+            if self._number(frame.f_code) is None:
+                return None
+            inside(frame, event, None)
+            return inside
+
+        def inside(frame: FrameType, event: str, _: Any) -> Any:
+            if event == "return":
+                self._note_return(frame.f_back)
+            elif event != "exception":
+                self._note_return(frame)
+            return inside
+
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if self._number(frame.f_code) is not None:
+                frame.f_trace = inside
+                self._traced.append(frame)
+            frame = frame.f_back
+        threading.settrace(entered)
+        sys.settrace(entered)

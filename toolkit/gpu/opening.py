@@ -1,0 +1,47 @@
+"""Open devices by name (`tk.device`) and record what they do (`tk.record`)."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+
+from toolkit.core.errors import unknown_name
+from toolkit.gpu.catalogue import CATALOGUE
+from toolkit.gpu.cuda.device import open_cpu, open_cuda
+from toolkit.gpu.device import Device
+from toolkit.gpu.virtual.device import current_virtual, open_virtual
+from toolkit.trace.events import Trace
+
+
+def record(device: Device | str, *, lines: bool = True) -> AbstractContextManager[Trace]:
+    """`with tk.record(device) as trace:` records every copy, kernel, wait and allocation of any PyTorch code.
+
+    `device` is what `tk.device` takes or returns. The trace is filled when the block ends. See `Device.record`.
+    """
+    return open_device(device).record(lines=lines)
+
+
+def open_device(device: Device | str | torch.device = "auto") -> Device:
+    """The device called `device`: "cuda", "cuda:1", "cpu", "virtual:rtx-5090", "virtual:8GiB", or "auto".
+
+    "auto" is the first CUDA GPU where there is one, else "virtual:h200". A Device is returned as it is. Raises
+    DeviceError where there is no such device, UnknownNameError (naming the nearest) for an unknown name.
+    """
+    if isinstance(device, Device):
+        return device
+    name = str(device)
+    if name == "auto":
+        name = "cuda:0" if _cuda_count() else "virtual:h200"
+    kind, _, rest = name.partition(":")
+    if kind == "virtual":
+        return open_virtual(rest)
+    if kind == "vgpu":
+        return current_virtual()
+    if kind in ("cuda", "cpu"):
+        return open_cpu() if kind == "cpu" else open_cuda(int(rest) if rest.isdigit() else 0)
+    raise unknown_name("device", name, ["auto", "cpu", "cuda", *(f"virtual:{card}" for card in CATALOGUE)])
+
+
+def _cuda_count() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0

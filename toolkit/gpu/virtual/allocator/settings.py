@@ -1,0 +1,154 @@
+"""What PYTORCH_CUDA_ALLOC_CONF sets: how CUDA's caching allocator rounds, cuts, keeps and grows what it takes.
+
+The names are PyTorch's, so that a text that works there works here; what is left out keeps its default. The rules are
+those of c10/core/AllocatorConfig.cpp and c10/cuda/CUDACachingAllocator.cpp. It knows no blocks, only numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from toolkit.core.errors import DeviceError, unknown_name
+from toolkit.core.units import MiB
+
+ROUND_BYTES = 512
+LEAST_SPLIT_MB = 20  # max_split_size_mb has to be more: a segment of 20 MiB is always cut
+ABOVE = 0  # in roundup_power2_divisions: sizes above the largest one that is named (">" in the text)
+_INTERVALS = 16  # sizes of 1 MiB to 64 GiB, a power of two each
+_ASKED = "settings of the allocator"
+# Known to PyTorch, and without an effect on where the device's memory goes.
+_NO_EFFECT = {
+    "pinned_use_cuda_host_register", "pinned_num_register_threads", "pinned_use_background_threads",
+    "pinned_reserve_segment_size_mb", "release_lock_on_cudamalloc", "release_lock_on_hipmalloc",
+    "pinned_use_hip_host_register", "graph_capture_record_stream_reuse",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the allocator behaves: the defaults, or what PYTORCH_CUDA_ALLOC_CONF names. Raises DeviceError if impossible.
+
+    `expandable_segments`: one range of addresses a stream and size class, which grows and shrinks in place.
+    `max_split_size_mb`: blocks of this size on are never cut for less. `roundup_power2_divisions`: sizes are rounded up to
+    one of so many steps between powers of two; one number, or (MiB, steps) pairs by size with `ABOVE` for what is larger.
+    `garbage_collection_threshold`: above this share of the limit that `set_per_process_memory_fraction` sets, cached
+    blocks that have lain idle longest are given back before more is taken.
+    """
+
+    expandable_segments: bool = False
+    max_split_size_mb: int | None = None
+    roundup_power2_divisions: int | tuple[tuple[int, int], ...] = 0
+    garbage_collection_threshold: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.max_split_size_mb is not None and self.max_split_size_mb <= LEAST_SPLIT_MB:
+            raise DeviceError(f"max_split_size_mb:{self.max_split_size_mb}", "too small", f"Use more than {LEAST_SPLIT_MB}")
+        if not 0 <= self.garbage_collection_threshold < 1:
+            asked = f"garbage_collection_threshold:{self.garbage_collection_threshold}"
+            raise DeviceError(asked, "not a share of the limit", "Use more than 0 and less than 1")
+        for megabytes, steps in self._pairs():
+            if steps < 0 or steps & (steps - 1) or megabytes & (megabytes - 1):
+                asked = f"roundup_power2_divisions of {steps} steps" + (f" for {megabytes} MiB" if megabytes else "")
+                raise DeviceError(asked, "not a power of two", "Use 1, 2, 4, 8, ...")
+
+    @classmethod
+    def parse(cls, text: str) -> Settings:
+        """Settings from a text as PYTORCH_CUDA_ALLOC_CONF has it: "expandable_segments:True,max_split_size_mb:128"."""
+        found: dict[str, object] = {}
+        for part in re.split(r",(?![^\[]*\])", text):
+            name, _, value = part.strip().partition(":")
+            if not name or name in _NO_EFFECT:
+                continue
+            if name == "backend":
+                if value.strip() != "native":
+                    raise DeviceError(f"{_ASKED}: backend:{value}", "only the native one is modelled", "Leave it out")
+            elif name in _PARSERS:
+                found[name] = _PARSERS[name](name, value.strip())
+            else:
+                raise unknown_name("allocator setting", name, [*_PARSERS, "backend"])
+        return cls(**found)  # type: ignore[arg-type]  # each parser returns its field's type
+
+    def __str__(self) -> str:
+        """As PYTORCH_CUDA_ALLOC_CONF has it; "default" where nothing is set."""
+        parts = ["expandable_segments:True"] if self.expandable_segments else []
+        if self.max_split_size_mb is not None:
+            parts.append(f"max_split_size_mb:{self.max_split_size_mb}")
+        steps = self.roundup_power2_divisions
+        if isinstance(steps, tuple):
+            named = ",".join(f"{'>' if size == ABOVE else size}:{n}" for size, n in steps)
+            parts.append(f"roundup_power2_divisions:[{named}]")
+        elif steps:
+            parts.append(f"roundup_power2_divisions:{steps}")
+        if self.garbage_collection_threshold:
+            parts.append(f"garbage_collection_threshold:{self.garbage_collection_threshold}")
+        return ",".join(parts) or "default"
+
+    @property
+    def max_split_bytes(self) -> int | None:
+        """From which size on a block is not cut for less; None for no such size."""
+        return None if self.max_split_size_mb is None else self.max_split_size_mb * MiB
+
+    def steps(self) -> tuple[int, ...] | None:
+        """Into how many steps each power of two is divided, from 1 MiB on; None where sizes are only rounded to 512."""
+        given = self.roundup_power2_divisions
+        table = [given if isinstance(given, int) else 0] * _INTERVALS
+        last = -1
+        for megabytes, steps in () if isinstance(given, int) else given:
+            if megabytes == ABOVE:
+                table[last + 1 :] = [steps] * (_INTERVALS - last - 1)
+                continue
+            at = min(megabytes.bit_length() - 1, _INTERVALS - 1)
+            if last < 0:
+                table[:at] = [steps] * at
+            table[at], last = steps, at
+        return tuple(table) if max(table) > 1 else None
+
+    def _pairs(self) -> tuple[tuple[int, int], ...]:
+        steps = self.roundup_power2_divisions
+        return ((ABOVE, steps),) if isinstance(steps, int) else steps
+
+
+def rounded(n_bytes: int, steps: tuple[int, ...] | None = None) -> int:
+    """`n_bytes` as the allocator rounds them: to the next multiple of 512, or step between two powers of two."""
+    if steps is not None and n_bytes:
+        top = n_bytes.bit_length() - 1
+        divisions = steps[min(max(top - 20, 0), _INTERVALS - 1)]
+        if divisions > 1 and n_bytes > ROUND_BYTES * divisions:
+            step = 1 << top >> divisions.bit_length() - 1
+            return -(-n_bytes // step) * step
+    return -(-n_bytes // ROUND_BYTES) * ROUND_BYTES
+
+
+def _flag(name: str, value: str) -> bool:
+    if value not in ("True", "False"):
+        raise DeviceError(f"{_ASKED}: {name}:{value}", "neither True nor False", f"Use {name}:True")
+    return value == "True"
+
+
+def _number(name: str, value: str) -> int:
+    if not value.isdigit():
+        raise DeviceError(f"{_ASKED}: {name}:{value}", "not a whole number", f"Use {name}:128")
+    return int(value)
+
+
+def _share(name: str, value: str) -> float:
+    try:
+        return float(value)
+    except ValueError as error:
+        raise DeviceError(f"{_ASKED}: {name}:{value}", "not a number", f"Use {name}:0.8") from error
+
+
+def _divisions(name: str, value: str) -> int | tuple[tuple[int, int], ...]:
+    if not value.startswith("["):
+        return _number(name, value)
+    pairs = [part.strip().split(":") for part in value.strip("[]").split(",")]
+    if any(len(pair) != 2 for pair in pairs):
+        raise DeviceError(f"{_ASKED}: {name}:{value}", "not a list of size:steps", f"Use {name}:[256:1,512:2,>:4]")
+    return tuple((ABOVE if size.strip() == ">" else _number(name, size.strip()), _number(name, n.strip())) for size, n in pairs)
+
+
+_PARSERS = {
+    "expandable_segments": _flag, "max_split_size_mb": _number, "roundup_power2_divisions": _divisions,
+    "garbage_collection_threshold": _share,
+}  # fmt: skip

@@ -1,0 +1,88 @@
+"""Scaled dot product attention: which implementation CUDA takes, and what that one does.
+
+Known from the golden programs sdpa_*, generate_* and from ATen/native/transformers (attention.cpp, cuda/sdp_utils.cpp).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from toolkit.gpu.virtual.effects.effect import Effect, d2d, kernel, memset, nbytes
+from toolkit.gpu.virtual.effects.operations import operand, rule
+
+MATH, OVERRIDEABLE = 0, 4  # torch.nn.attention.SDPBackend
+MASK_ALIGNMENT = 8  # the memory-efficient kernel wants rows of the mask at multiples of so many elements
+
+
+def sdp_choice(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, *, enable_gqa: bool = False,
+) -> int:  # fmt: skip
+    """MATH where CUDA takes the unfused path (several operations), OVERRIDEABLE where one fused kernel runs.
+
+    sdpa_gqa: grouped queries in fp32 have no fused kernel; half precision ones do. fp64 has none.
+    """
+    if query.dim() != 4 or query.dtype == torch.float64 or 0 in query.shape or 0 in key.shape:
+        return MATH
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    grouped = enable_gqa and query.shape[1] != key.shape[1]
+    if not half and grouped:
+        return MATH
+    if any(t.stride(-1) != 1 for t in (query, key, value)):
+        return MATH
+    if half and grouped and (query.shape[-1] > 256 or (mask is not None and query.shape[-1] > 128)):
+        return MATH
+    return OVERRIDEABLE
+
+
+@rule(
+    "_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_attention_math",
+)  # fmt: skip
+def _attention(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
+    """One kernel; fp32: the mask is padded first (generate_gpt2_*); bf16: a counter is cleared (sdpa_bf16_*)."""
+    query, key, value = args[:3]
+    mask = operand(args, kwargs, 3, "attn_bias")
+    half = query.element_size() == 2
+    effects: list[Effect] = []
+    if isinstance(mask, torch.Tensor) and not half:
+        effects += _padding(mask)
+    if half and query.shape[-2] > 1 and query.shape[-1] <= 256:
+        effects.append(memset(4))
+    flops = 4.0 * query.numel() * key.shape[-2]
+    moved = 2 * nbytes(query) + nbytes(key) + nbytes(value)
+    peak = "bf16_flops" if half else "fp32_flops"
+    attend = Effect("kernel", 0, "scaled_dot_product_attention", flops=flops, moved_bytes=moved, peak=peak, floor=4.5,
+                    cost="attention_host_ns")  # fmt: skip
+    return [*effects, attend]
+
+
+def _padding(mask: torch.Tensor) -> list[Effect]:
+    """The mask copied into rows of an aligned length, unless it lies so already (preprocess_mask in attention.cpp)."""
+    padded = padding_bytes(mask)
+    if not padded:
+        return []
+    rows = mask.numel() // mask.shape[-1]
+    move = d2d(nbytes(mask)) if rows == 1 else kernel("copy_", 2 * nbytes(mask))
+    return [kernel("fill_", padded), move]
+
+
+def padding_bytes(mask: torch.Tensor) -> int:
+    """Bytes of that copy; 0 where none is made."""
+    strides = mask.stride()
+    if strides[-1] == 1 and all(s % MASK_ALIGNMENT == 0 for s in strides[:-1]):
+        return 0
+    return mask.numel() // mask.shape[-1] * (mask.shape[-1] // MASK_ALIGNMENT + 1) * MASK_ALIGNMENT * mask.element_size()
+
+
+@rule("_scaled_dot_product_fused_attention_overrideable_backward", "_scaled_dot_product_efficient_attention_backward")
+def _attention_backward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
+    """backward_sdpa: one product by hand, then one kernel."""
+    gradient = args[0]
+    return [
+        kernel("mul", 3 * nbytes(gradient)),
+        kernel("sum", nbytes(gradient), 2),
+        kernel("attention_backward", 8 * nbytes(gradient), 8),
+    ]

@@ -1,0 +1,92 @@
+"""What a copy between two tensors does: memcpy or kernel, in which direction, through which temporaries, with a wait?
+
+Follows what PyTorch's CUDA `copy_` tests (ATen/native/cuda/Copy.cu): a memcpy wherever both sides have one dtype and,
+once their dimensions are reordered and merged, are one run of memory; a kernel else. Between host and device, what is not
+a memcpy goes through temporaries: cast on the host when the copy blocks, on the device when it does not. Known from
+the golden programs copy_*, to_*, set_*, clone_* as well. Knows tensors' shapes and strides, never their values.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from toolkit.gpu.virtual.effects.effect import WAIT, Effect, d2d, d2h, h2d, kernel, nbytes
+
+
+def one_run(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Would TensorIterator see both, reordered and merged, as one contiguous dimension? (`iter.is_contiguous()`)
+
+    `source` is broadcast to `target`'s shape.
+    """
+    shape = target.shape
+    if shape == source.shape and target.is_contiguous() and source.is_contiguous():
+        return True
+    if target.numel() == 1:
+        return True
+    lead = len(shape) - source.dim()
+    theirs, their_shape = source.stride(), source.shape
+    dims = []
+    for i, (size, stride) in enumerate(zip(shape, target.stride(), strict=True)):
+        if size != 1:
+            broadcast = i < lead or their_shape[i - lead] == 1
+            dims.append((stride, 0 if broadcast else theirs[i - lead], size))
+    expected = 1
+    for mine, their, size in sorted(dims):
+        if mine != expected or their != expected:
+            return False
+        expected *= size
+    return True
+
+
+def same_bits(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Same dtype, and neither is a lazily negated or conjugated view where the other isn't."""
+    if target.dtype != source.dtype:
+        return False
+    a, b = getattr(target, "_host", target), getattr(source, "_host", source)  # a device tensor's bits are its host tensor's
+    return a.is_neg() == b.is_neg() and a.is_conj() == b.is_conj()
+
+
+def on_device(target: torch.Tensor, source: torch.Tensor, name: str = "copy_") -> list[Effect]:
+    """A copy between tensors of the device: a D2D memcpy, or a kernel."""
+    size = nbytes(target)
+    if size == 0 or target is source:
+        return []
+    if same_bits(target, source) and one_run(target, source):
+        where = target.data_ptr()  # 0 where there is no memory behind it
+        return [] if where and where == source.data_ptr() else [d2d(size)]
+    return [kernel(name, size + nbytes(source))]
+
+
+def copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> list[Effect]:
+    """`target.copy_(source)`, at least one of them on the device."""
+    if target.numel() == 0:
+        return []
+    to_host, from_host = target.is_cpu, source.is_cpu
+    if not to_host and not from_host:
+        return on_device(target, source)
+    one_dtype = target.dtype == source.dtype
+    if one_dtype and one_run(target, source):
+        return _cross(target, source, nbytes(target), to_host, non_blocking)
+    casts_here = from_host != non_blocking  # the source's side does the cast: the host when blocking, else the device
+    crossing = target.numel() * (target if casts_here else source).element_size()
+    cast_first = casts_here and not one_dtype
+    in_order = source.is_contiguous() and source.shape == target.shape
+    effects = []
+    if not from_host:  # the device casts and makes contiguous before it sends
+        effects += [kernel("copy_", nbytes(source) + crossing)] * (cast_first + (not in_order))
+    direct = target.is_contiguous() and (one_dtype or casts_here)
+    whole = in_order and not cast_first
+    effects += _cross(target if direct else None, source if whole else None, crossing, to_host, non_blocking)
+    if not direct and not to_host:  # the device unpacks and casts what it received
+        effects.append(kernel("copy_", crossing + nbytes(target)))
+    return effects
+
+
+def _cross(
+    target: torch.Tensor | None, source: torch.Tensor | None, size: int, to_host: bool, non_blocking: bool
+) -> list[Effect]:
+    """The memcpy over the bus, and its wait; None stands for a temporary, which is pageable."""
+    host = target if to_host else source
+    pinned = host is not None and host.is_pinned()
+    effects = [d2h(size, pinned) if to_host else h2d(size, pinned)]
+    return effects if non_blocking else [*effects, WAIT]

@@ -1,0 +1,315 @@
+"""What operations do that is more, or less, than one kernel: inner copies, values read back, waits, several kernels.
+
+Each rule is a function of an operation's operands and results (device tensors: shapes, strides, dtypes) that returns its
+effects in order, and says where it is known from: a golden program of `tests/golden` (measured on an H200 with
+torch 2.11) or a file of PyTorch's sources under ATen/native. Values are looked at only where a size can't tell.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from toolkit.gpu.virtual.effects.copies import copy, on_device
+from toolkit.gpu.virtual.effects.effect import WAIT, Effect, d2d, d2h, h2d, kernel, memset, nbytes, read_back
+
+Rule = Callable[[tuple[Any, ...], dict[str, Any], Any], list[Effect]]
+RULES: dict[str, Rule] = {}  # by the operation's name without "aten::" and overload
+
+# Operations of several kernels, and no copies (kernel counts: H200, small shapes).
+KERNELS = {
+    "dot": 2, "vdot": 2, "native_group_norm": 2, "count_nonzero": 3, "eye": 2, "masked_scatter_": 4, "randperm": 5,
+    "linalg_lu_factor_ex": 6, "logsumexp": 9, "linalg_inv_ex": 13, "_linalg_solve_ex": 12,
+    "linalg_cholesky_ex": 4,
+}  # fmt: skip
+
+SMALL_SORT = 4096  # up to here sort works in place, in one kernel (Sort.cpp, should_use_small_sort)
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Register a rule for operations by name."""
+
+    def register(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+def operand(args: tuple[Any, ...], kwargs: dict[str, Any], i: int, name: str, default: Any = None) -> Any:
+    """An operand that may be given by place or by name."""
+    return args[i] if len(args) > i else kwargs.get(name, default)
+
+
+@rule("copy_")
+def _copy(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
+    return copy(args[0], args[1], bool(operand(args, kwargs, 2, "non_blocking", False)))
+
+
+@rule("_local_scalar_dense")
+def _item(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
+    """item_*: one element into pinned memory, one wait."""
+    return [d2h(args[0].element_size(), True)._replace(cost="item_host_ns"), WAIT]
+
+
+@rule("fill_")
+def _fill(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
+    """fill_gpu0, fill_cpu0: a device tensor's value is copied, a number or a host tensor's is a kernel's argument."""
+    target, value = args[0], args[1]
+    if isinstance(value, torch.Tensor) and not value.is_cpu:
+        return copy(target, value)
+    return [kernel("fill_", nbytes(target))] if target.numel() else []
+
+
+@rule("pow", "pow_")
+def _pow(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
+    """backward_slice_cat: to the power of one is a copy, of zero a fill (Pow.cpp)."""
+    base, exponent = args[0], args[1]
+    if isinstance(exponent, int | float) and exponent == 1 and isinstance(base, torch.Tensor):
+        return on_device(out, base)
+    return [kernel("pow", 2 * nbytes(out))] if out.numel() else []
+
+
+@rule("native_dropout")
+def _dropout(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
+    """dropout: one kernel; not training, a copy and a mask of ones (Dropout.cu)."""
+    if len(args) > 2 and args[2] is False:
+        return [*on_device(out[0], args[0]), kernel("fill_", nbytes(out[1]))]
+    return [kernel("native_dropout", 2 * nbytes(args[0]))] if args[0].numel() else []
+
+
+@rule("masked_fill_")
+def _masked_fill(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
+    """masked_fill_gpu0: a value on the device is read back first."""
+    target, mask, value = args[0], args[1], operand(args, kwargs, 2, "value")
+    effects = read_back(value.element_size()) if isinstance(value, torch.Tensor) and not value.is_cpu else []
+    return [*effects, kernel("masked_fill_", 2 * nbytes(target) + nbytes(mask))] if target.numel() else effects
+
+
+@rule("where")
+def _where(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
+    """where_cpu_scalar_tensor: 0-dim host operands are uploaded; others of another dtype are cast."""
+    effects = []
+    result = out if isinstance(out, torch.Tensor) else kwargs["out"]
+    for i, source in enumerate(args[:3]):
+        if source.is_cpu:
+            effects += [h2d((source if i == 0 else result).element_size(), False), WAIT]
+        elif i and source.dtype != result.dtype:
+            effects.append(kernel("copy_", nbytes(source) + source.numel() * result.element_size()))
+    return [*effects, kernel("where", 2 * nbytes(result) + nbytes(args[0]))] if result.numel() else effects
+
+
+@rule("any", "all")
+def _any(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
+    """stop_on_eos, eos_check: of one element it is a copy (ReduceOps.cpp), else one kernel."""
+    source = args[0]
+    name = "any"
+    if source.numel() != 1:
+        return [kernel(name, nbytes(source), 2)]
+    return _truth(source)
+
+
+def _truth(source: torch.Tensor) -> list[Effect]:
+    cast = [] if source.dtype == torch.bool else [kernel("copy_", nbytes(source) + 1)]
+    return [*cast, d2d(1)]
+
+
+def any_of(n: int) -> list[Effect]:
+    """`any` or `all` of `n` booleans, inside another operation."""
+    return [kernel("any", n, 2)] if n != 1 else [d2d(1)]
+
+
+@rule("cat", "_chunk_cat")
+def _cat(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
+    """cat_*: one kernel for each 128 tensors (64 if strided); one tensor, several dtypes or over 4 dims: copies (Shape.cu)."""
+    tensors = list(args[0])
+    result = out if isinstance(out, torch.Tensor) else kwargs["out"]
+    if result.numel() == 0:
+        return []
+    contiguous = all(t.is_contiguous() for t in tensors)
+    if len(tensors) > 1 and result.dim() <= 4 and len({t.dtype for t in (*tensors, result)}) == 1:
+        batch = 128 if contiguous else 64
+        share = 2 * nbytes(result) * batch // max(len(tensors), batch)
+        return [kernel("cat", share)] * math.ceil(len(tensors) / batch)
+    dim = operand(args, kwargs, 1, "dim", 0)
+    effects, offset = [], 0
+    for tensor in tensors:
+        if tensor.dim() == 1 and tensor.numel() == 0:
+            continue
+        effects += on_device(result.narrow(dim, offset, tensor.shape[dim]), tensor, "cat")
+        offset += tensor.shape[dim]
+    return effects
+
+
+def sorting(self: torch.Tensor, values: torch.Tensor, dim: int) -> list[Effect]:
+    """sort_*: values := self; up to 4096 again, with indices from arange, then in place; longer ones segmented radix."""
+    effects = on_device(values, self)
+    if self.dim() == 0 or self.numel() == 0:
+        return effects
+    length = self.shape[dim]
+    rows = self.numel() // length
+    if length <= SMALL_SORT:
+        index_bytes = 8 * self.numel()
+        indices = [d2d(index_bytes)] if rows == 1 else [kernel("copy_", index_bytes)]
+        effects += [kernel("arange", 8 * length), *indices, *on_device(values, self)]
+        return [*effects, kernel("sort", 2 * nbytes(self) + 2 * index_bytes, 3)] if length > 1 else effects
+    if self.stride(dim) != 1:
+        effects.append(kernel("copy_", 2 * nbytes(self)))
+        after = [kernel("copy_", 2 * nbytes(self)), kernel("copy_", 16 * self.numel())]
+    else:
+        after = []
+    passes = max(self.element_size(), 1)
+    moved = 2 * (nbytes(self) + 8 * self.numel())
+    radix = [kernel("sort", 8 * self.numel()), memset(16), memset(8192), kernel("sort", nbytes(self)), kernel("sort", 2048)]
+    for _ in range(passes):
+        radix += [memset(1024 * math.ceil(self.numel() / 5376)), kernel("sort", moved)]
+    return effects + radix + after
+
+
+@rule("sort", "argsort")
+def _sort(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
+    values = out[0] if isinstance(out, tuple | list) else kwargs["values"]
+    dim = kwargs.get("dim", next((a for a in args[1:] if isinstance(a, int) and not isinstance(a, bool)), -1))
+    return sorting(args[0], values, dim)
+
+
+@rule("median", "nanmedian")
+def _median(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
+    """median: of everything, a sort; median_dim: one kernel."""
+    if isinstance(out, tuple | list):
+        return [kernel("median", nbytes(args[0]), 3)]
+    flat, values = (torch.empty(args[0].numel(), dtype=args[0].dtype, device="meta") for _ in range(2))
+    return [*sorting(flat, values, 0), kernel("ne"), kernel("where")]
+
+
+def many_blocks(rows: int, length: int) -> bool:
+    """Does topk let several blocks work on a row? Where rows are few and long (TensorTopK.cu)."""
+    for most_rows, least in ((20, 20000), (40, 10000), (80, 8000), (200, 5000), (800, 3000)):
+        if rows <= most_rows:
+            return length >= least
+    return length >= 4000
+
+
+def top(rows: int, length: int, itemsize: int, k: int, sort: bool) -> list[Effect]:
+    """topk_*: one block a row, or radix passes over many blocks where rows are few and long (TensorTopK.cu)."""
+    effects = []
+    if many_blocks(rows, length):
+        effects = [kernel("topk"), memset(1024), memset(128)]
+        effects += [kernel("topk", rows * length * itemsize) for _ in range(3 * itemsize)]
+        effects += [kernel("topk", rows * length * itemsize, 2) for _ in range(6)]
+    else:
+        effects = [kernel("topk", 2 * rows * length * itemsize, 5)]
+    if sort and rows * k > 1:
+        effects.append(kernel("topk", 2 * rows * k * (itemsize + 8), 3))
+    return effects
+
+
+@rule("topk")
+def _topk(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
+    self, k = args[0], args[1]
+    if self.numel() == 0 or k == 0:
+        return []
+    if self.dim() == 0:
+        return [*on_device(out[0], self), kernel("fill_", 8)]
+    length = self.shape[operand(args, kwargs, 2, "dim", -1)]
+    return top(self.numel() // length, length, self.element_size(), k, operand(args, kwargs, 4, "sorted", True))
+
+
+@rule("multinomial")
+def _multinomial(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
+    """multinomial_*: probabilities are checked on the device (asserts, no wait), then argmax(p / exponential)."""
+    p, n = args[0], args[1]
+    size, rows = nbytes(p), p.shape[0] if p.dim() == 2 else 1
+    if operand(args, kwargs, 2, "replacement", False) and n > 1:
+        return [
+            d2d(size),
+            kernel("multinomial", size),
+            kernel("multinomial", size),
+            d2d(size),
+            *[kernel("multinomial", size)] * 2,
+        ]
+    checks = [kernel(name, size, floor) for name, floor in (("min", 2), ("ge", 1), ("max", 2), ("lt", 1), ("bitwise_and", 1))]
+    checks += [kernel("_assert_async"), kernel("sum", size, 2), kernel("eq")]
+    checks += any_of(rows) if p.dim() == 2 else []
+    checks += [kernel("bitwise_not"), kernel("_assert_async"), kernel("exponential_", size), kernel("div", 3 * size)]
+    if n == 1:
+        return [*checks, kernel("argmax", size, 2)]
+    return checks + top(rows, p.shape[-1], p.element_size(), n, True)
+
+
+@rule("normal")
+def _normal(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
+    """normal_tensors: a tensor of deviations is checked twice, each read back."""
+    std = next((a for a in args[1:2] if isinstance(a, torch.Tensor)), None)
+    if std is None:
+        return [kernel("normal", nbytes(out))] if isinstance(out, torch.Tensor) else []
+    check = [kernel("min", nbytes(std), 2), kernel("ge"), *read_back(1)]
+    return [*check, *check, kernel("normal"), kernel("mul_", nbytes(std)), kernel("add_", nbytes(std))]
+
+
+@rule("equal")
+def _equal(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
+    """equal*: the same memory or another shape needs no look; else eq, all, and one byte read back."""
+    a, b = args[0], args[1]
+    same = a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.dtype == b.dtype
+    if a.shape != b.shape or same or a.numel() == 0:
+        return []
+    return [kernel("eq", 2 * nbytes(a)), *any_of(a.numel()), *read_back(1)]
+
+
+@rule("repeat_interleave")
+def _repeat_interleave(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
+    """repeat_interleave_*: without output_size the sum, then "none is negative", are read back."""
+    repeats = args[0]
+    if repeats.numel() == 0:
+        return []
+    effects = scan(repeats)
+    if kwargs.get("output_size") is None:
+        effects += [*read_back(8), kernel("ge", nbytes(repeats)), *any_of(repeats.numel()), *read_back(1)]
+    return [*effects, kernel("repeat_interleave", nbytes(out))]
+
+
+def scan(source: torch.Tensor, rows: int = 1) -> list[Effect]:
+    """cumsum_*: a whole tensor takes two kernels, rows of one take one (ScanKernels.cpp)."""
+    return (
+        [kernel("cumsum"), kernel("cumsum", 2 * nbytes(source), 2)] if rows == 1 else [kernel("cumsum", 2 * nbytes(source), 2)]
+    )
+
+
+@rule("cumsum", "cumsum_", "cumprod", "cumprod_")
+def _cumsum(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
+    source = args[0]
+    if source.numel() == 0 or source.dim() == 0:
+        return on_device(out, source)
+    dtype = operand(args, kwargs, 2, "dtype") or (source.dtype if source.is_floating_point() else torch.int64)
+    cast = [kernel("copy_", 9 * source.numel())] if dtype != source.dtype else []
+    return cast + scan(source, source.numel() // source.shape[args[1]])
+
+
+@rule("addmm", "baddbmm", "addmv")
+def _addmm(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
+    """addmm, linear_bias: a one-dimensional bias is the product's epilogue, anything else is copied into the result first."""
+    bias, a, b = args[0], args[1], args[2]
+    product = gemm("addmm", a, b, out)
+    row = bias.dim() == 1 and bias.is_contiguous() and a.dim() == 2 == b.dim() and bias.shape[0] == b.shape[-1]
+    if (row and min(b.shape) > 1) or kwargs.get("beta", 1) == 0 or out.numel() == 0:
+        return product
+    return [*on_device(out, bias), *product]
+
+
+@rule("mm", "bmm", "mv", "addmv_", "_int_mm", "_scaled_mm")
+def _mm(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
+    pair = args[1:3] if len(args) > 2 and isinstance(args[2], torch.Tensor) and args[0].dim() == 1 else args[:2]
+    return gemm("mm", pair[0], pair[1], out if isinstance(out, torch.Tensor) else kwargs["out"])
+
+
+def gemm(name: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> list[Effect]:
+    """One matrix product, on tensor cores where the dtype has them (fp32 doesn't by default)."""
+    if out.numel() == 0 or a.numel() == 0:
+        return [kernel("fill_", nbytes(out))] if out.numel() else []
+    peak = "bf16_flops" if a.element_size() <= 2 else "fp32_flops"
+    moved, flops = nbytes(a) + nbytes(b) + nbytes(out), 2.0 * out.numel() * a.shape[-1]
+    return [Effect("kernel", 0, name, flops=flops, moved_bytes=moved, peak=peak, floor=2.1, cost="library_host_ns")]

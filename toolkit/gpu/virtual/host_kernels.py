@@ -1,0 +1,125 @@
+# mypy: allow-untyped-calls, no-warn-return-any, no-warn-unused-ignores
+# (PyTorch's extension points carry no types.)
+"""How the host computes an operation: with its own kernel, or with a stand-in where the CPU has none.
+
+A CPU lacks kernels that a GPU has: fused ones (attention, recurrent cells), and some types (a histogram of integers).
+`HOSTS` holds stand-ins by operation; for a type that is missing, the operation runs in a wider one. Knows host tensors only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from toolkit.gpu.virtual import sizes_only as sizes
+from toolkit.gpu.virtual.operands import mapped
+
+Tensor = torch.Tensor
+
+
+def _lstm_cell(
+    x: Tensor, h: Tensor, cell: Tensor, x_bias: Tensor | None = None, h_bias: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gates [B, 4H] of input and state, cell [B, H] -> state, cell, and the activated gates for the gradient."""
+    i, f, g, o = _sum(x, h, x_bias, h_bias).chunk(4, 1)
+    i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+    new = f * cell + i * g
+    return o * new.tanh(), new, torch.cat([i, f, g, o], 1)
+
+
+def _lstm_cell_backward(
+    grad_h: Tensor | None, grad_c: Tensor | None, cell: Tensor, new: Tensor, gates: Tensor, has_bias: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    i, f, g, o = gates.chunk(4, 1)
+    squashed = new.tanh()
+    grad_h = torch.zeros_like(new) if grad_h is None else grad_h
+    grad = grad_h * o * (1 - squashed**2) + (0 if grad_c is None else grad_c)
+    parts = (grad * g * i * (1 - i), grad * cell * f * (1 - f), grad * i * (1 - g**2), grad_h * squashed * o * (1 - o))
+    grads = torch.cat(parts, 1)
+    return grads, grad * f, grads.sum(0) if has_bias else None
+
+
+def _gru_cell(
+    x: Tensor, h: Tensor, state: Tensor, x_bias: Tensor | None = None, h_bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Gates [B, 3H] of input and state, state [B, H] -> state, and what the gradient needs [B, 5H]."""
+    (xr, xz, xn), (hr, hz, hn) = _sum(x, x_bias).chunk(3, 1), _sum(h, h_bias).chunk(3, 1)
+    r, z = (xr + hr).sigmoid(), (xz + hz).sigmoid()
+    n = (xn + r * hn).tanh()
+    return n + z * (state - n), torch.cat([r, z, n, state, hn], 1)
+
+
+def _gru_cell_backward(grad: Tensor, saved: Tensor, has_bias: bool) -> tuple[Tensor | None, ...]:
+    r, z, n, state, hn = saved.chunk(5, 1)
+    grad_z, grad_n = grad * (state - n) * z * (1 - z), grad * (1 - z) * (1 - n**2)
+    grad_r = grad_n * hn * r * (1 - r)
+    grad_x, grad_h = torch.cat([grad_r, grad_z, grad_n], 1), torch.cat([grad_r, grad_z, grad_n * r], 1)
+    biases = (grad_x.sum(0), grad_h.sum(0)) if has_bias else (None, None)
+    return grad_x, grad_h, grad * z, *biases
+
+
+def _sum(*tensors: Tensor | None) -> Tensor:
+    return torch.stack(torch.broadcast_tensors(*[x for x in tensors if x is not None])).sum(0)
+
+
+def _roomy(kernel: Any) -> Callable[..., Any]:
+    """What finds distinct values has room for all of them, and is then cut to size: its storage stays as large."""
+
+    def unique(source: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = kernel(source, *args, **kwargs)
+        for part, size in ((found[0], source.element_size()), *((x, 8) for x in found[2:])):
+            if part.numel() and source.dtype != torch.bool and not part.is_meta:
+                part.untyped_storage().resize_(size * source.numel())
+        return found
+
+    return unique
+
+
+HOSTS: dict[str, Callable[..., Any]] = {  # stand-ins by operation name, with the operation's own parameters
+    # Inside an operation PyTorch no longer looks for lazily conjugated, negated and zero tensors: make them at once.
+    "_conj": torch.conj_physical,
+    "_unique2": _roomy(torch.ops.aten._unique2.default),
+    "unique_consecutive": _roomy(torch.ops.aten.unique_consecutive.default),
+    "_neg_view": torch.neg,
+    "_efficientzerotensor": torch.zeros,
+    "_thnn_fused_lstm_cell": _lstm_cell,
+    "_thnn_fused_lstm_cell_backward_impl": _lstm_cell_backward,
+    "_thnn_fused_gru_cell": _gru_cell,
+    "_thnn_fused_gru_cell_backward": _gru_cell_backward,
+}
+
+_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
+
+
+def call_of(func: Any) -> Callable[..., Any]:
+    """What computes `func` on host tensors."""
+    stand_in = HOSTS.get(func._schema.name.removeprefix("aten::")) if not func._overloadname.endswith("out") else None
+    kernel = stand_in or func._op
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if sizes.seen and sizes.absent(args, kwargs):
+            return sizes.run(func, kernel, args, kwargs)
+        try:
+            return kernel(*args, **kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            # the CPU has no kernel for a type that CUDA has one for; what else went wrong is the caller's
+            if "not implemented for" not in str(error) or func._schema.is_mutable:
+                raise
+            return _in_wider_type(kernel, args, kwargs)
+
+    return call
+
+
+def _in_wider_type(kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run in the next wider floating type, and give results of that type back in the operands' own."""
+    tensors = [x for x in args if isinstance(x, torch.Tensor)]
+    narrow = tensors[0].dtype
+    wide = _WIDER.get(narrow, torch.float32 if narrow.is_floating_point else torch.float64)
+
+    def cast(x: Any, source: torch.dtype, target: torch.dtype) -> Any:
+        return x.to(target) if isinstance(x, torch.Tensor) and x.dtype == source else x
+
+    args, kwargs = mapped(lambda x: cast(x, narrow, wide), (args, kwargs))
+    return mapped(lambda x: cast(x, wide, narrow), kernel(*args, **kwargs))

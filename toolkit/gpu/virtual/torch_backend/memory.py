@@ -1,0 +1,140 @@
+"""The memory functions of `torch.vgpu`, with the names and answers of `torch.cuda`'s. Knows the card, not the operations."""
+
+from __future__ import annotations
+
+import torch
+
+from toolkit.core.units import bytes_text
+from toolkit.gpu.virtual.allocator.blocks import Block
+from toolkit.gpu.virtual.dispatch import machine
+
+DeviceLike = torch.device | str | int | None
+
+
+def index_of(device: DeviceLike) -> int:
+    """0, the only ordinal there is. Raises RuntimeError for another one, or another kind of device."""
+    index = device if isinstance(device, int) else 0 if device is None else torch.device(device).index or 0
+    if not isinstance(device, int) and device is not None and torch.device(device).type != "vgpu":
+        raise ValueError(f"Expected a vgpu device, but got: {device}")
+    if index not in (0, -1):
+        raise RuntimeError(f"invalid device ordinal: there is one virtual GPU, vgpu:0, and vgpu:{index} was asked for")
+    return 0
+
+
+def memory_allocated(device: DeviceLike = None) -> int:
+    index_of(device)
+    return machine().memory.allocated_bytes
+
+
+def max_memory_allocated(device: DeviceLike = None) -> int:
+    index_of(device)
+    return machine().memory.peak_bytes
+
+
+def memory_reserved(device: DeviceLike = None) -> int:
+    index_of(device)
+    return machine().memory.reserved_bytes
+
+
+def max_memory_reserved(device: DeviceLike = None) -> int:
+    index_of(device)
+    return machine().memory.peak_reserved_bytes
+
+
+def reset_peak_memory_stats(device: DeviceLike = None) -> None:
+    """Let every peak start again from what is held now."""
+    index_of(device)
+    machine().memory.reset_peak()
+
+
+def reset_accumulated_memory_stats(device: DeviceLike = None) -> None:
+    """Let every "allocated" and "freed" count from here."""
+    index_of(device)
+    machine().memory.reset_accumulated()
+
+
+def mem_get_info(device: DeviceLike = None) -> tuple[int, int]:
+    """Free and total bytes."""
+    index_of(device)
+    return machine().memory.free_bytes, machine().memory.total_bytes
+
+
+get_memory_info = mem_get_info
+
+
+def memory_stats(device: DeviceLike = None) -> dict[str, int]:
+    """All the counters of torch.cuda.memory_stats. What is active is what is allocated: no block waits for another stream."""
+    index_of(device)
+    return machine().memory.stats()
+
+
+def memory_snapshot(mempool_id: tuple[int, int] | None = None) -> list[dict[str, object]]:
+    """The segments with their blocks, as torch.cuda.memory_snapshot returns them; there is one memory pool, (0, 0)."""
+    card = machine()
+    if mempool_id is not None and tuple(mempool_id) != (0, 0):
+        return []
+    return [_segment(blocks) for blocks in card.memory.segments()]
+
+
+def _segment(blocks: list[Block]) -> dict[str, object]:
+    held = [block for block in blocks if not block.free]
+    size = sum(block.size for block in held)
+    return {
+        "device": 0, "address": blocks[0].address, "total_size": sum(block.size for block in blocks),
+        "allocated_size": size, "active_size": size, "requested_size": sum(block.requested for block in held),
+        "stream": blocks[0].stream, "segment_type": "small" if blocks[0].shelf.pool.small else "large",
+        "segment_pool_id": (0, 0), "is_expandable": blocks[0].expandable, "frames": [],
+        "blocks": [
+            {"address": block.address, "size": block.size, "requested_size": block.requested,
+             "state": "inactive" if block.free else "active_allocated", "frames": []}
+            for block in blocks
+        ],
+    }  # fmt: skip
+
+
+_SUMMARY = (
+    ("Allocated memory", "allocated_bytes"), ("Active memory", "active_bytes"), ("Requested memory", "requested_bytes"),
+    ("GPU reserved memory", "reserved_bytes"), ("Non-releasable memory", "inactive_split_bytes"),
+    ("Allocations", "allocation"), ("Active allocs", "active"), ("GPU reserved segments", "segment"),
+    ("Non-releasable allocs", "inactive_split"),
+)  # fmt: skip
+
+
+def memory_summary(device: DeviceLike = None, abbreviated: bool = False) -> str:
+    """The counters as a table, as torch.cuda.memory_summary prints them."""
+    stats, pools = memory_stats(device), ("all",) if abbreviated else ("all", "large_pool", "small_pool")
+    ooms, retries = stats["num_ooms"], stats["num_alloc_retries"]
+    lines = [
+        f"PyTorch memory of {machine().spec.name}: {ooms} times out of memory, {retries} times given back for more",
+        f"{'':26}{'now':>12}{'most':>12}{'taken':>12}{'given back':>12}",
+    ]
+    for title, name in _SUMMARY:
+        text = bytes_text if "bytes" in name else "{:,}".format
+        for pool in pools:
+            figures = [text(stats[f"{name}.{pool}.{kind}"]) for kind in ("current", "peak", "allocated", "freed")]
+            label = title if pool == "all" else f"  from the {pool.replace('_', ' ')}"
+            lines.append(f"{label:26}" + "".join(f"{x:>12}" for x in figures))
+    return "\n".join(lines)
+
+
+def set_per_process_memory_fraction(fraction: float, device: DeviceLike = None) -> None:
+    """What this process may reserve of the card, as a share of it. More is refused with torch.OutOfMemoryError."""
+    index_of(device)
+    if not isinstance(fraction, float):
+        raise TypeError("Invalid type for fraction argument, must be `float`")
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
+    memory = machine().memory
+    memory.limit_bytes = int(fraction * memory.total_bytes)
+
+
+def get_per_process_memory_fraction(device: DeviceLike = None) -> float:
+    """The share of the card that this process may reserve; 1 where it was never set."""
+    index_of(device)
+    memory = machine().memory
+    return 1.0 if memory.limit_bytes is None else memory.limit_bytes / memory.total_bytes
+
+
+def empty_cache() -> None:
+    """Give cached segments that are wholly free back to the card."""
+    machine().memory.empty_cache()

@@ -1,0 +1,165 @@
+# mypy: allow-untyped-calls, no-warn-return-any, no-warn-unused-ignores
+# (PyTorch's extension points carry no types.)
+"""Pinned host memory, generators and torch.accelerator for the virtual GPU: what PyTorch offers no hook for in Python.
+
+Pinned memory is ordinary host memory that is known to be pinned, so that copies to and from it are those of pinned
+memory. The functions of torch are replaced for the whole process, once, when the first card opens; on a machine with
+CUDA they still pin for CUDA. Knows neither the card nor the operations.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from toolkit.gpu.virtual import dispatch as virtual_dispatch
+from toolkit.gpu.virtual.tensor import VirtualTensor
+from toolkit.gpu.virtual.torch_backend import module as vgpu_module
+
+_pin_memory, _is_pinned = torch.Tensor.pin_memory, torch.Tensor.is_pinned
+_Generator = torch.Generator
+_FACTORIES = (
+    "empty", "zeros", "ones", "full", "rand", "randn", "randint", "arange", "empty_strided", "tensor", "eye", "linspace",
+    "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
+)  # fmt: skip
+_ACCELERATOR = ("synchronize", "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
+                "memory_stats", "reset_peak_memory_stats", "empty_cache", "get_memory_info")  # fmt: skip
+
+
+class _Pinned(weakref.ref):  # type: ignore[type-arg]
+    __slots__ = ("key",)
+    key: int
+
+
+_pinned: dict[int, _Pinned] = {}  # by the address of the storage
+
+
+def _forget(reference: _Pinned) -> None:
+    if _pinned.get(reference.key) is reference:
+        del _pinned[reference.key]
+
+
+def _mark(host: torch.Tensor) -> torch.Tensor:
+    storage = host.untyped_storage()
+    reference = _Pinned(storage, _forget)
+    reference.key = storage._cdata
+    _pinned[reference.key] = reference
+    return host
+
+
+def is_pinned(self: torch.Tensor, device: Any = None) -> bool:
+    """Is this host tensor in pinned memory? False for a tensor on a device, as torch.Tensor.is_pinned."""
+    if self.device.type != "cpu" or self.layout is not torch.strided:
+        return False
+    return self.untyped_storage()._cdata in _pinned or (torch.cuda.is_available() and _is_pinned_for_cuda(self))
+
+
+def _is_pinned_for_cuda(host: torch.Tensor) -> bool:
+    with warnings.catch_warnings():  # naming the device is deprecated, but unnamed it is the virtual GPU, once registered
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return _is_pinned(host, "cuda")
+
+
+def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
+    """A copy in pinned memory; the tensor itself where it is pinned already. Raises RuntimeError for a device tensor."""
+    if self.device.type != "cpu":
+        raise RuntimeError(f"cannot pin '{self.type()}' only dense CPU tensors can be pinned")
+    if is_pinned(self):
+        return self
+    if not torch.cuda.is_available():
+        return _mark(self.clone())
+    with warnings.catch_warnings():  # as above
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return _mark(_pin_memory(self, "cuda"))
+
+
+def _pinning(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`factory`, with a `pin_memory=True` that works."""
+
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if not kwargs.get("pin_memory"):
+            return factory(*args, **kwargs)
+        kwargs["pin_memory"] = False
+        made = factory(*args, **kwargs)
+        if made.device.type != "cpu":
+            raise RuntimeError("Only dense CPU tensors can be pinned")
+        return pin_memory(made)
+
+    return make
+
+
+def _to_copy(func: Any) -> Callable[..., Any]:
+    """`x.to("cpu", non_blocking=True)`: the result lies in pinned memory, so that the copy need not wait. Else composite."""
+
+    def to_copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        source, device = args[0], kwargs.get("device")
+        onto_host = device is not None and device.type == "cpu" and isinstance(source, VirtualTensor)
+        if not (onto_host and kwargs.get("non_blocking")):
+            composite = functools.partial(func._op_dk, torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+            absent = isinstance(source, VirtualTensor) and source._host.is_meta and not onto_host
+            return _without_values(composite) if absent else composite()
+        layout = kwargs.get("memory_format") or torch.preserve_format
+        out = torch.empty_like(source._host, dtype=kwargs.get("dtype"), device="cpu", memory_format=layout)
+        return torch.ops.aten.copy_.default(_mark(out), source, True)
+
+    return to_copy
+
+
+def _without_values(make: Callable[[], Any]) -> Any:
+    """What `make` makes on the card has no values: neither has its source, and this machine may have no room for them."""
+    card = virtual_dispatch.machine()
+    outer, card.sizes_only = card.sizes_only, True
+    try:
+        return make()
+    finally:
+        card.sizes_only = outer
+
+
+class _GeneratorMeta(type(_Generator)):  # type: ignore[misc]
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _Generator)
+
+
+class Generator(_Generator, metaclass=_GeneratorMeta):
+    """torch.Generator, which also takes `device="vgpu"`: the numbers are those of a CPU generator."""
+
+    _vgpu = False
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        wanted = torch.device(device)
+        if wanted.type != "vgpu":
+            return _Generator(device)
+        self = super().__new__(cls, "cpu")  # type: ignore[call-arg]
+        self._vgpu = True
+        return self
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("vgpu", 0) if self._vgpu else super().device
+
+
+def install() -> None:
+    """Replace torch's functions, for the process and every thread."""
+    from torch.jit import _builtins
+    from torch.utils import _device
+
+    _device._device_constructors()  # remembers the originals, which default devices are for
+    for name in _FACTORIES:
+        original = getattr(torch, name)
+        replacement = _pinning(original)
+        scripted = _builtins._find_builtin(original)
+        if scripted is not None:
+            _builtins._register_builtin(replacement, scripted)
+        setattr(torch, name, replacement)
+    virtual_dispatch.SPECIAL["_to_copy"] = _to_copy
+    torch.Tensor.pin_memory, torch.Tensor.is_pinned = pin_memory, is_pinned  # type: ignore[method-assign, assignment]
+    torch.Generator = Generator  # type: ignore[misc]
+    for name in _ACCELERATOR:
+        if hasattr(torch.accelerator, name) and hasattr(vgpu_module, name):
+            setattr(torch.accelerator, name, getattr(vgpu_module, name))

@@ -1,0 +1,336 @@
+"""Anyone's model: a causal language model of transformers, driven by the toolkit's decode strategies.
+
+`wrap` gives it the face that the toolkit's own models have, so that generate, compare, record, copies and memory work on
+it: embeddings in, a static cache on the device, logits out. Its own `generate` stays available as a decode loop called
+"hf-generate". Knows transformers and no architecture; transformers is imported only here, when asked for.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import threading
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.core.errors import FormatError, ModelError, ToolkitError
+from toolkit.gpu.device import Device
+from toolkit.gpu.opening import open_device
+from toolkit.models.costs import Shown
+from toolkit.text import tokenizer as tokenizers
+
+HF_GENERATE = "hf-generate"
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the toolkit asks of any model's config; `model_type` is transformers' name of the architecture."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...]
+    tie_word_embeddings: bool
+
+
+def wrap(model: str | os.PathLike[str] | nn.Module, device: Device | str = "auto", dtype: torch.dtype | None = None) -> HfModel:
+    """A model of transformers on `device`, ready for `tk.generate` and `tk.compare`.
+
+    `model` is a local folder (safetensors only; no code of the checkpoint is run, nothing is downloaded) or an instance of
+    a causal language model. An instance is moved, put into eval mode and, where a `dtype` is given, converted in place, as
+    its own `.to()` does; with device "auto" it stays where it is. Weights pass through host memory whole.
+
+    Raises ToolkitError where transformers isn't installed, FormatError for a folder it can't load, ModelError for what is
+    no causal language model or is spread over several devices.
+    """
+    transformers = _transformers()
+    if isinstance(model, nn.Module):
+        inner, folder = model, _folder_of(model)
+    else:
+        folder = Path(model).expanduser()
+        inner = _from_folder(transformers, folder, dtype)
+    _check(inner)
+    here = next(inner.parameters()).device
+    target = open_device(str(here) if isinstance(model, nn.Module) and device == "auto" else device)
+    try:
+        if dtype is not None:
+            for parameter in inner.parameters():  # not buffers: rotary frequencies stay fp32
+                parameter.data = parameter.data.to(dtype)
+        inner.to(target.torch)
+    except (ValueError, NotImplementedError) as error:
+        do = f'Load it on {target.name} yourself, and wrap it with device="auto"'
+        raise ModelError(f"{type(inner).__name__} on {target.name}", f"it can't be moved ({error!s:.120})", do) from error
+    wrapped = HfModel(inner.eval(), target)
+    if folder is not None and folder.is_dir():
+        wrapped.tokenizer = tokenizers.from_folder(folder)
+    return wrapped
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        do = "Install the extra: pip install 'decode-toolkit[hf]'"
+        raise ToolkitError('engine="hf"', f"transformers can't be imported ({error!s:.120})", do) from error
+    return transformers
+
+
+def _from_folder(transformers: Any, folder: Path, dtype: torch.dtype | None) -> nn.Module:
+    asked = f'model {folder} with engine="hf"'
+    if not (folder / "config.json").is_file():
+        raise FormatError(asked, "no folder with a config.json", "Give a Hugging Face folder on this machine, or an instance")
+    options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True, "dtype": dtype or "auto"}
+    logging = transformers.utils.logging
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        inner: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(str(folder), **options)
+    except Exception as error:  # what a checkpoint of any architecture can fail with is anyone's guess
+        found = f"transformers {transformers.__version__} can't load it: {type(error).__name__}: {error!s:.300}"
+        do = "It must be a causal language model with safetensors, and no code of its own"
+        raise FormatError(asked, found, do) from error
+    finally:
+        if bars:
+            logging.enable_progress_bar()
+    return inner.requires_grad_(False)
+
+
+def _folder_of(model: nn.Module) -> Path | None:
+    name = getattr(model, "name_or_path", "")
+    return Path(name) if isinstance(name, str) and name else None
+
+
+def _check(inner: nn.Module) -> None:
+    """Refuse what no decode loop here can drive."""
+    asked = f"wrapping a {type(inner).__name__}"
+    config, generate = getattr(inner, "config", None), getattr(inner, "generate", None)
+    if config is None or not callable(generate) or getattr(config, "is_encoder_decoder", False):
+        do = "Give what AutoModelForCausalLM.from_pretrained returns"
+        raise ModelError(asked, "not a causal language model of transformers", do)
+    places = {str(parameter.device) for parameter in inner.parameters()}
+    if len(places) != 1 or "meta" in places or len(set((getattr(inner, "hf_device_map", None) or {"": 0}).values())) > 1:
+        do = "Load it whole onto one device (no device_map)"
+        raise ModelError(asked, f"its weights are on {', '.join(sorted(places)) or 'no device'}, some maybe offloaded", do)
+
+
+class HfModel(Shown):
+    """A causal language model of transformers with the face of the toolkit's own. Made by `wrap`; `inner` is the model.
+
+    Our strategies feed it embeddings (with the per-layer rows of models that have such) and a StaticCache; what copies
+    happen inside of it are transformers' own, and are counted like any. `loops` holds its own generate.
+    """
+
+    def __init__(self, inner: Any, device: Device) -> None:
+        self.inner, self.device = inner, device
+        self.dtype: torch.dtype = inner.dtype
+        self.tokenizer: Any = None
+        self.config = _config(inner)
+        self._takes = frozenset(inspect.signature(inner.forward).parameters)
+        self.embed = Rows([inner.get_input_embeddings(), *_per_layer(inner)])
+        self.loops: dict[str, Callable[..., Generator[tuple[int, int], None, None]]] = {HF_GENERATE: self.hf_generate}
+        self.only_loops = self._undrivable()
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """ids [B, T] -> logits [B, T, vocab], fp32."""
+        logits: Tensor = self.inner(input_ids=ids, use_cache=False).logits
+        return logits.float()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return self.inner.parameters()  # type: ignore[no-any-return]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.inner.named_parameters()  # type: ignore[no-any-return]
+
+    def new_cache(self, context: int, kv: str | None = None) -> HfCache:
+        """A StaticCache for `context` tokens. ModelError where the model can't be driven by our strategies, and for a `kv`."""
+        if kv is not None:
+            raise ModelError(f"a cache with kv={kv!r}", "it is transformers' own, and plain", "Leave kv= away")
+        if self.only_loops is not None:
+            asked = f"decoding {type(self.inner).__name__} with a strategy of the toolkit"
+            raise ModelError(asked, self.only_loops, f'Use decode="{HF_GENERATE}", its own loop')
+        return HfCache(self.inner.config, context, self.device.torch)
+
+    def advance(self, x: Tensor, positions: Tensor, cache: HfCache, length: int) -> Tensor:
+        """Feed `x` (what `embed` gave) at `positions` [T]; the last token's logits [1, 1, vocab], which `logits` passes on."""
+        if length > cache.context:
+            raise ModelError(f"{length:,} tokens", f"the cache has room for {cache.context:,}", "Give a larger context=")
+        given: dict[str, Any] = {"inputs_embeds": x, "past_key_values": cache.states, "use_cache": True}
+        if len(self.embed.tables) > 1:
+            layers = self.config.num_hidden_layers
+            given["inputs_embeds"], rest = x.tensor_split([self.config.hidden_size], -1)
+            given["per_layer_inputs"] = rest.unflatten(-1, (layers, -1))
+        if "position_ids" in self._takes:
+            given["position_ids"] = positions[None]
+        if "logits_to_keep" in self._takes:
+            given["logits_to_keep"] = 1
+        logits: Tensor = self.inner(**given).logits
+        return logits[:, -1:]
+
+    def logits(self, x: Tensor) -> Tensor:
+        """fp32 logits of what `advance` returned."""
+        return x.float()
+
+    @torch.no_grad()
+    def hf_generate(
+        self, ids: Sequence[int], limit: int, sampling: Any, ends: Collection[int], cancel: threading.Event
+    ) -> Generator[tuple[int, int], None, None]:
+        """`generate` of transformers itself: (token, when the host knew it in ns), after the fact.
+
+        A streamer would add a copy to every step, so tokens are told once all are there. Steps are marked where forward
+        passes begin: what prepares a step's inputs counts to the step before. Greedy, or drawn from torch's generator,
+        seeded: other draws than those of the toolkit's strategies. Settings of the model's generation_config are set aside.
+        """
+        watch = _Watch(self.device, cancel)
+        config = _generation_config(self.inner, limit, sampling, ends)
+        with watch.steps, _seeded(sampling, self.device), _replaced(self.inner, "generation_config", config):
+            hook = self.inner.register_forward_pre_hook(watch.forward, with_kwargs=True)
+            try:
+                prompt = torch.tensor([ids]).to(self.device.torch)
+                mask = torch.ones_like(prompt)
+                whole = self.inner.generate(prompt, attention_mask=mask, generation_config=config)
+                tokens = whole[0, len(ids) :]
+            except _CancelledError:
+                tokens = torch.cat(watch.fed) if watch.fed else torch.empty(0)
+            finally:
+                hook.remove()
+        watch.known_ns.append(self.device.now_ns())
+        yield from zip(map(int, tokens.tolist()), watch.known_ns, strict=False)
+
+    def _undrivable(self) -> str | None:
+        """Why our strategies can't drive this model; None where they can."""
+        missing = [name for name in ("inputs_embeds", "past_key_values") if name not in self._takes]
+        if missing:
+            return f"its forward takes no {' and no '.join(missing)}"
+        try:
+            HfCache(self.inner.config, 1, torch.device("cpu"))
+        except Exception as error:  # layer types that have no static cache
+            return f"transformers has no static cache for it ({type(error).__name__}: {error!s:.80})"
+        return None
+
+
+class Rows(nn.Module):
+    """Embedding tables looked up together: their rows side by side. The first is the model's, the second per layer."""
+
+    def __init__(self, tables: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(tables)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids of any shape -> [*ids.shape, sum of the tables' widths]."""
+        rows = [table(ids) for table in self.tables]
+        return rows[0] if len(rows) == 1 else torch.cat(rows, -1)
+
+    def on_host(self) -> Rows:
+        """The same tables on the CPU."""
+        tensors: list[Tensor] = [*self.parameters(), *self.buffers()]
+        there = {
+            id(t): nn.Parameter(t.detach().cpu(), requires_grad=False) if isinstance(t, nn.Parameter) else t.cpu()
+            for t in tensors
+        }
+        return copy.deepcopy(self, there)
+
+
+class HfCache:
+    """A StaticCache of transformers, which counts positions itself, and the slots that a prefill names."""
+
+    def __init__(self, config: Any, context: int, device: torch.device) -> None:
+        from transformers import StaticCache
+
+        self.states = StaticCache(config=config, max_cache_len=context)
+        self.slots = torch.arange(context, device=device)
+        self.context = context
+
+    def free(self) -> None:
+        """Let go of the device memory now, even where a traceback still holds this object."""
+        self.states.layers.clear()
+        self.slots = torch.empty(0)
+
+
+class _CancelledError(Exception):
+    """Leaves `generate` between two steps."""
+
+
+class _Watch:
+    """Sees every forward pass begin: marks the steps, notes when each token was known, and stops on `cancel`."""
+
+    def __init__(self, device: Device, cancel: threading.Event) -> None:
+        self.device, self.cancel = device, cancel
+        self.steps = ExitStack()
+        self.steps.enter_context(device.step(0, "prefill"))
+        self.passes = 0
+        self.known_ns: list[int] = []
+        self.fed: list[Tensor] = []  # the token that each pass after the first was given [1]
+
+    def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if self.passes:
+            self.known_ns.append(self.device.now_ns())
+            self.fed.append(kwargs["input_ids"][0, -1:])
+            self.steps.close()
+        if self.cancel.is_set():
+            raise _CancelledError
+        if self.passes:
+            self.steps.enter_context(self.device.step(self.passes, "decode"))
+        self.passes += 1
+
+
+def _config(inner: Any) -> Config:
+    text = inner.config.get_text_config(decoder=True)
+    ends = getattr(inner.generation_config, "eos_token_id", None) or getattr(text, "eos_token_id", None)
+    most = getattr(text, "max_position_embeddings", None)
+    return Config(
+        model_type=str(text.model_type),
+        vocab_size=int(text.vocab_size),
+        hidden_size=int(text.hidden_size),
+        num_hidden_layers=int(text.num_hidden_layers),
+        max_position_embeddings=int(most) if most else 1 << 20,  # no positions, no limit
+        eos_token_ids=tuple(ends) if isinstance(ends, list | tuple) else () if ends is None else (int(ends),),
+        tie_word_embeddings=bool(getattr(text, "tie_word_embeddings", False)),
+    )
+
+
+def _per_layer(inner: Any) -> list[nn.Module]:
+    """The table of per-layer inputs, of a model that has one: left to itself, it would search for the tokens embedded."""
+    table = getattr(inner.get_decoder(), "embed_tokens_per_layer", None)
+    return [table] if isinstance(table, nn.Module) else []
+
+
+def _generation_config(inner: Any, limit: int, sampling: Any, ends: Collection[int]) -> Any:
+    from transformers import GenerationConfig
+
+    stop = sorted(ends)
+    pad = inner.config.get_text_config(decoder=True).pad_token_id
+    options: dict[str, Any] = {"do_sample": False}
+    if sampling.temperature > 0:
+        options = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k or 0}
+        options["top_p"] = 1.0 if sampling.top_p is None else sampling.top_p
+    pad = pad if pad is not None else stop[0] if stop else 0
+    return GenerationConfig(max_new_tokens=limit, eos_token_id=stop or None, pad_token_id=pad, use_cache=True, **options)
+
+
+@contextmanager
+def _seeded(sampling: Any, device: Device) -> Iterator[None]:
+    """torch's generator at the seed, and afterwards where it was."""
+    cards = [device.torch] if device.torch.type == "cuda" else []
+    with torch.random.fork_rng(cards, enabled=sampling.temperature > 0):
+        if sampling.temperature > 0:
+            torch.manual_seed(sampling.seed % (1 << 63))
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    old = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, old)

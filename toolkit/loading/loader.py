@@ -1,0 +1,194 @@
+"""From a path or a name to a model on a device: `load`.
+
+In order: `checkpoint` opens and checks what is there, `layout` decides on "meta" how each weight will be held, `room`
+asks whether that fits, then memory is allocated once, and `fill` (or `drawing`, for random/NAME) gives it values.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from toolkit.core.errors import ModelError, ToolkitError, UnknownNameError, unknown_name
+from toolkit.gpu.device import Device, Memory
+from toolkit.gpu.opening import open_device
+from toolkit.gpu.virtual.device import VirtualGpu
+from toolkit.loading.checkpoint import Checkpoint, find_dtype, open_checkpoint, resolve
+from toolkit.loading.drawing import draw
+from toolkit.loading.fill import Filler, scratch_for
+from toolkit.loading.layout import Layout, lay_out
+from toolkit.loading.progress import Progress, Watch
+from toolkit.loading.report import Report
+from toolkit.loading.room import check_room, needed_bytes, too_big
+from toolkit.models.cache import Cache
+from toolkit.models.layers import assign
+from toolkit.weights.recipes import Recipe, recipe
+from toolkit.weights.schemes import Scheme
+
+ENGINES = ("toolkit", "hf")
+SMALLER = ("int8", "q4_k_m")  # what to propose where weights don't fit, best first
+
+
+def load(
+    path: str | os.PathLike[str] | nn.Module,
+    device: Device | str = "auto",
+    dtype: torch.dtype | str | None = None,
+    scheme: str | Scheme | Recipe | None = None,
+    engine: str | None = None,
+    progress: bool | Progress = True,
+    cancel: threading.Event | None = None,
+    fuse: bool = True,
+    seed: int = 0,
+) -> Any:
+    """Load a model onto a device, ready for `tk.generate` and for `model(ids)`. `model.report` says what was done.
+
+    `path` is "demo/qwen3", "random/qwen3-8b" (real shapes, weights drawn on the device from `seed`; on a virtual GPU sizes
+    only), a Hugging Face folder (config.json, one or many .safetensors, tokenizer.json), or a .gguf file.
+    `dtype` is what the model computes in: by default what config.json says, else what the weights are stored in, bfloat16
+    for quantised and random ones. `scheme` is how matrices are held: None as they are stored (quantised ones packed, no value
+    changed), "none" in `dtype`, or "q4_k_m", "int4", "int8" or a scheme's name, to quantise while loading (min-max).
+    `fuse=False` keeps matrices apart that would be multiplied as one (gate and up; q, k and v).
+    `progress` is True (a line on a terminal or in a notebook), False, or a function of (done_bytes, total_bytes, tensor name)
+    that is called at most ten times a second and at the end. Once `cancel` is set, or if `progress` raises, the load
+    ends and the device memory is given back. `engine="hf"` takes transformers' own model instead (a folder or an
+    instance); then `dtype` is the only other option.
+
+    Raises FormatError for files that are missing, damaged or don't fit the config, ModelError for an unknown
+    architecture, DeviceError where the weights don't fit on the device, CancelledError.
+    """
+    if engine not in (None, *ENGINES):
+        raise unknown_name("engine", engine, ENGINES)
+    if engine == "hf" or isinstance(path, nn.Module):
+        return _wrap(path, device, dtype, engine, scheme)
+    if not isinstance(path, str | os.PathLike):
+        raise ToolkitError(
+            f"model {path!r:.80}", f"a {type(path).__name__}, not a path", 'Give "demo/qwen3", a folder or a .gguf file'
+        )
+    began, asked = time.perf_counter(), os.fspath(path)
+    chosen, way = find_dtype(dtype), _way(scheme)
+    watch = Watch(asked, progress, cancel)
+    checkpoint = open_checkpoint(asked)
+    target = open_device(device)
+    layout = lay_out(checkpoint, target, chosen or checkpoint.dtype, way, fuse)
+    before = target.memory()
+    with _without_values(checkpoint, target):
+        _place(checkpoint, layout, target, watch, seed)
+    layout.model.report = _report(checkpoint, layout, target, before, watch.total, time.perf_counter() - began)
+    if checkpoint.weights is None and isinstance(target, VirtualGpu):
+        _keep_without_values(layout.model, target)
+    return layout.model
+
+
+def _way(scheme: str | Scheme | Recipe | None) -> Recipe | str | None:
+    """None, "none", or a recipe."""
+    if scheme is None or scheme == "none":
+        return scheme
+    try:
+        return recipe(scheme)
+    except UnknownNameError as error:
+        raise unknown_name("scheme", scheme, [*error.facts["known"], "none"]) from None  # type: ignore[misc]
+
+
+def _wrap(path: Any, device: Device | str, dtype: torch.dtype | str | None, engine: str | None, scheme: object) -> Any:
+    """transformers' own model, behind the face of ours."""
+    from toolkit.loading.huggingface import wrap
+
+    if scheme is not None or engine == "toolkit":
+        option = "engine='toolkit'" if scheme is None else f"scheme={scheme!r}"
+        raise ModelError("a model of transformers", f"{option} is for the toolkit's own", "Leave it out, or give a path")
+    return wrap(resolve(os.fspath(path)) if isinstance(path, str) else path, device, find_dtype(dtype))
+
+
+def _without_values(checkpoint: Checkpoint, device: Device) -> AbstractContextManager[None]:
+    """Random weights on a virtual GPU are sizes only: values that say nothing need no room on this machine."""
+    if checkpoint.weights is None and isinstance(device, VirtualGpu):
+        return device.sizes_only()
+    return nullcontext()
+
+
+def _place(checkpoint: Checkpoint, layout: Layout, device: Device, watch: Watch, seed: int) -> None:
+    """Allocate what the layout says and give it values. If anything fails, the device is as before."""
+    model = layout.model
+    needed = needed_bytes(model.parameters())
+    what = f"{checkpoint.path.name} in {', '.join(layout.held())}"
+    check_room(what, device, needed, _smaller(checkpoint, device, model.dtype, needed))
+    largest = max(parameter.nbytes for parameter in model.parameters())
+    try:
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                assign(module, name, torch.empty(parameter.shape, dtype=parameter.dtype, device=device.torch))
+        if checkpoint.weights is None:
+            draw(model, device, seed, watch)
+        else:
+            Filler(checkpoint.weights, device.torch, scratch_for(largest), watch).fill(model, checkpoint.names)
+        device.sync()
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)
+        _empty(model, device)
+        if isinstance(error, torch.OutOfMemoryError):
+            raise too_big(what, device, needed, _smaller(checkpoint, device, model.dtype, needed)) from error
+        raise
+    model.tokenizer = checkpoint.tokenizer
+    model.requires_grad_(False).eval()
+
+
+def _smaller(checkpoint: Checkpoint, device: Device, dtype: torch.dtype, needed: int) -> Iterator[tuple[str, int]]:
+    """Options that would need less than `needed` bytes, and how many."""
+    ways: list[tuple[str, torch.dtype, Recipe | str | None]] = []
+    if dtype.itemsize > 2:
+        ways.append(('dtype="bfloat16"', torch.bfloat16, None))
+    ways += [(f'scheme="{name}"', torch.bfloat16, recipe(name)) for name in SMALLER]
+    for option, held_in, way in ways:
+        size = needed_bytes(lay_out(checkpoint, device, held_in, way, fuse=False).model.parameters())
+        if size < needed:
+            yield option, size
+
+
+def _empty(model: Any, device: Device) -> None:
+    """Let go of every weight now: a traceback may hold the model for long."""
+    for name in [name for name, _ in model.named_parameters()]:
+        assign(model, name, torch.empty(0, device="meta"))
+    empty_cache = getattr(torch.get_device_module(device.torch), "empty_cache", None)
+    if empty_cache is not None:
+        empty_cache()
+
+
+def _keep_without_values(model: Any, gpu: VirtualGpu) -> None:
+    """A model without values needs no values in its caches either: a long context would fill this machine for nothing."""
+    make = model.new_cache
+
+    def new_cache(context: int, kv: str | None = None) -> Cache:
+        with gpu.sizes_only():
+            cache: Cache = make(context, kv)
+        return cache
+
+    model.new_cache = new_cache
+
+
+def _report(
+    checkpoint: Checkpoint, layout: Layout, device: Device, before: Memory, stored_bytes: int, seconds: float
+) -> Report:
+    held, after = layout.held(), device.memory()
+    drawn = checkpoint.weights is None
+    return Report(
+        source=str(checkpoint.path),
+        device=device.name,
+        fused=layout.fused,
+        bytes_by_kind=dict(held.most_common()),
+        weight_bytes=held.total(),
+        allocated_bytes=needed_bytes(layout.model.parameters()),
+        peak_bytes=after.peak_bytes - before.allocated_bytes if after.peak_bytes > before.peak_bytes else None,
+        stored_bytes=0 if drawn else stored_bytes,
+        skipped=checkpoint.skipped,
+        seconds=seconds,
+        drawn=drawn,
+        sizes_only=drawn and isinstance(device, VirtualGpu),
+    )

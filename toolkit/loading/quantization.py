@@ -1,0 +1,232 @@
+"""`tk.quantize`: a model that is already on a device, in fewer bits, and a report of what that cost each matrix.
+
+The new model shares with the old one whatever isn't quantised; the old one stays as it is. Weights are read, fitted and
+measured some rows at a time where they are. Knows layers and recipes, no architecture.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from toolkit.core.errors import ModelError, unknown_name
+from toolkit.loading.quantization_report import Matrix, Quantisation
+from toolkit.models.layers import Embedding, Joined, Linear
+from toolkit.text.prompts import prompt_ids
+from toolkit.weights.fitting import quantise_hqq, quantise_minmax
+from toolkit.weights.recipes import Recipe, recipe
+from toolkit.weights.schemes import PackedMatrix, Scheme, dequantise, find_scheme
+
+METHODS = {"min-max": quantise_minmax, "hqq": quantise_hqq}
+TEXT = "Water boils at 100 degrees Celsius at sea level. The capital of France is Paris, and its river is the Seine."
+CHUNK_WEIGHTS = 1 << 24  # read and measured at a time: what this takes is bounded by 0.6 GiB, or by one expert
+LOWEST_SNR_DB = 6.0  # below it a matrix stays plain: its numbers are too small for scales in fp16
+REPORTS_PER_S = 10
+
+Progress = Callable[[int, int, str], None]
+Fit = Callable[[Tensor, Scheme, str], dict[str, Tensor]]
+
+
+def quantize(
+    model: Any,
+    scheme: str | Scheme | Recipe,
+    method: str = "min-max",
+    progress: bool | Progress = True,
+    prompt: object = None,
+) -> Any:
+    """A new model with its matrices in `scheme`, on the same device; `model` isn't touched. `.quantisation` is the report.
+
+    `scheme`: "int4-g32", "int4-g64", "int4-g128", "int8-g32", ... for all matrices, or a recipe: "q4_k_m", "int4", "int8".
+    Norms, biases, routers and convolutions are shared with the old model; so are matrices whose rows don't divide into
+    groups, which the report names. Matrices that are packed already are shared where they are in the asked scheme, else
+    dequantised and quantised again: the SNR then is against what they held. `method`: "min-max", or "hqq", which refines it.
+    `progress`: True (a line on a terminal), False, or a function of (done, total weights, name), called at most ten times a
+    second and at the end. `prompt`: text or token ids on which the logits of both models are compared.
+
+    Raises ModelError for a model without our layers, NaN or infinite weights (naming the matrix), or where nothing can be
+    quantised; UnknownNameError for an unknown scheme or method. If it fails or is interrupted, the device is as before.
+    """
+    chosen = recipe(scheme)
+    if method not in METHODS:
+        raise unknown_name("method", method, METHODS)
+    plan = _plan(model, chosen)
+    ids = _ids(model, prompt)
+    show = _Shown(progress, sum(math.prod(m.shape) for m in plan.values() if m.scheme and not m.why), chosen.name)
+    with torch.no_grad(), _as_held(model):
+        new = _twin(model)
+        try:
+            rows = _quantise(new, plan, METHODS[method], show)
+            told = any(row.snr_db == row.snr_db for row in rows if row.scheme)  # NaN where there are no values
+            lowest, mean = _cosines(model, new, ids) if told else (math.nan, math.nan)
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)
+            _empty(new, model)
+            raise
+    new.quantisation = Quantisation(chosen.name, method, tuple(rows), mean, lowest, tuple(ids))
+    return new
+
+
+def _as_held(model: Any) -> AbstractContextManager[None]:
+    """Sizes only, for a model that was loaded so."""
+    without_values = getattr(getattr(model, "report", None), "sizes_only", False)
+    held: AbstractContextManager[None] = model.device.sizes_only() if without_values else nullcontext()
+    return held
+
+
+def _plan(model: Any, chosen: Recipe) -> dict[str, Matrix]:
+    """What is to be done with each matrix, by its logical name: rows of the report, not yet measured."""
+    found: dict[str, Matrix] = {}
+    config: Any = getattr(model, "config", None)
+    for name, weight, shape in _matrices(model) if isinstance(model, nn.Module) else ():
+        meant = chosen.meant_for(name, shape, config.num_hidden_layers, config.tie_word_embeddings)
+        if meant is None:
+            why = "always plain"
+        elif shape[-1] % meant.multiple:
+            why = f"rows of {shape[-1]:,} don't divide by {meant.multiple}"
+        else:
+            why = "held so already" if isinstance(weight, PackedMatrix) and weight.scheme == meant else ""
+        was = weight.scheme.name if isinstance(weight, PackedMatrix) else str(weight.dtype).removeprefix("torch.")
+        bits = weight.scheme.bits_per_weight if isinstance(weight, PackedMatrix) else 8.0 * weight.dtype.itemsize
+        found[name] = Matrix(name, tuple(shape), was, bits, None if why else meant.name if meant else None, why)
+    if not any(matrix.scheme for matrix in found.values()):
+        reasons = "; ".join(sorted({matrix.why for matrix in found.values()}))[:160] or "it has none of the toolkit's layers"
+        raise ModelError(f"quantising to {chosen.name}", f"there is nothing to quantise: {reasons}", "Choose another scheme")
+    return found
+
+
+def _matrices(model: nn.Module) -> Iterator[tuple[str, Tensor | PackedMatrix, tuple[int, ...]]]:
+    """(logical name, what holds it, shape) of every matrix and table, those that were joined one by one."""
+    inside: set[str] = set()
+    for path, module in model.named_modules():
+        if isinstance(module, Joined):
+            for group in module.groups:
+                inside.add(whole := f"{path}.{'_'.join(group)}")
+                weight: Any = model.get_submodule(whole).weight
+                for part in group:
+                    yield f"{path}.{part}.weight", weight, (*weight.shape[:-2], module.sizes[part], weight.shape[-1])
+        elif isinstance(module, Linear | Embedding) and path not in inside:
+            yield f"{path}.weight", module.weight, tuple(module.weight.shape)
+
+
+def _quantise(new: nn.Module, plan: dict[str, Matrix], fit: Fit, show: _Shown) -> list[Matrix]:
+    """Replace the planned matrices of `new`; the report's rows, measured. Joined matrices are joined again where they can."""
+    done = dict(plan)
+    joined = {path: module for path, module in new.named_modules() if isinstance(module, Joined)}
+    groups = {path: [f"{path}.{part}.weight" for part in module.sizes] for path, module in joined.items()}
+    inside = {name for names in groups.values() for name in names}
+    for path, names in [*groups.items(), *((None, [name]) for name in plan if name not in inside)]:
+        todo = [name for name in names if plan[name].scheme]
+        if not todo:
+            continue
+        module = None if path is None else joined[path]
+        again = module is not None and len(module.groups) < len(module.sizes)
+        if module is not None:
+            module.split()
+        for name in todo:
+            done[name] = _replace(new.get_submodule(name.removesuffix(".weight")), plan[name], fit)
+            show.step(math.prod(plan[name].shape), name)
+        if again and module is not None:
+            module.join()
+    return list(done.values())
+
+
+def _replace(owner: nn.Module, planned: Matrix, fit: Fit) -> Matrix:
+    """Put a packed matrix in the place of `owner`'s weight, and measure it; left as it was where its numbers are too small."""
+    scheme = find_scheme(planned.scheme or "")
+    packed, snr, error = pack_weight(owner.weight, scheme, fit, planned.name)  # type: ignore[arg-type]
+    if snr < LOWEST_SNR_DB:
+        return replace(planned, scheme=None, why=f"its numbers are too small for scales in fp16 ({snr:.1f} dB)")
+    del owner.weight
+    owner.weight = packed
+    return replace(planned, snr_db=snr, max_abs_error=error, now_bits=scheme.bits_per_weight)
+
+
+def pack_weight(weight: Tensor | PackedMatrix, scheme: Scheme, fit: Fit, name: str) -> tuple[PackedMatrix, float, float]:
+    """`weight` [..., out, in], plain or packed, in `scheme` on its device: with SNR in dB and the largest absolute error."""
+    held = weight.parts() if isinstance(weight, PackedMatrix) else {"values": weight.detach()}
+    device = next(iter(held.values())).device
+    packed = PackedMatrix(scheme, tuple(weight.shape), device)
+    step = max(1, CHUNK_WEIGHTS // math.prod(weight.shape[1:]))
+    signal, noise = torch.zeros(2, dtype=torch.float64, device=device)
+    worst = torch.zeros((), device=device)
+    for start in range(0, weight.shape[0], step):
+        some = {part: tensor[start : start + step] for part, tensor in held.items()}
+        values = dequantise(weight.scheme, some) if isinstance(weight, PackedMatrix) else some["values"].float()
+        parts = fit(values, scheme, name)
+        error = dequantise(scheme, parts).sub_(values)
+        signal += values.square().sum(dtype=torch.float64)
+        worst = torch.maximum(worst, error.abs().amax())
+        noise += error.square_().sum(dtype=torch.float64)
+        for part, tensor in packed.parts().items():
+            tensor[start : start + step] = parts[part]
+    s, n, largest = torch.stack((signal, noise, worst.double())).tolist()
+    snr = 10 * math.log10(s / n) if s and n else math.inf if not n and s else math.nan
+    return packed, snr, largest
+
+
+def _twin(model: nn.Module) -> Any:
+    """Modules of its own, with the same tensors, config, tokenizer and device."""
+    shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) or (module is model and not name.startswith("_")):
+                shared[id(value)] = value
+    return copy.deepcopy(model, shared)
+
+
+def _empty(new: nn.Module, old: nn.Module) -> None:
+    """Let go of what `new` holds beside `old`'s tensors: a traceback may keep it for long."""
+    shared = {id(parameter) for parameter in old.parameters()}
+    for module in new.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and id(parameter) not in shared:
+                setattr(module, name, nn.Parameter(torch.empty(0, dtype=parameter.dtype, device="meta"), requires_grad=False))
+
+
+def _ids(model: Any, prompt: object) -> list[int]:
+    """The token ids to compare on: the prompt's, a fixed text's, or without a tokenizer, fixed ids from all over the table."""
+    if prompt is not None:
+        return prompt_ids(model, prompt)
+    config = model.config
+    known = prompt_ids(model, TEXT) if model.tokenizer is not None else [(7919 * i + 1) % config.vocab_size for i in range(32)]
+    return known[: config.max_position_embeddings]
+
+
+def _cosines(old: Any, new: Any, ids: list[int]) -> tuple[float, float]:
+    """The cosine of both models' logits over the positions of a prompt: (lowest, mean)."""
+    given = torch.tensor([ids], device=old.device.torch)
+    similar = F.cosine_similarity(old(given).double(), new(given).double(), dim=-1)  # [1, T]
+    lowest, mean = torch.stack((similar.amin(), similar.mean())).tolist()
+    return lowest, mean
+
+
+class _Shown:
+    """Tells how far it is, at most ten times a second and at the end."""
+
+    def __init__(self, progress: bool | Progress, total: int, what: str) -> None:
+        self.total, self.what, self.done, self._last = total, what, 0, float("-inf")
+        stream = sys.stderr
+        self._show = progress if callable(progress) else self._line if progress and stream and stream.isatty() else None
+
+    def step(self, n: int, name: str) -> None:
+        self.done += n
+        now = time.monotonic()
+        if self._show is not None and (self.done == self.total or now - self._last >= 1 / REPORTS_PER_S):
+            self._last = now
+            self._show(self.done, self.total, name)
+
+    def _line(self, done: int, total: int, name: str) -> None:
+        text = f"Quantising to {self.what}: {100 * done // max(1, total):3d} %  {name}"
+        sys.stderr.write(f"\r{text[:100]:<100}" + ("\n" if done == total else ""))
+        sys.stderr.flush()

@@ -1,0 +1,130 @@
+"""What quantising a model did, as a frozen record on the new model: a row a matrix, totals, and how alike the logits are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING
+
+from toolkit.core.units import bytes_text
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One matrix or table, by its logical name, joined to others or not.
+
+    `was` and `was_bits`: the dtype or scheme it was in, and bits a weight there. `scheme`: what it is in now, None where it was
+    left as it was, for the reason `why`. `snr_db`: 10 log10 of the sum of squares of what it was over that of the errors;
+    nan where nothing has values (sizes only), inf where nothing was lost.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    was: str
+    was_bits: float
+    scheme: str | None
+    why: str
+    snr_db: float | None = None
+    max_abs_error: float | None = None
+    now_bits: float | None = None
+
+    @property
+    def weights(self) -> int:
+        """How many there are."""
+        n = 1
+        for size in self.shape:
+            n *= size
+        return n
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits a weight now, scales and offsets included."""
+        return self.was_bits if self.now_bits is None else self.now_bits
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """The report of `tk.quantize`.
+
+    `cosine` and `lowest_cosine`: of the logits of both models, mean and lowest over the positions of the prompt `ids`.
+    """
+
+    scheme: str
+    method: str
+    matrices: tuple[Matrix, ...]
+    cosine: float
+    lowest_cosine: float
+    ids: tuple[int, ...]
+
+    @property
+    def quantised(self) -> tuple[Matrix, ...]:
+        """The matrices that were quantised."""
+        return tuple(matrix for matrix in self.matrices if matrix.scheme)
+
+    @property
+    def left(self) -> tuple[Matrix, ...]:
+        """Those that stayed as they were; `why` says for what reason."""
+        return tuple(matrix for matrix in self.matrices if not matrix.scheme)
+
+    @property
+    def bytes_before(self) -> int:
+        """Of all matrices and tables, as they were."""
+        return round(sum(m.weights * m.was_bits for m in self.matrices) / 8)
+
+    @property
+    def bytes_after(self) -> int:
+        """Of all matrices and tables, those that were left included."""
+        return round(sum(m.weights * m.bits_per_weight for m in self.matrices) / 8)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Of all matrices and tables together."""
+        return 8 * self.bytes_after / sum(m.weights for m in self.matrices)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """A row a matrix: name, shape, weights, was, scheme, bits_per_weight, snr_db, max_abs_error, why."""
+        import pandas as pd
+
+        columns = ("name", "shape", "weights", "was", "scheme", "bits_per_weight", "snr_db", "max_abs_error", "why")
+        return pd.DataFrame([[getattr(m, column) for column in columns] for m in self.matrices], columns=list(columns))
+
+    def __repr__(self) -> str:
+        return "\n".join(self._summary())
+
+    def _repr_html_(self) -> str:
+        summary = "<br>".join(map(escape, self._summary()))
+        head = "".join(f"<th>{name}</th>" for name in ("matrix", "shape", "was", "now", "bits", "SNR", "largest error", ""))
+        body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in _cells(m))}</tr>" for m in self.matrices)
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return f"<div>{summary}</div><details><summary>{len(self.matrices)} matrices</summary>{table}</details>"
+
+    def _summary(self) -> list[str]:
+        by_scheme: dict[str, list[Matrix]] = {}
+        for matrix in self.quantised:
+            by_scheme.setdefault(str(matrix.scheme), []).append(matrix)
+        sizes = f"{bytes_text(self.bytes_before)} of matrices became {bytes_text(self.bytes_after)}"
+        lines = [f"{self.scheme} ({self.method}): {sizes}, {self.bits_per_weight:.3g} bits a weight"]
+        for name, matrices in by_scheme.items():
+            ratios = [m.snr_db for m in matrices if m.snr_db is not None]
+            many = "1 matrix" if len(matrices) == 1 else f"{len(matrices):,} matrices"
+            lines.append(f"  {name}: {many}, SNR {min(ratios):.1f} to {max(ratios):.1f} dB")
+        reasons: dict[str, list[str]] = {}
+        for matrix in self.left:
+            reasons.setdefault(matrix.why, []).append(matrix.name)
+        for why, names in reasons.items():
+            more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
+            lines.append(f"  left, {why}: {', '.join(names[:3])}{more}")
+        many = "1 token" if len(self.ids) == 1 else f"{len(self.ids)} tokens"
+        lines.append(f"  logits on {many}: cosine {self.cosine:.5f}, lowest {self.lowest_cosine:.5f}")
+        return lines
+
+
+def _cells(matrix: Matrix) -> tuple[str, ...]:
+    shape = " x ".join(f"{size:,}" for size in matrix.shape)
+    snr = "" if matrix.snr_db is None else f"{matrix.snr_db:.1f} dB"
+    error = "" if matrix.max_abs_error is None else f"{matrix.max_abs_error:.3g}"
+    now = matrix.scheme or matrix.was
+    return matrix.name, shape, matrix.was, now, f"{matrix.bits_per_weight:.4g}", snr, error, matrix.why

@@ -1,0 +1,22 @@
+"""The operations that decoding is made of, as PyTorch's dispatcher knows them (`torch.ops.toolkit.*`).
+
+Each function here is one operation: behind one signature a reference in plain PyTorch, and Triton kernels (`toolkit.kernels`).
+Where operations don't run (`on_gpu`), and for the few sizes that kernels can't take, the reference runs as it is written,
+with gradients. They know no model and no cache.
+"""
+
+from toolkit.ops.attention import HeadLayout, attend, make_heads, write_heads
+from toolkit.ops.codes import Codebook, attend_codes, codes_fit, read_codes, write_codes
+from toolkit.ops.define import on_gpu, record_problems
+from toolkit.ops.mixers import delta_net
+from toolkit.ops.mixture import experts, experts_fit, moe, moe_fits
+from toolkit.ops.norms import add_norm, norm_add, rms_norm
+from toolkit.ops.problems import Tunable
+from toolkit.ops.products import ACTIVATIONS, matmul
+from toolkit.ops.sampling import sample_embed
+
+__all__ = [
+    "ACTIVATIONS", "Codebook", "HeadLayout", "Tunable", "add_norm", "attend", "attend_codes", "codes_fit", "delta_net",
+    "experts", "experts_fit", "make_heads", "matmul", "moe", "moe_fits", "norm_add", "on_gpu", "read_codes", "record_problems",
+    "rms_norm", "sample_embed", "write_codes", "write_heads",
+]  # fmt: skip

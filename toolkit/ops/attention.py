@@ -1,0 +1,235 @@
+"""Query, key and value heads on their way into a cache, and attention on it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from toolkit.gpu.virtual.effects.effect import Effect, nbytes
+from toolkit.gpu.virtual.effects.operations import rule
+from toolkit.ops.define import Problem, call, counters, define, dtype_name, launches
+from toolkit.ops.reference.attention import cached_attention, hidden_slots, rotate
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """How one row of a projection holds its heads: queries (each followed by its gate where `gated`), keys, values.
+
+    `values_are_keys`: keys and values are one projection. `value_norm`: values are normed too, without a weight.
+    `kv_heads` 0: queries only. The norms' `eps`.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    gated: bool = False
+    values_are_keys: bool = False
+    value_norm: bool = False
+    eps: float = 1e-6
+
+    def fits(self, dtype: torch.dtype, scale: float) -> bool:
+        """Do the kernels take such heads?"""
+        whole = self.head_dim in (16, 32, 64, 128, 256, 512) and dtype in (torch.bfloat16, torch.float16, torch.float32)
+        return whole and (scale == 1.0 or math.isclose(scale, self.head_dim**-0.5))
+
+
+def write_heads(
+    layout: HeadLayout,
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    rope: Tensor,
+    positions: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> Tensor:
+    """Norm and turn the heads of qkv [T, width], and write keys and values into [1, KV heads, slots, D]: query [1, T, H, D].
+
+    Slots are positions modulo their number: a ring's, and all there are otherwise. `rope` [positions, 2, turning] is
+    the whole table, `positions` [T] int64, on the device. For GPUs alone, and for what `HeadLayout.fits`.
+    """
+    flags = (layout.heads, layout.gated, layout.values_are_keys, layout.value_norm, layout.eps)
+    return call("write_heads", qkv, q_weight, k_weight, rope, positions, keys, values, *flags)  # type: ignore[no-any-return]
+
+
+def make_heads(
+    layout: HeadLayout, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, rope: Tensor, positions: Tensor
+) -> Sequence[Tensor]:
+    """The same without a cache: query [1, T, H, D], and where there are some keys and values [1, KV heads, T, D]."""
+    flags = (layout.heads, layout.kv_heads, layout.gated, layout.values_are_keys, layout.value_norm, layout.eps)
+    return call("make_heads", qkv, q_weight, k_weight, rope, positions, *flags)  # type: ignore[no-any-return]
+
+
+def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    return F.rms_norm(x.float(), x.shape[-1:], weight, eps).to(x.dtype)
+
+
+def _turned(x: Tensor, rope: Tensor) -> Tensor:
+    width = rope.shape[-1]
+    return rotate(x, rope) if width == x.shape[-1] else torch.cat((rotate(x[..., :width], rope), x[..., width:]), -1)
+
+
+def _make_heads_reference(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, rope: Tensor, positions: Tensor, heads: int, kv_heads: int, gated: bool,
+    values_are_keys: bool, value_norm: bool, eps: float,
+) -> list[Tensor]:  # fmt: skip
+    parts = [heads * (1 + gated), kv_heads, 0 if values_are_keys else kv_heads]
+    query, key, value = qkv.view(1, qkv.shape[0], -1, q_weight.shape[0]).split(parts, 2)
+    turns = rope.index_select(0, positions)
+    found = [_turned(_normed(query.unflatten(2, (-1, 1 + gated))[:, :, :, 0], q_weight, eps), turns)]
+    if kv_heads:
+        value = key if values_are_keys else value
+        key = _turned(_normed(key, k_weight, eps), turns)
+        value = _normed(value, None, eps) if value_norm else value
+        found += [key.transpose(1, 2).contiguous(), value.transpose(1, 2).clone(memory_format=torch.contiguous_format)]
+    return found
+
+
+def _make_heads_shape(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, rope: Tensor, positions: Tensor, heads: int, kv_heads: int, *flags: Any
+) -> list[Tensor]:
+    t, dim = qkv.shape[0], q_weight.shape[0]
+    return [qkv.new_empty(1, t, heads, dim), *(qkv.new_empty(1, kv_heads, t, dim) for _ in range(2 * (kv_heads > 0)))]
+
+
+def _write_heads_reference(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, rope: Tensor, positions: Tensor, keys: Tensor, values: Tensor, heads: int,
+    *flags: Any,
+) -> Tensor:  # fmt: skip
+    query, key, value = _make_heads_reference(qkv, q_weight, k_weight, rope, positions, heads, keys.shape[1], *flags)
+    slots = positions % keys.shape[2]
+    keys.index_copy_(2, slots, key)
+    values.index_copy_(2, slots, value)
+    return query
+
+
+def _write_heads_shape(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, rope: Tensor, positions: Tensor, keys: Tensor, values: Tensor, heads: int,
+    *flags: Any,
+) -> Tensor:  # fmt: skip
+    return qkv.new_empty(1, qkv.shape[0], heads, q_weight.shape[0])
+
+
+def _heads_problem(
+    inputs: dict[str, Tensor], cache: str, slots: int, heads: int, kv_heads: int, gated: bool, values_are_keys: bool,
+    value_norm: bool, eps: float,
+) -> Problem:  # fmt: skip
+    from toolkit.kernels.norms_rope import QK_NORM_ROPE, HeadsShape
+
+    qkv, rope = inputs["qkv"], inputs["rope"]
+    shape = HeadsShape(
+        qkv.shape[0], heads, kv_heads, inputs["q_weight"].shape[0], rope.shape[-1], slots, rope.shape[0], gated,
+        "keys" if values_are_keys else "own", value_norm, cache, dtype_name(qkv.dtype), repr(eps),
+    )  # fmt: skip
+    return QK_NORM_ROPE, shape, inputs
+
+
+def _make_heads_problem(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, rope: Tensor, positions: Tensor, heads: int, kv_heads: int, *flags: Any
+) -> Problem:
+    inputs = {"qkv": qkv, "q_weight": q_weight, "k_weight": k_weight, "rope": rope, "at": positions}
+    return _heads_problem(inputs, "none", qkv.shape[0], heads, kv_heads, *flags)
+
+
+def _write_heads_problem(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, rope: Tensor, positions: Tensor, keys: Tensor, values: Tensor, heads: int,
+    *flags: Any,
+) -> Problem:  # fmt: skip
+    inputs = {"qkv": qkv, "q_weight": q_weight, "k_weight": k_weight, "rope": rope, "at": positions}
+    inputs |= {"keys": keys, "values": values}
+    slots = keys.shape[2]
+    cache = "linear" if slots == rope.shape[0] else "ring"
+    return _heads_problem(inputs, cache, slots, heads, keys.shape[1], *flags)
+
+
+_ROW = "Tensor qkv, Tensor q_weight, Tensor k_weight, Tensor rope, Tensor positions"
+_FLAGS = "bool gated, bool values_are_keys, bool value_norm, float eps"
+define(
+    f"make_heads({_ROW}, int heads, int kv_heads, {_FLAGS}) -> Tensor[]",
+    _make_heads_reference, _make_heads_shape, _make_heads_problem,
+    lambda outputs, qkv: [outputs["query"][None], *(outputs[n] for n in ("keys", "values") if outputs[n].numel())],
+)  # fmt: skip
+define(
+    f"write_heads({_ROW}, Tensor(a!) keys, Tensor(b!) values, int heads, {_FLAGS}) -> Tensor",
+    _write_heads_reference, _write_heads_shape, _write_heads_problem, lambda outputs, qkv: outputs["query"][None],
+)  # fmt: skip
+
+
+@rule("toolkit::write_heads", "toolkit::make_heads")
+def _heads_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> list[Effect]:
+    """One kernel that reads a row, and writes as many numbers: queries, and keys and values in their slots."""
+    return launches("qk_norm_rope", 1, 2 * nbytes(args[0]))
+
+
+def attend(
+    query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, window: int = 0, bound: int | None = None,
+    new: Sequence[Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention of query [1, T, H, D] at `positions` [T] on keys and values [1, KV heads, slots, D]: [1, T, H * D].
+
+    With a `window` the slots are a ring, no more than it. `new` (keys, values) [1, KV heads, T, D]: several tokens' own, which
+    a ring doesn't hold yet. `bound`: how many slots hold anything, at most; kernels read it from the positions.
+    For GPUs alone, and for what `HeadLayout.fits`.
+    """
+    own = (None, None) if new is None else tuple(new)
+    limit = keys.shape[2] if bound is None else bound
+    return call("attention", query, keys, values, positions, *own, scale, window, limit)  # type: ignore[no-any-return]
+
+
+def _attention_reference(
+    query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, new_keys: Tensor | None, new_values: Tensor | None,
+    scale: float, window: int, bound: int,
+) -> Tensor:  # fmt: skip
+    size, bound = keys.shape[2], min(bound, keys.shape[2])
+    slots = torch.arange(bound, device=keys.device)
+    keys, values = keys[:, :, :bound], values[:, :, :bound]
+    if window:
+        last = positions[:1] - int(new_keys is not None)  # the newest in the ring
+        slots = last - (last - slots) % size
+    if new_keys is not None and new_values is not None:
+        slots = torch.cat((slots, positions))
+        keys, values = torch.cat((keys, new_keys), 2), torch.cat((values, new_values), 2)
+    return cached_attention(query, keys, values, hidden_slots(slots, positions, window or None), scale)
+
+
+def _attention_shape(query: Tensor, *rest: Any) -> Tensor:
+    return query.new_empty(1, query.shape[1], query.shape[2] * query.shape[3])
+
+
+def _attention_problem(
+    query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, new_keys: Tensor | None, new_values: Tensor | None,
+    scale: float, window: int, bound: int,
+) -> Problem:  # fmt: skip
+    from toolkit.kernels.attention import ATTENTION_DECODE, AttentionShape
+    from toolkit.kernels.attention_prefill import ATTENTION_PREFILL, PrefillShape
+
+    _, tokens, heads, dim = query.shape
+    inputs = {"query": query, "keys": keys, "values": values, "positions": positions}
+    about = (heads, keys.shape[1], dim, keys.shape[2], window, dtype_name(query.dtype), scale != 1.0)
+    if tokens == 1:
+        return ATTENTION_DECODE, AttentionShape(*about), {**inputs, "arrivals": counters(query, keys.shape[1])}
+    if new_keys is not None and new_values is not None:
+        inputs |= {"new_keys": new_keys, "new_values": new_values}
+    return ATTENTION_PREFILL, PrefillShape(*about, tokens=tokens, ring=new_keys is not None), inputs
+
+
+define(
+    "attention(Tensor query, Tensor keys, Tensor values, Tensor positions, Tensor? new_keys, Tensor? new_values, "
+    "float scale, int window, SymInt bound) -> Tensor",
+    _attention_reference, _attention_shape, _attention_problem, lambda outputs, query: outputs["output"],
+)  # fmt: skip
+
+
+@rule("toolkit::attention")
+def _attention_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> list[Effect]:
+    """One kernel that reads the slots that hold something."""
+    query, keys, new_keys, bound = args[0], args[1], args[4], min(args[8], args[1].shape[2])
+    slots = bound + (0 if new_keys is None else query.shape[1])
+    moved = 2 * nbytes(query) + 2 * slots * nbytes(keys) // keys.shape[2]
+    return launches("attention", 1, moved, 4.0 * query.numel() * slots)

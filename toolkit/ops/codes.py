@@ -1,0 +1,195 @@
+"""Keys and values in 8 and 4 bits: new ones into a cache of codes, and attention on it. What codes are: `kernels.kv_codes`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit.gpu.virtual.effects.effect import Effect, nbytes
+from toolkit.gpu.virtual.effects.operations import rule
+from toolkit.kernels.kv_codes import CodeScheme, decode, encode, find_kv_scheme, hadamard, levels, unpack_words
+from toolkit.kernels.noise import INDEX, mix, shifted, signed
+from toolkit.ops.attention import attend
+from toolkit.ops.define import Problem, call, counters, define, dtype_name, launches, on_gpu
+from toolkit.ops.reference.attention import cached_attention, hidden_slots
+
+PIECE = 4096  # slots that are made numbers at a time: their int32 and fp32 intermediates are six times what comes of them
+
+Held = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Keys, their scales, values, their scales: int16 [1, KV heads, slots, D bits / 16], and fp16 [1, KV heads, slots]."""
+
+
+@dataclass(frozen=True)
+class Codebook:
+    """What codes of a head_dim D are read by, made on the device without a copy; the layers of a cache may share one.
+
+    `scheme`: by name. `signs` fp32 [D]: of the rotation, the same everywhere. Where there are 4-bit codes, `matrix` fp32 [D, D]
+    is that rotation (x @ matrix turns x), and `levels` fp32 [16] what the codes stand for.
+    """
+
+    scheme: str
+    signs: Tensor
+    matrix: Tensor | None = None
+    levels: Tensor | None = None
+
+    @classmethod
+    def make(cls, scheme: CodeScheme, head_dim: int, device: torch.device) -> Codebook:
+        bits = shifted(mix(torch.arange(head_dim, device=device) * signed(INDEX)), 63)
+        signs = 1.0 - 2.0 * bits.float()
+        if 4 not in (scheme.key_bits, scheme.value_bits):
+            return cls(scheme.name, signs)
+        return cls(scheme.name, signs, hadamard(torch.eye(head_dim, device=device) * signs[:, None]), levels(device))
+
+
+def codes_fit(scheme: CodeScheme, head_dim: int) -> bool:
+    """Do the kernels take such heads?"""
+    return head_dim in (32, 64, 128, 256, 512) and head_dim >= 256 // min(scheme.key_bits, scheme.value_bits)
+
+
+def write_codes(key: Tensor, value: Tensor, positions: Tensor, book: Codebook, held: Held) -> None:
+    """Codes of key and value [1, KV heads, T, D] into the slots `positions` [T] of `held`."""
+    operands = (key.detach(), value.detach(), positions, book.signs, *held, book.scheme)
+    if on_gpu(key.detach()):
+        call("write_codes", *operands)
+    else:
+        _write_reference(*operands)
+
+
+def read_codes(held: Held, signs: Tensor, codes: str, bound: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What the first `bound` slots of `held` stand for, by PyTorch: keys and values [1, KV heads, bound, D] in `dtype`."""
+    scheme = find_kv_scheme(codes)
+
+    def back(bits: int) -> Callable[[Tensor, Tensor], Tensor]:
+        return lambda words, scales: decode(words, scales, bits, signs)
+
+    keys, key_scales, values, value_scales = held
+    of_keys = _in_pieces(keys, key_scales, bound, dtype, back(scheme.key_bits))
+    return of_keys, _in_pieces(values, value_scales, bound, dtype, back(scheme.value_bits))
+
+
+def attend_codes(query: Tensor, held: Held, book: Codebook, positions: Tensor, scale: float, bound: int) -> Tensor:
+    """Attention of query [1, T, H, D] at `positions` [T] on `held`, where its own keys and values are: [1, T, H * D].
+
+    One token reads codes. Several read numbers made of the first `bound` slots, in the query's dtype: they stay rotated, and
+    it is the query and the result that are turned. For GPUs alone, and for what `codes_fit`.
+    """
+    if query.shape[1] == 1:
+        return call("attention_codes", query, *held, book.signs, positions, scale, book.scheme, bound)  # type: ignore[no-any-return]
+    scheme, (keys, key_scales, values, value_scales) = find_kv_scheme(book.scheme), held
+    plain_keys = _in_pieces(keys, key_scales, bound, query.dtype, _numbers(scheme.key_bits, book))
+    plain_values = _in_pieces(values, value_scales, bound, query.dtype, _numbers(scheme.value_bits, book))
+    if scheme.key_bits == 4:
+        assert book.matrix is not None
+        query = (query.float() @ book.matrix).to(query.dtype)
+    out = attend(query, plain_keys, plain_values, positions, scale)
+    if scheme.value_bits == 4:
+        assert book.matrix is not None
+        out = (out.view(query.shape).float() @ book.matrix.t()).to(out.dtype).view(out.shape)
+    return out
+
+
+def _in_pieces(
+    words: Tensor, scales: Tensor, bound: int, dtype: torch.dtype, make: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """`make` of the words and scales of the first `bound` slots, in `dtype`."""
+    if isinstance(bound, torch.SymInt):  # a graph for any number of slots: in one piece
+        return make(words[:, :, :bound], scales[:, :, :bound]).to(dtype)
+    spans = [slice(start, min(start + PIECE, bound)) for start in range(0, bound, PIECE)]
+    found = [make(words[:, :, some], scales[:, :, some]).to(dtype) for some in spans]
+    return found[0] if len(found) == 1 else torch.cat(found, 2)
+
+
+def _numbers(bits: int, book: Codebook) -> Callable[[Tensor, Tensor], Tensor]:
+    """Codes times their scales; those of 4 bits aren't rotated back."""
+
+    def make(words: Tensor, scales: Tensor) -> Tensor:
+        codes = unpack_words(words, bits)
+        if bits == 4:
+            assert book.levels is not None
+            codes = book.levels.index_select(0, codes.flatten()).view(codes.shape)
+        return codes * scales.float()[..., None]
+
+    return make
+
+
+def _write_reference(
+    key: Tensor, value: Tensor, positions: Tensor, signs: Tensor, keys: Tensor, key_scales: Tensor, values: Tensor,
+    value_scales: Tensor, codes: str,
+) -> None:  # fmt: skip
+    scheme = find_kv_scheme(codes)
+    of_keys, of_values = (key, keys, key_scales, scheme.key_bits), (value, values, value_scales, scheme.value_bits)
+    for new, words, scales, bits in (of_keys, of_values):
+        found_words, found_scales = encode(new, bits, signs)
+        words.index_copy_(2, positions, found_words)
+        scales.index_copy_(2, positions, found_scales)
+
+
+def _write_problem(
+    key: Tensor, value: Tensor, positions: Tensor, signs: Tensor, keys: Tensor, key_scales: Tensor, values: Tensor,
+    value_scales: Tensor, codes: str,
+) -> Problem:  # fmt: skip
+    from toolkit.kernels.kv_encode import KV_ENCODE, EncodeShape
+
+    _, kv_heads, tokens, dim = key.shape
+    shape = EncodeShape(tokens, kv_heads, dim, keys.shape[2], codes=codes, dtype=dtype_name(key.dtype))
+    inputs = {"key": key, "value": value, "positions": positions, "signs": signs}
+    inputs |= {"keys": keys, "key_scales": key_scales, "values": values, "value_scales": value_scales}
+    return KV_ENCODE, shape, inputs
+
+
+def _attention_reference(
+    query: Tensor, keys: Tensor, key_scales: Tensor, values: Tensor, value_scales: Tensor, signs: Tensor, positions: Tensor,
+    scale: float, codes: str, bound: int,
+) -> Tensor:  # fmt: skip
+    seen = read_codes((keys, key_scales, values, value_scales), signs, codes, bound, query.dtype)
+    mask = hidden_slots(torch.arange(bound, device=keys.device), positions)
+    return cached_attention(query, *seen, mask, scale)
+
+
+def _attention_shape(query: Tensor, *rest: Any) -> Tensor:
+    return query.new_empty(1, query.shape[1], query.shape[2] * query.shape[3])
+
+
+def _attention_problem(
+    query: Tensor, keys: Tensor, key_scales: Tensor, values: Tensor, value_scales: Tensor, signs: Tensor, positions: Tensor,
+    scale: float, codes: str, bound: int,
+) -> Problem:  # fmt: skip
+    from toolkit.kernels.attention_codes import ATTENTION_CODES, CodesShape
+
+    (_, _, heads, dim), (_, kv_heads, slots, _) = query.shape, keys.shape
+    shape = CodesShape(heads, kv_heads, dim, slots, 0, dtype_name(query.dtype), scale != 1.0, codes)
+    inputs = {"query": query, "keys": keys, "key_scales": key_scales, "values": values, "value_scales": value_scales}
+    inputs |= {"signs": signs, "positions": positions, "arrivals": counters(query, kv_heads)}
+    return ATTENTION_CODES, shape, inputs
+
+
+define(
+    "write_codes(Tensor key, Tensor value, Tensor positions, Tensor signs, Tensor(a!) keys, Tensor(b!) key_scales, "
+    "Tensor(c!) values, Tensor(d!) value_scales, str codes) -> ()",
+    _write_reference, lambda *operands: None, _write_problem, lambda outputs, key: None,
+)  # fmt: skip
+define(
+    "attention_codes(Tensor query, Tensor keys, Tensor key_scales, Tensor values, Tensor value_scales, Tensor signs, "
+    "Tensor positions, float scale, str codes, SymInt bound) -> Tensor",
+    _attention_reference, _attention_shape, _attention_problem, lambda outputs, query: outputs["output"],
+)  # fmt: skip
+
+
+@rule("toolkit::write_codes")
+def _write_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: None) -> list[Effect]:
+    """One kernel that reads the new keys and values, and writes their codes."""
+    key = args[0]
+    size = find_kv_scheme(args[8]).bytes_per_token(key.shape[3])
+    return launches("kv_encode", 1, 2 * nbytes(key) + key.shape[1] * key.shape[2] * size)
+
+
+@rule("toolkit::attention_codes")
+def _attention_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> list[Effect]:
+    """One kernel that reads the codes of the slots that hold something."""
+    query, kv_heads, bound = args[0], args[1].shape[1], args[9]
+    held = kv_heads * bound * find_kv_scheme(args[8]).bytes_per_token(query.shape[3])
+    return launches("attention_codes", 1, 2 * nbytes(query) + held, 4.0 * query.numel() * bound)

@@ -1,0 +1,163 @@
+"""Mixtures of experts whose matrices are packed: one token through the experts it chooses, or many through theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit.gpu.virtual.effects.effect import Effect, nbytes
+from toolkit.gpu.virtual.effects.operations import rule
+from toolkit.ops.define import Problem, aligned, call, define, dtype_name, launches, on_gpu
+from toolkit.ops.products import ACTIVATIONS, FUSED
+from toolkit.weights.schemes import SCHEMES, PackedMatrix, dequantise
+
+LEAST = 32  # numbers that share a scale of activations: rows of a step divide by it
+
+Gated = tuple[PackedMatrix, PackedMatrix]  # gate and up as one matrix, and down; a stack of experts or one
+
+
+def experts_fit(x: Tensor, matrices: Gated | None, activation: str, *scores: Tensor | None) -> bool:
+    """Can `experts` take these matrices, and does it run? `scores`: what else may be asked for a gradient."""
+    return matrices is not None and activation in FUSED and x.dtype == torch.bfloat16 and on_gpu(x, *scores)
+
+
+def moe_fits(x: Tensor, matrices: Gated | None, activation: str, shared: Gated | None, *scores: Tensor | None) -> bool:
+    """Can `moe` take these? The shared expert's matrices are those of one more expert."""
+    if matrices is None or x.shape[0] != 1 or not experts_fit(x, matrices, activation, *scores):
+        return False
+    up, down = matrices
+    whole = all(matrix.shape[-1] % LEAST == 0 for matrix in matrices)
+    alike = shared is None or [(m.scheme, m.shape) for m in shared] == [(m.scheme, m.shape[1:]) for m in (up, down)]
+    return whole and alike
+
+
+def moe(
+    x: Tensor, scores: Tensor, top_k: int, matrices: Gated, activation: str, shared: Gated | None = None,
+    gate: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """One token x [1, hidden] through the `top_k` experts of the highest scores [1, experts], whose softmax weighs them.
+
+    And through the `shared` one, weighed by the sigmoid of `gate` [1, 1]: [1, hidden]. For GPUs alone, and what `moe_fits`.
+    """
+    up, down = matrices
+    held = [_parts(one) for one in matrices] + ([_parts(one) for one in shared] if shared is not None else [[], []])
+    return call("moe", aligned(x), scores, gate, *held, up.scheme.name, down.scheme.name, top_k, activation)  # type: ignore[no-any-return]
+
+
+def experts(x: Tensor, chosen: Tensor, shares: Tensor, matrices: Gated, activation: str) -> Tensor:
+    """x [N, hidden] through the experts `chosen` [N, k], weighed by `shares` [N, k] in fp32: [N, hidden].
+
+    For GPUs alone, and what `experts_fit`.
+    """
+    up, down = matrices
+    schemes = (up.scheme.name, down.scheme.name)
+    return call("experts", aligned(x), chosen, shares, _parts(up), _parts(down), *schemes, activation)  # type: ignore[no-any-return]
+
+
+def _parts(matrix: PackedMatrix) -> list[Tensor]:
+    return list(matrix.parts().values())
+
+
+def _named(parts: Sequence[Tensor], scheme: str, prefix: str = "") -> dict[str, Tensor]:
+    return {f"{prefix}{name}": part for name, part in zip(SCHEMES[scheme].parts(), parts, strict=True)}
+
+
+def _some(parts: Sequence[Tensor], scheme: str, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values of some matrices of a stack: [n, out, in]."""
+    chosen = {name: part.index_select(0, numbers) for name, part in _named(parts, scheme).items()}
+    return dequantise(SCHEMES[scheme], chosen, dtype)
+
+
+def _gated(x: Tensor, up: Tensor, down: Tensor, activation: str) -> Tensor:
+    """x [n, 1, hidden] through n gated MLPs."""
+    gate, rest = torch.bmm(x, up.transpose(1, 2)).chunk(2, -1)
+    return torch.bmm(ACTIVATIONS[activation](gate) * rest, down.transpose(1, 2))
+
+
+def _moe_reference(
+    x: Tensor, scores: Tensor, gate: Tensor | None, up: Sequence[Tensor], down: Sequence[Tensor], shared_up: Sequence[Tensor],
+    shared_down: Sequence[Tensor], scheme: str, down_scheme: str, top_k: int, activation: str,
+) -> Tensor:  # fmt: skip
+    shares, chosen = scores.softmax(-1, dtype=torch.float32).topk(top_k, -1)
+    shares = shares / shares.sum(-1, keepdim=True)
+    out = _experts_reference(x, chosen, shares, up, down, scheme, down_scheme, activation)
+    if gate is None:
+        return out
+    own = dequantise(SCHEMES[scheme], _named(shared_up, scheme), x.dtype)[None]
+    back = dequantise(SCHEMES[down_scheme], _named(shared_down, down_scheme), x.dtype)[None]
+    return torch.addcmul(out, _gated(x[None], own, back, activation)[0], gate.sigmoid())
+
+
+def _moe_problem(
+    x: Tensor, scores: Tensor, gate: Tensor | None, up: Sequence[Tensor], down: Sequence[Tensor], shared_up: Sequence[Tensor],
+    shared_down: Sequence[Tensor], scheme: str, down_scheme: str, top_k: int, activation: str,
+) -> Problem:  # fmt: skip
+    from toolkit.kernels.moe import MOE_STEP, MoeShape
+
+    sizes = (x.shape[-1], up[0].shape[1] // 2, scores.shape[-1], top_k, gate is not None)
+    inputs = {"x": x[0], "scores": scores[0]} | ({} if gate is None else {"shared_gate": gate[0]})
+    inputs |= _named(up, scheme, "up_") | _named(down, down_scheme, "down_")
+    if gate is not None:
+        inputs |= _named(shared_up, scheme, "shared_up_") | _named(shared_down, down_scheme, "shared_down_")
+    shape = MoeShape(*sizes, scheme, down_scheme, activation, dtype_name(x.dtype))
+    return MOE_STEP, shape, inputs
+
+
+define(
+    "moe(Tensor x, Tensor scores, Tensor? gate, Tensor[] up, Tensor[] down, Tensor[] shared_up, Tensor[] shared_down, "
+    "str scheme, str down_scheme, int top_k, str activation) -> Tensor",
+    _moe_reference, lambda x, *rest: torch.empty_like(x), _moe_problem, lambda outputs, x: outputs["output"][None],
+)  # fmt: skip
+
+
+@rule("toolkit::moe")
+def _moe_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> list[Effect]:
+    """Routing, then two products that read the experts chosen, and the shared one."""
+    x, scores, _, up, down, shared_up, shared_down = args[:7]
+    chosen = sum(map(nbytes, (*up, *down))) * args[9] // scores.shape[-1]
+    return launches("moe", 3, 2 * nbytes(x) + nbytes(scores) + chosen + sum(map(nbytes, (*shared_up, *shared_down))))
+
+
+def _experts_reference(
+    x: Tensor, chosen: Tensor, shares: Tensor, up: Sequence[Tensor], down: Sequence[Tensor], scheme: str, down_scheme: str,
+    activation: str,
+) -> Tensor:  # fmt: skip
+    """Token by token, so that little is dequantised at a time."""
+    rows = []
+    for row, numbers, weights in zip(x, chosen, shares, strict=True):
+        own, back = _some(up, scheme, numbers, x.dtype), _some(down, down_scheme, numbers, x.dtype)
+        each = _gated(row.expand(len(numbers), 1, -1), own, back, activation)[:, 0]
+        rows.append((each * weights.to(x.dtype)[:, None]).sum(0))
+    return torch.stack(rows)
+
+
+def _experts_problem(
+    x: Tensor, chosen: Tensor, shares: Tensor, up: Sequence[Tensor], down: Sequence[Tensor], scheme: str, down_scheme: str,
+    activation: str,
+) -> Problem:  # fmt: skip
+    from toolkit.kernels.moe_prefill import MOE_PREFILL, ExpertsShape
+
+    count, width = up[0].shape[0], up[0].shape[1] // 2
+    shape = ExpertsShape(x.shape[0], x.shape[-1], width, count, chosen.shape[-1], scheme, down_scheme, activation)
+    inputs = {"x": x, "chosen": chosen.contiguous(), "shares": shares.contiguous()}
+    return MOE_PREFILL, shape, inputs | _named(up, scheme, "up_") | _named(down, down_scheme, "down_")
+
+
+define(
+    "experts(Tensor x, Tensor chosen, Tensor shares, Tensor[] up, Tensor[] down, str scheme, str down_scheme, str activation) "
+    "-> Tensor",
+    _experts_reference, lambda x, *rest: torch.empty_like(x), _experts_problem, lambda outputs, x: outputs["out"],
+)  # fmt: skip
+
+
+@rule("toolkit::experts")
+def _experts_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> list[Effect]:
+    """Sorting, two products, a sum: four kernels, which read as many experts as the pairs can be of."""
+    x, chosen, _, up, down = args[:5]
+    matrices = sum(map(nbytes, (*up, *down)))
+    share = min(1.0, chosen.numel() / up[0].shape[0])
+    flops = 6.0 * chosen.numel() * x.shape[-1] * up[0].shape[1] / 2
+    return launches("experts", 4, 2 * nbytes(x) + int(matrices * share), flops)

@@ -1,0 +1,95 @@
+"""Norms, with what is added before or after them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from toolkit.gpu.virtual.effects.effect import Effect, nbytes
+from toolkit.gpu.virtual.effects.operations import rule
+from toolkit.ops.define import Problem, aligned, call, define, dtype_name, launches, on_gpu
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last dimension of x [..., hidden], in fp32; weight [hidden] in fp32."""
+    return _norm(x, weight, eps)[0]
+
+
+def add_norm(
+    residual: Tensor, x: Tensor, weight: Tensor, eps: float, post_weight: Tensor | None = None, scalar: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(norm(sum), sum) [..., hidden] where sum is residual + x, with `post_weight` (residual + post_norm(x)) * scalar."""
+    normed, total = _norm(x, weight, eps, residual, post_weight, scalar)
+    return normed, total
+
+
+def norm_add(residual: Tensor, x: Tensor, post_weight: Tensor, eps: float, scalar: Tensor | None = None) -> Tensor:
+    """(residual + norm(x)) * scalar, [..., hidden]."""
+    return _norm(x, post_weight, eps, residual, post_weight, scalar, False)[0]
+
+
+def _norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None = None,
+    post_weight: Tensor | None = None,
+    scalar: Tensor | None = None,
+    normed: bool = True,
+) -> Sequence[Tensor]:
+    if not x.numel() or not on_gpu(x, weight, residual, post_weight, scalar):
+        return _norm_reference(x, weight, eps, residual, post_weight, scalar, normed)
+    residual = None if residual is None else aligned(residual)
+    return call("rms_norm", aligned(x), weight, eps, residual, post_weight, scalar, normed)  # type: ignore[no-any-return]
+
+
+def _norm_reference(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, post_weight: Tensor | None, scalar: Tensor | None,
+    normed: bool,
+) -> list[Tensor]:  # fmt: skip
+    if residual is not None:
+        x = residual + (x if post_weight is None else F.rms_norm(x.float(), x.shape[-1:], post_weight, eps).to(x.dtype))
+        x = x if scalar is None else x * scalar
+    found = [F.rms_norm(x.float(), x.shape[-1:], weight, eps).to(x.dtype)] if normed else []
+    return found if residual is None else [*found, x]
+
+
+def _norm_shape(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, post_weight: Tensor | None, scalar: Tensor | None,
+    normed: bool,
+) -> list[Tensor]:  # fmt: skip
+    return [torch.empty_like(x) for _ in range(normed + (residual is not None))]
+
+
+def _norm_problem(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, post_weight: Tensor | None, scalar: Tensor | None,
+    normed: bool,
+) -> Problem:  # fmt: skip
+    from toolkit.kernels.norms_rope import RMS_NORM, NormShape
+
+    form = "norm" if residual is None else "add_norm" if post_weight is None else "norm_add_norm" if normed else "norm_add"
+    given = {"x": x, "weight": weight, "residual": residual, "scalar": scalar}
+    given |= {"post_weight": post_weight} if form == "norm_add_norm" else {}
+    hidden = x.shape[-1]
+    inputs = {name: t.view(-1, hidden) if name in ("x", "residual") else t for name, t in given.items() if t is not None}
+    shape = NormShape(x.numel() // hidden, hidden, form, scalar is not None, False, dtype_name(x.dtype), repr(eps))
+    return RMS_NORM, shape, inputs
+
+
+define(
+    "rms_norm(Tensor x, Tensor weight, float eps, Tensor? residual, Tensor? post_weight, Tensor? scalar, bool normed) "
+    "-> Tensor[]",
+    _norm_reference, _norm_shape, _norm_problem,
+    lambda outputs, x: [outputs[name].view_as(x) for name in ("out", "residual") if name in outputs],
+)  # fmt: skip
+
+
+@rule("toolkit::rms_norm")
+def _effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Sequence[Tensor]) -> list[Effect]:
+    """One kernel that reads x and the residual, and writes as many rows."""
+    x, residual = args[0], args[3]
+    return launches("rms_norm", 1, nbytes(x) * (1 + (residual is not None)) + sum(map(nbytes, out)))

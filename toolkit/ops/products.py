@@ -1,0 +1,93 @@
+"""x times a matrix, plain or packed, and what a gated MLP does with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from toolkit.gpu.virtual.effects.effect import Effect, nbytes
+from toolkit.gpu.virtual.effects.operations import rule
+from toolkit.ops.define import Problem, aligned, call, counters, define, launches, on_gpu
+from toolkit.weights.schemes import SCHEMES, PackedMatrix, packed_matmul
+
+DECODED = 8  # tokens up to which a product is that of decoding, bound by the matrix's bytes
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+    "relu": F.relu,
+}
+FUSED = ("silu", "gelu_tanh")  # those that a product's kernel can end with
+
+
+def matmul(x: Tensor, weight: Tensor | PackedMatrix, activation: str = "none") -> Tensor:
+    """x [..., in] times weight [out, in], transposed: [..., out] in the dtype of `x`.
+
+    With an `activation` (of `ACTIVATIONS`) the matrix holds gate rows and then as many up rows, and the result
+    [..., out / 2] is activation(gate) * up. On CUDA a few rows (`DECODED`) of bf16 become 8-bit integers with a scale per 32
+    first, of fp16 and fp32 16-bit ones; more rows in fp16 and fp32 go by the reference.
+    """
+    if activation != "none" and activation not in FUSED:
+        return _activated(matmul(x, weight), activation)
+    if not isinstance(weight, PackedMatrix):
+        return _activated(F.linear(x, weight), activation)
+    parts = list(weight.parts().values())
+    rows = x.numel() // max(1, x.shape[-1])
+    gpu = on_gpu(x)
+    if gpu and x.dtype == torch.float16 and rows <= DECODED:
+        return matmul(x.float(), weight, activation).to(x.dtype)
+    if not gpu or not rows or x.dtype not in ((torch.bfloat16, torch.float32) if rows <= DECODED else (torch.bfloat16,)):
+        return _matmul_reference(x, parts, weight.scheme.name, activation)
+    return call("packed_matmul", aligned(x), parts, weight.scheme.name, activation)  # type: ignore[no-any-return]
+
+
+def _activated(both: Tensor, activation: str) -> Tensor:
+    if activation == "none":
+        return both
+    gate, up = both.chunk(2, -1)
+    return ACTIVATIONS[activation](gate) * up
+
+
+def _matmul_reference(x: Tensor, parts: Sequence[Tensor], scheme: str, activation: str) -> Tensor:
+    found = SCHEMES[scheme]
+    return _activated(packed_matmul(x, found, dict(zip(found.parts(), parts, strict=True))), activation)
+
+
+def _matmul_shape(x: Tensor, parts: Sequence[Tensor], scheme: str, activation: str) -> Tensor:
+    return x.new_empty(*x.shape[:-1], parts[0].shape[0] // (1 if activation == "none" else 2))
+
+
+def _matmul_problem(x: Tensor, parts: Sequence[Tensor], scheme: str, activation: str) -> Problem:
+    n, k = parts[0].shape[0], x.shape[-1]
+    rows = x.reshape(-1, k)
+    inputs = {"x": rows, **dict(zip(SCHEMES[scheme].parts(), parts, strict=True))}
+    if rows.shape[0] > DECODED:
+        from toolkit.kernels.int4_prefill import COUNTERS, INT4_PREFILL, PrefillShape
+
+        inputs["counter"] = counters(x, COUNTERS)
+        return INT4_PREFILL, PrefillShape(n, k, rows.shape[0], scheme, activation), inputs
+    from toolkit.kernels.int4_matmul import INT4_MATMUL, MatmulShape
+
+    digits, out = ("bf16", "fp32") if x.dtype == torch.float32 else ("int8", "bf16")
+    return INT4_MATMUL, MatmulShape(n, k, rows.shape[0], scheme, digits, activation, out), inputs
+
+
+@rule("toolkit::packed_matmul")
+def _matmul_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> list[Effect]:
+    """Each packed byte is read once; of a few rows a small launch makes integers first."""
+    x, parts = args[0], args[1]
+    rows = x.numel() // x.shape[-1]
+    moved = nbytes(x) + nbytes(out) + sum(map(nbytes, parts))
+    return launches("packed_matmul", 2 if rows <= DECODED else 1, moved, 2.0 * x.numel() * parts[0].shape[0])
+
+
+define(
+    "packed_matmul(Tensor x, Tensor[] parts, str scheme, str activation) -> Tensor",
+    _matmul_reference, _matmul_shape, _matmul_problem,
+    lambda outputs, x: outputs["out"].view(*x.shape[:-1], -1),
+)  # fmt: skip

@@ -1,0 +1,411 @@
+"""Will it fit? The memory that exporting and running a model takes, phase by phase, before anything is allocated.
+
+Pure functions of a model's shapes (on "meta"), a GPU's figures and a budget: no GPU is asked, no tensor of any size is made.
+A plan has two peaks. *Exporting* has to stay within the budget that the user names. *Running* has to fit on the card. Each has
+levers that lower it; a plan pulls those it needs, and says what each saves and why.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.core.display import render
+from toolkit.core.errors import BudgetError, ModelError
+from toolkit.core.units import MiB, bytes_text
+from toolkit.gpu.catalogue import CATALOGUE, GpuSpec
+from toolkit.gpu.virtual.allocator.blocks import Blocks
+from toolkit.kernels.kv_codes import KV_SCHEMES
+from toolkit.models.cache import Recurrent, Ring
+from toolkit.vram.what_if import CONTEXT_BYTES
+from toolkit.weights.schemes import PackedMatrix
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SLOTS = 2  # of the small cache whose sizes are scaled up
+CONTEXTS = (4096, 8192, 16384, 32768, 65536, 131072)  # at which a table asks what fits
+
+# Not derived from shapes; how each is known stands beside it. What CUDA takes while a model runs: `replaying.CONTEXT_BYTES`.
+BARE_CONTEXT = 518 * MiB  # measured on an H200, in three processes alike: CUDA's context where nothing runs, as in an export
+FIRST_BLOCK = 2 * MiB  # measured: PyTorch's tracer begins with one number on the GPU, and its allocator with a block
+RUN_SCRATCH = 128 * MiB  # measured on an H200: partial sums of a product with many tokens (kernels/int4_prefill.py)
+STAGING = 64 * MiB  # chosen: how much of a weight is on its way at a time
+HOST_BASE = 480 * MiB  # measured: Python with PyTorch, its compiler and one layer's graph
+COMPILER = 900 * MiB  # measured: a process that compiles a layer, with its C++ compiler
+MOST_COMPILERS = 4  # chosen: of these at once
+
+
+@dataclass(frozen=True)
+class Levers:
+    """What an export does to take less of the GPU. All are what `tk.export` does; off, they are what a plain one would.
+
+    `weights_as_inputs`: weights are inputs of the compiled graphs, none is on the GPU while compiling. `state_as_inputs`: so
+    are keys, values and states, which else are buffers that the compiler clones. `tables_outside`: the embedding is looked up
+    outside the graphs, whose compiler would copy the table to try kernels on. `tiled_dequantisation`: kernels multiply packed
+    weights as they are, rather than make plain matrices first.
+    """
+
+    weights_as_inputs: bool = True
+    state_as_inputs: bool = True
+    tables_outside: bool = True
+    tiled_dequantisation: bool = True
+
+
+NONE = Levers(False, False, False, False)
+WHY = {
+    "weights_as_inputs": "no weight is on the GPU while it is compiled",
+    "state_as_inputs": "keys, values and states are placeholders: buffers that a graph writes would be there twice",
+    "tables_outside": "the compiler makes no scratch copy of the embedding table",
+    "tiled_dequantisation": "packed weights are multiplied as they are: no plain copy of the largest matrix",
+}
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One stretch of work and what it holds: bytes on the GPU by what they are, and bytes of the host's memory."""
+
+    name: str
+    parts: dict[str, int]
+    host_bytes: int = 0
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Pull:
+    """A lever that was pulled: the bytes of the peak that it saves, and why."""
+
+    lever: str
+    saves_bytes: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What of a model decides over memory, in bytes on a device. `states` by context is `state_bytes`."""
+
+    weights: int
+    states: tuple[tuple[int, int | None], ...]  # of a cache's tensors: bytes a slot, slots at most (None: the context's)
+    fixed: tuple[int, ...]  # bytes of each tensor whose size the context doesn't change
+    table: int  # the embedding, as plain numbers
+    largest: int  # matrix, as plain numbers; 0 where none is packed
+    hidden: int
+    widest: int  # what a token makes between two norms, in numbers
+    vocab: int
+    itemsize: int
+    positions: int  # that the model has
+
+    def state_bytes(self, context: int) -> int:
+        """The caches for `context` tokens: keys and values, recurrent states, rotary tables, numbers of slots."""
+        growing = (each * min(context, slots or context) for each, slots in self.states)
+        return allocated_bytes([*growing, *self.fixed])
+
+    def activation_bytes(self, tokens: int) -> int:
+        """What lies between layers while `tokens` pass at once, and the logits of one."""
+        return tokens * self.itemsize * (4 * self.hidden + self.widest) + 4 * 3 * self.vocab
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """How a model would be exported and run: phases with predicted bytes, the levers pulled, and what doesn't fit.
+
+    `export` and `run` are phases. `kv` is in what keys and values are held, `chunk` how many tokens of a prompt go at once,
+    `compilers` how many layers are compiled at once.
+    `problems` says in words what doesn't fit, with what would; `check()` raises them. Frozen facts, predicted, none measured.
+    """
+
+    model: str
+    card: GpuSpec | None  # None: the CPU
+    context: int
+    budget_bytes: int | None
+    run_budget_bytes: int
+    kv: str | None
+    chunk: int
+    levers: Levers
+    compilers: int
+    export: tuple[Phase, ...]
+    run: tuple[Phase, ...]
+    pulled: tuple[Pull, ...]
+    problems: tuple[BudgetError, ...]
+    sizes: Sizes
+
+    @property
+    def export_peak_bytes(self) -> int:
+        """The most that exporting takes of the GPU; on the CPU, of the host."""
+        return _peak(self.export, self.card)
+
+    @property
+    def run_bytes(self) -> int:
+        """The most that loading the package and generating takes."""
+        return _peak(self.run, self.card)
+
+    @property
+    def fits(self) -> bool:
+        return not self.problems
+
+    def check(self) -> Plan:
+        """The plan, if all fits; else BudgetError, before any work."""
+        if self.problems:
+            raise self.problems[0]
+        return self
+
+    def to_pandas(self) -> pd.DataFrame:
+        """A row a phase: bytes by what they are, their sum on the GPU, and the host's."""
+        import pandas as pd
+
+        rows = [
+            {"when": when, "phase": p.name, **p.parts, "device_bytes": p.device_bytes, "host_bytes": p.host_bytes}
+            for when, phases in (("export", self.export), ("run", self.run))
+            for p in phases
+        ]
+        found = pd.DataFrame(rows).set_index(["when", "phase"]).fillna(0)
+        return found.astype("int64")
+
+    def fits_on(self, cards: Iterable[GpuSpec] | None = None) -> list[dict[str, Any]]:
+        """Of every card (the catalogue's, unless given): can it export this within the budget, can it run it at this context,
+        and the longest context in tokens that it can run, held as here (None: not even 256). Bytes, predicted.
+        """
+        rows = []
+        for card in CATALOGUE.values() if cards is None else cards:
+            budget = card.memory_bytes if self.budget_bytes is None else min(self.budget_bytes, card.memory_bytes)
+            run = _run(self.sizes, self.context, self.chunk, card)
+            row = {
+                "gpu": card.key,
+                "memory_bytes": card.memory_bytes,
+                "can_export": _peak(self.export, card) <= budget,
+                "can_run": _peak(run, card) <= card.memory_bytes,
+                "run_bytes": _peak(run, card),
+            }
+            rows.append(row | {"longest_context": longest_context(self.sizes, card.memory_bytes, self.chunk)})
+        return rows
+
+    def gpus(self, cards: Iterable[GpuSpec] | None = None) -> pd.DataFrame:
+        """`fits_on` as a table, a row a card."""
+        import pandas as pd
+
+        return pd.DataFrame(self.fits_on(cards)).set_index("gpu").astype({"longest_context": "Int64"})
+
+    def __repr__(self) -> str:
+        return text(self)
+
+    def _repr_html_(self) -> str:
+        return str(render("html", self))
+
+
+def sizes_of(model: Any, kv: str | None = None) -> Sizes:
+    """What of a model decides over memory; `kv` as in `tk.generate`. It may be on "meta": a cache of two slots is made."""
+    plain = model.dtype.itemsize
+    packed = [m for m in model.modules() if isinstance(m, PackedMatrix)]
+    config = model.config
+    cache = model.new_cache(SLOTS, kv)
+    states: list[tuple[int, int | None]] = [(cache.slots.itemsize, None)]
+    states += [(table[0].nbytes, None) for table in cache.ropes.values()]
+    fixed: list[int] = []
+    for state in cache.states:
+        for tensor in () if state is None else state.tensors():
+            if isinstance(state, Recurrent):
+                fixed.append(tensor.nbytes)
+            else:
+                window = config.sliding_window if isinstance(state, Ring) else None
+                states.append((tensor.nbytes // (state.size if isinstance(state, Ring) else SLOTS), window))
+    cache.free()
+    shapes = [tuple(p.shape) for p in model.layers.parameters() if p.ndim == 2]
+    widths = [m.shape[-2] for m in model.layers.modules() if isinstance(m, PackedMatrix) and len(m.shape) == 2]
+    return Sizes(
+        weights=allocated_bytes([p.nbytes for p in model.parameters()]),
+        states=tuple(states),
+        fixed=tuple(fixed),
+        table=config.vocab_size * config.hidden_size * plain,
+        largest=max((m.shape[-2] * m.shape[-1] * plain for m in packed), default=0),
+        hidden=config.hidden_size,
+        widest=max(widths or [shape[0] for shape in shapes]),
+        vocab=config.vocab_size,
+        itemsize=plain,
+        positions=config.max_position_embeddings,
+    )
+
+
+def plan_of(
+    model: Any, name: str, card: GpuSpec | None, context: int | None, budget: int | None, run_budget: int | None,
+    kv: str | None, levers: Levers, chunk: int = 512,
+) -> Plan:  # fmt: skip
+    """The plan for a model's shapes: see `tk.plan`, which makes them of a name. `card` None is the CPU."""
+    most = model.config.max_position_embeddings
+    context = min(4096, most) if context is None else context
+    if type(context) is not int or not 2 <= context <= most:
+        raise ModelError(
+            f"a plan for a context of {context!r}", f"this model has positions for 2 to {most:,}", "Give one of these"
+        )
+    has = _host_bytes() if card is None else card.memory_bytes
+    whole = has if run_budget is None else run_budget
+    tried = [kv] if kv != "auto" else [None, *KV_SCHEMES]
+    for one in tried:
+        sizes = sizes_of(model, one)
+        run = _run(sizes, context, chunk, card)
+        if _peak(run, card) <= whole:
+            break
+    compilers = _compilers(sizes, _host_bytes() if budget is None or card is not None else budget)
+    export = _export(sizes, context, levers, compilers)
+    found = Plan(name, card, context, budget, whole, one, chunk, levers, compilers, export, run, (), (), sizes)
+    return replace(found, pulled=_pulled(found, model), problems=tuple(_problems(found)))
+
+
+def longest_context(sizes: Sizes, memory_bytes: int, chunk: int = 512, base: int = CONTEXT_BYTES) -> int | None:
+    """The longest context, in steps of 256, that runs within so many bytes, of which `base` are taken already; all of the
+    model's positions where these do, None where not even 256 tokens do.
+    """
+    room = memory_bytes - base - sizes.weights - RUN_SCRATCH - sizes.activation_bytes(chunk)
+    if sizes.state_bytes(sizes.positions) <= room:
+        return sizes.positions
+    low, high = 0, sizes.positions // 256
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if sizes.state_bytes(256 * middle) <= room else (low, middle - 1)
+    return 256 * low or None
+
+
+def _compilers(sizes: Sizes, host_bytes: int) -> int:
+    """How many layers are compiled at once: as many as there are processors, where the host has the memory."""
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(MOST_COMPILERS, processors, (host_bytes - HOST_BASE - sizes.weights) // COMPILER))
+
+
+def _export(sizes: Sizes, context: int, levers: Levers, compilers: int) -> tuple[Phase, ...]:
+    """What exporting holds: what is on the GPU from the beginning on, and what comes for a while."""
+    held = {"CUDA": BARE_CONTEXT}
+    state = sizes.state_bytes(context)
+    if not levers.weights_as_inputs:
+        held["weights"] = sizes.weights
+    if not levers.state_as_inputs:
+        held["state"] = state
+    scratch = {"PyTorch": FIRST_BLOCK}
+    if not levers.state_as_inputs:
+        scratch["cloned state"] = state
+    if not levers.tables_outside:
+        scratch["copied table"] = sizes.table
+    if not levers.tiled_dequantisation:
+        scratch["plain matrix"] = sizes.largest
+    host = HOST_BASE + sizes.weights
+    return (
+        Phase("load", {**held, **({} if levers.weights_as_inputs else {"staging": STAGING})}, host),
+        *(Phase(name, held | scratch, host + compilers * COMPILER) for name in ("trace", "compile prefill", "compile decode")),
+        Phase(
+            "weights",
+            {**held, "PyTorch": FIRST_BLOCK, **({} if levers.weights_as_inputs else {"staging": STAGING})},
+            host + STAGING,
+        ),
+    )
+
+
+def _run(sizes: Sizes, context: int, chunk: int, card: GpuSpec | None) -> tuple[Phase, ...]:
+    held = ({} if card is None else {"CUDA": CONTEXT_BYTES}) | {"weights": sizes.weights}
+    state = held | {"state": sizes.state_bytes(context)}
+    prefill = state | {"activations": sizes.activation_bytes(min(chunk, context)), "scratch": RUN_SCRATCH}
+    decode = state | {"activations": sizes.activation_bytes(1)}
+    host = HOST_BASE + (sum(prefill.values()) if card is None else STAGING)
+    return Phase("load", held, host), Phase("prefill", prefill, host), Phase("decode", decode, host)
+
+
+def _peak(phases: tuple[Phase, ...], card: GpuSpec | None) -> int:
+    return max(phase.host_bytes if card is None else phase.device_bytes for phase in phases)
+
+
+def _pulled(plan: Plan, model: Any) -> tuple[Pull, ...]:
+    """What each lever saves: the peak without it, all others as they are, less the peak with it."""
+    found = []
+    for field in fields(Levers):
+        if plan.card is not None and getattr(plan.levers, field.name):
+            without = _export(plan.sizes, plan.context, replace(plan.levers, **{field.name: False}), plan.compilers)
+            saves = _peak(without, plan.card) - plan.export_peak_bytes
+            if saves > 0:
+                found.append(Pull(field.name, saves, WHY[field.name]))
+    if plan.kv is not None:
+        saves = sizes_of(model).state_bytes(plan.context) - plan.sizes.state_bytes(plan.context)
+        found.append(Pull(f'kv="{plan.kv}"', saves, "keys and values in codes: running fits, or leaves room"))
+    return tuple(sorted(found, key=lambda pull: -pull.saves_bytes))
+
+
+def _problems(plan: Plan) -> Iterable[BudgetError]:
+    where = "this machine" if plan.card is None else plan.card.name
+    if plan.budget_bytes is not None and plan.export_peak_bytes > plan.budget_bytes:
+        worst = max(plan.export, key=lambda p: p.host_bytes if plan.card is None else p.device_bytes)
+        off = [f.name for f in fields(Levers) if not getattr(plan.levers, f.name)]
+        pull = f", or pull {', '.join(off)}" if off else ""
+        yield BudgetError(
+            f"exporting {plan.model} within {bytes_text(plan.budget_bytes)}",
+            f"it takes {bytes_text(plan.export_peak_bytes)} in the phase {worst.name!r} ({_listed(worst, plan.card)})",
+            f'The smallest budget that would do: "{_up(plan.export_peak_bytes)}"{pull}',
+            budget_bytes=plan.budget_bytes,
+            needed_bytes=plan.export_peak_bytes,
+        )
+    if plan.run_bytes > plan.run_budget_bytes:
+        base = HOST_BASE if plan.card is None else CONTEXT_BYTES
+        longest = longest_context(plan.sizes, plan.run_budget_bytes, plan.chunk, base)
+        worst = max(plan.run, key=lambda p: p.device_bytes)
+        larger = "more memory" if plan.card is None else "a larger card"
+        do = f"Lower context to {longest:,}" if longest else f"Choose a smaller scheme, or {larger}: not even 256 tokens fit"
+        do += ', or choose kv="int4"' if longest and plan.kv is None else ""
+        yield BudgetError(
+            f"running {plan.model} at context {plan.context:,} on {where}",
+            f"it needs {bytes_text(plan.run_bytes)} of {bytes_text(plan.run_budget_bytes)} ({_listed(worst, plan.card)})",
+            do,
+            budget_bytes=plan.run_budget_bytes,
+            needed_bytes=plan.run_bytes,
+            longest_context=longest,
+        )
+
+
+def _listed(phase: Phase, card: GpuSpec | None) -> str:
+    if card is None:
+        return f"of the host, {bytes_text(HOST_BASE)} of them PyTorch's"
+    return ", ".join(f"{name} {bytes_text(size)}" for name, size in sorted(phase.parts.items(), key=lambda item: -item[1]))
+
+
+def _up(n_bytes: int) -> str:
+    """A budget of no less, in words that `parse_bytes` reads."""
+    return f"{-(-n_bytes // MiB)} MiB"
+
+
+def allocated_bytes(sizes: Iterable[int]) -> int:
+    """What tensors of so many bytes, made one after the other, take of CUDA's caching allocator: by its own rules."""
+    blocks = Blocks(1 << 60)
+    taken = [blocks.take(size, 0) for size in sizes if size]
+    return sum(block.size for block in taken if block is not None)
+
+
+def _host_bytes() -> int:
+    """The host's memory, or what a container may take of it."""
+    try:
+        most = int(os.sysconf("SC_PHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE"))
+    except (AttributeError, ValueError, OSError):  # Windows
+        return 1 << 62
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # "max", or no such file
+            most = min(most, int(Path(path).read_text()))
+    return most
+
+
+def text(plan: Plan) -> str:
+    """The plan in words, for a terminal."""
+    where = "this CPU" if plan.card is None else plan.card.name
+    budget = "" if plan.budget_bytes is None else f" within {bytes_text(plan.budget_bytes)}"
+    lines = [f"{plan.model} for {where}, context {plan.context:,}{f', kv={plan.kv!r}' if plan.kv else ''} (predicted)"]
+    for title, phases in ((f"exporting{budget}", plan.export), ("running", plan.run)):
+        lines.append(title)
+        for phase in phases:
+            parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in phase.parts.items())
+            held = phase.host_bytes if plan.card is None else phase.device_bytes
+            lines.append(f"  {phase.name:<16} {bytes_text(held):>9}{f'   {parts}' if plan.card is not None else ''}")
+    lines += [f"  {pull.lever:<22} saves {bytes_text(pull.saves_bytes):>9}: {pull.why}" for pull in plan.pulled]
+    lines += [f"doesn't fit: {problem}" for problem in plan.problems]
+    return "\n".join(lines)
+
+
+__all__ = ["CONTEXTS", "NONE", "Levers", "Phase", "Plan", "Pull", "Sizes", "longest_context", "plan_of", "sizes_of"]

@@ -1,0 +1,155 @@
+"""What all readers share: raw columns become a Trace, with steps found and streams numbered. Knows no file format."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.trace.columns import COLUMNS, KINDS, NOT_KNOWN
+from toolkit.trace.cupti import number_streams
+from toolkit.trace.events import Trace
+from toolkit.trace.steps import Range, guess_steps, shown_name, steps_among, steps_from_ranges
+
+KIND = {kind: i for i, kind in enumerate(KINDS)}
+
+
+def from_columns(strings: list[str], meta: dict[str, Any], **columns: Any) -> Trace:
+    """A trace of the given columns, sorted by start; a column that isn't given takes its "not known" value."""
+    order = np.argsort(np.asarray(columns["start_ns"], np.int64), kind="stable")
+    full: dict[str, NDArray[Any]] = {}
+    for name, dtype in COLUMNS.items():
+        given = columns.get(name)
+        full[name] = np.full(len(order), NOT_KNOWN.get(name, 0), dtype) if given is None else np.asarray(given, dtype)[order]
+    return Trace(full, strings, meta)
+
+
+@dataclass
+class Strings:
+    """Texts, each kept once."""
+
+    codes: dict[str, int] = field(default_factory=dict)
+
+    def code(self, text: str) -> int:
+        """The code of a text."""
+        return self.codes.setdefault(text, len(self.codes))
+
+
+class Rows:
+    """Events as a reader finds them, 8 bytes a number: a million events take 80 MB, not a gigabyte of Python objects."""
+
+    NAMES = ("kind", "start_ns", "dur_ns", "bytes", "stream", "device", "pinned", "name", "thread", "correlation")
+
+    def __init__(self) -> None:
+        self._data = array("q")
+
+    def add(
+        self, kind: int, start_ns: int, dur_ns: int, bytes: int, stream: int, device: int, pinned: int, name: int,
+        thread: int = -1, correlation: int = -1,
+    ) -> None:  # fmt: skip
+        """Append an event, or nothing where a number is too large (OverflowError) or none (TypeError).
+
+        `stream` is the tool's own number, `thread` a code of the host thread. A negative duration counts as none.
+        """
+        row = kind, start_ns, max(dur_ns, 0), bytes, stream, device, pinned, name, thread, correlation
+        self._data.extend(array("q", row))
+
+    def columns(self) -> dict[str, NDArray[np.int64]]:
+        """The events as columns, in the order they were added."""
+        table = np.frombuffer(self._data, np.int64) if self._data else np.empty(0, np.int64)
+        table = table.reshape(-1, len(self.NAMES))
+        return {name: table[:, i] for i, name in enumerate(self.NAMES)}
+
+
+@dataclass
+class Calls:
+    """Runtime calls: when and on which thread each correlation id was launched."""
+
+    _data: array[int] = field(default_factory=lambda: array("q"))
+
+    def add(self, correlation: int, start_ns: int, thread: int) -> None:
+        """Note a call, or nothing where a number is too large (OverflowError) or none (TypeError)."""
+        self._data.extend(array("q", (correlation, start_ns, thread)))
+
+    def causes(self, rows: dict[str, NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """When and on which thread each row was caused: its launch, or itself where the launch isn't known."""
+        cause, thread = rows["start_ns"].copy(), rows["thread"].copy()
+        if self._data:
+            keys, starts, threads = np.frombuffer(self._data, np.int64).reshape(-1, 3).T
+            order = np.argsort(keys, kind="stable")
+            at = order[np.minimum(np.searchsorted(keys, rows["correlation"], sorter=order), len(keys) - 1)]
+            known = (keys[at] == rows["correlation"]) & (rows["correlation"] >= 0)
+            cause[known] = starts[at[known]]
+            thread[known] = threads[at[known]]
+        return cause, thread
+
+
+def assemble(
+    rows: dict[str, NDArray[np.int64]], cause_ns: NDArray[np.int64], ranges: list[Range], strings: Strings,
+    meta: dict[str, Any], *, where: NDArray[np.int64] | None = None, rank: int = 0, ranges_are: str = "marks",
+) -> Trace:  # fmt: skip
+    """The trace: steps from `ranges` or else guessed, streams numbered, the ranges added as marks, times from 0 on.
+
+    `cause_ns` [N] is when the host caused each row; `ranges_are` is what `meta["steps_from"]` calls ranges that are
+    neither the toolkit's nor the profiler's own.
+    """
+    source, numbers = steps_among(ranges)
+    marks = np.array([(r.start_ns, r.end_ns) for r in ranges], np.int64).reshape(-1, 2)
+    if source is None:
+        step = _guess(rows, cause_ns)
+        source = None if step is None else "guessed"
+    else:
+        is_step = np.array(numbers) >= 0
+        step = steps_from_ranges(cause_ns, marks[is_step, 0], marks[is_step, 1], np.array(numbers)[is_step])
+    order = np.argsort(rows["start_ns"], kind="stable")
+    stream = np.empty(len(order), np.int32)
+    stream[order] = number_streams(rows["stream"][order])
+    columns: dict[str, Any] = {n: rows[n] for n in ("start_ns", "dur_ns", "kind", "bytes", "device", "pinned", "name")}
+    columns["stream"] = stream
+    columns["step"] = np.full(len(order), -1) if step is None else step
+    columns["where"] = np.full(len(order), -1) if where is None else where
+    extra: dict[str, Any] = {
+        "start_ns": marks[:, 0], "dur_ns": marks[:, 1] - marks[:, 0], "kind": KIND["mark"], "bytes": 0, "device": -1,
+        "pinned": -1, "name": [strings.code(shown_name(r.name)) for r in ranges], "stream": -1, "step": numbers, "where": -1,
+    }  # fmt: skip
+    columns = {n: np.concatenate([c, np.broadcast_to(extra[n], len(ranges))]) for n, c in columns.items()}
+    if len(columns["start_ns"]):
+        columns["start_ns"] = columns["start_ns"] - columns["start_ns"].min()
+    source = ranges_are if source == "ranges" else source
+    columns["rank"] = np.full(len(columns["start_ns"]), rank)
+    return from_columns(list(strings.codes), meta | {"clock": "measured", "steps_from": source, "sizes_only": False}, **columns)
+
+
+def with_guessed_steps(trace: Trace) -> Trace:
+    """`trace` with steps guessed from a pattern that repeats; as it is where it has steps, or nothing repeats.
+
+    A recording doesn't say when the host caused each event. Its device events are taken in the order they ran, a wait goes with
+    the last event that it waited for, and allocations go by their time.
+    """
+    if trace.meta.get("steps_from") is not None or trace["step"].max(initial=-1) >= 0:
+        return trace
+    rows = {name: trace[name].astype(np.int64) for name in ("start_ns", "kind", "bytes", "name")}
+    waits = rows["kind"] == KIND["sync"]
+    step = _guess(rows, rows["start_ns"] + np.where(waits, trace["dur_ns"], 0))
+    if step is None:
+        return trace
+    return Trace({**trace.columns, "step": step}, trace.strings, trace.meta | {"steps_from": "guessed"})
+
+
+def _guess(rows: dict[str, NDArray[np.int64]], cause_ns: NDArray[np.int64]) -> NDArray[np.int32] | None:
+    """Steps guessed from what ran on the device, in order of launch."""
+    device = np.isin(rows["kind"], [KIND[kind] for kind in ("kernel", "h2d", "d2h", "d2d", "p2p", "memset")])
+    order = np.flatnonzero(device)[np.lexsort((rows["start_ns"][device], cause_ns[device]))]
+    # two copies are alike when their kinds and sizes are
+    alike = rows["name"][order] * 1_000_003 + np.where(rows["kind"][order] == KIND["kernel"], 0, rows["bytes"][order])
+    guess = guess_steps(alike, rows["kind"][order] == KIND["d2h"])
+    if guess is None:
+        return None
+    times = cause_ns[order]
+    before = np.searchsorted(times, cause_ns, side="right") - 1  # waits and allocations go with the launch before them
+    step = np.where(before >= 0, guess[np.maximum(before, 0)], -1).astype(np.int32)
+    step[order] = guess
+    return step

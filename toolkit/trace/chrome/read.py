@@ -1,0 +1,236 @@
+"""Chrome traces in: PyTorch's profiler (Kineto), our own export, and what other tools (XLA) write in that format.
+
+One pass over the events, a number of columns kept for each that matters. What is known depends on what was exported:
+lines need `with_stack=True`, allocations `profile_memory=True`. Executes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.core.errors import TraceError
+from toolkit.trace.assemble import KIND, Calls, Rows, Strings, assemble, from_columns
+from toolkit.trace.chrome.foreign import Foreign
+from toolkit.trace.chrome.scan import EventScanner
+from toolkit.trace.columns import CLOCKS
+from toolkit.trace.cupti import is_copy_kernel, is_wait, parse_memcpy
+from toolkit.trace.events import Trace
+from toolkit.trace.steps import Range, innermost
+
+_OWN = re.compile(r'"toolkit"\s*:\s*')
+_GPU = re.compile(r'"name"\s*:\s*"([^"]+)",\s*"totalGlobalMem"')
+_RANK = re.compile(r'"distributedInfo"\s*:\s*\{[^}]*?"rank"\s*:\s*(\d+)')
+_FUNCTION = re.compile(r"(.+)\((\d+)\): ")  # "file.py(12): name"; built-ins and modules have no file
+_LIBRARY = re.compile(r"(^|/)(torch|triton|contextlib\.py)(/|$)|^<(?!ipython)")
+_PROFILERS_OWN_WAIT = "cudaDeviceSynchronize"
+
+
+def read_chrome(path: Path) -> Trace:
+    """The trace in a Chrome JSON file, plain or .gz. Raises TraceError where it is damaged, or holds no event."""
+    scanner = EventScanner(path)
+    reader: _Kineto | _Own | None = None
+    for event in scanner:
+        if reader is None:
+            own = _OWN.search(scanner.head)
+            reader = _Own(scanner, own.end()) if own else _Kineto(scanner.head)
+        reader.take(event)
+    if reader is None:
+        raise TraceError(scanner.asked, "it holds no events", "Record some work before exporting the trace")
+    try:
+        return reader.trace()
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise scanner.damaged(f"an event has unexpected fields ({error!r})") from error
+
+
+def _ns(us: float) -> int:
+    return round(us * 1000)
+
+
+class _Kineto:
+    """Collects what PyTorch's profiler wrote."""
+
+    def __init__(self, head: str) -> None:
+        gpu, rank = _GPU.search(head), _RANK.search(head)
+        self.meta: dict[str, Any] = {"device": gpu[1] if gpu else "unknown device", "format": "chrome"}
+        self.rank = int(rank[1]) if rank else 0
+        self.kineto = '"schemaVersion"' in head
+        self.strings, self.rows, self.calls, self.foreign = Strings(), Rows(), Calls(), Foreign()
+        self.ranges: list[Range] = []
+        self.threads: dict[Any, int] = {}
+        self.sync_streams: dict[int, int] = {}
+        self.functions: dict[int, array[int]] = {}  # per thread: start, end, `where` of each function that isn't library code
+        self.function_codes: dict[str, int] = {}
+        self.last_call = (-1, "")
+        self._take: dict[str, Callable[[dict[str, Any]], None]] = {
+            "kernel": self._kernel, "gpu_memcpy": self._memcpy, "memcpy": self._memcpy, "gpu_memset": self._memset,
+            "memset": self._memset, "cuda_runtime": self._call, "cuda_driver": self._call, "runtime": self._call,
+            "cuda_sync": self._sync, "user_annotation": self._annotation, "cpu_instant_event": self._memory,
+            "python_function": self._function,
+        }  # fmt: skip
+        known = ("cpu_op", "operator", "ac2g", "fwdbwd", "gpu_user_annotation", "overhead", "trace", "async_cpu_to_gpu")
+        self._skip = {*known, "async", "python_gc"}
+
+    def take(self, event: dict[str, Any]) -> None:
+        """One event. Those of unknown categories go to the reader of foreign traces."""
+        category = event.get("cat")
+        if type(category) is not str:
+            category = ""
+        handler = self._take.get(category)
+        if handler is None and category not in self._skip:
+            handler = self._take.get(category.lower())  # profilers of 2021 wrote "Kernel", "Memcpy", "Runtime"
+        try:
+            if handler is not None:
+                handler(event)
+            elif category not in self._skip:
+                self.foreign.take(event)
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+            self.meta["unreadable_events"] = self.meta.get("unreadable_events", 0) + 1
+
+    def _device(self, event: dict[str, Any], kind: str, n_bytes: int, pinned: int) -> None:
+        args, start = event.get("args") or {}, _ns(event["ts"])
+        stream = args["stream"] if "stream" in args else event["tid"]
+        device = args["device"] if "device" in args else event["pid"]
+        self.rows.add(
+            KIND[kind], start, _ns(event.get("dur", 0)), n_bytes, int(stream), int(device), pinned,
+            self.strings.code(event["name"]), -1, args.get("correlation", -1),
+        )  # fmt: skip
+
+    def _kernel(self, event: dict[str, Any]) -> None:
+        self._device(event, "d2d" if is_copy_kernel(event["name"]) else "kernel", 0, -1)
+
+    def _memcpy(self, event: dict[str, Any]) -> None:
+        kind, pinned = parse_memcpy(event["name"])
+        if kind is not None:
+            self._device(event, kind, int((event.get("args") or {}).get("bytes", 0)), pinned)
+
+    def _memset(self, event: dict[str, Any]) -> None:
+        self._device(event, "memset", int((event.get("args") or {}).get("bytes", 0)), -1)
+
+    def _thread(self, event: dict[str, Any]) -> int:
+        key = (event.get("pid"), event.get("tid"))
+        return self.threads.setdefault(key, len(self.threads))
+
+    def _call(self, event: dict[str, Any]) -> None:
+        start, thread, name = _ns(event["ts"]), self._thread(event), event["name"]
+        correlation = (event.get("args") or {}).get("correlation", -1)
+        self.calls.add(correlation, start, thread)
+        if is_wait(name):
+            self.rows.add(
+                KIND["sync"], start, _ns(event.get("dur", 0)), 0, -1, 0, -1, self.strings.code(name), thread, correlation
+            )
+        if start > self.last_call[0]:
+            self.last_call = (start, name)
+
+    def _sync(self, event: dict[str, Any]) -> None:
+        args = event["args"]
+        self.sync_streams[args["correlation"]] = int(args.get("stream", -1))
+
+    def _annotation(self, event: dict[str, Any]) -> None:
+        start = _ns(event["ts"])
+        self.ranges.append(Range(start, start + _ns(event.get("dur", 0)), event["name"]))
+
+    def _memory(self, event: dict[str, Any]) -> None:
+        args = event.get("args") or {}
+        if event["name"] == "[memory]" and args.get("Device Type") == 1 and args["Bytes"]:
+            kind = KIND["alloc" if args["Bytes"] > 0 else "free"]
+            device = int(args.get("Device Id", 0))
+            self.rows.add(kind, _ns(event["ts"]), 0, abs(args["Bytes"]), -1, device, -1, -1, self._thread(event))
+
+    def _function(self, event: dict[str, Any]) -> None:
+        name = event["name"]
+        code = self.function_codes.get(name)
+        if code is None:
+            match = _FUNCTION.match(name)
+            user = match is not None and not _LIBRARY.search(match[1])
+            code = self.strings.code(f"{match[1]}:{match[2]}") if match is not None and user else -1
+            self.function_codes[name] = code
+        if code >= 0:
+            start = _ns(event["ts"])
+            ran = self.functions.setdefault(self._thread(event), array("q"))
+            ran.extend(array("q", (start, start + _ns(event.get("dur", 0)), code)))
+
+    def trace(self) -> Trace:
+        """What was collected, as a Trace."""
+        rows = self.rows.columns()
+        if not len(rows["kind"]) and not self.ranges:
+            return self.foreign.trace(self.meta)
+        rows = self._with_waits(rows)
+        cause, thread = self.calls.causes(rows)
+        own = np.isin(rows["kind"], [KIND["sync"], KIND["alloc"], KIND["free"]])
+        cause[own], thread[own] = rows["start_ns"][own], rows["thread"][own]
+        where = self._where(cause, thread)
+        if self.functions:
+            self.meta["lines"] = "functions"  # `where` is the first line of the function, all that the format holds
+        return assemble(rows, cause, self.ranges, self.strings, self.meta, where=where, rank=self.rank)
+
+    def _with_waits(self, rows: dict[str, NDArray[np.int64]]) -> dict[str, NDArray[np.int64]]:
+        """The waits' streams filled in, and the profiler's own wait, the last call of all, left out."""
+        waits = np.flatnonzero(rows["kind"] == KIND["sync"])
+        rows = {name: column.copy() for name, column in rows.items()}
+        if self.sync_streams and len(waits):
+            found = [self.sync_streams.get(c, -1) for c in rows["correlation"][waits].tolist()]
+            rows["stream"][waits] = found
+        if self.kineto and self.last_call[1] == _PROFILERS_OWN_WAIT:
+            keep = ~((rows["kind"] == KIND["sync"]) & (rows["start_ns"] == self.last_call[0]))
+            rows = {name: column[keep] for name, column in rows.items()}
+        return rows
+
+    def _where(self, cause: NDArray[np.int64], thread: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The innermost function that ran on the thread; a thread without Python (autograd's) takes the busiest one's."""
+        where = np.full(len(cause), -1, np.int64)
+        busiest = max(self.functions, key=lambda code: len(self.functions[code]), default=None)
+        strange = ~np.isin(thread, list(self.functions))
+        for code, ran in self.functions.items():
+            starts, ends, names = np.frombuffer(ran, np.int64).reshape(-1, 3).T
+            on = np.flatnonzero((thread == code) | strange if code == busiest else thread == code)
+            which = innermost(cause[on], starts, ends)
+            where[on] = np.where(which >= 0, names[which], -1)
+        return where
+
+
+class _Own:
+    """Collects what `write_chrome` wrote: nothing is found or guessed, every column is there."""
+
+    COLUMNS = (
+        "start_ns", "dur_ns", "kind", "bytes", "stream", "device", "rank", "step", "cell", "pinned", "clock", "name", "where",
+        "owner", "address", "requested",
+    )  # fmt: skip
+
+    def __init__(self, scanner: EventScanner, at: int) -> None:
+        self.scanner = scanner
+        try:
+            self.meta = dict(json.JSONDecoder().raw_decode(scanner.head, at)[0]["meta"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise scanner.damaged("its description can't be read") from error
+        self.strings, self.table = Strings(), array("q")
+
+    def take(self, event: dict[str, Any]) -> None:
+        """One event: those with our "kind" among their args; the rest is for the viewer."""
+        args = event.get("args")
+        if type(args) is not dict or "kind" not in args:
+            return
+        get, code = args.get, self.strings.code
+        where, owner = get("where"), get("owner")
+        try:
+            self.table.extend((
+                round(event["ts"] * 1000), round(event.get("dur", 0) * 1000), KIND[args["kind"]], get("bytes", 0),
+                get("stream", -1), get("device", 0), get("rank", 0), get("step", -1), get("cell", -1), get("pinned", -1),
+                CLOCKS.index(get("clock", "measured")), -1 if "unnamed" in args else code(event["name"]),
+                -1 if where is None else code(where), -1 if owner is None else code(owner),
+                get("address", -1), get("requested", -1),
+            ))  # fmt: skip
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise self.scanner.damaged(f"an event has unexpected fields ({error!r})") from error
+
+    def trace(self) -> Trace:
+        """What was collected, as a Trace."""
+        table = np.array(self.table, np.int64).reshape(-1, len(self.COLUMNS))
+        return from_columns(list(self.strings.codes), self.meta, **{n: table[:, i] for i, n in enumerate(self.COLUMNS)})

@@ -1,0 +1,110 @@
+"""Reads the events of a Chrome trace one by one, in bounded memory, whatever the file's size. Knows JSON only."""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from toolkit.core.errors import TraceError
+
+_CHUNK = 1 << 22
+_LONGEST_EVENT = 1 << 26  # one event that doesn't end within this many characters is damage
+_LONGEST_HEAD = 1 << 26
+_BETWEEN = re.compile(r"[\s,]*")
+_EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
+_NOT_JSON = re.compile(r"(:\s*)-?(?:inf|nan)(?=\s*[,}\]])", re.IGNORECASE)  # what C++ prints for a rate of a 0 ns copy
+
+
+class EventScanner:
+    """Iterate over it to get the events as dicts; `head` is the text before the events, once iteration has begun.
+
+    Both forms are read: {"traceEvents": [...]} and a bare [...]. Raises TraceError where the text ends too soon or
+    isn't JSON; the events before that point have been given by then.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.asked = f"opening the trace {str(path)!r}"
+        self.head = ""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        try:
+            yield from self._events(self._chunks())
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise self.damaged(f"its compressed data are cut short or damaged ({error})") from error
+        except OSError as error:
+            raise TraceError(
+                self.asked, f"it can't be read ({error.strerror})", "Check the path and its permissions"
+            ) from error
+
+    def _chunks(self) -> Iterator[str]:
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        with self.path.open("rb") as raw:
+            packed = raw.read(2) == b"\x1f\x8b"
+            raw.seek(0)
+            file = gzip.GzipFile(fileobj=raw) if packed else raw
+            while data := file.read(_CHUNK):
+                yield decoder.decode(data)
+
+    def _events(self, chunks: Iterator[str]) -> Iterator[dict[str, Any]]:
+        text, bare = self._find_events(chunks)
+        scan = json.JSONDecoder(strict=False).scan_once  # type: ignore[attr-defined]
+        at, repair = 0, False
+        while True:
+            at = _BETWEEN.match(text, at).end()  # type: ignore[union-attr]  # it matches the empty text too
+            if text.startswith("]", at):
+                self._check_end(text[at + 1 :], chunks, bare)
+                return
+            try:
+                event, at = scan(text, at)
+            except (StopIteration, json.JSONDecodeError) as error:
+                place = error.value if isinstance(error, StopIteration) else error.pos
+                if not repair and _NOT_JSON.search(text, at):
+                    repair, text, at = True, _NOT_JSON.sub(r"\1null", text[at:]), 0
+                    continue
+                more = next(chunks, None)
+                if more is None and bare and at == len(text):
+                    return  # the format allows a bare list to stay open
+                if more is None or len(text) - at > _LONGEST_EVENT or place < len(text) - _CHUNK // 2 > at:
+                    what = (
+                        "the text ends inside of its events" if more is None else f"not JSON near {text[place : place + 40]!r}"
+                    )
+                    raise self.damaged(what) from None
+                text, at = text[at:] + (_NOT_JSON.sub(r"\1null", more) if repair else more), 0
+                continue
+            except RecursionError:
+                raise self.damaged("its brackets are nested too deeply") from None
+            if type(event) is dict:
+                yield event
+
+    def _find_events(self, chunks: Iterator[str]) -> tuple[str, bool]:
+        """The text from the first event on, and whether the list is bare."""
+        text = ""
+        for chunk in chunks:
+            text += chunk
+            stripped = text.lstrip("\ufeff \t\r\n")
+            if stripped.startswith("["):
+                return stripped[1:], True
+            match = _EVENTS.search(text)
+            if match:
+                self.head = text[: match.start()]
+                return text[match.end() :], False
+            if len(text) > _LONGEST_HEAD:
+                break
+        raise TraceError(self.asked, 'JSON without "traceEvents"', "Export it as a Chrome trace")
+
+    def _check_end(self, rest: str, chunks: Iterator[str], bare: bool) -> None:
+        for chunk in chunks:
+            rest = (rest + chunk)[-_CHUNK:]
+        if not bare and not rest.rstrip().endswith("}"):
+            raise self.damaged("the text ends after its events")
+
+    def damaged(self, found: str) -> TraceError:
+        """The error of a file that isn't whole."""
+        return TraceError(self.asked, found, "Export the trace again, and copy it whole")

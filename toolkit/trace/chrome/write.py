@@ -1,0 +1,120 @@
+"""A trace out as Chrome JSON, which ui.perfetto.dev and chrome://tracing open.
+
+A process a GPU with a track a stream, and a process for the host with its waits and marks. Every column goes along in
+`args`, so that `read_chrome` gives back the same trace. Modelled events are named so in the title of their process.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.core.files import replacing
+from toolkit.trace.columns import CLOCKS, KINDS, MEMORY_KINDS
+
+if TYPE_CHECKING:
+    from toolkit.trace.events import Trace
+
+_CATEGORIES = {
+    "kernel": "kernel", "h2d": "gpu_memcpy", "d2h": "gpu_memcpy", "d2d": "gpu_memcpy", "p2p": "gpu_memcpy",
+    "memset": "gpu_memset", "sync": "cuda_runtime", "mark": "user_annotation", **dict.fromkeys(MEMORY_KINDS, "memory"),
+}  # fmt: skip
+_HOST, _WAITS, _MARKS, _MEMORY = 1_000_000, 1, 2, 3  # the host's process, above all GPUs, and its tracks
+_OPTIONAL = {"bytes": 0, "device": 0, "rank": 0, "step": -1, "cell": -1, "pinned": -1, "address": -1, "requested": -1}
+
+
+def write_chrome(trace: Trace, path: str | os.PathLike[str]) -> Path:
+    """Write `trace` to `path` (compressed where it ends in .gz), whole or not at all. Opens in ui.perfetto.dev."""
+    with replacing(path) as file:
+        if Path(path).suffix == ".gz":
+            with gzip.GzipFile(fileobj=file, mode="wb", filename="", mtime=0) as packed:
+                _write(trace, io.TextIOWrapper(packed, "utf-8"))
+        else:
+            _write(trace, io.TextIOWrapper(file, "utf-8"))
+    return Path(path)
+
+
+def _write(trace: Trace, out: io.TextIOWrapper) -> None:
+    own = json.dumps({"version": 1, "meta": trace.meta})
+    out.write(f'{{"displayTimeUnit": "ns",\n"toolkit": {own},\n"traceEvents": [\n')
+    between = ""
+    for event in chain(map(json.dumps, _titles(trace)), map(json.dumps, _counters(trace)), _events(trace)):
+        out.write(between + event)
+        between = ",\n"
+    out.write("\n]}\n")
+    out.flush()
+    out.detach()
+
+
+def _events(trace: Trace) -> Iterator[str]:
+    """Each event as JSON. Texts are encoded once each, not once an event: a million events take seconds."""
+    quoted = [json.dumps(text) for text in trace.strings]
+    columns = (trace[name].tolist() for name in ("kind", "start_ns", "dur_ns", "stream", "name", "clock", "where", "owner"))
+    optional = [(f', "{name}": ', default, trace[name].tolist()) for name, default in _OPTIONAL.items()]
+    devices = trace["device"].tolist()
+    for i, (code, start, dur, stream, name, clock, where, owner) in enumerate(zip(*columns, strict=True)):
+        kind = KINDS[code]
+        args = [f'"kind": "{kind}"', *[f"{key}{column[i]}" for key, default, column in optional if column[i] != default]]
+        if stream != -1:
+            args.append(f', "stream": {stream}')
+        if name < 0:
+            args.append(', "unnamed": true')
+        if clock:
+            args.append(f', "clock": "{CLOCKS[clock]}"')
+        if where >= 0:
+            args.append(f', "where": {quoted[where]}')
+        if owner >= 0:
+            args.append(f', "owner": {quoted[owner]}')
+        pid, tid = _track(kind, devices[i], stream)
+        phase = '"ph": "i", "s": "t"' if kind in MEMORY_KINDS else '"ph": "X"'
+        title = quoted[name] if name >= 0 else f'"{kind}"'
+        yield (
+            f'{{{phase}, "cat": "{_CATEGORIES[kind]}", "name": {title}, "pid": {pid}, "tid": {tid}, "ts": {start / 1000!r}, '
+            f'"dur": {dur / 1000!r}, "args": {{{"".join(args)}}}}}'
+        )
+
+
+def _track(kind: str, device: int, stream: int) -> tuple[int, int]:
+    """Process and thread of an event; Perfetto takes thread 0 for the process itself, so streams count from 1."""
+    if kind in ("sync", "mark", *MEMORY_KINDS):
+        return _HOST, {"sync": _WAITS, "mark": _MARKS}.get(kind, _MEMORY)
+    return device, stream + 1
+
+
+def _titles(trace: Trace) -> Iterator[dict[str, Any]]:
+    """What the viewer calls processes and tracks."""
+    modelled = "modelled" if trace["clock"].any() else "measured"
+    device_name = trace.meta.get("gpu") or trace.meta.get("device") or "unknown"
+    yield _title("process_name", _HOST, 0, f"Host ({modelled})")
+    for tid, title in ((_WAITS, "waits"), (_MARKS, "steps and marks"), (_MEMORY, "allocations")):
+        yield _title("thread_name", _HOST, tid, title)
+    on_device = trace.select(trace.is_kind("kernel", "h2d", "d2h", "d2d", "p2p", "memset"))
+    lanes = sorted(set(zip(on_device["device"].tolist(), on_device["stream"].tolist(), strict=True)))
+    for device in sorted({device for device, _ in lanes}):
+        yield _title("process_name", device, 0, f"GPU {device}: {device_name} ({modelled})")
+    for device, stream in lanes:
+        title = "default stream" if stream == 0 else f"stream {stream}" if stream > 0 else "no stream"
+        yield _title("thread_name", device, stream + 1, title)
+
+
+def _title(what: str, pid: int, tid: int, title: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": title}}
+
+
+def _counters(trace: Trace) -> Iterator[dict[str, Any]]:
+    """The bytes allocated over time, a counter a device."""
+    held: dict[int, int] = {}
+    changes = trace.select(trace.is_kind("alloc", "free"))
+    sign = changes.is_kind("alloc").tolist()
+    for start, n_bytes, device, more in zip(
+        changes["start_ns"].tolist(), changes["bytes"].tolist(), changes["device"].tolist(), sign, strict=True
+    ):
+        held[device] = held.get(device, 0) + (n_bytes if more else -n_bytes)
+        counter = {"bytes since the recording began": held[device]}
+        yield {"ph": "C", "name": f"allocated on GPU {device}", "pid": _HOST, "ts": start / 1000, "args": counter}

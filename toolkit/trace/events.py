@@ -1,0 +1,297 @@
+"""The event table: what happened on a device, when, how many bytes, and which line of Python caused it.
+
+One columnar table, the same whether a real GPU, the virtual GPU or a file wrote it. Writers append rows to a
+`TraceBuilder`; `build` sorts and freezes them. Everything a user sees (copies per step, timeline, memory) is a pure
+function of the frozen table. This file knows numpy, and no torch.
+
+The columns are described in `toolkit.trace.columns`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.core.display import render
+from toolkit.core.errors import RecorderError, TraceError, unknown_name
+from toolkit.core.files import replacing
+from toolkit.trace.chrome.write import write_chrome
+from toolkit.trace.columns import CLOCKS, COLUMNS, COPY_KINDS, KINDS, NOT_KNOWN, TEXT_COLUMNS
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+FORMAT_VERSION = 2  # 1 had no address and requested
+_SINCE_2 = ("address", "requested")
+
+_KIND = {kind: i for i, kind in enumerate(KINDS)}
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A named range of host time: a decode step, the prefill, a region of the user's code.
+
+    `step` is the number that events caused inside the range carry, or -1 for a range that is not a step.
+    """
+
+    name: str
+    start_ns: int
+    dur_ns: int
+    step: int = -1
+
+
+class Trace:
+    """A frozen table of events. Made by `TraceBuilder.build`, `tk.record`, `tk.open_trace` or `Trace.load`.
+
+    `len(trace)` is the number of events, `trace["bytes"]` a read-only numpy column, `trace.text("name")` a column of
+    text decoded, `trace.meta` what is known about the whole: `device` (its name), `clock`, `steps_from` (where the
+    step numbers come from: "marks", "ProfilerStep", "nvtx", "guessed" or None), `sizes_only` and versions.
+
+    A trace that `tk.record` yields is empty until its `with` block ends; reading it sooner raises RecorderError.
+    """
+
+    def __init__(self, columns: dict[str, NDArray[Any]] | None, strings: Iterable[str], meta: dict[str, Any]) -> None:
+        self._columns: dict[str, NDArray[Any]] | None = None
+        self.strings: tuple[str, ...] = ()
+        self.meta: dict[str, Any] = {}
+        if columns is not None:
+            self._seal(columns, strings, meta)
+
+    @classmethod
+    def pending(cls) -> Trace:
+        """A trace to be filled by `fill` once its recording has ended."""
+        return cls(None, (), {})
+
+    def fill(self, other: Trace) -> None:
+        """Give a pending trace the events of `other`. Recorders call this once; a filled trace stays as it is."""
+        if self._columns is not None:
+            raise RecorderError("filling a trace", "it holds events already", "A trace is frozen once recorded")
+        self._seal(other.columns, other.strings, other.meta)
+
+    def _seal(self, columns: dict[str, NDArray[Any]], strings: Iterable[str], meta: dict[str, Any]) -> None:
+        if set(columns) != set(COLUMNS) or len({len(c) for c in columns.values()}) > 1:
+            raise TraceError("a trace", f"columns {sorted(columns)} of unequal make", f"Needed: {', '.join(COLUMNS)}")
+        frozen = {}
+        for name, dtype in COLUMNS.items():
+            column: NDArray[Any] = np.ascontiguousarray(columns[name], dtype=dtype)
+            if column is columns[name] and column.flags.writeable:
+                column = column.copy()
+            column.flags.writeable = False
+            frozen[name] = column
+        self._columns, self.strings, self.meta = frozen, tuple(strings), dict(meta)
+
+    @property
+    def columns(self) -> dict[str, NDArray[Any]]:
+        """All columns by name. Raises RecorderError while the recording still runs."""
+        if self._columns is None:
+            raise RecorderError("reading a trace", "its recording still runs", "Leave the `with tk.record(...)` block first")
+        return self._columns
+
+    def __len__(self) -> int:
+        return len(self.columns["start_ns"])
+
+    def __getitem__(self, column: str) -> NDArray[Any]:
+        return self.columns[column]
+
+    def __repr__(self) -> str:
+        if self._columns is None:
+            return "Trace(still recording)"
+        counts = np.bincount(self["kind"], minlength=len(KINDS))
+        parts = [f"{n} {kind}" for kind, n in zip(KINDS, counts, strict=True) if n]
+        return f"Trace({self.meta.get('device', 'unknown device')}: {', '.join(parts) or 'no events'})"
+
+    def text(self, column: str) -> list[str | None]:
+        """A text column (`name`, `where`, `owner`) decoded, None where an event has none."""
+        strings = self.strings
+        return [strings[code] if code >= 0 else None for code in self[column].tolist()]
+
+    def is_kind(self, *kinds: str) -> NDArray[np.bool_]:
+        """A mask of the events whose kind is one of `kinds`. UnknownNameError for a kind that isn't in KINDS."""
+        for kind in kinds:
+            if kind not in _KIND:
+                raise unknown_name("event kind", kind, KINDS)
+        return np.isin(self["kind"], [_KIND[kind] for kind in kinds])
+
+    def select(self, mask: NDArray[Any]) -> Trace:
+        """The events that `mask` (booleans, or indices) picks, as a trace with the same strings and meta."""
+        return Trace({name: column[mask] for name, column in self.columns.items()}, self.strings, self.meta)
+
+    def marks(self) -> Iterator[Mark]:
+        """The marks in order of time."""
+        rows = np.flatnonzero(self.is_kind("mark"))
+        for i in rows.tolist():
+            code = int(self["name"][i])
+            yield Mark(
+                self.strings[code] if code >= 0 else "", int(self["start_ns"][i]), int(self["dur_ns"][i]), int(self["step"][i])
+            )
+
+    def to_pandas(self) -> pd.DataFrame:
+        """The table as a DataFrame, a row an event; kinds, clocks and texts decoded as categories."""
+        import pandas as pd
+
+        frame = {}
+        for name, column in self.columns.items():
+            if name == "kind":
+                frame[name] = pd.Categorical.from_codes(column.astype(np.int16), list(KINDS))
+            elif name == "clock":
+                frame[name] = pd.Categorical.from_codes(column.astype(np.int16), list(CLOCKS))
+            elif name in TEXT_COLUMNS:
+                frame[name] = pd.Categorical.from_codes(column, list(self.strings))
+            else:
+                frame[name] = column
+        return pd.DataFrame(frame)
+
+    def copies(self) -> pd.DataFrame:
+        """What crossed, a row a step; see `copies_per_step`."""
+        return copies_per_step(self)
+
+    def timeline(self, other: Trace | None = None) -> Any:
+        """The interactive timeline of this trace, beside `other` where given. Needs the `lab` extra."""
+        return render("timeline", self) if other is None else render("timeline", self, other)
+
+    def to_html(self, path: str | os.PathLike[str], other: Trace | None = None) -> Path:
+        """Write a self-contained page with the timeline and the copies table (no front-end package needed)."""
+        written: Path = render("page", self, path, other)
+        return written
+
+    def to_chrome(self, path: str | os.PathLike[str]) -> Path:
+        """Write Chrome JSON (compressed where `path` ends in .gz) that ui.perfetto.dev and `tk.open_trace` open."""
+        return write_chrome(self, path)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the trace, compressed, to `path` (atomically: an existing file is replaced whole or not at all)."""
+        header = json.dumps({"format": "toolkit-trace", "version": FORMAT_VERSION, "strings": self.strings, "meta": self.meta})
+        arrays = {"header": np.frombuffer(header.encode(), np.uint8), **self.columns}
+        with replacing(path) as file:
+            np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # numpy types its keyword `allow_pickle` over ours
+        return Path(path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Trace:
+        """Read a trace that `save` wrote. Raises TraceError for anything else; nothing in the file is executed."""
+        asked = f"opening the trace {os.fspath(path)!r}"
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                header = json.loads(bytes(file["header"]).decode())
+                if header.get("format") != "toolkit-trace":
+                    raise TraceError(asked, "not a trace of this toolkit", "Use tk.open_trace for other formats")
+                if header["version"] > FORMAT_VERSION:
+                    found = f"format version {header['version']}, this toolkit reads up to {FORMAT_VERSION}"
+                    raise TraceError(asked, found, "Upgrade the toolkit")
+                strings, meta = [str(text) for text in header["strings"]], dict(header["meta"])
+                columns = {name: file[name] for name in COLUMNS if name in file or name not in _SINCE_2}
+                for name in _SINCE_2:
+                    columns.setdefault(name, np.full(len(columns["start_ns"]), NOT_KNOWN[name]))
+        except FileNotFoundError as error:
+            raise TraceError(asked, "no such file", "Check the path") from error
+        except _DAMAGE as error:
+            raise TraceError(asked, f"damaged or not a trace ({error})", "Save it again, or use tk.open_trace") from error
+        problem = _problem(columns, len(strings))
+        if problem:
+            raise TraceError(asked, problem, "The file is damaged: save it again")
+        return cls(columns, strings, meta)
+
+
+# what numpy, zipfile and json raise on files that aren't theirs, down to a header whose parts have the wrong types
+_DAMAGE = (
+    OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, NotImplementedError, RuntimeError, MemoryError,
+    zipfile.BadZipFile, zlib.error, struct.error,
+)  # fmt: skip
+
+
+def _problem(columns: dict[str, NDArray[Any]], n_strings: int) -> str | None:
+    """What keeps columns from being a table, None where nothing does."""
+    if any(c.ndim != 1 or c.dtype.kind not in "iu" for c in columns.values()) or len({len(c) for c in columns.values()}) > 1:
+        return "columns of unequal make"
+    bounds = dict.fromkeys(TEXT_COLUMNS, (-1, n_strings)) | {"kind": (0, len(KINDS)), "clock": (0, len(CLOCKS))}
+    for name, (low, high) in bounds.items():
+        if columns[name].size and not low <= columns[name].min() <= columns[name].max() < high:
+            return f"codes outside their tables in {name!r}"
+    return None
+
+
+class TraceBuilder:
+    """Appends events and builds a Trace. Cheap per row: plain lists, strings interned once."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[int, ...]] = []
+        self._codes: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def intern(self, text: str | None) -> int:
+        """The code of `text` in the strings of the trace to be; -1 for None."""
+        if text is None:
+            return -1
+        return self._codes.setdefault(text, len(self._codes))
+
+    def row(
+        self, kind: str, start_ns: int, dur_ns: int = 0, *, bytes: int = 0, stream: int = -1, device: int = 0, rank: int = 0,
+        step: int = -1, cell: int = -1, pinned: int = -1, clock: str = "measured", name: str | None = None,
+        where: str | None = None, owner: str | None = None, address: int = -1, requested: int = -1,
+    ) -> tuple[int, ...]:  # fmt: skip
+        """One event for `build`, which isn't appended; the columns are those of the module's docstring."""
+        intern = self.intern
+        return (
+            start_ns, dur_ns, _KIND[kind], bytes, stream, device, rank, step, cell, pinned, clock != "measured",
+            intern(name), intern(where), intern(owner), address, requested,
+        )  # fmt: skip
+
+    def add(self, kind: str, start_ns: int, dur_ns: int = 0, **columns: Any) -> None:
+        """Append one event, as `row` makes it."""
+        self._rows.append(self.row(kind, start_ns, dur_ns, **columns))
+
+    def build(self, meta: dict[str, Any], since: int = 0, before: Iterable[tuple[int, ...]] = (), origin_ns: int = 0) -> Trace:
+        """A frozen trace of the rows from index `since` on, sorted by start. The builder may go on afterwards.
+
+        `before` are further rows, which come first; where several events have the same start, they keep their order. Times
+        count from `origin_ns`.
+        """
+        rows = [*before, *self._rows[since:]]
+        table = np.array(rows, dtype=np.int64).reshape(len(rows), len(COLUMNS))
+        table[:, 0] -= origin_ns
+        table = table[np.argsort(table[:, 0], kind="stable")]
+        columns: dict[str, NDArray[Any]] = {n: table[:, i].astype(dtype) for i, (n, dtype) in enumerate(COLUMNS.items())}
+        return Trace(columns, list(self._codes), meta)
+
+
+def copies_per_step(trace: Trace) -> pd.DataFrame:
+    """What crossed between host and device, a row a step.
+
+    Columns: `step` (0 is the prefill where the toolkit decoded; -1 gathers what lies outside of every step, and is left
+    out where nothing was copied there), for each of h2d, d2h and d2d `<dir>_count` and `<dir>_bytes`, `kernels`
+    (launches), `host_wait_s` (time the host was blocked in waits), and `clock`: whether that time was measured or
+    modelled.
+    """
+    import pandas as pd
+
+    busy = trace.is_kind(*COPY_KINDS, "kernel", "sync", "mark")
+    steps, row = np.unique(trace["step"][busy], return_inverse=True)
+    kind, size = trace["kind"][busy], trace["bytes"][busy]
+
+    def total(name: str, weights: NDArray[Any] | None = None) -> NDArray[Any]:
+        mask = kind == _KIND[name]
+        return np.bincount(row[mask], weights=None if weights is None else weights[mask], minlength=len(steps))
+
+    table: dict[str, Any] = {"step": steps}
+    for name in COPY_KINDS:
+        table[f"{name}_count"] = total(name)
+        table[f"{name}_bytes"] = total(name, size).astype(np.int64)
+    table["kernels"] = total("kernel")
+    table["host_wait_s"] = total("sync", trace["dur_ns"][busy]) / 1e9
+    modelled = np.bincount(row, weights=trace["clock"][busy], minlength=len(steps)) > 0
+    table["clock"] = np.where(modelled, "modelled", "measured")
+    frame = pd.DataFrame(table)
+    outside = (frame["step"] == -1) & (frame[[f"{name}_count" for name in COPY_KINDS]].sum(axis=1) == 0)
+    return frame[~outside | (len(frame) == 1)].reset_index(drop=True)

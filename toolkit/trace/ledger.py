@@ -1,0 +1,300 @@
+"""Who held the device's memory, and when: a fold over the allocations of a trace.
+
+A `Ledger` pairs every alloc with its free and sums: the bytes held over time, the peak, and what each owner, line, kind,
+step and cell had of it. It is a pure function of the trace, exact where the trace is: an allocator's history, not samples.
+
+Positions count the alloc and free events of one device in the order they happened. "At position p" means just after
+event p; the blocks that were alive when the recording began come first (`trace.meta["opening"]` rows), and belong to the
+baseline, never to the peak of what ran. This file knows numpy, and no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.core.errors import unknown_name
+from toolkit.core.units import bytes_text
+from toolkit.trace.columns import KINDS
+from toolkit.trace.events import Trace
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Ints = NDArray[np.int64]
+BY = ("owner", "kind", "where", "line", "cell", "step")
+UNOWNED, NOWHERE = "(no variable)", "(unknown line)"
+OTHER_KIND = "activations"  # what a tensor is that no rule names: made by running something
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """What was allocated, an entry a block: positions where it begins and ends (one past the last: never freed), its bytes,
+    and the row of the trace that allocated it."""
+
+    begin: Ints
+    end: Ints
+    bytes: Ints
+    row: Ints
+
+
+class Ledger:
+    """The memory of one device over a trace. `device` is its number; by default, the one that the trace is about.
+
+    Bytes are as the allocator counts them (`torch.cuda.memory_allocated`), rounding included. `peak_bytes` is the most
+    that was allocated while the recording ran, `baseline_bytes` what was when it began, `end_bytes` when it ended.
+    """
+
+    def __init__(self, trace: Trace, device: int | None = None) -> None:
+        self.trace = trace
+        memory = trace.is_kind("alloc", "free")
+        if device is None:
+            device = trace.meta.get("device_index")
+        self.device = self._busiest(memory) if device is None else int(device)
+        on = trace["device"] == self.device
+        self.rows: Ints = np.flatnonzero(memory & on)
+        self._allocs = trace["kind"][self.rows] == KINDS.index("alloc")
+        self.change: Ints = np.where(self._allocs, 1, -1) * trace["bytes"][self.rows]
+        self.held: Ints = np.cumsum(self.change)
+        self.opening = int(np.searchsorted(self.rows, int(trace.meta.get("opening", 0))))  # events that are the baseline
+        self._segments: Ints = np.flatnonzero(trace.is_kind("segment_alloc", "segment_free") & on)
+
+    def _busiest(self, memory: NDArray[np.bool_]) -> int:
+        """The device where the most was allocated since the beginning; else the first that held anything."""
+        rows = np.flatnonzero(memory | self.trace.is_kind("segment_alloc"))
+        since = rows[rows >= int(self.trace.meta.get("opening", 0))]
+        since = since[self.trace.is_kind("alloc")[since]]
+        if not len(since):
+            return int(self.trace["device"][rows[0]]) if len(rows) else 0
+        devices, which = np.unique(self.trace["device"][since], return_inverse=True)
+        return int(devices[np.bincount(which, self.trace["bytes"][since]).argmax()])
+
+    # ---- totals
+
+    @property
+    def baseline_bytes(self) -> int:
+        return int(self.held[self.opening - 1]) if self.opening else 0
+
+    @property
+    def end_bytes(self) -> int:
+        return int(self.held[-1]) if len(self.held) else 0
+
+    @cached_property
+    def peak(self) -> int:
+        """The position of the peak; -1 where nothing was allocated above the baseline."""
+        ran = self.held[self.opening :]
+        if not len(ran) or int(ran.max()) <= self.baseline_bytes:
+            return self.opening - 1
+        return self.opening + int(ran.argmax())
+
+    @property
+    def peak_bytes(self) -> int:
+        return int(self.held[self.peak]) if self.peak >= 0 else 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """By how much more (or, negative, less) was held at the end than at the beginning."""
+        return self.end_bytes - self.baseline_bytes
+
+    @cached_property
+    def freed_bytes(self) -> int:
+        """What was given back of the baseline."""
+        old = self.blocks.begin < self.opening
+        return int(self.blocks.bytes[old & (self.blocks.end < len(self.rows))].sum())
+
+    @cached_property
+    def _taken(self) -> Ints:
+        """What the allocator had taken from the driver: before the first segment event, and after each."""
+        sign = np.where(self.trace["kind"][self._segments] == KINDS.index("segment_alloc"), 1, -1)
+        return np.concatenate([[0], np.cumsum(sign * self.trace["bytes"][self._segments])])
+
+    @cached_property
+    def reserved(self) -> Ints:
+        """What the allocator had taken from the driver, at each position; zeros where the trace doesn't know."""
+        return self._taken[np.searchsorted(self._segments, self.rows)]
+
+    @property
+    def peak_reserved_bytes(self) -> int:
+        """The most that the allocator had taken since the beginning; 0 where the trace doesn't know."""
+        old = np.searchsorted(self._segments, int(self.trace.meta.get("opening", 0)))
+        return int(self._taken[old:].max())
+
+    @property
+    def fragmentation_bytes(self) -> int:
+        """Reserved and not allocated, at the peak; 0 where the trace knows no segments."""
+        return max(int(self.reserved[self.peak]) - self.peak_bytes, 0) if self.peak >= 0 and len(self._segments) else 0
+
+    # ---- blocks
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """Allocs paired with their frees, by address.
+
+        A free whose alloc isn't in the trace has no block. Allocs without an address end with the latest free of their size.
+        """
+        address = self.trace["address"][self.rows]
+        key = np.where(address >= 0, address, -1 - np.abs(self.change))
+        order = np.lexsort((np.arange(len(key)), key))
+        same = key[order][1:] == key[order][:-1]
+        pairs = np.flatnonzero(same & self._allocs[order][:-1] & ~self._allocs[order][1:])
+        end = np.full(len(self.rows), len(self.rows), np.int64)
+        end[order[pairs]] = order[pairs + 1]
+        begin = np.flatnonzero(self._allocs)
+        return Blocks(begin, end[begin], self.change[begin], self.rows[begin])
+
+    def alive(self, at: int | None = None) -> Ints:
+        """Which blocks were alive at a position (the peak, unless given), the largest first."""
+        at = self.peak if at is None else at
+        found = np.flatnonzero((self.blocks.begin <= at) & (self.blocks.end > at))
+        return found[np.argsort(-self.blocks.bytes[found], kind="stable")]
+
+    def position(self, time_ns: int) -> int:
+        """The last position not after a time of the trace; -1 where nothing had happened."""
+        return int(np.searchsorted(self.trace["start_ns"][self.rows], time_ns, side="right")) - 1
+
+    def group(self, by: str) -> tuple[Ints, list[Any]]:
+        """(code of each block, what the codes stand for). `by` is one of BY; UnknownNameError otherwise."""
+        if by not in BY:
+            raise unknown_name("grouping", by, BY)
+        row = self.blocks.row
+        if by in ("cell", "step"):
+            found, codes = np.unique(self.trace[by][row], return_inverse=True)
+            return codes.astype(np.int64), found.tolist()
+        if by == "line":
+            return self._renamed("where", line_of, NOWHERE)
+        missing = {"owner": UNOWNED, "kind": OTHER_KIND, "where": NOWHERE}[by]
+        return self._renamed({"kind": "name"}.get(by, by), lambda text: text, missing)
+
+    def _renamed(self, column: str, name: Callable[[str], str], missing: str) -> tuple[Ints, list[Any]]:
+        """Codes of a text column, its texts put through `name`; texts that become equal are one group."""
+        found, codes = np.unique(self.trace[column][self.blocks.row], return_inverse=True)
+        texts = [name(self.trace.strings[code]) if code >= 0 else missing for code in found.tolist()]
+        groups = {text: i for i, text in enumerate(dict.fromkeys(texts))}
+        return np.array([groups[text] for text in texts], np.int64)[codes] if texts else codes.astype(np.int64), list(groups)
+
+    # ---- tables
+
+    def holders(self, at: int | None = None) -> pd.DataFrame:
+        """Who held the memory at a position (the peak, unless given), the largest first: a row for each owner, kind and line.
+
+        Columns: bytes, blocks (how many), share (of what was held), owner, kind, where, cell, step (of the largest block).
+        """
+        import pandas as pd
+
+        alive = self.alive(at)
+        codes = {by: self.group(by) for by in ("owner", "kind", "where")}
+        key = np.stack([codes[by][0][alive] for by in codes]) if len(alive) else np.zeros((3, 0), np.int64)
+        _, first, which = np.unique(key, axis=1, return_index=True, return_inverse=True)
+        size = np.bincount(which.ravel(), self.blocks.bytes[alive], len(first)).astype(np.int64)
+        order = np.argsort(-size, kind="stable")
+        largest = alive[first[order]]  # alive is sorted: the first of a group is its largest
+        table: dict[str, Any] = {"bytes": size[order], "blocks": np.bincount(which.ravel(), minlength=len(first))[order]}
+        table["share"] = size[order] / max(int(size.sum()), 1)
+        for by, (code, names) in codes.items():
+            table[by] = [names[c] for c in code[largest].tolist()]
+        for by in ("cell", "step"):
+            table[by] = self.trace[by][self.blocks.row[largest]]
+        return pd.DataFrame(table)
+
+    def by(self, what: str) -> pd.DataFrame:
+        """What each owner, kind, where, line, cell or step had, a row each, the most at the peak first.
+
+        Columns: `what`, at_peak_bytes (of the total's peak), peak_bytes (the group's own most), end_bytes, allocated_bytes
+        (of all its allocations together), blocks. The baseline's blocks count where they belong. By "kind", fragmentation has a
+        row of its own where the trace knows segments.
+        """
+        import pandas as pd
+
+        codes, names = self.group(what)
+        b, n = self.blocks, len(names)
+
+        def total(mask: NDArray[np.bool_]) -> Ints:
+            return np.bincount(codes[mask], b.bytes[mask], n).astype(np.int64)
+
+        table = {
+            what: names, "at_peak_bytes": total((b.begin <= self.peak) & (b.end > self.peak)),
+            "peak_bytes": self.own_peaks(codes, n), "end_bytes": total(b.end == len(self.rows)),
+            "allocated_bytes": total(b.begin >= self.opening), "blocks": np.bincount(codes, minlength=n),
+        }  # fmt: skip
+        frame = pd.DataFrame(table)
+        if what == "kind" and self.fragmentation_bytes:
+            lost = int(self._taken[-1]) - self.end_bytes
+            frame.loc[len(frame)] = ["fragmentation", self.fragmentation_bytes, self.fragmentation_bytes, lost, 0, 0]
+        return frame.sort_values(["at_peak_bytes", "peak_bytes"], ascending=False, ignore_index=True)
+
+    def own_peaks(self, codes: Ints, n: int) -> Ints:
+        """The most that each group held at any time: sums within groups, all groups at once."""
+        b, freed = self.blocks, self.blocks.end < len(self.rows)
+        at = np.concatenate([b.begin, b.end[freed]])
+        change = np.concatenate([b.bytes, -b.bytes[freed]])
+        group = np.concatenate([codes, codes[freed]])
+        order = np.lexsort((at, group))
+        running, group = np.cumsum(change[order]), group[order]
+        peaks = np.zeros(n, np.int64)
+        if len(group):
+            starts = np.flatnonzero(np.diff(group, prepend=-1))
+            before = np.where(starts > 0, running[starts - 1], 0)
+            peaks[group[starts]] = np.maximum.reduceat(running, starts) - before
+        return peaks
+
+    def over(self, what: str) -> pd.DataFrame:
+        """How the total went over cells or steps ("cell", "step"), a row each in order of time.
+
+        Columns: `what`, baseline_bytes (before its first event), peak_bytes, end_bytes, kept_bytes (end - baseline), events.
+        """
+        import pandas as pd
+
+        if what not in ("cell", "step"):
+            raise unknown_name("grouping over time", what, ("cell", "step"))
+        label, held = self.trace[what][self.rows][self.opening :], self.held[self.opening :]
+        starts = np.flatnonzero(np.diff(label, prepend=label[0] - 1)) if len(label) else np.zeros(0, np.int64)
+        ends = np.append(starts[1:], len(label))
+        before = np.where(starts > 0, held[starts - 1], self.baseline_bytes) if len(label) else starts
+        peaks = np.maximum.reduceat(held, starts) if len(label) else starts
+        last = held[ends - 1] if len(label) else starts
+        return pd.DataFrame({
+            what: label[starts], "baseline_bytes": before, "peak_bytes": np.maximum(peaks, before), "end_bytes": last,
+            "kept_bytes": last - before, "events": ends - starts,
+        })  # fmt: skip
+
+    # ---- words
+
+    def sentences(self, at: int | None = None, most: int = 5) -> list[str]:
+        """Who held the most at a position (the peak, unless given), in words, the largest first.
+
+        "4.00 GiB: logits.float() in cell 7 line 3, held by `out`". The text of a line comes from `trace.meta["source"]`.
+        """
+        alive, said = self.holders(at), []
+        source = self.trace.meta.get("source", {})
+        for row in alive.head(most).itertuples():
+            count = f" in {row.blocks:,} blocks" if row.blocks > 1 else ""
+            held = f", held by `{row.owner}`" if row.owner != UNOWNED else ""
+            said.append(f"{bytes_text(row.bytes)}{count}: {place_text(row.where, source)}{held}")
+        return said
+
+    def __repr__(self) -> str:
+        peak, kept = bytes_text(self.peak_bytes), bytes_text(self.kept_bytes)
+        return f"Ledger(peak {peak}, baseline {bytes_text(self.baseline_bytes)}, kept {kept}, {len(self.rows):,} events)"
+
+
+def line_of(where: str) -> str:
+    """The line of the user's own code: the outer frame of "cell 7:3 > model.py:41"."""
+    return where.partition(" > ")[0]
+
+
+def place_text(where: str, source: dict[str, str]) -> str:
+    """A place in words, with its source where known: "x.float() in cell 7 line 3, by way of model.py line 41"."""
+    outer, _, inner = where.partition(" > ")
+    code = source.get(outer) or (source.get(inner) if inner else None)
+    words = f"{code} in {_line_words(outer)}" if code else _line_words(outer)
+    return f"{words}, by way of {_line_words(inner)}" if inner else words
+
+
+def _line_words(place: str) -> str:
+    file, colon, line = place.rpartition(":")
+    return f"{file} line {line}" if colon and line.isdigit() else place

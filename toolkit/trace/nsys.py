@@ -1,0 +1,154 @@
+"""Nsight Systems traces in, from the database that `nsys export --type sqlite` writes.
+
+Tables and columns come and go between versions (tables are made only when there is something to put in): what is
+missing is taken as not known. The file is opened read-only and nothing in it is executed. Knows no Python lines: Nsight
+keeps none that could be relied on.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+from toolkit.core.errors import TraceError
+from toolkit.trace.assemble import KIND, Calls, Rows, Strings, assemble
+from toolkit.trace.cupti import MEMCPY_KINDS, is_copy_kernel, is_wait, pinned_of
+from toolkit.trace.events import Trace
+from toolkit.trace.steps import Range
+
+_PREFIX = "CUPTI_ACTIVITY_KIND_"
+# ENUM_CUDA_MEM_KIND of Nsight's schema, which counts from 0 where CUPTI counts from 1
+_MEMORY = ("Pageable", "Pinned", "Device", "Array", "Managed", "Device Static", "Managed Static", "Unknown")
+_LETTERS = {"h2d": "HtoD", "d2h": "DtoH", "d2d": "DtoD", "p2p": "PtoP"}
+_RANGE_TYPES = (59, 60)  # NVTX: push/pop, start/end
+
+
+def read_nsys(path: Path) -> Trace:
+    """The trace in Nsight Systems' sqlite export. Raises TraceError where it is damaged or holds no CUDA events."""
+    asked = f"opening the trace {str(path)!r}"
+    try:
+        _check_length(path, asked)
+        connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
+        try:
+            return _Database(connection, asked).trace()
+        finally:
+            connection.close()
+    except (sqlite3.Error, UnicodeDecodeError, OverflowError) as error:
+        raise TraceError(asked, f"a damaged database ({error})", "Export it again: nsys export --type sqlite") from error
+    except (TypeError, ValueError) as error:
+        raise TraceError(
+            asked, f"a column holds something unexpected ({error})", "Export it again from the .nsys-rep"
+        ) from error
+
+
+def _check_length(path: Path, asked: str) -> None:
+    """SQLite itself notices a missing end only where it happens to read it."""
+    with path.open("rb") as file:
+        header = file.read(32)
+    page_bytes = int.from_bytes(header[16:18]) or 1
+    pages = int.from_bytes(header[28:32])
+    promised_bytes = pages * (65536 if page_bytes == 1 else page_bytes)
+    found_bytes = path.stat().st_size
+    if len(header) < 32 or found_bytes < promised_bytes:
+        found = f"a database cut short, {found_bytes} of {promised_bytes} bytes"
+        raise TraceError(asked, found, "Copy it again, whole, or export it again")
+
+
+class _Database:
+    def __init__(self, connection: sqlite3.Connection, asked: str) -> None:
+        self.connection, self.asked = connection, asked
+        listed = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+        self.tables = {name for (name,) in listed}
+        if not any(f"{_PREFIX}{kind}" in self.tables for kind in ("KERNEL", "MEMCPY", "MEMSET", "RUNTIME")):
+            found = "a database without CUDA events" if "StringIds" in self.tables else "a database of another program"
+            raise TraceError(asked, found, "Record with nsys profile --trace=cuda,nvtx, then nsys export --type sqlite")
+        self.texts = dict(self.read("StringIds", "id", "value"))
+        self.strings, self.rows, self.calls = Strings(), Rows(), Calls()
+        self.threads: dict[int, int] = {}
+
+    def read(self, table: str, *columns: str) -> list[tuple[Any, ...]]:
+        """Rows of a table, None in place of a column that it hasn't; none at all where there is no such table."""
+        if table not in self.tables:
+            return []
+        there = {row[1] for row in self.connection.execute(f'PRAGMA table_info("{table}")')}
+        asked = ", ".join(f'"{column}"' if column in there else "NULL" for column in columns)
+        return self.connection.execute(f'SELECT {asked} FROM "{table}"').fetchall()
+
+    def trace(self) -> Trace:
+        """Everything the database says, as a Trace."""
+        self.read_kernels()
+        self.read_copies()
+        self.read_calls()
+        rows = self.rows.columns()
+        cause, _ = self.calls.causes(rows)
+        marks = self.read_ranges()
+        gpus = self.read("TARGET_INFO_GPU", "name")
+        meta = {"device": gpus[0][0] if gpus and gpus[0][0] else "unknown device", "format": "nsys"}
+        if self.read(f"{_PREFIX}GRAPH_TRACE", "start"):
+            meta["graphs"] = "whole"  # recorded as one event each: their copies and kernels aren't listed
+        return assemble(rows, cause, marks, self.strings, meta, ranges_are="nvtx")
+
+    def name(self, *codes: int | None) -> int:
+        """The code of the first name that is known."""
+        for code in codes:
+            if code is not None and code in self.texts:
+                return self.strings.code(self.texts[code])
+        return -1
+
+    def read_kernels(self) -> None:
+        kernels = self.read(
+            f"{_PREFIX}KERNEL", "start", "end", "deviceId", "streamId", "correlationId", "demangledName", "shortName"
+        )
+        for start, end, device, stream, correlation, demangled, short in kernels:
+            name, kind = self.name(demangled, short), "kernel"
+            if is_copy_kernel(self.texts.get(demangled, "")):
+                kind = "d2d"
+            self.add(kind, start, end, 0, stream, device, -1, name, correlation)
+        for start, end, device, stream, correlation, graph in self.read(
+            f"{_PREFIX}GRAPH_TRACE", "start", "end", "deviceId", "streamId", "correlationId", "graphId"
+        ):
+            self.add("kernel", start, end, 0, stream, device, -1, self.strings.code(f"CUDA graph {graph}"), correlation)
+
+    def read_copies(self) -> None:
+        shared = ("start", "end", "deviceId", "streamId", "correlationId", "bytes")
+        for start, end, device, stream, correlation, n_bytes, number, source, target in self.read(
+            f"{_PREFIX}MEMCPY", *shared, "copyKind", "srcKind", "dstKind"
+        ):
+            kind = MEMCPY_KINDS.get(number)
+            if kind is not None:
+                memory = [_MEMORY[k] if k is not None and 0 <= k < len(_MEMORY) else "Unknown" for k in (source, target)]
+                name = self.strings.code(f"Memcpy {_LETTERS[kind]} ({memory[0]} -> {memory[1]})")
+                pinned = pinned_of(kind, memory[0] if kind == "h2d" else memory[1])
+                self.add(kind, start, end, n_bytes, stream, device, pinned, name, correlation)
+        for start, end, device, stream, correlation, n_bytes in self.read(f"{_PREFIX}MEMSET", *shared):
+            self.add("memset", start, end, n_bytes, stream, device, -1, self.strings.code("Memset (Device)"), correlation)
+
+    def add(
+        self, kind: str, start: int, end: int, n_bytes: int | None, stream: int | None, device: int | None, pinned: int,
+        name: int, correlation: int | None, thread: int = -1,
+    ) -> None:  # fmt: skip
+        self.rows.add(
+            KIND[kind], start, end - start, n_bytes or 0, -1 if stream is None else stream, device or 0, pinned, name, thread,
+            -1 if correlation is None else correlation,
+        )  # fmt: skip
+
+    def read_calls(self) -> None:
+        streams = dict(self.read(f"{_PREFIX}SYNCHRONIZATION", "correlationId", "streamId"))
+        for start, end, correlation, global_tid, name_id in self.read(
+            f"{_PREFIX}RUNTIME", "start", "end", "correlationId", "globalTid", "nameId"
+        ):
+            thread = self.threads.setdefault(global_tid or 0, len(self.threads))
+            if correlation is not None:
+                self.calls.add(correlation, start, thread)
+            if is_wait(self.texts.get(name_id, "")):
+                name = self.strings.code(self.texts[name_id].rpartition("_v")[0] or self.texts[name_id])
+                self.add("sync", start, end, 0, streams.get(correlation), 0, -1, name, correlation, thread)
+
+    def read_ranges(self) -> list[Range]:
+        """NVTX's push/pop and start/end ranges."""
+        return [
+            Range(start, end, text if text is not None else self.texts.get(text_id, ""))
+            for start, end, kind, text, text_id in self.read("NVTX_EVENTS", "start", "end", "eventType", "text", "textId")
+            if start is not None and end is not None and (kind is None or kind in _RANGE_TYPES)
+        ]

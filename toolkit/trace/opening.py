@@ -1,0 +1,80 @@
+"""Traces in and out: our own files, Chrome/Kineto JSON, Nsight Systems sqlite, PyTorch's memory snapshots.
+
+Nothing in a file is ever executed.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import zlib
+from pathlib import Path
+
+from toolkit.core.errors import TraceError
+from toolkit.trace.events import Trace
+
+_SQLITE = b"SQLite format 3\0"
+_PICKLE = b"\x80"  # of protocol 2 or later
+
+
+def open_trace(path: str | os.PathLike[str]) -> Trace:
+    """The trace in the file `path`, whatever tool wrote it; what it is shows in its content, not in its name.
+
+    Reads our own (`trace.save`, `trace.to_chrome`), Chrome JSON of PyTorch's profiler, XLA and others (plain or .gz),
+    Nsight Systems' sqlite export, and memory snapshots (`torch.cuda.memory._dump_snapshot`), which know no steps. Steps come
+    from marks, `ProfilerStep#` or NVTX ranges, or are guessed from a pattern that repeats: `trace.meta["steps_from"]` says
+    which. Raises TraceError for anything else.
+    """
+    file = Path(path)
+    asked = f"opening the trace {os.fspath(path)!r}"
+    try:
+        with file.open("rb") as raw:
+            start = raw.read(4096)
+    except FileNotFoundError as error:
+        raise TraceError(asked, "no such file", "Check the path") from error
+    except OSError as error:
+        raise TraceError(asked, f"it can't be read ({error.strerror})", "Give the path of a file that you may read") from error
+    packed = start.startswith(b"\x1f\x8b")
+    if packed:
+        start = _unpacked(file, asked)
+    if start.startswith(b"PK"):
+        return Trace.load(file)
+    if start.startswith(_SQLITE):
+        from toolkit.trace.nsys import read_nsys
+
+        return read_nsys(file)
+    if start[:1] == _PICKLE and not packed:
+        from toolkit.trace.snapshot.read import read_snapshot
+
+        return read_snapshot(file)
+    if start.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"["):
+        from toolkit.trace.chrome.read import read_chrome
+
+        return read_chrome(file)
+    raise _unknown(asked, start, file.suffix)
+
+
+def _unpacked(file: Path, asked: str) -> bytes:
+    try:
+        with gzip.open(file) as packed:
+            return packed.read(4096)
+    except (OSError, EOFError, zlib.error) as error:
+        raise TraceError(asked, f"its compressed data are damaged ({error})", "Copy the file again, whole") from error
+
+
+def _unknown(asked: str, start: bytes, suffix: str) -> TraceError:
+    """The error that says what the file seems to be, and what to do about it."""
+    if not start:
+        return TraceError(asked, "it is empty", "Export the trace again")
+    if suffix in (".nsys-rep", ".qdrep"):
+        do = "Turn it into a database first: nsys export --type sqlite " + f"FILE{suffix}"
+        return TraceError(asked, "a report in Nsight Systems' own format", do)
+    if start[:1] == _PICKLE:
+        return TraceError(asked, "a pickle that is compressed", "Unpack it first: gunzip FILE")
+    if suffix in (".pkl", ".pickle", ".pt", ".pth"):
+        do = "Of pickles, memory snapshots of torch.cuda.memory._dump_snapshot are read, in protocol 2 or later"
+        return TraceError(asked, "no pickle that is read", do)
+    return TraceError(
+        asked, "none of the formats that are read",
+        "Those are: trace.save's own, Chrome JSON (.json, .json.gz), Nsight Systems' .sqlite, and PyTorch's memory snapshots",
+    )  # fmt: skip

@@ -1,0 +1,102 @@
+"""Stack frames to the text of `where`: "OUTER > INNER", the line of the user's code that began, and the line that asked.
+
+Goes by what paths look like, since a snapshot comes from another machine, perhaps another system. Imports nothing of torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from typing import Any
+
+Frame = Mapping[str, Any]  # "name", "filename", "line", as torch gathers them
+
+MAX_REMEMBERED = 1 << 16  # files
+
+_HERE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))).replace(os.sep, "/") + "/"
+_CPP = re.compile(r"\.(c|cc|cpp|cxx|cu|cuh|h|hpp|inc|inl|so(\.[\d.]+)?|dll|pyd|pyx)$", re.IGNORECASE)
+_INSTALLED = re.compile(r"(?:^|/)(?:site|dist)-packages/(.+)$")
+_STANDARD = re.compile(
+    r"/lib(64)?/python\d[\d.]*t?/|/python[\d.]*\.zip/|/(python[\d.]*|(mini|ana)conda\d*|miniforge\d*|envs/[^/]+)/lib/",
+    re.IGNORECASE,
+)
+_OWN = re.compile(
+    r"(?:^|/)toolkit/(?:(?:bench|core|decode|demo|exporting|gpu|kernels|loading|models|ops|planning|text|trace|tune|ui|vram|weights)/[\w/]+|\w+)\.py$"
+)
+_LAUNCHER = re.compile(r"/(bin|scripts)/[^/.]+(\.exe(/.*)?)?$", re.IGNORECASE)  # torchrun, pytest, jupyter: scripts without .py
+_MACHINERY = re.compile(r"^(?:torch|triton)/|/pytorch/torch/|(?:^|/)contextlib\.py$|(?:^|/)toolkit/gpu/")
+_TYPED_IN = ("<stdin>", "<ipython-input", "<console>")
+_STARTED = "<string>"  # of `python -c`, or of a launcher: it says nothing where another file does
+
+
+def chain(frames: Iterable[Frame], shorten: Callable[[str], str] | None = None) -> str | None:
+    """The `where` of `frames`, innermost first: "OUTER > INNER", one of them where they are the same; None without Python.
+
+    OUTER is the outermost line of the user's own code; INNER the innermost that is neither torch, Triton, contextlib nor C++,
+    or where there is no such line the innermost of all. `shorten` makes a file's name one to show (default: `short_file`).
+    """
+    outer: Frame | None = None
+    inner: Frame | None = None
+    innermost: Frame | None = None
+    kinds = _KINDS
+    for frame in frames:
+        kind = kinds[frame["filename"]]
+        if kind is None or frame["line"] <= 0:
+            continue
+        if innermost is None:
+            innermost = frame
+        if inner is None and kind != "machinery":
+            inner = frame
+        if kind == "user":
+            outer = frame
+            if frame["name"] == "<module>":  # what called the module's code is a launcher
+                break
+    inner = inner or innermost
+    if inner is None:
+        return None
+    last = _line(inner, shorten)
+    first = last if outer is None else _line(outer, shorten)
+    return last if first == last else f"{first} > {last}"
+
+
+def _line(frame: Frame, shorten: Callable[[str], str] | None) -> str:
+    return f"{(shorten or short_file)(frame['filename'])}:{frame['line']}"
+
+
+class _Kinds(dict[str, "str | None"]):
+    """By a frame's file: "user", "machinery", or "other" Python; None for what isn't Python."""
+
+    def __missing__(self, filename: str) -> str | None:
+        kind = _kind_of_file(filename)
+        if len(self) < MAX_REMEMBERED:
+            self[filename] = kind
+        return kind
+
+
+_KINDS = _Kinds()
+
+
+def _kind_of_file(filename: str) -> str | None:
+    path = filename.replace("\\", "/")
+    if path in ("", "??") or _CPP.search(path):
+        return None
+    if path.startswith("<"):
+        return "user" if path.startswith(_TYPED_IN) else "other" if path.startswith(_STARTED) else "machinery"
+    own = path.startswith(_HERE) or _OWN.search(path)
+    short = short_file(filename)
+    if _MACHINERY.search(path if own else short):
+        return "machinery"
+    installed = _INSTALLED.search(path) or _STANDARD.search(path) or _LAUNCHER.search(path)
+    return "other" if own or installed else "user"
+
+
+@lru_cache(maxsize=MAX_REMEMBERED)
+def short_file(filename: str) -> str:
+    """A file's path as a reader of another machine's trace knows it: from the package on for installed ones, with "/"."""
+    path = filename.replace("\\", "/")
+    installed = _INSTALLED.search(path)
+    if installed is not None:
+        return installed[1]
+    return path.rsplit("/", 1)[1] if "/ipykernel_" in path else path

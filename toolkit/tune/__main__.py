@@ -1,0 +1,162 @@
+"""`python -m toolkit.tune`: show what is kept of a GPU, take it to another machine, merge files, tune."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+from toolkit.core.errors import CancelledError, FormatError, ToolkitError
+from toolkit.core.units import seconds_text
+from toolkit.tune.store import Record, Tuned, TunedFileWarning, kept_gpus, put_rows, read_tuned, write_whole
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit status. Errors of the toolkit, and warnings, are printed as one line."""
+    options = _parser().parse_args(arguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", TunedFileWarning)
+        warnings.showwarning = lambda message, *_, **__: print(f"Warning: {message}", file=sys.stderr)
+        try:
+            options.command(options)
+            sys.stdout.flush()
+        except BrokenPipeError:  # `show | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except ToolkitError as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            return 1
+        except KeyboardInterrupt:
+            print("\nStopped. What was found so far is kept; call it again to go on.", file=sys.stderr)
+            return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m toolkit.tune", description="Timings of kernels, kept per GPU.")
+    commands = parser.add_subparsers(required=True)
+    show = commands.add_parser("show", help="the fastest config of every problem, and what was wrong or excluded")
+    show.add_argument("gpu", nargs="?", help='a GPU\'s key, as "h200" (default: all that are kept)')
+    show.set_defaults(command=_show)
+    export = commands.add_parser("export", help="write what is kept of a GPU into a file")
+    export.add_argument("gpu")
+    export.add_argument("file", type=Path)
+    export.set_defaults(command=_export)
+    bring = commands.add_parser("import", help="take the rows of a file that `export` wrote")
+    bring.add_argument("file", type=Path)
+    bring.set_defaults(command=_import)
+    merge = commands.add_parser("merge", help="several files of one GPU into one; the newer row of a config wins")
+    merge.add_argument("files", type=Path, nargs="+")
+    merge.add_argument("--out", type=Path, required=True)
+    merge.set_defaults(command=_merge)
+    warm = commands.add_parser("warm", help="time the kernels' configs on this machine's GPU, and keep them")
+    warm.add_argument("kernel", nargs="*", help="their names (default: every kernel)")
+    warm.add_argument("--seconds", type=float, help="stop after about so long; calling it again goes on")
+    warm.add_argument("--again", action="store_true", help="time what is kept too, also what came with the package")
+    warm.add_argument("--shape", help="a known shape's name, or sizes (default: all known shapes)")
+    warm.add_argument("--device", default="auto")
+    warm.set_defaults(command=_warm)
+    return parser
+
+
+def _show(options: argparse.Namespace) -> None:
+    gpus = [options.gpu] if options.gpu else kept_gpus()
+    for gpu in gpus:
+        device, kept = _kept(gpu).device, _kept(gpu)
+        clocks = f", {device.sm_clock_mhz} MHz" if device.sm_clock_mhz else ""
+        print(f"{gpu}: {device.name}, {device.sms} SMs, compute capability {device.compute_capability}{clocks}")
+        for kernel, shape in dict.fromkeys((kernel, shape) for kernel, shape, _ in kept.rows):
+            print(f"  {kernel} {shape}\n    {_winner(kept.configs(kernel, shape))}")
+    if not gpus:
+        print("Nothing is kept. `python -m toolkit.tune warm KERNEL` on a machine with a CUDA GPU times one.")
+
+
+def _winner(rows: dict[str, Record]) -> str:
+    right = {config: row for config, row in rows.items() if row.verdict == "ok" and row.us is not None}
+    counts = {
+        verdict: sum(row.verdict == verdict for row in rows.values()) for verdict in ("slow", "wrong", "failed", "excluded")
+    }
+    others = "".join(f", {count} {verdict}" for verdict, count in counts.items() if count)
+    if not right:
+        return f"no config is right and timed{others}"
+    best = min(right, key=lambda config: right[config].us or 0.0)
+    row = right[best]
+    spread = f" ± {seconds_text((row.spread_us or 0) / 2e6)}" if row.spread_us else ""
+    return f"{best}: {seconds_text((row.us or 0) / 1e6)}{spread}, of {len(right)} timed{others} ({row.versions}, {row.when})"
+
+
+def _kept(gpu: str) -> Tuned:
+    kept = read_tuned(gpu) if gpu in kept_gpus() else None  # "../x" is no GPU: its file isn't ours to set aside
+    if kept is None:
+        raise FormatError(f"timings of {gpu}", "none are kept", f"There are some of: {', '.join(kept_gpus()) or 'no GPU'}")
+    return kept
+
+
+def _read(path: Path) -> Tuned:
+    try:
+        return Tuned.from_text(path.read_text(), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise FormatError(f"timings in {path}", str(error), "Give a file that `tune export` wrote") from error
+
+
+def _write(path: Path, kept: Tuned) -> None:
+    try:
+        write_whole(path, kept.to_text())
+    except OSError as error:
+        raise ToolkitError(f"writing timings to {path}", str(error), "Give a file that can be written") from error
+
+
+def _export(options: argparse.Namespace) -> None:
+    kept = _kept(options.gpu)
+    _write(options.file, kept)
+    print(f"{len(kept.rows)} rows of {kept.device.name} in {options.file}")
+
+
+def _import(options: argparse.Namespace) -> None:
+    from toolkit.tune.cards import key_of
+
+    found = _read(options.file)
+    gpu = key_of(found.device.name, found.device.sms)
+    kept = read_tuned(gpu, found.device) or Tuned(found.device)
+    kept.merge(found)
+    new = {place: row for place, row in found.rows.items() if kept.rows[place] is row}
+    try:
+        path = put_rows(gpu, found.device, new)
+    except OSError as error:
+        do = "Set TOOLKIT_CACHE to a folder that can be written to"
+        raise ToolkitError(f"keeping timings of {gpu}", str(error), do) from error
+    print(f"{len(new)} of {len(found.rows)} rows of {found.device.name} taken into {path}; what is kept of the others is newer")
+
+
+def _merge(options: argparse.Namespace) -> None:
+    whole, *others = [_read(path) for path in options.files]
+    for path, other in zip(options.files[1:], others, strict=True):
+        if not other.device.same_card(whole.device):
+            found = f"{path} is of a {other.device.name}, {options.files[0]} of a {whole.device.name}"
+            raise FormatError("merging timings", found, "Merge files of one GPU")
+        whole.merge(other)
+    _write(options.out, whole)
+    print(f"{len(whole.rows)} rows of {whole.device.name} in {options.out}")
+
+
+def _warm(options: argparse.Namespace) -> None:
+    from toolkit.kernels.registry import find_kernel, find_shape, kernels
+    from toolkit.tune import warm
+
+    chosen = [find_kernel(name) for name in options.kernel or kernels()]
+    pairs = [(one, find_shape(one, shape)) for one in chosen for shape in ([options.shape] if options.shape else one.known)]
+    stop = threading.Event()
+    if options.seconds is not None:
+        timer = threading.Timer(options.seconds, stop.set)
+        timer.daemon = True
+        timer.start()
+    try:
+        print(warm(pairs, options.device, cancel=stop, again=options.again))
+    except CancelledError as ended:
+        print(ended)
+
+
+if __name__ == "__main__":
+    sys.exit(run())

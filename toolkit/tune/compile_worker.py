@@ -1,0 +1,150 @@
+"""A process that compiles for any GPU and says what a config takes: `python -m toolkit.tune.compile_worker`.
+
+Reads a job a line on stdin (JSON), answers a line on stdout. Compiling is Triton's own JIT told that another GPU is the current
+one, so that arguments are specialised exactly as at a real launch (alignment, ints that are 1 or divisible by 16, None,
+constants), and predicted shared memory is the launched kernel's. Registers and stack come from the bundled cuobjdump.
+Started without TRITON_INTERPRET: a process that has imported Triton with it can't compile.
+"""
+
+# mypy: allow-untyped-defs, allow-untyped-calls
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from toolkit.kernels.base import Config, Kernel, Launch
+from toolkit.tune.compiling import NOT_KEPT
+from toolkit.tune.identity import Origin
+from toolkit.tune.limits import WARP, Compiled, LaunchUse
+
+MESSAGE = 600  # characters of a compiler's message that are kept
+
+
+class AbsentGpu:
+    """What Triton's JIT asks of a driver when it compiles, and no more: a GPU of this capability is the current one."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, WARP)
+
+    def get_current_device(self) -> int:
+        return self.capability  # the JIT keeps what it compiled by device: one for each capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_for(kernel: Kernel, shape_key: str, config: Config, capability: int) -> Compiled:
+    """Compile every launch of `config` for `sm_<capability>`; a failure is in `error`, never raised."""
+    driver.set_active(AbsentGpu(capability))
+    try:
+        shape = kernel.shape_type.from_key(shape_key)
+        inputs = kernel.inputs(shape, "meta")
+        launches = kernel.launches(shape, config, inputs, kernel.outputs(shape, inputs))
+        uses = tuple(compile_launch(launch) for launch in launches if 0 not in launch.grid)
+        for launch in launches:
+            getattr(launch.function, "device_caches", {}).clear()  # or all texts of all configs stay in memory
+        return Compiled(uses)
+    except (OSError, MemoryError) as error:  # of this machine: a full disk, a cache that can't be written to
+        return Compiled(error=f"{NOT_KEPT}could not work: {message(error)}")
+    except Exception as error:
+        return Compiled(error=message(error))
+
+
+def compile_launch(launch: Launch) -> LaunchUse:
+    """Compile one launch for the current GPU, as launching it would."""
+    capability = driver.active.get_current_target().arch
+    options = launch.options((capability // 10, capability % 10))
+    compiled = launch.function.warmup(grid=launch.grid, **launch.arguments, **launch.constants, **options)
+    if "launch_pdl" in options and not waits_first(compiled.asm["ptx"]):
+        raise ValueError("it is launched early, and doesn't wait for the launch before it, or writes first: see early.py")
+    cubin = compiled.asm["cubin"]
+    registers, stack = resources(cubin)
+    return LaunchUse(
+        name=compiled.metadata.name, grid=tuple(launch.grid), threads=compiled.metadata.num_warps * WARP,
+        registers=registers, spill_bytes=stack, shared_bytes=compiled.metadata.shared,
+        tensor_memory=getattr(compiled.metadata, "tmem_size", None) or 0,
+        ptx_bytes=len(compiled.asm["ptx"]), sass_bytes=code_bytes(cubin),
+    )  # fmt: skip
+
+
+def waits_first(ptx: str) -> bool:
+    """Does a kernel wait for the launch before it, with nothing written or counted in front of that, as its text goes?"""
+    before, wait, _ = ptx.partition("griddepcontrol.wait")
+    return bool(wait) and re.search(r"\b(st|atom|red)\.(?!shared)", before) is None
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers a thread and bytes of its stack, from cuobjdump."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", told)
+    return max(int(registers) for registers, *_ in found), max(int(stack) + int(local) for _, stack, local in found)
+
+
+def code_bytes(cubin: bytes) -> int:
+    """Bytes of machine code: the sections of the ELF file that begin with .text."""
+    table, size, count, names_at = struct.unpack_from("<Q10xHHH", cubin, 40)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]
+    names = headers[names_at][4]
+    return sum(length for name, _, _, _, _, length in headers if cubin[names + name :].startswith(b".text"))
+
+
+def message(error: BaseException) -> str:
+    """An exception as one line: what Triton says of it without the source that it quotes, and the cause it hides."""
+    told = getattr(error, "error_message", None) or ("" if hasattr(error, "error_message") else str(error))
+    said = " ".join(told.split())
+    line = getattr(getattr(error, "node", None), "lineno", None)
+    at = f" at line {line} of the function" if line is not None else ""
+    if error.__cause__ is not None:
+        said = f"{said} {message(error.__cause__)}".strip()
+    return f"{type(error).__name__}{at}: {said}"[:MESSAGE]
+
+
+def serve(jobs: io.TextIOBase, answers: io.TextIOBase) -> None:
+    """Answer every job until there are no more."""
+    kernels: dict[str, Kernel] = {}
+    for line in jobs:
+        job: dict[str, Any] = json.loads(line)
+        origin = Origin(**job["origin"])
+        try:
+            if job["kernel"] not in kernels:
+                sys.path[:] = job["path"]
+                kernels[job["kernel"]] = origin.load()
+            found = compile_for(kernels[job["kernel"]], job["shape"], Config(**job["config"]), job["capability"])
+            if origin.module == "__main__" and "NameError" in found.error:
+                found = Compiled(error=f"{NOT_KEPT}gets the kernel's cell alone, and all of it must be there: {found.error}")
+        except Exception as error:
+            found = Compiled(error=f"{NOT_KEPT}could not load the kernel: {message(error)}")
+        answers.write(json.dumps(found.to_dict()) + "\n")
+        answers.flush()
+
+
+def main() -> None:
+    """Keep stdout for answers: whatever else prints goes to stderr."""
+    torch.set_num_threads(1)
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    serve(sys.stdin, answers)  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""Which kernel this is: a fingerprint of what runs on the GPU, and where another process finds the same kernel.
+
+The fingerprint covers the `triton.jit` functions that `launches()` reaches, `launches()` and `outputs()` themselves, and
+what they use of the kernel's own file and the kernels' folder. It leaves out comments, docstrings, line numbers and everything
+else, `space()` and `known` above all: a config or a shape more makes no kept timing stale. It is the same with and without
+Triton's interpreter.
+"""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import linecache
+import sys
+import textwrap
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from toolkit.core.errors import ToolkitError
+from toolkit.kernels.base import Kernel
+
+PLAIN = (int, float, str, bool, type(None))
+CONTAINERS = ("constexpr", "tuple", "list", "dict", "mappingproxy")
+KERNELS = Kernel.__module__.rpartition(".")[0]
+WORDS_ONLY = (f"{KERNELS}.base", f"{KERNELS}.checks")  # describe launches, refuse tensors: nothing that runs on a GPU
+DEFINING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign, ast.If, ast.Try)
+NO_CODE = ("ctx", "kind", "type_comment", "type_params")  # fields of syntax trees that say nothing, or not in every version
+FOREIGN = {"torch", "triton", "numpy", *sys.stdlib_module_names} - {"__main__"}
+
+
+@lru_cache(maxsize=256)
+def fingerprint(kernel: Kernel) -> str:
+    """16 hexadecimal digits that change when what the kernel launches does."""
+    parts: dict[str, str] = {}
+    for method in ("launches", "outputs"):
+        function = getattr(type(kernel), method)
+        _gather(function, function.__module__, type(kernel), parts)
+    text = "\n".join(f"{name}:\n{source}" for name, source in sorted(parts.items()))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _gather(thing: Any, home: str, owner: type, parts: dict[str, str]) -> None:
+    """Add the source of a function, and of what it uses, to `parts`."""
+    is_kernel = hasattr(thing, "fn")
+    while hasattr(thing, "fn"):  # a triton.jit function, however often wrapped
+        thing = thing.fn
+    module = getattr(thing, "__module__", None) or ""
+    ours = is_kernel or module == home or (module.startswith(f"{KERNELS}.") and module not in WORDS_ONLY)
+    if not isinstance(thing, types.FunctionType) or module.split(".")[0] in FOREIGN or not ours:
+        return
+    name = f"{thing.__module__ if module != home else 'here'}.{thing.__qualname__}"
+    if name in parts:
+        return
+    tree = ast.parse(textwrap.dedent(inspect.getsource(thing)))
+    parts[name] = _bare(tree)
+    scope = {**thing.__globals__, **inspect.getclosurevars(thing).nonlocals}
+    for used, value in _used(tree, scope, owner):
+        if used == "INTERPRETED":  # of the process, not of the kernel
+            continue
+        if isinstance(value, PLAIN) or (type(value).__name__ in CONTAINERS and " at 0x" not in repr(value)):
+            parts[f"{name} uses {used}"] = repr(value)
+        else:
+            _gather(value, home, owner, parts)
+
+
+def _used(tree: ast.AST, scope: dict[str, Any], owner: type) -> Iterator[tuple[str, Any]]:
+    """The globals, the attributes of modules, and the methods of `self` that a function's source names."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id in scope:
+            yield node.id, scope[node.id]
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            base = owner if node.value.id == "self" else scope.get(node.value.id)
+            if base is owner or isinstance(base, types.ModuleType):
+                yield f"{node.value.id}.{node.attr}", getattr(base, node.attr, None)
+
+
+def _bare(tree: ast.Module) -> str:
+    """The source without comments, docstrings and decorators' arguments on other lines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return _written(tree)
+
+
+def _written(node: Any) -> str:
+    """A syntax tree as text, the same in every version of Python: `ast.unparse` changes its quotes, `ast.dump` its fields."""
+    if isinstance(node, list):
+        return f"[{' '.join(map(_written, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = [(name, value) for name, value in ast.iter_fields(node) if value not in (None, []) and name not in NO_CODE]
+    return f"{type(node).__name__}({' '.join(f'{name}={_written(value)}' for name, value in fields)})"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a kernel comes from, for a process of its own: a module to import, or else the text of its file or cell."""
+
+    kernel: str  # its `name`
+    module: str
+    file: str
+    text: str
+
+    def load(self) -> Kernel:
+        """The kernel, from its module or from its text. Raises ToolkitError where neither has it."""
+        module, failed = self._import()
+        for value in vars(module).values():
+            if isinstance(value, Kernel) and value.name == self.kernel:
+                return value
+        because = f" ({type(failed).__name__}: {failed})" if failed is not None else ""
+        raise ToolkitError(
+            f"kernel {self.kernel!r}", f"{self.file or self.module} defines no instance of that name{because}",
+            "Make one at the top level of the file (or cell) that defines its class",
+        )  # fmt: skip
+
+    def _import(self) -> tuple[types.ModuleType, Exception | None]:
+        if self.module != "__main__":
+            spec = importlib.util.find_spec(self.module)
+            if spec is not None and spec.origin == self.file:
+                return importlib.import_module(self.module), None
+        return self._run_text()
+
+    def _run_text(self) -> tuple[types.ModuleType, Exception | None]:
+        """A module made of what the text defines, and the first error on the way.
+
+        A cell, or a script, also does things: it trains, writes files, calls the tuner. Statements that can only do are left
+        out, and one that fails is passed over: the kernel may not need it. Triton reads a function's source from its file:
+        linecache stands in for one.
+        """
+        name = f"kernel_{hashlib.sha256(self.text.encode()).hexdigest()[:12]}"
+        file, first = f"<{name}>", None
+        linecache.cache[file] = (len(self.text), None, self.text.splitlines(keepends=True), file)
+        module = types.ModuleType(name)
+        module.__file__ = file
+        sys.modules[name] = module
+        postponed = compile(self.text, file, "exec", dont_inherit=True).co_flags & __future__.annotations.compiler_flag
+        for statement in ast.parse(self.text).body:
+            try:
+                if isinstance(statement, DEFINING):
+                    exec(compile(ast.Module([statement], []), file, "exec", postponed, dont_inherit=True), module.__dict__)
+            except Exception as error:
+                first = first or error
+        return module, first
+
+
+def origin(kernel: Kernel) -> Origin:
+    """Where `kernel` comes from. For one defined in a notebook: the cell, which must hold all that the kernel needs."""
+    launches = inspect.unwrap(type(kernel).launches)
+    file = launches.__code__.co_filename
+    text = Path(file).read_text() if Path(file).is_file() else "".join(linecache.getlines(file))
+    if not text:
+        raise ToolkitError(f"the source of kernel {kernel.name!r}", f"{file} can't be read", "Define it in a file or a cell")
+    return Origin(kernel.name, type(kernel).__module__, file, text)

@@ -1,0 +1,190 @@
+"""Which config a kernel is launched with: looked up in named steps, never tuned by surprise.
+
+1. "this device": the fastest right one that was timed on this very GPU;
+2. "near shape": the fastest one that was timed on it at other lengths (`Kernel.lengths`), the nearest ones by ratio;
+3. "same capability": 1 and 2 of another GPU of the same compute capability, if it fits in this one's limits;
+4. "model": the first within 5 % of the best by `estimate`, of the configs whose compiled figures are on disk (`tune.explore`
+   puts them there);
+5. "default": the first of the kernel's space, which fits everywhere.
+
+All of these are configs of the kernel's space. A lookup compiles nothing and runs nothing. Each answer is remembered, with the
+step it came from. Models look up before every launch: a second time costs a dictionary's hit, and asks no GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from toolkit.core.errors import DeviceError, ToolkitError
+from toolkit.core.units import seconds_text
+from toolkit.kernels.base import Config, Kernel, Shape
+from toolkit.tune.cards import Card, find_card
+from toolkit.tune.compiling import Job, Kept
+from toolkit.tune.estimate import estimate
+from toolkit.tune.identity import fingerprint
+from toolkit.tune.limits import WARP, Compiled, LaunchUse, obstacle
+from toolkit.tune.store import DeviceFacts, Record, Tuned, from_words, kept_gpus, read_tuned
+
+UNSURE = 0.05  # the model doesn't tell apart what differs by less
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a lookup answered: the config, the step that found it, and the reason in words."""
+
+    kernel: str
+    shape: str
+    gpu: str
+    config: Config
+    step: str
+    note: str
+
+
+_chosen: dict[tuple[Kernel, Shape, str], Choice] = {}  # by the GPU's key
+_at_once: dict[tuple[Kernel, Shape, Any], Choice] = {}  # the same by what it was asked with, where that always means one GPU
+
+
+def choose(kernel: Kernel, shape: Shape, device: Card | torch.device | str | int = "auto") -> Choice:
+    """The config to launch `kernel` with on `device` (what `find_card` takes); remembered until something is tuned."""
+    known = _at_once.get((kernel, shape, device))
+    if known is not None:
+        return known
+    card = find_card(device)
+    place = (kernel, shape, card.key if card is not None else "cpu")
+    if place not in _chosen:
+        _chosen[place] = _look(kernel, shape, card)
+    if isinstance(device, torch.device) and (device.type == "cpu" or (device.type == "cuda" and device.index is not None)):
+        _at_once[kernel, shape, device] = _chosen[place]
+    return _chosen[place]
+
+
+def choices() -> list[Choice]:
+    """Every choice that was made in this process since something was tuned last."""
+    return list(_chosen.values())
+
+
+def forget() -> None:
+    """Look everything up anew: called when timings were added."""
+    _chosen.clear()
+    _at_once.clear()
+    _kept.cache_clear()
+
+
+def _look(kernel: Kernel, shape: Shape, card: Card | None) -> Choice:
+    if card is None:
+        default, note = kernel.space(shape)[0], "there is no GPU to choose for"
+        return Choice(kernel.name, shape.key, "cpu", default, "default", note)
+    step, config, note = next(_steps(kernel, shape, card))
+    return Choice(kernel.name, shape.key, card.key, config, step, note)
+
+
+def _steps(kernel: Kernel, shape: Shape, card: Card) -> Iterator[tuple[str, Config, str]]:
+    """What each step finds, the best step first: its name, a config, and why that one."""
+    here = timed(kernel, shape, _kept(card.key, card.facts))
+    if here:
+        best, count = here[0], sum(one.shape == here[0].shape for one in here)
+        what = f"{seconds_text(best.us / 1e6)}, the fastest of {count} timed with {best.record.versions}"
+        yield (
+            ("near shape", best.config, f"{what} at {_differing(best, shape)}")
+            if best.far
+            else ("this device", best.config, what)
+        )
+    for best in _of_same_capability(kernel, shape, card):
+        where = f" at {_differing(best, shape)}" if best.far else ""
+        note = f"the fastest on {best.gpu}{where} ({seconds_text(best.us / 1e6)} there), of the same compute capability"
+        yield "same capability", best.config, note
+    if (modelled := _modelled(kernel, shape, card)) is not None:
+        yield "model", *modelled
+    yield "default", kernel.space(shape)[0], f"nothing is known of this shape on {card.spec.name}; tk.tune.warm times it"
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A config that was right and timed: how long it took, where, and for which shape."""
+
+    config: Config
+    us: float
+    far: float  # of the asked shape: 0 for the same one, 1 for a length twice or half as long
+    shape: str
+    gpu: str
+    record: Record
+
+
+def timed(kernel: Kernel, shape: Shape, kept: Tuned | None) -> list[Timed]:
+    """The right configs that `kept` has of the kernel as it is now, for `shape` or at other lengths: nearest, then fastest.
+
+    All of them are in the kernel's space for `shape`: it may have made room for those alone.
+    """
+    found, far, space = [], {shape.key: 0.0}, set(kernel.space(shape))
+    for (name, key, words), row in kept.rows.items() if kept is not None else ():
+        if name != kernel.name or row.verdict != "ok" or row.us is None or row.kernel != fingerprint(kernel):
+            continue
+        if key not in far:
+            far[key] = distance(kernel, shape, key)
+        config = from_words(words)
+        if far[key] < math.inf and config in space:
+            assert kept is not None
+            found.append(Timed(config, row.us, far[key], key, kept.device.name, row))
+    return sorted(found, key=lambda one: (one.far, one.shape, one.us))
+
+
+def distance(kernel: Kernel, shape: Shape, key: str) -> float:
+    """How far a shape is that differs in `kernel.lengths` alone: their ratios, added as powers of two. Infinity for others."""
+    try:
+        other = kernel.shape_type.from_key(key)
+    except (ValueError, ToolkitError):  # of the kernel as it once was
+        return math.inf
+    far = 0.0
+    for name in (field.name for field in dataclasses.fields(shape)):
+        a, b = getattr(shape, name), getattr(other, name)
+        if a != b:
+            far += abs(math.log2(a / b)) if name in kernel.lengths and a > 0 and b > 0 else math.inf
+    return far
+
+
+def _differing(found: Timed, shape: Shape) -> str:
+    """What was timed in place of what was asked: "slots=32768 (asked: slots=8192)"."""
+    pairs = [(a, b) for a, b in zip(found.shape.split(), shape.key.split(), strict=True) if a != b]
+    return f"{' '.join(a for a, _ in pairs)} (asked: {' '.join(b for _, b in pairs)})"
+
+
+@lru_cache(maxsize=64)
+def _kept(gpu: str, facts: DeviceFacts | None = None) -> Tuned | None:
+    """The files are read once: models ask for dozens of shapes."""
+    return read_tuned(gpu, facts)
+
+
+def _of_same_capability(kernel: Kernel, shape: Shape, card: Card) -> Iterator[Timed]:
+    """The best of other GPUs of the same compute capability, if any fits in this one's limits."""
+    found = []
+    for gpu in kept_gpus():
+        kept = _kept(gpu) if gpu != card.key else None
+        if kept is not None and kept.device.compute_capability == card.facts.compute_capability:
+            found += timed(kernel, shape, kept)
+    for one in sorted(found, key=lambda one: (one.far, one.us)):
+        row = one.record
+        use = LaunchUse(kernel.name, (1,), one.config.warps * WARP, row.registers, row.spill_bytes, row.shared_bytes)
+        if not obstacle(Compiled((use,)), card.spec):
+            yield one
+
+
+def _modelled(kernel: Kernel, shape: Shape, card: Card) -> tuple[Config, str] | None:
+    try:
+        kept = Kept(kernel).rows
+    except DeviceError:  # no Triton: nothing was compiled
+        return None
+    jobs = {config: Job(shape, config, card.spec.compute_capability).key for config in kernel.space(shape)}
+    fitting = {config: kept[key] for config, key in jobs.items() if key in kept and not obstacle(kept[key], card.spec)}
+    times = {config: estimate(kernel, shape, config, compiled, card.spec).ns for config, compiled in fitting.items()}
+    if not times:
+        return None
+    least = min(times.values())
+    best = next(config for config, ns in times.items() if ns <= least * (1 + UNSURE))  # the author's favourites come first
+    return best, f"{seconds_text(times[best] / 1e9)} modelled, of {len(times)} that fit; never timed on {card.spec.name}"

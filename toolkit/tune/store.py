@@ -1,0 +1,309 @@
+"""What was measured, kept: `tuned/<gpu>.json`, a row a config, readable and mergeable.
+
+Two folders hold such files: the package's own (recorded by the project, never written), and the user's
+(`$TOOLKIT_CACHE/tuned`, by default in `~/.cache/decode-toolkit`). Both are read; of two rows of one config the newer counts.
+A row carries its own kernel fingerprint and versions, so that one config more is one row more. Writing is atomic, and adds to
+what another process has written meanwhile. A file that is damaged, or of another GPU, is set aside under another name, and a
+warning says so. Knows no Triton, and asks no GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from toolkit.core.errors import FormatError
+from toolkit.kernels.base import Config
+
+FORMAT = "decode-toolkit tuned 1"
+SHIPPED = Path(__file__).parent / "tuned"
+VERDICTS = ("ok", "slow", "wrong", "failed", "excluded")
+
+
+class TunedFileWarning(UserWarning):
+    """A file of kept timings could not be used as it is, and what was done about that."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is known of one config on one GPU.
+
+    `verdict`: "ok" (right and timed), "slow" (right; one timing, given up as hopeless), "wrong" (disagrees with the
+    reference), "failed" (a compiler or a launch said no), "excluded" (exceeds the GPU's limits). `reason` says why in words.
+    """
+
+    verdict: str
+    reason: str = ""
+    us: float | None = None  # median of a run of the whole operation
+    spread_us: float | None = None  # between the first and the third quartile
+    cold: bool = True  # inputs rotated through more memory than the L2 holds
+    cosine: float | None = None  # the worst result's, against the reference
+    max_error: float | None = None  # the worst result's, relative to the reference's largest value
+    shared_bytes: int = 0
+    registers: int = 0
+    spill_bytes: int = 0
+    kernel: str = ""  # fingerprint
+    versions: str = ""  # "triton 3.6.0, torch 2.11.0"
+    when: str = ""  # UTC, ISO 8601
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """The GPU that timings belong to; clocks are the highest it is allowed, in MHz, 0 where unknown."""
+
+    name: str
+    compute_capability: str
+    sms: int
+    memory_bytes: int
+    sm_clock_mhz: int = 0
+    memory_clock_mhz: int = 0
+
+    def same_card(self, other: DeviceFacts) -> bool:
+        """Is it the same model, with as many SMs? Clocks and visible memory may differ between two of them."""
+        return (self.name, self.compute_capability, self.sms) == (other.name, other.compute_capability, other.sms)
+
+
+Rows = dict[tuple[str, str, str], Record]  # by kernel, shape and config, as words
+
+
+@dataclass
+class Tuned:
+    """One GPU's file: whose it is, and its rows."""
+
+    device: DeviceFacts
+    rows: Rows = field(default_factory=dict)
+
+    def configs(self, kernel: str, shape: str) -> dict[str, Record]:
+        """The rows of one problem, by config."""
+        return {config: row for (name, key, config), row in self.rows.items() if (name, key) == (kernel, shape)}
+
+    def merge(self, other: Tuned) -> None:
+        """Take the rows of `other` that are new, or newer than what is here."""
+        for place, row in other.rows.items():
+            if place not in self.rows or row.when >= self.rows[place].when:
+                self.rows[place] = row
+
+    def to_text(self) -> str:
+        """JSON with a line a config: a file that a person can read and that differs by lines."""
+        kernels: dict[str, dict[str, dict[str, Record]]] = {}
+        for (kernel, shape, config), row in sorted(self.rows.items()):
+            kernels.setdefault(kernel, {}).setdefault(shape, {})[config] = row
+        lines = [f'{{"format": {json.dumps(FORMAT)},', f' "device": {json.dumps(dataclasses.asdict(self.device))},']
+        lines.append(' "kernels": {')
+        for last_kernel, (kernel, shapes) in _marked(kernels):
+            lines.append(f"  {json.dumps(kernel)}: {{")
+            for last_shape, (shape, configs) in _marked(shapes):
+                lines.append(f"   {json.dumps(shape)}: {{")
+                for last, (config, row) in _marked(configs):
+                    lines.append(f"    {json.dumps(config)}: {json.dumps(_short(row), allow_nan=False)}{'' if last else ','}")
+                lines.append(f"   }}{'' if last_shape else ','}")
+            lines.append(f"  }}{'' if last_kernel else ','}")
+        return "\n".join([*lines, " }", "}"]) + "\n"
+
+    @classmethod
+    def from_text(cls, text: str, where: str) -> Tuned:
+        """The inverse of `to_text`. Raises FormatError for anything else, naming `where` it stood."""
+        try:
+            found = json.loads(text)
+            if found["format"] != FORMAT:
+                raise ValueError(f"its format is {found['format']!r}, not {FORMAT!r}")
+            rows = {
+                (kernel, shape, words(from_words(config))): _record(row)
+                for kernel, shapes in found["kernels"].items()
+                for shape, configs in shapes.items()
+                for config, row in configs.items()
+            }
+            return cls(_typed(DeviceFacts, found["device"]), rows)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            what = f"no {error} in it" if isinstance(error, KeyError) else str(error)
+            raise FormatError(f"timings in {where}", what, "Give a file that `tune export` wrote") from error
+
+
+def words(config: Config) -> str:
+    """A config as the files call it: "block_n=64 split=2 warps=4 stages=2"."""
+    return " ".join(f"{name}={value}" for name, value in config.to_dict().items())
+
+
+def from_words(text: str) -> Config:
+    """The inverse of `words`. Raises ValueError for anything else."""
+    pairs = [word.partition("=") for word in text.split()]
+    return Config(**{name: int(value) for name, _, value in pairs})
+
+
+def cache_folder() -> Path:
+    """Where what can be made anew is kept: $TOOLKIT_CACHE, or decode-toolkit in the user's cache folder."""
+    asked = os.environ.get("TOOLKIT_CACHE")
+    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(asked or Path(root) / "decode-toolkit").expanduser()
+
+
+def tuned_path(gpu: str) -> Path:
+    """The user's file of `gpu` (a key of the catalogue, or the slug of another card)."""
+    return cache_folder() / "tuned" / f"{gpu}.json"
+
+
+def read_tuned(gpu: str, device: DeviceFacts | None = None) -> Tuned | None:
+    """What is kept of `gpu`, shipped and the user's, or None. A damaged or foreign file is set aside and told.
+
+    With `device`, a file of another card is foreign.
+    """
+    found = None
+    for path in (SHIPPED / f"{gpu}.json", tuned_path(gpu)):
+        try:
+            part = _read_or_set_aside(path, device, ours=path.parent != SHIPPED)
+        except OSError as error:
+            tell(f"Timings of {gpu} can't be read: {error}.")
+            continue
+        if found is None:
+            found = part
+        elif part is not None:
+            found.merge(part)
+    return found
+
+
+def kept_gpus() -> list[str]:
+    """The GPUs that timings are kept of."""
+    folders = (SHIPPED, tuned_path("any").parent)
+    found: set[str] = set()
+    for folder in folders:
+        with suppress(OSError):
+            found |= {path.stem for path in folder.glob("*.json")}
+    return sorted(found)
+
+
+def add_rows(gpu: str, device: DeviceFacts, rows: Rows) -> Path:
+    """`put_rows` for those who go on without: a folder that can't be written to is told in a warning."""
+    try:
+        return put_rows(gpu, device, rows)
+    except OSError as error:
+        tell(f"Timings of {gpu} can't be kept: {error}. Set TOOLKIT_CACHE to a folder that can be written to.")
+        return tuned_path(gpu)
+
+
+def put_rows(gpu: str, device: DeviceFacts, rows: Rows) -> Path:
+    """Add `rows` to the user's file of `gpu`, in place of older ones of the same configs; other rows stay. Atomic.
+
+    Raises OSError where the file can't be read or the folder can't be written to.
+    """
+    path = tuned_path(gpu)
+    with locked(path):
+        kept = _read_or_set_aside(path, device, ours=True) or Tuned(device)
+        kept.device = device
+        kept.rows.update(rows)
+        write_whole(path, kept.to_text())
+    return path
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a reader finds the old text or the new one, and never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def _read_or_set_aside(path: Path, device: DeviceFacts | None, ours: bool) -> Tuned | None:
+    try:
+        found = Tuned.from_text(path.read_text(), str(path))
+        if device is None or found.device.same_card(device):
+            return found
+        why = f"it holds timings of {_card(found.device)}, this is {_card(device)}"
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (FormatError, UnicodeDecodeError) as error:
+        why = getattr(error, "found", str(error))
+    if not ours:
+        tell(f"{path} is not used: {why}.")
+        return None
+    aside = _free_name(path)
+    with suppress(OSError):  # another process has just done so
+        path.rename(aside)
+    tell(f"{path.name} was set aside as {aside.name}: {why}. It will be built anew.")
+    return None
+
+
+def _card(device: DeviceFacts) -> str:
+    return f"a {device.name} with {device.sms} SMs"
+
+
+def _free_name(path: Path) -> Path:
+    numbers = (path.with_name(f"{path.stem}.set-aside-{n}") for n in range(1, 10_000))
+    return next(name for name in numbers if not name.exists())
+
+
+def tell(text: str) -> None:
+    """Warn of something that is not kept, or not read."""
+    warnings.warn(text, TunedFileWarning, stacklevel=4)
+
+
+def _record(found: Mapping[str, Any]) -> Record:
+    row = _typed(Record, found)
+    if row.verdict not in VERDICTS:
+        raise ValueError(f"a verdict of {row.verdict!r}")
+    if row.verdict == "ok" and not (row.us is not None and row.us > 0):
+        raise ValueError(f"a time of {row.us!r} µs")
+    return row
+
+
+_KINDS: dict[str, Any] = {"str": str, "int": int, "bool": bool, "float | None": (int, float, type(None))}
+
+
+def _typed(kind: Any, found: Mapping[str, Any]) -> Any:
+    """A dataclass from JSON. Raises ValueError for a field of another type, TypeError for one that it doesn't have."""
+    types = {f.name: str(f.type) for f in dataclasses.fields(kind)}
+    for name, value in found.items():
+        wanted: Any = _KINDS[types[name]] if name in types else object
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool) or (number and not _sane(value)):
+            raise ValueError(f"{name} is {value!r:.40}")
+    return kind(**found)
+
+
+def _sane(value: float) -> bool:
+    return math.isfinite(value) and value >= -1
+
+
+def _short(row: Record) -> dict[str, Any]:
+    """A record without what is at its default."""
+    defaults = {f.name: f.default for f in dataclasses.fields(Record)}
+    return {name: value for name, value in dataclasses.asdict(row).items() if value != defaults[name]}
+
+
+def _marked(found: Mapping[str, Any]) -> Iterator[tuple[bool, tuple[str, Any]]]:
+    """The items of a mapping, each with whether it is the last."""
+    for n, item in enumerate(found.items(), 1):
+        yield n == len(found), item
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time reads, adds and writes; where there are no file locks (Windows), nobody tunes either.
+
+    Makes the folder. Raises OSError where it can't be written to.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    with open(path.with_name(f".{path.name}.lock"), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,219 @@
+"""A plan as a notebook shows it: predicted bytes phase by phase against the budget, what each lever saves, what fits where.
+
+And a package: the same picture with what was measured over it. Static HTML without script; every figure is in the Plan, or
+in the package's manifest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit.core.units import bytes_text
+from toolkit.planning.plans import Phase, Plan
+from toolkit.ui.figures import model
+
+if TYPE_CHECKING:
+    from toolkit.exporting.exporter import Package
+
+_CSS = Path(__file__).with_name("model.css")
+_WIDTH, _HEIGHT, _LEFT, _TOP, _FOOT = 470, 210, 62, 14, 44
+PARTS = (
+    "CUDA",
+    "weights",
+    "state",
+    "cloned state",
+    "activations",
+    "scratch",
+    "PyTorch",
+    "copied table",
+    "plain matrix",
+    "staging",
+    "host",
+)
+COLOURS = (*model.COLOURS, "#00707a", "#b3123a", "#566500", "#4a4fc4")  # one for each part
+NOTE = "Predicted from shapes: weights and states by the allocator's own rules; what CUDA takes was measured once, on an H200."
+
+
+def html(plan: Plan) -> str:
+    """The whole of it: both timelines, levers, what doesn't fit, and the catalogue."""
+    where = "this CPU" if plan.card is None else plan.card.name
+    about = f" context {plan.context:,}{f', keys and values in {plan.kv}' if plan.kv else ''}"
+    told = "".join(f'<p class="tk-no"><span class="tk-fits">{escape(str(problem))}</span></p>' for problem in plan.problems)
+    cap = plan.budget_bytes, plan.run_budget_bytes if plan.card is not None else None
+    memory = " (host memory)" if plan.card is None else ""
+    titles = f"Exporting{memory}", f"Running{memory}"
+    limits = ("budget", cap[0]), ("the card has", cap[1])
+    held = ([(phase.name, _shown(phase, plan.card is None)) for phase in phases] for phases in (plan.export, plan.run))
+    pictures = "".join(
+        f'<div style="flex: 1 1 330px">{_picture(title, steps, *limit)}</div>'
+        for title, steps, limit in zip(titles, held, limits, strict=True)
+    )
+    parts = [
+        f'<div class="tk-title">{escape(plan.model)} for {escape(where)}<span class="tk-dim">{escape(about)}</span></div>',
+        told or '<p class="tk-yes">Fits.</p>',
+        f'<div style="display: flex; flex-wrap: wrap; gap: 8px 20px">{pictures}</div>',
+        _keys(part for phase in (*plan.export, *plan.run) for part in _shown(phase, plan.card is None)),
+        _levers(plan),
+        _cards(plan) if plan.card is not None else "",
+        f'<p class="tk-note">{NOTE}</p>',
+    ]
+    return _boxed(parts)
+
+
+def package_html(package: Package) -> str:
+    """What an export predicted and what was measured, phase by phase, and its files."""
+    manifest, measured = package.manifest, package.measured["phases"]
+    target, plan = manifest["target"], manifest["plan"]
+    on_cpu = target["device"] == "cpu"
+    where = "the CPU" if on_cpu else f"{target['gpu']} (compute capability {target['capability']})"
+    kv = f", keys and values in {manifest['kv']}" if manifest["kv"] else ""
+    files = sum(entry["bytes"] for entry in manifest["files"].values())
+    predicted = {phase["name"]: _shown(Phase(**phase), on_cpu) for phase in plan["export"]}
+    known = [phase for phase in measured if phase["phase"] in predicted]
+    held = [(phase["phase"], predicted[phase["phase"]]) for phase in known]
+    picture = _picture("Exporting", held, "budget", plan["budget_bytes"], [_measured(phase, on_cpu) for phase in known])
+    title = (
+        f'<div class="tk-title">{escape(str(package.path))}<span class="tk-dim"> for {escape(where)}, context '
+        f"{manifest['context']:,}{escape(kv)}, {bytes_text(files)} in {len(manifest['files'])} files</span></div>"
+    )
+    alone = all(phase.get("gpu_used_by") == "process" for phase in known)
+    of_gpu = f" of the GPU, by {'this process' if alone else 'all of its users'}"
+    note = (
+        f'<p class="tk-note">The line is what was in use{" of the host" if on_cpu else of_gpu}, '
+        "sampled while it was made; each phase is as wide as the others, however long it took.</p>"
+    )
+    parts = [
+        title,
+        f'<div style="max-width: 560px">{picture}</div>' if held else "",
+        _keys(part for _, parts in held for part in parts),
+        _phases(measured, predicted, on_cpu),
+        note,
+    ]
+    return _boxed(parts)
+
+
+def _measured(phase: dict[str, Any], on_cpu: bool) -> list[tuple[float, int]]:
+    """(share of the phase's time, bytes in use) of what was sampled."""
+    seconds = max(phase["seconds"], 1e-3)
+    return [(min(at / seconds, 1.0), host if on_cpu else gpu) for at, host, gpu in phase["curve"]]
+
+
+def _phases(measured: list[dict[str, Any]], predicted: dict[str, dict[str, int]], on_cpu: bool) -> str:
+    rows = []
+    for phase in measured:
+        most = phase["host_peak_bytes"] if on_cpu else phase["gpu_used_bytes"]
+        parts = predicted.get(phase["phase"])
+        cells = [f"{phase['seconds']:.1f} s", "" if parts is None else bytes_text(sum(parts.values())), bytes_text(most)]
+        cells += [] if on_cpu else [bytes_text(phase["gpu_reserved_bytes"]), bytes_text(phase["host_peak_bytes"])]
+        rows.append(f'<tr><th scope="row">{escape(phase["phase"])}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>')
+    names = ["phase", "took", "predicted", "measured"] + ([] if on_cpu else ["of it by PyTorch", "host"])
+    head = "".join(f'<th scope="col">{name}</th>' for name in names)
+    return f'<div class="tk-scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+
+
+def _boxed(parts: Iterable[str]) -> str:
+    return f'<style>{_CSS.read_text(encoding="utf-8")}</style><div class="tk-model tk-plan">{"".join(parts)}</div>'
+
+
+def _colour(part: str) -> str:
+    return COLOURS[PARTS.index(part)]
+
+
+def _shown(phase: Phase, on_cpu: bool) -> dict[str, int]:
+    return {"host": phase.host_bytes} if on_cpu else phase.parts
+
+
+def _picture(
+    title: str, held: list[tuple[str, dict[str, int]]], what: str, limit: int | None,
+    measured: Sequence[list[tuple[float, int]]] = (),
+) -> str:  # fmt: skip
+    """Stacked steps, one a phase; the limit (`what` it is) as a dashed line; over each phase what was measured."""
+    most = max(sum(parts.values()) for _, parts in held)
+    reached = max((used for curve in measured for _, used in curve), default=0)
+    top = 1.08 * max(most, reached, limit if limit is not None and limit < 4 * most else 0)
+    wide, high = (_WIDTH - _LEFT - 8) / len(held), _HEIGHT - _TOP - _FOOT
+
+    def y(n_bytes: float) -> float:
+        return _TOP + high * (1 - n_bytes / top)
+
+    drawn = [
+        f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{y(top * f):.1f}" y2="{y(top * f):.1f}" stroke="var(--tk-line)"/>'
+        f'<text x="{_LEFT - 6}" y="{y(top * f) + 4:.1f}" text-anchor="end" fill="var(--tk-dim)">{bytes_text(top * f)}</text>'
+        for f in (0.0, 0.5, 1.0)
+    ]
+    for number, (name, parts) in enumerate(held):
+        x, below = _LEFT + number * wide, 0
+        for part, size in parts.items():
+            drawn.append(
+                f'<rect x="{x:.1f}" y="{y(below + size):.1f}" width="{wide - 1:.1f}" height="{high * size / top:.1f}" '
+                f'fill="{_colour(part)}"><title>{escape(name)}: {escape(part)} {bytes_text(size)}</title></rect>'
+            )
+            below += size
+        middle, foot = x + wide / 2, _HEIGHT - _FOOT
+        first, _, second = name.partition(" ")
+        texts = ((first, 13, "fg"), (second, 25, "fg"), (bytes_text(below), 38, "dim"))
+        drawn += [
+            f'<text x="{middle:.1f}" y="{foot + down}" text-anchor="middle" fill="var(--tk-{colour})">{escape(text)}</text>'
+            for text, down, colour in texts
+        ]
+    for number, curve in enumerate(measured):
+        points = [(_LEFT + (number + share) * wide, y(used)) for share, used in curve]
+        if points:  # until the phase's end it stayed as it was
+            path = " ".join(f"{x:.1f},{at:.1f}" for x, at in [*points, (_LEFT + (number + 1) * wide - 1, points[-1][1])])
+            drawn += [
+                f'<polyline points="{path}" fill="none" stroke="var(--tk-{colour})" stroke-width="{width}"/>'
+                for colour, width in (("bg", 5), ("fg", 2))  # with an edge, to be seen on any colour
+            ]
+    said = f", measured at most {bytes_text(reached)}" if reached else ""
+    if limit is not None:
+        said += f", {what} {bytes_text(limit)}"
+        if limit <= top:
+            drawn.append(
+                f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{y(limit):.1f}" y2="{y(limit):.1f}" stroke="var(--tk-bad)" '
+                f'stroke-width="2" stroke-dasharray="6 4"><title>{what} {bytes_text(limit)}</title></line>'
+            )
+    label = f"{title}, predicted: at most {bytes_text(most)}{said}"
+    svg = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(label)}" style="width: 100%; font-size: 11px">'
+    return f'<div class="tk-sub">{escape(label)}</div>{svg}{"".join(drawn)}</svg>'
+
+
+def _keys(parts: Iterable[str]) -> str:
+    there = set(parts)
+    keys = "".join(f'<span><i style="background: {_colour(part)}"></i>{part}</span>' for part in PARTS if part in there)
+    return f'<div class="tk-keys">{keys}</div>'
+
+
+def _levers(plan: Plan) -> str:
+    rows = "".join(
+        f'<tr><th scope="row">{escape(pull.lever.replace("_", " "))}</th><td>{bytes_text(pull.saves_bytes)}</td>'
+        f'<td class="tk-left tk-words">{escape(pull.why)}</td></tr>'
+        for pull in plan.pulled
+    )
+    head = '<tr><th scope="col">lever</th><th scope="col">saves</th><th scope="col" class="tk-left">why</th></tr>'
+    table = f'<div class="tk-scroll"><table><thead>{head}</thead><tbody>{rows}</tbody></table></div>'
+    return f'<div class="tk-sub">Levers that are pulled: without each the peak would be higher by</div>{table}' if rows else ""
+
+
+def _cards(plan: Plan) -> str:
+    """The catalogue: which card can export this within the budget, which can run it, up to which context."""
+    rows = []
+    for row in plan.fits_on():
+        longest = row["longest_context"]
+        cells = [
+            bytes_text(row["memory_bytes"]),
+            _yes(row["can_export"]),
+            _yes(row["can_run"]),
+            f"{longest:,}" if longest else "none",
+        ]
+        rows.append(f'<tr><th scope="row">{escape(row["gpu"])}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>')
+    names = ("GPU", "memory", "can export", f"can run at {plan.context:,}", "longest context")
+    head = "".join(f'<th scope="col">{name}</th>' for name in names)
+    table = f'<div class="tk-scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+    return f"<details><summary>What fits on which GPU</summary>{table}</details>"
+
+
+def _yes(fits: bool) -> str:
+    return '<span class="tk-yes">yes</span>' if fits else '<span class="tk-no"><span class="tk-fits">no</span></span>'

@@ -1,0 +1,420 @@
+"""The Lab: pick a device, a model and a scheme, see what it costs; plan what fits, export it; generate under one or two
+strategies, see what was copied; see which config of a kernel each GPU gets, and what it all took of the memory.
+
+`lab = tk.Lab()`; what it loaded and ran is `lab.model`, `lab.run`, `lab.runs`, `lab.plan.plan`, `lab.tune.tuning` and
+`lab.memory.uses`. It calls `tk.device`, `tk.load`, `tk.costs`, `tk.plan`, `tk.export`, `tk.generate` and `tk.tune` and knows
+nothing about how they work. Work runs in a thread of its own, as widgets don't answer while a cell runs; every error ends up
+in its panel, and as an exception in `lab.error`.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import ipywidgets as widgets
+
+from toolkit.core.errors import CancelledError, DeviceError, ToolkitError
+from toolkit.core.units import bytes_text, seconds_text
+from toolkit.decode.compare import decode_steps
+from toolkit.decode.loop import generate
+from toolkit.decode.strategies import STRATEGIES
+from toolkit.gpu.catalogue import CATALOGUE
+from toolkit.gpu.opening import open_device
+from toolkit.loading.checkpoint import DEMOS
+from toolkit.loading.loader import load
+from toolkit.models.shapes import SHAPES
+from toolkit.planning.describe import costs
+from toolkit.trace.columns import COPY_KINDS
+from toolkit.ui.figures.model import html_of
+from toolkit.ui.lab.memory_panel import MemoryPanel
+from toolkit.ui.lab.plan_panel import PlanPanel
+from toolkit.ui.lab.tune_panel import TunePanel
+from toolkit.ui.timeline.widget import Timeline
+from toolkit.weights.recipes import RECIPES
+
+UPDATES_PER_S = 8  # front ends drop what comes much faster
+_CSS = Path(__file__).with_name("lab.css")
+_NONE = "(none)"
+_SCHEMES = [("as stored", None), ("plain, not quantised", "none"), *((name, name) for name in sorted(RECIPES))]
+
+
+class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
+    """The app. `device`, `model` and `prompt` are what its fields hold at first."""
+
+    def __init__(
+        self, device: str = "virtual:h200", model: str = "demo/qwen3", prompt: str = "The capital of France is"
+    ) -> None:
+        self.model: Any = None
+        self.run: Any = None  # the last one finished
+        self.runs: dict[str, Any] = {}  # by strategy: those of the last Generate
+        self.error: BaseException | None = None
+        self._cancel = threading.Event()
+        self._worker: threading.Thread | None = None
+        self._what, self._tells = "", widgets.HTML()  # what runs, and where it says how far it is
+        self._start = threading.Lock()
+        self._make_load(device, model)
+        self._make_generate(prompt)
+        self.plan = PlanPanel(self._begin, self.cancel, self._cancel, self._chosen)
+        self.tune = TunePanel(self._begin, self.cancel, self._cancel)
+        self.memory = MemoryPanel(self._begin, self.cancel, self._cancel, self._holds, self._in_use)
+        super().__init__([
+            widgets.HTML(f"<style>{_CSS.read_text(encoding='utf-8')}</style>"),
+            self._load_panel, self.plan, self._generate_panel, self.tune, self.memory,
+        ])  # fmt: skip
+        self.add_class("tk-lab")
+        _labs.add(self)
+
+    def _make_load(self, device: str, model: str) -> None:
+        wide = {"description_width": "70px"}
+        self.device_field = widgets.Combobox(value=device, options=_device_names(), description="Device", ensure_option=False,
+                                             style=wide, placeholder="virtual:8GiB, cuda, ...")  # fmt: skip
+        self.model_field = widgets.Combobox(value=model, options=_model_names(), description="Model", ensure_option=False,
+                                            style=wide, placeholder="demo/NAME, random/NAME, a folder, a .gguf")  # fmt: skip
+        self.scheme_field = widgets.Dropdown(options=_SCHEMES, value=None, description="Scheme", style=wide)
+        self.load_button = widgets.Button(description="Load", button_style="primary", icon="download")
+        self.look_button = widgets.Button(
+            description="What it costs", icon="search", tooltip="Show what the model would hold and cost, without loading it"
+        )
+        self.stop_button = widgets.Button(description="Cancel load", icon="stop", disabled=True)
+        self.load_progress = widgets.FloatProgress(0.0, min=0, max=1, layout={"width": "260px", "display": "none"})
+        self.load_status = widgets.HTML("Nothing is loaded yet.")
+        self.model_view = widgets.HTML()
+        self.load_button.on_click(lambda _: self.load())
+        self.look_button.on_click(lambda _: self.look())
+        self.stop_button.on_click(lambda _: self.cancel())
+        fields = widgets.HBox([self.device_field, self.model_field, self.scheme_field], layout=_WRAP)
+        buttons = widgets.HBox([self.load_button, self.look_button, self.stop_button, self.load_progress], layout=_WRAP)
+        self._load_panel = _panel("Load", fields, buttons, self.load_status, self.model_view)
+
+    def _make_generate(self, prompt: str) -> None:
+        wide, narrow = {"description_width": "70px"}, {"width": "190px"}
+        names = list(STRATEGIES)
+        first, second = ("roundtrip", "double-buffered") if "roundtrip" in names else (names[0], _NONE)
+        self.prompt_field = widgets.Textarea(
+            prompt, description="Prompt", style=wide, layout={"width": "98%", "height": "56px"}
+        )
+        self.a_field = widgets.Dropdown(options=names, value=first, description="Strategy A", style=wide)
+        self.b_field = widgets.Dropdown(
+            options=[_NONE, *names], value=second, description="B", style={"description_width": "20px"}
+        )
+        self.tokens_field = widgets.BoundedIntText(
+            64, min=1, max=4096, description="Max tokens", style={"description_width": "84px"}, layout=narrow
+        )
+        self.temperature_field = widgets.BoundedFloatText(0.0, min=0, max=5, step=0.1, description="Temperature",
+                                                          style={"description_width": "84px"}, layout=narrow)  # fmt: skip
+        self.top_k_field = widgets.BoundedIntText(
+            0, min=0, max=1 << 20, description="Top-k (0: off)", style={"description_width": "90px"}, layout=narrow
+        )
+        self.top_p_field = widgets.BoundedFloatText(
+            1.0, min=0.01, max=1, step=0.05, description="Top-p", style=wide, layout=narrow
+        )
+        self.seed_field = widgets.IntText(0, description="Seed", style=wide, layout=narrow)
+        self.generate_button = widgets.Button(description="Generate", button_style="primary", icon="play", disabled=True)
+        self.cancel_button = widgets.Button(description="Cancel", icon="stop", disabled=True)
+        self.progress = widgets.IntProgress(0, min=0, max=1, layout={"width": "260px", "display": "none"})
+        self.status = widgets.HTML("Load a model first.")
+        self.output = widgets.HTML()
+        self.table = widgets.HTML()
+        self.timeline_box = widgets.VBox()
+        self.generate_button.on_click(lambda _: self.generate())
+        self.cancel_button.on_click(lambda _: self.cancel())
+        self._generate_panel = _panel(
+            "Generate", self.prompt_field, widgets.HBox([self.a_field, self.b_field, self.tokens_field], layout=_WRAP),
+            widgets.HBox([self.temperature_field, self.top_k_field, self.top_p_field, self.seed_field], layout=_WRAP),
+            widgets.HBox([self.generate_button, self.cancel_button, self.progress], layout=_WRAP), self.status, self.output,
+            self.table, self.timeline_box,
+        )  # fmt: skip
+
+    @property
+    def busy(self) -> bool:
+        """Is a load or a generation under way?"""
+        return self._worker is not None and self._worker.is_alive()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until what runs has ended; False where it still runs after `timeout_s` seconds."""
+        if self._worker is not None:
+            self._worker.join(timeout_s)
+        return not self.busy
+
+    def cancel(self) -> None:
+        """Stop a generation after its current step (what was decoded is kept), a load after its current tensor, exploring after
+        what is being compiled."""
+        if self.busy and not self._cancel.is_set():
+            self._cancel.set()
+            self._tells.value = "Cancelling ..."
+
+    def close(self) -> None:
+        """Stop what runs and take the app away."""
+        self._cancel.set()
+        super().close()
+
+    def load(self) -> None:
+        """What the Load button does. Returns at once; a second press while something runs does nothing."""
+        self._begin("load", self._load, self.load_status)
+
+    def look(self) -> None:
+        """What the "What it costs" button does: shows the model that would be loaded. Returns at once."""
+        self._begin("look", self._look, self.load_status)
+
+    def generate(self) -> None:
+        """What the Generate button does. Returns at once; a second press while something runs does nothing."""
+        self._begin("generate", self._generate, self.status)
+
+    def _begin(self, what: str, work: Callable[[], None], status: widgets.HTML) -> None:
+        with self._start:
+            if self.busy:
+                return
+            self._cancel.clear()
+            self.error, self._what, self._tells = None, what, status
+            self._worker = threading.Thread(target=self._guard, args=(work, status), name=f"lab-{what}", daemon=True)
+            self._enable(False)
+            self._worker.start()
+
+    def _guard(self, work: Callable[[], None], status: widgets.HTML) -> None:
+        """Run `work`; whatever it raises is shown where the user looks, and kept."""
+        try:
+            work()
+        except BaseException as error:  # a thread has nobody above it who would tell
+            if isinstance(error, CancelledError):
+                status.value = "Cancelled: nothing is loaded." if self._what == "load" else f"Cancelled. {escape(error.do)}."
+            else:
+                self.error = _without_frames(error)
+                status.value = error_html(error) + self.memory.why_html()
+        finally:
+            self.load_progress.layout.display = self.progress.layout.display = "none"
+            self._enable(True)
+
+    def _enable(self, idle: bool) -> None:
+        self.load_button.disabled = self.look_button.disabled = not idle
+        self.stop_button.disabled = idle or self._what != "load"
+        self.generate_button.disabled = not idle or self.model is None
+        self.cancel_button.disabled = idle or self._what != "generate"
+        self.plan.enable(idle, self._what)
+        self.tune.enable(idle, self._what)
+        self.memory.enable(idle, self._what)
+
+    def _chosen(self) -> tuple[str, str, Any]:
+        """What the fields say: device, model, scheme."""
+        return self.device_field.value.strip(), self._path(), self.scheme_field.value
+
+    def _path(self) -> str:
+        path: str = self.model_field.value.strip()
+        if not path:
+            raise ToolkitError("a model", "its field is empty", 'Type "demo/qwen3", a Hugging Face folder, or a .gguf file')
+        return path
+
+    def _look(self) -> None:
+        path = self._path()
+        self.load_status.value = f"Looking at {escape(path)} ..."
+        self.model_view.value = costs(path, scheme=self.scheme_field.value)._repr_html_()
+        self.load_status.value = f"<b>{escape(path)}</b> as it would be loaded: nothing was read."
+
+    def _load(self) -> None:
+        name, path = self.device_field.value.strip(), self._path()
+        self.model, self.model_view.value, self.status.value = None, "", "Load a model first."
+        gc.collect()  # the model before may fill the card, or be what keeps another card from being chosen
+        self.load_status.value = f"Loading {escape(path)} on {escape(name)} ..."
+        self.load_progress.value, self.load_progress.layout.display = 0.0, ""
+        beat = _Beat()
+
+        def progress(done: int, total: int, tensor: str) -> None:
+            if beat.due() or done >= total:
+                self.memory.tick()
+                self.load_progress.value = done / total if total else 1.0
+                self.load_status.value = f"{bytes_text(done)} of {bytes_text(total)}: {escape(tensor)}"
+
+        began = time.monotonic()
+        device = self._open(name)
+        with self.memory.measuring(f"load {path}", device):
+            self.model = load(path, device=device, scheme=self.scheme_field.value, progress=progress, cancel=self._cancel)
+        took = seconds_text(time.monotonic() - began)
+        self.load_status.value = f"<b>{escape(path)}</b> is on <b>{escape(device.name)}</b> ({took}){_held(device)}."
+        self.model_view.value = html_of(self.model)
+        self.status.value = "Ready."
+
+    def _holds(self) -> dict[str, Any]:
+        """What the Lab keeps alive, by the names that a cell has for it."""
+        return {"lab.model": self.model, "lab.runs": self.runs}
+
+    def _in_use(self) -> Any:
+        """The device that a budget is for: the model's, else the one that would be loaded on."""
+        return self.model.device if self.model is not None else self._open(self.device_field.value.strip())
+
+    def _open(self, name: str) -> Any:
+        """The device; where other Labs' models keep it from being chosen (one whose cell ran again lives on), they let go."""
+        try:
+            return open_device(name)
+        except DeviceError:
+            others = [lab for lab in _labs if lab is not self and lab.model is not None and not lab.busy]
+            if not others or not name.startswith("virtual:"):
+                raise
+            for lab in others:
+                lab.model, lab.generate_button.disabled, lab.model_view.value = None, True, ""
+                lab.load_status.value = f"Let go, as another Lab took {escape(name)}: load it again to go on here."
+        gc.collect()
+        return open_device(name)
+
+    def _generate(self) -> None:
+        names = [self.a_field.value] + ([self.b_field.value] if self.b_field.value not in (_NONE, self.a_field.value) else [])
+        limit, prompt = self.tokens_field.value, self.prompt_field.value
+        given = prompt_of(prompt, self.model)
+        options = {
+            "max_new_tokens": limit, "temperature": self.temperature_field.value, "top_k": self.top_k_field.value or None,
+            "top_p": self.top_p_field.value if self.top_p_field.value < 1 else None, "seed": self.seed_field.value,
+        }  # fmt: skip
+        self.runs, self.run = {}, None
+        self.output.value, self.table.value, self.timeline_box.children = "", "", ()
+        self.progress.max, self.progress.value, self.progress.layout.display = limit * len(names), 0, ""
+        done: list[str] = []
+        for i, name in enumerate(names):
+            pieces: list[str] = []
+            beat = _Beat()
+
+            def on_token(
+                _token: int, text: str, i: int = i, name: str = name, pieces: list[str] = pieces, beat: _Beat = beat
+            ) -> None:
+                pieces.append(text)
+                if beat.due():
+                    self.memory.tick()
+                    self.progress.value = i * limit + len(pieces)
+                    self.output.value = "".join([*done, _text_html(name, prompt, "".join(pieces), f"{len(pieces)} tokens ...")])
+
+            self.status.value = f"Generating with <b>{escape(name)}</b> on {escape(self.model.device.name)} ..."
+            with self.memory.measuring(f"generate, {name}, up to {limit} tokens", self.model.device):
+                run = generate(self.model, given, name, on_token=on_token, cancel=self._cancel, **options)
+            self.runs[name] = self.run = run
+            self.progress.value = (i + 1) * limit
+            done.append(_text_html(name, prompt, run.text, _ended(run)))
+            self.output.value = "".join(done)
+            if run.stop_reason == "cancelled":
+                break
+        self._show(names)
+
+    def _show(self, names: list[str]) -> None:
+        runs = list(self.runs.values())
+        self.status.value = "Drawing ..."
+        self.table.value = copies_html(runs)
+        pairs = {"titles": tuple(self.runs)} if len(runs) == 2 else {"titles": (next(iter(self.runs)),)}
+        old = self.timeline_box.children
+        self.timeline_box.children = (Timeline(*(run.trace for run in runs), **pairs),)
+        for widget in old:
+            widget.close()
+        cancelled = runs[-1].stop_reason == "cancelled"
+        left = f" ({names[len(runs)]} was not begun)" if len(runs) < len(names) else ""
+        self.status.value = (
+            f"Cancelled: what was decoded is kept{left}." if cancelled else "Done. From a cell: lab.run, lab.runs, lab.model."
+        )
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """`error` and what led to it, without the tracebacks, which would keep the tensors of their frames alive."""
+    link: BaseException | None = error
+    for _ in range(20):  # a chain may be a ring
+        if link is None:
+            break
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error
+
+
+_labs: weakref.WeakSet[Lab] = weakref.WeakSet()
+
+
+class _Beat:
+    """Says when the next update is due: at most UPDATES_PER_S times a second."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+
+    def due(self) -> bool:
+        now = time.monotonic()
+        if now < self._next:
+            return False
+        self._next = now + 1 / UPDATES_PER_S
+        return True
+
+
+_WRAP = {"flex_flow": "row wrap"}
+
+
+def _panel(title: str, *children: widgets.Widget) -> widgets.VBox:
+    panel = widgets.VBox([widgets.HTML(f"<h3>{title}</h3>"), *children])
+    panel.add_class("tk-panel")
+    return panel
+
+
+def _device_names() -> list[str]:
+    import torch
+
+    cuda = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    return [*cuda, *(f"virtual:{card}" for card in CATALOGUE), "virtual:8GiB"]
+
+
+def prompt_of(text: str, model: Any) -> str | list[int]:
+    """What to generate from: the text, or for a model without a tokenizer (random/NAME) the token ids that it lists."""
+    if getattr(model, "tokenizer", None) is not None:
+        return text
+    words = text.replace(",", " ").split()
+    if not words or not all(word.isdecimal() and word.isascii() for word in words):
+        found = "this model came without a tokenizer, so it can't be read"
+        raise ToolkitError(f"the prompt {text!r:.60}", found, "Write token ids into the field, for example: 1 2 3 4")
+    return [int(word) for word in words]
+
+
+def _model_names() -> list[str]:
+    demos = sorted(f"demo/{path.parent.name}" for path in DEMOS.glob("*/config.json"))
+    return [*demos, *(f"random/{name}" for name in SHAPES)]
+
+
+def _held(device: Any) -> str:
+    memory = device.memory()
+    return f": {bytes_text(memory.allocated_bytes)} of {bytes_text(memory.total_bytes)} in use" if memory.total_bytes else ""
+
+
+def _ended(run: Any) -> str:
+    why = {"eos": "ended by itself", "length": "reached the most tokens", "cancelled": "cancelled"}.get(
+        run.stop_reason, run.stop_reason
+    )
+    rate = f", {run.tok_per_s:,.4g} tok/s {run.clock}" if run.tok_per_s else ""
+    return f"{len(run.tokens)} token{'' if len(run.tokens) == 1 else 's'}, {why}{rate}"
+
+
+def _text_html(name: str, prompt: str, text: str, note: str) -> str:
+    head = f"<b>{escape(name)} <span>({escape(note)})</span></b>"
+    return f'<div class="tk-out">{head}<span>{escape(prompt)}</span>{escape(text)}</div>'
+
+
+def copies_html(runs: list[Any]) -> str:
+    """What each run copied per decode step, on average, as a table; the prefill left out."""
+    head = "".join(f"<th scope='col'>{kind.upper()} / step</th>" for kind in COPY_KINDS)
+    rows = []
+    for run in runs:
+        steps = decode_steps(run.trace)
+        cells = [escape(run.strategy), "yes" if run.tokens == runs[0].tokens else "no"]
+        cells.append(f"{run.tok_per_s:,.4g} {run.clock}" if run.tok_per_s else "-")
+        for kind in COPY_KINDS:
+            count, size = steps[f"{kind}_count"].mean(), steps[f"{kind}_bytes"].mean()
+            cells.append(f"{count:.3g} ({bytes_text(size)})" if len(steps) and count else "0")
+        cells.append(f"{seconds_text(steps['host_wait_s'].mean())} {run.clock}" if len(steps) else "-")
+        rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
+    first = "<th scope='col'>strategy</th><th scope='col'>same tokens</th><th scope='col'>tok/s</th>"
+    last = "<th scope='col'>host waits / step</th>"
+    return f"<table><thead><tr>{first}{head}{last}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def error_html(error: BaseException) -> str:
+    """An error for people: asked, found, do. Anything that isn't a ToolkitError by its type and first lines."""
+    if isinstance(error, ToolkitError):
+        parts = {"Asked": error.asked, "Found": error.found, "Do": error.do}
+    else:
+        message = str(error).strip()[:600] or "no message"
+        parts = {"Failed": f"{type(error).__name__}: {message}", "Do": "The exception is lab.error"}
+    lines = "".join(f"<div><b>{label}</b> {escape(text)}</div>" for label, text in parts.items())
+    return f'<div class="tk-error" role="alert">{lines}</div>'

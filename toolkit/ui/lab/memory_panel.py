@@ -1,0 +1,421 @@
+"""The Lab's Memory panel: the device now and its budget, what loading and generating took, what is held without a variable.
+
+It calls `Scope` (in the thread that it measures), `tk.budget`, `owners`, `what_if` and the pictures of memory, and knows
+nothing about how they work. Measuring never ends what is measured: where it can't be done, the panel says why.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import anywidget
+import ipywidgets as widgets
+import torch
+import traitlets
+
+from toolkit.core.callers import ipython_shell
+from toolkit.core.errors import CancelledError, ToolkitError
+from toolkit.core.units import bytes_text, seconds_text
+from toolkit.gpu import allocation_scopes
+from toolkit.gpu import host_memory as host
+from toolkit.gpu.device import Device
+from toolkit.gpu.virtual.allocator.blocks import Settings
+from toolkit.ui.memory import picture as memory_picture
+from toolkit.vram import owners
+from toolkit.vram.budget import budget
+from toolkit.vram.measure import MemoryUse, Scope, open_memory
+from toolkit.vram.sessions import CellUse, user_variables
+from toolkit.vram.what_if import CONTEXT_BYTES, what_if
+
+MOST = 20  # measurements that are kept: each has every event of its run
+_SETTINGS = {"by default": Settings(), "with expandable segments": Settings(expandable_segments=True)}
+_HOST_ONLY = ("none", "cpu")  # devices whose memory nobody counts
+_LOOKS_PER_S = 2  # at the device while something runs
+_WRAP = {"flex_flow": "row wrap"}
+_EMPTY = "Nothing has been measured yet: load a model or generate, and it is listed here."
+_CHOOSE = "Choose one to see its memory over time, and who held what at the peak."
+_HIDDEN = "A traceback and <code>Out[]</code> keep tensors alive, too, though no variable does."
+_CELLS = "Where <code>%memory on</code> measures each cell, they are shown here."
+_HOST = "It took no GPU's memory: what it held was the host's."
+_COLUMNS = ("what", "peak", "", "kept", "freed", "reserved", "host peak", "took")
+_NO_CELLS = "No cell has been measured: run <code>%load_ext toolkit</code> and <code>%memory on</code>, then some cells."
+_TABLE_JS = """
+function render({ model, el }) {
+  const group = "tk" + Math.random().toString(36).slice(2);
+  const draw = () => {
+    const focused = el.contains(document.activeElement) && document.activeElement.value;
+    el.innerHTML = model.get("table");
+    for (const input of el.querySelectorAll("input")) {
+      input.name = group; // of this view alone
+      input.checked = Number(input.value) === model.get("chosen");
+      if (input.value === focused) input.focus();
+    }
+  };
+  el.onchange = (event) => { model.set("chosen", Number(event.target.value)); model.save_changes(); };
+  el.onclick = (event) => event.target.closest("label") || event.target.closest("tr")?.querySelector("input")?.click();
+  model.on("change:table change:chosen", draw);
+  draw();
+}
+export default { render };
+"""
+Begin = Callable[[str, Callable[[], None], widgets.HTML], None]
+
+
+class Measured(anywidget.AnyWidget):
+    """A table of measurements, one of which can be chosen: `chosen` is its number, or -1."""
+
+    _esm = _TABLE_JS
+    table = traitlets.Unicode().tag(sync=True)
+    chosen = traitlets.Int(-1).tag(sync=True)
+
+
+class MemoryPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
+    """`begin(what, work, status)` runs `work` in a thread, `stop` asks it to end by setting `cancelled`.
+
+    `held()` is what the Lab holds, by the names that own it; `opened()` the device that a budget is for, opened if need be.
+    """
+
+    def __init__(
+        self,
+        begin: Begin, stop: Callable[[], None], cancelled: threading.Event,
+        held: Callable[[], Mapping[str, Any]], opened: Callable[[], Device],
+    ) -> None:  # fmt: skip
+        self.uses: dict[int, tuple[str, MemoryUse]] = {}  # by number, the oldest first
+        self._begin, self._cancelled, self._held, self._opened = begin, cancelled, held, opened
+        self._numbers, self._next_look, self._in_thread = 0, 0.0, list[widgets.Button]()
+        self._why = ""  # what the last out-of-memory error meant
+        self.now, self.budget_status, self.status, self.what_if_view, self.cells_view = (widgets.HTML() for _ in range(5))
+        self.note, self.hidden_view, self.cells_status = widgets.HTML(_EMPTY), widgets.HTML(_HIDDEN), widgets.HTML(_CELLS)
+        self.measured, self.shown = Measured(), widgets.VBox()
+        self.measured.observe(lambda _: self._show(), "chosen")
+        self.budget_field = _text("", "Budget", "8 GiB, 8gb, 8e9")
+        self.file_field = _text("memory", "File", "a name, or a path")
+        self.progress = widgets.IntProgress(0, min=0, max=1, layout={"width": "260px", "display": "none"})
+        self._make_buttons(stop)
+        super().__init__([
+            widgets.HTML("<h3>Memory</h3>"), self.now,
+            _row(self.budget_field, self.set_button, self.lift_button, self.refresh_button), self.budget_status,
+            widgets.HTML("<h4>What loading and generating took</h4>"), self.note, self.measured, self.shown, self.actions,
+            self.status, self.what_if_view, widgets.HTML("<h4>Held without a variable</h4>"),
+            _row(self.look_button, self.release_button), self.hidden_view, widgets.HTML("<h4>The notebook's cells</h4>"),
+            _row(self.cells_button, self.stop_button, self.progress), self.cells_status, self.cells_view,
+        ])  # fmt: skip
+        self.add_class("tk-panel")
+        self.enable(True, "")
+
+    def _make_buttons(self, stop: Callable[[], None]) -> None:
+        """Those that work do so in the Lab's thread; pressed while something runs, they do nothing."""
+
+        def works(name: str, icon: str, tip: str, what: str, work: Callable[[], None], status: widgets.HTML) -> widgets.Button:
+            self._in_thread.append(_button(name, icon, tip, lambda: self._begin(what, work, status)))
+            return self._in_thread[-1]
+
+        told, seen, cells, one = self.budget_status, self.hidden_view, self.cells_status, self.status
+        self.set_button = works("Set", "lock", "The allocator may take so much and no more", "budget", self._set_budget, told)
+        self.lift_button = works(
+            "Lift", "unlock", "The allocator may take what the card has", "budget", self._lift_budget, told
+        )
+        self.refresh_button = _button("Look again", "refresh", "The device as it is now", self.refresh)
+        fits, viz = "Would it have fitted another GPU?", "What pytorch.org/memory_viz opens"
+        self.what_if_button = works("What if", "question", fits, "what-if", self._what_if, one)
+        self.page_button = works("Save as HTML", "file", "A page that stands alone", "save", lambda: self._save(".html"), one)
+        self.snapshot_button = works("Save as PyTorch snapshot", "file-o", viz, "save", lambda: self._save(".pickle"), one)
+        self.snapshot_button.layout.width = "220px"
+        self.actions = _row(self.what_if_button, self.file_field, self.page_button, self.snapshot_button)
+        self.actions.layout.display = "none"
+        hidden, forget = "Tracebacks, Out[] and _ that hold device memory", "Forget the last traceback and the kept results"
+        self.look_button = works("Look for it", "eye", hidden, "hidden", self._look_hidden, seen)
+        self.release_button = works("Release", "eraser", forget, "release", self._release, seen)
+        session = "What %memory on has measured"
+        self.cells_button = works("Show the cells", "bar-chart", session, "cells", self._show_cells, cells)
+        self.stop_button = _button("Stop", "stop", "Stop what this panel works on", stop)
+
+    # ---- what the Lab tells
+
+    def enable(self, idle: bool, what: str) -> None:
+        """Buttons follow what runs: nothing (`idle`), or `what`."""
+        for button in self._in_thread:
+            button.disabled = not idle
+        self.stop_button.disabled = idle or what not in ("what-if", "cells")
+        if idle:
+            self.progress.layout.display = "none"
+            self.refresh()
+
+    def tick(self) -> None:
+        """Something runs: show the device now and then."""
+        if time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + 1 / _LOOKS_PER_S
+            self.refresh()
+
+    @contextmanager
+    def measuring(self, what: str, device: Any) -> Iterator[None]:
+        """Measure what the block does on `device`, and list it as `what`."""
+        self._why = ""
+        try:
+            scope = Scope(device)
+            scope.__enter__()
+        except ToolkitError as problem:  # a history that another tool keeps, for one; the work itself goes on
+            self.note.value = f"{escape(what)} isn't measured: {escape(str(problem))}"
+            yield
+            return
+        try:
+            yield
+        except BaseException as error:
+            self._end(what, scope, error)
+            raise
+        self._end(what, scope, None)
+
+    def why_html(self) -> str:
+        """What the last error meant, where it was an out-of-memory error that was measured; else ""."""
+        why, self._why = self._why, ""
+        return f'<pre class="tk-why">{escape(why)}</pre>' if why else ""
+
+    def _end(self, what: str, scope: Scope, error: BaseException | None) -> None:
+        try:
+            use = scope.end(self._variables(), _cause(error))
+            use.ledger.blocks  # noqa: B018  # read it once, here: a click on its row then answers at once
+        except Exception as problem:  # a walk over variables that a cell changes meanwhile: no reason for a load to fail
+            self.note.value = f"{escape(what)} wasn't measured: {escape(f'{type(problem).__name__}: {problem}')}"
+            return
+        self._why = str(use.shortage) if use.shortage is not None else ""
+        self._numbers += 1
+        self.uses = dict([*self.uses.items(), (self._numbers, (what, use))][-MOST:])
+        self.measured.table = measured_html(self.uses)
+        self.note.value = _CHOOSE if self._numbers <= MOST else f"{_CHOOSE} The last {MOST} are kept."
+        if self.measured.chosen not in self.uses:
+            self.measured.chosen = -1
+
+    def _variables(self) -> dict[str, Any]:
+        """The notebook's variables but its widgets (which reach each other), and what the Lab holds."""
+        shell = ipython_shell()
+        names = user_variables(shell) if shell is not None else {}
+        return {**{k: v for k, v in names.items() if not isinstance(v, widgets.Widget)}, **self._held()}
+
+    # ---- the device now
+
+    def refresh(self) -> None:
+        """Show the device as it is now."""
+        self.now.value = now_html(self._device())
+
+    def _device(self) -> Device | None:
+        """The model's device, else the one in use. Looking must not be what starts CUDA."""
+        device = getattr(self._held()["lab.model"], "device", None)
+        if not isinstance(device, Device):
+            device = allocation_scopes.in_use()
+        starts = device is not None and device.torch.type == "cuda" and not torch.cuda.is_initialized()
+        return None if starts else device
+
+    def _set_budget(self) -> None:
+        device = self._opened()
+        budget(self.budget_field.value, device)
+        said = f"What doesn't fit into {bytes_text(device.limit_bytes)} fails on {escape(device.name)}, and says who held what."
+        self.budget_status.value = said
+
+    def _lift_budget(self) -> None:
+        budget(None, self._device())
+        self.budget_status.value = "No budget: the allocator may take what the card has."
+
+    # ---- one measurement
+
+    def _show(self) -> None:
+        """The chosen measurement: its picture, and who held what."""
+        old, self.what_if_view.value, self.status.value = self.shown.children, "", ""
+        use = self.uses[self.measured.chosen][1] if self.measured.chosen in self.uses else None
+        self.shown.children = () if use is None else (widgets.HTML(_HOST),)
+        if use is not None and len(use.ledger.rows):
+            table = widgets.HTML(f'<div class="tk-held">{memory_picture.html(use)}</div>')
+            self.shown.children = (use.timeline(), table)
+        for widget in old:
+            widget.close()
+        self.actions.layout.display = "none" if use is None else ""
+
+    def _what_if(self) -> None:
+        what, use = self._chosen()
+        self.what_if_view.value, self.status.value = "", f"Replaying {escape(what)} on every GPU of the catalogue ..."
+        self.progress.max, self.progress.value, self.progress.layout.display = len(_SETTINGS), 0, ""
+        found = {}
+        for name, settings in _SETTINGS.items():
+            if self._cancelled.is_set():
+                raise CancelledError("replaying", "it was cancelled", 'Press "What if" to begin again')
+            found[name] = what_if(use.trace, settings=[settings], device=use.ledger.device).to_dict("records")
+            self.progress.value += 1
+        self.what_if_view.value = what_if_html(what, found)
+        self.status.value = ""
+
+    def _save(self, suffix: str) -> None:
+        what, use = self._chosen()
+        name = self.file_field.value.strip()
+        if not name:
+            raise ToolkitError("saving a measurement", "the name of the file is empty", 'Type one, for example "memory"')
+        path = Path(name).expanduser()
+        stem = path.name.removesuffix(".html").removesuffix(".pickle")  # the other button's; "run.2" stays what it is
+        path = path.with_name(f"{stem or 'memory'}{suffix}")
+        self.status.value = f"Writing {escape(str(path))} ..."
+        try:
+            written = use.to_html(path) if suffix == ".html" else use.to_snapshot(path)
+        except OSError as error:
+            do = "Choose a folder that exists and is writable"
+            raise ToolkitError(f"writing {str(path)!r}", error.strerror or str(error), do) from error
+        self.status.value = f"Wrote {escape(str(written.resolve()))} ({escape(what)})."
+
+    def _chosen(self) -> tuple[str, MemoryUse]:
+        if self.measured.chosen not in self.uses:
+            raise ToolkitError("a measurement", "none is chosen", "Choose a row of the table first")
+        return self.uses[self.measured.chosen]
+
+    # ---- what no variable holds, and the notebook's cells
+
+    def _look_hidden(self) -> None:
+        visible = owners.find(self._variables())
+        found = owners.hidden(ipython_shell()).items()
+        self.hidden_view.value = hidden_html([held for place, held in found if place not in visible and place[0] != "cpu"])
+
+    def _release(self) -> None:
+        self.hidden_view.value = f"Let go of {bytes_text(owners.release(ipython_shell()))}."
+
+    def _show_cells(self) -> None:
+        magics = _magics()
+        cells = list(magics.session.cells) if magics is not None and magics.session is not None else []
+        if magics is None or not cells:
+            self.cells_status.value, self.cells_view.value = _NO_CELLS, ""
+            return
+        self.progress.max, self.progress.value, self.progress.layout.display = len(cells), 0, ""
+        details = []
+        for n, cell in enumerate(cells):
+            if self._cancelled.is_set():
+                raise CancelledError("drawing the cells", "it was cancelled", 'Press "Show the cells" to begin again')
+            self.cells_status.value = f"Drawing cell {cell.number} ..."
+            details.append(_cell_html(cell, magics.budget_bytes))
+            self.progress.value = n + 1
+        self.cells_view.value = memory_picture.session_html(cells, details, magics.budget_bytes)
+        goes_on = "press again after more have run" if magics.recorder else "<code>%memory on</code> measures more"
+        self.cells_status.value = f"{len(cells)} measured; {goes_on}."
+
+
+def _row(*parts: widgets.Widget) -> widgets.HBox:
+    return widgets.HBox(parts, layout=_WRAP)
+
+
+def _text(value: str, name: str, hint: str) -> widgets.Text:
+    style = {"description_width": "60px"}
+    return widgets.Text(value, description=name, placeholder=hint, style=style, layout={"width": "260px", "max_width": "98%"})
+
+
+def _button(name: str, icon: str, tip: str, do: Callable[[], None]) -> widgets.Button:
+    button = widgets.Button(description=name, icon=icon, tooltip=tip)
+    button.on_click(lambda _: do())
+    return button
+
+
+def _cause(error: BaseException | None) -> BaseException | None:
+    """The out-of-memory error behind `error`, where there is one: loading raises its own because of it."""
+    link, left = error, 20  # a chain may be a ring
+    while link is not None and left:
+        if isinstance(link, torch.OutOfMemoryError):
+            return link
+        link, left = link.__cause__ or link.__context__, left - 1
+    return error
+
+
+def measured_html(uses: Mapping[int, tuple[str, MemoryUse]]) -> str:
+    """The table of measurements, the last one first, each with a radio button whose value is its number."""
+    most = max((use.peak_bytes for _, use in uses.values()), default=0)
+    body = "".join(_measured_row(n, *uses[n], max(most, 1)) for n in sorted(uses, reverse=True))
+    return f'<div class="tk-measured">{_table(_COLUMNS, body)}</div>'
+
+
+def _measured_row(number: int, what: str, use: MemoryUse, most_bytes: int) -> str:
+    failed, before = str(use.trace.meta.get("failed") or ""), min(use.baseline_bytes, use.peak_bytes)
+    bad = {"": "", "OutOfMemoryError": "out of memory", "CancelledError": "cancelled"}.get(failed, f"ended with {failed}")
+    texts = [bytes_text(use.peak_bytes), "", memory_picture.signed(use.kept_bytes)]
+    texts += [bytes_text(n) for n in (use.freed_bytes, use.peak_reserved_bytes)]
+    widths = [100 * n / most_bytes for n in (before, use.peak_bytes - before)]
+    said = f"held before {bytes_text(before)}, peak {bytes_text(use.peak_bytes)} on {escape(use.device)}"
+    texts[1] = f'<span class="tk-span" title="{said}"><i class="tk-before" style="width:{widths[0]:.1f}%"></i>'
+    texts[1] += f'<i class="tk-over" style="width:{widths[1]:.1f}%"></i></span>'
+    if use.device in _HOST_ONLY:
+        texts = ["-", "", "-", "-", "-"]
+    texts += [bytes_text(use.host_peak_bytes) if use.host_peak_bytes else "-", seconds_text(use.elapsed_s)]
+    # without the attribute JupyterLab takes the arrow keys
+    radio = f'<input type="radio" value="{number}" data-lm-suppress-shortcuts="true">'
+    label = f"<label>{radio}<span>{escape(what)}{f' <em>{escape(bad)}</em>' if bad else ''}</span></label>"
+    return f"<tr><td>{label}</td>{''.join(f'<td>{text}</td>' for text in texts)}</tr>"
+
+
+def now_html(device: Device | None) -> str:
+    """What a device holds now, as figures and as a bar with the budget."""
+    resident = host.resident_bytes()
+    on_host = f"<span>this process on the host <b>{bytes_text(resident)}</b></span>" if resident else ""
+    if device is None:
+        return f'No device is in use: load a model, or set a budget.<div class="tk-figures">{on_host}</div>'
+    memory, name = device.memory(), escape(device.name)
+    if not memory.total_bytes:
+        return f'The memory of {name} isn\'t counted.<div class="tk-figures">{on_host}</div>'
+    free = memory.total_bytes - memory.reserved_bytes
+    if device.torch.type == "cuda":
+        free = torch.cuda.mem_get_info(device.torch)[0]  # other processes take some, too
+    capped = device.limit_bytes if device.limit_bytes < memory.total_bytes else 0
+    scale = min(memory.total_bytes, max(capped * 5 // 4, memory.reserved_bytes)) if capped else memory.total_bytes
+    taken, idle = (100 * n / scale for n in (memory.allocated_bytes, memory.reserved_bytes - memory.allocated_bytes))
+    mark = f'<i class="tk-cap" style="left:{min(100 * capped / scale, 99.8):.2f}%"></i>' if capped else ""
+    figures = {"allocated": memory.allocated_bytes, "reserved": memory.reserved_bytes, "free": free}
+    said = "".join(f'<span><i class="tk-{key}"></i>{key} <b>{bytes_text(n)}</b></span>' for key, n in figures.items())
+    said += f'<span><i class="tk-cap"></i>budget <b>{bytes_text(capped)}</b></span>' if capped else "<span>no budget</span>"
+    ends = f"the bar ends at {bytes_text(scale)}; " if capped else ""
+    return (
+        f'<b>{name}</b> now, of {bytes_text(memory.total_bytes)}<div class="tk-room" role="img" aria-label="{ends}'
+        f'{bytes_text(memory.allocated_bytes)} allocated"><i class="tk-allocated" style="width:{taken:.2f}%"></i>'
+        f'<i class="tk-reserved" style="width:{max(idle, 0):.2f}%"></i>{mark}</div>'
+        f'<div class="tk-figures">{said}{on_host}</div>'
+    )
+
+
+def hidden_html(found: list[owners.Holder]) -> str:
+    """What is held without a variable, the largest first."""
+    found = sorted(found, key=lambda held: -held.bytes)
+    if not found:
+        return "Nothing on a GPU is held without a variable."
+    rows = "".join(f"<tr><td>{escape(held.owner)}</td><td>{bytes_text(held.bytes)}</td></tr>" for held in found)
+    total = bytes_text(sum(held.bytes for held in found))
+    return f"{total} in all. Release lets go of it.{_table(('held by', 'bytes'), rows)}"
+
+
+def what_if_html(what: str, found: Mapping[str, list[dict[str, Any]]]) -> str:
+    """Which GPUs a measurement would have fitted, a column for each setting of the allocator; the smallest first."""
+    least = ", ".join(f"{bytes_text(rows[0]['smallest_bytes'])} {name}" for name, rows in found.items())
+    words, body = {True: '<td class="tk-yes">fits</td>', False: '<td class="tk-no">fails</td>'}, ""
+    for pair in sorted(zip(*found.values(), strict=True), key=lambda pair: pair[0]["capacity_bytes"]):
+        bad = next((each for each in pair if not each["fits"]), None)
+        where = f"{bytes_text(bad['asked_bytes'])} asked for by {bad['fails_at']}" if bad else ""
+        cells = "".join(words[bool(each["fits"])] for each in pair)
+        gpu, memory = escape(pair[0]["gpu"]), bytes_text(pair[0]["capacity_bytes"])
+        body += f"<tr><td>{gpu}</td><td>{memory}</td>{cells}<td>{escape(where)}</td></tr>"
+    needs = f"needs a card of {least}, {bytes_text(CONTEXT_BYTES)} of it for CUDA"
+    table = _table(("GPU", "memory", *found, "where it fails"), body)
+    return f'<div class="tk-what-if"><b>{escape(what)}</b> {needs}. The same allocations on other cards:{table}</div>'
+
+
+def _table(names: Sequence[str], body: str) -> str:
+    head = "".join(f'<th scope="col">{name}</th>' for name in names)
+    return f'<div class="tk-wrap"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _magics() -> Any | None:
+    """The notebook's `%memory`, where the extension is loaded."""
+    manager = getattr(ipython_shell(), "magics_manager", None)
+    return manager.registry.get("MemoryMagics") if manager is not None else None
+
+
+def _cell_html(cell: CellUse, budget_bytes: int | None) -> str:
+    """A cell's picture. What is read for it isn't kept: a session has every event of every cell."""
+    try:
+        use = vars(cell).get("use") or open_memory(cell.file)
+    except ToolkitError as error:  # its file is gone; the others' are there
+        return f'<p class="tk-note">{escape(str(error))}</p>'
+    return memory_picture.line_html(use, budget_bytes, is_open=True)

@@ -1,0 +1,133 @@
+"""The Lab's Plan and export panel: what exporting and running the chosen model would take, against a budget; and the export.
+
+It calls `tk.plan`, which needs no GPU, and `tk.export`, which makes a package for the CUDA GPU that was chosen, else for this
+CPU. The work runs in the Lab's thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from html import escape
+from typing import Any
+
+import ipywidgets as widgets
+
+from toolkit.core.errors import ToolkitError
+from toolkit.core.units import GiB, bytes_text
+from toolkit.exporting.exporter import Package, export
+from toolkit.exporting.progress import memory_now
+from toolkit.gpu.opening import open_device
+from toolkit.kernels.kv_codes import KV_SCHEMES
+from toolkit.planning.describe import describe, plan
+from toolkit.planning.plans import Plan
+from toolkit.ui.figures.plan import html, package_html
+
+BUDGETS = (0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)  # GiB
+_WRAP = {"flex_flow": "row wrap"}
+
+
+class PlanPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
+    """`begin(what, work, status)` runs `work` in a thread, `chosen()` gives the Lab's (device, model, scheme) fields."""
+
+    def __init__(
+        self,
+        begin: Callable[[str, Callable[[], None], widgets.HTML], None],
+        stop: Callable[[], None],
+        cancelled: threading.Event,
+        chosen: Callable[[], tuple[str, str, Any]],
+    ) -> None:
+        self.plan: Plan | None = None
+        self.package: Package | None = None
+        self._begin, self._cancelled, self._chosen = begin, cancelled, chosen
+        self._described: tuple[tuple[str, Any], Any] | None = None  # the model on "meta" that was planned last
+        wide = {"description_width": "70px"}
+        self.context_field = widgets.BoundedIntText(
+            4096, min=2, max=1 << 20, description="Context", style=wide, layout={"width": "190px"}
+        )
+        options = [("what fits", "auto"), ("plain", None), *((name, name) for name in KV_SCHEMES)]
+        self.kv_field = widgets.Dropdown(options=options, value="auto", description="KV", style={"description_width": "30px"})
+        self.budget_field = widgets.SelectionSlider(
+            options=[(bytes_text(int(size * GiB)), int(size * GiB)) for size in BUDGETS], value=4 * GiB,
+            description="Budget", style=wide, continuous_update=False, layout={"width": "420px"},
+        )  # fmt: skip
+        self.folder_field = widgets.Text("package", description="Folder", style=wide)
+        self.plan_button = widgets.Button(description="Plan", icon="bar-chart", button_style="primary")
+        self.export_button = widgets.Button(
+            description="Export",
+            icon="archive",
+            tooltip="Compile the model ahead of time into the folder: for the CUDA GPU above, else for this CPU",
+        )
+        self.cancel_button = widgets.Button(description="Cancel export", icon="stop", disabled=True)
+        self.progress = widgets.FloatProgress(0.0, min=0, max=1, layout={"width": "260px", "display": "none"})
+        self.status = widgets.HTML("Says what exporting and running the model above would take of the device above.")
+        self.view = widgets.HTML()
+        self.plan_button.on_click(lambda _: self.show())
+        self.export_button.on_click(lambda _: self.export())
+        self.cancel_button.on_click(lambda _: stop())
+        self.budget_field.observe(lambda _: self.plan is not None and self.show(), "value")
+        super().__init__([
+            widgets.HTML("<h3>Plan and export</h3>"),
+            widgets.HBox([self.context_field, self.kv_field, self.budget_field], layout=_WRAP),
+            widgets.HBox([self.plan_button, self.folder_field, self.export_button, self.cancel_button, self.progress],
+                         layout=_WRAP),
+            self.status, self.view,
+        ])  # fmt: skip
+        self.add_class("tk-panel")
+
+    def show(self) -> None:
+        """What the Plan button does, and the budget's slider once there is a plan. Returns at once."""
+        self._begin("plan", self._plan, self.status)
+
+    def export(self) -> None:
+        """What the Export button does. Returns at once; a second press while something runs does nothing."""
+        self._begin("export", self._export, self.status)
+
+    def enable(self, idle: bool, what: str) -> None:
+        """Buttons follow what runs: nothing (`idle`), or `what`."""
+        self.plan_button.disabled = self.export_button.disabled = not idle
+        self.cancel_button.disabled = idle or what != "export"
+        if idle:
+            self.progress.layout.display = "none"
+
+    def _plan(self) -> None:
+        device, path, scheme = self._chosen()
+        self.status.value = f"Planning {escape(path)} ..."
+        shapes, budget = self._shapes(path, scheme), self.budget_field.value
+        named = f"{path}, {scheme}" if scheme else path
+        self.plan = plan(shapes, device, budget, self.context_field.value, kv=self.kv_field.value, name=named)
+        self.view.value = html(self.plan)
+        fits = "It fits" if self.plan.fits else "It doesn't fit: see below"
+        self.status.value = f"{fits}. Predicted, nothing was allocated. From a cell: lab.plan.plan."
+
+    def _shapes(self, path: str, scheme: Any) -> Any:
+        """The model on "meta", looked at once; the context's field is lowered to what the model has positions for."""
+        if self._described is None or self._described[0] != (path, scheme):
+            self._described = (path, scheme), describe(path, scheme)
+        model = self._described[1]
+        self.context_field.value = min(self.context_field.value, model.config.max_position_embeddings)
+        return model
+
+    def _export(self) -> None:
+        name, path, scheme = self._chosen()
+        device = open_device(name)
+        device = device if device.torch.type == "cuda" else open_device("cpu")
+        folder = self.folder_field.value.strip()
+        if not folder:
+            raise ToolkitError("an export", "its folder's field is empty", "Type the name of a new folder")
+        self.package, self.progress.value, self.progress.layout.display = None, 0.0, ""
+
+        def show(phase: str, share: float, what: str) -> None:
+            self.progress.value = share
+            held, used = memory_now(device.torch if device.torch.type == "cuda" else None)
+            memory = f"{bytes_text(held)} of the host's memory" + (f", {bytes_text(used)} of the GPU's" if used else "")
+            self.status.value = f"{escape(phase)}{': ' if what else ' ...'}{escape(what)}; in use: {memory}"
+
+        self._shapes(path, scheme)
+        kv = None if self.kv_field.value == "auto" else self.kv_field.value
+        self.package = export(
+            path, folder, device=device, budget=self.budget_field.value, context=self.context_field.value, kv=kv, scheme=scheme,
+            progress=show, cancel=self._cancelled,
+        )  # fmt: skip
+        self.view.value = package_html(self.package)
+        self.status.value = f"{escape(repr(self.package))}. From a cell: lab.plan.package.load()."

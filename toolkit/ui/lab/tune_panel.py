@@ -1,0 +1,108 @@
+"""The Lab's Tune panel: pick a kernel, a shape and GPUs, see which config each GPU gets and why. Needs no GPU.
+
+It calls `tk.tune.explore`, which compiles for GPUs that aren't there and times nothing. The work runs in the Lab's thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from html import escape
+
+import ipywidgets as widgets
+
+from toolkit import tune
+from toolkit.core.errors import ToolkitError
+from toolkit.core.units import seconds_text
+from toolkit.gpu.catalogue import CATALOGUE
+from toolkit.kernels.base import Kernel
+from toolkit.tune.results import Tuning
+from toolkit.ui.figures.tuning import html
+
+FIRST_GPUS = ("rtx-4090", "rtx-5090", "a100-80g", "h200")
+_WRAP = {"flex_flow": "row wrap"}
+
+
+class TunePanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
+    """`begin(what, work, status)` runs `work` in a thread, `stop` asks it to end by setting `cancelled`."""
+
+    def __init__(
+        self,
+        begin: Callable[[str, Callable[[], None], widgets.HTML], None],
+        stop: Callable[[], None],
+        cancelled: threading.Event,
+    ) -> None:
+        self.tuning: Tuning | None = None
+        self._begin, self._cancelled = begin, cancelled
+        self._kernels: Mapping[str, Kernel] = {}
+        wide = {"description_width": "60px"}
+        self.kernel_field = widgets.Dropdown(description="Kernel", style=wide, disabled=True)
+        self.shape_field = widgets.Dropdown(description="Shape", style=wide, disabled=True, layout={"width": "360px"})
+        self.gpus_field = widgets.SelectMultiple(
+            options=list(CATALOGUE), value=FIRST_GPUS, description="GPUs", style=wide, rows=len(CATALOGUE),
+            tooltip="Ctrl or Shift for several",
+        )  # fmt: skip
+        self.list_button = widgets.Button(description="List the kernels", icon="list", button_style="primary")
+        self.explore_button = widgets.Button(description="Explore", icon="search", button_style="primary", disabled=True)
+        self.cancel_button = widgets.Button(description="Cancel exploring", icon="stop", disabled=True)
+        self.progress = widgets.IntProgress(0, min=0, max=1, layout={"width": "260px", "display": "none"})
+        self.status = widgets.HTML("Compiles every config for every GPU that you choose, on this machine's processor.")
+        self.view = widgets.HTML()
+        self.list_button.on_click(lambda _: self.list_kernels())
+        self.explore_button.on_click(lambda _: self.explore())
+        self.cancel_button.on_click(lambda _: stop())
+        self.kernel_field.observe(lambda _: self._offer_shapes(), "value")
+        super().__init__([
+            widgets.HTML("<h3>Tune</h3>"),
+            widgets.HBox([self.kernel_field, self.shape_field, self.gpus_field], layout=_WRAP),
+            widgets.HBox([self.list_button, self.explore_button, self.cancel_button, self.progress], layout=_WRAP),
+            self.status, self.view,
+        ])  # fmt: skip
+        self.add_class("tk-panel")
+
+    def list_kernels(self) -> None:
+        """What the "List the kernels" button does: loading them takes seconds, and needs Triton. Returns at once."""
+        self._begin("list", self._list, self.status)
+
+    def explore(self) -> None:
+        """What the Explore button does. Returns at once; a second press while something runs does nothing."""
+        self._begin("explore", self._explore, self.status)
+
+    def enable(self, idle: bool, what: str) -> None:
+        """Buttons follow what runs: nothing (`idle`), or `what`."""
+        self.list_button.disabled = not idle
+        self.explore_button.disabled = not idle or not self._kernels
+        self.cancel_button.disabled = idle or what != "explore"
+        self.kernel_field.disabled = self.shape_field.disabled = not self._kernels
+        if idle:
+            self.progress.layout.display = "none"
+
+    def _list(self) -> None:
+        self.status.value = "Looking for kernels ..."
+        self._kernels = tune.kernels()
+        self.kernel_field.options = list(self._kernels)
+        self.kernel_field.value = next(iter(self._kernels))
+        self.status.value = f"{len(self._kernels)} kernels."
+
+    def _offer_shapes(self) -> None:
+        kernel = self._kernels[self.kernel_field.value]
+        self.shape_field.options = list(kernel.known)
+
+    def _explore(self) -> None:
+        kernel, shape, gpus = self.kernel_field.value, self.shape_field.value, self.gpus_field.value
+        if not gpus:
+            raise ToolkitError("exploring configs", "no GPU is chosen", "Choose one or more in the list of GPUs")
+        self.tuning, self.view.value = None, ""
+        self.progress.value, self.progress.layout.display = 0, ""
+        self.status.value = f"Compiling {escape(kernel)} for {', '.join(gpus)} ..."
+
+        def show(done: int, total: int, what: str) -> None:
+            self.progress.max, self.progress.value = max(total, 1), done
+            self.status.value = f"{done} of {total} compiled{': ' if what else ''}{escape(what)}"
+
+        began = time.monotonic()
+        self.tuning = tune.explore(kernel, shape, gpus, progress=show, cancel=self._cancelled)
+        took = seconds_text(time.monotonic() - began)
+        self.view.value = html(self.tuning)
+        self.status.value = f"Done in {took}; kept, so that a second time is quick. From a cell: lab.tune.tuning."

@@ -1,0 +1,105 @@
+"""Checked repairs for the lesson on memory: what the learner wrote is run, measured, and held against bytes.
+
+A repair counts by what it does with memory, not by how it is written: any code within the bytes allowed, with the same result,
+is right.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from toolkit.core.callers import ipython_shell
+from toolkit.core.units import bytes_text
+from toolkit.gpu import allocation_scopes
+from toolkit.gpu.device import Device
+from toolkit.gpu.opening import open_device
+from toolkit.ui.lessons.checks import Verdict
+from toolkit.vram import owners
+from toolkit.vram.measure import memory
+from toolkit.vram.sessions import user_variables
+
+
+def check_memory(
+    run: Callable[[], object],
+    allowed: Mapping[str, int],
+    same_as: object,
+    device: Device | str | None = None,
+    hint: str = "",
+    why: str = "",
+) -> Verdict:
+    """Call `run` once and hold what it did with memory against `allowed`: bytes of "peak" and "kept", above those held before.
+
+    "kept" is measured while the result is still alive. `same_as` is what the call must return: numbers, tensors, or lists
+    of both, on any device. Where all is right `why` is shown, else `hint`. Errors of `run` are the learner's to see.
+    """
+    gpu = allocation_scopes.in_use() if device is None else open_device(device)
+    if gpu is not None and gpu.torch.type == "cuda":
+        run()  # the first product of a process brings cuBLAS's workspace, which isn't the learner's
+    gc.collect()  # what a cycle still holds would be freed in the middle
+    with memory(gpu) as use:
+        result = run()
+    found = {"peak": max(use.peak_bytes - use.baseline_bytes, 0), "kept": use.kept_bytes}
+    lines, right = _within({name: found[name] for name in allowed}, allowed)
+    if not _same(result, same_as):
+        lines, right = [*lines, "not so: the result - it isn't what it was before"], False
+    return _verdict(lines, right, hint, why)
+
+
+def check_held(device: Device, allowed: int, hint: str = "", why: str = "") -> Verdict:
+    """Compare what is `held` on `device` now with the bytes `allowed`. Where it is no more, `why` is shown, else `hint`."""
+    return _verdict(*_within({"held": held(device)}, {"held": allowed}), hint, why)
+
+
+def check_hidden(hint: str = "", why: str = "") -> Verdict:
+    """Is anything on a GPU held without a variable, as `%memory hidden` lists it? If not, `why` is shown, else `hint`."""
+    shell = ipython_shell()
+    visible = owners.find({} if shell is None else user_variables(shell))
+    found = {place: holder.bytes for place, holder in owners.hidden(shell).items() if place not in visible}
+    name = "held without a variable"
+    n_bytes = sum(n for (on, _), n in found.items() if on != "cpu")
+    return _verdict(*_within({name: n_bytes}, {name: 0}), hint, why)
+
+
+def held(device: Device) -> int:
+    """The bytes allocated on `device` now, without garbage and without cuBLAS's workspaces, which come back by themselves."""
+    gc.collect()
+    if device.torch.type == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()
+    return device.memory().allocated_bytes
+
+
+def _within(found: Mapping[str, int], allowed: Mapping[str, int]) -> tuple[list[str], bool]:
+    """A line for each number, and whether none is above what is allowed."""
+    lines = []
+    for name, n_bytes in found.items():
+        said = "right" if n_bytes <= allowed[name] else "not so"
+        lines.append(f"{said}: {name} - measured {bytes_text(n_bytes)}, allowed {bytes_text(allowed[name])}")
+    return lines, all(n_bytes <= allowed[name] for name, n_bytes in found.items())
+
+
+def _verdict(lines: list[str], right: bool, hint: str, why: str) -> Verdict:
+    after = why if right else f"Hint: {hint}" if hint else ""
+    return Verdict((*lines, *([after] if after else [])), right)
+
+
+def _same(result: object, expected: object) -> bool:
+    """Are two results equal, up to rounding and the device they are on?"""
+    if isinstance(expected, Sequence):
+        if not isinstance(result, Sequence) or len(result) != len(expected):
+            return False
+        return all(_same(one, other) for one, other in zip(result, expected, strict=True))
+    mine, theirs = _on_host(result), _on_host(expected)
+    if mine is None or theirs is None or mine.shape != theirs.shape:
+        return False
+    return bool(torch.allclose(mine, theirs, rtol=1e-2, atol=1e-5))
+
+
+def _on_host(value: Any) -> torch.Tensor | None:
+    """A number or a tensor as float32 of the host; None for anything else."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().float()
+    return torch.tensor(float(value)) if isinstance(value, int | float) else None

@@ -1,0 +1,343 @@
+"""Memory as still pictures: an SVG of who held what over a recording, and one of the cells of a session.
+
+Under about 60 KB whatever the recording's size, without a script. Knows no front end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import groupby
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.core.units import bytes_text, seconds_text
+from toolkit.ui.memory.view import Columns, MemoryView
+
+# Middle tones: each has a contrast of 3 with white and with a dark page. Neighbours differ in hue and in lightness.
+PALETTE = (
+    "#3579bd", "#d96c1a", "#2a9d70", "#8560d0", "#b3851a", "#c94f86", "#2596ac", "#b04a38", "#718a2c", "#5b6fd6", "#95663f",
+)  # fmt: skip
+KINDS = ("weights", "activations", "kv", "gradients", "optimizer", "workspace", "input")  # each keeps its colour of PALETTE
+GREYS = {"rest": "#8b95a3", "before": "#66717f"}
+RED, FOREGROUND, DIM = "#b3261e", "#1b2430", "#4f5b6b"
+NEAR = 2.0  # a limit is drawn where it is within this many times of what was held
+_SLIVER = 0.2  # of what is held: where less than this changes, the axis of bytes begins above 0
+_WIDTH, _LEFT, _TOP, _HIGH, _COLUMN = 960, 78, 26, 230, 2
+_PLOT = _WIDTH - _LEFT - 12
+_LETTER = 6.6  # px: the width of a letter at 12 px, about
+
+
+class CellRow(Protocol):
+    """What a picture of a session knows of a cell; `status` is "ok", "error" or "interrupted"."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def title(self) -> str: ...
+    @property
+    def status(self) -> str: ...
+    @property
+    def baseline_bytes(self) -> int: ...
+    @property
+    def peak_bytes(self) -> int: ...
+    @property
+    def end_bytes(self) -> int: ...
+
+
+def colours(view: MemoryView) -> list[str]:
+    """A colour for each band; kinds have the same one everywhere."""
+    fixed = {kind: PALETTE[i] for i, kind in enumerate(KINDS)} if view.by == "kind" else {}
+    free = [colour for colour in PALETTE if colour not in {fixed.get(band.name) for band in view.bands}]
+    found, taken = [], 0
+    for band in view.bands:
+        colour = GREYS.get(band.role) or fixed.get(band.name)
+        if colour is None:
+            colour = free[taken % len(free)]
+            taken += 1
+        found.append(colour)
+    return found
+
+
+def limit_of(view: MemoryView, budget_bytes: int | None = None) -> tuple[int, str] | None:
+    """The bytes that may not be exceeded, and what sets them: the budget, else the card; None where neither is known."""
+    meta = view.ledger.trace.meta
+    limit, total = int(meta.get("limit_bytes") or 0), int(meta.get("total_bytes") or 0)
+    if budget_bytes:
+        return int(budget_bytes), "budget"
+    if limit and limit != total:
+        return limit, "budget"
+    return (total, "the card's memory") if total else None
+
+
+def step_of(top: float) -> int:
+    """A power of two that divides `top` bytes into four to eight parts: its multiples are round in binary units."""
+    return int(1 << max(int(np.floor(np.log2(max(top, 1.0) / 4))), 0))
+
+
+def svg(view: MemoryView, budget_bytes: int | None = None, axis: str | None = None) -> str:
+    """Who held the memory: bands over events or time, the peak, what was reserved, a limit where it is near, steps or cells."""
+    axis = axis or view.axis
+    x0, x1 = view.bounds(axis)
+    columns = view.columns(x0, x1, _PLOT // _COLUMN, axis)
+    limit = limit_of(view, budget_bytes)
+    top = max(view.ledger.peak_bytes, int(columns.reserved.max(initial=0)), 1)
+    if limit and limit[0] <= NEAR * top:
+        top = max(top, limit[0])
+    else:
+        limit = None
+    scale = _Scale(floor_of(view, top), top)
+    parts = [_grid(scale), _areas(view, columns, scale), _reserved(view, columns, scale), _broken(scale)]
+    parts += [
+        _limit(limit, columns, scale) if limit else "",
+        _peak(view, columns, scale),
+        _shortage(view, axis, (x0, x1), scale),
+    ]
+    below, height = _axis(view, axis, (x0, x1))
+    return _document("".join([*parts, below]), height, label(view, budget_bytes))
+
+
+def label(view: MemoryView, budget_bytes: int | None = None) -> str:
+    """The picture in a sentence."""
+    ledger = view.ledger
+    held = ", ".join(f"{band.words} {bytes_text(band.at_peak_bytes)}" for band in view.bands[:6] if band.at_peak_bytes)
+    limit = limit_of(view, budget_bytes)
+    words = f"; {limit[1]} {bytes_text(limit[0])}" if limit else ""
+    peak = f"Memory over {'time' if view.axis == 'time' else 'events'}: peak {bytes_text(ledger.peak_bytes)}"
+    return f"{peak}{words}. At the peak by {view.by}: {held or 'nothing'}"
+
+
+def _document(body: str, height: float, words: str) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height:g}" width="{_WIDTH}" role="img" '
+        f'aria-label="{escape(words)}" font-family="system-ui,Segoe UI,Liberation Sans,Arial,sans-serif" font-size="12" '
+        f'fill="{FOREGROUND}" style="background:#fff;max-width:100%">{body}</svg>'
+    )
+
+
+def _text(x: float, y: float, text: str, more: str = "") -> str:
+    return f'<text x="{x:g}" y="{y:g}"{more}>{escape(text)}</text>'
+
+
+def _tag(x: float, y: float, text: str, more: str, end: bool = False) -> str:
+    """A text on its own ground, so that it reads on any band."""
+    wide = len(text) * _LETTER + 8
+    left = x - wide + 4 if end else x - 4
+    anchor = ' text-anchor="end"' if end else ""
+    ground = f'<path fill="#fff" fill-opacity=".9" d="M{left:.1f} {y - 12:g}h{wide:.1f}v15h-{wide:.1f}z"/>'
+    return ground + _text(x, y, text, more + anchor)
+
+
+_HALO = ' stroke="#fff" stroke-width="3" stroke-linejoin="round" paint-order="stroke"'
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """Bytes as heights: from `low`, which is 0 but for pictures of little change, to `top`, above which is room for a label."""
+
+    low: int
+    top: int
+
+    def y(self, n_bytes: float) -> int:
+        return round(_TOP + _HIGH - max(n_bytes - self.low, 0) * (_HIGH - 20) / max(self.top - self.low, 1))
+
+    def ys(self, n_bytes: NDArray[np.int64]) -> list[int]:
+        heights = np.maximum(n_bytes - self.low, 0) * ((_HIGH - 20) / max(self.top - self.low, 1))
+        return np.round(_TOP + _HIGH - heights).astype(int).tolist()
+
+
+def floor_of(view: MemoryView, top: int) -> int:
+    """Where the axis of bytes begins: at 0, but where what changes is a sliver of what is held, a little below that."""
+    least = int(view.held.min())
+    changed = top - least
+    if not 0 < changed < _SLIVER * top:
+        return 0
+    step = step_of(changed)
+    return max(least - changed // 2, 0) // step * step
+
+
+def _broken(scale: _Scale) -> str:
+    words = f"the axis begins at {bytes_text(scale.low)}, not at 0"
+    return _tag(_LEFT + 6, _TOP + _HIGH - 7, words, "") if scale.low else ""
+
+
+def _grid(scale: _Scale) -> str:
+    step = step_of(scale.top - scale.low)
+    ticks = range(scale.low, scale.top + 1, step)  # from above 0 they count from there: 45.6 MiB, +128 KiB, +256 KiB
+    texts = [bytes_text(n) if n == scale.low else f"{'+' * bool(scale.low)}{bytes_text(n - scale.low)}" for n in ticks]
+    texts[0] = texts[0] if scale.low else "0"
+    lines = "".join(f"M{_LEFT} {scale.y(n)}.5h{_PLOT}" for n in ticks)
+    names = "".join(_text(_LEFT - 6, scale.y(n) + 4, text, ' text-anchor="end"') for n, text in zip(ticks, texts, strict=True))
+    return f'<path fill="none" stroke="#dde3ea" d="{lines}"/><g fill="{DIM}">{names}</g>'
+
+
+def _stairs(y: list[int]) -> str:
+    """A line through columns of these heights: level over each, upright between them."""
+    data, last = "", y[0]
+    for value, run in groupby(y):
+        data += (f"v{value - last}" if value != last else "") + f"h{_COLUMN * sum(1 for _ in run)}"
+        last = value
+    return data
+
+
+def _areas(view: MemoryView, columns: Columns, scale: _Scale) -> str:
+    """The bands, the topmost first: each reaches down to the axis, and the next one is painted over it."""
+    tops = np.cumsum(np.maximum(columns.bands, 0), axis=0)
+    heights = [scale.ys(top) for top in tops]
+    paths, floor = [], _TOP + _HIGH
+    for i, colour in reversed(list(enumerate(colours(view)))):
+        y, under = heights[i], heights[i - 1] if i else [floor] * len(heights[i])
+        if y != under:
+            paths.append(f'<path fill="{colour}" d="M{_LEFT} {floor}V{y[0]}{_stairs(y)}V{floor}z"/>')
+    return f'<g shape-rendering="crispEdges">{"".join(paths)}</g>'
+
+
+def _reserved(view: MemoryView, columns: Columns, scale: _Scale) -> str:
+    if not view.knows_reserved:
+        return ""
+    y = scale.ys(columns.reserved)
+    line = f'<path fill="none" stroke="{FOREGROUND}" stroke-dasharray="5 3" d="M{_LEFT} {y[0]}{_stairs(y)}"/>'
+    key = f'<path stroke="{FOREGROUND}" stroke-dasharray="5 3" d="M{_LEFT} 11.5h28"/>'
+    return (
+        line + key + _text(_LEFT + 34, 15, f"reserved by the allocator, at most {bytes_text(view.ledger.peak_reserved_bytes)}")
+    )
+
+
+def _limit(limit: tuple[int, str], columns: Columns, scale: _Scale) -> str:
+    """The line, and its label on the side where the peak's isn't."""
+    y = scale.y(limit[0])
+    right = int(columns.total.argmax()) < len(columns.total) / 2
+    at = _LEFT + _PLOT - 6 if right else _LEFT + 6
+    words = _tag(at, y - 5, f"{limit[1]} {bytes_text(limit[0])}", f' fill="{RED}"', end=right)
+    return f'<path stroke="{RED}" stroke-width="2" d="M{_LEFT} {y}h{_PLOT}"/>{words}'
+
+
+def _peak(view: MemoryView, columns: Columns, scale: _Scale) -> str:
+    if not view.ledger.peak_bytes:
+        return _text(_LEFT + _PLOT / 2, _TOP + _HIGH / 2, "nothing was held", f' fill="{DIM}" text-anchor="middle"')
+    x = _LEFT + _COLUMN * int(columns.total.argmax()) + _COLUMN / 2
+    y = scale.y(view.ledger.peak_bytes)
+    words = f"peak {bytes_text(view.ledger.peak_bytes)}"
+    half = len(words) * _LETTER / 2
+    at = min(max(x, _LEFT + half + 2), _LEFT + _PLOT - half - 2)
+    dot = f'<circle cx="{x:g}" cy="{y}" r="3.5" fill="#fff" stroke="{FOREGROUND}" stroke-width="1.5"/>'
+    return dot + _text(at, y - 8, words, f' font-weight="600" text-anchor="middle"{_HALO}')
+
+
+def _shortage(view: MemoryView, axis: str, bounds: tuple[float, float], scale: _Scale) -> str:
+    """The last allocation that failed: where it was, and how far it would have reached."""
+    if not view.shortages:
+        return ""
+    position, asked = view.shortages[-1]
+    x = _LEFT + (min(view.x_of(position, axis) + (axis == "events"), bounds[1]) - bounds[0]) / (bounds[1] - bounds[0]) * _PLOT
+    held = int(view.held[max(position - view.ledger.opening + 1, 0)])
+    y, up = scale.y(held), max(scale.y(held + asked), _TOP - 6)
+    cross = f'<path stroke="{RED}" stroke-width="2" stroke-dasharray="3 2" d="M{x:.1f} {y}V{up}"/>'
+    cross += f'<path stroke="{RED}" stroke-width="2" d="M{x - 4:.1f} {y - 4}l8 8m0-8l-8 8"/>'
+    words = f"× out of memory: {bytes_text(asked)} more asked for"
+    return cross + _text(_LEFT + _PLOT, 15, words, f' fill="{RED}" font-weight="600" text-anchor="end"')
+
+
+def _axis(view: MemoryView, axis: str, bounds: tuple[float, float]) -> tuple[str, int]:
+    """What is below the plot, and the height of the whole."""
+    (low, high), y = bounds, _TOP + _HIGH
+    span, device = high - low, str(view.ledger.trace.meta.get("device", "unknown device"))
+
+    def at(x: float) -> float:
+        return _LEFT + (x - low) / span * _PLOT
+
+    step = next(m * 10.0**p for p in range(-3, 20) for m in (1, 2, 5) if span / (m * 10.0**p) <= 9)
+    step = max(step, 1.0)
+    ticks = [low + i * step for i in range(int(span / step) + 1)]
+    names = [
+        f"{tick - low:,.0f}" if axis == "events" else seconds_text((tick - low) / 1e9) if tick > low else "0" for tick in ticks
+    ]
+    lines = "".join(f"M{at(tick):.1f} {y}v5" for tick in ticks)
+    words = "".join(
+        _text(round(at(tick), 1), y + 17, name, f' text-anchor="{"middle" if i else "start"}"')
+        for i, (tick, name) in enumerate(zip(ticks, names, strict=True))
+        if at(tick) < _WIDTH - 30
+    )
+    parts = [f'<path fill="none" stroke="{DIM}" d="M{_LEFT} {y}.5h{_PLOT}{lines}"/><g fill="{DIM}">{words}</g>']
+    if view.divided[0]:
+        parts.append(_marks(view, axis, bounds, y + 22))
+        y += 20
+    events = len(view.held) - 1
+    counted = f"{events:,} allocations and frees, in order" if events != 1 else "one allocation or free"
+    title = counted if axis == "events" else f"time, {view.clock}"
+    clock = "; times are modelled" if view.clock == "modelled" and axis == "events" else ""
+    parts.append(_text(_LEFT, y + 36, f"{title}  ({device}{clock})", f' fill="{DIM}"'))
+    return "".join(parts), y + 44
+
+
+def _marks(view: MemoryView, axis: str, bounds: tuple[float, float], y: int) -> str:
+    """Where steps or cells begin, numbered where there is room."""
+    lines, words, free = "", "", -1.0
+    marks = view.marks(*bounds, axis)
+    wide = len(str(max(number for _, number in marks))) * _LETTER + 10
+    room = _PLOT / wide
+    every = next(m * 10**p for p in range(12) for m in (1, 2, 5) if sum(n % (m * 10**p) == 0 for _, n in marks) <= room)
+    for x, number in marks:
+        at = _LEFT + (x - bounds[0]) / (bounds[1] - bounds[0]) * _PLOT
+        lines += f"M{at:.1f} {y}v14"
+        if number >= 0 and number % every == 0 and at >= free and at + wide < _WIDTH:
+            words += _text(round(at + 3, 1), y + 12, str(number))
+            free = at + wide
+    name = _text(_LEFT - 6, y + 12, view.divided[0], ' text-anchor="end"')
+    return f'<path fill="none" stroke="#9aa5b1" d="{lines}"/><g fill="{DIM}">{name}{words}</g>'
+
+
+def counted(cells: int) -> str:
+    """How many cells, in words."""
+    return f"{cells} cell{'s' if cells != 1 else ''}"
+
+
+def session_svg(rows: Sequence[CellRow], budget_bytes: int | None = None) -> str:
+    """The cells of a session: what was held when each began, its peak above that, and what was held when it ended."""
+    top = max([row.peak_bytes for row in rows] + [1])
+    if budget_bytes and budget_bytes <= NEAR * top:
+        top = max(top, budget_bytes)
+    scale, wide = _Scale(0, top), min(_PLOT / max(len(rows), 1), 64)
+    parts, words, free = [_grid(scale)], "", -1.0
+    for i, row in enumerate(rows):
+        x, bar = _LEFT + i * wide + wide * 0.14, max(wide * 0.72, 1)
+        peak, base, end, floor = (scale.y(n) for n in (row.peak_bytes, row.baseline_bytes, row.end_bytes, 0))
+        colour = PALETTE[0] if row.status == "ok" else RED
+        parts.append(
+            f'<path fill="{GREYS["rest"]}" d="M{x:.1f} {floor}V{base}h{bar:.1f}V{floor}z"/>'
+            f'<path fill="{colour}" d="M{x:.1f} {base}V{peak}h{bar:.1f}V{base}z"/>'
+            f'<path stroke="{FOREGROUND}" stroke-width="2" d="M{x - wide * 0.07:.1f} {end}h{bar + wide * 0.14:.1f}"/>'
+        )
+        name = f"{row.number}" if row.status == "ok" else f"{row.number}!"
+        if x >= free:
+            words += _text(round(x + bar / 2, 1), _TOP + _HIGH + 16, name, ' text-anchor="middle"')
+            free = x + len(name) * _LETTER + 6
+    if budget_bytes and budget_bytes <= top:
+        y = scale.y(budget_bytes)
+        parts.append(f'<path stroke="{RED}" stroke-width="2" d="M{_LEFT} {y}h{_PLOT}"/>')
+        words += _text(
+            _LEFT + _PLOT - 4, y - 5, f"budget {bytes_text(budget_bytes)}", f' fill="{RED}" text-anchor="end"{_HALO}'
+        )
+    key = _key(
+        (
+            (GREYS["rest"], "held before"),
+            (PALETTE[0], "its peak above that"),
+            (RED, "peak of a cell that ended with an error (!)"),
+        )
+    )
+    below = _text(_LEFT - 6, _TOP + _HIGH + 16, "cell", f' fill="{DIM}" text-anchor="end"')
+    peak = max((row.peak_bytes for row in rows), default=0)
+    said = f"Memory of {counted(len(rows))}, peak {bytes_text(peak)}"
+    return _document("".join(parts) + f"<g>{words}</g>" + below + key, _TOP + _HIGH + 26, said)
+
+
+def _key(entries: Sequence[tuple[str, str]]) -> str:
+    parts, x = "", float(_LEFT)
+    for colour, words in entries:
+        parts += f'<path fill="{colour}" d="M{x:g} 5h11v11h-11z"/>' + _text(x + 16, 15, words)
+        x += 34 + len(words) * 6.1
+    line = f'<path stroke="{FOREGROUND}" stroke-width="2" d="M{x:g} 11h14"/>'
+    return parts + line + _text(x + 19, 15, "held at its end")

@@ -1,0 +1,270 @@
+"""A measurement of memory as a notebook shows it without a script: the picture, who held what at the peak, what stayed.
+
+`html` is the whole, `line_html` a line that opens to it, `session_html` the cells of a notebook, each opened by a click on
+its bar. Pictures are images, not inline SVG: where a notebook isn't trusted, front ends strip it and the tables remain.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+import secrets
+from collections.abc import Sequence
+from functools import cache
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toolkit.core.units import bytes_text
+from toolkit.trace.ledger import UNOWNED
+from toolkit.ui.memory.drawing import NEAR, CellRow, colours, counted, label, limit_of, session_svg, step_of, svg
+from toolkit.ui.memory.view import Holding, MemoryView, Moment
+
+if TYPE_CHECKING:
+    from toolkit.vram.measure import MemoryUse
+
+__all__ = ["html", "line_html", "session_html", "session_svg", "svg"]
+_CSS = Path(__file__).with_name("memory.css")
+_MOST_ROWS = 12  # of the table of the peak
+_OWNED = 0.5  # where variables hold at least this share of the peak, they are what the bands show
+_NONE = "none"  # the device's name where there was only the host
+
+
+def html(use: MemoryUse, by: str | None = None, budget_bytes: int | None = None) -> str:
+    """The whole of it: a line, the picture, what its colours are, a table of the peak, and what was freed and kept.
+
+    `by` is one of BY; without it, owners where they are known for half of the peak, else lines.
+    """
+    return (
+        f'{style()}<div class="tk-memory" data-lm-suppress-shortcuts="true">{_body(use, by, budget_bytes, titled=True)}</div>'
+    )
+
+
+def line_html(use: MemoryUse, budget_bytes: int | None = None, *, is_open: bool = False) -> str:
+    """A line with the peak, what was kept and freed, which opens to the whole. Red where it exceeds the budget or failed."""
+    opened = " open" if is_open else ""
+    if use.device == _NONE:
+        return f'{style()}<div class="tk-memory tk-line"><span class="tk-words">{escape(use.line())}</span></div>'
+    over = _trouble(use, budget_bytes)
+    words = [f"peak <b>{bytes_text(use.peak_bytes)}</b>", f"kept {signed(use.kept_bytes)}"]
+    words += [f"freed {bytes_text(use.freed_bytes)}"] if use.freed_bytes else []
+    words += [f"<em>{escape(over)}</em>"] if over else []
+    summary = f'<span class="tk-words">{" · ".join(words)}</span>{_bar(use, budget_bytes)}'
+    classes = "tk-memory tk-line tk-over" if over else "tk-memory tk-line"
+    body = _body(use, None, budget_bytes, titled=False)
+    return (
+        f'{style()}<details class="{classes}" data-lm-suppress-shortcuts="true"{opened}><summary>{summary}</summary>'
+        f'<div class="tk-opened">{body}</div></details>'
+    )
+
+
+@cache
+def style() -> str:
+    """The style sheet, for a fragment that stands alone."""
+    return f"<style>{_CSS.read_text(encoding='utf-8')}</style>"
+
+
+def grouping(view: MemoryView) -> str:
+    """What the bands show first: owners where variables hold enough of the peak, else lines."""
+    owned = sum(band.at_peak_bytes for band in view.bands if band.name != UNOWNED and band.role != "before")
+    return "owner" if view.by == "owner" and owned >= _OWNED * max(view.ledger.peak_bytes, 1) else "line"
+
+
+def view_of(use: MemoryUse, by: str | None = None) -> MemoryView:
+    """The view of a measurement, grouped `by`, or as reads best."""
+    view = MemoryView(use.ledger, by or "owner")
+    best = by or grouping(view)
+    return view if best == view.by else view.regrouped(best)
+
+
+def signed(n_bytes: int) -> str:
+    return f"{'+' if n_bytes > 0 else '−' if n_bytes < 0 else ''}{bytes_text(abs(n_bytes))}"
+
+
+def notes(view: MemoryView) -> list[str]:
+    """What a reader must know before believing it."""
+    said = []
+    if view.clock == "modelled":
+        said.append("A virtual GPU: its allocator's bytes; times are modelled, not measured.")
+    if view.ledger.trace.meta.get("sizes_only"):
+        said.append("Sizes only: tensors held no values.")
+    if len(view.ledger.rows) > len(view.ledger.blocks.begin) * 2:
+        said.append("Some of what was freed was allocated before the recording knew of it.")
+    return said
+
+
+def _trouble(use: MemoryUse, budget_bytes: int | None) -> str:
+    """Why a line is red; "" where it isn't."""
+    failed = str(use.trace.meta.get("failed") or "")
+    if failed == "OutOfMemoryError":
+        return "out of memory"
+    if budget_bytes is not None and use.peak_bytes > budget_bytes:
+        return f"over the budget of {bytes_text(budget_bytes)}"
+    return ""
+
+
+def _bar(use: MemoryUse, budget_bytes: int | None) -> str:
+    """What was held before, the peak above it, and the budget, on one thin scale."""
+    meta = use.trace.meta
+    limit = budget_bytes or int(meta.get("limit_bytes") or 0) or int(meta.get("total_bytes") or 0)
+    scale = max(use.peak_bytes, limit if limit <= 20 * use.peak_bytes else 0, 1) / 100
+    base, above = min(use.baseline_bytes, use.peak_bytes) / scale, max(use.peak_bytes - use.baseline_bytes, 0) / scale
+    mark = f'<i class="tk-limit" style="left:{min(limit / scale, 99):.1f}%"></i>' if 0 < limit <= 100 * scale else ""
+    said = f"held before {bytes_text(use.baseline_bytes)}, peak {bytes_text(use.peak_bytes)}"
+    said += f", limit {bytes_text(limit)}" if limit else ""
+    return (
+        f'<span class="tk-bar" role="img" aria-label="{said}" title="{said}"><i class="tk-base" style="width:{base:.1f}%"></i>'
+        f'<i class="tk-above" style="width:{above:.1f}%"></i>{mark}</span>'
+    )
+
+
+def _body(use: MemoryUse, by: str | None, budget_bytes: int | None, *, titled: bool) -> str:
+    head = f'<div class="tk-title">{escape(use.line())}</div>' if titled else f'<p class="tk-note">{escape(use.line())}</p>'
+    if use.device == _NONE:
+        return head
+    view = view_of(use, by)
+    said = "".join(f'<p class="tk-note">{escape(note)}</p>' for note in notes(view))
+    return "".join([
+        head, said, image(svg(view, budget_bytes), label(view, budget_bytes)), _keys(view),
+        '<div class="tk-sub">Held at the peak</div>', _table(view.at(view.ledger.peak, _MOST_ROWS)), _facts(view, budget_bytes),
+    ])  # fmt: skip
+
+
+def image(picture: str, words: str) -> str:
+    """An SVG as an image that stands on its own ground."""
+    data = base64.b64encode(picture.encode()).decode()
+    return f'<img class="tk-picture" alt="{escape(words)}" src="data:image/svg+xml;base64,{data}">'
+
+
+def _keys(view: MemoryView) -> str:
+    """What the colours are, the topmost band first, with what each held at the peak."""
+    shown = [
+        f'<span><i style="background:{colour}"></i>{escape(_short(band.words))} <b>{bytes_text(band.at_peak_bytes)}</b></span>'
+        for band, colour in reversed(list(zip(view.bands, colours(view), strict=True)))
+    ]
+    return f'<div class="tk-keys"><span class="tk-dim">at the peak, by {view.by}:</span>{"".join(shown)}</div>' if shown else ""
+
+
+def _short(text: str, most: int = 64) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def _table(moment: Moment) -> str:
+    if not moment.rows:
+        return '<p class="tk-note">Nothing was held.</p>'
+    total = max(moment.total_bytes, 1)
+    body = "".join(_row(row, total) for row in moment.rows)
+    if moment.rest_holders:
+        share, words = _share(moment.rest_bytes / total), f"{moment.rest_holders:,} more"
+        body += f"<tr><td>{bytes_text(moment.rest_bytes)}</td><td>{share}</td><td></td><td>{words}</td><td></td></tr>"
+    head = "".join(f'<th scope="col">{name}</th>' for name in ("bytes", "share", "kind", "held by", "allocated in"))
+    return f'<div class="tk-scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _share(share: float) -> str:
+    words = f"{100 * share:.0f} %" if share >= 0.005 or not share else "<1 %"
+    return f'<span class="tk-share"><i style="width:{100 * share:.0f}%"></i></span> {escape(words)}'
+
+
+def _row(row: Holding, total: int) -> str:
+    blocks = f' <span class="tk-dim">in {row.blocks:,} blocks</span>' if row.blocks > 1 else ""
+    owner = f'<span class="tk-dim">{row.owner}</span>' if row.owner == UNOWNED else f"<code>{escape(_short(row.owner))}</code>"
+    code = f"<code>{escape(_short(row.code, 90))}</code> " if row.code else ""
+    place = f'{code}<span class="tk-dim">{escape(row.place)}</span>'
+    cells = (f"{bytes_text(row.bytes)}{blocks}", _share(row.bytes / total), escape(row.kind), owner, place)
+    return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+
+
+def _facts(view: MemoryView, budget_bytes: int | None) -> str:
+    """What was freed, what stayed and by whom, what the allocator took, and the limit."""
+    ledger = view.ledger
+    before = ledger.baseline_bytes
+    said = [f"<b>{bytes_text(before)}</b> held before" if before else "nothing was held before"]
+    if ledger.freed_bytes:
+        said[0] += f", of which <b>{bytes_text(ledger.freed_bytes)}</b> freed"
+    kept = view.kept(3)
+    if kept.total_bytes:
+        rows = "; ".join(f"{bytes_text(row.bytes)} {_who(row)}" for row in kept.rows)
+        more = f"; {kept.rest_holders:,} more" if kept.rest_holders else ""
+        said.append(f"<b>{bytes_text(kept.total_bytes)}</b> of what was allocated meanwhile stayed: {rows}{more}")
+    else:
+        said.append("nothing of what was allocated meanwhile stayed")
+    for _, asked in view.shortages[-1:]:
+        said.append(f"<em>out of memory: <b>{bytes_text(asked)}</b> more asked for</em>")
+    if view.knows_reserved:
+        said.append(f"the allocator took up to <b>{bytes_text(ledger.peak_reserved_bytes)}</b> from the driver")
+    limit = limit_of(view, budget_bytes)
+    if limit:
+        said.append(f"{limit[1]}: <b>{bytes_text(limit[0])}</b>")
+    return f"<ul>{''.join(f'<li>{words}</li>' for words in said)}</ul>"
+
+
+def _who(row: Holding) -> str:
+    name = f"<code>{escape(_short(row.owner, 40))}</code> " if row.owner != UNOWNED else ""
+    return f'{name}<span class="tk-dim">({escape(_short(row.words, 90))})</span>'
+
+
+# ---- the cells of a session
+
+
+def session_html(rows: Sequence[CellRow], details: Sequence[str], budget_bytes: int | None = None) -> str:
+    """The cells as bars; a click on one (or the arrow keys) shows what stands in `details` for it. No script."""
+    name = f"tk{secrets.token_hex(4)}"  # radio buttons of one name are one group, in the whole page
+    peak = max((row.peak_bytes for row in rows), default=0)
+    budget = budget_bytes if budget_bytes and budget_bytes <= NEAR * peak else 0
+    top = max(peak, budget, 1) * 1.06  # room for the budget's label
+    chosen = max(range(len(rows)), key=lambda i: rows[i].peak_bytes, default=0)
+    bars = "".join(_cell_bar(row, n, top, name, n == chosen, budget_bytes) for n, row in enumerate(rows))
+    step = step_of(top)
+    ticks = "".join(
+        f'<i style="bottom:{100 * n / top:.2f}%"><span>{bytes_text(n) if n else "0"}</span></i>'
+        for n in range(0, int(top) + 1, step)
+    )
+    line = (
+        f'<i class="tk-budget" style="bottom:{100 * budget / top:.2f}%"><span>budget {bytes_text(budget)}</span></i>'
+        if budget
+        else ""
+    )
+    rules = "".join(
+        f"#{name}:has(.tk-c{n}:checked) .tk-d{n}" + ("," if n + 1 < len(rows) else "{display:block}") for n in range(len(rows))
+    )
+    seen = re.compile(r"<style>.*?</style>", re.DOTALL)
+    shown = "".join(
+        f'<div class="tk-cell tk-d{n}">{_cell_title(row)}{seen.sub("", text)}</div>'
+        for n, (row, text) in enumerate(zip(rows, details, strict=True))
+    )
+    keys = '<span><i class="tk-base"></i>held before</span><span><i class="tk-above"></i>its peak above that</span>'
+    keys += '<span><i class="tk-end"></i>held at its end</span><span><em>!</em> ended with an error</span>'
+    return (
+        f'{style()}<style>{rules}</style><div class="tk-memory tk-session" id="{name}" data-lm-suppress-shortcuts="true">'
+        f'<div class="tk-title">{counted(len(rows))}, peak {bytes_text(peak)}</div>'
+        f'<div class="tk-keys">{keys}<span class="tk-dim">A click on a cell shows it.</span></div>'
+        f'<div class="tk-chart"><div class="tk-ticks">{ticks}{line}</div>'
+        f'<div class="tk-bars" role="radiogroup" aria-label="Cells">{bars}</div></div>{shown}</div>'
+    )  # fmt: skip
+
+
+def _cell_bar(row: CellRow, n: int, top: float, name: str, checked: bool, budget_bytes: int | None) -> str:
+    """A bar that is a radio button: grey up to what was held before, coloured up to the peak, a stroke where it ended."""
+    base = min(row.baseline_bytes, row.peak_bytes)
+    heights = (100 * base / top, 100 * (row.peak_bytes - base) / top, 100 * row.end_bytes / top)
+    bad = row.status == "error" or bool(budget_bytes and row.peak_bytes > budget_bytes)
+    said = (
+        f"cell {row.number}, {row.status}: peak {bytes_text(row.peak_bytes)}, kept {signed(row.end_bytes - row.baseline_bytes)}"
+    )
+    said = escape(f"{said}: {row.title}")
+    return (
+        f'<label class="{"tk-bad" if bad else "tk-fine"}" title="{said}">'
+        f'<input type="radio" name="{name}" class="tk-c{n}" aria-label="{said}" data-lm-suppress-shortcuts="true"'
+        f'{" checked" if checked else ""}>'
+        f'<span class="tk-column"><i class="tk-base" style="height:{heights[0]:.2f}%"></i>'
+        f'<i class="tk-above" style="height:{heights[1]:.2f}%"></i>'
+        f'<i class="tk-end" style="bottom:{heights[2]:.2f}%"></i></span>'
+        f'<span class="tk-number">{row.number}{"" if row.status == "ok" else "!"}</span></label>'
+    )  # fmt: skip
+
+
+def _cell_title(row: CellRow) -> str:
+    status = "" if row.status == "ok" else f" <em>{escape(row.status)}</em>"
+    code = f" <code>{escape(_short(row.title, 110))}</code>" if row.title else ""
+    return f'<div class="tk-sub">cell {row.number}{status}{code}</div>'

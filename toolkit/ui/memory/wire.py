@@ -1,0 +1,91 @@
+"""A `MemoryView` as the front end gets it: what is known of the whole, columns as bytes, a moment as a table. No widget."""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from toolkit.core.units import seconds_text
+from toolkit.ui.memory.drawing import colours, floor_of, limit_of
+from toolkit.ui.memory.picture import notes, view_of
+from toolkit.ui.memory.view import MemoryView, Moment
+
+if TYPE_CHECKING:
+    from toolkit.vram.measure import MemoryUse
+
+MOST_COLUMNS = 4000
+_TEXT = 160  # characters of a name or a line
+
+
+def meta(use: MemoryUse, view: MemoryView, title: str | None = None) -> dict[str, Any]:
+    """What is known of the whole (JSON-able)."""
+    ledger = view.ledger
+    limit = limit_of(view)
+    low, high = view.bounds("time")
+    return {
+        "title": title or use.line(), "device": use.device, "clock": view.clock, "events": len(view.held) - 1,
+        "span": seconds_text((high - low) / 1e9), "first": ledger.opening - 1,
+        "peak": ledger.peak_bytes, "position": ledger.peak,
+        "reserved": ledger.peak_reserved_bytes if view.knows_reserved else 0, "by": view.by, "axis": view.axis,
+        "groupings": groupings(view), "limit": None if limit is None else [limit[0], limit[1]], "divided": view.divided[0],
+        "stretched": floor_of(view, ledger.peak_bytes) > 0, "notes": notes(view),
+    }  # fmt: skip
+
+
+def groupings(view: MemoryView) -> list[str]:
+    """What the bands can be: cells and steps only where there are several."""
+    labels = {what: view.ledger.trace[what][view.ledger.rows] for what in ("cell", "step")}
+    return ["owner", "kind", "line", *(what for what, label in labels.items() if len(label) and (label != label[0]).any())]
+
+
+def bands(view: MemoryView) -> list[list[Any]]:
+    """[name, colour, bytes at the peak, role] of each band, the lowest first."""
+    return [
+        [band.words[:_TEXT], colour, band.at_peak_bytes, band.role]
+        for band, colour in zip(view.bands, colours(view), strict=True)
+    ]
+
+
+def packed(view: MemoryView, x0: float, x1: float, width: int, axis: str, **echo: Any) -> bytes:
+    """Columns of [x0, x1) as bytes: uint32 length of a JSON header (padded to 8), the header, then the columns.
+
+    These are float64 position, total, reserved and time_ns, and float32 of every band. `echo` comes back in the header.
+    """
+    width = int(np.clip(width, 16, MOST_COLUMNS))
+    columns = view.columns(x0, x1, width, axis)
+    header = {
+        **echo, "by": view.by, "axis": axis, "x0": columns.x0, "x1": columns.x1, "width": width, "bounds": view.bounds(axis),
+        "bands": bands(view), "marks": view.marks(columns.x0, columns.x1, axis), "peakX": view.x_of(view.ledger.peak, axis),
+        "shortages": [[view.x_of(position, axis), asked] for position, asked in view.shortages[-20:]],
+    }  # fmt: skip
+    blob = json.dumps(header, separators=(",", ":")).encode()
+    blob += b" " * (-(len(blob) + 4) % 8)
+    numbers = np.stack([columns.position, columns.total, columns.reserved, columns.time_ns]).astype("<f8")
+    return struct.pack("<I", len(blob)) + blob + numbers.tobytes() + columns.bands.astype("<f4").tobytes()
+
+
+def whole(view: MemoryView, width: int = 800) -> bytes:
+    """Everything, for a first paint before the front end has asked."""
+    return packed(view, *view.bounds(view.axis), width, view.axis, seq=0, vid="")
+
+
+def moment(found: Moment) -> dict[str, Any]:
+    """A moment as JSON; rows are [bytes, blocks, owner, kind, source, place]."""
+    rows = [
+        [row.bytes, row.blocks, row.owner[:_TEXT], row.kind[:_TEXT], row.code[:_TEXT], row.place[:_TEXT]] for row in found.rows
+    ]
+    return {
+        "position": found.position, "time": found.time_ns, "total": found.total_bytes, "rows": rows,
+        "rest": [found.rest_bytes, found.rest_holders],
+    }  # fmt: skip
+
+
+def regrouped(cache: dict[str, MemoryView], use: MemoryUse, by: str) -> MemoryView:
+    """The view of this grouping, made once."""
+    if by not in cache:
+        other = next(iter(cache.values()), None)
+        cache[by] = other.regrouped(by) if other is not None else view_of(use, by)
+    return cache[by]

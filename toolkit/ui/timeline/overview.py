@@ -1,0 +1,164 @@
+"""A trace for people without a canvas: a still picture, text, the facts of one event, the copies as a table.
+
+VS Code, Colab, nbviewer and a terminal show this; so does a page whose scripts are off. Knows no front end.
+"""
+
+from __future__ import annotations
+
+import base64
+from html import escape
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.core.units import bytes_text, seconds_text
+from toolkit.trace.columns import CLOCKS, COPY_KINDS, KINDS
+from toolkit.trace.events import copies_per_step
+from toolkit.ui.timeline.view import MODELLED, SUBPIXELS, Lane, Scene, Track, lane_segments, string_of
+
+COLORS = {
+    "sync": "#c0508f", "mark": "#5f6f52", "kernel": "#78879b", "h2d": "#d55e00", "d2h": "#0072b2", "d2d": "#00845f",
+    "p2p": "#7a52b3", "memset": "#a8760b",
+}  # fmt: skip
+DIRECTIONS = {"h2d": "host to device", "d2h": "device to host", "d2d": "within the device", "p2p": "device to device"}
+_GUTTER, _PLOT, _LANE, _BINS = 150, 810, 20, 270
+
+
+def svg(scene: Scene) -> str:
+    """All events of the scene as an SVG of 960 pixels' width; modelled times are hatched. Under about 40 KB."""
+    low, high = scene.bounds()
+    y, parts = 4, []
+    for track, origin in zip(scene.tracks, scene.origins(), strict=True):
+        parts.append(_text(0, y + 14, f"{track.title}: {_caption(track)}", bold=True))
+        y += 22
+        segments = lane_segments(track.lanes, (low + origin, high + origin), _PLOT, _BINS * max(1, len(track.lanes)), _BINS)
+        for lane, segment, shown in zip(track.lanes, segments, track.meta()["lanes"], strict=True):
+            parts.append(_text(0, y + 14, f"{shown['label']} {shown['place']}".strip()))
+            parts.append(f'<path fill="#eef1f4" d="M{_GUTTER} {y}h{_PLOT}v{_LANE}h-{_PLOT}z"/>')
+            parts.extend(_bars(lane, segment, y))
+            y += _LANE + 3
+        y += 8
+    for share in (0.0, 0.25, 0.5, 0.75):
+        parts.append(_text(_GUTTER + share * _PLOT, y + 10, seconds_text((low + share * (high - low)) / 1e9)))
+    kinds = sorted({lane.kind for track in scene.tracks for lane in track.lanes})
+    hatches = "".join(
+        f'<pattern id="{kind}" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+        f'<path fill="{COLORS[kind]}" fill-opacity=".38" d="M0 0h5v5H0z"/>'
+        f'<path fill="{COLORS[kind]}" d="M0 0h2v5H0z"/></pattern>'
+        for kind in kinds
+    )
+    label = escape("; ".join(f"{track.title}: {_caption(track)}" for track in scene.tracks))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 970 {y + 18}" width="970" role="img" aria-label="{label}" '
+        f'font-family="system-ui,sans-serif" font-size="12" fill="#1b2430" style="background:#fff;max-width:100%">'
+        f"<defs>{hatches}</defs>{''.join(parts)}</svg>"
+    )
+
+
+def _caption(track: Track) -> str:
+    device = track.trace.meta.get("device", "unknown device")
+    return f"{device}, {track.clock} time, {seconds_text((track.end_ns - track.start_ns) / 1e9)}"
+
+
+def _text(x: float, y: float, text: str, bold: bool = False) -> str:
+    weight = ' font-weight="600"' if bold else ""
+    return f'<text x="{x:g}" y="{y:g}"{weight}>{escape(text)}</text>'
+
+
+def _bars(lane: Lane, segment: dict[str, NDArray[Any]], y: int) -> list[str]:
+    """One path for each of four heights, neighbours joined."""
+    x0 = np.round(segment["x0"] / SUBPIXELS).astype(int) + _GUTTER
+    x1 = np.maximum(np.round(segment["x1"] / SUBPIXELS).astype(int) + _GUTTER, x0 + 1)
+    height = np.ceil(segment["level"] / 255 * 4).astype(int)
+    modelled = bool((segment["kind"].astype(int) & MODELLED).any())
+    fill = f"url(#{lane.kind})" if modelled else COLORS[lane.kind]
+    paths = []
+    for quarter in range(1, 5):
+        runs: list[list[int]] = []
+        for start, end in zip(x0[height == quarter].tolist(), x1[height == quarter].tolist(), strict=True):
+            if runs and start <= runs[-1][1]:
+                runs[-1][1] = max(end, runs[-1][1])
+            else:
+                runs.append([start, end])
+        high = _LANE * quarter // 4
+        data = "".join(f"M{a} {y + _LANE - high}h{b - a}v{high}h{a - b}z" for a, b in runs)
+        paths += [f'<path fill="{fill}" d="{data}"/>'] if data else []
+    return paths
+
+
+def text(scene: Scene) -> str:
+    """The scene in a few lines for a terminal."""
+    lines = []
+    for track in scene.tracks:
+        steps = track.meta()["steps"]
+        lines.append(f"{track.title}: {_caption(track)}" + (f", steps {steps[0]} to {steps[1]}" if steps else ""))
+        lines += [f"  {row['label']} {row['place']}: {row['count']:,} {row['bytes']}".rstrip() for row in track.meta()["lanes"]]
+        lines += [f"  {note}" for note in track.notes()]
+    return "\n".join(lines)
+
+
+def html(scene: Scene) -> str:
+    """The picture with its totals, as a fragment of HTML that needs no script.
+
+    The picture is an image, not inline SVG: where a notebook isn't trusted, front ends strip it and the table remains.
+    """
+    rows = [
+        f"<tr><td>{escape(track.title)}</td><td>{escape((row['label'] + ' ' + row['place']).strip())}</td>"
+        f"<td>{row['count']:,}</td><td>{row['bytes']}</td></tr>"
+        for track in scene.tracks
+        for row in track.meta()["lanes"]
+    ]
+    captions = [f"{track.title}: {_caption(track)}" for track in scene.tracks]
+    notes = [note for track in scene.tracks for note in track.notes()]
+    head = "<tr><th>run</th><th>lane</th><th>events</th><th>bytes</th></tr>"
+    table = f"<table>{head}{''.join(rows)}</table>" if rows else ""
+    words = "".join(f"<p>{escape(words)}</p>" for words in dict.fromkeys([*captions, *notes]))
+    picture = base64.b64encode(svg(scene).encode()).decode()
+    image = f'<img alt="{escape("; ".join(captions))}" src="data:image/svg+xml;base64,{picture}">'
+    return f"<div>{image if rows else ''}{words}{table}</div>"
+
+
+def facts(track: Track, row: int) -> list[list[str]]:
+    """All that is known about one event, as (label, text) pairs."""
+    trace = track.trace
+    if not 0 <= row < len(trace):
+        return []
+    get = {name: int(column[row]) for name, column in trace.columns.items()}
+    kind, modelled = KINDS[get["kind"]], CLOCKS[get["clock"]]
+    lines: list[tuple[str, str | None]] = [
+        ("name", string_of(trace, "name", row)),
+        ("kind", f"{kind} ({DIRECTIONS[kind]})" if kind in DIRECTIONS else kind),
+        ("bytes", f"{bytes_text(get['bytes'])} ({get['bytes']:,} B)" if get["bytes"] >= 1024 else f"{get['bytes']} B"),
+        ("caused by", string_of(trace, "where", row)),
+        ("duration", f"{seconds_text(get['dur_ns'] / 1e9)}, {modelled}"),
+        ("start", f"{seconds_text((get['start_ns'] - track.start_ns) / 1e9)} after the first event"),
+        ("step", str(get["step"]) if get["step"] >= 0 else "outside of every step"),
+        ("stream", str(get["stream"]) if get["stream"] >= 0 else None),
+        ("device", f"GPU {get['device']}" if get["device"] >= 0 else "host"),
+        ("host memory", {0: "pageable", 1: "pinned"}.get(get["pinned"])),
+        ("cell", str(get["cell"]) if get["cell"] >= 0 else None),
+        ("rank", str(get["rank"]) if get["rank"] else None),
+        ("owner", string_of(trace, "owner", row)),
+    ]
+    if kind in ("kernel", "sync", "mark"):
+        lines = [line for line in lines if line[0] != "bytes"]
+    return [[label, text] for label, text in lines if text is not None]
+
+
+def copies_sheet(track: Track, limit: int = 300) -> dict[str, Any]:
+    """The first `limit` rows of the copies per step as text, for a table that a screen reader can read."""
+    frame = copies_per_step(track.trace)
+    clock = f"host wait ({track.clock})"
+    columns = ["step", *(f"{k.upper()} {what}" for k in COPY_KINDS for what in ("copies", "bytes")), "kernels", clock]
+    rows = []
+    for row in frame.head(limit).itertuples(index=False):
+        copies = [text for k in COPY_KINDS for text in _count_and_bytes(getattr(row, f"{k}_count"), getattr(row, f"{k}_bytes"))]
+        step = "outside" if row.step == -1 else str(row.step)
+        rows.append([step, *copies, f"{row.kernels:,}", seconds_text(row.host_wait_s)])
+    note = f"the first {limit:,} of {len(frame):,} steps" if len(frame) > limit else ""
+    return {"title": f"{track.title}: copies per step", "note": note, "columns": columns, "rows": rows}
+
+
+def _count_and_bytes(count: int, size: int) -> tuple[str, str]:
+    return f"{count:,}", bytes_text(size)

@@ -1,0 +1,181 @@
+"""A self-contained page: timelines and copies tables of one or several traces in one HTML file, without a network.
+
+The file holds the events in compact columns, the same timeline.js as the notebook's widget, and page.js, which does in
+JavaScript what view.py does in Python. A still picture stands in where scripts are off. Needs no front-end package.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import tempfile
+import zlib
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.core.errors import ToolkitError
+from toolkit.trace.columns import KINDS
+from toolkit.trace.events import Trace
+from toolkit.ui.timeline import overview
+from toolkit.ui.timeline.view import MAX_SEGMENTS, MAX_STEPS, Scene, Track, named
+
+_HERE = Path(__file__).parent
+_SMALL = 1 << 16  # bytes; below this columns are embedded as they are, for browsers that can't inflate
+_NARROW = {
+    "kind": "u1", "clock": "u1", "pinned": "i1", "device": "i2", "rank": "i2", "stream": "i4", "step": "i4", "cell": "i4",
+    "name": "i4", "where": "i4", "owner": "i4",
+}  # fmt: skip
+
+
+def write_page(traces: Any, path: str | os.PathLike[str], other: Any = None, *, title: str | None = None) -> Path:
+    """Write the page of `traces` to `path` (replaced whole or not at all), and return its path.
+
+    `traces` is a Trace or a Run, a sequence of them or of (title, trace) pairs, or a mapping of titles to them; with
+    several, the page has a choice of which to show and to compare. `other` is shown beside the first at once.
+    """
+    return _write(path, _pairs(traces, other), title, beside=other is not None)
+
+
+def write_comparison(comparison: Any, path: str | os.PathLike[str]) -> Path:
+    """Write the page of what `tk.compare` found: its table, and every run's timeline, any two side by side."""
+    extra = f"<section><h2>Strategies</h2>{comparison._repr_html_()}</section>"
+    return _write(path, _pairs(comparison.runs, None), "Decode strategies compared", extra=extra, beside=False)
+
+
+def _pairs(traces: Any, other: Any) -> list[tuple[str, Trace]]:
+    if isinstance(traces, Mapping):
+        given = [named(thing, str(title)) for title, thing in traces.items()]
+    elif isinstance(traces, Sequence):
+        given = [named(thing[1], str(thing[0])) if isinstance(thing, tuple) else named(thing) for thing in traces]
+    else:
+        given = [named(traces)]
+    given += [named(other)] if other is not None else []
+    if not given:
+        raise ToolkitError("a page of timelines", "no traces", "Give it at least one Trace or Run")
+    return given
+
+
+def _write(
+    path: str | os.PathLike[str], pairs: list[tuple[str, Trace]], title: str | None, *, extra: str = "", beside: bool
+) -> Path:
+    tracks = [Track(trace, name) for name, trace in pairs]
+    text = _document(tracks, title or f"Timeline: {', '.join(track.title for track in tracks)}", extra, beside)
+    return replace_text(Path(path), text)
+
+
+def replace_text(target: Path, text: str) -> Path:
+    """Write `text` in place of `target`, whole or not at all. Raises ToolkitError where there can't be such a file."""
+    try:
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
+    except OSError as error:
+        raise ToolkitError(
+            f"writing {str(target)!r}", f"{error.strerror}", "Choose a folder that exists and is writable"
+        ) from error
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)  # mkstemp makes it private; a page is for sharing
+        os.replace(temporary, target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return target
+
+
+def _document(tracks: list[Track], title: str, extra: str, beside: bool) -> str:
+    limits = {"segments": MAX_SEGMENTS, "steps": MAX_STEPS, "kinds": list(KINDS)}
+    data = json.dumps({"traces": [_packed(track) for track in tracks], "limits": limits}, separators=(",", ":"))
+    data = data.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+    css = "".join(path.read_text(encoding="utf-8") for path in (_HERE / "timeline.css", _HERE.parent / "page.css"))
+    script = "\n".join((_HERE / name).read_text(encoding="utf-8") for name in ("timeline.js", "page.js"))
+    still = overview.html(Scene(tracks[:2]))
+    head = "".join(
+        f"<tr><th scope='row'>{escape(track.title)}</th><td>{escape(str(track.trace.meta.get('device', 'unknown')))}</td>"
+        f"<td>{escape(track.clock)}</td><td>{_versions(track.trace) or '-'}</td></tr>"
+        for track in tracks
+    )
+    sheets = "".join(_sheet_html(overview.copies_sheet(track), is_open=len(tracks) == 1) for track in tracks)
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>{escape(title)}</title><link rel="icon" href="data:,">
+<style>{css}</style></head>
+<body><main class="tk-page"><h1>{escape(title)}</h1>
+<table class="tk-head"><thead><tr><th scope="col">run</th><th scope="col">device</th><th scope="col">times are</th>
+<th scope="col">made with</th></tr></thead><tbody>{head}</tbody></table>
+{extra}<section><h2>Timeline</h2>{_choices(tracks, beside)}<div id="tk-place"></div>
+<div id="tk-still" hidden>{still}</div><noscript>{still}</noscript></section>
+<section><h2>Copies per step</h2>{sheets}</section></main>
+<script type="application/json" id="tk-data">{data}</script>
+<script type="module">
+{script}</script></body></html>
+"""
+
+
+def _versions(trace: Trace) -> str:
+    found = trace.meta.get("versions")
+    if isinstance(found, Mapping):
+        return escape(", ".join(f"{name} {version}" for name, version in found.items()))
+    return escape(", ".join(f"{key} {trace.meta[key]}" for key in ("toolkit", "torch", "cuda") if key in trace.meta))
+
+
+def _choices(tracks: list[Track], beside: bool) -> str:
+    if len(tracks) < 2:
+        return ""
+    options = [f"<option value={i}>{escape(track.title)}</option>" for i, track in enumerate(tracks)]
+    second = [
+        option.replace("<option", "<option selected") if beside and i == len(tracks) - 1 else option
+        for i, option in enumerate(options)
+    ]
+    return (
+        f'<p class="tk-choose"><label>Show <select id="tk-a">{"".join(options)}</select></label> '
+        f'<label>beside <select id="tk-b"><option value="">nothing</option>{"".join(second)}</select></label></p>'
+    )
+
+
+def _sheet_html(sheet: dict[str, Any], is_open: bool) -> str:
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in sheet["columns"])
+    rows = "".join(
+        f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(text)}</td>" for text in row[1:])}</tr>'
+        for row in sheet["rows"]
+    )
+    note = f"<p>{escape(sheet['note'])}</p>" if sheet["note"] else ""
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    return f"<details{' open' if is_open else ''}><summary>{escape(sheet['title'])}</summary>{note}{table}</details>"
+
+
+def _packed(track: Track) -> dict[str, Any]:
+    """A track as JSON: the columns of the events that have a lane, packed; everything else as it is."""
+    trace, total = track.trace, sum(len(lane.rows) for lane in track.lanes)
+    rows, lanes = np.zeros(total, np.int64), np.zeros(total, np.uint8)
+    at = 0
+    for number, lane in enumerate(track.lanes):
+        rows[at : at + len(lane.rows)], lanes[at : at + len(lane.rows)] = lane.rows, number
+        at += len(lane.rows)
+    order = np.argsort(trace["start_ns"][rows], kind="stable")
+    rows, lanes = rows[order], lanes[order]
+    wide = {name: trace[f"{name}{unit}"][rows] for name, unit in (("start", "_ns"), ("dur", "_ns"), ("bytes", ""))}
+    wide["start"] = np.diff(wide["start"], prepend=0)
+    wide["dur"] = np.maximum(wide["dur"], 0)
+    columns: list[tuple[str, NDArray[Any]]] = [("lane", lanes)]
+    for name, values in wide.items():
+        columns += [(f"{name}_low", (values & 0xFFFFFFFF).astype("<u4")), (f"{name}_high", (values >> 32).astype("<i4"))]
+    columns += [(name, trace[name][rows].astype(f"<{dtype}")) for name, dtype in _NARROW.items()]
+    spec, blob = [], []
+    for name, values in columns:
+        constant = int(values[0]) if total and (values == values[0]).all() else None
+        spec.append([name, values.dtype.str[1:], constant])
+        blob.append(values.tobytes() if constant is None else b"")
+    raw = b"".join(blob)
+    deflated = len(raw) > _SMALL
+    data = zlib.compress(raw, 3) if deflated else raw
+    return {
+        "meta": track.meta(), "n": total, "columns": spec, "deflated": deflated, "data": base64.b64encode(data).decode(),
+        "strings": trace.strings, "start_ns": track.start_ns, "end_ns": track.end_ns,
+        "steps": track.steps.tolist(), "step_names": track.step_names, "sheet": overview.copies_sheet(track),
+    }  # fmt: skip

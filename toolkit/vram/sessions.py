@@ -1,0 +1,222 @@
+"""The memory of a notebook's cells: one measurement a cell, kept on disk, so that a killed kernel takes nothing with it.
+
+A session is a folder: `cells.jsonl`, a line a cell with its numbers, and a trace for each. Numbers are read at once,
+a cell's trace when somebody looks at it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+from asyncio import CancelledError
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from toolkit.core.callers import current_cell
+from toolkit.core.errors import ToolkitError, TraceError
+from toolkit.gpu import allocation_scopes
+from toolkit.gpu.device import Device
+from toolkit.tune.store import cache_folder
+from toolkit.vram.measure import MemoryUse, Scope, open_memory
+
+KEPT_SESSIONS = 20  # older ones are deleted when a session begins
+_CELLS = "cells.jsonl"
+
+
+@dataclass(frozen=True)
+class CellUse:
+    """What one run of a cell did with memory, in bytes. `use` has the whole measurement."""
+
+    number: int
+    title: str  # its first line of code
+    status: str  # ok, error or interrupted
+    device: str
+    baseline_bytes: int
+    peak_bytes: int
+    end_bytes: int
+    freed_bytes: int
+    reserved_bytes: int
+    host_bytes: int
+    elapsed_s: float
+    ended_s: float  # since the epoch
+    file: str = field(repr=False)
+
+    @cached_property
+    def use(self) -> MemoryUse:
+        """The measurement, read from the session's folder. Raises TraceError where its file is gone."""
+        return open_memory(self.file)
+
+    def read(self) -> MemoryUse:
+        """The measurement, for one look: a session must not hold every event of every cell."""
+        held: MemoryUse | None = self.__dict__.get("use")
+        return open_memory(self.file) if held is None else held
+
+    @property
+    def kept_bytes(self) -> int:
+        return self.end_bytes - self.baseline_bytes
+
+
+class Session:
+    """The cells of a notebook in the order they ran, and the folder that keeps them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.cells: list[CellUse] = []
+        self.problem: str | None = None  # why nothing can be kept, where that is so
+        self.budget_bytes: int | None = None
+
+    @classmethod
+    def begin(cls) -> Session:
+        """A new session in the user's cache folder."""
+        name = f"{time.strftime('%Y-%m-%d %H.%M.%S')} {os.getpid()}"
+        folder = sessions_folder() / name
+        for again in range(2, 100):
+            if not folder.exists():
+                break
+            folder = sessions_folder() / f"{name} {again}"
+        session = cls(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            session.problem = f"This session isn't kept: {error}. Set TOOLKIT_CACHE to a folder that can be written to."
+        for old in list(saved_sessions())[KEPT_SESSIONS:]:
+            shutil.rmtree(old, ignore_errors=True)
+        return session
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str] | None = None) -> Session:
+        """A session that was kept: the folder's, or the last one before this. Raises TraceError where there is none."""
+        if folder is None:
+            folder = next(saved_sessions(), None)
+            if folder is None:
+                raise TraceError("opening a session", "none was kept", "%memory on begins one")
+        session = cls(Path(folder))
+        try:
+            lines = (session.folder / _CELLS).read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise TraceError(
+                f"opening the session {str(folder)!r}", str(error), "%memory sessions lists those that were kept"
+            ) from error
+        for place, line in enumerate(lines, 1):
+            try:
+                session.cells.append(CellUse(**json.loads(line), file=str(session.folder / f"{place:04}.trace")))
+            except (ValueError, TypeError):  # the last line of a kernel that was killed while it wrote
+                continue
+        return session
+
+    def add(self, number: int, title: str, status: str, use: MemoryUse) -> CellUse:
+        """Append a cell that has run, and keep it on disk."""
+        file = self.folder / f"{len(self.cells) + 1:04}.trace"
+        cell = CellUse(
+            number, title, status, use.device, use.baseline_bytes, use.peak_bytes, use.end_bytes, use.freed_bytes,
+            use.peak_reserved_bytes, use.host_peak_bytes, use.elapsed_s, time.time(), str(file),
+        )  # fmt: skip
+        cell.__dict__["use"] = use
+        if self.cells and self.problem is None:
+            self.cells[-1].__dict__.pop("use", None)  # on disk by now; a session must not hold every event of every cell
+        self.cells.append(cell)
+        if self.problem is None:
+            try:
+                use.save(file)
+                facts = {name: value for name, value in asdict(cell).items() if name != "file"}
+                with (self.folder / _CELLS).open("a", encoding="utf-8") as log:
+                    log.write(json.dumps(facts) + "\n")
+            except (OSError, ToolkitError) as error:
+                self.problem = f"Cells from {number} on aren't kept: {error}"
+        return cell
+
+    def find(self, number: int) -> CellUse:
+        """The last run of the cell with a number. Raises ToolkitError where none was measured."""
+        for cell in reversed(self.cells):
+            if cell.number == number:
+                return cell
+        measured = ", ".join(str(cell.number) for cell in self.cells) or "none"
+        raise ToolkitError(f"the memory of cell {number}", "it wasn't measured", f"Measured: {measured}")
+
+
+def sessions_folder() -> Path:
+    """Where sessions are kept."""
+    return cache_folder() / "memory"
+
+
+def saved_sessions() -> Iterator[Path]:
+    """The folders of sessions that have a cell, the newest first."""
+    try:
+        folders = sorted(sessions_folder().iterdir(), reverse=True)
+    except OSError:
+        return
+    yield from (folder for folder in folders if (folder / _CELLS).is_file())
+
+
+class Recorder:
+    """Measures every cell that a shell runs, between `on` and `off`. `show(cell, source)` is called with each that ended."""
+
+    def __init__(self, shell: Any, show: Any, device: Device | None = None) -> None:
+        self.shell, self.show, self.device = shell, show, device
+        self.session = Session.begin()
+        self._running: list[tuple[Scope, Any]] = []  # a magic may run a cell inside a cell
+
+    def on(self) -> None:
+        """Begin with the next cell."""
+        allocation_scopes.keep()
+        self.shell.events.register("pre_run_cell", self._begin)
+        self.shell.events.register("post_run_cell", self._end)
+
+    def off(self) -> None:
+        """End, also in the middle of a cell."""
+        for name, callback in (("pre_run_cell", self._begin), ("post_run_cell", self._end)):
+            with suppress(ValueError):  # somebody has emptied the shell's events
+                self.shell.events.unregister(name, callback)
+        while self._running:
+            self._running.pop()[0].end({})
+        allocation_scopes.release()
+
+    def _begin(self, info: Any) -> None:
+        scope = Scope(self.device)
+        scope.__enter__()
+        self._running.append((scope, info))
+
+    def _end(self, result: Any) -> None:
+        info = self._running[-1][1] if result is None and self._running else getattr(result, "info", None)  # None: cancelled
+        if all(info is not running for _, running in self._running):  # the cell that began all this, or an empty one
+            return
+        while self._running[-1][1] is not info:
+            self._running.pop()[0].end({})
+        scope, error = self._running.pop()[0], KeyboardInterrupt() if result is None else None
+        if result is not None:
+            error = result.error_before_exec or result.error_in_exec
+        use = scope.end(user_variables(self.shell), error)
+        source = info.raw_cell
+        if not info.store_history or _only_asks(source):  # run by a magic, as part of a cell that is measured itself
+            return
+        status = "ok" if error is None else "interrupted" if isinstance(error, KeyboardInterrupt | CancelledError) else "error"
+        self.show(self.session.add(current_cell(), title_of(source), status, use), source)
+
+
+def _only_asks(source: str) -> bool:
+    """Is it a cell that only asks about memory?"""
+    lines = [line for line in map(str.strip, source.splitlines()) if line and not line.startswith("#")]
+    return bool(lines) and all(re.match(r"%memory\b", line) for line in lines)
+
+
+def user_variables(shell: Any) -> dict[str, Any]:
+    """The variables that the user made: without IPython's own, and without what it keeps of results."""
+    hidden = set(shell.user_ns_hidden) | {"In", "Out"}
+    return {
+        name: value
+        for name, value in list(shell.user_ns.items())
+        if type(name) is str and name not in hidden and name[:1] != "_"
+    }
+
+
+def title_of(source: str) -> str:
+    """The first line of a cell that isn't empty, a comment or a magic's name alone."""
+    lines = [line.strip() for line in source.splitlines()]
+    return next((line for line in lines if line and not line.startswith(("#", "%%"))), lines[0] if lines else "")[:80]

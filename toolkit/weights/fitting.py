@@ -1,0 +1,207 @@
+"""From plain weights to packed ones: the scales and offsets that hold them best, by min-max or by half-quadratic splitting.
+
+Rows are independent of each other and worked on a bounded number at a time, in fp32, on the device that they are on. The
+same rows give the same bits again. Knows schemes and values, no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from toolkit.core.errors import ModelError
+from toolkit.weights.schemes import Scheme, pack_codes
+
+CHUNK_WEIGHTS = 1 << 24  # fitted at a time: about 24 bytes of scratch each
+LARGEST = 65504.0  # of a weight: what fp16 can hold
+_TINY = 2.0**-25  # half the step of fp16's smallest numbers
+_NARROWER = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7)  # scales that K formats try, of the one that reaches every weight
+# Half-quadratic quantisation: p of the norm, weight of the quadratic term and its growth, iterations, as published.
+_NORM, _BETA, _GROWTH, _ITERATIONS = 0.7, 10.0, 1.01, 20
+
+Fit = Callable[[Tensor, Scheme], tuple[Tensor, Tensor]]
+
+
+def quantise_minmax(values: Tensor, scheme: Scheme, name: str = "weights") -> dict[str, Tensor]:
+    """The parts of `values` [..., out, in] (any float dtype) in `scheme`: scales that reach each group's extremes.
+
+    K formats also try narrower scales and keep, in each group, the one of least squared error. Groups of zeros come back as
+    zeros; what is smaller than fp16 scales can tell apart (6e-8) does too. Raises ModelError, naming `name`, for NaN,
+    infinity, or weights beyond 65,504, and for rows that don't divide into the scheme's groups.
+    """
+    return _in_chunks(values, scheme, name, _fit_least_squares if scheme.steps else _fit_minmax)
+
+
+def quantise_hqq(values: Tensor, scheme: Scheme, name: str = "weights") -> dict[str, Tensor]:
+    """As `quantise_minmax`, with offsets (scales, where a scheme has no offset) refined by half-quadratic splitting.
+
+    After Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models" (Mobius Labs, 2023,
+    mobiusml.github.io/hqq_blog): |error|^0.7 is split into a sparse part and a quadratic one, solved in turns. Each group
+    keeps the iterate of least squared error, min-max among them, so that the SNR isn't lower than where it started (K
+    formats round their scales after that choice, by a block).
+    """
+    return _in_chunks(values, scheme, name, _fit_hqq)
+
+
+def _in_chunks(values: Tensor, scheme: Scheme, name: str, fit: Fit) -> dict[str, Tensor]:
+    size_in = values.shape[-1]
+    if size_in % scheme.multiple:
+        found = f"rows of {size_in:,} don't divide by {scheme.multiple}"
+        raise ModelError(f"{scheme.name} for {name}", found, "Choose a scheme with smaller groups")
+    rows = values.detach().flatten(0, -2)
+    parts = {
+        part: torch.empty(len(rows), size_in // per, dtype=dtype, device=values.device)
+        for part, (dtype, per) in scheme.parts().items()
+    }
+    step = max(1, CHUNK_WEIGHTS // size_in)
+    bad = torch.zeros((), dtype=torch.bool, device=values.device)
+    for start in range(0, len(rows), step):
+        grouped = rows[start : start + step].float().unflatten(-1, (-1, scheme.group))  # [rows, groups, group]
+        largest = grouped.abs().amax()
+        bad |= (largest > LARGEST) | largest.isnan()
+        fine, scale, offset = _settle(scheme, *fit(grouped, scheme))
+        codes = _codes(grouped, scale, offset, scheme)
+        stored = codes.flatten(-2).to(torch.uint8) if scheme.bits < 8 else (codes.flatten(-2) - 128).to(torch.int8)
+        for part, tensor in (pack_codes(scheme, stored) | fine).items():
+            parts[part][start : start + step] = tensor
+    if bad:
+        found = "there are NaNs, infinities or numbers beyond 65,504 among them"
+        raise ModelError(f"{scheme.name} for {name}", found, "Leave this matrix plain, or mend the checkpoint", name=name)
+    return {part: tensor.view(*values.shape[:-1], -1) for part, tensor in parts.items()}
+
+
+def _levels(scheme: Scheme) -> int:
+    return (1 << scheme.bits) - 1
+
+
+def _centre(scheme: Scheme) -> int:
+    """What is taken from a code of 0 to 2^bits - 1; `Scheme.centre`, but for 8-bit codes too."""
+    return 1 << (scheme.bits - 1)
+
+
+def _codes(grouped: Tensor, scale: Tensor, offset: Tensor, scheme: Scheme) -> Tensor:
+    """The nearest codes, as floats: value = code * scale - offset, [rows, groups] each. 0 where a scale is 0."""
+    inverse = torch.where(scale == 0, 0.0, 1.0 / scale)
+    lowest = 1.0 if scheme.bits == 8 else 0.0  # int8 is symmetric: -127 to 127
+    codes = torch.add(grouped, offset[..., None]).mul_(inverse[..., None]).round_().clamp_(lowest, _levels(scheme))
+    return codes.nan_to_num_(_centre(scheme))
+
+
+def _fit_minmax(grouped: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
+    """Scales and offsets [rows, groups] that reach the extremes of each group."""
+    low, high = grouped.amin(-1), grouped.amax(-1)
+    if scheme.offset == "centre":
+        # Below 8 bits the larger extreme gets the code 0, which has no counterpart.
+        largest = torch.maximum(high, -low) if scheme.bits == 8 else torch.where(high > -low, high, low)
+        scale = largest / (127 if scheme.bits == 8 else -_centre(scheme))
+        return scale, scale * _centre(scheme)
+    if scheme.steps:
+        low, high = low.clamp_max(0), high.clamp_min(0)  # minima of K formats are not negative
+    # A group far from zero: no finer than its offset can be told in fp16
+    scale = torch.maximum((high - low) / _levels(scheme), torch.maximum(high.abs(), low.abs()) / 2048)
+    return scale, -low
+
+
+def _settle(scheme: Scheme, scale: Tensor, offset: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Scales and offsets as they are stored, and what these then are in fp32."""
+    if scheme.steps:
+        return _settle_steps(scheme, scale, offset)
+    # Of fp16's smallest numbers take the next larger, so that no weight is out of reach
+    scales = torch.where(scale.abs() < 2.0**-14, scale + torch.sign(scale) * _TINY, scale).half()
+    fine, scale = {"scales": scales}, scales.float()
+    if scheme.offset == "centre":
+        return fine, scale, scale * _centre(scheme)
+    if scheme.offset == "minimum":
+        fine["minima"] = offset.half()
+        return fine, scale, fine["minima"].float()
+    fine["zeros"] = torch.where(scale == 0, 0.0, offset / scale).half()
+    return fine, scale, fine["zeros"].float() * scale
+
+
+def _settle_steps(scheme: Scheme, scale: Tensor, offset: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """The same for K formats: small integers times an fp16 step that a block of groups shares."""
+
+    def coarse(values: Tensor, largest: int) -> tuple[Tensor, Tensor, Tensor]:
+        blocks = values.unflatten(-1, (-1, scheme.steps // scheme.group))
+        steps = (blocks.abs().amax(-1) / largest + _TINY).half()
+        fine = torch.where(steps == 0, 0.0, 1.0 / steps.float())[..., None] * blocks
+        fine = fine.round_().clamp_(-largest, largest)
+        return steps, fine.flatten(-2).to(torch.int8), (steps.float()[..., None] * fine).flatten(-2)
+
+    if scheme.offset == "centre":
+        steps, scales, scale = coarse(scale, 127)
+        return {"scales": scales, "scale_steps": steps}, scale, scale * _centre(scheme)
+    steps, scales, scale = coarse(scale, 63)
+    minimum_steps, minima, offset = coarse(offset, 63)
+    fine = {"scales": scales, "minima": minima, "scale_steps": steps, "minimum_steps": minimum_steps}
+    return fine, scale, offset
+
+
+def _fit_least_squares(grouped: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
+    """Of a few narrower scales, each with the scale and offset that fit its codes best, the best in each group."""
+    start = _fit_minmax(grouped, scheme)
+    best = _Best(grouped, scheme, *start)
+    for narrower in _NARROWER:
+        codes = _codes(grouped, start[0] * narrower, start[1] * narrower, scheme)
+        best.offer(*_regress(grouped, codes, scheme))
+    return best.scale, best.offset
+
+
+def _regress(grouped: Tensor, codes: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
+    """The scale and offset of least squared error for given codes."""
+    if scheme.offset == "centre":
+        codes = codes - _centre(scheme)
+        scale = (codes * grouped).sum(-1) / codes.square().sum(-1)
+        return scale, scale * _centre(scheme)
+    size = grouped.shape[-1]
+    sum_c, sum_v = codes.sum(-1), grouped.sum(-1)
+    sum_cc, sum_cv = codes.square().sum(-1), (codes * grouped).sum(-1)
+    scale = (size * sum_cv - sum_c * sum_v) / (size * sum_cc - sum_c.square())
+    offset = (scale * sum_c - sum_v) / size
+    whole = (offset >= 0) & (scale > 0) | (scheme.steps == 0)
+    return torch.where(whole, scale, sum_cv / sum_cc), torch.where(whole, offset, 0.0)
+
+
+class _Best:
+    """The scale and offset of least squared error so far, for each group."""
+
+    def __init__(self, grouped: Tensor, scheme: Scheme, scale: Tensor, offset: Tensor) -> None:
+        self.grouped, self.scheme = grouped, scheme
+        self.scale, self.offset = scale, offset
+        self.error = self._error(scale, offset)
+
+    def offer(self, scale: Tensor, offset: Tensor) -> None:
+        error = self._error(scale, offset)
+        better = error < self.error  # never where it is NaN
+        self.scale, self.offset = torch.where(better, scale, self.scale), torch.where(better, offset, self.offset)
+        self.error = torch.where(better, error, self.error)
+
+    def _error(self, scale: Tensor, offset: Tensor) -> Tensor:
+        """The squared error [rows, groups] of what would be stored (K formats round their scales later, a block at a time)."""
+        if not self.scheme.steps:
+            _, scale, offset = _settle(self.scheme, scale, offset)
+        codes = _codes(self.grouped, scale, offset, self.scheme)
+        return codes.mul_(scale[..., None]).sub_(offset[..., None]).sub_(self.grouped).square_().sum(-1)
+
+
+def _fit_hqq(grouped: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
+    """Half-quadratic splitting from the min-max fit: in units of each group's scale, so that it doesn't matter."""
+    scale, offset = _fit_minmax(grouped, scheme) if not scheme.steps else _fit_least_squares(grouped, scheme)
+    best, beta = _Best(grouped, scheme, scale, offset), _BETA
+    for _ in range(_ITERATIONS):
+        codes = _codes(grouped, scale, offset, scheme)
+        error = codes.mul(scale[..., None]).sub_(offset[..., None]).neg_().add_(grouped)
+        unit = scale.abs()[..., None]
+        shrunk = (error.abs() / unit).pow_(_NORM - 1).div_(beta).mul_(unit).neg_().add_(error.abs()).relu_()
+        rest = shrunk.mul_(error.sign_()).neg_().add_(grouped)  # what the quadratic term is to explain
+        if scheme.offset == "centre":
+            signed = codes.sub_(_centre(scheme))
+            scale = signed.mul(rest).sum(-1) / signed.square_().sum(-1)
+            offset = scale * _centre(scheme)
+        else:
+            offset = (codes.mul_(scale[..., None]) - rest).mean(-1)
+        best.offer(scale, offset)
+        beta *= _GROWTH
+    return best.scale, best.offset

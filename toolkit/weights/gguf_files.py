@@ -1,0 +1,221 @@
+"""GGUF: typed metadata, tensor names, shapes and offsets, then the tensors, many of them quantised in blocks.
+
+Little-endian files of versions 2 and 3. Every count and length is checked against what is left of the file before
+anything is allocated for it, so a damaged file is refused in time proportional to its own size.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toolkit.core.errors import FormatError
+from toolkit.weights.stored import BROKEN, Mapped, Shards, Stored, Weights, check_apart, plain_rows, too_short
+
+PLAIN = {0: ("F32", torch.float32), 1: ("F16", torch.float16), 30: ("BF16", torch.bfloat16)}
+QUANTISED = {2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K"}
+BLOCKS = {  # weights, bytes of a block
+    "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34),
+    "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
+}  # fmt: skip
+MAX_DIMENSIONS = 8
+MAX_PARTS = 9_999
+MAX_DEPTH = 4  # of arrays in arrays
+_STRING, _ARRAY, _BOOL = 8, 9, 7
+_SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "<u1", 10: "<u8", 11: "<i8", 12: "<f8"}
+
+
+class GgufFile(Weights):
+    """One .gguf file: `metadata` by key, `stored` by tensor name (shapes as PyTorch writes them: [out, in])."""
+
+    def __init__(self, path: Path) -> None:
+        """Map the file, read its header and check it. Raises FormatError saying what doesn't hold and where."""
+        self.mapped = Mapped(path, "GGUF file", smallest=24)
+        magic, version, tensors, pairs = struct.unpack_from("<4sIQQ", self.mapped.bytes, 0)
+        if magic != b"GGUF":
+            raise self.mapped.error(f"it begins with {magic!r}, not with b'GGUF'", "Give a GGUF file")
+        if version not in (2, 3):
+            kind = "big-endian" if version in (2 << 24, 3 << 24) else f"version {version:,}"
+            raise self.mapped.error(f"it is {kind}", "Convert it to a little-endian GGUF of version 3")
+        cursor = _Cursor(self.mapped, 24)
+        self.metadata = self._metadata(cursor, pairs)
+        self.stored = self._tensors(cursor, tensors)
+
+    def raw(self, name: str, start_row: int = 0, stop_row: int | None = None) -> dict[str, Tensor]:
+        stored, start, stop = self.span(name, start_row, stop_row)
+        if stored.dtype is not None:
+            return {"values": plain_rows(self.mapped, stored, start, stop)}
+        elements, nbytes = BLOCKS[stored.kind]
+        row = stored.columns // elements * nbytes
+        return {"blocks": self.mapped.tensor(stored.start + start * row, (stop - start) * row).view(stop - start, row)}
+
+    def _metadata(self, cursor: _Cursor, pairs: int) -> dict[str, Any]:
+        cursor.expect(pairs, 8 + 4 + 1, "metadata entries")
+        found: dict[str, Any] = {}
+        for _ in range(pairs):
+            key = cursor.string("a metadata key")
+            if key in found:
+                raise self.mapped.error(f"metadata key {key!r} twice", BROKEN)
+            found[key] = cursor.value(cursor.number("<u4"), f"metadata {key!r:.80}")
+        return found
+
+    def _tensors(self, cursor: _Cursor, count: int) -> dict[str, Stored]:
+        cursor.expect(count, 8 + 4 + 4 + 8, "tensors")
+        entries = [self._entry(cursor) for _ in range(count)]
+        alignment = self.metadata.get("general.alignment", 32)
+        if type(alignment) is not int or not 1 <= alignment <= 1 << 20:
+            raise self.mapped.error(f"general.alignment is {alignment!r:.40}", BROKEN)
+        data = -(-cursor.at // alignment) * alignment
+        found: dict[str, Stored] = {}
+        for name, shape, kind, offset in entries:
+            if name in found:
+                raise self.mapped.error(f"tensor {name!r} twice", BROKEN, tensor=name)
+            if offset % alignment:
+                raise self.mapped.error(
+                    f"tensor {name!r} starts at {offset:,}, not a multiple of {alignment}", BROKEN, tensor=name
+                )
+            found[name] = self._stored(name, shape, kind, data + offset)
+        check_apart(self.mapped, found.values())
+        return found
+
+    def _entry(self, cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
+        name = cursor.string("a tensor's name")
+        dimensions = cursor.number("<u4")
+        if dimensions > MAX_DIMENSIONS:
+            raise self.mapped.error(f"tensor {name!r} has {dimensions:,} dimensions", BROKEN, tensor=name)
+        shape = tuple(cursor.number("<u8") for _ in range(dimensions))[::-1]  # the file has the innermost first
+        return name, shape, cursor.number("<u4"), cursor.number("<u8")
+
+    def _stored(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> Stored:
+        elements = math.prod(shape)
+        if kind in PLAIN:
+            label, dtype = PLAIN[kind]
+            nbytes = elements * dtype.itemsize
+        elif kind in QUANTISED:
+            label, dtype = QUANTISED[kind], None
+            block, block_bytes = BLOCKS[label]
+            if not shape or shape[-1] % block:
+                found = f"tensor {name!r} of shape {list(shape)} in {label} doesn't divide into blocks of {block}"
+                raise self.mapped.error(found, BROKEN, tensor=name)
+            nbytes = elements // block * block_bytes
+        else:
+            do = f"Use a file quantised as {', '.join([label for label, _ in PLAIN.values()] + list(QUANTISED.values()))}"
+            raise self.mapped.error(f"tensor {name!r} has the type {_type_name(kind)}, which isn't supported", do, tensor=name)
+        if start + nbytes > len(self.mapped):
+            raise too_short(self.mapped, f"tensor {name!r}", start + nbytes)
+        if math.prod(max(n, 1) for n in shape) >= 1 << 60:
+            raise self.mapped.error(f"tensor {name!r} has the impossible shape {list(shape)}", BROKEN, tensor=name)
+        return Stored(name, shape, label, dtype, start, nbytes, self.mapped.path)
+
+
+class _Cursor:
+    """Reads the header in order; every read is checked against the file's end first."""
+
+    def __init__(self, mapped: Mapped, at: int) -> None:
+        self.mapped, self.at = mapped, at
+
+    def expect(self, count: int, smallest: int, what: str) -> None:
+        """FormatError unless `count` things of at least `smallest` bytes each can still follow."""
+        left = len(self.mapped) - self.at
+        if count * smallest > left:
+            raise self.mapped.error(
+                f"the header promises {count:,} {what}, {left:,} bytes are left", "It is damaged or cut off: get it again"
+            )
+
+    def take(self, nbytes: int, what: str) -> bytes:
+        self.expect(nbytes, 1, f"bytes of {what}")
+        self.at += nbytes
+        return self.mapped.bytes[self.at - nbytes : self.at]
+
+    def number(self, kind: str) -> Any:
+        return np.frombuffer(self.take(int(kind[2]), "a number"), kind)[0].item()
+
+    def string(self, what: str) -> str:
+        raw = self.take(struct.unpack("<Q", self.take(8, what))[0], what)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError as error:
+            raise self.mapped.error(f"{what} isn't UTF-8 text", BROKEN) from error
+
+    def value(self, kind: int, what: str, depth: int = 0) -> Any:
+        if kind in _SCALARS:
+            number = self.number(_SCALARS[kind])
+            return bool(number) if kind == _BOOL else number
+        if kind == _STRING:
+            return self.string(what)
+        if kind != _ARRAY or depth == MAX_DEPTH:
+            raise self.mapped.error(f"{what} has the unknown value type {kind}", BROKEN)
+        inner, count = self.number("<u4"), self.number("<u8")
+        if inner in _SCALARS:
+            code = _SCALARS[inner]
+            self.expect(count, int(code[2]), f"numbers in {what}")
+            numbers = np.frombuffer(self.take(count * int(code[2]), what), code)
+            return (numbers.astype(bool) if inner == _BOOL else numbers).tolist()
+        self.expect(count, 8, f"items in {what}")
+        read: Callable[[], Any] = (
+            (lambda: self.string(what)) if inner == _STRING else (lambda: self.value(inner, what, depth + 1))
+        )
+        return [read() for _ in range(count)]
+
+
+def _type_name(kind: int) -> str:
+    """The name of a tensor type that isn't read here, where the gguf package knows it."""
+    from gguf import GGMLQuantizationType
+
+    try:
+        return GGMLQuantizationType(kind).name
+    except ValueError:
+        return f"number {kind}"
+
+
+class GgufParts(Shards):
+    """A model split over several .gguf files, PREFIX-00001-of-00003.gguf and so on: the metadata is the first one's."""
+
+    def __init__(self, parts: Sequence[GgufFile]) -> None:
+        super().__init__(parts)
+        self.metadata = parts[0].metadata
+
+
+def open_gguf(path: Path) -> GgufFile | GgufParts:
+    """Open a .gguf file, or all parts of a split model of which it is one. FormatError where it isn't whole."""
+    if path.is_dir():
+        raise FormatError(f"GGUF file {path}", "it is a folder", "Give the .gguf file in it")
+    file = GgufFile(path)
+    count = file.metadata.get("split.count", 0)
+    if type(count) is not int or not 0 <= count <= MAX_PARTS:
+        raise file.mapped.error(f"split.count is {count!r:.40}", BROKEN)
+    return file if count <= 1 else _open_parts(file, path, count)
+
+
+def _open_parts(file: GgufFile, path: Path, count: int) -> GgufParts:
+    """All parts of the split model that `file` is one of, each checked to be the part that its name says."""
+    named = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", path.name, re.DOTALL)
+    if not named or int(named[3]) != count:
+        found = f"it is one of {count:,} parts of a split model, by its name it isn't"
+        raise file.mapped.error(found, f"Give the parts their names back: NAME-00001-of-{count:05d}.gguf and so on")
+    paths = [path.with_name(f"{named[1]}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)]
+    missing = [part.name for part in paths if not os.path.exists(part)]
+    if missing:
+        found = f"{len(missing):,} of {count:,} parts are missing: {', '.join(missing[:4])}"
+        raise file.mapped.error(found, "Download the missing files into the same folder", missing=missing)
+    parts = [GgufFile(part) for part in paths]
+    for i, part in enumerate(parts):
+        said = (part.metadata.get("split.no"), part.metadata.get("split.count"))
+        if said != (i, count):
+            found = f"it says that it is number {said[0]!r:.20} of {said[1]!r:.20} (from 0), its name says {i} of {count}"
+            raise part.mapped.error(found, "Get the parts of one model, under their own names")
+    whole = GgufParts(parts)
+    promised = whole.metadata.get("split.tensors.count", len(whole.stored))
+    if promised != len(whole.stored):
+        found = f"the parts hold {len(whole.stored):,} tensors, the first one promises {promised!r:.40}"
+        raise file.mapped.error(found, "Get all parts from the same source again")
+    return whole
