@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from toolkit.core.errors import FormatError, ToolkitError
-from toolkit.weights.gguf_files import BLOCKS, GgufFile, open_gguf
+from toolkit.weights.gguf_files import BLOCKS, QUANTISED, UNSUPPORTED, GgufFile, open_gguf
 
 PLAIN = ["F32", "F16", "BF16"]
 STRING, UINT32, ARRAY = 8, 4, 9
@@ -106,6 +106,12 @@ def test_rows_as_they_are_stored(tmp_path: Path, kind: str) -> None:
     for rows in ((-1, 2), (2, 1), (0, 7)):
         with pytest.raises(FormatError, match="has 6 rows"):
             file.raw("w", *rows)
+
+
+def test_every_type_has_the_name_that_the_gguf_package_gives_it() -> None:
+    names = QUANTISED | UNSUPPORTED | dict(zip((0, 1, 30), PLAIN, strict=True))
+    assert names == {kind.value: kind.name for kind in gguf.GGMLQuantizationType if kind.value in names}
+    assert len(names) == len(PLAIN) + len(QUANTISED) + len(UNSUPPORTED)
 
 
 def split(folder: Path, count: int = 3, numbers: dict[int, tuple[int, int]] | None = None, promised: int | None = None) -> Path:

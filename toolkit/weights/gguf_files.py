@@ -27,6 +27,11 @@ BLOCKS = {  # weights, bytes of a block
     "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34),
     "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
 }  # fmt: skip
+UNSUPPORTED = {  # types that llama.cpp defines and this reader has no decoder for: named in the error
+    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL",
+    21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0",
+    35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
+}  # fmt: skip
 MAX_DIMENSIONS = 8
 MAX_PARTS = 9_999
 MAX_DEPTH = 4  # of arrays in arrays
@@ -109,7 +114,8 @@ class GgufFile(Weights):
             nbytes = elements // block * block_bytes
         else:
             do = f"Use a file quantised as {', '.join([label for label, _ in PLAIN.values()] + list(QUANTISED.values()))}"
-            raise self.mapped.error(f"tensor {name!r} has the type {_type_name(kind)}, which isn't supported", do, tensor=name)
+            label = UNSUPPORTED.get(kind, f"number {kind}")
+            raise self.mapped.error(f"tensor {name!r} has the type {label}, which isn't supported", do, tensor=name)
         if start + nbytes > len(self.mapped):
             raise too_short(self.mapped, f"tensor {name!r}", start + nbytes)
         if math.prod(max(n, 1) for n in shape) >= 1 << 60:
@@ -165,16 +171,6 @@ class _Cursor:
             (lambda: self.string(what)) if inner == _STRING else (lambda: self.value(inner, what, depth + 1))
         )
         return [read() for _ in range(count)]
-
-
-def _type_name(kind: int) -> str:
-    """The name of a tensor type that isn't read here, where the gguf package knows it."""
-    from gguf import GGMLQuantizationType
-
-    try:
-        return GGMLQuantizationType(kind).name
-    except ValueError:
-        return f"number {kind}"
 
 
 class GgufParts(Shards):
