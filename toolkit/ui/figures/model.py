@@ -8,16 +8,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
 
 from toolkit.core.units import bytes_text, count_text, decimal_text
 from toolkit.models.costs import Cost
 from toolkit.planning.costs import Bound, Costs, Holding, costs_of, label, period, runs
+from toolkit.ui.assets import style_of
 from toolkit.ui.figures.treemap import Area, treemap
 from toolkit.weights.schemes import SCHEMES
 
-_CSS = Path(__file__).with_name("model.css")
 # White text reads on all of them, and they stand out from a white and from a dark page.
 COLOURS = ("#0b62b0", "#a04000", "#00684a", "#6b3fa0", "#7d5a00", "#9c2f6d", "#4f5b6b")
 _SHOWN_LENGTHS = (0, 4096, 32768, 131072)
@@ -72,7 +71,7 @@ def html(costs: Costs) -> str:
         '<div class="tk-sub">Tokens a second at most, on every GPU of the catalogue (batch 1)</div>',
         gpus_html(costs),
     ]
-    return f'<style>{_CSS.read_text(encoding="utf-8")}</style><div class="tk-model">{"".join(parts)}</div>'
+    return f'{style_of("figures/model.css")}<div class="tk-model">{"".join(parts)}</div>'
 
 
 def pattern_text(pattern: tuple[str, ...]) -> str:

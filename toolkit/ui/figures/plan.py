@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.core.units import bytes_text
 from toolkit.planning.plans import Phase, Plan
+from toolkit.ui.assets import style_of
 from toolkit.ui.figures import model
 
 if TYPE_CHECKING:
     from toolkit.exporting.exporter import Package
 
-_CSS = Path(__file__).with_name("model.css")
 _WIDTH, _HEIGHT, _LEFT, _TOP, _FOOT = 470, 210, 62, 14, 44
 PARTS = (
     "CUDA",
@@ -115,7 +114,7 @@ def _phases(measured: list[dict[str, Any]], predicted: dict[str, dict[str, int]]
 
 
 def _boxed(parts: Iterable[str]) -> str:
-    return f'<style>{_CSS.read_text(encoding="utf-8")}</style><div class="tk-model tk-plan">{"".join(parts)}</div>'
+    return f'{style_of("figures/model.css")}<div class="tk-model tk-plan">{"".join(parts)}</div>'
 
 
 def _colour(part: str) -> str:

@@ -11,15 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 from statistics import fmean
 
 from toolkit.core.units import bytes_text, seconds_text
 from toolkit.kernels.base import Config
 from toolkit.tune.results import Row, Tuning
+from toolkit.ui.assets import style_of
 from toolkit.ui.figures.roofline import roofline, share_of_roof
 
-_CSS = Path(__file__).with_name("tuning.css")
 MOST_CONFIGS = 40  # rows of all heat tables together, the best first,
 FEWEST_CONFIGS = 10  # ... but in each at least these
 MOST_SHAPES = 8  # problems with a table of their own
@@ -66,7 +65,7 @@ def html(tuning: Tuning) -> str:
     if rest:
         parts.append(_note(f"{len(rest)} more problems are in to_pandas(): {', '.join(rest)}"))
     parts += [_note(f"Note: {note}") for note in tuning.notes]
-    style = f"<style>{_CSS.read_text(encoding='utf-8')}</style>"
+    style = style_of("figures/tuning.css")
     return f'{style}<div class="tk-tuning" data-lm-suppress-shortcuts="true">{"".join(parts)}</div>'
 
 

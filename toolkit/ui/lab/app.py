@@ -15,7 +15,6 @@ import time
 import weakref
 from collections.abc import Callable
 from html import escape
-from pathlib import Path
 from typing import Any
 
 import ipywidgets as widgets
@@ -32,6 +31,7 @@ from toolkit.loading.loader import load
 from toolkit.models.shapes import SHAPES
 from toolkit.planning.describe import costs
 from toolkit.trace.columns import COPY_KINDS
+from toolkit.ui.assets import style_of
 from toolkit.ui.figures.model import html_of
 from toolkit.ui.lab.memory_panel import MemoryPanel
 from toolkit.ui.lab.plan_panel import PlanPanel
@@ -40,7 +40,6 @@ from toolkit.ui.timeline.widget import Timeline
 from toolkit.weights.recipes import RECIPES
 
 UPDATES_PER_S = 8  # front ends drop what comes much faster
-_CSS = Path(__file__).with_name("lab.css")
 _NONE = "(none)"
 _SCHEMES = [("as stored", None), ("plain, not quantised", "none"), *((name, name) for name in sorted(RECIPES))]
 
@@ -65,7 +64,7 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.tune = TunePanel(self._begin, self.cancel, self._cancel)
         self.memory = MemoryPanel(self._begin, self.cancel, self._cancel, self._holds, self._in_use)
         super().__init__([
-            widgets.HTML(f"<style>{_CSS.read_text(encoding='utf-8')}</style>"),
+            widgets.HTML(style_of("lab/lab.css")),
             self._load_panel, self.plan, self._generate_panel, self.tune, self.memory,
         ])  # fmt: skip
         self.add_class("tk-lab")

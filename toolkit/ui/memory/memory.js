@@ -8,62 +8,21 @@ const LEFT = 82, RIGHT = 10, TOP = 24, HIGH = 300, TICKS = 20, MARKS = 18, NEAR 
 const KEYS = "Arrow keys move and zoom, plus and minus zoom, 0 shows everything, p lists what was alive at the peak, "
   + "comma and full stop go to the change before and after, Escape closes the list.";
 
-export function parseView(bytes) {
-  if (bytes.total) return bytes; // pageProvider makes them ready
-  const data = bytes instanceof DataView ? bytes : new DataView(bytes);
-  const copy = data.buffer.slice(data.byteOffset, data.byteOffset + data.byteLength); // typed arrays want alignment
-  const size = new DataView(copy).getUint32(0, true);
-  const view = JSON.parse(new TextDecoder().decode(new Uint8Array(copy, 4, size)));
-  let at = 4 + size;
-  for (const name of ["position", "total", "reserved", "time"]) { view[name] = new Float64Array(copy, at, view.width); at += 8 * view.width; }
-  view.held = view.bands.map(() => { const band = new Float32Array(copy, at, view.width); at += 4 * view.width; return band; });
+function parseView(bytes) {
+  if (bytes.total) return bytes; // a view that pageProvider made
+  const [view, buffer, start] = readHeader(bytes);
+  let at = start;
+  for (const name of ["position", "total", "reserved", "time"]) { view[name] = new Float64Array(buffer, at, view.width); at += 8 * view.width; }
+  view.held = view.bands.map(() => { const band = new Float32Array(buffer, at, view.width); at += 4 * view.width; return band; });
   return view;
 }
 
-const three = (x) => (Math.abs(x) >= 100 ? x.toFixed(0) : Math.abs(x) >= 10 ? x.toFixed(1) : x.toFixed(2));
-function timeText(ns) {
-  for (const [unit, size] of [["s", 1e9], ["ms", 1e6], ["µs", 1e3]]) if (Math.abs(ns) >= size) return `${three(ns / size)} ${unit}`;
-  return `${Math.round(ns)} ns`;
-}
-function bytesText(n) {
-  for (const [unit, size] of [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 1024]]) if (Math.abs(n) >= size) return `${three(n / size)} ${unit}`;
-  return `${Math.round(n)} B`;
-}
-const count = (n) => n.toLocaleString("en");
-
-function element(tag, attributes = {}, ...children) {
-  const made = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
-    else if (value !== undefined) made.setAttribute(name, value);
-  }
-  made.append(...children);
-  return made;
-}
-
-class Painter {
-  // Draws one view on the canvas, stretched to what is looked at now; turns positions into columns and bands.
+class MemoryPainter extends CanvasPainter {
+  // Draws one view on the canvas, stretched to the range on display, and turns positions into columns and bands.
   constructor(canvas, meta) {
-    Object.assign(this, { canvas, meta, colors: null });
+    super(canvas, meta, [LEFT, RIGHT], ["bg", "bar", "fg", "dim", "line", "lane", "accent", "bad"]);
     this.bottom = TOP + HIGH;
     this.height = this.bottom + TICKS + (meta.divided ? MARKS : 0);
-  }
-
-  theme() {
-    const style = getComputedStyle(this.canvas);
-    this.font = style.fontFamily;
-    this.colors = {};
-    for (const name of ["bg", "bar", "fg", "dim", "line", "lane", "accent", "bad"]) this.colors[name] = style.getPropertyValue(`--tk-${name}`).trim();
-  }
-
-  resize() {
-    const ratio = window.devicePixelRatio || 1, width = Math.max(this.canvas.clientWidth, LEFT + 80);
-    if (this.width !== width || this.ratio !== ratio) {
-      [this.width, this.ratio] = [width, ratio];
-      [this.canvas.width, this.canvas.height] = [Math.round(width * ratio), Math.round(this.height * ratio)];
-      this.canvas.style.height = `${this.height}px`;
-    }
-    this.plot = width - LEFT - RIGHT;
   }
 
   x(value) { return LEFT + ((value - this.now.x0) / (this.now.x1 - this.now.x0)) * this.plot; }
@@ -109,14 +68,9 @@ class Painter {
   }
 
   paint(state) {
-    this.context = this.canvas.getContext("2d");
     Object.assign(this, { now: state.now, view: state.view });
-    if (!this.colors) this.theme();
-    this.resize();
+    this.prepare(80);
     const pen = this.context;
-    pen.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
-    pen.fillStyle = this.colors.bg;
-    pen.fillRect(0, 0, this.width, this.height);
     if (!this.view) return;
     this.scale(state.zoomed);
     this.grid();
@@ -213,14 +167,11 @@ class Painter {
   }
 
   axis() {
-    const { x0, x1, axis } = this.now, span = x1 - x0, from = axis === "time" ? this.view.bounds[0] : 0;
-    const raw = (span / this.plot) * 110, power = 10 ** Math.floor(Math.log10(raw));
-    const step = Math.max([1, 2, 5, 10].map((m) => m * power).find((n) => n >= raw), 1);
+    const { x0, x1, axis } = this.now, from = axis === "time" ? this.view.bounds[0] : 0;
+    const [step, timeLabel] = this.timeTicks(x1 - x0, Math.abs(x1 - from), 110);
     this.line([[LEFT, this.bottom + 0.5], [LEFT + this.plot, this.bottom + 0.5]], "dim");
-    const unit = [["s", 1e9], ["ms", 1e6], ["µs", 1e3], ["ns", 1]].find(([, size]) => Math.abs(x1 - from) >= size) || ["ns", 1];
-    const digits = Math.max(0, Math.ceil(-Math.log10(step / unit[1]) - 1e-9));
     for (let v = Math.ceil((x0 - from) / step) * step; v + from <= x1; v += step) {
-      const x = this.x(v + from), label = axis === "time" ? `${(v / unit[1]).toFixed(digits)} ${unit[0]}` : count(Math.round(v));
+      const x = this.x(v + from), label = axis === "time" ? timeLabel(v) : grouped(Math.round(v));
       this.line([[x, this.bottom], [x, this.bottom + 4]], "dim");
       if (x < this.width - 34) this.text(label, x, this.bottom + 12, "dim", x < LEFT + 20 ? "left" : "center");
     }
@@ -259,23 +210,22 @@ function tableOf(moment) {
     return element("tr", {}, first, element("td", {}, share, ` ${bytes && bytes / total < 0.005 ? "<1" : ((100 * bytes) / total).toFixed(0)} %`), ...cells.map((cell) => element("td", {}, ...[cell].flat())));
   };
   const rows = moment.rows.map(([bytes, blocks, owner, kind, code, place]) => line(
-    bytes, blocks > 1 ? `in ${count(blocks)} blocks` : "", kind, owner.startsWith("(") ? element("span", { class: "tk-dim" }, owner) : element("code", {}, owner),
+    bytes, blocks > 1 ? `in ${grouped(blocks)} blocks` : "", kind, owner.startsWith("(") ? element("span", { class: "tk-dim" }, owner) : element("code", {}, owner),
     [...(code ? [element("code", {}, code), " "] : []), element("span", { class: "tk-dim" }, place)],
   ));
-  if (moment.rest[0] > 0) rows.push(line(moment.rest[0], "", "", moment.rest[1] ? `${count(moment.rest[1])} more` : "smaller ones", ""));
+  if (moment.rest[0] > 0) rows.push(line(moment.rest[0], "", "", moment.rest[1] ? `${grouped(moment.rest[1])} more` : "smaller ones", ""));
   return element("table", {}, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...rows));
 }
 
-export function mount(root, provider, meta) {
+function mount(root, provider, meta) {
   const state = { now: null, view: null, by: meta.by, hovered: null, pinned: null, chosen: null, zoomed: meta.stretched };
   const canvas = element("canvas", {
     tabindex: "0", role: "application", "aria-roledescription": "memory over time",
-    "aria-label": `Memory over time: ${meta.title}. ${count(meta.events)} allocations and frees, ${meta.span} (${meta.clock}). ${KEYS}`,
+    "aria-label": `Memory over time: ${meta.title}. ${grouped(meta.events)} allocations and frees, ${meta.span} (${meta.clock}). ${KEYS}`,
   });
   const tip = element("div", { class: "tk-tip", hidden: "" }), status = element("div", { class: "tk-status", role: "status", "aria-live": "polite" });
   const legend = element("div", { class: "tk-keys tk-legend", role: "group", "aria-label": "Bands" });
   const detail = element("div", { class: "tk-detail", hidden: "", tabindex: "-1", role: "region", "aria-label": "What was alive at the chosen moment" });
-  const button = (label, text, act, extra = {}) => element("button", { type: "button", "aria-label": label, title: label, onclick: act, ...extra }, text);
   const choice = (label, names, chosen, act) => {
     const made = element("select", { "aria-label": label, onchange: () => act(made.value) }, ...names.map(([value, text]) => element("option", { value, ...(value === chosen ? { selected: "" } : {}) }, text)));
     return made;
@@ -289,21 +239,16 @@ export function mount(root, provider, meta) {
   const notes = meta.notes.map((note) => element("p", { class: "tk-note" }, note));
   const frame = element("div", { class: "tk-memory tk-live", "data-lm-suppress-shortcuts": "true" }, element("div", { class: "tk-title" }, meta.title), ...notes, tools, canvas, legend, status, detail, tip);
   root.replaceChildren(frame);
-  const painter = new Painter(canvas, meta);
+  const painter = new MemoryPainter(canvas, meta);
 
-  let scheduled = false, busy = false, wanted = null, failed = false, closed = false, listed = "";
-  const draw = () => {
-    if (scheduled || closed) return;
-    scheduled = true;
-    requestAnimationFrame(() => {
-      scheduled = false;
-      if (closed || !state.now || !canvas.clientWidth) return;
-      painter.paint(state);
-      frame.dataset.painted = String(Number(frame.dataset.painted || 0) + 1);
-      list();
-      say();
-    });
-  };
+  let failed = false, closed = false, listed = "";
+  const draw = framePainter(frame, () => {
+    if (closed || !state.now || !canvas.clientWidth) return false;
+    painter.paint(state);
+    list();
+    say();
+    return true;
+  });
   const list = () => { // the legend, the topmost band first
     const key = JSON.stringify([state.view.bands, state.chosen]);
     if (key === listed) return;
@@ -316,7 +261,7 @@ export function mount(root, provider, meta) {
   };
   const say = () => {
     const { x0, x1, axis } = state.now, from = axis === "time" ? state.view.bounds[0] : 0, { position } = state.view;
-    const parts = [axis === "time" ? `${timeText(x1 - x0)} shown, from ${x0 > from ? timeText(x0 - from) : 0} (${meta.clock})` : `events ${count(Math.max(0, Math.ceil(x0)))} to ${count(Math.min(Math.ceil(x1) - 1, meta.events))} of ${count(meta.events)}`];
+    const parts = [axis === "time" ? `${timeText(x1 - x0)} shown, from ${x0 > from ? timeText(x0 - from) : 0} (${meta.clock})` : `events ${grouped(Math.max(0, Math.ceil(x0)))} to ${grouped(Math.min(Math.ceil(x1) - 1, meta.events))} of ${grouped(meta.events)}`];
     if (position.some((p, i) => i && p - position[i - 1] > 1)) parts.push("each pixel shows its highest moment: zoom in to see every one");
     if (state.zoomed && painter.low > 0) parts.push(`stretched: the axis of bytes begins at ${bytesText(painter.low)}`);
     if (failed) parts.push("the kernel is busy or gone: this is the last view");
@@ -332,22 +277,13 @@ export function mount(root, provider, meta) {
     Object.assign(frame.dataset, { seq: view.seq, bytes: bytes.byteLength ?? 0, ...(asked ? { ms: (performance.now() - asked).toFixed(1) } : {}) });
     draw();
   };
-  const pump = async () => { // one request under way; of those that come meanwhile only the latest is sent
-    if (busy || !wanted || closed) return;
-    busy = true;
-    const request = wanted, asked = performance.now();
-    wanted = null;
-    try { accept(await provider.view(request), asked); } catch { failed = true; if (state.view) say(); }
-    busy = false;
-    pump();
-  };
+  const unanswered = () => { failed = true; if (state.view) say(); };
+  const requests = viewRequests(provider, accept, unanswered);
   const ask = () => {
     if (!canvas.clientWidth || !state.now) return;
-    wanted = { ...state.now, by: state.by, width: Math.round(canvas.clientWidth - LEFT - RIGHT) };
+    requests.ask({ ...state.now, by: state.by, width: Math.round(canvas.clientWidth - LEFT - RIGHT) });
     if (state.view?.axis === state.now.axis) draw();
-    pump();
   };
-  provider.late = (bytes) => accept(bytes);
   const look = (x0, x1) => {
     const [low, high] = state.view.bounds, least = state.now.axis === "events" ? 4 : 50;
     const span = Math.min(Math.max(x1 - x0, Math.min(least, high - low)), high - low);
@@ -364,17 +300,17 @@ export function mount(root, provider, meta) {
   const fit = () => { if (state.view) look(...state.view.bounds); };
   const turn = async (axis) => { // another axis begins with everything: an odd range is answered with it
     unpin();
-    wanted = null;
+    requests.drop();
     state.now = { x0: 0, x1: -1, axis };
     try {
       const view = parseView(await provider.view({ ...state.now, by: state.by, width: Math.round(canvas.clientWidth - LEFT - RIGHT) }));
       if (view.axis !== axis || state.now.axis !== axis) return;
       state.now = { x0: view.x0, x1: view.x1, axis };
       accept(view);
-    } catch { state.now = { x0: state.view.x0, x1: state.view.x1, axis: state.view.axis }; axisChoice.value = state.view.axis; failed = true; say(); }
+    } catch { state.now = { x0: state.view.x0, x1: state.view.x1, axis: state.view.axis }; axisChoice.value = state.view.axis; unanswered(); }
   };
 
-  const when = (i) => `${timeText(state.view.time[i])} (${meta.clock}), ${state.view.position[i] > meta.first ? `after event ${count(state.view.position[i] - meta.first)}` : "before the first event"}`;
+  const when = (i) => `${timeText(state.view.time[i])} (${meta.clock}), ${state.view.position[i] > meta.first ? `after event ${grouped(state.view.position[i] - meta.first)}` : "before the first event"}`;
   const hover = (place) => {
     if (!place || !state.view) { if (!tip.hidden) { tip.hidden = true; state.hovered = null; draw(); } return; }
     const [x, y] = place, i = painter.column(x), b = painter.band(x, y), { view } = state;
@@ -398,11 +334,11 @@ export function mount(root, provider, meta) {
     try {
       const moment = await provider.at(position);
       if (state.pinned !== mine) return;
-      const at = `${timeText(moment.time)} (${meta.clock})${moment.position > meta.first ? `, after event ${count(moment.position - meta.first)}` : ", before the first event"}`;
+      const at = `${timeText(moment.time)} (${meta.clock})${moment.position > meta.first ? `, after event ${grouped(moment.position - meta.first)}` : ", before the first event"}`;
       const close = button("Close", "✕", () => { unpin(); canvas.focus({ preventScroll: true }); });
       detail.replaceChildren(close, element("div", { class: "tk-sub" }, `${bytesText(moment.total)} held${moment.position === meta.position ? " at the peak" : ""}, at ${at}`), element("div", { class: "tk-scroll" }, tableOf(moment)));
       detail.hidden = false;
-    } catch { failed = true; say(); }
+    } catch { unanswered(); }
   };
   const pinColumn = (i) => pin(state.view.position[i], state.view.x0 + ((i + 0.5) * (state.view.x1 - state.view.x0)) / state.view.width);
   const pinPeak = () => { if (state.view) pin(meta.position, state.view.peakX); };
@@ -461,34 +397,16 @@ export function mount(root, provider, meta) {
   };
   for (const [name, handler] of Object.entries(listen)) canvas.addEventListener(name, handler, name === "wheel" ? { passive: false } : undefined);
 
-  let width = 0;
-  const sized = new ResizeObserver(() => { if (canvas.clientWidth && canvas.clientWidth !== width) { width = canvas.clientWidth; ask(); } });
-  const repaint = () => { painter.colors = null; if (state.view) draw(); };
-  const themed = new MutationObserver(repaint), system = window.matchMedia("(prefers-color-scheme: dark)");
-  themed.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "data-vscode-theme-kind", "class"] });
-  system.addEventListener("change", repaint);
+  const release = watchCanvas(canvas, ask, () => { painter.colors = null; if (state.view) draw(); });
   if (provider.first?.byteLength || provider.first?.total) accept(provider.first);
-  sized.observe(canvas);
-  return () => { closed = true; sized.disconnect(); themed.disconnect(); system.removeEventListener("change", repaint); };
+  return () => { closed = true; requests.drop(); release(); };
 }
 
 // ---- A page without Python: the moments and blocks that memory_page.py embedded answer as memory_view.py does.
 
-// first index whose value is not below `x` (or, with `after`, is above it)
-function search(values, x, after = false) {
-  let low = 0, high = values.length;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (values[middle] < x || (after && values[middle] === x)) low = middle + 1; else high = middle;
-  }
-  return low;
-}
-
 async function unpack(text) {
-  const zipped = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
-  const bytes = await new Response(new Blob([zipped]).stream().pipeThrough(new DecompressionStream("deflate"))).arrayBuffer();
-  const size = new DataView(bytes).getUint32(0, true), packed = JSON.parse(new TextDecoder().decode(new Uint8Array(bytes, 4, size)));
-  let at = 4 + size;
+  const [packed, bytes, start] = readHeader(await inflate(fromBase64(text)));
+  let at = start;
   const take = (Type, n, factor = 1) => { // stored as differences, which pack well
     const made = Float64Array.from(new Type(bytes, at, n));
     at += n * Type.BYTES_PER_ELEMENT;
@@ -503,7 +421,7 @@ async function unpack(text) {
   return [packed, columns];
 }
 
-export async function pageProvider(text) {
+async function pageProvider(text) {
   const [packed, columns] = await unpack(text), { meta } = packed, bands = Object.fromEntries(packed.sets);
   const places = { events: columns.position.map((p) => p - meta.first), time: columns.time };
   let seq = 0;
@@ -542,7 +460,7 @@ export async function pageProvider(text) {
   return { meta, first: view(whole), late: null, view: async (request) => view(request), at: async (position) => at(position) };
 }
 
-export async function startPage() { // each measurement is unpacked when it is first seen
+async function startPage() { // each measurement is unpacked when it is first seen
   const uses = JSON.parse(document.getElementById("tk-data").textContent);
   const show = async (place) => {
     const still = place.nextElementSibling;
@@ -557,39 +475,4 @@ export async function startPage() { // each measurement is unpacked when it is f
   document.querySelectorAll(".tk-place").forEach((place) => seen.observe(place));
 }
 
-// The provider of the notebook widget: requests go to Python as messages, views come back as the `view` trait (so that
-// a saved notebook keeps the last one), everything else as messages.
-function kernelProvider(model) {
-  const mine = Math.random().toString(36).slice(2), waiting = new Map();
-  let seq = 0, newest = 0;
-  const send = (content) => new Promise((resolve, reject) => {
-    const id = ++seq;
-    const timer = setTimeout(() => { waiting.delete(id); reject(new Error("no answer")); }, 4000);
-    waiting.set(id, (answer) => { clearTimeout(timer); waiting.delete(id); resolve(answer); });
-    try { model.send({ ...content, vid: mine, seq: id }); } catch (error) { clearTimeout(timer); waiting.delete(id); reject(error); }
-  });
-  const provider = {
-    first: model.get("view"), late: null,
-    view: (request) => send({ type: "view", ...request }),
-    at: (position) => send({ type: "at", position }),
-  };
-  const viewed = () => {
-    const bytes = model.get("view"), header = parseView(bytes);
-    if (header.vid !== mine || header.seq < newest) return;
-    newest = header.seq;
-    if (waiting.has(header.seq)) waiting.get(header.seq)(bytes);
-    else provider.late?.(bytes);
-  };
-  const answered = (message) => { if (message?.vid === mine) waiting.get(message.seq)?.(message.answer); };
-  model.on("change:view", viewed);
-  model.on("msg:custom", answered);
-  return [provider, () => { model.off("change:view", viewed); model.off("msg:custom", answered); }];
-}
-
-export default {
-  render({ model, el }) {
-    const [provider, release] = kernelProvider(model);
-    const unmount = mount(el, provider, model.get("meta"));
-    return () => { unmount(); release(); };
-  },
-};
+export default kernelWidget(mount, (send) => ({ at: (position) => send({ type: "at", position }) }));

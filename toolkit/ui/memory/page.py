@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.core.errors import ToolkitError
+from toolkit.ui.assets import script_of, style_of
 from toolkit.ui.memory import picture as memory_picture
 from toolkit.ui.memory import wire as memory_wire
 from toolkit.ui.memory.view import AXES, MemoryView
@@ -30,7 +31,6 @@ from toolkit.ui.timeline.page import replace_text
 if TYPE_CHECKING:
     from toolkit.vram.measure import MemoryUse
 
-_HERE = Path(__file__).parent
 MOST_MOMENTS = 3000
 _MOST_BLOCKS = 1000  # of each measurement, the largest
 _MOST_MARKS = 1000
@@ -85,19 +85,14 @@ def _document(cells: Sequence[Any], title: str | None, budget_bytes: int | None)
     alone = len(cells) == 1
     body = details[0] if alone else memory_picture.session_html(cells, details, budget_bytes)
     title = title or (f"Memory on {cells[0].use.device}" if alone else f"Memory of {len(cells)} cells")
-    css = "".join(path.read_text(encoding="utf-8") for path in (_HERE.parent / "page.css", _HERE / "memory.css"))
-    script = (_HERE / "memory.js").read_text(encoding="utf-8")
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>{escape(title)}</title><link rel="icon" href="data:,">
-<style>{css}
-.tk-page .tk-memory {{ max-width: none; }} .tk-replaced .tk-title, .tk-replaced .tk-note, .tk-replaced .tk-picture,
-.tk-replaced .tk-keys {{ display: none; }} .tk-place {{ min-height: 1px; }} .tk-place + .tk-memory {{ margin-top: 10px; }}
-</style></head>
+{style_of("page.css", "memory/memory.css")}</head>
 <body><main class="tk-page"><h1>{escape(title)}</h1>{body.replace(memory_picture.style(), "")}</main>
 <script type="application/json" id="tk-data">{data}</script>
 <script type="module">
-{script}
+{script_of("memory/memory.js")}
 startPage();
 </script></body></html>
 """

@@ -12,11 +12,11 @@ import secrets
 from collections.abc import Sequence
 from functools import cache
 from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.core.units import bytes_text
 from toolkit.trace.ledger import UNOWNED
+from toolkit.ui.assets import style_of
 from toolkit.ui.memory.drawing import NEAR, CellRow, colours, counted, label, limit_of, session_svg, step_of, svg
 from toolkit.ui.memory.view import Holding, MemoryView, Moment
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from toolkit.vram.measure import MemoryUse
 
 __all__ = ["html", "line_html", "session_html", "session_svg", "svg"]
-_CSS = Path(__file__).with_name("memory.css")
 _MOST_ROWS = 12  # of the table of the peak
 _OWNED = 0.5  # where variables hold at least this share of the peak, they are what the bands show
 _NONE = "none"  # the device's name where there was only the host
@@ -61,7 +60,7 @@ def line_html(use: MemoryUse, budget_bytes: int | None = None, *, is_open: bool 
 @cache
 def style() -> str:
     """The style sheet, for a fragment that stands alone."""
-    return f"<style>{_CSS.read_text(encoding='utf-8')}</style>"
+    return style_of("memory/memory.css")
 
 
 def grouping(view: MemoryView) -> str:

@@ -5,14 +5,13 @@ const DIRECTIONS = { h2d: "host to device", d2h: "device to host", d2d: "within 
 const TYPES = { u1: Uint8Array, i1: Int8Array, i2: Int16Array, i4: Int32Array, u4: Uint32Array };
 
 async function unpack(packed) {
-  let bytes = Uint8Array.from(atob(packed.data), (c) => c.charCodeAt(0));
-  if (packed.deflated) bytes = new Uint8Array(await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).arrayBuffer());
+  const stored = fromBase64(packed.data), buffer = packed.deflated ? await inflate(stored) : stored.buffer;
   const columns = {}, { n } = packed;
   let at = 0;
   for (const [name, type, constant] of packed.columns) {
     if (constant !== null) { columns[name] = { at: () => constant }; continue; }
     const size = TYPES[type].BYTES_PER_ELEMENT;
-    const array = new TYPES[type](bytes.buffer.slice(at, at + n * size));
+    const array = new TYPES[type](buffer.slice(at, at + n * size));
     at += n * size;
     columns[name] = { at: (i) => array[i] };
   }
@@ -20,16 +19,6 @@ async function unpack(packed) {
   const start = wide("start");
   for (let i = 1; i < n; i++) start[i] += start[i - 1]; // stored as differences, which pack well
   return { ...columns, start, dur: wide("dur"), bytes: wide("bytes") };
-}
-
-// first index whose value is not below `x` (or, with `after`, is above it)
-function search(values, x, after = false) {
-  let low = 0, high = values.length;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (values[middle] < x || (after && values[middle] === x)) low = middle + 1; else high = middle;
-  }
-  return low;
 }
 
 class PageTrack {
@@ -62,7 +51,7 @@ class PageTrack {
     return best;
   }
 
-  origin(align) { return (align !== null && align !== undefined && this.stepRange(align)?.[1]) || (align !== null && align !== undefined && this.steps.length ? this.stepRange(align)[1] : this.packed.start_ns); }
+  origin(align) { return align !== null && align !== undefined && this.steps.length ? this.stepRange(align)[1] : this.packed.start_ns; }
 
   segments(t0, t1, width, budget) {
     const ranges = this.lanes.map((lane) => { const first = search(lane.latest, t0); return [first, Math.max(first, search(lane.starts, t1))]; });
@@ -117,7 +106,7 @@ class PageTrack {
     const get = (name) => this.columns[name].at(row), text = (name) => this.packed.strings[get(name)], kind = this.limits.kinds[get("kind")];
     const size = this.columns.bytes[row], lines = [
       ["name", text("name")], ["kind", DIRECTIONS[kind] ? `${kind} (${DIRECTIONS[kind]})` : kind],
-      ["bytes", ["kernel", "sync", "mark"].includes(kind) ? undefined : size >= 1024 ? `${bytesText(size)} (${size.toLocaleString("en")} B)` : `${size} B`],
+      ["bytes", ["kernel", "sync", "mark"].includes(kind) ? undefined : size >= 1024 ? `${bytesText(size)} (${grouped(size)} B)` : `${size} B`],
       ["caused by", text("where")], ["duration", `${timeText(this.columns.dur[row])}, ${get("clock") ? "modelled" : "measured"}`],
       ["start", `${timeText(this.columns.start[row] - this.packed.start_ns)} after the first event`],
       ["step", get("step") >= 0 ? String(get("step")) : "outside of every step"], ["stream", get("stream") >= 0 ? String(get("stream")) : undefined],
@@ -128,7 +117,7 @@ class PageTrack {
   }
 }
 
-export function pageProvider(tracks, limits) {
+function pageProvider(tracks, limits) {
   const bounds = (align) => {
     const low = Math.min(...tracks.map((track) => track.packed.start_ns - track.origin(align)));
     return [low, Math.max(low + 1000, ...tracks.map((track) => track.packed.end_ns - track.origin(align)))];

@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from toolkit.core.errors import ToolkitError
 from toolkit.trace.columns import KINDS
 from toolkit.trace.events import Trace
+from toolkit.ui.assets import script_of, style_of
 from toolkit.ui.timeline import overview
 from toolkit.ui.timeline.view import MAX_SEGMENTS, MAX_STEPS, Scene, Track, named
 
-_HERE = Path(__file__).parent
 _SMALL = 1 << 16  # bytes; below this columns are embedded as they are, for browsers that can't inflate
 _NARROW = {
     "kind": "u1", "clock": "u1", "pinned": "i1", "device": "i2", "rank": "i2", "stream": "i4", "step": "i4", "cell": "i4",
@@ -92,8 +92,6 @@ def _document(tracks: list[Track], title: str, extra: str, beside: bool) -> str:
     limits = {"segments": MAX_SEGMENTS, "steps": MAX_STEPS, "kinds": list(KINDS)}
     data = json.dumps({"traces": [_packed(track) for track in tracks], "limits": limits}, separators=(",", ":"))
     data = data.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-    css = "".join(path.read_text(encoding="utf-8") for path in (_HERE / "timeline.css", _HERE.parent / "page.css"))
-    script = "\n".join((_HERE / name).read_text(encoding="utf-8") for name in ("timeline.js", "page.js"))
     still = overview.html(Scene(tracks[:2]))
     head = "".join(
         f"<tr><th scope='row'>{escape(track.title)}</th><td>{escape(str(track.trace.meta.get('device', 'unknown')))}</td>"
@@ -104,7 +102,7 @@ def _document(tracks: list[Track], title: str, extra: str, beside: bool) -> str:
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>{escape(title)}</title><link rel="icon" href="data:,">
-<style>{css}</style></head>
+{style_of("timeline/timeline.css", "page.css")}</head>
 <body><main class="tk-page"><h1>{escape(title)}</h1>
 <table class="tk-head"><thead><tr><th scope="col">run</th><th scope="col">device</th><th scope="col">times are</th>
 <th scope="col">made with</th></tr></thead><tbody>{head}</tbody></table>
@@ -113,7 +111,7 @@ def _document(tracks: list[Track], title: str, extra: str, beside: bool) -> str:
 <section><h2>Copies per step</h2>{sheets}</section></main>
 <script type="application/json" id="tk-data">{data}</script>
 <script type="module">
-{script}</script></body></html>
+{script_of("timeline/timeline.js", "timeline/page.js")}</script></body></html>
 """
 
 

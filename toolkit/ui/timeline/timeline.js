@@ -13,40 +13,17 @@ const WORDS = { sync: "host waits", mark: "host marks", kernel: "kernels", h2d: 
 const KEYS = "Arrow keys move and zoom, plus and minus zoom, Home shows everything, n and p go to the next and previous step, "
   + "full stop and comma to the next and previous copy.";
 
-export function parseView(bytes) {
-  if (bytes.counts) return bytes; // page.js makes them ready
-  const data = bytes instanceof DataView ? bytes : new DataView(bytes);
-  const copy = data.buffer.slice(data.byteOffset, data.byteOffset + data.byteLength); // typed arrays want alignment
-  const size = new DataView(copy).getUint32(0, true);
-  const view = JSON.parse(new TextDecoder().decode(new Uint8Array(copy, 4, size)));
+function parseView(bytes) {
+  if (bytes.counts) return bytes; // a view that page.js made
+  const [view, buffer, start] = readHeader(bytes);
   const n = view.counts.flat().reduce((sum, count) => sum + count, 0);
-  let at = 4 + size;
-  const take = (Type) => { const array = new Type(copy, at, n); at += n * Type.BYTES_PER_ELEMENT; return array; };
+  let at = start;
+  const take = (Type) => { const array = new Type(buffer, at, n); at += n * Type.BYTES_PER_ELEMENT; return array; };
   for (const name of ["row", "count"]) view[name] = take(Uint32Array);
   view.bytes = take(Float32Array);
   for (const name of ["x0", "x1", "text"]) view[name] = take(Uint16Array);
   for (const name of ["kind", "level"]) view[name] = take(Uint8Array);
   return view;
-}
-
-const three = (x) => (Math.abs(x) >= 100 ? x.toFixed(0) : Math.abs(x) >= 10 ? x.toFixed(1) : x.toFixed(2));
-export function timeText(ns) {
-  for (const [unit, size] of [["s", 1e9], ["ms", 1e6], ["µs", 1e3]]) if (Math.abs(ns) >= size) return `${three(ns / size)} ${unit}`;
-  return `${Math.round(ns)} ns`;
-}
-export function bytesText(n) {
-  for (const [unit, size] of [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 1024]]) if (n >= size) return `${three(n / size)} ${unit}`;
-  return `${Math.round(n)} B`;
-}
-
-export function element(tag, attributes = {}, ...children) {
-  const made = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
-    else if (value !== undefined) made.setAttribute(name, value);
-  }
-  made.append(...children);
-  return made;
 }
 
 function swatch(kind, hatched) {
@@ -73,9 +50,12 @@ function tableOf(sheet) {
   return element("table", {}, caption, element("thead", {}, head), element("tbody", {}, ...rows));
 }
 
-class Painter {
-  // Draws one view on the canvas; keeps the geometry, so that a position can be turned into an event.
-  constructor(canvas, meta) { this.canvas = canvas; this.meta = meta; this.colors = null; this.layout(); }
+class TimelinePainter extends CanvasPainter {
+  // Draws one view on the canvas, and keeps the boxes that it drew, so that a position can be turned into an event.
+  constructor(canvas, meta) {
+    super(canvas, meta, [GUTTER, 0], ["bg", "bar", "fg", "dim", "line", "lane", "accent", ...Object.keys(WORDS)]);
+    this.layout();
+  }
 
   layout() {
     this.lanes = [];
@@ -89,25 +69,6 @@ class Painter {
       return top;
     });
     this.height = y;
-  }
-
-  theme() {
-    const style = getComputedStyle(this.canvas);
-    this.font = style.fontFamily;
-    this.colors = {};
-    for (const name of ["bg", "bar", "fg", "dim", "line", "lane", "accent", ...Object.keys(WORDS)]) this.colors[name] = style.getPropertyValue(`--tk-${name}`).trim();
-    this.patterns = {};
-  }
-
-  resize() {
-    const ratio = window.devicePixelRatio || 1, width = Math.max(this.canvas.clientWidth, GUTTER + 60);
-    if (this.width !== width || this.ratio !== ratio) {
-      [this.width, this.ratio] = [width, ratio];
-      [this.canvas.width, this.canvas.height] = [Math.round(width * ratio), Math.round(this.height * ratio)];
-      this.canvas.style.height = `${this.height}px`;
-      this.patterns = {};
-    }
-    this.plot = width - GUTTER;
   }
 
   fill(kind, modelled) {
@@ -140,15 +101,9 @@ class Painter {
   }
 
   paint(view, now, marks) {
-    this.context = this.canvas.getContext("2d");
-    this.now = now;
-    this.view = view;
-    if (!this.colors) this.theme();
-    this.resize();
+    Object.assign(this, { now, view });
+    this.prepare(60);
     const pen = this.context;
-    pen.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
-    pen.fillStyle = this.colors.bg;
-    pen.fillRect(0, 0, this.width, this.height);
     pen.fillStyle = this.colors.lane;
     for (const lane of this.lanes) pen.fillRect(GUTTER, lane.y, this.plot, LANE);
     this.labels();
@@ -174,16 +129,12 @@ class Painter {
   }
 
   axis() {
-    const span = this.now.t1 - this.now.t0, pen = this.context;
-    const unit = [["s", 1e9], ["ms", 1e6], ["µs", 1e3], ["ns", 1]].find(([, size]) => Math.max(Math.abs(this.now.t0), Math.abs(this.now.t1)) >= size) || ["ns", 1];
-    const raw = (span / this.plot) * 120, power = 10 ** Math.floor(Math.log10(raw));
-    const tick = [1, 2, 5, 10].map((m) => m * power).find((step) => step >= raw);
-    const digits = Math.max(0, Math.ceil(-Math.log10(tick / unit[1]) - 1e-9));
+    const { t0, t1 } = this.now, pen = this.context, [tick, label] = this.timeTicks(t1 - t0, Math.max(Math.abs(t0), Math.abs(t1)), 120);
     pen.strokeStyle = this.colors.line; pen.lineWidth = 1;
-    for (let t = Math.ceil(this.now.t0 / tick) * tick; t <= this.now.t1; t += tick) {
+    for (let t = Math.ceil(t0 / tick) * tick; t <= t1; t += tick) {
       const x = Math.round(this.x(t)) + 0.5;
       pen.beginPath(); pen.moveTo(x, AXIS - 6); pen.lineTo(x, AXIS); pen.stroke();
-      this.text(`${(t / unit[1]).toFixed(digits).replace(/^-(0\.?0*)$/, "$1")} ${unit[0]}`, x + 3, AXIS / 2 - 2, "dim", Math.min(110, this.width - x - 4), { size: 11 });
+      this.text(label(t), x + 3, AXIS / 2 - 2, "dim", Math.min(110, this.width - x - 4), { size: 11 });
     }
   }
 
@@ -267,7 +218,7 @@ class Painter {
   }
 }
 
-export function mount(root, provider, meta) {
+function mount(root, provider, meta) {
   const state = { now: null, view: null, align: null, hovered: null, selected: null, range: null, step: null };
   const several = meta.tracks.length > 1, hasSteps = meta.tracks.some((track) => track.steps);
   const canvas = element("canvas", {
@@ -278,7 +229,6 @@ export function mount(root, provider, meta) {
   const detail = element("div", { class: "tk-detail", hidden: "", role: "region", "aria-label": "Chosen event" });
   const tables = element("div", { class: "tk-tables", hidden: "", tabindex: "0", role: "region", "aria-label": "Copies per step" });
   const stepInput = element("input", { type: "number", "aria-label": "Go to step", placeholder: "step", onchange: () => goto(Number(stepInput.value)) });
-  const button = (label, text, act, extra = {}) => element("button", { type: "button", "aria-label": label, title: label, onclick: act, ...extra }, text);
   const tableButton = button("Copies per step as a table", "Table", () => toggleTable(), { "aria-expanded": "false" });
   const alignInput = element("select", { "aria-label": "Align A and B", onchange: () => align(alignInput.value === "step" ? state.step ?? Number(stepInput.value || 1) : null) },
     element("option", { value: "start" }, "aligned at start"), element("option", { value: "step" }, "aligned at step"));
@@ -290,20 +240,15 @@ export function mount(root, provider, meta) {
   const plot = element("div", { class: "tk-plot" }, canvas);
   const frame = element("div", { class: "tk-timeline", "data-lm-suppress-shortcuts": "true" }, tools, legend(meta), ...notes, plot, status, detail, tables, tip);
   root.replaceChildren(frame);
-  const painter = new Painter(canvas, meta);
+  const painter = new TimelinePainter(canvas, meta);
 
-  let scheduled = false, busy = false, wanted = null, failed = false, closed = false;
-  const draw = () => {
-    if (scheduled || closed) return;
-    scheduled = true;
-    requestAnimationFrame(() => {
-      scheduled = false;
-      if (closed || !state.now || !canvas.clientWidth) return;
-      painter.paint(state.view, state.now, state);
-      frame.dataset.painted = String(Number(frame.dataset.painted || 0) + 1);
-      say();
-    });
-  };
+  let failed = false, closed = false;
+  const draw = framePainter(frame, () => {
+    if (closed || !state.now || !canvas.clientWidth) return false;
+    painter.paint(state.view, state.now, state);
+    say();
+    return true;
+  });
   const say = () => {
     if (!state.view) return;
     const gathered = state.view.count.some((n) => n > 1), every = Math.max(...state.view.every);
@@ -321,15 +266,8 @@ export function mount(root, provider, meta) {
     Object.assign(frame.dataset, { seq: state.view.seq, bytes: bytes.byteLength ?? 0, ...(asked ? { ms: (performance.now() - asked).toFixed(1) } : {}) });
     draw();
   };
-  const pump = async () => { // one request under way; of those that come meanwhile only the latest is sent
-    if (busy || !wanted || closed) return;
-    busy = true;
-    const request = wanted, asked = performance.now();
-    wanted = null;
-    try { accept(await provider.view(request), asked); } catch { failed = true; say(); }
-    busy = false;
-    pump();
-  };
+  const unanswered = () => { failed = true; say(); };
+  const requests = viewRequests(provider, accept, unanswered);
   const look = (t0, t1) => {
     if (state.view) {
       const [low, high] = state.view.bounds, pad = (high - low) * 0.02;
@@ -343,11 +281,9 @@ export function mount(root, provider, meta) {
   };
   const ask = () => {
     if (!canvas.clientWidth) return;
-    wanted = { ...state.now, width: Math.round(canvas.clientWidth - GUTTER), align: state.align };
+    requests.ask({ ...state.now, width: Math.round(canvas.clientWidth - GUTTER), align: state.align });
     draw();
-    pump();
   };
-  provider.late = (bytes) => accept(bytes);
 
   const zoom = (factor, x = GUTTER + painter.plot / 2) => {
     const at = state.now.t0 + ((x - GUTTER) / painter.plot) * (state.now.t1 - state.now.t0);
@@ -367,7 +303,7 @@ export function mount(root, provider, meta) {
   const goto = async (step) => {
     if (!Number.isFinite(step)) return;
     if (state.align !== null) state.align = step;
-    try { show(await ofTracks({ step })); } catch { failed = true; say(); }
+    try { show(await ofTracks({ step })); } catch { unanswered(); }
   };
   let moving = Promise.resolve(); // one after the other, so that two quick presses go two steps
   const move = (by) => { moving = moving.then(() => step(by)); };
@@ -377,7 +313,7 @@ export function mount(root, provider, meta) {
       const track = meta.tracks.findIndex((t) => t.steps);
       const near = await provider.step({ align: state.align, track, near: state.now.t0, move: by > 0 ? 1 : 0 });
       if (near) await goto(near[0]);
-    } catch { failed = true; say(); }
+    } catch { unanswered(); }
   };
   const align = (step) => { state.align = step; if (step === null) { state.view = { ...state.view }; ask(); } else goto(step); };
 
@@ -389,7 +325,7 @@ export function mount(root, provider, meta) {
     const { name, where, bytes, count } = short(box.i), modelled = state.view.kind[box.i] & MODELLED;
     if (count > 1) {
       const busyShare = Math.round((state.view.level[box.i] / 255) * 100);
-      return [["", `${count.toLocaleString("en")} × ${box.lane.label}`], ...(bytes ? [["bytes", bytesText(bytes)]] : []), ["busy", `${busyShare < 1 ? "under 1" : busyShare} % of this bar`], ["time", modelled ? "modelled" : "measured"]];
+      return [["", `${grouped(count)} × ${box.lane.label}`], ...(bytes ? [["bytes", bytesText(bytes)]] : []), ["busy", `${busyShare < 1 ? "under 1" : busyShare} % of this bar`], ["time", modelled ? "modelled" : "measured"]];
     }
     const span = ((state.view.x1[box.i] - state.view.x0[box.i]) / 16 / state.view.width) * (state.view.t1 - state.view.t0);
     return [["", name || box.lane.label], ...(bytes ? [["bytes", bytesText(bytes)]] : []), ["duration", `about ${timeText(span)}, ${modelled ? "modelled" : "measured"}`], ...(where ? [["caused by", where]] : [])];
@@ -503,52 +439,13 @@ export function mount(root, provider, meta) {
   };
   for (const [name, handler] of Object.entries(listen)) canvas.addEventListener(name, handler, name === "wheel" ? { passive: false } : undefined);
 
-  let width = 0;
-  const sized = new ResizeObserver(() => { if (canvas.clientWidth && canvas.clientWidth !== width) { width = canvas.clientWidth; ask(); } });
-  const repaint = () => { painter.colors = null; draw(); };
-  const themed = new MutationObserver(repaint), system = window.matchMedia("(prefers-color-scheme: dark)");
-  themed.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "data-vscode-theme-kind", "class"] });
-  system.addEventListener("change", repaint);
+  const release = watchCanvas(canvas, ask, () => { painter.colors = null; draw(); });
   if (provider.first?.byteLength || provider.first?.counts) accept(provider.first);
-  sized.observe(canvas);
-  return () => { closed = true; sized.disconnect(); themed.disconnect(); system.removeEventListener("change", repaint); };
+  return () => { closed = true; requests.drop(); release(); };
 }
 
-// The provider of the notebook widget: requests go to Python as messages, views come back as the `view` trait (so that
-// a saved notebook keeps the last one), everything else as messages.
-function kernelProvider(model) {
-  const mine = Math.random().toString(36).slice(2), waiting = new Map();
-  let seq = 0, newest = 0;
-  const send = (content) => new Promise((resolve, reject) => {
-    const id = ++seq;
-    const timer = setTimeout(() => { waiting.delete(id); reject(new Error("no answer")); }, 4000);
-    waiting.set(id, (answer) => { clearTimeout(timer); waiting.delete(id); resolve(answer); });
-    try { model.send({ ...content, vid: mine, seq: id }); } catch (error) { clearTimeout(timer); waiting.delete(id); reject(error); }
-  });
-  const provider = {
-    first: model.get("view"), late: null,
-    view: (request) => send({ type: "view", ...request }),
-    facts: (track, row) => send({ type: "facts", track, row }),
-    step: (request) => send({ type: "step", ...request }),
-    table: () => send({ type: "table" }),
-  };
-  const viewed = () => {
-    const bytes = model.get("view"), header = parseView(bytes);
-    if (header.vid !== mine || header.seq < newest) return;
-    newest = header.seq;
-    if (waiting.has(header.seq)) waiting.get(header.seq)(bytes);
-    else provider.late?.(bytes);
-  };
-  const answered = (message) => { if (message?.vid === mine) waiting.get(message.seq)?.(message.answer); };
-  model.on("change:view", viewed);
-  model.on("msg:custom", answered);
-  return [provider, () => { model.off("change:view", viewed); model.off("msg:custom", answered); }];
-}
-
-export default {
-  render({ model, el }) {
-    const [provider, release] = kernelProvider(model);
-    const unmount = mount(el, provider, model.get("meta"));
-    return () => { unmount(); release(); };
-  },
-};
+export default kernelWidget(mount, (send) => ({
+  facts: (track, row) => send({ type: "facts", track, row }),
+  step: (request) => send({ type: "step", ...request }),
+  table: () => send({ type: "table" }),
+}));

@@ -1,0 +1,47 @@
+"""The base class of the two canvas widgets: a script asks for views of some data, and Python answers.
+
+The widget's state is a description of the data and the last view. Both are small, so a saved notebook shows the last view
+without a kernel. Where no widget runs, a still picture and a text stand in.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anywidget
+import traitlets
+
+
+class CanvasWidget(anywidget.AnyWidget):
+    """A canvas whose script sends requests (shared.js, `kernelWidget`). Subclasses set `_esm` and `_css`, and answer them."""
+
+    meta = traitlets.Dict().tag(sync=True)
+    view = traitlets.Bytes().tag(sync=True)
+
+    def _packed_view(self, request: Any, echo: dict[str, Any]) -> bytes:
+        """Return the bytes of a view, with `echo` in its header."""
+        raise NotImplementedError
+
+    def _reply(self, kind: str, request: Any) -> Any:
+        """Return the JSON-able answer to a request other than for a view. Raises KeyError if `kind` is unknown."""
+        raise NotImplementedError
+
+    def _still(self) -> str:
+        """Return the HTML that stands in for the widget."""
+        raise NotImplementedError
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        bundle = super()._repr_mimebundle_(**kwargs) or ({}, {})
+        data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
+        return {**data, "text/plain": repr(self), "text/html": self._still()}, metadata
+
+    def _answer(self, _widget: Any, request: Any, _buffers: Any) -> None:
+        """Answer one message of the script. A malformed one is ignored: the script gives up waiting after four seconds."""
+        try:
+            kind, echo = request["type"], {"vid": str(request["vid"])[:40], "seq": int(request["seq"])}
+            if kind == "view":
+                self.view = self._packed_view(request, echo)
+            else:
+                self.send({**echo, "answer": self._reply(kind, request)})
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError):
+            return
