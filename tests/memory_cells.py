@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import toolkit as tk
-from toolkit.bench.decode_copies import about
+from toolkit.bench.record import about
 
 MOST = 3 << 20  # bytes of one allocation of the small kind
 

@@ -56,9 +56,9 @@ def test_command_line(tmp_path, record, capsys):
     other = tmp_path / "other.json"
     other.write_text(json.dumps(record))
     assert main(["--table", str(other), str(other)]) == 0
-    assert "every copy are the same" in capsys.readouterr().out
+    assert "all copies are equal" in capsys.readouterr().out
     assert main(["--table", str(other), str(out)]) == 1
-    assert "Differ: decode" in capsys.readouterr().out
+    assert "Different: decode" in capsys.readouterr().out
 
 
 def test_only_the_demo_has_a_stand_in():

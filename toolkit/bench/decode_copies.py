@@ -1,21 +1,20 @@
-"""Counts what every decode strategy copies, and times its steps: on a real GPU, or on a virtual one.
+"""Count the copies of every decode strategy and time its steps, on a real GPU or on a virtual one.
 
     python -m toolkit.bench.decode_copies --device cuda --model demo/gemma4 --out measured.json
     python -m toolkit.bench.decode_copies --device virtual:h200 --model demo/gemma4 --out virtual.json
     python -m toolkit.bench.decode_copies --table virtual.json measured.json
 
-The first two run in processes of their own (registering the virtual GPU changes what pinning means on CUDA); the third
-prints the two side by side as Markdown and fails where they differ. Counts come from recorded runs, times from
-unrecorded ones, the strategies taking turns. The end of text is ignored, so that every run makes all its tokens.
+Run the first two commands as separate processes, because registering the virtual GPU changes how `pin_memory` works on CUDA.
+The third prints both records side by side as Markdown and exits with status 1 if they differ. Counts come from recorded
+runs; times come from unrecorded runs, in which the strategies take turns. End-of-text tokens are ignored, so that every run
+generates the same number of tokens.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -23,8 +22,8 @@ from typing import Any
 
 import torch
 
+from toolkit.bench.record import about, write_record
 from toolkit.core.errors import ToolkitError
-from toolkit.core.version import __version__
 from toolkit.decode.compare import decode_steps
 from toolkit.decode.loop import generate
 from toolkit.decode.run import Run
@@ -36,14 +35,17 @@ from toolkit.trace.columns import COPY_KINDS
 from toolkit.trace.events import Trace
 
 DEMO = "demo/qwen3"
-RANDOM = Config(
-    768, 256, 512, 3, 4, 2, 64, max_position_embeddings=1024, tie_word_embeddings=True
-)  # about the demo's shape; weights don't matter
+# About the size of the demo model. Counts and times don't depend on the values of the weights.
+RANDOM = Config(768, 256, 512, 3, 4, 2, 64, max_position_embeddings=1024, tie_word_embeddings=True)
 TEXT = "The capital of France is Paris. The capital of Japan is Tokyo. The capital of Italy is Rome. "
 
 
 def open_model(name: str, device: str) -> tuple[str, Any]:
-    """The demo model, or a random one of its kind where the demo isn't there; a path of your own must be there."""
+    """Load the model `name` and return (name, model).
+
+    If the demo model's files are missing, return a random model of similar size as "random". Raises ToolkitError if any other
+    model cannot be loaded.
+    """
     gpu = open_device(device)
     try:
         return name, load(name, device=gpu, progress=False)
@@ -54,11 +56,14 @@ def open_model(name: str, device: str) -> tuple[str, Any]:
 
 
 def measure(model: Any, prompt: list[int], tokens: int, repeats: int, **options: Any) -> dict[str, Any]:
-    """Per strategy: tokens, copies of every step, kernels, waits, and milliseconds per decode step. `options`: `generate`'s."""
+    """Return for each strategy its tokens, copies, kernels, host waits, and milliseconds per decode step.
+
+    `options` are passed to `generate`. On a real GPU each strategy is timed `repeats` times after one warm-up round.
+    """
     options |= {"max_new_tokens": tokens, "eos": ()}
     times: dict[str, list[float]] = {name: [] for name in STRATEGIES}
     if model.device.clock == "measured":
-        for turn in range(repeats + 1):  # the first warms up
+        for turn in range(repeats + 1):  # the first round warms up
             for name in STRATEGIES:
                 rate = generate(model, prompt, name, record=False, **options).tok_per_s
                 if turn and rate:
@@ -75,7 +80,11 @@ def measure(model: Any, prompt: list[int], tokens: int, repeats: int, **options:
 
 
 def counts(run: Run) -> dict[str, Any]:
-    """`total`: count and bytes per direction of the whole run; `sizes`: [bytes, count] pairs of each part of it."""
+    """Return the copies, kernels and host waits of a run.
+
+    `total` has the count and the bytes of each direction in the whole run; `sizes` has [bytes, count] pairs for each part of
+    the run (prefill, decode), and `outside` for the copies outside of every step.
+    """
     trace = run.trace
     steps = decode_steps(trace)
     parts = {mark.name: [m.step for m in trace.marks() if m.name == mark.name] for mark in trace.marks()}
@@ -103,26 +112,8 @@ def _sizes(trace: Trace, steps: list[int]) -> dict[str, list[list[int]]]:
     return found
 
 
-def about(device: str) -> dict[str, Any]:
-    """Where and with what this ran."""
-    gpu = open_device(device)
-    folder = Path(__file__).parent
-    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=False)
-    return {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "device": gpu.name,
-        "gpu": torch.cuda.get_device_name(gpu.torch) if gpu.torch.type == "cuda" else gpu.spec.name if gpu.spec else None,
-        "clock": gpu.clock,
-        "toolkit": __version__,
-        "commit": git.stdout.strip() or None,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "python": sys.version.split()[0],
-    }
-
-
 def bench(device: str, name: str, prompt_length: int, decode: int, repeats: int) -> dict[str, Any]:
-    """The whole record, ready for JSON: `decode` steps after a prompt of `prompt_length` tokens."""
+    """Return the record of `decode` steps after a prompt of `prompt_length` tokens (JSON-able)."""
     name, model = open_model(name, device)
     text = model.tokenizer.encode(TEXT) if model.tokenizer else list(range(1, 64))
     prompt = (text * (prompt_length // len(text) + 1))[:prompt_length]
@@ -135,12 +126,12 @@ def bench(device: str, name: str, prompt_length: int, decode: int, repeats: int)
 
 
 def table(virtual: dict[str, Any], measured: dict[str, Any]) -> tuple[str, list[str]]:
-    """Both records as a Markdown table, and in words where they differ."""
+    """Return both records as a Markdown table, and the names of the entries in which they differ."""
     what = f"Prompt {measured['prompt']}, decode {measured['decode']}, {measured['model']}"
     lines = [
         f"{what}; modelled: {virtual['gpu']}, measured: {measured['gpu']}",
         "",
-        "| strategy | H2D modelled, measured | D2H | D2D | ms a step: modelled | measured | ratio |",
+        "| strategy | H2D modelled, measured | D2H | D2D | ms per step: modelled | measured | ratio |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     differ = [what for what in ("model", "prompt", "decode", "dtype") if virtual[what] != measured[what]]
@@ -155,11 +146,11 @@ def table(virtual: dict[str, Any], measured: dict[str, Any]) -> tuple[str, list[
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; 1 where the two records of --table differ."""
+    """Run the command line. Returns 1 if the two records of --table differ, else 0."""
     parser = argparse.ArgumentParser(prog="python -m toolkit.bench.decode_copies", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cuda", help='"cuda" (default), "virtual:h200"...')
-    parser.add_argument("--out", type=Path, help="the JSON file to write (default: print it)")
-    parser.add_argument("--model", default=DEMO, help=f"what tk.load takes (default: {DEMO})")
+    parser.add_argument("--out", type=Path, help="write the record to this JSON file (default: print it)")
+    parser.add_argument("--model", default=DEMO, help=f"a model name or path, as in tk.load (default: {DEMO})")
     parser.add_argument("--prompt", type=int, default=19, help="prompt tokens (default: 19)")
     parser.add_argument("--decode", type=int, default=128, help="decode steps (default: 128)")
     parser.add_argument("--repeats", type=int, default=5, help="timed runs per strategy (default: 5)")
@@ -168,14 +159,12 @@ def main(arguments: list[str] | None = None) -> int:
     if options.table:
         text, differ = table(*(json.loads(path.read_text()) for path in options.table))
         print(text)
-        print("\nDiffer: " + ", ".join(differ) if differ else "\nTokens and every copy are the same.")
+        print("\nDifferent: " + ", ".join(differ) if differ else "\nThe tokens and all copies are equal.")
         return int(bool(differ))
     record = bench(options.device, options.model, options.prompt, options.decode, options.repeats)
+    write_record(record, options.out)
     if options.out:
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
         print(json.dumps({name: found["ms_per_step"] for name, found in record["strategies"].items()}))
-    else:
-        print(json.dumps(record, indent=1))
     return 0
 
 

@@ -1,10 +1,10 @@
-"""An export under a budget as it was planned and as it went, a few times over, and the package beside the model it came from.
+"""Compare exports under a memory budget with their plan, and the exported package with the model that it came from.
 
     python -m toolkit.bench.export random/gemma4-31b --scheme q4_k_m --context 131072 --budget 4GiB --folder made --out o.json
 
-Every export is a process of its own that compiles all anew, so that the GPU's memory in use is that export's and nothing else
-has to run on the GPU meanwhile. The last package is then loaded by another process, which decodes under every strategy: by the
-compiled code, then by the model that its weights make, and says how like their logits are.
+Every export runs in a process of its own with empty caches, so that it compiles everything and the GPU memory in use is its
+own; nothing else should run on the GPU meanwhile. Another process then loads the last package, decodes with every strategy,
+once by the compiled code and once by the model with the same weights, and compares their logits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -24,14 +23,15 @@ from typing import Any
 import torch
 
 import toolkit as tk
-from toolkit.bench.decode_copies import about, measure
+from toolkit.bench.decode_copies import measure
+from toolkit.bench.record import about, write_record
 from toolkit.exporting.progress import memory_now
 
 PROMPT = "The quick brown fox jumps over the lazy dog. "
 
 
 def bench(asked: dict[str, Any], folder: Path, runs: int, decode: int) -> dict[str, Any]:
-    """The record, ready for JSON: `runs` exports, then the last one's package."""
+    """Return the record of `runs` exports and of the last package (JSON-able). `decode` is the number of tokens to generate."""
     exports = []
     for _ in range(runs):
         shutil.rmtree(folder, ignore_errors=True)
@@ -48,7 +48,7 @@ def bench(asked: dict[str, Any], folder: Path, runs: int, decode: int) -> dict[s
 
 
 def export_once(asked: dict[str, Any]) -> dict[str, Any]:
-    """One export: what was planned and what was measured, phase by phase."""
+    """Export once and return the planned and the measured memory of each phase."""
     began = time.perf_counter()
     told: set[tuple[str, str]] = set()
 
@@ -79,10 +79,10 @@ def _foreseen(phase: dict[str, Any]) -> dict[str, int]:
 
 
 def decode_both(asked: dict[str, Any]) -> dict[str, Any]:
-    """Tokens, copies and times a step of the package, and of its weights' own model, under every strategy.
+    """Return tokens, copies and times per step of the package and of the model with its weights, for every strategy.
 
-    After a short prompt, and, of tokens alone, after one of as many as the package takes at once: of others a model on a GPU
-    forms products by the configs of that number, a package by those of its most, which sum in another order.
+    Both start from a short prompt. Tokens are also compared after a prompt as long as the package's chunk: at other prompt
+    lengths the model and the package use different kernel configs, so sums differ in the last bits.
     """
     began = time.perf_counter()
     exported = tk.load_exported(asked["folder"], asked["device"], trust=True, progress=False)
@@ -121,11 +121,12 @@ def _tokens(model: Any, prompt: list[int], strategy: str, tokens: int, **options
 
 
 def likeness(exported: Any, ids: list[int], first: int) -> dict[str, dict[str, float]]:
-    """How like two runs' logits are, of one token after another once the `first` were fed at once: the package's to the
-    model's, and the model's to its own where the first come in two parts, which is other sums in the same numbers.
+    """Return how close logits are to the model's, for tokens fed one by one after the `first` tokens were fed at once.
 
-    `same`: the share of positions with the same most likely token; `different_tokens`: how many tokens that ever is; `off`:
-    the difference's root mean square, over the logits'.
+    "package" compares the package. "model in other parts" compares the model with itself when the first tokens are fed in two
+    parts, which changes only the order of sums: the difference to expect from rounding. `same` is the share of positions with
+    the same most likely token, `different_tokens` the number of distinct most likely tokens, and `off` the root mean square of
+    the difference divided by that of the model's logits.
     """
     of_model = _logits(exported.inner, ids, [first], exported)
     others = {"package": _logits(exported, ids, [first], exported)}
@@ -140,7 +141,10 @@ def likeness(exported: Any, ids: list[int], first: int) -> dict[str, dict[str, f
 
 
 def _logits(model: Any, given: list[int], stops: list[int], exported: Any) -> torch.Tensor:
-    """Logits [tokens, vocab] of the tokens after the last of `stops`, up to which the others are fed at once."""
+    """Return logits [tokens, vocab] of the tokens from the last of `stops` on, fed one by one.
+
+    The tokens before are fed in chunks that end at each of `stops`.
+    """
     ids = torch.tensor([given], device=exported.device.torch)
     positions = torch.arange(len(given), device=exported.device.torch)
     cache, starts, found = model.new_cache(exported.context, exported.kv), [0, *stops, *range(stops[-1] + 1, len(given))], []
@@ -153,22 +157,16 @@ def _logits(model: Any, given: list[int], stops: list[int], exported: Any) -> to
 
 
 def _until_another(tokens: list[int], own: list[int]) -> int | None:
-    """How many are the same before the first that isn't; None where all are."""
+    """Return the number of equal tokens before the first difference, or None if all are equal."""
     return next((i for i, (a, b) in enumerate(zip(tokens, own, strict=True)) if a != b), None)
 
 
 def spread(exports: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """The least and the most of the runs: seconds in all, and the peaks over all phases."""
+    """Return [least, most] over the runs of the seconds and of the peaks over all phases."""
     found: dict[str, list[float]] = {"seconds": [round(one["seconds"], 1) for one in exports]}
     for name in ("gpu_used_bytes", "gpu_reserved_bytes", "host_peak_bytes"):
         found[name] = [max(phase.get(name, 0) for phase in one["phases"]) for one in exports]
     return {name: [min(values), max(values)] for name, values in found.items()}
-
-
-def text_of(record: dict[str, Any]) -> str:
-    """A record as JSON, with a line for each point of a curve."""
-    numbers = re.compile(r"\[\s+(-?[\d.e+-]+(?:,\s+-?[\d.e+-]+)*)\s+\]")
-    return numbers.sub(lambda found: "[" + re.sub(r"\s+", " ", found[1]) + "]", json.dumps(record, indent=1)) + "\n"
 
 
 def _process(what: str, asked: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
@@ -181,29 +179,27 @@ def _process(what: str, asked: dict[str, Any], environment: dict[str, str]) -> d
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Run the command line, or with `--step` one step of it in a process of its own."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["--step"]:
         step = {"export": export_once, "decode": decode_both}[arguments[1]]
         print(json.dumps(step(json.loads(arguments[2]))))
         return
     parser = argparse.ArgumentParser(prog="python -m toolkit.bench.export", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("model", help="what tk.load takes")
+    parser.add_argument("model", help="a model name or path, as in tk.load")
     for name, described in {
-        "scheme": "how weights are held", "dtype": "what is computed in", "kv": "how keys and values are held",
-        "budget": '"4 GiB"', "target": "another GPU of the catalogue", "device": "cuda or cpu",
+        "scheme": "quantization scheme of the weights", "dtype": "dtype of the computation", "kv": "format of keys and values",
+        "budget": 'memory budget, such as "4 GiB"', "target": "export for this GPU of the catalogue", "device": "cuda or cpu",
     }.items():  # fmt: skip
         parser.add_argument(f"--{name}", default="cuda" if name == "device" else None, help=described)
-    parser.add_argument("--context", type=int, default=4096, help="tokens that caches hold")
-    parser.add_argument("--runs", type=int, default=3, help="exports")
+    parser.add_argument("--context", type=int, default=4096, help="positions that the cache holds")
+    parser.add_argument("--runs", type=int, default=3, help="number of exports")
     parser.add_argument("--decode", type=int, default=17, help="tokens to generate from the package (0: none)")
-    parser.add_argument("--folder", type=Path, required=True, help="where the package goes; what is there is deleted")
-    parser.add_argument("--out", type=Path, help="where the record goes (JSON)")
+    parser.add_argument("--folder", type=Path, required=True, help="folder of the package; existing contents are deleted")
+    parser.add_argument("--out", type=Path, help="write the record to this JSON file (default: print it)")
     given = vars(parser.parse_args(arguments))
     folder, runs, decode, out = (given.pop(name) for name in ("folder", "runs", "decode", "out"))
-    text = text_of(bench(given, folder, runs, decode))
-    if out:
-        out.write_text(text)
-    print(text)
+    write_record(bench(given, folder, runs, decode), out)
 
 
 if __name__ == "__main__":

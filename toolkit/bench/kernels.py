@@ -1,11 +1,11 @@
-"""How fast the kernels are on your GPU, beside what bounds them: the read bandwidth and the matmul rate of the same run.
+"""Compare kernel times with their hardware limit: the read bandwidth or the matmul rate measured in the same run.
 
     python -m toolkit.bench.kernels --out measured.json [--only int4]
     python -m toolkit.bench.kernels --table measured.json
 
-Every problem is tuned first (what is kept isn't timed again): gated against its reference, and timed as CUDA-graph replays
-with a cold L2. Bytes are those of the matrices as GGUF stores them. Kernels of other libraries run beside where they are
-installed (PyTorch's int4 product, gemlite, flash-linear-attention), on problems of the same size.
+Every problem is tuned first: each config is checked against the reference and timed as CUDA graph replays with a cold L2.
+Bytes are those of the matrices as GGUF stores them. Kernels of other libraries (PyTorch's int4 matmul, gemlite,
+flash-linear-attention) are timed on problems of the same size if they are installed.
 """
 
 from __future__ import annotations
@@ -22,22 +22,24 @@ from typing import Any
 import torch
 
 from toolkit import tune
-from toolkit.bench.decode_copies import about
 from toolkit.bench.other_kernels import Runs, fla_step, gemlite, tinygemm
+from toolkit.bench.record import about, write_record
 from toolkit.kernels.base import Kernel, Shape
 from toolkit.kernels.registry import find_kernel, find_shape
 from toolkit.tune.results import Row, Tuning
 from toolkit.tune.timing import captured
 from toolkit.weights.schemes import find_scheme
 
-GGUF_BITS = {"q4_k": 4.5}  # a weight; other kinds are held in as many bits as GGUF stores them
+GGUF_BITS = {"q4_k": 4.5}  # bits per weight; other schemes take as many bits in memory as in GGUF
 REPLAYS = 9
 
 
 @dataclass(frozen=True)
 class Line:
-    """A problem by the names of its kernel and shape, and how many percent of the bandwidth (of PyTorch's bf16 matmul rate,
-    for prompts) it is to reach, where that was said."""
+    """A problem, by the names of its kernel and shape.
+
+    `at_least` is the target in percent of the read bandwidth (of PyTorch's bf16 matmul rate for int4_prefill), if there is one.
+    """
 
     kernel: str
     shape: str
@@ -61,7 +63,7 @@ LINES = (
 
 
 def graph_ns(runs: Runs) -> float:
-    """The median time of one of `runs` in ns: replays of a CUDA graph in which they take turns, after a round that warms up."""
+    """Return the median time of one call in ns: replays of a CUDA graph in which `runs` take turns, after a warm-up round."""
     rounds = max(1, 32 // len(runs))
     for run in runs:
         run()
@@ -84,13 +86,13 @@ def _all(runs: Runs) -> None:
 
 
 def matmul_flops_per_s(m: int, n: int, k: int) -> float:
-    """PyTorch's bf16 product [m, k] x [k, n]."""
+    """Return the FLOP/s of PyTorch's bf16 product [m, k] x [k, n]."""
     a, b = (torch.randn(rows, k, device="cuda", dtype=torch.bfloat16) for rows in (m, n))
     return 2.0 * m * n * k / graph_ns([lambda: a @ b.t()]) * 1e9
 
 
 def stored_bytes(kernel: Kernel, shape: Any) -> int:
-    """What a problem reads: its matrices alone, as GGUF stores them, where it has some; else all it moves."""
+    """Return the bytes that a problem reads: its weight matrices as GGUF stores them, or all its traffic if it has none."""
 
     def bits(scheme: str) -> float:
         return GGUF_BITS.get(scheme, find_scheme(scheme).bits_per_weight)
@@ -103,14 +105,14 @@ def stored_bytes(kernel: Kernel, shape: Any) -> int:
 
 
 def best_of(kernel: Kernel, shape: Shape) -> Row | None:
-    """The fastest right config on this GPU, all of them timed now."""
+    """Time all configs on this GPU now and return the fastest correct one, or None if none ran."""
     found: Tuning = tune.warm([(kernel, shape)], "cuda", progress=False, again=True)
     best = found.best(found.gpus[0])
     return best if best is not None and best.clock == "measured" else None
 
 
 def measure(line: Line, read_bytes_per_s: float) -> dict[str, Any]:
-    """One row of the table, ready for JSON."""
+    """Return one row of the table (JSON-able)."""
     kernel = find_kernel(line.kernel)
     shape: Any = find_shape(kernel, line.shape)
     best, cost = best_of(kernel, shape), kernel.cost(shape)
@@ -130,7 +132,7 @@ def measure(line: Line, read_bytes_per_s: float) -> dict[str, Any]:
 
 
 def others(kernel: str, shape: Any) -> dict[str, float | str]:
-    """Times in µs of other libraries' kernels on a problem of this size; why there is none, for one that fails."""
+    """Return times in µs of other libraries' kernels on a problem of this size, or the reason why there is no time."""
     candidates: dict[str, Callable[[], Runs]] = {}
     if kernel == "int4_matmul" and shape.scheme == "q4_k":
         candidates = {"tinygemm": lambda: tinygemm(shape.n, shape.k), "gemlite": lambda: gemlite(shape.n, shape.k)}
@@ -143,14 +145,14 @@ def others(kernel: str, shape: Any) -> dict[str, float | str]:
             found[name] = graph_ns(make()) / 1e3
         except ImportError:
             found[name] = "not installed"
-        except Exception as error:  # somebody else's code: what it says belongs in the record, whatever it is
+        except Exception as error:  # third-party code may raise anything; the record keeps the message
             found[name] = f"{type(error).__name__}: {error}"[:200]
         torch.cuda.empty_cache()
     return found
 
 
 def bench(only: str = "") -> dict[str, Any]:
-    """The whole record. Raises DeviceError without a GPU."""
+    """Return the record of the problems whose name contains `only`. Raises DeviceError without a GPU."""
     record = about("cuda")
     reading = find_kernel("read")
     shape = find_shape(reading, None)
@@ -163,30 +165,30 @@ def bench(only: str = "") -> dict[str, Any]:
 
 
 def table(record: dict[str, Any]) -> str:
-    """The record as Markdown."""
+    """Return the record as a Markdown table."""
     lines = [
         f"{record['gpu']}, read bandwidth {record['read_bytes_per_s'] / 1e12:.2f} TB/s measured in the same run", "",
-        "| kernel | problem | µs | % of what bounds it | at least | others, µs |",
+        "| kernel | problem | µs | % of the limit | at least | others, µs |",
         "| --- | --- | --- | --- | --- | --- |",
     ]  # fmt: skip
     for row in record["rows"]:
         beside = [f"{n} {v:.1f}" if isinstance(v, float) else f"{n}: {v}" for n, v in row.get("others_us", {}).items()]
         asked = "" if row["at_least_percent"] is None else f"{row['at_least_percent']:.0f}"
-        time = ("none runs", "") if row["us"] is None else (f"{row['us']:.1f}", f"{row['percent']:.1f} ({row['of']})")
+        time = ("no config ran", "") if row["us"] is None else (f"{row['us']:.1f}", f"{row['percent']:.1f} ({row['of']})")
         lines.append(f"| `{row['kernel']}` | {row['shape']} | {time[0]} | {time[1]} | {asked} | {'; '.join(beside)} |")
     return "\n".join(lines)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m toolkit.bench.kernels", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default="", help="problems whose name holds this")
-    parser.add_argument("--out", type=Path, help="the JSON file to write (default: print the table)")
+    parser.add_argument("--only", default="", help="run only the problems whose name contains this")
+    parser.add_argument("--out", type=Path, help="also write the record to this JSON file")
     parser.add_argument("--table", type=Path, metavar="FILE", help="print a record as Markdown; no GPU needed")
     options = parser.parse_args(arguments)
     record = json.loads(options.table.read_text()) if options.table else bench(options.only)
     if options.out:
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+        write_record(record, options.out)
     print(table(record))
     return 0
 

@@ -1,18 +1,16 @@
-"""How long a model takes to load, and what it takes of both memories: for the figures in the README, and for yours.
+"""Measure how long a model takes to load, and how much host and device memory loading takes.
 
     python -m toolkit.bench.load random/gemma4-31b --scheme q4_k_m --out loaded.json
     python -m toolkit.bench.load --write-gguf gemma4-31b out.gguf      # then: python -m toolkit.bench.load out.gguf
 
-Host memory is sampled 50 times a second: what is resident, and what of it is files mapped into memory, which the system
-takes back at will. Device memory is the allocator's own account. Read the file once before (cat out.gguf > /dev/null)
-to time a load from the page cache.
+Host memory is sampled 50 times per second: the resident memory, and the part of it that is memory-mapped files, which the
+operating system can reclaim. Device memory is counted by the allocator. To time a load from the page cache, read the file once
+before (cat out.gguf > /dev/null).
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import os
 import sys
 import threading
@@ -24,7 +22,7 @@ from typing import Any
 
 import torch
 
-from toolkit.bench.decode_copies import about
+from toolkit.bench.record import about, process_bytes, write_record
 from toolkit.bench.write_gguf import write_gguf
 from toolkit.gpu.opening import open_device
 from toolkit.loading.loader import load
@@ -33,9 +31,9 @@ SAMPLES_PER_S = 50
 
 
 def bench(path: str, device: str, scheme: str | None, dtype: str | None, fuse: bool) -> dict[str, Any]:
-    """Load once, and the record of it, ready for JSON. Bytes are bytes, times seconds."""
+    """Load once and return the record (JSON-able). Sizes are in bytes, times in seconds."""
     gpu = open_device(device)
-    torch.empty(1, device=gpu.torch)  # the context, before the clock runs
+    torch.empty(1, device=gpu.torch)  # creates the CUDA context before the clock starts
     gpu.sync()
     before = gpu.memory().allocated_bytes
     gpu.reset_peak()
@@ -58,7 +56,11 @@ def bench(path: str, device: str, scheme: str | None, dtype: str | None, fuse: b
 
 @contextmanager
 def host_memory() -> Iterator[dict[str, int]]:
-    """Inside, host memory is watched; then the dict says by how much it rose at most: all of it, and without mapped files."""
+    """Watch host memory in a `with` block.
+
+    After the block, the dict holds the largest increase in bytes of the resident memory, of the process's own memory, and of
+    mapped files.
+    """
     start, found, done = _host(), {"resident_bytes": 0, "own_bytes": 0, "mapped_bytes": 0}, threading.Event()
 
     def sample() -> None:
@@ -81,44 +83,36 @@ def host_memory() -> Iterator[dict[str, int]]:
 
 
 def _host() -> dict[str, int]:
-    """Resident memory of this process: all, its own, and that of mapped files; zeros where the system doesn't tell."""
-    with contextlib.suppress(OSError, KeyError, ValueError):
-        lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-        own, mapped, shared = (int(lines[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile", "RssShmem"))
-        return {"resident_bytes": own + mapped + shared, "own_bytes": own + shared, "mapped_bytes": mapped}
-    return {"resident_bytes": 0, "own_bytes": 0, "mapped_bytes": 0}
+    own, mapped, shared = process_bytes("RssAnon", "RssFile", "RssShmem")
+    return {"resident_bytes": own + mapped + shared, "own_bytes": own + shared, "mapped_bytes": mapped}
 
 
 def _requested(device: torch.device) -> int | None:
-    """Bytes that tensors asked for, before the allocator rounds them, where the device counts them."""
+    """Return the bytes that tensors requested, before the allocator's rounding, or None if the device doesn't count them."""
     stats: Any = getattr(torch.get_device_module(device), "memory_stats", None)
     return None if stats is None or device.type == "cpu" else stats().get("requested_bytes.all.current")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m toolkit.bench.load", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("model", nargs="?", help="what tk.load takes: a folder, a .gguf file, random/NAME")
+    parser.add_argument("model", nargs="?", help="a folder, a .gguf file or random/NAME, as in tk.load")
     parser.add_argument("--device", default="cuda", help='"cuda" (default), "virtual:h200"...')
     parser.add_argument("--scheme", help="as in tk.load (default: as stored)")
     parser.add_argument("--dtype", help="as in tk.load")
-    parser.add_argument("--no-fuse", action="store_true", help="keep matrices apart")
-    parser.add_argument("--out", type=Path, help="the JSON file to write (default: print it)")
-    parser.add_argument("--write-gguf", nargs=2, metavar=("NAME", "OUT"), help="write a GGUF of these shapes instead")
-    parser.add_argument("--layers", type=int, help="with --write-gguf: only so many")
+    parser.add_argument("--no-fuse", action="store_true", help="don't fuse matrices")
+    parser.add_argument("--out", type=Path, help="write the record to this JSON file (default: print it)")
+    parser.add_argument("--write-gguf", nargs=2, metavar=("NAME", "OUT"), help="write a GGUF file of these shapes instead")
+    parser.add_argument("--layers", type=int, help="with --write-gguf: number of layers (default: all)")
     options = parser.parse_args(arguments)
     if options.write_gguf:
         name, out = options.write_gguf
         print(f"{write_gguf(name, Path(out), options.layers):,} bytes of tensors in {out}")
         return 0
     if options.model is None:
-        parser.error("which model?")
+        parser.error("the model is missing: give a folder, a .gguf file or random/NAME")
     record = bench(options.model, options.device, options.scheme, options.dtype, not options.no_fuse)
-    text = json.dumps(record, indent=1) + "\n"
-    if options.out:
-        options.out.write_text(text)
-    else:
-        print(text, end="")
+    write_record(record, options.out)
     return 0
 
 

@@ -1,10 +1,11 @@
-"""Does a model's memory on the virtual GPU go as on the real one? Loading and decoding, phase by phase, step by step.
+"""Compare a model's memory on the virtual GPU with the real GPU: loading and decoding, by phase and by step.
 
     python -m toolkit.bench.memory random/gemma4-31b --scheme q4_k_m --context 32768 --device cuda --out real.json
     python -m toolkit.bench.memory random/gemma4-31b --scheme q4_k_m --context 32768 --device virtual:h200 --out virtual.json
     python -m toolkit.bench.memory --compare real.json virtual.json
 
-On a virtual GPU tensors have sizes only. Peaks are the allocator's, from its history; bytes above what was held before.
+On a virtual GPU the tensors have sizes but no values. Peaks come from the allocator's history and count the bytes above those
+that were allocated at the start.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from toolkit.bench.decode_copies import about
+from toolkit.bench.record import about, write_record
 from toolkit.decode.loop import generate
 from toolkit.gpu.opening import open_device
 from toolkit.loading.loader import load
@@ -27,9 +28,9 @@ from toolkit.vram.measure import MemoryUse, Scope
 
 
 def bench(name: str, device: str, scheme: str | None, context: int, prompt: int, steps: int) -> dict[str, Any]:
-    """Load `name`, feed a prompt of `prompt` tokens and decode `steps` more: the record of the memory, ready for JSON."""
+    """Load `name`, feed a prompt of `prompt` tokens, decode `steps` more, and return the record of the memory (JSON-able)."""
     gpu = open_device(device)
-    torch.zeros(1, device=gpu.torch)  # the context, before anything is measured
+    torch.zeros(1, device=gpu.torch)  # creates the CUDA context before anything is measured
     gpu.sync()
     before = gpu.memory().allocated_bytes
     gpu.reset_peak()
@@ -65,7 +66,7 @@ def _phase(use: MemoryUse, before: int) -> dict[str, Any]:
 
 
 def compare(real: dict[str, Any], virtual: dict[str, Any]) -> list[str]:
-    """Lines that say how far the second record is from the first: each phase, and the worst of the steps."""
+    """Return lines that state how far the second record is from the first, for each phase and for the worst step."""
     lines = []
     for what in ("load", "decode"):
         for figure in ("peak_bytes", "end_bytes"):
@@ -83,15 +84,17 @@ def _apart(name: str, real: int, virtual: int) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m toolkit.bench.memory", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("model", nargs="?", default="random/gemma4-31b", help="what tk.load takes (default: %(default)s)")
+    parser.add_argument(
+        "model", nargs="?", default="random/gemma4-31b", help="a name or path, as in tk.load (default: %(default)s)"
+    )
     parser.add_argument("--device", default="cuda", help='"cuda" (default), "virtual:h200"...')
     parser.add_argument("--scheme", help="as in tk.load (default: as stored)")
     parser.add_argument("--context", type=int, default=32768, help="positions that the cache holds (default: %(default)s)")
-    parser.add_argument("--prompt", type=int, default=0, help="tokens of the prompt (default: the context less the steps)")
+    parser.add_argument("--prompt", type=int, default=0, help="tokens of the prompt (default: the context minus the steps)")
     parser.add_argument("--steps", type=int, default=16, help="tokens to decode (default: %(default)s)")
-    parser.add_argument("--out", type=Path, help="the JSON file to write (default: print it)")
+    parser.add_argument("--out", type=Path, help="write the record to this JSON file (default: print it)")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("REAL", "VIRTUAL"), help="compare two records instead")
     options = parser.parse_args(arguments)
     if options.compare:
@@ -99,11 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     prompt = options.prompt or options.context - options.steps
     record = bench(options.model, options.device, options.scheme, options.context, prompt, options.steps)
-    text = json.dumps(record, indent=1) + "\n"
-    if options.out:
-        options.out.write_text(text)
-    else:
-        print(text, end="")
+    write_record(record, options.out)
     return 0
 
 

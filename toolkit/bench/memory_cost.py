@@ -1,21 +1,20 @@
-"""What measuring memory costs: a decode loop with and without `tk.memory` around it, and the beginning and end of a block.
+"""Measure the overhead of `tk.memory`: a decode loop with and without it, and the start and end of a block.
 
     python -m toolkit.bench.memory_cost demo/qwen3 random/qwen3-8b --scheme q4_k_m --out cost.json
 
-Loops alternate, and the least of each counts, since the machine does other things, too. What a loop pays grows with how
-deep Python's stack is: each allocation notes all of it.
+Runs with and without it alternate, and the fastest of each counts, since other processes disturb single runs. The overhead
+grows with the depth of Python's stack, because every allocation records the whole stack.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from toolkit.bench.decode_copies import about
+from toolkit.bench.record import about, write_record
 from toolkit.decode.loop import generate
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
@@ -26,7 +25,7 @@ REPEATS = 7
 
 
 def bench(name: str, gpu: Device, scheme: str | None, steps: int) -> dict[str, Any]:
-    """The record of one model, ready for JSON; times in seconds."""
+    """Return the record of one model (JSON-able). Times are in seconds."""
     model = load(name, device=gpu, scheme=None if name.startswith("demo/") else scheme)
 
     def decode() -> float:
@@ -63,21 +62,17 @@ def bench(name: str, gpu: Device, scheme: str | None, steps: int) -> dict[str, A
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m toolkit.bench.memory_cost", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("models", nargs="*", default=["demo/qwen3"], help="what tk.load takes (default: demo/qwen3)")
+    parser.add_argument("models", nargs="*", default=["demo/qwen3"], help="names or paths, as in tk.load (default: demo/qwen3)")
     parser.add_argument("--device", default="cuda", help='"cuda" (default), "virtual:h200"...')
-    parser.add_argument("--scheme", help="as in tk.load, for models that aren't demo/ (default: as stored)")
+    parser.add_argument("--scheme", help="as in tk.load, except for demo models (default: as stored)")
     parser.add_argument("--steps", type=int, default=100, help="tokens to decode (default: %(default)s)")
-    parser.add_argument("--out", type=Path, help="the JSON file to write (default: print it)")
+    parser.add_argument("--out", type=Path, help="write the record to this JSON file (default: print it)")
     options = parser.parse_args(arguments)
     gpu = open_device(options.device)
     found = [bench(name, gpu, options.scheme, options.steps) for name in options.models]
-    text = json.dumps({**about(options.device), "models": found}, indent=1) + "\n"
-    if options.out:
-        options.out.write_text(text)
-    else:
-        print(text, end="")
+    write_record({**about(options.device), "models": found}, options.out)
     return 0
 
 

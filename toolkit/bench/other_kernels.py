@@ -1,6 +1,7 @@
-"""Kernels of other libraries on problems of the same size, to be timed beside ours: where they are installed.
+"""Kernels of other libraries, for comparison with ours on problems of the same size, if they are installed.
 
-Each function makes a problem with random weights and returns runs on several copies of it, together larger than an L2.
+Each function creates a problem with random weights and returns one call for each of several copies. Together the copies are
+larger than an L2 cache, so that a call never finds its weights there.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ Runs = list[Callable[[], Any]]
 
 
 def copies(nbytes: float) -> int:
-    """How many copies of a problem of `nbytes` to take turns with."""
+    """Return how many copies of a problem of `nbytes` should take turns."""
     return max(2, min(64, -(-COPIES_BYTES // int(nbytes))))
 
 
 def tinygemm(n: int, k: int) -> Runs:
-    """PyTorch's int4 product (`_weight_int4pack_mm`), bf16, a scale and a zero per 32 weights: x [1, k], weights [n, k]."""
+    """Return calls of PyTorch's int4 matmul (`_weight_int4pack_mm`): x [1, k] in bf16, weights [n, k], groups of 32."""
 
     def one() -> Callable[[], Any]:
         codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
@@ -36,7 +37,7 @@ def tinygemm(n: int, k: int) -> Runs:
 
 
 def gemlite(n: int, k: int) -> Runs:
-    """gemlite's weight-only int4 product, bf16, groups of 32, as its helper for HQQ weights sets it up."""
+    """Return calls of gemlite's weight-only int4 matmul in bf16, groups of 32, set up by its helper for HQQ weights."""
     from gemlite.helper import A16W4_HQQ_INT
 
     def one() -> Callable[[], Any]:
@@ -50,7 +51,7 @@ def gemlite(n: int, k: int) -> Runs:
 
 
 def fla_step(key_heads: int, value_heads: int, dim: int) -> Runs:
-    """flash-linear-attention's recurrent step of the gated delta rule, with its state: no convolution, gates or norm."""
+    """Return calls of flash-linear-attention's recurrent gated delta rule, one step, without convolution, gates or norm."""
     from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
 
     def one() -> Callable[[], Any]:

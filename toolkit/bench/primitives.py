@@ -1,34 +1,37 @@
-"""Measures what the time model of the virtual GPU is made of: launch costs, copies, floors, rates.
+"""Measure the constants of the virtual GPU's time model: launch costs, copies, shortest kernels and rates.
 
-`python -m toolkit.bench.primitives --out FILE.json` on a CUDA machine, about two minutes. Host times are those of eager calls
-that don't wait (the median over batches of 100, each batch after a synchronize); device times are CUPTI's. Knows
-nothing of models or of the catalogue; `devices/spec.py` quotes the results.
+    python -m toolkit.bench.primitives --out FILE.json
+
+Takes about two minutes on a CUDA GPU. Host times are those of eager calls that don't wait for the GPU: the median over batches
+of 100 calls, with a synchronize before each batch. Device times come from CUPTI. The catalogue (toolkit/gpu/catalogue.py)
+quotes the results.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from toolkit.bench.record import about, write_record
+
 BATCH, REPEATS = 100, 15
 SIZES = [8, 4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 
 
 def host_ns(call: Callable[[], Any], batch: int = BATCH) -> float:
-    """Host nanoseconds a call, the device idle when each batch begins and never waited for inside it."""
+    """Return host nanoseconds per call. The device is idle at the start of each batch; no call of the batch waits for it."""
     times = []
     for _ in range(REPEATS):
         torch.cuda.synchronize()
@@ -41,7 +44,7 @@ def host_ns(call: Callable[[], Any], batch: int = BATCH) -> float:
 
 
 def device_events(call: Callable[[], Any], n: int = 20, queued: bool = True) -> list[dict[str, Any]]:
-    """CUPTI's events of `n` calls, queued behind a busy stream so that the gaps are the device's own."""
+    """Return CUPTI's events of `n` calls, queued behind a busy kernel so that the gaps between them are the device's own."""
     from torch.profiler import ProfilerActivity, profile
 
     call()
@@ -62,7 +65,7 @@ def device_events(call: Callable[[], Any], n: int = 20, queued: bool = True) -> 
 
 
 def device_ns(call: Callable[[], Any], n: int = 20) -> dict[str, float]:
-    """Device nanoseconds a call (`busy`), its events, and the median gap between events."""
+    """Return device nanoseconds per call (`busy_ns`), events per call, and the median gap between events."""
     events = device_events(call, n)
     gaps = [b["ts"] - a["ts"] - a["dur"] for a, b in pairwise(events)]
     per_call = len(events) // n
@@ -75,7 +78,7 @@ def device_ns(call: Callable[[], Any], n: int = 20) -> dict[str, float]:
 
 
 def host_costs() -> dict[str, float]:
-    """Host nanoseconds of eager calls that launch and don't wait."""
+    """Return host nanoseconds of eager calls that launch work and don't wait."""
     d = "cuda"
     x, y, v = torch.ones(64, 64, device=d), torch.ones(64, 64, device=d), torch.ones(64, device=d)
     b, w = torch.ones(1, 1, 64, device=d, dtype=torch.bfloat16), torch.ones(64, 64, device=d, dtype=torch.bfloat16)
@@ -141,7 +144,7 @@ def host_costs() -> dict[str, float]:
 
 
 def waits() -> dict[str, float]:
-    """Host nanoseconds of calls that copy or wait, the device otherwise idle."""
+    """Return host nanoseconds of calls that copy or wait, on an otherwise idle device."""
     d = "cuda"
     x, h, hp = torch.arange(64, device=d), torch.arange(64), torch.arange(64).pin_memory()
     one, h1, hp1 = x[:1], h[:1], hp[:1]
@@ -189,7 +192,7 @@ def waits() -> dict[str, float]:
 
 
 def tiny_kernels() -> dict[str, dict[str, float]]:
-    """Device time and gaps of kernels and copies too small to be anything but their floor."""
+    """Return device times and gaps of the smallest kernels and copies, which take the shortest time possible."""
     d = "cuda"
     x, y, v = torch.ones(64, 64, device=d), torch.ones(64, 64, device=d), torch.ones(64, device=d)
     long, p = torch.arange(64, device=d), torch.tensor([3], device=d)
@@ -226,7 +229,7 @@ def tiny_kernels() -> dict[str, dict[str, float]]:
 
 
 def curves() -> dict[str, dict[str, list[float]]]:
-    """Nanoseconds by size in bytes: copies (device time, and host time with its wait) and streaming kernels."""
+    """Return nanoseconds by size in bytes, of copies (device time, and host time with the wait) and of streaming kernels."""
     out: dict[str, dict[str, list[float]]] = {}
     for n in SIZES:
         x, y = torch.zeros(n // 4, device="cuda"), torch.zeros(n // 4, device="cuda")
@@ -246,7 +249,7 @@ def curves() -> dict[str, dict[str, list[float]]]:
 
 
 def products() -> dict[str, dict[str, float]]:
-    """Device nanoseconds of matrix products, by dtype and rows x out x in."""
+    """Return device nanoseconds of matrix products, by dtype and rows x out x in."""
     out = {}
     for dtype in (torch.bfloat16, torch.float32):
         for rows, n, k in (
@@ -266,8 +269,8 @@ def products() -> dict[str, dict[str, float]]:
     return out
 
 
-def main(path: str) -> None:
-    """Measure everything on the first CUDA device and write `path` as JSON."""
+def main(path: Path) -> None:
+    """Measure everything on the first CUDA device and write the record to `path` as JSON."""
     properties = torch.cuda.get_device_properties(0)
     fields = (
         "name",
@@ -283,10 +286,7 @@ def main(path: str) -> None:
         "minor",
     )
     result = {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "python": sys.version.split()[0],
+        **about("cuda:0"),
         "properties": {name: getattr(properties, name, None) for name in fields},
         "host_ns": host_costs(),
         "wait_ns": waits(),
@@ -294,15 +294,13 @@ def main(path: str) -> None:
         "curves_ns": curves(),
         "products_ns": products(),
     }
-    with open(path, "w") as file:
-        json.dump(result, file, indent=1)
-        file.write("\n")
+    write_record(result, path)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Measure the costs that the virtual GPU's time model is made of.")
-    parser.add_argument("--out", required=True, help="the JSON file to write")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", required=True, type=Path, help="write the record to this JSON file")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.error("this measures a real card, and no CUDA GPU can be reached")
+        parser.error("no CUDA GPU was found: run this on a machine with one")
     main(options.out)

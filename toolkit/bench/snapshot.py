@@ -1,9 +1,9 @@
-"""How long a large memory snapshot takes to open, and how much memory that needs.
+"""Measure how long a large memory snapshot takes to open, and how much memory opening it takes.
 
     python -m toolkit.bench.snapshot --gib 1 --out opened.json
 
-Makes a snapshot as `torch.cuda.memory._dump_snapshot` would: each entry of the history has a list of its own with the frames
-of its stack, and the frames are shared. Making it and opening it run in processes of their own; the file goes afterwards.
+The snapshot has the structure that `torch.cuda.memory._dump_snapshot` writes: each entry of the history has its own list of
+stack frames, and the frames are shared. The file is written and opened in separate processes, and deleted afterwards.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from toolkit.bench.decode_copies import about
+from toolkit.bench.record import about, process_bytes, write_record
 
 STACKS, FRAMES, DEPTH = 20_000, 5_000, 25
 BASE, SEGMENTS, SEGMENT_BYTES = 0x7F0000000000, 4096, 32 << 20
-ENTRY_BYTES = 205  # of the file, for one entry of a stack of that depth
+ENTRY_BYTES = 205  # bytes of the file per entry with a stack of this depth
 _CLEAR = Path("/proc/self/clear_refs")
 
 
 def make(path: Path, gib: float, protocol: int) -> None:
-    """Write a snapshot of about `gib` GiB."""
+    """Write a snapshot of about `gib` GiB to `path`."""
     rng = random.Random(0)
     frames = [
         {
@@ -74,7 +74,7 @@ def make(path: Path, gib: float, protocol: int) -> None:
 
 
 def _segment(address: int, requested: int) -> dict[str, Any]:
-    """A segment of 32 MiB with at most one block in use, at its beginning."""
+    """Return a segment of 32 MiB with at most one block in use, at its start."""
     size, blocks = -(-requested // 512) * 512, []
     if requested:
         blocks.append(
@@ -91,34 +91,26 @@ def _segment(address: int, requested: int) -> dict[str, Any]:
 
 
 def opened(path: Path) -> dict[str, Any]:
-    """Open the file once, in this process; the record of it. Bytes are bytes, times seconds."""
+    """Open the file once in this process and return the record. Sizes are in bytes, times in seconds."""
     import toolkit
 
-    before = _status("VmRSS")
+    (before,) = process_bytes("VmRSS")
     if _CLEAR.exists():
-        _CLEAR.write_text("5")  # proc(5): sets the peak to what is resident now
+        _CLEAR.write_text("5")  # proc(5): resets the peak to the current resident size
     began, used = time.perf_counter(), time.process_time()
     trace = toolkit.open_trace(path)
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - used
+    (peak,) = process_bytes("VmHWM")
     return {
         "file_bytes": path.stat().st_size, "seconds": seconds, "cpu_seconds": cpu_seconds,
-        "file_bytes_per_s": path.stat().st_size / seconds, "peak_bytes": _status("VmHWM"),
-        "peak_above_start_bytes": _status("VmHWM") - before, "rows": len(trace), "opening": trace.meta["opening"],
+        "file_bytes_per_s": path.stat().st_size / seconds, "peak_bytes": peak,
+        "peak_above_start_bytes": peak - before, "rows": len(trace), "opening": trace.meta["opening"],
         "unaccounted_bytes": trace.meta["unaccounted_bytes"],
     }  # fmt: skip
 
 
-def _status(field: str) -> int:
-    """A field of this process's status in bytes, 0 where the system doesn't tell."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return 0
-    lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
-    return int(lines[field].split()[0]) * 1024
-
-
 def bench(gib: float, protocol: int, folder: Path | None) -> dict[str, Any]:
-    """Make the file, open it, remove it: the record, ready for JSON."""
+    """Write the file, open it, delete it, and return the record (JSON-able)."""
     with tempfile.TemporaryDirectory(dir=folder) as made:
         path = Path(made) / "snapshot.pickle"
         command = [sys.executable, "-m", "toolkit.bench.snapshot", "--gib", str(gib), "--protocol", str(protocol)]
@@ -128,24 +120,20 @@ def bench(gib: float, protocol: int, folder: Path | None) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m toolkit.bench.snapshot", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gib", type=float, default=1, help="size of the file (default: 1)")
-    parser.add_argument("--protocol", type=int, default=pickle.DEFAULT_PROTOCOL, help="of the pickle (default: Python's)")
-    parser.add_argument("--folder", type=Path, help="where there is room for the file (default: the system's)")
-    parser.add_argument("--make", type=Path, help="only make the file, and leave it there")
+    parser.add_argument("--protocol", type=int, default=pickle.DEFAULT_PROTOCOL, help="pickle protocol (default: Python's)")
+    parser.add_argument("--folder", type=Path, help="folder with room for the file (default: the system's temporary folder)")
+    parser.add_argument("--make", type=Path, help="only write this file, and keep it")
     parser.add_argument("--open", type=Path, help="only open this file")
-    parser.add_argument("--out", type=Path, help="the JSON file to write (default: print it)")
+    parser.add_argument("--out", type=Path, help="write the record to this JSON file (default: print it)")
     options = parser.parse_args(arguments)
     if options.make:
         make(options.make, options.gib, options.protocol)
         return 0
     record = opened(options.open) if options.open else bench(options.gib, options.protocol, options.folder)
-    text = json.dumps(record, indent=1) + "\n"
-    if options.out:
-        options.out.write_text(text)
-    else:
-        print(text, end="")
+    write_record(record, options.out)
     return 0
 
 

@@ -1,7 +1,7 @@
-"""Write a GGUF of a real model's shapes with random weights in the Q4_K_M mix, as fast as the disk takes it: for timing loads.
+"""Write a GGUF file of a real model's shapes with random weights in the Q4_K_M mix, to time loading.
 
-Tensor names and shapes are those that the model files read, the kinds those of the recipe "q4_k_m". Blocks are random
-bytes with small finite scales, cut from a pool. There is no tokenizer in the file.
+Tensor names and shapes are those that the model files read; formats are those of the recipe "q4_k_m". Weights are random blocks
+with small finite scales, cut from a pool, so that writing is as fast as the disk. The file has no tokenizer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from toolkit.weights.recipes import recipe
 
 Pool = np.ndarray[Any, np.dtype[np.uint8]]
 KINDS = {"q4_k": "Q4_K", "q6_k": "Q6_K", "q5_0": "Q5_0", "int8-g32": "Q8_0"}
-# Where fp16 scales stand in a block, and how large they are for weights of a standard deviation of about 0.02.
+# Byte offset of each fp16 scale in a block, and its value for weights with a standard deviation of about 0.02.
 SCALES = {
     "Q4_K": {0: 0.02 / (32 * 4.6), 2: 7.5 * 0.02 / (32 * 4.6)},
     "Q6_K": {208: 0.02 / (64 * 18.5)},
@@ -31,11 +31,15 @@ SCALES = {
     "Q8_0": {0: 0.02 / 74},
 }
 POOL_BLOCKS = 1 << 17
-PLAIN = {"ssm_a": -1.0, "ssm_conv1d.weight": 0.25, "ffn_gate_inp_shexp.weight": 0.01}  # what isn't one, by the name's end
+# Values of unquantized tensors, by the end of their name; all others are 1.
+PLAIN = {"ssm_a": -1.0, "ssm_conv1d.weight": 0.25, "ffn_gate_inp_shexp.weight": 0.01}
 
 
 def write_gguf(name: str, path: Path, layers: int | None = None) -> int:
-    """Write the shapes called `name` ("gemma4-31b") to `path`, with fewer `layers` where asked. Returns the tensors' bytes."""
+    """Write the shapes `name` ("gemma4-31b") to `path`, only the first `layers` if given. Returns the bytes of all tensors.
+
+    Raises ToolkitError if there are no shapes of that name.
+    """
     import gguf
 
     if name not in SHAPES:
@@ -77,7 +81,7 @@ def write_gguf(name: str, path: Path, layers: int | None = None) -> int:
 
 
 def _shortened(config: Any, layers: int | None) -> Any:
-    """`config` with its first `layers` layers, and Gemma's stored rotary frequencies."""
+    """Return `config` with only the first `layers` layers, and with Gemma's rotary frequencies stored in the file."""
     changes: dict[str, Any] = {}
     if layers is not None:
         for name in ("layer_types", "intermediate_sizes", "sparse"):
@@ -91,11 +95,11 @@ def _shortened(config: Any, layers: int | None) -> Any:
 
 
 def _tensors(architecture: Any, config: Any) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """(stored name, shape, kind) of every tensor, each once."""
+    """Yield (stored name, shape, format) of every tensor once."""
     model = architecture.Model(config, open_device("cpu"), torch.bfloat16)
     mix, seen = recipe("q4_k_m"), set()
     names = architecture.names_gguf(config, ())
-    whole: dict[str, int] = {}  # rows of a tensor that holds two of ours
+    whole: dict[str, int] = {}  # rows of stored tensors that hold two of the model's
     for source in names.values():
         if source.rows is not None:
             whole[source.names[0]] = max(whole.get(source.names[0], 0), source.rows.stop)
@@ -119,7 +123,7 @@ def _pool(kind: str, nbytes: int) -> Pool:
 
 
 def _cut(pool: Pool, count: int, seed: int) -> Pool:
-    """`count` blocks of the pool, from a place that depends on `seed`, round and round."""
+    """Return `count` blocks of the pool, starting at a place that depends on `seed` and wrapping around."""
     start = seed * 7919 % len(pool)
     out = np.empty((count, pool.shape[1]), np.uint8)
     done = 0
@@ -131,7 +135,7 @@ def _cut(pool: Pool, count: int, seed: int) -> Pool:
 
 
 def _plain(name: str, shape: tuple[int, ...], seed: int) -> Any:
-    if name == "rope_freqs.weight":  # a quarter of the head turns
+    if name == "rope_freqs.weight":  # rotary embedding turns a quarter of the head
         turning = shape[0] // 4
         return np.concatenate([np.ones(turning), np.full(shape[0] - turning, 1e30)]).astype(np.float32)
     if name.endswith("ffn_gate_inp.weight"):

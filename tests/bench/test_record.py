@@ -1,0 +1,38 @@
+"""Every benchmark's record has the same first fields, and a file that reads back as it was."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from toolkit.bench.record import about, process_bytes, write_record
+
+FIELDS = ["date", "device", "gpu", "clock", "toolkit", "commit", "torch", "cuda", "python"]
+RESULTS = sorted((Path(__file__).parents[2] / "toolkit" / "bench" / "results").glob("*.json"))
+
+
+def test_about_has_the_fields_of_shipped_records() -> None:
+    assert list(about("cpu")) == FIELDS
+    shipped = [json.loads(path.read_text()) for path in RESULTS if path.stem != "h200_primitives"]  # older than `about`
+    assert len(shipped) > 10
+    assert all(list(record)[: len(FIELDS)] == FIELDS for record in shipped)
+
+
+def test_a_record_reads_back_and_has_a_line_per_list_of_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = {"curve": [[1, 2.5], [-3, 1e-9]], "none": [], "names": ["a", "1, 2"], "commit": None}
+    write_record(record, tmp_path / "record.json")
+    text = (tmp_path / "record.json").read_text()
+    assert json.loads(text) == record
+    assert "[1, 2.5]" in text
+    write_record(record, None)
+    assert capsys.readouterr().out == text
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux's /proc")
+def test_process_bytes() -> None:
+    (resident,) = process_bytes("VmRSS")
+    assert resident > 1 << 20
+    assert process_bytes("VmRSS", "NoSuchField") == [0, 0]

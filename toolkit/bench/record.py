@@ -1,0 +1,56 @@
+"""Benchmark records: where and with which versions a benchmark ran, and the JSON file that it writes.
+
+Every record begins with the fields of `about`, so that records can be compared.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit.core.version import __version__
+from toolkit.gpu.opening import open_device
+
+_NUMBERS = re.compile(r"\[\s+(-?[\d.e+-]+(?:,\s+-?[\d.e+-]+)*)\s+\]")  # a list of numbers, one per line
+
+
+def about(device: str) -> dict[str, Any]:
+    """Return the date, the device, the GPU's name, the clock ("measured" or "modelled"), and the versions and commit."""
+    gpu = open_device(device)
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "device": gpu.name,
+        "gpu": torch.cuda.get_device_name(gpu.torch) if gpu.torch.type == "cuda" else gpu.spec.name if gpu.spec else None,
+        "clock": gpu.clock,
+        "toolkit": __version__,
+        "commit": git.stdout.strip() or None,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": sys.version.split()[0],
+    }
+
+
+def write_record(record: dict[str, Any], out: Path | None) -> None:
+    """Write `record` to the file `out` as JSON, or print it if `out` is None. A list of numbers takes one line."""
+    text = _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", json.dumps(record, indent=1)) + "\n"
+    if out is None:
+        print(text, end="")
+    else:
+        out.write_text(text)
+
+
+def process_bytes(*fields: str) -> list[int]:
+    """Return fields of /proc/self/status, such as "VmRSS", in bytes. Zeros where the system has no such file or fields."""
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        return [int(lines[field].split()[0]) * 1024 for field in fields]
+    except (OSError, KeyError, ValueError):
+        return [0] * len(fields)
