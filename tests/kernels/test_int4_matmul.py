@@ -9,7 +9,8 @@ from torch import Tensor
 from toolkit.core.errors import ModelError
 from toolkit.kernels.base import Config
 from toolkit.kernels.int4_matmul import INT4_MATMUL, LIMITS, MatmulShape, quantise_activations
-from toolkit.weights.schemes import SCHEMES, PackedMatrix
+from toolkit.weights.packed import PackedMatrix
+from toolkit.weights.schemes import SCHEMES
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Signal over error, in dB, in fp32: integers are exact, so what is left of "int8" is fp32 sums (about 130 dB); "bf16" rounds
@@ -96,7 +97,7 @@ def test_a_real_matrix_in_bf16_against_plain_products() -> None:
     matrix = PackedMatrix(SCHEMES["q6_k"], (3, 256), DEVICE)
     for name, part in matrix.parts().items():
         part.data.copy_(inputs[name])
-    want = inputs["x"].float() @ matrix.dequantise().T
+    want = inputs["x"].float() @ matrix.dequantize().T
     got = run(shape, SMALL, inputs)
     assert got.dtype == torch.bfloat16
     assert decibels(got, want) > 30  # 8-bit activations: about 40

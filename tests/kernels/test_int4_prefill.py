@@ -10,7 +10,8 @@ from toolkit.core.errors import ModelError, ToolkitError
 from toolkit.kernels.base import Config
 from toolkit.kernels.int4_prefill import INT4_PREFILL, PrefillShape
 from toolkit.ops import matmul
-from toolkit.weights.schemes import SCHEMES, PackedMatrix
+from toolkit.weights.packed import PackedMatrix
+from toolkit.weights.schemes import SCHEMES
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = Config(block_n=16, block_m=16, block_k=64, split=1)

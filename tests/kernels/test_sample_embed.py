@@ -13,7 +13,8 @@ from toolkit.kernels.base import Config
 from toolkit.kernels.noise import mixed_seed
 from toolkit.kernels.sample_embed import SAMPLE_EMBED, SampleShape
 from toolkit.models.layers import Embedding
-from toolkit.weights.schemes import SCHEMES, PackedMatrix
+from toolkit.weights.packed import PackedMatrix
+from toolkit.weights.schemes import SCHEMES
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = Config(block=1024)

@@ -13,10 +13,11 @@ import toolkit as tk
 from tests.checkpoints import SHAPE, hf_logits, random_tensors, write_folder, write_gguf
 from tests.int4_folders import write_int4_folder
 from toolkit.models.layers import spot
-from toolkit.weights.fitting import quantise_minmax
+from toolkit.weights.fitting import quantize_minmax
+from toolkit.weights.packed import PackedMatrix
 from toolkit.weights.recipes import recipe
 from toolkit.weights.repacking import GGUF_KINDS
-from toolkit.weights.schemes import SCHEMES, PackedMatrix
+from toolkit.weights.schemes import SCHEMES
 
 IDS = torch.tensor([[3, 141, 59, 265, 35, 8, 97]])
 CARD = "virtual:h200"
@@ -73,5 +74,5 @@ def test_in_another_scheme_it_is_quantised_again(tmp_path: Path, method: str, sc
     packed = spot(model, "layers.0.mlp.down.weight").weight
     assert isinstance(packed, PackedMatrix)
     assert packed.scheme is SCHEMES[chosen.name]
-    parts = quantise_minmax(held["model.layers.0.mlp.down_proj.weight"], chosen)
+    parts = quantize_minmax(held["model.layers.0.mlp.down_proj.weight"], chosen)
     assert all(torch.equal(part, parts[name]) for name, part in packed.parts().items())

@@ -14,9 +14,10 @@ import toolkit as tk
 from tests.checkpoints import SHAPE, hf_logits, random_tensors, write_folder, write_gguf
 from toolkit.core.errors import CancelledError
 from toolkit.models.layers import spot
-from toolkit.weights.fitting import quantise_minmax
+from toolkit.weights.fitting import quantize_minmax
+from toolkit.weights.packed import PackedMatrix
 from toolkit.weights.repacking import GGUF_KINDS
-from toolkit.weights.schemes import SCHEMES, PackedMatrix
+from toolkit.weights.schemes import SCHEMES
 
 IDS = torch.tensor([[3, 141, 59, 265, 35, 8, 97]])
 CARD = "virtual:h200"
@@ -30,7 +31,7 @@ def logits(model: Any) -> torch.Tensor:
 
 def values(model: Any, name: str) -> torch.Tensor:
     place = spot(model, name)
-    weight = place.weight.dequantise() if isinstance(place.weight, PackedMatrix) else place.weight.detach().float()
+    weight = place.weight.dequantize() if isinstance(place.weight, PackedMatrix) else place.weight.detach().float()
     return (weight if place.rows is None else weight[..., place.rows, :]).cpu()
 
 
@@ -80,7 +81,7 @@ def test_quantising_while_loading_is_quantising_the_whole(tmp_path: Path, stored
     else:
         path = write_folder(tmp_path / "m", SHAPE, tensors)
     model = tk.load(path, device=device, scheme="int4-g64", progress=False)
-    parts = quantise_minmax(tensors["model.layers.0.mlp.down_proj.weight"], SCHEMES["int4-g64"])
+    parts = quantize_minmax(tensors["model.layers.0.mlp.down_proj.weight"], SCHEMES["int4-g64"])
     packed = spot(model, "layers.0.mlp.down.weight").weight
     assert isinstance(packed, PackedMatrix)
     for name, part in packed.parts().items():

@@ -15,8 +15,9 @@ from toolkit.core.errors import ModelError, UnknownNameError
 from toolkit.loading.quantization import pack_weight, quantize
 from toolkit.models import ARCHITECTURES
 from toolkit.models.layers import Joined, RMSNorm, spot
-from toolkit.weights.fitting import quantise_minmax
-from toolkit.weights.schemes import SCHEMES, PackedMatrix, dequantise
+from toolkit.weights.fitting import quantize_minmax
+from toolkit.weights.packed import PackedMatrix, dequantize
+from toolkit.weights.schemes import SCHEMES
 
 CPU = SimpleNamespace(torch=torch.device("cpu"), name="cpu")
 SIZES: dict[str, Any] = {
@@ -84,7 +85,7 @@ def test_every_architecture(kind: str, scheme: str, method: str) -> None:
     plain = build(kind, join=False)  # the same values, held plain
     for matrix in report.quantised:
         place, there = spot(plain, matrix.name), spot(new, matrix.name)
-        values = there.weight.dequantise()
+        values = there.weight.dequantize()
         place.weight.copy_(values if there.rows is None else values[..., there.rows, :])
     ids = torch.tensor([report.ids])
     expected = plain(ids)
@@ -116,7 +117,7 @@ def test_joined_matrices_are_quantised_one_by_one_and_joined_where_they_agree() 
     ids = torch.arange(9)[None]
     assert torch.allclose(new(ids), apart(ids), atol=1e-5)
     place, other = spot(new, "layers.3.mlp.gate_up.up.weight"), spot(apart, "layers.3.mlp.gate_up.up.weight")
-    assert torch.equal(place.weight.dequantise()[place.rows], other.weight.dequantise())
+    assert torch.equal(place.weight.dequantize()[place.rows], other.weight.dequantize())
     assert [m.name for m in new.quantisation.matrices] == [m.name for m in apart.quantisation.matrices]
 
 
@@ -146,9 +147,9 @@ def test_quantising_again() -> None:
     twice = quantize(once, "int4-g32", progress=False)
     row = next(m for m in twice.quantisation.matrices if m.name == "layers.1.mlp.down.weight")
     assert (row.was, row.scheme) == ("int8-g32", "int4-g32")
-    values = once.layers[1].mlp.down.weight.dequantise()
-    back = dequantise(SCHEMES["int4-g32"], quantise_minmax(values, SCHEMES["int4-g32"]))
-    assert torch.equal(twice.layers[1].mlp.down.weight.dequantise(), back)
+    values = once.layers[1].mlp.down.weight.dequantize()
+    back = dequantize(SCHEMES["int4-g32"], quantize_minmax(values, SCHEMES["int4-g32"]))
+    assert torch.equal(twice.layers[1].mlp.down.weight.dequantize(), back)
     mixed = quantize(quantize(model, "q4_k_m", progress=False), "q6_k", progress=False)
     shared = [m.name for m in mixed.quantisation.left]
     assert "head.weight" in shared
@@ -236,11 +237,11 @@ def test_the_report() -> None:
 def test_pieces_do_not_change_what_is_packed(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(0)), requires_grad=False)
     with torch.no_grad():
-        whole, snr, worst = pack_weight(weight, SCHEMES["q4_k"], quantise_minmax, "w")
+        whole, snr, worst = pack_weight(weight, SCHEMES["q4_k"], quantize_minmax, "w")
         monkeypatch.setattr("toolkit.loading.quantization.CHUNK_WEIGHTS", 7 * 512)
-        cut, cut_snr, cut_worst = pack_weight(weight, SCHEMES["q4_k"], quantise_minmax, "w")
+        cut, cut_snr, cut_worst = pack_weight(weight, SCHEMES["q4_k"], quantize_minmax, "w")
     assert all(torch.equal(part, cut.parts()[name]) for name, part in whole.parts().items())
-    error = whole.dequantise() - weight
+    error = whole.dequantize() - weight
     assert snr == pytest.approx(float(10 * torch.log10(weight.square().sum() / error.square().sum())), abs=1e-3)
     assert (snr, worst) == (pytest.approx(cut_snr), cut_worst)
     assert worst == float(error.abs().max())

@@ -18,7 +18,8 @@ from toolkit.loading.drawing import STD, draw
 from toolkit.loading.layout import lay_out
 from toolkit.loading.progress import Watch
 from toolkit.models.shapes import SHAPES
-from toolkit.weights.schemes import SCHEMES, PackedMatrix
+from toolkit.weights.packed import PackedMatrix
+from toolkit.weights.schemes import SCHEMES
 
 PARAMETERS = {  # billions, as the models are named; the text part alone, embeddings and per-layer inputs counted
     "gemma4-31b": 30.7, "gemma4-26b-a4b": 25.2, "gemma4-e4b": 7.5, "gemma4-e2b": 4.6, "qwen3-0.6b": 0.6, "qwen3-1.7b": 1.7,
@@ -86,7 +87,7 @@ def test_values_are_of_the_same_size_in_any_scheme(scheme: str | None) -> None:
             module.weight = PackedMatrix(SCHEMES[scheme], shape, "cpu")  # type: ignore[assignment]
         draw(module, open_device("cpu"), seed, Watch("x", False, None))
         weight: Any = module.weight
-        return weight.dequantise() if scheme else weight.detach()
+        return weight.dequantize() if scheme else weight.detach()
 
     value = drawn(3)
     assert torch.equal(value, drawn(3))

@@ -13,8 +13,9 @@ import toolkit as tk
 from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, RMSNorm, initialise, set_scheme, spot, to_dtype
 from toolkit.ops import matmul
 from toolkit.ops.reference.attention import causal_attention
-from toolkit.weights.fitting import quantise_minmax
-from toolkit.weights.schemes import SCHEMES, PackedMatrix, Scheme
+from toolkit.weights.fitting import quantize_minmax
+from toolkit.weights.packed import PackedMatrix
+from toolkit.weights.schemes import SCHEMES, Scheme
 
 IN = 256
 CPU = torch.device("cpu")
@@ -30,7 +31,7 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 def packed(values: Tensor, scheme: Scheme | str) -> PackedMatrix:
     found = SCHEMES[scheme] if isinstance(scheme, str) else scheme
     matrix = PackedMatrix(found, tuple(values.shape))
-    for name, part in quantise_minmax(values, found).items():
+    for name, part in quantize_minmax(values, found).items():
         setattr(matrix, name, nn.Parameter(part, requires_grad=False))
     return matrix
 
@@ -58,7 +59,7 @@ def joined(kinds: dict[str, str], experts: int | None = None, bias: bool = False
 
 def values_of(found: Joined, name: str) -> Tensor:
     weight = spot_of(found, name).weight
-    values = weight.dequantise() if isinstance(weight, PackedMatrix) else weight
+    values = weight.dequantize() if isinstance(weight, PackedMatrix) else weight
     rows = spot_of(found, name).rows
     return values if rows is None else values[..., rows, :]
 
@@ -147,7 +148,7 @@ def one_by_one(found: Experts, x: Tensor, chosen: Tensor, shares: Tensor) -> Ten
     """The sum over each token's experts, in plain loops."""
 
     def of(weight, e: int) -> Tensor:
-        return (weight.dequantise() if isinstance(weight, PackedMatrix) else weight)[e]
+        return (weight.dequantize() if isinstance(weight, PackedMatrix) else weight)[e]
 
     out = torch.zeros_like(x)
     for n, row in enumerate(chosen.tolist()):
@@ -174,7 +175,7 @@ def test_experts_in_small_pieces_and_joined(n: int, monkeypatch: pytest.MonkeyPa
     x, shares = noise(n, IN), noise(n, 3).softmax(-1)
     chosen = torch.stack([torch.randperm(7, generator=torch.Generator().manual_seed(i))[:3] for i in range(n)])
     expected = experts_of(7, "q5_1")(x, chosen, shares)
-    monkeypatch.setattr("toolkit.weights.schemes.CHUNK_WEIGHTS", 2 * 128 * IN)
+    monkeypatch.setattr("toolkit.weights.packed.CHUNK_WEIGHTS", 2 * 128 * IN)
     monkeypatch.setattr("toolkit.models.layers.DENSE_VALUES", 3 * n * IN)
     assert torch.allclose(experts_of(7, "q5_1", join=True)(x, chosen, shares), expected, atol=1e-5)
     assert torch.allclose(experts_of(7, join=True)(x, chosen, shares), experts_of(7)(x, chosen, shares), atol=1e-5)
@@ -196,7 +197,7 @@ def test_embedding_rows_and_the_table_on_the_host(kind: str) -> None:
     initialise(table, CPU, 0)
     hold(table, kind)
     ids = torch.tensor([[30, 0, 7], [7, 7, 1]])
-    whole = table.weight.dequantise() if kind in SCHEMES else table.weight
+    whole = table.weight.dequantize() if kind in SCHEMES else table.weight
     rows = table(ids)
     assert rows.shape == (2, 3, IN)
     assert torch.equal(rows, whole[ids] * 3.0)
@@ -265,9 +266,9 @@ def test_a_scheme_is_set_by_name_and_refused_where_rows_do_not_divide() -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_packed_product_in_pieces(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     matrix, x = packed(noise(50, IN), scheme), noise(2, 3, IN)
-    exact = x @ matrix.dequantise().T
+    exact = x @ matrix.dequantize().T
     assert torch.allclose(matmul(x, matrix), exact, atol=LIBRARY * 4)
-    monkeypatch.setattr("toolkit.weights.schemes.CHUNK_WEIGHTS", 7 * IN)
+    monkeypatch.setattr("toolkit.weights.packed.CHUNK_WEIGHTS", 7 * IN)
     assert torch.allclose(matmul(x, matrix), exact, atol=LIBRARY * 4)
     assert matmul(x.bfloat16(), matrix).dtype == torch.bfloat16
 

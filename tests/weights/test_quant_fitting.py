@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from toolkit.core.errors import ModelError
-from toolkit.weights.fitting import quantise_hqq, quantise_minmax
-from toolkit.weights.schemes import SCHEMES, Scheme, dequantise
+from toolkit.weights.fitting import quantize_hqq, quantize_minmax
+from toolkit.weights.packed import dequantize
+from toolkit.weights.schemes import SCHEMES, Scheme
 
-METHODS = {"min-max": quantise_minmax, "hqq": quantise_hqq}
+METHODS = {"min-max": quantize_minmax, "hqq": quantize_hqq}
 IN = 512
 
 
@@ -30,7 +31,7 @@ def snr(values: Tensor, back: Tensor) -> float:
 
 
 def there_and_back(method: str, values: Tensor, scheme: Scheme) -> Tensor:
-    return dequantise(scheme, METHODS[method](values, scheme))
+    return dequantize(scheme, METHODS[method](values, scheme))
 
 
 # Signal to noise in dB on normal weights, less half a decibel: (min-max, HQQ). 6 dB a bit.
@@ -126,7 +127,7 @@ def test_what_no_scale_holds_is_refused_by_name(bad: float, method: str) -> None
 
 def test_rows_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ModelError, match="rows of 48 don't divide by 32"):
-        quantise_minmax(torch.zeros(2, 48), SCHEMES["int4-g32"])
+        quantize_minmax(torch.zeros(2, 48), SCHEMES["int4-g32"])
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -9,8 +9,9 @@ import torch
 
 import toolkit as tk
 from toolkit.core.errors import ModelError
+from toolkit.weights.packed import PackedMatrix, dequantize, pack_codes, unpack_codes
 from toolkit.weights.repacking import GGUF_KINDS, from_stored, pack, scheme_of
-from toolkit.weights.schemes import SCHEMES, PackedMatrix, dequantise, pack_codes, unpack_codes
+from toolkit.weights.schemes import SCHEMES
 
 KINDS = list(GGUF_KINDS)
 
@@ -41,7 +42,7 @@ def test_dequantises_as_the_gguf_package_bit_for_bit(kind: str, columns: int) ->
     assert {n: (p.dtype, p.shape) for n, p in parts.items()} == {
         n: (dtype, (7, columns // per)) for n, (dtype, per) in scheme.parts().items()
     }
-    ours = dequantise(scheme, parts).numpy()
+    ours = dequantize(scheme, parts).numpy()
     theirs = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind]).reshape(7, columns)
     assert np.array_equal(bits(ours), bits(theirs))
 
@@ -53,7 +54,7 @@ def test_values_at_the_ends_of_what_a_block_holds() -> None:
         blocks[row, :4] = np.array([d, dmin], np.float16).view(np.uint8)
     with np.errstate(invalid="ignore"):
         theirs = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q4_K)
-    ours = dequantise(SCHEMES["q4_k"], from_stored("Q4_K", {"blocks": torch.from_numpy(blocks)}, 256)).numpy()
+    ours = dequantize(SCHEMES["q4_k"], from_stored("Q4_K", {"blocks": torch.from_numpy(blocks)}, 256)).numpy()
     numbers = ~np.isnan(theirs)
     assert np.array_equal(np.isnan(ours), ~numbers)
     assert np.array_equal(bits(ours)[numbers], bits(theirs)[numbers])
@@ -119,8 +120,8 @@ def test_integer_codes_are_packed_exactly(bits_: int, group: int, columns: int, 
     assert scheme is not None
     exact = ((codes.float().unflatten(-1, (-1, group)) - zeros.float()[..., None]) * scales.float()[..., None]).flatten(-2)
     raw = {"codes": codes, "scales": scales, "zeros": zeros}
-    assert torch.equal(dequantise(scheme, from_stored("HQQ", raw, columns, scheme)), exact)
-    assert torch.equal(dequantise(scheme, from_stored("HQQ", raw, columns)), exact)
+    assert torch.equal(dequantize(scheme, from_stored("HQQ", raw, columns, scheme)), exact)
+    assert torch.equal(dequantize(scheme, from_stored("HQQ", raw, columns)), exact)
 
 
 def test_eight_bit_codes_around_128_are_packed_exactly() -> None:
@@ -131,14 +132,14 @@ def test_eight_bit_codes_around_128_are_packed_exactly() -> None:
     assert scheme is SCHEMES["int8-g128"]
     raw = {"codes": codes, "scales": scales, "zeros": torch.full_like(scales, 128)}
     exact = ((codes.float() - 128).unflatten(-1, (2, 256)) * scales.float()[..., None]).flatten(-2)
-    assert torch.equal(dequantise(scheme, from_stored("GPTQ", raw, 512, scheme)), exact)
+    assert torch.equal(dequantize(scheme, from_stored("GPTQ", raw, 512, scheme)), exact)
 
 
 def test_packing_with_minima() -> None:
     codes, scales, minima = torch.arange(64)[None] % 16, torch.tensor([[0.5, 2.0]]), torch.tensor([[1.0, -3.0]])
     parts = pack(SCHEMES["q4_1"], codes, scales, minima)
     exact = torch.cat([codes[:, :32] * 0.5 - 1, codes[:, 32:] * 2.0 + 3], -1)
-    assert torch.equal(dequantise(SCHEMES["q4_1"], parts), exact)
+    assert torch.equal(dequantize(SCHEMES["q4_1"], parts), exact)
 
 
 @pytest.mark.parametrize(("scheme", "columns", "groups"), [("int4-g128", 512, 8), ("int4-g32", 40, 1), ("q4_k", 256, 8)])

@@ -15,7 +15,8 @@ from toolkit.gpu.device import Device
 from toolkit.loading.checkpoint import find_dtype
 from toolkit.models import ARCHITECTURES
 from toolkit.models.layers import Joined, set_scheme
-from toolkit.weights.schemes import PackedMatrix, find_scheme
+from toolkit.weights.packed import PackedMatrix
+from toolkit.weights.schemes import find_scheme
 
 
 def to_plain(model: Any) -> dict[str, Any]:

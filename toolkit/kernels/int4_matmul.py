@@ -31,7 +31,8 @@ from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors
 from toolkit.kernels.checks import check_tensor
 from toolkit.kernels.early import await_previous, let_next_begin, take_turn
 from toolkit.kernels.packed import activate, block_product, load_activations, load_tiles, quantise_blocks
-from toolkit.weights.schemes import Scheme, dequantise, find_scheme
+from toolkit.weights.packed import dequantize
+from toolkit.weights.schemes import Scheme, find_scheme
 
 BLOCK = 32  # activations that share a scale
 LIMITS = {"int8": 127, "bf16": 32512}  # the largest integer an activation becomes: one digit, or 127 * 256
@@ -206,7 +207,7 @@ class Int4Matmul(Kernel):
         parts = {name: inputs[name] for name in scheme.parts()}
         step = max(1, (1 << 26) // shape.k)
         chunks = [{name: part[i : i + step] for name, part in parts.items()} for i in range(0, shape.n, step)]
-        y = torch.cat([(x.double() @ dequantise(scheme, chunk).double().T).float() for chunk in chunks], -1)
+        y = torch.cat([(x.double() @ dequantize(scheme, chunk).double().T).float() for chunk in chunks], -1)
         if shape.activation != "none":
             gate, up = y.chunk(2, -1)
             y = (F.silu(gate) if shape.activation == "silu" else F.gelu(gate, approximate="tanh")) * up

@@ -4,7 +4,7 @@
 """x times a packed matrix, transposed, for the many tokens of a prompt: tiles are dequantised on their way to tensor cores.
 
 Bound by the tensor cores' rate. The bf16 matrix never exists: a program loads a tile's packed words, makes bf16 values of
-them in registers, those of `quant.dequantise` but for a last bit now and then, and multiplies; the next program does so
+them in registers, those of `packed.dequantize` but for a last bit now and then, and multiplies; the next program does so
 again, which is why tiles are tall in tokens. A code becomes a float by being put into a mantissa, without a conversion
 instruction (as Kim et al., arXiv 2211.10017, do for halves). Sums are fp32, in one order: the result is deterministic.
 """
@@ -25,7 +25,8 @@ from torch import Tensor
 from toolkit.core.errors import ModelError
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors
 from toolkit.kernels.checks import check_tensor
-from toolkit.weights.schemes import dequantise, find_scheme
+from toolkit.weights.packed import dequantize
+from toolkit.weights.schemes import find_scheme
 
 ACTIVATIONS = ("none", "silu", "gelu_tanh")
 COUNTERS = 1024  # tiles of a result whose sums are split: more tiles than these fill any GPU without
@@ -116,7 +117,7 @@ class Int4Prefill(Kernel):
         out = x.new_empty(shape.m, shape.n)
         for start in range(0, shape.n, ROWS_AT_ONCE):
             rows = slice(start, start + ROWS_AT_ONCE)
-            weights = dequantise(scheme, {name: inputs[name][rows] for name in scheme.parts()}, torch.bfloat16)
+            weights = dequantize(scheme, {name: inputs[name][rows] for name in scheme.parts()}, torch.bfloat16)
             out[:, rows] = x @ weights.float().T
         if shape.activation != "none":
             gate, up = out.chunk(2, -1)

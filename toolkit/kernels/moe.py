@@ -28,7 +28,8 @@ from toolkit.kernels.checks import check_tensor
 from toolkit.kernels.early import await_previous, let_next_begin, take_turn
 from toolkit.kernels.int4_matmul import BLOCK, _randomise, quantise_activations
 from toolkit.kernels.packed import activate, block_product, load_activations, load_tiles, quantise_blocks
-from toolkit.weights.schemes import Scheme, dequantise, find_scheme
+from toolkit.weights.packed import dequantize
+from toolkit.weights.schemes import Scheme, find_scheme
 
 EIGHT = 8  # inner activations that share a scale: as few as one block of the first product makes
 QUANTISED = 16  # blocks of x that a program makes integers of
@@ -211,7 +212,7 @@ def matrix(shape: MoeShape, inputs: Tensors, prefix: str, expert: Tensor | None)
     parts = {name: inputs[f"{prefix}_{name}"] for name in scheme.parts()}
     if expert is not None:
         parts = {name: part.index_select(0, expert.view(1))[0] for name, part in parts.items()}
-    return dequantise(scheme, parts).double()
+    return dequantize(scheme, parts).double()
 
 
 def route(shape: MoeShape, inputs: Tensors) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,8 @@ from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors
 from toolkit.kernels.checks import check_tensor
 from toolkit.kernels.int4_matmul import _randomise
 from toolkit.kernels.int4_prefill import ACTIVATIONS, _activated, _dot, _held, _load, _weights, _words
-from toolkit.weights.schemes import Scheme, dequantise, find_scheme
+from toolkit.weights.packed import dequantize
+from toolkit.weights.schemes import Scheme, find_scheme
 
 SORTED_AT_ONCE = 4096  # pairs of token and expert
 SUMMED_AT_ONCE = 1024  # columns
@@ -144,7 +145,7 @@ class MoePrefill(Kernel):
     def _matrix(shape: ExpertsShape, inputs: Tensors, prefix: str, expert: int) -> Tensor:
         scheme = shape.matrices[prefix][0]
         parts = {name: inputs[f"{prefix}_{name}"][expert] for name in scheme.parts()}
-        return dequantise(scheme, parts, torch.bfloat16).float()
+        return dequantize(scheme, parts, torch.bfloat16).float()
 
     def outputs(self, shape: Shape, inputs: Tensors) -> dict[str, Tensor]:
         """The result; pairs sorted by expert, where each expert's begin, the inner activations in that order, pairs' rows."""

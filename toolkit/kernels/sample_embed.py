@@ -24,7 +24,8 @@ from toolkit.kernels import noise
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, config_grid
 from toolkit.kernels.checks import check_tensor
 from toolkit.kernels.early import take_turn
-from toolkit.weights.schemes import SCHEMES, Scheme, dequantise, find_scheme
+from toolkit.weights.packed import dequantize
+from toolkit.weights.schemes import SCHEMES, Scheme, find_scheme
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 INDEX, STEP = tl.constexpr(noise.INDEX), tl.constexpr(noise.STEP)
@@ -124,7 +125,7 @@ class SampleEmbed(Kernel):
             scores = torch.where(temperature > 0, scores.double() * (1 / temperature) + drawn, scores.double())
         token = scores.nan_to_num(math.inf, math.inf, -math.inf).argmax(-1, keepdim=True)
         parts = {name: inputs[name].index_select(0, token) for name in _table_parts(shape)}
-        row = dequantise(shape.scheme, parts, DTYPES[shape.dtype]) if shape.scheme else parts["table"]
+        row = dequantize(shape.scheme, parts, DTYPES[shape.dtype]) if shape.scheme else parts["table"]
         row = row if float(shape.scale) == 1.0 else row * float(shape.scale)
         return (token, row, inputs["step"] + 1) if shape.draw else (token, row)
 
@@ -247,7 +248,7 @@ def _weights(
     HIDDEN: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr,
     CENTRE: tl.constexpr,
 ):  # fmt: skip
-    """The values fp32 at columns `k` of row `token`, rounded where `quant.dequantise` rounds; plain where BITS is 0."""
+    """The values fp32 at columns `k` of row `token`, rounded where `packed.dequantize` rounds; plain where BITS is 0."""
     if BITS == 0:
         return tl.load(codes_ptr + token * HIDDEN + k).to(tl.float32)
     if BITS == 8:

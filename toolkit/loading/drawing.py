@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from toolkit.gpu.device import Device
 from toolkit.loading.progress import Watch
-from toolkit.weights.schemes import PackedMatrix, Scheme
+from toolkit.weights.packed import PackedMatrix
+from toolkit.weights.schemes import Scheme
 
 STD = 0.02
 FINE = (32, 64)  # 8-bit scales and minima are drawn from here; with 6 bits they go up to 63

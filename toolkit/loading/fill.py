@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from toolkit.loading.layout import parts_of, stored_scheme
 from toolkit.loading.progress import Watch
 from toolkit.models.layers import Source, spot
-from toolkit.weights.fitting import quantise_minmax
+from toolkit.weights.fitting import quantize_minmax
+from toolkit.weights.packed import PackedMatrix, dequantize
 from toolkit.weights.repacking import from_stored
-from toolkit.weights.schemes import PackedMatrix, Scheme, dequantise
+from toolkit.weights.schemes import Scheme
 from toolkit.weights.stored import Stored, Weights
 
 CHUNK_BYTES = 256 << 20  # that cross at a time where nothing is to be converted
@@ -132,7 +133,7 @@ class Filler:
             return raw["values"].to(dtype)
         scheme = stored_scheme(stored)
         if scheme is not None:
-            return dequantise(scheme, from_stored(stored.kind, raw, stored.columns, scheme), dtype)
+            return dequantize(scheme, from_stored(stored.kind, raw, stored.columns, scheme), dtype)
         codes, scales, zeros = (raw[name].float() for name in ("codes", "scales", "zeros"))
         groups = codes.unflatten(-1, (scales.shape[-1], -1))
         return ((groups - zeros[..., None]) * scales[..., None]).flatten(-2).to(dtype)
@@ -142,7 +143,7 @@ class Filler:
         if stored_scheme(stored) == scheme:
             return from_stored(stored.kind, raw, stored.columns, scheme)
 
-        return quantise_minmax(self._values(stored, raw, torch.float32), scheme)
+        return quantize_minmax(self._values(stored, raw, torch.float32), scheme)
 
 
 def spans(matrices: int, rows: int, step: int, whole: bool) -> Iterator[Span]:

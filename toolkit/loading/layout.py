@@ -15,9 +15,10 @@ from toolkit.core.errors import FormatError, ModelError
 from toolkit.gpu.device import Device
 from toolkit.loading.checkpoint import Checkpoint
 from toolkit.models.layers import Embedding, Joined, Linear, Source, Spot, set_scheme, spot
+from toolkit.weights.packed import PackedMatrix
 from toolkit.weights.recipes import Recipe
 from toolkit.weights.repacking import scheme_of
-from toolkit.weights.schemes import PackedMatrix, Scheme
+from toolkit.weights.schemes import Scheme
 from toolkit.weights.stored import Stored, Weights
 
 TOGETHER = "Check that config and weights belong together"

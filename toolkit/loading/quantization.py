@@ -24,11 +24,12 @@ from toolkit.core.errors import ModelError, unknown_name
 from toolkit.loading.quantization_report import Matrix, Quantisation
 from toolkit.models.layers import Embedding, Joined, Linear
 from toolkit.text.prompts import prompt_ids
-from toolkit.weights.fitting import quantise_hqq, quantise_minmax
+from toolkit.weights.fitting import quantize_hqq, quantize_minmax
+from toolkit.weights.packed import PackedMatrix, dequantize
 from toolkit.weights.recipes import Recipe, recipe
-from toolkit.weights.schemes import PackedMatrix, Scheme, dequantise, find_scheme
+from toolkit.weights.schemes import Scheme, find_scheme
 
-METHODS = {"min-max": quantise_minmax, "hqq": quantise_hqq}
+METHODS = {"min-max": quantize_minmax, "hqq": quantize_hqq}
 TEXT = "Water boils at 100 degrees Celsius at sea level. The capital of France is Paris, and its river is the Seine."
 CHUNK_WEIGHTS = 1 << 24  # read and measured at a time: what this takes is bounded by 0.6 GiB, or by one expert
 LOWEST_SNR_DB = 6.0  # below it a matrix stays plain: its numbers are too small for scales in fp16
@@ -162,9 +163,9 @@ def pack_weight(weight: Tensor | PackedMatrix, scheme: Scheme, fit: Fit, name: s
     worst = torch.zeros((), device=device)
     for start in range(0, weight.shape[0], step):
         some = {part: tensor[start : start + step] for part, tensor in held.items()}
-        values = dequantise(weight.scheme, some) if isinstance(weight, PackedMatrix) else some["values"].float()
+        values = dequantize(weight.scheme, some) if isinstance(weight, PackedMatrix) else some["values"].float()
         parts = fit(values, scheme, name)
-        error = dequantise(scheme, parts).sub_(values)
+        error = dequantize(scheme, parts).sub_(values)
         signal += values.square().sum(dtype=torch.float64)
         worst = torch.maximum(worst, error.abs().amax())
         noise += error.square_().sum(dtype=torch.float64)

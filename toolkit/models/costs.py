@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.core.display import render
-from toolkit.weights.schemes import PackedMatrix
+from toolkit.weights.packed import PackedMatrix
 
 
 @dataclass(frozen=True)

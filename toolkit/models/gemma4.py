@@ -26,7 +26,7 @@ from toolkit.models.gemma4_names import SKIPPED, names_gguf, names_hf
 from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, Residual, RMSNorm, initialise, to_dtype
 from toolkit.ops import HeadLayout
 from toolkit.ops.reference.attention import cached_attention, causal_attention, rope_of, rotate
-from toolkit.weights.schemes import PackedMatrix
+from toolkit.weights.packed import PackedMatrix
 
 if TYPE_CHECKING:
     from toolkit.gpu.device import Device

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from toolkit import ops
-from toolkit.weights.schemes import PackedMatrix, Scheme, experts_matmul
+from toolkit.weights.packed import PackedMatrix, experts_matmul
+from toolkit.weights.schemes import Scheme
 
 DENSE_VALUES = 1 << 24  # outputs at a time where every expert sees every token: bounds what lies between its matrices
 TRACED_TOKENS = 512  # taken to be so many where a graph is made for any number

@@ -12,7 +12,8 @@ from toolkit.gpu.virtual.effects.effect import Effect, nbytes
 from toolkit.gpu.virtual.effects.operations import rule
 from toolkit.ops.define import Problem, aligned, call, define, dtype_name, launches, on_gpu
 from toolkit.ops.products import ACTIVATIONS, FUSED
-from toolkit.weights.schemes import SCHEMES, PackedMatrix, dequantise
+from toolkit.weights.packed import PackedMatrix, dequantize
+from toolkit.weights.schemes import SCHEMES
 
 LEAST = 32  # numbers that share a scale of activations: rows of a step divide by it
 
@@ -68,7 +69,7 @@ def _named(parts: Sequence[Tensor], scheme: str, prefix: str = "") -> dict[str, 
 def _some(parts: Sequence[Tensor], scheme: str, numbers: Tensor, dtype: torch.dtype) -> Tensor:
     """The values of some matrices of a stack: [n, out, in]."""
     chosen = {name: part.index_select(0, numbers) for name, part in _named(parts, scheme).items()}
-    return dequantise(SCHEMES[scheme], chosen, dtype)
+    return dequantize(SCHEMES[scheme], chosen, dtype)
 
 
 def _gated(x: Tensor, up: Tensor, down: Tensor, activation: str) -> Tensor:
@@ -86,8 +87,8 @@ def _moe_reference(
     out = _experts_reference(x, chosen, shares, up, down, scheme, down_scheme, activation)
     if gate is None:
         return out
-    own = dequantise(SCHEMES[scheme], _named(shared_up, scheme), x.dtype)[None]
-    back = dequantise(SCHEMES[down_scheme], _named(shared_down, down_scheme), x.dtype)[None]
+    own = dequantize(SCHEMES[scheme], _named(shared_up, scheme), x.dtype)[None]
+    back = dequantize(SCHEMES[down_scheme], _named(shared_down, down_scheme), x.dtype)[None]
     return torch.addcmul(out, _gated(x[None], own, back, activation)[0], gate.sigmoid())
 
 

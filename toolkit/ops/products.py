@@ -13,7 +13,8 @@ from torch import Tensor
 from toolkit.gpu.virtual.effects.effect import Effect, nbytes
 from toolkit.gpu.virtual.effects.operations import rule
 from toolkit.ops.define import Problem, aligned, call, counters, define, launches, on_gpu
-from toolkit.weights.schemes import SCHEMES, PackedMatrix, packed_matmul
+from toolkit.weights.packed import PackedMatrix, packed_matmul
+from toolkit.weights.schemes import SCHEMES
 
 DECODED = 8  # tokens up to which a product is that of decoding, bound by the matrix's bytes
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -12,7 +12,8 @@ from toolkit.gpu.virtual.effects.effect import Effect, nbytes
 from toolkit.gpu.virtual.effects.operations import rule
 from toolkit.kernels.noise import gumbel
 from toolkit.ops.define import Problem, call, counters, define, dtype_name, launches
-from toolkit.weights.schemes import SCHEMES, PackedMatrix, dequantise
+from toolkit.weights.packed import PackedMatrix, dequantize
+from toolkit.weights.schemes import SCHEMES
 
 
 def sample_embed(
@@ -33,7 +34,7 @@ def sample_embed(
 def _row(parts: Sequence[Tensor], scheme: str, dtype: torch.dtype, scale: float, token: Tensor) -> Tensor:
     rows = [part.index_select(0, token) for part in parts]
     names = SCHEMES[scheme].parts() if scheme else ()
-    row = dequantise(SCHEMES[scheme], dict(zip(names, rows, strict=True)), dtype) if scheme else rows[0]
+    row = dequantize(SCHEMES[scheme], dict(zip(names, rows, strict=True)), dtype) if scheme else rows[0]
     return row if scale == 1.0 else row * scale
 
 

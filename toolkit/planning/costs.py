@@ -22,7 +22,7 @@ from toolkit.core.display import render
 from toolkit.core.errors import ModelError
 from toolkit.gpu.catalogue import CATALOGUE, GpuSpec
 from toolkit.models.costs import Cost, named_weights
-from toolkit.weights.schemes import PackedMatrix
+from toolkit.weights.packed import PackedMatrix
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -22,7 +22,7 @@ from toolkit.gpu.virtual.allocator.blocks import Blocks
 from toolkit.kernels.kv_codes import KV_SCHEMES
 from toolkit.models.cache import Recurrent, Ring
 from toolkit.vram.what_if import CONTEXT_BYTES
-from toolkit.weights.schemes import PackedMatrix
+from toolkit.weights.packed import PackedMatrix
 
 if TYPE_CHECKING:
     import pandas as pd

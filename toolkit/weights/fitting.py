@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from toolkit.core.errors import ModelError
-from toolkit.weights.schemes import Scheme, pack_codes
+from toolkit.weights.packed import pack_codes
+from toolkit.weights.schemes import Scheme
 
 CHUNK_WEIGHTS = 1 << 24  # fitted at a time: about 24 bytes of scratch each
 LARGEST = 65504.0  # of a weight: what fp16 can hold
@@ -24,7 +25,7 @@ _NORM, _BETA, _GROWTH, _ITERATIONS = 0.7, 10.0, 1.01, 20
 Fit = Callable[[Tensor, Scheme], tuple[Tensor, Tensor]]
 
 
-def quantise_minmax(values: Tensor, scheme: Scheme, name: str = "weights") -> dict[str, Tensor]:
+def quantize_minmax(values: Tensor, scheme: Scheme, name: str = "weights") -> dict[str, Tensor]:
     """The parts of `values` [..., out, in] (any float dtype) in `scheme`: scales that reach each group's extremes.
 
     K formats also try narrower scales and keep, in each group, the one of least squared error. Groups of zeros come back as
@@ -34,8 +35,8 @@ def quantise_minmax(values: Tensor, scheme: Scheme, name: str = "weights") -> di
     return _in_chunks(values, scheme, name, _fit_least_squares if scheme.steps else _fit_minmax)
 
 
-def quantise_hqq(values: Tensor, scheme: Scheme, name: str = "weights") -> dict[str, Tensor]:
-    """As `quantise_minmax`, with offsets (scales, where a scheme has no offset) refined by half-quadratic splitting.
+def quantize_hqq(values: Tensor, scheme: Scheme, name: str = "weights") -> dict[str, Tensor]:
+    """As `quantize_minmax`, with offsets (scales, where a scheme has no offset) refined by half-quadratic splitting.
 
     After Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models" (Mobius Labs, 2023,
     mobiusml.github.io/hqq_blog): |error|^0.7 is split into a sparse part and a quadratic one, solved in turns. Each group

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from toolkit.core.errors import ModelError
-from toolkit.weights.schemes import SCHEMES, Scheme, pack_codes
+from toolkit.weights.packed import pack_codes
+from toolkit.weights.schemes import SCHEMES, Scheme
 
 CODED = ("GPTQ", "AWQ", "HQQ")  # stored as integer codes with scales and zeros, read by `pack`
 
