@@ -203,7 +203,7 @@ def test_what_it_takes_was_foreseen(exported):
 
 
 def test_a_budget_below_the_floor_is_refused_before_any_work(model, tmp_path):
-    with pytest.raises(tk.BudgetError, match="smallest budget that would do"):
+    with pytest.raises(tk.BudgetError, match="Use a budget of at least"):
         tk.export(model, tmp_path / "out", budget="16 MiB", context=64, progress=False)
     assert not (tmp_path / "out").exists()
 
@@ -301,7 +301,7 @@ def test_what_is_wrong_is_told_before_anything_is_loaded(model, tmp_path, monkey
     out, asked = tmp_path / "out", {"progress": False, "device": "cpu"}
     with pytest.raises(ModelError, match="positions for"):
         tk.export("random/gemma4-31b", out, context=1, **asked)
-    with pytest.raises(tk.BudgetError, match="smallest budget"):
+    with pytest.raises(tk.BudgetError, match="Use a budget of at least"):
         tk.export("random/gemma4-31b", out, budget="1 GiB", **asked)
     with pytest.raises(ModelError, match="of this variant"):
         tk.export("random/gemma4-e2b", out, **asked)

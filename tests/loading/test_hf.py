@@ -304,7 +304,7 @@ def test_folders_that_are_refused(tmp_path):
         hf.wrap(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}')
     (tmp_path / "mine.py").write_text("raise SystemExit('ran')")
-    with pytest.raises(FormatError, match="can't load it"):
+    with pytest.raises(FormatError, match="cannot load it"):
         hf.wrap(tmp_path)
 
 

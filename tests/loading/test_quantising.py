@@ -125,7 +125,7 @@ def test_rows_that_do_not_divide_stay_plain_and_are_named() -> None:
     model = build("qwen3", intermediate_size=320)
     new = quantize(model, "int4-g128", progress=False)
     left = {m.name: m.why for m in new.quantisation.left}
-    assert left == {f"layers.{i}.mlp.down.weight": "rows of 320 don't divide by 128" for i in range(2)}
+    assert left == {f"layers.{i}.mlp.down.weight": "rows of 320 are not a multiple of 128" for i in range(2)}
     assert new.layers[0].mlp.down.weight is model.layers[0].mlp.down.weight
     assert "layers.0.mlp.down.weight" in repr(new.quantisation)
 
@@ -142,7 +142,7 @@ def test_quantising_again() -> None:
     """What is in the scheme already is shared; the rest is measured against what it held, not what it was at first."""
     model = build("qwen3")
     once = quantize(model, "int8", progress=False)
-    with pytest.raises(ModelError, match="held so already"):
+    with pytest.raises(ModelError, match="already in this scheme"):
         quantize(once, "int8", progress=False)
     twice = quantize(once, "int4-g32", progress=False)
     row = next(m for m in twice.quantisation.matrices if m.name == "layers.1.mlp.down.weight")
@@ -212,7 +212,7 @@ def test_what_is_not_known_or_not_ours_is_refused() -> None:
         quantize(model, "int4-g32", method="hq", progress=False)
     with pytest.raises(ModelError, match="none of the toolkit's layers"):
         quantize(torch.nn.Linear(3, 3), "int4-g32", progress=False)
-    with pytest.raises(ModelError, match="rows of 40 don't divide"):
+    with pytest.raises(ModelError, match="rows of 40 are not a multiple"):
         quantize(build("qwen3", hidden_size=40, head_dim=10, intermediate_size=24), "int4-g128", progress=False)
     with pytest.raises(ModelError, match="without a tokenizer"):
         quantize(model, "int4-g32", progress=False, prompt="a text")

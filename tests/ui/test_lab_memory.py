@@ -136,7 +136,7 @@ def test_out_of_memory_in_a_load_says_who_held_what(app: Lab, monkeypatch: pytes
     done(app)
     assert app.model is None
     assert "tk-why" in app.load_status.value
-    assert "Held then:" in app.load_status.value
+    assert "Allocated at that moment:" in app.load_status.value
     _, use = panel.uses[1]
     assert use.shortage is not None
     assert "out of memory" in panel.measured.table

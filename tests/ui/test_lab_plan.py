@@ -74,7 +74,7 @@ def test_the_slider_plans_again_once_there_is_a_plan(app: Lab) -> None:
     app.plan.budget_field.value = GiB // 2
     assert app.wait(60)
     assert app.plan.plan.budget_bytes == GiB // 2
-    assert "smallest budget that would do" in app.plan.view.value
+    assert "Use a budget of at least" in app.plan.view.value
 
 
 def test_a_context_that_the_model_has_not_is_lowered(exporter: Exporter) -> None:

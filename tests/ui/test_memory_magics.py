@@ -107,7 +107,7 @@ def test_hidden_state_is_named_and_released(shell, run):
 def test_one_cell_under_a_budget_says_why_it_failed(shell, run):
     said = run("%%memory --budget '64 MiB'\nkept = torch.ones(40 << 18, device=d)\nkept * 2")
     assert not shell.last_execution_result.success
-    assert "40.0 MiB asked for by kept * 2 in cell" in said
+    assert "40.0 MiB requested by kept * 2 in cell" in said
     assert "held by `kept`" in said
     assert "del kept: saves 40.0 MiB, enough" in said
     assert said.count("What would help") == 1

@@ -53,7 +53,7 @@ def test_bars_stand_on_each_other_and_stay_in_the_picture():
 
 def test_what_does_not_fit_is_said_and_a_budget_beside_it_is_drawn():
     page = shown(budget="512 MiB")._repr_html_()
-    assert "smallest budget that would do" in page
+    assert "Use a budget of at least" in page
     assert "stroke-dasharray" in page
     assert "Fits." not in page
 

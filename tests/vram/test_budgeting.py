@@ -46,7 +46,7 @@ def test_what_does_not_fit_fails_with_pytorchs_error_and_who_held_what(gpu):
         logits.float()
     (note,) = caught.value.__notes__
     assert "Tried to allocate 48.0 MiB" in str(caught.value)
-    assert "48.0 MiB asked for by logits.float() in" in note
+    assert "48.0 MiB requested by logits.float() in" in note
     assert "24.0 MiB: logits = ones(24, torch.bfloat16) in" in note
     assert "held by `logits`" in note
     assert "del logits: saves 24.0 MiB, enough" in note
@@ -84,11 +84,11 @@ def test_graphs_weights_and_states_have_their_proposals(gpu):
 
 def test_a_budget_below_what_is_held_says_by_whom(gpu):
     held = ones(48)
-    with pytest.raises(BudgetError, match=r"48\.0 MiB are allocated already") as caught:
+    with pytest.raises(BudgetError, match=r"48\.0 MiB are already allocated") as caught:
         tk.budget("32 MiB")
     assert caught.value.facts["allocated_bytes"] == gpu.memory().allocated_bytes
     del held
-    with pytest.raises(BudgetError, match=r"no less than 2\.00 MiB"):
+    with pytest.raises(BudgetError, match=r"at least 2\.00 MiB"):
         tk.budget("1 MiB")
     with pytest.raises(BudgetError, match="the card has"):
         tk.budget("2 TiB")
@@ -131,7 +131,7 @@ def script(text):
 
 def test_without_any_gpu_it_says_how_to_have_one():
     done = script("import toolkit as tk; tk.budget('8 GiB')")
-    assert 'no GPU is in use. Open one that needs none: tk.device("virtual:8GiB")' in done.stderr
+    assert 'no GPU is in use. Open a virtual one: tk.device("virtual:8GiB")' in done.stderr
 
 
 def test_a_script_that_runs_out_says_why():

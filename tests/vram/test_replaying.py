@@ -41,7 +41,7 @@ def test_a_run_that_fits_says_what_it_takes():
     assert done.fits
     assert (done.peak_allocated_bytes, done.peak_reserved_bytes) == (9 * MiB, 20 * MiB)
     assert (done.idle_at_peak_bytes, done.context_bytes) == (17 * MiB, CONTEXT_BYTES)
-    assert repr(done) == "fits in 1.00 GiB: at most 9.00 MiB allocated, 20.0 MiB reserved, 85% of it idle then"
+    assert repr(done) == "fits in 1.00 GiB: at most 9.00 MiB allocated, 20.0 MiB reserved, 85% of that idle"
 
 
 def test_whole_cached_segments_are_given_back_before_anything_is_refused():
@@ -58,10 +58,10 @@ def test_a_run_that_does_not_fit_names_the_line_and_what_was_in_the_way():
     assert failure is not None
     assert (failure.row, failure.time_ns, failure.cell, failure.step) == (30, 30, 7, 3)
     assert (failure.asked_bytes, failure.allocated_bytes, failure.in_pieces_bytes) == (15 * MiB, 180 * MiB, 20 * MiB)
-    want = "fails at cell 7 line 3: 15.0 MiB asked, 180 MiB allocated, 20.0 MiB reserved but in pieces"
-    assert repr(done) == f"{want}; expandable_segments would fit"
+    want = "fails at cell 7 line 3: 15.0 MiB requested, 180 MiB allocated, 20.0 MiB reserved but fragmented"
+    assert repr(done) == f"{want}; fits with expandable_segments"
     assert replay(trace, capacity_bytes=205 * MiB, context_bytes=0, settings=Settings(expandable_segments=True)).fits
-    assert "would fit" not in repr(replay(trace, capacity_bytes=190 * MiB, context_bytes=0))
+    assert "fits with" not in repr(replay(trace, capacity_bytes=190 * MiB, context_bytes=0))
 
 
 def test_the_context_takes_its_share():

@@ -1,7 +1,7 @@
-"""From what the user calls a model to an opened checkpoint: config, weights by name, tokenizer; checked, nothing read.
+"""Open a checkpoint by name or path: config, names of weights and tokenizer are checked, and no weight is read.
 
-A demo model, a Hugging Face folder, a GGUF file, or shapes alone (random/NAME). Which architectures there are, and what
-their weights are called, the models say; this file knows none by name.
+A checkpoint is a demo model, a Hugging Face folder, a GGUF file, or shapes alone (random/NAME). `toolkit.models` defines the
+architectures and the names of their weights.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ DTYPES = {
     "float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
     "float16": torch.float16, "fp16": torch.float16, "half": torch.float16,
 }  # fmt: skip
-_STORAGE = ("quantization_config", "compression_config")  # how weights are stored: the formats' business, not the models'
-_TWINS = re.compile(r"(.*\.)?(lm_head|output)\.weight")  # the head, which tied models hold a second time
+_STORAGE = ("quantization_config", "compression_config")  # describes the file format, not the architecture
+_TWINS = re.compile(r"(.*\.)?(lm_head|output)\.weight")  # the head, which some checkpoints of tied models store again
 _TABLES = re.compile(r".*rotary_emb\.inv_freq")
-_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")  # of a split model
-_LISTED = 5  # names in a message; its facts hold them all
+_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")  # second and later files of a split model
+_LISTED = 5  # names shown in an error message; `error.facts` has all of them
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint: its weights, the architecture they are of, and everything needed to build the model.
+    """An opened checkpoint: everything that is needed to build and fill the model.
 
-    `weights` is None for random/NAME, whose weights are drawn. `names`: our weight names to where they are stored.
-    `skipped`: stored tensors of parts that are left out (vision, audio, drafting), or that are there twice.
+    `weights` is None for random/NAME. `names` maps our weight names to stored tensors. `skipped` lists stored tensors that are
+    not loaded: parts that are left out (vision, audio, drafting) and duplicates.
     """
 
     path: Path
@@ -56,13 +56,13 @@ class Checkpoint:
     architecture: ModuleType
     config: Any
     names: Mapping[str, Source]
-    dtype: torch.dtype  # what the model computes in unless asked otherwise
+    dtype: torch.dtype  # default dtype of computation
     tokenizer: Tokenizer | None = None
     skipped: tuple[str, ...] = ()
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open what `load` takes and check it (names, tokenizer) without reading a weight."""
+    """Open the checkpoint that `load` was given, and check names and tokenizer without reading a weight."""
     asked = os.fspath(path)
     shape = _random(asked)
     if shape is not None:
@@ -73,16 +73,16 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if known > checkpoint.config.vocab_size:
         raise FormatError(
             f"tokenizer of {found}",
-            f"it has {known:,} tokens, the model knows {checkpoint.config.vocab_size:,}",
+            f"it has {known:,} tokens, but the model has {checkpoint.config.vocab_size:,}",
             "Use the tokenizer that belongs to these weights",
         )
     return checkpoint
 
 
 def resolve(asked: str) -> Path:
-    """The folder or GGUF file that the user means by `asked`; a ToolkitError that says what would do, otherwise.
+    """Return the folder or GGUF file for `asked`. Raises ToolkitError, with a proposal, if there is none.
 
-    GGUF files are known by how they begin, whatever they are called; a folder without a config.json may hold one of them.
+    GGUF files are recognized by their first bytes or their name. A folder without a config.json may contain one GGUF model.
     """
     family, _, name = asked.partition("/")
     if family == "demo":
@@ -96,36 +96,34 @@ def resolve(asked: str) -> Path:
         raise pickled(path)
     if path.suffix == ".safetensors" and os.path.isfile(path):
         if not (path.parent / "config.json").exists():
-            raise FormatError(
-                f"model {path}", "weights alone, without a config.json beside them", "Give a folder that has both"
-            )
+            raise FormatError(f"model {path}", "there is no config.json next to the weights", "Pass a folder that has both")
         return path.parent
     if asked and os.path.isdir(path):
         return _gguf_in(path) or path
     if asked and _is_gguf(path):
         return path
-    if asked and os.path.exists(path):  # as `isdir`, no exception for any name
-        raise FormatError(f"model {path}", "neither a folder nor a .gguf file", "Give a Hugging Face folder or a .gguf file")
-    do = 'Give "demo/qwen3", "random/qwen3-8b", a Hugging Face folder, or a .gguf file'
+    if asked and os.path.exists(path):  # unlike Path.exists, never raises
+        raise FormatError(f"model {path}", "neither a folder nor a .gguf file", "Pass a Hugging Face folder or a .gguf file")
+    do = 'Pass "demo/qwen3", "random/qwen3-8b", a Hugging Face folder, or a .gguf file'
     if asked.count("/") == 1 and not asked.startswith((".", "~", "/")) and "\\" not in asked:
-        do += f". Nothing is downloaded for you; from the Hub: hf download {asked} --local-dir {name}"
+        do += f". Models are not downloaded automatically. From the Hub: hf download {asked} --local-dir {name}"
     raise FormatError(f"model {asked!r}", "no such file or folder", do)
 
 
 def _gguf_in(folder: Path) -> Path | None:
-    """The model that a folder of .gguf files without a config.json is; None where it has none. FormatError for several."""
+    """Return the GGUF model in a folder without a config.json, or None. Raises FormatError if there are several."""
     if (folder / "config.json").exists():
         return None
     files = sorted(file for file in folder.glob("*.gguf") if _is_gguf(file))
     first = [file for file in files if not _LATER_PART.search(file.name)]
     if len(first) > 1:
         found = f"{len(first)} models: {_listed([file.name for file in first])}"
-        raise FormatError(f"model {folder}", found, f'Give one of them: "{first[0]}"')
+        raise FormatError(f"model {folder}", found, f'Pass one of them: "{first[0]}"')
     return first[0] if first else None
 
 
 def _is_gguf(path: Path) -> bool:
-    """Does a regular file begin as GGUF files do, or say by its name that it is one?"""
+    """Return whether a regular file is a GGUF file, by its name or its first bytes."""
     if not os.path.isfile(path):
         return False
     if path.suffix.lower() == ".gguf":
@@ -138,18 +136,18 @@ def _is_gguf(path: Path) -> bool:
 
 
 def find_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """The dtype called `dtype`, which models compute in; None for None. A ToolkitError otherwise."""
+    """Return the dtype of that name, or None for None. Raises ToolkitError if models cannot compute in it."""
     if isinstance(dtype, str):
         if dtype.removeprefix("torch.") not in DTYPES:
             raise unknown_name("dtype", dtype, DTYPES)
         return DTYPES[dtype.removeprefix("torch.")]
     if dtype is not None and dtype not in COMPUTED:
-        raise ModelError(f"dtype={dtype!r}", "not one that models compute in", "Use float32, bfloat16 or float16")
+        raise ModelError(f"dtype={dtype!r}", "models cannot compute in it", "Use float32, bfloat16 or float16")
     return dtype
 
 
 def _random(asked: str) -> Checkpoint | None:
-    """The shapes that "random/NAME" asks for; None where it asks for something else."""
+    """Return the checkpoint for "random/NAME", or None if `asked` is something else."""
     family, _, name = asked.partition("/")
     if family != "random" or os.path.exists(asked):
         return None
@@ -198,20 +196,20 @@ def _architecture(name: object, asked: str, classes: object = None) -> ModuleTyp
     known = ", ".join(ARCHITECTURES)
     if isinstance(name, str) and name in ARCHITECTURES:
         return ARCHITECTURES[name]
-    what = "it doesn't say its architecture" if name is None else f"its architecture is {name!r:.60}"
+    what = "it does not state its architecture" if name is None else f"its architecture is {name!r:.60}"
     also = f" ({', '.join(map(str, classes))[:80]})" if isinstance(classes, list) and classes else ""
     raise ModelError(asked, what + also, f"This version loads: {known}", architecture=name, known=list(ARCHITECTURES))
 
 
 def _check_counts(path: Path, config: Any, weights: Weights) -> None:
-    """Refuse a config with more layers than there are tensors, before its names (2**31 layers' worth?) are listed."""
+    """Refuse a config with more layers than tensors before building a list of names, which could have 2**31 entries."""
     if config.num_hidden_layers > len(weights.stored):
-        found = f"the config has {config.num_hidden_layers:,} layers, the weights are {len(weights.stored):,} tensors"
+        found = f"the config has {config.num_hidden_layers:,} layers, but there are only {len(weights.stored):,} tensors"
         raise FormatError(f"model {path}", found, "Check that config and weights belong together")
 
 
 def _most(stored: Iterable[Stored]) -> torch.dtype:
-    """The dtype that most bytes are stored in; bfloat16 where that is a quantised one or none to compute in."""
+    """Return the dtype of most stored bytes, or bfloat16 if that is a quantized type or not one to compute in."""
     totals: dict[torch.dtype | None, int] = {}
     for tensor in stored:
         totals[tensor.dtype] = totals.get(tensor.dtype, 0) + tensor.nbytes
@@ -222,7 +220,7 @@ def _most(stored: Iterable[Stored]) -> torch.dtype:
 def _check_names(
     path: Path, architecture: ModuleType, config: Any, names: Mapping[str, Source], weights: Weights
 ) -> tuple[str, ...]:
-    """Every weight of the model is in the file, and every tensor of the file has its place. Returns those left out."""
+    """Check that the file has every weight of the model and no unknown tensor. Returns the tensors that are skipped."""
     stored, wanted = weights.stored, {name for source in names.values() for name in source.names}
     left = [name for name in stored if name not in wanted]
     skipped = tuple(name for name in left if _is_skipped(name, architecture, config))
@@ -232,15 +230,15 @@ def _check_names(
         found = f"{len(missing):,} of {len(wanted):,} tensors are missing: {_listed(missing)}"
         raise FormatError(asked, found, nearest(missing[0], unknown), missing=missing, unknown=unknown)
     if unknown:
-        found = f"{len(unknown):,} tensors have no place in this architecture: {_listed(unknown)}"
+        found = f"{len(unknown):,} tensors are not part of this architecture: {_listed(unknown)}"
         near = difflib.get_close_matches(unknown[0], wanted, n=1, cutoff=0.5)
-        do = f"The nearest it has is {near[0]!r}: check" if near else "Check"
+        do = f"The nearest name that it has is {near[0]!r}. Check" if near else "Check"
         raise FormatError(asked, found, f"{do} that config and weights belong together", unknown=unknown)
     return skipped
 
 
 def _is_skipped(name: str, architecture: ModuleType, config: Any) -> bool:
-    """Of a part that is left out, or what some checkpoints hold and none needs: the tied head again, rotary tables."""
+    """Return whether a tensor is skipped: part of a left-out component, a copy of the tied head, or a rotary table."""
     if any(re.match(p, name) for p in (*getattr(architecture, "SKIPPED", ()), *getattr(config, "skipped", ()))):
         return True
     return bool((config.tie_word_embeddings and _TWINS.fullmatch(name)) or _TABLES.fullmatch(name))

@@ -1,6 +1,7 @@
-"""Random weights of a model's real shapes, drawn where they will stay: for speed, memory and copies, which don't depend on
-values. Matrices have a standard deviation of about STD in any scheme, norms are one: activations stay finite however many
-layers there are. The same seed gives the same weights on the same device. Knows no model.
+"""Draw random weights of a model's real shapes on the device, for measurements of speed, memory and copies.
+
+These do not depend on the values. Matrices have a standard deviation of about STD in any scheme and norm weights are one, so
+activations stay finite at any depth. The same seed gives the same weights on the same type of device.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from toolkit.weights.packed import PackedMatrix
 from toolkit.weights.schemes import Scheme
 
 STD = 0.02
-FINE = (32, 64)  # 8-bit scales and minima are drawn from here; with 6 bits they go up to 63
+FINE = (32, 64)  # range of 8-bit scales and minima; 6-bit ones go up to 63
 
 
 def draw(model: nn.Module, device: Device, seed: int, watch: Watch) -> None:
-    """Give every parameter of `model`, whose memory is allocated, a value. No temporaries, no host memory.
+    """Fill every parameter of `model` in place, without temporaries and without host memory.
 
-    A module whose vectors are neither norms nor biases says the range of each: `INITIAL = {"decay": (-16.0, -0.01)}`.
+    A module whose vectors are neither norms nor biases states their ranges: `INITIAL = {"decay": (-16.0, -0.01)}`.
     """
     generator = None if device.torch.type == "vgpu" else torch.Generator(device.torch).manual_seed(seed)
     watch.begin(sum(parameter.nbytes for parameter in model.parameters()))
@@ -42,14 +43,14 @@ def draw(model: nn.Module, device: Device, seed: int, watch: Watch) -> None:
 
 
 def _draw_part(part: Tensor, name: str, scheme: Scheme, generator: torch.Generator | None) -> None:
-    """One of the tensors of a packed matrix: uniform codes, and scales that give them STD."""
+    """Fill one tensor of a packed matrix: uniform codes, and scales such that the values have standard deviation STD."""
     levels = 1 << scheme.bits
-    step = STD * math.sqrt(12 / (levels * levels - 1))  # uniform codes vary by sqrt((levels^2 - 1) / 12)
+    step = STD * math.sqrt(12 / (levels * levels - 1))  # the standard deviation of uniform codes is sqrt((levels^2 - 1) / 12)
     middle = (levels - 1) / 2
     fine = sum(FINE) / 2 if scheme.steps else 1.0
     if name in ("codes", "high"):
         if part.device.type == "cpu" and part.is_contiguous() and part.nbytes % 8 == 0:
-            # there one number is drawn after the other: of eight bytes each, every bit at random
+            # the CPU draws sequentially: eight random bytes per draw are eight times as fast
             part.flatten().view(torch.int64).random_(torch.iinfo(torch.int64).min, None, generator=generator)
         else:
             signed = part.dtype == torch.int8

@@ -1,7 +1,7 @@
-"""Weights from a checkpoint into the memory that waits for them: some rows at a time, converted on the device.
+"""Copy weights from a checkpoint into allocated device memory, a few rows at a time, and convert them on the device.
 
-The host touches no byte that it needn't: rows cross as they are stored, straight from the mapped file, and are repacked,
-dequantised, quantised or cast where they arrive. What that takes beside the weights is bounded by `Filler.scratch_bytes`.
+Rows are copied as stored, directly from the mapped file. They are repacked, dequantized, quantized or cast on the device. The
+additional device memory is bounded by `Filler.scratch_bytes`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from toolkit.weights.repacking import from_stored
 from toolkit.weights.schemes import Scheme
 from toolkit.weights.stored import Stored, Weights
 
-CHUNK_BYTES = 256 << 20  # that cross at a time where nothing is to be converted
-SCRATCH_BYTES = 256 << 20  # of the device for what is being converted; less where the largest weight is smaller
-# Bytes of scratch that a weight takes at most while it is converted (tests/loading/test_loading_int4.py measures).
+CHUNK_BYTES = 256 << 20  # copied at a time if nothing is converted
+SCRATCH_BYTES = 256 << 20  # device memory for conversion; less if the largest weight is smaller
+# Maximum scratch bytes per weight during conversion (measured by tests/loading/test_loading_int4.py).
 UNPACKING, QUANTISING = 16, 24
 
 
 @dataclass(frozen=True)
 class Span:
-    """Rows `r0` to `r1` of the matrices `m0` to `m1` of a stack; several matrices only with all their rows."""
+    """Rows `r0` to `r1` of matrices `m0` to `m1` of a stack. Several matrices always have all of their rows."""
 
     m0: int
     m1: int
@@ -39,7 +39,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Filler:
-    """Puts stored weights where they belong in a model whose memory is allocated."""
+    """Copy stored weights into a model whose memory is allocated."""
 
     weights: Weights
     device: torch.device
@@ -47,7 +47,7 @@ class Filler:
     watch: Watch
 
     def fill(self, model: nn.Module, names: Mapping[str, Source]) -> None:
-        """Every weight, in the order in which the file holds them, so that a disk is read forward."""
+        """Copy every weight, in the order of the file, so that the disk is read sequentially."""
 
         def position(ours: str) -> tuple[str, int]:
             first = self.weights.find(names[ours].names[0])
@@ -70,13 +70,13 @@ class Filler:
         return map(self.weights.find, source.names)
 
     def _bytes(self, source: Source, stored: Stored) -> int:
-        """How many of the file's bytes `source` takes of a stored tensor."""
+        """Return how many bytes of a stored tensor `source` uses."""
         if source.rows is None:
             return stored.nbytes
         return stored.nbytes * (source.rows.stop - source.rows.start) // stored.shape[-2]
 
     def _whole(self, stored: Stored, source: Source, target: Tensor) -> None:
-        """A weight that is reshaped or changed: never a large one, so it crosses at once and passes through fp32."""
+        """Copy a weight that is reshaped or transformed. It is never large, so it is copied at once, through fp32."""
         values = self._values(stored, self._across(self.weights.raw(stored.name)), torch.float32)
         values = values.view(stored.shape if source.shape is None else source.shape)
         values = values if source.rows is None else values[..., source.rows, :]
@@ -84,9 +84,9 @@ class Filler:
         self.watch.step(self._bytes(source, stored), stored.name)
 
     def _rows(self, stored: Stored, source: Source, target: Mapping[str, Tensor], scheme: Scheme | None) -> None:
-        """A matrix or a stack of them, some rows at a time."""
+        """Copy a matrix or a stack of matrices, a few rows at a time."""
         matrices, rows = next(iter(target.values())).shape[:2]
-        height = stored.rows // matrices  # of a stored matrix: more than `rows` where it holds two of ours
+        height = stored.rows // matrices  # rows per stored matrix: more than `rows` if it contains two of ours
         first = 0 if source.rows is None else source.rows.start
         total, done, told = self._bytes(source, stored), 0, 0
         step = max(1, self._weights_at_once(stored, target, scheme) // stored.columns)
@@ -106,7 +106,7 @@ class Filler:
             self.watch.step(step_bytes, stored.name)
 
     def _weights_at_once(self, stored: Stored, target: Mapping[str, Tensor], scheme: Scheme | None) -> int:
-        """How many weights may cross together for what converting them takes."""
+        """Return how many weights can be copied together within the scratch memory."""
         if scheme is not None:
             return self.scratch_bytes // (UNPACKING if scheme == stored_scheme(stored) else QUANTISING)
         if stored.dtype is None:
@@ -123,12 +123,12 @@ class Filler:
             values = self._values(stored, self._across(raw), target.dtype)
         else:
             values = raw["values"]
-            if stored.dtype != target.dtype:  # a copy that casts would cast on the host
+            if stored.dtype != target.dtype:  # otherwise copy_ would cast on the host
                 values = values.to(self.device)
         target.copy_(values.view(target.shape))
 
     def _values(self, stored: Stored, raw: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """The values [rows, columns] of raw rows on the device, in `dtype`."""
+        """Return the values [rows, columns] of raw rows on the device, in `dtype`."""
         if stored.dtype is not None:
             return raw["values"].to(dtype)
         scheme = stored_scheme(stored)
@@ -139,7 +139,7 @@ class Filler:
         return ((groups - zeros[..., None]) * scales[..., None]).flatten(-2).to(dtype)
 
     def _packed(self, stored: Stored, raw: Mapping[str, Tensor], scheme: Scheme) -> dict[str, Tensor]:
-        """The parts [rows, elements] of raw rows on the device, as `scheme` holds them."""
+        """Return the parts [rows, elements] of raw rows on the device, packed in `scheme`."""
         if stored_scheme(stored) == scheme:
             return from_stored(stored.kind, raw, stored.columns, scheme)
 
@@ -147,7 +147,7 @@ class Filler:
 
 
 def spans(matrices: int, rows: int, step: int, whole: bool) -> Iterator[Span]:
-    """Stacked `matrices` of `rows` in runs of at most `step` rows: of several matrices where `whole` ones are neighbours."""
+    """Yield spans of at most `step` rows of a stack. A span covers several matrices only if `whole` ones are contiguous."""
     if whole and rows <= step:
         many = step // rows
         for m in range(0, matrices, many):
@@ -159,5 +159,5 @@ def spans(matrices: int, rows: int, step: int, whole: bool) -> Iterator[Span]:
 
 
 def scratch_for(largest_bytes: int) -> int:
-    """What may be used beside the weights, of which the largest takes `largest_bytes`."""
+    """Return the scratch bytes for a model whose largest weight has `largest_bytes`."""
     return min(SCRATCH_BYTES, largest_bytes)

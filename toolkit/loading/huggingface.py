@@ -1,8 +1,8 @@
-"""Anyone's model: a causal language model of transformers, driven by the toolkit's decode strategies.
+"""Run any causal language model of transformers under the toolkit's decode strategies.
 
-`wrap` gives it the face that the toolkit's own models have, so that generate, compare, record, copies and memory work on
-it: embeddings in, a static cache on the device, logits out. Its own `generate` stays available as a decode loop called
-"hf-generate". Knows transformers and no architecture; transformers is imported only here, when asked for.
+`wrap` gives a model the interface of the toolkit's own models, so that `tk.generate`, `tk.compare` and `tk.record` work on it:
+embeddings in, a static cache on the device, logits out. The model's own `generate` is available as the decode loop
+"hf-generate". transformers is imported when `wrap` is called.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HF_GENERATE = "hf-generate"
 
 @dataclass(frozen=True)
 class Config:
-    """What the toolkit asks of any model's config; `model_type` is transformers' name of the architecture."""
+    """The config fields that the toolkit needs; `model_type` is transformers' name of the architecture."""
 
     model_type: str
     vocab_size: int
@@ -43,14 +43,14 @@ class Config:
 
 
 def wrap(model: str | os.PathLike[str] | nn.Module, device: Device | str = "auto", dtype: torch.dtype | None = None) -> HfModel:
-    """A model of transformers on `device`, ready for `tk.generate` and `tk.compare`.
+    """Return a model of transformers on `device`, ready for `tk.generate` and `tk.compare`.
 
-    `model` is a local folder (safetensors only; no code of the checkpoint is run, nothing is downloaded) or an instance of
-    a causal language model. An instance is moved, put into eval mode and, where a `dtype` is given, converted in place, as
-    its own `.to()` does; with device "auto" it stays where it is. Weights pass through host memory whole.
+    `model` is a local folder (safetensors only; no code of the checkpoint is run, and nothing is downloaded) or an instance of
+    a causal language model. An instance is moved to `device`, put into eval mode, and converted in place if `dtype` is given.
+    With device "auto" it is not moved. Weights are loaded through host memory.
 
-    Raises ToolkitError where transformers isn't installed, FormatError for a folder it can't load, ModelError for what is
-    no causal language model or is spread over several devices.
+    Raises ToolkitError if transformers is not installed, FormatError for a folder that it cannot load, and ModelError if
+    `model` is not a causal language model or is spread over several devices.
     """
     transformers = _transformers()
     if isinstance(model, nn.Module):
@@ -63,12 +63,12 @@ def wrap(model: str | os.PathLike[str] | nn.Module, device: Device | str = "auto
     target = open_device(str(here) if isinstance(model, nn.Module) and device == "auto" else device)
     try:
         if dtype is not None:
-            for parameter in inner.parameters():  # not buffers: rotary frequencies stay fp32
+            for parameter in inner.parameters():  # buffers are not converted: rotary frequencies stay fp32
                 parameter.data = parameter.data.to(dtype)
         inner.to(target.torch)
     except (ValueError, NotImplementedError) as error:
-        do = f'Load it on {target.name} yourself, and wrap it with device="auto"'
-        raise ModelError(f"{type(inner).__name__} on {target.name}", f"it can't be moved ({error!s:.120})", do) from error
+        do = f'Load it on {target.name} yourself, and pass device="auto"'
+        raise ModelError(f"{type(inner).__name__} on {target.name}", f"it cannot be moved ({error!s:.120})", do) from error
     wrapped = HfModel(inner.eval(), target)
     if folder is not None and folder.is_dir():
         wrapped.tokenizer = tokenizers.from_folder(folder)
@@ -80,23 +80,23 @@ def _transformers() -> Any:
         import transformers
     except ImportError as error:
         do = "Install the extra: pip install 'decode-toolkit[hf]'"
-        raise ToolkitError('engine="hf"', f"transformers can't be imported ({error!s:.120})", do) from error
+        raise ToolkitError('engine="hf"', f"transformers cannot be imported ({error!s:.120})", do) from error
     return transformers
 
 
 def _from_folder(transformers: Any, folder: Path, dtype: torch.dtype | None) -> nn.Module:
     asked = f'model {folder} with engine="hf"'
     if not (folder / "config.json").is_file():
-        raise FormatError(asked, "no folder with a config.json", "Give a Hugging Face folder on this machine, or an instance")
+        raise FormatError(asked, "not a folder with a config.json", "Pass a local Hugging Face folder, or an instance")
     options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True, "dtype": dtype or "auto"}
     logging = transformers.utils.logging
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         inner: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(str(folder), **options)
-    except Exception as error:  # what a checkpoint of any architecture can fail with is anyone's guess
-        found = f"transformers {transformers.__version__} can't load it: {type(error).__name__}: {error!s:.300}"
-        do = "It must be a causal language model with safetensors, and no code of its own"
+    except Exception as error:  # any architecture may raise any exception
+        found = f"transformers {transformers.__version__} cannot load it: {type(error).__name__}: {error!s:.300}"
+        do = "The folder must have a causal language model in safetensors files that needs no code of its own"
         raise FormatError(asked, found, do) from error
     finally:
         if bars:
@@ -110,23 +110,23 @@ def _folder_of(model: nn.Module) -> Path | None:
 
 
 def _check(inner: nn.Module) -> None:
-    """Refuse what no decode loop here can drive."""
+    """Raise ModelError for models that no decode loop can run."""
     asked = f"wrapping a {type(inner).__name__}"
     config, generate = getattr(inner, "config", None), getattr(inner, "generate", None)
     if config is None or not callable(generate) or getattr(config, "is_encoder_decoder", False):
-        do = "Give what AutoModelForCausalLM.from_pretrained returns"
+        do = "Pass a model that AutoModelForCausalLM.from_pretrained returns"
         raise ModelError(asked, "not a causal language model of transformers", do)
     places = {str(parameter.device) for parameter in inner.parameters()}
     if len(places) != 1 or "meta" in places or len(set((getattr(inner, "hf_device_map", None) or {"": 0}).values())) > 1:
-        do = "Load it whole onto one device (no device_map)"
-        raise ModelError(asked, f"its weights are on {', '.join(sorted(places)) or 'no device'}, some maybe offloaded", do)
+        do = "Load the whole model onto one device (without device_map)"
+        raise ModelError(asked, f"its weights are on {', '.join(sorted(places)) or 'no device'}, and some may be offloaded", do)
 
 
 class HfModel(Shown):
-    """A causal language model of transformers with the face of the toolkit's own. Made by `wrap`; `inner` is the model.
+    """A causal language model of transformers with the interface of the toolkit's models. `inner` is the model.
 
-    Our strategies feed it embeddings (with the per-layer rows of models that have such) and a StaticCache; what copies
-    happen inside of it are transformers' own, and are counted like any. `loops` holds its own generate.
+    The toolkit's strategies pass it embeddings (with the rows of per-layer embeddings, if the model has them) and a
+    StaticCache. Copies inside the model are counted like any others. `loops` holds its own generate.
     """
 
     def __init__(self, inner: Any, device: Device) -> None:
@@ -140,7 +140,7 @@ class HfModel(Shown):
         self.only_loops = self._undrivable()
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """ids [B, T] -> logits [B, T, vocab], fp32."""
+        """Return fp32 logits [B, T, vocab] for ids [B, T]."""
         logits: Tensor = self.inner(input_ids=ids, use_cache=False).logits
         return logits.float()
 
@@ -151,18 +151,18 @@ class HfModel(Shown):
         return self.inner.named_parameters()  # type: ignore[no-any-return]
 
     def new_cache(self, context: int, kv: str | None = None) -> HfCache:
-        """A StaticCache for `context` tokens. ModelError where the model can't be driven by our strategies, and for a `kv`."""
+        """Return a StaticCache for `context` tokens. Raises ModelError if `kv` is given or if no strategy can run the model."""
         if kv is not None:
-            raise ModelError(f"a cache with kv={kv!r}", "it is transformers' own, and plain", "Leave kv= away")
+            raise ModelError(f"a cache with kv={kv!r}", "the cache of transformers is not quantized", "Leave out kv=")
         if self.only_loops is not None:
             asked = f"decoding {type(self.inner).__name__} with a strategy of the toolkit"
             raise ModelError(asked, self.only_loops, f'Use decode="{HF_GENERATE}", its own loop')
         return HfCache(self.inner.config, context, self.device.torch)
 
     def advance(self, x: Tensor, positions: Tensor, cache: HfCache, length: int) -> Tensor:
-        """Feed `x` (what `embed` gave) at `positions` [T]; the last token's logits [1, 1, vocab], which `logits` passes on."""
+        """Run `x` (from `embed`) at `positions` [T] and return the logits [1, 1, vocab] of the last token."""
         if length > cache.context:
-            raise ModelError(f"{length:,} tokens", f"the cache has room for {cache.context:,}", "Give a larger context=")
+            raise ModelError(f"{length:,} tokens", f"the cache has room for {cache.context:,}", "Pass a larger context=")
         given: dict[str, Any] = {"inputs_embeds": x, "past_key_values": cache.states, "use_cache": True}
         if len(self.embed.tables) > 1:
             layers = self.config.num_hidden_layers
@@ -176,18 +176,18 @@ class HfModel(Shown):
         return logits[:, -1:]
 
     def logits(self, x: Tensor) -> Tensor:
-        """fp32 logits of what `advance` returned."""
+        """Return the result of `advance` as fp32."""
         return x.float()
 
     @torch.no_grad()
     def hf_generate(
         self, ids: Sequence[int], limit: int, sampling: Any, ends: Collection[int], cancel: threading.Event
     ) -> Generator[tuple[int, int], None, None]:
-        """`generate` of transformers itself: (token, when the host knew it in ns), after the fact.
+        """Run `generate` of transformers and yield (token, time in ns at which the host knew it) when it has finished.
 
-        A streamer would add a copy to every step, so tokens are told once all are there. Steps are marked where forward
-        passes begin: what prepares a step's inputs counts to the step before. Greedy, or drawn from torch's generator,
-        seeded: other draws than those of the toolkit's strategies. Settings of the model's generation_config are set aside.
+        A streamer would add a copy to every step, so tokens are yielded only at the end. A step begins with its forward pass;
+        preparing its inputs counts as part of the previous step. Sampling uses torch's seeded generator, so it draws other
+        tokens than the toolkit's strategies. The model's own generation_config is ignored.
         """
         watch = _Watch(self.device, cancel)
         config = _generation_config(self.inner, limit, sampling, ends)
@@ -206,7 +206,7 @@ class HfModel(Shown):
         yield from zip(map(int, tokens.tolist()), watch.known_ns, strict=False)
 
     def _undrivable(self) -> str | None:
-        """Why our strategies can't drive this model; None where they can."""
+        """Return why the toolkit's strategies cannot run this model, or None if they can."""
         missing = [name for name in ("inputs_embeds", "past_key_values") if name not in self._takes]
         if missing:
             return f"its forward takes no {' and no '.join(missing)}"
@@ -218,19 +218,19 @@ class HfModel(Shown):
 
 
 class Rows(nn.Module):
-    """Embedding tables looked up together: their rows side by side. The first is the model's, the second per layer."""
+    """Look up several embedding tables and concatenate their rows: the model's table, then its per-layer table."""
 
     def __init__(self, tables: Sequence[nn.Module]) -> None:
         super().__init__()
         self.tables = nn.ModuleList(tables)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids of any shape -> [*ids.shape, sum of the tables' widths]."""
+        """Return rows [*ids.shape, sum of the widths of the tables]."""
         rows = [table(ids) for table in self.tables]
         return rows[0] if len(rows) == 1 else torch.cat(rows, -1)
 
     def on_host(self) -> Rows:
-        """The same tables on the CPU."""
+        """Return a copy of the tables on the CPU."""
         tensors: list[Tensor] = [*self.parameters(), *self.buffers()]
         there = {
             id(t): nn.Parameter(t.detach().cpu(), requires_grad=False) if isinstance(t, nn.Parameter) else t.cpu()
@@ -240,7 +240,7 @@ class Rows(nn.Module):
 
 
 class HfCache:
-    """A StaticCache of transformers, which counts positions itself, and the slots that a prefill names."""
+    """A StaticCache of transformers, which counts positions itself, and the slot indices for a prefill."""
 
     def __init__(self, config: Any, context: int, device: torch.device) -> None:
         from transformers import StaticCache
@@ -250,17 +250,17 @@ class HfCache:
         self.context = context
 
     def free(self) -> None:
-        """Let go of the device memory now, even where a traceback still holds this object."""
+        """Free the device memory now, even if a traceback keeps this object alive."""
         self.states.layers.clear()
         self.slots = torch.empty(0)
 
 
 class _CancelledError(Exception):
-    """Leaves `generate` between two steps."""
+    """Raised to leave `generate` between two steps."""
 
 
 class _Watch:
-    """Sees every forward pass begin: marks the steps, notes when each token was known, and stops on `cancel`."""
+    """A hook on every forward pass: marks the steps, records when each token was known, and stops on `cancel`."""
 
     def __init__(self, device: Device, cancel: threading.Event) -> None:
         self.device, self.cancel = device, cancel
@@ -268,7 +268,7 @@ class _Watch:
         self.steps.enter_context(device.step(0, "prefill"))
         self.passes = 0
         self.known_ns: list[int] = []
-        self.fed: list[Tensor] = []  # the token that each pass after the first was given [1]
+        self.fed: list[Tensor] = []  # the input token [1] of each pass after the first
 
     def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self.passes:
@@ -291,14 +291,14 @@ def _config(inner: Any) -> Config:
         vocab_size=int(text.vocab_size),
         hidden_size=int(text.hidden_size),
         num_hidden_layers=int(text.num_hidden_layers),
-        max_position_embeddings=int(most) if most else 1 << 20,  # no positions, no limit
+        max_position_embeddings=int(most) if most else 1 << 20,  # no position embeddings: no limit
         eos_token_ids=tuple(ends) if isinstance(ends, list | tuple) else () if ends is None else (int(ends),),
         tie_word_embeddings=bool(getattr(text, "tie_word_embeddings", False)),
     )
 
 
 def _per_layer(inner: Any) -> list[nn.Module]:
-    """The table of per-layer inputs, of a model that has one: left to itself, it would search for the tokens embedded."""
+    """Return the table of per-layer inputs, if any. Without its rows, the model would search for the embedded tokens."""
     table = getattr(inner.get_decoder(), "embed_tokens_per_layer", None)
     return [table] if isinstance(table, nn.Module) else []
 
@@ -318,7 +318,7 @@ def _generation_config(inner: Any, limit: int, sampling: Any, ends: Collection[i
 
 @contextmanager
 def _seeded(sampling: Any, device: Device) -> Iterator[None]:
-    """torch's generator at the seed, and afterwards where it was."""
+    """Seed torch's generator, and restore its state afterwards."""
     cards = [device.torch] if device.torch.type == "cuda" else []
     with torch.random.fork_rng(cards, enabled=sampling.temperature > 0):
         if sampling.temperature > 0:

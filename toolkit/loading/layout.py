@@ -1,5 +1,5 @@
-"""How a model will be held, decided on "meta" before a byte is allocated: what scheme or dtype each weight gets, which
-matrices become one, and how many bytes that takes. Knows shapes, no values and no device memory."""
+"""Decide how a model is stored, on "meta" before anything is allocated: the scheme or dtype of each weight, and which matrices
+are fused into one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOGETHER = "Check that config and weights belong together"
 
 @dataclass(frozen=True)
 class Fused:
-    """Matrices that read the same input and became one: their `names`, in how many layers, how many matrices were made."""
+    """Matrices with the same input that were fused: their `names`, the number of layers, and of fused matrices."""
 
     names: tuple[str, ...]
     layers: int
@@ -39,13 +39,13 @@ class Fused:
 
 @dataclass(frozen=True)
 class Layout:
-    """A model on "meta" whose parameters say what is to be allocated, and what was joined to get there."""
+    """A model on "meta", whose parameters describe the memory to allocate, and the matrices that were fused."""
 
     model: Any
     fused: tuple[Fused, ...]
 
     def held(self) -> Counter[str]:
-        """Bytes by scheme, or by dtype where a weight is plain."""
+        """Return bytes by scheme, or by dtype for plain weights."""
         found: Counter[str] = Counter()
         seen: set[int] = set()
         for module in self.model.modules():
@@ -58,15 +58,15 @@ class Layout:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """ "bfloat16" for torch.bfloat16."""
+    """Return the name of a dtype: "bfloat16" for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
 def lay_out(checkpoint: Checkpoint, device: Device, dtype: torch.dtype, scheme: Recipe | str | None, fuse: bool) -> Layout:
-    """The model of `checkpoint`, still on "meta", as `scheme` wants it held.
+    """Return the model of `checkpoint` on "meta", with each weight in its scheme.
 
-    `scheme`: None for as stored, "none" for plain in `dtype`, or a recipe. Raises FormatError where a stored tensor doesn't
-    have the shape that the config asks for, ModelError where a model of these sizes can't be.
+    `scheme` is None (as stored), "none" (plain in `dtype`), or a recipe. Raises FormatError if a stored tensor does not have
+    the shape that follows from the config, or if no model of these sizes can exist.
     """
     model = _build(checkpoint, device, dtype)
     if checkpoint.weights is not None:
@@ -80,7 +80,7 @@ def lay_out(checkpoint: Checkpoint, device: Device, dtype: torch.dtype, scheme: 
 
 
 def stored_scheme(stored: Stored) -> Scheme | None:
-    """The scheme that holds a stored tensor without changing a value; None for plain numbers, and where there is none."""
+    """Return the scheme that stores a tensor without changing a value; None for plain tensors, or if there is none."""
     if stored.dtype is not None:
         return None
     return scheme_of(stored.kind, stored.bits, stored.group, stored.columns, stored.centred)
@@ -89,18 +89,18 @@ def stored_scheme(stored: Stored) -> Scheme | None:
 def _build(checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> Any:
     try:
         model = checkpoint.architecture.Model(checkpoint.config, device, dtype)
-    except RuntimeError as error:  # sizes whose product no tensor can have
-        found = f"a model of these sizes can't be ({error!s:.120})"
+    except RuntimeError as error:  # the number of elements is too large for a tensor
+        found = f"a model of these sizes cannot exist ({error!s:.120})"
         raise FormatError(f"config of {checkpoint.path}", found, "Check the sizes in the config") from error
     named = {id(place.weight) for place in (spot(model, name) for name in checkpoint.names)}
     orphans = [name for name, parameter in model.named_parameters() if id(parameter) not in named]
     if orphans:
-        raise ModelError(f"model {checkpoint.path}", f"nothing says where {orphans[0]} is stored", TOGETHER, missing=orphans)
+        raise ModelError(f"model {checkpoint.path}", f"it has no stored tensor for {orphans[0]}", TOGETHER, missing=orphans)
     return model
 
 
 def _scheme(checkpoint: Checkpoint, name: str, source: Source, place: Spot, scheme: Recipe | str | None) -> Scheme | None:
-    """The scheme of one weight; None for plain. Only weights that are multiplied or looked up have one."""
+    """Return the scheme of one weight, or None for plain. Only matrices and embedding tables have a scheme."""
     if scheme == "none" or place.leaf != "weight" or not isinstance(place.owner, Linear | Embedding) or source.change:
         return None
     if isinstance(scheme, Recipe):
@@ -113,7 +113,7 @@ def _scheme(checkpoint: Checkpoint, name: str, source: Source, place: Spot, sche
 
 
 def _join(model: Any) -> tuple[Fused, ...]:
-    """Join what can be joined; what was, by the names of the parts, in the order in which the model has them."""
+    """Fuse the matrices that can be fused. Returns one record per group of names, in the order of the model."""
     layers: dict[tuple[str, ...], set[str]] = {}
     matrices: Counter[tuple[str, ...]] = Counter()
     for path, module in list(model.named_modules()):
@@ -124,7 +124,7 @@ def _join(model: Any) -> tuple[Fused, ...]:
 
 
 def _check_shapes(model: Any, checkpoint: Checkpoint, weights: Weights) -> None:
-    """Every stored tensor has the shape that the config asks for, and its rows all have a place."""
+    """Check that every stored tensor has the shape that follows from the config, and that all of its rows are used."""
     rows: dict[str, int] = {}
     for ours, source in checkpoint.names.items():
         wanted = tuple(spot(model, ours).weight.shape)
@@ -132,9 +132,11 @@ def _check_shapes(model: Any, checkpoint: Checkpoint, weights: Weights) -> None:
         for stored in map(weights.find, source.names):
             shape = _seen_as(stored, source, each)
             one = len(source.names) == 1
-            fits = each in (shape, (1, *shape)) if one else shape == each and wanted[0] == len(source.names)  # 1: one expert
+            fits = (
+                each in (shape, (1, *shape)) if one else shape == each and wanted[0] == len(source.names)
+            )  # (1, ...): a single expert
             if not fits:
-                raise _misshapen(checkpoint.path, stored, f"the config asks for {list(wanted)}")
+                raise _misshapen(checkpoint.path, stored, f"the config requires {list(wanted)}")
             if stored.dtype is not None and not stored.dtype.is_floating_point:
                 found = f"it holds {stored.kind}, not floating-point numbers"
                 do = "Get the checkpoint in bfloat16, float16 or float32"
@@ -143,11 +145,11 @@ def _check_shapes(model: Any, checkpoint: Checkpoint, weights: Weights) -> None:
                 rows[stored.name] = max(rows.get(stored.name, 0), source.rows.stop)
     for name, stop in rows.items():
         if weights.find(name).shape[-2] != stop:
-            raise _misshapen(checkpoint.path, weights.find(name), f"the config asks for {stop:,} rows")
+            raise _misshapen(checkpoint.path, weights.find(name), f"the config requires {stop:,} rows")
 
 
 def _seen_as(stored: Stored, source: Source, wanted: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of what `source` takes of a stored tensor."""
+    """Return the shape of the part of a stored tensor that `source` uses."""
     shape = stored.shape
     if source.shape is not None:
         same = torch.Size(shape).numel() == torch.Size(source.shape).numel()
@@ -164,7 +166,7 @@ def _misshapen(path: Path, stored: Stored, why: str) -> FormatError:
 
 
 def parts_of(place: Spot) -> dict[str, Tensor]:
-    """Where one weight goes, as views [matrices, rows, elements]: the parts of a packed matrix, or "values" alone."""
+    """Return the memory of one weight as views [matrices, rows, elements]: the parts of a packed matrix, or "values"."""
     weight = place.weight
     whole = weight.parts() if isinstance(weight, PackedMatrix) else {"values": weight}
     return {name: _as_matrices(tensor.detach(), place.rows) for name, tensor in whole.items()}

@@ -1,7 +1,7 @@
-"""From a path or a name to a model on a device: `load`.
+"""`tk.load`: load a model from a path or a name onto a device.
 
-In order: `checkpoint` opens and checks what is there, `layout` decides on "meta" how each weight will be held, `room`
-asks whether that fits, then memory is allocated once, and `fill` (or `drawing`, for random/NAME) gives it values.
+The steps: `checkpoint` opens and checks the files, `layout` decides on "meta" how each weight is stored, `room` checks that the
+device has enough memory, then all memory is allocated, and `fill` (or `drawing`, for random/NAME) writes the values.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from toolkit.gpu.virtual.device import VirtualGpu
 from toolkit.loading.checkpoint import Checkpoint, find_dtype, open_checkpoint, resolve
 from toolkit.loading.drawing import draw
 from toolkit.loading.fill import Filler, scratch_for
+from toolkit.loading.huggingface import wrap
 from toolkit.loading.layout import Layout, lay_out
 from toolkit.loading.progress import Progress, Watch
 from toolkit.loading.report import Report
@@ -34,7 +35,7 @@ from toolkit.weights.recipes import Recipe, recipe
 from toolkit.weights.schemes import Scheme
 
 ENGINES = ("toolkit", "hf")
-SMALLER = ("int8", "q4_k_m")  # what to propose where weights don't fit, best first
+SMALLER = ("int8", "q4_k_m")  # schemes to propose if the weights do not fit, the most precise first
 
 
 def load(
@@ -48,21 +49,25 @@ def load(
     fuse: bool = True,
     seed: int = 0,
 ) -> Any:
-    """Load a model onto a device, ready for `tk.generate` and for `model(ids)`. `model.report` says what was done.
+    """Load a model onto a device, ready for `tk.generate` and for `model(ids)`.
 
-    `path` is "demo/qwen3", "random/qwen3-8b" (real shapes, weights drawn on the device from `seed`; on a virtual GPU sizes
-    only), a Hugging Face folder (config.json, one or many .safetensors, tokenizer.json), or a .gguf file.
-    `dtype` is what the model computes in: by default what config.json says, else what the weights are stored in, bfloat16
-    for quantised and random ones. `scheme` is how matrices are held: None as they are stored (quantised ones packed, no value
-    changed), "none" in `dtype`, or "q4_k_m", "int4", "int8" or a scheme's name, to quantise while loading (min-max).
-    `fuse=False` keeps matrices apart that would be multiplied as one (gate and up; q, k and v).
-    `progress` is True (a line on a terminal or in a notebook), False, or a function of (done_bytes, total_bytes, tensor name)
-    that is called at most ten times a second and at the end. Once `cancel` is set, or if `progress` raises, the load
-    ends and the device memory is given back. `engine="hf"` takes transformers' own model instead (a folder or an
-    instance); then `dtype` is the only other option.
+    Args:
+        path: a demo model ("demo/qwen3"), real shapes with random weights ("random/qwen3-8b"; sizes only on a virtual GPU), a
+            Hugging Face folder (config.json, .safetensors files, tokenizer.json), or a .gguf file.
+        device: a Device or a name that `tk.device` accepts.
+        dtype: the dtype of computation. Default: the one in config.json, else that of the stored weights; bfloat16 for
+            quantized and random weights.
+        scheme: how matrices are stored on the device. None: as in the file (quantized matrices stay packed, no value
+            changes). "none": in `dtype`. "q4_k_m", "int4", "int8" or another scheme: quantize while loading (min-max).
+        engine: "hf" loads the model of transformers, from a folder or an instance; `dtype` is then the only other option.
+        progress: True (one line on a terminal or in a notebook), False, or a function of (done_bytes, total_bytes, tensor
+            name), which is called at most ten times a second and once at the end. If it raises, loading stops.
+        cancel: an event that stops loading. The device memory is freed.
+        fuse: False keeps matrices separate that share an input and would be multiplied as one (gate and up; q, k and v).
+        seed: seed of the random weights of "random/NAME".
 
-    Raises FormatError for files that are missing, damaged or don't fit the config, ModelError for an unknown
-    architecture, DeviceError where the weights don't fit on the device, CancelledError.
+    Returns the model. `model.report` describes the load. Raises FormatError if files are missing, damaged or do not match the
+    config, ModelError for an unknown architecture, DeviceError if the weights do not fit on the device, and CancelledError.
     """
     if engine not in (None, *ENGINES):
         raise unknown_name("engine", engine, ENGINES)
@@ -70,7 +75,7 @@ def load(
         return _wrap(path, device, dtype, engine, scheme)
     if not isinstance(path, str | os.PathLike):
         raise ToolkitError(
-            f"model {path!r:.80}", f"a {type(path).__name__}, not a path", 'Give "demo/qwen3", a folder or a .gguf file'
+            f"model {path!r:.80}", f"a {type(path).__name__}, not a path", 'Pass "demo/qwen3", a folder or a .gguf file'
         )
     began, asked = time.perf_counter(), os.fspath(path)
     chosen, way = find_dtype(dtype), _way(scheme)
@@ -88,7 +93,7 @@ def load(
 
 
 def _way(scheme: str | Scheme | Recipe | None) -> Recipe | str | None:
-    """None, "none", or a recipe."""
+    """Return None, "none", or a recipe."""
     if scheme is None or scheme == "none":
         return scheme
     try:
@@ -98,24 +103,24 @@ def _way(scheme: str | Scheme | Recipe | None) -> Recipe | str | None:
 
 
 def _wrap(path: Any, device: Device | str, dtype: torch.dtype | str | None, engine: str | None, scheme: object) -> Any:
-    """transformers' own model, behind the face of ours."""
-    from toolkit.loading.huggingface import wrap
-
+    """Return a model of transformers with the interface of the toolkit's models."""
     if scheme is not None or engine == "toolkit":
         option = "engine='toolkit'" if scheme is None else f"scheme={scheme!r}"
-        raise ModelError("a model of transformers", f"{option} is for the toolkit's own", "Leave it out, or give a path")
+        raise ModelError(
+            "a model of transformers", f"{option} applies to the toolkit's models only", "Leave it out, or pass a path"
+        )
     return wrap(resolve(os.fspath(path)) if isinstance(path, str) else path, device, find_dtype(dtype))
 
 
 def _without_values(checkpoint: Checkpoint, device: Device) -> AbstractContextManager[None]:
-    """Random weights on a virtual GPU are sizes only: values that say nothing need no room on this machine."""
+    """Random weights on a virtual GPU are sizes only, so that they need no memory on this machine."""
     if checkpoint.weights is None and isinstance(device, VirtualGpu):
         return device.sizes_only()
     return nullcontext()
 
 
 def _place(checkpoint: Checkpoint, layout: Layout, device: Device, watch: Watch, seed: int) -> None:
-    """Allocate what the layout says and give it values. If anything fails, the device is as before."""
+    """Allocate the weights of a layout and fill them. If anything fails, all device memory is freed."""
     model = layout.model
     needed = needed_bytes(model.parameters())
     what = f"{checkpoint.path.name} in {', '.join(layout.held())}"
@@ -141,7 +146,7 @@ def _place(checkpoint: Checkpoint, layout: Layout, device: Device, watch: Watch,
 
 
 def _smaller(checkpoint: Checkpoint, device: Device, dtype: torch.dtype, needed: int) -> Iterator[tuple[str, int]]:
-    """Options that would need less than `needed` bytes, and how many."""
+    """Yield options that need less than `needed` bytes, with the bytes that they need."""
     ways: list[tuple[str, torch.dtype, Recipe | str | None]] = []
     if dtype.itemsize > 2:
         ways.append(('dtype="bfloat16"', torch.bfloat16, None))
@@ -153,7 +158,7 @@ def _smaller(checkpoint: Checkpoint, device: Device, dtype: torch.dtype, needed:
 
 
 def _empty(model: Any, device: Device) -> None:
-    """Let go of every weight now: a traceback may hold the model for long."""
+    """Free every weight now, because a traceback may keep the model alive."""
     for name in [name for name, _ in model.named_parameters()]:
         assign(model, name, torch.empty(0, device="meta"))
     empty_cache = getattr(torch.get_device_module(device.torch), "empty_cache", None)
@@ -162,7 +167,7 @@ def _empty(model: Any, device: Device) -> None:
 
 
 def _keep_without_values(model: Any, gpu: VirtualGpu) -> None:
-    """A model without values needs no values in its caches either: a long context would fill this machine for nothing."""
+    """Make the caches of a model without values sizes only, too: a long context would fill this machine's memory."""
     make = model.new_cache
 
     def new_cache(context: int, kv: str | None = None) -> Cache:

@@ -1,7 +1,7 @@
-"""`tk.quantize`: a model that is already on a device, in fewer bits, and a report of what that cost each matrix.
+"""`tk.quantize`: quantize a model that is already on a device, and report the error of each matrix.
 
-The new model shares with the old one whatever isn't quantised; the old one stays as it is. Weights are read, fitted and
-measured some rows at a time where they are. Knows layers and recipes, no architecture.
+The new model shares all tensors that are not quantized with the old one, which is not changed. Weights are read, fitted and
+measured a few rows at a time on their device.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from toolkit.weights.schemes import Scheme, find_scheme
 
 METHODS = {"min-max": quantize_minmax, "hqq": quantize_hqq}
 TEXT = "Water boils at 100 degrees Celsius at sea level. The capital of France is Paris, and its river is the Seine."
-CHUNK_WEIGHTS = 1 << 24  # read and measured at a time: what this takes is bounded by 0.6 GiB, or by one expert
-LOWEST_SNR_DB = 6.0  # below it a matrix stays plain: its numbers are too small for scales in fp16
+CHUNK_WEIGHTS = 1 << 24  # weights processed at a time: bounds the scratch memory to 0.6 GiB, or to one expert
+LOWEST_SNR_DB = 6.0  # a matrix with a lower SNR stays plain: its values are too small for fp16 scales
 REPORTS_PER_S = 10
 
 Progress = Callable[[int, int, str], None]
@@ -46,17 +46,22 @@ def quantize(
     progress: bool | Progress = True,
     prompt: object = None,
 ) -> Any:
-    """A new model with its matrices in `scheme`, on the same device; `model` isn't touched. `.quantisation` is the report.
+    """Return a new model on the same device with its matrices quantized to `scheme`. `model` is not changed.
 
-    `scheme`: "int4-g32", "int4-g64", "int4-g128", "int8-g32", ... for all matrices, or a recipe: "q4_k_m", "int4", "int8".
-    Norms, biases, routers and convolutions are shared with the old model; so are matrices whose rows don't divide into
-    groups, which the report names. Matrices that are packed already are shared where they are in the asked scheme, else
-    dequantised and quantised again: the SNR then is against what they held. `method`: "min-max", or "hqq", which refines it.
-    `progress`: True (a line on a terminal), False, or a function of (done, total weights, name), called at most ten times a
-    second and at the end. `prompt`: text or token ids on which the logits of both models are compared.
+    Norms, biases, routers and convolutions are shared with `model`. So are matrices whose rows do not divide into groups, and
+    matrices that are already in `scheme`. Matrices packed in another scheme are dequantized and quantized again; their SNR is
+    relative to the dequantized values. `.quantization` of the new model is the report.
 
-    Raises ModelError for a model without our layers, NaN or infinite weights (naming the matrix), or where nothing can be
-    quantised; UnknownNameError for an unknown scheme or method. If it fails or is interrupted, the device is as before.
+    Args:
+        scheme: one scheme for all matrices ("int4-g32", "int4-g64", "int4-g128", "int8-g32", ...), or a recipe ("q4_k_m",
+            "int4", "int8").
+        method: "min-max", or "hqq", which refines the min-max solution.
+        progress: True (one line on a terminal), False, or a function of (done, total weights, name), which is called at most
+            ten times a second and once at the end.
+        prompt: text or token ids on which the logits of both models are compared.
+
+    Raises ModelError if the model has none of the toolkit's layers, if a matrix has NaN or infinite values, or if nothing can
+    be quantized; UnknownNameError for an unknown scheme or method. If it fails or is interrupted, all new memory is freed.
     """
     chosen = recipe(scheme)
     if method not in METHODS:
@@ -79,14 +84,14 @@ def quantize(
 
 
 def _as_held(model: Any) -> AbstractContextManager[None]:
-    """Sizes only, for a model that was loaded so."""
+    """Return a context of sizes only if the model was loaded without values."""
     without_values = getattr(getattr(model, "report", None), "sizes_only", False)
     held: AbstractContextManager[None] = model.device.sizes_only() if without_values else nullcontext()
     return held
 
 
 def _plan(model: Any, chosen: Recipe) -> dict[str, Matrix]:
-    """What is to be done with each matrix, by its logical name: rows of the report, not yet measured."""
+    """Return the planned report row of each matrix, by its logical name, before anything is measured."""
     found: dict[str, Matrix] = {}
     config: Any = getattr(model, "config", None)
     for name, weight, shape in _matrices(model) if isinstance(model, nn.Module) else ():
@@ -94,20 +99,20 @@ def _plan(model: Any, chosen: Recipe) -> dict[str, Matrix]:
         if meant is None:
             why = "always plain"
         elif shape[-1] % meant.multiple:
-            why = f"rows of {shape[-1]:,} don't divide by {meant.multiple}"
+            why = f"rows of {shape[-1]:,} are not a multiple of {meant.multiple}"
         else:
-            why = "held so already" if isinstance(weight, PackedMatrix) and weight.scheme == meant else ""
+            why = "already in this scheme" if isinstance(weight, PackedMatrix) and weight.scheme == meant else ""
         was = weight.scheme.name if isinstance(weight, PackedMatrix) else str(weight.dtype).removeprefix("torch.")
         bits = weight.scheme.bits_per_weight if isinstance(weight, PackedMatrix) else 8.0 * weight.dtype.itemsize
         found[name] = Matrix(name, tuple(shape), was, bits, None if why else meant.name if meant else None, why)
     if not any(matrix.scheme for matrix in found.values()):
         reasons = "; ".join(sorted({matrix.why for matrix in found.values()}))[:160] or "it has none of the toolkit's layers"
-        raise ModelError(f"quantising to {chosen.name}", f"there is nothing to quantise: {reasons}", "Choose another scheme")
+        raise ModelError(f"quantizing to {chosen.name}", f"there is nothing to quantize: {reasons}", "Choose another scheme")
     return found
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[str, Tensor | PackedMatrix, tuple[int, ...]]]:
-    """(logical name, what holds it, shape) of every matrix and table, those that were joined one by one."""
+    """Yield (logical name, tensor, shape) of every matrix and table; fused matrices are listed one by one."""
     inside: set[str] = set()
     for path, module in model.named_modules():
         if isinstance(module, Joined):
@@ -121,7 +126,7 @@ def _matrices(model: nn.Module) -> Iterator[tuple[str, Tensor | PackedMatrix, tu
 
 
 def _quantise(new: nn.Module, plan: dict[str, Matrix], fit: Fit, show: _Shown) -> list[Matrix]:
-    """Replace the planned matrices of `new`; the report's rows, measured. Joined matrices are joined again where they can."""
+    """Replace the planned matrices of `new` and return the measured rows. Fused matrices are fused again if possible."""
     done = dict(plan)
     joined = {path: module for path, module in new.named_modules() if isinstance(module, Joined)}
     groups = {path: [f"{path}.{part}.weight" for part in module.sizes] for path, module in joined.items()}
@@ -143,18 +148,18 @@ def _quantise(new: nn.Module, plan: dict[str, Matrix], fit: Fit, show: _Shown) -
 
 
 def _replace(owner: nn.Module, planned: Matrix, fit: Fit) -> Matrix:
-    """Put a packed matrix in the place of `owner`'s weight, and measure it; left as it was where its numbers are too small."""
+    """Replace the weight of `owner` by a packed matrix and measure it. It stays plain if its values are too small."""
     scheme = find_scheme(planned.scheme or "")
     packed, snr, error = pack_weight(owner.weight, scheme, fit, planned.name)  # type: ignore[arg-type]
     if snr < LOWEST_SNR_DB:
-        return replace(planned, scheme=None, why=f"its numbers are too small for scales in fp16 ({snr:.1f} dB)")
+        return replace(planned, scheme=None, why=f"its values are too small for fp16 scales ({snr:.1f} dB)")
     del owner.weight
     owner.weight = packed
     return replace(planned, snr_db=snr, max_abs_error=error, now_bits=scheme.bits_per_weight)
 
 
 def pack_weight(weight: Tensor | PackedMatrix, scheme: Scheme, fit: Fit, name: str) -> tuple[PackedMatrix, float, float]:
-    """`weight` [..., out, in], plain or packed, in `scheme` on its device: with SNR in dB and the largest absolute error."""
+    """Pack `weight` [..., out, in] in `scheme` on its device. Returns it with its SNR in dB and largest absolute error."""
     held = weight.parts() if isinstance(weight, PackedMatrix) else {"values": weight.detach()}
     device = next(iter(held.values())).device
     packed = PackedMatrix(scheme, tuple(weight.shape), device)
@@ -177,7 +182,7 @@ def pack_weight(weight: Tensor | PackedMatrix, scheme: Scheme, fit: Fit, name: s
 
 
 def _twin(model: nn.Module) -> Any:
-    """Modules of its own, with the same tensors, config, tokenizer and device."""
+    """Copy the modules of a model; the copy shares its tensors, config, tokenizer and device."""
     shared: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     for module in model.modules():
         for name, value in vars(module).items():
@@ -187,7 +192,7 @@ def _twin(model: nn.Module) -> Any:
 
 
 def _empty(new: nn.Module, old: nn.Module) -> None:
-    """Let go of what `new` holds beside `old`'s tensors: a traceback may keep it for long."""
+    """Free the tensors of `new` that `old` does not share, because a traceback may keep `new` alive."""
     shared = {id(parameter) for parameter in old.parameters()}
     for module in new.modules():
         for name, parameter in list(module._parameters.items()):
@@ -196,7 +201,7 @@ def _empty(new: nn.Module, old: nn.Module) -> None:
 
 
 def _ids(model: Any, prompt: object) -> list[int]:
-    """The token ids to compare on: the prompt's, a fixed text's, or without a tokenizer, fixed ids from all over the table."""
+    """Return the token ids to compare on: the prompt's, those of a fixed text, or fixed ids if there is no tokenizer."""
     if prompt is not None:
         return prompt_ids(model, prompt)
     config = model.config
@@ -205,7 +210,7 @@ def _ids(model: Any, prompt: object) -> list[int]:
 
 
 def _cosines(old: Any, new: Any, ids: list[int]) -> tuple[float, float]:
-    """The cosine of both models' logits over the positions of a prompt: (lowest, mean)."""
+    """Return the cosine similarity of both models' logits over the positions of a prompt: (lowest, mean)."""
     given = torch.tensor([ids], device=old.device.torch)
     similar = F.cosine_similarity(old(given).double(), new(given).double(), dim=-1)  # [1, T]
     lowest, mean = torch.stack((similar.amin(), similar.mean())).tolist()
@@ -213,7 +218,7 @@ def _cosines(old: Any, new: Any, ids: list[int]) -> tuple[float, float]:
 
 
 class _Shown:
-    """Tells how far it is, at most ten times a second and at the end."""
+    """Report progress at most ten times a second and at the end."""
 
     def __init__(self, progress: bool | Progress, total: int, what: str) -> None:
         self.total, self.what, self.done, self._last = total, what, 0, float("-inf")
@@ -228,6 +233,6 @@ class _Shown:
             self._show(self.done, self.total, name)
 
     def _line(self, done: int, total: int, name: str) -> None:
-        text = f"Quantising to {self.what}: {100 * done // max(1, total):3d} %  {name}"
+        text = f"Quantizing to {self.what}: {100 * done // max(1, total):3d} %  {name}"
         sys.stderr.write(f"\r{text[:100]:<100}" + ("\n" if done == total else ""))
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""What quantising a model did, as a frozen record on the new model: a row a matrix, totals, and how alike the logits are."""
+"""The report of `tk.quantize`: one row per matrix, totals, and the similarity of the logits."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Matrix:
-    """One matrix or table, by its logical name, joined to others or not.
+    """One matrix or table, by its logical name, whether it is fused or not.
 
-    `was` and `was_bits`: the dtype or scheme it was in, and bits a weight there. `scheme`: what it is in now, None where it was
-    left as it was, for the reason `why`. `snr_db`: 10 log10 of the sum of squares of what it was over that of the errors;
-    nan where nothing has values (sizes only), inf where nothing was lost.
+    `was` and `was_bits` are the dtype or scheme before, and its bits per weight. `scheme` is the new scheme, or None if the
+    matrix was not quantized, for the reason `why`. `snr_db` is the signal-to-noise ratio in dB: 10 log10 of the power of the
+    original weights over the power of the error. It is NaN without values (sizes only) and infinite without error.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Matrix:
 
     @property
     def weights(self) -> int:
-        """How many there are."""
+        """The number of weights."""
         n = 1
         for size in self.shape:
             n *= size
@@ -41,7 +41,7 @@ class Matrix:
 
     @property
     def bits_per_weight(self) -> float:
-        """Bits a weight now, scales and offsets included."""
+        """Bits per weight now, including scales and offsets."""
         return self.was_bits if self.now_bits is None else self.now_bits
 
 
@@ -49,7 +49,7 @@ class Matrix:
 class Quantisation:
     """The report of `tk.quantize`.
 
-    `cosine` and `lowest_cosine`: of the logits of both models, mean and lowest over the positions of the prompt `ids`.
+    `cosine` and `lowest_cosine` compare the logits of both models: mean and minimum over the positions of the prompt `ids`.
     """
 
     scheme: str
@@ -61,31 +61,31 @@ class Quantisation:
 
     @property
     def quantised(self) -> tuple[Matrix, ...]:
-        """The matrices that were quantised."""
+        """The matrices that were quantized."""
         return tuple(matrix for matrix in self.matrices if matrix.scheme)
 
     @property
     def left(self) -> tuple[Matrix, ...]:
-        """Those that stayed as they were; `why` says for what reason."""
+        """The matrices that were not quantized; `why` is the reason."""
         return tuple(matrix for matrix in self.matrices if not matrix.scheme)
 
     @property
     def bytes_before(self) -> int:
-        """Of all matrices and tables, as they were."""
+        """Bytes of all matrices and tables before."""
         return round(sum(m.weights * m.was_bits for m in self.matrices) / 8)
 
     @property
     def bytes_after(self) -> int:
-        """Of all matrices and tables, those that were left included."""
+        """Bytes of all matrices and tables after, including those not quantized."""
         return round(sum(m.weights * m.bits_per_weight for m in self.matrices) / 8)
 
     @property
     def bits_per_weight(self) -> float:
-        """Of all matrices and tables together."""
+        """Average over all matrices and tables."""
         return 8 * self.bytes_after / sum(m.weights for m in self.matrices)
 
     def to_pandas(self) -> pd.DataFrame:
-        """A row a matrix: name, shape, weights, was, scheme, bits_per_weight, snr_db, max_abs_error, why."""
+        """Return one row per matrix: name, shape, weights, was, scheme, bits_per_weight, snr_db, max_abs_error, why."""
         import pandas as pd
 
         columns = ("name", "shape", "weights", "was", "scheme", "bits_per_weight", "snr_db", "max_abs_error", "why")
@@ -106,7 +106,7 @@ class Quantisation:
         for matrix in self.quantised:
             by_scheme.setdefault(str(matrix.scheme), []).append(matrix)
         sizes = f"{bytes_text(self.bytes_before)} of matrices became {bytes_text(self.bytes_after)}"
-        lines = [f"{self.scheme} ({self.method}): {sizes}, {self.bits_per_weight:.3g} bits a weight"]
+        lines = [f"{self.scheme} ({self.method}): {sizes}, {self.bits_per_weight:.3g} bits per weight"]
         for name, matrices in by_scheme.items():
             ratios = [m.snr_db for m in matrices if m.snr_db is not None]
             many = "1 matrix" if len(matrices) == 1 else f"{len(matrices):,} matrices"
@@ -116,7 +116,7 @@ class Quantisation:
             reasons.setdefault(matrix.why, []).append(matrix.name)
         for why, names in reasons.items():
             more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
-            lines.append(f"  left, {why}: {', '.join(names[:3])}{more}")
+            lines.append(f"  not quantized, {why}: {', '.join(names[:3])}{more}")
         many = "1 token" if len(self.ids) == 1 else f"{len(self.ids)} tokens"
         lines.append(f"  logits on {many}: cosine {self.cosine:.5f}, lowest {self.lowest_cosine:.5f}")
         return lines

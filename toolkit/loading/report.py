@@ -1,4 +1,4 @@
-"""What a load did, as a frozen record on the model: `model.report`."""
+"""The record of a load: `model.report`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from toolkit.loading.layout import Fused
 
 @dataclass(frozen=True)
 class Report:
-    """How a model was loaded. Bytes are of device memory.
+    """How a model was loaded. All bytes are device memory.
 
-    `bytes_by_kind`: of weights, by scheme ("q4_k") or dtype where plain ("bfloat16"). `weight_bytes`: their sum;
-    `allocated_bytes`: as the allocator counts them, each tensor rounded up. `peak_bytes`: the most that was allocated while
-    loading, above what was before; None where the device had a higher peak before, or counts none. `skipped`: stored
-    tensors that were left out. `drawn`: the weights are random, and `seconds` were spent drawing them.
+    `bytes_by_kind` are weights by scheme ("q4_k") or dtype ("bfloat16"), and `weight_bytes` is their sum. `allocated_bytes` is
+    the same sum with each tensor rounded up as by the allocator. `peak_bytes` is the peak during loading above the level
+    before; None if the device had a higher peak before, or does not report one. `skipped` lists stored tensors that were not
+    loaded. `drawn` is True for random weights; `seconds` is then the time for drawing them.
     """
 
     source: str
@@ -35,6 +35,6 @@ class Report:
     def __repr__(self) -> str:
         kinds = ", ".join(f"{bytes_text(size)} {kind}" for kind, size in self.bytes_by_kind.items())
         fused = f"; fused {', '.join(map(str, self.fused))}" if self.fused else ""
-        skipped = f"; {len(self.skipped):,} stored tensors left out" if self.skipped else ""
+        skipped = f"; {len(self.skipped):,} stored tensors skipped" if self.skipped else ""
         how = "sizes only" if self.sizes_only else "drawn at random" if self.drawn else "loaded"
         return f"{self.source} {how} on {self.device} in {self.seconds:.1f} s: {kinds}{fused}{skipped}"

@@ -1,4 +1,4 @@
-"""Does it fit? What a device has free, and the refusal that says what is needed, what there is, and what would do."""
+"""Check that a device has enough free memory, and raise an error that states the need, the free memory and what would fit."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from toolkit.core.errors import DeviceError
 from toolkit.core.units import bytes_text
 from toolkit.gpu.device import Device
 
-ROUND_BYTES = 512  # what CUDA's caching allocator rounds every tensor up to
+ROUND_BYTES = 512  # CUDA's caching allocator rounds each tensor up to a multiple
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 def needed_bytes(tensors: Iterable[Tensor]) -> int:
-    """What `tensors` take on a device, each rounded up as the allocator does."""
+    """Return the bytes of `tensors` on a device, each rounded up as by the allocator."""
     return sum(-(-tensor.nbytes // ROUND_BYTES) * ROUND_BYTES for tensor in tensors)
 
 
 def free_bytes(device: Device) -> int:
-    """How much memory can still be allocated on the device, whoever else uses it; on the CPU, what this process may use."""
+    """Return the bytes that can still be allocated on the device; on the CPU, the memory available to this process."""
     memory = device.memory()
     if not memory.total_bytes:
         return _host_free()
@@ -35,18 +35,18 @@ def free_bytes(device: Device) -> int:
 
 
 def check_room(what: str, device: Device, needed: int, smaller: Iterable[tuple[str, int]]) -> None:
-    """Refuse at once what can't fit, before gigabytes have crossed. See `too_big`."""
+    """Raise the error of `too_big` if the weights cannot fit, before anything is copied."""
     if needed > free_bytes(device):
         raise too_big(what, device, needed, smaller)
 
 
 def too_big(what: str, device: Device, needed: int, smaller: Iterable[tuple[str, int]]) -> DeviceError:
-    """The error for weights that don't fit. `smaller`: options in the user's words, with the bytes they would need."""
+    """Return the error for weights that do not fit. `smaller` yields options with the bytes that they need."""
     free, total = free_bytes(device), device.limit_bytes
     of = f" of {bytes_text(total)}" if total else ""
     fitting = next((f"{option} needs {bytes_text(size)}" for option, size in smaller if size <= free), None)
     larger = "machine" if device.torch.type == "cpu" else "card"
-    do = f"Free what is on it, or choose a larger {larger}" if fitting is None else f"Smaller: {fitting}"
+    do = f"Free memory on it, or use a larger {larger}" if fitting is None else f"Smaller: {fitting}"
     return DeviceError(
         f"{what} on {device.name}",
         f"its weights need {bytes_text(needed)}, {device.name} has {bytes_text(free)}{of} free",
@@ -57,13 +57,15 @@ def too_big(what: str, device: Device, needed: int, smaller: Iterable[tuple[str,
 
 
 def _host_free() -> int:
-    """Memory that this process can still get: what the machine has, or what its container may use, if that is less."""
+    """Return the memory available to this process: that of the machine, or that of its container if it is less."""
     free = _machine_free()
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()
         if limit != "max":
             stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-            used = int((_CGROUP / "memory.current").read_text()) - int(stat["file"])  # cached files make way
+            used = int((_CGROUP / "memory.current").read_text()) - int(
+                stat["file"]
+            )  # the kernel drops cached files when memory is needed
             free = min(free, max(0, int(limit) - used))
     except (OSError, ValueError, KeyError):
         pass

@@ -1,8 +1,8 @@
-"""What a model costs: bytes it holds, bytes and operations a token, and the tokens a second that a GPU's bandwidth allows.
+"""Compute the costs of a model: bytes stored, bytes and operations per token, and the tokens/s that a GPU's bandwidth allows.
 
-Pure functions of a model's weights (values aren't looked at, so a model on "meta" does) and of the GPU catalogue. At
-batch 1 every weight that a token uses is read once for it, so bandwidth / bytes read is a limit that no program passes.
-It knows no path, no loader and no front end.
+All costs are pure functions of the shapes of the weights and of the GPU catalogue, so a model on "meta" is enough. At batch
+size 1 each weight that a token uses is read once, so bandwidth divided by bytes read is an upper bound of the tokens per
+second.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from toolkit.weights.packed import PackedMatrix
 if TYPE_CHECKING:
     import pandas as pd
 
-CONTEXT = 4096  # tokens before the one that is counted, unless asked otherwise
-BOUND = "an upper limit: the GPU's bandwidth / the bytes that a token reads"
-LENGTHS = (0, 512, 1024, 2048, 4096, 32768, 131072)  # at which a state is weighed, and at the longest a model is made for
+CONTEXT = 4096  # default number of tokens before the one whose cost is computed
+BOUND = "an upper bound: the GPU's bandwidth / the bytes that a token reads"
+LENGTHS = (0, 512, 1024, 2048, 4096, 32768, 131072)  # contexts of the tables, besides the model's maximum
 
 
 @dataclass(frozen=True)
 class Holding:
-    """What a model holds under one name, its layers together: `where` is "mlp.gate_up", `kind` a dtype or a scheme."""
+    """The weights of one name, summed over layers: `where` is "mlp.gate_up", `kind` a dtype or a scheme."""
 
     where: str
     kind: str
@@ -44,13 +44,13 @@ class Holding:
 
 @dataclass(frozen=True)
 class Bound:
-    """The most tokens a second that one GPU can make of a model at batch 1, and whether the model fits."""
+    """The upper bound of a model's tokens/s on one GPU at batch size 1, and whether the model fits."""
 
     card: GpuSpec
     needs_bytes: int  # weights and state; no workspace
-    memory_s: float  # a token's bytes at the datasheet's bandwidth
-    reached_s: float  # ... at the bandwidth that a streaming kernel reaches
-    arithmetic_s: float  # a token's operations at the datasheet's rate
+    memory_s: float  # bytes per token / bandwidth of the datasheet
+    reached_s: float  # bytes per token / bandwidth that a streaming kernel reaches
+    arithmetic_s: float  # operations per token / peak rate of the datasheet
 
     @property
     def fits(self) -> bool:
@@ -58,23 +58,23 @@ class Bound:
 
     @property
     def limit(self) -> str:
-        """ "bandwidth" or "arithmetic": which of the two takes longer."""
+        """ "bandwidth" or "arithmetic", whichever takes longer."""
         return "bandwidth" if self.memory_s >= self.arithmetic_s else "arithmetic"
 
     @property
     def tok_per_s(self) -> float:
-        """By the datasheet: nothing is faster."""
+        """The bound by the datasheet, which no program exceeds."""
         return _per_s(max(self.memory_s, self.arithmetic_s))
 
     @property
     def reached_tok_per_s(self) -> float:
-        """At the bandwidth that a streaming kernel reaches: what a very good program can come near to."""
+        """The bound at the bandwidth that a streaming kernel reaches. A very good program comes close to it."""
         return _per_s(max(self.reached_s, self.arithmetic_s))
 
 
 @dataclass(frozen=True)
 class State:
-    """KV and recurrent state at a `length`: what a token reads of it, what memory it takes, and a token's operations."""
+    """KV cache and recurrent state at a context `length`: bytes read per token, bytes stored, and operations per token."""
 
     length: int
     read_bytes: int
@@ -84,11 +84,11 @@ class State:
 
 @dataclass(frozen=True, repr=False)
 class Costs:
-    """What one token costs a model when `context` tokens came before it. Frozen facts; every table is a view of them.
+    """The cost of one token of a model with `context` tokens before it.
 
-    `parts` has one Cost for each part and kind, `holdings` what is held under which name, `states` what a longer or a
-    shorter context changes. `exact` is False for a model whose parts aren't known: then every weight is taken to be
-    read once, and the state is unknown.
+    `parts` has one Cost per part and kind, `holdings` the weights by name, and `states` the state at other context lengths.
+    `exact` is False for a model that does not describe its parts: each weight is then assumed to be read once, and the state is
+    unknown.
     """
 
     name: str
@@ -112,37 +112,37 @@ class Costs:
 
     @property
     def weight_bytes(self) -> int:
-        """All weights, as they are held."""
+        """Bytes of all weights as stored on the device."""
         return sum(part.weight_bytes for part in self.parts)
 
     @property
     def read_bytes(self) -> int:
-        """Weights that one token reads."""
+        """Bytes of weights that one token reads."""
         return sum(part.read_bytes for part in self.parts)
 
     @property
     def state_bytes(self) -> int:
-        """KV that one token reads, and recurrent state that it reads and writes back."""
+        """Bytes of KV that one token reads, and of recurrent state that it reads and writes."""
         return sum(part.state_bytes for part in self.parts)
 
     @property
     def token_bytes(self) -> int:
-        """All that one token reads."""
+        """Bytes that one token reads: weights and state."""
         return self.read_bytes + self.state_bytes
 
     @property
     def state_held_bytes(self) -> int:
-        """Memory that the state of `context` tokens takes."""
+        """Bytes of the state of `context` tokens."""
         return sum(part.state_held_bytes for part in self.parts)
 
     @property
     def state_per_token_bytes(self) -> int:
-        """By how much the state grows with one more token."""
+        """Bytes by which the state grows per token."""
         return sum(part.state_per_token_bytes for part in self.parts)
 
     @property
     def fixed_state_bytes(self) -> int:
-        """State that grows no more at this context: full windows, recurrent states."""
+        """Bytes of state that do not grow any more at this context: full windows, recurrent states."""
         return self.state_held_bytes - self.context * self.state_per_token_bytes
 
     @property
@@ -151,11 +151,11 @@ class Costs:
 
     @property
     def layers(self) -> int:
-        """How many layers there are."""
+        """The number of layers."""
         return 1 + max((number for part in self.parts for number in part.layers), default=-1)
 
     def bound(self, card: GpuSpec) -> Bound:
-        """What `card` could do at most."""
+        """Return the upper bound for `card`."""
         return Bound(
             card=card,
             needs_bytes=self.weight_bytes + self.state_held_bytes,
@@ -165,14 +165,15 @@ class Costs:
         )
 
     def bounds(self, cards: Iterable[GpuSpec] | None = None) -> list[Bound]:
-        """Of every card (the catalogue's, unless given), the fastest first."""
+        """Return the bound of each card (default: the catalogue), the fastest first."""
         chosen = CATALOGUE.values() if cards is None else cards
         return sorted((self.bound(card) for card in chosen), key=lambda bound: -bound.reached_tok_per_s)
 
     def longest_context(self, card: GpuSpec) -> int | None:
-        """The longest context whose state fits beside the weights; None where not even the weights fit.
+        """Return the longest context, in tokens, whose state fits on `card` together with the weights; None if the weights do
+        not.
 
-        At most 128K, or as long as the model is made for. Between two weighed lengths the state is taken to grow evenly.
+        It is at most 131,072 or the model's maximum. Between two computed lengths the state is interpolated linearly.
         """
         room = card.memory_bytes - self.weight_bytes
         if room < self.states[0].held_bytes:
@@ -186,7 +187,7 @@ class Costs:
         return longest
 
     def pattern(self) -> tuple[str, ...]:
-        """What each layer is made of: ("delta net + experts", ..., "attention (full) + experts")."""
+        """Return the parts of each layer: ("delta net + experts", ..., "attention (full) + experts")."""
         made: list[list[str]] = [[] for _ in range(self.layers)]
         for part in self.parts:
             if part.part not in ("router", "per-layer inputs") and "norm" not in part.part:
@@ -195,7 +196,7 @@ class Costs:
         return tuple(" + ".join(dict.fromkeys(names)) for names in made)
 
     def by_kind(self) -> dict[str, tuple[int, int]]:
-        """(parameters, bytes) by dtype or scheme, the most bytes first."""
+        """Return (parameters, bytes) by dtype or scheme, largest first."""
         found: dict[str, tuple[int, int]] = {}
         for held in self.holdings:
             parameters, n_bytes = found.get(held.kind, (0, 0))
@@ -203,7 +204,7 @@ class Costs:
         return dict(sorted(found.items(), key=lambda item: -item[1][1]))
 
     def to_pandas(self) -> pd.DataFrame:
-        """A row a part: what it holds, and what a token costs it. Bytes and operations, not scaled."""
+        """Return one row per part: its weights and its cost per token, in bytes and operations."""
         import pandas as pd
 
         columns = ("parameters", "weight_bytes", "read_bytes", "state_bytes", "state_per_token_bytes", "state_held_bytes")
@@ -214,9 +215,10 @@ class Costs:
         return pd.DataFrame(rows).set_index("part")
 
     def gpus(self, cards: Iterable[GpuSpec] | None = None) -> pd.DataFrame:
-        """A row a card: the most tokens a second by its datasheet and at the bandwidth it reaches, what limits, what fits.
+        """Return one row per card: bounds of tokens/s by datasheet and by reached bandwidth, the limiting factor, and what
+        fits.
 
-        Modelled, all of it; `how` says how each card's reached bandwidth is known.
+        All numbers are modelled. `how` is the source of the card's reached bandwidth.
         """
         import pandas as pd
 
@@ -239,7 +241,7 @@ class Costs:
         return pd.DataFrame(rows).set_index("gpu").astype({"longest_context": "Int64"})
 
     def contexts(self) -> pd.DataFrame:
-        """A row a context length: weights and state that a token reads there, operations, memory of the state."""
+        """Return one row per context length: bytes of weights and state read per token, operations, bytes of state stored."""
         import pandas as pd
 
         rows = [
@@ -256,19 +258,19 @@ class Costs:
 
 
 def costs_of(model: Any, context: int | None = None, name: str | None = None) -> Costs:
-    """What one token costs `model` after `context` tokens (4,096, or as many as it is made for); looks at no value.
+    """Return the cost of one token of `model` after `context` tokens (default: 4,096, or the model's maximum if that is less).
 
-    A model of ours says what its parts are. Of any other (a torch module, or one that wraps it as `inner`) only what it
-    holds is known. Raises ModelError for what is no model, and for a context below 0.
+    The toolkit's models describe their parts. Of any other model (a torch module, or an object with a torch module as `inner`)
+    only the weights are known. Raises ModelError if `model` is not a model, or if `context` is not a non-negative integer.
     """
     module = model if isinstance(model, nn.Module) else getattr(model, "inner", None)
     if not isinstance(module, nn.Module):
-        raise ModelError(f"costs of a {type(model).__name__}", "not a model", "Give a loaded model, a name or a path")
+        raise ModelError(f"costs of a {type(model).__name__}", "not a model", "Pass a loaded model, a name or a path")
     longest = _longest(model)
     if context is None:
         context = min(CONTEXT, longest or CONTEXT)
     if isinstance(context, bool) or not isinstance(context, int) or context < 0:
-        raise ModelError(f"costs at context={context!r:.60}", "not a number of tokens", "Give a whole number from 0 on")
+        raise ModelError(f"costs at context={context!r:.60}", "not a number of tokens", "Pass an integer of 0 or more")
     own: Any = getattr(model, "costs", None)
     exact = callable(own)
     most = max(min(longest or 0, LENGTHS[-1]), context)
@@ -288,17 +290,17 @@ def costs_of(model: Any, context: int | None = None, name: str | None = None) ->
 
 
 def label(part: Cost) -> str:
-    """The name of a part, with its kind: "attention (sliding)"."""
+    """Return the name of a part with its kind: "attention (sliding)"."""
     return f"{part.part} ({part.kind})" if part.kind else part.part
 
 
 def runs(pattern: Iterable[str]) -> list[tuple[int, str]]:
-    """Neighbours that are alike, counted: a, a, b -> (2, a), (1, b)."""
+    """Count equal neighbors: a, a, b -> (2, a), (1, b)."""
     return [(len(list(group)), name) for name, group in groupby(pattern)]
 
 
 def period(pattern: tuple[str, ...]) -> tuple[str, ...]:
-    """The shortest beginning of `pattern` that it repeats, whole or cut off at the end."""
+    """Return the shortest prefix that `pattern` repeats; the last repetition may be incomplete."""
     lengths = (n for n in range(1, len(pattern) + 1) if all(x == pattern[i % n] for i, x in enumerate(pattern)))
     return pattern[: next(lengths, 0)]
 
@@ -313,7 +315,7 @@ def _state(length: int, parts: tuple[Cost, ...]) -> State:
 
 
 def _merged(parts: Iterable[Cost]) -> tuple[Cost, ...]:
-    """The costs of the same part and kind as one, in the order in which they come first."""
+    """Merge the costs of equal part and kind, in order of first appearance."""
     found: dict[str, Cost] = {}
     for part in parts:
         old = found.get(label(part))
@@ -341,7 +343,7 @@ _NUMBERED = re.compile(r"^.*?\b\d+\.|(?<=\.)\d+\.")
 
 
 def _holdings(model: nn.Module) -> tuple[Holding, ...]:
-    """What is held under which name, layers together, each weight once."""
+    """Sum the weights by name over all layers, counting each weight once."""
     seen: set[int] = set()
     found: dict[tuple[str, str], tuple[int, int]] = {}
     for name, weight in named_weights(model):
@@ -356,19 +358,21 @@ def _holdings(model: nn.Module) -> tuple[Holding, ...]:
 
 
 def _where(name: str) -> str:
-    """The name of a weight without its layer; "qkv.q_k_v", the whole of several matrices, is "qkv"."""
+    """Return the name of a weight without its layer. The fused matrix "qkv.q_k_v" is "qkv"."""
     where = _NUMBERED.sub("", name).removesuffix(".weight").removesuffix(".bias")
     path, _, leaf = where.rpartition(".")
     return path if leaf.replace("_", "") == path.rpartition(".")[2].replace("_", "") else where
 
 
 def _guessed(model: nn.Module) -> tuple[Cost, ...]:
-    """The parts of a module that nobody described, by name: tables are looked up in, everything else is read once."""
+    """Estimate the costs of a module that does not describe its parts. Embeddings are looked up; all else is read once."""
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     every = list(named_weights(model))
     uses = Counter(id(weight) for _, weight in every)
     found: list[Cost] = []
-    for name, weight in {id(weight): (name, weight) for name, weight in reversed(every)}.values():  # by its first name
+    for name, weight in {
+        id(weight): (name, weight) for name, weight in reversed(every)
+    }.values():  # keeps the first name of a shared weight
         layer = _LAYER.match(name)
         part = layer[2] if layer else name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
         looked_up = id(weight) in tables and uses[id(weight)] == 1
@@ -385,7 +389,7 @@ def _longest(model: Any) -> int | None:
 
 
 def _place(model: Any, module: nn.Module) -> str:
-    """Where the weights are: the device's name where the model knows it, else torch's."""
+    """Return the device of the weights, by the toolkit's name if the model knows it, else by torch's name."""
     first = next(module.parameters(), None)
     if first is not None and first.is_meta:
         return "meta"
@@ -395,7 +399,7 @@ def _place(model: Any, module: nn.Module) -> str:
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
-    """What the model computes in: as it says, else the dtype of most of its floating-point weights."""
+    """Return the model's dtype if it states one, else the most frequent dtype of its floating-point weights."""
     said = getattr(model, "dtype", None)
     if isinstance(said, torch.dtype):
         return said

@@ -1,6 +1,7 @@
-"""What a model costs before it is loaded: from a name or a path to shapes on "meta", and to what a token costs there.
+"""`tk.costs` and `tk.plan`: compute costs and memory of a model from its shapes, before it is loaded.
 
-Nothing is allocated and no weight is read, so it takes well under a second for a model of any size.
+The model is created on the "meta" device. Nothing is allocated and no weight is read, so this takes well under a second for a
+model of any size.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from toolkit.core.units import parse_bytes
 from toolkit.gpu.catalogue import GpuSpec
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
+from toolkit.gpu.virtual.device import spec_of
 from toolkit.loading.checkpoint import find_dtype, open_checkpoint
 from toolkit.loading.layout import lay_out
 from toolkit.planning.costs import Costs, costs_of
@@ -29,7 +31,7 @@ def describe(
     dtype: torch.dtype | str | None = None,
     fuse: bool = True,
 ) -> Any:
-    """The model that `tk.load` would make of `path` with these options, on "meta": every shape and scheme, no values."""
+    """Return the model that `tk.load` would create from `path`, on "meta": shapes and schemes without values."""
     checkpoint = open_checkpoint(path)
     chosen = "none" if scheme == "none" else None if scheme is None else recipe(scheme)
     return lay_out(checkpoint, open_device("cpu"), find_dtype(dtype) or checkpoint.dtype, chosen, fuse).model
@@ -41,18 +43,21 @@ def costs(
     scheme: str | Recipe | None = None,
     dtype: torch.dtype | str | None = None,
 ) -> Costs:
-    """What one token costs a model at batch 1: bytes held and read, operations, and the most tokens a second of every GPU.
+    """Return the cost of one token at batch size 1: bytes stored and read, operations, and an upper bound of tokens/s per GPU.
 
-    `model` is a loaded one, or a name as for `tk.load` ("random/gemma4-31b", a folder, a .gguf file): that is only
-    looked at, as `scheme` and `dtype` would hold it. `context`: how many tokens came before (4,096 unless given). Shows itself
-    as a table and a treemap; `.to_pandas()`, `.gpus()` and `.contexts()` are DataFrames.
+    `model` is a loaded model, or a name that `tk.load` accepts ("random/gemma4-31b", a folder, a .gguf file). A named model is
+    not loaded; its costs are those with `scheme` and `dtype`. `context` is the number of tokens before this one (default:
+    4,096). The result displays as a table and a treemap in a notebook; `.to_pandas()`, `.gpus()` and `.contexts()` return
+    DataFrames.
+
+    Raises ToolkitError if `scheme` or `dtype` is given for a loaded model.
     """
     if isinstance(model, str | os.PathLike):
         held = f", {scheme if isinstance(scheme, str) else scheme.name}" if scheme is not None else ""
         return costs_of(describe(model, scheme, dtype), context, f"{os.fspath(model)}{held}")
     if scheme is not None or dtype is not None:
         asked = f"costs of a {type(model).__name__} with scheme={scheme!r}, dtype={dtype!r}"
-        raise ToolkitError(asked, "the model is loaded: it is held as it is", "Leave them out, or give the model's name")
+        raise ToolkitError(asked, "the model is already loaded", "Leave out scheme and dtype, or pass the name")
     return costs_of(model, context)
 
 
@@ -69,16 +74,20 @@ def plan(
     levers: Levers | None = None,
     name: str | None = None,
 ) -> Plan:
-    """What exporting and running a model would take of a GPU, phase by phase: predicted from shapes, in well under a second.
+    """Predict the GPU memory of exporting and running a model, phase by phase, from its shapes.
 
-    `model` is what `tk.load` takes, with `scheme` and `dtype` as there, or a loaded one. `device`: a name as for `tk.device`;
-    the GPU needn't be there, and a virtual one isn't opened. `budget` ("4 GiB", 4e9) is for the GPU's memory while exporting,
-    `run_budget` for running (all that the card has, unless given). `context`: 4,096 tokens unless given. `kv`: in what keys and
-    values are held; "auto" takes the first of plain, "int8", "k4v8" and "int4" that fits. `levers`: what an export would do to
-    need less (`toolkit.planning.plans.Levers`). `name`: what the plan calls the model.
+    Args:
+        model: a loaded model, or a name that `tk.load` accepts (`scheme` and `dtype` as there).
+        device: a name that `tk.device` accepts. The GPU need not exist, and a virtual GPU is not opened.
+        budget: GPU memory for the export, in bytes or as text ("4 GiB").
+        context: tokens in the KV cache (default: 4,096).
+        kv: format of keys and values. "auto" is the first of plain, "int8", "k4v8" and "int4" that fits.
+        run_budget: GPU memory for running (default: all memory of the card).
+        levers: measures by which the export saves memory (`toolkit.planning.plans.Levers`).
+        name: the model's name in the plan.
 
-    The plan shows itself; `.gpus()` is the table of all cards, `.check()` raises what doesn't fit. Raises ToolkitError for
-    unknown names, sizes that are none, and contexts that the model hasn't.
+    Returns a Plan, which displays itself in a notebook. `.gpus()` is a table of all cards, and `.check()` raises an error if
+    the plan does not fit. Raises ToolkitError for unknown names, invalid sizes, and contexts that the model does not support.
     """
     spec = _figures(device)
     most, running = (None if size is None else parse_bytes(size) for size in (budget, run_budget))
@@ -86,23 +95,21 @@ def plan(
         held = f", {scheme if isinstance(scheme, str) else scheme.name}" if scheme is not None else ""
         shapes, own = describe(model, scheme, dtype), f"{os.fspath(model)}{held}"
     elif not hasattr(model, "new_cache"):
-        raise ToolkitError("a plan", f"a {type(model).__name__}, not a model", "Give one that tk.load made, or a name or path")
+        raise ToolkitError("a plan", f"a {type(model).__name__} is not a model", "Pass a loaded model, a name or a path")
     elif scheme is not None or dtype is not None:
         asked = f"a plan of a {type(model).__name__} with scheme={scheme!r}, dtype={dtype!r}"
-        raise ToolkitError(asked, "the model is loaded: it is held as it is", "Leave them out, or give the model's name")
+        raise ToolkitError(asked, "the model is already loaded", "Leave out scheme and dtype, or pass the name")
     else:
         shapes, own = model, type(model).__module__.rpartition(".")[2]
     return plan_of(shapes, name or own, spec, context, most, running, kv, levers or Levers())
 
 
 def _figures(device: Device | str) -> GpuSpec | None:
-    """Of the GPU called so, which needn't be there; None for the CPU. "auto" is what `tk.device` would open."""
+    """Return the figures of the named GPU, which need not exist; None for the CPU. "auto" is resolved as by `tk.device`."""
     name = device.name if isinstance(device, Device) else str(device)
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "h200"
     if name.startswith("virtual:"):
-        from toolkit.gpu.virtual.device import spec_of
-
         return spec_of(name.removeprefix("virtual:"))
     card = find_card(name)
     return None if card is None else card.spec

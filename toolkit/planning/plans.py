@@ -1,8 +1,8 @@
-"""Will it fit? The memory that exporting and running a model takes, phase by phase, before anything is allocated.
+"""Predict the memory of exporting and running a model, phase by phase, before anything is allocated.
 
-Pure functions of a model's shapes (on "meta"), a GPU's figures and a budget: no GPU is asked, no tensor of any size is made.
-A plan has two peaks. *Exporting* has to stay within the budget that the user names. *Running* has to fit on the card. Each has
-levers that lower it; a plan pulls those it needs, and says what each saves and why.
+A plan is a pure function of a model's shapes (on "meta"), a GPU's figures and a budget. No GPU is queried and no large tensor
+is created. A plan has two peaks: the export must stay within the user's budget, and running must fit on the card. `Levers`
+lower the peak of the export; a plan states what each one saves.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from toolkit.weights.packed import PackedMatrix
 if TYPE_CHECKING:
     import pandas as pd
 
-SLOTS = 2  # of the small cache whose sizes are scaled up
-CONTEXTS = (4096, 8192, 16384, 32768, 65536, 131072)  # at which a table asks what fits
+SLOTS = 2  # size of the small cache from which the sizes of larger ones are computed
+CONTEXTS = (4096, 8192, 16384, 32768, 65536, 131072)  # context lengths of the tables
 
-# Not derived from shapes; how each is known stands beside it. What CUDA takes while a model runs: `replaying.CONTEXT_BYTES`.
-BARE_CONTEXT = 518 * MiB  # measured on an H200, in three processes alike: CUDA's context where nothing runs, as in an export
-FIRST_BLOCK = 2 * MiB  # measured: PyTorch's tracer begins with one number on the GPU, and its allocator with a block
-RUN_SCRATCH = 128 * MiB  # measured on an H200: partial sums of a product with many tokens (kernels/int4_prefill.py)
-STAGING = 64 * MiB  # chosen: how much of a weight is on its way at a time
-HOST_BASE = 480 * MiB  # measured: Python with PyTorch, its compiler and one layer's graph
-COMPILER = 900 * MiB  # measured: a process that compiles a layer, with its C++ compiler
-MOST_COMPILERS = 4  # chosen: of these at once
+# Constants that do not follow from shapes. `what_if.CONTEXT_BYTES` is CUDA's own memory while a model runs.
+BARE_CONTEXT = 518 * MiB  # measured on an H200, equal in three processes: the CUDA context of a process that runs no kernel
+FIRST_BLOCK = 2 * MiB  # measured: PyTorch's tracer puts one number on the GPU, for which the allocator takes a 2 MiB segment
+RUN_SCRATCH = 128 * MiB  # measured on an H200: partial sums of matrix products in prefill (kernels/int4_prefill.py)
+STAGING = 64 * MiB  # chosen: bytes of a weight that are copied at a time
+HOST_BASE = 480 * MiB  # measured: Python with PyTorch, its compiler and the graph of one layer
+COMPILER = 900 * MiB  # measured: one worker process that compiles a layer, including its C++ compiler
+MOST_COMPILERS = 4  # chosen: worker processes at a time
 
 
 @dataclass(frozen=True)
 class Levers:
-    """What an export does to take less of the GPU. All are what `tk.export` does; off, they are what a plain one would.
+    """Measures by which an export saves GPU memory. `tk.export` applies all of them; off, they model an export without them.
 
-    `weights_as_inputs`: weights are inputs of the compiled graphs, none is on the GPU while compiling. `state_as_inputs`: so
-    are keys, values and states, which else are buffers that the compiler clones. `tables_outside`: the embedding is looked up
-    outside the graphs, whose compiler would copy the table to try kernels on. `tiled_dequantisation`: kernels multiply packed
-    weights as they are, rather than make plain matrices first.
+    - `weights_as_inputs`: weights are inputs of the compiled graphs, so none is on the GPU during compilation.
+    - `state_as_inputs`: keys, values and recurrent states are inputs, too. As buffers, the compiler would clone them.
+    - `tables_outside`: the embedding lookup is outside the graphs. Inside, the compiler would copy the table for autotuning.
+    - `tiled_dequantisation`: kernels multiply packed weights directly, without creating plain matrices first.
     """
 
     weights_as_inputs: bool = True
@@ -58,16 +58,16 @@ class Levers:
 
 NONE = Levers(False, False, False, False)
 WHY = {
-    "weights_as_inputs": "no weight is on the GPU while it is compiled",
-    "state_as_inputs": "keys, values and states are placeholders: buffers that a graph writes would be there twice",
-    "tables_outside": "the compiler makes no scratch copy of the embedding table",
-    "tiled_dequantisation": "packed weights are multiplied as they are: no plain copy of the largest matrix",
+    "weights_as_inputs": "no weight is on the GPU during compilation",
+    "state_as_inputs": "keys, values and states are inputs: buffers that a graph writes would exist twice",
+    "tables_outside": "the compiler makes no temporary copy of the embedding table",
+    "tiled_dequantisation": "packed weights are multiplied directly, without a plain copy of the largest matrix",
 }
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One stretch of work and what it holds: bytes on the GPU by what they are, and bytes of the host's memory."""
+    """One phase of work and its memory: `parts` are bytes on the GPU by purpose, `host_bytes` is host memory."""
 
     name: str
     parts: dict[str, int]
@@ -80,7 +80,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Pull:
-    """A lever that was pulled: the bytes of the peak that it saves, and why."""
+    """A lever in use: the bytes by which it lowers the peak, and why."""
 
     lever: str
     saves_bytes: int
@@ -89,36 +89,36 @@ class Pull:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What of a model decides over memory, in bytes on a device. `states` by context is `state_bytes`."""
+    """The sizes of a model from which a plan is computed, in bytes on a device."""
 
     weights: int
-    states: tuple[tuple[int, int | None], ...]  # of a cache's tensors: bytes a slot, slots at most (None: the context's)
-    fixed: tuple[int, ...]  # bytes of each tensor whose size the context doesn't change
-    table: int  # the embedding, as plain numbers
-    largest: int  # matrix, as plain numbers; 0 where none is packed
+    states: tuple[tuple[int, int | None], ...]  # per tensor of a cache: bytes per slot, maximum of slots (None: the context)
+    fixed: tuple[int, ...]  # bytes of each tensor whose size does not depend on the context
+    table: int  # the embedding table, unpacked
+    largest: int  # the largest packed matrix, unpacked; 0 if none is packed
     hidden: int
-    widest: int  # what a token makes between two norms, in numbers
+    widest: int  # widest activation of one token, in elements
     vocab: int
     itemsize: int
-    positions: int  # that the model has
+    positions: int  # maximum context of the model
 
     def state_bytes(self, context: int) -> int:
-        """The caches for `context` tokens: keys and values, recurrent states, rotary tables, numbers of slots."""
+        """Return the bytes of a cache for `context` tokens: keys, values, recurrent states, rotary tables, slot indices."""
         growing = (each * min(context, slots or context) for each, slots in self.states)
         return allocated_bytes([*growing, *self.fixed])
 
     def activation_bytes(self, tokens: int) -> int:
-        """What lies between layers while `tokens` pass at once, and the logits of one."""
+        """Return the bytes of activations for `tokens` processed at once, and of the logits of one token."""
         return tokens * self.itemsize * (4 * self.hidden + self.widest) + 4 * 3 * self.vocab
 
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """How a model would be exported and run: phases with predicted bytes, the levers pulled, and what doesn't fit.
+    """The predicted memory of exporting and running a model. Nothing in it is measured.
 
-    `export` and `run` are phases. `kv` is in what keys and values are held, `chunk` how many tokens of a prompt go at once,
-    `compilers` how many layers are compiled at once.
-    `problems` says in words what doesn't fit, with what would; `check()` raises them. Frozen facts, predicted, none measured.
+    `export` and `run` are phases. `kv` is the format of keys and values, `chunk` the number of prompt tokens processed at once,
+    and `compilers` the number of layers compiled at once. `problems` explains what does not fit and what would; `check()`
+    raises the first one.
     """
 
     model: str
@@ -138,12 +138,12 @@ class Plan:
 
     @property
     def export_peak_bytes(self) -> int:
-        """The most that exporting takes of the GPU; on the CPU, of the host."""
+        """The peak of the export, on the GPU, or on the host for a plan without GPU."""
         return _peak(self.export, self.card)
 
     @property
     def run_bytes(self) -> int:
-        """The most that loading the package and generating takes."""
+        """The peak of loading the package and generating."""
         return _peak(self.run, self.card)
 
     @property
@@ -151,13 +151,13 @@ class Plan:
         return not self.problems
 
     def check(self) -> Plan:
-        """The plan, if all fits; else BudgetError, before any work."""
+        """Return the plan if everything fits. Raises BudgetError otherwise."""
         if self.problems:
             raise self.problems[0]
         return self
 
     def to_pandas(self) -> pd.DataFrame:
-        """A row a phase: bytes by what they are, their sum on the GPU, and the host's."""
+        """Return one row per phase: bytes on the GPU by purpose, their sum, and host bytes."""
         import pandas as pd
 
         rows = [
@@ -169,8 +169,9 @@ class Plan:
         return found.astype("int64")
 
     def fits_on(self, cards: Iterable[GpuSpec] | None = None) -> list[dict[str, Any]]:
-        """Of every card (the catalogue's, unless given): can it export this within the budget, can it run it at this context,
-        and the longest context in tokens that it can run, held as here (None: not even 256). Bytes, predicted.
+        """Return, for each card (default: the catalogue), whether it can export and run this model, and its longest context.
+
+        `longest_context` is in tokens with the same `kv`; None if fewer than 256 tokens fit. All bytes are predicted.
         """
         rows = []
         for card in CATALOGUE.values() if cards is None else cards:
@@ -187,7 +188,7 @@ class Plan:
         return rows
 
     def gpus(self, cards: Iterable[GpuSpec] | None = None) -> pd.DataFrame:
-        """`fits_on` as a table, a row a card."""
+        """Return `fits_on` as a table with one row per card."""
         import pandas as pd
 
         return pd.DataFrame(self.fits_on(cards)).set_index("gpu").astype({"longest_context": "Int64"})
@@ -200,7 +201,7 @@ class Plan:
 
 
 def sizes_of(model: Any, kv: str | None = None) -> Sizes:
-    """What of a model decides over memory; `kv` as in `tk.generate`. It may be on "meta": a cache of two slots is made."""
+    """Return the sizes of a model, which may be on "meta"; `kv` as in `tk.generate`. Allocates a cache of two slots."""
     plain = model.dtype.itemsize
     packed = [m for m in model.modules() if isinstance(m, PackedMatrix)]
     config = model.config
@@ -236,12 +237,12 @@ def plan_of(
     model: Any, name: str, card: GpuSpec | None, context: int | None, budget: int | None, run_budget: int | None,
     kv: str | None, levers: Levers, chunk: int = 512,
 ) -> Plan:  # fmt: skip
-    """The plan for a model's shapes: see `tk.plan`, which makes them of a name. `card` None is the CPU."""
+    """Return the plan for a model that may be on "meta". `card` is None for the CPU. See `tk.plan`."""
     most = model.config.max_position_embeddings
     context = min(4096, most) if context is None else context
     if type(context) is not int or not 2 <= context <= most:
         raise ModelError(
-            f"a plan for a context of {context!r}", f"this model has positions for 2 to {most:,}", "Give one of these"
+            f"a plan for a context of {context!r}", f"this model supports 2 to {most:,} tokens", "Choose one of these"
         )
     has = _host_bytes() if card is None else card.memory_bytes
     whole = has if run_budget is None else run_budget
@@ -258,8 +259,9 @@ def plan_of(
 
 
 def longest_context(sizes: Sizes, memory_bytes: int, chunk: int = 512, base: int = CONTEXT_BYTES) -> int | None:
-    """The longest context, in steps of 256, that runs within so many bytes, of which `base` are taken already; all of the
-    model's positions where these do, None where not even 256 tokens do.
+    """Return the longest context that runs in `memory_bytes`, of which `base` bytes are already in use.
+
+    The result is the model's maximum or a multiple of 256 tokens; None if fewer than 256 tokens fit.
     """
     room = memory_bytes - base - sizes.weights - RUN_SCRATCH - sizes.activation_bytes(chunk)
     if sizes.state_bytes(sizes.positions) <= room:
@@ -272,13 +274,13 @@ def longest_context(sizes: Sizes, memory_bytes: int, chunk: int = 512, base: int
 
 
 def _compilers(sizes: Sizes, host_bytes: int) -> int:
-    """How many layers are compiled at once: as many as there are processors, where the host has the memory."""
+    """Return how many layers to compile at once: one per processor, as far as host memory allows."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(MOST_COMPILERS, processors, (host_bytes - HOST_BASE - sizes.weights) // COMPILER))
 
 
 def _export(sizes: Sizes, context: int, levers: Levers, compilers: int) -> tuple[Phase, ...]:
-    """What exporting holds: what is on the GPU from the beginning on, and what comes for a while."""
+    """Return the phases of an export. `held` stays on the GPU throughout; `scratch` only while tracing and compiling."""
     held = {"CUDA": BARE_CONTEXT}
     state = sizes.state_bytes(context)
     if not levers.weights_as_inputs:
@@ -318,7 +320,7 @@ def _peak(phases: tuple[Phase, ...], card: GpuSpec | None) -> int:
 
 
 def _pulled(plan: Plan, model: Any) -> tuple[Pull, ...]:
-    """What each lever saves: the peak without it, all others as they are, less the peak with it."""
+    """Return what each lever saves: the peak without it minus the peak with it, all others unchanged."""
     found = []
     for field in fields(Levers):
         if plan.card is not None and getattr(plan.levers, field.name):
@@ -328,7 +330,7 @@ def _pulled(plan: Plan, model: Any) -> tuple[Pull, ...]:
                 found.append(Pull(field.name, saves, WHY[field.name]))
     if plan.kv is not None:
         saves = sizes_of(model).state_bytes(plan.context) - plan.sizes.state_bytes(plan.context)
-        found.append(Pull(f'kv="{plan.kv}"', saves, "keys and values in codes: running fits, or leaves room"))
+        found.append(Pull(f'kv="{plan.kv}"', saves, "keys and values are quantized"))
     return tuple(sorted(found, key=lambda pull: -pull.saves_bytes))
 
 
@@ -337,11 +339,11 @@ def _problems(plan: Plan) -> Iterable[BudgetError]:
     if plan.budget_bytes is not None and plan.export_peak_bytes > plan.budget_bytes:
         worst = max(plan.export, key=lambda p: p.host_bytes if plan.card is None else p.device_bytes)
         off = [f.name for f in fields(Levers) if not getattr(plan.levers, f.name)]
-        pull = f", or pull {', '.join(off)}" if off else ""
+        pull = f", or switch on {', '.join(off)}" if off else ""
         yield BudgetError(
             f"exporting {plan.model} within {bytes_text(plan.budget_bytes)}",
-            f"it takes {bytes_text(plan.export_peak_bytes)} in the phase {worst.name!r} ({_listed(worst, plan.card)})",
-            f'The smallest budget that would do: "{_up(plan.export_peak_bytes)}"{pull}',
+            f"it needs {bytes_text(plan.export_peak_bytes)} in the phase {worst.name!r} ({_listed(worst, plan.card)})",
+            f'Use a budget of at least "{_up(plan.export_peak_bytes)}"{pull}',
             budget_bytes=plan.budget_bytes,
             needed_bytes=plan.export_peak_bytes,
         )
@@ -350,8 +352,8 @@ def _problems(plan: Plan) -> Iterable[BudgetError]:
         longest = longest_context(plan.sizes, plan.run_budget_bytes, plan.chunk, base)
         worst = max(plan.run, key=lambda p: p.device_bytes)
         larger = "more memory" if plan.card is None else "a larger card"
-        do = f"Lower context to {longest:,}" if longest else f"Choose a smaller scheme, or {larger}: not even 256 tokens fit"
-        do += ', or choose kv="int4"' if longest and plan.kv is None else ""
+        do = f"Lower context to {longest:,}" if longest else f"Use a smaller scheme or {larger}: not even 256 tokens fit"
+        do += ', or use kv="int4"' if longest and plan.kv is None else ""
         yield BudgetError(
             f"running {plan.model} at context {plan.context:,} on {where}",
             f"it needs {bytes_text(plan.run_bytes)} of {bytes_text(plan.run_budget_bytes)} ({_listed(worst, plan.card)})",
@@ -364,24 +366,24 @@ def _problems(plan: Plan) -> Iterable[BudgetError]:
 
 def _listed(phase: Phase, card: GpuSpec | None) -> str:
     if card is None:
-        return f"of the host, {bytes_text(HOST_BASE)} of them PyTorch's"
+        return f"host memory, {bytes_text(HOST_BASE)} of it for PyTorch"
     return ", ".join(f"{name} {bytes_text(size)}" for name, size in sorted(phase.parts.items(), key=lambda item: -item[1]))
 
 
 def _up(n_bytes: int) -> str:
-    """A budget of no less, in words that `parse_bytes` reads."""
+    """Return a budget of at least `n_bytes`, as text that `parse_bytes` reads."""
     return f"{-(-n_bytes // MiB)} MiB"
 
 
 def allocated_bytes(sizes: Iterable[int]) -> int:
-    """What tensors of so many bytes, made one after the other, take of CUDA's caching allocator: by its own rules."""
+    """Return the bytes that CUDA's caching allocator allocates for tensors of these sizes, by its own rules."""
     blocks = Blocks(1 << 60)
     taken = [blocks.take(size, 0) for size in sizes if size]
     return sum(block.size for block in taken if block is not None)
 
 
 def _host_bytes() -> int:
-    """The host's memory, or what a container may take of it."""
+    """Return the memory of this machine, or the limit of the container."""
     try:
         most = int(os.sysconf("SC_PHYS_PAGES")) * int(os.sysconf("SC_PAGE_SIZE"))
     except (AttributeError, ValueError, OSError):  # Windows
@@ -393,7 +395,7 @@ def _host_bytes() -> int:
 
 
 def text(plan: Plan) -> str:
-    """The plan in words, for a terminal."""
+    """Return the plan as text for a terminal."""
     where = "this CPU" if plan.card is None else plan.card.name
     budget = "" if plan.budget_bytes is None else f" within {bytes_text(plan.budget_bytes)}"
     lines = [f"{plan.model} for {where}, context {plan.context:,}{f', kv={plan.kv!r}' if plan.kv else ''} (predicted)"]
@@ -404,7 +406,7 @@ def text(plan: Plan) -> str:
             held = phase.host_bytes if plan.card is None else phase.device_bytes
             lines.append(f"  {phase.name:<16} {bytes_text(held):>9}{f'   {parts}' if plan.card is not None else ''}")
     lines += [f"  {pull.lever:<22} saves {bytes_text(pull.saves_bytes):>9}: {pull.why}" for pull in plan.pulled]
-    lines += [f"doesn't fit: {problem}" for problem in plan.problems]
+    lines += [f"does not fit: {problem}" for problem in plan.problems]
     return "\n".join(lines)
 
 

@@ -1,7 +1,7 @@
-"""Out of memory: who held what when an allocation failed, and what would have made it fit.
+"""Explain out-of-memory errors: the owners of memory when an allocation failed, and what would have made it fit.
 
-A `Shortage` is made of the ledger at that moment and of the variables that were there. Each proposal has the bytes that
-it is predicted to save: exact where something is let go, stated as a share where something would be held differently.
+`explain` computes a `Shortage` from the ledger and the user's variables. Each proposal states the bytes that it is predicted to
+save. The number is exact if memory would be freed, and an estimate if data would be stored in another form.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from toolkit.vram import owners
 
 _ASKED = re.compile(r"Tried to allocate ([0-9.]+ [KMGT]?i?B)")
 _ALLOWED = re.compile(r"([0-9.]+ [KMGT]?i?B) allowed")
-_Q4_BITS = 4.5  # a weight of Q4_K: 4 bits, and 16 bytes of scales for each 256 (ggml-quants.h)
-_CHUNK = 512  # tokens of a prompt at a time
-_LEAST = 0.02  # of what is missing: what saves less isn't proposed
-_NOT_SHORT = {True: ", but in pieces.", False: ": what was held when it failed has been let go of since."}
+_Q4_BITS = 4.5  # per weight of Q4_K: 4 bits, and 16 bytes of scales per 256 weights (ggml-quants.h)
+_CHUNK = 512  # tokens per chunk of a prompt
+_LEAST = 0.02  # share of the missing bytes; proposals that save less are left out
+# Why the numbers show no shortage, by `Shortage.exact`.
+_NOT_SHORT = {True: ", but only in fragments.", False: ": memory has been freed since the allocation failed."}
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Something to do, the bytes that it saves, and whether that alone is enough."""
+    """An action, the bytes that it would save, and whether it alone is enough."""
 
     do: str
     saves_bytes: int
@@ -41,7 +42,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Shortage:
-    """An allocation of `asked_bytes` that failed where `limit_bytes` may be had and `held_bytes` were allocated."""
+    """A failed allocation of `asked_bytes` with `held_bytes` of at most `limit_bytes` already allocated."""
 
     asked_bytes: int
     held_bytes: int
@@ -49,21 +50,21 @@ class Shortage:
     where: str | None
     holders: tuple[str, ...]
     proposals: tuple[Proposal, ...]
-    exact: bool = True  # is the moment that of the failure? else what was held then may have been let go of
+    exact: bool = True  # False: the numbers are from after the failure, when memory may have been freed
 
     @property
     def missing_bytes(self) -> int:
-        """What would have to be free, and isn't."""
+        """The bytes that were missing."""
         return max(self.asked_bytes + self.held_bytes - self.limit_bytes, 0)
 
     def __str__(self) -> str:
         asked, limit, held = (bytes_text(n) for n in (self.asked_bytes, self.limit_bytes, self.held_bytes))
         free = bytes_text(max(self.limit_bytes - self.held_bytes, 0))
-        short = f": {bytes_text(self.missing_bytes)} too little." if self.missing_bytes else _NOT_SHORT[self.exact]
+        short = f": {bytes_text(self.missing_bytes)} too few." if self.missing_bytes else _NOT_SHORT[self.exact]
         by = f" by {self.where}" if self.where else ""
         lines = [
-            f"{asked} asked for{by}; of {limit}, {held} were held and {free} free{short}",
-            "Held then:",
+            f"{asked} requested{by}; of {limit}, {held} were allocated and {free} free{short}",
+            "Allocated at that moment:",
             *(f"  {holder}" for holder in self.holders),
         ]
         if self.proposals:
@@ -75,9 +76,9 @@ def explain(
     ledger: Ledger, variables: Mapping[str, Any], found: Mapping[owners.Place, owners.Holder], error: BaseException,
     limit_bytes: int,
 ) -> Shortage:  # fmt: skip
-    """Why `error`, an out-of-memory error, came. `found` names what is alive, `variables` are those that the user sees.
+    """Explain the out-of-memory error `error`. `found` maps live memory to its owner; `variables` are those of the user.
 
-    The moment is that of the failed allocation where the history has it (a row of kind "oom"), else the peak.
+    The numbers are those at the failed allocation if the trace has it (an event of kind "oom"), otherwise those at the peak.
     """
     trace = ledger.trace
     failed = trace.is_kind("oom").nonzero()[0]
@@ -100,7 +101,7 @@ def explain(
 
 
 def _stated(pattern: re.Pattern[str], error: BaseException) -> int:
-    """A size that the message states, to three digits; 0 where it doesn't."""
+    """Return the size that the error message states, to three digits; 0 if it states none."""
     match = pattern.search(str(error))
     return parse_bytes(match[1]) if match else 0
 
@@ -109,20 +110,20 @@ Saving = tuple[str, int]
 
 
 def _converted(where: str | None, asked: int) -> list[Saving]:
-    """The line that failed makes a float32 of something whole."""
+    """Propose converting less, if the failing line converts a tensor to float32 or float64."""
     if where is None or not re.search(r"\.float\(\)|float32|\.double\(\)", where):
         return []
     return [("converting only what is needed, such as the last position: logits[:, -1].float() (nearly all of it)", asked)]
 
 
 def _let_go(variables: Mapping[str, Any], found: Mapping[owners.Place, owners.Holder]) -> list[Saving]:
-    """`del x`, for what only x holds; and what no variable holds at all."""
+    """Propose `del x` for memory that only x holds, and releasing memory that no variable holds."""
     roots: dict[str, int] = {}
     stale = 0
     for place, holder in found.items():
         if place[0] == "cpu":
             continue
-        if "(the traceback of" in holder.owner:  # of the error that is explained: it lets go by itself
+        if "(the traceback of" in holder.owner:  # freed with the error that is explained
             continue
         if holder.owner.startswith(("Out[", "_")):
             stale += holder.bytes
@@ -130,7 +131,7 @@ def _let_go(variables: Mapping[str, Any], found: Mapping[owners.Place, owners.Ho
             root = re.split(r"[.\[ ]", holder.owner, maxsplit=1)[0]
             roots[root] = roots.get(root, 0) + holder.bytes
     results = owners.results(ipython_shell())
-    savings = [("%memory release (results that Out[] and _ keep)", stale)]
+    savings = [("%memory release (results kept by Out[] and _)", stale)]
     for root in sorted(roots, key=lambda name: -roots[name])[:4]:
         if root == "self":
             continue
@@ -148,13 +149,13 @@ def _rooted(owner: str, root: str) -> bool:
 
 
 def _without_graph(found: Mapping[owners.Place, owners.Holder]) -> list[Saving]:
-    """What is kept for a backward pass, where gradients are on."""
+    """Propose inference mode for tensors that are kept for a backward pass."""
     saved = sum(h.bytes for place, h in found.items() if "(its graph" in h.owner and place[0] != "cpu")
     return [("with torch.inference_mode(): around what needs no gradients", saved)]
 
 
 def _smaller_weights(variables: Mapping[str, Any]) -> list[Saving]:
-    """Weights in a narrower type: of every module that a variable holds."""
+    """Propose a narrower dtype for the weights of each module that a variable holds."""
     savings = []
     for name, value in variables.items():
         if not isinstance(value, nn.Module) or name.startswith("_"):
@@ -165,7 +166,7 @@ def _smaller_weights(variables: Mapping[str, Any]) -> list[Saving]:
                 sizes[parameter.dtype] += parameter.nbytes
         half = sizes[torch.bfloat16] + sizes[torch.float16]
         savings.append((f"{name} in bfloat16 instead of float32", sizes[torch.float32] // 2))
-        if not type(value).__module__.startswith("toolkit.models"):  # what tk.load can't make again
+        if not type(value).__module__.startswith("toolkit.models"):  # tk.load cannot load it again
             continue
         int4 = sizes[torch.float32] * (1 - _Q4_BITS / 32) + half * (1 - _Q4_BITS / 16)
         savings.append((f'{name} in 4 bits: tk.load(..., scheme="q4_k_m")', int(int4)))
@@ -173,7 +174,7 @@ def _smaller_weights(variables: Mapping[str, Any]) -> list[Saving]:
 
 
 def _smaller_state(ledger: Ledger, at: int) -> list[Saving]:
-    """A shorter context: keys and values shrink with it."""
+    """Propose a smaller KV cache: a shorter context or fewer bits."""
     codes, names = ledger.group("kind")
     if "kv" not in names:
         return []
@@ -181,12 +182,12 @@ def _smaller_state(ledger: Ledger, at: int) -> list[Saving]:
     kv = int(ledger.blocks.bytes[alive[codes[alive] == names.index("kv")]].sum())
     return [
         ("half the context (keys and values)", kv // 2),
-        ("keys and values in 8 bits instead of 16, where the cache can", kv // 2),
+        ("keys and values in 8 bits instead of 16, if the cache supports it", kv // 2),
     ]
 
 
 def _chunks(ledger: Ledger, at: int, variables: Mapping[str, Any]) -> list[Saving]:
-    """A prompt in parts: what was made while running it shrinks with the part."""
+    """Propose running a long prompt in chunks: activations shrink with the chunk."""
     lengths = [
         value.shape[-1] for value in variables.values()
         if isinstance(value, torch.Tensor) and value.dim() in (1, 2) and value.dtype in (torch.int64, torch.int32)
@@ -205,7 +206,7 @@ def _chunks(ledger: Ledger, at: int, variables: Mapping[str, Any]) -> list[Savin
 
 
 def _in_pieces(ledger: Ledger, at: int, asked: int, held: int, limit: int) -> list[Saving]:
-    """Reserved and free, but in pieces too small."""
+    """Propose expandable segments if enough memory is reserved and free, but fragmented."""
     if asked + held > limit or not len(ledger.rows) or not ledger.trace.is_kind("segment_alloc").any():
         return []
     return [

@@ -1,7 +1,7 @@
-"""A memory budget as a guard: `tk.budget("8 GiB")` lets the allocator take so much and no more.
+"""Limit the memory of a device: `tk.budget("8 GiB")`.
 
-What doesn't fit fails as it would on a card of that size, with PyTorch's own torch.OutOfMemoryError; the error says who held
-what, and what would have made it fit (`shortage.py`).
+An allocation beyond the budget fails as on a card of that size, with PyTorch's own torch.OutOfMemoryError. A note on the error
+lists the owners of the memory and what would have made the allocation fit (`advice.py`).
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from toolkit.core.units import bytes_text, parse_bytes
 from toolkit.gpu import allocation_scopes
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
+from toolkit.vram import owners
 from toolkit.vram.measure import Scope, explained, variables_of, why_out_of_memory
 
-_LEAST = 2 << 20  # CUDA's allocator takes no less from the driver
+_LEAST = 2 << 20  # the smallest segment that CUDA's allocator takes from the driver
 
 
-_holding: list[Budget] = []  # the latest last
+_active: list[Budget] = []  # the latest one is last
 
 
 class Budget:
-    """A cap on a device's allocator. It holds until `lift`, or until the end of its `with` block.
+    """A limit of `bytes` on the allocator of `device`. It is in force until `lift`, or until the end of its `with` block.
 
-    `bytes` is the cap, `device` the device. In a `with` block the budget that held before comes back afterwards.
+    After a `with` block the previous budget is in force again.
     """
 
     def __init__(self, device: Device, n_bytes: int) -> None:
@@ -41,12 +42,12 @@ class Budget:
         return f"Budget({bytes_text(self.bytes)} on {self.device.name}, {bytes_text(held)} allocated)"
 
     def lift(self) -> None:
-        """End this budget: the one before it that still holds comes back, else the card's memory is the limit."""
-        if self in _holding:
-            _holding.remove(self)
-        left = [budget.bytes for budget in _holding if budget.device is self.device]
+        """End this budget. The previous active budget is in force again; without one, the card's memory is the limit."""
+        if self in _active:
+            _active.remove(self)
+        left = [budget.bytes for budget in _active if budget.device is self.device]
         self.device.limit(left[-1] if left else None)
-        _explain_errors(bool(_holding))
+        _explain_errors(bool(_active))
 
     def __enter__(self) -> Budget:
         self._scope = Scope(self.device)
@@ -62,15 +63,18 @@ class Budget:
 
 
 def budget(size: int | float | str | None, device: Device | str | None = None) -> Budget | None:
-    """Cap the memory that a device's allocator may take: "8 GiB", "8GiB", "8 gb", 8e9; None lifts the cap.
+    """Limit the memory that a device's allocator may take.
 
-    Without `device`, it is the device in use: the open virtual GPU, else the first CUDA GPU. What the allocator has cached is
-    given back first. Returns a Budget, whose `with` block ends it. Raises BudgetError where more is allocated already, or where
-    the budget is above what the card has; DeviceError where there is no GPU, real or virtual; ToolkitError for no size.
+    `size` is a number of bytes or a text such as "8 GiB", "8GiB" or "8 gb"; None removes the limit. By default `device` is the
+    device in use: the open virtual GPU, otherwise the first CUDA GPU. The allocator's cache is emptied first. Returns a Budget,
+    which can be used as a context manager.
+
+    Raises BudgetError if more is already allocated or if the card has less memory, DeviceError if no GPU (real or virtual) is
+    in use, and ToolkitError if `size` is not a size.
     """
     gpu = _device(device)
     if size is None:
-        for held in [held for held in _holding if held.device is gpu]:
+        for held in [held for held in _active if held.device is gpu]:
             held.lift()
         gpu.limit(None)
         return None
@@ -79,23 +83,24 @@ def budget(size: int | float | str | None, device: Device | str | None = None) -
     _empty_cache(gpu)
     memory = gpu.memory()
     if 0 < memory.total_bytes < n_bytes:
-        raise BudgetError(asked, f"the card has {bytes_text(memory.total_bytes)}", "Name no more than that", bytes=n_bytes)
+        raise BudgetError(asked, f"the card has {bytes_text(memory.total_bytes)}", "Ask for no more than that", bytes=n_bytes)
     if memory.total_bytes and (n_bytes < memory.allocated_bytes or n_bytes < _LEAST):
-        found = f"{bytes_text(memory.allocated_bytes)} are allocated already"
+        found = f"{bytes_text(memory.allocated_bytes)} are already allocated"
         if n_bytes < _LEAST:
-            found = f"CUDA's allocator takes no less than {bytes_text(_LEAST)} at a time"
-        do = f"Budget at least {bytes_text(max(memory.reserved_bytes, _LEAST))}, or let go of something first: {_largest(gpu)}"
+            found = f"CUDA's allocator takes at least {bytes_text(_LEAST)} at a time"
+        least = bytes_text(max(memory.reserved_bytes, _LEAST))
+        do = f"Budget at least {least}, or free memory first. Largest owners: {_largest(gpu)}"
         raise BudgetError(asked, found, do, bytes=n_bytes, allocated_bytes=memory.allocated_bytes)
     gpu.limit(n_bytes)
     _explain_errors(True)
-    _holding.append(Budget(gpu, n_bytes))
-    return _holding[-1]
+    _active.append(Budget(gpu, n_bytes))
+    return _active[-1]
 
 
 def _device(device: Device | str | None) -> Device:
     gpu = open_device(device) if device is not None else allocation_scopes.in_use()
     if gpu is None:
-        raise DeviceError("a memory budget", "no GPU is in use", 'Open one that needs none: tk.device("virtual:8GiB")')
+        raise DeviceError("a memory budget", "no GPU is in use", 'Open a virtual one: tk.device("virtual:8GiB")')
     return gpu
 
 
@@ -106,23 +111,21 @@ def _empty_cache(gpu: Device) -> None:
 
 
 def _largest(gpu: Device) -> str:
-    """The variables that hold the most on a device, in words."""
-    from toolkit.vram import owners
-
+    """Return the variables that own the most memory on a device, as text."""
     shell = ipython_shell()
     names = shell.user_ns if shell is not None else vars(sys.modules["__main__"])
     kind = gpu.torch.type
     held = sorted(((h.bytes, h.owner) for (on, _), h in owners.find(names).items() if on == kind), reverse=True)[:3]
-    return ", ".join(f"{owner} ({bytes_text(size)})" for size, owner in held) or "nothing that a variable holds"
+    return ", ".join(f"{owner} ({bytes_text(size)})" for size, owner in held) or "no variable owns any"
 
 
-# ---- errors that no `with` block sees
+# ---- out-of-memory errors outside of every `with` block
 
-_hooks: dict[str, Any] = {}  # what was there before ours: the interpreter's hook; or ours, in a notebook
+_hooks: dict[str, Any] = {}  # "script": the previous sys.excepthook; "cell": our callback in a notebook
 
 
 def _explain_errors(wanted: bool) -> None:
-    """Let an out-of-memory error that nobody catches say who held what, in a script or in a notebook's cell."""
+    """Install or remove the hooks that explain uncaught out-of-memory errors, in scripts and in notebook cells."""
     if wanted == bool(_hooks):
         return
     shell = ipython_shell()
@@ -150,7 +153,7 @@ def _on_uncaught(kind: type[BaseException], error: BaseException, trace: Traceba
 
 def _on_cell(result: Any) -> None:
     error, shell = result.error_in_exec, ipython_shell()
-    if allocation_scopes.measuring():  # the scope around the cell knows the moment itself
+    if allocation_scopes.measuring():  # the scope around the cell explains the error itself
         return
     if isinstance(error, torch.OutOfMemoryError) and not explained(error) and shell is not None:
         print(why_out_of_memory(error, shell.user_ns))

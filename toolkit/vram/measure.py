@@ -1,8 +1,8 @@
-"""What a stretch of code did with memory: `with tk.memory() as m:`, `@tk.memory`.
+"""Measure the GPU memory of a block of code: `with tk.memory() as m:`, `@tk.memory`.
 
-A scope begins and ends a range of the allocators' history (`devices/history.py`), names what is alive by the variables that
-hold it (`owners.py`), and sums it (`ledger.py`). Scopes nest; each has its own peak, exact and without touching
-anybody's counters. Code that raises, is interrupted or awaits is measured like any other.
+A scope records a range of the allocation log (`gpu/allocation_scopes.py`), names the variable that owns each live block
+(`owners.py`), and sums the bytes (`trace/ledger.py`). Scopes may nest. Each one has its own exact peak, and no allocator
+counter is reset. Code that raises, is interrupted or awaits is measured, too.
 """
 
 from __future__ import annotations
@@ -26,44 +26,48 @@ from toolkit.core.callers import file_of, ipython_shell
 from toolkit.core.display import render
 from toolkit.core.errors import RecorderError, ToolkitError
 from toolkit.core.units import bytes_text, seconds_text
-from toolkit.gpu import allocation_scopes
-from toolkit.gpu import host_memory as host
+from toolkit.gpu import allocation_scopes, host_memory
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
 from toolkit.trace.events import Trace, TraceBuilder
 from toolkit.trace.ledger import Ledger, line_of
-from toolkit.vram import advice as shortage
 from toolkit.vram import owners
+from toolkit.vram.advice import Shortage, explain
 from toolkit.vram.what_if import what_if
 
 if TYPE_CHECKING:
     import pandas as pd
 
 F = TypeVar("F", bound=Callable[..., Any])
-_EXPLAINED = "Where the memory went:"  # begins the note on an out-of-memory error
-# what cuBLAS takes with its first product, and keeps: aten/src/ATen/cuda/CublasHandlePool.cpp, from Hopper on and before
+_EXPLAINED = "Where the memory went:"  # first line of the note that is added to an out-of-memory error
+# The workspace that cuBLAS allocates at the first matrix product and keeps, on Hopper and newer GPUs, and on older ones.
+# Source: aten/src/ATen/cuda/CublasHandlePool.cpp
 _CUBLAS_BYTES = (4096 * 8 * 1024, 4096 * 2 * 1024 + 16 * 8 * 1024)
-_SOURCES = 400  # lines of source that a measurement keeps, those of the most bytes first
+_SOURCES = 400  # lines of source code that a measurement stores; the lines that allocate the most come first
 
 
 class MemoryUse:
-    """What code did with memory: made by `tk.memory`, and by `tk.open_memory` from a file. Complete once its block has ended.
+    """The memory use of a block of code. Created by `tk.memory`, or by `tk.open_memory` from a file.
 
-    All bytes are as the allocator counts them. `peak_bytes` is the most that was allocated meanwhile (what
-    `torch.cuda.max_memory_allocated` says after a reset at the beginning), `baseline_bytes` what was when it began,
-    `kept_bytes` what is more at the end, `freed_bytes` what was given back of the baseline. `trace` has every event, `ledger`
-    the sums, `host` the resident memory of this process. Reading it while the block runs raises RecorderError.
+    All sizes are in bytes as the allocator counts them:
+
+    - `peak_bytes`: the maximum allocated during the block (`torch.cuda.max_memory_allocated` after a reset at its start).
+    - `baseline_bytes`: allocated when the block began. `end_bytes`: allocated when it ended.
+    - `kept_bytes`: `end_bytes - baseline_bytes`. `freed_bytes`: the part of the baseline that the block freed.
+
+    `trace` holds every event, `ledger` the sums, and `host` the resident memory of this process. The measurement is complete
+    when the block has ended; reading it earlier raises RecorderError.
     """
 
     def __init__(self, trace: Trace | None = None) -> None:
         self._trace = trace
-        self.host: host.HostScope | None = None
-        self.shortage: shortage.Shortage | None = None  # what an out-of-memory error meant
+        self.host: host_memory.HostScope | None = None
+        self.shortage: Shortage | None = None  # the explanation of an out-of-memory error
 
     @property
     def trace(self) -> Trace:
         if self._trace is None:
-            found, do = "its block still runs", "Leave the `with tk.memory()` block first"
+            found, do = "its block is still running", "Leave the `with tk.memory()` block first"
             raise RecorderError("reading a measurement of memory", found, do)
         return self._trace
 
@@ -73,7 +77,7 @@ class MemoryUse:
 
     @property
     def device(self) -> str:
-        """The device's name; "none" where there was only the host."""
+        """The name of the device, or "none" if no GPU was in use."""
         return str(self.trace.meta.get("device", "unknown"))
 
     @property
@@ -98,34 +102,34 @@ class MemoryUse:
 
     @property
     def peak_reserved_bytes(self) -> int:
-        """The most that the allocator had taken from the driver."""
+        """The maximum that the allocator reserved from the driver."""
         return self.ledger.peak_reserved_bytes
 
     @property
     def host_peak_bytes(self) -> int:
-        """The most that this process held of the host's memory; 0 where that isn't known."""
+        """The maximum resident host memory of this process; 0 if unknown."""
         return int(self.trace.meta.get("host", {}).get("peak_bytes", 0))
 
     @property
     def host_tensor_bytes(self) -> int:
-        """What variables held of the host's memory in tensors at the end."""
+        """Host memory of the tensors that variables held at the end of the block."""
         return int(self.trace.meta.get("host", {}).get("tensor_bytes", 0))
 
     @property
     def elapsed_s(self) -> float:
-        """How long the block took, on the host."""
+        """The time that the block took on the host, in seconds."""
         return float(self.trace.meta.get("elapsed_s", 0.0))
 
     def at_peak(self) -> pd.DataFrame:
-        """Who held the memory at the peak, the largest first; see `Ledger.holders`."""
+        """Return the owners of the memory at the peak, the largest first. See `Ledger.holders`."""
         return self.ledger.holders()
 
     def by(self, what: str) -> pd.DataFrame:
-        """What each "owner", "kind", "where", "line", "cell" or "step" had; see `Ledger.by`."""
+        """Return the memory grouped by "owner", "kind", "where", "line", "cell" or "step". See `Ledger.by`."""
         return self.ledger.by(what)
 
     def line(self) -> str:
-        """The measurement in one line."""
+        """Return the measurement as one line of text."""
         if self.device == "none":
             return f"no GPU memory used, host peak {bytes_text(self.host_peak_bytes)}, {seconds_text(self.elapsed_s)}"
         parts = [f"peak {bytes_text(self.peak_bytes)}", f"kept {_signed(self.kept_bytes)}"]
@@ -145,19 +149,19 @@ class MemoryUse:
         return "\n".join([self.line(), *(f"  {sentence}" for sentence in self.ledger.sentences())])
 
     def what_if(self, gpus: Iterable[str] | None = None, settings: Iterable[str] | None = None) -> pd.DataFrame:
-        """Would it have fit on other GPUs, or with other settings of the allocator? See `replaying.what_if`."""
+        """Replay the allocations on other GPUs or with other allocator settings. See `toolkit.vram.what_if.what_if`."""
         return what_if(self.trace, gpus, settings, device=self.ledger.device)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the measurement to `path`, whole or not at all; `tk.open_memory` reads it."""
+        """Write the measurement to `path` atomically. `tk.open_memory` reads it."""
         return self.trace.save(path)
 
     def timeline(self) -> Any:
-        """The interactive picture of this measurement. Needs the `lab` extra."""
+        """Return the interactive timeline of this measurement. Needs the `lab` extra."""
         return render("timeline", self)
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
-        """Write a self-contained page with the picture and its tables (no front-end package needed)."""
+        """Write a self-contained HTML page with the timeline and its tables. Needs no front-end package."""
         written: Path = render("page", self, path)
         return written
 
@@ -165,7 +169,7 @@ class MemoryUse:
         return None if self._trace is None else render("html", self)
 
     def to_snapshot(self, path: str | os.PathLike[str]) -> Path:
-        """Write PyTorch's snapshot format, which pytorch.org/memory_viz opens."""
+        """Write the events as a PyTorch memory snapshot, which pytorch.org/memory_viz opens."""
         from toolkit.trace.snapshot.write import write_snapshot
 
         return write_snapshot(self.trace, path)
@@ -182,7 +186,7 @@ class Scope:
         device = None if self._device is None else open_device(self._device)
         self.use = MemoryUse()
         self._begun = allocation_scopes.begin(device, lines=self._lines)
-        self._host = host.begin()
+        self._host = host_memory.begin()
         self._start_s = perf_counter()
         return self.use
 
@@ -190,15 +194,15 @@ class Scope:
         self.end(variables_of(sys._getframe(1)), error)
 
     def end(self, variables: Mapping[str, Any], error: BaseException | None = None) -> MemoryUse:
-        """End the block: `variables` are those whose names may own memory."""
+        """End the block and return its measurement. `variables` are the names that may own memory."""
         elapsed_s = perf_counter() - self._start_s
-        self.use.host = host.end(self._host)
+        self.use.host = host_memory.end(self._host)
         try:
             trace = allocation_scopes.end(self._begun)
         except Exception as problem:
             if error is None:
                 raise
-            trace = TraceBuilder().build({"device": "none", "problem": repr(problem)})  # the user's own error comes first
+            trace = TraceBuilder().build({"device": "none", "problem": repr(problem)})  # report the user's own error
         meta: dict[str, Any] = {"elapsed_s": elapsed_s, "host": dict(vars(self.use.host))}
         if error is not None:
             meta["failed"] = type(error).__name__
@@ -209,13 +213,13 @@ class Scope:
             full = _out_of_memory(error)
             if full is not None:
                 _explained(self.use, full, variables, found)
-        except Exception as problem:  # what people's variables do when looked at must not stand in for what their code did
+        except Exception as problem:  # inspecting a user's variables may raise, and must not hide the error of the user's code
             self.use._trace = Trace(trace.columns, trace.strings, {**trace.meta, **meta, "problem": repr(problem)})
         return self.use
 
 
-def why_out_of_memory(error: BaseException, variables: Mapping[str, Any], device: Device | None = None) -> shortage.Shortage:
-    """Who holds what while `error` still has its traceback, where no scope ran. Adds it to the error as a note."""
+def why_out_of_memory(error: BaseException, variables: Mapping[str, Any], device: Device | None = None) -> Shortage:
+    """Explain an out-of-memory error that was raised outside of any scope, and add the explanation to the error as a note."""
     begun = allocation_scopes.begin(device)
     trace = allocation_scopes.end(begun)
     found = _holders(variables, error)
@@ -223,7 +227,7 @@ def why_out_of_memory(error: BaseException, variables: Mapping[str, Any], device
 
 
 def _out_of_memory(error: BaseException | None) -> torch.OutOfMemoryError | None:
-    """The out-of-memory error that `error` is, or comes of."""
+    """Return the out-of-memory error in the chain of causes of `error`, or None."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, torch.OutOfMemoryError):
@@ -234,27 +238,29 @@ def _out_of_memory(error: BaseException | None) -> torch.OutOfMemoryError | None
 
 
 def explained(error: BaseException) -> bool:
-    """Does an out-of-memory error say already who held what?"""
+    """Return whether an out-of-memory error already has the note with its explanation."""
     return any(note.startswith(_EXPLAINED) for note in getattr(error, "__notes__", ()))
 
 
 def _explained(
     use: MemoryUse, error: BaseException, variables: Mapping[str, Any], found: Mapping[owners.Place, owners.Holder]
-) -> shortage.Shortage:
-    """What an out-of-memory error means, added to it once: the innermost scope knows its lines best."""
+) -> Shortage:
+    """Explain an out-of-memory error. Only the innermost scope adds the note: it has the most precise lines."""
     limit = int(use.trace.meta.get("limit_bytes", 0))
-    use.shortage = shortage.explain(use.ledger, variables, found, error, limit)
+    use.shortage = explain(use.ledger, variables, found, error, limit)
     if not explained(error):
         error.add_note(f"{_EXPLAINED}\n{use.shortage}")
     return use.shortage
 
 
 def memory(device: Any = None, *, lines: bool = True) -> Any:
-    """`with tk.memory() as m:` measures what a block does with memory; `@tk.memory` what each call of a function does.
+    """Measure the memory of a block (`with tk.memory() as m:`) or of each call of a function (`@tk.memory`).
 
-    `device` is what `tk.device` takes or returns; without it, the device in use: the open virtual GPU, else CUDA.
-    `lines=False` doesn't ask which line allocated, which is most of what measuring costs; bytes and steps stay exact. A
-    decorated function prints a line a call, and its last measurement is `function.memory`. See MemoryUse for what is known.
+    `device` is a Device or a name that `tk.device` accepts. By default it is the device in use: the open virtual GPU, otherwise
+    CUDA. `lines=False` does not record which line allocates; that is most of the overhead, and bytes and steps stay exact. A
+    decorated function prints one line per call and stores its last measurement as `function.memory`. See `MemoryUse`.
+
+    Raises ToolkitError if a generator function is decorated, and DeviceError if the device cannot be opened.
     """
     if callable(device) and not isinstance(device, Device):
         return _decorated(device)
@@ -262,7 +268,7 @@ def memory(device: Any = None, *, lines: bool = True) -> Any:
 
 
 class _Both(Scope):
-    """`tk.memory(device)`: a block, or a decorator."""
+    """The result of `tk.memory(device)`, which works as a context manager and as a decorator."""
 
     def __call__(self, function: F) -> F:
         return _decorated(function, self._device, self._lines)
@@ -270,7 +276,8 @@ class _Both(Scope):
 
 def _decorated(function: F, device: Device | str | None = None, lines: bool = True) -> F:
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        found, do = "it runs while somebody takes its values", "Write `with tk.memory():` around what takes them"
+        found = "its body runs only while its values are consumed"
+        do = "Write `with tk.memory():` around the loop that consumes them"
         raise ToolkitError(f"measuring each call of the generator {function.__name__}", found, do)
 
     def begin() -> tuple[Scope, MemoryUse]:
@@ -294,7 +301,7 @@ def _decorated(function: F, device: Device | str | None = None, lines: bool = Tr
                 raise
             finally:
                 end(scope, error)
-                error = None  # else the error and this frame would keep each other
+                error = None  # breaks the reference cycle between the error and this frame
 
     else:
 
@@ -309,28 +316,29 @@ def _decorated(function: F, device: Device | str | None = None, lines: bool = Tr
                 raise
             finally:
                 end(scope, error)
-                error = None  # else the error and this frame would keep each other
+                error = None  # breaks the reference cycle between the error and this frame
 
     return wrapper  # type: ignore[return-value]
 
 
 def open_memory(path: str | os.PathLike[str]) -> MemoryUse:
-    """A measurement that `MemoryUse.save` wrote, or PyTorch's memory snapshot. Raises TraceError for anything else.
+    """Open a measurement that `MemoryUse.save` wrote, or a PyTorch memory snapshot.
 
-    Nothing in the file is executed.
+    Nothing in the file is executed. Raises TraceError if the file is neither.
     """
     from toolkit.trace.opening import open_trace
 
     return MemoryUse(open_trace(path))
 
 
-# ---- whose it is
+# ---- owners
 
 
 def with_owners(trace: Trace, found: Mapping[owners.Place, owners.Holder], meta: Mapping[str, Any]) -> Trace:
-    """`trace` with the owner and kind of every allocation that is alive at its end, as `found` names them by place.
+    """Return `trace` with the owner and kind of every allocation that is alive at its end.
 
-    The others have the kind that their line tells. `meta` is added, and the source of the lines of the most bytes.
+    `found` maps places to owners. Allocations without an owner get the kind that follows from their line. `meta` is added to
+    the metadata, along with the source text of the lines that allocated the most.
     """
     if not len(trace):
         return Trace(trace.columns, trace.strings, {**trace.meta, **meta})
@@ -339,14 +347,14 @@ def with_owners(trace: Trace, found: Mapping[owners.Place, owners.Holder], meta:
     codes = {text: i for i, text in enumerate(trace.strings)}
     owner, name = trace["owner"].copy(), trace["name"].copy()
     nowhere = owners.kind_by_place(None) if trace.meta.get("lines") else None
-    kinds = [*map(owners.kind_by_place, trace.strings), nowhere]  # the last for code -1
+    kinds = [*map(owners.kind_by_place, trace.strings), nowhere]  # the last one is for code -1: no line
     by_place = np.array([-1 if kind is None else codes.setdefault(kind, len(codes)) for kind in kinds], np.int32)
     allocs = ledger.blocks.row
     name[allocs] = by_place[trace["where"][allocs]]
     for row in allocs[ledger.blocks.end == len(ledger.rows)].tolist():
         holder = found.get((device_type, int(trace["address"][row])))
         if holder is None and device_type == "cuda" and int(trace["requested"][row]) in _CUBLAS_BYTES:
-            holder = owners.Holder("(cuBLAS's workspace)", "workspace", 0)
+            holder = owners.Holder("(cuBLAS workspace)", "workspace", 0)
         if holder is not None:
             owner[row] = codes.setdefault(holder.owner, len(codes))
             if holder.kind != "activations" or name[row] < 0:
@@ -356,18 +364,18 @@ def with_owners(trace: Trace, found: Mapping[owners.Place, owners.Holder], meta:
 
 
 def _holders(variables: Mapping[str, Any], error: BaseException | None) -> dict[owners.Place, owners.Holder]:
-    """Who holds what: variables first, then what none of them does."""
+    """Return the owner of each place: variables first, then tracebacks and kept results."""
     shell = ipython_shell()
     return {**owners.hidden(shell, error), **owners.find(variables)}
 
 
 def variables_of(frame: FrameType | None) -> dict[str, Any]:
-    """The variables that a frame sees; a notebook's are its globals."""
+    """Return the variables visible in a frame: its globals and its locals."""
     return {} if frame is None else {**frame.f_globals, **owners.locals_of(frame)}
 
 
 def _sources(ledger: Ledger) -> dict[str, str]:
-    """The source of the user's lines that allocated the most, and of those that couldn't."""
+    """Return the source text of the user's lines that allocated the most, and of those whose allocation failed."""
     codes, names = ledger.group("line")
     total = np.bincount(codes, ledger.blocks.bytes, len(names))
     places = [names[i] for i in np.argsort(-total)[:_SOURCES].tolist()]

@@ -1,8 +1,8 @@
-"""Which variable holds which memory: a walk over variables to the tensors that they reach.
+"""Find the variable that owns each piece of memory, by walking from variables to the tensors that they reach.
 
-`find(variables)` names every tensor's memory by the shortest path to it ("model.layers.0.mlp.up.weight", "losses[3]") and says
-what kind it is. `hidden()` names what a notebook holds without a variable: the last error's traceback, `Out[7]`, `_`, closures.
-It looks at values and changes nothing; properties of other people's classes aren't called.
+`find(variables)` names the memory of every tensor by the shortest path to it ("model.layers.0.mlp.up.weight", "losses[3]") and
+classifies it. `hidden()` finds memory that a notebook holds without a variable: the traceback of the last error, `Out[7]`, `_`.
+The walk only reads: it changes no value and calls no property of a user's class.
 """
 
 from __future__ import annotations
@@ -28,17 +28,16 @@ from torch import nn
 from toolkit.gpu import allocation_scopes
 from toolkit.gpu.device import Device
 
-MOST, _MOST_NODES, _MOST_S = (
-    200_000,
-    50_000,
-    0.5,
-)  # values, nodes of graphs, seconds: a walk ends then, so that no cell waits long
-_DEPTH = 6  # how far from a variable
+# Limits of one walk, so that no cell waits long.
+MOST = 200_000  # values
+_MOST_NODES = 50_000  # nodes of autograd graphs
+_MOST_S = 0.5  # seconds
+_DEPTH = 6  # steps from a variable
 _LEAVES = (str, bytes, bytearray, int, float, complex, bool, type(None), type, ModuleType, CodeType, torch.dtype, torch.device)
 _LEAF_TYPES = frozenset(_LEAVES)
-_MACHINERY = ("/IPython/", "/toolkit/gpu/")  # whose frames hold what the user's hold, too
-_OPAQUE = (Device, threading.Thread, io.IOBase)  # machinery, through which all else may be reached
-_MODULE_TABLES = frozenset(vars(nn.Module()))  # what every module has: hooks, and tables that are walked by themselves
+_MACHINERY = ("/IPython/", "/toolkit/gpu/")  # frames that hold the same values as the user's frames
+_OPAQUE = (Device, threading.Thread, io.IOBase)  # from these, unrelated objects can be reached
+_MODULE_TABLES = frozenset(vars(nn.Module()))  # attributes that every module has; its tables are walked separately
 _KINDS_BY_FILE = {
     "models/cache.py": "kv",
     "models/cache_codes.py": "kv",
@@ -49,7 +48,7 @@ _KINDS_BY_FILE = {
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a piece of memory: the path of a variable, and what kind of tensor it is."""
+    """The owner of a piece of memory: the path from a variable, and the kind of tensor."""
 
     owner: str
     kind: str
@@ -60,19 +59,18 @@ Place = tuple[str, int]  # device type, address
 
 
 def find(variables: Mapping[str, Any]) -> dict[Place, Holder]:
-    """The memory that `variables` reach, by device and address: breadth first, so the shortest path names it."""
+    """Return the owner of the memory that `variables` reach, by place. Breadth first: the shortest path names it."""
     named = ((name, value) for name, value in list(variables.items()) if type(name) is str)
     return _walk((name, value) for name, value in named if not name.startswith("_"))
 
 
 def hidden(shell: Any | None = None, error: BaseException | None = None) -> dict[Place, Holder]:
-    """The memory that is held without a variable: by the traceback of the last error (or of `error`), and by what a notebook
-    keeps of its results."""
+    """Return the owner of memory that no variable holds: the traceback of the last error (or of `error`), and kept results."""
     return _walk(_hidden_values(shell, error))
 
 
 def place_of(tensor: torch.Tensor) -> Place | None:
-    """Where a tensor's memory is; None for one without memory of its own."""
+    """Return the place of a tensor's memory, or None if it has no memory of its own."""
     try:
         kind = tensor.device.type
         if kind == "vgpu":
@@ -83,13 +81,13 @@ def place_of(tensor: torch.Tensor) -> Place | None:
         if kind == "meta" or tensor.layout is not torch.strided:
             return None
         address = tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError, AttributeError):  # tensors without a storage: functional, fake
+    except (RuntimeError, NotImplementedError, AttributeError):  # functional and fake tensors have no storage
         return None
     return (kind, address) if address else None
 
 
 def kind_by_place(where: str | None) -> str | None:
-    """What an allocation was for, as far as the file of its line says; "workspace" where no line of Python asked for it."""
+    """Return the kind of an allocation if its file determines it, else None; "workspace" if no line of Python asked for it."""
     if where is None:
         return "workspace"
     inner = where.rpartition(" > ")[2]
@@ -97,17 +95,17 @@ def kind_by_place(where: str | None) -> str | None:
 
 
 def locals_of(frame: FrameType) -> dict[str, Any]:
-    """The local variables of a frame, and nothing that keeps them alive.
+    """Return the local variables of a frame, without keeping them alive.
 
-    Before Python 3.13 a function's frame keeps the dictionary that `f_locals` made, and with it what the variables held even
-    after `del`: it is emptied again, unless somebody else has it (`d = locals()`) or put names of its own in (`exec`). The
-    variables themselves lie elsewhere.
+    Before Python 3.13 a function's frame caches the dictionary that `f_locals` creates. The cache would keep values alive even
+    after `del`, so it is cleared here, unless the user's code holds it (`d = locals()`) or added names to it (`exec`). Clearing
+    it does not change the variables themselves.
     """
     names, code = frame.f_locals, frame.f_code
     found = dict(names)
     if code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13):
         own = {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
-        if sys.getrefcount(names) <= 3 and own.issuperset(found):  # the frame's, ours, and the one that asks
+        if sys.getrefcount(names) <= 3 and own.issuperset(found):  # held by the frame, by this function, and by getrefcount
             names.clear()
     return found
 
@@ -117,7 +115,7 @@ def locals_of(frame: FrameType) -> dict[str, Any]:
 
 def _walk(roots: Iterable[tuple[str, Any]]) -> dict[Place, Holder]:
     found: dict[Place, Holder] = {}
-    seen: dict[int, Any] = {}  # by identity; keeps what it has seen, so that no other value gets the same
+    seen: dict[int, Any] = {}  # by id; keeps the values alive, so that no id is reused
     nodes: set[Any] = set()
     queue: deque[tuple[str, Any, str | None, int]] = deque((path, value, None, 0) for path, value in roots)
     ends_s = perf_counter() + _MOST_S
@@ -126,7 +124,7 @@ def _walk(roots: Iterable[tuple[str, Any]]) -> dict[Place, Holder]:
         if type(value) in _LEAF_TYPES or id(value) in seen:
             continue
         seen[id(value)] = value
-        # other people's classes may raise where they are looked into, and threads change what is walked
+        # reading a user's object may raise, and other threads may change it during the walk
         with suppress(Exception):
             if _isa(value, torch.Tensor):
                 _note(found, path, value, kind)
@@ -141,7 +139,7 @@ def _walk(roots: Iterable[tuple[str, Any]]) -> dict[Place, Holder]:
 
 
 def _isa(value: Any, kinds: Any) -> bool:
-    """As isinstance, by the type alone: a proxy's `__class__` would load what it stands for."""
+    """Return isinstance(value, kinds) by the type alone: reading the `__class__` of a lazy proxy would load its target."""
     return issubclass(type(value), kinds)
 
 
@@ -153,9 +151,9 @@ def _note(found: dict[Place, Holder], path: str, tensor: torch.Tensor, kind: str
 
 
 def _graph(tensor: torch.Tensor, seen: set[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a tensor's graph has saved for the backward pass: (node, tensor). `seen`: the nodes of this walk, each once.
+    """Yield (node, tensor) for the tensors that a graph saved for the backward pass. `seen` holds the nodes visited so far.
 
-    What hooks have packed isn't unpacked: that would run them, and compute a checkpoint's forward pass again.
+    Tensors packed by saved-tensor hooks are not unpacked: that would run the hooks, and recompute checkpointed forward passes.
     """
     nodes: deque[Any] = deque([tensor.grad_fn])
     while nodes and len(seen) < _MOST_NODES:
@@ -163,7 +161,7 @@ def _graph(tensor: torch.Tensor, seen: set[Any]) -> Iterator[tuple[str, torch.Te
         if node is None or node in seen:
             continue
         seen.add(node)
-        leaf: Any = getattr(node, "variable", None)  # of a leaf whose gradient is accumulated
+        leaf: Any = getattr(node, "variable", None)  # AccumulateGrad has its leaf here
         if _isa(leaf, torch.Tensor):
             yield node.name(), leaf
         for name in _saved_names(type(node)):  # type: ignore[arg-type]
@@ -176,7 +174,7 @@ def _graph(tensor: torch.Tensor, seen: set[Any]) -> Iterator[tuple[str, torch.Te
 
 @lru_cache(maxsize=4096)
 def _saved_names(node: type) -> tuple[str, ...]:
-    """Under which names a kind of node has its saved tensors, packed."""
+    """Return the attributes in which a type of node keeps its packed saved tensors."""
     return tuple(name for name in dir(node) if name.startswith("_raw_saved_"))
 
 
@@ -184,7 +182,7 @@ Part = tuple[str, Any, str | None]
 
 
 def _of_module(root: nn.Module, seen: dict[int, Any]) -> Iterator[Part]:
-    """The weights and buffers of a module and of those inside, and what else they hold. Thousands: nothing is asked twice."""
+    """Yield the parameters, buffers and other attributes of a module and of its submodules."""
     modules = [("", root)]
     while modules:
         path, module = modules.pop()
@@ -204,9 +202,9 @@ def _of_module(root: nn.Module, seen: dict[int, Any]) -> Iterator[Part]:
 
 
 def _parts(value: Any) -> Iterator[Part]:
-    """What a value that isn't a tensor holds, by how it is reached: (".name" or "[i]", value, kind of the tensors below)."""
+    """Yield the values that an object holds, as (".name" or "[i]", value, kind of the tensors below)."""
     name = type(value).__name__.lower()
-    if _isa(value, _OPAQUE) or "tokenizer" in name:  # a hundred thousand blocks or words, and no tensor of the user's
+    if _isa(value, _OPAQUE) or "tokenizer" in name:  # holds 100,000 blocks or words, and no tensor of the user
         return
     kind = "kv" if "cache" in name else None
     if _isa(value, torch.optim.Optimizer):
@@ -231,18 +229,18 @@ def _parts(value: Any) -> Iterator[Part]:
 
 
 def _key_text(key: Any) -> str:
-    """How a key reads, where that is short and looking at it does nothing: a tensor's text would be copied from the GPU."""
+    """Return a key as text if it is short and plain. The repr of a tensor would copy it from the GPU."""
     text = repr(key) if type(key) in (str, int, bool, type(None)) else ""
     return f"[{text}]" if 0 < len(text) < 40 else "[...]"
 
 
 def _only_leaves(values: Iterable[Any]) -> bool:
-    """Is there nothing below these? A tokenizer has a hundred thousand words, which are asked all at once."""
+    """Return whether all values are of leaf types. One set operation is fast enough for a tokenizer's 100,000 words."""
     return set(map(type, values)) <= _LEAF_TYPES
 
 
 def _own(value: Any) -> Iterator[tuple[str, Any]]:
-    """The attributes that an object keeps itself, without asking its class."""
+    """Yield the attributes stored in an object, without calling properties or `__getattr__`."""
     try:
         names = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -267,7 +265,7 @@ def _closure(function: Any) -> Iterator[Part]:
         yield f" (its default {i})", held, None
 
 
-# ---- what no variable holds
+# ---- memory that no variable holds
 
 
 def _hidden_values(shell: Any | None, error: BaseException | None) -> Iterator[tuple[str, Any]]:
@@ -276,7 +274,7 @@ def _hidden_values(shell: Any | None, error: BaseException | None) -> Iterator[t
 
 
 def results(shell: Any | None) -> dict[Place, Holder]:
-    """What a notebook keeps of its cells' results: `Out[7]` and `_`."""
+    """Return the owner of memory that a notebook keeps as results of cells: `Out[7]` and `_`."""
     return _walk(_results(shell))
 
 
@@ -290,7 +288,7 @@ def _results(shell: Any | None) -> Iterator[tuple[str, Any]]:
 
 
 def _of_traceback(error: BaseException | None) -> Iterator[tuple[str, Any]]:
-    """The variables of the frames that the last error passed through: it keeps them until the next one."""
+    """Yield the variables of the frames in the last error's traceback, which are alive until the next error."""
     error = error or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
@@ -307,9 +305,9 @@ def _of_traceback(error: BaseException | None) -> Iterator[tuple[str, Any]]:
 
 
 def release(shell: Any | None = None) -> int:
-    """Let go of the last error's traceback and of a notebook's kept results (`Out`, `_`). Variables stay as they are.
+    """Release the last error's traceback and a notebook's kept results (`Out`, `_`). Variables are not changed.
 
-    Returns by how much less the GPU in use has allocated then.
+    Returns the number of bytes that this freed on the GPU in use.
     """
     gpu = allocation_scopes.in_use()
     before = gpu.memory().allocated_bytes if gpu is not None else 0

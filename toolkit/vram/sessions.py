@@ -1,7 +1,7 @@
-"""The memory of a notebook's cells: one measurement a cell, kept on disk, so that a killed kernel takes nothing with it.
+"""Record the memory of each cell of a notebook, on disk, so that the measurements survive a killed kernel.
 
-A session is a folder: `cells.jsonl`, a line a cell with its numbers, and a trace for each. Numbers are read at once,
-a cell's trace when somebody looks at it.
+A session is a folder with `cells.jsonl` (one line of numbers per cell) and one trace per cell. Opening a session reads the
+numbers; the trace of a cell is read when it is first used.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _CELLS = "cells.jsonl"
 
 @dataclass(frozen=True)
 class CellUse:
-    """What one run of a cell did with memory, in bytes. `use` has the whole measurement."""
+    """The memory use of one run of a cell, in bytes. `use` is the complete measurement."""
 
     number: int
-    title: str  # its first line of code
+    title: str  # first line of code
     status: str  # ok, error or interrupted
     device: str
     baseline_bytes: int
@@ -50,11 +50,11 @@ class CellUse:
 
     @cached_property
     def use(self) -> MemoryUse:
-        """The measurement, read from the session's folder. Raises TraceError where its file is gone."""
+        """The measurement, read from the session's folder. Raises TraceError if its file is gone."""
         return open_memory(self.file)
 
     def read(self) -> MemoryUse:
-        """The measurement, for one look: a session must not hold every event of every cell."""
+        """Return the measurement without caching it: a session must not hold the events of all its cells."""
         held: MemoryUse | None = self.__dict__.get("use")
         return open_memory(self.file) if held is None else held
 
@@ -64,17 +64,17 @@ class CellUse:
 
 
 class Session:
-    """The cells of a notebook in the order they ran, and the folder that keeps them."""
+    """The cells of a notebook in the order in which they ran, and the folder that stores them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.cells: list[CellUse] = []
-        self.problem: str | None = None  # why nothing can be kept, where that is so
+        self.problem: str | None = None  # why cells cannot be stored, if they cannot
         self.budget_bytes: int | None = None
 
     @classmethod
     def begin(cls) -> Session:
-        """A new session in the user's cache folder."""
+        """Create a session in the user's cache folder, and delete the oldest sessions."""
         name = f"{time.strftime('%Y-%m-%d %H.%M.%S')} {os.getpid()}"
         folder = sessions_folder() / name
         for again in range(2, 100):
@@ -85,34 +85,34 @@ class Session:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            session.problem = f"This session isn't kept: {error}. Set TOOLKIT_CACHE to a folder that can be written to."
+            session.problem = f"This session is not saved: {error}. Set TOOLKIT_CACHE to a writable folder."
         for old in list(saved_sessions())[KEPT_SESSIONS:]:
             shutil.rmtree(old, ignore_errors=True)
         return session
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str] | None = None) -> Session:
-        """A session that was kept: the folder's, or the last one before this. Raises TraceError where there is none."""
+        """Open the saved session in `folder` (default: the latest one). Raises TraceError if there is none."""
         if folder is None:
             folder = next(saved_sessions(), None)
             if folder is None:
-                raise TraceError("opening a session", "none was kept", "%memory on begins one")
+                raise TraceError("opening a session", "no session was saved", "Start one with %memory on")
         session = cls(Path(folder))
         try:
             lines = (session.folder / _CELLS).read_text(encoding="utf-8").splitlines()
         except OSError as error:
             raise TraceError(
-                f"opening the session {str(folder)!r}", str(error), "%memory sessions lists those that were kept"
+                f"opening the session {str(folder)!r}", str(error), "%memory sessions lists the saved ones"
             ) from error
         for place, line in enumerate(lines, 1):
             try:
                 session.cells.append(CellUse(**json.loads(line), file=str(session.folder / f"{place:04}.trace")))
-            except (ValueError, TypeError):  # the last line of a kernel that was killed while it wrote
+            except (ValueError, TypeError):  # the last line is incomplete if the kernel was killed while writing it
                 continue
         return session
 
     def add(self, number: int, title: str, status: str, use: MemoryUse) -> CellUse:
-        """Append a cell that has run, and keep it on disk."""
+        """Append a cell that has run, and save it."""
         file = self.folder / f"{len(self.cells) + 1:04}.trace"
         cell = CellUse(
             number, title, status, use.device, use.baseline_bytes, use.peak_bytes, use.end_bytes, use.freed_bytes,
@@ -120,7 +120,7 @@ class Session:
         )  # fmt: skip
         cell.__dict__["use"] = use
         if self.cells and self.problem is None:
-            self.cells[-1].__dict__.pop("use", None)  # on disk by now; a session must not hold every event of every cell
+            self.cells[-1].__dict__.pop("use", None)  # it is on disk; a session must not hold the events of all its cells
         self.cells.append(cell)
         if self.problem is None:
             try:
@@ -129,25 +129,25 @@ class Session:
                 with (self.folder / _CELLS).open("a", encoding="utf-8") as log:
                     log.write(json.dumps(facts) + "\n")
             except (OSError, ToolkitError) as error:
-                self.problem = f"Cells from {number} on aren't kept: {error}"
+                self.problem = f"Cells from {number} on are not saved: {error}"
         return cell
 
     def find(self, number: int) -> CellUse:
-        """The last run of the cell with a number. Raises ToolkitError where none was measured."""
+        """Return the last run of the cell with this number. Raises ToolkitError if it was not measured."""
         for cell in reversed(self.cells):
             if cell.number == number:
                 return cell
         measured = ", ".join(str(cell.number) for cell in self.cells) or "none"
-        raise ToolkitError(f"the memory of cell {number}", "it wasn't measured", f"Measured: {measured}")
+        raise ToolkitError(f"the memory of cell {number}", "it was not measured", f"Measured cells: {measured}")
 
 
 def sessions_folder() -> Path:
-    """Where sessions are kept."""
+    """Return the folder of all sessions."""
     return cache_folder() / "memory"
 
 
 def saved_sessions() -> Iterator[Path]:
-    """The folders of sessions that have a cell, the newest first."""
+    """Yield the folders of sessions with at least one cell, newest first."""
     try:
         folders = sorted(sessions_folder().iterdir(), reverse=True)
     except OSError:
@@ -156,23 +156,23 @@ def saved_sessions() -> Iterator[Path]:
 
 
 class Recorder:
-    """Measures every cell that a shell runs, between `on` and `off`. `show(cell, source)` is called with each that ended."""
+    """Measure every cell that a shell runs between `on` and `off`. `show(cell, source)` is called when a cell ends."""
 
     def __init__(self, shell: Any, show: Any, device: Device | None = None) -> None:
         self.shell, self.show, self.device = shell, show, device
         self.session = Session.begin()
-        self._running: list[tuple[Scope, Any]] = []  # a magic may run a cell inside a cell
+        self._running: list[tuple[Scope, Any]] = []  # a stack: a magic may run a cell inside a cell
 
     def on(self) -> None:
-        """Begin with the next cell."""
+        """Start with the next cell."""
         allocation_scopes.keep()
         self.shell.events.register("pre_run_cell", self._begin)
         self.shell.events.register("post_run_cell", self._end)
 
     def off(self) -> None:
-        """End, also in the middle of a cell."""
+        """Stop, possibly in the middle of a cell."""
         for name, callback in (("pre_run_cell", self._begin), ("post_run_cell", self._end)):
-            with suppress(ValueError):  # somebody has emptied the shell's events
+            with suppress(ValueError):  # already unregistered, for example by a reset of the shell
                 self.shell.events.unregister(name, callback)
         while self._running:
             self._running.pop()[0].end({})
@@ -185,7 +185,7 @@ class Recorder:
 
     def _end(self, result: Any) -> None:
         info = self._running[-1][1] if result is None and self._running else getattr(result, "info", None)  # None: cancelled
-        if all(info is not running for _, running in self._running):  # the cell that began all this, or an empty one
+        if all(info is not running for _, running in self._running):  # the cell that called `on`, or an empty cell
             return
         while self._running[-1][1] is not info:
             self._running.pop()[0].end({})
@@ -194,20 +194,20 @@ class Recorder:
             error = result.error_before_exec or result.error_in_exec
         use = scope.end(user_variables(self.shell), error)
         source = info.raw_cell
-        if not info.store_history or _only_asks(source):  # run by a magic, as part of a cell that is measured itself
+        if not info.store_history or _only_asks(source):  # run by a magic inside a cell that is measured
             return
         status = "ok" if error is None else "interrupted" if isinstance(error, KeyboardInterrupt | CancelledError) else "error"
         self.show(self.session.add(current_cell(), title_of(source), status, use), source)
 
 
 def _only_asks(source: str) -> bool:
-    """Is it a cell that only asks about memory?"""
+    """Return whether a cell contains only %memory magics."""
     lines = [line for line in map(str.strip, source.splitlines()) if line and not line.startswith("#")]
     return bool(lines) and all(re.match(r"%memory\b", line) for line in lines)
 
 
 def user_variables(shell: Any) -> dict[str, Any]:
-    """The variables that the user made: without IPython's own, and without what it keeps of results."""
+    """Return the variables that the user created, without IPython's own variables and its kept results."""
     hidden = set(shell.user_ns_hidden) | {"In", "Out"}
     return {
         name: value
@@ -217,6 +217,6 @@ def user_variables(shell: Any) -> dict[str, Any]:
 
 
 def title_of(source: str) -> str:
-    """The first line of a cell that isn't empty, a comment or a magic's name alone."""
+    """Return the first line of a cell that is not empty, a comment or a cell magic, at most 80 characters."""
     lines = [line.strip() for line in source.splitlines()]
     return next((line for line in lines if line and not line.startswith(("#", "%%"))), lines[0] if lines else "")[:80]

@@ -1,9 +1,9 @@
-"""What if: the allocations of a recorded run, on a card of another size or with other settings of CUDA's allocator.
+"""Replay the allocations of a recorded run on a card of another size, or with other settings of CUDA's allocator.
 
-`replay` runs a trace's alloc and free rows through the allocator of the virtual GPU and says whether they fit and what they
-take, or which line would have been refused, and why. `what_if` does so for several cards and settings. No GPU and no torch
-operation is involved: sizes, addresses and streams are all that an allocator sees. What a program would have done
-differently on another card (another kernel, another workspace) is not known here.
+`replay` feeds the alloc and free events of a trace to the allocator of the virtual GPU. It reports the peaks if they fit, and
+otherwise the first allocation that fails. `what_if` does so for several cards and settings. No GPU and no torch operation is
+needed: an allocator sees only sizes, addresses and streams. A program that chooses other kernels or workspaces on another card
+is not modelled.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from toolkit.trace.events import Trace, TraceBuilder
 if TYPE_CHECKING:
     import pandas as pd
 
-# What a process takes of a card beside PyTorch's segments: the CUDA context and its kernels. Measured on an H200 with PyTorch
-# 2.11 and CUDA 13.0 as what an out-of-memory message counted as in use beyond what was reserved.
+# Memory of a card that a process uses outside of PyTorch's segments: the CUDA context and its kernels. Measured on an H200 with
+# PyTorch 2.11 and CUDA 13.0: the memory in use minus the memory reserved, as an out-of-memory message stated them.
 CONTEXT_BYTES = 588 * MiB
 _ASKED = "replaying a trace"
-_NEAR = 1 / 256  # how exactly the smallest capacity is looked for, as a share of it; at least 2 MiB
+_NEAR = 1 / 256  # precision of the search for the smallest capacity, as a share of it; at least 2 MiB
 _UNLIMITED = 1 << 60
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The first allocation that was refused: its row in the trace, what was asked for, and what was held then."""
+    """The first allocation that failed: its row in the trace, the bytes requested, and the state of the allocator."""
 
     row: int
     time_ns: int
@@ -47,12 +47,12 @@ class Failure:
 
     @property
     def in_pieces_bytes(self) -> int:
-        """Reserved and free, and yet of no use: in pieces between held blocks, or in another stream's segments."""
+        """Reserved and free, but unusable: fragments between blocks in use, or segments of another stream."""
         return self.reserved_bytes - self.allocated_bytes
 
     @property
     def place(self) -> str:
-        """The place in words: the line of code, else the cell, the step or the row of the trace."""
+        """The place as text: the line of code, else the cell, the step or the row of the trace."""
         if self.where:
             first = self.where.split(" > ")[0]
             return f"{first.replace(':', ' line ', 1)}" if first.startswith("cell ") else self.where
@@ -61,10 +61,10 @@ class Failure:
 
 @dataclass(frozen=True, repr=False)
 class Replay:
-    """How a run went on a card of `capacity_bytes`, of which `context_bytes` were not PyTorch's.
+    """The result of replaying a run on a card of `capacity_bytes`, of which `context_bytes` are not available to PyTorch.
 
-    The peaks are of the whole run, or until it failed. `idle_at_peak_bytes` was reserved and not allocated when most was
-    reserved. `remedy` names settings with which a run that failed would have fitted, where expandable segments are that.
+    The peaks cover the whole run, or the part before the failure. `idle_at_peak_bytes` were reserved but not allocated when the
+    reserved memory was at its maximum. `remedy` is "expandable_segments" if a failed run fits with that setting.
     """
 
     capacity_bytes: int
@@ -82,7 +82,7 @@ class Replay:
 
     @property
     def fragmentation(self) -> float:
-        """The share of what was reserved that was not allocated, when most was reserved."""
+        """The share of the reserved memory that was not allocated, at the maximum of the reserved memory."""
         return self.idle_at_peak_bytes / self.peak_reserved_bytes if self.peak_reserved_bytes else 0.0
 
     def __repr__(self) -> str:
@@ -90,18 +90,18 @@ class Replay:
         if failure is None:
             return (
                 f"fits in {bytes_text(self.capacity_bytes)}: at most {bytes_text(self.peak_allocated_bytes)} allocated, "
-                f"{bytes_text(self.peak_reserved_bytes)} reserved, {self.fragmentation:.0%} of it idle then"
+                f"{bytes_text(self.peak_reserved_bytes)} reserved, {self.fragmentation:.0%} of that idle"
             )
         text = (
-            f"fails at {failure.place}: {bytes_text(failure.asked_bytes)} asked, {bytes_text(failure.allocated_bytes)} "
-            f"allocated, {bytes_text(failure.in_pieces_bytes)} reserved but in pieces"
+            f"fails at {failure.place}: {bytes_text(failure.asked_bytes)} requested, {bytes_text(failure.allocated_bytes)} "
+            f"allocated, {bytes_text(failure.in_pieces_bytes)} reserved but fragmented"
         )
-        return f"{text}; {self.remedy} would fit" if self.remedy else text
+        return f"{text}; fits with {self.remedy}" if self.remedy else text
 
 
 @dataclass(frozen=True)
 class _Events:
-    """A trace's allocations and frees as plain lists, which a loop reads fastest, and the rows they come from."""
+    """The allocations and frees of a trace, as plain lists (fastest to loop over), and their rows."""
 
     takes: list[bool]
     sizes: list[int]
@@ -113,10 +113,10 @@ class _Events:
 def replay(
     trace: Trace, *, capacity_bytes: int, settings: Settings | None = None, context_bytes: int = CONTEXT_BYTES, device: int = 0,
 ) -> Replay:  # fmt: skip
-    """The allocations of `trace` on `device`, on a card of `capacity_bytes` with these `settings` of the allocator.
+    """Replay the allocations of `trace` on `device`, on a card of `capacity_bytes` with the given allocator `settings`.
 
-    Blocks that were alive when the recording began come first, where the trace has them; a block whose allocation was not
-    recorded is left out. Raises TraceError where there is nothing to replay: no allocations, or none with addresses.
+    Blocks that were alive when the recording began come first, if the trace has them. Frees of blocks whose allocation was not
+    recorded are left out. Raises TraceError if the trace has no allocations, or none with addresses.
     """
     settings = settings or Settings()
     events = _events(trace, device)
@@ -133,11 +133,13 @@ def what_if(
     trace: Trace, gpus: Iterable[str] | None = None, settings: Iterable[Settings | str] | None = None, *,
     context_bytes: int = CONTEXT_BYTES, device: int = 0,
 ) -> pd.DataFrame:  # fmt: skip
-    """The same for several cards of the catalogue (all, unless named) and settings, a row for each pair.
+    """Replay `trace` on several cards of the catalogue and with several settings: one row per pair.
 
-    Settings may be texts as in PYTORCH_CUDA_ALLOC_CONF; unless given, the defaults and expandable segments. Columns: gpu,
-    capacity_bytes, settings, fits, peak_allocated_bytes, peak_reserved_bytes, fragmentation, fails_at, fails_cell,
-    fails_step, asked_bytes, and smallest_bytes: the smallest card that would do with these settings, context included.
+    `gpus` are names of the catalogue (default: all). `settings` are Settings, or texts in the syntax of PYTORCH_CUDA_ALLOC_CONF
+    (default: PyTorch's defaults, and expandable segments). Columns: gpu, capacity_bytes, settings, fits, peak_allocated_bytes,
+    peak_reserved_bytes, fragmentation, fails_at, fails_cell, fails_step, asked_bytes, and smallest_bytes: the memory of the
+    smallest card on which the run fits with these settings, including the CUDA context. Raises UnknownNameError for an unknown
+    card.
     """
     import pandas as pd
 
@@ -158,17 +160,17 @@ def what_if(
 
 
 def _settings(given: Settings | str) -> Settings:
-    """Settings as a table prints them, or as PYTORCH_CUDA_ALLOC_CONF has them."""
+    """Parse settings from the text that a table prints, or from the syntax of PYTORCH_CUDA_ALLOC_CONF."""
     if isinstance(given, Settings):
         return given
     return Settings() if given == str(Settings()) else Settings.parse(given)
 
 
 def joined(traces: Iterable[Trace]) -> Trace:
-    """Measurements of one process, one after the other, as one trace to replay: a notebook's cells.
+    """Join consecutive measurements of one process, such as the cells of a notebook, into one trace to replay.
 
-    What changed between two of them, where nothing was measured, is what the next one's opening doesn't have or has more: it
-    is freed or allocated at its beginning. Only allocations and frees are kept.
+    Memory may change between two measurements. A block that the next measurement does not have at its start is freed there, and
+    a block that it has in addition is allocated there. Only allocations and frees are kept.
     """
     builder, held, shift = TraceBuilder(), dict[int, tuple[int, int]](), 0
     for trace in traces:
@@ -207,7 +209,7 @@ def _row(name: str, capacity: int, found: Replay, smallest: int) -> dict[str, ob
 
 
 def _smallest(trace: Trace, events: _Events, settings: Settings, free: Replay) -> int:
-    """The least memory for PyTorch that the run fits into: between what it held at once and what it reserved unhindered."""
+    """Return the smallest PyTorch memory that the run fits in, between its peak allocated and its peak reserved bytes."""
     low, high = free.peak_allocated_bytes, free.peak_reserved_bytes
     if low == high or _run(trace, events, low, 0, settings).fits:
         return low
@@ -222,7 +224,7 @@ def _smallest(trace: Trace, events: _Events, settings: Settings, free: Replay) -
 
 
 def _events(trace: Trace, device: int) -> _Events:
-    """The rows to replay, in order. Raises TraceError where their addresses are not known."""
+    """Return the rows to replay, in order. Raises TraceError if their addresses are unknown."""
     rows = np.flatnonzero(trace.is_kind("alloc", "free") & (trace["device"] == device))
     takes = trace.is_kind("alloc")[rows]
     if not takes.any():
@@ -230,7 +232,7 @@ def _events(trace: Trace, device: int) -> _Events:
     addresses = trace["address"][rows]
     if (addresses < 0).any():
         found = f"{int((addresses < 0).sum()):,} of its allocations and frees have no address"
-        raise TraceError(_ASKED, found, "Record it again: older recordings don't say where a block lies")
+        raise TraceError(_ASKED, found, "Record it again: recordings of older versions have no addresses")
     requested = trace["requested"][rows]
     sizes = np.where(requested < 0, trace["bytes"][rows], requested)
     streams = np.maximum(trace["stream"][rows], 0)
@@ -238,9 +240,9 @@ def _events(trace: Trace, device: int) -> _Events:
 
 
 def _run(trace: Trace, events: _Events, capacity: int, context: int, settings: Settings) -> Replay:
-    """One replay, until the end or the first refusal."""
+    """Replay until the end, or until the first allocation that fails."""
     blocks = Blocks(max(capacity - context, 0), settings)
-    if settings.garbage_collection_threshold:  # which PyTorch heeds only where the process has a limit
+    if settings.garbage_collection_threshold:  # PyTorch applies it only if the process has a limit
         blocks.limit_bytes = blocks.total_bytes
     counters, take, give = blocks.counters, blocks.take, blocks.give
     held: dict[int, Block] = {}
