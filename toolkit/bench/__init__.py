@@ -1,1 +1,1 @@
-"""."""
+"""Benchmarks to run on your own GPU. `results/` has our measurements."""

@@ -1,1 +1,1 @@
-"""."""
+"""Decode strategies, the decode loop, sampling, and comparisons of strategies."""

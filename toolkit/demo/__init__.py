@@ -1,1 +1,1 @@
-"""."""
+"""The demo models, and the script that trains them."""

@@ -1,0 +1,1 @@
+"""Devices (CUDA, virtual, CPU), the catalogue of GPUs, recording, and the log of allocations."""

@@ -1,1 +1,1 @@
-"""Operations with a PyTorch reference and Triton launches, one file each. Nothing here chooses how to launch them."""
+"""Triton kernels, one file per operation, each with its reference in plain PyTorch."""

@@ -1,0 +1,1 @@
+"""Everything that a notebook displays. The only package that imports Jupyter."""

@@ -1,0 +1,1 @@
+"""Weight files (safetensors, GGUF, GPTQ, AWQ, HQQ), quantization schemes, and the packed layout."""

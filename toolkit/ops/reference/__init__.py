@@ -1,0 +1,1 @@
+"""References in plain PyTorch of operations that several models share."""

@@ -1,0 +1,1 @@
+"""PyTorch's memory snapshots, read without unpickling them, and written."""

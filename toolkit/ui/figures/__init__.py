@@ -1,0 +1,1 @@
+"""Static figures of models, plans, tuning results and copies."""

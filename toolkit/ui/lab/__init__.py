@@ -1,0 +1,1 @@
+"""The Lab (`tk.Lab`): the toolkit as an app in a notebook."""

@@ -1,0 +1,1 @@
+"""Checks of the learner's answers in the lesson notebooks."""

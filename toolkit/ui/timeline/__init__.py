@@ -1,0 +1,1 @@
+"""Timelines of traces: the widget, the self-contained page, and the still picture."""

@@ -1,0 +1,1 @@
+"""CUDA's caching allocator, reimplemented: segments, blocks, counters and settings."""

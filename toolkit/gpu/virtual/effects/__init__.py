@@ -1,0 +1,1 @@
+"""The kernels, copies and waits of each operation on a CUDA device."""

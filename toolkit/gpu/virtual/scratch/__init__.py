@@ -1,0 +1,1 @@
+"""The temporary memory that CUDA's libraries allocate inside operations."""

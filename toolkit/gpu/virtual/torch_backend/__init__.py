@@ -1,0 +1,1 @@
+"""The hooks that register the virtual GPU with PyTorch as the device `vgpu`."""
