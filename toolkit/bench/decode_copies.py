@@ -30,6 +30,7 @@ from toolkit.decode.run import Run
 from toolkit.decode.strategies import STRATEGIES
 from toolkit.gpu.opening import open_device
 from toolkit.loading.loader import load
+from toolkit.models.model import Model as AnyModel
 from toolkit.models.qwen3 import Config, Model
 from toolkit.trace.columns import COPY_KINDS
 from toolkit.trace.events import Trace
@@ -55,7 +56,7 @@ def open_model(name: str, device: str) -> tuple[str, Any]:
     return "random", Model(RANDOM, gpu, torch.float32).init_weights()
 
 
-def measure(model: Any, prompt: list[int], tokens: int, repeats: int, **options: Any) -> dict[str, Any]:
+def measure(model: AnyModel, prompt: list[int], tokens: int, repeats: int, **options: Any) -> dict[str, Any]:
     """Return for each strategy its tokens, copies, kernels, host waits, and milliseconds per decode step.
 
     `options` are passed to `generate`. On a real GPU each strategy is timed `repeats` times after one warm-up round.

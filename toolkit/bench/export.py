@@ -26,6 +26,8 @@ import toolkit as tk
 from toolkit.bench.decode_copies import measure
 from toolkit.bench.record import about, write_record
 from toolkit.exporting.progress import memory_now
+from toolkit.exporting.running import Exported
+from toolkit.models.model import Model
 
 PROMPT = "The quick brown fox jumps over the lazy dog. "
 
@@ -116,11 +118,11 @@ def decode_both(asked: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _tokens(model: Any, prompt: list[int], strategy: str, tokens: int, **options: Any) -> list[int]:
+def _tokens(model: Model, prompt: list[int], strategy: str, tokens: int, **options: Any) -> list[int]:
     return list(tk.generate(model, prompt, strategy, record=False, max_new_tokens=tokens, eos=(), **options).tokens)
 
 
-def likeness(exported: Any, ids: list[int], first: int) -> dict[str, dict[str, float]]:
+def likeness(exported: Exported, ids: list[int], first: int) -> dict[str, dict[str, float]]:
     """Return how close logits are to the model's, for tokens fed one by one after the `first` tokens were fed at once.
 
     "package" compares the package. "model in other parts" compares the model with itself when the first tokens are fed in two
@@ -140,7 +142,7 @@ def likeness(exported: Any, ids: list[int], first: int) -> dict[str, dict[str, f
     return found
 
 
-def _logits(model: Any, given: list[int], stops: list[int], exported: Any) -> torch.Tensor:
+def _logits(model: Model, given: list[int], stops: list[int], exported: Exported) -> torch.Tensor:
     """Return logits [tokens, vocab] of the tokens from the last of `stops` on, fed one by one.
 
     The tokens before are fed in chunks that end at each of `stops`.

@@ -23,6 +23,7 @@ from toolkit.decode.run import Run
 from toolkit.decode.strategies import STRATEGIES, OwnLoop, Strategy, find_strategy, strategies_of
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
+from toolkit.models.model import Model
 from toolkit.trace.columns import COPY_KINDS
 from toolkit.trace.events import Trace, copies_per_step
 
@@ -84,7 +85,7 @@ class Entry:
     """One row of a comparison: which model, under what name (empty where there is but one), and how it decodes."""
 
     name: str
-    model: Any
+    model: Model
     strategy: Strategy | OwnLoop
 
     @property
@@ -93,7 +94,7 @@ class Entry:
 
 
 def compare(
-    model: Any, prompt: Any, decode: Iterable[str | Strategy] | None = None, *, lines: bool = True, **options: Any
+    model: Model, prompt: Any, decode: Iterable[str | Strategy] | None = None, *, lines: bool = True, **options: Any
 ) -> Comparison:
     """Generate from `prompt` under each strategy of `decode` (None: all), and compare.
 
@@ -125,7 +126,7 @@ def compare(
     return Comparison(runs, _table(entries, runs, rates), late)
 
 
-def _named(model: Any) -> dict[str, Any]:
+def _named(model: Model) -> dict[str, Any]:
     """The models to compare, by name; one alone has none."""
     if isinstance(model, Mapping):
         models = {str(name): each for name, each in model.items()}

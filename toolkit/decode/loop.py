@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing, nullcontext
 from traceback import clear_frames
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +22,12 @@ from toolkit.decode.sampling import Sampling
 from toolkit.decode.strategies import STRATEGIES, OwnLoop, Strategy, find_strategy, strategies_of
 from toolkit.models.cache import Cache
 from toolkit.models.cache_codes import check_kv
+from toolkit.models.model import Model
 from toolkit.text.prompts import TextStream, prompt_ids
 
 
 def generate(
-    model: Any,
+    model: Model,
     prompt: str | Sequence[int] | Tensor,
     decode: str | Strategy | OwnLoop = "double-buffered",
     *,
@@ -106,7 +106,7 @@ def generate(
 
 
 def _decode(
-    model: Any,
+    model: Model,
     strategy: Strategy,
     sampling: Sampling,
     ids: list[int],
@@ -158,7 +158,7 @@ def _decode(
             cache.free()
 
 
-def _prefill(model: Any, parts: Iterator[Tensor], cache: Cache, cancel: threading.Event) -> Tensor | None:
+def _prefill(model: Model, parts: Iterator[Tensor], cache: Cache, cancel: threading.Event) -> Tensor | None:
     """Feed the prompt, embedded, one part [1, T, hidden] after the other; the last token's logits, None when cancelled."""
     stop = 0
     for x in parts:
@@ -170,7 +170,7 @@ def _prefill(model: Any, parts: Iterator[Tensor], cache: Cache, cancel: threadin
     return logits
 
 
-def _ends_of_a_step(model: Any, strategy: Strategy, sampling: Sampling) -> tuple[Choice | ChoiceWithRow, Inputs]:
+def _ends_of_a_step(model: Model, strategy: Strategy, sampling: Sampling) -> tuple[Choice | ChoiceWithRow, Inputs]:
     """What chooses a token, and what makes the next input of it: one operation where both are the device's."""
     if ChoiceWithRow.suits(strategy, sampling, model):
         both = ChoiceWithRow(sampling, model)
@@ -179,7 +179,7 @@ def _ends_of_a_step(model: Any, strategy: Strategy, sampling: Sampling) -> tuple
     return Choice(sampling, model.config.vocab_size, where), INPUTS[strategy.token](model)
 
 
-def _room(model: Any, prompt: int, max_new_tokens: int, context: int | None) -> tuple[int, int]:
+def _room(model: Model, prompt: int, max_new_tokens: int, context: int | None) -> tuple[int, int]:
     """The cache's size, and how many tokens can be made: the last one made needs no place in it."""
     most = getattr(model, "context", model.config.max_position_embeddings)  # an exported model has caches for fewer
     if not _is_count(max_new_tokens):
@@ -195,7 +195,7 @@ def _room(model: Any, prompt: int, max_new_tokens: int, context: int | None) -> 
     return room, min(max_new_tokens, room - prompt + 1)
 
 
-def _ends(model: Any) -> frozenset[int]:
+def _ends(model: Model) -> frozenset[int]:
     """The token ids that end a text: the tokenizer's and the config's."""
     return frozenset(getattr(model.tokenizer, "eos_ids", ())) | frozenset(model.config.eos_token_ids)
 
@@ -207,7 +207,7 @@ def _given_ends(eos: object) -> frozenset[int]:
     return frozenset(ids)
 
 
-def _text(model: Any, tokens: list[int]) -> str:
+def _text(model: Model, tokens: list[int]) -> str:
     return model.tokenizer.decode(tokens) if model.tokenizer is not None and tokens else ""
 
 

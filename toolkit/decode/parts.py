@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from toolkit.decode.sampling import Sampler, Sampling
 from toolkit.decode.strategies import Strategy
 from toolkit.kernels.noise import mixed_seed
 from toolkit.models.layers import Embedding
+from toolkit.models.model import Model
 
 
 class Inputs(Protocol):
@@ -34,7 +35,7 @@ class Inputs(Protocol):
 class UploadedToken:
     """The token goes up as an id, 8 bytes, into a fixed slot."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Model) -> None:
         self.embed, self.device = model.embed, model.device.torch
         self.slot = torch.empty(1, 1, dtype=torch.int64, device=self.device)
         self.staging = torch.empty(1, 1, dtype=torch.int64)
@@ -50,7 +51,7 @@ class UploadedToken:
 class UploadedRow:
     """The embedding table stays on the host; the token's row of it goes up."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Model) -> None:
         self.device = model.device.torch
         self.table = model.embed.on_host()
         self.staging = torch.empty(1, 1, dtype=torch.int64)
@@ -67,7 +68,7 @@ class UploadedRow:
 class SampledToken:
     """The sampled tensor is the next input: nothing goes up but the prompt."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Model) -> None:
         self.embed, self.device = model.embed, model.device.torch
 
     def prompt(self, ids: Tensor, chunk: int) -> Iterator[Tensor]:
@@ -137,7 +138,8 @@ class ChoiceWithRow:
     It is the next step's input as well (`Inputs`), which is that row.
     """
 
-    def __init__(self, sampling: Sampling, model: Any) -> None:
+    def __init__(self, sampling: Sampling, model: Model) -> None:
+        assert isinstance(model.embed, Embedding)  # see `suits`
         self.embed, self.device = model.embed, model.device.torch
         self.slots = list(torch.empty(2, 1, dtype=torch.int64, device=self.device))
         self.draw: tuple[Tensor, Tensor, Tensor] | None = None
@@ -147,7 +149,7 @@ class ChoiceWithRow:
             self.draw = temperature, one(mixed_seed(sampling.seed), dtype=torch.int64), one(0, dtype=torch.int64)
 
     @staticmethod
-    def suits(strategy: Strategy, sampling: Sampling, model: Any) -> bool:
+    def suits(strategy: Strategy, sampling: Sampling, model: Model) -> bool:
         """Is everything that it does the device's, and does the operation run there?"""
         embed = model.embed
         fits = isinstance(embed, Embedding) and embed.alone and ops.on_gpu(next(embed.parameters()))
@@ -282,7 +284,7 @@ def _told(known: int | None) -> int:
     return known
 
 
-INPUTS: dict[str, Callable[[Any], Inputs]] = {"host": UploadedToken, "host-row": UploadedRow, "device": SampledToken}
+INPUTS: dict[str, Callable[[Model], Inputs]] = {"host": UploadedToken, "host-row": UploadedRow, "device": SampledToken}
 POSITIONS: dict[str, Callable[[int, int, torch.device], Positions]] = {
     "host": UploadedPosition,
     "array": PositionArray,

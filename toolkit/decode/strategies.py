@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from toolkit.core.errors import ToolkitError, unknown_name
+from toolkit.models.model import Model
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class OwnLoop:
 Known = dict[str, Strategy | OwnLoop]
 
 
-def strategies_of(model: Any) -> Known:
+def strategies_of(model: Model) -> Known:
     """What `model` can be decoded with, by name: all strategies, unless none can drive it, and loops of its own.
 
     A model says so by `loops` (name to function) and `only_loops` (why no strategy can drive it, None where they can).

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from toolkit.decode.loop import generate
+from toolkit.models.model import Model
 
 
 def chat(question: str) -> str:
@@ -73,9 +73,10 @@ class Quality:
 
 
 @torch.no_grad()
-def measure(model: Any, new_tokens: int = 64) -> Quality:
+def measure(model: Model, new_tokens: int = 64) -> Quality:
     """Continue every prompt of CHECKS greedily by at most `new_tokens` (ending at EOS) and compare."""
     tokenizer = model.tokenizer
+    assert tokenizer is not None  # the demo models have one
     wrong: dict[str, str] = {}
     margins: list[Tensor] = []
     for prompt, expected in CHECKS.items():

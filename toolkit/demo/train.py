@@ -29,6 +29,7 @@ from toolkit.demo.miniatures import MINIATURES, Miniature
 from toolkit.gpu.opening import open_device
 from toolkit.models import ARCHITECTURES
 from toolkit.models.layers import spot
+from toolkit.models.model import CausalLM
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -107,7 +108,7 @@ def _work(job: tuple[str, int, int]) -> list[tuple[list[int], list[int]]]:
     return _maker[0](job)
 
 
-def checkpoint(model: Any, mini: Miniature) -> dict[str, Tensor]:
+def checkpoint(model: CausalLM, mini: Miniature) -> dict[str, Tensor]:
     """The weights as transformers' own model of this shape names and shapes them: what `names_hf` says, backwards."""
     shapes = _shapes_hf(mini)
     out: dict[str, Tensor] = {}
@@ -148,7 +149,7 @@ def _shapes_hf(mini: Miniature) -> dict[str, tuple[int, ...]]:
     return shapes | buffers
 
 
-def write(model: Any, mini: Miniature, tokenizer: Tokenizer, out: Path) -> None:
+def write(model: CausalLM, mini: Miniature, tokenizer: Tokenizer, out: Path) -> None:
     """Write a Hugging Face folder: weights stored in bf16 to be small, computed in fp32 to be the same everywhere."""
     from safetensors.torch import save_file
 

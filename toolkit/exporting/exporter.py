@@ -33,6 +33,7 @@ from toolkit.exporting.running import Exported
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
 from toolkit.loading.loader import load
+from toolkit.models.model import CausalLM
 from toolkit.ops.define import LEAST_CAPABILITY
 from toolkit.planning.describe import describe
 from toolkit.planning.plans import BARE_CONTEXT, Levers, Plan, plan_of
@@ -71,7 +72,7 @@ class Package:
 
 
 def export(
-    model: Any,
+    model: CausalLM | str | os.PathLike[str],
     path: str | os.PathLike[str],
     *,
     device: Device | str | None = None,
@@ -108,27 +109,27 @@ def export(
     device, card = _device(model, device, target)
     watch = Watch(f"exporting into {folder}", progress, cancel, device)
     compiling.check_compiler()
-    named = isinstance(model, str | os.PathLike)
-    if not named and (scheme is not None or dtype is not None):
+    if not isinstance(model, str | os.PathLike) and (scheme is not None or dtype is not None):
         raise ModelError("a loaded model with a scheme or a dtype", "it is held as it is", "Give its name or path instead")
     package.check_folder(folder)
     others = [] if share is None else _weights_of(Path(share).expanduser())
-    looked_at = describe(model, scheme, dtype) if named else model
+    looked_at = describe(model, scheme, dtype) if isinstance(model, str | os.PathLike) else model
     check_exportable(looked_at)
     context, most = _context(looked_at, context), None if budget is None else parse_bytes(budget)
     spec = None if card is None else card.spec
-    called = os.fspath(model) if named else _name(model)
+    called = os.fspath(model) if isinstance(model, str | os.PathLike) else _name(model)
     foreseen = plan_of(looked_at, called, spec, context, most, None, kv, Levers()).check()
     with package.locked(folder), ExitStack() as held:
-        if named:
+        loaded = looked_at
+        if isinstance(model, str | os.PathLike):
             with watch.phase("load"):
-                model = load(model, "cpu", dtype, scheme, progress=False, cancel=cancel)
+                loaded = load(model, "cpu", dtype, scheme, progress=False, cancel=cancel)
         held.enter_context(_held_to(most, device))  # no sooner: what else runs in this process is held to it too
-        plain, room = skeleton.to_plain(model), max(context, least_context(model))
-        package.check_disk(folder, weights.size_of(model) if not list(folder.glob("weights-*")) else 0)
+        plain, room = skeleton.to_plain(loaded), max(context, least_context(loaded))
+        package.check_disk(folder, weights.size_of(loaded) if not list(folder.glob("weights-*")) else 0)
         files: dict[str, dict[str, Any]] = {}
         compiled: dict[str, dict[str, str]] = {}
-        shapes = _shapes_alone(model, plain)
+        shapes = _shapes_alone(loaded, plain)
         with Compilers(plain, room, kv, card, foreseen.compilers) as compilers:
             with watch.phase("trace"), compiled_for(shapes, card):
                 anatomy = Anatomy(shapes, room, kv)
@@ -137,9 +138,9 @@ def export(
                 with watch.phase(f"compile {method}"):
                     _gather(jobs[method], folder, files, compiled, watch)
         with watch.phase("weights"):
-            files |= _weights(model, folder, others, watch)
+            files |= _weights(loaded, folder, others, watch)
         with watch.phase("manifest"):
-            files |= _tokenizer(model, folder)
+            files |= _tokenizer(loaded, folder)
             manifest = _manifest(context, plain, anatomy, compiled, files, foreseen, watch, card)
             package.remember(package.finish(folder, manifest))
     return Package(folder, package.read_manifest(folder)[0])
@@ -148,7 +149,7 @@ def export(
 # ---- the parts of an export
 
 
-def _shapes_alone(model: Any, plain: dict[str, Any]) -> Any:
+def _shapes_alone(model: CausalLM, plain: dict[str, Any]) -> CausalLM:
     """A model without values, to be taken apart in place of `model`, which somebody may use meanwhile."""
     found = skeleton.from_plain(plain, None)
     if skeleton.shapes_of(found) != skeleton.shapes_of(model):
@@ -199,7 +200,7 @@ def _needed(anatomy: Anatomy, piece: Piece, method: str) -> bool:
     return method == "decode" or (piece.layer is not None and anatomy.chunk >= LEAST)
 
 
-def _weights(model: Any, folder: Path, others: list[Path], watch: Watch) -> dict[str, dict[str, Any]]:
+def _weights(model: CausalLM, folder: Path, others: list[Path], watch: Watch) -> dict[str, dict[str, Any]]:
     """The weights' file in the folder: one that is there already, one of another package, or written now."""
     size = weights.size_of(model)
     there = [p for p in [*folder.glob("weights-*.safetensors"), *others] if p.stat().st_size == size]
@@ -247,7 +248,7 @@ def _link(path: Path, wanted: Path) -> None:
     os.replace(partial, wanted)
 
 
-def _tokenizer(model: Any, folder: Path) -> dict[str, dict[str, Any]]:
+def _tokenizer(model: CausalLM, folder: Path) -> dict[str, dict[str, Any]]:
     if model.tokenizer is None:
         return {}
     data = model.tokenizer.to_bytes()
@@ -286,11 +287,11 @@ def _manifest(
 # ---- checks
 
 
-def _name(model: Any) -> str:
+def _name(model: CausalLM) -> str:
     return Path(getattr(getattr(model, "report", None), "source", "") or "the model").name
 
 
-def _device(model: Any, device: Device | str | None, target: str | None) -> tuple[Device, Card | None]:
+def _device(model: object, device: Device | str | None, target: str | None) -> tuple[Device, Card | None]:
     """What the code is compiled on, and the GPU that it is for; None for the CPU."""
     if not isinstance(model, str | os.PathLike) and not hasattr(model, "device"):
         raise ModelError("an export", f"a {type(model).__name__}, not a model", "Give one that tk.load made, or a name or path")
@@ -319,7 +320,7 @@ def _held_to(budget: int | None, device: Device) -> AbstractContextManager[Any]:
     return cap(budget - BARE_CONTEXT, device) or nullcontext()
 
 
-def _context(model: Any, context: int | None) -> int:
+def _context(model: CausalLM, context: int | None) -> int:
     most = model.config.max_position_embeddings
     if context is None:
         return min(CONTEXT, most)

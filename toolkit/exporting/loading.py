@@ -16,6 +16,7 @@ from toolkit.exporting.progress import Progress, Watch
 from toolkit.exporting.running import Exported
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
+from toolkit.models.model import CausalLM
 from toolkit.text import tokenizer as tokenizers
 from toolkit.tune.cards import find_card
 
@@ -55,7 +56,7 @@ def load_exported(
     return Exported(model, folder, manifest, runs)
 
 
-def _fill(model: Any, folder: Path, name: str, entry: dict[str, Any], device: torch.device, watch: Watch) -> None:
+def _fill(model: CausalLM, folder: Path, name: str, entry: dict[str, Any], device: torch.device, watch: Watch) -> None:
     """Give a model the weights of a package, hashed meanwhile. PackageError where they were changed: then it has none."""
     ended, hashed, beside = threading.Event(), [0], ThreadPoolExecutor(1)
 

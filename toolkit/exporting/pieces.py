@@ -24,6 +24,7 @@ from torch._subclasses import FakeTensorMode
 from toolkit.core.errors import ModelError
 from toolkit.models.cache import Cache, Reach, Ring
 from toolkit.models.layers import Residual, RMSNorm
+from toolkit.models.model import CausalLM
 from toolkit.ops.define import compiling_for
 from toolkit.ops.products import DECODED
 from toolkit.tune.cards import Card
@@ -69,21 +70,21 @@ _tracing = threading.Lock()  # what is compiled for is one for the whole process
 
 
 @contextmanager
-def compiled_for(model: Any, card: Card | None) -> Iterator[None]:
+def compiled_for(model: CausalLM, card: Card | None) -> Iterator[None]:
     """Inside, `model` says that it is on what is compiled for: a GPU that needn't be there, or the CPU.
 
     For a model of its own (see `skeleton`), since nothing else works with it meanwhile; other threads wait.
     """
     own, kind = model.device, "cpu" if card is None else "cuda:0"
     with _tracing, nullcontext() if card is None else compiling_for(card):
-        model.device = SimpleNamespace(torch=torch.device(kind), name=kind)
+        model.device = SimpleNamespace(torch=torch.device(kind), name=kind)  # type: ignore[assignment]
         try:
             yield
         finally:
             model.device = own
 
 
-def check_exportable(model: Any) -> None:
+def check_exportable(model: CausalLM) -> None:
     """ModelError for a model whose layers pass more to each other than the residual."""
     if getattr(model, "shares", False) or getattr(model.config, "hidden_size_per_layer_input", 0):
         asked = f"exporting a {type(model).__module__.rpartition('.')[2]} of this variant"
@@ -91,7 +92,7 @@ def check_exportable(model: Any) -> None:
         raise ModelError(asked, found, "Export a variant without these; tk.generate decodes this one as it is")
 
 
-def least_context(model: Any) -> int:
+def least_context(model: CausalLM) -> int:
     """The fewest tokens that a package's caches have room for: a ring shorter than its window would be another kind of layer,
     and half a cache, which is what is traced, isn't to be a single slot.
     """
@@ -106,7 +107,7 @@ class Anatomy:
     than the residual.
     """
 
-    def __init__(self, model: Any, context: int, kv: str | None = None) -> None:
+    def __init__(self, model: CausalLM, context: int, kv: str | None = None) -> None:
         self.model, self.context, self.kv = model, context, kv
         check_exportable(model)
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -170,7 +171,8 @@ class Anatomy:
 
     def _left(self) -> list[tuple[RMSNorm | None, Tensor | None]]:
         """The norm and the scalar with which each layer's output is still to be settled, found by running it."""
-        model, called, found = self.model, _Called(self.model), []
+        model, called = self.model, _Called(self.model)
+        found: list[tuple[RMSNorm | None, Tensor | None]] = []
         x, positions = self.hidden(1, 1, model.config.hidden_size), self.empty(1, dtype=torch.int64)
         reaches = model.reaches(positions, self.cache, 1)
         for layer, block in enumerate(model.layers):
@@ -193,8 +195,8 @@ class Anatomy:
         return Piece(f"layers.{layer}", layer, tuple(weights), like, eps, scalar is not None)
 
     def _head(self) -> Piece:
-        held = self.model.embed.weight if self.model.head is None else self.model.head
-        held = held if isinstance(held, nn.Module) else nn.ParameterList([held])
+        weight = self.model.embed.weight if self.model.head is None else self.model.head
+        held = weight if isinstance(weight, nn.Module) else nn.ParameterList([weight])
         weights = (*self._named(self.model.norm), *self._named(held))
         return Piece("head", None, weights, digest(describe(self.model.norm), describe(held), repr(self.model.config)))
 
@@ -222,7 +224,7 @@ class Anatomy:
 class _Run(nn.Module):
     """A piece as a function of its tensors. It registers nothing: what isn't among its inputs must not be in its graph."""
 
-    def __init__(self, model: Any, piece: Piece, names: Sequence[str], cache: Cache, reaches: dict[str, Reach]) -> None:
+    def __init__(self, model: CausalLM, piece: Piece, names: Sequence[str], cache: Cache, reaches: dict[str, Reach]) -> None:
         super().__init__()
         self._held = (_Called(model), piece, names, cache, reaches)
 
@@ -253,7 +255,7 @@ class _Run(nn.Module):
 class _Called(nn.Module):
     """A model whose parts can be called by `torch.func.functional_call`."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: CausalLM) -> None:
         super().__init__()
         self.model = model
 

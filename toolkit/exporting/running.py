@@ -13,6 +13,7 @@ from toolkit.core.errors import ModelError
 from toolkit.exporting.pieces import LEAST, tensors_of
 from toolkit.models.cache import Cache, check_one_sequence
 from toolkit.models.layers import Residual, RMSNorm
+from toolkit.models.model import CausalLM
 from toolkit.ops.define import aligned
 
 Run = Callable[[list[Tensor]], list[Tensor]]  # the compiled code of a piece, in one of its methods
@@ -25,9 +26,11 @@ class Exported:
     the package, held once for prefill and decode; `model(ids)` runs them uncompiled.
     """
 
-    def __init__(self, model: Any, package: Path, manifest: Mapping[str, Any], runs: Mapping[str, Run]) -> None:
+    def __init__(self, model: CausalLM, package: Path, manifest: Mapping[str, Any], runs: Mapping[str, Run]) -> None:
         """`model` has the package's weights, `runs` are its compiled methods by file."""
         self.inner, self.package = model, package
+        self.config, self.device, self.dtype = model.config, model.device, model.dtype
+        self.embed, self.tokenizer = model.embed, model.tokenizer
         self.context, self.chunk, self.kv, self._least = (manifest[name] for name in ("context", "chunk", "kv", "least"))
         held = dict(model.named_parameters())
         one = torch.ones(1, dtype=model.dtype, device=model.device.torch)
@@ -66,8 +69,7 @@ class Exported:
         if context > self.context:
             found = f"the package was exported for {self.context:,}"
             raise ModelError(f"a context of {context:,}", found, f"Export it with context={context}", context=self.context)
-        cache: Cache = self.inner.new_cache(max(context, self._least), self.kv)
-        return cache
+        return self.inner.new_cache(max(context, self._least), self.kv)
 
     def advance(self, x: Tensor, positions: Tensor, cache: Cache, length: int) -> Tensor:
         """As a model's own `advance`: hidden states [1, T, hidden] of embedded tokens [1, T, hidden] at `positions` [T]."""

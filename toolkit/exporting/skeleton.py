@@ -15,11 +15,12 @@ from toolkit.gpu.device import Device
 from toolkit.loading.checkpoint import find_dtype
 from toolkit.models import ARCHITECTURES
 from toolkit.models.layers import Joined, set_scheme
+from toolkit.models.model import CausalLM
 from toolkit.weights.packed import PackedMatrix
 from toolkit.weights.schemes import find_scheme
 
 
-def to_plain(model: Any) -> dict[str, Any]:
+def to_plain(model: CausalLM) -> dict[str, Any]:
     """Architecture, config, dtype, and how each matrix is held; ModelError for a model that isn't one of the toolkit's own."""
     names = [name for name, module in ARCHITECTURES.items() if module.Model is type(model)]
     if not names:
@@ -35,7 +36,7 @@ def to_plain(model: Any) -> dict[str, Any]:
     }
 
 
-def from_plain(plain: Mapping[str, Any], device: Device | None) -> Any:
+def from_plain(plain: Mapping[str, Any], device: Device | None) -> CausalLM:
     """The model that `to_plain` described, on "meta"; its weights will be on `device`. ModelError where it describes none."""
     try:
         architecture = ARCHITECTURES[plain["architecture"]]

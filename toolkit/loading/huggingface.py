@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from toolkit.core.errors import FormatError, ModelError, ToolkitError
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
+from toolkit.models.cache import Cache
 from toolkit.models.costs import Shown
 from toolkit.text import tokenizer as tokenizers
 
@@ -132,7 +133,7 @@ class HfModel(Shown):
     def __init__(self, inner: Any, device: Device) -> None:
         self.inner, self.device = inner, device
         self.dtype: torch.dtype = inner.dtype
-        self.tokenizer: Any = None
+        self.tokenizer: tokenizers.Tokenizer | None = None
         self.config = _config(inner)
         self._takes = frozenset(inspect.signature(inner.forward).parameters)
         self.embed = Rows([inner.get_input_embeddings(), *_per_layer(inner)])
@@ -159,11 +160,11 @@ class HfModel(Shown):
             raise ModelError(asked, self.only_loops, f'Use decode="{HF_GENERATE}", its own loop')
         return HfCache(self.inner.config, context, self.device.torch)
 
-    def advance(self, x: Tensor, positions: Tensor, cache: HfCache, length: int) -> Tensor:
+    def advance(self, x: Tensor, positions: Tensor, cache: Cache, length: int) -> Tensor:
         """Run `x` (from `embed`) at `positions` [T] and return the logits [1, 1, vocab] of the last token."""
-        if length > cache.context:
-            raise ModelError(f"{length:,} tokens", f"the cache has room for {cache.context:,}", "Pass a larger context=")
-        given: dict[str, Any] = {"inputs_embeds": x, "past_key_values": cache.states, "use_cache": True}
+        assert isinstance(cache, HfCache)
+        cache.bound(length)  # raises if the cache is too small
+        given: dict[str, Any] = {"inputs_embeds": x, "past_key_values": cache.inner, "use_cache": True}
         if len(self.embed.tables) > 1:
             layers = self.config.num_hidden_layers
             given["inputs_embeds"], rest = x.tensor_split([self.config.hidden_size], -1)
@@ -239,20 +240,19 @@ class Rows(nn.Module):
         return copy.deepcopy(self, there)
 
 
-class HfCache:
+class HfCache(Cache):
     """A StaticCache of transformers, which counts positions itself, and the slot indices for a prefill."""
 
     def __init__(self, config: Any, context: int, device: torch.device) -> None:
         from transformers import StaticCache
 
-        self.states = StaticCache(config=config, max_cache_len=context)
-        self.slots = torch.arange(context, device=device)
-        self.context = context
+        super().__init__(torch.arange(context, device=device), {})
+        self.inner = StaticCache(config=config, max_cache_len=context)
 
     def free(self) -> None:
         """Free the device memory now, even if a traceback keeps this object alive."""
-        self.states.layers.clear()
-        self.slots = torch.empty(0)
+        self.inner.layers.clear()
+        super().free()
 
 
 class _CancelledError(Exception):

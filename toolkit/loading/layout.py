@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from toolkit.core.errors import FormatError, ModelError
 from toolkit.gpu.device import Device
 from toolkit.loading.checkpoint import Checkpoint
 from toolkit.models.layers import Embedding, Joined, Linear, Source, Spot, set_scheme, spot
+from toolkit.models.model import CausalLM
 from toolkit.weights.packed import PackedMatrix
 from toolkit.weights.recipes import Recipe
 from toolkit.weights.repacking import scheme_of
@@ -41,7 +41,7 @@ class Fused:
 class Layout:
     """A model on "meta", whose parameters describe the memory to allocate, and the matrices that were fused."""
 
-    model: Any
+    model: CausalLM
     fused: tuple[Fused, ...]
 
     def held(self) -> Counter[str]:
@@ -86,7 +86,7 @@ def stored_scheme(stored: Stored) -> Scheme | None:
     return scheme_of(stored.kind, stored.bits, stored.group, stored.columns, stored.centred)
 
 
-def _build(checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> Any:
+def _build(checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> CausalLM:
     try:
         model = checkpoint.architecture.Model(checkpoint.config, device, dtype)
     except RuntimeError as error:  # the number of elements is too large for a tensor
@@ -112,7 +112,7 @@ def _scheme(checkpoint: Checkpoint, name: str, source: Source, place: Spot, sche
     return kinds.pop() if len(kinds) == 1 else None
 
 
-def _join(model: Any) -> tuple[Fused, ...]:
+def _join(model: CausalLM) -> tuple[Fused, ...]:
     """Fuse the matrices that can be fused. Returns one record per group of names, in the order of the model."""
     layers: dict[tuple[str, ...], set[str]] = {}
     matrices: Counter[tuple[str, ...]] = Counter()
@@ -123,7 +123,7 @@ def _join(model: Any) -> tuple[Fused, ...]:
     return tuple(Fused(names, len(where), matrices[names]) for names, where in layers.items())
 
 
-def _check_shapes(model: Any, checkpoint: Checkpoint, weights: Weights) -> None:
+def _check_shapes(model: CausalLM, checkpoint: Checkpoint, weights: Weights) -> None:
     """Check that every stored tensor has the shape that follows from the config, and that all of its rows are used."""
     rows: dict[str, int] = {}
     for ours, source in checkpoint.names.items():

@@ -31,6 +31,7 @@ from toolkit.loading.report import Report
 from toolkit.loading.room import check_room, needed_bytes, too_big
 from toolkit.models.cache import Cache
 from toolkit.models.layers import assign
+from toolkit.models.model import CausalLM, Model
 from toolkit.weights.recipes import Recipe, recipe
 from toolkit.weights.schemes import Scheme
 
@@ -102,7 +103,7 @@ def _way(scheme: str | Scheme | Recipe | None) -> Recipe | str | None:
         raise unknown_name("scheme", scheme, [*error.facts["known"], "none"]) from None  # type: ignore[misc]
 
 
-def _wrap(path: Any, device: Device | str, dtype: torch.dtype | str | None, engine: str | None, scheme: object) -> Any:
+def _wrap(path: Any, device: Device | str, dtype: torch.dtype | str | None, engine: str | None, scheme: object) -> Model:
     """Return a model of transformers with the interface of the toolkit's models."""
     if scheme is not None or engine == "toolkit":
         option = "engine='toolkit'" if scheme is None else f"scheme={scheme!r}"
@@ -157,7 +158,7 @@ def _smaller(checkpoint: Checkpoint, device: Device, dtype: torch.dtype, needed:
             yield option, size
 
 
-def _empty(model: Any, device: Device) -> None:
+def _empty(model: nn.Module, device: Device) -> None:
     """Free every weight now, because a traceback may keep the model alive."""
     for name in [name for name, _ in model.named_parameters()]:
         assign(model, name, torch.empty(0, device="meta"))
@@ -166,7 +167,7 @@ def _empty(model: Any, device: Device) -> None:
         empty_cache()
 
 
-def _keep_without_values(model: Any, gpu: VirtualGpu) -> None:
+def _keep_without_values(model: CausalLM, gpu: VirtualGpu) -> None:
     """Make the caches of a model without values sizes only, too: a long context would fill this machine's memory."""
     make = model.new_cache
 
@@ -175,7 +176,7 @@ def _keep_without_values(model: Any, gpu: VirtualGpu) -> None:
             cache: Cache = make(context, kv)
         return cache
 
-    model.new_cache = new_cache
+    model.new_cache = new_cache  # type: ignore[method-assign]
 
 
 def _report(

@@ -21,8 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from toolkit.core.errors import ModelError, unknown_name
+from toolkit.gpu.virtual.device import VirtualGpu
 from toolkit.loading.quantization_report import Matrix, Quantisation
 from toolkit.models.layers import Embedding, Joined, Linear
+from toolkit.models.model import CausalLM
 from toolkit.text.prompts import prompt_ids
 from toolkit.weights.fitting import quantize_hqq, quantize_minmax
 from toolkit.weights.packed import PackedMatrix, dequantize
@@ -40,7 +42,7 @@ Fit = Callable[[Tensor, Scheme, str], dict[str, Tensor]]
 
 
 def quantize(
-    model: Any,
+    model: CausalLM,
     scheme: str | Scheme | Recipe,
     method: str = "min-max",
     progress: bool | Progress = True,
@@ -83,14 +85,13 @@ def quantize(
     return new
 
 
-def _as_held(model: Any) -> AbstractContextManager[None]:
+def _as_held(model: CausalLM) -> AbstractContextManager[None]:
     """Return a context of sizes only if the model was loaded without values."""
     without_values = getattr(getattr(model, "report", None), "sizes_only", False)
-    held: AbstractContextManager[None] = model.device.sizes_only() if without_values else nullcontext()
-    return held
+    return model.device.sizes_only() if without_values and isinstance(model.device, VirtualGpu) else nullcontext()
 
 
-def _plan(model: Any, chosen: Recipe) -> dict[str, Matrix]:
+def _plan(model: CausalLM, chosen: Recipe) -> dict[str, Matrix]:
     """Return the planned report row of each matrix, by its logical name, before anything is measured."""
     found: dict[str, Matrix] = {}
     config: Any = getattr(model, "config", None)
@@ -200,7 +201,7 @@ def _empty(new: nn.Module, old: nn.Module) -> None:
                 setattr(module, name, nn.Parameter(torch.empty(0, dtype=parameter.dtype, device="meta"), requires_grad=False))
 
 
-def _ids(model: Any, prompt: object) -> list[int]:
+def _ids(model: CausalLM, prompt: object) -> list[int]:
     """Return the token ids to compare on: the prompt's, those of a fixed text, or fixed ids if there is no tokenizer."""
     if prompt is not None:
         return prompt_ids(model, prompt)

@@ -11,19 +11,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from toolkit import ops
-from toolkit.models.cache import Cache, KeysValues, Reach, Ring, State, check_one_sequence
+from toolkit.models.cache import Cache, KeysValues, Reach, Ring, State
 from toolkit.models.cache_codes import every_position
-from toolkit.models.costs import Cost, Shown, each, look_up, weigh
+from toolkit.models.costs import Cost, each, look_up, weigh
 from toolkit.models.gemma4_config import FULL, SLIDING, Config, Heads
 from toolkit.models.gemma4_names import SKIPPED, names_gguf, names_hf
-from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, Residual, RMSNorm, initialise, to_dtype
+from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, Residual, RMSNorm, to_dtype
+from toolkit.models.model import CausalLM
 from toolkit.ops import HeadLayout
 from toolkit.ops.reference.attention import cached_attention, causal_attention, rope_of, rotate
 from toolkit.weights.packed import PackedMatrix
@@ -189,7 +190,7 @@ class Block(nn.Module):
         self.has_experts, self.has_input = config.num_experts > 0, config.hidden_size_per_layer_input > 0
         self.scalar = nn.Parameter(torch.ones(1))
 
-    def forward(self, x: Residual, at: Pass, given: Tensor | None) -> Residual:
+    def forward(self, x: Residual, at: Pass, given: Tensor | None = None) -> Residual:
         """`given` [B, T, hidden_size_per_layer_input] where the config has per-layer inputs."""
         normed, x = x.normed(self.attention_norm)
         normed, x = x.add(self.attention(normed, at), self.attention_post_norm).normed(self.mlp_norm)
@@ -247,20 +248,15 @@ class LayerInputs(nn.Module):
         return ((projected + rows.view(shape)) * 2.0**-0.5).unbind(2)
 
 
-class Model(Shown, ops.Tunable, nn.Module):
-    """A Gemma 4 built on "meta": shapes without memory, until a loader (or `init_weights`) gives it weights.
+class Model(CausalLM):
+    """A Gemma 4; see `CausalLM`."""
 
-    `model(ids)` maps token ids [B, T] on the device to fp32 logits [B, T, vocab], with gradients. Decoding goes through
-    `new_cache`, `embed`, `advance` and `logits`. `model.config`, `model.device` (a toolkit Device), `model.dtype` and
-    `model.tokenizer` (None until a loader finds one) are set.
-    """
-
+    config: Config
+    embed: TokenEmbedding
     KEEPS_FP32 = ("rope_freqs",)
 
     def __init__(self, config: Config, device: Device, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.config, self.device, self.dtype = config, device, dtype
-        self.tokenizer: Any = None
+        super().__init__(config, device, dtype)
         with torch.device("meta"):
             self.embed = TokenEmbedding(config, dtype)
             self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
@@ -270,14 +266,8 @@ class Model(Shown, ops.Tunable, nn.Module):
             self.rope_freqs = nn.Parameter(torch.ones(config.full.head_dim // 2)) if config.rope_freqs_stored else None
         to_dtype(self, dtype)
 
-    def init_weights(self, seed: int = 0) -> Model:
-        """Random weights from `seed`, the same on every device. Returns the model."""
-        initialise(self, self.device.torch, seed)
-        return self
-
     def logits(self, x: Tensor) -> Tensor:
-        """fp32 logits of hidden states [B, T, hidden], soft-capped where the config says so."""
-        logits = ops.matmul(self.norm(x), self.embed.weight if self.head is None else self.head.weight).float()
+        logits = super().logits(x)
         cap = self.config.final_logit_softcapping
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
@@ -287,9 +277,6 @@ class Model(Shown, ops.Tunable, nn.Module):
         return self.logits(self._layers(self.embed(ids), Pass(slots, self._ropes(slots))))
 
     def new_cache(self, context: int, kv: str | None = None) -> Cache:
-        """A cache for `context` tokens on the model's device, made there without a copy. `kv`: "int8", "k4v8" or "int4", codes
-        in place of plain numbers where every position is kept.
-        """
         c = self.config
         slots = torch.arange(context, device=self.device.torch)
         makers: list[Callable[[], State] | None] = []
@@ -304,33 +291,17 @@ class Model(Shown, ops.Tunable, nn.Module):
                 makers.append(partial(Ring, heads.kv_heads, c.sliding_window, context, heads.head_dim, *like))
         return Cache(slots, self._ropes(slots)).fill(makers)
 
-    def advance(self, x: Tensor, positions: Tensor, cache: Cache, length: int) -> Tensor:
-        """Feed embedded tokens `x` (of `embed`) at `positions` [T] (on the device); hidden states [1, T, hidden].
-
-        `length` is how many tokens the cache then holds, at most: it bounds how much of the cache is read, and need not
-        be exact. The exact position is read on the device only.
-        """
-        check_one_sequence(x)
-        return self._layers(x, self.passing(x, cache, self.reaches(positions, cache, length)))
-
     def reaches(self, positions: Tensor, cache: Cache, length: int) -> dict[str, Reach]:
-        """Where new tokens at `positions` go in a cache, and what they see, by kind of layer."""
         found = {FULL: cache.reach(positions, length)}
         if SLIDING in cache.ropes:
             found[SLIDING] = cache.ring_reach(positions, length, self.config.sliding_window)
         return found
 
     def passing(self, x: Tensor, cache: Cache, reaches: dict[str, Reach]) -> Pass:
-        """What the layers share while `x` passes them."""
         positions = reaches[FULL].positions
         # Several tokens' own keys and values are not in a ring when a layer that shares them needs them.
         whole = positions.shape[0] == 1 or not self.shares
         return Pass(positions, cache.ropes, cache, reaches, whole and ops.on_gpu(x, self.norm.weight))
-
-    def run_layer(self, layer: int, residual: Residual, at: Pass) -> Residual:
-        """One layer, on a cache; for configs without inputs for each layer."""
-        out: Residual = self.layers[layer](residual, at, None)
-        return out
 
     @property
     def shares(self) -> bool:

@@ -10,16 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor, nn
 
 from toolkit import ops
-from toolkit.models.cache import Cache, KeysValues, Reach, Recurrent, State, check_one_sequence
+from toolkit.models.cache import Cache, KeysValues, Reach, Recurrent, State
 from toolkit.models.cache_codes import every_position
-from toolkit.models.costs import Cost, Shown, each, look_up, weigh
-from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, Residual, RMSNorm, assign, initialise, to_dtype
+from toolkit.models.costs import Cost, each, look_up, weigh
+from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, Residual, RMSNorm, assign, to_dtype
+from toolkit.models.model import CausalLM
 from toolkit.models.names import SKIPPED
 from toolkit.models.qwen3_5_config import Config, names_gguf, names_hf
 from toolkit.ops import HeadLayout
@@ -102,7 +103,7 @@ class Attention(nn.Module):
         about = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
         self.heads = HeadLayout(*about, gated=True, eps=config.rms_norm_eps)
 
-    def forward(self, x: Tensor, rope: Tensor | None, at: At | None) -> Tensor:
+    def forward(self, x: Tensor, at: At | None, rope: Tensor | None) -> Tensor:
         """x [B, T, hidden]. `rope`: the rotary table of a sequence that attends to itself, else `at` says where it goes."""
         width, heads = self.o.weight.shape[-1], (*x.shape[:2], -1, self.head_dim)
         row = self.qkv.row(x)
@@ -169,26 +170,21 @@ class Block(nn.Module):
         else:
             self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
 
-    def forward(self, x: Residual, rope: Tensor | None, at: At | None) -> Residual:
+    def forward(self, x: Residual, at: At | None, rope: Tensor | None = None) -> Residual:
         normed, x = x.normed(self.mixer_norm)
-        mixed = self.delta(normed, at) if hasattr(self, "delta") else self.attention(normed, rope, at)
+        mixed = self.delta(normed, at) if hasattr(self, "delta") else self.attention(normed, at, rope)
         normed, x = x.add(mixed).normed(self.mlp_norm)
         mlp = self.moe if hasattr(self, "moe") else self.mlp
         return x.add(mlp(normed))
 
 
-class Model(Shown, ops.Tunable, nn.Module):
-    """A Qwen3.5 built on "meta": shapes without memory, until a loader (or `init_weights`) gives it weights.
+class Model(CausalLM):
+    """A Qwen3.5; see `CausalLM`."""
 
-    `model(ids)` maps token ids [B, T] on the device to fp32 logits [B, T, vocab], with gradients. Decoding goes through
-    `new_cache`, `embed`, `advance` and `logits`. `model.config`, `model.device` (a toolkit Device), `model.dtype` and
-    `model.tokenizer` (None until a loader finds one) are set.
-    """
+    config: Config
 
     def __init__(self, config: Config, device: Device, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.config, self.device, self.dtype = config, device, dtype
-        self.tokenizer: Any = None
+        super().__init__(config, device, dtype)
         with torch.device("meta"):
             self.embed = Embedding(config.vocab_size, config.hidden_size, dtype)
             self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
@@ -196,9 +192,8 @@ class Model(Shown, ops.Tunable, nn.Module):
             self.head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
         to_dtype(self, dtype)
 
-    def init_weights(self, seed: int = 0) -> Model:
-        """Random weights from `seed`, the same on every device. Returns the model."""
-        initialise(self, self.device.torch, seed)
+    def init_weights(self, seed: int = 0) -> Self:
+        super().init_weights(seed)
         generator = torch.Generator().manual_seed(seed)
         for part in self.modules():
             if isinstance(part, DeltaNet):  # as it is trained: memories of 1 to 100 tokens, a convolution that keeps sizes
@@ -208,19 +203,12 @@ class Model(Shown, ops.Tunable, nn.Module):
                     assign(part, name, value.to(self.device.torch))
         return self
 
-    def logits(self, x: Tensor) -> Tensor:
-        """fp32 logits of hidden states [B, T, hidden]."""
-        return ops.matmul(self.norm(x), self.embed.weight if self.head is None else self.head.weight).float()
-
     def forward(self, ids: Tensor) -> Tensor:
         """ids [B, T] -> logits [B, T, vocab], fp32."""
         rope = self.config.rope.table(torch.arange(ids.shape[1], device=ids.device), self.dtype)
-        return self.logits(self._layers(self.embed(ids), rope, None))
+        return self.logits(self._layers(self.embed(ids), None, rope))
 
     def new_cache(self, context: int, kv: str | None = None) -> Cache:
-        """A cache for `context` tokens on the model's device, made there without a copy. `kv`: "int8", "k4v8" or "int4", codes
-        in place of plain numbers where every position is kept.
-        """
         c, device = self.config, self.device.torch
         slots = torch.arange(context, device=device)
         keys_values = every_position(kv, c.num_key_value_heads, context, c.head_dim, self.dtype, device)
@@ -231,34 +219,16 @@ class Model(Shown, ops.Tunable, nn.Module):
         makers: dict[str, Callable[[], State]] = {"full": keys_values, "linear": partial(Recurrent, shapes, device)}
         return Cache(slots, {"full": c.rope.table(slots, self.dtype)}).fill([makers[kind] for kind in c.layer_types])
 
-    def advance(self, x: Tensor, positions: Tensor, cache: Cache, length: int) -> Tensor:
-        """Feed embedded tokens `x` [1, T, hidden] at `positions` [T] (on the device, one after the other, after all that
-        were fed before); hidden states [1, T, hidden].
-
-        `length` is how many tokens the cache then holds, at most: it bounds how much of the cache is read, and need not
-        be exact. The exact position is read on the device only.
-        """
-        check_one_sequence(x)
-        return self._layers(x, None, self.passing(x, cache, self.reaches(positions, cache, length)))
-
     def reaches(self, positions: Tensor, cache: Cache, length: int) -> dict[str, Reach]:
-        """Where new tokens at `positions` go in a cache, and what they see, by kind of layer."""
         return {"full": cache.reach(positions, length)}
 
     def passing(self, x: Tensor, cache: Cache, reaches: dict[str, Reach]) -> At:
-        """What the layers share while `x` passes them."""
         return At(cache, reaches["full"])
 
-    def run_layer(self, layer: int, residual: Residual, at: At) -> Residual:
-        """One layer, on a cache."""
-        out: Residual = self.layers[layer](residual, None, at)
-        return out
-
-    def _layers(self, x: Tensor, rope: Tensor | None, at: At | None) -> Tensor:
-        """All layers, on embedded tokens [B, T, hidden] -> [B, T, hidden]."""
+    def _layers(self, x: Tensor, at: At | None, rope: Tensor | None = None) -> Tensor:
         residual = Residual(x)
         for layer in self.layers:
-            residual = layer(residual, rope, at)
+            residual = layer(residual, at, rope)
         return residual.sum()
 
     def costs(self, length: int) -> tuple[Cost, ...]:

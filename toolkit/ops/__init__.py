@@ -11,12 +11,11 @@ from toolkit.ops.define import on_gpu, record_problems
 from toolkit.ops.mixers import delta_net
 from toolkit.ops.mixture import experts, experts_fit, moe, moe_fits
 from toolkit.ops.norms import add_norm, norm_add, rms_norm
-from toolkit.ops.problems import Tunable
 from toolkit.ops.products import ACTIVATIONS, matmul
 from toolkit.ops.sampling import sample_embed
 
 __all__ = [
-    "ACTIVATIONS", "Codebook", "HeadLayout", "Tunable", "add_norm", "attend", "attend_codes", "codes_fit", "delta_net",
+    "ACTIVATIONS", "Codebook", "HeadLayout", "add_norm", "attend", "attend_codes", "codes_fit", "delta_net",
     "experts", "experts_fit", "make_heads", "matmul", "moe", "moe_fits", "norm_add", "on_gpu", "read_codes", "record_problems",
     "rms_norm", "sample_embed", "write_codes", "write_heads",
 ]  # fmt: skip

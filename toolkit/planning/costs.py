@@ -22,6 +22,7 @@ from toolkit.core.display import render
 from toolkit.core.errors import ModelError
 from toolkit.gpu.catalogue import CATALOGUE, GpuSpec
 from toolkit.models.costs import Cost, named_weights
+from toolkit.models.model import Model
 from toolkit.weights.packed import PackedMatrix
 
 if TYPE_CHECKING:
@@ -257,7 +258,7 @@ class Costs:
         return pd.DataFrame(rows).set_index("context")
 
 
-def costs_of(model: Any, context: int | None = None, name: str | None = None) -> Costs:
+def costs_of(model: Model | nn.Module, context: int | None = None, name: str | None = None) -> Costs:
     """Return the cost of one token of `model` after `context` tokens (default: 4,096, or the model's maximum if that is less).
 
     The toolkit's models describe their parts. Of any other model (a torch module, or an object with a torch module as `inner`)
@@ -382,13 +383,13 @@ def _guessed(model: nn.Module) -> tuple[Cost, ...]:
     return _merged(reversed(found))
 
 
-def _longest(model: Any) -> int | None:
+def _longest(model: Model | nn.Module) -> int | None:
     config = getattr(model, "config", None)
     longest = getattr(getattr(config, "text_config", config), "max_position_embeddings", None)
     return longest if isinstance(longest, int) else None
 
 
-def _place(model: Any, module: nn.Module) -> str:
+def _place(model: Model | nn.Module, module: nn.Module) -> str:
     """Return the device of the weights, by the toolkit's name if the model knows it, else by torch's name."""
     first = next(module.parameters(), None)
     if first is not None and first.is_meta:

@@ -7,9 +7,9 @@ model of any size.
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import torch
+from torch import nn
 
 from toolkit.core.errors import ToolkitError
 from toolkit.core.units import parse_bytes
@@ -19,6 +19,7 @@ from toolkit.gpu.opening import open_device
 from toolkit.gpu.virtual.device import spec_of
 from toolkit.loading.checkpoint import find_dtype, open_checkpoint
 from toolkit.loading.layout import lay_out
+from toolkit.models.model import CausalLM, Model
 from toolkit.planning.costs import Costs, costs_of
 from toolkit.planning.plans import Levers, Plan, plan_of
 from toolkit.tune.cards import find_card
@@ -30,7 +31,7 @@ def describe(
     scheme: str | Recipe | None = None,
     dtype: torch.dtype | str | None = None,
     fuse: bool = True,
-) -> Any:
+) -> CausalLM:
     """Return the model that `tk.load` would create from `path`, on "meta": shapes and schemes without values."""
     checkpoint = open_checkpoint(path)
     chosen = "none" if scheme == "none" else None if scheme is None else recipe(scheme)
@@ -38,7 +39,7 @@ def describe(
 
 
 def costs(
-    model: Any,
+    model: Model | nn.Module | str | os.PathLike[str],
     context: int | None = None,
     scheme: str | Recipe | None = None,
     dtype: torch.dtype | str | None = None,
@@ -62,7 +63,7 @@ def costs(
 
 
 def plan(
-    model: Any,
+    model: CausalLM | str | os.PathLike[str],
     device: Device | str = "auto",
     budget: int | float | str | None = None,
     context: int | None = None,

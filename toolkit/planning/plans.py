@@ -21,6 +21,7 @@ from toolkit.gpu.catalogue import CATALOGUE, GpuSpec
 from toolkit.gpu.virtual.allocator.blocks import Blocks
 from toolkit.kernels.kv_codes import KV_SCHEMES
 from toolkit.models.cache import Recurrent, Ring
+from toolkit.models.model import CausalLM
 from toolkit.vram.what_if import CONTEXT_BYTES
 from toolkit.weights.packed import PackedMatrix
 
@@ -200,11 +201,11 @@ class Plan:
         return str(render("html", self))
 
 
-def sizes_of(model: Any, kv: str | None = None) -> Sizes:
+def sizes_of(model: CausalLM, kv: str | None = None) -> Sizes:
     """Return the sizes of a model, which may be on "meta"; `kv` as in `tk.generate`. Allocates a cache of two slots."""
     plain = model.dtype.itemsize
     packed = [m for m in model.modules() if isinstance(m, PackedMatrix)]
-    config = model.config
+    config: Any = model.config
     cache = model.new_cache(SLOTS, kv)
     states: list[tuple[int, int | None]] = [(cache.slots.itemsize, None)]
     states += [(table[0].nbytes, None) for table in cache.ropes.values()]
@@ -234,7 +235,7 @@ def sizes_of(model: Any, kv: str | None = None) -> Sizes:
 
 
 def plan_of(
-    model: Any, name: str, card: GpuSpec | None, context: int | None, budget: int | None, run_budget: int | None,
+    model: CausalLM, name: str, card: GpuSpec | None, context: int | None, budget: int | None, run_budget: int | None,
     kv: str | None, levers: Levers, chunk: int = 512,
 ) -> Plan:  # fmt: skip
     """Return the plan for a model that may be on "meta". `card` is None for the CPU. See `tk.plan`."""
@@ -319,7 +320,7 @@ def _peak(phases: tuple[Phase, ...], card: GpuSpec | None) -> int:
     return max(phase.host_bytes if card is None else phase.device_bytes for phase in phases)
 
 
-def _pulled(plan: Plan, model: Any) -> tuple[Pull, ...]:
+def _pulled(plan: Plan, model: CausalLM) -> tuple[Pull, ...]:
     """Return what each lever saves: the peak without it minus the peak with it, all others unchanged."""
     found = []
     for field in fields(Levers):

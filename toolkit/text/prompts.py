@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
 
 from toolkit.core.errors import ModelError
 
+if TYPE_CHECKING:
+    from toolkit.models.model import Model
 
-def prompt_ids(model: Any, prompt: object) -> list[int]:
+
+def prompt_ids(model: Model, prompt: object) -> list[int]:
     """The token ids of `prompt`: a text, a list of ids, or a tensor or array of them [T] or [1, T].
 
     Raises ModelError for a text without a tokenizer, a batch, an empty prompt, or ids outside of the vocabulary.

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
-from typing import Any
 
 from toolkit.core.units import bytes_text, count_text, decimal_text
 from toolkit.models.costs import Cost
+from toolkit.models.model import Model
 from toolkit.planning.costs import Bound, Costs, Holding, costs_of, label, period, runs
 from toolkit.ui.assets import style_of
 from toolkit.ui.figures.treemap import Area, treemap
@@ -28,12 +28,12 @@ NOTE = (
 )
 
 
-def text_of(model: Any) -> str:
+def text_of(model: Model) -> str:
     """What `repr(model)` is."""
     return text(costs_of(model))
 
 
-def html_of(model: Any) -> str:
+def html_of(model: Model) -> str:
     """What a notebook shows of a model."""
     return html(costs_of(model))
 

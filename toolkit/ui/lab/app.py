@@ -28,6 +28,7 @@ from toolkit.gpu.catalogue import CATALOGUE
 from toolkit.gpu.opening import open_device
 from toolkit.loading.checkpoint import DEMOS
 from toolkit.loading.loader import load
+from toolkit.models.model import Model
 from toolkit.models.shapes import SHAPES
 from toolkit.planning.describe import costs
 from toolkit.trace.columns import COPY_KINDS
@@ -50,7 +51,7 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
     def __init__(
         self, device: str = "virtual:h200", model: str = "demo/qwen3", prompt: str = "The capital of France is"
     ) -> None:
-        self.model: Any = None
+        self.model: Model | None = None
         self.run: Any = None  # the last one finished
         self.runs: dict[str, Any] = {}  # by strategy: those of the last Generate
         self.error: BaseException | None = None
@@ -263,7 +264,9 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
     def _generate(self) -> None:
         names = [self.a_field.value] + ([self.b_field.value] if self.b_field.value not in (_NONE, self.a_field.value) else [])
         limit, prompt = self.tokens_field.value, self.prompt_field.value
-        given = prompt_of(prompt, self.model)
+        model = self.model
+        assert model is not None  # or the button is disabled
+        given = prompt_of(prompt, model)
         options = {
             "max_new_tokens": limit, "temperature": self.temperature_field.value, "top_k": self.top_k_field.value or None,
             "top_p": self.top_p_field.value if self.top_p_field.value < 1 else None, "seed": self.seed_field.value,
@@ -285,9 +288,9 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
                     self.progress.value = i * limit + len(pieces)
                     self.output.value = "".join([*done, _text_html(name, prompt, "".join(pieces), f"{len(pieces)} tokens ...")])
 
-            self.status.value = f"Generating with <b>{escape(name)}</b> on {escape(self.model.device.name)} ..."
-            with self.memory.measuring(f"generate, {name}, up to {limit} tokens", self.model.device):
-                run = generate(self.model, given, name, on_token=on_token, cancel=self._cancel, **options)
+            self.status.value = f"Generating with <b>{escape(name)}</b> on {escape(model.device.name)} ..."
+            with self.memory.measuring(f"generate, {name}, up to {limit} tokens", model.device):
+                run = generate(model, given, name, on_token=on_token, cancel=self._cancel, **options)
             self.runs[name] = self.run = run
             self.progress.value = (i + 1) * limit
             done.append(_text_html(name, prompt, run.text, _ended(run)))
@@ -356,9 +359,9 @@ def _device_names() -> list[str]:
     return [*cuda, *(f"virtual:{card}" for card in CATALOGUE), "virtual:8GiB"]
 
 
-def prompt_of(text: str, model: Any) -> str | list[int]:
+def prompt_of(text: str, model: Model) -> str | list[int]:
     """What to generate from: the text, or for a model without a tokenizer (random/NAME) the token ids that it lists."""
-    if getattr(model, "tokenizer", None) is not None:
+    if model.tokenizer is not None:
         return text
     words = text.replace(",", " ").split()
     if not words or not all(word.isdecimal() and word.isascii() for word in words):

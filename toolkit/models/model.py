@@ -1,0 +1,179 @@
+"""The interface of a model (`Model`) and the base class of the toolkit's own models (`CausalLM`).
+
+Decoding, planning and the notebook user interface take any `Model`: a loaded one, an exported package, or a wrapped model of
+transformers. Loading, exporting and tuning need modules and weights, so they take a `CausalLM`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from toolkit import ops
+from toolkit.core.errors import DeviceError, ModelError
+from toolkit.models.cache import Cache, Reach, check_one_sequence
+from toolkit.models.costs import Cost, Shown
+from toolkit.models.layers import Embedding, Linear, Residual, RMSNorm, initialise
+from toolkit.ops.define import GPUS
+
+if TYPE_CHECKING:
+    from toolkit.gpu.device import Device
+    from toolkit.kernels.base import Kernel, Shape
+    from toolkit.loading.report import Report
+    from toolkit.text.tokenizer import Tokenizer
+
+
+class ModelConfig(Protocol):
+    """A dataclass with at least these fields. Names follow Hugging Face's config.json."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_hidden_layers(self) -> int: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def tie_word_embeddings(self) -> bool: ...
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+
+class InputEmbedding(Protocol):
+    """Maps token ids of any shape to the rows that `Model.advance` takes, [*ids.shape, size]."""
+
+    def __call__(self, ids: Tensor, /) -> Tensor: ...
+    def on_host(self) -> InputEmbedding:
+        """Return a copy of the table on the CPU."""
+
+
+class Model(Protocol):
+    """A causal language model that every decode strategy can drive, one sequence at a time."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def device(self) -> Device: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
+    @property
+    def embed(self) -> InputEmbedding: ...
+
+    def __call__(self, ids: Tensor, /) -> Tensor:
+        """Return the fp32 logits [B, T, vocab] of token ids [B, T] on the device."""
+
+    def new_cache(self, context: int, kv: str | None = None) -> Cache:
+        """Return an empty cache for `context` tokens on the device. `kv` names a quantized format (see `tk.generate`)."""
+
+    def advance(self, x: Tensor, positions: Tensor, cache: Cache, length: int) -> Tensor:
+        """Feed embedded tokens `x` [1, T, hidden] and return the hidden states [1, T, hidden].
+
+        `positions` [T] ascend by one and stay on the device. `length` is an upper bound on the number of tokens that the cache
+        then holds; it limits how much of the cache is read.
+        """
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the fp32 logits [B, T, vocab] of the hidden states that `advance` returned."""
+
+
+class CausalLM(Shown, nn.Module):
+    """Base class of the toolkit's models. They are built on "meta"; a loader or `init_weights` allocates the weights.
+
+    `model(ids)` maps token ids [B, T] on the device to fp32 logits [B, T, vocab], with gradients. Decoding uses `new_cache`,
+    `embed`, `advance` and `logits`. `tokenizer` is None until a loader finds one.
+    """
+
+    config: ModelConfig
+    embed: Embedding
+    layers: nn.ModuleList
+    norm: RMSNorm
+    report: Report  # set by `tk.load`
+    head: Linear | None  # None if the embedding table is the output head too
+
+    def __init__(self, config: ModelConfig, device: Device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config, self.device, self.dtype = config, device, dtype
+        self.tokenizer: Tokenizer | None = None
+
+    def init_weights(self, seed: int = 0) -> Self:
+        """Draw random weights from `seed`, the same on every device, and return the model."""
+        initialise(self, self.device.torch, seed)
+        return self
+
+    def new_cache(self, context: int, kv: str | None = None) -> Cache:
+        """Return an empty cache for `context` tokens, allocated on the model's device without a copy.
+
+        `kv` is "int8", "k4v8" or "int4" to quantize the keys and values of the layers that keep every position.
+        """
+        raise NotImplementedError
+
+    def advance(self, x: Tensor, positions: Tensor, cache: Cache, length: int) -> Tensor:
+        """Feed embedded tokens `x` [1, T, hidden] and return their hidden states [1, T, hidden].
+
+        `positions` [T], on the device, ascend by one and follow those that were fed before. `length` is an upper bound on the
+        number of tokens that the cache then holds: it limits how much of the cache is read. Only the device reads the exact
+        positions. Raises ModelError if `x` holds several sequences or the cache is too small.
+        """
+        check_one_sequence(x)
+        return self._layers(x, self.passing(x, cache, self.reaches(positions, cache, length)))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the fp32 logits [B, T, vocab] of hidden states [B, T, hidden]."""
+        return ops.matmul(self.norm(x), self.embed.weight if self.head is None else self.head.weight).float()
+
+    def reaches(self, positions: Tensor, cache: Cache, length: int) -> dict[str, Reach]:
+        """Return where tokens at `positions` are written and which slots they attend to, by kind of layer."""
+        raise NotImplementedError
+
+    def passing(self, x: Tensor, cache: Cache, reaches: dict[str, Reach]) -> Any:
+        """Return the state that all layers share while `x` passes through them. Its type is the architecture's own."""
+        raise NotImplementedError
+
+    def run_layer(self, layer: int, residual: Residual, at: Any) -> Residual:
+        """Run one layer on a cache; `at` is the result of `passing`."""
+        out: Residual = self.layers[layer](residual, at)
+        return out
+
+    def costs(self, length: int) -> tuple[Cost, ...]:
+        """Return the cost of each part of the model for one token that follows `length` others."""
+        raise NotImplementedError
+
+    def kernel_shapes(self, context: int = 4096, prompt: int = 512, kv: str | None = None) -> list[tuple[Kernel, Shape]]:
+        """Return (kernel, shape) of every operation of a prefill of `prompt` tokens and of one decode step.
+
+        Both are run once, on token 0, with a cache for `context` tokens in the format `kv`. The model must be on a GPU, real or
+        virtual. Raises ModelError on the CPU, where the reference implementations run, DeviceError if Triton isn't installed,
+        and torch.OutOfMemoryError if the cache doesn't fit.
+        """
+        device = self.device.torch
+        if device.type not in GPUS:
+            said = f"it is on {self.device.name!r}, where references run"
+            raise ModelError(
+                "the kernels of a model", said, 'Load it with device="cuda", or "virtual:h200" for what a GPU would run'
+            )
+        if importlib.util.find_spec("triton") is None:
+            raise DeviceError("the kernels of a model", "Triton isn't installed", "On Linux: pip install triton")
+        prompt = min(prompt, context - 1)
+        with torch.no_grad(), ops.record_problems() as found:
+            cache = self.new_cache(context, kv)
+            for first, tokens in ((0, prompt), (prompt, 1)):
+                ids = torch.zeros(1, tokens, dtype=torch.int64, device=device)
+                positions = torch.arange(first, first + tokens, device=device)
+                hidden = self.advance(self.embed(ids), positions, cache, first + tokens)
+                logits = self.logits(hidden[:, -1:]).view(-1)
+            if self.embed.alone:
+                token = torch.zeros(1, dtype=torch.int64, device=device)
+                ops.sample_embed(logits, self.embed.weight, self.embed.dtype, self.embed.scale, token)
+        return list(dict.fromkeys(found))
+
+    def _layers(self, x: Tensor, at: Any) -> Tensor:
+        """Run all layers on embedded tokens [B, T, hidden] and return hidden states [B, T, hidden]."""
+        raise NotImplementedError
