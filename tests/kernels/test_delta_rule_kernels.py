@@ -10,7 +10,7 @@ from toolkit.core.errors import ModelError
 from toolkit.kernels.base import Config
 from toolkit.kernels.delta_rule import DELTA_STEP, DeltaShape
 from toolkit.kernels.delta_rule_chunks import DELTA_CHUNKS, DeltaChunksShape
-from toolkit.ops.reference.delta_rule import delta_net
+from toolkit.ops.reference.delta_rule import DeltaNetLayer, delta_net
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEP_ERROR = 1e-5  # fp32 sums of a few hundred terms in another order; flash-linear-attention's own tests allow 2e-3
@@ -35,8 +35,8 @@ def model_result(shape: DeltaShape, inputs: dict[str, Tensor], positions: Tensor
     ring, memory = inputs["ring"].clone(), inputs["memory"].clone()
     rows = (inputs[name].view(len(positions), -1) for name in ("qkv", "z", "b", "a"))
     weights = (inputs[name] for name in ("conv", "decay", "dt_bias", "norm"))
-    about = (shape.key_heads, shape.key_dim, shape.tiled, float(shape.eps))
-    return delta_net(*rows, *weights, positions, ring, memory, *about), ring, memory
+    layer = DeltaNetLayer(*weights, shape.key_heads, shape.key_dim, shape.tiled, float(shape.eps))
+    return delta_net(*rows, positions, ring, memory, layer), ring, memory
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.key)

@@ -25,7 +25,7 @@ from toolkit.models.names import SKIPPED
 from toolkit.models.qwen3_5_config import Config, names_gguf, names_hf
 from toolkit.ops import HeadLayout
 from toolkit.ops.reference.attention import cached_attention, causal_attention
-from toolkit.ops.reference.delta_rule import convolve, mix
+from toolkit.ops.reference.delta_rule import DeltaNetLayer, convolve, mix
 
 if TYPE_CHECKING:
     from toolkit.gpu.device import Device
@@ -70,17 +70,17 @@ class DeltaNet(nn.Module):
 
     def forward(self, x: Tensor, at: At | None) -> Tensor:
         c, norm = self.config, self.norm
-        heads = (c.linear_num_key_heads, c.linear_key_head_dim, c.tiled, norm.eps)
+        heads = (c.linear_num_key_heads, c.linear_key_head_dim, c.tiled)
+        layer = DeltaNetLayer(self.conv, self.decay, self.dt_bias, norm.weight, *heads, norm.eps)
         qkv, z, b, a = self.inputs(x)
         if at is None:
             before = qkv.new_zeros(len(x), self.conv.shape[1] - 1, qkv.shape[-1])
-            mixed = convolve(torch.cat((before, qkv), 1), self.conv)
-            found = mix(mixed, z, b, a, self.decay, self.dt_bias, norm.weight, None, *heads).to(x.dtype)
+            found = mix(convolve(torch.cat((before, qkv), 1), self.conv), z, b, a, layer).to(x.dtype)
         else:
             state = at.cache.states[self.layer]
             assert isinstance(state, Recurrent)
-            given = (qkv[0], z[0], b[0], a[0], self.conv, self.decay, self.dt_bias, norm.weight, at.reach.positions)
-            found = ops.delta_net(*given, state.states["conv"], state.states["memory"], *heads)[None]
+            held = (at.reach.positions, state.states["conv"], state.states["memory"])
+            found = ops.delta_net(qkv[0], z[0], b[0], a[0], *held, layer)[None]
         out: Tensor = self.out(found)
         return out
 

@@ -13,6 +13,7 @@ after. It knows no model and no cache.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,36 +23,48 @@ NORM_EPS = 1e-6  # of queries and keys: a constant, unlike a model's rms_norm_ep
 CHUNK = 64  # tokens solved at once: one triangular system of this size, and a scan over chunks
 
 
-def delta_net(
-    qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, conv: Tensor, decay: Tensor, dt_bias: Tensor, norm: Tensor, positions: Tensor,
-    ring: Tensor, memory: Tensor, key_heads: int, key_dim: int, tiled: bool, eps: float,
-) -> Tensor:  # fmt: skip
-    """T tokens through convolution, delta rule and gated norm, after those `ring` and `memory` hold: see `ops.delta_net`."""
-    mixed = _convolve_after(qkv, conv, ring, positions)
-    out = mix(mixed, z[None], b[None], a[None], decay, dt_bias, norm, memory, key_heads, key_dim, tiled, eps)
-    return out[0].to(qkv.dtype)
+class DeltaNetLayer(NamedTuple):
+    """The weights of a gated delta net between its input and output matrices, all in fp32, and the layout of its heads.
 
-
-def mix(
-    mixed: Tensor, z: Tensor, b: Tensor, a: Tensor, decay: Tensor, dt_bias: Tensor, norm: Tensor, memory: Tensor | None,
-    key_heads: int, key_dim: int, tiled: bool, eps: float,
-) -> Tensor:  # fmt: skip
-    """From what the convolution gives, [B, T, channels] in fp32, to the gated norm: [B, T, value heads * Dv] in fp32.
-
-    `memory` [value heads, Dk, Dv], written in place; None begins from nothing. The rest as `ops.delta_net` has it.
+    With `tiled`, value head j reads key head j modulo `key_heads`; without it, neighboring value heads share a key head.
     """
+
+    conv: Tensor  # [channels, taps]
+    decay: Tensor  # [value heads], negative
+    dt_bias: Tensor  # [value heads]
+    norm: Tensor  # [Dv]
+    key_heads: int
+    key_dim: int
+    tiled: bool
+    eps: float
+
+
+def delta_net(
+    qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, positions: Tensor, ring: Tensor, memory: Tensor, layer: DeltaNetLayer
+) -> Tensor:
+    """Run T tokens through convolution, delta rule and gated norm; `ops.delta_net` describes the arguments."""
+    mixed = _convolve_after(qkv, layer.conv, ring, positions)
+    return mix(mixed, z[None], b[None], a[None], layer, memory)[0].to(qkv.dtype)
+
+
+def mix(mixed: Tensor, z: Tensor, b: Tensor, a: Tensor, layer: DeltaNetLayer, memory: Tensor | None = None) -> Tensor:
+    """Apply the delta rule and the gated norm to the output of the convolution, `mixed` [B, T, channels] in fp32.
+
+    Returns [B, T, value heads * Dv] in fp32. `memory` [value heads, Dk, Dv] is updated in place; None starts from zeros.
+    """
+    key_heads, key_dim, tiled = layer.key_heads, layer.key_dim, layer.tiled
     batch, length, channels = mixed.shape
-    each, values = len(decay) // key_heads, channels - 2 * key_heads * key_dim
+    each, values = len(layer.decay) // key_heads, channels - 2 * key_heads * key_dim
     table = (each, key_heads) if tiled else (key_heads, each)
     keys, value = F.silu(mixed).split((channels - values, values), -1)
     keys = keys.reshape(batch, length, 2, -1, key_dim)
     query, key = (keys * (keys.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()).unsqueeze(3 if tiled else 4).unbind(2)
     heads = (batch, length, *table)
-    gate = (decay * F.softplus(a.float() + dt_bias)).view(heads)
+    gate = (layer.decay * F.softplus(a.float() + layer.dt_bias)).view(heads)
     state = None if memory is None else memory.view(*table, key_dim, -1)
     rows = value.reshape(*heads, -1)
     found = gated_delta_rule(query * key_dim**-0.5, key, rows, gate, b.float().sigmoid().view(heads), state)
-    normed = F.rms_norm(found.float(), norm.shape, norm, eps)
+    normed = F.rms_norm(found.float(), layer.norm.shape, layer.norm, layer.eps)
     return (normed * F.silu(z.float().reshape(found.shape))).flatten(2)
 
 
