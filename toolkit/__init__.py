@@ -27,7 +27,7 @@ _PUBLIC = {
     "export": "toolkit.exporting.exporter:export",
     "load_exported": "toolkit.exporting.exporter:load_exported",
     "compare": "toolkit.decode.compare:compare",
-    "copy_budget": "toolkit.decode.compare:copy_budget",
+    "copy_budget": "toolkit.decode.copy_budget:copy_budget",
     "open_trace": "toolkit.trace.opening:open_trace",
     "memory": "toolkit.vram.measure:memory",
     "open_memory": "toolkit.vram.measure:open_memory",
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from toolkit.core.errors import PackageError as PackageError
     from toolkit.core.errors import ToolkitError as ToolkitError
     from toolkit.decode.compare import compare as compare
-    from toolkit.decode.compare import copy_budget as copy_budget
+    from toolkit.decode.copy_budget import copy_budget as copy_budget
     from toolkit.decode.loop import generate as generate
     from toolkit.decode.strategies import STRATEGIES as STRATEGIES
     from toolkit.exporting.exporter import export as export

@@ -10,7 +10,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, magics_class
 
 from toolkit.core.errors import CopyBudgetError, ToolkitError
-from toolkit.decode.compare import copy_budget
+from toolkit.decode.copy_budget import copy_budget
 from toolkit.gpu.opening import open_device
 from toolkit.gpu.virtual.device import open_card
 from toolkit.trace.columns import COPY_KINDS

@@ -1,0 +1,102 @@
+"""`tk.copy_budget`: a context manager that fails if a block of code copies more often between host and device than allowed.
+
+It records the block and counts the copies, so it works with any PyTorch code, on a real or a virtual GPU.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from toolkit.core.errors import CopyBudgetError, DeviceError, RecorderError, ToolkitError, unknown_name
+from toolkit.core.units import bytes_text
+from toolkit.gpu.device import Device
+from toolkit.gpu.opening import open_device
+from toolkit.trace.events import Trace
+
+
+@contextmanager
+def copy_budget(
+    h2d: int | None = None,
+    d2h: int | None = None,
+    d2d: int | None = None,
+    per: str = "block",
+    device: Device | str | None = None,
+) -> Iterator[None]:
+    """`with tk.copy_budget(h2d=0, d2h=1):` raises CopyBudgetError if the block copied more often than that.
+
+    Counts are copies in each direction, None for any number. per="step" holds every step to them instead of the whole
+    block, the prefill excepted; a block without steps is then an error. `device` defaults to the virtual GPU that is
+    open, else "auto". An exception of the block itself passes through. Raises RecorderError inside another recording of
+    the device, whose events couldn't be told from the block's.
+    """
+    budget = {"h2d": h2d, "d2h": d2h, "d2d": d2d}
+    for kind, limit in budget.items():
+        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 0):
+            raise ToolkitError(f"a copy budget of {kind}={limit!r}", "not a count", "Give a whole number from 0 on, or None")
+    if per not in ("block", "step"):
+        raise unknown_name("copy budget per", per, ("block", "step"))
+    gpu = _in_use() if device is None else open_device(device)
+    if gpu.recording is not None:
+        found = f"{gpu.name} is being recorded, and the block's copies couldn't be told from the others"
+        raise RecorderError("a copy budget", found, "Put tk.copy_budget around that recording, not inside")
+    with gpu.record() as trace:
+        yield
+    if per == "step":
+        _check_steps(trace, budget)
+    else:
+        _check(trace, budget, "the block")
+
+
+def _check_steps(trace: Trace, budget: Mapping[str, int | None]) -> None:
+    steps = Counter(mark.step for mark in trace.marks() if mark.step >= 0 and mark.name != "prefill")
+    if not steps:
+        raise RecorderError(
+            'a copy budget with per="step"',
+            "the block has no steps",
+            'Mark them with device.step(i, "decode"), or use per="block"',
+        )
+    for step, times in sorted(steps.items()):  # two generations in one block both have a step 1
+        allowed = {kind: None if limit is None else limit * times for kind, limit in budget.items()}
+        _check(trace.select(trace["step"] == step), allowed, f"step {step}" + (f", run {times} times" if times > 1 else ""))
+
+
+def _check(trace: Trace, budget: Mapping[str, int | None], what: str) -> None:
+    """CopyBudgetError where `trace` holds more copies than `budget` says, with the lines that made them."""
+    over = {}
+    for kind, limit in budget.items():
+        copies = trace.select(trace.is_kind(kind))
+        if limit is not None and len(copies) > limit:
+            over[kind] = copies
+    if not over:
+        return
+    allowed = ", ".join(f"{kind}={budget[kind]}" for kind in over)
+    found = "; ".join(f"{len(copies)} {kind.upper()} from {_lines(copies)}" for kind, copies in over.items())
+    counts = {kind: len(copies) for kind, copies in over.items()}
+    raise CopyBudgetError(
+        f"at most {allowed} in {what}",
+        found,
+        "Keep those values on one side, or raise the budget",
+        counts=counts,
+        budget=dict(budget),
+    )
+
+
+def _lines(copies: Trace) -> str:
+    """The lines that copied, most often first: "file:line × n (bytes)"."""
+    totals: dict[str, tuple[int, int]] = {}
+    for where, size in zip(copies.text("where"), copies["bytes"].tolist(), strict=True):
+        count, total = totals.get(where or "a line not known", (0, 0))
+        totals[where or "a line not known"] = (count + 1, total + size)
+    ordered = sorted(totals.items(), key=lambda item: -item[1][0])
+    shown = [f"{where} × {count} ({bytes_text(total)})" for where, (count, total) in ordered[:8]]
+    return ", ".join(shown) + (f" and {len(ordered) - 8} more lines" if len(ordered) > 8 else "")
+
+
+def _in_use() -> Device:
+    """The virtual GPU that is open, else what "auto" means."""
+    try:
+        return open_device("vgpu")
+    except DeviceError:
+        return open_device("auto")
