@@ -1,6 +1,6 @@
-"""Strategies side by side, and a guard that fails when more is copied than was agreed.
+"""`tk.compare`: generate from one prompt with several decode strategies, or several models, and compare the runs.
 
-Both count what a recording holds; neither knows how a token is decoded or how a device records.
+The comparison counts the copies and host waits in each run's recording, so it works with any strategy and device.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     import pandas as pd
 
 WARM_UP_TOKENS = 4
-LATE = "Rates are too low: timed after a recording in this process, which leaves CUPTI attached. Restart and compare first."
+LATE = "The rates are too low, because an earlier recording left CUPTI attached. Restart the kernel and compare first."
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs of one prompt, by strategy, in the order asked for; of several models, by "model: strategy".
+    """The runs of one prompt, by strategy in the order that was asked for, or by "model: strategy" for several models.
 
-    `table` has a row a run: `model` where there are several, `strategy`, `same_tokens` (as the first run's), `tok_per_s`
-    and the `clock` it is on,
-    and per decode step, on average, `<h2d|d2h|d2d>_count`, `<...>_bytes` and `host_wait_s`. `timed_late`: the measured
-    rates come from after this process's first recording, so they are too low.
+    `table` is a DataFrame with one row per run. Its columns are `model` (if there are several), `strategy`, `same_tokens`
+    (equal to the tokens of the first run), `tok_per_s` and `clock` ("measured" or "modelled"), and averages per decode step:
+    `<h2d|d2h|d2d>_count`, `<h2d|d2h|d2d>_bytes` and `host_wait_s`. `timed_late` is True if measured rates were taken after this
+    process's first recording, which makes them too low.
     """
 
     runs: Mapping[str, Run]
@@ -58,7 +58,7 @@ class Comparison:
         return f"{table}<small>{self._note()}</small>"
 
     def _shown(self) -> pd.DataFrame:
-        """The table for people: units written out, per decode step."""
+        """Return the table for display, with units, per decode step."""
         names = [column for column in ("model", "strategy") if column in self.table]
         shown = self.table[names].assign(**{"same tokens": self.table["same_tokens"]})
         shown["tok/s"] = [
@@ -78,7 +78,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of a comparison: which model, under what name (empty where there is but one), and how it decodes."""
+    """One row of a comparison: the model, its name (empty if there is only one model), and the strategy."""
 
     name: str
     model: Model
@@ -92,26 +92,30 @@ class Entry:
 def compare(
     model: Model, prompt: Any, decode: Iterable[str | Strategy] | None = None, *, lines: bool = True, **options: Any
 ) -> Comparison:
-    """Generate from `prompt` under each strategy of `decode` (None: all), and compare.
+    """Generate from `prompt` with each strategy of `decode` (default: all) and compare the runs.
 
-    `model` may be several models on one device, as a list or by name: `tk.compare({"ours": a, "theirs": b}, prompt)`. A
-    strategy that only some of them know (a loop of their own, as "hf-generate") is run for those.
+    `model` may be several models on one device, as a list or a mapping: `tk.compare({"ours": a, "theirs": b}, prompt)`. A
+    strategy that only some models support, such as "hf-generate", runs on those models only. `options` are passed to
+    `generate`.
 
-    `options` are those of `generate`. Where the clock is measured, every strategy is warmed up and timed without recording,
-    before the first is recorded: CUPTI stays attached after a process's first recording, and slows every launch from then
-    on (the demo model on an H200: from 850 to 680 tok/s). A comparison after a recording says so. On the virtual GPU one
-    run gives both. Set `cancel` to stop: the table then has the strategies that were begun.
+    If the clock is measured, every strategy is warmed up and timed without recording before the first recording starts. CUPTI
+    stays attached after a process's first recording and slows down every later launch (demo model on an H200: from 850 to 680
+    tok/s); a comparison that starts after a recording says so. On the virtual GPU a single run provides both. After `cancel` is
+    set, the table holds the strategies that had started.
+
+    Raises RecorderError if the device is being recorded, UnknownNameError for an unknown strategy, and ToolkitError for models
+    on different devices.
     """
     names = [decode] if isinstance(decode, str | Strategy) else decode if decode is None else list(decode)
     entries = _entries(_named(model), names)
     device = entries[0].model.device
     if device.recording is not None:
         raise RecorderError(
-            "comparing", f"{device.name} is being recorded", "Leave that block first: each run is recorded by itself"
+            "comparing", f"{device.name} is being recorded", "Leave that block first: each run makes its own recording"
         )
     if "record" in options:
-        raise ToolkitError("comparing with record=", "comparing counts what recordings hold", "Leave the option away")
-    late = device.clock == "measured" and device.recorded  # asked before this comparison's own recordings
+        raise ToolkitError("comparing with record=", "a comparison counts the events of its recordings", "Leave out record=")
+    late = device.clock == "measured" and device.recorded  # read before this comparison starts its own recordings
     rates = _timed(entries, prompt, options) if device.clock == "measured" else {}
     runs: dict[str, Run] = {}
     for entry in entries:
@@ -123,7 +127,7 @@ def compare(
 
 
 def _named(model: Model) -> dict[str, Any]:
-    """The models to compare, by name; one alone has none."""
+    """Return the models by name; a single model has the empty name."""
     if isinstance(model, Mapping):
         models = {str(name): each for name, each in model.items()}
     elif isinstance(model, list | tuple):
@@ -138,7 +142,7 @@ def _named(model: Model) -> dict[str, Any]:
 
 
 def _entries(models: Mapping[str, Any], decode: Sequence[str | Strategy] | None) -> list[Entry]:
-    """Every model with every strategy that is asked for and that it knows."""
+    """Return each model with each requested strategy that it supports."""
     known = {name: {**STRATEGIES, **strategies_of(each)} for name, each in models.items()}
     asked = {name: list(strategies_of(each)) if decode is None else decode for name, each in models.items()}
     if decode is not None:
@@ -157,7 +161,7 @@ def _entries(models: Mapping[str, Any], decode: Sequence[str | Strategy] | None)
 
 
 def _timed(entries: Sequence[Entry], prompt: Any, options: dict[str, Any]) -> dict[str, float | None]:
-    """Tokens per second of each entry, warmed up and unrecorded; those that were begun before a cancel."""
+    """Return the tokens per second of each entry, after a warm-up and without recording; a cancel leaves out the rest."""
     quiet = {**options, "on_token": None, "record": False}
     rates: dict[str, float | None] = {}
     for entry in entries:
@@ -174,7 +178,7 @@ def _table(entries: Sequence[Entry], runs: Mapping[str, Run], rates: Mapping[str
 
     first = next(iter(runs.values()))
     rows = []
-    for entry, run in zip(entries, runs.values(), strict=False):  # fewer runs than entries after a cancel
+    for entry, run in zip(entries, runs.values(), strict=False):  # a cancel leaves fewer runs than entries
         per_step = decode_steps(run.trace)
         means = {column: _whole(per_step[column].mean()) for column in per_step if column.endswith(("_count", "_bytes"))}
         wait_s = float(per_step["host_wait_s"].mean()) if len(per_step) else 0.0
@@ -186,12 +190,12 @@ def _table(entries: Sequence[Entry], runs: Mapping[str, Run], rates: Mapping[str
 
 
 def decode_steps(trace: Trace) -> pd.DataFrame:
-    """`copies_per_step` of the decode steps alone: without prefill, drain, and what lies outside of steps."""
+    """Return `copies_per_step` of the decode steps, without prefill, drain and events outside of steps."""
     steps = {mark.step for mark in trace.marks() if mark.name == "decode"}
     table = copies_per_step(trace)
     return table[table["step"].isin(steps)]
 
 
 def _whole(x: float) -> float | int:
-    """A mean as an int where it is one, which it is when every step copies the same; 0 for the mean of nothing."""
+    """Convert a mean to int if it is whole, as it is when every step copies the same; the mean of nothing is 0."""
     return 0 if np.isnan(x) else int(x) if x == int(x) else float(x)

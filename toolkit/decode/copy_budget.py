@@ -24,12 +24,15 @@ def copy_budget(
     per: str = "block",
     device: Device | str | None = None,
 ) -> Iterator[None]:
-    """`with tk.copy_budget(h2d=0, d2h=1):` raises CopyBudgetError if the block copied more often than that.
+    """Raise CopyBudgetError if the block copies more often than allowed: `with tk.copy_budget(h2d=0, d2h=1):`.
 
-    Counts are copies in each direction, None for any number. per="step" holds every step to them instead of the whole
-    block, the prefill excepted; a block without steps is then an error. `device` defaults to the virtual GPU that is
-    open, else "auto". An exception of the block itself passes through. Raises RecorderError inside another recording of
-    the device, whose events couldn't be told from the block's.
+    Args:
+        h2d, d2h, d2d: The number of copies allowed in each direction; None allows any number.
+        per: "block" applies the limits to the whole block, "step" to every step in it except the prefill.
+        device: The device to record. Default: the virtual GPU that is open, else "auto".
+
+    An exception raised in the block is passed on. Raises RecorderError if the device is being recorded already, because its
+    copies could not be told from those of the block, and with `per="step"` if the block has no steps.
     """
     budget = {"h2d": h2d, "d2h": d2h, "d2d": d2d}
     for kind, limit in budget.items():
@@ -39,7 +42,7 @@ def copy_budget(
         raise unknown_name("copy budget per", per, ("block", "step"))
     gpu = _in_use() if device is None else open_device(device)
     if gpu.recording is not None:
-        found = f"{gpu.name} is being recorded, and the block's copies couldn't be told from the others"
+        found = f"{gpu.name} is being recorded, so the block's copies can't be told from the others"
         raise RecorderError("a copy budget", found, "Put tk.copy_budget around that recording, not inside")
     with gpu.record() as trace:
         yield
@@ -63,7 +66,7 @@ def _check_steps(trace: Trace, budget: Mapping[str, int | None]) -> None:
 
 
 def _check(trace: Trace, budget: Mapping[str, int | None], what: str) -> None:
-    """CopyBudgetError where `trace` holds more copies than `budget` says, with the lines that made them."""
+    """Raise CopyBudgetError if `trace` holds more copies than `budget` allows; the message names the lines that copied."""
     over = {}
     for kind, limit in budget.items():
         copies = trace.select(trace.is_kind(kind))
@@ -84,18 +87,18 @@ def _check(trace: Trace, budget: Mapping[str, int | None], what: str) -> None:
 
 
 def _lines(copies: Trace) -> str:
-    """The lines that copied, most often first: "file:line × n (bytes)"."""
+    """Return the lines that copied, most copies first, as "file:line × n (bytes)"."""
     totals: dict[str, tuple[int, int]] = {}
     for where, size in zip(copies.text("where"), copies["bytes"].tolist(), strict=True):
-        count, total = totals.get(where or "a line not known", (0, 0))
-        totals[where or "a line not known"] = (count + 1, total + size)
+        count, total = totals.get(where or "an unknown line", (0, 0))
+        totals[where or "an unknown line"] = (count + 1, total + size)
     ordered = sorted(totals.items(), key=lambda item: -item[1][0])
     shown = [f"{where} × {count} ({bytes_text(total)})" for where, (count, total) in ordered[:8]]
     return ", ".join(shown) + (f" and {len(ordered) - 8} more lines" if len(ordered) > 8 else "")
 
 
 def _in_use() -> Device:
-    """The virtual GPU that is open, else what "auto" means."""
+    """Return the virtual GPU that is open, else the device that "auto" selects."""
     try:
         return open_device("vgpu")
     except DeviceError:

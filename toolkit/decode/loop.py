@@ -1,8 +1,8 @@
-"""The decode loop: one, for all strategies.
+"""`tk.generate`, and the decode loop that all strategies share.
 
-`generate` checks what it was given, records, and gathers tokens; `_decode` is the loop itself, put together from the
-parts that the strategy names. A loop of the model's own takes its place where asked for. Step 0 is the prefill, steps 1, 2,
-... decode one token each; double buffering reads its last token in one more step, called "drain".
+`generate` checks its arguments, records the run and collects the tokens. `_decode` is the loop: it combines the parts that the
+strategy names (see `parts`). A model may replace it with a loop of its own. Step 0 is the prefill; steps 1, 2, ... decode one
+token each; double buffering reads its last token in one more step, called "drain".
 """
 
 from __future__ import annotations
@@ -45,26 +45,32 @@ def generate(
     record: bool = True,
     lines: bool = True,
 ) -> Run:
-    """Continue `prompt` (text, or token ids) by up to `max_new_tokens` tokens under the strategy `decode`.
+    """Generate up to `max_new_tokens` tokens after `prompt` with the strategy `decode`.
 
-    A model loaded with engine="hf" also knows "hf-generate", its own loop: it tells its tokens when all are there.
+    Args:
+        model: A model from `tk.load` or `tk.load_exported`.
+        prompt: Text or token ids.
+        decode: The name of a strategy (see `tk.STRATEGIES`) or a `Strategy`. A model loaded with engine="hf" also offers
+            "hf-generate", the `generate` method of transformers, which returns all tokens at the end.
+        temperature, top_k, top_p, seed: See `Sampling`; temperature 0 is greedy.
+        context: The number of positions in the cache. Default: as many as the run needs.
+        kv: The format of keys and values in the cache: "int8", "int4", "k4v8" (4-bit keys, 8-bit values), or None for the
+            model's dtype. Layers with a sliding window are small and always keep the model's dtype.
+        prefill_chunk: The number of prompt tokens that are fed at a time.
+        eos: The token ids that end the text. Default: the model's own; `()` for none.
+        on_token: Called as `on_token(id, text)` on this thread as soon as the host knows a token.
+        cancel: An event that stops the run between two steps once it is set; the tokens so far are kept.
+        record: Whether to record a trace. On a real GPU recording costs time.
+        lines: Whether to record the source line of each copy, which costs time, too.
 
-    temperature, top_k, top_p, seed: see `Sampling`; temperature 0 is greedy. `context` is how many positions the cache
-    holds (default: just enough), `kv` in what it holds keys and values: "int8", "int4", "k4v8" (keys in 4 bits, values in
-    8), or None, as the model computes (sliding windows are small, and always so). `prefill_chunk`: how many prompt tokens
-    are fed at a time; `eos`: the token ids that end the text (default: the model's own; `()` for none).
-    `on_token(id, text)` is called on this thread as soon as the host knows a token. `cancel`, once set, stops between
-    two steps and keeps what was decoded. `record=False` leaves the trace away, `lines=False` only the source lines: on
-    a real GPU both cost time.
-
-    Raises ModelError for prompts and options that can't be, UnknownNameError for an unknown strategy or `kv`.
+    Raises ModelError for an invalid prompt or option, UnknownNameError for an unknown strategy or `kv`.
     """
     strategy = find_strategy(decode, {**STRATEGIES, **strategies_of(model)})
     sampling = Sampling(temperature, top_k, top_p, seed)
     ids = prompt_ids(model, prompt)
     context, limit = _room(model, len(ids), max_new_tokens, context)
     if kv is not None and check_kv(kv) and isinstance(strategy, OwnLoop):
-        raise ModelError(f"{strategy.name} with kv={kv!r}", "its loop makes its own cache", "Leave kv= away")
+        raise ModelError(f"{strategy.name} with kv={kv!r}", "its loop makes its own cache", "Leave out kv=")
     if not _is_count(prefill_chunk):
         raise ModelError("prefill in chunks", f"prefill_chunk={prefill_chunk!r}", "Give a whole number from 1 on")
     ends = _ends(model) if eos is None else _given_ends(eos)
@@ -93,7 +99,7 @@ def generate(
     ended = bool(tokens) and tokens[-1] in ends
     invented = trace is not None and device.recording is None and bool(trace.meta.get("sizes_only"))
     return Run(
-        text="" if invented else _text(model, tokens[:-1] if ended else tokens),  # no arithmetic, no text
+        text="" if invented else _text(model, tokens[:-1] if ended else tokens),  # without arithmetic the tokens mean nothing
         tokens=tuple(tokens),
         prompt_tokens=tuple(ids),
         strategy=strategy.name,
@@ -115,7 +121,10 @@ def _decode(
     chunk: int,
     cancel: threading.Event,
 ) -> Generator[tuple[int, int], None, None]:
-    """Yield up to `limit` token ids, each as soon as the host knows it, and when. Closing it early frees what it holds."""
+    """Yield up to `limit` pairs (token id, time in ns), each as soon as the host knows the token.
+
+    Closing the generator early frees the cache.
+    """
     device, step = model.device, 0
     cache: Cache | None = None
     readback = READBACKS[strategy.readback](device.torch)
@@ -150,7 +159,7 @@ def _decode(
             if known is not None:
                 yield known, device.now_ns()
     except torch.OutOfMemoryError as error:
-        clear_frames(error.__traceback__)  # a notebook keeps the traceback, which would keep what the layers held
+        clear_frames(error.__traceback__)  # a notebook keeps the traceback, whose frames hold the activations
         raise
     finally:
         readback.close()
@@ -159,7 +168,7 @@ def _decode(
 
 
 def _prefill(model: Model, parts: Iterator[Tensor], cache: Cache, cancel: threading.Event) -> Tensor | None:
-    """Feed the prompt, embedded, one part [1, T, hidden] after the other; the last token's logits, None when cancelled."""
+    """Feed the embedded prompt in parts [1, T, hidden]. Returns the logits [vocab] of the last token, None if cancelled."""
     stop = 0
     for x in parts:
         if cancel.is_set():
@@ -171,7 +180,7 @@ def _prefill(model: Model, parts: Iterator[Tensor], cache: Cache, cancel: thread
 
 
 def _ends_of_a_step(model: Model, strategy: Strategy, sampling: Sampling) -> tuple[Choice | ChoiceWithRow, Inputs]:
-    """What chooses a token, and what makes the next input of it: one operation where both are the device's."""
+    """Return the objects that choose a token and that embed it, one fused operation if both run on the device."""
     if ChoiceWithRow.suits(strategy, sampling, model):
         both = ChoiceWithRow(sampling, model)
         return both, both
@@ -180,13 +189,13 @@ def _ends_of_a_step(model: Model, strategy: Strategy, sampling: Sampling) -> tup
 
 
 def _room(model: Model, prompt: int, max_new_tokens: int, context: int | None) -> tuple[int, int]:
-    """The cache's size, and how many tokens can be made: the last one made needs no place in it."""
-    most = getattr(model, "context", model.config.max_position_embeddings)  # an exported model has caches for fewer
+    """Return the size of the cache and the number of tokens to generate. The last token is not written to the cache."""
+    most = getattr(model, "context", model.config.max_position_embeddings)  # an exported model may support fewer positions
     if not _is_count(max_new_tokens):
         raise ModelError("generating", f"max_new_tokens={max_new_tokens!r}", "Give a whole number from 1 on")
     if context is not None and not (_is_count(context) and context <= most):
         raise ModelError(
-            f"a context of {context!r}", f"this model has positions for 1 to {most:,}", "Give a number among these"
+            f"a context of {context!r}", f"this model has positions for 1 to {most:,}", "Give a number in this range"
         )
     room = min(most, prompt + max_new_tokens - 1) if context is None else context
     if prompt > room:
@@ -196,14 +205,14 @@ def _room(model: Model, prompt: int, max_new_tokens: int, context: int | None) -
 
 
 def _ends(model: Model) -> frozenset[int]:
-    """The token ids that end a text: the tokenizer's and the config's."""
+    """Return the token ids that end a text: those of the tokenizer and those of the config."""
     return frozenset(getattr(model.tokenizer, "eos_ids", ())) | frozenset(model.config.eos_token_ids)
 
 
 def _given_ends(eos: object) -> frozenset[int]:
     ids = eos if isinstance(eos, Collection) and not isinstance(eos, str) else None
     if ids is None or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise ModelError("tokens that end the text", f"eos={eos!r:.80}", "Give a collection of ids, as [2], or () for none")
+        raise ModelError("tokens that end the text", f"eos={eos!r:.80}", "Give a collection of ids such as [2], or () for none")
     return frozenset(ids)
 
 

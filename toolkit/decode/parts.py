@@ -1,7 +1,7 @@
-"""The parts a decode loop is put together from: one small class for each answer that a `Strategy` gives.
+"""The parts of the decode loop: one small class for each value of each field of `Strategy`.
 
-Every copy between host and device that a decode step makes is a line of this file. Parts know tensors and a device's
-streams; they don't know each other.
+Every copy between host and device in a decode step is made by a line of this file. The parts are independent of each other;
+`loop` combines them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,19 @@ class Inputs(Protocol):
     """Turns tokens into embedded inputs on the device."""
 
     def prompt(self, ids: Tensor, chunk: int) -> Iterator[Tensor]:
-        """`ids` [1, T] on the host -> [1, chunk or less, hidden], one part after the other: 32K rows at once are gigabytes."""
+        """Yield the embedded prompt in parts [1, chunk or less, hidden]; `ids` [1, T] are on the host.
+
+        The parts bound the memory: 32K embedded tokens at once take gigabytes.
+        """
 
     def next(self, token: Tensor, known: int | None) -> Tensor:
-        """The token just chosen: where it was chosen, and as the host knows it (None: not yet)."""
+        """Return the next input [1, 1, hidden]. `known` is the value of `token` on the host, None if the host has not read it
+        yet.
+        """
 
 
 class UploadedToken:
-    """The token goes up as an id, 8 bytes, into a fixed slot."""
+    """Uploads the token id, 8 bytes, into a fixed slot on the device."""
 
     def __init__(self, model: Model) -> None:
         self.embed, self.device = model.embed, model.device.torch
@@ -49,7 +54,7 @@ class UploadedToken:
 
 
 class UploadedRow:
-    """The embedding table stays on the host; the token's row of it goes up."""
+    """Looks up the embedding row in a table on the host and uploads the row."""
 
     def __init__(self, model: Model) -> None:
         self.device = model.device.torch
@@ -66,7 +71,7 @@ class UploadedRow:
 
 
 class SampledToken:
-    """The sampled tensor is the next input: nothing goes up but the prompt."""
+    """Uses the sampled tensor as the next input; only the prompt is uploaded."""
 
     def __init__(self, model: Model) -> None:
         self.embed, self.device = model.embed, model.device.torch
@@ -79,14 +84,14 @@ class SampledToken:
 
 
 class Positions(Protocol):
-    """Says, on the device, at which position [1] a decode step's token goes."""
+    """Provides the position of each decode step's token as a tensor [1] on the device."""
 
     def next(self, step: int) -> Tensor:
-        """Decode steps count from 1."""
+        """Return the position of decode step `step`, counted from 1."""
 
 
 class UploadedPosition:
-    """The position goes up, 8 bytes, into a fixed slot."""
+    """Uploads the position, 8 bytes, into a fixed slot on the device."""
 
     def __init__(self, first: int, steps: int, device: torch.device) -> None:
         self.first = first
@@ -98,7 +103,7 @@ class UploadedPosition:
 
 
 class PositionArray:
-    """All positions go up once; each step copies its own into a fixed slot, on the device."""
+    """Uploads all positions once; each step copies its own into a fixed slot on the device."""
 
     def __init__(self, first: int, steps: int, device: torch.device) -> None:
         self.array = torch.arange(first, first + steps).to(device)
@@ -109,7 +114,7 @@ class PositionArray:
 
 
 class CountedPosition:
-    """The position is counted up in place by a kernel: nothing is copied."""
+    """Increments the position in place with a kernel, without a copy."""
 
     def __init__(self, first: int, steps: int, device: torch.device) -> None:
         self.slot = torch.full((1,), first - 1, dtype=torch.int64, device=device)
@@ -119,7 +124,7 @@ class CountedPosition:
 
 
 class Choice:
-    """Chooses tokens where the strategy says, into two slots in turn, so that the token before stays readable."""
+    """Samples tokens on the device that the strategy names, into two alternating slots: the previous token stays readable."""
 
     def __init__(self, sampling: Sampling, vocab_size: int, where: torch.device) -> None:
         self.where = where
@@ -127,15 +132,15 @@ class Choice:
         self.slots = list(torch.empty(2, 1, dtype=torch.int64, device=where))
 
     def choose(self, logits: Tensor) -> Tensor:
-        """The next token [1] int64; `logits` [vocab] come down first where the choice is the host's."""
+        """Return the next token [1] int64. `logits` [vocab] are copied to the host first if the host samples."""
         self.slots.reverse()
         return self.sampler.choose(logits.to(self.where), self.slots[0])
 
 
 class ChoiceWithRow:
-    """Chooses by an operation that gives the token's row of the embedding too: for device strategies, without top-k and top-p.
+    """Samples with an operation that also returns the token's embedding row, for strategies that keep both on the device.
 
-    It is the next step's input as well (`Inputs`), which is that row.
+    It implements `Inputs` as well, since the row is the input of the next step. Top-k and top-p are not supported.
     """
 
     def __init__(self, sampling: Sampling, model: Model) -> None:
@@ -150,14 +155,14 @@ class ChoiceWithRow:
 
     @staticmethod
     def suits(strategy: Strategy, sampling: Sampling, model: Model) -> bool:
-        """Is everything that it does the device's, and does the operation run there?"""
+        """Return whether sampling and embedding both belong on the device, and the operation runs there."""
         embed = model.embed
         fits = isinstance(embed, Embedding) and embed.alone and ops.on_gpu(next(embed.parameters()))
         whole = sampling.top_k is None and sampling.top_p in (None, 1)
         return fits and whole and strategy.token == "device" and strategy.sampler == "device"
 
     def choose(self, logits: Tensor) -> Tensor:
-        """The next token [1] int64, of fp32 logits [vocab]."""
+        """Return the next token [1] int64 for fp32 logits [vocab]."""
         self.slots.reverse()
         embed = self.embed
         self.row = ops.sample_embed(logits, embed.weight, embed.dtype, embed.scale, self.slots[0], self.draw)
@@ -171,25 +176,25 @@ class ChoiceWithRow:
 
 
 class Readback(Protocol):
-    """Tells the host which tokens were chosen. `before` and `after` enclose what a decode step launches."""
+    """Transfers the chosen tokens to the host. `before` and `after` enclose the launches of a decode step."""
 
-    behind: bool  # a token was chosen that the host doesn't know yet, and that `before` and `arrived` would bring
+    behind: bool  # whether a token was chosen that `before` and `arrived` have yet to fetch
 
     def before(self) -> None:
-        """Start what can run beside the step."""
+        """Start work that can overlap with the step."""
 
     def after(self, token: Tensor) -> int | None:
-        """The token the host knows now: this step's, the one before, or None for not yet."""
+        """Return the token that the host knows now: this step's, the previous step's, or None if none has arrived."""
 
     def arrived(self) -> int | None:
-        """Wait for the token that `before` sent on its way; None where there is none."""
+        """Wait for the copy that `before` started and return its token; None if there is none."""
 
     def close(self) -> None:
-        """Wait for a copy under way, before the memory it reads is let go."""
+        """Wait for a copy in flight before the memory that it reads is freed."""
 
 
 class WaitForToken:
-    """Reads each token as soon as it is chosen, and blocks until it is."""
+    """Reads each token as soon as it is chosen, which blocks the host."""
 
     behind = False
 
@@ -210,10 +215,10 @@ class WaitForToken:
 
 
 class ReadOneBehind:
-    """Reads the token of the step before, on a second stream, into page-locked memory, while this step runs.
+    """Reads the token of the previous step on a second stream into pinned memory while this step runs.
 
-    Tokens alternate between two slots, here and on the device (`Choice`). A slot is written again two steps later; by
-    then the host has waited for the copy out of it, so neither side overwrites what the other still reads.
+    Tokens alternate between two slots on the host and two on the device (`Choice`). A slot is reused two steps later; by then
+    the host has waited for the copy, so neither side overwrites data that the other still reads.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -223,7 +228,7 @@ class ReadOneBehind:
         self.under_way = self.behind = False
 
     def before(self) -> None:
-        assert self.token is not None  # `after` of the prefill set it
+        assert self.token is not None  # set by `after` in the prefill
         self.slots.reverse()
         with self.streams.aside():
             self.slots[0].copy_(self.token, non_blocking=True)
@@ -246,7 +251,7 @@ class ReadOneBehind:
 
 
 class Streams:
-    """A second stream of a device, and the two events that order it with the first; on the CPU, nothing at all."""
+    """A second stream, and the two events that order it with the current stream. Does nothing on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.real = device.type != "cpu"
@@ -257,13 +262,13 @@ class Streams:
             self._chosen, self._copied = self.module.Event(), self.module.Event()
 
     def chosen(self) -> None:
-        """On the first stream: the token has been chosen when the device gets here."""
+        """Record on the current stream that the token has been chosen."""
         if self.real:
             self._chosen.record(self.module.current_stream(self.device))
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """A scope on the second stream, which begins after `chosen` was reached and whose end `wait` waits for."""
+        """Enter the second stream, which waits until the token has been chosen. `wait` waits for the end of this scope."""
         if not self.real:
             yield
             return
@@ -279,7 +284,7 @@ class Streams:
 
 
 def _told(known: int | None) -> int:
-    """The token that goes up. A strategy that uploads it reads it back first: `Strategy` refuses the others."""
+    """Return the token to upload. It is known: `Strategy` requires strategies that upload tokens to wait for them."""
     assert known is not None
     return known
 

@@ -1,4 +1,4 @@
-"""What came of one generation: the tokens, how fast, and the trace of what moved."""
+"""`Run`: the result of one generation, with its tokens, its rate and the trace of its copies."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ if TYPE_CHECKING:
 
 
 def tokens_per_s(known_ns: Sequence[int], late: bool) -> float | None:
-    """The rate of tokens that the host knew at these times. `late`: each a step late, the last right after the one before."""
+    """Return the tokens per second, given the times at which the host knew each token; None for fewer than two.
+
+    With `late`, each token was read one step late and the last one right after the one before it, so the last is not counted.
+    """
     known_ns = known_ns[:-1] if late and len(known_ns) > 2 else known_ns
     return (len(known_ns) - 1) * 1e9 / (known_ns[-1] - known_ns[0]) if len(known_ns) > 1 else None
 
 
 @dataclass(frozen=True)
 class Run:
-    """One generation. `tokens` are the new ones, the end-of-sequence token included where it came; `text` is without it.
+    """The result of one generation.
 
-    `tok_per_s` counts from the moment the host knew the first token to when it knew the last, on the clock that `clock`
-    names ("measured" or "modelled"); None for fewer than two tokens. Where tokens are read a step late, the last one, which
-    comes without a step of its own, isn't counted (of three tokens or more). A recorded run on a real GPU is slower than an
-    unrecorded one.
+    `tokens` are the new tokens, including the end-of-sequence token if the model produced one; `text` leaves that token out.
+    `tok_per_s` is the rate from the first token that the host knew to the last, on the clock named by `clock`; None for fewer
+    than two tokens. Strategies that read tokens one step late do not count the last one, which needs no step of its own.
+    Recording makes a run on a real GPU slower.
     """
 
     text: str
@@ -45,24 +48,24 @@ class Run:
 
     @property
     def trace(self) -> Trace:
-        """The events of this run. RecorderError where it was made with record=False.
+        """The events of this run. Raises RecorderError for a run with record=False.
 
-        Inside an outer `tk.record` block this is that block's trace: readable after it, and with all its events.
+        Inside an outer `tk.record` block, this is the trace of that block; it can be read after the block ends.
         """
         if self.recorded is None:
             raise RecorderError("the trace of a run", "it wasn't recorded", "Generate with record=True")
         return self.recorded
 
     def copies(self) -> pd.DataFrame:
-        """What crossed between host and device, a row a step: see `toolkit.trace.events.copies_per_step`."""
+        """Return the copies between host and device, one row per step; see `toolkit.trace.events.copies_per_step`."""
         return copies_per_step(self.trace)
 
     def timeline(self, other: Run | None = None) -> Any:
-        """The interactive timeline, beside `other`'s where given."""
+        """Return the interactive timeline of this run, next to that of `other` if it is given."""
         return render("timeline", self) if other is None else render("timeline", self, other)
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
-        """Write a self-contained page: timeline and copies table."""
+        """Write a self-contained page with the timeline and the table of copies."""
         written: Path = render("page", self, path)
         return written
 

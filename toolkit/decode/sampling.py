@@ -1,8 +1,7 @@
-"""Choosing the next token: greedy, or drawn with temperature, top-k and top-p, by the same code on the host and the device.
+"""Sampling: greedy, or random with temperature, top-k and top-p, with the same code on the host and on the device.
 
-Random numbers are a function of (seed, step, token id): integer arithmetic that is exact everywhere, so that a seed
-gives the same draws wherever the logits are. Nothing here copies between host and device: numbers that don't change
-are kernel arguments, the step is counted on the device. It doesn't know where it runs.
+Random numbers are a function of (seed, step, token id) in exact integer arithmetic, so a seed gives the same draws on every
+device. Sampling makes no copies between host and device: constants are kernel arguments, and the step is counted on the device.
 """
 
 from __future__ import annotations
@@ -19,10 +18,11 @@ from toolkit.kernels.noise import INDEX, gumbel_of, mixed_seed, signed
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose. `temperature` 0 is greedy: the highest logit, ties to the lowest id.
+    """Sampling options. With `temperature` 0, sampling is greedy: the highest logit, and the lowest id among equals.
 
-    Otherwise: divide by the temperature, keep the `top_k` highest (ties with the last of them too), of these the fewest
-    that hold `top_p` of the probability, and draw one from what is left. ModelError for values out of range.
+    Otherwise the logits are divided by the temperature and one of the remaining tokens is drawn: of the `top_k` highest logits
+    (more if several equal the lowest of them), the fewest whose probabilities add up to `top_p`. Raises ModelError for values
+    out of range.
     """
 
     temperature: float = 0.0
@@ -51,7 +51,7 @@ class Sampling:
 
 
 class Sampler:
-    """Chooses token after token from logits [vocab] that live on `device`."""
+    """Samples one token after the other from logits [vocab] on `device`."""
 
     def __init__(self, sampling: Sampling, vocab_size: int, device: torch.device) -> None:
         self.sampling = sampling
@@ -61,7 +61,7 @@ class Sampler:
             self._base = ids.mul_(signed(INDEX)).add_(mixed_seed(sampling.seed))
 
     def choose(self, logits: Tensor, out: Tensor) -> Tensor:
-        """Write the next token into `out` [1] int64, on the device of the fp32 `logits` [vocab]; returns `out`."""
+        """Write the next token for fp32 `logits` [vocab] into `out` [1] int64 on the same device, and return `out`."""
         if self.sampling.greedy:
             return torch.argmax(logits, -1, keepdim=True, out=out)
         scores = _keep(logits, self.sampling).double().mul_(1 / self.sampling.temperature)
@@ -71,14 +71,14 @@ class Sampler:
 
 
 def _keep(logits: Tensor, sampling: Sampling) -> Tensor:
-    """`logits` with those that top-k and top-p drop at -inf. Sorting for top-p copies inside the device (D2D) on CUDA."""
+    """Return `logits` with the tokens that top-k and top-p exclude set to -inf. On CUDA the sort for top-p makes D2D copies."""
     if sampling.top_k is not None and sampling.top_k < logits.shape[0]:
         lowest = logits.topk(sampling.top_k, sorted=False).values.min()
         logits = logits.masked_fill(logits < lowest, -math.inf)
     if sampling.top_p is not None and sampling.top_p < 1:
         ordered = logits.sort(descending=True).values
         share = ordered.double().mul_(1 / sampling.temperature).softmax(-1)
-        enough = share.cumsum(-1).sub_(share) >= sampling.top_p  # those before it already hold top_p
+        enough = share.cumsum(-1).sub_(share) >= sampling.top_p  # the tokens before already hold top_p
         lowest = ordered.masked_fill_(enough, math.inf).min()
         logits = logits.masked_fill(logits < lowest, -math.inf)
     return logits

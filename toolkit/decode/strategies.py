@@ -1,7 +1,7 @@
-"""The decode strategies: five answers each, and the names of the combinations worth having.
+"""The decode strategies: `Strategy`, a frozen dataclass, and the presets in `STRATEGIES`.
 
-A strategy is data. Nothing here runs; `loop.py` puts a loop together from the answers, so that two strategies differ in
-what they say here and in nothing else. A model may bring loops of its own, which are run as they are: `OwnLoop`.
+A strategy only describes a decode step; `loop.py` builds the loop from it. Two strategies therefore differ in nothing but their
+fields. A model may also bring loops of its own (`OwnLoop`), which run unchanged.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ from toolkit.models.model import Model
 
 @dataclass(frozen=True)
 class Strategy:
-    """How one decode step gets its inputs and gives its token away.
+    """How a decode step gets its inputs and returns its token.
 
-    token     where the next input comes from: "host" uploads the token id; "host-row" uploads the token's embedding row,
-              looked up in a table that stays on the host; "device" takes the sampled tensor itself, which never leaves
-    position  "host" uploads it; "array" copies it on the device from an array uploaded once into a fixed slot; "device"
-              counts it up in place
-    sampler   "host" downloads the logits and chooses there; "device" chooses there
-    readback  "wait" reads the token as soon as it is chosen and blocks until it is; "overlap" reads the token of the step
-              before into page-locked memory on a second stream while this step runs, so the host is one step behind
-    capture   what is recorded ahead and replayed: "none" so far
-    crosses   in words, what crosses per decode step
+    Attributes:
+        token: The source of the next input. "host" uploads the token id; "host-row" looks up the embedding row in a table on
+            the host and uploads the row; "device" uses the sampled tensor, which stays on the device.
+        position: "host" uploads the position; "array" copies it on the device from an array that was uploaded once; "device"
+            increments it in place.
+        sampler: "host" downloads the logits and samples on the host; "device" samples on the device.
+        readback: "wait" blocks until the token has been read; "overlap" reads the token of the previous step into pinned
+            memory on a second stream while this step runs, so the host is one step behind.
+        capture: The work that is recorded once and replayed: only "none" so far.
+        crosses: The copies per decode step, in words.
+
+    Raises ToolkitError for combinations that cannot work.
     """
 
     name: str
@@ -39,10 +42,10 @@ class Strategy:
 
     def __post_init__(self) -> None:
         if self.readback == "overlap" and (self.token != "device" or self.sampler != "device"):
-            found = "the host needs the token before the next step, and would know it one step later"
+            found = "the host needs the token before the next step, but would read it one step late"
             raise ToolkitError(f"strategy {self.name!r}", found, 'With readback="overlap", token and sampler must be "device"')
         if self.sampler == "host" and self.token == "device":
-            found = "the token is chosen on the host, and is to be on the device already"
+            found = "the host chooses the token, but the next step expects it on the device"
             raise ToolkitError(f"strategy {self.name!r}", found, 'With sampler="host", token must be "host" or "host-row"')
 
 
@@ -61,7 +64,10 @@ STRATEGIES: dict[str, Strategy] = {
 
 @dataclass(frozen=True)
 class OwnLoop:
-    """A decode loop that a model brings with it: `run(prompt ids, limit, sampling, ends, cancel)` gives (token, known ns)."""
+    """A decode loop that a model brings with it.
+
+    `run(prompt ids, limit, sampling, end ids, cancel)` yields (token id, time in ns at which the host knew it).
+    """
 
     name: str
     run: Callable[..., Generator[tuple[int, int], None, None]]
@@ -71,9 +77,9 @@ Known = dict[str, Strategy | OwnLoop]
 
 
 def strategies_of(model: Model) -> Known:
-    """What `model` can be decoded with, by name: all strategies, unless none can drive it, and loops of its own.
+    """Return the strategies that can decode `model`, by name: those of `STRATEGIES`, and the model's own loops.
 
-    A model says so by `loops` (name to function) and `only_loops` (why no strategy can drive it, None where they can).
+    A model declares `loops` (name to function), and `only_loops` (a reason) if none of `STRATEGIES` can drive it.
     """
     own: Known = {name: OwnLoop(name, run) for name, run in getattr(model, "loops", {}).items()}
     return own if getattr(model, "only_loops", None) is not None else {**STRATEGIES, **own}
@@ -82,7 +88,7 @@ def strategies_of(model: Model) -> Known:
 def find_strategy(
     strategy: str | Strategy | OwnLoop, known: Mapping[str, Strategy | OwnLoop] = STRATEGIES
 ) -> Strategy | OwnLoop:
-    """The one of `known` called so; one that is given is returned as it is. UnknownNameError names the nearest."""
+    """Return the strategy in `known` with this name; a strategy object is returned unchanged. Raises UnknownNameError."""
     if isinstance(strategy, Strategy | OwnLoop):
         return strategy
     if not isinstance(strategy, str) or strategy not in known:

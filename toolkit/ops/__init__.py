@@ -1,8 +1,8 @@
-"""The operations that decoding is made of, as PyTorch's dispatcher knows them (`torch.ops.toolkit.*`).
+"""The operations of decoding, registered as `torch.ops.toolkit.*`: one file per group of operations.
 
-Each function here is one operation: behind one signature a reference in plain PyTorch, and Triton kernels (`toolkit.kernels`).
-Where operations don't run (`on_gpu`), and for the few sizes that kernels can't take, the reference runs as it is written,
-with gradients. They know no model and no cache.
+Each operation has a reference in plain PyTorch, the Triton launches of `toolkit.kernels`, and its effects on the virtual GPU.
+On a GPU that the kernels support (see `on_gpu`) a call runs the kernels; elsewhere, with gradients, and for sizes that the
+kernels don't support, it runs the reference.
 """
 
 from toolkit.ops.attention import HeadLayout, attend, make_heads, write_heads

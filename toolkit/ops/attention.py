@@ -1,4 +1,4 @@
-"""Query, key and value heads on their way into a cache, and attention on it."""
+"""Operations that write query, key and value heads to a cache, and attention on that cache."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from toolkit.ops.reference.attention import cached_attention, hidden_slots, rota
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """How one row of a projection holds its heads: queries (each followed by its gate where `gated`), keys, values.
+    """The layout of the heads in one row of a projection: queries (each followed by its gate if `gated`), keys, values.
 
-    `values_are_keys`: keys and values are one projection. `value_norm`: values are normed too, without a weight.
-    `kv_heads` 0: queries only. The norms' `eps`.
+    With `values_are_keys`, one projection provides both keys and values. With `value_norm`, values are normalized too, without
+    a weight. `kv_heads` 0 means queries only. `eps` is that of the norms.
     """
 
     heads: int
@@ -34,7 +34,7 @@ class HeadLayout:
     eps: float = 1e-6
 
     def fits(self, dtype: torch.dtype, scale: float) -> bool:
-        """Do the kernels take such heads?"""
+        """Return whether the kernels support these heads."""
         whole = self.head_dim in (16, 32, 64, 128, 256, 512) and dtype in (torch.bfloat16, torch.float16, torch.float32)
         return whole and (scale == 1.0 or math.isclose(scale, self.head_dim**-0.5))
 
@@ -49,10 +49,11 @@ def write_heads(
     keys: Tensor,
     values: Tensor,
 ) -> Tensor:
-    """Norm and turn the heads of qkv [T, width], and write keys and values into [1, KV heads, slots, D]: query [1, T, H, D].
+    """Normalize and rotate the heads of qkv [T, width] and write keys and values [1, KV heads, slots, D] in place.
 
-    Slots are positions modulo their number: a ring's, and all there are otherwise. `rope` [positions, 2, turning] is
-    the whole table, `positions` [T] int64, on the device. For GPUs alone, and for what `HeadLayout.fits`.
+    Returns the query [1, T, H, D]. A token is written to slot position % slots, which for a cache of all positions is the
+    position itself. `rope` [positions, 2, rotated dims] is the whole table; `positions` [T] is int64. Needs a GPU and heads for
+    which `HeadLayout.fits`.
     """
     flags = (layout.heads, layout.gated, layout.values_are_keys, layout.value_norm, layout.eps)
     return call("write_heads", qkv, q_weight, k_weight, rope, positions, keys, values, *flags)  # type: ignore[no-any-return]
@@ -61,7 +62,9 @@ def write_heads(
 def make_heads(
     layout: HeadLayout, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, rope: Tensor, positions: Tensor
 ) -> Sequence[Tensor]:
-    """The same without a cache: query [1, T, H, D], and where there are some keys and values [1, KV heads, T, D]."""
+    """Normalize and rotate heads without a cache: query [1, T, H, D], then keys and values [1, KV heads, T, D] if there are
+    any.
+    """
     flags = (layout.heads, layout.kv_heads, layout.gated, layout.values_are_keys, layout.value_norm, layout.eps)
     return call("make_heads", qkv, q_weight, k_weight, rope, positions, *flags)  # type: ignore[no-any-return]
 
@@ -163,7 +166,7 @@ define(
 
 @rule("toolkit::write_heads", "toolkit::make_heads")
 def _heads_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> list[Effect]:
-    """One kernel that reads a row, and writes as many numbers: queries, and keys and values in their slots."""
+    """One kernel that reads a row and writes as many numbers: queries, and keys and values in their slots."""
     return launches("qk_norm_rope", 1, 2 * nbytes(args[0]))
 
 
@@ -171,11 +174,11 @@ def attend(
     query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, window: int = 0, bound: int | None = None,
     new: Sequence[Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention of query [1, T, H, D] at `positions` [T] on keys and values [1, KV heads, slots, D]: [1, T, H * D].
+    """Return the attention [1, T, H * D] of query [1, T, H, D] on keys and values [1, KV heads, slots, D].
 
-    With a `window` the slots are a ring, no more than it. `new` (keys, values) [1, KV heads, T, D]: several tokens' own, which
-    a ring doesn't hold yet. `bound`: how many slots hold anything, at most; kernels read it from the positions.
-    For GPUs alone, and for what `HeadLayout.fits`.
+    `positions` [T] are those of the query. With a `window`, the slots are a ring of at most that size. `new` holds keys and
+    values [1, KV heads, T, D] of several tokens that are not in the ring yet. `bound` is an upper bound on the number of slots
+    in use; kernels derive it from the positions. Needs a GPU and heads for which `HeadLayout.fits`.
     """
     own = (None, None) if new is None else tuple(new)
     limit = keys.shape[2] if bound is None else bound
@@ -190,7 +193,7 @@ def _attention_reference(
     slots = torch.arange(bound, device=keys.device)
     keys, values = keys[:, :, :bound], values[:, :, :bound]
     if window:
-        last = positions[:1] - int(new_keys is not None)  # the newest in the ring
+        last = positions[:1] - int(new_keys is not None)  # the newest position in the ring
         slots = last - (last - slots) % size
     if new_keys is not None and new_values is not None:
         slots = torch.cat((slots, positions))
@@ -228,7 +231,7 @@ define(
 
 @rule("toolkit::attention")
 def _attention_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> list[Effect]:
-    """One kernel that reads the slots that hold something."""
+    """One kernel that reads the slots in use."""
     query, keys, new_keys, bound = args[0], args[1], args[4], min(args[8], args[1].shape[2])
     slots = bound + (0 if new_keys is None else query.shape[1])
     moved = 2 * nbytes(query) + 2 * slots * nbytes(keys) // keys.shape[2]

@@ -1,4 +1,7 @@
-"""Keys and values in 8 and 4 bits: new ones into a cache of codes, and attention on it. What codes are: `kernels.kv_codes`."""
+"""Operations on caches whose keys and values are quantized to 8 or 4 bits: writing, reading, attention.
+
+`toolkit.kernels.kv_codes` describes the format.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +20,18 @@ from toolkit.ops.attention import attend
 from toolkit.ops.define import Problem, call, counters, define, dtype_name, launches, on_gpu
 from toolkit.ops.reference.attention import cached_attention, hidden_slots
 
-PIECE = 4096  # slots that are made numbers at a time: their int32 and fp32 intermediates are six times what comes of them
+PIECE = 4096  # slots that are dequantized at a time: their int32 and fp32 intermediates take six times the memory of the result
 
 Held = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Keys, their scales, values, their scales: int16 [1, KV heads, slots, D bits / 16], and fp16 [1, KV heads, slots]."""
+"""Keys, key scales, values, value scales: int16 [1, KV heads, slots, D * bits / 16] and fp16 [1, KV heads, slots]."""
 
 
 @dataclass(frozen=True)
 class Codebook:
-    """What codes of a head_dim D are read by, made on the device without a copy; the layers of a cache may share one.
+    """The constants needed to read codes with head_dim D. Made on the device without a copy; the layers of a cache share one.
 
-    `scheme`: by name. `signs` fp32 [D]: of the rotation, the same everywhere. Where there are 4-bit codes, `matrix` fp32 [D, D]
-    is that rotation (x @ matrix turns x), and `levels` fp32 [16] what the codes stand for.
+    `scheme` is the name of the format, and `signs` fp32 [D] those of the rotation, which are the same everywhere. For 4-bit
+    codes, `matrix` fp32 [D, D] is the rotation (x @ matrix rotates x) and `levels` fp32 [16] are the values of the codes.
     """
 
     scheme: str
@@ -46,12 +49,12 @@ class Codebook:
 
 
 def codes_fit(scheme: CodeScheme, head_dim: int) -> bool:
-    """Do the kernels take such heads?"""
+    """Return whether the kernels support this format for heads of this size."""
     return head_dim in (32, 64, 128, 256, 512) and head_dim >= 256 // min(scheme.key_bits, scheme.value_bits)
 
 
 def write_codes(key: Tensor, value: Tensor, positions: Tensor, book: Codebook, held: Held) -> None:
-    """Codes of key and value [1, KV heads, T, D] into the slots `positions` [T] of `held`."""
+    """Quantize key and value [1, KV heads, T, D] and write the codes to the slots `positions` [T] of `held`."""
     operands = (key.detach(), value.detach(), positions, book.signs, *held, book.scheme)
     if on_gpu(key.detach()):
         call("write_codes", *operands)
@@ -60,7 +63,7 @@ def write_codes(key: Tensor, value: Tensor, positions: Tensor, book: Codebook, h
 
 
 def read_codes(held: Held, signs: Tensor, codes: str, bound: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What the first `bound` slots of `held` stand for, by PyTorch: keys and values [1, KV heads, bound, D] in `dtype`."""
+    """Dequantize the first `bound` slots with PyTorch: keys and values [1, KV heads, bound, D] in `dtype`."""
     scheme = find_kv_scheme(codes)
 
     def back(bits: int) -> Callable[[Tensor, Tensor], Tensor]:
@@ -72,10 +75,11 @@ def read_codes(held: Held, signs: Tensor, codes: str, bound: int, dtype: torch.d
 
 
 def attend_codes(query: Tensor, held: Held, book: Codebook, positions: Tensor, scale: float, bound: int) -> Tensor:
-    """Attention of query [1, T, H, D] at `positions` [T] on `held`, where its own keys and values are: [1, T, H * D].
+    """Return the attention [1, T, H * D] of query [1, T, H, D] at `positions` [T] on the codes in `held`.
 
-    One token reads codes. Several read numbers made of the first `bound` slots, in the query's dtype: they stay rotated, and
-    it is the query and the result that are turned. For GPUs alone, and for what `codes_fit`.
+    The codes must include the query's own keys and values. For one token the kernel reads codes. For several, the first `bound`
+    slots are dequantized to the query's dtype first; they stay rotated, and the query and the result are rotated instead. Needs
+    a GPU and a format for which `codes_fit`.
     """
     if query.shape[1] == 1:
         return call("attention_codes", query, *held, book.signs, positions, scale, book.scheme, bound)  # type: ignore[no-any-return]
@@ -95,8 +99,8 @@ def attend_codes(query: Tensor, held: Held, book: Codebook, positions: Tensor, s
 def _in_pieces(
     words: Tensor, scales: Tensor, bound: int, dtype: torch.dtype, make: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """`make` of the words and scales of the first `bound` slots, in `dtype`."""
-    if isinstance(bound, torch.SymInt):  # a graph for any number of slots: in one piece
+    """Apply `make` to the words and scales of the first `bound` slots, piece by piece, and return the result in `dtype`."""
+    if isinstance(bound, torch.SymInt):  # a graph for any number of slots takes them in one piece
         return make(words[:, :, :bound], scales[:, :, :bound]).to(dtype)
     spans = [slice(start, min(start + PIECE, bound)) for start in range(0, bound, PIECE)]
     found = [make(words[:, :, some], scales[:, :, some]).to(dtype) for some in spans]
@@ -104,7 +108,7 @@ def _in_pieces(
 
 
 def _numbers(bits: int, book: Codebook) -> Callable[[Tensor, Tensor], Tensor]:
-    """Codes times their scales; those of 4 bits aren't rotated back."""
+    """Return a function that multiplies codes by their scales; 4-bit codes are not rotated back."""
 
     def make(words: Tensor, scales: Tensor) -> Tensor:
         codes = unpack_words(words, bits)
@@ -181,7 +185,7 @@ define(
 
 @rule("toolkit::write_codes")
 def _write_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: None) -> list[Effect]:
-    """One kernel that reads the new keys and values, and writes their codes."""
+    """One kernel that reads the new keys and values and writes their codes."""
     key = args[0]
     size = find_kv_scheme(args[8]).bytes_per_token(key.shape[3])
     return launches("kv_encode", 1, 2 * nbytes(key) + key.shape[1] * key.shape[2] * size)
@@ -189,7 +193,7 @@ def _write_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: None) -> 
 
 @rule("toolkit::attention_codes")
 def _attention_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> list[Effect]:
-    """One kernel that reads the codes of the slots that hold something."""
+    """One kernel that reads the codes of the slots in use."""
     query, kv_heads, bound = args[0], args[1].shape[1], args[9]
     held = kv_heads * bound * find_kv_scheme(args[8]).bytes_per_token(query.shape[3])
     return launches("attention_codes", 1, 2 * nbytes(query) + held, 4.0 * query.numel() * bound)

@@ -1,8 +1,8 @@
-"""How an operation is defined, and how it runs: its reference, its launches, its effects.
+"""Registers operations with PyTorch and runs them: the reference, the Triton launches, the effects on the virtual GPU.
 
-On a GPU, a real or a virtual one, and where no gradient is asked for, the operation runs. The virtual GPU computes by the
-reference and sees the launches that CUDA would get (a config that splits its work further may make one more there). Triton
-is imported by the first call on CUDA. It knows no operation.
+`define` registers one operation. On CUDA it launches its kernels; Triton is imported by the first call. The virtual GPU
+computes with the reference and records the launches that CUDA would get (a config that splits the work further may make one
+more there).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from toolkit.kernels.base import Kernel, Launch, Shape
     from toolkit.tune.cards import Card
 
-LEAST_CAPABILITY = (8, 0)  # computes in bf16
+LEAST_CAPABILITY = (8, 0)  # the first capability with bf16 arithmetic
 GPUS = ("cuda", "vgpu")
-COUNTERS = 4096  # int32 zeros that kernels count their blocks in, and leave as zeros
+COUNTERS = 4096  # int32 zeros in which kernels count finished blocks, and which they reset to zero
 
 Problem = tuple["Kernel", "Shape", dict[str, Tensor]]
 _library = torch.library.Library("toolkit", "DEF")
@@ -42,8 +42,13 @@ def define(
     problem: Callable[..., Problem],
     result: Callable[[dict[str, Tensor], Tensor], Any],
 ) -> None:
-    """Register an operation: `problem` makes of its operands what a kernel takes, `result` of what that wrote, and of the
-    first operand, what is returned.
+    """Register an operation with its PyTorch schema.
+
+    Args:
+        reference: The implementation in plain PyTorch, with the operands of the schema.
+        shapes: Returns empty results for fake tensors, with the same operands.
+        problem: Maps the operands to a kernel, the shape of the problem, and the kernel's inputs.
+        result: Maps the kernel's outputs and the first operand to the operation's return value.
     """
     name = schema.split("(")[0]
     _library.define(schema)
@@ -55,12 +60,12 @@ def define(
 
 
 def by_kernels(name: str, *operands: Any) -> Any:
-    """The operation `name` as CUDA runs it: launched with the config that the tuner's lookup names."""
+    """Run the operation `name` on CUDA, with the config that the tuner's lookup returns."""
     from toolkit.tune.lookup import choose
 
     problem, result = _operations[name]
     device = operands[0].device
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # Triton launches on the current one
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # Triton launches on the current device
         kernel, shape, inputs = problem(*operands)
         outputs = kernel.outputs(shape, inputs)
         for launch in kernel.launches(shape, choose(kernel, shape, device).config, inputs, outputs):
@@ -69,7 +74,7 @@ def by_kernels(name: str, *operands: Any) -> Any:
 
 
 def _decomposed(name: str, mode: Any, op: Any, types: Any, operands: tuple[Any, ...], named: Any = None) -> Any:
-    """The operation as a compiler sees it: for a GPU that it compiles for (`compiling_for`) its launches, else whole."""
+    """Trace the operation: as kernel launches when compiling for a GPU (`compiling_for`), otherwise as one operator."""
     if _compiling_for is None or operands[0].device.type != "cuda":
         return mode.__torch_dispatch__(op, types, operands, named or {})
     with mode:
@@ -80,7 +85,7 @@ def _decomposed(name: str, mode: Any, op: Any, types: Any, operands: tuple[Any, 
 
 
 def describe_launches(name: str, operands: Sequence[Any]) -> str:
-    """What compiled code of the operation follows from, beside its operands: which kernel, as it is now, launched how."""
+    """Return a string that identifies the compiled code of the operation: the kernel, its fingerprint, and its launches."""
     from toolkit.tune.identity import fingerprint
 
     with _launches(name, operands) as (kernel, found, outputs):
@@ -90,7 +95,7 @@ def describe_launches(name: str, operands: Sequence[Any]) -> str:
 
 @contextmanager
 def _launches(name: str, operands: Sequence[Any]) -> Iterator[tuple[Kernel, Sequence[Launch], dict[str, Tensor]]]:
-    """What the operation launches on the GPU that is compiled for, and what that writes."""
+    """Yield the kernel, the launches and the outputs of the operation on the GPU that is compiled for."""
     from toolkit.tune.lookup import choose
 
     assert _compiling_for is not None
@@ -102,11 +107,11 @@ def _launches(name: str, operands: Sequence[Any]) -> Iterator[tuple[Kernel, Sequ
 
 @contextmanager
 def _by_example(shape: Shape) -> Iterator[Shape]:
-    """`shape` with the sizes it was traced with in place of those that may vary.
+    """Yield `shape` with its symbolic sizes replaced by the sizes of the example that is being traced.
 
-    Inside, what a kernel decides by a varying size is decided by that example, and holds for all: kernels are right for any
-    length that they are told, and only their speed depends on what was decided. But scratch whose size was decided so is the
-    example's: of tokens, the example has to be the most (see `exporting.pieces`).
+    A kernel that makes a choice by size makes it for the example, and the code keeps that choice for every size. This is safe
+    because kernels are correct for any length; only their speed depends on the choice. Scratch memory gets the size of the
+    example, however, so the example must have the largest number of tokens (see `exporting.pieces`).
     """
     varying = {f.name: size for f in fields(shape) if isinstance(size := getattr(shape, f.name), torch.SymInt)}
     environments = {size.node.shape_env for size in varying.values()}
@@ -118,11 +123,11 @@ def _by_example(shape: Shape) -> Iterator[Shape]:
 
 @contextmanager
 def compiling_for(card: Card) -> Iterator[None]:
-    """Inside, operations on CUDA's fake tensors are those of `card`, which needn't be there."""
+    """Compile the operations on CUDA's fake tensors for `card`, which need not be installed."""
     global _compiling_for
     from toolkit.kernels.registry import kernels
 
-    kernels()  # imported now: on fake tensors the numbers that their files work out would be none
+    kernels()  # imported first, because under fake tensors the constants in the kernels' files would have no values
     before, _compiling_for = _compiling_for, card
     try:
         yield
@@ -131,12 +136,12 @@ def compiling_for(card: Card) -> Iterator[None]:
 
 
 def operations() -> tuple[str, ...]:
-    """Those that were defined, by name."""
+    """Return the names of the registered operations."""
     return tuple(_operations)
 
 
 def call(name: str, *operands: Any) -> Any:
-    """Run the operation `name`; a problem that runs inside `record_problems` is noted there."""
+    """Run the operation `name`. Inside `record_problems`, its problem is recorded too."""
     for recorder in _recorders:
         recorder.append(_operations[name][0](*operands)[:2])
     return getattr(torch.ops.toolkit, name)(*operands)
@@ -144,7 +149,7 @@ def call(name: str, *operands: Any) -> Any:
 
 @contextmanager
 def record_problems() -> Iterator[list[tuple[Kernel, Shape]]]:
-    """Gathers the (kernel, shape) of every operation that runs inside: what there is to tune. ImportError without Triton."""
+    """Collect the (kernel, shape) of every operation that runs in the block, for tuning. Raises ImportError without Triton."""
     found: list[tuple[Kernel, Shape]] = []
     _recorders.append(found)
     try:
@@ -154,9 +159,7 @@ def record_problems() -> Iterator[list[tuple[Kernel, Shape]]]:
 
 
 def on_gpu(*tensors: Tensor | None) -> bool:
-    """Do operations run, rather than references? Where the first of `tensors` is on a GPU that they run on, and none of them
-    is asked for a gradient.
-    """
+    """Return whether operations run their kernels: the first tensor is on a supported GPU, and none requires a gradient."""
     first = tensors[0]
     assert first is not None
     if first.device.type not in GPUS or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)):
@@ -168,7 +171,7 @@ def on_gpu(*tensors: Tensor | None) -> bool:
 
 @cache
 def _can_compile(device: torch.device) -> bool:
-    """Is Triton there, and a card that computes in bf16?"""
+    """Return whether Triton is installed and the GPU supports bf16."""
     return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
 
 
@@ -178,9 +181,9 @@ def _zeros(device: torch.device, stream: int) -> Tensor:
 
 
 def counters(like: Tensor, count: int) -> Tensor:
-    """`count` int32 zeros, the same for every kernel of a stream: each waits for the one before it to be done.
+    """Return `count` int32 zeros, shared by all kernels of a stream, since each waits for the one before it.
 
-    A graph that is being captured gets zeros of its own: its memory is the graph's, and its fill runs when the graph does.
+    A graph that is being captured gets its own zeros: the memory belongs to the graph, and the fill runs when the graph does.
     """
     device = like.device
     if count > COUNTERS or device.type != "cuda" or _compiling_for is not None or torch.cuda.is_current_stream_capturing():
@@ -189,17 +192,17 @@ def counters(like: Tensor, count: int) -> Tensor:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """`x`, contiguous and from a multiple of 16 bytes on, as kernels load it: itself, or a copy."""
+    """Return `x` contiguous and aligned to 16 bytes, as the kernels load it; copies only if it is neither."""
     x = x.contiguous()
     return x.clone() if x.storage_offset() * x.element_size() % 16 else x
 
 
 def launches(name: str, n: int, moved: int, flops: float = 0.0) -> list[Effect]:
-    """`n` launches of which one moves and computes all that there is."""
+    """Return the effects of `n` launches, of which one does all the memory traffic and arithmetic."""
     main = Effect("kernel", 0, name, flops=flops, moved_bytes=moved, peak="bf16_flops")
     return [Effect("kernel", 0, f"{name}_part", cost="launch_host_ns")] * (n - 1) + [main]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """ "bfloat16" for torch.bfloat16: how kernels' shapes call it."""
+    """Return "bfloat16" for torch.bfloat16, as the shapes of kernels spell it."""
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""What stands between the matrices of a gated delta net."""
+"""The gated delta net as one operation: everything between its input and output matrices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts whose matrices are packed: one token through the experts it chooses, or many through theirs."""
+"""Operations on mixtures of experts with packed matrices: one for a single token (`moe`), one for many (`experts`)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from toolkit.ops.products import ACTIVATIONS, FUSED
 from toolkit.weights.packed import PackedMatrix, dequantize
 from toolkit.weights.schemes import SCHEMES
 
-LEAST = 32  # numbers that share a scale of activations: rows of a step divide by it
+LEAST = 32  # activations that share one scale; the sizes of a decode step must be multiples of it
 
-Gated = tuple[PackedMatrix, PackedMatrix]  # gate and up as one matrix, and down; a stack of experts or one
+Gated = tuple[PackedMatrix, PackedMatrix]  # (gate and up as one matrix, down), of one MLP or of a stack of experts
 
 
 def experts_fit(x: Tensor, matrices: Gated | None, activation: str, *scores: Tensor | None) -> bool:
-    """Can `experts` take these matrices, and does it run? `scores`: what else may be asked for a gradient."""
+    """Return whether `experts` supports these matrices and runs here. `scores` are further tensors that may need a gradient."""
     return matrices is not None and activation in FUSED and x.dtype == torch.bfloat16 and on_gpu(x, *scores)
 
 
 def moe_fits(x: Tensor, matrices: Gated | None, activation: str, shared: Gated | None, *scores: Tensor | None) -> bool:
-    """Can `moe` take these? The shared expert's matrices are those of one more expert."""
+    """Return whether `moe` supports these matrices. The shared expert must have the format of the others."""
     if matrices is None or x.shape[0] != 1 or not experts_fit(x, matrices, activation, *scores):
         return False
     up, down = matrices
@@ -39,9 +39,10 @@ def moe(
     x: Tensor, scores: Tensor, top_k: int, matrices: Gated, activation: str, shared: Gated | None = None,
     gate: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """One token x [1, hidden] through the `top_k` experts of the highest scores [1, experts], whose softmax weighs them.
+    """Run one token x [1, hidden] through the `top_k` experts with the highest scores [1, experts]. Returns [1, hidden].
 
-    And through the `shared` one, weighed by the sigmoid of `gate` [1, 1]: [1, hidden]. For GPUs alone, and what `moe_fits`.
+    The softmax of those scores weights the experts. A `shared` expert is added with the weight sigmoid(gate), where `gate` is
+    [1, 1]. Needs a GPU and matrices for which `moe_fits`.
     """
     up, down = matrices
     held = [_parts(one) for one in matrices] + ([_parts(one) for one in shared] if shared is not None else [[], []])
@@ -49,9 +50,9 @@ def moe(
 
 
 def experts(x: Tensor, chosen: Tensor, shares: Tensor, matrices: Gated, activation: str) -> Tensor:
-    """x [N, hidden] through the experts `chosen` [N, k], weighed by `shares` [N, k] in fp32: [N, hidden].
+    """Run x [N, hidden] through the experts `chosen` [N, k], weighted by `shares` [N, k] in fp32. Returns [N, hidden].
 
-    For GPUs alone, and what `experts_fit`.
+    Needs a GPU and matrices for which `experts_fit`.
     """
     up, down = matrices
     schemes = (up.scheme.name, down.scheme.name)
@@ -67,13 +68,13 @@ def _named(parts: Sequence[Tensor], scheme: str, prefix: str = "") -> dict[str, 
 
 
 def _some(parts: Sequence[Tensor], scheme: str, numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values of some matrices of a stack: [n, out, in]."""
+    """Dequantize some matrices of a stack: [n, out, in]."""
     chosen = {name: part.index_select(0, numbers) for name, part in _named(parts, scheme).items()}
     return dequantize(SCHEMES[scheme], chosen, dtype)
 
 
 def _gated(x: Tensor, up: Tensor, down: Tensor, activation: str) -> Tensor:
-    """x [n, 1, hidden] through n gated MLPs."""
+    """Run x [n, 1, hidden] through n gated MLPs."""
     gate, rest = torch.bmm(x, up.transpose(1, 2)).chunk(2, -1)
     return torch.bmm(ACTIVATIONS[activation](gate) * rest, down.transpose(1, 2))
 
@@ -116,7 +117,7 @@ define(
 
 @rule("toolkit::moe")
 def _moe_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> list[Effect]:
-    """Routing, then two products that read the experts chosen, and the shared one."""
+    """Routing, then two products that read the chosen experts and the shared one."""
     x, scores, _, up, down, shared_up, shared_down = args[:7]
     chosen = sum(map(nbytes, (*up, *down))) * args[9] // scores.shape[-1]
     return launches("moe", 3, 2 * nbytes(x) + nbytes(scores) + chosen + sum(map(nbytes, (*shared_up, *shared_down))))
@@ -126,7 +127,7 @@ def _experts_reference(
     x: Tensor, chosen: Tensor, shares: Tensor, up: Sequence[Tensor], down: Sequence[Tensor], scheme: str, down_scheme: str,
     activation: str,
 ) -> Tensor:  # fmt: skip
-    """Token by token, so that little is dequantised at a time."""
+    """Run token by token, so that only a few experts are dequantized at a time."""
     rows = []
     for row, numbers, weights in zip(x, chosen, shares, strict=True):
         own, back = _some(up, scheme, numbers, x.dtype), _some(down, down_scheme, numbers, x.dtype)
@@ -156,7 +157,7 @@ define(
 
 @rule("toolkit::experts")
 def _experts_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> list[Effect]:
-    """Sorting, two products, a sum: four kernels, which read as many experts as the pairs can be of."""
+    """Sorting, two products and a sum: four kernels that read every expert that the pairs can reach."""
     x, chosen, _, up, down = args[:5]
     matrices = sum(map(nbytes, (*up, *down)))
     share = min(1.0, chosen.numel() / up[0].shape[0])

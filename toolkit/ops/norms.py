@@ -1,4 +1,4 @@
-"""Norms, with what is added before or after them."""
+"""RMS norms, and norms fused with the additions before or after them."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ from toolkit.ops.define import Problem, aligned, call, define, dtype_name, launc
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension of x [..., hidden], in fp32; weight [hidden] in fp32."""
+    """Return x / rms(x) * weight over the last dimension of x [..., hidden], computed in fp32; weight [hidden] is fp32."""
     return _norm(x, weight, eps)[0]
 
 
 def add_norm(
     residual: Tensor, x: Tensor, weight: Tensor, eps: float, post_weight: Tensor | None = None, scalar: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(norm(sum), sum) [..., hidden] where sum is residual + x, with `post_weight` (residual + post_norm(x)) * scalar."""
+    """Return (norm(sum), sum), both [..., hidden], where sum = residual + x.
+
+    With `post_weight`, sum = (residual + post_norm(x)) * scalar.
+    """
     normed, total = _norm(x, weight, eps, residual, post_weight, scalar)
     return normed, total
 
 
 def norm_add(residual: Tensor, x: Tensor, post_weight: Tensor, eps: float, scalar: Tensor | None = None) -> Tensor:
-    """(residual + norm(x)) * scalar, [..., hidden]."""
+    """Return (residual + norm(x)) * scalar, [..., hidden]."""
     return _norm(x, post_weight, eps, residual, post_weight, scalar, False)[0]
 
 

@@ -1,4 +1,4 @@
-"""x times a matrix, plain or packed, and what a gated MLP does with it."""
+"""Products with a matrix, plain or packed, and with the joined gate and up matrices of a gated MLP."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from toolkit.ops.define import Problem, aligned, call, counters, define, launche
 from toolkit.weights.packed import PackedMatrix, packed_matmul
 from toolkit.weights.schemes import SCHEMES
 
-DECODED = 8  # tokens up to which a product is that of decoding, bound by the matrix's bytes
+DECODED = 8  # up to this many tokens a product is limited by reading the matrix, as in decoding
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "gelu": F.gelu,
     "relu": F.relu,
 }
-FUSED = ("silu", "gelu_tanh")  # those that a product's kernel can end with
+FUSED = ("silu", "gelu_tanh")  # activations that the kernel can apply to its result
 
 
 def matmul(x: Tensor, weight: Tensor | PackedMatrix, activation: str = "none") -> Tensor:
-    """x [..., in] times weight [out, in], transposed: [..., out] in the dtype of `x`.
+    """Return x [..., in] times the transpose of weight [out, in]: [..., out] in the dtype of `x`.
 
-    With an `activation` (of `ACTIVATIONS`) the matrix holds gate rows and then as many up rows, and the result
-    [..., out / 2] is activation(gate) * up. On CUDA a few rows (`DECODED`) of bf16 become 8-bit integers with a scale per 32
-    first, of fp16 and fp32 16-bit ones; more rows in fp16 and fp32 go by the reference.
+    With an `activation` of `ACTIVATIONS`, the matrix holds gate rows followed by as many up rows, and the result [..., out / 2]
+    is activation(gate) * up. On CUDA, up to `DECODED` rows are quantized before the product: bf16 to 8-bit integers with one
+    scale per 32 numbers, fp16 and fp32 to 16-bit integers. More rows in fp16 or fp32 use the reference.
     """
     if activation != "none" and activation not in FUSED:
         return _activated(matmul(x, weight), activation)
@@ -80,7 +80,7 @@ def _matmul_problem(x: Tensor, parts: Sequence[Tensor], scheme: str, activation:
 
 @rule("toolkit::packed_matmul")
 def _matmul_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> list[Effect]:
-    """Each packed byte is read once; of a few rows a small launch makes integers first."""
+    """Each packed byte is read once; for a few rows, a small launch quantizes the activations first."""
     x, parts = args[0], args[1]
     rows = x.numel() // x.shape[-1]
     moved = nbytes(x) + nbytes(out) + sum(map(nbytes, parts))

@@ -1,4 +1,4 @@
-"""Logits to the next token to its row of the embedding: where one decode step ends and the next begins."""
+"""The operation that turns logits into the next token and its embedding row: the boundary between two decode steps."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ def sample_embed(
     logits: Tensor, table: Tensor | PackedMatrix, dtype: torch.dtype, scale: float, token: Tensor,
     draw: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Write the next token of fp32 `logits` [vocab] into `token` [1] int64; its row of `table` times `scale`: [1, hidden].
+    """Write the next token for fp32 `logits` [vocab] into `token` [1] int64 and return its row of `table` times `scale`.
 
-    Greedy, ties to the lowest id; or with `draw` = (temperature fp64 [1], key int64 [1] (`mixed_seed`), step int64 [1]) the
-    highest of logit / temperature + noise, and the step is counted on. `dtype`: of the row. For GPUs alone.
+    Greedy by default, with the lowest id among equals. With `draw` = (temperature fp64 [1], key int64 [1] from `mixed_seed`,
+    step int64 [1]) the token has the highest logit / temperature + noise, and the step is incremented. The row is [1, hidden]
+    in `dtype`. Needs a GPU.
     """
     packed = table if isinstance(table, PackedMatrix) else None
     parts, scheme = ([table], "") if packed is None else (list(packed.parts().values()), packed.scheme.name)
@@ -82,5 +83,5 @@ define(
 
 @rule("toolkit::sample_embed")
 def _effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> list[Effect]:
-    """One kernel: one pass over the logits, and a row."""
+    """One kernel that reads the logits once, and one row of the table."""
     return launches("sample_embed", 1, nbytes(args[0]) + 2 * nbytes(out))

@@ -1,1 +1,1 @@
-"""References in plain PyTorch of operations that several models share."""
+"""Plain PyTorch references of operations that several models share; models use them where no kernel runs."""

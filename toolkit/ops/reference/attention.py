@@ -1,7 +1,7 @@
-"""Attention and rotary embedding in plain PyTorch, on a sequence itself or on a cache: the reference of their kernels.
+"""Attention and rotary embeddings in plain PyTorch, on a whole sequence or on a cache.
 
-Chosen so that a decode step launches few kernels and copies nothing: no operation here indexes with host data, waits, or
-makes a contiguous clone. It knows no model and no cache.
+These functions are the reference of the kernels. They launch few kernels per decode step and copy nothing between host and
+device: they neither index with host data nor wait for the device.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def rope_of(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Tensor:
-    """The rotary table [T, 2, 2 F] of `positions` [T] for any `frequencies` [F] (radians a position, fp32)."""
+    """Return the rotary table [T, 2, 2 F] of `positions` [T] for `frequencies` [F] in radians per position, fp32."""
     angles = positions[:, None].float() * frequencies  # [T, F]
     cos, sin = angles.cos(), angles.sin()
     table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
@@ -22,15 +22,17 @@ def rope_of(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Rotary embedding of `x` [B, T, heads, head_dim] with `rope` [T, 2, head_dim]: halves paired, as Qwen, Llama, NeoX."""
+    """Apply a rotary embedding `rope` [T, 2, head_dim] to `x` [B, T, heads, head_dim], pairing halves as Qwen, Llama and NeoX
+    do.
+    """
     cos, sin = rope[:, 0, None], rope[:, 1, None]  # [T, 1, head_dim]
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None = None) -> Tensor:
-    """Attention of a whole sequence on itself: [B, T, H, D] with keys and values [B, T, KV heads, D] -> [B, T, H * D].
+    """Return the causal attention [B, T, H * D] of query [B, T, H, D] on keys and values [B, T, KV heads, D].
 
-    `window`: each token sees itself and the window - 1 before it.
+    With a `window`, each token sees itself and the window - 1 tokens before it.
     """
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     length = q.shape[2]
@@ -45,9 +47,9 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, wi
 
 
 def hidden_slots(slots: Tensor, positions: Tensor, window: int | None = None) -> Tensor:
-    """The additive mask [T, S] in fp32 of `positions` [T] on what stands at `slots` [S] (positions too; negative: nothing).
+    """Return the additive mask [T, S] in fp32 for queries at `positions` [T] and slots that hold the positions `slots` [S].
 
-    0 where a token sees the slot, -inf where that lies in its future, before its window, or holds nothing.
+    It is 0 where a query sees the slot and -inf where the slot is in the future, before the window, or empty (negative).
     """
     hidden = slots > positions[:, None]
     if window is not None:
@@ -56,11 +58,11 @@ def hidden_slots(slots: Tensor, positions: Tensor, window: int | None = None) ->
 
 
 def cached_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attention of new tokens on a cache: query [1, T, H, D], key and value [1, KV heads, S, D], mask [T, S] -> [1, T, H * D].
+    """Return the attention [1, T, H * D] of query [1, T, H, D] on key and value [1, KV heads, S, D] with mask [T, S].
 
-    The query heads that share a KV head are packed as rows of one matrix, so that keys and values are never repeated;
-    at T = 1 all reshapes are views. Written out rather than left to `scaled_dot_product_attention`, which picks another
-    implementation per device, dtype and version, some of which copy.
+    The query heads that share a KV head form the rows of one matrix, so keys and values are never repeated; for T = 1 all
+    reshapes are views. This doesn't use `scaled_dot_product_attention`, which picks a different implementation per device,
+    dtype and version, some of which make copies.
     """
     _, t, heads, dim = query.shape
     kv, slots = key.shape[1:3]

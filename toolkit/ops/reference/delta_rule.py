@@ -1,13 +1,13 @@
-"""The gated delta rule: a memory of fixed size that forgets, corrects itself, and is read, token by token.
+"""The gated delta rule: a recurrent state of fixed size that each token decays, corrects and reads.
 
-For each head, a state S [Dk, Dv] and at each token t
+For each head, with a state S [Dk, Dv], token t computes
 
     S <- exp(g) S;   S <- S + k (beta (v - k S));   out = q S
 
-One operation, which takes the recurrent step for a single token and the chunked form for more. Plain PyTorch in fp32, in
-transformers' order of sums: where heads forget much, logarithms summed over a chunk lose digits, and the chunked form
-differs from the steps, as theirs does. It has gradients. `delta_net` puts the causal convolution before it and the gated norm
-after. It knows no model and no cache.
+`gated_delta_rule` uses the recurrent form for one token and the chunked form for more. It is plain PyTorch in fp32,
+differentiable, and sums in the same order as transformers. Where heads decay fast, cumulative sums of logarithms over a chunk
+lose digits, so the chunked form differs from the recurrent one, as it does in transformers. `delta_net` adds the causal
+convolution before it and the gated norm after it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-NORM_EPS = 1e-6  # of queries and keys: a constant, unlike a model's rms_norm_eps
-CHUNK = 64  # tokens solved at once: one triangular system of this size, and a scan over chunks
+NORM_EPS = 1e-6  # for queries and keys: a constant, unlike a model's rms_norm_eps
+CHUNK = 64  # tokens per chunk: one triangular system of this size each, then a scan over chunks
 
 
 class DeltaNetLayer(NamedTuple):
@@ -69,15 +69,15 @@ def mix(mixed: Tensor, z: Tensor, b: Tensor, a: Tensor, layer: DeltaNetLayer, me
 
 
 def convolve(x: Tensor, conv: Tensor) -> Tensor:
-    """x [B, taps - 1 + T, channels] by conv [channels, taps] -> [B, T, channels], fp32."""
+    """Convolve x [B, taps - 1 + T, channels] with conv [channels, taps]; returns [B, T, channels] in fp32."""
     return F.conv1d(x.float().transpose(1, 2), conv[:, None], groups=x.shape[-1]).transpose(1, 2)
 
 
 def _convolve_after(x: Tensor, conv: Tensor, ring: Tensor, positions: Tensor) -> Tensor:
-    """The same for new inputs x [T, channels], after those in the ring, which then holds their last: [1, T, channels]."""
+    """Convolve new inputs x [T, channels] after those in the ring, and update the ring. Returns [1, T, channels]."""
     taps = conv.shape[1]
     written = positions[-taps:] % taps
-    order = (torch.arange(1, taps + 1, device=x.device) + positions[:1]) % taps  # the oldest first, the first new one last
+    order = (torch.arange(1, taps + 1, device=x.device) + positions[:1]) % taps  # from the oldest to the first new one
     if x.shape[0] == 1:
         ring.index_copy_(0, written, x)
         return (ring.index_select(0, order) * conv.t()).sum(0)[None, None]
@@ -87,11 +87,11 @@ def _convolve_after(x: Tensor, conv: Tensor, ring: Tensor, positions: Tensor) ->
 
 
 def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None) -> Tensor:
-    """The outputs [B, T, M, N, Dv] of all value heads, which form a table [M, N].
+    """Return the outputs [B, T, M, N, Dv] of all value heads, which form a table [M, N].
 
-    q, k: [B, T, M or 1, N or 1, Dk], normalised (and q scaled) already; an axis of 1 is a key head that all value heads
-    along it share. v: [B, T, M, N, Dv]. g (log of what is kept, at most 0) and beta: [B, T, M, N]. All fp32.
-    `state` [M, N, Dk, Dv], written in place, is what the tokens before left (B is 1 then); None begins from nothing.
+    q and k are [B, T, M or 1, N or 1, Dk], normalized, with q scaled; an axis of size 1 is a key head that the value heads
+    along it share. v is [B, T, M, N, Dv]. g (log of the decay, at most 0) and beta are [B, T, M, N]. All are fp32. `state` [M,
+    N, Dk, Dv] is the state after the tokens before (B must be 1) and is updated in place; None starts from zeros.
     """
     if q.shape[1] == 1 and state is not None:
         return _step(q[0, 0], k[0, 0], v[0, 0], g[0, 0], beta[0, 0], state)[None, None]
@@ -99,7 +99,7 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s
 
 
 def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
-    """One token: q, k [M, N, Dk], v [M, N, Dv] -> [M, N, Dv]. The state is changed by two kernels that write in place."""
+    """Process one token: q, k [M, N, Dk], v [M, N, Dv] -> [M, N, Dv]. Two kernels update the state in place."""
     state.mul_(g.exp()[..., None, None])
     known = _read(k, state)
     state.addcmul_(k[..., None], ((v - known) * beta[..., None])[..., None, :])
@@ -107,21 +107,23 @@ def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tenso
 
 
 def _read(key: Tensor, state: Tensor) -> Tensor:
-    """What `key` [M or 1, N or 1, Dk] finds in `state` [M, N, Dk, Dv]: [M, N, Dv]."""
+    """Return key times state, [M, N, Dv], for `key` [M or 1, N or 1, Dk] and `state` [M, N, Dk, Dv]."""
     m, n, dk, dv = state.shape
     rows = key.expand(m, n, dk).reshape(m * n, 1, dk)
     return torch.bmm(rows, state.view(m * n, dk, dv)).view(m, n, dv)
 
 
 def _chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None) -> Tensor:
-    """Any number of tokens, `CHUNK` at a time (the "UT transform" of Yang et al., arXiv 2406.06484, with the gates of
-    arXiv 2412.06464): within a chunk, what every token writes follows from one triangular system.
+    """Process any number of tokens, `CHUNK` at a time.
+
+    This is the "UT transform" of Yang et al. (arXiv 2406.06484) with the gates of arXiv 2412.06464: within a chunk, a
+    triangular system gives the update of every token.
     """
     length = v.shape[1]
-    size = length if isinstance(length, torch.SymInt) else min(CHUNK, length)  # a graph for any number of tokens: one chunk
+    size = length if isinstance(length, torch.SymInt) else min(CHUNK, length)  # a graph for any number of tokens has one chunk
     q, k, v = (_chunks(x, size) for x in (q, k, v))  # [B, M, N, chunks, size, D]
     g, beta = (_chunks(x[..., None], size)[..., 0] for x in (g, beta))  # [B, M, N, chunks, size]
-    kept = g.cumsum(-1)  # log of what is left at each token of what stood before the chunk
+    kept = g.cumsum(-1)  # log of the decay from the start of the chunk to each token
     later = torch.ones(size, size, dtype=torch.bool, device=v.device).triu(1)
     between = (kept[..., :, None] - kept[..., None, :]).masked_fill(later, -math.inf).exp()  # from column to row
     until, left = kept.exp()[..., None], kept[..., -1:].exp()[..., None]
@@ -144,7 +146,7 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
 
 
 def _chunks(x: Tensor, size: int) -> Tensor:
-    """[B, T, M, N, D] -> [B, M, N, chunks, size, D], zeros after the last token (which write nothing and keep all)."""
+    """[B, T, M, N, D] -> [B, M, N, chunks, size, D], padded with zeros, which leave the state unchanged."""
     x = x.permute(0, 2, 3, 1, 4)
     if isinstance(size, torch.SymInt):
         return x.unsqueeze(3)
