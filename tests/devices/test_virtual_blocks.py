@@ -1,4 +1,4 @@
-"""The rules of CUDA's caching allocator: segments, cutting, joining, streams, and giving back."""
+"""Tests of the caching allocator: segments, splitting, merging, streams, and releasing."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ SETTINGS = [
 
 
 def check(blocks: Blocks, held: list[Block]) -> None:
-    """Everything that is always true of blocks, of which these are held."""
+    """Check the invariants of `blocks`, of which `held` are allocated."""
     pieces = [block for segment in blocks.segments() for block in segment]
     free = [block for block in pieces if block.free]
     assert {id(block) for block in pieces if not block.free} == {id(block) for block in held}
@@ -186,10 +186,10 @@ def test_a_limit_is_kept_and_what_is_cached_is_given_up_for_it():
     [
         ("max_split_size_mb:20", "too small"),
         ("max_split_size_mb:many", "not a whole number"),
-        ("garbage_collection_threshold:1.5", "not a share"),
+        ("garbage_collection_threshold:1.5", "not a fraction"),
         ("roundup_power2_divisions:3", "not a power of two"),
         ("expandable_segments:yes", "neither True nor False"),
-        ("backend:cudaMallocAsync", "only the native one"),
+        ("backend:cudaMallocAsync", "only backend:native"),
         ("max_split_size:64", "max_split_size_mb"),
     ],
 )

@@ -1,7 +1,7 @@
-"""Random allocations under settings of the allocator, and what CUDA's own counted after each, on an H200.
+"""Random allocations under various allocator settings, and the counters of CUDA's allocator during them on an H200.
 
-`python -m tests.golden.allocator OUT.json` on a CUDA machine measures them, a process for each settings and seed. The steps
-follow from the seed and from which allocations were refused, so they are the same wherever the allocator is.
+`python -m tests.golden.allocator OUT.json` measures them on a CUDA machine, with one process per settings and seed. The steps
+depend only on the seed and on which allocations failed, so that another allocator that behaves the same sees the same steps.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ SETTINGS = (
     "expandable_segments:True,max_split_size_mb:32",
     "expandable_segments:True,garbage_collection_threshold:0.6,roundup_power2_divisions:8",
 )  # fmt: skip
-LIMITS = (48 << 20, 192 << 20, 300 << 20)  # by seed: what the process may reserve
-_SIZES = ((0, 23.0), (0, 26.5), (18, 25.5))  # by seed: powers of two that sizes lie between
+LIMITS = (48 << 20, 192 << 20, 300 << 20)  # by seed: the bytes that the process may reserve
+_SIZES = ((0, 23.0), (0, 26.5), (18, 25.5))  # by seed: base-2 logarithms of the smallest and the largest size
 KEYS = (
     "allocated_bytes.all.current", "reserved_bytes.all.current", "inactive_split_bytes.all.current", "segment.all.current",
     "num_alloc_retries", "num_ooms", "requested_bytes.all.current", "oversize_segments.current",
 )  # fmt: skip
 NAMES = sorted(Counters().figures())
-EVERY = 50  # steps between two rows that are kept
+EVERY = 50  # steps between two recorded rows
 
 
 def steps(seed: int, n: int = 700) -> Generator[tuple[str, int, int], bool, None]:
-    """("free", which of those held, 0) or ("take", bytes, stream); to be sent whether a take was granted."""
+    """Yield ("free", index of a held block, 0) or ("take", bytes, stream). The caller sends whether a take succeeded."""
     rng, live = random.Random(seed), 0
     for _ in range(n):
         if live and rng.random() < 0.46:
@@ -45,7 +45,7 @@ def steps(seed: int, n: int = 700) -> Generator[tuple[str, int, int], bool, None
 
 
 def run(seed: int, take: Any, give: Any) -> Generator[None, None, list[Any]]:
-    """Go through the steps with `take(bytes, stream)` (None: refused) and `give(block)`; yields after each."""
+    """Execute the steps with `take(bytes, stream)`, which returns None on failure, and `give(block)`. Yield after each."""
     held: list[Any] = []
     walk, granted = steps(seed), None
     while True:
@@ -65,7 +65,7 @@ def run(seed: int, take: Any, give: Any) -> Generator[None, None, list[Any]]:
 
 
 def measure(seed: int) -> dict[str, Any]:
-    """One run on the first CUDA device, whose settings the environment has."""
+    """Return one run on the first CUDA GPU, with the allocator settings of the environment."""
     import torch
 
     torch.cuda.set_per_process_memory_fraction(LIMITS[seed] / torch.cuda.get_device_properties(0).total_memory)
@@ -91,7 +91,7 @@ def measure(seed: int) -> dict[str, Any]:
 
 
 def main(path: str) -> None:
-    """Measure every run and write them."""
+    """Measure every run, and write the results to `path`."""
     runs = []
     for settings in SETTINGS:
         for seed in range(len(LIMITS)):

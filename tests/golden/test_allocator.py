@@ -1,4 +1,4 @@
-"""The virtual GPU's allocator counts what CUDA's counted on an H200, step by step, whatever its settings."""
+"""Tests that the virtual GPU's allocator has the counters of CUDA's on an H200, step by step, under various settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MEASURED = json.loads((Path(__file__).parent / "h200_allocator.json").read_text(
 
 
 class Placed(Blocks):
-    """Blocks whose segments lie where the driver put them: of two free blocks of one size, the lower one is taken."""
+    """Blocks with segments at the driver's addresses, since the lower of two free blocks of equal size is used."""
 
     places: list[int]
 

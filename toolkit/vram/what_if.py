@@ -267,7 +267,7 @@ def _run(trace: Trace, events: _Events, capacity: int, context: int, settings: S
                 refused = at
                 break
             held[address] = block
-    counters.note_grown()
+    counters.update_allocated_peaks()
     failure = None if refused is None else _failure(trace, int(events.rows[refused]), size, blocks)
     return Replay(capacity, context, settings, counters.peak_bytes, most, max(idle, 0), failure)
 

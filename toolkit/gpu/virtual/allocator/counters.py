@@ -1,20 +1,28 @@
-"""What the virtual GPU's allocator counts: the figures of torch.cuda.memory_stats, kept at the cost of a few additions.
+"""Counters of the virtual GPU's allocator: the figures of torch.cuda.memory_stats, at the cost of a few additions.
 
-What is taken and given is added up for each size class; how much is held, and what is held in all, are differences. A
-peak can only lie where taking turns into giving, so it is looked for there and not at every allocation. Sizes only.
+Each size class accumulates what is allocated and what is freed; the current figures are differences of the two. A peak can
+only occur right before the first free after an allocation, so peaks are updated there, and not at every allocation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-_Figures = tuple[int, int, int, int]  # held now, most held, taken in all, given in all
+_Figures = tuple[int, int, int, int]  # in the order of _KINDS
 _KINDS = ("current", "peak", "allocated", "freed")
+_STATS = {  # attributes of a pool: increases, decreases, peak. "active" equals "allocated": no block waits for another stream
+    "allocation": ("taken", "given", "peak"), "active": ("taken", "given", "peak"),
+    "allocated_bytes": ("taken_bytes", "given_bytes", "peak_bytes"),
+    "active_bytes": ("taken_bytes", "given_bytes", "peak_bytes"),
+    "requested_bytes": ("taken_requested", "given_requested", "peak_requested"),
+    "inactive_split": ("inactive", "reactivated", "peak_inactive"),
+    "inactive_split_bytes": ("inactive_bytes", "reactivated_bytes", "peak_inactive_bytes"),
+}  # fmt: skip
 _ONCE = ("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free")
 
 
 class Stat:
-    """A figure that changes rarely."""
+    """A counter that changes rarely, so that it keeps its peak itself."""
 
     __slots__ = ("freed", "now", "peak", "taken")
 
@@ -37,63 +45,66 @@ class Stat:
 
 
 class Pool:
-    """The blocks of one size class: how many and how large, what was asked for, and what lies free beside held ones."""
+    """The counters of one size class: blocks, their bytes, requested bytes, and inactive splits.
+
+    An inactive split is a free block of a segment that has other blocks. `inactive` counts blocks that became one, and
+    `reactivated` those that ceased to be one.
+    """
 
     __slots__ = (
-        "given", "given_bytes", "given_requested", "loose", "loose_bytes", "peak", "peak_bytes", "peak_loose",
-        "peak_loose_bytes", "peak_requested", "requests", "reserved", "segments", "small", "taken", "taken_bytes",
-        "taken_requested", "tight", "tight_bytes",
+        "given", "given_bytes", "given_requested", "inactive", "inactive_bytes", "peak", "peak_bytes", "peak_inactive",
+        "peak_inactive_bytes", "peak_requested", "reactivated", "reactivated_bytes", "requests", "reserved", "segments",
+        "small", "taken", "taken_bytes", "taken_requested",
     )  # fmt: skip
 
     def __init__(self, small: bool) -> None:
         self.small = small
-        self.requests = 0  # how often a block was looked for
+        self.requests = 0  # allocations requested, also those that failed
         self.taken = self.taken_bytes = self.taken_requested = self.given = self.given_bytes = self.given_requested = 0
         self.peak = self.peak_bytes = self.peak_requested = 0
-        # free parts of segments that are partly held: became so, and ceased to be so
-        self.loose = self.loose_bytes = self.tight = self.tight_bytes = 0
-        self.peak_loose = self.peak_loose_bytes = 0
+        self.inactive = self.inactive_bytes = self.reactivated = self.reactivated_bytes = 0
+        self.peak_inactive = self.peak_inactive_bytes = 0
         self.segments, self.reserved = Stat(), Stat()
 
     def cut(self, was_whole: bool, size: int, left: int) -> None:
-        """A block of `size` was taken off a free one, of which `left` stays."""
+        """Count a block of `size` that was cut from a free one (`was_whole`: a whole segment), of which `left` remains."""
         if was_whole:
-            self.loose += 1
-            self.loose_bytes += left
+            self.inactive += 1
+            self.inactive_bytes += left
         else:
-            self.tight_bytes += size
+            self.reactivated_bytes += size
 
     def fill(self, size: int) -> None:
-        """The free part of a segment was taken whole."""
-        self.tight += 1
-        self.tight_bytes += size
+        """Count an inactive split that was allocated without cutting it."""
+        self.reactivated += 1
+        self.reactivated_bytes += size
 
-    def loosen(self, joined: int, size: int, joined_size: int, whole: bool) -> None:
-        """A block of `size` was given back, and joined so many free ones to make one of `joined_size`."""
+    def give(self, joined: int, size: int, joined_size: int, whole: bool) -> None:
+        """Count a freed block of `size` that was `joined` with so many neighbors to one of `joined_size`."""
         change, n_bytes = -joined, size - joined_size
         if not whole:
             change, n_bytes = change + 1, size
         if change > 0:
-            self.loose += change
+            self.inactive += change
         else:
-            self.tight -= change
+            self.reactivated -= change
         if n_bytes > 0:
-            self.loose_bytes += n_bytes
+            self.inactive_bytes += n_bytes
         else:
-            self.tight_bytes -= n_bytes
+            self.reactivated_bytes -= n_bytes
 
 
 class Counters:
-    """The counters of an allocator: by size class, and of all."""
+    """The counters of an allocator, by size class and in total."""
 
     def __init__(self) -> None:
         self.small, self.large = Pool(True), Pool(False)
-        self.grown = self.loosened = False  # since the peaks were looked at
-        self.peak = self.peak_bytes = self.peak_requested = self.peak_loose = self.peak_loose_bytes = 0
+        self.allocated_peak_due = self.inactive_peak_due = False  # whether there may be a new peak
+        self.peak = self.peak_bytes = self.peak_requested = self.peak_inactive = self.peak_inactive_bytes = 0
         self.segments, self.reserved = Stat(), Stat()
         self.oversize_allocations, self.oversize_segments = Stat(), Stat()
         self.retries = self.ooms = self.syncs = self.device_allocs = self.device_frees = 0
-        self._since: dict[str, int] = {}  # the accumulated figures when they were last set to nothing
+        self._since: dict[str, int] = {}  # the accumulated figures when they were last reset
 
     @property
     def blocks(self) -> int:
@@ -109,9 +120,9 @@ class Counters:
         small, large = self.small, self.large
         return small.taken_requested - small.given_requested + large.taken_requested - large.given_requested
 
-    def note_grown(self) -> None:
-        """Look whether what is held is the most yet. To be called before anything is given back."""
-        self.grown = False
+    def update_allocated_peaks(self) -> None:
+        """Update the peaks of allocated blocks and bytes. Must be called before a block is freed."""
+        self.allocated_peak_due = False
         blocks = n_bytes = requested = 0
         for pool in (self.small, self.large):
             held = pool.taken - pool.given
@@ -133,91 +144,61 @@ class Counters:
         if requested > self.peak_requested:
             self.peak_requested = requested
 
-    def note_loose(self) -> None:
-        """The same for what lies free beside held blocks. To be called before there is less of it."""
-        self.loosened = False
+    def update_inactive_peaks(self) -> None:
+        """Update the peaks of inactive splits. Must be called before there are fewer of them."""
+        self.inactive_peak_due = False
         blocks = n_bytes = 0
         for pool in (self.small, self.large):
-            held = pool.loose - pool.tight
+            held = pool.inactive - pool.reactivated
             blocks += held
-            if held > pool.peak_loose:
-                pool.peak_loose = held
-            held = pool.loose_bytes - pool.tight_bytes
+            if held > pool.peak_inactive:
+                pool.peak_inactive = held
+            held = pool.inactive_bytes - pool.reactivated_bytes
             n_bytes += held
-            if held > pool.peak_loose_bytes:
-                pool.peak_loose_bytes = held
-        if blocks > self.peak_loose:
-            self.peak_loose = blocks
-        if n_bytes > self.peak_loose_bytes:
-            self.peak_loose_bytes = n_bytes
+            if held > pool.peak_inactive_bytes:
+                pool.peak_inactive_bytes = held
+        if blocks > self.peak_inactive:
+            self.peak_inactive = blocks
+        if n_bytes > self.peak_inactive_bytes:
+            self.peak_inactive_bytes = n_bytes
 
     def reset_peaks(self) -> None:
-        """Let the peaks start again from what is held now."""
-        self.peak = self.peak_bytes = self.peak_requested = self.peak_loose = self.peak_loose_bytes = 0
+        """Reset all peaks to the current figures."""
+        self.peak = self.peak_bytes = self.peak_requested = self.peak_inactive = self.peak_inactive_bytes = 0
         for pool in (self.small, self.large):
-            pool.peak = pool.peak_bytes = pool.peak_requested = pool.peak_loose = pool.peak_loose_bytes = 0
-        self.note_grown()
-        self.note_loose()
+            pool.peak = pool.peak_bytes = pool.peak_requested = pool.peak_inactive = pool.peak_inactive_bytes = 0
+        self.update_allocated_peaks()
+        self.update_inactive_peaks()
         pools = (self.small, self.large)
         stats = [s for x in (*pools, self) for s in (x.segments, x.reserved)]
         for stat in (*stats, self.oversize_allocations, self.oversize_segments):
             stat.peak = stat.now
 
     def reset_accumulated(self) -> None:
-        """Let what was taken and given in all start again from nothing."""
+        """Reset the accumulated figures ("allocated", "freed", and the numbers of events) to 0."""
         self._since = {}
         figures = self.figures()
         self._since = {key: n for key, n in figures.items() if key.endswith((".allocated", ".freed")) or key in _ONCE}
 
     def figures(self) -> dict[str, int]:
-        """All counters, under the names that torch.cuda.memory_stats gives them, in the order of their names."""
-        self.note_grown()
-        self.note_loose()
+        """Return all counters by their names in torch.cuda.memory_stats, sorted by name."""
+        self.update_allocated_peaks()
+        self.update_inactive_peaks()
         found = {f"{name}.{kind}": n for name, figures in self._each() for kind, n in zip(_KINDS, figures, strict=True)}
         once = (self.retries, self.ooms, self.syncs, self.device_allocs, self.device_frees)
         found |= dict(zip(_ONCE, once, strict=True))
         return {key: found[key] - self._since.get(key, 0) for key in sorted(found)}
 
     def _each(self) -> Iterator[tuple[str, _Figures]]:
-        """Each counter by name and class; what is active is what is allocated, as nothing waits for another stream."""
-        small, large = self.small, self.large
-        for name, held in (("allocation", _blocks), ("active", _blocks), ("allocated_bytes", _bytes), ("active_bytes", _bytes),
-                           ("requested_bytes", _requested), ("inactive_split", _loose),
-                           ("inactive_split_bytes", _loose_bytes)):  # fmt: skip
-            (now, peak, taken, given), (now_2, peak_2, taken_2, given_2) = held(small), held(large)
-            yield f"{name}.small_pool", (now, peak, taken, given)
-            yield f"{name}.large_pool", (now_2, peak_2, taken_2, given_2)
-            yield f"{name}.all", (now + now_2, self._peak(name), taken + taken_2, given + given_2)
-        for name in ("segments", "reserved"):
-            key = {"segments": "segment", "reserved": "reserved_bytes"}[name]
-            for scope, owner in (("small_pool", small), ("large_pool", large), ("all", self)):
-                yield f"{key}.{scope}", getattr(owner, name).figures
+        """Yield each counter with its name."""
+        scopes = (("small_pool", self.small), ("large_pool", self.large), ("all", self))
+        for name, (rises, falls, peak) in _STATS.items():
+            rose, fell = ([getattr(pool, x) for pool in (self.small, self.large)] for x in (rises, falls))
+            totals = zip((*rose, sum(rose)), (*fell, sum(fell)), strict=True)
+            for (scope, owner), (up, down) in zip(scopes, totals, strict=True):
+                yield f"{name}.{scope}", (up - down, getattr(owner, peak), up, down)
+        for scope, owner in scopes:
+            yield f"segment.{scope}", owner.segments.figures
+            yield f"reserved_bytes.{scope}", owner.reserved.figures
         yield "oversize_allocations", self.oversize_allocations.figures
         yield "oversize_segments", self.oversize_segments.figures
-
-    def _peak(self, name: str) -> int:
-        return {
-            "allocation": self.peak, "active": self.peak, "allocated_bytes": self.peak_bytes, "active_bytes": self.peak_bytes,
-            "requested_bytes": self.peak_requested, "inactive_split": self.peak_loose,
-            "inactive_split_bytes": self.peak_loose_bytes,
-        }[name]  # fmt: skip
-
-
-def _blocks(pool: Pool) -> _Figures:
-    return pool.taken - pool.given, pool.peak, pool.taken, pool.given
-
-
-def _bytes(pool: Pool) -> _Figures:
-    return pool.taken_bytes - pool.given_bytes, pool.peak_bytes, pool.taken_bytes, pool.given_bytes
-
-
-def _requested(pool: Pool) -> _Figures:
-    return pool.taken_requested - pool.given_requested, pool.peak_requested, pool.taken_requested, pool.given_requested
-
-
-def _loose(pool: Pool) -> _Figures:
-    return pool.loose - pool.tight, pool.peak_loose, pool.loose, pool.tight
-
-
-def _loose_bytes(pool: Pool) -> _Figures:
-    return pool.loose_bytes - pool.tight_bytes, pool.peak_loose_bytes, pool.loose_bytes, pool.tight_bytes

@@ -1,23 +1,23 @@
-"""Expandable segments: a range of addresses for each stream and size class, memory put behind a granule at a time.
+"""Expandable segments: one range of addresses per stream and size class, which is mapped to memory in granules.
 
-As c10/cuda/CUDACachingAllocator.cpp does with expandable_segments:True. A range is larger than the card, so it never runs
-out; blocks in it that have memory behind them ("mapped") are free or held, and what lies behind them can be mapped to let
-the last one grow. Giving back takes the memory from whole granules and keeps the addresses. Sizes and addresses only.
+This follows c10/cuda/CUDACachingAllocator.cpp with expandable_segments:True. A range is larger than the GPU's memory, so that
+it is never exhausted. Mapped blocks are free or allocated, and the unmapped block after them can be mapped to extend the last
+one. Releasing memory unmaps whole granules and keeps the addresses.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 
-from toolkit.gpu.virtual.allocator.pieces import LARGE_SEGMENT_BYTES, SMALL_SEGMENT_BYTES, Block, Ground, Shelf
+from toolkit.gpu.virtual.allocator.segments import LARGE_SEGMENT_BYTES, SMALL_SEGMENT_BYTES, Block, FreeList, Segments
 
 
-class Growing(Ground):
-    """Segments that grow and shrink in place."""
+class ExpandableSegments(Segments):
+    """Segments that can grow and shrink in place."""
 
-    def _grown(self, shelf: Shelf, size: int) -> Block | None:
-        """A free block of at least `size`, memory put behind as many addresses as it takes."""
-        block = self._growable(shelf, size)
+    def _grown(self, free_list: FreeList, size: int) -> Block | None:
+        """Return a free block of at least `size`, mapping as much memory as needed; None if the GPU is full."""
+        block = self._growable(free_list, size)
         if not block.mapped:
             mapped = self._map(block, min(block.size, size))
             if mapped is None:
@@ -32,9 +32,9 @@ class Growing(Ground):
         self._pull(block)
         return block
 
-    def _growable(self, shelf: Shelf, size: int) -> Block:
-        """Free or unmapped blocks in a row that have addresses for `size`: the first of them."""
-        for address in shelf.unmapped:
+    def _growable(self, free_list: FreeList, size: int) -> Block:
+        """Return the first of consecutive free or unmapped blocks that have `size` addresses in total."""
+        for address in free_list.unmapped:
             start = self._at[address]
             if start.before is not None and start.before.free:
                 start = start.before
@@ -46,9 +46,9 @@ class Growing(Ground):
                 block = block.after
             if room >= size:
                 return start
-        granule = _granule(shelf)
+        granule = _granule(free_list)
         space = -(-(self.total_bytes + self.total_bytes // 8) // granule) * granule
-        block = Block(self._next_address, space, shelf, None, None)
+        block = Block(self._next_address, space, free_list, None, None)
         block.expandable, block.mapped = True, False
         self._heads[block.address] = block
         self._next_address += space
@@ -56,8 +56,8 @@ class Growing(Ground):
         return block
 
     def _map(self, block: Block, n_bytes: int) -> Block | None:
-        """Put memory behind the first `n_bytes` of an unmapped block, rounded up to granules; joined, as a free block."""
-        granule = _granule(block.shelf)
+        """Map the first `n_bytes` of an unmapped block, rounded up to granules. Return them joined with free neighbors."""
+        granule = _granule(block.free_list)
         n_bytes = -(-n_bytes // granule) * granule
         if self.reserved_bytes + n_bytes > self.total_bytes:
             return None
@@ -73,12 +73,12 @@ class Growing(Ground):
                 low.absorb(high)
                 block = low
         self._put(block)
-        self._take_memory(block.shelf.pool, address, n_bytes)
+        self._take_memory(block.free_list.pool, address, n_bytes)
         return block
 
     def _unmap(self, block: Block) -> None:
-        """Take the memory from whole granules of a free block."""
-        granule = _granule(block.shelf)
+        """Unmap the whole granules of a free block."""
+        granule = _granule(block.free_list)
         head = block
         while head.before is not None:
             head = head.before
@@ -93,7 +93,7 @@ class Growing(Ground):
         if end < block.address + block.size:
             self._put(block.cut(end - block.address))
         block.mapped = False
-        self._return_memory(block.shelf.pool, start, end - start)
+        self._return_memory(block.free_list.pool, start, end - start)
         for other in (block.after, block.before):
             if other is not None and not other.mapped:
                 self._pull_unmapped(other)
@@ -107,13 +107,13 @@ class Growing(Ground):
 
     def _put_unmapped(self, block: Block) -> None:
         self._at[block.address] = block
-        insort(block.shelf.unmapped, block.address)
+        insort(block.free_list.unmapped, block.address)
 
     def _pull_unmapped(self, block: Block) -> None:
         del self._at[block.address]
-        unmapped = block.shelf.unmapped
+        unmapped = block.free_list.unmapped
         del unmapped[bisect_left(unmapped, block.address)]
 
 
-def _granule(shelf: Shelf) -> int:
-    return SMALL_SEGMENT_BYTES if shelf.pool.small else LARGE_SEGMENT_BYTES
+def _granule(free_list: FreeList) -> int:
+    return SMALL_SEGMENT_BYTES if free_list.pool.small else LARGE_SEGMENT_BYTES

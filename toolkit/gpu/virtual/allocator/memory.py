@@ -1,8 +1,7 @@
-"""The virtual GPU's memory: what is allocated and reserved, the most that was, and the error when it is full.
+"""The memory of a virtual GPU: a thread-safe allocator with statistics, and the error that it raises when it is full.
 
-A block lives as long as the storage of its host tensor, so views cost nothing and frees are seen when they happen. Where
-blocks lie, and what they take, `virtual_blocks` knows; `virtual_counters` counts. This file knows no tensors and no
-clock: it is told sizes.
+`Blocks` places the blocks and `Counters` counts them. `tensor.hold` allocates a block for each storage of a host tensor, and
+frees it with the storage.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ import torch
 from toolkit.core.units import bytes_text
 from toolkit.gpu.virtual.allocator.blocks import Block, Blocks, Settings
 
-Listener = Callable[[str, int, int], None]  # what happened, bytes, address
+Listener = Callable[[str, int, int], None]  # kind of event, bytes, address
 
 
 class Memory:
-    """Counts blocks against a capacity, as CUDA's caching allocator does.
+    """A caching allocator like CUDA's, with `total_bytes` of memory.
 
-    `allocate` returns a block, which `free` takes back. Both may be called from every thread; `free` also from the garbage
-    collector in the middle of an `allocate`, hence the re-entrant lock, and a list of what came in between.
+    `allocate` returns a block, which `free` takes back. Both may be called from any thread. The garbage collector may call
+    `free` during an `allocate`: the lock is therefore re-entrant, and such frees are deferred.
     """
 
     def __init__(self, total_bytes: int, name: str, settings: Settings | None = None) -> None:
@@ -33,11 +32,14 @@ class Memory:
         self._listener: Listener | None = None
         self._lock = threading.RLock()
         self._busy = False
-        self._late: list[tuple[Block, str | None]] = []  # freed by the garbage collector while a block was being looked for
-        self._holders: Counter[str] = Counter()  # bytes by the line that allocated them, where it is known
+        self._late: list[tuple[Block, str | None]] = []  # freed by the garbage collector during an allocation
+        self._holders: Counter[str] = Counter()  # allocated bytes by the line that allocated them, if it is known
 
     def allocate(self, n_bytes: int, stream: int = 0, where: str | None = None) -> Block:
-        """`n_bytes` for work on `stream`. Raises torch.OutOfMemoryError, with what holds the memory, where they don't fit."""
+        """Allocate `n_bytes` on `stream`, requested by the line `where`.
+
+        Raises torch.OutOfMemoryError, which lists the lines that hold the most memory, if they do not fit.
+        """
         with self._lock:
             self._busy = True
             try:
@@ -53,7 +55,7 @@ class Memory:
         return block
 
     def check(self, n_bytes: int) -> None:
-        """Raises torch.OutOfMemoryError where `n_bytes` more would not fit."""
+        """Raise torch.OutOfMemoryError if `n_bytes` more do not fit."""
         with self._lock:
             if n_bytes and not self._held.fits(n_bytes):
                 raise self._refusal(n_bytes)
@@ -64,7 +66,7 @@ class Memory:
         return self.out_of_memory(n_bytes)
 
     def free(self, block: Block, where: str | None = None) -> None:
-        """Give back a block, as `allocate` returned it."""
+        """Free a block that `allocate` returned for the line `where`."""
         with self._lock:
             if self._busy:
                 self._late.append((block, where))
@@ -84,7 +86,7 @@ class Memory:
                 del self._holders[where]
 
     def empty_cache(self) -> None:
-        """Give what is reserved and not allocated back to the card, as far as whole segments are free."""
+        """Return all free segments to the GPU, as torch.cuda.empty_cache."""
         with self._lock:
             self._busy = True
             try:
@@ -93,7 +95,7 @@ class Memory:
                 self._busy = False
 
     def use(self, settings: Settings) -> None:
-        """Let `settings` hold for what is allocated from now on."""
+        """Apply `settings` to all later allocations."""
         with self._lock:
             self._held.use(settings)
 
@@ -103,7 +105,7 @@ class Memory:
 
     @property
     def limit_bytes(self) -> int | None:
-        """What may be reserved of the card; None for all of it."""
+        """The bytes that may be reserved; None for all of the GPU's memory."""
         return self._held.limit_bytes
 
     @limit_bytes.setter
@@ -112,9 +114,9 @@ class Memory:
 
     @property
     def listener(self) -> Listener | None:
-        """Hears of "segment_alloc" and "segment_free" with bytes and address, and of "oom" with the bytes asked for and -1.
+        """A callback for "segment_alloc" and "segment_free" (bytes, address) and "oom" (requested bytes, -1).
 
-        It is called with the allocator's lock held, and must not allocate on the card.
+        It is called with the allocator's lock held, and must not allocate on the virtual GPU.
         """
         return self._listener
 
@@ -125,23 +127,23 @@ class Memory:
     # ---- figures
 
     def reset_peak(self) -> None:
-        """Let the peaks start again from what is held now."""
+        """Reset all peaks to the current figures."""
         with self._lock:
             self._counters.reset_peaks()
 
     def reset_accumulated(self) -> None:
-        """Let what was allocated and freed in all count from here."""
+        """Reset the accumulated figures to 0."""
         with self._lock:
             self._counters.reset_accumulated()
 
     def stats(self) -> dict[str, int]:
-        """Every counter of torch.cuda.memory_stats, by its name there."""
+        """Return all counters by their names in torch.cuda.memory_stats."""
         with self._lock:
             limit = self.settings.max_split_bytes
             return dict(sorted((self._counters.figures() | {"max_split_size": -1 if limit is None else limit}).items()))
 
     def segments(self) -> list[list[Block]]:
-        """The segments by address, each as the blocks that tile it: to be read at once, they change as the program runs."""
+        """Return each segment, by address, as the list of its blocks. The blocks change as the program runs."""
         with self._lock:
             return list(self._held.segments())
 
@@ -155,14 +157,14 @@ class Memory:
 
     @property
     def blocks(self) -> int:
-        """How many blocks are allocated."""
+        """The number of allocated blocks."""
         return self._counters.blocks
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was allocated since the last reset."""
+        """The peak of the allocated bytes since the last reset."""
         with self._lock:
-            self._counters.note_grown()
+            self._counters.update_allocated_peaks()
             return self._counters.peak_bytes
 
     @property
@@ -175,11 +177,11 @@ class Memory:
 
     @property
     def free_bytes(self) -> int:
-        """What the card has left: neither allocated nor cached."""
+        """The bytes that are not reserved."""
         return self.total_bytes - self.reserved_bytes
 
     def out_of_memory(self, n_bytes: int) -> torch.OutOfMemoryError:
-        """The error that a CUDA device raises when `n_bytes` don't fit, and which lines hold the memory."""
+        """Return CUDA's error for an allocation of `n_bytes`, with the lines that hold the most memory."""
         used = bytes_text(self.allocated_bytes)
         allowed = "" if self.limit_bytes is None else f"{bytes_text(self.limit_bytes)} allowed; "
         idle = bytes_text(self.reserved_bytes - self.allocated_bytes)
@@ -190,4 +192,4 @@ class Memory:
             f"(virtual {self.name})."
         )
         lines = [f"  {bytes_text(size):>9}  {where}" for where, size in self._holders.most_common(5)]
-        return torch.OutOfMemoryError("\n".join([text, "Held by the lines that allocated most:", *lines] if lines else [text]))
+        return torch.OutOfMemoryError("\n".join([text, "Lines that hold the most memory:", *lines] if lines else [text]))

@@ -1,7 +1,7 @@
-"""What PYTORCH_CUDA_ALLOC_CONF sets: how CUDA's caching allocator rounds, cuts, keeps and grows what it takes.
+"""The settings of PYTORCH_CUDA_ALLOC_CONF: how CUDA's caching allocator rounds, splits, caches and expands.
 
-The names are PyTorch's, so that a text that works there works here; what is left out keeps its default. The rules are
-those of c10/core/AllocatorConfig.cpp and c10/cuda/CUDACachingAllocator.cpp. It knows no blocks, only numbers.
+`Settings.parse` accepts the same text as the environment variable. The rules are those of c10/core/AllocatorConfig.cpp and
+c10/cuda/CUDACachingAllocator.cpp.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from toolkit.core.errors import DeviceError, unknown_name
 from toolkit.core.units import MiB
 
 ROUND_BYTES = 512
-LEAST_SPLIT_MB = 20  # max_split_size_mb has to be more: a segment of 20 MiB is always cut
-ABOVE = 0  # in roundup_power2_divisions: sizes above the largest one that is named (">" in the text)
-_INTERVALS = 16  # sizes of 1 MiB to 64 GiB, a power of two each
+LEAST_SPLIT_MB = 20  # max_split_size_mb must be larger: a segment of 20 MiB can always be split
+ABOVE = 0  # in roundup_power2_divisions: all sizes above the largest one listed (">" in the text)
+_INTERVALS = 16  # powers of two from 1 MiB to 64 GiB
 _ASKED = "settings of the allocator"
-# Known to PyTorch, and without an effect on where the device's memory goes.
+# Settings that PyTorch knows and that do not change how device memory is allocated.
 _NO_EFFECT = {
     "pinned_use_cuda_host_register", "pinned_num_register_threads", "pinned_use_background_threads",
     "pinned_reserve_segment_size_mb", "release_lock_on_cudamalloc", "release_lock_on_hipmalloc",
@@ -27,13 +27,13 @@ _NO_EFFECT = {
 
 @dataclass(frozen=True)
 class Settings:
-    """How the allocator behaves: the defaults, or what PYTORCH_CUDA_ALLOC_CONF names. Raises DeviceError if impossible.
+    """Settings of the allocator, with PyTorch's defaults. Raises DeviceError if a value is invalid.
 
-    `expandable_segments`: one range of addresses a stream and size class, which grows and shrinks in place.
-    `max_split_size_mb`: blocks of this size on are never cut for less. `roundup_power2_divisions`: sizes are rounded up to
-    one of so many steps between powers of two; one number, or (MiB, steps) pairs by size with `ABOVE` for what is larger.
-    `garbage_collection_threshold`: above this share of the limit that `set_per_process_memory_fraction` sets, cached
-    blocks that have lain idle longest are given back before more is taken.
+    `expandable_segments`: one range of addresses per stream and size class, which grows and shrinks in place.
+    `max_split_size_mb`: blocks of at least this size are not split for smaller requests. `roundup_power2_divisions`: round
+    sizes up to one of so many steps between powers of two; a number, or (MiB, steps) pairs with `ABOVE` for larger sizes.
+    `garbage_collection_threshold`: above this fraction of the limit that `set_per_process_memory_fraction` sets, release
+    the cached blocks that have been unused longest before reserving more.
     """
 
     expandable_segments: bool = False
@@ -46,7 +46,7 @@ class Settings:
             raise DeviceError(f"max_split_size_mb:{self.max_split_size_mb}", "too small", f"Use more than {LEAST_SPLIT_MB}")
         if not 0 <= self.garbage_collection_threshold < 1:
             asked = f"garbage_collection_threshold:{self.garbage_collection_threshold}"
-            raise DeviceError(asked, "not a share of the limit", "Use more than 0 and less than 1")
+            raise DeviceError(asked, "not a fraction of the limit", "Use a value from 0 (off) to less than 1")
         for megabytes, steps in self._pairs():
             if steps < 0 or steps & (steps - 1) or megabytes & (megabytes - 1):
                 asked = f"roundup_power2_divisions of {steps} steps" + (f" for {megabytes} MiB" if megabytes else "")
@@ -54,7 +54,10 @@ class Settings:
 
     @classmethod
     def parse(cls, text: str) -> Settings:
-        """Settings from a text as PYTORCH_CUDA_ALLOC_CONF has it: "expandable_segments:True,max_split_size_mb:128"."""
+        """Return the settings in `text`, for example "expandable_segments:True,max_split_size_mb:128".
+
+        Raises DeviceError for an invalid value, and UnknownNameError for an unknown setting.
+        """
         found: dict[str, object] = {}
         for part in re.split(r",(?![^\[]*\])", text):
             name, _, value = part.strip().partition(":")
@@ -62,7 +65,7 @@ class Settings:
                 continue
             if name == "backend":
                 if value.strip() != "native":
-                    raise DeviceError(f"{_ASKED}: backend:{value}", "only the native one is modelled", "Leave it out")
+                    raise DeviceError(f"{_ASKED}: backend:{value}", "only backend:native is supported", "Leave it out")
             elif name in _PARSERS:
                 found[name] = _PARSERS[name](name, value.strip())
             else:
@@ -70,7 +73,7 @@ class Settings:
         return cls(**found)  # type: ignore[arg-type]  # each parser returns its field's type
 
     def __str__(self) -> str:
-        """As PYTORCH_CUDA_ALLOC_CONF has it; "default" where nothing is set."""
+        """Return the text for PYTORCH_CUDA_ALLOC_CONF, or "default" if all settings have their defaults."""
         parts = ["expandable_segments:True"] if self.expandable_segments else []
         if self.max_split_size_mb is not None:
             parts.append(f"max_split_size_mb:{self.max_split_size_mb}")
@@ -86,11 +89,11 @@ class Settings:
 
     @property
     def max_split_bytes(self) -> int | None:
-        """From which size on a block is not cut for less; None for no such size."""
+        """`max_split_size_mb` in bytes, or None."""
         return None if self.max_split_size_mb is None else self.max_split_size_mb * MiB
 
     def steps(self) -> tuple[int, ...] | None:
-        """Into how many steps each power of two is divided, from 1 MiB on; None where sizes are only rounded to 512."""
+        """Return the number of steps for each power of two from 1 MiB on; None if sizes are only rounded to 512 bytes."""
         given = self.roundup_power2_divisions
         table = [given if isinstance(given, int) else 0] * _INTERVALS
         last = -1
@@ -110,7 +113,7 @@ class Settings:
 
 
 def rounded(n_bytes: int, steps: tuple[int, ...] | None = None) -> int:
-    """`n_bytes` as the allocator rounds them: to the next multiple of 512, or step between two powers of two."""
+    """Return `n_bytes` rounded up as the allocator does: to a multiple of 512, or to a step between two powers of two."""
     if steps is not None and n_bytes:
         top = n_bytes.bit_length() - 1
         divisions = steps[min(max(top - 20, 0), _INTERVALS - 1)]

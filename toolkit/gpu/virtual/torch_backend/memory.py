@@ -1,4 +1,4 @@
-"""The memory functions of `torch.vgpu`, with the names and answers of `torch.cuda`'s. Knows the card, not the operations."""
+"""The memory functions of `torch.vgpu`, with the names and results of those in `torch.cuda`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ DeviceLike = torch.device | str | int | None
 
 
 def index_of(device: DeviceLike) -> int:
-    """0, the only ordinal there is. Raises RuntimeError for another one, or another kind of device."""
+    """Return 0, the only ordinal. Raises RuntimeError for another one, and ValueError for another type of device."""
     index = device if isinstance(device, int) else 0 if device is None else torch.device(device).index or 0
     if not isinstance(device, int) and device is not None and torch.device(device).type != "vgpu":
         raise ValueError(f"Expected a vgpu device, but got: {device}")
     if index not in (0, -1):
-        raise RuntimeError(f"invalid device ordinal: there is one virtual GPU, vgpu:0, and vgpu:{index} was asked for")
+        raise RuntimeError(f"invalid device ordinal: vgpu:{index} was requested, and the only virtual GPU is vgpu:0")
     return 0
 
 
@@ -42,19 +42,19 @@ def max_memory_reserved(device: DeviceLike = None) -> int:
 
 
 def reset_peak_memory_stats(device: DeviceLike = None) -> None:
-    """Let every peak start again from what is held now."""
+    """Reset all peaks to the current figures."""
     index_of(device)
     machine().memory.reset_peak()
 
 
 def reset_accumulated_memory_stats(device: DeviceLike = None) -> None:
-    """Let every "allocated" and "freed" count from here."""
+    """Reset the "allocated" and "freed" figures to 0."""
     index_of(device)
     machine().memory.reset_accumulated()
 
 
 def mem_get_info(device: DeviceLike = None) -> tuple[int, int]:
-    """Free and total bytes."""
+    """Return the free and the total bytes."""
     index_of(device)
     return machine().memory.free_bytes, machine().memory.total_bytes
 
@@ -63,13 +63,13 @@ get_memory_info = mem_get_info
 
 
 def memory_stats(device: DeviceLike = None) -> dict[str, int]:
-    """All the counters of torch.cuda.memory_stats. What is active is what is allocated: no block waits for another stream."""
+    """Return the counters of torch.cuda.memory_stats. "active" equals "allocated": no block waits for another stream."""
     index_of(device)
     return machine().memory.stats()
 
 
 def memory_snapshot(mempool_id: tuple[int, int] | None = None) -> list[dict[str, object]]:
-    """The segments with their blocks, as torch.cuda.memory_snapshot returns them; there is one memory pool, (0, 0)."""
+    """Return the segments with their blocks, as torch.cuda.memory_snapshot does. The only memory pool is (0, 0)."""
     card = machine()
     if mempool_id is not None and tuple(mempool_id) != (0, 0):
         return []
@@ -82,7 +82,7 @@ def _segment(blocks: list[Block]) -> dict[str, object]:
     return {
         "device": 0, "address": blocks[0].address, "total_size": sum(block.size for block in blocks),
         "allocated_size": size, "active_size": size, "requested_size": sum(block.requested for block in held),
-        "stream": blocks[0].stream, "segment_type": "small" if blocks[0].shelf.pool.small else "large",
+        "stream": blocks[0].stream, "segment_type": "small" if blocks[0].free_list.pool.small else "large",
         "segment_pool_id": (0, 0), "is_expandable": blocks[0].expandable, "frames": [],
         "blocks": [
             {"address": block.address, "size": block.size, "requested_size": block.requested,
@@ -101,12 +101,12 @@ _SUMMARY = (
 
 
 def memory_summary(device: DeviceLike = None, abbreviated: bool = False) -> str:
-    """The counters as a table, as torch.cuda.memory_summary prints them."""
+    """Return the counters as a table, as torch.cuda.memory_summary does."""
     stats, pools = memory_stats(device), ("all",) if abbreviated else ("all", "large_pool", "small_pool")
     ooms, retries = stats["num_ooms"], stats["num_alloc_retries"]
     lines = [
-        f"PyTorch memory of {machine().spec.name}: {ooms} times out of memory, {retries} times given back for more",
-        f"{'':26}{'now':>12}{'most':>12}{'taken':>12}{'given back':>12}",
+        f"PyTorch memory of {machine().spec.name}: {ooms} out-of-memory errors, {retries} retries after releasing the cache",
+        f"{'':26}{'current':>12}{'peak':>12}{'allocated':>12}{'freed':>12}",
     ]
     for title, name in _SUMMARY:
         text = bytes_text if "bytes" in name else "{:,}".format
@@ -118,7 +118,7 @@ def memory_summary(device: DeviceLike = None, abbreviated: bool = False) -> str:
 
 
 def set_per_process_memory_fraction(fraction: float, device: DeviceLike = None) -> None:
-    """What this process may reserve of the card, as a share of it. More is refused with torch.OutOfMemoryError."""
+    """Limit this process to a fraction of the GPU's memory; beyond it, allocations raise torch.OutOfMemoryError."""
     index_of(device)
     if not isinstance(fraction, float):
         raise TypeError("Invalid type for fraction argument, must be `float`")
@@ -129,12 +129,12 @@ def set_per_process_memory_fraction(fraction: float, device: DeviceLike = None) 
 
 
 def get_per_process_memory_fraction(device: DeviceLike = None) -> float:
-    """The share of the card that this process may reserve; 1 where it was never set."""
+    """Return the fraction of the GPU's memory that this process may reserve; 1 if it was never set."""
     index_of(device)
     memory = machine().memory
     return 1.0 if memory.limit_bytes is None else memory.limit_bytes / memory.total_bytes
 
 
 def empty_cache() -> None:
-    """Give cached segments that are wholly free back to the card."""
+    """Release all cached segments that are completely free."""
     machine().memory.empty_cache()

@@ -1,7 +1,7 @@
-"""The pieces the virtual GPU's memory is cut into: blocks, the shelves where free ones lie, and what is taken from the card.
+"""Segments of the virtual GPU's memory, the blocks that they consist of, and the lists of free blocks.
 
-Blocks of a segment know their neighbours and tile it. A shelf holds the free blocks of one stream and size class, sorted by
-size and then address, as CUDA's allocator looks through them. It knows no rules for choosing: sizes and addresses only.
+The blocks of a segment are linked to their neighbors. A free list holds the free blocks of one stream and size class, sorted
+by size and then address, the order in which CUDA's allocator searches them. `Blocks` decides which block to use.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ OWN_SEGMENT_BYTES = 10 << 20
 
 
 def segment_bytes(size: int) -> int:
-    """How much is taken from the card for a block of `size` bytes where no free block will do."""
+    """Return the size of the segment that is reserved for a block of `size` bytes if no free block fits."""
     if size <= SMALL_BYTES:
         return SMALL_SEGMENT_BYTES
     if size < OWN_SEGMENT_BYTES:
@@ -26,8 +26,8 @@ def segment_bytes(size: int) -> int:
     return -(-size // SMALL_SEGMENT_BYTES) * SMALL_SEGMENT_BYTES
 
 
-class Shelf:
-    """The free blocks of one stream and size class: (size, address) sorted; and the addresses with no memory behind them."""
+class FreeList:
+    """The free blocks of one stream and size class, as sorted (size, address), and the addresses of unmapped blocks."""
 
     __slots__ = ("free", "pool", "stream", "unmapped")
 
@@ -38,32 +38,32 @@ class Shelf:
 
 
 class Block:
-    """`size` bytes at `address` of the card, of which `requested` were asked for; `before` and `after` it in its segment.
+    """`size` bytes at `address`, for which `requested` bytes were requested; `before` and `after` are its neighbors.
 
-    Without memory behind it (`mapped`) it is only a range of addresses of an expandable segment. `since` says at which
-    request it became free, for the collection of what lies idle.
+    A block that is not `mapped` is a range of addresses of an expandable segment without memory behind it. `since` is the
+    number of the request at which the block became free, for garbage collection.
     """
 
-    __slots__ = ("address", "after", "before", "expandable", "free", "mapped", "requested", "shelf", "since", "size")
+    __slots__ = ("address", "after", "before", "expandable", "free", "free_list", "mapped", "requested", "since", "size")
 
-    def __init__(self, address: int, size: int, shelf: Shelf, before: Block | None, after: Block | None) -> None:
-        self.address, self.size, self.shelf, self.before, self.after = address, size, shelf, before, after
+    def __init__(self, address: int, size: int, free_list: FreeList, before: Block | None, after: Block | None) -> None:
+        self.address, self.size, self.free_list, self.before, self.after = address, size, free_list, before, after
         self.requested = self.since = 0
         self.free = self.expandable = False
         self.mapped = True
 
     @property
     def stream(self) -> int:
-        return self.shelf.stream
+        return self.free_list.stream
 
     @property
     def whole(self) -> bool:
-        """Is it a segment of its own?"""
+        """Whether the block is a whole segment."""
         return self.before is None and self.after is None
 
     def cut(self, size: int) -> Block:
-        """Keep `size` bytes; what was after them, as a block of its own."""
-        rest = Block(self.address + size, self.size - size, self.shelf, self, self.after)
+        """Shrink the block to `size` bytes. Return the rest as a new block."""
+        rest = Block(self.address + size, self.size - size, self.free_list, self, self.after)
         rest.expandable, rest.mapped = self.expandable, self.mapped
         if rest.after is not None:
             rest.after.before = rest
@@ -71,17 +71,17 @@ class Block:
         return rest
 
     def absorb(self, next_one: Block) -> None:
-        """Join with the block after it."""
+        """Extend the block by `next_one`, the block after it."""
         self.size, self.after = self.size + next_one.size, next_one.after
         if self.after is not None:
             self.after.before = self
 
 
-class Ground:
-    """The segments of a card of `total_bytes`, their blocks, and the shelves. What to take, a subclass decides.
+class Segments:
+    """The segments, blocks and free lists of a GPU with `total_bytes`. Subclasses decide which block to use.
 
-    `tell` hears of every range of memory taken from the card ("segment_alloc") and given back ("segment_free"), with its
-    bytes and address.
+    `tell` is called for every range of memory reserved from the GPU ("segment_alloc") and returned to it ("segment_free"),
+    with its bytes and address.
     """
 
     def __init__(self, total_bytes: int) -> None:
@@ -90,12 +90,12 @@ class Ground:
         self.counters = Counters()
         self.reserved_bytes = 0
         self._next_address = 0
-        self._shelves: dict[tuple[bool, int], Shelf] = {}
-        self._at: dict[int, Block] = {}  # the free ones and the unmapped ones, by address
-        self._heads: dict[int, Block] = {}  # the first block of each segment, which stays the same object
+        self._free_lists: dict[tuple[bool, int], FreeList] = {}
+        self._at: dict[int, Block] = {}  # free and unmapped blocks by address
+        self._heads: dict[int, Block] = {}  # the first block of each segment by address; it stays the same object
 
     def segments(self) -> Iterator[list[Block]]:
-        """The segments by address, each as the blocks that tile it. An expandable one is its runs of memory."""
+        """Yield each segment, by address, as the list of its blocks. An expandable segment yields each mapped run."""
         for address in sorted(self._heads):
             run: list[Block] = []
             block: Block | None = self._heads[address]
@@ -126,12 +126,12 @@ class Ground:
             self.tell("segment_free", n_bytes, address)
 
     def _put(self, block: Block) -> None:
-        block.free, block.since = True, block.shelf.pool.requests
+        block.free, block.since = True, block.free_list.pool.requests
         self._at[block.address] = block
-        insort(block.shelf.free, (block.size, block.address))
+        insort(block.free_list.free, (block.size, block.address))
 
     def _pull(self, block: Block) -> None:
         block.free = False
         del self._at[block.address]
-        free = block.shelf.free
+        free = block.free_list.free
         del free[bisect_left(free, (block.size, block.address))]
