@@ -1,4 +1,4 @@
-"""From the profiler's events to the table, with events made by hand: no GPU is needed. And the CPU as a device."""
+"""Tests of the conversion of profiler events to a trace, with events made by hand, and of the CPU as a device."""
 
 import sys
 import threading
@@ -21,7 +21,7 @@ THREAD = 77
 
 @dataclass
 class Event:
-    """What `kineto_results.events()` gives, with times on the host's clock: it moves them to its own."""
+    """An event as in `kineto_results.events()`, created from times on the host's clock."""
 
     text: str
     at: int
@@ -229,7 +229,7 @@ def test_the_cpu_records_on_any_thread_and_joins_an_outer_block():
 
 
 def test_stopping_what_never_began_is_an_error():
-    with pytest.raises(RecorderError, match="no recording runs"):
+    with pytest.raises(RecorderError, match="no recording is running"):
         tk.device("cpu").stop()
 
 
@@ -250,7 +250,7 @@ class Profiler:
 
 @pytest.fixture
 def played(monkeypatch):
-    """A CudaGpu whose profiler is a counter, and whose waits raise what is asked."""
+    """Return a CudaGpu with a profiler that counts its uses, and with waits that raise the given error."""
     from toolkit.gpu.cuda import device as cuda
 
     gpu = object.__new__(cuda.CudaGpu)
@@ -297,5 +297,5 @@ def test_two_gpus_can_not_record_at_once(played):
         other.start(lines=False)
     with pytest.raises(RecorderError, match="no runtime calls"):
         played.gpu.stop()
-    with pytest.raises(RecorderError, match="no recording runs"):
+    with pytest.raises(RecorderError, match="no recording is running"):
         played.gpu.stop()

@@ -1,4 +1,4 @@
-"""Which line ran when: held against lines that note their own time."""
+"""Tests of the line log against lines that record their own times."""
 
 import sys
 import threading

@@ -1,4 +1,4 @@
-"""The catalogue: every card, every figure, every source."""
+"""Tests of the GPU catalogue: figures and their sources."""
 
 import json
 from dataclasses import FrozenInstanceError, fields
@@ -47,7 +47,7 @@ def test_only_the_h200_claims_measured_costs():
 
 
 def _recorded(figure: str) -> float:
-    """The entry of the recorded results that `figure` says it rounds, in its unit."""
+    """Return the entry of the recorded results that `figure` rounds, in the unit of `figure`."""
     entry = json.loads(RESULTS.read_text())
     for name in RECORDED[figure]:
         entry = entry[name]
@@ -79,7 +79,7 @@ def test_with_memory_changes_the_size_and_its_source_alone():
 
 @pytest.mark.parametrize("n_bytes", [-1, 0, 4096])
 def test_with_memory_refuses_sizes_no_gpu_has(n_bytes: int):
-    with pytest.raises(DeviceError, match="too small"):
+    with pytest.raises(DeviceError, match="less than 1 MiB"):
         CATALOGUE["h200"].with_memory(n_bytes)
 
 

@@ -1,4 +1,4 @@
-"""Memory of the virtual GPU: counted by storage, freed at once, refused when full."""
+"""Tests of the virtual GPU's memory: it is counted by storage, freed at once, and raises when full."""
 
 from __future__ import annotations
 
@@ -121,9 +121,9 @@ except tk.ToolkitError as error:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process's memory so")
 def test_a_host_without_the_memory_says_so():
-    """In a process with little memory of its own: a large machine would grant it, page by page, until it has none left."""
+    """Run in a process with limited memory. Without the limit, a large machine would grant it until it runs out."""
     done = subprocess.run([sys.executable, "-c", TOO_LARGE_FOR_THE_HOST], capture_output=True, text=True, timeout=120)
-    assert "this machine has no memory for its values" in done.stdout, done.stderr[-2000:]
+    assert "this machine has not enough memory for its values" in done.stdout, done.stderr[-2000:]
 
 
 def test_memory_functions(gpu):

@@ -1,4 +1,4 @@
-"""Tensors on the virtual GPU behave as CUDA tensors do, and hold the CPU's values."""
+"""Tests that tensors on the virtual GPU behave like CUDA tensors, and have the CPU's values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def ones(*shape, **options):
 
 
 class TestShapes:
-    """What resizes or restrides in place must be seen by the tensor itself."""
+    """Operations that change shape or strides in place change the device tensor itself."""
 
     def test_out_of_a_factory(self):
         out = torch.empty(0, device="vgpu", dtype=torch.long)
@@ -206,7 +206,7 @@ class TestFactories:
 
 
 class TestDevices:
-    """Mixing devices fails as on CUDA, and works where CUDA lets it."""
+    """Operands on several devices raise or work as on CUDA."""
 
     @pytest.mark.parametrize(
         "mix",
@@ -248,11 +248,11 @@ class TestDevices:
         assert ones(2).numpy(force=True).tolist() == [1, 1]
 
     def test_sparse_is_refused(self):
-        with pytest.raises(RuntimeError, match="only strided"):
+        with pytest.raises(RuntimeError, match="only supports strided"):
             ones(3, 3).to_sparse()
 
     def test_nested_is_refused(self):
-        with pytest.raises(RuntimeError, match="no nested tensors"):
+        with pytest.raises(RuntimeError, match="does not support nested tensors"):
             torch.nested.nested_tensor([ones(2), ones(3)], layout=torch.jagged)
 
 

@@ -1,4 +1,4 @@
-"""The virtual GPU's two clocks: launches queue, waits block, streams run beside each other, and nothing is random."""
+"""Tests of the modelled times: launches queue, waits block, streams run concurrently, and all times are reproducible."""
 
 from __future__ import annotations
 
@@ -170,10 +170,10 @@ def test_recording_twice(gpu):
     with gpu.record() as outer, gpu.record() as inner:
         torch.ones(3, device="vgpu")
     assert inner is outer
-    with pytest.raises(RecorderError, match="no recording runs"):
+    with pytest.raises(RecorderError, match="no recording is running"):
         gpu.stop()
     gpu.start(lines=False)
-    with pytest.raises(RecorderError, match="runs already"):
+    with pytest.raises(RecorderError, match="already running"):
         gpu.start(lines=False)
     gpu.stop()
 
@@ -206,7 +206,7 @@ def test_threads_have_their_own_stream_and_step(gpu):
 
 
 class TestModule:
-    """torch.vgpu answers to the names of torch.cuda."""
+    """torch.vgpu has the names of torch.cuda."""
 
     def test_one_device(self, gpu):
         module = torch.get_device_module("vgpu")

@@ -1,4 +1,4 @@
-"""Training, attention, autocast and data loading on the virtual GPU: the CPU's numbers, bit for bit where it computes them."""
+"""Tests of training, attention, autocast and data loading on the virtual GPU, against the CPU's values."""
 
 from __future__ import annotations
 

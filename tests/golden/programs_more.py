@@ -1,8 +1,8 @@
-"""More small programs with ground truth from an H200: the aten surface that code around language models uses.
+"""More small programs with ground truth from an H200, which cover the operations that code around language models uses.
 
-`python programs_more.py OUT.json` on a CUDA machine measures them. `programs_more.txt` has one a line, as source that sees
-`d` (a device string), `torch`, `F` and the helpers below; what it leaves in `out` stays alive until it is measured. Values
-come from `arange`, so that whatever depends on them (how many entries a mask picks) is the same on every device.
+`python programs_more.py OUT.json` measures them on a CUDA machine. `programs_more.txt` has one program per line: source that
+may use `d` (a device string), `torch`, `F` and the helpers below. It assigns to `out`, which stays alive until the measurement
+ends. Values come from `arange`, so that results that depend on them (the entries that a mask picks) are the same everywhere.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import nn
 
 
 def ramp(d: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """0, 1, 2, ... in `shape` on the device, made there."""
+    """Return 0, 1, 2, ... in `shape`, created on the device."""
     n = 1
     for size in shape:
         n *= size
@@ -32,17 +32,17 @@ def ramp(d: str, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tenso
 
 
 def pinned(t: torch.Tensor, d: str) -> torch.Tensor:
-    """`t` in page-locked memory, where there is a GPU or one is played."""
+    """Return `t` in pinned memory, or `t` itself if `d` is the CPU."""
     return t if d == "cpu" else t.pin_memory()
 
 
 def mlp(d: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """A two-layer perceptron on the device."""
+    """Return a two-layer perceptron on the device."""
     return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)).to(d, dtype)
 
 
 def train(d: str, optimiser: Callable[..., Any], **options: Any) -> float:
-    """Two steps of training, the loss read back each."""
+    """Run two training steps, reading back each loss. Return the second loss."""
     net = mlp(d)
     opt = optimiser(net.parameters(), **options)
     losses = []
@@ -55,7 +55,7 @@ def train(d: str, optimiser: Callable[..., Any], **options: Any) -> float:
     return losses[1]
 
 
-# Values that depend on random numbers, which each device draws in its own way.
+# Programs whose values depend on random numbers, which differ between devices.
 RANDOM = frozenset({
     "sgd", "sgd_momentum", "adam", "adamw", "adamw_loop", "clip_grad_norm", "r2_multinomial_big", "r2_autocast",
 })  # fmt: skip
@@ -89,7 +89,7 @@ for _line in SOURCES.splitlines():
 
 
 def tiny_model(family: str) -> Any:
-    """A tiny Hugging Face model with random weights, on the CPU."""
+    """Return a tiny Hugging Face model with random weights, on the CPU."""
     import transformers as hf
 
     size = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "eos_token_id": None}
@@ -138,7 +138,7 @@ PROGRAMS.update({f"generate_{name}": program for name, program in HF.items()})
 
 
 def device_events(trace: dict[str, Any]) -> list[tuple[str, str, int, str, str]]:
-    """(kind, name, bytes, memory kinds, aten op that launched it) of each device event in a Kineto trace, in order."""
+    """Return (kind, name, bytes, duration in us, aten operation) of each device event of a Kineto trace, in order."""
     events = trace["traceEvents"]
     calls = [e for e in events if str(e.get("cat", "")).startswith("cuda_")]
     launches = {e["args"]["correlation"]: e for e in calls if "correlation" in e["args"]}
@@ -162,7 +162,7 @@ def _within(launch: dict[str, Any], op: dict[str, Any]) -> bool:
 
 
 def measure(program: Callable[[str], Any], d: str = "cuda") -> dict[str, Any]:
-    """What CUPTI sees of a program, run warm: copies, kernels, memsets, waits, and the peak of allocated memory."""
+    """Run a program twice; return the second run's copies, kernels, memsets, waits (CUPTI) and peak of allocated memory."""
     from torch.profiler import ProfilerActivity, profile
 
     program(d)
@@ -200,7 +200,7 @@ def measure(program: Callable[[str], Any], d: str = "cuda") -> dict[str, Any]:
 
 
 def main(path: str, pattern: str = "") -> None:
-    """Measure the programs whose names match `pattern` on the first CUDA device and write `path`."""
+    """Measure the programs whose names match `pattern` on the first CUDA GPU, and write the results to `path`."""
     import transformers
 
     results: dict[str, Any] = {}

@@ -1,11 +1,11 @@
-"""Replays the golden programs on the virtual H200 and compares what it reports with what CUPTI saw on a real one.
+"""Replay the golden programs on the virtual H200, and compare its trace with what CUPTI reported on a real one.
 
-    python -m tests.golden.replay            a table, a row a program
+    python -m tests.golden.replay            a table with one row per program
     python -m tests.golden.replay sort_1d    one program in detail
 
-Copies are compared by direction, bytes and count (whether the host memory is pinned aside: the first 25 programs pin
-only on "cuda"), waits by count, and the peak of allocated bytes. Kernel counts are shown, and expected to be near. In detail,
-a program's allocations on the H200 are listed in order: bytes asked for, negative where they were given back.
+Copies are compared by direction, bytes and count (but not by whether host memory is pinned: the first 25 programs pin only on
+"cuda"), waits by count, and the peak of allocated bytes exactly. Kernel counts are shown, and expected to be close. The detail
+view lists a program's allocations on the H200 in order: the bytes requested, negative for a free.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ import toolkit as tk
 
 HERE = Path(__file__).parent
 DIRECTIONS = {"HtoD": "h2d", "DtoH": "d2h", "DtoD": "d2d"}
-MOST_EVENTS = 400  # that were kept of a program's allocations
+MOST_EVENTS = 400  # allocation events recorded per program
 Copies = dict[str, dict[int, int]]  # direction -> bytes -> count
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a program did: copies by direction and size, kernels, waits of a stream, peak of allocated bytes, and its value."""
+    """The copies (by direction and size), kernels, stream waits, peak of allocated bytes, and value of a program."""
 
     copies: Copies
     kernels: int
@@ -44,7 +44,7 @@ class Seen:
 
 @lru_cache
 def measured(file: str) -> dict[str, Seen]:
-    """The measurements in `h200.json` or `h200_more.json`, by program."""
+    """Return the measurements in `h200.json` or `h200_more.json`, by program."""
     with open(HERE / file) as f:
         programs = json.load(f)["programs"]
     seen = {}
@@ -59,9 +59,10 @@ def measured(file: str) -> dict[str, Seen]:
 
 @lru_cache
 def allocations() -> dict[str, dict[str, Any]]:
-    """What each program allocated on an H200, in order, warm: "events" (bytes asked for, negative: given back), and "peak".
+    """Return the allocations of each program on an H200 after a warm-up, by program.
 
-    "cut" says that only the first of many events are there.
+    "events" are the requested bytes in order, negative for a free; "peak" is the allocator's own; "cut" is True if only the
+    first MOST_EVENTS events were recorded.
     """
     with open(HERE / "h200_allocs.json") as f:
         programs = json.load(f)["programs"]
@@ -69,7 +70,7 @@ def allocations() -> dict[str, dict[str, Any]]:
 
 
 def peak_of(events: list[int]) -> int:
-    """The most that is held, each block rounded up to 512 bytes."""
+    """Return the peak of the allocated bytes, each block rounded up to 512 bytes."""
     held = most = 0
     for n_bytes in events:
         held += -(-n_bytes // 512) * 512 if n_bytes > 0 else n_bytes // 512 * 512
@@ -78,7 +79,7 @@ def peak_of(events: list[int]) -> int:
 
 
 def replayed(program: Callable[[str], Any]) -> Seen:
-    """A program run warm on the virtual H200, as it was measured: once before, then recorded."""
+    """Run a program on the virtual H200, once to warm up and once recorded, as it was measured."""
     gpu = tk.device("virtual:h200")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -101,7 +102,7 @@ def replayed(program: Callable[[str], Any]) -> Seen:
 
 @lru_cache
 def programs() -> dict[str, tuple[str, Callable[[str], Any]]]:
-    """Every golden program: name -> (file of its measurement, program)."""
+    """Return every golden program by name: (file of its measurement, program)."""
     from tests.golden import programs as first
     from tests.golden import programs_more as more
 
@@ -111,13 +112,13 @@ def programs() -> dict[str, tuple[str, Callable[[str], Any]]]:
 
 
 def compare(name: str) -> tuple[Seen, Seen]:
-    """(measured, replayed) of one program."""
+    """Return (measured, replayed) of one program."""
     file, program = programs()[name]
     return measured(file)[name], replayed(program)
 
 
 def differences(want: Seen, got: Seen) -> tuple[str, ...]:
-    """Which of h2d, d2h, d2d and waits differ in count or bytes."""
+    """Return which of h2d, d2h, d2d and waits differ in count or bytes."""
     differing = [kind for kind in DIRECTIONS.values() if want.copies[kind] != got.copies[kind]]
     return (*differing, "waits") if want.waits != got.waits else tuple(differing)
 
@@ -127,7 +128,7 @@ def _totals(copies: dict[int, int]) -> str:
 
 
 def main(names: list[str]) -> None:
-    """Print the table, or the programs named in detail."""
+    """Print the table, or the named programs in detail."""
     table = []
     for name in names or programs():
         want = measured(programs()[name][0])[name]

@@ -1,20 +1,20 @@
-"""The golden programs on the virtual H200 do what a real H200 did: copies by direction and bytes, and waits."""
+"""Tests that golden programs have the same copies, waits and memory peaks on the virtual H200 as on a real one."""
 
 import pytest
 
 from tests.golden import programs_more
 from tests.golden.replay import allocations, compare, differences, measured, peak_of, programs
 
-# What is known to differ, and why. A program listed here that has become right fails its test, like an unlisted one that is
-# wrong. None of the first 25 may be here.
+# Known deviations and their reasons. A listed program that no longer deviates fails its test, as does an unlisted one that
+# deviates. None of the first 25 programs may be listed.
 DEVIATIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "generate_qwen3_static": (("d2d",), "transformers compiles a static cache's decode step on CUDA only: another program"),
-    "copy_d2d_complex_conj": (("d2d",), "a conjugate is made at once here; on CUDA the copy of a lazy one is a kernel"),
-    "r2_lstm": (("d2d",), "cuDNN packs a recurrent network's weights into one buffer; here its cells run one by one"),
+    "copy_d2d_complex_conj": (("d2d",), "a conjugate is computed at once here; on CUDA it is lazy, and its copy is a kernel"),
+    "r2_lstm": (("d2d",), "cuDNN packs a recurrent network's weights into one buffer; here the cells run one by one"),
 }
 
-# The same for the peak of allocated bytes: reason -> programs. Sizes of all that is allocated in between are in
-# h200_allocs.json, in order; `python -m tests.golden.replay NAME` shows them.
+# Known deviations of the peak of allocated bytes: reason -> programs. h200_allocs.json has all allocations of the programs, in
+# order; `python -m tests.golden.replay NAME` shows them.
 PEAKS: dict[str, tuple[str, ...]] = {
     "transformers compiles a static cache's decode step on CUDA only: another program": ("generate_qwen3_static",),
     "cuSOLVER's and MAGMA's workspaces are not modelled": ("inv", "solve", "cholesky", "det"),

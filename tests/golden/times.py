@@ -1,8 +1,8 @@
 """Time per generated token of warm, unmodified generate() of tiny models, and of the toolkit's decode strategies.
 
-`python -m tests.golden.times cuda OUT.json` measures on a GPU; `python -m tests.golden.times virtual:h200` asks the
-modelled clock, and prints the ratio to `h200_times.json`. `python_host_ns` of the catalogue was fitted to these very
-measurements, so the ratios show how well one constant fits them all, not how well it would predict others.
+`python -m tests.golden.times cuda OUT.json` measures on a GPU. `python -m tests.golden.times virtual:h200` reads the modelled
+clock, and prints the ratio to `h200_times.json`. `python_host_ns` of the catalogue was fitted to these measurements, so the
+ratios show how well one constant fits all of them, not how well it predicts other programs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TOKENS = 48
 
 
 def per_token_ns(gpu: Any, run: Callable[[], Any], repeats: int) -> float:
-    """Nanoseconds of the device's host clock a token, the median of `repeats` warm runs of TOKENS tokens."""
+    """Return ns per token on the device's host clock: the median of `repeats` runs of TOKENS tokens after a warm-up."""
     times = []
     for _ in range(repeats + 1):
         gpu.sync()
@@ -37,7 +37,7 @@ def per_token_ns(gpu: Any, run: Callable[[], Any], repeats: int) -> float:
 
 
 def hugging_face(gpu: Any, family: str) -> Callable[[], Any]:
-    """generate() of a tiny random model: python, launches and waits, hardly any computing."""
+    """Return the time of generate() of a tiny random model, which is Python, launches and waits, with little compute."""
     model = tiny_model(family).to(gpu.torch)
     ids = torch.arange(8)[None].to(gpu.torch)
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": TOKENS, "pad_token_id": 0, "do_sample": False}
@@ -45,14 +45,14 @@ def hugging_face(gpu: Any, family: str) -> Callable[[], Any]:
 
 
 def strategy(gpu: Any, name: str, dtype: torch.dtype) -> Callable[[], Any]:
-    """The demo model under a strategy, not recorded."""
+    """Return the time of the demo model with a decode strategy, without recording."""
     model = tk.load("demo/qwen3", device=gpu, dtype=dtype, progress=False)
     prompt = model.tokenizer.encode("The capital of France is")
     return lambda: tk.generate(model, prompt, decode=name, max_new_tokens=TOKENS, record=False)
 
 
 def main(device: str, path: str = "") -> None:
-    """Measure, and write or compare."""
+    """Measure, then write the results or compare them."""
     gpu = tk.device(device)
     repeats = 5 if device.startswith("cuda") else 1
     result = {}

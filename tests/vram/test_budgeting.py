@@ -121,7 +121,7 @@ def test_a_budget_alone_keeps_no_history(gpu):
 
 
 def test_the_cpu_has_nothing_to_cap():
-    with pytest.raises(DeviceError, match="no allocator to cap"):
+    with pytest.raises(DeviceError, match="no caching allocator to limit"):
         tk.budget("8 GiB", "cpu")
 
 

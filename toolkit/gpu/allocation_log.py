@@ -1,7 +1,7 @@
-"""The log of allocations, which both GPUs write while a memory scope is open.
+"""The state that both GPUs share with memory scopes, so that neither has to import the module that opens the scopes.
 
-The virtual GPU appends each allocation to `log.builder`. CUDA's allocator keeps a history of its own, so the log only collects
-the decode steps that ran on it. `allocation_scopes` opens and closes scopes; this file imports neither GPU.
+The virtual GPU appends each allocation to `log.builder`. CUDA's allocator keeps its own history, so the log only collects the
+decode steps that ran on a CUDA GPU. `allocation_scopes` begins and ends scopes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Row = tuple[int, ...]
 
 
 class StepRange(NamedTuple):
-    """A decode step on the wall clock (time.time_ns), in ns."""
+    """A decode step: start and end on the wall clock (`time.time_ns`), its number, and its name."""
 
     start_ns: int
     end_ns: int
@@ -30,34 +30,35 @@ class StepRange(NamedTuple):
 
 @dataclass(eq=False)
 class OpenScope:
-    """A memory scope that has begun: the blocks that were alive then, and the row of the log where its events start."""
+    """A memory scope that has begun: the blocks that were allocated then, and the row of the log where its events start."""
 
-    device: Device | None  # None: the device in use
+    device: Device | None  # None stands for the device in use
     builder: TraceBuilder
     lines: bool = True
     start_ns: int = 0  # on the device's host clock
-    since: int = 0  # row of `builder`
-    before: list[Row] = field(default_factory=list)  # segments and blocks that were alive at the start
-    cuda: CudaScope | None = None  # position in CUDA's own history, for a scope on CUDA
+    since: int = 0  # first row of `builder`
+    before: list[Row] = field(default_factory=list)  # segments and blocks that were allocated at the start
+    cuda: CudaScope | None = None  # position in the history of CUDA's allocator, for a scope on CUDA
 
 
 class AllocationLog:
-    """The log of this process. `lock` guards it."""
+    """The allocation log of this process, guarded by `lock`."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.builder: TraceBuilder | None = None  # receives the virtual GPU's allocations; None while no scope is open
-        self.lines = False  # record the line of Python that allocates?
+        self.builder: TraceBuilder | None = None  # events of the virtual GPU; None while no scope is open
+        self.lines = False  # whether to record the Python line of each allocation
+        self.keepers = 0  # callers of `allocation_scopes.keep`, who want lines recorded between scopes as well
         self.steps: list[StepRange] | None = None  # decode steps on CUDA; None while CUDA's history is off
-        self.scopes: list[OpenScope] = []
+        self.scopes: list[OpenScope] = []  # in the order in which they began
 
     def note_step(self, step: int, start_ns: int, end_ns: int, name: str) -> None:
-        """Add a decode step that ran on a CUDA device from `start_ns` to `end_ns` of the wall clock."""
+        """Add a decode step that ran on a CUDA GPU from `start_ns` to `end_ns` of the wall clock."""
         if self.steps is not None:
             self.steps.append(StepRange(start_ns, end_ns, step, name))
 
     def restart(self) -> None:
-        """Restart all open scopes: another virtual GPU was opened, with its own clock and with nothing allocated."""
+        """Restart all open scopes, because another virtual GPU was opened: its clock is at 0 and nothing is allocated."""
         with self.lock:
             for scope in self.scopes:
                 scope.before, scope.since, scope.start_ns = [], len(scope.builder), 0

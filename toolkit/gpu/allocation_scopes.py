@@ -1,8 +1,8 @@
 """Memory scopes: the trace of every allocation between two points of a program.
 
-`begin` opens a scope and `end` returns its trace. On the virtual GPU the events come from the allocation log. On CUDA they come
-from the allocator's own history, which is fetched when a scope begins or ends. Scopes may nest and overlap: each is a range of
-the same log, so that no scope takes events from another one and no peak counter is reset.
+`begin` opens a scope and `end` returns its trace. On the virtual GPU the events come from the allocation log, on CUDA from the
+history that the allocator keeps, which is fetched when a scope begins and when it ends. Scopes may nest and overlap: each is a
+range of the same log, so no scope takes events from another one and no peak counter is reset.
 """
 
 from __future__ import annotations
@@ -21,51 +21,53 @@ from toolkit.gpu.virtual.device import VirtualGpu, open_card
 from toolkit.gpu.virtual.tensor import held
 from toolkit.trace.events import Trace, TraceBuilder
 
-_kept = 0  # callers that want lines recorded between scopes, too: sessions of notebooks
-
 
 def begin(device: Device | None = None, *, lines: bool = True) -> OpenScope:
-    """Begin a scope on `device`; without one, on the device in use, also where that is first opened later.
+    """Begin a scope on `device`, or on the device in use, which may also be opened later.
 
-    The device in use is the open virtual GPU, else every CUDA GPU. `lines=False` asks for no lines, which cost the most.
-    Raises DeviceError where the device is a virtual one that is closed.
+    The device in use is the open virtual GPU, or else every CUDA GPU. `lines=False` records no Python lines, the most
+    expensive part of an event. Raises DeviceError if `device` is a virtual GPU that is closed.
     """
     with log.lock:
-        _refuse_other_virtual(device)
-        if not log.scopes:
+        virtual = _open_virtual(device)
+        if device is not None and device.torch.type == "vgpu" and virtual is None:
+            raise DeviceError(f"the memory of {device.name}", "it is closed", f'Open it again: tk.device("{device.name}")')
+        if log.builder is None:
             log.builder = TraceBuilder()
-        begun = OpenScope(device, _builder(), lines)
-        _note_lines(begun)
-        virtual = _virtual(device)
+        begun = OpenScope(device, log.builder, lines)
+        _set_lines(begun)
         try:
             if virtual is not None:
                 with virtual.machine._in_order():
                     begun.start_ns, begun.since = virtual.now_ns(), len(begun.builder)
-                    begun.before = _rows_held(virtual, begun.builder)
+                    begun.before = _allocated_rows(virtual, begun.builder)
             elif device is None or device.torch.type == "cuda":
-                cuda = _cuda(anew=not log.scopes)
-                begun.cuda = cuda.begin() if cuda is not None else None
+                history = _cuda_history(anew=not log.scopes)
+                begun.cuda = history.begin() if history is not None else None
         except BaseException:
             if not log.scopes:
-                _rest()
-            _note_lines()
+                _last_scope_ended()
+            _set_lines()
             raise
         log.scopes.append(begun)
         return begun
 
 
 def end(begun: OpenScope) -> Trace:
-    """End a scope. The trace has what was alive when it began (`meta["opening"]` rows), then every memory event since."""
+    """End a scope and return its trace: the blocks allocated when it began (`meta["opening"]` rows), then every event since.
+
+    Raises DeviceError if the scope has already ended.
+    """
     with log.lock:
         if begun not in log.scopes:
-            raise DeviceError("ending a memory scope", "it has ended", "Begin another one")
+            raise DeviceError("ending a memory scope", "it has already ended", "Begin another one")
         log.scopes.remove(begun)
-        _note_lines()
+        _set_lines()
         try:
             return _trace_of(begun)
         finally:
             if not log.scopes:
-                _rest()
+                _last_scope_ended()
 
 
 def _trace_of(begun: OpenScope) -> Trace:
@@ -74,91 +76,72 @@ def _trace_of(begun: OpenScope) -> Trace:
     if device is not None:
         meta |= {"device": device.name, "clock": device.clock, "gpu": device.spec.name if device.spec else device.name}
         meta |= {"lines": begun.lines, "total_bytes": device.memory().total_bytes, "limit_bytes": device.limit_bytes}
+    index = getattr(begun.device, "index", None)
+    meta |= {} if index is None else {"device_index": index}
     collects = gc.isenabled()
-    gc.disable()  # a hundred thousand rows are no garbage, and looking for some among them takes longer than all the rest
+    gc.disable()  # building a hundred thousand rows would trigger collections, which take longer than all the rest
     try:
-        return _rows_of(begun, device, meta)
+        if device is not None and device.torch.type == "cpu":
+            return TraceBuilder().build({**meta, "opening": 0})
+        if begun.cuda is not None and device is not None and device.torch.type == "cuda":
+            return the_history.end(begun.cuda, meta)
+        return begun.builder.build({**meta, "opening": len(begun.before)}, begun.since, begun.before, begun.start_ns)
     finally:
         if collects:
             gc.enable()
 
 
-def _rows_of(begun: OpenScope, device: Device | None, meta: dict[str, Any]) -> Trace:
-    index = getattr(begun.device, "index", None)
-    meta |= {} if index is None else {"device_index": index}
-    if device is not None and device.torch.type == "cpu":
-        return TraceBuilder().build({**meta, "opening": 0})
-    if begun.cuda is not None and device is not None and device.torch.type == "cuda":
-        return the_history.end(begun.cuda, meta)
-    return begun.builder.build({**meta, "opening": len(begun.before)}, begun.since, begun.before, begun.start_ns)
-
-
 def measuring() -> bool:
-    """Has a scope begun that hasn't ended?"""
+    """Return whether a scope is open."""
     return bool(log.scopes)
 
 
 def in_use() -> Device | None:
-    """The open virtual GPU, else the first CUDA GPU; None where there is neither."""
-    return _virtual(None) or (open_cuda(0) if torch.cuda.is_available() else None)
+    """Return the open virtual GPU, or else the first CUDA GPU; None if there is neither."""
+    return open_card() or (open_cuda(0) if torch.cuda.is_available() else None)
 
 
 def keep() -> None:
-    """Note lines between scopes, too, until `release`: what is alive when a scope begins then says where it is from."""
-    global _kept
+    """Record lines between scopes as well, until `release`: blocks that are allocated when a scope begins then have lines."""
     with log.lock:
-        _kept += 1
-        _note_lines()
-        if _virtual(None) is None:
-            _cuda(anew=not log.scopes, events=bool(log.scopes))
+        log.keepers += 1
+        _set_lines()
+        if open_card() is None:
+            _cuda_history(anew=not log.scopes, events=bool(log.scopes))
 
 
 def release() -> None:
-    """End what `keep` began."""
-    global _kept
+    """Undo one `keep`."""
     with log.lock:
-        _kept = max(_kept - 1, 0)
-        _note_lines()
+        log.keepers = max(log.keepers - 1, 0)
+        _set_lines()
         if not log.scopes:
-            _rest()
+            _last_scope_ended()
 
 
-def _note_lines(*more: OpenScope) -> None:
-    log.lines = bool(_kept) or any(begun.lines for begun in (*log.scopes, *more))
+def _set_lines(*more: OpenScope) -> None:
+    log.lines = bool(log.keepers) or any(begun.lines for begun in (*log.scopes, *more))
 
 
-def _builder() -> TraceBuilder:
-    if log.builder is None:
-        log.builder = TraceBuilder()
-    return log.builder
-
-
-def _rest() -> None:
-    """No scope is open: nothing is noted, but lines where somebody wants to know them of what is alive later."""
+def _last_scope_ended() -> None:
+    """Stop recording events. CUDA's allocator goes on recording lines while there is a keeper."""
     log.builder = None
     if not the_history.on:
         return
-    if _kept:
+    if log.keepers:
         the_history.start(anew=True, lines=True, events=False)
     else:
         the_history.stop()
 
 
-def _virtual(device: Device | None) -> VirtualGpu | None:
-    """The virtual GPU that is meant: `device`, or the open one where none is named."""
+def _open_virtual(device: Device | None) -> VirtualGpu | None:
+    """Return the open virtual GPU if `device` is it, or is None."""
     current = open_card()
-    if device is not None and device is not current:
-        return None
-    return current
+    return current if device is None or device is current else None
 
 
-def _refuse_other_virtual(device: Device | None) -> None:
-    if device is not None and device.torch.type == "vgpu" and _virtual(device) is None:
-        raise DeviceError(f"the memory of {device.name}", "it is closed", f'Open it again: tk.device("{device.name}")')
-
-
-def _rows_held(virtual: VirtualGpu, builder: TraceBuilder) -> list[Row]:
-    """What is alive on the virtual GPU, as rows: segments, then blocks by address."""
+def _allocated_rows(virtual: VirtualGpu, builder: TraceBuilder) -> list[Row]:
+    """Return the segments, then the allocated blocks by address, of the virtual GPU as rows of `builder`."""
     now = virtual.now_ns()
     segments = [
         builder.row("segment_alloc", now, bytes=sum(b.size for b in blocks), address=blocks[0].address, clock="modelled")
@@ -173,8 +156,8 @@ def _rows_held(virtual: VirtualGpu, builder: TraceBuilder) -> list[Row]:
     return segments + blocks
 
 
-def _cuda(*, anew: bool, events: bool = True) -> CudaHistory | None:
-    """CUDA's history, which is kept from now on; None without CUDA. `anew`: what it has so far may be forgotten."""
+def _cuda_history(*, anew: bool, events: bool = True) -> CudaHistory | None:
+    """Start the history of CUDA's allocator and return it; None without CUDA. `anew` drops the entries so far."""
     if not torch.cuda.is_available():
         return None
     the_history.start(anew=anew, lines=log.lines, events=events)

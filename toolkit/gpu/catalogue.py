@@ -1,7 +1,7 @@
-"""The GPU catalogue: what each card has and what it costs to use, each figure with its source.
+"""The GPU catalogue: hardware figures and modelled costs of each GPU, each with its source.
 
-`CATALOGUE["h200"].bandwidth_bytes_per_s` is a plain number; `CATALOGUE["h200"].source("bandwidth_bytes_per_s")` says
-where it comes from and whether it is a datasheet's, was measured, or is an estimate. Knows no torch and asks no GPU.
+`CATALOGUE["h200"].bandwidth_bytes_per_s` is a plain number. `CATALOGUE["h200"].source("bandwidth_bytes_per_s")` says where it
+comes from, and whether it is from a datasheet, measured, or estimated. The catalogue needs neither torch nor a GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ How = Literal["datasheet", "measured", "estimated", "chosen"]
 
 
 class Source(NamedTuple):
-    """Where a figure comes from: `how` it is known, and `where` it can be looked up."""
+    """The source of a figure: `how` it was obtained, and the document or file `where` to look it up."""
 
     how: How
     where: str
@@ -27,23 +27,23 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class GpuSpec:
-    """One GPU model. Sizes in bytes, times in nanoseconds, rates per second; every figure has a `source`.
+    """One GPU model. Sizes are in bytes, times in ns, rates per second; every figure has a `source`.
 
-    `bandwidth_bytes_per_s` is the datasheet's, `reached_bandwidth_bytes_per_s` what a streaming kernel reaches. The
-    flops are dense (no sparsity), with fp32 accumulation. The host costs are those of a Python program using eager
-    PyTorch: they depend on the host's processor more than on the GPU.
+    `bandwidth_bytes_per_s` is the figure of the datasheet, `reached_bandwidth_bytes_per_s` that of a streaming kernel. The
+    flops are dense (without sparsity), with fp32 accumulation. The host costs are those of a Python program in eager PyTorch:
+    they depend more on the host's processor than on the GPU.
     """
 
     key: str
     name: str  # as CUDA reports it
     compute_capability: tuple[int, int]
-    memory_bytes: int  # what CUDA reports as the total, a little under the marketing size
+    memory_bytes: int  # the total that CUDA reports, a little less than the nominal size
     bandwidth_bytes_per_s: float
     reached_bandwidth_bytes_per_s: float
     sms: int
     registers_per_sm: int
     threads_per_sm: int
-    smem_per_block_bytes: int  # without opting in
+    smem_per_block_bytes: int  # without opt-in (cudaFuncSetAttribute)
     smem_per_block_optin_bytes: int
     smem_per_sm_bytes: int
     l2_bytes: int
@@ -54,38 +54,38 @@ class GpuSpec:
     d2h_pinned_bytes_per_s: float
     h2d_pageable_bytes_per_s: float
     d2h_pageable_bytes_per_s: float
-    op_host_ns: float  # host: one eager operation that launches one kernel, Python and dispatcher included
+    op_host_ns: float  # host: an eager operation that launches one kernel, including Python and the dispatcher
     library_host_ns: float  # host: the same for a matrix product (cuBLAS chooses a kernel)
     attention_host_ns: float  # host: the same for scaled dot product attention
-    python_host_ns: float  # host: the interpreter's own time between two operations that launch something
+    python_host_ns: float  # host: the interpreter between two operations that launch something
     launch_host_ns: float  # host: each further launch, memset or device copy inside the same operation
     view_host_ns: float  # host: an operation that launches nothing (a view, an allocation)
     item_host_ns: float  # host: `.item()` up to its wait
-    h2d_host_ns: float  # host: starting a pageable H2D, staging a few bytes
-    d2h_host_ns: float  # host: starting a pageable D2H
-    pinned_async_host_ns: float  # host: starting a pinned copy
-    wait_host_ns: float  # host: returning from a wait once the stream is done
-    graph_launch_host_ns: float  # host: launching a captured CUDA graph
-    launch_latency_ns: float  # from the host's launch to the kernel's start on an idle stream
+    h2d_host_ns: float  # host: start of a pageable H2D copy of a few bytes, which stages them
+    d2h_host_ns: float  # host: start of a pageable D2H copy
+    pinned_async_host_ns: float  # host: start of a pinned copy
+    wait_host_ns: float  # host: return from a wait after the stream has finished
+    graph_launch_host_ns: float  # host: launch of a captured CUDA graph
+    launch_latency_ns: float  # from the launch on the host to the start of the kernel on an idle stream
     kernel_floor_ns: float  # the shortest kernel
     kernel_gap_ns: float  # between two kernels queued on one stream
-    copy_floor_ns: float  # an H2D of a few bytes, on the stream
-    d2h_floor_ns: float  # a D2H of a few bytes, on the stream
+    copy_floor_ns: float  # an H2D copy of a few bytes, on the stream
+    d2h_floor_ns: float  # a D2H copy of a few bytes, on the stream
     d2d_floor_ns: float  # a device-to-device memcpy of a few bytes
-    graph_node_ns: float  # a kernel node inside a CUDA graph, from start to start
+    graph_node_ns: float  # from the start of a kernel node of a CUDA graph to the start of the next
     sources: Mapping[str, Source] = field(repr=False, compare=False, default_factory=dict)
 
     def source(self, figure: str) -> Source:
-        """Where `figure` (a field's name) comes from. Raises UnknownNameError for a name that is no figure."""
+        """Return the source of `figure`, the name of a field. Raises UnknownNameError if it is not a figure."""
         if figure not in self.sources:
             raise unknown_name("figure", figure, self.sources)
         return self.sources[figure]
 
     def with_memory(self, n_bytes: int) -> GpuSpec:
-        """This card with `n_bytes` of memory in place of its own. Raises DeviceError unless it is 1 MiB or more."""
+        """Return this GPU with `n_bytes` of memory. Raises DeviceError if that is less than 1 MiB."""
         if n_bytes < MiB:
-            raise DeviceError(f"a virtual GPU with {bytes_text(n_bytes)}", "too small to be a GPU", "Ask for 1 MiB or more")
-        sources = {**self.sources, "memory_bytes": Source("chosen", "asked for by the user")}
+            raise DeviceError(f"a virtual GPU with {bytes_text(n_bytes)}", "less than 1 MiB", "Use 1 MiB or more")
+        sources = {**self.sources, "memory_bytes": Source("chosen", "requested by the user")}
         return replace(
             self,
             key=bytes_text(n_bytes).replace(" ", ""),
@@ -96,7 +96,7 @@ class GpuSpec:
 
 
 class _Architecture(NamedTuple):
-    """What every card of a compute capability shares (CUDA programming guide)."""
+    """The figures that all GPUs of a compute capability share (CUDA programming guide)."""
 
     smem_per_block_optin_bytes: int
     smem_per_sm_bytes: int
@@ -115,7 +115,7 @@ _ARCHITECTURES = {
 _GUIDE = Source("datasheet", "CUDA programming guide, tables of SM and memory information per compute capability")
 _H200 = Source("measured", "bench/results/h200_primitives.json (NVIDIA H200, torch 2.11.0+cu130)")
 _EARLIER = Source("measured", "one NVIDIA H200, torch 2.11 + CUDA 13.0, before bench/primitives.py; not in its results")
-_AS_H200 = Source("estimated", "taken over from the H200; depends on the host's processor more than on the GPU")
+_AS_H200 = Source("estimated", "the H200's figure; depends more on the host's processor than on the GPU")
 _PCIE = {
     4: (
         (25.0e9, 25.5e9, 12.0e9, 10.0e9),
@@ -125,7 +125,7 @@ _PCIE = {
 }
 _PCIE_FIELDS = ("h2d_pinned_bytes_per_s", "d2h_pinned_bytes_per_s", "h2d_pageable_bytes_per_s", "d2h_pageable_bytes_per_s")
 
-# Host and stream costs in ns: those in RECORDED as measured on an H200's machine, the rest chosen to fit (_CHOSEN).
+# Costs on the host and on streams in ns. Those in RECORDED were measured on a machine with an H200, those in _CHOSEN chosen.
 _COSTS: dict[str, float] = {
     "op_host_ns": 5500, "library_host_ns": 12400, "attention_host_ns": 16000, "python_host_ns": 4000,
     "launch_host_ns": 2500, "view_host_ns": 1000,
@@ -133,7 +133,7 @@ _COSTS: dict[str, float] = {
     "graph_launch_host_ns": 6000, "launch_latency_ns": 2000, "kernel_floor_ns": 880, "kernel_gap_ns": 1100,
     "copy_floor_ns": 740, "d2h_floor_ns": 1450, "d2d_floor_ns": 690, "graph_node_ns": 980,
 }  # fmt: skip
-# Each figure beside the entry of bench/results/h200_primitives.json that it rounds.
+# The entry of bench/results/h200_primitives.json of which each figure is a rounded value.
 RECORDED: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "op_host_ns": ("host_ns", "add_scalar"), "library_host_ns": ("host_ns", "matmul"),
     "attention_host_ns": ("host_ns", "sdpa_decode"), "view_host_ns": ("host_ns", "slice"),
@@ -149,15 +149,15 @@ RECORDED: Mapping[str, tuple[str, ...]] = MappingProxyType({
 })  # fmt: skip
 _CHOSEN = {
     "python_host_ns": "fitted to h200_times.json: decode strategies want 3 us, Hugging Face generate() 5 to 9",
-    "launch_host_ns": "assumed: not measured on its own",
-    "item_host_ns": "chosen so that `.item()`, python_host_ns aside, takes about what h200_primitives.json says",
+    "launch_host_ns": "assumed: not measured separately",
+    "item_host_ns": "chosen so that `.item()` without python_host_ns takes about as long as in h200_primitives.json",
     "h2d_host_ns": "chosen as item_host_ns, for a pageable H2D of 8 bytes",
     "d2h_host_ns": "chosen as item_host_ns, for a pageable D2H of 8 bytes",
-    "wait_host_ns": "assumed, between the idle stream's and the idle device's synchronize in h200_primitives.json",
+    "wait_host_ns": "assumed: between synchronizing an idle stream and an idle device in h200_primitives.json",
     "launch_latency_ns": "assumed from launch_and_synchronize in h200_primitives.json; not used by the time model",
     "graph_launch_host_ns": "assumed: no graph was measured; not used by the time model",
 }
-_REACHED = 4.22 / 4.8  # of the datasheet's bandwidth: read bandwidth measured on an H200
+_REACHED = 4.22 / 4.8  # measured read bandwidth of an H200 / that of its datasheet
 
 
 def _card(
@@ -165,7 +165,7 @@ def _card(
     tflops: tuple[float, float, float], pcie: int, sheet: str,
     others: Mapping[str, Source] = MappingProxyType({}),
 ) -> GpuSpec:  # fmt: skip
-    """A card from its `sheet`: tflops as (fp32, tf32, bf16), PCIe generation, `others` the figures with another source."""
+    """Return the GPU described by `sheet`. `tflops` are (fp32, tf32, bf16); `others` are figures with another source."""
     architecture, (rates, pcie_source) = _ARCHITECTURES[cc], _PCIE[pcie]
     figures: dict[str, float] = {
         "bandwidth_bytes_per_s": bandwidth,
@@ -183,7 +183,7 @@ def _card(
     sources |= dict.fromkeys(("name", "compute_capability", "memory_bytes", "sms", "l2_bytes"), _SEEN)
     sources |= dict.fromkeys((*_Architecture._fields, "registers_per_sm", "smem_per_block_bytes"), _GUIDE)
     sources |= dict.fromkeys(_COSTS, _AS_H200) | dict.fromkeys(_PCIE_FIELDS, pcie_source)
-    sources["reached_bandwidth_bytes_per_s"] = Source("estimated", "the share of the datasheet's that an H200 reaches, 88 %")
+    sources["reached_bandwidth_bytes_per_s"] = Source("estimated", "88 % of the datasheet's, as measured on an H200")
     sources |= {figure: Source("estimated", why) for figure, why in _CHOSEN.items()}
     sources |= others
     return GpuSpec(
@@ -196,17 +196,17 @@ def _card(
     )
 
 
-_SEEN = Source("measured", "reported by users of the card: deviceQuery, torch's device properties or out-of-memory messages")
+_SEEN = Source("measured", "reported by users of this GPU: deviceQuery, torch's device properties or out-of-memory messages")
 _A100 = "NVIDIA A100 Tensor Core GPU architecture whitepaper; bandwidth: NVIDIA A100 datasheet"
 _H100_FLOPS = "NVIDIA H100 Tensor Core GPU architecture whitepaper, SXM5"
-_UNSTATED = "dense; for which accumulation isn't said, but bf16 products in torch (fp32 accumulation) pass half of it"
+_UNSTATED = "dense; it does not name the accumulation dtype, but bf16 products in torch (fp32 accumulation) exceed half of it"
 
 
-# The datasheet figures were compared in November 2026 with public copies of the named documents or, mostly, with public code
-# and notes that quote their tables. Sparse rates are halved. GeForce cards have a doubled fp16 rate too, for accumulation in
-# fp16: not the one here, as torch accumulates in fp32.
+# The datasheet figures were checked in November 2026 against public copies of the named documents or, mostly, against public
+# code and notes that quote their tables. Sparse rates are halved. The doubled fp16 rate of GeForce GPUs is not used: it needs
+# accumulation in fp16, and torch accumulates in fp32.
 class Catalogue(Mapping[str, GpuSpec]):
-    """GPUs by key, read-only; shown as a table of their main figures, each card's every figure through `card.source`."""
+    """A read-only mapping from key to `GpuSpec`. Its text and HTML representations are tables of the main figures."""
 
     def __init__(self, cards: Iterable[GpuSpec]) -> None:
         self._cards = {card.key: card for card in cards}
@@ -262,16 +262,16 @@ CATALOGUE = Catalogue(
         _card("h100", "NVIDIA H100 80GB HBM3", (9, 0), 79.18, 3350e9, 132, 50, (66.9, 494.7, 989.4), 5, _H100_FLOPS,
               {"bandwidth_bytes_per_s": Source("datasheet", "NVIDIA H100 datasheet, SXM")}),
         _card("h200", "NVIDIA H200", (9, 0), 139.80, 4800e9, 132, 60, (66.9, 494.7, 989.4), 5,
-              f"{_H100_FLOPS}: the same chip; the H200 datasheet has them rounded",
+              f"{_H100_FLOPS}: the same chip; the H200 datasheet rounds them",
               dict.fromkeys((*RECORDED, "name", "compute_capability"), _H200)
               | dict.fromkeys(("reached_bandwidth_bytes_per_s", "graph_node_ns"), _EARLIER)
               | {"bandwidth_bytes_per_s": Source("datasheet", "NVIDIA H200 datasheet, SXM")}),
         _card("b200", "NVIDIA B200", (10, 0), 178.35, 7700e9, 148, 126.5, (75, 1125, 2250), 5,
-              "NVIDIA Blackwell datasheet, a GPU of the HGX B200 (the DGX B200's says 8 TB/s)",
+              "NVIDIA Blackwell datasheet, one GPU of the HGX B200 (8 TB/s for the DGX B200)",
               {"tf32_flops": Source("datasheet", "NVIDIA HGX platform specifications: 18 PFLOPS sparse for 8 B200")}),
         _card("rtx-pro-6000", "NVIDIA RTX PRO 6000 Blackwell Workstation Edition", (12, 0), 94.97, 1792e9, 188, 128,
               (126.0, 251.9, 503.8), 5, "NVIDIA RTX Blackwell PRO GPU architecture whitepaper, table 4",
-              {"l2_bytes": Source("estimated", "reported for the Server Edition, the same chip with as many SMs")}),
+              {"l2_bytes": Source("estimated", "reported for the Server Edition, the same chip with the same number of SMs")}),
     )
 )  # fmt: skip
-"""The catalogue: every card, every figure, every source."""
+"""All GPUs of the catalogue by key."""

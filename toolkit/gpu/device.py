@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Memory:
-    """Device memory in bytes: held by live tensors, the most that was, held by the caching allocator, on the card."""
+    """Device memory in bytes: allocated by live tensors, its peak, reserved by the caching allocator, and the GPU's total."""
 
     allocated_bytes: int
     peak_bytes: int
@@ -31,11 +31,11 @@ class Memory:
 
 
 class Device(ABC):
-    """A place where tensors live and run. Get one from `tk.device`."""
+    """A device that holds tensors and runs operations. Get one from `tk.device`."""
 
     name: str  # as the user asked for it: "virtual:rtx-5090", "cuda:0", "cpu"
-    torch: torch.device  # what `.to()` takes
-    spec: GpuSpec | None  # None for the CPU and for a card that isn't in the catalogue
+    torch: torch.device  # the argument for `.to()`
+    spec: GpuSpec | None  # None for the CPU and for a GPU that is not in the catalogue
     clock: str  # "measured" or "modelled"
 
     def __repr__(self) -> str:
@@ -43,55 +43,56 @@ class Device(ABC):
 
     @abstractmethod
     def start(self, *, lines: bool) -> None:
-        """Begin to record. Raises RecorderError where it can't."""
+        """Start recording. Raises RecorderError if that is not possible now."""
 
     @abstractmethod
     def stop(self) -> Trace:
-        """End the recording that `start` began, and return its events."""
+        """Stop recording, and return the events since `start`."""
 
     @abstractmethod
     def step(self, step: int, name: str) -> AbstractContextManager[None]:
-        """A scope: events that its host code causes belong to decode step `step`; leaves a mark called `name`."""
+        """Return a context manager: events caused inside belong to decode step `step`, which is marked as `name`."""
 
     @abstractmethod
     def sync(self) -> None:
-        """Wait until the device has done all that was queued."""
+        """Wait until the device has finished all queued work."""
 
     @abstractmethod
     def now_ns(self) -> int:
-        """This device's host clock in nanoseconds: the wall clock, or the virtual GPU's modelled one."""
+        """Return the time of this device's host clock in ns: the wall clock, or the virtual GPU's modelled clock."""
 
     @abstractmethod
     def memory(self) -> Memory:
-        """Memory of the device now."""
+        """Return the memory of the device as it is now."""
 
     @abstractmethod
     def reset_peak(self) -> None:
-        """Let `memory().peak_bytes` start again from what is allocated now."""
+        """Reset `memory().peak_bytes` to the bytes that are allocated now."""
 
     @property
     def limit_bytes(self) -> int:
-        """How much memory the allocator may take: what `limit` set, else the card's."""
+        """The bytes that the allocator may reserve: the argument of the last `limit`, or the GPU's total."""
         return self._limit_bytes or self.memory().total_bytes
 
     def limit(self, n_bytes: int | None) -> None:
-        """Let the allocator take at most `n_bytes`; None: as much as the card has."""
+        """Limit the allocator to `n_bytes`; None lifts the limit. Raises DeviceError on a device without an allocator."""
         self._set_limit(n_bytes)
         self._limit_bytes = n_bytes
 
     _limit_bytes: int | None = None
 
     def _set_limit(self, n_bytes: int | None) -> None:
-        raise DeviceError(f"a memory budget on {self.name}", "it has no allocator to cap", 'Use "cuda" or "virtual:h200"')
+        found = "this device has no caching allocator to limit"
+        raise DeviceError(f"a memory budget on {self.name}", found, 'Use "cuda" or "virtual:h200"')
 
     @contextmanager
     def record(self, *, lines: bool = True) -> Iterator[Trace]:
-        """Record everything that runs on this device inside the `with` block; the trace is readable after it.
+        """Record everything that runs on this device inside the `with` block. Read the trace after the block.
 
-        `lines=True` also finds the Python line that caused each event, which slows a real GPU's host code; use False
-        where the times matter. Inside another recording of the same device this joins the outer one: both traces then
-        hold the outer block's events. Where nothing in the block says what a step is, steps are guessed from a pattern
-        that repeats, and `meta["steps_from"]` says so. Raises RecorderError where another profiler is already active.
+        `lines=True` also records the Python line that caused each event, which slows down the host code of a real GPU: use
+        False to measure times. A recording inside another recording of the same device joins it: both traces then hold
+        the events of the outer block. If the block marks no steps, they are inferred from a repeating pattern of events,
+        and `meta["steps_from"]` says so. Raises RecorderError if another profiler is active.
         """
         from toolkit.trace.assemble import with_guessed_steps
 
@@ -112,12 +113,12 @@ class Device(ABC):
 
     @property
     def recording(self) -> Trace | None:
-        """The trace being recorded now, or None."""
+        """The trace that is being recorded, or None."""
         return _recording.get(self.name)
 
     @property
     def recorded(self) -> bool:
-        """Was anything recorded on this device in this process, or is it being recorded now?"""
+        """Whether this process has recorded on this device, or is recording now."""
         return self.name in _recorded
 
 
@@ -126,10 +127,10 @@ _recording: dict[str, Trace] = {}  # per device name: the trace of the outermost
 
 
 def not_recording(asked: str) -> RecorderError:
-    """The error of a `stop` without a `start`."""
-    return RecorderError(asked, "no recording runs", "Use `with tk.record(device) as trace:`")
+    """Return the error of a `stop` without a `start`."""
+    return RecorderError(asked, "no recording is running", "Use `with tk.record(device) as trace:`")
 
 
 def no_cuda(name: str, found: str) -> DeviceError:
-    """The error of asking for a CUDA device that isn't there."""
+    """Return the error of a request for a CUDA device that does not exist."""
     return DeviceError(f"device {name!r}", found, 'Use tk.device("virtual:h200"), which needs no GPU')

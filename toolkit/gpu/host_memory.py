@@ -1,7 +1,8 @@
-"""The host's memory of this process: what is resident, and the most that was, for scopes that nest.
+"""Host memory of this process: resident bytes and their peak, for scopes that may nest.
 
-Linux keeps the most of the whole process (VmHWM) and lets it start again; so a scope that begins folds what there was
-into the scopes around it. Elsewhere the peak is what was seen at the ends of scopes, and `exact` says so.
+Linux keeps the peak of the process (VmHWM), which can be reset. A scope that begins first adds the peak so far to the open
+scopes and then resets it. On other systems the peak is the largest value seen when a scope began or ended, and
+`HostScope.exact` is False.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _open: list[HostScope] = []
 
 @dataclass
 class HostScope:
-    """Resident bytes of this process at the beginning, the most since, and at the end. `exact`: is the most measured?"""
+    """Resident bytes of this process when the scope began, their peak, and when it ended. `exact`: the system gave the peak."""
 
     before_bytes: int = 0
     peak_bytes: int = 0
@@ -28,27 +29,27 @@ class HostScope:
 
 
 def resident_bytes() -> int:
-    """What this process holds of the host's memory now; 0 where the system doesn't tell."""
+    """Return the resident bytes of this process; 0 if the system does not report them."""
     return _read()[0]
 
 
 def started_bytes() -> int:
-    """What the processes that this one started, and those that they started, hold of the host's memory beside files' pages.
+    """Return the resident bytes of all descendants of this process, without pages of files.
 
-    0 where the system doesn't tell.
+    Returns 0 if the system does not report them.
     """
-    return sum(_own_bytes(pid) for pid in _started(os.getpid()))
+    return sum(_own_bytes(pid) for pid in _descendants(os.getpid()))
 
 
-def _started(pid: int) -> list[int]:
+def _descendants(pid: int) -> list[int]:
     children = [int(word) for path in Path("/proc").glob(f"{pid}/task/*/children") for word in _text(path).split()]
-    return [*children, *(deeper for child in children for deeper in _started(child))]
+    return [*children, *(deeper for child in children for deeper in _descendants(child))]
 
 
 def _text(path: Path) -> str:
     try:
         return path.read_text()
-    except OSError:  # of a thread that ended meanwhile
+    except OSError:  # the thread has ended
         return ""
 
 
@@ -61,16 +62,16 @@ def _own_bytes(pid: int) -> int:
 
 
 def begin() -> HostScope:
-    """Begin to follow the host's memory."""
+    """Begin a scope."""
     with _lock:
         resident = _fold()
-        scope = HostScope(resident, resident, exact=_restart())
+        scope = HostScope(resident, resident, exact=_reset_peak())
         _open.append(scope)
         return scope
 
 
 def end(scope: HostScope) -> HostScope:
-    """End: the scope has its numbers."""
+    """End a scope, and return it with its figures filled in."""
     with _lock:
         scope.after_bytes = _fold()
         _open.remove(scope)
@@ -78,32 +79,32 @@ def end(scope: HostScope) -> HostScope:
 
 
 def _fold() -> int:
-    """Give the peak so far to every open scope; what is resident now."""
+    """Add the peak so far to every open scope. Return the resident bytes."""
     resident, peak = _read()
     for scope in _open:
         scope.peak_bytes = max(scope.peak_bytes, peak if scope.exact else resident)
     return resident
 
 
-def _restart() -> bool:
-    """Let the process's peak start again. Is that possible here?"""
+def _reset_peak() -> bool:
+    """Reset the peak of the process (man 5 proc, clear_refs). Return whether the system can do that."""
     try:
-        _CLEAR.write_text("5")  # man 5 proc: resets the peak of resident memory
+        _CLEAR.write_text("5")
     except OSError:
         return False
     return True
 
 
 def _read() -> tuple[int, int]:
-    """(resident, most resident) in bytes."""
+    """Return (resident bytes, their peak)."""
     try:
         fields = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines() if line.startswith("Vm"))
         return tuple(int(fields[name].split()[0]) << 10 for name in ("VmRSS", "VmHWM"))  # type: ignore[return-value]
     except (OSError, KeyError):
-        return (_usage(), _usage())
+        return (_peak_bytes(), _peak_bytes())
 
 
-def _usage() -> int:
+def _peak_bytes() -> int:
     if sys.platform == "win32":
         return 0
     import resource

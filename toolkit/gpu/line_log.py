@@ -1,10 +1,10 @@
-"""Which line of Python ran when, on which thread: what a recorder needs to say which line caused a launch.
+"""Record which line of Python runs when, on which thread, so that a recorder can tell which line caused a launch.
 
-A `LineLog` notes the time of every line of code outside of torch and the devices (the notion of `callers.caller`), and of
-every return to such a line. A launch belongs to the line that its thread ran last before it. That holds for operators
-(`x + y`, `x[3] = 7`, `if x:`) too, which a profiler of calls doesn't see. It knows nothing of GPUs.
+A `LineLog` records the time of every line outside of library code (as `core.callers` defines it), and of every return to such
+a line. A launch belongs to the last line that its thread ran before it. This also covers operators (`x + y`, `x[3] = 7`,
+`if x:`), which a profiler of function calls misses.
 
-Python 3.12 and later: `sys.monitoring`, all threads, library code switched off after its first line. Python 3.11:
+Python 3.12 and later: `sys.monitoring`, on all threads, switched off for library code after its first line. Python 3.11:
 `sys.settrace`, on the thread that starts the log and on threads started later.
 """
 
@@ -22,13 +22,13 @@ from numpy.typing import NDArray
 
 from toolkit.core.callers import library_prefixes, short_path
 
-_known_threads: dict[int, int] = {}  # native id -> CUPTI's id, of every thread that was ever seen recording
-_LIMIT = 1 << 23  # lines kept a thread (128 MiB): a runaway Python loop must not eat the host's memory
+_known_threads: dict[int, int] = {}  # native id -> CUPTI's id, of every thread that ever recorded
+_LIMIT = 1 << 23  # lines kept per thread (128 MiB), so that a long Python loop does not exhaust the host's memory
 _LINE_BITS = 24
 
 
 class _Thread:
-    """The log of one thread: times in ns (perf_counter) and what ran from then on, packed as code << 24 | line."""
+    """The log of one thread: times in ns (perf_counter), and the line that ran from then on, packed as code << 24 | line."""
 
     __slots__ = ("cupti_id", "times", "what")
 
@@ -38,22 +38,22 @@ class _Thread:
 
 
 def know_thread() -> int:
-    """The calling thread's number as CUPTI reports it: the low half of its pthread, signed.
+    """Return the calling thread's id as CUPTI reports it: the low half of its pthread id, signed.
 
-    PyTorch's profiler replaces it by the native id of the first thread that had that pthread, which may be long gone
-    (pthreads are used again). So all pairs ever seen are kept: they lead back from such a native id to the pthread.
+    PyTorch's profiler replaces it by the native id of the first thread that had the same pthread id, which may have ended
+    (pthread ids are reused). All pairs are therefore kept: they map such a native id back to the pthread id.
     """
     low = threading.get_ident() & 0xFFFFFFFF
     return _known_threads.setdefault(threading.get_native_id(), low - (1 << 32) if low >> 31 else low)
 
 
 class LineLog:
-    """Notes lines between `start` and `stop`; `where` looks them up afterwards. `problem` says why there are none."""
+    """Records lines between `start` and `stop`; `where` looks them up. `problem` says why lines are missing, if any are."""
 
     def __init__(self) -> None:
         self.problem: str | None = None
         self._threads: dict[int, _Thread] = {}
-        self._numbers: dict[int, int] = {}  # id of a code object that isn't library code -> its index in _codes
+        self._numbers: dict[int, int] = {}  # id of a code object outside of libraries -> its index in _codes
         self._codes: list[CodeType] = []  # keeps them alive, so that ids stay unique
         self._prefixes = library_prefixes()
         self._home = threading.get_ident()
@@ -61,7 +61,7 @@ class LineLog:
         self._traced: list[FrameType] = []
 
     def start(self) -> None:
-        """Begin to note lines. Sets `problem` where another tracer is in the way; never raises."""
+        """Start recording lines. Sets `problem` instead of raising if another tracer is active."""
         self._home = threading.get_ident()
         frame = self._innermost(sys._getframe(1))
         if frame is not None:
@@ -74,7 +74,7 @@ class LineLog:
             self._start_tracing()
 
     def stop(self) -> None:
-        """End. What was noted stays readable."""
+        """Stop recording lines. `where` still works."""
         if self._tool is not None:
             sys.monitoring.set_events(self._tool, 0)  # type: ignore[attr-defined]
             sys.monitoring.free_tool_id(self._tool)  # type: ignore[attr-defined]
@@ -87,10 +87,10 @@ class LineLog:
             self._traced.clear()
 
     def where(self, thread_ids: NDArray[np.int64], times_ns: NDArray[np.int64]) -> list[str | None]:
-        """ "file:line" that ran on each thread at each time (perf_counter), None where nothing is known.
+        """Return the "file:line" that ran on each thread at each time (perf_counter, ns), or None if it is not known.
 
-        Threads are named by their native id, or as CUPTI names them. A thread that ran no Python (autograd's workers)
-        takes the line of the thread that started the log, which waits for it.
+        Threads are given by their native id or by CUPTI's id. A thread that ran no Python (a worker of autograd) gets the
+        line of the thread that started the log, which is waiting for it.
         """
         home = self._threads.get(self._home)
         by_id = {thread.cupti_id: thread for thread in self._threads.values()}
@@ -113,7 +113,7 @@ class LineLog:
         return f"{short_path(self._codes[packed >> _LINE_BITS].co_filename)}:{packed & (1 << _LINE_BITS) - 1}"
 
     def _number(self, code: CodeType) -> int | None:
-        """The index of a code object, None for library code."""
+        """Return the index of a code object, None for library code."""
         number = self._numbers.get(id(code))
         if number is None and not code.co_filename.startswith(self._prefixes):
             number = self._numbers[id(code)] = len(self._codes)
@@ -121,7 +121,7 @@ class LineLog:
         return number
 
     def _innermost(self, frame: FrameType | None) -> FrameType | None:
-        """The innermost frame at or outside of `frame` that isn't library code."""
+        """Return the innermost frame, from `frame` outwards, that is not library code."""
         while frame is not None and self._number(frame.f_code) is None:
             frame = frame.f_back
         return frame
@@ -134,10 +134,10 @@ class LineLog:
             thread.times.append(perf_counter_ns())
             thread.what.append(number << _LINE_BITS | line)
         else:
-            self.problem = f"only the first {_LIMIT} lines were kept"
+            self.problem = f"only the first {_LIMIT} lines were recorded"
 
     def _note_return(self, frame: FrameType | None) -> None:
-        """A frame returned (or yielded): the line that goes on is its caller's."""
+        """Record that a frame returned or yielded, so that its caller's line continues."""
         frame = self._innermost(frame)
         if frame is not None:
             self._note(self._numbers[id(frame.f_code)], frame.f_lineno or 0)
@@ -146,7 +146,7 @@ class LineLog:
         monitoring: Any = sys.monitoring  # type: ignore[attr-defined]
         free = [tool for tool in (4, 3, 2, 1) if monitoring.get_tool(tool) is None]
         if not free:
-            self.problem = "all of Python's monitoring tool ids are taken"
+            self.problem = "all of Python's monitoring tool ids are in use"
             return
         self._tool = tool = free[0]
         monitoring.use_tool_id(tool, "toolkit")
@@ -154,7 +154,7 @@ class LineLog:
 
         numbers, threads, ident = self._numbers, self._threads, threading.get_ident
 
-        def line(code: CodeType, line_number: int) -> Any:  # the hot one: nothing is called that can be inlined
+        def line(code: CodeType, line_number: int) -> Any:  # runs for every line, so `_note` is inlined
             known, thread = numbers.get(id(code)), threads.get(ident())
             if known is not None and thread is not None and len(thread.times) < _LIMIT:
                 thread.times.append(perf_counter_ns())
@@ -172,7 +172,7 @@ class LineLog:
             note_return(sys._getframe(1).f_back)
             return None
 
-        def unwound(code: CodeType, *_: Any) -> None:  # this event can't be switched off a place
+        def unwound(code: CodeType, *_: Any) -> None:  # returning DISABLE is an error for this event
             if number(code) is not None:
                 note_return(sys._getframe(1).f_back)
 

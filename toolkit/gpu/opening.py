@@ -1,4 +1,4 @@
-"""Open devices by name (`tk.device`) and record what they do (`tk.record`)."""
+"""`tk.device` opens a device by name, and `tk.record` records the events of one."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from toolkit.trace.events import Trace
 
 
 def record(device: Device | str, *, lines: bool = True) -> AbstractContextManager[Trace]:
-    """`with tk.record(device) as trace:` records every copy, kernel, wait and allocation of any PyTorch code.
+    """Record every copy, kernel, wait and allocation of any PyTorch code: `with tk.record(device) as trace:`.
 
-    `device` is what `tk.device` takes or returns. The trace is filled when the block ends. See `Device.record`.
+    `device` is a name for `tk.device`, or a device that it returned. The trace is filled when the block ends. See
+    `Device.record` for `lines`.
     """
     return open_device(device).record(lines=lines)
 
 
 def open_device(device: Device | str | torch.device = "auto") -> Device:
-    """The device called `device`: "cuda", "cuda:1", "cpu", "virtual:rtx-5090", "virtual:8GiB", or "auto".
+    """Return the device called `device`: "cuda", "cuda:1", "cpu", "virtual:rtx-5090", "virtual:8GiB", or "auto".
 
-    "auto" is the first CUDA GPU where there is one, else "virtual:h200". A Device is returned as it is. Raises
-    DeviceError where there is no such device, UnknownNameError (naming the nearest) for an unknown name.
+    "auto" is the first CUDA GPU, or "virtual:h200" if there is none. A `Device` is returned as it is. Raises DeviceError
+    if the device does not exist, and UnknownNameError, which suggests the nearest name, if the name is unknown.
     """
     if isinstance(device, Device):
         return device

@@ -1,8 +1,8 @@
-"""The history of CUDA's allocator: every allocation, exact, with the lines of Python that asked for it.
+"""Read the history of CUDA's caching allocator: every allocation with the line of Python that requested it.
 
-PyTorch's allocator keeps it (`torch.cuda.memory._record_memory_history`) and gives it out as a snapshot. A scope takes one
-when it begins, for what is alive, and one when it ends; its events are those in between. Where somebody else has switched
-the history on, it is read and left as it is. No counters are reset.
+PyTorch's allocator keeps the history (`torch.cuda.memory._record_memory_history`) and returns it as a snapshot. A memory scope
+takes one snapshot when it begins, for the blocks that are allocated then, and one when it ends; its events are those in
+between. A history that other code has switched on is read and left unchanged. No counters are reset.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from toolkit.trace.snapshot.frames import chain
 from toolkit.trace.steps import steps_from_ranges
 
 Snapshot = dict[str, Any]
-_FEW = 1000  # entries kept where nobody wants them
+_FEW = 1000  # entries kept while no scope is open
 _KINDS = {
     "alloc": KIND["alloc"], "free_requested": KIND["free"], "segment_alloc": KIND["segment_alloc"],
     "segment_map": KIND["segment_alloc"], "segment_free": KIND["segment_free"], "segment_unmap": KIND["segment_free"],
@@ -34,7 +34,7 @@ _KINDS = {
 
 
 class CudaScope(NamedTuple):
-    """What a scope found when it began: the allocator's segments, and how many entries each device had."""
+    """The state when a scope began: the allocator's segments, the number of entries per device, and of decode steps."""
 
     segments: list[dict[str, Any]]
     entries: tuple[int, ...]
@@ -43,25 +43,26 @@ class CudaScope(NamedTuple):
 
 
 class CudaHistory:
-    """The allocator's history in this process. Not for several threads at once: `history` has the lock."""
+    """The allocator's history in this process. Not thread-safe: callers hold the lock of the allocation log."""
 
     def __init__(self) -> None:
         self.on = self._lines = self._foreign = False
 
     def start(self, *, anew: bool, lines: bool, events: bool = True) -> None:
-        """Let the allocator keep its history, with the lines that allocate. `anew`: nobody needs what it has so far.
+        """Make the allocator record its history. `anew` drops the entries so far.
 
-        `events=False`: only the lines of what is alive are wanted, and few events are kept.
+        `lines` records the Python line of each allocation. `events=False` keeps few events, for callers that only want the
+        lines of the blocks that stay allocated.
         """
         if not self.on:
-            importlib.import_module("torch._inductor.codecache")  # a snapshot would, which takes seconds the first time
+            importlib.import_module("torch._inductor.codecache")  # the first snapshot imports it, which takes seconds
             self._foreign = bool(torch._C._cuda_isHistoryEnabled())
             anew = True
         if not self._foreign and (anew or (lines and not self._lines)):
-            # a line for each allocation; who frees isn't asked, which halves what a decode step pays
+            # No lines for frees, which halves the cost of a decode step.
             context = "alloc" if lines else None
             most = sys.maxsize if events else _FEW
-            # nor when a free is done: but for blocks that other streams use, that is at once (see `_sizes`)
+            # No "free_completed" entries: unless another stream uses the block, a free completes at once (see `_sizes`).
             torch.cuda.memory._record_memory_history(
                 "all", context=context, stacks="python", max_entries=most, clear_history=anew, skip_actions=["free_completed"]
             )
@@ -71,24 +72,24 @@ class CudaHistory:
         self.on = True
 
     def stop(self) -> None:
-        """Let the allocator forget, unless somebody else wants its history."""
+        """Stop the history and drop its entries, unless other code switched it on."""
         if self.on and not self._foreign:
             torch.cuda.memory._record_memory_history(None)
         self.on = False
         log.steps = None
 
     def begin(self) -> CudaScope:
-        """What is alive now, and where in the history we are."""
+        """Return the blocks that are allocated now, and the position in the history."""
         found = _snapshot()
         return CudaScope(found["segments"], tuple(map(len, found["device_traces"])), time.time_ns(), len(log.steps or ()))
 
     def end(self, scope: CudaScope, meta: dict[str, Any]) -> Trace:
-        """The events since a scope began, after what was alive then (`meta["opening"]` rows)."""
+        """Return the trace of a scope: the blocks allocated when it began (`meta["opening"]` rows), then the events since."""
         found = _snapshot()
         rules, table = Rules.of(found.get("allocator_settings") or {}), Table()
         skipped = [*scope.entries, *[0] * len(found["device_traces"])]
         entries = [since[skipped[device] :] for device, since in enumerate(found["device_traces"])]
-        # the allocator's clock and ours differ by some microseconds: what was there at the beginning comes first
+        # The allocator's clock and ours differ by some microseconds. The opening rows come first in any case.
         start_us = min([scope.start_ns // 1000, *(since[0]["time_us"] for since in entries if since)])
         for segment in scope.segments:
             table.add_opening(segment, start_us)
@@ -107,7 +108,7 @@ the_history = CudaHistory()
 
 
 class Table:
-    """The columns of a trace to be. Columns, not rows: a cell of ten thousand allocations must end within milliseconds."""
+    """The columns of a trace under construction. Columns are faster than rows: ten thousand events take milliseconds."""
 
     NAMES = ("kind", "time_us", "dur_ns", "bytes", "stream", "device", "address", "requested", "where", "name", "step")
 
@@ -115,13 +116,13 @@ class Table:
         self.columns: dict[str, list[int]] = {name: [] for name in self.NAMES}
         self.held_bytes = 0
         self._strings = Strings()
-        self._known: dict[tuple[int, ...], int] = {}  # by the identities of a stack's frames, which a snapshot shares
+        self._known: dict[tuple[int, ...], int] = {}  # by the ids of a stack's frames, which entries share
 
     def __len__(self) -> int:
         return len(self.columns["kind"])
 
     def where(self, frames: list[dict[str, Any]] | None) -> int:
-        """The code of a stack, innermost frame first; worked out once a stack. -1 for none."""
+        """Return the code of the text of a stack (innermost frame first), computed once per stack; -1 for none."""
         if not frames:
             return -1
         key = tuple(map(id, frames))
@@ -132,13 +133,13 @@ class Table:
         return code
 
     def add(self, n: int, **columns: Any) -> None:
-        """Append `n` rows: a list for a column, or one number for all of them; -1 where nothing is given, 0 for durations."""
+        """Append `n` rows. A column is a list, or one number for all rows; a missing one is -1, or 0 for durations."""
         for name, column in self.columns.items():
             given = columns.get(name, 0 if name == "dur_ns" else -1)
             column.extend(given if isinstance(given, list) else [given] * n)
 
     def add_opening(self, segment: dict[str, Any], start_us: int) -> None:
-        """A segment that was there when a scope began, and its blocks, with the lines that they remember."""
+        """Append a segment that existed when the scope began, and its allocated blocks with their lines."""
         on = {"device": segment["device"], "stream": segment["stream"], "time_us": start_us}
         self.add(1, kind=KIND["segment_alloc"], bytes=segment["total_size"], address=segment["address"], **on)
         alive = [(address, block) for address, block in _blocks(segment) if block["state"] == "active_allocated"]
@@ -151,7 +152,7 @@ class Table:
         )  # fmt: skip
 
     def add_entries(self, entries: list[dict[str, Any]], sizes: list[int], device: int) -> None:
-        """What happened on a device, in order; `sizes` as the counters count them."""
+        """Append the entries of a device, in order; `sizes` are the bytes that the allocator's counters count."""
         pairs = [pair for pair in zip(entries, sizes, strict=True) if pair[0]["action"] in _KINDS]
         shown, sizes = [entry for entry, _ in pairs], [size for _, size in pairs]
         actions = [entry["action"] for entry in shown]
@@ -166,20 +167,12 @@ class Table:
         )  # fmt: skip
 
     def add_mark(self, r: StepRange) -> None:
-        """A step's range."""
-        duration = r.end_ns - r.start_ns
-        self.add(
-            1,
-            kind=KIND["mark"],
-            time_us=r.start_ns // 1000,
-            dur_ns=duration,
-            bytes=0,
-            step=r.step,
-            name=self._strings.code(r.name),
-        )
+        """Append a decode step."""
+        name, duration = self._strings.code(r.name), r.end_ns - r.start_ns
+        self.add(1, kind=KIND["mark"], time_us=r.start_ns // 1000, dur_ns=duration, bytes=0, step=r.step, name=name)
 
     def trace(self, meta: dict[str, Any], start_us: int, opening: int, ranges: list[StepRange]) -> Trace:
-        """The trace: times from the beginning on, events with the step that they fell in."""
+        """Return the trace: times count from `start_us`, and events carry the step in whose range they lie."""
         columns = {name: np.array(column, np.int64) for name, column in self.columns.items()}
         times = columns["start_ns"] = (columns.pop("time_us") - start_us) * 1000
         if ranges:
@@ -198,7 +191,7 @@ def _snapshot() -> Snapshot:
 
 
 def _blocks(segment: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The blocks of a segment, each with its address."""
+    """Yield the blocks of a segment, each with its address."""
     address = segment["address"]
     for block in segment["blocks"]:
         yield address, block
@@ -206,15 +199,15 @@ def _blocks(segment: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _held(segments: Iterable[dict[str, Any]]) -> int:
-    """What is allocated in segments, in bytes."""
+    """Return the allocated bytes of segments."""
     return sum(block["size"] for segment in segments for block in segment["blocks"] if block["state"] == "active_allocated")
 
 
 def _sizes(segments: list[dict[str, Any]], entries: list[dict[str, Any]], rules: Rules) -> list[int]:
-    """What the counters count for each entry: of an alloc and its free, the size of the block.
+    """Return the bytes that the allocator's counters count for each entry: for an alloc and its free, the size of the block.
 
-    Where the history doesn't say when a free was done, it was at once. A block that another stream still used is then taken for
-    free too early: one allocated right before it could be counted without the rest that wasn't cut off, at most 1 MiB.
+    Without "free_completed" entries, a free is taken to complete at once. A block that another stream still uses then counts as
+    free too early, and a block allocated right before it may be counted too small, by at most 1 MiB.
     """
     told = any(entry["action"] == "free_completed" for entry in entries)
     busy = ("active_allocated", "active_pending_free") if told else ("active_allocated",)

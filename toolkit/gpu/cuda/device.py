@@ -1,7 +1,7 @@
-"""The real GPU: records what CUPTI reports, through PyTorch's profiler, into the event table. And the plain CPU.
+"""CUDA GPUs and the CPU as devices.
 
-The profiler gives the device's events and the runtime calls that launched them; `lines.LineLog` which Python line ran
-when. Both meet through the correlation id and the host's clock (`cuda_events.py`). Nothing here knows about models.
+A CUDA GPU records through PyTorch's profiler (CUPTI), which reports the device's events and the runtime calls that launched
+them, while a `LineLog` records which Python line ran when. `events.read_events` joins both into a trace.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from toolkit.gpu.device import Device, Memory, no_cuda, not_recording
 from toolkit.gpu.line_log import LineLog, know_thread
 from toolkit.trace.events import Trace, TraceBuilder
 
-_busy = threading.Lock()  # CUPTI has one subscriber a process: one recording at a time
+_busy = threading.Lock()  # CUPTI allows one subscriber per process, so one recording runs at a time
 
 
 @cache
 def open_cuda(index: int) -> CudaGpu:
-    """The CUDA GPU number `index`. Raises DeviceError where there is none."""
+    """Return the CUDA GPU with the given index. Raises DeviceError if there is none."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
-        built = "no CUDA GPU can be reached" if torch.version.cuda else "this PyTorch is built without CUDA"
+        built = "no CUDA GPU is available" if torch.version.cuda else "this PyTorch is built without CUDA"
         raise no_cuda(f"cuda:{index}", built)
     if index >= count:
         raise no_cuda(f"cuda:{index}", f"{count} GPU{'s' if count > 1 else ''}, numbered from 0")
@@ -42,12 +42,12 @@ def open_cuda(index: int) -> CudaGpu:
 
 @cache
 def open_cpu() -> Cpu:
-    """The CPU as a device: runs everything, moves nothing."""
+    """Return the CPU as a device."""
     return Cpu()
 
 
 class CudaGpu(Device):
-    """A CUDA GPU. One recording at a time in a process, from any thread."""
+    """A CUDA GPU. A process runs one recording at a time, from any thread."""
 
     clock = "measured"
 
@@ -61,9 +61,9 @@ class CudaGpu(Device):
         self._profiler: Any = None
 
     def start(self, *, lines: bool) -> None:
-        """Begin to record, with the GPU idle. `lines=True` notes every line of Python that runs, and allocations."""
+        """Wait until the GPU is idle, then start recording. `lines=True` also records Python lines and allocations."""
         if not _busy.acquire(blocking=False):
-            raise RecorderError(f"recording {self.name}", "another recording runs in this process", "End that one first")
+            raise RecorderError(f"recording {self.name}", "another recording is running in this process", "End that one first")
         try:
             _refuse_other_profiler(self.name)
             torch.cuda.synchronize(self.index)
@@ -85,16 +85,16 @@ class CudaGpu(Device):
             raise
 
     def stop(self) -> Trace:
-        """End the recording: waits for the GPU, reads the profiler's events."""
+        """Wait for the GPU, stop recording, and return the profiler's events as a trace."""
         session, profiler = self._session, self._profiler
         if session is None:
             raise not_recording(f"stopping a recording of {self.name}")
         session.ended_ns = perf_counter_ns()
         try:
             try:
-                torch.cuda.synchronize(self.index)  # not the user's wait: it begins after ended_ns
+                torch.cuda.synchronize(self.index)  # begins after ended_ns, so it is not reported as a wait of the user's
                 session.anchors += self._anchors()
-            finally:  # also where the wait is interrupted: a profiler left running would forbid every later recording
+            finally:  # also if the wait is interrupted: a profiler that keeps running would block every later recording
                 self._end()
         finally:
             self._forget()
@@ -105,7 +105,7 @@ class CudaGpu(Device):
         return read_events(profiler.kineto_results.events(), session, meta)
 
     def step(self, step: int, name: str) -> AbstractContextManager[None]:
-        """A scope; its range is also visible to anybody's profiler as "toolkit.step N name"."""
+        """Mark a decode step; other profilers see its range as "toolkit.step N name"."""
         return _step(self._session.ranges if self._session else None, step, name)
 
     def sync(self) -> None:
@@ -113,11 +113,11 @@ class CudaGpu(Device):
         torch.cuda.synchronize(self.index)
 
     def now_ns(self) -> int:
-        """The host's clock."""
+        """Return the time of `time.perf_counter_ns`."""
         return perf_counter_ns()
 
     def memory(self) -> Memory:
-        """What PyTorch's allocator holds, and the card's size."""
+        """Return the figures of PyTorch's allocator and the GPU's total memory."""
         total = torch.cuda.get_device_properties(self.index).total_memory
         return Memory(
             torch.cuda.memory_allocated(self.index), torch.cuda.max_memory_allocated(self.index),
@@ -125,16 +125,16 @@ class CudaGpu(Device):
         )  # fmt: skip
 
     def reset_peak(self) -> None:
-        """Let the peak start again from what is allocated now."""
+        """Reset the peak to the bytes that are allocated now."""
         torch.cuda.reset_peak_memory_stats(self.index)
 
     def _set_limit(self, n_bytes: int | None) -> None:
         total = torch.cuda.get_device_properties(self.index).total_memory
-        share = 1.0 if n_bytes is None else min((n_bytes + 0.5) / total, 1.0)  # it rounds the share's bytes down
+        share = 1.0 if n_bytes is None else min((n_bytes + 0.5) / total, 1.0)  # PyTorch rounds the bytes down
         torch.cuda.set_per_process_memory_fraction(share, self.index)
 
     def _end(self) -> None:
-        """Stop noting lines, and the profiler."""
+        """Stop the line log and the profiler."""
         if self._session is not None and self._session.log is not None:
             self._session.log.stop()
         if self._profiler is None:
@@ -152,7 +152,7 @@ class CudaGpu(Device):
         _busy.release()
 
     def _anchors(self) -> list[Anchor]:
-        """Five runtime calls that the host times too: where the profiler's clock and the host's meet."""
+        """Time five runtime calls on the host, to relate the profiler's clock to the host's."""
         anchors = []
         for _ in range(5):
             before = perf_counter_ns()
@@ -162,7 +162,7 @@ class CudaGpu(Device):
 
 
 class Cpu(Device):
-    """The CPU: nothing crosses to a device, so a recording holds the marks of its steps alone."""
+    """The CPU as a device. Its recordings only contain the marks of decode steps."""
 
     name, clock, spec = "cpu", "measured", None
 
@@ -172,11 +172,11 @@ class Cpu(Device):
         self._began_ns = 0
 
     def start(self, *, lines: bool) -> None:
-        """Begin to note marks."""
+        """Start recording marks."""
         self._ranges, self._began_ns = [], perf_counter_ns()
 
     def stop(self) -> Trace:
-        """The marks."""
+        """Stop recording, and return the marks."""
         if self._ranges is None:
             raise not_recording("stopping a recording of cpu")
         ranges, self._ranges = self._ranges, None
@@ -188,22 +188,22 @@ class Cpu(Device):
         return builder.build({**meta, "steps_from": "marks" if ranges else None})
 
     def step(self, step: int, name: str) -> AbstractContextManager[None]:
-        """A scope that leaves a mark."""
+        """Mark a decode step."""
         return _step(self._ranges, step, name)
 
     def sync(self) -> None:
-        """Nothing is ever queued."""
+        """Do nothing: the CPU has no queue."""
 
     def now_ns(self) -> int:
-        """The host's clock."""
+        """Return the time of `time.perf_counter_ns`."""
         return perf_counter_ns()
 
     def memory(self) -> Memory:
-        """The CPU's memory isn't counted: zeros."""
+        """Return zeros: memory of the CPU is not counted."""
         return Memory(0, 0, 0, 0)
 
     def reset_peak(self) -> None:
-        """Nothing is counted."""
+        """Do nothing: memory of the CPU is not counted."""
 
 
 @contextmanager
@@ -219,9 +219,9 @@ def _step(ranges: list[Range] | None, step: int, name: str) -> Iterator[None]:
 
 
 def _profiler(*, events: bool) -> Any:
-    """A profiler of the device alone, or (`events`) also of what the calling thread allocates and annotates.
+    """Return a profiler of the device; with `events`, also of the calling thread's allocations and annotations.
 
-    PyTorch reports allocations to the thread that profiles (and to autograd's); `profile_all_threads` loses them all.
+    PyTorch reports allocations to the profiling thread and autograd's threads. With `profile_all_threads` it reports none.
     """
     options = torch._C._profiler._ExperimentalConfig(enable_cuda_sync_events=True, expose_kineto_event_metadata=True)
     return torch.autograd.profiler.profile(
@@ -231,13 +231,13 @@ def _profiler(*, events: bool) -> Any:
 
 def _refuse_other_profiler(name: str) -> None:
     if torch._C._autograd._profiler_enabled() or getattr(torch.autograd.profiler, "_is_profiler_enabled", False):
-        found = "a PyTorch profiler is active, and CUPTI has room for one"
+        found = "a PyTorch profiler is active, and CUPTI allows only one"
         raise RecorderError(f"recording {name}", found, "End that profiler first, or open its trace with tk.open_trace")
 
 
 @cache
 def _check_cupti(index: int) -> None:
-    """Prove once a process that CUPTI reports runtime calls; also takes its slow start out of the first recording."""
+    """Check once per process that CUPTI reports runtime calls. This also keeps its slow start out of the first recording."""
     profiler = _profiler(events=False)
     with profiler:
         torch.cuda.synchronize(index)
@@ -246,10 +246,10 @@ def _check_cupti(index: int) -> None:
 
 
 def in_use(device: torch.device) -> tuple[int, bool]:
-    """Bytes in use on a CUDA GPU, CUDA's own among them, and whether they are this process's alone.
+    """Return the bytes in use on a CUDA GPU, CUDA's own included, and whether they are this process's alone.
 
-    By the driver's list of processes (NVML); where that doesn't tell (other PIDs in a container, Windows, no NVML), what the
-    whole card has in use. Makes the CUDA context, if there is none.
+    The bytes come from the driver's list of processes (NVML). If it does not list this process (other process ids in a
+    container, Windows, no NVML), they are those of the whole GPU. Creates the CUDA context if there is none.
     """
     free, total = torch.cuda.mem_get_info(device)
     own = _of_this_process(torch.cuda.current_device() if device.index is None else device.index)
@@ -262,7 +262,7 @@ def _of_this_process(index: int) -> int | None:
 
         listed = pynvml.nvmlDeviceGetComputeRunningProcesses(_nvml_handle(index))
         return next((process.usedGpuMemory for process in listed if process.pid == os.getpid()), None)
-    except Exception:  # an NVML of another version than its Python half fails in ways of its own
+    except Exception:  # pynvml raises various errors if its version differs from that of the NVML library
         return None
 
 

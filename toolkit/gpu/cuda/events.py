@@ -1,7 +1,7 @@
-"""From the profiler's events to the table: which host call launched each device event, from which line and step.
+"""Convert the profiler's events into a trace: which host call launched each device event, from which line and in which step.
 
-A pure function of what the profiler returned and what the session noted meanwhile; needs no GPU, so that it is tested
-without one. Times of the profiler are moved onto the host's clock by anchors: runtime calls that both sides timed.
+`read_events` is a pure function of the profiler's events and the session that recorded them, so that it is tested without a
+GPU. Anchors, which are runtime calls that both the profiler and the host timed, map the profiler's clock to the host's.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _BYTES = re.compile(r'"bytes": ?"?(\d+)')
 _STEP_RANGE = "toolkit.step "
 _MEMORY = "[memory]"
 ANCHOR_CALL = "cudaDeviceSynchronize"
-CUPTI_ADVICE = "Run outside of nsys, ncu and other profilers, and check that CUPTI may be used (its library, permissions)"
+CUPTI_ADVICE = "Run outside of nsys, ncu and other profilers, and check that CUPTI is installed and permitted"
 
 
 class Anchor(NamedTuple):
-    """A runtime call as the host timed it, from outside."""
+    """A runtime call that the host timed: the times before and after it."""
 
     before_ns: int
     after_ns: int
 
 
 class Range(NamedTuple):
-    """A step's range on the host's clock."""
+    """A decode step on the host's clock."""
 
     start_ns: int
     end_ns: int
@@ -45,34 +45,34 @@ class Range(NamedTuple):
 
 @dataclass
 class Session:
-    """What a recording noted on the host, on the clock of `time.perf_counter_ns`."""
+    """The data that a recording collected on the host. Times are those of `time.perf_counter_ns`."""
 
     index: int  # of the GPU
     log: LineLog | None
     cell: int = -1
     began_ns: int = 0
     ended_ns: int = 0
-    anchors: list[Anchor] = field(default_factory=list)  # those before `began_ns`, then those after `ended_ns`
+    anchors: list[Anchor] = field(default_factory=list)  # half of them before `began_ns`, half after `ended_ns`
     ranges: list[Range] = field(default_factory=list)
 
 
 class _Event(NamedTuple):
-    """One of the profiler's events, times in ns on its own clock."""
+    """An event of the profiler. Times are in ns on the profiler's clock."""
 
     name: str
     on_device: bool
-    gpu: int  # its number
+    gpu: int  # device index
     resource: int  # stream of a device event, thread of a call
     start_ns: int
     dur_ns: int
     correlation: int
-    detail: str  # its metadata, JSON without the braces
-    bytes: int  # of an allocation; negative: a free
+    detail: str  # metadata: JSON without the braces
+    bytes: int  # of an allocation; negative for a free
     annotation: bool  # a range of record_function
 
 
 class _Row(NamedTuple):
-    """A row to be, times still on the profiler's clock."""
+    """A row of the trace, with times still on the profiler's clock."""
 
     kind: str
     start_ns: int
@@ -81,17 +81,20 @@ class _Row(NamedTuple):
     stream: int  # as CUPTI numbers it
     pinned: int
     name: str | None
-    thread: int  # that caused it
-    cause_ns: int  # when that thread caused it
+    thread: int  # the host thread that caused the event
+    cause_ns: int  # the time of the call that caused it
 
 
 def has_calls(events: Iterable[Any]) -> bool:
-    """Whether the profiler saw a runtime call at all: without CUPTI it sees none, and says nothing."""
+    """Return whether the profiler saw any runtime call. Without CUPTI it sees none, and reports no error."""
     return any(event.name() == ANCHOR_CALL for event in events)
 
 
 def read_events(events: Iterable[Any], session: Session, meta: dict[str, Any]) -> Trace:
-    """The trace of a session. `events` are the profiler's (`kineto_results.events()`)."""
+    """Return the trace of a session from the profiler's events (`kineto_results.events()`).
+
+    Raises RecorderError if the events contain no runtime calls.
+    """
     found = [_plain(event) for event in events if not event.name().startswith("aten::")]
     calls = {e.correlation: e for e in found if not e.on_device and '"cbid"' in e.detail}
     rows = _device_rows(found, calls, session.index)
@@ -123,7 +126,7 @@ def read_events(events: Iterable[Any], session: Session, meta: dict[str, Any]) -
 
 
 def _steps(times_ns: NDArray[np.int64], ranges: list[Range]) -> NDArray[np.int32]:
-    """The step whose range holds each time, -1 for none."""
+    """Return the step whose range contains each time, -1 for none."""
     columns = np.array([(r.start_ns, r.end_ns, r.step) for r in ranges], np.int64).reshape(-1, 3)
     return steps_from_ranges(times_ns, columns[:, 0], columns[:, 1], columns[:, 2])
 
@@ -137,7 +140,7 @@ def _plain(event: Any) -> _Event:
 
 
 def _device_rows(found: list[_Event], calls: dict[int, _Event], index: int) -> list[_Row]:
-    """Kernels, copies and memsets of one GPU, each with the call that launched it (a graph's nodes share theirs)."""
+    """Return the kernels, copies and memsets of one GPU with the calls that launched them; a graph's nodes share one call."""
     rows = []
     for e in found:
         if not e.on_device or e.gpu != index or e.annotation or e.name == _MEMORY or "cuda_sync_kind" in e.detail:
@@ -156,7 +159,7 @@ def _device_rows(found: list[_Event], calls: dict[int, _Event], index: int) -> l
 
 
 def _wait_rows(found: list[_Event], calls: dict[int, _Event]) -> list[_Row]:
-    """The calls that blocked the host; CUPTI's own record of them knows the stream."""
+    """Return the calls that blocked the host. Their streams come from CUPTI's separate synchronization records."""
     streams = {e.correlation: e.resource for e in found if e.on_device and "cuda_sync_kind" in e.detail}
     return [
         _Row("sync", e.start_ns, e.dur_ns, 0, streams.get(e.correlation, -1), -1, e.name, e.resource, e.start_ns)
@@ -175,7 +178,7 @@ def _memory_rows(found: list[_Event], index: int) -> list[_Row]:
 
 
 def _add_marks(builder: TraceBuilder, found: list[_Event], clock: HostClock, session: Session) -> None:
-    """The steps' ranges, and the user's own record_function ranges as marks that are no step."""
+    """Add a mark for each decode step, and for each `record_function` range of the user."""
     for r in session.ranges:
         start = r.start_ns - session.began_ns
         builder.add("mark", start, r.end_ns - r.start_ns, device=-1, step=r.step, cell=session.cell, name=r.name)
@@ -187,10 +190,11 @@ def _add_marks(builder: TraceBuilder, found: list[_Event], clock: HostClock, ses
 
 
 class HostClock:
-    """Moves the profiler's times onto the host's clock.
+    """Converts the profiler's times to the host's clock.
 
-    Each anchor brackets one runtime call: before <= start and end <= after bound the difference between the clocks.
-    The tightest before and after the recording give it at both ends, and a straight line in between (clocks drift).
+    Each anchor brackets one runtime call: before <= start and end <= after bound the difference between the clocks. The
+    tightest brackets before and after the recording give the difference at both ends; it is interpolated in between, as clocks
+    drift.
     """
 
     def __init__(self, found: list[_Event], anchors: list[Anchor]) -> None:
@@ -206,16 +210,16 @@ class HostClock:
         self._slope = (last[1] - first[1]) / max(last[0] - first[0], 1)
 
     def to_host(self, times_ns: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Profiler's times as host's times, in ns."""
+        """Return times of the profiler as times of the host, in ns."""
         return times_ns - self._offset - ((times_ns - self._at) * self._slope).astype(np.int64)
 
 
 def _tightest(calls: list[tuple[int, int]], anchors: list[Anchor]) -> tuple[int, int]:
-    """When, and by how much the profiler's clock is ahead of the host's: the middle of the narrowest bracket."""
+    """Return a time and by how much the profiler's clock is ahead then: the middle of the narrowest bracket."""
     brackets = [
         (a.after_ns - a.before_ns - (end - start), start, (start - a.before_ns + end - a.after_ns) // 2)
         for (start, end), a in zip(calls, anchors, strict=False)
     ]
-    sound = [bracket for bracket in brackets if bracket[0] >= 0]  # less than 0: another thread's call, not this one
+    sound = [bracket for bracket in brackets if bracket[0] >= 0]  # negative: the call is another thread's
     _, at, ahead = min(sound or brackets)
     return at, ahead

@@ -1,7 +1,7 @@
-"""The virtual GPU as a Device: `tk.device("virtual:rtx-5090")` makes `torch.device("vgpu")` that card.
+"""The virtual GPU as a `Device`: after `tk.device("virtual:rtx-5090")`, `torch.device("vgpu")` is that GPU.
 
-The device name is registered with PyTorch when the first card opens, never at import. There is one card at a time, for
-the whole process and every thread. This file knows the life of a card; what runs on it is `virtual_dispatch`'s.
+The device type is registered with PyTorch when the first virtual GPU is opened, not at import. A process has one open virtual
+GPU at a time, for all threads. `dispatch` runs its operations.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from toolkit.gpu.virtual.machine import Machine
 from toolkit.gpu.virtual.torch_backend import attention, autocast, module, moving_modules, pinned, rms_norm, storage
 from toolkit.trace.events import Trace
 
-GENERIC = "h200"  # the card whose figures a card known only by its memory has
+GENERIC = "h200"  # a GPU that is named by its memory size has the other figures of this one
 _SIZE = re.compile(r"[0-9.]+\s*[kmgt]i?b?", re.IGNORECASE)
 _current: VirtualGpu | None = None
-_libraries: list[torch.library.Library] = []  # kept: a library that is collected takes its kernels with it
+_libraries: list[torch.library.Library] = []  # kept alive: garbage collection of a library removes its kernels
 
 
 class VirtualGpu(Device):
-    """A card that isn't there. Get one from `tk.device("virtual:NAME")`."""
+    """A simulated GPU. Get one from `tk.device("virtual:NAME")`."""
 
     clock = "modelled"
     spec: GpuSpec
@@ -44,21 +44,21 @@ class VirtualGpu(Device):
         self.machine = Machine(spec)
 
     def _in_use(self) -> Machine:
-        """The machine. Raises DeviceError where another card has been opened since."""
+        """Return the machine. Raises DeviceError if another virtual GPU has been opened since."""
         if _current is not self:
             found = f"`vgpu` is {_current.name} now" if _current else "it is closed"
             raise DeviceError(f"using {self.name}", found, f'Open it again: tk.device("{self.name}")')
         return self.machine
 
     def start(self, *, lines: bool) -> None:
-        """Begin to record. Raises RecorderError inside another recording, DeviceError where another card is open."""
+        """Start recording. Raises RecorderError inside another recording, DeviceError if another virtual GPU is open."""
         machine = self._in_use()
         if machine.recording:
-            raise RecorderError(f"recording {self.name}", "a recording runs already", "End that one first")
+            raise RecorderError(f"recording {self.name}", "a recording is already running", "End that one first")
         machine.start(lines=lines)
 
     def stop(self) -> Trace:
-        """End the recording and return its events."""
+        """Stop recording, and return the trace."""
         return self.machine.stop(
             {
                 "device": self.name, "gpu": self.spec.name, "clock": self.clock, "steps_from": "marks",
@@ -67,16 +67,16 @@ class VirtualGpu(Device):
         )  # fmt: skip
 
     def step(self, step: int, name: str) -> AbstractContextManager[None]:
-        """A scope on this thread: events inside belong to decode step `step`; leaves a mark called `name`."""
+        """Assign events caused inside, on this thread, to decode step `step`, which is marked as `name`."""
         return self.machine.step(step, name)
 
     @contextmanager
     def sizes_only(self) -> Iterator[None]:
-        """Tensors made or moved to the card inside the block keep no floating-point values, and take no memory here.
+        """Create tensors without floating-point values, and so without memory on this machine, inside the block.
 
-        For the whole process, and for what is computed from such tensors afterwards. Shapes, bytes, times and the
-        memory of the card are those of the real run; values that were never computed read as zero, and a trace in which one
-        took part says so (`trace.meta["sizes_only"]`).
+        This applies to tensors created on, or moved to, the virtual GPU by any thread, and to all results computed from them,
+        also after the block. Shapes, bytes, times and the memory of the virtual GPU are those of a real run. Absent values
+        read as zero. `trace.meta["sizes_only"]` says whether a trace contains operations on such tensors.
         """
         machine = self._in_use()
         outer, machine.sizes_only, sizes_only.seen = machine.sizes_only, True, True
@@ -86,15 +86,15 @@ class VirtualGpu(Device):
             machine.sizes_only = outer
 
     def sync(self) -> None:
-        """Wait, on the modelled clock, until every stream is done."""
+        """Advance the modelled clock until all streams have finished."""
         self._in_use().wait_all()
 
     def now_ns(self) -> int:
-        """The modelled host clock."""
+        """Return the time of the modelled host clock, in ns."""
         return self.machine.host_ns
 
     def memory(self) -> Memory:
-        """Memory of the card now."""
+        """Return the memory of the virtual GPU as it is now."""
         memory = self.machine.memory
         return Memory(memory.allocated_bytes, memory.peak_bytes, memory.reserved_bytes, memory.total_bytes)
 
@@ -102,15 +102,15 @@ class VirtualGpu(Device):
         self.machine.memory.limit_bytes = n_bytes
 
     def reset_peak(self) -> None:
-        """Let the peak start again from what is allocated now."""
+        """Reset the peak to the bytes that are allocated now."""
         self.machine.memory.reset_peak()
 
 
 def open_virtual(card: str) -> VirtualGpu:
-    """The virtual card called `card`: a name of the catalogue ("rtx-5090"), or a memory size ("8GiB").
+    """Return the virtual GPU called `card`: a name in the catalogue ("rtx-5090"), or a memory size ("8GiB").
 
-    A size is a generic card with that much memory. Raises UnknownNameError (naming the nearest) for an unknown name, and
-    DeviceError where tensors still live on another card.
+    A size stands for an H200 with that much memory. Raises UnknownNameError, which suggests the nearest name, for an unknown
+    name, and DeviceError if tensors still exist on another virtual GPU.
     """
     global _current
     if _current and _current.card == card:
@@ -127,19 +127,19 @@ def open_virtual(card: str) -> VirtualGpu:
 
 
 def current_virtual() -> VirtualGpu:
-    """The card that `torch.device("vgpu")` is now. Raises DeviceError where none was opened."""
+    """Return the virtual GPU that `torch.device("vgpu")` is now. Raises DeviceError if none is open."""
     if not _current:
         raise DeviceError("device 'vgpu'", "no virtual GPU is open", 'Open one: tk.device("virtual:h200")')
     return _current
 
 
 def open_card() -> VirtualGpu | None:
-    """Return the card that is open, or None."""
+    """Return the virtual GPU that is open, or None."""
     return _current
 
 
 def spec_of(card: str) -> GpuSpec:
-    """The figures of the card called `card`, as in `open_virtual`, without opening it."""
+    """Return the figures of the virtual GPU called `card`, as in `open_virtual`, without opening it."""
     if card in CATALOGUE:
         return CATALOGUE[card]
     if _SIZE.fullmatch(card.strip()):
@@ -153,16 +153,16 @@ def _refuse_while_held(gpu: VirtualGpu, card: str) -> None:
         raise DeviceError(f"opening virtual:{card}", f"{gpu.name} is being recorded", "End that recording first")
     if count:
         raise DeviceError(
-            f"opening virtual:{card}", f"{count:,} live tensors ({bytes_text(size)}) are on {gpu.name}, and `vgpu` is one card",
+            f"opening virtual:{card}", f"{count:,} live tensors ({bytes_text(size)}) are on {gpu.name}; only one can be open",
             f"Delete them first (del x; gc.collect()), or stay with {gpu.name}", tensors=count, bytes=size,
         )  # fmt: skip
 
 
 @lru_cache(maxsize=1)
 def _register() -> None:
-    """Give PyTorch the device `vgpu`, once a process: its name, `torch.vgpu`, and who runs its operations."""
+    """Register the device type `vgpu` with PyTorch, once per process: its name, `torch.vgpu`, and its kernels."""
     _setup_privateuseone_for_python_backend("vgpu", backend_module=sys.modules[module.__name__])
-    tensor._device.append(torch.device("vgpu", 0))
+    tensor.register(torch.device("vgpu", 0))
     _libraries.extend(dispatch.register())
     _libraries.extend(attention.register())
     _libraries.extend(autocast.register())

@@ -1,11 +1,10 @@
 # mypy: allow-untyped-calls, no-warn-return-any, no-warn-unused-ignores
 # (PyTorch's extension points carry no types.)
-"""Running an operation on the virtual GPU: on the host tensors for its values, through `rules` for its effects.
+"""Run operations on the virtual GPU: host tensors compute the values, and `effects.lookup` says what CUDA would do.
 
-Every operation arrives here: from `VirtualTensor.__torch_dispatch__`, or, where no operand is on the device yet (a
-factory), from the PrivateUse1 key. Where CUDA has no kernel of its own (`rules.decomposes`), PyTorch's composite runs, and
-its parts come back here one by one, as on CUDA. The first call of an operation makes its handler; later calls go
-straight to it. This file doesn't know what anything costs.
+Every operation arrives here: from `VirtualTensor.__torch_dispatch__`, or, if no operand is on the device (a factory), from the
+PrivateUse1 dispatch key. If CUDA has no kernel for an operation (`decomposes`), PyTorch's composite runs, and its parts arrive
+here one by one, as on CUDA. The first call of an operation creates its handler, which later calls reuse.
 """
 
 from __future__ import annotations
@@ -16,13 +15,15 @@ from typing import Any
 
 import torch
 
+import toolkit.gpu.virtual.scratch.indexing
+import toolkit.gpu.virtual.scratch.layers
+import toolkit.gpu.virtual.scratch.sorting  # noqa: F401  these three register their rules
 from toolkit.gpu.virtual import sizes_only as sizes
-from toolkit.gpu.virtual.effects import rules
+from toolkit.gpu.virtual.effects.lookup import decomposes, effects
 from toolkit.gpu.virtual.host_kernels import call_of
 from toolkit.gpu.virtual.host_room import LARGE, check_room, could_be_large, refuse_if_full
 from toolkit.gpu.virtual.machine import Machine
-from toolkit.gpu.virtual.scratch.libraries import SCRATCH, Rule
-from toolkit.gpu.virtual.scratch.play import play
+from toolkit.gpu.virtual.scratch.script import SCRATCH, Rule, play
 from toolkit.gpu.virtual.tensor import VirtualTensor, follow, hold, rehold, wrap
 
 aten = torch.ops.aten
@@ -34,50 +35,49 @@ _CPU, _META = torch.device("cpu"), torch.device("meta")
 _PLAIN = frozenset({int, float, bool, complex, str, type(None), torch.dtype, torch.memory_format, torch.layout})
 _NEVER = 1 << 30
 _handlers: dict[Any, Handler] = {}
-_machine: list[Machine] = []  # the card that is open; empty before the first
+_machine: Machine | None = None  # of the virtual GPU that is open
 
-# In place, and may change shape, strides or storage: the wrapper must follow its host tensor.
-_FACTORIES = {"arange", "eye", "linspace", "logspace", "range", "randperm"}  # those that fill an empty out=
-_RESTRIDES = {
+_FACTORIES = {"arange", "eye", "linspace", "logspace", "range", "randperm"}  # operations that fill an empty out=
+_RESTRIDES = {  # in-place operations that may change shape, strides or storage: the wrapper must follow its host tensor
     "resize_", "resize_as_", "set_", "t_", "transpose_", "unsqueeze_", "squeeze_", "swapaxes_", "swapdims_", "as_strided_",
     "_resize_output_",
 }  # fmt: skip
-# Operands after the first may lie on the host: the indices of an indexing, lengths.
-_MIXES = {
+_MIXES = {  # operations whose operands after the first may be on the host: indices, lengths
     "index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put", "set_", "resize_as_",
     "_pack_padded_sequence", "_foreach_copy_",
 }  # fmt: skip
 
-# Needed by torch.tensor and its kin, which run with Python dispatch switched off, where the fallback isn't reached.
+# torch.tensor and similar functions run with Python dispatch switched off, where the fallback is not reached.
 _CONSTRUCTING = (
     aten.copy_.default, aten.empty_strided.default, aten.empty.memory_format, aten._to_copy.default,
     aten._local_scalar_dense.default,
 )  # fmt: skip
-# Kernels on CUDA and on the CPU, which PyTorch would take apart for a device that has none of its own.
+# Operations with kernels on CUDA and the CPU, which PyTorch would decompose for other devices.
 _WHOLE = (aten.silu_backward.default, aten.mish_backward.default, aten.native_channel_shuffle.default)
 
 
 def machine() -> Machine:
-    """The card that is open. Raises RuntimeError where none is."""
-    if not _machine:
+    """Return the machine of the virtual GPU that is open. Raises RuntimeError if none is."""
+    if _machine is None:
         raise RuntimeError('no virtual GPU is open: tk.device("virtual:h200") opens one')
-    return _machine[0]
+    return _machine
 
 
 def open_machine(new: Machine) -> None:
-    """Let `new` be the card that operations run on."""
-    _machine[:] = [new]
+    """Make `new` the machine that operations run on."""
+    global _machine
+    _machine = new
 
 
 def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Run one operation of the dispatcher: `func` is an OpOverload, tensors are VirtualTensors or plain host tensors."""
+    """Run the OpOverload `func`; tensors among the operands are VirtualTensors or plain host tensors."""
     handler = _handlers.get(func)
     if handler is None:
         handler = _handlers[func] = _handler(func)
     try:
         return handler(args, kwargs)
     except RuntimeError as error:
-        refuse_if_full(_machine[0].memory if _machine else None, error)
+        refuse_if_full(_machine.memory if _machine else None, error)
         raise
 
 
@@ -88,7 +88,7 @@ def _handler(func: Any) -> Handler:
     schema, name = func._schema, func._schema.name.removeprefix("aten::")
     if name in SPECIAL:
         return SPECIAL[name](func)
-    composite = None if func in _WHOLE else rules.decomposes(func)  # parts instead of a kernel of its own, on CUDA
+    composite = None if func in _WHOLE else decomposes(func)
     if composite is not None:
         return lambda args, kwargs: func._op_dk(composite, *args, **kwargs)
     aliases = [result.alias_info for result in schema.returns]
@@ -105,14 +105,14 @@ def _handler(func: Any) -> Handler:
             return _makes(func) if scratch is None else _beside(_makes(func), scratch)
         writes = (_in_place if in_place and name not in _RESTRIDES else _writes)(func, host_from)
         return writes if scratch is None else _beside(writes, scratch)
-    return _plain(func, host_from) if scratch is None else _with_scratch(func, host_from, scratch)
+    return _plain(func, host_from, scratch)
 
 
-# ---- the kinds of operation
+# ---- handlers
 
 
-def _plain(func: Any, host_from: int = _NEVER) -> Handler:
-    """Makes new tensors."""
+def _plain(func: Any, host_from: int = _NEVER, scratch: Rule | None = None) -> Handler:
+    """Return a handler of an operation that returns new tensors; `scratch` gives the temporaries that it needs."""
     call = call_of(func)
 
     def plain(args: Args, kwargs: Kwargs) -> Any:
@@ -120,8 +120,10 @@ def _plain(func: Any, host_from: int = _NEVER) -> Handler:
         if could_be_large(hosts):
             check_room(machine().memory, func, hosts, named)
         out = call(*hosts, **named)
+        if scratch is not None and (script := scratch(args, kwargs, out)):
+            play(script, out, machine())
         if type(out) is torch.Tensor:
-            hold(out, _machine[0])
+            hold(out, machine())
             result = wrap(out)
         else:
             result = _wrap_new(out)
@@ -131,40 +133,21 @@ def _plain(func: Any, host_from: int = _NEVER) -> Handler:
     return plain
 
 
-def _with_scratch(func: Any, host_from: int, scratch: Rule) -> Handler:
-    """Makes new tensors, and takes memory of its own while it runs."""
-    call = call_of(func)
-
-    def plain(args: Args, kwargs: Kwargs) -> Any:
-        hosts, named = _hosts(args, host_from), _named(kwargs, host_from)
-        if could_be_large(hosts):
-            check_room(machine().memory, func, hosts, named)
-        out = call(*hosts, **named)
-        script = scratch(args, kwargs, out)
-        if script:
-            play(script, out, _machine[0])
-        result = _wrap_new(out)
-        _charge(func, args, kwargs, result)
-        return result
-
-    return plain
-
-
 def _beside(handler: Handler, scratch: Rule) -> Handler:
-    """Writes its operands, and takes memory of its own while it runs."""
+    """Return `handler` of an operation that writes its operands, with the temporaries that it needs."""
 
     def writes(args: Args, kwargs: Kwargs) -> Any:
-        script = scratch(args, kwargs, None)  # before: what is written may be what it depends on
+        script = scratch(args, kwargs, None)  # before the operation, which may overwrite values that the rule reads
         result = handler(args, kwargs)
         if script:
-            play(script, None, _machine[0])
+            play(script, None, machine())
         return result
 
     return writes
 
 
 def _view(func: Any) -> Handler:
-    """Shares its operand's storage: no memory, and nothing runs on the device."""
+    """Return a handler of an operation whose results share the storage of its operand: nothing runs on the device."""
     call = func._op
 
     def view(args: Args, kwargs: Kwargs) -> Any:
@@ -176,7 +159,7 @@ def _view(func: Any) -> Handler:
 
 
 def _in_place(func: Any, host_from: int = _NEVER) -> Handler:
-    """Writes its first operand, and leaves its shape as it is."""
+    """Return a handler of an operation that writes its first operand without changing its shape."""
     call = call_of(func)
 
     def in_place(args: Args, kwargs: Kwargs) -> Any:
@@ -190,7 +173,7 @@ def _in_place(func: Any, host_from: int = _NEVER) -> Handler:
 
 
 def _writes(func: Any, host_from: int = _NEVER) -> Handler:
-    """out=, resizing, lists written in place: operands may change shape, and results may be operands."""
+    """Return a handler for out=, resizing, and lists written in place: operands may change shape, and be returned."""
     call = call_of(func)
 
     def writes(args: Args, kwargs: Kwargs) -> Any:
@@ -198,7 +181,7 @@ def _writes(func: Any, host_from: int = _NEVER) -> Handler:
         same = {}
         for tensor in _virtuals((*args, *kwargs.values())):
             same[id(tensor._host)] = tensor
-            rehold(tensor._host, _machine[0])
+            rehold(tensor._host, machine())
             follow(tensor)
         result = _wrap_new(out, same)
         _charge(func, args, kwargs, result)
@@ -208,7 +191,7 @@ def _writes(func: Any, host_from: int = _NEVER) -> Handler:
 
 
 def _makes(func: Any) -> Handler:
-    """A factory into an empty out=: its size follows from numbers alone."""
+    """Return a handler of a factory with an empty out=, whose size follows from numbers alone."""
     writes = _writes(func)
 
     def makes(args: Args, kwargs: Kwargs) -> Any:
@@ -222,7 +205,7 @@ def _makes(func: Any) -> Handler:
 
 
 def _copy(func: Any) -> Handler:
-    """copy_: the one place where values cross between host and device."""
+    """Return the handler of copy_, the only operation that copies values between host and device."""
 
     def copy(args: Args, kwargs: Kwargs) -> Any:
         hosts = _hosts(args, 0)
@@ -230,7 +213,7 @@ def _copy(func: Any) -> Handler:
             sizes.copy(hosts[0], hosts[1])
         else:
             func._op(*hosts, **kwargs)
-        if hosts[0] is args[0] and hosts[0].is_meta:  # onto PyTorch's own meta device, which nothing reaches
+        if hosts[0] is args[0] and hosts[0].is_meta:  # a copy to PyTorch's own meta device moves nothing
             return args[0]
         _charge(func, args, kwargs, args[0])
         return args[0]
@@ -249,14 +232,14 @@ def _item(func: Any) -> Handler:
 
 
 def _empty(func: Any) -> Handler:
-    """Memory without values. The card is asked before the host allocates its own."""
+    """Return the handler of empty, which checks the memory of the virtual GPU before the host allocates its own."""
 
     def empty(args: Args, kwargs: Kwargs) -> Any:
         card = machine()
         kwargs = {**kwargs, "pin_memory": None}
         device = kwargs.get("device")
         if device is not None and device.index:
-            raise RuntimeError(f"invalid device ordinal: there is one virtual GPU, vgpu:0, and {device} was asked for")
+            raise RuntimeError(f"invalid device ordinal: {device} was requested, and the only virtual GPU is vgpu:0")
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
         card.memory.check(math.prod(args[0]) * dtype.itemsize)
         kwargs = _named(kwargs)
@@ -273,13 +256,13 @@ def _empty(func: Any) -> Handler:
 
 def _no_nested(func: Any) -> Handler:
     def refuse(args: Args, kwargs: Kwargs) -> Any:
-        raise RuntimeError("the virtual GPU has no nested tensors, only strided ones: pad the parts, or keep them in a list")
+        raise RuntimeError("the virtual GPU does not support nested tensors: pad the parts, or keep them in a list")
 
     return refuse
 
 
 def _one_hot(labels: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """Zeros, and ones scattered into them, as on CUDA; PyTorch compares with a range on devices that it doesn't know."""
+    """Scatter ones into zeros, as on CUDA. PyTorch compares the labels with a range on devices that it does not know."""
     if labels.dtype != torch.int64:
         raise RuntimeError("one_hot is only applicable to index tensor of type LongTensor.")
     if not labels.numel() and num_classes <= 0:
@@ -304,10 +287,10 @@ SPECIAL: dict[str, Callable[[Any], Handler]] = {
 
 
 def _hosts(args: Iterable[Any], host_from: int = _NEVER) -> list[Any]:
-    """Operands as the host runs them.
+    """Return the operands as host tensors.
 
-    Raises RuntimeError, as CUDA does, for one that isn't on the device: from position `host_from` on they need not be, and
-    single numbers never need to be.
+    Raises RuntimeError, as CUDA does, for a tensor that is not on the device. Tensors without dimensions, and those from
+    position `host_from` on, may be on the host.
     """
     out: list[Any] = []
     for i, x in enumerate(args):
@@ -352,19 +335,19 @@ def _wrap_views(out: Any) -> Any:
 
 
 def _wrap_new(out: Any, same: dict[int, VirtualTensor] | None = None) -> Any:
-    """Results as device tensors; those that are operands (by identity of the host tensor) as the operand's own."""
+    """Return results as device tensors; a result that is an operand (`same`, by id of the host tensor) as that operand."""
     if isinstance(out, torch.Tensor):
         if same and id(out) in same:
             return same[id(out)]
-        hold(out, _machine[0])
+        hold(out, machine())
         return wrap(out)
     return type(out)(_wrap_new(x, same) for x in out) if isinstance(out, list | tuple) else out
 
 
 def _charge(func: Any, args: Args, kwargs: Kwargs, out: Any) -> None:
-    """Let the operation's effects happen on the card."""
-    card = _machine[0]
-    happened = rules.effects(func, args, kwargs, out)
+    """Execute the effects of the operation on the virtual GPU."""
+    card = machine()
+    happened = effects(func, args, kwargs, out)
     if not happened:
         card.launch_nothing()
     for effect in happened:
@@ -375,7 +358,7 @@ def _charge(func: Any, args: Args, kwargs: Kwargs, out: Any) -> None:
 
 
 def register() -> list[torch.library.Library]:
-    """Give the PrivateUse1 key its kernels: a fallback for everything, and those that are needed by name."""
+    """Register kernels with the PrivateUse1 key: a fallback for all operations, and those that PyTorch needs by name."""
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(lambda func, *args, **kwargs: run(func, args, kwargs), "PrivateUse1")
     named = torch.library.Library("aten", "IMPL")

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-calls, no-warn-return-any, no-warn-unused-ignores
 # (PyTorch's extension points carry no types.)
-"""How the host computes an operation: with its own kernel, or with a stand-in where the CPU has none.
+"""Compute operations on host tensors, including those for which the CPU has no kernel.
 
-A CPU lacks kernels that a GPU has: fused ones (attention, recurrent cells), and some types (a histogram of integers).
-`HOSTS` holds stand-ins by operation; for a type that is missing, the operation runs in a wider one. Knows host tensors only.
+The CPU lacks fused kernels (attention, recurrent cells) and some dtypes (a histogram of integers). `HOSTS` holds replacements
+by operation name. If a dtype is missing, the operation runs in a wider one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Tensor = torch.Tensor
 def _lstm_cell(
     x: Tensor, h: Tensor, cell: Tensor, x_bias: Tensor | None = None, h_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gates [B, 4H] of input and state, cell [B, H] -> state, cell, and the activated gates for the gradient."""
+    """Map gates [B, 4H] of input and state, and cell [B, H], to state, cell, and activated gates for the gradient."""
     i, f, g, o = _sum(x, h, x_bias, h_bias).chunk(4, 1)
     i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
     new = f * cell + i * g
@@ -44,7 +44,7 @@ def _lstm_cell_backward(
 def _gru_cell(
     x: Tensor, h: Tensor, state: Tensor, x_bias: Tensor | None = None, h_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Gates [B, 3H] of input and state, state [B, H] -> state, and what the gradient needs [B, 5H]."""
+    """Map gates [B, 3H] of input and state, and state [B, H], to the new state and a workspace [B, 5H] for the gradient."""
     (xr, xz, xn), (hr, hz, hn) = _sum(x, x_bias).chunk(3, 1), _sum(h, h_bias).chunk(3, 1)
     r, z = (xr + hr).sigmoid(), (xz + hz).sigmoid()
     n = (xn + r * hn).tanh()
@@ -65,7 +65,7 @@ def _sum(*tensors: Tensor | None) -> Tensor:
 
 
 def _roomy(kernel: Any) -> Callable[..., Any]:
-    """What finds distinct values has room for all of them, and is then cut to size: its storage stays as large."""
+    """Return a unique kernel whose results keep storage for all elements, as on CUDA, where they are sliced to size."""
 
     def unique(source: Tensor, *args: Any, **kwargs: Any) -> Any:
         found = kernel(source, *args, **kwargs)
@@ -77,8 +77,8 @@ def _roomy(kernel: Any) -> Callable[..., Any]:
     return unique
 
 
-HOSTS: dict[str, Callable[..., Any]] = {  # stand-ins by operation name, with the operation's own parameters
-    # Inside an operation PyTorch no longer looks for lazily conjugated, negated and zero tensors: make them at once.
+HOSTS: dict[str, Callable[..., Any]] = {  # replacements by operation name, with the operation's parameters
+    # Below the dispatcher PyTorch no longer resolves lazily conjugated, negated and zero tensors: compute them at once.
     "_conj": torch.conj_physical,
     "_unique2": _roomy(torch.ops.aten._unique2.default),
     "unique_consecutive": _roomy(torch.ops.aten.unique_consecutive.default),
@@ -94,7 +94,7 @@ _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.flo
 
 
 def call_of(func: Any) -> Callable[..., Any]:
-    """What computes `func` on host tensors."""
+    """Return the function that computes `func` on host tensors."""
     stand_in = HOSTS.get(func._schema.name.removeprefix("aten::")) if not func._overloadname.endswith("out") else None
     kernel = stand_in or func._op
 
@@ -104,7 +104,7 @@ def call_of(func: Any) -> Callable[..., Any]:
         try:
             return kernel(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
-            # the CPU has no kernel for a type that CUDA has one for; what else went wrong is the caller's
+            # The CPU has no kernel for this dtype. Any other error is the caller's.
             if "not implemented for" not in str(error) or func._schema.is_mutable:
                 raise
             return _in_wider_type(kernel, args, kwargs)
@@ -113,7 +113,7 @@ def call_of(func: Any) -> Callable[..., Any]:
 
 
 def _in_wider_type(kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run in the next wider floating type, and give results of that type back in the operands' own."""
+    """Run in the next wider floating-point dtype, and cast results of that dtype back."""
     tensors = [x for x in args if isinstance(x, torch.Tensor)]
     narrow = tensors[0].dtype
     wide = _WIDER.get(narrow, torch.float32 if narrow.is_floating_point else torch.float64)

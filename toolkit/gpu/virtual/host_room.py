@@ -1,8 +1,8 @@
 # mypy: allow-untyped-calls, no-warn-return-any, no-warn-unused-ignores
 # (PyTorch's extension points carry no types.)
-"""Is there room on the card for what the host is about to compute, and what does it mean where the host has none?
+"""Checks for operations with large results: does the virtual GPU have room for them, and does the host?
 
-A result that the card would refuse need not be computed first. Knows host tensors and the card's memory.
+A result that does not fit on the virtual GPU raises torch.OutOfMemoryError before the host computes it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from toolkit.core.units import bytes_text
 from toolkit.gpu.virtual import sizes_only as sizes
 from toolkit.gpu.virtual.allocator.memory import Memory
 
-LARGE = 1 << 28  # elements; a smaller result that doesn't fit on the card is refused once the host has computed it
+LARGE = 1 << 28  # elements; smaller results are only checked after the host has computed them
 _NO_MEMORY = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
 
 
 def could_be_large(hosts: list[Any]) -> bool:
-    """Could what comes of these operands have more than LARGE elements? Results are rarely larger than their product."""
+    """Return whether results could exceed LARGE elements. They rarely exceed the product of the operands' elements."""
     most = 1
     for x in hosts:
         if type(x) is torch.Tensor:
@@ -31,17 +31,17 @@ def could_be_large(hosts: list[Any]) -> bool:
 
 
 def check_room(memory: Memory, func: Any, hosts: list[Any], named: dict[str, Any]) -> None:
-    """Raises torch.OutOfMemoryError where the card has no room for the results, before the host computes them."""
+    """Raise torch.OutOfMemoryError if the virtual GPU has no room for the results of `func`."""
     try:
         out = sizes.on_meta(func._op, hosts, named)
-    except (RuntimeError, NotImplementedError):  # its shape depends on values, or PyTorch can't tell it
+    except (RuntimeError, NotImplementedError):  # the shape depends on values, or there is no meta kernel
         return
     results = out if isinstance(out, list | tuple) else (out,)
     memory.check(sum(x.nbytes for x in results if isinstance(x, torch.Tensor)))
 
 
 def refuse_if_full(memory: Memory | None, error: RuntimeError) -> None:
-    """What it means that this machine has no memory: torch.OutOfMemoryError if the card has none either, else DeviceError."""
+    """Translate the host's out-of-memory `error`: torch.OutOfMemoryError if the virtual GPU is full too, else DeviceError."""
     found = _NO_MEMORY.search(str(error))
     if found is None:
         return
@@ -49,6 +49,6 @@ def refuse_if_full(memory: Memory | None, error: RuntimeError) -> None:
     if memory is not None:
         memory.check(n_bytes)
     raise DeviceError(
-        f"a tensor of {bytes_text(n_bytes)} on the virtual GPU", "this machine has no memory for its values",
+        f"a tensor of {bytes_text(n_bytes)} on the virtual GPU", "this machine has not enough memory for its values",
         "Use `with gpu.sizes_only():` for shapes, bytes and times without values",
     ) from error  # fmt: skip

@@ -1,9 +1,8 @@
-"""The card behind the virtual GPU: two clocks, streams, memory, and the recording.
+"""The simulated hardware of a virtual GPU: the host clock, streams, memory, and the recording.
 
-The host clock advances by what each launch, copy and wait costs the host; each stream has the time at which it will be
-done. Work starts when it was launched and its stream is free; a wait moves the host to the stream's end. Nothing here
-depends on how long Python takes, so a program's times are the same on every run. This file knows no operations: it
-executes the effects that `rules` says an operation has.
+The machine executes effects: kernels, copies, memsets and waits. Each launch advances the host clock by its cost on the host.
+Work starts when it has been launched and its stream is idle, and a wait advances the host clock to the end of the stream. No
+time depends on how fast Python runs, so a program has the same times on every run.
 """
 
 from __future__ import annotations
@@ -20,56 +19,55 @@ from toolkit.gpu.device import not_recording
 from toolkit.gpu.virtual import sizes_only as sizes
 from toolkit.gpu.virtual.allocator.blocks import Block
 from toolkit.gpu.virtual.allocator.memory import Memory
-from toolkit.gpu.virtual.effects import rules
-from toolkit.gpu.virtual.effects.rules import Effect
+from toolkit.gpu.virtual.effects.effect import Effect, duration_ns, host_ns
 from toolkit.gpu.virtual.threads import DEFAULT_STREAM, here
 from toolkit.trace.events import Trace, TraceBuilder
 
-NOTED_BYTES = 1 << 20  # an allocation of this size notes its line even while nothing is recorded, for the out-of-memory error
+NOTED_BYTES = 1 << 20  # allocations of at least this size always record their line, for the out-of-memory error
 
 
 class Machine:
-    """One virtual card: what it runs, holds and records. Shared by all threads."""
+    """The state of one virtual GPU, shared by all threads."""
 
     def __init__(self, spec: GpuSpec) -> None:
         self.spec = spec
         self.memory = Memory(spec.memory_bytes, spec.name)
-        self.memory.listener = self._hear
+        self.memory.listener = self._log_event
         self.host_ns = 0
         self.stream_ends: dict[int, int] = {DEFAULT_STREAM: 0}
         self.sizes_only = False
         self.lines = False
         self._builder: TraceBuilder | None = None
         self._since_ns = 0
-        self._marked = False  # has a step ended since the recording began?
+        self._marked = False  # whether a step has ended since the recording began
         self._lock = threading.RLock()
 
     # ---- time
 
     def execute(self, effect: Effect) -> None:
-        """Let `effect` happen: on the current stream, or, for a wait, on the host."""
+        """Execute `effect` on the current stream, or, for a wait, on the host."""
         if effect.kind == "wait":
             self.wait(here().stream, effect.name)
             return
         with self._lock:
             stream = here().stream
-            self.host_ns += rules.host_ns(effect, self.spec)
+            self.host_ns += host_ns(effect, self.spec)
             start = max(self.host_ns, self.stream_ends[stream])
-            duration = rules.duration_ns(effect, self.spec)
+            duration = duration_ns(effect, self.spec)
             self.stream_ends[stream] = start + duration
             if self._builder is not None:
                 self._row(effect.kind, start, duration, effect.bytes, stream, effect.name, effect.pinned)
 
     def wait(self, stream: int, name: str) -> None:
-        """Block the host until `stream` has done what was queued."""
+        """Block the host until `stream` has finished all queued work."""
         self.wait_until(self.stream_ends[stream], stream, name)
 
     def wait_all(self, name: str = "cudaDeviceSynchronize") -> None:
-        """Block the host until every stream has done what was queued."""
+        """Block the host until all streams have finished their queued work."""
         self.wait_until(max(self.stream_ends.values()), -1, name)
 
     def wait_until(self, end_ns: int, stream: int, name: str) -> None:
-        """Block the host until `end_ns`, because it waits for `stream` (-1: for all)."""
+        """Block the host until `end_ns`, in a wait for `stream` (-1: for all streams)."""
         with self._lock:
             start = self.host_ns
             self.host_ns = max(start + int(self.spec.wait_host_ns), end_ns)
@@ -77,30 +75,30 @@ class Machine:
                 self._row("sync", start, self.host_ns - start, 0, stream, name)
 
     def new_stream(self) -> int:
-        """The number of a fresh stream."""
+        """Create a stream, and return its number."""
         with self._lock:
             number = len(self.stream_ends)
             self.stream_ends[number] = 0
             return number
 
     def launch_nothing(self) -> None:
-        """What a view, an allocation or the recording of an event costs the host."""
+        """Advance the host clock by the cost of a view, an allocation or the recording of an event."""
         with self._lock:
             self.host_ns += int(self.spec.view_host_ns)
 
     def hold(self, stream: int, until_ns: int) -> None:
-        """Let work queued on `stream` from now on start no sooner than `until_ns` (an event or another stream's end)."""
+        """Delay work queued on `stream` from now on until `until_ns` (an event, or the end of another stream)."""
         with self._lock:
             self.stream_ends[stream] = max(self.stream_ends[stream], until_ns)
 
     def done_ns(self, stream: int) -> int:
-        """When what is queued on `stream` now will be done; now, where that is past."""
+        """Return the time at which the work queued on `stream` will be finished; now, if it is."""
         return max(self.stream_ends[stream], self.host_ns)
 
     # ---- memory
 
     def allocate(self, n_bytes: int) -> tuple[Block, str | None]:
-        """Take memory for the current stream and record it; what this returns, `free` takes back."""
+        """Allocate memory for the current stream, and record it. Return the argument for `free`: the block and its line."""
         stream = here().stream
         if self._builder is None and not log.lines and log.builder is None and n_bytes < NOTED_BYTES:
             return self.memory.allocate(n_bytes, stream), None
@@ -111,17 +109,17 @@ class Machine:
         return block, where
 
     def free(self, taken: tuple[Block, str | None]) -> None:
-        """Give back what `allocate` returned."""
+        """Free memory that `allocate` returned."""
         if self._builder is None and log.builder is None:
             self.memory.free(*taken)
             return
         with self._in_order():
-            self._note("free", taken[0], None)  # before it is free: afterwards it joins its neighbours
+            self._note("free", taken[0], None)  # before the block is merged with its neighbors
             self.memory.free(*taken)
 
     @contextmanager
     def _in_order(self) -> Iterator[None]:
-        """What happens and what is noted of it, as one: no other thread's, and no garbage's blocks in between."""
+        """Make an event and its record atomic: no other thread and no garbage collection can allocate or free in between."""
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -132,7 +130,7 @@ class Machine:
                 gc.enable()
 
     def _note(self, kind: str, block: Block, where: str | None) -> None:
-        """Into the recording, with the line that asked, and into the history, with the user's line that led there, too."""
+        """Add an event to the recording, with its line, and to the allocation log, with the chain of lines that led there."""
         inner = where and where.rpartition(" > ")[2]
         for builder, since, place in ((self._builder, self._since_ns, inner), (log.builder, 0, where)):
             if builder is not None:
@@ -141,8 +139,8 @@ class Machine:
                     cell=current_cell(), clock="modelled", address=block.address, requested=block.requested,
                 )  # fmt: skip
 
-    def _hear(self, kind: str, n_bytes: int, address: int) -> None:
-        """Segments that the allocator takes and gives back, and what it refuses."""
+    def _log_event(self, kind: str, n_bytes: int, address: int) -> None:
+        """Log segments that the allocator reserves and returns, and requests that fail."""
         if log.builder is not None:
             log.builder.add(
                 kind, self.host_ns, bytes=n_bytes, address=address, stream=here().stream, step=here().step,
@@ -152,13 +150,13 @@ class Machine:
     # ---- recording
 
     def start(self, *, lines: bool) -> None:
-        """Begin to record; times count from here."""
+        """Start recording. Times in the trace count from now."""
         with self._lock:
             self._builder, self.lines, self._since_ns = TraceBuilder(), lines, self.host_ns
             sizes.used = self._marked = False
 
     def stop(self, meta: dict[str, object]) -> Trace:
-        """End the recording and return its events."""
+        """Stop recording, and return the trace. Raises RecorderError if nothing is being recorded."""
         with self._lock:
             builder, self._builder, self.lines = self._builder, None, False
             if builder is None:
@@ -171,7 +169,7 @@ class Machine:
 
     @contextmanager
     def step(self, step: int, name: str) -> Iterator[None]:
-        """Events whose host code runs inside belong to `step`; leaves a mark."""
+        """Assign events caused inside to `step`, and mark it."""
         state, start = here(), self.host_ns
         outer, state.step = state.step, step
         try:

@@ -1,5 +1,6 @@
-"""Operands and results of operations, taken apart by the containers they come in. PyTorch's walk through trees of any type is
-slower, and a model of sixty layers took it two thousand times a step.
+"""Walk the lists, tuples and dicts of an operation's operands or results.
+
+torch.utils._pytree supports any container, but is slower: a decode step of a model with sixty layers makes two thousand walks.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 
 
 def mapped(change: Callable[[Any], Any], x: Any) -> Any:
-    """The same lists, tuples and dicts, with what `change` makes of everything else in them."""
+    """Return `x` with every leaf of its lists, tuples and dicts replaced by `change(leaf)`."""
     if isinstance(x, list | tuple):
         return type(x)([mapped(change, one) for one in x])
     if isinstance(x, dict):
@@ -20,7 +21,7 @@ def mapped(change: Callable[[Any], Any], x: Any) -> Any:
 
 
 def tensors_in(x: Any) -> Iterator[torch.Tensor]:
-    """The tensors in lists, tuples and dicts, in order."""
+    """Yield the tensors in lists, tuples and dicts, in order."""
     if isinstance(x, torch.Tensor):
         yield x
     elif isinstance(x, list | tuple):

@@ -1,11 +1,10 @@
 # mypy: allow-untyped-calls, no-warn-return-any, no-warn-unused-ignores
 # (PyTorch's extension points carry no types.)
-"""Sizes only: tensors of the virtual GPU whose values take no memory, so that a 31B model runs on a laptop.
+"""Sizes only: tensors of the virtual GPU without values, so that a 31B model runs on a laptop.
 
-Floating-point values are left out (their host tensor is on PyTorch's `meta` device); integers and booleans are kept, as
-programs branch and index by them, unless they are larger than KEPT_BYTES (KEPT_PACKED_BYTES). Where an integer would
-depend on values that are not there, it is zero. So shapes, bytes and modelled times are those of the real run, and
-values mean nothing. Knows host tensors only.
+The host tensor of a floating-point tensor is on PyTorch's `meta` device. Integers and booleans keep their values, because
+programs branch and index by them, unless they are larger than KEPT_BYTES (KEPT_PACKED_BYTES). An integer that depends on
+absent values is zero. Shapes, bytes and modelled times are therefore those of the real run, but the values are meaningless.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ import torch
 from toolkit.gpu.virtual.operands import mapped, tensors_in
 
 KEPT_BYTES = 1 << 24  # integers up to this size keep their values: positions, token ids, masks
-KEPT_PACKED_BYTES = 1 << 16  # the same for PACKED, which are packed weights more often than numbers to index by
-PACKED = (torch.uint8, torch.int8, torch.int16)  # and int16 keys and values: PyTorch doesn't index by it
+KEPT_PACKED_BYTES = 1 << 16  # the same for PACKED dtypes, which mostly hold packed weights
+PACKED = (torch.uint8, torch.int8, torch.int16)  # int16 also holds keys and values; PyTorch does not index by it
 _META = torch.device("meta")
-# The size of what these return depends on values.
+# Operations whose results have a size that depends on values.
 _UNSIZED = {"nonzero", "_unique2", "_unique", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "bincount"}
 
-seen = False  # has there been such a tensor in this process? Until then nothing is checked
-used = False  # has anything been answered without values since the recording began?
+seen = False  # whether this process has created a tensor without values; before that, operands are not checked
+used = False  # whether an operation ran without values since the recording began
 
 
 def _note() -> None:
@@ -36,19 +35,19 @@ def _note() -> None:
 
 
 def keeps_values(shape: Any, dtype: torch.dtype) -> bool:
-    """Does a tensor made in sizes-only mode keep its values?"""
+    """Return whether a tensor created in sizes-only mode keeps its values."""
     number = dtype.is_floating_point or dtype.is_complex
     kept = KEPT_PACKED_BYTES if dtype in PACKED else KEPT_BYTES
     return not number and math.prod(shape) * dtype.itemsize <= kept
 
 
 def absent(*trees: Any) -> bool:
-    """Is there a tensor without values among these operands?"""
+    """Return whether any tensor among these operands has no values."""
     return any(x.is_meta for x in tensors_in(trees))
 
 
 def placeholder(dtype: torch.dtype) -> bool | int | float | complex:
-    """What `.item()` answers for a value that was never computed: zero."""
+    """Return the zero that `.item()` returns for an absent value."""
     _note()
     if dtype.is_complex:
         return 0j
@@ -56,7 +55,7 @@ def placeholder(dtype: torch.dtype) -> bool | int | float | complex:
 
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """target.copy_(source) where one of them has no values: a target that has some becomes zero."""
+    """Run target.copy_(source) if one of them has no values: a target with values becomes zero."""
     _note()
     torch.broadcast_shapes(target.shape, source.shape)
     if not target.is_meta:
@@ -64,11 +63,11 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def run(func: Any, kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run an operation for its shapes alone. Raises RuntimeError where these depend on values that are absent."""
+    """Run an operation for its shapes only. Raises RuntimeError if a shape depends on absent values."""
     _note()
     schema, name = func._schema, func._schema.name.removeprefix("aten::")
     if name in _UNSIZED or (name == "masked_select" and args[1].is_meta):
-        raise RuntimeError(f"sizes only: what {name} returns has a size that depends on values that were never computed")
+        raise RuntimeError(f"sizes only: the size of the result of {name} depends on values that were not computed")
     if name == "equal":
         return False
     if name == "masked_select":
@@ -78,8 +77,8 @@ def run(func: Any, kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         x.zero_()
     if schema.is_mutable and not any(argument.is_out for argument in schema.arguments):
         if all(x.is_meta for x in tensors_in((args, kwargs))):
-            return kernel(*args, **kwargs)  # it may resize or restride
-        if schema.returns and schema.returns[0].alias_info is None:  # writes operands, and returns something else
+            return kernel(*args, **kwargs)  # may change shape or strides
+        if schema.returns and schema.returns[0].alias_info is None:  # writes operands, and returns new tensors
             return on_meta(kernel, args, kwargs)
         return args[0] if schema.returns else None
     if name in ("index", "_unsafe_index"):
@@ -97,7 +96,7 @@ def run(func: Any, kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Shape:
-    """What a result looks like, learnt once: PyTorch takes a while to work it out, and decoding repeats itself."""
+    """The shape of a result, cached because PyTorch's meta kernels are slow and decoding repeats the same calls."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -118,14 +117,14 @@ _MOST_KNOWN = 1 << 14
 
 
 def _key(x: Any) -> Any:
-    """Operands as far as the shape of a result depends on them."""
+    """Return a hashable key with everything about the operands that the shape of a result depends on."""
     if isinstance(x, torch.Tensor):
         return x.size(), x.stride(), x.dtype
     return tuple(map(_key, x)) if isinstance(x, tuple | list) else (type(x), x)
 
 
 def on_meta(kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run on tensors without values, for the shapes of the results; a result that is an operand is that operand."""
+    """Run on meta tensors, and return results without values; a result that is an operand is returned as that operand."""
     originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def shape_of(x: Any) -> Any:
@@ -139,7 +138,7 @@ def on_meta(kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
     out = kernel(*mapped(shape_of, args), **mapped(shape_of, kwargs))
     for twin, original in originals.values():
-        if twin.shape != original.shape:  # an out= that was resized
+        if twin.shape != original.shape:  # a resized out=
             original.resize_(twin.shape).zero_()
     return mapped(lambda x: originals[id(x)][1] if id(x) in originals else _valued(x), out)
 
@@ -151,7 +150,7 @@ def _valued(x: Any) -> Any:
 
 
 def _written(schema: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors that an operation writes in place."""
+    """Return the tensors that an operation writes in place."""
     found: list[torch.Tensor] = []
     for i, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -161,13 +160,13 @@ def _written(schema: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def _without_masks(indices: Any) -> list[Any]:
-    """Masks among the indices as the coordinates they pick, so that the result's size is known."""
+    """Return the indices with each mask replaced by the coordinates that it picks, so that the result's size is known."""
     found: list[Any] = []
     for index in indices:
         if index is None or index.dtype not in (torch.bool, torch.uint8):
             found.append(index)
         elif index.is_meta:
-            raise RuntimeError("sizes only: indexing by a mask that was never computed has no known size")
+            raise RuntimeError("sizes only: the size of indexing by a mask depends on values that were not computed")
         else:
             found.extend(index.nonzero(as_tuple=True))
     return found

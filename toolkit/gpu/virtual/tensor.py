@@ -1,10 +1,9 @@
 # mypy: allow-untyped-calls, no-warn-return-any, no-warn-unused-ignores
 # (PyTorch's extension points carry no types.)
-"""The virtual GPU's tensor: says it lives on `vgpu:0`, and keeps its values in a host tensor, `_host`.
+"""The tensor of the virtual GPU: its device is `vgpu:0`, and a host tensor, `_host`, holds its values.
 
-Views of a device tensor share the storage of its host tensor. A block of device memory lives exactly as long as such a
-storage: a weak reference to it tells when it is gone. This file knows shapes and storages; what an operation does is
-`virtual_dispatch`'s business.
+Views of a device tensor share the storage of its host tensor. A block of device memory is allocated exactly as long as that
+storage exists: a weak reference to the storage frees the block. `dispatch` runs the operations.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ if TYPE_CHECKING:
 _make = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 _data: Any = torch.Tensor.data
 _setitem = torch.Tensor.__setitem__
-_device: list[torch.device] = []  # torch.device("vgpu", 0), once the name is registered
+_device: torch.device | None = None  # torch.device("vgpu", 0), once `register` has run
 
 
 class VirtualTensor(torch.Tensor):
-    """A tensor on the virtual GPU. Made by PyTorch operations on `torch.device("vgpu")`, never by hand."""
+    """A tensor on the virtual GPU. PyTorch operations on `torch.device("vgpu")` create them; user code never does."""
 
     _host: torch.Tensor
-    run: Callable[..., Any]  # the operation itself; virtual_dispatch sets it
+    run: Callable[..., Any]  # `dispatch.run`, which sets it
 
-    # Functions of torch see an ordinary tensor: no Python between the call and the dispatcher.
+    # Functions of torch treat it as an ordinary tensor: no Python runs between the call and the dispatcher.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -42,16 +41,16 @@ class VirtualTensor(torch.Tensor):
         return VirtualTensor.run(func, args, kwargs or {})
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """A number is written as CUDA writes it: from a one-element tensor on the host."""
+        """Assign; like CUDA, copy a number from a one-element tensor on the host."""
         if isinstance(value, bool | int | float | complex | np.generic):
             value = torch.tensor(value, dtype=self.dtype)
         _setitem(self, key, value)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """As a CUDA tensor prints, with the copies that printing one makes."""
+        """Print like a CUDA tensor, with the copies that printing one causes."""
         if self._host.is_meta:
             return f"tensor(..., device='{self.device}', size={tuple(self.shape)}, dtype={self.dtype}, sizes only)"
-        torch._tensor_str._str(self)  # type: ignore[attr-defined]  # reads back each number it looks at
+        torch._tensor_str._str(self)  # type: ignore[attr-defined]  # copies each number that it reads
         text = torch._tensor_str._str(self._host.detach())[:-1]  # type: ignore[attr-defined]
         text += f", device='{self.device}'"
         if self.grad_fn is not None:
@@ -83,13 +82,13 @@ class VirtualTensor(torch.Tensor):
         return self._host.untyped_storage()
 
     def record_stream(self, stream: Any) -> None:
-        """Nothing to do: memory is never handed to another stream before the host tensor is gone."""
+        """Do nothing: memory is not reused by another stream while the host tensor exists."""
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         return self.numpy()
 
     def __copy__(self) -> torch.Tensor:
-        """Shares the storage, as a copy of any tensor does."""
+        """Return a tensor that shares the storage, as for any tensor."""
         copy = self.detach().requires_grad_(self.requires_grad)
         return torch.nn.Parameter(copy, self.requires_grad) if isinstance(self, torch.nn.Parameter) else copy
 
@@ -109,10 +108,10 @@ class VirtualTensor(torch.Tensor):
         return copy  # type: ignore[return-value]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled and saved through the host; `torch.load` and its `map_location` find the device again."""
+        """Pickle through the host. `torch.load` moves the tensor back to the device, or to its `map_location`."""
         if self._host.is_meta:
             raise RuntimeError("a sizes-only tensor has no values to save")
-        self.detach().cpu()  # the copy that saving makes; the host tensor itself keeps storages shared
+        self.detach().cpu()  # records the copy; the host tensor itself is pickled, so that shared storages stay shared
         rebuild, parts = torch._utils._rebuild_device_tensor_from_cpu_tensor, (self._host, self.dtype, str(self.device))  # type: ignore[attr-defined]
         if not isinstance(self, torch.nn.Parameter):
             return rebuild, (*parts, self.requires_grad)
@@ -121,12 +120,12 @@ class VirtualTensor(torch.Tensor):
 
 
 class _Block(weakref.ref):  # type: ignore[type-arg]
-    """A block of device memory, kept until the storage it stands for is gone."""
+    """A weak reference to a host storage, with the block of device memory that is freed with it."""
 
     __slots__ = ("key", "machine", "taken")
     key: int
     machine: Machine
-    taken: tuple[MemoryBlock, str | None] | None  # nothing, where the storage was resized to nothing
+    taken: tuple[MemoryBlock, str | None] | None  # None if the storage was resized to 0 bytes
 
 
 _live: dict[int, _Block] = {}  # by the address of the host storage
@@ -139,19 +138,26 @@ def _freed(block: _Block) -> None:
         block.machine.free(block.taken)
 
 
+def register(device: torch.device) -> None:
+    """Set the device of all virtual tensors, once its name is known to PyTorch."""
+    global _device
+    _device = device
+
+
 def wrap(host: torch.Tensor) -> VirtualTensor:
-    """A device tensor over `host`, with the same shape, strides and storage."""
-    tensor = _make(
-        VirtualTensor, host.size(), host.stride(), host.storage_offset(), None, host.dtype, host.layout, _device[0]
-    )  # fmt: skip
+    """Return a device tensor over `host`, with the same shape, strides and storage."""
+    tensor = _make(VirtualTensor, host.size(), host.stride(), host.storage_offset(), None, host.dtype, host.layout, _device)
     tensor._host = host
     return tensor
 
 
 def hold(host: torch.Tensor, machine: Machine) -> None:
-    """Take device memory for the storage of `host`, unless it has some. Raises torch.OutOfMemoryError."""
+    """Allocate device memory for the storage of `host`, unless it has some.
+
+    Raises torch.OutOfMemoryError if there is not enough, and RuntimeError if the tensor is not strided.
+    """
     if host.layout is not torch.strided:
-        raise RuntimeError(f"the virtual GPU has no {host.layout} tensors, only strided ones")
+        raise RuntimeError(f"the virtual GPU only supports strided tensors, and this one is {host.layout}")
     storage = host.untyped_storage()
     key = storage._cdata
     if key not in _live:
@@ -164,7 +170,7 @@ def hold(host: torch.Tensor, machine: Machine) -> None:
 
 
 def rehold(host: torch.Tensor, machine: Machine) -> None:
-    """As `hold`, after an operation that may have resized the storage in place."""
+    """Like `hold`, for a storage that an operation may have resized in place."""
     storage = host.untyped_storage()
     block = _live.get(storage._cdata)
     if block is None:
@@ -177,25 +183,25 @@ def rehold(host: torch.Tensor, machine: Machine) -> None:
 
 
 def follow(tensor: VirtualTensor) -> None:
-    """After an operation that may resize or restride in place: give the tensor the shape of its host tensor."""
+    """Give the tensor the shape of its host tensor, after an operation that may have changed it in place."""
     host = tensor._host
     if (tensor.shape, tensor.stride(), tensor.storage_offset()) != (host.shape, host.stride(), host.storage_offset()):
         _data.__set__(tensor, wrap(host.detach()))
 
 
 def live() -> tuple[int, int]:
-    """How many blocks of device memory are held, and their bytes."""
+    """Return the number of allocated blocks of device memory, and their bytes."""
     blocks = list(_live.values())
     return len(blocks), sum(block.taken[0].size for block in blocks if block.taken is not None)
 
 
 def held() -> list[tuple[MemoryBlock, str | None]]:
-    """The blocks that tensors hold now, each with the line that allocated it, where it was noted."""
+    """Return the allocated blocks, each with the line that allocated it, or None if it was not recorded."""
     return [block.taken for block in list(_live.values()) if block.taken is not None]
 
 
 def address_of(tensor: torch.Tensor) -> int | None:
-    """Where in the card's memory a device tensor's storage lies; None where it has none."""
+    """Return the device address of a tensor's storage; None if it has no device memory."""
     host = getattr(tensor, "_host", None)
     block = _live.get(host.untyped_storage()._cdata) if host is not None and host.layout is torch.strided else None
     return block.taken[0].address if block is not None and block.taken is not None else None

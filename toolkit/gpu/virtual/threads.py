@@ -1,6 +1,6 @@
-"""What the virtual GPU keeps per thread.
+"""Per-thread state of the virtual GPU: the current stream and decode step.
 
-The backward pass runs on the thread that calls it, so that its stream, step and line are the caller's. Knows no card.
+`install` makes the backward pass run on the thread that calls it, so that its stream, step and line are the caller's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ DEFAULT_STREAM = 0
 
 
 class State(threading.local):
-    """Of one thread: the current stream, as CUDA keeps it, and the decode step whose host code runs."""
+    """The state of one thread: its current stream, as on CUDA, and the decode step that its code belongs to."""
 
     stream = DEFAULT_STREAM
     step = -1
@@ -26,15 +26,15 @@ _here = State()
 
 
 def here() -> State:
-    """The state of this thread."""
+    """Return the state of this thread."""
     return _here
 
 
 def install() -> None:
-    """Let the backward pass run on the thread that calls it, in this process, from now on.
+    """Run every backward pass of this process on the thread that calls it.
 
-    PyTorch starts autograd's threads with the first backward pass, one for each device that there is by then. A process
-    whose first one came before the virtual GPU has none for it, and a pass on `vgpu` would fail an internal assertion.
+    This also avoids an internal assertion: PyTorch starts one autograd thread per device with the first backward pass, so
+    that there is none for `vgpu` if that pass runs before the virtual GPU is opened.
     """
     run = graph._engine_run_backward
 

@@ -1,6 +1,6 @@
-"""Scaled dot product attention: which implementation CUDA takes, and what that one does.
+"""Scaled dot product attention: which implementation CUDA chooses, and its effects.
 
-Known from the golden programs sdpa_*, generate_* and from ATen/native/transformers (attention.cpp, cuda/sdp_utils.cpp).
+Sources: the golden programs sdpa_* and generate_*, and ATen/native/transformers (attention.cpp, cuda/sdp_utils.cpp).
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from toolkit.gpu.virtual.effects.effect import Effect, d2d, kernel, memset, nbyt
 from toolkit.gpu.virtual.effects.operations import operand, rule
 
 MATH, OVERRIDEABLE = 0, 4  # torch.nn.attention.SDPBackend
-MASK_ALIGNMENT = 8  # the memory-efficient kernel wants rows of the mask at multiples of so many elements
+MASK_ALIGNMENT = 8  # elements: the memory-efficient kernel requires the rows of the mask to start at multiples of it
 
 
 def sdp_choice(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, enable_gqa: bool = False,
 ) -> int:  # fmt: skip
-    """MATH where CUDA takes the unfused path (several operations), OVERRIDEABLE where one fused kernel runs.
+    """Return MATH if CUDA takes the unfused path (several operations), OVERRIDEABLE if one fused kernel runs.
 
-    sdpa_gqa: grouped queries in fp32 have no fused kernel; half precision ones do. fp64 has none.
+    fp64 has no fused kernel, and fp32 none for grouped queries (golden program sdpa_gqa).
     """
     if query.dim() != 4 or query.dtype == torch.float64 or 0 in query.shape or 0 in key.shape:
         return MATH
@@ -42,7 +42,7 @@ def sdp_choice(
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_attention_math",
 )  # fmt: skip
 def _attention(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
-    """One kernel; fp32: the mask is padded first (generate_gpt2_*); bf16: a counter is cleared (sdpa_bf16_*)."""
+    """One kernel. In fp32 the mask is padded first (generate_gpt2_*), in bf16 a counter is cleared (sdpa_bf16_*)."""
     query, key, value = args[:3]
     mask = operand(args, kwargs, 3, "attn_bias")
     half = query.element_size() == 2
@@ -60,7 +60,7 @@ def _attention(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[
 
 
 def _padding(mask: torch.Tensor) -> list[Effect]:
-    """The mask copied into rows of an aligned length, unless it lies so already (preprocess_mask in attention.cpp)."""
+    """The mask is copied to aligned rows, unless it is aligned (preprocess_mask in attention.cpp)."""
     padded = padding_bytes(mask)
     if not padded:
         return []
@@ -70,7 +70,7 @@ def _padding(mask: torch.Tensor) -> list[Effect]:
 
 
 def padding_bytes(mask: torch.Tensor) -> int:
-    """Bytes of that copy; 0 where none is made."""
+    """Return the bytes of the aligned copy of `mask`; 0 if it is aligned."""
     strides = mask.stride()
     if strides[-1] == 1 and all(s % MASK_ALIGNMENT == 0 for s in strides[:-1]):
         return 0
@@ -79,7 +79,7 @@ def padding_bytes(mask: torch.Tensor) -> int:
 
 @rule("_scaled_dot_product_fused_attention_overrideable_backward", "_scaled_dot_product_efficient_attention_backward")
 def _attention_backward(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
-    """backward_sdpa: one product by hand, then one kernel."""
+    """backward_sdpa: the sum of gradient times output, then one kernel."""
     gradient = args[0]
     return [
         kernel("mul", 3 * nbytes(gradient)),

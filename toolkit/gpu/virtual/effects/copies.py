@@ -1,9 +1,9 @@
-"""What a copy between two tensors does: memcpy or kernel, in which direction, through which temporaries, with a wait?
+"""The effects of a copy between two tensors: memcpy or kernel, direction, temporaries, and a wait.
 
-Follows what PyTorch's CUDA `copy_` tests (ATen/native/cuda/Copy.cu): a memcpy wherever both sides have one dtype and,
-once their dimensions are reordered and merged, are one run of memory; a kernel else. Between host and device, what is not
-a memcpy goes through temporaries: cast on the host when the copy blocks, on the device when it does not. Known from
-the golden programs copy_*, to_*, set_*, clone_* as well. Knows tensors' shapes and strides, never their values.
+The rules follow PyTorch's CUDA `copy_` (ATen/native/cuda/Copy.cu) and the golden programs copy_*, to_*, set_* and clone_*. A
+copy is a memcpy if both tensors have the same dtype and, after their dimensions are reordered and merged, are contiguous;
+otherwise it is a kernel. Other copies between host and device go through temporaries: a blocking copy casts on the host, a
+non-blocking one on the device.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from toolkit.gpu.virtual.effects.effect import WAIT, Effect, d2d, d2h, h2d, kern
 
 
 def one_run(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Would TensorIterator see both, reordered and merged, as one contiguous dimension? (`iter.is_contiguous()`)
+    """Return whether TensorIterator would merge both tensors to one contiguous dimension (`iter.is_contiguous()`).
 
-    `source` is broadcast to `target`'s shape.
+    `source` is broadcast to the shape of `target`.
     """
     shape = target.shape
     if shape == source.shape and target.is_contiguous() and source.is_contiguous():
@@ -39,26 +39,29 @@ def one_run(target: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 def same_bits(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Same dtype, and neither is a lazily negated or conjugated view where the other isn't."""
+    """Return whether both have the same dtype, and are both, or neither, lazily negated or conjugated views."""
     if target.dtype != source.dtype:
         return False
-    a, b = getattr(target, "_host", target), getattr(source, "_host", source)  # a device tensor's bits are its host tensor's
+    a, b = (
+        getattr(target, "_host", target),
+        getattr(source, "_host", source),
+    )  # on a device tensor, the host tensor has these bits
     return a.is_neg() == b.is_neg() and a.is_conj() == b.is_conj()
 
 
 def on_device(target: torch.Tensor, source: torch.Tensor, name: str = "copy_") -> list[Effect]:
-    """A copy between tensors of the device: a D2D memcpy, or a kernel."""
+    """Return the effects of a copy between tensors on the device: a D2D memcpy, or a kernel."""
     size = nbytes(target)
     if size == 0 or target is source:
         return []
     if same_bits(target, source) and one_run(target, source):
-        where = target.data_ptr()  # 0 where there is no memory behind it
+        where = target.data_ptr()  # 0 without memory
         return [] if where and where == source.data_ptr() else [d2d(size)]
     return [kernel(name, size + nbytes(source))]
 
 
 def copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> list[Effect]:
-    """`target.copy_(source)`, at least one of them on the device."""
+    """Return the effects of `target.copy_(source)`; at least one of them is on the device."""
     if target.numel() == 0:
         return []
     to_host, from_host = target.is_cpu, source.is_cpu
@@ -67,7 +70,7 @@ def copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False)
     one_dtype = target.dtype == source.dtype
     if one_dtype and one_run(target, source):
         return _cross(target, source, nbytes(target), to_host, non_blocking)
-    casts_here = from_host != non_blocking  # the source's side does the cast: the host when blocking, else the device
+    casts_here = from_host != non_blocking  # the source's side casts: the host if the copy blocks, else the device
     crossing = target.numel() * (target if casts_here else source).element_size()
     cast_first = casts_here and not one_dtype
     in_order = source.is_contiguous() and source.shape == target.shape
@@ -85,7 +88,7 @@ def copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False)
 def _cross(
     target: torch.Tensor | None, source: torch.Tensor | None, size: int, to_host: bool, non_blocking: bool
 ) -> list[Effect]:
-    """The memcpy over the bus, and its wait; None stands for a temporary, which is pageable."""
+    """Return the memcpy between host and device, and its wait. None stands for a temporary, which is pageable."""
     host = target if to_host else source
     pinned = host is not None and host.is_pinned()
     effects = [d2h(size, pinned) if to_host else h2d(size, pinned)]

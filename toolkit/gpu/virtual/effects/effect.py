@@ -1,8 +1,8 @@
-"""One thing that happens on the device because of an operation, and how long it takes.
+"""The effects of operations on a device (kernels, copies, memsets, waits), and the model of how long they take.
 
-`Effect` is what `rules.effects` returns and the virtual GPU executes. The time model is simple on purpose: a kernel
-takes its floor plus the larger of bytes over bandwidth and flops over peak; a copy its floor plus bytes over its rate;
-the host pays a constant per launch. Every constant comes from the GpuSpec. This file knows no operations.
+The model is simple on purpose. A kernel takes a minimum time plus the larger of bytes / bandwidth and flops / peak, a copy a
+minimum time plus bytes / rate, and the host a constant per launch. All constants come from the `GpuSpec`, except for the two
+ratios below.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 
 from toolkit.gpu.catalogue import GpuSpec
 
-GEMM_EFFICIENCY = 0.8  # of peak: 815 of 989 TFLOP/s in bf16, 51 of 67 in fp32 (4096 x 4096 x 4096 on an H200)
-L2_SPEEDUP = 1.85  # streaming kernels whose operands fit L2: 7.8 of 4.22 TB/s (4 MiB to 16 MiB on an H200)
+GEMM_EFFICIENCY = 0.8  # of peak. Measured: 815 of 989 TFLOP/s in bf16, 51 of 67 in fp32 (4096 x 4096 x 4096 on an H200)
+L2_SPEEDUP = 1.85  # if the operands of a streaming kernel fit L2. Measured: 7.8 TB/s, not 4.22 (4 to 16 MiB on an H200)
 _FLOOR = {"h2d": "copy_floor_ns", "d2h": "d2h_floor_ns", "d2d": "d2d_floor_ns", "memset": "d2d_floor_ns"}
 _RATE = {
     ("h2d", 0): "h2d_pageable_bytes_per_s", ("h2d", 1): "h2d_pinned_bytes_per_s",
@@ -25,9 +25,9 @@ _RATE = {
 class Effect(NamedTuple):
     """A kernel, a copy, a memset or a wait.
 
-    `bytes` is what a copy or memset reports; `moved_bytes` what a kernel reads and writes. `peak` names the GpuSpec's
-    figure its `flops` are limited by, `floor` how many kernel floors it takes at least, `cost` the GpuSpec's figure for
-    what launching it costs the host.
+    `bytes` are the bytes that a copy or memset reports, `moved_bytes` those that a kernel reads and writes. `peak` names the
+    GpuSpec figure that limits `flops`, and `cost` the one for the host's cost of the launch. The minimum time of a kernel is
+    `floor` times that of the shortest kernel.
     """
 
     kind: str  # kernel | h2d | d2h | d2d | memset | wait
@@ -45,27 +45,27 @@ WAIT = Effect("wait", 0, "cudaStreamSynchronize", cost="")
 
 
 def kernel(name: str, moved_bytes: int = 0, floor: float = 1.0, cost: str = "launch_host_ns") -> Effect:
-    """A kernel that computes little: reading and writing `moved_bytes` is what takes its time."""
+    """Return a kernel whose time is that of reading and writing `moved_bytes`."""
     return Effect("kernel", 0, name, moved_bytes=moved_bytes, floor=floor, cost=cost)
 
 
 def h2d(n_bytes: int, pinned: bool, cost: str = "h2d_host_ns") -> Effect:
-    """A memcpy from the host."""
+    """Return a memcpy from host to device."""
     return Effect("h2d", n_bytes, _H2D[pinned], int(pinned), cost="pinned_async_host_ns" if pinned else cost)
 
 
 def d2h(n_bytes: int, pinned: bool, cost: str = "d2h_host_ns") -> Effect:
-    """A memcpy to the host."""
+    """Return a memcpy from device to host."""
     return Effect("d2h", n_bytes, _D2H[pinned], int(pinned), cost="pinned_async_host_ns" if pinned else cost)
 
 
 def d2d(n_bytes: int, cost: str = "launch_host_ns") -> Effect:
-    """A memcpy on the device."""
+    """Return a memcpy on the device."""
     return Effect("d2d", n_bytes, "Memcpy DtoD (Device -> Device)", moved_bytes=2 * n_bytes, cost=cost)
 
 
 def memset(n_bytes: int) -> Effect:
-    """A memset on the device."""
+    """Return a memset on the device."""
     return Effect("memset", n_bytes, "Memset (Device)", moved_bytes=n_bytes, cost="launch_host_ns")
 
 
@@ -74,24 +74,24 @@ _D2H = ("Memcpy DtoH (Device -> Pageable)", "Memcpy DtoH (Device -> Pinned)")
 
 
 def read_back(n_bytes: int) -> list[Effect]:
-    """A value brought to the host inside an operation, as `.item()` does: into pinned memory, and a wait."""
+    """Return the effects of reading a value back to the host: a copy to pinned memory, and a wait."""
     return [d2h(n_bytes, True), WAIT]
 
 
 def first(effects: list[Effect], cost: str = "op_host_ns") -> list[Effect]:
-    """The effects of an operation, the dispatcher's and Python's share of the host time on the first launch."""
+    """Return the effects with `cost` on the first launch, which also pays for Python and the dispatcher."""
     if effects and effects[0].cost == "launch_host_ns":
         effects[0] = effects[0]._replace(cost=cost)
     return effects
 
 
 def nbytes(tensor: torch.Tensor) -> int:
-    """Bytes of the elements of a tensor, however it is laid out."""
+    """Return the bytes of a tensor's elements, whatever its strides."""
     return tensor.nbytes
 
 
 def duration_ns(effect: Effect, spec: GpuSpec) -> int:
-    """How long `effect` takes on its stream. 0 for a wait, which takes what it waits for."""
+    """Return the time of `effect` on its stream in ns; 0 for a wait."""
     kind, moved = effect.kind, effect.moved_bytes
     if kind == "wait":
         return 0
@@ -109,9 +109,9 @@ def duration_ns(effect: Effect, spec: GpuSpec) -> int:
 
 
 def host_ns(effect: Effect, spec: GpuSpec) -> int:
-    """What launching `effect` costs the host; a wait costs only what it waits for.
+    """Return the cost of launching `effect` on the host in ns; 0 for a wait.
 
-    The first launch of an operation carries the interpreter's time since the last one.
+    The first launch of an operation includes the interpreter's time since the previous operation.
     """
     if not effect.cost:
         return 0

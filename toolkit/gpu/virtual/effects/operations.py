@@ -1,8 +1,7 @@
-"""What operations do that is more, or less, than one kernel: inner copies, values read back, waits, several kernels.
+"""Rules for operations that are not exactly one kernel: inner copies, values that are read back, waits, several kernels.
 
-Each rule is a function of an operation's operands and results (device tensors: shapes, strides, dtypes) that returns its
-effects in order, and says where it is known from: a golden program of `tests/golden` (measured on an H200 with
-torch 2.11) or a file of PyTorch's sources under ATen/native. Values are looked at only where a size can't tell.
+A rule maps an operation's operands and results to its effects, in order. Its docstring names its source: golden programs of
+`tests/golden`, measured on an H200 with torch 2.11, or a file of PyTorch's sources under ATen/native.
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ from toolkit.gpu.virtual.effects.copies import copy, on_device
 from toolkit.gpu.virtual.effects.effect import WAIT, Effect, d2d, d2h, h2d, kernel, memset, nbytes, read_back
 
 Rule = Callable[[tuple[Any, ...], dict[str, Any], Any], list[Effect]]
-RULES: dict[str, Rule] = {}  # by the operation's name without "aten::" and overload
+RULES: dict[str, Rule] = {}  # by operation name, without "aten::" and overload
 
-# Operations of several kernels, and no copies (kernel counts: H200, small shapes).
+# Number of kernels of operations that copy nothing (measured on an H200, small shapes).
 KERNELS = {
     "dot": 2, "vdot": 2, "native_group_norm": 2, "count_nonzero": 3, "eye": 2, "masked_scatter_": 4, "randperm": 5,
     "linalg_lu_factor_ex": 6, "logsumexp": 9, "linalg_inv_ex": 13, "_linalg_solve_ex": 12,
     "linalg_cholesky_ex": 4,
 }  # fmt: skip
 
-SMALL_SORT = 4096  # up to here sort works in place, in one kernel (Sort.cpp, should_use_small_sort)
+SMALL_SORT = 4096  # elements of a row up to which sort is one kernel in place (Sort.cpp, should_use_small_sort)
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Register a rule for operations by name."""
+    """Register a rule for the operations called `names`."""
 
     def register(function: Rule) -> Rule:
         RULES.update(dict.fromkeys(names, function))
@@ -40,7 +39,7 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 
 
 def operand(args: tuple[Any, ...], kwargs: dict[str, Any], i: int, name: str, default: Any = None) -> Any:
-    """An operand that may be given by place or by name."""
+    """Return the operand at position `i` or called `name`, or `default` if it is missing."""
     return args[i] if len(args) > i else kwargs.get(name, default)
 
 
@@ -51,13 +50,13 @@ def _copy(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effec
 
 @rule("_local_scalar_dense")
 def _item(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
-    """item_*: one element into pinned memory, one wait."""
+    """item_*: a copy of one element to pinned memory, and a wait."""
     return [d2h(args[0].element_size(), True)._replace(cost="item_host_ns"), WAIT]
 
 
 @rule("fill_")
 def _fill(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
-    """fill_gpu0, fill_cpu0: a device tensor's value is copied, a number or a host tensor's is a kernel's argument."""
+    """fill_gpu0, fill_cpu0: a value on the device is copied; a value on the host is an argument of the kernel."""
     target, value = args[0], args[1]
     if isinstance(value, torch.Tensor) and not value.is_cpu:
         return copy(target, value)
@@ -66,7 +65,7 @@ def _fill(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effec
 
 @rule("pow", "pow_")
 def _pow(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
-    """backward_slice_cat: to the power of one is a copy, of zero a fill (Pow.cpp)."""
+    """backward_slice_cat: the power of one is a copy (Pow.cpp)."""
     base, exponent = args[0], args[1]
     if isinstance(exponent, int | float) and exponent == 1 and isinstance(base, torch.Tensor):
         return on_device(out, base)
@@ -75,7 +74,7 @@ def _pow(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect
 
 @rule("native_dropout")
 def _dropout(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
-    """dropout: one kernel; not training, a copy and a mask of ones (Dropout.cu)."""
+    """dropout: one kernel; in evaluation mode a copy and a mask of ones (Dropout.cu)."""
     if len(args) > 2 and args[2] is False:
         return [*on_device(out[0], args[0]), kernel("fill_", nbytes(out[1]))]
     return [kernel("native_dropout", 2 * nbytes(args[0]))] if args[0].numel() else []
@@ -91,7 +90,7 @@ def _masked_fill(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> lis
 
 @rule("where")
 def _where(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
-    """where_cpu_scalar_tensor: 0-dim host operands are uploaded; others of another dtype are cast."""
+    """where_cpu_scalar_tensor: operands on the host are uploaded, those of another dtype cast."""
     effects = []
     result = out if isinstance(out, torch.Tensor) else kwargs["out"]
     for i, source in enumerate(args[:3]):
@@ -104,7 +103,7 @@ def _where(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effe
 
 @rule("any", "all")
 def _any(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
-    """stop_on_eos, eos_check: of one element it is a copy (ReduceOps.cpp), else one kernel."""
+    """stop_on_eos, eos_check: a copy for a single element (ReduceOps.cpp), else one kernel."""
     source = args[0]
     name = "any"
     if source.numel() != 1:
@@ -118,13 +117,13 @@ def _truth(source: torch.Tensor) -> list[Effect]:
 
 
 def any_of(n: int) -> list[Effect]:
-    """`any` or `all` of `n` booleans, inside another operation."""
+    """Return the effects of `any` or `all` of `n` booleans inside another operation."""
     return [kernel("any", n, 2)] if n != 1 else [d2d(1)]
 
 
 @rule("cat", "_chunk_cat")
 def _cat(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
-    """cat_*: one kernel for each 128 tensors (64 if strided); one tensor, several dtypes or over 4 dims: copies (Shape.cu)."""
+    """cat_*: one kernel per 128 tensors (64 if strided); copies for one tensor, mixed dtypes, or over 4 dims (Shape.cu)."""
     tensors = list(args[0])
     result = out if isinstance(out, torch.Tensor) else kwargs["out"]
     if result.numel() == 0:
@@ -145,7 +144,7 @@ def _cat(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect
 
 
 def sorting(self: torch.Tensor, values: torch.Tensor, dim: int) -> list[Effect]:
-    """sort_*: values := self; up to 4096 again, with indices from arange, then in place; longer ones segmented radix."""
+    """sort_*: a copy of `self`; short rows: indices from arange, and one kernel in place; longer ones: a radix sort."""
     effects = on_device(values, self)
     if self.dim() == 0 or self.numel() == 0:
         return effects
@@ -172,13 +171,17 @@ def sorting(self: torch.Tensor, values: torch.Tensor, dim: int) -> list[Effect]:
 @rule("sort", "argsort")
 def _sort(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
     values = out[0] if isinstance(out, tuple | list) else kwargs["values"]
-    dim = kwargs.get("dim", next((a for a in args[1:] if isinstance(a, int) and not isinstance(a, bool)), -1))
-    return sorting(args[0], values, dim)
+    return sorting(args[0], values, sorted_dim(args, kwargs))
+
+
+def sorted_dim(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return the dimension that sort sorts, wherever its overloads take it."""
+    return kwargs.get("dim", next((a for a in args[1:] if isinstance(a, int) and not isinstance(a, bool)), -1))
 
 
 @rule("median", "nanmedian")
 def _median(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
-    """median: of everything, a sort; median_dim: one kernel."""
+    """median: of all elements, a sort. median_dim: one kernel."""
     if isinstance(out, tuple | list):
         return [kernel("median", nbytes(args[0]), 3)]
     flat, values = (torch.empty(args[0].numel(), dtype=args[0].dtype, device="meta") for _ in range(2))
@@ -186,7 +189,7 @@ def _median(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Eff
 
 
 def many_blocks(rows: int, length: int) -> bool:
-    """Does topk let several blocks work on a row? Where rows are few and long (TensorTopK.cu)."""
+    """Return whether several blocks of topk share a row, as they do if rows are few and long (TensorTopK.cu)."""
     for most_rows, least in ((20, 20000), (40, 10000), (80, 8000), (200, 5000), (800, 3000)):
         if rows <= most_rows:
             return length >= least
@@ -194,7 +197,7 @@ def many_blocks(rows: int, length: int) -> bool:
 
 
 def top(rows: int, length: int, itemsize: int, k: int, sort: bool) -> list[Effect]:
-    """topk_*: one block a row, or radix passes over many blocks where rows are few and long (TensorTopK.cu)."""
+    """topk_*: one block per row, or radix passes by several blocks per row (TensorTopK.cu)."""
     effects = []
     if many_blocks(rows, length):
         effects = [kernel("topk"), memset(1024), memset(128)]
@@ -220,7 +223,7 @@ def _topk(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effec
 
 @rule("multinomial")
 def _multinomial(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
-    """multinomial_*: probabilities are checked on the device (asserts, no wait), then argmax(p / exponential)."""
+    """multinomial_*: probabilities are checked on the device (asserts, no waits), then argmax(p / exponential noise)."""
     p, n = args[0], args[1]
     size, rows = nbytes(p), p.shape[0] if p.dim() == 2 else 1
     if operand(args, kwargs, 2, "replacement", False) and n > 1:
@@ -242,7 +245,7 @@ def _multinomial(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> lis
 
 @rule("normal")
 def _normal(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
-    """normal_tensors: a tensor of deviations is checked twice, each read back."""
+    """normal_tensors: standard deviations in a tensor are checked twice, and each result is read back."""
     std = next((a for a in args[1:2] if isinstance(a, torch.Tensor)), None)
     if std is None:
         return [kernel("normal", nbytes(out))] if isinstance(out, torch.Tensor) else []
@@ -252,17 +255,21 @@ def _normal(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Eff
 
 @rule("equal")
 def _equal(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
-    """equal*: the same memory or another shape needs no look; else eq, all, and one byte read back."""
+    """equal*: eq, all, and one byte is read back, unless the answer is known without the values."""
     a, b = args[0], args[1]
-    same = a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.dtype == b.dtype
-    if a.shape != b.shape or same or a.numel() == 0:
+    if known_equality(a, b) or a.numel() == 0:
         return []
     return [kernel("eq", 2 * nbytes(a)), *any_of(a.numel()), *read_back(1)]
 
 
+def known_equality(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether shapes and addresses tell if `a` equals `b`: the shapes differ, or both share their memory."""
+    return a.shape != b.shape or (a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.dtype == b.dtype)
+
+
 @rule("repeat_interleave")
 def _repeat_interleave(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
-    """repeat_interleave_*: without output_size the sum, then "none is negative", are read back."""
+    """repeat_interleave_*: without output_size, the sum and the test that no repeat is negative are read back."""
     repeats = args[0]
     if repeats.numel() == 0:
         return []
@@ -273,7 +280,7 @@ def _repeat_interleave(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) 
 
 
 def scan(source: torch.Tensor, rows: int = 1) -> list[Effect]:
-    """cumsum_*: a whole tensor takes two kernels, rows of one take one (ScanKernels.cpp)."""
+    """cumsum_*: two kernels for a whole tensor, one for the rows of a tensor (ScanKernels.cpp)."""
     return (
         [kernel("cumsum"), kernel("cumsum", 2 * nbytes(source), 2)] if rows == 1 else [kernel("cumsum", 2 * nbytes(source), 2)]
     )
@@ -291,7 +298,7 @@ def _cumsum(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Eff
 
 @rule("addmm", "baddbmm", "addmv")
 def _addmm(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
-    """addmm, linear_bias: a one-dimensional bias is the product's epilogue, anything else is copied into the result first."""
+    """addmm, linear_bias: a one-dimensional bias is an epilogue of the product; any other is copied to the result first."""
     bias, a, b = args[0], args[1], args[2]
     product = gemm("addmm", a, b, out)
     row = bias.dim() == 1 and bias.is_contiguous() and a.dim() == 2 == b.dim() and bias.shape[0] == b.shape[-1]
@@ -307,9 +314,36 @@ def _mm(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]
 
 
 def gemm(name: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> list[Effect]:
-    """One matrix product, on tensor cores where the dtype has them (fp32 doesn't by default)."""
+    """Return one matrix product, on tensor cores for 16-bit and 8-bit dtypes (by default fp32 does not use them)."""
     if out.numel() == 0 or a.numel() == 0:
         return [kernel("fill_", nbytes(out))] if out.numel() else []
     peak = "bf16_flops" if a.element_size() <= 2 else "fp32_flops"
     moved, flops = nbytes(a) + nbytes(b) + nbytes(out), 2.0 * out.numel() * a.shape[-1]
     return [Effect("kernel", 0, name, flops=flops, moved_bytes=moved, peak=peak, floor=2.1, cost="library_host_ns")]
+
+
+@rule("_linalg_det")
+def _det(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
+    """det: the matrix is copied for its LU factors, then fourteen small kernels run."""
+    matrix = args[0]
+    move = d2d(nbytes(matrix)) if matrix.is_contiguous() else kernel("copy_", 2 * nbytes(matrix))
+    return [move, memset(32), *[kernel("linalg_lu_factor_ex")] * 6, *[kernel("_linalg_det")] * 8]
+
+
+@rule("native_batch_norm", "_native_batch_norm_legit_no_training")
+def _batch_norm(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
+    """batch_norm_eval: the running mean is copied to the saved mean."""
+    training = len(args) > 5 and args[5] is True
+    mean = args[3] if len(args) > 3 and isinstance(args[3], torch.Tensor) else None
+    saved = [] if training or mean is None else [d2d(nbytes(mean))]
+    return [*saved, kernel("native_batch_norm", nbytes(args[0])), kernel("native_batch_norm", 2 * nbytes(args[0]))]
+
+
+@rule("_foreach_copy_")
+def _foreach_copy(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
+    """foreach_copy*: one kernel on the device; one copy per tensor from the host."""
+    targets, sources = args[0], args[1]
+    if all(not s.is_cpu for s in sources) and all(not t.is_cpu for t in targets):
+        return [kernel("_foreach_copy_", 2 * sum(map(nbytes, targets)))]
+    non_blocking = bool(operand(args, kwargs, 2, "non_blocking", False))
+    return [e for t, s in zip(targets, sources, strict=True) for e in copy(t, s, non_blocking)]

@@ -1,10 +1,10 @@
 # mypy: allow-untyped-calls, no-warn-return-any, no-warn-unused-ignores
 # (PyTorch's extension points carry no types.)
-"""scaled_dot_product_attention on the virtual GPU: one operation, as on CUDA, with its gradient.
+"""scaled_dot_product_attention on the virtual GPU: one operation with a gradient, as on CUDA.
 
-Left alone, PyTorch would split it into some 25 operations. Where CUDA takes a fused kernel (`rules.sdp_choice`), PyTorch's
-own fused operation for other devices runs, which has an autograd formula; its values come from the CPU's fused kernel, so
-they are those of the CPU. What CUDA runs in parts, and dropout, runs in parts here too. Knows no costs.
+By default PyTorch would decompose it into about 25 operations. If CUDA uses a fused kernel (`sdp_choice`), PyTorch's fused
+operation for other devices runs here, which has an autograd formula. The CPU's fused kernel computes its values, so they equal
+those of the CPU. If CUDA uses the unfused path, and with dropout, the decomposition runs.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from toolkit.gpu.virtual import dispatch as virtual_dispatch
-from toolkit.gpu.virtual import host_kernels as virtual_hosts
-from toolkit.gpu.virtual.effects import rules
-from toolkit.gpu.virtual.effects.attention import MATH
+from toolkit.gpu.virtual.dispatch import SPECIAL
+from toolkit.gpu.virtual.effects.attention import MATH, sdp_choice
+from toolkit.gpu.virtual.host_kernels import HOSTS
 from toolkit.gpu.virtual.tensor import VirtualTensor
 
 aten = torch.ops.aten
@@ -27,17 +26,17 @@ def attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """query [B, H, T, D], key and value [B, H, S, D], or fewer heads with `enable_gqa`; returns [B, H, T, D]."""
-    if attn_mask is not None and attn_mask.dtype == torch.bool:  # as one that is added to the scores
+    """Return [B, H, T, D] for query [B, H, T, D], key and value [B, H, S, D], or fewer heads with `enable_gqa`."""
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # converted to an additive mask
         seen, hidden = query.new_zeros(()), query.new_full((), float("-inf"))
         attn_mask = torch.where(attn_mask, seen, hidden)
-        del seen, hidden  # their memory is not held while attention runs
-        attn_mask.stands_for_padded = True  # type: ignore[attr-defined]  # CUDA's gives way to its padded copy
+        del seen, hidden  # frees their device memory before attention runs
+        attn_mask.stands_for_padded = True  # type: ignore[attr-defined]  # on CUDA the padded copy replaces this mask
     if _fused(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa):
         if attn_mask is not None and attn_mask.dim() == 3:
             attn_mask = attn_mask[None]
-        # CUDA's kernels keep the sums that a gradient needs only where one is wanted; the flag for a debug mask, which nobody
-        # reads here, says so.
+        # CUDA's kernels only keep the sums for the gradient if one is needed. The argument for a debug mask, which is unused
+        # here, carries that flag.
         wanted = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
         return aten._scaled_dot_product_fused_attention_overrideable(
             query, key, value, attn_mask, dropout_p, is_causal, wanted, scale=scale
@@ -48,7 +47,7 @@ def attention(
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, causal: bool, gqa: bool) -> bool:
-    """Does one kernel do it on CUDA, and can the host's fused kernel answer for it?"""
+    """Return whether CUDA uses one fused kernel, and the host's fused kernel supports the operands."""
     cuda = torch.backends.cuda
     if not (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled()):  # sdpa_kernel(SDPBackend.MATH)
         return False
@@ -56,7 +55,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: floa
         return False
     if not all(type(x) is VirtualTensor for x in (q, k, v, *(() if mask is None else (mask,)))):
         return False
-    if rules.sdp_choice(q, k, v, mask, dropout_p, causal, enable_gqa=gqa) == MATH:
+    if sdp_choice(q, k, v, mask, dropout_p, causal, enable_gqa=gqa) == MATH:
         return False
     return q.shape[-1] == v.shape[-1] and q.shape[1] % k.shape[1] == 0 and (gqa or q.shape[1] == k.shape[1])
 
@@ -65,11 +64,11 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout_p: float = 0.0, causal: bool = False,
     keep_sums: bool = False, *, scale: float | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The fused operation on host tensors."""
+    """Run the fused operation on host tensors."""
     out, log_sum_exp = aten._scaled_dot_product_flash_attention_for_cpu(
         q, _every_head(k, q), _every_head(v, q), 0.0, causal, attn_mask=mask, scale=scale
     )
-    none = [torch.empty(0, dtype=torch.int64) for _ in range(3)]  # a random-number state: there is no dropout
+    none = [torch.empty(0, dtype=torch.int64) for _ in range(3)]  # the random-number state, which is unused without dropout
     return out, log_sum_exp if keep_sums else none[0], None, None, q.shape[2], k.shape[2], *none
 
 
@@ -77,7 +76,7 @@ def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, wanted: Any, out: Tensor, log_sum_exp: Tensor,
     *rest: Any, scale: float | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Its gradient on host tensors. `rest` is sequence offsets and lengths (4), dropout, causal, random-number state (2)."""
+    """Run the gradient on host tensors. `rest`: sequence offsets and lengths (4), dropout, causal, random-number state (2)."""
     grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, _every_head(k, q), _every_head(v, q), out, log_sum_exp, 0.0, rest[5], attn_mask=mask, scale=scale
     )
@@ -88,17 +87,17 @@ def _backward(
 
 
 def _every_head(x: Tensor, q: Tensor) -> Tensor:
-    """Keys or values repeated for each query head of their group."""
+    """Return keys or values, repeated for each query head of their group."""
     groups = q.shape[1] // x.shape[1]
     return x.repeat_interleave(groups, 1) if groups > 1 else x
 
 
 def register() -> list[torch.library.Library]:
-    """Let the operation be ours on the device, with and without autograd. Keep the libraries alive."""
+    """Register attention for the virtual GPU, with and without autograd. The caller keeps the libraries alive."""
     library = torch.library.Library("aten", "IMPL")
     for key in ("AutogradPrivateUse1", "PrivateUse1"):
         library.impl("scaled_dot_product_attention", attention, key)
-    virtual_dispatch.SPECIAL["scaled_dot_product_attention"] = lambda func: lambda args, kwargs: attention(*args, **kwargs)
-    virtual_hosts.HOSTS["_scaled_dot_product_fused_attention_overrideable"] = _forward
-    virtual_hosts.HOSTS["_scaled_dot_product_fused_attention_overrideable_backward"] = _backward
+    SPECIAL["scaled_dot_product_attention"] = lambda func: lambda args, kwargs: attention(*args, **kwargs)
+    HOSTS["_scaled_dot_product_fused_attention_overrideable"] = _forward
+    HOSTS["_scaled_dot_product_fused_attention_overrideable_backward"] = _backward
     return [library]

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-calls, no-warn-return-any, no-warn-unused-ignores
 # (PyTorch's extension points carry no types.)
-"""torch.autocast("vgpu"): the operations that CUDA runs in lower precision, in fp32, or in the widest type given.
+"""torch.autocast("vgpu"): run operations in lower precision, in fp32, or in the widest dtype of their inputs, as on CUDA.
 
-The lists are those of PyTorch's documentation of CUDA autocast. Weights are cast anew at each use (CUDA caches them for
-the length of the block). Knows no card.
+The lists are those of PyTorch's documentation of CUDA autocast. Unlike on CUDA, where the cast weights are cached for the
+duration of the block, weights are cast at each use.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PROMOTE = (
 
 
 def register() -> list[torch.library.Library]:
-    """Let autocast cast on the device. Keep the libraries alive."""
+    """Register the casts of autocast for the virtual GPU. The caller keeps the libraries alive."""
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(torch.library.fallthrough_kernel, _KEY)
     named = torch.library.Library("aten", "IMPL")

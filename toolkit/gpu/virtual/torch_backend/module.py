@@ -1,7 +1,7 @@
-"""`torch.vgpu`: the names of `torch.cuda`, for the virtual GPU. `torch.get_device_module("vgpu")` returns it.
+"""`torch.vgpu`: the names of `torch.cuda` for the virtual GPU. `torch.get_device_module("vgpu")` returns this module.
 
-Streams and events live on the modelled clock: `Event.elapsed_time` is modelled time. Random numbers come from PyTorch's
-CPU generator, so a seeded program draws the same on the virtual GPU as on the CPU. Knows the card, not the operations.
+Streams and events use the modelled clock: `Event.elapsed_time` is modelled time. Random numbers come from PyTorch's
+CPU generator, so a seeded program draws the same numbers on the virtual GPU as on the CPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from toolkit.gpu.virtual.dispatch import machine
 from toolkit.gpu.virtual.threads import DEFAULT_STREAM, here
-from toolkit.gpu.virtual.torch_backend.memory import (  # noqa: F401  names of the module that torch.vgpu is
+from toolkit.gpu.virtual.torch_backend.memory import (  # noqa: F401  names of torch.vgpu
     DeviceLike,
     empty_cache,
     get_memory_info,
@@ -45,14 +45,14 @@ class Event:
         self.device = torch.device("vgpu", 0)
 
     def record(self, stream: Stream | None = None) -> None:
-        """The event is done when all that is queued on `stream` now is done."""
+        """Record the event: it completes when all work queued on `stream` has finished."""
         card = machine()
         self.stream_number = here().stream if stream is None else stream.number
         card.launch_nothing()
         self.at_ns = card.done_ns(self.stream_number)
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Work queued on `stream` from now on starts after the event."""
+        """Make work queued on `stream` from now on start after the event."""
         if self.at_ns is not None:
             card = machine()
             card.hold(here().stream if stream is None else stream.number, self.at_ns)
@@ -61,12 +61,12 @@ class Event:
         return self.at_ns is None or self.at_ns <= machine().host_ns
 
     def synchronize(self) -> None:
-        """Block the host until the event is done."""
+        """Block the host until the event has completed."""
         if self.at_ns is not None:
             machine().wait_until(self.at_ns, self.stream_number, "cudaEventSynchronize")
 
     def elapsed_time(self, end: Event) -> float:
-        """Milliseconds of modelled time from this event to `end`."""
+        """Return the modelled time from this event to `end`, in milliseconds."""
         if not (self.enable_timing and end.enable_timing):
             raise RuntimeError("Both events must be created with argument 'enable_timing=True'.")
         if self.at_ns is None or end.at_ns is None:
@@ -81,7 +81,7 @@ class Event:
 
 
 class Stream:
-    """A queue of work on the card, as torch.cuda.Stream. Streams run beside each other on the modelled clock."""
+    """A queue of work, as torch.cuda.Stream. Streams run concurrently on the modelled clock."""
 
     def __init__(self, device: DeviceLike = None, priority: int = 0, *, number: int | None = None, **_: Any) -> None:
         _index(device)
@@ -133,7 +133,7 @@ class Stream:
 
 
 class device:
-    """`with torch.vgpu.device(0):`, as torch.cuda.device; there is one device, so nothing changes."""
+    """`with torch.vgpu.device(0):`, as torch.cuda.device. It changes nothing, since there is only one device."""
 
     def __init__(self, device: DeviceLike) -> None:
         self.idx = _index(device)
@@ -146,12 +146,12 @@ class device:
 
 
 class Properties(types.SimpleNamespace):
-    """What torch.cuda.get_device_properties returns, from the card's spec."""
+    """The properties that torch.cuda.get_device_properties returns, from the GPU's figures in the catalogue."""
 
 
 @contextmanager
 def stream(stream: Stream | None) -> Iterator[Stream | None]:
-    """Work of this thread inside the block goes to `stream`."""
+    """Queue work of this thread inside the block on `stream`."""
     if stream is None:
         yield None
         return
@@ -191,7 +191,7 @@ def is_initialized() -> bool:
 
 
 def init() -> None:
-    """Nothing to do: opening the card did it."""
+    """Do nothing: opening the virtual GPU has initialized it."""
 
 
 def _lazy_init() -> None:
@@ -221,7 +221,7 @@ def get_device_capability(device: DeviceLike = None) -> tuple[int, int]:
 
 
 def get_device_properties(device: DeviceLike = None) -> Properties:
-    """Name, memory, multiprocessors, compute capability, L2 and shared memory of the card."""
+    """Return name, memory, multiprocessors, compute capability, L2 and shared memory of the GPU."""
     _index(device)
     spec = machine().spec
     major, minor = spec.compute_capability
@@ -243,12 +243,11 @@ def manual_seed_all(seed: int) -> None:
     torch.default_generator.manual_seed(int(seed))
 
 
+initial_seed = torch.default_generator.initial_seed
+
+
 def seed() -> None:
     torch.default_generator.seed()
-
-
-def initial_seed() -> int:
-    return torch.default_generator.initial_seed()
 
 
 def get_rng_state(device: DeviceLike = None) -> torch.Tensor:

@@ -1,8 +1,12 @@
-"""Modules moved to the virtual GPU keep their parameters: the same objects, shared ones still shared, uploaded once.
+"""Keep the parameter objects when a module moves to or from the virtual GPU.
 
-On CUDA `Module.to` and `parameter.data = ...` fill the parameter that is there, so that an optimiser made before goes on
-with it. Where the kind of tensor changes PyTorch makes new parameters, or refuses; here the old object gets the new
-one's contents. Knows no card.
+On CUDA, `Module.to` and `parameter.data = ...` fill the existing parameter, so that an optimizer created before still refers to
+it, and a shared parameter is uploaded once. If the Python type of the tensor changes, as it does here, PyTorch creates new
+parameters or raises; `install` patches both functions to swap the contents of the two tensor objects instead.
+
+PyTorch's own `torch.__future__.set_swap_module_params_on_conversion(True)` cannot replace the patches. It raises if a parameter
+has a weak reference or a view, drops attributes that the user set on a parameter, breaks a backward pass that began before the
+move, and would do all of this to modules of other devices too, since it applies to the whole process.
 """
 
 from __future__ import annotations
@@ -17,16 +21,16 @@ from toolkit.gpu.virtual.tensor import VirtualTensor
 
 _apply = nn.Module._apply
 _data: Any = torch.Tensor.data
-_OF_A_KIND = ("_host", "_is_param")  # attributes that say what kind of tensor an object is; all others are the user's
+_OF_A_KIND = ("_host", "_is_param")  # attributes that belong to the type of the tensor; all others are the user's
 
 
 def _apply_in_place(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-    """`Module._apply`, after which every parameter is the object that it was before."""
+    """Run `Module._apply` so that every parameter stays the same object."""
     before = dict(self._parameters)
     _apply(self, fn, recurse)
     for name, old in before.items():
         new = self._parameters.get(name)
-        if new is old or new is None or old is None or old.is_meta:  # CUDA keeps those of the meta device no more than this
+        if new is old or new is None or old is None or old.is_meta:  # as on CUDA, parameters on the meta device are replaced
             continue
         if isinstance(old, VirtualTensor) or isinstance(new, VirtualTensor):
             _become(old, new)
@@ -35,7 +39,7 @@ def _apply_in_place(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor],
 
 
 def _set_data(self: torch.Tensor, value: torch.Tensor) -> None:
-    """`tensor.data = value`, also from one device to another."""
+    """Set `tensor.data = value`, also if `value` is on the other device."""
     if (type(value) is VirtualTensor) is (type(self) is VirtualTensor):
         _data.__set__(self, value)
         if type(value) is VirtualTensor:  # module.half(): the host tensor follows
@@ -46,7 +50,7 @@ def _set_data(self: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _become(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Let the object `old` be the tensor that `new` is; attributes that the user gave it stay."""
+    """Move the contents of `new` into the object `old`, which keeps the attributes that the user set."""
     given = {name: value for name, value in old.__dict__.items() if name not in _OF_A_KIND}
     old.__class__, new.__class__ = new.__class__, old.__class__
     old.__dict__, new.__dict__ = new.__dict__ | given, old.__dict__
@@ -54,6 +58,6 @@ def _become(old: torch.Tensor, new: torch.Tensor) -> None:
 
 
 def install() -> None:
-    """Replace `Module._apply` and the setter of `Tensor.data`, for the process; other devices' tensors are set as before."""
+    """Replace `Module._apply` and the setter of `Tensor.data` in this process. They act as before on other devices."""
     nn.Module._apply = _apply_in_place  # type: ignore[method-assign]
     torch.Tensor.data = property(_data.__get__, _set_data)  # type: ignore[assignment, misc]

@@ -1,10 +1,9 @@
 # mypy: allow-untyped-calls, no-warn-return-any, no-warn-unused-ignores
 # (PyTorch's extension points carry no types.)
-"""Pinned host memory, generators and torch.accelerator for the virtual GPU: what PyTorch offers no hook for in Python.
+"""Pinned host memory, generators and torch.accelerator for the virtual GPU, for which PyTorch has no hooks in Python.
 
-Pinned memory is ordinary host memory that is known to be pinned, so that copies to and from it are those of pinned
-memory. The functions of torch are replaced for the whole process, once, when the first card opens; on a machine with
-CUDA they still pin for CUDA. Knows neither the card nor the operations.
+Pinned memory is ordinary host memory whose storage is remembered, so that copies to and from it are modelled as pinned. The
+first virtual GPU that opens replaces functions of torch for the whole process; with CUDA they still pin memory for CUDA.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from toolkit.gpu.virtual import dispatch as virtual_dispatch
+from toolkit.gpu.virtual.dispatch import SPECIAL, machine
 from toolkit.gpu.virtual.tensor import VirtualTensor
 from toolkit.gpu.virtual.torch_backend import module as vgpu_module
 
@@ -36,7 +35,7 @@ class _Pinned(weakref.ref):  # type: ignore[type-arg]
     key: int
 
 
-_pinned: dict[int, _Pinned] = {}  # by the address of the storage
+_pinned: dict[int, _Pinned] = {}  # by address of the storage object
 
 
 def _forget(reference: _Pinned) -> None:
@@ -53,20 +52,20 @@ def _mark(host: torch.Tensor) -> torch.Tensor:
 
 
 def is_pinned(self: torch.Tensor, device: Any = None) -> bool:
-    """Is this host tensor in pinned memory? False for a tensor on a device, as torch.Tensor.is_pinned."""
+    """Return whether a host tensor is in pinned memory; False for a tensor on a device, as torch.Tensor.is_pinned."""
     if self.device.type != "cpu" or self.layout is not torch.strided:
         return False
     return self.untyped_storage()._cdata in _pinned or (torch.cuda.is_available() and _is_pinned_for_cuda(self))
 
 
 def _is_pinned_for_cuda(host: torch.Tensor) -> bool:
-    with warnings.catch_warnings():  # naming the device is deprecated, but unnamed it is the virtual GPU, once registered
+    with warnings.catch_warnings():  # `device` is deprecated, but its default is the virtual GPU once that is registered
         warnings.simplefilter("ignore", DeprecationWarning)
         return _is_pinned(host, "cuda")
 
 
 def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
-    """A copy in pinned memory; the tensor itself where it is pinned already. Raises RuntimeError for a device tensor."""
+    """Return a copy in pinned memory, or the tensor itself if it is pinned. Raises RuntimeError for a device tensor."""
     if self.device.type != "cpu":
         raise RuntimeError(f"cannot pin '{self.type()}' only dense CPU tensors can be pinned")
     if is_pinned(self):
@@ -79,7 +78,7 @@ def pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
 
 
 def _pinning(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`factory`, with a `pin_memory=True` that works."""
+    """Return `factory` with support for `pin_memory=True`."""
 
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -95,7 +94,7 @@ def _pinning(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 
 
 def _to_copy(func: Any) -> Callable[..., Any]:
-    """`x.to("cpu", non_blocking=True)`: the result lies in pinned memory, so that the copy need not wait. Else composite."""
+    """Return the handler of _to_copy. As on CUDA, `x.to("cpu", non_blocking=True)` copies to pinned memory without a wait."""
 
     def to_copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         source, device = args[0], kwargs.get("device")
@@ -112,8 +111,8 @@ def _to_copy(func: Any) -> Callable[..., Any]:
 
 
 def _without_values(make: Callable[[], Any]) -> Any:
-    """What `make` makes on the card has no values: neither has its source, and this machine may have no room for them."""
-    card = virtual_dispatch.machine()
+    """Call `make` in sizes-only mode, because its source has no values and this machine may lack memory for the result."""
+    card = machine()
     outer, card.sizes_only = card.sizes_only, True
     try:
         return make()
@@ -127,7 +126,7 @@ class _GeneratorMeta(type(_Generator)):  # type: ignore[misc]
 
 
 class Generator(_Generator, metaclass=_GeneratorMeta):
-    """torch.Generator, which also takes `device="vgpu"`: the numbers are those of a CPU generator."""
+    """torch.Generator, which also accepts `device="vgpu"`. Its numbers are those of a CPU generator."""
 
     _vgpu = False
 
@@ -145,11 +144,11 @@ class Generator(_Generator, metaclass=_GeneratorMeta):
 
 
 def install() -> None:
-    """Replace torch's functions, for the process and every thread."""
+    """Replace the functions of torch, in all threads of this process."""
     from torch.jit import _builtins
     from torch.utils import _device
 
-    _device._device_constructors()  # remembers the originals, which default devices are for
+    _device._device_constructors()  # caches the original factories, to which a default device applies
     for name in _FACTORIES:
         original = getattr(torch, name)
         replacement = _pinning(original)
@@ -157,7 +156,7 @@ def install() -> None:
         if scripted is not None:
             _builtins._register_builtin(replacement, scripted)
         setattr(torch, name, replacement)
-    virtual_dispatch.SPECIAL["_to_copy"] = _to_copy
+    SPECIAL["_to_copy"] = _to_copy
     torch.Tensor.pin_memory, torch.Tensor.is_pinned = pin_memory, is_pinned  # type: ignore[method-assign, assignment]
     torch.Generator = Generator  # type: ignore[misc]
     for name in _ACCELERATOR:

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-calls, no-warn-return-any, no-warn-unused-ignores
 # (PyTorch's extension points carry no types.)
-"""Storages on the virtual GPU: what `torch.load(map_location="vgpu")` and `torch.UntypedStorage(device="vgpu")` make.
+"""Storages on the virtual GPU, as `torch.load(map_location="vgpu")` and `torch.UntypedStorage(device="vgpu")` create them.
 
-PyTorch can't allocate such a storage and would crash. This one is host memory that says it is on the device; the device's
-own memory is taken when a tensor holds it. Knows no operations.
+PyTorch itself would crash while allocating such a storage. A `DeviceStorage` is host memory that reports the virtual GPU as its
+device; device memory is allocated when a tensor uses it.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import Any
 import torch
 
 from toolkit.gpu.virtual.dispatch import machine
-from toolkit.gpu.virtual.effects import effect as rules_effect
+from toolkit.gpu.virtual.effects.effect import WAIT, h2d
 
 _new: Any = torch._C.StorageBase.__new__
 
 
 class DeviceStorage(torch.UntypedStorage):
-    """Host memory that stands for memory of the virtual GPU."""
+    """Host memory that represents memory of the virtual GPU."""
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return torch.device("vgpu", 0)
 
     def copy_(self, source: Any, non_blocking: bool | None = None) -> Any:
-        """Fill from another storage: one copy over the bus, and the wait for it."""
+        """Fill from another storage; from the host this is a copy over the bus, and a wait for it."""
         super().copy_(source, non_blocking)
         if source.device.type == "cpu":
-            machine().execute(rules_effect.h2d(self.nbytes(), pinned=False))
-            machine().execute(rules_effect.WAIT)
+            machine().execute(h2d(self.nbytes(), pinned=False))
+            machine().execute(WAIT)
         return self
 
 
@@ -43,5 +43,5 @@ def _make(cls: type, *args: Any, device: Any = None, **kwargs: Any) -> Any:
 
 
 def install() -> None:
-    """Let torch.UntypedStorage make storages on the device, for the whole process."""
+    """Make torch.UntypedStorage create storages on the virtual GPU, in this process."""
     torch.UntypedStorage.__new__ = _make  # type: ignore[method-assign, assignment]

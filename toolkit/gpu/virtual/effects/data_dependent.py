@@ -1,8 +1,8 @@
-"""Operations that must bring a number to the host: how many entries a mask picks, how many values are distinct.
+"""Effects of data-dependent operations, whose results have a size that depends on values, and of indexing.
 
-CUDA allocates a result only once its size is known: a count is read back, and the host waits. Indexing belongs here for
-its masks; its indices may also lie on the host, and are uploaded. Known from the golden programs get_*, set_*, nonzero*,
-unique*, bincount*, histc*, isin*, and from TensorAdvancedIndexing.cpp and IndexingUtils.h under ATen/native.
+CUDA must know the size of a result before it allocates it: the operation reads a count back to the host, which waits. Indexing
+does this for masks, and uploads indices that are on the host. Sources: the golden programs get_*, set_*, nonzero*, unique*,
+bincount*, histc* and isin*, and TensorAdvancedIndexing.cpp and IndexingUtils.h under ATen/native.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from toolkit.gpu.virtual.effects.copies import copy, on_device
-from toolkit.gpu.virtual.effects.effect import WAIT, Effect, d2d, d2h, h2d, kernel, memset, nbytes, read_back
+from toolkit.gpu.virtual.effects.copies import on_device
+from toolkit.gpu.virtual.effects.effect import WAIT, Effect, d2d, d2h, h2d, kernel, nbytes, read_back
 from toolkit.gpu.virtual.effects.operations import any_of, operand, rule, sorting
 
 MASKS = (torch.bool, torch.uint8)
@@ -20,7 +20,7 @@ _broadcast: Any = torch.broadcast_shapes
 
 
 def counting(mask: torch.Tensor) -> list[Effect]:
-    """nonzero*: count, 4 bytes read back, select; one kernel more for coordinates of several dimensions."""
+    """nonzero*: count, read back 4 bytes, select. Coordinates of several dimensions take one more kernel."""
     size = nbytes(mask)
     more = [kernel("nonzero", size)] if mask.numel() == 0 else [kernel("nonzero"), kernel("nonzero", size)]
     if mask.numel() and mask.dim() > 1:
@@ -35,7 +35,7 @@ def _nonzero(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Ef
 
 @rule("masked_select")
 def _masked_select(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
-    """masked_select*: the mask and the tensor made of one shape, then as indexing by the mask."""
+    """masked_select*: expand both to one shape, then index by the mask."""
     self, mask = args[0], args[1]
     effects = []
     shape = _broadcast(self.shape, mask.shape)
@@ -47,14 +47,14 @@ def _masked_select(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> l
 
 
 def locating(self: torch.Tensor, indices: Any) -> list[Effect]:
-    """Before an indexing: masks counted, host indices uploaded, int32 ones widened, all made of one shape."""
+    """Prepare indices: count masks, upload host indices, cast int32 ones, and expand all of them to one shape."""
     effects: list[Effect] = []
     shape = _broadcast(*[i.shape for i in indices if i is not None and i.dtype not in MASKS] or [()])
     for index in indices:
         if index is None:
             continue
         if index.dtype in MASKS:
-            if index.is_cpu:  # looked up on the host, its coordinates sent from pinned memory without a wait
+            if index.is_cpu:  # evaluated on the host; the coordinates are uploaded from pinned memory without a wait
                 picked = int(index.count_nonzero())
                 effects += [h2d(8 * picked * index.dim(), True)] if picked else []
             else:
@@ -78,7 +78,7 @@ def _index(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effe
 
 @rule("index_put", "_unsafe_index_put")
 def _index_put_copy(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
-    """index_put_values: on a copy. backward_index: not in a backward pass, which writes into zeros of its own."""
+    """index_put_values: index_put_ on a copy; but a backward pass writes into its own zeros (backward_index)."""
     backward = operand(args, kwargs, 3, "accumulate", False) and torch._C._current_graph_task_id() != -1
     if backward:
         return _index_put((*args[:3], True, True), {}, out)
@@ -87,7 +87,7 @@ def _index_put_copy(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> 
 
 @rule("index_put_", "_index_put_impl_")
 def _index_put(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
-    """set_list_*, set_idx_*, set_mask_*, index_put_*: one mask and one host value is a masked_fill_."""
+    """set_list_*, set_idx_*, set_mask_*, index_put_*: one mask with one host value is a masked_fill_."""
     self, indices, values = args[0], args[1], args[2]
     accumulate = operand(args, kwargs, 3, "accumulate", False)
     given = [i for i in indices if i is not None]
@@ -109,7 +109,7 @@ def _index_put(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[
 
 @rule("_unique2", "_unique")
 def _unique(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
-    """unique*: sorted, marked, the number of distinct values read back; the inverse takes five kernels more."""
+    """unique*: sort, mark, and read back the number of distinct values. The inverse takes five more kernels."""
     self = args[0]
     size = nbytes(self)
     if self.numel() == 0:
@@ -129,7 +129,7 @@ def _unique_consecutive(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
 
 @rule("unique_dim", "unique_dim_consecutive")
 def _unique_dim(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
-    """unique_dim: a comparison sort of rows, with two waits of its own, and a count read back."""
+    """unique_dim: a comparison sort of rows with two waits, then a count is read back."""
     size = nbytes(args[0])
     steps = [kernel("arange"), kernel("unique_dim", size), WAIT, kernel("unique_dim", size), kernel("unique_dim", size), WAIT]
     return [*steps, d2h(4, False), WAIT, kernel("index_select", 2 * nbytes(out[0]))]
@@ -137,7 +137,7 @@ def _unique_dim(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list
 
 @rule("bincount")
 def _bincount(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
-    """bincount*: smallest and largest are read back before counting."""
+    """bincount*: the minimum and the maximum are read back before counting."""
     self = args[0]
     if self.numel() == 0:
         return [kernel("fill_", nbytes(out))] if out.numel() else []
@@ -148,7 +148,7 @@ def _bincount(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[E
 
 @rule("histc")
 def _histc(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
-    """histc*: without bounds, smallest and largest are read back."""
+    """histc*: without bounds, the minimum and the maximum are read back."""
     self = args[0]
     low, high = operand(args, kwargs, 2, "min", 0), operand(args, kwargs, 3, "max", 0)
     effects = [kernel("fill_", nbytes(out))]
@@ -160,14 +160,14 @@ def _histc(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effe
 
 @rule("isin")
 def _isin(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
-    """isin*: few candidates are compared one by one; many are sorted together, which reads two counts back."""
+    """isin*: few test elements are compared with every element; many are sorted together, which reads back two counts."""
     elements, tests = args[0], args[1]
     if not isinstance(elements, torch.Tensor) or not isinstance(tests, torch.Tensor):
         return [kernel("eq", nbytes(elements if isinstance(elements, torch.Tensor) else tests))]
     n, m = elements.numel(), tests.numel()
     if n == 0:
         return []
-    if m < 10 * n**0.145:
+    if compares_pairs(n, m):
         return [kernel("fill_", n), kernel("eq", 8 * n + 8 * m), *any_of(n * m), d2d(n)]
     unique = kwargs.get("assume_unique", False)
     distinct = n + m if unique else _distinct(elements) + _distinct(tests)
@@ -182,6 +182,11 @@ def _isin(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effec
     return [*effects, kernel("index", n), d2d(n)]
 
 
+def compares_pairs(n: int, m: int) -> bool:
+    """Return whether isin compares `n` elements with each of `m` test elements; else it sorts them (TensorCompare.cpp)."""
+    return m < 10 * n**0.145
+
+
 def _distinct(tensor: Any) -> int:
     values = getattr(tensor, "_host", tensor)
     return int(torch.unique(values).numel())
@@ -189,7 +194,7 @@ def _distinct(tensor: Any) -> int:
 
 @rule("scatter", "scatter_add", "index_add", "index_copy", "masked_scatter", "index_reduce")
 def _scatter(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
-    """scatter*, index_add*, index_copy*: the copy of what is scattered into, then one kernel."""
+    """scatter*, index_add*, index_copy*: a copy of the first operand, then one kernel."""
     self = args[0]
     index = next((a for a in args[1:] if isinstance(a, torch.Tensor)), self)
     return [*on_device(out, self), kernel("scatter", 4 * nbytes(index))] if index.numel() else on_device(out, self)
@@ -197,7 +202,7 @@ def _scatter(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Ef
 
 @rule("index_fill_", "index_fill")
 def _index_fill(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
-    """r2_index_fill_tensor: a value on the device is read back; index_fill works on a copy."""
+    """r2_index_fill_tensor: a value on the device is read back. index_fill works on a copy."""
     value = operand(args, kwargs, 3, "value")
     effects = [] if out is args[0] else on_device(out, args[0])
     effects += read_back(value.element_size()) if isinstance(value, torch.Tensor) and not value.is_cpu else []
@@ -206,32 +211,5 @@ def _index_fill(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list
 
 @rule("scatter_reduce")
 def _scatter_reduce(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
-    """scatter_reduce: copied twice, once by the functional form and once by the operation."""
+    """scatter_reduce: the first operand is copied twice, by the functional form and by the operation."""
     return [*on_device(out, args[0]), *_scatter(args, kwargs, out)]
-
-
-@rule("_linalg_det")
-def _det(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
-    """det: the matrix is copied for its LU factors, then some fifteen small kernels."""
-    matrix = args[0]
-    move = d2d(nbytes(matrix)) if matrix.is_contiguous() else kernel("copy_", 2 * nbytes(matrix))
-    return [move, memset(32), *[kernel("linalg_lu_factor_ex")] * 6, *[kernel("_linalg_det")] * 8]
-
-
-@rule("native_batch_norm", "_native_batch_norm_legit_no_training")
-def _batch_norm(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
-    """batch_norm_eval: the running mean is copied into the saved one."""
-    training = len(args) > 5 and args[5] is True
-    mean = args[3] if len(args) > 3 and isinstance(args[3], torch.Tensor) else None
-    saved = [] if training or mean is None else [d2d(nbytes(mean))]
-    return [*saved, kernel("native_batch_norm", nbytes(args[0])), kernel("native_batch_norm", 2 * nbytes(args[0]))]
-
-
-@rule("_foreach_copy_")
-def _foreach_copy(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
-    """foreach_copy*: one kernel on the device; from the host, a copy each."""
-    targets, sources = args[0], args[1]
-    if all(not s.is_cpu for s in sources) and all(not t.is_cpu for t in targets):
-        return [kernel("_foreach_copy_", 2 * sum(map(nbytes, targets)))]
-    non_blocking = bool(operand(args, kwargs, 2, "non_blocking", False))
-    return [e for t, s in zip(targets, sources, strict=True) for e in copy(t, s, non_blocking)]

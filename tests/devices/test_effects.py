@@ -1,4 +1,4 @@
-"""The rules as pure functions: meta tensors stand for tensors of the device, plain ones for the host's."""
+"""Tests of the rules for effects as pure functions. Meta tensors stand for device tensors, CPU tensors for host tensors."""
 
 import time
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from toolkit.gpu.catalogue import CATALOGUE
-from toolkit.gpu.virtual.effects import rules
 from toolkit.gpu.virtual.effects.copies import copy, one_run
 from toolkit.gpu.virtual.effects.effect import Effect, duration_ns, host_ns
+from toolkit.gpu.virtual.effects.lookup import decomposes, effects
 
 aten = torch.ops.aten
 H200 = CATALOGUE["h200"]
@@ -23,7 +23,7 @@ def kinds(effects) -> list[str]:
 
 
 def of(func, *args, out=None, **kwargs) -> list[str]:
-    return kinds(rules.effects(func, args, kwargs, out))
+    return kinds(effects(func, args, kwargs, out))
 
 
 ONE_RUN = {
@@ -78,7 +78,7 @@ def test_views_and_allocations_are_nothing():
 
 
 def test_an_unknown_operation_is_one_kernel_that_reads_and_writes():
-    (effect,) = rules.effects(aten.hypot.default, (gpu(5, 7), gpu(5, 7)), {}, gpu(5, 7))
+    (effect,) = effects(aten.hypot.default, (gpu(5, 7), gpu(5, 7)), {}, gpu(5, 7))
     assert (effect.kind, effect.name, effect.moved_bytes) == ("kernel", "hypot", 3 * 5 * 7 * 4)
 
 
@@ -87,7 +87,7 @@ def test_an_empty_result_is_nothing():
 
 
 def test_an_item_is_one_element_into_pinned_memory_and_a_wait():
-    d2h, wait = rules.effects(aten._local_scalar_dense.default, (gpu(dtype=torch.bfloat16),), {}, None)
+    d2h, wait = effects(aten._local_scalar_dense.default, (gpu(dtype=torch.bfloat16),), {}, None)
     assert (d2h.kind, d2h.bytes, d2h.pinned, wait.kind) == ("d2h", 2, 1, "wait")
 
 
@@ -110,8 +110,8 @@ def test_any_of_one_element_is_a_copy():
 @pytest.mark.parametrize(("length", "copies"), [(1, 3), (33, 3), (4096, 3), (4097, 1)])
 def test_sort_copies_inside(length: int, copies: int):
     out = (gpu(length), gpu(length, dtype=torch.long))
-    effects = rules.effects(aten.sort.stable, (gpu(length),), {"stable": False, "dim": -1}, out)
-    assert sum(e.kind == "d2d" for e in effects) == copies
+    found = effects(aten.sort.stable, (gpu(length),), {"stable": False, "dim": -1}, out)
+    assert sum(e.kind == "d2d" for e in found) == copies
 
 
 DECOMPOSES = {
@@ -130,7 +130,7 @@ DECOMPOSES = {
 
 @pytest.mark.parametrize("func", DECOMPOSES, ids=str)
 def test_what_cuda_has_no_kernel_for_decomposes(func):
-    key = rules.decomposes(func)
+    key = decomposes(func)
     assert (None if key is None else key.name) == DECOMPOSES[func]
 
 
@@ -152,8 +152,8 @@ def test_every_card_has_times_for_every_copy(card, kind: str, pinned: int):
 
 def test_the_usual_rule_is_quick():
     x, y = gpu(64, 64), gpu(64, 64)
-    rules.effects(aten.add.Tensor, (x, y), {}, x)
+    effects(aten.add.Tensor, (x, y), {}, x)
     start = time.perf_counter()
     for _ in range(2000):
-        rules.effects(aten.add.Tensor, (x, y), {}, x)
+        effects(aten.add.Tensor, (x, y), {}, x)
     assert (time.perf_counter() - start) / 2000 < 50e-6  # about 3 us on an idle machine; this one may be busy

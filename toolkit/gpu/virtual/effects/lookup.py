@@ -1,9 +1,8 @@
-"""What each operation does on a CUDA device: kernels, copies, waits. Pure functions of operands and results.
+"""Look up the effects of an operation on a CUDA device, and whether CUDA has a kernel for it.
 
-`effects` is called for every operation that runs on the virtual GPU. Most are one kernel that reads its operands and
-writes its results; views and allocations are nothing; `rules_ops`, `rules_reads` and `rules_copies` hold what is more
-than that. The answer depends on shapes, strides and dtypes, on values only where CUDA's own choice does. An
-operation that no rule knows is one kernel.
+The virtual GPU calls `effects` for every operation. By default an operation is one kernel that reads its operands and writes
+its results; views and allocations have no effects. `operations`, `data_dependent` and `attention` register rules for all
+others. Effects depend on shapes, strides and dtypes, and on values only if CUDA's choice depends on them.
 """
 
 from __future__ import annotations
@@ -13,39 +12,37 @@ from typing import Any
 
 import torch
 
-import toolkit.gpu.virtual.effects.host_reads  # noqa: F401  registers its rules
-from toolkit.gpu.virtual.effects.attention import sdp_choice
-from toolkit.gpu.virtual.effects.effect import Effect, duration_ns, first, host_ns, kernel
+import toolkit.gpu.virtual.effects.attention
+import toolkit.gpu.virtual.effects.data_dependent  # noqa: F401  both register their rules
+from toolkit.gpu.virtual.effects.effect import Effect, first, kernel
 from toolkit.gpu.virtual.effects.operations import KERNELS, RULES
-
-__all__ = ["Effect", "decomposes", "duration_ns", "effects", "host_ns", "sdp_choice"]
 
 _has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 _exists = torch._C._dispatch_has_kernel
 _KEYS = torch._C.DispatchKey
 
-# CUDA has its own kernel for these, the CPU build of PyTorch doesn't show it (native_functions.yaml of torch 2.11-2.13:
-# operations with a CUDA entry beside a composite one). `_foreach_*` are by far the most.
+# CUDA has a kernel for these, which a CPU build of PyTorch does not show (native_functions.yaml of torch 2.11 to 2.13:
+# operations with both a CUDA and a composite entry). Most of them are `_foreach_*`, see `decomposes`.
 _OWN_KERNEL = {
     "_fused_rms_norm", "mish_backward", "convolution", "addr", "convolution_backward", "_chunk_cat", "_grouped_mm",
     "linalg__powsum", "split_with_sizes_copy",
 }  # fmt: skip
-# And these have one on the CPU, none on CUDA.
+# The CPU has a kernel for these, CUDA has none.
 _NO_KERNEL = {"_stack"}
-# Nothing runs on the device.
+# These run nothing on the device.
 _NOTHING = {
     "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted", "resize_", "resize_as_", "set_",
     "_resize_output_", "is_pinned", "_pin_memory", "record_stream", "_has_compatible_shallow_copy_type", "is_same_size",
     "_fused_sdp_choice", "_nested_tensor_size", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset", "detach_",
 }  # fmt: skip
-# Reductions and other kernels that take longer to start than an elementwise one (floors, H200).
+# Minimum times of kernels that take longer than an elementwise one, as multiples of `kernel_floor_ns` (measured on an H200).
 _FLOORS = {
     "sum": 2.0, "mean": 2.0, "max": 2.0, "min": 2.0, "amax": 2.0, "amin": 2.0, "argmax": 3.0, "argmin": 3.0, "prod": 2.0,
     "std": 2.5, "var": 2.5, "norm": 2.0, "linalg_vector_norm": 2.0, "_softmax": 1.5, "_log_softmax": 1.5,
     "native_layer_norm": 2.8, "_fused_rms_norm": 2.8, "index_select": 1.3, "gather": 1.3, "index_copy_": 1.3,
     "logcumsumexp": 2.8, "_cummax_helper": 2.8, "kthvalue": 5.0, "mode": 5.0, "searchsorted": 1.5,
 }  # fmt: skip
-# Read no more of their first operand than they write: rows picked out of a table, a range written into a cache.
+# These read no more of their first operand than they write: rows of a table, or a range of a cache.
 _PICKS = {"index_select", "gather", "take", "index_copy_", "index_add_", "index_fill_", "scatter_", "scatter_add_", "put_"}
 
 Rule = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], Sequence[Effect]]
@@ -53,9 +50,9 @@ _rules: dict[Any, Rule] = {}
 
 
 def decomposes(func: Any) -> Any:
-    """The dispatch key of the composite that runs where CUDA has no kernel of its own for `func`; None where it has.
+    """Return the dispatch key of the composite that CUDA runs for `func`; None if CUDA has a kernel for it.
 
-    `CompositeImplicitAutograd` arrives undecomposed in inference mode, and from inside other composites.
+    `CompositeImplicitAutograd` operations arrive undecomposed in inference mode, and from inside other composites.
     """
     schema = func._schema
     name = schema.name.removeprefix("aten::")
@@ -68,14 +65,14 @@ def decomposes(func: Any) -> Any:
         return _KEYS.CompositeExplicitAutograd
     if _is_view(schema) or not _has_kernel(full, "CompositeExplicitAutograd") or _has_kernel(full, "CPU"):
         return None
-    with_tensor = schema.name + ".Tensor"  # `x % 2` only wraps the number for `x % tensor`, which is one kernel
+    with_tensor = schema.name + ".Tensor"  # `x % 2` wraps the number and calls `x % tensor`: one kernel
     if "Scalar" in schema.overload_name and _exists(with_tensor) and _has_kernel(with_tensor, "CPU"):
         return None
     return _KEYS.CompositeExplicitAutograd
 
 
 def _is_view(schema: Any) -> bool:
-    """Do all results share memory with an operand that is not written?"""
+    """Return whether all results share memory with an operand that is not written."""
     if schema.name == "aten::_unsafe_view":
         return True
     aliased = [r.alias_info for r in schema.returns]
@@ -83,9 +80,9 @@ def _is_view(schema: Any) -> bool:
 
 
 def effects(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Sequence[Effect]:
-    """What `func(*args, **kwargs)`, which returned `out`, does on a CUDA device, in order.
+    """Return the effects on a CUDA device of `func(*args, **kwargs)`, which returned `out`, in order.
 
-    Tensors of the device answer `is_cpu` with False; tensors of the host are plain. A wait is of the current stream.
+    Tensors whose `is_cpu` is False are on the device. Waits are for the current stream.
     """
     rule = _rules.get(func)
     if rule is None:
@@ -105,7 +102,7 @@ def _classify(func: Any) -> Rule:
 
 
 def _kernels(name: str, count: int, floor: float, picks: bool, mutable: bool) -> Rule:
-    """`count` kernels (nearly always one) that read the operands and write the results; none for empty results."""
+    """Return the rule of `count` kernels that read the operands and write the results; no kernels for empty results."""
     inner = (kernel(name, 0, floor),) * (count - 1)
 
     def rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Sequence[Effect]:
@@ -124,7 +121,7 @@ def _kernels(name: str, count: int, floor: float, picks: bool, mutable: bool) ->
 
 
 def _bytes(x: Any) -> int:
-    """Bytes of a tensor, or of all tensors in a tuple or list."""
+    """Return the bytes of a tensor, or of all tensors in a tuple or list."""
     if isinstance(x, torch.Tensor):
         return x.nbytes
     if isinstance(x, tuple | list):
