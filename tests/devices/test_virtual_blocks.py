@@ -39,7 +39,7 @@ def test_small_blocks_are_cut_exactly_and_large_ones_keep_what_is_left_up_to_a_m
     assert blocks.reserved_bytes == (2 + 12 + 20) * MIB
 
 
-def test_the_smallest_block_that_is_large_enough_is_taken_and_neighbours_join():
+def test_the_smallest_block_that_is_large_enough_is_taken_and_neighbors_join():
     blocks = Blocks(1 << 30)
     a, b, c, _last = (blocks.take(n * MIB, 0) for n in (4, 3, 4, 5))
     where = b.address
@@ -87,7 +87,7 @@ def check(blocks: Blocks, held: list[Block]) -> None:
         for low, high in pairwise(segment):
             assert low.address + low.size == high.address
             assert (low.after, high.before) == (high, low)
-            assert not (low.free and high.free), "free neighbours are joined"
+            assert not (low.free and high.free), "free neighbors are joined"
     spans = sorted((block.address, block.address + block.size) for block in pieces)
     assert all(end <= start for (_, end), (start, _) in pairwise(spans))
     figures = blocks.counters.figures()

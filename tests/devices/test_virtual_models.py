@@ -80,9 +80,9 @@ def test_a_training_step_of_a_model(gpu):
     for device in ("cpu", "vgpu"):
         model = build("llama").train().to(device)
         ids = torch.arange(1, 11)[None].to(device)
-        optimiser = torch.optim.AdamW(model.parameters(), 1e-3, foreach=True)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3, foreach=True)
         model(ids, labels=ids).loss.backward()
-        optimiser.step()
+        optimizer.step()
         results.append([p.detach().cpu() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -168,9 +168,9 @@ class TestSizesOnly:
     def test_training(self, gpu):
         with gpu.sizes_only():
             model = torch.nn.Sequential(torch.nn.Linear(300, 500), torch.nn.ReLU(), torch.nn.Linear(500, 7)).to("vgpu")
-            optimiser = torch.optim.AdamW(model.parameters())
+            optimizer = torch.optim.AdamW(model.parameters())
             model(torch.ones(20, 300, device="vgpu")).square().mean().backward()
-            optimiser.step()
+            optimizer.step()
         assert gpu.memory().peak_bytes > 4 * 4 * 300 * 500  # weights, gradients, two moments
 
 

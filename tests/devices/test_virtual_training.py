@@ -20,7 +20,7 @@ def gpu():
     return open_device("virtual:h200")
 
 
-OPTIMISERS = {
+OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, 1e-2),
     "adamw fused": lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
     "adamw foreach": lambda p: torch.optim.AdamW(p, 1e-2, foreach=True),
@@ -28,12 +28,12 @@ OPTIMISERS = {
 }
 
 
-@pytest.mark.parametrize("optimiser", OPTIMISERS)
-def test_training_equals_the_cpu_bit_for_bit(optimiser):
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_training_equals_the_cpu_bit_for_bit(optimizer):
     def train(device):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(7, 16), nn.GELU(), nn.Dropout(0.1), nn.LayerNorm(16), nn.Linear(16, 5)).to(device)
-        steps = OPTIMISERS[optimiser](model.parameters())
+        steps = OPTIMIZERS[optimizer](model.parameters())
         x, y = torch.randn(33, 7).to(device), torch.randint(5, (33,)).to(device)
         for _ in range(5):
             steps.zero_grad()
@@ -48,12 +48,12 @@ def test_training_equals_the_cpu_bit_for_bit(optimiser):
     assert all(torch.equal(a, b) for a, b in zip(found[1:], expected[1:], strict=True))
 
 
-def test_an_optimiser_made_before_the_move_trains_what_was_moved():
+def test_an_optimizer_made_before_the_move_trains_what_was_moved():
     layer = nn.Linear(3, 1, bias=False)
-    optimiser = torch.optim.SGD(layer.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
     before = layer.weight.tolist()[0]
     layer.to("vgpu")(torch.ones(1, 3, device="vgpu")).sum().backward()
-    optimiser.step()
+    optimizer.step()
     assert layer.weight.tolist()[0] == pytest.approx([w - 0.5 for w in before])
 
 
@@ -151,11 +151,11 @@ class TestAutocast:
     def test_scaler(self):
         layer = nn.Linear(3, 3).to("vgpu")
         before = layer.weight.detach().clone()
-        optimiser, scaler = torch.optim.SGD(layer.parameters(), 0.1), torch.amp.GradScaler("vgpu", init_scale=128.0)
+        optimizer, scaler = torch.optim.SGD(layer.parameters(), 0.1), torch.amp.GradScaler("vgpu", init_scale=128.0)
         with torch.autocast("vgpu", dtype=torch.float16):
             loss = layer(torch.ones(2, 3, device="vgpu")).float().sum()
         scaler.scale(loss).backward()
-        scaler.step(optimiser)
+        scaler.step(optimizer)
         scaler.update()
         torch.testing.assert_close(layer.weight.detach().cpu(), before.cpu() - 0.2)
 

@@ -41,10 +41,10 @@ def mlp(d: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)).to(d, dtype)
 
 
-def train(d: str, optimiser: Callable[..., Any], **options: Any) -> float:
+def train(d: str, optimizer: Callable[..., Any], **options: Any) -> float:
     """Run two training steps, reading back each loss. Return the second loss."""
     net = mlp(d)
-    opt = optimiser(net.parameters(), **options)
+    opt = optimizer(net.parameters(), **options)
     losses = []
     for _ in range(2):
         loss = F.cross_entropy(net(torch.ones(4, 8, device=d)), torch.zeros(4, dtype=torch.long, device=d))

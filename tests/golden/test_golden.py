@@ -25,7 +25,7 @@ PEAKS: dict[str, tuple[str, ...]] = {
     "dropout inside attention is one kernel there, several operations here": ("r2_sdpa_dropout",),
     "cuDNN packs a recurrent network's weights, and has a workspace": ("r2_lstm",),
     "autocast keeps the casts of weights longer there": ("r2_autocast",),
-    "an optimiser's lists of tensors are worked on one by one here, and each temporary is gone sooner": (
+    "an optimizer's lists of tensors are worked on one by one here, and each temporary is gone sooner": (
         "r2_lr_schedule", "r2_adagrad_rmsprop",
     ),
     "a deep copy makes a tensor of one element first there": ("r2_deepcopy_tensor",),

@@ -33,18 +33,18 @@ def test_the_peak_is_max_memory_allocated(card):
     torch.cuda.reset_peak_memory_stats()
     with tk.memory(card) as use:
         net = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 1024)).cuda()
-        optimiser = torch.optim.AdamW(net.parameters())
+        optimizer = torch.optim.AdamW(net.parameters())
         for _ in range(3):
             net(torch.randn(512, 1024, device="cuda")).square().mean().backward()
-            optimiser.step()
-            optimiser.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
     assert use.peak_bytes == torch.cuda.max_memory_allocated()
     assert use.end_bytes == torch.cuda.memory_allocated()
     assert use.peak_reserved_bytes >= use.peak_bytes
     kinds = use.by("kind").set_index("kind")
     assert kinds.loc["weights", "end_bytes"] >= sum(p.nbytes for p in net.parameters())
     assert kinds.loc["optimizer", "end_bytes"] >= 2 * sum(p.nbytes for p in net.parameters())
-    assert "net(torch.randn(512" in repr(use) or "optimiser.step()" in repr(use)
+    assert "net(torch.randn(512" in repr(use) or "optimizer.step()" in repr(use)
 
 
 def test_lines_are_those_that_allocated(card):

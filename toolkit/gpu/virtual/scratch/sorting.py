@@ -16,7 +16,7 @@ from toolkit.gpu.virtual.effects.operations import SMALL_SORT, known_equality, m
 from toolkit.gpu.virtual.scratch import cub
 from toolkit.gpu.virtual.scratch.cub import scan_bytes, select_bytes, sort_pairs_bytes, sort_script, status_bytes
 from toolkit.gpu.virtual.scratch.reductions import full_reduction, split_reduction
-from toolkit.gpu.virtual.scratch.script import MAKE_RESULTS, Args, Free, Kwargs, Make, Script, Take, brief, scratch
+from toolkit.gpu.virtual.scratch.script import MAKE_RESULTS, Args, Free, Kwargs, Make, Script, Step, Take, brief, scratch
 
 VALUES, INVERSE, COUNTS = Make(0), Make(1), Make(2)  # the results of the unique operations
 
@@ -108,12 +108,10 @@ def _unique_consecutive(args: Args, kwargs: Kwargs, out: Any) -> Script:
     n = args[0].numel()
     if not n:
         return ()
-    flags = Take(4 * n)
-    inverse = (
-        [INVERSE, flags, *brief(status_bytes(n, cub.FLAGS_SCAN_TILE)), Free(flags)]
-        if operand(args, kwargs, 1, "return_inverse")
-        else []
-    )
+    inverse: Script = ()
+    if operand(args, kwargs, 1, "return_inverse"):
+        flags = Take(4 * n)
+        inverse = [INVERSE, flags, *brief(status_bytes(n, cub.FLAGS_SCAN_TILE)), Free(flags)]
     if operand(args, kwargs, 2, "return_counts"):
         return [*inverse, VALUES, Take(8), COUNTS, *brief(status_bytes(n, cub.RUNS_TILE))]
     return [*inverse, VALUES, Take(8), *brief(select_bytes(n, args[0].element_size()))]
@@ -140,14 +138,9 @@ def _isin(args: Args, kwargs: Kwargs, out: Any) -> Script:
         return ()
     d = sum(int(torch.unique(getattr(x, "_host", x)).numel()) for x in (elements, tests))
     # The results of the two inner unique operations are temporaries here.
-    inner: dict[Any, Take] = {VALUES: Take(size * n), INVERSE: Take(8 * n)}
-    first = [
-        inner.get(step, step) if isinstance(step, Make) else step for step in _sorted_unique(n, elements.dtype, True, False)
-    ]
-    inner = {VALUES: Take(size * m)}
-    second = [
-        inner.get(step, step) if isinstance(step, Make) else step for step in _sorted_unique(m, tests.dtype, False, False)
-    ]
+    inner: dict[Step, Step] = {VALUES: Take(size * n), INVERSE: Take(8 * n)}
+    first = [inner.get(step, step) for step in _sorted_unique(n, elements.dtype, True, False)]
+    second = [Take(size * m) if step == VALUES else step for step in _sorted_unique(m, tests.dtype, False, False)]
     both, order = Take(size * d), Take(8 * d)  # concatenated: then the sorted values, and their order
     joined = [both, Free(Take(size * m)), Free(Take(size * n)), both, order, *sort_script(d, 1, size, strided=False)]
     flags = Take(d)
