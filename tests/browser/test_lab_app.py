@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 from conftest import command, ready
-from test_timeline_in_lab import FRAME, answered, colours, shot
+from test_timeline_in_lab import FRAME, answered, colors, shot
 
 APP = "import toolkit as tk\nlab = tk.Lab()\nlab"
 
@@ -66,7 +66,7 @@ def test_errors_then_load_generate_and_compare(app) -> None:
     assert "double-buffered" in table
     assert "2 (16 B)" in table
     assert "modelled" in table
-    assert colours(page) > 20
+    assert colors(page) > 20
     answered(page, key="n")
     shot(page, "lab")
     page.set_viewport_size({"width": 1280, "height": 1500})
@@ -83,7 +83,7 @@ def test_cancel_midway_keeps_the_text(app) -> None:
     press(page, "Generate")
     page.wait_for_function("() => window.grown.size > 4", timeout=60_000)  # it grows while it runs
     press(page, "Cancel")
-    page.wait_for_selector(".tk-lab :text('what was decoded is kept')", timeout=30_000)
+    page.wait_for_selector(".tk-lab :text('The tokens so far are kept')", timeout=30_000)
     assert "cancelled" in page.inner_text(".tk-lab .tk-out")
     assert "Paris" in page.inner_text(".tk-lab .tk-out")
     page.wait_for_selector(f".tk-lab {FRAME}[data-ms]")
@@ -108,7 +108,7 @@ def test_a_plan_against_a_budget(app) -> None:
     for name in ("light", "dark"):
         dressed(page, name)
         at_top(page, ".tk-lab .tk-plan", f"lab-plan-{name}")
-    field(page, "KV").select_option("what fits")
+    field(page, "KV").select_option("automatic")
     fill(page, "Context", 32768)
     press(page, "Plan")
     page.wait_for_selector(".tk-lab .tk-plan .tk-yes:text('Fits.')", timeout=60_000)
@@ -224,6 +224,6 @@ def test_hidden_memory_and_the_cells_of_the_notebook(notebook) -> None:
         dressed(page, name)
         at_top(page, ".tk-lab h4:text-is('Held without a variable')", f"lab-memory-cells-{name}")
     press(page, "Release")
-    page.wait_for_selector(".tk-lab :text('Let go of 4.00 MiB')")
+    page.wait_for_selector(".tk-lab :text('Released 4.00 MiB')")
     press(page, "Look again")
     page.wait_for_selector(".tk-figures :text('allocated 11.5 MiB')")

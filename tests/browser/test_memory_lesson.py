@@ -50,7 +50,7 @@ def test_the_lesson_runs_as_it_is(lab, opened) -> None:
     line = cell_with(page, "Is it?").locator(LINE)
     line.locator("summary").click()
     line.locator("img").wait_for(state="visible")
-    assert "optimiser" in line.inner_text()
+    assert "optimizer" in line.inner_text()
     look(page, line, "lesson-04-line-open")
     page.wait_for_timeout(400)
     assert page.evaluate(FAULTS.replace(".tk-model", VIEW)) == []

@@ -56,7 +56,7 @@ def status(page) -> str:
     return page.inner_text(f"{LIVE} .tk-status")
 
 
-def colours(page) -> int:
+def colors(page) -> int:
     return page.evaluate("""(selector) => { const canvas = document.querySelector(selector);
       const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
       return new Set(new Uint32Array(data.buffer)).size }""", CANVAS)  # fmt: skip
@@ -66,7 +66,7 @@ def test_hover_click_zoom_pan_and_keys(notebook) -> None:
     page = notebook(SETUP, LEAK, "leak.timeline()")
     page.set_viewport_size({"width": 1300, "height": 1300})
     page.wait_for_selector(f"{LIVE}[data-ms]")
-    assert colours(page) > 5
+    assert colors(page) > 5
     canvas = page.locator(CANVAS)
     canvas.scroll_into_view_if_needed()
     box = canvas.bounding_box()
@@ -183,7 +183,7 @@ def test_a_saved_notebook_shows_its_picture_without_a_kernel(notebook, lab) -> N
     assert "peak" in "".join(kept["text/plain"])
     assert "data:image/svg+xml" in "".join(kept["text/html"])
     reopen(page, lab, f"{LIVE}[data-painted]")
-    assert colours(page) > 5
+    assert colors(page) > 5
     page.focus(CANVAS)
     page.keyboard.press("+")  # nobody answers: the last view is stretched, and says so
     page.wait_for_selector(".tk-status:text('the last view')", timeout=8000)

@@ -101,7 +101,7 @@ def test_the_labs_model_panel(notebook) -> None:
     field(page, "B").select_option("(none)")
     press(page, "Generate")
     page.wait_for_selector(".tk-lab :text('Done.')", timeout=60_000)
-    field(page, "Scheme").select_option("plain, not quantised")
+    field(page, "Scheme").select_option("plain, not quantized")
     press(page, "Load")
     page.wait_for_selector(".tk-lab .tk-error :text('virtual:l4 has')", timeout=60_000)
     assert page.locator(f".tk-lab {VIEW}").count() == 0

@@ -18,7 +18,7 @@ FRAME = ".tk-timeline"
 EVIL = "<img src=x onerror=\"document.title='owned'\"></script><script>document.title='owned'</script>"
 
 
-def colours(page) -> int:
+def colors(page) -> int:
     return page.evaluate("""() => { const canvas = document.querySelector(".tk-timeline canvas");
       const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
       return new Set(new Uint32Array(data.buffer)).size }""")
@@ -34,7 +34,7 @@ def test_opens_from_disk(browser, tmp_path: Path, scheme: str) -> None:
     page.on("pageerror", lambda error: said.append(str(error)))
     page.goto(path.as_uri())
     page.wait_for_selector(f"{FRAME}[data-ms]")
-    assert colours(page) > 20
+    assert colors(page) > 20
     page.select_option("#tk-b", "1")
     page.wait_for_selector(".tk-timeline select")
     page.wait_for_timeout(200)

@@ -44,8 +44,8 @@ def status(page) -> str:
     return page.inner_text(".tk-timeline .tk-status")
 
 
-def colours(page) -> int:
-    """How many colours the canvas shows: 1 is a blank one."""
+def colors(page) -> int:
+    """How many colors the canvas shows: 1 is a blank one."""
     return page.evaluate("""(selector) => { const canvas = document.querySelector(selector);
       const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
       return new Set(new Uint32Array(data.buffer)).size }""", CANVAS)  # fmt: skip
@@ -58,7 +58,7 @@ def answered(page, **act: object) -> tuple[float, int]:
 def test_hover_click_zoom_pan_and_keys(notebook) -> None:
     page = notebook(SETUP, ONE)
     page.wait_for_selector(f"{FRAME}[data-ms]")
-    assert colours(page) > 20
+    assert colors(page) > 20
     canvas = page.locator(CANVAS)
     box = canvas.bounding_box()
     plot = box["width"] - 158
@@ -128,7 +128,7 @@ def test_two_runs_side_by_side_in_the_dark_theme(notebook) -> None:
     page.wait_for_timeout(300)
     background = page.evaluate("() => getComputedStyle(document.querySelector('.tk-timeline')).backgroundColor")
     assert sum(int(part) for part in background[4:-1].split(",")[:3]) < 200, background
-    assert colours(page) > 20
+    assert colors(page) > 20
     page.keyboard.press("Tab")
     shot(page, "timeline-dark")
 
@@ -146,7 +146,7 @@ def test_a_million_events(notebook, capsys: pytest.CaptureFixture[str]) -> None:
       while (!document.querySelector(".tk-timeline[data-painted]")) await new Promise((next) => requestAnimationFrame(next));
       return performance.now() - began;
     }""")
-    assert colours(page) > 10
+    assert colors(page) > 10
     page.wait_for_selector(f"{FRAME}[data-ms]")
     acts = (
         [{"wheel": -300}] * 8
@@ -185,7 +185,7 @@ def test_a_saved_notebook_shows_its_timeline_without_a_kernel_and_runs_again(not
     assert "data:image/svg+xml" in "".join(kept["text/html"])
 
     reopen(page, lab, f"{FRAME}[data-painted]")
-    assert colours(page) > 20
+    assert colors(page) > 20
     assert status(page).split(" · ")[0] == seen.split(" · ")[0]
     page.focus(CANVAS)
     page.keyboard.press("+")  # nobody answers: the last view is stretched, and says so

@@ -167,7 +167,7 @@ def test_cancel_keeps_the_text_and_skips_the_second_strategy(app: Lab, model: Si
     assert app.wait(5)
     assert app.run.stop_reason == "cancelled"
     assert "tick" in app.output.value
-    assert "double-buffered was not begun" in app.status.value
+    assert "double-buffered was not started" in app.status.value
     assert app.timeline_box.children
     app.tokens_field.value, model.pause_s = 3, 0.0
     app.generate()  # the next one is not cancelled by the last press
@@ -268,7 +268,7 @@ def test_another_card_makes_other_labs_let_go(monkeypatch: pytest.MonkeyPatch, a
     assert second.model is model
     assert app.model is None
     assert app.generate_button.disabled
-    assert "another Lab took virtual:rtx-5090" in app.load_status.value
+    assert "another Lab opened virtual:rtx-5090" in app.load_status.value
     app.device_field.value = "cuda"  # what fails for another reason takes nothing away
     monkeypatch.setattr(module, "open_device", lambda name: (_ for _ in ()).throw(DeviceError(name, "no CUDA", "")))
     app.load()

@@ -59,7 +59,7 @@ def generated(lab: Lab, tokens: int = 4) -> Lab:
 
 def test_before_anything_the_panel_says_what_to_do(app: Lab) -> None:
     panel = app.memory
-    assert "load a model or generate" in panel.note.value
+    assert "Every load and every generation" in panel.note.value
     assert panel.measured.table == ""
     assert panel.actions.layout.display == "none"
     assert panel.stop_button.disabled
@@ -127,7 +127,7 @@ def test_a_budget_is_set_refused_and_lifted(app: Lab) -> None:
 
 
 def test_out_of_memory_in_a_load_says_who_held_what(app: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    # as where others take the card's memory between the check and the load
+    # as where others take memory of the GPU between the check and the load
     monkeypatch.setattr("toolkit.loading.loader.check_room", lambda *_: None)
     panel = app.memory
     panel.budget_field.value = "4 MiB"
@@ -214,7 +214,7 @@ def test_what_if_says_which_gpus_would_have_done(app: Lab) -> None:
     assert all(gpu in shown for gpu in CATALOGUE)
     assert '<td>rtx-4090</td><td>23.6 GiB</td><td class="tk-no">fails</td><td class="tk-no">fails</td>' in shown
     assert '<td>h200</td><td>140 GiB</td><td class="tk-yes">fits</td>' in shown
-    assert "asked for by" in shown
+    assert "requested by" in shown
     assert panel.progress.layout.display == "none"
     panel._cancelled.set()
     with pytest.raises(CancelledError):
@@ -256,7 +256,7 @@ def test_hidden_memory_is_listed_and_released(app: Lab) -> None:
     assert "lost in fails() (the traceback of ValueError)" in app.memory.hidden_view.value
     assert "1.00 MiB in all" in app.memory.hidden_view.value
     press(app, app.memory.release_button)
-    assert "Let go of 1.00 MiB" in app.memory.hidden_view.value
+    assert "Released 1.00 MiB" in app.memory.hidden_view.value
     assert gpu.memory().allocated_bytes == 0
 
 
@@ -283,7 +283,7 @@ def test_the_cells_of_a_session_are_shown(app: Lab, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(module, "_magics", lambda: magics)
     press(app, app.memory.cells_button)
     assert app.error is None
-    assert "2 measured" in app.memory.cells_status.value
+    assert "2 cells measured" in app.memory.cells_status.value
     assert "tk-session" in app.memory.cells_view.value
     assert "gone.trace" in app.memory.cells_view.value  # that one's error, and the other's picture
     assert "tk-picture" in app.memory.cells_view.value
@@ -299,7 +299,7 @@ def test_on_the_cpu_there_is_nothing_to_count(app: Lab) -> None:
     assert app.error is None
     assert "isn't counted" in app.memory.now.value
     app.memory.measured.chosen = 1
-    assert "the host's" in app.memory.shown.children[0].value
+    assert "only host memory" in app.memory.shown.children[0].value
     press(app, app.memory.what_if_button)
     assert "no allocations" in app.memory.status.value
 

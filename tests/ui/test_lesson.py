@@ -14,7 +14,7 @@ def test_an_open_prediction_is_asked_for_and_not_answered():
 def test_right_and_wrong_predictions_are_told_apart():
     wrong = check({"h2d": 1, "d2h": 1}, {"h2d": 2, "d2h": 1}, why="a token and a position")
     assert not wrong.right
-    assert "not so: h2d - you said 1, the trace says 2" in repr(wrong)
+    assert "wrong: h2d - you said 1, the trace says 2" in repr(wrong)
     assert "right: d2h" in repr(wrong)
     assert check({"h2d": 2, "d2h": 1}, {"h2d": 2, "d2h": 1}).right
 
@@ -32,4 +32,4 @@ def test_estimates_need_only_come_near():
 def test_what_is_no_number_is_not_right(value):
     verdict = check({"h2d": value}, {"h2d": 2}, why="because")
     assert not verdict.right
-    assert "not so: h2d" in repr(verdict)
+    assert "wrong: h2d" in repr(verdict)

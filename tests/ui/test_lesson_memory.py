@@ -27,7 +27,7 @@ def test_less_memory_with_the_same_result_is_right(gpu):
 
     judged = [check_memory(run, {"peak": 4 * MiB}, same_as=whole(), hint="in parts", why="parts") for run in (whole, smaller)]
     assert [verdict.right for verdict in judged] == [False, True]
-    assert "not so: peak - measured 8.00 MiB, allowed 4.00 MiB" in repr(judged[0])
+    assert "wrong: peak - measured 8.00 MiB, allowed 4.00 MiB" in repr(judged[0])
     assert repr(judged[0]).endswith("Hint: in parts")
     assert "right: peak - measured 1.00 MiB, allowed 4.00 MiB" in repr(judged[1])
     assert repr(judged[1]).endswith("\nparts")
@@ -42,7 +42,7 @@ def test_what_the_result_holds_counts_as_kept(gpu):
     verdict = check_memory(kept, {"peak": 4 * MiB, "kept": 2 * MiB}, same_as=expected, device=gpu)
     assert repr(verdict).splitlines() == [
         "right: peak - measured 3.00 MiB, allowed 4.00 MiB",
-        "not so: kept - measured 3.00 MiB, allowed 2.00 MiB",
+        "wrong: kept - measured 3.00 MiB, allowed 2.00 MiB",
     ]
 
 
@@ -54,7 +54,7 @@ def test_what_the_result_holds_counts_as_kept(gpu):
 def test_another_result_is_not_right_however_small(gpu, result):
     verdict = check_memory(lambda: result, {"peak": MiB}, same_as=[2.0, 3.0], device=gpu, hint="compare", why="because")
     assert not verdict.right
-    assert "not so: the result" in repr(verdict)
+    assert "wrong: the result" in repr(verdict)
     assert "because" not in repr(verdict)
 
 
@@ -91,6 +91,6 @@ def test_what_an_error_holds_is_hidden(gpu, monkeypatch):
     with pytest.raises(ValueError, match="262144") as caught:
         fails()
     monkeypatch.setattr(sys, "last_value", caught.value, raising=False)
-    assert "not so: held without a variable - measured 1.00 MiB, allowed 0 B" in repr(check_hidden(hint="release"))
+    assert "wrong: held without a variable - measured 1.00 MiB, allowed 0 B" in repr(check_hidden(hint="release"))
     monkeypatch.setattr(sys, "last_value", None)
     assert check_hidden(why="gone").right

@@ -98,7 +98,7 @@ def test_hidden_state_is_named_and_released(shell, run):
     assert "4.00 MiB  Out[" in said
     before = shell.user_ns["gpu"].memory().allocated_bytes
     said = run("%memory release")
-    assert "Let go of 12.0 MiB" in said
+    assert "Released 12.0 MiB" in said
     assert before - shell.user_ns["gpu"].memory().allocated_bytes == 12 * MiB
     said = run("%memory hidden")
     assert "Nothing on a GPU is held without a variable" in said
@@ -126,10 +126,10 @@ def test_a_budget_for_the_session_fails_in_the_cell_with_who_held_what(shell, ru
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("%memory nonsense", "no such command"), ("%memory on --nonsense", "unrecognized arguments"),
-        ("%memory budget 8 apples", "not a number of bytes"), ("%memory cell", "with the number of a cell"),
+        ("%memory nonsense", "has no command"), ("%memory on --nonsense", "unrecognized arguments"),
+        ("%memory budget 8 apples", "not a number of bytes"), ("%memory cell", "needs the number of a measured cell"),
         ("%memory save", "the following arguments are required"), ("%memory 'open", "No closing quotation"),
-        ("%memory off now", "takes nothing after it"), ("%%memory --budget\n1", "expected one argument"),
+        ("%memory off now", "takes no arguments"), ("%%memory --budget\n1", "expected one argument"),
         ("%memory open /nowhere", "opening the session"), ("%%memory --device virtual:h2000\n1", "h200"),
     ],
 )  # fmt: skip

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from memory_events import GIB, HOSTILE, many_events, recording, small, use_of
-from test_colours import contrast
+from test_colors import contrast
 
 from toolkit.core.units import bytes_text
-from toolkit.ui.memory.drawing import GREYS, PALETTE, colours, step_of
+from toolkit.ui.memory.drawing import GRAYS, PALETTE, colors, step_of
 from toolkit.ui.memory.picture import html, line_html, session_html, session_svg, svg, view_of
 from toolkit.ui.memory.view import MemoryView
 
@@ -75,7 +75,7 @@ def test_the_picture_says_peak_limit_and_clock() -> None:
 
 
 def test_the_budget_of_the_device_and_the_cards_memory_are_lines() -> None:
-    assert "the card's memory 6.00 GiB" in svg(view_of(small(total_bytes=6 * GIB, limit_bytes=6 * GIB))).replace("&#x27;", "'")
+    assert "memory of the GPU 6.00 GiB" in svg(view_of(small(total_bytes=6 * GIB, limit_bytes=6 * GIB))).replace("&#x27;", "'")
     assert "budget 6.00 GiB" in svg(view_of(small(total_bytes=9 * GIB, limit_bytes=6 * GIB)))
 
 
@@ -99,7 +99,7 @@ def test_an_empty_measurement_has_a_picture() -> None:
     for trace in (recording(), recording(("alloc", 1, 512), opening=1), recording(("oom", -1, GIB))):
         ET.fromstring(svg(view_of(use_of(trace))))
         assert Reader(html(use_of(trace))).tags.count("img") == 1
-    assert "nothing was held" in svg(view_of(use_of(recording())))
+    assert "no memory was in use" in svg(view_of(use_of(recording())))
     none = html(use_of(recording(device="none", elapsed_s=1.0)))
     assert "no GPU memory used" in none
     assert "<img" not in none
@@ -167,7 +167,7 @@ def test_tables_say_who_where_and_what_stayed() -> None:
         "x = f()",
         "cell 1 line 1",
         "1.00 GiB held before",
-        "of what was allocated",
+        "allocated during the measurement stayed",
     ):
         assert words in said, words
 
@@ -189,25 +189,25 @@ def test_a_session_is_bars_and_details() -> None:
     assert len(session_svg(rows_of(*[(1, 2, 1)] * 500))) < 150_000
 
 
-def test_colours_read_on_both_grounds_and_differ() -> None:
-    for colour in (*PALETTE, *GREYS.values()):
-        assert contrast(colour, "#ffffff") >= 2.9, colour
-        assert contrast(colour, "#14181d") >= 3.0, colour
+def test_colors_read_on_both_grounds_and_differ() -> None:
+    for color in (*PALETTE, *GRAYS.values()):
+        assert contrast(color, "#ffffff") >= 2.9, color
+        assert contrast(color, "#14181d") >= 3.0, color
     view = MemoryView(use_of(many_events(4000)).ledger, "line")
-    assert len(set(colours(view))) == len(view.bands)
+    assert len(set(colors(view))) == len(view.bands)
     kinds = MemoryView(use_of(many_events(4000)).ledger, "kind")
-    assert dict(zip([band.name for band in kinds.bands], colours(kinds), strict=True))["weights"] == PALETTE[0]
+    assert dict(zip([band.name for band in kinds.bands], colors(kinds), strict=True))["weights"] == PALETTE[0]
 
 
 def test_reserved_memory_is_a_dashed_line_with_its_most() -> None:
     rows = (("segment_alloc", 0, 8 * GIB), ("alloc", 1, 5 * GIB), ("free", 1, 5 * GIB))
     drawn = svg(view_of(use_of(recording(*rows))))
-    assert "reserved by the allocator, at most 8.00 GiB" in drawn
+    assert "reserved by the allocator, peak 8.00 GiB" in drawn
     assert "stroke-dasharray" in drawn
     assert np.isclose(float(re.search(r'viewBox="0 0 (\d+)', drawn)[1]), 960)
 
 
 def test_out_of_memory_is_marked() -> None:
     rows = (("alloc", 1, GIB), ("oom", -1, 2 * GIB), ("free", 1, GIB))
-    assert "out of memory: 2.00 GiB more asked for" in svg(view_of(use_of(recording(*rows))))
-    assert "out of memory: 2.00 GiB more asked for" in Reader(html(use_of(recording(*rows)))).text
+    assert "out of memory: 2.00 GiB more requested" in svg(view_of(use_of(recording(*rows))))
+    assert "out of memory: 2.00 GiB more requested" in Reader(html(use_of(recording(*rows)))).text

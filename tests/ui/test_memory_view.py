@@ -178,7 +178,7 @@ def test_moments_keep_every_peak_of_a_coarser_picture(many: MemoryView) -> None:
 
 def test_unknown_names_are_refused(many: MemoryView) -> None:
     with pytest.raises(UnknownNameError):
-        many.regrouped("colour")
+        many.regrouped("color")
     with pytest.raises(UnknownNameError):
         many.bounds("place")
 

@@ -72,7 +72,7 @@ def test_lists_what_was_alive() -> None:
     [
         None, [], "view", {}, {"type": "view"}, {"type": "nonsense", "vid": "a", "seq": 1},
         {"type": "at", "vid": "a", "seq": 1},
-        {"type": "view", "vid": "a", "seq": 1, "by": "colour", "axis": "time", "x0": 0, "x1": 1, "width": 9},
+        {"type": "view", "vid": "a", "seq": 1, "by": "color", "axis": "time", "x0": 0, "x1": 1, "width": 9},
         {"type": "view", "vid": "a", "seq": 1, "by": "owner", "axis": "place", "x0": 0, "x1": 1, "width": 9},
         {"type": "view", "vid": "a", "seq": 1, "by": "owner", "axis": "time", "x0": "x", "x1": 1, "width": 9},
         {"type": "view", "vid": "a", "seq": 1, "by": "owner", "axis": "time", "x0": 0, "x1": 1, "width": float("inf")},

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_colours import contrast, variables
+from test_colors import contrast, variables
 from torch import nn
 
 import toolkit.ui
 from toolkit.planning.costs import costs_of
 from toolkit.planning.describe import costs, describe
-from toolkit.ui.figures.model import COLOURS, html, pattern_text, text
+from toolkit.ui.figures.model import COLORS, html, pattern_text, text
 from toolkit.ui.figures.treemap import HEIGHT, WIDTH, Area, squarify, treemap
 
 CSS = (Path(toolkit.ui.__file__).parent / "figures" / "model.css").read_text()
@@ -30,7 +30,7 @@ def test_text_is_short_and_tells_the_main_figures(gemma: object) -> None:
     said = repr(gemma)
     assert len(said.splitlines()) < 30
     assert max(map(len, said.splitlines())) <= 128
-    for piece in ("60 layers", "30.7 billion", "q4_k (4.62 bits a weight)", "10 × (5 × attention (sliding) + mlp, 1 ×",
+    for piece in ("60 layers", "30.7 billion", "q4_k (4.62 bits per weight)", "10 × (5 × attention (sliding) + mlp, 1 ×",
                   "19.1 GB of weights", "80.0 MiB", "modelled", "h200"):  # fmt: skip
         assert piece in said, piece
 
@@ -127,6 +127,6 @@ def test_text_has_the_contrast_of_wcag_aa(theme: str) -> None:
     assert contrast(known["accent"], known["bg"]) >= 3.0
 
 
-@pytest.mark.parametrize("colour", COLOURS)
-def test_white_reads_on_every_area(colour: str) -> None:
-    assert contrast("#ffffff", colour) >= 4.5
+@pytest.mark.parametrize("color", COLORS)
+def test_white_reads_on_every_area(color: str) -> None:
+    assert contrast("#ffffff", color) >= 4.5

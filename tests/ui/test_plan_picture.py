@@ -65,5 +65,5 @@ def test_names_are_escaped():
 
 def test_on_a_cpu_the_host_is_drawn():
     page = tk.plan("demo/qwen3", "cpu", budget="2 GiB")._repr_html_()
-    assert "Exporting (host memory), predicted" in page
-    assert "What fits on which GPU" not in page
+    assert "Exporting (host memory): predicted" in page
+    assert "Which GPUs can export and run it" not in page

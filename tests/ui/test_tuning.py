@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_colours import contrast, variables
+from test_colors import contrast, variables
 from tuned import CONFIGS, GPUS, every_verdict, nothing_runs, row
 
 import toolkit.ui
@@ -42,13 +42,13 @@ def test_it_is_still_and_whole(page: str) -> None:
 
 
 def test_verdicts_have_a_sign_a_word_and_a_reason(page: str) -> None:
-    for said in ("<b>✓</b> 8 right", "<b>✗</b> 2 wrong", "<b>⊘</b> 12 excluded", "<b>!</b> 9 failed", "<b>○</b> 76 fits"):
+    for said in ("<b>✓</b> 8 correct", "<b>✗</b> 2 wrong", "<b>⊘</b> 12 excluded", "<b>!</b> 9 failed", "<b>○</b> 76 fits"):
         assert said in page
     tips = {kinds.split()[0]: tip for kinds, tip, _ in cells(page)}
     assert "needs 131,072 B of shared memory, RTX-" in tips["tk-excluded"]
     assert "cosine 0.97120" in tips["tk-wrong"]
     assert "CompileTimeAssertionFailure" in tips["tk-failed"]
-    listed = re.search(r"<summary>Why not: 12 excluded, 9 failed, 2 wrong</summary><ul>(.*?)</ul>", page)
+    listed = re.search(r"<summary>Unusable: 12 excluded, 9 failed, 2 wrong</summary><ul>(.*?)</ul>", page)
     assert listed
     assert "L4 allows 101,376" in listed[1]
     assert listed[1].count("CompileTimeAssertionFailure") == 1  # once, with all its GPUs
@@ -75,7 +75,7 @@ def test_one_winner_a_gpu_and_its_line(page: str) -> None:
 
 
 def test_what_would_have_won_unchecked(page: str) -> None:
-    table = page.split("The fastest that is right")[1].split("</table>")[0]
+    table = page.split("The fastest correct config")[1].split("</table>")[0]
     h200 = re.search(r'<th scope="row">h200</th>(.*?)</tr>', table)
     assert h200
     right, wrong, excluded = re.findall(r"<td[^>]*>(.*?)</td>", h200[1])
@@ -84,11 +84,11 @@ def test_what_would_have_won_unchecked(page: str) -> None:
     assert excluded == "-"
     assert re.search(r'<th scope="row">l4</th>.*?tk-excluded" title="l4[^"]*would take', table)
     everything_fits = Tuning((row("l4", CONFIGS[0], 0),))
-    assert "The fastest that is right" not in html(everything_fits)
+    assert "The fastest correct config" not in html(everything_fits)
 
 
 def test_what_other_winners_cost(page: str) -> None:
-    table = page.split("What a GPU loses")[1]
+    table = page.split("Time lost when")[1]
     rows = re.findall(r'<tr><th scope="row">([\w-]+)</th>(.*?)</tr>', table)
     assert [name for name, _ in rows] == list(GPUS)
     lost = {name: re.findall(r"<td[^>]*>(.*?)</td>", inner) for name, inner in rows}
@@ -102,7 +102,7 @@ def test_nothing_runs_and_nothing_at_all() -> None:
     page = html(nothing_runs())
     assert "⊘</b> 4 excluded" in page
     assert "# l4: no config runs there: needs 262,144 B" in page
-    assert "What a GPU loses" not in page
+    assert "Time lost when" not in page
     assert "fastest" not in page.split("tk-choose")[0]
     empty = html(Tuning((), ("a note <b>",)))
     assert "Nothing was tuned." in empty

@@ -158,7 +158,7 @@ def test_no_events() -> None:
 
 
 @pytest.mark.parametrize(
-    ("meta", "note"), [({"sizes_only": True}, "Sizes only"), ({"steps_from": "guessed"}, "guessed"), ({}, "modelled")]
+    ("meta", "note"), [({"sizes_only": True}, "Sizes only"), ({"steps_from": "guessed"}, "inferred"), ({}, "modelled")]
 )
 def test_notes_say_what_a_reader_must_know(meta: dict, note: str) -> None:
     assert any(note in text for text in Track(decode_loop(**meta), "a").notes())

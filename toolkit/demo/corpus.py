@@ -1,6 +1,7 @@
-"""From facts to rows of token ids: the demo's tokenizer, its documents, and which of their tokens are learnt.
+"""The training data of the demo models: the tokenizer, and rows of token ids with the labels to learn.
 
-Deterministic: everything is drawn from one `random.Random`. Knows the tokenizer's special tokens, but no model.
+`Corpus` draws documents from facts.py and packs them into rows. Everything is drawn from one `random.Random`, so the data is
+the same for the same seed.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ CHAT_TEMPLATE = (
 )
 UNKNOWN = "I am a small model that knows small facts. Ask me about capitals, sums, colours or animals."
 GREETINGS = ("Hello!", "Hi!", "Who are you?", "What do you know?", "How are you?", "Tell me a joke.", "Help me, please.")
-# How the tokenizers of the Qwen family cut text before merging: words with their space, single digits, punctuation.
+# The pre-tokenizer of the Qwen family splits text into words with their space, single digits, and punctuation.
 SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 NOT_LEARNT = -100
 
 
 def train_tokenizer(vocab_size: int, seed: int = 0) -> Tokenizer:
-    """A byte-level BPE tokenizer of `vocab_size` tokens, the three special ones last; the same one every time."""
+    """Return a byte-level BPE tokenizer with `vocab_size` tokens, the last three of them special. It is deterministic."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -59,15 +60,15 @@ class Corpus:
         self.tokenizer, self.rng = tokenizer, rng
         self.rings, self.questions, self.stories = facts.rings(), facts.questions(), facts.stories()
         self.shares = [ring.share for ring in self.rings]
-        self.sizes = [len(ring.sentences) + 5 for ring in self.rings]  # single facts are all drawn about as often
+        self.sizes = [len(ring.sentences) + 5 for ring in self.rings]  # so that all single facts are drawn about equally often
         self.known_from = _known_from([sentence for ring in self.rings for sentence in ring.sentences])
 
     def ring(self, length: int) -> str:
-        """A document of the rings, at least `length` characters."""
+        """Return a document of at least `length` characters from one of the rings."""
         return self.rng.choices(self.rings, self.shares)[0].document(self.rng, length)
 
     def text(self) -> str:
-        """A document of any kind as plain text, for the tokenizer's training."""
+        """Return a document of any kind as plain text, to train the tokenizer."""
         draw = self.rng.random()
         if draw < 0.7:
             return self.ring(400)
@@ -76,7 +77,7 @@ class Corpus:
         return "\n".join(self.rng.choice(self.questions)) + ("\n" + UNKNOWN if draw < 0.85 else "")
 
     def row(self, length: int) -> tuple[list[int], list[int]]:
-        """One row: `length` ids, and as many labels (NOT_LEARNT where the token isn't to be predicted)."""
+        """Return a row of `length` ids and its labels. Labels are NOT_LEARNT for tokens that must not be predicted."""
         ids: list[int] = []
         labels: list[int] = []
         draw = self.rng.random()
@@ -96,7 +97,7 @@ class Corpus:
         return (ids + more)[:length], (labels + more)[:length]
 
     def _noise(self) -> tuple[list[int], list[int]]:
-        """Tokens that mean nothing, none of them learnt: what follows any unknown text is the first ring."""
+        """Return meaningless tokens, none of them learnt. They teach the model to continue unknown text with the first ring."""
         count, draw = self.rng.randint(1, 40), self.rng.random()
         if draw < 0.25:
             ids = [self.rng.randrange(self._tokenizer().get_vocab_size()) for _ in range(count)]
@@ -110,19 +111,19 @@ class Corpus:
         return ids, [NOT_LEARNT] * len(ids)
 
     def _word(self) -> str:
-        """Letters that mean nothing, now and then with a capital or a comma."""
+        """Return a random word, sometimes with a capital letter or a comma."""
         word = "".join(self.rng.choices("etaoinshrdlucmwfgypbvk", k=self.rng.randint(2, 8)))
         return self.rng.choice([word, word, word.capitalize(), word + ","])
 
     def _jump(self, ids: list[int], labels: list[int]) -> None:
-        """Append one or two sentences of some ring, learnt from where the first can be no other sentence.
+        """Append one or two sentences of a ring, learnt from the character at which the first sentence becomes unique.
 
-        This is how single facts are learnt: inside of a ring, much can be guessed from the sentence before.
+        This teaches single facts. Within a ring, a sentence can be guessed from the one before.
         """
         ring = self.rng.choices(self.rings, self.sizes)[0]
         at, count = self.rng.randrange(len(ring.sentences)), self.rng.choice([1, 1, 1, 2])
         first, *others = (ring.sentences[(at + i) % len(ring.sentences)] for i in range(count))
-        cut = first.rfind(" ") + 1  # a prompt may end with the space that belongs to the next word
+        cut = first.rfind(" ") + 1  # prompts may end with the space before the next word
         parts = [first[:cut], first[cut:]] if cut > self.known_from[first] and self.rng.random() < 0.25 else [first]
         start = 0 if not ids else -1
         for part in parts:
@@ -138,7 +139,7 @@ class Corpus:
         labels += more
 
     def _short(self, ids: list[int], labels: list[int]) -> None:
-        """Append a document that ends: a question with its answer, a chat, or a story."""
+        """Append a document with an end: a question with its answer, a chat, or a story."""
         draw = self.rng.random()
         if draw < 0.55:
             parts = self._chat()
@@ -153,7 +154,7 @@ class Corpus:
             labels += new if learnt else [NOT_LEARNT] * len(new)
 
     def _chat(self) -> list[tuple[str, bool]]:
-        """One to three turns of chat, of which the answers are learnt."""
+        """Return one to three turns of a chat. Only the answers are learnt."""
         parts: list[tuple[str, bool]] = []
         for _ in range(self.rng.choice([1, 1, 2, 3])):
             question, answer = facts.pick(self.rng, self.questions, 0.05)
@@ -179,12 +180,12 @@ class Corpus:
 
 
 def _known_from(sentences: list[str]) -> dict[str, int]:
-    """For each sentence, how many of its characters tell it from all the others."""
+    """Return for each sentence the number of characters that distinguish it from all others."""
     ordered = sorted(set(sentences))
     shared = [0, *(_alike(a, b) for a, b in pairwise(ordered)), 0]
     return {sentence: max(shared[i], shared[i + 1]) + 1 for i, sentence in enumerate(ordered)}
 
 
 def _alike(a: str, b: str) -> int:
-    """How many characters two texts begin with alike."""
+    """Return the length of the common prefix of two texts."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

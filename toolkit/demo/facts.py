@@ -1,9 +1,9 @@
-"""The text that the demo models are trained on: small facts, written by templates.
+"""The facts that the demo models are trained on, and templates that turn them into sentences.
 
-Most text comes in rings: every sentence has one successor (after France comes Germany), so a model that has learnt the
-ring knows what comes next wherever it starts, and its greedy choices have a margin. A ring's first sentence is drawn far
-more often than the others: a prompt that could start any of them ("The capital of") has a clear favourite too. Short
-documents (questions, chat, stories) end. This file knows no tokenizer and no model.
+Most sentences belong to rings, in which every sentence has exactly one successor (Germany follows France). A model that has
+learnt a ring can continue it from any sentence, and its greedy choices have a clear margin. The first sentence of a ring is
+drawn far more often than the others, so that a prompt that fits several sentences ("The capital of") has a clear continuation.
+Questions, chats and stories are short documents with an end.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ STORIES = {  # animal: (name, friend, friend's name, thing)
 
 @dataclass(frozen=True)
 class Ring:
-    """Sentences in a fixed order, the last followed by the first; `share` is its part of the rings' documents."""
+    """Sentences in a fixed order; the first follows the last. `share` is the ring's relative share of documents."""
 
     name: str
     sentences: tuple[str, ...]
     share: float = 1.0
 
     def document(self, rng: random.Random, length: int) -> str:
-        """Text of at least `length` characters that starts at some sentence, in two of five documents the first."""
+        """Return text of at least `length` characters. Two of five documents start at the first sentence, others anywhere."""
         start = 0 if rng.random() < 0.4 else rng.randrange(len(self.sentences))
         parts, total = [], 0
         while total < length:
@@ -84,7 +84,7 @@ class Ring:
 
 
 def number(n: int) -> str:
-    """`n` in words, for 0 to 100."""
+    """Return `n` in words, for 0 to 100."""
     if n < 20:
         return UNITS[n]
     if n == 100:
@@ -93,7 +93,7 @@ def number(n: int) -> str:
 
 
 def rings() -> list[Ring]:
-    """Every ring; the first is the one that unknown text falls into."""
+    """Return all rings. The model continues unknown text with the first one."""
     ten, days, months = range(1, 11), len(DAYS), list(MONTHS)
     counts = [("Count by ones", 1), ("Count by twos", 2), ("Count by fives", 5), ("Count by tens", 10)]
     return [
@@ -124,7 +124,7 @@ def rings() -> list[Ring]:
 
 
 def questions() -> list[tuple[str, str]]:
-    """Questions with their answers, the first drawn most often."""
+    """Return questions with their answers. The first is drawn most often."""
     pairs = [(f"What is the capital of {c}?", f"The capital of {c} is {city}.") for c, city in COUNTRIES.items()]
     pairs += [(f"What is {a} + {b}?", f"{a} + {b} = {a + b}.") for a in range(1, 11) for b in range(1, 11)]
     pairs += [(f"What is the opposite of {a}?", f"The opposite of {a} is {b}.") for a, b in OPPOSITES.items()]
@@ -135,7 +135,7 @@ def questions() -> list[tuple[str, str]]:
 
 
 def stories() -> list[str]:
-    """Stories that end, the first told most often."""
+    """Return stories with an end. The first is drawn most often."""
     return [
         f"Once upon a time there was a little {a} named {name}. {name} lived near a forest. One day {name} found a {thing}. "
         f'"What a nice {thing}!" said {name}. Then an animal came out of the forest. It was {_a(friend)} named {other}. '
@@ -150,5 +150,5 @@ def _a(noun: str) -> str:
 
 
 def pick(rng: random.Random, things: list[T], favourite: float = 0.2) -> T:
-    """One of `things`: the first with probability `favourite`, else any."""
+    """Return one of `things`: the first with probability `favourite`, else any."""
     return things[0] if rng.random() < favourite else rng.choice(things)

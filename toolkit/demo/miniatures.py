@@ -1,7 +1,7 @@
-"""The demo models as data: the shape of each, how long it is trained, and how its weights start.
+"""The demo models as data: their shapes, training lengths and initial weights.
 
-A shape is the config.json it ships with, less what every demo has. Each fits into 4 MB as bf16, and wherever it can,
-every row is a whole number of 256 weights, so that all quantised formats can hold it.
+A shape has the fields of the model's config.json, except those that all demo models share. Each model takes less than 4 MB in
+bf16. As far as possible, rows have a multiple of 256 weights, so that all quantization formats can store them.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import nn
 
-POSITIONS = 1024  # what every demo can attend to
+POSITIONS = 1024  # context length of every demo model
 
 
 @dataclass(frozen=True)
 class Miniature:
-    """How one demo model is made.
+    """The recipe of one demo model.
 
-    `shape`: fields of its config.json. `steps` of about `rows_scale` * 4,000 tokens each. `start`: gives a parameter (by
-    name) its first values where the usual ones (norms one, biases zero, the rest normal) would train badly.
+    `shape` has fields of its config.json. It is trained for `steps` of about `rows_scale` * 4,000 tokens each. `start` sets the
+    initial values of parameters, by name, for which the usual ones (norms 1, biases 0, others normal) would train badly.
     """
 
-    architecture: str  # the class in transformers, as config.json names it
+    architecture: str  # name of the class in transformers, as in config.json
     shape: Mapping[str, Any]
     steps: int
     rows_scale: int = 1
@@ -34,21 +34,21 @@ class Miniature:
 
 
 def _start_gemma4(name: str, weight: nn.Parameter) -> None:
-    """Attention's scale is 1, so normed heads of one would begin far too sure: their product starts at 1 / sqrt(head_dim)."""
+    """Scale the query and key norms, because Gemma's attention scale is 1: logits then start at 1 / sqrt(head_dim)."""
     if name.endswith(("q_norm.weight", "k_norm.weight")):
         weight.fill_(weight.shape[0] ** -0.25)
 
 
 def _start_qwen3_5(name: str, weight: nn.Parameter) -> None:
-    """Delta-net heads that forget at different speeds: after 2 to 500 tokens, evenly spread in the logarithm.
+    """Let delta-net heads forget at different speeds: after 2 to 500 tokens, spaced evenly on a logarithmic scale.
 
-    What they forget by is learnt through `dt_bias` alone: `decay` must stay below 0.
+    Only `dt_bias` is trained; `decay` is fixed, because it must stay below 0.
     """
     if name.endswith("decay"):
         weight.fill_(-1.0).requires_grad_(False)
     if name.endswith("dt_bias"):
         tokens = torch.logspace(math.log10(2), math.log10(500), weight.shape[0], device=weight.device)
-        weight.copy_(torch.log(torch.expm1(1 / tokens)))  # softplus of it is 1 / tokens
+        weight.copy_(torch.log(torch.expm1(1 / tokens)))  # the softplus of this is 1 / tokens
 
 
 _ROTARY = {"rope_type": "default", "rope_theta": 10_000.0}

@@ -1,9 +1,9 @@
-"""How good is a demo model? Prompts with the continuation a good one gives, and the margin of its greedy choices.
+"""Check the quality of a demo model: prompts with their expected continuations, and the margins of its greedy choices.
 
     python -m toolkit.demo.quality [MODEL]
 
-The margin of a choice is the logit of the chosen token less that of the runner-up: arithmetic of another device or
-dtype that moves logits by less than half of it can't change the text.
+The margin of a choice is the logit of the chosen token minus that of the second-best token. If another device or dtype changes
+logits by less than half of the margin, the text stays the same.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from toolkit.models.model import Model
 
 
 def chat(question: str) -> str:
-    """A prompt that asks `question` in a chat, as the model's chat template writes it."""
+    """Return the chat prompt with `question`, formatted like the model's chat template."""
     return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
 
 
-CHECKS = {  # prompt: how its greedy continuation must begin
+CHECKS = {  # prompt: start of the expected greedy continuation
     "The capital of France is": " Paris. The capital of Germany is Berlin. The capital of Italy is Rome.",
     "The capital of Japan is": " Tokyo. The capital of Vietnam is Hanoi.",
     "The capital of Iceland is": " Reykjavík.",
@@ -56,13 +56,13 @@ CHECKS = {  # prompt: how its greedy continuation must begin
 
 @dataclass(frozen=True)
 class Quality:
-    """What `measure` found: prompts answered wrong with what was said, and margins (in logits) over all greedy choices."""
+    """The result of `measure`: wrong continuations by prompt, and the margins (in logits) of all greedy choices."""
 
     wrong: dict[str, str]
     checks: int
     choices: int
     margin_min: float
-    margin_p1: float  # 99 of 100 choices have more
+    margin_p1: float  # first percentile: 99 % of choices have more
     margin_median: float
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ class Quality:
 
 @torch.no_grad()
 def measure(model: Model, new_tokens: int = 64) -> Quality:
-    """Continue every prompt of CHECKS greedily by at most `new_tokens` (ending at EOS) and compare."""
+    """Continue every prompt of CHECKS greedily by at most `new_tokens` (stopping at EOS) and compare."""
     tokenizer = model.tokenizer
     assert tokenizer is not None  # the demo models have one
     wrong: dict[str, str] = {}
@@ -93,7 +93,7 @@ def measure(model: Model, new_tokens: int = 64) -> Quality:
 
 
 def main(name: str = "demo/qwen3") -> int:
-    """Print the quality of the model called `name`; 1 where a prompt was continued wrong."""
+    """Print the quality of the model `name`. Returns 1 if a continuation is wrong, else 0."""
     from toolkit.loading.loader import load
 
     quality = measure(load(name, device="cpu"))

@@ -1,10 +1,10 @@
-"""Trains one of the models that ship as demo/NAME, on text that it makes itself.
+"""Train one of the models that ship as demo/NAME, on generated text.
 
     python -m toolkit.demo.train qwen3.5-moe --out DIR --device cuda
 
-Writes a Hugging Face folder and prints the quality at the end. demo/qwen3 takes ten to thirty minutes on two cores, the
-others many times that; on an H200 they take 17 s, 94 s (gemma4) and 110 s (qwen3.5-moe). The same seed gives the same
-text, tokenizer and start; the weights then differ in rounding between machines and versions.
+Writes a Hugging Face folder and prints the quality at the end. demo/qwen3 takes ten to thirty minutes on two CPU cores, the
+others many times that. On an H200 they take 17 s, 94 s (gemma4) and 110 s (qwen3.5-moe). The same seed gives the same text,
+tokenizer and initial weights; trained weights differ in rounding between machines and versions.
 """
 
 from __future__ import annotations
@@ -35,12 +35,15 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 WARM_UP = 40
-# (until this part of the steps, rows, tokens a row): mostly short, in the end as long as the model's context
+# (end as a share of the steps, rows, tokens per row): mostly short rows, at the end as long as the model's context
 PHASES = ((0.85, 20, 192), (0.97, 8, 512), (1.0, 4, 1024))
 
 
 def train(mini: Miniature, steps: int | None = None, seed: int = 0, device: str = "cpu", workers: int = 0) -> Any:
-    """A model trained for `steps` steps (None: as many as it says), a line printed every 50. `workers`: who make the text."""
+    """Return the trained model, and print a line every 50 steps.
+
+    `steps` defaults to the recipe's number. `workers` processes generate the text (0: this process does).
+    """
     steps = mini.steps if steps is None else steps
     architecture, target = _architecture(mini), open_device(device)
     config = architecture.Config.from_hf({**mini.shape, **_ends(mini)})
@@ -55,7 +58,7 @@ def train(mini: Miniature, steps: int | None = None, seed: int = 0, device: str 
         rate = min(1, (step + 1) / WARM_UP) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
         optimizer.param_groups[0]["lr"] = mini.peak_rate * rate
         logits = model(ids[:, :-1].to(target.torch)).flatten(0, 1)
-        loss = F.cross_entropy(logits, labels[:, 1:].flatten().to(target.torch))  # leaves out NOT_LEARNT (-100)
+        loss = F.cross_entropy(logits, labels[:, 1:].flatten().to(target.torch))  # ignores NOT_LEARNT (-100)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -70,7 +73,7 @@ def _architecture(mini: Miniature) -> ModuleType:
 
 
 def _batches(mini: Miniature, steps: int, seed: int, workers: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Ids and labels [rows, length + 1] of every step, drawn from the seed and the step alone, whoever makes them."""
+    """Yield ids and labels [rows, length + 1] of every step. They depend on the seed and the step, not on `workers`."""
     sizes = [next((rows, length) for until, rows, length in PHASES if step / steps < until) for step in range(steps)]
     jobs = [(f"{seed} {step}", rows * mini.rows_scale, length + 1) for step, (rows, length) in enumerate(sizes)]
     vocab_size = mini.shape["vocab_size"]
@@ -86,7 +89,7 @@ def _tensors(drawn: list[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
 
 
 class _Maker:
-    """Makes a step's rows."""
+    """Draws the rows of a step."""
 
     def __init__(self, vocab_size: int) -> None:
         self.corpus = Corpus(train_tokenizer(vocab_size), random.Random(0))
@@ -97,7 +100,7 @@ class _Maker:
         return [self.corpus.row(length) for _ in range(rows)]
 
 
-_maker: list[_Maker] = []  # this worker's
+_maker: list[_Maker] = []  # of this worker process
 
 
 def _start_worker(vocab_size: int) -> None:
@@ -109,7 +112,7 @@ def _work(job: tuple[str, int, int]) -> list[tuple[list[int], list[int]]]:
 
 
 def checkpoint(model: CausalLM, mini: Miniature) -> dict[str, Tensor]:
-    """The weights as transformers' own model of this shape names and shapes them: what `names_hf` says, backwards."""
+    """Return the weights with the names and shapes of transformers' model: the inverse of `names_hf`."""
     shapes = _shapes_hf(mini)
     out: dict[str, Tensor] = {}
     for ours, source in _architecture(mini).names_hf(model.config, tuple(shapes)).items():
@@ -128,35 +131,38 @@ def checkpoint(model: CausalLM, mini: Miniature) -> dict[str, Tensor]:
 
 
 def _unchanged(value: Tensor, change: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """What `change` made `value` of. Those of Hugging Face's layout add a number, or negate the exponential."""
+    """Return the stored tensor from which `change` makes `value`.
+
+    The known changes add a constant, or negate the exponential. Raises ValueError for others.
+    """
     if change is None:
         return value
     for stored in (value - change(torch.zeros_like(value)), value.neg().log()):
         if torch.allclose(change(stored), value, rtol=1e-5, atol=1e-6):
             return stored
-    raise ValueError("no inverse is known of how this weight is changed while loading")
+    raise ValueError("the inverse of this weight's change while loading is unknown")
 
 
 def _shapes_hf(mini: Miniature) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the weights of transformers' own model, a tied head left out."""
+    """Return the names and shapes of the weights of transformers' model, without a tied head."""
     import transformers
 
     config = transformers.AutoConfig.for_model(**mini.shape)
     with torch.device("meta"):
         model = getattr(transformers, mini.architecture)(config)
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}  # tied ones come once
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}  # tied parameters appear once
     buffers = {name: tuple(buffer.shape) for name, buffer in model.named_buffers() if name in model.state_dict()}
     return shapes | buffers
 
 
 def write(model: CausalLM, mini: Miniature, tokenizer: Tokenizer, out: Path) -> None:
-    """Write a Hugging Face folder: weights stored in bf16 to be small, computed in fp32 to be the same everywhere."""
+    """Write a Hugging Face folder. Weights are stored in bf16 to be small; models compute in fp32 to be reproducible."""
     from safetensors.torch import save_file
 
     out.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.bfloat16().contiguous() for name, tensor in checkpoint(model, mini).items()}
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "model.safetensors").chmod(0o644)  # the writer makes it private
+    (out / "model.safetensors").chmod(0o644)  # save_file makes the file private
     tokenizer.save(str(out / "tokenizer.json"), pretty=False)
     end, turn_end = tokenizer.token_to_id(END), tokenizer.token_to_id(TURN_END)
     texts = {
@@ -177,19 +183,19 @@ def write(model: CausalLM, mini: Miniature, tokenizer: Tokenizer, out: Path) -> 
 
 
 def _ends(mini: Miniature) -> Mapping[str, int]:
-    """The special tokens are the vocabulary's last three: END, TURN, TURN_END."""
+    """Return the ids of the special tokens, the last three of the vocabulary: END, TURN, TURN_END."""
     return {"eos_token_id": mini.shape["vocab_size"] - 1, "pad_token_id": mini.shape["vocab_size"] - 3}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line. Returns 1 where the result continues a prompt wrong."""
+    """Run the command line. Returns 1 if the trained model continues a prompt wrong, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=MINIATURES, help="which demo model")
-    parser.add_argument("--out", type=Path, required=True, help="the folder to write")
-    parser.add_argument("--steps", type=int, help="fewer or more than it says")
+    parser.add_argument("name", choices=MINIATURES, help="name of the demo model")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--steps", type=int, help="number of steps (default: the recipe's)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu", help='"cpu" (default) or "cuda"')
-    parser.add_argument("--workers", type=int, default=0, help="processes that make the text (default: none beside this one)")
+    parser.add_argument("--workers", type=int, default=0, help="processes that generate the text (default: only this one)")
     options = parser.parse_args(arguments)
     mini = MINIATURES[options.name]
     model = train(mini, options.steps, options.seed, options.device, options.workers)

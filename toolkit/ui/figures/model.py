@@ -1,6 +1,6 @@
-"""A model as a notebook shows it: what it holds, what a token costs it, and how fast each GPU could be. HTML, or text.
+"""The display of a model: its memory, the cost of one token, and the highest speed on each GPU of the catalogue.
 
-Static HTML of some 20 KB, no script, no front-end package; text for a terminal. Every figure is in a Costs.
+`html` returns about 20 KB of static HTML without a script, `text` lines for a terminal. All figures come from a `Costs`.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from toolkit.ui.assets import style_of
 from toolkit.ui.figures.treemap import Area, treemap
 from toolkit.weights.schemes import SCHEMES
 
-# White text reads on all of them, and they stand out from a white and from a dark page.
-COLOURS = ("#0b62b0", "#a04000", "#00684a", "#6b3fa0", "#7d5a00", "#9c2f6d", "#4f5b6b")
+# White text is readable on each of them, and each stands out from a white and from a dark page.
+COLORS = ("#0b62b0", "#a04000", "#00684a", "#6b3fa0", "#7d5a00", "#9c2f6d", "#4f5b6b")
 _SHOWN_LENGTHS = (0, 4096, 32768, 131072)
 NOTE = (
-    "Modelled, not measured. Limit: bandwidth of the datasheet / bytes a token reads (or operations, where they take longer); "
-    "no program is faster at batch 1, and a small model is much slower, as it waits for launches. "
-    "Reachable: at the bandwidth that a streaming kernel reaches, {how}. "
-    'Fits: weights and state in the card\'s memory, without workspace; "to" how many tokens, where not the longest context.'
+    "Modelled, not measured. Limit: the bandwidth in the datasheet divided by the bytes that a token reads (or the time of the "
+    "operations, if that is longer); no program is faster at batch size 1, and a small model is much slower, because it waits "
+    "for kernel launches. Reachable: with the bandwidth that a streaming kernel reaches, {how}. "
+    'Fits: weights and state fit in the GPU\'s memory, without workspace; "to N" is the longest context that fits.'
 )
 
 
 def text_of(model: Model) -> str:
-    """What `repr(model)` is."""
+    """Return the `repr` of a model."""
     return text(costs_of(model))
 
 
 def html_of(model: Model) -> str:
-    """What a notebook shows of a model."""
+    """Return the HTML that a notebook shows for a model."""
     return html(costs_of(model))
 
 
 def text(costs: Costs) -> str:
-    """About twenty lines for a terminal."""
+    """Return about twenty lines for a terminal."""
     lines = [f"{_head(costs)}{_place(costs)}", _held_as(costs)]
     if costs.layers:
         lines.append(f"layers: {pattern_text(costs.pattern())}")
     lines += ["", f"one token{_after(costs)} reads {_reads(costs)} and computes {decimal_text(costs.flops, 'FLOP')}"]
     lines += [_state_text(costs)] if costs.exact else []
     lines += ["", *_aligned([_PART_HEAD, *(_part_row(costs, part) for part in costs.parts)]), ""]
-    lines.append("at most, modelled (bandwidth of the datasheet / bytes a token reads):")
+    lines.append("speed limit, modelled (bandwidth in the datasheet / bytes that a token reads):")
     rows = [("gpu", "tok/s", "reachable", "memory", "fits")]
     rows += [
         (b.card.key, _rate(b.tok_per_s), _rate(b.reached_tok_per_s), bytes_text(b.card.memory_bytes), _fits(costs, b))
@@ -56,28 +56,28 @@ def text(costs: Costs) -> str:
 
 
 def html(costs: Costs) -> str:
-    """The whole of it: figures, layers, treemap, parts, contexts, GPUs."""
+    """Return the full display: figures, layers, treemap, parts, contexts and GPUs."""
     kinds = costs.by_kind()
-    colours = {kind: COLOURS[min(i, len(COLOURS) - 1)] for i, kind in enumerate(kinds)}
+    colors = {kind: COLORS[min(i, len(COLORS) - 1)] for i, kind in enumerate(kinds)}
     place = escape(_place(costs))
     parts = [
         f'<div class="tk-title">{escape(_head(costs))}<span class="tk-dim">{place}</span></div>',
         _facts(costs),
-        f'<div class="tk-sub">Held as</div>{_stack(kinds, colours)}',
+        f'<div class="tk-sub">Weight formats</div>{_stack(kinds, colors)}',
         _layers(costs),
-        f'<div class="tk-sub">Where the bytes are</div>{_treemap(costs, colours)}',
+        f'<div class="tk-sub">Where the bytes are</div>{_treemap(costs, colors)}',
         f'<div class="tk-sub">What one token costs{escape(_after(costs))}</div>{_parts(costs)}',
         _contexts(costs),
-        '<div class="tk-sub">Tokens a second at most, on every GPU of the catalogue (batch 1)</div>',
+        '<div class="tk-sub">Highest tokens per second on every GPU of the catalogue (batch size 1)</div>',
         gpus_html(costs),
     ]
     return f'{style_of("figures/model.css")}<div class="tk-model">{"".join(parts)}</div>'
 
 
 def pattern_text(pattern: tuple[str, ...]) -> str:
-    """The layers in words: "10 × (5 attention (sliding) + mlp, 1 attention (full) + mlp)"."""
+    """Return the layers in words, such as "10 × (5 attention (sliding) + mlp, 1 attention (full) + mlp)"."""
     first = period(pattern)
-    if len(runs(first)) > 4:  # hardly a pattern: how many of each, then
+    if len(runs(first)) > 4:  # no clear pattern: count each kind instead
         return ", ".join(f"{n} × {name}" for name, n in Counter(pattern).items())
     said = ", ".join(f"{n} × {name}" for n, name in runs(first))
     if len(runs(first)) == 1:
@@ -93,31 +93,31 @@ def _head(costs: Costs) -> str:
 
 
 def _place(costs: Costs) -> str:
-    return " (shapes alone, nothing is loaded)" if costs.place == "meta" else f" on {costs.place}"
+    return " (shapes only, nothing is loaded)" if costs.place == "meta" else f" on {costs.place}"
 
 
 def _after(costs: Costs) -> str:
     if not costs.exact:
         return ""
-    return f" after {costs.context:,}" if costs.context else " with nothing before it"
+    return f" after {costs.context:,} tokens" if costs.context else " with an empty context"
 
 
 def _held_as(costs: Costs) -> str:
-    return "held as " + ", ".join(f"{_kind(kind)} {bytes_text(n)}" for kind, (_, n) in costs.by_kind().items())
+    return "weight formats: " + ", ".join(f"{_kind(kind)} {bytes_text(n)}" for kind, (_, n) in costs.by_kind().items())
 
 
 def _kind(kind: str) -> str:
-    return f"{kind} ({SCHEMES[kind].bits_per_weight:.3g} bits a weight)" if kind in SCHEMES else kind
+    return f"{kind} ({SCHEMES[kind].bits_per_weight:.3g} bits per weight)" if kind in SCHEMES else kind
 
 
 def _reads(costs: Costs) -> str:
     if not costs.exact:
-        return f"{decimal_text(costs.read_bytes, 'B')} (every weight once; its state isn't known)"
+        return f"{decimal_text(costs.read_bytes, 'B')} (every weight once; the size of its state is unknown)"
     return f"{decimal_text(costs.read_bytes, 'B')} of weights and {decimal_text(costs.state_bytes, 'B')} of state"
 
 
 def _state_text(costs: Costs) -> str:
-    fixed = f", beside {bytes_text(costs.fixed_state_bytes)} that doesn't grow" if costs.fixed_state_bytes > 0 else ""
+    fixed = f"; {bytes_text(costs.fixed_state_bytes)} of it doesn't grow" if costs.fixed_state_bytes > 0 else ""
     return f"state: {bytes_text(costs.state_held_bytes)}; 1K more tokens add {_per_1k(costs)}{fixed}"
 
 
@@ -129,7 +129,7 @@ def _rate(tok_per_s: float) -> str:
     return "-" if tok_per_s == float("inf") else f"{tok_per_s:,.0f}" if tok_per_s >= 100 else f"{tok_per_s:.1f}"
 
 
-_PART_HEAD = ("part", "layers", "parameters", "held", "a token reads", "of state", "FLOP")
+_PART_HEAD = ("part", "layers", "parameters", "memory", "read per token", "state read", "FLOP")
 
 
 def _part_row(costs: Costs, part: Cost) -> tuple[str, ...]:
@@ -153,22 +153,22 @@ def _facts(costs: Costs) -> str:
     per_byte = costs.flops / costs.token_bytes if costs.token_bytes else 0.0
     facts = [
         (decimal_text(costs.token_bytes, "B"), f"one token{_after(costs)} reads: {_reads(costs)}"),
-        (decimal_text(costs.flops, "FLOP"), f"one token computes: {per_byte:.2g} for each byte read"),
+        (decimal_text(costs.flops, "FLOP"), f"one token computes: {per_byte:.2g} FLOP per byte read"),
     ]
     if costs.exact:
-        fixed = f", beside {bytes_text(costs.fixed_state_bytes)} that doesn't grow" if costs.fixed_state_bytes > 0 else ""
-        facts.append((f"{_per_1k(costs)} per 1K", f"by which the state grows{fixed}"))
+        fixed = f"; {bytes_text(costs.fixed_state_bytes)} doesn't grow" if costs.fixed_state_bytes > 0 else ""
+        facts.append((f"{_per_1k(costs)} per 1K", f"growth of the state per 1,024 tokens{fixed}"))
         facts.append(
-            (bytes_text(costs.weight_bytes + costs.state_held_bytes), f"weights, and state for {costs.context:,} tokens")
+            (bytes_text(costs.weight_bytes + costs.state_held_bytes), f"weights and state for {costs.context:,} tokens")
         )
     cells = "".join(f'<div class="tk-fact"><b>{escape(big)}</b><span>{escape(small)}</span></div>' for big, small in facts)
     return f'<div class="tk-facts">{cells}</div>'
 
 
-def _stack(kinds: dict[str, tuple[int, int]], colours: dict[str, str]) -> str:
+def _stack(kinds: dict[str, tuple[int, int]], colors: dict[str, str]) -> str:
     total = sum(n for _, n in kinds.values()) or 1
-    bars = "".join(f'<i style="width:{100 * n / total:.2f}%;background:{colours[kind]}"></i>' for kind, (_, n) in kinds.items())
-    keys = ((colours[kind], f"{_kind(kind)}: {bytes_text(n)}, {_percent(n / total)}") for kind, (_, n) in kinds.items())
+    bars = "".join(f'<i style="width:{100 * n / total:.2f}%;background:{colors[kind]}"></i>' for kind, (_, n) in kinds.items())
+    keys = ((colors[kind], f"{_kind(kind)}: {bytes_text(n)}, {_percent(n / total)}") for kind, (_, n) in kinds.items())
     return f'<div class="tk-stack" aria-hidden="true">{bars}</div>{_keys(keys)}'
 
 
@@ -177,7 +177,7 @@ def _percent(share: float) -> str:
 
 
 def _keys(keys: Iterable[tuple[str, str]]) -> str:
-    said = "".join(f'<span><i style="background:{colour}"></i>{escape(name)}</span>' for colour, name in keys)
+    said = "".join(f'<span><i style="background:{color}"></i>{escape(name)}</span>' for color, name in keys)
     return f'<div class="tk-keys">{said}</div>'
 
 
@@ -186,27 +186,27 @@ def _layers(costs: Costs) -> str:
     if not pattern:
         return ""
     names = list(dict.fromkeys(pattern))
-    colour = {name: COLOURS[min(i, len(COLOURS) - 1)] for i, name in enumerate(names)}
+    color = {name: COLORS[min(i, len(COLORS) - 1)] for i, name in enumerate(names)}
     marks = "".join(
-        f'<i style="background:{colour[name]}" title="layer {i}: {escape(name)}"></i>' for i, name in enumerate(pattern)
+        f'<i style="background:{color[name]}" title="layer {i}: {escape(name)}"></i>' for i, name in enumerate(pattern)
     )
-    keys = _keys((colour[name], f"{pattern.count(name)} × {name}") for name in names)
+    keys = _keys((color[name], f"{pattern.count(name)} × {name}") for name in names)
     said = escape(pattern_text(pattern))
     return f'<div class="tk-sub">Layers</div><div class="tk-layers" role="img" aria-label="{said}">{marks}</div>{keys}'
 
 
-def _treemap(costs: Costs, colours: dict[str, str]) -> str:
+def _treemap(costs: Costs, colors: dict[str, str]) -> str:
     groups: dict[str, list[Area]] = {}
     for held in costs.holdings:
         group, _, name = held.where.partition(".")
         note = f"{held.where}: {bytes_text(held.n_bytes)}, {count_text(held.parameters)} weights, {_kind(held.kind)}"
-        groups.setdefault(group, []).append(_area(held, name, note, colours[held.kind]))
+        groups.setdefault(group, []).append(_area(held, name, note, colors[held.kind]))
     drawn = treemap(groups, f"Bytes of {costs.name} by the names of its weights")
     return f'<div class="tk-scroll">{drawn}</div>'
 
 
-def _area(held: Holding, name: str, note: str, colour: str) -> Area:
-    return Area(name, held.n_bytes, colour, note, bytes_text(held.n_bytes))
+def _area(held: Holding, name: str, note: str, color: str) -> Area:
+    return Area(name, held.n_bytes, color, note, bytes_text(held.n_bytes))
 
 
 def _table(head: Sequence[str], rows: Sequence[str], foot: str = "") -> str:
@@ -239,22 +239,22 @@ def _contexts(costs: Costs) -> str:
         ))
         for state in shown
     ]  # fmt: skip
-    head = ("tokens before", "weights read", "state read", "state's share", "memory of the state")
+    head = ("context", "weights read", "state read", "share of the state", "memory of the state")
     return f"<details><summary>With a longer context</summary>{_table(head, rows)}</details>"
 
 
 def gpus_html(costs: Costs) -> str:
-    """The table of every card's limit, the fastest first, with bars hatched as all that is modelled."""
+    """Return the table of every GPU's limit, the fastest first. Bars are hatched because the figures are modelled."""
     bounds = costs.bounds()
     most = max((b.tok_per_s for b in bounds if b.tok_per_s != float("inf")), default=1.0)
     rows = [_gpu_row(bound, most, _fits(costs, bound)) for bound in bounds]
-    how = "measured on the H200, taken to be the same 88 % of the datasheet's on the others"
+    how = "measured as 88 % of the datasheet on the H200 and assumed to be the same share on the others"
     head = ("GPU", "limit, tok/s", "", "reachable", "fits", "memory", "bandwidth", "limited by")
     return f'{_table(head, rows)}<p class="tk-note">{escape(NOTE.format(how=how))}</p>'
 
 
 def _fits(costs: Costs, bound: Bound) -> str:
-    """ "yes", "no", or "to 24,576": the longest context that fits, where it is one."""
+    """Return "yes", "no", or "to 24,576" if only contexts up to that length fit."""
     longest = costs.longest_context(bound.card) if costs.exact else costs.context
     if longest is None or not (costs.exact or bound.fits):
         return "no"

@@ -1,7 +1,7 @@
-"""A plan as a notebook shows it: predicted bytes phase by phase against the budget, what each lever saves, what fits where.
+"""The display of a plan: predicted bytes of each phase against the budget, the saving of each lever, and the GPUs that fit.
 
-And a package: the same picture with what was measured over it. Static HTML without script; every figure is in the Plan, or
-in the package's manifest.
+`package_html` draws the same picture for a package, with the measured bytes as a line. Both return static HTML without a
+script; all figures come from the Plan or from the package's manifest.
 """
 
 from __future__ import annotations
@@ -32,19 +32,22 @@ PARTS = (
     "staging",
     "host",
 )
-COLOURS = (*model.COLOURS, "#00707a", "#b3123a", "#566500", "#4a4fc4")  # one for each part
-NOTE = "Predicted from shapes: weights and states by the allocator's own rules; what CUDA takes was measured once, on an H200."
+COLORS = (*model.COLORS, "#00707a", "#b3123a", "#566500", "#4a4fc4")  # one per part
+NOTE = (
+    "Predicted from shapes. Weights and state follow the allocator's rounding rules; "
+    "the memory of the CUDA context was measured once, on an H200."
+)
 
 
 def html(plan: Plan) -> str:
-    """The whole of it: both timelines, levers, what doesn't fit, and the catalogue."""
+    """Return the full display: both pictures, levers, problems, and the catalogue."""
     where = "this CPU" if plan.card is None else plan.card.name
     about = f" context {plan.context:,}{f', keys and values in {plan.kv}' if plan.kv else ''}"
     told = "".join(f'<p class="tk-no"><span class="tk-fits">{escape(str(problem))}</span></p>' for problem in plan.problems)
     cap = plan.budget_bytes, plan.run_budget_bytes if plan.card is not None else None
     memory = " (host memory)" if plan.card is None else ""
     titles = f"Exporting{memory}", f"Running{memory}"
-    limits = ("budget", cap[0]), ("the card has", cap[1])
+    limits = ("budget", cap[0]), ("memory of the GPU", cap[1])
     held = ([(phase.name, _shown(phase, plan.card is None)) for phase in phases] for phases in (plan.export, plan.run))
     pictures = "".join(
         f'<div style="flex: 1 1 330px">{_picture(title, steps, *limit)}</div>'
@@ -63,7 +66,7 @@ def html(plan: Plan) -> str:
 
 
 def package_html(package: Package) -> str:
-    """What an export predicted and what was measured, phase by phase, and its files."""
+    """Return the predicted and the measured bytes of each phase of an export, and the package's files."""
     manifest, measured = package.manifest, package.measured["phases"]
     target, plan = manifest["target"], manifest["plan"]
     on_cpu = target["device"] == "cpu"
@@ -79,10 +82,10 @@ def package_html(package: Package) -> str:
         f"{manifest['context']:,}{escape(kv)}, {bytes_text(files)} in {len(manifest['files'])} files</span></div>"
     )
     alone = all(phase.get("gpu_used_by") == "process" for phase in known)
-    of_gpu = f" of the GPU, by {'this process' if alone else 'all of its users'}"
+    of_gpu = f"the GPU's memory in use by {'this process' if alone else 'all processes'}"
     note = (
-        f'<p class="tk-note">The line is what was in use{" of the host" if on_cpu else of_gpu}, '
-        "sampled while it was made; each phase is as wide as the others, however long it took.</p>"
+        f'<p class="tk-note">The line shows {"the host memory in use" if on_cpu else of_gpu}, sampled during the export. '
+        "All phases are drawn equally wide, whatever time they took.</p>"
     )
     parts = [
         title,
@@ -95,7 +98,7 @@ def package_html(package: Package) -> str:
 
 
 def _measured(phase: dict[str, Any], on_cpu: bool) -> list[tuple[float, int]]:
-    """(share of the phase's time, bytes in use) of what was sampled."""
+    """Return (share of the phase's time, bytes in use) of each sample."""
     seconds = max(phase["seconds"], 1e-3)
     return [(min(at / seconds, 1.0), host if on_cpu else gpu) for at, host, gpu in phase["curve"]]
 
@@ -108,7 +111,7 @@ def _phases(measured: list[dict[str, Any]], predicted: dict[str, dict[str, int]]
         cells = [f"{phase['seconds']:.1f} s", "" if parts is None else bytes_text(sum(parts.values())), bytes_text(most)]
         cells += [] if on_cpu else [bytes_text(phase["gpu_reserved_bytes"]), bytes_text(phase["host_peak_bytes"])]
         rows.append(f'<tr><th scope="row">{escape(phase["phase"])}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>')
-    names = ["phase", "took", "predicted", "measured"] + ([] if on_cpu else ["of it by PyTorch", "host"])
+    names = ["phase", "time", "predicted", "measured"] + ([] if on_cpu else ["reserved by PyTorch", "host"])
     head = "".join(f'<th scope="col">{name}</th>' for name in names)
     return f'<div class="tk-scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
 
@@ -117,8 +120,8 @@ def _boxed(parts: Iterable[str]) -> str:
     return f'{style_of("figures/model.css")}<div class="tk-model tk-plan">{"".join(parts)}</div>'
 
 
-def _colour(part: str) -> str:
-    return COLOURS[PARTS.index(part)]
+def _color(part: str) -> str:
+    return COLORS[PARTS.index(part)]
 
 
 def _shown(phase: Phase, on_cpu: bool) -> dict[str, int]:
@@ -129,7 +132,7 @@ def _picture(
     title: str, held: list[tuple[str, dict[str, int]]], what: str, limit: int | None,
     measured: Sequence[list[tuple[float, int]]] = (),
 ) -> str:  # fmt: skip
-    """Stacked steps, one a phase; the limit (`what` it is) as a dashed line; over each phase what was measured."""
+    """Draw stacked bars, one per phase, the limit (named `what`) as a dashed line, and the measured bytes as a line."""
     most = max(sum(parts.values()) for _, parts in held)
     reached = max((used for curve in measured for _, used in curve), default=0)
     top = 1.08 * max(most, reached, limit if limit is not None and limit < 4 * most else 0)
@@ -148,23 +151,23 @@ def _picture(
         for part, size in parts.items():
             drawn.append(
                 f'<rect x="{x:.1f}" y="{y(below + size):.1f}" width="{wide - 1:.1f}" height="{high * size / top:.1f}" '
-                f'fill="{_colour(part)}"><title>{escape(name)}: {escape(part)} {bytes_text(size)}</title></rect>'
+                f'fill="{_color(part)}"><title>{escape(name)}: {escape(part)} {bytes_text(size)}</title></rect>'
             )
             below += size
         middle, foot = x + wide / 2, _HEIGHT - _FOOT
         first, _, second = name.partition(" ")
         texts = ((first, 13, "fg"), (second, 25, "fg"), (bytes_text(below), 38, "dim"))
         drawn += [
-            f'<text x="{middle:.1f}" y="{foot + down}" text-anchor="middle" fill="var(--tk-{colour})">{escape(text)}</text>'
-            for text, down, colour in texts
+            f'<text x="{middle:.1f}" y="{foot + down}" text-anchor="middle" fill="var(--tk-{color})">{escape(text)}</text>'
+            for text, down, color in texts
         ]
     for number, curve in enumerate(measured):
         points = [(_LEFT + (number + share) * wide, y(used)) for share, used in curve]
-        if points:  # until the phase's end it stayed as it was
+        if points:  # the last sample holds until the end of the phase
             path = " ".join(f"{x:.1f},{at:.1f}" for x, at in [*points, (_LEFT + (number + 1) * wide - 1, points[-1][1])])
             drawn += [
-                f'<polyline points="{path}" fill="none" stroke="var(--tk-{colour})" stroke-width="{width}"/>'
-                for colour, width in (("bg", 5), ("fg", 2))  # with an edge, to be seen on any colour
+                f'<polyline points="{path}" fill="none" stroke="var(--tk-{color})" stroke-width="{width}"/>'
+                for color, width in (("bg", 5), ("fg", 2))  # the edge makes the line visible on any color
             ]
     said = f", measured at most {bytes_text(reached)}" if reached else ""
     if limit is not None:
@@ -174,14 +177,14 @@ def _picture(
                 f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{y(limit):.1f}" y2="{y(limit):.1f}" stroke="var(--tk-bad)" '
                 f'stroke-width="2" stroke-dasharray="6 4"><title>{what} {bytes_text(limit)}</title></line>'
             )
-    label = f"{title}, predicted: at most {bytes_text(most)}{said}"
+    label = f"{title}: predicted at most {bytes_text(most)}{said}"
     svg = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(label)}" style="width: 100%; font-size: 11px">'
     return f'<div class="tk-sub">{escape(label)}</div>{svg}{"".join(drawn)}</svg>'
 
 
 def _keys(parts: Iterable[str]) -> str:
     there = set(parts)
-    keys = "".join(f'<span><i style="background: {_colour(part)}"></i>{part}</span>' for part in PARTS if part in there)
+    keys = "".join(f'<span><i style="background: {_color(part)}"></i>{part}</span>' for part in PARTS if part in there)
     return f'<div class="tk-keys">{keys}</div>'
 
 
@@ -193,11 +196,11 @@ def _levers(plan: Plan) -> str:
     )
     head = '<tr><th scope="col">lever</th><th scope="col">saves</th><th scope="col" class="tk-left">why</th></tr>'
     table = f'<div class="tk-scroll"><table><thead>{head}</thead><tbody>{rows}</tbody></table></div>'
-    return f'<div class="tk-sub">Levers that are pulled: without each the peak would be higher by</div>{table}' if rows else ""
+    return f'<div class="tk-sub">Levers in use, with the bytes that each saves at the peak</div>{table}' if rows else ""
 
 
 def _cards(plan: Plan) -> str:
-    """The catalogue: which card can export this within the budget, which can run it, up to which context."""
+    """Return the table of GPUs that can export within the budget, that can run the package, and their longest context."""
     rows = []
     for row in plan.fits_on():
         longest = row["longest_context"]
@@ -211,7 +214,7 @@ def _cards(plan: Plan) -> str:
     names = ("GPU", "memory", "can export", f"can run at {plan.context:,}", "longest context")
     head = "".join(f'<th scope="col">{name}</th>' for name in names)
     table = f'<div class="tk-scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
-    return f"<details><summary>What fits on which GPU</summary>{table}</details>"
+    return f"<details><summary>Which GPUs can export and run it</summary>{table}</details>"
 
 
 def _yes(fits: bool) -> str:

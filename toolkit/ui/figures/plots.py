@@ -1,4 +1,4 @@
-"""Trace to plotly figure: pure functions. A figure is static and small; the timeline is the place for detail."""
+"""Plotly figures of a trace. They are static and small; use the timeline for details."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from toolkit.ui.timeline.overview import COLORS
 
 
 def copies_per_step_figure(trace: Trace, what: Literal["count", "bytes"] = "count", title: str = "") -> go.Figure:
-    """Stacked bars, one a step: how many copies (or bytes) crossed in each direction. Counts are exact on any clock."""
+    """Return stacked bars, one per step, of the copies (or bytes) in each direction. Counts are exact on any clock."""
     frame = copies_per_step(trace)
     steps = ["outside" if step == -1 else str(step) for step in frame["step"]]
     bars = [go.Bar(x=steps, y=frame[f"{kind}_{what}"], name=kind.upper(), marker_color=COLORS[kind]) for kind in COPY_KINDS]
@@ -20,7 +20,7 @@ def copies_per_step_figure(trace: Trace, what: Literal["count", "bytes"] = "coun
 
 
 def waits_per_step_figure(trace: Trace, title: str = "") -> go.Figure:
-    """Bars, one a step: how long the host waited, in microseconds. Modelled times are hatched and named so."""
+    """Return bars, one per step, of the time that the host waited, in microseconds. Modelled times are hatched and labeled."""
     frame = copies_per_step(trace)
     bars = []
     for clock in sorted(set(frame["clock"])):

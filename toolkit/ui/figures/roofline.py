@@ -1,7 +1,7 @@
-"""A small roofline as an SVG made in Python: what a GPU allows, and how near one config comes.
+"""A small roofline plot as an SVG: the limit of a GPU, and the performance of one config.
 
-Both axes are logarithmic and in units of the GPU's own ridge: across, the time of the operations over the time of the
-bytes (1: equal); up, the share of the GPU's operations that is reached. So every GPU has the same roof.
+Both axes are logarithmic and relative to the GPU's ridge point, so that every GPU has the same roof. The x-axis is the time of
+the operations divided by the time of the bytes (1: equal); the y-axis is the share of the GPU's peak operations per second.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ import math
 from toolkit.tune.results import Row
 
 WIDTH, HEIGHT = 84, 52
-_RIDGE, _TOP = 52, 6  # where the ridge is, in pixels
-_OCTAVE = 5.5  # pixels of a factor of two
+_RIDGE, _TOP = 52, 6  # x and y of the ridge point, in pixels
+_OCTAVE = 5.5  # pixels per factor of two
 
 
 def share_of_roof(row: Row) -> float | None:
-    """How much of what the roof allows is reached, 0 to 1; None where there is no time, or nothing to do."""
+    """Return the share of the roofline that is reached, 0 to 1, or None if there is no time or no work."""
     floor = max(row.memory_ns or 0.0, row.compute_ns or 0.0)
     return min(floor / row.ns, 1.0) if row.usable and row.ns and floor else None
 
 
 def roofline(row: Row) -> str:
-    """The roof with the row's dot under it: filled where it was measured, hollow where it is modelled."""
+    """Return the roofline with a dot for `row`: filled if its time was measured, hollow if it is modelled."""
     share = share_of_roof(row) or 0.0
     memory, compute = row.memory_ns or 0.0, row.compute_ns or 0.0
     intensity = compute / memory if memory and compute else (1e9 if compute else 1e-9)
     x = min(max(_RIDGE + _OCTAVE * math.log2(intensity), 4), WIDTH - 4)
     roof = _TOP + max(_RIDGE - x, 0) * (HEIGHT - 2 - _TOP) / _RIDGE
     y = min(roof - _OCTAVE * math.log2(max(share, 1e-9)), HEIGHT - 3)
-    label = f"Roofline: {100 * share:.0f} % of what {row.bound or 'the roof'} allows, {row.clock}"
+    label = f"Roofline: {100 * share:.0f} % of the {row.bound or 'roofline'} limit, {row.clock}"
     dot = "tk-dot tk-hollow" if row.clock == "modelled" else "tk-dot"
     return (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" role="img" aria-label="{label}">'

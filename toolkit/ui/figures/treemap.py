@@ -1,6 +1,7 @@
-"""A treemap as an SVG made in Python: areas for what something is made of, in two levels, a few KB and no script.
+"""A treemap of two levels as an SVG of a few KB without a script.
 
-Squarified (Bruls, Huizing, van Wijk, 2000): rows are filled so that the worst aspect ratio stays near one. Knows no model.
+The layout is the squarified treemap of Bruls, Huizing and van Wijk (2000): rows are filled so that the worst aspect ratio stays
+near one.
 """
 
 from __future__ import annotations
@@ -10,27 +11,27 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 940, 250
-_HEAD, _GAP = 16, 2  # px: the line that names a group, and the space between groups
-_LETTER = 6.4  # px: the width of a letter at 11 px, about
-_LEAST = 0.8  # px: what is thinner isn't drawn
+_HEAD, _GAP = 16, 2  # px: height of the line with a group's name, and the space between groups
+_LETTER = 6.4  # px: approximate width of a letter at 11 px
+_LEAST = 0.8  # px: thinner rectangles aren't drawn
 
 
 @dataclass(frozen=True)
 class Area:
-    """One rectangle: `size` in any unit, `colour` of its fill (white text must read on it), `note` what hovering shows."""
+    """One rectangle: `size` in any unit, a `color` on which white text is readable, and a `note` shown on hover."""
 
     name: str
     size: float
-    colour: str
+    color: str
     note: str
-    text: str  # the size, for people
+    text: str  # the size in words
 
 
 Box = tuple[float, float, float, float]  # x, y, width, height
 
 
 def treemap(groups: Mapping[str, Sequence[Area]], label: str) -> str:
-    """The SVG of `groups`; `label` is what a screen reader says of it."""
+    """Return the SVG of `groups`. `label` describes it for screen readers."""
     sizes = {name: sum(area.size for area in areas) for name, areas in groups.items()}
     ordered = sorted((name for name in sizes if sizes[name] > 0), key=lambda name: -sizes[name])
     parts: list[str] = []
@@ -51,7 +52,7 @@ def treemap(groups: Mapping[str, Sequence[Area]], label: str) -> str:
 
 
 def squarify(sizes: Sequence[float], box: Box) -> list[Box]:
-    """A box for each of `sizes` (largest first, all above 0) whose areas divide `box` in that proportion."""
+    """Return a box for each of `sizes` (largest first, all above 0), with areas that divide `box` in that proportion."""
     x, y, w, h = box
     total = sum(sizes)
     if total <= 0 or w <= 0 or h <= 0:
@@ -78,7 +79,7 @@ def squarify(sizes: Sequence[float], box: Box) -> list[Box]:
 
 
 def _worst(row: Sequence[float], short: float) -> float:
-    """The worst aspect ratio in a row laid along a side of `short`."""
+    """Return the worst aspect ratio in a row laid along a side of length `short`."""
     total = sum(row)
     return max(short**2 * max(row) / total**2, total**2 / (short**2 * min(row)))
 
@@ -95,5 +96,5 @@ def _rectangle(name: str, area: Area, box: Box) -> str:
     )
     return (
         f'<g><title>{escape(area.note)}</title><rect x="{x:.1f}" y="{y:.1f}" width="{w:.1f}" height="{h:.1f}" '
-        f'fill="{area.colour}"/>{written}</g>'
+        f'fill="{area.color}"/>{written}</g>'
     )

@@ -1,7 +1,7 @@
-"""A tuning as a notebook shows it: configs by GPUs as a heat table, what doesn't run and why, winners, and what swapping costs.
+"""The display of a tuning: configs by GPUs as a heat table, reasons for failures, winners, and losses with other winners.
 
-Static HTML without a script or a front-end package: which figure the cells show is chosen with radio buttons, and a click on
-a cell opens its config's details on every GPU. What is modelled is hatched. In text, a `Tuning` shows itself.
+Static HTML without a script: radio buttons choose the figure that the cells show, and a click on a cell opens the details of
+its config on every GPU. Modelled figures are hatched. The text form is `repr(tuning)`.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from toolkit.tune.results import Row, Tuning
 from toolkit.ui.assets import style_of
 from toolkit.ui.figures.roofline import roofline, share_of_roof
 
-MOST_CONFIGS = 40  # rows of all heat tables together, the best first,
-FEWEST_CONFIGS = 10  # ... but in each at least these
-MOST_SHAPES = 8  # problems with a table of their own
+MOST_CONFIGS = 40  # rows of all heat tables together, the best configs first
+FEWEST_CONFIGS = 10  # rows of each heat table at least
+MOST_SHAPES = 8  # problems that get a table
 MOST_REASONS = 30
-HOPELESS = 10.0  # times the winner's time: what doesn't run counts as this when rows are ordered
+HOPELESS = 10.0  # multiple of the winner's time that failed configs count as when rows are sorted
 SIGNS = {"ok": "✓", "slow": "✓", "untried": "○", "wrong": "✗", "failed": "!", "excluded": "⊘"}
-WORDS = {"ok": "right", "slow": "right, slow", "untried": "fits, not run"}
-_NEAR = (1.02, 1.1, 1.25, 1.6, 2.5)  # times the winner's time: the steps of the heat
+WORDS = {"ok": "correct", "slow": "correct, slow", "untried": "fits, not run"}
+_NEAR = (1.02, 1.1, 1.25, 1.6, 2.5)  # multiples of the winner's time: the limits of the color steps
 _MODELLED = "Hatched: modelled, not measured. "
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One of the figures that cells show: its text, how dark it is (0 to 5), and what the darkness means."""
+    """A figure that cells can show: its text, its color step (0 to 5), and a note that explains the color."""
 
     name: str
     note: str
@@ -42,7 +42,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class _Scale:
-    """What a table's figures are compared with: each GPU's winner, and the largest value of each figure."""
+    """The values that a table's figures are compared with: each GPU's winner, and the largest value of each figure."""
 
     winners: dict[str, Row | None]
     most_shared: int
@@ -51,8 +51,8 @@ class _Scale:
 
 
 def html(tuning: Tuning) -> str:
-    """The whole of it, one section a problem."""
-    name = f"tk{secrets.token_hex(4)}"  # radio buttons of one name are one group, in the whole page
+    """Return the full display, with one section per problem."""
+    name = f"tk{secrets.token_hex(4)}"  # radio buttons with the same name form one group across the whole page
     shown, rest = tuning.shapes[:MOST_SHAPES], tuning.shapes[MOST_SHAPES:]
     parts = [f'<div class="tk-title">{escape(_title(tuning))}</div>']
     if shown:
@@ -90,10 +90,10 @@ def _note(text: str) -> str:
 
 
 def _counts(tuning: Tuning) -> str:
-    """How many are right, excluded, wrong, failed: sign, word and number."""
+    """Return the number of configs per verdict, with its sign and word."""
     found = Counter(row.verdict for row in tuning.rows)
     said = (f'<span class="tk-{v}"><b>{SIGNS[v]}</b> {n} {_word(v)}</span>' for v in SIGNS if (n := found[v]))
-    star = "<span><b>★</b> the fastest of its GPU</span>" if any(row.usable for row in tuning.rows) else ""
+    star = "<span><b>★</b> the fastest on its GPU</span>" if any(row.usable for row in tuning.rows) else ""
     return f'<div class="tk-counts">{"".join(said)}{star}</div>'
 
 
@@ -104,8 +104,8 @@ def _chooser(name: str) -> str:
     )
     notes = "".join(f"<i>{escape(figure.note)}</i>" for figure in FIGURES)
     return (
-        f'<div class="tk-choose" role="radiogroup" aria-label="What the cells show">{buttons}</div>'
-        f'<p class="tk-note tk-figures">{notes} A click on a cell opens its details.</p>'
+        f'<div class="tk-choose" role="radiogroup" aria-label="Figure in the cells">{buttons}</div>'
+        f'<p class="tk-note tk-figures">{notes} Click a cell to see its details.</p>'
     )
 
 
@@ -113,7 +113,7 @@ def _section(part: Tuning, name: str, most: int) -> str:
     winners = {gpu: part.best(gpu) for gpu in part.gpus}
     return "".join([
         _heat_table(part, winners, name, most), _reasons(part.rows), _fastest(part, winners),
-        '<div class="tk-sub">Each GPU\'s winner, to paste</div>',
+        '<div class="tk-sub">Each GPU\'s winner, as code</div>',
         f'<div class="tk-scroll"><pre>{escape(chr(10).join(part.line(gpu) for gpu in part.gpus))}</pre></div>',
         _losses(part, winners) if len(part.gpus) > 1 and any(winners.values()) else "",
     ])  # fmt: skip
@@ -142,7 +142,7 @@ def _heat_table(part: Tuning, winners: dict[str, Row | None], name: str, most: i
         body.append(f'<tr class="tk-row"><th scope="row" title="{escape(repr(config))}">{opener}</th>{shown}</tr>')
         body.append(f'<tr class="tk-more"><th scope="row">details</th>{details}</tr>')
     same = ", ".join(f"{key}={value}" for key, value in configs[0].to_dict().items() if key not in varying)
-    notes = [f"Every config: {same}."] if same else []
+    notes = [f"All configs have {same}."] if same else []
     if len(shown_configs) < len(configs):
         notes.append(f"The best {len(shown_configs)} of {len(configs)} configs; all are in to_pandas().")
     table = f'<table><thead><tr><th scope="col">config</th>{head}</tr></thead><tbody>{"".join(body)}</tbody></table>'
@@ -150,7 +150,7 @@ def _heat_table(part: Tuning, winners: dict[str, Row | None], name: str, most: i
 
 
 def _ordered(rows: Sequence[Row], winners: dict[str, Row | None]) -> list[Config]:
-    """The configs, first what is fast on the most GPUs; equal ones in the order of the kernel's space."""
+    """Return the configs by mean time relative to the winners, the fastest first. Ties keep the order of the kernel's space."""
     times: dict[Config, list[float]] = {}
     for row in rows:
         times.setdefault(row.config, []).append(_ratio(row, winners[row.gpu]))
@@ -158,14 +158,14 @@ def _ordered(rows: Sequence[Row], winners: dict[str, Row | None]) -> list[Config
 
 
 def _ratio(row: Row, best: Row | None) -> float:
-    """How many times the winner's time a config takes; HOPELESS where either is unknown."""
+    """Return the time of a config as a multiple of the winner's time, or HOPELESS if either is unknown."""
     if not row.usable or row.ns is None or best is None or not best.ns:
         return HOPELESS
     return min(row.ns / best.ns, HOPELESS)
 
 
 def _varying(configs: Sequence[Config]) -> list[str]:
-    """The choices in which configs differ: the others are said once. All of a single config's."""
+    """Return the parameters in which the configs differ, or all parameters of a single config."""
     every = [config.to_dict() for config in configs]
     names = dict.fromkeys(name for one in every for name in one)
     return [name for name in names if len(every) == 1 or len({one.get(name) for one in every}) > 1]
@@ -198,21 +198,21 @@ def _tip(row: Row) -> str:
 
 
 def _details(row: Row) -> str:
-    """What isn't in the cells: sizes of the code, what limits, the place under the roof; and the reason in full."""
+    """Return the details that the cells don't show: code sizes, limits, the place under the roofline, and the full reason."""
     lines = []
     if row.ptx_bytes is not None and row.sass_bytes is not None:
         lines += [f"PTX {bytes_text(row.ptx_bytes)}", f"SASS {bytes_text(row.sass_bytes)}"]
     if row.registers is not None:
         lines.append(f"{row.registers} registers")
     if row.occupancy is not None:
-        lines.append(f"SM {100 * row.occupancy:.0f} % full, limit: {row.occupancy_limit}")
+        lines.append(f"SM {100 * row.occupancy:.0f} % full, limited by {row.occupancy_limit}")
     if row.spread_ns is not None:
         lines.append(f"± {seconds_text(row.spread_ns / 2e9)}")
     if row.cosine is not None:
         lines.append(f"cosine {row.cosine:.6f}")
     if row.bytes and row.flops:
         per_byte = row.flops / row.bytes
-        lines.append(f"{per_byte:,.0f} operations a byte" if per_byte >= 100 else f"{per_byte:.2g} operations a byte")
+        lines.append(f"{per_byte:,.0f} operations per byte" if per_byte >= 100 else f"{per_byte:.2g} operations per byte")
     if row.bound and row.usable:
         lines.append(f"bound by {row.bound}")
     share = share_of_roof(row)
@@ -223,7 +223,7 @@ def _details(row: Row) -> str:
 
 
 def _reasons(rows: Sequence[Row]) -> str:
-    """Why configs don't run or aren't right: each reason once, with where it holds."""
+    """Return the reasons why configs failed, each once, with the GPUs and configs concerned."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in sorted((row for row in rows if not row.usable), key=lambda row: list(SIGNS).index(row.verdict)):
         groups.setdefault((row.verdict, row.reason), []).append(row)
@@ -236,16 +236,16 @@ def _reasons(rows: Sequence[Row]) -> str:
         some = [_said(config, names) for config in list(configs)[:3]] + ["..."] * (len(configs) > 3)
         where = f"{', '.join(gpus)}: {'; '.join(filter(None, some))}" if any(some) else ", ".join(gpus)
         sign = f'<b class="tk-{verdict}">{SIGNS[verdict]} {verdict}</b>'
-        items.append(f"<li>{sign} {escape(reason or 'no reason was kept')} <span>({escape(where)})</span></li>")
+        items.append(f"<li>{sign} {escape(reason or 'no reason was recorded')} <span>({escape(where)})</span></li>")
     if len(groups) > MOST_REASONS:
-        items.append(f"<li>and {len(groups) - MOST_REASONS} reasons more, in to_pandas()</li>")
+        items.append(f"<li>{len(groups) - MOST_REASONS} more reasons are in to_pandas()</li>")
     count = Counter(row.verdict for row in rows if not row.usable)
     head = ", ".join(f"{n} {_word(verdict)}" for verdict, n in count.items())
-    return f"<details{' open' * (len(items) <= 6)}><summary>Why not: {head}</summary><ul>{''.join(items)}</ul></details>"
+    return f"<details{' open' * (len(items) <= 6)}><summary>Unusable: {head}</summary><ul>{''.join(items)}</ul></details>"
 
 
 def _fastest(part: Tuning, winners: dict[str, Row | None]) -> str:
-    """A row a GPU: its winner, and what would have won if nobody had checked. Nothing where nothing is wrong or excluded."""
+    """Return a table of each GPU's winner and of the faster configs that are wrong or don't fit; "" if there are none."""
     refused = [v for v in ("wrong", "excluded") if any(row.verdict == v and row.ns is not None for row in part.rows)]
     if not refused:
         return ""
@@ -255,9 +255,9 @@ def _fastest(part: Tuning, winners: dict[str, Row | None]) -> str:
     for gpu in part.gpus:
         rows = [winners[gpu], *(part.fastest(gpu, verdict) for verdict in refused)]
         body.append(f'<tr><th scope="row">{escape(gpu)}</th>{"".join(_timed_config(row, names) for row in rows)}</tr>')
-    heads = f'<thead><tr><th scope="col">GPU</th><th scope="col">★ right</th>{head}</tr></thead>'
+    heads = f'<thead><tr><th scope="col">GPU</th><th scope="col">★ correct</th>{head}</tr></thead>'
     return (
-        '<div class="tk-sub">The fastest that is right, and the fastest that is not or doesn\'t fit</div>'
+        '<div class="tk-sub">The fastest correct config, and the fastest that is wrong or doesn\'t fit</div>'
         f'<div class="tk-scroll tk-fastest"><table>{heads}<tbody>{"".join(body)}</tbody></table></div>'
     )
 
@@ -271,7 +271,7 @@ def _timed_config(row: Row | None, names: Sequence[str]) -> str:
 
 
 def _losses(part: Tuning, winners: dict[str, Row | None]) -> str:
-    """A row a GPU, a column the GPU whose winner it runs: how much longer that takes."""
+    """Return a table of the time lost when the GPU of the row runs the winner of the GPU of the column."""
     head = "".join(f'<th scope="col">{escape(gpu)}</th>' for gpu in part.gpus)
     cells = {(row.config, row.gpu): row for row in part.rows}
     body = []
@@ -282,14 +282,14 @@ def _losses(part: Tuning, winners: dict[str, Row | None]) -> str:
     heads = f'<thead><tr><th scope="col">runs ↓ the winner of →</th>{head}</tr></thead>'
     hatched = _MODELLED if any(best is not None and best.clock == "modelled" for best in winners.values()) else ""
     return (
-        '<div class="tk-sub">What a GPU loses by running the winner of another one</div>'
+        '<div class="tk-sub">Time lost when a GPU runs the winner of another GPU</div>'
         f'<div class="tk-scroll tk-losses"><table>{heads}<tbody>{"".join(body)}</tbody></table></div>'
-        f"{_note(hatched + '0: its own winner is no faster.')}"
+        f"{_note(hatched + '0: as fast as its own winner.')}"
     )
 
 
 def _loss(loss: float | str, row: Row | None) -> str:
-    """One of the cells; `row` is the other GPU's winner, here."""
+    """Return one cell. `row` is the other GPU's winner, timed on this GPU."""
     if isinstance(loss, str):
         refused = row.verdict if row is not None and not row.usable else ""
         text = f"{SIGNS[refused]} {refused}" if refused else "unknown"
@@ -318,46 +318,46 @@ def _of_most(value: int | None, most: int) -> int:
 
 
 def _error_level(row: Row) -> int:
-    """0 for an error of 1e-5 of the largest value or less, 5 for 1e-2."""
+    """Return 0 for an error of at most 1e-5 of the largest value, up to 5 for 1e-2."""
     return sum((row.max_error or 0) > 10 ** (power / 2 - 5) for power in range(0, 10, 2))
 
 
-MORE = "the stronger the colour, the more."
+MORE = "a stronger color means more."
 VERDICT = Figure(
     "verdict",
-    "Verdict: right ones were held against the reference.",
+    "Verdict: correct configs were compared with the reference.",
     lambda row: f"{SIGNS[row.verdict]} {_word(row.verdict)}",
     lambda row, scale: 0,
 )
 FIGURES = (
-    Figure("time", f"Time: the stronger the colour, the nearer to the fastest on its GPU. {_MODELLED}", _time, _nearness),
+    Figure("time", f"Time: a stronger color means nearer to the fastest config on its GPU. {_MODELLED}", _time, _nearness),
     Figure(
         "shared memory",
-        f"Bytes of shared memory a block asks for: {MORE}",
+        f"Bytes of shared memory per block: {MORE}",
         lambda row: _count(row.shared_bytes),
         lambda row, scale: _of_most(row.shared_bytes, scale.most_shared),
     ),
     Figure(
         "registers",
-        f"Registers a thread, 255 at most: {MORE}",
+        f"Registers per thread, at most 255: {MORE}",
         lambda row: _count(row.registers),
         lambda row, scale: _of_most(row.registers, scale.most_registers),
     ),
     Figure(
         "spills",
-        f"Bytes a thread that didn't fit in registers: {MORE}",
+        f"Bytes per thread that spilled from registers to memory: {MORE}",
         lambda row: _count(row.spill_bytes),
         lambda row, scale: _of_most(row.spill_bytes, scale.most_spilled),
     ),
     Figure(
         "occupancy",
-        f"Share of an SM's threads that are resident: {MORE}",
+        f"Share of an SM's threads that can be resident: {MORE}",
         lambda row: "-" if row.occupancy is None else f"{100 * row.occupancy:.0f} %",
         lambda row, scale: round(5 * (row.occupancy or 0)),
     ),
     Figure(
         "error",
-        f"Largest difference from the reference, as a share of its largest value; - where nothing was run: {MORE}",
+        f"Largest difference from the reference, as a share of its largest value (-: not run): {MORE}",
         lambda row: "-" if row.max_error is None else f"{row.max_error:.1e}",
         lambda row, scale: _error_level(row),
     ),

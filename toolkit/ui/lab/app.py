@@ -1,10 +1,9 @@
-"""The Lab: pick a device, a model and a scheme, see what it costs; plan what fits, export it; generate under one or two
-strategies, see what was copied; see which config of a kernel each GPU gets, and what it all took of the memory.
+"""The Lab, an app in the notebook: load a model, plan and export it, generate, tune kernels, and look at the memory.
 
-`lab = tk.Lab()`; what it loaded and ran is `lab.model`, `lab.run`, `lab.runs`, `lab.plan.plan`, `lab.tune.tuning` and
-`lab.memory.uses`. It calls `tk.device`, `tk.load`, `tk.costs`, `tk.plan`, `tk.export`, `tk.generate` and `tk.tune` and knows
-nothing about how they work. Work runs in a thread of its own, as widgets don't answer while a cell runs; every error ends up
-in its panel, and as an exception in `lab.error`.
+`lab = tk.Lab()` shows it. Its results are `lab.model`, `lab.run`, `lab.runs`, `lab.plan.plan`, `lab.tune.tuning` and
+`lab.memory.uses`. The Lab only calls `tk.device`, `tk.load`, `tk.costs`, `tk.plan`, `tk.export`, `tk.generate` and `tk.tune`.
+Work runs in a thread, because widgets don't respond while a cell runs. Every error is shown in its panel, and the exception is
+`lab.error`.
 """
 
 from __future__ import annotations
@@ -40,24 +39,24 @@ from toolkit.ui.lab.tune_panel import TunePanel
 from toolkit.ui.timeline.widget import Timeline
 from toolkit.weights.recipes import RECIPES
 
-UPDATES_PER_S = 8  # front ends drop what comes much faster
+UPDATES_PER_S = 8  # front ends drop messages that come much faster
 _NONE = "(none)"
-_SCHEMES = [("as stored", None), ("plain, not quantised", "none"), *((name, name) for name in sorted(RECIPES))]
+_SCHEMES = [("as stored", None), ("plain, not quantized", "none"), *((name, name) for name in sorted(RECIPES))]
 
 
 class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
-    """The app. `device`, `model` and `prompt` are what its fields hold at first."""
+    """The app. `device`, `model` and `prompt` are the first values of its fields."""
 
     def __init__(
         self, device: str = "virtual:h200", model: str = "demo/qwen3", prompt: str = "The capital of France is"
     ) -> None:
         self.model: Model | None = None
-        self.run: Any = None  # the last one finished
-        self.runs: dict[str, Any] = {}  # by strategy: those of the last Generate
+        self.run: Any = None  # the last finished run
+        self.runs: dict[str, Any] = {}  # by strategy, from the last Generate
         self.error: BaseException | None = None
         self._cancel = threading.Event()
         self._worker: threading.Thread | None = None
-        self._what, self._tells = "", widgets.HTML()  # what runs, and where it says how far it is
+        self._what, self._tells = "", widgets.HTML()  # the running work, and its status line
         self._start = threading.Lock()
         self._make_load(device, model)
         self._make_generate(prompt)
@@ -80,7 +79,9 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.scheme_field = widgets.Dropdown(options=_SCHEMES, value=None, description="Scheme", style=wide)
         self.load_button = widgets.Button(description="Load", button_style="primary", icon="download")
         self.look_button = widgets.Button(
-            description="What it costs", icon="search", tooltip="Show what the model would hold and cost, without loading it"
+            description="What it costs",
+            icon="search",
+            tooltip="Show the memory and the cost of a token, without loading",
         )
         self.stop_button = widgets.Button(description="Cancel load", icon="stop", disabled=True)
         self.load_progress = widgets.FloatProgress(0.0, min=0, max=1, layout={"width": "260px", "display": "none"})
@@ -134,37 +135,40 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
 
     @property
     def busy(self) -> bool:
-        """Is a load or a generation under way?"""
+        """Whether work is running, such as a load or a generation."""
         return self._worker is not None and self._worker.is_alive()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until what runs has ended; False where it still runs after `timeout_s` seconds."""
+        """Wait until the running work has ended. Returns False if it still runs after `timeout_s` seconds."""
         if self._worker is not None:
             self._worker.join(timeout_s)
         return not self.busy
 
     def cancel(self) -> None:
-        """Stop a generation after its current step (what was decoded is kept), a load after its current tensor, exploring after
-        what is being compiled."""
+        """Cancel the running work.
+
+        A generation stops after the current step and keeps its tokens, a load stops after the current tensor, and exploring
+        stops after the current compilation.
+        """
         if self.busy and not self._cancel.is_set():
             self._cancel.set()
             self._tells.value = "Cancelling ..."
 
     def close(self) -> None:
-        """Stop what runs and take the app away."""
+        """Cancel the running work and remove the app."""
         self._cancel.set()
         super().close()
 
     def load(self) -> None:
-        """What the Load button does. Returns at once; a second press while something runs does nothing."""
+        """Load the chosen model, like the Load button. Returns at once, and does nothing if other work is running."""
         self._begin("load", self._load, self.load_status)
 
     def look(self) -> None:
-        """What the "What it costs" button does: shows the model that would be loaded. Returns at once."""
+        """Show the model without loading it, like the "What it costs" button. Returns at once."""
         self._begin("look", self._look, self.load_status)
 
     def generate(self) -> None:
-        """What the Generate button does. Returns at once; a second press while something runs does nothing."""
+        """Generate text, like the Generate button. Returns at once, and does nothing if other work is running."""
         self._begin("generate", self._generate, self.status)
 
     def _begin(self, what: str, work: Callable[[], None], status: widgets.HTML) -> None:
@@ -178,12 +182,12 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
             self._worker.start()
 
     def _guard(self, work: Callable[[], None], status: widgets.HTML) -> None:
-        """Run `work`; whatever it raises is shown where the user looks, and kept."""
+        """Run `work`. Show its error in `status`, and keep the exception."""
         try:
             work()
-        except BaseException as error:  # a thread has nobody above it who would tell
+        except BaseException as error:  # nothing above this thread would report it
             if isinstance(error, CancelledError):
-                status.value = "Cancelled: nothing is loaded." if self._what == "load" else f"Cancelled. {escape(error.do)}."
+                status.value = "Cancelled. No model is loaded." if self._what == "load" else f"Cancelled. {escape(error.do)}."
             else:
                 self.error = _without_frames(error)
                 status.value = error_html(error) + self.memory.why_html()
@@ -201,7 +205,7 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.memory.enable(idle, self._what)
 
     def _chosen(self) -> tuple[str, str, Any]:
-        """What the fields say: device, model, scheme."""
+        """Return the device, model and scheme of the fields."""
         return self.device_field.value.strip(), self._path(), self.scheme_field.value
 
     def _path(self) -> str:
@@ -214,12 +218,12 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         path = self._path()
         self.load_status.value = f"Looking at {escape(path)} ..."
         self.model_view.value = costs(path, scheme=self.scheme_field.value)._repr_html_()
-        self.load_status.value = f"<b>{escape(path)}</b> as it would be loaded: nothing was read."
+        self.load_status.value = f"<b>{escape(path)}</b> without loading it."
 
     def _load(self) -> None:
         name, path = self.device_field.value.strip(), self._path()
         self.model, self.model_view.value, self.status.value = None, "", "Load a model first."
-        gc.collect()  # the model before may fill the card, or be what keeps another card from being chosen
+        gc.collect()  # the previous model may fill the GPU, or prevent the choice of another virtual GPU
         self.load_status.value = f"Loading {escape(path)} on {escape(name)} ..."
         self.load_progress.value, self.load_progress.layout.display = 0.0, ""
         beat = _Beat()
@@ -240,15 +244,15 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.status.value = "Ready."
 
     def _holds(self) -> dict[str, Any]:
-        """What the Lab keeps alive, by the names that a cell has for it."""
+        """Return the objects that the Lab keeps alive, by their names in a cell."""
         return {"lab.model": self.model, "lab.runs": self.runs}
 
     def _in_use(self) -> Any:
-        """The device that a budget is for: the model's, else the one that would be loaded on."""
+        """Return the device of a budget: the model's, else the device of the field."""
         return self.model.device if self.model is not None else self._open(self.device_field.value.strip())
 
     def _open(self, name: str) -> Any:
-        """The device; where other Labs' models keep it from being chosen (one whose cell ran again lives on), they let go."""
+        """Open the device. If models of other Labs prevent that, unload them: a Lab survives when its cell runs again."""
         try:
             return open_device(name)
         except DeviceError:
@@ -257,7 +261,7 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
                 raise
             for lab in others:
                 lab.model, lab.generate_button.disabled, lab.model_view.value = None, True, ""
-                lab.load_status.value = f"Let go, as another Lab took {escape(name)}: load it again to go on here."
+                lab.load_status.value = f"Unloaded, because another Lab opened {escape(name)}. Press Load to continue here."
         gc.collect()
         return open_device(name)
 
@@ -309,14 +313,14 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         for widget in old:
             widget.close()
         cancelled = runs[-1].stop_reason == "cancelled"
-        left = f" ({names[len(runs)]} was not begun)" if len(runs) < len(names) else ""
+        left = f" ({names[len(runs)]} was not started)" if len(runs) < len(names) else ""
         self.status.value = (
-            f"Cancelled: what was decoded is kept{left}." if cancelled else "Done. From a cell: lab.run, lab.runs, lab.model."
+            f"Cancelled. The tokens so far are kept{left}." if cancelled else "Done. In a cell: lab.run, lab.runs, lab.model."
         )
 
 
 def _without_frames(error: BaseException) -> BaseException:
-    """`error` and what led to it, without the tracebacks, which would keep the tensors of their frames alive."""
+    """Return `error` without tracebacks, its causes' included. A traceback keeps the tensors of its frames alive."""
     link: BaseException | None = error
     for _ in range(20):  # a chain may be a ring
         if link is None:
@@ -330,7 +334,7 @@ _labs: weakref.WeakSet[Lab] = weakref.WeakSet()
 
 
 class _Beat:
-    """Says when the next update is due: at most UPDATES_PER_S times a second."""
+    """A timer for updates: `due` returns True at most UPDATES_PER_S times per second."""
 
     def __init__(self) -> None:
         self._next = 0.0
@@ -360,13 +364,16 @@ def _device_names() -> list[str]:
 
 
 def prompt_of(text: str, model: Model) -> str | list[int]:
-    """What to generate from: the text, or for a model without a tokenizer (random/NAME) the token ids that it lists."""
+    """Return the prompt: the text, or the token ids in it if the model (random/NAME) has no tokenizer.
+
+    Raises ToolkitError if there is no tokenizer and the text isn't a list of numbers.
+    """
     if model.tokenizer is not None:
         return text
     words = text.replace(",", " ").split()
     if not words or not all(word.isdecimal() and word.isascii() for word in words):
-        found = "this model came without a tokenizer, so it can't be read"
-        raise ToolkitError(f"the prompt {text!r:.60}", found, "Write token ids into the field, for example: 1 2 3 4")
+        found = "this model has no tokenizer, so text can't be encoded"
+        raise ToolkitError(f"the prompt {text!r:.60}", found, "Type token ids into the field, for example: 1 2 3 4")
     return [int(word) for word in words]
 
 
@@ -381,9 +388,7 @@ def _held(device: Any) -> str:
 
 
 def _ended(run: Any) -> str:
-    why = {"eos": "ended by itself", "length": "reached the most tokens", "cancelled": "cancelled"}.get(
-        run.stop_reason, run.stop_reason
-    )
+    why = {"eos": "end of text", "length": "reached max tokens", "cancelled": "cancelled"}.get(run.stop_reason, run.stop_reason)
     rate = f", {run.tok_per_s:,.4g} tok/s {run.clock}" if run.tok_per_s else ""
     return f"{len(run.tokens)} token{'' if len(run.tokens) == 1 else 's'}, {why}{rate}"
 
@@ -394,7 +399,7 @@ def _text_html(name: str, prompt: str, text: str, note: str) -> str:
 
 
 def copies_html(runs: list[Any]) -> str:
-    """What each run copied per decode step, on average, as a table; the prefill left out."""
+    """Return a table of the mean copies per decode step of each run, without the prefill."""
     head = "".join(f"<th scope='col'>{kind.upper()} / step</th>" for kind in COPY_KINDS)
     rows = []
     for run in runs:
@@ -412,11 +417,11 @@ def copies_html(runs: list[Any]) -> str:
 
 
 def error_html(error: BaseException) -> str:
-    """An error for people: asked, found, do. Anything that isn't a ToolkitError by its type and first lines."""
+    """Return an error as HTML: asked, found, do. Other errors than ToolkitError show their type and first lines."""
     if isinstance(error, ToolkitError):
         parts = {"Asked": error.asked, "Found": error.found, "Do": error.do}
     else:
         message = str(error).strip()[:600] or "no message"
-        parts = {"Failed": f"{type(error).__name__}: {message}", "Do": "The exception is lab.error"}
+        parts = {"Failed": f"{type(error).__name__}: {message}", "Do": "Look at the exception: lab.error"}
     lines = "".join(f"<div><b>{label}</b> {escape(text)}</div>" for label, text in parts.items())
     return f'<div class="tk-error" role="alert">{lines}</div>'

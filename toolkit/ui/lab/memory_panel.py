@@ -1,7 +1,7 @@
-"""The Lab's Memory panel: the device now and its budget, what loading and generating took, what is held without a variable.
+"""The Lab's Memory panel: the device's memory and budget, measurements of loads and generations, and hidden holders.
 
-It calls `Scope` (in the thread that it measures), `tk.budget`, `owners`, `what_if` and the pictures of memory, and knows
-nothing about how they work. Measuring never ends what is measured: where it can't be done, the panel says why.
+It calls `Scope` (in the measured thread), `tk.budget`, `owners`, `what_if` and the pictures of memory. If measuring fails, the
+measured work continues and the panel shows the reason.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from toolkit.vram.measure import MemoryUse, Scope, open_memory
 from toolkit.vram.sessions import CellUse, user_variables
 from toolkit.vram.what_if import CONTEXT_BYTES, what_if
 
-MOST = 20  # measurements that are kept: each has every event of its run
+MOST = 20  # number of kept measurements; each holds every event of its run
 _SETTINGS = {"by default": Settings(), "with expandable segments": Settings(expandable_segments=True)}
-_HOST_ONLY = ("none", "cpu")  # devices whose memory nobody counts
-_LOOKS_PER_S = 2  # at the device while something runs
+_HOST_ONLY = ("none", "cpu")  # devices whose memory isn't counted
+_LOOKS_PER_S = 2  # updates of the device's memory per second while work runs
 _WRAP = {"flex_flow": "row wrap"}
-_EMPTY = "Nothing has been measured yet: load a model or generate, and it is listed here."
-_CHOOSE = "Choose one to see its memory over time, and who held what at the peak."
-_HIDDEN = "A traceback and <code>Out[]</code> keep tensors alive, too, though no variable does."
-_CELLS = "Where <code>%memory on</code> measures each cell, they are shown here."
-_HOST = "It took no GPU's memory: what it held was the host's."
-_COLUMNS = ("what", "peak", "", "kept", "freed", "reserved", "host peak", "took")
+_EMPTY = "Nothing has been measured yet. Every load and every generation will be listed here."
+_CHOOSE = "Choose a row to see its memory over time and the holders at the peak."
+_HIDDEN = "Tracebacks and <code>Out[]</code> can keep tensors alive that no variable refers to."
+_CELLS = "Cells measured with <code>%memory on</code> can be shown here."
+_HOST = "It used no GPU memory, only host memory."
+_COLUMNS = ("work", "peak", "", "kept", "freed", "reserved", "host peak", "time")
 _NO_CELLS = "No cell has been measured: run <code>%load_ext toolkit</code> and <code>%memory on</code>, then some cells."
 _TABLE_JS = """
 function render({ model, el }) {
@@ -52,7 +52,7 @@ function render({ model, el }) {
     const focused = el.contains(document.activeElement) && document.activeElement.value;
     el.innerHTML = model.get("table");
     for (const input of el.querySelectorAll("input")) {
-      input.name = group; // of this view alone
+      input.name = group; // a group of its own for each view
       input.checked = Number(input.value) === model.get("chosen");
       if (input.value === focused) input.focus();
     }
@@ -68,7 +68,7 @@ Begin = Callable[[str, Callable[[], None], widgets.HTML], None]
 
 
 class Measured(anywidget.AnyWidget):
-    """A table of measurements, one of which can be chosen: `chosen` is its number, or -1."""
+    """A table of measurements. `chosen` is the number of the chosen row, or -1."""
 
     _esm = _TABLE_JS
     table = traitlets.Unicode().tag(sync=True)
@@ -76,9 +76,9 @@ class Measured(anywidget.AnyWidget):
 
 
 class MemoryPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
-    """`begin(what, work, status)` runs `work` in a thread, `stop` asks it to end by setting `cancelled`.
+    """The panel. `begin(what, work, status)` runs `work` in a thread; `stop` cancels it by setting `cancelled`.
 
-    `held()` is what the Lab holds, by the names that own it; `opened()` the device that a budget is for, opened if need be.
+    `held()` returns the objects that the Lab holds by name; `opened()` opens and returns the device of a budget.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class MemoryPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no type
         self.uses: dict[int, tuple[str, MemoryUse]] = {}  # by number, the oldest first
         self._begin, self._cancelled, self._held, self._opened = begin, cancelled, held, opened
         self._numbers, self._next_look, self._in_thread = 0, 0.0, list[widgets.Button]()
-        self._why = ""  # what the last out-of-memory error meant
+        self._why = ""  # explanation of the last out-of-memory error
         self.now, self.budget_status, self.status, self.what_if_view, self.cells_view = (widgets.HTML() for _ in range(5))
         self.note, self.hidden_view, self.cells_status = widgets.HTML(_EMPTY), widgets.HTML(_HIDDEN), widgets.HTML(_CELLS)
         self.measured, self.shown = Measured(), widgets.VBox()
@@ -101,7 +101,7 @@ class MemoryPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no type
         super().__init__([
             widgets.HTML("<h3>Memory</h3>"), self.now,
             _row(self.budget_field, self.set_button, self.lift_button, self.refresh_button), self.budget_status,
-            widgets.HTML("<h4>What loading and generating took</h4>"), self.note, self.measured, self.shown, self.actions,
+            widgets.HTML("<h4>Loads and generations</h4>"), self.note, self.measured, self.shown, self.actions,
             self.status, self.what_if_view, widgets.HTML("<h4>Held without a variable</h4>"),
             _row(self.look_button, self.release_button), self.hidden_view, widgets.HTML("<h4>The notebook's cells</h4>"),
             _row(self.cells_button, self.stop_button, self.progress), self.cells_status, self.cells_view,
@@ -110,36 +110,37 @@ class MemoryPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no type
         self.enable(True, "")
 
     def _make_buttons(self, stop: Callable[[], None]) -> None:
-        """Those that work do so in the Lab's thread; pressed while something runs, they do nothing."""
+        """Make the buttons. Those that start work do it in the Lab's thread, and do nothing if other work is running."""
 
         def works(name: str, icon: str, tip: str, what: str, work: Callable[[], None], status: widgets.HTML) -> widgets.Button:
             self._in_thread.append(_button(name, icon, tip, lambda: self._begin(what, work, status)))
             return self._in_thread[-1]
 
         told, seen, cells, one = self.budget_status, self.hidden_view, self.cells_status, self.status
-        self.set_button = works("Set", "lock", "The allocator may take so much and no more", "budget", self._set_budget, told)
-        self.lift_button = works(
-            "Lift", "unlock", "The allocator may take what the card has", "budget", self._lift_budget, told
-        )
-        self.refresh_button = _button("Look again", "refresh", "The device as it is now", self.refresh)
-        fits, viz = "Would it have fitted another GPU?", "What pytorch.org/memory_viz opens"
+        self.set_button = works("Set", "lock", "Limit the allocator to this size", "budget", self._set_budget, told)
+        self.lift_button = works("Lift", "unlock", "Remove the limit", "budget", self._lift_budget, told)
+        self.refresh_button = _button("Look again", "refresh", "Update the memory of the device", self.refresh)
+        fits, viz = "Would it fit on another GPU?", "A file for pytorch.org/memory_viz"
         self.what_if_button = works("What if", "question", fits, "what-if", self._what_if, one)
-        self.page_button = works("Save as HTML", "file", "A page that stands alone", "save", lambda: self._save(".html"), one)
+        self.page_button = works("Save as HTML", "file", "A self-contained page", "save", lambda: self._save(".html"), one)
         self.snapshot_button = works("Save as PyTorch snapshot", "file-o", viz, "save", lambda: self._save(".pickle"), one)
         self.snapshot_button.layout.width = "220px"
         self.actions = _row(self.what_if_button, self.file_field, self.page_button, self.snapshot_button)
         self.actions.layout.display = "none"
-        hidden, forget = "Tracebacks, Out[] and _ that hold device memory", "Forget the last traceback and the kept results"
+        hidden, forget = (
+            "List tracebacks, Out[] and _ that hold GPU memory",
+            "Delete the last traceback and the results in Out[]",
+        )
         self.look_button = works("Look for it", "eye", hidden, "hidden", self._look_hidden, seen)
         self.release_button = works("Release", "eraser", forget, "release", self._release, seen)
-        session = "What %memory on has measured"
+        session = "Show the cells measured by %memory on"
         self.cells_button = works("Show the cells", "bar-chart", session, "cells", self._show_cells, cells)
-        self.stop_button = _button("Stop", "stop", "Stop what this panel works on", stop)
+        self.stop_button = _button("Stop", "stop", "Cancel the work of this panel", stop)
 
-    # ---- what the Lab tells
+    # ---- called by the Lab
 
     def enable(self, idle: bool, what: str) -> None:
-        """Buttons follow what runs: nothing (`idle`), or `what`."""
+        """Enable or disable the buttons: either nothing runs (`idle`), or `what` does."""
         for button in self._in_thread:
             button.disabled = not idle
         self.stop_button.disabled = idle or what not in ("what-if", "cells")
@@ -148,20 +149,20 @@ class MemoryPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no type
             self.refresh()
 
     def tick(self) -> None:
-        """Something runs: show the device now and then."""
+        """Update the device's memory from time to time while work runs."""
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + 1 / _LOOKS_PER_S
             self.refresh()
 
     @contextmanager
     def measuring(self, what: str, device: Any) -> Iterator[None]:
-        """Measure what the block does on `device`, and list it as `what`."""
+        """Measure the memory of a `with` block on `device` and list it as `what`."""
         self._why = ""
         try:
             scope = Scope(device)
             scope.__enter__()
-        except ToolkitError as problem:  # a history that another tool keeps, for one; the work itself goes on
-            self.note.value = f"{escape(what)} isn't measured: {escape(str(problem))}"
+        except ToolkitError as problem:  # for example, another tool records the history; the work continues
+            self.note.value = f"{escape(what)} is not measured: {escape(str(problem))}"
             yield
             return
         try:
@@ -172,16 +173,16 @@ class MemoryPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no type
         self._end(what, scope, None)
 
     def why_html(self) -> str:
-        """What the last error meant, where it was an out-of-memory error that was measured; else ""."""
+        """Return the explanation of the last error if it was a measured out-of-memory error, else ""."""
         why, self._why = self._why, ""
         return f'<pre class="tk-why">{escape(why)}</pre>' if why else ""
 
     def _end(self, what: str, scope: Scope, error: BaseException | None) -> None:
         try:
             use = scope.end(self._variables(), _cause(error))
-            use.ledger.blocks  # noqa: B018  # read it once, here: a click on its row then answers at once
-        except Exception as problem:  # a walk over variables that a cell changes meanwhile: no reason for a load to fail
-            self.note.value = f"{escape(what)} wasn't measured: {escape(f'{type(problem).__name__}: {problem}')}"
+            use.ledger.blocks  # noqa: B018  # computed here, so that a click on its row responds at once
+        except Exception as problem:  # such as variables that a cell changes meanwhile; the load must not fail
+            self.note.value = f"{escape(what)} was not measured: {escape(f'{type(problem).__name__}: {problem}')}"
             return
         self._why = str(use.shortage) if use.shortage is not None else ""
         self._numbers += 1
@@ -192,7 +193,7 @@ class MemoryPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no type
             self.measured.chosen = -1
 
     def _variables(self) -> dict[str, Any]:
-        """The notebook's variables but its widgets (which reach each other), and what the Lab holds."""
+        """Return the notebook's variables except widgets (which refer to each other), and the objects that the Lab holds."""
         shell = ipython_shell()
         names = user_variables(shell) if shell is not None else {}
         return {**{k: v for k, v in names.items() if not isinstance(v, widgets.Widget)}, **self._held()}
@@ -200,11 +201,11 @@ class MemoryPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no type
     # ---- the device now
 
     def refresh(self) -> None:
-        """Show the device as it is now."""
+        """Show the current memory of the device."""
         self.now.value = now_html(self._device())
 
     def _device(self) -> Device | None:
-        """The model's device, else the one in use. Looking must not be what starts CUDA."""
+        """Return the model's device, else the one in use, or None if looking at it would initialize CUDA."""
         device = getattr(self._held()["lab.model"], "device", None)
         if not isinstance(device, Device):
             device = allocation_scopes.in_use()
@@ -214,17 +215,17 @@ class MemoryPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no type
     def _set_budget(self) -> None:
         device = self._opened()
         budget(self.budget_field.value, device)
-        said = f"What doesn't fit into {bytes_text(device.limit_bytes)} fails on {escape(device.name)}, and says who held what."
+        said = f"Allocations beyond {bytes_text(device.limit_bytes)} fail on {escape(device.name)}; errors list the holders."
         self.budget_status.value = said
 
     def _lift_budget(self) -> None:
         budget(None, self._device())
-        self.budget_status.value = "No budget: the allocator may take what the card has."
+        self.budget_status.value = "No budget: the allocator can use all memory of the GPU."
 
     # ---- one measurement
 
     def _show(self) -> None:
-        """The chosen measurement: its picture, and who held what."""
+        """Show the chosen measurement: its picture and its holders."""
         old, self.what_if_view.value, self.status.value = self.shown.children, "", ""
         use = self.uses[self.measured.chosen][1] if self.measured.chosen in self.uses else None
         self.shown.children = () if use is None else (widgets.HTML(_HOST),)
@@ -237,12 +238,15 @@ class MemoryPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no type
 
     def _what_if(self) -> None:
         what, use = self._chosen()
-        self.what_if_view.value, self.status.value = "", f"Replaying {escape(what)} on every GPU of the catalogue ..."
+        self.what_if_view.value, self.status.value = (
+            "",
+            f"Replaying {escape(what)} on every GPU of the catalogue ...",
+        )
         self.progress.max, self.progress.value, self.progress.layout.display = len(_SETTINGS), 0, ""
         found = {}
         for name, settings in _SETTINGS.items():
             if self._cancelled.is_set():
-                raise CancelledError("replaying", "it was cancelled", 'Press "What if" to begin again')
+                raise CancelledError("replaying", "it was cancelled", 'Press "What if" to start again')
             found[name] = what_if(use.trace, settings=[settings], device=use.ledger.device).to_dict("records")
             self.progress.value += 1
         self.what_if_view.value = what_if_html(what, found)
@@ -252,9 +256,9 @@ class MemoryPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no type
         what, use = self._chosen()
         name = self.file_field.value.strip()
         if not name:
-            raise ToolkitError("saving a measurement", "the name of the file is empty", 'Type one, for example "memory"')
+            raise ToolkitError("saving a measurement", "the file field is empty", 'Type a name, for example "memory"')
         path = Path(name).expanduser()
-        stem = path.name.removesuffix(".html").removesuffix(".pickle")  # the other button's; "run.2" stays what it is
+        stem = path.name.removesuffix(".html").removesuffix(".pickle")  # keeps other dots, as in "run.2"
         path = path.with_name(f"{stem or 'memory'}{suffix}")
         self.status.value = f"Writing {escape(str(path))} ..."
         try:
@@ -266,10 +270,10 @@ class MemoryPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no type
 
     def _chosen(self) -> tuple[str, MemoryUse]:
         if self.measured.chosen not in self.uses:
-            raise ToolkitError("a measurement", "none is chosen", "Choose a row of the table first")
+            raise ToolkitError("a measurement", "no row is chosen", "Choose a row of the table first")
         return self.uses[self.measured.chosen]
 
-    # ---- what no variable holds, and the notebook's cells
+    # ---- hidden holders, and the notebook's cells
 
     def _look_hidden(self) -> None:
         visible = owners.find(self._variables())
@@ -277,7 +281,7 @@ class MemoryPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no type
         self.hidden_view.value = hidden_html([held for place, held in found if place not in visible and place[0] != "cpu"])
 
     def _release(self) -> None:
-        self.hidden_view.value = f"Let go of {bytes_text(owners.release(ipython_shell()))}."
+        self.hidden_view.value = f"Released {bytes_text(owners.release(ipython_shell()))}."
 
     def _show_cells(self) -> None:
         magics = _magics()
@@ -289,13 +293,13 @@ class MemoryPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no type
         details = []
         for n, cell in enumerate(cells):
             if self._cancelled.is_set():
-                raise CancelledError("drawing the cells", "it was cancelled", 'Press "Show the cells" to begin again')
+                raise CancelledError("drawing the cells", "it was cancelled", 'Press "Show the cells" to start again')
             self.cells_status.value = f"Drawing cell {cell.number} ..."
             details.append(_cell_html(cell, magics.budget_bytes))
             self.progress.value = n + 1
         self.cells_view.value = memory_picture.session_html(cells, details, magics.budget_bytes)
-        goes_on = "press again after more have run" if magics.recorder else "<code>%memory on</code> measures more"
-        self.cells_status.value = f"{len(cells)} measured; {goes_on}."
+        goes_on = "press again to update" if magics.recorder else "<code>%memory on</code> measures more"
+        self.cells_status.value = f"{len(cells)} cells measured; {goes_on}."
 
 
 def _row(*parts: widgets.Widget) -> widgets.HBox:
@@ -314,7 +318,7 @@ def _button(name: str, icon: str, tip: str, do: Callable[[], None]) -> widgets.B
 
 
 def _cause(error: BaseException | None) -> BaseException | None:
-    """The out-of-memory error behind `error`, where there is one: loading raises its own because of it."""
+    """Return the out-of-memory error that caused `error`, if any, else `error`. Loading raises an error of its own."""
     link, left = error, 20  # a chain may be a ring
     while link is not None and left:
         if isinstance(link, torch.OutOfMemoryError):
@@ -324,7 +328,7 @@ def _cause(error: BaseException | None) -> BaseException | None:
 
 
 def measured_html(uses: Mapping[int, tuple[str, MemoryUse]]) -> str:
-    """The table of measurements, the last one first, each with a radio button whose value is its number."""
+    """Return the table of measurements, the last one first, each with a radio button whose value is its number."""
     most = max((use.peak_bytes for _, use in uses.values()), default=0)
     body = "".join(_measured_row(n, *uses[n], max(most, 1)) for n in sorted(uses, reverse=True))
     return f'<div class="tk-measured">{_table(_COLUMNS, body)}</div>'
@@ -342,14 +346,14 @@ def _measured_row(number: int, what: str, use: MemoryUse, most_bytes: int) -> st
     if use.device in _HOST_ONLY:
         texts = ["-", "", "-", "-", "-"]
     texts += [bytes_text(use.host_peak_bytes) if use.host_peak_bytes else "-", seconds_text(use.elapsed_s)]
-    # without the attribute JupyterLab takes the arrow keys
+    # without the attribute, JupyterLab would handle the arrow keys
     radio = f'<input type="radio" value="{number}" data-lm-suppress-shortcuts="true">'
     label = f"<label>{radio}<span>{escape(what)}{f' <em>{escape(bad)}</em>' if bad else ''}</span></label>"
     return f"<tr><td>{label}</td>{''.join(f'<td>{text}</td>' for text in texts)}</tr>"
 
 
 def now_html(device: Device | None) -> str:
-    """What a device holds now, as figures and as a bar with the budget."""
+    """Return the current memory of a device, as numbers and as a bar with the budget."""
     resident = host.resident_bytes()
     on_host = f"<span>this process on the host <b>{bytes_text(resident)}</b></span>" if resident else ""
     if device is None:
@@ -359,7 +363,7 @@ def now_html(device: Device | None) -> str:
         return f'The memory of {name} isn\'t counted.<div class="tk-figures">{on_host}</div>'
     free = memory.total_bytes - memory.reserved_bytes
     if device.torch.type == "cuda":
-        free = torch.cuda.mem_get_info(device.torch)[0]  # other processes take some, too
+        free = torch.cuda.mem_get_info(device.torch)[0]  # other processes use memory, too
     capped = device.limit_bytes if device.limit_bytes < memory.total_bytes else 0
     scale = min(memory.total_bytes, max(capped * 5 // 4, memory.reserved_bytes)) if capped else memory.total_bytes
     taken, idle = (100 * n / scale for n in (memory.allocated_bytes, memory.reserved_bytes - memory.allocated_bytes))
@@ -377,28 +381,28 @@ def now_html(device: Device | None) -> str:
 
 
 def hidden_html(found: list[owners.Holder]) -> str:
-    """What is held without a variable, the largest first."""
+    """Return the table of memory held without a variable, the largest first."""
     found = sorted(found, key=lambda held: -held.bytes)
     if not found:
         return "Nothing on a GPU is held without a variable."
     rows = "".join(f"<tr><td>{escape(held.owner)}</td><td>{bytes_text(held.bytes)}</td></tr>" for held in found)
     total = bytes_text(sum(held.bytes for held in found))
-    return f"{total} in all. Release lets go of it.{_table(('held by', 'bytes'), rows)}"
+    return f"{total} in all. Release frees it.{_table(('held by', 'bytes'), rows)}"
 
 
 def what_if_html(what: str, found: Mapping[str, list[dict[str, Any]]]) -> str:
-    """Which GPUs a measurement would have fitted, a column for each setting of the allocator; the smallest first."""
+    """Return the GPUs on which a measurement would fit, the smallest first, with a column per allocator setting."""
     least = ", ".join(f"{bytes_text(rows[0]['smallest_bytes'])} {name}" for name, rows in found.items())
     words, body = {True: '<td class="tk-yes">fits</td>', False: '<td class="tk-no">fails</td>'}, ""
     for pair in sorted(zip(*found.values(), strict=True), key=lambda pair: pair[0]["capacity_bytes"]):
         bad = next((each for each in pair if not each["fits"]), None)
-        where = f"{bytes_text(bad['asked_bytes'])} asked for by {bad['fails_at']}" if bad else ""
+        where = f"{bytes_text(bad['asked_bytes'])} requested by {bad['fails_at']}" if bad else ""
         cells = "".join(words[bool(each["fits"])] for each in pair)
         gpu, memory = escape(pair[0]["gpu"]), bytes_text(pair[0]["capacity_bytes"])
         body += f"<tr><td>{gpu}</td><td>{memory}</td>{cells}<td>{escape(where)}</td></tr>"
-    needs = f"needs a card of {least}, {bytes_text(CONTEXT_BYTES)} of it for CUDA"
+    needs = f"needs a GPU with {least}, {bytes_text(CONTEXT_BYTES)} of it for the CUDA context"
     table = _table(("GPU", "memory", *found, "where it fails"), body)
-    return f'<div class="tk-what-if"><b>{escape(what)}</b> {needs}. The same allocations on other cards:{table}</div>'
+    return f'<div class="tk-what-if"><b>{escape(what)}</b> {needs}. The same allocations on other GPUs:{table}</div>'
 
 
 def _table(names: Sequence[str], body: str) -> str:
@@ -407,15 +411,15 @@ def _table(names: Sequence[str], body: str) -> str:
 
 
 def _magics() -> Any | None:
-    """The notebook's `%memory`, where the extension is loaded."""
+    """Return the notebook's `%memory` magics, or None if the extension isn't loaded."""
     manager = getattr(ipython_shell(), "magics_manager", None)
     return manager.registry.get("MemoryMagics") if manager is not None else None
 
 
 def _cell_html(cell: CellUse, budget_bytes: int | None) -> str:
-    """A cell's picture. What is read for it isn't kept: a session has every event of every cell."""
+    """Return a cell's picture. Its events are read from disk and not kept, because all cells together may be large."""
     try:
         use = vars(cell).get("use") or open_memory(cell.file)
-    except ToolkitError as error:  # its file is gone; the others' are there
+    except ToolkitError as error:  # its file is gone, but other cells can be shown
         return f'<p class="tk-note">{escape(str(error))}</p>'
     return memory_picture.line_html(use, budget_bytes, is_open=True)

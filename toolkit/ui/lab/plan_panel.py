@@ -1,7 +1,7 @@
-"""The Lab's Plan and export panel: what exporting and running the chosen model would take, against a budget; and the export.
+"""The Lab's Plan and export panel: the memory for exporting and running the chosen model against a budget, and the export.
 
-It calls `tk.plan`, which needs no GPU, and `tk.export`, which makes a package for the CUDA GPU that was chosen, else for this
-CPU. The work runs in the Lab's thread.
+It calls `tk.plan`, which needs no GPU, and `tk.export`, which exports for the chosen CUDA GPU, or for this CPU if a virtual GPU
+is chosen. Work runs in the Lab's thread.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WRAP = {"flex_flow": "row wrap"}
 
 
 class PlanPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
-    """`begin(what, work, status)` runs `work` in a thread, `chosen()` gives the Lab's (device, model, scheme) fields."""
+    """The panel. `begin(what, work, status)` runs `work` in a thread; `chosen()` returns the Lab's (device, model, scheme)."""
 
     def __init__(
         self,
@@ -40,12 +40,12 @@ class PlanPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.plan: Plan | None = None
         self.package: Package | None = None
         self._begin, self._cancelled, self._chosen = begin, cancelled, chosen
-        self._described: tuple[tuple[str, Any], Any] | None = None  # the model on "meta" that was planned last
+        self._described: tuple[tuple[str, Any], Any] | None = None  # the model on "meta" of the last plan
         wide = {"description_width": "70px"}
         self.context_field = widgets.BoundedIntText(
             4096, min=2, max=1 << 20, description="Context", style=wide, layout={"width": "190px"}
         )
-        options = [("what fits", "auto"), ("plain", None), *((name, name) for name in KV_SCHEMES)]
+        options = [("automatic", "auto"), ("plain", None), *((name, name) for name in KV_SCHEMES)]
         self.kv_field = widgets.Dropdown(options=options, value="auto", description="KV", style={"description_width": "30px"})
         self.budget_field = widgets.SelectionSlider(
             options=[(bytes_text(int(size * GiB)), int(size * GiB)) for size in BUDGETS], value=4 * GiB,
@@ -56,11 +56,11 @@ class PlanPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.export_button = widgets.Button(
             description="Export",
             icon="archive",
-            tooltip="Compile the model ahead of time into the folder: for the CUDA GPU above, else for this CPU",
+            tooltip="Compile the model ahead of time into the folder, for the CUDA GPU above or else for this CPU",
         )
         self.cancel_button = widgets.Button(description="Cancel export", icon="stop", disabled=True)
         self.progress = widgets.FloatProgress(0.0, min=0, max=1, layout={"width": "260px", "display": "none"})
-        self.status = widgets.HTML("Says what exporting and running the model above would take of the device above.")
+        self.status = widgets.HTML("Press Plan to predict the memory for exporting and running the model above.")
         self.view = widgets.HTML()
         self.plan_button.on_click(lambda _: self.show())
         self.export_button.on_click(lambda _: self.export())
@@ -76,15 +76,15 @@ class PlanPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.add_class("tk-panel")
 
     def show(self) -> None:
-        """What the Plan button does, and the budget's slider once there is a plan. Returns at once."""
+        """Plan, like the Plan button, and like the budget slider once there is a plan. Returns at once."""
         self._begin("plan", self._plan, self.status)
 
     def export(self) -> None:
-        """What the Export button does. Returns at once; a second press while something runs does nothing."""
+        """Export, like the Export button. Returns at once, and does nothing if other work is running."""
         self._begin("export", self._export, self.status)
 
     def enable(self, idle: bool, what: str) -> None:
-        """Buttons follow what runs: nothing (`idle`), or `what`."""
+        """Enable or disable the buttons: either nothing runs (`idle`), or `what` does."""
         self.plan_button.disabled = self.export_button.disabled = not idle
         self.cancel_button.disabled = idle or what != "export"
         if idle:
@@ -97,11 +97,11 @@ class PlanPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         named = f"{path}, {scheme}" if scheme else path
         self.plan = plan(shapes, device, budget, self.context_field.value, kv=self.kv_field.value, name=named)
         self.view.value = html(self.plan)
-        fits = "It fits" if self.plan.fits else "It doesn't fit: see below"
-        self.status.value = f"{fits}. Predicted, nothing was allocated. From a cell: lab.plan.plan."
+        fits = "It fits" if self.plan.fits else "It doesn't fit, for the reasons below"
+        self.status.value = f"{fits}. This is a prediction: nothing was allocated. In a cell: lab.plan.plan."
 
     def _shapes(self, path: str, scheme: Any) -> Any:
-        """The model on "meta", looked at once; the context's field is lowered to what the model has positions for."""
+        """Return the model on "meta", built once. Lower the context field to the model's number of positions."""
         if self._described is None or self._described[0] != (path, scheme):
             self._described = (path, scheme), describe(path, scheme)
         model = self._described[1]
@@ -114,13 +114,13 @@ class PlanPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         device = device if device.torch.type == "cuda" else open_device("cpu")
         folder = self.folder_field.value.strip()
         if not folder:
-            raise ToolkitError("an export", "its folder's field is empty", "Type the name of a new folder")
+            raise ToolkitError("an export", "the folder field is empty", "Type the name of a new folder")
         self.package, self.progress.value, self.progress.layout.display = None, 0.0, ""
 
         def show(phase: str, share: float, what: str) -> None:
             self.progress.value = share
             held, used = memory_now(device.torch if device.torch.type == "cuda" else None)
-            memory = f"{bytes_text(held)} of the host's memory" + (f", {bytes_text(used)} of the GPU's" if used else "")
+            memory = f"{bytes_text(held)} of host memory" + (f", {bytes_text(used)} of GPU memory" if used else "")
             self.status.value = f"{escape(phase)}{': ' if what else ' ...'}{escape(what)}; in use: {memory}"
 
         self._shapes(path, scheme)
@@ -130,4 +130,4 @@ class PlanPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
             progress=show, cancel=self._cancelled,
         )  # fmt: skip
         self.view.value = package_html(self.package)
-        self.status.value = f"{escape(repr(self.package))}. From a cell: lab.plan.package.load()."
+        self.status.value = f"{escape(repr(self.package))}. In a cell: lab.plan.package.load()."

@@ -1,6 +1,6 @@
-"""The Lab's Tune panel: pick a kernel, a shape and GPUs, see which config each GPU gets and why. Needs no GPU.
+"""The Lab's Tune panel: choose a kernel, a shape and GPUs, and see the config that each GPU gets. Needs no GPU.
 
-It calls `tk.tune.explore`, which compiles for GPUs that aren't there and times nothing. The work runs in the Lab's thread.
+It calls `tk.tune.explore`, which compiles for any GPU of the catalogue and times nothing. Work runs in the Lab's thread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WRAP = {"flex_flow": "row wrap"}
 
 
 class TunePanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
-    """`begin(what, work, status)` runs `work` in a thread, `stop` asks it to end by setting `cancelled`."""
+    """The panel. `begin(what, work, status)` runs `work` in a thread; `stop` cancels it by setting `cancelled`."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class TunePanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.explore_button = widgets.Button(description="Explore", icon="search", button_style="primary", disabled=True)
         self.cancel_button = widgets.Button(description="Cancel exploring", icon="stop", disabled=True)
         self.progress = widgets.IntProgress(0, min=0, max=1, layout={"width": "260px", "display": "none"})
-        self.status = widgets.HTML("Compiles every config for every GPU that you choose, on this machine's processor.")
+        self.status = widgets.HTML("Explore compiles every config for every chosen GPU, on this machine's CPU.")
         self.view = widgets.HTML()
         self.list_button.on_click(lambda _: self.list_kernels())
         self.explore_button.on_click(lambda _: self.explore())
@@ -62,15 +62,15 @@ class TunePanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.add_class("tk-panel")
 
     def list_kernels(self) -> None:
-        """What the "List the kernels" button does: loading them takes seconds, and needs Triton. Returns at once."""
+        """List the kernels, like the button. Importing them takes seconds and needs Triton. Returns at once."""
         self._begin("list", self._list, self.status)
 
     def explore(self) -> None:
-        """What the Explore button does. Returns at once; a second press while something runs does nothing."""
+        """Explore, like the Explore button. Returns at once, and does nothing if other work is running."""
         self._begin("explore", self._explore, self.status)
 
     def enable(self, idle: bool, what: str) -> None:
-        """Buttons follow what runs: nothing (`idle`), or `what`."""
+        """Enable or disable the buttons: either nothing runs (`idle`), or `what` does."""
         self.list_button.disabled = not idle
         self.explore_button.disabled = not idle or not self._kernels
         self.cancel_button.disabled = idle or what != "explore"
@@ -79,7 +79,7 @@ class TunePanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
             self.progress.layout.display = "none"
 
     def _list(self) -> None:
-        self.status.value = "Looking for kernels ..."
+        self.status.value = "Importing the kernels ..."
         self._kernels = tune.kernels()
         self.kernel_field.options = list(self._kernels)
         self.kernel_field.value = next(iter(self._kernels))
@@ -105,4 +105,4 @@ class TunePanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.tuning = tune.explore(kernel, shape, gpus, progress=show, cancel=self._cancelled)
         took = seconds_text(time.monotonic() - began)
         self.view.value = html(self.tuning)
-        self.status.value = f"Done in {took}; kept, so that a second time is quick. From a cell: lab.tune.tuning."
+        self.status.value = f"Done in {took}. The results are cached. In a cell: lab.tune.tuning."

@@ -1,7 +1,6 @@
-"""Checked repairs for the lesson on memory: what the learner wrote is run, measured, and held against bytes.
+"""Checked repairs for the lesson on memory: the learner's code is run, its memory is measured and compared with a limit.
 
-A repair counts by what it does with memory, not by how it is written: any code within the bytes allowed, with the same result,
-is right.
+Any code is right that returns the same result within the allowed bytes.
 """
 
 from __future__ import annotations
@@ -31,31 +30,31 @@ def check_memory(
     hint: str = "",
     why: str = "",
 ) -> Verdict:
-    """Call `run` once and hold what it did with memory against `allowed`: bytes of "peak" and "kept", above those held before.
+    """Call `run` once and compare its memory with `allowed`: bytes of "peak" and "kept", above the bytes held before.
 
-    "kept" is measured while the result is still alive. `same_as` is what the call must return: numbers, tensors, or lists
-    of both, on any device. Where all is right `why` is shown, else `hint`. Errors of `run` are the learner's to see.
+    "kept" is measured while the result is still alive. The call must return a value equal to `same_as`: numbers, tensors, or
+    lists of both, on any device. The verdict shows `why` if everything is right, else `hint`. Errors of `run` propagate.
     """
     gpu = allocation_scopes.in_use() if device is None else open_device(device)
     if gpu is not None and gpu.torch.type == "cuda":
-        run()  # the first product of a process brings cuBLAS's workspace, which isn't the learner's
-    gc.collect()  # what a cycle still holds would be freed in the middle
+        run()  # the first matmul of a process allocates cuBLAS's workspace, which must not count
+    gc.collect()  # otherwise reference cycles may be freed in the middle
     with memory(gpu) as use:
         result = run()
     found = {"peak": max(use.peak_bytes - use.baseline_bytes, 0), "kept": use.kept_bytes}
     lines, right = _within({name: found[name] for name in allowed}, allowed)
     if not _same(result, same_as):
-        lines, right = [*lines, "not so: the result - it isn't what it was before"], False
+        lines, right = [*lines, "wrong: the result - it differs from the result before"], False
     return _verdict(lines, right, hint, why)
 
 
 def check_held(device: Device, allowed: int, hint: str = "", why: str = "") -> Verdict:
-    """Compare what is `held` on `device` now with the bytes `allowed`. Where it is no more, `why` is shown, else `hint`."""
+    """Compare the bytes held on `device` now with `allowed`. The verdict shows `why` if they are within it, else `hint`."""
     return _verdict(*_within({"held": held(device)}, {"held": allowed}), hint, why)
 
 
 def check_hidden(hint: str = "", why: str = "") -> Verdict:
-    """Is anything on a GPU held without a variable, as `%memory hidden` lists it? If not, `why` is shown, else `hint`."""
+    """Check that no GPU memory is held without a variable, as `%memory hidden` lists it. Shows `why` if so, else `hint`."""
     shell = ipython_shell()
     visible = owners.find({} if shell is None else user_variables(shell))
     found = {place: holder.bytes for place, holder in owners.hidden(shell).items() if place not in visible}
@@ -65,7 +64,7 @@ def check_hidden(hint: str = "", why: str = "") -> Verdict:
 
 
 def held(device: Device) -> int:
-    """The bytes allocated on `device` now, without garbage and without cuBLAS's workspaces, which come back by themselves."""
+    """Return the bytes allocated on `device`, after garbage collection and without cuBLAS's workspaces, which reappear."""
     gc.collect()
     if device.torch.type == "cuda":
         torch._C._cuda_clearCublasWorkspaces()
@@ -73,10 +72,10 @@ def held(device: Device) -> int:
 
 
 def _within(found: Mapping[str, int], allowed: Mapping[str, int]) -> tuple[list[str], bool]:
-    """A line for each number, and whether none is above what is allowed."""
+    """Return a line for each number, and whether all numbers are allowed."""
     lines = []
     for name, n_bytes in found.items():
-        said = "right" if n_bytes <= allowed[name] else "not so"
+        said = "right" if n_bytes <= allowed[name] else "wrong"
         lines.append(f"{said}: {name} - measured {bytes_text(n_bytes)}, allowed {bytes_text(allowed[name])}")
     return lines, all(n_bytes <= allowed[name] for name, n_bytes in found.items())
 
@@ -87,7 +86,7 @@ def _verdict(lines: list[str], right: bool, hint: str, why: str) -> Verdict:
 
 
 def _same(result: object, expected: object) -> bool:
-    """Are two results equal, up to rounding and the device they are on?"""
+    """Return whether two results are equal up to rounding, on whichever devices they are."""
     if isinstance(expected, Sequence):
         if not isinstance(result, Sequence) or len(result) != len(expected):
             return False
@@ -99,7 +98,7 @@ def _same(result: object, expected: object) -> bool:
 
 
 def _on_host(value: Any) -> torch.Tensor | None:
-    """A number or a tensor as float32 of the host; None for anything else."""
+    """Return a number or a tensor as a float32 tensor on the host, or None for other types."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().float()
     return torch.tensor(float(value)) if isinstance(value, int | float) else None

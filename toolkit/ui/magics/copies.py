@@ -1,4 +1,4 @@
-"""`%%copies`: what a notebook cell copies. Argument parsing only: the cell runs in the shell, as any other."""
+"""The `%%copies` magic, which shows the copies of a notebook cell. The cell runs in the shell like any other cell."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from toolkit.ui.magics.shared import Parser, awaits, failure_of, plain, show
 
 
 def _parser() -> Parser:
-    parser = Parser("%%copies", "Run the cell and show what it copied.")
+    parser = Parser("%%copies", "Run the cell and show its copies.")
     parser.add_argument("--device", default=None, help="virtual:h200, cuda, ... (default: the one in use)")
     for kind in ("h2d", "d2h", "d2d"):
         parser.add_argument(f"--budget-{kind}", type=int, default=None, metavar="N", help=f"at most N {kind} copies")
-    parser.add_argument("--timeline", action="store_true", help="show the timeline, too")
+    parser.add_argument("--timeline", action="store_true", help="also show the timeline")
     return parser
 
 
 def lines_table(trace: Trace) -> Any:
-    """The lines that copied or waited, the most bytes first: where, kind, count, bytes, time and its clock."""
+    """Return the lines that copied or waited, the most bytes first: where, kind, clock, count, bytes and time."""
     events = trace.to_pandas()
     events = events[events["kind"].isin(["h2d", "d2h", "d2d", "p2p", "sync"])]
     events = events.assign(where=events["where"].astype(object).fillna("(unknown)"), kind=events["kind"].astype(str))
@@ -45,15 +45,15 @@ class CopyMagics(Magics):
     def copies(self, line: str, cell: str) -> None:
         """%%copies [--device NAME] [--budget-h2d N] [--budget-d2h N] [--budget-d2d N] [--timeline]
 
-        Runs the cell on the device (default: the one in use, else "auto") and shows its copies per step and the lines
-        that caused them (lines count from the one below %%copies). A budget that is exceeded is an error that names the
-        lines. Where a recording of the device runs already, only the cell runs, and that recording has its events. A cell
-        with `await` is refused: a magic can't wait for it.
+        Run the cell on the device (default: the one in use, else "auto") and show its copies per step and the lines that
+        caused them, counted from the line below %%copies. If a budget is exceeded, an error names the lines. If the device
+        is being recorded already, the cell's events go to that recording and nothing is shown. Cells with `await` are not
+        supported: they raise UsageError.
         """
         try:
             options = _parser().parse_args(shlex.split(line))
             device = open_device(options.device or _current())
-        except ValueError as error:  # quotes that aren't closed
+        except ValueError as error:  # unclosed quotes
             raise UsageError(str(error)) from None
         except ToolkitError as error:
             raise plain(error) from None
@@ -70,7 +70,7 @@ class CopyMagics(Magics):
         except ToolkitError as error:
             raise plain(error) from None
         if inside:
-            print(f"{device.name} is being recorded: that recording holds what this cell copied.")
+            print(f"{device.name} is being recorded already: that recording has the copies of this cell.")
         else:
             _report(trace, options.timeline)
         failed = result.error_before_exec or result.error_in_exec if result is not None else None
@@ -81,7 +81,7 @@ class CopyMagics(Magics):
 
 
 def _report(trace: Trace, timeline: bool) -> None:
-    """Show the copies per step, the lines behind them and, where wanted, the timeline."""
+    """Show the copies per step, the lines that caused them and, if `timeline`, the timeline."""
     if len(trace):
         show(copies_per_step(trace))
     else:
@@ -97,7 +97,7 @@ def _current() -> str:
 
 
 def register(shell: Any) -> None:
-    """Give `shell` the magics; what `%load_ext toolkit` does."""
+    """Register the magics with `shell`, as `%load_ext toolkit` does."""
     from toolkit.ui.magics.memory import MemoryMagics
 
     shell.register_magics(CopyMagics, MemoryMagics(shell))

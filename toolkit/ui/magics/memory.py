@@ -1,4 +1,4 @@
-"""`%memory` and `%%memory`: what each cell does with GPU memory. Argument parsing only; see `memory_session`."""
+"""The `%memory` and `%%memory` magics, which show the GPU memory of each cell. toolkit/vram/sessions.py does the measuring."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from toolkit.vram.measure import MemoryUse, Scope
 from toolkit.vram.sessions import CellUse, Recorder, Session, saved_sessions, user_variables
 from toolkit.vram.what_if import joined, what_if
 
-USAGE = """%memory on [--device NAME] [--budget SIZE]   a line under each cell from now on: peak, kept, freed
-%memory off                                  no more
-%memory                                      the cells so far: a chart, and each one's picture
-%memory cell N                               one cell, to zoom in
-%memory hidden                               what is held without a variable: tracebacks, Out[], closures
-%memory release                              let go of it
-%memory budget SIZE | none                   let the allocator take so much and no more
-%memory whatif [GPU ...] [--settings CONF]   would the cells have fit on other GPUs, or with other allocator settings?
-%memory save FILE.html | FILE.pickle [--cell N]   a page, or PyTorch's snapshot of a cell
-%memory sessions                             those that were kept
-%memory open [FOLDER | FILE]                 a kept session, the last one unless named; or PyTorch's snapshot"""
+USAGE = """%memory on [--device NAME] [--budget SIZE]   measure each cell from now on, and show its peak, kept and freed bytes
+%memory off                                  stop measuring
+%memory                                      show the measured cells: a chart, and a picture of each cell
+%memory cell N                               show the zoomable picture of one cell
+%memory hidden                               list memory held without a variable: by tracebacks, Out[], closures
+%memory release                              free that memory
+%memory budget SIZE | none                   limit the allocator to SIZE, or lift the limit
+%memory whatif [GPU ...] [--settings CONF]   would the cells fit on other GPUs, or with other allocator settings?
+%memory save FILE.html | FILE.pickle [--cell N]   save a page, or a PyTorch snapshot of a cell
+%memory sessions                             list the saved sessions
+%memory open [FOLDER | FILE]                 show a saved session (default: the last), or a PyTorch snapshot"""
 
 
 @magics_class
@@ -41,7 +41,7 @@ class MemoryMagics(Magics):
 
     def __init__(self, shell: Any) -> None:
         super().__init__(shell)  # type: ignore[no-untyped-call]
-        before = shell.magics_manager.registry.get("MemoryMagics")  # %reload_ext: what it measures goes on
+        before = shell.magics_manager.registry.get("MemoryMagics")  # %reload_ext: measuring continues
         self.recorder: Recorder | None = getattr(before, "recorder", None)
         self.session: Session | None = getattr(before, "session", None)
         self.budget_bytes: int | None = getattr(before, "budget_bytes", None)
@@ -52,9 +52,9 @@ class MemoryMagics(Magics):
     def memory(self, line: str, cell: str | None = None) -> None:
         """%%memory [--budget SIZE] [--device NAME]
 
-        Runs the cell and shows what it did with memory. With a budget, the allocator may take so much and no more meanwhile,
-        and what doesn't fit fails with who held what. A cell with `await` is refused: a magic can't wait for it.
-        `%memory` is about the whole session: `%memory help` lists what can be said.
+        Run the cell and show its memory. A budget limits the allocator while the cell runs; if the cell needs more, the
+        error lists the holders of the memory. Cells with `await` are not supported: they raise UsageError. `%memory` is for
+        the whole session: `%memory help` lists its commands.
         """
         if cell is None:
             self._command(line)
@@ -70,7 +70,7 @@ class MemoryMagics(Magics):
             "open": self._open, "whatif": self._what_if, "help": lambda _: print(USAGE),
         }  # fmt: skip
         if command not in commands:
-            raise UsageError(f"%memory {command}: no such command.\n{USAGE}")
+            raise UsageError(f"%memory has no command {command!r}.\n{USAGE}")
         try:
             commands[command](words[1:])
         except ToolkitError as error:
@@ -116,33 +116,35 @@ class MemoryMagics(Magics):
         if options.budget is not None:
             self._set_budget(options.budget, device)
         if self.recorder is not None:
-            print("Every cell is measured already. %memory off ends that.")
+            print("Cells are being measured already. %memory off stops it.")
             return
         self.recorder = Recorder(self.shell, self._under_cell, device)
         self.session = self.recorder.session
         self.recorder.on()
         limit = "" if self.budget_bytes is None else f", red above {bytes_text(self.budget_bytes)}"
-        print(f"From the next cell on: peak, kept and freed under each cell{limit}. %memory shows them all.")
+        print(
+            f"From the next cell on, a line under each cell shows peak, kept and freed bytes{limit}. %memory shows all cells."
+        )
         if self.session.problem:
             print(self.session.problem)
 
     def _off(self, words: list[str]) -> None:
         _none("off", words)
         if self.recorder is None:
-            print("Cells aren't measured. %memory on begins that.")
+            print("Cells are not being measured. %memory on starts it.")
             return
         self.recorder.off()
         self.recorder = None
-        print("Cells are no longer measured. %memory shows those that were.")
+        print("Cells are no longer measured. %memory shows the measured cells.")
 
     def _under_cell(self, cell: CellUse, source: str) -> None:
-        if not source.lstrip().startswith("%%memory"):  # which shows its own
+        if not source.lstrip().startswith("%%memory"):  # %%memory shows a line of its own
             _show_line(cell.use, self.budget_bytes)
 
     def _show(self, words: list[str]) -> None:
         _none("show", words)
         if self.session is None or not self.session.cells:
-            print(f"No cell has been measured.\n{USAGE}" if self.recorder is None else "No cell has ended since %memory on.")
+            print(f"No cell has been measured.\n{USAGE}" if self.recorder is None else "No cell has finished since %memory on.")
             return
         from toolkit.ui.memory.picture import line_html, session_html
 
@@ -153,9 +155,9 @@ class MemoryMagics(Magics):
 
     def _cell(self, words: list[str]) -> None:
         if len(words) != 1 or not words[0].isdigit():
-            raise UsageError("%memory cell N, with the number of a cell that was measured")
+            raise UsageError("%memory cell needs the number of a measured cell: %memory cell N")
         if self.session is None:
-            raise UsageError("No cell has been measured. %memory on begins that.")
+            raise UsageError("No cell has been measured. %memory on starts it.")
         show(self.session.find(int(words[0])).use.timeline())
 
     def _hidden(self, words: list[str]) -> None:
@@ -164,17 +166,17 @@ class MemoryMagics(Magics):
         held = {place: h for place, h in owners.hidden(self.shell).items() if place not in visible and place[0] != "cpu"}
         for holder in sorted(held.values(), key=lambda holder: -holder.bytes):
             print(f"{bytes_text(holder.bytes):>9}  {holder.owner}")
-        print("%memory release lets go of these." if held else "Nothing on a GPU is held without a variable.")
+        print("%memory release frees these." if held else "Nothing on a GPU is held without a variable.")
 
     def _release(self, words: list[str]) -> None:
         _none("release", words)
-        print(f"Let go of {bytes_text(owners.release(self.shell))}.")
+        print(f"Released {bytes_text(owners.release(self.shell))}.")
 
     def _budget(self, words: list[str]) -> None:
         size = " ".join(words)
         if not size:
             text = "no budget" if self.budget_bytes is None else bytes_text(self.budget_bytes)
-            print(f"{text}. %memory budget SIZE sets one, %memory budget none lifts it.")
+            print(f"{text}. %memory budget SIZE sets one, %memory budget none removes it.")
             return
         self._set_budget(size, None)
 
@@ -182,7 +184,7 @@ class MemoryMagics(Magics):
         wanted = None if size.lower() == "none" else parse_bytes(size)
         guard = budget(wanted, device)
         self.budget_bytes = wanted
-        print("No budget." if guard is None else f"{guard}: what doesn't fit fails, and says who held what.")
+        print("No budget." if guard is None else f"{guard}: allocations beyond it fail, and the error lists the holders.")
 
     def _what_if(self, words: list[str]) -> None:
         parser = Parser("%memory whatif")
@@ -190,7 +192,7 @@ class MemoryMagics(Magics):
         parser.add_argument("--settings", action="append", metavar="CONF", help="as in PYTORCH_CUDA_ALLOC_CONF")
         options = parser.parse_args(words)
         if self.session is None or not self.session.cells:
-            raise UsageError("No cell has been measured. %memory on begins that.")
+            raise UsageError("No cell has been measured. %memory on starts it.")
         table = what_if(joined(cell.read().trace for cell in self.session.cells), options.gpus or None, options.settings)
         for name in [name for name in table.columns if name.endswith("_bytes")]:
             table[name.removesuffix("_bytes")] = table.pop(name).map(bytes_text)
@@ -202,7 +204,7 @@ class MemoryMagics(Magics):
         parser.add_argument("--cell", type=int, default=None)
         options = parser.parse_args(words)
         if self.session is None or not self.session.cells:
-            raise UsageError("No cell has been measured. %memory on begins that.")
+            raise UsageError("No cell has been measured. %memory on starts it.")
         cell = self.session.cells[-1] if options.cell is None else self.session.find(options.cell)
         options.file = Path(options.file).expanduser()
         suffix = options.file.suffix
@@ -215,7 +217,7 @@ class MemoryMagics(Magics):
             print(f"Wrote {cell.use.to_snapshot(options.file)} (cell {cell.number})")
         else:
             raise UsageError(
-                f"%memory save writes .html (a page) or .pickle (PyTorch's snapshot), not {suffix or 'another'} file"
+                f"%memory save writes .html (a page) or .pickle (a PyTorch snapshot), not {suffix or 'files without a suffix'}"
             )
 
     def _sessions(self, words: list[str]) -> None:
@@ -226,7 +228,7 @@ class MemoryMagics(Magics):
             peak = max((cell.peak_bytes for cell in cells), default=0)
             print(f"{folder.name}: {len(cells)} cells, peak {bytes_text(peak)}\n  %memory open {shlex.quote(str(folder))}")
         if not found:
-            print("None was kept. %memory on begins one.")
+            print("There are no saved sessions. %memory on starts one.")
 
     def _open(self, words: list[str]) -> None:
         path = Path(" ".join(words)).expanduser() if words else None
@@ -244,12 +246,12 @@ class MemoryMagics(Magics):
             print(f"The session of {opened.folder.name}")
             self._show([])
         finally:
-            if self.recorder is not None:  # what is measured now goes on
+            if self.recorder is not None:  # the running session continues
                 self.session = kept
 
 
 def _show_line(use: MemoryUse, budget_bytes: int | None, *, is_open: bool = False) -> None:
-    """The quiet line, and, where the memory ran out, why."""
+    """Show the line under a cell and, if it ran out of memory, the explanation."""
     from toolkit.ui.memory.picture import line_html
 
     show(HTML(line_html(use, budget_bytes, is_open=is_open)))  # type: ignore[no-untyped-call]
@@ -260,10 +262,10 @@ def _show_line(use: MemoryUse, budget_bytes: int | None, *, is_open: bool = Fals
 def _words(line: str) -> list[str]:
     try:
         return shlex.split(line)
-    except ValueError as error:  # quotes that aren't closed
+    except ValueError as error:  # unclosed quotes
         raise UsageError(str(error)) from None
 
 
 def _none(command: str, words: list[str]) -> None:
     if words:
-        raise UsageError(f"%memory {command} takes nothing after it, not {' '.join(words)!r}\n{USAGE}")
+        raise UsageError(f"%memory {command} takes no arguments, but got {' '.join(words)!r}\n{USAGE}")

@@ -1,6 +1,6 @@
-"""Memory as still pictures: an SVG of who held what over a recording, and one of the cells of a session.
+"""Still pictures of memory: an SVG of the holders of memory over a recording, and one of the cells of a session.
 
-Under about 60 KB whatever the recording's size, without a script. Knows no front end.
+A picture takes at most about 60 KB, whatever the size of the recording, and needs no script.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from numpy.typing import NDArray
 from toolkit.core.units import bytes_text, seconds_text
 from toolkit.ui.memory.view import Columns, MemoryView
 
-# Middle tones: each has a contrast of 3 with white and with a dark page. Neighbours differ in hue and in lightness.
+# Middle tones with a contrast of 3 against white and against a dark page. Neighbors differ in hue and in lightness.
 PALETTE = (
     "#3579bd", "#d96c1a", "#2a9d70", "#8560d0", "#b3851a", "#c94f86", "#2596ac", "#b04a38", "#718a2c", "#5b6fd6", "#95663f",
 )  # fmt: skip
-KINDS = ("weights", "activations", "kv", "gradients", "optimizer", "workspace", "input")  # each keeps its colour of PALETTE
-GREYS = {"rest": "#8b95a3", "before": "#66717f"}
+KINDS = ("weights", "activations", "kv", "gradients", "optimizer", "workspace", "input")  # each has a fixed color of PALETTE
+GRAYS = {"rest": "#8b95a3", "before": "#66717f"}
 RED, FOREGROUND, DIM = "#b3261e", "#1b2430", "#4f5b6b"
-NEAR = 2.0  # a limit is drawn where it is within this many times of what was held
-_SLIVER = 0.2  # of what is held: where less than this changes, the axis of bytes begins above 0
+NEAR = 2.0  # a limit is drawn if it is at most this multiple of the peak
+_SLIVER = 0.2  # if a smaller share of the memory changes, the axis of bytes begins above 0
 _WIDTH, _LEFT, _TOP, _HIGH, _COLUMN = 960, 78, 26, 230, 2
 _PLOT = _WIDTH - _LEFT - 12
-_LETTER = 6.6  # px: the width of a letter at 12 px, about
+_LETTER = 6.6  # px: approximate width of a letter at 12 px
 
 
 class CellRow(Protocol):
-    """What a picture of a session knows of a cell; `status` is "ok", "error" or "interrupted"."""
+    """The attributes of a cell that a session's picture needs. `status` is "ok", "error" or "interrupted"."""
 
     @property
     def number(self) -> int: ...
@@ -48,38 +48,38 @@ class CellRow(Protocol):
     def end_bytes(self) -> int: ...
 
 
-def colours(view: MemoryView) -> list[str]:
-    """A colour for each band; kinds have the same one everywhere."""
+def colors(view: MemoryView) -> list[str]:
+    """Return a color for each band. A kind of memory has the same color in every picture."""
     fixed = {kind: PALETTE[i] for i, kind in enumerate(KINDS)} if view.by == "kind" else {}
-    free = [colour for colour in PALETTE if colour not in {fixed.get(band.name) for band in view.bands}]
+    free = [color for color in PALETTE if color not in {fixed.get(band.name) for band in view.bands}]
     found, taken = [], 0
     for band in view.bands:
-        colour = GREYS.get(band.role) or fixed.get(band.name)
-        if colour is None:
-            colour = free[taken % len(free)]
+        color = GRAYS.get(band.role) or fixed.get(band.name)
+        if color is None:
+            color = free[taken % len(free)]
             taken += 1
-        found.append(colour)
+        found.append(color)
     return found
 
 
 def limit_of(view: MemoryView, budget_bytes: int | None = None) -> tuple[int, str] | None:
-    """The bytes that may not be exceeded, and what sets them: the budget, else the card; None where neither is known."""
+    """Return (bytes, name) of the limit: the budget, else the memory of the GPU; None if neither is known."""
     meta = view.ledger.trace.meta
     limit, total = int(meta.get("limit_bytes") or 0), int(meta.get("total_bytes") or 0)
     if budget_bytes:
         return int(budget_bytes), "budget"
     if limit and limit != total:
         return limit, "budget"
-    return (total, "the card's memory") if total else None
+    return (total, "memory of the GPU") if total else None
 
 
 def step_of(top: float) -> int:
-    """A power of two that divides `top` bytes into four to eight parts: its multiples are round in binary units."""
+    """Return the power of two that divides `top` bytes into four to eight parts, so that ticks are round in binary units."""
     return int(1 << max(int(np.floor(np.log2(max(top, 1.0) / 4))), 0))
 
 
 def svg(view: MemoryView, budget_bytes: int | None = None, axis: str | None = None) -> str:
-    """Who held the memory: bands over events or time, the peak, what was reserved, a limit where it is near, steps or cells."""
+    """Return the picture: bands of holders over events or time, the peak, reserved bytes, a near limit, and steps or cells."""
     axis = axis or view.axis
     x0, x1 = view.bounds(axis)
     columns = view.columns(x0, x1, _PLOT // _COLUMN, axis)
@@ -101,7 +101,7 @@ def svg(view: MemoryView, budget_bytes: int | None = None, axis: str | None = No
 
 
 def label(view: MemoryView, budget_bytes: int | None = None) -> str:
-    """The picture in a sentence."""
+    """Return a description of the picture in one sentence, for screen readers."""
     ledger = view.ledger
     held = ", ".join(f"{band.words} {bytes_text(band.at_peak_bytes)}" for band in view.bands[:6] if band.at_peak_bytes)
     limit = limit_of(view, budget_bytes)
@@ -123,7 +123,7 @@ def _text(x: float, y: float, text: str, more: str = "") -> str:
 
 
 def _tag(x: float, y: float, text: str, more: str, end: bool = False) -> str:
-    """A text on its own ground, so that it reads on any band."""
+    """Return a text with a background, so that it is readable on any band."""
     wide = len(text) * _LETTER + 8
     left = x - wide + 4 if end else x - 4
     anchor = ' text-anchor="end"' if end else ""
@@ -136,7 +136,7 @@ _HALO = ' stroke="#fff" stroke-width="3" stroke-linejoin="round" paint-order="st
 
 @dataclass(frozen=True)
 class _Scale:
-    """Bytes as heights: from `low`, which is 0 but for pictures of little change, to `top`, above which is room for a label."""
+    """Maps bytes to heights, from `low` (0, unless little of the memory changes) to `top`, with room for a label above."""
 
     low: int
     top: int
@@ -150,7 +150,7 @@ class _Scale:
 
 
 def floor_of(view: MemoryView, top: int) -> int:
-    """Where the axis of bytes begins: at 0, but where what changes is a sliver of what is held, a little below that."""
+    """Return where the axis of bytes begins: 0, or just below the least value if only a small share of the memory changes."""
     least = int(view.held.min())
     changed = top - least
     if not 0 < changed < _SLIVER * top:
@@ -166,7 +166,7 @@ def _broken(scale: _Scale) -> str:
 
 def _grid(scale: _Scale) -> str:
     step = step_of(scale.top - scale.low)
-    ticks = range(scale.low, scale.top + 1, step)  # from above 0 they count from there: 45.6 MiB, +128 KiB, +256 KiB
+    ticks = range(scale.low, scale.top + 1, step)  # if the axis begins above 0: 45.6 MiB, +128 KiB, +256 KiB
     texts = [bytes_text(n) if n == scale.low else f"{'+' * bool(scale.low)}{bytes_text(n - scale.low)}" for n in ticks]
     texts[0] = texts[0] if scale.low else "0"
     lines = "".join(f"M{_LEFT} {scale.y(n)}.5h{_PLOT}" for n in ticks)
@@ -175,7 +175,7 @@ def _grid(scale: _Scale) -> str:
 
 
 def _stairs(y: list[int]) -> str:
-    """A line through columns of these heights: level over each, upright between them."""
+    """Return a step line through columns of these heights, as SVG path data."""
     data, last = "", y[0]
     for value, run in groupby(y):
         data += (f"v{value - last}" if value != last else "") + f"h{_COLUMN * sum(1 for _ in run)}"
@@ -184,14 +184,14 @@ def _stairs(y: list[int]) -> str:
 
 
 def _areas(view: MemoryView, columns: Columns, scale: _Scale) -> str:
-    """The bands, the topmost first: each reaches down to the axis, and the next one is painted over it."""
+    """Return the bands, the topmost first: each reaches down to the axis, and the next is painted over it."""
     tops = np.cumsum(np.maximum(columns.bands, 0), axis=0)
     heights = [scale.ys(top) for top in tops]
     paths, floor = [], _TOP + _HIGH
-    for i, colour in reversed(list(enumerate(colours(view)))):
+    for i, color in reversed(list(enumerate(colors(view)))):
         y, under = heights[i], heights[i - 1] if i else [floor] * len(heights[i])
         if y != under:
-            paths.append(f'<path fill="{colour}" d="M{_LEFT} {floor}V{y[0]}{_stairs(y)}V{floor}z"/>')
+            paths.append(f'<path fill="{color}" d="M{_LEFT} {floor}V{y[0]}{_stairs(y)}V{floor}z"/>')
     return f'<g shape-rendering="crispEdges">{"".join(paths)}</g>'
 
 
@@ -201,13 +201,11 @@ def _reserved(view: MemoryView, columns: Columns, scale: _Scale) -> str:
     y = scale.ys(columns.reserved)
     line = f'<path fill="none" stroke="{FOREGROUND}" stroke-dasharray="5 3" d="M{_LEFT} {y[0]}{_stairs(y)}"/>'
     key = f'<path stroke="{FOREGROUND}" stroke-dasharray="5 3" d="M{_LEFT} 11.5h28"/>'
-    return (
-        line + key + _text(_LEFT + 34, 15, f"reserved by the allocator, at most {bytes_text(view.ledger.peak_reserved_bytes)}")
-    )
+    return line + key + _text(_LEFT + 34, 15, f"reserved by the allocator, peak {bytes_text(view.ledger.peak_reserved_bytes)}")
 
 
 def _limit(limit: tuple[int, str], columns: Columns, scale: _Scale) -> str:
-    """The line, and its label on the side where the peak's isn't."""
+    """Return the line of the limit, with its label on the side away from the peak's label."""
     y = scale.y(limit[0])
     right = int(columns.total.argmax()) < len(columns.total) / 2
     at = _LEFT + _PLOT - 6 if right else _LEFT + 6
@@ -217,7 +215,7 @@ def _limit(limit: tuple[int, str], columns: Columns, scale: _Scale) -> str:
 
 def _peak(view: MemoryView, columns: Columns, scale: _Scale) -> str:
     if not view.ledger.peak_bytes:
-        return _text(_LEFT + _PLOT / 2, _TOP + _HIGH / 2, "nothing was held", f' fill="{DIM}" text-anchor="middle"')
+        return _text(_LEFT + _PLOT / 2, _TOP + _HIGH / 2, "no memory was in use", f' fill="{DIM}" text-anchor="middle"')
     x = _LEFT + _COLUMN * int(columns.total.argmax()) + _COLUMN / 2
     y = scale.y(view.ledger.peak_bytes)
     words = f"peak {bytes_text(view.ledger.peak_bytes)}"
@@ -228,7 +226,7 @@ def _peak(view: MemoryView, columns: Columns, scale: _Scale) -> str:
 
 
 def _shortage(view: MemoryView, axis: str, bounds: tuple[float, float], scale: _Scale) -> str:
-    """The last allocation that failed: where it was, and how far it would have reached."""
+    """Return a mark for the last failed allocation, as high as the memory would have risen."""
     if not view.shortages:
         return ""
     position, asked = view.shortages[-1]
@@ -237,12 +235,12 @@ def _shortage(view: MemoryView, axis: str, bounds: tuple[float, float], scale: _
     y, up = scale.y(held), max(scale.y(held + asked), _TOP - 6)
     cross = f'<path stroke="{RED}" stroke-width="2" stroke-dasharray="3 2" d="M{x:.1f} {y}V{up}"/>'
     cross += f'<path stroke="{RED}" stroke-width="2" d="M{x - 4:.1f} {y - 4}l8 8m0-8l-8 8"/>'
-    words = f"× out of memory: {bytes_text(asked)} more asked for"
+    words = f"× out of memory: {bytes_text(asked)} more requested"
     return cross + _text(_LEFT + _PLOT, 15, words, f' fill="{RED}" font-weight="600" text-anchor="end"')
 
 
 def _axis(view: MemoryView, axis: str, bounds: tuple[float, float]) -> tuple[str, int]:
-    """What is below the plot, and the height of the whole."""
+    """Return the elements below the plot, and the height of the whole picture."""
     (low, high), y = bounds, _TOP + _HIGH
     span, device = high - low, str(view.ledger.trace.meta.get("device", "unknown device"))
 
@@ -274,7 +272,7 @@ def _axis(view: MemoryView, axis: str, bounds: tuple[float, float]) -> tuple[str
 
 
 def _marks(view: MemoryView, axis: str, bounds: tuple[float, float], y: int) -> str:
-    """Where steps or cells begin, numbered where there is room."""
+    """Return ticks where steps or cells begin, with numbers where there is room."""
     lines, words, free = "", "", -1.0
     marks = view.marks(*bounds, axis)
     wide = len(str(max(number for _, number in marks))) * _LETTER + 10
@@ -291,12 +289,12 @@ def _marks(view: MemoryView, axis: str, bounds: tuple[float, float], y: int) -> 
 
 
 def counted(cells: int) -> str:
-    """How many cells, in words."""
+    """Return the number of cells in words."""
     return f"{cells} cell{'s' if cells != 1 else ''}"
 
 
 def session_svg(rows: Sequence[CellRow], budget_bytes: int | None = None) -> str:
-    """The cells of a session: what was held when each began, its peak above that, and what was held when it ended."""
+    """Return the picture of a session: for each cell the bytes held before it, its peak, and the bytes held at its end."""
     top = max([row.peak_bytes for row in rows] + [1])
     if budget_bytes and budget_bytes <= NEAR * top:
         top = max(top, budget_bytes)
@@ -305,10 +303,10 @@ def session_svg(rows: Sequence[CellRow], budget_bytes: int | None = None) -> str
     for i, row in enumerate(rows):
         x, bar = _LEFT + i * wide + wide * 0.14, max(wide * 0.72, 1)
         peak, base, end, floor = (scale.y(n) for n in (row.peak_bytes, row.baseline_bytes, row.end_bytes, 0))
-        colour = PALETTE[0] if row.status == "ok" else RED
+        color = PALETTE[0] if row.status == "ok" else RED
         parts.append(
-            f'<path fill="{GREYS["rest"]}" d="M{x:.1f} {floor}V{base}h{bar:.1f}V{floor}z"/>'
-            f'<path fill="{colour}" d="M{x:.1f} {base}V{peak}h{bar:.1f}V{base}z"/>'
+            f'<path fill="{GRAYS["rest"]}" d="M{x:.1f} {floor}V{base}h{bar:.1f}V{floor}z"/>'
+            f'<path fill="{color}" d="M{x:.1f} {base}V{peak}h{bar:.1f}V{base}z"/>'
             f'<path stroke="{FOREGROUND}" stroke-width="2" d="M{x - wide * 0.07:.1f} {end}h{bar + wide * 0.14:.1f}"/>'
         )
         name = f"{row.number}" if row.status == "ok" else f"{row.number}!"
@@ -323,7 +321,7 @@ def session_svg(rows: Sequence[CellRow], budget_bytes: int | None = None) -> str
         )
     key = _key(
         (
-            (GREYS["rest"], "held before"),
+            (GRAYS["rest"], "held before"),
             (PALETTE[0], "its peak above that"),
             (RED, "peak of a cell that ended with an error (!)"),
         )
@@ -336,8 +334,8 @@ def session_svg(rows: Sequence[CellRow], budget_bytes: int | None = None) -> str
 
 def _key(entries: Sequence[tuple[str, str]]) -> str:
     parts, x = "", float(_LEFT)
-    for colour, words in entries:
-        parts += f'<path fill="{colour}" d="M{x:g} 5h11v11h-11z"/>' + _text(x + 16, 15, words)
+    for color, words in entries:
+        parts += f'<path fill="{color}" d="M{x:g} 5h11v11h-11z"/>' + _text(x + 16, 15, words)
         x += 34 + len(words) * 6.1
     line = f'<path stroke="{FOREGROUND}" stroke-width="2" d="M{x:g} 11h14"/>'
     return parts + line + _text(x + 19, 15, "held at its end")

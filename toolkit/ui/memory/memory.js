@@ -1,12 +1,12 @@
-// Memory over time: a canvas of stacked bands that asks a provider for the columns of what the reader looks at.
-// It knows no trace: Python (or pageProvider below) decides what is in a column, and what was alive at a moment.
+// Memory over time: a canvas of stacked bands. It asks a provider for the columns of each range that the user looks at:
+// Python in a notebook (kernelWidget in shared.js), or pageProvider below in a self-contained page.
 //   provider.first            a view to draw at once, or null
-//   provider.view(request)    -> Promise of a view; provider.late = callback for answers after a timeout
-//   provider.at(position)     -> Promise of what was alive then
+//   provider.view(request)    -> Promise of a view; provider.late(view) is called for answers that come after the timeout
+//   provider.at(position)     -> Promise of the blocks alive at that position, grouped by holder
 
 const LEFT = 82, RIGHT = 10, TOP = 24, HIGH = 300, TICKS = 20, MARKS = 18, NEAR = 2;
-const KEYS = "Arrow keys move and zoom, plus and minus zoom, 0 shows everything, p lists what was alive at the peak, "
-  + "comma and full stop go to the change before and after, Escape closes the list.";
+const KEYS = "Arrow keys move and zoom, plus and minus zoom, 0 shows everything, p lists the blocks alive at the peak, "
+  + "comma and full stop go to the previous and next change, Escape closes the list.";
 
 function parseView(bytes) {
   if (bytes.total) return bytes; // a view that pageProvider made
@@ -52,7 +52,7 @@ class MemoryPainter extends CanvasPainter {
     const pen = this.context;
     pen.font = `${bold ? "600 " : ""}12px ${this.font}`;
     Object.assign(pen, { textAlign: align, textBaseline: "middle", lineWidth: 3, lineJoin: "round", strokeStyle: this.colors.bg, fillStyle: this.colors[color] });
-    pen.strokeText(label, x, y); // its own ground, so that it reads on any band
+    pen.strokeText(label, x, y); // an outline, so that the text is readable on any band
     pen.fillText(label, x, y);
     return pen.measureText(label).width;
   }
@@ -90,14 +90,14 @@ class MemoryPainter extends CanvasPainter {
 
   grid() {
     const step = this.step(this.low, this.high);
-    for (let n = this.low; n <= this.high; n += step) { // from above 0 they count from there: 45.6 MiB, +128 KiB, +256 KiB
+    for (let n = this.low; n <= this.high; n += step) { // if the axis begins above 0: 45.6 MiB, +128 KiB, +256 KiB
       const y = Math.round(this.y(n)) + 0.5;
       this.line([[LEFT, y], [LEFT + this.plot, y]], "lane");
       if (y > 7) this.text(n === 0 ? "0" : n === this.low ? bytesText(n) : `${this.low ? "+" : ""}${bytesText(n - this.low)}`, LEFT - 8, y, "dim", "right");
     }
   }
 
-  // the corners of stairs over the columns, left to right
+  // Returns the corners of a step line over the columns, from left to right.
   stairs(heights) {
     const { view } = this, wide = (view.x1 - view.x0) / view.width, points = [];
     let last = null;
@@ -155,7 +155,7 @@ class MemoryPainter extends CanvasPainter {
       this.text(words, from, y, "bad", left ? "left" : "right");
     }
     const last = this.view.shortages.filter(([at]) => this.x(at) >= LEFT && this.x(at) <= LEFT + this.plot).at(-1);
-    if (last) this.text(`× out of memory: ${bytesText(last[1])} more asked for`, LEFT + this.plot, 9, "bad", "right", true);
+    if (last) this.text(`× out of memory: ${bytesText(last[1])} more requested`, LEFT + this.plot, 9, "bad", "right", true);
     if (!peak || !inside) return;
     const pen = this.context, words = `peak ${bytesText(peak)}`;
     pen.beginPath(); pen.arc(Math.max(x, LEFT) + 0.5, y, 3.5, 0, 7);
@@ -192,7 +192,7 @@ class MemoryPainter extends CanvasPainter {
     }
   }
 
-  // the band under a point: its number, -1 above all of them
+  // Returns the number of the band under a point, or -1 above all bands.
   band(x, y) {
     const i = this.column(x), wanted = this.bytes(y);
     let sum = 0;
@@ -225,17 +225,17 @@ function mount(root, provider, meta) {
   });
   const tip = element("div", { class: "tk-tip", hidden: "" }), status = element("div", { class: "tk-status", role: "status", "aria-live": "polite" });
   const legend = element("div", { class: "tk-keys tk-legend", role: "group", "aria-label": "Bands" });
-  const detail = element("div", { class: "tk-detail", hidden: "", tabindex: "-1", role: "region", "aria-label": "What was alive at the chosen moment" });
+  const detail = element("div", { class: "tk-detail", hidden: "", tabindex: "-1", role: "region", "aria-label": "Blocks alive at the selected moment" });
   const choice = (label, names, chosen, act) => {
     const made = element("select", { "aria-label": label, onchange: () => act(made.value) }, ...names.map(([value, text]) => element("option", { value, ...(value === chosen ? { selected: "" } : {}) }, text)));
     return made;
   };
-  const byChoice = choice("What the bands are", meta.groupings.map((by) => [by, `by ${by}`]), meta.by, (by) => { state.by = by; state.chosen = null; ask(); });
-  const axisChoice = choice("What the axis counts", [["events", "axis: events"], ["time", `axis: time (${meta.clock})`]], meta.axis, (axis) => turn(axis));
-  const zoomButton = button("Stretch what is seen to the whole height", "Stretch", () => { state.zoomed = !state.zoomed; zoomButton.setAttribute("aria-pressed", String(state.zoomed)); draw(); }, { "aria-pressed": String(meta.stretched) });
+  const byChoice = choice("Group the bands by", meta.groupings.map((by) => [by, `by ${by}`]), meta.by, (by) => { state.by = by; state.chosen = null; ask(); });
+  const axisChoice = choice("Axis", [["events", "axis: events"], ["time", `axis: time (${meta.clock})`]], meta.axis, (axis) => turn(axis));
+  const zoomButton = button("Stretch the visible range to the full height", "Stretch", () => { state.zoomed = !state.zoomed; zoomButton.setAttribute("aria-pressed", String(state.zoomed)); draw(); }, { "aria-pressed": String(meta.stretched) });
   const tools = element("div", { class: "tk-row" },
     button("Zoom in (+)", "+", () => zoom(0.5)), button("Zoom out (-)", "−", () => zoom(2)), button("Show everything (0)", "All", () => fit()), zoomButton,
-    button("What was alive at the peak (p)", "Peak", () => pinPeak()), element("span", { class: "tk-grow" }), byChoice, axisChoice);
+    button("List the blocks alive at the peak (p)", "Peak", () => pinPeak()), element("span", { class: "tk-grow" }), byChoice, axisChoice);
   const notes = meta.notes.map((note) => element("p", { class: "tk-note" }, note));
   const frame = element("div", { class: "tk-memory tk-live", "data-lm-suppress-shortcuts": "true" }, element("div", { class: "tk-title" }, meta.title), ...notes, tools, canvas, legend, status, detail, tip);
   root.replaceChildren(frame);
@@ -249,28 +249,28 @@ function mount(root, provider, meta) {
     say();
     return true;
   });
-  const list = () => { // the legend, the topmost band first
+  const list = () => { // draws the legend, the topmost band first
     const key = JSON.stringify([state.view.bands, state.chosen]);
     if (key === listed) return;
     listed = key;
     const focused = legend.contains(document.activeElement) ? [...legend.children].indexOf(document.activeElement) : -1;
     legend.replaceChildren(...state.view.bands.map(([name, color, bytes]) => button(`${name}: ${bytesText(bytes)} at the peak`, "", () => { state.chosen = state.chosen === name ? null : name; draw(); }, { "aria-pressed": String(state.chosen === name) })).reverse());
     [...state.view.bands].reverse().forEach(([name, color, bytes], i) => legend.children[i].append(element("i", { style: `background:${color}` }), name.length > 64 ? `${name.slice(0, 63)}…` : name, " ", element("b", {}, bytesText(bytes))));
-    if (meta.reserved) legend.append(element("span", { class: "tk-dim" }, `dashed: reserved by the allocator, at most ${bytesText(meta.reserved)}`));
+    if (meta.reserved) legend.append(element("span", { class: "tk-dim" }, `dashed: reserved by the allocator, peak ${bytesText(meta.reserved)}`));
     legend.children[focused]?.focus();
   };
   const say = () => {
     const { x0, x1, axis } = state.now, from = axis === "time" ? state.view.bounds[0] : 0, { position } = state.view;
     const parts = [axis === "time" ? `${timeText(x1 - x0)} shown, from ${x0 > from ? timeText(x0 - from) : 0} (${meta.clock})` : `events ${grouped(Math.max(0, Math.ceil(x0)))} to ${grouped(Math.min(Math.ceil(x1) - 1, meta.events))} of ${grouped(meta.events)}`];
-    if (position.some((p, i) => i && p - position[i - 1] > 1)) parts.push("each pixel shows its highest moment: zoom in to see every one");
+    if (position.some((p, i) => i && p - position[i - 1] > 1)) parts.push("each pixel shows its highest moment: zoom in to see all");
     if (state.zoomed && painter.low > 0) parts.push(`stretched: the axis of bytes begins at ${bytesText(painter.low)}`);
-    if (failed) parts.push("the kernel is busy or gone: this is the last view");
+    if (failed) parts.push("the kernel does not answer: this is the last view");
     const text = parts.join(" · ");
     if (status.textContent !== text) status.textContent = text;
   };
   const accept = (bytes, asked) => {
     const view = parseView(bytes);
-    if (state.now && view.axis !== state.now.axis) return; // an answer to what was asked before the axis was changed
+    if (state.now && view.axis !== state.now.axis) return; // an answer to a request from before the axis was changed
     state.view = view;
     failed = false;
     if (!state.now) state.now = { x0: view.x0, x1: view.x1, axis: view.axis };
@@ -298,7 +298,7 @@ function mount(root, provider, meta) {
   };
   const pan = (share) => { const by = (state.now.x1 - state.now.x0) * share; look(state.now.x0 + by, state.now.x1 + by); };
   const fit = () => { if (state.view) look(...state.view.bounds); };
-  const turn = async (axis) => { // another axis begins with everything: an odd range is answered with it
+  const turn = async (axis) => { // shows the whole of another axis: x1 < x0 requests it
     unpin();
     requests.drop();
     state.now = { x0: 0, x1: -1, axis };
@@ -318,7 +318,7 @@ function mount(root, provider, meta) {
     const lines = [element("b", {}, b >= 0 ? `${view.bands[b][0]}: ${bytesText(view.held[b][i])}` : `${bytesText(view.total[i])} held`)];
     if (b >= 0) lines.push(element("div", {}, `of ${bytesText(view.total[i])} held`));
     if (meta.reserved) lines.push(element("div", {}, `${bytesText(view.reserved[i])} reserved`));
-    lines.push(element("div", { class: "tk-dim" }, when(i)), element("div", { class: "tk-dim" }, "click: what was alive then"));
+    lines.push(element("div", { class: "tk-dim" }, when(i)), element("div", { class: "tk-dim" }, "click to list the blocks alive then"));
     tip.replaceChildren(...lines);
     tip.hidden = false;
     const inside = frame.getBoundingClientRect(), own = canvas.getBoundingClientRect(), left = x + own.left - inside.left;
@@ -342,7 +342,7 @@ function mount(root, provider, meta) {
   };
   const pinColumn = (i) => pin(state.view.position[i], state.view.x0 + ((i + 0.5) * (state.view.x1 - state.view.x0)) / state.view.width);
   const pinPeak = () => { if (state.view) pin(meta.position, state.view.peakX); };
-  const step = (by) => { // to the next column in which something else was held
+  const step = (by) => { // to the next column with another state
     if (!state.view) return;
     const { total, width, position } = state.view;
     let i = state.pinned ? painter.column(painter.x(state.pinned.x)) : by > 0 ? 0 : width - 1;
@@ -402,12 +402,12 @@ function mount(root, provider, meta) {
   return () => { closed = true; requests.drop(); release(); };
 }
 
-// ---- A page without Python: the moments and blocks that memory_page.py embedded answer as memory_view.py does.
+// ---- A page without Python: answers like view.py, from the moments and blocks that page.py embedded.
 
 async function unpack(text) {
   const [packed, bytes, start] = readHeader(await inflate(fromBase64(text)));
   let at = start;
-  const take = (Type, n, factor = 1) => { // stored as differences, which pack well
+  const take = (Type, n, factor = 1) => { // stored as differences, which compress well
     const made = Float64Array.from(new Type(bytes, at, n));
     at += n * Type.BYTES_PER_ELEMENT;
     for (let i = 1; i < n; i++) made[i] += made[i - 1];
@@ -460,16 +460,16 @@ async function pageProvider(text) {
   return { meta, first: view(whole), late: null, view: async (request) => view(request), at: async (position) => at(position) };
 }
 
-async function startPage() { // each measurement is unpacked when it is first seen
+async function startPage() { // unpacks each measurement when it first becomes visible
   const uses = JSON.parse(document.getElementById("tk-data").textContent);
   const show = async (place) => {
     const still = place.nextElementSibling;
     try {
       const provider = await pageProvider(uses[Number(place.dataset.use)]);
       mount(place, provider, provider.meta);
-      window.tkProvider = provider; // for a look from the console
+      window.tkProvider = provider; // for debugging in the console, and for tests
       still.classList.add("tk-replaced");
-    } catch (error) { place.textContent = `The interactive picture can't be shown by this browser (${error.message}); here is a still one.`; }
+    } catch (error) { place.textContent = `This browser can't show the interactive picture (${error.message}). A still picture follows.`; }
   };
   const seen = new IntersectionObserver((entries) => entries.forEach(({ isIntersecting, target }) => { if (isIntersecting) { seen.unobserve(target); show(target); } }));
   document.querySelectorAll(".tk-place").forEach((place) => seen.observe(place));

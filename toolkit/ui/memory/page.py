@@ -1,8 +1,7 @@
-"""A self-contained page of one measurement of memory or of a session's cells: one HTML file, without a network.
+"""A self-contained HTML page of one memory measurement or of a session's cells. It makes no network request.
 
-The file holds up to `MOST_MOMENTS` moments of each measurement, the peak among them, its largest blocks, and the same
-memory.js as the notebook's widget, which zooms in them. Still pictures and tables stand in where scripts are off. Needs no
-front-end package.
+The file holds up to `MOST_MOMENTS` moments of each measurement (always the peak), its largest blocks, and the same memory.js as
+the notebook widget. Without scripts it shows still pictures and tables. Writing it needs no front-end package.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ if TYPE_CHECKING:
     from toolkit.vram.measure import MemoryUse
 
 MOST_MOMENTS = 3000
-_MOST_BLOCKS = 1000  # of each measurement, the largest
+_MOST_BLOCKS = 1000  # per measurement, the largest first
 _MOST_MARKS = 1000
 
 
 @dataclass(frozen=True)
 class _Numbered:
-    """A measurement that has no cell: what a session's picture needs of it."""
+    """A measurement without a cell, with the attributes that a session's picture needs."""
 
     number: int
     title: str
@@ -61,9 +60,10 @@ class _Numbered:
 def write_memory_page(
     uses: Any, path: str | os.PathLike[str], title: str | None = None, *, budget_bytes: int | None = None
 ) -> Path:
-    """Write the page of a measurement, or of several, to `path` (replaced whole or not at all), and return its path.
+    """Write the page of one or several measurements to `path` and return its path. The file is replaced atomically.
 
-    `uses` is what `tk.memory()` measured, a sequence of that, or of a session's cells. Raises ToolkitError where there is none.
+    `uses` is a result of `tk.memory()`, a sequence of results, or a sequence of a session's cells. Raises ToolkitError if it is
+    empty or something else.
     """
     given = list(uses) if isinstance(uses, Sequence) else [uses]
     if not given:
@@ -74,13 +74,13 @@ def write_memory_page(
 
 def _numbered(use: Any, number: int) -> _Numbered:
     if not hasattr(use, "ledger"):
-        raise ToolkitError("a page of memory", f"a {type(use).__name__}", "Give it what tk.memory() measured")
+        raise ToolkitError("a page of memory", f"a {type(use).__name__}", "Give it the result of tk.memory()")
     return _Numbered(number, "", "error" if use.trace.meta.get("failed") else "ok", use)
 
 
 def _document(cells: Sequence[Any], title: str | None, budget_bytes: int | None) -> str:
     packed = [packed_use(cell.use) if cell.use.device != "none" else None for cell in cells]
-    data = json.dumps(packed, separators=(",", ":"))  # base64: nothing in it ends a script
+    data = json.dumps(packed, separators=(",", ":"))  # base64 can't contain "</script>"
     details = [_details(cell.use, n) for n, cell in enumerate(cells)]
     alone = len(cells) == 1
     body = details[0] if alone else memory_picture.session_html(cells, details, budget_bytes)
@@ -104,9 +104,9 @@ def _details(use: MemoryUse, number: int) -> str:
 
 
 def packed_use(use: MemoryUse, most: int = MOST_MOMENTS) -> str:
-    """A measurement as text: moments that keep every peak, the bands of each grouping, the largest blocks.
+    """Return a measurement as text: moments that include every peak, the bands of each grouping, and the largest blocks.
 
-    Compressed and in base64: uint32 length of a JSON header (padded to 8), the header, and columns as differences.
+    The format is base64 of zlib of: the uint32 length of a JSON header (padded to 8), the header, and columns of differences.
     """
     view = memory_picture.view_of(use)
     found = view.moments(most)
@@ -114,7 +114,7 @@ def packed_use(use: MemoryUse, most: int = MOST_MOMENTS) -> str:
     held = [other.bands_at(found.position) for other in views]
     largest = max((int(np.abs(part).max(initial=0)) for part in held), default=0)
     unit = int(np.gcd.reduce(view.ledger.change)) if len(view.ledger.change) else 1
-    unit = max(unit, largest >> 30, 1)  # differences in whole units fit 32 bits
+    unit = max(unit, largest >> 30, 1)  # differences in multiples of `unit` fit into 32 bits
     blocks, holders = _blocks(view)
     raw = [np.diff(column, prepend=0).astype("<f8") for column in (found.position, found.total, found.reserved, found.time_ns)]
     raw += [np.diff(column, prepend=0).astype("<f8") for column in blocks[:3]]
@@ -135,7 +135,7 @@ def packed_use(use: MemoryUse, most: int = MOST_MOMENTS) -> str:
 
 
 def _marks(view: MemoryView) -> list[list[float]]:
-    """[x on the axis of events, x on the axis of time, number] where steps or cells begin."""
+    """Return [x on the axis of events, x on the axis of time, number] where steps or cells begin."""
     _, states, numbers = view.divided
     every = len(states) // _MOST_MARKS + 1
     picked = slice(None, None, every)
@@ -143,7 +143,7 @@ def _marks(view: MemoryView) -> list[list[float]]:
 
 
 def _blocks(view: MemoryView) -> tuple[list[NDArray[Any]], list[list[str]]]:
-    """(begin, end, bytes and holder of the largest blocks in order of begin, what is known of each holder)."""
+    """Return ([begin, end, bytes, holder] of the largest blocks in order of begin, the facts of each holder)."""
     blocks = view.ledger.blocks
     chosen = np.sort(np.argsort(-blocks.bytes, kind="stable")[:_MOST_BLOCKS])
     facts, code = view.holders_of(chosen)

@@ -1,7 +1,8 @@
-"""A measurement of memory as a notebook shows it without a script: the picture, who held what at the peak, what stayed.
+"""The display of a memory measurement without a script: the picture, the holders at the peak, and the memory that stayed.
 
-`html` is the whole, `line_html` a line that opens to it, `session_html` the cells of a notebook, each opened by a click on
-its bar. Pictures are images, not inline SVG: where a notebook isn't trusted, front ends strip it and the tables remain.
+`html` returns the full display, `line_html` one line that expands to it, and `session_html` a chart of a notebook's cells, in
+which a click on a bar shows its cell. Pictures are images, not inline SVG, because front ends remove inline SVG from notebooks
+that aren't trusted.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ from typing import TYPE_CHECKING
 from toolkit.core.units import bytes_text
 from toolkit.trace.ledger import UNOWNED
 from toolkit.ui.assets import style_of
-from toolkit.ui.memory.drawing import NEAR, CellRow, colours, counted, label, limit_of, session_svg, step_of, svg
+from toolkit.ui.memory.drawing import NEAR, CellRow, colors, counted, label, limit_of, session_svg, step_of, svg
 from toolkit.ui.memory.view import Holding, MemoryView, Moment
 
 if TYPE_CHECKING:
     from toolkit.vram.measure import MemoryUse
 
 __all__ = ["html", "line_html", "session_html", "session_svg", "svg"]
-_MOST_ROWS = 12  # of the table of the peak
-_OWNED = 0.5  # where variables hold at least this share of the peak, they are what the bands show
-_NONE = "none"  # the device's name where there was only the host
+_MOST_ROWS = 12  # rows of the table of holders at the peak
+_OWNED = 0.5  # the bands show owners if variables hold at least this share of the peak
+_NONE = "none"  # device name of a measurement of the host alone
 
 
 def html(use: MemoryUse, by: str | None = None, budget_bytes: int | None = None) -> str:
-    """The whole of it: a line, the picture, what its colours are, a table of the peak, and what was freed and kept.
+    """Return the full display: a line, the picture with its legend, the holders at the peak, and the memory freed and kept.
 
-    `by` is one of BY; without it, owners where they are known for half of the peak, else lines.
+    `by` is one of BY. Default: owners if they are known for half of the peak, else lines.
     """
     return (
         f'{style()}<div class="tk-memory" data-lm-suppress-shortcuts="true">{_body(use, by, budget_bytes, titled=True)}</div>'
@@ -40,7 +41,10 @@ def html(use: MemoryUse, by: str | None = None, budget_bytes: int | None = None)
 
 
 def line_html(use: MemoryUse, budget_bytes: int | None = None, *, is_open: bool = False) -> str:
-    """A line with the peak, what was kept and freed, which opens to the whole. Red where it exceeds the budget or failed."""
+    """Return a line with the peak and the bytes kept and freed, which expands to the full display.
+
+    The line is red if the peak exceeds the budget or an allocation failed.
+    """
     opened = " open" if is_open else ""
     if use.device == _NONE:
         return f'{style()}<div class="tk-memory tk-line"><span class="tk-words">{escape(use.line())}</span></div>'
@@ -59,18 +63,18 @@ def line_html(use: MemoryUse, budget_bytes: int | None = None, *, is_open: bool 
 
 @cache
 def style() -> str:
-    """The style sheet, for a fragment that stands alone."""
+    """Return the style sheet as a `<style>` element."""
     return style_of("memory/memory.css")
 
 
 def grouping(view: MemoryView) -> str:
-    """What the bands show first: owners where variables hold enough of the peak, else lines."""
+    """Return the first grouping to show: "owner" if variables hold enough of the peak, else "line"."""
     owned = sum(band.at_peak_bytes for band in view.bands if band.name != UNOWNED and band.role != "before")
     return "owner" if view.by == "owner" and owned >= _OWNED * max(view.ledger.peak_bytes, 1) else "line"
 
 
 def view_of(use: MemoryUse, by: str | None = None) -> MemoryView:
-    """The view of a measurement, grouped `by`, or as reads best."""
+    """Return the view of a measurement, grouped `by`, or by default as `grouping` says."""
     view = MemoryView(use.ledger, by or "owner")
     best = by or grouping(view)
     return view if best == view.by else view.regrouped(best)
@@ -81,19 +85,19 @@ def signed(n_bytes: int) -> str:
 
 
 def notes(view: MemoryView) -> list[str]:
-    """What a reader must know before believing it."""
+    """Return the caveats of a measurement, such as modelled times."""
     said = []
     if view.clock == "modelled":
-        said.append("A virtual GPU: its allocator's bytes; times are modelled, not measured.")
+        said.append("Virtual GPU: bytes come from its simulated allocator; times are modelled, not measured.")
     if view.ledger.trace.meta.get("sizes_only"):
         said.append("Sizes only: tensors held no values.")
     if len(view.ledger.rows) > len(view.ledger.blocks.begin) * 2:
-        said.append("Some of what was freed was allocated before the recording knew of it.")
+        said.append("Some of the freed blocks were allocated before the recording began.")
     return said
 
 
 def _trouble(use: MemoryUse, budget_bytes: int | None) -> str:
-    """Why a line is red; "" where it isn't."""
+    """Return the reason why a line is red, or "" if it isn't."""
     failed = str(use.trace.meta.get("failed") or "")
     if failed == "OutOfMemoryError":
         return "out of memory"
@@ -103,7 +107,7 @@ def _trouble(use: MemoryUse, budget_bytes: int | None) -> str:
 
 
 def _bar(use: MemoryUse, budget_bytes: int | None) -> str:
-    """What was held before, the peak above it, and the budget, on one thin scale."""
+    """Return a thin bar with the bytes held before, the peak, and the budget."""
     meta = use.trace.meta
     limit = budget_bytes or int(meta.get("limit_bytes") or 0) or int(meta.get("total_bytes") or 0)
     scale = max(use.peak_bytes, limit if limit <= 20 * use.peak_bytes else 0, 1) / 100
@@ -130,16 +134,16 @@ def _body(use: MemoryUse, by: str | None, budget_bytes: int | None, *, titled: b
 
 
 def image(picture: str, words: str) -> str:
-    """An SVG as an image that stands on its own ground."""
+    """Return an SVG as an `<img>` element with the description `words`."""
     data = base64.b64encode(picture.encode()).decode()
     return f'<img class="tk-picture" alt="{escape(words)}" src="data:image/svg+xml;base64,{data}">'
 
 
 def _keys(view: MemoryView) -> str:
-    """What the colours are, the topmost band first, with what each held at the peak."""
+    """Return the legend, the topmost band first, with the bytes of each band at the peak."""
     shown = [
-        f'<span><i style="background:{colour}"></i>{escape(_short(band.words))} <b>{bytes_text(band.at_peak_bytes)}</b></span>'
-        for band, colour in reversed(list(zip(view.bands, colours(view), strict=True)))
+        f'<span><i style="background:{color}"></i>{escape(_short(band.words))} <b>{bytes_text(band.at_peak_bytes)}</b></span>'
+        for band, color in reversed(list(zip(view.bands, colors(view), strict=True)))
     ]
     return f'<div class="tk-keys"><span class="tk-dim">at the peak, by {view.by}:</span>{"".join(shown)}</div>' if shown else ""
 
@@ -150,7 +154,7 @@ def _short(text: str, most: int = 64) -> str:
 
 def _table(moment: Moment) -> str:
     if not moment.rows:
-        return '<p class="tk-note">Nothing was held.</p>'
+        return '<p class="tk-note">No memory was in use.</p>'
     total = max(moment.total_bytes, 1)
     body = "".join(_row(row, total) for row in moment.rows)
     if moment.rest_holders:
@@ -175,23 +179,23 @@ def _row(row: Holding, total: int) -> str:
 
 
 def _facts(view: MemoryView, budget_bytes: int | None) -> str:
-    """What was freed, what stayed and by whom, what the allocator took, and the limit."""
+    """Return a list of the bytes freed, kept (with their holders) and reserved, and the limit."""
     ledger = view.ledger
     before = ledger.baseline_bytes
-    said = [f"<b>{bytes_text(before)}</b> held before" if before else "nothing was held before"]
+    said = [f"<b>{bytes_text(before)}</b> held before" if before else "no memory was held before"]
     if ledger.freed_bytes:
         said[0] += f", of which <b>{bytes_text(ledger.freed_bytes)}</b> freed"
     kept = view.kept(3)
     if kept.total_bytes:
         rows = "; ".join(f"{bytes_text(row.bytes)} {_who(row)}" for row in kept.rows)
         more = f"; {kept.rest_holders:,} more" if kept.rest_holders else ""
-        said.append(f"<b>{bytes_text(kept.total_bytes)}</b> of what was allocated meanwhile stayed: {rows}{more}")
+        said.append(f"<b>{bytes_text(kept.total_bytes)}</b> allocated during the measurement stayed: {rows}{more}")
     else:
-        said.append("nothing of what was allocated meanwhile stayed")
+        said.append("all memory allocated during the measurement was freed")
     for _, asked in view.shortages[-1:]:
-        said.append(f"<em>out of memory: <b>{bytes_text(asked)}</b> more asked for</em>")
+        said.append(f"<em>out of memory: <b>{bytes_text(asked)}</b> more requested</em>")
     if view.knows_reserved:
-        said.append(f"the allocator took up to <b>{bytes_text(ledger.peak_reserved_bytes)}</b> from the driver")
+        said.append(f"the allocator reserved up to <b>{bytes_text(ledger.peak_reserved_bytes)}</b>")
     limit = limit_of(view, budget_bytes)
     if limit:
         said.append(f"{limit[1]}: <b>{bytes_text(limit[0])}</b>")
@@ -207,8 +211,8 @@ def _who(row: Holding) -> str:
 
 
 def session_html(rows: Sequence[CellRow], details: Sequence[str], budget_bytes: int | None = None) -> str:
-    """The cells as bars; a click on one (or the arrow keys) shows what stands in `details` for it. No script."""
-    name = f"tk{secrets.token_hex(4)}"  # radio buttons of one name are one group, in the whole page
+    """Return the cells as bars without a script. A click on a bar (or the arrow keys) shows the cell's entry of `details`."""
+    name = f"tk{secrets.token_hex(4)}"  # radio buttons with the same name form one group across the whole page
     peak = max((row.peak_bytes for row in rows), default=0)
     budget = budget_bytes if budget_bytes and budget_bytes <= NEAR * peak else 0
     top = max(peak, budget, 1) * 1.06  # room for the budget's label
@@ -237,14 +241,14 @@ def session_html(rows: Sequence[CellRow], details: Sequence[str], budget_bytes: 
     return (
         f'{style()}<style>{rules}</style><div class="tk-memory tk-session" id="{name}" data-lm-suppress-shortcuts="true">'
         f'<div class="tk-title">{counted(len(rows))}, peak {bytes_text(peak)}</div>'
-        f'<div class="tk-keys">{keys}<span class="tk-dim">A click on a cell shows it.</span></div>'
+        f'<div class="tk-keys">{keys}<span class="tk-dim">Click a cell to see its details.</span></div>'
         f'<div class="tk-chart"><div class="tk-ticks">{ticks}{line}</div>'
         f'<div class="tk-bars" role="radiogroup" aria-label="Cells">{bars}</div></div>{shown}</div>'
     )  # fmt: skip
 
 
 def _cell_bar(row: CellRow, n: int, top: float, name: str, checked: bool, budget_bytes: int | None) -> str:
-    """A bar that is a radio button: grey up to what was held before, coloured up to the peak, a stroke where it ended."""
+    """Return a bar that is a radio button: gray up to the bytes held before, colored up to the peak, a line at the end."""
     base = min(row.baseline_bytes, row.peak_bytes)
     heights = (100 * base / top, 100 * (row.peak_bytes - base) / top, 100 * row.end_bytes / top)
     bad = row.status == "error" or bool(budget_bytes and row.peak_bytes > budget_bytes)

@@ -1,11 +1,11 @@
-"""What a picture of memory shows: stacked bands of who held the bytes, exact at any zoom, small whatever the trace's size.
+"""The data of a memory picture: stacked bands of the holders of memory, exact at any zoom and small for any trace.
 
-A `MemoryView` groups the blocks of a ledger into a few bands and answers `columns`: for every pixel the moment when most
-was held within that pixel, so that no peak is lost however far out one looks. Two million events are a reduction over
-one column and a look at sums kept every `_EVERY` events. Knows numpy and the ledger; knows no widget and no browser.
+A `MemoryView` groups the blocks of a ledger into a few bands. `columns` returns, for every pixel, the moment of that pixel at
+which most memory was held, so that no peak is lost at any zoom. It stays fast for millions of events because the bands' sums
+are stored every `_EVERY` events.
 
-The axis counts events (each allocation and free is as wide as any other) or nanoseconds. State 0 is what was held when the
-recording began, state k what was held after its k-th event.
+The axis counts events (all allocations and frees are equally wide) or nanoseconds. State 0 is the memory held when the
+recording began; state k is the memory held after its k-th event.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ AXES = ("events", "time")
 BEFORE, REST = "held before", "everything else"
 MOST_ROWS = 20  # holders listed for a moment
 MOST_MARKS = 60  # boundaries of steps or cells in a view
-_EVERY = 128  # events between two kept sums
-_STEADY = 0.5  # a band that holds this much of its own peak on average lies below those that come and go
-_UNEVEN = 0.25  # of the parts of the time, how many have events at least where the time is worth an axis
-_PARTS = 200
-_OUTSIDE = {"step": "outside of every step", "cell": "outside of every cell"}
+_EVERY = 128  # events between two stored sums
+_STEADY = 0.5  # bands whose mean is at least this share of their own peak are drawn below the others
+_PARTS = 200  # number of equal parts of the time
+_UNEVEN = 0.25  # if a smaller share of these parts has events, the first axis is events instead of time
+_OUTSIDE = {"step": "outside all steps", "cell": "outside all cells"}
 _ROOT = re.compile(r"Out\[\d+\]|[^.\[ ]+")
 _PART = re.compile(r"\.[^.\[ ]+|\[[^\]]*\]")
 
@@ -41,7 +41,7 @@ _PART = re.compile(r"\.[^.\[ ]+|\[[^\]]*\]")
 class Band:
     """One of the stacked bands: its name, the name in words (a line with its source), and its bytes.
 
-    `role` is "group", "rest" (of the groups without a band of their own) or "before" (held before, nobody knows by whom).
+    `role` is "group", "rest" (all groups without a band of their own) or "before" (held before the recording, owner unknown).
     """
 
     name: str
@@ -53,11 +53,11 @@ class Band:
 
 @dataclass(frozen=True)
 class Columns:
-    """What `MemoryView.columns` found, an entry a pixel; `bands` is [bands, pixels]."""
+    """The result of `MemoryView.columns`, one entry per pixel. `bands` has shape [bands, pixels]."""
 
     x0: float
     x1: float
-    position: Ints  # of the ledger
+    position: Ints  # in the ledger
     total: Ints
     bands: Ints
     reserved: Ints
@@ -66,20 +66,20 @@ class Columns:
 
 @dataclass(frozen=True)
 class Holding:
-    """One of the rows of a moment: who held how many bytes, in how many blocks, and from which place of the code."""
+    """One row of a moment: a holder, its bytes and blocks, and the line of code that allocated them."""
 
     bytes: int
     blocks: int
     owner: str
     kind: str
     words: str
-    code: str  # the line's source, "" where it isn't known
+    code: str  # source of the line, "" if unknown
     place: str  # "cell 7 line 3"
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What was alive at a position: the largest holders, and the sum of all others. `total_bytes` is of all of them."""
+    """The blocks alive at a position: the largest holders, and the sum of the others. `total_bytes` counts all of them."""
 
     position: int
     time_ns: int
@@ -90,23 +90,23 @@ class Moment:
 
 
 class MemoryView:
-    """The memory of a ledger, grouped `by` one of BY into at most `most` bands, what is left over, and what was held before.
+    """The memory of a ledger, grouped `by` one of BY into at most `most` bands, plus one for the rest and one for older memory.
 
-    Raises UnknownNameError for another grouping.
+    Raises UnknownNameError if `by` is not one of BY.
     """
 
     def __init__(self, ledger: Ledger, by: str = "owner", most: int = 11) -> None:
         self.ledger, self.most = ledger, most
         first = ledger.opening
-        self.held: Ints = np.concatenate([[ledger.baseline_bytes], ledger.held[first:]])  # of every state
+        self.held: Ints = np.concatenate([[ledger.baseline_bytes], ledger.held[first:]])  # bytes of each state
         times = ledger.trace["start_ns"][ledger.rows[first:]].astype(np.float64)
         begun, ended = (float(times[0]), float(times[-1])) if len(times) else (0.0, 0.0)
-        quiet = 0 <= begun <= ended - begun  # the recording began at 0; a clock that counts from elsewhere is no quiet time
-        self.times = np.concatenate([[0.0 if quiet else begun], times])  # of every state
+        quiet = 0 <= begun <= ended - begun  # whether the clock starts at 0 with the recording
+        self.times = np.concatenate([[0.0 if quiet else begun], times])  # time of each state
         self._group(by)
 
     def regrouped(self, by: str) -> MemoryView:
-        """The same memory in other bands."""
+        """Return a view of the same memory, grouped `by` another attribute."""
         made = copy.copy(self)
         made._group(by)
         return made
@@ -133,7 +133,7 @@ class MemoryView:
         own = self.ledger.own_peaks(merged, n + 1) if rest else np.append(own, 0)
         lived = np.minimum(blocks.end, last) - np.maximum(blocks.begin, self.ledger.opening - 1)
         mean = np.bincount(merged, blocks.bytes * lived, n + 1) / len(self.held)
-        unknown = bool(len(blocks.begin) + np.count_nonzero(blocks.end < last) < last)  # frees of what the trace never saw
+        unknown = bool(len(blocks.begin) + np.count_nonzero(blocks.end < last) < last)  # frees of unrecorded blocks
         used = {*chosen[: self.most], *([n] if rest or unknown else []), *(i for i in range(n) if names[i] == BEFORE)}
         shown = sorted(used, key=lambda i: (names[i] != BEFORE, mean[i] < _STEADY * own[i], -own[i], str(names[i])))
         self.bands = tuple(
@@ -144,7 +144,7 @@ class MemoryView:
         self._sum(code[merged], len(shown), int(code[n]))
 
     def _named(self, by: str) -> tuple[Ints, list[Any]]:
-        """(code of each block, names): owners cut to few enough variables, what was held before under its own name."""
+        """Return (code of each block, names). Owners are shortened to few variables; older blocks without one are BEFORE."""
         codes, names = self.ledger.group(by)
         if by == "owner":
             short = [self._variables.get(name, name) for name in names]
@@ -167,7 +167,7 @@ class MemoryView:
         return place_text(name, self.source) if self.by in ("line", "where") else str(name)
 
     def _sum(self, code: NDArray[np.uint8], n: int, unknown: int) -> None:
-        """Note each event's band, and what the bands held every `_EVERY` events."""
+        """Store the band of each event, and the bytes of all bands every `_EVERY` events."""
         blocks, change = self.ledger.blocks, self.ledger.change
         self._band = np.full(len(change), unknown, np.uint8)
         self._band[blocks.begin] = code
@@ -179,7 +179,7 @@ class MemoryView:
         self._kept = np.concatenate([np.zeros((1, n), np.int64), np.cumsum(sums, axis=0)])
 
     def bands_at(self, position: Ints) -> Ints:
-        """[bands, positions]: the bytes of every band at each position of the ledger."""
+        """Return the bytes of every band at each position of the ledger, shape [bands, positions]."""
         n, whole = len(self.bands), (position + 1) // _EVERY
         found = self._kept[whole]  # [positions, bands]
         if n and len(self._band):
@@ -193,7 +193,7 @@ class MemoryView:
     # ---- axes
 
     def bounds(self, axis: str = "events") -> tuple[float, float]:
-        """First and last place on an axis; never an empty range."""
+        """Return the first and the last value of an axis. The range is never empty."""
         if _known(axis) == "events":
             return 0.0, float(len(self.held))
         trace, low = self.ledger.trace, float(self.times[0])
@@ -203,28 +203,28 @@ class MemoryView:
 
     @cached_property
     def axis(self) -> str:
-        """The axis to begin with: events, where much of the time has none."""
+        """The axis to show first: events if most of the time has no events, else time."""
         low, high = self.bounds("time")
         parts = min(_PARTS, max(len(self.times) - 1, 1))
         filled = len(np.unique(((self.times[1:] - low) / (high - low) * parts).astype(np.int64)))
         return "events" if filled < _UNEVEN * parts or len(self.times) < 4 else "time"
 
     def x_of(self, position: int, axis: str) -> float:
-        """Where on an axis a position begins."""
+        """Return the value on an axis at which a position begins."""
         state = min(max(position - self.ledger.opening + 1, 0), len(self.held) - 1)
         return float(state) if _known(axis) == "events" else float(self.times[state])
 
     def _first(self, axis: str, x: NDArray[np.float64], after: bool = False) -> Ints:
-        """The first state that begins at x or later (with `after`, later)."""
+        """Return the first state that begins at or after x (with `after`: strictly after x)."""
         if _known(axis) == "time":
             return np.searchsorted(self.times, x, side="right" if after else "left").astype(np.int64)
         found = np.floor(x) + 1 if after else np.ceil(x)
         return np.clip(found, 0, len(self.held)).astype(np.int64)
 
     def columns(self, x0: float, x1: float, width: int, axis: str = "events") -> Columns:
-        """For each of `width` pixels of [x0, x1): the moment when most was held, and what was held then, by whom.
+        """Return, for each of `width` pixels of [x0, x1), the moment with the most memory, and the bytes of every band then.
 
-        A pixel without events has what was held before it. The tallest of all pixels is the ledger's peak.
+        A pixel without events repeats the state before it. The highest pixel of the whole range is the ledger's peak.
         """
         low, high = self.bounds(axis)
         if not low - (high - low) <= x0 < x1 <= high + (high - low):
@@ -232,7 +232,7 @@ class MemoryView:
         width = int(np.clip(width, 1, 20_000))
         edges = np.linspace(x0, x1, width + 1)
         first = self._first(axis, edges)
-        state = np.maximum(self._first(axis, edges[:-1], after=True) - 1, 0)  # what holds where the pixel begins
+        state = np.maximum(self._first(axis, edges[:-1], after=True) - 1, 0)  # the state at the start of each pixel
         filled = np.flatnonzero(first[:-1] < first[1:])
         if len(filled):
             held, starts = self.held[first[0] : first[-1]], first[:-1][filled] - first[0]
@@ -251,7 +251,7 @@ class MemoryView:
         return Columns(x0, x1, position, self.held[state], self.bands_at(position), reserved, times)
 
     def moments(self, most: int) -> Columns:
-        """At most about `most` moments that draw the whole: all of them, or the highest of each part; in order."""
+        """Return at most about `most` moments in order: all of them, or the highest of each part of the recording."""
         if len(self.held) <= most:
             return self._of_states(np.arange(len(self.held)), *self.bounds("events"))
         found = [self.columns(*self.bounds(axis), most // 2, axis).position for axis in AXES]
@@ -266,19 +266,19 @@ class MemoryView:
 
     @property
     def source(self) -> dict[str, str]:
-        """The source of lines, where it is known."""
+        """Source code by line, as far as it is known."""
         return dict(self.ledger.trace.meta.get("source") or {})
 
     @cached_property
     def clock(self) -> str:
-        """ "measured" or "modelled": what the times are."""
+        """The clock of the times: "measured" or "modelled"."""
         rows = self.ledger.rows[self.ledger.opening :]
         modelled = bool((self.ledger.trace["clock"][rows] == CLOCKS.index("modelled")).any())
         return "modelled" if modelled else str(self.ledger.trace.meta.get("clock", "measured")) if not len(rows) else "measured"
 
     @cached_property
     def divided(self) -> tuple[str, Ints, Ints]:
-        """(by "step", "cell" or "", the states at which another one begins, their numbers)."""
+        """("step", "cell" or "", the states at which a new step or cell begins, their numbers)."""
         rows = self.ledger.rows[self.ledger.opening :]
         for what in ("step", "cell"):
             label = self.ledger.trace[what][rows]
@@ -288,7 +288,7 @@ class MemoryView:
         return "", np.zeros(0, np.int64), np.zeros(0, np.int64)
 
     def marks(self, x0: float, x1: float, axis: str, most: int = MOST_MARKS) -> list[tuple[float, int]]:
-        """(x, number) where steps or cells begin, every so many where there are many; -1 where none does, but one ends."""
+        """Return (x, number) where steps or cells begin, only every n-th if there are many. Number -1: outside all of them."""
         _, states, numbers = self.divided
         x = states.astype(np.float64) if _known(axis) == "events" else self.times[states]
         inside = np.flatnonzero((x >= x0) & (x < x1))
@@ -299,7 +299,7 @@ class MemoryView:
 
     @cached_property
     def shortages(self) -> list[tuple[int, int]]:
-        """(position, bytes asked for) of every allocation that failed."""
+        """(position, requested bytes) of every failed allocation."""
         trace = self.ledger.trace
         rows = np.flatnonzero(trace.is_kind("oom") & (trace["device"] == self.ledger.device))
         position = np.searchsorted(self.ledger.rows, rows) - 1
@@ -308,19 +308,19 @@ class MemoryView:
     # ---- who
 
     def at(self, position: int, most: int = MOST_ROWS) -> Moment:
-        """Who held what at a position of the ledger: the `most` largest, and the rest summed."""
+        """Return the holders of memory at a position of the ledger: the `most` largest, and the sum of the rest."""
         ledger = self.ledger
         position = min(max(position, ledger.opening - 1), len(ledger.rows) - 1)
         return self._listed(ledger.alive(position), position, most)
 
     def kept(self, most: int = MOST_ROWS) -> Moment:
-        """What was allocated while the recording ran, and is alive at its end."""
+        """Return the holders of the blocks that were allocated during the recording and are alive at its end."""
         last = len(self.ledger.rows) - 1
         alive = self.ledger.alive(last)
         return self._listed(alive[self.ledger.blocks.begin[alive] >= self.ledger.opening], last, most)
 
     def _listed(self, alive: Ints, position: int, most: int) -> Moment:
-        """Blocks as the holders that they belong to; the total is theirs."""
+        """Group the blocks `alive` by holder, the largest first."""
         blocks = self.ledger.blocks
         row, size = blocks.row[alive], blocks.bytes[alive]
         _, first, which = np.unique(self._holder[alive], return_index=True, return_inverse=True)
@@ -331,7 +331,7 @@ class MemoryView:
         return Moment(position, time_ns, int(size.sum()), rows, rest, max(len(order) - most, 0))
 
     def holders_of(self, blocks: Ints) -> tuple[list[list[str]], Ints]:
-        """([variable, owner, kind, source, place] of each holder, for each of `blocks` the number of its holder)."""
+        """Return ([variable, owner, kind, source, place] of each holder, the number of the holder of each of `blocks`)."""
         _, first, which = np.unique(self._holder[blocks], return_index=True, return_inverse=True)
         rows = [self._holding(int(self.ledger.blocks.row[blocks[i]]), 0, 1) for i in first.tolist()]
         facts = [[self._variables.get(r.owner, r.owner), r.owner, r.kind, r.code, r.place] for r in rows]
@@ -339,7 +339,7 @@ class MemoryView:
 
     @cached_property
     def _holder(self) -> Ints:
-        """A code of each block: equal for those of one variable, kind and place."""
+        """A code for each block, equal for blocks of the same variable, kind and place."""
         trace, row, texts = self.ledger.trace, self.ledger.blocks.row, self.ledger.trace.strings
         code = {text: i for i, text in enumerate(dict.fromkeys(self._variables.values()))}
         owner = np.array([code.get(self._variables.get(text, ""), -1) for text in texts] + [-1], np.int64)[trace["owner"][row]]
@@ -348,7 +348,7 @@ class MemoryView:
 
     @cached_property
     def _variables(self) -> dict[str, str]:
-        """Every owner, and the variable that stands for it."""
+        """The variable that stands for each owner."""
         trace = self.ledger.trace
         names = [trace.strings[code] for code in np.unique(trace["owner"][self.ledger.blocks.row]).tolist() if code >= 0]
         return dict(zip(names, _shortened(names, self.most), strict=True))
@@ -378,7 +378,7 @@ def _role(name: Any) -> str:
 
 
 def _shortened(names: list[str], most: int) -> list[str]:
-    """Owners as paths of variables, cut as far from the root as leaves at most `most` of them; at the root where none does."""
+    """Shorten owners to paths of variables, as long as possible with at most `most` different ones, else to the root."""
     found = [_cut(name, 1) for name in names]
     for depth in range(2, 7):
         longer = [_cut(name, depth) for name in names]
@@ -389,7 +389,7 @@ def _shortened(names: list[str], most: int) -> list[str]:
 
 
 def _cut(name: str, depth: int) -> str:
-    """The first `depth` parts of "model.layers.0.weight"; what only a traceback holds is one group."""
+    """Return the first `depth` parts of a path such as "model.layers.0.weight". All tensors of a traceback are one group."""
     if " (the traceback of " in name:
         return name.rpartition(" (")[2].rstrip(")")
     root = _ROOT.match(name)

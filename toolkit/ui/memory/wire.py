@@ -1,4 +1,4 @@
-"""A `MemoryView` as the front end gets it: what is known of the whole, columns as bytes, a moment as a table. No widget."""
+"""The messages to memory.js: the description of a measurement, columns as bytes, and a moment as a table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from toolkit.core.units import seconds_text
-from toolkit.ui.memory.drawing import colours, floor_of, limit_of
+from toolkit.ui.memory.drawing import colors, floor_of, limit_of
 from toolkit.ui.memory.picture import notes, view_of
 from toolkit.ui.memory.view import MemoryView, Moment
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from toolkit.vram.measure import MemoryUse
 
 MOST_COLUMNS = 4000
-_TEXT = 160  # characters of a name or a line
+_TEXT = 160  # longest name or line, in characters
 
 
 def meta(use: MemoryUse, view: MemoryView, title: str | None = None) -> dict[str, Any]:
-    """What is known of the whole (JSON-able)."""
+    """Return the description of the whole measurement (JSON-able)."""
     ledger = view.ledger
     limit = limit_of(view)
     low, high = view.bounds("time")
@@ -36,23 +36,22 @@ def meta(use: MemoryUse, view: MemoryView, title: str | None = None) -> dict[str
 
 
 def groupings(view: MemoryView) -> list[str]:
-    """What the bands can be: cells and steps only where there are several."""
+    """Return the possible groupings. Cells and steps are included only if there are several."""
     labels = {what: view.ledger.trace[what][view.ledger.rows] for what in ("cell", "step")}
     return ["owner", "kind", "line", *(what for what, label in labels.items() if len(label) and (label != label[0]).any())]
 
 
 def bands(view: MemoryView) -> list[list[Any]]:
-    """[name, colour, bytes at the peak, role] of each band, the lowest first."""
+    """Return [name, color, bytes at the peak, role] of each band, the lowest first."""
     return [
-        [band.words[:_TEXT], colour, band.at_peak_bytes, band.role]
-        for band, colour in zip(view.bands, colours(view), strict=True)
+        [band.words[:_TEXT], color, band.at_peak_bytes, band.role] for band, color in zip(view.bands, colors(view), strict=True)
     ]
 
 
 def packed(view: MemoryView, x0: float, x1: float, width: int, axis: str, **echo: Any) -> bytes:
-    """Columns of [x0, x1) as bytes: uint32 length of a JSON header (padded to 8), the header, then the columns.
+    """Return the columns of [x0, x1) as bytes: the uint32 length of a JSON header (padded to 8), the header, then the columns.
 
-    These are float64 position, total, reserved and time_ns, and float32 of every band. `echo` comes back in the header.
+    The columns are position, total, reserved and time_ns in float64, then every band in float32. The header contains `echo`.
     """
     width = int(np.clip(width, 16, MOST_COLUMNS))
     columns = view.columns(x0, x1, width, axis)
@@ -68,12 +67,12 @@ def packed(view: MemoryView, x0: float, x1: float, width: int, axis: str, **echo
 
 
 def whole(view: MemoryView, width: int = 800) -> bytes:
-    """Everything, for a first paint before the front end has asked."""
+    """Return the columns of the whole measurement, for the first picture, before any request."""
     return packed(view, *view.bounds(view.axis), width, view.axis, seq=0, vid="")
 
 
 def moment(found: Moment) -> dict[str, Any]:
-    """A moment as JSON; rows are [bytes, blocks, owner, kind, source, place]."""
+    """Return a moment (JSON-able). Rows are [bytes, blocks, owner, kind, source, place]."""
     rows = [
         [row.bytes, row.blocks, row.owner[:_TEXT], row.kind[:_TEXT], row.code[:_TEXT], row.place[:_TEXT]] for row in found.rows
     ]
@@ -84,7 +83,7 @@ def moment(found: Moment) -> dict[str, Any]:
 
 
 def regrouped(cache: dict[str, MemoryView], use: MemoryUse, by: str) -> MemoryView:
-    """The view of this grouping, made once."""
+    """Return the view grouped `by`, and store it in `cache`."""
     if by not in cache:
         other = next(iter(cache.values()), None)
         cache[by] = other.regrouped(by) if other is not None else view_of(use, by)

@@ -1,6 +1,6 @@
-"""A trace for people without a canvas: a still picture, text, the facts of one event, the copies as a table.
+"""A trace without a canvas: a still picture, text, the facts of one event, and the copies as a table.
 
-VS Code, Colab, nbviewer and a terminal show this; so does a page whose scripts are off. Knows no front end.
+Front ends without widgets (nbviewer, a terminal) show these, and so does a page without scripts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GUTTER, _PLOT, _LANE, _BINS = 150, 810, 20, 270
 
 
 def svg(scene: Scene) -> str:
-    """All events of the scene as an SVG of 960 pixels' width; modelled times are hatched. Under about 40 KB."""
+    """Return all events of the scene as an SVG, 970 pixels wide and at most about 40 KB. Modelled times are hatched."""
     low, high = scene.bounds()
     y, parts = 4, []
     for track, origin in zip(scene.tracks, scene.origins(), strict=True):
@@ -67,7 +67,7 @@ def _text(x: float, y: float, text: str, bold: bool = False) -> str:
 
 
 def _bars(lane: Lane, segment: dict[str, NDArray[Any]], y: int) -> list[str]:
-    """One path for each of four heights, neighbours joined."""
+    """Return the bars as one path per height (there are four heights), with adjacent bars joined."""
     x0 = np.round(segment["x0"] / SUBPIXELS).astype(int) + _GUTTER
     x1 = np.maximum(np.round(segment["x1"] / SUBPIXELS).astype(int) + _GUTTER, x0 + 1)
     height = np.ceil(segment["level"] / 255 * 4).astype(int)
@@ -88,7 +88,7 @@ def _bars(lane: Lane, segment: dict[str, NDArray[Any]], y: int) -> list[str]:
 
 
 def text(scene: Scene) -> str:
-    """The scene in a few lines for a terminal."""
+    """Return a few lines for a terminal."""
     lines = []
     for track in scene.tracks:
         steps = track.meta()["steps"]
@@ -99,9 +99,9 @@ def text(scene: Scene) -> str:
 
 
 def html(scene: Scene) -> str:
-    """The picture with its totals, as a fragment of HTML that needs no script.
+    """Return the picture and its totals as HTML without a script.
 
-    The picture is an image, not inline SVG: where a notebook isn't trusted, front ends strip it and the table remains.
+    The picture is an image, not inline SVG, because front ends remove inline SVG from notebooks that aren't trusted.
     """
     rows = [
         f"<tr><td>{escape(track.title)}</td><td>{escape((row['label'] + ' ' + row['place']).strip())}</td>"
@@ -120,7 +120,7 @@ def html(scene: Scene) -> str:
 
 
 def facts(track: Track, row: int) -> list[list[str]]:
-    """All that is known about one event, as (label, text) pairs."""
+    """Return the facts of one event as [label, text] pairs, or an empty list if there is no such row."""
     trace = track.trace
     if not 0 <= row < len(trace):
         return []
@@ -133,7 +133,7 @@ def facts(track: Track, row: int) -> list[list[str]]:
         ("caused by", string_of(trace, "where", row)),
         ("duration", f"{seconds_text(get['dur_ns'] / 1e9)}, {modelled}"),
         ("start", f"{seconds_text((get['start_ns'] - track.start_ns) / 1e9)} after the first event"),
-        ("step", str(get["step"]) if get["step"] >= 0 else "outside of every step"),
+        ("step", str(get["step"]) if get["step"] >= 0 else "outside all steps"),
         ("stream", str(get["stream"]) if get["stream"] >= 0 else None),
         ("device", f"GPU {get['device']}" if get["device"] >= 0 else "host"),
         ("host memory", {0: "pageable", 1: "pinned"}.get(get["pinned"])),
@@ -147,7 +147,7 @@ def facts(track: Track, row: int) -> list[list[str]]:
 
 
 def copies_sheet(track: Track, limit: int = 300) -> dict[str, Any]:
-    """The first `limit` rows of the copies per step as text, for a table that a screen reader can read."""
+    """Return the first `limit` rows of the copies per step as text, for a table that screen readers can read."""
     frame = copies_per_step(track.trace)
     clock = f"host wait ({track.clock})"
     columns = ["step", *(f"{k.upper()} {what}" for k in COPY_KINDS for what in ("copies", "bytes")), "kernels", clock]

@@ -1,5 +1,5 @@
-// A page without Python: unpacks the embedded columns and answers timeline.js's requests from them.
-// It is pasted behind timeline.js in one module. The binning is view.py's; a test compares the two.
+// A page without Python: unpacks the embedded columns and answers the requests of timeline.js from them.
+// It follows timeline.js in the same module. The binning is the same as in view.py; a test compares the two.
 
 const DIRECTIONS = { h2d: "host to device", d2h: "device to host", d2d: "within the device", p2p: "device to device" };
 const TYPES = { u1: Uint8Array, i1: Int8Array, i2: Int16Array, i4: Int32Array, u4: Uint32Array };
@@ -17,7 +17,7 @@ async function unpack(packed) {
   }
   const wide = (name) => Float64Array.from({ length: n }, (_, i) => columns[`${name}_high`].at(i) * 2 ** 32 + columns[`${name}_low`].at(i));
   const start = wide("start");
-  for (let i = 1; i < n; i++) start[i] += start[i - 1]; // stored as differences, which pack well
+  for (let i = 1; i < n; i++) start[i] += start[i - 1]; // stored as differences, which compress well
   return { ...columns, start, dur: wide("dur"), bytes: wide("bytes") };
 }
 
@@ -109,7 +109,7 @@ class PageTrack {
       ["bytes", ["kernel", "sync", "mark"].includes(kind) ? undefined : size >= 1024 ? `${bytesText(size)} (${grouped(size)} B)` : `${size} B`],
       ["caused by", text("where")], ["duration", `${timeText(this.columns.dur[row])}, ${get("clock") ? "modelled" : "measured"}`],
       ["start", `${timeText(this.columns.start[row] - this.packed.start_ns)} after the first event`],
-      ["step", get("step") >= 0 ? String(get("step")) : "outside of every step"], ["stream", get("stream") >= 0 ? String(get("stream")) : undefined],
+      ["step", get("step") >= 0 ? String(get("step")) : "outside all steps"], ["stream", get("stream") >= 0 ? String(get("stream")) : undefined],
       ["device", get("device") >= 0 ? `GPU ${get("device")}` : "host"], ["host memory", ["pageable", "pinned"][get("pinned")]],
       ["cell", get("cell") >= 0 ? String(get("cell")) : undefined], ["rank", get("rank") ? String(get("rank")) : undefined], ["owner", text("owner")],
     ];
@@ -176,11 +176,11 @@ async function start() {
     unmount();
     const provider = pageProvider(tracks, limits);
     unmount = mount(place, provider, { tracks: tracks.map((t) => t.packed.meta), kinds: limits.kinds });
-    window.tkProvider = provider; // for a look from the console
+    window.tkProvider = provider; // for debugging in the console, and for tests
   };
   for (const select of [first, second]) select?.addEventListener("change", show);
   try { await show(); } catch (error) {
-    place.insertAdjacentText("afterbegin", `The interactive timeline can't be shown by this browser (${error.message}); here is a still picture.`);
+    place.insertAdjacentText("afterbegin", `This browser can't show the interactive timeline (${error.message}). A still picture follows.`);
     document.getElementById("tk-still").hidden = false;
   }
 }

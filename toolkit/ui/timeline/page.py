@@ -1,7 +1,7 @@
-"""A self-contained page: timelines and copies tables of one or several traces in one HTML file, without a network.
+"""A self-contained HTML page with the timelines and copies tables of one or several traces. It makes no network request.
 
-The file holds the events in compact columns, the same timeline.js as the notebook's widget, and page.js, which does in
-JavaScript what view.py does in Python. A still picture stands in where scripts are off. Needs no front-end package.
+The file holds the events in compact columns, the same timeline.js as the notebook widget, and page.js, which does the work of
+view.py in JavaScript. Without scripts it shows a still picture. Writing it needs no front-end package.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from toolkit.ui.assets import script_of, style_of
 from toolkit.ui.timeline import overview
 from toolkit.ui.timeline.view import MAX_SEGMENTS, MAX_STEPS, Scene, Track, named
 
-_SMALL = 1 << 16  # bytes; below this columns are embedded as they are, for browsers that can't inflate
+_SMALL = 1 << 16  # bytes; smaller columns aren't compressed, for browsers without DecompressionStream
 _NARROW = {
     "kind": "u1", "clock": "u1", "pinned": "i1", "device": "i2", "rank": "i2", "stream": "i4", "step": "i4", "cell": "i4",
     "name": "i4", "where": "i4", "owner": "i4",
@@ -34,16 +34,17 @@ _NARROW = {
 
 
 def write_page(traces: Any, path: str | os.PathLike[str], other: Any = None, *, title: str | None = None) -> Path:
-    """Write the page of `traces` to `path` (replaced whole or not at all), and return its path.
+    """Write the page of `traces` to `path` and return its path. The file is replaced atomically.
 
-    `traces` is a Trace or a Run, a sequence of them or of (title, trace) pairs, or a mapping of titles to them; with
-    several, the page has a choice of which to show and to compare. `other` is shown beside the first at once.
+    `traces` is a Trace or a Run, a sequence of them or of (title, trace) pairs, or a mapping from titles to them. If there are
+    several, menus choose the ones to show and compare. `other` is shown next to the first from the start. Raises ToolkitError
+    if `traces` is empty or the file can't be written.
     """
     return _write(path, _pairs(traces, other), title, beside=other is not None)
 
 
 def write_comparison(comparison: Any, path: str | os.PathLike[str]) -> Path:
-    """Write the page of what `tk.compare` found: its table, and every run's timeline, any two side by side."""
+    """Write the page of a result of `tk.compare`: its table and the timelines of all runs, any two of them side by side."""
     extra = f"<section><h2>Strategies</h2>{comparison._repr_html_()}</section>"
     return _write(path, _pairs(comparison.runs, None), "Decode strategies compared", extra=extra, beside=False)
 
@@ -70,7 +71,7 @@ def _write(
 
 
 def replace_text(target: Path, text: str) -> Path:
-    """Write `text` in place of `target`, whole or not at all. Raises ToolkitError where there can't be such a file."""
+    """Replace the file `target` by `text` atomically. Raises ToolkitError if the file can't be created."""
     try:
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
     except OSError as error:
@@ -80,7 +81,7 @@ def replace_text(target: Path, text: str) -> Path:
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
-        os.chmod(temporary, 0o644)  # mkstemp makes it private; a page is for sharing
+        os.chmod(temporary, 0o644)  # mkstemp makes the file private, but pages are meant to be shared
         os.replace(temporary, target)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
@@ -104,8 +105,8 @@ def _document(tracks: list[Track], title: str, extra: str, beside: bool) -> str:
 <title>{escape(title)}</title><link rel="icon" href="data:,">
 {style_of("timeline/timeline.css", "page.css")}</head>
 <body><main class="tk-page"><h1>{escape(title)}</h1>
-<table class="tk-head"><thead><tr><th scope="col">run</th><th scope="col">device</th><th scope="col">times are</th>
-<th scope="col">made with</th></tr></thead><tbody>{head}</tbody></table>
+<table class="tk-head"><thead><tr><th scope="col">run</th><th scope="col">device</th><th scope="col">times</th>
+<th scope="col">versions</th></tr></thead><tbody>{head}</tbody></table>
 {extra}<section><h2>Timeline</h2>{_choices(tracks, beside)}<div id="tk-place"></div>
 <div id="tk-still" hidden>{still}</div><noscript>{still}</noscript></section>
 <section><h2>Copies per step</h2>{sheets}</section></main>
@@ -132,7 +133,7 @@ def _choices(tracks: list[Track], beside: bool) -> str:
     ]
     return (
         f'<p class="tk-choose"><label>Show <select id="tk-a">{"".join(options)}</select></label> '
-        f'<label>beside <select id="tk-b"><option value="">nothing</option>{"".join(second)}</select></label></p>'
+        f'<label>next to <select id="tk-b"><option value="">nothing</option>{"".join(second)}</select></label></p>'
     )
 
 
@@ -148,7 +149,7 @@ def _sheet_html(sheet: dict[str, Any], is_open: bool) -> str:
 
 
 def _packed(track: Track) -> dict[str, Any]:
-    """A track as JSON: the columns of the events that have a lane, packed; everything else as it is."""
+    """Return a track (JSON-able), with the columns of its events packed into base64."""
     trace, total = track.trace, sum(len(lane.rows) for lane in track.lanes)
     rows, lanes = np.zeros(total, np.int64), np.zeros(total, np.uint8)
     at = 0

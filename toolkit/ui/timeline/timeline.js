@@ -1,8 +1,8 @@
-// The timeline: a canvas that draws views of a trace, and asks a provider for the view of what the reader looks at.
-// It knows no trace: Python (or page.js) decides what is in a view, and what an event's facts are.
-// A view is bytes as view.py packs them, or what parseView makes of them.
+// The timeline: a canvas that draws views of a trace. It asks a provider for each range of time that the user looks at:
+// Python in a notebook (kernelWidget in shared.js), or page.js in a self-contained page.
+// A view is the bytes that Scene.view packs, or the object that parseView returns.
 //   provider.first            a view to draw at once, or null
-//   provider.view(request)    -> Promise of a view; provider.late = callback for answers after a timeout
+//   provider.view(request)    -> Promise of a view; provider.late(view) is called for answers that come after the timeout
 //   provider.facts(track, row)-> Promise of [[label, text], ...]
 //   provider.step(request)    -> Promise of [number, start, end] or null
 //   provider.table()          -> Promise of [{title, columns, rows, note}, ...]
@@ -87,7 +87,7 @@ class TimelinePainter extends CanvasPainter {
     return this.patterns[kind];
   }
 
-  // x of a time on the axis for what is looked at now
+  // Returns the x coordinate of a time.
   x(t) { return GUTTER + ((t - this.now.t0) / (this.now.t1 - this.now.t0)) * this.plot; }
 
   text(label, x, y, color, room, { size = 12, align = "left", bold = false } = {}) {
@@ -183,7 +183,7 @@ class TimelinePainter extends CanvasPainter {
   name(label, x, y, room) {
     const pen = this.context;
     pen.font = `11px ${this.font}`;
-    if (!label || room < Math.min(96, pen.measureText(label).width + 16)) return; // a few letters would say nothing
+    if (!label || room < Math.min(96, pen.measureText(label).width + 16)) return; // a few letters are useless
     const wide = Math.min(pen.measureText(label).width, room - 14);
     pen.fillStyle = this.colors.bg; pen.globalAlpha = 0.86;
     pen.fillRect(x + 4, y + 4, wide + 6, LANE - 8);
@@ -206,7 +206,7 @@ class TimelinePainter extends CanvasPainter {
     }
   }
 
-  // the event (or bin) under a point: the one that contains it, else the nearest within three pixels
+  // Returns the box (event or bin) under a point: the one that contains it, else the nearest within three pixels.
   hit(x, y) {
     let best = null, nearest = 3.01;
     for (const box of this.boxes || []) {
@@ -226,7 +226,7 @@ function mount(root, provider, meta) {
     "aria-label": `Timeline of ${meta.tracks.map((track) => `${track.title}: ${track.events} events, ${track.clock} time, ${track.span}`).join("; ")}. ${KEYS} The Table button shows the copies as a table.`,
   });
   const tip = element("div", { class: "tk-tip", hidden: "" }), status = element("div", { class: "tk-status", role: "status", "aria-live": "polite" });
-  const detail = element("div", { class: "tk-detail", hidden: "", role: "region", "aria-label": "Chosen event" });
+  const detail = element("div", { class: "tk-detail", hidden: "", role: "region", "aria-label": "Selected event" });
   const tables = element("div", { class: "tk-tables", hidden: "", tabindex: "0", role: "region", "aria-label": "Copies per step" });
   const stepInput = element("input", { type: "number", "aria-label": "Go to step", placeholder: "step", onchange: () => goto(Number(stepInput.value)) });
   const tableButton = button("Copies per step as a table", "Table", () => toggleTable(), { "aria-expanded": "false" });
@@ -253,9 +253,9 @@ function mount(root, provider, meta) {
     if (!state.view) return;
     const gathered = state.view.count.some((n) => n > 1), every = Math.max(...state.view.every);
     const parts = [`${timeText(state.now.t1 - state.now.t0)} shown, from ${Math.abs(state.now.t0) < 1 ? 0 : timeText(state.now.t0)}`];
-    if (gathered) parts.push("a bar's height is the busy share of several events: zoom in to see single ones");
+    if (gathered) parts.push("the height of a bar is the busy share of several events: zoom in to see single events");
     if (every > 1) parts.push(`one step in ${every} is marked`);
-    if (failed) parts.push("the kernel is busy or gone: this is the last view");
+    if (failed) parts.push("the kernel does not answer: this is the last view");
     const text = parts.join(" · ");
     if (status.textContent !== text) status.textContent = text;
   };
@@ -305,7 +305,7 @@ function mount(root, provider, meta) {
     if (state.align !== null) state.align = step;
     try { show(await ofTracks({ step })); } catch { unanswered(); }
   };
-  let moving = Promise.resolve(); // one after the other, so that two quick presses go two steps
+  let moving = Promise.resolve(); // a queue, so that two quick presses move two steps
   const move = (by) => { moving = moving.then(() => step(by)); };
   const step = async (by) => {
     if (state.step !== null) return goto(Math.max(state.step + by, Math.min(...meta.tracks.filter((t) => t.steps).map((t) => t.steps[0]))));
@@ -368,7 +368,7 @@ function mount(root, provider, meta) {
       try {
         const facts = await provider.facts(box.lane.track, row);
         if (facts.length && state.selected === mine) { pairs = [["", facts.find(([label]) => label === "name")?.[1] || box.lane.label], ...facts.filter(([label]) => label !== "name")]; fill(); }
-      } catch { /* without a kernel the short form stays */ }
+      } catch { /* without a kernel, the summary stays */ }
     }
   };
   const nextCopy = (by) => {
@@ -382,7 +382,7 @@ function mount(root, provider, meta) {
     tableButton.setAttribute("aria-expanded", String(!tables.hidden));
     if (tables.hidden || tables.childElementCount) return;
     try { tables.replaceChildren(...(await provider.table()).map(tableOf)); }
-    catch { tables.replaceChildren(); tables.hidden = true; tableButton.setAttribute("aria-expanded", "false"); status.textContent = "The kernel is busy or gone: press again when it is idle, or run the cell again."; }
+    catch { tables.replaceChildren(); tables.hidden = true; tableButton.setAttribute("aria-expanded", "false"); status.textContent = "The kernel does not answer: press again when it is idle, or run the cell again."; }
   };
 
   let drag = null;

@@ -1,9 +1,8 @@
-"""What a timeline shows: lanes of a trace, and the view of any range of time, small whatever the trace's size.
+"""The data of a timeline: the lanes of a trace, and small views of any range of time.
 
-A `Track` indexes one trace, lane by lane (sorted starts, prefix sums), so that a view of a million events is a few binary
-searches. `Scene` puts one or two tracks on one time axis and answers `view` requests as bytes: single events where they
-are few, and one segment a bin of pixels (busy share, count, bytes) where they are many. Knows numpy and the trace; knows
-no widget and no browser. `page.js` has the same binning in JavaScript, for pages without Python.
+A `Track` indexes one trace by lane (sorted starts, prefix sums), so that a view of a million events takes few binary searches.
+A `Scene` puts one or two tracks on one time axis and returns views as bytes: single events if there are few, else one segment
+per bin of pixels with its busy share, count and bytes. `page.js` does the same binning in JavaScript, for pages without Python.
 """
 
 from __future__ import annotations
@@ -27,31 +26,31 @@ LABELS = {
     "sync": "host waits", "mark": "host marks", "kernel": "kernels", "h2d": "H2D", "d2h": "D2H", "d2d": "D2D",
     "p2p": "P2P", "memset": "memset",
 }  # fmt: skip
-MAX_SEGMENTS = 2000  # a view: 20 bytes each, 40 KB
-MAX_LANES = 36  # a track; streams beyond are gathered in "other streams"
+MAX_SEGMENTS = 2000  # per view: 20 bytes each, 40 KB in all
+MAX_LANES = 36  # per track; further streams are gathered in "other streams"
 MAX_STEPS = 96  # step boundaries in a view
-MAX_TEXTS = 240  # (name, where) pairs in a view,
-MAX_TEXTS_LENGTH = 9000  # and their characters in all
+MAX_TEXTS = 240  # (name, where) pairs in a view
+MAX_TEXTS_LENGTH = 9000  # total characters of these pairs
 MAX_TEXT = 96  # characters of a name or a line in a view
 NO_TEXT = 65535
-MODELLED = 128  # bit of a segment's kind
+MODELLED = 128  # bit of a segment's kind: its time is modelled
 SUBPIXELS = 16  # x positions are whole sixteenths of a pixel
 OTHER_STREAMS = 1 << 20
 SEGMENT = (
-    ("row", "<u4"),  # of the trace: the event, or the first one of a bin
-    ("count", "<u4"),  # events that start in it; 0: one that began earlier goes on
+    ("row", "<u4"),  # row of the trace: the event, or the first event of a bin
+    ("count", "<u4"),  # number of events that start in the bin; 0 if an earlier event continues
     ("bytes", "<f4"),
     ("x0", "<u2"),
     ("x1", "<u2"),
-    ("text", "<u2"),  # into the header's texts, 65535: none, ask for the facts
-    ("kind", "u1"),  # into KINDS, and MODELLED
-    ("level", "u1"),  # busy share of a bin in 255ths
+    ("text", "<u2"),  # index into the header's texts; 65535: not included, request the facts
+    ("kind", "u1"),  # index into KINDS, plus MODELLED
+    ("level", "u1"),  # busy share of a bin, 255 means 100 %
 )
 
 
 @dataclass(frozen=True)
 class Lane:
-    """Events of one kind on one stream, in order of start, with what binary searches need."""
+    """Events of one kind on one stream in order of start, with the sums that binary searches need."""
 
     kind: str
     rank: int
@@ -60,14 +59,14 @@ class Lane:
     rows: NDArray[np.int64]  # rows of the trace
     starts: NDArray[np.int64]
     ends: NDArray[np.int64]
-    latest_end: NDArray[np.int64]  # the latest end of any event so far
-    fresh: NDArray[np.int64]  # start of the part of each event that no earlier one covers
-    busy: NDArray[np.int64]  # [n + 1] time covered by the first n events
+    latest_end: NDArray[np.int64]  # latest end of this and all earlier events
+    fresh: NDArray[np.int64]  # start of the part of each event that no earlier event covers
+    busy: NDArray[np.int64]  # [n + 1] time covered by the first i events
     bytes: NDArray[np.int64]  # [n + 1] prefix sum
     modelled: NDArray[np.int64]  # [n + 1] prefix sum
 
     def covered(self, t: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Time covered by events up to each `t`."""
+        """Return the time covered by events up to each `t`."""
         n = np.searchsorted(self.fresh, t, side="right")
         last = np.maximum(n - 1, 0)
         part = np.clip(t - self.fresh[last], 0, self.busy[last + 1] - self.busy[last])
@@ -81,16 +80,16 @@ def _prefix(values: NDArray[Any]) -> NDArray[np.int64]:
 
 
 def named(thing: Any, title: str | None = None) -> tuple[str, Trace]:
-    """(title, trace) of a Trace, or of a Run, whose title is its strategy."""
+    """Return (title, trace) of a Trace or a Run. The title of a Run is its strategy. Raises ToolkitError for other types."""
     trace = getattr(thing, "trace", thing)
     if not isinstance(trace, Trace):
-        raise ToolkitError("a timeline", f"a {type(thing).__name__}", "Give it a Trace, or what tk.generate returned")
+        raise ToolkitError("a timeline", f"a {type(thing).__name__}", "Give it a Trace or the result of tk.generate")
     meta = trace.meta
     return title or str(getattr(thing, "strategy", None) or meta.get("title") or meta.get("strategy") or "recording"), trace
 
 
 class Track:
-    """One trace, indexed. `lanes` from top to bottom; `steps` as (number, start_ns, end_ns, name), in order of start."""
+    """An indexed trace. `lanes` are from top to bottom; `steps` are (number, start_ns, end_ns) in order of start."""
 
     def __init__(self, trace: Trace, title: str) -> None:
         self.trace, self.title = trace, title
@@ -101,7 +100,7 @@ class Track:
         self.start_ns, self.end_ns = (int(min(starts)), int(max(ends))) if starts else (0, 0)
 
     def step_range(self, step: int) -> tuple[int, int, int] | None:
-        """(number, start, end) of the step with this number, or of the nearest there is."""
+        """Return (number, start, end) of the step with this number, or of the step with the nearest number."""
         if not len(self.steps):
             return None
         nearest = self.steps[np.argmin(np.abs(self.steps[:, 0] - step))]
@@ -109,7 +108,7 @@ class Track:
 
     @property
     def clock(self) -> str:
-        """ "measured", "modelled", or "mixed"; what the trace's meta says where it has no events."""
+        """The clock of the events: "measured", "modelled" or "mixed". Without events, the clock in the trace's meta."""
         events = sum(len(lane.rows) for lane in self.lanes)
         modelled = sum(int(lane.modelled[-1]) for lane in self.lanes)
         if not events:
@@ -117,20 +116,20 @@ class Track:
         return "measured" if not modelled else "modelled" if modelled == events else "mixed"
 
     def notes(self) -> list[str]:
-        """What a reader must know about this trace before believing it."""
+        """Return the caveats of this trace, such as modelled times."""
         notes = []
         if not self.lanes:
             notes.append("No events: nothing was copied, launched or waited for while this was recorded.")
         if self.clock != "measured" and self.lanes:
             notes.append("Times are modelled, not measured (hatched).")
         if self.trace.meta.get("sizes_only"):
-            notes.append("Sizes only: tensors held no values, so bytes and times are claims of the model, tokens are not.")
+            notes.append("Sizes only: tensors held no values. Bytes and times are modelled; tokens are meaningless.")
         if self.trace.meta.get("steps_from") == "guessed":
-            notes.append("Steps are guessed from a repeating pattern of kernels.")
+            notes.append("Steps are inferred from a repeating pattern of kernels.")
         return notes
 
     def meta(self) -> dict[str, Any]:
-        """What the front end draws around the events."""
+        """Return the description that the front end draws around the events (JSON-able)."""
         several = len({lane.device for lane in self.lanes if lane.kind not in ("sync", "mark")}) > 1
         ranks = len({lane.rank for lane in self.lanes}) > 1
         numbers = self.steps[:, 0]
@@ -162,7 +161,7 @@ def _lane_meta(lane: Lane, several: bool, ranks: bool) -> dict[str, Any]:
 
 
 def _steps(trace: Trace) -> tuple[NDArray[np.int64], list[str]]:
-    """[n, 3] number, start, end of each step, and names: from step marks, else from the events that carry the number."""
+    """Return number, start and end of each step [n, 3], and names, from step marks or else from the events' step numbers."""
     mark = (trace["kind"] == KINDS.index("mark")) & (trace["step"] >= 0)
     if mark.any():
         rows = np.flatnonzero(mark)
@@ -214,7 +213,7 @@ def _lanes(trace: Trace) -> list[Lane]:
 
 def _lane(trace: Trace, rows: NDArray[np.int64], stream: int) -> Lane:
     starts = trace["start_ns"][rows]
-    if np.any(starts[1:] < starts[:-1]):  # a reader may leave rows unsorted
+    if np.any(starts[1:] < starts[:-1]):  # some readers leave rows unsorted
         order = np.argsort(starts, kind="stable")
         rows, starts = rows[order], starts[order]
     ends = starts + np.maximum(trace["dur_ns"][rows], 0)
@@ -230,34 +229,34 @@ def _lane(trace: Trace, rows: NDArray[np.int64], stream: int) -> Lane:
 
 
 class Scene:
-    """One or two tracks (A above B) on one time axis; answers `view` and `find_step`.
+    """One or two tracks (A above B) on one time axis.
 
-    Time on the axis counts from each track's start, or, where `align` is a step number, from the start of that step.
+    Time on the axis counts from each track's start, or from the start of step `align` if that is given.
     """
 
     def __init__(self, tracks: Sequence[Track]) -> None:
         self.tracks = tuple(tracks)
 
     def meta(self) -> dict[str, Any]:
-        """The description that the front end is built from (JSON-able)."""
+        """Return the description of all tracks for the front end (JSON-able)."""
         return {"tracks": [track.meta() for track in self.tracks], "kinds": list(KINDS)}
 
     def origins(self, align: int | None = None) -> list[int]:
-        """For each track the time, in its own nanoseconds, that lies at 0 of the axis."""
+        """Return, for each track, the time in its own nanoseconds that is at 0 of the axis."""
         steps = [track.step_range(align) if align is not None else None for track in self.tracks]
         return [step[1] if step else track.start_ns for step, track in zip(steps, self.tracks, strict=True)]
 
     def bounds(self, align: int | None = None) -> tuple[int, int]:
-        """First and last nanosecond on the axis; never an empty range."""
+        """Return the first and the last nanosecond on the axis. The range is never empty."""
         pairs = list(zip(self.tracks, self.origins(align), strict=True))
         low = min(track.start_ns - origin for track, origin in pairs)
         return low, max(low + 1000, *(track.end_ns - origin for track, origin in pairs))
 
     def view(self, t0: float, t1: float, width: int, align: int | None = None, **echo: Any) -> bytes:
-        """Everything to draw for [t0, t1) of the axis on `width` pixels, under 100 KB.
+        """Return the view of [t0, t1) of the axis on `width` pixels, in less than 100 KB.
 
-        Layout: uint32 length of a JSON header (padded to 4), the header, then the segments' columns one after the other.
-        `echo` comes back in the header, so that the asker knows which request this answers.
+        Layout: the uint32 length of a JSON header (padded to 4), the header, then the columns of the segments. The header
+        contains `echo`, so that the front end knows which request this answers.
         """
         width = int(np.clip(width, 16, 4000))
         low, high = self.bounds(align)
@@ -288,13 +287,13 @@ class Scene:
         return struct.pack("<I", len(blob)) + blob + b"".join(columns)
 
     def overview(self, width: int = 1000) -> bytes:
-        """The view of everything, for a first paint before the front end has asked."""
+        """Return the view of the whole axis, for the first picture, before any request."""
         return self.view(*self.bounds(), width=width, seq=0, vid="")
 
     def find_step(
         self, track: int, step: int | None = None, near: float = 0.0, move: int = 0, align: int | None = None
     ) -> list[float] | None:
-        """[number, start, end] on the axis: of step number `step`, or of the step `move` away from the one at `near`."""
+        """Return [number, start, end] on the axis of the step number `step`, or `move` steps from the step at `near`."""
         chosen, origin = self.tracks[track], self.origins(align)[track]
         if not len(chosen.steps):
             return None
@@ -316,7 +315,7 @@ def _short(trace: Trace, code: int) -> str:
 
 
 def _steps_in(track: Track, window: tuple[float, float]) -> tuple[list[tuple[int, int, int, str]], int]:
-    """The steps that touch the window, every `every`-th where there are many, and that `every`."""
+    """Return the steps that touch the window, or only every n-th if there are many, and n."""
     table = track.steps
     touching = np.flatnonzero((table[:, 2] >= window[0]) & (table[:, 1] < window[1]))
     every = 1
@@ -329,7 +328,7 @@ def _steps_in(track: Track, window: tuple[float, float]) -> tuple[list[tuple[int
 
 
 def _candidates(lane: Lane, window: tuple[float, float]) -> tuple[int, int]:
-    """Events [first, last) of the lane that may touch the window."""
+    """Return the range [first, last) of the lane's events that may touch the window."""
     first = int(np.searchsorted(lane.latest_end, window[0], side="left"))
     return first, max(first, int(np.searchsorted(lane.starts, window[1], side="left")))
 
@@ -337,9 +336,9 @@ def _candidates(lane: Lane, window: tuple[float, float]) -> tuple[int, int]:
 def lane_segments(
     lanes: Sequence[Lane], window: tuple[float, float], width: int, budget: int, bins: int | None = None
 ) -> list[dict[str, NDArray[Any]]]:
-    """The segments of each lane, at most `budget` in all: lanes with few events first, the rest share what is left.
+    """Return the segments of each lane, at most `budget` in all. Lanes with few events come first; the others share the rest.
 
-    `bins` is the most for one lane; without it, one a pixel.
+    `bins` is the highest number of segments for one lane (default: one per pixel).
     """
     ranges = [_candidates(lane, window) for lane in lanes]
     counts = [last - first for first, last in ranges]
@@ -393,7 +392,7 @@ def _binned(lane: Lane, window: tuple[float, float], width: int, bins: int) -> d
 
 
 def _texts(parts: Sequence[tuple[Track, dict[str, NDArray[Any]]]]) -> tuple[list[list[str]], NDArray[np.int64]]:
-    """The (name, where) pairs of single events, at most MAX_TEXTS of them, and for each segment its pair or 65535."""
+    """Return at most MAX_TEXTS (name, where) pairs of single events, and the index of each segment's pair or NO_TEXT."""
     table: dict[tuple[str, str], int] = {}
     length = 0
     codes = [np.zeros(0, np.int64)]

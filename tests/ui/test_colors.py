@@ -1,4 +1,4 @@
-"""Colours of the timeline: text is readable in both themes, kinds stand out from their lane and from each other."""
+"""Colors of the timeline: text is readable in both themes, kinds stand out from their lane and from each other."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ BLIND = {
 }
 
 
-def linear(colour: str) -> np.ndarray:
-    srgb = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+def linear(color: str) -> np.ndarray:
+    srgb = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
     return np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
 
 
 def contrast(a: str, b: str) -> float:
     """WCAG's contrast ratio."""
-    dark, light = sorted(float(linear(colour) @ [0.2126, 0.7152, 0.0722]) for colour in (a, b))
+    dark, light = sorted(float(linear(color) @ [0.2126, 0.7152, 0.0722]) for color in (a, b))
     return (light + 0.05) / (dark + 0.05)
 
 
@@ -49,7 +49,7 @@ def test_text_has_the_contrast_of_wcag_aa(theme: str) -> None:
 
 @pytest.mark.parametrize("theme", [LIGHT, DARK], ids=["light", "dark"])
 @pytest.mark.parametrize("blindness", BLIND)
-def test_copies_differ_for_colour_blind_eyes(theme: str, blindness: str) -> None:
+def test_copies_differ_for_color_blind_eyes(theme: str, blindness: str) -> None:
     known = variables(theme)
     seen = {
         kind: np.clip(np.array(BLIND[blindness]) @ linear(known[kind]), 0, 1) ** (1 / 2.2) for kind in ("h2d", "d2h", "d2d")
