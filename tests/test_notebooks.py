@@ -33,10 +33,10 @@ ANSWERS = {
         ),
     ],
     "02_what_a_token_costs": [
-        ('my_prediction = {"GB a token": None}', 'my_prediction = {"GB a token": (8.19 - 0.62) * 2}'),
+        ('my_prediction = {"GB per token": None}', 'my_prediction = {"GB per token": (8.19 - 0.62) * 2}'),
         ('my_prediction = {"tok/s": None}', 'my_prediction = {"tok/s": 1792 / 15.1}'),
         ('my_prediction = {"times": None}', 'my_prediction = {"times": 16 / 5}'),
-        ('my_prediction = {"GB a token": None}', 'my_prediction = {"GB a token": 0.6 + 0.8 + 0.4}'),
+        ('my_prediction = {"GB per token": None}', 'my_prediction = {"GB per token": 0.6 + 0.8 + 0.4}'),
         (
             'my_prediction = {"bytes": None, "tokens": None}',
             'my_prediction = {"bytes": 36 * 2 * 8 * 128 * 2, "tokens": 4.76e9 / 147_456}',
@@ -79,7 +79,7 @@ ANSWERS = {
                 "        return self.kv[:, :, : self.n]\n"
             ),
         ),
-        ("# write your line here", "optimiser = torch.optim.AdamW(net.parameters())"),
+        ("# write your line here", "optimizer = torch.optim.AdamW(net.parameters())"),
         ('my_prediction = {"cards": None}', 'my_prediction = {"cards": 4}'),
     ],
     "05_export_under_a_budget": [
@@ -162,14 +162,14 @@ def look_at_what_was_said(path: Path, said: list[str]) -> None:
     questions = sum("None" in question for question, _ in ANSWERS[path.stem])
     assert len(asked_for) == questions
     assert not any("you said" in text and not any(name in text for name in EXERCISES) for text in said)
-    assert sum(text.startswith("not so: ") for text in said) == len(ANSWERS[path.stem]) - questions  # what is to be written
+    assert sum(text.startswith("wrong: ") for text in said) == len(ANSWERS[path.stem]) - questions  # what is to be written
 
 
 def look_at_the_verdicts(path: Path, said: list[str]) -> None:
     """Of a notebook in which everything was typed."""
-    verdicts = [text for text in said if text.startswith(("right: ", "not so: "))]
+    verdicts = [text for text in said if text.startswith(("right: ", "wrong: "))]
     assert len(verdicts) == len(ANSWERS[path.stem])
-    assert not [text for text in verdicts if "not so" in text]
+    assert not [line for text in verdicts for line in text.splitlines() if line.startswith("wrong: ")]
 
 
 def answered(path: Path) -> Any:
@@ -219,6 +219,6 @@ def test_the_memory_lesson_runs_as_it_is_and_can_be_mended_after_all_has_run(tmp
                 for at in (number, number + 1):
                     client.execute_cell(client.nb.cells[at], at)
                 verdicts += texts(nbformat.v4.new_notebook(cells=[client.nb.cells[number + 1]]))
-    verdicts = [text for text in verdicts if text.startswith(("right: ", "not so: "))]
+    verdicts = [text for text in verdicts if text.startswith(("right: ", "wrong: "))]
     assert len(verdicts) == 5
-    assert not [text for text in verdicts if "not so" in text]
+    assert not [line for text in verdicts for line in text.splitlines() if line.startswith("wrong: ")]
