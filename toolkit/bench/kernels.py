@@ -172,10 +172,10 @@ def table(record: dict[str, Any]) -> str:
         "| --- | --- | --- | --- | --- | --- |",
     ]  # fmt: skip
     for row in record["rows"]:
-        beside = [f"{n} {v:.1f}" if isinstance(v, float) else f"{n}: {v}" for n, v in row.get("others_us", {}).items()]
+        compared = [f"{n} {v:.1f}" if isinstance(v, float) else f"{n}: {v}" for n, v in row.get("others_us", {}).items()]
         asked = "" if row["at_least_percent"] is None else f"{row['at_least_percent']:.0f}"
         time = ("no config ran", "") if row["us"] is None else (f"{row['us']:.1f}", f"{row['percent']:.1f} ({row['of']})")
-        lines.append(f"| `{row['kernel']}` | {row['shape']} | {time[0]} | {time[1]} | {asked} | {'; '.join(beside)} |")
+        lines.append(f"| `{row['kernel']}` | {row['shape']} | {time[0]} | {time[1]} | {asked} | {'; '.join(compared)} |")
     return "\n".join(lines)
 
 

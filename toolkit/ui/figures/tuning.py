@@ -246,14 +246,14 @@ def _reasons(rows: Sequence[Row]) -> str:
 
 def _fastest(part: Tuning, winners: dict[str, Row | None]) -> str:
     """Return a table of each GPU's winner and of the faster configs that are wrong or don't fit; "" if there are none."""
-    refused = [v for v in ("wrong", "excluded") if any(row.verdict == v and row.ns is not None for row in part.rows)]
-    if not refused:
+    rejected = [v for v in ("wrong", "excluded") if any(row.verdict == v and row.ns is not None for row in part.rows)]
+    if not rejected:
         return ""
     names = _varying(list(dict.fromkeys(row.config for row in part.rows)))
-    head = "".join(f'<th scope="col">{SIGNS[v]} {v}</th>' for v in refused)
+    head = "".join(f'<th scope="col">{SIGNS[v]} {v}</th>' for v in rejected)
     body = []
     for gpu in part.gpus:
-        rows = [winners[gpu], *(part.fastest(gpu, verdict) for verdict in refused)]
+        rows = [winners[gpu], *(part.fastest(gpu, verdict) for verdict in rejected)]
         body.append(f'<tr><th scope="row">{escape(gpu)}</th>{"".join(_timed_config(row, names) for row in rows)}</tr>')
     heads = f'<thead><tr><th scope="col">GPU</th><th scope="col">★ correct</th>{head}</tr></thead>'
     return (
@@ -291,9 +291,9 @@ def _losses(part: Tuning, winners: dict[str, Row | None]) -> str:
 def _loss(loss: float | str, row: Row | None) -> str:
     """Return one cell. `row` is the other GPU's winner, timed on this GPU."""
     if isinstance(loss, str):
-        refused = row.verdict if row is not None and not row.usable else ""
-        text = f"{SIGNS[refused]} {refused}" if refused else "unknown"
-        return f'<td class="tk-{refused or "none"}" title="{escape(loss)}">{text}</td>'
+        rejected = row.verdict if row is not None and not row.usable else ""
+        text = f"{SIGNS[rejected]} {rejected}" if rejected else "unknown"
+        return f'<td class="tk-{rejected or "none"}" title="{escape(loss)}">{text}</td>'
     level = sum(1 + loss > near for near in (1.02, 1.1, 1.25))
     modelled = " tk-modelled" if row is not None and row.clock == "modelled" else ""
     more = f"+{100 * loss:.1f} %" if loss < 0.0995 else f"+{100 * loss:.0f} %" if loss < 3 else f"{1 + loss:.3g} ×"

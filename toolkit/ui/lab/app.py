@@ -33,6 +33,7 @@ from toolkit.planning.describe import costs
 from toolkit.trace.columns import COPY_KINDS
 from toolkit.ui.assets import style_of
 from toolkit.ui.figures.model import html_of
+from toolkit.ui.lab.fields import button, field, progress_bar, row, start
 from toolkit.ui.lab.memory_panel import MemoryPanel
 from toolkit.ui.lab.plan_panel import PlanPanel
 from toolkit.ui.lab.tune_panel import TunePanel
@@ -56,7 +57,7 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.error: BaseException | None = None
         self._cancel = threading.Event()
         self._worker: threading.Thread | None = None
-        self._what, self._tells = "", widgets.HTML()  # the running work, and its status line
+        self._what, self._status_line = "", widgets.HTML()  # the running work, and its status line
         self._start = threading.Lock()
         self._make_load(device, model)
         self._make_generate(prompt)
@@ -68,69 +69,47 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
             self._load_panel, self.plan, self._generate_panel, self.tune, self.memory,
         ])  # fmt: skip
         self.add_class("tk-lab")
+        self._enable(True)
         _labs.add(self)
 
     def _make_load(self, device: str, model: str) -> None:
-        wide = {"description_width": "70px"}
-        self.device_field = widgets.Combobox(value=device, options=_device_names(), description="Device", ensure_option=False,
-                                             style=wide, placeholder="virtual:8GiB, cuda, ...")  # fmt: skip
-        self.model_field = widgets.Combobox(value=model, options=_model_names(), description="Model", ensure_option=False,
-                                            style=wide, placeholder="demo/NAME, random/NAME, a folder, a .gguf")  # fmt: skip
-        self.scheme_field = widgets.Dropdown(options=_SCHEMES, value=None, description="Scheme", style=wide)
-        self.load_button = widgets.Button(description="Load", button_style="primary", icon="download")
-        self.look_button = widgets.Button(
-            description="What it costs",
-            icon="search",
-            tooltip="Show the memory and the cost of a token, without loading",
+        self.device_field = field(widgets.Combobox, device, "Device", options=_device_names(), ensure_option=False,
+                                  placeholder="virtual:8GiB, cuda, ...")  # fmt: skip
+        self.model_field = field(widgets.Combobox, model, "Model", options=_model_names(), ensure_option=False,
+                                 placeholder="demo/NAME, random/NAME, a folder, a .gguf")  # fmt: skip
+        self.scheme_field = field(widgets.Dropdown, None, "Scheme", options=_SCHEMES)
+        self.load_button = button("Load", "download", self.load, primary=True)
+        self.look_button = button(
+            "What it costs", "search", self.look, "Show the memory of the model and the cost of a token, without loading it"
         )
-        self.stop_button = widgets.Button(description="Cancel load", icon="stop", disabled=True)
-        self.load_progress = widgets.FloatProgress(0.0, min=0, max=1, layout={"width": "260px", "display": "none"})
+        self.stop_button = button("Cancel load", "stop", self.cancel)
+        self.load_progress, self.model_view = progress_bar(), widgets.HTML()
         self.load_status = widgets.HTML("Nothing is loaded yet.")
-        self.model_view = widgets.HTML()
-        self.load_button.on_click(lambda _: self.load())
-        self.look_button.on_click(lambda _: self.look())
-        self.stop_button.on_click(lambda _: self.cancel())
-        fields = widgets.HBox([self.device_field, self.model_field, self.scheme_field], layout=_WRAP)
-        buttons = widgets.HBox([self.load_button, self.look_button, self.stop_button, self.load_progress], layout=_WRAP)
-        self._load_panel = _panel("Load", fields, buttons, self.load_status, self.model_view)
+        self._load_panel = _panel(
+            "Load", row(self.device_field, self.model_field, self.scheme_field),
+            row(self.load_button, self.look_button, self.stop_button, self.load_progress), self.load_status, self.model_view,
+        )  # fmt: skip
 
     def _make_generate(self, prompt: str) -> None:
-        wide, narrow = {"description_width": "70px"}, {"width": "190px"}
-        names = list(STRATEGIES)
+        narrow, names = {"width": "190px"}, list(STRATEGIES)
         first, second = ("roundtrip", "double-buffered") if "roundtrip" in names else (names[0], _NONE)
-        self.prompt_field = widgets.Textarea(
-            prompt, description="Prompt", style=wide, layout={"width": "98%", "height": "56px"}
-        )
-        self.a_field = widgets.Dropdown(options=names, value=first, description="Strategy A", style=wide)
-        self.b_field = widgets.Dropdown(
-            options=[_NONE, *names], value=second, description="B", style={"description_width": "20px"}
-        )
-        self.tokens_field = widgets.BoundedIntText(
-            64, min=1, max=4096, description="Max tokens", style={"description_width": "84px"}, layout=narrow
-        )
-        self.temperature_field = widgets.BoundedFloatText(0.0, min=0, max=5, step=0.1, description="Temperature",
-                                                          style={"description_width": "84px"}, layout=narrow)  # fmt: skip
-        self.top_k_field = widgets.BoundedIntText(
-            0, min=0, max=1 << 20, description="Top-k (0: off)", style={"description_width": "90px"}, layout=narrow
-        )
-        self.top_p_field = widgets.BoundedFloatText(
-            1.0, min=0.01, max=1, step=0.05, description="Top-p", style=wide, layout=narrow
-        )
-        self.seed_field = widgets.IntText(0, description="Seed", style=wide, layout=narrow)
-        self.generate_button = widgets.Button(description="Generate", button_style="primary", icon="play", disabled=True)
-        self.cancel_button = widgets.Button(description="Cancel", icon="stop", disabled=True)
-        self.progress = widgets.IntProgress(0, min=0, max=1, layout={"width": "260px", "display": "none"})
-        self.status = widgets.HTML("Load a model first.")
-        self.output = widgets.HTML()
-        self.table = widgets.HTML()
-        self.timeline_box = widgets.VBox()
-        self.generate_button.on_click(lambda _: self.generate())
-        self.cancel_button.on_click(lambda _: self.cancel())
+        self.prompt_field = field(widgets.Textarea, prompt, "Prompt", layout={"width": "98%", "height": "56px"})
+        self.a_field = field(widgets.Dropdown, first, "Strategy A", options=names)
+        self.b_field = field(widgets.Dropdown, second, "B", 20, options=[_NONE, *names])
+        self.tokens_field = field(widgets.BoundedIntText, 64, "Max tokens", 84, min=1, max=4096, layout=narrow)
+        self.temperature_field = field(widgets.BoundedFloatText, 0.0, "Temperature", 84, min=0, max=5, step=0.1, layout=narrow)
+        self.top_k_field = field(widgets.BoundedIntText, 0, "Top-k (0: off)", 90, min=0, max=1 << 20, layout=narrow)
+        self.top_p_field = field(widgets.BoundedFloatText, 1.0, "Top-p", min=0.01, max=1, step=0.05, layout=narrow)
+        self.seed_field = field(widgets.IntText, 0, "Seed", layout=narrow)
+        self.generate_button = button("Generate", "play", self.generate, primary=True)
+        self.cancel_button = button("Cancel", "stop", self.cancel)
+        self.progress, self.status = progress_bar(), widgets.HTML("Load a model first.")
+        self.output, self.table, self.timeline_box = widgets.HTML(), widgets.HTML(), widgets.VBox()
         self._generate_panel = _panel(
-            "Generate", self.prompt_field, widgets.HBox([self.a_field, self.b_field, self.tokens_field], layout=_WRAP),
-            widgets.HBox([self.temperature_field, self.top_k_field, self.top_p_field, self.seed_field], layout=_WRAP),
-            widgets.HBox([self.generate_button, self.cancel_button, self.progress], layout=_WRAP), self.status, self.output,
-            self.table, self.timeline_box,
+            "Generate", self.prompt_field, row(self.a_field, self.b_field, self.tokens_field),
+            row(self.temperature_field, self.top_k_field, self.top_p_field, self.seed_field),
+            row(self.generate_button, self.cancel_button, self.progress), self.status, self.output, self.table,
+            self.timeline_box,
         )  # fmt: skip
 
     @property
@@ -152,7 +131,7 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         """
         if self.busy and not self._cancel.is_set():
             self._cancel.set()
-            self._tells.value = "Cancelling ..."
+            self._status_line.value = "Cancelling ..."
 
     def close(self) -> None:
         """Cancel the running work and remove the app."""
@@ -176,7 +155,7 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
             if self.busy:
                 return
             self._cancel.clear()
-            self.error, self._what, self._tells = None, what, status
+            self.error, self._what, self._status_line = None, what, status
             self._worker = threading.Thread(target=self._guard, args=(work, status), name=f"lab-{what}", daemon=True)
             self._enable(False)
             self._worker.start()
@@ -225,7 +204,7 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.model, self.model_view.value, self.status.value = None, "", "Load a model first."
         gc.collect()  # the previous model may fill the GPU, or prevent the choice of another virtual GPU
         self.load_status.value = f"Loading {escape(path)} on {escape(name)} ..."
-        self.load_progress.value, self.load_progress.layout.display = 0.0, ""
+        start(self.load_progress)
         beat = _Beat()
 
         def progress(done: int, total: int, tensor: str) -> None:
@@ -277,7 +256,7 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         }  # fmt: skip
         self.runs, self.run = {}, None
         self.output.value, self.table.value, self.timeline_box.children = "", "", ()
-        self.progress.max, self.progress.value, self.progress.layout.display = limit * len(names), 0, ""
+        start(self.progress, limit * len(names))
         done: list[str] = []
         for i, name in enumerate(names):
             pieces: list[str] = []
@@ -345,9 +324,6 @@ class _Beat:
             return False
         self._next = now + 1 / UPDATES_PER_S
         return True
-
-
-_WRAP = {"flex_flow": "row wrap"}
 
 
 def _panel(title: str, *children: widgets.Widget) -> widgets.VBox:

@@ -26,6 +26,7 @@ from toolkit.gpu import allocation_scopes
 from toolkit.gpu import host_memory as host
 from toolkit.gpu.device import Device
 from toolkit.gpu.virtual.allocator.blocks import Settings
+from toolkit.ui.lab.fields import button, field, progress_bar, row, start
 from toolkit.ui.memory import picture as memory_picture
 from toolkit.vram import owners
 from toolkit.vram.budget import budget
@@ -37,7 +38,6 @@ MOST = 20  # number of kept measurements; each holds every event of its run
 _SETTINGS = {"by default": Settings(), "with expandable segments": Settings(expandable_segments=True)}
 _HOST_ONLY = ("none", "cpu")  # devices whose memory isn't counted
 _LOOKS_PER_S = 2  # updates of the device's memory per second while work runs
-_WRAP = {"flex_flow": "row wrap"}
 _EMPTY = "Nothing has been measured yet. Every load and every generation will be listed here."
 _CHOOSE = "Choose a row to see its memory over time and the holders at the peak."
 _HIDDEN = "Tracebacks and <code>Out[]</code> can keep tensors alive that no variable refers to."
@@ -94,17 +94,18 @@ class MemoryPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no type
         self.note, self.hidden_view, self.cells_status = widgets.HTML(_EMPTY), widgets.HTML(_HIDDEN), widgets.HTML(_CELLS)
         self.measured, self.shown = Measured(), widgets.VBox()
         self.measured.observe(lambda _: self._show(), "chosen")
-        self.budget_field = _text("", "Budget", "8 GiB, 8gb, 8e9")
-        self.file_field = _text("memory", "File", "a name, or a path")
-        self.progress = widgets.IntProgress(0, min=0, max=1, layout={"width": "260px", "display": "none"})
+        size = {"width": "260px", "max_width": "98%"}
+        self.budget_field = field(widgets.Text, "", "Budget", 60, placeholder="8 GiB, 8gb, 8e9", layout=size)
+        self.file_field = field(widgets.Text, "memory", "File", 60, placeholder="a name, or a path", layout=size)
+        self.progress = progress_bar()
         self._make_buttons(stop)
         super().__init__([
             widgets.HTML("<h3>Memory</h3>"), self.now,
-            _row(self.budget_field, self.set_button, self.lift_button, self.refresh_button), self.budget_status,
+            row(self.budget_field, self.set_button, self.lift_button, self.refresh_button), self.budget_status,
             widgets.HTML("<h4>Loads and generations</h4>"), self.note, self.measured, self.shown, self.actions,
             self.status, self.what_if_view, widgets.HTML("<h4>Held without a variable</h4>"),
-            _row(self.look_button, self.release_button), self.hidden_view, widgets.HTML("<h4>The notebook's cells</h4>"),
-            _row(self.cells_button, self.stop_button, self.progress), self.cells_status, self.cells_view,
+            row(self.look_button, self.release_button), self.hidden_view, widgets.HTML("<h4>The notebook's cells</h4>"),
+            row(self.cells_button, self.stop_button, self.progress), self.cells_status, self.cells_view,
         ])  # fmt: skip
         self.add_class("tk-panel")
         self.enable(True, "")
@@ -113,19 +114,19 @@ class MemoryPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no type
         """Make the buttons. Those that start work do it in the Lab's thread, and do nothing if other work is running."""
 
         def works(name: str, icon: str, tip: str, what: str, work: Callable[[], None], status: widgets.HTML) -> widgets.Button:
-            self._in_thread.append(_button(name, icon, tip, lambda: self._begin(what, work, status)))
+            self._in_thread.append(button(name, icon, lambda: self._begin(what, work, status), tip))
             return self._in_thread[-1]
 
         told, seen, cells, one = self.budget_status, self.hidden_view, self.cells_status, self.status
         self.set_button = works("Set", "lock", "Limit the allocator to this size", "budget", self._set_budget, told)
         self.lift_button = works("Lift", "unlock", "Remove the limit", "budget", self._lift_budget, told)
-        self.refresh_button = _button("Look again", "refresh", "Update the memory of the device", self.refresh)
+        self.refresh_button = button("Look again", "refresh", self.refresh, "Update the memory of the device")
         fits, viz = "Would it fit on another GPU?", "A file for pytorch.org/memory_viz"
         self.what_if_button = works("What if", "question", fits, "what-if", self._what_if, one)
         self.page_button = works("Save as HTML", "file", "A self-contained page", "save", lambda: self._save(".html"), one)
         self.snapshot_button = works("Save as PyTorch snapshot", "file-o", viz, "save", lambda: self._save(".pickle"), one)
         self.snapshot_button.layout.width = "220px"
-        self.actions = _row(self.what_if_button, self.file_field, self.page_button, self.snapshot_button)
+        self.actions = row(self.what_if_button, self.file_field, self.page_button, self.snapshot_button)
         self.actions.layout.display = "none"
         hidden, forget = (
             "List tracebacks, Out[] and _ that hold GPU memory",
@@ -135,14 +136,14 @@ class MemoryPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no type
         self.release_button = works("Release", "eraser", forget, "release", self._release, seen)
         session = "Show the cells measured by %memory on"
         self.cells_button = works("Show the cells", "bar-chart", session, "cells", self._show_cells, cells)
-        self.stop_button = _button("Stop", "stop", "Cancel the work of this panel", stop)
+        self.stop_button = button("Stop", "stop", stop, "Cancel the work of this panel")
 
     # ---- called by the Lab
 
     def enable(self, idle: bool, what: str) -> None:
         """Enable or disable the buttons: either nothing runs (`idle`), or `what` does."""
-        for button in self._in_thread:
-            button.disabled = not idle
+        for one in self._in_thread:
+            one.disabled = not idle
         self.stop_button.disabled = idle or what not in ("what-if", "cells")
         if idle:
             self.progress.layout.display = "none"
@@ -242,7 +243,7 @@ class MemoryPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no type
             "",
             f"Replaying {escape(what)} on every GPU of the catalogue ...",
         )
-        self.progress.max, self.progress.value, self.progress.layout.display = len(_SETTINGS), 0, ""
+        start(self.progress, len(_SETTINGS))
         found = {}
         for name, settings in _SETTINGS.items():
             if self._cancelled.is_set():
@@ -289,7 +290,7 @@ class MemoryPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no type
         if magics is None or not cells:
             self.cells_status.value, self.cells_view.value = _NO_CELLS, ""
             return
-        self.progress.max, self.progress.value, self.progress.layout.display = len(cells), 0, ""
+        start(self.progress, len(cells))
         details = []
         for n, cell in enumerate(cells):
             if self._cancelled.is_set():
@@ -300,21 +301,6 @@ class MemoryPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no type
         self.cells_view.value = memory_picture.session_html(cells, details, magics.budget_bytes)
         goes_on = "press again to update" if magics.recorder else "<code>%memory on</code> measures more"
         self.cells_status.value = f"{len(cells)} cells measured; {goes_on}."
-
-
-def _row(*parts: widgets.Widget) -> widgets.HBox:
-    return widgets.HBox(parts, layout=_WRAP)
-
-
-def _text(value: str, name: str, hint: str) -> widgets.Text:
-    style = {"description_width": "60px"}
-    return widgets.Text(value, description=name, placeholder=hint, style=style, layout={"width": "260px", "max_width": "98%"})
-
-
-def _button(name: str, icon: str, tip: str, do: Callable[[], None]) -> widgets.Button:
-    button = widgets.Button(description=name, icon=icon, tooltip=tip)
-    button.on_click(lambda _: do())
-    return button
 
 
 def _cause(error: BaseException | None) -> BaseException | None:

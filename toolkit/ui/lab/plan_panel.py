@@ -22,9 +22,9 @@ from toolkit.kernels.kv_codes import KV_SCHEMES
 from toolkit.planning.describe import describe, plan
 from toolkit.planning.plans import Plan
 from toolkit.ui.figures.plan import html, package_html
+from toolkit.ui.lab.fields import button, field, progress_bar, row, start
 
 BUDGETS = (0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)  # GiB
-_WRAP = {"flex_flow": "row wrap"}
 
 
 class PlanPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
@@ -41,36 +41,25 @@ class PlanPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.package: Package | None = None
         self._begin, self._cancelled, self._chosen = begin, cancelled, chosen
         self._described: tuple[tuple[str, Any], Any] | None = None  # the model on "meta" of the last plan
-        wide = {"description_width": "70px"}
-        self.context_field = widgets.BoundedIntText(
-            4096, min=2, max=1 << 20, description="Context", style=wide, layout={"width": "190px"}
-        )
         options = [("automatic", "auto"), ("plain", None), *((name, name) for name in KV_SCHEMES)]
-        self.kv_field = widgets.Dropdown(options=options, value="auto", description="KV", style={"description_width": "30px"})
-        self.budget_field = widgets.SelectionSlider(
-            options=[(bytes_text(int(size * GiB)), int(size * GiB)) for size in BUDGETS], value=4 * GiB,
-            description="Budget", style=wide, continuous_update=False, layout={"width": "420px"},
-        )  # fmt: skip
-        self.folder_field = widgets.Text("package", description="Folder", style=wide)
-        self.plan_button = widgets.Button(description="Plan", icon="bar-chart", button_style="primary")
-        self.export_button = widgets.Button(
-            description="Export",
-            icon="archive",
-            tooltip="Compile the model ahead of time into the folder, for the CUDA GPU above or else for this CPU",
+        budgets = [(bytes_text(int(size * GiB)), int(size * GiB)) for size in BUDGETS]
+        self.context_field = field(widgets.BoundedIntText, 4096, "Context", min=2, max=1 << 20, layout={"width": "190px"})
+        self.kv_field = field(widgets.Dropdown, "auto", "KV", 30, options=options)
+        self.budget_field = field(
+            widgets.SelectionSlider, 4 * GiB, "Budget", options=budgets, continuous_update=False, layout={"width": "420px"}
         )
-        self.cancel_button = widgets.Button(description="Cancel export", icon="stop", disabled=True)
-        self.progress = widgets.FloatProgress(0.0, min=0, max=1, layout={"width": "260px", "display": "none"})
+        self.folder_field = field(widgets.Text, "package", "Folder")
+        self.plan_button = button("Plan", "bar-chart", self.show, primary=True)
+        tip = "Compile the model ahead of time into the folder, for the CUDA GPU above or else for this CPU"
+        self.export_button = button("Export", "archive", self.export, tip)
+        self.cancel_button = button("Cancel export", "stop", stop)
+        self.progress, self.view = progress_bar(), widgets.HTML()
         self.status = widgets.HTML("Press Plan to predict the memory for exporting and running the model above.")
-        self.view = widgets.HTML()
-        self.plan_button.on_click(lambda _: self.show())
-        self.export_button.on_click(lambda _: self.export())
-        self.cancel_button.on_click(lambda _: stop())
         self.budget_field.observe(lambda _: self.plan is not None and self.show(), "value")
         super().__init__([
             widgets.HTML("<h3>Plan and export</h3>"),
-            widgets.HBox([self.context_field, self.kv_field, self.budget_field], layout=_WRAP),
-            widgets.HBox([self.plan_button, self.folder_field, self.export_button, self.cancel_button, self.progress],
-                         layout=_WRAP),
+            row(self.context_field, self.kv_field, self.budget_field),
+            row(self.plan_button, self.folder_field, self.export_button, self.cancel_button, self.progress),
             self.status, self.view,
         ])  # fmt: skip
         self.add_class("tk-panel")
@@ -115,7 +104,8 @@ class PlanPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         folder = self.folder_field.value.strip()
         if not folder:
             raise ToolkitError("an export", "the folder field is empty", "Type the name of a new folder")
-        self.package, self.progress.value, self.progress.layout.display = None, 0.0, ""
+        self.package = None
+        start(self.progress)
 
         def show(phase: str, share: float, what: str) -> None:
             self.progress.value = share

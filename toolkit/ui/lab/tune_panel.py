@@ -19,9 +19,9 @@ from toolkit.gpu.catalogue import CATALOGUE
 from toolkit.kernels.base import Kernel
 from toolkit.tune.results import Tuning
 from toolkit.ui.figures.tuning import html
+from toolkit.ui.lab.fields import button, field, progress_bar, row, start
 
 FIRST_GPUS = ("rtx-4090", "rtx-5090", "a100-80g", "h200")
-_WRAP = {"flex_flow": "row wrap"}
 
 
 class TunePanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
@@ -36,27 +36,22 @@ class TunePanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.tuning: Tuning | None = None
         self._begin, self._cancelled = begin, cancelled
         self._kernels: Mapping[str, Kernel] = {}
-        wide = {"description_width": "60px"}
-        self.kernel_field = widgets.Dropdown(description="Kernel", style=wide, disabled=True)
-        self.shape_field = widgets.Dropdown(description="Shape", style=wide, disabled=True, layout={"width": "360px"})
-        self.gpus_field = widgets.SelectMultiple(
-            options=list(CATALOGUE), value=FIRST_GPUS, description="GPUs", style=wide, rows=len(CATALOGUE),
+        self.kernel_field = field(widgets.Dropdown, None, "Kernel", 60)
+        self.shape_field = field(widgets.Dropdown, None, "Shape", 60, layout={"width": "360px"})
+        self.gpus_field = field(
+            widgets.SelectMultiple, FIRST_GPUS, "GPUs", 60, options=list(CATALOGUE), rows=len(CATALOGUE),
             tooltip="Ctrl or Shift for several",
         )  # fmt: skip
-        self.list_button = widgets.Button(description="List the kernels", icon="list", button_style="primary")
-        self.explore_button = widgets.Button(description="Explore", icon="search", button_style="primary", disabled=True)
-        self.cancel_button = widgets.Button(description="Cancel exploring", icon="stop", disabled=True)
-        self.progress = widgets.IntProgress(0, min=0, max=1, layout={"width": "260px", "display": "none"})
+        self.list_button = button("List the kernels", "list", self.list_kernels, primary=True)
+        self.explore_button = button("Explore", "search", self.explore, primary=True)
+        self.cancel_button = button("Cancel exploring", "stop", stop)
+        self.progress, self.view = progress_bar(), widgets.HTML()
         self.status = widgets.HTML("Explore compiles every config for every chosen GPU, on this machine's CPU.")
-        self.view = widgets.HTML()
-        self.list_button.on_click(lambda _: self.list_kernels())
-        self.explore_button.on_click(lambda _: self.explore())
-        self.cancel_button.on_click(lambda _: stop())
         self.kernel_field.observe(lambda _: self._offer_shapes(), "value")
         super().__init__([
             widgets.HTML("<h3>Tune</h3>"),
-            widgets.HBox([self.kernel_field, self.shape_field, self.gpus_field], layout=_WRAP),
-            widgets.HBox([self.list_button, self.explore_button, self.cancel_button, self.progress], layout=_WRAP),
+            row(self.kernel_field, self.shape_field, self.gpus_field),
+            row(self.list_button, self.explore_button, self.cancel_button, self.progress),
             self.status, self.view,
         ])  # fmt: skip
         self.add_class("tk-panel")
@@ -94,7 +89,7 @@ class TunePanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         if not gpus:
             raise ToolkitError("exploring configs", "no GPU is chosen", "Choose one or more in the list of GPUs")
         self.tuning, self.view.value = None, ""
-        self.progress.value, self.progress.layout.display = 0, ""
+        start(self.progress)
         self.status.value = f"Compiling {escape(kernel)} for {', '.join(gpus)} ..."
 
         def show(done: int, total: int, what: str) -> None:

@@ -213,7 +213,7 @@ function tableOf(moment) {
     bytes, blocks > 1 ? `in ${grouped(blocks)} blocks` : "", kind, owner.startsWith("(") ? element("span", { class: "tk-dim" }, owner) : element("code", {}, owner),
     [...(code ? [element("code", {}, code), " "] : []), element("span", { class: "tk-dim" }, place)],
   ));
-  if (moment.rest[0] > 0) rows.push(line(moment.rest[0], "", "", moment.rest[1] ? `${grouped(moment.rest[1])} more` : "smaller ones", ""));
+  if (moment.rest[0] > 0) rows.push(line(moment.rest[0], "", "", moment.rest[1] ? `${grouped(moment.rest[1])} more` : "smaller blocks", ""));
   return element("table", {}, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...rows));
 }
 

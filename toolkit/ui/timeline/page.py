@@ -40,13 +40,13 @@ def write_page(traces: Any, path: str | os.PathLike[str], other: Any = None, *, 
     several, menus choose the ones to show and compare. `other` is shown next to the first from the start. Raises ToolkitError
     if `traces` is empty or the file can't be written.
     """
-    return _write(path, _pairs(traces, other), title, beside=other is not None)
+    return _write(path, _pairs(traces, other), title, compared=other is not None)
 
 
 def write_comparison(comparison: Any, path: str | os.PathLike[str]) -> Path:
     """Write the page of a result of `tk.compare`: its table and the timelines of all runs, any two of them side by side."""
     extra = f"<section><h2>Strategies</h2>{comparison._repr_html_()}</section>"
-    return _write(path, _pairs(comparison.runs, None), "Decode strategies compared", extra=extra, beside=False)
+    return _write(path, _pairs(comparison.runs, None), "Decode strategies compared", extra=extra, compared=False)
 
 
 def _pairs(traces: Any, other: Any) -> list[tuple[str, Trace]]:
@@ -63,10 +63,10 @@ def _pairs(traces: Any, other: Any) -> list[tuple[str, Trace]]:
 
 
 def _write(
-    path: str | os.PathLike[str], pairs: list[tuple[str, Trace]], title: str | None, *, extra: str = "", beside: bool
+    path: str | os.PathLike[str], pairs: list[tuple[str, Trace]], title: str | None, *, extra: str = "", compared: bool
 ) -> Path:
     tracks = [Track(trace, name) for name, trace in pairs]
-    text = _document(tracks, title or f"Timeline: {', '.join(track.title for track in tracks)}", extra, beside)
+    text = _document(tracks, title or f"Timeline: {', '.join(track.title for track in tracks)}", extra, compared)
     return replace_text(Path(path), text)
 
 
@@ -89,7 +89,7 @@ def replace_text(target: Path, text: str) -> Path:
     return target
 
 
-def _document(tracks: list[Track], title: str, extra: str, beside: bool) -> str:
+def _document(tracks: list[Track], title: str, extra: str, compared: bool) -> str:
     limits = {"segments": MAX_SEGMENTS, "steps": MAX_STEPS, "kinds": list(KINDS)}
     data = json.dumps({"traces": [_packed(track) for track in tracks], "limits": limits}, separators=(",", ":"))
     data = data.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
@@ -107,7 +107,7 @@ def _document(tracks: list[Track], title: str, extra: str, beside: bool) -> str:
 <body><main class="tk-page"><h1>{escape(title)}</h1>
 <table class="tk-head"><thead><tr><th scope="col">run</th><th scope="col">device</th><th scope="col">times</th>
 <th scope="col">versions</th></tr></thead><tbody>{head}</tbody></table>
-{extra}<section><h2>Timeline</h2>{_choices(tracks, beside)}<div id="tk-place"></div>
+{extra}<section><h2>Timeline</h2>{_choices(tracks, compared)}<div id="tk-place"></div>
 <div id="tk-still" hidden>{still}</div><noscript>{still}</noscript></section>
 <section><h2>Copies per step</h2>{sheets}</section></main>
 <script type="application/json" id="tk-data">{data}</script>
@@ -123,12 +123,12 @@ def _versions(trace: Trace) -> str:
     return escape(", ".join(f"{key} {trace.meta[key]}" for key in ("toolkit", "torch", "cuda") if key in trace.meta))
 
 
-def _choices(tracks: list[Track], beside: bool) -> str:
+def _choices(tracks: list[Track], compared: bool) -> str:
     if len(tracks) < 2:
         return ""
     options = [f"<option value={i}>{escape(track.title)}</option>" for i, track in enumerate(tracks)]
     second = [
-        option.replace("<option", "<option selected") if beside and i == len(tracks) - 1 else option
+        option.replace("<option", "<option selected") if compared and i == len(tracks) - 1 else option
         for i, option in enumerate(options)
     ]
     return (
