@@ -210,6 +210,6 @@ def test_a_loop_with_a_cache_of_its_own_refuses_codes(models):
     ],
 )
 def test_heads_that_the_kernels_do_not_take(kv, head_dim, do):
-    with pytest.raises(ModelError, match=f"{head_dim} numbers.*{do}") as refused:
+    with pytest.raises(ModelError, match=f"head_dim is {head_dim}.*{do}") as refused:
         every_position(kv, 2, 8, head_dim, torch.float32, torch.device("cpu"))
     assert refused.value.facts["head_dim"] == head_dim

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import toolkit as tk
-from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, RMSNorm, initialise, set_scheme, spot, to_dtype
+from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, RMSNorm, initialize, set_scheme, spot, to_dtype
 from toolkit.ops import matmul
 from toolkit.ops.reference.attention import causal_attention
 from toolkit.weights.fitting import quantize_minmax
@@ -48,7 +48,7 @@ def hold(linear: Linear | Embedding, kind: str) -> None:
 def joined(kinds: dict[str, str], experts: int | None = None, bias: bool = False) -> Joined:
     """Three matrices of odd heights, held as `kinds` says."""
     found = Joined(IN, {"q": 24, "k": 7, "v": 11}, bias, experts)
-    initialise(found, CPU, 0)
+    initialize(found, CPU, 0)
     for name in found.sizes:
         part = found.get_submodule(name)
         if bias:
@@ -135,7 +135,7 @@ def test_joining_on_meta_takes_no_memory_and_keeps_what_trains() -> None:
 
 def experts_of(count: int, kind: str = "float32", join: bool = False) -> Experts:
     found = Experts(count, IN, 64)
-    initialise(found, CPU, 1, std=0.05)
+    initialize(found, CPU, 1, std=0.05)
     if kind != "float32":
         for linear in (found.gate_up.gate, found.gate_up.up, found.down):
             hold(linear, kind)
@@ -194,7 +194,7 @@ def test_experts_train() -> None:
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", *SCHEMES])
 def test_embedding_rows_and_the_table_on_the_host(kind: str) -> None:
     table = Embedding(31, IN, torch.bfloat16 if kind == "bfloat16" else torch.float32, scale=3.0)
-    initialise(table, CPU, 0)
+    initialize(table, CPU, 0)
     hold(table, kind)
     ids = torch.tensor([[30, 0, 7], [7, 7, 1]])
     whole = table.weight.dequantize() if kind in SCHEMES else table.weight
@@ -220,7 +220,7 @@ def test_to_dtype_leaves_norms_packed_scales_and_what_says_so() -> None:
             self.norm, self.mlp = RMSNorm(IN, 1e-6), GatedMLP(IN, 64)
 
     model = Kept()
-    initialise(model, CPU, 0)
+    initialize(model, CPU, 0)
     hold(model.mlp.down, "int4-g32")
     to_dtype(model, torch.bfloat16)
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
@@ -278,7 +278,7 @@ def test_a_packed_product_in_pieces(scheme: str, monkeypatch: pytest.MonkeyPatch
 def test_one_token_launches_kernels_only(scheme: str, dtype: torch.dtype) -> None:
     gpu = tk.device("virtual:h200")
     parts = nn.ModuleDict({"qkv": joined(dict.fromkeys("qkv", scheme), bias=True), "table": Embedding(40, IN, dtype)})
-    initialise(parts["table"], CPU, 0)
+    initialize(parts["table"], CPU, 0)
     hold(parts["table"], scheme)
     parts["qkv"].join()
     if scheme in ("int4-g32", "int8-g32", "q5_1"):

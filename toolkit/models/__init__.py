@@ -1,4 +1,4 @@
-"""The models the toolkit decodes itself, one file each, by the `model_type` that Hugging Face and GGUF know them by."""
+"""The architectures of the toolkit, one file each, by the `model_type` of Hugging Face and the architecture name of GGUF."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What a model remembers of a sequence: static memory, allocated once, written in place, shared by prefill and decode.
+"""The cache of a sequence: memory that is allocated once, updated in place, and shared by prefill and decode.
 
-One state a layer: keys and values of every position, of a sliding window (a ring), or a recurrent state. None of them
-knows a model, nor how far decoding has come: the position is given with every write, as a tensor on the device, so that
-no step needs the host to know it. Where new tokens go and what they see is worked out once for all layers (`Reach`).
+Each layer has one state: the keys and values of every position (`KeysValues`) or of a sliding window (`Ring`), or a recurrent
+state. Positions are passed with every write as a tensor on the device, so the host never needs to know them. `Reach` computes
+once for all layers of a kind where new tokens are written and which slots they attend to.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from toolkit.core.errors import ModelError
 from toolkit.ops import HeadLayout
 from toolkit.ops.reference.attention import hidden_slots
 
-BOUND_MULTIPLE = 256  # attention reads a whole number of these slots: few distinct shapes, little read in vain
+BOUND_MULTIPLE = 256  # attention reads a multiple of this many slots, which limits the number of distinct shapes
 
 
 @dataclass(frozen=True)
 class Reach:
-    """Where T new tokens go in the states of one kind, and what they see there; the same for every layer of that kind.
+    """Where T new tokens are written and which slots they attend to, for all layers of one kind.
 
-    `positions` [T] ascend by one, on the device. `bound`: how many slots are read. `numbers`: those of the slots, from 0 on.
-    `size` and `window`: of a ring and its layers; None where every position is kept. What kernels work out by themselves
-    (`slots`, `mask`) is made when it is first asked for.
+    `positions` [T] ascend by one, on the device. `bound` is the number of slots to read, and `numbers` holds their indices from
+    0 on. `size` is the size of a ring and `window` that of its sliding window; both are None if every position is kept. `slots`
+    and `mask` are computed on first use, because kernels don't need them.
     """
 
     positions: Tensor
@@ -39,29 +39,29 @@ class Reach:
 
     @cached_property
     def slots(self) -> Tensor:
-        """Where each token is written: [T]."""
+        """The slot of each token: [T]."""
         return self.positions if self.size is None else self.positions % self.size
 
     @cached_property
     def mask(self) -> Tensor:
-        """What is added to the scores: [T, S] in fp32. S is the bound, and for several tokens in a ring, T more: themselves.
+        """The mask that is added to the scores: [T, S] in fp32.
 
-        Which position a ring's slot holds follows from the first new one, p, on the device: before it is written, slot s of R
-        holds the last position before p that is s modulo R; a negative one says that nothing was written there yet.
+        S is the bound; several tokens in a ring add T for their own keys. The position in each slot of a ring follows from the
+        first new position p, on the device: before p is written, slot s of a ring of size R holds the last position before p
+        that is congruent to s modulo R. A negative result means that the slot is empty.
         """
         held, positions = self.numbers[: self.bound], self.positions
         if self.size is not None:
-            last = positions if positions.shape[0] == 1 else positions[:1] - 1  # the newest in the ring when it is read
+            last = positions if positions.shape[0] == 1 else positions[:1] - 1  # the newest one in the ring when it is read
             held = last - (last - held) % self.size
             held = held if positions.shape[0] == 1 else torch.cat((held, positions))
         return hidden_slots(held, positions, self.window)
 
 
 class KeysValues:
-    """Keys and values of `context` positions: [1, KV heads, context, head_dim] each, slot = position.
+    """Keys and values of `context` positions: [1, KV heads, context, head_dim] each. The slot index equals the position.
 
-    Zero where nothing was written yet: attention reads beyond the current length and masks it; a NaN there would survive
-    the mask.
+    Empty slots are zero: attention reads beyond the current length and masks the result, and a NaN would survive the mask.
     """
 
     def __init__(self, kv_heads: int, context: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -70,28 +70,32 @@ class KeysValues:
         self.values = torch.zeros(shape, dtype=dtype, device=device)
 
     def write(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
-        """Put `key` and `value` [1, KV heads, T, head_dim] into `slots` [T] (on the device, each once)."""
+        """Write `key` and `value` [1, KV heads, T, head_dim] to `slots` [T], which are distinct and on the device."""
         self.keys.index_copy_(2, slots, key)
         self.values.index_copy_(2, slots, value)
 
     def read(self, bound: int) -> tuple[Tensor, Tensor]:
-        """Views of the first `bound` slots: [1, KV heads, bound, head_dim] each."""
+        """Return views of the first `bound` slots: [1, KV heads, bound, head_dim] each."""
         return self.keys[:, :, :bound], self.values[:, :, :bound]
 
     def extend(self, key: Tensor, value: Tensor, reach: Reach) -> tuple[Tensor, Tensor]:
-        """Remember new tokens [1, KV heads, T, head_dim]; the keys and values they attend to, in the order of `reach.mask`."""
+        """Append new tokens [1, KV heads, T, head_dim] and return the keys and values to attend to, in the order of
+        `reach.mask`.
+        """
         self.write(key, value, reach.slots)
         return self.read(reach.bound)
 
     def attend(
         self, heads: HeadLayout, row: Tensor, q_weight: Tensor, k_weight: Tensor, rope: Tensor, reach: Reach, scale: float
     ) -> Tensor:
-        """By kernels: norm and turn the heads of `row` [T, width], remember the new tokens, attend. [1, T, H * D]."""
+        """Normalize and rotate the heads of `row` [T, width], append the tokens, and attend; with kernels. Returns [1, T, H *
+        D].
+        """
         query = ops.write_heads(heads, row, q_weight, k_weight, rope, reach.positions, self.keys, self.values)
         return self.look(query, reach, scale)
 
     def look(self, query: Tensor, reach: Reach, scale: float) -> Tensor:
-        """By a kernel: attention of query [1, T, H, D] on what is held, its own tokens included. [1, T, H * D]."""
+        """Return the attention [1, T, H * D] of query [1, T, H, D] on the cache, which holds its own tokens; with a kernel."""
         return ops.attend(query, self.keys, self.values, reach.positions, scale, bound=reach.bound)
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -99,11 +103,11 @@ class KeysValues:
 
 
 class Ring(KeysValues):
-    """Keys and values of the last `window` positions; position p stands in slot p modulo the ring's size.
+    """Keys and values of the last `window` positions; position p is in slot p modulo the size of the ring.
 
-    The ring has min(window, context) slots: where the context fits, nothing is ever overwritten. One token is written
-    over the one that leaves its window; several may overwrite what the first of them still see, so they are appended to
-    what the ring held, and the last of them written after.
+    The ring has min(window, context) slots, so nothing is overwritten if the whole context fits. A single token overwrites the
+    one that leaves its window. Several tokens could overwrite keys that the first of them still needs, so attention reads the
+    ring and the new keys side by side, and the last of the new keys are written afterwards.
     """
 
     def __init__(
@@ -137,7 +141,7 @@ class Ring(KeysValues):
 
 
 class Recurrent:
-    """States of a fixed size, by name, zero at the beginning of a sequence. They can't be taken back, only kept aside."""
+    """Recurrent states of fixed size, by name, initially zero. They can be saved, but not rolled back."""
 
     def __init__(self, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> None:
         self.states = {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()}
@@ -150,70 +154,74 @@ State = KeysValues | Recurrent
 
 
 def check_one_sequence(x: Tensor) -> None:
-    """ModelError unless x [B, T, hidden] is one sequence, as a cache holds."""
+    """Raise ModelError unless x [B, T, hidden] holds one sequence, as a cache does."""
     if x.shape[0] != 1:
-        raise ModelError(f"{x.shape[0]} sequences at once", "a cache holds one", "Feed each by itself, with a cache of its own")
+        raise ModelError(
+            f"{x.shape[0]} sequences at once", "a cache holds one", "Feed each sequence separately, with a cache of its own"
+        )
 
 
 class Cache:
-    """The states of every layer for one sequence of at most `context` tokens, and the tables their positions need.
+    """The states of all layers for one sequence of at most `context` tokens, and the rotary tables of its positions.
 
-    `states[layer]` is None for a layer that reads another layer's. `slots`: [context] int64, the numbers 0 to context - 1;
-    `ropes`: rotary tables [context, 2, head_dim] by the name the model gives them.
+    `states[layer]` is None for a layer that reads the state of another one. `slots` [context] holds the numbers 0 to context -
+    1 as int64. `ropes` maps the model's names to rotary tables [context, 2, head_dim].
     """
 
     def __init__(self, slots: Tensor, ropes: Mapping[str, Tensor]) -> None:
         self.states: list[State | None] = []
         self.slots, self.ropes = slots, dict(ropes)
         self.context = slots.shape[0]
-        self.length = 0  # how many tokens have been fed, at most
+        self.length = 0  # upper bound on the number of tokens fed
         self._kept: dict[int, list[list[Tensor]]] = {}
 
     def fill(self, makers: list[Callable[[], State] | None]) -> Cache:
-        """Make the states of all layers, in order; gives everything back where the memory doesn't suffice."""
+        """Create the states of all layers in order. If the memory does not suffice, everything is freed again."""
         try:
             self.states.extend(None if make is None else make() for make in makers)
         except torch.OutOfMemoryError:
-            self.free()  # the error's traceback would hold what was allocated so far
+            self.free()  # the traceback of the error would keep the allocated states alive
             raise
         return self
 
     def bound(self, length: int) -> int:
-        """How many slots attention must read for `length` tokens. ModelError where the cache is too small for them."""
+        """Return the number of slots to read for `length` tokens. Raises ModelError if the cache is too small."""
         if length > self.context:
             raise ModelError(f"{length:,} tokens", f"the cache has room for {self.context:,}", "Give a larger context=")
         self.length = max(self.length, length)
         return min(self.context, -(-length // BOUND_MULTIPLE) * BOUND_MULTIPLE)
 
     def reach(self, positions: Tensor, length: int) -> Reach:
-        """Of tokens at `positions` [T] (ascending by one, on the device) in the layers that keep every position.
+        """Return the `Reach` of tokens at `positions` [T] (ascending by one, on the device) in layers that keep every position.
 
-        `length` is how many tokens there then are, at most. ModelError where the cache is too small for them.
+        `length` is an upper bound on the number of tokens after them. Raises ModelError if the cache is too small.
         """
         return Reach(positions, self.bound(length), self.slots)
 
     def ring_reach(self, positions: Tensor, length: int, window: int) -> Reach:
-        """The same in the layers that keep a sliding window."""
+        """Return the same for layers with a sliding window."""
         size = min(window, self.context)
         return Reach(positions, min(size, self.bound(length)), self.slots, size, window)
 
     def checkpoint(self) -> int:
-        """Keep aside what can't be taken back (recurrent states, rings), so that `rollback` to here works. The position.
+        """Save the recurrent states and rings, so that `rollback` can return to this position, and return the position.
 
-        Costs their memory once more, until `forget`, a `rollback` to before, or `free`.
+        The copies use memory until `forget`, `free`, or a `rollback` to an earlier position.
         """
         self._kept[self.length] = [[t.clone() for t in state.tensors()] for state in self._passing()]
         return self.length
 
     def rollback(self, position: int) -> None:
-        """Forget every token from `position` on, as though only that many had been fed.
+        """Forget every token from `position` on, as if only the tokens before had been fed.
 
-        Keys and values need nothing. Rings that have come round and recurrent states have lost what they held: they come
-        back from a `checkpoint` made at that very position. ModelError, naming the layers' kind and the positions that
-        would do, where there is none.
+        Keys and values of all positions need no work. Recurrent states, and rings that have overwritten slots, are restored
+        from the `checkpoint` at exactly this position. Raises ModelError if there is none; the message lists the available
+        checkpoints.
         """
         if not 0 <= position <= self.length:
-            raise ModelError(f"rollback to {position:,}", f"{self.length:,} tokens were fed", "Give a position among them")
+            raise ModelError(
+                f"rollback to {position:,}", f"{self.length:,} tokens were fed", "Give a position up to that number"
+            )
         if position < self.length and position > 0:
             lost = [state for state in self._passing() if not isinstance(state, Ring) or self.length > state.size]
             if lost and position not in self._kept:
@@ -221,7 +229,7 @@ class Cache:
                 known = ", ".join(f"{p:,}" for p in sorted(self._kept)) or "none"
                 raise ModelError(
                     f"rollback to {position:,}",
-                    f"{len(lost)} layers hold {kind}, which can't be taken back; checkpoints: {known}",
+                    f"{len(lost)} layers hold {kind}, which can't be rolled back; checkpoints: {known}",
                     "Call cache.checkpoint() at the positions you will return to, or roll back to 0 and feed the tokens again",
                     checkpoints=sorted(self._kept),
                 )
@@ -237,15 +245,15 @@ class Cache:
         self.length = position
 
     def forget(self, position: int) -> None:
-        """Let go of the checkpoint at `position`, if there is one."""
+        """Discard the checkpoint at `position` if there is one."""
         self._kept.pop(position, None)
 
     def _passing(self) -> list[State]:
-        """The states that forget: rings and recurrent ones."""
+        """Return the states that lose information: rings and recurrent states."""
         return [state for state in self.states if isinstance(state, Ring | Recurrent)]
 
     def free(self) -> None:
-        """Let go of the device memory now, even where a traceback still holds this object."""
+        """Free the device memory now, even if a traceback keeps this object alive."""
         self.states.clear()
         self._kept.clear()
         self.ropes.clear()

@@ -1,8 +1,8 @@
-"""Keys and values of every position in 8 or 4 bits: what a layer's state holds in place of plain numbers.
+"""Keys and values quantized to 8 or 4 bits, for layers that keep every position.
 
-Coded are the layers that keep every position, where memory and reading grow with the context: all of Qwen3's but those with
-a window, Gemma 4's full ones (10 of 60 in the 31B), Qwen3.5's attention (one layer in four). Sliding windows stay plain:
-they are small, and few steps old. Recurrent states stay as they are.
+These are the layers whose memory and reads grow with the context: all layers of Qwen3 without a window, the full layers of
+Gemma 4 (10 of 60 in the 31B), and the attention layers of Qwen3.5 (one in four). Sliding windows are small and keep the model's
+dtype, as do recurrent states.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from toolkit.ops import Codebook, HeadLayout
 
 
 class CodedKeysValues(KeysValues):
-    """Keys and values of `context` positions as `kernels.kv_codes` has them: int16 words, and fp16 scales by head.
+    """Keys and values of `context` positions in the format of `kernels.kv_codes`: int16 words, and one fp16 scale per head.
 
-    New tokens see codes too, their own included: a prompt in chunks sees what it sees at once. Several tokens on a GPU make
-    plain numbers of one layer's codes for a while, and so does the plain path. The layers of a cache may share the `book`.
+    New tokens attend to codes, including their own, so a prompt gives the same result in chunks as at once. For several tokens
+    on a GPU, and in plain PyTorch, the codes of one layer are dequantized temporarily. The layers of a cache share `book`.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class CodedKeysValues(KeysValues):
         self.value_scales = torch.zeros(size, dtype=torch.float16, device=device)
 
     def write(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
-        """Put the codes of `key` and `value` [1, KV heads, T, head_dim] into `slots` [T]."""
+        """Quantize `key` and `value` [1, KV heads, T, head_dim] and write the codes to `slots` [T]."""
         ops.write_codes(key, value, slots, self.book, self._held)
 
     def read(self, bound: int) -> tuple[Tensor, Tensor]:
-        """What the first `bound` slots stand for: [1, KV heads, bound, head_dim] each, in the model's dtype."""
+        """Dequantize the first `bound` slots: [1, KV heads, bound, head_dim] each, in the model's dtype."""
         return ops.read_codes(self._held, self.book.signs, self.book.scheme, bound, self.dtype)
 
     def attend(
@@ -67,25 +67,25 @@ class CodedKeysValues(KeysValues):
 def every_position(
     kv: str | None, kv_heads: int, context: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> Callable[[], KeysValues]:
-    """What makes the state of a layer that keeps every position: plain, or in the codes that `kv` names.
+    """Return a function that creates the state of a layer that keeps every position, in the format `kv` or plain for None.
 
-    UnknownNameError for another name, ModelError for heads that the kernels don't take. For all layers of one cache: they
-    share a codebook.
+    All layers of a cache use the same function, since they share a codebook. Raises UnknownNameError for an unknown `kv` and
+    ModelError for heads that the kernels don't support.
     """
     if kv is None:
         return partial(KeysValues, kv_heads, context, head_dim, dtype, device)
     scheme = check_kv(kv)
     if not ops.codes_fit(scheme, head_dim):
         fitting = [name for name, other in KV_SCHEMES.items() if ops.codes_fit(other, head_dim)]
-        do = f"Choose kv={fitting[0]!r}, or leave kv= away" if fitting else "Leave kv= away"
+        do = f"Choose kv={fitting[0]!r}, or leave out kv=" if fitting else "Leave out kv="
         least = 256 // min(scheme.key_bits, scheme.value_bits)
-        said = f"the model's heads have {head_dim} numbers, {kv} wants a power of two from {least} to 512"
+        said = f"head_dim is {head_dim}, but {kv} needs a power of two from {least} to 512"
         raise ModelError(f"a cache with kv={kv!r}", said, do, head_dim=head_dim)
     return partial(CodedKeysValues, scheme, Codebook.make(scheme, head_dim, device), kv_heads, context, head_dim, dtype, device)
 
 
 def check_kv(kv: object) -> CodeScheme:
-    """The scheme that `kv` names; UnknownNameError where there is none."""
+    """Return the scheme named `kv`. Raises UnknownNameError if there is none."""
     if not isinstance(kv, str):
         raise unknown_name("KV scheme", kv, KV_SCHEMES)
     return find_kv_scheme(kv)

@@ -1,7 +1,7 @@
-"""What a part of a model holds and what one token costs it: counted from its weights, plain or packed, also on "meta".
+"""Counts the memory of each part of a model and the cost of one token, from its weights; a model on "meta" suffices.
 
-A model file says which modules are which part, and what a token's arithmetic and state are there; bytes and parameters
-are counted here. It knows no GPU.
+Each model file assigns its modules to parts and states the arithmetic and the state of a token; this module counts parameters
+and bytes.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from toolkit.weights.packed import PackedMatrix
 
 @dataclass(frozen=True)
 class Cost:
-    """One part of a model. What it holds, and what one token costs it when that many tokens came before.
+    """The cost of one part of a model: its memory, and its share of the work for one token.
 
-    `part`: "embedding", "attention", "delta net", "mlp", "experts", "router", "norms", "head" or "per-layer inputs".
-    `kind` tells parts of one name apart ("sliding", "full"). `layers`: the numbers of the layers that have it, none for
-    what stands outside the layers.
+    `part` is "embedding", "attention", "delta net", "mlp", "experts", "router", "norms", "head" or "per-layer inputs"; `kind`
+    distinguishes parts of the same name ("sliding", "full"). `layers` are the numbers of the layers with this part, empty for a
+    part outside the layers.
     """
 
     part: str
     layers: tuple[int, ...]
     parameters: int
-    weight_bytes: int  # all it holds
-    read_bytes: int  # of weights, for one token
-    state_bytes: int  # KV read for one token, recurrent state read and written back
-    state_per_token_bytes: int  # by which the state grows with a token
-    state_held_bytes: int  # memory the state takes
-    flops: int  # for one token
+    weight_bytes: int  # memory of all weights
+    read_bytes: int  # weights read for one token
+    state_bytes: int  # per token: keys and values read, recurrent states read and written
+    state_per_token_bytes: int  # growth of the state per token
+    state_held_bytes: int  # memory of the state
+    flops: int  # per token
     kind: str = ""
 
 
 class Shown:
-    """Mixed into a model (before nn.Module): it shows itself as what it holds and what a token costs, not as its modules."""
+    """Mixin for models, placed before nn.Module: the repr shows memory and costs instead of the module tree."""
 
     def __repr__(self) -> str:
         return str(render("text", self))
@@ -52,7 +52,7 @@ Parts = nn.Module | Mapping[int, Sequence[nn.Module]]
 
 
 def each(layers: nn.ModuleList, *names: str, only: Collection[int] | None = None) -> dict[int, list[nn.Module]]:
-    """The modules called `names` ("attention", "mlp.down") of every layer, by its number; of the layers in `only`."""
+    """Return the modules called `names` ("attention", "mlp.down") of every layer in `only` (default: all), by layer number."""
     chosen = [i for i in range(len(layers)) if only is None or i in only]
     return {i: [layers[i].get_submodule(name) for name in names] for i in chosen}
 
@@ -69,12 +69,16 @@ def weigh(
     state_per_token_bytes: int = 0,
     state_held_bytes: int | None = None,
 ) -> Cost:
-    """The cost of `modules`: one that stands outside the layers, or those of each layer by its number (see `each`).
+    """Return the cost of `modules`: one module outside the layers, or the modules of each layer by its number (see `each`).
 
-    `share`: how much of the weights a token uses (chosen experts / experts); each used weight is read once and takes two
-    operations. `tied`: the weights belong to another part, and are only read here. The other figures are a single
-    layer's: `flops` beside the weights (attention, recurrence); the state read for a token; by how much it grows;
-    and the memory it takes (None: as much as is read; 0 where another layer's is read).
+    Args:
+        share: The fraction of the weights that a token uses (chosen experts / experts). Each weight in use is read once and
+            takes two operations.
+        tied: Whether the weights belong to another part and are only read here.
+        flops: Operations of one layer besides those on weights, as in attention.
+        state_bytes: The state of one layer that is read for a token.
+        state_per_token_bytes: The growth of that state per token.
+        state_held_bytes: The memory of that state. Default: `state_bytes`; 0 if the layer reads another layer's state.
     """
     found = weights_of(modules)
     parameters = sum(weight.numel() for weight in found)
@@ -95,20 +99,20 @@ def weigh(
 
 
 def look_up(part: str, table: nn.Module, kind: str = "") -> Cost:
-    """The cost of an embedding `table`: a token reads one row of its weight, and there is nothing to multiply."""
+    """Return the cost of an embedding `table`: a token reads one row and needs no arithmetic."""
     held = weigh(part, table, kind=kind)
     rows = sum(weight.shape[0] for weight in weights_of(table))
     return Cost(part, (), held.parameters, held.weight_bytes, held.weight_bytes // rows, 0, 0, 0, 0, kind)
 
 
 def weights_of(modules: Parts) -> list[Tensor | PackedMatrix]:
-    """Every weight of `modules`, each once, though several of them may share it."""
+    """Return the weights of `modules`; a weight that several modules share occurs once."""
     flat = [module for some in modules.values() for module in some] if isinstance(modules, Mapping) else [modules]
     return list({id(weight): weight for module in flat for _, weight in named_weights(module)}.values())
 
 
 def named_weights(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor | PackedMatrix]]:
-    """(name, weight) of everything `module` holds: parameters and buffers, and packed matrices as one weight each."""
+    """Yield (name, weight) for the parameters and buffers of `module`; a packed matrix counts as one weight."""
     if isinstance(module, PackedMatrix):
         yield prefix, module
         return

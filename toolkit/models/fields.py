@@ -1,4 +1,4 @@
-"""Reading a model's config out of config.json or GGUF metadata, where a wrong field must be named, not guessed around."""
+"""Typed access to the fields of config.json and GGUF metadata, with errors that name the field."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from typing import Any
 from toolkit.core.errors import ModelError
 
 _REQUIRED = object()
-MOST_LAYERS, MOST_EXPERTS = 4096, 4096  # what no model comes near: a header that lies is refused before lists are made of it
+MOST_LAYERS, MOST_EXPERTS = (
+    4096,
+    4096,
+)  # well above any real model: rejects corrupt headers before allocating lists
 
 
 class Fields:
-    """Typed look-ups in a mapping that somebody else wrote. Every refusal is a ModelError that names the field.
+    """Typed look-ups in a mapping from a file. Every method raises ModelError, naming the field, if its value is not usable.
 
-    `source` says where the mapping comes from ("config.json", "GGUF metadata"), for the message. `prefix` stands before
-    every name asked for ("qwen3.").
+    `source` names the origin ("config.json", "GGUF metadata") in messages. `prefix` is prepended to each name ("qwen3.").
     """
 
     def __init__(self, source: str, values: Mapping[str, Any], prefix: str = "") -> None:
@@ -25,7 +27,7 @@ class Fields:
         self.source, self.values, self.prefix = source, values, prefix
 
     def size(self, name: str, default: Any = _REQUIRED, null: Any = None, most: int = 1 << 31) -> int:
-        """A whole number from 1 to `most`; `null` is what a stated null means."""
+        """Return a whole number from 1 to `most`. `null` replaces an explicit null."""
         value = self._get(name, default)
         value = null if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
@@ -33,7 +35,7 @@ class Fields:
         return int(value)
 
     def count(self, name: str, default: int) -> int:
-        """A whole number from 0 on; null is the default."""
+        """Return a whole number from 0 on; null gives the default."""
         value = self._get(name, default)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 1 << 31:
@@ -41,21 +43,21 @@ class Fields:
         return value
 
     def number(self, name: str, default: Any = _REQUIRED) -> float:
-        """A finite number above 0."""
+        """Return a finite number above 0."""
         value = self._get(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
             raise self.wrong(name, value, "a number above 0")
         return float(value)
 
     def flag(self, name: str, default: Any = _REQUIRED) -> bool:
-        """True or false; null is false."""
+        """Return True or False; null is False."""
         value = self._get(name, default)
         if value is not None and not isinstance(value, bool):
             raise self.wrong(name, value, "true or false")
         return bool(value)
 
     def ids(self, name: str) -> tuple[int, ...]:
-        """A token id, a list of them, or nothing."""
+        """Return the token ids of a field that holds one id, a list of ids, or nothing."""
         value = self.values.get(self.prefix + name)
         ids = [] if value is None else value if isinstance(value, list | tuple) else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
@@ -63,13 +65,13 @@ class Fields:
         return tuple(ids)
 
     def only(self, name: str, *supported: Any) -> None:
-        """Refuse a field whose value is none of `supported` (absent counts as the first)."""
+        """Raise ModelError unless the field has one of the `supported` values; a missing field has the first of them."""
         value = self.values.get(self.prefix + name, supported[0])
         if value not in supported:
             raise self.wrong(name, value, " or ".join(repr(s) for s in supported), "this model file doesn't support it")
 
     def wrong(self, name: str, value: Any, needed: str, why: str = "not usable") -> ModelError:
-        """The error for a field: its name, its value, what would do."""
+        """Return the error for a field with an unusable value."""
         name, found = self.prefix + name, f"{value!r:.200}: {why}"
         return ModelError(f"{self.source} field {name!r}", found, f"Supported: {needed}", field=name, value=value)
 
@@ -77,12 +79,12 @@ class Fields:
         name = self.prefix + name
         value = self.values.get(name, default)
         if value is _REQUIRED:
-            raise ModelError(f"{self.source} field {name!r}", "it is missing", "This architecture must state it", field=name)
+            raise ModelError(f"{self.source} field {name!r}", "it is missing", "This architecture requires it", field=name)
         return value
 
 
 def vocab_from_gguf(fields: Fields, own: Fields, tensors: Mapping[str, Sequence[int]]) -> int:
-    """How many tokens a model of GGUF metadata knows: its table's rows (shapes as PyTorch writes them), or its tokenizer's."""
+    """Return the vocabulary size of a GGUF model: the rows of its embedding table, or else the length of its token list."""
     tokens = fields.values.get("tokenizer.ggml.tokens")
     table = tensors.get("token_embd.weight")
     known = table[0] if table else len(tokens) if isinstance(tokens, Sequence) else None

@@ -1,9 +1,8 @@
-"""Gemma 4, text only: blocks, and what a token costs. Its config and the names of its weights are in the files beside it.
+"""Gemma 4, text only: its layers, its cache, and its costs. The config is in gemma4_config.py, weight names in gemma4_names.py.
 
-Layers with a sliding window and layers that see everything, each kind with heads of its own; norms before and after both
-halves of a layer, a scalar on its output. The variants that a config may ask for: values that are the keys, layers that
-share the keys and values of an earlier one, inputs for each layer beside the hidden state, experts beside the MLP. It
-knows no file and no decode loop.
+Layers with a sliding window alternate with layers that attend to all positions, and each kind has its own head sizes. Norms
+precede and follow both halves of a layer, and a scalar multiplies its output. Configs may ask for values that equal the keys,
+layers that share the keys and values of an earlier one, additional inputs for each layer, and experts next to the MLP.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ from toolkit.weights.packed import PackedMatrix
 if TYPE_CHECKING:
     from toolkit.gpu.device import Device
 
-ROPE_POSITIONS = 8192  # of a rotary table made at a time: its fp32 intermediates are five times its size in bfloat16
+ROPE_POSITIONS = 8192  # computed at a time: the fp32 intermediates take five times the table's size in bfloat16
 
 __all__ = ["SKIPPED", "Config", "Model", "names_gguf", "names_hf"]
 
-ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu", "relu": "relu"}  # -> of ops.ACTIVATIONS
+ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu", "relu": "relu"}  # -> ops.ACTIVATIONS
 
 
 @dataclass(frozen=True)
 class Pass:
-    """What the layers of one forward pass share.
+    """The state that the layers of one forward pass share.
 
-    `positions` [T] and the rotary `tables` [positions, 2, head_dim] by kind of layer. `cache` and `reaches` (by kind): None
-    and empty where a sequence attends to itself. `kernels`: whether attention is theirs. `seen`: the keys and values that the
-    last layer of a kind attended to; by kernels `states`, which hold them.
+    `positions` [T] are those of the tokens, and `tables` the rotary tables [positions, 2, head_dim] by kind of layer. `cache`
+    is None and `reaches` (by kind) empty if the sequence attends to itself. `kernels` selects attention by kernels. For layers
+    that share keys and values, `seen` holds those of the last layer of each kind, or `states` its state if kernels are used.
     """
 
     positions: Tensor
@@ -65,7 +64,7 @@ class Pass:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with normed queries, keys and values; not scaled."""
+    """Grouped-query attention with normalized queries, keys and values, and unscaled scores."""
 
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
@@ -112,7 +111,7 @@ class Attention(nn.Module):
         return at.states[self.kind].look(query, reach, 1.0)
 
     def _keys_values(self, key: Tensor, value: Tensor, at: Pass) -> tuple[Tensor, Tensor]:
-        """From the projections [B, T, KV heads, D] (one and the same where K = V) to what is attended to."""
+        """Return the keys and values to attend to, from the projections [B, T, KV heads, D] (the same tensor if K = V)."""
         value = F.rms_norm(value.float(), (self.head_dim,), None, self.eps).to(value.dtype)
         key = rotate(self.k_norm(key), at.ropes[self.kind])
         if at.cache is None:
@@ -123,7 +122,7 @@ class Attention(nn.Module):
 
 
 class Router(nn.Module):
-    """Which experts each token uses, and with what weights."""
+    """Chooses the experts of each token and their weights."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -133,7 +132,7 @@ class Router(nn.Module):
         self.per_expert_scale = nn.Parameter(torch.ones(config.num_experts))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [N, hidden] -> expert numbers [N, k], and their weights [N, k] in fp32."""
+        """x [N, hidden] -> expert numbers [N, k] and their weights [N, k] in fp32."""
         normed = F.rms_norm(x.float(), (self.hidden,), None, self.eps).to(x.dtype)
         scores: Tensor = self.proj(normed * self.scale * self.hidden**-0.5)
         shares, chosen = scores.float().softmax(-1).topk(self.top, -1)
@@ -142,7 +141,7 @@ class Router(nn.Module):
 
 
 class RoutedExperts(nn.Module):
-    """Experts beside the MLP: their own norms before and after, and their router, which sees the hidden state unnormed."""
+    """Experts next to the MLP, with norms of their own. Their router reads the hidden state before the norm."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -159,7 +158,7 @@ class RoutedExperts(nn.Module):
 
 
 class LayerInput(nn.Module):
-    """x + norm(up(activation(gate(x)) * what this layer is given beside the hidden state))."""
+    """x + norm(up(activation(gate(x)) * the additional input of this layer))."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -191,7 +190,7 @@ class Block(nn.Module):
         self.scalar = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Residual, at: Pass, given: Tensor | None = None) -> Residual:
-        """`given` [B, T, hidden_size_per_layer_input] where the config has per-layer inputs."""
+        """Run the layer; `given` [B, T, hidden_size_per_layer_input] is its additional input if the config has such inputs."""
         normed, x = x.normed(self.attention_norm)
         normed, x = x.add(self.attention(normed, at), self.attention_post_norm).normed(self.mlp_norm)
         out = self.mlp(normed)
@@ -203,7 +202,7 @@ class Block(nn.Module):
 
 
 class TokenEmbedding(Embedding):
-    """Rows of the token table times sqrt(hidden); beside each, where the config says so, its row of per-layer inputs."""
+    """Rows of the token table times sqrt(hidden), followed by the per-layer inputs of the token if the config has them."""
 
     def __init__(self, config: Config, dtype: torch.dtype) -> None:
         super().__init__(config.vocab_size, config.hidden_size, dtype, _rounded(config.hidden_size**0.5, dtype))
@@ -224,12 +223,12 @@ class TokenEmbedding(Embedding):
 
 
 def _rounded(scale: float, dtype: torch.dtype) -> float:
-    """Scales of embeddings are rounded to what the table is in: sqrt(5376) is 73.5 in bfloat16."""
+    """Round the scale of an embedding to the table's dtype: sqrt(5376) is 73.5 in bfloat16."""
     return torch.tensor(scale, dtype=dtype, device="cpu").item()
 
 
 class LayerInputs(nn.Module):
-    """What each layer is given: a projection of the token's embedding, normed, with the token's own row for that layer."""
+    """The additional input of each layer: a normalized projection of the embedding plus the token's row for the layer."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -249,7 +248,7 @@ class LayerInputs(nn.Module):
 
 
 class Model(CausalLM):
-    """A Gemma 4; see `CausalLM`."""
+    """A Gemma 4 model; see `CausalLM`."""
 
     config: Config
     embed: TokenEmbedding
@@ -299,17 +298,17 @@ class Model(CausalLM):
 
     def passing(self, x: Tensor, cache: Cache, reaches: dict[str, Reach]) -> Pass:
         positions = reaches[FULL].positions
-        # Several tokens' own keys and values are not in a ring when a layer that shares them needs them.
+        # Layers that share keys and values run after several tokens' keys have left the ring, so they can't use the kernels.
         whole = positions.shape[0] == 1 or not self.shares
         return Pass(positions, cache.ropes, cache, reaches, whole and ops.on_gpu(x, self.norm.weight))
 
     @property
     def shares(self) -> bool:
-        """Do some layers read the keys and values of an earlier one?"""
+        """Whether some layers read the keys and values of an earlier one."""
         return self.config.first_shared_layer < self.config.num_hidden_layers
 
     def costs(self, length: int) -> tuple[Cost, ...]:
-        """What each part holds, and what a token costs it after `length` tokens."""
+        """Return the cost of each part for a token that follows `length` others."""
         norms = ["attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm"]
         if self.config.num_experts:
             norms += ["dense_post_norm", "routed.norm", "routed.post_norm"]
@@ -331,7 +330,7 @@ class Model(CausalLM):
         return (*found, weigh("norms", _alone(self.rope_freqs), kind="rotary")) if self.rope_freqs is not None else tuple(found)
 
     def _attention_costs(self, length: int) -> list[Cost]:
-        """By kind of layer, and apart those that read the keys and values of another: they hold none themselves."""
+        """Return the costs by kind of layer, separately for layers that share the keys and values of another."""
         c, found = self.config, []
         for kind, name in ((SLIDING, "sliding"), (FULL, "full")):
             layers = [i for i, one in enumerate(c.layer_types) if one == kind]
@@ -341,7 +340,7 @@ class Model(CausalLM):
                     continue
                 heads = c.heads(kind)
                 entries = min(length, c.sliding_window) if kind == SLIDING else length
-                kv_bytes = 2 * heads.kv_heads * heads.head_dim * self.dtype.itemsize  # of a token; keys and values differ
+                kv_bytes = 2 * heads.kv_heads * heads.head_dim * self.dtype.itemsize  # per token; keys and values differ
                 found.append(
                     weigh(
                         "attention",
@@ -356,7 +355,7 @@ class Model(CausalLM):
         return found
 
     def _layers(self, x: Tensor, at: Pass) -> Tensor:
-        """All layers, on embedded tokens [B, T, hidden (+ per-layer inputs)] -> [B, T, hidden]."""
+        """Run all layers on embedded tokens [B, T, hidden (+ per-layer inputs)] and return [B, T, hidden]."""
         given: tuple[Tensor | None, ...] = (None,) * len(self.layers)
         if self.layer_inputs is not None:
             hidden = self.config.hidden_size
@@ -368,7 +367,7 @@ class Model(CausalLM):
         return residual.sum()
 
     def _ropes(self, positions: Tensor) -> dict[str, Tensor]:
-        """The rotary tables [T, 2, head_dim] of `positions` [T], by kind of layer."""
+        """Return the rotary tables [T, 2, head_dim] of `positions` [T], by kind of layer."""
         found = {}
         for kind in sorted(set(self.config.layer_types)):
             frequencies = frequencies_of(self.config.heads(kind), positions.device)
@@ -380,12 +379,14 @@ class Model(CausalLM):
 
 
 def _alone(weight: Tensor | PackedMatrix) -> nn.Module:
-    """One weight as a module, to be weighed apart from what its owner holds beside it."""
+    """Wrap one weight in a module, so that its cost is counted separately."""
     return weight if isinstance(weight, PackedMatrix) else nn.ParameterList([weight])
 
 
 def frequencies_of(heads: Heads, device: torch.device) -> Tensor:
-    """Radians a position of each pair of a head, fp32 [head_dim / 2]; zero for those that don't turn."""
+    """Return the frequency of each pair of a head, in radians per position: fp32 [head_dim / 2], zero for pairs that don't
+    rotate.
+    """
     pairs = torch.arange(0, 2 * heads.turning, 2, device=device, dtype=torch.float32)
     turning = 1.0 / torch.pow(heads.theta, pairs / heads.head_dim)
     still = torch.zeros(heads.head_dim // 2 - heads.turning, device=device)

@@ -1,6 +1,6 @@
-"""The shape of a Gemma 4, read from config.json or GGUF metadata; what isn't supported is refused by name.
+"""The config of Gemma 4, read from config.json or GGUF metadata. Unsupported fields raise an error that names the field.
 
-Text only: of a multimodal config the text part is read. It knows no tensor and no file.
+Only text is supported: of a multimodal config the text part is read.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ ROPE_DEFAULTS = {
 
 @dataclass(frozen=True)
 class Heads:
-    """The keys and values of one kind of layer, and how their heads (and the queries') turn with the position.
+    """The keys and values of one kind of layer, and the rotary embedding of its heads and queries.
 
-    The first `turning` of head_dim / 2 pairs turn; pair i by theta ** (-2 i / head_dim) / factor radians a position.
+    The first `turning` of the head_dim / 2 pairs rotate, pair i by theta ** (-2 i / head_dim) / factor radians per position.
     """
 
     kv_heads: int
@@ -37,11 +37,11 @@ class Heads:
 
 @dataclass(frozen=True)
 class Config:
-    """The shape of a Gemma 4. Names are those of config.json, where it has them.
+    """The config of a Gemma 4. Field names follow config.json where it has them.
 
-    `sliding`, `full`: the heads of the two kinds of layers (None where there are no sliding ones). `intermediate_sizes`:
-    a width for each layer. `num_experts` 0 and `hidden_size_per_layer_input` 0: without these parts.
-    `rope_freqs_stored`: what divides the full layers' frequencies is one of the weights, as GGUF has it.
+    `sliding` and `full` describe the heads of the two kinds of layers (None without sliding layers). `intermediate_sizes` has
+    one width per layer. `num_experts` 0 and `hidden_size_per_layer_input` 0 leave out these parts. With `rope_freqs_stored`, a
+    weight divides the frequencies of the full layers, as in GGUF files.
     """
 
     vocab_size: int
@@ -106,12 +106,12 @@ class Config:
 
     @property
     def first_shared_layer(self) -> int:
-        """From this layer on, each attends to the keys and values of the last layer of its kind before."""
+        """The first layer that attends to the keys and values of an earlier layer of its kind."""
         return len(self.layer_types) - self.num_kv_shared_layers
 
     @property
     def skipped(self) -> tuple[str, ...]:
-        """What checkpoints may hold and none needs (see `re.match`): keys and values of layers that use another's."""
+        """Patterns (for `re.match`) of unused stored tensors: keys and values of layers that use another layer's."""
         shared = "|".join(map(str, range(self.first_shared_layer, self.num_hidden_layers)))
         if not shared:
             return ()
@@ -121,17 +121,17 @@ class Config:
         )
 
     def heads(self, kind: str) -> Heads:
-        """The heads of layers of `kind`."""
+        """Return the heads of layers of this kind."""
         found = self.full if kind == FULL else self.sliding
         assert found is not None
         return found
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any]) -> Config:
-        """From a config.json: a text model's, or a multimodal one's with the text part nested in it.
+        """Read the config.json of a text model, or the text part of a multimodal one.
 
-        Absent fields have the defaults of transformers' configs. Raises ModelError, naming the field, for what is
-        missing, malformed, or would change the result unsupported.
+        Absent fields have the defaults of transformers. Raises ModelError, naming the field, if a field is missing, malformed,
+        or has an unsupported value that would change the result.
         """
         outer = Fields("config.json", values)
         outer.only("model_type", *HF_TYPES)
@@ -144,10 +144,10 @@ class Config:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], tensors: Mapping[str, Sequence[int]] | None = None) -> Config:
-        """From GGUF metadata ("gemma4.*" keys) and the shapes of the file's tensors by name (as PyTorch writes them).
+        """Read GGUF metadata ("gemma4.*" keys), with the shapes of the file's tensors by name.
 
-        GGUF states neither tied embeddings, nor K = V, nor experts: they follow from which tensors are there. Without
-        `tensors` the model is taken as untied, K apart from V. Raises ModelError, naming the field.
+        GGUF states neither tied embeddings, nor K = V, nor experts: these follow from the tensors that exist. Without
+        `tensors`, the embeddings count as untied, and V as separate from K. Raises ModelError, naming the field.
         """
         return _from_gguf(cls, metadata, tensors or {})
 
@@ -197,12 +197,12 @@ def _from_hf(cls: type[Config], text: Fields, outer: Fields, unified: bool) -> C
 
 
 def _count(fields: Fields, name: str, default: int = 0) -> int:
-    """A whole number from 0 on; null is none."""
+    """Return a whole number from 0 on; null is 0."""
     return 0 if fields.values.get(name, default) in (None, 0) else fields.size(name, default)
 
 
 def _layer_types(text: Fields, layers: int) -> tuple[str, ...]:
-    """The kind of each layer: by default every sixth is full; the last one always is."""
+    """Return the kind of each layer: by default every sixth layer is full. The last one always is."""
     stated = text.values.get("layer_types")
     if layers > 1 << 20:
         raise text.wrong("num_hidden_layers", layers, "as many layers as there are weights for")
@@ -214,7 +214,7 @@ def _layer_types(text: Fields, layers: int) -> tuple[str, ...]:
 
 
 def _head_sizes(text: Fields, kinds: tuple[str, ...], k_eq_v: bool) -> dict[str, tuple[int, int]]:
-    """KV heads and head_dim of each kind, from `per_layer_config` (transformers 5.17), else from the `global_` fields."""
+    """Return (KV heads, head_dim) of each kind, from `per_layer_config` (transformers 5.17) or the `global_` fields."""
     usual = text.size("num_key_value_heads", 4), text.size("head_dim", 256)
     if "per_layer_config" in text.values:
         return _overridden(text, kinds, usual)
@@ -224,7 +224,7 @@ def _head_sizes(text: Fields, kinds: tuple[str, ...], k_eq_v: bool) -> dict[str,
 
 
 def _overridden(text: Fields, kinds: tuple[str, ...], usual: tuple[int, int]) -> dict[str, tuple[int, int]]:
-    """What `per_layer_config` says of each kind. It must say the same of every layer of a kind: they share a rotary table."""
+    """Return the same from `per_layer_config`, which must agree for all layers of a kind, as they share a rotary table."""
     stated = text.values["per_layer_config"]
     stated = {} if stated is None else stated
     wanted = "a mapping of layer numbers to their num_key_value_heads and head_dim"
@@ -245,7 +245,7 @@ def _overridden(text: Fields, kinds: tuple[str, ...], usual: tuple[int, int]) ->
 
 
 def _heads(text: Fields, kind: str, kv_heads: int, head_dim: int) -> Heads:
-    """The heads of one kind, with its entry of `rope_parameters`: "default" or "proportional"."""
+    """Return the heads of one kind, with its entry of `rope_parameters`: "default" or "proportional"."""
     stated = text.values.get("rope_parameters")
     ropes = ROPE_DEFAULTS if stated is None else stated
     if not isinstance(ropes, Mapping) or not isinstance(ropes.get(kind), Mapping):
@@ -255,7 +255,7 @@ def _heads(text: Fields, kind: str, kv_heads: int, head_dim: int) -> Heads:
     if rope_type not in ("default", "proportional"):
         raise rope.wrong("rope_type", rope_type, "'default' or 'proportional'", "other rotary embeddings aren't supported")
     theta = rope.number("rope_theta", text.values.get("rope_theta", 10_000.0))
-    if rope_type == "default":  # turns whole heads, whatever partial_rotary_factor says: transformers reads none here
+    if rope_type == "default":  # whole heads rotate: transformers ignores partial_rotary_factor here
         return Heads(kv_heads, head_dim, theta, head_dim // 2)
     share = 0.0 if rope.values.get("partial_rotary_factor") == 0 else rope.number("partial_rotary_factor", 1.0)
     if share > 1:
@@ -307,7 +307,7 @@ def _from_gguf(cls: type[Config], metadata: Mapping[str, Any], tensors: Mapping[
 
 
 def _per_layer(fields: Fields, name: str, layers: int, kind: type, default: int | None = None) -> tuple[Any, ...]:
-    """One value for all layers, or one for each: bool, or whole numbers from 1 on."""
+    """Return one value per layer from a field that holds a single value or a list: booleans, or whole numbers from 1 on."""
     value = fields.values.get(name, default)
     several = list(value) if isinstance(value, list | tuple) else [value] * min(layers, 1 << 20)
     good = all(
@@ -319,7 +319,10 @@ def _per_layer(fields: Fields, name: str, layers: int, kind: type, default: int 
 
 
 def _gguf_heads(fields: Fields, suffix: str, kind: str, kinds: tuple[str, ...], kv_heads: Sequence[int]) -> Heads:
-    """The heads of one kind; its keys end in `suffix`. Frequencies are theta's; a weight divides those of the full layers."""
+    """Return the heads of one kind, whose keys end in `suffix`.
+
+    Frequencies follow from theta; in full layers, a stored weight divides them.
+    """
     head_dim = fields.size(f"gemma4.attention.key_length{suffix}")
     fields.only(f"gemma4.attention.value_length{suffix}", head_dim)
     fields.only(f"gemma4.rope.dimension_count{suffix}", head_dim)

@@ -1,4 +1,4 @@
-"""The names that the weights of a Gemma 4 have in checkpoints: Hugging Face's, text-only or multimodal, and GGUF."""
+"""The names of Gemma 4's weights in Hugging Face checkpoints, text-only or multimodal, and in GGUF files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection
 from toolkit.models.gemma4_config import FULL, Config
 from toolkit.models.layers import Source
 
-SKIPPED = (  # of multimodal checkpoints, and what some text checkpoints hold beside the weights
+SKIPPED = (  # parts of multimodal checkpoints, and tensors other than weights in some text checkpoints
     r"(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder|multi_modal_projector)\.",
     r"(.*\.)?rotary_emb\..*inv_freq$",
 )
@@ -42,7 +42,7 @@ _LAYER = {
     "layer_input.norm": ("post_per_layer_input_norm", "post_norm"),
 }
 _BIASED = ("attention.qkv.q", "attention.qkv.k", "attention.qkv.v", "attention.o")
-_BARE = {  # whose stored names don't follow from the module's
+_BARE = {  # weights whose stored names don't follow from the module's
     "scalar": ("layer_scalar", "layer_output_scale.weight"),
     "routed.router.scale": ("router.scale", "ffn_gate_inp.scale"),
     "routed.router.per_expert_scale": ("router.per_expert_scale", "ffn_down_exps.scale"),
@@ -51,7 +51,7 @@ _BARE = {  # whose stored names don't follow from the module's
 
 
 def names_hf(config: Config, stored: Collection[str] = ()) -> dict[str, Source]:
-    """Where our parameters are in a Hugging Face checkpoint that holds tensors called `stored`: text-only or multimodal."""
+    """Map our parameters to the tensors of a Hugging Face checkpoint; `stored` are its tensor names."""
     prefixes = ("model.", "model.language_model.", "language_model.model.", "language_model.", "")
     prefix = next((one for one in prefixes if f"{one}embed_tokens.weight" in stored), "model.")
     head = next((name for name in ("lm_head.weight", "language_model.lm_head.weight") if name in stored), "lm_head.weight")
@@ -59,12 +59,12 @@ def names_hf(config: Config, stored: Collection[str] = ()) -> dict[str, Source]:
 
 
 def names_gguf(config: Config, stored: Collection[str] = ()) -> dict[str, Source]:
-    """Where our parameters are in a GGUF file that holds tensors called `stored`. Matrices and norms are stored as here."""
+    """Map our parameters to the tensors of a GGUF file; `stored` are its tensor names."""
     return _names(config, 1, "", "blk", "output.weight", stored)
 
 
 def _names(config: Config, column: int, prefix: str, layers: str, head: str, stored: Collection[str]) -> dict[str, Source]:
-    """Of every parameter that a model of `config` has; `layers` precedes the number of a layer."""
+    """Map every parameter of a model with this config to its tensor; `layers` is the prefix of the layer numbers."""
     names = {f"{ours}.weight": Source((f"{prefix}{both[column]}.weight",)) for ours, both in _ENDS.items()}
     if not config.hidden_size_per_layer_input:
         names = {ours: source for ours, source in names.items() if "layer" not in ours}
@@ -89,7 +89,7 @@ def _names(config: Config, column: int, prefix: str, layers: str, head: str, sto
 
 
 def _absent(config: Config, layer: int) -> tuple[str, ...]:
-    """What layer number `layer` doesn't have of all that layers may have."""
+    """Return the prefixes of parameters that layer number `layer` doesn't have."""
     absent: list[str] = []
     if layer >= config.first_shared_layer:
         absent += ["attention.qkv.k", "attention.qkv.v", "attention.k_norm"]
@@ -103,7 +103,7 @@ def _absent(config: Config, layer: int) -> tuple[str, ...]:
 
 
 def _expert_half(config: Config, layer: str, column: int, half: str, stored: Collection[str]) -> Source:
-    """Gate or up of all experts: half the rows of one tensor [experts, 2 width, hidden], or in GGUF one of its own."""
+    """Return the source of gate or up of all experts: half of the rows of one tensor, or a GGUF tensor of its own."""
     alone = f"{layer}ffn_{half}_exps.weight"
     if column == 1 and alone in stored:
         return Source((alone,))

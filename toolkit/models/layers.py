@@ -1,8 +1,7 @@
-"""What the models share: linear maps plain or packed, several of them as one, norm, gated MLP, experts, and putting weights
-into a model built on "meta".
+"""Building blocks that the architectures share: linear layers (plain, packed, joined), norms, MLPs, experts, residuals.
 
-Plain PyTorch and the operations of `ops`, chosen so that a decode step launches few kernels and copies nothing: nothing
-here indexes with host data, waits, or makes a contiguous clone.
+Also the functions that put weights into a model built on "meta". The layers use plain PyTorch and `toolkit.ops` and are written
+so that a decode step launches few kernels and copies nothing: they neither index with host data nor wait for the device.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from toolkit import ops
 from toolkit.weights.packed import PackedMatrix, experts_matmul
 from toolkit.weights.schemes import Scheme
 
-DENSE_VALUES = 1 << 24  # outputs at a time where every expert sees every token: bounds what lies between its matrices
-TRACED_TOKENS = 512  # taken to be so many where a graph is made for any number
+DENSE_VALUES = 1 << 24  # outputs computed at a time when every expert processes every token: bounds the intermediate memory
+TRACED_TOKENS = 512  # number of tokens that is assumed when a graph for any number of tokens is traced
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension, in fp32; the weight too is kept in fp32, whatever the model computes in.
+    """x / rms(x) * weight over the last dimension, in fp32. The weight is fp32, too, in every model.
 
-    Checkpoints that hold the weight less one have it whole here: their `Source` adds the one while loading.
+    Some checkpoints store the weight minus one; their `Source` adds the one while loading.
     """
 
     def __init__(self, size: int, eps: float) -> None:
@@ -40,10 +39,10 @@ class RMSNorm(nn.Module):
 
 @dataclass(frozen=True)
 class Residual:
-    """The residual of a decoder: `x` [B, T, hidden], and what a block made that is still to be added.
+    """The residual stream of a decoder: `x` [B, T, hidden], and the output of a block that is still to be added.
 
-    So that a norm that ends one half of a layer, the sum, and the norm that begins the next are one operation. What is added
-    is normed by `post` first, and the sum multiplied by `scalar` [1], where there are such.
+    The addition is deferred so that the norm after a block, the sum, and the norm before the next block are one operation. The
+    norm `post` is applied to `added` before the addition, and the sum is multiplied by `scalar` [1], if they are given.
     """
 
     x: Tensor
@@ -52,12 +51,12 @@ class Residual:
     scalar: Tensor | None = None
 
     def add(self, made: Tensor, post: RMSNorm | None = None, scalar: Tensor | None = None) -> Residual:
-        """This, settled already, with what a block made."""
+        """Return the residual with the output of a block; the output before must have been added already."""
         assert self.added is None
         return Residual(self.x, made, post, scalar)
 
     def normed(self, norm: RMSNorm) -> tuple[Tensor, Residual]:
-        """What the next block reads, and the residual with all added."""
+        """Return the input of the next block, and the residual after the addition."""
         if self.added is None:
             return norm(self.x), self
         post = None if self.post is None else self.post.weight
@@ -65,7 +64,7 @@ class Residual:
         return out, Residual(x)
 
     def sum(self) -> Tensor:
-        """With all added: [B, T, hidden]."""
+        """Return the residual after the addition: [B, T, hidden]."""
         if self.added is None:
             return self.x
         if self.post is None:
@@ -74,10 +73,10 @@ class Residual:
 
 
 class Linear(nn.Module):
-    """x @ weight.T (+ bias). The weight is a Parameter, or a PackedMatrix once a scheme was set.
+    """x @ weight.T (+ bias). The weight is a Parameter, or a PackedMatrix once a scheme is set.
 
-    With `experts`, a stack of that many matrices [experts, out, in], used by number: `linear(x, chosen)`. The bias is
-    added by a kernel of its own: one row through `addmm` copies the bias first on CUDA.
+    With `experts`, the weight is a stack of matrices [experts, out, in], selected by number: `linear(x, chosen)`. The bias is
+    added by a separate kernel, because `addmm` with one row copies the bias first on CUDA.
     """
 
     def __init__(self, size_in: int, size_out: int, bias: bool = False, experts: int | None = None) -> None:
@@ -93,9 +92,9 @@ class Linear(nn.Module):
 
 
 class Joined(nn.Module):
-    """Matrices that read the same input, as q, k and v do. `join` makes one matrix of neighbours that are held alike.
+    """Matrices with the same input, such as q, k and v. `join` merges neighbors with the same dtype or scheme into one matrix.
 
-    joined(x) gives their outputs in order, whether they are one matrix or several.
+    Calling the module returns the outputs in order, merged or not.
     """
 
     def __init__(self, size_in: int, sizes: Mapping[str, int], bias: bool = False, experts: int | None = None) -> None:
@@ -113,17 +112,17 @@ class Joined(nn.Module):
         return tuple(found)
 
     def row(self, x: Tensor) -> Tensor:
-        """The outputs end to end: [..., sum of sizes]."""
+        """Return the concatenated outputs: [..., sum of sizes]."""
         parts = [self._part(group)(x) for group in self.groups]
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     def whole(self) -> nn.Parameter | PackedMatrix | None:
-        """The weight that they are, joined; None where they are several, or have biases."""
+        """Return the merged weight; None if there are several matrices, or biases."""
         part = self._part(self.groups[0])
         return part.weight if len(self.groups) == 1 and part.bias is None else None
 
     def gated(self, x: Tensor, activation: str, chosen: Tensor | slice | None = None) -> Tensor:
-        """activation(gate) * up of two matrices of one size, in one operation where they are one matrix."""
+        """Return activation(gate) * up for two matrices of one size, in one operation if they are merged."""
         whole = self.whole()
         if chosen is None and whole is not None:
             return ops.matmul(x, whole, activation)
@@ -131,9 +130,9 @@ class Joined(nn.Module):
         return ops.ACTIVATIONS[activation](gate) * up
 
     def join(self) -> list[tuple[str, ...]]:
-        """Make one matrix of each run of neighbours in the same dtype or scheme; returns the runs of more than one.
+        """Merge each run of neighbors that have the same dtype or scheme, and return the runs of more than one matrix.
 
-        Costs no memory on "meta"; on a device the new matrix is made beside the old ones, which then go.
+        Takes no memory on "meta". On a device, the merged matrix is allocated before the old ones are freed.
         """
         runs: list[list[tuple[str, ...]]] = []
         for group in self.groups:
@@ -148,7 +147,7 @@ class Joined(nn.Module):
         return [group for group in self.groups if len(group) > 1]
 
     def split(self) -> None:
-        """Undo `join`: each matrix by itself again, as views of the joined ones' rows."""
+        """Undo `join`: each matrix becomes a view of the merged one's rows."""
         for group in [group for group in self.groups if len(group) > 1]:
             whole, start = self._part(group), 0
             delattr(self, "_".join(group))
@@ -164,13 +163,13 @@ class Joined(nn.Module):
 
 
 def _kind(linear: Linear) -> object:
-    """What two matrices must share to become one."""
+    """Return the property that two matrices must share to be merged."""
     weight = linear.weight
     return weight.scheme if isinstance(weight, PackedMatrix) else weight.dtype
 
 
 def _cat(parts: Sequence[Linear]) -> Linear:
-    """One Linear whose output is those of `parts` one after the other."""
+    """Return one Linear with the concatenated outputs of `parts`."""
     whole = Linear.__new__(Linear)
     nn.Module.__init__(whole)
     whole.weight = _cat_weights([part.weight for part in parts])
@@ -182,7 +181,7 @@ def _cat(parts: Sequence[Linear]) -> Linear:
 
 
 def _rows(whole: Linear, rows: slice) -> Linear:
-    """A Linear that gives some of another's outputs, sharing its memory."""
+    """Return a Linear for some of the outputs of another, sharing its memory."""
     part = Linear.__new__(Linear)
     nn.Module.__init__(part)
     weight, grad = whole.weight, not isinstance(whole.weight, PackedMatrix) and whole.weight.requires_grad
@@ -208,7 +207,7 @@ def _cat_weights(weights: Sequence[nn.Parameter | PackedMatrix]) -> nn.Parameter
 
 
 def _end_to_end(tensors: Sequence[Tensor], dim: int) -> Tensor:
-    """`tensors` as one, along `dim`. Not `cat` on "meta": there it imports torch's compiler, which takes seconds."""
+    """Concatenate `tensors` along `dim`. Avoids `cat` on "meta", which imports torch's compiler and takes seconds."""
     if not tensors[0].is_meta:
         return torch.cat(list(tensors), dim)
     shape = list(tensors[0].shape)
@@ -217,7 +216,7 @@ def _end_to_end(tensors: Sequence[Tensor], dim: int) -> Tensor:
 
 
 class Embedding(nn.Module):
-    """Rows of a table [vocab, size], plain or packed, times `scale`. `dtype` is what a packed table's rows come in."""
+    """Rows of a table [vocab, size], plain or packed, times `scale`. Rows of a packed table are returned in `dtype`."""
 
     def __init__(self, vocab: int, size: int, dtype: torch.dtype, scale: float = 1.0) -> None:
         super().__init__()
@@ -232,11 +231,11 @@ class Embedding(nn.Module):
 
     @property
     def alone(self) -> bool:
-        """Is a token's input its row of the table, and nothing beside it?"""
+        """Whether the input of a token is nothing but its row of the table."""
         return True
 
     def on_host(self) -> Embedding:
-        """The same table on the CPU."""
+        """Return a copy of the table on the CPU."""
         parameters = {id(p): nn.Parameter(p.detach().cpu(), requires_grad=False) for p in self.parameters()}
         return copy.deepcopy(self, parameters)
 
@@ -256,17 +255,17 @@ class GatedMLP(nn.Module):
 
 
 def packed_pair(gate_up: Joined, down: Linear) -> tuple[PackedMatrix, PackedMatrix] | None:
-    """The two matrices of a gated MLP, or of a stack of them, where both are packed: what operations on experts take."""
+    """Return the packed matrices of a gated MLP or of a stack of them (for `ops.experts`); None if one is plain."""
     up = gate_up.whole()
     both = isinstance(up, PackedMatrix) and isinstance(down.weight, PackedMatrix) and down.bias is None
     return (up, down.weight) if both else None  # type: ignore[return-value]
 
 
 class Experts(nn.Module):
-    """Gated MLPs of which each token uses a few: the weighted sum of the chosen ones' outputs.
+    """Gated MLPs of which each token uses a few: returns the weighted sum of the chosen ones' outputs.
 
-    Few tokens read only the experts they chose; many run through all of them, in bounded chunks. Either way nothing is
-    read back to the host.
+    A few tokens read only the experts that they chose; many run through all experts, in chunks of bounded size. Neither reads
+    anything back to the host.
     """
 
     def __init__(self, experts: int, hidden: int, width: int, activation: str = "silu") -> None:
@@ -277,9 +276,9 @@ class Experts(nn.Module):
         self.activation = activation
 
     def forward(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-        """x [N, hidden], chosen [N, k] expert numbers, shares [N, k] their weights -> [N, hidden]."""
+        """x [N, hidden], expert numbers `chosen` [N, k], their weights `shares` [N, k] -> [N, hidden]."""
         n, k = chosen.shape
-        traced = isinstance(n, torch.SymInt)  # one graph for any number of tokens: which way to go can't depend on it
+        traced = isinstance(n, torch.SymInt)  # a graph for any number of tokens can't branch on that number
         packed = packed_pair(self.gate_up, self.down)
         if packed is not None and ops.experts_fit(x, packed, self.activation, shares):
             return ops.experts(x, chosen, shares, packed, self.activation)
@@ -299,9 +298,9 @@ class Experts(nn.Module):
     def step(
         self, x: Tensor, scores: Tensor, top_k: int, shared: GatedMLP | None = None, gate: Tensor | None = None
     ) -> Tensor | None:
-        """One token x [1, hidden] through the `top_k` of the highest scores [1, experts] and the shared one, in one operation.
+        """Run one token x [1, hidden] through the `top_k` experts with the highest scores [1, experts] and the shared one.
 
-        None where that can't be, or x is several tokens.
+        Returns None if `x` holds several tokens, or if the fused operation doesn't support these matrices.
         """
         packed = packed_pair(self.gate_up, self.down)
         own = None if shared is None else packed_pair(shared.gate_up, shared.down)
@@ -317,12 +316,13 @@ class Experts(nn.Module):
 
 @dataclass(frozen=True)
 class Source:
-    """Where one weight of a model comes from in a checkpoint.
+    """The source of one weight in a checkpoint.
 
-    `names`: the stored tensors; several are experts one by one, stacked in this order along a new first dimension.
-    `rows`: which rows (the last but one dimension) of what is stored, where two matrices are stored as one.
-    `change`: applied to the values in fp32 (norms stored less one, ...); only for weights that are never quantised.
-    `shape`: what is stored is viewed as this first (a conv stored [C, 1, K]); None for as it is.
+    Attributes:
+        names: The stored tensors. Several are single experts, stacked in this order along a new first dimension.
+        rows: The rows (of the second to last dimension) to use, if two matrices are stored as one.
+        change: A function applied to the values in fp32, such as adding one to a norm; never for quantized weights.
+        shape: The shape to view the stored tensor in first (a convolution is stored as [C, 1, K]); None leaves it as it is.
     """
 
     names: tuple[str, ...]
@@ -333,7 +333,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Spot:
-    """Where a weight goes in a model: `leaf` of `owner`, and which rows of it where matrices were joined."""
+    """The place of a weight in a model: attribute `leaf` of `owner`, and its rows if matrices were joined."""
 
     owner: nn.Module
     leaf: str
@@ -341,13 +341,13 @@ class Spot:
 
     @property
     def weight(self) -> Tensor | PackedMatrix:
-        """What is there now: the whole, of which `rows` are this weight's."""
+        """The current weight: the whole matrix, to which `rows` applies."""
         found: Tensor | PackedMatrix = getattr(self.owner, self.leaf)
         return found
 
 
 def spot(model: nn.Module, name: str) -> Spot:
-    """Where the weight called `name` ("layers.0.mlp.gate_up.gate.weight") goes, joined or not."""
+    """Return the place of the weight called `name` ("layers.0.mlp.gate_up.gate.weight"), joined or not."""
     path, _, leaf = name.rpartition(".")
     parent_path, _, part = path.rpartition(".")
     parent = model.get_submodule(parent_path)
@@ -360,26 +360,26 @@ def spot(model: nn.Module, name: str) -> Spot:
 
 
 def set_scheme(model: nn.Module, name: str, scheme: Scheme) -> None:
-    """Hold the weight called `name` of a model still on "meta" as `scheme` says, before it is joined to others.
+    """Replace the weight called `name` by a packed one in `scheme`. The model is on "meta", and the weight not joined yet.
 
-    ModelError where its rows don't divide into the scheme's groups.
+    Raises ModelError if the rows can't be divided into the scheme's groups.
     """
     place = spot(model, name)
     assert place.rows is None, f"{name} is joined to others"
     packed = PackedMatrix(scheme, tuple(place.weight.shape))
-    delattr(place.owner, place.leaf)  # a parameter's name is not free for a module
+    delattr(place.owner, place.leaf)  # a module can't take the name of a parameter
     setattr(place.owner, place.leaf, packed)
 
 
 def assign(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Put `tensor` (already on its device, in its dtype) where the parameter called `name` is, without a copy."""
+    """Replace the parameter called `name` by `tensor`, which has the right device and dtype, without a copy."""
     owner, _, leaf = name.rpartition(".")
     old = module.get_parameter(name)
     setattr(module.get_submodule(owner), leaf, nn.Parameter(tensor, requires_grad=old.requires_grad))
 
 
 def to_dtype(module: nn.Module, dtype: torch.dtype) -> None:
-    """What a model computes in: every parameter of `module` but those that stay fp32 (norms, and who declares `KEEPS_FP32`)."""
+    """Convert the parameters of `module` to `dtype`, except those that stay fp32: norms, and names in `KEEPS_FP32`."""
     for part in module.modules():
         if not isinstance(part, RMSNorm | PackedMatrix):
             kept = getattr(part, "KEEPS_FP32", ())
@@ -388,8 +388,8 @@ def to_dtype(module: nn.Module, dtype: torch.dtype) -> None:
                     setattr(part, name, nn.Parameter(old.to(dtype), requires_grad=old.requires_grad))
 
 
-def initialise(module: nn.Module, device: torch.device, seed: int, std: float = 0.02) -> None:
-    """Give every parameter a value: norms one, biases zero, the rest normal with `std`, drawn on the CPU from `seed`.
+def initialize(module: nn.Module, device: torch.device, seed: int, std: float = 0.02) -> None:
+    """Initialize every parameter: norms to one, biases to zero, others normal with `std`, drawn on the CPU from `seed`.
 
     The same seed gives the same weights on every device.
     """

@@ -1,7 +1,7 @@
 """The interface of a model (`Model`) and the base class of the toolkit's own models (`CausalLM`).
 
-Decoding, planning and the notebook user interface take any `Model`: a loaded one, an exported package, or a wrapped model of
-transformers. Loading, exporting and tuning need modules and weights, so they take a `CausalLM`.
+Decoding, planning and the notebook user interface accept any `Model`: a loaded one, an exported package, or a wrapped model of
+transformers. Loading, exporting and tuning need modules and weights and take a `CausalLM`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from toolkit import ops
 from toolkit.core.errors import DeviceError, ModelError
 from toolkit.models.cache import Cache, Reach, check_one_sequence
 from toolkit.models.costs import Cost, Shown
-from toolkit.models.layers import Embedding, Linear, Residual, RMSNorm, initialise
+from toolkit.models.layers import Embedding, Linear, Residual, RMSNorm, initialize
 from toolkit.ops.define import GPUS
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class CausalLM(Shown, nn.Module):
 
     def init_weights(self, seed: int = 0) -> Self:
         """Draw random weights from `seed`, the same on every device, and return the model."""
-        initialise(self, self.device.torch, seed)
+        initialize(self, self.device.torch, seed)
         return self
 
     def new_cache(self, context: int, kv: str | None = None) -> Cache:
@@ -157,7 +157,7 @@ class CausalLM(Shown, nn.Module):
         if device.type not in GPUS:
             said = f"it is on {self.device.name!r}, where references run"
             raise ModelError(
-                "the kernels of a model", said, 'Load it with device="cuda", or "virtual:h200" for what a GPU would run'
+                "the kernels of a model", said, 'Load it with device="cuda", or "virtual:h200" for the kernels of a GPU'
             )
         if importlib.util.find_spec("triton") is None:
             raise DeviceError("the kernels of a model", "Triton isn't installed", "On Linux: pip install triton")

@@ -1,4 +1,4 @@
-"""What the Qwen models have in common in how checkpoints name and divide their weights. It knows no config."""
+"""Weight names that the Qwen models share in checkpoints: prefixes, skipped tensors, and experts."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from collections.abc import Collection, Iterator
 from toolkit.models.layers import Source
 
 SKIPPED = (
-    r"mtp\.",  # a layer that drafts tokens ahead, in Hugging Face checkpoints
-    r"blk\.\d+\.nextn\.",  # and what of it has names of its own in GGUF
+    r"mtp\.",  # multi-token prediction layers in Hugging Face checkpoints
+    r"blk\.\d+\.nextn\.",  # and their extra tensors in GGUF files
     r"(model\.)?visual\.",
     r".*rotary_emb\.inv_freq$",
 )
 
 
 def ends_hf(stored: Collection[str]) -> tuple[str, str]:
-    """(prefix, head): what stands before "layers.0" in a checkpoint of tensors called `stored`, and the head's name.
+    """Return (prefix, head): the prefix of "layers.0" in a checkpoint with tensors called `stored`, and the name of the head.
 
-    "model." as a rule, "model.language_model." in multimodal checkpoints, nothing where a bare text model was saved.
+    The prefix is usually "model."; it is "model.language_model." in multimodal checkpoints, and empty if a bare text model was
+    saved.
     """
     ours = [name for name in stored if not name.startswith("mtp.")]
     table = next((name for name in ours if name.endswith("embed_tokens.weight")), "model.embed_tokens.weight")
@@ -26,9 +27,9 @@ def ends_hf(stored: Collection[str]) -> tuple[str, str]:
 
 
 def experts_hf(ours: str, theirs: str, experts: int, width: int, stored: Collection[str]) -> Iterator[tuple[str, Source]]:
-    """The experts of a layer: one by one, stacked in their order; or fused.
+    """Yield the sources of a layer's experts, stored one by one or fused.
 
-    Fused, "gate_up_proj" is [experts, 2 * width, hidden] with the gates' rows first, "down_proj" [experts, hidden, width].
+    Fused, "gate_up_proj" is [experts, 2 * width, hidden] with the gate rows first, and "down_proj" [experts, hidden, width].
     """
     if f"{theirs}.0.gate_proj.weight" in stored:
         for leaf, name in (("gate_up.gate", "gate_proj"), ("gate_up.up", "up_proj"), ("down", "down_proj")):
@@ -40,7 +41,7 @@ def experts_hf(ours: str, theirs: str, experts: int, width: int, stored: Collect
 
 
 def experts_gguf(ours: str, theirs: str, width: int, stored: Collection[str]) -> Iterator[tuple[str, Source]]:
-    """The experts of a layer: stacks [experts, out, in]; gates and ups as two, or as one with the gates' rows first."""
+    """Yield the sources of a layer's experts: stacks [experts, out, in], gate and up separate or joined (gate first)."""
     both = f"{theirs}.ffn_gate_up_exps.weight"
     for i, leaf in enumerate(("gate", "up")):
         apart, part = Source((f"{theirs}.ffn_{leaf}_exps.weight",)), slice(i * width, (i + 1) * width)

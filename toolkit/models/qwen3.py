@@ -1,8 +1,8 @@
-"""Qwen3, dense and with experts: its blocks, how it is fed, and what a token costs. Its config: qwen3_config.py.
+"""Qwen3, dense and with experts: its layers, its cache, and its costs. The config is in qwen3_config.py.
 
-Grouped-query attention with RMSNorm on each head of query and key before the rotary embedding, in all positions or in a
-sliding window; a SiLU-gated MLP, or a few of many experts; pre-norms, no biases unless the config says so. It knows no
-file and no decode loop.
+Grouped-query attention over all positions or a sliding window, with an RMSNorm on each query and key head before the rotary
+embedding; then a SiLU-gated MLP or a mixture of experts. Norms precede both halves of a layer, and there are no biases unless
+the config has them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["SKIPPED", "Config", "Model", "names_gguf", "names_hf"]
 
 @dataclass(frozen=True)
 class At:
-    """Where in a cache a forward pass stands: for layers that keep all positions, and for those with a window."""
+    """The place of a forward pass in a cache, for layers that keep all positions and for those with a window."""
 
     cache: Cache
     full: Reach
@@ -47,7 +47,7 @@ class At:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with normed query and key heads; on itself, or on a cache."""
+    """Grouped-query attention with normalized query and key heads, on the sequence itself or on a cache."""
 
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Attention(nn.Module):
         self.heads = HeadLayout(*about, eps=config.rms_norm_eps)
 
     def forward(self, x: Tensor, at: At | None, rope: Tensor | None) -> Tensor:
-        """x [B, T, hidden]. `rope`: the rotary table of a sequence that attends to itself, else `at` says where it goes."""
+        """x [B, T, hidden]. Without a cache (`at`), `rope` is the rotary table of the sequence."""
         if at is None:
             assert rope is not None
             query, key, value = self._heads(x, rope)
@@ -82,14 +82,14 @@ class Attention(nn.Module):
         return out
 
     def _heads(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [B, T, H, D], key and value [B, T, KV, D], normed and turned."""
+        """Return query [B, T, H, D], normalized and rotated, key [B, T, KV, D] likewise, and value [B, T, KV, D]."""
         heads = (*x.shape[:2], -1, self.head_dim)
         query, key, value = (part.view(heads) for part in self.qkv(x))
         return self.rope.turn(self.q_norm(query), rope), self.rope.turn(self.k_norm(key), rope), value
 
 
 class SparseMLP(nn.Module):
-    """The experts a token chooses: by softmax over all, whose shares may be scaled to sum to one."""
+    """A mixture of experts, weighted by a softmax over all experts; the chosen experts' weights may be scaled to sum to one."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Block(nn.Module):
 
 
 class Model(CausalLM):
-    """A Qwen3; see `CausalLM`."""
+    """A Qwen3 model; see `CausalLM`."""
 
     config: Config
 
@@ -168,7 +168,9 @@ class Model(CausalLM):
         return At(cache, reaches["full"], reaches.get("sliding"))
 
     def costs(self, length: int) -> tuple[Cost, ...]:
-        """What each part holds, and what a token costs it after `length` tokens. A token reads the experts it chooses."""
+        """Return the cost of each part for a token that follows `length` others; a token reads only the experts that it
+        chooses.
+        """
         c, layers = self.config, range(self.config.num_hidden_layers)
         found = [look_up("embedding", self.embed)]
         for kind, own in (("full", set(layers) - set(c.windowed)), ("sliding", set(c.windowed))):
@@ -192,7 +194,7 @@ class Model(CausalLM):
     def _attention_cost(self, kind: str, layers: set[int], length: int) -> Cost:
         c = self.config
         entries = min(length, c.sliding_window or length) if kind == "sliding" else length
-        kv_bytes = 2 * c.num_key_value_heads * c.head_dim * self.dtype.itemsize  # of a token, in a layer
+        kv_bytes = 2 * c.num_key_value_heads * c.head_dim * self.dtype.itemsize  # per token and layer
         return weigh(
             "attention",
             each(self.layers, "attention", only=layers),

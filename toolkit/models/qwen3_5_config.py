@@ -1,4 +1,4 @@
-"""Qwen3.5's config, dense and with experts, out of config.json or GGUF metadata; and where its weights are in either."""
+"""The config of Qwen3.5, dense and with experts, from config.json or GGUF metadata, and the names of its stored weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from toolkit.models.names import ends_hf, experts_gguf, experts_hf
 from toolkit.models.rotary import Rope, rope_from_gguf, rope_from_hf
 
 HF_TYPES = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_5_moe", "qwen3_5")
-ONLY: tuple[tuple[Any, ...], ...] = (  # fields of which transformers knows no other value, or none that it acts on
+ONLY: tuple[tuple[Any, ...], ...] = (  # fields with a single supported value: transformers knows no other, or ignores it
     ("hidden_act", "silu"),
     ("attn_output_gate", True),
     ("output_gate_type", "swish", None),
@@ -36,11 +36,11 @@ KINDS = {"linear_attention": "linear", "mamba": "linear", "conv": "linear", "ful
 
 @dataclass(frozen=True)
 class Config:
-    """The shape of a Qwen3.5. Names are those of config.json where it has one.
+    """The config of a Qwen3.5. Field names follow config.json where it has them.
 
-    `layer_types`: "linear" or "full" for each layer. `num_experts` 0: dense, of width `intermediate_size`.
-    `tiled`: value head j of the delta net reads key head j modulo their number, as GGUF orders them, rather than
-    neighbours sharing a key head.
+    `layer_types` is "linear" or "full" for each layer. `num_experts` 0 means a dense MLP of width `intermediate_size`. With
+    `tiled`, value head j of the delta net reads key head j modulo their number, which is the order of GGUF files; without it,
+    neighboring value heads share a key head.
     """
 
     vocab_size: int
@@ -66,7 +66,7 @@ class Config:
     attention_bias: bool = False
     eos_token_ids: tuple[int, ...] = ()
     tiled: bool = False
-    drafting_layers: int = 0  # stored after the others in GGUF files, for guessing tokens ahead; left out
+    drafting_layers: int = 0  # multi-token prediction layers at the end of GGUF files, which are skipped
 
     def __post_init__(self) -> None:
         shares = (
@@ -90,7 +90,7 @@ class Config:
 
     @property
     def skipped(self) -> tuple[str, ...]:
-        """Patterns of the stored tensors that belong to the drafting layers."""
+        """Patterns of the stored tensors that belong to the multi-token prediction layers."""
         layers = self.num_hidden_layers
         return tuple(rf"blk\.{i}\." for i in range(layers, layers + self.drafting_layers))
 
@@ -105,15 +105,16 @@ class Config:
 
     @property
     def value_table(self) -> tuple[int, int]:
-        """The value heads as a table, of which one axis is the key heads (see `key_axis`)."""
+        """The shape of the value heads as a table in which one axis is the key heads (see `key_axis`)."""
         each = self.linear_num_value_heads // self.linear_num_key_heads
         return (each, self.linear_num_key_heads) if self.tiled else (self.linear_num_key_heads, each)
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any]) -> Config:
-        """From a config.json of transformers 5 (multimodal: its text_config); absent fields have the defaults of its class.
+        """Read a config.json of transformers 5, or its text_config. Absent fields have the defaults of transformers.
 
-        Raises ModelError, naming the field, for what is missing, malformed, or would change the result unsupported.
+        Raises ModelError, naming the field, if a field is missing, malformed, or has an unsupported value that would change the
+        result.
         """
         outer, nested = Fields("config.json", values), values.get("text_config")
         outer.only("model_type", *HF_TYPES)
@@ -131,10 +132,10 @@ class Config:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], tensors: Mapping[str, Sequence[int]] | None = None) -> Config:
-        """From GGUF metadata ("qwen35moe.*" or "qwen35.*" keys) and, where given, the shapes of the file's tensors by name.
+        """Read GGUF metadata ("qwen35moe.*" or "qwen35.*" keys), with the shapes of the file's tensors by name.
 
-        Which layers attend, tied embeddings and biases follow from the tensors; without `tensors`, from the interval, and
-        the model is taken as untied and free of biases. Raises ModelError, naming the field.
+        The kinds of layers, tied embeddings and biases follow from the tensors. Without `tensors`, the kinds follow from the
+        interval, and the model counts as untied and without biases. Raises ModelError, naming the field.
         """
         fields = Fields("GGUF metadata", metadata)
         fields.only("general.architecture", "qwen35moe", "qwen35")
@@ -150,7 +151,7 @@ class Config:
 
 
 def _hf_layers(fields: Fields, moe: bool) -> dict[str, Any]:
-    """All fields but the experts', out of config.json."""
+    """Return all fields except those of the experts, from config.json."""
     head_dim = fields.size("head_dim", 256)
     return {
         "vocab_size": fields.size("vocab_size", 248320),
@@ -184,7 +185,7 @@ def _hf_experts(fields: Fields) -> dict[str, Any]:
 
 
 def _gguf_layers(fields: Fields, own: Fields, tensors: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """All fields but the MLP's, out of GGUF metadata: `own` are those with the architecture's prefix."""
+    """Return all fields except those of the MLP, from GGUF metadata; `own` has the prefix of the architecture."""
     heads, hidden, values = own.size("attention.head_count"), own.size("embedding_length"), own.size("ssm.time_step_rank")
     head_dim, inner = own.size("attention.key_length", max(1, hidden // heads)), own.size("ssm.inner_size")
     own.only("attention.value_length", head_dim)
@@ -213,7 +214,7 @@ def _gguf_layers(fields: Fields, own: Fields, tensors: Mapping[str, Sequence[int
 
 
 def _layer_types(fields: Fields, layers: int) -> tuple[str, ...]:
-    """`layer_types`, or every `full_attention_interval`th layer full."""
+    """Return `layer_types`, or by default every `full_attention_interval`th layer full."""
     count, stated = fields.size("num_hidden_layers", layers, most=MOST_LAYERS), fields.values.get("layer_types")
     if stated is None:
         return _every(count, fields.size("full_attention_interval", 4))
@@ -225,7 +226,10 @@ def _layer_types(fields: Fields, layers: int) -> tuple[str, ...]:
 
 
 def _gguf_layer_types(own: Fields, tensors: Mapping[str, Sequence[int]]) -> tuple[str, ...]:
-    """Layers with an "ssm_a" are linear; without tensors, the interval tells. The last layers may be for drafting only."""
+    """Return the kind of each layer, without the multi-token prediction layers at the end.
+
+    Layers with a tensor "ssm_a" are linear; without tensors, the interval decides.
+    """
     count, drafting = own.size("block_count", most=MOST_LAYERS), own.count("nextn_predict_layers", 0)
     if drafting >= count:
         raise own.wrong("nextn_predict_layers", drafting, f"a whole number below block_count, {count}")
@@ -266,10 +270,9 @@ _SHARED = {
 
 
 def names_hf(config: Config, stored: Collection[str] = ()) -> dict[str, Source]:
-    """Where our parameters are in a Hugging Face checkpoint that holds tensors called `stored`.
+    """Map our parameters to the tensors of a Hugging Face checkpoint; `stored` are its tensor names.
 
-    The prefix ("model.", "model.language_model." in multimodal ones) and whether experts are fused follow from `stored`.
-    Norms are stored less one, but for the delta net's.
+    The prefix and whether experts are fused follow from `stored`. Norms are stored minus one, except those of the delta net.
     """
     prefix, head = ends_hf(stored)
     names = {"embed.weight": Source((f"{prefix}embed_tokens.weight",)), "norm.weight": _norm(f"{prefix}norm")}
@@ -298,7 +301,7 @@ def names_hf(config: Config, stored: Collection[str] = ()) -> dict[str, Source]:
 
 
 def names_gguf(config: Config, stored: Collection[str] = ()) -> dict[str, Source]:
-    """Where our parameters are in a GGUF file: norms whole, `ssm_a` as it is used, value heads tiled (`Config.tiled`)."""
+    """Map our parameters to the tensors of a GGUF file, which has final norms and `ssm_a`, and tiled value heads."""
     names = {"embed.weight": Source(("token_embd.weight",)), "norm.weight": Source(("output_norm.weight",))}
     if not config.tie_word_embeddings:
         names["head.weight"] = Source(("output.weight",))
@@ -324,7 +327,7 @@ def names_gguf(config: Config, stored: Collection[str] = ()) -> dict[str, Source
 
 
 def _plain(config: Config, kind: str, column: int, ours: str, theirs: str) -> dict[str, Source]:
-    """The matrices that are stored as they are used, under one name each; with biases where the config has them."""
+    """Return the sources of matrices that are stored as they are used, with biases if there are any."""
     mlp = _SHARED if config.num_experts else _MLP
     found = {}
     for leaf, names in ((_ATTENTION if kind == "full" else _DELTA) | mlp).items():

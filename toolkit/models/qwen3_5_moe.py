@@ -1,8 +1,8 @@
-"""Qwen3.5, dense and with experts: its blocks, how it is fed, and what a token costs. Its config: qwen3_5_config.py.
+"""Qwen3.5, dense and with experts: its layers, its cache, and its costs. The config is in qwen3_5_config.py.
 
-Layers of two kinds, three of the first to one of the second as a rule: the gated delta net, a recurrent memory of fixed
-size behind a short convolution, and grouped-query attention whose output a sigmoid gate scales. After either, a gated
-MLP, or a few of many experts beside one that every token shares. It knows no file and no decode loop.
+Typically three of four layers are gated delta nets, a recurrent memory of fixed size behind a short convolution; the fourth is
+grouped-query attention whose output is scaled by a sigmoid gate. Either is followed by a gated MLP, or by a mixture of experts
+with one expert that every token shares.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["SKIPPED", "Config", "Model", "names_gguf", "names_hf"]
 
 @dataclass(frozen=True)
 class At:
-    """Where in a cache a forward pass stands."""
+    """The place of a forward pass in a cache."""
 
     cache: Cache
     reach: Reach
@@ -49,8 +49,9 @@ class At:
 class DeltaNet(nn.Module):
     """The gated delta net: a short causal convolution of queries, keys and values, then the delta rule, then a gated norm.
 
-    In fp32 from the convolution to the norm. `conv` [channels, taps], `decay` (below 0: -exp(A_log)) and `dt_bias`
-    [value heads] stay fp32. State: "conv", the last inputs [taps, channels] as a ring, and "memory" [value heads, Dk, Dv].
+    It computes in fp32 from the convolution to the norm. `conv` [channels, taps], `decay` (negative: -exp(A_log)) and `dt_bias`
+    [value heads] stay fp32. The state consists of "conv", a ring of the last inputs [taps, channels], and "memory" [value
+    heads, Dk, Dv].
     """
 
     KEEPS_FP32 = ("conv", "decay", "dt_bias")
@@ -86,9 +87,9 @@ class DeltaNet(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with normed query and key heads, turned in part; a sigmoid gate scales what comes out.
+    """Grouped-query attention with normalized, partly rotated query and key heads, and a sigmoid gate on its output.
 
-    The matrix "q" makes, for each head, its query and then its gate.
+    The matrix "q" returns the query of each head, followed by its gate.
     """
 
     def __init__(self, config: Config, layer: int) -> None:
@@ -104,7 +105,7 @@ class Attention(nn.Module):
         self.heads = HeadLayout(*about, gated=True, eps=config.rms_norm_eps)
 
     def forward(self, x: Tensor, at: At | None, rope: Tensor | None) -> Tensor:
-        """x [B, T, hidden]. `rope`: the rotary table of a sequence that attends to itself, else `at` says where it goes."""
+        """x [B, T, hidden]. Without a cache (`at`), `rope` is the rotary table of the sequence."""
         width, heads = self.o.weight.shape[-1], (*x.shape[:2], -1, self.head_dim)
         row = self.qkv.row(x)
         gate = row[..., : 2 * width].view(heads).unflatten(2, (-1, 2))[:, :, :, 1]  # [B, T, H, D]
@@ -125,7 +126,7 @@ class Attention(nn.Module):
         return out
 
     def _heads(self, row: Tensor, rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [B, T, H, D], key and value [B, T, KV, D], normed and turned, of the projections [B, T, width]."""
+        """Return query [B, T, H, D], key and value [B, T, KV, D] from projections [B, T, width]; query and key are rotated."""
         heads, kv = self.heads.heads, self.heads.kv_heads
         both, key, value = row.view(*row.shape[:2], -1, self.head_dim).split((2 * heads, kv, kv), 2)
         query = both.unflatten(2, (-1, 2))[:, :, :, 0]
@@ -133,7 +134,7 @@ class Attention(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """The experts a token chooses, and one that all share, behind a sigmoid gate of its own."""
+    """A mixture of experts, and one expert that all tokens share, behind a sigmoid gate of its own."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -179,7 +180,7 @@ class Block(nn.Module):
 
 
 class Model(CausalLM):
-    """A Qwen3.5; see `CausalLM`."""
+    """A Qwen3.5 model; see `CausalLM`."""
 
     config: Config
 
@@ -196,7 +197,7 @@ class Model(CausalLM):
         super().init_weights(seed)
         generator = torch.Generator().manual_seed(seed)
         for part in self.modules():
-            if isinstance(part, DeltaNet):  # as it is trained: memories of 1 to 100 tokens, a convolution that keeps sizes
+            if isinstance(part, DeltaNet):  # as trained: memories of 1 to 100 tokens, and a convolution that keeps the scale
                 decays = torch.empty(part.decay.shape).uniform_(0.01, 16, generator=generator)
                 taps = torch.empty(part.conv.shape).uniform_(-1, 1, generator=generator) * part.conv.shape[1] ** -0.5
                 for name, value in (("decay", -decays), ("conv", taps), ("dt_bias", torch.ones(part.dt_bias.shape))):
@@ -232,9 +233,10 @@ class Model(CausalLM):
         return residual.sum()
 
     def costs(self, length: int) -> tuple[Cost, ...]:
-        """What each part holds, and what a token costs it after `length` tokens. A token reads the experts it chooses.
+        """Return the cost of each part for a token that follows `length` others; a token reads only the experts that it
+        chooses.
 
-        The delta net's memory is read and written whole for every token: its `state_bytes` count both.
+        The delta net reads and writes its whole memory for every token; its `state_bytes` count both.
         """
         c = self.config
         found = [look_up("embedding", self.embed)]
@@ -243,11 +245,11 @@ class Model(CausalLM):
         if linear:
             memory, channels = c.value_size * c.linear_key_head_dim, 2 * c.key_size + c.value_size
             held = 4 * memory + c.linear_conv_kernel_dim * channels * self.dtype.itemsize
-            flops = 7 * memory + 2 * c.linear_conv_kernel_dim * channels  # per number: kept, read twice, corrected
+            flops = 7 * memory + 2 * c.linear_conv_kernel_dim * channels  # per number: decay, two reads, one correction
             modules = each(self.layers, "delta", only=linear)
             found.append(weigh("delta net", modules, flops=flops, state_bytes=held + 4 * memory, state_held_bytes=held))
         if full:
-            kv_bytes = 2 * c.num_key_value_heads * c.head_dim * self.dtype.itemsize  # of a token, in a layer
+            kv_bytes = 2 * c.num_key_value_heads * c.head_dim * self.dtype.itemsize  # per token and layer
             found.append(
                 weigh(
                     "attention",

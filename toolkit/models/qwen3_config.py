@@ -1,4 +1,4 @@
-"""Qwen3's config, dense and with experts, out of config.json or GGUF metadata; and where its weights are in either."""
+"""The config of Qwen3, dense and with experts, from config.json or GGUF metadata, and the names of its stored weights."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ATTENDS = ("full_attention", "sliding_attention")
 
 @dataclass(frozen=True)
 class Config:
-    """The shape of a Qwen3. Names are those of config.json where it has one.
+    """The config of a Qwen3. Field names follow config.json where it has them.
 
-    `windowed`: the layers that see only the last `sliding_window` positions. `sparse`: those with experts in place of the
-    MLP of width `intermediate_size`.
+    `windowed` are the layers that attend only to the last `sliding_window` positions. `sparse` are the layers with experts
+    instead of an MLP of width `intermediate_size`.
     """
 
     vocab_size: int
@@ -59,9 +59,10 @@ class Config:
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any]) -> Config:
-        """From a config.json of transformers 4 or 5; absent fields have the defaults of its Qwen3Config or Qwen3MoeConfig.
+        """Read a config.json of transformers 4 or 5. Absent fields have the defaults of Qwen3Config or Qwen3MoeConfig.
 
-        Raises ModelError, naming the field, for what is missing, malformed, or would change the result unsupported.
+        Raises ModelError, naming the field, if a field is missing, malformed, or has an unsupported value that would change the
+        result.
         """
         fields = Fields("config.json", values)
         fields.only("model_type", *HF_TYPES)
@@ -92,10 +93,10 @@ class Config:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], tensors: Mapping[str, Sequence[int]] | None = None) -> Config:
-        """From GGUF metadata ("qwen3.*" or "qwen3moe.*" keys) and, where given, the shapes of the file's tensors by name.
+        """Read GGUF metadata ("qwen3.*" or "qwen3moe.*" keys), with the shapes of the file's tensors by name.
 
-        GGUF states neither tied embeddings nor biases: they follow from which tensors are there. Without `tensors` the
-        model is taken as untied and free of biases. Raises ModelError, naming the field.
+        GGUF states neither tied embeddings nor biases: they follow from the tensors. Without `tensors`, the model counts as
+        untied and without biases. Raises ModelError, naming the field.
         """
         fields, tensors = Fields("GGUF metadata", metadata), tensors or {}
         fields.only("general.architecture", "qwen3", "qwen3moe")
@@ -125,7 +126,7 @@ class Config:
 
 
 def _windows(fields: Fields, layers: int, moe: bool) -> tuple[int | None, tuple[int, ...]]:
-    """(window, layers that have it). In a model with experts all layers or none; else `layer_types`, or the last ones."""
+    """Return (window, layers that have it): all layers or none with experts; else by `layer_types` or `max_window_layers`."""
     window = fields.size("sliding_window", 4096) if fields.flag("use_sliding_window", False) and _window(fields) else None
     kinds = fields.values.get("layer_types")
     if window is None:
@@ -145,12 +146,12 @@ def _windows(fields: Fields, layers: int, moe: bool) -> tuple[int | None, tuple[
 
 
 def _window(fields: Fields) -> bool:
-    """Whether there is a window: a stated null is none."""
+    """Return whether there is a window; an explicit null means none."""
     return fields.values.get("sliding_window", 4096) is not None
 
 
 def _experts(fields: Fields, layers: int) -> dict[str, Any]:
-    """The fields of a Qwen3 with experts. `num_experts` also goes by its older name; 0 of them make all layers dense."""
+    """Return the fields of a Qwen3 with experts. 0 experts, under the current or the older name, make all layers dense."""
     name = "num_local_experts" if "num_local_experts" in fields.values else "num_experts"
     if fields.count(name, 128) == 0:
         return {}
@@ -167,7 +168,7 @@ def _experts(fields: Fields, layers: int) -> dict[str, Any]:
 
 
 def _gguf_experts(own: Fields, layers: int, tensors: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """The same out of GGUF, where shares always are of the chosen experts alone. Layers without a router are dense."""
+    """Return the same from GGUF, whose weights always sum to one over the chosen experts. Layers without a router are dense."""
     own.only("expert_weights_norm", True)
     own.only("expert_weights_scale", 1.0, 0.0)
     own.only("expert_gating_func", 1)  # softmax
@@ -201,7 +202,7 @@ _ROUTER = {"moe.router": ("mlp.gate", "ffn_gate_inp")}
 
 
 def names_hf(config: Config, stored: Collection[str] = ()) -> dict[str, Source]:
-    """Where our parameters are in a Hugging Face checkpoint that holds tensors called `stored`."""
+    """Map our parameters to the tensors of a Hugging Face checkpoint; `stored` are its tensor names."""
     prefix, head = ends_hf(stored)
     ends = {"embed": f"{prefix}embed_tokens.weight", "norm": f"{prefix}norm.weight", "head": head}
     names = _names(config, 0, f"{prefix}layers", ends)
@@ -212,7 +213,7 @@ def names_hf(config: Config, stored: Collection[str] = ()) -> dict[str, Source]:
 
 
 def names_gguf(config: Config, stored: Collection[str] = ()) -> dict[str, Source]:
-    """Where our parameters are in a GGUF file. Matrices are stored as here: [out, in]; rotary halves need no reordering."""
+    """Map our parameters to the tensors of a GGUF file, which stores matrices as [out, in] and rotary halves in our order."""
     ends = {"embed": "token_embd.weight", "norm": "output_norm.weight", "head": "output.weight"}
     names = _names(config, 1, "blk", ends)
     for i in config.sparse:

@@ -1,7 +1,7 @@
-"""Rotary embeddings of the Qwen models: which part of a head turns, how fast, and how long contexts slow it down.
+"""Rotary embeddings of the Qwen models: the rotating part of a head, its frequencies, and their scaling for long contexts.
 
-Read from config.json or GGUF metadata; tables are made where the positions are. Frequencies are those transformers computes
-("default", "linear", "yarn"). It knows no model.
+They are read from config.json or GGUF metadata, and tables are computed on the device of the positions. Frequencies equal those
+of transformers ("default", "linear", "yarn").
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ KINDS = ("default", "linear", "yarn")
 
 @dataclass(frozen=True)
 class Rope:
-    """A rotary embedding of the first `dims` numbers of a head, by pairs `width` / 2 apart.
+    """A rotary embedding of the first `dims` numbers of a head, which pairs numbers `width` / 2 apart.
 
-    `kind`: "default"; "linear" (all frequencies over `factor`); "yarn" (Peng et al., arXiv 2309.00071: low ones over
-    `factor`, high ones as they are, a ramp between, cosines and sines times `strength`).
+    `kind` is "default", "linear" (divides all frequencies by `factor`), or "yarn" (Peng et al., arXiv 2309.00071), which
+    divides low frequencies by `factor`, keeps high ones, interpolates between them, and multiplies cosines and sines by
+    `strength`.
     """
 
     dims: int
@@ -33,18 +34,18 @@ class Rope:
     kind: str = "default"
     factor: float = 1.0
     strength: float = 1.0
-    original_context: int = 0  # yarn: the positions it was trained on
-    beta_fast: float = 32.0  # yarn: from so many turns over the original context on, a frequency stays as it is
-    beta_slow: float = 1.0  # yarn: up to so many, it is divided by the factor
-    truncate: bool = True  # yarn: the ramp begins and ends at whole frequencies
+    original_context: int = 0  # yarn: number of positions in training
+    beta_fast: float = 32.0  # yarn: frequencies with at least this many turns over the original context are kept
+    beta_slow: float = 1.0  # yarn: frequencies with at most this many turns are divided by the factor
+    truncate: bool = True  # yarn: whether the interpolation begins and ends at whole pairs
 
     @property
     def width(self) -> int:
-        """How many numbers of a head turn: `dims`, made even."""
+        """The size of the rotating part of a head: `dims`, rounded up to an even number."""
         return self.dims + self.dims % 2
 
     def frequencies(self, device: torch.device) -> Tensor:
-        """Radians a position, fp32 [width / 2]."""
+        """Return the frequencies in radians per position, fp32 [width / 2]."""
         powers = torch.pow(self.theta, torch.arange(0, self.dims, 2, device=device, dtype=torch.float32) / self.dims)
         if self.kind == "default":
             return 1.0 / powers
@@ -59,26 +60,26 @@ class Rope:
         return 1.0 / (self.factor * powers) * slowed + 1.0 / powers * (1 - slowed)
 
     def table(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        """The table [T, 2, width] of `positions` [T] for `turn`: cosines, and signed sines, computed in fp32."""
+        """Return the table [T, 2, width] of `positions` [T] for `turn`: cosines and signed sines, computed in fp32."""
         table = rope_of(positions, self.frequencies(positions.device), torch.float32)
         return (table if self.strength == 1.0 else table * self.strength).to(dtype)
 
     def turn(self, x: Tensor, table: Tensor) -> Tensor:
-        """`x` [B, T, heads, head_dim] turned by `table` [T, 2, width]; the rest of each head passes."""
+        """Rotate `x` [B, T, heads, head_dim] by `table` [T, 2, width]; the rest of each head is unchanged."""
         if self.width == x.shape[-1]:
             return rotate(x, table)
         return torch.cat((rotate(x[..., : self.width], table), x[..., self.width :]), -1)
 
     def _pair_of(self, turns: float) -> float:
-        """The pair, as a fraction, that makes `turns` turns over the original context."""
+        """Return the pair, as a fraction, that makes `turns` turns over the original context."""
         return self.dims * math.log(self.original_context / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
 
 def rope_from_hf(fields: Fields, head_dim: int, share: float | None = None) -> Rope:
-    """From config.json of transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`).
+    """Read the rotary embedding from a config.json of transformers 4 (`rope_theta`, `rope_scaling`) or 5 (`rope_parameters`).
 
-    `share`: how much of a head turns where the config doesn't say; None for models that always turn whole heads.
-    ModelError, naming the field, for kinds that aren't supported.
+    `share` is the rotating fraction of a head if the config doesn't state it; None for models that always rotate whole heads.
+    Raises ModelError, naming the field, for unsupported kinds.
     """
     name = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
     stated = fields.values.get(name)
@@ -127,7 +128,7 @@ def _yarn(fields: Fields, inner: Fields, dims: int, theta: float) -> Rope:
 
 
 def rope_from_gguf(own: Fields, dims: int) -> Rope:
-    """From GGUF metadata, `own` with the architecture's prefix: none, linear or yarn, as the public converter writes them."""
+    """Read the rotary embedding from GGUF metadata: none, linear or yarn, in the form that llama.cpp's converter writes."""
     theta, kind = own.number("rope.freq_base", 10_000.0), own.values.get(f"{own.prefix}rope.scaling.type") or "none"
     own.only("rope.scaling.type", "none", None, "linear", "yarn")
     if kind == "none":

@@ -1,7 +1,7 @@
-"""The shapes of public models, for `random/NAME`: the fields of their config.json that say how large what is.
+"""The configs of public models for `random/NAME`: the fields of their config.json that determine sizes.
 
-Frozen data. `source` is where the config is published; the figures were checked against public copies of it, none was
-fetched from there by this project. Knows no model file: each reads these values as it reads any config.json.
+`source` is the address at which the config is published. The values were checked against public copies of it; this project
+downloads nothing from there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's config, as its config.json has it, and where that is published."""
+    """The config of a model, as in its config.json, and the address where it is published."""
 
     config: Mapping[str, Any]
     source: str
@@ -54,7 +54,7 @@ def _qwen3_5(size: str, kind: str, hidden: int, layers: int, heads: int, kv_head
 
 
 def _gemma4(size: str, hidden: int, width: int, layers: int, every: int, heads: int, kv_heads: int, **more: Any) -> Shape:
-    """`every`: which layers are global, counted from one; the others slide."""
+    """Return a Gemma 4 shape. Every `every`-th layer, counted from one, attends globally; the others have a sliding window."""
     return _shape(
         f"google/gemma-4-{size}", model_type="gemma4_text", vocab_size=262144, hidden_size=hidden, intermediate_size=width,
         num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=256, global_head_dim=512,
