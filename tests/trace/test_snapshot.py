@@ -307,7 +307,7 @@ def test_entries_of_large_files_are_skimmed(tmp_path, monkeypatch, protocol):
     assert peak.grown_bytes() < 8 * path.stat().st_size
     (entries,) = made
     assert len(entries.columns["action"]) == 120_000
-    assert entries.layouts.skimmed > 0.98 * 120_000
+    assert entries.skimmed > 0.98 * 120_000
 
 
 snapshot_entries = snapshot.Entries

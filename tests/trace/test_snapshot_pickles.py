@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 import toolkit as tk
-from tests.trace.test_snapshot import DATA, SAMPLES, entry, large, opened, snap
+from tests.trace.test_snapshot import DATA, FRAMES, SAMPLES, entry, large, opened, snap
 from toolkit.core.errors import TraceError
 from toolkit.trace.events import Trace
+from toolkit.trace.snapshot.entries import Entries
 from toolkit.trace.snapshot.pickle_stream import PickleStream, Shared
 
 
@@ -200,3 +201,19 @@ def test_numbers_that_no_entry_has_are_damage(tmp_path):
             value["device_traces"][0][3][key] = bad
             with pytest.raises(TraceError):
                 opened(tmp_path, value)
+
+
+def test_an_entry_in_two_lists_is_one_row():
+    value = [entry("alloc", 4096 * i, 512, 1000, stack) for i, stack in enumerate([FRAMES] * 6)]
+    for protocol in (4, 5):  # the first entry is read instruction by instruction, the others in bulk
+        raw = pickle.dumps([value, [value[3], value[2]]], protocol)
+        entries = Entries()
+        found = PickleStream(io.BytesIO(raw), len(raw), "reading", entries).load()
+        every, some = plain(found)
+        assert entries.skimmed == 5
+        assert sorted(every) == list(range(6))
+        assert entries.history(every).address.tolist() == [4096 * i for i in range(6)]
+        assert some == [every[3], every[2]]
+    for bad in ([6], [-1]):
+        with pytest.raises((IndexError, ValueError)):
+            entries.history(bad)
