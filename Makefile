@@ -13,7 +13,7 @@ SETTINGS := .venv/share/jupyter/lab/settings/overrides.d
 demo: .venv/.core
 	$(BIN)/python -m toolkit demo --out demo.html
 
-# As root, as in a container, Jupyter wants to be told that it may.
+# Jupyter refuses to run as root (the usual user in a container) without --allow-root.
 lab: .venv/.lab
 	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks/01_see_the_copies.ipynb
 
@@ -39,9 +39,9 @@ clean:
 	rm -rf .venv demo.html
 
 .venv/.core: pyproject.toml binder/install_torch.py
-	@test -n "$(PYTHON)" || { echo "asked for Python 3.11 or newer: none found. Install one, or: make PYTHON=/path/to/python3.11"; exit 1; }
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer was not found. Install it, or run: make PYTHON=/path/to/python3.11"; exit 1; }
 	@test -x $(BIN)/python && $(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv \
-		|| { rm -rf .venv; echo "asked for a virtual environment: this Python has no venv. On Debian or Ubuntu: apt install python3-venv"; exit 1; }
+		|| { rm -rf .venv; echo "This Python has no module 'venv'. On Debian or Ubuntu: apt install python3-venv"; exit 1; }
 	$(BIN)/python binder/install_torch.py
 	$(PIP) install -e .
 	@touch $@

@@ -1,8 +1,9 @@
-"""Install a build of PyTorch that suits this machine into the Python that runs this file.
+"""Install PyTorch into the Python environment that runs this file, unless it is installed already.
 
-With an NVIDIA GPU (or off Linux) that is the ordinary package. Without one it is a CPU build, so that no gigabytes of
-CUDA packages are downloaded: from PyTorch's own CPU index, or, where that can't be reached, from wherever pip is set up
-to look (a wheel folder named by PIP_FIND_LINKS, say), and only if that build brings no CUDA package along.
+On Linux without an NVIDIA GPU this installs a CPU build, so that no CUDA packages (several gigabytes) are downloaded. It comes
+from PyTorch's CPU index or, if that can't be reached, from wherever pip is configured to look (for example a wheel folder named
+by PIP_FIND_LINKS), provided that the build found there depends on no CUDA packages. Everywhere else this installs the default
+build.
 """
 
 import importlib.util
@@ -12,7 +13,8 @@ import shutil
 import subprocess
 import sys
 
-TORCH = "torch==2.13.0"
+CPU_BUILD = "torch==2.13.0"
+TESTED = "torch>=2.11,<2.16"  # exports for GPUs refuse other versions: VERSIONS in toolkit/exporting/inductor.py
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 
@@ -26,7 +28,7 @@ def pip(*arguments: str) -> subprocess.CompletedProcess:
 
 
 def cuda_packages_of(*arguments: str) -> list[str] | None:
-    """The CUDA packages that `pip install *arguments` would bring; None where it finds nothing to install."""
+    """Return the CUDA packages that `pip install *arguments` would install, or None if pip finds nothing to install."""
     plan = pip("install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-", *arguments)
     if plan.returncode != 0:
         return None
@@ -35,27 +37,47 @@ def cuda_packages_of(*arguments: str) -> list[str] | None:
 
 
 def install_cpu_build() -> bool:
-    # --no-deps: the index may be out of reach while a wheel lies at hand; the toolkit's own install brings the rest.
-    quick = ("--no-deps", "--retries", "0", "--timeout", "20", "--index-url", CPU_INDEX, TORCH)
+    # --no-deps: dependencies come with the toolkit's own installation, also when PyTorch's index can't be reached
+    quick = ("--no-deps", "--retries", "0", "--timeout", "20", "--index-url", CPU_INDEX, CPU_BUILD)
     if pip("install", *quick).returncode == 0:
         return True
-    print("PyTorch's CPU index can't be reached: looking where pip is set up to look", flush=True)
-    cuda = cuda_packages_of(TORCH)
-    return cuda == [] and pip("install", "--no-deps", TORCH).returncode == 0
+    print("PyTorch's CPU index can't be reached: looking where pip is configured to look", flush=True)
+    cuda = cuda_packages_of(CPU_BUILD)
+    return cuda == [] and pip("install", "--no-deps", CPU_BUILD).returncode == 0
+
+
+def check_gpu() -> None:
+    """Warn if the PyTorch that was just installed can't use the GPU, for example because the driver is too old for it."""
+    code = "import torch; torch.zeros(1, device='cuda'); print(torch.__version__, 'uses', torch.cuda.get_device_name())"
+    tried = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    if tried.returncode == 0:
+        print(tried.stdout.strip(), flush=True)
+        return
+    said = (tried.stderr.strip().splitlines() or ["no message"])[-1]
+    print(
+        f"Warning: PyTorch was installed, and can't use this machine's NVIDIA GPU: {said}\n"
+        "Update the GPU's driver, or install a PyTorch built for the CUDA version that `nvidia-smi` shows, for example:\n"
+        f"  {sys.executable} -m pip install --force-reinstall '{TESTED}' --index-url https://download.pytorch.org/whl/cu126",
+        file=sys.stderr,
+    )
 
 
 def main() -> int:
     if importlib.util.find_spec("torch"):
         return 0
     if platform.system() != "Linux" or has_nvidia_gpu():
-        print("installing PyTorch", flush=True)
-        return subprocess.run([*PIP, "install", "--quiet", "torch>=2.11"]).returncode
-    print("no NVIDIA GPU: installing a CPU build of PyTorch", flush=True)
+        print("Installing PyTorch", flush=True)
+        status = subprocess.run([*PIP, "install", "--quiet", TESTED]).returncode
+        if status == 0 and has_nvidia_gpu():
+            check_gpu()
+        return status
+    print("No NVIDIA GPU found: installing a CPU build of PyTorch", flush=True)
     if install_cpu_build():
         return 0
     print(
-        f"asked for a CPU build of {TORCH}: {CPU_INDEX} can't be reached, and what pip finds elsewhere needs CUDA packages.\n"
-        f"Download a CPU wheel from that index, then: PIP_FIND_LINKS=/folder/with/the/wheel make demo",
+        f"Can't install a CPU build ({CPU_BUILD}): {CPU_INDEX} can't be reached, and the build that pip finds elsewhere\n"
+        "depends on CUDA packages. Download a CPU wheel from that index, then run:\n"
+        "  PIP_FIND_LINKS=/folder/with/the/wheel make demo",
         file=sys.stderr,
     )
     return 1

@@ -1,6 +1,7 @@
 """Tests that golden programs have the same copies, waits and memory peaks on the virtual H200 as on a real one."""
 
 import pytest
+import torch
 
 from tests.golden import programs_more
 from tests.golden.replay import allocations, compare, differences, measured, peak_of, programs
@@ -12,6 +13,8 @@ DEVIATIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "copy_d2d_complex_conj": (("d2d",), "a conjugate is computed at once here; on CUDA it is lazy, and its copy is a kernel"),
     "r2_lstm": (("d2d",), "cuDNN packs a recurrent network's weights into one buffer; here the cells run one by one"),
 }
+if torch.__version__ >= (2, 14):
+    DEVIATIONS["quantile"] = ("d2d",), "since PyTorch 2.14 its ranks are fp64, 8 bytes; the H200 was recorded with 2.11"
 
 # Known deviations of the peak of allocated bytes: reason -> programs. h200_allocs.json has all allocations of the programs, in
 # order; `python -m tests.golden.replay NAME` shows them.

@@ -42,13 +42,14 @@ import json, time
 import torch
 import toolkit as tk
 from tests.host_memory import resident_bytes
+before = resident_bytes()  # not getrusage's: it begins at what the process that started this one held
 began = time.process_time()
 gpu = tk.device("virtual:rtx-5090")
 model = tk.load("random/gemma4-31b", scheme="q4_k_m", device=gpu, progress=False)
 seconds = time.process_time() - began
-rss = resident_bytes()  # not getrusage's: it begins at what the process that started this one held
+took = resident_bytes() - before
 print(json.dumps({
-    "seconds": seconds, "rss": rss, "weights": model.report.weight_bytes, "kinds": dict(model.report.bytes_by_kind),
+    "seconds": seconds, "took": took, "weights": model.report.weight_bytes, "kinds": dict(model.report.bytes_by_kind),
     "asked": sum(p.nbytes for p in model.parameters()), "allocated": gpu.memory().allocated_bytes,
     "peak": gpu.memory().peak_bytes, "fused": [str(f) for f in model.report.fused],
 }))
@@ -56,9 +57,9 @@ print(json.dumps({
 
 
 def test_31b_on_a_laptop() -> None:
-    """In a process of its own: 600 MB, torch and all; 2 s of processor time for opening the card and loading."""
+    """In a process of its own, opening the card and loading takes 100 MB of memory and 2 s of processor time."""
     said: dict[str, Any] = json.loads(subprocess.check_output([sys.executable, "-c", SIZES_ONLY], timeout=120))
-    assert said["rss"] < 600e6
+    assert said["took"] < 100e6, "54 MB by PyTorch 2.11 and 2.13, 61 MB by 2.15"
     assert said["seconds"] < 2 * 1.5, "1.5 s on an idle machine; half as much again for a busy one"
     assert said["weights"] == said["asked"] == sum(said["kinds"].values())
     assert said["weights"] <= said["allocated"] == said["peak"]

@@ -54,6 +54,7 @@ def main() -> None:
     model = skeleton.from_plain(about["model"], None)
     inductor.declare_arrays_once()
     if card is not None:
+        inductor.find_cuda(about["folder"], compiling.check_compiler())
         inductor.compile_only_for(card)
     with compiled_for(model, card):
         anatomy = Anatomy(model, about["context"], about["kv"])

@@ -296,20 +296,18 @@ def _device(model: object, device: Device | str | None, target: str | None) -> t
     if not isinstance(model, str | os.PathLike) and not hasattr(model, "device"):
         raise ModelError("an export", f"a {type(model).__name__}, not a model", "Give one that tk.load made, or a name or path")
     if device is None:
-        device = getattr(model, "device", None) or ("cuda" if target or torch.cuda.is_available() else "cpu")
+        device = getattr(model, "device", None) or ("cuda" if torch.cuda.is_available() else "cpu")
     found = open_device(device)
-    if found.torch.type == "cpu" and target is None:
-        return found, None
-    if found.torch.type != "cuda":
-        why = "it is compiled by a CUDA GPU" if found.torch.type == "cpu" else "no package runs on a virtual GPU"
+    if found.torch.type not in ("cpu", "cuda"):
         do = 'Give device="cpu" for a package that runs here; tk.plan says what an export would take of a GPU'
-        raise DeviceError(f"an export for {target or found.name}", why, do)
+        raise DeviceError(f"an export for {target or found.name}", "no package runs on a virtual GPU", do)
     card = find_card(target or found)
-    assert card is not None
+    if card is None:
+        return found, None
     if card.spec.compute_capability < LEAST_CAPABILITY:
         do = "Name an Ampere GPU, or a later one"
         raise DeviceError(f"an export for {card.spec.name}", "the kernels need compute capability 8.0", do)
-    inductor.check_known(card)
+    inductor.check_supported(card)
     return found, card
 
 
