@@ -63,7 +63,7 @@ def test_files_cut_or_longer_or_missing(package):
 def test_a_package_of_somebody_else_has_to_be_trusted(package, monkeypatch, tmp_path):
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "another user"))
     monkeypatch.setattr(folders, "_made_by_this_process", set())
-    error = refused(package, "native code, and wasn't made here by you")
+    error = refused(package, "native code, and you didn't make it on this machine")
     assert "trust=True" in error.do
     with pytest.raises(pytest.fail.Exception, match="was loaded"):  # whole and trusted: it would run
         tk.load_exported(package, trust=True, progress=False)
@@ -71,7 +71,7 @@ def test_a_package_of_somebody_else_has_to_be_trusted(package, monkeypatch, tmp_
 
 def test_a_manifest_that_was_changed_and_hashed_again_is_not_ours_any_more(package):
     rewrite(package, context=100)
-    refused(package, "wasn't made here by you")
+    refused(package, "you didn't make it on this machine")
 
 
 @pytest.mark.parametrize("version", [2, 99, "1", None, 1.5, True])
@@ -107,12 +107,12 @@ def test_links_out_of_the_folder(package, tmp_path):
     (tmp_path / "elsewhere.pt2").write_bytes(path.read_bytes())
     path.unlink()
     path.symlink_to(tmp_path / "elsewhere.pt2")
-    refused(package, "is a link to somewhere else", trust=True)
+    refused(package, "is a symbolic link", trust=True)
     path.unlink()
     (tmp_path / "elsewhere.pt2").rename(path)
     os.rename(package / "methods", tmp_path / "methods")
     (package / "methods").symlink_to(tmp_path / "methods")
-    refused(package, "is a link to somewhere else", trust=True)
+    refused(package, "is a symbolic link", trust=True)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_on_another_device(package):
 
 
 def test_code_that_does_not_load(monkeypatch, loads, tmp_path):
-    with pytest.raises(PackageError, match=r"can't be loaded by way of .* Make room there"):
+    with pytest.raises(PackageError, match=r"can't be loaded from the folder .* Free disk space there"):
         loads(b"no archive", torch.device("cpu"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
     with pytest.raises(PackageError, match=r"gone \(.*No such file"):
@@ -185,7 +185,7 @@ def test_of_two_exports_at_the_same_moment_one_goes_on(tmp_path):
         for i in range(100):
             together = threading.Barrier(2)
             found = {one.result() for one in [threads.submit(attempt, tmp_path / str(i), together) for _ in range(2)]}
-            assert found <= {"done", "another export into this folder is under way"}
+            assert found <= {"done", "another export into this folder is running"}
             assert "done" in found
 
 

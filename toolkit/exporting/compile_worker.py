@@ -1,7 +1,8 @@
-"""A process that compiles pieces: `python -m toolkit.exporting.compile_worker`, started by `compilers`.
+"""A worker process that compiles pieces of a model: `python -m toolkit.exporting.compile_worker`, started by `compilers`.
 
-Reads what the model is, then a job a line on stdin (JSON), and answers a line on stdout. It builds the model without weights,
-traces the piece as the export did, and compiles it; it never uses a GPU. It ends when its stdin does, so with the export.
+It reads lines of JSON from stdin: first a description of the model, then one job per line. It answers each job with one line on
+stdout. It builds the model without weights, traces the job's piece as the export did, and compiles it, without using a GPU. It
+exits when stdin is closed, that is when the export ends.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from toolkit.tune.cards import Card
 
 
 def compile_piece(anatomy: Anatomy, card: Card | None, folder: str, job: dict[str, str]) -> dict[str, Any]:
-    """The answer to a job: the path of its native code, or what is wrong."""
+    """Compile a job's piece. Return {"path": ...} of its native code, or {"error": [asked, found, do]}."""
     try:
         piece = next(piece for piece in anatomy.pieces if piece.name == job["piece"])
         program = compiling.trace(anatomy.traceable(piece, job["method"]))
         if compiling.key_of(program, card) != job["key"]:
-            found = f"{piece.name} {job['method']} came out otherwise in the process that was to compile it"
+            found = f"the compiling process traced another graph for {piece.name} {job['method']} than the export did"
             raise PackageError("compiling a layer", found, "Please report this, with the model's config and your versions")
         made = compiling.compile_program(program, job["key"], card, folder)
         with tempfile.NamedTemporaryFile(dir=folder, suffix=".pt2", delete=False) as file:
@@ -39,16 +40,22 @@ def compile_piece(anatomy: Anatomy, card: Card | None, folder: str, job: dict[st
     except PackageError as error:
         return {"error": [error.asked, error.found, error.do]}
     except (OSError, MemoryError) as error:
-        return {"error": ["compiling a layer", str(error) or type(error).__name__, "Make room, and export again: it goes on"]}
+        return {
+            "error": [
+                "compiling a layer",
+                str(error) or type(error).__name__,
+                "Check free memory and disk space, then run it again; the export resumes",
+            ]
+        }
 
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what compilers print is no answer
+    os.dup2(2, 1)  # send the output of compilers to stderr, away from the answers
     lines: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(lines,), daemon=True).start()
     about = lines.get()
-    torch.set_num_threads(about["threads"])  # code for the CPU uses as many as there are where it is compiled
+    torch.set_num_threads(about["threads"])  # Inductor compiles this number into code for the CPU
     torch.set_default_dtype(getattr(torch, about["default_dtype"]))
     card = None if about["card"] is None else Card.from_plain(about["card"])
     model = skeleton.from_plain(about["model"], None)
@@ -64,16 +71,16 @@ def main() -> None:
 
 
 def _read(lines: queue.SimpleQueue[dict[str, Any]]) -> None:
-    """Hand on what is asked. Where nobody is there any more, end, also in the middle of compiling, and leave nothing."""
+    """Pass jobs on to the main thread. At the end of stdin delete the temporary folder and exit, even while compiling."""
     folder = None
     for line in sys.stdin:
         asked = json.loads(line)
-        folder = folder or asked["folder"]  # what comes first is about the model
+        folder = folder or asked["folder"]  # the first line describes the model
         lines.put(asked)
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
     if hasattr(os, "killpg") and os.getpgid(0) == os.getpid():
-        os.killpg(0, signal.SIGTERM)  # compilers, too
+        os.killpg(0, signal.SIGTERM)  # also end the C++ compiler
     os._exit(0)
 
 

@@ -1,9 +1,8 @@
-"""One piece to native code: traced by torch.export, compiled by AOTInductor, and kept.
+"""Compiles one piece of a model to native code with torch.export and AOTInductor, and caches the result.
 
-What was compiled is kept in the user's cache by what it was made of (its graph, the compiler's options and versions, the
-processor), so an export that was killed goes on where it was, and one of another context compiles little or nothing anew.
-Weights are inputs of every graph: none is on any device while it is compiled. `trace` and `key_of` say what a piece is,
-`compile_program` runs in processes of their own (see `compilers`).
+The cache key covers the piece's graph, the compiler's options and versions, and the processor. A killed export therefore
+resumes, and an export with another context compiles little or nothing. Weights are inputs of every graph, so compiling needs no
+weights. The exporting process calls `trace` and `key_of`; worker processes call `compile_program` (see `compilers`).
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from toolkit.tune.cards import Card
 from toolkit.tune.compiling import triton_version
 from toolkit.tune.store import cache_folder
 
-KEPT = 256  # compiled pieces; the oldest go
-STALE_S = 3600.0
+KEPT = 256  # compiled pieces in the cache; older ones are deleted
+STALE_S = 3600.0  # partial files older than this are deleted
 OPTIONS: dict[str, Any] = {
-    "emulate_precision_casts": True,  # rounds between fused operations as the operations by themselves do: same tokens
-    # What tracing took to be so of shapes. The asserts say no more than that a view of a cache is none of all of it, and one
-    # that is runs by the same strides.
+    "emulate_precision_casts": True,  # round between fused operations as separate operations do: same tokens
+    # No assertions about shapes. They would only say that a view of a cache is not the whole cache, and code for a view works
+    # for the whole cache too, whose strides are the same.
     "scalar_asserts": False,
     "compile_threads": 1,
 }
@@ -45,7 +44,7 @@ OPTIONS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled piece: its file's bytes, their SHA-256, and whether it was kept from before."""
+    """A compiled piece: its file's bytes, their SHA-256, and whether it was found in the cache."""
 
     data: bytes
     sha256: str
@@ -53,9 +52,9 @@ class Compiled:
 
 
 def compile_program(program: Any, key: str, card: Card | None, folder: str) -> Compiled:
-    """Native code for a traced piece, for the GPU `card` or the CPU, kept under `key`; it is put together in `folder`.
+    """Compile a traced piece for the GPU `card` (None: the CPU) and cache it under `key`. Temporary files go into `folder`.
 
-    Raises PackageError where there is no C++ compiler, or with what it said.
+    Raises PackageError if there is no C++ compiler, or with the compiler's message if it fails.
     """
     options = OPTIONS | {"cpp.cxx": (check_compiler(),)} | ({} if card is None else inductor.OPTIONS)
     with tempfile.TemporaryDirectory(dir=folder) as own:
@@ -71,7 +70,7 @@ def compile_program(program: Any, key: str, card: Card | None, folder: str) -> C
 
 
 def _what_it_said(error: Exception) -> str:
-    """The first line of an error, and where it goes on with what g++ printed, the first that g++ calls one."""
+    """Return the first line of an error and, if g++'s output follows it, the first error that g++ reports."""
     first, *rest = _first_line(error), *str(error).splitlines()[1:]
     errors = [found[0] for line in rest if (found := re.search(r"\berror: .*", line))]
     return f"{first}: {errors[0][:300]}" if errors else first
@@ -82,7 +81,7 @@ def _first_line(error: Exception) -> str:
 
 
 def trace(traceable: Traceable) -> Any:
-    """The piece's graph, with dynamic shapes."""
+    """Return the piece's graph as a torch.export.ExportedProgram with dynamic shapes."""
     with torch.no_grad(), traceable.mode, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = torch.export.export(
@@ -90,35 +89,35 @@ def trace(traceable: Traceable) -> Any:
             traceable.inputs,
             dynamic_shapes=(traceable.varying,),
             strict=False,
-            prefer_deferred_runtime_asserts_over_guards=True,  # guards that hold, but that the solver can't prove
+            prefer_deferred_runtime_asserts_over_guards=True,  # there are guards that hold but that the solver can't prove
         )
     assert not program.state_dict, f"the graph holds weights: {list(program.state_dict)[:3]}"
     return program
 
 
 def check_compiler() -> str:
-    """The C++ compiler that is used; PackageError where there is none."""
+    """Return the path of the C++ compiler: $CXX, or g++. Raises PackageError if there is none."""
     asked = os.environ.get("CXX") or "g++"
     found = shutil.which(asked)
     if found is None:
-        do = "Install one (Debian, Ubuntu: apt install g++), or name one in the environment variable CXX"
+        do = "Install one (Debian, Ubuntu: apt install g++), or set the environment variable CXX to a compiler"
         raise PackageError("an export", f"no C++ compiler: {asked!r} isn't on the PATH", do)
     return found
 
 
 def processor() -> dict[str, str]:
-    """What compiled code for a CPU runs on: the machine, the system, and the widest vectors that it has."""
+    """Return what compiled code for a CPU depends on: machine, operating system, and the widest vector instructions."""
     return {"machine": platform.machine(), "system": platform.system(), "vectors": torch.backends.cpu.get_cpu_capability()}
 
 
 def key_of(program: Any, card: Card | None) -> str:
-    """What a traced piece's native code follows from."""
+    """Return the cache key of a traced piece: a hash of everything that its native code depends on."""
     shapes = [str(node.meta.get("val")) for node in program.graph.nodes if node.op == "placeholder"]
     constants = {name: _values(value) for name, value in program.constants.items()}
     compiler = [os.environ.get(name, "") for name in ("CXX", "AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL")]
     made: tuple[Any, ...] = (torch.__version__, sorted(OPTIONS.items()), sorted(processor().items()), compiler)
     if card is None:
-        made = (*made, torch.get_num_threads())  # code for the CPU uses as many
+        made = (*made, torch.get_num_threads())  # Inductor compiles it into code for the CPU
     else:
         made = (*made, sorted(inductor.OPTIONS.items()), inductor.AS_PYTORCH, torch.version.cuda, triton_version(), card.facts)
     launched = [] if card is None else _launches(program)
@@ -128,7 +127,7 @@ def key_of(program: Any, card: Card | None) -> str:
 
 
 def _launches(program: Any) -> list[str]:
-    """How each of our operations in a graph is launched."""
+    """Describe the launches of each toolkit operation in a graph."""
 
     def value(operand: Any) -> Any:
         return operand.meta["val"] if isinstance(operand, torch.fx.Node) else operand
@@ -150,7 +149,7 @@ def _values(value: Any) -> str:
     return hashlib.sha256(value.cpu().numpy().tobytes()).hexdigest() if isinstance(value, torch.Tensor) else repr(value)
 
 
-# ---- what was compiled before
+# ---- the cache of compiled pieces
 
 
 def _folder() -> Path:
@@ -158,7 +157,7 @@ def _folder() -> Path:
 
 
 def find_kept(key: str) -> Compiled | None:
-    """The piece kept under `key`, if it is whole. Its name ends with what its bytes hash to."""
+    """Return the piece cached under `key`, or None. A file whose contents don't match the hash in its name is deleted."""
     for path in _folder().glob(f"{key}-*.pt2"):
         with suppress(OSError):
             data = path.read_bytes()
@@ -171,15 +170,17 @@ def find_kept(key: str) -> Compiled | None:
 
 
 def _keep(key: str, data: bytes) -> Compiled:
-    """Keep a piece for another time; where it can't be kept, it will be compiled again. The one that somebody else has kept
-    meanwhile, if there is one: their bytes differ, and packages of the same pieces are to hold the same.
+    """Write a piece to the cache if possible, and return it.
+
+    If another process has cached the piece meanwhile, return that one: the bytes of two compilations differ, and packages of
+    the same pieces should be identical.
     """
     if theirs := find_kept(key):
         return replace(theirs, kept=False)
     sha256, folder = hashlib.sha256(data).hexdigest(), _folder()
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.glob("*.partial"):  # of a process that was killed
+        for path in folder.glob("*.partial"):  # left by a process that was killed
             if time.time() - path.stat().st_mtime > STALE_S:
                 path.unlink()
         with tempfile.NamedTemporaryFile(dir=folder, suffix=".partial", delete=False) as file:
@@ -197,20 +198,21 @@ def _keep(key: str, data: bytes) -> Compiled:
 
 
 def load_piece(data: bytes, device: torch.device) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
-    """The function that verified bytes hold. Native code: it runs with all rights of this process. PackageError where it
-    can't be loaded.
+    """Load verified bytes as a function. This is native code, which runs with all rights of this process.
+
+    Raises PackageError if it can't be loaded.
     """
     index = -1 if device.index is None else device.index
     try:
         with tempfile.NamedTemporaryFile(suffix=".pt2") as file:
             file.write(data)
             file.flush()
-            # not torch._inductor.aoti_load_package, which first compiles and tries a program for every kind of vectors
+            # torch._inductor.aoti_load_package would first compile and run a test program for each vector instruction set
             loader = torch._C._aoti.AOTIModelPackageLoader(file.name, "model", True, 1, index)  # type: ignore[attr-defined]
     except (OSError, RuntimeError) as error:
-        found = f"it can't be loaded by way of {os.environ.get('TMPDIR') or tempfile.gettempdir()} ({_first_line(error)})"
-        do = "Make room there, or name another folder in the variable TMPDIR, one that programs may run from"
+        found = f"it can't be loaded from the folder {os.environ.get('TMPDIR') or tempfile.gettempdir()} ({_first_line(error)})"
+        do = "Free disk space there, or set TMPDIR to another folder, from which programs may be executed"
         raise PackageError("a layer's compiled code", found, do) from error
-    # called by itself a loaded package parses a description of its operands every time, which takes longer than a layer
+    # calling the loader itself parses a description of the operands each time, which takes longer than a layer
     run: Callable[[list[torch.Tensor]], list[torch.Tensor]] = loader.boxed_run
     return run

@@ -1,8 +1,8 @@
-"""From a model to a package and back: `export`, `load_exported`.
+"""`export` compiles a model ahead of time into a folder, a package; `load_exported` makes a model of a package.
 
-In order: `pieces` takes the model apart, `compilers` make native code of each distinct layer, `weights` writes the weights
-once, `package` puts the folder together so that it is whole or not there. `loading` checks such a folder, `running` is what it
-gives.
+An export splits the model into layers (`pieces`), compiles each distinct layer in worker processes (`compilers`), writes the
+weights once (`weights`), and finishes by replacing the package's manifest (`package`). `loading` checks and loads a package,
+which is then an `Exported` model (`running`).
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ from toolkit.vram.budget import budget as cap
 
 __all__ = ["Exported", "Package", "export", "load_exported"]
 
-CONTEXT = 4096  # unless asked otherwise, or the model has fewer positions
+CONTEXT = 4096  # tokens, the default; fewer if the model has fewer positions
 
 
 @dataclass(frozen=True)
 class Package:
-    """What an export made: the folder, and what its manifest says. `load()` makes a model of it."""
+    """The result of `export`: the package's folder and its manifest. `load()` returns the model."""
 
     path: Path
     manifest: dict[str, Any]
 
     def load(self, device: Device | str | None = None) -> Exported:
-        """See `load_exported`; this package was made by this process, so it is trusted."""
+        """Load the package with `load_exported`. It is trusted, since this process made it."""
         return load_exported(self.path, device)
 
     @property
     def measured(self) -> dict[str, Any]:
-        """Seconds and the most memory of each phase; which pieces were compiled and which were kept from before."""
+        """The duration and peak memory of each phase, and whether each piece was compiled or found in the cache."""
         found: dict[str, Any] = self.manifest["measured"]
         return found
 
@@ -88,29 +88,40 @@ def export(
 ) -> Package:
     """Compile a model ahead of time into the folder `path`: methods for prefill and decode, and its weights, stored once.
 
-    `model` is a loaded one, or what `tk.load` takes, with `scheme` and `dtype` as there; that is loaded into the host's memory,
-    and its weights never go onto a GPU. `device`: what the code is for, the CPU or a CUDA GPU; a loaded model's own, else
-    the first GPU, or the CPU where there is none. `target` ("rtx-5090"): another GPU of the catalogue, for which this one
-    compiles. `budget` ("4 GiB"): what exporting may take of the GPU's memory, or of the host's where the code is for the CPU; a
-    plan (`tk.plan`) says beforehand whether that is enough, and the GPU's allocator is held to it. `context`: how many tokens
-    its caches hold at most (4,096, or all that the model has positions for), `kv` in what they hold keys and values (see
-    `tk.generate`). `share`: another package with
-    the same weights, whose file is linked rather than written again. `progress` is True (a line on a terminal), False, or a
-    function of (phase, share done, what) that is called at most ten times a second; once `cancel` is set the export ends
-    within seconds.
+    Args:
+        model: A loaded model, or a name or path for `tk.load`. A named model is loaded into host memory, not onto a GPU.
+        path: The package's folder. It must be new, empty or a package.
+        device: The device to compile for: "cpu" or a CUDA GPU. Default: a loaded model's own device, else the first GPU, else
+            the CPU.
+        target: A GPU of the catalogue to compile for instead ("rtx-5090"). No GPU is needed, only a CUDA build of PyTorch.
+        budget: The most memory that exporting may take ("4 GiB"): of the GPU, or of the host if the package is for the CPU. The
+            export is planned first (see `tk.plan`), and then PyTorch's CUDA allocator is limited to the budget.
+        context: The most tokens that a cache can hold. Default: 4,096, or fewer if the model has fewer positions.
+        kv: The format in which caches hold keys and values (see `tk.generate`).
+        scheme, dtype: As for `tk.load`, for a model given by name.
+        share: Another package with the same weights. Its weights file is hard-linked if possible, else copied.
+        progress: True prints a line to the terminal, False prints nothing. A function is called with (phase, fraction done,
+            text) at most ten times per second.
+        cancel: An event; once it is set, the export ends within seconds.
 
-    A killed or cancelled export leaves the package that was there before, or none; exporting again takes up what was done.
-    Raises BudgetError (before any work, with the smallest budget that would do), DeviceError (a virtual GPU, a GPU before
-    Ampere, a `target` without a CUDA GPU to compile on), PackageError (no C++ compiler, another PyTorch than is known for GPUs,
-    a full disk, a folder that can't be written or is in use), ModelError (a variant that can't be exported, a context that the
-    model hasn't), CancelledError.
+    An export is atomic: if it is killed or cancelled, the previous package (if any) survives; run it again to resume.
+
+    Raises:
+        BudgetError: The plan needs more than `budget`. The error names the smallest sufficient budget; no work was done.
+        DeviceError: The device is virtual, or older than the Ampere generation.
+        PackageError: There is no C++ compiler, this PyTorch can't compile for GPUs, the disk is full, or the folder can't be
+            written, is in use or holds other files.
+        ModelError: This variant of the model can't be exported, or the model has fewer positions than `context`.
+        CancelledError: `cancel` was set.
     """
     folder = Path(path).expanduser()
     device, card = _device(model, device, target)
     watch = Watch(f"exporting into {folder}", progress, cancel, device)
     compiling.check_compiler()
     if not isinstance(model, str | os.PathLike) and (scheme is not None or dtype is not None):
-        raise ModelError("a loaded model with a scheme or a dtype", "it is held as it is", "Give its name or path instead")
+        raise ModelError(
+            "a loaded model with a scheme or a dtype", "its weights are loaded already", "Pass the model's name or path"
+        )
     package.check_folder(folder)
     others = [] if share is None else _weights_of(Path(share).expanduser())
     looked_at = describe(model, scheme, dtype) if isinstance(model, str | os.PathLike) else model
@@ -124,7 +135,7 @@ def export(
         if isinstance(model, str | os.PathLike):
             with watch.phase("load"):
                 loaded = load(model, "cpu", dtype, scheme, progress=False, cancel=cancel)
-        held.enter_context(_held_to(most, device))  # no sooner: what else runs in this process is held to it too
+        held.enter_context(_held_to(most, device))  # as late as possible, since the limit applies to the whole process
         plain, room = skeleton.to_plain(loaded), max(context, least_context(loaded))
         package.check_disk(folder, weights.size_of(loaded) if not list(folder.glob("weights-*")) else 0)
         files: dict[str, dict[str, Any]] = {}
@@ -150,16 +161,20 @@ def export(
 
 
 def _shapes_alone(model: CausalLM, plain: dict[str, Any]) -> CausalLM:
-    """A model without values, to be taken apart in place of `model`, which somebody may use meanwhile."""
+    """Return a copy of the model without values. It is traced instead of `model`, which other threads may use meanwhile."""
     found = skeleton.from_plain(plain, None)
     if skeleton.shapes_of(found) != skeleton.shapes_of(model):
-        raise ModelError("an export", "its weights aren't those of a model that was loaded: changed since?", "Load it again")
+        raise ModelError(
+            "an export",
+            "its weights have other shapes than its config describes: it was changed after loading",
+            "Load it again",
+        )
     return found
 
 
 @dataclass(frozen=True)
 class _Job:
-    """A piece in one of its methods: kept from before, or being compiled."""
+    """A piece and a method ("prefill" or "decode"), with its compiled code or the future of it."""
 
     piece: Piece
     method: str
@@ -170,7 +185,7 @@ class _Job:
 
 
 def _trace(anatomy: Anatomy, method: str, compilers: Compilers, watch: Watch, card: Card | None) -> list[_Job]:
-    """Each distinct piece by one method. What isn't kept from before is compiled from now on, by other processes."""
+    """Trace each distinct piece for one method, and start compiling those that are not in the cache."""
     jobs = []
     for piece in anatomy.distinct():
         if _needed(anatomy, piece, method):
@@ -181,12 +196,15 @@ def _trace(anatomy: Anatomy, method: str, compilers: Compilers, watch: Watch, ca
 
 
 def _gather(jobs: list[_Job], folder: Path, files: dict[str, Any], compiled: dict[str, dict[str, str]], watch: Watch) -> None:
-    """What one method's pieces became: into the folder, and into `compiled`, kind to method to file."""
+    """Wait for one method's pieces and write their code into the folder. Adds to `files`, `compiled` and `watch.pieces`.
+
+    `compiled` maps a kind of piece (`Piece.like`) and a method to a file name.
+    """
     while waiting := [job for job in jobs if not job.done()]:
         watch.step(1 - len(waiting) / len(jobs), f"compiling {', '.join(job.piece.name for job in waiting)}")
         futures = [job.made for job in waiting if isinstance(job.made, Future)]
         for future in wait(futures, timeout=0.1, return_when=FIRST_COMPLETED).done:
-            future.result()  # an error ends the export at once
+            future.result()  # raises at once if compiling failed
     for job in jobs:
         made = job.made.result() if isinstance(job.made, Future) else job.made
         name = f"methods/{job.method}-{job.piece.name.replace('.', '-')}-{made.sha256[:16]}.pt2"
@@ -201,7 +219,10 @@ def _needed(anatomy: Anatomy, piece: Piece, method: str) -> bool:
 
 
 def _weights(model: CausalLM, folder: Path, others: list[Path], watch: Watch) -> dict[str, dict[str, Any]]:
-    """The weights' file in the folder: one that is there already, one of another package, or written now."""
+    """Put the weights file into the folder, and return its entry for the manifest.
+
+    A file with the same contents, in the folder or in another package, is reused.
+    """
     size = weights.size_of(model)
     there = [p for p in [*folder.glob("weights-*.safetensors"), *others] if p.stat().st_size == size]
     if there:
@@ -223,7 +244,7 @@ def _weights(model: CausalLM, folder: Path, others: list[Path], watch: Watch) ->
 
 
 def _weights_of(other: Path) -> list[Path]:
-    """The weights' file of another package. PackageError where it is none."""
+    """Return the path of another package's weights file. Raises PackageError if the folder is not a package."""
     return [other / name for name in package.read_manifest(other)[0]["files"] if name.startswith("weights-")]
 
 
@@ -236,7 +257,7 @@ def _is_whole(path: Path, sha256: str, size: int, step: Any) -> bool:
 
 
 def _link(path: Path, wanted: Path) -> None:
-    """Have a file at `wanted` too: linked where that goes, else copied."""
+    """Hard-link the file to `wanted`, or copy it if the file system can't link."""
     if path == wanted:
         return
     partial = wanted.with_name("weights.partial")
@@ -292,27 +313,27 @@ def _name(model: CausalLM) -> str:
 
 
 def _device(model: object, device: Device | str | None, target: str | None) -> tuple[Device, Card | None]:
-    """What the code is compiled on, and the GPU that it is for; None for the CPU."""
+    """Return the device of this machine that the export uses, and the GPU to compile for (None for the CPU)."""
     if not isinstance(model, str | os.PathLike) and not hasattr(model, "device"):
         raise ModelError("an export", f"a {type(model).__name__}, not a model", "Give one that tk.load made, or a name or path")
     if device is None:
         device = getattr(model, "device", None) or ("cuda" if torch.cuda.is_available() else "cpu")
     found = open_device(device)
     if found.torch.type not in ("cpu", "cuda"):
-        do = 'Give device="cpu" for a package that runs here; tk.plan says what an export would take of a GPU'
+        do = 'Use device="cpu" for a package that runs here, or tk.plan to see how much memory an export takes on a GPU'
         raise DeviceError(f"an export for {target or found.name}", "no package runs on a virtual GPU", do)
     card = find_card(target or found)
     if card is None:
         return found, None
     if card.spec.compute_capability < LEAST_CAPABILITY:
-        do = "Name an Ampere GPU, or a later one"
+        do = "Choose a GPU of the Ampere generation or later"
         raise DeviceError(f"an export for {card.spec.name}", "the kernels need compute capability 8.0", do)
     inductor.check_supported(card)
     return found, card
 
 
 def _held_to(budget: int | None, device: Device) -> AbstractContextManager[Any]:
-    """The GPU's allocator gives no more than the budget, less what CUDA itself takes."""
+    """Limit PyTorch's CUDA allocator to the budget, less the memory of the CUDA context."""
     if budget is None or device.torch.type != "cuda":
         return nullcontext()
     return cap(budget - BARE_CONTEXT, device) or nullcontext()
@@ -324,13 +345,13 @@ def _context(model: CausalLM, context: int | None) -> int:
         return min(CONTEXT, most)
     if type(context) is not int or not 2 <= context <= most:
         raise ModelError(
-            f"a context of {context!r}", f"this model has positions for 2 to {most:,}", "Give a number among these"
+            f"a context of {context!r}", f"this model has positions for 2 to {most:,} tokens", "Choose a number in this range"
         )
     return context
 
 
 def _target(card: Card | None) -> dict[str, Any]:
-    """The device that a package is for, as its manifest has it."""
+    """Return the manifest's description of the device that a package is for."""
     if card is None:
         return {"device": "cpu"}
     return {"device": "cuda", "gpu": card.spec.name, "capability": card.facts.compute_capability}

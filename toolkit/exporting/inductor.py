@@ -128,6 +128,7 @@ def _replacements(card: Card) -> list[tuple[Any, str, Callable[..., Any]]]:
     from torch._inductor.runtime import triton_helpers
     from triton.compiler import CompiledKernel
 
+    analysis: tuple[Any, str, Callable[..., Any]]
     if _version() == (2, 11):
         analysis = wrap, "identify_mutated_tensors", lambda kernel, operands, _: _find_written(kernel, operands, card)
     else:

@@ -1,4 +1,4 @@
-"""From a package to a model: whole, unchanged, and for this machine, or not loaded at all."""
+"""`load_exported`: checks that a package is complete, unchanged and compiled for this machine, and loads it."""
 
 from __future__ import annotations
 
@@ -28,18 +28,20 @@ def load_exported(
     trust: bool = False,
     progress: bool | Progress = True,
 ) -> Exported:
-    """The model in a package, ready for `tk.generate`; its weights are mapped (on the CPU) or copied once (to a GPU).
+    """Load a package as a model for `tk.generate`. Weights are mapped (on the CPU) or copied once (to a GPU).
 
-    Every file is checked against its hash in the manifest: code before it is loaded, weights while they are. Hashes say that a
-    package is whole, not who made it, and it holds native code that runs with all your rights: one that wasn't made by this
-    user on this machine is loaded with `trust=True` alone. Raises PackageError for what isn't a whole package, was changed, is
-    of a newer format, of another PyTorch or for another processor; `found` and `do` say which.
+    Every file is checked against its hash in the manifest: code before it is loaded, weights while they are loaded. Hashes show
+    that a package is complete and unchanged, not who made it, and it contains native code that runs with all your rights.
+    Therefore a package that this user didn't make on this machine requires `trust=True`.
+
+    Raises PackageError if the package is incomplete, was changed, has a newer format, or was made by another version of PyTorch
+    or for another processor or GPU; `found` and `do` say which.
     """
     folder = Path(path).expanduser()
     manifest, own = package.read_manifest(folder)
     if not trust and not package.made_here(own):
-        found = "it holds native code, and wasn't made here by you"
-        do = "If you trust who made it, and how it came to you: tk.load_exported(path, trust=True)"
+        found = "it contains native code, and you didn't make it on this machine"
+        do = "If you trust its author and the way it was transferred: tk.load_exported(path, trust=True)"
         raise PackageError(f"package {folder}", found, do)
     target = _check_target(folder, manifest, device)
     watch = Watch(f"loading {folder}", progress, None)
@@ -57,13 +59,16 @@ def load_exported(
 
 
 def _fill(model: CausalLM, folder: Path, name: str, entry: dict[str, Any], device: torch.device, watch: Watch) -> None:
-    """Give a model the weights of a package, hashed meanwhile. PackageError where they were changed: then it has none."""
+    """Load a package's weights into a model while another thread checks their hash.
+
+    Raises PackageError if they were changed; the model then has no weights.
+    """
     ended, hashed, beside = threading.Event(), [0], ThreadPoolExecutor(1)
 
     def step(n: int, _: str) -> None:
         hashed[0] += n
         if ended.is_set():
-            raise CancelledError(f"loading {folder}", "it ended", "Load it again")
+            raise CancelledError(f"loading {folder}", "loading has ended", "Load it again")
 
     def tell(*_: Any) -> None:
         watch.step(hashed[0] / max(entry["bytes"], 1), name)
@@ -75,14 +80,14 @@ def _fill(model: CausalLM, folder: Path, name: str, entry: dict[str, Any], devic
                 raise PackageError(f"package {folder}", "its weights aren't those of the model it describes", package.AGAIN)
             weights.assign_from(folder / name, model, device, tell)
         except ToolkitError:
-            verifying.result()  # what is wrong with a file that was changed is that
+            verifying.result()  # raises the more useful error if the file was changed
             raise
         while not wait([verifying], timeout=0.1).done:
             tell()
         verifying.result()
     except BaseException:
         ended.set()
-        for module in model.modules():  # a traceback may hold them
+        for module in model.modules():  # a traceback may keep the model alive
             module._parameters.clear()
         raise
     finally:
@@ -90,7 +95,7 @@ def _fill(model: CausalLM, folder: Path, name: str, entry: dict[str, Any], devic
 
 
 def _check_target(folder: Path, manifest: dict[str, Any], device: Device | str | None) -> Device:
-    """The device to load onto; PackageError where the code was made for another PyTorch, another machine or another device."""
+    """Return the device to load onto. Raises PackageError if the code is for another PyTorch, machine or device."""
     asked, target, made = f"package {folder}", manifest["target"], manifest["versions"]["torch"]
     here = compiling.processor()
     if made.split("+")[0].split(".")[:2] != torch.__version__.split("+")[0].split(".")[:2]:
@@ -118,6 +123,6 @@ def _check_target(folder: Path, manifest: dict[str, Any], device: Device | str |
 
 
 def _runs(needed: str, has: str) -> bool:
-    """Does a processor with the vectors `has` run code for `needed`?"""
+    """Return whether a processor with the vector instructions `has` runs code for `needed`."""
     order = ["DEFAULT", "AVX2", "AVX512"]
     return needed == has or (needed in order and has in order and order.index(needed) <= order.index(has))

@@ -1,8 +1,8 @@
-"""The folder that an export makes: a manifest that names every file by its hash, compiled methods, and the weights once.
+"""Reads and writes the folder of a package: a manifest with the hash of every file, compiled methods, and the weights, once.
 
-Files are named by what they hold and only ever added; the manifest is replaced last, in one step, and then what it no longer
-names goes. So a kill at any moment leaves the package that was there before, or none, and an export into the same folder takes
-up what it finds. What a manifest names is checked, byte for byte, before any code of it is loaded.
+Files are named by the hash of their contents and never changed. The manifest is replaced last, atomically, and files that it
+doesn't name are deleted after that. If an export is killed, the previous package (if any) survives, and the next export
+into the folder reuses the files in it. All files are verified before any code is loaded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MANIFEST = "manifest.json"
 LARGEST_MANIFEST = 64 << 20
 AGAIN = "Get the package again from where it was made, or export it anew with tk.export"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
-_WRITTEN = re.compile(  # by an export, beside the manifest and the tokenizer
+_WRITTEN = re.compile(  # names of files that exports write, apart from the manifest and the tokenizer
     r"\.lock|weights-[0-9a-f]{16}\.safetensors|weights\.partial|(tokenizer|manifest)\.json\.partial"
     r"|methods/(prefill|decode)-[\w-]+-[0-9a-f]{16}\.pt2(\.partial)?"
 )
@@ -39,8 +39,9 @@ _CHUNK = 4 << 20
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """The folder, made if need be, for one export at a time. PackageError where there is another, it can't be written, or it
-    holds what no export wrote.
+    """Create the folder if necessary and lock it, so that one export at a time writes into it.
+
+    Raises PackageError if another export holds the lock, the folder can't be written, or it contains other files.
     """
     asked = f"an export into {folder}"
     try:
@@ -53,7 +54,7 @@ def locked(folder: Path) -> Iterator[None]:
                 yield
             finally:
                 with suppress(OSError):
-                    if new and [p.name for p in folder.iterdir()] == [".lock"]:  # nothing came of it
+                    if new and [p.name for p in folder.iterdir()] == [".lock"]:  # the export wrote nothing
                         (folder / ".lock").unlink()
                         folder.rmdir()
     except OSError as error:
@@ -61,35 +62,35 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def check_folder(folder: Path) -> None:
-    """PackageError where an export can't be into that folder: for a file, or for a folder that holds what no export wrote."""
+    """Raise PackageError if an export can't write into that folder: it is a file, or contains files that no export wrote."""
     asked = f"an export into {folder}"
     if "\0" in str(folder):
-        raise PackageError(asked.replace("\0", "\\0"), "no name has a zero in it", "Name a folder")
+        raise PackageError(asked.replace("\0", "\\0"), "the path contains a NUL byte", "Choose another folder")
     try:
         if not folder.exists():
             return
         if not folder.is_dir():
-            raise PackageError(asked, "there is a file of that name", "Name a folder")
+            raise PackageError(asked, "a file of that name exists", "Choose another folder")
         if (folder / "methods").is_symlink():
-            raise PackageError(asked, "its folder methods is a link to somewhere else", "Name a new or an empty folder")
+            raise PackageError(asked, "its folder 'methods' is a symbolic link", "Choose a new or an empty folder")
         strangers = [] if _is_package(folder) else [path.name for path in folder.iterdir() if not _ours(folder, path)]
     except OSError as error:
         raise cant_write(asked, folder, error) from error
     if strangers:
-        found = f"the folder holds other files ({', '.join(sorted(strangers)[:3])})"
-        raise PackageError(asked, found, "Name a new or an empty folder")
+        found = f"the folder contains other files ({', '.join(sorted(strangers)[:3])})"
+        raise PackageError(asked, found, "Choose a new or an empty folder")
 
 
 def _is_package(folder: Path) -> bool:
-    """Is its manifest one that an export wrote? It may have been damaged since."""
+    """Return whether the folder has a manifest that an export wrote, perhaps damaged since."""
     path = folder / MANIFEST
     return path.is_file() and path.stat().st_size <= LARGEST_MANIFEST and FORMAT.encode() in path.read_bytes()
 
 
 def _ours(folder: Path, path: Path) -> bool:
-    """Did an export write this, which lies in a folder that may be a package, or become one? By its whole name."""
+    """Return whether an export wrote this file or folder, judging by its whole name."""
     name = path.relative_to(folder).as_posix()
-    if name in ("tokenizer.json", MANIFEST):  # other people have files that are called so
+    if name in ("tokenizer.json", MANIFEST):  # common names, so look for other signs of a package
         return (folder / ".lock").exists() if name == "tokenizer.json" else _is_package(folder)
     if name == "methods":
         return all(_ours(folder, inside) for inside in path.iterdir()) if path.is_dir() else False
@@ -99,10 +100,10 @@ def _ours(folder: Path, path: Path) -> bool:
 def _lock(file: Any, asked: str) -> None:
     try:
         import fcntl
-    except ImportError:  # Windows: opening it for writing is enough of a hint
+    except ImportError:  # Windows: no lock
         return
     another = PackageError(
-        asked, "another export into this folder is under way", "Wait for it, cancel it, or name another folder"
+        asked, "another export into this folder is running", "Wait for it, cancel it, or choose another folder"
     )
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -112,32 +113,32 @@ def _lock(file: Any, asked: str) -> None:
         same = os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
     except FileNotFoundError:
         same = False
-    if not same:  # one that ended has taken its folder away since this was opened
+    if not same:  # another export ended and deleted its folder after this one opened the lock file
         raise another
 
 
 def cant_write(asked: str, folder: Path, error: OSError) -> PackageError:
-    """What went wrong while a package was written."""
+    """Return the PackageError for an OSError while a package was written."""
     if error.errno == errno.ENOSPC:
         with suppress(OSError):
             left = bytes_text(shutil.disk_usage(folder).free)
-            do = "Free some, or name a folder on another disk: exporting again goes on where this ended"
+            do = "Free disk space or choose a folder on another disk, then run it again; the export resumes"
             return PackageError(asked, f"the disk is full ({left} left)", do)
-    return PackageError(asked, f"it can't be written ({error.strerror or error})", "Name a folder that you may write to")
+    return PackageError(asked, f"it can't be written ({error.strerror or error})", "Choose a folder that you may write to")
 
 
 def check_disk(folder: Path, needed: int) -> None:
-    """PackageError where the disk has less than `needed` bytes left."""
+    """Raise PackageError if fewer than `needed` bytes are free on the disk."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         found = f"it takes {bytes_text(needed)}, the disk has {bytes_text(free)} left"
         raise PackageError(
-            f"an export into {folder}", found, "Free some, or name a folder on another disk", needed_bytes=needed
+            f"an export into {folder}", found, "Free disk space, or choose a folder on another disk", needed_bytes=needed
         )
 
 
 def put(folder: Path, name: str, data: bytes) -> None:
-    """Write a file of the package: whole, or not at all."""
+    """Write a file of the package atomically."""
     path = folder / name
     path.parent.mkdir(exist_ok=True)
     partial = path.with_name(path.name + ".partial")
@@ -149,12 +150,12 @@ def put(folder: Path, name: str, data: bytes) -> None:
 
 
 def entry(data: bytes) -> dict[str, Any]:
-    """What a manifest says of a file."""
+    """Return a file's entry in the manifest."""
     return {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
 
 
 def finish(folder: Path, manifest: Mapping[str, Any]) -> str:
-    """Replace the manifest, and let go of what it doesn't name. Returns the manifest's own hash."""
+    """Replace the manifest and delete files that it doesn't name. Returns the manifest's own hash."""
     data = _text({**manifest, "format": FORMAT, "version": VERSION})
     put(folder, MANIFEST, data)
     named = {*manifest["files"], MANIFEST, ".lock"}
@@ -165,7 +166,7 @@ def finish(folder: Path, manifest: Mapping[str, Any]) -> str:
 
 
 def _text(manifest: Mapping[str, Any]) -> bytes:
-    """The manifest's one spelling, with a hash of itself in it."""
+    """Return the manifest's canonical JSON, which includes a hash of itself."""
     bare = json.dumps({**manifest, "sha256": ""}, indent=1, sort_keys=True)
     own = hashlib.sha256(bare.encode()).hexdigest()
     return json.dumps({**manifest, "sha256": own}, indent=1, sort_keys=True).encode()
@@ -176,16 +177,16 @@ def _text(manifest: Mapping[str, Any]) -> bytes:
 
 @contextmanager
 def _readable(folder: Path) -> Iterator[None]:
-    """Inside, what can't be read of a package is a PackageError."""
+    """Convert an OSError in the block into a PackageError."""
     try:
         yield
     except OSError as error:
         found = f"it can't be read ({error.strerror or error})"
-        raise PackageError(f"package {folder}", found, "Name a folder all of which you may read") from error
+        raise PackageError(f"package {folder}", found, "Check the permissions of the folder and its files") from error
 
 
 def read_manifest(folder: Path) -> tuple[dict[str, Any], str]:
-    """A package's manifest, checked, and its hash. No other file is touched. PackageError says what is wrong."""
+    """Return a package's manifest and its hash. Reads no other file. Raises PackageError if the manifest is invalid."""
     with _readable(folder):
         return _read_manifest(folder)
 
@@ -196,7 +197,7 @@ def _read_manifest(folder: Path) -> tuple[dict[str, Any], str]:
         raise PackageError(asked, "no such folder", "Give the folder that tk.export made")
     if not path.is_file() or path.is_symlink():
         begun = any(_ours(folder, path) for path in folder.iterdir())
-        do = "Export into it again: it goes on where it ended" if begun else "Give the folder that tk.export made"
+        do = "Export into it again; the export resumes" if begun else "Give the folder that tk.export made"
         raise PackageError(asked, "an export that was not finished" if begun else f"it has no {MANIFEST}", do)
     if path.stat().st_size > LARGEST_MANIFEST:
         raise PackageError(asked, f"{MANIFEST} is larger than {bytes_text(LARGEST_MANIFEST)}", AGAIN)
@@ -212,7 +213,7 @@ def _read_manifest(folder: Path) -> tuple[dict[str, Any], str]:
         do = "Update the toolkit, or export the model again with this one"
         raise PackageError(asked, f"its format is version {version!r:.20}, this toolkit reads up to {VERSION}", do)
     if _text(manifest) != data:
-        raise PackageError(asked, f"{MANIFEST} was changed after it was written: its hash doesn't fit", AGAIN)
+        raise PackageError(asked, f"{MANIFEST} was changed after it was written: its hash doesn't match", AGAIN)
     if not _is_complete(manifest):
         raise PackageError(asked, f"{MANIFEST} isn't that of a package: something is missing from it", AGAIN)
     for name in manifest["files"]:
@@ -221,7 +222,7 @@ def _read_manifest(folder: Path) -> tuple[dict[str, Any], str]:
 
 
 def _is_complete(manifest: Mapping[str, Any]) -> bool:
-    """Does it say all that a package says, and name only methods that are among its files?"""
+    """Return whether the manifest has all its fields, and names only methods that are among its files."""
     kinds: dict[str, type] = {"pieces": list, "last": list, "context": int, "chunk": int, "least": int}
     kinds |= dict.fromkeys(("files", "compiled", "target", "versions", "model"), dict)
     if not all(isinstance(manifest.get(name), kind) for name, kind in kinds.items()):
@@ -236,18 +237,18 @@ def _is_complete(manifest: Mapping[str, Any]) -> bool:
 
 
 def _check_name(asked: str, folder: Path, name: str) -> None:
-    """PackageError for a file that isn't in the folder, as a real file."""
+    """Raise PackageError unless the name is that of a regular file in the folder."""
     if not _NAME.fullmatch(name) or ".." in name:
         raise PackageError(asked, f"it names {name!r:.80}, which isn't a file of the folder", "Don't trust this package")
     path = folder / name
     if path.is_symlink() or path.parent.is_symlink():
-        raise PackageError(asked, f"{name} is a link to somewhere else", "Copy the package with its files, not with links")
+        raise PackageError(asked, f"{name} is a symbolic link", "Copy the package with its files, not with links")
     if not path.is_file():
         raise PackageError(asked, f"{name} is missing", AGAIN)
 
 
 def verified(folder: Path, name: str, expected: Mapping[str, Any]) -> bytes:
-    """The bytes of a file that hash to what the manifest says: what was checked is what is used."""
+    """Return a file's bytes after checking their hash. Callers use these bytes, so the file can't change in between."""
     with _readable(folder):
         _check_size(folder, name, expected)
         data = (folder / name).read_bytes()
@@ -257,7 +258,7 @@ def verified(folder: Path, name: str, expected: Mapping[str, Any]) -> bytes:
 
 
 def verify(folder: Path, name: str, expected: Mapping[str, Any], step: Any) -> None:
-    """Check a large file as a stream."""
+    """Check the size and hash of a large file without holding it in memory."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK))
     with _readable(folder):
         _check_size(folder, name, expected)
@@ -275,10 +276,12 @@ def _check_size(folder: Path, name: str, expected: Mapping[str, Any]) -> None:
 
 
 def _changed(folder: Path, name: str, found: str) -> PackageError:
-    return PackageError(f"package {folder}", f"{name} was changed or damaged: {found}. Nothing of it was run", AGAIN, file=name)
+    return PackageError(
+        f"package {folder}", f"{name} was changed or damaged: {found}. None of its code was run", AGAIN, file=name
+    )
 
 
-# ---- trust: hashes say that a package is whole, not who made it
+# ---- trust: which packages this user made
 
 
 def _made_here() -> Path:
@@ -289,8 +292,8 @@ _made_by_this_process: set[str] = set()
 
 
 def remember(own: str) -> None:
-    """This user made the package whose manifest hashes to `own`."""
-    _made_by_this_process.add(own)  # also where the user's cache can't be written
+    """Record that this user made the package whose manifest has the hash `own`."""
+    _made_by_this_process.add(own)  # works even if the cache folder can't be written
     with suppress(OSError):
         _made_here().parent.mkdir(parents=True, exist_ok=True)
         with open(_made_here(), "a") as file:
@@ -298,7 +301,7 @@ def remember(own: str) -> None:
 
 
 def made_here(own: str) -> bool:
-    """Did this user make it?"""
+    """Return whether this user made the package whose manifest has the hash `own`."""
     try:
         return own in _made_by_this_process or own in _made_here().read_text().split()
     except OSError:

@@ -1,8 +1,8 @@
-"""What of a model is compiled: each distinct layer and the head, as functions of tensors alone.
+"""Splits a model into pieces to compile: each distinct layer and the head, as functions of tensors alone.
 
-Weights and states are inputs, so no weight exists while a piece is traced or compiled, and layers that differ in nothing but
-their values are one piece. A forward pass is then a chain: each layer takes the residual and what is still to be added to it
-(`layers.Residual`), and gives both on. Everything here runs on fake tensors: shapes without memory.
+Weights and states are inputs, so no weight exists while a piece is traced or compiled, and layers that differ only in their
+values share one piece. A forward pass is a chain of layers, each of which takes and returns the residual stream and the term
+that is still to be added to it (`layers.Residual`). Everything here runs on fake tensors, which have shapes and no memory.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from toolkit.ops.products import DECODED
 from toolkit.tune.cards import Card
 
 METHODS = ("prefill", "decode")
-LEAST = DECODED + 1  # tokens of a prefill: fewer are fed one by one, as products of few rows are other kernels
-MOST = 512  # tokens of a prefill; rings and delta nets take fewer
-CHUNKED = 64  # ... of a gated delta net's reference, which solves so many at once
-LONGEST = 1 << 24  # slots of a cache
-_TRACED = 13  # tokens while tracing
+LEAST = DECODED + 1  # minimum tokens of a prefill; fewer are decoded one by one, since matmuls of few rows use other kernels
+MOST = 512  # maximum tokens of a prefill; less for ring caches and delta nets
+CHUNKED = 64  # maximum for a gated delta net's reference, which solves this many tokens at once
+LONGEST = 1 << 24  # maximum slots of a cache
+_TRACED = 13  # tokens in an example input for the CPU: any number that is no dimension of a model
 
-Varying = dict[int, Any] | None  # which dimensions of an input may vary, each a torch.export.Dim
+Varying = dict[int, Any] | None  # an input's dynamic dimensions, each a torch.export.Dim
 
 
 @dataclass(frozen=True)
 class Piece:
     """One layer, or the head (`layer` None).
 
-    `weights` are names of the model's parameters in the order in which the piece takes them; None is a tensor of one 1.
-    `post_eps`: of the norm that what came before is settled with, whose weight is among them. Pieces whose `like` are equal
-    are compiled once.
+    `weights` are names of the model's parameters, in the order of the piece's inputs; None stands for a tensor holding a 1.
+    A piece first completes the output of the layer before it: `post_eps` is the epsilon of that layer's last norm, if it has
+    one, and the norm's weight is among `weights`. Pieces with equal `like` are compiled once.
     """
 
     name: str
@@ -53,12 +53,12 @@ class Piece:
     weights: tuple[str | None, ...]
     like: str
     post_eps: float | None = None
-    scaled: bool = False  # is the last of the weights a scalar that what came before is multiplied by?
+    scaled: bool = False  # whether the last weight is a scalar that the previous layer's output is multiplied by
 
 
 @dataclass(frozen=True)
 class Traceable:
-    """A function of tensors to be traced: its fake `inputs`, and which of their dimensions may vary."""
+    """A function to trace, its fake `inputs`, and their dynamic dimensions."""
 
     run: nn.Module
     inputs: tuple[Tensor, ...]
@@ -66,14 +66,14 @@ class Traceable:
     mode: FakeTensorMode
 
 
-_tracing = threading.Lock()  # what is compiled for is one for the whole process
+_tracing = threading.Lock()  # the target of `compiling_for` is global to the process
 
 
 @contextmanager
 def compiled_for(model: CausalLM, card: Card | None) -> Iterator[None]:
-    """Inside, `model` says that it is on what is compiled for: a GPU that needn't be there, or the CPU.
+    """Make `model` report the device to compile for: the GPU `card`, which need not be installed, or the CPU (None).
 
-    For a model of its own (see `skeleton`), since nothing else works with it meanwhile; other threads wait.
+    Nothing else can use the model meanwhile, so pass a copy (see `skeleton`). Other threads wait.
     """
     own, kind = model.device, "cpu" if card is None else "cuda:0"
     with _tracing, nullcontext() if card is None else compiling_for(card):
@@ -85,26 +85,26 @@ def compiled_for(model: CausalLM, card: Card | None) -> Iterator[None]:
 
 
 def check_exportable(model: CausalLM) -> None:
-    """ModelError for a model whose layers pass more to each other than the residual."""
+    """Raise ModelError for a model whose layers pass more to each other than the residual stream."""
     if getattr(model, "shares", False) or getattr(model.config, "hidden_size_per_layer_input", 0):
         asked = f"exporting a {type(model).__module__.rpartition('.')[2]} of this variant"
-        found = "its layers share keys and values, or are given inputs of their own, beside the residual"
-        raise ModelError(asked, found, "Export a variant without these; tk.generate decodes this one as it is")
+        found = "its layers share keys and values, or have inputs other than the residual stream"
+        raise ModelError(asked, found, "Export another variant; tk.generate runs this one without an export")
 
 
 def least_context(model: CausalLM) -> int:
-    """The fewest tokens that a package's caches have room for: a ring shorter than its window would be another kind of layer,
-    and half a cache, which is what is traced, isn't to be a single slot.
+    """Return the smallest number of tokens for which a package allocates caches.
+
+    A ring cache shorter than its window would be another kind of layer; and the half cache that is traced needs several slots.
     """
     return max(4, *(getattr(module, "window", None) or 0 for module in model.modules()))
 
 
 class Anatomy:
-    """A model taken apart: its `pieces` in the order in which they run, and what to trace for each.
+    """The `pieces` of a model in the order in which they run, with caches for `context` tokens in the format `kv`.
 
-    `context`: for how many tokens a cache is made, `kv` in what it holds keys and values. To be made and used inside
-    `compiled_for`; weights may be anywhere, or nowhere. Raises ModelError for a model whose layers pass more to each other
-    than the residual.
+    Create and use it inside `compiled_for`; the model's weights may be on any device, or on "meta". Raises ModelError for a
+    model whose layers pass more to each other than the residual stream.
     """
 
     def __init__(self, model: CausalLM, context: int, kv: str | None = None) -> None:
@@ -118,20 +118,21 @@ class Anatomy:
             self.cache: Cache = model.new_cache(context, kv)
             self.longer: Cache = model.new_cache(2 * context, kv)
             left = self._left()
-        self.last = left[-1]  # what settles the last layer's
-        # Before the first layer is nothing: with the second's norm, zeros to add and a scalar of 1 it is no piece apart.
+        self.last = left[-1]  # the norm and scalar that complete the last layer's output
+        # No layer precedes the first one. It gets zeros to add, the norm that the second layer gets, and a scalar of 1, so that
+        # it is the same kind of piece as later layers.
         layers = [self._layer(i, *before) for i, before in enumerate([left[0], *left[:-1]])]
         self.pieces = (*layers, self._head())
         self.chunk = self._chunk()
-        # Kernels are chosen by the length that is traced: the longest. Elsewhere any number does that no size of a model is.
+        # On a GPU the traced length selects the kernels' configs, so trace the longest.
         self.traced = self.chunk if model.device.torch.type == "cuda" else min(_TRACED, self.chunk)
 
     def distinct(self) -> tuple[Piece, ...]:
-        """The first piece of each kind."""
+        """Return the first piece of each kind."""
         return tuple({piece.like: piece for piece in reversed(self.pieces)}.values())[::-1]
 
     def traceable(self, piece: Piece, method: str) -> Traceable:
-        """What to trace for one piece. The head is there for one token, "decode"."""
+        """Return the function and inputs to trace for a piece and a method. The head has only the method "decode"."""
         size, parameters = self.model.config.hidden_size, dict(self.model.named_parameters())
         with self.mode:
             weights = [self.empty(w.shape, dtype=w.dtype) for w in (parameters[name] for name in self._sample(piece))]
@@ -141,7 +142,10 @@ class Anatomy:
         return Traceable(run, (*given, *weights), (*varying, *(None for _ in weights)), self.mode)
 
     def _inputs(self, layer: int | None, x: Tensor) -> tuple[list[Tensor], list[Varying], dict[str, Reach]]:
-        """Of a piece, but for its weights; of a layer: x, what is to be added, positions, slots by kind, ropes, states."""
+        """Return a piece's inputs without weights, their dynamic dimensions, and its reaches.
+
+        The inputs of a layer are x, the term to add to it, positions, the slots of each kind of cache, ropes and states.
+        """
         if layer is None:
             return [x], [None], {}
         positions = self.empty(x.shape[1], dtype=torch.int64)
@@ -150,7 +154,7 @@ class Anatomy:
         varying: list[Varying] = [{axis: tokens} if tokens else None for axis in (1, 1, 0)]
         reaches = self.model.reaches(positions, self.cache, 1)
         for kind, reach in reaches.items():
-            whole = reach.bound == reach.size  # a ring so small that it is always read
+            whole = reach.bound == reach.size  # a ring so small that all of it is always read
             given.append(self.empty(reach.bound if whole else (reach.size or self.context) // 2, dtype=torch.int64))
             varying.append(None if whole else {0: torch.export.Dim(f"seen_{kind}", min=2, max=reach.size or LONGEST)})
         growing = [*zip(self.cache.ropes.values(), self.longer.ropes.values(), strict=True)]
@@ -161,7 +165,7 @@ class Anatomy:
         return given, varying, reaches
 
     def _growing(self, short: Tensor, long: Tensor) -> Varying:
-        """The dimensions of a cache's tensor that grow with the context."""
+        """Return the dimensions of a cache's tensor that grow with the context."""
         found: dict[int, Any] = {}
         for axis, (a, b) in enumerate(zip(short.shape, long.shape, strict=True)):
             if a != b:
@@ -170,7 +174,7 @@ class Anatomy:
         return found or None
 
     def _left(self) -> list[tuple[RMSNorm | None, Tensor | None]]:
-        """The norm and the scalar with which each layer's output is still to be settled, found by running it."""
+        """Run each layer on fake tensors; return the norm and scalar that are still to be applied to its output."""
         model, called = self.model, _Called(self.model)
         found: list[tuple[RMSNorm | None, Tensor | None]] = []
         x, positions = self.hidden(1, 1, model.config.hidden_size), self.empty(1, dtype=torch.int64)
@@ -204,13 +208,14 @@ class Anatomy:
         return [self._names[id(parameter)] for parameter in module.parameters()]
 
     def _sample(self, piece: Piece) -> list[str]:
-        """Its weights, each by the name of a parameter of that shape."""
+        """Return the names of a piece's weights, with a parameter of the same shape in place of None."""
         return [self._names[id(self.last[1])] if name is None else name for name in piece.weights]
 
     def _chunk(self) -> int:
-        """How many tokens of a prompt go at once: fewer than a ring holds, no more than a delta net's reference solves.
+        """Return the most tokens of a prompt that a prefill takes: fewer than a ring cache holds, for example.
 
-        On a GPU that reference takes several tokens in fp32 alone; Inductor makes no kernel of it for any number of them.
+        On a GPU a delta net in fp32 uses its reference, which Inductor can't compile for a dynamic number of tokens, so its
+        prompts are processed one token at a time.
         """
         most = [MOST, *(state.size - 1 for state in self.cache.states if isinstance(state, Ring))]
         if any(hasattr(state, "states") for state in self.cache.states):
@@ -222,7 +227,7 @@ class Anatomy:
 
 
 class _Run(nn.Module):
-    """A piece as a function of its tensors. It registers nothing: what isn't among its inputs must not be in its graph."""
+    """A piece as a function of its tensors. It registers no parameters or submodules, which would enter its graph."""
 
     def __init__(self, model: CausalLM, piece: Piece, names: Sequence[str], cache: Cache, reaches: dict[str, Reach]) -> None:
         super().__init__()
@@ -253,14 +258,14 @@ class _Run(nn.Module):
 
 
 class _Called(nn.Module):
-    """A model whose parts can be called by `torch.func.functional_call`."""
+    """Wraps a model so that `torch.func.functional_call` can call parts of it."""
 
     def __init__(self, model: CausalLM) -> None:
         super().__init__()
         self.model = model
 
     def __repr__(self) -> str:
-        return "a model"  # PyTorch's tracer asks, while parameters aren't the model's own
+        return "a model"  # called by PyTorch's tracer while the parameters are replaced
 
     def forward(self, what: str, *given: Any) -> Any:
         if what == "logits":
@@ -277,11 +282,11 @@ def _cut(rest: Sequence[Tensor], *counts: int) -> list[Sequence[Tensor]]:
     return found
 
 
-# ---- states, as tensors and back
+# ---- states as lists of tensors
 
 
 def _places(state: Any) -> list[tuple[dict[str, Any], str]]:
-    """Where a state holds its tensors: in its attributes, and in dicts and dataclasses there."""
+    """Find a state's tensors, as (dict that holds it, key): in attributes, and in dicts and dataclasses among them."""
     found = []
     for name, value in vars(state).items():
         if isinstance(value, Tensor):
@@ -293,12 +298,12 @@ def _places(state: Any) -> list[tuple[dict[str, Any], str]]:
 
 
 def tensors_of(state: Any) -> list[Tensor]:
-    """All tensors of a layer's state, in an order of their own."""
+    """Return all tensors of a layer's state, always in the same order."""
     return [holder[name] for holder, name in _places(state)]
 
 
 def with_tensors(state: Any, tensors: Sequence[Tensor]) -> Any:
-    """The same state around other tensors."""
+    """Return a copy of the state that holds other tensors."""
     found = copy.copy(state)
     for name, value in vars(state).items():
         if isinstance(value, dict) or is_dataclass(value):
@@ -312,13 +317,14 @@ def _shapes(state: Any) -> list[Any]:
     return [type(state).__name__, *((str(t.dtype), tuple(t.shape)) for t in tensors_of(state))]
 
 
-# ---- what makes two layers alike
+# ---- comparing layers
 
 
 def describe(value: Any) -> Any:
-    """What of a module decides over its graph: classes, plain attributes, shapes; not which layer it is, nor any weight.
+    """Describe everything in a module that determines its graph: classes, attributes and shapes, but no index or weights.
 
-    What isn't known to be plain is described by its address, so that it is like nothing else: rather compiled twice.
+    An object of an unknown type is described by its address, so that it never matches another piece: compiling twice is better
+    than reusing the wrong code.
     """
     if isinstance(value, nn.Module):
         own = {
@@ -338,5 +344,5 @@ def describe(value: Any) -> Any:
 
 
 def digest(*described: Any) -> str:
-    """A short name for what was described."""
+    """Return a short hash of a description."""
     return hashlib.sha256(repr(described).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""A package as a model: the same face that every decode strategy drives, with compiled layers behind it."""
+"""`Exported`: a loaded package with the interface of a model, whose layers run compiled code."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from toolkit.models.layers import Residual, RMSNorm
 from toolkit.models.model import CausalLM
 from toolkit.ops.define import aligned
 
-Run = Callable[[list[Tensor]], list[Tensor]]  # the compiled code of a piece, in one of its methods
+Run = Callable[[list[Tensor]], list[Tensor]]  # the compiled code of a piece for one method
 
 
 class Exported:
-    """An exported model: `tk.generate` and `tk.compare` take it as they take a loaded one.
+    """An exported model, which `tk.generate` and `tk.compare` accept like a loaded one.
 
-    `context` is the longest sequence its caches hold and `kv` how, `package` the folder it comes from. Its weights are those of
-    the package, held once for prefill and decode; `model(ids)` runs them uncompiled.
+    `context` is the longest sequence that its caches hold, `kv` their format, and `package` the package's folder. Prefill and
+    decode share one copy of the weights. `model(ids)` runs the uncompiled model on them.
     """
 
     def __init__(self, model: CausalLM, package: Path, manifest: Mapping[str, Any], runs: Mapping[str, Run]) -> None:
-        """`model` has the package's weights, `runs` are its compiled methods by file."""
+        """Combine `model`, which holds the package's weights, and `runs`, its compiled code by file name."""
         self.inner, self.package = model, package
         self.config, self.device, self.dtype = model.config, model.device, model.dtype
         self.embed, self.tokenizer = model.embed, model.tokenizer
@@ -54,7 +54,7 @@ class Exported:
 
     def __getattr__(self, name: str) -> Any:
         if name == "inner":
-            raise AttributeError(name)  # while it is being made, or copied
+            raise AttributeError(name)  # not set yet while the object is created or copied
         return getattr(self.inner, name)
 
     def __call__(self, ids: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class Exported:
         return found
 
     def new_cache(self, context: int, kv: str | None = None) -> Cache:
-        """A cache for `context` tokens, held as the package has it. ModelError where it is for fewer, or for another `kv`."""
+        """Return a cache for `context` tokens. Raises ModelError if the package was exported for fewer, or for another `kv`."""
         if kv not in (None, self.kv):
             found = f"the package was exported with kv={self.kv!r}"
             raise ModelError(f"a cache with kv={kv!r}", found, f"Export it with kv={kv!r}")
@@ -72,7 +72,7 @@ class Exported:
         return self.inner.new_cache(max(context, self._least), self.kv)
 
     def advance(self, x: Tensor, positions: Tensor, cache: Cache, length: int) -> Tensor:
-        """As a model's own `advance`: hidden states [1, T, hidden] of embedded tokens [1, T, hidden] at `positions` [T]."""
+        """Return the hidden states [1, T, hidden] of embedded tokens `x` [1, T, hidden] at `positions` [T]."""
         check_one_sequence(x)
         tokens = x.shape[1]
         found = [
@@ -82,7 +82,7 @@ class Exported:
         return found[0] if len(found) == 1 else torch.cat(found, 1)
 
     def logits(self, x: Tensor) -> Tensor:
-        """fp32 logits [1, T, vocab] of hidden states [1, T, hidden]."""
+        """Return fp32 logits [1, T, vocab] of hidden states [1, T, hidden]."""
         run, weights = self._head
         found = [run([part.contiguous(), *weights])[0] for part in x.split(1, 1)]
         return found[0] if len(found) == 1 else torch.cat(found, 1)
@@ -90,7 +90,7 @@ class Exported:
     def _pass(self, x: Tensor, positions: Tensor, cache: Cache, length: int) -> Tensor:
         method = "decode" if x.shape[1] == 1 else "prefill"
         reaches = self.inner.reaches(positions, cache, length)
-        positions = aligned(positions)  # or each layer's code would copy it
+        positions = aligned(positions)  # otherwise each layer's code would copy them
         shared = [positions, *(r.numbers[: r.bound] for r in reaches.values()), *cache.ropes.values()]
         x = x.contiguous()
         added = torch.zeros_like(x)
@@ -100,12 +100,12 @@ class Exported:
 
 
 def parts_of(tokens: int, most: int) -> Iterator[tuple[int, int]]:
-    """From where to where `tokens` are fed at once: up to `most`, never fewer than a prefill takes; else one by one."""
+    """Yield (start, stop) of the parts in which `tokens` are processed: at most `most` and at least `LEAST` each, or single."""
     start = 0
     while most >= LEAST and tokens - start >= LEAST:
         size = min(tokens - start, most)
         rest = tokens - start - size
         if 0 < rest < LEAST <= size - (LEAST - rest):
-            size -= LEAST - rest  # so that the rest is enough for another
+            size -= LEAST - rest  # so that the rest is long enough for a part of its own
         yield start, (start := start + size)
     yield from ((one, one + 1) for one in range(start, tokens))

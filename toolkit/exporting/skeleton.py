@@ -1,4 +1,4 @@
-"""A model without its values, as plain data and back: what a manifest says of it."""
+"""Converts a model without its weights to plain data and back: the description of the model in a package's manifest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from toolkit.weights.schemes import find_scheme
 
 
 def to_plain(model: CausalLM) -> dict[str, Any]:
-    """Architecture, config, dtype, and how each matrix is held; ModelError for a model that isn't one of the toolkit's own."""
+    """Return the architecture, config, dtype and the scheme of each matrix. Raises ModelError for other libraries' models."""
     names = [name for name, module in ARCHITECTURES.items() if module.Model is type(model)]
     if not names:
         found = f"a {type(model).__name__}, which isn't one of the toolkit's own models"
@@ -37,7 +37,10 @@ def to_plain(model: CausalLM) -> dict[str, Any]:
 
 
 def from_plain(plain: Mapping[str, Any], device: Device | None) -> CausalLM:
-    """The model that `to_plain` described, on "meta"; its weights will be on `device`. ModelError where it describes none."""
+    """Build the model that `to_plain` described, on "meta"; its weights will be loaded onto `device`.
+
+    Raises ModelError if the data describes no valid model.
+    """
     try:
         architecture = ARCHITECTURES[plain["architecture"]]
         config = _dataclass(architecture.Config, plain["config"])
@@ -58,12 +61,12 @@ def from_plain(plain: Mapping[str, Any], device: Device | None) -> CausalLM:
 
 
 def shapes_of(model: nn.Module) -> dict[str, list[Any]]:
-    """[dtype, shape] of every parameter."""
+    """Return [dtype, shape] of every parameter, by name."""
     return {n: [str(p.dtype).removeprefix("torch."), list(p.shape)] for n, p in model.named_parameters()}
 
 
 def _schemes(model: nn.Module) -> dict[str, str]:
-    """The scheme of every packed matrix, by the name that it had before it was joined to others."""
+    """Return the scheme of every packed matrix, by its name before it was joined with others."""
     found: dict[str, str] = {}
     inside: dict[str, tuple[str, ...]] = {}
     for path, module in model.named_modules():
@@ -76,7 +79,7 @@ def _schemes(model: nn.Module) -> dict[str, str]:
 
 
 def _dataclass(kind: type, values: Any) -> Any:
-    """A frozen config of `kind` out of plain data; TypeError, KeyError or ValueError where they don't belong together."""
+    """Build a frozen config of `kind` from plain data. Raises TypeError, KeyError or ValueError if the data doesn't fit."""
     hints = typing.get_type_hints(kind)
     names = {field.name for field in dataclasses.fields(kind)}
     if not isinstance(values, Mapping) or set(values) != names:

@@ -1,4 +1,4 @@
-"""Weights as one safetensors file: written in a stream that is hashed on the way, mapped when loaded."""
+"""Writes the weights of a model to one safetensors file, hashing them on the way, and maps such a file when it is loaded."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from toolkit.models.layers import assign
 from toolkit.weights.safetensors_files import DTYPES, SafetensorsFile
 
 CHUNK_BYTES = 64 << 20
-ALIGNED = 64  # bytes: where every tensor whose size is a multiple of it begins, for wide loads of mapped weights
+ALIGNED = 64  # bytes: tensors whose size is a multiple of this start at a multiple of it, for wide loads of mapped weights
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-Step = Callable[[int, str], None]  # so many bytes more, of the tensor called so
+Step = Callable[[int, str], None]  # called with the number of bytes processed and the tensor's name
 
 
 def size_of(model: nn.Module) -> int:
-    """Bytes of the file that `write` makes."""
+    """Return the size in bytes of the file that `write` makes."""
     header, tensors = _header(model)
     return len(header) + sum(tensor.nbytes for _, tensor in tensors)
 
 
 def hash_of(model: nn.Module, step: Step) -> str:
-    """SHA-256 of the file that `write` would make."""
+    """Return the SHA-256 of the file that `write` would make."""
     return _stream(model, lambda data: None, step)
 
 
 def write(model: nn.Module, path: Path, step: Step) -> str:
-    """Write a model's parameters, each once, from whatever device they are on; the file's SHA-256. OSError on a full disk."""
+    """Write a model's parameters, from any device, and return the file's SHA-256. Raises OSError if the disk is full."""
     with open(path, "wb") as file:
         sha256 = _stream(model, file.write, step)
         file.flush()
@@ -43,7 +43,7 @@ def write(model: nn.Module, path: Path, step: Step) -> str:
 
 
 def assign_from(path: Path, model: nn.Module, device: torch.device, step: Step) -> None:
-    """Give a model on "meta" the weights of a file: on the CPU as views of the mapped file, elsewhere a copy on the device."""
+    """Assign a file's weights to a model on "meta": views of the mapped file on the CPU, copies on other devices."""
     file = SafetensorsFile(path)
     for name, parameter in list(model.named_parameters()):
         stored = file.read(name)
@@ -56,7 +56,7 @@ def assign_from(path: Path, model: nn.Module, device: torch.device, step: Step) 
 
 
 def shapes_in(path: Path) -> dict[str, list[Any]]:
-    """[dtype, shape] of every tensor in a file."""
+    """Return [dtype, shape] of every tensor in a file, by name."""
     return {name: [str(s.dtype).removeprefix("torch."), list(s.shape)] for name, s in SafetensorsFile(path).stored.items()}
 
 
@@ -79,7 +79,7 @@ def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _header(model: nn.Module) -> tuple[bytes, list[tuple[str, torch.Tensor]]]:
-    """The file's beginning, and its tensors in order: what is a multiple of `ALIGNED` first, so that all those are aligned."""
+    """Return the file's header and its tensors in order. Sizes that are multiples of `ALIGNED` come first."""
     tensors = sorted(model.named_parameters(), key=lambda item: (item[1].nbytes % ALIGNED != 0, -item[1].itemsize, item[0]))
     entries, start = {}, 0
     for name, tensor in tensors:
