@@ -64,7 +64,7 @@ def test_item_waits_for_the_stream(gpu):
     assert trace["pinned"][trace.is_kind("d2h")].tolist() == [1]
 
 
-def test_streams_run_beside_each_other(gpu):
+def test_streams_run_concurrently(gpu):
     x, stream = big(), torch.vgpu.Stream()
     gpu.sync()
     with gpu.record() as trace:

@@ -33,7 +33,7 @@ class Memory:
 class Device(ABC):
     """A device that holds tensors and runs operations. Get one from `tk.device`."""
 
-    name: str  # as the user asked for it: "virtual:rtx-5090", "cuda:0", "cpu"
+    name: str  # as the user wrote it: "virtual:rtx-5090", "cuda:0", "cpu"
     torch: torch.device  # the argument for `.to()`
     spec: GpuSpec | None  # None for the CPU and for a GPU that is not in the catalogue
     clock: str  # "measured" or "modelled"

@@ -109,7 +109,7 @@ class CudaGpu(Device):
         return _step(self._session.ranges if self._session else None, step, name)
 
     def sync(self) -> None:
-        """Wait until the device has done all that was queued."""
+        """Wait until the GPU has finished all queued work."""
         torch.cuda.synchronize(self.index)
 
     def now_ns(self) -> int:

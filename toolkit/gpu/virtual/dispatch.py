@@ -19,9 +19,9 @@ import toolkit.gpu.virtual.scratch.indexing
 import toolkit.gpu.virtual.scratch.layers
 import toolkit.gpu.virtual.scratch.sorting  # noqa: F401  these three register their rules
 from toolkit.gpu.virtual import sizes_only as sizes
-from toolkit.gpu.virtual.effects.lookup import decomposes, effects
+from toolkit.gpu.virtual.effects.lookup import decomposes, effects, is_view
 from toolkit.gpu.virtual.host_kernels import call_of
-from toolkit.gpu.virtual.host_room import LARGE, check_room, could_be_large, refuse_if_full
+from toolkit.gpu.virtual.host_room import LARGE, check_room, could_be_large, raise_if_full
 from toolkit.gpu.virtual.machine import Machine
 from toolkit.gpu.virtual.scratch.script import SCRATCH, Rule, play
 from toolkit.gpu.virtual.tensor import VirtualTensor, follow, hold, rehold, wrap
@@ -77,7 +77,7 @@ def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
     try:
         return handler(args, kwargs)
     except RuntimeError as error:
-        refuse_if_full(_machine.memory if _machine else None, error)
+        raise_if_full(_machine.memory if _machine else None, error)
         raise
 
 
@@ -91,10 +91,9 @@ def _handler(func: Any) -> Handler:
     composite = None if func in _WHOLE else decomposes(func)
     if composite is not None:
         return lambda args, kwargs: func._op_dk(composite, *args, **kwargs)
-    aliases = [result.alias_info for result in schema.returns]
     if name in ("_conj", "_neg_view"):
         return _plain(func)
-    if name == "_unsafe_view" or (aliases and all(alias is not None and not alias.is_write for alias in aliases)):
+    if is_view(schema):
         return _view(func)
     host_from = 1 if name in _MIXES else _NEVER
     scratch = SCRATCH.get(name)
@@ -102,9 +101,10 @@ def _handler(func: Any) -> Handler:
         first = schema.arguments[0].alias_info
         in_place = first is not None and first.is_write and len(schema.returns) == 1
         if name in _FACTORIES:
-            return _makes(func) if scratch is None else _beside(_makes(func), scratch)
-        writes = (_in_place if in_place and name not in _RESTRIDES else _writes)(func, host_from)
-        return writes if scratch is None else _beside(writes, scratch)
+            handler = _factory(func)
+        else:
+            handler = (_in_place if in_place and name not in _RESTRIDES else _writes)(func, host_from)
+        return handler if scratch is None else _with_temporaries(handler, scratch)
     return _plain(func, host_from, scratch)
 
 
@@ -127,13 +127,13 @@ def _plain(func: Any, host_from: int = _NEVER, scratch: Rule | None = None) -> H
             result = wrap(out)
         else:
             result = _wrap_new(out)
-        _charge(func, args, kwargs, result)
+        _execute_effects(func, args, kwargs, result)
         return result
 
     return plain
 
 
-def _beside(handler: Handler, scratch: Rule) -> Handler:
+def _with_temporaries(handler: Handler, scratch: Rule) -> Handler:
     """Return `handler` of an operation that writes its operands, with the temporaries that it needs."""
 
     def writes(args: Args, kwargs: Kwargs) -> Any:
@@ -152,7 +152,7 @@ def _view(func: Any) -> Handler:
 
     def view(args: Args, kwargs: Kwargs) -> Any:
         out = call(*_hosts(args), **_named(kwargs))
-        _charge(func, args, kwargs, None)
+        _execute_effects(func, args, kwargs, None)
         return wrap(out) if type(out) is torch.Tensor else _wrap_views(out)
 
     return view
@@ -166,7 +166,7 @@ def _in_place(func: Any, host_from: int = _NEVER) -> Handler:
         if type(args[0]) is not VirtualTensor:
             raise _devices_differ(_CPU)
         call(*_hosts(args, host_from), **_named(kwargs, host_from))
-        _charge(func, args, kwargs, args[0])
+        _execute_effects(func, args, kwargs, args[0])
         return args[0]
 
     return in_place
@@ -184,24 +184,24 @@ def _writes(func: Any, host_from: int = _NEVER) -> Handler:
             rehold(tensor._host, machine())
             follow(tensor)
         result = _wrap_new(out, same)
-        _charge(func, args, kwargs, result)
+        _execute_effects(func, args, kwargs, result)
         return result
 
     return writes
 
 
-def _makes(func: Any) -> Handler:
+def _factory(func: Any) -> Handler:
     """Return a handler of a factory with an empty out=, whose size follows from numbers alone."""
     writes = _writes(func)
 
-    def makes(args: Args, kwargs: Kwargs) -> Any:
+    def factory(args: Args, kwargs: Kwargs) -> Any:
         numbers = [abs(x) for x in args if type(x) in (int, float) and x]
         if math.prod(max(x, 1 / x) for x in numbers) > LARGE and not _virtuals(args):
             out = torch.empty(0, dtype=kwargs["out"].dtype, device=_META)
             machine().memory.check(func._op(*args, out=out).nbytes)
         return writes(args, kwargs)
 
-    return makes
+    return factory
 
 
 def _copy(func: Any) -> Handler:
@@ -215,7 +215,7 @@ def _copy(func: Any) -> Handler:
             func._op(*hosts, **kwargs)
         if hosts[0] is args[0] and hosts[0].is_meta:  # a copy to PyTorch's own meta device moves nothing
             return args[0]
-        _charge(func, args, kwargs, args[0])
+        _execute_effects(func, args, kwargs, args[0])
         return args[0]
 
     return copy
@@ -225,7 +225,7 @@ def _item(func: Any) -> Handler:
     def item(args: Args, kwargs: Kwargs) -> Any:
         host = args[0]._host
         value = sizes.placeholder(host.dtype) if host.is_meta else func._op(host)
-        _charge(func, args, kwargs, value)
+        _execute_effects(func, args, kwargs, value)
         return value
 
     return item
@@ -248,7 +248,7 @@ def _empty(func: Any) -> Handler:
         out = func._op(*args, **kwargs)
         hold(out, card)
         result = wrap(out)
-        _charge(func, args, kwargs, result)
+        _execute_effects(func, args, kwargs, result)
         return result
 
     return empty
@@ -273,7 +273,7 @@ def _one_hot(labels: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
 
 
 SPECIAL: dict[str, Callable[[Any], Handler]] = {
-    "copy_": lambda func: _beside(_copy(func), SCRATCH["copy_"]),
+    "copy_": lambda func: _with_temporaries(_copy(func), SCRATCH["copy_"]),
     "_local_scalar_dense": _item,
     "_nested_view_from_jagged": _no_nested,
     "empty": _empty,
@@ -344,7 +344,7 @@ def _wrap_new(out: Any, same: dict[int, VirtualTensor] | None = None) -> Any:
     return type(out)(_wrap_new(x, same) for x in out) if isinstance(out, list | tuple) else out
 
 
-def _charge(func: Any, args: Args, kwargs: Kwargs, out: Any) -> None:
+def _execute_effects(func: Any, args: Args, kwargs: Kwargs, out: Any) -> None:
     """Execute the effects of the operation on the virtual GPU."""
     card = machine()
     happened = effects(func, args, kwargs, out)

@@ -40,7 +40,7 @@ def check_room(memory: Memory, func: Any, hosts: list[Any], named: dict[str, Any
     memory.check(sum(x.nbytes for x in results if isinstance(x, torch.Tensor)))
 
 
-def refuse_if_full(memory: Memory | None, error: RuntimeError) -> None:
+def raise_if_full(memory: Memory | None, error: RuntimeError) -> None:
     """Translate the host's out-of-memory `error`: torch.OutOfMemoryError if the virtual GPU is full too, else DeviceError."""
     found = _NO_MEMORY.search(str(error))
     if found is None:

@@ -86,7 +86,7 @@ class Machine:
         with self._lock:
             self.host_ns += int(self.spec.view_host_ns)
 
-    def hold(self, stream: int, until_ns: int) -> None:
+    def delay(self, stream: int, until_ns: int) -> None:
         """Delay work queued on `stream` from now on until `until_ns` (an event, or the end of another stream)."""
         with self._lock:
             self.stream_ends[stream] = max(self.stream_ends[stream], until_ns)

@@ -80,7 +80,7 @@ def copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False)
     direct = target.is_contiguous() and (one_dtype or casts_here)
     whole = in_order and not cast_first
     effects += _cross(target if direct else None, source if whole else None, crossing, to_host, non_blocking)
-    if not direct and not to_host:  # the device unpacks and casts what it received
+    if not direct and not to_host:  # the device unpacks and casts the received bytes
         effects.append(kernel("copy_", crossing + nbytes(target)))
     return effects
 

@@ -63,7 +63,7 @@ def decomposes(func: Any) -> Any:
         return _KEYS.CompositeImplicitAutograd
     if name in _NO_KERNEL:
         return _KEYS.CompositeExplicitAutograd
-    if _is_view(schema) or not _has_kernel(full, "CompositeExplicitAutograd") or _has_kernel(full, "CPU"):
+    if is_view(schema) or not _has_kernel(full, "CompositeExplicitAutograd") or _has_kernel(full, "CPU"):
         return None
     with_tensor = schema.name + ".Tensor"  # `x % 2` wraps the number and calls `x % tensor`: one kernel
     if "Scalar" in schema.overload_name and _exists(with_tensor) and _has_kernel(with_tensor, "CPU"):
@@ -71,7 +71,7 @@ def decomposes(func: Any) -> Any:
     return _KEYS.CompositeExplicitAutograd
 
 
-def _is_view(schema: Any) -> bool:
+def is_view(schema: Any) -> bool:
     """Return whether all results share memory with an operand that is not written."""
     if schema.name == "aten::_unsafe_view":
         return True
@@ -96,7 +96,7 @@ def _classify(func: Any) -> Rule:
     special = RULES.get(name)
     if special is not None:
         return lambda func, args, kwargs, out: first(special(args, kwargs, out))
-    if name in _NOTHING or _is_view(schema) or (not schema.returns and not schema.is_mutable):
+    if name in _NOTHING or is_view(schema) or (not schema.returns and not schema.is_mutable):
         return lambda func, args, kwargs, out: ()
     return _kernels(name, KERNELS.get(name, 1), _FLOORS.get(name, 1.0), name in _PICKS, schema.is_mutable)
 

@@ -131,7 +131,7 @@ def _accumulated(self: Any, indices: Any, values: Any, *, checked: bool) -> Scri
 
 @scratch("where")
 def _where(args: Args, kwargs: Kwargs, out: Any) -> Script:
-    """Numbers of the host are uploaded, operands of another dtype cast."""
+    """Operands on the host are uploaded, those of another dtype are cast."""
     if not isinstance(out, torch.Tensor):
         return ()
     casts = [Take(x.numel() * out.element_size()) for x in args[1:3] if x.numel() and (x.is_cpu or x.dtype != out.dtype)]

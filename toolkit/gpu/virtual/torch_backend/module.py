@@ -55,7 +55,7 @@ class Event:
         """Make work queued on `stream` from now on start after the event."""
         if self.at_ns is not None:
             card = machine()
-            card.hold(here().stream if stream is None else stream.number, self.at_ns)
+            card.delay(here().stream if stream is None else stream.number, self.at_ns)
 
     def query(self) -> bool:
         return self.at_ns is None or self.at_ns <= machine().host_ns
@@ -239,7 +239,7 @@ def manual_seed(seed: int) -> None:
 
 
 def manual_seed_all(seed: int) -> None:
-    """`torch.manual_seed` calls this after it has seeded the CPU generator, which is the virtual GPU's too."""
+    """`torch.manual_seed` calls this after it has seeded the CPU generator, which the virtual GPU also uses."""
     torch.default_generator.manual_seed(int(seed))
 
 
