@@ -17,7 +17,7 @@ import torch
 
 import toolkit.gpu.virtual.scratch.indexing
 import toolkit.gpu.virtual.scratch.layers
-import toolkit.gpu.virtual.scratch.sorting  # noqa: F401  these three register their rules
+import toolkit.gpu.virtual.scratch.sorting  # noqa: F401  registers all rules, with the two above
 from toolkit.gpu.virtual import sizes_only as sizes
 from toolkit.gpu.virtual.effects.lookup import decomposes, effects, is_view
 from toolkit.gpu.virtual.host_kernels import call_of

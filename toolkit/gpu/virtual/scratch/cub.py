@@ -52,8 +52,8 @@ def _tiles(n: int, tile: int) -> int:
 
 
 def scan_bytes(n: int, dtype: torch.dtype) -> int:
-    """DeviceScan over `n` elements: the status and the value of each tile, in one word if CUB has the type as a primitive."""
-    if dtype.itemsize < 4 and dtype.is_floating_point:  # half precision is not: status, sum and prefix are three arrays
+    """Return the bytes of DeviceScan over `n` elements: status and value of each tile, in one word for primitive types."""
+    if dtype.itemsize < 4 and dtype.is_floating_point:  # not a primitive type: status, sum and prefix are three arrays
         tiles = _tiles(n, _HALF_SCAN_TILE)
         return storage_bytes(4 * tiles, 2 * tiles, 2 * tiles)
     size = 8 if dtype.itemsize == 8 else 4
@@ -64,28 +64,28 @@ ONE_TILE_SCAN_BYTES = scan_bytes(1, torch.int64)
 
 
 def count_bytes(n: int) -> int:
-    """DeviceReduce that counts `n` flags: a partial count for each block that the GPU can run; one byte for a single tile."""
+    """Return the bytes of DeviceReduce counting `n` flags: a partial count per resident block; one byte for a single tile."""
     return 1 if n <= _COUNT_TILE else _ALIGNMENT - 1 + up(SMS * 8 * 5 * 4)
 
 
 def status_bytes(n: int, tile: int) -> int:
-    """DeviceSelect, DeviceRunLengthEncode and scans of flags over `n` elements: 8 bytes for the status of each tile."""
+    """Return the bytes of DeviceSelect, DeviceRunLengthEncode or a scan of flags: a status of 8 bytes for each tile."""
     return storage_bytes(8 * _tiles(n, tile))
 
 
 def select_bytes(n: int, itemsize: int = 8) -> int:
-    """DeviceSelect over `n` values of `itemsize` bytes, or over 8-byte positions selected by flags."""
+    """Return the bytes of DeviceSelect over `n` values of `itemsize` bytes, or over 8-byte positions selected by flags."""
     return status_bytes(n, _SELECT_TILE[itemsize])
 
 
 def _onesweep_bytes(n: int, tile: int, bits: int, *buffers: int) -> int:
-    """Onesweep radix sort by `bits`; with several passes it alternates between the result and `buffers`."""
+    """Return the bytes of a onesweep sort by `bits`. Several passes alternate between the result and `buffers`."""
     passes = math.ceil(bits / _RADIX_BITS)
     return storage_bytes(_LOOK_BACK_BYTES * math.ceil(n / tile), _PASS_BYTES * passes, *(buffers if passes > 1 else ()))
 
 
 def sort_pairs_bytes(n: int, itemsize: int, bits: int | None = None) -> int:
-    """DeviceRadixSort of `n` keys of `itemsize` bytes with 8-byte values, by the lowest `bits` (default: all; bool has one)."""
+    """Return the bytes of DeviceRadixSort of `n` keys with 8-byte values, by the lowest `bits` (default: all; bool has one)."""
     if n <= _ONE_BLOCK_SORT[8]:
         return 1
     bits = (1 if itemsize == 1 else 8 * itemsize) if bits is None else max(bits, 1)
@@ -93,7 +93,7 @@ def sort_pairs_bytes(n: int, itemsize: int, bits: int | None = None) -> int:
 
 
 def sort_keys_bytes(n: int, dtype: torch.dtype) -> int:
-    """DeviceRadixSort of `n` keys without values."""
+    """Return the bytes of DeviceRadixSort of `n` keys without values."""
     size = dtype.itemsize
     if n <= _ONE_BLOCK_SORT[size]:
         return 1
@@ -101,7 +101,7 @@ def sort_keys_bytes(n: int, dtype: torch.dtype) -> int:
 
 
 def sort_script(n: int, rows: int, itemsize: int, *, strided: bool) -> Script:
-    """torch.sort of `n` elements in `rows` rows: its temporaries, apart from the results (Sort.cpp, Sort.cu).
+    """Return the temporaries of torch.sort for `n` elements in `rows` rows (Sort.cpp, Sort.cu).
 
     `strided` says that the sorted dimension is not contiguous.
     """

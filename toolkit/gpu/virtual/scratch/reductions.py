@@ -29,9 +29,9 @@ class _Dim(NamedTuple):
 
 
 def split_reduction(source: torch.Tensor, dims: Sequence[int] | None, acc_bytes: int) -> Script:
-    """Temporaries of reducing `source` over `dims` (None or empty: over all): partial results, and semaphores of the columns.
+    """Return the temporaries of reducing `source` over `dims` (None or empty: over all): partial results and semaphores.
 
-    Empty unless several blocks work on the same output. A partial result has `acc_bytes`.
+    There are none unless several blocks work on the same output. A partial result has `acc_bytes`.
     """
     if source.numel() < LEAST_SPLIT:
         return ()
@@ -65,7 +65,7 @@ def split_reduction(source: torch.Tensor, dims: Sequence[int] | None, acc_bytes:
 
 
 def full_reduction(n: int, acc_bytes: int) -> Script:
-    """Temporaries of reducing `n` contiguous elements to one."""
+    """Return the temporaries of reducing `n` contiguous elements to one."""
     return split_reduction(torch.empty(n, device="meta"), None, acc_bytes) if n >= LEAST_SPLIT else ()
 
 
