@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Attention of one new token on a static cache: split-KV decode ("Flash-Decoding", Dao et al. 2023).
 
-Bound by reading keys and values once. The query heads that share a KV head are the rows of one tile, so nothing is read
-twice; the cache is cut into as many splits as keep every multiprocessor busy, and what each of them found is combined in
-a fixed order. How many splits there are follows from the buffer, how long each is from the length, read on the device:
-the same launch (and the same CUDA graph) serves every length, and reads no more than that length.
+The kernel is bound by reading keys and values once. The query heads that share a KV head are the rows of one tile, so nothing
+is read twice. The cache is divided into enough splits to keep every multiprocessor busy, and their results are combined in a
+fixed order. The number of splits follows from the size of the buffer and their length from the sequence length, which is read
+on the device: the same launch (and the same CUDA graph) serves every length and reads no more than that length.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from toolkit.kernels.checks import check_tensor
 from toolkit.kernels.early import INTERPRETED, take_turn
 
 LOG2_E = 1.4426950408889634
-FUSED_ELEMENTS = 32768  # up to so many partial sums of a KV head, the last split to finish combines them: no second launch
-COMBINE_TILE = 8192  # partial sums a block of the second launch holds at a time
-BLOCK_TARGETS = (64, 108, 132, 264)  # blocks of the whole launch: fewer than a GPU has multiprocessors, to two or three each
+FUSED_ELEMENTS = 32768  # up to this many partial sums per KV head, the last split combines them without a second launch
+COMBINE_TILE = 8192  # partial sums that a block of the second launch holds at a time
+BLOCK_TARGETS = (64, 108, 132, 264)  # blocks per launch: from fewer than a GPU has multiprocessors to two or three for each
 
 
 @dataclass(frozen=True)
 class AttentionShape(Shape):
-    """One token on a cache of `slots`. `window`: 0 for all positions; slots <= window are a ring, more are slot = position.
+    """One token on a cache of `slots`. `window` is 0 for all positions. A cache with slots <= window is a ring.
 
-    `scaled`: scores are multiplied by 1 / sqrt(head_dim), as nearly all models do; Gemma 4 doesn't.
+    With `scaled`, scores are multiplied by 1 / sqrt(head_dim), as in nearly all models except Gemma 4.
     """
 
     heads: int
@@ -49,7 +49,7 @@ class AttentionShape(Shape):
 
     @property
     def scale(self) -> float:
-        """What scores are multiplied by."""
+        """The factor for the scores."""
         return self.head_dim**-0.5 if self.scaled else 1.0
 
     @property
@@ -59,7 +59,7 @@ class AttentionShape(Shape):
 
     @property
     def seen(self) -> int:
-        """The most slots a token sees."""
+        """The largest number of slots that a token sees."""
         return min(self.slots, self.window) if self.window else self.slots
 
     @property
@@ -71,8 +71,8 @@ class AttentionShape(Shape):
 class AttentionDecode(Kernel):
     """query [1, 1, H, D] on keys and values [1, KV heads, slots, D] -> [1, 1, H * D], softmax in fp32.
 
-    `positions` [1] (int32 or int64, on the device): the token's own, whose key and value are already written; -1 says that
-    nothing is, and gives zeros. Slots that the token doesn't see may hold anything, NaN included. Keys and values may be
+    `positions` [1] (int32 or int64, on the device) is that of the token, whose key and value are written already; -1 stands for
+    an empty cache and gives zeros. Slots that the token doesn't see may hold anything, including NaN. Keys and values may be
     views of the first slots of longer buffers.
     """
 
@@ -93,11 +93,11 @@ class AttentionDecode(Kernel):
         splits = sorted({splits_for(shape, target) for target in BLOCK_TARGETS})
         default = Config(block_n=blocks[0], splits=splits_for(shape, 132), warps=4, stages=2)
         found = config_grid(default, stages=(2, 3, 4), block_n=blocks, splits=splits)
-        # Keys and values on their way while a block of them is computed with: too few leave the memory idle.
+        # Enough loads of keys and values must be in flight while a block is computed, or the memory is idle.
         return [c for c in found if c == default or 48 * KiB <= 2 * (c.stages - 1) * c["block_n"] * row <= 192 * KiB]
 
     def inputs(self, shape: Shape, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
-        """Values and scores of unit variance, and where slots are positions, a few slots of 1,000 beyond the length."""
+        """Return values and scores of unit variance; for caches of positions, a few slots of 1,000 lie beyond the length."""
         assert isinstance(shape, AttentionShape)
         kv = (1, shape.kv_heads, shape.slots, shape.head_dim)
         if torch.device(device).type == "meta":
@@ -123,7 +123,7 @@ class AttentionDecode(Kernel):
         return (attend(shape, inputs["query"], inputs["keys"], inputs["values"], inputs["positions"]),)
 
     def outputs(self, shape: Shape, inputs: Tensors) -> dict[str, Tensor]:
-        """The result; partial sums and their weights for the most splits of any config; arrivals, which must be zero."""
+        """Return the result, partial sums and weights for the largest number of splits of any config, and zeroed arrivals."""
         assert isinstance(shape, AttentionShape)
         device, splits = inputs["query"].device, splits_for(shape, max(BLOCK_TARGETS))
         return {
@@ -149,14 +149,14 @@ class AttentionDecode(Kernel):
 
 
 def attend(shape: AttentionShape, query: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
-    """The reference, in fp32 whatever the dtypes: [1, 1, H * D] in the shape's."""
+    """The reference: computes in fp32 and returns [1, 1, H * D] in the dtype of the shape."""
     slots = torch.arange(shape.slots, device=query.device)
     seen = slots <= positions
     if shape.window and shape.slots > shape.window:
         seen &= slots > positions - shape.window
     rows = query.float().view(shape.kv_heads, shape.group, shape.head_dim)
     scores = torch.bmm(rows, keys[0].float().transpose(1, 2)) * shape.scale
-    weights = scores.masked_fill(~seen, -math.inf).softmax(-1).masked_fill(~seen, 0)  # all hidden: NaN, then zeros
+    weights = scores.masked_fill(~seen, -math.inf).softmax(-1).masked_fill(~seen, 0)  # if all are hidden, NaN becomes zero
     out = torch.bmm(weights, values[0].float().masked_fill(~seen[:, None], 0))
     return out.view(1, 1, -1).to(shape.torch_dtype)
 
@@ -169,9 +169,9 @@ def split_launches(
     arguments: Mapping[str, Any],
     constants: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Launch]:
-    """`function` for every split of every KV head, and a second launch where combining is too much for one block.
+    """Launch `function` for every split of every KV head, and a second launch if one block can't combine the splits.
 
-    It gets `arguments` (those of a split's own) and `constants` beside what all split-KV decoders need.
+    `arguments` and `constants` are passed in addition to those that all split-KV decoders need.
     """
     splits, columns = config["splits"], shape.group * shape.head_dim
     if splits > outputs["partial"].shape[1]:
@@ -181,7 +181,7 @@ def split_launches(
     tile = min(triton.next_power_of_2(columns), max(64, COMBINE_TILE // triton.next_power_of_2(splits)))
     scratch = {name: outputs[name] for name in ("partial", "weights", "output")}
     sizes = {"SPLITS": splits, "GROUP": shape.group, "HEAD_DIM": shape.head_dim, "COLUMNS": tile}
-    # Slots are a number, not a constant: caches of any length run the same program. A ring is seen whole.
+    # The number of slots is an argument, not a constant, so caches of any length share a program. A ring is seen whole.
     window = shape.window if shape.slots > shape.window else 0
     own = {"WINDOW": window, "FUSED": fused, "BLOCK_N": config["block_n"]}
     own |= {"BLOCK_M": max(16, triton.next_power_of_2(shape.group))}
@@ -195,14 +195,15 @@ def split_launches(
 
 
 def splits_for(shape: AttentionShape, blocks: int) -> int:
-    """How many splits make about `blocks` blocks of a launch, with some 16 slots for each; where slots are few a power of two,
-    so that few lengths need a program of their own.
+    """Return the number of splits that gives about `blocks` blocks, with at least some 16 slots each.
+
+    For few slots it is a power of two, so that few lengths need a program of their own.
     """
     return max(1, min(blocks // shape.kv_heads, triton.next_power_of_2(triton.cdiv(shape.seen, 16))))
 
 
 def check_tensors(shape: AttentionShape, inputs: Tensors, tokens: int) -> None:
-    """Raises ModelError where `inputs` aren't what the kernels can read: sizes, dtypes, devices, strides."""
+    """Raise ModelError if the kernels can't read `inputs`: sizes, dtypes, devices, strides."""
     check_query(shape, inputs, tokens)
     for name in ("keys", "values"):
         size = (1, shape.kv_heads, shape.slots, shape.head_dim)
@@ -210,7 +211,7 @@ def check_tensors(shape: AttentionShape, inputs: Tensors, tokens: int) -> None:
 
 
 def check_query(shape: AttentionShape, inputs: Tensors, tokens: int) -> None:
-    """Raises ModelError where the shape itself, the query or the positions aren't what the kernels can read."""
+    """Raise ModelError if the kernels don't support the shape, the query or the positions."""
     dim, asked = shape.head_dim, f"attention of {shape.heads} heads on {shape.kv_heads}, head_dim {shape.head_dim}"
     if shape.kv_heads < 1 or shape.heads < 1 or shape.heads % shape.kv_heads:
         raise ModelError(asked, "the heads don't divide by the KV heads", "Give a whole number of heads for each KV head")
@@ -220,12 +221,12 @@ def check_query(shape: AttentionShape, inputs: Tensors, tokens: int) -> None:
         raise ModelError(asked, f"the cache has {shape.slots} slots", "Give at least one")
     query = inputs["query"]
     check_tensor("attention", "query", query, (1, tokens, shape.heads, dim), shape.torch_dtype, query)
-    positions = inputs["positions"]  # a step's may be one number of a longer array
+    positions = inputs["positions"]  # the position of a step may be one element of a longer array
     check_tensor("attention", "positions", positions, (tokens,), (torch.int32, torch.int64), query, positions.element_size())
 
 
 def check_cached(name: str, cached: Tensor, shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> None:
-    """ModelError unless each head's part of `cached` is contiguous, of that shape and dtype: views of slots are."""
+    """Raise ModelError unless each head of `cached` is contiguous with this shape and dtype, as in views of slots."""
     if tuple(cached.shape) != tuple(shape):
         found = f"shape {list(cached.shape)} where {list(shape)} is needed"
         raise ModelError(f"attention, {name}", found, "Give it in that shape")
@@ -238,7 +239,7 @@ ATTENTION_DECODE = AttentionDecode()
 
 @triton.jit
 def dot(a, b, total):
-    """total + a @ b, fp32 operands multiplied as such, not as tf32. The interpreter can't multiply bf16."""
+    """Return total + a @ b. fp32 operands are not rounded to tf32. The interpreter can't multiply bf16."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), total)
     return tl.dot(a, b, total, input_precision="ieee")
@@ -246,7 +247,7 @@ def dot(a, b, total):
 
 @triton.jit
 def seen_slots(positions, capacity, WINDOW: tl.constexpr):
-    """(first, end) of the slots that the token sees. A ring is seen from its first slot to the last one written."""
+    """Return (first, end) of the slots that the token sees. A ring is seen from its first slot to the last one written."""
     end = tl.load(positions).to(tl.int32) + 1
     first = tl.maximum(end - WINDOW, 0) if WINDOW > 0 else 0
     return first, tl.minimum(end, capacity)
@@ -254,7 +255,7 @@ def seen_slots(positions, capacity, WINDOW: tl.constexpr):
 
 @triton.jit
 def split_length(first, end, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """How many slots a split reads, and how many splits that leaves with work (the first, even if there is none)."""
+    """Return the slots per split, and the number of splits that have work (at least one)."""
     length = tl.maximum(end - first, 0)
     each = tl.maximum(tl.cdiv(length, SPLITS), BLOCK_N)
     return each, tl.maximum(tl.cdiv(length, each), 1)
@@ -266,7 +267,7 @@ def _decode(
     WINDOW: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
-    """One split of one KV head: the weighted mean of its values for each query head, and the logarithm of their weight."""
+    """One split of one KV head: the weighted mean of its values for each query head, and the log of their weight."""
     take_turn()
     head, split = tl.program_id(0), tl.program_id(1)
     first, end = seen_slots(positions, capacity, WINDOW)
@@ -291,11 +292,11 @@ def _decode(
             new_peak = tl.maximum(peak, tl.max(scores, 1))
             shrink, p = tl.exp2(peak - new_peak), tl.exp2(scores - new_peak[:, None])
             total = total * shrink + tl.sum(p, 1)
-            # Slots beyond the length may hold NaN, which a weight of zero wouldn't hide: they aren't loaded.
+            # Slots beyond the length are not loaded: they may hold NaN, which a weight of zero would not hide.
             v = tl.load(value_rows + slots[:, None] * HEAD_DIM, mask=slots[:, None] < stop, other=0)
             mean = dot(p.to(v.dtype), v, mean * shrink[:, None])
             peak = new_peak
-        total = tl.where(total > 0, total, 1)  # nothing seen: zeros, of no weight, as its peak is -inf
+        total = tl.where(total > 0, total, 1)  # nothing seen: zeros with no weight, since the peak is -inf
         mean /= total[:, None]
         if SPLITS == 1:
             tl.store(output + head * GROUP * HEAD_DIM + tile, mean.to(output.dtype.element_ty), mask=real[:, None])
@@ -311,7 +312,7 @@ def _decode(
 
 @triton.jit
 def no_weight(weights, head, split, SPLITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """What a split without slots leaves for the second launch, which asks for no length."""
+    """Store the result of a split without slots for the second launch, which doesn't read the length."""
     rows = tl.arange(0, BLOCK_M)
     tl.store(weights + (head * SPLITS + split) * GROUP + rows, float("-inf"), mask=rows < GROUP)
 
@@ -321,12 +322,12 @@ def combine_last(
     partial, weights, output, arrivals, head, active,
     SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Tell that a split has stored what it found; the last of a head to do so combines all of them."""
-    tl.debug_barrier()  # every thread's partial sums are written before this block says so
+    """Signal that a split has stored its result; the last split of a head combines all of them."""
+    tl.debug_barrier()  # all threads have written their partial sums before this block signals
     if tl.atomic_add(arrivals + head, 1, sem="acq_rel") == active - 1:
         for column in range(0, GROUP * HEAD_DIM, COLUMNS):
             combine_columns(partial, weights, output, head, column, active, SPLITS, GROUP, HEAD_DIM, COLUMNS)
-        tl.store(arrivals + head, 0)  # ready for the next launch
+        tl.store(arrivals + head, 0)  # reset for the next launch
 
 
 @triton.jit
@@ -334,7 +335,7 @@ def _combine(
     partial, weights, output,
     SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The second launch: each block combines all splits of some columns of a KV head's rows."""
+    """The second launch: each block combines all splits for some columns of a KV head's rows."""
     take_turn()
     column = tl.program_id(1) * COLUMNS
     combine_columns(partial, weights, output, tl.program_id(0), column, SPLITS, SPLITS, GROUP, HEAD_DIM, COLUMNS)
@@ -345,7 +346,7 @@ def combine_columns(
     partial, weights, output, head, column, active,
     SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The means of the first `active` splits by their share of the weight, for COLUMNS of GROUP x HEAD_DIM columns."""
+    """Average the first `active` splits by their weight, for COLUMNS of the GROUP x HEAD_DIM columns."""
     splits = tl.arange(0, triton.next_power_of_2(SPLITS))[:, None]
     columns = column + tl.arange(0, COLUMNS)[None, :]
     within = columns < GROUP * HEAD_DIM
@@ -354,7 +355,7 @@ def combine_columns(
     row = column // HEAD_DIM if COLUMNS <= HEAD_DIM else tl.minimum(columns // HEAD_DIM, GROUP - 1)
     weight = tl.load(weights + (head * SPLITS + splits) * GROUP + row, mask=splits < active, other=float("-inf"))
     mean = tl.load(partial + mean_rows + columns, mask=(splits < active) & within, other=0)
-    mean = tl.where(weight > float("-inf"), mean, 0)  # nothing was stored there
+    mean = tl.where(weight > float("-inf"), mean, 0)  # no split stored anything
     peak = tl.max(weight, 0)[None, :]
     share = tl.exp2(weight - tl.where(peak > float("-inf"), peak, 0))
     total = tl.sum(share, 0)[None, :]

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Attention of one new token on a cache held in 8 or 4 bits (`kv_codes`): split-KV decode that reads codes.
+"""Attention of one new token on a cache quantized to 8 or 4 bits (`kv_codes`): split-KV decode that reads codes.
 
-Bound by making numbers of codes before it is bound by reading them: a 4-bit code costs about four lane operations. Codes
-become fp16 numbers two to an instruction, scales are multiplied into scores and weights, and where keys or values are
-rotated it is the query and the result that are turned, once for each split.
+Converting codes to numbers limits the kernel more than reading them: a 4-bit code costs about four lane operations. Codes
+become fp16 numbers two per instruction, and scales are multiplied into scores and weights. For rotated keys or values, the
+query and the result are rotated instead, once per split.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from toolkit.kernels.kv_codes import POLYNOMIAL, CodeScheme, decode, encode, fin
 
 @dataclass(frozen=True)
 class CodesShape(AttentionShape):
-    """`codes`: how the cache is held, by the name of one of `KV_SCHEMES`."""
+    """`codes` is the format of the cache: a name in `KV_SCHEMES`."""
 
     codes: str = "int8"
 
@@ -51,15 +51,15 @@ class CodesShape(AttentionShape):
         return find_kv_scheme(self.codes)
 
     def words(self, bits: int) -> tuple[int, ...]:
-        """Shape of what holds codes of so many bits."""
+        """Return the shape of the words that hold codes with this number of bits."""
         return (1, self.kv_heads, self.slots, self.head_dim * bits // 16)
 
 
 class AttentionCodes(AttentionDecode):
-    """As `AttentionDecode`, on codes: "keys" and "values" int16 [1, KV heads, slots, D bits / 16], "key_scales" and
-    "value_scales" fp16 [1, KV heads, slots], "signs" fp32 [D]: what `kv_codes.encode` makes and takes.
+    """As `AttentionDecode`, on the codes that `kv_codes.encode` returns.
 
-    Wants a head_dim of 16 words at least: 64 for 4 bits. Compared with the reference on the same codes.
+    "keys" and "values" are int16 [1, KV heads, slots, D * bits / 16], "key_scales" and "value_scales" fp16 [1, KV heads,
+    slots], and "signs" fp32 [D]. head_dim must fill at least 16 words: 64 for 4 bits. The reference uses the same codes.
     """
 
     name = "attention_codes"
@@ -83,7 +83,7 @@ class AttentionCodes(AttentionDecode):
         return config_grid(default, stages=(2, 3), block_n=blocks, splits=splits)
 
     def inputs(self, shape: Shape, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
-        """Codes of the values that `AttentionDecode` gets."""
+        """Return the codes of the values that `AttentionDecode` uses."""
         assert isinstance(shape, CodesShape)
         made, scheme = super().inputs(shape, device, seed), shape.scheme
         signs = torch.empty(shape.head_dim, device=device)
@@ -93,7 +93,7 @@ class AttentionCodes(AttentionDecode):
             plain, size = made.pop(f"{name}s"), shape.words(bits)
             codes = torch.empty(size, dtype=torch.int16, device=device)
             scales = torch.empty(size[:3], dtype=torch.float16, device=device)
-            for head in range(0 if plain.is_meta else shape.kv_heads):  # one at a time: fp32 copies of all needn't fit
+            for head in range(0 if plain.is_meta else shape.kv_heads):  # one at a time: fp32 copies of all may not fit
                 codes[0, head], scales[0, head] = encode(plain[0, head], bits, signs)
             made |= {f"{name}s": codes, f"{name}_scales": scales}
         return {**made, "signs": signs}
@@ -135,17 +135,17 @@ ATTENTION_CODES = AttentionCodes()
 
 
 def _twice(number: float) -> str:
-    """The PTX constant of two fp16 numbers, both this one."""
+    """Return the PTX constant for two fp16 numbers that both equal `number`."""
     return "0x" + 2 * struct.pack(">e", number).hex()
 
 
 def _ptx(bits: int, field: int) -> str:
-    """Instructions from two words in $1 to two fp16 numbers in $0, of the codes in one of their fields.
+    """Return instructions that convert one field of the two words in $1 to two fp16 numbers in $0.
 
-    4 bits: in bits 4 to 7 of 1024 a code makes 1024 + 16 code; a 128th of that less 8.9375 is v = (code - 7.5) / 8,
-    exactly, and the level is a polynomial of v. 8 bits: in the last byte of 1024, code + 128 makes 1152 + code.
+    4 bits: in bits 4 to 7 of 1024, a code gives 1024 + 16 code; dividing by 128 and subtracting 8.9375 gives exactly v = (code
+    - 7.5) / 8, and the level is a polynomial in v. 8 bits: in the last byte of 1024, code + 128 gives 1152 + code.
     """
-    low = 4 if bits == 4 else 0  # where the field has to be
+    low = 4 if bits == 4 else 0  # the bit position that the field needs
     moved = f"shl.b32 v, $1, {low - field * bits}" if field * bits < low else f"shr.u32 v, $1, {field * bits - low}"
     numbers = {"part": 1 / 128, "middle": -8.9375 if bits == 4 else -9.0}
     lines = [".reg .b32 v, square, sum, part, middle, first, third, fifth", moved]
@@ -169,9 +169,9 @@ FIRST, THIRD, FIFTH = (tl.constexpr(number) for number in POLYNOMIAL)
 
 @triton.jit
 def numbers_of(words, FIELD: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr):
-    """One field of int16 words as fp16 numbers: levels of 4-bit codes, a 128th of 8-bit ones.
+    """Return one field of int16 words as fp16 numbers: the levels of 4-bit codes, 1/128 of 8-bit codes.
 
-    Without `PTX` rounded where the instructions on pairs round: the same bits.
+    Without `PTX` it rounds where the paired instructions round, so the bits are the same.
     """
     if PTX:
         low: tl.constexpr = PTX_40 if FIELD == 0 else PTX_41
@@ -187,7 +187,7 @@ def numbers_of(words, FIELD: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr
 
 @triton.jit
 def level_of(codes):
-    """The levels of 4-bit codes, 0 to 15, in fp16."""
+    """Return the levels of 4-bit codes, 0 to 15, in fp16."""
     v = codes.to(tl.float32) * 0.125 - 0.9375
     inner = (v * v * FIFTH + THIRD).to(tl.float16).to(tl.float32)
     return (v * (inner * (v * v) + FIRST).to(tl.float16).to(tl.float32)).to(tl.float16)
@@ -195,7 +195,7 @@ def level_of(codes):
 
 @triton.jit
 def turn(a, b, c, d, ROWS: tl.constexpr, SIZE: tl.constexpr):
-    """The orthogonal Hadamard transform of rows of 4 SIZE, given and returned in quarters [ROWS, SIZE]; its own inverse."""
+    """The orthogonal Hadamard transform of rows of length 4 SIZE, passed and returned as quarters [ROWS, SIZE]."""
     parity = tl.arange(0, SIZE)[:, None] & tl.arange(0, SIZE)[None, :]
     parity ^= parity >> 4
     parity ^= parity >> 2
@@ -225,7 +225,7 @@ def _decode_codes(
     PTX: tl.constexpr = not INTERPRETED
     KEY_WORDS: tl.constexpr = HEAD_DIM * KEY_BITS // 16
     VALUE_WORDS: tl.constexpr = HEAD_DIM * VALUE_BITS // 16
-    # What scores and weights are multiplied by beside a slot's scale: 8-bit numbers come as 128ths.
+    # The unit of the numbers next to the slot's scale: 8-bit codes are returned as 128ths.
     KEY_UNIT: tl.constexpr = 128 if KEY_BITS == 8 else 1
     VALUE_UNIT: tl.constexpr = 128 if VALUE_BITS == 8 else 1
     if split < active:
@@ -260,7 +260,7 @@ def _decode_codes(
         for slot in range(start, stop, BLOCK_N):
             slots = slot + tl.arange(0, BLOCK_N)
             there = slots < stop
-            # Transposed as words and made numbers after: in the registers from which they are multiplied.
+            # Words are transposed and then converted, in the registers from which they are multiplied.
             words = tl.trans(tl.load(key_rows + slots[:, None] * KEY_WORDS, mask=there[:, None], other=0))
             steps = tl.load(key_steps + slots, mask=there, other=0).to(tl.float32) * (scale * KEY_UNIT)
             scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -281,7 +281,7 @@ def _decode_codes(
             if VALUE_BITS == 4:
                 m2 = dot(p, numbers_of(words, 2, VALUE_BITS, PTX), m2 * shrink[:, None])
                 m3 = dot(p, numbers_of(words, 3, VALUE_BITS, PTX), m3 * shrink[:, None])
-        total = tl.where(total > 0, total, 1)  # nothing seen: zeros, of no weight, as its peak is -inf
+        total = tl.where(total > 0, total, 1)  # nothing seen: zeros with no weight, since the peak is -inf
         part = 1 / total[:, None]
         at = (head * SPLITS + split) * GROUP
         found = output + head * GROUP * HEAD_DIM if SPLITS == 1 else partial + at * HEAD_DIM

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Attention of several new tokens on a static cache: causal, windowed, tiles of queries (FlashAttention-2, Dao 2023).
 
-Bound by the products of a long prompt, by reading the cache for a few tokens on a long one. A tile's rows are consecutive
-tokens with all query heads of one KV head, so that keys and values serve the whole group. Where the tokens stand is read
-on the device: one launch serves every offset, and each tile reads only the slots that some row of it sees.
+Arithmetic bounds the kernel for a long prompt; reading the cache bounds it for a few tokens on a long one. The rows of a tile
+are consecutive tokens with all query heads of one KV head, so that keys and values serve the whole group. The positions are
+read on the device: one launch serves every offset, and each tile reads only the slots that some row of it sees.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, c
 
 @dataclass(frozen=True)
 class PrefillShape(AttentionShape):
-    """`tokens` new ones. `ring`: keys and values are those of a ring before the new ones, which are given beside them."""
+    """`tokens` new tokens. With `ring`, the cache is a ring without the new keys and values, which are passed separately."""
 
     tokens: int = 512
     ring: bool = False
@@ -35,11 +35,12 @@ class PrefillShape(AttentionShape):
 class AttentionPrefill(Kernel):
     """query [1, T, H, D] on keys and values [1, KV heads, slots, D] -> [1, T, H * D], softmax in fp32.
 
-    `positions` [T] (int32 or int64, on the device) ascend by one. A token sees its own position and those before it, the
-    last `window` of them where that isn't 0. Without `ring` slot = position, and the new tokens' keys and values are
-    written already. With it slot s holds the last position before the new ones that is s modulo the slots, and
-    "new_keys" and "new_values" [1, KV heads, T, D] (views of [1, T, KV heads, D] do) are what the new tokens add.
-    Rows that see nothing (a negative position) give zeros; slots that no token sees may hold anything, NaN included.
+    `positions` [T] (int32 or int64, on the device) ascend by one. A token sees its own position and those before it, limited to
+    the last `window` if that isn't 0. Without `ring`, the slot index equals the position, and the keys and values of the new
+    tokens are written already. With `ring`, slot s holds the last position before the new tokens that is congruent to s modulo
+    the number of slots, and "new_keys" and "new_values" [1, KV heads, T, D] (or views of [1, T, KV heads, D]) are those of the
+    new tokens. Rows that see nothing (a negative position) give zeros; slots that no token sees may hold anything, including
+    NaN.
     """
 
     name = "attention_prefill"
@@ -58,7 +59,7 @@ class AttentionPrefill(Kernel):
         widest = 64 if shape.torch_dtype.itemsize == 2 else 32  # fp32 products take more registers
         default = Config(block_m=max(16, min(widest, 16384 // row)), block_n=max(16, 16384 // row), warps=4, stages=2)
         found = config_grid(default, warps=(4, 8), stages=(2, 3), block_m=(16, 64, 128), block_n=(32, 64, 128))
-        # The running means are in registers, 4096 fp32 of them a warp at most, and no more warps than that takes are faster.
+        # The running means are held in registers, at most 4096 fp32 numbers per warp; more warps than needed are not faster.
         return [
             c
             for c in found
@@ -70,7 +71,7 @@ class AttentionPrefill(Kernel):
         ]
 
     def inputs(self, shape: Shape, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
-        """Values and scores of unit variance; the last new token fills the cache, and a ring has come round once."""
+        """Return values and scores of unit variance; the last new token fills the cache, and a ring has wrapped around once."""
         assert isinstance(shape, PrefillShape)
         kv = (1, shape.kv_heads, shape.slots, shape.head_dim)
         new = (1, shape.kv_heads, shape.tokens, shape.head_dim)
@@ -97,7 +98,7 @@ class AttentionPrefill(Kernel):
         if shape.window:
             seen &= held > positions[:, None] - shape.window
         out = torch.empty(shape.tokens, shape.heads, shape.head_dim, device=keys.device)
-        for head in range(shape.heads):  # one at a time: scores of all of them needn't fit
+        for head in range(shape.heads):  # one at a time, because the scores of all heads may not fit
             mine = values[head // shape.group].float().masked_fill(~seen.any(0)[:, None], 0)
             scores = inputs["query"][0, :, head].float() @ keys[head // shape.group].float().T * shape.scale
             out[:, head] = scores.masked_fill(~seen, -math.inf).softmax(-1).masked_fill(~seen, 0) @ mine
@@ -132,7 +133,7 @@ class AttentionPrefill(Kernel):
         return [Launch(_prefill, grid, {**arguments, **numbers}, constants, config.warps, config.stages)]
 
     def cost(self, shape: Shape) -> Cost:
-        """Bytes: queries, results, and each visible slot once. Products: of the pairs that causality and window leave."""
+        """Count the bytes of queries, results and each visible slot once, and the products that causality and window leave."""
         assert isinstance(shape, PrefillShape)
         size = shape.torch_dtype.itemsize
         start = shape.slots if shape.ring else max(0, shape.slots - shape.tokens)
@@ -144,7 +145,7 @@ class AttentionPrefill(Kernel):
 
 
 def check_ring(shape: PrefillShape, inputs: Tensors) -> None:
-    """Raises ModelError where a ring's shape or the new keys and values aren't what the kernel can read."""
+    """Raise ModelError if the kernel can't read the ring, or the new keys and values."""
     if not shape.ring:
         return
     asked, size = f"attention on a ring of {shape.slots}", (1, shape.kv_heads, shape.tokens, shape.head_dim)
@@ -169,7 +170,7 @@ def _prefill(
     HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows: token = row // GROUP, query head = row % GROUP of those of one KV head."""
-    # The last tiles see the most: started first, they aren't what the launch waits for.
+    # The last tiles see the most slots and are started first, so that the launch doesn't wait for them.
     first_row, head = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M, tl.program_id(1)
     rows, dims = first_row + tl.arange(0, BLOCK_M), tl.arange(0, HEAD_DIM)
     start = tl.load(positions).to(tl.int32)
@@ -185,7 +186,7 @@ def _prefill(
     key_rows = keys + head.to(tl.int64) * key_stride + dims[None, :]
     value_rows = values + head.to(tl.int64) * value_stride + dims[None, :]
     if RING:
-        # Of the positions before the new ones, those that the first row sees and the ring still holds.
+        # The oldest position before the new ones that the first row sees and the ring still holds.
         oldest = tl.maximum(tl.maximum(lowest - WINDOW + 1, start - SLOTS), 0)
         for position in range(oldest, start, BLOCK_N):
             held = position + tl.arange(0, BLOCK_N)
@@ -223,7 +224,7 @@ def _attend(
     q, keys, values, there, row_positions, slot_positions, peak, total, mean, scale,
     WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One block of slots: the running peak, total weight and weighted values of each row, brought up to date."""
+    """Update the running peak, total weight and weighted values of each row with one block of slots."""
     k = tl.load(keys, mask=there[:, None], other=0)
     scores = dot(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)) * scale
     seen = (slot_positions[None, :] <= row_positions[:, None]) & there[None, :]
@@ -233,7 +234,7 @@ def _attend(
     new_peak = tl.maximum(peak, tl.max(scores, 1))
     base = tl.where(new_peak > float("-inf"), new_peak, 0)  # a row that has seen nothing yet
     shrink, p = tl.exp2(peak - base), tl.exp2(scores - base[:, None])
-    # Slots that nothing was written to may hold NaN, which a weight of zero wouldn't hide: they aren't loaded.
+    # Empty slots are not loaded: they may hold NaN, which a weight of zero would not hide.
     v = tl.load(values, mask=there[:, None], other=0)
     mean = dot(p.to(v.dtype), v, mean * shrink[:, None])
     return new_peak, total * shrink + tl.sum(p, 1), mean

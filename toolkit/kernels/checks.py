@@ -1,4 +1,4 @@
-"""What a kernel asks of its tensors, checked before a launch: a wrong one is told by name, not found out in wrong numbers."""
+"""Checks of the tensors before a launch, with an error that names the tensor instead of wrong results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from toolkit.core.errors import ModelError
 
-ALIGNMENT = 16  # bytes: the widest load of a GPU; where a tensor from PyTorch's allocator begins unless it was sliced
+ALIGNMENT = 16  # bytes: a GPU's widest load; PyTorch's allocator aligns to it, slices may not
 
 
 def check_tensor(
@@ -21,7 +21,7 @@ def check_tensor(
     like: Tensor,
     alignment: int = ALIGNMENT,
 ) -> None:
-    """ModelError unless `tensor` has that shape and one of `dtypes`, is contiguous, aligned, and on the device of `like`."""
+    """Raise ModelError unless `tensor` has this shape and dtype, and is contiguous, aligned, and on the device of `like`."""
     allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
     asked = f"{kernel}, {name}"
     if tuple(tensor.shape) != tuple(shape):
@@ -33,6 +33,6 @@ def check_tensor(
         raise ModelError(asked, f"on {tensor.device}, the rest on {like.device}", "Move it there")
     if not tensor.is_contiguous():
         raise ModelError(asked, f"strides {list(tensor.stride())}: not contiguous", "Call .contiguous()")
-    # those that only stand for a tensor, as while a graph is traced, have no address
+    # Tensors that stand for others, as in tracing, have no address.
     if type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_meta and tensor.data_ptr() % alignment:
         raise ModelError(asked, f"begins {tensor.data_ptr() % alignment} B past a multiple of {alignment}", "Clone it")

@@ -1,12 +1,12 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="assignment"
 # ruff: noqa: RUF005  # what Triton compiles knows no (*a, b)
-"""One token of the gated delta net, from what its input matrices give to what its output matrix takes, in one launch.
+"""One token of the gated delta net, from the outputs of its input matrices to the input of its output matrix, in one launch.
 
-The step of the gated delta rule (Yang et al., arXiv 2412.06464) with all that stands around it: the causal convolution's
-update and SiLU, the norms of query and key, the gates, and the gated norm of what was read. Bound by reading and writing
-the memory once: both sums over the old memory (what the key finds, what the query finds) are taken in one pass, and what
-the query finds in the new memory follows from them, as q (e S + k d) = e (q S) + (q k) d.
+It is the step of the gated delta rule (Yang et al., arXiv 2412.06464) with everything around it: the update of the causal
+convolution and SiLU, the norms of query and key, the gates, and the gated norm of the result. Reading and writing the memory
+once bounds the kernel: one pass over the old memory S computes both k S and q S, and the query's result on the new memory
+follows as q (e S + k d) = e (q S) + (q k) d.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ INTEGERS = (torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class DeltaShape(Shape):
-    """Heads and their sizes. `tiled`: value head j reads key head j modulo their number; else neighbours share one.
+    """Head counts and sizes. With `tiled`, value head j reads key head j modulo `key_heads`; else neighbors share a key head.
 
-    `eps` of the gated norm is a number written out.
+    `eps` of the gated norm is a number written as text.
     """
 
     key_heads: int
@@ -52,7 +52,7 @@ class DeltaShape(Shape):
 
     @property
     def channels(self) -> int:
-        """Of the convolution: all queries, all keys, all values."""
+        """Channels of the convolution: all queries, all keys, all values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     @property
@@ -61,7 +61,7 @@ class DeltaShape(Shape):
         return found
 
     def check(self) -> str:
-        """How an error calls it. Raises ModelError for sizes that make no delta net."""
+        """Return the name of this shape in error messages. Raises ModelError for invalid sizes."""
         asked = f"a delta net of {self.key_heads} key heads x {self.key_dim}, {self.value_heads} value heads x {self.value_dim}"
         if min(self.key_heads, self.value_heads, self.key_dim, self.value_dim, self.taps) < 1:
             raise ModelError(asked, f"and {self.taps} taps: a size is below 1", "Give sizes of 1 or more")
@@ -81,11 +81,11 @@ KNOWN = {
 
 
 class DeltaStep(Kernel):
-    """One token: (output [value heads * Dv]; ring [taps, channels] and memory [value heads, Dk, Dv], written in place).
+    """One token -> output [value heads * Dv]; ring [taps, channels] and memory [value heads, Dk, Dv] are updated in place.
 
     Inputs: "qkv" [channels], "z" [value heads * Dv], "b" and "a" [value heads] in the model's dtype, as the input matrices
-    give them; "conv" [channels, taps], "decay" (-exp(A_log)), "dt_bias" [value heads] and "norm" [Dv] in fp32; "positions"
-    [1] (int32 or int64, on the device), the token's own; "ring" in the model's dtype, where slot p modulo taps holds the
+    return them; "conv" [channels, taps], "decay" (-exp(A_log)), "dt_bias" [value heads] and "norm" [Dv] in fp32; "positions"
+    [1] (int32 or int64, on the device), that of the token; "ring" in the model's dtype, where slot p modulo taps holds the
     input at position p; "memory" in fp32.
     """
 
@@ -99,11 +99,11 @@ class DeltaStep(Kernel):
         whole = triton.next_power_of_2(shape.value_dim)
         blocks = [n for n in (32, 16, 64, 128) if n <= whole] or [whole]
         found = config_grid(Config(block_v=blocks[0], warps=4), block_v=blocks, warps=(1, 2, 4, 8, 16, 32))
-        each = triton.next_power_of_2(shape.key_dim)  # numbers of the memory that a thread then holds: not too many, nor none
+        each = triton.next_power_of_2(shape.key_dim)  # numbers of the memory per thread: neither too many nor none
         return [c for i, c in enumerate(found) if not i or 4 <= c["block_v"] * each // (32 * c.warps) <= 64]
 
     def inputs(self, shape: Shape, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
-        """As trained nets have them: memories of 1 to 100 tokens, a convolution that keeps sizes, a memory in use."""
+        """Return inputs like those of trained nets: memories of 1 to 100 tokens, a convolution that keeps the scale."""
         assert isinstance(shape, DeltaShape)
         return {**random_net(shape, 1, device, seed), "positions": torch.full((1,), 1001, device=device)}
 
@@ -121,7 +121,7 @@ class DeltaStep(Kernel):
         return gated_norm(shape, found[None], inputs)[0], ring, memory
 
     def outputs(self, shape: Shape, inputs: Tensors) -> dict[str, Tensor]:
-        """The results, two of them inputs written in place; what the parts of a head read; how many arrived, zero at first."""
+        """Return the results (two are inputs, written in place), the reads of each part of a head, and zeroed arrivals."""
         assert isinstance(shape, DeltaShape)
         device, heads, size = inputs["qkv"].device, shape.value_heads, shape.value_heads * shape.value_dim
         return {
@@ -141,7 +141,7 @@ class DeltaStep(Kernel):
         return [Launch(_step, grid, {**inputs, **outputs}, constants, config.warps, config.stages, early=True)]
 
     def cost(self, shape: Shape) -> Cost:
-        """The memory both ways, the ring read and one slot of it written, and the vectors; 7 operations a number kept."""
+        """Count the memory read and written, the ring, and the vectors; 7 operations per number of the memory."""
         assert isinstance(shape, DeltaShape)
         heads, size = shape.value_heads, shape.torch_dtype.itemsize
         memory, values = heads * shape.key_dim * shape.value_dim, heads * shape.value_dim
@@ -150,7 +150,7 @@ class DeltaStep(Kernel):
         return Cost(8 * memory + conv + vectors, 7.0 * memory)
 
     def run(self, shape: Shape, config: Config, inputs: Tensors) -> tuple[Tensor, ...]:
-        """On copies of the ring and the memory: the same inputs can be used again."""
+        """Run on copies of the ring and the memory, so that the inputs can be used again."""
         return super().run(shape, config, {**inputs, **{name: inputs[name].clone() for name in ("ring", "memory")}})
 
     def results(self, shape: Shape) -> int:
@@ -161,15 +161,15 @@ Wanted = dict[str, tuple[Sequence[int], torch.dtype | tuple[torch.dtype, ...]]]
 
 
 def check_inputs(shape: DeltaShape, inputs: Tensors, wanted: Wanted) -> None:
-    """Raises ModelError for a shape that makes no delta net, or inputs that aren't as `wanted`."""
+    """Raise ModelError for an invalid shape, or inputs that differ from `wanted`."""
     asked = shape.check()
     for name, (size, dtypes) in wanted.items():
-        alignment = 16 if name in ("conv", "ring", "memory") else 4  # the vectors are parts of one that a matrix gave
+        alignment = 16 if name in ("conv", "ring", "memory") else 4  # the vectors are slices of one matrix output
         check_tensor(asked, name, inputs[name], size, dtypes, inputs["memory"], alignment)
 
 
 def wanted_tensors(shape: DeltaShape, length: tuple[int, ...]) -> Wanted:
-    """Inputs of a net's step (`length` empty) or of several tokens: name -> shape, dtypes."""
+    """Return name -> (shape, dtypes) of the inputs of one step (`length` empty) or of several tokens."""
     heads, values, dtype, fp32 = shape.value_heads, shape.value_heads * shape.value_dim, shape.torch_dtype, torch.float32
     return {
         "qkv": ((*length, shape.channels), dtype),
@@ -186,7 +186,7 @@ def wanted_tensors(shape: DeltaShape, length: tuple[int, ...]) -> Wanted:
 
 
 def random_net(shape: DeltaShape, tokens: int, device: torch.device | str, seed: int) -> dict[str, Tensor]:
-    """Every tensor of `wanted_tensors`, random from `seed`; for one token without an axis of tokens."""
+    """Return random tensors for `wanted_tensors` from `seed`; for one token without a token axis."""
     wanted = wanted_tensors(shape, () if tokens == 1 else (tokens,))
     made = {name: torch.empty(size, dtype=dtype, device=device) for name, (size, dtype) in wanted.items()}  # type: ignore[arg-type]
     if torch.device(device).type == "meta":
@@ -202,8 +202,9 @@ def random_net(shape: DeltaShape, tokens: int, device: torch.device | str, seed:
 
 
 def split_heads(shape: DeltaShape, mixed: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    """Of what the convolution gives, [T, channels]: query, key [T, value heads, Dk], value [T, value heads, Dv]; and the
-    log of what is kept and beta [T, value heads].
+    """Split the output of the convolution, [T, channels], into heads.
+
+    Returns query and key [T, value heads, Dk], value [T, value heads, Dv], and the log of the decay and beta [T, value heads].
     """
     keys, value = mixed.split((2 * shape.key_heads * shape.key_dim, shape.value_heads * shape.value_dim), -1)
     keys = keys.reshape(len(mixed), 2, shape.key_heads, shape.key_dim)
@@ -216,7 +217,7 @@ def split_heads(shape: DeltaShape, mixed: Tensor, inputs: Mapping[str, Tensor]) 
 
 
 def gated_norm(shape: DeltaShape, found: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """found [T, value heads, Dv], normed and times SiLU of z: [T, value heads * Dv] in the model's dtype."""
+    """found [T, value heads, Dv], normalized and times SiLU of z: [T, value heads * Dv] in the model's dtype."""
     normed = F.rms_norm(found, found.shape[-1:], inputs["norm"], float(shape.eps))
     return (normed * F.silu(inputs["z"].float().view(found.shape))).flatten(1).to(shape.torch_dtype)
 
@@ -241,7 +242,7 @@ def _step(
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILED: tl.constexpr,
     TAPS: tl.constexpr, BLOCK_V: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of a value head's memory. The last of a head's blocks to finish norms what all of them have read."""
+    """Some columns of a value head's memory. The last block of a head to finish normalizes the results of all of them."""
     take_turn()
     part, head = tl.program_id(0), tl.program_id(1)
     EACH: tl.constexpr = VALUE_HEADS // KEY_HEADS
@@ -251,14 +252,14 @@ def _step(
     rows, columns = tl.arange(0, triton.next_power_of_2(KEY_DIM)), part * BLOCK_V + tl.arange(0, BLOCK_V)
     real, there = rows < KEY_DIM, columns < VALUE_DIM
     tile = (head * KEY_DIM + rows[:, None]) * VALUE_DIM + columns[None, :]
-    # All that is read is asked for before anything is computed or written: one wait, not one after the other.
+    # All loads are issued before anything is computed or written, so there is one wait instead of several.
     old = tl.load(memory + tile, mask=real[:, None] & there[None, :], other=0)
     position = tl.load(positions)
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     queries_at = key_head * KEY_DIM + rows
     keys_at = queries_at + KEY_HEADS * KEY_DIM
     values_at = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + columns
-    shared = rows < tl.where(first & (part == 0), KEY_DIM, 0)  # one block of those that share a key head remembers its inputs
+    shared = rows < tl.where(first & (part == 0), KEY_DIM, 0)  # one of the blocks that share a key head stores its inputs
     new_query = tl.load(qkv + queries_at, mask=shared, other=0)
     new_key = tl.load(qkv + keys_at, mask=shared, other=0)
     new_value = tl.load(qkv + values_at, mask=there, other=0)
@@ -273,7 +274,7 @@ def _step(
     query = _convolve(query_taps, slot, TAPS)
     key = _convolve(key_taps, slot, TAPS)
     value = _convolve(value_taps, slot, TAPS)
-    # Norms of query and key are factors of all that is read with them: no sum waits for another.
+    # The norms of query and key are factors of all reads with them, so no sum waits for another.
     queries, keys, both = tl.reduce((query * query, key * key, query * key), 0, _add3)
     query_scale, key_scale = tl.rsqrt(queries + 1e-6) * tl.rsqrt(KEY_DIM * 1.0), tl.rsqrt(keys + 1e-6)
     kept = tl.exp(log_kept)
@@ -291,12 +292,12 @@ def _step(
         tl.store(output + at, normed(read, VALUE_DIM, EPS, weight).to(output.dtype.element_ty), mask=there)
     else:
         tl.store(found + head * VALUE_DIM + columns, read, mask=there)
-        tl.debug_barrier()  # every thread's results are written before this block says so
+        tl.debug_barrier()  # all threads have written their results before this block signals
         if tl.atomic_add(arrivals + head, 1, sem="acq_rel") == PARTS - 1:
             whole = tl.load(found + at, mask=all_columns < VALUE_DIM, other=0, cache_modifier=".cg")
             out = normed(whole, VALUE_DIM, EPS, weight).to(output.dtype.element_ty)
             tl.store(output + at, out, mask=all_columns < VALUE_DIM)
-            tl.store(arrivals + head, 0)  # ready for the next launch
+            tl.store(arrivals + head, 0)  # reset for the next launch
 
 
 @triton.jit
@@ -311,7 +312,7 @@ def _add3(a, b, c, d, e, f):
 
 @triton.jit
 def _load_taps(qkv, ring, conv, channels, real, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
-    """The new input of some channels, the ring's, slot by slot, and the convolution's weights, the newest's last."""
+    """Load the new input of some channels, the slots of the ring, and the weights of the convolution, the newest last."""
     new = tl.load(qkv + channels, mask=real, other=0).to(tl.float32)
     past, weights = (), ()
     for tap in tl.static_range(TAPS):
@@ -322,9 +323,9 @@ def _load_taps(qkv, ring, conv, channels, real, CHANNELS: tl.constexpr, TAPS: tl
 
 @triton.jit
 def _convolve(taps, slot, TAPS: tl.constexpr):
-    """SiLU of the convolution of what `_load_taps` gave; `slot` is where in the ring the new input belongs.
+    """SiLU of the convolution of the values of `_load_taps`; `slot` is where the new input belongs in the ring.
 
-    No load waits for `slot`: which of the ring's inputs an age belongs to is chosen among all of them.
+    No load waits for `slot`: the input of each age is selected among all slots.
     """
     new, past, weights = taps
     total = new * weights[TAPS - 1]
@@ -338,7 +339,7 @@ def _convolve(taps, slot, TAPS: tl.constexpr):
 
 @triton.jit
 def gates(a, b, decay, dt_bias, head, at):
-    """(log of what is kept, beta) of a value head; `at`: where its a and b stand, or a vector of that."""
+    """Return (log of the decay, beta) of a value head; `at` is the index, or indices, of its a and b."""
     x = tl.load(a + at).to(tl.float32) + tl.load(dt_bias + head)
     softplus = tl.where(x > 20, x, tl.log(1 + tl.exp(tl.minimum(x, 20))))
     return tl.load(decay + head) * softplus, tl.sigmoid(tl.load(b + at).to(tl.float32))
@@ -346,12 +347,12 @@ def gates(a, b, decay, dt_bias, head, at):
 
 @triton.jit
 def output_weights(z, norm, first, columns, VALUE_DIM: tl.constexpr):
-    """What the normed reads of a value head are multiplied by: the norm's weight and SiLU of z, beginning at `first`."""
+    """Return the factor of the normalized reads of a value head: the norm's weight times SiLU of z, from `first` on."""
     gate = tl.load(z + first + columns, mask=columns < VALUE_DIM, other=0).to(tl.float32)
     return tl.load(norm + columns, mask=columns < VALUE_DIM, other=0) * gate * tl.sigmoid(gate)
 
 
 @triton.jit
 def normed(read, VALUE_DIM: tl.constexpr, EPS: tl.constexpr, weight):
-    """RMS norm of what a value head has read (zeros beyond VALUE_DIM), times `weight`."""
+    """RMS norm of the reads of a value head (zeros beyond VALUE_DIM), times `weight`."""
     return read * tl.rsqrt(tl.sum(read * read) / VALUE_DIM + EPS) * weight

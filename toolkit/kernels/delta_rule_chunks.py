@@ -1,12 +1,13 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="assignment"
-"""Several tokens of the gated delta net at once, from what its input matrices give to what its output matrix takes.
+"""Several tokens of the gated delta net, from the outputs of its input matrices to the input of its output matrix.
 
-The chunked form of the gated delta rule (Yang et al., arXiv 2406.06484 and 2412.06464): within 64 tokens, what each
-writes follows from one triangular system, solved for all chunks at once; the chunks then follow each other through the
-memory with four small matrix products each. The triangular matrix is inverted by halves: where X inverts the blocks of s
-rows on the diagonal, X - X L X inverts those of 2 s, L being what lies between them. As stable as substitution, and all
-of it matrix products. Bound by the tensor cores' latency in the chain of chunks, then by the scratch between the launches.
+This is the chunked form of the gated delta rule (Yang et al., arXiv 2406.06484 and 2412.06464): within 64 tokens, the update of
+each token follows from one triangular system, solved for all chunks at once; then the chunks pass through the memory one after
+the other with four small matrix products each. The triangular matrix is inverted by halves: if X inverts the blocks of s rows
+on the diagonal, X - X L X inverts those of 2 s rows, where L is the part between them. This is as stable as substitution and
+consists of matrix products only. The latency of the tensor cores in the chain of chunks bounds the kernel, then the scratch
+between the launches.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from toolkit.kernels.delta_rule import (
     wanted_tensors,
 )
 
-CHUNK = 64  # tokens whose writes are solved for together
+CHUNK = 64  # tokens whose updates are solved together
 
 
 @dataclass(frozen=True)
 class DeltaChunksShape(DeltaShape):
-    """A delta net and how many tokens it is given, one after the other."""
+    """A delta net, and the number of consecutive tokens."""
 
     tokens: int = 512
 
@@ -54,10 +55,10 @@ class DeltaChunksShape(DeltaShape):
 
 
 class DeltaChunks(Kernel):
-    """Tokens [T]: (output [T, value heads * Dv]; ring [taps, channels] and memory [value heads, Dk, Dv], written in place).
+    """Tokens [T] -> output [T, value heads * Dv]; ring [taps, channels] and memory [value heads, Dk, Dv] are updated in place.
 
-    Inputs as `DeltaStep`'s, with an axis of tokens first: "qkv" [T, channels], "z", "b", "a"; "positions" [T], ascending by
-    one, of which the first is read.
+    Inputs are those of `DeltaStep` with a token axis first: "qkv" [T, channels], "z", "b", "a"; "positions" [T] ascend by one,
+    and only the first is read.
     """
 
     name = "delta_chunks"
@@ -80,7 +81,7 @@ class DeltaChunks(Kernel):
         return {**made, "positions": torch.arange(1001, 1001 + shape.tokens, device=device)}
 
     def reference(self, shape: Shape, inputs: Tensors) -> tuple[Tensor, ...]:
-        """Token by token."""
+        """Compute token by token."""
         assert isinstance(shape, DeltaChunksShape)
         ring, taps, first = inputs["ring"].clone(), shape.taps, inputs["positions"][:1]
         order = (first + torch.arange(1, taps, device=ring.device)) % taps
@@ -97,7 +98,7 @@ class DeltaChunks(Kernel):
         return gated_norm(shape, found, inputs), ring, memory
 
     def outputs(self, shape: Shape, inputs: Tensors) -> dict[str, Tensor]:
-        """The results, two of them inputs written in place; what the launches leave for each other, in fp32."""
+        """Return the results (two are inputs, written in place), and fp32 scratch between the launches."""
         assert isinstance(shape, DeltaChunksShape)
         device, heads = inputs["qkv"].device, shape.value_heads
         rows = triton.cdiv(shape.tokens, CHUNK) * CHUNK
@@ -138,7 +139,7 @@ class DeltaChunks(Kernel):
         ]
 
     def cost(self, shape: Shape) -> Cost:
-        """Inputs and results once, the memory both ways; the products of the chunked form."""
+        """Count inputs and results once, the memory read and written, and the products of the chunked form."""
         assert isinstance(shape, DeltaChunksShape)
         dk, dv, heads, size = shape.key_dim, shape.value_dim, shape.value_heads, shape.torch_dtype.itemsize
         vectors = shape.tokens * size * (shape.channels + 2 * heads * dv + 2 * heads)
@@ -146,7 +147,7 @@ class DeltaChunks(Kernel):
         return Cost(vectors + 8 * heads * dk * dv, 2.0 * shape.tokens * heads * products, "tf32_flops")
 
     def run(self, shape: Shape, config: Config, inputs: Tensors) -> tuple[Tensor, ...]:
-        """On copies of the ring and the memory: the same inputs can be used again."""
+        """Run on copies of the ring and the memory, so that the inputs can be used again."""
         return super().run(shape, config, {**inputs, **{name: inputs[name].clone() for name in ("ring", "memory")}})
 
     def results(self, shape: Shape) -> int:
@@ -163,7 +164,7 @@ def _prepare(
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILED: tl.constexpr,
     TAPS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one value head: all of it that doesn't depend on the memory."""
+    """One chunk of one value head: everything that doesn't depend on the memory."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     key_head = head % KEY_HEADS if TILED else head // (VALUE_HEADS // KEY_HEADS)
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
@@ -172,7 +173,7 @@ def _prepare(
     t = chunk * CHUNK + rows
     slot = (tl.load(positions) % TAPS).to(tl.int32)
     log_kept, beta = gates(a, b, decay, dt_bias, head, tl.minimum(t, tokens - 1) * VALUE_HEADS + head)
-    log_kept = tl.where(t < tokens, log_kept, 0)  # tokens beyond the last keep all and write nothing
+    log_kept = tl.where(t < tokens, log_kept, 0)  # tokens beyond the last leave the memory unchanged
     beta = tl.where(t < tokens, beta, 0)
     kept, whole = tl.cumsum(log_kept, 0), tl.sum(log_kept, 0)
     earlier = rows[:, None] >= rows[None, :]
@@ -203,9 +204,9 @@ def _prepare(
 
 @triton.jit
 def _convolve(qkv, ring, conv, channels, real, t, tokens, slot, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
-    """SiLU of the convolution at tokens t [rows], for some channels: [rows, channels], zeros where there is no token.
+    """SiLU of the convolution at tokens t [rows] for some channels: [rows, channels], zeros beyond the last token.
 
-    `slot` is where in the ring the first token's input belongs: the one before it is a slot earlier.
+    `slot` is where the first token's input belongs in the ring; the input before it is one slot earlier.
     """
     total = tl.zeros((t.shape[0], channels.shape[0]), tl.float32)
     for tap in tl.static_range(TAPS):
@@ -221,7 +222,7 @@ def _convolve(qkv, ring, conv, channels, real, t, tokens, slot, CHANNELS: tl.con
 
 @triton.jit
 def _inverse(system, rows):
-    """Of the identity plus what stands below the diagonal of `system` [64, 64]: of its blocks of 2, 4, ... 64 rows."""
+    """Invert the identity plus the part of `system` [64, 64] below the diagonal, in blocks of 2, 4, ... 64 rows."""
     i, j = rows[:, None], rows[None, :]
     solved = tl.where(i == j, 1.0, 0.0) - tl.where((i // 2 == j // 2) & (i > j), system, 0.0)
     for level in tl.static_range(1, 6):  # 64 rows are 2 to the sixth
@@ -237,7 +238,7 @@ def _chain(
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILED: tl.constexpr,
     TAPS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of a value head's memory through all chunks; the ring too, which the launch before still read."""
+    """Pass some columns of a value head's memory through all chunks, and update the ring, which the first launch still read."""
     part, head = tl.program_id(0), tl.program_id(1)
     EACH: tl.constexpr = VALUE_HEADS // KEY_HEADS
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
@@ -265,7 +266,7 @@ def _chain(
 
     key_head = head % KEY_HEADS if TILED else head // EACH
     first = head < KEY_HEADS if TILED else head % EACH == 0
-    shared = dims < tl.where(first & (part == 0), KEY_DIM, 0)  # one block of those that share a key head remembers its inputs
+    shared = dims < tl.where(first & (part == 0), KEY_DIM, 0)  # one of the blocks that share a key head stores its inputs
     slot = (tl.load(positions) % TAPS).to(tl.int32)
     for i in tl.static_range(TAPS):
         t = tokens - 1 - i
@@ -281,7 +282,7 @@ def _chain(
 
 @triton.jit
 def _norm(found, z, norm, output, VALUE_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, EPS: tl.constexpr):
-    """The gated norm of what one value head read at one token."""
+    """The gated norm of one value head's result at one token."""
     first = (tl.program_id(0).to(tl.int64) * VALUE_HEADS + tl.program_id(1)) * VALUE_DIM
     columns = tl.arange(0, triton.next_power_of_2(VALUE_DIM))
     weight = output_weights(z, norm, first, columns, VALUE_DIM)

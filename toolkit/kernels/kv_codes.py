@@ -1,10 +1,10 @@
-"""Keys and values in 8 or 4 bits: the codes, and the arithmetic that makes them and gives values back, in plain PyTorch.
+"""The format of keys and values in 8 or 4 bits: quantization and dequantization in plain PyTorch.
 
-8 bits: integers -127 to 127, one fp16 scale for each head and token. 4 bits: TurboQuant (Zandieh et al. 2025,
-arXiv 2504.19874) without its QJL part. A vector is divided by its root mean square and rotated at random, after which
-every coordinate is close to a standard normal variable, whatever the vector was; each is replaced by the nearest of the 16
-levels that are best for that distribution (Lloyd-Max). The rotation is random signs and a Hadamard transform: it needs no
-matrix, and as it keeps scalar products, attention rotates the query and its result instead of every key and value.
+8 bits: integers from -127 to 127 with one fp16 scale per head and token. 4 bits: TurboQuant (Zandieh et al. 2025, arXiv
+2504.19874) without its QJL part. A vector is divided by its root mean square and rotated at random, after which every
+coordinate is close to a standard normal variable; each is replaced by the nearest of the 16 levels that are optimal for that
+distribution (Lloyd-Max). The rotation consists of random signs and a Hadamard transform. It needs no matrix, and because it
+preserves scalar products, attention rotates the query and its result instead of every key and value.
 """
 
 from __future__ import annotations
@@ -17,41 +17,42 @@ from torch import Tensor
 
 from toolkit.core.errors import ModelError, unknown_name
 
-# Lloyd-Max levels of a normal variable, as an odd polynomial in v = (code - 7.5) / 8, in fp16 after each step: what a kernel
-# computes in four instructions for two codes instead of looking it up. Its mean square error is 0.2 % above the optimum's.
+# Lloyd-Max levels of a normal variable, as an odd polynomial in v = (code - 7.5) / 8, rounded to fp16 after each step: a kernel
+# computes two of them in four instructions instead of using a table. The mean square error is 0.2 % above the optimum.
 POLYNOMIAL = (2.0859375, 0.154052734375, 0.87109375)  # of v, v^3, v^5; fp16 numbers
-# Scales tried for a vector, in its root mean square: the best loses 5 % less at 512 coordinates, 17 % at 64.
+# Scales tried for a vector, relative to its root mean square: the best one has 5 % less error at 512 coordinates, 17 % less at
+# 64.
 TRIALS = (0.9, 0.95, 1.0, 1.05, 1.1)
 
 
 @dataclass(frozen=True)
 class CodeScheme:
-    """How many bits a coordinate of a key takes, and of a value."""
+    """The number of bits per coordinate of keys and of values."""
 
     name: str
     key_bits: int
     value_bits: int
 
     def bytes_per_token(self, head_dim: int) -> int:
-        """Bytes that a token's key and value take, in one KV head."""
+        """Return the bytes of a token's key and value in one KV head."""
         return sum(head_dim * bits // 8 + torch.float16.itemsize for bits in (self.key_bits, self.value_bits))
 
 
-# Values are the sensitive ones: K 4-bit / V 8-bit lies between the other two.
+# Values are more sensitive than keys: K 4-bit / V 8-bit lies between the other two.
 KV_SCHEMES: Mapping[str, CodeScheme] = {
     scheme.name: scheme for scheme in (CodeScheme("int8", 8, 8), CodeScheme("k4v8", 4, 8), CodeScheme("int4", 4, 4))
 }
 
 
 def find_kv_scheme(name: str) -> CodeScheme:
-    """The scheme called `name`; UnknownNameError, naming the nearest, where there is none."""
+    """Return the scheme called `name`. Raises UnknownNameError if there is none."""
     if name not in KV_SCHEMES:
         raise unknown_name("KV scheme", name, KV_SCHEMES)
     return KV_SCHEMES[name]
 
 
 def levels(device: torch.device | str = "cpu") -> Tensor:
-    """The 16 levels of 4-bit codes, ascending, fp32 [16] (each is an fp16 number)."""
+    """Return the 16 levels of 4-bit codes, ascending, fp32 [16] (each is an fp16 number)."""
     first, third, fifth = POLYNOMIAL
     v = torch.arange(16, dtype=torch.float32, device=device) / 8 - 0.9375
     inner = (fifth * v * v + third).half().float()
@@ -59,7 +60,7 @@ def levels(device: torch.device | str = "cpu") -> Tensor:
 
 
 def random_signs(head_dim: int, seed: int = 0, device: torch.device | str = "cpu") -> Tensor:
-    """The signs of a rotation: fp32 [head_dim], the same on every device."""
+    """Return the signs of the rotation: fp32 [head_dim], the same on every device."""
     bits = torch.randint(0, 2, (head_dim,), generator=torch.Generator().manual_seed(seed))
     return (2.0 * bits - 1.0).to(device)
 
@@ -78,9 +79,9 @@ def hadamard(x: Tensor) -> Tensor:
 
 
 def encode(x: Tensor, bits: int, signs: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales of `x` [..., D]: int16 words [..., D bits / 16] as `pack_words` makes them, and fp16 [...].
+    """Quantize `x` [..., D] to int16 words [..., D * bits / 16] (see `pack_words`) and fp16 scales [...].
 
-    A 4-bit scale is the best of five about the root mean square. Zeros give the scale zero.
+    A 4-bit scale is the best of five values around the root mean square. Zeros have the scale zero.
     """
     if bits == 8:
         scales = (x.float().abs().amax(-1) / 127).half()
@@ -102,7 +103,7 @@ def encode(x: Tensor, bits: int, signs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode(words: Tensor, scales: Tensor, bits: int, signs: Tensor) -> Tensor:
-    """The values [..., D] in fp32 that codes stand for; 4-bit ones are rotated back."""
+    """Return the values [..., D] of codes in fp32; 4-bit codes are rotated back."""
     codes = unpack_words(words, bits)
     if bits == 8:
         return codes * scales.float()[..., None]
@@ -110,15 +111,15 @@ def decode(words: Tensor, scales: Tensor, bits: int, signs: Tensor) -> Tensor:
 
 
 def _steps(scales: Tensor) -> Tensor:
-    """What to divide by: the scales in fp32 [..., 1], none of them zero."""
+    """Return the divisors: the scales in fp32 [..., 1], with zeros replaced."""
     return scales.float().clamp_min(torch.finfo(torch.float16).tiny)[..., None]
 
 
 def pack_words(codes: Tensor, bits: int) -> Tensor:
-    """Codes [..., D] as int16 words [..., D bits / 16]: field j of word w, from the low bits, is coordinate j W + w of W words.
+    """Pack codes [..., D] into int16 words [..., D * bits / 16]: field j of word w, from the low bits, is coordinate j W + w.
 
-    A kernel that keeps one field of neighbouring words has neighbouring coordinates, each in the 16 bits that the fp16
-    number it becomes needs: words go to the registers that a matrix product wants, and turn to numbers there.
+    W is the number of words. A kernel that extracts one field of neighboring words gets neighboring coordinates, each in the 16
+    bits of the fp16 number that it becomes, in the registers from which a matrix product reads.
     """
     fields = codes.to(torch.int32).bitwise_and((1 << bits) - 1).unflatten(-1, (16 // bits, -1))
     return (fields << _shifts(bits, codes.device)).sum(-2).to(torch.int16)

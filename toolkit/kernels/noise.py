@@ -1,8 +1,7 @@
-"""Random numbers as a function of (seed, step, token id): integer arithmetic that is exact everywhere.
+"""Random numbers as a function of (seed, step, token id), in exact integer arithmetic.
 
-So that a seed gives the same draws wherever the logits are: on the host, on a device, in a kernel. SplitMix64's finaliser
-(Steele, Lea, Flood 2014) on ids and steps that lie far apart. Plain PyTorch; unsigned
-integers of 64 bits are held in int64.
+A seed gives the same draws on the host, on a device and in a kernel. This is SplitMix64's finalizer (Steele, Lea, Flood 2014),
+applied to ids and steps that are far apart, in plain PyTorch; unsigned 64-bit integers are held in int64.
 """
 
 from __future__ import annotations
@@ -10,14 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-INDEX = 0x9E3779B97F4A7C15  # odd 64-bit constants: how far apart two token ids, and two steps, lie in the hash's input
+INDEX = 0x9E3779B97F4A7C15  # odd 64-bit constants: the distance of two token ids, and of two steps, in the input of the hash
 STEP = 0xD1B54A32D192ED03
-MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # the finaliser's
+MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # constants of the finalizer
 _WORD = (1 << 64) - 1
 
 
 def mixed_seed(seed: int) -> int:
-    """What every draw of `seed` adds to its hash's input, as an int64."""
+    """Return the constant that `seed` adds to the input of the hash, as an int64."""
     z = seed & _WORD
     z = (z ^ z >> 30) * MIX[0] & _WORD
     z = (z ^ z >> 27) * MIX[1] & _WORD
@@ -25,15 +24,14 @@ def mixed_seed(seed: int) -> int:
 
 
 def gumbel(key: Tensor, step: Tensor, vocab: int) -> Tensor:
-    """The noise fp64 [vocab] of a step [1] with a key [1] (`mixed_seed`), on their device: see `gumbel_of`."""
+    """Return the noise fp64 [vocab] of a step [1] with a key [1] (see `mixed_seed`), on their device."""
     return gumbel_of(torch.arange(vocab, device=key.device) * signed(INDEX) + key, step)
 
 
 def gumbel_of(base: Tensor, step: Tensor) -> Tensor:
-    """Gumbel noise fp64 [vocab] of a step [1]: the highest of logit + noise is a draw from softmax(logits).
+    """Return Gumbel noise fp64 [vocab] of a step [1]: the highest logit + noise is a draw from softmax(logits).
 
-    `base` [vocab]: ids times INDEX, plus the key. In fp64: two libraries' logarithms differ in the last bit, which then
-    decides nothing.
+    `base` [vocab] is ids * INDEX + key. In fp64, the last bits of logarithms, which differ between libraries, decide nothing.
     """
     bits = mix(base + step * signed(STEP))
     uniform = shifted(bits, 12).double().add_(0.5).mul_(2.0**-52)  # in (0, 1), exact
@@ -41,17 +39,17 @@ def gumbel_of(base: Tensor, step: Tensor) -> Tensor:
 
 
 def mix(z: Tensor) -> Tensor:
-    """The finaliser, in place: every input bit decides about every output bit."""
+    """Apply the finalizer in place: every input bit affects every output bit."""
     z.bitwise_xor_(shifted(z, 30)).mul_(signed(MIX[0]))
     z.bitwise_xor_(shifted(z, 27)).mul_(signed(MIX[1]))
     return z.bitwise_xor_(shifted(z, 31))
 
 
 def shifted(z: Tensor, n: int) -> Tensor:
-    """z >> n of unsigned 64-bit integers held in int64, whose own shift carries the sign along."""
+    """Return z >> n for unsigned 64-bit integers held in int64, whose own shift extends the sign."""
     return (z >> n).bitwise_and_((1 << (64 - n)) - 1)
 
 
 def signed(z: int) -> int:
-    """The int64 with the same bits."""
+    """Return the int64 with the same bits."""
     return z - (1 << 64) if z >> 63 else z

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-incomplete-defs, allow-untyped-decorators
-"""Sums of long rows: a kernel that only reads, so that its rate is what every other one can hope for."""
+"""Sums of long rows: a kernel that only reads, so its rate is an upper bound for every other kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The package's kernels by name: every instance of Kernel that a file of this folder defines. Importing them needs Triton."""
+"""The kernels of this package by name: the instances of Kernel in its files. Importing them needs Triton."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from toolkit.kernels.base import Kernel, Shape
 
 @lru_cache(maxsize=1)
 def kernels() -> Mapping[str, Kernel]:
-    """All of them, by name. Raises DeviceError where there is no Triton."""
+    """Return all kernels by name. Raises DeviceError if Triton isn't installed."""
     found: dict[str, Kernel] = {}
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
         if module.ispkg:  # the tuner
@@ -31,7 +31,7 @@ def kernels() -> Mapping[str, Kernel]:
 
 
 def find_kernel(kernel: Kernel | str) -> Kernel:
-    """A kernel by its name, or as it is. Raises UnknownNameError (naming the nearest)."""
+    """Return the kernel with this name; a kernel is returned unchanged. Raises UnknownNameError."""
     if isinstance(kernel, Kernel):
         return kernel
     if kernel not in kernels():
@@ -40,7 +40,7 @@ def find_kernel(kernel: Kernel | str) -> Kernel:
 
 
 def find_shape(kernel: Kernel, shape: Shape | str | None) -> Shape:
-    """A problem of `kernel`: a Shape, a known one's name, a key ("n=4096 k=4096"); None is the first known one."""
+    """Return a shape of `kernel` from a Shape, a known name, or a key ("n=4096 k=4096"); None gives the first known one."""
     if isinstance(shape, kernel.shape_type):
         return shape
     if shape is None:
