@@ -1,7 +1,8 @@
 """Write a GGUF file of a real model's shapes with random weights in the Q4_K_M mix, to time loading.
 
 Tensor names and shapes are those that the model files read; formats are those of the recipe "q4_k_m". Weights are random blocks
-with small finite scales, cut from a pool, so that writing is as fast as the disk. The file has no tokenizer.
+with small finite scales, cut from a pool, so that writing is as fast as the disk. The file has no tokenizer. Needs the
+package gguf.
 """
 
 from __future__ import annotations
