@@ -1,16 +1,16 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="override, assignment, misc"
 # ruff: noqa: RUF005  # what Triton compiles knows no (*a, b)
-"""x times a packed matrix, transposed, for 1 to 8 tokens: the product of decoding.
+"""x times the transpose of a packed matrix, for 1 to 8 tokens: the product of decoding.
 
-Bound by the matrix's bytes, so each is loaded once, 16 at a time, and multiplied four weights an instruction (dp4a):
-converting each code to float would take all the lane operations that a GPU has for it. For that the activations become
-integers, in a small launch before it unless they come so: 8 bits with a scale per 32 ("int8"), or 16 bits as two 8-bit
-digits ("bf16": weight-only to some 90 dB, finer than a bf16 result). Zeros and minima are factored out with the group's
-sum of activations. The idea of integer activations is that of llama.cpp's mat-vec kernels. Many small programs hide the
-memory's latency better than few that walk over rows (measured), the more so as each asks for several tiles of the row, or for
-all of it, before it uses any, and begins while the activations are still being made (early.py). A program's warps share a
-row where rows are few, so no sum crosses programs: the result is deterministic.
+The matrix's bytes bound the kernel, so each is loaded once, 16 at a time, and multiplied four weights per instruction (dp4a);
+converting each code to float would take all lane operations that a GPU has for it. Activations therefore become integers, in a
+small launch before the product unless they are quantized already: 8 bits with one scale per 32 ("int8"), or 16 bits as two
+8-bit digits ("bf16": weight-only quantization to about 90 dB, finer than a bf16 result). Zeros and minima are factored out with
+the group's sum of activations. llama.cpp's mat-vec kernels use integer activations in the same way. Many small programs hide
+the latency of memory better than a few that walk over rows (measured), especially if each issues the loads of several tiles, or
+of the whole row, before it uses any, and starts while the activations are still being quantized (early.py). The warps of a
+program share a row if there are few rows, so no sum crosses programs and the result is deterministic.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from toolkit.weights.packed import dequantize
 from toolkit.weights.schemes import Scheme, find_scheme
 
 BLOCK = 32  # activations that share a scale
-LIMITS = {"int8": 127, "bf16": 32512}  # the largest integer an activation becomes: one digit, or 127 * 256
+LIMITS = {"int8": 127, "bf16": 32512}  # the largest integer of an activation: one digit, or 127 * 256
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # of results
 
 
 @dataclass(frozen=True)
 class MatmulShape(Shape):
-    """x [m, k] times a packed matrix [n, k]; with an `activation`, the matrix holds n / 2 gate rows and then n / 2 up rows."""
+    """x [m, k] times a packed matrix [n, k]; with an `activation`, the matrix holds n / 2 gate rows, then n / 2 up rows."""
 
     n: int
     k: int
@@ -50,7 +50,7 @@ class MatmulShape(Shape):
     activations: str = "int8"  # or "bf16"
     activation: str = "none"  # or "silu", "gelu_tanh": the result is activation(gate) * up
     out: str = "bf16"  # or "fp32"
-    quantised: bool = False  # x comes as 8-bit codes, scales and sums, as a norm makes them; else a launch here makes them
+    quantised: bool = False  # x is 8-bit codes, scales and sums from a norm; otherwise a launch here quantizes it
 
     @property
     def width(self) -> int:
@@ -60,7 +60,7 @@ class MatmulShape(Shape):
 
 @triton.jit(do_not_specialize=["size"])
 def _quantise(x_ptr, codes_ptr, scales_ptr, sums_ptr, size, BLOCKS: tl.constexpr, LIMIT: tl.constexpr, PTX: tl.constexpr):
-    """All blocks of x, BLOCKS a program: see `quantise_blocks`."""
+    """Quantize all blocks of x, BLOCKS per program: see `quantise_blocks`."""
     let_next_begin()
     await_previous()
     quantise_blocks(x_ptr, codes_ptr, scales_ptr, sums_ptr, size, tl.program_id(0), BLOCKS, LIMIT, PTX)
@@ -75,7 +75,7 @@ def _matmul(
     BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr,
     ACTIVATION: tl.constexpr, LEVELS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of each of BN, over all of K, for TOKENS tokens. No load has a mask: it would take more instructions."""
+    """ROWS rows of each of BN, over all of K, for TOKENS tokens. Loads have no masks, which would take more instructions."""
     BLOCKS: tl.constexpr = K // 32
     TILES: tl.constexpr = (BLOCKS + BG - 1) // BG
     TOKEN_BLOCKS: tl.constexpr = (M + TOKENS - 1) // TOKENS
@@ -83,7 +83,7 @@ def _matmul(
     RESULTS: tl.constexpr = TOKENS * ROWS
     token = (tl.program_id(0) % TOKEN_BLOCKS) * TOKENS
     first_row = tl.program_id(0) // TOKEN_BLOCKS * (ROWS * BN)
-    base = tl.minimum(first_row, width - ROWS * BN)  # the last program begins where it ends with the rows
+    base = tl.minimum(first_row, width - ROWS * BN)  # the last program is aligned to the end of the rows
     same = tl.zeros((BN, 1), tl.int32)  # for every row
     parts = (codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr)
     sums = ()
@@ -91,10 +91,10 @@ def _matmul(
         sums = sums + (tl.zeros((BN, BG), tl.float32),)
     held = load_tiles(parts, base, width, 0, AHEAD, ROWS, HALVES, BN, BG, K, BITS, GROUP, STEPS, OFFSET)
     for c in tl.static_range(0, TILES, AHEAD):
-        # Loads are issued before the fence, and no later: the compiler would spread them, and wait for each.
+        # Loads are issued before the fence: otherwise the compiler spreads them and waits for each.
         coming = load_tiles(parts, base, width, c + AHEAD, AHEAD, ROWS, HALVES, BN, BG, K, BITS, GROUP, STEPS, OFFSET)
         if c == 0:
-            take_turn()  # for the activations; the matrix is there
+            take_turn()  # wait for the activations; the matrix is there already
         if PTX:
             tl.debug_barrier()
         for t in tl.static_range(c, c + AHEAD):
@@ -114,14 +114,14 @@ def _matmul(
                         following = following + (sums[m * ROWS * HALVES + uh] + product,)
                 sums = following
         held = coming
-    for level in tl.static_range(LEVELS):  # all sums over a row as one: [BN, BG, 2, 2, ...]
+    for level in tl.static_range(LEVELS):  # all sums over a row at once: [BN, BG, 2, 2, ...]
         joined = ()
         for i in tl.static_range(RESULTS * HALVES >> (level + 1)):
             joined = joined + (tl.join(sums[i], sums[i + (RESULTS * HALVES >> (level + 1))]),)
         sums = joined
     value = tl.sum(sums[0], 1)  # gate and up next to each other
     if OFFSET == "centre" and BITS < 8:
-        value *= 1.0 / (1 << (8 - BITS))  # where weights stood in the upper bits
+        value *= 1.0 / (1 << (8 - BITS))  # where weights are in the upper bits
     if ACTIVATION == "none":
         value = tl.reshape(value, (BN, RESULTS))
     else:
@@ -134,11 +134,11 @@ def _matmul(
 
 
 class Int4Matmul(Kernel):
-    """x [m, k] times a packed matrix [n, k], transposed, with an epilogue: see `MatmulShape`.
+    """x [m, k] times the transpose of a packed matrix [n, k], with an epilogue: see `MatmulShape`.
 
-    Inputs "x" (bf16 or fp32), or "x_codes", "x_scales" and "x_sums" of 8-bit activations, and the matrix's parts (see
-    `PackedMatrix`); one result "out" [m, width]. `cost` counts the matrix as it is held: q4_k takes 4.625 bits a weight
-    where GGUF's blocks take 4.5 (their scales have 6 bits), q5_k 5.625 for 5.5; the others' sizes are GGUF's.
+    Inputs are "x" (bf16 or fp32), or "x_codes", "x_scales" and "x_sums" of 8-bit activations, and the parts of the matrix (see
+    `PackedMatrix`); the result is "out" [m, width]. `cost` counts the matrix in its packed size: q4_k takes 4.625 bits per
+    weight where GGUF's blocks take 4.5 (their scales have 6 bits), q5_k 5.625 instead of 5.5; the others have GGUF's sizes.
     """
 
     name = "int4_matmul"
@@ -162,11 +162,11 @@ class Int4Matmul(Kernel):
     }
 
     def space(self, shape: MatmulShape) -> Sequence[Config]:
-        """Warps side by side in a row where rows are few or long; `ahead`: tiles of the row that are loaded at a time.
+        """Return configs with several warps per row for few or long rows; `ahead` is the number of tiles loaded at a time.
 
-        More rows a thread share the loads of activations. What a thread has asked for, two times `ahead` tiles or the whole
-        row, is some 64 to 128 registers: less keeps the memory waiting, more leaves no room for other warps (measured).
-        What is unrolled into more than 32 blocks compiles slowly, and isn't faster.
+        More rows per thread share the loads of activations. The loads in flight of a thread, twice `ahead` tiles or the whole
+        row, take some 64 to 128 registers: with fewer the memory is idle, with more there is no room for other warps
+        (measured). Code unrolled into more than 32 blocks compiles slowly and isn't faster.
         """
         halves = 1 if shape.activation == "none" else 2
         tokens = sorted({min(t, triton.next_power_of_2(shape.m)) for t in (1, 2, 4, 8)})
@@ -229,7 +229,7 @@ class Int4Matmul(Kernel):
         shared = {"LIMIT": LIMITS[shape.activations], "PTX": inputs["codes"].device.type != "cpu"}
         tokens = min(config["tokens"], triton.next_power_of_2(shape.m))
         rows, blocks = config["rows"], config["block_k"] // BLOCK
-        while rows * (32 * config.warps // blocks) > max(1, shape.width):  # rows at a time, no more than there are
+        while rows * (32 * config.warps // blocks) > max(1, shape.width):  # not more rows at a time than there are
             rows, blocks = (rows // 2, blocks) if rows > 1 else (1, 2 * blocks)
         parts: dict[str, Any] = {
             "codes_ptr": inputs["codes"].view(torch.int64),
@@ -261,7 +261,7 @@ class Int4Matmul(Kernel):
 
 
 def _quantising(shape: MatmulShape, inputs: Tensors, outputs: Tensors, constants: Mapping[str, Any]) -> Launch:
-    """The launch that makes integers of x: small, so a few blocks a program spread it over the GPU."""
+    """Return the launch that quantizes x. It is small, so a few blocks per program spread it over the GPU."""
     size = shape.m * shape.k // BLOCK
     pointers = {f"{name.removeprefix('x_')}_ptr": outputs[name] for name in ("x_codes", "x_scales", "x_sums")}
     arguments = {"x_ptr": inputs["x"], **pointers, "size": size}
@@ -269,7 +269,7 @@ def _quantising(shape: MatmulShape, inputs: Tensors, outputs: Tensors, constants
 
 
 def _check(shape: MatmulShape, scheme: Scheme, inputs: Tensors, outputs: Tensors) -> None:
-    """Raises ModelError where the shape or the tensors aren't what the kernel reads and writes."""
+    """Raise ModelError if the kernel can't read or write the tensors, or doesn't support the shape."""
     odd = (shape.activation != "none" and shape.n % 2) or (shape.quantised and shape.activations != "int8")
     if not 1 <= shape.m <= 8 or shape.k < 1 or shape.k % scheme.multiple or odd:
         limits = f"m is 1 to 8, k a multiple of {scheme.multiple}, n of gate and up even, quantised x int8"
@@ -287,7 +287,7 @@ def _check(shape: MatmulShape, scheme: Scheme, inputs: Tensors, outputs: Tensors
 
 
 def _randomise(part: Tensor, name: str, scheme: Scheme, generator: torch.Generator) -> None:
-    """Codes over their whole range; values of about 1 / 100 and as many of either sign."""
+    """Fill with codes over the whole range, or values of about 1 / 100 with either sign."""
     if name == "codes" or name == "high":
         part.view(torch.uint8).random_(0, 256, generator=generator)
     elif part.dtype == torch.int8:
@@ -301,7 +301,7 @@ def _randomise(part: Tensor, name: str, scheme: Scheme, generator: torch.Generat
 
 
 def to_integers(x: Tensor, limit: int = LIMITS["int8"], group: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """x [..., k] as the kernel's integers [..., k] (in fp32) and scales [..., k / group]: of a group, its largest / `limit`."""
+    """Quantize x [..., k] as the kernel does: integers [..., k] (in fp32) and scales [..., k / group] = largest / `limit`."""
     blocks = x.float().unflatten(-1, (-1, group))
     top = blocks.abs().amax(-1)
     inverse = torch.full_like(top, limit) / top.clamp_min(1e-30)  # one division: `limit / top` would be two operations
@@ -310,7 +310,7 @@ def to_integers(x: Tensor, limit: int = LIMITS["int8"], group: int = BLOCK) -> t
 
 
 def quantise_activations(x: Tensor, limit: int = LIMITS["int8"], group: int = BLOCK) -> Tensor:
-    """x [..., k] as the kernel's integers give it back, in fp32."""
+    """Return x [..., k] after quantization by the kernel, in fp32."""
     return _values(*to_integers(x, limit, group))
 
 

@@ -1,12 +1,13 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="assignment"
 # ruff: noqa: RUF005  # what Triton compiles knows no (*a, b)
-"""x times a packed matrix, transposed, for the many tokens of a prompt: tiles are dequantised on their way to tensor cores.
+"""x times the transpose of a packed matrix, for the many tokens of a prompt: tiles are dequantized for the tensor cores.
 
-Bound by the tensor cores' rate. The bf16 matrix never exists: a program loads a tile's packed words, makes bf16 values of
-them in registers, those of `packed.dequantize` but for a last bit now and then, and multiplies; the next program does so
-again, which is why tiles are tall in tokens. A code becomes a float by being put into a mantissa, without a conversion
-instruction (as Kim et al., arXiv 2211.10017, do for halves). Sums are fp32, in one order: the result is deterministic.
+The rate of the tensor cores bounds the kernel. The bf16 matrix never exists in memory: a program loads the packed words of a
+tile, converts them to bf16 in registers (equal to `packed.dequantize` except for an occasional last bit), and multiplies. The
+next program does so again, which is why tiles span many tokens. A code becomes a float by placing it in a mantissa, without a
+conversion instruction (as Kim et al., arXiv 2211.10017, do for halves). Sums are fp32 in a fixed order, so the result is
+deterministic.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from toolkit.weights.packed import dequantize
 from toolkit.weights.schemes import find_scheme
 
 ACTIVATIONS = ("none", "silu", "gelu_tanh")
-COUNTERS = 1024  # tiles of a result whose sums are split: more tiles than these fill any GPU without
-FEW_TILES = 264  # fewer than these may leave SMs idle: splitting their sums is worth trying
+COUNTERS = 1024  # the most tiles whose sums are split: more tiles than these fill any GPU without splitting
+FEW_TILES = 264  # fewer tiles than these may leave SMs idle, so splitting their sums is worth trying
 ROWS_AT_ONCE = 4096  # of the matrix, in the reference: bounds its scratch
 
 
 @dataclass(frozen=True)
 class PrefillShape(Shape):
-    """x [m, k] times a packed matrix [n, k]; with an `activation`, the matrix holds n / 2 gate rows and then n / 2 up rows."""
+    """x [m, k] times a packed matrix [n, k]; with an `activation`, the matrix holds n / 2 gate rows, then n / 2 up rows."""
 
     n: int
     k: int
@@ -61,11 +62,11 @@ class PrefillShape(Shape):
 
 
 class Int4Prefill(Kernel):
-    """x [m, k] times a packed matrix [n, k], transposed, and activation(gate) * up where the shape asks for it.
+    """x [m, k] times the transpose of a packed matrix [n, k], or activation(gate) * up if the shape has an activation.
 
-    Inputs: x bf16, the matrix's parts (see `PackedMatrix`), and counter int32 [1024], zero, and zero again after. Result:
-    out bf16 [m, width]; all zero where k is 0.
-    ModelError for tensors of another shape or dtype, elsewhere, not contiguous or not aligned.
+    Inputs are x in bf16, the parts of the matrix (see `PackedMatrix`), and counter int32 [1024], which is zero before and
+    after. The result is out bf16 [m, width], all zero if k is 0. Raises ModelError for tensors with another shape, dtype or
+    device, or that are not contiguous and aligned.
     """
 
     name: ClassVar[str] = "int4_prefill"
@@ -171,7 +172,7 @@ class Int4Prefill(Kernel):
 
 
 def _tiles(shape: PrefillShape, config: Config) -> tuple[int, int]:
-    """Tiles of the result, and fp32 numbers of scratch for the parts of their sums."""
+    """Return the tiles of the result, and the fp32 numbers of scratch for partial sums."""
     block_n, block_m, split = config["block_n"], config["block_m"], config["split"]
     tiles = triton.cdiv(shape.m, block_m) * triton.cdiv(shape.width, block_n)
     kinds = 1 if shape.activation == "none" else 2
@@ -179,7 +180,7 @@ def _tiles(shape: PrefillShape, config: Config) -> tuple[int, int]:
 
 
 def _words(packed: Tensor) -> Tensor:
-    """The same bytes as 32-bit words."""
+    """Return the same bytes as 32-bit words."""
     return packed.flatten().view(torch.int32)
 
 
@@ -187,8 +188,8 @@ def _words(packed: Tensor) -> Tensor:
 def _fields(words, WIDTH: tl.constexpr, AT: tl.constexpr):
     """[N, W] words -> [N, W * 32 / WIDTH]: their fields of WIDTH bits in the order of the weights, each moved to bit AT.
 
-    Field f of byte b is of weight 4 f + b (see `PackedMatrix`). Joined bit by bit of that number, the highest first, so that
-    a thread keeps what it unpacks.
+    Field f of byte b belongs to weight 4 f + b (see `PackedMatrix`). Fields are joined bit by bit of that number, highest
+    first, so that a thread keeps the values that it unpacks.
     """
     LEVELS: tl.constexpr = 5 if WIDTH == 1 else 4 if WIDTH == 2 else 3 if WIDTH == 4 else 2
     fields = words
@@ -202,7 +203,7 @@ def _fields(words, WIDTH: tl.constexpr, AT: tl.constexpr):
 
 @triton.jit
 def _load(ptr, base, row, first, PER_ROW: tl.constexpr, COUNT: tl.constexpr, WHOLE: tl.constexpr):
-    """[N, COUNT] elements of rows base + [N, 1] from `first` on; zeros beyond a row's end unless all lie within (WHOLE)."""
+    """Load [N, COUNT] elements of rows base + [N, 1] from `first` on; zeros beyond the end unless WHOLE."""
     at = first + tl.arange(0, COUNT)[None, :]
     ptr += base * PER_ROW
     if WHOLE:
@@ -216,7 +217,7 @@ def _held(
     K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_K: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """A tile from column k on as it is stored: words of codes, scales, and what it has of offsets, steps, high bits."""
+    """Load a tile from column k on as stored: codes, scales, and offsets, steps and high bits if the scheme has them."""
     PER: tl.constexpr = 4 if BITS == 8 else 8
     GROUPS: tl.constexpr = (BLOCK_K + GROUP - 1) // GROUP
     found = (_load(codes_ptr, base, row, k // PER, K // PER, BLOCK_K // PER, WHOLE),)
@@ -238,9 +239,9 @@ def _weights(
     held, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr, CENTRE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The values bf16 [BLOCK_N, BLOCK_K] of a tile that `_held` loaded.
+    """Return the bf16 values [BLOCK_N, BLOCK_K] of a tile that `_held` loaded.
 
-    A code stands in the highest bits of a mantissa, 1 + code / 2^BITS, and one multiplication and addition do the rest.
+    A code is placed in the highest bits of a mantissa, 1 + code / 2^BITS; one multiplication and one addition do the rest.
     """
     words = held[0]
     if BITS == 8:
@@ -265,7 +266,7 @@ def _weights(
 
 @triton.jit
 def _dot(a, b, sums, HALVES: tl.constexpr):
-    """a times b added to `sums`. Triton's interpreter can't multiply bf16: without HALVES the values become fp32 first."""
+    """Add a times b to `sums`. Triton's interpreter can't multiply bf16: without HALVES the values become fp32 first."""
     if HALVES:
         return tl.dot(a, b, sums)
     return tl.dot(a.to(tl.float32), b.to(tl.float32), sums)
@@ -281,7 +282,7 @@ def _activated(gate, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _finish(out_ptr, sums, up_sums, m, n, N, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Store what of a tile [BLOCK_N, BLOCK_M] lies within `n` columns and `m` rows of the result, N apart."""
+    """Store the part of a tile [BLOCK_N, BLOCK_M] within `n` columns and `m` rows of the result, which are N apart."""
     if ACTIVATION != "none":
         sums = _activated(sums, ACTIVATION) * up_sums
     i, j = tl.arange(0, BLOCK_N)[:, None], tl.arange(0, BLOCK_M)[None, :]
@@ -295,11 +296,11 @@ def _prefill_kernel(
     CENTRE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the result a program, or one of SPLIT parts of its sums; the last part's program adds them, in order.
+    """Compute one tile of the result per program, or one of SPLIT partial sums; the last program adds them in order.
 
-    Tiles of the same rows of the matrix are next to each other: these share L2. The weights are the left operand, so that
-    few tokens need no more of a tensor core's rows than there are. While one tile is multiplied, the next is dequantised
-    and the one after it loaded.
+    Tiles for the same rows of the matrix are neighbors and share them in L2. The weights are the left operand, so that a few
+    tokens don't occupy more rows of a tensor core than needed. While one tile is multiplied, the next is dequantized and the
+    one after it is loaded.
     """
     CHUNK: tl.constexpr = (K + SPLIT * BLOCK_K - 1) // (SPLIT * BLOCK_K) * BLOCK_K
     tile, part = tl.program_id(0) // SPLIT, tl.program_id(0) % SPLIT
@@ -360,7 +361,7 @@ def _prefill_kernel(
         tl.store(partial_ptr + part * (KINDS * SIZE) + at, sums)
         if KINDS == 2:
             tl.store(partial_ptr + part * (KINDS * SIZE) + SIZE + at, up_sums)
-        tl.debug_barrier()  # all is stored before this program is counted
+        tl.debug_barrier()  # everything is stored before this program is counted
         if tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel") == SPLIT - 1:
             tl.store(counter_ptr + tile, 0)
             total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)

@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""New keys and values to codes (`kv_codes`), into a cache of them: one launch for both.
+"""Quantizes new keys and values (`kv_codes`) and writes them to a cache: one launch for both.
 
-Bound by its launch for one token, by writing for a prompt. A tile is some tokens of one KV head, as many as a matrix product
-has rows at least: the rotation is one.
+The launch itself bounds the kernel for one token, writing bounds it for a prompt. A tile has some tokens of one KV head, at
+least as many as a matrix product has rows, because the rotation is one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CACHES = ("keys", "key_scales", "values", "value_scales")
 
 @dataclass(frozen=True)
 class EncodeShape(Shape):
-    """`tokens` new keys and values into a cache of `slots`: slot = position, or with `ring` position modulo `slots`."""
+    """`tokens` new keys and values for a cache of `slots`: slot = position, or with `ring` position modulo `slots`."""
 
     tokens: int
     kv_heads: int
@@ -49,7 +49,7 @@ class EncodeShape(Shape):
         return found
 
     def cache(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and dtype of one of `CACHES`."""
+        """Return the shape and dtype of one of `CACHES`."""
         size = (1, self.kv_heads, self.slots)
         if name.endswith("scales"):
             return size, torch.float16
@@ -58,18 +58,18 @@ class EncodeShape(Shape):
 
 
 class KvEncode(Kernel):
-    """New keys and values as codes into "keys", "values" and their scales, in place.
+    """Writes new keys and values as codes to "keys", "values" and their scales, in place.
 
-    "key" and "value" [1, KV heads, T, D]: views of projections [1, T, KV heads, D] do.
-    "positions" [T] (int32 or int64, on the device) ascend by one; "signs" fp32 [D]. A position that a linear cache has no
-    slot for, or a negative one, is not written; of more tokens than a ring has slots, the last are. A number on the border
-    of two codes may get either of them: codes equal the reference's but for a few in a million.
+    "key" and "value" are [1, KV heads, T, D], or views of projections [1, T, KV heads, D]. "positions" [T] (int32 or int64, on
+    the device) ascend by one; "signs" is fp32 [D]. Positions that are negative or have no slot in a linear cache are not
+    written; of more tokens than a ring has slots, the last ones are. A number on the border of two codes may get either, so
+    codes equal those of the reference except for a few in a million.
     """
 
     name = "kv_encode"
     shape_type = EncodeShape
     lengths = ("tokens", "slots")
-    max_abs = 1.0  # a neighbouring code in the highest bits changes a word by more than any tolerance; the cosine tells
+    max_abs = 1.0  # a neighboring code in the highest bits changes a word beyond any tolerance; the cosine checks instead
     known: ClassVar[Mapping[str, EncodeShape]] = {
         "gemma4-31b full int4": EncodeShape(1, 4, 512, 32768, codes="int4"),
         "gemma4-31b full k4v8, prompt of 2048": EncodeShape(2048, 4, 512, 32768, codes="k4v8"),
@@ -80,7 +80,7 @@ class KvEncode(Kernel):
         return config_grid(Config(block_m=16, warps=8), warps=(4, 8, 16), block_m=(16,))
 
     def inputs(self, shape: Shape, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
-        """Unit-variance keys and values at the cache's end; a cache of zeros."""
+        """Return keys and values of unit variance for the end of the cache, and a cache of zeros."""
         assert isinstance(shape, EncodeShape)
         meta = torch.device(device).type == "meta"
         random = None if meta else torch.Generator(device).manual_seed(seed)
@@ -156,7 +156,7 @@ _LEVELS = levels()[8:]  # the positive ones
 BORDERS = tl.constexpr(tuple(((_LEVELS[1:] + _LEVELS[:-1]) / 2).tolist()))
 TRIALS = tl.constexpr(len(kv_codes.TRIALS))
 SMALLEST, STEP = tl.constexpr(kv_codes.TRIALS[0]), tl.constexpr(kv_codes.TRIALS[1] - kv_codes.TRIALS[0])
-TINY = tl.constexpr(torch.finfo(torch.float16).tiny)  # what zeros are divided by
+TINY = tl.constexpr(torch.finfo(torch.float16).tiny)  # the divisor for zeros
 
 
 @triton.jit
@@ -195,7 +195,7 @@ def _encode_rows(
     vectors, stride, signs, words, scales, rows, slots, written,
     BITS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Vectors [BLOCK_M, HEAD_DIM], in as many parts as a word has fields, to words and scales."""
+    """Quantize vectors [BLOCK_M, HEAD_DIM], in as many parts as a word has fields, to words and scales."""
     WORDS: tl.constexpr = HEAD_DIM * BITS // 16
     part = tl.arange(0, WORDS)
     there = written[:, None]
@@ -228,14 +228,14 @@ def _encode_rows(
 
 @triton.jit
 def _byte(x, step):
-    """x in steps, rounded to even: adding 1.5 x 2^23 leaves an fp32 number no digits after the point."""
+    """Return x / step rounded to even: adding 1.5 x 2^23 leaves no fraction digits in an fp32 number."""
     whole = (x / step + 12582912.0) - 12582912.0
     return tl.minimum(tl.maximum(whole, -127.0), 127.0).to(tl.int32)
 
 
 @triton.jit
 def _nearest(x):
-    """The code of the level nearest to x: levels are symmetric."""
+    """Return the code of the level nearest to x, using the symmetry of the levels."""
     above = tl.zeros_like(x).to(tl.int32)
     for border in tl.static_range(7):
         above += (tl.abs(x) > BORDERS[border]).to(tl.int32)
@@ -244,6 +244,6 @@ def _nearest(x):
 
 @triton.jit
 def _square(code, step, x):
-    """What a code loses, squared."""
+    """Return the squared error of a code."""
     lost = level_of(code).to(tl.float32) * step - x
     return lost * lost

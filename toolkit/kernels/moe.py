@@ -3,11 +3,11 @@
 # ruff: noqa: RUF005  # what Triton compiles knows no (*a, b)
 """One token through a mixture of experts: routing, the chosen experts and the shared one, their weighted sum.
 
-Bound by the bytes of the matrices that the token chooses, and almost as much by waiting: two products in a row, each of
-a few microseconds. Three launches that overlap (see early.py): the first finds the experts and makes integers of x; blocks of
-either product ask for all of the matrix that they use before they use any of it, those of the second before the first product
-is done. The activations of both products are integers of 8 bits, x with a scale per 32, those of the second product with one
-per 8: as few as a block of the first product makes.
+The bytes of the chosen matrices bound the kernel, and almost as much the waiting: two products in a row take a few microseconds
+each. Three launches overlap (see early.py): the first selects the experts and quantizes x; the blocks of either product issue
+all loads of the matrix before they use any, and those of the second product do so before the first one is complete. The
+activations of both products are 8-bit integers, x with one scale per 32, the inner ones with one scale per 8, as few as a block
+of the first product produces.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from toolkit.kernels.packed import activate, block_product, load_activations, lo
 from toolkit.weights.packed import dequantize
 from toolkit.weights.schemes import Scheme, find_scheme
 
-EIGHT = 8  # inner activations that share a scale: as few as one block of the first product makes
-QUANTISED = 16  # blocks of x that a program makes integers of
+EIGHT = 8  # inner activations that share a scale: as few as one block of the first product produces
+QUANTISED = 16  # blocks of x that a program quantizes
 
 
 @dataclass(frozen=True)
 class MoeShape(Shape):
-    """`experts` gated MLPs hidden -> width -> hidden, of which a token uses `top_k` and, if `shared`, one more of that size."""
+    """`experts` gated MLPs hidden -> width -> hidden; a token uses `top_k` of them and, if `shared`, one more of that size."""
 
     hidden: int
     width: int
@@ -51,7 +51,7 @@ class MoeShape(Shape):
 
     @property
     def used(self) -> int:
-        """Experts that a token goes through."""
+        """Experts that a token uses."""
         return self.top_k + self.shared
 
     @property
@@ -60,7 +60,7 @@ class MoeShape(Shape):
         return found
 
     def check(self) -> str:
-        """How an error calls it. Raises ModelError for sizes that the kernel can't take."""
+        """Return the name of this shape in error messages. Raises ModelError for sizes that the kernel doesn't support."""
         asked = f"{self.top_k} of {self.experts} experts {self.hidden} -> {self.width}, {self.scheme} and {self.down}"
         up, down = find_scheme(self.scheme), find_scheme(self.down)
         for size, scheme in ((self.hidden, up), (self.width, down)):
@@ -75,9 +75,9 @@ class MoeShape(Shape):
 class MoeStep(Kernel):
     """x [hidden], scores [experts] (of the router, before the softmax), shared_gate [1] (before its sigmoid) -> [hidden].
 
-    The experts' matrices are inputs by part (see `PackedMatrix`): "up_codes" [experts, 2 width, hidden / 2], gate rows
-    before up rows, "up_scales", ...; "down_codes" [experts, hidden, width / 2], ...; the shared expert's "shared_up_codes"
-    [2 width, hidden / 2], ... and "shared_down_codes", ... . Equal scores go to the lowest number.
+    The experts' matrices are inputs by part (see `PackedMatrix`): "up_codes" [experts, 2 width, hidden / 2], gate rows before
+    up rows, "up_scales", ...; "down_codes" [experts, hidden, width / 2], ...; for the shared expert "shared_up_codes" [2 width,
+    hidden / 2], ... and "shared_down_codes", ... . Among equal scores the lowest number wins.
     """
 
     name = "moe_step"
@@ -91,8 +91,11 @@ class MoeStep(Kernel):
     }
 
     def space(self, shape: Shape) -> Sequence[Config]:
-        """`each`: pairs of gate and up that a lane holds a part of; `rows`: of the second product, likewise; `warps` of the
-        first, `down_warps` of the second."""
+        """Return configs: `each` is the pairs of gate and up per lane in the first product, `rows` the rows per lane in the
+        second.
+
+        `warps` belongs to the first product, `down_warps` to the second.
+        """
         downs = [(1, 1), (2, 1), (2, 2), (2, 4)]
         return [
             Config(each=each, rows=rows, down_warps=down, warps=warps)
@@ -120,7 +123,7 @@ class MoeStep(Kernel):
         return found
 
     def reference(self, shape: Shape, inputs: Tensors) -> tuple[Tensor, ...]:
-        """On the same quantised activations, in fp64 between them."""
+        """Compute with the same quantized activations, in fp64 between them."""
         assert isinstance(shape, MoeShape)
         chosen, shares = route(shape, inputs)
         x = quantise_activations(inputs["x"]).double()
@@ -134,7 +137,7 @@ class MoeStep(Kernel):
         return (total.to(shape.torch_dtype),)
 
     def outputs(self, shape: Shape, inputs: Tensors) -> dict[str, Tensor]:
-        """The result; the experts' numbers and shares; x as integers, and what is between the products."""
+        """Return the result, the numbers and weights of the experts, x as integers, and the inner activations."""
         assert isinstance(shape, MoeShape)
         device, inner = inputs["x"].device, shape.used * shape.width
         return {
@@ -161,15 +164,15 @@ class MoeStep(Kernel):
         start = {"EXPERTS": shape.experts, "TOP_K": shape.top_k, "USED": shape.used, "BLOCKS": QUANTISED, **ptx}
 
         threads = 32 * config.warps
-        lanes = min(32, triton.next_power_of_2(blocks))  # of a row
-        while shape.width % (threads // lanes * config["each"]):  # as many pairs a block as there are, or a part of them
+        lanes = min(32, triton.next_power_of_2(blocks))  # lanes per row
+        while shape.width % (threads // lanes * config["each"]):  # so that a block's pairs divide the width
             lanes *= 2
         first = {"EACH": config["each"], "BN": threads // lanes, "BG": lanes, "ACTIVATION": shape.activation}
         pairs = config["each"] * threads // lanes
 
         threads = 32 * config["down_warps"]
         lanes = min(32, triton.next_power_of_2(shape.width // BLOCK))
-        while threads // lanes * config["rows"] > shape.hidden:  # no more rows at a time than there are
+        while threads // lanes * config["rows"] > shape.hidden:  # not more rows at a time than there are
             lanes *= 2
         second = {"EACH": config["rows"], "BN": threads // lanes, "BG": lanes}
         rows = config["rows"] * threads // lanes
@@ -186,7 +189,7 @@ class MoeStep(Kernel):
         ]
 
     def cost(self, shape: Shape) -> Cost:
-        """The matrices of the experts used, the router's scores, x and the result."""
+        """Count the matrices of the experts used, the router's scores, x and the result."""
         assert isinstance(shape, MoeShape)
         bits = 2 * find_scheme(shape.scheme).bits_per_weight + find_scheme(shape.down).bits_per_weight
         weights = shape.used * shape.hidden * shape.width
@@ -195,7 +198,7 @@ class MoeStep(Kernel):
 
 
 def matrices(shape: MoeShape) -> dict[str, tuple[Scheme, tuple[int, ...]]]:
-    """The packed matrices among the inputs: prefix -> (scheme, shape)."""
+    """Return the packed matrices among the inputs: prefix -> (scheme, shape)."""
     up, down = find_scheme(shape.scheme), find_scheme(shape.down)
     found: dict[str, tuple[Scheme, tuple[int, ...]]] = {
         "up": (up, (shape.experts, 2 * shape.width, shape.hidden)),
@@ -207,7 +210,7 @@ def matrices(shape: MoeShape) -> dict[str, tuple[Scheme, tuple[int, ...]]]:
 
 
 def matrix(shape: MoeShape, inputs: Tensors, prefix: str, expert: Tensor | None) -> Tensor:
-    """The values of one matrix in fp64; `expert` numbers one of a stack, on the device."""
+    """Return the values of one matrix in fp64; `expert` is its number in a stack, on the device."""
     scheme = matrices(shape)[prefix][0]
     parts = {name: inputs[f"{prefix}_{name}"] for name in scheme.parts()}
     if expert is not None:
@@ -216,7 +219,7 @@ def matrix(shape: MoeShape, inputs: Tensors, prefix: str, expert: Tensor | None)
 
 
 def route(shape: MoeShape, inputs: Tensors) -> tuple[Tensor, Tensor]:
-    """(numbers [top_k], shares [used]) of the experts a token goes through; the shared one's share is the last."""
+    """Return (numbers [top_k], weights [used]) of the experts that a token uses; the shared one's weight is last."""
     scores = inputs["scores"].float()
     chosen = scores.sort(descending=True, stable=True)[1][: shape.top_k]
     shares = scores[chosen].softmax(-1)
@@ -224,9 +227,9 @@ def route(shape: MoeShape, inputs: Tensors) -> tuple[Tensor, Tensor]:
 
 
 def pointers(shape: MoeShape, inputs: Tensors, which: str) -> dict[str, Tensor]:
-    """Every part of the matrices `which` ("up" or "down"), and of the shared expert's, for a launch.
+    """Return the parts of the matrices `which` ("up" or "down"), and of the shared expert's, for a launch.
 
-    Where a scheme, or the model, hasn't one, another stands for it.
+    A part that the scheme or the model doesn't have is replaced by another tensor.
     """
     asked, like = shape.check(), inputs["x"]
     floats = (torch.float32, torch.bfloat16, torch.float16)
@@ -257,7 +260,7 @@ def pointers(shape: MoeShape, inputs: Tensors, which: str) -> dict[str, Tensor]:
 
 
 def scheme_constants(scheme: Scheme) -> dict[str, int | str]:
-    """What the kernels are told of a scheme."""
+    """Return the constants that describe a scheme to the kernels."""
     return {"BITS": scheme.bits, "GROUP": scheme.group, "STEPS": scheme.steps, "OFFSET": scheme.offset}
 
 
@@ -267,9 +270,9 @@ MOE_STEP = MoeStep()
 
 @triton.jit
 def _keys(scores, EXPERTS: tl.constexpr):
-    """The scores as integers of their order, 32 a piece, that equal ones follow by number: the lowest is the largest.
+    """Return the scores as integers that sort in the same order, 32 per piece; among equal scores the lowest number is largest.
 
-    A score stands above its expert's number, counted down. Every warp holds all of them.
+    The score is in the upper bits, the expert's number counted down in the lower ones. Every warp holds all of them.
     """
     NARROW: tl.constexpr = scores.dtype.element_ty.primitive_bitwidth == 16
     keys = ()
@@ -278,7 +281,7 @@ def _keys(scores, EXPERTS: tl.constexpr):
         score = tl.load(scores + (at if (i + 1) * 32 <= EXPERTS else tl.minimum(at, EXPERTS - 1)))
         if NARROW:
             key = score.to(tl.int16, bitcast=True).to(tl.int32)
-            key = tl.where(key == -32768, 0, key)  # -0 is equal to 0
+            key = tl.where(key == -32768, 0, key)  # -0 equals 0
             key = ((key ^ ((key >> 31) & 0x7FFF)) << 16) | (0xFFFF - at)
         else:
             key = score.to(tl.int32, bitcast=True)
@@ -292,7 +295,7 @@ def _keys(scores, EXPERTS: tl.constexpr):
 
 @triton.jit
 def _largest(keys, BELOW: tl.constexpr, below):
-    """The largest of `keys`, or of those under `below`."""
+    """Return the largest of `keys`, or of those below `below`."""
     NARROW: tl.constexpr = keys[0].dtype == tl.int32
     least = -2147483648 if NARROW else -9223372036854775808
     best = tl.where(keys[0] < below, keys[0], least) if BELOW else keys[0]
@@ -303,13 +306,13 @@ def _largest(keys, BELOW: tl.constexpr, below):
 
 @triton.jit
 def _number(key):
-    """The expert of a key."""
+    """Return the expert of a key."""
     return 0xFFFF - (key & 0xFFFF).to(tl.int32)
 
 
 @triton.jit
 def _score(key, scores):
-    """The score of a key, in fp32; `scores` is where it was loaded from."""
+    """Return the score of a key in fp32; `scores` is the pointer it was loaded from."""
     if key.dtype == tl.int32:
         bits = key >> 16
         return (bits ^ ((bits >> 31) & 0x7FFF)).to(tl.int16).to(scores.dtype.element_ty, bitcast=True).to(tl.float32)
@@ -319,7 +322,7 @@ def _score(key, scores):
 
 @triton.jit
 def _route(keys, scores, shared_gate, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, USED: tl.constexpr):
-    """(numbers, shares, the shared expert's share): of the chosen, as many as the next power of two, shares of the rest 0."""
+    """Return (numbers, weights, the shared expert's weight), padded to the next power of two with weights of 0."""
     k = tl.arange(0, triton.next_power_of_2(TOP_K))
     top = _largest(keys, False, 0)
     chosen = tl.zeros(k.shape, top.dtype) + top
@@ -336,7 +339,7 @@ def _start(
     x, scores, shared_gate, x_codes, x_scales, x_sums, numbers, shares, size,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, USED: tl.constexpr, BLOCKS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """One block finds the experts, the others make integers of x."""
+    """One block selects the experts, the others quantize x."""
     let_next_begin()
     await_previous()
     program = tl.program_id(0)
@@ -354,7 +357,7 @@ def _start(
 
 @triton.jit
 def _pick(own, shared, stacked):
-    """Where a matrix's parts are: the shared expert's if `own`, else those of all."""
+    """Return the pointer to a matrix's parts: the shared expert's if `own`, else those of all experts."""
     found = ()
     for i in tl.static_range(len(stacked)):
         found = found + (tl.where(own, shared[i], stacked[i]),)
@@ -363,7 +366,7 @@ def _pick(own, shared, stacked):
 
 @triton.jit
 def _joined(sums):
-    """A tuple of 1, 2, 4, ... tensors [BN, BG] as one: summed over BG, [BN, how many]."""
+    """Return a tuple of 1, 2, 4, ... tensors [BN, BG], summed over BG, as one tensor [BN, count]."""
     COUNT: tl.constexpr = len(sums)
     for level in tl.static_range(5):
         if (COUNT >> level) > 1:
@@ -383,8 +386,8 @@ def _up(
     BG: tl.constexpr, ACTIVATION: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr,
     OFFSET: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """BN times EACH rows of gate and as many of up of one expert, activated and made integers, eight with a scale."""
-    take_turn()  # in this order: `_down` reads what `_start` wrote when this launch lets it begin
+    """BN times EACH rows of gate and of up of one expert, activated and quantized, eight to a scale."""
+    take_turn()  # in this order, because `_down` reads what `_start` wrote when this launch lets it begin
     PAIRS: tl.constexpr = BN * EACH
     BLOCKS: tl.constexpr = HIDDEN // 32
     TILES: tl.constexpr = (BLOCKS + BG - 1) // BG
@@ -398,7 +401,7 @@ def _up(
     base = expert * (2 * WIDTH) + place * PAIRS
     held = load_tiles(parts, base, WIDTH, 0, TILES, EACH, 2, BN, BG, HIDDEN, BITS, GROUP, STEPS, OFFSET)
     if PTX:
-        tl.debug_barrier()  # all of it is asked for before any of it is used
+        tl.debug_barrier()  # all loads are issued before any value is used
     same = tl.zeros((BN, 1), tl.int32)
     sums = ()
     for _ in tl.static_range(2 * EACH):
@@ -411,9 +414,9 @@ def _up(
             product = block_product(held[t * 2 * EACH + i], given, BITS, GROUP, STEPS, OFFSET, 127, False, PTX)
             following = following + (sums[i] + product,)
         sums = following
-    found = _joined(sums)  # of each row gate and up next to each other
+    found = _joined(sums)  # gate and up of each row are neighbors
     if OFFSET == "centre" and BITS < 8:
-        found *= 1.0 / (1 << (8 - BITS))  # where weights stood in the upper bits
+        found *= 1.0 / (1 << (8 - BITS))  # where weights are in the upper bits
     gate, up = tl.split(tl.reshape(found, (BN, EACH, 2)))
     value = activate(gate, up, ACTIVATION)  # [BN, EACH]: rows place * PAIRS + EACH index * BN + BN index
     value = tl.reshape(tl.trans(value), (PAIRS // 8, 8))
@@ -425,7 +428,7 @@ def _up(
     else:
         nearest = (value.to(tl.float64) * inverse.to(tl.float64) + 12582912.0).to(tl.float32)
     total = tl.sum(nearest - 12582912.0, 1)
-    scale = tl.div_rn(top, 127.0) + total * 0.0  # no number where one of them is none
+    scale = tl.div_rn(top, 127.0) + total * 0.0  # NaN if one of them is NaN
     eight = program * (PAIRS // 8) + tl.arange(0, PAIRS // 8)
     tl.store(inner + eight[:, None] * 8 + tl.arange(0, 8)[None, :], nearest.to(tl.int32, bitcast=True).to(tl.int8))
     tl.store(inner_scales + eight, scale)
@@ -440,14 +443,14 @@ def _down(
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, USED: tl.constexpr, EACH: tl.constexpr, BN: tl.constexpr,
     BG: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """BN times EACH rows of every expert used, times what the first product left for it, summed by the experts' shares."""
+    """BN times EACH rows of every expert used, times its inner activations, summed with the experts' weights."""
     BLOCKS: tl.constexpr = WIDTH // 32
     TILES: tl.constexpr = (BLOCKS + BG - 1) // BG
     first_row = tl.program_id(0) * (EACH * BN)
-    base = tl.minimum(first_row, HIDDEN - EACH * BN)  # the last block begins where it ends with the rows
+    base = tl.minimum(first_row, HIDDEN - EACH * BN)  # the last block is aligned to the end of the rows
     held = ()
     for s in tl.static_range(USED):
-        # Written by the launch before the last one, which is done where this one has begun; past the first cache.
+        # Written by the launch before the previous one, which is complete when this one starts; bypasses the L1 cache.
         expert = tl.load(numbers + s, cache_modifier=".cg").to(tl.int64)
         parts = (codes, high, scales, offsets, scale_steps, offset_steps)
         if s == TOP_K:

@@ -3,11 +3,11 @@
 # ruff: noqa: RUF005  # what Triton compiles knows no (*a, b)
 """Many tokens through a mixture of experts: two products with packed matrices, each expert with the tokens that chose it.
 
-Bound by the bytes of all experts where a prompt is short, and by the tensor cores and by making bf16 of the weights where
-it is long. Nothing is read back: a launch sorts the pairs of token and expert by expert, counting (the sort before the
-grouped products of Gale et al., MegaBlocks, arXiv 2211.15841); the grid has as many tiles as there could be, those that
-there aren't end at once. Tiles of weights become bf16 in registers, as in int4_prefill.py. Every pair has a row of its own
-in memory, and a last launch adds those of a token in order: the result is deterministic.
+For short prompts the bytes of all experts bound the kernel; for long ones the tensor cores and the conversion of weights to
+bf16. Nothing is read back to the host: a launch sorts the pairs of token and expert by expert with a counting sort (as before
+the grouped products of Gale et al., MegaBlocks, arXiv 2211.15841), and the grid has as many tiles as could be needed; surplus
+tiles end at once. Tiles of weights become bf16 in registers, as in int4_prefill.py. Every pair has its own row in memory, and a
+last launch adds the rows of a token in order, so the result is deterministic.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SUMMED_AT_ONCE = 1024  # columns
 
 @dataclass(frozen=True)
 class ExpertsShape(Shape):
-    """`tokens` of which each goes through `top_k` of `experts` gated MLPs hidden -> width -> hidden."""
+    """`tokens`, each of which goes through `top_k` of `experts` gated MLPs hidden -> width -> hidden."""
 
     tokens: int
     hidden: int
@@ -62,7 +62,7 @@ class ExpertsShape(Shape):
 
     @property
     def pairs(self) -> int:
-        """Of a token and an expert that it chose."""
+        """The number of pairs of a token and an expert that it chose."""
         return self.tokens * self.top_k
 
     @property
@@ -74,16 +74,17 @@ class ExpertsShape(Shape):
         }
 
     def tiles(self, block_m: int) -> int:
-        """The most tiles of `block_m` pairs of one expert that there can be, however the tokens choose."""
+        """Return the largest possible number of tiles with `block_m` pairs of one expert, however the tokens choose."""
         return (self.pairs + min(self.experts, self.pairs) * (block_m - 1)) // block_m
 
 
 class MoePrefill(Kernel):
     """x [tokens, hidden] bf16 through the experts `chosen` [tokens, top_k] (int32 or int64), weighted by `shares` (fp32).
 
-    The experts' matrices are inputs by part (see `PackedMatrix`): "up_codes" [experts, 2 width, hidden / 2], gate rows
-    before up rows, "up_scales", ...; "down_codes" [experts, hidden, width / 2], ... . A token chooses an expert once.
-    Result: out [tokens, hidden] bf16. ModelError for tensors of another shape or dtype, elsewhere, or not contiguous.
+    The experts' matrices are inputs by part (see `PackedMatrix`): "up_codes" [experts, 2 width, hidden / 2], gate rows before
+    up rows, "up_scales", ...; "down_codes" [experts, hidden, width / 2], ... . A token chooses an expert at most once. The
+    result is out [tokens, hidden] bf16. Raises ModelError for tensors with another shape, dtype or device, or that are not
+    contiguous.
     """
 
     name: ClassVar[str] = "moe_prefill"
@@ -95,12 +96,14 @@ class MoePrefill(Kernel):
         "qwen3.5-35b-a3b experts, q6_k down, 512 tokens": ExpertsShape(512, 2048, 512, 256, 8, down="q6_k"),
         "qwen3.5-35b-a3b experts, q6_k down, 2048 tokens": ExpertsShape(2048, 2048, 512, 256, 8, down="q6_k"),
         "qwen3-30b-a3b experts, 512 tokens": ExpertsShape(512, 2048, 768, 128, 8),
-        # Rows of 704 don't divide by a K scheme's 256: GGUF files have them in an older scheme.
+        # Rows of 704 can't be divided into a K scheme's groups of 256, so GGUF files use an older scheme for them.
         "gemma4-26b-a4b experts, 512 tokens": ExpertsShape(512, 2816, 704, 128, 8, down="q5_0", activation="gelu_tanh"),
     }
 
     def space(self, shape: Shape) -> Sequence[Config]:
-        """Tiles as tall as the pairs that an expert has on average, and taller: few experts then need a second one."""
+        """Return configs with tiles as tall as an expert's average number of pairs, and taller, so that few experts need a
+        second tile.
+        """
         assert isinstance(shape, ExpertsShape)
         usual = triton.next_power_of_2(max(1, shape.pairs // shape.experts))
         heights = sorted({min(max(usual * times, 16), 128) for times in (1, 2, 4)})
@@ -129,7 +132,7 @@ class MoePrefill(Kernel):
         return found
 
     def reference(self, shape: Shape, inputs: Tensors) -> tuple[Tensor, ...]:
-        """Weights and what lies between the products rounded to bf16, sums in fp32."""
+        """Round weights and inner activations to bf16, and sum in fp32."""
         assert isinstance(shape, ExpertsShape)
         x, chosen, shares = inputs["x"].float(), inputs["chosen"], inputs["shares"]
         total = torch.zeros_like(x)
@@ -148,7 +151,9 @@ class MoePrefill(Kernel):
         return dequantize(scheme, parts, torch.bfloat16).float()
 
     def outputs(self, shape: Shape, inputs: Tensors) -> dict[str, Tensor]:
-        """The result; pairs sorted by expert, where each expert's begin, the inner activations in that order, pairs' rows."""
+        """Return the result, the pairs sorted by expert, each expert's first pair, inner activations, and the rows of the
+        pairs.
+        """
         assert isinstance(shape, ExpertsShape)
         x = inputs["x"]
         return {
@@ -208,7 +213,7 @@ class MoePrefill(Kernel):
                 check_tensor(self.name, f"{prefix}_{name}", part, (*size[:2], size[2] // per), dtype, x)
 
     def cost(self, shape: Shape) -> Cost:
-        """The matrices of all experts that can have been chosen, x and the result."""
+        """Count the matrices of all experts that can have been chosen, x and the result."""
         assert isinstance(shape, ExpertsShape)
         bits = 2 * find_scheme(shape.scheme).bits_per_weight + find_scheme(shape.down).bits_per_weight
         weights = min(shape.experts, shape.pairs) * shape.hidden * shape.width
@@ -218,7 +223,7 @@ class MoePrefill(Kernel):
 
 @triton.jit
 def _sort(chosen, order, starts, pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The pairs that chose this program's expert, in their order, to where those of the experts before it end."""
+    """Write the pairs that chose this program's expert, in order, after those of the experts before it."""
     expert = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     before = tl.zeros((BLOCK,), tl.int32)
@@ -236,7 +241,7 @@ def _sort(chosen, order, starts, pairs, EXPERTS: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def _tile(starts, tile, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(expert, its first pair in this tile, how many are left of it): none left in a tile that there isn't."""
+    """Return (expert, its first pair in this tile, pairs left); a surplus tile has none left."""
     e = tl.arange(0, triton.next_power_of_2(EXPERTS))
     start = tl.load(starts + tl.minimum(e, EXPERTS))
     end = tl.load(starts + tl.minimum(e + 1, EXPERTS))
@@ -254,10 +259,10 @@ def _grouped(
     STEPS: tl.constexpr, OFFSET: tl.constexpr, CENTRE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one expert's product: with an ACTIVATION gate and up of tokens, else down, weighted, to the pairs' rows.
+    """A tile of one expert's product: gate and up of tokens with an ACTIVATION, else down, weighted, to the pairs' rows.
 
-    Tiles of the same pairs are next to each other: these share L2. While one tile is multiplied, the next is dequantised and
-    the one after it loaded (see int4_prefill.py).
+    Tiles of the same pairs are neighbors and share them in L2. While one tile is multiplied, the next is dequantized and the
+    one after it is loaded (see int4_prefill.py).
     """
     DOWN: tl.constexpr = ACTIVATION == "none"
     KINDS: tl.constexpr = 1 if DOWN else 2
@@ -313,7 +318,7 @@ def _grouped(
 
 @triton.jit
 def _sum(rows, out, HIDDEN: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
-    """A token's rows, added in the order of its choices."""
+    """Add the rows of a token in the order of its choices."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)

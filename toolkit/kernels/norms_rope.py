@@ -1,13 +1,13 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-incomplete-defs, allow-untyped-decorators
-"""What lies between the matrices of a decoder layer, in two launches: norms with what is added to them, and heads.
+"""The parts of a decoder layer between its matrices, in two launches: norms with additions, and heads.
 
-`RMS_NORM`: the norm of rows (Zhang and Sennrich, arXiv 1910.07467) with the residual added before it, after it, or both
-ways round, so that a norm that ends one half of a layer and the norm that begins the next are one launch; beside its
-result, if asked, the same as 8-bit integers for the matrix that comes next. `QK_NORM_ROPE`: the norms of query and key
-heads, the rotary embedding (Su et al., arXiv 2104.09864), and keys and values written into a cache.
+`RMS_NORM` is the norm of rows (Zhang and Sennrich, arXiv 1910.07467) with the residual added before it, after it, or both, so
+that the norm at the end of one half of a layer and the norm at the start of the next are one launch. On request it also returns
+the result as 8-bit integers for the next matrix. `QK_NORM_ROPE` computes the norms of query and key heads and the rotary
+embedding (Su et al., arXiv 2104.09864), and writes keys and values to a cache.
 
-At batch 1 both move kilobytes: the time of a launch bounds them, which is why there are so few. Over a prompt the bytes of the
-rows bound them. Results are rounded wherever the models' own operations round, so that both give the same tokens.
+At batch 1 both move kilobytes, so the launch time bounds them, which is why there are so few launches. For a prompt, the bytes
+of the rows bound them. Results are rounded wherever the operations of the models round, so that both give the same tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from toolkit.kernels.early import take_turn
 GROUP = 32  # activations that share a scale
 FORMS = ("norm", "add_norm", "norm_add", "norm_add_norm")
 CACHES = ("linear", "ring", "none")
-SMALLEST = tl.constexpr(1e-30)  # a group whose largest is below has codes of zero: its reciprocal may not be a number
+SMALLEST = tl.constexpr(1e-30)  # a group with a smaller maximum has codes of zero, because its reciprocal may be infinite
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -43,9 +43,9 @@ def _one_of(what: str, name: str, value: str, known: Sequence[str] | Mapping[str
 class NormShape(Shape):
     """A norm of `tokens` rows of `hidden` numbers.
 
-    `form`, with r the residual: "norm": out = norm(x). "add_norm": r' = r + x, out = norm(r'). "norm_add":
-    r' = r + norm(x). "norm_add_norm": r' = r + post_norm(x), out = norm(r'). `scaled`: r' is multiplied by a scalar
-    (after a norm only). `quantised`: out in 8 bits too. `eps` is a number written out.
+    `form`, with r the residual: "norm": out = norm(x). "add_norm": r' = r + x, out = norm(r'). "norm_add": r' = r + norm(x).
+    "norm_add_norm": r' = r + post_norm(x), out = norm(r'). With `scaled`, r' is multiplied by a scalar (after a norm only).
+    With `quantised`, out is returned in 8 bits, too. `eps` is a number written as text.
     """
 
     tokens: int
@@ -71,10 +71,10 @@ class NormShape(Shape):
 class RmsNorm(Kernel):
     """x / rms(x) * weight over rows in fp32, with residual, scalar and 8-bit codes as the shape says.
 
-    Inputs: x [T, hidden], weight [hidden] fp32, and as the form needs them residual [T, hidden], post_weight [hidden] fp32
-    and scalar [1]. Results, those that the form has: out and residual [T, hidden]; codes int8 [T, hidden] (four a 32-bit
-    word), scales and sums fp32 [T, hidden / 32], where sums are scales times the sums of their codes. ModelError for
-    tensors of another shape or dtype, elsewhere, not contiguous or not aligned.
+    Inputs: x [T, hidden], weight [hidden] fp32, and for some forms residual [T, hidden], post_weight [hidden] fp32 and scalar
+    [1]. Results, if the form has them: out and residual [T, hidden]; codes int8 [T, hidden] (four per 32-bit word), scales and
+    sums fp32 [T, hidden / 32], where sums are scales times the sums of their codes. Raises ModelError for tensors with another
+    shape, dtype or device, or that are not contiguous and aligned.
     """
 
     name: ClassVar[str] = "rms_norm"
@@ -186,13 +186,13 @@ def quantise_activations(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class HeadsShape(Shape):
-    """Heads of `tokens` rows on their way from one matrix into attention and a cache.
+    """The heads of `tokens` rows between a matrix and attention.
 
-    `rotary`: how many numbers of a head turn, from its first on (even; the rest passes). `context`: slots of the cache.
-    `gated`: each query head is followed by its gate, which stays where it is. `values`: "own", or "keys" where keys
-    and values are one projection. `value_norm`: values are normed, without a weight. `cache`: "linear" (slot = position),
-    "ring" (position modulo `context`), or "none": keys and values are results of their own, row by row. `kv_heads` 0:
-    queries only. `positions`: rows of the rotary table.
+    `rotary` is how many numbers of a head rotate, from the first on (even). `context` is the number of slots of the cache. With
+    `gated`, each query head is followed by its gate, which is left in place. `values` is "own", or "keys" if keys and values
+    are one projection. With `value_norm`, values are normalized without a weight. `cache` is "linear" (slot = position), "ring"
+    (position modulo `context`), or "none": keys and values are returned row by row. `kv_heads` 0 means queries only.
+    `positions` is the number of rows of the rotary table.
     """
 
     tokens: int
@@ -225,13 +225,13 @@ class HeadsShape(Shape):
 
 
 class QkNormRope(Kernel):
-    """Query and key heads normed and turned, values normed where the shape says so, keys and values into the cache.
+    """Normalizes and rotates query and key heads, normalizes values if asked, and writes keys and values to the cache.
 
-    Inputs: qkv [T, width], q_weight and k_weight [D] fp32, rope [positions, 2, rotary] (cosines, signed sines: `rope_of`),
-    at int64 [T] (the rows' positions, on the device, ascending by one), keys and values [1, KV heads, context, D] unless
-    cache is "none". Results: query [T, H, D], keys and values: the caches, written in place, or new ones [1, KV heads, T, D].
-    A position beyond a linear cache is not written; of more tokens than a ring has slots, the last are. ModelError for
-    tensors of another shape or dtype, elsewhere, not contiguous or not aligned.
+    Inputs: qkv [T, width], q_weight and k_weight [D] fp32, rope [positions, 2, rotary] (cosines, signed sines: `rope_of`), at
+    int64 [T] (the positions of the rows, on the device, ascending by one), keys and values [1, KV heads, context, D] unless
+    cache is "none". Results: query [T, H, D], keys and values: the caches, written in place, or new ones [1, KV heads, T, D]. A
+    position beyond a linear cache is not written; of more tokens than a ring has slots, the last ones are. Raises ModelError
+    for tensors with another shape, dtype or device, or that are not contiguous and aligned.
     """
 
     name: ClassVar[str] = "qk_norm_rope"
@@ -329,7 +329,7 @@ class QkNormRope(Kernel):
         }  # fmt: skip
         for name, tensor in (*inputs.items(), *outputs.items()):
             found_shape, found_dtype = shapes[name]
-            aligned = 8 if name == "at" else ALIGNMENT  # a step's position may be one number of a longer array
+            aligned = 8 if name == "at" else ALIGNMENT  # the position of a step may be one element of a longer array
             check_tensor(self.name, name, tensor, found_shape, found_dtype, inputs["qkv"], aligned)
 
     def cost(self, shape: Shape) -> Cost:
@@ -346,7 +346,7 @@ def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def _turned(x: Tensor, rope: Tensor) -> Tensor:
-    """x [T, heads, D] with its first numbers turned by rope [T, 2, rotary]: halves paired."""
+    """Rotate the first numbers of x [T, heads, D] by rope [T, 2, rotary], pairing halves."""
     cos, sin = rope[:, 0, None], rope[:, 1, None]
     part = x[..., : rope.shape[-1]]
     turned = torch.addcmul(part * cos, part.roll(rope.shape[-1] // 2, -1), sin)
@@ -354,7 +354,7 @@ def _turned(x: Tensor, rope: Tensor) -> Tensor:
 
 
 class _Maker:
-    """Random inputs of one seed; without values on "meta"."""
+    """Makes random inputs from one seed; without values on "meta"."""
 
     def __init__(self, device: torch.device | str, seed: int) -> None:
         self.device = torch.device(device)
@@ -371,7 +371,7 @@ def _norm_kernel(
     eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD_FIRST: tl.constexpr, NORM_ADD: tl.constexpr, NORM: tl.constexpr,
     SCALED: tl.constexpr, QUANTISED: tl.constexpr,
 ):  # fmt: skip
-    """One row a program. Everything but the sums of squares is rounded to the rows' dtype, as the models' operations do."""
+    """One row per program. All but the sums of squares is rounded to the rows' dtype, as in the models."""
     take_turn()
     GROUPS: tl.constexpr = BLOCK // 32
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
@@ -398,7 +398,7 @@ def _norm_kernel(
         x = (x * tl.rsqrt(tl.sum(x * x) / HIDDEN + eps) * weight).to(DTYPE)
         tl.store(out_ptr + at, x, mask=inside)
     if QUANTISED:
-        MAGIC: tl.constexpr = 12582912.0  # 1.5 * 2^23: what is added to it is rounded to a whole number, ties to even
+        MAGIC: tl.constexpr = 12582912.0  # 1.5 * 2^23: adding it rounds to a whole number, ties to even
         x = x.to(tl.float32)
         most = tl.max(tl.abs(x), 1)
         inverse = tl.where(most > SMALLEST, tl.div_rn(tl.full((GROUPS,), 127.0, tl.float32), tl.maximum(most, SMALLEST)), 0.0)
@@ -416,7 +416,7 @@ def _heads_kernel(
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, R: tl.constexpr, GATED: tl.constexpr, OWN_VALUES: tl.constexpr,
     VALUE_NORM: tl.constexpr, CACHE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_H heads of one row a program: of queries, then of keys, then of values.
+    """BLOCK_H heads of one row per program: of queries, then of keys, then of values.
 
     The other half of a rotated pair is loaded a second time, from L1, rather than moved between threads.
     """

@@ -1,10 +1,10 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="assignment, misc"
 # ruff: noqa: RUF005  # what Triton compiles knows no (*a, b)
-"""Rows of packed matrices times integer activations, four weights an instruction (dp4a): a lane to each block of 32.
+"""Rows of packed matrices times integer activations, four weights per instruction (dp4a), one block of 32 per lane.
 
-Tiles are [BN, BG] blocks: BN rows at a time, their BG blocks side by side. A lane loads a block, all of it, and multiplies it,
-so that no value moves between lanes before the sum over the row. Tiles are tuples: what a lane holds of several is in as many
+Tiles are [BN, BG] blocks: BN rows at a time, their BG blocks side by side. A lane loads a whole block and multiplies it, so no
+value moves between lanes before the sum over the row. Tiles are tuples, so that a lane keeps several of them in separate
 variables. `parts` are pointers to a matrix's codes, high bits, scales, offsets, steps of scales and of offsets.
 """
 
@@ -16,7 +16,7 @@ import triton.language as tl
 
 @triton.jit
 def _dp4a(a, b, c, SIGNED: tl.constexpr, PTX: tl.constexpr):
-    """c plus four products: bytes of a (unsigned unless SIGNED) times signed bytes of b."""
+    """Return c plus four products: bytes of a (unsigned unless SIGNED) times signed bytes of b."""
     if PTX:
         if SIGNED:
             c = tl.inline_asm_elementwise("dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], tl.int32, True, 1)
@@ -46,10 +46,10 @@ def quantise_blocks(
     else:
         nearest = (x.to(tl.float64) * inverse.to(tl.float64) + 12582912.0).to(tl.float32)
     total = tl.sum(nearest - 12582912.0, 1)
-    scale = tl.div_rn(top, LIMIT * 1.0) + total * 0.0  # no number where an activation is none, and so are all results
+    scale = tl.div_rn(top, LIMIT * 1.0) + total * 0.0  # NaN if an activation is NaN, so that all results are
     bits = nearest.to(tl.int32, bitcast=True)
     tl.store(codes_ptr + at, bits.to(tl.int8), mask=there)
-    if LIMIT > 127:  # what the lower digit, which is signed, leaves
+    if LIMIT > 127:  # the remainder for the lower digit, which is signed
         tl.store(codes_ptr + at + tl.cast(size, tl.int64) * 32, ((bits + 128) >> 8).to(tl.int8), mask=there)
     tl.store(scales_ptr + g, scale, mask=g < size)
     tl.store(sums_ptr + g, total * scale, mask=g < size)
@@ -59,11 +59,12 @@ def quantise_blocks(
 def load_block(
     parts, row, g, K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr
 ):  # fmt: skip
-    """Blocks g [1, BG] of rows [BN, 1]: words of codes, two an int64, scales, and whatever else the scheme has. [BN, BG] each.
+    """Load blocks g [1, BG] of rows [BN, 1]: words of codes, two per int64, scales, and the scheme's other parts, [BN, BG]
+    each.
 
-    A lane loads a block, so that no value ever moves between lanes before the sum over the row.
+    A lane loads a block, so that no value moves between lanes before the sum over the row.
     """
-    PER: tl.constexpr = 1 if GROUP == 16 else GROUP // 32  # blocks that share scales; of groups of 16 two are loaded at once
+    PER: tl.constexpr = 1 if GROUP == 16 else GROUP // 32  # blocks that share scales; two groups of 16 are loaded at once
     pair = tl.arange(0, 2)[None, None, :]
     codes = parts[0] + (row * (K // 8 if BITS == 8 else K // 16))[:, :, None] + (g * (4 if BITS == 8 else 2))[:, :, None]
     found = tl.split(tl.load(codes + pair))
@@ -124,7 +125,7 @@ def load_activations(
     else:
         scale = tl.load(scales_ptr + g)
         total = tl.load(sums_ptr + g) if OFFSET != "centre" else scale
-    if (T + 1) * BG > BLOCKS:  # the last tile ends with the row: what it shares with the one before counts once
+    if (T + 1) * BG > BLOCKS:  # the last tile ends with the row: blocks that two tiles share count once
         valid = lane >= (T + 1) * BG - BLOCKS if BLOCKS > BG else lane < BLOCKS
         scale = tl.where(valid, scale, 0.0)
         total = tl.where(valid, total, 0.0)
@@ -182,7 +183,7 @@ def block_product(
     held, x, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr,
     EIGHTS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Products [BN, BG] of a block of each row with a token's: `held` as of `load_block`, x as of `load_activations`."""
+    """Return the products [BN, BG] of blocks (`held` from `load_block`) with a token's x from `load_activations`."""
     AT: tl.constexpr = 4 if BITS == 8 else 2
     AT_STEP: tl.constexpr = AT + 1 + (BITS == 5 or BITS == 6)
     AT_OFFSET: tl.constexpr = AT_STEP + (STEPS > 0)
@@ -193,9 +194,9 @@ def block_product(
         if LIMIT > 127:
             dot += _dot(held, x, s, SUB, BITS, OFFSET, 6, PTX) << 8
         scale = held[AT]
-        if GROUP == 16:  # two of 8 bits, loaded as one
+        if GROUP == 16:  # two blocks of 8 bits, loaded as one
             scale = (scale.to(tl.int32) << (24 - 24 * (s * 2 // SUB))) >> (24 - 16 * (s * 2 // SUB))
-        if STEPS and LIMIT == 127:  # integers of 8 bits, and no sum of theirs passes 2^31
+        if STEPS and LIMIT == 127:  # 8-bit integers whose sums stay below 2^31
             product = (dot * scale.to(tl.int32)).to(tl.float32)
         else:
             product = dot.to(tl.float32) * scale.to(tl.float32)

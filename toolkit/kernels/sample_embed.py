@@ -1,10 +1,11 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-incomplete-defs, allow-untyped-decorators
-"""Logits to the next token to its row of the embedding, in one launch: a decode step ends and the next begins on the device.
+"""From logits to the next token to its embedding row in one launch, so that decode steps follow each other on the device.
 
-Greedy (ties to the lowest id), or drawn by the highest of logit / temperature + Gumbel noise (Maddison et al., arXiv
-1411.0030), the noise a function of seed, step and token id: the draws of `toolkit.decode.sampling`, in fp64 as there.
-Every program finds the best of its part of the vocabulary; the last to finish, told by a counter that it sets back to
-zero, finds the best of those, counts the step and dequantises the row. Bound by the launch and one pass over the logits.
+Sampling is greedy (the lowest id among equals), or takes the highest logit / temperature + Gumbel noise (Maddison et al., arXiv
+1411.0030); the noise is a function of seed, step and token id. The draws equal those of `toolkit.decode.sampling`, which also
+computes in fp64. Every program finds the best token of its part of the vocabulary. The last program to finish, according to a
+counter that it resets, finds the best of those, increments the step and dequantizes the row. The launch and one pass over the
+logits bound the kernel.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ MIX_1, MIX_2 = tl.constexpr(noise.MIX[0]), tl.constexpr(noise.MIX[1])
 class SampleShape(Shape):
     """The next token of `vocab` logits, and its row of `hidden` numbers of a table.
 
-    `table`: a dtype for a plain one, or a scheme of quant.py. `draw`: by temperature rather than greedy. `cap`: logits
-    become tanh(logit / cap) * cap first; "none" leaves them. `scale`: what the row is multiplied by, once rounded to
-    `dtype` (of a plain table, its own). Numbers that aren't whole are written out.
+    `table` is the dtype of a plain table or the name of a scheme. `draw` selects sampling by temperature instead of greedy.
+    `cap` replaces logits by tanh(logit / cap) * cap; "none" leaves them. `scale` multiplies the row after rounding to `dtype`
+    (a plain table has that dtype). Numbers that aren't whole are written as text.
     """
 
     vocab: int
@@ -67,18 +68,18 @@ class SampleShape(Shape):
 
     @property
     def scheme(self) -> Scheme | None:
-        """What packs the table; None for a plain one."""
+        """The scheme of a packed table; None for a plain one."""
         return SCHEMES.get(self.table)
 
 
 class SampleEmbed(Kernel):
     """The next token and its embedding.
 
-    Inputs: logits [vocab]; table [vocab, hidden], or its parts (see `PackedMatrix`); counter int32 [1], zero, and zero again
-    after; to draw also temperature fp64 [1] (0 is greedy), key int64 [1] (`mixed_seed`), step int64 [1], which the launch
-    counts on; token int64 [1] where the result is to have a place of the caller's. Results: token int64 [1], row
-    [1, hidden], and to draw step. A logit that is no number counts as infinite.
-    ModelError for tensors of another shape or dtype, elsewhere, not contiguous or not aligned.
+    Inputs: logits [vocab]; table [vocab, hidden], or its parts (see `PackedMatrix`); counter int32 [1], which is zero before
+    and after; for `draw` also temperature fp64 [1] (0 is greedy), key int64 [1] (`mixed_seed`) and step int64 [1], which the
+    launch increments; optionally token int64 [1], to write the result to. Results: token int64 [1], row [1, hidden], and step
+    for `draw`. A NaN logit counts as infinite. Raises ModelError for tensors with another shape, dtype or device, or that are
+    not contiguous and aligned.
     """
 
     name: ClassVar[str] = "sample_embed"
@@ -187,7 +188,7 @@ class SampleEmbed(Kernel):
 
 
 def _table_parts(shape: SampleShape) -> dict[str, tuple[tuple[int, int], torch.dtype]]:
-    """Shape and dtype of the tensors that hold the table."""
+    """Return the shape and dtype of the tensors that hold the table."""
     if shape.scheme is None:
         return {"table": ((shape.vocab, shape.hidden), DTYPES[shape.table])}
     return {name: ((shape.vocab, shape.hidden // per), dtype) for name, (dtype, per) in shape.scheme.parts().items()}
@@ -215,7 +216,7 @@ _POINTERS = ("codes", "high", "scales", "offsets", "scale_steps", "offset_steps"
 
 @triton.jit
 def _noise(ids, key_ptr, step_ptr):
-    """Gumbel noise of token `ids` in fp64."""
+    """Return the Gumbel noise of token `ids` in fp64."""
     key = tl.load(key_ptr).to(tl.uint64, bitcast=True)
     step = tl.load(step_ptr).to(tl.uint64, bitcast=True)
     z = ids.to(tl.uint64) * INDEX + (key + step * STEP)
@@ -228,7 +229,7 @@ def _noise(ids, key_ptr, step_ptr):
 
 @triton.jit
 def _field(ptr, start, k, WIDTH: tl.constexpr):
-    """The fields of WIDTH bits of weights k, from bytes beginning at `start` (layout: see `PackedMatrix`)."""
+    """Return the fields of WIDTH bits of weights k, from bytes beginning at `start` (layout: see `PackedMatrix`)."""
     PER: tl.constexpr = 32 // WIDTH
     byte = tl.load(ptr + start + k // PER * 4 + k % 4).to(tl.int32)
     return (byte >> (k % PER // 4 * WIDTH)) & ((1 << WIDTH) - 1)
@@ -248,7 +249,7 @@ def _weights(
     HIDDEN: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr,
     CENTRE: tl.constexpr,
 ):  # fmt: skip
-    """The values fp32 at columns `k` of row `token`, rounded where `packed.dequantize` rounds; plain where BITS is 0."""
+    """Return the fp32 values at columns `k` of row `token`, rounded where `packed.dequantize` rounds; plain if BITS is 0."""
     if BITS == 0:
         return tl.load(codes_ptr + token * HIDDEN + k).to(tl.float32)
     if BITS == 8:
@@ -263,7 +264,7 @@ def _weights(
     scales = _fine(scales_ptr, scale_steps_ptr, token, k, HIDDEN, GROUP, STEPS)
     if OFFSET != "minimum":
         return values * scales
-    product = (values.to(tl.float64) * scales.to(tl.float64)).to(tl.float32)  # or it would be fused with the subtraction
+    product = (values.to(tl.float64) * scales.to(tl.float64)).to(tl.float32)  # prevents a fusion with the subtraction
     return product - _fine(offsets_ptr, offset_steps_ptr, token, k, HIDDEN, GROUP, STEPS)
 
 
@@ -275,7 +276,7 @@ def _sample_kernel(
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr,
     OFFSET: tl.constexpr, CENTRE: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK logits a program; the last program to arrive does the rest."""
+    """BLOCK logits per program; the last program to arrive does the rest."""
     take_turn()
     NONE: tl.constexpr = 2147483647
     ids = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
