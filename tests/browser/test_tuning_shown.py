@@ -74,6 +74,8 @@ def test_the_labs_tune_panel(notebook) -> None:
     press(page, "Explore")
     page.wait_for_selector(f".tk-lab {VIEW} .tk-won", timeout=60_000)
     page.locator(".tk-lab :text('Done in')").first.scroll_into_view_if_needed()
+    note = page.locator(f".tk-lab {VIEW} .tk-figure-notes").bounding_box()
+    assert note["height"] < 60, "the Lab's style sheet squeezes the note about the figures"
     for name in ("dark", "light"):
         theme(page, name)
         look(page, f"lab-tune-{name}")

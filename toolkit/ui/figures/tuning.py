@@ -105,7 +105,7 @@ def _chooser(name: str) -> str:
     notes = "".join(f"<i>{escape(figure.note)}</i>" for figure in FIGURES)
     return (
         f'<div class="tk-choose" role="radiogroup" aria-label="Figure in the cells">{buttons}</div>'
-        f'<p class="tk-note tk-figures">{notes} Click a cell to see its details.</p>'
+        f'<p class="tk-note tk-figure-notes">{notes} Click a cell to see its details.</p>'
     )
 
 
