@@ -81,7 +81,8 @@ def quantize(
             traceback.clear_frames(error.__traceback__)
             _empty(new, model)
             raise
-    new.quantisation = Quantisation(chosen.name, method, tuple(rows), mean, lowest, tuple(ids))
+    new.quantization = Quantisation(chosen.name, method, tuple(rows), mean, lowest, tuple(ids))
+    new.quantisation = new.quantization  # the former name
     return new
 
 
