@@ -217,3 +217,11 @@ def test_an_entry_in_two_lists_is_one_row():
     for bad in ([6], [-1]):
         with pytest.raises((IndexError, ValueError)):
             entries.history(bad)
+
+
+@pytest.mark.parametrize("key", ["action", "size"])
+def test_an_entry_without_its_action_or_size_is_damage(tmp_path, key):
+    value = snap([], [entry("alloc", 4096 * i, 512) for i in range(5)])
+    del value["device_traces"][0][1][key]
+    with pytest.raises(TraceError, match=key if key == "action" else "damaged"):
+        opened(tmp_path, value)

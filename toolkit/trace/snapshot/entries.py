@@ -96,7 +96,9 @@ class Entries:
         entry = _ENTRY.match(data, at) if len(self._layouts) < MAX_LAYOUTS else None
         gets = [item[0] for item in re.findall(_ITEM, entry[1], re.DOTALL)] if entry else []
         names = [stream.memo[_index(get)] for get in gets]
-        if "action" not in names or not all(type(name) is str for name in names) or len({*names}) < len(names):
+        if "action" not in names or "size" not in names:  # `record` needs both
+            return False
+        if not all(type(name) is str for name in names) or len({*names}) < len(names):
             return False
         if "frames" in names[:-1]:  # a list of frames must be the last value that an entry adds to the memo
             return False
