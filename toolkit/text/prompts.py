@@ -1,4 +1,4 @@
-"""Prompts into token ids, and token ids into text piece by piece."""
+"""Converts prompts to token ids (`prompt_ids`) and streams of token ids to text (`TextStream`)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def prompt_ids(model: Model, prompt: object) -> list[int]:
-    """The token ids of `prompt`: a text, a list of ids, or a tensor or array of them [T] or [1, T].
+    """Return the token ids of `prompt`: a str, a list of ids, or a tensor or array of ids [T] or [1, T].
 
-    Raises ModelError for a text without a tokenizer, a batch, an empty prompt, or ids outside of the vocabulary.
+    Raises ModelError for a str if the model has no tokenizer, for a batch, an empty prompt, and ids outside the vocabulary.
     """
     if isinstance(prompt, str):
         if model.tokenizer is None:
@@ -44,15 +44,15 @@ def prompt_ids(model: Model, prompt: object) -> list[int]:
 
 
 class TextStream:
-    """Turns tokens into text as they come. A character that several tokens spell is held back until it is whole."""
+    """Decodes tokens one at a time. A character that is spread over several tokens is held back until it is complete."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.ids: list[int] = []
-        self.shown = self.start = 0  # ids[start:shown] have been shown; they give the next piece its context
+        self.shown = self.start = 0  # ids[start:shown] were decoded before; they are the context of the next piece
 
     def piece(self, token: int) -> str:
-        """The text that `token` adds; empty while a character is incomplete, or without a tokenizer."""
+        """Return the text that `token` adds: empty while a character is incomplete, or if there is no tokenizer."""
         if self.tokenizer is None:
             return ""
         self.ids.append(token)

@@ -1,6 +1,6 @@
-"""Traces in and out: our own files, Chrome/Kineto JSON, Nsight Systems sqlite, PyTorch's memory snapshots.
+"""Opens trace files: the toolkit's own, Chrome/Kineto JSON, Nsight Systems sqlite, and PyTorch's memory snapshots.
 
-Nothing in a file is ever executed.
+The format is recognized by the content of the file. Nothing in a file is executed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _PICKLE = b"\x80"  # of protocol 2 or later
 
 
 def open_trace(path: str | os.PathLike[str]) -> Trace:
-    """The trace in the file `path`, whatever tool wrote it; what it is shows in its content, not in its name.
+    """Return the trace in the file `path`; the format is recognized by the content, not by the name.
 
-    Reads our own (`trace.save`, `trace.to_chrome`), Chrome JSON of PyTorch's profiler, XLA and others (plain or .gz),
-    Nsight Systems' sqlite export, and memory snapshots (`torch.cuda.memory._dump_snapshot`), which know no steps. Steps come
-    from marks, `ProfilerStep#` or NVTX ranges, or are guessed from a pattern that repeats: `trace.meta["steps_from"]` says
-    which. Raises TraceError for anything else.
+    Reads our own files (`trace.save`, `trace.to_chrome`), Chrome JSON of PyTorch's profiler, XLA and others (plain or .gz),
+    Nsight Systems' sqlite export, and memory snapshots (`torch.cuda.memory._dump_snapshot`), which have no steps. Steps come
+    from marks, `ProfilerStep#` or NVTX ranges, or are guessed from a repeating pattern: `trace.meta["steps_from"]` says
+    which. Raises TraceError if the file cannot be read or has another format.
     """
     file = Path(path)
     asked = f"opening the trace {os.fspath(path)!r}"
@@ -63,7 +63,7 @@ def _unpacked(file: Path, asked: str) -> bytes:
 
 
 def _unknown(asked: str, start: bytes, suffix: str) -> TraceError:
-    """The error that says what the file seems to be, and what to do about it."""
+    """Return an error that names the probable format of the file and how to convert it."""
     if not start:
         return TraceError(asked, "it is empty", "Export the trace again")
     if suffix in (".nsys-rep", ".qdrep"):

@@ -18,16 +18,16 @@ CHUNK_WEIGHTS = 1 << 26  # weights dequantized at a time: bounds the scratch mem
 
 
 class PackedMatrix(nn.Module):
-    """A weight [..., out, in] held as `scheme` says: parameters "codes", "scales", ... (see `Scheme.parts`), no gradients.
+    """A quantized weight [..., out, in]: parameters "codes", "scales", ... (see `Scheme.parts`) without gradients.
 
     Layout of a row's codes, for 4 bits: byte b (0 to 3) of 32-bit word w holds weight 8w + b in its low nibble and
-    8w + 4 + b in its high one, so that masking a word gives four neighbouring weights, one a byte. Bits above the fourth are
-    in "high": field f of byte b of word w is of weight 16w + 4f + b (6-bit codes, fields of 2 bits) or 32w + 4f + b
+    8w + 4 + b in its high one, so that masking a word gives four neighboring weights, one per byte. Bits above the fourth
+    are in "high": field f of byte b of word w belongs to weight 16w + 4f + b (6-bit codes, fields of 2 bits) or 32w + 4f + b
     (5-bit codes, fields of 1 bit). 8-bit codes are plain int8.
     """
 
     def __init__(self, scheme: Scheme, shape: tuple[int, ...], device: torch.device | str = "meta") -> None:
-        """Made without values on `device`. Raises ModelError where a row doesn't divide into the scheme's groups."""
+        """Allocate the parts on `device`, uninitialized. Raises ModelError if a row does not divide into groups."""
         super().__init__()
         self.scheme, self.shape = scheme, tuple(shape)
         if len(shape) < 2 or shape[-1] % scheme.multiple:
@@ -38,31 +38,31 @@ class PackedMatrix(nn.Module):
             setattr(self, name, nn.Parameter(part, requires_grad=False))
 
     def parts(self) -> dict[str, Tensor]:
-        """The tensors that hold it, by name: [..., out, in / (weights an element)]."""
+        """Return the tensors of the matrix by name: [..., out, in / (weights per element)]."""
         return dict(self.named_parameters())
 
     @property
     def nbytes(self) -> int:
-        """Bytes it is held in."""
+        """Size of all parts in bytes."""
         return sum(part.nbytes for part in self.parameters())
 
     def numel(self) -> int:
-        """How many weights it holds."""
+        """Return the number of weights."""
         return torch.Size(self.shape).numel()
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Its values [..., out, in]: computed in fp32, rounded to `dtype`."""
+        """Return the values [..., out, in], computed in fp32 and rounded to `dtype`."""
         return dequantize(self.scheme, self.parts(), dtype)
 
     dequantise = dequantize  # the name until version 0.2
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """The values of rows `ids` (any shape, on the same device) of a matrix [out, in]: [*ids.shape, in]."""
+        """Return the values of rows `ids` (any shape, on the same device) of a matrix [out, in]: [*ids.shape, in]."""
         found = {name: F.embedding(ids, part) for name, part in self.parts().items()}
         return dequantize(self.scheme, found, dtype)
 
     def select(self, experts: Tensor | slice, dtype: torch.dtype) -> Tensor:
-        """The values of some of the matrices of a stack [experts, out, in]: [n, out, in]."""
+        """Return the values of the chosen matrices of a stack [experts, out, in]: [n, out, in]."""
         parts = self.parts().items()
         found = {n: part[experts] if isinstance(experts, slice) else part.index_select(0, experts) for n, part in parts}
         return dequantize(self.scheme, found, dtype)
@@ -72,11 +72,11 @@ class PackedMatrix(nn.Module):
 
 
 def dequantize(scheme: Scheme, parts: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
-    """The values of packed `parts` [..., out, in / (weights an element)] -> [..., out, in], in fp32, then `dtype`."""
+    """Return the values [..., out, in] of packed `parts` [..., out, in / (weights per element)] as `dtype`."""
     values = unpack_codes(scheme, parts).float()
     if scheme.centre:
         values.sub_(scheme.centre)
-    grouped = values.view(*values.shape[:-1], -1, scheme.group)  # in place from here: one fp32 copy is all the scratch
+    grouped = values.view(*values.shape[:-1], -1, scheme.group)  # in place from here, so that scratch is one fp32 copy
     if scheme.offset == "zero":
         grouped.sub_(parts["zeros"].float()[..., None])
     grouped.mul_(_fine(parts["scales"], parts.get("scale_steps"))[..., None])
@@ -86,19 +86,19 @@ def dequantize(scheme: Scheme, parts: dict[str, Tensor], dtype: torch.dtype = to
 
 
 def _fine(scales: Tensor, steps: Tensor | None) -> Tensor:
-    """Scales or minima in fp32, multiplied by their steps where they have some."""
+    """Return scales or minima in fp32, multiplied by their steps if the scheme has steps."""
     if steps is None:
         return scales.float()
     return (steps.float()[..., None] * scales.float().unflatten(-1, (steps.shape[-1], -1))).flatten(-2)
 
 
 def unpack_codes(scheme: Scheme, parts: dict[str, Tensor]) -> Tensor:
-    """The codes [..., in] of a packed matrix, as uint8 (int8 for 8-bit schemes)."""
+    """Return the codes [..., in] of a packed matrix as uint8 (int8 for 8-bit schemes)."""
     packed = parts["codes"]
     if scheme.bits == 8:
         return packed
     words = packed.unflatten(-1, (-1, 1, 4))
-    codes = torch.cat((words & 15, words >> 4), -2).flatten(-3)  # of its own: cat copies
+    codes = torch.cat((words & 15, words >> 4), -2).flatten(-3)  # a new tensor, since cat copies
     if "high" in parts:
         width = scheme.bits - 4
         high = parts["high"].unflatten(-1, (-1, 1, 4))
@@ -109,7 +109,7 @@ def unpack_codes(scheme: Scheme, parts: dict[str, Tensor]) -> Tensor:
 
 
 def pack_codes(scheme: Scheme, codes: Tensor) -> dict[str, Tensor]:
-    """ "codes" (and "high") of integer `codes` [..., in] in the range of the scheme; the inverse of `unpack_codes`."""
+    """Return the parts "codes" and "high" of integer `codes` [..., in] in the range of the scheme: inverts `unpack_codes`."""
     if scheme.bits == 8:
         return {"codes": codes.to(torch.int8)}
     codes = codes.to(torch.uint8)
@@ -126,9 +126,9 @@ def pack_codes(scheme: Scheme, codes: Tensor) -> dict[str, Tensor]:
 
 
 def packed_matmul(x: Tensor, scheme: Scheme, parts: dict[str, Tensor]) -> Tensor:
-    """x [..., in] times a matrix [out, in] packed in `parts`, transposed: [..., out] in the dtype of `x`.
+    """Return x [..., in] times the transpose of a packed matrix [out, in]: [..., out] in the dtype of `x`.
 
-    The reference of kernels: dequantises a bounded number of rows at a time and multiplies.
+    This is the reference for the kernels. It dequantizes a bounded number of rows at a time.
     """
     out = parts["codes"].shape[0]
     step = max(1, CHUNK_WEIGHTS // x.shape[-1])
@@ -139,9 +139,9 @@ def packed_matmul(x: Tensor, scheme: Scheme, parts: dict[str, Tensor]) -> Tensor
 
 
 def experts_matmul(x: Tensor, weight: Tensor | PackedMatrix, experts: Tensor | slice) -> Tensor:
-    """x [n, T, in] times n matrices (`experts`: numbers on the device, or a slice) of a stack [E, out, in] -> [n, T, out].
+    """Return x [n, T, in] times the transposes of n matrices of a stack [E, out, in]: [n, T, out].
 
-    A bounded number of matrices is gathered, or dequantised, at a time.
+    `experts` chooses them: indices on the device, or a slice. A bounded number of matrices is dequantized at a time.
     """
     if isinstance(weight, Tensor) and isinstance(experts, slice):
         return torch.bmm(x, weight[experts].transpose(1, 2))
@@ -156,7 +156,7 @@ def experts_matmul(x: Tensor, weight: Tensor | PackedMatrix, experts: Tensor | s
 
 
 def _some(weight: Tensor | PackedMatrix, experts: Tensor | slice, dtype: torch.dtype) -> Tensor:
-    """Some matrices of a stack, plain: [n, out, in]."""
+    """Return the values of the chosen matrices of a stack: [n, out, in]."""
     if isinstance(weight, PackedMatrix):
         return weight.select(experts, dtype)
     return weight[experts] if isinstance(experts, slice) else weight.index_select(0, experts)

@@ -15,12 +15,12 @@ from toolkit.core.errors import unknown_name
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a weight is stored: integer codes along each row, in groups that share a scale.
+    """How a weight is quantized: integer codes along each row, in groups that share a scale.
 
-    `offset` says what makes codes signed: "centre" (value = (code - centre) * scale, the centre a constant of the scheme),
-    "zero" (value = (code - zero) * scale, one fp16 zero a group), "minimum" (value = code * scale - minimum).
-    `steps`: how many weights share an fp16 step of which scales and minima are 8-bit multiples (the K formats of GGUF);
-    0 where scales and minima are fp16 themselves.
+    `offset` says how codes become signed values: "centre" (value = (code - centre) * scale, with a constant centre),
+    "zero" (value = (code - zero) * scale, one fp16 zero per group), "minimum" (value = code * scale - minimum).
+    `steps`: in the K formats of GGUF, the number of weights that share an fp16 step; scales and minima are 8-bit
+    multiples of it. 0 if scales and minima are fp16.
     """
 
     name: str
@@ -31,21 +31,21 @@ class Scheme:
 
     @property
     def centre(self) -> int:
-        """What a code of 0 stands below; 8-bit codes are signed themselves."""
+        """The code that stands for zero; 0 for 8-bit codes, which are signed."""
         return 1 << (self.bits - 1) if self.offset == "centre" and self.bits < 8 else 0
 
     @property
     def multiple(self) -> int:
-        """A row must be a whole number of this many weights."""
+        """The number of weights of a row must be a multiple of this."""
         return max(self.group, self.steps, {4: 8, 5: 32, 6: 16, 8: 1}[self.bits])
 
     @property
     def bits_per_weight(self) -> float:
-        """Stored bits a weight, scales and offsets included."""
+        """Stored bits per weight, including scales and offsets."""
         return sum(8.0 * dtype.itemsize / per for dtype, per in self.parts().values())
 
     def parts(self) -> dict[str, tuple[torch.dtype, int]]:
-        """The tensors that hold a matrix: name -> (dtype, how many weights of a row share an element)."""
+        """Return the tensors that hold a matrix: name -> (dtype, number of weights of a row per element)."""
         fine = torch.int8 if self.steps else torch.float16
         found = {"codes": (torch.int8, 1) if self.bits == 8 else (torch.uint8, 2)}
         if self.bits in (5, 6):
@@ -82,7 +82,7 @@ SCHEMES = {
 
 
 def find_scheme(name: str | Scheme) -> Scheme:
-    """The scheme called `name`; UnknownNameError, naming the nearest, where there is none."""
+    """Return the scheme called `name`. Raises UnknownNameError, which suggests the nearest name, if there is none."""
     if isinstance(name, Scheme):
         return name
     if name not in SCHEMES:

@@ -29,7 +29,7 @@ _MAKE_AGAIN = "Make it again: torch.cuda.memory._dump_snapshot(path)"
 
 
 def read_snapshot(path: Path) -> Trace:
-    """The memory events in a snapshot's file. Raises TraceError where it is damaged, another pickle, or would run code."""
+    """Return the memory events of a snapshot file. Raises TraceError if it is damaged, another pickle, or would run code."""
     asked = f"opening the trace {str(path)!r}"
     entries = Entries()
     with path.open("rb") as file:
@@ -49,10 +49,10 @@ def from_entries(
     device_traces: Sequence[Iterable[Mapping[str, Any]]], segments: Iterable[Mapping[str, Any]],
     settings: Mapping[str, Any] | None = None, *, shorten: Callable[[str], str] | None = None,
 ) -> Trace:  # fmt: skip
-    """The memory events of a snapshot that is in memory: `torch._C._cuda_memorySnapshot(None)`'s dicts.
+    """Return the memory events of a snapshot in memory: the dicts of `torch._C._cuda_memorySnapshot(None)`.
 
-    A caller that keeps only some of the history may leave out entries at its beginning: what was allocated before them
-    becomes the opening. `meta["start_us"]` is the time on the clock of `time.time` that the trace's times count from.
+    The caller may leave out entries at the beginning of the history; blocks that were allocated before the first entry become
+    the opening. `meta["start_us"]` is the time, on the clock of `time.time`, that the trace's times count from.
     """
     entries = Entries(shorten)
     stacks: dict[int, tuple[Any, Shared]] = {}  # PyTorch gives entries of the same stack the same list
