@@ -9,7 +9,7 @@ ODD = Config(61, 30, 22, 3, 5, 1, 6, max_position_embeddings=300, tie_word_embed
 
 
 def make(device, config=SMALL, seed=1, dtype=None) -> Model:
-    """A model with weights large enough that its greedy tokens vary."""
+    """Return a model with weights large enough that its greedy tokens vary."""
     model = Model(config, device, *([] if dtype is None else [dtype])).init_weights(seed)
     for name, parameter in model.requires_grad_(False).named_parameters():
         if parameter.ndim > 1:

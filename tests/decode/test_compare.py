@@ -1,4 +1,4 @@
-"""Strategies side by side, and the budget that copies must keep."""
+"""Comparisons of strategies, and copy budgets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What crosses per decode step on the virtual GPU: exactly what the strategies' table says, whatever the sizes."""
+"""The copies per decode step on the virtual GPU equal the table of the strategies, for any sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEVICE = "virtual:h200"
 
 
 def expected(config, itemsize=4) -> dict[str, dict[str, list[int]]]:
-    """Bytes of each copy of one decode step, by strategy and direction: the table of the strategies, as numbers."""
+    """Return the bytes of each copy of one decode step, by strategy and direction, as the table of strategies states them."""
     logits, row, number = config.vocab_size * 4, config.hidden_size * itemsize, 8
     return {
         "host-sampling": {"h2d": [number, number], "d2h": [logits], "d2d": []},
@@ -75,7 +75,7 @@ def test_a_drawn_token_copies_no_more_than_a_greedy_one(model, name):
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_filters_add_no_copy_between_host_and_device(model, name):
-    """Sorting copies inside the device; nothing more goes up or down."""
+    """Sorting makes copies inside the device, but no others between host and device."""
     run = tk.generate(model, [5] * 7, name, max_new_tokens=4, eos=(), temperature=0.8, seed=3, top_k=9, top_p=0.9)
     for step in (1, 2, 3):
         for kind in ("h2d", "d2h"):
@@ -183,7 +183,7 @@ assert len(tk.generate(model, [1] * 6, max_new_tokens=4, eos=()).tokens) == 4
 
 
 def test_out_of_memory_leaves_the_card_usable():
-    """In a process of its own: a card this small, and one card a process."""
+    """Runs in a process of its own, because a process has one virtual card, and this one is small."""
     done = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], cwd=Path(__file__).parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
 

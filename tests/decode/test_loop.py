@@ -1,4 +1,4 @@
-"""The loop on the CPU: same tokens whatever the strategy, right ends, bad input, cancel, callbacks that raise."""
+"""The loop on the CPU: equal tokens for all strategies, ends of text, invalid input, cancel, callbacks that raise."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def generate(model, strategy="double-buffered", prompt=PROMPT, **options):
 
 @torch.no_grad()
 def greedy_by_hand(model, ids, n):
-    """Without a cache: the whole sequence again for each token."""
+    """Generate without a cache: the whole sequence is processed again for each token."""
     ids = list(ids)
     for _ in range(n):
         ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))

@@ -1,4 +1,4 @@
-"""Every strategy with every architecture: the same tokens, and exactly the copies of the strategies' table."""
+"""Every strategy with every architecture: equal tokens, and exactly the copies in the table of the strategies."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def let_go():
 
 
 def prompt_of(model: Any, length: int) -> list[int]:
-    """Text whose tokens go past the windows: 64 of the demo, 7 of the small one."""
+    """Return text whose tokens exceed the windows: 64 for the demo, 7 for the small model."""
     if model.tokenizer is None:
         return [7 * i % 97 for i in range(length)]
     return (model.tokenizer.encode(TEXT) * 9)[:length]
@@ -191,7 +191,7 @@ def test_packed_weights_copy_no_more():
 
 @pytest.mark.parametrize("name", ["random/gemma4-31b", "random/qwen3.5-35b-a3b"])
 def test_sizes_only_models_decode(name):
-    """Real shapes without values: no claim about tokens, the same copies."""
+    """Models with real shapes but without values: the copies are the same; the tokens mean nothing."""
     model = tk.load(name, device=GPU, progress=False)
     for strategy in ("host-embedding", "double-buffered"):
         sizes = expected_copies(model)[strategy]
@@ -206,7 +206,7 @@ def test_sizes_only_models_decode(name):
 
 
 def test_the_virtual_gpu_needs_no_triton():
-    """As on macOS and Windows, where there is none: models decode there, and what would need it says so."""
+    """Models decode on the virtual GPU without Triton, as on macOS and Windows; features that need Triton say so."""
     code = """
         import importlib.util, sys
         found = importlib.util.find_spec

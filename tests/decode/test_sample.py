@@ -1,4 +1,4 @@
-"""Sampling: greedy ties, the filters against a plain statement of them, and draws that are a function of (seed, step)."""
+"""Sampling: greedy ties, the filters against a plain implementation, and draws that are a function of (seed, step)."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_draws_follow_softmax(seed):
 
 
 def plain_filter(logits: torch.Tensor, sampling: Sampling) -> set[int]:
-    """Which ids stay, said with lists: the k highest, then the fewest of them that hold p; ties with the last stay."""
+    """Return the ids that stay: the k highest, then the fewest of them that hold p; ids that tie with the last one stay."""
     kept = set(range(len(logits)))
     values = logits.tolist()
     if sampling.top_k is not None:

@@ -1,4 +1,4 @@
-"""Prompts that are refused, and text that appears a whole character at a time."""
+"""Invalid prompts, and text that appears one whole character at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operations of decoding: whole small models by kernels alone (on a GPU if there is one), against references on the CPU."""
+"""The operations of decoding: small models run by kernels (on a GPU if there is one) against the references on the CPU."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ QWEN3_5_MOE = SHARED | EXPERTS | {
 
 @pytest.fixture
 def by_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Operations run by their kernels: on a GPU, or without one on the CPU, in Triton's interpreter. Who ran, by name."""
+    """Run operations by their kernels: on a GPU, or on the CPU in Triton's interpreter. Returns the names of those that ran."""
     ran: list[str] = []
 
     def run(name: str, *operands: Any) -> Any:
@@ -57,7 +57,7 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return define.by_kernels(name, *operands)
 
     def choose(kernel: Kernel, shape: Shape, device: object) -> SimpleNamespace:
-        """As the lookup, but for products: the interpreter takes long over many small programs."""
+        """Choose as the lookup does, except for products: many small programs take long in the interpreter."""
         wide = Config(block_k=32, rows=1, tokens=8, ahead=1, warps=4)
         return SimpleNamespace(config=wide if kernel.name == "int4_matmul" else kernel.space(shape)[0])
 
@@ -69,7 +69,7 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def small(architecture: Any, config: dict[str, Any], scheme: str | None, dtype: torch.dtype, device: str = "cpu") -> Any:
-    """A model with random weights large enough to matter."""
+    """Return a model with random weights large enough to matter."""
     model = architecture.Model(architecture.Config.from_hf(config), open_device(device), dtype).init_weights(3)
     with torch.no_grad():
         for name, parameter in model.requires_grad_(False).named_parameters():
@@ -165,7 +165,7 @@ def test_packed_models_by_kernels(
 
 
 def test_what_pytorch_asks_of_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Schemas say what is written and what shares memory; shapes on "meta" are those of the results."""
+    """Schemas declare operands that are written or share memory; shapes on "meta" equal those of the results."""
     operands: dict[str, tuple[Any, ...]] = {}
 
     def run(name: str, *given: Any) -> Any:

@@ -90,7 +90,12 @@ class Entry:
 
 
 def compare(
-    model: Model, prompt: Any, decode: Iterable[str | Strategy] | None = None, *, lines: bool = True, **options: Any
+    model: Model | Mapping[str, Model] | list[Model] | tuple[Model, ...],
+    prompt: Any,
+    decode: Iterable[str | Strategy] | None = None,
+    *,
+    lines: bool = True,
+    **options: Any,
 ) -> Comparison:
     """Generate from `prompt` with each strategy of `decode` (default: all) and compare the runs.
 
@@ -126,7 +131,7 @@ def compare(
     return Comparison(runs, _table(entries, runs, rates), late)
 
 
-def _named(model: Model) -> dict[str, Any]:
+def _named(model: Model | Mapping[str, Model] | list[Model] | tuple[Model, ...]) -> dict[str, Model]:
     """Return the models by name; a single model has the empty name."""
     if isinstance(model, Mapping):
         models = {str(name): each for name, each in model.items()}
@@ -141,7 +146,7 @@ def _named(model: Model) -> dict[str, Any]:
     return models
 
 
-def _entries(models: Mapping[str, Any], decode: Sequence[str | Strategy] | None) -> list[Entry]:
+def _entries(models: Mapping[str, Model], decode: Sequence[str | Strategy] | None) -> list[Entry]:
     """Return each model with each requested strategy that it supports."""
     known = {name: {**STRATEGIES, **strategies_of(each)} for name, each in models.items()}
     asked = {name: list(strategies_of(each)) if decode is None else decode for name, each in models.items()}
