@@ -19,14 +19,12 @@ import torch
 from torch import Tensor
 
 from toolkit.core.errors import FormatError
+from toolkit.weights.repacking import GGUF_KINDS
 from toolkit.weights.stored import BROKEN, Mapped, Shards, Stored, Weights, check_apart, plain_rows, too_short
 
 PLAIN = {0: ("F32", torch.float32), 1: ("F16", torch.float16), 30: ("BF16", torch.bfloat16)}
 QUANTISED = {2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K"}
-BLOCKS = {  # weights, bytes of a block
-    "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34),
-    "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
-}  # fmt: skip
+BLOCKS = {kind: (layout.weights, layout.nbytes) for kind, layout in GGUF_KINDS.items()}  # weights and bytes of a block
 UNSUPPORTED = {  # types that llama.cpp defines and this reader has no decoder for: named in the error
     9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL",
     21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0",
