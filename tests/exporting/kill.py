@@ -26,9 +26,10 @@ def attempt(model: object, folder: Path, context: int, seconds: float) -> str:
     """One export in a process of its own; "killed" or "finished"."""
     child = os.fork()
     if not child:
-        os.setsid()  # its compilers die with it
+        os.setpgid(0, 0)
         tk.export(model, folder, context=context, progress=False)
         os._exit(0)
+    os.setpgid(child, child)  # in both processes, so that the group exists whichever of them runs first
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         done, status = os.waitpid(child, os.WNOHANG)
