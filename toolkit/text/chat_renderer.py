@@ -42,7 +42,7 @@ def _render(template: str, values: dict[str, Any]) -> str:
     class Generation(Extension):
         """{% generation %} marks the assistant's words for training; its content is rendered as it is."""
 
-        tags = frozenset({"generation"})
+        tags = frozenset({"generation"})  # type: ignore[assignment]
 
         def parse(self, parser: Any) -> nodes.Node:
             line = next(parser.stream).lineno
