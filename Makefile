@@ -1,4 +1,4 @@
-# make demo | lab | test: each sets up what it needs in .venv the first time, and nothing the second time.
+# make demo | lab | test | docs: each sets up what it needs in .venv the first time, and nothing the second time.
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # JupyterLab then saves widgets with the notebook: opened again, it shows them without running anything.
 SETTINGS := .venv/share/jupyter/lab/settings/overrides.d
 
-.PHONY: demo lab test check lint types tests clean
+.PHONY: docs demo lab test check lint types tests clean
 
 demo: .venv/.core
 	$(BIN)/python -m toolkit demo --out demo.html
@@ -35,8 +35,13 @@ lint: .venv/.test
 types: .venv/.test
 	$(BIN)/mypy
 
+# Lessons and guides run once, and again only after a change of the package. Warnings are errors.
+docs: .venv/.docs
+	$(BIN)/python -m sphinx -b html -W --keep-going -q docs docs/_build/html
+	@echo "Open docs/_build/html/index.html"
+
 clean:
-	rm -rf .venv demo.html
+	rm -rf .venv demo.html docs/_build
 
 .venv/.core: pyproject.toml binder/install_torch.py
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer was not found. Install it, or run: make PYTHON=/path/to/python3.11"; exit 1; }
@@ -53,4 +58,8 @@ clean:
 
 .venv/.test: .venv/.lab
 	$(PIP) install -e '.[lab,hf,test]'
+	@touch $@
+
+.venv/.docs: .venv/.lab
+	$(PIP) install -e '.[lab,docs]'
 	@touch $@

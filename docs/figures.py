@@ -1,0 +1,257 @@
+"""Figures and tables of the guides, computed from the records under toolkit/bench/results and from the package.
+
+A guide writes `{{ memory.real_peak }}` in its text, or `{{ table_kernels }}` on a line of its own. A name that does not exist
+fails the build, so that no guide repeats a measured number by hand.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import toolkit as tk
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "toolkit" / "bench" / "results"
+KINDS = ("h2d", "d2h", "d2d")
+MiB, GB = 1 << 20, 1e9
+EXPORTS = ("Gemma 4 31B", "Gemma 4 31B", "Qwen3.5 35B-A3B", "Gemma 4 31B, an earlier commit")
+LOADS = {
+    "h200_load_gguf_gemma4-31b": "Gemma 4 31B, GGUF Q4_K_M",
+    "h200_load_gguf_qwen3.5-35b-a3b": "Qwen3.5 35B-A3B, GGUF Q4_K_M",
+    "h200_load_random_gemma4-31b": "`random/gemma4-31b`, `{scheme}`, drawn on the GPU",
+    "h200_load_random_qwen3-8b": "`random/qwen3-8b`, bf16, drawn on the GPU",
+    "h200_load_random_qwen3.5-35b-a3b": "`random/qwen3.5-35b-a3b`, `{scheme}`, drawn on the GPU",
+}
+
+
+def record(name: str) -> dict[str, Any]:
+    """Return a record under toolkit/bench/results."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    """Return a Markdown table."""
+    lines = [list(head), *([str(cell) for cell in row] for row in rows)]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def provenance(name: str) -> str:
+    """Return where a record comes from: date, GPU, versions, commit, file."""
+    made = record(name)
+    gpu = made.get("gpu") or made.get("properties", {}).get("name") or "CPU"
+    virtual = "virtual " if str(made.get("device", "")).startswith("virtual") else ""
+    commit = f", commit {made['commit'][:7]}" if made.get("commit") else ""
+    return f"{virtual}{gpu}, PyTorch {made['torch']}, {made['date']}{commit}: `toolkit/bench/results/{name}.json`"
+
+
+def span(values: Iterable[float], digits: int = 0) -> str:
+    """Return "3" or "3 to 5"."""
+    ordered = sorted(values)
+    low, high = (f"{value:.{digits}f}" for value in (ordered[0], ordered[-1]))
+    return low if low == high else f"{low} to {high}"
+
+
+def copies(model: str) -> str:
+    """Return the table of copies and step times of a demo model, modelled and measured."""
+    virtual, real = (record(f"{name}_decode_copies{model}")["strategies"] for name in ("virtual_h200", "h200"))
+    rows = []
+    for name, mine in virtual.items():
+        theirs = real[name]
+        crossed = [
+            ", ".join(f"{one['total'][kind]['count']} ({one['total'][kind]['bytes']:,} B)" for one in (mine, theirs))
+            for kind in KINDS
+        ]
+        steps = [mine["ms_per_step"], theirs["ms_per_step"]]
+        rows.append([f"`{name}`", *crossed, *(f"{ms:.3f}" for ms in steps), f"{steps[0] / steps[1]:.2f}"])
+    head = ["strategy", "H2D modelled, measured", "D2H", "D2D", "ms per step, modelled", "measured", "ratio"]
+    return table(head, rows)
+
+
+def kernels() -> str:
+    """Return the table of kernels against their hardware limit."""
+    rows = []
+    for row in record("h200_kernels")["rows"]:
+        others = "; ".join(f"{name} {us:.1f}" for name, us in row.get("others_us", {}).items())
+        aim = row["at_least_percent"] or "-"
+        limit = "read bandwidth" if row["of"] == "bandwidth" else "bf16 matmul rate"
+        sizes = dict(part.split("=") for part in row["key"].split())
+        problem = f"{row['shape']} ({sizes['n']} × {sizes['k']}, {sizes['scheme']})" if "n" in sizes else row["shape"]
+        rows.append([f"`{row['kernel']}`", problem, f"{row['us']:.1f}", limit, f"{row['percent']:.1f}", aim, others or "-"])
+    return table(["kernel", "problem", "µs", "limit", "% of the limit", "aim, %", "other libraries, µs"], rows)
+
+
+def loads() -> str:
+    """Return the table of loading times and memory."""
+    rows = []
+    for name, title in LOADS.items():
+        made = record(name)
+        size = f" ({made['stored_bytes'] / GB:.1f} GB)" if made["stored_bytes"] else ""
+        cells = [f"{made['allocated_bytes'] / GB:.2f} GB", f"{made['peak_above_weights_bytes'] / 1e6:.0f} MB"]
+        rows.append(
+            [title.format(**made) + size, f"{made['seconds']:.1f} s", *cells, f"{made['host']['own_bytes'] / 1e6:.0f} MB"]
+        )
+    return table(["model", "time", "weights on the GPU", "GPU peak above the weights", "host memory of its own"], rows)
+
+
+def exports() -> str:
+    """Return the table of exports: memory and seconds per phase."""
+    rows = []
+    for title, made in zip(EXPORTS, record("h200_export")["exports"], strict=True):
+        runs, spread = made["exports"], made["spread"]
+        host, weights = spread["host_peak_bytes"], runs[0]["weights_bytes"]
+        seconds = {name: [] for name in ("load", "trace", "compile", "weights")}
+        for run in runs:
+            found = {name: [p["seconds"] for p in run["phases"] if p["phase"].startswith(name)] for name in seconds}
+            for name, values in found.items():
+                seconds[name] += [sum(values)] if values else []
+        phases = ", ".join(f"{name} {span(values)}" if values else f"{name} in compile" for name, values in seconds.items())
+        rows.append([
+            title, made["asked"]["kv"] or "bf16", len(runs), f"{max(spread['gpu_used_bytes']) / MiB:.0f} MiB",
+            f"{max(spread['gpu_reserved_bytes']) / MiB:.0f} MiB", f"{span((n / GB for n in host), 1)} GB",
+            f"{max(host) / weights:.2f}", phases,
+        ])  # fmt: skip
+    head = ["model", "cache", "runs", "GPU peak", "of it PyTorch's", "host peak", "host peak / weights", "seconds per phase"]
+    return table(head, rows)
+
+
+def package_steps() -> str:
+    """Return the table of a package's and its model's time per decode step."""
+    rows = []
+    for title, made in zip(EXPORTS, record("h200_export")["exports"], strict=True):
+        for name, found in made.get("package", {}).get("strategies", {}).items():
+            times = f"{found['ms_per_step']:.1f}", f"{found['model_ms_per_step']:.1f}"
+            same = "yes" if found["same_tokens"] else f"no, from token {found['tokens_until_another'] + 1} on"
+            rows.append(
+                [title, made["asked"]["kv"] or "bf16", f"`{name}`", *times, same, "yes" if found["same_copies"] else "no"]
+            )
+    return table(["model", "cache", "strategy", "package, ms", "model, ms", "same tokens", "same copies"], rows)
+
+
+def memory_cost() -> str:
+    """Return the table of the time that measuring memory adds to a decode loop."""
+    rows = []
+    for made in record("h200_memory_cost")["models"]:
+        shares = [f"{100 * made[which]['overhead']:.1f} %" for which in ("with_lines", "without_lines")]
+        rows.append([f"`{made['model']}`", f"{made['plain_s']:.2f} s", *shares, f"{1000 * made['empty_block_s']:.1f} ms"])
+    return table(
+        ["model, 40 steps", "without measuring", "with lines", "`lines=False`", "begin and end of an empty block"], rows
+    )
+
+
+def strategies() -> str:
+    """Return the table of decode strategies."""
+    return table(["strategy", "crosses per decode step"], ([f"`{name}`", one.crosses] for name, one in tk.STRATEGIES.items()))
+
+
+def gpus() -> str:
+    """Return the table of the GPU catalogue."""
+    rows = [
+        [f"`{key}`", card.name, "{}.{}".format(*card.compute_capability), f"{card.memory_bytes / 2**30:.1f}",
+         f"{card.bandwidth_bytes_per_s / 1e9:,.0f}", card.sms, f"{card.bf16_flops / 1e12:,.0f}"]
+        for key, card in tk.GPUS.items()
+    ]  # fmt: skip
+    return table(["key", "name", "capability", "memory, GiB", "bandwidth, GB/s", "SMs", "bf16 TFLOPS, dense"], rows)
+
+
+def packages() -> str:
+    """Return the table of packages, from the tree in the README."""
+    tree = re.search(r"```text\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert tree, "README.md has no layout tree"
+    rows = re.findall(r"^ {4}(\w+)/ +(.*)$", tree[1], re.MULTILINE)
+    return table(["package", "purpose"], ([f"`toolkit/{name}`", purpose] for name, purpose in rows))
+
+
+def magics() -> dict[str, str]:
+    """Return the help texts of the magics."""
+    from toolkit.ui.magics import copies as copy_magics
+    from toolkit.ui.magics import memory as memory_magics
+
+    texts = {
+        "magic_copies": copy_magics.CopyMagics.copies.__doc__, "magic_memory": memory_magics.USAGE,
+        "magic_memory_cell": memory_magics.MemoryMagics.memory.__doc__,
+    }  # fmt: skip
+    return {name: f"```text\n{inspect.cleandoc(text or '')}\n```" for name, text in texts.items()}
+
+
+def memory_figures() -> dict[str, str]:
+    """Return the figures of Gemma 4 31B's memory on a real and on the virtual H200."""
+    real, virtual, cells = record("h200_memory"), record("virtual_h200_memory"), record("h200_memory_cells")
+    assert real["load"]["peak_bytes"] == virtual["load"]["peak_bytes"], "the guide says that loading is equal to the byte"
+    assert not cells["unequal_blocks"], "the guide says that all blocks are equal"
+    return {
+        "real_peak": f"{real['peak_bytes'] / GB:.2f} GB", "virtual_peak": f"{virtual['peak_bytes'] / GB:.2f} GB",
+        "off": f"{100 * (virtual['peak_bytes'] / real['peak_bytes'] - 1):.2f} %",
+        "weights": f"{real['load']['peak_bytes'] / GB:.2f} GB", "prompt": f"{real['prompt_tokens']:,}",
+        "steps": str(real["steps"]), "cells": str(cells["cells"]), "blocks": str(cells["blocks"]),
+    }  # fmt: skip
+
+
+def plan_figures() -> dict[str, str]:
+    """Return the plan of the run that `memory_figures` measured, without CUDA's context."""
+    real = record("h200_memory")
+    plan = tk.plan(real["model"], "h200", context=real["context"], scheme=real["scheme"])
+    weights, cuda = (plan.run[0].parts[part] for part in ("weights", "CUDA"))
+    return {"weights": f"{weights / GB:.2f} GB", "peak": f"{(plan.run_bytes - cuda) / GB:.2f} GB"}
+
+
+def snapshot_figures() -> dict[str, str]:
+    """Return the figures of opening a snapshot of 1 GB."""
+    made = record("snapshot_1gib")
+    return {
+        "size": f"{made['file_bytes'] / GB:.2f} GB", "seconds": f"{made['seconds']:.0f}", "rows": f"{made['rows']:,}",
+        "peak": f"{made['peak_bytes'] / GB:.1f} GB", "cpus": str(made["cpus"]),
+    }  # fmt: skip
+
+
+def export_figures() -> dict[str, str]:
+    """Return the figures of exports that the guide's prose gives."""
+    gemma, small, qwen, _ = (made.get("package", {}) for made in record("h200_export")["exports"])
+    overlapped = {"gemma_ms": gemma, "gemma_int4_ms": small}
+    figures = {name: f"{made['strategies']['double-buffered']['ms_per_step']:.1f}" for name, made in overlapped.items()}
+    models = [one["model_ms_per_step"] for made in (gemma, small, qwen) for one in made["strategies"].values()]
+    runs = [made["exports"] for made in record("h200_export")["exports"]]
+    hosts = [made[0] for made in runs]
+    traced = [
+        max(phase["host_peak_bytes"] for run in made for phase in run["phases"] if phase["phase"] == "trace")
+        for made in (runs[0], runs[2])
+    ]
+    return figures | {
+        "models_ms": span(models), "qwen_ms": span((one["ms_per_step"] for one in qwen["strategies"].values()), 1),
+        "gemma_load": f"{gemma['load_s']:.0f}", "qwen_load": f"{qwen['load_s']:.0f}",
+        "qwen_another": str(qwen["strategies"]["roundtrip"]["tokens_until_another"] + 1),
+        "qwen_off": f"{100 * qwen['likeness']['package']['off']:.0f} %",
+        "qwen_own_off": f"{100 * qwen['likeness']['model in other parts']['off']:.0f} %",
+        "gemma_host": f"{max(p['planned_host_bytes'] for p in hosts[0]['phases']) / GB:.1f} GB",
+        "qwen_host": f"{max(p['planned_host_bytes'] for p in hosts[2]['phases']) / GB:.1f} GB",
+        "traced": " and ".join(f"{n_bytes / GB:.1f}" for n_bytes in traced),
+        "read_ms": f"{1000 * hosts[0]['weights_bytes'] / record('h200_kernels')['read_bytes_per_s']:.1f}",
+    }  # fmt: skip
+
+
+def substitutions() -> dict[str, Any]:
+    """Return what the guides may name between double braces."""
+    ratios = {}
+    for key, suffix in (("qwen3", ""), ("gemma4", "_gemma4"), ("qwen35", "_qwen3.5-moe")):
+        virtual, real = (record(f"{name}_decode_copies{suffix}")["strategies"] for name in ("virtual_h200", "h200"))
+        ratios[key] = span((100 * (one["ms_per_step"] / real[name]["ms_per_step"] - 1) for name, one in virtual.items()))
+    waits = [
+        record(f"{name}_decode_copies")["strategies"]["roundtrip"]["host_wait_ms_per_step"] for name in ("virtual_h200", "h200")
+    ]
+    return {
+        "table_copies": copies(""), "table_copies_gemma4": copies("_gemma4"), "table_copies_qwen35": copies("_qwen3.5-moe"),
+        "table_kernels": kernels(), "table_loads": loads(), "table_exports": exports(), "table_package_steps": package_steps(),
+        "table_memory_cost": memory_cost(), "table_strategies": strategies(), "table_gpus": gpus(),
+        "table_packages": packages(),
+        "memory": memory_figures(),
+        "plan": plan_figures(), "snapshot": snapshot_figures(), "exports": export_figures(), "ratios": ratios,
+        "waits": {"modelled": f"{1000 * waits[0]:.1f}", "measured": f"{1000 * waits[1]:.1f}"},
+        "read_rate": f"{record('h200_kernels')['read_bytes_per_s'] / 1e12:.2f} TB/s",
+        **magics(),
+        "made": {path.stem.replace(".", "_").replace("-", "_"): provenance(path.stem) for path in RESULTS.glob("*.json")},
+    }  # fmt: skip

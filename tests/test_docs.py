@@ -1,0 +1,97 @@
+"""The README and the pages under docs/: names and paths exist, snippets run, and figures agree with their sources.
+
+Executed pages and links between pages are checked by `make docs`, where warnings are errors.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import toolkit as tk
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [path for path in PAGES if "_build" not in path.parts]
+IDS = [str(path.relative_to(ROOT)) for path in PAGES]
+FOLDERS = "toolkit|tests|docs|notebooks|binder"
+
+
+@pytest.fixture(scope="module")
+def substitutions() -> dict[str, Any]:
+    """The figures and tables that the guides name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [str(ROOT / "docs"), *sys.path])
+        import figures
+
+        return figures.substitutions()
+
+
+@pytest.mark.parametrize("path", PAGES, ids=IDS)
+def test_public_names_exist(path: Path) -> None:
+    for name in re.findall(r"\btk\.([A-Za-z_][\w.]*)", path.read_text()):
+        found: Any = tk
+        for part in name.rstrip(".").split("."):
+            found = getattr(found, part, None)
+            assert found is not None, f"tk.{name} does not exist"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=IDS)
+def test_paths_exist(path: Path) -> None:
+    text = path.read_text()
+    named = re.findall(rf"`((?:{FOLDERS})/[\w./-]*)`", text)
+    linked = [link for link in re.findall(r"\]\(([^)#:]+)\)", text) if path.parent == ROOT]
+    modules = [name.replace(".", "/") for name in re.findall(r"python -m ((?:toolkit|tests)[\w.]*)", text)]
+    missing = [name for name in [*named, *linked] if not (ROOT / name).exists() and not name.endswith("GPU.json")]
+    missing += [name for name in modules if not (ROOT / f"{name}.py").exists() and not (ROOT / name / "__main__.py").exists()]
+    assert not [name for name in missing if not name.startswith("docs/_build")]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=IDS)
+def test_python_blocks_compile(path: Path) -> None:
+    for block in re.findall(r"```(?:python|\{code-cell\} python)\n(.*?)```", path.read_text(), re.DOTALL):
+        compile(block, str(path), "exec")
+
+
+@pytest.mark.parametrize("path", PAGES, ids=IDS)
+def test_figures_exist(path: Path, substitutions: dict[str, Any]) -> None:
+    for name in re.findall(r"\{\{ ([\w.]+) \}\}", path.read_text()):
+        found: Any = substitutions
+        for part in name.split("."):
+            assert part in found, f"{{{{ {name} }}}} does not exist"
+            found = found[part]
+        assert isinstance(found, str)
+        assert found
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
+
+
+def test_readme_snippets_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        exec(block, {})
+    assert (tmp_path / "run.html").exists()
+
+
+def test_counts_of_golden_programs_are_those_of_the_guides() -> None:
+    from tests.golden.replay import programs
+    from tests.golden.test_allocator import MEASURED
+    from tests.golden.test_golden import DEVIATIONS, PEAK_OF
+
+    more, known = len(programs()) - 25, len(programs()) - len(PEAK_OF)
+    assert not (DEVIATIONS.keys() | PEAK_OF.keys()) & set(list(programs())[:25])
+    memory, virtual = ((ROOT / "docs" / "guides" / f"{name}.md").read_text() for name in ("memory", "virtual_gpu"))
+    words = {3: "three"}
+    assert f"all but {words[len(DEVIATIONS)]} of {len(programs())} small programs" in virtual
+    assert f"in {known} of these {len(programs())} programs" in virtual
+    assert f"for {more - len(PEAK_OF)} of the other {more}" in memory.replace("\n", " ").replace("  ", " ")
+    for text in (memory, virtual):
+        assert f"{len(MEASURED['runs'])} random runs" in text
