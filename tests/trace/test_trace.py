@@ -108,11 +108,11 @@ def test_a_pending_trace_can_not_be_read_until_it_is_filled():
     trace = Trace.pending()
     assert repr(trace) == "Trace(still recording)"
     for read in (len, lambda t: t["bytes"], lambda t: t.copies(), lambda t: t.to_pandas(), lambda t: list(t.marks())):
-        with pytest.raises(RecorderError, match="still runs"):
+        with pytest.raises(RecorderError, match="has not ended"):
             read(trace)
     trace.fill(random_trace(3))
     assert len(trace) == 3
-    with pytest.raises(RecorderError, match="frozen"):
+    with pytest.raises(RecorderError, match="already contains events"):
         trace.fill(random_trace(3))
 
 

@@ -1,4 +1,4 @@
-"""What all readers share: raw columns become a Trace, with steps found and streams numbered. Knows no file format."""
+"""Build a Trace from the raw columns of a reader: assign steps and number streams. All trace readers share this module."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KIND = {kind: i for i, kind in enumerate(KINDS)}
 
 
 def from_columns(strings: list[str], meta: dict[str, Any], **columns: Any) -> Trace:
-    """A trace of the given columns, sorted by start; a column that isn't given takes its "not known" value."""
+    """Return a trace of the given columns, sorted by start time. Missing columns are filled with their "not known" value."""
     order = np.argsort(np.asarray(columns["start_ns"], np.int64), kind="stable")
     full: dict[str, NDArray[Any]] = {}
     for name, dtype in COLUMNS.items():
@@ -29,17 +29,17 @@ def from_columns(strings: list[str], meta: dict[str, Any], **columns: Any) -> Tr
 
 @dataclass
 class Strings:
-    """Texts, each kept once."""
+    """A table of distinct texts, each with an integer code."""
 
     codes: dict[str, int] = field(default_factory=dict)
 
     def code(self, text: str) -> int:
-        """The code of a text."""
+        """Return the code of `text`, adding it to the table if it is new."""
         return self.codes.setdefault(text, len(self.codes))
 
 
 class Rows:
-    """Events as a reader finds them, 8 bytes a number: a million events take 80 MB, not a gigabyte of Python objects."""
+    """The events of a reader in one array, 8 bytes per number: 80 MB per million events instead of 1 GB as Python objects."""
 
     NAMES = ("kind", "start_ns", "dur_ns", "bytes", "stream", "device", "pinned", "name", "thread", "correlation")
 
@@ -50,15 +50,15 @@ class Rows:
         self, kind: int, start_ns: int, dur_ns: int, bytes: int, stream: int, device: int, pinned: int, name: int,
         thread: int = -1, correlation: int = -1,
     ) -> None:  # fmt: skip
-        """Append an event, or nothing where a number is too large (OverflowError) or none (TypeError).
+        """Append an event. `stream` is the stream number of the tool, `thread` a code of the host thread.
 
-        `stream` is the tool's own number, `thread` a code of the host thread. A negative duration counts as none.
+        A negative duration becomes 0. Raises OverflowError or TypeError, and appends nothing, if a value is not a 64-bit int.
         """
         row = kind, start_ns, max(dur_ns, 0), bytes, stream, device, pinned, name, thread, correlation
         self._data.extend(array("q", row))
 
     def columns(self) -> dict[str, NDArray[np.int64]]:
-        """The events as columns, in the order they were added."""
+        """Return the events as columns, in the order in which they were added."""
         table = np.frombuffer(self._data, np.int64) if self._data else np.empty(0, np.int64)
         table = table.reshape(-1, len(self.NAMES))
         return {name: table[:, i] for i, name in enumerate(self.NAMES)}
@@ -66,16 +66,16 @@ class Rows:
 
 @dataclass
 class Calls:
-    """Runtime calls: when and on which thread each correlation id was launched."""
+    """Runtime calls: the launch time and the host thread of each correlation id."""
 
     _data: array[int] = field(default_factory=lambda: array("q"))
 
     def add(self, correlation: int, start_ns: int, thread: int) -> None:
-        """Note a call, or nothing where a number is too large (OverflowError) or none (TypeError)."""
+        """Append a call. Raises OverflowError or TypeError, and appends nothing, if a value is not a 64-bit int."""
         self._data.extend(array("q", (correlation, start_ns, thread)))
 
     def causes(self, rows: dict[str, NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """When and on which thread each row was caused: its launch, or itself where the launch isn't known."""
+        """Return the launch time and the launching thread of each row. Rows without a known launch keep their own."""
         cause, thread = rows["start_ns"].copy(), rows["thread"].copy()
         if self._data:
             keys, starts, threads = np.frombuffer(self._data, np.int64).reshape(-1, 3).T
@@ -91,10 +91,10 @@ def assemble(
     rows: dict[str, NDArray[np.int64]], cause_ns: NDArray[np.int64], ranges: list[Range], strings: Strings,
     meta: dict[str, Any], *, where: NDArray[np.int64] | None = None, rank: int = 0, ranges_are: str = "marks",
 ) -> Trace:  # fmt: skip
-    """The trace: steps from `ranges` or else guessed, streams numbered, the ranges added as marks, times from 0 on.
+    """Return the trace of `rows` and `ranges`, with times that start at 0. The ranges become marks.
 
-    `cause_ns` [N] is when the host caused each row; `ranges_are` is what `meta["steps_from"]` calls ranges that are
-    neither the toolkit's nor the profiler's own.
+    Steps are taken from `ranges` if some of them are steps, and guessed otherwise. `cause_ns` [N] is the time at which the host
+    launched each row. `ranges_are` is the `meta["steps_from"]` of ranges that neither the toolkit nor the profiler wrote.
     """
     source, numbers = steps_among(ranges)
     marks = np.array([(r.start_ns, r.end_ns) for r in ranges], np.int64).reshape(-1, 2)
@@ -124,10 +124,10 @@ def assemble(
 
 
 def with_guessed_steps(trace: Trace) -> Trace:
-    """`trace` with steps guessed from a pattern that repeats; as it is where it has steps, or nothing repeats.
+    """Return `trace` with steps guessed from a repeating pattern, or `trace` itself if it has steps or no pattern is found.
 
-    A recording doesn't say when the host caused each event. Its device events are taken in the order they ran, a wait goes with
-    the last event that it waited for, and allocations go by their time.
+    A recording has no launch times. Device events are therefore taken in the order in which they ran, a wait gets the step of
+    the last event that it waited for, and an allocation gets the step of the last event that started before it.
     """
     if trace.meta.get("steps_from") is not None or trace["step"].max(initial=-1) >= 0:
         return trace
@@ -140,16 +140,16 @@ def with_guessed_steps(trace: Trace) -> Trace:
 
 
 def _guess(rows: dict[str, NDArray[np.int64]], cause_ns: NDArray[np.int64]) -> NDArray[np.int32] | None:
-    """Steps guessed from what ran on the device, in order of launch."""
+    """Guess the step of each row from the device events in launch order. Return None if no pattern is found."""
     device = np.isin(rows["kind"], [KIND[kind] for kind in ("kernel", "h2d", "d2h", "d2d", "p2p", "memset")])
     order = np.flatnonzero(device)[np.lexsort((rows["start_ns"][device], cause_ns[device]))]
-    # two copies are alike when their kinds and sizes are
+    # copies are the same event only if their sizes are equal, too
     alike = rows["name"][order] * 1_000_003 + np.where(rows["kind"][order] == KIND["kernel"], 0, rows["bytes"][order])
     guess = guess_steps(alike, rows["kind"][order] == KIND["d2h"])
     if guess is None:
         return None
     times = cause_ns[order]
-    before = np.searchsorted(times, cause_ns, side="right") - 1  # waits and allocations go with the launch before them
+    before = np.searchsorted(times, cause_ns, side="right") - 1  # waits and allocations get the step of the launch before them
     step = np.where(before >= 0, guess[np.maximum(before, 0)], -1).astype(np.int32)
     step[order] = guess
     return step

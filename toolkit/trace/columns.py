@@ -1,26 +1,26 @@
-"""The columns of the event table, and the values of those that are categories.
+"""The columns of the event table and the values of its categorical columns.
 
-Columns, one entry an event:
+Each column has one entry per event:
 
-    start_ns, dur_ns   int64   nanoseconds since the recording began; for a device event, when it ran on the device
+    start_ns, dur_ns   int64   start, in nanoseconds since the recording began, and duration; for device events, on the device
     kind               uint8   index into KINDS
-    bytes              int64   bytes moved (copies), set (memset), allocated and freed (as the allocator counts them), of a
-                               segment, or asked for in vain (oom); 0 for the rest
-    stream             int32   the stream it ran on (0: the default stream); for a sync, the stream waited for; -1: none
-    device             int16   which GPU; -1: the host
-    rank               int16   process rank, 0 alone
-    step               int32   decode step whose host code caused it; -1: outside of every step
-    cell               int32   notebook cell (execution count) whose code caused it; -1: not in a notebook
-    pinned             int8    copies between host and device: 1 page-locked host memory, 0 pageable, -1 not known or none
-    clock              uint8   index into CLOCKS: was the time measured, or modelled?
-    name, where, owner int32   index into `strings`; -1: none. `where` is "file:line" of the Python that caused it
-    address            int64   where in the device's memory an alloc, free or segment lies; -1: not known or none
-    requested          int64   bytes that an alloc asked for, before the allocator rounded them; -1: not known or none
+    bytes              int64   size of a copy, memset, alloc, free (as counted by the allocator) or segment, or of the request
+                               that failed (oom); 0 for other kinds
+    stream             int32   stream on which the event ran (0: default stream) or, for a sync, the awaited stream; -1: none
+    device             int16   GPU index; -1: the host
+    rank               int16   process rank; 0 if there is only one process
+    step               int32   decode step whose host code caused the event; -1: outside all steps
+    cell               int32   notebook cell (execution count) whose code caused the event; -1: not in a notebook
+    pinned             int8    host memory of a host-device copy: 1 page-locked, 0 pageable; -1: not known or no such copy
+    clock              uint8   index into CLOCKS: whether the times were measured or modelled
+    name, where, owner int32   index into `strings`; -1: none. `where` is the "file:line" of the Python code responsible
+    address            int64   device address of an alloc, free or segment; -1: not known or none
+    requested          int64   bytes requested by an alloc, before the allocator rounded them; -1: not known or none
 
-Memory events are those of CUDA's caching allocator: it takes a segment from the driver (segment_alloc), cuts blocks from it
-(alloc, free) and may give it back (segment_free). `name` of an alloc is what kind of tensor it was for ("weights", "kv", ...),
-and `owner` the variable or module that held it, where they are known; its `where` has the frame that began and the one that
-asked: "cell 7:3 > model.py:41".
+Memory events are those of CUDA's caching allocator, which takes a segment from the driver (segment_alloc), cuts blocks from it
+(alloc, free) and may return it (segment_free). Where they are known, the `name` of an alloc is the kind of its tensor
+("weights", "kv", ...) and its `owner` the variable or module that held it. The `where` of an alloc has the outermost line of
+the user's code and the line that made the request: "cell 7:3 > model.py:41".
 """
 
 from __future__ import annotations

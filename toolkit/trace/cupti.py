@@ -1,6 +1,6 @@
-"""CUPTI's vocabulary: the names and numbers that every tool built on it (PyTorch's profiler, Nsight Systems) writes.
+"""The names and numbers that CUPTI-based tools (PyTorch's profiler, Nsight Systems) write, as event kinds and streams.
 
-Pure functions and tables; reads no file and asks no GPU. Numbers are those of `cupti_activity.h`.
+The numbers are those of `cupti_activity.h`. The readers of Chrome and Nsight traces use this module.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 DEFAULT_STREAM = 7  # the number CUPTI gives to the legacy default stream of a process's first context
 NO_STREAM = 0xFFFFFFFF  # CUPTI_SYNCHRONIZATION_INVALID_VALUE, also seen as -1
 
-# CUpti_ActivityMemcpyKind: host, device, array (a device's texture memory), peer; 11 to 13 are migrations of managed
-# memory in Nsight's own count. Host to host (9) crosses nothing: left out.
+# CUpti_ActivityMemcpyKind ("array" is texture memory on the device). Nsight adds 11 to 13 for migrations of managed memory.
+# Host to host (9) is left out since it does not involve the device.
 MEMCPY_KINDS = {1: "h2d", 2: "d2h", 3: "h2d", 4: "d2h", 5: "d2d", 6: "d2d", 7: "d2d", 8: "d2d", 10: "p2p"}
 MEMCPY_KINDS |= {11: "h2d", 12: "d2h", 13: "d2d"}
 _LETTERS = {"HtoD": "h2d", "HtoA": "h2d", "DtoH": "d2h", "AtoH": "d2h", "PtoP": "p2p"} | dict.fromkeys(
@@ -28,9 +28,9 @@ _MEMCPY = re.compile(r"(?:memcpy|copy)\s*(?:unified )?([HDAP])\w*?-?(?:to|2)-?([
 
 @lru_cache(maxsize=4096)
 def parse_memcpy(name: str) -> tuple[str | None, int]:
-    """Kind and `pinned` of a copy from its name: "Memcpy DtoH (Device -> Pinned)" -> ("d2h", 1).
+    """Return the kind and `pinned` of a copy from its name: "Memcpy DtoH (Device -> Pinned)" gives ("d2h", 1).
 
-    Also understands "[CUDA memcpy Device-to-Host]" (Nsight) and "MemcpyD2H" (XLA). The kind is None for a copy within the host.
+    Also accepts "[CUDA memcpy Device-to-Host]" (Nsight) and "MemcpyD2H" (XLA). The kind is None for host-to-host copies.
     """
     match = _MEMCPY.search(name)
     if match is None:
@@ -40,7 +40,7 @@ def parse_memcpy(name: str) -> tuple[str | None, int]:
 
 
 def pinned_of(kind: str | None, memory: str) -> int:
-    """The `pinned` column of a copy between host and device, from a text that names the host's kind of memory."""
+    """Return the `pinned` column of a copy, given a text that contains the kind of host memory ("Pinned", "Pageable")."""
     if kind not in ("h2d", "d2h"):
         return -1
     return 1 if "Pinned" in memory else 0 if "Pageable" in memory else -1
@@ -48,20 +48,20 @@ def pinned_of(kind: str | None, memory: str) -> int:
 
 @lru_cache(maxsize=4096)
 def is_wait(api_name: str) -> bool:
-    """Whether a runtime or driver call blocks the host until the device is done."""
+    """Return whether a runtime or driver call blocks the host until the device has finished."""
     return _SYNC.match(api_name) is not None
 
 
 def is_copy_kernel(name: str) -> bool:
-    """Whether a kernel is CUDA's own stand-in for a copy within the device, as graphs have them; it doesn't say its bytes.
+    """Return whether a kernel is CUDA's implementation of a device-to-device copy. The size of such a copy is not recorded.
 
-    A graph that was instantiated before CUPTI was first used runs such kernels ("memcpy32_post") for its copy nodes.
+    CUDA graphs instantiated before CUPTI was first used run these kernels ("memcpy32_post") for their copy nodes.
     """
     return name.startswith("memcpy") and _COPY_KERNEL.match(name) is not None
 
 
 def number_streams(streams: NDArray[np.int64]) -> NDArray[np.int32]:
-    """CUPTI's stream numbers as ours: the default stream 0, others 1, 2, ... as first seen; -1 stays none."""
+    """Map CUPTI stream numbers to 0 for the default stream, 1, 2, ... for others in order of appearance, and -1 for none."""
     numbers = {DEFAULT_STREAM: 0, 0: 0, -1: -1, NO_STREAM: -1}
     seen, first = np.unique(streams, return_index=True)
     for raw in seen[np.argsort(first)].tolist():

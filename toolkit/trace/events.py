@@ -1,10 +1,8 @@
-"""The event table: what happened on a device, when, how many bytes, and which line of Python caused it.
+"""The event table: the kind, time and size of each event on a device, and the line of Python that caused it.
 
-One columnar table, the same whether a real GPU, the virtual GPU or a file wrote it. Writers append rows to a
-`TraceBuilder`; `build` sorts and freezes them. Everything a user sees (copies per step, timeline, memory) is a pure
-function of the frozen table. This file knows numpy, and no torch.
-
-The columns are described in `toolkit.trace.columns`.
+Recorders of the real and the virtual GPU append rows to a `TraceBuilder`, whose `build` sorts them into an immutable `Trace`;
+file readers create the same table. Copies per step, timelines and memory tables are computed from a Trace alone.
+`toolkit.trace.columns` describes the columns. This module imports numpy but not torch.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from toolkit.trace.columns import CLOCKS, COLUMNS, COPY_KINDS, KINDS, NOT_KNOWN,
 if TYPE_CHECKING:
     import pandas as pd
 
-FORMAT_VERSION = 2  # 1 had no address and requested
+FORMAT_VERSION = 2  # version 1 has no columns `address` and `requested`
 _SINCE_2 = ("address", "requested")
 
 _KIND = {kind: i for i, kind in enumerate(KINDS)}
@@ -41,7 +39,7 @@ _KIND = {kind: i for i, kind in enumerate(KINDS)}
 class Mark:
     """A named range of host time: a decode step, the prefill, a region of the user's code.
 
-    `step` is the number that events caused inside the range carry, or -1 for a range that is not a step.
+    `step` is the step number of the events caused inside the range, or -1 if the range is not a step.
     """
 
     name: str
@@ -51,13 +49,13 @@ class Mark:
 
 
 class Trace:
-    """A frozen table of events. Made by `TraceBuilder.build`, `tk.record`, `tk.open_trace` or `Trace.load`.
+    """An immutable table of events, returned by `TraceBuilder.build`, `tk.record`, `tk.open_trace` and `Trace.load`.
 
-    `len(trace)` is the number of events, `trace["bytes"]` a read-only numpy column, `trace.text("name")` a column of
-    text decoded, `trace.meta` what is known about the whole: `device` (its name), `clock`, `steps_from` (where the
-    step numbers come from: "marks", "ProfilerStep", "nvtx", "guessed" or None), `sizes_only` and versions.
+    `len(trace)` is the number of events, `trace["bytes"]` a read-only numpy column, `trace.text("name")` a decoded text
+    column. `trace.meta` describes the recording: `device` (its name), `clock`, `steps_from` (the source of the step
+    numbers: "marks", "ProfilerStep", "nvtx", "guessed" or None), `sizes_only` and versions.
 
-    A trace that `tk.record` yields is empty until its `with` block ends; reading it sooner raises RecorderError.
+    The trace that `tk.record` yields has no events until its `with` block ends; reading it earlier raises RecorderError.
     """
 
     def __init__(self, columns: dict[str, NDArray[Any]] | None, strings: Iterable[str], meta: dict[str, Any]) -> None:
@@ -69,18 +67,18 @@ class Trace:
 
     @classmethod
     def pending(cls) -> Trace:
-        """A trace to be filled by `fill` once its recording has ended."""
+        """Return a trace without events, for `fill` to complete when the recording has ended."""
         return cls(None, (), {})
 
     def fill(self, other: Trace) -> None:
-        """Give a pending trace the events of `other`. Recorders call this once; a filled trace stays as it is."""
+        """Copy the events of `other` into a pending trace. Raises RecorderError if the trace is not pending."""
         if self._columns is not None:
-            raise RecorderError("filling a trace", "it holds events already", "A trace is frozen once recorded")
+            raise RecorderError("filling a trace", "it already contains events", "Create another trace with Trace.pending()")
         self._seal(other.columns, other.strings, other.meta)
 
     def _seal(self, columns: dict[str, NDArray[Any]], strings: Iterable[str], meta: dict[str, Any]) -> None:
         if set(columns) != set(COLUMNS) or len({len(c) for c in columns.values()}) > 1:
-            raise TraceError("a trace", f"columns {sorted(columns)} of unequal make", f"Needed: {', '.join(COLUMNS)}")
+            raise TraceError("a trace", f"missing or unequal columns in {sorted(columns)}", f"Give {', '.join(COLUMNS)}")
         frozen = {}
         for name, dtype in COLUMNS.items():
             column: NDArray[Any] = np.ascontiguousarray(columns[name], dtype=dtype)
@@ -92,9 +90,9 @@ class Trace:
 
     @property
     def columns(self) -> dict[str, NDArray[Any]]:
-        """All columns by name. Raises RecorderError while the recording still runs."""
+        """All columns by name. Raises RecorderError if the recording has not ended."""
         if self._columns is None:
-            raise RecorderError("reading a trace", "its recording still runs", "Leave the `with tk.record(...)` block first")
+            raise RecorderError("reading a trace", "its recording has not ended", "Leave the `with tk.record(...)` block first")
         return self._columns
 
     def __len__(self) -> int:
@@ -111,23 +109,23 @@ class Trace:
         return f"Trace({self.meta.get('device', 'unknown device')}: {', '.join(parts) or 'no events'})"
 
     def text(self, column: str) -> list[str | None]:
-        """A text column (`name`, `where`, `owner`) decoded, None where an event has none."""
+        """Return a text column (`name`, `where` or `owner`) decoded, with None for events that have no text."""
         strings = self.strings
         return [strings[code] if code >= 0 else None for code in self[column].tolist()]
 
     def is_kind(self, *kinds: str) -> NDArray[np.bool_]:
-        """A mask of the events whose kind is one of `kinds`. UnknownNameError for a kind that isn't in KINDS."""
+        """Return a mask of the events whose kind is in `kinds`. Raises UnknownNameError if a kind is not in KINDS."""
         for kind in kinds:
             if kind not in _KIND:
                 raise unknown_name("event kind", kind, KINDS)
         return np.isin(self["kind"], [_KIND[kind] for kind in kinds])
 
     def select(self, mask: NDArray[Any]) -> Trace:
-        """The events that `mask` (booleans, or indices) picks, as a trace with the same strings and meta."""
+        """Return a trace of the events selected by `mask` (booleans or indices), with the same strings and meta."""
         return Trace({name: column[mask] for name, column in self.columns.items()}, self.strings, self.meta)
 
     def marks(self) -> Iterator[Mark]:
-        """The marks in order of time."""
+        """Iterate over the marks in order of start time."""
         rows = np.flatnonzero(self.is_kind("mark"))
         for i in rows.tolist():
             code = int(self["name"][i])
@@ -136,7 +134,7 @@ class Trace:
             )
 
     def to_pandas(self) -> pd.DataFrame:
-        """The table as a DataFrame, a row an event; kinds, clocks and texts decoded as categories."""
+        """Return the table as a DataFrame with one row per event. Kinds, clocks and texts become categories."""
         import pandas as pd
 
         frame = {}
@@ -152,24 +150,24 @@ class Trace:
         return pd.DataFrame(frame)
 
     def copies(self) -> pd.DataFrame:
-        """What crossed, a row a step; see `copies_per_step`."""
+        """Return the copies between host and device, one row per step; see `copies_per_step`."""
         return copies_per_step(self)
 
     def timeline(self, other: Trace | None = None) -> Any:
-        """The interactive timeline of this trace, beside `other` where given. Needs the `lab` extra."""
+        """Return the interactive timeline of this trace, next to that of `other` if given. Needs the `lab` extra."""
         return render("timeline", self) if other is None else render("timeline", self, other)
 
     def to_html(self, path: str | os.PathLike[str], other: Trace | None = None) -> Path:
-        """Write a self-contained page with the timeline and the copies table (no front-end package needed)."""
+        """Write a self-contained HTML page with the timeline and the copies table. Needs no front-end package."""
         written: Path = render("page", self, path, other)
         return written
 
     def to_chrome(self, path: str | os.PathLike[str]) -> Path:
-        """Write Chrome JSON (compressed where `path` ends in .gz) that ui.perfetto.dev and `tk.open_trace` open."""
+        """Write Chrome JSON for ui.perfetto.dev and `tk.open_trace`, compressed if `path` ends in .gz."""
         return write_chrome(self, path)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the trace, compressed, to `path` (atomically: an existing file is replaced whole or not at all)."""
+        """Write the trace, compressed, to `path`. The write is atomic: an existing file is replaced as a whole or kept."""
         header = json.dumps({"format": "toolkit-trace", "version": FORMAT_VERSION, "strings": self.strings, "meta": self.meta})
         arrays = {"header": np.frombuffer(header.encode(), np.uint8), **self.columns}
         with replacing(path) as file:
@@ -178,31 +176,31 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
-        """Read a trace that `save` wrote. Raises TraceError for anything else; nothing in the file is executed."""
+        """Read a trace written by `save`, without executing anything in the file. Raises TraceError for any other file."""
         asked = f"opening the trace {os.fspath(path)!r}"
         try:
             with np.load(path, allow_pickle=False) as file:
                 header = json.loads(bytes(file["header"]).decode())
                 if header.get("format") != "toolkit-trace":
-                    raise TraceError(asked, "not a trace of this toolkit", "Use tk.open_trace for other formats")
+                    raise TraceError(asked, "it is not a trace written by Trace.save", "Use tk.open_trace for other formats")
                 if header["version"] > FORMAT_VERSION:
-                    found = f"format version {header['version']}, this toolkit reads up to {FORMAT_VERSION}"
+                    found = f"it has format version {header['version']}; this toolkit reads versions up to {FORMAT_VERSION}"
                     raise TraceError(asked, found, "Upgrade the toolkit")
                 strings, meta = [str(text) for text in header["strings"]], dict(header["meta"])
                 columns = {name: file[name] for name in COLUMNS if name in file or name not in _SINCE_2}
                 for name in _SINCE_2:
                     columns.setdefault(name, np.full(len(columns["start_ns"]), NOT_KNOWN[name]))
         except FileNotFoundError as error:
-            raise TraceError(asked, "no such file", "Check the path") from error
+            raise TraceError(asked, "the file does not exist", "Check the path") from error
         except _DAMAGE as error:
-            raise TraceError(asked, f"damaged or not a trace ({error})", "Save it again, or use tk.open_trace") from error
+            raise TraceError(asked, f"it is damaged or not a trace ({error})", "Save it again, or use tk.open_trace") from error
         problem = _problem(columns, len(strings))
         if problem:
-            raise TraceError(asked, problem, "The file is damaged: save it again")
+            raise TraceError(asked, problem, "The file is damaged; save the trace again")
         return cls(columns, strings, meta)
 
 
-# what numpy, zipfile and json raise on files that aren't theirs, down to a header whose parts have the wrong types
+# raised by numpy, zipfile and json for files of other formats, and for headers with values of the wrong type
 _DAMAGE = (
     OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, NotImplementedError, RuntimeError, MemoryError,
     zipfile.BadZipFile, zlib.error, struct.error,
@@ -210,18 +208,18 @@ _DAMAGE = (
 
 
 def _problem(columns: dict[str, NDArray[Any]], n_strings: int) -> str | None:
-    """What keeps columns from being a table, None where nothing does."""
+    """Return why the columns are not a valid table, or None if they are."""
     if any(c.ndim != 1 or c.dtype.kind not in "iu" for c in columns.values()) or len({len(c) for c in columns.values()}) > 1:
-        return "columns of unequal make"
+        return "it has columns of unequal length or with values other than integers"
     bounds = dict.fromkeys(TEXT_COLUMNS, (-1, n_strings)) | {"kind": (0, len(KINDS)), "clock": (0, len(CLOCKS))}
     for name, (low, high) in bounds.items():
         if columns[name].size and not low <= columns[name].min() <= columns[name].max() < high:
-            return f"codes outside their tables in {name!r}"
+            return f"its column {name!r} has codes that are out of range"
     return None
 
 
 class TraceBuilder:
-    """Appends events and builds a Trace. Cheap per row: plain lists, strings interned once."""
+    """Collects events and builds a Trace. Appending is cheap: rows are tuples in a list, and each string is stored once."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, ...]] = []
@@ -231,7 +229,7 @@ class TraceBuilder:
         return len(self._rows)
 
     def intern(self, text: str | None) -> int:
-        """The code of `text` in the strings of the trace to be; -1 for None."""
+        """Return the index of `text` in the `strings` of the trace, or -1 for None."""
         if text is None:
             return -1
         return self._codes.setdefault(text, len(self._codes))
@@ -241,7 +239,7 @@ class TraceBuilder:
         step: int = -1, cell: int = -1, pinned: int = -1, clock: str = "measured", name: str | None = None,
         where: str | None = None, owner: str | None = None, address: int = -1, requested: int = -1,
     ) -> tuple[int, ...]:  # fmt: skip
-        """One event for `build`, which isn't appended; the columns are those of the module's docstring."""
+        """Return one event for `build` without appending it. `toolkit.trace.columns` describes the columns."""
         intern = self.intern
         return (
             start_ns, dur_ns, _KIND[kind], bytes, stream, device, rank, step, cell, pinned, clock != "measured",
@@ -249,14 +247,13 @@ class TraceBuilder:
         )  # fmt: skip
 
     def add(self, kind: str, start_ns: int, dur_ns: int = 0, **columns: Any) -> None:
-        """Append one event, as `row` makes it."""
+        """Append one event; the arguments are those of `row`."""
         self._rows.append(self.row(kind, start_ns, dur_ns, **columns))
 
     def build(self, meta: dict[str, Any], since: int = 0, before: Iterable[tuple[int, ...]] = (), origin_ns: int = 0) -> Trace:
-        """A frozen trace of the rows from index `since` on, sorted by start. The builder may go on afterwards.
+        """Return a trace of the rows from index `since` on, sorted by start time. The builder can be used afterwards.
 
-        `before` are further rows, which come first; where several events have the same start, they keep their order. Times
-        count from `origin_ns`.
+        The rows in `before` come before them among events with equal start times. `origin_ns` is subtracted from all times.
         """
         rows = [*before, *self._rows[since:]]
         table = np.array(rows, dtype=np.int64).reshape(len(rows), len(COLUMNS))
@@ -267,12 +264,11 @@ class TraceBuilder:
 
 
 def copies_per_step(trace: Trace) -> pd.DataFrame:
-    """What crossed between host and device, a row a step.
+    """Return the number and size of the copies of each step, one row per step.
 
-    Columns: `step` (0 is the prefill where the toolkit decoded; -1 gathers what lies outside of every step, and is left
-    out where nothing was copied there), for each of h2d, d2h and d2d `<dir>_count` and `<dir>_bytes`, `kernels`
-    (launches), `host_wait_s` (time the host was blocked in waits), and `clock`: whether that time was measured or
-    modelled.
+    Columns: `step` (0 is the prefill of the toolkit's decode loop; -1 collects events outside all steps, and is left out if
+    there are no copies among them), `<dir>_count` and `<dir>_bytes` for h2d, d2h and d2d, `kernels` (number of launches),
+    `host_wait_s` (time for which the host was blocked in waits) and `clock` (whether that time was measured or modelled).
     """
     import pandas as pd
 

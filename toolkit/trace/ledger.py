@@ -1,11 +1,10 @@
-"""Who held the device's memory, and when: a fold over the allocations of a trace.
+"""Memory use of a device over a trace, by owner, kind, line, cell and step.
 
-A `Ledger` pairs every alloc with its free and sums: the bytes held over time, the peak, and what each owner, line, kind,
-step and cell had of it. It is a pure function of the trace, exact where the trace is: an allocator's history, not samples.
+A `Ledger` pairs each alloc of a trace with its free and computes the bytes held over time, the peak, and the share of each
+group. It uses every event of the allocator, not samples, so its numbers are as exact as the trace.
 
-Positions count the alloc and free events of one device in the order they happened. "At position p" means just after
-event p; the blocks that were alive when the recording began come first (`trace.meta["opening"]` rows), and belong to the
-baseline, never to the peak of what ran. This file knows numpy, and no torch.
+Positions count the alloc and free events of one device in order; "at position p" means just after event p. Blocks that were
+alive when the recording began (the first `trace.meta["opening"]` rows) form the baseline and never count as the peak.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ if TYPE_CHECKING:
 Ints = NDArray[np.int64]
 BY = ("owner", "kind", "where", "line", "cell", "step")
 UNOWNED, NOWHERE = "(no variable)", "(unknown line)"
-OTHER_KIND = "activations"  # what a tensor is that no rule names: made by running something
+OTHER_KIND = "activations"  # the kind of tensors that are not named as weights, cache or the like
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """What was allocated, an entry a block: positions where it begins and ends (one past the last: never freed), its bytes,
-    and the row of the trace that allocated it."""
+    """One entry per allocated block: positions of its alloc and its free (the number of positions if it is never freed), its
+    size in bytes, and the row of its alloc in the trace."""
 
     begin: Ints
     end: Ints
@@ -44,10 +43,10 @@ class Blocks:
 
 
 class Ledger:
-    """The memory of one device over a trace. `device` is its number; by default, the one that the trace is about.
+    """The memory of one device over a trace. The default `device` is that of the trace, or the one that allocated the most.
 
-    Bytes are as the allocator counts them (`torch.cuda.memory_allocated`), rounding included. `peak_bytes` is the most
-    that was allocated while the recording ran, `baseline_bytes` what was when it began, `end_bytes` when it ended.
+    Bytes include the allocator's rounding, as in `torch.cuda.memory_allocated`. `baseline_bytes` is the memory allocated
+    when the recording began, `end_bytes` when it ended, and `peak_bytes` the maximum in between.
     """
 
     def __init__(self, trace: Trace, device: int | None = None) -> None:
@@ -61,11 +60,11 @@ class Ledger:
         self._allocs = trace["kind"][self.rows] == KINDS.index("alloc")
         self.change: Ints = np.where(self._allocs, 1, -1) * trace["bytes"][self.rows]
         self.held: Ints = np.cumsum(self.change)
-        self.opening = int(np.searchsorted(self.rows, int(trace.meta.get("opening", 0))))  # events that are the baseline
+        self.opening = int(np.searchsorted(self.rows, int(trace.meta.get("opening", 0))))  # events of the baseline
         self._segments: Ints = np.flatnonzero(trace.is_kind("segment_alloc", "segment_free") & on)
 
     def _busiest(self, memory: NDArray[np.bool_]) -> int:
-        """The device where the most was allocated since the beginning; else the first that held anything."""
+        """Return the device that allocated the most bytes after the opening, or the first device with memory events."""
         rows = np.flatnonzero(memory | self.trace.is_kind("segment_alloc"))
         since = rows[rows >= int(self.trace.meta.get("opening", 0))]
         since = since[self.trace.is_kind("alloc")[since]]
@@ -86,7 +85,7 @@ class Ledger:
 
     @cached_property
     def peak(self) -> int:
-        """The position of the peak; -1 where nothing was allocated above the baseline."""
+        """The position of the peak, or of the last baseline event (-1 if none) if the baseline is never exceeded."""
         ran = self.held[self.opening :]
         if not len(ran) or int(ran.max()) <= self.baseline_bytes:
             return self.opening - 1
@@ -98,35 +97,35 @@ class Ledger:
 
     @property
     def kept_bytes(self) -> int:
-        """By how much more (or, negative, less) was held at the end than at the beginning."""
+        """`end_bytes` minus `baseline_bytes`; negative if memory was freed on balance."""
         return self.end_bytes - self.baseline_bytes
 
     @cached_property
     def freed_bytes(self) -> int:
-        """What was given back of the baseline."""
+        """Bytes of the baseline that were freed while the recording ran."""
         old = self.blocks.begin < self.opening
         return int(self.blocks.bytes[old & (self.blocks.end < len(self.rows))].sum())
 
     @cached_property
     def _taken(self) -> Ints:
-        """What the allocator had taken from the driver: before the first segment event, and after each."""
+        """Bytes reserved from the driver: before the first segment event, and after each segment event."""
         sign = np.where(self.trace["kind"][self._segments] == KINDS.index("segment_alloc"), 1, -1)
         return np.concatenate([[0], np.cumsum(sign * self.trace["bytes"][self._segments])])
 
     @cached_property
     def reserved(self) -> Ints:
-        """What the allocator had taken from the driver, at each position; zeros where the trace doesn't know."""
+        """Bytes reserved from the driver at each position; zeros if the trace has no segment events."""
         return self._taken[np.searchsorted(self._segments, self.rows)]
 
     @property
     def peak_reserved_bytes(self) -> int:
-        """The most that the allocator had taken since the beginning; 0 where the trace doesn't know."""
+        """Maximum of the bytes reserved from the driver after the opening; 0 if the trace has no segment events."""
         old = np.searchsorted(self._segments, int(self.trace.meta.get("opening", 0)))
         return int(self._taken[old:].max())
 
     @property
     def fragmentation_bytes(self) -> int:
-        """Reserved and not allocated, at the peak; 0 where the trace knows no segments."""
+        """Bytes reserved but not allocated at the peak; 0 if the trace has no segment events."""
         return max(int(self.reserved[self.peak]) - self.peak_bytes, 0) if self.peak >= 0 and len(self._segments) else 0
 
     # ---- blocks
@@ -135,7 +134,7 @@ class Ledger:
     def blocks(self) -> Blocks:
         """Allocs paired with their frees, by address.
 
-        A free whose alloc isn't in the trace has no block. Allocs without an address end with the latest free of their size.
+        A free whose alloc is not in the trace has no block. Events without an address are paired if their sizes are equal.
         """
         address = self.trace["address"][self.rows]
         key = np.where(address >= 0, address, -1 - np.abs(self.change))
@@ -148,17 +147,17 @@ class Ledger:
         return Blocks(begin, end[begin], self.change[begin], self.rows[begin])
 
     def alive(self, at: int | None = None) -> Ints:
-        """Which blocks were alive at a position (the peak, unless given), the largest first."""
+        """Return the indices of the blocks alive at a position (default: the peak), the largest first."""
         at = self.peak if at is None else at
         found = np.flatnonzero((self.blocks.begin <= at) & (self.blocks.end > at))
         return found[np.argsort(-self.blocks.bytes[found], kind="stable")]
 
     def position(self, time_ns: int) -> int:
-        """The last position not after a time of the trace; -1 where nothing had happened."""
+        """Return the last position at or before a time of the trace, or -1 if there is none."""
         return int(np.searchsorted(self.trace["start_ns"][self.rows], time_ns, side="right")) - 1
 
     def group(self, by: str) -> tuple[Ints, list[Any]]:
-        """(code of each block, what the codes stand for). `by` is one of BY; UnknownNameError otherwise."""
+        """Return the group code of each block and the group names. Raises UnknownNameError if `by` is not in BY."""
         if by not in BY:
             raise unknown_name("grouping", by, BY)
         row = self.blocks.row
@@ -171,7 +170,7 @@ class Ledger:
         return self._renamed({"kind": "name"}.get(by, by), lambda text: text, missing)
 
     def _renamed(self, column: str, name: Callable[[str], str], missing: str) -> tuple[Ints, list[Any]]:
-        """Codes of a text column, its texts put through `name`; texts that become equal are one group."""
+        """Return the group codes and names of a text column, grouped by `name(text)`."""
         found, codes = np.unique(self.trace[column][self.blocks.row], return_inverse=True)
         texts = [name(self.trace.strings[code]) if code >= 0 else missing for code in found.tolist()]
         groups = {text: i for i, text in enumerate(dict.fromkeys(texts))}
@@ -180,9 +179,9 @@ class Ledger:
     # ---- tables
 
     def holders(self, at: int | None = None) -> pd.DataFrame:
-        """Who held the memory at a position (the peak, unless given), the largest first: a row for each owner, kind and line.
+        """Return the memory held at a position (default: the peak), one row per owner, kind and line, the largest first.
 
-        Columns: bytes, blocks (how many), share (of what was held), owner, kind, where, cell, step (of the largest block).
+        Columns: bytes, blocks (count), share (of the bytes held), owner, kind, where, cell and step (of the largest block).
         """
         import pandas as pd
 
@@ -192,7 +191,7 @@ class Ledger:
         _, first, which = np.unique(key, axis=1, return_index=True, return_inverse=True)
         size = np.bincount(which.ravel(), self.blocks.bytes[alive], len(first)).astype(np.int64)
         order = np.argsort(-size, kind="stable")
-        largest = alive[first[order]]  # alive is sorted: the first of a group is its largest
+        largest = alive[first[order]]  # `alive` is sorted by size, so the first block of a group is its largest
         table: dict[str, Any] = {"bytes": size[order], "blocks": np.bincount(which.ravel(), minlength=len(first))[order]}
         table["share"] = size[order] / max(int(size.sum()), 1)
         for by, (code, names) in codes.items():
@@ -202,11 +201,11 @@ class Ledger:
         return pd.DataFrame(table)
 
     def by(self, what: str) -> pd.DataFrame:
-        """What each owner, kind, where, line, cell or step had, a row each, the most at the peak first.
+        """Return one row per owner, kind, where, line, cell or step (`what`), sorted by the bytes held at the peak.
 
-        Columns: `what`, at_peak_bytes (of the total's peak), peak_bytes (the group's own most), end_bytes, allocated_bytes
-        (of all its allocations together), blocks. The baseline's blocks count where they belong. By "kind", fragmentation has a
-        row of its own where the trace knows segments.
+        Columns: `what`, at_peak_bytes (at the peak of the total), peak_bytes (the maximum of the group), end_bytes,
+        allocated_bytes (sum of all allocations of the recording) and blocks. Baseline blocks are included, except in
+        allocated_bytes. By "kind", there is a row for fragmentation if the trace has segment events.
         """
         import pandas as pd
 
@@ -228,7 +227,7 @@ class Ledger:
         return frame.sort_values(["at_peak_bytes", "peak_bytes"], ascending=False, ignore_index=True)
 
     def own_peaks(self, codes: Ints, n: int) -> Ints:
-        """The most that each group held at any time: sums within groups, all groups at once."""
+        """Return the maximum number of bytes that each group held at any time."""
         b, freed = self.blocks, self.blocks.end < len(self.rows)
         at = np.concatenate([b.begin, b.end[freed]])
         change = np.concatenate([b.bytes, -b.bytes[freed]])
@@ -243,9 +242,10 @@ class Ledger:
         return peaks
 
     def over(self, what: str) -> pd.DataFrame:
-        """How the total went over cells or steps ("cell", "step"), a row each in order of time.
+        """Return the total over time, one row per run of events of the same "cell" or "step" (`what`).
 
-        Columns: `what`, baseline_bytes (before its first event), peak_bytes, end_bytes, kept_bytes (end - baseline), events.
+        Columns: `what`, baseline_bytes (before the first event), peak_bytes, end_bytes, kept_bytes (end - baseline), events.
+        Raises UnknownNameError for another `what`.
         """
         import pandas as pd
 
@@ -265,9 +265,9 @@ class Ledger:
     # ---- words
 
     def sentences(self, at: int | None = None, most: int = 5) -> list[str]:
-        """Who held the most at a position (the peak, unless given), in words, the largest first.
+        """Return sentences about the `most` largest rows of `holders(at)`. The source lines come from `trace.meta["source"]`.
 
-        "4.00 GiB: logits.float() in cell 7 line 3, held by `out`". The text of a line comes from `trace.meta["source"]`.
+        Example: "4.00 GiB: logits.float() in cell 7 line 3, held by `out`".
         """
         alive, said = self.holders(at), []
         source = self.trace.meta.get("source", {})
@@ -283,12 +283,12 @@ class Ledger:
 
 
 def line_of(where: str) -> str:
-    """The line of the user's own code: the outer frame of "cell 7:3 > model.py:41"."""
+    """Return the line of the user's code: the outer frame of "cell 7:3 > model.py:41"."""
     return where.partition(" > ")[0]
 
 
 def place_text(where: str, source: dict[str, str]) -> str:
-    """A place in words, with its source where known: "x.float() in cell 7 line 3, by way of model.py line 41"."""
+    """Return a place in words, with its source if known: "x.float() in cell 7 line 3, by way of model.py line 41"."""
     outer, _, inner = where.partition(" > ")
     code = source.get(outer) or (source.get(inner) if inner else None)
     words = f"{code} in {_line_words(outer)}" if code else _line_words(outer)

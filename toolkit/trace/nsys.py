@@ -1,8 +1,7 @@
-"""Nsight Systems traces in, from the database that `nsys export --type sqlite` writes.
+"""Read traces of Nsight Systems from the SQLite database that `nsys export --type sqlite` writes.
 
-Tables and columns come and go between versions (tables are made only when there is something to put in): what is
-missing is taken as not known. The file is opened read-only and nothing in it is executed. Knows no Python lines: Nsight
-keeps none that could be relied on.
+Tables and columns differ between versions, and Nsight leaves out empty tables: missing values become "not known". The file is
+opened read-only. Source lines are not read, since Nsight does not record them reliably.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from toolkit.trace.events import Trace
 from toolkit.trace.steps import Range
 
 _PREFIX = "CUPTI_ACTIVITY_KIND_"
-# ENUM_CUDA_MEM_KIND of Nsight's schema, which counts from 0 where CUPTI counts from 1
+# ENUM_CUDA_MEM_KIND of Nsight's schema; it starts at 0, CUPTI's own enum at 1
 _MEMORY = ("Pageable", "Pinned", "Device", "Array", "Managed", "Device Static", "Managed Static", "Unknown")
 _LETTERS = {"h2d": "HtoD", "d2h": "DtoH", "d2d": "DtoD", "p2p": "PtoP"}
 _RANGE_TYPES = (59, 60)  # NVTX: push/pop, start/end
 
 
 def read_nsys(path: Path) -> Trace:
-    """The trace in Nsight Systems' sqlite export. Raises TraceError where it is damaged or holds no CUDA events."""
+    """Return the trace in an SQLite export of Nsight Systems. Raises TraceError if it is damaged or has no CUDA events."""
     asked = f"opening the trace {str(path)!r}"
     try:
         _check_length(path, asked)
@@ -35,15 +34,15 @@ def read_nsys(path: Path) -> Trace:
         finally:
             connection.close()
     except (sqlite3.Error, UnicodeDecodeError, OverflowError) as error:
-        raise TraceError(asked, f"a damaged database ({error})", "Export it again: nsys export --type sqlite") from error
+        raise TraceError(asked, f"the database is damaged ({error})", "Export it again: nsys export --type sqlite") from error
     except (TypeError, ValueError) as error:
         raise TraceError(
-            asked, f"a column holds something unexpected ({error})", "Export it again from the .nsys-rep"
+            asked, f"a column contains an unexpected value ({error})", "Export it again from the .nsys-rep"
         ) from error
 
 
 def _check_length(path: Path, asked: str) -> None:
-    """SQLite itself notices a missing end only where it happens to read it."""
+    """Raise TraceError for a truncated file. SQLite itself notices only when it reads a missing page."""
     with path.open("rb") as file:
         header = file.read(32)
     page_bytes = int.from_bytes(header[16:18]) or 1
@@ -51,8 +50,8 @@ def _check_length(path: Path, asked: str) -> None:
     promised_bytes = pages * (65536 if page_bytes == 1 else page_bytes)
     found_bytes = path.stat().st_size
     if len(header) < 32 or found_bytes < promised_bytes:
-        found = f"a database cut short, {found_bytes} of {promised_bytes} bytes"
-        raise TraceError(asked, found, "Copy it again, whole, or export it again")
+        found = f"the database is truncated to {found_bytes} of {promised_bytes} bytes"
+        raise TraceError(asked, found, "Copy it again completely, or export it again")
 
 
 class _Database:
@@ -61,14 +60,14 @@ class _Database:
         listed = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
         self.tables = {name for (name,) in listed}
         if not any(f"{_PREFIX}{kind}" in self.tables for kind in ("KERNEL", "MEMCPY", "MEMSET", "RUNTIME")):
-            found = "a database without CUDA events" if "StringIds" in self.tables else "a database of another program"
+            found = "it has no CUDA events" if "StringIds" in self.tables else "it is a database of another program"
             raise TraceError(asked, found, "Record with nsys profile --trace=cuda,nvtx, then nsys export --type sqlite")
         self.texts = dict(self.read("StringIds", "id", "value"))
         self.strings, self.rows, self.calls = Strings(), Rows(), Calls()
         self.threads: dict[int, int] = {}
 
     def read(self, table: str, *columns: str) -> list[tuple[Any, ...]]:
-        """Rows of a table, None in place of a column that it hasn't; none at all where there is no such table."""
+        """Return the rows of a table, with None for missing columns. A missing table has no rows."""
         if table not in self.tables:
             return []
         there = {row[1] for row in self.connection.execute(f'PRAGMA table_info("{table}")')}
@@ -76,7 +75,7 @@ class _Database:
         return self.connection.execute(f'SELECT {asked} FROM "{table}"').fetchall()
 
     def trace(self) -> Trace:
-        """Everything the database says, as a Trace."""
+        """Return the Trace of the database."""
         self.read_kernels()
         self.read_copies()
         self.read_calls()
@@ -86,11 +85,11 @@ class _Database:
         gpus = self.read("TARGET_INFO_GPU", "name")
         meta = {"device": gpus[0][0] if gpus and gpus[0][0] else "unknown device", "format": "nsys"}
         if self.read(f"{_PREFIX}GRAPH_TRACE", "start"):
-            meta["graphs"] = "whole"  # recorded as one event each: their copies and kernels aren't listed
+            meta["graphs"] = "whole"  # each launch is one event: the copies and kernels inside are not recorded
         return assemble(rows, cause, marks, self.strings, meta, ranges_are="nvtx")
 
     def name(self, *codes: int | None) -> int:
-        """The code of the first name that is known."""
+        """Return the string code of the first of `codes` that has a text, or -1."""
         for code in codes:
             if code is not None and code in self.texts:
                 return self.strings.code(self.texts[code])
@@ -146,7 +145,7 @@ class _Database:
                 self.add("sync", start, end, 0, streams.get(correlation), 0, -1, name, correlation, thread)
 
     def read_ranges(self) -> list[Range]:
-        """NVTX's push/pop and start/end ranges."""
+        """Return the push/pop and start/end ranges of NVTX."""
         return [
             Range(start, end, text if text is not None else self.texts.get(text_id, ""))
             for start, end, kind, text, text_id in self.read("NVTX_EVENTS", "start", "end", "eventType", "text", "textId")

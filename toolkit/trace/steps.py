@@ -1,6 +1,6 @@
-"""Which step each event belongs to: from ranges (marks, ProfilerStep, NVTX), or guessed from a pattern that repeats.
+"""Assign a step number to each event, from named ranges (marks, ProfilerStep, NVTX) or from a repeating pattern.
 
-Pure functions of numpy arrays; knows no file format and no device.
+All readers and recorders share these functions of numpy arrays.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from numpy.typing import ArrayLike, NDArray
 _REGULAR = 0.25  # a gap is regular when it is within this fraction of the median gap
 _ENOUGH = 0.8  # the fraction of gaps that must be regular
 _SHARED = 0.7  # the fraction of events that one step must share with the next
-_REPEATS = 3  # fewer repeats are no pattern
+_REPEATS = 3  # minimum number of repeats of a pattern
 
 _OWN = re.compile(r"toolkit\.step (-?\d+) (.*)", re.DOTALL)
 _PROFILER = re.compile(r"ProfilerStep ?#(\d+)$")
 _NUMBER = re.compile(r"\d+")
-_OPERATION = re.compile(r"::|, seq = ")  # what PyTorch's emit_nvtx writes for every operation
+_OPERATION = re.compile(r"::|, seq = ")  # ranges that PyTorch's emit_nvtx writes for every operation
 _STEPLIKE = re.compile(r"step|iter|decode|token|forward|generat", re.IGNORECASE)
 
 
@@ -34,10 +34,10 @@ class Range(NamedTuple):
 
 
 def steps_among(ranges: Sequence[Range]) -> tuple[str | None, list[int]]:
-    """Which ranges are steps: where that is known from, and the number of each range's step (-1: not a step).
+    """Return the source of the steps ("marks", "ProfilerStep", "ranges" or None) and each range's step (-1: not a step).
 
-    "marks" are the toolkit's own, "ProfilerStep" PyTorch's. Else "ranges": those of one name (but for a number) that
-    come at least three times, one after the other, and cover the most time; names that speak of steps go first.
+    Without marks of the toolkit or ProfilerStep ranges, the steps are the ranges of one name (ignoring numbers) that occur at
+    least three times, do not overlap and cover the most time; names with words such as "step" or "token" take precedence.
     """
     for source, pattern in (("marks", _OWN), ("ProfilerStep", _PROFILER)):
         found = [pattern.match(r.name) for r in ranges]
@@ -61,7 +61,7 @@ def steps_among(ranges: Sequence[Range]) -> tuple[str | None, list[int]]:
 
 
 def _numbers(ranges: list[Range]) -> list[int] | None:
-    """The numbers of ranges of one name: those in their names, or 0, 1, ...; None where they can't be steps."""
+    """Return the step numbers of ranges of one name: those in the names, or 0, 1, ...; None if they can't be steps."""
     if len(ranges) < _REPEATS or any(a.end_ns > b.start_ns for a, b in pairwise(ranges)):
         return None
     written = [_NUMBER.findall(r.name) for r in ranges]
@@ -72,20 +72,20 @@ def _numbers(ranges: list[Range]) -> list[int] | None:
 
 
 def shown_name(name: str) -> str:
-    """A range's name as a mark: without the step's number where it is the toolkit's own."""
+    """Return the name of a range's mark: the toolkit's own ranges lose their prefix and step number."""
     match = _OWN.match(name)
     return match[2] if match else name
 
 
 def innermost(times: ArrayLike, starts: ArrayLike, ends: ArrayLike) -> NDArray[np.int64]:
-    """The index of the innermost range [start, end) that holds each time; -1 for none.
+    """Return the index of the innermost range [start, end) that contains each time, or -1 if there is none.
 
-    Ranges may nest, and may overlap (then the one that began last counts). All in the same unit.
+    Ranges may nest or overlap; of overlapping ranges, the one with the latest start is the innermost.
     """
     begin, until = np.asarray(starts, np.int64), np.asarray(ends, np.int64)
     if not len(begin):
         return np.full(np.shape(times), -1, np.int64)
-    bounds: list[int] = [int(begin.min()) - 1]  # from each bound on, up to the next, `inside` is the innermost range
+    bounds: list[int] = [int(begin.min()) - 1]  # `inside[i]` is the innermost range from bounds[i] to bounds[i + 1]
     inside: list[int] = [-1]
     stack: list[int] = []
     first, last = begin.tolist(), until.tolist()
@@ -109,25 +109,25 @@ def innermost(times: ArrayLike, starts: ArrayLike, ends: ArrayLike) -> NDArray[n
 
 
 def steps_from_ranges(times: ArrayLike, starts: ArrayLike, ends: ArrayLike, numbers: ArrayLike) -> NDArray[np.int32]:
-    """The number of the step whose range holds each time; -1 outside of all. A range's end belongs to it."""
+    """Return the number of the step whose range contains each time, or -1 if there is none. Ranges include their end."""
     which = innermost(times, starts, np.asarray(ends, np.int64) + 1)
     steps = np.append(np.asarray(numbers, np.int32), np.int32(-1))
     return steps[which]
 
 
 def guess_steps(names: ArrayLike, is_readback: ArrayLike) -> NDArray[np.int32] | None:
-    """Steps guessed from the sequence of a device's events; None where nothing repeats often and regularly enough.
+    """Guess the step of each device event from repeating patterns. Return None if nothing repeats regularly enough.
 
-    `names` [N] are codes of what was launched, in order of launch; `is_readback` [N] says which of them copied to the
-    host. A decode loop reads a token back at the end of each step, so the longest regular read-back ends the steps;
-    without one, the events that recur with the longest common period begin them. What comes before the first period
-    is step 0 (the prefill), what comes after the last one is -1.
+    `names` [N] are codes of the launched kernels and copies, in launch order; `is_readback` [N] marks copies to the host.
+    A decode loop reads a token back at the end of each step, so the copy to the host with the longest regular period ends the
+    steps; if there is none, the events with the longest common period begin them. Events before the first period get step 0
+    (the prefill), events after the last one -1.
     """
     code, readback = np.asarray(names, np.int64), np.asarray(is_readback, bool)
     n = len(code)
     order = np.argsort(code, kind="stable")
     cuts = np.flatnonzero(np.diff(code[order])) + 1
-    candidates: list[tuple[float, NDArray[np.int64], bool]] = []  # period, positions, is it a read-back
+    candidates: list[tuple[float, NDArray[np.int64], bool]] = []  # period, positions, is_readback
     for positions in np.split(order, cuts) if n else []:
         period = _period(positions, n)
         if period is not None:
@@ -148,7 +148,7 @@ def guess_steps(names: ArrayLike, is_readback: ArrayLike) -> NDArray[np.int32] |
 
 
 def _period(positions: NDArray[np.int64], n: int) -> float | None:
-    """The regular distance between occurrences, None where there is none."""
+    """Return the median distance between occurrences, or None if they are too few or irregular."""
     if len(positions) < _REPEATS or (len(positions) < 2 * _REPEATS and positions[-1] - positions[0] < n / 2):
         return None
     gaps = np.diff(positions)
@@ -158,7 +158,7 @@ def _period(positions: NDArray[np.int64], n: int) -> float | None:
 
 
 def _alike(code: NDArray[np.int64], positions: NDArray[np.int64]) -> bool:
-    """Whether the periods between positions hold mostly the same events: of pairs of neighbours, the median does."""
+    """Return whether adjacent periods between positions mostly contain the same events (in the median)."""
     pick = np.unique(np.linspace(0, len(positions) - 3, min(len(positions) - 2, 64)).round().astype(int))
     shared = []
     for i in pick.tolist():
@@ -169,10 +169,10 @@ def _alike(code: NDArray[np.int64], positions: NDArray[np.int64]) -> bool:
 
 
 def _common_periods(candidates: list[tuple[float, NDArray[np.int64], bool]]) -> Iterator[NDArray[np.int64]]:
-    """Where periods may begin: the longest period first, those that at least two different events share before others.
+    """Iterate over the possible start positions of periods: periods shared by several events first, then the longest first.
 
-    Of the events that share a period the one that comes first in it is the step's beginning. One event alone may be a
-    rare extra: a kernel that runs every sixteenth step.
+    Of the events that share a period, the first one begins the step. Periods of a single event come last, since it may be
+    an occasional one, such as a kernel that runs every sixteenth step.
     """
     longest = sorted(candidates, key=lambda c: -c[0])
     alone = []

@@ -1,1 +1,1 @@
-"""Chrome JSON: traces of the PyTorch profiler, of other tools, and our own export."""
+"""Chrome JSON traces: reads those of PyTorch's profiler and other tools; writes and reads the toolkit's own export."""

@@ -1,6 +1,6 @@
-"""Chrome traces of tools we don't know: what can be said without knowing them. XLA (JAX, TensorFlow) is known a little.
+"""Read Chrome traces of tools other than PyTorch, with some support for XLA (JAX, TensorFlow).
 
-Complete events on threads of a GPU or TPU become kernels and copies; where there is no such process, every complete
+Complete events on threads of a GPU or TPU process become kernels and copies. If there is no such process, every complete
 event becomes a mark, so that a timeline can still be drawn.
 """
 
@@ -31,7 +31,7 @@ class Foreign:
         self.thread: dict[tuple[Any, Any], str] = {}
 
     def take(self, event: dict[str, Any]) -> None:
-        """One event."""
+        """Collect one event."""
         phase = event.get("ph")
         if phase == "M":
             name = (event.get("args") or {}).get("name", "")
@@ -48,7 +48,7 @@ class Foreign:
             self.rows.add(KIND[kind], start, dur, n_bytes, -1, 0, pinned, self.strings.code(name), track)
 
     def trace(self, meta: dict[str, Any]) -> Trace:
-        """What was collected, as a Trace."""
+        """Return the Trace of the collected events."""
         rows = {name: column.copy() for name, column in self.rows.columns().items()}
         lanes = self._device_lanes()
         meta = meta | {"format": "chrome"}
@@ -70,7 +70,7 @@ class Foreign:
         return assemble(device, device["start_ns"], marks, self.strings, meta)
 
     def _device_lanes(self) -> dict[tuple[Any, Any], tuple[int, int]]:
-        """The tracks on which devices ran: (device, stream). XLA repeats its streams as "XLA Ops", "Steps" and the like."""
+        """Return (device, stream) by device track. XLA repeats streams as "XLA Ops", "Steps" and others: use only one kind."""
         lanes = {}
         for pid, process in self.process.items():
             match = _DEVICE.search(process)
@@ -86,7 +86,7 @@ class Foreign:
 
 
 def _classify(name: str, args: dict[str, Any]) -> tuple[str, int, int]:
-    """Kind, bytes and `pinned` of an event by its name."""
+    """Return the kind, bytes and `pinned` of an event, given its name and arguments."""
     low = name.lower()
     if low.startswith(("memcpy", "[cuda memcpy")):
         kind, _ = parse_memcpy(name)

@@ -1,7 +1,7 @@
-"""Chrome traces in: PyTorch's profiler (Kineto), our own export, and what other tools (XLA) write in that format.
+"""Read Chrome traces of PyTorch's profiler (Kineto), of the toolkit's own export, and of other tools such as XLA.
 
-One pass over the events, a number of columns kept for each that matters. What is known depends on what was exported:
-lines need `with_stack=True`, allocations `profile_memory=True`. Executes nothing.
+`read_chrome` makes one pass over the events and stores the relevant ones in columns. In PyTorch's profiler, source lines need
+`with_stack=True` and allocations need `profile_memory=True`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PROFILERS_OWN_WAIT = "cudaDeviceSynchronize"
 
 
 def read_chrome(path: Path) -> Trace:
-    """The trace in a Chrome JSON file, plain or .gz. Raises TraceError where it is damaged, or holds no event."""
+    """Return the trace in a Chrome JSON file, plain or gzipped. Raises TraceError if it is damaged or has no events."""
     scanner = EventScanner(path)
     reader: _Kineto | _Own | None = None
     for event in scanner:
@@ -43,7 +43,7 @@ def read_chrome(path: Path) -> Trace:
             reader = _Own(scanner, own.end()) if own else _Kineto(scanner.head)
         reader.take(event)
     if reader is None:
-        raise TraceError(scanner.asked, "it holds no events", "Record some work before exporting the trace")
+        raise TraceError(scanner.asked, "it has no events", "Record some work before exporting the trace")
     try:
         return reader.trace()
     except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -55,7 +55,7 @@ def _ns(us: float) -> int:
 
 
 class _Kineto:
-    """Collects what PyTorch's profiler wrote."""
+    """Collects the events of PyTorch's profiler."""
 
     def __init__(self, head: str) -> None:
         gpu, rank = _GPU.search(head), _RANK.search(head)
@@ -66,7 +66,7 @@ class _Kineto:
         self.ranges: list[Range] = []
         self.threads: dict[Any, int] = {}
         self.sync_streams: dict[int, int] = {}
-        self.functions: dict[int, array[int]] = {}  # per thread: start, end, `where` of each function that isn't library code
+        self.functions: dict[int, array[int]] = {}  # per thread: start, end and `where` of each user function
         self.function_codes: dict[str, int] = {}
         self.last_call = (-1, "")
         self._take: dict[str, Callable[[dict[str, Any]], None]] = {
@@ -79,7 +79,7 @@ class _Kineto:
         self._skip = {*known, "async", "python_gc"}
 
     def take(self, event: dict[str, Any]) -> None:
-        """One event. Those of unknown categories go to the reader of foreign traces."""
+        """Collect one event. Events of unknown categories go to the reader of foreign traces."""
         category = event.get("cat")
         if type(category) is not str:
             category = ""
@@ -158,7 +158,7 @@ class _Kineto:
             ran.extend(array("q", (start, start + _ns(event.get("dur", 0)), code)))
 
     def trace(self) -> Trace:
-        """What was collected, as a Trace."""
+        """Return the Trace of the collected events."""
         rows = self.rows.columns()
         if not len(rows["kind"]) and not self.ranges:
             return self.foreign.trace(self.meta)
@@ -168,11 +168,11 @@ class _Kineto:
         cause[own], thread[own] = rows["start_ns"][own], rows["thread"][own]
         where = self._where(cause, thread)
         if self.functions:
-            self.meta["lines"] = "functions"  # `where` is the first line of the function, all that the format holds
+            self.meta["lines"] = "functions"  # the format has only the first line of each function
         return assemble(rows, cause, self.ranges, self.strings, self.meta, where=where, rank=self.rank)
 
     def _with_waits(self, rows: dict[str, NDArray[np.int64]]) -> dict[str, NDArray[np.int64]]:
-        """The waits' streams filled in, and the profiler's own wait, the last call of all, left out."""
+        """Return `rows` with the streams of the waits, and without the profiler's own wait (the last call of the trace)."""
         waits = np.flatnonzero(rows["kind"] == KIND["sync"])
         rows = {name: column.copy() for name, column in rows.items()}
         if self.sync_streams and len(waits):
@@ -184,7 +184,7 @@ class _Kineto:
         return rows
 
     def _where(self, cause: NDArray[np.int64], thread: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The innermost function that ran on the thread; a thread without Python (autograd's) takes the busiest one's."""
+        """Return the innermost running function. Threads without Python (autograd) use the thread with the most functions."""
         where = np.full(len(cause), -1, np.int64)
         busiest = max(self.functions, key=lambda code: len(self.functions[code]), default=None)
         strange = ~np.isin(thread, list(self.functions))
@@ -197,7 +197,7 @@ class _Kineto:
 
 
 class _Own:
-    """Collects what `write_chrome` wrote: nothing is found or guessed, every column is there."""
+    """Collects the events of `write_chrome`, which contain every column of the trace."""
 
     COLUMNS = (
         "start_ns", "dur_ns", "kind", "bytes", "stream", "device", "rank", "step", "cell", "pinned", "clock", "name", "where",
@@ -209,11 +209,11 @@ class _Own:
         try:
             self.meta = dict(json.JSONDecoder().raw_decode(scanner.head, at)[0]["meta"])
         except (ValueError, KeyError, TypeError) as error:
-            raise scanner.damaged("its description can't be read") from error
+            raise scanner.damaged("its header can't be read") from error
         self.strings, self.table = Strings(), array("q")
 
     def take(self, event: dict[str, Any]) -> None:
-        """One event: those with our "kind" among their args; the rest is for the viewer."""
+        """Collect one event. Only events of the trace have a "kind" in `args`; the others are for the viewer."""
         args = event.get("args")
         if type(args) is not dict or "kind" not in args:
             return
@@ -231,6 +231,6 @@ class _Own:
             raise self.scanner.damaged(f"an event has unexpected fields ({error!r})") from error
 
     def trace(self) -> Trace:
-        """What was collected, as a Trace."""
+        """Return the Trace of the collected events."""
         table = np.array(self.table, np.int64).reshape(-1, len(self.COLUMNS))
         return from_columns(list(self.strings.codes), self.meta, **{n: table[:, i] for i, n in enumerate(self.COLUMNS)})

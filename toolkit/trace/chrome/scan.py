@@ -1,4 +1,4 @@
-"""Reads the events of a Chrome trace one by one, in bounded memory, whatever the file's size. Knows JSON only."""
+"""Iterate over the events of a Chrome trace as JSON objects. Memory use is bounded, whatever the size of the file."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from typing import Any
 from toolkit.core.errors import TraceError
 
 _CHUNK = 1 << 22
-_LONGEST_EVENT = 1 << 26  # one event that doesn't end within this many characters is damage
+_LONGEST_EVENT = 1 << 26  # in characters; a longer event means that the file is damaged
 _LONGEST_HEAD = 1 << 26
 _BETWEEN = re.compile(r"[\s,]*")
 _EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
-_NOT_JSON = re.compile(r"(:\s*)-?(?:inf|nan)(?=\s*[,}\]])", re.IGNORECASE)  # what C++ prints for a rate of a 0 ns copy
+_NOT_JSON = re.compile(r"(:\s*)-?(?:inf|nan)(?=\s*[,}\]])", re.IGNORECASE)  # C++ prints these for the bandwidth of a 0 ns copy
 
 
 class EventScanner:
-    """Iterate over it to get the events as dicts; `head` is the text before the events, once iteration has begun.
+    """An iterable over the events (dicts) of a file. Once iteration has begun, `head` is the text before the events.
 
-    Both forms are read: {"traceEvents": [...]} and a bare [...]. Raises TraceError where the text ends too soon or
-    isn't JSON; the events before that point have been given by then.
+    Reads both forms of the format, {"traceEvents": [...]} and a bare [...]. Iteration raises TraceError when it reaches a
+    place where the text ends too early or is not JSON, after yielding the events before that place.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,7 +37,7 @@ class EventScanner:
         try:
             yield from self._events(self._chunks())
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise self.damaged(f"its compressed data are cut short or damaged ({error})") from error
+            raise self.damaged(f"its compressed data is truncated or damaged ({error})") from error
         except OSError as error:
             raise TraceError(
                 self.asked, f"it can't be read ({error.strerror})", "Check the path and its permissions"
@@ -57,7 +57,7 @@ class EventScanner:
         scan = json.JSONDecoder(strict=False).scan_once  # type: ignore[attr-defined]
         at, repair = 0, False
         while True:
-            at = _BETWEEN.match(text, at).end()  # type: ignore[union-attr]  # it matches the empty text too
+            at = _BETWEEN.match(text, at).end()  # type: ignore[union-attr]  # also matches the empty text
             if text.startswith("]", at):
                 self._check_end(text[at + 1 :], chunks, bare)
                 return
@@ -70,11 +70,9 @@ class EventScanner:
                     continue
                 more = next(chunks, None)
                 if more is None and bare and at == len(text):
-                    return  # the format allows a bare list to stay open
+                    return  # the format allows a bare list without its closing bracket
                 if more is None or len(text) - at > _LONGEST_EVENT or place < len(text) - _CHUNK // 2 > at:
-                    what = (
-                        "the text ends inside of its events" if more is None else f"not JSON near {text[place : place + 40]!r}"
-                    )
+                    what = "the text ends inside its events" if more is None else f"not JSON near {text[place : place + 40]!r}"
                     raise self.damaged(what) from None
                 text, at = text[at:] + (_NOT_JSON.sub(r"\1null", more) if repair else more), 0
                 continue
@@ -84,7 +82,7 @@ class EventScanner:
                 yield event
 
     def _find_events(self, chunks: Iterator[str]) -> tuple[str, bool]:
-        """The text from the first event on, and whether the list is bare."""
+        """Return the text from the first event on, and whether the list is bare."""
         text = ""
         for chunk in chunks:
             text += chunk
@@ -97,14 +95,14 @@ class EventScanner:
                 return text[match.end() :], False
             if len(text) > _LONGEST_HEAD:
                 break
-        raise TraceError(self.asked, 'JSON without "traceEvents"', "Export it as a Chrome trace")
+        raise TraceError(self.asked, 'it is JSON without "traceEvents"', "Export it as a Chrome trace")
 
     def _check_end(self, rest: str, chunks: Iterator[str], bare: bool) -> None:
         for chunk in chunks:
             rest = (rest + chunk)[-_CHUNK:]
         if not bare and not rest.rstrip().endswith("}"):
-            raise self.damaged("the text ends after its events")
+            raise self.damaged("the text ends after its events, before the closing brace")
 
     def damaged(self, found: str) -> TraceError:
-        """The error of a file that isn't whole."""
-        return TraceError(self.asked, found, "Export the trace again, and copy it whole")
+        """Return the error for a truncated or damaged file."""
+        return TraceError(self.asked, found, "Export the trace again and check that it is copied completely")

@@ -1,7 +1,7 @@
-"""A trace out as Chrome JSON, which ui.perfetto.dev and chrome://tracing open.
+"""Write a trace as Chrome JSON for ui.perfetto.dev and chrome://tracing.
 
-A process a GPU with a track a stream, and a process for the host with its waits and marks. Every column goes along in
-`args`, so that `read_chrome` gives back the same trace. Modelled events are named so in the title of their process.
+Each GPU is a process with one track per stream; the host is a process with tracks for waits, marks and allocations. `args`
+contains every column, so that `read_chrome` returns the same trace. Process titles say whether times are modelled.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _CATEGORIES = {
     "kernel": "kernel", "h2d": "gpu_memcpy", "d2h": "gpu_memcpy", "d2d": "gpu_memcpy", "p2p": "gpu_memcpy",
     "memset": "gpu_memset", "sync": "cuda_runtime", "mark": "user_annotation", **dict.fromkeys(MEMORY_KINDS, "memory"),
 }  # fmt: skip
-_HOST, _WAITS, _MARKS, _MEMORY = 1_000_000, 1, 2, 3  # the host's process, above all GPUs, and its tracks
+_HOST, _WAITS, _MARKS, _MEMORY = 1_000_000, 1, 2, 3  # process number of the host, above all GPUs, and its tracks
 _OPTIONAL = {"bytes": 0, "device": 0, "rank": 0, "step": -1, "cell": -1, "pinned": -1, "address": -1, "requested": -1}
 
 
 def write_chrome(trace: Trace, path: str | os.PathLike[str]) -> Path:
-    """Write `trace` to `path` (compressed where it ends in .gz), whole or not at all. Opens in ui.perfetto.dev."""
+    """Write `trace` to `path` atomically, compressed if the path ends in .gz. Return the path."""
     with replacing(path) as file:
         if Path(path).suffix == ".gz":
             with gzip.GzipFile(fileobj=file, mode="wb", filename="", mtime=0) as packed:
@@ -53,7 +53,7 @@ def _write(trace: Trace, out: io.TextIOWrapper) -> None:
 
 
 def _events(trace: Trace) -> Iterator[str]:
-    """Each event as JSON. Texts are encoded once each, not once an event: a million events take seconds."""
+    """Iterate over the events as JSON. Each text is encoded only once, so that a million events take seconds."""
     quoted = [json.dumps(text) for text in trace.strings]
     columns = (trace[name].tolist() for name in ("kind", "start_ns", "dur_ns", "stream", "name", "clock", "where", "owner"))
     optional = [(f', "{name}": ', default, trace[name].tolist()) for name, default in _OPTIONAL.items()]
@@ -81,14 +81,14 @@ def _events(trace: Trace) -> Iterator[str]:
 
 
 def _track(kind: str, device: int, stream: int) -> tuple[int, int]:
-    """Process and thread of an event; Perfetto takes thread 0 for the process itself, so streams count from 1."""
+    """Return the process and thread of an event. Streams start at thread 1: Perfetto uses thread 0 for the process."""
     if kind in ("sync", "mark", *MEMORY_KINDS):
         return _HOST, {"sync": _WAITS, "mark": _MARKS}.get(kind, _MEMORY)
     return device, stream + 1
 
 
 def _titles(trace: Trace) -> Iterator[dict[str, Any]]:
-    """What the viewer calls processes and tracks."""
+    """Iterate over the events that name the processes and tracks in the viewer."""
     modelled = "modelled" if trace["clock"].any() else "measured"
     device_name = trace.meta.get("gpu") or trace.meta.get("device") or "unknown"
     yield _title("process_name", _HOST, 0, f"Host ({modelled})")
@@ -108,7 +108,7 @@ def _title(what: str, pid: int, tid: int, title: str) -> dict[str, Any]:
 
 
 def _counters(trace: Trace) -> Iterator[dict[str, Any]]:
-    """The bytes allocated over time, a counter a device."""
+    """Iterate over the events of the counters of allocated bytes, one counter per device."""
     held: dict[int, int] = {}
     changes = trace.select(trace.is_kind("alloc", "free"))
     sign = changes.is_kind("alloc").tolist()
