@@ -1,6 +1,5 @@
 """The processes that compile: what they answer, how they end, and what of their memory is seen."""
 
-import json
 import os
 import signal
 import subprocess
@@ -30,52 +29,29 @@ def compilers(model):
 
 def test_a_piece_that_is_traced_otherwise_is_not_compiled(compilers):
     with pytest.raises(PackageError, match=r"another graph for layers\.0 decode"):
-        compilers.submit("layers.0", "decode", "another key").result(120)
+        compilers.compile("layers.0", "decode", "another key").result(120)
 
 
 def test_one_that_dies_says_so(compilers):
-    future = compilers.submit("layers.0", "decode", "any")
-    while not compilers._workers:
+    future = compilers.compile("layers.0", "decode", "any")
+    while compilers.workers[0].process is None:
         time.sleep(0.01)
-    os.kill(compilers._workers[0]._process.pid, signal.SIGKILL)
-    with pytest.raises(PackageError, match="the compiling process ended by signal 9"):
+    os.kill(compilers.workers[0].process.pid, signal.SIGKILL)
+    with pytest.raises(PackageError, match="the compiling process ended with signal 9"):
         future.result(60)
 
 
 def test_nothing_is_left_of_them(model):
     with Compilers(skeleton.to_plain(model), 64, None, None, 1) as compilers:
-        future = compilers.submit("layers.0", "decode", "any")
-        while not compilers._workers:
+        future = compilers.compile("layers.0", "decode", "any")
+        while compilers.workers[0].process is None:
             time.sleep(0.01)
-        process, folder = compilers._workers[0]._process, Path(compilers._folder.name)
+        process, folder = compilers.workers[0].process, Path(compilers.workers[0].folder.name)
         assert folder.is_dir()
     assert process.returncode == -signal.SIGTERM
     assert not folder.exists()
     with pytest.raises(PackageError):
         future.result(0)
-
-
-def test_they_end_with_a_process_that_was_killed(model, tmp_path):
-    code = (
-        "import json, sys, time; from toolkit.exporting.compilers import _Worker; "
-        "found = _Worker(json.load(open(sys.argv[1]))); print(found._process.pid, flush=True); time.sleep(60)"
-    )
-    folder, about = tmp_path / "between", tmp_path / "about.json"
-    folder.mkdir()
-    told = {"model": skeleton.to_plain(model), "context": 64, "kv": None, "card": None, "folder": str(folder)}
-    about.write_text(json.dumps(told | {"threads": 1, "default_dtype": "float32"}))
-    parent = subprocess.Popen([sys.executable, "-c", code, str(about)], stdout=subprocess.PIPE, text=True)
-    worker = int(parent.stdout.readline())
-    parent.kill()
-    parent.wait()
-    parent.stdout.close()
-    for _ in range(600):
-        if not Path(f"/proc/{worker}").exists() or "\nState:\tZ" in Path(f"/proc/{worker}/status").read_text():
-            assert not folder.exists()
-            return
-        time.sleep(0.05)
-    os.kill(worker, signal.SIGKILL)
-    pytest.fail("a compiling process lived on")
 
 
 def test_what_two_compiled_is_kept_once(tmp_path, monkeypatch):

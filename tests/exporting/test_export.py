@@ -150,14 +150,14 @@ def test_a_cancelled_export_leaves_what_was_there(model, package, tmp_path):
 
     for folder in (package, tmp_path / "new"):
         cancel.clear()
-        with pytest.raises(CancelledError, match="in the phase 'weights'"):
+        with pytest.raises(CancelledError, match="it was cancelled at weights, 0 %"):
             tk.export(model, folder, context=64, progress=stop, cancel=cancel)
     assert (package / folders.MANIFEST).read_bytes() == old
     assert tokens(tk.load_exported(package, progress=False)) == tokens(model)
     with pytest.raises(PackageError, match="an export that was not finished"):
         tk.load_exported(tmp_path / "new")
     tk.export(model, tmp_path / "new", context=64, progress=False)
-    assert not list((tmp_path / "new").glob("*.partial"))
+    assert not list((tmp_path / "new").glob("**/*.part*"))
 
 
 def test_a_model_can_be_used_while_it_is_exported(model, exported, tmp_path):
@@ -334,7 +334,7 @@ def test_a_disk_that_fills_up_in_the_middle(model, package, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(folders.os, "fsync", full)
+    monkeypatch.setattr("os.fsync", full)
     with pytest.raises(PackageError, match="the disk is full"):
         tk.export(model, package, context=64, progress=False)
     monkeypatch.undo()

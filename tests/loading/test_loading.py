@@ -17,9 +17,9 @@ import torch
 import toolkit as tk
 from tests.checkpoints import SHAPE, hf_logits, random_tensors, write_folder, write_gguf
 from toolkit.core.errors import FormatError, ModelError, ToolkitError, UnknownNameError
+from toolkit.core.progress import REPORTS_PER_S
 from toolkit.gpu.device import Device
 from toolkit.loading.checkpoint import open_checkpoint
-from toolkit.loading.progress import REPORTS_PER_S
 
 IDS = [3, 141, 59, 265, 35, 8, 97, 93, 238, 46, 264]
 FP32_ATOL = 1e-4  # sums in another order than transformers'; logits are of order 10

@@ -181,7 +181,7 @@ def test_interrupted_it_gives_back_its_memory(monkeypatch: pytest.MonkeyPatch) -
         if len(seen) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("toolkit.loading.quantization.REPORTS_PER_S", 1e9)
+    monkeypatch.setattr("toolkit.core.progress.REPORTS_PER_S", 1e9)
     with pytest.raises(KeyboardInterrupt) as error:
         quantize(model, "int4-g32", progress=stop)
     assert seen[0][0] < seen[0][1]

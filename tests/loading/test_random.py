@@ -12,11 +12,11 @@ import torch
 
 import toolkit as tk
 from toolkit.core.errors import DeviceError, UnknownNameError
+from toolkit.core.progress import Counter
 from toolkit.gpu.opening import open_device
 from toolkit.loading.checkpoint import open_checkpoint
 from toolkit.loading.drawing import STD, draw
 from toolkit.loading.layout import lay_out
-from toolkit.loading.progress import Watch
 from toolkit.models.shapes import SHAPES
 from toolkit.weights.packed import PackedMatrix
 from toolkit.weights.schemes import SCHEMES
@@ -86,7 +86,7 @@ def test_values_are_of_the_same_size_in_any_scheme(scheme: str | None) -> None:
         if scheme is not None:
             del module.weight
             module.weight = PackedMatrix(SCHEMES[scheme], shape, "cpu")  # type: ignore[assignment]
-        draw(module, open_device("cpu"), seed, Watch("x", False, None))
+        draw(module, open_device("cpu"), seed, Counter("drawing", False))
         weight: Any = module.weight
         return weight.dequantize() if scheme else weight.detach()
 

@@ -129,7 +129,8 @@ def test_bytes_that_are_no_text_are_set_aside_beside_earlier_ones() -> None:
 
 def test_the_packages_rows_are_read_beneath_the_users_and_never_written(folder: Path) -> None:
     shipped = folder / "shipped" / "h200.json"
-    store.write_whole(shipped, Tuned(H200, ROWS).to_text())
+    shipped.parent.mkdir()
+    shipped.write_text(Tuned(H200, ROWS).to_text())
     place = next(iter(ROWS))
     add_rows("h200", H200, {place: replace(FAST, us=1.0)})
     kept = read_tuned("h200", H200)
@@ -171,7 +172,8 @@ def test_a_cache_that_is_a_file_or_holds_a_folder_for_a_file_is_told(folder: Pat
 def test_newer_rows_of_the_package_count(folder: Path) -> None:
     place = next(iter(ROWS))
     add_rows("h200", H200, {place: replace(FAST, kernel="as it was", when="2026-11-01")})
-    store.write_whole(folder / "shipped" / "h200.json", Tuned(H200, ROWS).to_text())
+    (folder / "shipped").mkdir()
+    (folder / "shipped" / "h200.json").write_text(Tuned(H200, ROWS).to_text())
     kept = read_tuned("h200", H200)
     assert kept is not None
     assert kept.rows[place] == FAST

@@ -17,6 +17,7 @@ from toy import FAULTY, MEDIUM, ODD, OVERSIZED, SMALL, SQUARE, TOY, ToyShape, fr
 
 from toolkit import tune
 from toolkit.core.errors import CancelledError, ToolkitError, UnknownNameError
+from toolkit.core.progress import Counter
 from toolkit.gpu.catalogue import CATALOGUE
 from toolkit.kernels.base import Config, Kernel, Shape, Tensors
 from toolkit.tune import compiling, lookup, store, tuner
@@ -168,9 +169,7 @@ def test_cancelling_keeps_what_was_timed() -> None:
             cancel.set()
             return super().__call__(*args)  # type: ignore[arg-type]
 
-    from toolkit.tune.progress import Steps
-
-    steps = Steps("Tuning", False, cancel)
+    steps = Counter("tuning", False, cancel, tune.AFTER_CANCEL)
     first = Cancels()
     with pytest.raises(CancelledError, match="call it again to go on"):
         Tuner(H200, DEVICE, first, steps, seed=5).tune(TOY, ODD, [SMALL, MEDIUM])
@@ -321,7 +320,7 @@ def test_what_warm_takes() -> None:
 
 
 def test_exploring_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "Worker", None)  # all on disk
+    monkeypatch.setattr(compiling, "WorkerPool", None)  # all on disk
     table = tune.explore(TOY, "square", ["h200", "rtx-5090", "a100-80g"], [SMALL, OVERSIZED], progress=False)
     verdicts = {(row.gpu, row.config): row.verdict for row in table.rows}
     assert verdicts["rtx-5090", OVERSIZED] == "excluded"

@@ -7,19 +7,13 @@ exits when stdin is closed, that is when the export ends.
 
 from __future__ import annotations
 
-import json
-import os
-import queue
-import shutil
-import signal
-import sys
 import tempfile
-import threading
 from typing import Any
 
 import torch
 
 from toolkit.core.errors import PackageError
+from toolkit.core.workers import listen
 from toolkit.exporting import compiling, inductor, skeleton
 from toolkit.exporting.pieces import Anatomy, compiled_for
 from toolkit.tune.cards import Card
@@ -50,11 +44,7 @@ def compile_piece(anatomy: Anatomy, card: Card | None, folder: str, job: dict[st
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # send the output of compilers to stderr, away from the answers
-    lines: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(lines,), daemon=True).start()
-    about = lines.get()
+    about, jobs, answer = listen()
     torch.set_num_threads(about["threads"])  # Inductor compiles this number into code for the CPU
     torch.set_default_dtype(getattr(torch, about["default_dtype"]))
     card = None if about["card"] is None else Card.from_plain(about["card"])
@@ -65,23 +55,8 @@ def main() -> None:
         inductor.compile_only_for(card)
     with compiled_for(model, card):
         anatomy = Anatomy(model, about["context"], about["kv"])
-        while True:
-            answers.write(json.dumps(compile_piece(anatomy, card, about["folder"], lines.get())) + "\n")
-            answers.flush()
-
-
-def _read(lines: queue.SimpleQueue[dict[str, Any]]) -> None:
-    """Pass jobs on to the main thread. At the end of stdin delete the temporary folder and exit, even while compiling."""
-    folder = None
-    for line in sys.stdin:
-        asked = json.loads(line)
-        folder = folder or asked["folder"]  # the first line describes the model
-        lines.put(asked)
-    if folder:
-        shutil.rmtree(folder, ignore_errors=True)
-    if hasattr(os, "killpg") and os.getpgid(0) == os.getpid():
-        os.killpg(0, signal.SIGTERM)  # also end the C++ compiler
-    os._exit(0)
+        for job in jobs:
+            answer(compile_piece(anatomy, card, about["folder"], job))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from toolkit.core.errors import PackageError
+from toolkit.core.files import replacing
 from toolkit.exporting import inductor
 from toolkit.exporting.pieces import Traceable, digest
 from toolkit.ops.define import describe_launches
@@ -180,17 +181,11 @@ def _keep(key: str, data: bytes) -> Compiled:
     sha256, folder = hashlib.sha256(data).hexdigest(), _folder()
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.glob("*.partial"):  # left by a process that was killed
+        for path in folder.glob("*.part*"):  # left by a process that was killed
             if time.time() - path.stat().st_mtime > STALE_S:
                 path.unlink()
-        with tempfile.NamedTemporaryFile(dir=folder, suffix=".partial", delete=False) as file:
-            try:
-                file.write(data)
-                file.flush()
-            except OSError:
-                os.unlink(file.name)
-                raise
-        os.replace(file.name, folder / f"{key}-{sha256}.pt2")
+        with replacing(folder / f"{key}-{sha256}.pt2") as file:
+            file.write(data)
         oldest = sorted(folder.glob("*.pt2"), key=lambda path: path.stat().st_mtime)
         for path in oldest[:-KEPT]:
             path.unlink()

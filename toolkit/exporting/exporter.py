@@ -191,7 +191,7 @@ def _trace(anatomy: Anatomy, method: str, compilers: Compilers, watch: Watch, ca
         if _needed(anatomy, piece, method):
             watch.step(0.0, f"{piece.name} {method}")
             key = compiling.key_of(compiling.trace(anatomy.traceable(piece, method)), card)
-            jobs.append(_Job(piece, method, compiling.find_kept(key) or compilers.submit(piece.name, method, key)))
+            jobs.append(_Job(piece, method, compiling.find_kept(key) or compilers.compile(piece.name, method, key)))
     return jobs
 
 

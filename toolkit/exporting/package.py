@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from toolkit.core.errors import PackageError
+from toolkit.core.files import replacing
 from toolkit.core.units import bytes_text
 from toolkit.tune.store import cache_folder
 
@@ -30,6 +32,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 _WRITTEN = re.compile(  # names of files that exports write, apart from the manifest and the tokenizer
     r"\.lock|weights-[0-9a-f]{16}\.safetensors|weights\.partial|(tokenizer|manifest)\.json\.partial"
     r"|methods/(prefill|decode)-[\w-]+-[0-9a-f]{16}\.pt2(\.partial)?"
+    r"|\.(tokenizer|manifest)\.json\.[0-9a-f]{8}\.part|methods/\.(prefill|decode)-[\w-]+-[0-9a-f]{16}\.pt2\.[0-9a-f]{8}\.part"
 )
 _CHUNK = 4 << 20
 
@@ -48,8 +51,7 @@ def locked(folder: Path) -> Iterator[None]:
         new = not folder.exists()
         check_folder(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / ".lock", "a") as file:
-            _lock(file, asked)
+        with FileLock(folder / ".lock", timeout=0):
             try:
                 yield
             finally:
@@ -57,6 +59,9 @@ def locked(folder: Path) -> Iterator[None]:
                     if new and [p.name for p in folder.iterdir()] == [".lock"]:  # the export wrote nothing
                         (folder / ".lock").unlink()
                         folder.rmdir()
+    except Timeout as error:
+        found = "another export into this folder is running"
+        raise PackageError(asked, found, "Wait for it, cancel it, or choose another folder") from error
     except OSError as error:
         raise cant_write(asked, folder, error) from error
 
@@ -97,26 +102,6 @@ def _ours(folder: Path, path: Path) -> bool:
     return bool(_WRITTEN.fullmatch(name))
 
 
-def _lock(file: Any, asked: str) -> None:
-    try:
-        import fcntl
-    except ImportError:  # Windows: no lock
-        return
-    another = PackageError(
-        asked, "another export into this folder is running", "Wait for it, cancel it, or choose another folder"
-    )
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        raise another from error
-    try:
-        same = os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
-    except FileNotFoundError:
-        same = False
-    if not same:  # another export ended and deleted its folder after this one opened the lock file
-        raise another
-
-
 def cant_write(asked: str, folder: Path, error: OSError) -> PackageError:
     """Return the PackageError for an OSError while a package was written."""
     if error.errno == errno.ENOSPC:
@@ -141,12 +126,8 @@ def put(folder: Path, name: str, data: bytes) -> None:
     """Write a file of the package atomically."""
     path = folder / name
     path.parent.mkdir(exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "wb") as file:
+    with replacing(path, sync=True) as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
 
 
 def entry(data: bytes) -> dict[str, Any]:

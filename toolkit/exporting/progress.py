@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,11 +10,10 @@ from typing import Any
 
 import torch
 
-from toolkit.core.errors import CancelledError
+from toolkit.core.progress import Reporter
 from toolkit.gpu import host_memory as host
 from toolkit.gpu.cuda.device import in_use
 from toolkit.gpu.device import Device
-from toolkit.loading.progress import REPORTS_PER_S, check_cancel, is_watched
 
 SAMPLES_PER_S = 20  # of memory
 STEP_BYTES = 8 << 20  # by which the host's memory has to change to be noted
@@ -24,27 +22,25 @@ POINTS = 200  # of a phase's curve
 Progress = Callable[[str, float, str], None]
 
 
-class Watch:
-    """Tells how far it has come, at most ten times a second and at each phase's end; times phases; raises once cancelled.
+class Watch(Reporter):
+    """Times the phases of an export, measures their memory, and reports (phase, share done, current item).
 
-    `device` is the one whose memory is watched beside the host's.
+    `device` is the GPU whose memory is measured in addition to the host's.
     """
 
     def __init__(
-        self, what: str, progress: bool | Progress, cancel: threading.Event | None, device: Device | None = None
+        self, task: str, progress: bool | Progress, cancel: threading.Event | None, device: Device | None = None
     ) -> None:
-        check_cancel(cancel)
-        self.what, self.cancel = what, cancel
-        self.show = progress if callable(progress) else _line(what) if progress and is_watched() else None
+        super().__init__(task, progress, cancel, "Existing files are unchanged; run it again to resume")
         self.phases: list[dict[str, Any]] = []
         self.pieces: list[dict[str, Any]] = []
         self.device = device
-        self._now, self._last = "", float("-inf")
+        self._phase = ""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """One phase: its seconds, and the most of the host's and of a CUDA GPU's memory while it ran."""
-        self._now, began, scope = name, time.perf_counter(), host.begin()
+        """Run the block as one phase. Appends its seconds, and the peak of the host's and a CUDA GPU's memory, to `phases`."""
+        self._phase, began, scope = name, time.perf_counter(), host.begin()
         sampler = Sampler(self.device)
         try:
             self.step(0.0, "", always=True)
@@ -53,23 +49,18 @@ class Watch:
             sampled = sampler.end()
             host.end(scope)
         seconds = round(time.perf_counter() - began, 3)
-        # the kernel's own peak lags behind what it says is resident, by some pages a thread
-        most = max(scope.peak_bytes, *(held for _, held, _ in sampled["curve"]))
-        self.phases.append({"phase": name, "seconds": seconds, "host_peak_bytes": most, **sampled})
+        # The kernel updates its own peak late, by some pages per thread, so that it can be below a sample.
+        peak = max(scope.peak_bytes, *(held for _, held, _ in sampled["curve"]))
+        self.phases.append({"phase": name, "seconds": seconds, "host_peak_bytes": peak, **sampled})
         self.step(1.0, "", always=True)
 
-    def step(self, share: float, what: str, always: bool = False) -> None:
-        """`share` of the phase is done, `what` comes next."""
-        now = time.monotonic()
-        if self.show is not None and (always or now - self._last >= 1 / REPORTS_PER_S):
-            self._last = now
-            self.show(self._now, share, what)
-        if self.cancel is not None and self.cancel.is_set():
-            found = f"it was cancelled in the phase {self._now!r}"
-            raise CancelledError(self.what, found, "What was there before is untouched; exporting again goes on from here")
+    def step(self, share: float, item: str, always: bool = False) -> None:
+        """Report that `share` of the phase is done and that `item` is next. Raises CancelledError."""
+        position = f"{self._phase}, {100 * share:.0f} %"
+        self.report((self._phase, share, item), position, item, always=always, end=always and share == 1.0)
 
     def bytes(self, total: int) -> Callable[[int, str], None]:
-        """A function to tell of bytes that were done."""
+        """Return a function that adds n bytes to those done of `total`, and reports them."""
         done = 0
 
         def step(n: int, name: str) -> None:
@@ -131,14 +122,3 @@ def memory_now(device: torch.device | None) -> tuple[int, int]:
     if device is None:
         return held, 0
     return held, in_use(device)[0]
-
-
-def _line(what: str) -> Progress:
-    """A line that is written over, one for each phase."""
-
-    def show(phase: str, share: float, step: str) -> None:
-        text = f"{what}: {phase} {100 * share:3.0f} %  {step}"
-        sys.stderr.write(f"\r{text[:110]:<110}" + ("\n" if share == 1.0 else ""))
-        sys.stderr.flush()
-
-    return show

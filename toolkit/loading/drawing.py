@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from toolkit.core.progress import Counter
 from toolkit.gpu.device import Device
-from toolkit.loading.progress import Watch
 from toolkit.weights.packed import PackedMatrix
 from toolkit.weights.schemes import Scheme
 
@@ -20,13 +20,13 @@ STD = 0.02
 FINE = (32, 64)  # range of 8-bit scales and minima; 6-bit ones go up to 63
 
 
-def draw(model: nn.Module, device: Device, seed: int, watch: Watch) -> None:
+def draw(model: nn.Module, device: Device, seed: int, counter: Counter) -> None:
     """Fill every parameter of `model` in place, without temporaries and without host memory.
 
     A module whose vectors are neither norms nor biases states their ranges: `INITIAL = {"decay": (-16.0, -0.01)}`.
     """
     generator = None if device.torch.type == "vgpu" else torch.Generator(device.torch).manual_seed(seed)
-    watch.begin(sum(parameter.nbytes for parameter in model.parameters()))
+    counter.begin(sum(parameter.nbytes for parameter in model.parameters()))
     for path, module in model.named_modules():
         ranges = getattr(module, "INITIAL", {})
         for name, parameter in module.named_parameters(recurse=False):
@@ -39,7 +39,7 @@ def draw(model: nn.Module, device: Device, seed: int, watch: Watch) -> None:
                 value.normal_(0.0, STD, generator=generator)
             else:
                 value.fill_(0.0 if name == "bias" else 1.0)
-            watch.step(parameter.nbytes, f"{path}.{name}")
+            counter.step(parameter.nbytes, f"{path}.{name}")
 
 
 def _draw_part(part: Tensor, name: str, scheme: Scheme, generator: torch.Generator | None) -> None:

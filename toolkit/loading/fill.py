@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from toolkit.core.progress import Counter
 from toolkit.loading.layout import parts_of, stored_scheme
-from toolkit.loading.progress import Watch
 from toolkit.models.layers import Source, spot
 from toolkit.weights.fitting import quantize_minmax
 from toolkit.weights.packed import PackedMatrix, dequantize
@@ -44,7 +44,7 @@ class Filler:
     weights: Weights
     device: torch.device
     scratch_bytes: int
-    watch: Watch
+    counter: Counter
 
     def fill(self, model: nn.Module, names: Mapping[str, Source]) -> None:
         """Copy every weight, in the order of the file, so that the disk is read sequentially."""
@@ -53,7 +53,7 @@ class Filler:
             first = self.weights.find(names[ours].names[0])
             return first.path, first.start
 
-        self.watch.begin(sum(self._bytes(source, stored) for source in names.values() for stored in self._stored(source)))
+        self.counter.begin(sum(self._bytes(source, stored) for source in names.values() for stored in self._stored(source)))
         for ours in sorted(names, key=position):
             place, source = spot(model, ours), names[ours]
             scheme = place.weight.scheme if isinstance(place.weight, PackedMatrix) else None
@@ -81,7 +81,7 @@ class Filler:
         values = values.view(stored.shape if source.shape is None else source.shape)
         values = values if source.rows is None else values[..., source.rows, :]
         target.copy_((values if source.change is None else source.change(values)).view(target.shape))
-        self.watch.step(self._bytes(source, stored), stored.name)
+        self.counter.step(self._bytes(source, stored), stored.name)
 
     def _rows(self, stored: Stored, source: Source, target: Mapping[str, Tensor], scheme: Scheme | None) -> None:
         """Copy a matrix or a stack of matrices, a few rows at a time."""
@@ -103,7 +103,7 @@ class Filler:
             done += (span.m1 - span.m0) * (span.r1 - span.r0)
             step_bytes = total * done // (matrices * rows) - told
             told += step_bytes
-            self.watch.step(step_bytes, stored.name)
+            self.counter.step(step_bytes, stored.name)
 
     def _weights_at_once(self, stored: Stored, target: Mapping[str, Tensor], scheme: Scheme | None) -> int:
         """Return how many weights can be copied together within the scratch memory."""

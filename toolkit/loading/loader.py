@@ -18,6 +18,8 @@ import torch
 from torch import nn
 
 from toolkit.core.errors import ModelError, ToolkitError, UnknownNameError, unknown_name
+from toolkit.core.progress import Counter, Progress
+from toolkit.core.units import bytes_text
 from toolkit.gpu.device import Device, Memory
 from toolkit.gpu.opening import open_device
 from toolkit.gpu.virtual.device import VirtualGpu
@@ -26,7 +28,6 @@ from toolkit.loading.drawing import draw
 from toolkit.loading.fill import Filler, scratch_for
 from toolkit.loading.huggingface import wrap
 from toolkit.loading.layout import Layout, lay_out
-from toolkit.loading.progress import Progress, Watch
 from toolkit.loading.report import Report
 from toolkit.loading.room import check_room, needed_bytes, too_big
 from toolkit.models.cache import Cache
@@ -80,14 +81,14 @@ def load(
         )
     began, asked = time.perf_counter(), os.fspath(path)
     chosen, way = find_dtype(dtype), _way(scheme)
-    watch = Watch(asked, progress, cancel)
+    counter = Counter(f"loading {asked}", progress, cancel, "Its memory was released; it can be loaded again", bytes_text)
     checkpoint = open_checkpoint(asked)
     target = open_device(device)
     layout = lay_out(checkpoint, target, chosen or checkpoint.dtype, way, fuse)
     before = target.memory()
     with _without_values(checkpoint, target):
-        _place(checkpoint, layout, target, watch, seed)
-    layout.model.report = _report(checkpoint, layout, target, before, watch.total, time.perf_counter() - began)
+        _place(checkpoint, layout, target, counter, seed)
+    layout.model.report = _report(checkpoint, layout, target, before, counter.total, time.perf_counter() - began)
     if checkpoint.weights is None and isinstance(target, VirtualGpu):
         _keep_without_values(layout.model, target)
     return layout.model
@@ -120,7 +121,7 @@ def _without_values(checkpoint: Checkpoint, device: Device) -> AbstractContextMa
     return nullcontext()
 
 
-def _place(checkpoint: Checkpoint, layout: Layout, device: Device, watch: Watch, seed: int) -> None:
+def _place(checkpoint: Checkpoint, layout: Layout, device: Device, counter: Counter, seed: int) -> None:
     """Allocate the weights of a layout and fill them. If anything fails, all device memory is freed."""
     model = layout.model
     needed = needed_bytes(model.parameters())
@@ -132,9 +133,9 @@ def _place(checkpoint: Checkpoint, layout: Layout, device: Device, watch: Watch,
             for name, parameter in list(module.named_parameters(recurse=False)):
                 assign(module, name, torch.empty(parameter.shape, dtype=parameter.dtype, device=device.torch))
         if checkpoint.weights is None:
-            draw(model, device, seed, watch)
+            draw(model, device, seed, counter)
         else:
-            Filler(checkpoint.weights, device.torch, scratch_for(largest), watch).fill(model, checkpoint.names)
+            Filler(checkpoint.weights, device.torch, scratch_for(largest), counter).fill(model, checkpoint.names)
         device.sync()
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -21,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from toolkit.core.errors import ModelError, unknown_name
+from toolkit.core.progress import Counter, Progress
+from toolkit.core.units import count_text
 from toolkit.gpu.virtual.device import VirtualGpu
 from toolkit.loading.quantization_report import Matrix, Quantisation
 from toolkit.models.layers import Embedding, Joined, Linear
@@ -35,9 +35,7 @@ METHODS = {"min-max": quantize_minmax, "hqq": quantize_hqq}
 TEXT = "Water boils at 100 degrees Celsius at sea level. The capital of France is Paris, and its river is the Seine."
 CHUNK_WEIGHTS = 1 << 24  # weights processed at a time: bounds the scratch memory to 0.6 GiB, or to one expert
 LOWEST_SNR_DB = 6.0  # a matrix with a lower SNR stays plain: its values are too small for fp16 scales
-REPORTS_PER_S = 10
 
-Progress = Callable[[int, int, str], None]
 Fit = Callable[[Tensor, Scheme, str], dict[str, Tensor]]
 
 
@@ -70,11 +68,12 @@ def quantize(
         raise unknown_name("method", method, METHODS)
     plan = _plan(model, chosen)
     ids = _ids(model, prompt)
-    show = _Shown(progress, sum(math.prod(m.shape) for m in plan.values() if m.scheme and not m.why), chosen.name)
+    counter = Counter(f"quantizing to {chosen.name}", progress, unit=count_text)
+    counter.begin(sum(math.prod(m.shape) for m in plan.values() if m.scheme and not m.why))
     with torch.no_grad(), _as_held(model):
         new = _twin(model)
         try:
-            rows = _quantise(new, plan, METHODS[method], show)
+            rows = _quantise(new, plan, METHODS[method], counter)
             told = any(row.snr_db == row.snr_db for row in rows if row.scheme)  # NaN where there are no values
             lowest, mean = _cosines(model, new, ids) if told else (math.nan, math.nan)
         except BaseException as error:
@@ -127,7 +126,7 @@ def _matrices(model: nn.Module) -> Iterator[tuple[str, Tensor | PackedMatrix, tu
             yield f"{path}.weight", module.weight, tuple(module.weight.shape)
 
 
-def _quantise(new: nn.Module, plan: dict[str, Matrix], fit: Fit, show: _Shown) -> list[Matrix]:
+def _quantise(new: nn.Module, plan: dict[str, Matrix], fit: Fit, counter: Counter) -> list[Matrix]:
     """Replace the planned matrices of `new` and return the measured rows. Fused matrices are fused again if possible."""
     done = dict(plan)
     joined = {path: module for path, module in new.named_modules() if isinstance(module, Joined)}
@@ -143,7 +142,7 @@ def _quantise(new: nn.Module, plan: dict[str, Matrix], fit: Fit, show: _Shown) -
             module.split()
         for name in todo:
             done[name] = _replace(new.get_submodule(name.removesuffix(".weight")), plan[name], fit)
-            show.step(math.prod(plan[name].shape), name)
+            counter.step(math.prod(plan[name].shape), name)
         if again and module is not None:
             module.join()
     return list(done.values())
@@ -217,24 +216,3 @@ def _cosines(old: Any, new: Any, ids: list[int]) -> tuple[float, float]:
     similar = F.cosine_similarity(old(given).double(), new(given).double(), dim=-1)  # [1, T]
     lowest, mean = torch.stack((similar.amin(), similar.mean())).tolist()
     return lowest, mean
-
-
-class _Shown:
-    """Report progress at most ten times a second and at the end."""
-
-    def __init__(self, progress: bool | Progress, total: int, what: str) -> None:
-        self.total, self.what, self.done, self._last = total, what, 0, float("-inf")
-        stream = sys.stderr
-        self._show = progress if callable(progress) else self._line if progress and stream and stream.isatty() else None
-
-    def step(self, n: int, name: str) -> None:
-        self.done += n
-        now = time.monotonic()
-        if self._show is not None and (self.done == self.total or now - self._last >= 1 / REPORTS_PER_S):
-            self._last = now
-            self._show(self.done, self.total, name)
-
-    def _line(self, done: int, total: int, name: str) -> None:
-        text = f"Quantizing to {self.what}: {100 * done // max(1, total):3d} %  {name}"
-        sys.stderr.write(f"\r{text[:100]:<100}" + ("\n" if done == total else ""))
-        sys.stderr.flush()

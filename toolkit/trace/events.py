@@ -170,7 +170,7 @@ class Trace:
         """Write the trace, compressed, to `path`. The write is atomic: an existing file is replaced as a whole or kept."""
         header = json.dumps({"format": "toolkit-trace", "version": FORMAT_VERSION, "strings": self.strings, "meta": self.meta})
         arrays = {"header": np.frombuffer(header.encode(), np.uint8), **self.columns}
-        with replacing(path) as file:
+        with replacing(path, TraceError) as file:
             np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # numpy types its keyword `allow_pickle` over ours
         return Path(path)
 

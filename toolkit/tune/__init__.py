@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from toolkit.core.errors import ToolkitError
+from toolkit.core.progress import Counter, Progress
 from toolkit.kernels.base import Config, Kernel, Shape
 from toolkit.kernels.registry import find_kernel, find_shape
 from toolkit.kernels.registry import kernels as kernels
@@ -25,7 +26,6 @@ from toolkit.tune import lookup
 from toolkit.tune.cards import find_card, find_cards
 from toolkit.tune.compiling import Job, compile_configs
 from toolkit.tune.lookup import choose as choose
-from toolkit.tune.progress import Progress, Steps
 from toolkit.tune.results import Tuning, joined
 from toolkit.tune.store import words
 from toolkit.tune.timing import CudaClock
@@ -35,6 +35,7 @@ from toolkit.tune.watching import watch as watch
 if TYPE_CHECKING:
     import pandas as pd
 
+AFTER_CANCEL = "Results so far are kept; call it again to go on"
 WITHOUT_GPU = "h200"  # what is compiled for where there is no GPU and none is named
 
 
@@ -56,7 +57,7 @@ def explore(
     chosen = find_kernel(kernel)
     problem, cards = find_shape(chosen, shape), find_cards(gpus)
     wanted = configs_of(chosen, problem, configs)
-    steps = Steps(f"Compiling {chosen.name}", progress, cancel)
+    steps = Counter(f"compiling {chosen.name}", progress, cancel, AFTER_CANCEL)
     # All at once, so that every process has work to the end.
     jobs = [Job(problem, config, card.spec.compute_capability) for config in wanted for card in cards]
     compiled = compile_configs(chosen, jobs, steps)
@@ -82,7 +83,9 @@ def warm(
     if card is None or not card.present:
         card = card or find_card(WITHOUT_GPU)
         assert card is not None
-        found = tune_all(Tuner(card, step=Steps(f"Compiling for {card.key}", progress, cancel)), problems, configs)
+        found = tune_all(
+            Tuner(card, step=Counter(f"compiling for {card.key}", progress, cancel, AFTER_CANCEL)), problems, configs
+        )
         here = "this machine has no CUDA GPU" if not torch.cuda.is_available() else f'{card.key} was named, not "cuda"'
         return joined(
             found, [f"Nothing was timed: {here}. Configs were compiled for {card.spec.name}, their times are modelled."]
@@ -90,7 +93,7 @@ def warm(
     clock = CudaClock()
     assert card.index is not None
     with torch.cuda.device(card.index):
-        steps = Steps(f"Tuning on {card.spec.name}", progress, cancel)
+        steps = Counter(f"tuning on {card.spec.name}", progress, cancel, AFTER_CANCEL)
         try:
             return joined(tune_all(Tuner(card, torch.device("cuda", card.index), clock, steps, again), problems, configs))
         finally:

@@ -7,11 +7,13 @@ import os
 import sys
 import threading
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 from toolkit.core.errors import CancelledError, FormatError, ToolkitError
+from toolkit.core.files import replace_text
 from toolkit.core.units import seconds_text
-from toolkit.tune.store import Record, Tuned, TunedFileWarning, kept_gpus, put_rows, read_tuned, write_whole
+from toolkit.tune.store import Record, Tuned, TunedFileWarning, kept_gpus, put_rows, read_tuned
 
 
 def run(arguments: list[str] | None = None) -> int:
@@ -102,10 +104,9 @@ def _read(path: Path) -> Tuned:
 
 
 def _write(path: Path, kept: Tuned) -> None:
-    try:
-        write_whole(path, kept.to_text())
-    except OSError as error:
-        raise ToolkitError(f"writing timings to {path}", str(error), "Give a file that can be written") from error
+    with suppress(OSError):  # which `replace_text` reports
+        path.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(path, kept.to_text(), ToolkitError)
 
 
 def _export(options: argparse.Namespace) -> None:

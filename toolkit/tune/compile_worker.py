@@ -9,14 +9,12 @@ Started without TRITON_INTERPRET: a process that has imported Triton with it can
 # mypy: allow-untyped-defs, allow-untyped-calls
 from __future__ import annotations
 
-import io
-import json
-import os
 import re
 import struct
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from toolkit.core.workers import listen
 from toolkit.kernels.base import Config, Kernel, Launch
 from toolkit.tune.compiling import NOT_KEPT
 from toolkit.tune.identity import Origin
@@ -119,31 +118,31 @@ def message(error: BaseException) -> str:
     return f"{type(error).__name__}{at}: {said}"[:MESSAGE]
 
 
-def serve(jobs: io.TextIOBase, answers: io.TextIOBase) -> None:
-    """Answer every job until there are no more."""
-    kernels: dict[str, Kernel] = {}
-    for line in jobs:
-        job: dict[str, Any] = json.loads(line)
-        origin = Origin(**job["origin"])
-        try:
-            if job["kernel"] not in kernels:
-                sys.path[:] = job["path"]
-                kernels[job["kernel"]] = origin.load()
-            found = compile_for(kernels[job["kernel"]], job["shape"], Config(**job["config"]), job["capability"])
-            if origin.module == "__main__" and "NameError" in found.error:
-                found = Compiled(error=f"{NOT_KEPT}gets the kernel's cell alone, and all of it must be there: {found.error}")
-        except Exception as error:
-            found = Compiled(error=f"{NOT_KEPT}could not load the kernel: {message(error)}")
-        answers.write(json.dumps(found.to_dict()) + "\n")
-        answers.flush()
+def compiler_of(about: dict[str, Any]) -> Callable[[dict[str, Any]], Compiled]:
+    """Load the kernel that `about` names, and return the function that compiles one job for it."""
+    origin = Origin(**about["origin"])
+    sys.path[:] = about["path"]
+    try:
+        kernel = origin.load()
+    except Exception as error:
+        failed = Compiled(error=f"{NOT_KEPT}could not load the kernel: {message(error)}")
+        return lambda job: failed
+
+    def compiled(job: dict[str, Any]) -> Compiled:
+        found = compile_for(kernel, job["shape"], Config(**job["config"]), job["capability"])
+        if origin.module == "__main__" and "NameError" in found.error:
+            return Compiled(error=f"{NOT_KEPT}gets the kernel's cell alone, and all of it must be there: {found.error}")
+        return found
+
+    return compiled
 
 
 def main() -> None:
-    """Keep stdout for answers: whatever else prints goes to stderr."""
     torch.set_num_threads(1)
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    serve(sys.stdin, answers)  # type: ignore[arg-type]
+    about, jobs, answer = listen()
+    compiled = compiler_of(about)
+    for job in jobs:
+        answer(compiled(job).to_dict())
 
 
 if __name__ == "__main__":

@@ -13,15 +13,17 @@ import dataclasses
 import json
 import math
 import os
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from toolkit.core.errors import FormatError
+from toolkit.core.files import replace_text
 from toolkit.kernels.base import Config
 
 FORMAT = "decode-toolkit tuned 1"
@@ -199,24 +201,8 @@ def put_rows(gpu: str, device: DeviceFacts, rows: Rows) -> Path:
         kept = _read_or_set_aside(path, device, ours=True) or Tuned(device)
         kept.device = device
         kept.rows.update(rows)
-        write_whole(path, kept.to_text())
+        replace_text(path, kept.to_text(), sync=True)
     return path
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader finds the old text or the new one, and never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
 
 
 def _read_or_set_aside(path: Path, device: DeviceFacts | None, ours: bool) -> Tuned | None:
@@ -292,18 +278,10 @@ def _marked(found: Mapping[str, Any]) -> Iterator[tuple[bool, tuple[str, Any]]]:
         yield n == len(found), item
 
 
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """One process at a time reads, adds and writes; where there are no file locks (Windows), nobody tunes either.
+def locked(path: Path) -> FileLock:
+    """Return the lock that lets one process at a time read, change and write `path`. Creates its folder.
 
-    Makes the folder. Raises OSError where it can't be written to.
+    Raises OSError if the folder cannot be written to.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
-    with open(path.with_name(f".{path.name}.lock"), "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    return FileLock(path.with_name(f".{path.name}.lock"))

@@ -15,6 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkit.core.errors import TraceError
 from toolkit.core.files import replacing
 from toolkit.trace.columns import CLOCKS, KINDS, MEMORY_KINDS
 
@@ -31,7 +32,7 @@ _OPTIONAL = {"bytes": 0, "device": 0, "rank": 0, "step": -1, "cell": -1, "pinned
 
 def write_chrome(trace: Trace, path: str | os.PathLike[str]) -> Path:
     """Write `trace` to `path` atomically, compressed if the path ends in .gz. Return the path."""
-    with replacing(path) as file:
+    with replacing(path, TraceError) as file:
         if Path(path).suffix == ".gz":
             with gzip.GzipFile(fileobj=file, mode="wb", filename="", mtime=0) as packed:
                 _write(trace, io.TextIOWrapper(packed, "utf-8"))

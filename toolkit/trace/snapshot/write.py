@@ -47,7 +47,7 @@ def write_snapshot(trace: Trace, path: str | os.PathLike[str]) -> Path:
     if (memory["address"][~memory.is_kind("oom")] < 0).any():
         raise TraceError(asked, "its allocations have no addresses", "Record with tk.memory(), or open a memory snapshot")
     opening = trace.is_kind(*MEMORY_KINDS)[: int(trace.meta.get("opening", 0))].sum()
-    with replacing(path) as file:
+    with replacing(path, TraceError) as file:
         _write(file, memory, int(opening))
     return Path(path)
 

@@ -21,11 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.core.errors import ToolkitError
+from toolkit.core.files import replace_text
 from toolkit.ui.assets import script_of, style_of
 from toolkit.ui.memory import picture as memory_picture
 from toolkit.ui.memory import wire as memory_wire
 from toolkit.ui.memory.view import AXES, MemoryView
-from toolkit.ui.timeline.page import replace_text
 
 if TYPE_CHECKING:
     from toolkit.vram.measure import MemoryUse
@@ -69,7 +69,7 @@ def write_memory_page(
     if not given:
         raise ToolkitError("a page of memory", "no measurements", "Give it at least one")
     cells = [cell if hasattr(cell, "use") else _numbered(cell, n) for n, cell in enumerate(given, 1)]
-    return replace_text(Path(path), _document(cells, title, budget_bytes))
+    return replace_text(Path(path), _document(cells, title, budget_bytes), ToolkitError)
 
 
 def _numbered(use: Any, number: int) -> _Numbered:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import tempfile
 import zlib
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -20,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.core.errors import ToolkitError
+from toolkit.core.files import replace_text
 from toolkit.trace.columns import KINDS
 from toolkit.trace.events import Trace
 from toolkit.ui.assets import script_of, style_of
@@ -67,26 +67,7 @@ def _write(
 ) -> Path:
     tracks = [Track(trace, name) for name, trace in pairs]
     text = _document(tracks, title or f"Timeline: {', '.join(track.title for track in tracks)}", extra, compared)
-    return replace_text(Path(path), text)
-
-
-def replace_text(target: Path, text: str) -> Path:
-    """Replace the file `target` by `text` atomically. Raises ToolkitError if the file can't be created."""
-    try:
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
-    except OSError as error:
-        raise ToolkitError(
-            f"writing {str(target)!r}", f"{error.strerror}", "Choose a folder that exists and is writable"
-        ) from error
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)  # mkstemp makes the file private, but pages are meant to be shared
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return target
+    return replace_text(Path(path), text, ToolkitError)
 
 
 def _document(tracks: list[Track], title: str, extra: str, compared: bool) -> str:

@@ -1,0 +1,93 @@
+"""Report the progress of long work at most ten times a second and always at its end, and let it be cancelled between two steps.
+
+Public functions pass on their parameters `progress=` (True shows a line on a terminal or below a notebook cell, False shows
+nothing, a function is called with the numbers) and `cancel=` (a `threading.Event`; the work raises CancelledError once it is
+set). `Counter` reports (done, total, name); `Reporter` is for work that reports other values.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from toolkit.core.errors import CancelledError, ToolkitError
+
+REPORTS_PER_S = 10
+_WIDTH = 110  # characters of the line on a terminal
+
+Progress = Callable[[int, int, str], None]  # done, total, name of the last step
+
+
+class Reporter:
+    """Passes reports on to `progress`, and raises CancelledError once `cancel` is set.
+
+    `task` ("loading demo/qwen3") begins the line on a terminal and the message of CancelledError; `after_cancel` is the
+    message's last sentence, which says what is left and what to do. Raises ToolkitError if `cancel` is not an event.
+    """
+
+    def __init__(
+        self, task: str, progress: bool | Callable[..., None], cancel: threading.Event | None, after_cancel: str
+    ) -> None:
+        if cancel is not None and not hasattr(cancel, "is_set"):
+            raise ToolkitError("a way to cancel", f"cancel={cancel!r:.80}", "Give a threading.Event, and set it to stop")
+        self.task, self.cancel, self._after_cancel = task, cancel, after_cancel
+        self._call = progress if callable(progress) else None
+        self._shows_line = bool(progress) and self._call is None and _is_watched()
+        self._last = float("-inf")
+
+    def report(self, values: tuple[Any, ...], position: str, name: str, *, always: bool = False, end: bool = False) -> None:
+        """Report `values` to the function, or `position` ("3 of 40") and `name` on the terminal's line.
+
+        A report within 0.1 s of the last one is dropped, unless it is the one at the `end`, which also ends the line, or
+        `always` is set. Raises CancelledError once the work was cancelled.
+        """
+        now = time.monotonic()
+        if always or end or now - self._last >= 1 / REPORTS_PER_S:
+            self._last = now
+            if self._call is not None:
+                self._call(*values)
+            elif self._shows_line:
+                text = f"{self.task[0].upper()}{self.task[1:]}: {position}  {name}"
+                sys.stderr.write(f"\r{text[:_WIDTH]:<{_WIDTH}}" + ("\n" if end else ""))
+                sys.stderr.flush()
+        if self.cancel is not None and self.cancel.is_set():
+            raise CancelledError(self.task, f"it was cancelled at {position}", self._after_cancel)
+
+
+class Counter(Reporter):
+    """Reports (done, total, name) of things that are counted: bytes, weights, configs. `unit` turns a count into text."""
+
+    def __init__(
+        self,
+        task: str,
+        progress: bool | Progress,
+        cancel: threading.Event | None = None,
+        after_cancel: str = "",
+        unit: Callable[[int], str] = str,
+    ) -> None:
+        super().__init__(task, progress, cancel, after_cancel)
+        self.done, self.total, self._unit = 0, 0, unit
+
+    def begin(self, total: int) -> None:
+        """Report that nothing of `total` is done yet."""
+        self(0, total, "")
+
+    def step(self, n: int, name: str) -> None:
+        """Report that `n` more are done, those of `name`. Raises CancelledError."""
+        self(self.done + n, self.total, name)
+
+    def __call__(self, done: int, total: int, name: str) -> None:
+        """Report that `done` of `total` are done, `name` being the last one. Raises CancelledError."""
+        self.done, self.total = done, total
+        share = 100 * done // total if total else 100
+        position = f"{share} %, {self._unit(done)} of {self._unit(total)}"
+        self.report((done, total, name), position, name, end=done >= total)
+
+
+def _is_watched() -> bool:
+    """Return whether stderr is a terminal, or a notebook kernel's stream, which is shown below the cell."""
+    stream = sys.stderr
+    return stream is not None and (stream.isatty() or type(stream).__module__.partition(".")[0] == "ipykernel")
