@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # JupyterLab then saves widgets with the notebook: opened again, it shows them without running anything.
 SETTINGS := .venv/share/jupyter/lab/settings/overrides.d
 
-.PHONY: docs demo lab test check lint types tests clean
+.PHONY: docs demo lab test tests quick check lint types clean
 
 demo: .venv/.core
 	$(BIN)/python -m toolkit demo --out demo.html
@@ -17,14 +17,18 @@ demo: .venv/.core
 lab: .venv/.lab
 	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks/01_see_the_copies.ipynb
 
-# The browser tests run by themselves, since they time what a user sees; the others on two cores, one thread each, while types
-# are checked. A worker that has nothing left takes over tests of the other.
+# The browser tests run alone, since they time what a user sees. The others run in two processes of one thread each, while mypy
+# checks types.
 test: lint
 	$(MAKE) --no-print-directory -j 2 types tests
 	$(BIN)/python -m pytest tests/browser
 
 tests: .venv/.test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore=tests/browser -n 2 --dist worksteal --durations=25
+	$(BIN)/python -m pytest tests --ignore=tests/browser -n 2 --dist worksteal --durations=25
+
+# A few tests of each area, in at most 90 seconds.
+quick: .venv/.test
+	$(BIN)/python -m pytest @tests/quick.txt -n 2 --dist worksteal
 
 check: lint types
 

@@ -1,4 +1,4 @@
-"""What all tests share: last lines that say what was not run, and how to get it."""
+"""Settings and fixtures that all tests share, and a summary of the tests that could not run."""
 
 from __future__ import annotations
 
@@ -10,21 +10,26 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
+
+# PyTorch reads it when it is imported, here and in the processes that tests start. The tests' tensors are small: with several
+# threads, tests/decode takes five times as long.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch  # noqa: E402
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")  # as tests/browser looks for them
 
 
 @pytest.fixture(autouse=True, scope="module")
 def frozen():
-    """What is there before a module's tests stays: their garbage is looked for among what they made, not in all of PyTorch."""
+    """Exempt all existing objects from garbage collection, so that collections during the module's tests are fast."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture
 def empty_card():
-    """The virtual H200 without what other tests left to the garbage collector and in the allocator's cache."""
+    """Return the virtual H200 after freeing the garbage of other tests and the allocator's cache."""
     from toolkit.gpu.opening import open_device
 
     gc.collect()
@@ -45,9 +50,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def exports_cache(factory: pytest.TempPathFactory) -> Path:
-    """Where all tests of a run, in all of its processes, keep the pieces of exports that they compile.
+    """Return the folder in which all processes of a test run keep the compiled pieces of exports.
 
-    TOOLKIT_TEST_EXPORTS names a folder that outlives the run.
+    Set TOOLKIT_TEST_EXPORTS to a folder to keep them between runs.
     """
     root = factory.getbasetemp()
     root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
@@ -56,7 +61,7 @@ def exports_cache(factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def compiling_alone(cache: Path) -> Iterator[None]:
-    """No other process of this run compiles into that cache meanwhile: both would compile the same pieces."""
+    """Hold a lock on the cache, so that two processes of a run do not compile the same pieces."""
     import fcntl
 
     cache.mkdir(parents=True, exist_ok=True)

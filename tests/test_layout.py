@@ -93,6 +93,27 @@ def test_every_renderer_exists() -> None:
         assert callable(getattr(importlib.import_module(module), function))
 
 
+def test_tests_mirror_the_package() -> None:
+    """gpu: needs CUDA; devices: the tests of toolkit/gpu that need no GPU."""
+    others = {"gpu", "devices", "browser", "fuzz", "golden"}
+    folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and not path.name.startswith("__")}
+    assert folders - others <= set(PACKAGES)
+    assert others <= folders
+
+
+def test_a_wheel_contains_every_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    setuptools = pytest.importorskip("setuptools")
+    monkeypatch.chdir(ROOT)
+    distribution = setuptools.Distribution({"script_name": "setup.py"})
+    distribution.parse_config_files()
+    build = distribution.get_command_obj("build_py")
+    build.ensure_finalized()
+    wheel = {Path(path).relative_to(build.build_lib) for path in build.get_outputs(include_bytecode=False)}
+    files = (path.relative_to(ROOT) for path in PACKAGE.rglob("*") if path.is_file() and path.suffix != ".pyc")
+    assert wheel == set(files)
+    assert Path("toolkit/py.typed") in wheel
+
+
 def test_files_stay_short() -> None:
     long = {
         module_of(path): n for path in FILES if "kernels" not in path.parts and (n := len(path.read_text().splitlines())) > 450

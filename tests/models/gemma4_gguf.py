@@ -13,6 +13,8 @@ import gguf
 import numpy as np
 import torch
 
+from tests.models.parity import FLOAT32
+
 ARCH = gguf.MODEL_ARCH.GEMMA4
 
 
@@ -36,7 +38,7 @@ def write(path: Path, values: dict[str, Any], weights: dict[str, torch.Tensor]) 
     _metadata(writer, values)
     for name, tensor in weights.items():
         if not (name == "lm_head.weight" and values.get("tie_word_embeddings", True)):
-            writer.add_tensor(gguf_name(name, values["num_hidden_layers"]), tensor.float().numpy())
+            writer.add_tensor(gguf_name(name, values["num_hidden_layers"]), tensor.to(FLOAT32).numpy())
     half = values["global_head_dim"] // 2
     turning = int(values["global_head_dim"] * _rope(values, "full_attention")["partial_rotary_factor"] / 2)
     writer.add_tensor("rope_freqs.weight", np.array([1.0] * turning + [1e30] * (half - turning), dtype=np.float32))

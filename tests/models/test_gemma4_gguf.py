@@ -9,7 +9,7 @@ import torch
 
 from tests.models.cases_gemma4 import CASES, PER_LAYER, _case
 from tests.models.gemma4_gguf import write
-from tests.models.parity import CPU, TOLERANCE, filled, ours, value_of
+from tests.models.parity import CPU, TOLERANCE, filled, in_double, ours, value_of
 from toolkit.core.errors import ModelError
 from toolkit.models import ARCHITECTURES, gemma4
 from toolkit.weights.gguf_files import GgufFile
@@ -33,6 +33,7 @@ def opened(case, folder):
 
 
 @torch.no_grad()
+@in_double()
 @pytest.mark.parametrize("case", CONVERTIBLE, ids=lambda case: case.name)
 def test_a_converted_file_equals_its_checkpoint(case, tmp_path):
     theirs, config, weights = opened(case, tmp_path)
@@ -42,7 +43,7 @@ def test_a_converted_file_equals_its_checkpoint(case, tmp_path):
     if not config.hidden_size_per_layer_input:
         told["vocab_size_per_layer_input"] = straight.config.vocab_size_per_layer_input
     assert dataclasses.replace(config, **told) == straight.config
-    model = filled(gemma4.Model(config, CPU), gemma4.names_gguf, weights)
+    model = filled(gemma4.Model(config, CPU, torch.float32), gemma4.names_gguf, weights)
     for name, parameter in straight.named_parameters():
         assert torch.equal(model.get_parameter(name), parameter), name
     assert set(dict(model.named_parameters())) - set(dict(straight.named_parameters())) == {"rope_freqs"}

@@ -17,7 +17,7 @@ import torch
 
 from tests.models.cases_qwen3 import CASES as CASES_QWEN3
 from tests.models.cases_qwen3_5 import CASES
-from tests.models.parity import CPU, TOLERANCE, Case, filled, prefill
+from tests.models.parity import CPU, TOLERANCE, Case, filled, in_double, prefill
 from toolkit.core.errors import ModelError
 from toolkit.models import ARCHITECTURES
 
@@ -114,11 +114,12 @@ def read(theirs, weights, **more):
     facts = metadata(theirs.config) | more
     architecture = ARCHITECTURES[facts["general.architecture"]]
     config = architecture.Config.from_gguf(facts, {name: tuple(value.shape) for name, value in weights.items()})
-    return architecture.Model(config, CPU), architecture
+    return architecture.Model(config, CPU, torch.float32), architecture
 
 
 @pytest.mark.parametrize("name", [*HEADS_DIFFER, *SAME])
 @torch.no_grad()
+@in_double()
 def test_a_converted_model_computes_the_same(name):
     theirs = BY_NAME[name].theirs()
     weights = as_gguf(theirs)
@@ -134,6 +135,7 @@ def test_a_converted_model_computes_the_same(name):
 
 @pytest.mark.parametrize("name", ["dense_usual", "moe_usual", "moe_odd_heads"])
 @torch.no_grad()
+@in_double()
 def test_qwen3_converted(name):
     theirs = next(case for case in CASES_QWEN3 if case.name == name).theirs()
     weights = as_gguf(theirs)
@@ -144,18 +146,20 @@ def test_qwen3_converted(name):
 
 
 @torch.no_grad()
+@in_double()
 def test_tiled_order_matters_where_a_key_head_has_several_values():
     """The guard of the guard: with the flag off, the same weights must not give the same logits."""
     theirs = BY_NAME["moe_usual"].theirs()
     weights = as_gguf(theirs)
     model, architecture = read(theirs, weights)
-    grouped = architecture.Model(dataclasses.replace(model.config, tiled=False), CPU)
+    grouped = architecture.Model(dataclasses.replace(model.config, tiled=False), CPU, torch.float32)
     filled(grouped, architecture.names_gguf, weights)
     ids = torch.arange(20)[None]
     assert (grouped(ids) - theirs(ids).logits).abs().max() > 0.01
 
 
 @torch.no_grad()
+@in_double()
 def test_gates_and_ups_in_one_stack():
     theirs = BY_NAME["moe_usual"].theirs()
     weights = as_gguf(theirs)

@@ -11,10 +11,10 @@ import torch
 
 import toolkit as tk
 from tests.models import cases_gemma4, cases_qwen3, cases_qwen3_5
-from tests.models.parity import TOLERANCE
 
 transformers = pytest.importorskip("transformers")
 
+TOLERANCE = 1e-4  # of logits in fp32, in which checkpoints are loaded here; the largest difference measured is 4e-6
 ONE = {"num_experts": 1, "num_experts_per_tok": 1}
 PICTURES = {"hidden_size": 16, "intermediate_size": 16, "patch_size": 4}
 TOWER = PICTURES | {"depth": 1, "num_heads": 2, "num_position_embeddings": 16, "out_hidden_size": 24}
