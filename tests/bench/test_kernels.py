@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
-import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before a kernel is imported
 
 from toolkit.bench.kernels import LINES, Line, stored_bytes, table
 from toolkit.kernels.registry import find_kernel, find_shape

@@ -80,7 +80,9 @@ def feed(model, cache, ids, start, chunk=None):
 
 
 def tiny(name="as_31b", **values):
-    return Model(Config.from_hf({"model_type": "gemma4_text"} | BY_NAME[name].values | values), CPU, torch.float32).init_weights()
+    return Model(
+        Config.from_hf({"model_type": "gemma4_text"} | BY_NAME[name].values | values), CPU, torch.float32
+    ).init_weights()
 
 
 CHAT, DETOUR, AFTER = list(range(3, 23)), list(range(60, 75)), [7, 8, 9, 1, 2]
