@@ -63,7 +63,7 @@ def test_every_architecture(kind: str, scheme: str, method: str) -> None:
     new = quantize(model, scheme, method, progress=False)
     assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
     report = new.quantization
-    assert new.quantisation is report
+    assert new.quantization is new.quantisation is report
     assert not hasattr(model, "quantisation")
     assert {m.why for m in report.left} <= {"always plain"}
     assert sum(isinstance(module, PackedMatrix) for module in new.modules()) <= len(report.quantised)

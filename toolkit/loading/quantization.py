@@ -22,7 +22,7 @@ from toolkit.core.errors import ModelError, unknown_name
 from toolkit.core.progress import Counter, Progress
 from toolkit.core.units import count_text
 from toolkit.gpu.virtual.device import VirtualGpu
-from toolkit.loading.quantization_report import Matrix, Quantisation
+from toolkit.loading.quantization_report import Matrix, Quantization
 from toolkit.models.layers import Embedding, Joined, Linear
 from toolkit.models.model import CausalLM
 from toolkit.text.prompts import prompt_ids
@@ -80,7 +80,7 @@ def quantize(
             traceback.clear_frames(error.__traceback__)
             _empty(new, model)
             raise
-    new.quantization = Quantisation(chosen.name, method, tuple(rows), mean, lowest, tuple(ids))
+    new.quantization = Quantization(chosen.name, method, tuple(rows), mean, lowest, tuple(ids))
     new.quantisation = new.quantization  # the former name
     return new
 

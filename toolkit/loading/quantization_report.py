@@ -46,7 +46,7 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Quantisation:
+class Quantization:
     """The report of `tk.quantize`.
 
     `cosine` and `lowest_cosine` compare the logits of both models: mean and minimum over the positions of the prompt `ids`.
@@ -60,9 +60,11 @@ class Quantisation:
     ids: tuple[int, ...]
 
     @property
-    def quantised(self) -> tuple[Matrix, ...]:
+    def quantized(self) -> tuple[Matrix, ...]:
         """The matrices that were quantized."""
         return tuple(matrix for matrix in self.matrices if matrix.scheme)
+
+    quantised = quantized  # the former name
 
     @property
     def left(self) -> tuple[Matrix, ...]:
@@ -103,7 +105,7 @@ class Quantisation:
 
     def _summary(self) -> list[str]:
         by_scheme: dict[str, list[Matrix]] = {}
-        for matrix in self.quantised:
+        for matrix in self.quantized:
             by_scheme.setdefault(str(matrix.scheme), []).append(matrix)
         sizes = f"{bytes_text(self.bytes_before)} of matrices became {bytes_text(self.bytes_after)}"
         lines = [f"{self.scheme} ({self.method}): {sizes}, {self.bits_per_weight:.3g} bits per weight"]
@@ -120,6 +122,9 @@ class Quantisation:
         many = "1 token" if len(self.ids) == 1 else f"{len(self.ids)} tokens"
         lines.append(f"  logits on {many}: cosine {self.cosine:.5f}, lowest {self.lowest_cosine:.5f}")
         return lines
+
+
+Quantisation = Quantization  # the former name
 
 
 def _cells(matrix: Matrix) -> tuple[str, ...]:

@@ -48,13 +48,13 @@ class Levers:
     - `weights_as_inputs`: weights are inputs of the compiled graphs, so none is on the GPU during compilation.
     - `state_as_inputs`: keys, values and recurrent states are inputs, too. As buffers, the compiler would clone them.
     - `tables_outside`: the embedding lookup is outside the graphs. Inside, the compiler would copy the table for autotuning.
-    - `tiled_dequantisation`: kernels multiply packed weights directly, without creating plain matrices first.
+    - `tiled_dequantization`: kernels multiply packed weights directly, without creating plain matrices first.
     """
 
     weights_as_inputs: bool = True
     state_as_inputs: bool = True
     tables_outside: bool = True
-    tiled_dequantisation: bool = True
+    tiled_dequantization: bool = True
 
 
 NONE = Levers(False, False, False, False)
@@ -62,7 +62,7 @@ WHY = {
     "weights_as_inputs": "no weight is on the GPU during compilation",
     "state_as_inputs": "keys, values and states are inputs: buffers that a graph writes would exist twice",
     "tables_outside": "the compiler makes no temporary copy of the embedding table",
-    "tiled_dequantisation": "packed weights are multiplied directly, without a plain copy of the largest matrix",
+    "tiled_dequantization": "packed weights are multiplied directly, without a plain copy of the largest matrix",
 }
 
 
@@ -293,7 +293,7 @@ def _export(sizes: Sizes, context: int, levers: Levers, compilers: int) -> tuple
         scratch["cloned state"] = state
     if not levers.tables_outside:
         scratch["copied table"] = sizes.table
-    if not levers.tiled_dequantisation:
+    if not levers.tiled_dequantization:
         scratch["plain matrix"] = sizes.largest
     host = HOST_BASE + sizes.weights
     return (
