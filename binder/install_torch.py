@@ -56,9 +56,9 @@ def check_gpu() -> None:
     said = (tried.stderr.strip().splitlines() or ["no message"])[-1]
     print(
         f"Warning: PyTorch was installed, and can't use this machine's NVIDIA GPU: {said}\n"
-        "Update the GPU's driver, or install a PyTorch built for the CUDA version that `nvidia-smi` shows, for example:\n"
-        f"  {sys.executable} -m pip install --force-reinstall '{TESTED}' --index-url https://download.pytorch.org/whl/cu126",
-        file=sys.stderr,
+        "Update the GPU's driver, or install a PyTorch built for the CUDA version that `nvidia-smi` shows, in a version that\n"
+        f"satisfies '{TESTED}': see pytorch.org/get-started",
+        flush=True,
     )
 
 
