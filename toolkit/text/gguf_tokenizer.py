@@ -1,8 +1,8 @@
-"""The tokenizer inside a GGUF, built anew with the `tokenizers` package from its lists of tokens, merges and scores.
+"""Build the tokenizer of a GGUF file with the `tokenizers` package from the file's tokens, merges and scores.
 
-Three kinds: "gpt2" (byte-level BPE), "gemma4" (BPE on characters, with spaces as U+2581) and "llama" (SentencePiece: pieces
-with scores). Each is built as the tokenizer.json of the same model is; where text is cut first, as llama.cpp cuts it for
-the file's `tokenizer.ggml.pre`. Knows no model.
+Three kinds are supported: "gpt2" (byte-level BPE), "gemma4" (BPE on characters, with spaces as U+2581) and "llama"
+(SentencePiece: pieces with scores). Each is built like the tokenizer.json of the same model. Byte-level BPE first splits text
+as llama.cpp does for the file's `tokenizer.ggml.pre`.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _DEFAULT = (
 )
 CONTROLS = (2, 3)  # GGUF token types: unknown and control tokens are special
 USER_DEFINED, BYTE, NORMAL = 4, 6, 1
-LONGEST_PIECE = 1024  # characters; merges are found by cutting a piece in every place
+LONGEST_PIECE = 1024  # in characters; `_merges_of_scores` splits pieces at every position
 DO = "Load the same model as a Hugging Face folder with a tokenizer.json"
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How text is cut before merging: by `splits`, one after the other."""
+    """A pre-tokenizer: the regular expressions `splits` are applied to the text in order, before merging."""
 
     splits: tuple[str, ...]
-    nfc: bool = False  # characters are composed first
-    whole_words: bool = False  # a piece that is a token is taken as it is, without merging
-    bos: bool = False  # a beginning token is added unless the file says otherwise
+    nfc: bool = False  # normalize text to NFC first
+    whole_words: bool = False  # do not merge pieces that are tokens themselves
+    bos: bool = False  # add a beginning-of-text token by default
 
 
 CUTS = {
@@ -56,43 +56,43 @@ CUTS = {
 
 
 class Vocabulary:
-    """The checked lists of a GGUF: `tokens`, `types`, and special ids by their short name ("bos", "eos", ...)."""
+    """The validated tokenizer metadata of a GGUF file: `tokens`, their `types`, special token ids, merges and scores."""
 
     def __init__(self, metadata: Mapping[str, Any], asked: str) -> None:
-        """Raises FormatError where the lists are missing, of other things, or don't fit together."""
+        """Raises FormatError if the lists of tokens and types are missing, invalid or of different lengths."""
         self.metadata, self.asked = metadata, asked
         self.kind = metadata.get("tokenizer.ggml.model")
         self.tokens = self._list("tokens", str)
         self.types = self._list("token_type", int) or [NORMAL] * len(self.tokens)
         if not self.tokens or len(self.types) != len(self.tokens):
-            raise self.wrong("its tokens or token types are missing or don't fit together")
+            raise self.wrong("its lists of tokens and token types are missing or differ in length")
         self.ids = {token: i for i, token in enumerate(self.tokens)}
 
     def texts(self, name: str) -> list[str]:
-        """The texts under `name`; none where there are none."""
+        """Return the list of strings `name`; empty if it is missing or invalid."""
         return self._list(name, str)
 
     def scores(self) -> list[float]:
-        """A score for every token. FormatError where there isn't one, or one isn't a number."""
+        """Return the scores, one per token. Raises FormatError if there is another number of them, or one is NaN."""
         scores = self._list("scores", float)
         if len(scores) != len(self.tokens) or any(math.isnan(score) for score in scores):
-            raise self.wrong("its scores are missing, or some aren't numbers")
+            raise self.wrong("some of its scores are missing or NaN")
         return scores
 
     def flag(self, name: str, default: bool) -> bool:
-        """A stated true or false. FormatError for anything else."""
+        """Return a boolean, or `default` if it is missing. Raises FormatError for other values."""
         value = self.metadata.get(f"tokenizer.ggml.{name}", default)
         if not isinstance(value, bool):
-            raise self.wrong(f"tokenizer.ggml.{name} is {value!r:.40}")
+            raise self.wrong(f"tokenizer.ggml.{name} is {value!r:.40}, not a boolean")
         return value
 
     def special(self, name: str, default: int | None = None) -> int | None:
-        """The id of a special token ("bos", "eos", "eot", ...); None where the file names none of its tokens."""
+        """Return the id of a special token ("bos", "eos", "eot", ...), or None if it is missing or out of range."""
         value = self.metadata.get(f"tokenizer.ggml.{name}_token_id", default)
         return value if type(value) is int and 0 <= value < len(self.tokens) else None
 
     def wrong(self, found: str) -> FormatError:
-        """A FormatError about this tokenizer."""
+        """Return a FormatError about this tokenizer."""
         return FormatError(self.asked, found, DO)
 
     def _list(self, name: str, kind: type) -> list[Any]:
@@ -101,7 +101,7 @@ class Vocabulary:
 
 
 def build(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
-    """The tokenizer of `vocabulary`. FormatError for kinds and cuts that aren't known: wrong tokens would come silently."""
+    """Return the tokenizer of `vocabulary`. Raises FormatError for unknown kinds of tokenizer or pre-tokenizer."""
     if vocabulary.kind == "gpt2":
         return _byte_level(vocabulary)
     if vocabulary.kind == "gemma4":
@@ -109,16 +109,16 @@ def build(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
     if vocabulary.kind == "llama":
         merges = _merges(vocabulary) if vocabulary.texts("merges") else _merges_of_scores(vocabulary)
         return _pieces(vocabulary, merges, prefix=True, bos=True)
-    raise vocabulary.wrong(f"its kind is {vocabulary.kind!r:.40}; 'gpt2', 'gemma4' and 'llama' are read from GGUF")
+    raise vocabulary.wrong(f"its kind is {vocabulary.kind!r:.40}; 'gpt2', 'gemma4' and 'llama' are supported")
 
 
 def _byte_level(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
-    """BPE on bytes, each written as a printable character."""
+    """Return a BPE tokenizer on bytes, each of which is represented by a printable character."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     name = vocabulary.metadata.get("tokenizer.ggml.pre", "default")
     if not isinstance(name, str) or name not in CUTS:
-        raise vocabulary.wrong(f"it cuts text as {name!r:.40}; known are {', '.join(CUTS)}")
+        raise vocabulary.wrong(f"its pre-tokenizer is {name!r:.40}; supported are {', '.join(CUTS)}")
     cut = CUTS[name]
     inner = Tokenizer(models.BPE(vocabulary.ids, _merges(vocabulary), ignore_merges=cut.whole_words))
     inner.normalizer = normalizers.NFC() if cut.nfc else None
@@ -131,9 +131,9 @@ def _byte_level(vocabulary: Vocabulary) -> tokenizers.Tokenizer:
 
 
 def _pieces(vocabulary: Vocabulary, merges: list[tuple[str, str]], prefix: bool, bos: bool) -> tokenizers.Tokenizer:
-    """BPE on characters; spaces are U+2581, characters without a token fall back to bytes (<0x0A>).
+    """Return a BPE tokenizer on characters. Spaces become U+2581; characters without a token fall back to bytes (<0x0A>).
 
-    `prefix` and `bos`: what is added at the start unless the file says otherwise, a space and the beginning token.
+    `prefix` and `bos`: whether to add a space and a beginning-of-text token at the start, unless the file has its own settings.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers
 
@@ -160,14 +160,14 @@ def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     merges = vocabulary.texts("merges")
     if not merges:
         raise vocabulary.wrong("its merges are missing")
-    cuts = [merge.find(" ", 1) for merge in merges]  # a merge's first half may be a space itself
+    cuts = [merge.find(" ", 1) for merge in merges]  # the first half may itself be a space
     if -1 in cuts:
-        raise vocabulary.wrong(f"merge {merges[cuts.index(-1)]!r:.60} isn't two halves")
+        raise vocabulary.wrong(f"merge {merges[cuts.index(-1)]!r:.60} does not have two parts")
     return [(merge[:cut], merge[cut + 1 :]) for merge, cut in zip(merges, cuts, strict=True)]
 
 
 def _merges_of_scores(vocabulary: Vocabulary) -> list[tuple[str, str]]:
-    """The merges that SentencePiece makes without listing them: any two neighbours that make a piece, best score first."""
+    """Return the merges that SentencePiece implies: all pairs of pieces that form another piece, best score first."""
     scores = vocabulary.scores()
     pieces = {token: i for token, i in vocabulary.ids.items() if vocabulary.types[i] == NORMAL}
     if any(len(piece) > LONGEST_PIECE for piece in pieces):
@@ -182,7 +182,7 @@ def _merges_of_scores(vocabulary: Vocabulary) -> list[tuple[str, str]]:
 
 
 def _finish(inner: tokenizers.Tokenizer, vocabulary: Vocabulary, bos: bool) -> None:
-    """Tokens that are matched whole in the text, and what is added at its ends."""
+    """Add the tokens that are matched as a whole, and those to put at the beginning and end of a text."""
     from tokenizers import AddedToken, processors
 
     both = zip(vocabulary.tokens, vocabulary.types, strict=True)

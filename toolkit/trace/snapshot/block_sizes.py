@@ -1,8 +1,7 @@
-"""How large the blocks of CUDA's caching allocator are, from a history that says only what was asked for.
+"""Compute the block sizes of CUDA's caching allocator from a memory history, which has only the requested sizes.
 
-The rules are those in `toolkit.gpu.virtual.allocator.blocks`, which a test holds this against. In the pool of large blocks a
-remainder of up to 1 MiB is not cut off, so that how large a block is depends on what lay behind it: the history is
-replayed. Arrays only: no file, no frames.
+The rules are those of `toolkit.gpu.virtual.allocator.blocks`; a test compares the two. In the pool of large blocks, a remainder
+of up to 1 MiB stays part of the block, so a block's size depends on the memory behind it. The history is therefore replayed.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# what an entry of a history says was done; the first is for all that aren't known
+# the actions of history entries; "other" stands for unknown ones
 ACTIONS = (
     "other", "alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map", "segment_unmap",
     "oom", "free",
 )  # fmt: skip
 ACTION = {name: i for i, name in enumerate(ACTIONS)}
 ROUND_BYTES = 512  # all sizes are multiples of this
-SMALL_BYTES = 1 << 20  # blocks up to this size have a pool of their own, in which remainders are always cut off
+SMALL_BYTES = 1 << 20  # the largest block of the small pool, in which remainders are always split off
 _FIRST_INTERVAL = 20  # `roundup_power2_divisions` has a setting for each power of two from 1 MiB to 32 GiB
 _INTERVALS = 16
 
@@ -31,10 +30,10 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Rules:
-    """The allocator's settings that change the size of blocks.
+    """The allocator settings that affect block sizes.
 
-    `expandable`: blocks lie in expandable segments, where every remainder is cut off. `max_split_bytes`: blocks from this size
-    on are never cut. `divisions`: into how many parts the way to the next power of two is cut, by interval; 0: not at all.
+    `expandable`: segments are expandable, so every remainder is split off. `max_split_bytes`: blocks of at least this size are
+    never split. `divisions`: number of rounding steps between powers of two, one entry per interval; 0 for no such rounding.
     """
 
     expandable: bool = False
@@ -43,7 +42,7 @@ class Rules:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Rules:
-        """The rules in a snapshot's "allocator_settings". What isn't there or has another type is as PyTorch has it."""
+        """Return the rules in a snapshot's "allocator_settings". Missing or invalid values get PyTorch's defaults."""
         split, divisions = settings.get("max_split_size"), settings.get("roundup_power2_divisions")
         parts = [divisions.get(str(1 << i), 0) for i in range(_INTERVALS)] if isinstance(divisions, Mapping) else []
         whole = all(type(part) is int and 0 <= part < 1 << 20 for part in parts)
@@ -54,11 +53,11 @@ class Rules:
         )
 
     def rounded(self, size: Ints) -> Ints:
-        """`size` as the allocator rounds them: nothing stays nothing."""
+        """Return `size` rounded up as the allocator does; 0 stays 0."""
         even = -(-size // ROUND_BYTES) * ROUND_BYTES
         if not self.divisions:
             return even
-        power = np.frexp(np.maximum(size, 1))[1].astype(np.int64) - 1  # of the largest power of two that isn't larger
+        power = np.frexp(np.maximum(size, 1))[1].astype(np.int64) - 1  # floor(log2(size))
         parts = np.array(self.divisions, np.int64)[np.clip(power - _FIRST_INTERVAL, 0, _INTERVALS - 1)]
         floor = np.left_shift(np.int64(1), power)
         step = np.maximum(floor // np.maximum(parts, 1), 1)
@@ -67,11 +66,11 @@ class Rules:
 
 
 def block_sizes(action: NDArray[Any], address: Ints, size: Ints, rules: Rules | None = None) -> Ints:
-    """How large the block of each alloc is, one device's entries in order; for all other entries, their size as it is.
+    """Return the block size of each alloc among the ordered entries of one device; other entries keep their size.
 
-    `action` [N] has indices into ACTIONS, `size` [N] the bytes that were asked for. What lay in memory when the history began
-    goes before it, as entries: the segments, then the blocks by falling address, so that each finds its neighbour behind it.
-    A block in a segment that isn't known, or one that grows (segment_map), ends where its size was rounded to.
+    `action` [N] has indices into ACTIONS, `size` [N] the requested bytes. The caller puts the memory in use at the beginning
+    first: the segments, then the blocks by descending address, so that each block's successor is known. A block in an unknown
+    or growing segment (segment_map) gets its rounded size.
     """
     rules = rules or Rules()
     rounded = rules.rounded(size)
@@ -93,16 +92,16 @@ def block_sizes(action: NDArray[Any], address: Ints, size: Ints, rules: Rules | 
 
 
 class _Pool:
-    """The large blocks in use and the segments, by address. Each step returns the size of what it was about."""
+    """The large blocks in use and the segments, by address. Each method returns the size of its block or segment."""
 
     def __init__(self, rules: Rules) -> None:
         self.uncut = rules.max_split_bytes or 1 << 62
         self.used: list[int] = []
         self.segments: list[int] = []
-        self.ends: dict[int, int] = {}  # of segments, by where they begin
+        self.ends: dict[int, int] = {}  # of segments, by start address
 
     def alloc(self, address: int, size: int) -> int:
-        """Take a block of `size` bytes at `address`, and what is left behind it where that isn't cut off."""
+        """Allocate `size` bytes at `address`. The result includes the remainder behind them if it is not split off."""
         used, at = self.used, bisect_right(self.used, address)
         place = bisect_right(self.segments, address) - 1
         end = self.ends[self.segments[place]] if place >= 0 else 0
@@ -114,21 +113,21 @@ class _Pool:
         return size + left if 0 <= left <= SMALL_BYTES or (left > 0 and size >= self.uncut) else size
 
     def free(self, address: int, size: int) -> int:
-        """Give the block at `address` back."""
+        """Free the block at `address`."""
         at = bisect_left(self.used, address)
         if at < len(self.used) and self.used[at] == address:
             del self.used[at]
         return size
 
     def segment_alloc(self, address: int, size: int) -> int:
-        """Know of a segment."""
+        """Add a segment."""
         if address not in self.ends:
             insort(self.segments, address)
         self.ends[address] = address + size
         return size
 
     def segment_free(self, address: int, size: int) -> int:
-        """Forget a segment."""
+        """Remove a segment."""
         if self.ends.pop(address, None) is not None:
             del self.segments[bisect_left(self.segments, address)]
         return size

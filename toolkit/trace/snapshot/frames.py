@@ -1,6 +1,6 @@
-"""Stack frames to the text of `where`: "OUTER > INNER", the line of the user's code that began, and the line that asked.
+"""Convert stack frames to a `where` text "OUTER > INNER": the line of the user's code and the line that requested memory.
 
-Goes by what paths look like, since a snapshot comes from another machine, perhaps another system. Imports nothing of torch.
+Files are classified by their paths alone, since a snapshot may come from another machine or operating system.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
-Frame = Mapping[str, Any]  # "name", "filename", "line", as torch gathers them
+Frame = Mapping[str, Any]  # "name", "filename" and "line", as in PyTorch's snapshots
 
-MAX_REMEMBERED = 1 << 16  # files
+MAX_REMEMBERED = 1 << 16  # maximum number of files in each cache
 
 _HERE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))).replace(os.sep, "/") + "/"
 _CPP = re.compile(r"\.(c|cc|cpp|cxx|cu|cuh|h|hpp|inc|inl|so(\.[\d.]+)?|dll|pyd|pyx)$", re.IGNORECASE)
@@ -25,17 +25,17 @@ _STANDARD = re.compile(
 _OWN = re.compile(
     r"(?:^|/)toolkit/(?:(?:bench|core|decode|demo|exporting|gpu|kernels|loading|models|ops|planning|text|trace|tune|ui|vram|weights)/[\w/]+|\w+)\.py$"
 )
-_LAUNCHER = re.compile(r"/(bin|scripts)/[^/.]+(\.exe(/.*)?)?$", re.IGNORECASE)  # torchrun, pytest, jupyter: scripts without .py
+_LAUNCHER = re.compile(r"/(bin|scripts)/[^/.]+(\.exe(/.*)?)?$", re.IGNORECASE)  # scripts without .py: torchrun, pytest, jupyter
 _MACHINERY = re.compile(r"^(?:torch|triton)/|/pytorch/torch/|(?:^|/)contextlib\.py$|(?:^|/)toolkit/gpu/")
 _TYPED_IN = ("<stdin>", "<ipython-input", "<console>")
-_STARTED = "<string>"  # of `python -c`, or of a launcher: it says nothing where another file does
+_STARTED = "<string>"  # the file name of `python -c` and of some launchers: use other files if there are any
 
 
 def chain(frames: Iterable[Frame], shorten: Callable[[str], str] | None = None) -> str | None:
-    """The `where` of `frames`, innermost first: "OUTER > INNER", one of them where they are the same; None without Python.
+    """Return the `where` of `frames` (innermost first): "OUTER > INNER", one line if both are equal, None without Python.
 
-    OUTER is the outermost line of the user's own code; INNER the innermost that is neither torch, Triton, contextlib nor C++,
-    or where there is no such line the innermost of all. `shorten` makes a file's name one to show (default: `short_file`).
+    OUTER is the outermost line of the user's code. INNER is the innermost Python line outside torch, Triton and contextlib, or
+    the innermost Python line if there is no other. `shorten` maps a file name to the displayed name (default: `short_file`).
     """
     outer: Frame | None = None
     inner: Frame | None = None
@@ -51,7 +51,7 @@ def chain(frames: Iterable[Frame], shorten: Callable[[str], str] | None = None) 
             inner = frame
         if kind == "user":
             outer = frame
-            if frame["name"] == "<module>":  # what called the module's code is a launcher
+            if frame["name"] == "<module>":  # the frames outside a module belong to its launcher
                 break
     inner = inner or innermost
     if inner is None:
@@ -66,7 +66,7 @@ def _line(frame: Frame, shorten: Callable[[str], str] | None) -> str:
 
 
 class _Kinds(dict[str, "str | None"]):
-    """By a frame's file: "user", "machinery", or "other" Python; None for what isn't Python."""
+    """Maps a file to "user", "machinery" or "other" (all Python), or to None if it is not Python."""
 
     def __missing__(self, filename: str) -> str | None:
         kind = _kind_of_file(filename)
@@ -94,7 +94,7 @@ def _kind_of_file(filename: str) -> str | None:
 
 @lru_cache(maxsize=MAX_REMEMBERED)
 def short_file(filename: str) -> str:
-    """A file's path as a reader of another machine's trace knows it: from the package on for installed ones, with "/"."""
+    """Return a path to display, with "/" as the separator. Paths of installed packages start at the package."""
     path = filename.replace("\\", "/")
     installed = _INSTALLED.search(path)
     if installed is not None:

@@ -1,8 +1,8 @@
 """Reads PyTorch's memory snapshots, which record what CUDA's caching allocator did.
 
 `read_snapshot` reads a pickle of `torch.cuda.memory._dump_snapshot` without executing anything in it; `from_entries` takes the
-dicts of `torch.cuda.memory._snapshot` in the same process. A snapshot has the segments and blocks at its end and the history
-before it, as far as PyTorch kept it. Both become the rows of a Trace.
+dicts of `torch.cuda.memory._snapshot` in the same process. A snapshot contains the final segments and blocks, and the part of
+the history that PyTorch kept. Both functions convert it to a Trace.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from toolkit.trace.snapshot.rows import Table, device_rows, joined
 
 ACTIVE, PENDING, INACTIVE = range(3)  # states of a block: allocated, freed but still used by a stream, free
 _STATES = {"active_allocated": ACTIVE, "active_pending_free": PENDING, "active_awaiting_free": PENDING}
-_MAKE_AGAIN = "Make it again: torch.cuda.memory._dump_snapshot(path)"
+_MAKE_AGAIN = "Write it again with torch.cuda.memory._dump_snapshot(path)"
 
 
 def read_snapshot(path: Path) -> Trace:
@@ -35,14 +35,14 @@ def read_snapshot(path: Path) -> Trace:
     with path.open("rb") as file:
         found = PickleStream(file, path.stat().st_size, asked, entries).load()
     if not isinstance(found, dict) or "segments" not in found:
-        what = f"a pickle of {_what(found)}"
-        raise TraceError(asked, what, "Of pickles, only those of torch.cuda.memory._dump_snapshot are read")
+        what = f"it is a pickle of {_what(found)}"
+        raise TraceError(asked, what, "Only pickles written by torch.cuda.memory._dump_snapshot can be opened")
     try:
         traces = [_rows(entries, listed(trace)) for trace in listed(found.pop("device_traces", ()))]
         segments = listed(found.get("segments", ()))
         return _trace(entries, traces, segments, found.get("allocator_settings"), found.get("toolkit"))
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, IndexError) as error:
-        raise TraceError(asked, f"a snapshot with unexpected fields ({error!r})"[:400], _MAKE_AGAIN) from error
+        raise TraceError(asked, f"the snapshot has unexpected fields ({error!r})"[:400], _MAKE_AGAIN) from error
 
 
 def from_entries(
@@ -51,7 +51,7 @@ def from_entries(
 ) -> Trace:  # fmt: skip
     """Return the memory events of a snapshot in memory: the dicts of `torch._C._cuda_memorySnapshot(None)`.
 
-    The caller may leave out entries at the beginning of the history; blocks that were allocated before the first entry become
+    The caller may leave out entries at the beginning of the history; blocks allocated before the first remaining entry become
     the opening. `meta["start_us"]` is the time, on the clock of `time.time`, that the trace's times count from.
     """
     entries = Entries(shorten)
@@ -75,8 +75,8 @@ def _what(value: Any) -> str:
     """Describe a pickle that is not a snapshot."""
     if isinstance(value, dict):
         keys = ", ".join(repr(key)[:40] for key in list(value)[:4])
-        return f"a dict with {keys or 'nothing in it'}, without 'segments'"
-    names = {list: "a list", Shared: "a list", str: "a text"}
+        return f"a dict with {keys or 'no keys'}, without 'segments'"
+    names = {list: "a list", Shared: "a list", str: "a string"}
     return names.get(type(value), f"a {type(value).__name__}")
 
 
@@ -97,7 +97,7 @@ def _segments(segments: Iterable[Mapping[str, Any]]) -> dict[str, NDArray[np.int
 
 
 def _blocks(segments: Iterable[Mapping[str, Any]], where: Callable[[Any], int]) -> dict[str, NDArray[np.int64]]:
-    """The blocks in use. Files of PyTorch 2.0 and before have a "history" in place of frames, and leave addresses out."""
+    """Return the blocks in use. PyTorch 2.0 and earlier write a "history" instead of frames, and no addresses."""
     rows = []
     for segment in segments:
         address, device, stream = _int(segment["address"]), _int(segment.get("device", 0)), _int(segment.get("stream", 0))
@@ -116,12 +116,12 @@ def _blocks(segments: Iterable[Mapping[str, Any]], where: Callable[[Any], int]) 
 
 def _int(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError("a segment or block without numbers")
+        raise ValueError("an address, size, stream or device is not a non-negative integer")
     return value
 
 
 def _plain(settings: Any, depth: int = 2) -> Any:
-    """Settings as `meta` may have them: what JSON has no word for, or lies deeper than they do, is left out."""
+    """Return settings for `meta`, without values that JSON cannot represent or that are nested too deeply."""
     if isinstance(settings, dict) and depth:
         kept = {key: _plain(value, depth - 1) for key, value in settings.items() if isinstance(key, str)}
         return {key: value for key, value in kept.items() if value is not None}
@@ -131,15 +131,15 @@ def _plain(settings: Any, depth: int = 2) -> Any:
 def _trace(
     entries: Entries, traces: Sequence[Sequence[int]], at_end: Sequence[Any], settings: Any, own: Any = None
 ) -> Trace:  # fmt: skip
-    """The Trace. `own` is what `write_snapshot` noted: the clock, whether the segments are those of the trace, and how many
-    entries of each device are its opening.
+    """Return the Trace of the entries and final segments. `own` has the notes of `write_snapshot`: the clock, whether the
+    trace had segments, and the number of opening entries of each device.
     """
     settings, own = _plain(settings) or {}, _plain(own, 1) or {}
     blocks = _blocks(at_end, entries.where)
     segments = _segments(at_end if own.get("segments") is not False else ())
     devices = {*segments["device"].tolist(), *(device for device, rows in enumerate(traces) if rows)}
     if max(devices, default=0) > np.iinfo(np.int16).max:
-        raise ValueError("a device number above 32,767")
+        raise ValueError("a device number is above 32,767")
     opening: list[Table] = []
     rest: list[Table] = []
     unaccounted = 0

@@ -1,7 +1,7 @@
-"""From a memory history and the memory at its end to rows of a Trace: what was there before, how large each block was.
+"""Convert a memory history of one device and the memory in use at its end to rows of a Trace.
 
-Arrays only, one device at a time. A history begins somewhere: what lives at its end, or is freed in it, without having been
-allocated in it, was there when it began.
+The module also reconstructs the size of each block and the opening: the blocks and segments that existed when the history
+began. A block belongs to the opening if it is freed in the history, or alive at the end, without being allocated in it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class History:
-    """The entries of a device in order; `action` has indices into ACTIONS."""
+    """The ordered history entries of a device; `action` has indices into ACTIONS."""
 
     action: Ints
     address: Ints
@@ -43,17 +43,17 @@ class History:
         return History(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 
     def does(self, *actions: str) -> NDArray[np.bool_]:
-        """Which entries say that one of `actions` was done."""
+        """Return a mask of the entries whose action is in `actions`."""
         return np.isin(self.action, [ACTION[name] for name in actions])
 
 
 @dataclass(frozen=True)
 class _Pairs:
-    """Which entry began and which ended a block's life."""
+    """The entries at which blocks are allocated and freed."""
 
-    alloc_of: Ints  # per entry: the alloc that a free belongs to, -1 for none
-    first: Ints  # entries that free a block which lived before the history did, and those that end a free begun before it
-    last: Ints  # allocs whose block lives on
+    alloc_of: Ints  # for each entry that is a free, its alloc; -1 otherwise
+    first: Ints  # entries that free a block of the opening, or complete a free requested before the history
+    last: Ints  # allocs of blocks that are alive at the end
 
     @classmethod
     def of(cls, history: History) -> _Pairs:
@@ -71,10 +71,10 @@ class _Pairs:
 
 
 def device_rows(history: History, segments: Table, blocks: Table, rules: Rules, n_opening: int = 0) -> tuple[Table, Table, int]:
-    """Rows of what was there when the history began, rows of what happened, and bytes that the two don't account for.
+    """Return the rows of the opening, the rows of the history, and the allocated bytes at the end that neither explains.
 
-    `segments` and `blocks` are what is at the end: address, size and stream of each, of blocks also requested, where and state
-    (0 where it counts as allocated). The history's first `n_opening` entries say what was there at its beginning.
+    `segments` and `blocks` exist at the end of the history. Both have columns address, size and stream; blocks also have
+    requested, where and state (0: allocated). The first `n_opening` entries of the history belong to the opening.
     """
     pairs = _Pairs.of(history)
     before = _segments_before(history, segments)
@@ -110,7 +110,7 @@ _SIGNS = (("alloc", 1), ("free", -1))
 
 
 def _rows(history: History, size: Ints, requested: Ints) -> Table:
-    """Rows of a Trace for entries."""
+    """Return rows of a Trace for history entries."""
     kinds = np.zeros(len(ACTION), np.int64)
     for action, kind in _KINDS.items():
         kinds[ACTION[action]] = KIND[kind]
@@ -123,16 +123,16 @@ def _rows(history: History, size: Ints, requested: Ints) -> Table:
 
 
 def _looked_up(keys: Ints, known: Ints, values: Ints) -> Ints:
-    """The value of each key, all of which are known."""
+    """Return the value of each key. All keys must be in `known`."""
     order = np.argsort(known, kind="stable")
     return values[order[np.searchsorted(known, keys, sorter=order)]] if len(keys) else keys
 
 
 def covered(start: Ints, size: Ints, taken: NDArray[np.bool_]) -> tuple[Ints, Ints, Ints]:
-    """What memory is taken after all of it was `taken` or given back, in order: where it begins, its size, and by which."""
+    """Apply the ranges in order, each taken or released. Return start, size and range index of the memory still taken."""
     bounds = np.unique(np.concatenate([start, start + size]))
     low, high = np.searchsorted(bounds, start), np.searchsorted(bounds, start + size)
-    owner = np.full(len(bounds), -1)  # of the memory from a bound to the next: what says that it is taken
+    owner = np.full(len(bounds), -1)  # the range that takes the memory from each bound to the next
     for i in range(len(start)):
         owner[low[i] : high[i]] = i if taken[i] else -1
     changes = np.flatnonzero(np.diff(owner, prepend=-2))
@@ -142,7 +142,7 @@ def covered(start: Ints, size: Ints, taken: NDArray[np.bool_]) -> tuple[Ints, In
 
 
 def _segments_before(history: History, segments: Table) -> History:
-    """The segments there were when the history began: those at its end, with what happened to them undone backwards."""
+    """Return the segments at the beginning of the history: those at its end, with its segment events undone backwards."""
     events = history[history.does("segment_alloc", "segment_free", "segment_map", "segment_unmap")][::-1]
     starts = np.concatenate([segments["address"], events.address])
     sizes = np.concatenate([segments["size"], events.size])
@@ -156,9 +156,9 @@ def _segments_before(history: History, segments: Table) -> History:
 
 
 def _blocks_before(history: History, pairs: _Pairs, blocks: Table) -> tuple[History, NDArray[np.bool_], Ints]:
-    """The blocks in use when the history began, by falling address, as allocs; which of them count as allocated; their sizes.
+    """Return the blocks of the opening by descending address (as allocs), a mask of the allocated ones, and their sizes.
 
-    The size of one that is freed in the history isn't known: -1.
+    The size is -1 (not known) for blocks that are freed in the history.
     """
     stays = ~np.isin(blocks["address"], history.address[history.does("alloc", "free_requested", "free_completed", "free")])
     freed = history[pairs.first]
@@ -176,8 +176,8 @@ def _blocks_before(history: History, pairs: _Pairs, blocks: Table) -> tuple[Hist
 
 
 def _sizes(history: History, before: History, old: History, rules: Rules, n_opening: int) -> tuple[Ints, Ints]:
-    """How large blocks were: of each entry, and of each that was there before."""
-    order = np.arange(len(history))  # `block_sizes` wants what was there by falling address
+    """Return the block sizes of the history entries and those of the opening."""
+    order = np.arange(len(history))  # `block_sizes` needs the opening by descending address
     order[:n_opening] = np.lexsort((-history.address[:n_opening], history.does("alloc")[:n_opening]))
     parts = (before, old, history[order])
     action, address, size = (np.concatenate([getattr(part, n) for part in parts]) for n in ("action", "address", "size"))
@@ -186,7 +186,7 @@ def _sizes(history: History, before: History, old: History, rules: Rules, n_open
 
 
 def _correct(history: History, pairs: _Pairs, blocks: Table, live: NDArray[np.bool_], size: Ints) -> None:
-    """The blocks that live at the end have the size that the snapshot says."""
+    """Set the sizes of blocks that are alive at the end to those in the snapshot."""
     at = np.searchsorted(history.address[pairs.last], blocks["address"])
     known = live & (at < len(pairs.last))
     known[known] = history.address[pairs.last][at[known]] == blocks["address"][known]
@@ -194,14 +194,14 @@ def _correct(history: History, pairs: _Pairs, blocks: Table, live: NDArray[np.bo
 
 
 def joined_rows(*tables: Table) -> Table:
-    """Rows one after another."""
+    """Concatenate the rows of several tables."""
     return {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
 
 
 def joined(tables: list[Table]) -> dict[str, Any]:
-    """Rows of several devices as columns of a Trace: times from the first event on, streams numbered. Takes opening rows first.
+    """Return the rows of several devices (opening rows first) as columns of a Trace, with streams numbered.
 
-    "start_us" is when the first event was.
+    Times are relative to the first event, whose time is in "start_us".
     """
     empty = {name: np.empty(0, np.int64) for name in (*_ROWS, "device")}
     columns: dict[str, Any] = joined_rows(empty, *tables)
@@ -214,7 +214,7 @@ def joined(tables: list[Table]) -> dict[str, Any]:
 
 
 def _numbered(streams: Ints) -> NDArray[np.int32]:
-    """CUDA's handles of streams as numbers: the default stream 0, others 1, 2, ... as first seen."""
+    """Number CUDA stream handles: 0 for the default stream, 1, 2, ... for others in order of appearance."""
     seen, first, which = np.unique(streams, return_index=True, return_inverse=True)
     first[seen == 0] = -1
     rank = np.empty(len(seen), np.int32)

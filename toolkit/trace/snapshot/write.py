@@ -1,7 +1,7 @@
-"""Memory snapshots out: a Trace as `torch.cuda.memory._dump_snapshot` would write it, for pytorch.org/memory_viz.
+"""Write a Trace as a memory snapshot in the format of `torch.cuda.memory._dump_snapshot`, for pytorch.org/memory_viz.
 
-The pickle (protocol 4) is written entry by entry, so that millions of rows need little memory. What the format has no
-place for is under a key that other readers leave alone.
+The pickle (protocol 4) is written entry by entry, so that millions of rows need little memory. Information that the format
+does not have is stored under the key "toolkit", which other readers ignore.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from toolkit.trace.columns import KINDS, MEMORY_KINDS
 from toolkit.trace.events import Trace
 from toolkit.trace.snapshot.rows import Ints, covered
 
-_BATCH = 1000  # rows that a reader has to hold at once
+_BATCH = 1000  # rows that a reader holds in memory at once
 _KEYS = (
     "action", "addr", "device_free", "size", "stream", "time_us", "compile_context", "N/A", "user_metadata", "frames", "name",
     "filename", "line", "", "device", "address", "total_size", "requested_size", "state", "active_allocated", "inactive",
@@ -36,9 +36,9 @@ _ACTIONS = {
 
 
 def write_snapshot(trace: Trace, path: str | os.PathLike[str]) -> Path:
-    """Write the memory events of `trace` to `path` (atomically). Raises TraceError where it has none, or has no addresses.
+    """Write the memory events of `trace` to `path` atomically. Raises TraceError if there are none or they lack addresses.
 
-    A block that is in no segment of the trace gets one of its own, as the viewers want it.
+    Viewers need a segment for each block: a block outside all segments of the trace gets its own.
     """
     asked = f"writing the snapshot {os.fspath(path)!r}"
     memory = trace.select(np.flatnonzero(trace.is_kind(*MEMORY_KINDS)))
@@ -53,7 +53,7 @@ def write_snapshot(trace: Trace, path: str | os.PathLike[str]) -> Path:
 
 
 class _Memo:
-    """The texts and stacks of a trace, which lie at the pickle's beginning and are referred to from then on."""
+    """The texts and stacks of a trace, written once at the beginning of the pickle and referenced afterwards."""
 
     def __init__(self, trace: Trace) -> None:
         self.strings, self._n = trace.strings, 0
@@ -63,7 +63,7 @@ class _Memo:
         self.wheres = np.unique(trace["where"]).tolist()
 
     def begin(self) -> bytes:
-        """Two lists: the texts, the stacks."""
+        """Return the instructions for two lists, the texts and the stacks."""
         known = {text for actions in _ACTIONS.values() for text in actions}
         words = [*_KEYS, *sorted(known), *(self.strings[code] for code in self.names if code >= 0)]
         texts = [_text(text) + self._memoized(self._texts, text) for text in dict.fromkeys(words)]
@@ -76,7 +76,7 @@ class _Memo:
         return b"".join(lists)
 
     def encode(self, value: Any) -> bytes:
-        """A value as instructions. A `_Stack` is a reference."""
+        """Return the pickle instructions of a value. A `_Stack` becomes a reference."""
         if isinstance(value, _Stack):
             return self._stacks[value.code]
         if isinstance(value, str):
@@ -88,7 +88,7 @@ class _Memo:
             return pickle.EMPTY_LIST + self._items(value)
         if isinstance(value, tuple):
             return b"(" + b"".join(map(self.encode, value)) + b"t"
-        return pickle.dumps(value, 2)[2:-1]  # without protocol and stop: numbers need no memo
+        return pickle.dumps(value, 2)[2:-1]  # without the protocol and stop instructions
 
     def _items(self, items: list[Any]) -> bytes:
         return b"(" + b"".join(map(self.encode, items)) + b"e" if items else b""
@@ -101,7 +101,7 @@ class _Memo:
 
 @dataclass(frozen=True)
 class _Stack:
-    """A stack, by the code of its `where`."""
+    """A stack, given by the string index of its `where`."""
 
     code: int
 
@@ -116,7 +116,7 @@ def _number(value: int) -> bytes:
 
 
 def _frames(where: str) -> list[tuple[str, int]]:
-    """The frames of "OUTER > INNER", innermost first, as PyTorch has them. A place without a line gets line 1."""
+    """Return the frames of "OUTER > INNER", innermost first as in PyTorch. A place without a line number gets line 1."""
     matches = [(_LINE.match(part), part) for part in reversed(where.split(" > "))]
     return [(match[1], int(match[2])) if match else (part, 1) for match, part in matches]
 
@@ -142,7 +142,7 @@ def _write(file: BinaryIO, trace: Trace, n_opening: int) -> None:
 
 
 def _write_entries(file: BinaryIO, trace: Trace, rows: Ints, memo: _Memo) -> None:
-    """One device's history. Times are those of the trace from when it was taken, in whole microseconds."""
+    """Write the history of one device. Times are in whole microseconds, offset by the trace's `meta["start_us"]`."""
     start_us = int(trace.meta.get("start_us") or 1)
     columns = ("kind", "start_ns", "bytes", "requested", "address", "stream", "name", "where")
     word = {text: memo.encode(text) for text in (*_KEYS, *(action for actions in _ACTIONS.values() for action in actions))}
@@ -163,7 +163,7 @@ def _write_entries(file: BinaryIO, trace: Trace, rows: Ints, memo: _Memo) -> Non
 
 
 def _segments(trace: Trace, device: int) -> Iterable[dict[str, Any]]:
-    """The segments at the end with their blocks, by address. "frames" has codes of `where`."""
+    """Iterate over the segments at the end of the trace, with their blocks, by address."""
     rows = np.flatnonzero(trace["device"] == device)
     taken = rows[trace.is_kind("segment_alloc", "segment_free")[rows]]
     address, size, whose = covered(trace["address"][taken], trace["bytes"][taken], trace.is_kind("segment_alloc")[taken])
@@ -197,7 +197,7 @@ def _segments(trace: Trace, device: int) -> Iterable[dict[str, Any]]:
 
 
 def _live(trace: Trace, rows: Ints) -> Ints:
-    """The allocs among `rows` that are never freed, by address."""
+    """Return the allocs among `rows` that are never freed, by address."""
     rows = rows[trace.is_kind("alloc", "free")[rows]]
     rows = rows[np.argsort(trace["address"][rows], kind="stable")]
     last = np.append(trace["address"][rows][1:] != trace["address"][rows][:-1], True)[: len(rows)]
@@ -210,7 +210,7 @@ def _asked(trace: Trace, row: int) -> int:
 
 
 def _blocks(trace: Trace, segment: dict[str, Any]) -> Iterable[dict[str, Any]]:
-    """The blocks of a segment from end to end: those in use, and what is free between them."""
+    """Iterate over the blocks of a segment by address: those in use and the free ones between them."""
     at, end = segment["address"], segment["address"] + segment["total_size"]
     for row in [*segment["blocks"].tolist(), None]:
         begins = end if row is None else int(trace["address"][row])
