@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 SPECIALS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 NOT_READ = ("tokenizer.model", "spiece.model", "vocab.json", "tekken.json", "tiktoken.model")  # other tokenizer formats
-ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<turn|>", "<eos>", "</s>")  # of turn or text
+ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<turn|>", "<eos>", "</s>")  # end turn or text
 
 
 class Tokenizer:

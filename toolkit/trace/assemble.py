@@ -29,7 +29,7 @@ def from_columns(strings: list[str], meta: dict[str, Any], **columns: Any) -> Tr
 
 @dataclass
 class Strings:
-    """A table of distinct texts, each with an integer code."""
+    """A table that gives each distinct text an integer code."""
 
     codes: dict[str, int] = field(default_factory=dict)
 
