@@ -274,7 +274,7 @@ def test_a_gguf_with_a_tensor_missing(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", SHAPE, random_tensors(SHAPE))
     raw = (tmp_path / "m.gguf").read_bytes()
     (tmp_path / "m.gguf").write_bytes(raw.replace(b"blk.1.attn_q_norm.weight", b"blk.1.attn_q_mron.weight"))
-    with pytest.raises(FormatError, match=r"attn_q_norm.*nearest is 'blk\.1\.attn_q_mron"):
+    with pytest.raises(FormatError, match=r"attn_q_norm.*nearest name is 'blk\.1\.attn_q_mron"):
         tk.load(tmp_path / "m.gguf", device="cpu")
 
 

@@ -137,10 +137,10 @@ def test_a_split_model_is_read_as_one_from_any_part(tmp_path: Path, given: int) 
 
 
 SPLIT: dict[str, tuple[dict[str, Any], str]] = {
-    "the same part twice": ({"numbers": {2: (1, 3)}}, "number 1 of 3 (from 0), its name says 2 of 3"),
+    "the same part twice": ({"numbers": {2: (1, 3)}}, "part 1 of 3 (from 0), its name says 2 of 3"),
     "parts in a circle": ({"numbers": {0: (1, 3), 1: (2, 3), 2: (0, 3)}}, "its name says 0 of 3"),
-    "a part of another model": ({"numbers": {1: (1, 2)}}, "number 1 of 2"),
-    "fewer tensors than promised": ({"promised": 9}, "hold 3 tensors, the first one promises 9"),
+    "a part of another model": ({"numbers": {1: (1, 2)}}, "part 1 of 2"),
+    "fewer tensors than promised": ({"promised": 9}, "hold 3 tensors, but the first part promises 9"),
 }
 
 
@@ -169,7 +169,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "big-endian": ({"version": 3 << 24}, "big-endian"),
     "2**62 tensors": ({"counts": (HUGE, 0)}, "promises 4,611"),
     "2**62 metadata entries": ({"counts": (0, HUGE)}, "promises 4,611"),
-    "fewer metadata entries than promised": ({"counts": (0, 3), "pairs": [pair("a", UINT32, bytes(4))]}, "'' twice"),
+    "fewer metadata entries than promised": ({"counts": (0, 3), "pairs": [pair("a", UINT32, bytes(4))]}, "'' occurs twice"),
     "key of 2**62 bytes": ({"counts": (0, 1), "pairs": [struct.pack("<Q", HUGE) + bytes(40)]}, "promises 4,611"),
     "text of 2**62 bytes": ({"pairs": [pair("a", STRING, struct.pack("<Q", HUGE))]}, "promises 4,611"),
     "array of 2**62 numbers": ({"pairs": [pair("a", ARRAY, struct.pack("<IQ", UINT32, HUGE))]}, "promises 4,611"),
@@ -177,11 +177,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "arrays in arrays without end": ({"pairs": [pair("a", ARRAY, struct.pack("<IQ", ARRAY, 1) * 20)]}, "value type 9"),
     "unknown value type": ({"pairs": [pair("a", 13, bytes(8))]}, "value type 13"),
     "text not UTF-8": ({"pairs": [pair("a", STRING, struct.pack("<Q", 2) + b"\xff\xfe")]}, "UTF-8"),
-    "key twice": ({"pairs": [pair("a", UINT32, bytes(4))] * 2}, "'a' twice"),
+    "key twice": ({"pairs": [pair("a", UINT32, bytes(4))] * 2}, "'a' occurs twice"),
     "split model under another name": ({"pairs": [pair("split.count", UINT32, struct.pack("<I", 3))]}, "one of 3 parts"),
     "split count of 2**31": ({"pairs": [pair("split.count", UINT32, struct.pack("<I", 1 << 31))]}, "split.count"),
     "alignment 0": ({"pairs": [pair("general.alignment", UINT32, bytes(4))], "tensors": [tensor()]}, "alignment"),
-    "tensor twice": ({"tensors": [tensor(), tensor(offset=32)], "data": bytes(64)}, "'w' twice"),
+    "tensor twice": ({"tensors": [tensor(), tensor(offset=32)], "data": bytes(64)}, "'w' occurs twice"),
     "overlap": ({"tensors": [tensor("v"), tensor("w")]}, "'v' and 'w' overlap"),
     "offset not aligned": ({"tensors": [tensor(offset=4)]}, "not a multiple"),
     "offset past the end": ({"tensors": [tensor(offset=32)]}, "cut off"),

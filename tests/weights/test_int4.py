@@ -199,7 +199,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "act-order": (lambda: gptq(4, g_idx=np.arange(IN)[::-1] // GROUP), GPTQ4 | {"desc_act": True}, "act-order"),
     "hqq along columns": (lambda: hqq(axis=0), {"quant_method": "hqq"}, "axis 0"),
     "hqq of 3 bits": (lambda: hqq(nbits=3), {"quant_method": "hqq"}, "3 bits"),
-    "hqq with quantised zeros": (lambda: hqq(quant_zero=1), {"quant_method": "hqq"}, "quantised themselves"),
+    "hqq with quantised zeros": (lambda: hqq(quant_zero=1), {"quant_method": "hqq"}, "quantized themselves"),
     "hqq of another shape": (lambda: hqq(shape=[OUT, 2 * IN]), {"quant_method": "hqq"}, "W_q has"),
     "hqq of a shape of 2**62": (lambda: hqq(shape=[1 << 62, 1 << 62]), {"quant_method": "hqq"}, "don't fit its shape"),
     "hqq of a negative shape": (lambda: hqq(shape=[-OUT, -IN]), {"quant_method": "hqq"}, "don't fit its shape"),
@@ -248,5 +248,5 @@ def test_hqq_parts_that_do_not_fit_are_refused(tmp_path: Path, leaf: str, wrong:
 
 
 def test_a_matrix_both_plain_and_quantised_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match="both plain and quantised"):
+    with pytest.raises(FormatError, match="both plain and quantized"):
         folder(tmp_path, awq()[0], {"quant_method": "awq"}, **{"a.b.weight": torch.ones(OUT, IN)})

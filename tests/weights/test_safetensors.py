@@ -65,7 +65,7 @@ def test_a_file_cut_while_open_is_an_error_and_not_a_crash(tmp_path: Path) -> No
     save_file({"w": torch.arange(100_000.0)}, path)
     file = SafetensorsFile(path)
     os.truncate(path, 4096)
-    with pytest.raises(FormatError, match="cut to 4,096 bytes"):
+    with pytest.raises(FormatError, match="truncated to 4,096 bytes"):
         file.read("w")
 
 
@@ -74,7 +74,7 @@ BAD_HEADERS = {
     "not utf-8": (b"\xff\xfe{}", "JSON"),
     "a list": ([], "list"),
     "nested too deep": (b"[" * 200_000, "JSON"),
-    "key twice": (b'{"a": {}, "a": {}}', "'a' twice"),
+    "key twice": (b'{"a": {}, "a": {}}', "'a' occurs twice"),
     "entry not an object": ({"w": 3}, "'w'"),
     "no dtype": ({"w": {"shape": [2], "data_offsets": [0, 8]}}, "'w'"),
     "dtype unknown": ({"w": entry("F13")}, "F13"),
@@ -226,7 +226,7 @@ def test_an_index_that_lies_about_a_tensor(tmp_path: Path) -> None:
     index = json.loads((tmp_path / INDEX).read_text())
     index["weight_map"]["bb"] = index["weight_map"]["b"]
     (tmp_path / INDEX).write_text(json.dumps(index))
-    with pytest.raises(FormatError, match="nearest is 'b'"):
+    with pytest.raises(FormatError, match="nearest name is 'b'"):
         open_safetensors(tmp_path)
 
 

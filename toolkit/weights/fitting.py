@@ -1,7 +1,7 @@
-"""From plain weights to packed ones: the scales and offsets that hold them best, by min-max or by half-quadratic splitting.
+"""Quantize plain weights into packed ones: choose scales and offsets by min-max or by half-quadratic splitting (HQQ).
 
-Rows are independent of each other and worked on a bounded number at a time, in fp32, on the device that they are on. The
-same rows give the same bits again. Knows schemes and values, no model.
+Rows are independent: they are quantized in chunks of bounded size, in fp32, on the device that holds them. The result is
+deterministic: the same rows always give the same bits.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from toolkit.core.errors import ModelError
 from toolkit.weights.packed import pack_codes
 from toolkit.weights.schemes import Scheme
 
-CHUNK_WEIGHTS = 1 << 24  # fitted at a time: about 24 bytes of scratch each
-LARGEST = 65504.0  # of a weight: what fp16 can hold
-_TINY = 2.0**-25  # half the step of fp16's smallest numbers
-_NARROWER = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7)  # scales that K formats try, of the one that reaches every weight
-# Half-quadratic quantisation: p of the norm, weight of the quadratic term and its growth, iterations, as published.
+CHUNK_WEIGHTS = 1 << 24  # weights per chunk; each needs about 24 bytes of scratch memory
+LARGEST = 65504.0  # largest weight accepted: the maximum of fp16
+_TINY = 2.0**-25  # half the smallest subnormal number of fp16
+_NARROWER = (1.0, 0.95, 0.9, 0.85, 0.8, 0.7)  # factors of the min-max scale that K formats try
+# HQQ as published: p of the norm, weight of the quadratic term, growth of that weight per iteration, iterations
 _NORM, _BETA, _GROWTH, _ITERATIONS = 0.7, 10.0, 1.01, 20
 
 Fit = Callable[[Tensor, Scheme], tuple[Tensor, Tensor]]
 
 
 def quantize_minmax(values: Tensor, scheme: Scheme, name: str = "weights") -> dict[str, Tensor]:
-    """The parts of `values` [..., out, in] (any float dtype) in `scheme`: scales that reach each group's extremes.
+    """Quantize `values` [..., out, in] (any float dtype) with scales that cover each group's minimum and maximum.
 
-    K formats also try narrower scales and keep, in each group, the one of least squared error. Groups of zeros come back as
-    zeros; what is smaller than fp16 scales can tell apart (6e-8) does too. Raises ModelError, naming `name`, for NaN,
-    infinity, or weights beyond 65,504, and for rows that don't divide into the scheme's groups.
+    Return the parts of `scheme` by name. K formats also try narrower scales and keep the one with the least squared error
+    in each group. Groups of zeros, and of values too small for fp16 scales (6e-8), become zeros. Raises ModelError, naming
+    `name`, for NaN, infinity or values beyond 65,504, and for rows that don't divide into the scheme's groups.
     """
     return _in_chunks(values, scheme, name, _fit_least_squares if scheme.steps else _fit_minmax)
 
 
 def quantize_hqq(values: Tensor, scheme: Scheme, name: str = "weights") -> dict[str, Tensor]:
-    """As `quantize_minmax`, with offsets (scales, where a scheme has no offset) refined by half-quadratic splitting.
+    """Quantize like `quantize_minmax`, then refine the offsets (or scales without offsets) by half-quadratic splitting.
 
-    After Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models" (Mobius Labs, 2023,
-    mobiusml.github.io/hqq_blog): |error|^0.7 is split into a sparse part and a quadratic one, solved in turns. Each group
-    keeps the iterate of least squared error, min-max among them, so that the SNR isn't lower than where it started (K
-    formats round their scales after that choice, by a block).
+    Follows Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models" (Mobius Labs, 2023,
+    mobiusml.github.io/hqq_blog): |error|^0.7 is split into a sparse and a quadratic term, solved alternately. Each group
+    keeps the iterate with the least squared error, the min-max fit included, so the SNR never falls below that of the
+    min-max fit. (K formats round the scales of a whole block after that choice, which may cost some of the gain.)
     """
     return _in_chunks(values, scheme, name, _fit_hqq)
 
@@ -49,7 +49,7 @@ def quantize_hqq(values: Tensor, scheme: Scheme, name: str = "weights") -> dict[
 def _in_chunks(values: Tensor, scheme: Scheme, name: str, fit: Fit) -> dict[str, Tensor]:
     size_in = values.shape[-1]
     if size_in % scheme.multiple:
-        found = f"rows of {size_in:,} don't divide by {scheme.multiple}"
+        found = f"the row length {size_in:,} isn't a multiple of {scheme.multiple}"
         raise ModelError(f"{scheme.name} for {name}", found, "Choose a scheme with smaller groups")
     rows = values.detach().flatten(0, -2)
     parts = {
@@ -68,8 +68,8 @@ def _in_chunks(values: Tensor, scheme: Scheme, name: str, fit: Fit) -> dict[str,
         for part, tensor in (pack_codes(scheme, stored) | fine).items():
             parts[part][start : start + step] = tensor
     if bad:
-        found = "there are NaNs, infinities or numbers beyond 65,504 among them"
-        raise ModelError(f"{scheme.name} for {name}", found, "Leave this matrix plain, or mend the checkpoint", name=name)
+        found = "the values include NaN, infinity or magnitudes beyond 65,504"
+        raise ModelError(f"{scheme.name} for {name}", found, "Leave this matrix unquantized, or fix the checkpoint", name=name)
     return {part: tensor.view(*values.shape[:-1], -1) for part, tensor in parts.items()}
 
 
@@ -78,12 +78,12 @@ def _levels(scheme: Scheme) -> int:
 
 
 def _centre(scheme: Scheme) -> int:
-    """What is taken from a code of 0 to 2^bits - 1; `Scheme.centre`, but for 8-bit codes too."""
+    """Return the code that stands for zero, among the codes 0 to 2^bits - 1 (unlike `Scheme.centre`, for 8 bits too)."""
     return 1 << (scheme.bits - 1)
 
 
 def _codes(grouped: Tensor, scale: Tensor, offset: Tensor, scheme: Scheme) -> Tensor:
-    """The nearest codes, as floats: value = code * scale - offset, [rows, groups] each. 0 where a scale is 0."""
+    """Return the nearest codes as floats, where value = code * scale - offset; `scale` and `offset` are [rows, groups]."""
     inverse = torch.where(scale == 0, 0.0, 1.0 / scale)
     lowest = 1.0 if scheme.bits == 8 else 0.0  # int8 is symmetric: -127 to 127
     codes = torch.add(grouped, offset[..., None]).mul_(inverse[..., None]).round_().clamp_(lowest, _levels(scheme))
@@ -91,25 +91,25 @@ def _codes(grouped: Tensor, scale: Tensor, offset: Tensor, scheme: Scheme) -> Te
 
 
 def _fit_minmax(grouped: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
-    """Scales and offsets [rows, groups] that reach the extremes of each group."""
+    """Return scales and offsets [rows, groups] that cover the minimum and maximum of each group."""
     low, high = grouped.amin(-1), grouped.amax(-1)
     if scheme.offset == "centre":
-        # Below 8 bits the larger extreme gets the code 0, which has no counterpart.
+        # Below 8 bits the codes reach one step further down than up: give the lowest code to the larger extreme.
         largest = torch.maximum(high, -low) if scheme.bits == 8 else torch.where(high > -low, high, low)
         scale = largest / (127 if scheme.bits == 8 else -_centre(scheme))
         return scale, scale * _centre(scheme)
     if scheme.steps:
         low, high = low.clamp_max(0), high.clamp_min(0)  # minima of K formats are not negative
-    # A group far from zero: no finer than its offset can be told in fp16
+    # In a group far from zero, a scale finer than the offset's fp16 precision would gain nothing.
     scale = torch.maximum((high - low) / _levels(scheme), torch.maximum(high.abs(), low.abs()) / 2048)
     return scale, -low
 
 
 def _settle(scheme: Scheme, scale: Tensor, offset: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Scales and offsets as they are stored, and what these then are in fp32."""
+    """Round scales and offsets to their stored form. Return the stored parts, then both as fp32 values."""
     if scheme.steps:
         return _settle_steps(scheme, scale, offset)
-    # Of fp16's smallest numbers take the next larger, so that no weight is out of reach
+    # Round subnormal fp16 scales away from zero, so that the codes still cover every weight.
     scales = torch.where(scale.abs() < 2.0**-14, scale + torch.sign(scale) * _TINY, scale).half()
     fine, scale = {"scales": scales}, scales.float()
     if scheme.offset == "centre":
@@ -122,7 +122,7 @@ def _settle(scheme: Scheme, scale: Tensor, offset: Tensor) -> tuple[dict[str, Te
 
 
 def _settle_steps(scheme: Scheme, scale: Tensor, offset: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """The same for K formats: small integers times an fp16 step that a block of groups shares."""
+    """Do the same for K formats, which store small integers times an fp16 step shared by a block of groups."""
 
     def coarse(values: Tensor, largest: int) -> tuple[Tensor, Tensor, Tensor]:
         blocks = values.unflatten(-1, (-1, scheme.steps // scheme.group))
@@ -141,7 +141,7 @@ def _settle_steps(scheme: Scheme, scale: Tensor, offset: Tensor) -> tuple[dict[s
 
 
 def _fit_least_squares(grouped: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
-    """Of a few narrower scales, each with the scale and offset that fit its codes best, the best in each group."""
+    """Try the factors in `_NARROWER`, refit scale and offset to the resulting codes, and keep the best in each group."""
     start = _fit_minmax(grouped, scheme)
     best = _Best(grouped, scheme, *start)
     for narrower in _NARROWER:
@@ -151,7 +151,7 @@ def _fit_least_squares(grouped: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]
 
 
 def _regress(grouped: Tensor, codes: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
-    """The scale and offset of least squared error for given codes."""
+    """Return the scale and offset with the least squared error for the given codes."""
     if scheme.offset == "centre":
         codes = codes - _centre(scheme)
         scale = (codes * grouped).sum(-1) / codes.square().sum(-1)
@@ -166,7 +166,7 @@ def _regress(grouped: Tensor, codes: Tensor, scheme: Scheme) -> tuple[Tensor, Te
 
 
 class _Best:
-    """The scale and offset of least squared error so far, for each group."""
+    """Keeps, for each group, the scale and offset with the least squared error so far."""
 
     def __init__(self, grouped: Tensor, scheme: Scheme, scale: Tensor, offset: Tensor) -> None:
         self.grouped, self.scheme = grouped, scheme
@@ -175,12 +175,12 @@ class _Best:
 
     def offer(self, scale: Tensor, offset: Tensor) -> None:
         error = self._error(scale, offset)
-        better = error < self.error  # never where it is NaN
+        better = error < self.error  # False where the error is NaN
         self.scale, self.offset = torch.where(better, scale, self.scale), torch.where(better, offset, self.offset)
         self.error = torch.where(better, error, self.error)
 
     def _error(self, scale: Tensor, offset: Tensor) -> Tensor:
-        """The squared error [rows, groups] of what would be stored (K formats round their scales later, a block at a time)."""
+        """Return the squared error [rows, groups] after rounding for storage (K formats round later, by block)."""
         if not self.scheme.steps:
             _, scale, offset = _settle(self.scheme, scale, offset)
         codes = _codes(self.grouped, scale, offset, self.scheme)
@@ -188,7 +188,7 @@ class _Best:
 
 
 def _fit_hqq(grouped: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
-    """Half-quadratic splitting from the min-max fit: in units of each group's scale, so that it doesn't matter."""
+    """Refine the min-max fit by half-quadratic splitting, in units of each group's scale to be independent of it."""
     scale, offset = _fit_minmax(grouped, scheme) if not scheme.steps else _fit_least_squares(grouped, scheme)
     best, beta = _Best(grouped, scheme, scale, offset), _BETA
     for _ in range(_ITERATIONS):
@@ -196,7 +196,7 @@ def _fit_hqq(grouped: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
         error = codes.mul(scale[..., None]).sub_(offset[..., None]).neg_().add_(grouped)
         unit = scale.abs()[..., None]
         shrunk = (error.abs() / unit).pow_(_NORM - 1).div_(beta).mul_(unit).neg_().add_(error.abs()).relu_()
-        rest = shrunk.mul_(error.sign_()).neg_().add_(grouped)  # what the quadratic term is to explain
+        rest = shrunk.mul_(error.sign_()).neg_().add_(grouped)  # target of the quadratic term
         if scheme.offset == "centre":
             signed = codes.sub_(_centre(scheme))
             scale = signed.mul(rest).sum(-1) / signed.square_().sum(-1)

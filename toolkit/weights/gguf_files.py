@@ -1,7 +1,7 @@
-"""GGUF: typed metadata, tensor names, shapes and offsets, then the tensors, many of them quantised in blocks.
+"""Read GGUF files: typed metadata, then tensor names, shapes and offsets, then the tensors, often quantized in blocks.
 
-Little-endian files of versions 2 and 3. Every count and length is checked against what is left of the file before
-anything is allocated for it, so a damaged file is refused in time proportional to its own size.
+Supports little-endian files of versions 2 and 3. Every count and length is checked against the rest of the file before
+memory is allocated for it, so rejecting a damaged file takes time at most proportional to its size.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from toolkit.weights.stored import BROKEN, Mapped, Shards, Stored, Weights, chec
 
 PLAIN = {0: ("F32", torch.float32), 1: ("F16", torch.float16), 30: ("BF16", torch.bfloat16)}
 QUANTISED = {2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K"}
-BLOCKS = {kind: (layout.weights, layout.nbytes) for kind, layout in GGUF_KINDS.items()}  # weights and bytes of a block
-UNSUPPORTED = {  # types that llama.cpp defines and this reader has no decoder for: named in the error
+BLOCKS = {kind: (layout.weights, layout.nbytes) for kind, layout in GGUF_KINDS.items()}  # weights and bytes per block
+UNSUPPORTED = {  # types that llama.cpp defines but this reader can't decode: the error names them
     9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL",
     21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0",
     35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
 }  # fmt: skip
 MAX_DIMENSIONS = 8
 MAX_PARTS = 9_999
-MAX_DEPTH = 4  # of arrays in arrays
+MAX_DEPTH = 4  # of nested arrays
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "<u1", 10: "<u8", 11: "<i8", 12: "<f8"}
 
 
 class GgufFile(Weights):
-    """One .gguf file: `metadata` by key, `stored` by tensor name (shapes as PyTorch writes them: [out, in])."""
+    """One .gguf file: `metadata` maps keys to values, `stored` maps tensor names to entries (shapes are [out, in])."""
 
     def __init__(self, path: Path) -> None:
-        """Map the file, read its header and check it. Raises FormatError saying what doesn't hold and where."""
+        """Map the file, then read and check its header. Raises FormatError, which names the fault, if the file is invalid."""
         self.mapped = Mapped(path, "GGUF file", smallest=24)
         magic, version, tensors, pairs = struct.unpack_from("<4sIQQ", self.mapped.bytes, 0)
         if magic != b"GGUF":
@@ -67,7 +67,7 @@ class GgufFile(Weights):
         for _ in range(pairs):
             key = cursor.string("a metadata key")
             if key in found:
-                raise self.mapped.error(f"metadata key {key!r} twice", BROKEN)
+                raise self.mapped.error(f"metadata key {key!r} occurs twice", BROKEN)
             found[key] = cursor.value(cursor.number("<u4"), f"metadata {key!r:.80}")
         return found
 
@@ -81,7 +81,7 @@ class GgufFile(Weights):
         found: dict[str, Stored] = {}
         for name, shape, kind, offset in entries:
             if name in found:
-                raise self.mapped.error(f"tensor {name!r} twice", BROKEN, tensor=name)
+                raise self.mapped.error(f"tensor {name!r} occurs twice", BROKEN, tensor=name)
             if offset % alignment:
                 raise self.mapped.error(
                     f"tensor {name!r} starts at {offset:,}, not a multiple of {alignment}", BROKEN, tensor=name
@@ -95,7 +95,7 @@ class GgufFile(Weights):
         dimensions = cursor.number("<u4")
         if dimensions > MAX_DIMENSIONS:
             raise self.mapped.error(f"tensor {name!r} has {dimensions:,} dimensions", BROKEN, tensor=name)
-        shape = tuple(cursor.number("<u8") for _ in range(dimensions))[::-1]  # the file has the innermost first
+        shape = tuple(cursor.number("<u8") for _ in range(dimensions))[::-1]  # GGUF lists the innermost dimension first
         return name, shape, cursor.number("<u4"), cursor.number("<u8")
 
     def _stored(self, name: str, shape: tuple[int, ...], kind: int, start: int) -> Stored:
@@ -111,7 +111,7 @@ class GgufFile(Weights):
                 raise self.mapped.error(found, BROKEN, tensor=name)
             nbytes = elements // block * block_bytes
         else:
-            do = f"Use a file quantised as {', '.join([label for label, _ in PLAIN.values()] + list(QUANTISED.values()))}"
+            do = f"Use a file quantized as {', '.join([label for label, _ in PLAIN.values()] + list(QUANTISED.values()))}"
             label = UNSUPPORTED.get(kind, f"number {kind}")
             raise self.mapped.error(f"tensor {name!r} has the type {label}, which isn't supported", do, tensor=name)
         if start + nbytes > len(self.mapped):
@@ -122,18 +122,17 @@ class GgufFile(Weights):
 
 
 class _Cursor:
-    """Reads the header in order; every read is checked against the file's end first."""
+    """Reads the header sequentially and checks before every read that it ends within the file."""
 
     def __init__(self, mapped: Mapped, at: int) -> None:
         self.mapped, self.at = mapped, at
 
     def expect(self, count: int, smallest: int, what: str) -> None:
-        """FormatError unless `count` things of at least `smallest` bytes each can still follow."""
+        """Raise FormatError if the rest of the file can't hold `count` items of at least `smallest` bytes each."""
         left = len(self.mapped) - self.at
         if count * smallest > left:
-            raise self.mapped.error(
-                f"the header promises {count:,} {what}, {left:,} bytes are left", "It is damaged or cut off: get it again"
-            )
+            found = f"the header promises {count:,} {what}, but {left:,} bytes are left"
+            raise self.mapped.error(found, "Download it again: it is damaged or cut off")
 
     def take(self, nbytes: int, what: str) -> bytes:
         self.expect(nbytes, 1, f"bytes of {what}")
@@ -172,7 +171,7 @@ class _Cursor:
 
 
 class GgufParts(Shards):
-    """A model split over several .gguf files, PREFIX-00001-of-00003.gguf and so on: the metadata is the first one's."""
+    """A model split over several files (PREFIX-00001-of-00003.gguf, ...); the metadata is that of the first file."""
 
     def __init__(self, parts: Sequence[GgufFile]) -> None:
         super().__init__(parts)
@@ -180,9 +179,9 @@ class GgufParts(Shards):
 
 
 def open_gguf(path: Path) -> GgufFile | GgufParts:
-    """Open a .gguf file, or all parts of a split model of which it is one. FormatError where it isn't whole."""
+    """Open a .gguf file, with all other parts if the model is split. Raises FormatError for invalid or missing files."""
     if path.is_dir():
-        raise FormatError(f"GGUF file {path}", "it is a folder", "Give the .gguf file in it")
+        raise FormatError(f"GGUF file {path}", "it is a folder", "Give the path of the .gguf file in it")
     file = GgufFile(path)
     count = file.metadata.get("split.count", 0)
     if type(count) is not int or not 0 <= count <= MAX_PARTS:
@@ -191,11 +190,11 @@ def open_gguf(path: Path) -> GgufFile | GgufParts:
 
 
 def _open_parts(file: GgufFile, path: Path, count: int) -> GgufParts:
-    """All parts of the split model that `file` is one of, each checked to be the part that its name says."""
+    """Open all parts of the split model that `file` belongs to. Raises FormatError if a name and its metadata disagree."""
     named = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", path.name, re.DOTALL)
     if not named or int(named[3]) != count:
-        found = f"it is one of {count:,} parts of a split model, by its name it isn't"
-        raise file.mapped.error(found, f"Give the parts their names back: NAME-00001-of-{count:05d}.gguf and so on")
+        found = f"it is one of {count:,} parts of a split model, but its name doesn't say so"
+        raise file.mapped.error(found, f"Restore the names of the parts: NAME-00001-of-{count:05d}.gguf and so on")
     paths = [path.with_name(f"{named[1]}-{i + 1:05d}-of-{count:05d}.gguf") for i in range(count)]
     missing = [part.name for part in paths if not os.path.exists(part)]
     if missing:
@@ -205,11 +204,11 @@ def _open_parts(file: GgufFile, path: Path, count: int) -> GgufParts:
     for i, part in enumerate(parts):
         said = (part.metadata.get("split.no"), part.metadata.get("split.count"))
         if said != (i, count):
-            found = f"it says that it is number {said[0]!r:.20} of {said[1]!r:.20} (from 0), its name says {i} of {count}"
-            raise part.mapped.error(found, "Get the parts of one model, under their own names")
+            found = f"its metadata says part {said[0]!r:.20} of {said[1]!r:.20} (from 0), its name says {i} of {count}"
+            raise part.mapped.error(found, "Download the parts of one model under their original names")
     whole = GgufParts(parts)
     promised = whole.metadata.get("split.tensors.count", len(whole.stored))
     if promised != len(whole.stored):
-        found = f"the parts hold {len(whole.stored):,} tensors, the first one promises {promised!r:.40}"
-        raise file.mapped.error(found, "Get all parts from the same source again")
+        found = f"the parts hold {len(whole.stored):,} tensors, but the first part promises {promised!r:.40}"
+        raise file.mapped.error(found, "Download all parts again from one source")
     return whole

@@ -1,8 +1,8 @@
-"""Quantised Hugging Face folders: GPTQ, AWQ and HQQ as safetensors, each matrix shown as one tensor of integer codes.
+"""Read Hugging Face folders of quantized weights: GPTQ, AWQ and HQQ as safetensors.
 
-What is stored as several tensors ("q_proj.qweight", "q_proj.qzeros", ...) becomes one ("q_proj.weight", [out, in]), whose
-`raw` gives codes, scales and zeros: value = (code - zero) * scale. Codes are unpacked some rows at a time. Layouts after
-AutoGPTQ's and GPTQModel's QuantLinear, AutoAWQ's WQLinear_GEMM and hqq's BitPack and HQQLinear. Knows no model.
+A matrix stored as several tensors ("q_proj.qweight", "q_proj.qzeros", ...) appears as one ("q_proj.weight", [out, in]).
+`raw` returns its codes, scales and zeros, unpacked for the given rows: value = (code - zero) * scale. The layouts are those
+of QuantLinear in AutoGPTQ and GPTQModel, WQLinear_GEMM in AutoAWQ, and BitPack and HQQLinear in hqq.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from toolkit.core.errors import FormatError
 from toolkit.weights.safetensors_files import open_safetensors, read_json
 from toolkit.weights.stored import Stored, Weights
 
-PLAIN_DO = "Get the model unquantised (then scheme= quantises it while loading), as GPTQ, AWQ or HQQ safetensors, or as GGUF"
-_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # output j of eight stands in nibble _AWQ_ORDER[j] of its 32-bit word
-_OTHER_FORMAT = "Get it in the usual format, or quantise the unquantised model with scheme="
+PLAIN_DO = "Get the model as GGUF, as GPTQ, AWQ or HQQ safetensors, or unquantized (scheme= quantizes it while loading)"
+_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # output j of eight is in nibble _AWQ_ORDER[j] of its 32-bit word
+_OTHER_FORMAT = "Get it in the usual format, or load the unquantized model with scheme="
 
 
 class Coded(ABC):
-    """One matrix [out, in] that is stored as several tensors: `parts`, their names. `stored` shows it as one."""
+    """One matrix [out, in] stored as several tensors, whose names are `parts`. `stored` describes it as a single tensor."""
 
     kind: str
-    leaves: tuple[str, ...]  # what the parts are called after the matrix' own name
+    leaves: tuple[str, ...]  # suffixes of the parts' names, after the name of the matrix
     stored: Stored
 
     def __init__(self, weights: Weights, prefix: str) -> None:
@@ -38,17 +38,17 @@ class Coded(ABC):
 
     @abstractmethod
     def raw(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Codes [rows, in] (uint8), scales and zeros [rows, groups] of rows `start` to `stop`, in memory of their own."""
+        """Return copies of rows `start` to `stop`: codes (uint8 [rows, in]), scales and zeros (both [rows, groups])."""
 
     def shown(self, shape: tuple[int, int], centred: bool = False) -> Stored:
-        """The one tensor that the parts are."""
+        """Return the entry that describes all parts as one tensor."""
         first = self.weights.stored[self.parts[0]]
         nbytes = sum(self.weights.stored[name].nbytes for name in self.parts)
         name = self.prefix + "weight"
         return Stored(name, shape, self.kind, None, first.start, nbytes, first.path, self.bits, self.group, centred)
 
     def part(self, leaf: str, *dtypes: torch.dtype, dimensions: int = 2) -> Stored:
-        """The part called `leaf`; FormatError where it is missing, or not of `dtypes` and as many dimensions."""
+        """Return the entry of part `leaf`. Raises FormatError if it is missing or has another dtype or rank."""
         found = self.weights.stored.get(self.prefix + leaf)
         if found is None:
             raise self.wrong(f"{leaf} is missing")
@@ -57,11 +57,11 @@ class Coded(ABC):
         return found
 
     def values(self, leaf: str) -> Tensor:
-        """The part called `leaf`, a view of the file."""
+        """Return the values of part `leaf`, a view of the file."""
         return self.weights.read(self.prefix + leaf)
 
-    def wrong(self, found: str, do: str = "Check that the files are whole, and of one checkpoint") -> FormatError:
-        """A FormatError about this matrix."""
+    def wrong(self, found: str, do: str = "Check that the files are complete and from one checkpoint") -> FormatError:
+        """Return a FormatError about this matrix."""
         return FormatError(f"{self.kind} matrix {self.prefix.rstrip('.')!r}", found, do, tensor=self.prefix + "weight")
 
 
@@ -71,7 +71,7 @@ _INT32, _FLOATS = (torch.int32,), (torch.float16, torch.bfloat16, torch.float32)
 class _Gptq(Coded):
     """qweight int32 [in * bits / 32, out], qzeros int32 [groups, out * bits / 32], scales [groups, out], g_idx [in].
 
-    Codes fill each word from its lowest bits; in the first version of the format stored zeros are one less.
+    Codes fill each word from the lowest bits up. The first version of the format stores zeros minus one.
     """
 
     kind, leaves = "GPTQ", ("qweight", "qzeros", "scales", "g_idx")
@@ -95,14 +95,14 @@ class _Gptq(Coded):
         self.stored = self.shown((out, columns), centred)
 
     def _check_order(self, columns: int, ordered: bool) -> None:
-        """Columns must be grouped in their own order: packed groups are neighbours."""
+        """Raise FormatError unless groups consist of adjacent columns, which the packed layout requires."""
         if self.prefix + "g_idx" in self.weights.stored:
             if self.part("g_idx", torch.int32, torch.int64, dimensions=1).shape != (columns,):
                 raise self.wrong(f"g_idx has {self.values('g_idx').shape[0]:,} entries for {columns:,} columns")
             ordered = not torch.equal(self.values("g_idx").long(), torch.arange(columns) // self.group)
         if ordered:
-            found = "its columns are grouped out of order (desc_act, act-order), which packed groups can't hold"
-            raise self.wrong(found, "Get a checkpoint quantised with desc_act=False, or the unquantised model")
+            found = "its columns are grouped out of order (desc_act, act-order), which the packed layout can't represent"
+            raise self.wrong(found, "Get a checkpoint quantized with desc_act=False, or the unquantized model")
 
     def raw(self, start: int, stop: int) -> dict[str, Tensor]:
         words = _turned(self.values("qweight")[:, start:stop])  # [rows, words]
@@ -110,7 +110,7 @@ class _Gptq(Coded):
         return {"codes": _unpack(words, self.bits), "scales": scales, "zeros": self._zeros(start, stop).t().to(scales.dtype)}
 
     def _zeros(self, start: int, stop: int) -> Tensor:
-        """Zeros [groups, rows] as integers."""
+        """Return the zeros [groups, rows] as integers."""
         per = 32 // self.bits
         words = _rows(self.values("qzeros")[:, start // per : -(-stop // per)])
         zeros = _unpack(words, self.bits)[:, start % per : start % per + stop - start]
@@ -118,7 +118,7 @@ class _Gptq(Coded):
 
 
 class _Awq(Coded):
-    """qweight int32 [in, out / 8], qzeros int32 [groups, out / 8], scales [groups, out]: 4 bits, eight outputs a word."""
+    """qweight int32 [in, out / 8], qzeros int32 [groups, out / 8], scales [groups, out]: 4 bits, eight outputs per word."""
 
     kind, leaves = "AWQ", ("qweight", "qzeros", "scales")
 
@@ -139,7 +139,7 @@ class _Awq(Coded):
         return {"codes": self._codes("qweight", start, stop), "scales": scales, "zeros": zeros}
 
     def _codes(self, leaf: str, start: int, stop: int) -> Tensor:
-        """Codes [rows, n] of outputs `start` to `stop` of the part called `leaf` [n, out / 8]."""
+        """Return the codes [rows, n] of outputs `start` to `stop` of part `leaf` [n, out / 8]."""
         words = _turned(self.values(leaf)[:, start // 8 : -(-stop // 8)])  # [rows / 8, n]
         packed = words.view(torch.uint8).view(*words.shape, 4)
         codes = torch.empty(words.shape[0], 8, words.shape[1], dtype=torch.uint8)
@@ -149,9 +149,9 @@ class _Awq(Coded):
 
 
 class _Hqq(Coded):
-    """W_q: the codes of [out * groups, group] in `per` blocks of rows, the first in the highest bits of each byte.
+    """W_q holds codes [out * groups, group] as `per` blocks of rows, the first block in the highest bits of each byte.
 
-    scale and zero: [out * groups, 1]. Everything else that hqq keeps of a matrix is stored beside them as small tensors.
+    scale and zero are [out * groups, 1]. hqq stores all other properties of a matrix as small tensors with the same prefix.
     """
 
     kind = "HQQ"
@@ -165,11 +165,11 @@ class _Hqq(Coded):
         super().__init__(weights, prefix)
         self.bits, axis, packing = self._number("nbits"), self._number("axis"), self._text("packing")
         if axis != 1:
-            raise self.wrong(f"axis {axis}: its groups run down columns", "Use a checkpoint quantised with axis=1")
+            raise self.wrong(f"axis {axis}: its groups run down columns", "Use a checkpoint quantized with axis=1")
         if self.bits not in (2, 4, 8) or packing != f"{self.bits}bit_u8":
-            raise self.wrong(f"{self.bits} bits packed as {packing!r:.40}", "Use one with 4bit_u8, 8bit_u8 or 2bit_u8")
+            raise self.wrong(f"{self.bits} bits packed as {packing!r:.40}", "Use a checkpoint with 4bit_u8, 8bit_u8 or 2bit_u8")
         if any(self._number(flag, 0) for flag in ("quant_scale", "quant_zero")):
-            raise self.wrong("its scales or zeros are quantised themselves", "Quantise with quant_scale=quant_zero=False")
+            raise self.wrong("its scales or zeros are quantized themselves", "Quantize with quant_scale=quant_zero=False")
         sizes = self.values("shape") if self.part("shape", torch.int64, torch.int32, dimensions=1).shape == (2,) else None
         if sizes is None:
             raise self.wrong("its shape isn't two numbers")
@@ -185,7 +185,7 @@ class _Hqq(Coded):
         self.per = 8 // self.bits
         packed = weights.stored[prefix + "W_q"]
         if said != self.group or rows % self.per or packed.nbytes * self.per != out * columns or packed.dtype is None:
-            raise self.wrong(f"W_q has {packed.nbytes:,} bytes, {rows:,} groups of {said:,} were promised")
+            raise self.wrong(f"W_q has {packed.nbytes:,} bytes, but {rows:,} groups of {said:,} were promised")
         self.stored = self.shown((out, columns))
 
     def raw(self, start: int, stop: int) -> dict[str, Tensor]:
@@ -216,17 +216,17 @@ class _Hqq(Coded):
 
 
 def _rows(part: Tensor) -> Tensor:
-    """A copy of `part`, row after row (`contiguous` leaves empty tensors as they are)."""
+    """Return a row-major copy of `part` (`contiguous` would return empty tensors with their old strides)."""
     return part.clone(memory_format=torch.contiguous_format)
 
 
 def _turned(part: Tensor) -> Tensor:
-    """A copy of `part` [a, b] as [b, a], row after row."""
+    """Return a row-major copy of the transpose of `part`."""
     return _rows(part.t())
 
 
 def _unpack(words: Tensor, bits: int) -> Tensor:
-    """int32 words [..., n] -> their codes uint8 [..., n * 32 / bits], from the lowest bits on."""
+    """Unpack int32 words [..., n] into codes uint8 [..., n * 32 / bits], lowest bits first."""
     packed = words.view(torch.uint8)
     if bits == 8:
         return packed
@@ -235,7 +235,7 @@ def _unpack(words: Tensor, bits: int) -> Tensor:
 
 
 def _agree(matrix: Coded, options: Mapping[str, Any], columns: int) -> None:
-    """FormatError where config.json says other bits or groups than the tensors, and no exceptions for single matrices."""
+    """Raise FormatError if the config contradicts the bits or group size of the tensors and lists no exceptions."""
     group = options.get("group_size", matrix.group)
     said = (options.get("bits", matrix.bits), columns if group == -1 else group)
     if said != (matrix.bits, matrix.group) and not options.get("dynamic"):
@@ -244,10 +244,10 @@ def _agree(matrix: Coded, options: Mapping[str, Any], columns: int) -> None:
 
 
 class Quantised(Weights):
-    """A checkpoint in which some matrices are stored as codes, scales and zeros; the rest as plain numbers."""
+    """A checkpoint that stores some matrices as codes, scales and zeros, and all other tensors as plain numbers."""
 
     def __init__(self, weights: Weights, make: Callable[[Weights, str], Coded], leaf: str) -> None:
-        """`make` reads the matrix whose parts' names begin so; there is one wherever a tensor is called `leaf`."""
+        """Find one quantized matrix per tensor named PREFIX + `leaf`, and read it with `make(weights, PREFIX)`."""
         self._inner = weights
         coded = [make(weights, name.removesuffix(leaf)) for name in weights.stored if name.endswith("." + leaf)]
         self._coded = {matrix.stored.name: matrix for matrix in coded}
@@ -255,7 +255,7 @@ class Quantised(Weights):
         plain = {name: stored for name, stored in weights.stored.items() if name not in hidden}
         both = next((name for name in self._coded if name in plain), None)
         if both is not None:
-            raise FormatError(f"tensor {both!r}", "it is there both plain and quantised", "Get one of the two checkpoints")
+            raise FormatError(f"tensor {both!r}", "it is stored both plain and quantized", "Use a checkpoint with only one")
         self.stored = plain | {name: matrix.stored for name, matrix in self._coded.items()}
 
     def raw(self, name: str, start_row: int = 0, stop_row: int | None = None) -> dict[str, Tensor]:
@@ -265,9 +265,9 @@ class Quantised(Weights):
 
 
 def open_folder(folder: Path, config: Mapping[str, Any]) -> Weights:
-    """The weights of a Hugging Face folder, quantised ones unpacked as `config` (its config.json) says.
+    """Open the weights of a Hugging Face folder; `config`, its config.json, says how they are quantized.
 
-    Raises FormatError, naming it, for a way of quantising that isn't read.
+    Raises FormatError for an unsupported quantization method or option, and for damaged or incomplete files.
     """
     weights = open_safetensors(folder)
     asked, options = f"weights in {folder}", _options(folder, config, weights)
@@ -288,11 +288,11 @@ def open_folder(folder: Path, config: Mapping[str, Any]) -> Weights:
         return Quantised(weights, lambda inner, prefix: _Awq(inner, prefix, options), "qweight")
     if method in ("hqq", ""):
         return Quantised(weights, lambda inner, prefix: _Hqq(inner, prefix, options), "W_q")
-    raise FormatError(asked, f"they are quantised by {method!r:.60}, which isn't read", PLAIN_DO, method=method)
+    raise FormatError(asked, f"they are quantized by {method!r:.60}, which isn't supported", PLAIN_DO, method=method)
 
 
 def _options(folder: Path, config: Mapping[str, Any], weights: Weights) -> dict[str, Any]:
-    """What says how the weights are quantised: config.json, or the file that older tools wrote beside it."""
+    """Return the quantization settings from config.json, or from the separate file that older tools wrote."""
     inner = config.get("text_config")
     for holder in (config, inner if isinstance(inner, Mapping) else {}):
         for field in ("quantization_config", "compression_config"):
@@ -310,13 +310,13 @@ def _options(folder: Path, config: Mapping[str, Any], weights: Weights) -> dict[
         if (folder / "quant_config.json").exists():
             old = read_json(folder / "quant_config.json", "config")
             return {"quant_method": "awq", "bits": old.get("w_bit"), "group_size": old.get("q_group_size")} | old
-        found = "they are quantised, config.json doesn't say how"
+        found = "they are quantized, but config.json doesn't say how"
         raise FormatError(f"weights in {folder}", found, "Get the config.json of the same checkpoint")
     return {}
 
 
 def _only(asked: str, options: Mapping[str, Any], field: str, *known: str) -> None:
-    """FormatError where `field` is none of `known` (absent: the first)."""
+    """Raise FormatError unless `field` is one of `known` (its default is the first)."""
     value = str(options.get(field, known[0])).lower()
     if value not in known:
-        raise FormatError(asked, f"quantization_config field {field!r} is {value!r:.60}", f"Read are {', '.join(known)}")
+        raise FormatError(asked, f"quantization_config field {field!r} is {value!r:.60}", f"Use one of {', '.join(known)}")

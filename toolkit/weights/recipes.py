@@ -1,8 +1,8 @@
-"""Which scheme holds which weight of a model: recipes as data, by the names that our models give their weights.
+"""Quantization recipes: choose a scheme for each weight of a model from its name and shape.
 
-What every recipe leaves plain: vectors and scalars (norms, biases, one value a head or a layer), matrices of one row, routers
-(a wrong choice of expert costs more than their few bytes), convolutions. Everything else is a matrix that a token reads, and is
-quantised, the embedding table and the head too. Knows names and shapes, no model and no values.
+Every recipe leaves vectors and scalars (norms, biases, values per head or layer), matrices of one row, convolutions and
+routers unquantized (routers are small, and a wrong choice of expert costs much accuracy). All other matrices are quantized,
+including the embedding table and the head.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from toolkit.weights.schemes import SCHEMES, Scheme, find_scheme
 
 _PLAIN = re.compile(r"norm|router|conv")
 _LAYER = re.compile(r"layers\.(\d+)\.")
-# What llama.cpp takes where a row isn't a whole number of 256 weights (llama_tensor_get_type's fallbacks).
+# llama.cpp's replacements where the row length isn't a multiple of 256 (the fallbacks of llama_tensor_get_type)
 _SMALLER = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "int8-g32"}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A scheme for each weight.
+    """The scheme of each weight.
 
-    `base` holds the matrices, `tables` the head, and the embedding where it is the head as well. `more` holds the matrices
-    that `wide` matches in the layers that matter most: the first and last eighth and every third between, as llama.cpp's
-    `use_more_bits` picks them. Raises UnknownNameError for a scheme that there isn't.
+    `base` is the scheme of ordinary matrices; `tables` that of the head, and of the embedding if they are tied. `more` is the
+    scheme of matrices whose name matches the regex `wide` in the most sensitive layers: the first and last eighth and every
+    third layer between them, as in llama.cpp's `use_more_bits`. Raises UnknownNameError for an unknown scheme.
     """
 
     name: str
@@ -40,16 +40,16 @@ class Recipe:
             find_scheme(scheme)
 
     def scheme_for(self, name: str, shape: Sequence[int], layers: int, tied: bool = False) -> Scheme | None:
-        """The scheme of the weight called `name` ("layers.3.mlp.down.weight"), or None where it stays plain.
+        """Return the scheme of the weight `name` ("layers.3.mlp.down.weight"), or None if it stays unquantized.
 
-        `layers`: how many the model has; `tied`: the embedding is the head. K formats whose 256 weights don't divide a row
-        give way to 32 at a time, as in llama.cpp; other schemes leave such a row plain.
+        `layers` is the number of layers; `tied` says that the embedding is also the head. If the row length isn't a multiple
+        of 256, K formats are replaced by schemes with groups of 32, as in llama.cpp. Returns None if the groups don't fit.
         """
         meant = self.meant_for(name, shape, layers, tied)
         return None if meant is None or shape[-1] % meant.multiple else meant
 
     def meant_for(self, name: str, shape: Sequence[int], layers: int, tied: bool = False) -> Scheme | None:
-        """As `scheme_for`, whether or not its groups divide the rows: None is for what is always plain."""
+        """Return the scheme like `scheme_for`, but even if its groups don't divide the rows."""
         if len(shape) < 2 or shape[-2] == 1 or not name.endswith("weight") or _PLAIN.search(name):
             return None
         chosen = self.base
@@ -70,13 +70,13 @@ def _more_bits(layer: int, layers: int) -> bool:
 RECIPES = {scheme: Recipe(scheme, scheme, scheme) for scheme in SCHEMES} | {
     "int4": Recipe("int4", "int4-g32", "int8-g32"),
     "int8": Recipe("int8", "int8-g32", "int8-g32"),
-    # llama.cpp's Q4_K_M: values of attention and what leads out of an MLP (of every expert too) matter most.
+    # llama.cpp's Q4_K_M: more bits for the value projections and for the down projections of MLPs and experts
     "q4_k_m": Recipe("q4_k_m", "q4_k", "q6_k", "q6_k", r"attention\.(\w+\.)?v\.weight$|\bdown\.weight$"),
 }
 
 
 def recipe(name: str | Recipe | Scheme) -> Recipe:
-    """The recipe called `name`: "q4_k_m", "int4", "int8", or a scheme for all matrices. UnknownNameError otherwise."""
+    """Return the recipe `name`: "q4_k_m", "int4", "int8", or a scheme for all matrices. Raises UnknownNameError otherwise."""
     if isinstance(name, Recipe):
         return name
     if isinstance(name, Scheme):

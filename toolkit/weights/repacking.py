@@ -1,9 +1,8 @@
-"""Weights that a checkpoint holds quantised, into the packed layout: which scheme holds a stored kind exactly, and the
-bytes of GGUF blocks, or the integer codes of GPTQ, AWQ and HQQ, as its parts.
+"""Repack the quantized weights of a checkpoint (GGUF blocks; GPTQ, AWQ and HQQ codes) into the packed layout.
 
-Works on whatever device the bytes are, with no wait and nothing read back, on as many rows as it is given: its scratch is
-about six bytes a weight, so a loader calls it with a bounded number of rows. It knows no file. Block layouts after
-ggml's `block_q4_0` ... `block_q6_K` (ggml-common.h).
+`scheme_of` names the scheme that represents a stored kind exactly, `from_stored` converts the values. The conversion runs
+on the device of its inputs without synchronizing, and needs about six bytes of scratch memory per weight, so loaders pass
+a bounded number of rows. The block layouts are ggml's `block_q4_0` ... `block_q6_K` (ggml-common.h).
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from toolkit.core.errors import ModelError
 from toolkit.weights.packed import pack_codes
 from toolkit.weights.schemes import SCHEMES, Scheme
 
-CODED = ("GPTQ", "AWQ", "HQQ")  # stored as integer codes with scales and zeros, read by `pack`
+CODED = ("GPTQ", "AWQ", "HQQ")  # formats of integer codes with scales and zeros, converted by `pack`
 
 
 def scheme_of(kind: str, bits: int = 4, group: int = 0, columns: int = 0, centred: bool = False) -> Scheme | None:
-    """The scheme that holds weights stored as `kind` without changing a value; None where none does.
+    """Return the scheme that represents weights stored as `kind` without changing a value, or None if there is none.
 
-    GGUF kinds ("Q4_K", ...) need nothing else. "GPTQ", "AWQ", "HQQ": codes of `bits`, `group` weights of a row to a scale
-    (0 or -1: the whole row of `columns`), and whether every zero is 2^(bits - 1) (`centred`). Codes of up to 4 bits go into
-    int4 groups, 8-bit ones into int8 where they are centred. A group larger than a scheme's repeats its scale.
+    GGUF kinds ("Q4_K", ...) need no other argument. For "GPTQ", "AWQ" and "HQQ", `bits` is the size of a code, `group` the
+    number of weights per scale (0 or -1: the whole row of `columns`), and `centred` says that every zero is 2^(bits - 1).
+    Codes of 2 to 4 bits map to int4 schemes, centred 8-bit codes to int8. Larger groups repeat their scale.
     """
     if kind in GGUF_KINDS:
         return SCHEMES[GGUF_KINDS[kind].scheme]
@@ -39,12 +38,12 @@ def scheme_of(kind: str, bits: int = 4, group: int = 0, columns: int = 0, centre
 
 
 def from_stored(kind: str, raw: Mapping[str, Tensor], columns: int, scheme: Scheme | None = None) -> dict[str, Tensor]:
-    """The parts [rows, ...] of stored quantised weights, on the device that they are on.
+    """Convert stored quantized weights to packed parts [rows, ...] on the same device.
 
-    raw: for GGUF kinds "blocks", uint8 [rows, bytes of a row]; for GPTQ, AWQ and HQQ "codes" [rows, columns] with "scales" and
-    "zeros" [rows, groups]. `columns`: weights of a row; `scheme`: what `scheme_of` said, needed for codes of other than
-    4 bits. Nothing is rounded: dequantised in fp32, GGUF parts equal the gguf package's values bit for bit, and codes
-    with fp16 scales and zeros equal (code - zero) * scale. Raises ModelError for an unknown kind, or rows that don't fit.
+    `raw` holds "blocks" (uint8 [rows, bytes per row]) for GGUF kinds, else "codes" [rows, columns] with "scales" and "zeros"
+    [rows, groups]. `columns` is the row length; `scheme` is the result of `scheme_of`, required unless codes have 4 bits.
+    Dequantized in fp32, GGUF parts equal the values of the gguf package bit for bit, and codes with fp16 scales and zeros
+    equal (code - zero) * scale; other dtypes are rounded to fp16. Raises ModelError for an unknown kind or row size.
     """
     if kind in CODED:
         scheme = scheme or scheme_of(kind, 4, columns // raw["scales"].shape[-1], columns)
@@ -52,11 +51,11 @@ def from_stored(kind: str, raw: Mapping[str, Tensor], columns: int, scheme: Sche
             return pack(scheme, raw["codes"], raw["scales"], raw.get("zeros"))
     if kind not in GGUF_KINDS:
         known = ", ".join((*GGUF_KINDS, *CODED))
-        raise ModelError(f"weights stored as {kind}", f"rows of {columns:,} have no packed form", f"It packs {known}")
+        raise ModelError(f"weights stored as {kind}", f"rows of {columns:,} have no packed form", f"Use one of {known}")
     layout, rows = GGUF_KINDS[kind], raw["blocks"]
     if columns % layout.weights or rows.shape[-1] != columns // layout.weights * layout.nbytes:
-        found = f"{rows.shape[-1]:,} bytes for {columns:,} weights a row, of which {layout.weights} take {layout.nbytes}"
-        raise ModelError(f"weights stored as {kind}", found, "Check that the file is whole")
+        found = f"{rows.shape[-1]:,} bytes for {columns:,} weights per row; {layout.weights} weights take {layout.nbytes} bytes"
+        raise ModelError(f"weights stored as {kind}", found, "Check that the file is complete")
     blocks = rows.unflatten(-1, (-1, layout.nbytes))  # [rows, blocks, bytes]
     codes, fine = layout.read(blocks)
     parts = pack_codes(SCHEMES[layout.scheme], codes.flatten(1))
@@ -64,11 +63,11 @@ def from_stored(kind: str, raw: Mapping[str, Tensor], columns: int, scheme: Sche
 
 
 def pack(scheme: Scheme, codes: Tensor, scales: Tensor, offsets: Tensor | None = None) -> dict[str, Tensor]:
-    """The parts of `scheme` for integer `codes` [rows, in], where value = (code - zero) * scale.
+    """Pack integer `codes` [rows, in] into the parts of `scheme`, where value = (code - zero) * scale.
 
-    `scales` and zeros (`offsets`) are [rows, in / group] for any group that is a whole multiple of the scheme's: repeated
-    where larger, rounded to fp16. Codes are 0 to 2^bits - 1; of int8 schemes 0 to 255 around 128, and `offsets` None.
-    For schemes with minima (value = code * scale - minimum) `offsets` are the minima. ModelError where groups don't fit.
+    `scales` and zeros (`offsets`) are [rows, in / group], where group is a multiple of the scheme's group: they are rounded
+    to fp16 and repeated. Codes are 0 to 2^bits - 1; for int8 schemes 0 to 255, centred at 128, without `offsets`. For schemes
+    with minima (value = code * scale - minimum), `offsets` are the minima. Raises ModelError if the groups don't fit.
     """
     columns = codes.shape[-1]
     groups, given = columns // scheme.group, scales.shape[-1]
@@ -89,12 +88,12 @@ def pack(scheme: Scheme, codes: Tensor, scales: Tensor, offsets: Tensor | None =
 
 @dataclass(frozen=True)
 class _Layout:
-    """A block of GGUF: how many weights in how many bytes, the scheme that holds it, and how it is read."""
+    """A GGUF block type: weights and bytes per block, the scheme that represents it, and the function that reads it."""
 
     weights: int
     nbytes: int
     scheme: str
-    read: Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]  # [rows, blocks, bytes] -> codes and fine parts, a block each
+    read: Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]  # [rows, blocks, bytes] -> codes and fine parts per block
 
 
 def _q8_0(blocks: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -103,7 +102,7 @@ def _q8_0(blocks: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def _q4_0(blocks: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """d | 16 bytes: w = d * (q - 8), the low nibbles first."""
+    """d | 16 bytes: w = d * (q - 8), low nibbles first."""
     return _halves(blocks[..., 2:]), {"scales": _half(blocks, 0)}
 
 
@@ -129,7 +128,7 @@ def _q4_k(blocks: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def _q5_k(blocks: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """As Q4_K, with 32 bytes of fifth bits before the nibbles: bit g of byte j is of weight 32 g + j."""
+    """Like Q4_K, with 32 bytes of fifth bits before the nibbles: bit g of byte j belongs to weight 32 g + j."""
     low = _halves(blocks[..., 48:].unflatten(-1, (4, 32))).unflatten(-1, (2, 32)).flatten(-3, -2)  # [.., 8, 32]
     fifth = blocks[..., None, 16:48] >> _shifts(blocks, 8, 1)[:, None] & 1
     return (low | (fifth << 4)).flatten(-2), _k_scales(blocks)
@@ -144,7 +143,7 @@ def _q6_k(blocks: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def _k_scales(blocks: Tensor) -> dict[str, Tensor]:
-    """8 six-bit scales and 8 minima of a K block: four whole in the first bytes, four split over the rest."""
+    """Unpack the 8 scales and 8 minima (6 bits each) of a K block: the first four are contiguous, the others split."""
     low, middle, high = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     scales = torch.cat((low & 63, (high & 15) | ((low >> 6) << 4)), -1)
     minima = torch.cat((middle & 63, (high >> 4) | ((middle >> 6) << 4)), -1)
@@ -153,22 +152,22 @@ def _k_scales(blocks: Tensor) -> dict[str, Tensor]:
 
 
 def _halves(packed: Tensor) -> Tensor:
-    """[..., n] bytes -> [..., 2 n] codes: all low nibbles, then all high ones."""
+    """Unpack bytes [..., n] into codes [..., 2 n]: all low nibbles, then all high nibbles."""
     return torch.cat((packed & 15, packed >> 4), -1)
 
 
 def _single_bits(packed: Tensor) -> Tensor:
-    """[..., n] bytes -> [..., 8 n] bits, the lowest first."""
+    """Unpack bytes [..., n] into bits [..., 8 n], lowest bit first."""
     return (packed[..., None] >> _shifts(packed, 8, 1) & 1).flatten(-2)
 
 
 def _shifts(like: Tensor, count: int, width: int) -> Tensor:
-    """0, width, 2 width, ... as bytes, made on the device of `like`."""
+    """Return `count` shifts 0, width, 2 width, ... as uint8, on the device of `like`."""
     return torch.arange(0, count * width, width, dtype=torch.uint8, device=like.device)
 
 
 def _half(blocks: Tensor, start: int) -> Tensor:
-    """The fp16 that stands at byte `start` of each block: [..., 1]."""
+    """Return the fp16 number at byte `start` of each block: [..., 1]."""
     return blocks[..., start : start + 2].contiguous().view(torch.float16)
 
 

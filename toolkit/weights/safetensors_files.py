@@ -1,6 +1,6 @@
-"""Safetensors: a JSON header of names, dtypes, shapes and byte ranges, then the bytes. One file or many with an index.
+"""Read safetensors files: a JSON header (names, dtypes, shapes, byte ranges), then the bytes of the tensors.
 
-The header is checked whole before a byte of any tensor is touched. Nothing in these files can run.
+A checkpoint is one file, or several with an index. The whole header is checked before any tensor is read.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class SafetensorsFile(Weights):
     """One .safetensors file."""
 
     def __init__(self, path: Path) -> None:
-        """Map the file and check its header. Raises FormatError, naming the tensor, for anything that doesn't hold."""
+        """Map the file and check its header. Raises FormatError, which names the tensor, if an entry is invalid."""
         self.mapped = Mapped(path, "safetensors file", smallest=8)
         length = int.from_bytes(self.mapped.bytes[:8], "little")
         if length > MAX_HEADER_BYTES:
             found = f"the first 8 bytes give a header of {length:,} bytes, more than the format allows"
-            raise self.mapped.error(found, "It is no safetensors file, or damaged: check what it is and get it again")
+            raise self.mapped.error(found, "Check that it is a safetensors file, or download it again: it may be damaged")
         if 8 + length > len(self.mapped):
             raise too_short(self.mapped, "the header", 8 + length)
         header = self._header(length)
@@ -59,28 +59,28 @@ class SafetensorsFile(Weights):
         return header
 
     def _stored(self, name: str, entry: Any, data: int) -> Stored:
-        """The checked entry of one tensor; `data` is where the header ends and ranges count from."""
+        """Check and return the entry of one tensor; `data` is the file offset from which byte ranges count."""
         try:
             kind, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
             whole = [start, end, *shape]
         except (TypeError, KeyError, ValueError) as error:
-            raise self.mapped.error(f"the entry of tensor {name!r} isn't one ({entry!r:.100})", BROKEN) from error
+            raise self.mapped.error(f"the entry of tensor {name!r} is malformed ({entry!r:.100})", BROKEN) from error
         if not isinstance(kind, str) or kind not in DTYPES:
             do = f"Convert it to one of {', '.join(DTYPES)}"
             raise self.mapped.error(f"tensor {name!r} has the unknown dtype {kind!r:.40}", do, tensor=name)
         fine = isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS and all(type(n) is int and n >= 0 for n in whole)
         if not fine or math.prod(max(n, 1) for n in shape) >= 1 << 60:
-            raise self.mapped.error(f"tensor {name!r} has impossible numbers in its shape or range", BROKEN, tensor=name)
+            raise self.mapped.error(f"tensor {name!r} has an impossible shape or byte range", BROKEN, tensor=name)
         nbytes = math.prod(shape) * DTYPES[kind].itemsize
         if end - start != nbytes:
-            found = f"tensor {name!r} of shape {shape} in {kind} needs {nbytes:,} bytes, its range has {end - start:,}"
+            found = f"tensor {name!r} of shape {shape} in {kind} needs {nbytes:,} bytes, but its range has {end - start:,}"
             raise self.mapped.error(found, BROKEN, tensor=name)
         if data + end > len(self.mapped):
             raise too_short(self.mapped, f"tensor {name!r}", data + end)
         return Stored(name, tuple(shape), kind, DTYPES[kind], data + start, nbytes, self.mapped.path)
 
     def _check_cover(self, data: int) -> None:
-        """The format wants the tensors to fill the file: a hole or a tail means that the header isn't this file's."""
+        """Raise FormatError unless the tensors fill the file, as the format requires: a gap means a wrong header."""
         check_apart(self.mapped, self.stored.values())
         filled = sum(tensor.nbytes for tensor in self.stored.values())
         if data + filled != len(self.mapped):
@@ -89,9 +89,9 @@ class SafetensorsFile(Weights):
 
 
 def open_safetensors(path: Path) -> Weights:
-    """The weights in `path`: a .safetensors file, or a folder with one, with shards and an index, or with all shards.
+    """Open the weights in `path`: a .safetensors file, or a folder with one file or all shards, with or without an index.
 
-    Raises FormatError where there are none, a shard is missing, or a file is damaged.
+    Raises FormatError if there are no weights, a shard is missing, or a file is damaged.
     """
     if not path.is_dir():
         return SafetensorsFile(path)
@@ -106,13 +106,13 @@ def open_safetensors(path: Path) -> Weights:
         raise _no_weights(path)
     counts = {int(m[1]) for f in files if (m := re.fullmatch(r".*-\d+-of-(\d+)\.safetensors", f.name))}
     if len(counts) > 1 or (counts and counts != {len(files)}) or (not counts and len(files) > 1):
-        found = f"no index, and {len(files)} files ({', '.join(f.name for f in files[:4])}) that aren't one whole checkpoint"
+        found = f"no index, and {len(files)} files ({', '.join(f.name for f in files[:4])}) that aren't one complete checkpoint"
         raise FormatError(f"weights in {path}", found, f"Get the missing files and {INDEX}, or leave one model.safetensors")
     return Shards([SafetensorsFile(file) for file in files])
 
 
 def _open_index(index: Path) -> Weights:
-    """The shards that an index names, checked against it."""
+    """Open the shards named by an index. Raises FormatError if they contradict it."""
     asked = f"index {index}"
     weight_map = read_json(index, "index").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
@@ -123,7 +123,7 @@ def _open_index(index: Path) -> Weights:
             raise FormatError(
                 asked, f"it names {name!r:.100}, which isn't a file of the same folder", "Don't trust this checkpoint"
             )
-    missing = [name for name in names if not os.path.exists(index.parent / name)]  # no exception for any name
+    missing = [name for name in names if not os.path.exists(index.parent / name)]  # never raises for odd names
     if missing:
         found = f"{len(missing)} of {len(names)} shards are missing: {', '.join(missing[:4])}"
         raise FormatError(asked, found, "Download the missing files into the same folder", missing=missing)
@@ -135,13 +135,13 @@ def _open_index(index: Path) -> Weights:
 
 
 def read_json(path: Path, what: str, max_bytes: int = 256 << 20) -> dict[str, Any]:
-    """The JSON object in `path`. Raises FormatError where it isn't one, is unreadable, or is larger than `max_bytes`."""
+    """Read the JSON object in `path`. Raises FormatError if it is unreadable, isn't an object or exceeds `max_bytes`."""
     asked = f"{what} {path}"
     try:
         if not path.is_file():
             raise FormatError(asked, "no such file" if not path.exists() else "not a file", "Check the checkpoint's folder")
         if path.stat().st_size > max_bytes:
-            raise FormatError(asked, f"it is larger than {max_bytes:,} bytes", "Check what it is: such files are small")
+            raise FormatError(asked, f"it is larger than {max_bytes:,} bytes", "Check the file: it should be small")
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise FormatError(asked, f"it can't be read ({error.strerror or error})", "Check its permissions") from error
@@ -163,12 +163,12 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
 def pickled(path: Path) -> FormatError:
-    """The refusal of a pickle, which could run any code when opened."""
+    """Return the error for a pickle file, which could run arbitrary code when opened."""
     do = (
-        "Use the checkpoint's safetensors, or convert it where you trust it: "
+        "Use the checkpoint's safetensors, or convert it if you trust it: "
         "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
     )
-    return FormatError(f"weights {path}", "a pickle, which can run any code when it is opened, so it isn't", do)
+    return FormatError(f"weights {path}", "it is a pickle, which could run any code, so it isn't opened", do)
 
 
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -176,5 +176,5 @@ def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         seen: set[str] = set()
         twin = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"key {twin!r:.100} twice")
+        raise ValueError(f"key {twin!r:.100} occurs twice")
     return found

@@ -1,4 +1,4 @@
-"""What every weights file is to its reader: named tensors in a mapped file, none of them read before it is asked for."""
+"""The interface of all checkpoint readers: named tensors in memory-mapped files, read only on request."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from toolkit.core.units import bytes_text
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor in a file: its shape as PyTorch writes it, and where its bytes lie.
+    """One tensor in a file: its name, its shape in PyTorch's order, and the position of its bytes.
 
-    `kind` is the format's own name of the element type ("BF16", "Q4_K", "GPTQ"); `dtype` the torch dtype of elements that
-    are stored as such, None where they are quantised. `start` counts from the beginning of the file. `bits`, `group` and
-    `centred` say how codes are held where the kind alone doesn't: bits of a code, weights of a row that share a scale,
-    and whether every zero is 2^(bits - 1).
+    `kind` is the format's own name for the element type ("BF16", "Q4_K", "GPTQ"). `dtype` is the torch dtype of plain
+    elements, None if they are quantized. `start` is the offset from the beginning of the file. For kinds with several
+    variants, `bits` is the size of a code, `group` the number of weights of a row that share a scale, and `centred` says
+    that every zero is 2^(bits - 1).
     """
 
     name: str
@@ -43,35 +43,35 @@ class Stored:
 
     @property
     def rows(self) -> int:
-        """How many rows there are: the leading dimensions, flattened; 1 for a vector or a scalar."""
+        """Number of rows: the product of all dimensions but the last; 1 for a vector or a scalar."""
         return math.prod(self.shape[:-1])
 
     @property
     def columns(self) -> int:
-        """How many values a row has."""
+        """Number of values per row."""
         return self.shape[-1] if self.shape else 1
 
 
 class Weights(ABC):
-    """An open checkpoint. `stored` maps names to what the file says of each tensor."""
+    """An open checkpoint. `stored` maps the name of each tensor to its entry in the file."""
 
     stored: Mapping[str, Stored]
 
     @abstractmethod
     def raw(self, name: str, start_row: int = 0, stop_row: int | None = None) -> dict[str, Tensor]:
-        """Rows `start_row` to `stop_row` (to the end where None) of the tensor called `name`, as they are stored, on the CPU.
+        """Return rows `start_row` to `stop_row` (None: to the end) of tensor `name` as stored, on the CPU.
 
-        Rows are those of the flattened leading dimensions: a stack of matrices [E, out, in] has E * out of them, a vector
-        one. Plain numbers: {"values": [rows, columns]}. GGUF's quantised kinds: {"blocks": uint8 [rows, bytes a row]}.
-        Both are views of the mapped file (don't write to them). Kinds of int4 safetensors: {"codes": uint8 [rows,
-        columns], "scales" and "zeros": floats [rows, groups]}, a value being (code - zero) * scale; these are unpacked
-        into memory of their own, so ask for some rows at a time. Raises FormatError for an unknown name or rows.
+        Leading dimensions are flattened: a stack of matrices [E, out, in] has E * out rows, a vector has one. Plain tensors
+        return {"values": [rows, columns]}, quantized GGUF tensors {"blocks": uint8 [rows, bytes per row]}; both are views of
+        the mapped file, so don't write to them. GPTQ, AWQ and HQQ matrices return {"codes": uint8 [rows, columns], "scales"
+        and "zeros": floats [rows, groups]}, where value = (code - zero) * scale; these are unpacked copies, so read them in
+        chunks. Raises FormatError for an unknown name or rows out of range.
         """
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor called `name`, of plain numbers, in its shape: a view of the mapped file (don't write to it).
+        """Return the whole plain tensor `name` in its shape: a view of the mapped file, so don't write to it.
 
-        Raises FormatError for an unknown name, and for one that is stored quantised.
+        Raises FormatError for an unknown name or a quantized tensor.
         """
         stored = self.find(name)
         if stored.dtype is None:
@@ -79,26 +79,26 @@ class Weights(ABC):
         return self.raw(name)["values"].view(stored.shape)
 
     def span(self, name: str, start_row: int, stop_row: int | None) -> tuple[Stored, int, int]:
-        """What is stored under `name`, and the rows asked for; FormatError where it doesn't have them."""
+        """Return the entry of tensor `name` and the checked row range. Raises FormatError if it is out of range."""
         stored = self.find(name)
         stop = stored.rows if stop_row is None else stop_row
         if not 0 <= start_row <= stop <= stored.rows:
             found = f"it has {stored.rows:,} rows"
-            raise FormatError(f"rows {start_row:,} to {stop:,} of tensor {name!r}", found, "Ask for rows that are there")
+            raise FormatError(f"rows {start_row:,} to {stop:,} of tensor {name!r}", found, "Ask for rows in that range")
         return stored, start_row, stop
 
     def find(self, name: str) -> Stored:
-        """What is stored under `name`; FormatError, naming the nearest, where nothing is."""
+        """Return the entry of tensor `name`. Raises FormatError, which suggests the most similar name, if there is none."""
         if name in self.stored:
             return self.stored[name]
         raise FormatError(f"tensor {name!r}", "no such tensor in the file", nearest(name, self.stored))
 
 
 class Shards(Weights):
-    """Several files read as one."""
+    """Several files that form one checkpoint."""
 
     def __init__(self, files: Sequence[Weights]) -> None:
-        """Join the files. Raises FormatError where two hold a tensor of the same name."""
+        """Join the files. Raises FormatError if two of them hold a tensor of the same name."""
         self._home: dict[str, Weights] = {}
         for file in files:
             for name, stored in file.stored.items():
@@ -115,29 +115,29 @@ class Shards(Weights):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A sentence for an error: the known name most like `name`."""
+    """Return a sentence for an error message that suggests the known name most similar to `name`."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"The nearest is {near[0]!r}" if near else "Nothing has a similar name: is it a checkpoint of another architecture?"
+    return f"The nearest name is {near[0]!r}" if near else "No name is similar: is it a checkpoint of another architecture?"
 
 
 class Mapped:
-    """A file mapped into memory: pages come from disk when they are first touched, and are not counted as our own."""
+    """A memory-mapped file: pages are read on first access and, being file-backed, aren't private memory of the process."""
 
     def __init__(self, path: str | os.PathLike[str], asked: str, smallest: int = 1) -> None:
-        """Map the whole file. Raises FormatError where it isn't a regular file of at least `smallest` bytes."""
+        """Map the whole file. Raises FormatError unless it is a readable regular file of at least `smallest` bytes."""
         self.path, self.asked = os.fspath(path), asked
         try:
-            found = os.stat(self.path)  # before open, which would wait for a writer if this were a pipe
+            found = os.stat(self.path)  # before open(), which would block on a named pipe without a writer
             if not stat.S_ISREG(found.st_mode):
                 kind = "a folder" if stat.S_ISDIR(found.st_mode) else "not a regular file"
-                raise self.error(f"{Path(path).name} is {kind}", "Give the file itself")
+                raise self.error(f"{Path(path).name} is {kind}", "Give the path of the file itself")
             if found.st_size < smallest:
                 raise self.error(
-                    f"the file has {found.st_size:,} bytes, too few to be one",
+                    f"the file has only {found.st_size:,} bytes, too few for this format",
                     "Download or copy it again: it is empty or cut off",
                 )
-            self._file = open(self.path, "rb")  # noqa: SIM115 - open as long as the map, which outlives this call
-            # a private mapping: torch wants it writable, the file never changes
+            self._file = open(self.path, "rb")  # noqa: SIM115 - stays open as long as the map, which outlives this call
+            # A private (copy-on-write) mapping: torch.frombuffer warns about read-only memory, and the file stays unchanged.
             self.bytes = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)
         except OSError as error:
             raise self.error(f"it can't be opened ({error.strerror or error})", "Check the path and its permissions") from error
@@ -146,25 +146,25 @@ class Mapped:
         return len(self.bytes)
 
     def tensor(self, start: int, nbytes: int) -> Tensor:
-        """Bytes `start` to `start + nbytes` as a uint8 tensor over the map, which lives as long as the tensor.
+        """Return bytes `start` to `start + nbytes` as a uint8 tensor, a view that keeps the map alive.
 
-        Raises FormatError where the file has been cut since it was opened: touching what is gone would end the process.
+        Raises FormatError if the file was truncated since it was opened: accessing the lost pages would kill the process.
         """
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         left = os.fstat(self._file.fileno()).st_size
         if left < start + nbytes:
-            found = f"the file was cut to {left:,} bytes after it was opened"
-            raise self.error(found, "Don't write to a checkpoint while it is loaded; get it again")
+            found = f"the file was truncated to {left:,} bytes after it was opened"
+            raise self.error(found, "Download it again, and don't write to a checkpoint while it is loaded")
         return torch.frombuffer(self.bytes, dtype=torch.uint8, count=nbytes, offset=start)
 
     def error(self, found: str, do: str, **facts: Any) -> FormatError:
-        """A FormatError about this file."""
+        """Return a FormatError about this file."""
         return FormatError(f"{self.asked} {self.path}", found, do, path=self.path, **facts)
 
 
 def plain_rows(mapped: Mapped, stored: Stored, start_row: int, stop_row: int) -> Tensor:
-    """Rows of the tensor `stored` [rows, columns], a view of the mapped file; a copy only where they aren't aligned."""
+    """Return rows of a plain tensor as [rows, columns]: a view of the mapped file, or a copy if it isn't aligned."""
     assert stored.dtype is not None
     row = stored.columns * stored.dtype.itemsize
     start = stored.start + start_row * row
@@ -175,7 +175,7 @@ def plain_rows(mapped: Mapped, stored: Stored, start_row: int, stop_row: int) ->
 
 
 def check_apart(mapped: Mapped, stored: Iterable[Stored]) -> None:
-    """FormatError where two tensors share bytes."""
+    """Raise FormatError if two tensors share bytes."""
     end, before = 0, ""
     for tensor in sorted((t for t in stored if t.nbytes), key=lambda t: t.start):
         if tensor.start < end:
@@ -184,9 +184,9 @@ def check_apart(mapped: Mapped, stored: Iterable[Stored]) -> None:
 
 
 def too_short(mapped: Mapped, what: str, needed: int) -> FormatError:
-    """The error of a file that ends before what its header promises."""
-    found = f"{what} ends at byte {needed:,}, the file has {len(mapped):,} ({bytes_text(len(mapped))}): it is cut off"
+    """Return the error for a file that ends before the data that its header promises."""
+    found = f"{what} ends at byte {needed:,}, but the file has {len(mapped):,} ({bytes_text(len(mapped))}): it is cut off"
     return mapped.error(found, "Download or copy it again", needed_bytes=needed)
 
 
-BROKEN = "The file is damaged, or its writer is at fault: get it from its source again"
+BROKEN = "Download the file from its source again: it is damaged or was written incorrectly"
