@@ -1,4 +1,4 @@
-"""Attention kernels against their references: odd sizes, rings and windows, what lies beyond the length, wrong tensors."""
+"""Tests of the attention kernels against their references: odd sizes, rings, windows, unused slots, invalid tensors."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from toolkit.ops.reference.attention import cached_attention
 
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 F32, BF16 = torch.float32, torch.bfloat16
-# Asked is a greatest error of 1e-2; a bf16 result is off by 2^-8 of its own value, whoever rounds it.
+# The largest error allowed is 1e-2; rounding a result to bf16 alone costs up to 2^-8 of its value.
 TOLERANCE = {BF16: {"atol": 1e-2, "rtol": 1e-2}, F32: {"atol": 2e-5, "rtol": 2e-5}}
 SMALL = Config(block_n=16, splits=3)
 
 
 def run(kernel, shape, config, inputs, times=1):
-    """The kernel's result, its scratch and outputs poisoned before; of several launches on the same scratch the last."""
+    """Return the result of the last of several launches on one scratch; scratch and outputs are poisoned beforehand."""
     outputs = kernel.outputs(shape, inputs)
     for tensor in outputs.values():
         if tensor.is_floating_point():
@@ -40,7 +40,7 @@ def check(kernel, shape, config, inputs):
 
 
 def at(inputs, position, poison=None):
-    """The inputs with another position, and what lies beyond it replaced by `poison`."""
+    """Return the inputs with another position, and all slots beyond it replaced by `poison`."""
     inputs = {**inputs, "positions": torch.tensor([position], device=HERE)}
     for name in ("keys", "values") if poison is not None else ():
         inputs[name] = inputs[name].clone()
@@ -81,7 +81,7 @@ def test_what_lies_beyond_the_length_is_never_seen(position):
 
 
 def test_scratch_is_ready_for_the_next_launch():
-    """The arrivals are zero again, whether all splits had work or one."""
+    """Launches reset the arrival counters: repeating them on the same scratch gives the same bits, for one split or all."""
     shape = AttentionShape(4, 2, 32, 100)
     inputs = ATTENTION_DECODE.inputs(shape, HERE)
     for position in (5, 90):
@@ -181,7 +181,7 @@ def test_prefill_stands_where_the_device_says_and_sees_no_garbage(shape, start):
 
 
 def test_prefill_of_a_view_of_projections_and_in_pieces_is_what_models_do():
-    """A ring fed in chunks by `Cache`, against the models' attention on the same states."""
+    """A ring filled in chunks by `Cache`, compared with the models' attention on the same states."""
     window, heads, kv, dim, total = 24, 2, 1, 32, 52
     cache = Cache(torch.arange(96, device=HERE), {}).fill([partial(Ring, kv, window, 96, dim, F32, HERE)])
     (ring,) = cache.states

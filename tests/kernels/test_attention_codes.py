@@ -1,4 +1,4 @@
-"""KV in 8 and 4 bits: the codes against what they stand for, and attention on them against the reference."""
+"""Tests of 8-bit and 4-bit KV caches: the accuracy of the codes, and attention on them against the reference."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TOLERANCE = {"atol": 1e-2, "rtol": 1e-2}
 
 
 def error_of(codebook):
-    """The mean square error of rounding a standard normal variable to the nearest of `codebook`, by integration."""
+    """Return the mean squared error of rounding a standard normal variable to `codebook`, by numerical integration."""
     x = torch.linspace(-8, 8, 20_001, dtype=torch.float64)
     density = torch.exp(-x * x / 2) / math.sqrt(2 * math.pi)
     nearest = (x[:, None] - codebook.double()).abs().amin(1)

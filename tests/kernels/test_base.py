@@ -1,5 +1,5 @@
 # No `from __future__ import annotations`: shapes are also defined where annotations are types, as in a notebook's cell.
-"""Configs and shapes as data: what is pasted and what stands in files comes back as it was."""
+"""Tests of configs and shapes as data: they round-trip through their repr and through files."""
 
 import json
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Rows(Shape):
 
 @dataclass(frozen=True)
 class Later(Shape):
-    """The same, its annotations words."""
+    """The same shape with annotations as strings."""
 
     n: "int"
     scheme: "str" = "q4_k"

@@ -1,4 +1,4 @@
-"""The delta net's step and its chunks against their references and the model's own code, on small odd shapes."""
+"""Compare the delta rule kernels (single step and chunks) with their references and the model's code, on small odd shapes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from toolkit.ops.reference.delta_rule import DeltaNetLayer, delta_net
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEP_ERROR = 1e-5  # fp32 sums of a few hundred terms in another order; flash-linear-attention's own tests allow 2e-3
 CHUNK_ERROR = 5e-3  # flash-linear-attention's own for chunks: tensor cores round their factors to 10 bits
-BF16_ERROR = 1e-2  # one rounding of the result, which Triton's interpreter does by cutting off
+BF16_ERROR = 1e-2  # one rounding of the result, which Triton's interpreter truncates
 SHAPES = [
     DeltaShape(2, 4, 16, 16, dtype="float32"),
     DeltaShape(2, 4, 12, 20, taps=3, tiled=True, dtype="float32"),
@@ -25,13 +25,13 @@ SHAPES = [
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
-    """Root mean square of the difference, relative to that of what is wanted: flash-linear-attention's measure."""
+    """Return the RMS of the difference relative to the RMS of the expected values, as in flash-linear-attention's tests."""
     found, wanted = found.double(), wanted.double()
     return float((found - wanted).norm() / wanted.norm())
 
 
 def model_result(shape: DeltaShape, inputs: dict[str, Tensor], positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(output [T, values], ring, memory) by the model's code."""
+    """Return (output [T, values], ring, memory) computed by the model's code."""
     ring, memory = inputs["ring"].clone(), inputs["memory"].clone()
     rows = (inputs[name].view(len(positions), -1) for name in ("qkv", "z", "b", "a"))
     weights = (inputs[name] for name in ("conv", "decay", "dt_bias", "norm"))
@@ -81,7 +81,7 @@ def test_nothing_left_over_is_read() -> None:
 
 
 def test_gates_at_their_ends() -> None:
-    """Nothing kept, all kept, nothing written, a key of zeros: finite, and as the reference."""
+    """Decay 0, decay 1, no update, a zero key: the results are finite and equal the reference."""
     shape = DeltaShape(2, 4, 16, 16, dtype="float32")
     inputs = DELTA_STEP.inputs(shape, DEVICE, seed=4)
     inputs["a"] = torch.tensor([80.0, -80.0, 0.0, 30.0], device=DEVICE)
@@ -127,7 +127,7 @@ CHUNK_SHAPES = [
 
 @pytest.mark.parametrize("shape", CHUNK_SHAPES, ids=lambda shape: shape.key)
 def test_chunks(shape: DeltaChunksShape) -> None:
-    """Whole and partial chunks, fewer tokens than taps, one token; all with a memory and inputs from before."""
+    """Whole and partial chunks, fewer tokens than convolution taps, one token; all with earlier state and inputs."""
     inputs = DELTA_CHUNKS.inputs(shape, DEVICE, seed=1)
     wanted = DELTA_CHUNKS.reference(shape, inputs)
     found = DELTA_CHUNKS.run(shape, DELTA_CHUNKS.space(shape)[0], inputs)
@@ -151,7 +151,7 @@ def test_chunks_are_the_models_and_go_on_where_a_step_ended() -> None:
 
 
 def test_chunks_of_equal_keys() -> None:
-    """The hardest system: every token writes over the one before, and nothing is forgotten."""
+    """The worst-conditioned system: every token overwrites the previous one, without decay."""
     shape = DeltaChunksShape(1, 1, 16, 16, taps=1, dtype="float32", tokens=64)
     inputs = DELTA_CHUNKS.inputs(shape, DEVICE, seed=7)
     inputs["qkv"][:, :32] = 1

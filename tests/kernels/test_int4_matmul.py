@@ -1,4 +1,4 @@
-"""Decode products with packed weights: every scheme, variant and shape that doesn't divide, against plain PyTorch."""
+"""Compare decode matmuls on packed weights with plain PyTorch: every scheme and variant, and shapes with partial tiles."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def decibels(got: Tensor, want: Tensor) -> float:
 
 
 def run(shape: MatmulShape, config: Config, inputs: dict[str, Tensor]) -> Tensor:
-    """The result, its memory poisoned before."""
+    """Return the result of a launch whose output memory is poisoned beforehand."""
     outputs = INT4_MATMUL.outputs(shape, inputs)
-    for out in outputs.values():  # nothing that stood there before is read
+    for out in outputs.values():  # previous contents must not be read
         out.fill_(torch.nan if out.is_floating_point() else 101)
     for launch in INT4_MATMUL.launches(shape, config, inputs, outputs):
         launch.run()
@@ -35,7 +35,7 @@ def run(shape: MatmulShape, config: Config, inputs: dict[str, Tensor]) -> Tensor
 
 
 def row_of(scheme: str, blocks: int = 7) -> int:
-    """A row's length: about that many blocks of 32."""
+    """Return a row length of about this many blocks of 32."""
     multiple = SCHEMES[scheme].multiple
     return -(-32 * blocks // multiple) * multiple
 
@@ -71,7 +71,7 @@ def test_several_tokens(m: int, tokens: int) -> None:
     ("scheme", "rows", "k", "config"),
     [
         ("q4_k", 7, 512, Config(block_k=1024, rows=1, tokens=1, ahead=2, warps=1)),  # one tile, half beyond the row
-        ("q4_k", 2, 512, Config(block_k=256, rows=2, tokens=1, ahead=2, warps=1)),  # more rows at a time than there are
+        ("q4_k", 2, 512, Config(block_k=256, rows=2, tokens=1, ahead=2, warps=1)),  # more rows per program than exist
         ("q6_k", 7, 768, Config(block_k=512, rows=2, tokens=1, ahead=2, warps=2)),  # a last tile that begins in the one before
         ("int4-g128", 7, 640, Config(block_k=256, rows=1, tokens=1, ahead=2, warps=1)),
         ("int4-g64", 7, 320, Config(block_k=256, rows=4, tokens=1, ahead=2, warps=1)),
@@ -111,7 +111,7 @@ def test_activations_at_the_edges() -> None:
     x = inputs["x"]
     x[0] = 0.0
     x[1, 5] = 1000.0  # one large activation in its block
-    x[2] *= 1e-36  # a step smaller than any normal number's inverse would be
+    x[2] *= 1e-36  # the inverse of this scale would overflow
     x[3, 40] = torch.nan
     got, want = run(shape, SMALL, inputs), INT4_MATMUL.reference(shape, inputs)[0]
     assert torch.equal(got[0], torch.zeros_like(got[0]))

@@ -1,4 +1,4 @@
-"""The tiled product with packed weights, against dequantising the matrix and multiplying."""
+"""Compare the tiled matmul on packed weights with dequantizing the matrix and multiplying."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CLOSE = 2**-7 if DEVICE == "cuda" else 2**-5
 
 
 def run(shape: PrefillShape, inputs: dict[str, torch.Tensor], config: Config = SMALL) -> torch.Tensor:
-    """Launch on a result and scratch of NaN; the counters must be as they were."""
+    """Launch with NaN in output and scratch; assert that the counters are unchanged afterwards."""
     outputs = INT4_PREFILL.outputs(shape, inputs)
     outputs["partial"] = torch.empty(1 << 16, device=DEVICE)
     for tensor in outputs.values():

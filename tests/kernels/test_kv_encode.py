@@ -1,4 +1,4 @@
-"""New keys and values as codes in a cache: the reference's codes in the right slots, and nothing else written."""
+"""Tests of encoding new keys and values into a cache: codes equal the reference, and no other slot is written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONFIG = Config(block_m=16)
 
 
 def run(shape, inputs):
-    """What a launch leaves in caches that held -7 everywhere, by name; the reference's beside it."""
+    """Launch on caches filled with -7; return their contents by name and those of the reference."""
     inputs = {name: torch.full_like(t, -7) if name in CACHES else t for name, t in inputs.items()}
     wanted = dict(zip(CACHES, KV_ENCODE.reference(shape, inputs), strict=True))
     return dict(zip(CACHES, KV_ENCODE.run(shape, CONFIG, inputs), strict=True)), wanted

@@ -1,4 +1,4 @@
-"""A token through experts: routing, both products, their sum, against the reference and the model's own code."""
+"""Compare mixture-of-experts decoding (routing, both matmuls, the sum) with the reference and the model's code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OTHER = Config(each=4, rows=2, down_warps=2, warps=1)
 
 @triton.jit
 def routes(scores, numbers, shares, EXPERTS: tl.constexpr, TOP_K: tl.constexpr):
-    """What `_route` finds, written down."""
+    """Store the result of `_route`."""
     keys = _keys(scores, EXPERTS)
     found, weights, _ = _route(keys, scores, None, EXPERTS, TOP_K, TOP_K)
     tl.store(numbers + tl.arange(0, 4), found)
@@ -71,7 +71,7 @@ def test_configs_agree() -> None:
 
 
 def test_as_the_models_experts() -> None:
-    """Weights as the model packs them; what 8-bit activations cost is the difference."""
+    """With the model's packed weights, only the 8-bit activations cause a difference."""
     shape = small("int4-g32", shared=False)
     inputs = MOE_STEP.inputs(shape, DEVICE, seed=2)
     experts = Experts(shape.experts, shape.hidden, shape.width).requires_grad_(False)

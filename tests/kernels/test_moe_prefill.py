@@ -1,4 +1,4 @@
-"""Many tokens through their experts, against the reference and the model's own code."""
+"""Compare mixture-of-experts prefill with the reference and the model's code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CLOSE = 2**-7 if DEVICE == "cuda" else 2**-5
 
 
 def run(shape: ExpertsShape, inputs: dict[str, Tensor], config: Config = WIDE) -> Tensor:
-    """Launch on a result and scratch of what nobody wrote."""
+    """Launch with poisoned output and scratch."""
     outputs = MOE_PREFILL.outputs(shape, inputs)
     for tensor in outputs.values():
         tensor.fill_(torch.nan if tensor.dtype.is_floating_point else 1 << 30)
@@ -66,7 +66,7 @@ def test_all_choose_one_and_nobody_the_others(tokens: int) -> None:
 def test_pairs_are_sorted_by_expert_and_then_by_token() -> None:
     shape = ExpertsShape(2500, 32, 32, 7, 2, "q4_0", "q4_0")  # more pairs than are sorted at once
     inputs = MOE_PREFILL.inputs(shape, DEVICE, seed=3)
-    inputs["chosen"] = inputs["chosen"] % 5  # nobody chooses the last two
+    inputs["chosen"] = inputs["chosen"] % 5  # no token chooses the last two
     outputs = MOE_PREFILL.outputs(shape, inputs)
     MOE_PREFILL.launches(shape, WIDE, inputs, outputs)[0].run()
     numbers, order = inputs["chosen"].flatten().sort(stable=True)

@@ -1,4 +1,4 @@
-"""Norms with residuals and 8-bit results, and heads on their way into a cache, against plain PyTorch and the models."""
+"""Compare norms (with residuals and 8-bit outputs) and RoPE with cache writes with plain PyTorch and the models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from toolkit.models.layers import RMSNorm
 from toolkit.ops.reference.attention import rope_of, rotate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Sums in another order move a result across a rounding boundary now and then: one step of the dtype, in a pair two.
+# Another order of summation can move a result across a rounding boundary: one step of the dtype, two for rotated pairs.
 CLOSE = {"bfloat16": {"rtol": 2**-6, "atol": 2**-6}, "float32": {"rtol": 1e-5, "atol": 1e-5}}
 
 
@@ -87,7 +87,7 @@ HEADS = [
     HeadsShape(3, 3, 1, 24, 8, 12, 20, gated=True),  # part of a head turns; sizes that are no powers of two
     HeadsShape(3, 5, 3, 16, 16, 12, 12, dtype="float32"),
     HeadsShape(3, 4, 2, 16, 0, 12, 12, cache="none"),
-    HeadsShape(2, 4, 0, 16, 16, 0, 12, cache="none"),  # layers that share another's keys and values
+    HeadsShape(2, 4, 0, 16, 16, 0, 12, cache="none"),  # layers that share the keys and values of another layer
 ]
 
 
@@ -115,7 +115,7 @@ def test_a_position_beyond_the_cache_is_not_written() -> None:
 
 
 def test_rotation_is_the_models() -> None:
-    """Proportional rotary of Gemma 4: frequencies of zero turn by nothing, through a table as wide as the head."""
+    """Gemma 4's proportional RoPE: pairs with frequency zero stay unrotated, with a table as wide as the head."""
     shape = HeadsShape(3, 2, 1, 16, 16, 9, 9, cache="none", dtype="float32")
     inputs = QK_NORM_ROPE.inputs(shape, DEVICE)
     frequencies = torch.tensor([1.0, 0.3, 0, 0, 0, 0, 0, 0], device=DEVICE)

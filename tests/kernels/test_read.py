@@ -1,4 +1,4 @@
-"""Row sums, which the bandwidth is measured with: under the interpreter, or compiled where there is a GPU."""
+"""Tests of the row-sum kernel that measures bandwidth: interpreted, or compiled if there is a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logits to the next token to its embedding row, against the sampler of decoding and the tables' own dequantisation."""
+"""Compare the sampling and embedding kernels with the decode sampler and with dequantized tables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL = Config(block=1024)
 
 
 def run(shape: SampleShape, inputs: dict[str, torch.Tensor], config: Config = SMALL) -> tuple[torch.Tensor, ...]:
-    """Launch on poisoned results and scratch; the counter must be as it was."""
+    """Launch with poisoned outputs and scratch; assert that the counter is unchanged afterwards."""
     outputs = SAMPLE_EMBED.outputs(shape, inputs)
     for name, tensor in outputs.items():
         if name not in inputs:
@@ -34,7 +34,7 @@ def run(shape: SampleShape, inputs: dict[str, torch.Tensor], config: Config = SM
 
 @pytest.mark.parametrize("table", ["float32", *SCHEMES])
 def test_row_is_the_tables_own(table: str) -> None:
-    """In fp32 to the bit, whatever holds the table."""
+    """fp32 rows are bit-identical for every scheme of the table."""
     shape = SampleShape(2077, 256, table, dtype="float32", scale="1.7")
     inputs = SAMPLE_EMBED.inputs(shape, DEVICE)
     token, row = run(shape, inputs)
@@ -55,7 +55,7 @@ def test_row_in_bfloat16_is_rounded_before_and_after_the_scale() -> None:
     shape = SampleShape(33, 64, "int8-g32", scale="73.5")
     inputs = SAMPLE_EMBED.inputs(shape, DEVICE)
     _, row = run(shape, inputs)
-    # The interpreter cuts where a GPU rounds, twice: two steps of bf16.
+    # The interpreter truncates twice where a GPU rounds: allow two steps of bf16.
     torch.testing.assert_close(row, SAMPLE_EMBED.reference(shape, inputs)[1], rtol=2**-6, atol=0)
 
 

@@ -1,4 +1,4 @@
-"""Models of transformers under the toolkit's strategies: transformers' own greedy tokens, on the CPU and the virtual GPU."""
+"""Tests of transformers models under the toolkit's strategies: same greedy tokens, on the CPU and the virtual GPU."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ CONFIGS = {
     ),
 }  # fmt: skip
 PROMPT = list(range(1, 20))
-N = 12  # prompt and these are well past the window of the sliding layers
+N = 12  # new tokens: with the prompt, well past the window of the sliding layers
 
 
 def build(name: str):
-    """A model with weights large enough that its greedy tokens vary."""
+    """Build a model with weights large enough that its greedy tokens vary."""
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
     with torch.no_grad():
@@ -182,7 +182,7 @@ def test_stops_at_an_end(strategy):
 
 def test_sampling_of_its_own_generate_is_a_function_of_the_seed():
     wrapped = hf.wrap(build("llama"), "cpu")
-    wrapped.inner.generation_config.repetition_penalty = 5.0  # set aside: nobody asked for it
+    wrapped.inner.generation_config.repetition_penalty = 5.0  # ignored, since the caller didn't ask for it
     before = torch.get_rng_state()
     draws = [
         tk.generate(wrapped, PROMPT, "hf-generate", max_new_tokens=8, temperature=1.5, top_k=50, top_p=0.9, seed=seed).tokens

@@ -1,4 +1,4 @@
-"""`tk.load`: folders and GGUF files give the logits transformers gives, and leave the device as it was when they can't."""
+"""Tests of `tk.load`: folders and GGUF files give the logits of transformers, and failed loads free their memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from toolkit.gpu.device import Device
 from toolkit.loading.checkpoint import open_checkpoint
 
 IDS = [3, 141, 59, 265, 35, 8, 97, 93, 238, 46, 264]
-FP32_ATOL = 1e-4  # sums in another order than transformers'; logits are of order 10
+FP32_ATOL = 1e-4  # the order of summation differs from transformers; logits are of order 10
 CARD = "virtual:h200"  # as in every test: one card at a time
 
 
@@ -176,7 +176,7 @@ except tk.ToolkitError as error:
 
 
 def test_weights_that_do_not_fit_say_how_much_they_need(tmp_path: Path) -> None:
-    """In a process of its own: another card."""
+    """Runs in a separate process because it needs another card."""
     command = [sys.executable, "-c", TOO_SMALL_A_CARD, str(folder(tmp_path / "m"))]
     said = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
     kind, needed, allocated, *_ = said.split()

@@ -1,4 +1,4 @@
-"""GPTQ, AWQ and HQQ folders from file to tokens: packed as they are stored, or plain, or in another scheme."""
+"""Tests of loading GPTQ, AWQ and HQQ folders: packed as stored, dequantized, or in another scheme."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from toolkit.weights.schemes import SCHEMES
 
 IDS = torch.tensor([[3, 141, 59, 265, 35, 8, 97]])
 CARD = "virtual:h200"
-FP32_ATOL = 1e-4  # sums in another order than transformers'; logits are of order 10
+FP32_ATOL = 1e-4  # the order of summation differs from transformers; logits are of order 10
 
 
 def logits(model: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""How `tk.load` holds weights: packed as they are stored, quantised while loading, joined or apart; and how it ends early."""
+"""Tests of how `tk.load` stores weights (packed as stored, quantized while loading, joined or separate) and is canceled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from toolkit.weights.schemes import SCHEMES
 
 IDS = torch.tensor([[3, 141, 59, 265, 35, 8, 97]])
 CARD = "virtual:h200"
-FP32_ATOL = 1e-4  # sums in another order than transformers'; logits are of order 10
+FP32_ATOL = 1e-4  # the order of summation differs from transformers; logits are of order 10
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -73,7 +73,7 @@ def test_joined_or_apart_weights_are_the_same_bits(tmp_path: Path, scheme: str |
 @pytest.mark.parametrize("device", ["cpu", CARD])
 @pytest.mark.parametrize("stored", ["folder", "gguf"])
 def test_quantising_while_loading_is_quantising_the_whole(tmp_path: Path, stored: str, device: str) -> None:
-    """Rows cross in chunks; each has groups of its own, so where they are cut doesn't show. Packed ones are unpacked first."""
+    """Chunk boundaries don't change the result, since each row has its own groups. Packed rows are unpacked first."""
     tensors = random_tensors(SHAPE)
     if stored == "gguf":
         path = tmp_path / "m.gguf"

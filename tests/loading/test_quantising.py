@@ -1,4 +1,4 @@
-"""tk.quantize on every architecture: what it shares, what it reports, and that it leaves no trace where it fails."""
+"""Tests of `tk.quantize` on every architecture: shared tensors, the report, and cleanup after failures."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def test_every_architecture(kind: str, scheme: str, method: str) -> None:
         place = spot(new, matrix.name)
         assert isinstance(place.weight, PackedMatrix)
         assert place.weight.scheme.name == matrix.scheme
-        few = 1.0 if matrix.weights <= 1024 else 0.0  # 8 groups: how far each happens to range moves a matrix by 0.3 dB (sigma)
+        few = 1.0 if matrix.weights <= 1024 else 0.0  # only 8 groups: their random ranges shift the SNR by 0.3 dB (sigma)
         expected = 43 if matrix.scheme.startswith("int8") else 34 if matrix.scheme == "q6_k" else 19.5
         assert matrix.snr_db > expected - few
         assert 0 < matrix.max_abs_error < 0.02
     assert report.lowest_cosine <= report.cosine <= 1 + 1e-9
-    assert report.cosine > (0.98 if scheme == "int8" else 0.5)  # random weights amplify: their experts and heads are undecided
+    assert report.cosine > (0.98 if scheme == "int8" else 0.5)  # random weights amplify errors in routing and logits
     size = sum(p.nbytes for module in new.modules() if isinstance(module, PackedMatrix) for p in module.parameters())
     assert size == report.bytes_after - sum(m.weights * m.was_bits / 8 for m in report.left)
     old = {id(parameter) for parameter in model.parameters()}
@@ -140,7 +140,7 @@ def test_tied_tables_stay_tied_and_routers_plain() -> None:
 
 
 def test_quantising_again() -> None:
-    """What is in the scheme already is shared; the rest is measured against what it held, not what it was at first."""
+    """Matrices already in the scheme are shared; others are compared with their current values, not the original weights."""
     model = build("qwen3")
     once = quantize(model, "int8", progress=False)
     with pytest.raises(ModelError, match="already in this scheme"):

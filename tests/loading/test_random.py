@@ -1,4 +1,4 @@
-"""random/NAME: real shapes, drawn where they stay, in any scheme; sizes only on the virtual GPU."""
+"""Tests of random/NAME: real shapes with weights drawn on the target device, in any scheme; sizes only on the virtual GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PARAMETERS = {  # billions, as the models are named; the text part alone, embedd
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes_have_the_size_of_their_name(name: str) -> None:
-    """Within 2 %: names are rounded, and leave out vision."""
+    """The parameter count is within 2 % of the model's name, which is rounded and excludes vision."""
     checkpoint = open_checkpoint(f"random/{name}")
     model = lay_out(checkpoint, open_device("cpu"), torch.bfloat16, None, fuse=True).model
     assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(PARAMETERS[name], rel=0.02)
@@ -57,7 +57,7 @@ print(json.dumps({
 
 
 def test_31b_on_a_laptop() -> None:
-    """In a process of its own, opening the card and loading takes 100 MB of memory and 2 s of processor time."""
+    """In a separate process, opening the card and loading take less than 100 MB of memory and about 2 s of processor time."""
     said: dict[str, Any] = json.loads(subprocess.check_output([sys.executable, "-c", SIZES_ONLY], timeout=120))
     assert said["took"] < 100e6, "54 MB by PyTorch 2.11 and 2.13, 61 MB by 2.15"
     assert said["seconds"] < 2 * 1.5, "1.5 s on an idle machine; half as much again for a busy one"
@@ -78,7 +78,7 @@ def test_a_model_without_values_generates_without_taking_memory() -> None:
 
 @pytest.mark.parametrize("scheme", [None, *SCHEMES])
 def test_values_are_of_the_same_size_in_any_scheme(scheme: str | None) -> None:
-    """Two equal draws, and a standard deviation about STD."""
+    """Two draws are equal, and their standard deviation is about STD."""
     shape = (64, 512)
 
     def drawn(seed: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a model costs: bytes, operations and limits, against sums made by hand and figures measured elsewhere."""
+"""Tests of model costs (bytes, operations, limits) against hand calculations and published measurements."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def gemma() -> gemma4.Model:
 
 def test_windows_stop_growing() -> None:
     costs = costs_of(gemma(), context=8192)
-    sliding, full = 50 * 2 * 16 * 256 * 2, 10 * 2 * 4 * 512 * 2  # bytes a token
+    sliding, full = 50 * 2 * 16 * 256 * 2, 10 * 2 * 4 * 512 * 2  # bytes per token
     assert costs.fixed_state_bytes == 1024 * sliding
     assert costs.state_per_token_bytes == full
     assert costs.state_bytes == 1024 * sliding + 8192 * full
@@ -155,7 +155,7 @@ def test_runs() -> None:
 
 
 class Anyones(nn.Module):
-    """A module that says nothing of itself."""
+    """A module that doesn't describe its costs."""
 
     def __init__(self, tied: bool) -> None:
         super().__init__()

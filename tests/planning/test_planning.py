@@ -1,4 +1,4 @@
-"""Plans: predicted bytes against what the virtual GPU and an H200 allocated, levers, tables, and what doesn't fit."""
+"""Tests of plans: predicted bytes against allocations on the virtual GPU and an H200, options, tables, oversized models."""
 
 import json
 import time
@@ -62,7 +62,7 @@ def test_a_plan_is_quick_and_needs_no_gpu(gemma):
         seconds.append(time.perf_counter() - began)
     assert min(seconds) < 0.3
     assert plan.fits
-    assert plan.export_peak_bytes < GiB  # what is aimed at
+    assert plan.export_peak_bytes < GiB  # the target
 
 
 def test_every_gpu_of_the_catalogue_has_its_row(gemma):
@@ -157,7 +157,7 @@ def test_the_longest_context_is_the_longest():
 
 def test_sizes_are_those_of_the_allocator():
     assert allocated_bytes([1, 512, 513]) == 512 + 512 + 1024
-    assert allocated_bytes([(21 << 20) + 1]) == 22 << 20  # less than 1 MiB would be left: it isn't cut
+    assert allocated_bytes([(21 << 20) + 1]) == 22 << 20  # the remainder would be less than 1 MiB, so the block isn't split
     assert allocated_bytes([]) == 0
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers: the ids that transformers gives, from tokenizer.json and from inside a GGUF; chat templates stay in their box."""
+"""Tests of tokenizers from tokenizer.json and GGUF (same ids as transformers) and of the sandbox of chat templates."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def hugging_face() -> Any:
 
 
 def gguf_fields(**changes: Any) -> dict[str, Any]:
-    """The demo's tokenizer as GGUF metadata, by the rules of the public converter."""
+    """Return the demo tokenizer as GGUF metadata, converted by the rules of llama.cpp's converter."""
     content = json.loads((DEMO / "tokenizer.json").read_text())
     vocabulary = content["model"]["vocab"] | {t["content"]: t["id"] for t in content["added_tokens"]}
     tokens = sorted(vocabulary, key=lambda token: vocabulary[token])

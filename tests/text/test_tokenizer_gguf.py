@@ -1,4 +1,4 @@
-"""Tokenizers inside GGUFs of every kind that is read: the ids and texts of transformers' own tokenizers, on random text."""
+"""Compare every supported kind of GGUF tokenizer with transformers' tokenizers, on random text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WORDS = [word for word in SENTENCE.split(" ") if word]
 
 @cache
 def texts() -> list[str]:
-    """Hundreds of random texts: words, spaces, lines, marks, emoji, any code point, special tokens."""
+    """Generate hundreds of random texts: words, whitespace, punctuation, emoji, any code point, special tokens."""
     rng = random.Random(7)
     odd = ["", " ", "  ", "\n", "\n\n\n", "\r\n", "▁", "\u00a0", "e\u0301", "🐶", "\u200d", "<0x0A>", "<bo", "'S", "٣٤", "ǅ"]
 
@@ -71,7 +71,7 @@ def fields(kind: str, vocab: dict[str, int], control: list[str], **more: Any) ->
 
 
 def same(ours: Ours | None, theirs: Any, sample: list[str] | None = None) -> None:
-    """`ours` encodes and decodes every text as the transformers tokenizer `theirs` does."""
+    """Assert that `ours` encodes and decodes every text like the transformers tokenizer `theirs`."""
     assert ours is not None
     for text in texts() if sample is None else sample:
         ids = ours.encode(text)
@@ -130,7 +130,7 @@ def reread(folder: Path, metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def greedy(text: str, vocab: dict[str, int], scores: list[float]) -> list[int]:
-    """SentencePiece's BPE by its definition: the best-scored pair of neighbours is joined, the leftmost of equals."""
+    """Reference implementation of SentencePiece's BPE: merge the adjacent pair with the best score, the leftmost if tied."""
     parts = list(("▁" + text.replace(" ", "▁")) if text else "")
     while True:
         joined = [(scores[vocab[a + b]], -i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in vocab]
@@ -164,7 +164,7 @@ def test_sentencepiece_with_scores(tmp_path: Path, prefix: bool) -> None:
         add_bos_token=True,
     )
     plain = [t for t in texts() if "<0x" not in t]
-    same(ours, theirs, [t for t in plain if not t.startswith((" ", "▁"))])  # transformers takes a first space for the prefix
+    same(ours, theirs, [t for t in plain if not t.startswith((" ", "▁"))])  # transformers takes a leading space for the prefix
     if prefix:
         assert all(ours.encode(text, ends=False) == greedy(text, vocab, scores) for text in plain if len(text) < 100)
 

@@ -1,4 +1,4 @@
-"""Chrome traces in: files of a real H200, other tools', damaged ones; and out and in again."""
+"""Tests of the Chrome trace reader and writer: files from an H200, from other tools, damaged ones, and round trips."""
 
 import contextlib
 import gzip
@@ -340,7 +340,7 @@ def test_an_own_chrome_file_that_was_spoiled_is_a_trace_error(tmp_path):
 
 
 def big_file(path: Path, megabytes: int) -> int:
-    """A file like PyTorch's profiler writes: steps of 432 operations, each with Python, calls, arrows and a kernel."""
+    """Write a file like PyTorch's profiler: steps of 432 operations, each with Python frames, calls, arrows and a kernel."""
     function = '  {\n    "ph": "X", "cat": "python_function", "name": "model.py(%d): forward", "pid": 1, "tid": 1,\n'
     function += (
         '    "ts": %.3f, "dur": 6.9,\n    "args": {\n      "Python parent id": 1, "Python id": 2, "Ev Idx": 3\n    }\n  },\n'

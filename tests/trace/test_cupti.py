@@ -1,4 +1,4 @@
-"""CUPTI's names as different tools write them."""
+"""Tests of parsing CUPTI's event names as different tools spell them."""
 
 import numpy as np
 import pytest

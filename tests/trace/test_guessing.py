@@ -1,11 +1,11 @@
-"""Steps of a recording that has none: guessed, and said so."""
+"""Tests of guessing the steps of a recording without step markers, and of marking them as guessed."""
 
 from toolkit.trace.assemble import with_guessed_steps
 from toolkit.trace.events import TraceBuilder
 
 
 def decode_loop(steps_from=None):
-    """Three steps of two kernels and a read-back each, after a prefill of four kernels; the host waits for every read-back."""
+    """Three steps of two kernels and one D2H copy each, after a prefill of four kernels; the host waits for each copy."""
     builder, now = TraceBuilder(), 0
     for name in ("embed", "up", "down", "sample"):
         builder.add("kernel", now, 5, name=name, stream=0)

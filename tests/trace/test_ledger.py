@@ -1,4 +1,4 @@
-"""The ledger against a plain walk over the same events, one at a time."""
+"""Compare the ledger with a simple loop over the same events."""
 
 import random
 
@@ -11,7 +11,7 @@ from toolkit.trace.ledger import UNOWNED, Ledger, place_text
 
 
 def random_trace(seed: int, events: int = 400, opening: int = 20) -> Trace:
-    """Allocations and frees with addresses used again, several owners, lines, steps and cells; some alive from the start."""
+    """Random allocations and frees with reused addresses, several owners, lines, steps and cells; some alive from the start."""
     rng, builder = random.Random(seed), TraceBuilder()
     free, alive, fresh = [], {}, 0
 
@@ -40,7 +40,7 @@ def random_trace(seed: int, events: int = 400, opening: int = 20) -> Trace:
 
 
 def walk(trace: Trace):
-    """[(total, {address: row})] after each event, the slow way."""
+    """Compute [(total, {address: row})] after each event with a simple loop."""
     held, states = {}, []
     for row, kind in enumerate(trace.is_kind("alloc").tolist()):
         address = int(trace["address"][row])

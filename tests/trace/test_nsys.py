@@ -1,4 +1,4 @@
-"""Nsight Systems databases, made here with the tables and columns of its published schema."""
+"""Tests of the Nsight Systems reader, on databases built here from its published schema."""
 
 import contextlib
 import sqlite3
@@ -33,7 +33,7 @@ STRINGS = ["void mm<float>(float*)", "mm", "cudaLaunchKernel_v7000", "cudaStream
 
 
 class Database:
-    """A small database; tables are made when something is put in, as Nsight does."""
+    """A small database; like Nsight, it creates a table when the first row is added."""
 
     def __init__(self, path, drop=()):
         self.path, self.drop = path, set(drop)
@@ -49,7 +49,7 @@ class Database:
         self.connection.execute(f"INSERT INTO {table} ({', '.join(row)}) VALUES ({marks})", list(row.values()))
 
     def step(self, n, text=None, text_id=None):
-        """One decode step of 1000 ns: two kernels, a pageable H2D, a pinned D2H on stream 13, a wait for it."""
+        """Add a decode step of 1000 ns: two kernels, a pageable H2D copy, a pinned D2H copy on stream 13, and a wait for it."""
         t, c = 1000 * n, 10 * n
         if text is not None or text_id is not None:
             self.put("NVTX_EVENTS", start=t, end=t + 900, eventType=59, text=text, textId=text_id, globalTid=TID)

@@ -1,4 +1,4 @@
-"""PyTorch's memory snapshots: files that PyTorch 2.11 wrote on an H200, and small ones made here."""
+"""Tests of reading PyTorch's memory snapshots: files that PyTorch 2.11 wrote on an H200, and small ones built here."""
 
 import pickle
 import random
@@ -37,7 +37,7 @@ def entry(action, addr, size, time_us=1000, frames=FRAMES, stream=0, **more):
 
 
 def segment(address, size, *blocks, stream=0, device=0, **more):
-    """A segment of blocks (size, requested, state), from end to end."""
+    """Build a segment of adjacent blocks (size, requested, state)."""
     made, at = [], address
     for n, requested, state in blocks:
         made.append({"address": at, "size": n, "requested_size": requested, "state": state, "frames": FRAMES})
@@ -198,7 +198,7 @@ def test_devices_streams_and_times(tmp_path):
     two = [entry("alloc", BASE, 512, 1500)]
     trace = opened(tmp_path, snap([], one, two))
     assert trace["device"].tolist() == [1, 0, 0]
-    assert trace["start_ns"].tolist() == [0, 500_000, 500_000]  # a clock that was set back doesn't reorder a device's events
+    assert trace["start_ns"].tolist() == [0, 500_000, 500_000]  # setting the clock back must not reorder the events of a device
     assert trace["stream"].tolist() == [0, 1, 0]
 
 
@@ -280,7 +280,7 @@ def test_replayed_sizes_are_the_allocators(seed):
 
 
 def large(n_entries, n_stacks=500, depth=25):
-    """A history as PyTorch has it: each entry has a list of its own, of frames that they share."""
+    """Build a history like PyTorch's: each entry has its own list of frames, and entries share the frames."""
     rng = random.Random(0)
     frames = [{"name": f"f{i}", "filename": f"/home/me/m{i % 40}.py", "line": 1 + i} for i in range(2000)]
     stacks = [rng.sample(frames, depth) for _ in range(n_stacks)]

@@ -1,4 +1,4 @@
-"""`where` from stack frames of other machines."""
+"""Tests of deriving the `where` column from stack frames recorded on other machines."""
 
 import pytest
 

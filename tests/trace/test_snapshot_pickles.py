@@ -1,4 +1,4 @@
-"""The reader of pickles: plain data as Python reads them, nothing run, and no file that breaks it."""
+"""Tests of the pickle reader: it agrees with Python on plain data, runs no code, and rejects damaged files cleanly."""
 
 import io
 import os
@@ -22,7 +22,7 @@ def load(raw):
 
 
 def plain(value):
-    """A value with lists in place of what the reader keeps once."""
+    """Replace the containers that the reader shares by lists, for comparison."""
     if isinstance(value, Shared | list):
         return [plain(item) for item in (value.items if isinstance(value, Shared) else value)]
     if isinstance(value, dict):
@@ -54,7 +54,7 @@ def test_framed_chunks_and_long_texts_are_put_together(monkeypatch):
 
 
 class Bomb:
-    """Unpickled, calls `function(*arguments)`."""
+    """An object that calls `function(*arguments)` when it is unpickled."""
 
     def __init__(self, function, *arguments):
         self.call = function, arguments
@@ -149,7 +149,7 @@ def test_more_objects_than_any_snapshot_has_are_refused(monkeypatch):
 
 
 def good(raw, path):
-    """Whether a damaged file opens; anything but a TraceError is a failure."""
+    """Return whether a damaged file opens; any exception but TraceError fails the test."""
     path.write_bytes(raw)
     try:
         trace = tk.open_trace(path)

@@ -1,4 +1,4 @@
-"""Traces as memory snapshots: read back the same, and by PyTorch's own viewer."""
+"""Tests of writing traces as memory snapshots: they read back unchanged, and PyTorch's own viewer opens them."""
 
 import pickle
 import subprocess
@@ -17,7 +17,7 @@ from toolkit.trace.snapshot.write import write_snapshot
 
 
 def again(trace, tmp_path):
-    """A trace written and read."""
+    """Write a trace as a snapshot and read it back."""
     return tk.open_trace(write_snapshot(trace, tmp_path / "written.pickle"))
 
 

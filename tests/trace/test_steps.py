@@ -1,4 +1,4 @@
-"""Which step an event belongs to: ranges, and patterns that repeat."""
+"""Tests of assigning events to steps, by ranges or by repeating patterns."""
 
 import numpy as np
 import pytest
@@ -85,7 +85,7 @@ def decode(steps, layers=8, prefill=50, readback=True, extra_every=0, seed=0):
     for step in range(steps):
         one = [1] + [code for _ in range(layers) for code in range(2, 10)] + [20, 21]
         if extra_every and step % extra_every == 0:
-            one.insert(5, 33)  # now and then a kernel more
+            one.insert(5, 33)  # occasionally one extra kernel
         one += [30] if readback else []
         codes += one
         truth += [step + (0 if readback or not prefill else 1)] * len(one)

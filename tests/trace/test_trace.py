@@ -1,4 +1,4 @@
-"""The event table: what goes in comes out, frozen; damaged files are errors, never crashes."""
+"""Tests of the event table: it returns the events it was given, is immutable, and damaged files raise errors, never crash."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def random_trace(n: int, seed: int = 0) -> Trace:
 
 
 def same(a: Trace, b: Trace) -> None:
-    """Both traces hold the same events, whatever the numbers of their strings."""
+    """Assert that both traces hold the same events, even if their string tables are ordered differently."""
     assert len(a) == len(b)
     for name in COLUMNS:
         if name in TEXT_COLUMNS:

@@ -1,4 +1,4 @@
-"""Kernels run under Triton's interpreter where there is no CUDA GPU: it must be told before a kernel is imported."""
+"""Run kernels in Triton's interpreter if there is no CUDA GPU; the variable must be set before a kernel is imported."""
 
 import os
 

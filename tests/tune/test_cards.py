@@ -1,4 +1,4 @@
-"""Cards as plain data, for another process."""
+"""Tests of serializing cards for another process."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The gate names what is wrong with a config: left out, added to, too far off, not the same twice."""
+"""Tests of the correctness gate: missing outputs, accumulation into old outputs, large errors, nondeterminism."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_what_is_added_to_what_was_there_shows(gate: Gate) -> None:
 
 
 class Faulty(ToyMatmul):
-    """The toy in plain PyTorch, wrong in ways that only some launches show."""
+    """The toy kernel in plain PyTorch, with errors that only some launches show."""
 
     def __init__(self, fault: str) -> None:
         self.fault = fault

@@ -1,4 +1,4 @@
-"""What configs take of GPUs that aren't there: compiled figures, exclusions in words, occupancy; failures are rows."""
+"""Tests of the resources that configs need on absent GPUs: compiled usage, reasons for exclusion, occupancy, failures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_what_exceeds_a_gpu_is_said_in_words() -> None:
     too_much = compiled(replace(USE, shared_bytes=131_072))
     assert obstacle(too_much, CATALOGUE["rtx-5090"]) == "needs 131,072 B of shared memory, RTX 5090 allows 101,376"
     assert obstacle(too_much, CATALOGUE["h200"]) == ""
-    assert obstacle(too_much, CATALOGUE["a100-80g"]) == ""  # 8.0 has more than 8.6, 8.9 and 12.0
+    assert obstacle(too_much, CATALOGUE["a100-80g"]) == ""  # 8.0 has more shared memory than 8.6, 8.9 and 12.0
     assert "needs 2,048 threads a block" in obstacle(compiled(replace(USE, threads=2048)), CATALOGUE["h200"])
     assert "registers a block" in obstacle(compiled(replace(USE, threads=1024, registers=96)), CATALOGUE["h200"])
     assert "needs 70,000 blocks along grid axis 1" in obstacle(compiled(replace(USE, grid=(1, 70_000))), CATALOGUE["h200"])
@@ -86,7 +86,7 @@ def test_an_oversized_config_is_excluded_by_the_gpus_that_lack_the_room(
     assert words["a100-80g"] == words["h200"] == ""
     assert words["rtx-5090"] == "needs 131,072 B of shared memory, RTX 5090 allows 101,376"
     assert words["rtx-pro-6000"].endswith("RTX PRO 6000 Blackwell Workstation Edition allows 101,376")
-    assert found[jobs["h200"]].shared_bytes == 163_840  # the same tile takes a stage more on 9.0
+    assert found[jobs["h200"]].shared_bytes == 163_840  # the same tile needs one more stage on 9.0
 
 
 def test_an_early_launch_that_does_not_wait_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ def test_a_failing_compiler_is_a_row_with_its_message(tmp_path: Path, monkeypatc
 
 
 def test_a_compiler_that_dies_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a kernel of a notebook: the compiling process has it from its cell's text."""
+    """A kernel defined in a notebook: the compile worker gets it from the text of its cell."""
     fresh_cache(tmp_path, monkeypatch)
     cell = Origin("toy_matmul", "__main__", "", origin(TOY).text).load()
     shape = cell.known["odd"]
@@ -126,7 +126,7 @@ def test_a_compiler_that_dies_ends_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert found[dies].error.startswith("The compiler ended with signal 6")
     assert not found[other].error
     assert other.key in compiling.Kept(cell).rows
-    assert dies.key not in compiling.Kept(cell).rows  # asked for again another time
+    assert dies.key not in compiling.Kept(cell).rows  # compiled again next time
 
 
 def test_compiling_finds_what_this_process_finds_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +181,7 @@ def test_two_writers_of_results_lose_none(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_script_that_tunes_as_it_runs_starts_no_processes_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiling process runs what a script or a cell defines, and not what that does."""
+    """A compile worker executes the definitions of a script or cell, but not its other statements."""
     does = """
 did = []
 did.append("this would be done in every process")
@@ -279,7 +279,7 @@ def test_fingerprint_follows_what_runs_on_the_gpu(tmp_path: Path, monkeypatch: p
 
 
 def test_fingerprint_is_the_same_in_every_python() -> None:
-    """Tuned files travel: what an older Python's `ast.unparse` or `ast.dump` made of this differs from a newer one's."""
+    """Fingerprints must not depend on the Python version: `ast.unparse` and `ast.dump` differ between versions."""
     text = "def f(x: int = 1):\n    return f'{x:>4} of \\'{x!r}\\''"
     args = "arguments(args=[arg(arg='x' annotation=Name(id='int'))] defaults=[Constant(value=1)])"
     spec = "format_spec=JoinedStr(values=[Constant(value='>4')])"

@@ -1,4 +1,4 @@
-"""The timings that come with the package are of its kernels as they are."""
+"""Check that the timings shipped with the package belong to the current source of its kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FILES = sorted((Path(toolkit.tune.__file__).parent / "tuned").glob("*.json"))
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_no_row_is_of_another_kernel(file: Path) -> None:
-    """A kernel changed? Time it again on that GPU, or take its rows out: see CONTRIBUTING."""
+    """If this fails because a kernel changed, time it again on that GPU or remove its rows (see CONTRIBUTING)."""
     for name, shapes in json.loads(file.read_text())["kernels"].items():
         kernel = find_kernel(name)
         for key, rows in shapes.items():

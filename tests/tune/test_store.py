@@ -1,4 +1,4 @@
-"""What is kept of a GPU: readable, atomic, mergeable; damaged and foreign files are set aside, told, and built anew."""
+"""Tests of the tuning store: readable, atomic, mergeable files; damaged and foreign files are reported and rebuilt."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_person_can_read_the_file() -> None:
     lines = add_rows("h200", H200, ROWS).read_text().splitlines()
     line = next(line for line in lines if "block_n=64" in line)
     assert line.strip().startswith('"block_n=64 warps=4 stages=2": {"verdict": "ok", "us": 35.7, "spread_us": 0.2')
-    assert sum('"verdict"' in line for line in lines) == len(ROWS)  # a line a config
+    assert sum('"verdict"' in line for line in lines) == len(ROWS)  # one line per config
     assert '"name": "NVIDIA H200"' in lines[1]
     assert '"sms": 132' in lines[1]
     assert json.loads("\n".join(lines))["kernels"]["matmul"]["n=8 k=8"]
@@ -289,7 +289,7 @@ def test_a_foreign_file_is_told_when_it_is_imported(folder: Path, capsys: pytest
 
 
 def test_show_into_head_ends_quietly() -> None:
-    """A reader that has seen enough closes the pipe."""
+    """The command ends silently if the reader of its output closes the pipe early."""
     command = f"{sys.executable} -m toolkit.tune show h200 | head -1"
     found = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
     assert found.stdout.startswith("h200: NVIDIA H200")

@@ -1,4 +1,4 @@
-"""The tuner end to end with a clock of the test's own: what is timed, what is kept, what is looked up, what is watched."""
+"""Tests of the tuner with a fake clock: timing, storing, looking up and watching."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class FakeClock:
-    """Times by what it is told, and counts."""
+    """Returns the given times and records what was timed."""
 
     def __init__(self, **us: float) -> None:
         self.us, self.timed = us, []  # type: ignore[var-annotated]
@@ -59,7 +59,7 @@ def tuned(configs: list[Config], clock: FakeClock) -> Tuning:
 
 
 def test_everything_gets_a_row_and_the_right_ones_a_time() -> None:
-    clock = FakeClock(block128=5.0, block32=7.0, block16=90.0)  # the model has them in this order
+    clock = FakeClock(block128=5.0, block32=7.0, block16=90.0)  # the order that the model predicts
     table = tuned([SMALL, MEDIUM, OVERSIZED, *FAULTY], clock)
     assert set(clock.timed) == {SMALL, MEDIUM, OVERSIZED}
     assert [row.verdict for row in table.rows] == ["slow", "ok", "ok", "wrong", "wrong", "failed"]
@@ -235,7 +235,7 @@ def test_how_far_shapes_are(key: str, far: float) -> None:
 
 
 def test_lookup_of_the_same_capability_checks_the_limits() -> None:
-    """The fastest of another 12.0 card that this one has no room for is passed over."""
+    """The fastest config of another card of compute capability 12.0 is skipped if this card lacks the memory for it."""
     other = DeviceFacts("NVIDIA Another", "12.0", 20, 1)
     right = Record("ok", us=1.0, shared_bytes=131_072, registers=64, kernel=fingerprint(TOY))
     rows = {OVERSIZED: right, MEDIUM: replace(right, us=2.0, shared_bytes=4096)}
@@ -258,7 +258,7 @@ def test_a_known_device_is_asked_nothing_a_current_one_anew(monkeypatch: pytest.
     for _ in range(2):
         tune.choose(TOY, ODD, torch.device("cuda", 0))
         tune.choose(TOY, ODD, "cuda")
-        tune.choose(TOY, ODD, "vgpu:0")  # whichever virtual GPU was opened last
+        tune.choose(TOY, ODD, "vgpu:0")  # index 0: the virtual GPU opened last
     assert asked == [torch.device("cuda", 0), "cuda", "vgpu:0", "cuda", "vgpu:0"]
     assert len(lookup.choices()) == 1
 
@@ -378,8 +378,8 @@ def test_the_model_of_time() -> None:
     thin = ToyShape(1, 32_768, 32_768)  # 2 GiB
     floor = TOY.cost(thin).bytes / CATALOGUE["h200"].reached_bandwidth_bytes_per_s * 1e9
     assert floor <= modelled(thin) < 1.1 * floor
-    assert modelled(thin, blocks=8) > 3 * floor  # a few SMs can't take that in
-    assert modelled(thin, warps=1, blocks=132) > 3 * floor  # too little in flight
+    assert modelled(thin, blocks=8) > 3 * floor  # a few SMs can't use the full bandwidth
+    assert modelled(thin, warps=1, blocks=132) > 3 * floor  # too few loads in flight
     assert modelled(thin, spill=512) > 1.9 * modelled(thin)
     assert modelled(thin, gpu="l4") > 10 * modelled(thin)
 
@@ -409,7 +409,7 @@ def double(x_ptr, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
 def test_watching_anybodys_autotuned_kernels() -> None:
     original = triton.runtime.autotuner.Autotuner.run
     x = torch.ones(8, device=DEVICE)
-    double[lambda meta: (triton.cdiv(8, meta["BLOCK"]),)](x, 8)  # before: tuned, not seen
+    double[lambda meta: (triton.cdiv(8, meta["BLOCK"]),)](x, 8)  # launched before watching began: not recorded
     with tune.watch() as seen:
         for n in (8, 4, 4):
             double[lambda meta, n=n: (triton.cdiv(n, meta["BLOCK"]),)](x, n)

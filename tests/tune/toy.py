@@ -118,7 +118,7 @@ CAPABILITIES = sorted({spec.compute_capability for spec in CATALOGUE.values()})
 
 @functools.cache
 def _compiled() -> Path:
-    """A cache folder with the toy's configs compiled, once a test run: starting a compiler takes seconds."""
+    """A cache folder with the toy's compiled configs, made once per test run because starting a compiler takes seconds."""
     folder = Path(tempfile.mkdtemp())
     before = os.environ.get("TOOLKIT_CACHE")
     os.environ["TOOLKIT_CACHE"] = str(folder)
@@ -132,7 +132,7 @@ def _compiled() -> Path:
 
 
 def fresh_cache(folder: Path, monkeypatch) -> Path:
-    """An own cache folder in which the toy's configs are compiled and nothing is timed."""
+    """A separate cache folder in which the toy's configs are compiled but not timed."""
     shutil.copytree(_compiled() / "compiled", folder / "compiled")
     monkeypatch.setenv("TOOLKIT_CACHE", str(folder))
     return folder

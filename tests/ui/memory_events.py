@@ -1,4 +1,4 @@
-"""Made-up recordings of memory for the tests of its pictures."""
+"""Synthetic memory recordings for tests of the memory views."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def recording(
     *rows: tuple[str, int, int], opening: int = 0, owner: str | None = None, where: str | None = "cell 1:1",
     address: bool = True, clock: str = "measured", apart_ns: int = 1000, **meta: Any,
 ) -> Trace:  # fmt: skip
-    """A trace of (kind, address, bytes) rows, a microsecond apart; the first `opening` were alive before."""
+    """Build a trace from (kind, address, bytes) rows, one microsecond apart; the first `opening` were alive at the start."""
     builder = TraceBuilder()
     for i, (kind, place, size) in enumerate(rows):
         start = max(i - opening + 1, 0) * apart_ns

@@ -1,4 +1,4 @@
-"""Traces made by arithmetic, for tests of what is drawn: a decode loop in small, and one of a million events."""
+"""Synthetic traces for tests of the timeline: a short decode loop, and one with a million events."""
 
 from __future__ import annotations
 

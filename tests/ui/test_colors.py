@@ -1,4 +1,4 @@
-"""Colors of the timeline: text is readable in both themes, kinds stand out from their lane and from each other."""
+"""Tests of the timeline's colors: text is readable in both themes, and kinds contrast with their lane and each other."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def linear(color: str) -> np.ndarray:
 
 
 def contrast(a: str, b: str) -> float:
-    """WCAG's contrast ratio."""
+    """Return the contrast ratio as defined by WCAG."""
     dark, light = sorted(float(linear(color) @ [0.2126, 0.7152, 0.0722]) for color in (a, b))
     return (light + 0.05) / (dark + 0.05)
 

@@ -1,4 +1,4 @@
-"""The Lab without a browser: its buttons, its thread, its errors; with stand-ins for loading and generating."""
+"""Tests of the Lab without a browser: buttons, worker thread and errors, with fake loading and generation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Run(SimpleNamespace):
 
 
 def stand_in_generate(model, prompt, decode, *, max_new_tokens, on_token, cancel, **options):
-    """Says "tick " for every token; a prompt "fail" fails after three."""
+    """Yields "tick " for every token; the prompt "fail" raises after three tokens."""
     said = []
     for i in range(max_new_tokens):
         if cancel.is_set():

@@ -1,4 +1,4 @@
-"""The Lab's Memory panel without a browser: real loads and generations of the demo model on a virtual GPU."""
+"""Tests of the Lab's Memory panel without a browser, with the demo model on a virtual GPU."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_budget_is_set_refused_and_lifted(app: Lab) -> None:
     panel.budget_field.value = "1 MiB"
     press(app, panel.set_button)
     assert "tk-error" in panel.budget_status.value
-    assert open_device("virtual:h200").limit_bytes == 64 << 20  # what held before still does
+    assert open_device("virtual:h200").limit_bytes == 64 << 20  # the previous limit is unchanged
     press(app, panel.lift_button)
     assert "no budget" in panel.now.value
     assert open_device("virtual:h200").limit_bytes == open_device("virtual:h200").memory().total_bytes

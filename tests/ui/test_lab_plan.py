@@ -1,4 +1,4 @@
-"""The Lab's Plan and export panel without a browser: plans of models that aren't loaded, a slider, exports, errors."""
+"""Tests of the Lab's Plan and export panel without a browser: plans for unloaded models, the slider, exports, errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GiB = 1 << 30
 
 
 class Exporter:
-    """Stands in for `tk.export`: goes on step by step, or waits until it is cancelled."""
+    """A fake `tk.export` that advances step by step, or waits until it is canceled."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str, dict]] = []

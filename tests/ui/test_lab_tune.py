@@ -1,4 +1,4 @@
-"""The Lab's Tune panel without a browser and without compiling: lists, explores, cancels, tells errors."""
+"""Tests of the Lab's Tune panel without a browser or a compiler: lists, exploring, canceling, errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KERNELS = {name: SimpleNamespace(known={f"{name} large": 1, f"{name} small": 2})
 
 
 class Explorer:
-    """Stands in for `tk.tune.explore`: goes on step by step, or waits until it is cancelled."""
+    """A fake `tk.tune.explore` that advances step by step, or waits until it is canceled."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str, tuple[str, ...]]] = []

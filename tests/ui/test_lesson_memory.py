@@ -1,4 +1,4 @@
-"""Repairs in the lesson on memory are judged by measured bytes and by the same result, however they are written."""
+"""Tests of the memory lesson's checks: solutions are judged by measured bytes and equal results, not by their code."""
 
 import sys
 

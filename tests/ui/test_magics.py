@@ -1,4 +1,4 @@
-"""`%%copies` in a real IPython shell, on the virtual GPU."""
+"""Tests of `%%copies` in a real IPython shell, on the virtual GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`%memory` and `%%memory` in an IPython shell: numbers of cells that fail, wait and run again; sessions that survive."""
+"""Tests of `%memory` and `%%memory` in an IPython shell: failing, async and rerun cells, and session files."""
 
 import gc
 import json
@@ -24,7 +24,7 @@ def shell(tmp_path, monkeypatch):
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
     shell = InteractiveShell.instance()
     toolkit.load_ipython_extension(shell)
-    # What other tests left in this shell is not to be freed by a cell that is counted here.
+    # Free the leftovers of other tests now, so that no cell measured here frees them.
     shell.run_cell(f"import gc, torch, toolkit as tk; gpu = tk.device('virtual:h200'); d = gpu.torch; {FREED}")
     gc.collect()
     yield shell

@@ -1,4 +1,4 @@
-"""Still pictures of memory: exact words, small, well formed, and nothing in a name or a line of code is markup."""
+"""Tests of static memory views: exact text, small size, valid markup, and escaped names and source lines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from toolkit.ui.memory.view import MemoryView
 
 
 class Reader(HTMLParser):
-    """The text of a fragment, its tags, and whether they are nested as they should be."""
+    """Collects the text and tags of an HTML fragment and checks that the tags are nested correctly."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a picture of memory shows: no peak is lost at any zoom, bands add up, a moment lists what was alive."""
+"""Tests of memory views: peaks are kept at every zoom level, bands add up, and a moment lists the live blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def many() -> MemoryView:
 
 
 def slow_columns(view: MemoryView, x0: float, x1: float, width: int, axis: str) -> list[int]:
-    """The most held in each pixel, one at a time."""
+    """Compute the peak bytes in each pixel with a simple loop."""
     begins = np.arange(len(view.held)) if axis == "events" else view.times
     edges, found = np.linspace(x0, x1, width + 1), []
     for low, high in itertools.pairwise(edges):

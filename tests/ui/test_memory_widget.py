@@ -1,4 +1,4 @@
-"""The widget of memory and its page without a browser: answers, state, fallbacks, sizes, what is embedded."""
+"""Tests of the memory widget and its page without a browser: answers, state, fallbacks, sizes, embedded data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def parse(blob: bytes) -> dict[str, Any]:
 
 
 class Heard(MemoryTimeline):
-    """A widget that keeps what it sends."""
+    """A widget that records the messages it sends."""
 
     def send(self, content: object, buffers: object = None) -> None:
         self.__dict__.setdefault("heard", []).append(content)
@@ -165,4 +165,4 @@ def test_a_session_of_thirty_cells_is_a_small_file(tmp_path: Path, capsys: pytes
     assert HOSTILE not in text
     assert text.count("<script") == 2
     assert text.count("<style>") == 2
-    assert [*tmp_path.iterdir()] == [path]  # nothing half written stays
+    assert [*tmp_path.iterdir()] == [path]  # no partial file is left

@@ -1,4 +1,4 @@
-"""A model as a notebook shows it: text, HTML, treemap; also of odd models."""
+"""Tests of displaying a model in a notebook: text, HTML and treemap, including unusual models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The self-contained page: written whole, escaped, without network or front-end package."""
+"""Tests of the self-contained page: written atomically, escaped, without network access or front-end packages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def data_of(path: Path) -> dict:
 
 
 def column(packed: dict, name: str) -> np.ndarray:
-    """One column of a packed trace, as page.js reads it."""
+    """Decode one column of a packed trace like page.js does."""
     raw = base64.b64decode(packed["data"])
     raw, at = zlib.decompress(raw) if packed["deflated"] else raw, 0
     for known, dtype, constant in packed["columns"]:

@@ -1,4 +1,4 @@
-"""A plan's picture: every phase, part and figure is there; names are escaped; it is small and runs nothing."""
+"""Tests of a plan's picture: it shows every phase, part and number, escapes names, is small and contains no script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures are functions of a trace."""
+"""Tests of the figures drawn from a trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The widget without a browser: its answers, its state, and what stands in for it."""
+"""Tests of the timeline widget without a browser: answers, state, and the static fallback."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from toolkit.ui.timeline.widget import Timeline
 
 
 class Heard(Timeline):
-    """A timeline that keeps what it sends."""
+    """A timeline that records the messages it sends."""
 
     def send(self, content: object, buffers: object = None) -> None:
         self.__dict__.setdefault("heard", []).append(content)

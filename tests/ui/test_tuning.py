@@ -1,4 +1,4 @@
-"""A tuning as a notebook shows it: every verdict at a glance, winners, losses, reasons; also empty, hostile and large ones."""
+"""Tests of displaying a tuning in a notebook: verdicts, winners, losses, reasons; also empty, hostile and large tunings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def page() -> str:
 
 
 def cells(page: str) -> list[tuple[str, str, list[str]]]:
-    """(classes, tooltip, the seven figures) of every cell of the heat tables."""
+    """Return (classes, tooltip, the seven numbers) of every cell of the heat tables."""
     found = re.findall(r'<td class="([^"]*)" title="([^"]*)"><label for="[^"]*">(.*?)</label></td>', page)
     return [(kinds, tip, re.findall(r"<i[^>]*>(.*?)</i>", inner)) for kinds, tip, inner in found]
 
@@ -144,7 +144,7 @@ def test_two_views_in_one_page_choose_by_themselves() -> None:
 def test_rooflines() -> None:
     base = row("l4", CONFIGS[0], 0)
     assert share_of_roof(replace(base, ns=18_000.0)) == 0.5
-    assert share_of_roof(replace(base, ns=4_000.0)) == 1.0  # a warm L2 beats the memory's bandwidth
+    assert share_of_roof(replace(base, ns=4_000.0)) == 1.0  # with a warm L2 the bandwidth can exceed that of memory
     assert share_of_roof(replace(base, ns=None)) is None
     assert share_of_roof(replace(base, memory_ns=0.0, compute_ns=0.0)) is None
     for memory, compute, ns in ((1e4, 1.0, 1e9), (1.0, 1e4, 1e4), (0.0, 5.0, 9.0), (5.0, 0.0, 9.0), (1.0, 1.0, 1.0)):
@@ -160,7 +160,7 @@ def test_rooflines() -> None:
 def test_text_reads_on_every_step_of_the_heat(theme: str) -> None:
     known = variables(theme)
     for ground in ("bg", "h1", "h2", "h3", "h4", "h5", "l1", "l2", "l3"):
-        assert contrast(known["fg"], known[ground]) >= 5.5, ground  # hatched lines take a little of it
+        assert contrast(known["fg"], known[ground]) >= 5.5, ground  # a margin, since hatched lines reduce the contrast
     for text in ("dim", "good", "bad", "odd", "accent"):
         assert contrast(known[text], known["bg"]) >= 4.5, text
     steps = [contrast(known[f"h{n}"], known["bg"]) for n in range(1, 6)]

@@ -1,4 +1,4 @@
-"""Views of a trace: what is in them is what the trace holds, they stay small, and they are quick."""
+"""Tests of the views of a trace: they agree with the trace, stay small, and are computed quickly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from toolkit.ui.timeline.view import MODELLED, NO_TEXT, SEGMENT, Scene, Track, n
 
 
 def parse(blob: bytes) -> dict:
-    """What timeline.js makes of a view."""
+    """Decode a view like timeline.js does."""
     (size,) = struct.unpack_from("<I", blob)
     view, at = json.loads(blob[4 : 4 + size]), 4 + size
     n = sum(count for track in view["counts"] for count in track)

@@ -1,4 +1,4 @@
-"""Tunings for the tests of how they are shown: with every verdict, measured and modelled, empty, and with nothing that runs."""
+"""Synthetic tunings for display tests: with every verdict, measured and modeled, empty, and without a config that runs."""
 
 from __future__ import annotations
 
@@ -58,6 +58,6 @@ def every_verdict() -> Tuning:
 
 
 def nothing_runs() -> Tuning:
-    """Two configs that no GPU of two can hold."""
+    """Two configs that fit neither of two GPUs."""
     gpus = ("rtx-5090", "l4")
     return Tuning(tuple(row(gpu, config, n, **needs(gpu, 262_144)) for gpu in gpus for n, config in enumerate(CONFIGS[:2])))

@@ -1,4 +1,4 @@
-"""`tk.memory` on the virtual GPU: exact peaks of nested, raising and awaiting blocks; who is named as the holder."""
+"""Tests of `tk.memory` on the virtual GPU: exact peaks of nested, raising and async blocks, and the names of owners."""
 
 import asyncio
 import gc
@@ -29,7 +29,7 @@ def ones(mib, dtype=torch.float32):
 
 
 def truth(gpu):
-    """(allocated now, the most since the last reset), as the allocator counts."""
+    """Return the allocator's (allocated bytes, peak bytes since the last reset)."""
     memory = gpu.memory()
     return memory.allocated_bytes, memory.peak_bytes
 
@@ -53,7 +53,7 @@ def test_the_outer_peak_is_the_allocators_own(gpu):
     assert outer.peak_bytes == truth(gpu)[1] == inner.peak_bytes
     assert outer.kept_bytes == 8 * MiB
     assert inner.kept_bytes == 8 * MiB
-    assert gpu.memory().peak_bytes == truth(gpu)[1]  # nobody's counters were reset
+    assert gpu.memory().peak_bytes == truth(gpu)[1]  # the device's own counters weren't reset
 
 
 def test_what_is_alive_is_named_by_the_variable_that_holds_it(gpu):
@@ -169,7 +169,7 @@ def test_steps_of_decoding_have_their_own_peaks(gpu):
 def test_host_memory_is_beside_it(gpu):
     with tk.memory() as outer:
         with tk.memory() as inner:
-            block = mmap.mmap(-1, 64 * MiB)  # pages that this process can't have had before
+            block = mmap.mmap(-1, 64 * MiB)  # pages that are new to this process
             block.write(b"x" * (64 * MiB))
         block.close()
     assert inner.host_peak_bytes - inner.trace.meta["host"]["before_bytes"] >= 60 * MiB
@@ -185,7 +185,7 @@ def test_watching_costs_nothing_afterwards(gpu):
 
 
 def outer_lines(trace, least):
-    """The source of the lines that allocated at least so much."""
+    """Return the source of the lines that allocated at least this many bytes."""
     source, rows = trace.meta["source"], zip(trace.text("where"), trace["bytes"], strict=True)
     return [source.get(place.partition(" > ")[0]) for place, n in rows if place and n >= least]
 

@@ -1,4 +1,4 @@
-"""A budget fails as a card of that size would, and the error says who held what and what would help."""
+"""Tests of memory budgets: they fail like a card of that size, and the error lists the owners and remedies."""
 
 import gc
 import subprocess
@@ -55,7 +55,7 @@ def test_what_does_not_fit_fails_with_pytorchs_error_and_who_held_what(gpu):
 
 
 def test_predicted_savings_are_what_is_saved(gpu):
-    """Each `del` that is proposed frees the bytes that it said."""
+    """Each proposed `del` frees the stated number of bytes."""
     with pytest.raises(torch.OutOfMemoryError) as caught, tk.budget("64 MiB"):  # noqa: PT012 - the budget explains as it ends
         first, second = ones(16), ones(20)
         alias = second  # so that deleting `second` alone saves nothing

@@ -1,4 +1,4 @@
-"""Who holds what: paths to tensors through whatever people write, and values that don't want to be looked into."""
+"""Tests of finding the owners of tensors: paths through all kinds of objects, and objects that resist inspection."""
 
 import gc
 import time

@@ -1,4 +1,4 @@
-"""What if: recorded allocations on a card of another size, with other settings of the allocator."""
+"""Tests of replaying recorded allocations on a card of another size or with other allocator settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from toolkit.vram.what_if import CONTEXT_BYTES, joined, replay, what_if
 
 
 def recorded(*events: tuple[str, int, int], where: str | None = None, stream: int = 0) -> Trace:
-    """A trace of (kind, bytes, address) rows, a nanosecond apart."""
+    """Build a trace from (kind, bytes, address) rows, one nanosecond apart."""
     builder = TraceBuilder()
     for i, (kind, size, address) in enumerate(events):
         builder.add(
@@ -29,7 +29,7 @@ def recorded(*events: tuple[str, int, int], where: str | None = None, stream: in
 
 
 def in_pieces(total: int = 8, size: int = 100 * MiB) -> Trace:
-    """Blocks of which every other one is given back, and then one of two blocks' size."""
+    """Fragmentation: allocate blocks, free every other one, then allocate a block of twice the size."""
     took = [("alloc", size, i) for i in range(total)]
     gave = [("free", size, i) for i in range(0, total, 2)]
     return recorded(*took, *gave, ("alloc", 2 * size, total), where="cell 7:3 > model.py:41")
@@ -116,7 +116,7 @@ def test_the_smallest_card_does_and_one_a_little_smaller_does_not():
 
 
 def test_a_run_on_the_virtual_gpu_replays_as_it_went(empty_card):
-    """What the allocator did is what its replay does: the recording has all that decides it."""
+    """A replay with unchanged settings reproduces the allocator's recorded behavior."""
     gpu = empty_card
     gpu.reset_peak()
     before = gpu.memory()
@@ -132,7 +132,7 @@ def test_a_run_on_the_virtual_gpu_replays_as_it_went(empty_card):
 
 
 def test_cells_are_replayed_as_one_run(empty_card):
-    """What changed between two cells, unmeasured, is made up for: the joined run holds at each end what that cell held."""
+    """Changes between two cells weren't recorded; the joined run corrects for them, so each cell ends with its own total."""
     gpu = empty_card
     held, uses = [], []
     for n in (1, 2, 3):

@@ -1,4 +1,4 @@
-"""GGUF: values as the gguf package reads them, and every lie in a header is refused in words."""
+"""Tests of the GGUF reader: values agree with the gguf package, and every invalid header raises a clear error."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def write(
     version: int = 3,
     counts: tuple[int, int] | None = None,
 ) -> Path:
-    """A GGUF with this header, however wrong."""
+    """Write a GGUF file with the given header, valid or not."""
     counts = counts or (len(tensors), len(pairs))
     header = magic + struct.pack("<IQQ", version, *counts) + b"".join(pairs) + b"".join(tensors)
     path.write_bytes(header + bytes(-len(header) % 32) + data)
@@ -115,7 +115,7 @@ def test_every_type_has_the_name_that_the_gguf_package_gives_it() -> None:
 
 
 def split(folder: Path, count: int = 3, numbers: dict[int, tuple[int, int]] | None = None, promised: int | None = None) -> Path:
-    """A model of one tensor a part, "t0" and so on; part i says that it is `numbers[i]`."""
+    """Write a split model with one tensor per part ("t0", "t1", ...); the metadata of part i claims `numbers[i]`."""
     promised = count if promised is None else promised
     for i in range(count):
         no, of = (numbers or {}).get(i, (i, count))

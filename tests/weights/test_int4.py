@@ -1,4 +1,4 @@
-"""GPTQ, AWQ and HQQ safetensors: codes come back as the published packings put them, and what can't be read is named.
+"""Tests of GPTQ, AWQ and HQQ safetensors: codes match the published layouts, and unsupported files raise clear errors.
 
 The packers below are written from the formats' definitions, bit by bit in plain Python, and share nothing with the reader.
 """
@@ -30,7 +30,7 @@ def drawn(bits: int, out: int = OUT, columns: int = IN, group: int = GROUP) -> t
 
 
 def words(columns: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """int32 [n / per, m] of `columns` [n, m]: `per` = 32 / bits neighbours of the first dimension share a word."""
+    """Pack `columns` [n, m] into int32 [n / per, m]: `per` = 32 / bits neighbors along the first dimension share a word."""
     per = 32 // bits
     order = order or tuple(range(per))
     found = np.zeros((len(columns) // per, columns.shape[1]), dtype=np.uint32)
@@ -93,14 +93,14 @@ def hqq(bits: int = 4, out: int = OUT, as_float: bool = False, **changes: Any) -
 
 
 def folder(path: Path, tensors: dict[str, torch.Tensor], config: Any = None, **more: torch.Tensor) -> Any:
-    """The opened folder of one quantised matrix, "a.b.weight"."""
+    """Write and open a folder with one quantized matrix, "a.b.weight"."""
     path.mkdir(exist_ok=True)
     save_file({f"a.b.{name}": value for name, value in tensors.items()} | more, path / "model.safetensors")
     return open_folder(path, {} if config is None else {"quantization_config": config})
 
 
 def matches(weights: Any, expected: Any, kind: str, bits: int, group: int) -> None:
-    """Every range of rows gives the codes, zeros and scales of `expected`."""
+    """Assert that every range of rows returns the codes, zeros and scales of `expected`."""
     codes, zeros, scales = expected
     stored = weights.stored["a.b.weight"]
     assert (stored.shape, stored.kind, stored.bits, stored.group) == (codes.shape, kind, bits, group)
@@ -156,7 +156,7 @@ def test_hqq_with_its_codes_viewed_as_floats_and_no_config(tmp_path: Path) -> No
 
 
 def test_hqq_rows_that_share_bytes_across_the_middle(tmp_path: Path) -> None:
-    tensors, expected = hqq(out=6)  # 18 rows of codes: the ninth and the tenth are of one matrix row's neighbours
+    tensors, expected = hqq(out=6)  # two blocks of 9 rows of codes: matrix rows 2 and 3 are in different blocks
     weights = folder(tmp_path, tensors)
     for start in range(6):
         for stop in range(start, 7):

@@ -1,4 +1,4 @@
-"""Min-max and half-quadratic fits: how near they come, what they refuse, and the extremes that fp16 scales must bear."""
+"""Tests of min-max and half-quadratic fits: accuracy, rejected inputs, and extreme values for fp16 scales."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def there_and_back(method: str, values: Tensor, scheme: Scheme) -> Tensor:
     return dequantize(scheme, METHODS[method](values, scheme))
 
 
-# Signal to noise in dB on normal weights, less half a decibel: (min-max, HQQ). 6 dB a bit.
+# Measured SNR in dB on normal weights minus half a decibel: (min-max, HQQ). About 6 dB per bit.
 EXPECTED = {
     "int4-g32": (21.6, 22.2), "int4-g64": (20.4, 20.8), "int4-g128": (19.5, 19.7), "int8-g32": (44.9, 45.2),
     "int8-g128": (43.2, 43.4), "q4_0": (20.8, 21.1), "q4_1": (21.6, 22.2), "q5_0": (26.9, 27.2), "q5_1": (27.9, 28.5),
@@ -58,7 +58,7 @@ def test_hqq_is_never_worse_than_min_max(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, scheme in SCHEMES.items() if not scheme.steps])
 def test_min_max_errs_by_at_most_half_a_step(name: str) -> None:
-    """Half of the group's step, and what rounding the scale and the offset to fp16 adds at the far end (2^-11 of it each)."""
+    """Half a quantization step, plus the fp16 rounding of scale and offset at the largest value (2^-11 of it each)."""
     values, scheme = draw("student t"), SCHEMES[name]
     grouped = values.unflatten(-1, (-1, scheme.group))
     low, high = grouped.amin(-1), grouped.amax(-1)
@@ -87,7 +87,7 @@ def test_zeros_stay_zeros(name: str, method: str) -> None:
 @pytest.mark.parametrize("constant", [1.0, -0.37, 3e-5, -60000.0])
 @pytest.mark.parametrize("name", SCHEMES)
 def test_constant_groups(name: str, constant: float, method: str) -> None:
-    """As near as a scale in fp16, or in steps of 1/63 of the block's largest, tells. fp16 below 6e-5 is in steps of 6e-8."""
+    """As accurate as scales in fp16, or in steps of 1/63 of the block's largest, allow. fp16 steps below 6e-5 are 6e-8."""
     values = torch.full((2, IN), constant)
     back = there_and_back(method, values, SCHEMES[name])
     assert float((back - values).abs().max()) <= abs(constant) / (64 if SCHEMES[name].steps else 512) + 16 * 2.0**-24
@@ -109,7 +109,7 @@ def test_magnitudes_at_the_ends_of_fp16(name: str, scale: float, method: str) ->
 @pytest.mark.parametrize("far", [1.0, -100.0])
 @pytest.mark.parametrize("name", ["int4-g32", "int4-g128", "q4_1", "q5_1"])
 def test_groups_far_from_zero_keep_their_detail(name: str, far: float) -> None:
-    """Offsets are fp16: what is told apart is the larger of a code's step and 2^-11 of the distance from zero."""
+    """Offsets are fp16: the resolution is the larger of the quantization step and 2^-11 of the distance from zero."""
     values = draw("normal") + far
     error = (there_and_back("min-max", values, SCHEMES[name]) - values).abs().max()
     assert float(error) <= 0.2 / 15 / 2 + abs(far) * 2.0**-10
@@ -149,7 +149,7 @@ def test_rows_are_independent_and_dtypes_and_stacks_do_not_matter(
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_quantising_again_changes_little(name: str) -> None:
-    """What a scheme holds exactly comes back within the rounding of its scales; symmetric and plain schemes exactly."""
+    """Quantizing values that a scheme holds exactly changes them by the rounding of scales only, or not at all if symmetric."""
     scheme = SCHEMES[name]
     once = there_and_back("min-max", draw("normal"), scheme)
     assert snr(once, there_and_back("min-max", once, scheme)) > 30

@@ -1,4 +1,4 @@
-"""GGUF blocks and integer codes into the packed layout: the gguf package is the oracle, bit for bit."""
+"""Tests of repacking GGUF blocks and integer codes into the packed layout, bit for bit against the gguf package."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = list(GGUF_KINDS)
 
 
 def random_blocks(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
-    """Random bytes, every code and scale, with the fp16 fields kept finite. [rows, bytes of a row]"""
+    """Return random blocks [rows, bytes per row] with every code and scale; the fp16 fields are finite."""
     layout = GGUF_KINDS[kind]
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (rows, columns // layout.weights, layout.nbytes), dtype=np.uint8)
@@ -48,7 +48,7 @@ def test_dequantises_as_the_gguf_package_bit_for_bit(kind: str, columns: int) ->
 
 
 def test_values_at_the_ends_of_what_a_block_holds() -> None:
-    """Scales of zero, of either sign, subnormal and infinite: the same bits, signed zeros and NaNs included."""
+    """Scales that are zero, negative, subnormal or infinite give the same bits, including signed zeros and NaN."""
     blocks = random_blocks("Q4_K", 6, 256)
     for row, (d, dmin) in enumerate([(0, 0), (-0.0, 1), (-1, -2), (6e-8, 6e-8), (np.inf, 1), (65504, 65504)]):
         blocks[row, :4] = np.array([d, dmin], np.float16).view(np.uint8)

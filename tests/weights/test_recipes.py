@@ -1,4 +1,4 @@
-"""Which scheme holds which weight: llama.cpp's Q4_K_M mix tensor by tensor, and what stays plain."""
+"""Tests of quantization recipes: llama.cpp's Q4_K_M tensor by tensor, and the weights that stay unquantized."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from toolkit.weights.schemes import SCHEMES
 
 
 def wide_layers(layers: int) -> set[int]:
-    """The layers in which Q4_K_M takes six bits, spelt out: the first eighth, the last eighth, every third between."""
+    """Return the layers in which Q4_K_M uses six bits: the first eighth, the last eighth, every third layer between."""
     first, last = layers // 8, 7 * layers // 8
     return {*range(first), *range(last, layers), *range(first + 2, last, 3)}
 
 
-# (our name less the layer, shape, the scheme outside the wide layers, the one in them)
+# (name without the layer, shape, scheme in ordinary layers, scheme in layers with more bits)
 LAYER = {
     "gemma4": [
         ("attention.qkv.q", (8192, 5376), "q4_k", "q4_k"),
@@ -60,7 +60,7 @@ def test_q4_k_m_holds_the_head_in_six_bits(name: str, tied: bool, scheme: str) -
 
 
 def test_bytes_of_a_whole_gemma4_31b() -> None:
-    """Q4_K_M of Gemma-4 31B: as many weights in each kind as the file of that mix holds, counted from its own tensor list."""
+    """Q4_K_M of Gemma-4 31B: each kind holds as many weights as in the published file, counted from its tensor list."""
     mix, layers = recipe("q4_k_m"), 60
     weights = {"q4_k": 0, "q6_k": 262144 * 5376}
     found = dict.fromkeys(weights, 0)

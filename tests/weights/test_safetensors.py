@@ -1,4 +1,4 @@
-"""Safetensors: every dtype comes back, and every lie in a header is refused in words."""
+"""Tests of the safetensors reader: every dtype round-trips, and every invalid header raises a clear error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from toolkit.weights.safetensors_files import INDEX, SafetensorsFile, open_safet
 
 
 def write(path: Path, header: Any, data: bytes = b"", length: int | None = None) -> Path:
-    """A file with this header, however wrong."""
+    """Write a file with the given header, valid or not."""
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes((len(raw) if length is None else length).to_bytes(8, "little") + raw + data)
     return path
