@@ -26,9 +26,9 @@ from toolkit.kernels.kv_codes import (
 
 # Lloyd-Max for a standard normal variable, 16 levels: Max (1960), table I.
 LLOYD_MAX = (0.1284, 0.3881, 0.6568, 0.9424, 1.2562, 1.6181, 2.0690, 2.7326)
-OPTIMUM = 0.009501  # its mean square error
+OPTIMUM = 0.009501  # its mean squared error
 SMALL = Config(block_n=16, splits=3)
-# fp16 numbers in the products, with the same codes on both sides; a bf16 result is off by 2^-8 of its own value.
+# Kernel and reference use the same codes. The products are in fp16; rounding a result to bf16 costs up to 2^-8 of its value.
 TOLERANCE = {"atol": 1e-2, "rtol": 1e-2}
 
 

@@ -65,7 +65,7 @@ def test_steps_in_a_row_are_the_models(shape: DeltaShape) -> None:
 
 
 def test_nothing_left_over_is_read() -> None:
-    """Scratch and result full of NaN, another of 1,000 where the new input goes; arrivals are ready for the next launch."""
+    """Old contents of scratch, output and the ring's slot for the new input aren't read, and arrivals are reset to zero."""
     shape = SHAPES[2]
     inputs = DELTA_STEP.inputs(shape, DEVICE, seed=2)
     inputs["ring"][1001 % shape.taps] = torch.nan
@@ -137,7 +137,7 @@ def test_chunks(shape: DeltaChunksShape) -> None:
 
 
 def test_chunks_are_the_models_and_go_on_where_a_step_ended() -> None:
-    """A step at position 0, then tokens from position 1: the ring's other slots are still zeros."""
+    """Run a step at position 0, then chunks from position 1, while the other slots of the ring are still zero."""
     shape = DeltaChunksShape(1, 2, 16, 16, dtype="float32", tokens=66)
     step = DeltaShape(1, 2, 16, 16, dtype="float32")
     one = DELTA_STEP.inputs(step, DEVICE, seed=5) | {"positions": torch.tensor([0], device=DEVICE)}

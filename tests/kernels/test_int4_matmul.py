@@ -13,8 +13,8 @@ from toolkit.weights.packed import PackedMatrix
 from toolkit.weights.schemes import SCHEMES
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Signal over error, in dB, in fp32: integers are exact, so what is left of "int8" is fp32 sums (about 130 dB); "bf16" rounds
-# activations to 1 / 32,512 of their block's largest (about 90 dB). Asked of both are 80.
+# SNR in dB with fp32 outputs. The integer products of "int8" are exact, only the fp32 sums round (about 130 dB). "bf16" rounds
+# activations to 1 / 32,512 of their block's largest (about 90 dB). Both must reach 80 dB.
 LEAST_DB = {"int8": 110.0, "bf16": 84.0}
 SMALL = Config(block_k=256, rows=1, tokens=1, ahead=2, warps=1)  # 4 rows of 8 blocks at a time
 
@@ -60,7 +60,7 @@ def test_gate_and_up_in_one(scheme: str, activation: str) -> None:
 
 @pytest.mark.parametrize(("m", "tokens"), [(2, 2), (3, 2), (5, 4), (8, 8)])
 def test_several_tokens(m: int, tokens: int) -> None:
-    """Of 3 and of 5 tokens the last block of tokens is a part."""
+    """With 3 and 5 tokens the last block of tokens is partial."""
     shape = MatmulShape(n=2, k=224, m=m, scheme="q4_1", out="fp32")
     inputs = INT4_MATMUL.inputs(shape, DEVICE, seed=m)
     config = Config(block_k=512, rows=1, tokens=tokens, ahead=2, warps=1)
@@ -91,7 +91,7 @@ def test_results_repeat() -> None:
 
 
 def test_a_real_matrix_in_bf16_against_plain_products() -> None:
-    """Far from the module's own reference: weights that were quantised, a plain product, distances as promised."""
+    """Compare with the product of dequantized weights in PyTorch instead of the module's own reference."""
     shape = MatmulShape(n=3, k=256, scheme="q6_k")
     inputs = INT4_MATMUL.inputs(shape, DEVICE, seed=6)
     matrix = PackedMatrix(SCHEMES["q6_k"], (3, 256), DEVICE)

@@ -15,8 +15,8 @@ from toolkit.weights.schemes import SCHEMES
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = Config(block_n=16, block_m=16, block_k=64, split=1)
-# Of the largest result. Triton's interpreter cuts weights and results to bf16 (2^-7 each, all to one side, and gate times up
-# has it twice) where a GPU rounds.
+# Relative to the largest result. Where a GPU rounds weights and results to bf16, Triton's interpreter truncates them (up to
+# 2^-7 each, always in the same direction, and twice for gate times up).
 CLOSE = 2**-7 if DEVICE == "cuda" else 2**-5
 
 
@@ -41,7 +41,7 @@ def assert_close(got: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 def columns(scheme: str, blocks: int) -> int:
-    """An odd number of the smallest tiles that the scheme allows; never whole tiles of 64 where that can be had."""
+    """Return `blocks` times the smallest tile width of the scheme; with an odd number, the last tile of 64 is partial."""
     return blocks * max(32, SCHEMES[scheme].multiple)
 
 
@@ -78,7 +78,7 @@ def test_sizes_and_tiles(n: int, m: int, k: int, config: Config) -> None:
 
 @pytest.mark.parametrize(("split", "k", "activation"), [(2, 160, "none"), (3, 192, "silu"), (4, 64, "none")])
 def test_split_sums_are_added_in_order(split: int, k: int, activation: str) -> None:
-    """GIVEN sums in parts, the last of them shorter or empty WHEN a tile's programs are done THEN all parts are in."""
+    """Partial sums over k, the last of them shorter or empty, are all added, in the same order in every run."""
     shape = PrefillShape(20 if activation == "silu" else 10, k, 18, "q4_1", activation)
     inputs = INT4_PREFILL.inputs(shape, DEVICE)
     config = Config(block_n=16, block_m=16, block_k=32, split=split)
@@ -103,7 +103,7 @@ def test_groups_wider_than_a_tile(scheme: str) -> None:
 
 
 def test_the_models_product() -> None:
-    """GIVEN a packed matrix WHEN it is multiplied THEN the reference is `ops.matmul`, and the kernel gives the same."""
+    """The reference and the kernel agree with the model's `matmul` on a packed matrix."""
     shape = PrefillShape(24, 256, 18, "q4_k", "silu")
     inputs = INT4_PREFILL.inputs(shape, DEVICE)
     weight = PackedMatrix(SCHEMES["q4_k"], (24, 256), DEVICE)
@@ -116,7 +116,7 @@ def test_the_models_product() -> None:
 
 
 def test_rows_beyond_the_tokens_count_for_nothing() -> None:
-    """GIVEN activations of magnitude 1000 and NaN behind the last token WHEN multiplied THEN nothing of them is seen."""
+    """Large values and NaN in memory after the last token don't affect the result."""
     shape = PrefillShape(20, 64, 17, "q4_1")
     inputs = INT4_PREFILL.inputs(shape, DEVICE)
     wanted = INT4_PREFILL.reference(shape, inputs)[0]

@@ -15,8 +15,8 @@ from toolkit.models.layers import Experts, set_scheme
 from toolkit.weights.schemes import find_scheme
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Against a reference on the same integers: sums in another order, and now and then an activation that lies between two
-# integers becomes the other one. 60 dB and more.
+# The reference uses the same integers. Results differ in the order of summation, and occasionally an activation halfway
+# between two integers rounds to the other one. The SNR is at least 60 dB.
 ERROR = 1e-3
 CONFIG = Config(each=4, rows=4, down_warps=8, warps=8)
 OTHER = Config(each=4, rows=2, down_warps=2, warps=1)
@@ -58,7 +58,7 @@ def test_as_the_reference(shape: MoeShape) -> None:
 
 
 def test_rows_longer_than_a_warp() -> None:
-    """33 blocks a row of 32 lanes: the last tile begins in the one before, and two programs make integers of x."""
+    """33 blocks per row on 32 lanes: the last tile overlaps the previous one, and two programs quantize x."""
     shape = MoeShape(1056, 32, 3, 1, scheme="int4-g32", down="int4-g32", dtype="float32")
     inputs = MOE_STEP.inputs(shape, DEVICE, seed=9)
     assert error(MOE_STEP.run(shape, CONFIG, inputs)[0], MOE_STEP.reference(shape, inputs)[0]) < ERROR
@@ -89,7 +89,7 @@ def test_as_the_models_experts() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_routing(dtype: torch.dtype) -> None:
-    """Ties go to the lowest number, zeros of both signs are equal; experts in several pieces of 32, the last not full."""
+    """Ties go to the lowest index and 0.0 equals -0.0; the experts span several blocks of 32, the last one partial."""
     shape = MoeShape(32, 32, 70, 4, False, "int4-g32", "int4-g32")
     random = torch.randn(70, generator=torch.Generator().manual_seed(3)).tolist()
     ties = {69: 3.0, 40: 3.0, 3: 3.0, 7: 3.0, 5: 3.0}

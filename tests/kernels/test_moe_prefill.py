@@ -13,8 +13,8 @@ from toolkit.models.layers import Experts, set_scheme
 from toolkit.weights.schemes import find_scheme
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Few programs, for the interpreter. It cuts weights, what lies between the products, and rows to bf16, all to one side, where
-# a GPU rounds.
+# Large tiles, so that the interpreter runs few programs. Where a GPU rounds weights, intermediate values and rows to bf16, the
+# interpreter truncates them, always in the same direction.
 WIDE = Config(block_n=128, block_m=16, block_k=64)
 CLOSE = 2**-7 if DEVICE == "cuda" else 2**-5
 
@@ -55,7 +55,7 @@ def test_as_the_reference(shape: ExpertsShape, config: Config) -> None:
 
 @pytest.mark.parametrize("tokens", [16, 37])
 def test_all_choose_one_and_nobody_the_others(tokens: int) -> None:
-    """GIVEN tokens that all choose the same experts WHEN these take a tile, or several, THEN the others' are none."""
+    """All tokens choose the same two experts, which fill one or several tiles; the other experts get no tile."""
     shape = ExpertsShape(tokens, 64, 32, 40, 2, "q4_0", "q4_0")
     inputs = MOE_PREFILL.inputs(shape, DEVICE, seed=2)
     inputs["chosen"] = torch.tensor([[39, 3]], device=DEVICE).repeat(tokens, 1)  # int64, as topk gives them

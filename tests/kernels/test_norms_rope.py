@@ -55,7 +55,7 @@ def test_norm_is_the_reference(shape: NormShape) -> None:
 
 
 def test_codes_are_those_of_the_result_itself() -> None:
-    """GIVEN a row with a group of zeros and one of a single spike WHEN it is normed THEN codes, scales, sums are exact."""
+    """Codes, scales and sums are exact for groups of zeros and for a group with a single large value."""
     shape = NormShape(2, 128, quantised=True)
     inputs = RMS_NORM.inputs(shape, DEVICE)
     inputs["x"][0, 32:64] = 0

@@ -89,7 +89,7 @@ def test_extreme_logits(make, wanted: int) -> None:  # type: ignore[no-untyped-d
 
 
 def test_a_cap_makes_ties_of_what_it_cannot_tell_apart() -> None:
-    """GIVEN logits far above the cap WHEN capped THEN they are equal, as they are to the model, and the lowest wins."""
+    """Logits far above the cap become equal, as in the model, and the lowest index wins."""
     shape = SampleShape(1300, 8, "float32", dtype="float32", cap="30.0")
     inputs = SAMPLE_EMBED.inputs(shape, DEVICE)
     inputs["logits"][[40, 1200]] = torch.tensor([900.0, 1000.0], device=DEVICE)
@@ -101,7 +101,7 @@ def test_a_cap_makes_ties_of_what_it_cannot_tell_apart() -> None:
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
 @pytest.mark.parametrize("seed", [0, 12345, -1])
 def test_draws_are_those_of_the_sampler(seed: int, temperature: float) -> None:
-    """GIVEN a seed and a temperature WHEN tokens are drawn one after the other THEN they are the sampler's."""
+    """For the same seed and temperature, successive draws equal those of the sampler."""
     shape = SampleShape(1777, 8, "float32", draw=True, dtype="float32")
     inputs = SAMPLE_EMBED.inputs(shape, DEVICE)
     inputs["temperature"].fill_(temperature)

@@ -45,7 +45,7 @@ def test_stays_packed_and_equals_transformers(tmp_path: Path, method: str, devic
 
 @pytest.mark.parametrize("source", ["bfloat16", "Q4_K", "gptq"])
 def test_converting_takes_no_more_of_the_card_than_the_largest_tensor(tmp_path: Path, source: str) -> None:
-    """The largest is the joined gate and up; the others are as small as may be, each takes as long as a large one."""
+    """The joined gate and up matrix is the largest tensor; the others are minimal, to keep the test quick."""
     gpu, small = tk.device(CARD), {"vocab_size": 256, "num_hidden_layers": 1, "num_key_value_heads": 1}
     wide = SHAPE | small | {"hidden_size": 256, "intermediate_size": 1024}
     if source in GGUF_KINDS:

@@ -258,7 +258,7 @@ def test_sizes_only_says_nothing_about_values() -> None:
 
 
 def test_a_model_loaded_as_sizes_only_needs_no_memory_here() -> None:
-    """Its packed matrices have no values either, though it is quantised outside of the block that made it."""
+    """The quantized matrices hold no values either, even if `quantize` runs outside of the `sizes_only` block."""
     gpu = tk.device("virtual:h200")
     config = ARCHITECTURES["qwen3"].Config.from_hf(
         {"model_type": "qwen3"} | SIZES | {"num_hidden_layers": 1, "vocab_size": 400_000, "hidden_size": 2048}

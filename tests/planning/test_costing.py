@@ -100,7 +100,7 @@ def test_no_context_fits_where_the_weights_do_not(eight_b: Costs) -> None:
 
 
 def gemma() -> gemma4.Model:
-    """Gemma-4 31B's shape."""
+    """Return a model with the shape of Gemma-4 31B, without weights."""
     layers = (["sliding_attention"] * 5 + ["full_attention"]) * 10
     config = gemma4.Config.from_hf({
         "model_type": "gemma4_text", "num_hidden_layers": 60, "hidden_size": 5376, "intermediate_size": 21504,

@@ -59,7 +59,7 @@ def pieces() -> tuple[dict[str, int], list[tuple[str, str]]]:
 
 
 def fields(kind: str, vocab: dict[str, int], control: list[str], **more: Any) -> dict[str, Any]:
-    """GGUF metadata of a tokenizer whose token types are those of the public converter."""
+    """Return the GGUF metadata of a tokenizer, with token types as llama.cpp's converter sets them."""
     tokens = sorted(vocab, key=vocab.__getitem__)
     types = [3 if t in control else 6 if len(t) == 6 and t.startswith("<0x") and kind != "gpt2" else 1 for t in tokens]
     named = {
@@ -113,7 +113,7 @@ def test_a_chat_that_begins_with_the_beginning_token_gets_it_once() -> None:
 
 
 def reread(folder: Path, metadata: dict[str, Any]) -> dict[str, Any]:
-    """`metadata` written by the gguf package and read back."""
+    """Write `metadata` with the gguf package and read it back."""
     writer = gguf.GGUFWriter(folder / "x.gguf", "test")
     for key, value in metadata.items():
         if isinstance(value, bool):

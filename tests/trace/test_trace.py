@@ -15,7 +15,7 @@ from toolkit.trace.events import Mark, Trace, TraceBuilder, copies_per_step
 
 
 def random_trace(n: int, seed: int = 0) -> Trace:
-    """A trace of `n` events with every kind and odd values in every column."""
+    """Return a trace of `n` events with every kind and unusual values in every column."""
     rng = np.random.default_rng(seed)
     builder = TraceBuilder()
     names = [None, "", "matmul", 'quo"ted \\ \n', "größer ✓", "x" * 300]
@@ -239,7 +239,7 @@ def test_flipped_bytes_are_an_error_or_change_nothing_that_crashes(tmp_path):
 
 
 def rewrite(source, target, **entries):
-    """A copy of a saved trace with some arrays replaced."""
+    """Write a copy of a saved trace with some arrays replaced."""
     with np.load(source) as file:
         arrays = {name: file[name] for name in file.files}
     np.savez(target, **{**arrays, **entries})

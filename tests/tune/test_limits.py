@@ -90,7 +90,7 @@ def test_an_oversized_config_is_excluded_by_the_gpus_that_lack_the_room(
 
 
 def test_an_early_launch_that_does_not_wait_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where launches overlap; elsewhere it isn't early."""
+    """Launches overlap only from compute capability 9.0 on; on 8.9 the config is valid."""
     fresh_cache(tmp_path, monkeypatch)
     jobs = [Job(ODD, toy_config(fault=RUSHES), capability) for capability in ((8, 9), (9, 0))]
     ada, hopper = (compile_configs(TOY, jobs)[job].error for job in jobs)
@@ -155,7 +155,7 @@ def test_a_compiling_process_that_hangs(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def quick(worker: object, job: Job) -> Compiled:
-    """An answer without a process."""
+    """Return a result without starting a compiler process."""
     return compiled(USE)
 
 

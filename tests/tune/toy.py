@@ -1,6 +1,6 @@
-"""A small kernel for the tuner's tests: a tiled matmul whose deep configs need more shared memory than some GPUs have, with
-configs that are wrong on purpose: one that leaves rows out, one that adds to what it finds, one that doesn't compile, one at
-which the compiler's process dies, one that begins before the launch in front of it is done, and doesn't wait."""
+"""A small tiled matmul for the tuner's tests. Its deepest config needs more shared memory than some GPUs have, and some configs
+are wrong on purpose: they skip rows, accumulate into old outputs, don't compile, crash the compiler process, or start early
+without waiting for the previous launch."""
 
 # mypy: allow-untyped-defs, allow-untyped-calls
 from __future__ import annotations

@@ -15,7 +15,7 @@ HOSTILE = "<script>alert('x')</script>\"&"
 
 
 def many_events(events: int = 2_000_000, seed: int = 0) -> Trace:
-    """Allocations of random sizes and lives, of a thousand lines and three hundred owners, in 100 steps and 10 cells."""
+    """Return allocations of random sizes and lifetimes, from 1,000 lines and 300 owners, in 100 steps and 10 cells."""
     random, n = np.random.default_rng(seed), events // 2
     begin = np.sort(random.random(n))
     time = np.concatenate([begin, begin + random.exponential(0.003, n)])
@@ -59,6 +59,6 @@ GIB = 1 << 30
 
 
 def small(**more: Any) -> MemoryUse:
-    """1 GiB held before, a peak of 5 GiB, 2 GiB at the end."""
+    """Return a trace with 1 GiB alive at the start, a peak of 5 GiB and 2 GiB at the end."""
     rows = (("alloc", 1, GIB), ("alloc", 2, GIB), ("alloc", 3, 3 * GIB), ("free", 3, 3 * GIB))
     return use_of(recording(*rows, **{"opening": 1, **more}))

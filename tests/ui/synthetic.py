@@ -11,7 +11,7 @@ from toolkit.trace.events import Trace, TraceBuilder
 def decode_loop(
     steps: int = 6, clock: str = "modelled", h2d: int = 2, scale: float = 1.0, kernels: int = 12, **meta: object
 ) -> Trace:
-    """A few decode steps: `h2d` copies up, kernels, a D2D, one token down on stream 7, and the host's wait for it."""
+    """Return a few decode steps: `h2d` H2D copies, kernels, a D2D copy, a D2H copy on stream 7, and the host's wait for it."""
     builder, t = TraceBuilder(), 0
     for step in range(steps):
         start, name = t, "prefill" if step == 0 else "decode"
@@ -48,7 +48,7 @@ def decode_loop(
 
 
 def many_events(n: int = 1_000_000, seed: int = 0, clock: str = "modelled") -> Trace:
-    """`n` events in steps of 200: kernels, a few copies on two streams, a wait and a mark each."""
+    """Return `n` events in steps of 200: each step has kernels, a few copies on two streams, a wait and a mark."""
     rng, per_step = np.random.default_rng(seed), 200
     position = np.arange(n) % per_step
     kind, stream, size = np.zeros(n, np.uint8), np.zeros(n, np.int32), np.zeros(n, np.int64)

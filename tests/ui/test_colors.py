@@ -15,7 +15,7 @@ from toolkit.ui.timeline.overview import COLORS
 CSS = (Path(toolkit.ui.__file__).parent / "timeline" / "timeline.css").read_text()
 LIGHT, DARK = CSS.split('[data-jp-theme-light="false"]')[0], CSS.split('[data-jp-theme-light="false"]')[1].split("@media")[0]
 KINDS = ("kernel", "h2d", "d2h", "d2d", "sync")
-# What a deuteranope and a protanope see, in linear RGB (Viénot, Brettel and Mollon, 1999).
+# Simulated deuteranopia and protanopia, in linear RGB (Viénot, Brettel and Mollon, 1999).
 BLIND = {
     "deuteranopia": [[0.29275, 0.70725, 0.0], [0.29275, 0.70725, 0.0], [-0.02234, 0.02234, 1.0]],
     "protanopia": [[0.11238, 0.88762, 0.0], [0.11238, 0.88762, 0.0], [0.00401, -0.00401, 1.0]],

@@ -127,7 +127,7 @@ def test_a_budget_is_set_refused_and_lifted(app: Lab) -> None:
 
 
 def test_out_of_memory_in_a_load_says_who_held_what(app: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    # as where others take memory of the GPU between the check and the load
+    # Skip the check, as if other processes had taken GPU memory between the check and the load.
     monkeypatch.setattr("toolkit.loading.loader.check_room", lambda *_: None)
     panel = app.memory
     panel.budget_field.value = "4 MiB"

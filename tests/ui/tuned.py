@@ -11,7 +11,7 @@ CONFIGS = tuple(Config(block_m=m, block_n=64, warps=w, stages=s) for m in (32, 6
 
 
 def row(gpu: str, config: Config, n: int, **known: object) -> Row:
-    """A config that fits, with a time that depends on the GPU and the config."""
+    """Return the row of a config that fits, with a time that depends on the GPU and the config."""
     ns = 20_000.0 * (1 + GPUS.index(gpu) % 4) * (1 + 0.07 * ((n * 5 + GPUS.index(gpu)) % 12))
     made: dict[str, object] = {
         "verdict": "untried", "ns": ns, "clock": "modelled", "shared_bytes": 8192 * config["block_m"] * config.stages // 32,
@@ -29,7 +29,7 @@ def needs(gpu: str, shared: int) -> dict[str, object]:
 
 
 def every_verdict() -> Tuning:
-    """Twelve configs on nine GPUs: the H200's are measured, two of them wrong, one fails to compile everywhere."""
+    """Return twelve configs on nine GPUs: measured on the H200 (two with wrong results), one compiles on no GPU."""
     rows = []
     for gpu in GPUS:
         for n, config in enumerate(CONFIGS):

@@ -1,6 +1,6 @@
 """Tests of GPTQ, AWQ and HQQ safetensors: codes match the published layouts, and unsupported files raise clear errors.
 
-The packers below are written from the formats' definitions, bit by bit in plain Python, and share nothing with the reader.
+The packers below follow the definitions of the formats, bit by bit in plain Python, and share no code with the reader.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RNG = np.random.default_rng(5)
 
 
 def drawn(bits: int, out: int = OUT, columns: int = IN, group: int = GROUP) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes [out, in], zeros [out, groups] from 0 to the largest code, scales [out, groups]."""
+    """Return random codes [out, in], zeros [out, groups] from 0 to the largest code, and scales [out, groups]."""
     codes = RNG.integers(0, 1 << bits, (out, columns))
     zeros = RNG.integers(0, 1 << bits, (out, columns // group))
     zeros.flat[:2] = (0, (1 << bits) - 1)

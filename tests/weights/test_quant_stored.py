@@ -150,7 +150,7 @@ def test_groups_that_do_not_fit_are_refused(scheme: str, columns: int, groups: i
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_layout_is_the_documented_one(scheme: str) -> None:
-    """Byte b of word w: weight 8w + b low, 8w + 4 + b high; fields of 1 or 2 bits above; and back again."""
+    """The packed bytes follow the layout that `PackedMatrix` documents, and unpacking returns the codes."""
     held = SCHEMES[scheme]
     codes = torch.from_numpy(np.random.default_rng(0).integers(0, 1 << held.bits, (3, 512)))
     codes = codes - 128 if held.bits == 8 else codes
