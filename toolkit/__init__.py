@@ -1,12 +1,12 @@
-"""Decode Toolkit: where did my GPU memory go, and what is being copied at every token?
+"""Decode Toolkit: see where GPU memory goes, and what is copied between host and GPU at every token.
 
     import toolkit as tk
-    gpu   = tk.device("virtual:rtx-5090")          # a GPU that isn't there; or "cuda"
+    gpu   = tk.device("virtual:rtx-5090")          # a simulated GPU; or "cuda"
     model = tk.load("demo/qwen3", device=gpu)
     run   = tk.generate(model, "The capital of France is", decode="double-buffered")
-    run.copies()                                   # what crossed between host and GPU, a row a step
+    run.copies()                                   # copies between host and GPU, one row per step
 
-Importing this costs nothing: every name is loaded when it is first used.
+Importing the package is fast, because each name is loaded when it is first used.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def __dir__() -> list[str]:
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """`%load_ext toolkit`: registers the magics."""
+    """Register the magics. IPython calls this for `%load_ext toolkit`."""
     from toolkit.ui.magics.copies import register
 
     register(shell)

@@ -1,6 +1,6 @@
-"""`python -m toolkit demo`: the main job in one command.
+"""`python -m toolkit demo`: compare every decode strategy with a demo model.
 
-Loads the demo model, generates under every strategy on the virtual GPU (and on CUDA where there is one), prints the
+Loads the demo model, generates under every strategy on the virtual GPU (and on CUDA, if available), prints the
 comparison, writes a self-contained page with the timelines, and says what to try next.
 """
 
@@ -43,20 +43,18 @@ def demo_everywhere(out: Path, max_new_tokens: int, name: str) -> None:
 
 
 def has_cuda() -> bool:
-    """Is there a CUDA GPU? Asked in a process of its own, so that this one stays free of CUDA."""
+    """Return whether there is a CUDA GPU. A subprocess checks, so that this process does not initialize CUDA."""
     code = "import torch, sys; sys.exit(not torch.cuda.is_available())"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=tempfile.gettempdir()).returncode == 0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit status. Errors of the toolkit are printed as one line."""
+    """Run the command line and return the exit status. Prints errors of the toolkit as one line."""
     parser = argparse.ArgumentParser(prog="python -m toolkit", description="See every copy of every decode step.")
     commands = parser.add_subparsers(dest="command", required=True)
-    run = commands.add_parser("demo", help="generate under every strategy, print what crossed, write a page of timelines")
+    run = commands.add_parser("demo", help="generate under every strategy, print the copies, write a page of timelines")
     run.add_argument("--out", type=Path, default=Path("demo.html"), help="the page to write (default: demo.html)")
-    run.add_argument(
-        "--device", help='where to run: "cuda", "virtual:rtx-5090"... (default: virtual, and CUDA where there is one)'
-    )
+    run.add_argument("--device", help='where to run: "cuda", "virtual:rtx-5090"... (default: virtual, and CUDA if available)')
     run.add_argument("--max-new-tokens", type=int, default=64, help="tokens to generate (default: 64)")
     run.add_argument("--model", default="demo/qwen3", help='"demo/gemma4", "demo/qwen3.5-moe", a path (default: demo/qwen3)')
     options = parser.parse_args(arguments)

@@ -1,6 +1,6 @@
 """Find the line of Python, and the notebook cell, that caused an operation.
 
-Recorders call `caller` or `chain` for each event. Lines are shown as "file:line", with paths shortened as a reader knows them
+Recorders call `caller` or `chain` for each event. Lines are shown as "file:line", with shortened paths,
 and notebook cells as "cell 7". IPython is looked up in `sys.modules` and never imported.
 """
 
@@ -19,7 +19,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the fo
 
 @lru_cache
 def library_prefixes() -> tuple[str, ...]:
-    """Folders whose frames are machinery, not cause: torch, Triton's launcher, context managers, and this package's devices."""
+    """Return path prefixes of library code, which never counts as the cause: torch, Triton, context managers, `toolkit.gpu`."""
     import torch
 
     triton = importlib.util.find_spec("triton")
@@ -31,13 +31,13 @@ def library_prefixes() -> tuple[str, ...]:
     return (*(folder + os.sep for folder in folders), os.path.join(sysconfig.get_paths()["stdlib"], "contextlib"), "<frozen")
 
 
-_library: dict[str, bool] = {}  # by file: is it machinery?
+_library: dict[str, bool] = {}  # file name -> whether it is library code
 
 
 def caller() -> str | None:
-    """ "file:line" of the innermost frame outside of torch and the devices: the Python line that caused an event.
+    """Return "file:line" of the innermost frame outside of torch and `toolkit.gpu`: the Python line that caused an event.
 
-    Remembers what it learnt about each file: it is asked several times an operation.
+    Results per file are cached, because recorders call this several times per operation.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -53,20 +53,20 @@ def caller() -> str | None:
 
 @lru_cache
 def _installed_prefixes() -> tuple[str, ...]:
-    """Folders whose frames aren't the user's own code: the standard library, what is installed, and this package."""
+    """Return path prefixes of code that is not the user's: the standard library, installed packages, and this package."""
     paths = sysconfig.get_paths()
     folders = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")} | {_PACKAGE}
     return (*(folder + os.sep for folder in folders), *library_prefixes())
 
 
-_installed: dict[str, bool] = {}  # by file: is it none of the user's own?
+_installed: dict[str, bool] = {}  # file name -> whether it is not the user's own code
 
 
 def chain() -> str | None:
-    """Which line led to an allocation: "cell 7:3 > model.py:41", the outermost frame of the user's and the innermost one.
+    """Return the lines that led to an allocation, "cell 7:3 > model.py:41": the user's outermost frame and the innermost one.
 
-    The outer is the user's own code (of a cell, or a script), the inner the one that `caller` names; just one where they are
-    the same.
+    The outermost frame is in the user's own cell or script; the innermost is the one that `caller` returns. If both are the
+    same line, it is returned once.
     """
     frame: FrameType | None = sys._getframe(1)
     inner = outer = None
@@ -75,13 +75,13 @@ def chain() -> str | None:
         installed = _installed.get(filename)
         if installed is None:
             _library.setdefault(filename, filename.startswith(library_prefixes()))
-            # <string> is of `python -c`, or of a launcher that started this: it says nothing where another file does
+            # <string> is the code of `python -c` or of a launcher: other files say more about the cause
             installed = _installed[filename] = filename.startswith((*_installed_prefixes(), "<string>"))
         if inner is None and not _library[filename]:
             inner = frame
         if not installed:
             outer = frame
-            if frame.f_code.co_name == "<module>":  # what called the module's code is a launcher
+            if frame.f_code.co_name == "<module>":  # frames above the module's code belong to a launcher
                 break
         frame = frame.f_back
     if inner is None:
@@ -94,9 +94,9 @@ def chain() -> str | None:
 
 
 def short_path(filename: str) -> str:
-    """A file's path as a reader knows it: from the package on for installed ones, from the working folder, `cell N`."""
+    """Return a short path: relative to site-packages or to the working directory, or "cell N" for a notebook cell."""
     if "ipykernel_" in filename or filename.startswith("<ipython-input"):
-        return cell_name(filename)  # never from the cache: the same text run again is another cell
+        return cell_name(filename)  # not cached: the same text may run again as another cell
     return _short_file(filename)
 
 
@@ -105,7 +105,7 @@ def _short_file(filename: str) -> str:
     for marker in ("site-packages" + os.sep, "dist-packages" + os.sep):
         if marker in filename:
             return filename.split(marker, 1)[1]
-    if filename.startswith(_PACKAGE + os.sep):  # ours, also where it runs from a checkout
+    if filename.startswith(_PACKAGE + os.sep):  # also if this package runs from a checkout
         filename = filename.removeprefix(os.path.dirname(_PACKAGE) + os.sep)
     elif filename.startswith(os.getcwd() + os.sep):
         filename = os.path.relpath(filename)
@@ -113,16 +113,16 @@ def _short_file(filename: str) -> str:
 
 
 def cell_name(filename: str) -> str:
-    """ "cell 7" for the source file that IPython made for a notebook cell, else the file's name."""
+    """Return "cell 7" for the source file that IPython made for a notebook cell, else the file's name."""
     compiled = getattr(getattr(ipython_shell(), "compile", None), "_filename_map", {})
     number = compiled.get(filename)
     if number is None:
         return os.path.basename(filename)
-    return f"cell {min(number, max(current_cell(), 1))}"  # what a magic runs inside a cell is numbered as if it came after
+    return f"cell {min(number, max(current_cell(), 1))}"  # code that a magic runs has the next cell's number
 
 
 def file_of(short: str) -> str:
-    """The file that `short_path` shortened, as far as it can be told: a cell's latest source, or a path as it is."""
+    """Return the file that `short_path` shortened: the latest source of a cell; other paths are returned unchanged."""
     if short.startswith("cell "):
         compiled = getattr(getattr(ipython_shell(), "compile", None), "_filename_map", {})
         return next((name for name in reversed(compiled) if cell_name(name) == short), short)
@@ -130,13 +130,13 @@ def file_of(short: str) -> str:
 
 
 def current_cell() -> int:
-    """The number of the notebook cell that runs now; -1 outside of IPython. Never imports IPython."""
-    history = getattr(ipython_shell(), "history_manager", None)  # `execution_count` is the next cell's from IPython 9 on
+    """Return the number of the notebook cell that is running, or -1 outside of IPython. Never imports IPython."""
+    history = getattr(ipython_shell(), "history_manager", None)  # from IPython 9 on, `execution_count` is that of the next cell
     return len(history.input_hist_parsed) - 1 or -1 if history is not None else -1
 
 
 def ipython_shell() -> Any | None:
-    """The notebook's or terminal's IPython that runs this code; None outside of one. Never imports IPython."""
+    """Return the IPython shell that runs this code, or None. Never imports IPython."""
     ipython = sys.modules.get("IPython")
     get = getattr(ipython, "get_ipython", None)
     return get() if get else None

@@ -1,4 +1,4 @@
-"""Errors that say what was asked, what was found, and what to do."""
+"""The toolkit's exceptions. Each message says what was asked for, what was found instead, and what to do about it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from functools import partial
 
 
 class ToolkitError(Exception):
-    """Base of every error the toolkit raises on purpose.
+    """Base class of the toolkit's exceptions.
 
-    `asked` is what the caller wanted, `found` what stood in the way, `do` what would work. Further keyword arguments
-    are kept in `facts`, so that a program (or a widget) can use the numbers without parsing the sentence.
+    The message is "asked: found. do": the caller's request, the problem, and a remedy. Further keyword arguments are kept in
+    `facts`, so that a program can use the numbers without parsing the message.
     """
 
     def __init__(self, asked: str, found: str, do: str, **facts: object) -> None:
@@ -24,47 +24,47 @@ class ToolkitError(Exception):
 
 
 class FormatError(ToolkitError):
-    """A weights file (safetensors, GGUF, config.json, tokenizer.json) that can't be read as what it claims to be."""
+    """A file (safetensors, GGUF, config.json, tokenizer.json, timings) is damaged or of another format."""
 
 
 class ModelError(ToolkitError):
-    """A model, or an input to one, that the toolkit doesn't support: architecture, shapes, prompt length, batch."""
+    """The toolkit does not support a model or an input to it: its architecture, shapes, prompt length or batch size."""
 
 
 class DeviceError(ToolkitError):
-    """A device that doesn't exist, isn't reachable, or is busy as another card."""
+    """A device does not exist, cannot be used, or the virtual GPU is in use as another card."""
 
 
 class RecorderError(ToolkitError):
-    """Recording can't start or can't be read: another profiler is active, CUPTI is missing, the block still runs."""
+    """A recording cannot start or be read: another profiler is active, CUPTI is missing, or the block is still running."""
 
 
 class TraceError(ToolkitError):
-    """A trace file that is damaged, of an unknown format, or newer than this toolkit."""
+    """A trace file is damaged, of an unknown format, newer than this toolkit, or cannot be written."""
 
 
 class CopyBudgetError(ToolkitError):
-    """More copies crossed than `tk.copy_budget` allowed; the message names the lines that copied."""
+    """A block made more copies than `tk.copy_budget` allows; the message names the lines that copied."""
 
 
 class BudgetError(ToolkitError):
-    """A memory budget that can't be set, or that what was asked for doesn't fit in; `facts` has the bytes."""
+    """A memory budget cannot be set, or the request does not fit in it; `facts` has the bytes."""
 
 
 class PackageError(ToolkitError):
-    """An exported package that can't be made where it should be, or isn't what it says, or isn't for this machine."""
+    """A package cannot be exported, is damaged, or was exported for another machine."""
 
 
 class CancelledError(ToolkitError):
-    """Long work that was cancelled; what it had taken was given back."""
+    """Long work was cancelled; its memory has been released."""
 
 
 class UnknownNameError(ToolkitError):
-    """A name (device, strategy, model, option) that isn't known; the message names the nearest one that is."""
+    """A name (of a device, strategy, model or option) is unknown; the message suggests the nearest known one."""
 
 
 def unknown_name(what: str, name: object, known: Iterable[str]) -> UnknownNameError:
-    """The error for a `name` that is none of `known`: suggests the nearest, lists the rest."""
+    """Return the error for a `name` that is not in `known`. It suggests the nearest name and lists all of them."""
     names = sorted(known)
     near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
     hint = f'Did you mean "{near[0]}"? ' if near else ""

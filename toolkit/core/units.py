@@ -1,4 +1,4 @@
-"""Units: the one place that turns bytes and seconds into text, and text into bytes."""
+"""Format bytes, seconds, rates and counts as text, and parse sizes in bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SCALES = {
 
 
 def bytes_text(n: float) -> str:
-    """`n` bytes as text in binary units, three significant digits: 8 -> "8 B", 6.3e9 -> "5.87 GiB"."""
+    """Format `n` bytes in binary units with three significant digits: 8 -> "8 B", 6.3e9 -> "5.87 GiB"."""
     for unit, size in _BINARY:
         if abs(n) >= size:
             return f"{_three(n / size)} {unit}"
@@ -25,7 +25,7 @@ def bytes_text(n: float) -> str:
 
 
 def seconds_text(s: float) -> str:
-    """`s` seconds as text in the unit that reads best: 7.3e-6 -> "7.30 µs"."""
+    """Format `s` seconds with three significant digits, in s, ms, µs or ns: 7.3e-6 -> "7.30 µs"."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if abs(s) >= size:
             return f"{_three(s / size)} {unit}"
@@ -33,9 +33,9 @@ def seconds_text(s: float) -> str:
 
 
 def decimal_text(n: float, unit: str) -> str:
-    """`n` of a `unit` with a decimal prefix, three significant digits: (4.8e12, "B/s") -> "4.80 TB/s".
+    """Format `n` with a decimal prefix and three significant digits: (4.8e12, "B/s") -> "4.80 TB/s".
 
-    For rates, and for what is divided by rates: bytes that memory gives per token, operations.
+    Used for rates, and for quantities that are divided by rates, such as operations.
     """
     for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(n) >= 0.9995 * size:
@@ -44,7 +44,7 @@ def decimal_text(n: float, unit: str) -> str:
 
 
 def count_text(n: float) -> str:
-    """`n` things as text, three significant digits: 8.19e9 -> "8.19 billion"."""
+    """Format a count with three significant digits: 8.19e9 -> "8.19 billion"."""
     for word, size in (("trillion", 1e12), ("billion", 1e9), ("million", 1e6)):
         if abs(n) >= 0.9995 * size:
             return f"{_three(n / size)} {word}"
@@ -56,7 +56,7 @@ def _three(x: float) -> str:
 
 
 def parse_bytes(value: int | float | str) -> int:
-    """Bytes from a number (8e9) or a text ("24 GiB", "8GiB", "8 gb", "8e9").
+    """Return the bytes of a size given as a number (8e9) or a text ("24 GiB", "8GiB", "8 gb", "8e9").
 
     GiB, MiB and KiB are powers of 1024; GB, MB and kB are powers of 1000. Raises ToolkitError for anything else.
     """

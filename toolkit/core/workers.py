@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Self, TypeVar
 
-GRACE_S = 2.0  # from SIGTERM to SIGKILL; in it compilers delete their half-written files
+GRACE_S = 2.0  # from SIGTERM to SIGKILL, for compilers to delete their half-written files
 
 T = TypeVar("T")
 

@@ -16,8 +16,8 @@ from toolkit.gpu.cuda.device import in_use
 from toolkit.gpu.device import Device
 
 SAMPLES_PER_S = 20  # of memory
-STEP_BYTES = 8 << 20  # by which the host's memory has to change to be noted
-POINTS = 200  # of a phase's curve
+STEP_BYTES = 8 << 20  # smaller changes of the host's memory are not recorded
+POINTS = 200  # most points of a phase's curve
 
 Progress = Callable[[str, float, str], None]
 
@@ -72,10 +72,9 @@ class Watch(Reporter):
 
 
 class Sampler:
-    """Memory in use from now to `end`, asked `SAMPLES_PER_S` times a second: of the host's by this process and
-    those it started, and of a CUDA GPU's.
+    """Samples memory in use until `end` is called: host memory of this process and its children, and memory of a CUDA GPU.
 
-    What a GPU has in use is what its driver says, CUDA's own memory included: this process's, or the whole card's (`in_use`).
+    GPU memory is the driver's figure for this process, or else for the whole card, and includes CUDA's own (see `in_use`).
     """
 
     def __init__(self, device: Device | None) -> None:
@@ -89,7 +88,7 @@ class Sampler:
         self._thread.start()
 
     def end(self) -> dict[str, Any]:
-        """The most, in bytes, and the curve: [seconds since it began, host bytes, GPU bytes] where they changed."""
+        """Return the peaks in bytes, and the curve: [seconds since the start, host bytes, GPU bytes] at each change."""
         self._ended.set()
         self._thread.join()
         self._sample()
@@ -111,13 +110,13 @@ class Sampler:
 
 
 def _thinned(curve: list[tuple[float, int, int]]) -> list[tuple[float, int, int]]:
-    """At most `POINTS` of a curve: of neighbours the one with the most, so that no peak is lost."""
+    """Reduce a curve to at most `POINTS` points, and keep its peaks."""
     each = -(-len(curve) // POINTS)
     return [max(curve[i : i + each], key=lambda point: (point[2], point[1])) for i in range(0, len(curve), each)]
 
 
 def memory_now(device: torch.device | None) -> tuple[int, int]:
-    """Bytes of the host's memory that this process and those it started hold, and of a CUDA GPU's in use (0 without one)."""
+    """Return host bytes in use by this process and its children, and bytes in use on a CUDA GPU (0 without one)."""
     held = host.resident_bytes() + host.started_bytes()
     if device is None:
         return held, 0

@@ -1,11 +1,11 @@
-"""The tuner's face: which config does each GPU get, and why.
+"""The public functions of the tuner, which finds the fastest config of a kernel for each GPU.
 
-    tk.tune.explore("int4_matmul", gpus=["rtx-5090", "a100-80g", "h200"])   # a row a config and GPU; needs no GPU
-    tk.tune.warm("int4_matmul")                                             # times on this machine's GPU, and keeps it
-    tk.tune.choices()                                                       # what models were given, and by which step
+    tk.tune.explore("int4_matmul", gpus=["rtx-5090", "a100-80g", "h200"])   # one row per config and GPU; needs no GPU
+    tk.tune.warm("int4_matmul")                                             # times configs on this machine's GPU
+    tk.tune.choices()                                                       # the configs that models use, and why
     with tk.tune.watch() as seen: anybodys_code()                           # @triton.autotune kernels
 
-`python -m toolkit.tune show|export|import|merge|warm` does the same from a shell (`__main__.py`).
+`python -m toolkit.tune show|export|import|merge|warm` is the command line (`__main__.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 AFTER_CANCEL = "Results so far are kept; call it again to go on"
-WITHOUT_GPU = "h200"  # what is compiled for where there is no GPU and none is named
+WITHOUT_GPU = "h200"  # configs are compiled for it if there is no GPU and none is named
 
 
 def explore(
@@ -47,18 +47,18 @@ def explore(
     progress: bool | Progress = True,
     cancel: threading.Event | None = None,
 ) -> Tuning:
-    """Every config of a problem on every GPU: what it takes, whether it fits, how long it takes (measured or modelled).
+    """Return resources, limits and time (measured or modelled) of every config of a problem on every GPU.
 
-    `kernel` is a name or a Kernel, `shape` one of its known names, a key, or a Shape (the first known one by default), `gpus`
-    keys of the catalogue (all of it by default), `configs` the kernel's whole space by default. Compiles for GPUs that aren't
-    there, and times nothing: times that are kept of a GPU are shown as measured, the others are modelled. Raises
-    UnknownNameError for a name, DeviceError where there is no Triton, CancelledError.
+    `kernel` is a Kernel or its name; `shape` is a Shape, its key or its name (by default the kernel's first known shape);
+    `gpus` are keys of the catalogue (by default all of them); `configs` default to the kernel's whole space. Configs are
+    compiled, which needs no GPU, but not timed: stored timings are shown as measured, other times are modelled. Raises
+    UnknownNameError for an unknown name, DeviceError if Triton is not installed, and CancelledError.
     """
     chosen = find_kernel(kernel)
     problem, cards = find_shape(chosen, shape), find_cards(gpus)
     wanted = configs_of(chosen, problem, configs)
     steps = Counter(f"compiling {chosen.name}", progress, cancel, AFTER_CANCEL)
-    # All at once, so that every process has work to the end.
+    # One call for all GPUs keeps every process busy until the end.
     jobs = [Job(problem, config, card.spec.compute_capability) for config in wanted for card in cards]
     compiled = compile_configs(chosen, jobs, steps)
     return joined(Tuner(card).tune(chosen, problem, wanted, compiled) for card in cards)
@@ -72,12 +72,12 @@ def warm(
     cancel: threading.Event | None = None,
     again: bool = False,
 ) -> Tuning:
-    """Tune for a GPU of this machine: compile, check and time every config that isn't kept yet, and keep what came of it.
+    """Tune for a GPU of this machine: compile, check and time every config that has no stored timing, and store the results.
 
-    With `again` those that are kept too, also from the timings that come with the package. `what` is a model (anything with
-    `kernel_shapes()`), a kernel or its name (its known shapes), or (kernel, shape) pairs. Once `cancel` is set the tuning
-    ends with CancelledError; what was timed is kept, and calling it again goes on. On a GPU that isn't in this machine, or on
-    the CPU, nothing can be timed: configs are only compiled, and a note says so.
+    `what` is a model (any object with `kernel_shapes()`), a kernel or its name (for its known shapes), or (kernel, shape)
+    pairs. `again` repeats configs with stored timings too, including those of the package. Setting `cancel` raises
+    CancelledError; timings so far are stored, and another call resumes. Without a CUDA GPU, or for a GPU that is not in this
+    machine, configs are only compiled, and a note says so.
     """
     problems, card = problems_of(what), find_card(device)
     if card is None or not card.present:
@@ -101,7 +101,7 @@ def warm(
 
 
 def problems_of(what: Any) -> list[tuple[Kernel, Shape]]:
-    """The problems that `warm` takes, as (kernel, shape). Raises ToolkitError for something else."""
+    """Return the argument of `warm` as (kernel, shape) pairs. Raises ToolkitError if it is neither model, kernel nor pairs."""
     if hasattr(what, "kernel_shapes"):
         what = what.kernel_shapes()
     if isinstance(what, Kernel | str):
@@ -116,7 +116,7 @@ def problems_of(what: Any) -> list[tuple[Kernel, Shape]]:
 
 
 def choices() -> pd.DataFrame:
-    """Which config each kernel was given in this process, by which step of the lookup, and why."""
+    """Return one row per lookup in this process: the kernel, its config, the step of the lookup that found it, and why."""
     import pandas as pd
 
     rows = [{**asdict(one), "config": words(one.config)} for one in lookup.choices()]

@@ -1,4 +1,4 @@
-"""`python -m toolkit.tune`: show what is kept of a GPU, take it to another machine, merge files, tune."""
+"""`python -m toolkit.tune`: show stored timings of GPUs, export and import them, merge files, and tune."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from toolkit.tune.store import Record, Tuned, TunedFileWarning, kept_gpus, put_r
 
 
 def run(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit status. Errors of the toolkit, and warnings, are printed as one line."""
+    """Run the command line and return the exit status. Prints errors of the toolkit, and warnings, as one line each."""
     options = _parser().parse_args(arguments)
     with warnings.catch_warnings():
         warnings.simplefilter("always", TunedFileWarning)
@@ -39,24 +39,24 @@ def run(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m toolkit.tune", description="Timings of kernels, kept per GPU.")
     commands = parser.add_subparsers(required=True)
-    show = commands.add_parser("show", help="the fastest config of every problem, and what was wrong or excluded")
+    show = commands.add_parser("show", help="show the fastest config of every problem, and how many were wrong or excluded")
     show.add_argument("gpu", nargs="?", help='a GPU\'s key, as "h200" (default: all that are kept)')
     show.set_defaults(command=_show)
-    export = commands.add_parser("export", help="write what is kept of a GPU into a file")
+    export = commands.add_parser("export", help="write the stored timings of a GPU into a file")
     export.add_argument("gpu")
     export.add_argument("file", type=Path)
     export.set_defaults(command=_export)
-    bring = commands.add_parser("import", help="take the rows of a file that `export` wrote")
+    bring = commands.add_parser("import", help="store the timings of a file that `export` wrote")
     bring.add_argument("file", type=Path)
     bring.set_defaults(command=_import)
-    merge = commands.add_parser("merge", help="several files of one GPU into one; the newer row of a config wins")
+    merge = commands.add_parser("merge", help="merge files of one GPU; of two timings of a config the newer one is kept")
     merge.add_argument("files", type=Path, nargs="+")
     merge.add_argument("--out", type=Path, required=True)
     merge.set_defaults(command=_merge)
-    warm = commands.add_parser("warm", help="time the kernels' configs on this machine's GPU, and keep them")
-    warm.add_argument("kernel", nargs="*", help="their names (default: every kernel)")
-    warm.add_argument("--seconds", type=float, help="stop after about so long; calling it again goes on")
-    warm.add_argument("--again", action="store_true", help="time what is kept too, also what came with the package")
+    warm = commands.add_parser("warm", help="time the configs of kernels on this machine's GPU, and store the timings")
+    warm.add_argument("kernel", nargs="*", help="names of kernels (default: every kernel)")
+    warm.add_argument("--seconds", type=float, help="stop after about this time; run the command again to resume")
+    warm.add_argument("--again", action="store_true", help="also time configs with stored timings, including the package's")
     warm.add_argument("--shape", help="a known shape's name, or sizes (default: all known shapes)")
     warm.add_argument("--device", default="auto")
     warm.set_defaults(command=_warm)
@@ -90,7 +90,7 @@ def _winner(rows: dict[str, Record]) -> str:
 
 
 def _kept(gpu: str) -> Tuned:
-    kept = read_tuned(gpu) if gpu in kept_gpus() else None  # "../x" is no GPU: its file isn't ours to set aside
+    kept = read_tuned(gpu) if gpu in kept_gpus() else None  # never read (and rename) a file for a name such as "../x"
     if kept is None:
         raise FormatError(f"timings of {gpu}", "none are kept", f"There are some of: {', '.join(kept_gpus()) or 'no GPU'}")
     return kept

@@ -1,4 +1,4 @@
-"""Which GPU is meant: one of the catalogue, the virtual one, or one in this machine, with what the tuner's files say of it."""
+"""Find the GPU to tune for: one of the catalogue, the virtual GPU, or one in this machine."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from toolkit.gpu.catalogue import CATALOGUE, GpuSpec, Source
 from toolkit.gpu.device import Device
 from toolkit.tune.store import DeviceFacts
 
-DDR = 2  # transfers a memory clock
+DDR = 2  # transfers per memory clock
 
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU to tune for: its key in the files, its figures, and its number where it is in this machine."""
+    """A GPU to tune for: its key in files of timings, its specification, and its CUDA index if it is in this machine."""
 
     key: str
     spec: GpuSpec
@@ -33,23 +33,23 @@ class Card:
         return self.index is not None
 
     def to_plain(self) -> dict[str, Any]:
-        """As plain data, for another process; its figures' sources are left out."""
+        """Return the card as JSON data for another process, without the sources of its figures."""
         spec = {f.name: getattr(self.spec, f.name) for f in fields(self.spec) if f.name != "sources"}
         return {"spec": spec, "facts": asdict(self.facts), "index": self.index}
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Card:
-        """The card that `to_plain` described."""
+        """Return the card from the data of `to_plain`."""
         capability = tuple(plain["spec"]["compute_capability"])
         spec = GpuSpec(**plain["spec"] | {"compute_capability": capability, "sources": MappingProxyType({})})
         return cls(spec.key, spec, DeviceFacts(**plain["facts"]), plain["index"])
 
 
 def find_card(device: Card | Device | GpuSpec | torch.device | str | int = "auto") -> Card | None:
-    """The GPU called `device`: "h200" (also "virtual:h200"), "cuda:1", what `tk.device` or torch takes; None for the CPU.
+    """Return the GPU called `device`: "h200" (or "virtual:h200"), "cuda:1", a device of `tk.device` or torch; None for the CPU.
 
-    "auto" is the first CUDA GPU, None where there is none. A catalogued name stands for the card in this machine only
-    where "cuda" is asked for. Raises UnknownNameError (naming the nearest) for an unknown one, DeviceError where CUDA isn't.
+    "auto" is the first CUDA GPU, or None without one. A name of the catalogue never means the GPU in this machine; "cuda"
+    does. Raises UnknownNameError for an unknown name, and DeviceError if CUDA is not available.
     """
     if isinstance(device, Card):
         return device
@@ -76,7 +76,7 @@ def find_card(device: Card | Device | GpuSpec | torch.device | str | int = "auto
 
 
 def find_cards(gpus: Any = None) -> list[Card]:
-    """Several GPUs by what `find_card` takes; None is the whole catalogue, and the GPU of this machine where there is one."""
+    """Return several GPUs, each given as for `find_card`; None means the catalogue and the GPU of this machine, if any."""
     if gpus is None:
         here = find_card("auto")
         names: list[Any] = [*([here] if here else []), *(key for key in CATALOGUE if here is None or key != here.key)]
@@ -88,7 +88,7 @@ def find_cards(gpus: Any = None) -> list[Card]:
 
 @lru_cache
 def present_card(index: int) -> Card:
-    """The CUDA GPU number `index`. Raises DeviceError where there is none."""
+    """Return the CUDA GPU with this index. Raises DeviceError if there is none."""
     from toolkit.gpu.cuda.device import open_cuda
 
     open_cuda(index)
@@ -109,7 +109,7 @@ def _absent(spec: GpuSpec) -> Card:
 
 
 def _driver_figures(index: int) -> dict[str, int]:
-    """Clocks and the memory bus, which torch doesn't tell and Triton asks the driver for; empty without Triton."""
+    """Return clocks and memory bus width, which Triton reads from the driver and torch does not report; {} without Triton."""
     try:
         from triton.runtime import driver
 
@@ -119,13 +119,13 @@ def _driver_figures(index: int) -> dict[str, int]:
 
 
 def key_of(name: str, sms: int) -> str:
-    """A card's key: the catalogue's, or the slug of its name with its SMs (the same name is sold with different ones)."""
+    """Return a card's key: the catalogue's, or its name and SM count (cards of one name are sold with different SM counts)."""
     same = (spec.key for spec in CATALOGUE.values() if (spec.name, spec.sms) == (name, sms))
     return next(same, None) or f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}-{sms}sm"
 
 
 def _spec_of(key: str, found: Any, capability: tuple[int, int], extra: dict[str, int]) -> GpuSpec:
-    """A card that isn't in the catalogue: what CUDA reports of it, the rest of the catalogue's nearest, scaled by its SMs."""
+    """Return the spec of a card that is not in the catalogue: CUDA's figures, others scaled from the most similar card."""
     near = min(
         CATALOGUE.values(),
         key=lambda spec: (_distance(spec.compute_capability, capability), abs(spec.sms - found.multi_processor_count)),

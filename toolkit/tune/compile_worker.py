@@ -1,9 +1,9 @@
-"""A process that compiles for any GPU and says what a config takes: `python -m toolkit.tune.compile_worker`.
+"""The process that compiles configs for any GPU and reports their resources: `python -m toolkit.tune.compile_worker`.
 
-Reads a job a line on stdin (JSON), answers a line on stdout. Compiling is Triton's own JIT told that another GPU is the current
-one, so that arguments are specialised exactly as at a real launch (alignment, ints that are 1 or divisible by 16, None,
-constants), and predicted shared memory is the launched kernel's. Registers and stack come from the bundled cuobjdump.
-Started without TRITON_INTERPRET: a process that has imported Triton with it can't compile.
+It runs in a pool of `toolkit.core.workers`. Triton's JIT compiles with a driver that reports the target as the current GPU, so
+that arguments are specialized exactly as at a real launch (alignment, ints that are 1 or divisible by 16, None, constants).
+Registers and stack sizes come from the cuobjdump that Triton includes. The pool removes TRITON_INTERPRET from the environment,
+because a process that imported Triton with it cannot compile.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -29,11 +29,11 @@ from toolkit.tune.compiling import NOT_KEPT
 from toolkit.tune.identity import Origin
 from toolkit.tune.limits import WARP, Compiled, LaunchUse
 
-MESSAGE = 600  # characters of a compiler's message that are kept
+MESSAGE = 600  # length to which a compiler's message is cut
 
 
 class AbsentGpu:
-    """What Triton's JIT asks of a driver when it compiles, and no more: a GPU of this capability is the current one."""
+    """A Triton driver with only the methods that compiling needs. It reports a GPU of this capability as the current one."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -42,14 +42,14 @@ class AbsentGpu:
         return GPUTarget("cuda", self.capability, WARP)
 
     def get_current_device(self) -> int:
-        return self.capability  # the JIT keeps what it compiled by device: one for each capability
+        return self.capability  # the JIT caches compiled kernels per device
 
     def get_current_stream(self, device: int) -> int:
         return 0
 
 
 def compile_for(kernel: Kernel, shape_key: str, config: Config, capability: int) -> Compiled:
-    """Compile every launch of `config` for `sm_<capability>`; a failure is in `error`, never raised."""
+    """Compile every launch of `config` for `sm_<capability>`. A failure is returned in `error` and never raised."""
     driver.set_active(AbsentGpu(capability))
     try:
         shape = kernel.shape_type.from_key(shape_key)
@@ -57,16 +57,16 @@ def compile_for(kernel: Kernel, shape_key: str, config: Config, capability: int)
         launches = kernel.launches(shape, config, inputs, kernel.outputs(shape, inputs))
         uses = tuple(compile_launch(launch) for launch in launches if 0 not in launch.grid)
         for launch in launches:
-            getattr(launch.function, "device_caches", {}).clear()  # or all texts of all configs stay in memory
+            getattr(launch.function, "device_caches", {}).clear()  # frees the code of configs that are done
         return Compiled(uses)
-    except (OSError, MemoryError) as error:  # of this machine: a full disk, a cache that can't be written to
+    except (OSError, MemoryError) as error:  # a problem of this machine, such as a full disk
         return Compiled(error=f"{NOT_KEPT}could not work: {message(error)}")
     except Exception as error:
         return Compiled(error=message(error))
 
 
 def compile_launch(launch: Launch) -> LaunchUse:
-    """Compile one launch for the current GPU, as launching it would."""
+    """Compile one launch for the current GPU, as a launch would."""
     capability = driver.active.get_current_target().arch
     options = launch.options((capability // 10, capability % 10))
     compiled = launch.function.warmup(grid=launch.grid, **launch.arguments, **launch.constants, **options)
@@ -83,13 +83,13 @@ def compile_launch(launch: Launch) -> LaunchUse:
 
 
 def waits_first(ptx: str) -> bool:
-    """Does a kernel wait for the launch before it, with nothing written or counted in front of that, as its text goes?"""
+    """Return whether PTX code waits for the launch before it, and writes nothing to global memory before that."""
     before, wait, _ = ptx.partition("griddepcontrol.wait")
     return bool(wait) and re.search(r"\b(st|atom|red)\.(?!shared)", before) is None
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
-    """Registers a thread and bytes of its stack, from cuobjdump."""
+    """Return registers per thread and stack bytes per thread, as cuobjdump reports them."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -100,7 +100,7 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 
 def code_bytes(cubin: bytes) -> int:
-    """Bytes of machine code: the sections of the ELF file that begin with .text."""
+    """Return the bytes of machine code: the sections of the ELF file whose names begin with .text."""
     table, size, count, names_at = struct.unpack_from("<Q10xHHH", cubin, 40)
     headers = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]
     names = headers[names_at][4]
@@ -108,7 +108,7 @@ def code_bytes(cubin: bytes) -> int:
 
 
 def message(error: BaseException) -> str:
-    """An exception as one line: what Triton says of it without the source that it quotes, and the cause it hides."""
+    """Return an exception as one line: Triton's message without the quoted source, followed by the exception's cause."""
     told = getattr(error, "error_message", None) or ("" if hasattr(error, "error_message") else str(error))
     said = " ".join(told.split())
     line = getattr(getattr(error, "node", None), "lineno", None)

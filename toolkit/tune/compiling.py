@@ -1,8 +1,8 @@
-"""Compiles configs for GPUs in processes of their own, several at once, and remembers what came of it on disk.
+"""Compile configs in worker processes, several at once, and cache the results on disk.
 
-`compile_configs` is the tuner's static part: it needs no GPU. GPUs of one compute capability share a compile. Results are
-kept by kernel fingerprint and Triton version, so that a second time costs a file read, and a config more one compile. A
-compiler that fails, crashes or hangs leaves a message in its config's place; nothing is aborted.
+`compile_configs` needs no GPU. GPUs of the same compute capability share a result. The cache on disk is keyed by kernel
+fingerprint and Triton version. If the compiler fails, crashes or hangs, the config's result is an error message, and the
+other configs are still compiled.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from toolkit.tune.identity import fingerprint, origin
 from toolkit.tune.limits import Compiled
 from toolkit.tune.store import cache_folder, locked, tell, words
 
-HANGS_AFTER_S = 180.0  # ptxas itself can take minutes over a config that spills by the kilobyte
+HANGS_AFTER_S = 180.0  # ptxas can take minutes for a config that spills kilobytes of registers
 SAVE_EVERY_S = 2.0
 MOST_WORKERS = 16
-INSIDE = "TOOLKIT_COMPILES"  # in the environment of a compiling process: the kernel's name
-NOT_KEPT = "The compiler "  # begins an error that says nothing of the config: it is asked for again another time
+INSIDE = "TOOLKIT_COMPILES"  # environment variable of compiling processes: the kernel's name
+NOT_KEPT = "The compiler "  # errors that begin so are not the config's: they are not stored, and it is compiled again
 
 Capability = tuple[int, int]
-Step = Callable[[int, int, str], None]  # done, total, what was done; raises to cancel
+Step = Callable[[int, int, str], None]  # done, total, name of the last job; may raise to cancel
 
 
 @dataclass(frozen=True)
 class Job:
-    """One thing to compile."""
+    """A config to compile for a shape and a compute capability."""
 
     shape: Shape
     config: Config
@@ -45,17 +45,17 @@ class Job:
 
     @property
     def sm(self) -> int:
-        """The capability as the compiler calls it: 90 for (9, 0)."""
+        """The capability as the compiler writes it: 90 for (9, 0)."""
         return 10 * self.capability[0] + self.capability[1]
 
     @property
     def key(self) -> str:
-        """How the file of kept results calls it."""
+        """The job's key in the file of results."""
         return f"sm_{self.sm} | {self.shape.key} | {words(self.config)}"
 
 
 def triton_version() -> str:
-    """Triton's version. Raises DeviceError where it isn't installed (it is made for Linux alone)."""
+    """Return Triton's version. Raises DeviceError if it is not installed; it exists only for Linux."""
     try:
         return version("triton")
     except PackageNotFoundError:
@@ -68,10 +68,11 @@ def triton_version() -> str:
 def compile_configs(
     kernel: Kernel, jobs: Iterable[Job], step: Step | None = None, workers: int | None = None
 ) -> dict[Job, Compiled]:
-    """What each job takes, from disk or compiled now. `step` is told of each, and may raise to end early.
+    """Return the result of each job, read from disk or compiled now.
 
-    What was compiled until then is kept. Raises DeviceError where there is no Triton, ToolkitError in a compiling process: it
-    runs a kernel's cell, and were that to tune in there too, processes would start processes without end.
+    `step` is called after each job and may raise to end early; results so far are stored. Raises DeviceError if Triton is not
+    installed. Raises ToolkitError in a compiling process, which runs the code of a kernel's cell: if that code called the
+    tuner, processes would start processes without end.
     """
     if INSIDE in os.environ:
         raise ToolkitError("compiling kernels", f"this process compiles {os.environ[INSIDE]}", "Compile outside of it")
@@ -100,7 +101,7 @@ def compile_configs(
 
 
 class Kept:
-    """The results on disk of one kernel as it is now, compiled by the Triton that is installed."""
+    """The results on disk for the current code of a kernel and the installed version of Triton."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.path = cache_folder() / "compiled" / f"{kernel.name}-{fingerprint(kernel)}-triton-{triton_version()}.json"
@@ -109,14 +110,14 @@ class Kept:
         self._unsaved = False
 
     def _read(self) -> dict[str, Compiled]:
-        """What the file holds; nothing where it is absent or damaged: it is written anew."""
+        """Return the rows of the file, or {} if it is absent or damaged; it is then written anew."""
         try:
             return {key: Compiled.from_dict(row) for key, row in json.loads(self.path.read_text()).items()}
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return {}
 
     def add(self, job: Job, compiled: Compiled) -> None:
-        """Keep one result, if it is the config's and not the compiler's."""
+        """Add one result, unless it is an error that is not the config's. Saves every `SAVE_EVERY_S` seconds."""
         if compiled.error.startswith(NOT_KEPT):
             return
         self.rows[job.key] = compiled
@@ -125,7 +126,7 @@ class Kept:
             self.save()
 
     def save(self) -> None:
-        """Write what is new, beside what another process has added meanwhile. A folder that can't be written to is told."""
+        """Write new results, merged with those that other processes have written. Warns if the folder is not writable."""
         if not self._unsaved:
             return
         self._saved, self._unsaved = time.monotonic(), False

@@ -1,9 +1,9 @@
-"""How long a config would take on a GPU, without running it: bytes over the bandwidth that its blocks can keep busy.
+"""Model the time of a config on a GPU without running it.
 
-A model, and always labelled so: good for "which of these, on a GPU that I don't have" and for an order to time in, not for
-a figure to quote. What bounds a run: the bytes over the bandwidth, or the operations over the peak, whichever is longer.
-A config comes into it by how much it keeps in flight (Little's law: resident warps times the loads each has open, over
-the memory's latency), by how many SMs have work, by the last wave's empty places, and by what it spills.
+A roofline: the larger of bytes / bandwidth and operations / peak rate. The bandwidth that a config reaches follows from its
+bytes in flight (Little's law: open loads of the resident warps / memory latency). Idle SMs, a partly filled last wave and
+register spills add to the time. The result ranks configs, to choose one for an absent GPU or an order to time them in; it is
+always labelled as modelled and not meant to be quoted.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from toolkit.gpu.catalogue import GpuSpec
 from toolkit.kernels.base import Config, Kernel, Shape
 from toolkit.tune.limits import WARP, Compiled, LaunchUse, occupancy
 
-LATENCY_NS = 700.0  # of a load from DRAM under load
-OPEN_BYTES = 2 * WARP * 16  # a warp's loads under way without a pipeline: two of 16 B a lane
-SM_BYTES_PER_S = 64 * 1.7e9  # into one SM: 64 B a clock
-SPILL_BYTES_DOUBLE = 512.0  # a stack of this many bytes a thread doubles the time
+LATENCY_NS = 700.0  # of a load from DRAM when the memory is busy
+OPEN_BYTES = 2 * WARP * 16  # open loads of a warp without a pipeline: two of 16 B per lane
+SM_BYTES_PER_S = 64 * 1.7e9  # into one SM: 64 B per clock
+SPILL_BYTES_DOUBLE = 512.0  # a stack of this many bytes per thread doubles the time
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Estimate:
 
 
 def estimate(kernel: Kernel, shape: Shape, config: Config, compiled: Compiled, spec: GpuSpec) -> Estimate:
-    """The modelled time of `config`, compiled, on `spec`; the kernel's own estimate where it has one."""
+    """Return the modelled time of a compiled config on `spec`, or the kernel's own estimate if it has one."""
     cost = kernel.cost(shape)
     memory_ns = cost.bytes / spec.reached_bandwidth_bytes_per_s * 1e9
     compute_ns = cost.flops / getattr(spec, cost.peak) * 1e9
@@ -57,7 +57,7 @@ def estimate(kernel: Kernel, shape: Shape, config: Config, compiled: Compiled, s
 
 
 def reached_bytes_per_s(use: LaunchUse, config: Config, spec: GpuSpec) -> float:
-    """The bandwidth that a launch can keep busy: what is in flight over the latency, and what its SMs can take in."""
+    """Return the bandwidth that a launch can use, limited by its bytes in flight / latency and by the rate into its SMs."""
     resident = min(use.blocks, max(occupancy(use, spec).blocks_per_sm, 1) * spec.sms)
     in_flight = resident * use.threads / WARP * OPEN_BYTES * max(config.stages - 1, 1)
     into_sms = min(use.blocks, spec.sms) * SM_BYTES_PER_S
@@ -65,7 +65,7 @@ def reached_bytes_per_s(use: LaunchUse, config: Config, spec: GpuSpec) -> float:
 
 
 def wave_efficiency(use: LaunchUse, spec: GpuSpec) -> float:
-    """The share of places that blocks fill, over all waves; 1 while everything fits at once."""
+    """Return the share of block slots that are filled, over all waves: 1 if all blocks are resident at once."""
     places = max(occupancy(use, spec).blocks_per_sm, 1) * spec.sms
     waves = use.blocks / places
     return 1.0 if waves <= 1 else waves / math.ceil(waves)

@@ -1,9 +1,8 @@
-"""Is a config right? Its results against the reference, on random inputs that it hasn't seen, before anything is timed.
+"""Check a config before it is timed: compare its results with the kernel's reference on random inputs.
 
-Results and scratch are poisoned first (NaN; a large number where there is no NaN), so that what a kernel leaves unwritten,
-or adds to what it finds, shows. Each config runs twice on the same buffers: scratch that doesn't reset itself, or an order of
-adding that differs between runs, shows as results that differ. Works wherever the kernel runs: on CUDA, or on the
-CPU under Triton's interpreter.
+Results and scratch are first filled with NaN (integers with a constant), so that elements that the kernel does not write, or
+adds to, are noticed. Each config runs twice on the same buffers, so that scratch that is not reset, or an order of summation
+that differs between runs, is noticed too. Runs on CUDA, and on the CPU with Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from torch import Tensor
 
 from toolkit.kernels.base import Config, Kernel, Shape, Tensors
 
-EXACT = (torch.int32, torch.int64, torch.bool)  # indices, tokens and flags: a neighbour is as wrong as any other
-POISON = 107  # where there is no NaN: no all-zeros or all-ones pattern that a kernel might leave by itself
+EXACT = (torch.int32, torch.int64, torch.bool)  # indices, tokens and flags must be equal
+POISON = 107  # for integers: neither 0 nor -1, which a kernel may write by mistake
 
 
 @dataclass(frozen=True)
 class Check:
-    """What came of comparing: `reason` in words where it is wrong, "" where it is right; the figures of the worst result."""
+    """The outcome of a comparison: why a config is wrong ("" if it is right), and the figures of its worst result."""
 
     cosine: float
     max_error: float  # largest difference, relative to the reference's largest value
@@ -35,7 +34,7 @@ class Check:
 
 
 class Gate:
-    """A problem with its inputs and reference results, which each of its configs is held against."""
+    """A problem with its inputs and reference results, with which the results of each config are compared."""
 
     def __init__(self, kernel: Kernel, shape: Shape, device: torch.device | str, seed: int) -> None:
         self.kernel, self.shape, self.seed = kernel, shape, seed
@@ -43,7 +42,7 @@ class Gate:
         self.wanted = kernel.reference(shape, self.inputs)
 
     def check(self, config: Config) -> Check:
-        """Run `config` and compare. Raises what the launch raises."""
+        """Run `config` twice and compare its results. Exceptions of the launch are passed on."""
         inputs = {name: tensor.clone() for name, tensor in self.inputs.items()}
         outputs = self.kernel.outputs(self.shape, inputs)
         first = self._run(config, inputs, outputs, scratch=True)
@@ -60,11 +59,11 @@ class Gate:
         return worst
 
     def _run(self, config: Config, inputs: Tensors, outputs: dict[str, Tensor], scratch: bool) -> list[Tensor]:
-        """The results of one run, copied. `scratch`: poison that too; in a second run it stays as the first one left it."""
+        """Return copies of the results of one run. `scratch` also poisons scratch; the second run keeps that of the first."""
         results = self.kernel.results(self.shape)
         shared = {tensor.untyped_storage().data_ptr() for tensor in inputs.values() if tensor.numel()}
         for n, tensor in enumerate(outputs.values()):
-            if tensor.numel() and tensor.untyped_storage().data_ptr() not in shared:  # an input written in place isn't ours
+            if tensor.numel() and tensor.untyped_storage().data_ptr() not in shared:  # not an input that is updated in place
                 poison(tensor, whole=n < results, scratch=scratch)
         for launch in self.kernel.launches(self.shape, config, inputs, outputs):
             launch.run()
@@ -89,7 +88,7 @@ def poison(tensor: Tensor, whole: bool, scratch: bool) -> None:
 
 
 def compare(result: Tensor, wanted: Tensor, cosine: float, max_abs: float) -> Check:
-    """How far `result` is from `wanted`: shape and dtype first, then NaN, cosine and largest error."""
+    """Compare `result` with `wanted`: shape and dtype first, then NaN, cosine and largest error."""
     if result.shape != wanted.shape or result.dtype != wanted.dtype:
         said = f"{tuple(result.shape)} {result.dtype}, the reference {tuple(wanted.shape)} {wanted.dtype}"
         return Check(0.0, 1.0, f"gives {said}".replace("torch.", ""))
@@ -116,7 +115,7 @@ def compare(result: Tensor, wanted: Tensor, cosine: float, max_abs: float) -> Ch
 
 
 def cosine_of(a: Tensor, b: Tensor) -> float:
-    """The cosine of the angle between two vectors; 1 for two that are zero."""
+    """Return the cosine of the angle between two vectors; 1 if both are zero."""
     lengths = float(a.norm() * b.norm())
     return float(a @ b) / lengths if lengths else float(not bool(a.any()) and not bool(b.any()))
 

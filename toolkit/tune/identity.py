@@ -1,9 +1,9 @@
-"""Which kernel this is: a fingerprint of what runs on the GPU, and where another process finds the same kernel.
+"""Identify a kernel: a fingerprint of the code that runs on the GPU, and a description from which a worker loads the kernel.
 
-The fingerprint covers the `triton.jit` functions that `launches()` reaches, `launches()` and `outputs()` themselves, and
-what they use of the kernel's own file and the kernels' folder. It leaves out comments, docstrings, line numbers and everything
-else, `space()` and `known` above all: a config or a shape more makes no kept timing stale. It is the same with and without
-Triton's interpreter.
+The fingerprint covers `launches()` and `outputs()`, the `triton.jit` functions that they reach, and the values and functions
+that these use from the kernel's own file and from the package of kernels. It leaves out comments, docstrings and line numbers,
+and also `space()` and `known`, so that stored timings stay valid when configs or shapes are added. It is the same with and
+without Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from toolkit.kernels.base import Kernel
 PLAIN = (int, float, str, bool, type(None))
 CONTAINERS = ("constexpr", "tuple", "list", "dict", "mappingproxy")
 KERNELS = Kernel.__module__.rpartition(".")[0]
-WORDS_ONLY = (f"{KERNELS}.base", f"{KERNELS}.checks")  # describe launches, refuse tensors: nothing that runs on a GPU
+WORDS_ONLY = (f"{KERNELS}.base", f"{KERNELS}.checks")  # describe launches and check arguments: nothing that runs on a GPU
 DEFINING = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign, ast.If, ast.Try)
-NO_CODE = ("ctx", "kind", "type_comment", "type_params")  # fields of syntax trees that say nothing, or not in every version
+NO_CODE = ("ctx", "kind", "type_comment", "type_params")  # fields of syntax trees that are left out
 FOREIGN = {"torch", "triton", "numpy", *sys.stdlib_module_names} - {"__main__"}
 
 
 @lru_cache(maxsize=256)
 def fingerprint(kernel: Kernel) -> str:
-    """16 hexadecimal digits that change when what the kernel launches does."""
+    """Return 16 hexadecimal digits that change when the code that the kernel launches changes."""
     parts: dict[str, str] = {}
     for method in ("launches", "outputs"):
         function = getattr(type(kernel), method)
@@ -63,7 +63,7 @@ def _gather(thing: Any, home: str, owner: type, parts: dict[str, str]) -> None:
     parts[name] = _bare(tree)
     scope = {**thing.__globals__, **inspect.getclosurevars(thing).nonlocals}
     for used, value in _used(tree, scope, owner):
-        if used == "INTERPRETED":  # of the process, not of the kernel
+        if used == "INTERPRETED":  # a property of the process, not of the kernel
             continue
         if isinstance(value, PLAIN) or (type(value).__name__ in CONTAINERS and " at 0x" not in repr(value)):
             parts[f"{name} uses {used}"] = repr(value)
@@ -72,7 +72,7 @@ def _gather(thing: Any, home: str, owner: type, parts: dict[str, str]) -> None:
 
 
 def _used(tree: ast.AST, scope: dict[str, Any], owner: type) -> Iterator[tuple[str, Any]]:
-    """The globals, the attributes of modules, and the methods of `self` that a function's source names."""
+    """Yield (name, value) of the globals, module attributes and methods of `self` that a function's source names."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id in scope:
             yield node.id, scope[node.id]
@@ -83,7 +83,7 @@ def _used(tree: ast.AST, scope: dict[str, Any], owner: type) -> Iterator[tuple[s
 
 
 def _bare(tree: ast.Module) -> str:
-    """The source without comments, docstrings and decorators' arguments on other lines."""
+    """Return the source as text, without comments and docstrings."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and ast.get_docstring(node, clean=False) is not None:
             node.body = node.body[1:] or [ast.Pass()]
@@ -91,7 +91,7 @@ def _bare(tree: ast.Module) -> str:
 
 
 def _written(node: Any) -> str:
-    """A syntax tree as text, the same in every version of Python: `ast.unparse` changes its quotes, `ast.dump` its fields."""
+    """Return a syntax tree as text that is the same in every version of Python, unlike that of `ast.dump`."""
     if isinstance(node, list):
         return f"[{' '.join(map(_written, node))}]"
     if not isinstance(node, ast.AST):
@@ -102,7 +102,7 @@ def _written(node: Any) -> str:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a kernel comes from, for a process of its own: a module to import, or else the text of its file or cell."""
+    """Where a worker process finds a kernel: a module to import, or else the text of its file or notebook cell."""
 
     kernel: str  # its `name`
     module: str
@@ -110,7 +110,7 @@ class Origin:
     text: str
 
     def load(self) -> Kernel:
-        """The kernel, from its module or from its text. Raises ToolkitError where neither has it."""
+        """Return the kernel from its module or its text. Raises ToolkitError if neither defines it."""
         module, failed = self._import()
         for value in vars(module).values():
             if isinstance(value, Kernel) and value.name == self.kernel:
@@ -129,11 +129,11 @@ class Origin:
         return self._run_text()
 
     def _run_text(self) -> tuple[types.ModuleType, Exception | None]:
-        """A module made of what the text defines, and the first error on the way.
+        """Run the definitions of the text in a new module. Return the module and the first error.
 
-        A cell, or a script, also does things: it trains, writes files, calls the tuner. Statements that can only do are left
-        out, and one that fails is passed over: the kernel may not need it. Triton reads a function's source from its file:
-        linecache stands in for one.
+        Statements that define nothing are left out, because a cell or script may train, write files or call the tuner.
+        Statements that fail are skipped, because the kernel may not need them. The text is put in linecache, from which
+        Triton reads the source of functions.
         """
         name = f"kernel_{hashlib.sha256(self.text.encode()).hexdigest()[:12]}"
         file, first = f"<{name}>", None
@@ -152,7 +152,7 @@ class Origin:
 
 
 def origin(kernel: Kernel) -> Origin:
-    """Where `kernel` comes from. For one defined in a notebook: the cell, which must hold all that the kernel needs."""
+    """Return where `kernel` is defined. For a notebook this is one cell, which must define everything that the kernel needs."""
     launches = inspect.unwrap(type(kernel).launches)
     file = launches.__code__.co_filename
     text = Path(file).read_text() if Path(file).is_file() else "".join(linecache.getlines(file))

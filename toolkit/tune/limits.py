@@ -1,8 +1,8 @@
-"""What a compiled config asks of a GPU, and whether that GPU gives it: shared memory, registers, threads, grid, occupancy.
+"""Check whether a compiled config fits a GPU (shared memory, registers, threads, grid), and compute its occupancy.
 
-Pure arithmetic over the compiler's figures (`compiling.py` has them made) and the catalogue's; knows no Triton, and asks
-no GPU. The rules are the CUDA programming guide's: blocks per SM are what registers, shared memory, threads and the
-capability's own limit leave, whichever is least.
+Computed from the compiler's figures (`compiling.py`) and the catalogue, without Triton or a GPU. The rules are those of the
+CUDA programming guide: the number of blocks per SM is the least that registers, shared memory, threads and the limit of the
+compute capability allow.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ GRID = (2**31 - 1, 65535, 65535)
 TENSOR_MEMORY_COLUMNS = 512  # of an SM with fifth-generation tensor cores
 # CUDA programming guide, table of technical specifications: resident blocks per SM.
 BLOCKS_PER_SM = {(8, 0): 32, (8, 6): 16, (8, 7): 16, (8, 9): 24, (9, 0): 32, (10, 0): 32, (10, 3): 32, (12, 0): 24}
-FEWEST_BLOCKS_PER_SM = 16  # for a capability that isn't in the table
-REGISTERS_GRANTED_IN = 256  # a warp's registers, rounded up
-RESERVED_SHARED_BYTES = 1024  # of every block, by the driver
+FEWEST_BLOCKS_PER_SM = 16  # for a compute capability that is not in the table
+REGISTERS_GRANTED_IN = 256  # registers of a warp are allocated in units of this size
+RESERVED_SHARED_BYTES = 1024  # per block, by the driver
 
 
 @dataclass(frozen=True)
 class LaunchUse:
-    """What one compiled launch takes: per thread (registers, spills), per block (shared memory, threads), and its grid."""
+    """The resources of a compiled launch: per thread (registers, spills), per block (shared memory, threads), and its grid."""
 
     name: str
     grid: tuple[int, ...]
     threads: int
     registers: int
-    spill_bytes: int  # a thread's stack: what didn't fit in registers
-    shared_bytes: int  # dynamic: what the launch asks for, Triton's `metadata.shared`
+    spill_bytes: int  # stack per thread, for values that do not fit in registers
+    shared_bytes: int  # dynamic shared memory, Triton's `metadata.shared`
     tensor_memory: int = 0  # columns
     ptx_bytes: int = 0
     sass_bytes: int = 0
@@ -48,7 +48,7 @@ class LaunchUse:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What came of compiling a config for a capability: its launches, or the `error` that stopped the compiler."""
+    """The result of compiling a config for a compute capability: its launches, or the compiler's `error`."""
 
     launches: tuple[LaunchUse, ...] = ()
     error: str = ""
@@ -67,16 +67,16 @@ class Compiled:
 
     @property
     def main(self) -> LaunchUse | None:
-        """The launch with the most threads: where the time goes."""
+        """The launch with the most threads, which takes most of the time."""
         return max(self.launches, key=lambda use: use.blocks * use.threads, default=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON; `from_dict` is the inverse."""
+        """Return the result as JSON data; `from_dict` is the inverse."""
         return {"launches": [dataclasses.asdict(use) for use in self.launches], "error": self.error}
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Compiled:
-        """Raises ValueError, TypeError or KeyError for anything else."""
+        """Return the result from JSON data. Raises ValueError, TypeError or KeyError for other data."""
         uses = tuple(LaunchUse(**{**use, "grid": tuple(use["grid"])}) for use in found["launches"])
         for use in uses:
             name, grid, *numbers = dataclasses.astuple(use)
@@ -89,12 +89,12 @@ class Compiled:
 
 
 def short_name(spec: GpuSpec) -> str:
-    """What people call a card: "RTX 5090" for "NVIDIA GeForce RTX 5090"."""
+    """Return a card's short name: "RTX 5090" for "NVIDIA GeForce RTX 5090"."""
     return spec.name.removeprefix("NVIDIA ").removeprefix("GeForce ")
 
 
 def obstacle(compiled: Compiled, spec: GpuSpec) -> str:
-    """Why `compiled` can't be launched on `spec`, in words; "" if it can."""
+    """Return why `compiled` cannot be launched on `spec`, in words; "" if it can."""
     if compiled.error:
         return compiled.error
     return next((words for use in compiled.launches if (words := _obstacle(use, spec))), "")
@@ -118,7 +118,7 @@ def _obstacle(use: LaunchUse, spec: GpuSpec) -> str:
 
 @dataclass(frozen=True)
 class Occupancy:
-    """How full an SM gets: resident blocks, the share of its threads they are, and what keeps it from more."""
+    """The occupancy of an SM: resident blocks, the share of its threads that they use, and the resource that limits them."""
 
     blocks_per_sm: int
     share: float  # of the SM's threads, 0 to 1
@@ -126,7 +126,7 @@ class Occupancy:
 
 
 def occupancy(use: LaunchUse, spec: GpuSpec) -> Occupancy:
-    """How many blocks of `use` an SM of `spec` holds at once."""
+    """Return the occupancy of an SM of `spec` by blocks of `use`."""
     shared = use.shared_bytes + RESERVED_SHARED_BYTES
     room = {
         "threads": spec.threads_per_sm // (_warps(use) * WARP),
@@ -140,7 +140,7 @@ def occupancy(use: LaunchUse, spec: GpuSpec) -> Occupancy:
 
 
 def worst_occupancy(launches: Sequence[LaunchUse], spec: GpuSpec) -> Occupancy | None:
-    """The least full of several launches; None for none."""
+    """Return the lowest occupancy of several launches; None if there are none."""
     return min((occupancy(use, spec) for use in launches), key=lambda found: found.share, default=None)
 
 

@@ -1,14 +1,13 @@
-"""Which config a kernel is launched with: looked up in named steps, never tuned by surprise.
+"""Choose the config that a kernel is launched with, from stored timings. The first of these steps that finds one counts:
 
-1. "this device": the fastest right one that was timed on this very GPU;
-2. "near shape": the fastest one that was timed on it at other lengths (`Kernel.lengths`), the nearest ones by ratio;
-3. "same capability": 1 and 2 of another GPU of the same compute capability, if it fits in this one's limits;
-4. "model": the first within 5 % of the best by `estimate`, of the configs whose compiled figures are on disk (`tune.explore`
-   puts them there);
-5. "default": the first of the kernel's space, which fits everywhere.
+1. "this device": the fastest correct config that was timed on this model of GPU;
+2. "near shape": the fastest one that was timed on it at other lengths (`Kernel.lengths`), the nearest lengths first;
+3. "same capability": as 1 and 2, for another GPU of the same compute capability, if the config fits this GPU's limits;
+4. "model": the first config within 5 % of the best modelled time, of those that `tune.explore` has compiled;
+5. "default": the first config of the kernel's space, which fits every GPU.
 
-All of these are configs of the kernel's space. A lookup compiles nothing and runs nothing. Each answer is remembered, with the
-step it came from. Models look up before every launch: a second time costs a dictionary's hit, and asks no GPU.
+Every choice is a config of the kernel's space. A lookup compiles nothing and runs nothing. Models look up before every launch,
+so answers are cached.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from toolkit.tune.identity import fingerprint
 from toolkit.tune.limits import WARP, Compiled, LaunchUse, obstacle
 from toolkit.tune.store import DeviceFacts, Record, Tuned, from_words, kept_gpus, read_tuned
 
-UNSURE = 0.05  # the model doesn't tell apart what differs by less
+UNSURE = 0.05  # modelled times that differ by less count as equal
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a lookup answered: the config, the step that found it, and the reason in words."""
+    """The result of a lookup: the config, the step that found it, and the reason in words."""
 
     kernel: str
     shape: str
@@ -48,11 +47,11 @@ class Choice:
 
 
 _chosen: dict[tuple[Kernel, Shape, str], Choice] = {}  # by the GPU's key
-_at_once: dict[tuple[Kernel, Shape, Any], Choice] = {}  # the same by what it was asked with, where that always means one GPU
+_at_once: dict[tuple[Kernel, Shape, Any], Choice] = {}  # the same by the argument `device`, if it always means one GPU
 
 
 def choose(kernel: Kernel, shape: Shape, device: Card | torch.device | str | int = "auto") -> Choice:
-    """The config to launch `kernel` with on `device` (what `find_card` takes); remembered until something is tuned."""
+    """Return the config to launch `kernel` with on `device` (see `find_card`). Cached until timings are added."""
     known = _at_once.get((kernel, shape, device))
     if known is not None:
         return known
@@ -66,12 +65,12 @@ def choose(kernel: Kernel, shape: Shape, device: Card | torch.device | str | int
 
 
 def choices() -> list[Choice]:
-    """Every choice that was made in this process since something was tuned last."""
+    """Return the choices made in this process since timings were last added."""
     return list(_chosen.values())
 
 
 def forget() -> None:
-    """Look everything up anew: called when timings were added."""
+    """Clear the caches. Called when timings were added."""
     _chosen.clear()
     _at_once.clear()
     _kept.cache_clear()
@@ -86,7 +85,7 @@ def _look(kernel: Kernel, shape: Shape, card: Card | None) -> Choice:
 
 
 def _steps(kernel: Kernel, shape: Shape, card: Card) -> Iterator[tuple[str, Config, str]]:
-    """What each step finds, the best step first: its name, a config, and why that one."""
+    """Yield (step, config, reason) for each step that finds a config, the best step first."""
     here = timed(kernel, shape, _kept(card.key, card.facts))
     if here:
         best, count = here[0], sum(one.shape == here[0].shape for one in here)
@@ -107,20 +106,20 @@ def _steps(kernel: Kernel, shape: Shape, card: Card) -> Iterator[tuple[str, Conf
 
 @dataclass(frozen=True)
 class Timed:
-    """A config that was right and timed: how long it took, where, and for which shape."""
+    """A correct config with a measured time, and the GPU and shape of the measurement."""
 
     config: Config
     us: float
-    far: float  # of the asked shape: 0 for the same one, 1 for a length twice or half as long
+    far: float  # distance from the requested shape: 0 if it is the same, 1 for a length twice or half as long
     shape: str
     gpu: str
     record: Record
 
 
 def timed(kernel: Kernel, shape: Shape, kept: Tuned | None) -> list[Timed]:
-    """The right configs that `kept` has of the kernel as it is now, for `shape` or at other lengths: nearest, then fastest.
+    """Return the stored correct configs of the kernel's current code for `shape` or other lengths: nearest, then fastest.
 
-    All of them are in the kernel's space for `shape`: it may have made room for those alone.
+    Configs outside of the kernel's space for `shape` are left out, since its buffers may be too small for them.
     """
     found, far, space = [], {shape.key: 0.0}, set(kernel.space(shape))
     for (name, key, words), row in kept.rows.items() if kept is not None else ():
@@ -136,10 +135,10 @@ def timed(kernel: Kernel, shape: Shape, kept: Tuned | None) -> list[Timed]:
 
 
 def distance(kernel: Kernel, shape: Shape, key: str) -> float:
-    """How far a shape is that differs in `kernel.lengths` alone: their ratios, added as powers of two. Infinity for others."""
+    """Return the sum of |log2(ratio)| over `kernel.lengths`; infinity for a shape that differs in anything else."""
     try:
         other = kernel.shape_type.from_key(key)
-    except (ValueError, ToolkitError):  # of the kernel as it once was
+    except (ValueError, ToolkitError):  # a key of an older version of the kernel
         return math.inf
     far = 0.0
     for name in (field.name for field in dataclasses.fields(shape)):
@@ -150,19 +149,19 @@ def distance(kernel: Kernel, shape: Shape, key: str) -> float:
 
 
 def _differing(found: Timed, shape: Shape) -> str:
-    """What was timed in place of what was asked: "slots=32768 (asked: slots=8192)"."""
+    """Return the sizes that differ: "slots=32768 (asked: slots=8192)"."""
     pairs = [(a, b) for a, b in zip(found.shape.split(), shape.key.split(), strict=True) if a != b]
     return f"{' '.join(a for a, _ in pairs)} (asked: {' '.join(b for _, b in pairs)})"
 
 
 @lru_cache(maxsize=64)
 def _kept(gpu: str, facts: DeviceFacts | None = None) -> Tuned | None:
-    """The files are read once: models ask for dozens of shapes."""
+    """Read the files once: models look up dozens of shapes."""
     return read_tuned(gpu, facts)
 
 
 def _of_same_capability(kernel: Kernel, shape: Shape, card: Card) -> Iterator[Timed]:
-    """The best of other GPUs of the same compute capability, if any fits in this one's limits."""
+    """Yield configs timed on other GPUs of the same compute capability that fit this GPU's limits, the best first."""
     found = []
     for gpu in kept_gpus():
         kept = _kept(gpu) if gpu != card.key else None
@@ -186,5 +185,5 @@ def _modelled(kernel: Kernel, shape: Shape, card: Card) -> tuple[Config, str] | 
     if not times:
         return None
     least = min(times.values())
-    best = next(config for config, ns in times.items() if ns <= least * (1 + UNSURE))  # the author's favourites come first
+    best = next(config for config, ns in times.items() if ns <= least * (1 + UNSURE))  # spaces list preferred configs first
     return best, f"{seconds_text(times[best] / 1e9)} modelled, of {len(times)} that fit; never timed on {card.spec.name}"

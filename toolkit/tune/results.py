@@ -1,7 +1,7 @@
-"""What tuning found: a row a config and GPU, and what can be read off it. Facts; nothing here compiles or runs.
+"""The table that tuning returns: one row per config and GPU, and methods to read winners and losses from it.
 
-A time says whether it was measured or modelled, and one GPU's winner is chosen among times of one kind: measured ones as
-soon as there is one.
+Each time is marked as measured or modelled. A GPU's winner is chosen among measured times if there are any, and otherwise
+among modelled ones.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ VERDICTS = ("ok", "slow", "untried", "wrong", "failed", "excluded")
 class Row:
     """One config of one problem on one GPU.
 
-    `verdict`: "ok", "slow", "wrong", "failed", "excluded" as in `store.Record`; "untried" for one that passes the static
-    check and was never run there. `ns` is `clock` "measured" or "modelled" (a wrong or excluded config is never timed: what
-    it would take), or None where it doesn't compile.
+    `verdict`: "ok", "slow", "wrong", "failed", "excluded" as in `store.Record`; "untried" if the config fits the GPU and was
+    never run there. `ns` is "measured" or "modelled" (`clock`), or None if the config does not compile. Wrong and excluded
+    configs are never timed, so their `ns` is modelled.
     """
 
     kernel: str
@@ -47,13 +47,13 @@ class Row:
     shared_bytes: int | None = None
     registers: int | None = None
     spill_bytes: int | None = None
-    occupancy: float | None = None  # share of an SM's threads
+    occupancy: float | None = None  # share of an SM's threads, 0 to 1
     occupancy_limit: str = ""
     ptx_bytes: int | None = None
     sass_bytes: int | None = None
-    bytes: int | None = None  # the problem's, read and written at least once
+    bytes: int | None = None  # bytes that the problem has to read and write
     flops: float | None = None
-    memory_ns: float | None = None  # the roofline's floors on this GPU
+    memory_ns: float | None = None  # lower bounds of the time on this GPU (roofline)
     compute_ns: float | None = None
     bound: str = ""
 
@@ -64,14 +64,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The rows of one tuning or exploring, with notes on what was not done and why."""
+    """The rows of one call of `explore` or `warm`, with notes on work that was not done and why."""
 
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = field(default=())
 
     @property
     def gpus(self) -> list[str]:
-        """The GPUs, in the order they were asked for."""
+        """The keys of the GPUs, in the order of the request."""
         return list(dict.fromkeys(row.gpu for row in self.rows))
 
     @property
@@ -80,7 +80,7 @@ class Tuning:
         return list(dict.fromkeys(f"{row.kernel} {row.shape}" for row in self.rows))
 
     def of(self, gpu: str, shape: str | None = None) -> list[Row]:
-        """The rows of a GPU (and a problem, as `shapes` calls it), in the order of the kernel's space."""
+        """Return the rows of a GPU (and a problem, named as in `shapes`), in the order of the kernel's space."""
         if gpu not in self.gpus:
             raise unknown_name("GPU of this table", gpu, self.gpus)
         if shape is None and len(self.shapes) > 1:
@@ -88,18 +88,18 @@ class Tuning:
         return [row for row in self.rows if row.gpu == gpu and shape in (None, f"{row.kernel} {row.shape}")]
 
     def best(self, gpu: str, shape: str | None = None) -> Row | None:
-        """The fastest right config of a GPU: among measured times where there are any; None where nothing runs."""
+        """Return the fastest correct config of a GPU, by measured times if there are any; None if no config runs."""
         usable = [row for row in self.of(gpu, shape) if row.usable and row.ns is not None]
         measured = [row for row in usable if row.clock == "measured" and row.verdict == "ok"]
         return min(measured or usable, key=lambda row: row.ns or 0.0, default=None)
 
     def fastest(self, gpu: str, verdict: str, shape: str | None = None) -> Row | None:
-        """The fastest config of one verdict: "excluded" or "wrong" tell what a GPU, or a careless tuner, would have taken."""
+        """Return the fastest config of one verdict: "wrong", for example, is what a tuner that checks nothing might choose."""
         timed = [row for row in self.of(gpu, shape) if row.verdict == verdict and row.ns is not None]
         return min(timed, key=lambda row: row.ns or 0.0, default=None)
 
     def line(self, gpu: str, shape: str | None = None) -> str:
-        """The winner as a line to paste, with what it won against: "Config(...)  # rtx-5090: 35.7 µs modelled, ..."."""
+        """Return the winner as a line of code with a comment: "Config(...)  # rtx-5090: 35.7 µs modelled, ..."."""
         best, rows = self.best(gpu, shape), self.of(gpu, shape)
         if best is None or best.ns is None:
             why = next((row.reason for row in rows if row.reason), "no config was tried")
@@ -115,7 +115,7 @@ class Tuning:
         return f"{best.config!r}  # {', '.join(said)}"
 
     def loss(self, gpu: str, winner_of: str, shape: str | None = None) -> float | str:
-        """What `gpu` loses by running the winner of another GPU: 0.07 for 7 % more time, or why it can't run it."""
+        """Return the loss of `gpu` with the winner of another GPU: 0.07 for 7 % more time, or why it cannot run it."""
         own, other = self.best(gpu, shape), self.best(winner_of, shape)
         if own is None or other is None or own.ns is None:
             return f"no config runs on {gpu if own is None else winner_of}"
@@ -127,13 +127,13 @@ class Tuning:
         return max(row.ns / own.ns - 1, 0.0)
 
     def losses(self, shape: str | None = None) -> pd.DataFrame:
-        """`loss` for every pair: a row a GPU, a column the GPU whose winner it runs."""
+        """Return `loss` for every pair: one row per GPU, one column per GPU whose winner it runs."""
         import pandas as pd
 
         return pd.DataFrame({a: {b: self.loss(b, a, shape) for b in self.gpus} for a in self.gpus})
 
     def table(self, value: str = "ns", shape: str | None = None) -> pd.DataFrame:
-        """A row a config, a column a GPU: their `value`, any field of Row."""
+        """Return a field of Row (`value`) with one row per config and one column per GPU."""
         import pandas as pd
 
         if value not in (names := [f.name for f in dataclasses.fields(Row)]):
@@ -141,7 +141,7 @@ class Tuning:
         return pd.DataFrame({gpu: {words(row.config): getattr(row, value) for row in self.of(gpu, shape)} for gpu in self.gpus})
 
     def summary(self, shape: str | None = None) -> pd.DataFrame:
-        """A row a GPU: its winner, and the fastest config that is wrong, and that is excluded, with the reason."""
+        """Return one row per GPU: its winner, and the fastest wrong and the fastest excluded config with reasons."""
         import pandas as pd
 
         found = {}
@@ -157,7 +157,7 @@ class Tuning:
         return pd.DataFrame.from_dict(found, orient="index")
 
     def to_pandas(self) -> pd.DataFrame:
-        """A row a config and GPU, the config as words; times in ns."""
+        """Return one row per config and GPU, with the config as text and times in ns."""
         import pandas as pd
 
         names = [f.name for f in dataclasses.fields(Row)]
@@ -176,7 +176,7 @@ class Tuning:
 
 
 def joined(parts: Iterable[Tuning], notes: Sequence[str] = ()) -> Tuning:
-    """Several as one, each note once."""
+    """Join several tables into one, with each note once."""
     found = list(parts)
     every = dict.fromkeys([*notes, *(note for part in found for note in part.notes)])
     return Tuning(tuple(row for part in found for row in part.rows), tuple(every))

@@ -1,10 +1,9 @@
-"""What was measured, kept: `tuned/<gpu>.json`, a row a config, readable and mergeable.
+"""Read and write the stored timings of a GPU: the file `tuned/<gpu>.json` with one row per config.
 
-Two folders hold such files: the package's own (recorded by the project, never written), and the user's
-(`$TOOLKIT_CACHE/tuned`, by default in `~/.cache/decode-toolkit`). Both are read; of two rows of one config the newer counts.
-A row carries its own kernel fingerprint and versions, so that one config more is one row more. Writing is atomic, and adds to
-what another process has written meanwhile. A file that is damaged, or of another GPU, is set aside under another name, and a
-warning says so. Knows no Triton, and asks no GPU.
+Two folders have such files: the package's (never written to), and the user's (`$TOOLKIT_CACHE/tuned`, by default in
+`~/.cache/decode-toolkit`). Both are read; of two rows for a config the newer one counts. Each row has the kernel's fingerprint
+and the versions of Triton and PyTorch. Files are written atomically under a lock, so that rows written by another process are
+kept. A file that is damaged, or of another GPU, is renamed with a warning. This module needs neither Triton nor a GPU.
 """
 
 from __future__ import annotations
@@ -32,21 +31,21 @@ VERDICTS = ("ok", "slow", "wrong", "failed", "excluded")
 
 
 class TunedFileWarning(UserWarning):
-    """A file of kept timings could not be used as it is, and what was done about that."""
+    """A file of timings could not be used; the message says what was done with it."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What is known of one config on one GPU.
+    """The outcome of one config on one GPU.
 
-    `verdict`: "ok" (right and timed), "slow" (right; one timing, given up as hopeless), "wrong" (disagrees with the
-    reference), "failed" (a compiler or a launch said no), "excluded" (exceeds the GPU's limits). `reason` says why in words.
+    `verdict`: "ok" (correct and timed), "slow" (correct; timed once, then given up), "wrong" (disagrees with the reference),
+    "failed" (compiling or launching failed), "excluded" (exceeds the GPU's limits). `reason` says why in words.
     """
 
     verdict: str
     reason: str = ""
-    us: float | None = None  # median of a run of the whole operation
-    spread_us: float | None = None  # between the first and the third quartile
+    us: float | None = None  # median time of the operation
+    spread_us: float | None = None  # interquartile range
     cold: bool = True  # inputs rotated through more memory than the L2 holds
     cosine: float | None = None  # the worst result's, against the reference
     max_error: float | None = None  # the worst result's, relative to the reference's largest value
@@ -60,7 +59,7 @@ class Record:
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """The GPU that timings belong to; clocks are the highest it is allowed, in MHz, 0 where unknown."""
+    """The GPU of the timings; clocks are its highest allowed ones in MHz, 0 if unknown."""
 
     name: str
     compute_capability: str
@@ -70,32 +69,32 @@ class DeviceFacts:
     memory_clock_mhz: int = 0
 
     def same_card(self, other: DeviceFacts) -> bool:
-        """Is it the same model, with as many SMs? Clocks and visible memory may differ between two of them."""
+        """Return whether both are the same model with the same SM count. Clocks and visible memory may differ."""
         return (self.name, self.compute_capability, self.sms) == (other.name, other.compute_capability, other.sms)
 
 
-Rows = dict[tuple[str, str, str], Record]  # by kernel, shape and config, as words
+Rows = dict[tuple[str, str, str], Record]  # by kernel, shape and config, as text
 
 
 @dataclass
 class Tuned:
-    """One GPU's file: whose it is, and its rows."""
+    """The content of one GPU's file: the GPU and its rows."""
 
     device: DeviceFacts
     rows: Rows = field(default_factory=dict)
 
     def configs(self, kernel: str, shape: str) -> dict[str, Record]:
-        """The rows of one problem, by config."""
+        """Return the rows of one problem by config."""
         return {config: row for (name, key, config), row in self.rows.items() if (name, key) == (kernel, shape)}
 
     def merge(self, other: Tuned) -> None:
-        """Take the rows of `other` that are new, or newer than what is here."""
+        """Add the rows of `other` that are new, or newer than the existing ones."""
         for place, row in other.rows.items():
             if place not in self.rows or row.when >= self.rows[place].when:
                 self.rows[place] = row
 
     def to_text(self) -> str:
-        """JSON with a line a config: a file that a person can read and that differs by lines."""
+        """Return JSON with one line per config, which is readable and suits line-based diffs."""
         kernels: dict[str, dict[str, dict[str, Record]]] = {}
         for (kernel, shape, config), row in sorted(self.rows.items()):
             kernels.setdefault(kernel, {}).setdefault(shape, {})[config] = row
@@ -113,7 +112,7 @@ class Tuned:
 
     @classmethod
     def from_text(cls, text: str, where: str) -> Tuned:
-        """The inverse of `to_text`. Raises FormatError for anything else, naming `where` it stood."""
+        """Parse the text of `to_text`. Raises FormatError, which names the file `where`, if it is anything else."""
         try:
             found = json.loads(text)
             if found["format"] != FORMAT:
@@ -131,32 +130,32 @@ class Tuned:
 
 
 def words(config: Config) -> str:
-    """A config as the files call it: "block_n=64 split=2 warps=4 stages=2"."""
+    """Return a config as text: "block_n=64 split=2 warps=4 stages=2"."""
     return " ".join(f"{name}={value}" for name, value in config.to_dict().items())
 
 
 def from_words(text: str) -> Config:
-    """The inverse of `words`. Raises ValueError for anything else."""
+    """Parse the text of `words`. Raises ValueError if it is anything else."""
     pairs = [word.partition("=") for word in text.split()]
     return Config(**{name: int(value) for name, _, value in pairs})
 
 
 def cache_folder() -> Path:
-    """Where what can be made anew is kept: $TOOLKIT_CACHE, or decode-toolkit in the user's cache folder."""
+    """Return the folder of cached files: $TOOLKIT_CACHE, or decode-toolkit in the user's cache folder."""
     asked = os.environ.get("TOOLKIT_CACHE")
     root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(asked or Path(root) / "decode-toolkit").expanduser()
 
 
 def tuned_path(gpu: str) -> Path:
-    """The user's file of `gpu` (a key of the catalogue, or the slug of another card)."""
+    """Return the path of the user's file for `gpu`, a key as returned by `cards.key_of`."""
     return cache_folder() / "tuned" / f"{gpu}.json"
 
 
 def read_tuned(gpu: str, device: DeviceFacts | None = None) -> Tuned | None:
-    """What is kept of `gpu`, shipped and the user's, or None. A damaged or foreign file is set aside and told.
+    """Return the timings of `gpu`, those of the package and the user's merged, or None.
 
-    With `device`, a file of another card is foreign.
+    A file that is damaged, or not of `device` (if given), is renamed with a warning.
     """
     found = None
     for path in (SHIPPED / f"{gpu}.json", tuned_path(gpu)):
@@ -173,7 +172,7 @@ def read_tuned(gpu: str, device: DeviceFacts | None = None) -> Tuned | None:
 
 
 def kept_gpus() -> list[str]:
-    """The GPUs that timings are kept of."""
+    """Return the keys of the GPUs that have stored timings."""
     folders = (SHIPPED, tuned_path("any").parent)
     found: set[str] = set()
     for folder in folders:
@@ -183,7 +182,7 @@ def kept_gpus() -> list[str]:
 
 
 def add_rows(gpu: str, device: DeviceFacts, rows: Rows) -> Path:
-    """`put_rows` for those who go on without: a folder that can't be written to is told in a warning."""
+    """Store rows as `put_rows` does, but warn if the folder is not writable instead of raising."""
     try:
         return put_rows(gpu, device, rows)
     except OSError as error:
@@ -192,9 +191,9 @@ def add_rows(gpu: str, device: DeviceFacts, rows: Rows) -> Path:
 
 
 def put_rows(gpu: str, device: DeviceFacts, rows: Rows) -> Path:
-    """Add `rows` to the user's file of `gpu`, in place of older ones of the same configs; other rows stay. Atomic.
+    """Add `rows` to the user's file of `gpu` atomically. They replace rows of the same configs. Return the path.
 
-    Raises OSError where the file can't be read or the folder can't be written to.
+    Raises OSError if the file cannot be read or the folder cannot be written to.
     """
     path = tuned_path(gpu)
     with locked(path):
@@ -235,7 +234,7 @@ def _free_name(path: Path) -> Path:
 
 
 def tell(text: str) -> None:
-    """Warn of something that is not kept, or not read."""
+    """Warn of timings or results that cannot be stored or read."""
     warnings.warn(text, TunedFileWarning, stacklevel=4)
 
 
@@ -252,7 +251,7 @@ _KINDS: dict[str, Any] = {"str": str, "int": int, "bool": bool, "float | None": 
 
 
 def _typed(kind: Any, found: Mapping[str, Any]) -> Any:
-    """A dataclass from JSON. Raises ValueError for a field of another type, TypeError for one that it doesn't have."""
+    """Return a dataclass from JSON data. Raises ValueError for a value of a wrong type, TypeError for an unknown field."""
     types = {f.name: str(f.type) for f in dataclasses.fields(kind)}
     for name, value in found.items():
         wanted: Any = _KINDS[types[name]] if name in types else object
@@ -267,13 +266,13 @@ def _sane(value: float) -> bool:
 
 
 def _short(row: Record) -> dict[str, Any]:
-    """A record without what is at its default."""
+    """Return a record's fields that differ from their defaults."""
     defaults = {f.name: f.default for f in dataclasses.fields(Record)}
     return {name: value for name, value in dataclasses.asdict(row).items() if value != defaults[name]}
 
 
 def _marked(found: Mapping[str, Any]) -> Iterator[tuple[bool, tuple[str, Any]]]:
-    """The items of a mapping, each with whether it is the last."""
+    """Yield the items of a mapping, each with whether it is the last."""
     for n, item in enumerate(found.items(), 1):
         yield n == len(found), item
 

@@ -1,10 +1,9 @@
-"""How long does a config take on this GPU: CUDA-graph replays with a cold L2, median and spread.
+"""Time a config on this GPU by replaying a CUDA graph with a cold L2 cache.
 
-One graph holds many runs of the operation, each on inputs of its own, which together are larger than the L2: what a run
-reads, the runs before it have evicted, as in a model whose other layers come between. Where that takes too many copies (an
-operation on a few kilobytes, whose inputs the model's last kernel has just written) the L2 stays warm, and the
-timing says so. Runs follow each other as the operations of a decode step do, so that where launches overlap (early.py) a run
-begins while the one before it ends. A config that is hopeless after its first replay isn't repeated.
+One graph has many runs of the operation, each with its own copy of the inputs. Together the copies are larger than the L2, so
+that each run finds its inputs evicted, as in a model, where other layers run in between. If that needs too many copies (inputs
+of a few kilobytes, which the previous kernel of a model has just written), the L2 stays warm, and the timing says so. Runs
+follow each other like the operations of a decode step, so that launches may overlap (early.py).
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ REPLAYS = 9
 MOST_COPIES = 64  # of the inputs
 MEMORY_SHARE = 0.5  # of the free memory, for copies
 MOST_BYTES = 8_000_000_000  # of copies
-GRAPH_NS = 4_000_000  # a replay is about this long, so that the events around it don't count
+GRAPH_NS = 4_000_000  # length of a replay, long enough to make the cost of its events negligible
 MOST_RUNS = 256
-LAUNCHING_NS = 500_000  # a first run that takes less may be all launch, and says nothing
-HOPELESS = 3.0  # times as slow as the best so far
+LAUNCHING_NS = 500_000  # a first run that is shorter may be launch overhead only
+HOPELESS = 3.0  # a config that is this many times slower than the best one is timed once only
 
 
 @dataclass(frozen=True)
 class Timing:
-    """A run's median in ns, the spread between its quartiles, whether the L2 was cold, whether repeating was given up."""
+    """The median time of a run and its interquartile range in ns, whether the L2 was cold, and whether timing was cut short."""
 
     ns: float
     spread_ns: float
@@ -40,13 +39,13 @@ class Timing:
 
 
 class Clock(Protocol):
-    """What times a config; tests give their own."""
+    """The interface of a function that times a config. Tests use their own."""
 
     def __call__(self, kernel: Kernel, shape: Shape, config: Config, inputs: Tensors, best_ns: float) -> Timing: ...
 
 
 class CudaClock:
-    """Times on the current CUDA GPU. Keeps the copies of the last problem's inputs between its configs."""
+    """Times configs on the current CUDA GPU. The copies of a problem's inputs are shared by its configs."""
 
     def __init__(self) -> None:
         self._of: Tensors | None = None
@@ -54,7 +53,7 @@ class CudaClock:
         self._cold = False
 
     def __call__(self, kernel: Kernel, shape: Shape, config: Config, inputs: Tensors, best_ns: float) -> Timing:
-        """Time `config`; `best_ns` is the best so far (infinity at first). Raises what the launch raises."""
+        """Time `config`; `best_ns` is the best time so far (at first infinity). Exceptions of the launch are passed on."""
         if self._of is not inputs:
             self.release()
             self._of, (self._sets, self._cold) = inputs, rotation(inputs, kernel.cost(shape).bytes)
@@ -68,14 +67,14 @@ class CudaClock:
         return replay(lambda: run_all(runs * repeats), repeats * len(runs), best_ns, self._cold)
 
     def release(self) -> None:
-        """Let go of the copies."""
+        """Free the copies."""
         self._of, self._sets = None, []
 
 
 def rotation(inputs: Tensors, moved: int) -> tuple[list[Tensors], bool]:
-    """As many copies of the inputs as it takes for runs, which read `moved` bytes of theirs, to exceed twice the L2.
+    """Return copies of the inputs, and whether runs that each read `moved` bytes of them exceed twice the L2.
 
-    And whether that many could be made. The inputs themselves aren't among them: a run may write in place.
+    Copies are limited by free memory and `MOST_COPIES`. The original inputs are not used, since a run may write in place.
     """
     device = next(iter(inputs.values())).device
     size = max(sum(tensor.nbytes for tensor in inputs.values()), 1)
@@ -86,7 +85,7 @@ def rotation(inputs: Tensors, moved: int) -> tuple[list[Tensors], bool]:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """A copy with the same strides."""
+    """Return a copy with the same strides."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
@@ -98,14 +97,14 @@ def run_all(runs: Sequence[Sequence[Launch]]) -> None:
 
 
 def first_ns(run: Callable[[], None]) -> float:
-    """One run after one that compiles and warms up, in ns."""
+    """Return the time of a second run in ns, after a first one that compiles and warms up."""
     run()
     torch.cuda.synchronize()
     return _timed(run)
 
 
 def replay(run: Callable[[], None], count: int, best_ns: float, cold: bool) -> Timing:
-    """Capture `run`, which does `count` runs, and replay the graph: median and quartiles of a run."""
+    """Capture `run`, which makes `count` runs, replay the graph, and return the time of one run."""
     graph = captured(run)
     graph.replay()
     torch.cuda.synchronize()
@@ -118,8 +117,7 @@ def replay(run: Callable[[], None], count: int, best_ns: float, cold: bool) -> T
 
 
 def captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """A graph of what `run` launches. By hand: `torch.cuda.graph` empties the allocator's cache each time, which takes longer
-    than a config's timing does."""
+    """Capture the launches of `run`. `torch.cuda.graph` is not used: it empties the allocator's cache, which takes too long."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):

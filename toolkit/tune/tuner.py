@@ -1,7 +1,7 @@
-"""Tunes one GPU: which configs fit, which are right, how long those take. Compiles first, checks second, times last.
+"""Tune kernels for one GPU: compile configs, check the results of those that fit, and time the correct ones.
 
-What is kept is never done again: a config more is one compile, one check and one timing. Each row is written as it comes,
-so that what is cancelled, or ended by a kernel that breaks the GPU's context, goes on where it was.
+Stored results are not computed again. New ones are written within seconds, so that tuning can resume after it was cancelled, or
+after a kernel broke the CUDA context.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ Step = Callable[[int, int, str], None]
 
 @dataclass
 class Tuner:
-    """Tunes for `card`. With `device` and `clock` configs are run there and timed; without, only compiled."""
+    """Tunes for `card`. With `device` and `clock`, configs are run there and timed; otherwise they are only compiled."""
 
     card: Card
     device: torch.device | None = None
     clock: Clock | None = None
     step: Step = field(default=lambda done, total, what: None)
-    again: bool = False  # time what is kept too
-    seed: int = field(default_factory=lambda: secrets.randbits(31))  # new inputs at each tuning; a wrong row names its seed
+    again: bool = False  # also time configs with stored timings
+    seed: int = field(default_factory=lambda: secrets.randbits(31))  # a wrong row names its seed
 
     def tune(
         self, kernel: Kernel, shape: Shape, configs: Sequence[Config] | None = None, found: Mapping[Job, Compiled] | None = None
     ) -> Tuning:
-        """The rows of `configs` (by default the kernel's whole space): kept ones as they are, the others found now.
+        """Return the rows of `configs` (by default the kernel's whole space), from stored results or computed now.
 
-        `found`: what was compiled for it already, all of it.
+        `found` has the compiled results of all configs, if they were compiled before.
         """
         wanted = configs_of(kernel, shape, configs)
         kept = self.kept(kernel, shape)
@@ -74,9 +74,9 @@ class Tuner:
         return self.card.spec.compute_capability
 
     def kept(self, kernel: Kernel, shape: Shape) -> dict[str, Record]:
-        """What is on disk of this problem, made with the kernel as it is now, and in this machine with the Triton there is.
+        """Return the stored records of this problem for the kernel's current code, and {} if `again` is set.
 
-        Nothing, if all is to be timed again.
+        If configs are timed on this machine, records of other versions of Triton are left out.
         """
         if self.again:
             return {}
@@ -88,7 +88,7 @@ class Tuner:
         return {config: row for config, row in current.items() if row.versions.startswith(f"triton {triton_version()},")}
 
     def row(self, kernel: Kernel, shape: Shape, config: Config, compiled: Compiled, kept: dict[str, Record]) -> Row:
-        """Everything known of one config: compiled figures, then what was measured, or else modelled."""
+        """Return the row of one config: its compiled figures, and its measured or modelled time."""
         spec, record = self.card.spec, kept.get(words(config))
         why = obstacle(compiled, spec)
         row = Row(
@@ -111,7 +111,7 @@ class Tuner:
 
 
 def _measured(row: Row, record: Record) -> Row:
-    """A row with what was measured in place of what was modelled."""
+    """Return `row` with the measured figures of `record`."""
     row = replace(row, verdict=record.verdict, reason=record.reason, cosine=record.cosine, max_error=record.max_error)
     if record.us is None:
         return row
@@ -121,18 +121,18 @@ def _measured(row: Row, record: Record) -> Row:
 
 @dataclass
 class _Problem:
-    """One problem being tuned: its rows as they come."""
+    """One problem that is being tuned, with its new records."""
 
     tuner: Tuner
     kernel: Kernel
     shape: Shape
     compiled: dict[Config, Compiled]
-    best_ns: float = float("inf")  # so far, of kept rows too
+    best_ns: float = float("inf")  # so far, including stored records
     records: dict[str, Record] = field(default_factory=dict)
     wrote_at: float = field(default_factory=time.monotonic)
 
     def run(self, missing: Sequence[Config]) -> tuple[str, ...]:
-        """A record for each of `missing`. Returns notes; raises what `step` raises, with the records made so far kept."""
+        """Make a record for each of `missing`, and return notes. Exceptions of `step` are passed on; records so far remain."""
         spec = self.tuner.card.spec
         fitting = []
         for config in missing:
@@ -158,9 +158,9 @@ class _Problem:
         return ()
 
     def measure(self, config: Config, gates: Sequence[Gate]) -> Record:
-        """Check one config, and time it if it is right; a new best is checked again, on other inputs.
+        """Check one config, and time it if it is correct. A new best is checked again on other inputs.
 
-        Whatever a launch raises is in the record.
+        An exception of a launch is recorded as "failed".
         """
         assert self.tuner.clock is not None
         first, second = gates
@@ -179,7 +179,7 @@ class _Problem:
         )  # fmt: skip
 
     def add(self, config: Config, record: Record) -> None:
-        """Keep a record, with what it belongs to; write every other second."""
+        """Add a record with its compiled figures and versions, and write every `WRITE_EVERY_S` seconds."""
         compiled = self.compiled[config]
         if record.verdict == "ok" and record.us is not None:
             self.best_ns = min(self.best_ns, record.us * 1e3)
@@ -201,7 +201,7 @@ class _Problem:
 
 
 def configs_of(kernel: Kernel, shape: Shape, configs: Sequence[Config] | None = None) -> list[Config]:
-    """Each of `configs` once, by default the kernel's whole space. Raises ToolkitError for what isn't a list of configs."""
+    """Return each of `configs` once, by default the kernel's whole space. Raises ToolkitError if it is no list of configs."""
     if configs is None:
         return list(dict.fromkeys(kernel.space(shape)))
     found = list(configs) if isinstance(configs, Iterable) and not isinstance(configs, Config) else [configs]
@@ -212,17 +212,17 @@ def configs_of(kernel: Kernel, shape: Shape, configs: Sequence[Config] | None = 
 
 
 def figures(check: Check) -> dict[str, Any]:
-    """A check's figures as a record has them."""
+    """Return a check's figures, rounded, as keywords of a record."""
     return {"cosine": round(check.cosine, 7), "max_error": float(f"{check.max_error:.3g}")}
 
 
 def wrong(check: Check, seed: int) -> Record:
-    """The record of a config that isn't right on the inputs of `seed`."""
+    """Return the record of a config that is wrong for the inputs of `seed`."""
     return Record("wrong", f"{check.reason} (inputs of seed {seed})", **figures(check))
 
 
 def is_broken(device: torch.device | None) -> bool:
-    """Has a kernel's illegal access left a CUDA context in which nothing runs any more?"""
+    """Return whether a kernel's illegal memory access has made the CUDA context unusable."""
     if device is None or device.type != "cuda":
         return False
     try:
@@ -233,13 +233,13 @@ def is_broken(device: torch.device | None) -> bool:
 
 
 def tune_all(tuner: Tuner, problems: Iterable[tuple[Kernel, Shape]], configs: Sequence[Config] | None = None) -> list[Tuning]:
-    """Every problem after the other, those of one kernel together; ends early where one has broken the GPU's context."""
+    """Tune the problems, grouped by kernel. Stops early if a kernel has broken the CUDA context."""
     shapes: dict[Kernel, list[Shape]] = {}
     for kernel, shape in problems:
         shapes.setdefault(kernel, []).append(shape)
     found = []
     for kernel, mine in shapes.items():
-        # All at once: starting a compiling process takes longer than most compiles.
+        # One call for all shapes, because starting a worker process takes longer than compiling most configs.
         jobs = [Job(shape, config, tuner.capability) for shape in mine for config in configs_of(kernel, shape, configs)]
         compiled = compile_configs(kernel, jobs, tuner.step)
         for shape in mine:

@@ -1,7 +1,7 @@
-"""Listening to anybody's `@triton.autotune` kernels: which config for which key, what each took, what was called again.
+"""Watch `@triton.autotune` kernels of any code: the chosen config for each key, its timings, and cache hits.
 
-Triton keeps its choices by key (the arguments named in `key`, and the dtypes), in memory and, where asked for, on disk. `watch`
-sees every call of every autotuned kernel in the process while it is open, and changes none.
+Triton keeps its choices by key (the arguments named in `key`, and the dtypes), in memory and optionally on disk. `watch`
+records every call of every autotuned kernel in the process while its block runs, and changes none.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Watched:
-    """One key of one autotuned kernel: what was chosen, from which timings (ms; none where it had been tuned before)."""
+    """One key of one autotuned kernel: the chosen config and the timings in ms (none if it had been tuned before)."""
 
     kernel: str
     key: dict[str, Any]  # argument (or "dtype of ...") to value
@@ -31,13 +31,13 @@ class Watched:
     timings_ms: dict[str, float] = field(default_factory=dict)  # infinity: the config failed
     tuned: int = 0  # calls that timed every config
     hits: int = 0  # calls that found a choice in memory
-    from_disk: int = 0  # calls that read Triton's file
+    from_disk: int = 0  # calls that read a choice from Triton's file
     tuning_s: float = 0.0
-    error: str = ""  # what a call raised
+    error: str = ""  # the last exception of a call
 
 
 class Watching:
-    """What `watch` saw: iterate for a `Watched` a kernel and key, in the order of their first calls."""
+    """The result of `watch`: iterate over one `Watched` per kernel and key, in the order of their first calls."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[Any, ...], Watched] = {}
@@ -50,12 +50,12 @@ class Watching:
         return len(self._seen)
 
     def at(self, kernel: str, key: dict[str, Any]) -> Watched:
-        """The entry of a kernel and key, made if it is new."""
+        """Return the entry of a kernel and key, which is created if it is new."""
         with self._lock:
             return self._seen.setdefault((kernel, *((name, repr(value)) for name, value in key.items())), Watched(kernel, key))
 
     def to_pandas(self) -> pd.DataFrame:
-        """A row a kernel and key; `timings()` has a row a config."""
+        """Return one row per kernel and key; `timings()` has one row per config."""
         import pandas as pd
 
         names = ("kernel", "key", "choice", "configs", "best_ms", "tuned", "hits", "from_disk", "tuning_s", "error")
@@ -67,7 +67,7 @@ class Watching:
         return pd.DataFrame(rows, columns=list(names))
 
     def timings(self) -> pd.DataFrame:
-        """A row a kernel, key and config: its time, and whether it was chosen."""
+        """Return one row per kernel, key and config: its time, and whether it was chosen."""
         import pandas as pd
 
         rows = [
@@ -87,9 +87,9 @@ _lock = threading.Lock()
 
 @contextmanager
 def watch() -> Iterator[Watching]:
-    """`with tk.tune.watch() as seen:` sees every `@triton.autotune` kernel that is called inside, in any thread.
+    """Record the `@triton.autotune` kernels that are called in a `with` block, in any thread.
 
-    Raises DeviceError where there is no Triton.
+    Raises DeviceError if Triton is not installed.
     """
     try:
         from triton.runtime.autotuner import Autotuner
@@ -110,7 +110,7 @@ def watch() -> Iterator[Watching]:
 
 
 def _heard(original: Any) -> Any:
-    """`Autotuner.run`, telling every open watch what it did."""
+    """Wrap `Autotuner.run` to add each call to every open watch."""
 
     @functools.wraps(original)
     def run(self, *args, **kwargs):
@@ -132,7 +132,7 @@ def _heard(original: Any) -> Any:
 
 
 def _key(tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What Triton tunes by, with names; in Triton's order, so that the values are its key."""
+    """Return Triton's tuning key with names, in Triton's order, so that the values are the key of its cache."""
     if len(tuner.configs) < 2:
         return {}
     given = {**dict(zip(tuner.arg_names, args, strict=False)), **kwargs}
