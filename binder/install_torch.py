@@ -58,7 +58,7 @@ def check_gpu() -> None:
         f"Warning: PyTorch was installed, and can't use this machine's NVIDIA GPU: {said}\n"
         "Update the GPU's driver, or install a PyTorch built for the CUDA version that `nvidia-smi` shows, in a version that\n"
         f"satisfies '{TESTED}': see pytorch.org/get-started",
-        flush=True,
+        file=sys.stderr,
     )
 
 
