@@ -67,17 +67,15 @@ def export_once(asked: dict[str, Any]) -> dict[str, Any]:
     phases: list[dict[str, Any]] = []
     for phase in package.measured["phases"]:
         foreseen = planned.get(phase["phase"])
-        phases.append(phase if foreseen is None else phase | _foreseen(foreseen))
+        if foreseen is not None:
+            phase = phase | {"planned_gpu_bytes": sum(foreseen["parts"].values()), "planned_host_bytes": foreseen["host_bytes"]}
+        phases.append(phase)
     return {
         "about": about(asked["device"]), "seconds": seconds, "phases": phases, "pieces": package.measured["pieces"],
         "weights_bytes": sum(entry["bytes"] for name, entry in files.items() if name.startswith("weights-")),
         "code_bytes": sum(entry["bytes"] for name, entry in files.items() if name.startswith("methods/")),
         "plan": package.manifest["plan"],
     }  # fmt: skip
-
-
-def _foreseen(phase: dict[str, Any]) -> dict[str, int]:
-    return {"planned_gpu_bytes": sum(phase["parts"].values()), "planned_host_bytes": phase["host_bytes"]}
 
 
 def decode_both(asked: dict[str, Any]) -> dict[str, Any]:

@@ -87,58 +87,25 @@ def host_costs() -> dict[str, float]:
     mask, m = torch.ones(1, 1, 1, 32, dtype=torch.bool, device=d), x > 0
     linear, deep = nn.Linear(64, 64, device=d), nn.Sequential(nn.Sequential(nn.Identity()))
     calls: dict[str, Callable[[], Any]] = {
-        "python_call": lambda: None,
-        "view": lambda: x.view(-1),
-        "select": lambda: x[3],
-        "slice": lambda: x[2:5],
-        "transpose": lambda: x.t(),
-        "reshape_view": lambda: x.reshape(4, -1),
-        "unsqueeze_expand": lambda: v[None].expand(4, 64),
-        "empty": lambda: torch.empty(64, device=d),
-        "add": lambda: x + y,
-        "add_scalar": lambda: x + 1,
-        "add_": lambda: x.add_(0),
-        "mul_broadcast": lambda: x * v,
-        "compare": lambda: x > y,
-        "cast": lambda: x.to(torch.bfloat16),
-        "pow": lambda: x.pow(2),
-        "mean": lambda: x.mean(-1, keepdim=True),
-        "rsqrt": lambda: x.rsqrt(),
-        "sum": lambda: x.sum(),
-        "argmax": lambda: x.argmax(-1),
-        "softmax": lambda: x.softmax(-1),
-        "silu": lambda: F.silu(x),
-        "where": lambda: torch.where(m, x, y),
-        "masked_fill": lambda: x.masked_fill(m, 0.0),
-        "cat": lambda: torch.cat([x, y]),
-        "stack": lambda: torch.stack([x, y]),
-        "clone": lambda: x.clone(),
-        "copy_d2d": lambda: x.copy_(y),
-        "contiguous_t": lambda: x.t().contiguous(),
-        "zeros": lambda: torch.zeros(64, device=d),
-        "arange": lambda: torch.arange(64, device=d),
-        "full": lambda: torch.full((64,), 2.0, device=d),
-        "matmul": lambda: x @ y,
-        "linear_bf16": lambda: F.linear(b, w),
-        "linear_bias": lambda: F.linear(x, y, v),
-        "module_linear": lambda: linear(x),
-        "module_nest": lambda: deep(x),
-        "bmm": lambda: torch.bmm(x[None], y[None]),
-        "embedding": lambda: F.embedding(i, x),
-        "index": lambda: x[i],
-        "index_copy": lambda: x.index_copy_(0, p, v[None]),
-        "index_put": lambda: x.index_put_((i,), v),
-        "index_select": lambda: x.index_select(0, i),
-        "gather": lambda: x.gather(0, i[None]),
-        "cumsum": lambda: x.cumsum(-1),
+        "python_call": lambda: None, "view": lambda: x.view(-1), "select": lambda: x[3], "slice": lambda: x[2:5],
+        "transpose": lambda: x.t(), "reshape_view": lambda: x.reshape(4, -1), "unsqueeze_expand": lambda: v[None].expand(4, 64),
+        "empty": lambda: torch.empty(64, device=d), "add": lambda: x + y, "add_scalar": lambda: x + 1,
+        "add_": lambda: x.add_(0), "mul_broadcast": lambda: x * v, "compare": lambda: x > y,
+        "cast": lambda: x.to(torch.bfloat16), "pow": lambda: x.pow(2), "mean": lambda: x.mean(-1, keepdim=True),
+        "rsqrt": lambda: x.rsqrt(), "sum": lambda: x.sum(), "argmax": lambda: x.argmax(-1), "softmax": lambda: x.softmax(-1),
+        "silu": lambda: F.silu(x), "where": lambda: torch.where(m, x, y), "masked_fill": lambda: x.masked_fill(m, 0.0),
+        "cat": lambda: torch.cat([x, y]), "stack": lambda: torch.stack([x, y]), "clone": lambda: x.clone(),
+        "copy_d2d": lambda: x.copy_(y), "contiguous_t": lambda: x.t().contiguous(), "zeros": lambda: torch.zeros(64, device=d),
+        "arange": lambda: torch.arange(64, device=d), "full": lambda: torch.full((64,), 2.0, device=d), "matmul": lambda: x @ y,
+        "linear_bf16": lambda: F.linear(b, w), "linear_bias": lambda: F.linear(x, y, v), "module_linear": lambda: linear(x),
+        "module_nest": lambda: deep(x), "bmm": lambda: torch.bmm(x[None], y[None]), "embedding": lambda: F.embedding(i, x),
+        "index": lambda: x[i], "index_copy": lambda: x.index_copy_(0, p, v[None]), "index_put": lambda: x.index_put_((i,), v),
+        "index_select": lambda: x.index_select(0, i), "gather": lambda: x.gather(0, i[None]), "cumsum": lambda: x.cumsum(-1),
         "sdpa_decode": lambda: F.scaled_dot_product_attention(q, k, k),
         "sdpa_mask": lambda: F.scaled_dot_product_attention(q, k, k, attn_mask=mask),
-        "layer_norm": lambda: F.layer_norm(x, (64,)),
-        "rms_norm": lambda: F.rms_norm(x, (64,)),
-        "sort": lambda: x.sort(-1),
-        "topk": lambda: x.topk(5),
-        "rand": lambda: torch.rand(64, device=d),
-    }
+        "layer_norm": lambda: F.layer_norm(x, (64,)), "rms_norm": lambda: F.rms_norm(x, (64,)), "sort": lambda: x.sort(-1),
+        "topk": lambda: x.topk(5), "rand": lambda: torch.rand(64, device=d),
+    }  # fmt: skip
     with torch.no_grad():
         return {name: host_ns(call) for name, call in calls.items()}
 
@@ -200,30 +167,16 @@ def tiny_kernels() -> dict[str, dict[str, float]]:
     q, k = torch.ones(1, 4, 1, 64, device=d, dtype=torch.bfloat16), torch.zeros(1, 4, 256, 64, device=d, dtype=torch.bfloat16)
     hp, h = torch.arange(64).pin_memory(), torch.arange(64)
     calls: dict[str, Callable[[], Any]] = {
-        "add": lambda: x + y,
-        "add_1": lambda: v[:1] + 1,
-        "mean": lambda: x.mean(-1),
-        "argmax_32000": lambda: big.argmax(-1),
-        "softmax": lambda: x.softmax(-1),
-        "matmul": lambda: x @ y,
-        "linear_bf16": lambda: F.linear(b, w),
-        "cat": lambda: torch.cat([x, y]),
-        "embedding": lambda: F.embedding(long, x),
-        "index_copy": lambda: x.index_copy_(0, p, v[None]),
-        "sdpa": lambda: F.scaled_dot_product_attention(q, k, k),
-        "zero_": lambda: x.zero_(),
-        "d2d_8B": lambda: long[:1].copy_(p),
-        "d2d_4KB": lambda: x[:16].copy_(y[:16]),
+        "add": lambda: x + y, "add_1": lambda: v[:1] + 1, "mean": lambda: x.mean(-1), "argmax_32000": lambda: big.argmax(-1),
+        "softmax": lambda: x.softmax(-1), "matmul": lambda: x @ y, "linear_bf16": lambda: F.linear(b, w),
+        "cat": lambda: torch.cat([x, y]), "embedding": lambda: F.embedding(long, x),
+        "index_copy": lambda: x.index_copy_(0, p, v[None]), "sdpa": lambda: F.scaled_dot_product_attention(q, k, k),
+        "zero_": lambda: x.zero_(), "d2d_8B": lambda: long[:1].copy_(p), "d2d_4KB": lambda: x[:16].copy_(y[:16]),
         "h2d_pinned_8B": lambda: p.copy_(hp[:1], non_blocking=True),
-        "d2h_pinned_8B": lambda: hp[:1].copy_(p, non_blocking=True),
-        "h2d_pageable_8B": lambda: p.copy_(h[:1]),
-        "d2h_pageable_8B": lambda: h[:1].copy_(p),
-        "item": lambda: p.item(),
-        "sort": lambda: x.sort(-1),
-        "topk_50_of_32000": lambda: big.topk(50),
-        "cumsum": lambda: x.cumsum(-1),
-        "layer_norm": lambda: F.layer_norm(x, (64,)),
-    }
+        "d2h_pinned_8B": lambda: hp[:1].copy_(p, non_blocking=True), "h2d_pageable_8B": lambda: p.copy_(h[:1]),
+        "d2h_pageable_8B": lambda: h[:1].copy_(p), "item": lambda: p.item(), "sort": lambda: x.sort(-1),
+        "topk_50_of_32000": lambda: big.topk(50), "cumsum": lambda: x.cumsum(-1), "layer_norm": lambda: F.layer_norm(x, (64,)),
+    }  # fmt: skip
     big = torch.rand(1, 32000, device=d)
     return {name: device_ns(call) for name, call in calls.items()}
 
@@ -273,27 +226,14 @@ def main(path: Path) -> None:
     """Measure everything on the first CUDA device and write the record to `path` as JSON."""
     properties = torch.cuda.get_device_properties(0)
     fields = (
-        "name",
-        "total_memory",
-        "multi_processor_count",
-        "L2_cache_size",
-        "shared_memory_per_block",
-        "shared_memory_per_block_optin",
-        "shared_memory_per_multiprocessor",
-        "regs_per_multiprocessor",
-        "max_threads_per_multi_processor",
-        "major",
-        "minor",
-    )
+        "name", "total_memory", "multi_processor_count", "L2_cache_size", "shared_memory_per_block",
+        "shared_memory_per_block_optin", "shared_memory_per_multiprocessor", "regs_per_multiprocessor",
+        "max_threads_per_multi_processor", "major", "minor",
+    )  # fmt: skip
     result = {
-        **about("cuda:0"),
-        "properties": {name: getattr(properties, name, None) for name in fields},
-        "host_ns": host_costs(),
-        "wait_ns": waits(),
-        "tiny_ns": tiny_kernels(),
-        "curves_ns": curves(),
-        "products_ns": products(),
-    }
+        **about("cuda:0"), "properties": {name: getattr(properties, name, None) for name in fields}, "host_ns": host_costs(),
+        "wait_ns": waits(), "tiny_ns": tiny_kernels(), "curves_ns": curves(), "products_ns": products(),
+    }  # fmt: skip
     write_record(result, path)
 
 

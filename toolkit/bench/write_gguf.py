@@ -205,9 +205,6 @@ def _qwen3_5(config: Any) -> dict[str, Any]:
 
 
 ARCHITECTURES: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {  # model_type: GGUF's name, its metadata
-    "qwen3": ("qwen3", _qwen3),
-    "qwen3_moe": ("qwen3moe", _qwen3),
-    "gemma4_text": ("gemma4", _gemma4),
-    "qwen3_5_text": ("qwen35", _qwen3_5),
-    "qwen3_5_moe_text": ("qwen35moe", _qwen3_5),
-}
+    "qwen3": ("qwen3", _qwen3), "qwen3_moe": ("qwen3moe", _qwen3), "gemma4_text": ("gemma4", _gemma4),
+    "qwen3_5_text": ("qwen35", _qwen3_5), "qwen3_5_moe_text": ("qwen35moe", _qwen3_5),
+}  # fmt: skip
