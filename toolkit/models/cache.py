@@ -79,18 +79,14 @@ class KeysValues:
         return self.keys[:, :, :bound], self.values[:, :, :bound]
 
     def extend(self, key: Tensor, value: Tensor, reach: Reach) -> tuple[Tensor, Tensor]:
-        """Append new tokens [1, KV heads, T, head_dim] and return the keys and values to attend to, in the order of
-        `reach.mask`.
-        """
+        """Append new tokens [1, KV heads, T, head_dim] and return all keys and values, in the order of `reach.mask`."""
         self.write(key, value, reach.slots)
         return self.read(reach.bound)
 
     def attend(
         self, heads: HeadLayout, row: Tensor, q_weight: Tensor, k_weight: Tensor, rope: Tensor, reach: Reach, scale: float
     ) -> Tensor:
-        """Normalize and rotate the heads of `row` [T, width], append the tokens, and attend; with kernels. Returns [1, T, H *
-        D].
-        """
+        """Normalize and rotate the heads of `row` [T, width], append the tokens and attend, with kernels: [1, T, H * D]."""
         query = ops.write_heads(heads, row, q_weight, k_weight, rope, reach.positions, self.keys, self.values)
         return self.look(query, reach, scale)
 

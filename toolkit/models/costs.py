@@ -1,7 +1,6 @@
 """Counts the memory of each part of a model and the cost of one token, from its weights; a model on "meta" suffices.
 
-Each model file assigns its modules to parts and states the arithmetic and the state of a token; this module counts parameters
-and bytes.
+Each model file assigns its modules to parts and states the arithmetic and the state of a token; this one counts the bytes.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ class Cost:
     """The cost of one part of a model: its memory, and its share of the work for one token.
 
     `part` is "embedding", "attention", "delta net", "mlp", "experts", "router", "norms", "head" or "per-layer inputs"; `kind`
-    distinguishes parts of the same name ("sliding", "full"). `layers` are the numbers of the layers with this part, empty for a
-    part outside the layers.
+    distinguishes parts of the same name ("sliding", "full"). `layers` are the numbers of the layers with this part, if any.
     """
 
     part: str
@@ -39,7 +37,7 @@ class Cost:
 
 
 class Shown:
-    """Mixin for models, placed before nn.Module: the repr shows memory and costs instead of the module tree."""
+    """Mixin whose repr shows memory and costs. It comes before nn.Module among the bases of a model."""
 
     def __repr__(self) -> str:
         return str(render("text", self))
@@ -58,17 +56,9 @@ def each(layers: nn.ModuleList, *names: str, only: Collection[int] | None = None
 
 
 def weigh(
-    part: str,
-    modules: Parts,
-    *,
-    kind: str = "",
-    share: float = 1.0,
-    tied: bool = False,
-    flops: int = 0,
-    state_bytes: int = 0,
-    state_per_token_bytes: int = 0,
-    state_held_bytes: int | None = None,
-) -> Cost:
+    part: str, modules: Parts, *, kind: str = "", share: float = 1.0, tied: bool = False, flops: int = 0, state_bytes: int = 0,
+    state_per_token_bytes: int = 0, state_held_bytes: int | None = None,
+) -> Cost:  # fmt: skip
     """Return the cost of `modules`: one module outside the layers, or the modules of each layer by its number (see `each`).
 
     Args:
@@ -85,17 +75,12 @@ def weigh(
     n_bytes = sum(weight.nbytes for weight in found)
     times = len(modules) if isinstance(modules, Mapping) else 1
     return Cost(
-        part=part,
-        kind=kind,
-        layers=tuple(sorted(modules)) if isinstance(modules, Mapping) else (),
-        parameters=0 if tied else parameters,
-        weight_bytes=0 if tied else n_bytes,
-        read_bytes=round(n_bytes * share),
-        state_bytes=times * state_bytes,
-        state_per_token_bytes=times * state_per_token_bytes,
+        part=part, kind=kind, layers=tuple(sorted(modules)) if isinstance(modules, Mapping) else (),
+        parameters=0 if tied else parameters, weight_bytes=0 if tied else n_bytes, read_bytes=round(n_bytes * share),
+        state_bytes=times * state_bytes, state_per_token_bytes=times * state_per_token_bytes,
         state_held_bytes=times * (state_bytes if state_held_bytes is None else state_held_bytes),
         flops=2 * round(parameters * share) + times * flops,
-    )
+    )  # fmt: skip
 
 
 def look_up(part: str, table: nn.Module, kind: str = "") -> Cost:

@@ -9,10 +9,7 @@ from typing import Any
 from toolkit.core.errors import ModelError
 
 _REQUIRED = object()
-MOST_LAYERS, MOST_EXPERTS = (
-    4096,
-    4096,
-)  # well above any real model: rejects corrupt headers before allocating lists
+MOST_LAYERS = MOST_EXPERTS = 4096  # well above any real model: rejects corrupt headers before allocating lists
 
 
 class Fields:

@@ -354,7 +354,7 @@ class Model(CausalLM):
                 )
         return found
 
-    def _layers(self, x: Tensor, at: Pass) -> Tensor:
+    def _layers(self, x: Tensor, at: Pass, rope: Tensor | None = None) -> Tensor:
         """Run all layers on embedded tokens [B, T, hidden (+ per-layer inputs)] and return [B, T, hidden]."""
         given: tuple[Tensor | None, ...] = (None,) * len(self.layers)
         if self.layer_inputs is not None:
@@ -384,9 +384,7 @@ def _alone(weight: Tensor | PackedMatrix) -> nn.Module:
 
 
 def frequencies_of(heads: Heads, device: torch.device) -> Tensor:
-    """Return the frequency of each pair of a head, in radians per position: fp32 [head_dim / 2], zero for pairs that don't
-    rotate.
-    """
+    """Return the radians per position of each pair of a head: fp32 [head_dim / 2], zero for pairs that don't rotate."""
     pairs = torch.arange(0, 2 * heads.turning, 2, device=device, dtype=torch.float32)
     turning = 1.0 / torch.pow(heads.theta, pairs / heads.head_dim)
     still = torch.zeros(heads.head_dim // 2 - heads.turning, device=device)

@@ -319,10 +319,7 @@ def _per_layer(fields: Fields, name: str, layers: int, kind: type, default: int 
 
 
 def _gguf_heads(fields: Fields, suffix: str, kind: str, kinds: tuple[str, ...], kv_heads: Sequence[int]) -> Heads:
-    """Return the heads of one kind, whose keys end in `suffix`.
-
-    Frequencies follow from theta; in full layers, a stored weight divides them.
-    """
+    """Return the heads of one kind, whose keys end in `suffix`. In full layers a stored weight divides the frequencies."""
     head_dim = fields.size(f"gemma4.attention.key_length{suffix}")
     fields.only(f"gemma4.attention.value_length{suffix}", head_dim)
     fields.only(f"gemma4.rope.dimension_count{suffix}", head_dim)

@@ -20,27 +20,20 @@ _ENDS = {  # ours: (Hugging Face, GGUF)
     "norm": ("norm", "output_norm"),
 }
 _LAYER = {
-    "attention_norm": ("input_layernorm", "attn_norm"),
-    "attention.qkv.q": ("self_attn.q_proj", "attn_q"),
-    "attention.qkv.k": ("self_attn.k_proj", "attn_k"),
-    "attention.qkv.v": ("self_attn.v_proj", "attn_v"),
-    "attention.o": ("self_attn.o_proj", "attn_output"),
-    "attention.q_norm": ("self_attn.q_norm", "attn_q_norm"),
+    "attention_norm": ("input_layernorm", "attn_norm"), "attention.qkv.q": ("self_attn.q_proj", "attn_q"),
+    "attention.qkv.k": ("self_attn.k_proj", "attn_k"), "attention.qkv.v": ("self_attn.v_proj", "attn_v"),
+    "attention.o": ("self_attn.o_proj", "attn_output"), "attention.q_norm": ("self_attn.q_norm", "attn_q_norm"),
     "attention.k_norm": ("self_attn.k_norm", "attn_k_norm"),
     "attention_post_norm": ("post_attention_layernorm", "post_attention_norm"),
-    "mlp_norm": ("pre_feedforward_layernorm", "ffn_norm"),
-    "mlp.gate_up.gate": ("mlp.gate_proj", "ffn_gate"),
-    "mlp.gate_up.up": ("mlp.up_proj", "ffn_up"),
-    "mlp.down": ("mlp.down_proj", "ffn_down"),
+    "mlp_norm": ("pre_feedforward_layernorm", "ffn_norm"), "mlp.gate_up.gate": ("mlp.gate_proj", "ffn_gate"),
+    "mlp.gate_up.up": ("mlp.up_proj", "ffn_up"), "mlp.down": ("mlp.down_proj", "ffn_down"),
     "mlp_post_norm": ("post_feedforward_layernorm", "post_ffw_norm"),
     "dense_post_norm": ("post_feedforward_layernorm_1", "post_ffw_norm_1"),
     "routed.norm": ("pre_feedforward_layernorm_2", "pre_ffw_norm_2"),
     "routed.post_norm": ("post_feedforward_layernorm_2", "post_ffw_norm_2"),
-    "routed.router.proj": ("router.proj", "ffn_gate_inp"),
-    "layer_input.gate": ("per_layer_input_gate", "inp_gate"),
-    "layer_input.up": ("per_layer_projection", "proj"),
-    "layer_input.norm": ("post_per_layer_input_norm", "post_norm"),
-}
+    "routed.router.proj": ("router.proj", "ffn_gate_inp"), "layer_input.gate": ("per_layer_input_gate", "inp_gate"),
+    "layer_input.up": ("per_layer_projection", "proj"), "layer_input.norm": ("post_per_layer_input_norm", "post_norm"),
+}  # fmt: skip
 _BIASED = ("attention.qkv.q", "attention.qkv.k", "attention.qkv.v", "attention.o")
 _BARE = {  # weights whose stored names don't follow from the module's
     "scalar": ("layer_scalar", "layer_output_scale.weight"),

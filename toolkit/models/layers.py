@@ -264,8 +264,7 @@ def packed_pair(gate_up: Joined, down: Linear) -> tuple[PackedMatrix, PackedMatr
 class Experts(nn.Module):
     """Gated MLPs of which each token uses a few: returns the weighted sum of the chosen ones' outputs.
 
-    A few tokens read only the experts that they chose; many run through all experts, in chunks of bounded size. Neither reads
-    anything back to the host.
+    A few tokens read only the experts that they chose; many run through all experts, in chunks. The host reads nothing back.
     """
 
     def __init__(self, experts: int, hidden: int, width: int, activation: str = "silu") -> None:

@@ -174,6 +174,9 @@ class CausalLM(Shown, nn.Module):
                 ops.sample_embed(logits, self.embed.weight, self.embed.dtype, self.embed.scale, token)
         return list(dict.fromkeys(found))
 
-    def _layers(self, x: Tensor, at: Any) -> Tensor:
+    def _layers(self, x: Tensor, at: Any, rope: Tensor | None = None) -> Tensor:
         """Run all layers on embedded tokens [B, T, hidden] and return hidden states [B, T, hidden]."""
-        raise NotImplementedError
+        residual = Residual(x)
+        for layer in self.layers:
+            residual = layer(residual, at, rope)
+        return residual.sum()

@@ -17,8 +17,7 @@ SKIPPED = (
 def ends_hf(stored: Collection[str]) -> tuple[str, str]:
     """Return (prefix, head): the prefix of "layers.0" in a checkpoint with tensors called `stored`, and the name of the head.
 
-    The prefix is usually "model."; it is "model.language_model." in multimodal checkpoints, and empty if a bare text model was
-    saved.
+    The prefix is usually "model."; in multimodal checkpoints "model.language_model."; empty if a bare text model was saved.
     """
     ours = [name for name in stored if not name.startswith("mtp.")]
     table = next((name for name in ours if name.endswith("embed_tokens.weight")), "model.embed_tokens.weight")

@@ -168,9 +168,7 @@ class Model(CausalLM):
         return At(cache, reaches["full"], reaches.get("sliding"))
 
     def costs(self, length: int) -> tuple[Cost, ...]:
-        """Return the cost of each part for a token that follows `length` others; a token reads only the experts that it
-        chooses.
-        """
+        """Return the cost of each part for a token that follows `length` others. It reads only the experts that it chooses."""
         c, layers = self.config, range(self.config.num_hidden_layers)
         found = [look_up("embedding", self.embed)]
         for kind, own in (("full", set(layers) - set(c.windowed)), ("sliding", set(c.windowed))):
@@ -184,12 +182,6 @@ class Model(CausalLM):
             found.append(weigh("router", each(self.layers, "moe.router", only=c.sparse)))
         found += [weigh("norms", each(self.layers, "attention_norm", "mlp_norm")), weigh("norms", self.norm)]
         return (*found, weigh("head", self.embed, tied=True) if self.head is None else weigh("head", self.head))
-
-    def _layers(self, x: Tensor, at: At | None, rope: Tensor | None = None) -> Tensor:
-        residual = Residual(x)
-        for layer in self.layers:
-            residual = layer(residual, at, rope)
-        return residual.sum()
 
     def _attention_cost(self, kind: str, layers: set[int], length: int) -> Cost:
         c = self.config

@@ -16,15 +16,10 @@ from toolkit.models.rotary import Rope, rope_from_gguf, rope_from_hf
 
 HF_TYPES = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_5_moe", "qwen3_5")
 ONLY: tuple[tuple[Any, ...], ...] = (  # fields with a single supported value: transformers knows no other, or ignores it
-    ("hidden_act", "silu"),
-    ("attn_output_gate", True),
-    ("output_gate_type", "swish", None),
-    ("mlp_only_layers", None, [], ()),
-    ("decoder_sparse_step", 1),
-    ("norm_topk_prob", True),
-    ("use_sliding_window", False, None),
+    ("hidden_act", "silu"), ("attn_output_gate", True), ("output_gate_type", "swish", None), ("mlp_only_layers", None, [], ()),
+    ("decoder_sparse_step", 1), ("norm_topk_prob", True), ("use_sliding_window", False, None),
     ("mamba_ssm_dtype", "float32", None),
-)
+)  # fmt: skip
 GGUF_EXPERTS = (
     ("num_experts", "expert_count", MOST_EXPERTS),
     ("num_experts_per_tok", "expert_used_count", MOST_EXPERTS),
@@ -69,10 +64,7 @@ class Config:
     drafting_layers: int = 0  # multi-token prediction layers at the end of GGUF files, which are skipped
 
     def __post_init__(self) -> None:
-        shares = (
-            ("num_attention_heads", "num_key_value_heads"),
-            ("linear_num_value_heads", "linear_num_key_heads"),
-        )
+        shares = (("num_attention_heads", "num_key_value_heads"), ("linear_num_value_heads", "linear_num_key_heads"))
         for many, few in shares:
             if getattr(self, many) % getattr(self, few):
                 asked = f"a Qwen3.5 of {getattr(self, many)} {many}, {getattr(self, few)} {few}"
@@ -103,18 +95,11 @@ class Config:
     def value_size(self) -> int:
         return self.linear_num_value_heads * self.linear_value_head_dim
 
-    @property
-    def value_table(self) -> tuple[int, int]:
-        """The shape of the value heads as a table in which one axis is the key heads (see `key_axis`)."""
-        each = self.linear_num_value_heads // self.linear_num_key_heads
-        return (each, self.linear_num_key_heads) if self.tiled else (self.linear_num_key_heads, each)
-
     @classmethod
     def from_hf(cls, values: Mapping[str, Any]) -> Config:
         """Read a config.json of transformers 5, or its text_config. Absent fields have the defaults of transformers.
 
-        Raises ModelError, naming the field, if a field is missing, malformed, or has an unsupported value that would change the
-        result.
+        Raises ModelError, naming the field, if one is missing, malformed, or has an unsupported value that changes results.
         """
         outer, nested = Fields("config.json", values), values.get("text_config")
         outer.only("model_type", *HF_TYPES)

@@ -226,15 +226,8 @@ class Model(CausalLM):
     def passing(self, x: Tensor, cache: Cache, reaches: dict[str, Reach]) -> At:
         return At(cache, reaches["full"])
 
-    def _layers(self, x: Tensor, at: At | None, rope: Tensor | None = None) -> Tensor:
-        residual = Residual(x)
-        for layer in self.layers:
-            residual = layer(residual, at, rope)
-        return residual.sum()
-
     def costs(self, length: int) -> tuple[Cost, ...]:
-        """Return the cost of each part for a token that follows `length` others; a token reads only the experts that it
-        chooses.
+        """Return the cost of each part for a token that follows `length` others. It reads only the experts that it chooses.
 
         The delta net reads and writes its whole memory for every token; its `state_bytes` count both.
         """

@@ -61,8 +61,7 @@ class Config:
     def from_hf(cls, values: Mapping[str, Any]) -> Config:
         """Read a config.json of transformers 4 or 5. Absent fields have the defaults of Qwen3Config or Qwen3MoeConfig.
 
-        Raises ModelError, naming the field, if a field is missing, malformed, or has an unsupported value that would change the
-        result.
+        Raises ModelError, naming the field, if one is missing, malformed, or has an unsupported value that changes results.
         """
         fields = Fields("config.json", values)
         fields.only("model_type", *HF_TYPES)
@@ -127,7 +126,8 @@ class Config:
 
 def _windows(fields: Fields, layers: int, moe: bool) -> tuple[int | None, tuple[int, ...]]:
     """Return (window, layers that have it): all layers or none with experts; else by `layer_types` or `max_window_layers`."""
-    window = fields.size("sliding_window", 4096) if fields.flag("use_sliding_window", False) and _window(fields) else None
+    used = fields.flag("use_sliding_window", False) and fields.values.get("sliding_window", 4096) is not None
+    window = fields.size("sliding_window", 4096) if used else None
     kinds = fields.values.get("layer_types")
     if window is None:
         windowed: tuple[int, ...] = ()
@@ -143,11 +143,6 @@ def _windows(fields: Fields, layers: int, moe: bool) -> tuple[int | None, tuple[
     if (moe and stated != windowed) or (stated and window is None):
         raise fields.wrong("layer_types", kinds, "what use_sliding_window and sliding_window say")
     return window if stated else None, stated
-
-
-def _window(fields: Fields) -> bool:
-    """Return whether there is a window; an explicit null means none."""
-    return fields.values.get("sliding_window", 4096) is not None
 
 
 def _experts(fields: Fields, layers: int) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """The configs of public models for `random/NAME`: the fields of their config.json that determine sizes.
 
-`source` is the address at which the config is published. The values were checked against public copies of it; this project
-downloads nothing from there.
+`source` is the address at which the config is published. The values were checked against public copies; nothing is downloaded.
 """
 
 from __future__ import annotations
