@@ -112,19 +112,10 @@ def generate(
 
 
 def _decode(
-    model: Model,
-    strategy: Strategy,
-    sampling: Sampling,
-    ids: list[int],
-    limit: int,
-    room: tuple[int, str | None],
-    chunk: int,
-    cancel: threading.Event,
-) -> Generator[tuple[int, int], None, None]:
-    """Yield up to `limit` pairs (token id, time in ns), each as soon as the host knows the token.
-
-    Closing the generator early frees the cache.
-    """
+    model: Model, strategy: Strategy, sampling: Sampling, ids: list[int], limit: int, room: tuple[int, str | None],
+    chunk: int, cancel: threading.Event,
+) -> Generator[tuple[int, int], None, None]:  # fmt: skip
+    """Yield up to `limit` pairs (token id, time in ns) as soon as the host knows each token. `close()` frees the cache."""
     device, step = model.device, 0
     cache: Cache | None = None
     readback = READBACKS[strategy.readback](device.torch)

@@ -32,9 +32,7 @@ class Inputs(Protocol):
         """
 
     def next(self, token: Tensor, known: int | None) -> Tensor:
-        """Return the next input [1, 1, hidden]. `known` is the value of `token` on the host, None if the host has not read it
-        yet.
-        """
+        """Return the next input [1, 1, hidden]. `known` is the value of `token`, or None if the host has not read it yet."""
 
 
 class UploadedToken:

@@ -22,11 +22,7 @@ from toolkit.tune.cards import find_card
 
 
 def load_exported(
-    path: str | os.PathLike[str],
-    device: Device | str | None = None,
-    *,
-    trust: bool = False,
-    progress: bool | Progress = True,
+    path: str | os.PathLike[str], device: Device | str | None = None, *, trust: bool = False, progress: bool | Progress = True
 ) -> Exported:
     """Load a package as a model for `tk.generate`. Weights are mapped (on the CPU) or copied once (to a GPU).
 

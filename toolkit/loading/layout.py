@@ -1,5 +1,4 @@
-"""Decide how a model is stored, on "meta" before anything is allocated: the scheme or dtype of each weight, and which matrices
-are fused into one."""
+"""Decide how a model is stored before anything is allocated: the scheme or dtype of each weight, and the fused matrices."""
 
 from __future__ import annotations
 
@@ -15,6 +14,7 @@ from toolkit.gpu.device import Device
 from toolkit.loading.checkpoint import Checkpoint
 from toolkit.models.layers import Embedding, Joined, Linear, Source, Spot, set_scheme, spot
 from toolkit.models.model import CausalLM
+from toolkit.ops.define import dtype_name
 from toolkit.weights.packed import PackedMatrix
 from toolkit.weights.recipes import Recipe
 from toolkit.weights.repacking import scheme_of
@@ -55,11 +55,6 @@ class Layout:
                     kind = module.scheme.name if isinstance(module, PackedMatrix) else dtype_name(parameter.dtype)
                     found[kind] += parameter.nbytes
         return found
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype: "bfloat16" for torch.bfloat16."""
-    return str(dtype).removeprefix("torch.")
 
 
 def lay_out(checkpoint: Checkpoint, device: Device, dtype: torch.dtype, scheme: Recipe | str | None, fuse: bool) -> Layout:

@@ -186,16 +186,9 @@ def _report(
     held, after = layout.held(), device.memory()
     drawn = checkpoint.weights is None
     return Report(
-        source=str(checkpoint.path),
-        device=device.name,
-        fused=layout.fused,
-        bytes_by_kind=dict(held.most_common()),
-        weight_bytes=held.total(),
-        allocated_bytes=needed_bytes(layout.model.parameters()),
+        source=str(checkpoint.path), device=device.name, fused=layout.fused, bytes_by_kind=dict(held.most_common()),
+        weight_bytes=held.total(), allocated_bytes=needed_bytes(layout.model.parameters()),
         peak_bytes=after.peak_bytes - before.allocated_bytes if after.peak_bytes > before.peak_bytes else None,
-        stored_bytes=0 if drawn else stored_bytes,
-        skipped=checkpoint.skipped,
-        seconds=seconds,
-        drawn=drawn,
+        stored_bytes=0 if drawn else stored_bytes, skipped=checkpoint.skipped, seconds=seconds, drawn=drawn,
         sizes_only=drawn and isinstance(device, VirtualGpu),
-    )
+    )  # fmt: skip

@@ -40,15 +40,9 @@ class HeadLayout:
 
 
 def write_heads(
-    layout: HeadLayout,
-    qkv: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    rope: Tensor,
-    positions: Tensor,
-    keys: Tensor,
+    layout: HeadLayout, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, rope: Tensor, positions: Tensor, keys: Tensor,
     values: Tensor,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Normalize and rotate the heads of qkv [T, width] and write keys and values [1, KV heads, slots, D] in place.
 
     Returns the query [1, T, H, D]. A token is written to slot position % slots, which for a cache of all positions is the
@@ -62,9 +56,7 @@ def write_heads(
 def make_heads(
     layout: HeadLayout, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, rope: Tensor, positions: Tensor
 ) -> Sequence[Tensor]:
-    """Normalize and rotate heads without a cache: query [1, T, H, D], then keys and values [1, KV heads, T, D] if there are
-    any.
-    """
+    """Normalize and rotate heads without a cache: query [1, T, H, D], and keys and values [1, KV heads, T, D], if any."""
     flags = (layout.heads, layout.kv_heads, layout.gated, layout.values_are_keys, layout.value_norm, layout.eps)
     return call("make_heads", qkv, q_weight, k_weight, rope, positions, *flags)  # type: ignore[no-any-return]
 
@@ -201,7 +193,8 @@ def _attention_reference(
     return cached_attention(query, keys, values, hidden_slots(slots, positions, window or None), scale)
 
 
-def _attention_shape(query: Tensor, *rest: Any) -> Tensor:
+def attention_shape(query: Tensor, *rest: Any) -> Tensor:
+    """Return the output of a cached attention, uninitialized."""
     return query.new_empty(1, query.shape[1], query.shape[2] * query.shape[3])
 
 
@@ -225,7 +218,7 @@ def _attention_problem(
 define(
     "attention(Tensor query, Tensor keys, Tensor values, Tensor positions, Tensor? new_keys, Tensor? new_values, "
     "float scale, int window, SymInt bound) -> Tensor",
-    _attention_reference, _attention_shape, _attention_problem, lambda outputs, query: outputs["output"],
+    _attention_reference, attention_shape, _attention_problem, lambda outputs, query: outputs["output"],
 )  # fmt: skip
 
 

@@ -1,7 +1,4 @@
-"""Operations on caches whose keys and values are quantized to 8 or 4 bits: writing, reading, attention.
-
-`toolkit.kernels.kv_codes` describes the format.
-"""
+"""Operations on caches whose keys and values are quantized to 8 or 4 bits. For the format see `toolkit.kernels.kv_codes`."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from toolkit.gpu.virtual.effects.effect import Effect, nbytes
 from toolkit.gpu.virtual.effects.operations import rule
 from toolkit.kernels.kv_codes import CodeScheme, decode, encode, find_kv_scheme, hadamard, levels, unpack_words
 from toolkit.kernels.noise import INDEX, mix, shifted, signed
-from toolkit.ops.attention import attend
+from toolkit.ops.attention import attend, attention_shape
 from toolkit.ops.define import Problem, call, counters, define, dtype_name, launches, on_gpu
 from toolkit.ops.reference.attention import cached_attention, hidden_slots
 
@@ -154,10 +151,6 @@ def _attention_reference(
     return cached_attention(query, *seen, mask, scale)
 
 
-def _attention_shape(query: Tensor, *rest: Any) -> Tensor:
-    return query.new_empty(1, query.shape[1], query.shape[2] * query.shape[3])
-
-
 def _attention_problem(
     query: Tensor, keys: Tensor, key_scales: Tensor, values: Tensor, value_scales: Tensor, signs: Tensor, positions: Tensor,
     scale: float, codes: str, bound: int,
@@ -179,7 +172,7 @@ define(
 define(
     "attention_codes(Tensor query, Tensor keys, Tensor key_scales, Tensor values, Tensor value_scales, Tensor signs, "
     "Tensor positions, float scale, str codes, SymInt bound) -> Tensor",
-    _attention_reference, _attention_shape, _attention_problem, lambda outputs, query: outputs["output"],
+    _attention_reference, attention_shape, _attention_problem, lambda outputs, query: outputs["output"],
 )  # fmt: skip
 
 

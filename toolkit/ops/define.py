@@ -1,8 +1,7 @@
 """Registers operations with PyTorch and runs them: the reference, the Triton launches, the effects on the virtual GPU.
 
 `define` registers one operation. On CUDA it launches its kernels; Triton is imported by the first call. The virtual GPU
-computes with the reference and records the launches that CUDA would get (a config that splits the work further may make one
-more there).
+computes with the reference and records the launches that CUDA would get (one more if a config splits the work further).
 """
 
 from __future__ import annotations

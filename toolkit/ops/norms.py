@@ -22,10 +22,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_norm(
     residual: Tensor, x: Tensor, weight: Tensor, eps: float, post_weight: Tensor | None = None, scalar: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (norm(sum), sum), both [..., hidden], where sum = residual + x.
-
-    With `post_weight`, sum = (residual + post_norm(x)) * scalar.
-    """
+    """Return (norm(sum), sum), [..., hidden]: sum = residual + x, or with `post_weight` (residual + post_norm(x)) * scalar."""
     normed, total = _norm(x, weight, eps, residual, post_weight, scalar)
     return normed, total
 
@@ -36,14 +33,9 @@ def norm_add(residual: Tensor, x: Tensor, post_weight: Tensor, eps: float, scala
 
 
 def _norm(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    residual: Tensor | None = None,
-    post_weight: Tensor | None = None,
-    scalar: Tensor | None = None,
-    normed: bool = True,
-) -> Sequence[Tensor]:
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, post_weight: Tensor | None = None,
+    scalar: Tensor | None = None, normed: bool = True,
+) -> Sequence[Tensor]:  # fmt: skip
     if not x.numel() or not on_gpu(x, weight, residual, post_weight, scalar):
         return _norm_reference(x, weight, eps, residual, post_weight, scalar, normed)
     residual = None if residual is None else aligned(residual)

@@ -18,11 +18,8 @@ from toolkit.weights.schemes import SCHEMES
 
 DECODED = 8  # up to this many tokens a product is limited by reading the matrix, as in decoding
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "gelu": F.gelu,
-    "relu": F.relu,
-}
+    "silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "gelu": F.gelu, "relu": F.relu,
+}  # fmt: skip
 FUSED = ("silu", "gelu_tanh")  # activations that the kernel can apply to its result
 
 

@@ -22,9 +22,7 @@ def rope_of(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Apply a rotary embedding `rope` [T, 2, head_dim] to `x` [B, T, heads, head_dim], pairing halves as Qwen, Llama and NeoX
-    do.
-    """
+    """Apply a rotary embedding `rope` [T, 2, head_dim] to `x` [B, T, heads, head_dim], pairing halves as Llama does."""
     cos, sin = rope[:, 0, None], rope[:, 1, None]  # [T, 1, head_dim]
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
