@@ -1,8 +1,7 @@
 """Compute the costs of a model: bytes stored, bytes and operations per token, and the tokens/s that a GPU's bandwidth allows.
 
 All costs are pure functions of the shapes of the weights and of the GPU catalogue, so a model on "meta" is enough. At batch
-size 1 each weight that a token uses is read once, so bandwidth divided by bytes read is an upper bound of the tokens per
-second.
+size 1 each weight that a token uses is read once, so bandwidth divided by bytes read is an upper bound of tokens/s.
 """
 
 from __future__ import annotations
@@ -18,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from toolkit.core.display import render
 from toolkit.core.errors import ModelError
 from toolkit.gpu.catalogue import CATALOGUE, GpuSpec
-from toolkit.models.costs import Cost, named_weights
+from toolkit.models.costs import Cost, Shown, named_weights
 from toolkit.models.model import Model
 from toolkit.weights.packed import PackedMatrix
 
@@ -84,12 +82,11 @@ class State:
 
 
 @dataclass(frozen=True, repr=False)
-class Costs:
+class Costs(Shown):
     """The cost of one token of a model with `context` tokens before it.
 
     `parts` has one Cost per part and kind, `holdings` the weights by name, and `states` the state at other context lengths.
-    `exact` is False for a model that does not describe its parts: each weight is then assumed to be read once, and the state is
-    unknown.
+    `exact` is False for a model that does not describe its parts: each weight then counts as read once, without a state.
     """
 
     name: str
@@ -100,12 +97,6 @@ class Costs:
     holdings: tuple[Holding, ...]
     states: tuple[State, ...]
     exact: bool = True
-
-    def __repr__(self) -> str:
-        return str(render("text", self))
-
-    def _repr_html_(self) -> str:
-        return str(render("html", self))
 
     @property
     def parameters(self) -> int:
@@ -171,8 +162,7 @@ class Costs:
         return sorted((self.bound(card) for card in chosen), key=lambda bound: -bound.reached_tok_per_s)
 
     def longest_context(self, card: GpuSpec) -> int | None:
-        """Return the longest context, in tokens, whose state fits on `card` together with the weights; None if the weights do
-        not.
+        """Return the longest context whose state fits on `card` together with the weights; None if the weights do not fit.
 
         It is at most 131,072 or the model's maximum. Between two computed lengths the state is interpolated linearly.
         """
@@ -216,8 +206,7 @@ class Costs:
         return pd.DataFrame(rows).set_index("part")
 
     def gpus(self, cards: Iterable[GpuSpec] | None = None) -> pd.DataFrame:
-        """Return one row per card: bounds of tokens/s by datasheet and by reached bandwidth, the limiting factor, and what
-        fits.
+        """Return one row per card: bounds of tokens/s (datasheet and reached bandwidth), limiting factor, longest context.
 
         All numbers are modelled. `how` is the source of the card's reached bandwidth.
         """
@@ -225,20 +214,15 @@ class Costs:
 
         rows = [
             {
-                "gpu": bound.card.key,
-                "tok_per_s_limit": bound.tok_per_s,
-                "tok_per_s_reachable": bound.reached_tok_per_s,
-                "limited_by": bound.limit,
-                "bandwidth_bytes_per_s": bound.card.bandwidth_bytes_per_s,
+                "gpu": bound.card.key, "tok_per_s_limit": bound.tok_per_s, "tok_per_s_reachable": bound.reached_tok_per_s,
+                "limited_by": bound.limit, "bandwidth_bytes_per_s": bound.card.bandwidth_bytes_per_s,
                 "reached_bandwidth_bytes_per_s": bound.card.reached_bandwidth_bytes_per_s,
-                "how": bound.card.source("reached_bandwidth_bytes_per_s").how,
-                "memory_bytes": bound.card.memory_bytes,
-                "needs_bytes": bound.needs_bytes,
-                "fits": bound.fits,
+                "how": bound.card.source("reached_bandwidth_bytes_per_s").how, "memory_bytes": bound.card.memory_bytes,
+                "needs_bytes": bound.needs_bytes, "fits": bound.fits,
                 "longest_context": self.longest_context(bound.card) if self.exact else None,
             }
             for bound in self.bounds(cards)
-        ]
+        ]  # fmt: skip
         return pd.DataFrame(rows).set_index("gpu").astype({"longest_context": "Int64"})
 
     def contexts(self) -> pd.DataFrame:
@@ -247,14 +231,11 @@ class Costs:
 
         rows = [
             {
-                "context": state.length,
-                "read_bytes": self.read_bytes,
-                "state_bytes": state.read_bytes,
-                "state_held_bytes": state.held_bytes,
-                "flops": state.flops,
+                "context": state.length, "read_bytes": self.read_bytes, "state_bytes": state.read_bytes,
+                "state_held_bytes": state.held_bytes, "flops": state.flops,
             }
             for state in self.states
-        ]
+        ]  # fmt: skip
         return pd.DataFrame(rows).set_index("context")
 
 
@@ -280,14 +261,9 @@ def costs_of(model: Model | nn.Module, context: int | None = None, name: str | N
     source = Path(getattr(getattr(model, "report", None), "source", "")).parts[-2:]  # "demo/qwen3", "folder/file.gguf"
     return Costs(
         name=name or "/".join(source) or (type(model).__module__.rpartition(".")[2] if exact else type(module).__name__),
-        place=_place(model, module),
-        context=context,
-        dtype=_dtype(module),
-        parts=weighed[context],
-        holdings=_holdings(module),
-        states=tuple(_state(length, parts) for length, parts in weighed.items()),
-        exact=exact,
-    )
+        place=_place(model, module), context=context, dtype=_dtype(module), parts=weighed[context], holdings=_holdings(module),
+        states=tuple(_state(length, parts) for length, parts in weighed.items()), exact=exact,
+    )  # fmt: skip
 
 
 def label(part: Cost) -> str:
@@ -326,17 +302,11 @@ def _merged(parts: Iterable[Cost]) -> tuple[Cost, ...]:
 
 def _sum(a: Cost, b: Cost) -> Cost:
     return Cost(
-        part=a.part,
-        kind=a.kind,
-        layers=tuple(sorted({*a.layers, *b.layers})),
-        parameters=a.parameters + b.parameters,
-        weight_bytes=a.weight_bytes + b.weight_bytes,
-        read_bytes=a.read_bytes + b.read_bytes,
-        state_bytes=a.state_bytes + b.state_bytes,
-        state_per_token_bytes=a.state_per_token_bytes + b.state_per_token_bytes,
-        state_held_bytes=a.state_held_bytes + b.state_held_bytes,
-        flops=a.flops + b.flops,
-    )
+        part=a.part, kind=a.kind, layers=tuple(sorted({*a.layers, *b.layers})), parameters=a.parameters + b.parameters,
+        weight_bytes=a.weight_bytes + b.weight_bytes, read_bytes=a.read_bytes + b.read_bytes,
+        state_bytes=a.state_bytes + b.state_bytes, state_per_token_bytes=a.state_per_token_bytes + b.state_per_token_bytes,
+        state_held_bytes=a.state_held_bytes + b.state_held_bytes, flops=a.flops + b.flops,
+    )  # fmt: skip
 
 
 _LAYER = re.compile(r".*?\b(\d+)\.(\w+)")

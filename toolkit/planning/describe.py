@@ -1,7 +1,6 @@
 """`tk.costs` and `tk.plan`: compute costs and memory of a model from its shapes, before it is loaded.
 
-The model is created on the "meta" device. Nothing is allocated and no weight is read, so this takes well under a second for a
-model of any size.
+The model is created on the "meta" device. Nothing is allocated and no weight is read, so this takes under a second.
 """
 
 from __future__ import annotations
@@ -27,10 +26,7 @@ from toolkit.weights.recipes import Recipe, recipe
 
 
 def describe(
-    path: str | os.PathLike[str],
-    scheme: str | Recipe | None = None,
-    dtype: torch.dtype | str | None = None,
-    fuse: bool = True,
+    path: str | os.PathLike[str], scheme: str | Recipe | None = None, dtype: torch.dtype | str | None = None, fuse: bool = True
 ) -> CausalLM:
     """Return the model that `tk.load` would create from `path`, on "meta": shapes and schemes without values."""
     checkpoint = open_checkpoint(path)

@@ -221,17 +221,12 @@ def sizes_of(model: CausalLM, kv: str | None = None) -> Sizes:
     shapes = [tuple(p.shape) for p in model.layers.parameters() if p.ndim == 2]
     widths = [m.shape[-2] for m in model.layers.modules() if isinstance(m, PackedMatrix) and len(m.shape) == 2]
     return Sizes(
-        weights=allocated_bytes([p.nbytes for p in model.parameters()]),
-        states=tuple(states),
-        fixed=tuple(fixed),
+        weights=allocated_bytes([p.nbytes for p in model.parameters()]), states=tuple(states), fixed=tuple(fixed),
         table=config.vocab_size * config.hidden_size * plain,
-        largest=max((m.shape[-2] * m.shape[-1] * plain for m in packed), default=0),
-        hidden=config.hidden_size,
-        widest=max(widths or [shape[0] for shape in shapes]),
-        vocab=config.vocab_size,
-        itemsize=plain,
+        largest=max((m.shape[-2] * m.shape[-1] * plain for m in packed), default=0), hidden=config.hidden_size,
+        widest=max(widths or [shape[0] for shape in shapes]), vocab=config.vocab_size, itemsize=plain,
         positions=config.max_position_embeddings,
-    )
+    )  # fmt: skip
 
 
 def plan_of(
@@ -344,7 +339,7 @@ def _problems(plan: Plan) -> Iterable[BudgetError]:
         yield BudgetError(
             f"exporting {plan.model} within {bytes_text(plan.budget_bytes)}",
             f"it needs {bytes_text(plan.export_peak_bytes)} in the phase {worst.name!r} ({_listed(worst, plan.card)})",
-            f'Use a budget of at least "{_up(plan.export_peak_bytes)}"{pull}',
+            f'Use a budget of at least "{-(-plan.export_peak_bytes // MiB)} MiB"{pull}',
             budget_bytes=plan.budget_bytes,
             needed_bytes=plan.export_peak_bytes,
         )
@@ -369,11 +364,6 @@ def _listed(phase: Phase, card: GpuSpec | None) -> str:
     if card is None:
         return f"host memory, {bytes_text(HOST_BASE)} of it for PyTorch"
     return ", ".join(f"{name} {bytes_text(size)}" for name, size in sorted(phase.parts.items(), key=lambda item: -item[1]))
-
-
-def _up(n_bytes: int) -> str:
-    """Return a budget of at least `n_bytes`, as text that `parse_bytes` reads."""
-    return f"{-(-n_bytes // MiB)} MiB"
 
 
 def allocated_bytes(sizes: Iterable[int]) -> int:
