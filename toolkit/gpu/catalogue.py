@@ -87,12 +87,9 @@ class GpuSpec:
             raise DeviceError(f"a virtual GPU with {bytes_text(n_bytes)}", "less than 1 MiB", "Use 1 MiB or more")
         sources = {**self.sources, "memory_bytes": Source("chosen", "requested by the user")}
         return replace(
-            self,
-            key=bytes_text(n_bytes).replace(" ", ""),
-            name=f"{self.name} ({bytes_text(n_bytes)})",
-            memory_bytes=n_bytes,
+            self, key=bytes_text(n_bytes).replace(" ", ""), name=f"{self.name} ({bytes_text(n_bytes)})", memory_bytes=n_bytes,
             sources=MappingProxyType(sources),
-        )
+        )  # fmt: skip
 
 
 class _Architecture(NamedTuple):
@@ -117,10 +114,7 @@ _H200 = Source("measured", "bench/results/h200_primitives.json (NVIDIA H200, tor
 _EARLIER = Source("measured", "one NVIDIA H200, torch 2.11 + CUDA 13.0, before bench/primitives.py; not in its results")
 _AS_H200 = Source("estimated", "the H200's figure; depends more on the host's processor than on the GPU")
 _PCIE = {
-    4: (
-        (25.0e9, 25.5e9, 12.0e9, 10.0e9),
-        Source("estimated", "80 % of PCIe 4.0 x16; pageable: half of that"),
-    ),
+    4: ((25.0e9, 25.5e9, 12.0e9, 10.0e9), Source("estimated", "80 % of PCIe 4.0 x16; pageable: half of that")),
     5: ((53.8e9, 54.9e9, 18.0e9, 17.7e9), Source("estimated", "as measured on an H200, the same PCIe 5.0 x16")),
 }
 _PCIE_FIELDS = ("h2d_pinned_bytes_per_s", "d2h_pinned_bytes_per_s", "h2d_pageable_bytes_per_s", "d2h_pageable_bytes_per_s")
@@ -168,17 +162,11 @@ def _card(
     """Return the GPU described by `sheet`. `tflops` are (fp32, tf32, bf16); `others` are figures with another source."""
     architecture, (rates, pcie_source) = _ARCHITECTURES[cc], _PCIE[pcie]
     figures: dict[str, float] = {
-        "bandwidth_bytes_per_s": bandwidth,
-        "reached_bandwidth_bytes_per_s": bandwidth * _REACHED,
-        "sms": sms,
-        "registers_per_sm": 65536,
-        **architecture._asdict(),
-        "smem_per_block_bytes": 48 * KiB,
-        "l2_bytes": int(l2_mib * MiB),
+        "bandwidth_bytes_per_s": bandwidth, "reached_bandwidth_bytes_per_s": bandwidth * _REACHED, "sms": sms,
+        "registers_per_sm": 65536, **architecture._asdict(), "smem_per_block_bytes": 48 * KiB, "l2_bytes": int(l2_mib * MiB),
         **dict(zip(("fp32_flops", "tf32_flops", "bf16_flops"), (t * 1e12 for t in tflops), strict=True)),
-        **dict(zip(_PCIE_FIELDS, rates, strict=True)),
-        **_COSTS,
-    }
+        **dict(zip(_PCIE_FIELDS, rates, strict=True)), **_COSTS,
+    }  # fmt: skip
     sources = dict.fromkeys(figures, Source("datasheet", sheet))
     sources |= dict.fromkeys(("name", "compute_capability", "memory_bytes", "sms", "l2_bytes"), _SEEN)
     sources |= dict.fromkeys((*_Architecture._fields, "registers_per_sm", "smem_per_block_bytes"), _GUIDE)

@@ -17,8 +17,7 @@ from toolkit.trace.events import Trace
 def record(device: Device | str, *, lines: bool = True) -> AbstractContextManager[Trace]:
     """Record every copy, kernel, wait and allocation of any PyTorch code: `with tk.record(device) as trace:`.
 
-    `device` is a name for `tk.device`, or a device that it returned. The trace is filled when the block ends. See
-    `Device.record` for `lines`.
+    `device` is a name for `tk.device`, or a device. The trace is filled when the block ends. For `lines` see `Device.record`.
     """
     return open_device(device).record(lines=lines)
 

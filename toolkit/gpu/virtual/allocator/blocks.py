@@ -21,10 +21,7 @@ __all__ = ["Block", "Blocks", "Settings", "rounded", "segment_bytes"]
 
 
 class Blocks(ExpandableSegments):
-    """The blocks of a GPU with `total_bytes`. Not thread-safe: the owner has a lock.
-
-    `limit_bytes` limits the bytes that the process may reserve.
-    """
+    """The blocks of a GPU with `total_bytes`, of which `limit_bytes` may be reserved. Not thread-safe: the owner locks."""
 
     def __init__(self, total_bytes: int, settings: Settings | None = None) -> None:
         super().__init__(total_bytes)

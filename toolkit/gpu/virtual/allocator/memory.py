@@ -1,7 +1,6 @@
 """The memory of a virtual GPU: a thread-safe allocator with statistics, and the error that it raises when it is full.
 
-`Blocks` places the blocks and `Counters` counts them. `tensor.hold` allocates a block for each storage of a host tensor, and
-frees it with the storage.
+`Blocks` places the blocks and `Counters` counts them. `tensor.hold` allocates and frees one block per storage of a host tensor.
 """
 
 from __future__ import annotations
@@ -150,10 +149,6 @@ class Memory:
     @property
     def allocated_bytes(self) -> int:
         return self._counters.bytes
-
-    @property
-    def requested_bytes(self) -> int:
-        return self._counters.requested
 
     @property
     def blocks(self) -> int:

@@ -1,8 +1,7 @@
 """The effects of operations on a device (kernels, copies, memsets, waits), and the model of how long they take.
 
 The model is simple on purpose. A kernel takes a minimum time plus the larger of bytes / bandwidth and flops / peak, a copy a
-minimum time plus bytes / rate, and the host a constant per launch. All constants come from the `GpuSpec`, except for the two
-ratios below.
+minimum time plus bytes / rate, and the host a constant per launch. All constants but two ratios come from the `GpuSpec`.
 """
 
 from __future__ import annotations

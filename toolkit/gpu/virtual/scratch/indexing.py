@@ -59,8 +59,7 @@ def _masked_scatter(args: Args, kwargs: Kwargs, out: Any) -> Script:
 
 
 def _located(indices: Any) -> Script:
-    """Prepare indices (IndexingUtils.h): masks become positions, host indices are uploaded, int32 ones are cast, and all of
-    them are expanded to one shape."""
+    """Prepare indices (IndexingUtils.h): turn masks into positions, upload host indices, cast int32, expand to one shape."""
     if len(indices) == 1 and indices[0] is not None and indices[0].dtype == torch.int64 and not indices[0].is_cpu:
         return ()  # the most common case
     plain = [i for i in indices if i is not None and i.dtype not in MASKS]

@@ -6,6 +6,7 @@ import torch
 
 from toolkit.core.units import bytes_text
 from toolkit.gpu.virtual.allocator.blocks import Block
+from toolkit.gpu.virtual.allocator.memory import Memory
 from toolkit.gpu.virtual.dispatch import machine
 
 DeviceLike = torch.device | str | int | None
@@ -21,42 +22,41 @@ def index_of(device: DeviceLike) -> int:
     return 0
 
 
-def memory_allocated(device: DeviceLike = None) -> int:
+def _memory(device: DeviceLike) -> Memory:
     index_of(device)
-    return machine().memory.allocated_bytes
+    return machine().memory
+
+
+def memory_allocated(device: DeviceLike = None) -> int:
+    return _memory(device).allocated_bytes
 
 
 def max_memory_allocated(device: DeviceLike = None) -> int:
-    index_of(device)
-    return machine().memory.peak_bytes
+    return _memory(device).peak_bytes
 
 
 def memory_reserved(device: DeviceLike = None) -> int:
-    index_of(device)
-    return machine().memory.reserved_bytes
+    return _memory(device).reserved_bytes
 
 
 def max_memory_reserved(device: DeviceLike = None) -> int:
-    index_of(device)
-    return machine().memory.peak_reserved_bytes
+    return _memory(device).peak_reserved_bytes
 
 
 def reset_peak_memory_stats(device: DeviceLike = None) -> None:
     """Reset all peaks to the current figures."""
-    index_of(device)
-    machine().memory.reset_peak()
+    _memory(device).reset_peak()
 
 
 def reset_accumulated_memory_stats(device: DeviceLike = None) -> None:
     """Reset the "allocated" and "freed" figures to 0."""
-    index_of(device)
-    machine().memory.reset_accumulated()
+    _memory(device).reset_accumulated()
 
 
 def mem_get_info(device: DeviceLike = None) -> tuple[int, int]:
     """Return the free and the total bytes."""
-    index_of(device)
-    return machine().memory.free_bytes, machine().memory.total_bytes
+    memory = _memory(device)
+    return memory.free_bytes, memory.total_bytes
 
 
 get_memory_info = mem_get_info
@@ -64,8 +64,7 @@ get_memory_info = mem_get_info
 
 def memory_stats(device: DeviceLike = None) -> dict[str, int]:
     """Return the counters of torch.cuda.memory_stats. "active" equals "allocated": no block waits for another stream."""
-    index_of(device)
-    return machine().memory.stats()
+    return _memory(device).stats()
 
 
 def memory_snapshot(mempool_id: tuple[int, int] | None = None) -> list[dict[str, object]]:
@@ -130,8 +129,7 @@ def set_per_process_memory_fraction(fraction: float, device: DeviceLike = None) 
 
 def get_per_process_memory_fraction(device: DeviceLike = None) -> float:
     """Return the fraction of the GPU's memory that this process may reserve; 1 if it was never set."""
-    index_of(device)
-    memory = machine().memory
+    memory = _memory(device)
     return 1.0 if memory.limit_bytes is None else memory.limit_bytes / memory.total_bytes
 
 

@@ -194,8 +194,7 @@ def init() -> None:
     """Do nothing: opening the virtual GPU has initialized it."""
 
 
-def _lazy_init() -> None:
-    """As init."""
+_lazy_init = init
 
 
 def _is_in_bad_fork() -> bool:
@@ -238,11 +237,7 @@ def manual_seed(seed: int) -> None:
     torch.default_generator.manual_seed(int(seed))
 
 
-def manual_seed_all(seed: int) -> None:
-    """`torch.manual_seed` calls this after it has seeded the CPU generator, which the virtual GPU also uses."""
-    torch.default_generator.manual_seed(int(seed))
-
-
+manual_seed_all = manual_seed  # `torch.manual_seed` calls it too
 initial_seed = torch.default_generator.initial_seed
 
 
