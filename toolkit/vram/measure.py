@@ -280,43 +280,27 @@ def _decorated(function: F, device: Device | str | None = None, lines: bool = Tr
         do = "Write `with tk.memory():` around the loop that consumes them"
         raise ToolkitError(f"measuring each call of the generator {function.__name__}", found, do)
 
-    def begin() -> tuple[Scope, MemoryUse]:
-        scope = Scope(device, lines=lines)
-        return scope, scope.__enter__()
+    class Call(Scope):
+        """Measures one call. Its block is in `wrapper`, whose caller holds the variables."""
 
-    def end(scope: Scope, error: BaseException | None) -> None:
-        wrapper.memory = scope.end(variables_of(sys._getframe(2)), error)  # type: ignore[attr-defined]
-        print(f"{getattr(function, '__qualname__', type(function).__name__)}: {wrapper.memory.line()}")  # type: ignore[attr-defined]
+        def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+            wrapper.memory = self.end(variables_of(sys._getframe(2)), error)  # type: ignore[attr-defined]
+            name = getattr(function, "__qualname__", type(function).__name__)
+            print(f"{name}: {wrapper.memory.line()}")  # type: ignore[attr-defined]
 
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)
         async def wrapper(*args: Any, **kwargs: Any) -> Any:
-            scope, _ = begin()
-            error: BaseException | None = None
-            try:
+            with Call(device, lines=lines):
                 return await function(*args, **kwargs)
-            except BaseException as raised:
-                error = raised
-                raise
-            finally:
-                end(scope, error)
-                error = None  # breaks the reference cycle between the error and this frame
 
     else:
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            scope, _ = begin()
-            error: BaseException | None = None
-            try:
+            with Call(device, lines=lines):
                 return function(*args, **kwargs)
-            except BaseException as raised:
-                error = raised
-                raise
-            finally:
-                end(scope, error)
-                error = None  # breaks the reference cycle between the error and this frame
 
     return wrapper  # type: ignore[return-value]
 

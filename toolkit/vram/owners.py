@@ -39,11 +39,8 @@ _MACHINERY = ("/IPython/", "/toolkit/gpu/")  # frames that hold the same values 
 _OPAQUE = (Device, threading.Thread, io.IOBase)  # from these, unrelated objects can be reached
 _MODULE_TABLES = frozenset(vars(nn.Module()))  # attributes that every module has; its tables are walked separately
 _KINDS_BY_FILE = {
-    "models/cache.py": "kv",
-    "models/cache_codes.py": "kv",
-    "transformers/cache_utils.py": "kv",
-    "toolkit/loading/": "weights",
-}
+    "models/cache.py": "kv", "models/cache_codes.py": "kv", "transformers/cache_utils.py": "kv", "toolkit/loading/": "weights",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

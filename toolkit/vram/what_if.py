@@ -2,14 +2,13 @@
 
 `replay` feeds the alloc and free events of a trace to the allocator of the virtual GPU. It reports the peaks if they fit, and
 otherwise the first allocation that fails. `what_if` does so for several cards and settings. No GPU and no torch operation is
-needed: an allocator sees only sizes, addresses and streams. A program that chooses other kernels or workspaces on another card
-is not modelled.
+needed: an allocator sees only sizes, addresses and streams. Kernels or workspaces that differ by card are not modelled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -126,7 +125,7 @@ def replay(
     growing = Settings(True, None, settings.roundup_power2_divisions, settings.garbage_collection_threshold)
     if not _run(trace, events, capacity_bytes, context_bytes, growing).fits:
         return found
-    return Replay(**{**_fields(found), "remedy": "expandable_segments"})
+    return replace(found, remedy="expandable_segments")
 
 
 def what_if(
@@ -278,7 +277,3 @@ def _failure(trace: Trace, row: int, asked: int, blocks: Blocks) -> Failure:
         row, int(trace["start_ns"][row]), trace.strings[where] if where >= 0 else None, int(trace["step"][row]),
         int(trace["cell"][row]), asked, blocks.counters.bytes, blocks.reserved_bytes,
     )  # fmt: skip
-
-
-def _fields(found: Replay) -> dict[str, Any]:
-    return {name: getattr(found, name) for name in Replay.__dataclass_fields__}
