@@ -12,7 +12,7 @@ from html import escape
 from toolkit.core.units import bytes_text, count_text, decimal_text
 from toolkit.models.costs import Cost
 from toolkit.models.model import Model
-from toolkit.planning.costs import Bound, Costs, Holding, costs_of, label, period, runs
+from toolkit.planning.costs import Bound, Costs, costs_of, label, period, runs
 from toolkit.ui.assets import style_of
 from toolkit.ui.figures.treemap import Area, treemap
 from toolkit.weights.schemes import SCHEMES
@@ -200,13 +200,9 @@ def _treemap(costs: Costs, colors: dict[str, str]) -> str:
     for held in costs.holdings:
         group, _, name = held.where.partition(".")
         note = f"{held.where}: {bytes_text(held.n_bytes)}, {count_text(held.parameters)} weights, {_kind(held.kind)}"
-        groups.setdefault(group, []).append(_area(held, name, note, colors[held.kind]))
+        groups.setdefault(group, []).append(Area(name, held.n_bytes, colors[held.kind], note, bytes_text(held.n_bytes)))
     drawn = treemap(groups, f"Bytes of {costs.name} by the names of its weights")
     return f'<div class="tk-scroll">{drawn}</div>'
-
-
-def _area(held: Holding, name: str, note: str, color: str) -> Area:
-    return Area(name, held.n_bytes, color, note, bytes_text(held.n_bytes))
 
 
 def _table(head: Sequence[str], rows: Sequence[str], foot: str = "") -> str:

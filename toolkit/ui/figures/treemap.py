@@ -1,7 +1,6 @@
 """A treemap of two levels as an SVG of a few KB without a script.
 
-The layout is the squarified treemap of Bruls, Huizing and van Wijk (2000): rows are filled so that the worst aspect ratio stays
-near one.
+The layout is the squarified treemap of Bruls, Huizing and van Wijk (2000): rows are filled to keep aspect ratios near one.
 """
 
 from __future__ import annotations

@@ -324,42 +324,31 @@ def _error_level(row: Row) -> int:
 
 MORE = "a stronger color means more."
 VERDICT = Figure(
-    "verdict",
-    "Verdict: correct configs were compared with the reference.",
-    lambda row: f"{SIGNS[row.verdict]} {_word(row.verdict)}",
-    lambda row, scale: 0,
-)
+    "verdict", "Verdict: correct configs were compared with the reference.",
+    lambda row: f"{SIGNS[row.verdict]} {_word(row.verdict)}", lambda row, scale: 0,
+)  # fmt: skip
 FIGURES = (
     Figure("time", f"Time: a stronger color means nearer to the fastest config on its GPU. {_MODELLED}", _time, _nearness),
     Figure(
-        "shared memory",
-        f"Bytes of shared memory per block: {MORE}",
-        lambda row: _count(row.shared_bytes),
-        lambda row, scale: _of_most(row.shared_bytes, scale.most_shared),
+        "shared memory", f"Bytes of shared memory per block: {MORE}",
+        lambda row: _count(row.shared_bytes), lambda row, scale: _of_most(row.shared_bytes, scale.most_shared),
     ),
     Figure(
-        "registers",
-        f"Registers per thread, at most 255: {MORE}",
-        lambda row: _count(row.registers),
-        lambda row, scale: _of_most(row.registers, scale.most_registers),
+        "registers", f"Registers per thread, at most 255: {MORE}",
+        lambda row: _count(row.registers), lambda row, scale: _of_most(row.registers, scale.most_registers),
     ),
     Figure(
-        "spills",
-        f"Bytes per thread that spilled from registers to memory: {MORE}",
-        lambda row: _count(row.spill_bytes),
-        lambda row, scale: _of_most(row.spill_bytes, scale.most_spilled),
+        "spills", f"Bytes per thread that spilled from registers to memory: {MORE}",
+        lambda row: _count(row.spill_bytes), lambda row, scale: _of_most(row.spill_bytes, scale.most_spilled),
     ),
     Figure(
-        "occupancy",
-        f"Share of an SM's threads that can be resident: {MORE}",
+        "occupancy", f"Share of an SM's threads that can be resident: {MORE}",
         lambda row: "-" if row.occupancy is None else f"{100 * row.occupancy:.0f} %",
         lambda row, scale: round(5 * (row.occupancy or 0)),
     ),
     Figure(
-        "error",
-        f"Largest difference from the reference, as a share of its largest value (-: not run): {MORE}",
-        lambda row: "-" if row.max_error is None else f"{row.max_error:.1e}",
-        lambda row, scale: _error_level(row),
+        "error", f"Largest difference from the reference, as a share of its largest value (-: not run): {MORE}",
+        lambda row: "-" if row.max_error is None else f"{row.max_error:.1e}", lambda row, scale: _error_level(row),
     ),
     VERDICT,
-)
+)  # fmt: skip

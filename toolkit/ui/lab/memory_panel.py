@@ -239,10 +239,8 @@ class MemoryPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no type
 
     def _what_if(self) -> None:
         what, use = self._chosen()
-        self.what_if_view.value, self.status.value = (
-            "",
-            f"Replaying {escape(what)} on every GPU of the catalogue ...",
-        )
+        self.what_if_view.value = ""
+        self.status.value = f"Replaying {escape(what)} on every GPU of the catalogue ..."
         start(self.progress, len(_SETTINGS))
         found = {}
         for name, settings in _SETTINGS.items():

@@ -52,7 +52,7 @@ class CopyMagics(Magics):
         """
         try:
             options = _parser().parse_args(shlex.split(line))
-            device = open_device(options.device or _current())
+            device = open_device(options.device or ("vgpu" if open_card() else "auto"))
         except ValueError as error:  # unclosed quotes
             raise UsageError(str(error)) from None
         except ToolkitError as error:
@@ -90,10 +90,6 @@ def _report(trace: Trace, timeline: bool) -> None:
         show(lines)
     if timeline:
         show(trace.timeline())
-
-
-def _current() -> str:
-    return "vgpu" if open_card() else "auto"
 
 
 def register(shell: Any) -> None:

@@ -62,8 +62,7 @@ def write_memory_page(
 ) -> Path:
     """Write the page of one or several measurements to `path` and return its path. The file is replaced atomically.
 
-    `uses` is a result of `tk.memory()`, a sequence of results, or a sequence of a session's cells. Raises ToolkitError if it is
-    empty or something else.
+    `uses` is a result of `tk.memory()`, or a sequence of results or of a session's cells. Raises ToolkitError otherwise.
     """
     given = list(uses) if isinstance(uses, Sequence) else [uses]
     if not given:

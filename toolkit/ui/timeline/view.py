@@ -229,10 +229,7 @@ def _lane(trace: Trace, rows: NDArray[np.int64], stream: int) -> Lane:
 
 
 class Scene:
-    """One or two tracks (A above B) on one time axis.
-
-    Time on the axis counts from each track's start, or from the start of step `align` if that is given.
-    """
+    """One or two tracks (A above B) on one axis: time since each track's start, or since the start of its step `align`."""
 
     def __init__(self, tracks: Sequence[Track]) -> None:
         self.tracks = tuple(tracks)
