@@ -59,7 +59,7 @@ def _fill(model: CausalLM, folder: Path, name: str, entry: dict[str, Any], devic
 
     Raises PackageError if they were changed; the model then has no weights.
     """
-    ended, hashed, beside = threading.Event(), [0], ThreadPoolExecutor(1)
+    ended, hashed, verifier = threading.Event(), [0], ThreadPoolExecutor(1)
 
     def step(n: int, _: str) -> None:
         hashed[0] += n
@@ -69,7 +69,7 @@ def _fill(model: CausalLM, folder: Path, name: str, entry: dict[str, Any], devic
     def tell(*_: Any) -> None:
         watch.step(hashed[0] / max(entry["bytes"], 1), name)
 
-    verifying = beside.submit(package.verify, folder, name, entry, step)
+    verifying = verifier.submit(package.verify, folder, name, entry, step)
     try:
         try:
             if weights.shapes_in(folder / name) != skeleton.shapes_of(model):
@@ -87,7 +87,7 @@ def _fill(model: CausalLM, folder: Path, name: str, entry: dict[str, Any], devic
             module._parameters.clear()
         raise
     finally:
-        beside.shutdown()
+        verifier.shutdown()
 
 
 def _check_target(folder: Path, manifest: dict[str, Any], device: Device | str | None) -> Device:

@@ -1,4 +1,4 @@
-"""How far an export has come: phases, their seconds and the most memory each took; told as they go, stopped between steps."""
+"""Report the progress of an export: its phases, their seconds and peak memory. A step in progress can be cancelled."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="assignment"
-# ruff: noqa: RUF005  # what Triton compiles knows no (*a, b)
+# ruff: noqa: RUF005  # Triton does not compile (*a, b)
 """One token of the gated delta net, from the outputs of its input matrices to the input of its output matrix, in one launch.
 
 It is the step of the gated delta rule (Yang et al., arXiv 2412.06464) with everything around it: the update of the causal

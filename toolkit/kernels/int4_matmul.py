@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="override, assignment, misc"
-# ruff: noqa: RUF005  # what Triton compiles knows no (*a, b)
+# ruff: noqa: RUF005  # Triton does not compile (*a, b)
 """x times the transpose of a packed matrix, for 1 to 8 tokens: the product of decoding.
 
 The matrix's bytes bound the kernel, so each is loaded once, 16 at a time, and multiplied four weights per instruction (dp4a);

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="assignment"
-# ruff: noqa: RUF005  # what Triton compiles knows no (*a, b)
+# ruff: noqa: RUF005  # Triton does not compile (*a, b)
 """x times the transpose of a packed matrix, for the many tokens of a prompt: tiles are dequantized for the tensor cores.
 
 The rate of the tensor cores bounds the kernel. The bf16 matrix never exists in memory: a program loads the packed words of a

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="assignment, misc"
-# ruff: noqa: RUF005  # what Triton compiles knows no (*a, b)
+# ruff: noqa: RUF005  # Triton does not compile (*a, b)
 """One token through a mixture of experts: routing, the chosen experts and the shared one, their weighted sum.
 
 The bytes of the chosen matrices bound the kernel, and almost as much the waiting: two products in a row take a few microseconds

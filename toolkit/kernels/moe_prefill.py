@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="assignment, misc"
-# ruff: noqa: RUF005  # what Triton compiles knows no (*a, b)
+# ruff: noqa: RUF005  # Triton does not compile (*a, b)
 """Many tokens through a mixture of experts: two products with packed matrices, each expert with the tokens that chose it.
 
 For short prompts the bytes of all experts bound the kernel; for long ones the tensor cores and the conversion of weights to

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="assignment, misc"
-# ruff: noqa: RUF005  # what Triton compiles knows no (*a, b)
+# ruff: noqa: RUF005  # Triton does not compile (*a, b)
 """Rows of packed matrices times integer activations, four weights per instruction (dp4a), one block of 32 per lane.
 
 Tiles are [BN, BG] blocks: BN rows at a time, their BG blocks side by side. A lane loads a whole block and multiplies it, so no

@@ -15,7 +15,7 @@ from toolkit.models.names import ends_hf, experts_gguf, experts_hf
 from toolkit.models.rotary import Rope, rope_from_gguf, rope_from_hf
 
 HF_TYPES = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_5_moe", "qwen3_5")
-ONLY: tuple[tuple[Any, ...], ...] = (  # fields with a single supported value: transformers knows no other, or ignores it
+ONLY: tuple[tuple[Any, ...], ...] = (  # fields with a single supported value: transformers supports no other, or ignores it
     ("hidden_act", "silu"), ("attn_output_gate", True), ("output_gate_type", "swish", None), ("mlp_only_layers", None, [], ()),
     ("decoder_sparse_step", 1), ("norm_topk_prob", True), ("use_sliding_window", False, None),
     ("mamba_ssm_dtype", "float32", None),

@@ -32,13 +32,13 @@ def _sort(args: Args, kwargs: Kwargs, out: Any) -> Script:
 
 @scratch("median")
 def _median(args: Args, kwargs: Kwargs, out: Any) -> Script:
-    """Of all elements: a sort, then a test whether the last one is NaN."""
+    """Without dim: a sort, then a test whether the last one is NaN."""
     return [*_sorted_copy(args[0]), Take(1), MAKE_RESULTS] if isinstance(out, torch.Tensor) and args[0].numel() else ()
 
 
 @scratch("nanmedian")
 def _nanmedian(args: Args, kwargs: Kwargs, out: Any) -> Script:
-    """Of all elements: a sort, a count of the NaNs, then indexing by position."""
+    """Without dim: a sort, a count of the NaNs, then indexing by position."""
     n, size = args[0].numel(), args[0].element_size()
     if not isinstance(out, torch.Tensor) or not n:
         return ()
