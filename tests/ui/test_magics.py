@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+
 import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
@@ -9,11 +12,13 @@ import toolkit
 
 
 @pytest.fixture(scope="module")
-def shell() -> InteractiveShell:
+def shell() -> Iterator[InteractiveShell]:
     made = InteractiveShell.instance()
     toolkit.load_ipython_extension(made)
     made.run_cell("import torch, toolkit as tk; gpu = tk.device('virtual:h200'); x = torch.ones(4, device=gpu.torch)")
-    return made
+    yield made
+    made.reset()  # frees the tensors that the cells left on the card
+    gc.collect()
 
 
 def run(shell: InteractiveShell, cell: str, capsys: pytest.CaptureFixture[str]):
