@@ -19,7 +19,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the fo
 
 @lru_cache
 def library_prefixes() -> tuple[str, ...]:
-    """Return path prefixes of library code, which never counts as the cause: torch, Triton, context managers, `toolkit.gpu`."""
+    """Return path prefixes of library code, which is never reported as the cause: torch, Triton, contextlib, `toolkit.gpu`."""
     import torch
 
     triton = importlib.util.find_spec("triton")
@@ -75,7 +75,7 @@ def chain() -> str | None:
         installed = _installed.get(filename)
         if installed is None:
             _library.setdefault(filename, filename.startswith(library_prefixes()))
-            # <string> is the code of `python -c` or of a launcher: other files say more about the cause
+            # "<string>" is code of `python -c` or of a launcher, and says little about the cause
             installed = _installed[filename] = filename.startswith((*_installed_prefixes(), "<string>"))
         if inner is None and not _library[filename]:
             inner = frame
@@ -90,7 +90,7 @@ def chain() -> str | None:
     if outer is None or outer is inner:
         return text
     first = f"{short_path(outer.f_code.co_filename)}:{outer.f_lineno}"
-    return text if first == text else f"{first} > {text}"  # equal for a comprehension
+    return text if first == text else f"{first} > {text}"  # a comprehension has a frame of its own on the same line
 
 
 def short_path(filename: str) -> str:
@@ -105,7 +105,7 @@ def _short_file(filename: str) -> str:
     for marker in ("site-packages" + os.sep, "dist-packages" + os.sep):
         if marker in filename:
             return filename.split(marker, 1)[1]
-    if filename.startswith(_PACKAGE + os.sep):  # also if this package runs from a checkout
+    if filename.startswith(_PACKAGE + os.sep):  # a checkout is shown as "toolkit/...", like an installed package
         filename = filename.removeprefix(os.path.dirname(_PACKAGE) + os.sep)
     elif filename.startswith(os.getcwd() + os.sep):
         filename = os.path.relpath(filename)
@@ -118,11 +118,11 @@ def cell_name(filename: str) -> str:
     number = compiled.get(filename)
     if number is None:
         return os.path.basename(filename)
-    return f"cell {min(number, max(current_cell(), 1))}"  # code that a magic runs has the next cell's number
+    return f"cell {min(number, max(current_cell(), 1))}"  # IPython gives code that a magic runs the number of the next cell
 
 
 def file_of(short: str) -> str:
-    """Return the file that `short_path` shortened: the latest source of a cell; other paths are returned unchanged."""
+    """Return the file of the latest source of a cell, given as "cell 7". Other short paths are returned unchanged."""
     if short.startswith("cell "):
         compiled = getattr(getattr(ipython_shell(), "compile", None), "_filename_map", {})
         return next((name for name in reversed(compiled) if cell_name(name) == short), short)

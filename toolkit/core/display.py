@@ -21,7 +21,7 @@ def register(type_name: str, view: str, renderer: str) -> None:
 
 
 def render(view: str, shown: Any, *arguments: Any, **options: Any) -> Any:
-    """Return `shown` in `view` ("html", "text", "page", "timeline"), drawn by the renderer of its type.
+    """Draw `shown` in `view` ("html", "text", "page", "timeline") with the renderer of its type, and return the result.
 
     Further arguments are passed on to the renderer. Raises LookupError if no renderer is registered.
     """

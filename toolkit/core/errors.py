@@ -24,7 +24,7 @@ class ToolkitError(Exception):
 
 
 class FormatError(ToolkitError):
-    """A file (safetensors, GGUF, config.json, tokenizer.json, timings) is damaged or of another format."""
+    """A file (safetensors, GGUF, config.json, tokenizer.json, timings) is damaged or has an unexpected format."""
 
 
 class ModelError(ToolkitError):

@@ -41,8 +41,8 @@ class Reporter:
     def report(self, values: tuple[Any, ...], position: str, name: str, *, always: bool = False, end: bool = False) -> None:
         """Report `values` to the function, or `position` ("3 of 40") and `name` on the terminal's line.
 
-        A report within 0.1 s of the last one is dropped, unless it is the one at the `end`, which also ends the line, or
-        `always` is set. Raises CancelledError once the work was cancelled.
+        A report within 0.1 s of the last one is dropped, unless `always` or `end` is set. `end` marks the last report, which
+        also ends the line. Raises CancelledError once `cancel` is set.
         """
         now = time.monotonic()
         if always or end or now - self._last >= 1 / REPORTS_PER_S:
@@ -76,11 +76,11 @@ class Counter(Reporter):
         self(0, total, "")
 
     def step(self, n: int, name: str) -> None:
-        """Report that `n` more are done, those of `name`. Raises CancelledError."""
+        """Report that `n` more are done with the step called `name`. Raises CancelledError once `cancel` is set."""
         self(self.done + n, self.total, name)
 
     def __call__(self, done: int, total: int, name: str) -> None:
-        """Report that `done` of `total` are done, `name` being the last one. Raises CancelledError."""
+        """Report that `done` of `total` are done; `name` is the last step. Raises CancelledError once `cancel` is set."""
         self.done, self.total = done, total
         share = 100 * done // total if total else 100
         position = f"{share} %, {self._unit(done)} of {self._unit(total)}"

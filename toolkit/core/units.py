@@ -56,7 +56,7 @@ def _three(x: float) -> str:
 
 
 def parse_bytes(value: int | float | str) -> int:
-    """Return the bytes of a size given as a number (8e9) or a text ("24 GiB", "8GiB", "8 gb", "8e9").
+    """Return a size in bytes, given as a number (8e9) or a text ("24 GiB", "8GiB", "8 gb", "8e9").
 
     GiB, MiB and KiB are powers of 1024; GB, MB and kB are powers of 1000. Raises ToolkitError for anything else.
     """

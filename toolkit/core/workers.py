@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Self, TypeVar
 
-GRACE_S = 2.0  # from SIGTERM to SIGKILL, for compilers to delete their half-written files
+GRACE_S = 2.0  # between SIGTERM and SIGKILL: time for compilers to delete their half-written files
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ class WorkerError(Exception):
 
 
 class Worker:
-    """One process. It starts with the first job, and anew with the first job after it died. See `WorkerPool`."""
+    """A worker process: started by its first job, and restarted by the next job after it has died. See `WorkerPool`."""
 
     def __init__(self, module: str, about: Mapping[str, Any], environment: Mapping[str, str], timeout_s: float | None) -> None:
         self._module, self._about, self._environment, self._timeout_s = module, about, environment, timeout_s
@@ -44,7 +44,7 @@ class Worker:
         self._stderr: IO[str] | None = None
 
     def ask(self, job: Mapping[str, Any]) -> Any:
-        """Return the answer to `job`.
+        """Send `job` to the process and return its answer.
 
         Raises WorkerError if the process dies, is stopped or exceeds the timeout, and OSError if it cannot be started.
         """
@@ -68,7 +68,7 @@ class Worker:
         raise WorkerError(why)
 
     def stop(self) -> None:
-        """Ask the process, and those that it started, to terminate, and start no other. May be called from any thread."""
+        """Ask the process and those that it started to terminate, and refuse new jobs. May be called from any thread."""
         with self._lock:
             self._stopped = True
         if self.process is not None:
@@ -94,7 +94,7 @@ class Worker:
             return
         process.wait()
         for pipe in (process.stdin, process.stdout, self._stderr):
-            with suppress(OSError):  # a job that the process never read is still in the pipe
+            with suppress(OSError):  # closing flushes the pipe, which fails if the process died before it read a job
                 if pipe is not None:
                     pipe.close()
         if self.folder is not None:
@@ -115,7 +115,7 @@ class Worker:
 
     def _send(self, process: subprocess.Popen[str], value: Mapping[str, Any]) -> None:
         assert process.stdin is not None
-        with suppress(OSError):  # the process is dead, which `_receive` finds out
+        with suppress(OSError):  # the process has died; `ask` reports it, since `_receive` then returns no line
             process.stdin.write(json.dumps(value) + "\n")
             process.stdin.flush()
 
@@ -205,10 +205,10 @@ class WorkerPool:
 
 
 def listen() -> tuple[Any, Iterator[Any], Callable[[Any], None]]:
-    """Return the pool's `about`, the jobs as they come, and the function that answers a job. To be called by a worker module.
+    """Return the pool's `about`, an iterator over jobs, and a function that answers a job. Worker modules call it once.
 
-    From now on, what is printed goes to stderr. The process ends when the pool closes its stdin or dies, even in the middle of
-    a job, together with the processes that it started; its folder is deleted.
+    Afterwards, printed text goes to stderr, because stdout carries the answers. When the pool closes stdin or dies, even in the
+    middle of a job, the process and the processes that it started end, and its folder is deleted.
     """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
