@@ -45,7 +45,7 @@ def compile_piece(anatomy: Anatomy, card: Card | None, folder: str, job: dict[st
 
 def main() -> None:
     about, jobs, answer = listen()
-    torch.set_num_threads(about["threads"])  # Inductor compiles this number into code for the CPU
+    torch.set_num_threads(about["threads"])  # Inductor writes this number into code for the CPU
     torch.set_default_dtype(getattr(torch, about["default_dtype"]))
     card = None if about["card"] is None else Card.from_plain(about["card"])
     model = skeleton.from_plain(about["model"], None)

@@ -1,7 +1,7 @@
 """Compile the pieces of a model in worker processes (`compile_worker`), several at once.
 
 The compiler's memory is returned to the system when its process ends, and no process sees a GPU. The processes end with the
-export, also if the export is killed.
+export, even if the export is killed.
 """
 
 from __future__ import annotations

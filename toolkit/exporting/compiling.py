@@ -1,8 +1,8 @@
 """Compiles one piece of a model to native code with torch.export and AOTInductor, and caches the result.
 
 The cache key covers the piece's graph, the compiler's options and versions, and the processor. A killed export therefore
-resumes, and an export with another context compiles little or nothing. Weights are inputs of every graph, so compiling needs no
-weights. The exporting process calls `trace` and `key_of`; worker processes call `compile_program` (see `compilers`).
+resumes, and an export with another context length compiles little or nothing. Weights are inputs of every graph, so compiling
+needs no weights. The exporting process calls `trace` and `key_of`; worker processes call `compile_program` (see `compilers`).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from toolkit.tune.store import cache_folder
 KEPT = 256  # compiled pieces in the cache; older ones are deleted
 STALE_S = 3600.0  # partial files older than this are deleted
 OPTIONS: dict[str, Any] = {
-    "emulate_precision_casts": True,  # round between fused operations as separate operations do: same tokens
-    # No assertions about shapes. They would only say that a view of a cache is not the whole cache, and code for a view works
-    # for the whole cache too, whose strides are the same.
+    "emulate_precision_casts": True,  # round between fused operations as separate ones do, so that tokens are equal
+    # Omit assertions about shapes. They only check that a view of a cache is smaller than the whole cache, and the code is
+    # right for the whole cache too, because its strides are the same.
     "scalar_asserts": False,
     "compile_threads": 1,
 }
@@ -90,7 +90,7 @@ def trace(traceable: Traceable) -> Any:
             traceable.inputs,
             dynamic_shapes=(traceable.varying,),
             strict=False,
-            prefer_deferred_runtime_asserts_over_guards=True,  # there are guards that hold but that the solver can't prove
+            prefer_deferred_runtime_asserts_over_guards=True,  # some guards hold although the solver can't prove them
         )
     assert not program.state_dict, f"the graph holds weights: {list(program.state_dict)[:3]}"
     return program
@@ -107,7 +107,7 @@ def check_compiler() -> str:
 
 
 def processor() -> dict[str, str]:
-    """Return what compiled code for a CPU depends on: machine, operating system, and the widest vector instructions."""
+    """Return the properties that CPU code is compiled for: machine, operating system, and the widest vector instructions."""
     return {"machine": platform.machine(), "system": platform.system(), "vectors": torch.backends.cpu.get_cpu_capability()}
 
 
@@ -118,7 +118,7 @@ def key_of(program: Any, card: Card | None) -> str:
     compiler = [os.environ.get(name, "") for name in ("CXX", "AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL")]
     made: tuple[Any, ...] = (torch.__version__, sorted(OPTIONS.items()), sorted(processor().items()), compiler)
     if card is None:
-        made = (*made, torch.get_num_threads())  # Inductor compiles it into code for the CPU
+        made = (*made, torch.get_num_threads())  # Inductor writes this number into code for the CPU
     else:
         made = (*made, sorted(inductor.OPTIONS.items()), inductor.AS_PYTORCH, torch.version.cuda, triton_version(), card.facts)
     launched = [] if card is None else _launches(program)

@@ -1,4 +1,4 @@
-"""`export` compiles a model ahead of time into a folder, a package; `load_exported` makes a model of a package.
+"""`export` compiles a model ahead of time into a folder, called a package; `load_exported` loads a package as a model.
 
 An export splits the model into layers (`pieces`), compiles each distinct layer in worker processes (`compilers`), writes the
 weights once (`weights`), and finishes by replacing the package's manifest (`package`). `loading` checks and loads a package,
@@ -42,7 +42,7 @@ from toolkit.vram.budget import budget as cap
 
 __all__ = ["Exported", "Package", "export", "load_exported"]
 
-CONTEXT = 4096  # tokens, the default; fewer if the model has fewer positions
+CONTEXT = 4096  # default, in tokens; fewer if the model has fewer positions
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Package:
     manifest: dict[str, Any]
 
     def load(self, device: Device | str | None = None) -> Exported:
-        """Load the package with `load_exported`. It is trusted, since this process made it."""
+        """Load the package with `load_exported`. `trust=True` is not needed, since this process made the package."""
         return load_exported(self.path, device)
 
     @property
@@ -94,7 +94,7 @@ def export(
         device: The device to compile for: "cpu" or a CUDA GPU. Default: a loaded model's own device, else the first GPU, else
             the CPU.
         target: A GPU of the catalogue to compile for instead ("rtx-5090"). No GPU is needed, only a CUDA build of PyTorch.
-        budget: The most memory that exporting may take ("4 GiB"): of the GPU, or of the host if the package is for the CPU. The
+        budget: Maximum memory for the export ("4 GiB"), on the GPU or, if the package is for the CPU, on the host. The
             export is planned first (see `tk.plan`), and then PyTorch's CUDA allocator is limited to the budget.
         context: The most tokens that a cache can hold. Default: 4,096, or fewer if the model has fewer positions.
         kv: The format in which caches hold keys and values (see `tk.generate`).

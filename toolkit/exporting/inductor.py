@@ -98,7 +98,7 @@ def find_cuda(folder: str, compiler: str) -> None:
 def compile_only_for(card: Card) -> None:
     """Make `aoti_compile_and_package` compile for `card` from now on, without a GPU. For a process that does nothing else.
 
-    Raises PackageError if this PyTorch has no function of a name that is to be replaced.
+    Raises PackageError if this PyTorch lacks one of the functions that have to be replaced.
     """
     from torch._dynamo import device_interface
     from torch._inductor import lowering
@@ -195,9 +195,9 @@ def _number(card: Card) -> int:
 
 
 def _compile_kernels(wrapper: Any) -> None:
-    """Compile and save the Triton kernels of a graph, where Inductor would also run them to choose among configs.
+    """Compile and save the Triton kernels of a graph. Unlike Inductor, do not run them to choose among configs.
 
-    Our kernels have one config, the tuner's; kernels that Inductor writes itself take the first.
+    Our kernels have one config, the tuner's; for kernels that Inductor writes itself, the first config is taken.
     """
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
@@ -234,8 +234,8 @@ def _mark_pure(functions: dict[str, Any]) -> dict[str, Any]:
 def declare_arrays_once() -> None:
     """Make Inductor declare arrays of sizes before their first use in the C++ that it writes, in PyTorch 2.11 and 2.12.
 
-    These versions identify an array's destination by the `id` of a bound method, which is reused once the method is gone. Now
-    and then the code used an array that was declared further down.
+    These versions identify an array's destination by the `id` of a bound method, which is reused once the method is gone. The
+    C++ code therefore sometimes used an array before its declaration.
     """
     from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 

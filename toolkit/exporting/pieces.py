@@ -43,7 +43,7 @@ Varying = dict[int, Any] | None  # an input's dynamic dimensions, each a torch.e
 class Piece:
     """One layer, or the head (`layer` None).
 
-    `weights` are names of the model's parameters, in the order of the piece's inputs; None stands for a tensor holding a 1.
+    `weights` are names of the model's parameters, in the order of the piece's inputs; None stands for a tensor that holds 1.
     A piece first completes the output of the layer before it: `post_eps` is the epsilon of that layer's last norm, if it has
     one, and the norm's weight is among `weights`. Pieces with equal `like` are compiled once.
     """
@@ -95,7 +95,7 @@ def check_exportable(model: CausalLM) -> None:
 def least_context(model: CausalLM) -> int:
     """Return the smallest number of tokens for which a package allocates caches.
 
-    A ring cache shorter than its window would be another kind of layer; and the half cache that is traced needs several slots.
+    A ring cache shorter than its window would be another kind of piece. Tracing needs at least two slots in half of a cache.
     """
     return max(4, *(getattr(module, "window", None) or 0 for module in model.modules()))
 
@@ -142,7 +142,7 @@ class Anatomy:
         return Traceable(run, (*given, *weights), (*varying, *(None for _ in weights)), self.mode)
 
     def _inputs(self, layer: int | None, x: Tensor) -> tuple[list[Tensor], list[Varying], dict[str, Reach]]:
-        """Return a piece's inputs without weights, their dynamic dimensions, and its reaches.
+        """Return a piece's inputs except for weights, their dynamic dimensions, and the cache slots that it uses (`Reach`).
 
         The inputs of a layer are x, the term to add to it, positions, the slots of each kind of cache, ropes and states.
         """
@@ -212,7 +212,7 @@ class Anatomy:
         return [self._names[id(self.last[1])] if name is None else name for name in piece.weights]
 
     def _chunk(self) -> int:
-        """Return the most tokens of a prompt that a prefill takes: fewer than a ring cache holds, for example.
+        """Return the maximum tokens that a prefill processes at once: fewer than a ring cache holds, for example.
 
         On a GPU a delta net in fp32 uses its reference, which Inductor can't compile for a dynamic number of tokens, so its
         prompts are processed one token at a time.

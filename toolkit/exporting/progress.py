@@ -17,7 +17,7 @@ from toolkit.gpu.device import Device
 
 SAMPLES_PER_S = 20  # of memory
 STEP_BYTES = 8 << 20  # smaller changes of the host's memory are not recorded
-POINTS = 200  # most points of a phase's curve
+POINTS = 200  # maximum points of a phase's curve
 
 Progress = Callable[[str, float, str], None]
 
@@ -60,7 +60,7 @@ class Watch(Reporter):
         self.report((self._phase, share, item), position, item, always=always, end=always and share == 1.0)
 
     def bytes(self, total: int) -> Callable[[int, str], None]:
-        """Return a function that adds n bytes to those done of `total`, and reports them."""
+        """Return a function `step(n, name)` that counts n more of `total` bytes as done and reports the progress."""
         done = 0
 
         def step(n: int, name: str) -> None:

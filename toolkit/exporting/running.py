@@ -100,12 +100,12 @@ class Exported:
 
 
 def parts_of(tokens: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of the parts in which `tokens` are processed: at most `most` and at least `LEAST` each, or single."""
+    """Yield (start, stop) of the parts in which `tokens` are processed: `LEAST` to `most` tokens each, or single tokens."""
     start = 0
     while most >= LEAST and tokens - start >= LEAST:
         size = min(tokens - start, most)
         rest = tokens - start - size
         if 0 < rest < LEAST <= size - (LEAST - rest):
-            size -= LEAST - rest  # so that the rest is long enough for a part of its own
+            size -= LEAST - rest  # leave enough tokens for another part of at least `LEAST`
         yield start, (start := start + size)
     yield from ((one, one + 1) for one in range(start, tokens))
