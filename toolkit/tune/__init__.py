@@ -75,7 +75,7 @@ def warm(
     """Tune for a GPU of this machine: compile, check and time every config that has no stored timing, and store the results.
 
     `what` is a model (any object with `kernel_shapes()`), a kernel or its name (for its known shapes), or (kernel, shape)
-    pairs. `again` repeats configs with stored timings too, including those of the package. Setting `cancel` raises
+    pairs. `again` also repeats configs with stored timings, including those shipped with the package. Setting `cancel` raises
     CancelledError; timings so far are stored, and another call resumes. Without a CUDA GPU, or for a GPU that is not in this
     machine, configs are only compiled, and a note says so.
     """

@@ -104,7 +104,7 @@ def _read(path: Path) -> Tuned:
 
 
 def _write(path: Path, kept: Tuned) -> None:
-    with suppress(OSError):  # which `replace_text` reports
+    with suppress(OSError):  # `replace_text` reports the problem
         path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, kept.to_text(), ToolkitError)
 

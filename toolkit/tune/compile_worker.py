@@ -66,7 +66,7 @@ def compile_for(kernel: Kernel, shape_key: str, config: Config, capability: int)
 
 
 def compile_launch(launch: Launch) -> LaunchUse:
-    """Compile one launch for the current GPU, as a launch would."""
+    """Compile the kernel of one launch for the current GPU, exactly as launching it would, and return its resources."""
     capability = driver.active.get_current_target().arch
     options = launch.options((capability // 10, capability % 10))
     compiled = launch.function.warmup(grid=launch.grid, **launch.arguments, **launch.constants, **options)

@@ -28,8 +28,8 @@ from toolkit.tune.store import cache_folder, locked, tell, words
 HANGS_AFTER_S = 180.0  # ptxas can take minutes for a config that spills kilobytes of registers
 SAVE_EVERY_S = 2.0
 MOST_WORKERS = 16
-INSIDE = "TOOLKIT_COMPILES"  # environment variable of compiling processes: the kernel's name
-NOT_KEPT = "The compiler "  # errors that begin so are not the config's: they are not stored, and it is compiled again
+INSIDE = "TOOLKIT_COMPILES"  # environment variable that is set to the kernel's name in compiling processes
+NOT_KEPT = "The compiler "  # prefix of errors that the config did not cause: not stored, so that it is compiled again
 
 Capability = tuple[int, int]
 Step = Callable[[int, int, str], None]  # done, total, name of the last job; may raise to cancel
@@ -117,7 +117,7 @@ class Kept:
             return {}
 
     def add(self, job: Job, compiled: Compiled) -> None:
-        """Add one result, unless it is an error that is not the config's. Saves every `SAVE_EVERY_S` seconds."""
+        """Add one result, unless it is an error that the config did not cause. Saves every `SAVE_EVERY_S` seconds."""
         if compiled.error.startswith(NOT_KEPT):
             return
         self.rows[job.key] = compiled

@@ -1,9 +1,9 @@
 """Model the time of a config on a GPU without running it.
 
 A roofline: the larger of bytes / bandwidth and operations / peak rate. The bandwidth that a config reaches follows from its
-bytes in flight (Little's law: open loads of the resident warps / memory latency). Idle SMs, a partly filled last wave and
-register spills add to the time. The result ranks configs, to choose one for an absent GPU or an order to time them in; it is
-always labelled as modelled and not meant to be quoted.
+bytes in flight (Little's law: outstanding loads of the resident warps / memory latency). Idle SMs, a partly filled last wave
+and register spills add to the time. The result ranks configs, to choose one for an absent GPU or an order to time them in; it
+is always labelled as modelled and not meant to be quoted.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from toolkit.kernels.base import Config, Kernel, Shape
 from toolkit.tune.limits import WARP, Compiled, LaunchUse, occupancy
 
 LATENCY_NS = 700.0  # of a load from DRAM when the memory is busy
-OPEN_BYTES = 2 * WARP * 16  # open loads of a warp without a pipeline: two of 16 B per lane
+OPEN_BYTES = 2 * WARP * 16  # outstanding loads of a warp without a pipeline: two of 16 B per lane
 SM_BYTES_PER_S = 64 * 1.7e9  # into one SM: 64 B per clock
 SPILL_BYTES_DOUBLE = 512.0  # a stack of this many bytes per thread doubles the time
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A modelled time in ns, its floor from bytes and from operations (the roofline), and what bounds it."""
+    """A modelled time in ns, its lower bounds from bytes and from operations (the roofline), and the limiting resource."""
 
     ns: float
     memory_ns: float

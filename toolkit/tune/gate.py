@@ -59,7 +59,7 @@ class Gate:
         return worst
 
     def _run(self, config: Config, inputs: Tensors, outputs: dict[str, Tensor], scratch: bool) -> list[Tensor]:
-        """Return copies of the results of one run. `scratch` also poisons scratch; the second run keeps that of the first."""
+        """Return copies of the results of one run. `scratch` also poisons scratch; the second run gets the first one's."""
         results = self.kernel.results(self.shape)
         shared = {tensor.untyped_storage().data_ptr() for tensor in inputs.values() if tensor.numel()}
         for n, tensor in enumerate(outputs.values()):
@@ -80,7 +80,7 @@ class Gate:
 
 
 def poison(tensor: Tensor, whole: bool, scratch: bool) -> None:
-    """Overwrite a result (`whole`), or the floating-point part of scratch: integer scratch counts from what `outputs()` set."""
+    """Overwrite a result (`whole`) or floating-point scratch. Integer scratch is kept: kernels count on from its value."""
     if tensor.dtype.is_floating_point and (whole or scratch):
         tensor.fill_(math.nan)
     elif whole:

@@ -50,7 +50,7 @@ def fingerprint(kernel: Kernel) -> str:
 def _gather(thing: Any, home: str, owner: type, parts: dict[str, str]) -> None:
     """Add the source of a function, and of what it uses, to `parts`."""
     is_kernel = hasattr(thing, "fn")
-    while hasattr(thing, "fn"):  # a triton.jit function, however often wrapped
+    while hasattr(thing, "fn"):  # a triton.jit function, perhaps inside of several wrappers
         thing = thing.fn
     module = getattr(thing, "__module__", None) or ""
     ours = is_kernel or module == home or (module.startswith(f"{KERNELS}.") and module not in WORDS_ONLY)

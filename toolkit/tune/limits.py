@@ -1,8 +1,8 @@
 """Check whether a compiled config fits a GPU (shared memory, registers, threads, grid), and compute its occupancy.
 
 Computed from the compiler's figures (`compiling.py`) and the catalogue, without Triton or a GPU. The rules are those of the
-CUDA programming guide: the number of blocks per SM is the least that registers, shared memory, threads and the limit of the
-compute capability allow.
+CUDA programming guide: the number of blocks per SM is the smallest that registers, shared memory, threads and the limit of
+the compute capability allow.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Choose the config that a kernel is launched with, from stored timings. The first of these steps that finds one counts:
+"""Choose the config that a kernel is launched with, from stored timings. These steps are tried until one finds a config:
 
 1. "this device": the fastest correct config that was timed on this model of GPU;
 2. "near shape": the fastest one that was timed on it at other lengths (`Kernel.lengths`), the nearest lengths first;
@@ -46,8 +46,8 @@ class Choice:
     note: str
 
 
-_chosen: dict[tuple[Kernel, Shape, str], Choice] = {}  # by the GPU's key
-_at_once: dict[tuple[Kernel, Shape, Any], Choice] = {}  # the same by the argument `device`, if it always means one GPU
+_chosen: dict[tuple[Kernel, Shape, str], Choice] = {}  # by kernel, shape and the GPU's key
+_at_once: dict[tuple[Kernel, Shape, Any], Choice] = {}  # by the argument `device`, if it always means the same GPU
 
 
 def choose(kernel: Kernel, shape: Shape, device: Card | torch.device | str | int = "auto") -> Choice:
@@ -156,7 +156,7 @@ def _differing(found: Timed, shape: Shape) -> str:
 
 @lru_cache(maxsize=64)
 def _kept(gpu: str, facts: DeviceFacts | None = None) -> Tuned | None:
-    """Read the files once: models look up dozens of shapes."""
+    """Return the stored timings of a GPU. Cached, because models look up dozens of shapes."""
     return read_tuned(gpu, facts)
 
 

@@ -1,4 +1,4 @@
-"""The table that tuning returns: one row per config and GPU, and methods to read winners and losses from it.
+"""The table that tuning returns: one row per config and GPU, with methods that name and compare the winners.
 
 Each time is marked as measured or modelled. A GPU's winner is chosen among measured times if there are any, and otherwise
 among modelled ones.
@@ -94,7 +94,7 @@ class Tuning:
         return min(measured or usable, key=lambda row: row.ns or 0.0, default=None)
 
     def fastest(self, gpu: str, verdict: str, shape: str | None = None) -> Row | None:
-        """Return the fastest config of one verdict: "wrong", for example, is what a tuner that checks nothing might choose."""
+        """Return the fastest config with a verdict. The fastest "wrong" one is what a tuner without checks might choose."""
         timed = [row for row in self.of(gpu, shape) if row.verdict == verdict and row.ns is not None]
         return min(timed, key=lambda row: row.ns or 0.0, default=None)
 
@@ -115,7 +115,7 @@ class Tuning:
         return f"{best.config!r}  # {', '.join(said)}"
 
     def loss(self, gpu: str, winner_of: str, shape: str | None = None) -> float | str:
-        """Return the loss of `gpu` with the winner of another GPU: 0.07 for 7 % more time, or why it cannot run it."""
+        """Return the slowdown of `gpu` with the winner of another GPU (0.07 for 7 % more time), or why it is unknown."""
         own, other = self.best(gpu, shape), self.best(winner_of, shape)
         if own is None or other is None or own.ns is None:
             return f"no config runs on {gpu if own is None else winner_of}"

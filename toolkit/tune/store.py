@@ -153,7 +153,7 @@ def tuned_path(gpu: str) -> Path:
 
 
 def read_tuned(gpu: str, device: DeviceFacts | None = None) -> Tuned | None:
-    """Return the timings of `gpu`, those of the package and the user's merged, or None.
+    """Return the timings of `gpu`, merged from the package's file and the user's, or None if there are none.
 
     A file that is damaged, or not of `device` (if given), is renamed with a warning.
     """
@@ -218,7 +218,7 @@ def _read_or_set_aside(path: Path, device: DeviceFacts | None, ours: bool) -> Tu
         tell(f"{path} is not used: {why}.")
         return None
     aside = _free_name(path)
-    with suppress(OSError):  # another process has just done so
+    with suppress(OSError):  # another process has just renamed it
         path.rename(aside)
     tell(f"{path.name} was set aside as {aside.name}: {why}. It will be built anew.")
     return None

@@ -72,7 +72,7 @@ class CudaClock:
 
 
 def rotation(inputs: Tensors, moved: int) -> tuple[list[Tensors], bool]:
-    """Return copies of the inputs, and whether runs that each read `moved` bytes of them exceed twice the L2.
+    """Return copies of the inputs, and whether one run per copy, each reading `moved` bytes, reads more than twice the L2.
 
     Copies are limited by free memory and `MOST_COPIES`. The original inputs are not used, since a run may write in place.
     """
@@ -104,7 +104,7 @@ def first_ns(run: Callable[[], None]) -> float:
 
 
 def replay(run: Callable[[], None], count: int, best_ns: float, cold: bool) -> Timing:
-    """Capture `run`, which makes `count` runs, replay the graph, and return the time of one run."""
+    """Capture `run`, which runs the operation `count` times, replay the graph, and return the time of one operation."""
     graph = captured(run)
     graph.replay()
     torch.cuda.synchronize()
