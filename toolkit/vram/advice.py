@@ -123,7 +123,7 @@ def _let_go(variables: Mapping[str, Any], found: Mapping[owners.Place, owners.Ho
     for place, holder in found.items():
         if place[0] == "cpu":
             continue
-        if "(the traceback of" in holder.owner:  # freed with the error that is explained
+        if "(the traceback of" in holder.owner:  # freed together with the explained error
             continue
         if holder.owner.startswith(("Out[", "_")):
             stale += holder.bytes

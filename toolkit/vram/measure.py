@@ -202,7 +202,7 @@ class Scope:
         except Exception as problem:
             if error is None:
                 raise
-            trace = TraceBuilder().build({"device": "none", "problem": repr(problem)})  # report the user's own error
+            trace = TraceBuilder().build({"device": "none", "problem": repr(problem)})  # the user's own error is raised
         meta: dict[str, Any] = {"elapsed_s": elapsed_s, "host": dict(vars(self.use.host))}
         if error is not None:
             meta["failed"] = type(error).__name__
@@ -257,7 +257,7 @@ def memory(device: Any = None, *, lines: bool = True) -> Any:
     """Measure the memory of a block (`with tk.memory() as m:`) or of each call of a function (`@tk.memory`).
 
     `device` is a Device or a name that `tk.device` accepts. By default it is the device in use: the open virtual GPU, otherwise
-    CUDA. `lines=False` does not record which line allocates; that is most of the overhead, and bytes and steps stay exact. A
+    CUDA. `lines=False` does not record the allocating lines. This avoids most of the overhead; bytes and steps stay exact. A
     decorated function prints one line per call and stores its last measurement as `function.memory`. See `MemoryUse`.
 
     Raises ToolkitError if a generator function is decorated, and DeviceError if the device cannot be opened.
@@ -331,7 +331,7 @@ def with_owners(trace: Trace, found: Mapping[owners.Place, owners.Holder], meta:
     codes = {text: i for i, text in enumerate(trace.strings)}
     owner, name = trace["owner"].copy(), trace["name"].copy()
     nowhere = owners.kind_by_place(None) if trace.meta.get("lines") else None
-    kinds = [*map(owners.kind_by_place, trace.strings), nowhere]  # the last one is for code -1: no line
+    kinds = [*map(owners.kind_by_place, trace.strings), nowhere]  # code -1 means "no line" and indexes the last one
     by_place = np.array([-1 if kind is None else codes.setdefault(kind, len(codes)) for kind in kinds], np.int32)
     allocs = ledger.blocks.row
     name[allocs] = by_place[trace["where"][allocs]]

@@ -36,7 +36,7 @@ _DEPTH = 6  # steps from a variable
 _LEAVES = (str, bytes, bytearray, int, float, complex, bool, type(None), type, ModuleType, CodeType, torch.dtype, torch.device)
 _LEAF_TYPES = frozenset(_LEAVES)
 _MACHINERY = ("/IPython/", "/toolkit/gpu/")  # frames that hold the same values as the user's frames
-_OPAQUE = (Device, threading.Thread, io.IOBase)  # from these, unrelated objects can be reached
+_OPAQUE = (Device, threading.Thread, io.IOBase)  # not entered: they lead to objects that the variable does not own
 _MODULE_TABLES = frozenset(vars(nn.Module()))  # attributes that every module has; its tables are walked separately
 _KINDS_BY_FILE = {
     "models/cache.py": "kv", "models/cache_codes.py": "kv", "transformers/cache_utils.py": "kv", "toolkit/loading/": "weights",
@@ -56,7 +56,7 @@ Place = tuple[str, int]  # device type, address
 
 
 def find(variables: Mapping[str, Any]) -> dict[Place, Holder]:
-    """Return the owner of the memory that `variables` reach, by place. Breadth first: the shortest path names it."""
+    """Return the owner of each place in memory that can be reached from `variables`, named by the shortest path to it."""
     named = ((name, value) for name, value in list(variables.items()) if type(name) is str)
     return _walk((name, value) for name, value in named if not name.startswith("_"))
 
@@ -84,7 +84,7 @@ def place_of(tensor: torch.Tensor) -> Place | None:
 
 
 def kind_by_place(where: str | None) -> str | None:
-    """Return the kind of an allocation if its file determines it, else None; "workspace" if no line of Python asked for it."""
+    """Return the kind of an allocation by the file of its line, or None; "workspace" if it comes from no line of Python."""
     if where is None:
         return "workspace"
     inner = where.rpartition(" > ")[2]

@@ -185,7 +185,7 @@ class Recorder:
 
     def _end(self, result: Any) -> None:
         info = self._running[-1][1] if result is None and self._running else getattr(result, "info", None)  # None: cancelled
-        if all(info is not running for _, running in self._running):  # the cell that called `on`, or an empty cell
+        if all(info is not running for _, running in self._running):  # not measured: the cell that called `on`, or an empty one
             return
         while self._running[-1][1] is not info:
             self._running.pop()[0].end({})
