@@ -80,7 +80,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def resolve(asked: str) -> Path:
-    """Return the folder or GGUF file for `asked`. Raises ToolkitError, with a proposal, if there is none.
+    """Return the folder or GGUF file for `asked`. Raises ToolkitError, which suggests a path, if there is none.
 
     GGUF files are recognized by their first bytes or their name. A folder without a config.json may contain one GGUF model.
     """
@@ -209,7 +209,7 @@ def _check_counts(path: Path, config: Any, weights: Weights) -> None:
 
 
 def _most(stored: Iterable[Stored]) -> torch.dtype:
-    """Return the dtype of most stored bytes, or bfloat16 if that is a quantized type or not one to compute in."""
+    """Return the dtype that most of the stored bytes have, or bfloat16 if models cannot compute in that dtype."""
     totals: dict[torch.dtype | None, int] = {}
     for tensor in stored:
         totals[tensor.dtype] = totals.get(tensor.dtype, 0) + tensor.nbytes

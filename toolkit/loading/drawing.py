@@ -1,7 +1,7 @@
 """Draw random weights of a model's real shapes on the device, for measurements of speed, memory and copies.
 
-These do not depend on the values. Matrices have a standard deviation of about STD in any scheme and norm weights are one, so
-activations stay finite at any depth. The same seed gives the same weights on the same type of device.
+Such measurements do not depend on the values. Matrices have a standard deviation of about STD in any scheme and norm weights
+are one, so activations stay finite at any depth. The same seed gives the same weights on the same type of device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FINE = (32, 64)  # range of 8-bit scales and minima; 6-bit ones go up to 63
 def draw(model: nn.Module, device: Device, seed: int, counter: Counter) -> None:
     """Fill every parameter of `model` in place, without temporaries and without host memory.
 
-    A module whose vectors are neither norms nor biases states their ranges: `INITIAL = {"decay": (-16.0, -0.01)}`.
+    A module with vectors that are neither norms nor biases declares their ranges: `INITIAL = {"decay": (-16.0, -0.01)}`.
     """
     generator = None if device.torch.type == "vgpu" else torch.Generator(device.torch).manual_seed(seed)
     counter.begin(sum(parameter.nbytes for parameter in model.parameters()))

@@ -76,7 +76,7 @@ class Filler:
         return stored.nbytes * (source.rows.stop - source.rows.start) // stored.shape[-2]
 
     def _whole(self, stored: Stored, source: Source, target: Tensor) -> None:
-        """Copy a weight that is reshaped or transformed. It is never large, so it is copied at once, through fp32."""
+        """Copy a weight that is reshaped or transformed: as a whole, since it is never large, and converted through fp32."""
         values = self._values(stored, self._across(self.weights.raw(stored.name)), torch.float32)
         values = values.view(stored.shape if source.shape is None else source.shape)
         values = values if source.rows is None else values[..., source.rows, :]
@@ -123,7 +123,7 @@ class Filler:
             values = self._values(stored, self._across(raw), target.dtype)
         else:
             values = raw["values"]
-            if stored.dtype != target.dtype:  # otherwise copy_ would cast on the host
+            if stored.dtype != target.dtype:  # cast on the device: copy_ would cast on the host
                 values = values.to(self.device)
         target.copy_(values.view(target.shape))
 

@@ -127,7 +127,7 @@ class HfModel(Shown):
     """A causal language model of transformers with the interface of the toolkit's models. `inner` is the model.
 
     The toolkit's strategies pass it embeddings (with the rows of per-layer embeddings, if the model has them) and a
-    StaticCache. Copies inside the model are counted like any others. `loops` holds its own generate.
+    StaticCache. Copies inside the model are counted like any others. `loops` has the model's own `generate`.
     """
 
     def __init__(self, inner: Any, device: Device) -> None:
@@ -291,7 +291,7 @@ def _config(inner: Any) -> Config:
         vocab_size=int(text.vocab_size),
         hidden_size=int(text.hidden_size),
         num_hidden_layers=int(text.num_hidden_layers),
-        max_position_embeddings=int(most) if most else 1 << 20,  # no position embeddings: no limit
+        max_position_embeddings=int(most) if most else 1 << 20,  # without position embeddings there is no limit
         eos_token_ids=tuple(ends) if isinstance(ends, list | tuple) else () if ends is None else (int(ends),),
         tie_word_embeddings=bool(getattr(text, "tie_word_embeddings", False)),
     )

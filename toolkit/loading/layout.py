@@ -26,7 +26,7 @@ TOGETHER = "Check that config and weights belong together"
 
 @dataclass(frozen=True)
 class Fused:
-    """Matrices with the same input that were fused: their `names`, the number of layers, and of fused matrices."""
+    """A group of matrices with the same input that were fused: names, number of layers, and number of fused matrices."""
 
     names: tuple[str, ...]
     layers: int
@@ -129,7 +129,7 @@ def _check_shapes(model: CausalLM, checkpoint: Checkpoint, weights: Weights) -> 
             one = len(source.names) == 1
             fits = (
                 each in (shape, (1, *shape)) if one else shape == each and wanted[0] == len(source.names)
-            )  # (1, ...): a single expert
+            )  # the weight of a single expert is (1, ...)
             if not fits:
                 raise _misshapen(checkpoint.path, stored, f"the config requires {list(wanted)}")
             if stored.dtype is not None and not stored.dtype.is_floating_point:

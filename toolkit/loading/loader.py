@@ -95,7 +95,7 @@ def load(
 
 
 def _way(scheme: str | Scheme | Recipe | None) -> Recipe | str | None:
-    """Return None, "none", or a recipe."""
+    """Return the argument `scheme` of `load` as None, "none" or a Recipe."""
     if scheme is None or scheme == "none":
         return scheme
     try:
@@ -115,7 +115,7 @@ def _wrap(path: Any, device: Device | str, dtype: torch.dtype | str | None, engi
 
 
 def _without_values(checkpoint: Checkpoint, device: Device) -> AbstractContextManager[None]:
-    """Random weights on a virtual GPU are sizes only, so that they need no memory on this machine."""
+    """Return a context in which random weights on a virtual GPU are sizes only and take no memory of this machine."""
     if checkpoint.weights is None and isinstance(device, VirtualGpu):
         return device.sizes_only()
     return nullcontext()
