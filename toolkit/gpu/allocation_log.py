@@ -1,7 +1,7 @@
-"""The state that both GPUs share with memory scopes, so that neither has to import the module that opens the scopes.
+"""The allocation log: GPUs, virtual and CUDA, write to it, and `allocation_scopes` cuts memory scopes out of it.
 
-The virtual GPU appends each allocation to `log.builder`. CUDA's allocator keeps its own history, so the log only collects the
-decode steps that ran on a CUDA GPU. `allocation_scopes` begins and ends scopes.
+The virtual GPU appends each allocation to `log.builder`. CUDA's allocator keeps its own history, so for a CUDA GPU the log only
+collects decode steps. The log is a module of its own so that the GPUs need not import `allocation_scopes`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StepRange(NamedTuple):
 
 @dataclass(eq=False)
 class OpenScope:
-    """A memory scope that has begun: the blocks that were allocated then, and the row of the log where its events start."""
+    """A memory scope that has begun: the blocks that were allocated when it began, and the log row where its events start."""
 
     device: Device | None  # None stands for the device in use
     builder: TraceBuilder

@@ -79,7 +79,7 @@ def _trace_of(begun: OpenScope) -> Trace:
     index = getattr(begun.device, "index", None)
     meta |= {} if index is None else {"device_index": index}
     collects = gc.isenabled()
-    gc.disable()  # building a hundred thousand rows would trigger collections, which take longer than all the rest
+    gc.disable()  # building a hundred thousand rows triggers garbage collections that take longer than the building
     try:
         if device is not None and device.torch.type == "cpu":
             return TraceBuilder().build({**meta, "opening": 0})
@@ -102,7 +102,7 @@ def in_use() -> Device | None:
 
 
 def keep() -> None:
-    """Record lines between scopes as well, until `release`: blocks that are allocated when a scope begins then have lines."""
+    """Record lines outside of scopes too, until `release`, so that blocks allocated before a scope begins have lines."""
     with log.lock:
         log.keepers += 1
         _set_lines()
@@ -135,7 +135,7 @@ def _last_scope_ended() -> None:
 
 
 def _open_virtual(device: Device | None) -> VirtualGpu | None:
-    """Return the open virtual GPU if `device` is it, or is None."""
+    """Return the open virtual GPU if `device` is None or is that GPU; None otherwise."""
     current = open_card()
     return current if device is None or device is current else None
 
@@ -157,7 +157,7 @@ def _allocated_rows(virtual: VirtualGpu, builder: TraceBuilder) -> list[Row]:
 
 
 def _cuda_history(*, anew: bool, events: bool = True) -> CudaHistory | None:
-    """Start the history of CUDA's allocator and return it; None without CUDA. `anew` drops the entries so far."""
+    """Start the history of CUDA's allocator and return it; None without CUDA. `anew` discards its entries."""
     if not torch.cuda.is_available():
         return None
     the_history.start(anew=anew, lines=log.lines, events=events)

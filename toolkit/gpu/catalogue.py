@@ -29,9 +29,9 @@ class Source(NamedTuple):
 class GpuSpec:
     """One GPU model. Sizes are in bytes, times in ns, rates per second; every figure has a `source`.
 
-    `bandwidth_bytes_per_s` is the figure of the datasheet, `reached_bandwidth_bytes_per_s` that of a streaming kernel. The
-    flops are dense (without sparsity), with fp32 accumulation. The host costs are those of a Python program in eager PyTorch:
-    they depend more on the host's processor than on the GPU.
+    `bandwidth_bytes_per_s` is the bandwidth in the datasheet, `reached_bandwidth_bytes_per_s` the bandwidth that a streaming
+    kernel reaches. `*_flops` are rates of dense operations (without sparsity) with fp32 accumulation. `*_host_ns` are costs of
+    a Python program in eager PyTorch: they depend more on the host's processor than on the GPU.
     """
 
     key: str
@@ -119,7 +119,7 @@ _PCIE = {
 }
 _PCIE_FIELDS = ("h2d_pinned_bytes_per_s", "d2h_pinned_bytes_per_s", "h2d_pageable_bytes_per_s", "d2h_pageable_bytes_per_s")
 
-# Costs on the host and on streams in ns. Those in RECORDED were measured on a machine with an H200, those in _CHOSEN chosen.
+# Costs on the host and on streams in ns. RECORDED names the measurements of most, _CHOSEN how others were chosen.
 _COSTS: dict[str, float] = {
     "op_host_ns": 5500, "library_host_ns": 12400, "attention_host_ns": 16000, "python_host_ns": 4000,
     "launch_host_ns": 2500, "view_host_ns": 1000,
@@ -127,7 +127,7 @@ _COSTS: dict[str, float] = {
     "graph_launch_host_ns": 6000, "launch_latency_ns": 2000, "kernel_floor_ns": 880, "kernel_gap_ns": 1100,
     "copy_floor_ns": 740, "d2h_floor_ns": 1450, "d2d_floor_ns": 690, "graph_node_ns": 980,
 }  # fmt: skip
-# The entry of bench/results/h200_primitives.json of which each figure is a rounded value.
+# Each of these figures is the rounded value of this entry of bench/results/h200_primitives.json.
 RECORDED: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "op_host_ns": ("host_ns", "add_scalar"), "library_host_ns": ("host_ns", "matmul"),
     "attention_host_ns": ("host_ns", "sdpa_decode"), "view_host_ns": ("host_ns", "slice"),
@@ -151,7 +151,7 @@ _CHOSEN = {
     "launch_latency_ns": "assumed from launch_and_synchronize in h200_primitives.json; not used by the time model",
     "graph_launch_host_ns": "assumed: no graph was measured; not used by the time model",
 }
-_REACHED = 4.22 / 4.8  # measured read bandwidth of an H200 / that of its datasheet
+_REACHED = 4.22 / 4.8  # read bandwidth of an H200: measured / datasheet, both in TB/s
 
 
 def _card(
@@ -159,7 +159,7 @@ def _card(
     tflops: tuple[float, float, float], pcie: int, sheet: str,
     others: Mapping[str, Source] = MappingProxyType({}),
 ) -> GpuSpec:  # fmt: skip
-    """Return the GPU described by `sheet`. `tflops` are (fp32, tf32, bf16); `others` are figures with another source."""
+    """Return the GPU described by `sheet`. `tflops` are (fp32, tf32, bf16); `others` maps figures to other sources."""
     architecture, (rates, pcie_source) = _ARCHITECTURES[cc], _PCIE[pcie]
     figures: dict[str, float] = {
         "bandwidth_bytes_per_s": bandwidth, "reached_bandwidth_bytes_per_s": bandwidth * _REACHED, "sms": sms,

@@ -1,8 +1,8 @@
 """Host memory of this process: resident bytes and their peak, for scopes that may nest.
 
-Linux keeps the peak of the process (VmHWM), which can be reset. A scope that begins first adds the peak so far to the open
-scopes and then resets it. On other systems the peak is the largest value seen when a scope began or ended, and
-`HostScope.exact` is False.
+Linux keeps the peak of the process (VmHWM), which can be reset. Before a new scope resets it, the open scopes take it into
+their own peaks. On other systems the peak is the largest value seen when a scope began or ended, and `HostScope.exact` is
+False.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _open: list[HostScope] = []
 
 @dataclass
 class HostScope:
-    """Resident bytes of this process when the scope began, their peak, and when it ended. `exact`: the system gave the peak."""
+    """Resident bytes of this process at the start, peak and end of a scope. `exact`: whether the system measured the peak."""
 
     before_bytes: int = 0
     peak_bytes: int = 0
@@ -34,7 +34,7 @@ def resident_bytes() -> int:
 
 
 def started_bytes() -> int:
-    """Return the resident bytes of all descendants of this process, without pages of files.
+    """Return the resident bytes of all descendants of this process, excluding pages that map files.
 
     Returns 0 if the system does not report them.
     """
@@ -79,7 +79,7 @@ def end(scope: HostScope) -> HostScope:
 
 
 def _fold() -> int:
-    """Add the peak so far to every open scope. Return the resident bytes."""
+    """Raise the peak of every open scope to the peak so far if that is higher. Return the resident bytes."""
     resident, peak = _read()
     for scope in _open:
         scope.peak_bytes = max(scope.peak_bytes, peak if scope.exact else resident)

@@ -28,7 +28,7 @@ _LINE_BITS = 24
 
 
 class _Thread:
-    """The log of one thread: times in ns (perf_counter), and the line that ran from then on, packed as code << 24 | line."""
+    """The log of one thread: times in ns (perf_counter), and the line that starts at each, packed as code << 24 | line."""
 
     __slots__ = ("cupti_id", "times", "what")
 
