@@ -32,7 +32,7 @@ LATE = "The rates are too low, because an earlier recording left CUPTI attached.
 
 @dataclass(frozen=True)
 class Comparison:
-    """The runs of one prompt, by strategy in the order that was asked for, or by "model: strategy" for several models.
+    """The runs of one prompt in the requested order. `runs` is keyed by strategy, or by "model: strategy" for several models.
 
     `table` is a DataFrame with one row per run. Its columns are `model` (if there are several), `strategy`, `same_tokens`
     (equal to the tokens of the first run), `tok_per_s` and `clock` ("measured" or "modelled"), and averages per decode step:
@@ -105,7 +105,7 @@ def compare(
 
     If the clock is measured, every strategy is warmed up and timed without recording before the first recording starts. CUPTI
     stays attached after a process's first recording and slows down every later launch (demo model on an H200: from 850 to 680
-    tok/s); a comparison that starts after a recording says so. On the virtual GPU a single run provides both. After `cancel` is
+    tok/s); a comparison that starts after a recording says so. On the virtual GPU one run suffices. After `cancel` is
     set, the table holds the strategies that had started.
 
     Raises RecorderError if the device is being recorded, UnknownNameError for an unknown strategy, and ToolkitError for models
@@ -202,5 +202,5 @@ def decode_steps(trace: Trace) -> pd.DataFrame:
 
 
 def _whole(x: float) -> float | int:
-    """Convert a mean to int if it is whole, as it is when every step copies the same; the mean of nothing is 0."""
+    """Return a mean as an int if it is whole, and 0 if it is NaN (the mean of no steps)."""
     return 0 if np.isnan(x) else int(x) if x == int(x) else float(x)

@@ -31,8 +31,8 @@ def copy_budget(
         per: "block" applies the limits to the whole block, "step" to every step in it except the prefill.
         device: The device to record. Default: the virtual GPU that is open, else "auto".
 
-    An exception raised in the block is passed on. Raises RecorderError if the device is being recorded already, because its
-    copies could not be told from those of the block, and with `per="step"` if the block has no steps.
+    Exceptions from the block propagate. Raises RecorderError if the device is already being recorded, because its copies
+    can't be told apart from the block's, and with `per="step"` if the block has no steps.
     """
     budget = {"h2d": h2d, "d2h": d2h, "d2d": d2d}
     for kind, limit in budget.items():

@@ -99,7 +99,7 @@ def generate(
     ended = bool(tokens) and tokens[-1] in ends
     invented = trace is not None and device.recording is None and bool(trace.meta.get("sizes_only"))
     return Run(
-        text="" if invented else _text(model, tokens[:-1] if ended else tokens),  # without arithmetic the tokens mean nothing
+        text="" if invented else _text(model, tokens[:-1] if ended else tokens),  # sizes only: the token ids are meaningless
         tokens=tuple(tokens),
         prompt_tokens=tuple(ids),
         strategy=strategy.name,
@@ -171,7 +171,7 @@ def _prefill(model: Model, parts: Iterator[Tensor], cache: Cache, cancel: thread
 
 
 def _ends_of_a_step(model: Model, strategy: Strategy, sampling: Sampling) -> tuple[Choice | ChoiceWithRow, Inputs]:
-    """Return the objects that choose a token and that embed it, one fused operation if both run on the device."""
+    """Return the object that chooses tokens and the one that embeds them: one fused object if both run on the device."""
     if ChoiceWithRow.suits(strategy, sampling, model):
         both = ChoiceWithRow(sampling, model)
         return both, both

@@ -122,7 +122,7 @@ class CountedPosition:
 
 
 class Choice:
-    """Samples tokens on the device that the strategy names, into two alternating slots: the previous token stays readable."""
+    """Samples on the device `where`, into two alternating slots, so that the previous token stays readable."""
 
     def __init__(self, sampling: Sampling, vocab_size: int, where: torch.device) -> None:
         self.where = where
@@ -176,7 +176,7 @@ class ChoiceWithRow:
 class Readback(Protocol):
     """Transfers the chosen tokens to the host. `before` and `after` enclose the launches of a decode step."""
 
-    behind: bool  # whether a token was chosen that `before` and `arrived` have yet to fetch
+    behind: bool  # whether a chosen token still needs the copy that `before` starts
 
     def before(self) -> None:
         """Start work that can overlap with the step."""
@@ -282,7 +282,7 @@ class Streams:
 
 
 def _told(known: int | None) -> int:
-    """Return the token to upload. It is known: `Strategy` requires strategies that upload tokens to wait for them."""
+    """Return `known`. It is never None here: `Strategy` makes strategies that upload tokens wait for them."""
     assert known is not None
     return known
 

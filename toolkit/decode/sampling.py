@@ -20,9 +20,9 @@ from toolkit.kernels.noise import INDEX, gumbel_of, mixed_seed, signed
 class Sampling:
     """Sampling options. With `temperature` 0, sampling is greedy: the highest logit, and the lowest id among equals.
 
-    Otherwise the logits are divided by the temperature and one of the remaining tokens is drawn: of the `top_k` highest logits
-    (more if several equal the lowest of them), the fewest whose probabilities add up to `top_p`. Raises ModelError for values
-    out of range.
+    Otherwise the logits are divided by the temperature, and the token is drawn from the `top_k` most probable tokens (including
+    all that tie for the last place). Of these, `top_p` keeps the smallest set whose probabilities add up to at least `top_p`.
+    Raises ModelError for values out of range.
     """
 
     temperature: float = 0.0
@@ -78,7 +78,7 @@ def _keep(logits: Tensor, sampling: Sampling) -> Tensor:
     if sampling.top_p is not None and sampling.top_p < 1:
         ordered = logits.sort(descending=True).values
         share = ordered.double().mul_(1 / sampling.temperature).softmax(-1)
-        enough = share.cumsum(-1).sub_(share) >= sampling.top_p  # the tokens before already hold top_p
+        enough = share.cumsum(-1).sub_(share) >= sampling.top_p  # more probable tokens already reach top_p
         lowest = ordered.masked_fill_(enough, math.inf).min()
         logits = logits.masked_fill(logits < lowest, -math.inf)
     return logits
