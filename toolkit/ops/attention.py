@@ -22,7 +22,7 @@ class HeadLayout:
     """The layout of the heads in one row of a projection: queries (each followed by its gate if `gated`), keys, values.
 
     With `values_are_keys`, one projection provides both keys and values. With `value_norm`, values are normalized too, without
-    a weight. `kv_heads` 0 means queries only. `eps` is that of the norms.
+    a weight. `kv_heads` 0 means queries only. `eps` belongs to the norms.
     """
 
     heads: int
@@ -158,7 +158,7 @@ define(
 
 @rule("toolkit::write_heads", "toolkit::make_heads")
 def _heads_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> list[Effect]:
-    """One kernel that reads a row and writes as many numbers: queries, and keys and values in their slots."""
+    """Return one kernel that reads qkv and writes as many numbers: the queries, keys and values."""
     return launches("qk_norm_rope", 1, 2 * nbytes(args[0]))
 
 
@@ -168,9 +168,9 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """Return the attention [1, T, H * D] of query [1, T, H, D] on keys and values [1, KV heads, slots, D].
 
-    `positions` [T] are those of the query. With a `window`, the slots are a ring of at most that size. `new` holds keys and
+    `positions` [T] are the query's. With a `window`, the slots are a ring of at most that size. `new` holds keys and
     values [1, KV heads, T, D] of several tokens that are not in the ring yet. `bound` is an upper bound on the number of slots
-    in use; kernels derive it from the positions. Needs a GPU and heads for which `HeadLayout.fits`.
+    in use; kernels derive the exact number from the positions. Needs a GPU and heads for which `HeadLayout.fits`.
     """
     own = (None, None) if new is None else tuple(new)
     limit = keys.shape[2] if bound is None else bound
@@ -224,7 +224,7 @@ define(
 
 @rule("toolkit::attention")
 def _attention_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> list[Effect]:
-    """One kernel that reads the slots in use."""
+    """Return one kernel that reads the slots in use."""
     query, keys, new_keys, bound = args[0], args[1], args[4], min(args[8], args[1].shape[2])
     slots = bound + (0 if new_keys is None else query.shape[1])
     moved = 2 * nbytes(query) + 2 * slots * nbytes(keys) // keys.shape[2]

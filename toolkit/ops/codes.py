@@ -27,7 +27,7 @@ Held = tuple[Tensor, Tensor, Tensor, Tensor]
 class Codebook:
     """The constants needed to read codes with head_dim D. Made on the device without a copy; the layers of a cache share one.
 
-    `scheme` is the name of the format, and `signs` fp32 [D] those of the rotation, which are the same everywhere. For 4-bit
+    `scheme` is the name of the format, and `signs` fp32 [D] are the signs of the rotation, which depend only on D. For 4-bit
     codes, `matrix` fp32 [D, D] is the rotation (x @ matrix rotates x) and `levels` fp32 [16] are the values of the codes.
     """
 
@@ -178,7 +178,7 @@ define(
 
 @rule("toolkit::write_codes")
 def _write_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: None) -> list[Effect]:
-    """One kernel that reads the new keys and values and writes their codes."""
+    """Return one kernel that reads the new keys and values and writes their codes."""
     key = args[0]
     size = find_kv_scheme(args[8]).bytes_per_token(key.shape[3])
     return launches("kv_encode", 1, 2 * nbytes(key) + key.shape[1] * key.shape[2] * size)
@@ -186,7 +186,7 @@ def _write_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: None) -> 
 
 @rule("toolkit::attention_codes")
 def _attention_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> list[Effect]:
-    """One kernel that reads the codes of the slots in use."""
+    """Return one kernel that reads the codes of the slots in use."""
     query, kv_heads, bound = args[0], args[1].shape[1], args[9]
     held = kv_heads * bound * find_kv_scheme(args[8]).bytes_per_token(query.shape[3])
     return launches("attention_codes", 1, 2 * nbytes(query) + held, 4.0 * query.numel() * bound)

@@ -1,7 +1,7 @@
-"""Registers operations with PyTorch and runs them: the reference, the Triton launches, the effects on the virtual GPU.
+"""Register operations with PyTorch, and run their Triton launches or their reference in plain PyTorch.
 
 `define` registers one operation. On CUDA it launches its kernels; Triton is imported by the first call. The virtual GPU
-computes with the reference and records the launches that CUDA would get (one more if a config splits the work further).
+computes with the reference and records the launches of CUDA, less one for configs that split the work further.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 LEAST_CAPABILITY = (8, 0)  # the first capability with bf16 arithmetic
 GPUS = ("cuda", "vgpu")
-COUNTERS = 4096  # int32 zeros in which kernels count finished blocks, and which they reset to zero
+COUNTERS = 4096  # number of int32 zeros; kernels count finished blocks in them and reset them to zero at the end
 
 Problem = tuple["Kernel", "Shape", dict[str, Tensor]]
 _library = torch.library.Library("toolkit", "DEF")
@@ -180,7 +180,7 @@ def _zeros(device: torch.device, stream: int) -> Tensor:
 
 
 def counters(like: Tensor, count: int) -> Tensor:
-    """Return `count` int32 zeros, shared by all kernels of a stream, since each waits for the one before it.
+    """Return `count` int32 zeros. All kernels of a stream share them, which is safe because they run one after the other.
 
     A graph that is being captured gets its own zeros: the memory belongs to the graph, and the fill runs when the graph does.
     """
@@ -191,7 +191,7 @@ def counters(like: Tensor, count: int) -> Tensor:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Return `x` contiguous and aligned to 16 bytes, as the kernels load it; copies only if it is neither."""
+    """Return `x` contiguous and aligned to 16 bytes, as the kernels load it; copies only if it is not."""
     x = x.contiguous()
     return x.clone() if x.storage_offset() * x.element_size() % 16 else x
 

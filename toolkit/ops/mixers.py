@@ -20,7 +20,7 @@ def delta_net(
     """Run T tokens through the convolution, the gated delta rule and the gated norm of `layer`.
 
     Args:
-        qkv: [T, channels], with `z` [T, value heads * Dv] and `b`, `a` [T, value heads] the outputs of the input matrices.
+        qkv, z, b, a: The outputs of the input matrices: [T, channels], [T, value heads * Dv], and [T, value heads] each.
         positions: [T] int64, the positions of the tokens.
         ring: [taps, channels], the last inputs of the convolution. Updated in place.
         memory: [value heads, Dk, Dv] in fp32, the state of the delta rule. Updated in place.
@@ -73,7 +73,7 @@ define(
 
 @rule("toolkit::delta_net")
 def _delta_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> list[Effect]:
-    """One kernel for one token, three for more; the memory is read and written once."""
+    """Return one kernel for one token, three for more; the memory is read and written once."""
     qkv, memory, conv = args[0], args[6], args[7]
     moved = nbytes(qkv) + 3 * nbytes(out) + nbytes(conv) + 2 * nbytes(memory)
     return launches("delta_net", 1 if qkv.shape[0] == 1 else 3, moved)

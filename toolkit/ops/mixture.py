@@ -15,13 +15,13 @@ from toolkit.ops.products import ACTIVATIONS, FUSED
 from toolkit.weights.packed import PackedMatrix, dequantize
 from toolkit.weights.schemes import SCHEMES
 
-LEAST = 32  # activations that share one scale; the sizes of a decode step must be multiples of it
+LEAST = 32  # number of activations that share one scale; `moe` needs sizes that are multiples of it
 
 Gated = tuple[PackedMatrix, PackedMatrix]  # (gate and up as one matrix, down), of one MLP or of a stack of experts
 
 
 def experts_fit(x: Tensor, matrices: Gated | None, activation: str, *scores: Tensor | None) -> bool:
-    """Return whether `experts` supports these matrices and runs here. `scores` are further tensors that may need a gradient."""
+    """Return whether `experts` supports these operands. `scores` are only checked for needing a gradient."""
     return matrices is not None and activation in FUSED and x.dtype == torch.bfloat16 and on_gpu(x, *scores)
 
 
@@ -117,7 +117,7 @@ define(
 
 @rule("toolkit::moe")
 def _moe_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> list[Effect]:
-    """Routing, then two products that read the chosen experts and the shared one."""
+    """Return the routing, and two products that read the chosen experts and the shared one."""
     x, scores, _, up, down, shared_up, shared_down = args[:7]
     chosen = sum(map(nbytes, (*up, *down))) * args[9] // scores.shape[-1]
     return launches("moe", 3, 2 * nbytes(x) + nbytes(scores) + chosen + sum(map(nbytes, (*shared_up, *shared_down))))
@@ -157,7 +157,7 @@ define(
 
 @rule("toolkit::experts")
 def _experts_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> list[Effect]:
-    """Sorting, two products and a sum: four kernels that read every expert that the pairs can reach."""
+    """Return four kernels (sort, two products, sum) that read at most one expert per entry of `chosen`."""
     x, chosen, _, up, down = args[:5]
     matrices = sum(map(nbytes, (*up, *down)))
     share = min(1.0, chosen.numel() / up[0].shape[0])

@@ -85,6 +85,6 @@ define(
 
 @rule("toolkit::rms_norm")
 def _effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Sequence[Tensor]) -> list[Effect]:
-    """One kernel that reads x and the residual, and writes as many rows."""
+    """Return one kernel that reads x and the residual, and writes its results."""
     x, residual = args[0], args[3]
     return launches("rms_norm", 1, nbytes(x) * (1 + (residual is not None)) + sum(map(nbytes, out)))

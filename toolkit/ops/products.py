@@ -77,7 +77,7 @@ def _matmul_problem(x: Tensor, parts: Sequence[Tensor], scheme: str, activation:
 
 @rule("toolkit::packed_matmul")
 def _matmul_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> list[Effect]:
-    """Each packed byte is read once; for a few rows, a small launch quantizes the activations first."""
+    """Return a product that reads each packed byte once; for few rows, a small launch quantizes x first."""
     x, parts = args[0], args[1]
     rows = x.numel() // x.shape[-1]
     moved = nbytes(x) + nbytes(out) + sum(map(nbytes, parts))

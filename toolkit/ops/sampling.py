@@ -83,5 +83,5 @@ define(
 
 @rule("toolkit::sample_embed")
 def _effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> list[Effect]:
-    """One kernel that reads the logits once, and one row of the table."""
+    """Return one kernel that reads the logits once, and one row of the table."""
     return launches("sample_embed", 1, nbytes(args[0]) + 2 * nbytes(out))
