@@ -75,7 +75,7 @@ class Calls:
         self._data.extend(array("q", (correlation, start_ns, thread)))
 
     def causes(self, rows: dict[str, NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the launch time and the launching thread of each row. Rows without a known launch keep their own."""
+        """Return the launch time and the launching thread of each row. Default: its own start and thread."""
         cause, thread = rows["start_ns"].copy(), rows["thread"].copy()
         if self._data:
             keys, starts, threads = np.frombuffer(self._data, np.int64).reshape(-1, 3).T
@@ -94,7 +94,7 @@ def assemble(
     """Return the trace of `rows` and `ranges`, with times that start at 0. The ranges become marks.
 
     Steps are taken from `ranges` if some of them are steps, and guessed otherwise. `cause_ns` [N] is the time at which the host
-    launched each row. `ranges_are` is the `meta["steps_from"]` of ranges that neither the toolkit nor the profiler wrote.
+    launched each row. `ranges_are` is `meta["steps_from"]` for ranges that neither the toolkit nor the profiler wrote.
     """
     source, numbers = steps_among(ranges)
     marks = np.array([(r.start_ns, r.end_ns) for r in ranges], np.int64).reshape(-1, 2)

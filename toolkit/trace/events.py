@@ -253,7 +253,7 @@ class TraceBuilder:
     def build(self, meta: dict[str, Any], since: int = 0, before: Iterable[tuple[int, ...]] = (), origin_ns: int = 0) -> Trace:
         """Return a trace of the rows from index `since` on, sorted by start time. The builder can be used afterwards.
 
-        The rows in `before` come before them among events with equal start times. `origin_ns` is subtracted from all times.
+        At equal start times, the rows in `before` come first. `origin_ns` is subtracted from all times.
         """
         rows = [*before, *self._rows[since:]]
         table = np.array(rows, dtype=np.int64).reshape(len(rows), len(COLUMNS))

@@ -17,7 +17,7 @@ from toolkit.trace.events import Trace
 from toolkit.trace.steps import Range
 
 _PREFIX = "CUPTI_ACTIVITY_KIND_"
-# ENUM_CUDA_MEM_KIND of Nsight's schema; it starts at 0, CUPTI's own enum at 1
+# ENUM_CUDA_MEM_KIND of Nsight's schema, which starts at 0; CUPTI's own enum starts at 1
 _MEMORY = ("Pageable", "Pinned", "Device", "Array", "Managed", "Device Static", "Managed Static", "Unknown")
 _LETTERS = {"h2d": "HtoD", "d2h": "DtoH", "d2d": "DtoD", "p2p": "PtoP"}
 _RANGE_TYPES = (59, 60)  # NVTX: push/pop, start/end

@@ -1,4 +1,4 @@
-"""Opens trace files: the toolkit's own, Chrome/Kineto JSON, Nsight Systems sqlite, and PyTorch's memory snapshots.
+"""Open trace files: the toolkit's own, Chrome/Kineto JSON, Nsight Systems sqlite, and PyTorch's memory snapshots.
 
 The format is recognized by the content of the file. Nothing in a file is executed.
 """
@@ -14,7 +14,7 @@ from toolkit.core.errors import TraceError
 from toolkit.trace.events import Trace
 
 _SQLITE = b"SQLite format 3\0"
-_PICKLE = b"\x80"  # of protocol 2 or later
+_PICKLE = b"\x80"  # the first byte of a pickle of protocol 2 or later
 
 
 def open_trace(path: str | os.PathLike[str]) -> Trace:
