@@ -91,7 +91,7 @@ class KeysValues:
         return self.look(query, reach, scale)
 
     def look(self, query: Tensor, reach: Reach, scale: float) -> Tensor:
-        """Return the attention [1, T, H * D] of query [1, T, H, D] on the cache, which holds its own tokens; with a kernel."""
+        """Return the attention [1, T, H * D] of query [1, T, H, D] on the cache (its own tokens included), with a kernel."""
         return ops.attend(query, self.keys, self.values, reach.positions, scale, bound=reach.bound)
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -195,7 +195,7 @@ class Cache:
         return Reach(positions, self.bound(length), self.slots)
 
     def ring_reach(self, positions: Tensor, length: int, window: int) -> Reach:
-        """Return the same for layers with a sliding window."""
+        """Return the `Reach` of the tokens in layers with a sliding window; see `reach`."""
         size = min(window, self.context)
         return Reach(positions, min(size, self.bound(length)), self.slots, size, window)
 

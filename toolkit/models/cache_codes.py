@@ -23,7 +23,7 @@ from toolkit.ops import Codebook, HeadLayout
 class CodedKeysValues(KeysValues):
     """Keys and values of `context` positions in the format of `kernels.kv_codes`: int16 words, and one fp16 scale per head.
 
-    New tokens attend to codes, including their own, so a prompt gives the same result in chunks as at once. For several tokens
+    New tokens attend to codes, also of themselves, so the result does not depend on the chunks of a prompt. For several tokens
     on a GPU, and in plain PyTorch, the codes of one layer are dequantized temporarily. The layers of a cache share `book`.
     """
 

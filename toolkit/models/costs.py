@@ -1,6 +1,6 @@
-"""Counts the memory of each part of a model and the cost of one token, from its weights; a model on "meta" suffices.
+"""Count the memory of each part of a model and the cost of one token, from its weights; a model on "meta" suffices.
 
-Each model file assigns its modules to parts and states the arithmetic and the state of a token; this one counts the bytes.
+Each model file assigns its modules to parts and states the arithmetic and the state per token; this module counts the bytes.
 """
 
 from __future__ import annotations

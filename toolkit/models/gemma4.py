@@ -42,9 +42,9 @@ ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu",
 class Pass:
     """The state that the layers of one forward pass share.
 
-    `positions` [T] are those of the tokens, and `tables` the rotary tables [positions, 2, head_dim] by kind of layer. `cache`
-    is None and `reaches` (by kind) empty if the sequence attends to itself. `kernels` selects attention by kernels. For layers
-    that share keys and values, `seen` holds those of the last layer of each kind, or `states` its state if kernels are used.
+    `positions` [T] are the tokens', and `tables` the rotary tables [positions, 2, head_dim] by kind of layer. Without a cache,
+    `cache` is None and `reaches` (by kind) empty. `kernels` selects attention by kernels. Layers that reuse the keys and values
+    of an earlier layer of their kind find them in `seen`, or with kernels in that layer's cache state in `states`.
     """
 
     positions: Tensor
@@ -298,7 +298,7 @@ class Model(CausalLM):
 
     def passing(self, x: Tensor, cache: Cache, reaches: dict[str, Reach]) -> Pass:
         positions = reaches[FULL].positions
-        # Layers that share keys and values run after several tokens' keys have left the ring, so they can't use the kernels.
+        # With several tokens, the ring may lack keys that sharing layers still need: such passes can't use the kernels.
         whole = positions.shape[0] == 1 or not self.shares
         return Pass(positions, cache.ropes, cache, reaches, whole and ops.on_gpu(x, self.norm.weight))
 

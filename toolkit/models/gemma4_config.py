@@ -1,6 +1,6 @@
 """The config of Gemma 4, read from config.json or GGUF metadata. Unsupported fields raise an error that names the field.
 
-Only text is supported: of a multimodal config the text part is read.
+Only text is supported: for a multimodal config, the text part is read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROPE_DEFAULTS = {
 
 @dataclass(frozen=True)
 class Heads:
-    """The keys and values of one kind of layer, and the rotary embedding of its heads and queries.
+    """The KV heads of one kind of layer, and the rotary embedding of its queries and keys.
 
     The first `turning` of the head_dim / 2 pairs rotate, pair i by theta ** (-2 i / head_dim) / factor radians per position.
     """
@@ -40,8 +40,8 @@ class Config:
     """The config of a Gemma 4. Field names follow config.json where it has them.
 
     `sliding` and `full` describe the heads of the two kinds of layers (None without sliding layers). `intermediate_sizes` has
-    one width per layer. `num_experts` 0 and `hidden_size_per_layer_input` 0 leave out these parts. With `rope_freqs_stored`, a
-    weight divides the frequencies of the full layers, as in GGUF files.
+    one width per layer. If `num_experts` or `hidden_size_per_layer_input` is 0, the model has no such part. With
+    `rope_freqs_stored`, a weight divides the frequencies of the full layers, as in GGUF files.
     """
 
     vocab_size: int
@@ -147,7 +147,7 @@ class Config:
         """Read GGUF metadata ("gemma4.*" keys), with the shapes of the file's tensors by name.
 
         GGUF states neither tied embeddings, nor K = V, nor experts: these follow from the tensors that exist. Without
-        `tensors`, the embeddings count as untied, and V as separate from K. Raises ModelError, naming the field.
+        `tensors`, the embeddings count as untied, and V as separate from K. Raises ModelError, naming the unusable field.
         """
         return _from_gguf(cls, metadata, tensors or {})
 
@@ -224,7 +224,7 @@ def _head_sizes(text: Fields, kinds: tuple[str, ...], k_eq_v: bool) -> dict[str,
 
 
 def _overridden(text: Fields, kinds: tuple[str, ...], usual: tuple[int, int]) -> dict[str, tuple[int, int]]:
-    """Return the same from `per_layer_config`, which must agree for all layers of a kind, as they share a rotary table."""
+    """Return (KV heads, head_dim) from `per_layer_config`. A kind's layers must agree, as they share a rotary table."""
     stated = text.values["per_layer_config"]
     stated = {} if stated is None else stated
     wanted = "a mapping of layer numbers to their num_key_value_heads and head_dim"

@@ -1,6 +1,6 @@
 """Building blocks that the architectures share: linear layers (plain, packed, joined), norms, MLPs, experts, residuals.
 
-Also the functions that put weights into a model built on "meta". The layers use plain PyTorch and `toolkit.ops` and are written
+Other functions put weights into a model built on "meta". The layers use plain PyTorch and `toolkit.ops` and are written
 so that a decode step launches few kernels and copies nothing: they neither index with host data nor wait for the device.
 """
 
@@ -51,12 +51,12 @@ class Residual:
     scalar: Tensor | None = None
 
     def add(self, made: Tensor, post: RMSNorm | None = None, scalar: Tensor | None = None) -> Residual:
-        """Return the residual with the output of a block; the output before must have been added already."""
+        """Return the residual with a block's output `made` still to be added; it must have no other pending output."""
         assert self.added is None
         return Residual(self.x, made, post, scalar)
 
     def normed(self, norm: RMSNorm) -> tuple[Tensor, Residual]:
-        """Return the input of the next block, and the residual after the addition."""
+        """Add the pending output. Return the input of the next block, norm(sum), and the residual after the addition."""
         if self.added is None:
             return norm(self.x), self
         post = None if self.post is None else self.post.weight
@@ -262,9 +262,9 @@ def packed_pair(gate_up: Joined, down: Linear) -> tuple[PackedMatrix, PackedMatr
 
 
 class Experts(nn.Module):
-    """Gated MLPs of which each token uses a few: returns the weighted sum of the chosen ones' outputs.
+    """Gated MLPs of which each token uses a few; the result is the weighted sum of their outputs.
 
-    A few tokens read only the experts that they chose; many run through all experts, in chunks. The host reads nothing back.
+    A few tokens read only their chosen experts; many tokens run through all experts, in chunks. Nothing is copied to the host.
     """
 
     def __init__(self, experts: int, hidden: int, width: int, activation: str = "silu") -> None:

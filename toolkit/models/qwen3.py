@@ -34,7 +34,7 @@ __all__ = ["SKIPPED", "Config", "Model", "names_gguf", "names_hf"]
 
 @dataclass(frozen=True)
 class At:
-    """The place of a forward pass in a cache, for layers that keep all positions and for those with a window."""
+    """The cache of a forward pass, and the `Reach` of its tokens in layers with all positions and with a window."""
 
     cache: Cache
     full: Reach
@@ -168,7 +168,7 @@ class Model(CausalLM):
         return At(cache, reaches["full"], reaches.get("sliding"))
 
     def costs(self, length: int) -> tuple[Cost, ...]:
-        """Return the cost of each part for a token that follows `length` others. It reads only the experts that it chooses."""
+        """Return the cost of each part for a token that follows `length` others. The token reads only its chosen experts."""
         c, layers = self.config, range(self.config.num_hidden_layers)
         found = [look_up("embedding", self.embed)]
         for kind, own in (("full", set(layers) - set(c.windowed)), ("sliding", set(c.windowed))):

@@ -15,7 +15,7 @@ from toolkit.models.names import ends_hf, experts_gguf, experts_hf
 from toolkit.models.rotary import Rope, rope_from_gguf, rope_from_hf
 
 HF_TYPES = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_5_moe", "qwen3_5")
-ONLY: tuple[tuple[Any, ...], ...] = (  # fields with a single supported value: transformers supports no other, or ignores it
+ONLY: tuple[tuple[Any, ...], ...] = (  # fields with one supported value: transformers supports no other or ignores them
     ("hidden_act", "silu"), ("attn_output_gate", True), ("output_gate_type", "swish", None), ("mlp_only_layers", None, [], ()),
     ("decoder_sparse_step", 1), ("norm_topk_prob", True), ("use_sliding_window", False, None),
     ("mamba_ssm_dtype", "float32", None),
@@ -34,7 +34,7 @@ class Config:
     """The config of a Qwen3.5. Field names follow config.json where it has them.
 
     `layer_types` is "linear" or "full" for each layer. `num_experts` 0 means a dense MLP of width `intermediate_size`. With
-    `tiled`, value head j of the delta net reads key head j modulo their number, which is the order of GGUF files; without it,
+    `tiled`, value head j of the delta net reads key head j % (number of key heads), as in GGUF files; without it,
     neighboring value heads share a key head.
     """
 
@@ -120,7 +120,7 @@ class Config:
         """Read GGUF metadata ("qwen35moe.*" or "qwen35.*" keys), with the shapes of the file's tensors by name.
 
         The kinds of layers, tied embeddings and biases follow from the tensors. Without `tensors`, the kinds follow from the
-        interval, and the model counts as untied and without biases. Raises ModelError, naming the field.
+        interval, embeddings count as untied, and there are no biases. Raises ModelError, naming the field.
         """
         fields = Fields("GGUF metadata", metadata)
         fields.only("general.architecture", "qwen35moe", "qwen35")
@@ -286,7 +286,7 @@ def names_hf(config: Config, stored: Collection[str] = ()) -> dict[str, Source]:
 
 
 def names_gguf(config: Config, stored: Collection[str] = ()) -> dict[str, Source]:
-    """Map our parameters to the tensors of a GGUF file, which has final norms and `ssm_a`, and tiled value heads."""
+    """Map our parameters to the tensors of a GGUF file, with norms and `ssm_a` ready to use, and tiled value heads."""
     names = {"embed.weight": Source(("token_embd.weight",)), "norm.weight": Source(("output_norm.weight",))}
     if not config.tie_word_embeddings:
         names["head.weight"] = Source(("output.weight",))

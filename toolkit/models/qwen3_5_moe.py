@@ -35,7 +35,7 @@ __all__ = ["SKIPPED", "Config", "Model", "names_gguf", "names_hf"]
 
 @dataclass(frozen=True)
 class At:
-    """The place of a forward pass in a cache."""
+    """The cache of a forward pass, and the `Reach` of its tokens."""
 
     cache: Cache
     reach: Reach
@@ -197,7 +197,7 @@ class Model(CausalLM):
         super().init_weights(seed)
         generator = torch.Generator().manual_seed(seed)
         for part in self.modules():
-            if isinstance(part, DeltaNet):  # as trained: memories of 1 to 100 tokens, and a convolution that keeps the scale
+            if isinstance(part, DeltaNet):  # like trained models: memories of 1 to 100 tokens, a scale-preserving convolution
                 decays = torch.empty(part.decay.shape).uniform_(0.01, 16, generator=generator)
                 taps = torch.empty(part.conv.shape).uniform_(-1, 1, generator=generator) * part.conv.shape[1] ** -0.5
                 for name, value in (("decay", -decays), ("conv", taps), ("dt_bias", torch.ones(part.dt_bias.shape))):
@@ -227,7 +227,7 @@ class Model(CausalLM):
         return At(cache, reaches["full"])
 
     def costs(self, length: int) -> tuple[Cost, ...]:
-        """Return the cost of each part for a token that follows `length` others. It reads only the experts that it chooses.
+        """Return the cost of each part for a token that follows `length` others. The token reads only its chosen experts.
 
         The delta net reads and writes its whole memory for every token; its `state_bytes` count both.
         """

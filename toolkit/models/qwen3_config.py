@@ -32,7 +32,7 @@ class Config:
     num_key_value_heads: int
     head_dim: int
     max_position_embeddings: int = 32768
-    rope: Rope = field(default=None)  # type: ignore[assignment]  # of the whole head, theta 10,000
+    rope: Rope = field(default=None)  # type: ignore[assignment]  # default: the whole head rotates, theta 10,000
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     attention_bias: bool = False
@@ -94,8 +94,8 @@ class Config:
     def from_gguf(cls, metadata: Mapping[str, Any], tensors: Mapping[str, Sequence[int]] | None = None) -> Config:
         """Read GGUF metadata ("qwen3.*" or "qwen3moe.*" keys), with the shapes of the file's tensors by name.
 
-        GGUF states neither tied embeddings nor biases: they follow from the tensors. Without `tensors`, the model counts as
-        untied and without biases. Raises ModelError, naming the field.
+        GGUF states neither tied embeddings nor biases: they follow from the tensors. Without `tensors`, the
+        embeddings count as untied, and there are no biases. Raises ModelError, naming the unusable field.
         """
         fields, tensors = Fields("GGUF metadata", metadata), tensors or {}
         fields.only("general.architecture", "qwen3", "qwen3moe")
@@ -125,7 +125,7 @@ class Config:
 
 
 def _windows(fields: Fields, layers: int, moe: bool) -> tuple[int | None, tuple[int, ...]]:
-    """Return (window, layers that have it): all layers or none with experts; else by `layer_types` or `max_window_layers`."""
+    """Return (window, layers that have it). With experts: all or none; else by `layer_types` or `max_window_layers`."""
     used = fields.flag("use_sliding_window", False) and fields.values.get("sliding_window", 4096) is not None
     window = fields.size("sliding_window", 4096) if used else None
     kinds = fields.values.get("layer_types")
@@ -163,7 +163,7 @@ def _experts(fields: Fields, layers: int) -> dict[str, Any]:
 
 
 def _gguf_experts(own: Fields, layers: int, tensors: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """Return the same from GGUF, whose weights always sum to one over the chosen experts. Layers without a router are dense."""
+    """Return the expert fields from GGUF, where chosen weights always sum to one. Layers without a router are dense."""
     own.only("expert_weights_norm", True)
     own.only("expert_weights_scale", 1.0, 0.0)
     own.only("expert_gating_func", 1)  # softmax
