@@ -286,7 +286,7 @@ def _cut(rest: Sequence[Tensor], *counts: int) -> list[Sequence[Tensor]]:
 
 
 def _places(state: Any) -> list[tuple[dict[str, Any], str]]:
-    """Find a state's tensors, as (dict that holds it, key): in attributes, and in dicts and dataclasses among them."""
+    """Find a state's tensors, as (dict that holds it, key): in attributes, and in attributes that are dicts or dataclasses."""
     found = []
     for name, value in vars(state).items():
         if isinstance(value, Tensor):

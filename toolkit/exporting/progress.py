@@ -1,4 +1,4 @@
-"""Report the progress of an export: its phases, their seconds and peak memory. A step in progress can be cancelled."""
+"""Report the progress of an export: its phases, their seconds and peak memory. Cancelling takes effect at the next report."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Watch(Reporter):
         self.step(1.0, "", always=True)
 
     def step(self, share: float, item: str, always: bool = False) -> None:
-        """Report that `share` of the phase is done and that `item` is next. Raises CancelledError."""
+        """Report that `share` of the phase is done and that `item` is next. Raises CancelledError once `cancel` is set."""
         position = f"{self._phase}, {100 * share:.0f} %"
         self.report((self._phase, share, item), position, item, always=always, end=always and share == 1.0)
 
