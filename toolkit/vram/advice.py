@@ -24,7 +24,7 @@ _ALLOWED = re.compile(r"([0-9.]+ [KMGT]?i?B) allowed")
 _Q4_BITS = 4.5  # per weight of Q4_K: 4 bits, and 16 bytes of scales per 256 weights (ggml-quants.h)
 _CHUNK = 512  # tokens per chunk of a prompt
 _LEAST = 0.02  # share of the missing bytes; proposals that save less are left out
-# Why the numbers show no shortage, by `Shortage.exact`.
+# End of the first line if the numbers show no shortage, by `Shortage.exact`.
 _NOT_SHORT = {True: ", but only in fragments.", False: ": memory has been freed since the allocation failed."}
 
 
@@ -42,7 +42,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Shortage:
-    """A failed allocation of `asked_bytes` with `held_bytes` of at most `limit_bytes` already allocated."""
+    """A failed allocation of `asked_bytes`, when `held_bytes` were already allocated and `limit_bytes` were the maximum."""
 
     asked_bytes: int
     held_bytes: int
@@ -54,7 +54,7 @@ class Shortage:
 
     @property
     def missing_bytes(self) -> int:
-        """The bytes that were missing."""
+        """The bytes by which the allocation exceeded the limit; 0 if the numbers show no shortage."""
         return max(self.asked_bytes + self.held_bytes - self.limit_bytes, 0)
 
     def __str__(self) -> str:

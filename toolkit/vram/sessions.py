@@ -69,7 +69,7 @@ class Session:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.cells: list[CellUse] = []
-        self.problem: str | None = None  # why cells cannot be stored, if they cannot
+        self.problem: str | None = None  # why cells cannot be stored; None if they can
         self.budget_bytes: int | None = None
 
     @classmethod

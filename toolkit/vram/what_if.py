@@ -46,7 +46,7 @@ class Failure:
 
     @property
     def in_pieces_bytes(self) -> int:
-        """Reserved and free, but unusable: fragments between blocks in use, or segments of another stream."""
+        """Bytes that are reserved and free but unusable: fragments between blocks in use, or segments of another stream."""
         return self.reserved_bytes - self.allocated_bytes
 
     @property
@@ -168,8 +168,8 @@ def _settings(given: Settings | str) -> Settings:
 def joined(traces: Iterable[Trace]) -> Trace:
     """Join consecutive measurements of one process, such as the cells of a notebook, into one trace to replay.
 
-    Memory may change between two measurements. A block that the next measurement does not have at its start is freed there, and
-    a block that it has in addition is allocated there. Only allocations and frees are kept.
+    Memory may change between two measurements. A block that is missing when the next one begins is freed at that point, and a
+    block that is new then is allocated there. Only allocations and frees are kept.
     """
     builder, held, shift = TraceBuilder(), dict[int, tuple[int, int]](), 0
     for trace in traces:
