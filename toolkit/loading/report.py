@@ -14,8 +14,8 @@ class Report:
     """How a model was loaded. All bytes are device memory.
 
     `bytes_by_kind` are weights by scheme ("q4_k") or dtype ("bfloat16"), and `weight_bytes` is their sum. `allocated_bytes` is
-    the same sum with each tensor rounded up as by the allocator. `peak_bytes` is the peak during loading above the level
-    before; None if the device had a higher peak before, or does not report one. `skipped` lists stored tensors that were not
+    the same sum with each tensor rounded up as by the allocator. `peak_bytes` is the peak during loading minus the bytes
+    allocated before; None if the device had a higher peak before, or reports none. `skipped` lists stored tensors that were not
     loaded. `drawn` is True for random weights; `seconds` is then the time for drawing them.
     """
 

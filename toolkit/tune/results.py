@@ -29,8 +29,8 @@ class Row:
     """One config of one problem on one GPU.
 
     `verdict`: "ok", "slow", "wrong", "failed", "excluded" as in `store.Record`; "untried" if the config fits the GPU and was
-    never run there. `ns` is "measured" or "modelled" (`clock`), or None if the config does not compile. Wrong and excluded
-    configs are never timed, so their `ns` is modelled.
+    never run there. `ns` is the time in ns, `clock` is "measured" or "modelled". `ns` is None if the config does not
+    compile. Wrong and excluded configs are never timed, so their times are modelled.
     """
 
     kernel: str
