@@ -185,6 +185,7 @@ def answered(path: Path) -> Any:
     return notebook
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", OTHERS, ids=[path.stem for path in OTHERS])
 def test_runs_as_it_is_gives_no_answer_away_and_accepts_the_right_ones(
     path: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
@@ -200,12 +201,14 @@ def test_runs_as_it_is_gives_no_answer_away_and_accepts_the_right_ones(
         look_at_the_verdicts(path, run_all(client))
 
 
+@pytest.mark.slow
 def test_the_memory_lesson_accepts_the_right_answers(tmp_path: Path) -> None:
     """In a kernel of its own: this lesson counts its cells, and asks what the process still holds."""
     with kernel(answered(MEMORY), tmp_path) as client:
         look_at_the_verdicts(MEMORY, run_all(client))
 
 
+@pytest.mark.slow
 def test_the_memory_lesson_runs_as_it_is_and_can_be_mended_after_all_has_run(tmp_path: Path) -> None:
     """Run all, read, then go back to each exercise: its cell and the check below it are run again."""
     path = MEMORY

@@ -27,6 +27,7 @@ def compilers(model):
         yield found
 
 
+@pytest.mark.slow
 def test_a_piece_that_is_traced_otherwise_is_not_compiled(compilers):
     with pytest.raises(PackageError, match=r"another graph for layers\.0 decode"):
         compilers.compile("layers.0", "decode", "another key").result(120)

@@ -59,6 +59,7 @@ def test_logits_are_the_models(model, loaded):
         assert torch.equal(loaded(ids), model(ids))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="exports are killed as forks of one process")
 def test_twenty_kills_at_random_moments(exported, tmp_path):
     # What the other tests compiled, but for one piece: the first kills are to meet a compiler at work.
