@@ -1,8 +1,8 @@
 """Read the history of CUDA's caching allocator: every allocation with the line of Python that requested it.
 
 PyTorch's allocator keeps the history (`torch.cuda.memory._record_memory_history`) and returns it as a snapshot. A memory scope
-takes one snapshot when it begins, for the blocks that are allocated then, and one when it ends; its events are those in
-between. A history that other code has switched on is read and left unchanged. No counters are reset.
+takes one snapshot when it begins, to learn which blocks are allocated, and one when it ends; its events are the entries
+added in between. A history that other code has switched on is read and left unchanged. No counters are reset.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class CudaHistory:
         self.on = self._lines = self._foreign = False
 
     def start(self, *, anew: bool, lines: bool, events: bool = True) -> None:
-        """Make the allocator record its history. `anew` drops the entries so far.
+        """Make the allocator record its history. `anew` discards the entries recorded so far.
 
         `lines` records the Python line of each allocation. `events=False` keeps few events, for callers that only want the
         lines of the blocks that stay allocated.

@@ -92,7 +92,7 @@ class CudaGpu(Device):
         session.ended_ns = perf_counter_ns()
         try:
             try:
-                torch.cuda.synchronize(self.index)  # begins after ended_ns, so it is not reported as a wait of the user's
+                torch.cuda.synchronize(self.index)  # begins after ended_ns, so it doesn't count as a wait of the user's code
                 session.anchors += self._anchors()
             finally:  # also if the wait is interrupted: a profiler that keeps running would block every later recording
                 self._end()

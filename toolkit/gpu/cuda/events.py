@@ -1,6 +1,6 @@
 """Convert the profiler's events into a trace: which host call launched each device event, from which line and in which step.
 
-`read_events` is a pure function of the profiler's events and the session that recorded them, so that it is tested without a
+`read_events` is a pure function of the profiler's events and the session that recorded them, so that tests need no
 GPU. Anchors, which are runtime calls that both the profiler and the host timed, map the profiler's clock to the host's.
 """
 

@@ -26,7 +26,7 @@ from toolkit.gpu.virtual.machine import Machine
 from toolkit.gpu.virtual.torch_backend import attention, autocast, module, moving_modules, pinned, rms_norm, storage
 from toolkit.trace.events import Trace
 
-GENERIC = "h200"  # a GPU that is named by its memory size has the other figures of this one
+GENERIC = "h200"  # a GPU that is named by its memory size takes its other figures from this GPU
 _SIZE = re.compile(r"[0-9.]+\s*[kmgt]i?b?", re.IGNORECASE)
 _current: VirtualGpu | None = None
 _libraries: list[torch.library.Library] = []  # kept alive: garbage collection of a library removes its kernels

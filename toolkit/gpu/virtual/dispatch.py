@@ -35,9 +35,9 @@ _CPU, _META = torch.device("cpu"), torch.device("meta")
 _PLAIN = frozenset({int, float, bool, complex, str, type(None), torch.dtype, torch.memory_format, torch.layout})
 _NEVER = 1 << 30
 _handlers: dict[Any, Handler] = {}
-_machine: Machine | None = None  # of the virtual GPU that is open
+_machine: Machine | None = None  # the machine of the virtual GPU that is open
 
-_FACTORIES = {"arange", "eye", "linspace", "logspace", "range", "randperm"}  # operations that fill an empty out=
+_FACTORIES = {"arange", "eye", "linspace", "logspace", "range", "randperm"}  # operations that can resize an empty out=
 _RESTRIDES = {  # in-place operations that may change shape, strides or storage: the wrapper must follow its host tensor
     "resize_", "resize_as_", "set_", "t_", "transpose_", "unsqueeze_", "squeeze_", "swapaxes_", "swapdims_", "as_strided_",
     "_resize_output_",
@@ -173,7 +173,7 @@ def _in_place(func: Any, host_from: int = _NEVER) -> Handler:
 
 
 def _writes(func: Any, host_from: int = _NEVER) -> Handler:
-    """Return a handler for out=, resizing, and lists written in place: operands may change shape, and be returned."""
+    """Return a handler for out=, resizing, and lists written in place. Operands may change shape and may be results."""
     call = call_of(func)
 
     def writes(args: Args, kwargs: Kwargs) -> Any:
@@ -335,7 +335,7 @@ def _wrap_views(out: Any) -> Any:
 
 
 def _wrap_new(out: Any, same: dict[int, VirtualTensor] | None = None) -> Any:
-    """Return results as device tensors; a result that is an operand (`same`, by id of the host tensor) as that operand."""
+    """Wrap results as device tensors. A result that is an operand's host tensor (`same`, by its id) becomes that operand."""
     if isinstance(out, torch.Tensor):
         if same and id(out) in same:
             return same[id(out)]

@@ -92,7 +92,7 @@ class Machine:
             self.stream_ends[stream] = max(self.stream_ends[stream], until_ns)
 
     def done_ns(self, stream: int) -> int:
-        """Return the time at which the work queued on `stream` will be finished; now, if it is."""
+        """Return the time at which the work queued on `stream` will be finished; the current time if it already is."""
         return max(self.stream_ends[stream], self.host_ns)
 
     # ---- memory

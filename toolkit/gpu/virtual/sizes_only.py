@@ -3,7 +3,7 @@
 """Sizes only: tensors of the virtual GPU without values, so that a 31B model runs on a laptop.
 
 The host tensor of a floating-point tensor is on PyTorch's `meta` device. Integers and booleans keep their values, because
-programs branch and index by them, unless they are larger than KEPT_BYTES (KEPT_PACKED_BYTES). An integer that depends on
+programs branch and index by them, up to a size of KEPT_BYTES (PACKED dtypes: KEPT_PACKED_BYTES). An integer that depends on
 absent values is zero. Shapes, bytes and modelled times are therefore those of the real run, but the values are meaningless.
 """
 

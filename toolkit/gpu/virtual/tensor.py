@@ -31,7 +31,7 @@ class VirtualTensor(torch.Tensor):
     """A tensor on the virtual GPU. PyTorch operations on `torch.device("vgpu")` create them; user code never does."""
 
     _host: torch.Tensor
-    run: Callable[..., Any]  # `dispatch.run`, which sets it
+    run: Callable[..., Any]  # `dispatch` sets it to `dispatch.run`
 
     # Functions of torch treat it as an ordinary tensor: no Python runs between the call and the dispatcher.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -88,7 +88,7 @@ class VirtualTensor(torch.Tensor):
         return self.numpy()
 
     def __copy__(self) -> torch.Tensor:
-        """Return a tensor that shares the storage, as for any tensor."""
+        """Return a tensor that shares the storage, as `copy.copy` does for any tensor."""
         copy = self.detach().requires_grad_(self.requires_grad)
         return torch.nn.Parameter(copy, self.requires_grad) if isinstance(self, torch.nn.Parameter) else copy
 

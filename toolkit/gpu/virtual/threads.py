@@ -33,8 +33,8 @@ def here() -> State:
 def install() -> None:
     """Run every backward pass of this process on the thread that calls it.
 
-    This also avoids an internal assertion: PyTorch starts one autograd thread per device with the first backward pass, so
-    that there is none for `vgpu` if that pass runs before the virtual GPU is opened.
+    This also avoids an internal assertion: PyTorch starts one autograd thread per device with the first backward pass,
+    and `vgpu` gets none if that pass runs before the virtual GPU is opened.
     """
     run = graph._engine_run_backward
 

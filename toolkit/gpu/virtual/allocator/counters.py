@@ -22,7 +22,7 @@ _ONCE = ("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_al
 
 
 class Stat:
-    """A counter that changes rarely, so that it keeps its peak itself."""
+    """A counter that changes rarely, and therefore updates its peak at every change."""
 
     __slots__ = ("freed", "now", "peak", "taken")
 
@@ -47,8 +47,8 @@ class Stat:
 class Pool:
     """The counters of one size class: blocks, their bytes, requested bytes, and inactive splits.
 
-    An inactive split is a free block of a segment that has other blocks. `inactive` counts blocks that became one, and
-    `reactivated` those that ceased to be one.
+    An inactive split is a free block of a segment that has other blocks. `inactive` counts blocks that became
+    inactive splits, and `reactivated` blocks that ceased to be inactive splits.
     """
 
     __slots__ = (

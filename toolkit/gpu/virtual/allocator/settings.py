@@ -31,7 +31,7 @@ class Settings:
 
     `expandable_segments`: one range of addresses per stream and size class, which grows and shrinks in place.
     `max_split_size_mb`: blocks of at least this size are not split for smaller requests. `roundup_power2_divisions`: round
-    sizes up to one of so many steps between powers of two; a number, or (MiB, steps) pairs with `ABOVE` for larger sizes.
+    sizes up to one of this many steps between powers of two; a number, or (MiB, steps) pairs with `ABOVE` for larger sizes.
     `garbage_collection_threshold`: above this fraction of the limit that `set_per_process_memory_fraction` sets, release
     the cached blocks that have been unused longest before reserving more.
     """

@@ -45,7 +45,7 @@ def same_bits(target: torch.Tensor, source: torch.Tensor) -> bool:
     a, b = (
         getattr(target, "_host", target),
         getattr(source, "_host", source),
-    )  # on a device tensor, the host tensor has these bits
+    )  # for a device tensor, its host tensor has these flags
     return a.is_neg() == b.is_neg() and a.is_conj() == b.is_conj()
 
 

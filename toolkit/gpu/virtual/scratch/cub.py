@@ -30,11 +30,11 @@ _SORT_PAIRS_TILE = {1: 3456, 2: 5632, 4: 5376, 8: 4608}  # the values have 8 byt
 _SORT_KEYS_TILE = {1: 9728, 2: 9728, 4: 6912, 8: 5760}
 _SORT_INT32_KEYS_TILE = 7296
 _SORT_SEGMENTS_TILE = 5760
-_ONE_BLOCK_SORT = {1: 4864, 2: 4864, 4: 4864, 8: 2304}  # up to here one block sorts: 256 threads of 19 elements, or of 9
+_ONE_BLOCK_SORT = {1: 4864, 2: 4864, 4: 4864, 8: 2304}  # most elements that one block sorts: 256 threads of 19 or 9 each
 
 # Onesweep radix sort: bits per pass, bytes of a pass's digit counts (256 of 8 bytes), and of a tile's look-back (256 of 4).
 _RADIX_BITS, _PASS_BYTES, _LOOK_BACK_BYTES = 8, 2048, 1024
-_MANY_SEGMENTS = 128  # rows from which on each row is sorted separately (Sort.cu)
+_MANY_SEGMENTS = 128  # from this number of rows on, each row is sorted separately (Sort.cu)
 
 
 def up(n_bytes: int) -> int:

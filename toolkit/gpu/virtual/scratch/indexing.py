@@ -18,7 +18,7 @@ from toolkit.gpu.virtual.scratch.reductions import full_reduction
 from toolkit.gpu.virtual.scratch.script import MAKE_RESULTS, Args, Free, Kwargs, Make, Script, Step, Take, brief, scratch
 
 _broadcast: Any = torch.broadcast_shapes
-_COUNT = Take(4)  # of the nonzero entries, an int32
+_COUNT = Take(4)  # the number of nonzero entries, an int32
 
 
 def _picked(mask: Any) -> int:

@@ -21,7 +21,7 @@ _SEGMENT_PART = 10  # indices that one partial sum of that gradient covers (NROW
 # Attention in half precision runs in cuDNN.
 _WIDE_HEAD = 256  # wider heads accumulate in fp32
 _HEAD_MULTIPLE = 8  # other head sizes are padded
-_SPLIT_KEYS, _LEAST_SPLITS = 128, 8  # keys per split of a single query. Measured: no workspace for 2 splits, one for 8 and 64
+_SPLIT_KEYS, _LEAST_SPLITS = 128, 8  # keys per split of a single query. Measured: no workspace for 2 splits, but for 8 and 64
 _RNG_STATE = (Take(8), Take(8))  # seed and offset
 
 
@@ -48,7 +48,7 @@ def _readable_by_cublas(x: Any) -> bool:
 
 @scratch("native_batch_norm")
 def _batch_norm(args: Args, kwargs: Kwargs, out: Any) -> Script:
-    """In evaluation mode CUDA allocates the saved mean and deviation too, and drops them."""
+    """In evaluation mode CUDA also allocates the saved mean and deviation, and frees them."""
     if len(args) > 5 and args[5] is True:
         return ()
     channels = Take(4 * args[0].shape[1])
@@ -75,7 +75,7 @@ def _attention(args: Args, kwargs: Kwargs, out: Any) -> Script:
     """fp32: the mask is padded. Half precision: the workspace of cuDNN, and copies of heads that must be padded."""
     query, key, value, mask = *args[:3], operand(args, kwargs, 3, "attn_bias")
     if query.element_size() != 2:
-        fresh = getattr(mask, "stands_for_padded", False)  # converted from booleans for this call, and freed by the copy
+        fresh = getattr(mask, "stands_for_padded", False)  # converted from booleans; the padded copy replaces it
         padded = padding_bytes(mask) if isinstance(mask, torch.Tensor) and not fresh else 0
         return [Take(padded), MAKE_RESULTS] if padded else ()
     heads, rows, size = query.shape[0] * query.shape[1], query.shape[2], query.shape[3]

@@ -18,9 +18,9 @@ from toolkit.gpu.virtual.scratch.script import MAKE_RESULTS, Args, Free, Kwargs,
 
 LEAST_SPLIT = 32768  # no reduction of fewer elements is split over blocks
 _THREADS_PER_SM = 2048
-_THREADS = 512  # per block, at most
-_MOST_VALUES, _LEAST_VALUES = 256, 16  # that a thread reduces: max_input_per_thread, min_values_per_thread
-_PAIR_BYTES = 16  # of a partial result that is a value and its position, or a mean and a variance
+_THREADS = 512  # maximum number of threads per block
+_MOST_VALUES, _LEAST_VALUES = 256, 16  # numbers of values per thread: max_input_per_thread, min_values_per_thread
+_PAIR_BYTES = 16  # size of a partial result that is a value and its position, or a mean and a variance
 
 
 class _Dim(NamedTuple):

@@ -32,7 +32,7 @@ def _sort(args: Args, kwargs: Kwargs, out: Any) -> Script:
 
 @scratch("median")
 def _median(args: Args, kwargs: Kwargs, out: Any) -> Script:
-    """Without dim: a sort, then a test whether the last one is NaN."""
+    """Without dim: a sort, then a test whether the last element is NaN."""
     return [*_sorted_copy(args[0]), Take(1), MAKE_RESULTS] if isinstance(out, torch.Tensor) and args[0].numel() else ()
 
 
@@ -98,7 +98,7 @@ def _sorted_unique(n: int, dtype: torch.dtype, inverse: bool, counts: bool) -> S
     if not inverse:
         return [sorted_keys, *brief(cub.sort_keys_bytes(n, dtype)), *select]
     sort = [sorted_keys, positions, positions, *brief(sort_pairs_bytes(n, dtype.itemsize)), Free(positions)]
-    numbers = Take(8 * n)  # of the distinct value at each sorted position
+    numbers = Take(8 * n)  # the number of the distinct value at each sorted position
     number = [numbers, INVERSE, *brief(status_bytes(n, cub.FLAGS_SCAN_TILE)), Free(numbers)]
     return [*sort, *number, *select, Free(positions), Free(sorted_keys)]
 

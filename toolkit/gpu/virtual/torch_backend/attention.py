@@ -35,8 +35,8 @@ def attention(
     if _fused(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa):
         if attn_mask is not None and attn_mask.dim() == 3:
             attn_mask = attn_mask[None]
-        # CUDA's kernels only keep the sums for the gradient if one is needed. The argument for a debug mask, which is unused
-        # here, carries that flag.
+        # CUDA's kernels keep the sums for the gradient only if one is needed. That flag takes the place of the argument for a
+        # debug mask, which is not supported here.
         wanted = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
         return aten._scaled_dot_product_fused_attention_overrideable(
             query, key, value, attn_mask, dropout_p, is_causal, wanted, scale=scale

@@ -26,7 +26,7 @@ class DeviceStorage(torch.UntypedStorage):
         return torch.device("vgpu", 0)
 
     def copy_(self, source: Any, non_blocking: bool | None = None) -> Any:
-        """Fill from another storage; from the host this is a copy over the bus, and a wait for it."""
+        """Copy the values of another storage; if it is on the host, execute an H2D copy and a wait."""
         super().copy_(source, non_blocking)
         if source.device.type == "cpu":
             machine().execute(h2d(self.nbytes(), pinned=False))
