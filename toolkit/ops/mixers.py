@@ -28,7 +28,7 @@ def delta_net(
     Returns [T, value heads * Dv] in the dtype of `qkv`.
     """
     states = (positions, ring, memory)
-    # For several tokens the kernels round factors to 10 bits, as tensor cores do: finer than bf16, but coarser than fp32.
+    # For several tokens the kernels multiply in TF32 (10-bit mantissas): finer than bf16, but coarser than fp32.
     rough = qkv.shape[0] > 1 and qkv.dtype == torch.float32
     weights = (layer.conv, layer.decay, layer.dt_bias, layer.norm)
     if rough or layer.key_dim > 256 or memory.shape[2] > 256 or not on_gpu(qkv, z, b, a, *states, *weights):

@@ -125,7 +125,7 @@ def _chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Te
     g, beta = (_chunks(x[..., None], size)[..., 0] for x in (g, beta))  # [B, M, N, chunks, size]
     kept = g.cumsum(-1)  # log of the decay from the start of the chunk to each token
     later = torch.ones(size, size, dtype=torch.bool, device=v.device).triu(1)
-    between = (kept[..., :, None] - kept[..., None, :]).masked_fill(later, -math.inf).exp()  # from column to row
+    between = (kept[..., :, None] - kept[..., None, :]).masked_fill(later, -math.inf).exp()  # decay from column to row
     until, left = kept.exp()[..., None], kept[..., -1:].exp()[..., None]
     written = k * beta[..., None]
     whole = torch.cat((v * beta[..., None], written * until), -1)
