@@ -2,7 +2,7 @@
 
 A file has millions of entries, nearly all in the same layout: the same keys, in the same order, at the same places of the memo.
 `Entries.skim` learns each layout from the first entry that has it and builds a regular expression that matches a whole entry.
-Entries without a known layout are left to the instruction by instruction reader in `pickle_stream`.
+Entries without a known layout are read by `pickle_stream`, instruction by instruction.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Entries:
         return self.skim(stream, data, at) if self._learn(stream, data, at) else ((), at)
 
     def _learn(self, stream: PickleStream, data: bytes, at: int) -> bool:
-        """Add the layout of the dict at `at`. Returns False if that is no entry, or if a key is not in the memo yet."""
+        """Add the layout of the dict at `at`. Returns False if the dict is no entry, or if a key is not in the memo yet."""
         entry = _ENTRY.match(data, at) if len(self._layouts) < MAX_LAYOUTS else None
         gets = [item[0] for item in re.findall(_ITEM, entry[1], re.DOTALL)] if entry else []
         names = [stream.memo[_index(get)] for get in gets]

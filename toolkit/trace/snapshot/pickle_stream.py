@@ -1,4 +1,4 @@
-"""Reads pickles of plain data as a stream: nothing is imported, called or built, and the memory that it needs is bounded.
+"""Read pickles of plain data as a stream: nothing in the file is imported or called, and memory use is bounded.
 
 A pickle is a program for a small stack machine. `PickleStream` implements the instructions that plain data need (dicts, lists,
 tuples, text, bytes, numbers, None; protocols 2 to 5) and raises an error for every other instruction. It reads a few megabytes
@@ -31,7 +31,7 @@ _OBJECT_OPS = b"Rbo\x81\x92\x82\x83\x84PQ\x97\x98\x8f\x90\x91"  # instructions t
 
 
 class Shared:
-    """A list of references. The same object stands for all lists of the same references; `note` belongs to the reader."""
+    """A list of references. The same object stands for all lists of the same references; `note` is for the reader's use."""
 
     __slots__ = ("items", "note")
 
