@@ -137,7 +137,7 @@ class Ring(KeysValues):
 
 
 class Recurrent:
-    """Recurrent states of fixed size, by name, initially zero. They can be saved, but not rolled back."""
+    """Recurrent states of fixed size, by name, initially zero. Rolling back needs a checkpoint."""
 
     def __init__(self, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> None:
         self.states = {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()}
@@ -208,9 +208,9 @@ class Cache:
         return self.length
 
     def rollback(self, position: int) -> None:
-        """Forget every token from `position` on, as if only the tokens before had been fed.
+        """Forget every token from `position` on, as if only the tokens before it had been fed.
 
-        Keys and values of all positions need no work. Recurrent states, and rings that have overwritten slots, are restored
+        Keys and values of all positions stay as is. Recurrent states, and rings that have overwritten slots, are restored
         from the `checkpoint` at exactly this position. Raises ModelError if there is none; the message lists the available
         checkpoints.
         """

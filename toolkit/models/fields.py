@@ -24,7 +24,7 @@ class Fields:
         self.source, self.values, self.prefix = source, values, prefix
 
     def size(self, name: str, default: Any = _REQUIRED, null: Any = None, most: int = 1 << 31) -> int:
-        """Return a whole number from 1 to `most`. `null` replaces an explicit null."""
+        """Return a whole number from 1 to `most`. A missing field gives `default`, an explicit null gives `null`."""
         value = self._get(name, default)
         value = null if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:

@@ -22,7 +22,7 @@ KINDS = ("default", "linear", "yarn")
 
 @dataclass(frozen=True)
 class Rope:
-    """A rotary embedding of the first `dims` numbers of a head, which pairs numbers `width` / 2 apart.
+    """A rotary embedding of the first `dims` numbers of a head: number i is paired with number i + `width` / 2.
 
     `kind` is "default", "linear" (divides all frequencies by `factor`), or "yarn" (Peng et al., arXiv 2309.00071), which
     divides low frequencies by `factor`, keeps high ones, interpolates between them, and multiplies cosines and sines by
@@ -71,7 +71,7 @@ class Rope:
         return torch.cat((rotate(x[..., : self.width], table), x[..., self.width :]), -1)
 
     def _pair_of(self, turns: float) -> float:
-        """Return the pair, as a fraction, that makes `turns` turns over the original context."""
+        """Return the index, with a fraction, of the pair that makes `turns` turns over the original context."""
         return self.dims * math.log(self.original_context / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
 
