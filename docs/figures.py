@@ -96,7 +96,7 @@ def loads() -> str:
         rows.append(
             [title.format(**made) + size, f"{made['seconds']:.1f} s", *cells, f"{made['host']['own_bytes'] / 1e6:.0f} MB"]
         )
-    return table(["model", "time", "weights on the GPU", "GPU peak above the weights", "host memory of its own"], rows)
+    return table(["model", "time", "weights on the GPU", "GPU peak above the weights", "host memory, no mapped files"], rows)
 
 
 def exports() -> str:
@@ -146,7 +146,7 @@ def memory_cost() -> str:
 
 def strategies() -> str:
     """Return the table of decode strategies."""
-    return table(["strategy", "crosses per decode step"], ([f"`{name}`", one.crosses] for name, one in tk.STRATEGIES.items()))
+    return table(["strategy", "copies per decode step"], ([f"`{name}`", one.crosses] for name, one in tk.STRATEGIES.items()))
 
 
 def gpus() -> str:
