@@ -22,7 +22,7 @@ def converted(lines: list[str]) -> list[str]:
     """Return the lines with `code` as literals, other special characters escaped, and indented blocks as code blocks."""
     found: list[str] = []
     code = False
-    for line in lines:
+    for line in _listed(lines):
         indented = line.startswith("    ") or (code and not line.strip())
         if indented and not code:
             found += ["", ".. code-block:: text", ""]
@@ -30,6 +30,22 @@ def converted(lines: list[str]) -> list[str]:
             found.append("")
         code = indented
         found.append(line if code else _inline(line))
+    return found
+
+
+def _listed(lines: list[str]) -> list[str]:
+    """Return the lines with each entry of a section ("Args:", "Attributes:", "Raises:") as one item of a list."""
+    found: list[str] = []
+    section = False
+    for line in lines:
+        entry = re.match(r"    (\w[^:]*): (.*)", line) if section else None
+        if entry:
+            found.append(f"- `{entry[1]}`: {entry[2]}")
+        elif section and line.startswith("        "):
+            found[-1] += f" {line.strip()}"
+        else:
+            section = line in {"Args:", "Attributes:", "Raises:"}
+            found += [line, ""] if section else [line]
     return found
 
 

@@ -39,6 +39,17 @@ def _memory(widget: Any, **_: Any) -> dict[str, str]:
     return _bundle(page, widget, "Memory over time")
 
 
-_bundles = get_ipython().display_formatter.mimebundle_formatter  # type: ignore[name-defined]  # noqa: F821
-_bundles.for_type_by_name("toolkit.ui.timeline.widget", "Timeline", _timeline)
-_bundles.for_type_by_name("toolkit.ui.memory.widget", "MemoryTimeline", _memory)
+def register(bundles: Any) -> None:
+    """Register both functions with IPython's formatter of MIME bundles.
+
+    By class, not by name: anywidget makes a subclass for each widget, and a name would apply to the first of them only.
+    """
+    from toolkit.ui.memory.widget import MemoryTimeline
+    from toolkit.ui.timeline.widget import Timeline
+
+    bundles.for_type(Timeline, _timeline)
+    bundles.for_type(MemoryTimeline, _memory)
+
+
+if __name__ == "__main__":
+    register(get_ipython().display_formatter.mimebundle_formatter)  # type: ignore[name-defined]  # noqa: F821

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import toolkit as tk
 
@@ -95,3 +96,29 @@ def test_counts_of_golden_programs_are_those_of_the_guides() -> None:
     assert f"for {more - len(PEAK_OF)} of the other {more}" in memory.replace("\n", " ").replace("  ", " ")
     for text in (memory, virtual):
         assert f"{len(MEASURED['runs'])} random runs" in text
+
+
+def test_every_timeline_of_a_page_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of each kind: anywidget makes a class for each widget, so the second one is not of the first one's class."""
+    formatters = pytest.importorskip("IPython.core.formatters")
+    pytest.importorskip("anywidget")
+    monkeypatch.setattr(sys, "path", [str(ROOT / "docs"), *sys.path])
+    import kernel_startup
+
+    shown = formatters.DisplayFormatter()
+    kernel_startup.register(shown.mimebundle_formatter)
+    gpu = tk.device("virtual:h200")
+    with tk.memory(gpu) as use, tk.record(gpu) as trace:
+        torch.ones(1024, device=gpu.torch).cpu()
+    for widget in (trace.timeline(), trace.timeline(), trace.timeline(trace), use.timeline(), use.timeline()):
+        assert shown.format(widget)[0]["text/html"].startswith('<iframe class="tk-frame"')
+
+
+def test_arguments_in_docstrings_become_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(ROOT / "docs"), *sys.path])
+    import docstrings
+
+    given = ["Args:", "    h2d, d2h: The `number` of", "        copies.", "    per: One of two.", "", "Then:", "", "    x = 1"]
+    found = [line for line in docstrings.converted(given) if line]
+    assert found[1:3] == ["- ``h2d, d2h``: The ``number`` of copies.", "- ``per``: One of two."]
+    assert found[-2:] == [".. code-block:: text", "    x = 1"]
