@@ -121,9 +121,9 @@ except tk.ToolkitError as error:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process's memory so")
 def test_a_host_without_the_memory_says_so():
-    """Run in a process with limited memory. Without the limit, a large machine would grant it until it runs out."""
+    """Runs in a process with limited memory, because a large machine would grant the allocation."""
     done = subprocess.run([sys.executable, "-c", TOO_LARGE_FOR_THE_HOST], capture_output=True, text=True, timeout=120)
-    assert "this machine has not enough memory for its values" in done.stdout, done.stderr[-2000:]
+    assert "this machine has too little memory for its values" in done.stdout, done.stderr[-2000:]
 
 
 def test_memory_functions(gpu):
@@ -205,7 +205,7 @@ SCRATCH = {
 
 @pytest.mark.parametrize("name", SCRATCH)
 def test_what_an_operation_takes_for_itself_is_allocated_and_given_back(gpu, name):
-    """Sizes as an H200's allocator saw them."""
+    """The sizes were recorded from the allocator of an H200."""
     make, run, sizes = SCRATCH[name]
     x = make("vgpu")
     before = gpu.memory().allocated_bytes
@@ -257,7 +257,7 @@ with pytest.raises(torch.OutOfMemoryError):
 del x
 card = tk.device("virtual:rtx-5090")
 assert torch.vgpu.get_device_name() == card.spec.name
-with pytest.raises(DeviceError, match="is virtual:rtx-5090 now"):
+with pytest.raises(DeviceError, match="virtual:rtx-5090 was opened since"):
     small.sync()
 with pytest.raises(UnknownNameError, match="rtx-5090"):
     tk.device("virtual:rtx5090")

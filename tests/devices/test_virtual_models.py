@@ -175,7 +175,7 @@ class TestSizesOnly:
 
 
 def test_an_operation_is_cheap_enough(gpu):
-    """128 tokens of the demo model are about 30,000 operations, which may take 10 s on two cores."""
+    """128 tokens of the demo model take about 30,000 operations. The limit is 10 s on two cores."""
     x = torch.ones(4, 4, device="vgpu")
     best = float("inf")
     for _ in range(5):

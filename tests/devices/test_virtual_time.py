@@ -206,7 +206,7 @@ def test_threads_have_their_own_stream_and_step(gpu):
 
 
 class TestModule:
-    """torch.vgpu has the names of torch.cuda."""
+    """torch.vgpu has the functions and classes of torch.cuda."""
 
     def test_one_device(self, gpu):
         module = torch.get_device_module("vgpu")

@@ -84,7 +84,7 @@ class GpuSpec:
     def with_memory(self, n_bytes: int) -> GpuSpec:
         """Return this GPU with `n_bytes` of memory. Raises DeviceError if that is less than 1 MiB."""
         if n_bytes < MiB:
-            raise DeviceError(f"a virtual GPU with {bytes_text(n_bytes)}", "less than 1 MiB", "Use 1 MiB or more")
+            raise DeviceError(f"a virtual GPU with {bytes_text(n_bytes)}", "it is less than 1 MiB", "Use 1 MiB or more")
         sources = {**self.sources, "memory_bytes": Source("chosen", "requested by the user")}
         return replace(
             self, key=bytes_text(n_bytes).replace(" ", ""), name=f"{self.name} ({bytes_text(n_bytes)})", memory_bytes=n_bytes,
@@ -142,14 +142,14 @@ RECORDED: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "sms": ("properties", "multi_processor_count"),
 })  # fmt: skip
 _CHOSEN = {
-    "python_host_ns": "fitted to h200_times.json: decode strategies want 3 us, Hugging Face generate() 5 to 9",
+    "python_host_ns": "fitted to h200_times.json: 3 us fits decode strategies best, 5 to 9 us Hugging Face's generate()",
     "launch_host_ns": "assumed: not measured separately",
     "item_host_ns": "chosen so that `.item()` without python_host_ns takes about as long as in h200_primitives.json",
-    "h2d_host_ns": "chosen as item_host_ns, for a pageable H2D of 8 bytes",
-    "d2h_host_ns": "chosen as item_host_ns, for a pageable D2H of 8 bytes",
-    "wait_host_ns": "assumed: between synchronizing an idle stream and an idle device in h200_primitives.json",
+    "h2d_host_ns": "chosen in the same way as item_host_ns, for a pageable H2D of 8 bytes",
+    "d2h_host_ns": "chosen in the same way as item_host_ns, for a pageable D2H of 8 bytes",
+    "wait_host_ns": "assumed: between the times to synchronize an idle stream and an idle device in h200_primitives.json",
     "launch_latency_ns": "assumed from launch_and_synchronize in h200_primitives.json; not used by the time model",
-    "graph_launch_host_ns": "assumed: no graph was measured; not used by the time model",
+    "graph_launch_host_ns": "assumed: not measured separately",
 }
 _REACHED = 4.22 / 4.8  # read bandwidth of an H200: measured / datasheet, both in TB/s
 

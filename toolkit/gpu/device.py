@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from toolkit.trace.events import Trace
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from toolkit.gpu.catalogue import GpuSpec
 
@@ -28,6 +29,46 @@ class Memory:
     peak_bytes: int
     reserved_bytes: int
     total_bytes: int
+
+
+class Graph(ABC):
+    """Work that was captured once and is launched as a whole. Get one from `Device.capture`."""
+
+    nodes: int  # kernels, copies and memsets per launch
+
+    @abstractmethod
+    def replay(self) -> None:
+        """Launch the work on the current stream, on the tensors that it used when it was captured."""
+
+    @abstractmethod
+    def free(self) -> None:
+        """Free the memory of the graph. The work that it holds must have finished."""
+
+
+class Loop(ABC):
+    """A generation in one launch: a captured step that the device repeats. Get one from `Device.capture_loop`."""
+
+    nodes: int  # kernels, copies and memsets per iteration
+
+    @abstractmethod
+    def run(
+        self, limit: int, ends: Collection[int], stop: Callable[[], bool], ahead: int | None = None
+    ) -> Iterator[tuple[int, int]]:
+        """Launch the loop and yield (token, time in ns at which the host knew it) while the device goes on.
+
+        The first token is the one in `token` at the launch: the token of the prefill. Each later one is computed by an
+        iteration, which is marked as decode step 1, 2, ... Yields at most `limit` tokens, which takes `limit` - 1 iterations.
+        The device ends the loop itself after `limit` tokens or after a token of `ends`. The host calls `stop` between tokens
+        and cancels the loop once it returns True; the device ends one or two steps later, and the tokens of these steps are
+        not yielded. `ahead` limits how many tokens the device computes before the host has read them, from 1 on; None means
+        no limit. Closing the generator cancels the loop and waits for its end.
+
+        The host reads tokens from mapped memory. That is neither a copy nor a wait for a stream.
+        """
+
+    @abstractmethod
+    def free(self) -> None:
+        """Free the memory of the loop, which must have ended."""
 
 
 class Device(ABC):
@@ -68,6 +109,21 @@ class Device(ABC):
     @abstractmethod
     def reset_peak(self) -> None:
         """Reset `memory().peak_bytes` to the bytes that are allocated now."""
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        """Return the launches of `work` as a graph, without running them.
+
+        `work` must have run before, so that its kernels are compiled. It must only use tensors that live as long as the graph,
+        and must write its results to them: every tensor has the same values after the capture as before. It must neither wait
+        for the device nor read from it, nor depend on Python values that change from one run to the next. Raises DeviceError if
+        the device has no graphs or the capture fails, and torch.OutOfMemoryError if there is no memory for its intermediate
+        results, which stays reserved until `Graph.free`.
+        """
+        raise DeviceError("a captured step", f"{self.name} has no graphs", f"{NO_GRAPHS}, or a strategy without capture")
+
+    def capture_loop(self, step: Callable[[], None], token: Tensor) -> Loop:
+        """Return a loop of `step`, which writes the next token to `token` [1] int64; see `capture` and `Loop.run`."""
+        raise DeviceError("a captured loop", f"{self.name} has no graphs", f"{NO_GRAPHS}, or a strategy without capture")
 
     @property
     def limit_bytes(self) -> int:
@@ -122,6 +178,7 @@ class Device(ABC):
         return self.name in _recorded
 
 
+NO_GRAPHS = 'Use "cuda" or "virtual:h200"'
 _recorded: set[str] = set()
 _recording: dict[str, Trace] = {}  # per device name: the trace of the outermost open `record` block
 

@@ -145,7 +145,7 @@ class CudaGpu(Device):
             if "profiler" not in str(error):
                 raise
             found = f"another profiler ran inside the block ({error})"
-            raise RecorderError(f"recording {self.name}", found, "Use one at a time") from error
+            raise RecorderError(f"recording {self.name}", found, "Use one profiler at a time") from error
 
     def _forget(self) -> None:
         self._session = self._profiler = None

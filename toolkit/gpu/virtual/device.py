@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 
@@ -22,6 +22,7 @@ from toolkit.gpu.allocation_log import log
 from toolkit.gpu.catalogue import CATALOGUE, GpuSpec
 from toolkit.gpu.device import Device, Memory
 from toolkit.gpu.virtual import dispatch, sizes_only, tensor, threads
+from toolkit.gpu.virtual.graphs import VirtualGraph, VirtualLoop
 from toolkit.gpu.virtual.machine import Machine
 from toolkit.gpu.virtual.torch_backend import attention, autocast, module, moving_modules, pinned, rms_norm, storage
 from toolkit.trace.events import Trace
@@ -46,7 +47,7 @@ class VirtualGpu(Device):
     def _in_use(self) -> Machine:
         """Return the machine. Raises DeviceError if another virtual GPU has been opened since."""
         if _current is not self:
-            found = f"`vgpu` is {_current.name} now" if _current else "it is closed"
+            found = f"{_current.name} was opened since, and only one can be open" if _current else "it is closed"
             raise DeviceError(f"using {self.name}", found, f'Open it again: tk.device("{self.name}")')
         return self.machine
 
@@ -97,6 +98,14 @@ class VirtualGpu(Device):
         """Return the memory of the virtual GPU as it is now."""
         memory = self.machine.memory
         return Memory(memory.allocated_bytes, memory.peak_bytes, memory.reserved_bytes, memory.total_bytes)
+
+    def capture(self, work: Callable[[], None]) -> VirtualGraph:
+        """Return the launches of `work` as a graph, without running them; see `Device.capture`."""
+        return VirtualGraph(self._in_use(), work)
+
+    def capture_loop(self, step: Callable[[], None], token: torch.Tensor) -> VirtualLoop:
+        """Return a loop of `step`, which writes the next token to `token` [1] int64; see `Device.capture_loop`."""
+        return VirtualLoop(self._in_use(), step, token, self.step)
 
     def _set_limit(self, n_bytes: int | None) -> None:
         self.machine.memory.limit_bytes = n_bytes

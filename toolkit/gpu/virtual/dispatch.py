@@ -25,6 +25,7 @@ from toolkit.gpu.virtual.host_room import LARGE, check_room, could_be_large, rai
 from toolkit.gpu.virtual.machine import Machine
 from toolkit.gpu.virtual.scratch.script import SCRATCH, Rule, play
 from toolkit.gpu.virtual.tensor import VirtualTensor, follow, hold, rehold, wrap
+from toolkit.gpu.virtual.threads import here
 
 aten = torch.ops.aten
 Args = tuple[Any, ...]
@@ -74,6 +75,9 @@ def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
     handler = _handlers.get(func)
     if handler is None:
         handler = _handlers[func] = _handler(func)
+    graph = here().graph
+    if graph is not None:
+        graph.begin(func, args, kwargs)
     try:
         return handler(args, kwargs)
     except RuntimeError as error:
@@ -118,7 +122,7 @@ def _plain(func: Any, host_from: int = _NEVER, scratch: Rule | None = None) -> H
     def plain(args: Args, kwargs: Kwargs) -> Any:
         hosts, named = _hosts(args, host_from), _named(kwargs, host_from)
         if could_be_large(hosts):
-            check_room(machine().memory, func, hosts, named)
+            check_room(machine(), func, hosts, named)
         out = call(*hosts, **named)
         if scratch is not None and (script := scratch(args, kwargs, out)):
             play(script, out, machine())
@@ -198,7 +202,7 @@ def _factory(func: Any) -> Handler:
         numbers = [abs(x) for x in args if type(x) in (int, float) and x]
         if math.prod(max(x, 1 / x) for x in numbers) > LARGE and not _virtuals(args):
             out = torch.empty(0, dtype=kwargs["out"].dtype, device=_META)
-            machine().memory.check(func._op(*args, out=out).nbytes)
+            machine().check(func._op(*args, out=out).nbytes)
         return writes(args, kwargs)
 
     return factory
@@ -241,7 +245,7 @@ def _empty(func: Any) -> Handler:
         if device is not None and device.index:
             raise RuntimeError(f"invalid device ordinal: {device} was requested, and the only virtual GPU is vgpu:0")
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
-        card.memory.check(math.prod(args[0]) * dtype.itemsize)
+        card.check(math.prod(args[0]) * dtype.itemsize)
         kwargs = _named(kwargs)
         if card.sizes_only and not sizes.keeps_values(args[0], dtype):
             kwargs["device"] = _META
@@ -348,6 +352,9 @@ def _execute_effects(func: Any, args: Args, kwargs: Kwargs, out: Any) -> None:
     """Execute the effects of the operation on the virtual GPU."""
     card = machine()
     happened = effects(func, args, kwargs, out)
+    graph = here().graph
+    if graph is not None:
+        graph.check(func, happened)
     if not happened:
         card.launch_nothing()
     for effect in happened:

@@ -16,6 +16,7 @@ from toolkit.core.errors import DeviceError
 from toolkit.core.units import bytes_text
 from toolkit.gpu.virtual import sizes_only as sizes
 from toolkit.gpu.virtual.allocator.memory import Memory
+from toolkit.gpu.virtual.machine import Machine
 
 LARGE = 1 << 28  # elements; smaller results are only checked after the host has computed them
 _NO_MEMORY = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
@@ -30,14 +31,14 @@ def could_be_large(hosts: list[Any]) -> bool:
     return most > LARGE
 
 
-def check_room(memory: Memory, func: Any, hosts: list[Any], named: dict[str, Any]) -> None:
+def check_room(card: Machine, func: Any, hosts: list[Any], named: dict[str, Any]) -> None:
     """Raise torch.OutOfMemoryError if the virtual GPU has no room for the results of `func`."""
     try:
         out = sizes.on_meta(func._op, hosts, named)
     except (RuntimeError, NotImplementedError):  # the shape depends on values, or there is no meta kernel
         return
     results = out if isinstance(out, list | tuple) else (out,)
-    memory.check(sum(x.nbytes for x in results if isinstance(x, torch.Tensor)))
+    card.check(sum(x.nbytes for x in results if isinstance(x, torch.Tensor)))
 
 
 def raise_if_full(memory: Memory | None, error: RuntimeError) -> None:
@@ -49,6 +50,6 @@ def raise_if_full(memory: Memory | None, error: RuntimeError) -> None:
     if memory is not None:
         memory.check(n_bytes)
     raise DeviceError(
-        f"a tensor of {bytes_text(n_bytes)} on the virtual GPU", "this machine has not enough memory for its values",
-        "Use `with gpu.sizes_only():` for shapes, bytes and times without values",
+        f"a tensor of {bytes_text(n_bytes)} on the virtual GPU", "this machine has too little memory for its values",
+        "Use `with gpu.sizes_only():`, which computes shapes, bytes and times without values",
     ) from error  # fmt: skip

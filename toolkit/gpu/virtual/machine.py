@@ -23,6 +23,7 @@ from toolkit.gpu.virtual.effects.effect import Effect, duration_ns, host_ns
 from toolkit.gpu.virtual.threads import DEFAULT_STREAM, here
 from toolkit.trace.events import Trace, TraceBuilder
 
+Taken = tuple[Block, str | None]  # allocated memory: the block, and the line that allocated it if it was recorded
 NOTED_BYTES = 1 << 20  # allocations of at least this size always record their line, for the out-of-memory error
 
 
@@ -50,13 +51,23 @@ class Machine:
             self.wait(here().stream, effect.name)
             return
         with self._lock:
-            stream = here().stream
+            graph = here().graph
+            if graph is not None:
+                graph.execute(effect)
+                return
             self.host_ns += host_ns(effect, self.spec)
-            start = max(self.host_ns, self.stream_ends[stream])
+            self.queue(effect, self.host_ns)
+
+    def queue(self, effect: Effect, earliest_ns: int) -> tuple[int, int]:
+        """Run `effect` on the current stream, from `earliest_ns` on. Return the times of its start and end in ns."""
+        with self._lock:
+            stream = here().stream
+            start = max(earliest_ns, self.stream_ends[stream])
             duration = duration_ns(effect, self.spec)
             self.stream_ends[stream] = start + duration
             if self._builder is not None:
                 self._row(effect.kind, start, duration, effect.bytes, stream, effect.name, effect.pinned)
+            return start, start + duration
 
     def wait(self, stream: int, name: str) -> None:
         """Block the host until `stream` has finished all queued work."""
@@ -67,7 +78,10 @@ class Machine:
         self.wait_until(max(self.stream_ends.values()), -1, name)
 
     def wait_until(self, end_ns: int, stream: int, name: str) -> None:
-        """Block the host until `end_ns`, in a wait for `stream` (-1: for all streams)."""
+        """Block the host until `end_ns`, in a wait for `stream` (-1: for all streams). Raises DeviceError inside a graph."""
+        graph = here().graph
+        if graph is not None:
+            raise graph.refusal(f"{name} waits for the device")
         with self._lock:
             start = self.host_ns
             self.host_ns = max(start + int(self.spec.wait_host_ns), end_ns)
@@ -83,8 +97,25 @@ class Machine:
 
     def launch_nothing(self) -> None:
         """Advance the host clock by the cost of a view, an allocation or the recording of an event."""
+        graph = here().graph
+        if graph is None or not graph.replays:
+            self.spend(self.spec.view_host_ns)
+
+    def launch_graph(self) -> int:
+        """Advance the host clock by the cost of launching a graph, and return its time."""
+        return self.spend(self.spec.graph_launch_host_ns)
+
+    def spend(self, cost_ns: float) -> int:
+        """Advance the host clock by `cost_ns`, and return its time."""
         with self._lock:
-            self.host_ns += int(self.spec.view_host_ns)
+            self.host_ns += int(cost_ns)
+            return self.host_ns
+
+    def poll(self, until_ns: int) -> int:
+        """Advance the host clock to `until_ns`, at which the host sees a value in mapped memory. Return its time."""
+        with self._lock:
+            self.host_ns = max(self.host_ns, until_ns)
+            return self.host_ns
 
     def delay(self, stream: int, until_ns: int) -> None:
         """Delay work queued on `stream` from now on until `until_ns` (an event, or the end of another stream)."""
@@ -97,9 +128,16 @@ class Machine:
 
     # ---- memory
 
-    def allocate(self, n_bytes: int) -> tuple[Block, str | None]:
-        """Allocate memory for the current stream, and record it. Return the argument for `free`: the block and its line."""
-        stream = here().stream
+    def allocate(self, n_bytes: int) -> Taken | None:
+        """Allocate memory for the current stream, and record it. Return the argument for `free`: the block and its line.
+
+        Work that is captured gets the memory of the graph's pool. Return None for a replay, which allocates nothing: its
+        tensors are in the memory that the pool has held since the capture.
+        """
+        graph = here().graph
+        if graph is not None and graph.replays:
+            return None
+        stream = here().stream if graph is None else graph.pool
         if self._builder is None and not log.lines and log.builder is None and n_bytes < NOTED_BYTES:
             return self.memory.allocate(n_bytes, stream), None
         where = chain() if log.lines or self.lines or n_bytes >= NOTED_BYTES else None
@@ -108,8 +146,16 @@ class Machine:
             self._note("alloc", block, where)
         return block, where
 
-    def free(self, taken: tuple[Block, str | None]) -> None:
+    def check(self, n_bytes: int) -> None:
+        """Raise torch.OutOfMemoryError if `n_bytes` more do not fit."""
+        graph = here().graph
+        if graph is None or not graph.replays:
+            self.memory.check(n_bytes)
+
+    def free(self, taken: Taken | None) -> None:
         """Free memory that `allocate` returned."""
+        if taken is None:
+            return
         if self._builder is None and log.builder is None:
             self.memory.free(*taken)
             return

@@ -72,8 +72,8 @@ def run(func: Any, kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return False
     if name == "masked_select":
         return args[0].new_empty(int(torch.broadcast_to(args[1], args[0].shape).sum()))
-    written = [x for x in _written(schema, args, kwargs) if not x.is_meta]
-    for x in written:
+    targets = [x for x in written(schema, args, kwargs) if not x.is_meta]
+    for x in targets:
         x.zero_()
     if schema.is_mutable and not any(argument.is_out for argument in schema.arguments):
         if all(x.is_meta for x in tensors_in((args, kwargs))):
@@ -149,7 +149,7 @@ def _valued(x: Any) -> Any:
     return x
 
 
-def _written(schema: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+def written(schema: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """Return the tensors that an operation writes in place."""
     found: list[torch.Tensor] = []
     for i, argument in enumerate(schema.arguments):

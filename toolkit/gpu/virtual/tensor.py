@@ -19,7 +19,7 @@ import torch
 from toolkit.gpu.virtual.allocator.blocks import Block as MemoryBlock
 
 if TYPE_CHECKING:
-    from toolkit.gpu.virtual.machine import Machine
+    from toolkit.gpu.virtual.machine import Machine, Taken
 
 _make = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 _data: Any = torch.Tensor.data
@@ -125,7 +125,7 @@ class _Block(weakref.ref):  # type: ignore[type-arg]
     __slots__ = ("key", "machine", "taken")
     key: int
     machine: Machine
-    taken: tuple[MemoryBlock, str | None] | None  # None if the storage was resized to 0 bytes
+    taken: Taken | None  # None if the storage was resized to 0 bytes, or made by the replay of a graph
 
 
 _live: dict[int, _Block] = {}  # by the address of the host storage
@@ -202,6 +202,12 @@ def held() -> list[tuple[MemoryBlock, str | None]]:
 
 def address_of(tensor: torch.Tensor) -> int | None:
     """Return the device address of a tensor's storage; None if it has no device memory."""
+    block = block_of(tensor)
+    return None if block is None else block.address
+
+
+def block_of(tensor: torch.Tensor) -> MemoryBlock | None:
+    """Return the block of device memory that holds a tensor's storage; None if it has no device memory."""
     host = getattr(tensor, "_host", None)
     block = _live.get(host.untyped_storage()._cdata) if host is not None and host.layout is torch.strided else None
-    return block.taken[0].address if block is not None and block.taken is not None else None
+    return block.taken[0] if block is not None and block.taken is not None else None

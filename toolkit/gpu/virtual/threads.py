@@ -1,4 +1,4 @@
-"""Per-thread state of the virtual GPU: the current stream and decode step.
+"""Per-thread state of the virtual GPU: the current stream and decode step, and the graph that is captured or replayed.
 
 `install` makes the backward pass run on the thread that calls it, so that its stream, step and line are the caller's.
 """
@@ -7,19 +7,26 @@ from __future__ import annotations
 
 import functools
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import graph
+
+if TYPE_CHECKING:
+    from toolkit.gpu.virtual.graph_modes import Capture, Replay
 
 DEFAULT_STREAM = 0
 
 
 class State(threading.local):
-    """The state of one thread: its current stream, as on CUDA, and the decode step that its code belongs to."""
+    """The state of one thread: its current stream, as on CUDA, and the decode step that its code belongs to.
+
+    `graph` is set while the thread runs the work of a graph, to capture or to replay it.
+    """
 
     stream = DEFAULT_STREAM
     step = -1
+    graph: Capture | Replay | None = None
 
 
 _here = State()

@@ -104,7 +104,7 @@ class Blocks(ExpandableSegments):
         if self.settings.expandable_segments:
             return self.counters.bytes + size <= limit
         small = size <= SMALL_BYTES
-        cached = any(s.free and s.free[-1][0] >= size for s in self._free_lists.values() if s.pool.small == small)
+        cached = any(s.free and s.free[-1][0] >= size for s in self._in_order() if s.pool.small == small)
         return cached or self.reserved_bytes - self._idle_bytes() + segment_bytes(size) <= limit
 
     def release(self) -> None:
@@ -127,8 +127,11 @@ class Blocks(ExpandableSegments):
         return free_list
 
     def _in_order(self) -> list[FreeList]:
-        """Return the free lists in the order in which CUDA releases them: large blocks before small ones, then by stream."""
-        return [self._free_lists[key] for key in sorted(self._free_lists)]
+        """Return the free lists, without those of private pools, in the order in which CUDA releases them.
+
+        Large blocks come before small ones. Within each size class, the lists are sorted by stream.
+        """
+        return [self._free_lists[key] for key in sorted(self._free_lists) if key[1] not in self._private]
 
     def _cuts(self, size: int, left: int) -> bool:
         """Return whether a large block is split for a request of `size` that leaves `left` bytes."""
@@ -215,7 +218,8 @@ class Blocks(ExpandableSegments):
             self.counters.oversize_segments.fall(1)
 
     def _idle_bytes(self) -> int:
-        return sum(block.size for block in self._at.values() if block.free and block.whole)
+        idle = (block for block in self._at.values() if block.free and block.whole)
+        return sum(block.size for block in idle if block.stream not in self._private)
 
     # ---- release memory to the GPU
 

@@ -84,6 +84,19 @@ class Memory:
             if not self._holders[where]:
                 del self._holders[where]
 
+    def new_pool(self) -> int:
+        """Create a private pool, as a captured graph has one, and return its number: the `stream` for `allocate`.
+
+        `drop_pool` ends it. Until then, its segments stay reserved and hold nothing but blocks of the pool.
+        """
+        with self._lock:
+            return self._held.new_pool()
+
+    def drop_pool(self, number: int) -> None:
+        """End a private pool: `empty_cache`, or an allocation that needs the memory, returns its segments to the GPU."""
+        with self._lock:
+            self._held.drop_pool(number)
+
     def empty_cache(self) -> None:
         """Return all free segments to the GPU, as torch.cuda.empty_cache."""
         with self._lock:

@@ -81,11 +81,14 @@ class Segments:
     """The segments, blocks and free lists of a GPU with `total_bytes`. Subclasses decide which block to use.
 
     `tell` is called for every range of memory reserved from the GPU ("segment_alloc") and returned to it ("segment_free"),
-    with its bytes and address.
+    with its bytes and address. A captured graph has a pool of its own: free lists whose `stream` is the negative number of the
+    pool. As long as it is in `_private`, its segments are neither returned to the GPU nor used for anything else.
     """
 
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = total_bytes
+        self._private: set[int] = set()
+        self._pools = 0
         self.tell: Callable[[str, int, int], None] | None = None
         self.counters = Counters()
         self.reserved_bytes = 0
@@ -108,6 +111,16 @@ class Segments:
                 block = block.after
             if run:
                 yield run
+
+    def new_pool(self) -> int:
+        """Create a private pool, and return its number: the `stream` of its blocks."""
+        self._pools -= 1
+        self._private.add(self._pools)
+        return self._pools
+
+    def drop_pool(self, number: int) -> None:
+        """End a private pool. Like every cached segment, its segments are returned to the GPU when memory runs out."""
+        self._private.discard(number)
 
     def _take_memory(self, pool: Pool, address: int, n_bytes: int) -> None:
         self.reserved_bytes += n_bytes

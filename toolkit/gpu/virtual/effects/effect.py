@@ -89,6 +89,12 @@ def nbytes(tensor: torch.Tensor) -> int:
     return tensor.nbytes
 
 
+def values_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a host tensor with the values of a device tensor, for rules that depend on them; None if it has no values."""
+    host: torch.Tensor = getattr(tensor, "_host", tensor)
+    return None if host.is_meta else host
+
+
 def duration_ns(effect: Effect, spec: GpuSpec) -> int:
     """Return the time of `effect` on its stream in ns; 0 for a wait."""
     kind, moved = effect.kind, effect.moved_bytes

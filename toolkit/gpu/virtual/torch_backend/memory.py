@@ -68,11 +68,12 @@ def memory_stats(device: DeviceLike = None) -> dict[str, int]:
 
 
 def memory_snapshot(mempool_id: tuple[int, int] | None = None) -> list[dict[str, object]]:
-    """Return the segments with their blocks, as torch.cuda.memory_snapshot does. The only memory pool is (0, 0)."""
-    card = machine()
-    if mempool_id is not None and tuple(mempool_id) != (0, 0):
-        return []
-    return [_segment(blocks) for blocks in card.memory.segments()]
+    """Return the segments with their blocks, as torch.cuda.memory_snapshot does, of all memory pools or of one.
+
+    A pool is (0, 0), or (0, n) for the private pool of a captured graph.
+    """
+    found = [_segment(blocks) for blocks in machine().memory.segments()]
+    return [x for x in found if mempool_id is None or x["segment_pool_id"] == tuple(mempool_id)]
 
 
 def _segment(blocks: list[Block]) -> dict[str, object]:
@@ -81,8 +82,8 @@ def _segment(blocks: list[Block]) -> dict[str, object]:
     return {
         "device": 0, "address": blocks[0].address, "total_size": sum(block.size for block in blocks),
         "allocated_size": size, "active_size": size, "requested_size": sum(block.requested for block in held),
-        "stream": blocks[0].stream, "segment_type": "small" if blocks[0].free_list.pool.small else "large",
-        "segment_pool_id": (0, 0), "is_expandable": blocks[0].expandable, "frames": [],
+        "stream": max(blocks[0].stream, 0), "segment_type": "small" if blocks[0].free_list.pool.small else "large",
+        "segment_pool_id": (0, max(-blocks[0].stream, 0)), "is_expandable": blocks[0].expandable, "frames": [],
         "blocks": [
             {"address": block.address, "size": block.size, "requested_size": block.requested,
              "state": "inactive" if block.free else "active_allocated", "frames": []}
