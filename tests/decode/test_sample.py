@@ -1,4 +1,4 @@
-"""Sampling: greedy ties, the filters against a plain implementation, and draws that are a function of (seed, step)."""
+"""Sampling: greedy ties, processors and filters against plain implementations, and draws that depend on (seed, step) only."""
 
 from __future__ import annotations
 
@@ -6,18 +6,28 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from toolkit.core.errors import ModelError
-from toolkit.decode.sampling import Sampler, Sampling, _keep
+from toolkit.decode.sampling import Sampler, Sampling
+from toolkit.gpu.opening import open_device
+from toolkit.kernels.filters import Rules, adjusted, kept
 from toolkit.kernels.noise import INDEX, MIX, STEP, mix, mixed_seed, shifted, signed
 
 CPU = torch.device("cpu")
 WORD = 1 << 64
 
 
-def draws(sampling: Sampling, logits: torch.Tensor, n: int) -> list[int]:
-    sampler, out = Sampler(sampling, logits.shape[0], CPU), torch.empty(1, dtype=torch.int64)
+def draws(sampling: Sampling, logits: Tensor, n: int, prompt: tuple[int, ...] = ()) -> list[int]:
+    sampler, out = Sampler(sampling, logits.shape[0], logits.device), torch.empty(1, dtype=torch.int64, device=logits.device)
+    sampler.begin(torch.tensor(prompt, dtype=torch.int64).to(logits.device))
     return [int(sampler.choose(logits, out)) for _ in range(n)]
+
+
+def rules_of(sampling: Sampling, vocab_size: int, prompt: tuple[int, ...] = ()) -> Rules:
+    sampler = Sampler(sampling, vocab_size, CPU)
+    sampler.begin(torch.tensor(prompt, dtype=torch.int64))
+    return sampler._rules
 
 
 def test_greedy_takes_the_lowest_id_of_equals():
@@ -78,8 +88,11 @@ def test_draws_follow_softmax(seed):
     assert counts[4] <= 2
 
 
-def plain_filter(logits: torch.Tensor, sampling: Sampling) -> set[int]:
-    """Return the ids that stay: the k highest, then the fewest of them that hold p; ids that tie with the last one stay."""
+def plain_filter(logits: Tensor, sampling: Sampling) -> set[int]:
+    """Return the ids that stay: the k highest, the fewest of them that hold p, and of these those with the least share.
+
+    Ids that tie with the last one stay.
+    """
     kept = set(range(len(logits)))
     values = logits.tolist()
     if sampling.top_k is not None:
@@ -94,20 +107,138 @@ def plain_filter(logits: torch.Tensor, sampling: Sampling) -> set[int]:
             if held >= sampling.top_p:
                 break
         kept = {i for i in kept if values[i] >= last}
+    if sampling.min_p is not None:
+        kept = {i for i in kept if math.exp((values[i] - max(values)) / sampling.temperature) >= sampling.min_p}
     return kept
 
 
 @pytest.mark.parametrize("top_k", [None, 1, 3, 50, 96, 1000], ids="k={}".format)
 @pytest.mark.parametrize("top_p", [None, 1e-9, 0.3, 0.9, 0.999, 1.0], ids="p={}".format)
-def test_filters_keep_what_they_say(top_k, top_p):
+@pytest.mark.parametrize("min_p", [None, 0.0, 0.05, 1.0], ids="min={}".format)
+def test_filters_keep_what_they_say(top_k, top_p, min_p):
     for seed in range(5):
         logits = torch.randn(97, generator=torch.Generator().manual_seed(seed)) * 2
         logits[10:14] = logits.max() - 0.5  # four equals
-        before, sampling = logits.clone(), Sampling(0.8, top_k, top_p)
-        kept = set(_keep(logits, sampling).isfinite().nonzero().flatten().tolist())
-        assert kept == plain_filter(logits, sampling)
+        before, sampling = logits.clone(), Sampling(0.8, top_k, top_p, seed, min_p)
+        keep = kept(logits, rules_of(sampling, 97))
+        found = set(range(97)) if keep is None else set(keep.nonzero().flatten().tolist())
+        assert found == plain_filter(logits, sampling)
+        assert set(draws(sampling, logits, 20)) <= found
         assert torch.equal(logits, before), "the caller's logits were written"
-        assert set(draws(Sampling(0.8, top_k, top_p, seed), logits, 20)) <= kept
+
+
+@pytest.mark.parametrize("options", [{"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 6, "top_p": 0.9, "min_p": 0.05}], ids=str)
+def test_draws_follow_the_filtered_softmax(options):
+    logits = torch.linspace(2.0, -3.0, 12)[torch.randperm(12, generator=torch.Generator().manual_seed(0))]
+    n, sampling = 4000, Sampling(0.9, seed=7, **options)
+    stay = sorted(plain_filter(logits, sampling))
+    counts = torch.bincount(torch.tensor(draws(sampling, logits, n)), minlength=12)
+    assert counts.sum() == counts[stay].sum() == n
+    expected = (logits[stay] / 0.9).softmax(-1) * n
+    chi2 = ((counts[stay] - expected) ** 2 / expected).sum()
+    assert 3 <= len(stay) <= 8
+    assert chi2 < 26  # 7 degrees of freedom or less: exceeded less than once in a thousand
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.0, 1.3, 5.0])
+@pytest.mark.parametrize("bias", [{}, {3: 2.5, 90: -math.inf, 0: -1.0}], ids=["no bias", "bias"])
+def test_processors_are_those_of_transformers(penalty, bias):
+    transformers = pytest.importorskip("transformers")
+    prompt = (5, 3, 3, 61, 96)
+    logits = torch.randn(97, generator=torch.Generator().manual_seed(2)) * 4
+    logits[5] = 0.0
+    processors = [transformers.RepetitionPenaltyLogitsProcessor(penalty=penalty)]
+    if bias:
+        processors.append(transformers.SequenceBiasLogitsProcessor({(i,): x for i, x in bias.items()}))
+    wanted = logits[None].clone()
+    for processor in processors:
+        wanted = processor(torch.tensor([prompt]), wanted)
+    found = adjusted(logits, rules_of(Sampling(repetition_penalty=penalty, logit_bias=bias), 97, prompt))
+    assert torch.equal(found, wanted[0])
+
+
+@pytest.mark.parametrize(
+    "options", [{"top_k": 9}, {"top_p": 0.85}, {"min_p": 0.07}, {"top_k": 30, "top_p": 0.9, "min_p": 0.02}]
+)
+def test_filters_are_those_of_transformers(options):
+    transformers = pytest.importorskip("transformers")
+    kinds = {
+        "top_k": transformers.TopKLogitsWarper, "top_p": transformers.TopPLogitsWarper, "min_p": transformers.MinPLogitsWarper
+    }  # fmt: skip
+    for seed in range(10):
+        logits = torch.randn(97, generator=torch.Generator().manual_seed(seed)) * 3
+        wanted = logits[None] / 0.8
+        for name, value in options.items():
+            wanted = kinds[name](value)(None, wanted)
+        keep = kept(logits, rules_of(Sampling(0.8, **options), 97))
+        assert torch.equal(keep, wanted[0].isfinite())
+
+
+def test_text_so_far_is_penalised():
+    """Greedy sampling with a strong penalty goes through the tokens that were not seen, in the order of their logits."""
+    logits = torch.tensor([4.0, 3.0, 2.0, 5.0, -1.0])
+    assert draws(Sampling(repetition_penalty=100), logits, 4, prompt=(1,)) == [3, 0, 2, 3]
+    assert draws(Sampling(repetition_penalty=100), logits, 2, prompt=()) == [3, 0]
+
+
+def test_a_new_text_begins_with_step_zero_and_its_own_prompt():
+    logits = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    sampler, out = Sampler(Sampling(1.0, seed=3, repetition_penalty=1.5), 50, CPU), torch.empty(1, dtype=torch.int64)
+    texts = []
+    for prompt in ([1, 2], [1, 2], [9]):
+        sampler.begin(torch.tensor(prompt))
+        texts.append([int(sampler.choose(logits, out)) for _ in range(10)])
+    assert texts[0] == texts[1]
+    assert sampler._rules.seen is not None
+    assert set(sampler._rules.seen.nonzero().flatten().tolist()) == {9, *texts[2]}
+
+
+EVERYTHING = {
+    "greedy": {}, "drawn": {"temperature": 0.9}, "top-k": {"temperature": 0.9, "top_k": 40},
+    "top-p": {"temperature": 1.1, "top_p": 0.8}, "min-p": {"temperature": 1.5, "min_p": 0.05},
+    "penalty": {"repetition_penalty": 1.4}, "bias": {"logit_bias": {7: 9.5, 8: -math.inf}},
+    "all": {
+        "temperature": 1.2, "top_k": 100, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.2, "logit_bias": {7: 3.0}
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_the_device_chooses_the_tokens_of_the_host_without_copies(name):
+    device, sampling = open_device("virtual:h200"), Sampling(seed=11, **EVERYTHING[name])
+    prompt, logits = torch.arange(5), list(torch.randn(20, 900, generator=torch.Generator().manual_seed(4)) * 3)
+    host, out = Sampler(sampling, 900, CPU), torch.empty(1, dtype=torch.int64)
+    host.begin(prompt)
+    wanted = [int(host.choose(x, out)) for x in logits]
+    sampler, slots = Sampler(sampling, 900, device.torch), torch.empty(20, 1, dtype=torch.int64, device=device.torch)
+    sampler.begin(prompt.to(device.torch))
+    given = [x.to(device.torch) for x in logits]
+    with device.record() as trace:
+        for x, slot in zip(given, slots, strict=True):
+            sampler.choose(x, slot)
+    assert slots.flatten().tolist() == wanted
+    filters = {"top-k": 3, "top-p": 4, "min-p": 1, "all": 6}.get(name, 0)
+    kinds = [trace.select(trace.is_kind(kind)) for kind in ("kernel", "h2d", "d2h", "d2d", "memset", "sync")]
+    assert [len(events) for events in kinds] == [20 * (1 + filters), 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_a_captured_choice_replays_the_eager_one(name):
+    """A replay counts its own steps and marks its own tokens: nothing of it depends on the host."""
+    device, sampling = open_device("virtual:h200"), Sampling(seed=11, **EVERYTHING[name])
+    prompt = torch.arange(5, device=device.torch)
+    logits = (torch.randn(900, generator=torch.Generator().manual_seed(4)) * 3).to(device.torch)
+    sampler, out = Sampler(sampling, 900, device.torch), torch.zeros(1, dtype=torch.int64, device=device.torch)
+    sampler.begin(prompt)
+    eager = [int(sampler.choose(logits, out)) for _ in range(8)]
+    sampler.begin(prompt)
+    graph = device.capture(lambda: sampler.choose(logits, out))
+    replayed = []
+    for _ in range(8):
+        graph.replay()
+        replayed.append(int(out))
+    graph.free()
+    assert replayed == eager
 
 
 def test_cold_sampling_is_greedy():
@@ -120,10 +251,30 @@ def test_cold_sampling_is_greedy():
     [
         {"temperature": -1}, {"temperature": math.nan}, {"temperature": math.inf}, {"temperature": "hot"},
         {"temperature": 1e-9}, {"temperature": True}, {"top_k": 0}, {"top_k": 2.5}, {"top_k": True}, {"top_p": 0},
-        {"top_p": 1.5}, {"top_p": math.nan}, {"seed": 1.5}, {"seed": None},
+        {"top_p": 1.5}, {"top_p": math.nan}, {"seed": 1.5}, {"seed": None}, {"min_p": -0.1}, {"min_p": 1.1},
+        {"min_p": math.nan}, {"min_p": "low"}, {"repetition_penalty": 0}, {"repetition_penalty": -1.0},
+        {"repetition_penalty": math.inf}, {"repetition_penalty": None}, {"logit_bias": [1, 2]}, {"logit_bias": {"a": 1.0}},
+        {"logit_bias": {1.0: 1.0}}, {"logit_bias": {1: math.nan}}, {"logit_bias": {1: math.inf}}, {"logit_bias": {1: None}},
     ],
     ids=str,
 )  # fmt: skip
 def test_options_out_of_range_are_refused_by_name(options):
     with pytest.raises(ModelError, match=next(iter(options))):
         Sampling(**options)
+
+
+@pytest.mark.parametrize("wrong", [-1, 50, 10**30])
+def test_a_bias_for_a_token_outside_of_the_vocabulary_is_refused(wrong):
+    with pytest.raises(ModelError, match=f"logit_bias has the id {wrong}"):
+        Sampler(Sampling(logit_bias={3: 1.0, wrong: 2.0}), 50, CPU)
+
+
+def test_options_are_a_key_and_stay_as_they_were_given():
+    """Captured graphs are kept by their options."""
+    bias = {3: 1.0}
+    sampling = Sampling(0.5, logit_bias=bias)
+    bias[4] = 2.0
+    assert sampling.logit_bias == {3: 1.0}
+    assert sampling == Sampling(0.5, logit_bias={3: 1.0})
+    assert hash(sampling) == hash(Sampling(0.5, logit_bias={3: 1.0}))
+    assert sampling != Sampling(0.5, logit_bias={3: 1.5})

@@ -7,9 +7,11 @@ import torch
 
 from toolkit.core.errors import ModelError
 from toolkit.kernels.base import Config, Kernel, Shape
-from toolkit.kernels.norms_rope import QK_NORM_ROPE, RMS_NORM, HeadsShape, NormShape, quantise_activations
+from toolkit.kernels.int4_matmul import INT4_MATMUL, MatmulShape
+from toolkit.kernels.norms_rope import QK_NORM_ROPE, RMS_NORM, HeadsShape, NormShape
 from toolkit.models.layers import RMSNorm
 from toolkit.ops.reference.attention import rope_of, rotate
+from toolkit.weights.packed import quantize_activations
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Another order of summation can move a result across a rounding boundary: one step of the dtype, two for rotated pairs.
@@ -50,7 +52,7 @@ def test_norm_is_the_reference(shape: NormShape) -> None:
     for one, other in zip(got[:plain], wanted[:plain], strict=True):
         torch.testing.assert_close(one, other, **CLOSE[shape.dtype])
     if shape.quantised:  # of the result itself, these are exact
-        assert all(map(torch.equal, got[plain:], quantise_activations(got[0])))
+        assert all(map(torch.equal, got[plain:], quantize_activations(got[0])))
     assert all(torch.equal(inputs[name], kept[name]) for name in inputs)
 
 
@@ -62,10 +64,22 @@ def test_codes_are_those_of_the_result_itself() -> None:
     inputs["x"][1, 64:96] = 0
     inputs["x"][1, 70] = 1000
     out, *eight_bit = run(RMS_NORM, shape, inputs)
-    for got, wanted in zip(eight_bit, quantise_activations(out), strict=True):
+    for got, wanted in zip(eight_bit, quantize_activations(out), strict=True):
         assert torch.equal(got, wanted)
     assert eight_bit[1][0, 1] == 0
     assert eight_bit[0][1, 70] == 127
+
+
+@pytest.mark.parametrize("hidden", [32, 544, 768, 5376])
+def test_codes_are_those_that_a_product_would_compute(hidden: int) -> None:
+    shape = NormShape(2, hidden, "add_norm", quantised=True)
+    out, _, *quantized = run(RMS_NORM, shape, RMS_NORM.inputs(shape, DEVICE))
+    product = MatmulShape(n=32, k=hidden, m=2, scheme="q4_0")
+    inputs = INT4_MATMUL.inputs(product, DEVICE) | {"x": out}
+    outputs = INT4_MATMUL.outputs(product, inputs)
+    INT4_MATMUL.launches(product, INT4_MATMUL.space(product)[0], inputs, outputs)[0].run()
+    for name, own in zip(("x_codes", "x_scales", "x_sums"), quantized, strict=True):
+        assert torch.equal(own, outputs[name].view_as(own)), name
 
 
 def test_norm_after_is_what_a_gemma_layer_does() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ import torch
 import toolkit as tk
 from toolkit.core.errors import FormatError, ModelError, RecorderError, ToolkitError, UnknownNameError
 from toolkit.decode.compare import decode_steps
+from toolkit.decode.sampling import Sampler, Sampling
 from toolkit.decode.strategies import STRATEGIES
 from toolkit.loading import huggingface as hf
 
@@ -132,9 +134,9 @@ def test_beside_our_model_of_the_same_weights(pair):
 
 
 def test_comparisons_of_several_that_cannot_be(pair):
-    with pytest.raises(ToolkitError, match="none"):
+    with pytest.raises(ToolkitError, match="the list of models is empty"):
         tk.compare([], PROMPT)
-    with pytest.raises(ToolkitError, match=r"they are on cpu, virtual:h200"):
+    with pytest.raises(ToolkitError, match=r"they are on several devices: cpu, virtual:h200"):
         tk.compare({**pair, "elsewhere": hf.wrap(build("llama"), "cpu")}, PROMPT)
     with pytest.raises(UnknownNameError, match='Did you mean "hf-generate"'):
         tk.compare(pair, PROMPT, ["hf_generate"])
@@ -195,6 +197,20 @@ def test_sampling_of_its_own_generate_is_a_function_of_the_seed():
     assert len(greedy) == 1
     drawn = {tk.generate(wrapped, PROMPT, name, max_new_tokens=8, temperature=1.5, seed=4).tokens for name in STRATEGIES}
     assert len(drawn) == 1
+
+
+def test_its_own_generate_applies_every_option():
+    wrapped, never = hf.wrap(build("llama"), "cpu"), threading.Event()
+    sampling = Sampling(repetition_penalty=1.6, logit_bias={5: 3.0, 9: -math.inf})
+    sampler, ids = Sampler(sampling, 131, torch.device("cpu")), torch.tensor(PROMPT)
+    sampler.begin(ids)
+    for _ in range(N):
+        logits = wrapped.inner(ids[None]).logits[0, -1].detach()
+        ids = torch.cat((ids, sampler.choose(logits, torch.empty(1, dtype=torch.int64))))
+    found = [token for token, _ in wrapped.hf_generate(PROMPT, N, sampling, (), never)]
+    assert found == ids[len(PROMPT) :].tolist() != list(reference(wrapped.inner))
+    only_the_best = Sampling(5.0, min_p=1.0)
+    assert tuple(t for t, _ in wrapped.hf_generate(PROMPT, N, only_the_best, (), never)) == reference(wrapped.inner)
 
 
 @pytest.mark.parametrize("after", [0, 3], ids="after={}".format)
@@ -258,7 +274,7 @@ def test_context_and_records():
 def test_models_that_cannot_be_driven_say_why_and_keep_their_own_loop():
     config = transformers.MambaConfig(vocab_size=131, hidden_size=16, num_hidden_layers=2, state_size=4, pad_token_id=0)
     wrapped = hf.wrap(transformers.MambaForCausalLM(config), "cpu")
-    with pytest.raises(ModelError, match=r'its forward takes no past_key_values.*decode="hf-generate"'):
+    with pytest.raises(ModelError, match=r'its forward\(\) has no argument past_key_values.*decode="hf-generate"'):
         tk.generate(wrapped, PROMPT)
     comparison = tk.compare(wrapped, PROMPT, max_new_tokens=3, eos=())
     assert list(comparison.runs) == ["hf-generate"]
@@ -279,7 +295,7 @@ def test_models_that_cannot_be_driven_say_why_and_keep_their_own_loop():
             ),
             "not a causal",
         ),
-        (lambda: build("llama").to("meta"), "its weights are on meta"),
+        (lambda: build("llama").to("meta"), "offloaded: meta"),
     ],
     ids=["no_model", "no_head", "encoder_decoder", "meta"],
 )
@@ -291,7 +307,7 @@ def test_instances_that_are_refused(make, said):
 def test_an_instance_over_several_devices_is_refused():
     inner = build("llama")
     inner.hf_device_map = {"model.layers.0": "cpu", "model.layers.1": "disk"}
-    with pytest.raises(ModelError, match="offloaded"):
+    with pytest.raises(ModelError, match="on several devices or offloaded"):
         hf.wrap(inner)
 
 

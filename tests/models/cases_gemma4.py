@@ -1,4 +1,4 @@
-"""Small Gemma 4 configs that differ in what matters: heads, windows, ties, and each variant by itself and together."""
+"""Small Gemma 4 configs: different heads, windows and tied embeddings, and every variant alone and combined."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def draw(seed: int) -> Case:
-    """A random config, the same for a seed: every field that changes the result, in any combination transformers takes.
+    """Return a random config: every field that changes the result varies, in combinations that transformers accepts.
 
-    Little noise on the weights: it is the config that is random here, and much noise makes both sides lose digits.
+    The weights have little noise, since much noise costs both implementations precision and only the config is tested here.
     """
     rng = random.Random(seed)
     layers, heads = rng.randint(1, 7), rng.choice([1, 2, 3, 5, 6, 7, 12, 15])
@@ -98,7 +98,7 @@ def draw(seed: int) -> Case:
 
 
 def _draw_heads(rng: random.Random, kinds: list[str], kv_heads: list[int]) -> dict[str, Any]:
-    """The heads of full layers, in either spelling; sometimes those of sliding ones too."""
+    """Return the head fields of full layers, in one of their two spellings, and sometimes those of sliding layers too."""
     own = {"head_dim": 2 * rng.randint(1, 12), "num_key_value_heads": rng.choice(kv_heads)}
     spelling = rng.choice(["global", "global", "full layers", "all layers", "none"])
     if spelling == "global":

@@ -1,4 +1,4 @@
-"""Small Qwen3 configs, dense and with experts, that differ in what matters: heads, windows, rotary embeddings, experts."""
+"""Small Qwen3 configs, dense and with experts: different heads, windows, rotary embeddings and numbers of experts."""
 
 from __future__ import annotations
 

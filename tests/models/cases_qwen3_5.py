@@ -1,4 +1,4 @@
-"""Small Qwen3.5 configs that differ in what matters: kinds of layers, heads of the delta net, experts, rotary embeddings."""
+"""Small Qwen3.5 configs: different kinds of layers, delta net heads, experts and rotary embeddings."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A GGUF of a Gemma 4 as the public converter writes it: tensor names by the gguf package's own map, values as they are.
+"""Write a Gemma 4 GGUF file as llama.cpp's converter does, with tensor names from the gguf package's map and unchanged values.
 
-Stated here by hand, from llama.cpp's convert_hf_to_gguf (Gemma4Model): what is renamed before the map is asked, the metadata
-keys, and the tensor that stands for the proportional rotary embedding.
+The rules that are not in that map follow convert_hf_to_gguf (Gemma4Model): tensors that are renamed before the lookup, the
+metadata keys, and the tensor that describes the proportional rotary embedding.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ARCH = gguf.MODEL_ARCH.GEMMA4
 
 
 def gguf_name(theirs: str, layers: int) -> str:
-    """What the converter calls the tensor that a checkpoint calls `theirs`."""
+    """Return the converter's name of the checkpoint's tensor `theirs`."""
     bare = theirs.replace("language_model.", "")
     if bare.endswith("layer_scalar") or (".experts." in bare and not bare.endswith(".weight")):
         bare += ".weight"
@@ -28,12 +28,12 @@ def gguf_name(theirs: str, layers: int) -> str:
     if bare.endswith("router.per_expert_scale"):
         return f"blk.{bare.split('.')[2]}.ffn_down_exps.scale"
     found = gguf.get_tensor_name_map(ARCH, layers).get_name(bare, try_suffixes=(".weight", ".bias"))
-    assert found is not None, f"the converter knows no {theirs}"
+    assert found is not None, f"the converter has no name for {theirs}"
     return found
 
 
 def write(path: Path, values: dict[str, Any], weights: dict[str, torch.Tensor]) -> Path:
-    """`values`: a text config with `global_head_dim`; `weights` by checkpoint name."""
+    """Write a file for the text config `values`, which has `global_head_dim`, with `weights` by checkpoint name."""
     writer = gguf.GGUFWriter(path, "gemma4")
     _metadata(writer, values)
     for name, tensor in weights.items():

@@ -32,7 +32,7 @@ CPU = SimpleNamespace(torch=torch.device("cpu"), name="cpu")  # all that a model
 
 @contextmanager
 def in_double() -> Iterator[None]:
-    """Run code in fp64 that asks for fp32 by name (norms, softmax, recurrent states). Also works as a decorator."""
+    """Replace float32 by float64 in code that requests it explicitly (norms, softmax, recurrent states). Also a decorator."""
     saved = torch.float32, torch.float, torch.Tensor.float
     torch.set_default_dtype(torch.float64)
     torch.float32 = torch.float = torch.float64
@@ -128,7 +128,7 @@ class Parity:
 
 @torch.no_grad()
 def compare(case: Case, steps: int = STEPS, seed: int = 0) -> Parity:
-    """Feed both models a prompt, ours in chunks, and `steps` greedy tokens; the tokens are those ours chose."""
+    """Feed both models a prompt (ours in chunks), then `steps` greedy tokens, which are the choices of our model."""
     generator = torch.Generator().manual_seed(seed + 1)
     with in_double():
         theirs = case.theirs(seed)
@@ -183,7 +183,7 @@ def prefill(model: Any, ids: torch.Tensor, chunk: int, context: int) -> tuple[An
 
 @torch.no_grad()
 def last(model: Any, x: torch.Tensor, positions: torch.Tensor, cache: Any, length: int) -> torch.Tensor:
-    """Feed embedded tokens; return the last one's logits [vocab]."""
+    """Feed the embedded tokens `x` and return the logits [vocab] of the last one."""
     return model.logits(model.advance(x, positions, cache, length)[:, -1:]).view(-1)
 
 

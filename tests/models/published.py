@@ -1,5 +1,6 @@
-"""What published checkpoints say of themselves: their config.json (without what only vision and audio read), the names of
-their tensors, and the metadata of GGUF files converted from them, as public copies and listings of them have it.
+"""Data of published checkpoints, from public copies and listings of them.
+
+They are config.json (without the fields that only vision and audio use), tensor names, and metadata of converted GGUF files.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ _VISION = {
 
 
 def stored_names(values: dict[str, Any]) -> set[str]:
-    """The names in the model.safetensors.index.json of the checkpoint with this config; of vision and drafting a few."""
+    """Return the tensor names of the checkpoint with this config. Vision and drafting tensors are represented by a few."""
     kind, text = values["model_type"], values.get("text_config", values)
     prefix = "model.language_model." if "text_config" in values else "model."
     names = {f"{prefix}embed_tokens.weight", f"{prefix}norm.weight", *_VISION.get(kind, ())}

@@ -1,4 +1,4 @@
-"""Static states: what a ring holds and lets be seen, and what can be taken back, against counting by hand."""
+"""Tests of caches: the contents and masks of rings, and rollback, compared with results that were worked out by hand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ F32, HERE = torch.float32, torch.device("cpu")
 
 
 def numbered(positions):
-    """A key for each position that says which: its number plus one (zero is what an empty slot holds)."""
+    """Return keys whose value is their position plus one, since zero marks an empty slot."""
     return (positions + 1.0).view(1, 1, -1, 1)
 
 
@@ -70,7 +70,7 @@ def test_layers_that_keep_everything_show_all_that_came_before():
 
 
 def feed(model, cache, ids, start, chunk=None):
-    """Feed `ids` from position `start` on; the last one's logits."""
+    """Feed `ids` from position `start` on, and return the logits of the last one."""
     chunk = chunk or len(ids)
     for at in range(0, len(ids), chunk):
         some = torch.tensor([ids[at : at + chunk]])
@@ -109,7 +109,7 @@ def test_back_at_a_checkpoint_all_is_as_though_nothing_had_followed(name, chunk)
 @torch.no_grad()
 @pytest.mark.parametrize("fed", [DETOUR, CHAT + DETOUR], ids=["detour", "chat and detour"])
 def test_a_ring_that_has_not_wrapped_can_be_rolled_back_to_any_position(fed):
-    """The first 11 tokens are fed as one prompt both times: PyTorch promises equal bits for equal shapes only."""
+    """The first 11 tokens are fed as one prompt both times, because PyTorch guarantees equal bits only for equal shapes."""
     model = tiny(sliding_window=64)
     straight, cache = model.new_cache(64), model.new_cache(64)
     for one in (straight, cache):

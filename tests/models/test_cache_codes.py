@@ -1,4 +1,4 @@
-"""Caches in 8 and 4 bits, in whole models: how far from plain ones, the same tokens everywhere, bytes, what is refused."""
+"""Tests of 8-bit and 4-bit caches in whole models: error, same tokens on all devices, memory, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def models():
 
 @torch.no_grad()
 def logits(model, ids, kv, ends):
-    """Of every position, fed in parts that end there: [T, vocab]."""
+    """Return the logits [T, vocab] of all positions of `ids`, fed in parts that end at the positions `ends`."""
     x, cache, found = torch.tensor([ids], device=model.device.torch), model.new_cache(len(ids), kv), []
     for start, stop in pairwise((0, *ends)):
         hidden = model.advance(model.embed(x[:, start:stop]), cache.slots[start:stop], cache, stop)
@@ -49,8 +49,9 @@ def distance(found, wanted):
 
 @pytest.mark.parametrize("name", DEMOS)
 def test_logits_are_near_plain_ones_and_the_same_in_chunks_and_everywhere(models, name):
-    """Chunks and devices add up in another order, 1e-6; a number that this moves over a border of two codes moves a logit by
-    more: 1e-3 leaves room for one.
+    """Chunks and devices sum in different orders, so logits differ by 1e-6. If that changes a code, they differ by more.
+
+    The tolerance of 1e-3 allows for one changed code.
     """
     ids = models[name, "cpu"].tokenizer.encode(TEXT)[:80]
     plain, at_once = (len(ids),), {}
@@ -156,7 +157,7 @@ def test_back_at_a_checkpoint_all_is_as_though_nothing_had_followed(models, name
 @torch.no_grad()
 @pytest.mark.parametrize("kv", KV_SCHEMES)
 def test_layers_that_share_keys_and_values_read_codes_too(kv):
-    """Gemma 4 E2B's way, prompt and steps: on the virtual GPU the same as on the CPU."""
+    """As in Gemma 4 E2B. The prompt and the steps give the same logits on the virtual GPU as on the CPU."""
     values = next(case for case in CASES if case.name == "as_e2b").values
     config = gemma4.Config.from_hf({"model_type": "gemma4_text"} | values | {"global_head_dim": 64})
     assert config.first_shared_layer < config.num_hidden_layers
@@ -170,7 +171,7 @@ def test_layers_that_share_keys_and_values_read_codes_too(kv):
 
 
 def test_random_models_take_no_memory_for_codes():
-    """Sizes only, so a long context costs this machine nothing."""
+    """The cache has sizes only, so a long context takes no memory of this machine."""
     model = tk.load("random/qwen3-0.6b", device="virtual:h200", progress=False)
     cache = model.new_cache(40_000, "int4")
     assert cache.states[0].keys._host.is_meta

@@ -1,4 +1,4 @@
-"""What a part holds and what a token costs it, counted from its weights."""
+"""Tests of the costs of a model's parts (bytes held, work per token), compared with counts from their weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gated delta rule against its definition in fp64, token by token: one at a time, in chunks, and at the extremes."""
+"""Tests of the gated delta rule, in steps, in chunks and with extreme gates, against its token-by-token definition in fp64."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def draw(tokens, keys, table, dk=5, dv=7, batch=1, seed=0, forget=1.0):
 
 
 def defined(q, k, v, g, beta, state):
-    """The definition, in fp64; [B, T, M, N, Dv] and the state after the last token."""
+    """Compute the definition in fp64. Return the output [B, T, M, N, Dv] and the state after the last token."""
     q, k, v, g, beta, now = (x.double() for x in (q, k, v, g, beta, state))
     found = []
     for t in range(v.shape[1]):
@@ -67,7 +67,7 @@ def test_in_parts_with_a_state_written_in_place(keys, table, parts):
 @pytest.mark.parametrize("gate", [0.0, -1e-6, -20.0, -1e4], ids="g={}".format)
 @pytest.mark.parametrize("same", [False, True], ids=["keys_differ", "one_key_repeated"])
 def test_extremes_stay_finite_and_right(gate, same):
-    """Nothing is forgotten, or everything at once; and a key repeated with beta 1, where chunks must cancel exactly."""
+    """Gates that forget nothing or everything, and one key repeated with beta 1, whose updates must cancel within a chunk."""
     q, k, v, _, beta = draw(150, (2, 1), (2, 2))
     if same:
         k, beta = k[:, :1].expand_as(k), torch.ones_like(beta)
@@ -81,7 +81,7 @@ def test_extremes_stay_finite_and_right(gate, same):
 
 @pytest.mark.parametrize("gate", [-5.0, -50.0, -500.0], ids="g={}".format)
 def test_some_tokens_forget_all_and_others_nothing(gate):
-    """Within a chunk logarithms are summed in fp32, and their differences count: steps are exact, chunks to so many digits."""
+    """A chunk subtracts fp32 sums of logarithms, which loses `digits` of precision. Single steps don't."""
     q, k, v, g, beta = draw(150, (2, 1), (2, 2))
     given = q, k, v, torch.where(g < -0.7, gate, -1e-3), beta
     expected, _ = defined(*given, torch.zeros(1, 2, 2, 5, 7))

@@ -1,4 +1,4 @@
-"""Gemma 4 against transformers in all the ways in which a decode loop feeds it; in bfloat16; without copies.
+"""Tests of Gemma 4 against transformers: prefill, chunks and decode steps, in fp64 and bfloat16, and without copies.
 
 Comparisons run in fp64, so that they hold on every processor: see tests/models/parity.py.
 """
@@ -63,7 +63,7 @@ def test_prefill_in_chunks_of_any_size_equals_the_whole(name, chunk):
 @in_double()
 @pytest.mark.parametrize("window", [1, 3, 256, 300, 700], ids="window={}".format)
 def test_past_one_bound_of_the_cache(window):
-    """Against transformers without its cache, which for a window of one forgets nothing."""
+    """Compare with transformers without a cache, because its cache for a window of one keeps every token."""
     theirs = _case("", sliding_window=window, layer_types=["sliding_attention", "full_attention"], num_hidden_layers=2).theirs()
     model = ours(theirs)
     ids = tokens(model, 540)
@@ -105,7 +105,10 @@ def test_gradients_equal_transformers(name):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["as_31b", "as_26b_a4b", "as_e2b"])
 def test_bfloat16_is_as_near_to_fp32_as_transformers_is(name):
-    """Embeddings bit for bit: their scale is rounded as there. Logits by angle: a rounding may choose another expert."""
+    """Embeddings are equal to the bit, as their scale is rounded in the same way.
+
+    Logits are compared by angle, because rounding may select other experts.
+    """
     case = dataclasses.replace(BY_NAME[name], noise=0.1)
     exact, theirs = case.theirs(), case.theirs(dtype=torch.bfloat16)
     model = ours(theirs, torch.bfloat16)

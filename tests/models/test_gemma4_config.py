@@ -1,4 +1,4 @@
-"""Which Gemma 4 configs are read, and how; which are refused, by name; where weights are looked for."""
+"""Tests of Gemma 4 configs: reading supported ones, errors that name unsupported fields, and the names of weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gemma 4 from GGUF: every tensor and the logits against the checkpoint it was converted from, by another's rules."""
+"""Tests of Gemma 4 GGUF files: every tensor and the logits equal those of the checkpoint that llama.cpp's rules converted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONVERTIBLE.append(_case("half_turning", rope_parameters=HALF_TURNING, **PER_LAY
 
 
 def opened(case, folder):
-    """(their model, the GGUF's config, its tensors by name)."""
+    """Return (transformers' model, config of the GGUF file, its tensors by name)."""
     theirs = case.theirs()
     file = GgufFile(write(folder / "model.gguf", case.values, theirs.state_dict()))
     config = gemma4.Config.from_gguf(file.metadata, {name: t.shape for name, t in file.stored.items()})

@@ -1,4 +1,4 @@
-"""The shared layers: joined matrices, experts, embeddings, packed products, and what a decode step launches."""
+"""Tests of the shared layers: fused matrices, experts, embeddings, packed products, and the launches of a decode step."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def packed(values: Tensor, scheme: Scheme | str) -> PackedMatrix:
 
 
 def hold(linear: Linear | Embedding, kind: str) -> None:
-    """In a scheme, or a dtype."""
+    """Store the weights of `linear` in a scheme or dtype."""
     values = linear.weight.detach()
     del linear.weight
     linear.weight = (
@@ -46,7 +46,7 @@ def hold(linear: Linear | Embedding, kind: str) -> None:
 
 
 def joined(kinds: dict[str, str], experts: int | None = None, bias: bool = False) -> Joined:
-    """Three matrices of odd heights, held as `kinds` says."""
+    """Return three matrices with odd numbers of rows; `kinds` maps each name to its scheme or dtype."""
     found = Joined(IN, {"q": 24, "k": 7, "v": 11}, bias, experts)
     initialize(found, CPU, 0)
     for name in found.sizes:
@@ -71,7 +71,7 @@ def spot_of(found: Joined, name: str):
 @pytest.mark.parametrize("experts", [None, 3], ids=["matrices", "stacks"])
 @pytest.mark.parametrize("kind", [*SCHEMES, "float32", "bfloat16"])
 def test_joined_weights_are_the_same_to_the_bit(kind: str, experts: int | None) -> None:
-    """max_abs_diff of weights 0.0; of outputs, what the library's blocking of a taller matrix makes."""
+    """Weights are equal. Outputs may differ by rounding, since the BLAS library divides a taller matrix into other blocks."""
     apart, whole = (joined(dict.fromkeys("qkv", kind), experts) for _ in range(2))
     assert whole.join() == [("q", "k", "v")]
     for name in apart.sizes:
@@ -145,7 +145,7 @@ def experts_of(count: int, kind: str = "float32", join: bool = False) -> Experts
 
 
 def one_by_one(found: Experts, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-    """The sum over each token's experts, in plain loops."""
+    """Return the sum over each token's experts, computed in plain loops."""
 
     def of(weight, e: int) -> Tensor:
         return (weight.dequantize() if isinstance(weight, PackedMatrix) else weight)[e]
@@ -298,7 +298,7 @@ def test_one_token_launches_kernels_only(scheme: str, dtype: torch.dtype) -> Non
 
 
 def test_a_large_head_multiplies_in_bounded_scratch() -> None:
-    """The head of Gemma-4 31B in six bits: 1.4 billion weights, 1.1 GB packed; dequantised whole it would be 5.6 GB."""
+    """The 6-bit head of Gemma 4 31B has 1.4 billion weights: 1.1 GB packed, and 5.6 GB if it were dequantized at once."""
     gpu = tk.device("virtual:h200")
     with gpu.sizes_only():
         head = PackedMatrix(SCHEMES["q6_k"], (262144, 5376), gpu.torch)
@@ -311,7 +311,7 @@ def test_a_large_head_multiplies_in_bounded_scratch() -> None:
 
 
 def test_prefill_of_experts_in_bounded_scratch() -> None:
-    """256 experts of 512 on 31 tokens of 8 each: 248 matrices chosen, which would be 3 GB in fp32."""
+    """31 tokens with 8 of 256 experts each select up to 248 matrices, which would take 3 GB in fp32."""
     gpu = tk.device("virtual:h200")
     with gpu.sizes_only():
         with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""The configs, tensor names and GGUF metadata of published checkpoints, without their weights."""
+"""Tests with the configs, tensor names and GGUF metadata of published checkpoints, without their weights."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def test_every_published_tensor_has_its_place_or_is_left_out(name):
 def test_metadata_of_a_converted_file_says_what_the_config_says(name):
     published, metadata = config_of(name), METADATA[name]
     architecture = ARCHITECTURES[metadata["general.architecture"]]
-    names = architecture.names_gguf(dataclasses.replace(published, **_told_by_tensors(published)))
+    names = architecture.names_gguf(dataclasses.replace(published, **_fields_from_tensors(published)))
     tensors = dict.fromkeys((tensor for source in names.values() for tensor in source.names), (published.vocab_size, 1))
     found = architecture.Config.from_gguf(metadata, tensors)
-    told = ("eos_token_ids", "rms_norm_eps", "full", *_told_by_tensors(published))
+    told = ("eos_token_ids", "rms_norm_eps", "full", *_fields_from_tensors(published))
     assert plain(found, *told) == plain(published, *told)
     assert found.rms_norm_eps == pytest.approx(1e-6, rel=1e-6)
     if name in TENSORS:
@@ -75,6 +75,6 @@ def test_metadata_of_a_converted_file_says_what_the_config_says(name):
         )  # fmt: skip
 
 
-def _told_by_tensors(config):
-    """What GGUF leaves to its tensors: frequencies as factors; the order of the value heads."""
+def _fields_from_tensors(config):
+    """Return the config fields that follow from a GGUF file's tensors: frequency factors, or the order of the value heads."""
     return {"rope_freqs_stored": True} if hasattr(config, "rope_freqs_stored") else {"tiled": True}

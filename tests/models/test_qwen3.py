@@ -1,4 +1,4 @@
-"""Qwen3 against transformers in all the ways in which a decode loop feeds it, and configs that are read or refused.
+"""Tests of Qwen3 against transformers: prefill, chunks and decode steps, and supported and unsupported configs.
 
 Comparisons run in fp64, so that they hold on every processor: see tests/models/parity.py.
 """

@@ -1,4 +1,4 @@
-"""Qwen3.5 against transformers in all the ways in which a decode loop feeds it, its states, and the configs it refuses.
+"""Tests of Qwen3.5 against transformers: prefill, chunks and decode steps, its states, and unsupported configs.
 
 Comparisons run in fp64, so that they hold on every processor: see tests/models/parity.py.
 """
@@ -44,7 +44,7 @@ def test_equals_transformers(case):
 @torch.no_grad()
 @in_double()
 def test_no_full_layer():
-    """Theirs can't decode without one: its whole sequences are the oracle."""
+    """Transformers can't decode such a model, so the reference is its result for the whole sequence."""
     values = DENSE | {"layer_types": ["linear_attention"] * 3, "num_hidden_layers": 3}
     theirs = Case("", "Qwen3_5ForCausalLM", "Qwen3_5TextConfig", values).theirs()
     model, ids = ours(theirs), random_ids(40)
@@ -127,7 +127,7 @@ def test_long_sequences_stay_finite():
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["dense_usual", "moe_usual"])
 def test_bfloat16_is_as_near_to_fp32_as_transformers(name):
-    """On average over seeds: random weights pass rounding on by chance, in theirs as in ours."""
+    """Averaged over seeds, because random weights amplify rounding by chance in both implementations."""
     mine = half = 0.0
     for seed in range(3):
         theirs, ids = CASE[name].theirs(seed), random_ids(40, batch=4, seed=seed)

@@ -1,8 +1,8 @@
-"""Qwen3.5 from GGUF: the public converter's rules, stated here once more in numpy, and then our model against transformers.
+"""Tests of Qwen3.5 GGUF files: convert a model with llama.cpp's rules, written here in numpy, and compare with transformers.
 
-The names are the gguf package's own map; the rules for values are those of convert_hf_to_gguf.py: norms are stored plus
-one (but the delta net's), A_log as -exp(A_log), the convolution without its middle axis, fused experts apart, and the
-value heads in tiled order wherever they are an axis.
+Names come from the gguf package's map. The rules for values are those of convert_hf_to_gguf.py: norms (except the delta net's)
+are stored plus one, A_log as -exp(A_log), the convolution without its middle axis, fused experts separately, and value heads
+in tiled order along every axis that has them.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ SAME = ("dense_one_value_a_key", "dense_tied", "dense_biased", "dense_yarn", "mo
 
 
 def tiled(values: np.ndarray, axis: int, keys: int, each: int) -> np.ndarray:
-    """Value heads from k0v0 k0v1 ... k1v0 k1v1 ... to k0v0 k1v0 ... k0v1 k1v1 ... along an axis of keys * each * size."""
+    """Reorder value heads along an axis of keys * each * size, from k0v0 k0v1 ... k1v0 ... to k0v0 k1v0 ... k0v1 ..."""
     size = values.shape[axis] // (keys * each)
     order = [(k * each + v) * size + i for v in range(each) for k in range(keys) for i in range(size)]
     return np.take(values, order, axis)
 
 
 def converted(name: str, value: np.ndarray, c) -> list[tuple[str, np.ndarray]]:
-    """What the converter makes of one tensor of a Hugging Face checkpoint: [(name for the map, value)]."""
+    """Return what one tensor of a Hugging Face checkpoint is converted to: [(name to look up in the map, value)]."""
     keys, values = getattr(c, "linear_num_key_heads", 1), getattr(c, "linear_num_value_heads", 1)
     each = values // keys
     if "linear_attn." in name:
@@ -148,7 +148,7 @@ def test_qwen3_converted(name):
 @torch.no_grad()
 @in_double()
 def test_tiled_order_matters_where_a_key_head_has_several_values():
-    """The guard of the guard: with the flag off, the same weights must not give the same logits."""
+    """Check that the other tests can fail: without the flag, the same weights give different logits."""
     theirs = BY_NAME["moe_usual"].theirs()
     weights = as_gguf(theirs)
     model, architecture = read(theirs, weights)

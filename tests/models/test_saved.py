@@ -1,5 +1,5 @@
-"""Folders that transformers saved, of each architecture, through the public doors: sharded, in half precision, the text
-part of multimodal models, one expert alone. Logits and greedy tokens are those of transformers, matrices joined or not.
+"""Tests that load folders saved by transformers, for each architecture: sharded, in half precision, the text part of multimodal
+models, and with a single expert. Logits and greedy tokens equal those of transformers, with fused matrices and without.
 """
 
 from __future__ import annotations

@@ -17,13 +17,16 @@ from toolkit.gpu.opening import open_device
 from toolkit.kernels.attention import ATTENTION_DECODE, AttentionShape
 from toolkit.kernels.attention_prefill import ATTENTION_PREFILL, PrefillShape
 from toolkit.kernels.base import Config, Kernel, Shape
+from toolkit.kernels.int4_matmul import INT4_MATMUL, MatmulShape
 from toolkit.models import gemma4, qwen3, qwen3_5_moe
 from toolkit.models.layers import Joined
-from toolkit.ops import attention, codes, define, mixers, mixture, norms, products, sampling
+from toolkit.ops import attention, codes, define, embedding, mixers, mixture, norms, products, sampling
 from toolkit.tune import lookup
+from toolkit.weights.packed import PackedMatrix
+from toolkit.weights.schemes import find_scheme
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PARTS: tuple[ModuleType, ...] = (attention, codes, mixers, mixture, norms, products, sampling)
+PARTS: tuple[ModuleType, ...] = (attention, codes, embedding, mixers, mixture, norms, products, sampling)
 SHARED = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64, "tie_word_embeddings": True,
@@ -98,8 +101,8 @@ def decoded(model: Any, ends: tuple[int, ...] = (9, 11, 12), kv: str | None = No
     ("architecture", "config", "expected"),
     [
         (qwen3, QWEN3, set()),
-        (gemma4, GEMMA4, {"make_heads"}),
-        (gemma4, GEMMA4_SHARING, {"make_heads"}),
+        (gemma4, GEMMA4, {"make_heads", "embed_rows"}),
+        (gemma4, GEMMA4_SHARING, {"make_heads", "embed_rows"}),
         (qwen3_5_moe, QWEN3_5_MOE, {"delta_net"}),
     ],
     ids=["qwen3", "gemma4", "gemma4 that shares", "qwen3.5"],
@@ -129,17 +132,20 @@ def test_caches_in_codes_by_kernels(architecture: Any, config: dict[str, Any], k
     assert ((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max() < most
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9], ids=["greedy", "drawn"])
-def test_tokens_chosen_by_kernels(temperature: float, request: Any) -> None:
+FILTERED = {"temperature": 0.9, "top_k": 20, "top_p": 0.9}
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9}, FILTERED], ids=["greedy", "drawn", "filtered"])
+def test_tokens_chosen_by_kernels(sampling: dict[str, Any], request: Any) -> None:
     config = QWEN3 | {"num_hidden_layers": 1}
-    options = {"max_new_tokens": 6, "temperature": temperature, "seed": 4, "eos": (), "record": False}
+    options: dict[str, Any] = {"max_new_tokens": 6, "seed": 4, "eos": (), "record": False} | sampling
     wanted = tk.generate(small(qwen3, config, None, torch.float32), [5, 6, 7], "double-buffered", **options).tokens
     ran = request.getfixturevalue("by_kernels")
     model = small(qwen3, config, None, torch.float32, DEVICE)
-    assert tk.generate(model, [5, 6, 7], "double-buffered", **options).tokens == wanted
-    assert ran.count("sample_embed") == 6
-    assert tk.generate(model, [5, 6, 7], "roundtrip", **options).tokens == wanted
-    assert ran.count("sample_embed") == 6  # there the host chooses what comes next
+    for strategy in ("double-buffered", "roundtrip"):
+        ran.clear()
+        assert tk.generate(model, [5, 6, 7], strategy, **options).tokens == wanted
+        assert ran.count("sample") == 6
 
 
 @pytest.mark.parametrize(
@@ -162,6 +168,45 @@ def test_packed_models_by_kernels(
     found = decoded(model, (9, 10))
     assert set(ran) >= {"packed_matmul", *expected}
     assert ((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max() < most
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config", "saved"),  # launches per step
+    [(qwen3, QWEN3, 5), (gemma4, GEMMA4, 5), (qwen3_5_moe, QWEN3_5_MOE, 3)],
+    ids=["qwen3", "gemma4", "qwen3.5 with experts"],
+)
+def test_norms_that_quantize_change_nothing_but_the_launches(
+    architecture: Any, config: dict[str, Any], saved: int, request: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The product after each norm needs no launch that quantizes, except for experts, which quantize while they are chosen."""
+    model = small(architecture, config, "int4-g32", torch.bfloat16, DEVICE)
+    request.getfixturevalue("by_kernels")
+    by_kernels, given = products.call, []
+
+    def call(name: str, *operands: Any) -> Tensor:
+        given.append(operands[4])
+        return by_kernels(name, *operands)
+
+    monkeypatch.setattr(products, "call", call)
+    found = decoded(model, (1, 2))
+    assert len(list(filter(None, given))) == 2 * saved
+    monkeypatch.setattr(norms, "quantizes", lambda x: False)
+    assert torch.equal(decoded(model, (1, 2)), found)
+    assert len(list(filter(None, given))) == 2 * saved
+
+
+@pytest.mark.parametrize("scheme", ["q4_0", "int4-g32", "q4_1"])
+def test_what_is_not_a_number_shows_behind_a_norm(scheme: str, request: Any) -> None:
+    matrix = PackedMatrix(find_scheme(scheme), (8, 64), "cpu")
+    for name, part in INT4_MATMUL.inputs(MatmulShape(8, 64, scheme=scheme), "cpu").items():
+        if name != "x":
+            matrix.get_parameter(name).data = part
+    request.getfixturevalue("by_kernels")
+    for wrong in (torch.inf, torch.nan):
+        x = torch.ones(1, 64, dtype=torch.bfloat16)
+        x[0, 3] = wrong
+        found = products.matmul(norms.rms_norm(x.to(DEVICE), torch.ones(64, device=DEVICE), 1e-6, True), matrix.to(DEVICE))
+        assert found.isnan().all()
 
 
 def test_what_pytorch_asks_of_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +239,7 @@ def test_what_there_is_to_tune_in_a_model() -> None:
     attention = "heads=16 kv_heads=2 head_dim=256 slots=3000 window=0 dtype=bfloat16 scaled=True"
     assert ("attention_decode", attention) in found
     cpu = tk.load("demo/qwen3", device="cpu", progress=False)
-    with pytest.raises(ModelError, match="where references run"):
+    with pytest.raises(ModelError, match="where the operators run in plain PyTorch"):
         cpu.kernel_shapes()
 
 

@@ -109,17 +109,17 @@ def compare(
     set, the table holds the strategies that had started.
 
     Raises RecorderError if the device is being recorded, UnknownNameError for an unknown strategy, and ToolkitError for models
-    on different devices.
+    on different devices and for an empty list of models or strategies.
     """
     names = [decode] if isinstance(decode, str | Strategy) else decode if decode is None else list(decode)
     entries = _entries(_named(model), names)
     device = entries[0].model.device
     if device.recording is not None:
         raise RecorderError(
-            "comparing", f"{device.name} is being recorded", "Leave that block first: each run makes its own recording"
+            "tk.compare", f"{device.name} is being recorded", "End that recording first, because each run makes its own"
         )
     if "record" in options:
-        raise ToolkitError("comparing with record=", "a comparison counts the events of its recordings", "Leave out record=")
+        raise ToolkitError("tk.compare with record=", "it always records its runs, to count their copies", "Leave out record=")
     late = device.clock == "measured" and device.recorded  # read before this comparison starts its own recordings
     rates = _timed(entries, prompt, options) if device.clock == "measured" else {}
     runs: dict[str, Run] = {}
@@ -139,9 +139,11 @@ def _named(model: Model | Mapping[str, Model] | list[Model] | tuple[Model, ...])
         models = {f"model {i}": each for i, each in enumerate(model, 1)}
     else:
         return {"": model}
+    if not models:
+        raise ToolkitError("comparing models", "the list of models is empty", "Give at least one model")
     devices = {each.device.name for each in models.values()}
-    if len(devices) != 1:
-        found = f"they are on {', '.join(sorted(devices))}" if devices else "there are none"
+    if len(devices) > 1:
+        found = f"they are on several devices: {', '.join(sorted(devices))}"
         raise ToolkitError(f"comparing {len(models)} models", found, "Load them onto one device")
     return models
 
@@ -161,7 +163,7 @@ def _entries(models: Mapping[str, Model], decode: Sequence[str | Strategy] | Non
         if not isinstance(each, str) or each in known[name]
     ]
     if not entries:
-        raise ToolkitError("comparing", "no strategies", f"Name some of {', '.join(STRATEGIES)}")
+        raise ToolkitError("comparing strategies", "the list is empty", f"Give at least one of: {', '.join(STRATEGIES)}")
     return list({entry.label: entry for entry in entries}.values())
 
 

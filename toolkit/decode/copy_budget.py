@@ -31,19 +31,23 @@ def copy_budget(
         per: "block" applies the limits to the whole block, "step" to every step in it except the prefill.
         device: The device to record. Default: the virtual GPU that is open, else "auto".
 
-    Exceptions from the block propagate. Raises RecorderError if the device is already being recorded, because its copies
-    can't be told apart from the block's, and with `per="step"` if the block has no steps.
+    Exceptions from the block propagate. Raises RecorderError if the device is already being recorded, because its
+    copies can't be told apart from the block's, and with `per="step"` if the block has no steps.
     """
     budget = {"h2d": h2d, "d2h": d2h, "d2d": d2d}
     for kind, limit in budget.items():
         if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 0):
-            raise ToolkitError(f"a copy budget of {kind}={limit!r}", "not a count", "Give a whole number from 0 on, or None")
+            raise ToolkitError(
+                f"a copy budget of {kind}={limit!r}",
+                "not a number of copies",
+                "Give a whole number of at least 0, or None for no limit",
+            )
     if per not in ("block", "step"):
         raise unknown_name("copy budget per", per, ("block", "step"))
     gpu = _in_use() if device is None else open_device(device)
     if gpu.recording is not None:
-        found = f"{gpu.name} is being recorded, so the block's copies can't be told from the others"
-        raise RecorderError("a copy budget", found, "Put tk.copy_budget around that recording, not inside")
+        found = f"{gpu.name} is being recorded, so the block's copies can't be told apart from other copies"
+        raise RecorderError("a copy budget", found, "Begin that recording inside of the tk.copy_budget block, or end it first")
     with gpu.record() as trace:
         yield
     if per == "step":
@@ -74,13 +78,13 @@ def _check(trace: Trace, budget: Mapping[str, int | None], what: str) -> None:
             over[kind] = copies
     if not over:
         return
-    allowed = ", ".join(f"{kind}={budget[kind]}" for kind in over)
-    found = "; ".join(f"{len(copies)} {kind.upper()} from {_lines(copies)}" for kind, copies in over.items())
+    allowed = " and ".join(f"{budget[kind]} {kind.upper()}" for kind in over)
+    found = "; ".join(f"{len(copies)} {kind.upper()} copies from {_lines(copies)}" for kind, copies in over.items())
     counts = {kind: len(copies) for kind, copies in over.items()}
     raise CopyBudgetError(
-        f"at most {allowed} in {what}",
+        f"at most {allowed} copies in {what}",
         found,
-        "Keep those values on one side, or raise the budget",
+        "Keep the copied values on one device, or raise the budget",
         counts=counts,
         budget=dict(budget),
     )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from toolkit.core.errors import ModelError
-from toolkit.decode.parts import INPUTS, POSITIONS, READBACKS, Choice, ChoiceWithRow, Inputs
+from toolkit.decode.parts import INPUTS, POSITIONS, READBACKS, Choice
 from toolkit.decode.run import Run, tokens_per_s
 from toolkit.decode.sampling import Sampling
 from toolkit.decode.strategies import STRATEGIES, OwnLoop, Strategy, find_strategy, strategies_of
@@ -124,7 +124,8 @@ def _decode(
             context, kv = room
             cache = model.new_cache(context) if kv is None else model.new_cache(context, kv)
             positions = POSITIONS[strategy.position](len(ids), limit - 1, device.torch)
-            choice, inputs = _ends_of_a_step(model, strategy, sampling)
+            where = device.torch if strategy.sampler == "device" else torch.device("cpu")
+            choice, inputs = Choice(sampling, model.config.vocab_size, where), INPUTS[strategy.token](model)
             logits = _prefill(model, inputs.prompt(torch.tensor([ids]), chunk), cache, cancel)
             if logits is None:
                 return
@@ -168,15 +169,6 @@ def _prefill(model: Model, parts: Iterator[Tensor], cache: Cache, cancel: thread
         hidden = model.advance(x, cache.slots[start:stop], cache, stop)
     logits: Tensor = model.logits(hidden[:, -1:]).view(-1)
     return logits
-
-
-def _ends_of_a_step(model: Model, strategy: Strategy, sampling: Sampling) -> tuple[Choice | ChoiceWithRow, Inputs]:
-    """Return the object that chooses tokens and the one that embeds them: one fused object if both run on the device."""
-    if ChoiceWithRow.suits(strategy, sampling, model):
-        both = ChoiceWithRow(sampling, model)
-        return both, both
-    where = model.device.torch if strategy.sampler == "device" else torch.device("cpu")
-    return Choice(sampling, model.config.vocab_size, where), INPUTS[strategy.token](model)
 
 
 def _room(model: Model, prompt: int, max_new_tokens: int, context: int | None) -> tuple[int, int]:

@@ -8,17 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from toolkit import ops
 from toolkit.decode.sampling import Sampler, Sampling
-from toolkit.decode.strategies import Strategy
-from toolkit.kernels.noise import mixed_seed
-from toolkit.models.layers import Embedding
 from toolkit.models.model import Model
 
 
@@ -133,44 +128,6 @@ class Choice:
         """Return the next token [1] int64. `logits` [vocab] are copied to the host first if the host samples."""
         self.slots.reverse()
         return self.sampler.choose(logits.to(self.where), self.slots[0])
-
-
-class ChoiceWithRow:
-    """Samples with an operation that also returns the token's embedding row, for strategies that keep both on the device.
-
-    It implements `Inputs` as well, since the row is the input of the next step. Top-k and top-p are not supported.
-    """
-
-    def __init__(self, sampling: Sampling, model: Model) -> None:
-        assert isinstance(model.embed, Embedding)  # see `suits`
-        self.embed, self.device = model.embed, model.device.torch
-        self.slots = list(torch.empty(2, 1, dtype=torch.int64, device=self.device))
-        self.draw: tuple[Tensor, Tensor, Tensor] | None = None
-        if not sampling.greedy:
-            one = partial(torch.full, (1,), device=self.device)
-            temperature = one(sampling.temperature, dtype=torch.float64)
-            self.draw = temperature, one(mixed_seed(sampling.seed), dtype=torch.int64), one(0, dtype=torch.int64)
-
-    @staticmethod
-    def suits(strategy: Strategy, sampling: Sampling, model: Model) -> bool:
-        """Return whether sampling and embedding both belong on the device, and the operation runs there."""
-        embed = model.embed
-        fits = isinstance(embed, Embedding) and embed.alone and ops.on_gpu(next(embed.parameters()))
-        whole = sampling.top_k is None and sampling.top_p in (None, 1)
-        return fits and whole and strategy.token == "device" and strategy.sampler == "device"
-
-    def choose(self, logits: Tensor) -> Tensor:
-        """Return the next token [1] int64 for fp32 logits [vocab]."""
-        self.slots.reverse()
-        embed = self.embed
-        self.row = ops.sample_embed(logits, embed.weight, embed.dtype, embed.scale, self.slots[0], self.draw)
-        return self.slots[0]
-
-    def prompt(self, ids: Tensor, chunk: int) -> Iterator[Tensor]:
-        return map(self.embed, ids.to(self.device).split(chunk, 1))
-
-    def next(self, token: Tensor, known: int | None) -> Tensor:
-        return self.row[None]
 
 
 class Readback(Protocol):

@@ -1,49 +1,71 @@
-"""Sampling: greedy, or random with temperature, top-k and top-p, with the same code on the host and on the device.
+"""Sampling: greedy, or random with temperature, top-k, top-p and min-p, with the same results on the host and on the device.
 
-Random numbers are a function of (seed, step, token id) in exact integer arithmetic, so a seed gives the same draws on every
-device. Sampling makes no copies between host and device: constants are kernel arguments, and the step is counted on the device.
+Random numbers are a function of (seed, step, token id), and filters add up integers (see `toolkit.kernels.filters`), so a seed
+gives the same text on every device. Options are uploaded once; choosing a token makes no copies between host and device.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from toolkit import ops
 from toolkit.core.errors import ModelError
-from toolkit.kernels.noise import INDEX, gumbel_of, mixed_seed, signed
+from toolkit.kernels.filters import MOST_TOKENS, WORK, Rules, numbers_of
+from toolkit.kernels.noise import mixed_seed
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling options. With `temperature` 0, sampling is greedy: the highest logit, and the lowest id among equals.
+    """Sampling options, which are applied in the order of transformers.
 
-    Otherwise the logits are divided by the temperature, and the token is drawn from the `top_k` most probable tokens (including
-    all that tie for the last place). Of these, `top_p` keeps the smallest set whose probabilities add up to at least `top_p`.
-    Raises ModelError for values out of range.
+    1. `repetition_penalty` divides positive logits of the tokens of the prompt and of the text so far, and multiplies negative
+       ones (CTRL, arXiv 1909.05858). 1 changes nothing; values above 1 make repetitions less likely.
+    2. `logit_bias` maps token ids to numbers that are added to their logits; -inf excludes a token.
+    3. With `temperature` 0, sampling is greedy: the highest logit, and the lowest id among equals. The options below then have
+       no effect. Otherwise the logits are divided by the temperature.
+    4. `top_k` keeps the k most probable tokens.
+    5. `top_p` keeps the smallest set of most probable tokens whose probabilities add up to at least `top_p` of what top-k kept
+       (nucleus sampling, arXiv 1904.09751).
+    6. `min_p` keeps tokens that are at least `min_p` times as probable as the most probable one (arXiv 2407.01082).
+
+    All tokens that tie for the last place are kept. Raises ModelError for values out of range.
     """
 
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         def refuse(name: str, needed: str) -> ModelError:
-            return ModelError(f"sampling with {name}={getattr(self, name)!r}", "out of range", f"Give {needed}")
+            return ModelError(f"sampling with {name}={getattr(self, name)!r:.80}", "out of range", f"Give {needed}")
 
         if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
             raise refuse("temperature", "0 for greedy, or a number above 0")
         if 0 < self.temperature < 1e-6:
             raise refuse("temperature", "0 for greedy, or at least 1e-6")
-        if self.top_k is not None and (not isinstance(self.top_k, int) or isinstance(self.top_k, bool) or self.top_k < 1):
+        if self.top_k is not None and (not _is_id(self.top_k) or self.top_k < 1):
             raise refuse("top_k", "a whole number from 1 on, or None")
         if self.top_p is not None and (not _is_number(self.top_p) or not 0 < self.top_p <= 1):
             raise refuse("top_p", "a number above 0 and at most 1, or None")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise refuse("seed", "a whole number")
+        if self.min_p is not None and (not _is_number(self.min_p) or not 0 <= self.min_p <= 1):
+            raise refuse("min_p", "a number from 0 to 1, or None")
+        if not _is_number(self.repetition_penalty) or not 1e-6 <= self.repetition_penalty <= 1e6:
+            raise refuse("repetition_penalty", "a number from 1e-6 to 1e6; 1 is off")
+        bias = self.logit_bias
+        if not isinstance(bias, Mapping) or not all(_is_id(i) and _is_number(x) and x < math.inf for i, x in bias.items()):
+            raise refuse("logit_bias", "a mapping from token ids to numbers below infinity")
+        object.__setattr__(self, "logit_bias", dict(bias))  # later changes by the caller have no effect
 
     @property
     def greedy(self) -> bool:
@@ -51,38 +73,65 @@ class Sampling:
 
 
 class Sampler:
-    """Samples one token after the other from logits [vocab] on `device`."""
+    """Samples one token after the other from logits [vocab] on `device`. All its tensors keep their addresses.
+
+    Raises ModelError if `logit_bias` names a token outside of the vocabulary, or if the vocabulary is too large.
+    """
 
     def __init__(self, sampling: Sampling, vocab_size: int, device: torch.device) -> None:
+        _check_vocab(sampling, vocab_size)
         self.sampling = sampling
-        if not sampling.greedy:
-            self._step = torch.zeros(1, dtype=torch.int64, device=device)
-            ids = torch.arange(vocab_size, device=device)
-            self._base = ids.mul_(signed(INDEX)).add_(mixed_seed(sampling.seed))
+        draw = not sampling.greedy
+        top_k = sampling.top_k if draw and sampling.top_k is not None and sampling.top_k < vocab_size else 0
+        top_p = sampling.top_p if draw and sampling.top_p is not None else 1.0
+        min_p = sampling.min_p if draw and sampling.min_p is not None else 0.0
+        numbers = numbers_of(sampling.temperature, sampling.repetition_penalty, top_k, top_p, min_p)
+        self._rules = Rules(
+            numbers=_constants(numbers, torch.float64, device),
+            state=_constants((mixed_seed(sampling.seed), 0), torch.int64, device),
+            work=torch.zeros(WORK, dtype=torch.int64, device=device),
+            seen=None if sampling.repetition_penalty == 1 else torch.zeros(vocab_size, dtype=torch.bool, device=device),
+            bias=_bias(sampling.logit_bias, vocab_size).to(device) if sampling.logit_bias else None,
+            draw=draw, top_k=top_k, top_p=top_p < 1, min_p=min_p > 0,
+        )  # fmt: skip
+
+    def begin(self, prompt_ids: Tensor) -> None:
+        """Begin a new text after the prompt `prompt_ids` [T] int64, on the sampler's device: its first step is step 0."""
+        self._rules.state[1:].zero_()
+        if self._rules.seen is not None:
+            self._rules.seen.zero_().index_fill_(0, prompt_ids, True)
 
     def choose(self, logits: Tensor, out: Tensor) -> Tensor:
-        """Write the next token for fp32 `logits` [vocab] into `out` [1] int64 on the same device, and return `out`."""
-        if self.sampling.greedy:
-            return torch.argmax(logits, -1, keepdim=True, out=out)
-        scores = _keep(logits, self.sampling).double().mul_(1 / self.sampling.temperature)
-        noise = gumbel_of(self._base, self._step)
-        self._step.add_(1)
-        return torch.argmax(scores.add_(noise), -1, keepdim=True, out=out)
+        """Write the next token for `logits` [vocab] into `out` [1] int64 on the same device, and return `out`."""
+        return ops.sample(logits, self._rules, out)
 
 
-def _keep(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return `logits` with the tokens that top-k and top-p exclude set to -inf. On CUDA the sort for top-p makes D2D copies."""
-    if sampling.top_k is not None and sampling.top_k < logits.shape[0]:
-        lowest = logits.topk(sampling.top_k, sorted=False).values.min()
-        logits = logits.masked_fill(logits < lowest, -math.inf)
-    if sampling.top_p is not None and sampling.top_p < 1:
-        ordered = logits.sort(descending=True).values
-        share = ordered.double().mul_(1 / sampling.temperature).softmax(-1)
-        enough = share.cumsum(-1).sub_(share) >= sampling.top_p  # more probable tokens already reach top_p
-        lowest = ordered.masked_fill_(enough, math.inf).min()
-        logits = logits.masked_fill(logits < lowest, -math.inf)
-    return logits
+def _check_vocab(sampling: Sampling, vocab_size: int) -> None:
+    asked = f"sampling from {vocab_size:,} tokens"
+    if vocab_size > MOST_TOKENS:
+        raise ModelError(asked, f"at most {MOST_TOKENS:,} are supported", "Use a model with a smaller vocabulary")
+    for i in sampling.logit_bias:
+        if not 0 <= i < vocab_size:
+            raise ModelError(asked, f"logit_bias has the id {i}", f"Give ids from 0 to {vocab_size - 1:,}")
+
+
+def _constants(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of `values`, filled on the device: uploading them would be a copy that strategies don't list."""
+    found = torch.empty(len(values), dtype=dtype, device=device)
+    for i, value in enumerate(values):
+        found[i : i + 1].fill_(value)
+    return found
+
+
+def _bias(numbers: Mapping[int, float], vocab_size: int) -> Tensor:
+    found = torch.zeros(vocab_size, dtype=torch.float32)
+    found[list(numbers)] = torch.tensor(list(numbers.values()), dtype=torch.float32)
+    return found
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -135,7 +135,7 @@ class Kernel(ABC):
     # Shapes of real models at batch 1, by a readable name ("gemma4-31b gate+up"), which the tuner and the explorer offer.
     known: ClassVar[Mapping[str, Shape]]
     # Fields of the shape that scale the work without changing the resources that a config takes on an SM. The tuner's lookup
-    # relies on this: a config timed with slots=32768 is used for slots=8192, too.
+    # relies on this: a config timed with slots=32768 is used for slots=8192, too. A bool switches a small part of the work.
     lengths: ClassVar[tuple[str, ...]] = ()
     cosine: ClassVar[float] = 0.999  # the smallest cosine similarity to the reference that passes
     max_abs: ClassVar[float] = 1e-2  # the largest error that passes, relative to the reference's largest value

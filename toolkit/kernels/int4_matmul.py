@@ -143,7 +143,7 @@ class Int4Matmul(Kernel):
 
     name = "int4_matmul"
     shape_type = MatmulShape
-    lengths = ("n",)
+    lengths = ("n", "quantised")
     known: ClassVar[Mapping[str, Shape]] = {
         "gemma4-31b gate+up": MatmulShape(n=43008, k=5376, activation="gelu_tanh"),
         "gemma4-31b down": MatmulShape(n=5376, k=21504),

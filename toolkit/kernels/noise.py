@@ -24,16 +24,12 @@ def mixed_seed(seed: int) -> int:
 
 
 def gumbel(key: Tensor, step: Tensor, vocab: int) -> Tensor:
-    """Return the noise fp64 [vocab] of a step [1] with a key [1] (see `mixed_seed`), on their device."""
-    return gumbel_of(torch.arange(vocab, device=key.device) * signed(INDEX) + key, step)
+    """Return Gumbel noise fp64 [vocab] of a step [1] with a key [1] (see `mixed_seed`), on their device.
 
-
-def gumbel_of(base: Tensor, step: Tensor) -> Tensor:
-    """Return Gumbel noise fp64 [vocab] of a step [1]: the highest logit + noise is a draw from softmax(logits).
-
-    `base` [vocab] is ids * INDEX + key. In fp64, the last bits of logarithms, which differ between libraries, decide nothing.
+    The highest logit + noise is a draw from softmax(logits). In fp64, the last bits of logarithms, which differ between
+    libraries, decide nothing.
     """
-    bits = mix(base + step * signed(STEP))
+    bits = mix(torch.arange(vocab, device=key.device).mul_(signed(INDEX)).add_(key + step * signed(STEP)))
     uniform = shifted(bits, 12).double().add_(0.5).mul_(2.0**-52)  # in (0, 1), exact
     return uniform.log_().neg_().log_().neg_()
 

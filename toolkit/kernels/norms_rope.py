@@ -26,6 +26,7 @@ from toolkit.core.errors import ModelError
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, config_grid
 from toolkit.kernels.checks import ALIGNMENT, check_tensor
 from toolkit.kernels.early import take_turn
+from toolkit.weights.packed import quantize_activations
 
 GROUP = 32  # activations that share a scale
 FORMS = ("norm", "add_norm", "norm_add", "norm_add_norm")
@@ -119,7 +120,7 @@ class RmsNorm(Kernel):
             results.append(_normed(x, weight, eps))
         if shape.form != "norm":
             results.append(x)
-        return (*results, *quantise_activations(results[0])) if shape.quantised else tuple(results)
+        return (*results, *quantize_activations(results[0])) if shape.quantised else tuple(results)
 
     def outputs(self, shape: Shape, inputs: Tensors) -> dict[str, Tensor]:
         assert isinstance(shape, NormShape)
@@ -172,16 +173,6 @@ class RmsNorm(Kernel):
         per_token = shape.hidden * rows + shape.quantised * (shape.hidden + shape.hidden // GROUP * 8)
         weights = 4 * shape.hidden * (1 + (shape.form == "norm_add_norm")) + size * shape.scaled
         return Cost(shape.tokens * per_token + weights, 8.0 * shape.tokens * shape.hidden)
-
-
-def quantise_activations(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x [..., K] -> int8 codes [..., K], fp32 scales and sums (scale times the codes' sum) [..., K / 32]."""
-    groups = x.float().unflatten(-1, (-1, GROUP))
-    most = groups.abs().amax(-1)
-    # Not `127 / most`, which torch computes as a reciprocal times 127.
-    inverse = torch.where(most > SMALLEST.value, torch.full_like(most, 127) / most.clamp_min(SMALLEST.value), 0.0)
-    codes = (groups.double() * inverse.double()[..., None]).round()
-    return codes.to(torch.int8).flatten(-2), most / 127, codes.float().sum(-1) * (most / 127)
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ def _transformers() -> Any:
 def _from_folder(transformers: Any, folder: Path, dtype: torch.dtype | None) -> nn.Module:
     asked = f'model {folder} with engine="hf"'
     if not (folder / "config.json").is_file():
-        raise FormatError(asked, "not a folder with a config.json", "Pass a local Hugging Face folder, or an instance")
+        raise FormatError(asked, "not a folder with a config.json", "Pass a local Hugging Face folder, or a loaded model")
     options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True, "dtype": dtype or "auto"}
     logging = transformers.utils.logging
     bars = logging.is_progress_bar_enabled()
@@ -97,7 +97,7 @@ def _from_folder(transformers: Any, folder: Path, dtype: torch.dtype | None) -> 
         inner: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(str(folder), **options)
     except Exception as error:  # any architecture may raise any exception
         found = f"transformers {transformers.__version__} cannot load it: {type(error).__name__}: {error!s:.300}"
-        do = "The folder must have a causal language model in safetensors files that needs no code of its own"
+        do = "Use a folder with a causal language model in safetensors files that needs no custom code"
         raise FormatError(asked, found, do) from error
     finally:
         if bars:
@@ -120,7 +120,8 @@ def _check(inner: nn.Module) -> None:
     places = {str(parameter.device) for parameter in inner.parameters()}
     if len(places) != 1 or "meta" in places or len(set((getattr(inner, "hf_device_map", None) or {"": 0}).values())) > 1:
         do = "Load the whole model onto one device (without device_map)"
-        raise ModelError(asked, f"its weights are on {', '.join(sorted(places)) or 'no device'}, and some may be offloaded", do)
+        found = f"its weights are on several devices or offloaded: {', '.join(sorted(places)) or 'it has none'}"
+        raise ModelError(asked, found, do)
 
 
 class HfModel(Shown):
@@ -210,7 +211,7 @@ class HfModel(Shown):
         """Return why the toolkit's strategies cannot run this model, or None if they can."""
         missing = [name for name in ("inputs_embeds", "past_key_values") if name not in self._takes]
         if missing:
-            return f"its forward takes no {' and no '.join(missing)}"
+            return f"its forward() has no argument {' and no '.join(missing)}"
         try:
             HfCache(self.inner.config, 1, torch.device("cpu"))
         except Exception as error:  # layer types that have no static cache
@@ -308,9 +309,10 @@ def _generation_config(inner: Any, limit: int, sampling: Any, ends: Collection[i
 
     stop = sorted(ends)
     pad = inner.config.get_text_config(decoder=True).pad_token_id
-    options: dict[str, Any] = {"do_sample": False}
+    options: dict[str, Any] = {"do_sample": sampling.temperature > 0, "repetition_penalty": sampling.repetition_penalty}
+    options["sequence_bias"] = {(i,): float(number) for i, number in sampling.logit_bias.items()} or None
     if sampling.temperature > 0:
-        options = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k or 0}
+        options |= {"temperature": sampling.temperature, "top_k": sampling.top_k or 0, "min_p": sampling.min_p}
         options["top_p"] = 1.0 if sampling.top_p is None else sampling.top_p
     pad = pad if pad is not None else stop[0] if stop else 0
     return GenerationConfig(max_new_tokens=limit, eos_token_id=stop or None, pad_token_id=pad, use_cache=True, **options)

@@ -183,7 +183,9 @@ class Cache:
     def bound(self, length: int) -> int:
         """Return the number of slots to read for `length` tokens. Raises ModelError if the cache is too small."""
         if length > self.context:
-            raise ModelError(f"{length:,} tokens", f"the cache has room for {self.context:,}", "Give a larger context=")
+            raise ModelError(
+                f"{length:,} tokens", f"the cache has room for {self.context:,}", "Create the cache with a larger context="
+            )
         self.length = max(self.length, length)
         return min(self.context, -(-length // BOUND_MULTIPLE) * BOUND_MULTIPLE)
 
@@ -216,7 +218,7 @@ class Cache:
         """
         if not 0 <= position <= self.length:
             raise ModelError(
-                f"rollback to {position:,}", f"{self.length:,} tokens were fed", "Give a position up to that number"
+                f"rollback to {position:,}", f"{self.length:,} tokens were fed", f"Give a position from 0 to {self.length:,}"
             )
         if position < self.length and position > 0:
             lost = [state for state in self._passing() if not isinstance(state, Ring) or self.length > state.size]

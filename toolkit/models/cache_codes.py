@@ -79,8 +79,8 @@ def every_position(
         fitting = [name for name, other in KV_SCHEMES.items() if ops.codes_fit(other, head_dim)]
         do = f"Choose kv={fitting[0]!r}, or leave out kv=" if fitting else "Leave out kv="
         least = 256 // min(scheme.key_bits, scheme.value_bits)
-        said = f"head_dim is {head_dim}, but {kv} needs a power of two from {least} to 512"
-        raise ModelError(f"a cache with kv={kv!r}", said, do, head_dim=head_dim)
+        found = f"head_dim is {head_dim}, but {kv} needs a power of two from {least} to 512"
+        raise ModelError(f"a cache with kv={kv!r}", found, do, head_dim=head_dim)
     return partial(CodedKeysValues, scheme, Codebook.make(scheme, head_dim, device), kv_heads, context, head_dim, dtype, device)
 
 

@@ -20,7 +20,7 @@ class Fields:
 
     def __init__(self, source: str, values: Mapping[str, Any], prefix: str = "") -> None:
         if not isinstance(values, Mapping):
-            raise ModelError(f"a model's {source}", f"a {type(values).__name__}", "It must map field names to values")
+            raise ModelError(f"reading {source}", f"it is a {type(values).__name__}", "Give a mapping of field names to values")
         self.source, self.values, self.prefix = source, values, prefix
 
     def size(self, name: str, default: Any = _REQUIRED, null: Any = None, most: int = 1 << 31) -> int:
@@ -28,7 +28,7 @@ class Fields:
         value = self._get(name, default)
         value = null if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            raise self.wrong(name, value, "a whole number from 1 on" + (f", up to {most:,}" if most < 1 << 31 else ""))
+            raise self.wrong(name, value, "a whole number of at least 1" + (f" and at most {most:,}" if most < 1 << 31 else ""))
         return int(value)
 
     def count(self, name: str, default: int) -> int:
@@ -36,7 +36,7 @@ class Fields:
         value = self._get(name, default)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 1 << 31:
-            raise self.wrong(name, value, "a whole number from 0 on")
+            raise self.wrong(name, value, "a whole number of at least 0")
         return value
 
     def number(self, name: str, default: Any = _REQUIRED) -> float:
@@ -65,9 +65,9 @@ class Fields:
         """Raise ModelError unless the field has one of the `supported` values; a missing field has the first of them."""
         value = self.values.get(self.prefix + name, supported[0])
         if value not in supported:
-            raise self.wrong(name, value, " or ".join(repr(s) for s in supported), "this model file doesn't support it")
+            raise self.wrong(name, value, " or ".join(repr(s) for s in supported), "not supported")
 
-    def wrong(self, name: str, value: Any, needed: str, why: str = "not usable") -> ModelError:
+    def wrong(self, name: str, value: Any, needed: str, why: str = "not valid") -> ModelError:
         """Return the error for a field with an unusable value."""
         name, found = self.prefix + name, f"{value!r:.200}: {why}"
         return ModelError(f"{self.source} field {name!r}", found, f"Supported: {needed}", field=name, value=value)
@@ -76,7 +76,9 @@ class Fields:
         name = self.prefix + name
         value = self.values.get(name, default)
         if value is _REQUIRED:
-            raise ModelError(f"{self.source} field {name!r}", "it is missing", "This architecture requires it", field=name)
+            raise ModelError(
+                f"{self.source} field {name!r}", "it is missing", "Add it, since this architecture requires it", field=name
+            )
         return value
 
 

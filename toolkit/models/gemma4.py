@@ -24,7 +24,7 @@ from toolkit.models.gemma4_config import FULL, SLIDING, Config, Heads
 from toolkit.models.gemma4_names import SKIPPED, names_gguf, names_hf
 from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, Residual, RMSNorm, to_dtype
 from toolkit.models.model import CausalLM
-from toolkit.ops import HeadLayout
+from toolkit.ops import HeadLayout, Operand
 from toolkit.ops.reference.attention import cached_attention, causal_attention, rope_of, rotate
 from toolkit.weights.packed import PackedMatrix
 
@@ -84,12 +84,13 @@ class Attention(nn.Module):
         about = (config.num_attention_heads, 0 if self.shares else heads.kv_heads, heads.head_dim)
         self.heads = HeadLayout(*about, values_are_keys="v" not in sizes, value_norm=True, eps=config.rms_norm_eps)
 
-    def forward(self, x: Tensor, at: Pass) -> Tensor:
-        out: Tensor = self.o(self._by_kernels(x, at) if at.kernels and self.heads.fits(x.dtype, 1.0) else self._plain(x, at))
+    def forward(self, x: Operand, at: Pass) -> Tensor:
+        kernels = at.kernels and self.heads.fits(x.plain.dtype, 1.0)
+        out: Tensor = self.o(self._by_kernels(x, at) if kernels else self._plain(x, at))
         return out
 
-    def _plain(self, x: Tensor, at: Pass) -> Tensor:
-        heads = (*x.shape[:2], -1, self.head_dim)
+    def _plain(self, x: Operand, at: Pass) -> Tensor:
+        heads = (*x.plain.shape[:2], -1, self.head_dim)
         query, *rest = (part.view(heads) for part in self.qkv(x))
         query = rotate(self.q_norm(query), at.ropes[self.kind])  # [B, T, H, D]
         if not self.shares:
@@ -99,7 +100,7 @@ class Attention(nn.Module):
             return causal_attention(query, key, value, 1.0, self.window)
         return cached_attention(query, key, value, at.reaches[self.kind].mask, 1.0)
 
-    def _by_kernels(self, x: Tensor, at: Pass) -> Tensor:
+    def _by_kernels(self, x: Operand, at: Pass) -> Tensor:
         assert at.cache is not None
         row, reach, rope = self.qkv.row(x)[0], at.reaches[self.kind], at.cache.ropes[self.kind]
         if not self.shares:
@@ -191,8 +192,9 @@ class Block(nn.Module):
 
     def forward(self, x: Residual, at: Pass, given: Tensor | None = None) -> Residual:
         """Run the layer; `given` [B, T, hidden_size_per_layer_input] is its additional input if the config has such inputs."""
-        normed, x = x.normed(self.attention_norm)
-        normed, x = x.add(self.attention(normed, at), self.attention_post_norm).normed(self.mlp_norm)
+        normed, x = x.normed(self.attention_norm, self.attention.qkv.takes_quantized)
+        x = x.add(self.attention(normed, at), self.attention_post_norm)
+        normed, x = x.normed(self.mlp_norm, self.mlp.gate_up.takes_quantized)
         out = self.mlp(normed)
         if self.has_experts:
             out = self.dense_post_norm(out) + self.routed(x.x)
@@ -211,10 +213,6 @@ class TokenEmbedding(Embedding):
         if width:
             scale = _rounded(width**0.5, dtype)
             self.per_layer = Embedding(config.vocab_size_per_layer_input, config.num_hidden_layers * width, dtype, scale)
-
-    @property
-    def alone(self) -> bool:
-        return self.per_layer is None
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids of any shape -> [*ids.shape, hidden + layers * hidden_size_per_layer_input]."""

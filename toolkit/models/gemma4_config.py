@@ -74,11 +74,11 @@ class Config:
         if self.top_k_experts > self.num_experts:
             asked = f"a Gemma 4 of {self.num_experts} experts, top_k_experts {self.top_k_experts}"
             raise ModelError(
-                asked, "a token can't use more experts than there are", "top_k_experts must not be above num_experts"
+                asked, "a token can't use more experts than there are", f"Use top_k_experts of at most {self.num_experts}"
             )
         if self.hidden_size_per_layer_input and self.vocab_size_per_layer_input < self.vocab_size:
             asked = f"a Gemma 4 of {self.vocab_size:,} tokens, vocab_size_per_layer_input {self.vocab_size_per_layer_input:,}"
-            raise ModelError(asked, "some tokens have no per-layer input", "It must not be below vocab_size")
+            raise ModelError(asked, "some tokens have no per-layer input", f"Use at least {self.vocab_size:,} for both")
 
     def _check_heads(self) -> None:
         for kind in {SLIDING, FULL} & set(self.layer_types):
@@ -88,17 +88,19 @@ class Config:
             )
             if self.num_attention_heads % heads.kv_heads:
                 raise ModelError(
-                    asked, "heads can't be shared out evenly", "num_key_value_heads must divide num_attention_heads"
+                    asked,
+                    "the heads can't be divided evenly among the KV heads",
+                    "num_key_value_heads must divide num_attention_heads",
                 )
             if heads.head_dim % 2:
-                raise ModelError(asked, "an odd head_dim has no rotary pairs", "head_dim must be even")
+                raise ModelError(asked, "rotary embeddings rotate pairs, and head_dim is odd", "Use an even head_dim")
 
     def _check_sharing(self) -> None:
         own = self.layer_types[: self.first_shared_layer]
         if self.first_shared_layer < 0 or not set(self.layer_types) <= set(own):
             asked = f"a Gemma 4 of {len(self.layer_types)} layers, num_kv_shared_layers {self.num_kv_shared_layers}"
-            found = "some layers share keys and values of which no layer before makes any of their kind"
-            raise ModelError(asked, found, "Leave a layer of each kind before them")
+            found = "some of the last layers reuse keys and values, but no earlier layer of the same kind computes any"
+            raise ModelError(asked, found, "Use a smaller num_kv_shared_layers")
 
     @property
     def num_hidden_layers(self) -> int:
@@ -137,7 +139,7 @@ class Config:
         outer.only("model_type", *HF_TYPES)
         nested = "text_config" in values or values.get("model_type") in ("gemma4", "gemma4_unified")
         if nested and not isinstance(values.get("text_config"), Mapping):
-            raise outer.wrong("text_config", values.get("text_config"), "the text model's config, nested")
+            raise outer.wrong("text_config", values.get("text_config"), "a mapping with the config of the text model")
         text = Fields("config.json text_config", values["text_config"]) if nested else outer
         unified = str(values.get("model_type")).startswith("gemma4_unified")
         return _from_hf(cls, text, outer, unified)
@@ -205,7 +207,7 @@ def _layer_types(text: Fields, layers: int) -> tuple[str, ...]:
     """Return the kind of each layer: by default every sixth layer is full. The last one always is."""
     stated = text.values.get("layer_types")
     if layers > 1 << 20:
-        raise text.wrong("num_hidden_layers", layers, "as many layers as there are weights for")
+        raise text.wrong("num_hidden_layers", layers, f"at most {1 << 20:,} layers")
     if stated is None:
         stated = [FULL if i % 6 == 5 else SLIDING for i in range(layers)]
     if not isinstance(stated, list | tuple) or len(stated) != layers or any(kind not in (SLIDING, FULL) for kind in stated):
@@ -236,11 +238,11 @@ def _overridden(text: Fields, kinds: tuple[str, ...], usual: tuple[int, int]) ->
         own = Fields(f"{text.source} per_layer_config {layer}", overrides.get(layer, {}))
         for name, value in own.values.items():
             if name not in ("num_key_value_heads", "head_dim", "skip") and value != text.values.get(name):
-                raise own.wrong(name, value, wanted, "no other field may differ between layers")
+                raise own.wrong(name, value, wanted, "not supported, because only these fields may differ between layers")
         own.only("skip", None, [])
         found[kind].add((own.size("num_key_value_heads", usual[0]), own.size("head_dim", usual[1])))
     if any(len(several) > 1 for several in found.values()):
-        raise text.wrong("per_layer_config", stated, "the same for every layer of a kind (sliding, full)")
+        raise text.wrong("per_layer_config", stated, "the same values for all layers of a kind (sliding or full)")
     return {kind: next(iter(one), usual) for kind, one in found.items()}
 
 
@@ -253,7 +255,7 @@ def _heads(text: Fields, kind: str, kv_heads: int, head_dim: int) -> Heads:
     rope = Fields(f"{text.source} rope_parameters {kind}", ropes[kind])
     rope_type = rope.values.get("rope_type", rope.values.get("type", "default"))
     if rope_type not in ("default", "proportional"):
-        raise rope.wrong("rope_type", rope_type, "'default' or 'proportional'", "other rotary embeddings aren't supported")
+        raise rope.wrong("rope_type", rope_type, "'default' or 'proportional'", "not supported")
     theta = rope.number("rope_theta", text.values.get("rope_theta", 10_000.0))
     if rope_type == "default":  # whole heads rotate: transformers ignores partial_rotary_factor here
         return Heads(kv_heads, head_dim, theta, head_dim // 2)
@@ -271,7 +273,9 @@ def _from_gguf(cls: type[Config], metadata: Mapping[str, Any], tensors: Mapping[
     windowed = _per_layer(fields, "gemma4.attention.sliding_window_pattern", layers, bool)
     kinds = tuple(SLIDING if one else FULL for one in windowed)
     if kinds[-1] != FULL:
-        raise fields.wrong("gemma4.attention.sliding_window_pattern", windowed, "a last layer without a window")
+        raise fields.wrong(
+            "gemma4.attention.sliding_window_pattern", windowed, "false for the last layer, which must have full attention"
+        )
     kv_heads = _per_layer(fields, "gemma4.attention.head_count_kv", layers, int, heads)
     shared = _count(fields, "gemma4.attention.shared_kv_layers")
     own_full = [i for i in range(layers - shared) if kinds[i] == FULL]
@@ -327,6 +331,6 @@ def _gguf_heads(fields: Fields, suffix: str, kind: str, kinds: tuple[str, ...], 
     counts = {n for n, one in zip(kv_heads, kinds, strict=True) if one == kind}
     if len(counts) > 1:
         raise fields.wrong(
-            "gemma4.attention.head_count_kv", list(kv_heads), "the same for every layer of a kind (sliding, full)"
+            "gemma4.attention.head_count_kv", list(kv_heads), "the same values for all layers of a kind (sliding or full)"
         )
     return Heads(counts.pop(), head_dim, theta, head_dim // 2)

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from toolkit import ops
+from toolkit.ops import Operand
 from toolkit.weights.packed import PackedMatrix, experts_matmul
 from toolkit.weights.schemes import Scheme
 
@@ -34,7 +34,11 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.rms_norm(x, self.weight, self.eps)
+        return ops.rms_norm(x, self.weight, self.eps).plain
+
+    def operand(self, x: Tensor, quantize: bool) -> Operand:
+        """Return the norm as the input of products. Pass `quantize` if one of their matrices takes it quantized."""
+        return ops.rms_norm(x, self.weight, self.eps, quantize)
 
 
 @dataclass(frozen=True)
@@ -55,12 +59,15 @@ class Residual:
         assert self.added is None
         return Residual(self.x, made, post, scalar)
 
-    def normed(self, norm: RMSNorm) -> tuple[Tensor, Residual]:
-        """Add the pending output. Return the input of the next block, norm(sum), and the residual after the addition."""
+    def normed(self, norm: RMSNorm, quantize: bool) -> tuple[Operand, Residual]:
+        """Add the pending output. Return the input of the next block, norm(sum), and the residual after the addition.
+
+        Pass `quantize` if a matrix of the block takes the input quantized.
+        """
         if self.added is None:
-            return norm(self.x), self
+            return norm.operand(self.x, quantize), self
         post = None if self.post is None else self.post.weight
-        out, x = ops.add_norm(self.x, self.added, norm.weight, norm.eps, post, self.scalar)
+        out, x = ops.add_norm(self.x, self.added, norm.weight, norm.eps, post, self.scalar, quantize)
         return out, Residual(x)
 
     def sum(self) -> Tensor:
@@ -85,9 +92,13 @@ class Linear(nn.Module):
         self.weight: nn.Parameter | PackedMatrix = nn.Parameter(torch.empty(shape))
         self.bias = nn.Parameter(torch.empty(size_out)) if bias else None
 
-    def forward(self, x: Tensor, chosen: Tensor | slice | None = None) -> Tensor:
-        """x [..., in] -> [..., out]; with `chosen` (n experts), x [n, T, in] -> [n, T, out]."""
-        out = ops.matmul(x, self.weight) if chosen is None else experts_matmul(x, self.weight, chosen)
+    def forward(self, x: Tensor | Operand, chosen: Tensor | slice | None = None) -> Tensor:
+        """x [..., in] -> [..., out]; with `chosen` (n experts), a plain x [n, T, in] -> [n, T, out]."""
+        if chosen is None:
+            out = ops.matmul(x, self.weight)
+        else:
+            assert isinstance(x, Tensor)
+            out = experts_matmul(x, self.weight, chosen)
         return out if self.bias is None else out + self.bias
 
 
@@ -104,14 +115,19 @@ class Joined(nn.Module):
         for name, size in sizes.items():
             self.add_module(name, Linear(size_in, size, bias, experts))
 
-    def forward(self, x: Tensor, chosen: Tensor | slice | None = None) -> tuple[Tensor, ...]:
+    @property
+    def takes_quantized(self) -> bool:
+        """Whether one of the matrices does (see `ops.takes_quantized`)."""
+        return any(ops.takes_quantized(part.weight) for part in self._modules.values() if isinstance(part, Linear))
+
+    def forward(self, x: Tensor | Operand, chosen: Tensor | slice | None = None) -> tuple[Tensor, ...]:
         found: list[Tensor] = []
         for group in self.groups:
             out = self.get_submodule("_".join(group))(x, chosen)
             found.extend(out.split([self.sizes[name] for name in group], -1) if len(group) > 1 else [out])
         return tuple(found)
 
-    def row(self, x: Tensor) -> Tensor:
+    def row(self, x: Tensor | Operand) -> Tensor:
         """Return the concatenated outputs: [..., sum of sizes]."""
         parts = [self._part(group)(x) for group in self.groups]
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
@@ -121,7 +137,7 @@ class Joined(nn.Module):
         part = self._part(self.groups[0])
         return part.weight if len(self.groups) == 1 and part.bias is None else None
 
-    def gated(self, x: Tensor, activation: str, chosen: Tensor | slice | None = None) -> Tensor:
+    def gated(self, x: Tensor | Operand, activation: str, chosen: Tensor | slice | None = None) -> Tensor:
         """Return activation(gate) * up for two matrices of one size, in one operation if they are merged."""
         whole = self.whole()
         if chosen is None and whole is not None:
@@ -225,14 +241,7 @@ class Embedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids of any shape -> [*ids.shape, size]."""
-        table = self.weight
-        rows = table.rows(ids, self.dtype) if isinstance(table, PackedMatrix) else F.embedding(ids, table)
-        return rows if self.scale == 1.0 else rows * self.scale
-
-    @property
-    def alone(self) -> bool:
-        """Whether the input of a token is nothing but its row of the table."""
-        return True
+        return ops.embed(ids, self.weight, self.dtype, self.scale)
 
     def on_host(self) -> Embedding:
         """Return a copy of the table on the CPU."""
@@ -249,7 +258,7 @@ class GatedMLP(nn.Module):
         self.down = Linear(width, hidden)
         self.activation = activation
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | Operand) -> Tensor:
         out: Tensor = self.down(self.gate_up.gated(x, self.activation))
         return out
 

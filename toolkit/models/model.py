@@ -7,6 +7,8 @@ transformers. Loading, exporting and tuning need modules and weights and take a 
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 from toolkit import ops
 from toolkit.core.errors import DeviceError, ModelError
+from toolkit.kernels.filters import NUMBERS, WORK, Rules
 from toolkit.models.cache import Cache, Reach, check_one_sequence
 from toolkit.models.costs import Cost, Shown
 from toolkit.models.layers import Embedding, Linear, Residual, RMSNorm, initialize
@@ -127,7 +130,8 @@ class CausalLM(Shown, nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the fp32 logits [B, T, vocab] of hidden states [B, T, hidden]."""
-        return ops.matmul(self.norm(x), self.embed.weight if self.head is None else self.head.weight).float()
+        weight = self.embed.weight if self.head is None else self.head.weight
+        return ops.matmul(self.norm.operand(x, ops.takes_quantized(weight)), weight).float()
 
     def reaches(self, positions: Tensor, cache: Cache, length: int) -> dict[str, Reach]:
         """Return where tokens at `positions` are written and which slots they attend to, by kind of layer."""
@@ -149,15 +153,16 @@ class CausalLM(Shown, nn.Module):
     def kernel_shapes(self, context: int = 4096, prompt: int = 512, kv: str | None = None) -> list[tuple[Kernel, Shape]]:
         """Return (kernel, shape) of every operation of a prefill of `prompt` tokens and of one decode step.
 
-        Both are run once, on token 0, with a cache for `context` tokens in the format `kv`. The model must be on a GPU, real or
+        Both are run once, on token 0, with a cache for `context` tokens in the format `kv`. Of sampling, the greedy choice and
+        the plain draw are included. The model must be on a GPU, real or
         virtual. Raises ModelError on the CPU, where the reference implementations run, DeviceError if Triton isn't installed,
         and torch.OutOfMemoryError if the cache doesn't fit.
         """
         device = self.device.torch
         if device.type not in GPUS:
-            said = f"it is on {self.device.name!r}, where references run"
+            where = f"the model is on {self.device.name!r}, where the operators run in plain PyTorch"
             raise ModelError(
-                "the kernels of a model", said, 'Load it with device="cuda", or "virtual:h200" for the kernels of a GPU'
+                "the kernels of a model", where, 'Load it with device="cuda", or "virtual:h200" for the kernels of a GPU'
             )
         if importlib.util.find_spec("triton") is None:
             raise DeviceError("the kernels of a model", "Triton isn't installed", "On Linux: pip install triton")
@@ -169,9 +174,10 @@ class CausalLM(Shown, nn.Module):
                 positions = torch.arange(first, first + tokens, device=device)
                 hidden = self.advance(self.embed(ids), positions, cache, first + tokens)
                 logits = self.logits(hidden[:, -1:]).view(-1)
-            if self.embed.alone:
-                token = torch.zeros(1, dtype=torch.int64, device=device)
-                ops.sample_embed(logits, self.embed.weight, self.embed.dtype, self.embed.scale, token)
+            number, whole = partial(torch.zeros, dtype=torch.float64), partial(torch.zeros, dtype=torch.int64)
+            rules = Rules(number(len(NUMBERS), device=device), whole(2, device=device), whole(WORK, device=device))
+            for draw in (False, True):
+                ops.sample(logits, replace(rules, draw=draw), whole(1, device=device))
         return list(dict.fromkeys(found))
 
     def _layers(self, x: Tensor, at: Any, rope: Tensor | None = None) -> Tensor:

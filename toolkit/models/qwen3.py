@@ -23,7 +23,7 @@ from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, 
 from toolkit.models.model import CausalLM
 from toolkit.models.names import SKIPPED
 from toolkit.models.qwen3_config import Config, names_gguf, names_hf
-from toolkit.ops import HeadLayout
+from toolkit.ops import HeadLayout, Operand
 from toolkit.ops.reference.attention import cached_attention, causal_attention
 
 if TYPE_CHECKING:
@@ -61,8 +61,8 @@ class Attention(nn.Module):
         about = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
         self.heads = HeadLayout(*about, eps=config.rms_norm_eps)
 
-    def forward(self, x: Tensor, at: At | None, rope: Tensor | None) -> Tensor:
-        """x [B, T, hidden]. Without a cache (`at`), `rope` is the rotary table of the sequence."""
+    def forward(self, x: Operand, at: At | None, rope: Tensor | None) -> Tensor:
+        """x holds [B, T, hidden]. Without a cache (`at`), `rope` is the rotary table of the sequence."""
         if at is None:
             assert rope is not None
             query, key, value = self._heads(x, rope)
@@ -71,7 +71,7 @@ class Attention(nn.Module):
             state, reach = at.cache.states[self.layer], at.full if self.window is None else at.window
             assert isinstance(state, KeysValues)
             assert reach is not None
-            if ops.on_gpu(x, self.q_norm.weight) and self.heads.fits(x.dtype, self.scale):
+            if ops.on_gpu(x.plain, self.q_norm.weight) and self.heads.fits(x.plain.dtype, self.scale):
                 norms = (self.q_norm.weight, self.k_norm.weight)
                 mixed = state.attend(self.heads, self.qkv.row(x)[0], *norms, at.cache.ropes["full"], reach, self.scale)
             else:
@@ -81,9 +81,9 @@ class Attention(nn.Module):
         out: Tensor = self.o(mixed)
         return out
 
-    def _heads(self, x: Tensor, rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, x: Operand, rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return query [B, T, H, D], normalized and rotated, key [B, T, KV, D] likewise, and value [B, T, KV, D]."""
-        heads = (*x.shape[:2], -1, self.head_dim)
+        heads = (*x.plain.shape[:2], -1, self.head_dim)
         query, key, value = (part.view(heads) for part in self.qkv(x))
         return self.rope.turn(self.q_norm(query), rope), self.rope.turn(self.k_norm(key), rope), value
 
@@ -124,10 +124,13 @@ class Block(nn.Module):
             self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
 
     def forward(self, x: Residual, at: At | None, rope: Tensor | None = None) -> Residual:
-        normed, x = x.normed(self.attention_norm)
-        normed, x = x.add(self.attention(normed, at, rope)).normed(self.mlp_norm)
-        mlp = self.moe if hasattr(self, "moe") else self.mlp
-        return x.add(mlp(normed))
+        normed, x = x.normed(self.attention_norm, self.attention.qkv.takes_quantized)
+        x = x.add(self.attention(normed, at, rope))
+        if hasattr(self, "moe"):
+            normed, x = x.normed(self.mlp_norm, False)
+            return x.add(self.moe(normed.plain))
+        normed, x = x.normed(self.mlp_norm, self.mlp.gate_up.takes_quantized)
+        return x.add(self.mlp(normed))
 
 
 class Model(CausalLM):

@@ -68,13 +68,15 @@ class Config:
         for many, few in shares:
             if getattr(self, many) % getattr(self, few):
                 asked = f"a Qwen3.5 of {getattr(self, many)} {many}, {getattr(self, few)} {few}"
-                raise ModelError(asked, "heads can't be shared out evenly", f"{few} must divide {many}")
+                raise ModelError(asked, "the first number is not a multiple of the second", f"{few} must divide {many}")
         if self.rope.width > self.head_dim:
             asked = f"a Qwen3.5 of head_dim {self.head_dim}"
-            raise ModelError(asked, f"{self.rope.width} rotary dimensions", "head_dim must be even, or the rotary part smaller")
+            do = "Use an even head_dim, or a smaller partial_rotary_factor"
+            raise ModelError(asked, f"the rotary embedding needs {self.rope.width} dimensions", do)
         if self.num_experts_per_tok > self.num_experts:
-            asked = f"a Qwen3.5 of num_experts {self.num_experts}"
-            raise ModelError(asked, f"num_experts_per_tok {self.num_experts_per_tok}", "A token can't choose more experts")
+            asked = f"a Qwen3.5 of {self.num_experts} experts, num_experts_per_tok {self.num_experts_per_tok}"
+            do = f"Use num_experts_per_tok of at most {self.num_experts}"
+            raise ModelError(asked, "a token can't use more experts than there are", do)
 
     @property
     def num_hidden_layers(self) -> int:

@@ -23,7 +23,7 @@ from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, 
 from toolkit.models.model import CausalLM
 from toolkit.models.names import SKIPPED
 from toolkit.models.qwen3_5_config import Config, names_gguf, names_hf
-from toolkit.ops import HeadLayout
+from toolkit.ops import HeadLayout, Operand
 from toolkit.ops.reference.attention import cached_attention, causal_attention
 from toolkit.ops.reference.delta_rule import DeltaNetLayer, convolve, mix
 
@@ -69,14 +69,14 @@ class DeltaNet(nn.Module):
         self.norm = RMSNorm(config.linear_value_head_dim, config.rms_norm_eps)
         self.out = Linear(config.value_size, config.hidden_size)
 
-    def forward(self, x: Tensor, at: At | None) -> Tensor:
+    def forward(self, x: Operand, at: At | None) -> Tensor:
         c, norm = self.config, self.norm
         heads = (c.linear_num_key_heads, c.linear_key_head_dim, c.tiled)
         layer = DeltaNetLayer(self.conv, self.decay, self.dt_bias, norm.weight, *heads, norm.eps)
         qkv, z, b, a = self.inputs(x)
         if at is None:
-            before = qkv.new_zeros(len(x), self.conv.shape[1] - 1, qkv.shape[-1])
-            found = mix(convolve(torch.cat((before, qkv), 1), self.conv), z, b, a, layer).to(x.dtype)
+            before = qkv.new_zeros(len(qkv), self.conv.shape[1] - 1, qkv.shape[-1])
+            found = mix(convolve(torch.cat((before, qkv), 1), self.conv), z, b, a, layer).to(qkv.dtype)
         else:
             state = at.cache.states[self.layer]
             assert isinstance(state, Recurrent)
@@ -104,10 +104,10 @@ class Attention(nn.Module):
         about = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
         self.heads = HeadLayout(*about, gated=True, eps=config.rms_norm_eps)
 
-    def forward(self, x: Tensor, at: At | None, rope: Tensor | None) -> Tensor:
-        """x [B, T, hidden]. Without a cache (`at`), `rope` is the rotary table of the sequence."""
-        width, heads = self.o.weight.shape[-1], (*x.shape[:2], -1, self.head_dim)
+    def forward(self, x: Operand, at: At | None, rope: Tensor | None) -> Tensor:
+        """x holds [B, T, hidden]. Without a cache (`at`), `rope` is the rotary table of the sequence."""
         row = self.qkv.row(x)
+        width, heads = self.o.weight.shape[-1], (*row.shape[:2], -1, self.head_dim)
         gate = row[..., : 2 * width].view(heads).unflatten(2, (-1, 2))[:, :, :, 1]  # [B, T, H, D]
         if at is None:
             assert rope is not None
@@ -115,7 +115,7 @@ class Attention(nn.Module):
         else:
             state = at.cache.states[self.layer]
             assert isinstance(state, KeysValues)
-            if ops.on_gpu(x, self.q_norm.weight) and self.heads.fits(x.dtype, self.scale):
+            if ops.on_gpu(row, self.q_norm.weight) and self.heads.fits(row.dtype, self.scale):
                 norms = (self.q_norm.weight, self.k_norm.weight)
                 mixed = state.attend(self.heads, row[0], *norms, at.cache.ropes["full"], at.reach, self.scale)
             else:
@@ -172,11 +172,17 @@ class Block(nn.Module):
             self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
 
     def forward(self, x: Residual, at: At | None, rope: Tensor | None = None) -> Residual:
-        normed, x = x.normed(self.mixer_norm)
-        mixed = self.delta(normed, at) if hasattr(self, "delta") else self.attention(normed, at, rope)
-        normed, x = x.add(mixed).normed(self.mlp_norm)
-        mlp = self.moe if hasattr(self, "moe") else self.mlp
-        return x.add(mlp(normed))
+        if hasattr(self, "delta"):
+            normed, x = x.normed(self.mixer_norm, self.delta.inputs.takes_quantized)
+            x = x.add(self.delta(normed, at))
+        else:
+            normed, x = x.normed(self.mixer_norm, self.attention.qkv.takes_quantized)
+            x = x.add(self.attention(normed, at, rope))
+        if hasattr(self, "moe"):
+            normed, x = x.normed(self.mlp_norm, False)
+            return x.add(self.moe(normed.plain))
+        normed, x = x.normed(self.mlp_norm, self.mlp.gate_up.takes_quantized)
+        return x.add(self.mlp(normed))
 
 
 class Model(CausalLM):

@@ -50,12 +50,17 @@ class Config:
             object.__setattr__(self, "rope", Rope(self.head_dim))
         asked = f"a Qwen3 of {self.num_attention_heads} heads, {self.num_key_value_heads} KV heads, head_dim {self.head_dim}"
         if self.num_attention_heads % self.num_key_value_heads:
-            raise ModelError(asked, "heads can't be shared out evenly", "num_key_value_heads must divide num_attention_heads")
+            raise ModelError(
+                asked,
+                "the heads can't be divided evenly among the KV heads",
+                "num_key_value_heads must divide num_attention_heads",
+            )
         if self.head_dim % 2:
-            raise ModelError(asked, "an odd head_dim has no rotary pairs", "head_dim must be even")
+            raise ModelError(asked, "rotary embeddings rotate pairs, and head_dim is odd", "Use an even head_dim")
         if self.num_experts_per_tok > self.num_experts:
-            asked = f"a Qwen3 of num_experts {self.num_experts}"
-            raise ModelError(asked, f"num_experts_per_tok {self.num_experts_per_tok}", "A token can't choose more experts")
+            asked = f"a Qwen3 of {self.num_experts} experts, num_experts_per_tok {self.num_experts_per_tok}"
+            do = f"Use num_experts_per_tok of at most {self.num_experts}"
+            raise ModelError(asked, "a token can't use more experts than there are", do)
 
     @classmethod
     def from_hf(cls, values: Mapping[str, Any]) -> Config:
@@ -141,7 +146,7 @@ def _windows(fields: Fields, layers: int, moe: bool) -> tuple[int | None, tuple[
         raise fields.wrong("layer_types", kinds, f"{' or '.join(ATTENDS)} for each of {layers} layers")
     stated = tuple(i for i, kind in enumerate(kinds) if kind != "full_attention")
     if (moe and stated != windowed) or (stated and window is None):
-        raise fields.wrong("layer_types", kinds, "what use_sliding_window and sliding_window say")
+        raise fields.wrong("layer_types", kinds, "layers that agree with use_sliding_window and sliding_window")
     return window if stated else None, stated
 
 

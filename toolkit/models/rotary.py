@@ -89,7 +89,7 @@ def rope_from_hf(fields: Fields, head_dim: int, share: float | None = None) -> R
     inner = Fields(f"{fields.source} {name}", rope)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in KINDS or any(isinstance(value, Mapping) for value in rope.values()):
-        raise fields.wrong(name, rope, f"rope_type {', '.join(KINDS)}", "other rotary embeddings aren't supported")
+        raise fields.wrong(name, rope, f"rope_type {', '.join(KINDS)}", "not supported")
     part = inner if "partial_rotary_factor" in rope else fields
     share_stated = part.number("partial_rotary_factor", 1.0 if share is None else share)
     if share_stated > 1 or (share is None and share_stated != 1):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toolkit.gpu.virtual.effects.effect import Effect, nbytes
+from toolkit.gpu.virtual.effects.effect import Effect, nbytes, values_of
 from toolkit.gpu.virtual.effects.operations import rule
 from toolkit.ops.define import Problem, call, counters, define, dtype_name, launches
 from toolkit.ops.reference.attention import cached_attention, hidden_slots, rotate
@@ -222,10 +222,19 @@ define(
 )  # fmt: skip
 
 
+def slots_in_use(positions: Tensor, bound: int) -> int:
+    """Return how many slots attention reads on the virtual GPU: those up to the last of `positions`, at most `bound`.
+
+    The kernels read the positions on the device. A captured step has the `bound` of the whole cache.
+    """
+    values = values_of(positions)
+    return bound if values is None else min(bound, int(values[-1]) + 1)
+
+
 @rule("toolkit::attention")
 def _attention_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> list[Effect]:
     """Return one kernel that reads the slots in use."""
-    query, keys, new_keys, bound = args[0], args[1], args[4], min(args[8], args[1].shape[2])
-    slots = bound + (0 if new_keys is None else query.shape[1])
+    query, keys, positions, new_keys, bound = args[0], args[1], args[3], args[4], min(args[8], args[1].shape[2])
+    slots = slots_in_use(positions, bound) if new_keys is None else bound + query.shape[1]
     moved = 2 * nbytes(query) + 2 * slots * nbytes(keys) // keys.shape[2]
     return launches("attention", 1, moved, 4.0 * query.numel() * slots)

@@ -12,19 +12,29 @@ from torch import Tensor
 from toolkit.gpu.virtual.effects.effect import Effect, nbytes
 from toolkit.gpu.virtual.effects.operations import rule
 from toolkit.ops.define import Problem, aligned, call, define, dtype_name, launches, on_gpu
+from toolkit.ops.products import Operand, quantizes
+from toolkit.weights.packed import ACTIVATIONS_PER_SCALE, quantize_activations
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x / rms(x) * weight over the last dimension of x [..., hidden], computed in fp32; weight [hidden] is fp32."""
-    return _norm(x, weight, eps)[0]
+def rms_norm(x: Tensor, weight: Tensor, eps: float, quantize: bool = False) -> Operand:
+    """Return x / rms(x) * weight over the last dimension of x [..., hidden], computed in fp32; weight [hidden] is fp32.
+
+    With `quantize`, the result is quantized too if packed products would do so (see `matmul`), in the same launch.
+    """
+    normed, *quantized = _norm(x, weight, eps, quantize=quantize)
+    return Operand(normed, tuple(quantized))
 
 
 def add_norm(
-    residual: Tensor, x: Tensor, weight: Tensor, eps: float, post_weight: Tensor | None = None, scalar: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return (norm(sum), sum), [..., hidden]: sum = residual + x, or with `post_weight` (residual + post_norm(x)) * scalar."""
-    normed, total = _norm(x, weight, eps, residual, post_weight, scalar)
-    return normed, total
+    residual: Tensor, x: Tensor, weight: Tensor, eps: float, post_weight: Tensor | None = None, scalar: Tensor | None = None,
+    quantize: bool = False,
+) -> tuple[Operand, Tensor]:  # fmt: skip
+    """Return (norm(sum), sum), [..., hidden]: sum = residual + x, or with `post_weight` (residual + post_norm(x)) * scalar.
+
+    `quantize` as in `rms_norm`.
+    """
+    normed, total, *quantized = _norm(x, weight, eps, residual, post_weight, scalar, quantize=quantize)
+    return Operand(normed, tuple(quantized)), total
 
 
 def norm_add(residual: Tensor, x: Tensor, post_weight: Tensor, eps: float, scalar: Tensor | None = None) -> Tensor:
@@ -34,35 +44,41 @@ def norm_add(residual: Tensor, x: Tensor, post_weight: Tensor, eps: float, scala
 
 def _norm(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, post_weight: Tensor | None = None,
-    scalar: Tensor | None = None, normed: bool = True,
+    scalar: Tensor | None = None, normed: bool = True, quantize: bool = False,
 ) -> Sequence[Tensor]:  # fmt: skip
     if not x.numel() or not on_gpu(x, weight, residual, post_weight, scalar):
-        return _norm_reference(x, weight, eps, residual, post_weight, scalar, normed)
+        return _norm_reference(x, weight, eps, residual, post_weight, scalar, normed, False)
     residual = None if residual is None else aligned(residual)
-    return call("rms_norm", aligned(x), weight, eps, residual, post_weight, scalar, normed)  # type: ignore[no-any-return]
+    quantize = quantize and quantizes(x)
+    return call("rms_norm", aligned(x), weight, eps, residual, post_weight, scalar, normed, quantize)  # type: ignore[no-any-return]
 
 
 def _norm_reference(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, post_weight: Tensor | None, scalar: Tensor | None,
-    normed: bool,
+    normed: bool, quantize: bool,
 ) -> list[Tensor]:  # fmt: skip
     if residual is not None:
         x = residual + (x if post_weight is None else F.rms_norm(x.float(), x.shape[-1:], post_weight, eps).to(x.dtype))
         x = x if scalar is None else x * scalar
     found = [F.rms_norm(x.float(), x.shape[-1:], weight, eps).to(x.dtype)] if normed else []
-    return found if residual is None else [*found, x]
+    quantized = quantize_activations(found[0]) if quantize else ()
+    return [*found, *quantized] if residual is None else [*found, x, *quantized]
 
 
 def _norm_shape(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, post_weight: Tensor | None, scalar: Tensor | None,
-    normed: bool,
+    normed: bool, quantize: bool,
 ) -> list[Tensor]:  # fmt: skip
-    return [torch.empty_like(x) for _ in range(normed + (residual is not None))]
+    found = [torch.empty_like(x) for _ in range(normed + (residual is not None))]
+    if quantize:
+        groups = (*x.shape[:-1], x.shape[-1] // ACTIVATIONS_PER_SCALE)
+        found += [torch.empty_like(x, dtype=torch.int8), *(x.new_empty(groups, dtype=torch.float32) for _ in range(2))]
+    return found
 
 
 def _norm_problem(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, post_weight: Tensor | None, scalar: Tensor | None,
-    normed: bool,
+    normed: bool, quantize: bool,
 ) -> Problem:  # fmt: skip
     from toolkit.kernels.norms_rope import RMS_NORM, NormShape
 
@@ -71,15 +87,15 @@ def _norm_problem(
     given |= {"post_weight": post_weight} if form == "norm_add_norm" else {}
     hidden = x.shape[-1]
     inputs = {name: t.view(-1, hidden) if name in ("x", "residual") else t for name, t in given.items() if t is not None}
-    shape = NormShape(x.numel() // hidden, hidden, form, scalar is not None, False, dtype_name(x.dtype), repr(eps))
+    shape = NormShape(x.numel() // hidden, hidden, form, scalar is not None, quantize, dtype_name(x.dtype), repr(eps))
     return RMS_NORM, shape, inputs
 
 
 define(
-    "rms_norm(Tensor x, Tensor weight, float eps, Tensor? residual, Tensor? post_weight, Tensor? scalar, bool normed) "
-    "-> Tensor[]",
+    "rms_norm(Tensor x, Tensor weight, float eps, Tensor? residual, Tensor? post_weight, Tensor? scalar, bool normed, "
+    "bool quantize) -> Tensor[]",
     _norm_reference, _norm_shape, _norm_problem,
-    lambda outputs, x: [outputs[name].view_as(x) for name in ("out", "residual") if name in outputs],
+    lambda outputs, x: [t.view(*x.shape[:-1], t.shape[-1]) for t in outputs.values()],
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from toolkit.gpu.virtual.effects.effect import Effect, nbytes
 from toolkit.gpu.virtual.effects.operations import rule
 from toolkit.ops.define import Problem, aligned, call, counters, define, launches, on_gpu
-from toolkit.weights.packed import PackedMatrix, packed_matmul
+from toolkit.weights.packed import ACTIVATIONS_PER_SCALE, PackedMatrix, packed_matmul
 from toolkit.weights.schemes import SCHEMES
 
 DECODED = 8  # up to this many tokens a product is limited by reading the matrix, as in decoding
@@ -23,15 +24,46 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 FUSED = ("silu", "gelu_tanh")  # activations that the kernel can apply to its result
 
 
-def matmul(x: Tensor, weight: Tensor | PackedMatrix, activation: str = "none") -> Tensor:
+@dataclass(frozen=True)
+class Operand:
+    """The input of products. The operation that computes it may also quantize it, so that packed products don't have to.
+
+    Attributes:
+        plain: x [..., k].
+        quantized: x in 8 bits, or empty: int8 codes [..., k], fp32 scales [..., k / 32], and in the same shape the sums of the
+            codes times their scale (see `toolkit.weights.packed.quantize_activations`).
+    """
+
+    plain: Tensor
+    quantized: tuple[Tensor, ...] = ()
+
+
+def quantizes(x: Tensor) -> bool:
+    """Return whether packed products quantize an input like x [..., k] on a GPU to 8 bits."""
+    few = 0 < x.numel() <= DECODED * x.shape[-1]
+    return few and x.dtype == torch.bfloat16 and x.shape[-1] % ACTIVATIONS_PER_SCALE == 0
+
+
+def takes_quantized(weight: Tensor | PackedMatrix) -> bool:
+    """Return whether products with `weight` use an `Operand` in 8 bits: packed matrices with zeros or minima do.
+
+    Others don't read the sums, which alone show that a norm's result isn't a number.
+    """
+    return isinstance(weight, PackedMatrix) and weight.scheme.offset != "centre"
+
+
+def matmul(x: Tensor | Operand, weight: Tensor | PackedMatrix, activation: str = "none") -> Tensor:
     """Return x [..., in] times the transpose of weight [out, in]: [..., out] in the dtype of `x`.
 
     With an `activation` of `ACTIVATIONS`, the matrix holds gate rows followed by as many up rows, and the result [..., out / 2]
     is activation(gate) * up. On CUDA, up to `DECODED` rows are quantized before the product: bf16 to 8-bit integers with one
-    scale per 32 numbers, fp16 and fp32 to 16-bit integers. More rows in fp16 or fp32 use the reference.
+    scale per 32 numbers, fp16 and fp32 to 16-bit integers. More rows in fp16 or fp32 use the reference. An `Operand` that is
+    quantized already gives the same result, with one launch less if the matrix `takes_quantized`.
     """
+    given = x if isinstance(x, Operand) else Operand(x)
+    x = given.plain
     if activation != "none" and activation not in FUSED:
-        return _activated(matmul(x, weight), activation)
+        return _activated(matmul(given, weight), activation)
     if not isinstance(weight, PackedMatrix):
         return _activated(F.linear(x, weight), activation)
     parts = list(weight.parts().values())
@@ -41,7 +73,8 @@ def matmul(x: Tensor, weight: Tensor | PackedMatrix, activation: str = "none") -
         return matmul(x.float(), weight, activation).to(x.dtype)
     if not gpu or not rows or x.dtype not in ((torch.bfloat16, torch.float32) if rows <= DECODED else (torch.bfloat16,)):
         return _matmul_reference(x, parts, weight.scheme.name, activation)
-    return call("packed_matmul", aligned(x), parts, weight.scheme.name, activation)  # type: ignore[no-any-return]
+    quantized = list(given.quantized) if takes_quantized(weight) else []
+    return call("packed_matmul", aligned(x), parts, weight.scheme.name, activation, quantized)  # type: ignore[no-any-return]
 
 
 def _activated(both: Tensor, activation: str) -> Tensor:
@@ -51,41 +84,47 @@ def _activated(both: Tensor, activation: str) -> Tensor:
     return ACTIVATIONS[activation](gate) * up
 
 
-def _matmul_reference(x: Tensor, parts: Sequence[Tensor], scheme: str, activation: str) -> Tensor:
+def _matmul_reference(
+    x: Tensor, parts: Sequence[Tensor], scheme: str, activation: str, quantized: Sequence[Tensor] = ()
+) -> Tensor:
     found = SCHEMES[scheme]
     return _activated(packed_matmul(x, found, dict(zip(found.parts(), parts, strict=True))), activation)
 
 
-def _matmul_shape(x: Tensor, parts: Sequence[Tensor], scheme: str, activation: str) -> Tensor:
+def _matmul_shape(x: Tensor, parts: Sequence[Tensor], scheme: str, activation: str, quantized: Sequence[Tensor]) -> Tensor:
     return x.new_empty(*x.shape[:-1], parts[0].shape[0] // (1 if activation == "none" else 2))
 
 
-def _matmul_problem(x: Tensor, parts: Sequence[Tensor], scheme: str, activation: str) -> Problem:
+def _matmul_problem(x: Tensor, parts: Sequence[Tensor], scheme: str, activation: str, quantized: Sequence[Tensor]) -> Problem:
     n, k = parts[0].shape[0], x.shape[-1]
     rows = x.reshape(-1, k)
-    inputs = {"x": rows, **dict(zip(SCHEMES[scheme].parts(), parts, strict=True))}
+    matrix = dict(zip(SCHEMES[scheme].parts(), parts, strict=True))
     if rows.shape[0] > DECODED:
         from toolkit.kernels.int4_prefill import COUNTERS, INT4_PREFILL, PrefillShape
 
-        inputs["counter"] = counters(x, COUNTERS)
-        return INT4_PREFILL, PrefillShape(n, k, rows.shape[0], scheme, activation), inputs
+        given = {"x": rows, "counter": counters(x, COUNTERS)}
+        return INT4_PREFILL, PrefillShape(n, k, rows.shape[0], scheme, activation), given | matrix
     from toolkit.kernels.int4_matmul import INT4_MATMUL, MatmulShape
 
     digits, out = ("bf16", "fp32") if x.dtype == torch.float32 else ("int8", "bf16")
-    return INT4_MATMUL, MatmulShape(n, k, rows.shape[0], scheme, digits, activation, out), inputs
+    given = {"x": rows}
+    if quantized:
+        given = {f"x_{name}": t.view(rows.shape[0], -1) for name, t in zip(("codes", "scales", "sums"), quantized, strict=True)}
+    shape = MatmulShape(n, k, rows.shape[0], scheme, digits, activation, out, bool(quantized))
+    return INT4_MATMUL, shape, given | matrix
 
 
 @rule("toolkit::packed_matmul")
 def _matmul_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> list[Effect]:
-    """Return a product that reads each packed byte once; for few rows, a small launch quantizes x first."""
-    x, parts = args[0], args[1]
+    """Return a product that reads each packed byte once; for few rows, a small launch quantizes x first unless it is."""
+    x, parts, quantized = args[0], args[1], args[4]
     rows = x.numel() // x.shape[-1]
-    moved = nbytes(x) + nbytes(out) + sum(map(nbytes, parts))
-    return launches("packed_matmul", 2 if rows <= DECODED else 1, moved, 2.0 * x.numel() * parts[0].shape[0])
+    moved = sum(map(nbytes, (*(quantized or (x,)), *parts, out)))
+    return launches("packed_matmul", 2 if rows <= DECODED and not quantized else 1, moved, 2.0 * x.numel() * parts[0].shape[0])
 
 
 define(
-    "packed_matmul(Tensor x, Tensor[] parts, str scheme, str activation) -> Tensor",
+    "packed_matmul(Tensor x, Tensor[] parts, str scheme, str activation, Tensor[] quantized) -> Tensor",
     _matmul_reference, _matmul_shape, _matmul_problem,
     lambda outputs, x: outputs["out"].view(*x.shape[:-1], -1),
 )  # fmt: skip

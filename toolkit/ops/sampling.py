@@ -1,87 +1,64 @@
-"""The operation that turns logits into the next token and its embedding row: the boundary between two decode steps."""
+"""The operation that chooses the next token from logits."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from toolkit.gpu.virtual.effects.effect import Effect, nbytes
 from toolkit.gpu.virtual.effects.operations import rule
-from toolkit.kernels.noise import gumbel
-from toolkit.ops.define import Problem, call, counters, define, dtype_name, launches
-from toolkit.weights.packed import PackedMatrix, dequantize
-from toolkit.weights.schemes import SCHEMES
+from toolkit.kernels.filters import Rules, next_token
+from toolkit.ops.define import Problem, call, define, dtype_name, launches, on_gpu
 
 
-def sample_embed(
-    logits: Tensor, table: Tensor | PackedMatrix, dtype: torch.dtype, scale: float, token: Tensor,
-    draw: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> Tensor:  # fmt: skip
-    """Write the next token for fp32 `logits` [vocab] into `token` [1] int64 and return its row of `table` times `scale`.
+def sample(logits: Tensor, rules: Rules, token: Tensor) -> Tensor:
+    """Write the next token for `logits` [vocab] into `token` [1] int64 and return it. The lowest id wins among equals.
 
-    Greedy by default, with the lowest id among equals. With `draw` = (temperature fp64 [1], key int64 [1] from `mixed_seed`,
-    step int64 [1]) the token has the highest logit / temperature + noise, and the step is incremented. The row is [1, hidden]
-    in `dtype`. Needs a GPU.
+    The step in `rules.state` is incremented, and the token is marked in `rules.seen`. On a GPU nothing is copied and the host
+    doesn't wait, so a CUDA graph can capture the operation.
     """
-    packed = table if isinstance(table, PackedMatrix) else None
-    parts, scheme = ([table], "") if packed is None else (list(packed.parts().values()), packed.scheme.name)
-    given = (None, None, None) if draw is None else draw
-    return call("sample_embed", logits, parts, scheme, dtype, scale, token, *given)  # type: ignore[no-any-return]
-
-
-def _row(parts: Sequence[Tensor], scheme: str, dtype: torch.dtype, scale: float, token: Tensor) -> Tensor:
-    rows = [part.index_select(0, token) for part in parts]
-    names = SCHEMES[scheme].parts() if scheme else ()
-    row = dequantize(SCHEMES[scheme], dict(zip(names, rows, strict=True)), dtype) if scheme else rows[0]
-    return row if scale == 1.0 else row * scale
+    flags = rules.draw, rules.top_k, rules.top_p, rules.min_p
+    operands = (logits, token, rules.numbers, rules.state, rules.work, rules.seen, rules.bias, *flags)
+    if on_gpu(logits):
+        call("sample", *operands)
+    else:
+        _reference(*operands)
+    return token
 
 
 def _reference(
-    logits: Tensor, parts: Sequence[Tensor], scheme: str, dtype: torch.dtype, scale: float, token: Tensor,
-    temperature: Tensor | None, key: Tensor | None, step: Tensor | None,
-) -> Tensor:  # fmt: skip
-    scores = logits
-    if temperature is not None and key is not None and step is not None:
-        scores = logits.double() * (1 / temperature) + gumbel(key, step, len(logits))
-        step.add_(1)
-    token.copy_(scores.argmax(-1, keepdim=True))
-    return _row(parts, scheme, dtype, scale, token)
-
-
-def _shape(logits: Tensor, parts: Sequence[Tensor], scheme: str, dtype: torch.dtype, *rest: Any) -> Tensor:
-    per = next(iter(SCHEMES[scheme].parts().values()))[1] if scheme else 1
-    return logits.new_empty(1, parts[0].shape[1] * per, dtype=dtype)
+    logits: Tensor, token: Tensor, numbers: Tensor, state: Tensor, work: Tensor, seen: Tensor | None, bias: Tensor | None,
+    draw: bool, top_k: int, top_p: bool, min_p: bool,
+) -> None:  # fmt: skip
+    token.copy_(next_token(logits, Rules(numbers, state, work, seen, bias, draw, top_k, top_p, min_p)))
+    state[1:].add_(1)
+    if seen is not None:
+        seen.index_fill_(0, token, True)
 
 
 def _problem(
-    logits: Tensor, parts: Sequence[Tensor], scheme: str, dtype: torch.dtype, scale: float, token: Tensor,
-    temperature: Tensor | None, key: Tensor | None, step: Tensor | None,
+    logits: Tensor, token: Tensor, numbers: Tensor, state: Tensor, work: Tensor, seen: Tensor | None, bias: Tensor | None,
+    draw: bool, top_k: int, top_p: bool, min_p: bool,
 ) -> Problem:  # fmt: skip
-    from toolkit.kernels.sample_embed import SAMPLE_EMBED, SampleShape
+    from toolkit.kernels.sample import SAMPLE, SampleShape
 
-    hidden = _shape(logits, parts, scheme, dtype).shape[1]
-    shape = SampleShape(
-        logits.shape[0], hidden, scheme or dtype_name(dtype), temperature is not None, scale=repr(scale),
-        logits=dtype_name(logits.dtype), dtype=dtype_name(dtype),
-    )  # fmt: skip
-    names = SCHEMES[scheme].parts() if scheme else ("table",)
-    inputs = {"logits": logits, "counter": counters(logits, 1), "token": token, **dict(zip(names, parts, strict=True))}
-    if temperature is not None and key is not None and step is not None:
-        inputs |= {"temperature": temperature, "key": key, "step": step}
-    return SAMPLE_EMBED, shape, inputs
+    flags = draw, seen is not None, bias is not None, top_k > 0, top_p, min_p
+    given = {"logits": logits, "token": token, "numbers": numbers, "state": state, "seen": seen, "bias": bias, "work": work}
+    inputs = {name: tensor for name, tensor in given.items() if tensor is not None}
+    return SAMPLE, SampleShape(logits.shape[0], *flags, dtype_name(logits.dtype)), inputs
 
 
 define(
-    "sample_embed(Tensor logits, Tensor[] parts, str scheme, ScalarType dtype, float scale, Tensor(a!) token, "
-    "Tensor? temperature, Tensor? key, Tensor(b!)? step) -> Tensor",
-    _reference, _shape, _problem, lambda outputs, logits: outputs["row"],
+    "sample(Tensor logits, Tensor(a!) token, Tensor numbers, Tensor(b!) state, Tensor(c!) work, Tensor(d!)? seen, "
+    "Tensor? bias, bool draw, int top_k, bool top_p, bool min_p) -> ()",
+    _reference, lambda *operands: None, _problem, lambda outputs, logits: None,
 )  # fmt: skip
 
 
-@rule("toolkit::sample_embed")
-def _effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> list[Effect]:
-    """Return one kernel that reads the logits once, and one row of the table."""
-    return launches("sample_embed", 1, nbytes(args[0]) + 2 * nbytes(out))
+@rule("toolkit::sample")
+def _effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: None) -> list[Effect]:
+    """Return one kernel that chooses, and those that find the thresholds of the filters. Each reads the logits."""
+    top_k, top_p, min_p = args[8:11]
+    count = 1 + 3 * (top_k > 0) + 3 * top_p + (not top_k and (top_p or min_p))
+    return launches("sample", count, count * nbytes(args[0]))

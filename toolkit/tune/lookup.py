@@ -31,6 +31,7 @@ from toolkit.tune.identity import fingerprint
 from toolkit.tune.limits import WARP, Compiled, LaunchUse, obstacle
 from toolkit.tune.store import DeviceFacts, Record, Tuned, from_words, kept_gpus, read_tuned
 
+SWITCHED = 0.01  # distance of shapes that differ in a bool of `Kernel.lengths`: less than any ratio of lengths
 UNSURE = 0.05  # modelled times that differ by less count as equal
 
 
@@ -78,7 +79,7 @@ def forget() -> None:
 
 def _look(kernel: Kernel, shape: Shape, card: Card | None) -> Choice:
     if card is None:
-        default, note = kernel.space(shape)[0], "there is no GPU to choose for"
+        default, note = kernel.space(shape)[0], "the device is not a GPU"
         return Choice(kernel.name, shape.key, "cpu", default, "default", note)
     step, config, note = next(_steps(kernel, shape, card))
     return Choice(kernel.name, shape.key, card.key, config, step, note)
@@ -97,11 +98,12 @@ def _steps(kernel: Kernel, shape: Shape, card: Card) -> Iterator[tuple[str, Conf
         )
     for best in _of_same_capability(kernel, shape, card):
         where = f" at {_differing(best, shape)}" if best.far else ""
-        note = f"the fastest on {best.gpu}{where} ({seconds_text(best.us / 1e6)} there), of the same compute capability"
+        note = f"the fastest on {best.gpu}{where} ({seconds_text(best.us / 1e6)}), which has the same compute capability"
         yield "same capability", best.config, note
     if (modelled := _modelled(kernel, shape, card)) is not None:
         yield "model", *modelled
-    yield "default", kernel.space(shape)[0], f"nothing is known of this shape on {card.spec.name}; tk.tune.warm times it"
+    note = f"no config was timed or compiled for this shape on {card.spec.name}; run tk.tune.warm"
+    yield "default", kernel.space(shape)[0], note
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,10 @@ def timed(kernel: Kernel, shape: Shape, kept: Tuned | None) -> list[Timed]:
 
 
 def distance(kernel: Kernel, shape: Shape, key: str) -> float:
-    """Return the sum of |log2(ratio)| over `kernel.lengths`; infinity for a shape that differs in anything else."""
+    """Return the sum of |log2(ratio)| over `kernel.lengths`; infinity for a shape that differs in anything else.
+
+    A bool among the lengths counts less than any ratio.
+    """
     try:
         other = kernel.shape_type.from_key(key)
     except (ValueError, ToolkitError):  # a key of an older version of the kernel
@@ -143,7 +148,9 @@ def distance(kernel: Kernel, shape: Shape, key: str) -> float:
     far = 0.0
     for name in (field.name for field in dataclasses.fields(shape)):
         a, b = getattr(shape, name), getattr(other, name)
-        if a != b:
+        if a != b and isinstance(a, bool):
+            far += SWITCHED if name in kernel.lengths else math.inf
+        elif a != b:
             far += abs(math.log2(a / b)) if name in kernel.lengths and a > 0 and b > 0 else math.inf
     return far
 
@@ -186,4 +193,5 @@ def _modelled(kernel: Kernel, shape: Shape, card: Card) -> tuple[Config, str] | 
         return None
     least = min(times.values())
     best = next(config for config, ns in times.items() if ns <= least * (1 + UNSURE))  # spaces list preferred configs first
-    return best, f"{seconds_text(times[best] / 1e9)} modelled, of {len(times)} that fit; never timed on {card.spec.name}"
+    time = seconds_text(times[best] / 1e9)
+    return best, f"{time} modelled, of {len(times)} configs that fit; none was timed on {card.spec.name}"

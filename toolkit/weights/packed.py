@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from toolkit.core.errors import ModelError
 from toolkit.weights.schemes import Scheme
 
+ACTIVATIONS_PER_SCALE = 32  # when the input of a product is quantized
 CHUNK_WEIGHTS = 1 << 26  # weights dequantized at a time: bounds the scratch memory of a product to about 0.5 GiB
 
 
@@ -55,11 +56,6 @@ class PackedMatrix(nn.Module):
         return dequantize(self.scheme, self.parts(), dtype)
 
     dequantise = dequantize  # the name until version 0.2
-
-    def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the values of rows `ids` (any shape, on the same device) of a matrix [out, in]: [*ids.shape, in]."""
-        found = {name: F.embedding(ids, part) for name, part in self.parts().items()}
-        return dequantize(self.scheme, found, dtype)
 
     def select(self, experts: Tensor | slice, dtype: torch.dtype) -> Tensor:
         """Return the values of the chosen matrices of a stack [experts, out, in]: [n, out, in]."""
@@ -123,6 +119,20 @@ def pack_codes(scheme: Scheme, codes: Tensor) -> dict[str, Tensor]:
             high = high | (fields[..., f, :] << (f * width))
         found["high"] = high.flatten(-2)
     return found
+
+
+def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x [..., k] in 8 bits, one scale per 32 numbers, as the kernels quantize the input of a product.
+
+    These are int8 codes [..., k], fp32 scales [..., k / 32], and in the same shape the sums of the codes times their scale.
+    """
+    groups = x.float().unflatten(-1, (-1, ACTIVATIONS_PER_SCALE))
+    top = groups.abs().amax(-1)
+    inverse = torch.full_like(top, 127) / top.clamp_min(1e-30)  # not `127 / top`, which PyTorch computes as a reciprocal * 127
+    inverse = inverse.where(top > 1e-30, 0.0)
+    codes = (groups.double() * inverse.double()[..., None]).round()
+    scales = top / 127
+    return codes.to(torch.int8).flatten(-2), scales, codes.float().sum(-1) * scales
 
 
 def packed_matmul(x: Tensor, scheme: Scheme, parts: dict[str, Tensor]) -> Tensor:
