@@ -266,7 +266,7 @@ def test_a_gguf_of_an_unknown_architecture(tmp_path: Path) -> None:
     writer.add_tensor("w", np.zeros(8, np.float32))
     for part in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
         part()
-    with pytest.raises(ModelError, match=r"rwkv7.*This version loads: .*qwen3"):
+    with pytest.raises(ModelError, match=r"rwkv7.*Supported architectures: .*qwen3"):
         tk.load(tmp_path / "x.gguf", device="cpu")
 
 

@@ -248,7 +248,7 @@ def test_flipped_bytes_never_crash(tmp_path):
     ("content", "said"),
     [
         (b"", "empty"),
-        (b"   \n ", "none of the formats"),
+        (b"   \n ", "its format is unknown"),
         (b"{}", "traceEvents"),
         (b'{"a": 1}', "traceEvents"),
         (b"{nonsense", "traceEvents"),
@@ -260,7 +260,7 @@ def test_flipped_bytes_never_crash(tmp_path):
         (b'{"traceEvents": [{"a": 1}]', "ends after"),
         (b"\x1f\x8b\x08\x00garbage", "compressed"),
         (b"\x80\x04\x95hello", "pickle"),
-        (b"\x89PNG\r\n", "none of the formats"),
+        (b"\x89PNG\r\n", "its format is unknown"),
         (b"PK\x03\x04hello", "damaged"),
     ],
     ids=lambda x: repr(x)[:24],

@@ -148,7 +148,7 @@ def test_an_unknown_grouping_names_those_there_are():
     ("where", "said"),
     [
         ("cell 7:3", "y = x.float() in cell 7 line 3"),
-        ("cell 7:3 > model.py:41", "y = x.float() in cell 7 line 3, by way of model.py line 41"),
+        ("cell 7:3 > model.py:41", "y = x.float() in cell 7 line 3, through model.py line 41"),
         ("other.py:9", "other.py line 9"),
         ("(unknown line)", "(unknown line)"),
     ],

@@ -94,7 +94,7 @@ def test_instructions_that_make_objects_are_refused(raw):
 
 def test_the_name_of_what_it_would_call_is_said():
     for raw in (b"\x80\x02cos\nsystem\n.", b"\x80\x04\x8c\x02os\x94\x8c\x06system\x94\x93."):
-        with pytest.raises(TraceError, match=r"use os\.system; it wasn't run"):
+        with pytest.raises(TraceError, match=r"import os\.system, and was not run"):
             load(raw)
     with pytest.raises(TraceError) as error:
         load(b"\x80\x02c" + b"a" * 10**6)

@@ -74,9 +74,9 @@ def run(fault: str, inputs: Tensors, outputs: Tensors) -> None:
     ("fault", "said"),
     [
         ("none", ""),
-        ("scaled", "largest error 0.25 of the largest value, at most 0.01 is allowed"),  # its cosine is 1
-        ("one off", "largest error 0."),
-        ("never reset", "a second run differs"),
+        ("scaled", "largest error is 0.25 of the largest value, above the allowed 0.01"),  # its cosine is 1
+        ("one off", "largest error is 0."),
+        ("never reset", "the second run is wrong"),
         ("reads scratch", "NaN"),
         ("writes its input", ""),  # allowed: every run gets its own
         ("another order", "two runs differ in some bits"),
@@ -91,8 +91,8 @@ def test_faults_are_named(fault: str, said: str) -> None:
 def test_comparing() -> None:
     x = torch.randn(100)
     assert compare(x, x, 0.999, 1e-2).right
-    assert compare(x, x.double(), 0.999, 1e-2).reason == "gives (100,) float32, the reference (100,) float64"
-    assert "cosine -1.0000, at least 0.999 is asked" in compare(-x, x, 0.999, 1e-2).reason
+    assert compare(x, x.double(), 0.999, 1e-2).reason == "the result is (100,) float32, the reference is (100,) float64"
+    assert "cosine -1.0000 is below the required 0.999" in compare(-x, x, 0.999, 1e-2).reason
     noise = compare(x + 1e-3 * torch.randn(100), x, 0.999, 1e-2)
     assert noise.right
     assert 0 < noise.max_error < 5e-3

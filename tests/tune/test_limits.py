@@ -37,8 +37,8 @@ def test_what_exceeds_a_gpu_is_said_in_words() -> None:
     assert obstacle(too_much, CATALOGUE["rtx-5090"]) == "needs 131,072 B of shared memory, RTX 5090 allows 101,376"
     assert obstacle(too_much, CATALOGUE["h200"]) == ""
     assert obstacle(too_much, CATALOGUE["a100-80g"]) == ""  # 8.0 has more shared memory than 8.6, 8.9 and 12.0
-    assert "needs 2,048 threads a block" in obstacle(compiled(replace(USE, threads=2048)), CATALOGUE["h200"])
-    assert "registers a block" in obstacle(compiled(replace(USE, threads=1024, registers=96)), CATALOGUE["h200"])
+    assert "needs 2,048 threads per block" in obstacle(compiled(replace(USE, threads=2048)), CATALOGUE["h200"])
+    assert "registers per block" in obstacle(compiled(replace(USE, threads=1024, registers=96)), CATALOGUE["h200"])
     assert "needs 70,000 blocks along grid axis 1" in obstacle(compiled(replace(USE, grid=(1, 70_000))), CATALOGUE["h200"])
     assert "tensor memory" in obstacle(compiled(replace(USE, tensor_memory=600)), CATALOGUE["b200"])
     assert obstacle(Compiled(error="no"), CATALOGUE["h200"]) == "no"
@@ -95,7 +95,7 @@ def test_an_early_launch_that_does_not_wait_is_refused(tmp_path: Path, monkeypat
     jobs = [Job(ODD, toy_config(fault=RUSHES), capability) for capability in ((8, 9), (9, 0))]
     ada, hopper = (compile_configs(TOY, jobs)[job].error for job in jobs)
     assert not ada
-    assert "launched early" in hopper
+    assert "must call take_turn() first" in hopper
 
 
 def test_what_is_written_before_the_wait_is_seen() -> None:
@@ -163,7 +163,7 @@ def test_what_cant_be_kept_is_told_and_given(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "file").touch()
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "file"))
     monkeypatch.setattr(compiling, "_compile", quick)
-    with pytest.warns(TunedFileWarning, match="What was compiled can't be kept: .*Set TOOLKIT_CACHE"):
+    with pytest.warns(TunedFileWarning, match="Compiled results can't be stored: .*Set TOOLKIT_CACHE"):
         found = compile_configs(TOY, [Job(ODD, SMALL, (9, 0))])
     assert list(found.values()) == [compiled(USE)]
 
@@ -193,7 +193,7 @@ found = compile_configs(TOY, [Job(SQUARE, SMALL, (9, 0))])
     defined = sys.modules[type(script).__module__]
     assert defined.did == []
     assert not hasattr(defined, "found")
-    with pytest.raises(ToolkitError, match="this process compiles toy_matmul"):
+    with pytest.raises(ToolkitError, match="kernel 'toy_matmul' calls the tuner"):
         compile_configs(TOY, [])
 
 
@@ -203,7 +203,7 @@ found = compile_configs(TOY, [Job(SQUARE, SMALL, (9, 0))])
         (
             "def toy_product(",
             "def another(",
-            "The compiler gets the kernel's cell alone, and all of it must be there: NameError",
+            "The compiler sees only the kernel's cell, which must define every name it uses: NameError",
         ),
         ("import Job,", "import Jobs,", ""),
         ("from toolkit.kernels.base import", "from toolkit.kernels.basis import", "The compiler could not load the kernel: "),

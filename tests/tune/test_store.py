@@ -34,7 +34,7 @@ H100 = DeviceFacts("NVIDIA H100 80GB HBM3", "9.0", 132, 85_017_493_504)
 FAST = Record(
     "ok", us=35.7, spread_us=0.2, cosine=0.99999, max_error=0.002, kernel="ab", versions="triton 3.6.0", when="2026-11-02"
 )
-WRONG = Record("wrong", "cosine 0.0200, at least 0.999 is asked", cosine=0.02, max_error=0.9, kernel="ab")
+WRONG = Record("wrong", "cosine 0.0200 is below the required 0.999", cosine=0.02, max_error=0.9, kernel="ab")
 ROWS = {
     ("matmul", "n=8 k=8", "block_n=64 warps=4 stages=2"): FAST,
     ("matmul", "n=8 k=8", "block_n=16 warps=4 stages=2"): WRONG,
@@ -90,16 +90,16 @@ def test_one_row_more_leaves_the_others() -> None:
         ("", "Expecting value"),
         ('{"format": "decode-toolkit tuned 1", "dev', "Unterminated string"),
         ("[]", "list indices"),
-        ("{}", "no 'format' in it"),
+        ("{}", "the field 'format' is missing"),
         ('{"format": "decode-toolkit tuned 9"}', "its format is 'decode-toolkit tuned 9'"),
-        (Tuned(H200, ROWS).to_text().replace('"ok"', '"splendid"'), "a verdict of 'splendid'"),
-        (Tuned(H200, ROWS).to_text().replace("35.7", "-35.7"), "us is -35.7"),
-        (Tuned(H200, ROWS).to_text().replace("35.7", "NaN"), "us is nan"),
-        (Tuned(H200, ROWS).to_text().replace("35.7", '"35.7"'), "us is '35.7'"),
+        (Tuned(H200, ROWS).to_text().replace('"ok"', '"splendid"'), "unknown verdict 'splendid'"),
+        (Tuned(H200, ROWS).to_text().replace("35.7", "-35.7"), "invalid value of us: -35.7"),
+        (Tuned(H200, ROWS).to_text().replace("35.7", "NaN"), "invalid value of us: nan"),
+        (Tuned(H200, ROWS).to_text().replace("35.7", '"35.7"'), "invalid value of us: '35.7'"),
         (Tuned(H200, ROWS).to_text().replace("block_n=64", "block_n=many"), "invalid literal"),
         (Tuned(H200, ROWS).to_text().replace('"cosine"', '"kosinus"'), "kosinus"),
-        (Tuned(H100, ROWS).to_text(), "it holds timings of a NVIDIA H100 80GB HBM3 with 132 SMs, this is a NVIDIA H200"),
-        (Tuned(replace(H200, sms=114), ROWS).to_text(), "with 114 SMs, this is a NVIDIA H200 with 132 SMs"),
+        (Tuned(H100, ROWS).to_text(), "it has timings of a NVIDIA H100 80GB HBM3 with 132 SMs, but this GPU is a NVIDIA H200"),
+        (Tuned(replace(H200, sms=114), ROWS).to_text(), "with 114 SMs, but this GPU is a NVIDIA H200 with 132 SMs"),
         ("[" * 100_000, "recursion"),
     ],
     ids=lambda text: text[:24] if len(text) < 60 else "",
@@ -108,7 +108,7 @@ def test_a_broken_file_is_set_aside_told_and_built_anew(folder: Path, text: str,
     path = tuned_path("h200")
     path.parent.mkdir()
     path.write_text(text)
-    with pytest.warns(TunedFileWarning, match="set aside as h200.set-aside-1") as told:
+    with pytest.warns(TunedFileWarning, match="renamed to h200.set-aside-1") as told:
         assert read_tuned("h200", H200) is None
     assert said.lower() in str(told[0].message).lower()
     assert path.with_name("h200.set-aside-1").read_text() == text
@@ -150,7 +150,7 @@ def test_a_write_that_fails_leaves_the_old_file(monkeypatch: pytest.MonkeyPatch)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.warns(TunedFileWarning, match="can't be kept: .*No space left"):
+    with pytest.warns(TunedFileWarning, match="can't be stored: .*No space left"):
         add_rows("h200", H200, {("matmul", "n=1", "warps=4 stages=1"): FAST})
     assert path.read_text() == before
     assert {name.name for name in path.parent.iterdir()} == {"h200.json", ".h200.json.lock"}
@@ -161,11 +161,11 @@ def test_a_cache_that_is_a_file_or_holds_a_folder_for_a_file_is_told(folder: Pat
     tuned_path("h200").mkdir(parents=True)
     with pytest.warns(TunedFileWarning, match="can't be read: .*Is a directory"):
         assert read_tuned("h200", H200) is None
-    with pytest.warns(TunedFileWarning, match="can't be kept: .*Is a directory"):
+    with pytest.warns(TunedFileWarning, match="can't be stored: .*Is a directory"):
         add_rows("h200", H200, ROWS)
     monkeypatch.setenv("TOOLKIT_CACHE", str(folder / "file"))
     assert (kept_gpus(), read_tuned("h200", H200)) == ([], None)
-    with pytest.warns(TunedFileWarning, match="can't be kept: .*Not a directory"):
+    with pytest.warns(TunedFileWarning, match="can't be stored: .*Not a directory"):
         add_rows("h200", H200, ROWS)
 
 
@@ -201,15 +201,16 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int
 
 
 def test_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "Nothing is kept" in run(capsys, "show")[1]
+    assert "No timings are stored" in run(capsys, "show")[1]
     add_rows("h200", H200, ROWS)
     status, told = run(capsys, "show")
     assert status == 0
     assert "h200: NVIDIA H200, 132 SMs, compute capability 9.0, 1980 MHz" in told
     assert "matmul n=8 k=8\n    block_n=64 warps=4 stages=2: 35.7 µs ± 100 ns, of 1 timed, 1 wrong" in told
-    assert run(capsys, "export", "h200", folder / "out.json") == (0, f"4 rows of NVIDIA H200 in {folder / 'out.json'}\n")
+    file = folder / "out.json"
+    assert run(capsys, "export", "h200", file) == (0, f"4 rows of NVIDIA H200 written to {file}\n")
     tuned_path("h200").unlink()
-    assert run(capsys, "import", folder / "out.json")[0] == 0
+    assert run(capsys, "import", file)[0] == 0
     assert read_tuned("h200", H200) == Tuned(H200, ROWS)
 
 
@@ -235,7 +236,7 @@ def test_merging(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert Tuned.from_text((folder / "c").read_text(), "c").rows == {**ROWS, **newer.rows}
     status, told = run(capsys, "merge", folder / "a", folder / "other", "--out", folder / "c")
     assert status == 1
-    assert "Merge files of one GPU" in told
+    assert "Merge only files of the same GPU" in told
 
 
 @pytest.mark.parametrize("command", [("export", "h100", "x"), ("show", "h100"), ("import", "nowhere.json")], ids=" ".join)
@@ -269,7 +270,7 @@ def test_only_what_is_kept_of_a_gpu_is_shown(folder: Path, capsys: pytest.Captur
     damaged.write_text("{")
     status, told = run(capsys, "show", "h200")
     assert status == 1
-    assert told.startswith("Warning: h200.json was set aside as h200.set-aside-1: Expecting")
+    assert told.startswith("Warning: h200.json was renamed to h200.set-aside-1: Expecting")
     assert told.count("\n") == 2
 
 
@@ -278,7 +279,7 @@ def test_stopping_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: p
         raise KeyboardInterrupt
 
     monkeypatch.setattr(commands, "kept_gpus", stopped)
-    assert run(capsys, "show") == (130, "\nStopped. What was found so far is kept; call it again to go on.\n")
+    assert run(capsys, "show") == (130, "\nStopped. Results so far are stored; run the command again to resume.\n")
 
 
 def test_a_foreign_file_is_told_when_it_is_imported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

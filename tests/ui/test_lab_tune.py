@@ -30,7 +30,7 @@ class Explorer:
         self.under_way.set()
         if self.waits:
             assert cancel.wait(10)
-            raise CancelledError("Compiling", "it was cancelled", "What was found so far is kept; call it again to go on")
+            raise CancelledError("Compiling", "it was cancelled", "Results so far are stored; call it again to resume")
         progress(12, 12, "")
         return every_verdict()
 
@@ -86,7 +86,7 @@ def test_cancelling_keeps_what_was_compiled(app: Lab, explorer: Explorer) -> Non
     assert app.load_button.disabled
     panel.cancel_button.click()
     assert app.wait(10)
-    assert "Cancelled. What was found so far is kept" in panel.status.value
+    assert "Cancelled. Results so far are stored" in panel.status.value
     assert app.error is None
     assert not panel.explore_button.disabled
 

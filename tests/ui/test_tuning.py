@@ -101,7 +101,7 @@ def test_what_other_winners_cost(page: str) -> None:
 def test_nothing_runs_and_nothing_at_all() -> None:
     page = html(nothing_runs())
     assert "⊘</b> 4 excluded" in page
-    assert "# l4: no config runs there: needs 262,144 B" in page
+    assert "# l4: no config runs on it: needs 262,144 B" in page
     assert "Time lost when" not in page
     assert "fastest" not in page.split("tk-choose")[0]
     empty = html(Tuning((), ("a note <b>",)))

@@ -31,4 +31,4 @@ def render(view: str, shown: Any, *arguments: Any, **options: Any) -> Any:
         if renderer is not None:
             module, _, function = renderer.partition(":")
             return getattr(importlib.import_module(module), function)(shown, *arguments, **options)
-    raise LookupError(f"no renderer draws {type(shown).__name__} as {view!r}")
+    raise LookupError(f"no renderer is registered for the view {view!r} of a {type(shown).__name__}")

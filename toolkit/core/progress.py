@@ -32,7 +32,8 @@ class Reporter:
         self, task: str, progress: bool | Callable[..., None], cancel: threading.Event | None, after_cancel: str
     ) -> None:
         if cancel is not None and not hasattr(cancel, "is_set"):
-            raise ToolkitError("a way to cancel", f"cancel={cancel!r:.80}", "Give a threading.Event, and set it to stop")
+            do = "Pass a threading.Event, and call its set() to cancel"
+            raise ToolkitError(f"cancel={cancel!r:.80}", "not a threading.Event", do)
         self.task, self.cancel, self._after_cancel = task, cancel, after_cancel
         self._call = progress if callable(progress) else None
         self._shows_line = bool(progress) and self._call is None and _is_watched()

@@ -137,6 +137,11 @@ class Worker:
         return f"ended with {how}{': ' if last else ''}{''.join(last)[:400]}"
 
 
+def processors() -> int:
+    """Return how many processors this process may use. `taskset` and containers allow it fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _signal(process: subprocess.Popen[str], number: int) -> None:
     """Send a signal to the process and to those that it started."""
     with suppress(ProcessLookupError, PermissionError):

@@ -182,10 +182,10 @@ class Corpus:
 def _known_from(sentences: list[str]) -> dict[str, int]:
     """Return for each sentence the number of characters that distinguish it from all others."""
     ordered = sorted(set(sentences))
-    shared = [0, *(_alike(a, b) for a, b in pairwise(ordered)), 0]
+    shared = [0, *(_prefix_length(a, b) for a, b in pairwise(ordered)), 0]
     return {sentence: max(shared[i], shared[i + 1]) + 1 for i, sentence in enumerate(ordered)}
 
 
-def _alike(a: str, b: str) -> int:
+def _prefix_length(a: str, b: str) -> int:
     """Return the length of the common prefix of two texts."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

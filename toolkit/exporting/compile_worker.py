@@ -25,7 +25,7 @@ def compile_piece(anatomy: Anatomy, card: Card | None, folder: str, job: dict[st
         piece = next(piece for piece in anatomy.pieces if piece.name == job["piece"])
         program = compiling.trace(anatomy.traceable(piece, job["method"]))
         if compiling.key_of(program, card) != job["key"]:
-            found = f"the compiling process traced another graph for {piece.name} {job['method']} than the export did"
+            found = f"the graph of {piece.name} {job['method']} in the compiling process differs from the one in the export"
             raise PackageError("compiling a layer", found, "Please report this, with the model's config and your versions")
         made = compiling.compile_program(program, job["key"], card, folder)
         with tempfile.NamedTemporaryFile(dir=folder, suffix=".pt2", delete=False) as file:

@@ -65,12 +65,12 @@ def compile_program(program: Any, key: str, card: Card | None, folder: str) -> C
                 warnings.simplefilter("ignore")
                 torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=options)
         except Exception as error:
-            found = f"the compiler said: {_what_it_said(error)}"
+            found = f"the compiler failed: {_summary(error)}"
             raise PackageError("compiling a layer", found, "Check that g++ works and that the disk isn't full") from error
         return _keep(key, Path(path).read_bytes())
 
 
-def _what_it_said(error: Exception) -> str:
+def _summary(error: Exception) -> str:
     """Return the first line of an error and, if g++'s output follows it, the first error that g++ reports."""
     first, *rest = _first_line(error), *str(error).splitlines()[1:]
     errors = [found[0] for line in rest if (found := re.search(r"\berror: .*", line))]
@@ -102,7 +102,7 @@ def check_compiler() -> str:
     found = shutil.which(asked)
     if found is None:
         do = "Install one (Debian, Ubuntu: apt install g++), or set the environment variable CXX to a compiler"
-        raise PackageError("an export", f"no C++ compiler: {asked!r} isn't on the PATH", do)
+        raise PackageError("an export", f"there is no C++ compiler: {asked!r} isn't on the PATH", do)
     return found
 
 
@@ -206,8 +206,8 @@ def load_piece(data: bytes, device: torch.device) -> Callable[[list[torch.Tensor
             loader = torch._C._aoti.AOTIModelPackageLoader(file.name, "model", True, 1, index)  # type: ignore[attr-defined]
     except (OSError, RuntimeError) as error:
         found = f"it can't be loaded from the folder {os.environ.get('TMPDIR') or tempfile.gettempdir()} ({_first_line(error)})"
-        do = "Free disk space there, or set TMPDIR to another folder, from which programs may be executed"
-        raise PackageError("a layer's compiled code", found, do) from error
+        do = "Free disk space there, or set TMPDIR to a folder that is not mounted with noexec"
+        raise PackageError("loading a layer's compiled code", found, do) from error
     # calling the loader itself parses a description of the operands each time, which takes longer than a layer
     run: Callable[[list[torch.Tensor]], list[torch.Tensor]] = loader.boxed_run
     return run

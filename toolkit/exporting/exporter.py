@@ -120,7 +120,7 @@ def export(
     compiling.check_compiler()
     if not isinstance(model, str | os.PathLike) and (scheme is not None or dtype is not None):
         raise ModelError(
-            "a loaded model with a scheme or a dtype", "its weights are loaded already", "Pass the model's name or path"
+            "exporting a loaded model with scheme= or dtype=", "its weights are already loaded", "Pass the model's name or path"
         )
     package.check_folder(folder)
     others = [] if share is None else _weights_of(Path(share).expanduser())
@@ -165,9 +165,9 @@ def _shapes_alone(model: CausalLM, plain: dict[str, Any]) -> CausalLM:
     found = skeleton.from_plain(plain, None)
     if skeleton.shapes_of(found) != skeleton.shapes_of(model):
         raise ModelError(
-            "an export",
-            "its weights have other shapes than its config describes: it was changed after loading",
-            "Load it again",
+            "exporting a loaded model",
+            "the shapes of its weights don't match its config, so it was changed after loading",
+            "Load the model again",
         )
     return found
 
@@ -315,19 +315,22 @@ def _name(model: CausalLM) -> str:
 def _device(model: object, device: Device | str | None, target: str | None) -> tuple[Device, Card | None]:
     """Return the device of this machine that the export uses, and the GPU to compile for (None for the CPU)."""
     if not isinstance(model, str | os.PathLike) and not hasattr(model, "device"):
-        raise ModelError("an export", f"a {type(model).__name__}, not a model", "Give one that tk.load made, or a name or path")
+        raise ModelError(
+            f"exporting a {type(model).__name__}", "not a model", "Give a model that tk.load returned, or its name or path"
+        )
     if device is None:
         device = getattr(model, "device", None) or ("cuda" if torch.cuda.is_available() else "cpu")
     found = open_device(device)
     if found.torch.type not in ("cpu", "cuda"):
         do = 'Use device="cpu" for a package that runs here, or tk.plan to see how much memory an export takes on a GPU'
-        raise DeviceError(f"an export for {target or found.name}", "no package runs on a virtual GPU", do)
+        raise DeviceError(f"an export for {target or found.name}", "packages don't run on virtual GPUs", do)
     card = find_card(target or found)
     if card is None:
         return found, None
     if card.spec.compute_capability < LEAST_CAPABILITY:
         do = "Choose a GPU of the Ampere generation or later"
-        raise DeviceError(f"an export for {card.spec.name}", "the kernels need compute capability 8.0", do)
+        has = f"its compute capability is {card.facts.compute_capability}, and the kernels need at least 8.0"
+        raise DeviceError(f"an export for {card.spec.name}", has, do)
     inductor.check_supported(card)
     return found, card
 

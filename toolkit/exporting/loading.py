@@ -36,7 +36,7 @@ def load_exported(
     folder = Path(path).expanduser()
     manifest, own = package.read_manifest(folder)
     if not trust and not package.made_here(own):
-        found = "it contains native code, and you didn't make it on this machine"
+        found = "it contains native code, and you didn't export it on this machine"
         do = "If you trust its author and the way it was transferred: tk.load_exported(path, trust=True)"
         raise PackageError(f"package {folder}", found, do)
     target = _check_target(folder, manifest, device)
@@ -73,7 +73,8 @@ def _fill(model: CausalLM, folder: Path, name: str, entry: dict[str, Any], devic
     try:
         try:
             if weights.shapes_in(folder / name) != skeleton.shapes_of(model):
-                raise PackageError(f"package {folder}", "its weights aren't those of the model it describes", package.AGAIN)
+                found = "the shapes of its weights don't match the model in its manifest"
+                raise PackageError(f"package {folder}", found, package.AGAIN)
             weights.assign_from(folder / name, model, device, tell)
         except ToolkitError:
             verifying.result()  # raises the more useful error if the file was changed
@@ -96,10 +97,11 @@ def _check_target(folder: Path, manifest: dict[str, Any], device: Device | str |
     here = compiling.processor()
     if made.split("+")[0].split(".")[:2] != torch.__version__.split("+")[0].split(".")[:2]:
         do = f"Install torch {made.split('+')[0]}, or export the model again"
-        raise PackageError(asked, f"it was exported with torch {made}, this is {torch.__version__}", do)
+        raise PackageError(asked, f"it was exported with torch {made}, and torch {torch.__version__} is installed", do)
     for what in ("machine", "system"):
         if target[what] != here[what]:
-            raise PackageError(asked, f"it is for {target[what]}, this is {here[what]}", "Export the model on this machine")
+            found = f"it was exported for {target[what]}, and this machine is {here[what]}"
+            raise PackageError(asked, found, "Export the model on this machine")
     if target["device"] == "cpu" and not _runs(target["vectors"], here["vectors"]):
         found = f"its code needs a processor with {target['vectors']}, this one has {here['vectors']}"
         raise PackageError(asked, found, "Export the model on this machine")
@@ -107,9 +109,13 @@ def _check_target(folder: Path, manifest: dict[str, Any], device: Device | str |
     try:
         found_device = open_device(device or target["device"])
     except DeviceError as error:
-        raise PackageError(asked, f"{exported}; {error.found}", "Load it on such a GPU, or export the model here") from error
+        raise PackageError(
+            asked, f"{exported}; {error.found}", "Load it on a machine with such a GPU, or export the model here"
+        ) from error
     if found_device.torch.type != target["device"]:
-        raise PackageError(f"{asked} on {found_device.name}", exported, "Export the model for this device too")
+        raise PackageError(
+            f"{asked} on {found_device.name}", exported, "Leave out device=, or export the model for this device"
+        )
     card = find_card(found_device)
     if card is not None and card.facts.compute_capability != target.get("capability"):
         has = f"{card.spec.name} has {card.facts.compute_capability}"

@@ -27,7 +27,7 @@ from toolkit.tune.store import cache_folder
 FORMAT, VERSION = "decode-toolkit package", 1
 MANIFEST = "manifest.json"
 LARGEST_MANIFEST = 64 << 20
-AGAIN = "Get the package again from where it was made, or export it anew with tk.export"
+AGAIN = "Copy the package again from its source, or export the model again with tk.export"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 _WRITTEN = re.compile(  # names of files that exports write, apart from the manifest and the tokenizer
     r"\.lock|weights-[0-9a-f]{16}\.safetensors|weights\.partial|(tokenizer|manifest)\.json\.partial"
@@ -61,7 +61,7 @@ def locked(folder: Path) -> Iterator[None]:
                         folder.rmdir()
     except Timeout as error:
         found = "another export into this folder is running"
-        raise PackageError(asked, found, "Wait for it, cancel it, or choose another folder") from error
+        raise PackageError(asked, found, "Wait until it ends, cancel it, or choose another folder") from error
     except OSError as error:
         raise cant_write(asked, folder, error) from error
 
@@ -108,15 +108,15 @@ def cant_write(asked: str, folder: Path, error: OSError) -> PackageError:
         with suppress(OSError):
             left = bytes_text(shutil.disk_usage(folder).free)
             do = "Free disk space or choose a folder on another disk, then run it again; the export resumes"
-            return PackageError(asked, f"the disk is full ({left} left)", do)
-    return PackageError(asked, f"it can't be written ({error.strerror or error})", "Choose a folder that you may write to")
+            return PackageError(asked, f"the disk is full ({left} free)", do)
+    return PackageError(asked, f"it can't be written ({error.strerror or error})", "Choose a writable folder")
 
 
 def check_disk(folder: Path, needed: int) -> None:
     """Raise PackageError if fewer than `needed` bytes are free on the disk."""
     free = shutil.disk_usage(folder).free
     if free < needed:
-        found = f"it takes {bytes_text(needed)}, the disk has {bytes_text(free)} left"
+        found = f"it needs {bytes_text(needed)} of disk space, and {bytes_text(free)} is free"
         raise PackageError(
             f"an export into {folder}", found, "Free disk space, or choose a folder on another disk", needed_bytes=needed
         )
@@ -175,28 +175,28 @@ def read_manifest(folder: Path) -> tuple[dict[str, Any], str]:
 def _read_manifest(folder: Path) -> tuple[dict[str, Any], str]:
     asked, path = f"package {folder}", folder / MANIFEST
     if not folder.is_dir():
-        raise PackageError(asked, "no such folder", "Give the folder that tk.export made")
+        raise PackageError(asked, "no such folder", "Give a folder that tk.export wrote")
     if not path.is_file() or path.is_symlink():
         begun = any(_ours(folder, path) for path in folder.iterdir())
-        do = "Export into it again; the export resumes" if begun else "Give the folder that tk.export made"
-        raise PackageError(asked, "an export that was not finished" if begun else f"it has no {MANIFEST}", do)
+        do = "Run tk.export into it again, which resumes" if begun else "Give a folder that tk.export wrote"
+        raise PackageError(asked, "the export into it was not finished" if begun else f"it has no {MANIFEST}", do)
     if path.stat().st_size > LARGEST_MANIFEST:
         raise PackageError(asked, f"{MANIFEST} is larger than {bytes_text(LARGEST_MANIFEST)}", AGAIN)
     data = path.read_bytes()
     try:
         manifest = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise PackageError(asked, f"{MANIFEST} isn't JSON ({error!s:.100})", AGAIN) from error
+        raise PackageError(asked, f"{MANIFEST} isn't valid JSON ({error!s:.100})", AGAIN) from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise PackageError(asked, f"{MANIFEST} isn't that of a package", "Give the folder that tk.export made")
+        raise PackageError(asked, f"{MANIFEST} isn't the manifest of a package", "Give a folder that tk.export wrote")
     version = manifest.get("version")
     if type(version) is not int or version > VERSION:
-        do = "Update the toolkit, or export the model again with this one"
-        raise PackageError(asked, f"its format is version {version!r:.20}, this toolkit reads up to {VERSION}", do)
+        do = "Update the toolkit, or export the model again with this version"
+        raise PackageError(asked, f"it has format version {version!r:.20}, and this toolkit reads versions up to {VERSION}", do)
     if _text(manifest) != data:
         raise PackageError(asked, f"{MANIFEST} was changed after it was written: its hash doesn't match", AGAIN)
     if not _is_complete(manifest):
-        raise PackageError(asked, f"{MANIFEST} isn't that of a package: something is missing from it", AGAIN)
+        raise PackageError(asked, f"{MANIFEST} has missing or invalid fields", AGAIN)
     for name in manifest["files"]:
         _check_name(asked, folder, name)
     return manifest, hashlib.sha256(data).hexdigest()
@@ -220,10 +220,11 @@ def _is_complete(manifest: Mapping[str, Any]) -> bool:
 def _check_name(asked: str, folder: Path, name: str) -> None:
     """Raise PackageError unless the name is that of a regular file in the folder."""
     if not _NAME.fullmatch(name) or ".." in name:
-        raise PackageError(asked, f"it names {name!r:.80}, which isn't a file of the folder", "Don't trust this package")
+        found = f"{MANIFEST} lists {name!r:.80}, which isn't the name of a package's file"
+        raise PackageError(asked, found, "Don't use this package unless you trust its source")
     path = folder / name
     if path.is_symlink() or path.parent.is_symlink():
-        raise PackageError(asked, f"{name} is a symbolic link", "Copy the package with its files, not with links")
+        raise PackageError(asked, f"{name} is a symbolic link", "Replace the link by the file that it points to")
     if not path.is_file():
         raise PackageError(asked, f"{name} is missing", AGAIN)
 
@@ -234,7 +235,7 @@ def verified(folder: Path, name: str, expected: Mapping[str, Any]) -> bytes:
         _check_size(folder, name, expected)
         data = (folder / name).read_bytes()
     if hashlib.sha256(data).hexdigest() != expected["sha256"]:
-        raise _changed(folder, name, "its bytes aren't those that were written")
+        raise _changed(folder, name, "its SHA-256 hash is not the one in the manifest")
     return data
 
 
@@ -248,7 +249,7 @@ def verify(folder: Path, name: str, expected: Mapping[str, Any], step: Any) -> N
                 digest.update(buffer[:n])
                 step(n, name)
     if digest.hexdigest() != expected["sha256"]:
-        raise _changed(folder, name, "its bytes aren't those that were written")
+        raise _changed(folder, name, "its SHA-256 hash is not the one in the manifest")
 
 
 def _check_size(folder: Path, name: str, expected: Mapping[str, Any]) -> None:

@@ -65,10 +65,12 @@ class Exported:
         """Return a cache for `context` tokens. Raises ModelError if the package was exported for fewer, or for another `kv`."""
         if kv not in (None, self.kv):
             found = f"the package was exported with kv={self.kv!r}"
-            raise ModelError(f"a cache with kv={kv!r}", found, f"Export it with kv={kv!r}")
+            raise ModelError(f"a cache with kv={kv!r}", found, f"Export the model again with kv={kv!r}")
         if context > self.context:
-            found = f"the package was exported for {self.context:,}"
-            raise ModelError(f"a context of {context:,}", found, f"Export it with context={context}", context=self.context)
+            found = f"the package was exported for contexts up to {self.context:,}"
+            raise ModelError(
+                f"a context of {context:,}", found, f"Export the model again with context={context}", context=self.context
+            )
         return self.inner.new_cache(max(context, self._least), self.kv)
 
     def advance(self, x: Tensor, positions: Tensor, cache: Cache, length: int) -> Tensor:

@@ -24,8 +24,8 @@ def to_plain(model: CausalLM) -> dict[str, Any]:
     """Return the architecture, config, dtype and the scheme of each matrix. Raises ModelError for other libraries' models."""
     names = [name for name, module in ARCHITECTURES.items() if module.Model is type(model)]
     if not names:
-        found = f"a {type(model).__name__}, which isn't one of the toolkit's own models"
-        raise ModelError("an export", found, 'Load it with tk.load and engine="toolkit"')
+        found = "it isn't one of the toolkit's own models"
+        raise ModelError(f"exporting a {type(model).__name__}", found, 'Load it with tk.load and engine="toolkit"')
     joined = any(len(group) > 1 for module in model.modules() if isinstance(module, Joined) for group in module.groups)
     return {
         "architecture": names[0],
@@ -56,7 +56,7 @@ def from_plain(plain: Mapping[str, Any], device: Device | None) -> CausalLM:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, AssertionError) as error:
         found = f"it can't be built ({type(error).__name__}: {error!s:.160})"
-        raise ModelError("the model that a package describes", found, "Export it again with this version") from error
+        raise ModelError("the model in a package's manifest", found, "Export the model again with this version") from error
     return model.requires_grad_(False).eval()
 
 
@@ -83,7 +83,7 @@ def _dataclass(kind: type, values: Any) -> Any:
     hints = typing.get_type_hints(kind)
     names = {field.name for field in dataclasses.fields(kind)}
     if not isinstance(values, Mapping) or set(values) != names:
-        raise ValueError(f"{kind.__module__}.{kind.__qualname__} has other fields than these")
+        raise ValueError(f"{kind.__module__}.{kind.__qualname__} does not have these fields")
     return kind(**{name: _value(hints[name], value) for name, value in values.items()})
 
 
@@ -97,10 +97,10 @@ def _value(hint: Any, value: Any) -> Any:
     if typing.get_origin(hint) is tuple:
         inner = typing.get_args(hint)[0]
         if not isinstance(value, list | tuple):
-            raise TypeError(f"{value!r:.60} is no list")
+            raise TypeError(f"{value!r:.60} is not a list")
         return tuple(_value(inner, one) for one in value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise TypeError(f"{value!r:.60} is no {getattr(hint, '__name__', hint)}")
+        raise TypeError(f"{value!r:.60} is not of type {getattr(hint, '__name__', hint)}")
     return value

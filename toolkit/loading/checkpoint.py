@@ -117,7 +117,7 @@ def _gguf_in(folder: Path) -> Path | None:
     files = sorted(file for file in folder.glob("*.gguf") if _is_gguf(file))
     first = [file for file in files if not _LATER_PART.search(file.name)]
     if len(first) > 1:
-        found = f"{len(first)} models: {_listed([file.name for file in first])}"
+        found = f"it has {len(first)} models: {_listed([file.name for file in first])}"
         raise FormatError(f"model {folder}", found, f'Pass one of them: "{first[0]}"')
     return first[0] if first else None
 
@@ -198,7 +198,7 @@ def _architecture(name: object, asked: str, classes: object = None) -> ModuleTyp
         return ARCHITECTURES[name]
     what = "it does not state its architecture" if name is None else f"its architecture is {name!r:.60}"
     also = f" ({', '.join(map(str, classes))[:80]})" if isinstance(classes, list) and classes else ""
-    raise ModelError(asked, what + also, f"This version loads: {known}", architecture=name, known=list(ARCHITECTURES))
+    raise ModelError(asked, what + also, f"Supported architectures: {known}", architecture=name, known=list(ARCHITECTURES))
 
 
 def _check_counts(path: Path, config: Any, weights: Weights) -> None:
@@ -232,7 +232,7 @@ def _check_names(
     if unknown:
         found = f"{len(unknown):,} tensors are not part of this architecture: {_listed(unknown)}"
         near = difflib.get_close_matches(unknown[0], wanted, n=1, cutoff=0.5)
-        do = f"The nearest name that it has is {near[0]!r}. Check" if near else "Check"
+        do = f"The nearest name of the architecture is {near[0]!r}. Check" if near else "Check"
         raise FormatError(asked, found, f"{do} that config and weights belong together", unknown=unknown)
     return skipped
 

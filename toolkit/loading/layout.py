@@ -85,12 +85,14 @@ def _build(checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> Causal
     try:
         model = checkpoint.architecture.Model(checkpoint.config, device, dtype)
     except RuntimeError as error:  # the number of elements is too large for a tensor
-        found = f"a model of these sizes cannot exist ({error!s:.120})"
+        found = f"a model of these sizes can't be created ({error!s:.120})"
         raise FormatError(f"config of {checkpoint.path}", found, "Check the sizes in the config") from error
     named = {id(place.weight) for place in (spot(model, name) for name in checkpoint.names)}
     orphans = [name for name, parameter in model.named_parameters() if id(parameter) not in named]
     if orphans:
-        raise ModelError(f"model {checkpoint.path}", f"it has no stored tensor for {orphans[0]}", TOGETHER, missing=orphans)
+        raise ModelError(
+            f"model {checkpoint.path}", f"it stores no tensor for the weight {orphans[0]}", TOGETHER, missing=orphans
+        )
     return model
 
 

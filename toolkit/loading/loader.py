@@ -80,11 +80,11 @@ def load(
             f"model {path!r:.80}", f"a {type(path).__name__}, not a path", 'Pass "demo/qwen3", a folder or a .gguf file'
         )
     began, asked = time.perf_counter(), os.fspath(path)
-    chosen, way = find_dtype(dtype), _way(scheme)
+    chosen, wanted = find_dtype(dtype), _recipe_for(scheme)
     counter = Counter(f"loading {asked}", progress, cancel, "Its memory was released; it can be loaded again", bytes_text)
     checkpoint = open_checkpoint(asked)
     target = open_device(device)
-    layout = lay_out(checkpoint, target, chosen or checkpoint.dtype, way, fuse)
+    layout = lay_out(checkpoint, target, chosen or checkpoint.dtype, wanted, fuse)
     before = target.memory()
     with _without_values(checkpoint, target):
         _place(checkpoint, layout, target, counter, seed)
@@ -94,7 +94,7 @@ def load(
     return layout.model
 
 
-def _way(scheme: str | Scheme | Recipe | None) -> Recipe | str | None:
+def _recipe_for(scheme: str | Scheme | Recipe | None) -> Recipe | str | None:
     """Return the argument `scheme` of `load` as None, "none" or a Recipe."""
     if scheme is None or scheme == "none":
         return scheme

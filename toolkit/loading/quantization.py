@@ -73,9 +73,9 @@ def quantize(
     with torch.no_grad(), _as_held(model):
         new = _twin(model)
         try:
-            rows = _quantise(new, plan, METHODS[method], counter)
-            told = any(row.snr_db == row.snr_db for row in rows if row.scheme)  # NaN where there are no values
-            lowest, mean = _cosines(model, new, ids) if told else (math.nan, math.nan)
+            rows = _quantize_matrices(new, plan, METHODS[method], counter)
+            comparable = any(row.snr_db == row.snr_db for row in rows if row.scheme)  # NaN where there are no values
+            lowest, mean = _cosines(model, new, ids) if comparable else (math.nan, math.nan)
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)
             _empty(new, model)
@@ -126,7 +126,7 @@ def _matrices(model: nn.Module) -> Iterator[tuple[str, Tensor | PackedMatrix, tu
             yield f"{path}.weight", module.weight, tuple(module.weight.shape)
 
 
-def _quantise(new: nn.Module, plan: dict[str, Matrix], fit: Fit, counter: Counter) -> list[Matrix]:
+def _quantize_matrices(new: nn.Module, plan: dict[str, Matrix], fit: Fit, counter: Counter) -> list[Matrix]:
     """Replace the planned matrices of `new` and return the measured rows. Fused matrices are fused again if possible."""
     done = dict(plan)
     joined = {path: module for path, module in new.named_modules() if isinstance(module, Joined)}

@@ -46,7 +46,7 @@ def too_big(what: str, device: Device, needed: int, smaller: Iterable[tuple[str,
     of = f" of {bytes_text(total)}" if total else ""
     fitting = next((f"{option} needs {bytes_text(size)}" for option, size in smaller if size <= free), None)
     larger = "machine" if device.torch.type == "cpu" else "card"
-    do = f"Free memory on it, or use a larger {larger}" if fitting is None else f"Smaller: {fitting}"
+    do = f"Free memory on it, or use a larger {larger}" if fitting is None else f"Use a smaller format: {fitting}"
     return DeviceError(
         f"{what} on {device.name}",
         f"its weights need {bytes_text(needed)}, {device.name} has {bytes_text(free)}{of} free",

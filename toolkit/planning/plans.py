@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.core.display import render
 from toolkit.core.errors import BudgetError, ModelError
 from toolkit.core.units import MiB, bytes_text
+from toolkit.core.workers import processors
 from toolkit.gpu.catalogue import CATALOGUE, GpuSpec
 from toolkit.gpu.virtual.allocator.blocks import Blocks
 from toolkit.kernels.kv_codes import KV_SCHEMES
@@ -271,8 +272,7 @@ def longest_context(sizes: Sizes, memory_bytes: int, chunk: int = 512, base: int
 
 def _compilers(sizes: Sizes, host_bytes: int) -> int:
     """Return how many layers to compile at once: one per processor, as far as host memory allows."""
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(MOST_COMPILERS, processors, (host_bytes - HOST_BASE - sizes.weights) // COMPILER))
+    return max(1, min(MOST_COMPILERS, processors(), (host_bytes - HOST_BASE - sizes.weights) // COMPILER))
 
 
 def _export(sizes: Sizes, context: int, levers: Levers, compilers: int) -> tuple[Phase, ...]:

@@ -78,7 +78,8 @@ class Trace:
 
     def _seal(self, columns: dict[str, NDArray[Any]], strings: Iterable[str], meta: dict[str, Any]) -> None:
         if set(columns) != set(COLUMNS) or len({len(c) for c in columns.values()}) > 1:
-            raise TraceError("a trace", f"missing or unequal columns in {sorted(columns)}", f"Give {', '.join(COLUMNS)}")
+            found = f"columns are missing, unknown or of unequal length: {', '.join(sorted(columns))}"
+            raise TraceError("creating a trace", found, f"Give columns of equal length: {', '.join(COLUMNS)}")
         frozen = {}
         for name, dtype in COLUMNS.items():
             column: NDArray[Any] = np.ascontiguousarray(columns[name], dtype=dtype)
@@ -193,10 +194,12 @@ class Trace:
         except FileNotFoundError as error:
             raise TraceError(asked, "the file does not exist", "Check the path") from error
         except _DAMAGE as error:
-            raise TraceError(asked, f"it is damaged or not a trace ({error})", "Save it again, or use tk.open_trace") from error
+            raise TraceError(
+                asked, f"it is damaged or not a trace ({error})", "Save the trace again, or use tk.open_trace for other formats"
+            ) from error
         problem = _problem(columns, len(strings))
         if problem:
-            raise TraceError(asked, problem, "The file is damaged; save the trace again")
+            raise TraceError(asked, problem, "The file is damaged: save the trace again")
         return cls(columns, strings, meta)
 
 

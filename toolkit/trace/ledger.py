@@ -269,13 +269,13 @@ class Ledger:
 
         Example: "4.00 GiB: logits.float() in cell 7 line 3, held by `out`".
         """
-        alive, said = self.holders(at), []
+        alive, lines = self.holders(at), []
         source = self.trace.meta.get("source", {})
         for row in alive.head(most).itertuples():
             count = f" in {row.blocks:,} blocks" if row.blocks > 1 else ""
             held = f", held by `{row.owner}`" if row.owner != UNOWNED else ""
-            said.append(f"{bytes_text(row.bytes)}{count}: {place_text(row.where, source)}{held}")
-        return said
+            lines.append(f"{bytes_text(row.bytes)}{count}: {place_text(row.where, source)}{held}")
+        return lines
 
     def __repr__(self) -> str:
         peak, kept = bytes_text(self.peak_bytes), bytes_text(self.kept_bytes)
@@ -288,11 +288,11 @@ def line_of(where: str) -> str:
 
 
 def place_text(where: str, source: dict[str, str]) -> str:
-    """Return a place in words, with its source if known: "x.float() in cell 7 line 3, by way of model.py line 41"."""
+    """Return a place in words, with its source if known: "x.float() in cell 7 line 3, through model.py line 41"."""
     outer, _, inner = where.partition(" > ")
     code = source.get(outer) or (source.get(inner) if inner else None)
     words = f"{code} in {_line_words(outer)}" if code else _line_words(outer)
-    return f"{words}, by way of {_line_words(inner)}" if inner else words
+    return f"{words}, through {_line_words(inner)}" if inner else words
 
 
 def _line_words(place: str) -> str:

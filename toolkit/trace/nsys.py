@@ -51,7 +51,7 @@ def _check_length(path: Path, asked: str) -> None:
     found_bytes = path.stat().st_size
     if len(header) < 32 or found_bytes < promised_bytes:
         found = f"the database is truncated to {found_bytes} of {promised_bytes} bytes"
-        raise TraceError(asked, found, "Copy it again completely, or export it again")
+        raise TraceError(asked, found, "Copy the complete file again, or export it again")
 
 
 class _Database:

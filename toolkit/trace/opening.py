@@ -33,7 +33,7 @@ def open_trace(path: str | os.PathLike[str]) -> Trace:
     except FileNotFoundError as error:
         raise TraceError(asked, "no such file", "Check the path") from error
     except OSError as error:
-        raise TraceError(asked, f"it can't be read ({error.strerror})", "Give the path of a file that you may read") from error
+        raise TraceError(asked, f"it can't be read ({error.strerror})", "Check the path and its permissions") from error
     packed = start.startswith(b"\x1f\x8b")
     if packed:
         start = _unpacked(file, asked)
@@ -59,7 +59,7 @@ def _unpacked(file: Path, asked: str) -> bytes:
         with gzip.open(file) as packed:
             return packed.read(4096)
     except (OSError, EOFError, zlib.error) as error:
-        raise TraceError(asked, f"its compressed data are damaged ({error})", "Copy the file again, whole") from error
+        raise TraceError(asked, f"its compressed data is damaged ({error})", "Copy the complete file again") from error
 
 
 def _unknown(asked: str, start: bytes, suffix: str) -> TraceError:
@@ -67,14 +67,14 @@ def _unknown(asked: str, start: bytes, suffix: str) -> TraceError:
     if not start:
         return TraceError(asked, "it is empty", "Export the trace again")
     if suffix in (".nsys-rep", ".qdrep"):
-        do = "Turn it into a database first: nsys export --type sqlite " + f"FILE{suffix}"
-        return TraceError(asked, "a report in Nsight Systems' own format", do)
+        do = f"Convert it first: nsys export --type sqlite FILE{suffix}"
+        return TraceError(asked, "it is a report that only Nsight Systems can read", do)
     if start[:1] == _PICKLE:
-        return TraceError(asked, "a pickle that is compressed", "Unpack it first: gunzip FILE")
+        return TraceError(asked, "it is a compressed pickle", "Decompress it first: gunzip FILE")
     if suffix in (".pkl", ".pickle", ".pt", ".pth"):
-        do = "Of pickles, memory snapshots of torch.cuda.memory._dump_snapshot are read, in protocol 2 or later"
-        return TraceError(asked, "no pickle that is read", do)
+        do = "Only memory snapshots can be opened: pickles written by torch.cuda.memory._dump_snapshot"
+        return TraceError(asked, "it is not a pickle of protocol 2 or later", do)
     return TraceError(
-        asked, "none of the formats that are read",
-        "Those are: trace.save's own, Chrome JSON (.json, .json.gz), Nsight Systems' .sqlite, and PyTorch's memory snapshots",
+        asked, "its format is unknown",
+        "Supported formats: Trace.save, Chrome JSON (.json, .json.gz), Nsight Systems (.sqlite), PyTorch memory snapshots",
     )  # fmt: skip

@@ -136,11 +136,11 @@ def guess_steps(names: ArrayLike, is_readback: ArrayLike) -> NDArray[np.int32] |
         return None
     at = np.arange(n)
     for positions in (c[1] for c in sorted(candidates, key=lambda c: (-c[0], -len(c[1]))) if c[2]):
-        if _alike(code, positions):
+        if _repeats(code, positions):
             step = np.searchsorted(positions, at, side="left")  # the read-back itself belongs to the step it ends
             return np.where(at > positions[-1], -1, step).astype(np.int32)
     for positions in _common_periods(candidates):
-        if _alike(code, positions):
+        if _repeats(code, positions):
             step = np.searchsorted(positions, at, side="right")
             tail = at >= positions[-1] + round(float(np.median(np.diff(positions))))
             return np.where(tail, -1, step if positions[0] else step - 1).astype(np.int32)
@@ -157,7 +157,7 @@ def _period(positions: NDArray[np.int64], n: int) -> float | None:
     return median if median >= 2 and regular.mean() >= _ENOUGH else None
 
 
-def _alike(code: NDArray[np.int64], positions: NDArray[np.int64]) -> bool:
+def _repeats(code: NDArray[np.int64], positions: NDArray[np.int64]) -> bool:
     """Return whether adjacent periods between positions mostly contain the same events (in the median)."""
     pick = np.unique(np.linspace(0, len(positions) - 3, min(len(positions) - 2, 64)).round().astype(int))
     shared = []

@@ -35,7 +35,7 @@ from toolkit.tune.watching import watch as watch
 if TYPE_CHECKING:
     import pandas as pd
 
-AFTER_CANCEL = "Results so far are kept; call it again to go on"
+AFTER_CANCEL = "Results so far are stored; call it again to resume"
 WITHOUT_GPU = "h200"  # configs are compiled for it if there is no GPU and none is named
 
 
@@ -86,9 +86,11 @@ def warm(
         found = tune_all(
             Tuner(card, step=Counter(f"compiling for {card.key}", progress, cancel, AFTER_CANCEL)), problems, configs
         )
-        here = "this machine has no CUDA GPU" if not torch.cuda.is_available() else f'{card.key} was named, not "cuda"'
+        here = "this machine has no CUDA GPU"
+        if torch.cuda.is_available():
+            here = f'"{card.key}" is an entry of the catalogue, and "cuda" is the GPU of this machine'
         return joined(
-            found, [f"Nothing was timed: {here}. Configs were compiled for {card.spec.name}, their times are modelled."]
+            found, [f"Nothing was timed: {here}. Configs were compiled for {card.spec.name}, and their times are modelled."]
         )
     clock = CudaClock()
     assert card.index is not None
@@ -110,8 +112,8 @@ def problems_of(what: Any) -> list[tuple[Kernel, Shape]]:
     try:
         pairs = [(find_kernel(kernel), shape) for kernel, shape in what]
     except (TypeError, ValueError) as error:
-        found = f"{type(what).__name__}, which has no kernel_shapes()"
-        raise ToolkitError(f"tuning {what!r:.80}", found, "Give a model, a kernel, or pairs of kernel and shape") from error
+        found = "not a model, a kernel or a list of (kernel, shape) pairs"
+        raise ToolkitError(f"tuning {what!r:.80}", found, "Give a loaded model, a kernel or its name, or such pairs") from error
     return list(dict.fromkeys((kernel, find_shape(kernel, shape)) for kernel, shape in pairs))
 
 

@@ -31,16 +31,16 @@ def run(arguments: list[str] | None = None) -> int:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             return 1
         except KeyboardInterrupt:
-            print("\nStopped. What was found so far is kept; call it again to go on.", file=sys.stderr)
+            print("\nStopped. Results so far are stored; run the command again to resume.", file=sys.stderr)
             return 130
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m toolkit.tune", description="Timings of kernels, kept per GPU.")
+    parser = argparse.ArgumentParser(prog="python -m toolkit.tune", description="Timings of kernels, stored per GPU.")
     commands = parser.add_subparsers(required=True)
     show = commands.add_parser("show", help="show the fastest config of every problem, and how many were wrong or excluded")
-    show.add_argument("gpu", nargs="?", help='a GPU\'s key, as "h200" (default: all that are kept)')
+    show.add_argument("gpu", nargs="?", help='key of a GPU, such as "h200" (default: all GPUs with stored timings)')
     show.set_defaults(command=_show)
     export = commands.add_parser("export", help="write the stored timings of a GPU into a file")
     export.add_argument("gpu")
@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     bring = commands.add_parser("import", help="store the timings of a file that `export` wrote")
     bring.add_argument("file", type=Path)
     bring.set_defaults(command=_import)
-    merge = commands.add_parser("merge", help="merge files of one GPU; of two timings of a config the newer one is kept")
+    merge = commands.add_parser("merge", help="merge files of one GPU; the newer timing of each config is kept")
     merge.add_argument("files", type=Path, nargs="+")
     merge.add_argument("--out", type=Path, required=True)
     merge.set_defaults(command=_merge)
@@ -72,7 +72,7 @@ def _show(options: argparse.Namespace) -> None:
         for kernel, shape in dict.fromkeys((kernel, shape) for kernel, shape, _ in kept.rows):
             print(f"  {kernel} {shape}\n    {_winner(kept.configs(kernel, shape))}")
     if not gpus:
-        print("Nothing is kept. `python -m toolkit.tune warm KERNEL` on a machine with a CUDA GPU times one.")
+        print("No timings are stored. On a machine with a CUDA GPU, run `python -m toolkit.tune warm KERNEL`.")
 
 
 def _winner(rows: dict[str, Record]) -> str:
@@ -82,7 +82,7 @@ def _winner(rows: dict[str, Record]) -> str:
     }
     others = "".join(f", {count} {verdict}" for verdict, count in counts.items() if count)
     if not right:
-        return f"no config is right and timed{others}"
+        return f"no correct config was timed{others}"
     best = min(right, key=lambda config: right[config].us or 0.0)
     row = right[best]
     spread = f" ± {seconds_text((row.spread_us or 0) / 2e6)}" if row.spread_us else ""
@@ -92,7 +92,9 @@ def _winner(rows: dict[str, Record]) -> str:
 def _kept(gpu: str) -> Tuned:
     kept = read_tuned(gpu) if gpu in kept_gpus() else None  # never read (and rename) a file for a name such as "../x"
     if kept is None:
-        raise FormatError(f"timings of {gpu}", "none are kept", f"There are some of: {', '.join(kept_gpus()) or 'no GPU'}")
+        raise FormatError(
+            f"timings of {gpu}", "none are stored", f"GPUs with stored timings: {', '.join(kept_gpus()) or 'none'}"
+        )
     return kept
 
 
@@ -112,7 +114,7 @@ def _write(path: Path, kept: Tuned) -> None:
 def _export(options: argparse.Namespace) -> None:
     kept = _kept(options.gpu)
     _write(options.file, kept)
-    print(f"{len(kept.rows)} rows of {kept.device.name} in {options.file}")
+    print(f"{len(kept.rows)} rows of {kept.device.name} written to {options.file}")
 
 
 def _import(options: argparse.Namespace) -> None:
@@ -126,20 +128,19 @@ def _import(options: argparse.Namespace) -> None:
     try:
         path = put_rows(gpu, found.device, new)
     except OSError as error:
-        do = "Set TOOLKIT_CACHE to a folder that can be written to"
-        raise ToolkitError(f"keeping timings of {gpu}", str(error), do) from error
-    print(f"{len(new)} of {len(found.rows)} rows of {found.device.name} taken into {path}; what is kept of the others is newer")
+        raise ToolkitError(f"storing timings of {gpu}", str(error), "Set TOOLKIT_CACHE to a writable folder") from error
+    print(f"{len(new)} of {len(found.rows)} rows of {found.device.name} stored in {path}; newer rows were kept for the others")
 
 
 def _merge(options: argparse.Namespace) -> None:
     whole, *others = [_read(path) for path in options.files]
     for path, other in zip(options.files[1:], others, strict=True):
         if not other.device.same_card(whole.device):
-            found = f"{path} is of a {other.device.name}, {options.files[0]} of a {whole.device.name}"
-            raise FormatError("merging timings", found, "Merge files of one GPU")
+            found = f"{path} has timings of a {other.device.name}, {options.files[0]} of a {whole.device.name}"
+            raise FormatError("merging timings", found, "Merge only files of the same GPU")
         whole.merge(other)
     _write(options.out, whole)
-    print(f"{len(whole.rows)} rows of {whole.device.name} in {options.out}")
+    print(f"{len(whole.rows)} rows of {whole.device.name} written to {options.out}")
 
 
 def _warm(options: argparse.Namespace) -> None:

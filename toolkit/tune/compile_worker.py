@@ -60,7 +60,7 @@ def compile_for(kernel: Kernel, shape_key: str, config: Config, capability: int)
             getattr(launch.function, "device_caches", {}).clear()  # frees the code of configs that are done
         return Compiled(uses)
     except (OSError, MemoryError) as error:  # a problem of this machine, such as a full disk
-        return Compiled(error=f"{NOT_KEPT}could not work: {message(error)}")
+        return Compiled(error=f"{NOT_KEPT}could not run: {message(error)}")
     except Exception as error:
         return Compiled(error=message(error))
 
@@ -71,7 +71,8 @@ def compile_launch(launch: Launch) -> LaunchUse:
     options = launch.options((capability // 10, capability % 10))
     compiled = launch.function.warmup(grid=launch.grid, **launch.arguments, **launch.constants, **options)
     if "launch_pdl" in options and not waits_first(compiled.asm["ptx"]):
-        raise ValueError("it is launched early, and doesn't wait for the launch before it, or writes first: see early.py")
+        found = "it writes to global memory before it has waited for the previous launch, or never waits"
+        raise ValueError(f"a kernel launched with early=True must call take_turn() first, but {found}: see kernels/early.py")
     cubin = compiled.asm["cubin"]
     registers, stack = resources(cubin)
     return LaunchUse(
@@ -94,8 +95,8 @@ def resources(cubin: bytes) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.findall(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", told)
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", usage)
     return max(int(registers) for registers, *_ in found), max(int(stack) + int(local) for _, stack, local in found)
 
 
@@ -109,13 +110,13 @@ def code_bytes(cubin: bytes) -> int:
 
 def message(error: BaseException) -> str:
     """Return an exception as one line: Triton's message without the quoted source, followed by the exception's cause."""
-    told = getattr(error, "error_message", None) or ("" if hasattr(error, "error_message") else str(error))
-    said = " ".join(told.split())
+    text = getattr(error, "error_message", None) or ("" if hasattr(error, "error_message") else str(error))
+    text = " ".join(text.split())
     line = getattr(getattr(error, "node", None), "lineno", None)
     at = f" at line {line} of the function" if line is not None else ""
     if error.__cause__ is not None:
-        said = f"{said} {message(error.__cause__)}".strip()
-    return f"{type(error).__name__}{at}: {said}"[:MESSAGE]
+        text = f"{text} {message(error.__cause__)}".strip()
+    return f"{type(error).__name__}{at}: {text}"[:MESSAGE]
 
 
 def compiler_of(about: dict[str, Any]) -> Callable[[dict[str, Any]], Compiled]:
@@ -131,7 +132,7 @@ def compiler_of(about: dict[str, Any]) -> Callable[[dict[str, Any]], Compiled]:
     def compiled(job: dict[str, Any]) -> Compiled:
         found = compile_for(kernel, job["shape"], Config(**job["config"]), job["capability"])
         if origin.module == "__main__" and "NameError" in found.error:
-            return Compiled(error=f"{NOT_KEPT}gets the kernel's cell alone, and all of it must be there: {found.error}")
+            return Compiled(error=f"{NOT_KEPT}sees only the kernel's cell, which must define every name it uses: {found.error}")
         return found
 
     return compiled

@@ -19,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from toolkit.core.errors import DeviceError, ToolkitError
 from toolkit.core.files import replace_text
-from toolkit.core.workers import Worker, WorkerError, WorkerPool
+from toolkit.core.workers import Worker, WorkerError, WorkerPool, processors
 from toolkit.kernels.base import Config, Kernel, Shape
 from toolkit.tune.identity import fingerprint, origin
 from toolkit.tune.limits import Compiled
@@ -61,7 +61,7 @@ def triton_version() -> str:
     except PackageNotFoundError:
         if importlib.util.find_spec("triton") is not None:
             return "unknown"
-        found = f"Triton isn't installed, and has no build for {sys.platform}" if sys.platform != "linux" else "no Triton"
+        found = "Triton isn't installed" + ("" if sys.platform == "linux" else f", and has no build for {sys.platform}")
         raise DeviceError("compiling kernels", found, "On Linux: pip install triton") from None
 
 
@@ -75,7 +75,8 @@ def compile_configs(
     tuner, processes would start processes without end.
     """
     if INSIDE in os.environ:
-        raise ToolkitError("compiling kernels", f"this process compiles {os.environ[INSIDE]}", "Compile outside of it")
+        why = f"the code that defines kernel {os.environ[INSIDE]!r} calls the tuner, and a worker process runs this code"
+        raise ToolkitError("compiling kernels", why, "Move the call to another cell or file")
     kept = Kept(kernel)
     wanted = list(dict.fromkeys(jobs))
     found = {job: kept.rows[job.key] for job in wanted if job.key in kept.rows}
@@ -86,7 +87,7 @@ def compile_configs(
         return found
     about = {"kernel": kernel.name, "origin": asdict(origin(kernel)), "path": sys.path}
     environment = {INSIDE: kernel.name, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    count = min(workers or min(os.cpu_count() or 1, MOST_WORKERS), len(missing))
+    count = min(workers or min(processors(), MOST_WORKERS), len(missing))
     try:
         with WorkerPool("toolkit.tune.compile_worker", about, count, environment, HANGS_AFTER_S) as pool:
             futures = {pool.submit(_compile, job): job for job in missing}
@@ -110,7 +111,7 @@ class Kept:
         self._unsaved = False
 
     def _read(self) -> dict[str, Compiled]:
-        """Return the rows of the file, or {} if it is absent or damaged; it is then written anew."""
+        """Return the rows of the file, or {} if it is absent or damaged; a new file then replaces it."""
         try:
             return {key: Compiled.from_dict(row) for key, row in json.loads(self.path.read_text()).items()}
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -135,7 +136,7 @@ class Kept:
                 self.rows = {**self._read(), **self.rows}
                 replace_text(self.path, json.dumps({key: row.to_dict() for key, row in self.rows.items()}), sync=True)
         except OSError as error:
-            tell(f"What was compiled can't be kept: {error}. Set TOOLKIT_CACHE to a folder that can be written to.")
+            tell(f"Compiled results can't be stored: {error}. Set TOOLKIT_CACHE to a writable folder.")
 
 
 def _compile(worker: Worker, job: Job) -> Compiled:

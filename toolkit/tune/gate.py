@@ -54,7 +54,7 @@ class Gate:
         second = self._run(config, inputs, outputs, scratch=False)
         if any(not _same(a, b) for a, b in zip(first, second, strict=True)):
             again = self._compare(second)
-            reason = f"a second run differs: {again.reason}" if again.reason else "two runs differ in some bits"
+            reason = f"the second run is wrong: {again.reason}" if again.reason else "two runs differ in some bits"
             return Check(again.cosine, again.max_error, reason)
         return worst
 
@@ -90,8 +90,8 @@ def poison(tensor: Tensor, whole: bool, scratch: bool) -> None:
 def compare(result: Tensor, wanted: Tensor, cosine: float, max_abs: float) -> Check:
     """Compare `result` with `wanted`: shape and dtype first, then NaN, cosine and largest error."""
     if result.shape != wanted.shape or result.dtype != wanted.dtype:
-        said = f"{tuple(result.shape)} {result.dtype}, the reference {tuple(wanted.shape)} {wanted.dtype}"
-        return Check(0.0, 1.0, f"gives {said}".replace("torch.", ""))
+        shapes = f"{tuple(result.shape)} {result.dtype}, the reference is {tuple(wanted.shape)} {wanted.dtype}"
+        return Check(0.0, 1.0, f"the result is {shapes}".replace("torch.", ""))
     if not wanted.numel():
         return Check(1.0, 0.0)
     if wanted.dtype in EXACT:
@@ -103,14 +103,14 @@ def compare(result: Tensor, wanted: Tensor, cosine: float, max_abs: float) -> Ch
     if strays := int((~torch.isfinite(a) & finite).sum()):
         return Check(0.0, 1.0, f"{strays:,} of {b.numel():,} values are NaN or infinite")
     if not torch.equal(a[~finite], b[~finite]) and not bool(torch.isnan(b[~finite]).any()):
-        return Check(0.0, 1.0, "infinite values of the reference are missing")
+        return Check(0.0, 1.0, "the result differs where the reference is infinite")
     a, b = a[finite], b[finite]
     found, error = cosine_of(a, b), float((a - b).abs().max() / b.abs().max().clamp_min(1e-30)) if b.numel() else 0.0
     reasons: list[str] = []
     if found < cosine:
-        reasons.append(f"cosine {found:.4f}, at least {cosine} is asked")
+        reasons.append(f"cosine {found:.4f} is below the required {cosine}")
     if error > max_abs:
-        reasons.append(f"largest error {error:.2g} of the largest value, at most {max_abs:g} is allowed")
+        reasons.append(f"largest error is {error:.2g} of the largest value, above the allowed {max_abs:g}")
     return Check(found, error, "; ".join(reasons))
 
 

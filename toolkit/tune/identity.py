@@ -118,7 +118,7 @@ class Origin:
         because = f" ({type(failed).__name__}: {failed})" if failed is not None else ""
         raise ToolkitError(
             f"kernel {self.kernel!r}", f"{self.file or self.module} defines no instance of that name{because}",
-            "Make one at the top level of the file (or cell) that defines its class",
+            "Create one at the top level of the file (or cell) that defines its class",
         )  # fmt: skip
 
     def _import(self) -> tuple[types.ModuleType, Exception | None]:
@@ -157,5 +157,6 @@ def origin(kernel: Kernel) -> Origin:
     file = launches.__code__.co_filename
     text = Path(file).read_text() if Path(file).is_file() else "".join(linecache.getlines(file))
     if not text:
-        raise ToolkitError(f"the source of kernel {kernel.name!r}", f"{file} can't be read", "Define it in a file or a cell")
+        do = "Define the kernel in a file or a notebook cell"
+        raise ToolkitError(f"the source of kernel {kernel.name!r}", f"{file} can't be read", do)
     return Origin(kernel.name, type(kernel).__module__, file, text)

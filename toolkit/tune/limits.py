@@ -82,9 +82,9 @@ class Compiled:
             name, grid, *numbers = dataclasses.astuple(use)
             sane = all(type(number) is int and 0 <= number < 2**63 for number in (*grid, *numbers)) and isinstance(name, str)
             if not sane or 0 in (*grid, use.threads):
-                raise ValueError(f"a launch of {use}"[:200])
+                raise ValueError(f"invalid figures of a launch: {use}"[:200])
         if not isinstance(found["error"], str):
-            raise TypeError(f"an error of {found['error']!r:.40}")
+            raise TypeError(f"the error {found['error']!r:.40} is not a string")
         return cls(uses, found["error"])
 
 
@@ -105,11 +105,11 @@ def _obstacle(use: LaunchUse, spec: GpuSpec) -> str:
     if use.shared_bytes > granted:
         return f"needs {use.shared_bytes:,} B of shared memory, {card} allows {granted:,}"
     if use.threads > THREADS_PER_BLOCK:
-        return f"needs {use.threads:,} threads a block, {card} allows {THREADS_PER_BLOCK:,}"
+        return f"needs {use.threads:,} threads per block, {card} allows {THREADS_PER_BLOCK:,}"
     if use.tensor_memory > TENSOR_MEMORY_COLUMNS:
         return f"needs {use.tensor_memory:,} columns of tensor memory, {card} has {TENSOR_MEMORY_COLUMNS:,}"
     if (registers := _warps(use) * _registers_of_warp(use)) > spec.registers_per_sm:
-        return f"needs {registers:,} registers a block, {card} has {spec.registers_per_sm:,}"
+        return f"needs {registers:,} registers per block, {card} has {spec.registers_per_sm:,}"
     for axis, (size, most) in enumerate(zip(use.grid, GRID, strict=False)):
         if size > most:
             return f"needs {size:,} blocks along grid axis {axis}, CUDA allows {most:,}"

@@ -84,7 +84,8 @@ class Tuning:
         if gpu not in self.gpus:
             raise unknown_name("GPU of this table", gpu, self.gpus)
         if shape is None and len(self.shapes) > 1:
-            raise ToolkitError("one problem's rows", f"the table has {len(self.shapes)}", f"Name one: {', '.join(self.shapes)}")
+            found = f"the table has {len(self.shapes)} problems, and none was named"
+            raise ToolkitError("the rows of one problem", found, f"Pass shape=, one of: {', '.join(self.shapes)}")
         return [row for row in self.rows if row.gpu == gpu and shape in (None, f"{row.kernel} {row.shape}")]
 
     def best(self, gpu: str, shape: str | None = None) -> Row | None:
@@ -103,16 +104,16 @@ class Tuning:
         best, rows = self.best(gpu, shape), self.of(gpu, shape)
         if best is None or best.ns is None:
             why = next((row.reason for row in rows if row.reason), "no config was tried")
-            return f"# {gpu}: no config runs there: {why}"
+            return f"# {gpu}: no config runs on it: {why}"
         same_clock = [row for row in rows if row.usable and row.clock == best.clock and row.ns is not None and row is not best]
-        said = [f"{gpu}: {seconds_text(best.ns / 1e9)} {best.clock}"]
+        facts = [f"{gpu}: {seconds_text(best.ns / 1e9)} {best.clock}"]
         if same_clock:
             second = min(row.ns or 0.0 for row in same_clock)
-            said.append(f"the next one of {len(same_clock)} takes {100 * (second / best.ns - 1):.1f} % longer")
+            facts.append(f"the next one of {len(same_clock)} takes {100 * (second / best.ns - 1):.1f} % longer")
         for verdict in ("excluded", "wrong", "failed"):
             if count := sum(row.verdict == verdict for row in rows):
-                said.append(f"{count} {verdict}")
-        return f"{best.config!r}  # {', '.join(said)}"
+                facts.append(f"{count} {verdict}")
+        return f"{best.config!r}  # {', '.join(facts)}"
 
     def loss(self, gpu: str, winner_of: str, shape: str | None = None) -> float | str:
         """Return the slowdown of `gpu` with the winner of another GPU (0.07 for 7 % more time), or why it is unknown."""
@@ -121,9 +122,9 @@ class Tuning:
             return f"no config runs on {gpu if own is None else winner_of}"
         row = next((row for row in self.of(gpu, shape) if row.config == other.config), None)
         if row is None or not row.usable or row.ns is None:
-            return (row.reason if row is not None else "") or "never tried there"
+            return (row.reason if row is not None else "") or f"its config was not tried on {gpu}"
         if row.clock != own.clock:
-            return f"{row.clock} there, the winner is {own.clock}"
+            return f"its time on {gpu} is {row.clock}, and that of {gpu}'s winner is {own.clock}"
         return max(row.ns / own.ns - 1, 0.0)
 
     def losses(self, shape: str | None = None) -> pd.DataFrame:

@@ -38,7 +38,7 @@ class TunedFileWarning(UserWarning):
 class Record:
     """The outcome of one config on one GPU.
 
-    `verdict`: "ok" (correct and timed), "slow" (correct; timed once, then given up), "wrong" (disagrees with the reference),
+    `verdict`: "ok" (correct and timed), "slow" (correct; timed once only), "wrong" (disagrees with the reference),
     "failed" (compiling or launching failed), "excluded" (exceeds the GPU's limits). `reason` says why in words.
     """
 
@@ -116,7 +116,7 @@ class Tuned:
         try:
             found = json.loads(text)
             if found["format"] != FORMAT:
-                raise ValueError(f"its format is {found['format']!r}, not {FORMAT!r}")
+                raise ValueError(f"its format is {found['format']!r:.80}, not {FORMAT!r}")
             rows = {
                 (kernel, shape, words(from_words(config))): _record(row)
                 for kernel, shapes in found["kernels"].items()
@@ -125,7 +125,7 @@ class Tuned:
             }
             return cls(_typed(DeviceFacts, found["device"]), rows)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            what = f"no {error} in it" if isinstance(error, KeyError) else str(error)
+            what = f"the field {error} is missing" if isinstance(error, KeyError) else str(error)
             raise FormatError(f"timings in {where}", what, "Give a file that `tune export` wrote") from error
 
 
@@ -160,7 +160,7 @@ def read_tuned(gpu: str, device: DeviceFacts | None = None) -> Tuned | None:
     found = None
     for path in (SHIPPED / f"{gpu}.json", tuned_path(gpu)):
         try:
-            part = _read_or_set_aside(path, device, ours=path.parent != SHIPPED)
+            part = _read_or_rename(path, device, ours=path.parent != SHIPPED)
         except OSError as error:
             tell(f"Timings of {gpu} can't be read: {error}.")
             continue
@@ -186,7 +186,7 @@ def add_rows(gpu: str, device: DeviceFacts, rows: Rows) -> Path:
     try:
         return put_rows(gpu, device, rows)
     except OSError as error:
-        tell(f"Timings of {gpu} can't be kept: {error}. Set TOOLKIT_CACHE to a folder that can be written to.")
+        tell(f"Timings of {gpu} can't be stored: {error}. Set TOOLKIT_CACHE to a writable folder.")
         return tuned_path(gpu)
 
 
@@ -197,19 +197,19 @@ def put_rows(gpu: str, device: DeviceFacts, rows: Rows) -> Path:
     """
     path = tuned_path(gpu)
     with locked(path):
-        kept = _read_or_set_aside(path, device, ours=True) or Tuned(device)
+        kept = _read_or_rename(path, device, ours=True) or Tuned(device)
         kept.device = device
         kept.rows.update(rows)
         replace_text(path, kept.to_text(), sync=True)
     return path
 
 
-def _read_or_set_aside(path: Path, device: DeviceFacts | None, ours: bool) -> Tuned | None:
+def _read_or_rename(path: Path, device: DeviceFacts | None, ours: bool) -> Tuned | None:
     try:
         found = Tuned.from_text(path.read_text(), str(path))
         if device is None or found.device.same_card(device):
             return found
-        why = f"it holds timings of {_card(found.device)}, this is {_card(device)}"
+        why = f"it has timings of {_card(found.device)}, but this GPU is {_card(device)}"
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (FormatError, UnicodeDecodeError) as error:
@@ -217,10 +217,10 @@ def _read_or_set_aside(path: Path, device: DeviceFacts | None, ours: bool) -> Tu
     if not ours:
         tell(f"{path} is not used: {why}.")
         return None
-    aside = _free_name(path)
+    renamed = _free_name(path)
     with suppress(OSError):  # another process has just renamed it
-        path.rename(aside)
-    tell(f"{path.name} was set aside as {aside.name}: {why}. It will be built anew.")
+        path.rename(renamed)
+    tell(f"{path.name} was renamed to {renamed.name}: {why}. A new file will be written.")
     return None
 
 
@@ -241,9 +241,9 @@ def tell(text: str) -> None:
 def _record(found: Mapping[str, Any]) -> Record:
     row = _typed(Record, found)
     if row.verdict not in VERDICTS:
-        raise ValueError(f"a verdict of {row.verdict!r}")
+        raise ValueError(f"unknown verdict {row.verdict!r:.40}")
     if row.verdict == "ok" and not (row.us is not None and row.us > 0):
-        raise ValueError(f"a time of {row.us!r} µs")
+        raise ValueError(f"a config with the verdict 'ok' has the time {row.us!r}")
     return row
 
 
@@ -257,7 +257,7 @@ def _typed(kind: Any, found: Mapping[str, Any]) -> Any:
         wanted: Any = _KINDS[types[name]] if name in types else object
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool) or (number and not _sane(value)):
-            raise ValueError(f"{name} is {value!r:.40}")
+            raise ValueError(f"invalid value of {name}: {value!r:.40}")
     return kind(**found)
 
 

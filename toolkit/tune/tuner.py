@@ -30,6 +30,7 @@ from toolkit.tune.store import Record, Rows, add_rows, read_tuned, words
 from toolkit.tune.timing import Clock
 
 WRITE_EVERY_S = 2.0
+SLOW = "timed once only, because it is much slower than the best config"
 Step = Callable[[int, int, str], None]
 
 
@@ -153,7 +154,9 @@ class _Problem:
             self.tuner.step(done, len(fitting), f"timing {words(config)}")
             self.add(config, self.measure(config, gates))
             if is_broken(self.tuner.device):
-                return (f"{words(config)} broke the GPU's context: start a new process and tune again to go on without it",)
+                return (
+                    f"{words(config)} made the CUDA context unusable: tune again in a new process, which skips this config",
+                )
         self.tuner.step(len(fitting), len(fitting), "")
         return ()
 
@@ -174,7 +177,7 @@ class _Problem:
         except Exception as error:
             return Record("failed", f"{type(error).__name__}: {' '.join(str(error).split())}"[:600])
         return Record(
-            "slow" if timing.stopped else "ok", "given up after one replay" if timing.stopped else "",
+            "slow" if timing.stopped else "ok", SLOW if timing.stopped else "",
             us=round(timing.ns / 1e3, 3), spread_us=round(timing.spread_ns / 1e3, 3), cold=timing.cold, **figures(check),
         )  # fmt: skip
 
@@ -201,13 +204,13 @@ class _Problem:
 
 
 def configs_of(kernel: Kernel, shape: Shape, configs: Sequence[Config] | None = None) -> list[Config]:
-    """Return each of `configs` once, by default the kernel's whole space. Raises ToolkitError if it is no list of configs."""
+    """Return each of `configs` once, by default the kernel's whole space. Raises ToolkitError for anything but configs."""
     if configs is None:
         return list(dict.fromkeys(kernel.space(shape)))
     found = list(configs) if isinstance(configs, Iterable) and not isinstance(configs, Config) else [configs]
     for one in found:
         if not isinstance(one, Config):
-            raise ToolkitError(f"configs of {kernel.name}", f"{one!r:.80}", "Give a list of Config(...)")
+            raise ToolkitError(f"configs of {kernel.name}", f"{one!r:.80} is not a Config", "Give a list of Config(...)")
     return list(dict.fromkeys(found))
 
 

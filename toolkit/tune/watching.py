@@ -60,7 +60,7 @@ class Watching:
 
         names = ("kernel", "key", "choice", "configs", "best_ms", "tuned", "hits", "from_disk", "tuning_s", "error")
         rows = [
-            (one.kernel, _said(one.key), one.choice, len(one.timings_ms), min(one.timings_ms.values(), default=None),
+            (one.kernel, _key_text(one.key), one.choice, len(one.timings_ms), min(one.timings_ms.values(), default=None),
              one.tuned, one.hits, one.from_disk, one.tuning_s, one.error)
             for one in self
         ]  # fmt: skip
@@ -71,7 +71,7 @@ class Watching:
         import pandas as pd
 
         rows = [
-            (one.kernel, _said(one.key), config, ms, config == one.choice)
+            (one.kernel, _key_text(one.key), config, ms, config == one.choice)
             for one in self
             for config, ms in sorted(one.timings_ms.items(), key=lambda item: item[1])
         ]
@@ -99,7 +99,7 @@ def watch() -> Iterator[Watching]:
     with _lock:
         _open.append(seen)
         if len(_open) == 1:
-            Autotuner.run = _heard(Autotuner.run)
+            Autotuner.run = _recording(Autotuner.run)
     try:
         yield seen
     finally:
@@ -109,7 +109,7 @@ def watch() -> Iterator[Watching]:
                 Autotuner.run = Autotuner.run.__wrapped__
 
 
-def _heard(original: Any) -> Any:
+def _recording(original: Any) -> Any:
     """Wrap `Autotuner.run` to add each call to every open watch."""
 
     @functools.wraps(original)
@@ -159,13 +159,13 @@ def _note(entry: Watched, tuner: Any, chosen: Any, known: bool, timed_now: bool,
     entry.timings_ms = {str(config): float(ms[0] if isinstance(ms, list | tuple) else ms) for config, ms in timings}
 
 
-def _said(key: dict[str, Any]) -> str:
+def _key_text(key: dict[str, Any]) -> str:
     return ", ".join(f"{name}={value}" if not name.startswith("dtype of") else f"{name} {value}" for name, value in key.items())
 
 
 def _line(one: Watched) -> str:
     best = min(one.timings_ms.values(), default=None)
-    timed = f", {seconds_text(best / 1e3)} the best of {len(one.timings_ms)}" if best is not None else ""
+    timed = f", {seconds_text(best / 1e3)}, the fastest of {len(one.timings_ms)} configs" if best is not None else ""
     how = (
         f"tuned in {seconds_text(one.tuning_s)}"
         if one.tuned
@@ -174,4 +174,4 @@ def _line(one: Watched) -> str:
         else "not tuned here"
     )
     failed = f", {one.error}" if one.error else ""
-    return f"{one.kernel}({_said(one.key)}): {one.choice}{timed}; {how}, found again {one.hits} times{failed}"
+    return f"{one.kernel}({_key_text(one.key)}): {one.choice}{timed}; {how}, reused {one.hits} times{failed}"

@@ -60,7 +60,7 @@ class Shortage:
     def __str__(self) -> str:
         asked, limit, held = (bytes_text(n) for n in (self.asked_bytes, self.limit_bytes, self.held_bytes))
         free = bytes_text(max(self.limit_bytes - self.held_bytes, 0))
-        short = f": {bytes_text(self.missing_bytes)} too few." if self.missing_bytes else _NOT_SHORT[self.exact]
+        short = f": {bytes_text(self.missing_bytes)} short." if self.missing_bytes else _NOT_SHORT[self.exact]
         by = f" by {self.where}" if self.where else ""
         lines = [
             f"{asked} requested{by}; of {limit}, {held} were allocated and {free} free{short}",
@@ -151,7 +151,7 @@ def _rooted(owner: str, root: str) -> bool:
 def _without_graph(found: Mapping[owners.Place, owners.Holder]) -> list[Saving]:
     """Propose inference mode for tensors that are kept for a backward pass."""
     saved = sum(h.bytes for place, h in found.items() if "(its graph" in h.owner and place[0] != "cpu")
-    return [("with torch.inference_mode(): around what needs no gradients", saved)]
+    return [("with torch.inference_mode(): around code that needs no gradients", saved)]
 
 
 def _smaller_weights(variables: Mapping[str, Any]) -> list[Saving]:
@@ -181,7 +181,7 @@ def _smaller_state(ledger: Ledger, at: int) -> list[Saving]:
     alive = ledger.alive(at)
     kv = int(ledger.blocks.bytes[alive[codes[alive] == names.index("kv")]].sum())
     return [
-        ("half the context (keys and values)", kv // 2),
+        ("half the context length (keys and values)", kv // 2),
         ("keys and values in 8 bits instead of 16, if the cache supports it", kv // 2),
     ]
 
@@ -202,7 +202,7 @@ def _chunks(ledger: Ledger, at: int, variables: Mapping[str, Any]) -> list[Savin
     made = alive[(ledger.blocks.begin[alive] >= ledger.opening) & (owner[alive] == nobody)]
     made = made[[names[code] not in ("kv", "weights") for code in kinds[made].tolist()]] if len(made) else made
     saves = int(ledger.blocks.bytes[made].sum() * (1 - _CHUNK / longest))
-    return [(f"the {longest:,} tokens in chunks of {_CHUNK} (about)", saves)]
+    return [(f"running the {longest:,} tokens in chunks of {_CHUNK} (estimate)", saves)]
 
 
 def _in_pieces(ledger: Ledger, at: int, asked: int, held: int, limit: int) -> list[Saving]:

@@ -83,13 +83,15 @@ def budget(size: int | float | str | None, device: Device | str | None = None) -
     _empty_cache(gpu)
     memory = gpu.memory()
     if 0 < memory.total_bytes < n_bytes:
-        raise BudgetError(asked, f"the card has {bytes_text(memory.total_bytes)}", "Ask for no more than that", bytes=n_bytes)
+        raise BudgetError(
+            asked, f"the card has {bytes_text(memory.total_bytes)}", "Set a budget of at most this size", bytes=n_bytes
+        )
     if memory.total_bytes and (n_bytes < memory.allocated_bytes or n_bytes < _LEAST):
         found = f"{bytes_text(memory.allocated_bytes)} are already allocated"
         if n_bytes < _LEAST:
-            found = f"CUDA's allocator takes at least {bytes_text(_LEAST)} at a time"
+            found = f"CUDA's allocator reserves at least {bytes_text(_LEAST)} at a time"
         least = bytes_text(max(memory.reserved_bytes, _LEAST))
-        do = f"Budget at least {least}, or free memory first. Largest owners: {_largest(gpu)}"
+        do = f"Set a budget of at least {least}, or free memory first. Largest owners: {_largest(gpu)}"
         raise BudgetError(asked, found, do, bytes=n_bytes, allocated_bytes=memory.allocated_bytes)
     gpu.limit(n_bytes)
     _explain_errors(True)

@@ -138,7 +138,9 @@ class Session:
             if cell.number == number:
                 return cell
         measured = ", ".join(str(cell.number) for cell in self.cells) or "none"
-        raise ToolkitError(f"the memory of cell {number}", "it was not measured", f"Measured cells: {measured}")
+        raise ToolkitError(
+            f"the memory of cell {number}", "it was not measured", f"Choose one of the measured cells: {measured}"
+        )
 
 
 def sessions_folder() -> Path:

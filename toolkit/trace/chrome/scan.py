@@ -105,4 +105,4 @@ class EventScanner:
 
     def damaged(self, found: str) -> TraceError:
         """Return the error for a truncated or damaged file."""
-        return TraceError(self.asked, found, "Export the trace again and check that it is copied completely")
+        return TraceError(self.asked, found, "Copy the complete file again, or export the trace again")

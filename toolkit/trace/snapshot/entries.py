@@ -58,7 +58,7 @@ class Entries:
         address = get("addr", get("device_free", 0))
         numbers = (ACTION.get(record["action"], 0), address, record["size"], get("stream", 0), get("time_us", 0))
         if type(address) is not int or min(numbers) < 0:
-            raise ValueError("an entry without numbers")
+            raise ValueError("the address, size, stream or time of an entry is invalid")
         row = array("q", (*numbers, self.where(get("frames", ()))))
         for column, number in zip(self.columns.values(), row, strict=True):
             column.append(number)
@@ -141,7 +141,7 @@ def listed(value: Any) -> Sequence[Any]:
     if type(value) is Shared:
         return value.items
     if not isinstance(value, list | tuple):
-        raise TypeError(f"{type(value).__name__} in place of a list")
+        raise TypeError(f"{type(value).__name__} instead of a list")
     return value
 
 
@@ -152,7 +152,7 @@ def _values(raw: Sequence[bytes]) -> NDArray[np.int64]:
     numbers = np.where((op == _LONG)[:, None], table[:, 2:], table[:, 1:9]).view("<u8")[:, 0]
     bits = np.where(op == _LONG, length * 8, np.where(op == ord("J"), 32, 64)).astype(np.uint64)  # K and M are unsigned
     if (numbers >> (bits - np.uint64(1))).any():
-        raise ValueError("a negative number")
+        raise ValueError("a number is negative")
     return numbers.view(np.int64)
 
 

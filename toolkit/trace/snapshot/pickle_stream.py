@@ -97,7 +97,7 @@ class PickleStream:
         """Return the error for a file whose content is invalid."""
         at = self._read - len(self._data) + self._at
         found = f"the pickle ends early, after {self._size} bytes" if at >= self._size else f"{found} near byte {at}"
-        return TraceError(self.asked, f"damaged ({found})", "Copy the file again, whole, or make it again")
+        return TraceError(self.asked, f"it is damaged ({found})", "Copy the complete file again, or write the snapshot again")
 
     def text(self, raw: bytes) -> str:
         """Decode UTF-8. Equal short texts are the same object."""
@@ -130,15 +130,15 @@ class PickleStream:
             raise IndexError
         kept = self._objects + len(self._stack)
         if kept > MAX_OBJECTS or len(self.memo) > MAX_MEMO:
-            found = f"more than {min(kept, MAX_OBJECTS):,} objects outside of its trace"
-            raise TraceError(self.asked, found, "No snapshot has as many: make it again")
+            found = f"it has more than {min(kept, MAX_OBJECTS):,} objects in addition to its events, unlike any snapshot"
+            raise TraceError(self.asked, found, "Write the snapshot again")
 
     def _take(self, n: int) -> bytes:
         """Return the next `n` bytes."""
         ahead = len(self._data) - self._at
         if n > ahead:
             if n > min(MAX_TEXT_BYTES, self._size - self._read + ahead):
-                raise self.damaged(f"it says that {n:,} more bytes follow")
+                raise self.damaged(f"it announces {n:,} more bytes than it has or may have")
             self._fill(n)
         taken = self._data[self._at : self._at + n]
         if len(taken) < n:
@@ -154,22 +154,24 @@ class PickleStream:
         """Raise the error for an instruction that plain data do not need; it names the function or class, if there is one."""
         if op in b"ci":
             lines = self._data[self._at : self._at + 400].split(b"\n", 2)
-            wanted = "use " + ".".join(line.decode("utf-8", "replace")[:100] for line in lines[:2])
+            wanted = "import " + ".".join(line.decode("utf-8", "replace")[:100] for line in lines[:2])
         elif op == 0x93:
-            wanted = "use " + ".".join(part[:100] for part in self._stack[-2:] if isinstance(part, str))
+            wanted = "import " + ".".join(part[:100] for part in self._stack[-2:] if isinstance(part, str))
         elif op in _OBJECT_OPS:
-            wanted = "make an object: " + next(known.name for known in pickletools.opcodes if known.code == chr(op))
+            wanted = "create an object with " + next(known.name for known in pickletools.opcodes if known.code == chr(op))
         else:
-            raise self.damaged(f"instruction {bytes((op,))!r}")
-        do = "Only plain data are read: pickles of torch.cuda.memory._dump_snapshot"
-        raise TraceError(self.asked, f"a pickle that would {wanted}; it wasn't run", do)
+            raise self.damaged(f"unknown instruction {bytes((op,))!r}")
+        do = "Only memory snapshots can be opened: pickles written by torch.cuda.memory._dump_snapshot"
+        raise TraceError(self.asked, f"it is a pickle that would {wanted}, and was not run", do)
 
     # containers
 
     def _mark(self) -> None:
         self._marks.append(len(self._stack))
         if len(self._marks) > MAX_DEPTH:
-            raise TraceError(self.asked, f"nested deeper than {MAX_DEPTH} levels", "No snapshot is: make it again")
+            raise TraceError(
+                self.asked, f"it is nested deeper than {MAX_DEPTH} levels, unlike any snapshot", "Write the snapshot again"
+            )
 
     def _pop(self, n: int = 0) -> list[Any]:
         """Remove the last `n` values from the stack, or all values since the last mark."""
@@ -202,7 +204,7 @@ class PickleStream:
     def _append(self, items: list[Any]) -> None:
         target, sink = self._stack[-1], self._sink
         if type(target) is not list:
-            raise self.damaged("a list that grows after it was closed")
+            raise self.damaged("items are added to a value that is not a list")
         if sink is not None:
             items = [self._row(sink, item) if type(item) is dict and sink.key in item else item for item in items]
         target.extend(items)
@@ -216,9 +218,9 @@ class PickleStream:
     def _set(self, items: list[Any]) -> None:
         target, keys = self._stack[-1], items[::2]
         if type(target) is not dict or len(items) % 2:
-            raise self.damaged("a key and a value without a dict")
+            raise self.damaged("items are set in a value that is not a dict")
         if not _KEYS.issuperset(map(type, keys)):  # hashing tuples that are nested without limit would overflow the C stack
-            raise self.damaged("a key of a dict that is neither text nor number")
+            raise self.damaged("a key of a dict is neither text nor a number")
         target.update(zip(keys, items[1::2], strict=True))
 
     # values and the memo
@@ -247,7 +249,7 @@ class PickleStream:
     def _proto(self) -> None:
         protocol = self._number(1)
         if protocol > 5:
-            raise TraceError(self.asked, f"a pickle of protocol {protocol}", "Protocols 2 to 5 are read")
+            raise TraceError(self.asked, f"it is a pickle of protocol {protocol}", "Write it with a protocol from 2 to 5")
 
 
 _KEYS = frozenset((str, int, float, bytes, bool, type(None)))

@@ -135,7 +135,7 @@ def _heat_table(part: Tuning, winners: dict[str, Row | None], name: str, most: i
     shown_configs = [config for n, config in enumerate(configs) if n < most or config in won]
     for n, config in enumerate(shown_configs):
         rows = [cells.get((config, gpu)) for gpu in part.gpus]
-        said = escape(_said(config, varying))
+        said = escape(_config_text(config, varying))
         opener = f'<label><input type="checkbox" id="{name}-{n}" aria-label="Details of {said}"> {said}</label>'
         shown = "".join(_cell(row, scale, f"{name}-{n}") for row in rows)
         details = "".join(f"<td>{_details(row) if row is not None else ''}</td>" for row in rows)
@@ -171,7 +171,7 @@ def _varying(configs: Sequence[Config]) -> list[str]:
     return [name for name in names if len(every) == 1 or len({one.get(name) for one in every}) > 1]
 
 
-def _said(config: Config, names: Sequence[str]) -> str:
+def _config_text(config: Config, names: Sequence[str]) -> str:
     return " ".join(f"{name}={value}" for name, value in config.to_dict().items() if name in names)
 
 
@@ -233,7 +233,7 @@ def _reasons(rows: Sequence[Row]) -> str:
     items = []
     for (verdict, reason), found in list(groups.items())[:MOST_REASONS]:
         gpus, configs = dict.fromkeys(row.gpu for row in found), dict.fromkeys(row.config for row in found)
-        some = [_said(config, names) for config in list(configs)[:3]] + ["..."] * (len(configs) > 3)
+        some = [_config_text(config, names) for config in list(configs)[:3]] + ["..."] * (len(configs) > 3)
         where = f"{', '.join(gpus)}: {'; '.join(filter(None, some))}" if any(some) else ", ".join(gpus)
         sign = f'<b class="tk-{verdict}">{SIGNS[verdict]} {verdict}</b>'
         items.append(f"<li>{sign} {escape(reason or 'no reason was recorded')} <span>({escape(where)})</span></li>")
@@ -266,7 +266,7 @@ def _timed_config(row: Row | None, names: Sequence[str]) -> str:
     if row is None or row.ns is None:
         return "<td>-</td>"
     modelled = ' class="tk-modelled"' if row.clock == "modelled" else ""
-    said = escape(_said(row.config, names) or repr(row.config))
+    said = escape(_config_text(row.config, names) or repr(row.config))
     return f'<td class="tk-{row.verdict}" title="{escape(_tip(row))}"><b{modelled}>{seconds_text(row.ns / 1e9)}</b> {said}</td>'
 
 

@@ -40,11 +40,13 @@ def check(
     for name, value in predicted.items():
         same = isinstance(value, Real) and abs(float(value) - found[name]) <= within * abs(found[name])
         right = right and same
-        lines.append(f"{'right' if same else 'wrong'}: {name} - you said {_said(value)}, {who} says {_said(found[name])}")
+        lines.append(
+            f"{'right' if same else 'wrong'}: {name} - you said {_number_text(value)}, {who} says {_number_text(found[name])}"
+        )
     return Verdict((*lines, *([why] if why else [])), right)
 
 
-def _said(value: object) -> str:
+def _number_text(value: object) -> str:
     """Return a number as text: integers in full, floats with three digits."""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
