@@ -15,6 +15,16 @@ import pytest
 # threads, tests/decode takes five times as long.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+# AOTInductor reads these in the processes that compile exports. The code that calls a piece's kernels is compiled without
+# optimization and line numbers, which takes a third less time. The kernels themselves are compiled as ever.
+os.environ |= {"AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL": "O0", "AOT_INDUCTOR_ENABLE_LINE_TABLES": "0"}
+
+# Exports and the tuner start one process per core, each of which first imports PyTorch and its compiler for up to ten seconds.
+# With one core for each process of pytest-xdist, they start only one.
+if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and hasattr(os, "sched_setaffinity"):
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
+
 import torch
 
 if not torch.cuda.is_available():

@@ -29,7 +29,7 @@ def compilers(model):
 
 @pytest.mark.slow
 def test_a_piece_that_is_traced_otherwise_is_not_compiled(compilers):
-    with pytest.raises(PackageError, match=r"another graph for layers\.0 decode"):
+    with pytest.raises(PackageError, match=r"the graph of layers\.0 decode"):
         compilers.compile("layers.0", "decode", "another key").result(120)
 
 
@@ -65,9 +65,9 @@ def test_what_two_compiled_is_kept_once(tmp_path, monkeypatch):
 
 def test_what_the_compiler_calls_an_error_is_told():
     printed = "in file included from a.h:1:\na.cpp:3:14: error: 'b' was not declared\na.cpp:4:1: error: another"
-    said = compiling._what_it_said(CppCompileError(["g++", "-Werror", "a.cpp"], printed))
+    said = compiling._summary(CppCompileError(["g++", "-Werror", "a.cpp"], printed))
     assert said == "C++ compile error: error: 'b' was not declared"
-    assert compiling._what_it_said(RuntimeError("no room\nfor it")) == "no room"
+    assert compiling._summary(RuntimeError("no room\nfor it")) == "no room"
 
 
 def test_arrays_are_declared_by_whom_they_belong_to_not_by_a_methods_id():

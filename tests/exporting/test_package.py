@@ -45,7 +45,7 @@ def test_one_flipped_byte_anywhere(package):
         for _ in range(6 if path.name == folders.MANIFEST else 2):
             where = rng.randrange(len(data))
             path.write_bytes(data[:where] + bytes([data[where] ^ (1 << rng.randrange(8))]) + data[where + 1 :])
-            error = refused(package, "changed|isn't JSON|isn't that of a package|version", trust=True)
+            error = refused(package, "changed|isn't valid JSON|isn't the manifest of a package|version", trust=True)
             assert path.name in str(error) or path.name == folders.MANIFEST
         path.write_bytes(data)
 
@@ -63,7 +63,7 @@ def test_files_cut_or_longer_or_missing(package):
 def test_a_package_of_somebody_else_has_to_be_trusted(package, monkeypatch, tmp_path):
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "another user"))
     monkeypatch.setattr(folders, "_made_by_this_process", set())
-    error = refused(package, "native code, and you didn't make it on this machine")
+    error = refused(package, "native code, and you didn't export it on this machine")
     assert "trust=True" in error.do
     with pytest.raises(pytest.fail.Exception, match="was loaded"):  # whole and trusted: it would run
         tk.load_exported(package, trust=True, progress=False)
@@ -71,7 +71,7 @@ def test_a_package_of_somebody_else_has_to_be_trusted(package, monkeypatch, tmp_
 
 def test_a_manifest_that_was_changed_and_hashed_again_is_not_ours_any_more(package):
     rewrite(package, context=100)
-    refused(package, "you didn't make it on this machine")
+    refused(package, "you didn't export it on this machine")
 
 
 @pytest.mark.parametrize("version", [2, 99, "1", None, 1.5, True])
@@ -79,7 +79,7 @@ def test_newer_formats(package, version):
     manifest = json.loads((package / folders.MANIFEST).read_bytes()) | {"version": version, "sha256": ""}
     own = hashlib.sha256(json.dumps(manifest, indent=1, sort_keys=True).encode()).hexdigest()
     (package / folders.MANIFEST).write_text(json.dumps(manifest | {"sha256": own}, indent=1, sort_keys=True))
-    refused(package, r"its format is version .*, this toolkit reads up to 1", trust=True)
+    refused(package, r"it has format version .*, and this toolkit reads versions up to 1", trust=True)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_newer_formats(package, version):
 def test_paths_that_leave_the_folder(package, name):
     files = json.loads((package / folders.MANIFEST).read_bytes())["files"]
     rewrite(package, files=files | {name: next(iter(files.values()))})
-    refused(package, "isn't a file of the folder", trust=True)
+    refused(package, "isn't the name of a package's file", trust=True)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_paths_that_leave_the_folder(package, name):
 )
 def test_manifests_that_leave_something_out(package, changes):
     rewrite(package, **changes)
-    refused(package, "something is missing from it", trust=True)
+    refused(package, "has missing or invalid fields", trust=True)
 
 
 def test_links_out_of_the_folder(package, tmp_path):
@@ -118,8 +118,8 @@ def test_links_out_of_the_folder(package, tmp_path):
 @pytest.mark.parametrize(
     ("what", "value", "says"),
     [
-        ("machine", "aarch64", "it is for aarch64"),
-        ("system", "Plan9", "it is for Plan9"),
+        ("machine", "aarch64", "it was exported for aarch64"),
+        ("system", "Plan9", "it was exported for Plan9"),
         ("vectors", "AVX1024", "needs a processor with AVX1024"),
         ("device", "cuda", "exported for a CUDA GPU; "),
     ],
@@ -143,16 +143,16 @@ def test_a_model_that_is_not_described(package):
         with pytest.raises(tk.ToolkitError, match="can't be built"):
             tk.load_exported(package, trust=True, progress=False)
     rewrite(package, model={**plain, "config": {**plain["config"], "vocab_size": 512}})
-    refused(package, "its weights aren't those of the model", trust=True)
+    refused(package, "the shapes of its weights don't match the model", trust=True)
 
 
 def test_what_is_no_package(tmp_path):
     refused(tmp_path / "nothing", "no such folder")
     refused(tmp_path, "it has no manifest.json")
     (tmp_path / folders.MANIFEST).write_text("[]")
-    refused(tmp_path, "isn't that of a package")
+    refused(tmp_path, "isn't the manifest of a package")
     (tmp_path / folders.MANIFEST).write_text("{" * 100_000)
-    refused(tmp_path, "isn't JSON")
+    refused(tmp_path, "isn't valid JSON")
 
 
 def test_on_another_device(package):
