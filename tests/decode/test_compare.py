@@ -42,8 +42,10 @@ def test_a_row_a_strategy(comparison):
         "token-on-device": (1, 8, 1, 8, 0, 0),
         "position-on-device": (0, 0, 1, 8, 1, 8),
         "double-buffered": (0, 0, 1, 8, 0, 0),
+        "cuda-graph": (0, 0, 1, 8, 0, 0),
+        "whole-loop": (0, 0, 0, 0, 0, 0),
     }
-    assert (table["host_wait_s"] > 0).all()
+    assert list(table.index[table["host_wait_s"] == 0]) == ["whole-loop"]  # the host polls memory instead
 
 
 def test_text_and_html_say_what_is_modelled(comparison):

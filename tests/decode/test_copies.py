@@ -29,6 +29,8 @@ def expected(config, itemsize=4) -> dict[str, dict[str, list[int]]]:
         "token-on-device": {"h2d": [number], "d2h": [number], "d2d": []},
         "position-on-device": {"h2d": [], "d2h": [number], "d2d": [number]},
         "double-buffered": {"h2d": [], "d2h": [number], "d2d": []},
+        "cuda-graph": {"h2d": [], "d2h": [number], "d2d": []},
+        "whole-loop": {"h2d": [], "d2h": [], "d2d": []},
     }
 
 
@@ -92,7 +94,8 @@ def test_prefill_uploads_once_and_moves_nothing_within(model, name):
     run = tk.generate(model, ids, name, max_new_tokens=9, prefill_chunk=8, eos=())
     c = model.config
     up = {"host-embedding": [19 * c.hidden_size * 4], "position-on-device": [8 * 8, 19 * 8]}.get(name, [19 * 8])
-    down = {"host-sampling": [c.vocab_size * 4], "host-embedding": [8, c.vocab_size * c.hidden_size * 4], "double-buffered": []}
+    down = {"host-sampling": [c.vocab_size * 4], "host-embedding": [8, c.vocab_size * c.hidden_size * 4]}
+    down |= {late: [] for late in ("double-buffered", "cuda-graph", "whole-loop")}
     assert copies(run.trace, 0, "h2d") == up
     assert copies(run.trace, 0, "d2h") == down.get(name, [8])
     assert copies(run.trace, 0, "d2d") == []

@@ -1,4 +1,7 @@
-"""The loop on the CPU: equal tokens for all strategies, ends of text, invalid input, cancel, callbacks that raise."""
+"""The loop: equal tokens for all strategies, ends of text, invalid input, cancel, callbacks that raise.
+
+Strategies that capture graphs run on the virtual GPU, the others on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import dataclasses
 import gc
 import threading
 import weakref
+from functools import cache
 
 import pytest
 import torch
@@ -26,8 +30,18 @@ def model():
     return make(tk.device("cpu"))
 
 
+@cache
+def on_virtual_gpu(config, dtype):
+    return make(tk.device("virtual:h200"), config, dtype=dtype)
+
+
+def suited(model, strategy):
+    """Return `model`, or the same one on the virtual GPU if the strategy captures graphs."""
+    return on_virtual_gpu(model.config, model.dtype) if STRATEGIES[strategy].capture != "none" else model
+
+
 def generate(model, strategy="double-buffered", prompt=PROMPT, **options):
-    return tk.generate(model, prompt, strategy, **{"max_new_tokens": 24, "eos": (), **options})
+    return tk.generate(suited(model, strategy), prompt, strategy, **{"max_new_tokens": 24, "eos": (), **options})
 
 
 @torch.no_grad()

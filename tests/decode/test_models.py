@@ -16,7 +16,7 @@ import torch
 import toolkit as tk
 from toolkit.core.errors import ModelError
 from toolkit.decode.compare import decode_steps
-from toolkit.decode.strategies import STRATEGIES
+from toolkit.decode.strategies import strategies_of
 from toolkit.gpu.opening import open_device
 from toolkit.models import gemma4
 
@@ -70,6 +70,8 @@ def expected_copies(model: Any) -> dict[str, tuple[list[int], list[int], list[in
         "token-on-device": ([8], [8], []),
         "position-on-device": ([], [8], [8]),
         "double-buffered": ([], [8], []),
+        "cuda-graph": ([], [8], []),
+        "whole-loop": ([], [], []),
     }
 
 
@@ -80,7 +82,7 @@ def test_same_tokens_on_the_cpu_whatever_the_chunks(name, options):
     prompt = prompt_of(model, 54)  # the 16 new ones cross the demo's window
     reference = tk.generate(model, prompt, "roundtrip", record=False, **options).tokens
     assert len(set(reference)) > 5
-    for strategy in STRATEGIES:
+    for strategy in strategies_of(model):
         assert tk.generate(model, prompt, strategy, record=False, **options).tokens == reference, strategy
     for chunk in (1, 7, 53):
         run = tk.generate(model, prompt, "double-buffered", record=False, prefill_chunk=chunk, **options)
@@ -177,7 +179,7 @@ def test_packed_weights_give_every_strategy_the_same_tokens(name, scheme):
     model = tk.quantize(model_on(name), scheme)
     prompt = prompt_of(model, 60)
     reference = tk.generate(model, prompt, "roundtrip", record=False, max_new_tokens=12, eos=()).tokens
-    for strategy in STRATEGIES:
+    for strategy in strategies_of(model):
         assert tk.generate(model, prompt, strategy, record=False, max_new_tokens=12, eos=()).tokens == reference, strategy
 
 
@@ -193,7 +195,7 @@ def test_packed_weights_copy_no_more():
 def test_sizes_only_models_decode(name):
     """Models with real shapes but without values: the copies are the same; the tokens mean nothing."""
     model = tk.load(name, device=GPU, progress=False)
-    for strategy in ("host-embedding", "double-buffered"):
+    for strategy in ("host-embedding", "double-buffered", "whole-loop"):
         sizes = expected_copies(model)[strategy]
         run = tk.generate(model, [1, 2, 3], strategy, max_new_tokens=2, eos=(), lines=False)
         assert len(run.tokens) == 2

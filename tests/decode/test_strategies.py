@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from small_models import make
 
 import toolkit as tk
 from toolkit.core.errors import ToolkitError, UnknownNameError
-from toolkit.decode.strategies import STRATEGIES, Strategy, find_strategy
+from toolkit.decode.strategies import STRATEGIES, Strategy, find_strategy, strategies_of
 
-NAMES = ["host-sampling", "host-embedding", "roundtrip", "token-on-device", "position-on-device", "double-buffered"]
+EAGER = ["host-sampling", "host-embedding", "roundtrip", "token-on-device", "position-on-device", "double-buffered"]
+NAMES = [*EAGER, "cuda-graph", "whole-loop"]
 
 
 def test_presets():
@@ -42,9 +44,35 @@ def test_ones_own_combination():
 
 @pytest.mark.parametrize(
     "answers",
-    [("host", "host", "device", "overlap"), ("host-row", "host", "host", "overlap"), ("device", "host", "host", "wait")],
+    [
+        ("host", "host", "device", "overlap"),
+        ("host-row", "host", "host", "overlap"),
+        ("device", "host", "host", "wait"),
+        ("device", "device", "device", "ring"),
+        ("device", "device", "device", "ring", "", "step"),
+        ("device", "device", "device", "wait", "", "loop"),
+        ("device", "array", "device", "ring", "", "loop"),
+        ("host", "device", "device", "ring", "", "loop"),
+    ],
     ids="-".join,
 )
 def test_combinations_that_cannot_be(answers):
     with pytest.raises(ToolkitError, match="mine"):
-        Strategy("mine", *answers, "")
+        Strategy("mine", *answers, *([""] if len(answers) == 4 else []))
+
+
+@pytest.mark.parametrize("name", ["cuda-graph", "whole-loop"])
+def test_a_device_without_graphs_refuses_to_capture(name):
+    model = make(tk.device("cpu"))
+    assert list(strategies_of(model)) == EAGER
+    with pytest.raises(ToolkitError, match=f"'{name}'.*cpu has no graphs.*double-buffered"):
+        tk.generate(model, [1, 2], name)
+
+
+def test_a_model_may_refuse_to_be_captured():
+    model = make(tk.device("virtual:h200"))
+    assert list(strategies_of(model)) == NAMES
+    model.no_graphs = "it waits for the device"
+    assert list(strategies_of(model)) == EAGER
+    with pytest.raises(ToolkitError, match="it waits for the device"):
+        tk.generate(model, [1, 2], "whole-loop")

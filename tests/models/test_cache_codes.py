@@ -12,7 +12,7 @@ from tests.models.cases_gemma4 import CASES
 from tests.models.parity import CPU
 from toolkit.core.errors import ModelError, UnknownNameError
 from toolkit.decode.compare import decode_steps
-from toolkit.decode.strategies import STRATEGIES, OwnLoop
+from toolkit.decode.strategies import OwnLoop, strategies_of
 from toolkit.kernels.kv_codes import KV_SCHEMES
 from toolkit.models import gemma4
 from toolkit.models.cache_codes import CodedKeysValues, check_kv, every_position
@@ -72,7 +72,7 @@ def test_the_same_tokens_under_every_strategy(models, name, kv):
     runs = {
         tk.generate(models[name, place], "The capital of France is", strategy, **options).tokens
         for place in PLACES
-        for strategy in STRATEGIES
+        for strategy in strategies_of(models[name, place])
     }
     assert len(runs) == 1
     (tokens,) = runs

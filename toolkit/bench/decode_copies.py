@@ -27,7 +27,7 @@ from toolkit.core.errors import ToolkitError
 from toolkit.decode.compare import decode_steps
 from toolkit.decode.loop import generate
 from toolkit.decode.run import Run
-from toolkit.decode.strategies import STRATEGIES
+from toolkit.decode.strategies import Strategy, strategies_of
 from toolkit.gpu.opening import open_device
 from toolkit.loading.loader import load
 from toolkit.models.model import Model as AnyModel
@@ -62,15 +62,16 @@ def measure(model: AnyModel, prompt: list[int], tokens: int, repeats: int, **opt
     `options` are passed to `generate`. On a real GPU each strategy is timed `repeats` times after one warm-up round.
     """
     options |= {"max_new_tokens": tokens, "eos": ()}
-    times: dict[str, list[float]] = {name: [] for name in STRATEGIES}
+    names = [name for name, strategy in strategies_of(model).items() if isinstance(strategy, Strategy)]
+    times: dict[str, list[float]] = {name: [] for name in names}
     if model.device.clock == "measured":
         for turn in range(repeats + 1):  # the first round warms up
-            for name in STRATEGIES:
+            for name in names:
                 rate = generate(model, prompt, name, record=False, **options).tok_per_s
                 if turn and rate:
                     times[name].append(1e3 / rate)
     out = {}
-    for name in STRATEGIES:
+    for name in names:
         run = generate(model, prompt, name, **options)
         if model.device.clock != "measured" and run.tok_per_s:
             times[name].append(1e3 / run.tok_per_s)

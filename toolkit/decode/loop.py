@@ -1,29 +1,33 @@
 """`tk.generate`, and the decode loop that all strategies share.
 
-`generate` checks its arguments, records the run and collects the tokens. `_decode` is the loop: it combines the parts that the
-strategy names (see `parts`). A model may replace it with a loop of its own. Step 0 is the prefill; steps 1, 2, ... decode one
-token each; double buffering reads its last token in one more step, called "drain".
+`generate` checks its arguments, records the run and collects the tokens. `_decode` is the loop around a `Step`, which combines
+the parts that the strategy names. A model may replace it with a loop of its own. Step 0 is the prefill; steps 1, 2, ... decode
+one token each; strategies that read tokens one step late read the last one in one more step, called "drain".
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import closing, nullcontext
+from dataclasses import dataclass
 from traceback import clear_frames
 
 import torch
 from torch import Tensor
 
 from toolkit.core.errors import ModelError
-from toolkit.decode.parts import INPUTS, POSITIONS, READBACKS, Choice
+from toolkit.decode.parts import READBACKS, Readback
 from toolkit.decode.run import Run, tokens_per_s
 from toolkit.decode.sampling import Sampling
-from toolkit.decode.strategies import STRATEGIES, OwnLoop, Strategy, find_strategy, strategies_of
+from toolkit.decode.step import Step
+from toolkit.decode.strategies import STRATEGIES, OwnLoop, Strategy, check_capture, find_strategy, strategies_of
 from toolkit.models.cache import Cache
 from toolkit.models.cache_codes import check_kv
 from toolkit.models.model import Model
-from toolkit.text.prompts import TextStream, prompt_ids
+from toolkit.text.prompts import StopText, TextStream, prompt_ids
+
+AHEAD = 64  # tokens that "whole-loop" computes at most before the host has looked for a stop string in them
 
 
 def generate(
@@ -35,7 +39,11 @@ def generate(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    logit_bias: Mapping[int, float] | None = None,
     seed: int = 0,
+    stop: str | Sequence[str] = (),
     context: int | None = None,
     kv: str | None = None,
     prefill_chunk: int = 512,
@@ -52,58 +60,56 @@ def generate(
         prompt: Text or token ids.
         decode: The name of a strategy (see `tk.STRATEGIES`) or a `Strategy`. A model loaded with engine="hf" also offers
             "hf-generate", the `generate` method of transformers, which returns all tokens at the end.
-        temperature, top_k, top_p, seed: See `Sampling`; temperature 0 is greedy.
+        temperature, top_k, top_p, min_p, repetition_penalty, logit_bias, seed: See `Sampling`; temperature 0 is greedy.
+        stop: Strings that end the text, which then ends before the first of them. The device may have computed more tokens by
+            then, which are dropped: one under strategies that read tokens a step late, at most `AHEAD` under "whole-loop".
         context: The number of positions in the cache. Default: as many as the run needs.
         kv: The format of keys and values in the cache: "int8", "int4", "k4v8" (4-bit keys, 8-bit values), or None for the
             model's dtype. Layers with a sliding window are small and always keep the model's dtype.
         prefill_chunk: The number of prompt tokens that are fed at a time.
         eos: The token ids that end the text. Default: the model's own; `()` for none.
-        on_token: Called as `on_token(id, text)` on this thread as soon as the host knows a token.
+        on_token: Called as `on_token(id, text)` on this thread as soon as the host knows a token. Text that may be the
+            beginning of a stop string is passed with a later token.
         cancel: An event that stops the run between two steps once it is set; the tokens so far are kept.
         record: Whether to record a trace. On a real GPU recording costs time.
         lines: Whether to record the source line of each copy, which costs time, too.
 
-    Raises ModelError for an invalid prompt or option, UnknownNameError for an unknown strategy or `kv`.
+    Raises ModelError for an invalid prompt or option, UnknownNameError for an unknown strategy or `kv`, and ToolkitError for a
+    strategy that captures graphs if the device or the model doesn't support that.
     """
     strategy = find_strategy(decode, {**STRATEGIES, **strategies_of(model)})
-    sampling = Sampling(temperature, top_k, top_p, seed)
+    sampling = Sampling(temperature, top_k, top_p, seed, min_p, repetition_penalty, logit_bias or {})
     ids = prompt_ids(model, prompt)
     context, limit = _room(model, len(ids), max_new_tokens, context)
     if kv is not None and check_kv(kv) and isinstance(strategy, OwnLoop):
         raise ModelError(f"{strategy.name} with kv={kv!r}", "its loop makes its own cache", "Leave out kv=")
     if not _is_count(prefill_chunk):
-        raise ModelError("prefill in chunks", f"prefill_chunk={prefill_chunk!r}", "Give a whole number from 1 on")
-    ends = _ends(model) if eos is None else _given_ends(eos)
+        raise ModelError("prefill in chunks", f"prefill_chunk={prefill_chunk!r}", "Give a whole number of at least 1")
+    ends, stops = _ends(model) if eos is None else _given_ends(eos), _stops(model, stop)
     if cancel is not None and not hasattr(cancel, "is_set"):
         raise ModelError("a way to cancel", f"cancel={cancel!r:.80}", "Give a threading.Event, and set it to stop")
     cancel = cancel or threading.Event()
-    device, stream = model.device, TextStream(model.tokenizer)
-    tokens: list[int] = []
+    device, text = model.device, _Text(model, ends, stops, on_token)
     known_ns: list[int] = []
     recording = device.record(lines=lines) if record else nullcontext()
     if isinstance(strategy, OwnLoop):
         learnt, late = strategy.run(ids, limit, sampling, ends, cancel), False
     else:
-        learnt, late = (
-            _decode(model, strategy, sampling, ids, limit, (context, kv), prefill_chunk, cancel),
-            strategy.readback != "wait",
-        )
+        check_capture(model, strategy)
+        about = _About(ids, limit, context, kv, prefill_chunk, ends, AHEAD if stops else None)
+        learnt, late = _decode(model, strategy, sampling, about, cancel), strategy.readback == "overlap"
     with recording as trace, torch.no_grad(), closing(learnt):
         for token, at_ns in learnt:
-            tokens.append(token)
             known_ns.append(at_ns)
-            if on_token is not None:
-                on_token(token, "" if token in ends else stream.piece(token))
-            if token in ends:
+            if text.add(token, last=len(known_ns) == limit):
                 break
-    ended = bool(tokens) and tokens[-1] in ends
     invented = trace is not None and device.recording is None and bool(trace.meta.get("sizes_only"))
     return Run(
-        text="" if invented else _text(model, tokens[:-1] if ended else tokens),  # sizes only: the token ids are meaningless
-        tokens=tuple(tokens),
+        text="" if invented else text.text(),  # sizes only: the token ids are meaningless
+        tokens=tuple(text.tokens),
         prompt_tokens=tuple(ids),
         strategy=strategy.name,
-        stop_reason="eos" if ended else "length" if len(tokens) == limit else "cancelled",
+        stop_reason=text.ended or ("length" if len(text.tokens) == limit else "cancelled"),
         tok_per_s=tokens_per_s(known_ns, late),
         clock=device.clock,
         device=device.name,
@@ -111,71 +117,124 @@ def generate(
     )
 
 
+class _Text:
+    """The tokens of a run, and its text, which ends at an end token or before a stop string."""
+
+    def __init__(
+        self, model: Model, ends: Collection[int], stops: Sequence[str], on_token: Callable[[int, str], None] | None
+    ) -> None:
+        self.tokens: list[int] = []
+        self.ended: str | None = None  # "eos" or "stop"
+        self._model, self._ends, self._on_token = model, ends, on_token
+        self._stream, self._stop = TextStream(model.tokenizer), StopText(stops)
+        self._pieces: list[str] = []  # only with stop strings
+
+    def add(self, token: int, *, last: bool) -> bool:
+        """Add a token, which is the `last` that was asked for or not, and return whether the text ends here."""
+        self.tokens.append(token)
+        if token in self._ends:
+            self.ended, piece = "eos", self._stop.rest()
+        elif self._on_token is None and not self._stop.stops:
+            return False  # nobody asks for the text of each token
+        else:
+            piece = self._stop.add(self._stream.piece(token))
+            if self._stop.found:
+                self.ended = "stop"
+            elif last:
+                piece += self._stop.rest()
+        self._pieces.append(piece)
+        if self._on_token is not None:
+            self._on_token(token, piece)
+        return self.ended is not None
+
+    def text(self) -> str:
+        """Return the whole text."""
+        if self._stop.stops:
+            return "".join(self._pieces) + self._stop.rest()
+        tokens = self.tokens[:-1] if self.ended else self.tokens
+        return self._model.tokenizer.decode(tokens) if self._model.tokenizer is not None and tokens else ""
+
+
+@dataclass(frozen=True)
+class _About:
+    """The prompt of a run and its limits. `ahead` is how many tokens a loop may compute before the host has read them."""
+
+    ids: list[int]
+    limit: int
+    context: int
+    kv: str | None
+    chunk: int
+    ends: Collection[int]
+    ahead: int | None
+
+
 def _decode(
-    model: Model, strategy: Strategy, sampling: Sampling, ids: list[int], limit: int, room: tuple[int, str | None],
-    chunk: int, cancel: threading.Event,
-) -> Generator[tuple[int, int], None, None]:  # fmt: skip
+    model: Model, strategy: Strategy, sampling: Sampling, about: _About, cancel: threading.Event
+) -> Generator[tuple[int, int], None, None]:
     """Yield up to `limit` pairs (token id, time in ns) as soon as the host knows each token. `close()` frees the cache."""
-    device, step = model.device, 0
+    device = model.device
     cache: Cache | None = None
-    readback = READBACKS[strategy.readback](device.torch)
+    step: Step | None = None
+    readback: Readback | None = None
     try:
         with device.step(0, "prefill"):
-            context, kv = room
-            cache = model.new_cache(context) if kv is None else model.new_cache(context, kv)
-            positions = POSITIONS[strategy.position](len(ids), limit - 1, device.torch)
-            where = device.torch if strategy.sampler == "device" else torch.device("cpu")
-            choice, inputs = Choice(sampling, model.config.vocab_size, where), INPUTS[strategy.token](model)
-            logits = _prefill(model, inputs.prompt(torch.tensor([ids]), chunk), cache, cancel)
-            if logits is None:
+            cache = model.new_cache(about.context) if about.kv is None else model.new_cache(about.context, about.kv)
+            step = Step(model, strategy, sampling, cache, about.ids, about.limit)
+            loops = strategy.capture == "loop" and about.limit > 1  # a single token needs no loop
+            if loops:
+                step.warm_up()
+            token = step.prefill(about.chunk, cancel)
+            if token is None:
                 return
-            token = choice.choose(logits)
-            known = readback.after(token)
+            if loops:
+                loop = step.capture_loop()
+            else:
+                readback = READBACKS[strategy.readback](device.torch)
+                known = readback.after(token)
+        if readback is None:
+            yield from loop.run(about.limit, about.ends, cancel.is_set, about.ahead)
+            return
         if known is not None:
             yield known, device.now_ns()
-        for step in range(1, limit):
-            if cancel.is_set():
-                break
-            with device.step(step, "decode"):
-                readback.before()
-                x = inputs.next(token, known)
-                hidden = model.advance(x, positions.next(step), cache, len(ids) + step)
-                token = choice.choose(model.logits(hidden).view(-1))
-                known = readback.after(token)
-            if known is not None:
-                yield known, device.now_ns()
-        if readback.behind:
-            with device.step(step + 1, "drain"):
-                readback.before()
-                known = readback.arrived()
-            if known is not None:
-                yield known, device.now_ns()
+        yield from _steps(step, readback, known, about.limit, cancel)
     except torch.OutOfMemoryError as error:
         clear_frames(error.__traceback__)  # a notebook keeps the traceback, whose frames hold the activations
         raise
     finally:
-        readback.close()
+        if readback is not None:
+            readback.close()
+        if step is not None:
+            step.free()
         if cache is not None:
             cache.free()
 
 
-def _prefill(model: Model, parts: Iterator[Tensor], cache: Cache, cancel: threading.Event) -> Tensor | None:
-    """Feed the embedded prompt in parts [1, T, hidden]. Returns the logits [vocab] of the last token, None if cancelled."""
-    stop = 0
-    for x in parts:
+def _steps(
+    step: Step, readback: Readback, known: int | None, limit: int, cancel: threading.Event
+) -> Generator[tuple[int, int], None, None]:
+    """Yield the tokens of decode steps 1, 2, ... `known` is the first token, if the host has read it."""
+    device, number = step.device, 0
+    for number in range(1, limit):
         if cancel.is_set():
-            return None
-        start, stop = stop, stop + x.shape[1]
-        hidden = model.advance(x, cache.slots[start:stop], cache, stop)
-    logits: Tensor = model.logits(hidden[:, -1:]).view(-1)
-    return logits
+            break
+        with device.step(number, "decode"):
+            readback.before()
+            known = readback.after(step.run(number, known))
+        if known is not None:
+            yield known, device.now_ns()
+    if readback.behind:
+        with device.step(number + 1, "drain"):
+            readback.before()
+            known = readback.arrived()
+        if known is not None:
+            yield known, device.now_ns()
 
 
 def _room(model: Model, prompt: int, max_new_tokens: int, context: int | None) -> tuple[int, int]:
     """Return the size of the cache and the number of tokens to generate. The last token is not written to the cache."""
     most = getattr(model, "context", model.config.max_position_embeddings)  # an exported model may support fewer positions
     if not _is_count(max_new_tokens):
-        raise ModelError("generating", f"max_new_tokens={max_new_tokens!r}", "Give a whole number from 1 on")
+        raise ModelError("generating", f"max_new_tokens={max_new_tokens!r}", "Give a whole number of at least 1")
     if context is not None and not (_is_count(context) and context <= most):
         raise ModelError(
             f"a context of {context!r}", f"this model has positions for 1 to {most:,}", "Give a number in this range"
@@ -192,15 +251,20 @@ def _ends(model: Model) -> frozenset[int]:
     return frozenset(getattr(model.tokenizer, "eos_ids", ())) | frozenset(model.config.eos_token_ids)
 
 
+def _stops(model: Model, stop: object) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(stops, Sequence) or not all(isinstance(each, str) and each for each in stops):
+        raise ModelError("strings that end the text", f"stop={stop!r:.80}", "Give a string that isn't empty, or a list of them")
+    if stops and model.tokenizer is None:
+        raise ModelError("strings that end the text", "this model came without a tokenizer", "Give token ids as eos= instead")
+    return tuple(stops)
+
+
 def _given_ends(eos: object) -> frozenset[int]:
     ids = eos if isinstance(eos, Collection) and not isinstance(eos, str) else None
     if ids is None or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise ModelError("tokens that end the text", f"eos={eos!r:.80}", "Give a collection of ids such as [2], or () for none")
     return frozenset(ids)
-
-
-def _text(model: Model, tokens: list[int]) -> str:
-    return model.tokenizer.decode(tokens) if model.tokenizer is not None and tokens else ""
 
 
 def _is_count(value: object) -> bool:

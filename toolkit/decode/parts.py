@@ -1,7 +1,7 @@
-"""The parts of the decode loop: one small class for each value of each field of `Strategy`.
+"""The parts of a decode step: one small class for each value of each field of `Strategy`.
 
 Every copy between host and device in a decode step is made by a line of this file. The parts are independent of each other;
-`loop` combines them.
+`step` combines them. Each part separates its copies (`stage`), which a graph can't contain, from its kernels.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from toolkit.decode.sampling import Sampler, Sampling
 from toolkit.models.model import Model
 
 
@@ -26,8 +25,11 @@ class Inputs(Protocol):
         The parts bound the memory: 32K embedded tokens at once take gigabytes.
         """
 
-    def next(self, token: Tensor, known: int | None) -> Tensor:
-        """Return the next input [1, 1, hidden]. `known` is the value of `token`, or None if the host has not read it yet."""
+    def stage(self, known: int | None) -> None:
+        """Copy what the next step needs to the device. `known` is the last token, or None if the host has not read it yet."""
+
+    def embedded(self, token: Tensor) -> Tensor:
+        """Return the next input [1, 1, hidden]. `token` [1] is the last token, where it was sampled."""
 
 
 class UploadedToken:
@@ -41,8 +43,10 @@ class UploadedToken:
     def prompt(self, ids: Tensor, chunk: int) -> Iterator[Tensor]:
         return map(self.embed, ids.to(self.device).split(chunk, 1))
 
-    def next(self, token: Tensor, known: int | None) -> Tensor:
-        self.slot.copy_(self.staging.fill_(_told(known)))
+    def stage(self, known: int | None) -> None:
+        self.slot.copy_(self.staging.fill_(_given(known)))
+
+    def embedded(self, token: Tensor) -> Tensor:
         return self.embed(self.slot)  # type: ignore[no-any-return]
 
 
@@ -59,8 +63,11 @@ class UploadedRow:
         self.slot = torch.empty_like(rows[:, :1])
         return iter(rows.split(chunk, 1))
 
-    def next(self, token: Tensor, known: int | None) -> Tensor:
-        return self.slot.copy_(self.table(self.staging.fill_(_told(known))))
+    def stage(self, known: int | None) -> None:
+        self.slot.copy_(self.table(self.staging.fill_(_given(known))))
+
+    def embedded(self, token: Tensor) -> Tensor:
+        return self.slot
 
 
 class SampledToken:
@@ -72,15 +79,21 @@ class SampledToken:
     def prompt(self, ids: Tensor, chunk: int) -> Iterator[Tensor]:
         return map(self.embed, ids.to(self.device).split(chunk, 1))
 
-    def next(self, token: Tensor, known: int | None) -> Tensor:
+    def stage(self, known: int | None) -> None:
+        pass
+
+    def embedded(self, token: Tensor) -> Tensor:
         return self.embed(token.view(1, 1))  # type: ignore[no-any-return]
 
 
 class Positions(Protocol):
     """Provides the position of each decode step's token as a tensor [1] on the device."""
 
-    def next(self, step: int) -> Tensor:
-        """Return the position of decode step `step`, counted from 1."""
+    def stage(self, step: int) -> None:
+        """Copy the position of decode step `step`, counted from 1."""
+
+    def current(self) -> Tensor:
+        """Return the position of the step that begins now. Call it once per step."""
 
 
 class UploadedPosition:
@@ -91,8 +104,11 @@ class UploadedPosition:
         self.slot = torch.empty(1, dtype=torch.int64, device=device)
         self.staging = torch.empty(1, dtype=torch.int64)
 
-    def next(self, step: int) -> Tensor:
-        return self.slot.copy_(self.staging.fill_(self.first + step - 1))
+    def stage(self, step: int) -> None:
+        self.slot.copy_(self.staging.fill_(self.first + step - 1))
+
+    def current(self) -> Tensor:
+        return self.slot
 
 
 class PositionArray:
@@ -102,8 +118,11 @@ class PositionArray:
         self.array = torch.arange(first, first + steps).to(device)
         self.slot = torch.empty(1, dtype=torch.int64, device=device)
 
-    def next(self, step: int) -> Tensor:
-        return self.slot.copy_(self.array[step - 1 : step])
+    def stage(self, step: int) -> None:
+        self.slot.copy_(self.array[step - 1 : step])
+
+    def current(self) -> Tensor:
+        return self.slot
 
 
 class CountedPosition:
@@ -112,22 +131,11 @@ class CountedPosition:
     def __init__(self, first: int, steps: int, device: torch.device) -> None:
         self.slot = torch.full((1,), first - 1, dtype=torch.int64, device=device)
 
-    def next(self, step: int) -> Tensor:
+    def stage(self, step: int) -> None:
+        pass
+
+    def current(self) -> Tensor:
         return self.slot.add_(1)
-
-
-class Choice:
-    """Samples on the device `where`, into two alternating slots, so that the previous token stays readable."""
-
-    def __init__(self, sampling: Sampling, vocab_size: int, where: torch.device) -> None:
-        self.where = where
-        self.sampler = Sampler(sampling, vocab_size, where)
-        self.slots = list(torch.empty(2, 1, dtype=torch.int64, device=where))
-
-    def choose(self, logits: Tensor) -> Tensor:
-        """Return the next token [1] int64. `logits` [vocab] are copied to the host first if the host samples."""
-        self.slots.reverse()
-        return self.sampler.choose(logits.to(self.where), self.slots[0])
 
 
 class Readback(Protocol):
@@ -172,7 +180,7 @@ class WaitForToken:
 class ReadOneBehind:
     """Reads the token of the previous step on a second stream into pinned memory while this step runs.
 
-    Tokens alternate between two slots on the host and two on the device (`Choice`). A slot is reused two steps later; by then
+    Tokens alternate between two slots on the host and two on the device (see `Step`). A slot is reused two steps later; by then
     the host has waited for the copy, so neither side overwrites data that the other still reads.
     """
 
@@ -238,7 +246,7 @@ class Streams:
             self._copied.synchronize()
 
 
-def _told(known: int | None) -> int:
+def _given(known: int | None) -> int:
     """Return `known`. It is never None here: `Strategy` makes strategies that upload tokens wait for them."""
     assert known is not None
     return known
@@ -250,4 +258,8 @@ POSITIONS: dict[str, Callable[[int, int, torch.device], Positions]] = {
     "array": PositionArray,
     "device": CountedPosition,
 }
-READBACKS: dict[str, Callable[[torch.device], Readback]] = {"wait": WaitForToken, "overlap": ReadOneBehind}
+READBACKS: dict[str, Callable[[torch.device], Readback]] = {
+    "wait": WaitForToken,
+    "overlap": ReadOneBehind,
+    "ring": WaitForToken,  # for a run of a single token, which needs no loop
+}

@@ -21,8 +21,10 @@ def tokens_per_s(known_ns: Sequence[int], late: bool) -> float | None:
     """Return the tokens per second, given the times at which the host knew each token; None for fewer than two.
 
     With `late`, each token was read one step late and the last one right after the one before it, so the last is not counted.
+    Of more than three tokens, the first interval is not counted: kernels may be compiled and graphs captured in it.
     """
     known_ns = known_ns[:-1] if late and len(known_ns) > 2 else known_ns
+    known_ns = known_ns[1:] if len(known_ns) > 3 else known_ns
     return (len(known_ns) - 1) * 1e9 / (known_ns[-1] - known_ns[0]) if len(known_ns) > 1 else None
 
 
@@ -30,17 +32,18 @@ def tokens_per_s(known_ns: Sequence[int], late: bool) -> float | None:
 class Run:
     """The result of one generation.
 
-    `tokens` are the new tokens, including the end-of-sequence token if the model produced one; `text` leaves that token out.
-    `tok_per_s` is the rate from the first token that the host knew to the last, on the clock named by `clock`; None for fewer
-    than two tokens. Strategies that read tokens one step late do not count the last one, which needs no step of its own.
-    Recording makes a run on a real GPU slower.
+    `tokens` are the new tokens, including the end-of-sequence token if the model produced one; `text` leaves that token out,
+    and ends before a stop string. `tok_per_s` is the rate between the tokens that the host knew, on the clock named by `clock`;
+    None for fewer than two tokens. The first interval of more than three tokens isn't counted, because kernels may be compiled
+    and graphs captured in it. Strategies that read tokens one step late don't count the last one, which needs no step of its
+    own. Recording makes a run on a real GPU slower.
     """
 
     text: str
     tokens: tuple[int, ...]
     prompt_tokens: tuple[int, ...]
     strategy: str
-    stop_reason: str  # "eos" | "length" | "cancelled"
+    stop_reason: str  # "eos" | "stop" | "length" | "cancelled"
     tok_per_s: float | None
     clock: str  # "measured" | "modelled"
     device: str

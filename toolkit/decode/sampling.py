@@ -96,10 +96,13 @@ class Sampler:
         )  # fmt: skip
 
     def begin(self, prompt_ids: Tensor) -> None:
-        """Begin a new text after the prompt `prompt_ids` [T] int64, on the sampler's device: its first step is step 0."""
+        """Begin a new text after the prompt `prompt_ids` [T] int64: its first step is step 0.
+
+        The ids are copied to the sampler's device, but only for a repetition penalty.
+        """
         self._rules.state[1:].zero_()
         if self._rules.seen is not None:
-            self._rules.seen.zero_().index_fill_(0, prompt_ids, True)
+            self._rules.seen.zero_().index_fill_(0, prompt_ids.to(self._rules.seen.device), True)
 
     def choose(self, logits: Tensor, out: Tensor) -> Tensor:
         """Write the next token for `logits` [vocab] into `out` [1] int64 on the same device, and return `out`."""

@@ -25,8 +25,11 @@ class Strategy:
             increments it in place.
         sampler: "host" downloads the logits and samples on the host; "device" samples on the device.
         readback: "wait" blocks until the token has been read; "overlap" reads the token of the previous step into pinned
-            memory on a second stream while this step runs, so the host is one step behind.
-        capture: The work that is recorded once and replayed: only "none" so far.
+            memory on a second stream while this step runs, so the host is one step behind; with "ring", the device writes
+            tokens to mapped host memory, from which the host reads them without a copy.
+        capture: "none" launches each kernel of each step. "step" captures the kernels of a step in a graph, which later steps
+            launch as a whole; copies between host and device stay outside of it. "loop" launches one graph per generation,
+            in which the device repeats the step.
         crosses: The copies per decode step, in words.
 
     Raises ToolkitError for combinations that cannot work.
@@ -36,9 +39,9 @@ class Strategy:
     token: Literal["host", "host-row", "device"]
     position: Literal["host", "array", "device"]
     sampler: Literal["host", "device"]
-    readback: Literal["wait", "overlap"]
+    readback: Literal["wait", "overlap", "ring"]
     crosses: str
-    capture: Literal["none"] = "none"
+    capture: Literal["none", "step", "loop"] = "none"
 
     def __post_init__(self) -> None:
         if self.readback == "overlap" and (self.token != "device" or self.sampler != "device"):
@@ -47,6 +50,14 @@ class Strategy:
         if self.sampler == "host" and self.token == "device":
             found = "the host chooses the token, but the next step expects it on the device"
             raise ToolkitError(f"strategy {self.name!r}", found, 'With sampler="host", token must be "host" or "host-row"')
+        if (self.readback == "ring") != (self.capture == "loop"):
+            found = f"readback={self.readback!r} with capture={self.capture!r}"
+            raise ToolkitError(f"strategy {self.name!r}", found, 'Use readback="ring" and capture="loop" together')
+        if self.capture == "loop" and {self.token, self.position, self.sampler} != {"device"}:
+            found = "the device repeats the step without the host"
+            raise ToolkitError(
+                f"strategy {self.name!r}", found, 'With capture="loop", token, position and sampler must be "device"'
+            )
 
 
 STRATEGIES: dict[str, Strategy] = {
@@ -58,6 +69,8 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy("token-on-device", "device", "host", "device", "wait", "token D2H, position H2D"),
         Strategy("position-on-device", "device", "array", "device", "wait", "token D2H, position D2D"),
         Strategy("double-buffered", "device", "device", "device", "overlap", "token D2H of the step before, overlapped"),
+        Strategy("cuda-graph", "device", "device", "device", "overlap", "as double-buffered, one launch per step", "step"),
+        Strategy("whole-loop", "device", "device", "device", "ring", "nothing; one launch per generation", "loop"),
     )
 }
 
@@ -79,10 +92,28 @@ Known = dict[str, Strategy | OwnLoop]
 def strategies_of(model: Model) -> Known:
     """Return the strategies that can decode `model`, by name: those of `STRATEGIES`, and the model's own loops.
 
-    A model declares `loops` (name to function), and `only_loops` (a reason) if none of `STRATEGIES` can drive it.
+    A model declares `loops` (name to function), `only_loops` (a reason) if none of `STRATEGIES` can drive it, and `no_graphs`
+    (a reason) if its steps can't be captured.
     """
     own: Known = {name: OwnLoop(name, run) for name, run in getattr(model, "loops", {}).items()}
-    return own if getattr(model, "only_loops", None) is not None else {**STRATEGIES, **own}
+    if getattr(model, "only_loops", None) is not None:
+        return own
+    captured = _why_not_captured(model) is None
+    return {**{name: each for name, each in STRATEGIES.items() if captured or each.capture == "none"}, **own}
+
+
+def check_capture(model: Model, strategy: Strategy) -> None:
+    """Raise ToolkitError if `strategy` captures graphs, and the device or the model doesn't support that."""
+    why = None if strategy.capture == "none" else _why_not_captured(model)
+    if why is not None:
+        do = f"Use decode={STRATEGIES['double-buffered'].name!r}, which captures nothing"
+        raise ToolkitError(f"decoding with {strategy.name!r}", why, do)
+
+
+def _why_not_captured(model: Model) -> str | None:
+    if not model.device.graphs:
+        return f"{model.device.name} has no graphs"
+    return getattr(model, "no_graphs", None)
 
 
 def find_strategy(

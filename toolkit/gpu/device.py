@@ -78,6 +78,7 @@ class Device(ABC):
     torch: torch.device  # the argument for `.to()`
     spec: GpuSpec | None  # None for the CPU and for a GPU that is not in the catalogue
     clock: str  # "measured" or "modelled"
+    graphs = False  # whether `capture` and `capture_loop` work
 
     def __repr__(self) -> str:
         return f"Device({self.name!r})"

@@ -131,6 +131,8 @@ class HfModel(Shown):
     StaticCache. Copies inside the model are counted like any others. `loops` has the model's own `generate`.
     """
 
+    no_graphs = "code of transformers may wait for the device, or change from step to step"
+
     def __init__(self, inner: Any, device: Device) -> None:
         self.inner, self.device = inner, device
         self.dtype: torch.dtype = inner.dtype

@@ -1,7 +1,8 @@
-"""Converts prompts to token ids (`prompt_ids`) and streams of token ids to text (`TextStream`)."""
+"""Converts prompts to token ids (`prompt_ids`), and streams of token ids to text (`TextStream`, `StopText`)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,3 +63,28 @@ class TextStream:
             return ""
         self.start, self.shown = self.shown, len(self.ids)
         return text[len(before) :]
+
+
+class StopText:
+    """Ends a text before the first of some stop strings. The end of the text so far is held back if a stop may begin there."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops = tuple(stops)
+        self.found = False
+        self._held = ""
+
+    def add(self, piece: str) -> str:
+        """Append `piece` and return the text that can be shown now. Sets `found` if the text ended."""
+        text = self._held + piece
+        at = [place for stop in self.stops if (place := text.find(stop)) >= 0]
+        if at:
+            self.found, self._held = True, ""
+            return text[: min(at)]
+        keep = max((n for stop in self.stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+        shown, self._held = text[: len(text) - keep], text[len(text) - keep :]
+        return shown
+
+    def rest(self) -> str:
+        """Return the text that was held back, at the end of a text without a stop string."""
+        held, self._held = self._held, ""
+        return held

@@ -36,7 +36,7 @@ _libraries: list[torch.library.Library] = []  # kept alive: garbage collection o
 class VirtualGpu(Device):
     """A simulated GPU. Get one from `tk.device("virtual:NAME")`."""
 
-    clock = "modelled"
+    clock, graphs = "modelled", True
     spec: GpuSpec
 
     def __init__(self, card: str, spec: GpuSpec) -> None:

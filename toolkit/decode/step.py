@@ -1,0 +1,125 @@
+"""`Step`: the decode step of one run, which a strategy describes and a graph may capture."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from toolkit.decode.parts import INPUTS, POSITIONS, Positions
+from toolkit.decode.sampling import Sampler, Sampling
+from toolkit.decode.strategies import Strategy
+from toolkit.gpu.device import Graph, Loop
+from toolkit.models.cache import Cache
+from toolkit.models.model import Model
+
+
+class Step:
+    """The prefill and the decode step of one run, on tensors that keep their addresses from step to step.
+
+    A decode step has three parts: copies to the device (`stage` of its parts), kernels (`launch`), and sampling on the host if
+    the strategy asks for it. A graph holds the kernels only.
+
+    Tokens are written to `tokens`, one or two slots [1] int64. With readback="overlap", two slots alternate, so that the
+    previous token can be read while this step writes its own; two graphs are then captured. Every step passes the cache the
+    same upper bound of its length, so that a graph and separate launches compute the same.
+    """
+
+    def __init__(
+        self, model: Model, strategy: Strategy, sampling: Sampling, cache: Cache, ids: Sequence[int], limit: int
+    ) -> None:
+        """Prepare to generate `limit` tokens after the prompt `ids` on the empty `cache`."""
+        self.model, self.strategy, self.cache = model, strategy, cache
+        self.device = model.device
+        self._ids, self._limit = torch.tensor([ids]), limit
+        self._length = len(ids) + limit - 1
+        self._inputs = INPUTS[strategy.token](model)
+        self._positions = self._first_positions()
+        self._samples_here = strategy.sampler == "device"
+        where = self.device.torch if self._samples_here else torch.device("cpu")
+        self._sampler = Sampler(sampling, model.config.vocab_size, where)
+        self.turns = 2 if strategy.readback == "overlap" else 1
+        self.tokens = list(torch.zeros(self.turns, 1, dtype=torch.int64, device=where))
+        self._logits: list[Tensor | None] = [None] * self.turns  # for a sampler on the host
+        self._graphs: dict[int, Graph] = {}
+        self._loop: Loop | None = None
+
+    def _first_positions(self) -> Positions:
+        return POSITIONS[self.strategy.position](self._ids.shape[1], self._limit - 1, self.device.torch)
+
+    def prefill(self, chunk: int, cancel: threading.Event) -> Tensor | None:
+        """Feed the prompt, `chunk` tokens at a time, and return the first token [1]; None if cancelled."""
+        stop = 0
+        self._sampler.begin(self._ids[0])
+        for x in self._inputs.prompt(self._ids, chunk):
+            if cancel.is_set():
+                return None
+            start, stop = stop, stop + x.shape[1]
+            hidden = self.model.advance(x, self.cache.slots[start:stop], self.cache, stop)
+        self._sample_from(self.model.logits(hidden[:, -1:]).view(-1), 0)
+        return self._finish(0)
+
+    def run(self, number: int, known: int | None) -> Tensor:
+        """Run decode step `number`, counted from 1, and return its token [1].
+
+        `known` is the previous token, if the host has read it. With capture="step", the first step of a run is launched kernel
+        by kernel, which compiles what is missing; then each slot's graph is captured when it is first needed.
+        """
+        turn = number % self.turns
+        self._inputs.stage(known)
+        self._positions.stage(number)
+        if self.strategy.capture == "none" or number == 1:
+            self.launch(turn)
+        else:
+            self._graph(turn).replay()
+        return self._finish(turn)
+
+    def launch(self, turn: int) -> None:
+        """Launch the kernels of a step, which read the slot before slot `turn` and write this one."""
+        x = self._inputs.embedded(self.tokens[turn - 1])
+        hidden = self.model.advance(x, self._positions.current(), self.cache, self._length)
+        self._sample_from(self.model.logits(hidden).view(-1), turn)
+
+    def warm_up(self) -> None:
+        """Launch a step on the empty cache, so that all kernels are compiled, and clear the cache again."""
+        self.launch(0)
+        self.cache.rollback(0)
+        self._positions = self._first_positions()
+
+    def capture_loop(self) -> Loop:
+        """Return the loop that generates all tokens after the first one. Call `warm_up` before the prefill."""
+        self._loop = self.device.capture_loop(partial(self.launch, 0), self.tokens[0])
+        return self._loop
+
+    def free(self) -> None:
+        """Wait for the graphs and free their memory."""
+        if self._graphs:
+            self.device.sync()
+        for graph in self._graphs.values():
+            graph.free()
+        self._graphs.clear()
+        if self._loop is not None:
+            self._loop.free()
+            self._loop = None
+
+    def _graph(self, turn: int) -> Graph:
+        if turn not in self._graphs:
+            self._graphs[turn] = self.device.capture(partial(self.launch, turn))
+        return self._graphs[turn]
+
+    def _sample_from(self, logits: Tensor, turn: int) -> None:
+        """Choose the token of slot `turn` from `logits` [vocab], or keep them for `_finish`."""
+        if self._samples_here:
+            self._sampler.choose(logits, self.tokens[turn])
+        else:
+            self._logits[turn] = logits
+
+    def _finish(self, turn: int) -> Tensor:
+        """Return the token [1] of slot `turn`. A sampler on the host downloads the logits first."""
+        logits = self._logits[turn]
+        if logits is not None:
+            self._sampler.choose(logits.to(torch.device("cpu")), self.tokens[turn])
+        return self.tokens[turn]
