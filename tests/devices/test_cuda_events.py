@@ -11,7 +11,8 @@ import torch
 
 import toolkit as tk
 from toolkit.core.errors import DeviceError, RecorderError
-from toolkit.gpu.cuda.events import Anchor, Range, Session, has_calls, read_events
+from toolkit.gpu.cuda.events import has_calls, read_events
+from toolkit.gpu.cuda.session import Anchor, Range, Session
 from toolkit.trace.columns import KINDS
 
 AHEAD = 1_700_000_000_000_000_000  # the profiler's clock against the host's
@@ -81,7 +82,8 @@ def sync(link, stream, at=0):
 def session(**options):
     """A session from 1 ms to 10 ms, with two anchors on both sides."""
     anchors = [Anchor(t, t + 4_000) for t in (900_000, 950_000, 10_010_000, 10_050_000)]
-    return Session(0, None, **{"cell": 7, "began_ns": 1_000_000, "ended_ns": 10_000_000, "anchors": anchors, **options})
+    given = {"log": None, "cell": 7, "began_ns": 1_000_000, "ended_ns": 10_000_000, "anchors": anchors}
+    return Session(0, **{**given, **options})
 
 
 def read(events, made=None):

@@ -8,23 +8,30 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, partial
+from itertools import count
 from time import perf_counter_ns, time_ns
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from toolkit.core.callers import current_cell
 from toolkit.core.errors import RecorderError
 from toolkit.gpu.allocation_log import log
 from toolkit.gpu.catalogue import CATALOGUE, GpuSpec
-from toolkit.gpu.cuda.events import CUPTI_ADVICE, Anchor, Range, Session, has_calls, read_events
+from toolkit.gpu.cuda.events import has_calls, read_events
+from toolkit.gpu.cuda.graphs import CudaGraph
+from toolkit.gpu.cuda.loops import CudaLoop
+from toolkit.gpu.cuda.session import CUPTI_ADVICE, Anchor, Captured, LoopRun, Range, Session
 from toolkit.gpu.device import Device, Memory, no_cuda, not_recording
 from toolkit.gpu.line_log import LineLog, know_thread
 from toolkit.trace.events import Trace, TraceBuilder
 
+_graph_numbers = count()
 _busy = threading.Lock()  # CUPTI allows one subscriber per process, so one recording runs at a time
 
 
@@ -49,7 +56,7 @@ def open_cpu() -> Cpu:
 class CudaGpu(Device):
     """A CUDA GPU. A process runs one recording at a time, from any thread."""
 
-    clock = "measured"
+    clock, graphs = "measured", True
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -127,6 +134,32 @@ class CudaGpu(Device):
     def reset_peak(self) -> None:
         """Reset the peak to the bytes that are allocated now."""
         torch.cuda.reset_peak_memory_stats(self.index)
+
+    def capture(self, work: Callable[[], None]) -> CudaGraph:
+        """Return the launches of `work` as a graph, without running them; see `Device.capture`."""
+        number, began_ns = next(_graph_numbers), perf_counter_ns()
+        graph = CudaGraph(self.torch, work, partial(self._note_launch, number))
+        self._note_capture(number, began_ns)
+        return graph
+
+    def capture_loop(self, step: Callable[[], None], token: torch.Tensor) -> CudaLoop:
+        """Return a loop of `step`, which writes the next token to `token` [1] int64; see `Device.capture_loop`."""
+        number, began_ns = next(_graph_numbers), perf_counter_ns()
+        loop = CudaLoop(self.torch, step, token, partial(self._note_launch, number), self._note_run)
+        self._note_capture(number, began_ns)
+        return loop
+
+    def _note_capture(self, number: int, began_ns: int) -> None:
+        if self._session is not None:
+            self._session.captures[number] = Captured(began_ns, perf_counter_ns())
+
+    def _note_launch(self, number: int) -> None:
+        if self._session is not None:
+            self._session.launches.append((perf_counter_ns(), number))
+
+    def _note_run(self, launched_ns: int, token_ns: NDArray[np.int64]) -> None:
+        if self._session is not None:
+            self._session.loops.append(LoopRun(launched_ns, token_ns))
 
     def _set_limit(self, n_bytes: int | None) -> None:
         total = torch.cuda.get_device_properties(self.index).total_memory

@@ -2,20 +2,22 @@
 
 `read_events` is a pure function of the profiler's events and the session that recorded them, so that tests need no
 GPU. Anchors, which are runtime calls that both the profiler and the host timed, map the profiler's clock to the host's.
+
+All nodes of a graph are launched by one call. If the graph was captured during the recording, each node is assigned to the line
+that captured it instead (see `graph_nodes.graph_nodes`).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.core.errors import RecorderError
-from toolkit.gpu.line_log import LineLog
+from toolkit.gpu.cuda.graph_nodes import graph_nodes
+from toolkit.gpu.cuda.session import ANCHOR_CALL, Event, HostClock, Range, Row, Session
 from toolkit.trace.cupti import is_copy_kernel, is_wait, number_streams, parse_memcpy
 from toolkit.trace.events import Trace, TraceBuilder
 from toolkit.trace.steps import steps_from_ranges
@@ -23,66 +25,6 @@ from toolkit.trace.steps import steps_from_ranges
 _BYTES = re.compile(r'"bytes": ?"?(\d+)')
 _STEP_RANGE = "toolkit.step "
 _MEMORY = "[memory]"
-ANCHOR_CALL = "cudaDeviceSynchronize"
-CUPTI_ADVICE = "Run outside of nsys, ncu and other profilers, and check that CUPTI is installed and permitted"
-
-
-class Anchor(NamedTuple):
-    """A runtime call that the host timed: the times before and after it."""
-
-    before_ns: int
-    after_ns: int
-
-
-class Range(NamedTuple):
-    """A decode step on the host's clock."""
-
-    start_ns: int
-    end_ns: int
-    step: int
-    name: str
-
-
-@dataclass
-class Session:
-    """The data that a recording collected on the host. Times are those of `time.perf_counter_ns`."""
-
-    index: int  # of the GPU
-    log: LineLog | None
-    cell: int = -1
-    began_ns: int = 0
-    ended_ns: int = 0
-    anchors: list[Anchor] = field(default_factory=list)  # half of them before `began_ns`, half after `ended_ns`
-    ranges: list[Range] = field(default_factory=list)
-
-
-class _Event(NamedTuple):
-    """An event of the profiler. Times are in ns on the profiler's clock."""
-
-    name: str
-    on_device: bool
-    gpu: int  # device index
-    resource: int  # stream of a device event, thread of a call
-    start_ns: int
-    dur_ns: int
-    correlation: int
-    detail: str  # metadata: JSON without the braces
-    bytes: int  # of an allocation; negative for a free
-    annotation: bool  # a range of record_function
-
-
-class _Row(NamedTuple):
-    """A row of the trace, with times still on the profiler's clock."""
-
-    kind: str
-    start_ns: int
-    dur_ns: int
-    bytes: int
-    stream: int  # as CUPTI numbers it
-    pinned: int
-    name: str | None
-    thread: int  # the host thread that caused the event
-    cause_ns: int  # the time of the call that caused it
 
 
 def has_calls(events: Iterable[Any]) -> bool:
@@ -105,9 +47,14 @@ def read_events(events: Iterable[Any], session: Session, meta: dict[str, Any]) -
     start = clock.to_host(np.array([row.start_ns for row in rows], np.int64)) - session.began_ns
     inside = (session.began_ns <= cause) & (cause <= session.ended_ns)
     step = _steps(cause, session.ranges)
+    nodes = graph_nodes(rows, calls, clock, session)
+    step[nodes.rows] = np.where(nodes.steps >= 0, nodes.steps, step[nodes.rows])
+    session.ranges = sorted(session.ranges + nodes.ranges)
     where: list[str | None] = [None] * len(rows)
     if session.log is not None:
-        where = session.log.where(np.array([row.thread for row in rows], np.int64), cause)
+        line_ns = cause.copy()
+        line_ns[nodes.rows] = nodes.line_ns
+        where = session.log.where(np.array([row.thread for row in rows], np.int64), line_ns)
     order = np.argsort(start, kind="stable")
     stream = np.empty(len(rows), np.int32)
     stream[order] = number_streams(np.array([row.stream for row in rows], np.int64)[order])
@@ -131,15 +78,15 @@ def _steps(times_ns: NDArray[np.int64], ranges: list[Range]) -> NDArray[np.int32
     return steps_from_ranges(times_ns, columns[:, 0], columns[:, 1], columns[:, 2])
 
 
-def _plain(event: Any) -> _Event:
+def _plain(event: Any) -> Event:
     name, detail = event.name(), event.metadata_json()
-    return _Event(
+    return Event(
         name, event.device_type().name == "CUDA", event.device_index(), event.device_resource_id(), event.start_ns(),
         event.duration_ns(), event.correlation_id(), detail, event.nbytes(), event.is_user_annotation(),
     )  # fmt: skip
 
 
-def _device_rows(found: list[_Event], calls: dict[int, _Event], index: int) -> list[_Row]:
+def _device_rows(found: list[Event], calls: dict[int, Event], index: int) -> list[Row]:
     """Return the kernels, copies and memsets of one GPU with the calls that launched them; a graph's nodes share one call."""
     rows = []
     for e in found:
@@ -154,30 +101,30 @@ def _device_rows(found: list[_Event], calls: dict[int, _Event], index: int) -> l
         if kind is not None:
             call = calls.get(e.correlation)
             thread, cause = (call.resource, call.start_ns) if call else (-1, e.start_ns)
-            rows.append(_Row(kind, e.start_ns, e.dur_ns, n_bytes, e.resource, pinned, e.name, thread, cause))
+            rows.append(Row(kind, e.start_ns, e.dur_ns, n_bytes, e.resource, pinned, e.name, thread, cause, e.correlation))
     return rows
 
 
-def _wait_rows(found: list[_Event], calls: dict[int, _Event]) -> list[_Row]:
+def _wait_rows(found: list[Event], calls: dict[int, Event]) -> list[Row]:
     """Return the calls that blocked the host. Their streams come from CUPTI's separate synchronization records."""
     streams = {e.correlation: e.resource for e in found if e.on_device and "cuda_sync_kind" in e.detail}
     return [
-        _Row("sync", e.start_ns, e.dur_ns, 0, streams.get(e.correlation, -1), -1, e.name, e.resource, e.start_ns)
+        Row("sync", e.start_ns, e.dur_ns, 0, streams.get(e.correlation, -1), -1, e.name, e.resource, e.start_ns)
         for e in calls.values()
         if is_wait(e.name)
     ]
 
 
-def _memory_rows(found: list[_Event], index: int) -> list[_Row]:
+def _memory_rows(found: list[Event], index: int) -> list[Row]:
     rows = []
     for e in found:
         if e.name == _MEMORY and e.on_device and e.gpu == index:
             kind = "alloc" if e.bytes > 0 else "free"
-            rows.append(_Row(kind, e.start_ns, 0, abs(e.bytes), -1, -1, None, e.resource, e.start_ns))
+            rows.append(Row(kind, e.start_ns, 0, abs(e.bytes), -1, -1, None, e.resource, e.start_ns))
     return rows
 
 
-def _add_marks(builder: TraceBuilder, found: list[_Event], clock: HostClock, session: Session) -> None:
+def _add_marks(builder: TraceBuilder, found: list[Event], clock: HostClock, session: Session) -> None:
     """Add a mark for each decode step, and for each `record_function` range of the user."""
     for r in session.ranges:
         start = r.start_ns - session.began_ns
@@ -187,39 +134,3 @@ def _add_marks(builder: TraceBuilder, found: list[_Event], clock: HostClock, ses
     for e, start in zip(own, starts.tolist(), strict=True):
         if 0 <= start <= session.ended_ns - session.began_ns:
             builder.add("mark", start, e.dur_ns, device=-1, cell=session.cell, name=e.name)
-
-
-class HostClock:
-    """Converts the profiler's times to the host's clock.
-
-    Each anchor brackets one runtime call: before <= start and end <= after bound the difference between the clocks. The
-    tightest brackets before and after the recording give the difference at both ends; it is interpolated in between, as clocks
-    drift.
-    """
-
-    def __init__(self, found: list[_Event], anchors: list[Anchor]) -> None:
-        calls = sorted((e.start_ns, e.start_ns + e.dur_ns) for e in found if e.name == ANCHOR_CALL and not e.on_device)
-        if not calls or not anchors:
-            raise RecorderError("reading a recording", "CUPTI reported no runtime calls", CUPTI_ADVICE)
-        half = len(anchors) // 2
-        first = _tightest(calls[:half], anchors[:half])
-        rough = first[1]
-        last_calls = [min(calls, key=lambda c: abs(c[0] + c[1] - 2 * rough - a.before_ns - a.after_ns)) for a in anchors[half:]]
-        last = _tightest(last_calls, anchors[half:])
-        self._at, self._offset = first
-        self._slope = (last[1] - first[1]) / max(last[0] - first[0], 1)
-
-    def to_host(self, times_ns: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return times of the profiler as times of the host, in ns."""
-        return times_ns - self._offset - ((times_ns - self._at) * self._slope).astype(np.int64)
-
-
-def _tightest(calls: list[tuple[int, int]], anchors: list[Anchor]) -> tuple[int, int]:
-    """Return a time and by how much the profiler's clock is ahead then: the middle of the narrowest bracket."""
-    brackets = [
-        (a.after_ns - a.before_ns - (end - start), start, (start - a.before_ns + end - a.after_ns) // 2)
-        for (start, end), a in zip(calls, anchors, strict=False)
-    ]
-    sound = [bracket for bracket in brackets if bracket[0] >= 0]  # negative: the call is another thread's
-    _, at, ahead = min(sound or brackets)
-    return at, ahead

@@ -1,0 +1,108 @@
+"""CUDA graphs: work that is captured once and launched as a whole.
+
+PyTorch captures the work, in a memory pool of its own. `cuda.bindings` is needed only to count nodes here, and to build loops
+(see `loops`); PyTorch's CUDA builds for Linux depend on it.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from toolkit.core.errors import DeviceError
+from toolkit.gpu.device import Graph
+
+BODY_NEEDS = "Keep values on the device, and copy from and to pinned memory only"
+
+
+class CudaGraph(Graph):
+    """A captured step. Get one from `CudaGpu.capture`."""
+
+    def __init__(self, device: torch.device, work: Callable[[], None], launched: Callable[[], None]) -> None:
+        """Capture `work`. `launched` is called right before each launch."""
+        self._graph, self._launched = captured(device, work), launched
+        self.nodes = node_count(self._graph.raw_cuda_graph())
+        self._graph.instantiate()
+
+    def replay(self) -> None:
+        """Launch the work on the current stream."""
+        self._launched()
+        self._graph.replay()
+
+    def free(self) -> None:
+        """Free the graph. Its memory goes back to PyTorch's allocator."""
+        self._graph.reset()
+
+
+def captured(device: torch.device, work: Callable[[], None]) -> Any:
+    """Return the launches of `work` as a `torch.cuda.CUDAGraph` that is not instantiated yet.
+
+    Other threads may use the GPU meanwhile. Raises DeviceError if the work can't be captured. Other errors of `work` propagate,
+    torch.OutOfMemoryError among them.
+    """
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.device(device), torch.cuda.stream(stream), _no_garbage_collection():
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            work()
+            graph.capture_end()
+        except BaseException as error:
+            _abandon(graph, device)
+            if isinstance(error, RuntimeError) and "captur" in str(error):
+                raise DeviceError("capturing a graph", str(error).splitlines()[0], BODY_NEEDS) from error
+            raise
+    return graph
+
+
+def node_count(graph: int) -> int:
+    """Return the number of nodes of a `cudaGraph_t`."""
+    runtime = bindings("runtime")
+    return int(checked(runtime.cudaGraphGetNodes(runtime.cudaGraph_t(graph)))[1])
+
+
+def bindings(name: str) -> Any:
+    """Return the module `cuda.bindings.NAME`. Raises DeviceError if it isn't installed."""
+    import importlib
+
+    try:
+        return importlib.import_module(f"cuda.bindings.{name}")
+    except ImportError as error:
+        do = f"Install it: pip install cuda-bindings=={(torch.version.cuda or '13.0').split('.')[0]}.*"
+        raise DeviceError("capturing a graph", "the package cuda-bindings isn't installed", do) from error
+
+
+def checked(result: tuple[Any, ...]) -> Any:
+    """Return the values of a call of `cuda.bindings`: one value, or a tuple. Raises DeviceError if it failed."""
+    error, *values = result
+    if int(error):
+        raise DeviceError("building a CUDA graph", f"CUDA says {getattr(error, 'name', error)}", "Update the GPU's driver")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Keep Python from freeing unrelated objects during a capture: some would call CUDA functions that are not allowed then."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _abandon(graph: Any, device: torch.device) -> None:
+    """End a capture that failed. PyTorch keeps allocating from its pool if ending it fails as well, which these calls undo."""
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        for undo in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+            with suppress(RuntimeError):
+                undo(index, graph.pool())
