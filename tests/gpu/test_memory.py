@@ -64,7 +64,7 @@ def test_out_of_memory_says_who_held_what(card):
     with pytest.raises(torch.OutOfMemoryError) as caught, tk.budget(f"{torch.cuda.memory_reserved() + 256 * MiB} B"):
         too_much()
     (note,) = caught.value.__notes__
-    assert "128 MiB asked for" in note
+    assert "128 MiB requested by" in note
     assert "held by `held in too_much()" in note
     assert torch.cuda.get_per_process_memory_fraction() == 1.0
 
