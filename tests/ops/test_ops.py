@@ -181,7 +181,7 @@ def test_norms_that_quantize_change_nothing_but_the_launches(
     """The product after each norm needs no launch that quantizes, except for experts, which quantize while they are chosen."""
     model = small(architecture, config, "int4-g32", torch.bfloat16, DEVICE)
     request.getfixturevalue("by_kernels")
-    by_kernels, given = products.call, []
+    by_kernels, given = define.call, []
 
     def call(name: str, *operands: Any) -> Tensor:
         given.append(operands[4])
