@@ -435,7 +435,7 @@ class TestLoop:
     @pytest.mark.parametrize(("limit", "ahead"), [(0, None), (3, 0)])
     def test_refuses_to_run_no_token(self, gpu, limit, ahead):
         step = Step()
-        with pytest.raises(DeviceError, match="from 1 on"):
+        with pytest.raises(DeviceError, match="of at least 1"):
             next(gpu.capture_loop(step, step.token).run(limit, (), never, ahead))
 
 

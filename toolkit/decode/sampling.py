@@ -53,7 +53,7 @@ class Sampling:
         if 0 < self.temperature < 1e-6:
             raise refuse("temperature", "0 for greedy, or at least 1e-6")
         if self.top_k is not None and (not _is_id(self.top_k) or self.top_k < 1):
-            raise refuse("top_k", "a whole number from 1 on, or None")
+            raise refuse("top_k", "a whole number of at least 1, or None")
         if self.top_p is not None and (not _is_number(self.top_p) or not 0 < self.top_p <= 1):
             raise refuse("top_p", "a number above 0 and at most 1, or None")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):

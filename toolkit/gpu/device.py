@@ -60,7 +60,7 @@ class Loop(ABC):
         iteration, which is marked as decode step 1, 2, ... Yields at most `limit` tokens, which takes `limit` - 1 iterations.
         The device ends the loop itself after `limit` tokens or after a token of `ends`. The host calls `stop` between tokens
         and cancels the loop once it returns True; the device ends one or two steps later, and the tokens of these steps are
-        not yielded. `ahead` limits how many tokens the device computes before the host has read them, from 1 on; None means
+        not yielded. `ahead` limits how many tokens the device computes before the host has read them, at least 1; None means
         no limit. Closing the generator cancels the loop and waits for its end.
 
         The host reads tokens from mapped memory. That is neither a copy nor a wait for a stream.

@@ -32,7 +32,7 @@ class Fields:
         return int(value)
 
     def count(self, name: str, default: int) -> int:
-        """Return a whole number from 0 on; null gives the default."""
+        """Return a whole number of at least 0; null gives the default."""
         value = self._get(name, default)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 1 << 31:

@@ -199,7 +199,7 @@ def _from_hf(cls: type[Config], text: Fields, outer: Fields, unified: bool) -> C
 
 
 def _count(fields: Fields, name: str, default: int = 0) -> int:
-    """Return a whole number from 0 on; null is 0."""
+    """Return a whole number of at least 0; null is 0."""
     return 0 if fields.values.get(name, default) in (None, 0) else fields.size(name, default)
 
 
@@ -311,7 +311,7 @@ def _from_gguf(cls: type[Config], metadata: Mapping[str, Any], tensors: Mapping[
 
 
 def _per_layer(fields: Fields, name: str, layers: int, kind: type, default: int | None = None) -> tuple[Any, ...]:
-    """Return one value per layer from a field that holds a single value or a list: booleans, or whole numbers from 1 on."""
+    """Return one value per layer from a field that holds a single value or a list: booleans, or whole numbers of at least 1."""
     value = fields.values.get(name, default)
     several = list(value) if isinstance(value, list | tuple) else [value] * min(layers, 1 << 20)
     good = all(

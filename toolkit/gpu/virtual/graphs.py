@@ -107,7 +107,7 @@ class VirtualLoop(Loop):
         if self._running:
             raise DeviceError("running a loop", "it is running already", "Read its tokens to the end, or close its generator")
         if limit < 1 or (ahead is not None and ahead < 1):
-            raise DeviceError("running a loop", f"limit={limit}, ahead={ahead}", "Give numbers from 1 on")
+            raise DeviceError("running a loop", f"limit={limit}, ahead={ahead}", "Give numbers of at least 1")
         self._running = True
         try:
             yield from self._tokens(limit, ends, stop, ahead)
