@@ -8,8 +8,8 @@ one token each; strategies that read tokens one step late read the last one in o
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from traceback import clear_frames
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from toolkit.core.errors import ModelError
 from toolkit.decode.parts import READBACKS, Readback
+from toolkit.decode.prefix import Prefix
 from toolkit.decode.run import Run, tokens_per_s
 from toolkit.decode.sampling import Sampling
 from toolkit.decode.step import Step
@@ -46,6 +47,7 @@ def generate(
     stop: str | Sequence[str] = (),
     context: int | None = None,
     kv: str | None = None,
+    prefix: Prefix | None = None,
     prefill_chunk: int = 512,
     eos: Collection[int] | None = None,
     on_token: Callable[[int, str], None] | None = None,
@@ -66,6 +68,7 @@ def generate(
         context: The number of positions in the cache. Default: as many as the run needs.
         kv: The format of keys and values in the cache: "int8", "int4", "k4v8" (4-bit keys, 8-bit values), or None for the
             model's dtype. Layers with a sliding window are small and always keep the model's dtype.
+        prefix: A `Prefix` that holds the beginning of the prompt and the cache. Only the rest of the prompt is fed.
         prefill_chunk: The number of prompt tokens that are fed at a time.
         eos: The token ids that end the text. Default: the model's own; `()` for none.
         on_token: Called as `on_token(id, text)` on this thread as soon as the host knows a token. Text that may be the
@@ -80,9 +83,12 @@ def generate(
     strategy = find_strategy(decode, {**STRATEGIES, **strategies_of(model)})
     sampling = Sampling(temperature, top_k, top_p, seed, min_p, repetition_penalty, logit_bias or {})
     ids = prompt_ids(model, prompt)
+    if prefix is not None:
+        context = prefix.check(model, ids, context, kv)
     context, limit = _room(model, len(ids), max_new_tokens, context)
-    if kv is not None and check_kv(kv) and isinstance(strategy, OwnLoop):
-        raise ModelError(f"{strategy.name} with kv={kv!r}", "its loop makes its own cache", "Leave out kv=")
+    if isinstance(strategy, OwnLoop) and (prefix is not None or (kv is not None and check_kv(kv))):
+        given = "a prefix" if kv is None else f"kv={kv!r}"
+        raise ModelError(f"{strategy.name} with {given}", "its loop makes its own cache", "Leave out kv= and prefix=")
     if not _is_count(prefill_chunk):
         raise ModelError("prefill in chunks", f"prefill_chunk={prefill_chunk!r}", "Give a whole number of at least 1")
     ends, stops = _ends(model) if eos is None else _given_ends(eos), _stops(model, stop)
@@ -96,7 +102,7 @@ def generate(
         learnt, late = strategy.run(ids, limit, sampling, ends, cancel), False
     else:
         check_capture(model, strategy)
-        about = _About(ids, limit, context, kv, prefill_chunk, ends, AHEAD if stops else None)
+        about = _About(ids, limit, context, kv, prefix, prefill_chunk, ends, AHEAD if stops else None)
         learnt, late = _decode(model, strategy, sampling, about, cancel), strategy.readback == "overlap"
     with recording as trace, torch.no_grad(), closing(learnt):
         for token, at_ns in learnt:
@@ -163,6 +169,7 @@ class _About:
     limit: int
     context: int
     kv: str | None
+    prefix: Prefix | None
     chunk: int
     ends: Collection[int]
     ahead: int | None
@@ -171,14 +178,14 @@ class _About:
 def _decode(
     model: Model, strategy: Strategy, sampling: Sampling, about: _About, cancel: threading.Event
 ) -> Generator[tuple[int, int], None, None]:
-    """Yield up to `limit` pairs (token id, time in ns) as soon as the host knows each token. `close()` frees the cache."""
+    """Yield up to `limit` pairs (token id, time in ns) as soon as the host knows each token. `close()` frees the memory."""
     device = model.device
-    cache: Cache | None = None
     step: Step | None = None
     readback: Readback | None = None
+    used = ExitStack()
     try:
         with device.step(0, "prefill"):
-            cache = model.new_cache(about.context) if about.kv is None else model.new_cache(about.context, about.kv)
+            cache = used.enter_context(_own_cache(model, about) if about.prefix is None else about.prefix.in_use())
             step = Step(model, strategy, sampling, cache, about.ids, about.limit)
             loops = strategy.capture == "loop" and about.limit > 1  # a single token needs no loop
             if loops:
@@ -205,8 +212,17 @@ def _decode(
             readback.close()
         if step is not None:
             step.free()
-        if cache is not None:
-            cache.free()
+        used.close()
+
+
+@contextmanager
+def _own_cache(model: Model, about: _About) -> Iterator[Cache]:
+    """Return an empty cache, and free it afterwards."""
+    cache = model.new_cache(about.context) if about.kv is None else model.new_cache(about.context, about.kv)
+    try:
+        yield cache
+    finally:
+        cache.free()
 
 
 def _steps(

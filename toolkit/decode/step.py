@@ -31,8 +31,9 @@ class Step:
     def __init__(
         self, model: Model, strategy: Strategy, sampling: Sampling, cache: Cache, ids: Sequence[int], limit: int
     ) -> None:
-        """Prepare to generate `limit` tokens after the prompt `ids` on the empty `cache`."""
+        """Prepare to generate `limit` tokens after the prompt `ids`. `cache` may hold the first tokens of the prompt."""
         self.model, self.strategy, self.cache = model, strategy, cache
+        self._held = cache.length
         self.device = model.device
         self._ids, self._limit = torch.tensor([ids]), limit
         self._length = len(ids) + limit - 1
@@ -51,16 +52,16 @@ class Step:
         return POSITIONS[self.strategy.position](self._ids.shape[1], self._limit - 1, self.device.torch)
 
     def prefill(self, chunk: int, cancel: threading.Event) -> Tensor | None:
-        """Feed the prompt, `chunk` tokens at a time, and return the first token [1]; None if cancelled."""
-        stop = 0
+        """Feed the rest of the prompt, `chunk` tokens at a time, and return the first token [1]; None if cancelled."""
+        stop = self._held
         self._sampler.begin(self._ids[0])
-        for x in self._inputs.prompt(self._ids, chunk):
+        for x in self._inputs.prompt(self._ids[:, self._held :], chunk):
             if cancel.is_set():
                 return None
             start, stop = stop, stop + x.shape[1]
             hidden = self.model.advance(x, self.cache.slots[start:stop], self.cache, stop)
         self._sample_from(self.model.logits(hidden[:, -1:]).view(-1), 0)
-        return self._finish(0)
+        return self.finish(0)
 
     def run(self, number: int, known: int | None) -> Tensor:
         """Run decode step `number`, counted from 1, and return its token [1].
@@ -68,6 +69,11 @@ class Step:
         `known` is the previous token, if the host has read it. With capture="step", the first step of a run is launched kernel
         by kernel, which compiles what is missing; then each slot's graph is captured when it is first needed.
         """
+        self.start(number, known)
+        return self.finish(number % self.turns)
+
+    def start(self, number: int, known: int | None) -> None:
+        """Launch decode step `number` without waiting for the device; see `run`."""
         turn = number % self.turns
         self._inputs.stage(known)
         self._positions.stage(number)
@@ -75,7 +81,12 @@ class Step:
             self.launch(turn)
         else:
             self._graph(turn).replay()
-        return self._finish(turn)
+
+    @property
+    def nodes(self) -> int | None:
+        """The kernels, copies and memsets of a captured step, or None if nothing has been captured."""
+        captured = self._loop or next(iter(self._graphs.values()), None)
+        return None if captured is None else captured.nodes
 
     def launch(self, turn: int) -> None:
         """Launch the kernels of a step, which read the slot before slot `turn` and write this one."""
@@ -84,9 +95,9 @@ class Step:
         self._sample_from(self.model.logits(hidden).view(-1), turn)
 
     def warm_up(self) -> None:
-        """Launch a step on the empty cache, so that all kernels are compiled, and clear the cache again."""
+        """Launch a step before the prefill, so that all kernels are compiled, and roll the cache back."""
         self.launch(0)
-        self.cache.rollback(0)
+        self.cache.rollback(self._held)
         self._positions = self._first_positions()
 
     def capture_loop(self) -> Loop:
@@ -111,13 +122,13 @@ class Step:
         return self._graphs[turn]
 
     def _sample_from(self, logits: Tensor, turn: int) -> None:
-        """Choose the token of slot `turn` from `logits` [vocab], or keep them for `_finish`."""
+        """Choose the token of slot `turn` from `logits` [vocab], or keep them for `finish`."""
         if self._samples_here:
             self._sampler.choose(logits, self.tokens[turn])
         else:
             self._logits[turn] = logits
 
-    def _finish(self, turn: int) -> Tensor:
+    def finish(self, turn: int) -> Tensor:
         """Return the token [1] of slot `turn`. A sampler on the host downloads the logits first."""
         logits = self._logits[turn]
         if logits is not None:

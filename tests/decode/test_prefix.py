@@ -1,0 +1,94 @@
+"""Runs that start from a prefix: the same tokens and copies under every strategy, as often as one likes."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+from small_models import SMALL, make
+
+import toolkit as tk
+from toolkit.core.errors import ModelError
+from toolkit.decode.compare import decode_steps
+from toolkit.decode.prefix import Prefix
+from toolkit.decode.strategies import STRATEGIES
+
+DEMOS = ["demo/qwen3", "demo/gemma4", "demo/qwen3.5-moe"]  # keys and values; sliding windows; recurrent states
+IDS = [7 * i % 97 for i in range(60)]
+
+
+def generate(model, name, ids=IDS, n=9, **options):
+    return tk.generate(model, ids, name, max_new_tokens=n, eos=(), **options)
+
+
+@pytest.mark.parametrize("name", DEMOS)
+def test_every_strategy_goes_on_from_a_prefix(name):
+    model = tk.load(name, "virtual:h200", progress=False)
+    exact = generate(model, "roundtrip").tokens
+    gc.collect()
+    before = model.device.memory().allocated_bytes
+    prefix = Prefix(model, IDS[:-1], len(IDS) + 8, chunk=16)
+    assert (prefix.kept_bytes > 0) == (name != "demo/qwen3")
+    held = model.device.memory().allocated_bytes
+    for strategy in [*STRATEGIES, *STRATEGIES]:
+        run = generate(model, strategy, prefix=prefix)
+        assert run.tokens == exact, strategy
+        assert model.device.memory().allocated_bytes == held
+    runs = [generate(model, "double-buffered", prefix=each) for each in (None, prefix)]
+    whole, rest = (decode_steps(run.trace).drop(columns="host_wait_s").to_numpy().tolist() for run in runs)
+    assert whole == rest
+    prefix.free()
+    assert model.device.memory().allocated_bytes == before
+
+
+@pytest.fixture(scope="module")
+def model():
+    yield make(tk.device("virtual:h200"), SMALL)
+    gc.collect()
+
+
+def test_a_run_that_ends_early_leaves_the_prefix_as_it_was(model):
+    prefix = Prefix(model, IDS[:20], 64)
+    exact = generate(model, "roundtrip", IDS[:25], prefix=prefix).tokens
+    for name in STRATEGIES:
+        with pytest.raises(ZeroDivisionError):
+            generate(model, name, IDS[:21], prefix=prefix, on_token=lambda token, text: 1 / 0)
+        cancel = threading.Event()
+        cancel.set()
+        generate(model, name, IDS[:21], prefix=prefix, cancel=cancel)
+        assert prefix.cache.length == 20
+        assert generate(model, name, IDS[:25], prefix=prefix).tokens == exact
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"ids": IDS[:20]}, "doesn't continue"), ({"ids": [1, *IDS]}, "doesn't continue"), ({"context": 64}, "context=64"),
+        ({"kv": "int8"}, "kv='int8'"), ({"ids": [i % 97 for i in IDS * 2]}, "the context holds 64"),
+    ],
+)  # fmt: skip
+def test_runs_that_do_not_fit_are_refused(model, options, why):
+    prefix = Prefix(model, IDS[:20], 64)
+    with pytest.raises(ModelError, match=why):
+        generate(model, "roundtrip", **{"ids": IDS[:21], "prefix": prefix, **options})
+
+
+def test_prefixes_that_cannot_be(model):
+    other = make(model.device, SMALL)
+    with pytest.raises(ModelError, match="another model fed it"):
+        generate(other, "roundtrip", prefix=Prefix(model, IDS[:20], 64))
+    with pytest.raises(ModelError, match="it has no tokens"):
+        Prefix(model, [], 64)
+    gc.collect()
+    before = model.device.memory().allocated_bytes
+    with pytest.raises(ModelError, match="room for 8"):
+        Prefix(model, IDS, 8)
+    assert model.device.memory().allocated_bytes == before
+
+
+def test_one_run_at_a_time(model):
+    prefix = Prefix(model, IDS[:20], 64)
+    with prefix.in_use(), pytest.raises(ModelError, match="another run uses it"):
+        generate(model, "roundtrip", IDS[:21], prefix=prefix)
+    assert generate(model, "roundtrip", IDS[:21], prefix=prefix).tokens

@@ -1,0 +1,71 @@
+"""`Prefix`: the beginning of a prompt, fed once, from which several runs of `generate` start."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from toolkit.core.errors import ModelError
+from toolkit.models.cache import Cache
+from toolkit.models.model import Model
+
+
+class Prefix:
+    """The first tokens of a prompt in a cache. `generate(model, prompt, prefix=prefix)` feeds only the rest of the prompt.
+
+    After each run the cache is rolled back, so that the next run starts from the same state. `free` frees the cache; until then
+    `kept_bytes` of device memory hold copies of the sliding windows and recurrent states, for the rollback.
+    """
+
+    def __init__(self, model: Model, ids: Sequence[int], context: int, *, kv: str | None = None, chunk: int = 512) -> None:
+        """Feed `ids`, `chunk` tokens at a time, to a new cache for `context` tokens; `kv` as in `generate`.
+
+        Raises ModelError if `ids` is empty or the cache is too small, and torch.OutOfMemoryError.
+        """
+        if not ids:
+            raise ModelError("a prefix", "it has no tokens", "Give at least one token id")
+        self.model, self.ids = model, tuple(ids)
+        self._lock = threading.Lock()
+        with torch.no_grad():
+            self.cache = model.new_cache(context) if kv is None else model.new_cache(context, kv)
+            try:
+                stop = 0
+                for part in torch.tensor([self.ids]).to(model.device.torch).split(chunk, 1):
+                    start, stop = stop, stop + part.shape[1]
+                    model.advance(model.embed(part), self.cache.slots[start:stop], self.cache, stop)
+                before = model.device.memory().allocated_bytes
+                self.cache.checkpoint()
+                self.kept_bytes = model.device.memory().allocated_bytes - before
+            except BaseException:
+                self.cache.free()
+                raise
+
+    def check(self, model: Model, ids: Sequence[int], context: int | None, kv: str | None) -> int:
+        """Return the size of the cache. Raises ModelError unless a run of `model` on the prompt `ids` can start here."""
+        if context is not None or kv is not None:
+            found = f"context={context!r}, kv={kv!r}"
+            raise ModelError("a run with a prefix", found, "Leave them out, because the prefix brings its own cache")
+        if model is not self.model:
+            raise ModelError("a run with a prefix", "another model fed it", "Make a prefix with this model")
+        if tuple(ids[: len(self.ids)]) != self.ids or len(ids) == len(self.ids):
+            found = f"the prompt of {len(ids):,} tokens doesn't continue the {len(self.ids):,} tokens of the prefix"
+            raise ModelError("a run with a prefix", found, "Give a prompt that begins with the prefix and is longer")
+        return self.cache.context
+
+    @contextmanager
+    def in_use(self) -> Iterator[Cache]:
+        """Return the cache for one run, and roll it back afterwards. Raises ModelError while another run uses it."""
+        if not self._lock.acquire(blocking=False):
+            raise ModelError("a run with a prefix", "another run uses it now", "Run one after the other, or make two prefixes")
+        try:
+            yield self.cache
+        finally:
+            self.cache.rollback(len(self.ids))
+            self._lock.release()
+
+    def free(self) -> None:
+        """Free the device memory of the cache."""
+        self.cache.free()
