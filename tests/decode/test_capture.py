@@ -115,6 +115,21 @@ def test_a_model_that_reads_from_the_device_cannot_be_captured(model, monkeypatc
 
 
 @pytest.mark.parametrize("name", CAPTURED)
+def test_fallback_goes_on_without_graphs_and_says_so(model, name, monkeypatch):
+    expected = generate(model, "roundtrip").tokens
+    assert generate(model, name, fallback=True).fallback is None
+    advance = model.advance
+    monkeypatch.setattr(model, "advance", lambda x, *rest: advance(x, *rest) * float(x.abs().sum().item() >= 0))
+    run = generate(model, name, fallback=True)
+    assert run.tokens == expected
+    assert "Tensor.item() waits for the device" in run.fallback
+    assert "without graphs" in repr(run)
+    cpu = generate(make(tk.device("cpu")), name, fallback=True)
+    assert cpu.tokens == expected
+    assert "cpu has no graphs" in cpu.fallback
+
+
+@pytest.mark.parametrize("name", CAPTURED)
 def test_out_of_memory_midway(model, name):
     gc.collect()
     torch.vgpu.empty_cache()

@@ -21,8 +21,8 @@ from toolkit.decode.parts import READBACKS, Readback
 from toolkit.decode.prefix import Prefix
 from toolkit.decode.run import Run, tokens_per_s
 from toolkit.decode.sampling import Sampling
-from toolkit.decode.step import Step
-from toolkit.decode.strategies import STRATEGIES, OwnLoop, Strategy, check_capture, find_strategy, strategies_of
+from toolkit.decode.step import Fallback, Step
+from toolkit.decode.strategies import STRATEGIES, OwnLoop, Strategy, find_strategy, strategies_of
 from toolkit.models.cache import Cache
 from toolkit.models.cache_codes import check_kv
 from toolkit.models.model import Model
@@ -49,6 +49,7 @@ def generate(
     kv: str | None = None,
     prefix: Prefix | None = None,
     prefill_chunk: int = 512,
+    fallback: bool = False,
     eos: Collection[int] | None = None,
     on_token: Callable[[int, str], None] | None = None,
     cancel: threading.Event | None = None,
@@ -70,6 +71,8 @@ def generate(
             model's dtype. Layers with a sliding window are small and always keep the model's dtype.
         prefix: A `Prefix` that holds the beginning of the prompt and the cache. Only the rest of the prompt is fed.
         prefill_chunk: The number of prompt tokens that are fed at a time.
+        fallback: Whether a strategy that captures graphs goes on without them if it can't capture this model on this device.
+            `Run.fallback` then holds the reason. Default: an error.
         eos: The token ids that end the text. Default: the model's own; `()` for none.
         on_token: Called as `on_token(id, text)` on this thread as soon as the host knows a token. Text that may be the
             beginning of a stop string is passed with a later token.
@@ -77,8 +80,8 @@ def generate(
         record: Whether to record a trace. On a real GPU recording costs time.
         lines: Whether to record the source line of each copy, which costs time, too.
 
-    Raises ModelError for an invalid prompt or option, UnknownNameError for an unknown strategy or `kv`, and ToolkitError for a
-    strategy that captures graphs if the device or the model doesn't support that.
+    Raises ModelError for an invalid prompt or option, UnknownNameError for an unknown strategy or `kv`, and DeviceError if the
+    strategy captures graphs and the device, the model or one of its operations doesn't support that.
     """
     strategy = find_strategy(decode, {**STRATEGIES, **strategies_of(model)})
     sampling = Sampling(temperature, top_k, top_p, seed, min_p, repetition_penalty, logit_bias or {})
@@ -97,13 +100,14 @@ def generate(
     cancel = cancel or threading.Event()
     device, text = model.device, _Text(model, ends, stops, on_token)
     known_ns: list[int] = []
+    fallen = Fallback(fallback)
     recording = device.record(lines=lines) if record else nullcontext()
     if isinstance(strategy, OwnLoop):
         learnt, late = strategy.run(ids, limit, sampling, ends, cancel), False
     else:
-        check_capture(model, strategy)
+        fallen.check(model, strategy)
         about = _About(ids, limit, context, kv, prefix, prefill_chunk, ends, AHEAD if stops else None)
-        learnt, late = _decode(model, strategy, sampling, about, cancel), strategy.readback == "overlap"
+        learnt, late = _decode(model, strategy, sampling, about, cancel, fallen), strategy.readback == "overlap"
     with recording as trace, torch.no_grad(), closing(learnt):
         for token, at_ns in learnt:
             known_ns.append(at_ns)
@@ -120,6 +124,7 @@ def generate(
         clock=device.clock,
         device=device.name,
         recorded=trace,
+        fallback=fallen.reason,
     )
 
 
@@ -176,7 +181,7 @@ class _About:
 
 
 def _decode(
-    model: Model, strategy: Strategy, sampling: Sampling, about: _About, cancel: threading.Event
+    model: Model, strategy: Strategy, sampling: Sampling, about: _About, cancel: threading.Event, fallback: Fallback
 ) -> Generator[tuple[int, int], None, None]:
     """Yield up to `limit` pairs (token id, time in ns) as soon as the host knows each token. `close()` frees the memory."""
     device = model.device
@@ -186,21 +191,20 @@ def _decode(
     try:
         with device.step(0, "prefill"):
             cache = used.enter_context(_own_cache(model, about) if about.prefix is None else about.prefix.in_use())
-            step = Step(model, strategy, sampling, cache, about.ids, about.limit)
-            loops = strategy.capture == "loop" and about.limit > 1  # a single token needs no loop
-            if loops:
+            step = Step(model, strategy, sampling, cache, about.ids, about.limit, fallback)
+            if step.loops:
                 step.warm_up()
             token = step.prefill(about.chunk, cancel)
             if token is None:
                 return
-            if loops:
-                loop = step.capture_loop()
-            else:
+            loop = step.capture_loop()
+            if loop is None:
                 readback = READBACKS[strategy.readback](device.torch)
                 known = readback.after(token)
-        if readback is None:
+        if loop is not None:
             yield from loop.run(about.limit, about.ends, cancel.is_set, about.ahead)
             return
+        assert readback is not None
         if known is not None:
             yield known, device.now_ns()
         yield from _steps(step, readback, known, about.limit, cancel)

@@ -48,6 +48,7 @@ class Run:
     clock: str  # "measured" | "modelled"
     device: str
     recorded: Trace | None = field(default=None, repr=False)
+    fallback: str | None = None  # why the run went on without the graphs of its strategy, if it did
 
     @property
     def trace(self) -> Trace:
@@ -80,7 +81,8 @@ class Run:
 
     def _summary(self) -> str:
         rate = "" if self.tok_per_s is None else f", {self.tok_per_s:.4g} tok/s {self.clock}"
-        return f"{self.strategy} on {self.device}, {len(self.tokens)} tokens, stopped by {self.stop_reason}{rate}"
+        name = self.strategy if self.fallback is None else f"{self.strategy} without graphs ({self.fallback})"
+        return f"{name} on {self.device}, {len(self.tokens)} tokens, stopped by {self.stop_reason}{rate}"
 
     def _shown_text(self) -> str:
         text = self.text or " ".join(map(str, self.tokens))

@@ -9,12 +9,34 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from toolkit.core.errors import DeviceError
 from toolkit.decode.parts import INPUTS, POSITIONS, Positions
 from toolkit.decode.sampling import Sampler, Sampling
-from toolkit.decode.strategies import Strategy
+from toolkit.decode.strategies import Strategy, check_capture
 from toolkit.gpu.device import Graph, Loop
 from toolkit.models.cache import Cache
 from toolkit.models.model import Model
+
+
+class Fallback:
+    """Whether a run may go on without the graphs of its strategy, and why it did."""
+
+    def __init__(self, allowed: bool) -> None:
+        self.allowed = allowed
+        self.reason: str | None = None
+
+    def check(self, model: Model, strategy: Strategy) -> None:
+        """Check that `strategy` can capture graphs of `model`, if it has to."""
+        try:
+            check_capture(model, strategy)
+        except DeviceError as error:
+            self.use(error)
+
+    def use(self, error: DeviceError) -> None:
+        """Go on without graphs because of `error`; raises it if that isn't allowed."""
+        if not self.allowed:
+            raise error
+        self.reason = str(error)
 
 
 class Step:
@@ -29,10 +51,11 @@ class Step:
     """
 
     def __init__(
-        self, model: Model, strategy: Strategy, sampling: Sampling, cache: Cache, ids: Sequence[int], limit: int
-    ) -> None:
+        self, model: Model, strategy: Strategy, sampling: Sampling, cache: Cache, ids: Sequence[int], limit: int,
+        fallback: Fallback,
+    ) -> None:  # fmt: skip
         """Prepare to generate `limit` tokens after the prompt `ids`. `cache` may hold the first tokens of the prompt."""
-        self.model, self.strategy, self.cache = model, strategy, cache
+        self.model, self.strategy, self.cache, self._fallback = model, strategy, cache, fallback
         self._held = cache.length
         self.device = model.device
         self._ids, self._limit = torch.tensor([ids]), limit
@@ -77,10 +100,11 @@ class Step:
         turn = number % self.turns
         self._inputs.stage(known)
         self._positions.stage(number)
-        if self.strategy.capture == "none" or number == 1:
+        graph = self._graph(turn) if self.strategy.capture == "step" and number > 1 else None
+        if graph is None:
             self.launch(turn)
         else:
-            self._graph(turn).replay()
+            graph.replay()
 
     @property
     def nodes(self) -> int | None:
@@ -100,9 +124,18 @@ class Step:
         self.cache.rollback(self._held)
         self._positions = self._first_positions()
 
-    def capture_loop(self) -> Loop:
-        """Return the loop that generates all tokens after the first one. Call `warm_up` before the prefill."""
-        self._loop = self.device.capture_loop(partial(self.launch, 0), self.tokens[0])
+    @property
+    def loops(self) -> bool:
+        """Whether the device repeats the step. A run of a single token needs no loop."""
+        return self.strategy.capture == "loop" and self._limit > 1 and self._fallback.reason is None
+
+    def capture_loop(self) -> Loop | None:
+        """Return the loop that generates all tokens after the first one, or None. It needs a `warm_up` before the prefill."""
+        if self.loops:
+            try:
+                self._loop = self.device.capture_loop(partial(self.launch, 0), self.tokens[0])
+            except DeviceError as error:
+                self._fallback.use(error)
         return self._loop
 
     def free(self) -> None:
@@ -116,10 +149,13 @@ class Step:
             self._loop.free()
             self._loop = None
 
-    def _graph(self, turn: int) -> Graph:
-        if turn not in self._graphs:
-            self._graphs[turn] = self.device.capture(partial(self.launch, turn))
-        return self._graphs[turn]
+    def _graph(self, turn: int) -> Graph | None:
+        if turn not in self._graphs and self._fallback.reason is None:
+            try:
+                self._graphs[turn] = self.device.capture(partial(self.launch, turn))
+            except DeviceError as error:
+                self._fallback.use(error)
+        return self._graphs.get(turn)
 
     def _sample_from(self, logits: Tensor, turn: int) -> None:
         """Choose the token of slot `turn` from `logits` [vocab], or keep them for `finish`."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from toolkit.core.errors import ToolkitError, unknown_name
+from toolkit.core.errors import DeviceError, ToolkitError, unknown_name
 from toolkit.models.model import Model
 
 
@@ -103,11 +103,11 @@ def strategies_of(model: Model) -> Known:
 
 
 def check_capture(model: Model, strategy: Strategy) -> None:
-    """Raise ToolkitError if `strategy` captures graphs, and the device or the model doesn't support that."""
+    """Raise DeviceError if `strategy` captures graphs, and the device or the model doesn't support that."""
     why = None if strategy.capture == "none" else _why_not_captured(model)
     if why is not None:
-        do = f"Use decode={STRATEGIES['double-buffered'].name!r}, which captures nothing"
-        raise ToolkitError(f"decoding with {strategy.name!r}", why, do)
+        do = 'Use decode="double-buffered", or fallback=True to go on without graphs'
+        raise DeviceError(f"decoding with {strategy.name!r}", why, do)
 
 
 def _why_not_captured(model: Model) -> str | None:

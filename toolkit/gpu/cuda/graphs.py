@@ -104,5 +104,5 @@ def _abandon(graph: Any, device: torch.device) -> None:
     except RuntimeError:
         index = torch.cuda.current_device() if device.index is None else device.index
         for undo in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
-            with suppress(RuntimeError):
+            with suppress(RuntimeError, AttributeError):  # private functions
                 undo(index, graph.pool())
