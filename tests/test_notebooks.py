@@ -102,9 +102,40 @@ ANSWERS = {
         ('my_prediction = {"MiB": None}', 'my_prediction = {"MiB": 518 + 2}'),
         ('my_prediction = {"pieces": None}', 'my_prediction = {"pieces": 3}'),
     ],
+    "06_decode_faster": [
+        ('my_prediction = {"slower side": None}', 'my_prediction = {"slower side": "the host"}'),
+        (
+            'my_prediction = {"times fewer bytes": None, "step": None}',
+            'my_prediction = {"times fewer bytes": 4 * model.config.vocab_size / 8, "step": "about as long"}',
+        ),
+        ('my_prediction = {"step": None}', 'my_prediction = {"step": "about as long"}'),
+        (
+            'my_prediction = {"H2D": None, "D2H": None, "kernels": None}',
+            'my_prediction = step_table(roundtrip)[["H2D", "D2H", "kernels"]].iloc[0].to_dict()',
+        ),
+        ('my_prediction = {"host waits": None}', 'my_prediction = {"host waits": "longer"}'),
+        (
+            'my_prediction = {"step, µs": None}',
+            'my_prediction = {"step, µs": step_facts(roundtrip_captured)["GPU works, µs"]}',
+        ),
+        ('my_prediction = {"D2H": None, "step": None}', 'my_prediction = {"D2H": 0, "step": "about as long"}'),
+        (
+            'my_prediction = {"roundtrip": None, "cuda-graph": None}',
+            'my_prediction = {"roundtrip": 0, "cuda-graph": 1}',
+        ),
+        ('my_prediction = {"first step": None}', 'my_prediction = {"first step": "later"}'),
+        (
+            'my_prediction = {"times shorter": None}',
+            (
+                "here = step_facts(large_roundtrip, step=2)\n"
+                'my_prediction = {"times shorter": here["step, µs"] / here["GPU works, µs"]}'
+            ),
+        ),
+        ("return strategy  # write your version here", 'return replace(strategy, readback="wait")'),
+    ],
 }
 # What is checked where something is to be written: it is told as it is, too.
-EXERCISES = ("h2d copies", "wrong configs left", "bytes in the graph")
+EXERCISES = ("h2d copies", "wrong configs left", "bytes in the graph", "fields changed")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,6 +1,27 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
+import toolkit as tk
+from toolkit.models.shapes import SHAPES
 from toolkit.ui.lessons.checks import check
+from toolkit.ui.lessons.decode_faster import (
+    CHANGES,
+    QUESTIONS,
+    ask,
+    change,
+    prefill_us,
+    step_facts,
+    step_table,
+    steps_of,
+    timeline_of_step,
+)
+
+LESSON = Path(__file__).parent.parent.parent / "notebooks" / "06_decode_faster.ipynb"
 
 
 def test_an_open_prediction_is_asked_for_and_not_answered():
@@ -33,3 +54,88 @@ def test_what_is_no_number_is_not_right(value):
     verdict = check({"h2d": value}, {"h2d": 2}, why="because")
     assert not verdict.right
     assert "wrong: h2d" in repr(verdict)
+
+
+def test_the_first_wrong_prediction_gets_a_hint_and_another_one_the_answer():
+    hint = "two directions"
+    first, again, second = (check({"copies": n}, {"copies": 3}, why="because", hint=hint) for n in (1, 1, 2))
+    assert repr(first) == repr(again) == "wrong: copies - you said 1\nHint: two directions"
+    assert repr(second) == "wrong: copies - you said 2, the trace says 3\nbecause"
+    assert repr(check({"copies": 3}, {"copies": 3}, why="because", hint=hint)).endswith("the trace says 3\nbecause")
+
+
+def test_a_choice_is_compared_as_text():
+    asked = {"choices": CHANGES, "why": "because"}
+    assert check({"step": "longer"}, {"step": "longer"}, **asked).right
+    assert repr(check({"step": "longer"}, {"step": "shorter"}, **asked)).startswith("wrong: step - you said longer")
+    unknown = check({"step": "much longer"}, {"step": "longer"}, **asked)
+    assert repr(unknown) == "'much longer' is not one of the choices: 'shorter', 'about as long', 'longer'."
+    assert not check({"step": 1}, {"step": "longer"}, **asked).right
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """One run of each strategy of the lesson, by its name."""
+    model = tk.load("demo/qwen3", device=tk.device("virtual:h200"), progress=False)
+    captured = replace(tk.STRATEGIES["roundtrip"], name="roundtrip, captured", capture="step")
+    strategies = [*tk.STRATEGIES.values(), captured]
+    return {each.name: tk.generate(model, "The capital of France is", each, max_new_tokens=12) for each in strategies}
+
+
+def test_the_figures_of_a_step_are_those_of_its_trace(runs):
+    for run in runs.values():
+        facts, marks = step_facts(run), {mark.step: mark for mark in run.trace.marks()}
+        rows = run.trace.to_pandas().query("step == 8")
+        assert facts["step, µs"] == round((marks[9].start_ns - marks[8].start_ns) / 1e3, 1)
+        assert facts["GPU works, µs"] == round(rows[rows["kind"] == "kernel"]["dur_ns"].sum() / 1e3, 1)
+        assert facts["host waits, µs"] == round(rows[rows["kind"] == "sync"]["dur_ns"].sum() / 1e3, 1)
+        assert [facts[name] for name in ("kernels", "H2D", "D2H", "D2D")] == [
+            int((rows["kind"] == kind).sum()) for kind in ("kernel", "h2d", "d2h", "d2d")
+        ]
+        assert prefill_us(run) == (marks[1].start_ns - marks[0].start_ns) / 1e3
+        assert steps_of(run) == 11
+
+
+def test_the_steps_of_the_lesson_are_in_the_steady_state(runs):
+    for run in runs.values():
+        table = [list(step_facts(run, step).values()) for step in (5, 8, 10)]
+        assert table[0] == pytest.approx(table[1], rel=0.02, abs=0.2)
+        assert table[1] == pytest.approx(table[2], rel=0.02, abs=0.2)
+
+
+def test_the_timeline_of_a_step_holds_nothing_else(runs):
+    shown = timeline_of_step(runs["roundtrip"], runs["whole-loop"], last=9)
+    assert [track.title for track in shown.scene.tracks] == ["roundtrip", "whole-loop"]
+    assert [list(track.steps[:, 0]) for track in shown.scene.tracks] == [[8, 9], [8, 9]]
+    assert all(set(track.trace["step"].tolist()) == {8, 9} for track in shown.scene.tracks)
+
+
+def test_explanations_of_decode_faster_are_true(runs):
+    """What the explanations say of the figures that the learner sees."""
+    table = step_table(*runs.values())
+    step, works, waits = (table[f"{name}, µs"] for name in ("step", "GPU works", "host waits"))
+    assert step["roundtrip"] - works["roundtrip"] > step["roundtrip"] / 2  # "most of the time, the GPU waits"
+    assert abs(table["kernels"]["roundtrip"] - table["kernels"]["host-sampling"]) <= 1  # "about as many kernels"
+    assert 4 * SHAPES["gemma4-31b"].config["vocab_size"] == 1 << 20  # "1 MiB"
+    assert waits["roundtrip"] < 0.1 * step["roundtrip"]  # "the host hardly waits"
+    assert table["kernels"]["roundtrip, captured"] == table["kernels"]["roundtrip"]  # "the same kernels"
+    assert waits["roundtrip, captured"] == pytest.approx(works["roundtrip, captured"], rel=0.2)  # "as long as the kernels run"
+    assert table["kernels"]["whole-loop"] == table["kernels"]["cuda-graph"] + 1  # "plus the small one that publishes the token"
+    late = [prefill_us(runs[name]) - prefill_us(runs["roundtrip"]) for name in ("cuda-graph", "whole-loop")]
+    assert abs(late[0]) < 0.1 * prefill_us(runs["roundtrip"])  # "captures later"
+    assert late[1] < 5 * (step["roundtrip"] - step["whole-loop"])  # "a few tokens make up for a capture"
+    assert step_facts(runs["cuda-graph"], 3)["step, µs"] > 2 * step_facts(runs["cuda-graph"], 4)["step, µs"]  # "third step"
+    assert change(10, 9.5) == "about as long"
+
+
+def test_the_notebook_asks_every_question_and_holds_no_explanation():
+    cells = json.loads(LESSON.read_text())["cells"]
+    code = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    assert [name for name in QUESTIONS if code.count(f'ask("{name}"') != 1] == []
+    assert code.count("ask(") == len(QUESTIONS)
+    assert "why=" not in code
+    assert "hint=" not in code
+    for name, question in QUESTIONS.items():
+        assert question.hint
+        wrong = {"x": question.choices[0]} if question.choices else {"x": 1}
+        assert "Hint" in repr(ask(name, wrong, {"x": 2}))

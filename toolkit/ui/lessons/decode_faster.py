@@ -1,0 +1,176 @@
+"""The lesson "Decode faster": figures and timeline of one decode step, and the hints and explanations of its questions.
+
+The explanations are here and not in the notebook, so that nobody reads an answer before trying.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from textwrap import fill
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from toolkit.decode.run import Run
+from toolkit.trace.columns import COPY_KINDS
+from toolkit.ui.lessons.checks import Verdict, check
+from toolkit.ui.timeline.widget import Timeline
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+WIDTH = 110  # of a line of an explanation, in characters
+STEP = 8  # graphs are captured in steps 2 and 3; from step 5 on, all steps of a run are alike
+SHORTER, SAME, LONGER = CHANGES = ("shorter", "about as long", "longer")
+
+
+class Question(NamedTuple):
+    """The texts of a question: a hint for a wrong prediction, and the explanation of the answer."""
+
+    hint: str
+    why: str
+    within: float = 0.0
+    choices: tuple[str, ...] = ()
+
+
+QUESTIONS = {
+    "who is slower": Question(
+        "Is the GPU idle for most of the step, or does it work? If it is idle, which side does it wait for?",
+        "The model is small, so its kernels are short. To launch a kernel, the host runs the Python code of the "
+        "layer, allocates the result and calls the driver, and that takes longer than the kernel. Most of the time, "
+        "the GPU waits for its next kernel.",
+        choices=("the host", "the GPU"),
+    ),
+    "fewer bytes": Question(
+        "A row of logits has one float32 number for each token of the vocabulary, and a token id is one int64 number. "
+        "Then compare such a copy with everything else that the host does in a step.",
+        "Far fewer bytes cross, and the step still takes as long. A small copy costs its start and its wait, not its "
+        "bytes. The host launches about as many kernels as before, and the launches take the time. In a model with a "
+        "large vocabulary, the bytes count: a row of logits of Gemma 4 has 1 MiB.",
+        choices=CHANGES,
+    ),
+    "no wait": Question(
+        "The first table has a row for the time in which the host waits. Hiding a wait can't save more than that.",
+        "Double buffering hides the time in which the host waits for the GPU. But here the host hardly waits: when it "
+        "asks for the token, the GPU has run nearly all kernels. There is nothing to hide.",
+        choices=CHANGES,
+    ),
+    "captured": Question(
+        "The GPU computes the same numbers as before. The token and its position still come from the host, and are "
+        "copied before the graph is launched.",
+        "A graph takes away launches, not kernels: the GPU runs the same kernels, but the host launches them all with "
+        "one call. The copies are not in the graph, so there are as many as before.",
+    ),
+    "wait in a graph": Question(
+        "What does the host do after it has launched the graph? And what does the GPU do at that time?",
+        "After one launch, the host can only wait for the token, for about as long as the kernels run. A long wait "
+        "doesn't mean that waiting costs time. It means that the host is ahead, and that the GPU sets the speed.",
+        choices=CHANGES,
+    ),
+    "step of cuda-graph": Question(
+        "If the GPU never waits for the host, a step takes as long as its kernels. The table above has that time.",
+        "The host launches the next graph while the GPU still runs this one, so the GPU needn't wait between two "
+        "steps. A step takes as long as its kernels, plus the short pauses between the kernels of a graph.",
+        within=0.2,
+    ),
+    "the loop": Question(
+        "The GPU writes its tokens to memory of the host from inside a kernel, and that is not a copy. And who set "
+        "the speed of `cuda-graph`: the host or the GPU?",
+        "The last copy is gone, and so is the host's work. The step isn't shorter: the GPU already set the speed of "
+        "`cuda-graph`, and here it runs the same kernels, plus the small one that publishes the token and decides "
+        "whether to go on. What the loop buys is independence: it no longer matters how slow the host is, or what "
+        "else it does.",
+        choices=CHANGES,
+    ),
+    "in vain": Question(
+        "When the host learns the last token of the text, which step has it already launched?",
+        "`roundtrip` learns each token before it launches the next step. `cuda-graph` learns each token one step "
+        "late: when the host sees that the text has ended, one more step has been launched.",
+    ),
+    "first step": Question(
+        "What must happen before a graph can be launched for the first time?",
+        "The loop is captured before the first decode step. Its kernels must be compiled by then, so it also runs one "
+        "step on the empty cache. `cuda-graph` captures later, in its second and third step. A few tokens make up for "
+        "a capture, but an answer of a single token needs no graph.",
+        choices=("earlier", "at about the same time", "later"),
+    ),
+    "large model": Question(
+        "In the shortest possible step, the GPU works all the time. The table has the time of the step and the time "
+        "of its kernels.",
+        "The more bytes a step reads, the longer its kernels run, and the less the host matters. Without the host, a "
+        "step takes about as long as its kernels. Capturing can't save more than that: only faster kernels or fewer "
+        "bytes can.",
+        within=0.1,
+    ),
+    "one field": Question(
+        "The field `readback` says how a token gets to the host. Section 4 changes a field with `replace`.",
+        "The host waits for each token again, and nothing else differs. The table below splits the way from a "
+        "captured `roundtrip` to `cuda-graph` into two: without the uploads of token and position, and without the "
+        "wait.",
+    ),
+}
+
+
+def ask(
+    question: str, predicted: Mapping[str, float | str | None], found: Mapping[str, float | str], who: str = "the trace"
+) -> Verdict:
+    """Check a prediction: the first wrong one gets a hint, and the answer comes with its explanation."""
+    about = QUESTIONS[question]
+    hint, why = fill(about.hint, WIDTH), fill(about.why, WIDTH)
+    return check(predicted, found, why, about.within, who, hint, about.choices)
+
+
+def change(before: float, after: float, names: tuple[str, str, str] = CHANGES) -> str:
+    """Return whether `after` is at least 10 % shorter or longer than `before`, in the words of `names`."""
+    return names[0] if after < 0.9 * before else names[2] if after > 1.1 * before else names[1]
+
+
+def step_facts(run: Run, step: int = STEP) -> dict[str, float]:
+    """Return figures of one decode step, with times in µs and counts of kernels and copies.
+
+    "step" is the time from its beginning on the host to the beginning of the next step. "GPU works" is the time in which at
+    least one kernel of the step runs, and "GPU idle" is the rest of the step. "host waits" is the time in which the host waits
+    for the GPU.
+    """
+    row, begin = run.copies().set_index("step").loc[step], _begins(run)
+    kernels = run.trace.select(run.trace.is_kind("kernel") & (run.trace["step"] == step))
+    order = np.argsort(kernels["start_ns"], kind="stable")
+    start, end = kernels["start_ns"][order], (kernels["start_ns"] + kernels["dur_ns"])[order]
+    before = np.maximum.accumulate(np.concatenate([start[:1], end[:-1]]))
+    step_us, works_us = (begin[step + 1] - begin[step]) / 1e3, int(np.maximum(end - np.maximum(start, before), 0).sum()) / 1e3
+    times = {
+        "step, µs": step_us, "GPU works, µs": works_us, "GPU idle, µs": step_us - works_us,
+        "host waits, µs": 1e6 * float(row["host_wait_s"]),
+    }  # fmt: skip
+    counts = {kind.upper(): int(row[f"{kind}_count"]) for kind in COPY_KINDS}
+    return {**{name: round(us, 1) for name, us in times.items()}, "kernels": int(row["kernels"]), **counts}
+
+
+def step_table(*runs: Run, step: int = STEP) -> pd.DataFrame:
+    """Return the figures of one decode step of each run, one row per run."""
+    import pandas as pd
+
+    return pd.DataFrame([step_facts(run, step) for run in runs], index=[run.strategy for run in runs])
+
+
+def prefill_us(run: Run) -> float:
+    """Return the time in µs from the beginning of the run to its first decode step."""
+    begin = _begins(run)
+    return (begin[1] - begin[0]) / 1e3
+
+
+def steps_of(run: Run) -> int:
+    """Return the number of decode steps that the device computed."""
+    return sum(mark.name == "decode" for mark in run.trace.marks())
+
+
+def timeline_of_step(run: Run, other: Run | None = None, first: int = STEP, last: int = STEP) -> Timeline:
+    """Return the timeline of one decode step, or of the steps `first` to `last`, of one run or two."""
+    runs = [run] if other is None else [run, other]
+    parts = [one.trace.select((one.trace["step"] >= first) & (one.trace["step"] <= last)) for one in runs]
+    return Timeline(*parts, titles=tuple(one.strategy for one in runs))
+
+
+def _begins(run: Run) -> dict[int, int]:
+    """Return the time in ns at which each step began on the host, by its number."""
+    return {mark.step: mark.start_ns for mark in run.trace.marks()}
