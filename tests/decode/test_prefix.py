@@ -29,6 +29,8 @@ def test_every_strategy_goes_on_from_a_prefix(name):
     gc.collect()
     before = model.device.memory().allocated_bytes
     prefix = Prefix(model, IDS[:-1], len(IDS) + 8, chunk=16)
+    assert prefix.kept_bytes is None
+    assert generate(model, "roundtrip", prefix=prefix).tokens == exact
     assert (prefix.kept_bytes > 0) == (name != "demo/qwen3")
     held = model.device.memory().allocated_bytes
     for strategy in [*STRATEGIES, *STRATEGIES]:

@@ -16,8 +16,8 @@ from toolkit.models.model import Model
 class Prefix:
     """The first tokens of a prompt in a cache. `generate(model, prompt, prefix=prefix)` feeds only the rest of the prompt.
 
-    After each run the cache is rolled back, so that the next run starts from the same state. `free` frees the cache; until then
-    `kept_bytes` of device memory hold copies of the sliding windows and recurrent states, for the rollback.
+    After each run the cache is rolled back, so that the next run starts from the same state. For that, copies of the sliding
+    windows and recurrent states are made before the first run; they take `kept_bytes` of device memory until `free`.
     """
 
     def __init__(self, model: Model, ids: Sequence[int], context: int, *, kv: str | None = None, chunk: int = 512) -> None:
@@ -28,6 +28,7 @@ class Prefix:
         if not ids:
             raise ModelError("a prefix", "it has no tokens", "Give at least one token id")
         self.model, self.ids = model, tuple(ids)
+        self.kept_bytes: int | None = None  # None before the first run
         self._lock = threading.Lock()
         with torch.no_grad():
             self.cache = model.new_cache(context) if kv is None else model.new_cache(context, kv)
@@ -36,9 +37,6 @@ class Prefix:
                 for part in torch.tensor([self.ids]).to(model.device.torch).split(chunk, 1):
                     start, stop = stop, stop + part.shape[1]
                     model.advance(model.embed(part), self.cache.slots[start:stop], self.cache, stop)
-                before = model.device.memory().allocated_bytes
-                self.cache.checkpoint()
-                self.kept_bytes = model.device.memory().allocated_bytes - before
             except BaseException:
                 self.cache.free()
                 raise
@@ -61,9 +59,14 @@ class Prefix:
         if not self._lock.acquire(blocking=False):
             raise ModelError("a run with a prefix", "another run uses it now", "Run one after the other, or make two prefixes")
         try:
+            if self.kept_bytes is None:
+                before = self.model.device.memory().allocated_bytes
+                self.cache.checkpoint()
+                self.kept_bytes = self.model.device.memory().allocated_bytes - before
             yield self.cache
         finally:
-            self.cache.rollback(len(self.ids))
+            if self.kept_bytes is not None:
+                self.cache.rollback(len(self.ids))
             self._lock.release()
 
     def free(self) -> None:

@@ -1,0 +1,150 @@
+"""The benchmark of decode speed: its records are complete on every device, and its parts measure what they say."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import toolkit as tk
+from toolkit.bench import decode_runs
+from toolkit.bench.decode import Bench, bench, main
+from toolkit.bench.decode_runs import breakdown, names_of
+from toolkit.core.errors import DeviceError, ToolkitError, UnknownNameError
+from toolkit.decode.strategies import STRATEGIES
+from toolkit.planning.costs import costs_of
+from toolkit.trace.events import TraceBuilder
+
+FIELDS = {
+    "tok_per_s", "spread", "tok_per_s_all", "peak_bytes", "host_us_per_step", "nodes", "first_token_s", "bandwidth_percent",
+    "kernels_per_step", "copies_per_step", "host_wait_us_per_step",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def record():
+    made = bench("virtual:h200", "demo/gemma4", None, [64, 100, 2000], tokens=10, generation=(19, 6))
+    return json.loads(json.dumps(made))
+
+
+def test_a_record_holds_every_context_and_strategy(record):
+    assert record["clock"] == "modelled"
+    assert (record["tokens"], record["repeats"]) == (10, 1)
+    short, longer, impossible = record["rows"]
+    assert "positions for 1,024" in impossible["why_not"]
+    for row in (short, longer):
+        assert list(row["strategies"]) == list(STRATEGIES)
+        assert row["prefill"]["tok_per_s"] == pytest.approx(row["context"] / row["prefill"]["seconds"])
+        for found in row["strategies"].values():
+            assert set(found) == FIELDS
+            assert found["bandwidth_percent"] == pytest.approx(100 * found["tok_per_s"] / row["limit_tok_per_s"])
+            assert found["first_token_s"] > row["prefill"]["seconds"] / 2
+    model = tk.load("demo/gemma4", "virtual:h200", progress=False)
+    assert longer["bytes_per_token"] == costs_of(model, 105).token_bytes
+    assert longer["bytes_per_token"] > short["bytes_per_token"]
+
+
+def test_strategies_differ_as_they_must(record):
+    found = record["rows"][0]["strategies"]
+    assert found["cuda-graph"]["tok_per_s"] > 1.5 * found["double-buffered"]["tok_per_s"]
+    assert found["cuda-graph"]["host_us_per_step"] < 20 < found["double-buffered"]["host_us_per_step"]
+    assert found["whole-loop"]["host_us_per_step"] < found["cuda-graph"]["host_us_per_step"]
+    assert found["cuda-graph"]["nodes"] == found["cuda-graph"]["kernels_per_step"]
+    assert found["whole-loop"]["nodes"] == found["whole-loop"]["kernels_per_step"]
+    assert found["roundtrip"]["nodes"] is None
+    copies = {name: [found[name]["copies_per_step"][kind]["count"] for kind in ("h2d", "d2d", "d2h")] for name in STRATEGIES}
+    assert copies["roundtrip"] == [2, 0, 1]
+    assert copies["position-on-device"] == [0, 1, 1]
+    assert copies["cuda-graph"] == copies["double-buffered"] == [0, 0, 1]
+    assert copies["whole-loop"] == [0, 0, 0]
+
+
+def test_copies_of_a_whole_generation(record):
+    whole = record["generation"]
+    assert (whole["prompt"], whole["decode"]) == (19, 6)
+    counts = {name: {kind: found[kind]["count"] for kind in found} for name, found in whole["copies"].items()}
+    assert counts["roundtrip"] == {"h2d": 1 + 2 * 6, "d2h": 1 + 6, "d2d": 0}
+    assert counts["position-on-device"] == {"h2d": 2, "d2h": 1 + 6, "d2d": 6}
+    assert whole["copies"]["roundtrip"]["h2d"]["bytes"] == 19 * 8 + 2 * 6 * 8
+
+
+def test_the_breakdown_adds_up(record):
+    found = record["rows"][0]["breakdown"]
+    assert found["strategy"] == "cuda-graph"
+    assert sum(row["us"] for row in found["kernels"]) + found["gap_us"] == pytest.approx(found["step_us"])
+    assert sum(row["count"] for row in found["kernels"]) == record["rows"][0]["strategies"]["cuda-graph"]["kernels_per_step"]
+    assert [row["us"] for row in found["kernels"]] == sorted((row["us"] for row in found["kernels"]), reverse=True)
+
+
+def test_the_breakdown_counts_overlaps_once():
+    trace = TraceBuilder()
+    for step in range(4, 8):
+        at = step * 100_000
+        for name, start, length in (("matmul", 0, 40_000), ("norm", 30_000, 20_000), ("norm", 60_000, 10_000)):
+            trace.add("kernel", at + start, length, step=step, stream=7, name=name)
+        trace.add("d2h", at + 80_000, 5_000, step=step, stream=8)
+    found = breakdown(trace.build({}))
+    assert found == {
+        "step_us": 100.0, "gap_us": 40.0,
+        "kernels": [{"name": "matmul", "count": 1, "us": 40.0}, {"name": "norm", "count": 2, "us": 20.0}],
+    }  # fmt: skip
+    assert breakdown(TraceBuilder().build({})) is None
+
+
+def test_all_timing_comes_before_all_recording(monkeypatch):
+    model = tk.load("demo/qwen3", "virtual:h200", progress=False)
+    order: list[bool] = []
+    generate = decode_runs.generate
+    monkeypatch.setattr(
+        decode_runs, "generate", lambda *a, record=True, **more: order.append(record) or generate(*a, record=record, **more)
+    )
+    Bench(model, ["double-buffered", "cuda-graph"], 8, 2, 512, None).run([16, 40])
+    assert order == sorted(order)
+    assert {True, False} == set(order)
+
+
+def test_a_strategy_that_fails_leaves_the_others(monkeypatch):
+    model = tk.load("demo/qwen3", "virtual:h200", progress=False)
+
+    def refuse(*arguments):
+        raise DeviceError("capturing", "it failed", "Don't")
+
+    monkeypatch.setattr(model.device, "capture", refuse)
+    (row,) = Bench(model, ["roundtrip", "cuda-graph", "whole-loop"], 8, 1, 512, None).run([16])
+    assert row["strategies"]["cuda-graph"] == {"why_not": "capturing: it failed. Don't"}
+    assert set(row["strategies"]["whole-loop"]) == set(row["strategies"]["roundtrip"]) == FIELDS
+    assert row["breakdown"]["strategy"] == "roundtrip"
+
+
+def test_sizes_suffice():
+    model = tk.load("random/qwen3-8b", "virtual:h200", scheme="q4_k_m", progress=False)
+    (row,) = Bench(model, ["cuda-graph"], 8, 1, 2048, None).run([3000])
+    found = row["strategies"]["cuda-graph"]
+    assert 30 < found["bandwidth_percent"] < 100
+    assert found["peak_bytes"] > 4.6e9
+    (coded,) = Bench(model, [], 8, 1, 2048, "int4").run([3000])
+    plain = 36 * 2 * 8 * 128 * 2 * 3004  # layers, keys and values, heads, size of a head, bytes, positions
+    assert row["bytes_per_token"] - costs_of(model, 3004).read_bytes == pytest.approx(plain, rel=0.01)
+    assert row["bytes_per_token"] - coded["bytes_per_token"] == pytest.approx(plain * (1 - 4.25 / 16), rel=0.05)
+
+
+def test_command_line(tmp_path, capsys):
+    out = tmp_path / "record.json"
+    options = ["--device", "cpu", "--context", "12", "--tokens", "6", "--repeats", "2", "--copies", "", "--out", str(out)]
+    assert main([*options, "--decode", "roundtrip,double-buffered"]) == 0
+    record = json.loads(out.read_text())
+    (row,) = record["rows"]
+    assert record["clock"] == "measured"
+    assert list(row["strategies"]) == ["roundtrip", "double-buffered"]
+    assert len(row["strategies"]["roundtrip"]["tok_per_s_all"]) == 2
+    assert row["strategies"]["roundtrip"]["bandwidth_percent"] is None
+    assert "| 12 | `roundtrip` |" in capsys.readouterr().out
+
+
+def test_names():
+    model = tk.load("demo/qwen3", "cpu", progress=False)
+    assert "cuda-graph" not in names_of(model, "all")
+    with pytest.raises(ToolkitError, match="no graphs"):
+        names_of(model, "cuda-graph")
+    with pytest.raises(UnknownNameError):
+        names_of(model, "rountrip")

@@ -1,0 +1,244 @@
+"""Measure how fast a model decodes under each strategy and at each context.
+
+    python -m toolkit.bench.decode --model random/gemma4-31b --scheme q4_k_m --context 64,8192 --out FILE.json
+    python -m toolkit.bench.decode --device virtual:h200 --model random/gemma4-31b --scheme q4_k_m --out FILE.json
+
+The context is the number of tokens before the decoding begins. All strategies share one prefill of a context. Rates are
+measured without recording, and before the first recording; then each strategy is recorded for a few steps, after a second
+prefill. On a virtual GPU all times are modelled, so that one short run of each suffices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkit.bench.decode_runs import (
+    ERRORS,
+    FEWEST_TOKENS,
+    breakdown,
+    first_token,
+    host_time,
+    names_of,
+    prefilled,
+    recorded,
+    timed,
+    whole_copies,
+)  # fmt: skip
+from toolkit.bench.record import about, write_record
+from toolkit.core.errors import ModelError
+from toolkit.decode.prefix import Prefix
+from toolkit.decode.strategies import STRATEGIES
+from toolkit.loading.loader import load
+from toolkit.models.model import Model
+from toolkit.planning.costs import costs_of
+from toolkit.planning.plans import sizes_of
+
+CONTEXTS = "64,8192,32640,131072"
+MODELLED_TOKENS = 16  # a modelled rate doesn't vary
+DIRECT = 2048  # up to this context, the first token is timed in whole runs; beyond, a run from the shared prefill is added
+
+
+class Bench:
+    """The benchmark of one model. `record` is filled context by context, so that an error late keeps what was measured."""
+
+    def __init__(self, model: Model, names: Sequence[str], tokens: int, repeats: int, chunk: int, kv: str | None) -> None:
+        self.model, self.names, self.chunk, self.kv = model, names, chunk, kv
+        modelled = model.device.clock == "modelled"
+        self.tokens, self.repeats = (min(tokens, MODELLED_TOKENS), 1) if modelled else (tokens, repeats)
+        spec = model.device.spec
+        self.read_bytes_per_s = spec.reached_bandwidth_bytes_per_s if spec else None
+
+    def run(self, contexts: Sequence[int]) -> list[dict[str, Any]]:
+        """Return a row per context. All timing comes before all recording."""
+        rows = []
+        for context in contexts:
+            row: dict[str, Any] = {"context": context}
+            rows.append(row)
+            try:
+                self._time(row)
+            except ERRORS as error:
+                row["why_not"] = f"{error}"
+        for row in rows:
+            if "why_not" not in row:
+                self._record(row)
+        return rows
+
+    def generation(self, prompt: int, decode: int) -> dict[str, Any]:
+        """Return the copies of one whole generation per strategy."""
+        ids = self._ids(prompt)
+        copies = {name: whole_copies(self.model, ids, name, decode) for name in self.names}
+        return {"prompt": prompt, "decode": decode, "copies": copies}
+
+    def _ids(self, n: int) -> list[int]:
+        """Return `n` token ids, the same in every run. Experts are chosen by the values, so the ids vary."""
+        return random.Random(0).choices(range(self.model.config.vocab_size), k=n)
+
+    def _room(self, context: int) -> int:
+        """Return the size of the cache for all runs after a prompt of `context` tokens."""
+        return context + max(self.tokens, FEWEST_TOKENS)
+
+    def _time(self, row: dict[str, Any]) -> None:
+        context = row["context"]
+        most = getattr(self.model, "context", self.model.config.max_position_embeddings)
+        if self._room(context) > most:
+            asked = f"decoding after {context:,} tokens"
+            raise ModelError(asked, f"the model has positions for {most:,}", "Give a shorter context")
+        ids = self._ids(context + 1)
+        prefix = self._prefill(row, ids[:-1])
+        try:
+            row |= self._bounds(context)
+            row["strategies"] = {name: self._strategy(row, prefix, ids, name) for name in self.names}
+        finally:
+            prefix.free()
+
+    def _prefill(self, row: dict[str, Any], ids: Sequence[int]) -> Prefix:
+        """Return the shared prefix, after a warm-up on at most two chunks and the last one. Short prefills are repeated."""
+        model, room, times = self.model, self._room(len(ids)), []
+        short = len(ids) <= self.chunk
+        if model.device.clock == "measured":
+            start = ids[: min(len(ids), 2 * self.chunk + len(ids) % self.chunk)]
+            prefilled(model, start, room, self.kv, self.chunk)[0].free()
+        model.device.reset_peak()
+        for _ in range(self.repeats - 1 if short else 0):
+            prefix, seconds = prefilled(model, ids, room, self.kv, self.chunk)
+            prefix.free()
+            times.append(seconds)
+        prefix, seconds = prefilled(model, ids, room, self.kv, self.chunk)
+        times.append(seconds)
+        middle = statistics.median(times)
+        row["prefill"] = {
+            "seconds": middle, "seconds_all": times, "tok_per_s": len(ids) / middle,
+            "peak_bytes": model.device.memory().peak_bytes,
+        }  # fmt: skip
+        return prefix
+
+    def _bounds(self, context: int) -> dict[str, Any]:
+        """Return the bytes that a token reads in the middle of the timed runs, and the rate that the bandwidth allows."""
+        length = context + self.tokens // 2
+        n_bytes = costs_of(self.model, length).token_bytes
+        if self.kv is not None:
+            plain, coded = (self._per_position(kv) for kv in (None, self.kv))
+            n_bytes -= length * (plain - coded)
+        rate = self.read_bytes_per_s
+        return {"bytes_per_token": n_bytes, "limit_tok_per_s": rate / n_bytes if rate else None}
+
+    def _per_position(self, kv: str | None) -> int:
+        """Return the bytes that the cache takes for each further position."""
+        model: Any = self.model
+        return sum(size for size, slots in sizes_of(model, kv).states if slots is None)
+
+    def _strategy(self, row: dict[str, Any], prefix: Prefix, ids: Sequence[int], name: str) -> dict[str, Any]:
+        try:
+            found = timed(prefix, ids, name, self.tokens, self.repeats)
+            found |= host_time(prefix, ids, name, self.chunk)
+            if len(ids) <= DIRECT:
+                options = {"prefill_chunk": self.chunk, "kv": self.kv}
+                found["first_token_s"] = first_token(self.model, ids, name, self.repeats, **options)
+            else:
+                rest = first_token(self.model, ids, name, self.repeats, prefix=prefix)
+                found["first_token_s"] = row["prefill"]["seconds"] + rest
+        except ERRORS as error:
+            return {"why_not": f"{error}"}
+        limit = row["limit_tok_per_s"]
+        return found | {"bandwidth_percent": 100 * found["tok_per_s"] / limit if limit else None}
+
+    def _record(self, row: dict[str, Any]) -> None:
+        """Add what recorded runs show to the strategies of a row, and the breakdown of a step of `_broken_down`."""
+        ids = self._ids(row["context"] + 1)
+        prefix, _ = prefilled(self.model, ids[:-1], self._room(len(ids) - 1), self.kv, self.chunk)
+        working = [name for name, found in row["strategies"].items() if "why_not" not in found]
+        try:
+            for name in working:
+                found, trace = recorded(prefix, ids, name)
+                row["strategies"][name] |= found
+                if name == _broken_down(working):
+                    row["breakdown"] = {"strategy": name, **(breakdown(trace) or {})}
+        finally:
+            prefix.free()
+
+
+def _broken_down(names: Sequence[str]) -> str:
+    """Return the last strategy whose steps are captured one by one, or else the last one that captures nothing."""
+    for capture in ("step", "none", "loop"):
+        chosen = [name for name in names if STRATEGIES[name].capture == capture]
+        if chosen:
+            return chosen[-1]
+    return ""
+
+
+def bench(
+    device: str, name: str, scheme: str | None, contexts: Sequence[int], decode: str = "all", *, tokens: int = 128,
+    repeats: int = 5, chunk: int = 2048, kv: str | None = None, generation: Sequence[int] = (19, 128),
+) -> dict[str, Any]:  # fmt: skip
+    """Return the record of a model (JSON-able). `generation` is the prompt and the steps of the copies that are counted."""
+    model = load(name, device=device, scheme=scheme, progress=False)
+    made = Bench(model, names_of(model, decode), tokens, repeats, chunk, kv)
+    record = {
+        **about(device), "model": name, "scheme": scheme, "kv": kv, "dtype": str(model.dtype), "tokens": made.tokens,
+        "repeats": made.repeats, "chunk": chunk, "read_bytes_per_s": made.read_bytes_per_s, "rows": made.run(contexts),
+    }  # fmt: skip
+    return record | ({"generation": made.generation(*generation)} if generation else {})
+
+
+def table(record: dict[str, Any]) -> str:
+    """Return the record as a Markdown table."""
+    where = f"{'virtual ' if record['clock'] == 'modelled' else ''}{record['gpu'] or record['device']}"
+    lines = [
+        f"{record['model']}, {record['scheme'] or record['dtype']} on {where}, times {record['clock']}", "",
+        "| context | strategy | tok/s | first token, ms | % of bandwidth | kernels per step | host µs per step | peak, GB |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]  # fmt: skip
+    for row in record["rows"]:
+        if "why_not" in row:
+            lines.append(f"| {row['context']:,} | {row['why_not']} |  |  |  |  |  |  |")
+        for name, found in row.get("strategies", {}).items():
+            if "why_not" in found:
+                cells = [found["why_not"], *[""] * 5]
+            else:
+                share = found["bandwidth_percent"]
+                cells = [
+                    f"{found['tok_per_s']:.1f} ± {50 * found['spread']:.1f} %", f"{1e3 * found['first_token_s']:.1f}",
+                    "-" if share is None else f"{share:.1f}", f"{found['kernels_per_step']:.0f}",
+                    f"{found['host_us_per_step']:.1f}", f"{max(found['peak_bytes'], row['prefill']['peak_bytes']) / 1e9:.2f}",
+                ]  # fmt: skip
+            lines.append(f"| {row['context']:,} | `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m toolkit.bench.decode", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="cuda", help='"cuda" (default), "virtual:h200"...')
+    parser.add_argument("--model", default="demo/qwen3", help="a model name or path, as in tk.load (default: demo/qwen3)")
+    parser.add_argument("--scheme", help="how matrices are stored, as in tk.load")
+    parser.add_argument("--kv", help='the format of keys and values: "int8", "int4" or "k4v8"')
+    parser.add_argument("--context", default=CONTEXTS, help=f"numbers of prompt tokens (default: {CONTEXTS})")
+    parser.add_argument("--decode", default="all", help='strategies, separated by commas (default: "all")')
+    parser.add_argument("--tokens", type=int, default=128, help="tokens per timed run (default: 128)")
+    parser.add_argument("--repeats", type=int, default=5, help="timed runs per strategy (default: 5)")
+    parser.add_argument("--chunk", type=int, default=2048, help="prompt tokens per part of a prefill (default: 2048)")
+    parser.add_argument("--copies", default="19,128", help="prompt and decode steps for counting copies, or empty")
+    parser.add_argument("--out", type=Path, help="write the record to this JSON file (default: print it)")
+    options = parser.parse_args(arguments)
+    record = bench(
+        options.device, options.model, options.scheme, _numbers(options.context), options.decode, tokens=options.tokens,
+        repeats=options.repeats, chunk=options.chunk, kv=options.kv, generation=_numbers(options.copies),
+    )  # fmt: skip
+    write_record(record, options.out)
+    if options.out:
+        print(table(record))
+    return 0
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",") if part]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""Measure one decode strategy at one context: rates, the host's time per step, what a step launches, and where its time goes.
+
+`timed` and `host_time` don't record. Call them before anything in the process has been recorded, because CUPTI stays attached
+after a recording and slows down every later launch.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from toolkit.core.errors import ToolkitError
+from toolkit.decode.compare import decode_steps
+from toolkit.decode.loop import generate
+from toolkit.decode.prefix import Prefix
+from toolkit.decode.sampling import Sampling
+from toolkit.decode.step import Step
+from toolkit.decode.strategies import STRATEGIES, Strategy, check_capture, find_strategy, strategies_of
+from toolkit.models.model import Model
+from toolkit.trace.columns import COPY_KINDS, KINDS
+from toolkit.trace.events import Trace
+
+WARM_UP_TOKENS = 4  # a captured step is captured by the third one
+FEW_TOKENS = 3
+PROBED_STEPS = 8
+RECORDED_TOKENS = 12
+FEWEST_TOKENS = max(WARM_UP_TOKENS, FEW_TOKENS, PROBED_STEPS + 1, RECORDED_TOKENS)  # for which a cache needs room
+FIRST_STEADY = 4  # the first decode step after all captures
+ERRORS = (ToolkitError, torch.OutOfMemoryError)  # of a strategy or a context that the device or the model can't do
+
+
+def prefilled(model: Model, ids: Sequence[int], context: int, kv: str | None, chunk: int) -> tuple[Prefix, float]:
+    """Return a prefix of `ids` and the seconds that the prefill took."""
+    device = model.device
+    device.sync()
+    begin = device.now_ns()
+    prefix = Prefix(model, ids, context, kv=kv, chunk=chunk)
+    device.sync()
+    return prefix, (device.now_ns() - begin) / 1e9
+
+
+def timed(prefix: Prefix, ids: Sequence[int], name: str, tokens: int, repeats: int) -> dict[str, Any]:
+    """Return the tokens per second of `repeats` runs: all of them, their median, and (largest - smallest) / median.
+
+    `ids` is the prompt, which continues the prefix. On a measured clock, a run warms up first. `peak_bytes` is the peak of the
+    device memory in these runs, without the copies that only the prefix needs.
+    """
+    device = prefix.model.device
+
+    def run(n: int) -> float:
+        options: dict[str, Any] = {"max_new_tokens": n, "eos": (), "prefix": prefix, "record": False}
+        return generate(prefix.model, ids, name, **options).tok_per_s or float("nan")
+
+    if device.clock == "measured":
+        run(WARM_UP_TOKENS)
+    device.reset_peak()
+    rates = [run(tokens) for _ in range(repeats)]
+    middle = statistics.median(rates)
+    return {
+        "tok_per_s": middle, "spread": (max(rates) - min(rates)) / middle, "tok_per_s_all": rates,
+        "peak_bytes": device.memory().peak_bytes - (prefix.kept_bytes or 0),
+    }  # fmt: skip
+
+
+def first_token(model: Model, ids: Sequence[int], name: str, repeats: int, **options: Any) -> float:
+    """Return the median of the seconds from the call of `generate` until the host knows the first token."""
+    device, taken = model.device, []
+    for _ in range(repeats):
+        device.sync()
+        known_ns: list[int] = []
+
+        def note(token: int, text: str, to: list[int] = known_ns) -> None:
+            to.append(device.now_ns())
+
+        begin = device.now_ns()
+        generate(model, ids, name, max_new_tokens=FEW_TOKENS, eos=(), record=False, on_token=note, **options)
+        taken.append((known_ns[0] - begin) / 1e9)
+    return statistics.median(taken)
+
+
+def host_time(prefix: Prefix, ids: Sequence[int], name: str, chunk: int) -> dict[str, Any]:
+    """Return the time of the host to launch a step while the device is idle, in µs, and the nodes of a captured step.
+
+    For a loop, it is the time of the only launch until the host knows the first token, divided by the steps that it launched.
+    """
+    strategy, device = STRATEGIES[name], prefix.model.device
+    taken: list[float] = []
+    with prefix.in_use() as cache, torch.no_grad():
+        step = Step(prefix.model, strategy, Sampling(), cache, ids, PROBED_STEPS + 1)
+        try:
+            if strategy.capture == "loop":
+                step.warm_up()
+            token = step.prefill(chunk, threading.Event())
+            assert token is not None
+            if strategy.capture == "loop":
+                loop = step.capture_loop()
+                device.sync()
+                begin = device.now_ns()
+                for _, known_ns in loop.run(PROBED_STEPS + 1, (), lambda: False):
+                    taken = taken or [(known_ns - begin) / PROBED_STEPS]
+            else:
+                taken = _launches(step, int(token.item()))
+            nodes = step.nodes
+        finally:
+            step.free()
+    return {"host_us_per_step": statistics.median(taken) / 1e3, "nodes": nodes}
+
+
+def _launches(step: Step, known: int) -> list[float]:
+    """Return the time in ns that each steady step takes on the host. `known` is the first token."""
+    taken, device = [], step.device
+    for number in range(1, PROBED_STEPS + 1):
+        device.sync()
+        begin = device.now_ns()
+        step.start(number, known)
+        if number >= FIRST_STEADY:
+            taken.append(float(device.now_ns() - begin))
+        known = int(step.finish(number % step.turns).item())
+    return taken
+
+
+def recorded(prefix: Prefix, ids: Sequence[int], name: str) -> tuple[dict[str, Any], Trace]:
+    """Return what a steady step launches and copies, and for how long the host waits in it; and the trace of the run."""
+    options: dict[str, Any] = {"max_new_tokens": RECORDED_TOKENS, "eos": (), "prefix": prefix, "lines": False}
+    trace = generate(prefix.model, ids, name, **options).trace
+    steps = decode_steps(trace)
+    if STRATEGIES[name].capture == "loop":  # CUPTI reports only the first iteration of a loop
+        chosen = steps[steps["kernels"] == steps["kernels"].max()].head(1)
+    else:
+        chosen = steps[steps["step"] >= FIRST_STEADY]
+    copies = {
+        kind: {"count": float(chosen[f"{kind}_count"].mean()), "bytes": float(chosen[f"{kind}_bytes"].mean())}
+        for kind in COPY_KINDS
+    }
+    found = {
+        "kernels_per_step": float(chosen["kernels"].mean()), "copies_per_step": copies,
+        "host_wait_us_per_step": float(chosen["host_wait_s"].mean()) * 1e6,
+    }  # fmt: skip
+    return found, trace
+
+
+def breakdown(trace: Trace) -> dict[str, Any] | None:
+    """Return where the time of a steady step goes, in µs, by the name of the kernel; None without kernels in such steps.
+
+    A step lasts from its first kernel to that of the next step. Where kernels overlap, the time counts for the earlier one.
+    `gap_us` is the time without any kernel. The step of median length is taken.
+    """
+    work = trace.select(trace.is_kind("kernel", "memset", "d2d") & (trace["step"] >= FIRST_STEADY))
+    busiest = np.bincount(work["stream"] + 1).argmax() - 1 if len(work) else 0
+    work = work.select(work["stream"] == busiest)
+    begins = {int(step): int(work["start_ns"][work["step"] == step].min()) for step in np.unique(work["step"])}
+    whole = [step for step in begins if step + 1 in begins]
+    if not whole:
+        return None
+    lengths = {step: begins[step + 1] - begins[step] for step in whole}
+    step = sorted(whole, key=lambda each: lengths[each])[len(whole) // 2]
+    counts: Counter[str] = Counter()
+    us: Counter[str] = Counter()
+    covered = begins[step]
+    chosen = work.select(work["step"] == step)
+    names = chosen.text("name")
+    for i, (start, length) in enumerate(zip(chosen["start_ns"].tolist(), chosen["dur_ns"].tolist(), strict=True)):
+        name = names[i] or KINDS[int(chosen["kind"][i])]
+        net_ns = max(0, min(start + length, begins[step + 1]) - max(start, covered))
+        covered = max(covered, start + length)
+        counts[name] += 1
+        us[name] += net_ns / 1e3  # type: ignore[assignment]  # typed for counts, but it sums any numbers
+    rows = [{"name": name, "count": counts[name], "us": each} for name, each in us.most_common()]
+    return {"step_us": lengths[step] / 1e3, "gap_us": lengths[step] / 1e3 - sum(us.values()), "kernels": rows}
+
+
+def whole_copies(model: Model, ids: Sequence[int], name: str, decode: int) -> dict[str, Any]:
+    """Return the count and bytes of the copies in each direction of one generation with `decode` steps after the prefill."""
+    trace = generate(model, ids, name, max_new_tokens=decode + 1, eos=(), lines=False).trace
+    found = {kind: trace["bytes"][trace.is_kind(kind)] for kind in COPY_KINDS}
+    return {kind: {"count": len(sizes), "bytes": int(sizes.sum())} for kind, sizes in found.items()}
+
+
+def names_of(model: Model, asked: str) -> list[str]:
+    """Return the strategies called `asked`, "all" or a list with commas, that can decode `model`.
+
+    Raises UnknownNameError for an unknown name, and ToolkitError for one that the model or the device can't do.
+    """
+    if asked == "all":
+        return [name for name, strategy in strategies_of(model).items() if isinstance(strategy, Strategy)]
+    chosen = [find_strategy(name) for name in asked.split(",")]
+    for strategy in chosen:
+        if isinstance(strategy, Strategy):
+            check_capture(model, strategy)
+    return [strategy.name for strategy in chosen]
