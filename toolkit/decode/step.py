@@ -68,7 +68,7 @@ class Step:
         self.turns = 2 if strategy.readback == "overlap" else 1
         self.tokens = list(torch.zeros(self.turns, 1, dtype=torch.int64, device=where))
         self._logits: list[Tensor | None] = [None] * self.turns  # for a sampler on the host
-        self._graphs: dict[int, Graph] = {}
+        self._graphs: list[Graph] = []  # by slot
         self._loop: Loop | None = None
 
     def _first_positions(self) -> Positions:
@@ -90,7 +90,7 @@ class Step:
         """Run decode step `number`, counted from 1, and return its token [1].
 
         `known` is the previous token, if the host has read it. With capture="step", the first step of a run is launched kernel
-        by kernel, which compiles what is missing; then each slot's graph is captured when it is first needed.
+        by kernel, which compiles what is missing; the graphs are captured before the second step.
         """
         self.start(number, known)
         return self.finish(number % self.turns)
@@ -109,7 +109,7 @@ class Step:
     @property
     def nodes(self) -> int | None:
         """The kernels, copies and memsets of a captured step, or None if nothing has been captured."""
-        captured = self._loop or next(iter(self._graphs.values()), None)
+        captured = self._loop or next(iter(self._graphs), None)
         return None if captured is None else captured.nodes
 
     def launch(self, turn: int) -> None:
@@ -142,7 +142,7 @@ class Step:
         """Wait for the graphs and free their memory."""
         if self._graphs:
             self.device.sync()
-        for graph in self._graphs.values():
+        for graph in self._graphs:
             graph.free()
         self._graphs.clear()
         if self._loop is not None:
@@ -150,12 +150,14 @@ class Step:
             self._loop = None
 
     def _graph(self, turn: int) -> Graph | None:
-        if turn not in self._graphs and self._fallback.reason is None:
+        """Return the graph of the step that writes slot `turn`, or None without graphs. The first call captures all of them."""
+        if not self._graphs and self._fallback.reason is None:
             try:
-                self._graphs[turn] = self.device.capture(partial(self.launch, turn))
+                for each in range(self.turns):
+                    self._graphs.append(self.device.capture(partial(self.launch, each)))
             except DeviceError as error:
                 self._fallback.use(error)
-        return self._graphs.get(turn)
+        return self._graphs[turn] if turn < len(self._graphs) else None
 
     def _sample_from(self, logits: Tensor, turn: int) -> None:
         """Choose the token of slot `turn` from `logits` [vocab], or keep them for `finish`."""
