@@ -20,7 +20,7 @@ from toolkit.decode.compare import decode_steps
 from toolkit.decode.loop import generate
 from toolkit.decode.prefix import Prefix
 from toolkit.decode.sampling import Sampling
-from toolkit.decode.step import Step
+from toolkit.decode.step import Fallback, Step
 from toolkit.decode.strategies import STRATEGIES, Strategy, check_capture, find_strategy, strategies_of
 from toolkit.models.model import Model
 from toolkit.trace.columns import COPY_KINDS, KINDS
@@ -92,7 +92,7 @@ def host_time(prefix: Prefix, ids: Sequence[int], name: str, chunk: int) -> dict
     strategy, device = STRATEGIES[name], prefix.model.device
     taken: list[float] = []
     with prefix.in_use() as cache, torch.no_grad():
-        step = Step(prefix.model, strategy, Sampling(), cache, ids, PROBED_STEPS + 1)
+        step = Step(prefix.model, strategy, Sampling(), cache, ids, PROBED_STEPS + 1, Fallback(False))
         try:
             if strategy.capture == "loop":
                 step.warm_up()
@@ -100,6 +100,7 @@ def host_time(prefix: Prefix, ids: Sequence[int], name: str, chunk: int) -> dict
             assert token is not None
             if strategy.capture == "loop":
                 loop = step.capture_loop()
+                assert loop is not None
                 device.sync()
                 begin = device.now_ns()
                 for _, known_ns in loop.run(PROBED_STEPS + 1, (), lambda: False):
