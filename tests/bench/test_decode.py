@@ -141,6 +141,52 @@ def test_command_line(tmp_path, capsys):
     assert "| 12 | `roundtrip` |" in capsys.readouterr().out
 
 
+@pytest.fixture
+def page(record, tmp_path):
+    """The page of two records, as text."""
+    paths = []
+    for n, changes in enumerate(({}, {"model": "random/gemma4-31b", "clock": "measured", "kv": "int4", "device": "<cuda>"})):
+        paths.append(tmp_path / f"{n}.json")
+        paths[-1].write_text(json.dumps({**record, **changes}))
+    assert main(["--report", *map(str, paths), "--out", str(tmp_path / "page.html")]) == 0
+    return (tmp_path / "page.html").read_text()
+
+
+def test_the_page_shows_every_strategy_and_what_failed(page, record):
+    tables = page.partition("plotly.js v")[0]
+    for row in record["rows"][:2]:
+        for name, found in row["strategies"].items():
+            assert f"<code>{name}</code></td><td>{found['tok_per_s']:,.1f}</td>" in tables
+    assert tables.count("2,000 tokens: decoding after 2,000 tokens: the model has positions for 1,024.") == 2
+    assert tables.count("All times are modelled, not measured.") == 1
+    assert "random/gemma4-31b (KV cache in int4)" in tables
+
+
+def test_the_page_holds_its_figures_and_asks_for_no_file(page):
+    figures = [json.loads(part.partition("</script>")[0]) for part in page.split('<script type="application/json">')[1:]]
+    assert len(figures) == 5  # speed and breakdown of each record, and the roofline
+    names = [[trace["name"] for trace in figure["data"]] for figure in figures]
+    assert [name.partition(",")[0] for name in names[0]][: len(STRATEGIES)] == list(STRATEGIES)
+    assert ("llama.cpp, measured" in names[0], "llama.cpp, measured" in names[2]) == (False, True)
+    assert names[1][-1] == "gaps: no kernel runs"
+    assert "src=" not in page.partition("plotly.js v")[0]
+    assert page.count("plotly.js v") == 1
+
+
+def test_the_bars_of_a_step_add_up(record):
+    speed = pytest.importorskip("toolkit.ui.figures.speed")
+    bars = speed.breakdown_figure(record).data
+    for n, row in enumerate(record["rows"][:2]):
+        assert sum(bar.x[n] for bar in bars) == pytest.approx(row["breakdown"]["step_us"] / 1e3)
+    assert speed.short_name("void at::native::add<float, 4>(int, float)") == "at::native::add"
+
+
+def test_pages_need_a_record(tmp_path):
+    pages = pytest.importorskip("toolkit.ui.figures.speed_page")
+    with pytest.raises(ToolkitError, match="no records"):
+        pages.write_speed_page([], tmp_path / "page.html")
+
+
 def test_names():
     model = tk.load("demo/qwen3", "cpu", progress=False)
     assert "cuda-graph" not in names_of(model, "all")

@@ -1,7 +1,8 @@
-"""Measure how fast a model decodes under each strategy and at each context.
+"""Measure how fast a model decodes under each strategy and at each context, and draw the records.
 
     python -m toolkit.bench.decode --model random/gemma4-31b --scheme q4_k_m --context 64,8192 --out FILE.json
     python -m toolkit.bench.decode --device virtual:h200 --model random/gemma4-31b --scheme q4_k_m --out FILE.json
+    python -m toolkit.bench.decode --report FILE.json [FILE.json ...] --out PAGE.html
 
 The context is the number of tokens before the decoding begins. All strategies share one prefill of a context. Rates are
 measured without recording, and before the first recording; then each strategy is recorded for a few steps, after a second
@@ -11,6 +12,7 @@ prefill. On a virtual GPU all times are modelled, so that one short run of each 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 import sys
@@ -30,6 +32,7 @@ from toolkit.bench.decode_runs import (
     timed,
     whole_copies,
 )  # fmt: skip
+from toolkit.bench.published import LLAMA_CPP, LLAMA_CPP_SOURCE
 from toolkit.bench.record import about, write_record
 from toolkit.core.errors import ModelError
 from toolkit.decode.prefix import Prefix
@@ -224,8 +227,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=5, help="timed runs per strategy (default: 5)")
     parser.add_argument("--chunk", type=int, default=2048, help="prompt tokens per part of a prefill (default: 2048)")
     parser.add_argument("--copies", default="19,128", help="prompt and decode steps for counting copies, or empty")
-    parser.add_argument("--out", type=Path, help="write the record to this JSON file (default: print it)")
+    parser.add_argument("--report", nargs="+", type=Path, metavar="FILE", help="write the page of these records instead")
+    parser.add_argument("--out", type=Path, help="the JSON file to write (default: print it), or the page (decode_speed.html)")
     options = parser.parse_args(arguments)
+    if options.report:
+        return _report(options.report, options.out or Path("decode_speed.html"))
     record = bench(
         options.device, options.model, options.scheme, _numbers(options.context), options.decode, tokens=options.tokens,
         repeats=options.repeats, chunk=options.chunk, kv=options.kv, generation=_numbers(options.copies),
@@ -233,6 +239,14 @@ def main(arguments: list[str] | None = None) -> int:
     write_record(record, options.out)
     if options.out:
         print(table(record))
+    return 0
+
+
+def _report(files: Sequence[Path], out: Path) -> int:
+    from toolkit.ui.figures.speed_page import write_speed_page
+
+    records = [json.loads(path.read_text()) for path in files]
+    print(write_speed_page(records, out, LLAMA_CPP, name="llama.cpp", source=LLAMA_CPP_SOURCE))
     return 0
 
 

@@ -1,0 +1,168 @@
+"""Figures of decode speed from the records of `python -m toolkit.bench.decode`: rates, roofline, and the time of each kernel.
+
+Modelled rates have open markers and say so in the legend. Backgrounds are transparent, and speed_page.py sets the colors of
+text and grid to those of the page, which may be light or dark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import plotly.graph_objects as go
+
+Record = Mapping[str, Any]
+Rates = Mapping[int, float]  # tokens per second by context
+
+# Each has a contrast of at least 3 to 1 with a white and with a dark page.
+COLORS = ("#8a8f98", "#b07a3c", "#c0508f", "#7d72d8", "#2e8fb0", "#3d7fe0", "#dd5f28", "#2c9c5b", "#a8860b", "#9a6fb0")
+GAP = "#78879b"
+OTHER = "#a9662c"
+FAR = 5  # a limit that is as many times the fastest rate isn't drawn: it would flatten the rates
+MOST_KERNELS = 9  # the rest is one part
+_LAYOUT: dict[str, Any] = {
+    "paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)", "height": 420,
+    "margin": {"t": 16, "b": 48, "l": 64, "r": 16}, "font": {"size": 13},
+}  # fmt: skip
+
+
+def speed_figure(record: Record, other: Rates | None = None, other_name: str = "") -> go.Figure:
+    """Return tokens per second against context, a line per strategy, and one of another engine's measured rates `other`.
+
+    A bar at a point spans the slowest and the fastest run.
+    """
+    rows = rows_of(record)
+    figure = go.Figure()
+    for n, name in enumerate(strategies_of(rows)):
+        points = [(row["context"], row["strategies"][name]) for row in rows if works(row, name)]
+        rates = [found["tok_per_s"] for _, found in points]
+        above = [max(found["tok_per_s_all"]) - found["tok_per_s"] for _, found in points]
+        below = [found["tok_per_s"] - min(found["tok_per_s_all"]) for _, found in points]
+        figure.add_scatter(
+            x=[context for context, _ in points], y=rates, name=f"{name}, {record['clock']}", mode="lines+markers",
+            marker=_marker(record, n), line={"color": _color(n), "dash": "dot" if record["clock"] == "modelled" else "solid"},
+            error_y={"type": "data", "array": above, "arrayminus": below, "visible": any(above) or any(below)},
+            hovertemplate="%{x:,} tokens: %{y:,.1f} tok/s<extra>%{fullData.name}</extra>",
+        )  # fmt: skip
+    limits = [(row["context"], row["limit_tok_per_s"]) for row in rows if row["limit_tok_per_s"]]
+    fastest = max((max(trace.y, default=0.0) for trace in figure.data), default=0.0)
+    if limits and max(rate for _, rate in limits) < FAR * fastest:
+        figure.add_scatter(
+            x=[context for context, _ in limits], y=[rate for _, rate in limits], mode="lines",
+            line={"color": GAP, "dash": "dash"}, name="limit: read bandwidth / bytes per token",
+            hovertemplate="%{y:,.0f} tok/s<extra>limit</extra>",
+        )  # fmt: skip
+    if other:
+        figure.add_scatter(
+            x=list(other), y=list(other.values()), name=f"{other_name}, measured", mode="lines+markers",
+            line={"color": OTHER, "width": 3}, marker={"symbol": "diamond", "size": 10},
+            hovertemplate="%{x:,} tokens: %{y:,.1f} tok/s<extra>%{fullData.name}</extra>",
+        )  # fmt: skip
+    ticks = sorted({row["context"] for row in rows})
+    figure.update_layout(
+        **_LAYOUT, yaxis={"title": "tokens per second", "rangemode": "tozero"},
+        xaxis={"title": "context, tokens", "type": "log", "tickvals": ticks, "ticktext": [f"{tick:,}" for tick in ticks]},
+    )  # fmt: skip
+    return figure
+
+
+def roofline_figure(records: Sequence[Record]) -> go.Figure:
+    """Return tokens per second against gigabytes read per token, and the limit of each record's read bandwidth."""
+    figure, names = go.Figure(), strategies_of([row for record in records for row in rows_of(record)])
+    points = [
+        (row["bytes_per_token"] / 1e9, row["strategies"][name]["tok_per_s"], n, row["context"], name, record)
+        for record in records for row in rows_of(record) for n, name in enumerate(names) if works(row, name)
+    ]  # fmt: skip
+    if not points:
+        return figure
+    low, high = min(point[0] for point in points) / 2, max(point[0] for point in points) * 2
+    for rate in sorted({record["read_bytes_per_s"] for record in records if record["read_bytes_per_s"]}):
+        figure.add_scatter(
+            x=[low, high], y=[rate / 1e9 / low, rate / 1e9 / high], mode="lines", line={"color": GAP, "dash": "dash"},
+            name=f"limit: {rate / 1e12:.2f} TB/s of read bandwidth", hoverinfo="skip",
+        )  # fmt: skip
+    for n, name in enumerate(names):
+        for clock in ("modelled", "measured"):
+            mine = [point for point in points if point[2] == n and point[5]["clock"] == clock]
+            texts = [f"{point[5]['model']}, {point[3]:,} tokens" for point in mine]
+            if mine:
+                figure.add_scatter(
+                    x=[point[0] for point in mine], y=[point[1] for point in mine], text=texts, mode="markers",
+                    name=f"{name}, {clock}", marker=_marker(mine[0][5], n),
+                    hovertemplate="%{text}: %{x:.2f} GB per token, %{y:,.1f} tok/s<extra>%{fullData.name}</extra>",
+                )  # fmt: skip
+    figure.update_layout(
+        **_LAYOUT, xaxis={"title": "gigabytes that a token reads", "type": "log"},
+        yaxis={"title": "tokens per second", "type": "log"},
+    )  # fmt: skip
+    return figure
+
+
+def breakdown_figure(record: Record) -> go.Figure:
+    """Return one bar per context: the time of each kernel in a recorded step, and the time without any kernel."""
+    rows = [row for row in rows_of(record) if row.get("breakdown", {}).get("kernels")]
+    totals: dict[str, float] = {}
+    for row in rows:
+        for kernel in row["breakdown"]["kernels"]:
+            totals[kernel["name"]] = totals.get(kernel["name"], 0.0) + kernel["us"]
+    shown = sorted(totals, key=lambda name: -totals[name])[:MOST_KERNELS]
+    bars = [f"{row['context']:,} tokens" for row in rows]
+    figure = go.Figure()
+    for n, name in enumerate([*shown, "other kernels", "gaps: no kernel runs"]):
+        parts = [_part(row["breakdown"], name, shown) for row in rows]
+        shares = [100 * us / row["breakdown"]["step_us"] for (us, _), row in zip(parts, rows, strict=True)]
+        if any(us for us, _ in parts):
+            pattern = {"shape": "/"} if name not in shown and name != "other kernels" else {}
+            figure.add_bar(
+                y=bars, x=[us / 1e3 for us, _ in parts], orientation="h", name=short_name(name),
+                marker={"color": GAP if pattern else _color(n + 1), "pattern": pattern},
+                customdata=[[count, us, share] for (us, count), share in zip(parts, shares, strict=True)],
+                hovertemplate="%{customdata[1]:,.1f} µs, %{customdata[2]:.1f} % of the step, %{customdata[0]} launches"
+                "<extra>%{fullData.name}</extra>",
+            )  # fmt: skip
+    figure.update_layout(
+        **{**_LAYOUT, "height": 180 + 60 * len(rows)}, barmode="stack",
+        xaxis={"title": "time in one step, ms"}, legend={"traceorder": "normal"},
+        yaxis={"autorange": "reversed", "type": "category", "automargin": True},
+    )  # fmt: skip
+    return figure
+
+
+def rows_of(record: Record) -> list[dict[str, Any]]:
+    """Return the contexts that were measured."""
+    return [row for row in record["rows"] if "strategies" in row]
+
+
+def strategies_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the strategies in `rows`, each once, in their order."""
+    return list(dict.fromkeys(name for row in rows for name in row["strategies"]))
+
+
+def works(row: Mapping[str, Any], name: str) -> bool:
+    """Return whether the strategy `name` was measured at this context."""
+    return "tok_per_s" in row["strategies"].get(name, {})
+
+
+def short_name(kernel: str) -> str:
+    """Return the name of a kernel without the arguments and return type of a C++ template, at most 48 characters long."""
+    name = kernel.removeprefix("void ").partition("<")[0].partition("(")[0] or kernel
+    return name if len(name) <= 48 else name[:45] + "..."
+
+
+def _part(found: Mapping[str, Any], name: str, shown: Sequence[str]) -> tuple[float, int]:
+    """Return (µs, launches) of one part of a step."""
+    if name in shown:
+        mine = [kernel for kernel in found["kernels"] if kernel["name"] == name]
+    elif name == "other kernels":
+        mine = [kernel for kernel in found["kernels"] if kernel["name"] not in shown]
+    else:
+        return found["gap_us"], 0
+    return sum(kernel["us"] for kernel in mine), sum(kernel["count"] for kernel in mine)
+
+
+def _color(n: int) -> str:
+    return COLORS[n % len(COLORS)]
+
+
+def _marker(record: Record, n: int) -> dict[str, Any]:
+    return {"color": _color(n), "size": 9, "symbol": "circle-open" if record["clock"] == "modelled" else "circle"}
