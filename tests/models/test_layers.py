@@ -327,3 +327,31 @@ def test_prefill_of_experts_in_bounded_scratch() -> None:
             gpu.reset_peak()
             experts(x, chosen, shares)
             assert gpu.memory().peak_bytes - before < 1 << 30
+
+
+def test_packed_matrices_give_operations_one_list_until_a_part_is_replaced() -> None:
+    found = joined(dict.fromkeys("qkv", "q4_k"))
+    matrix = spot_of(found, "k").owner.weight
+    held = matrix.operand()
+    assert matrix.operand() is held
+    assert [*map(id, held)] == [*map(id, matrix.parameters())]
+    assert list(matrix.parts()) == [name for name, _ in matrix.named_parameters()] == list(matrix.scheme.parts())
+    copied = copy.deepcopy(matrix)
+    assert [*map(id, copied.operand())] == [*map(id, copied.parameters())]
+    found.join()
+    whole = spot_of(found, "k").owner.weight
+    joined_parts = whole.operand()
+    assert [*map(id, joined_parts)] == [*map(id, whole.parameters())]
+    found.split()
+    assert spot_of(found, "k").owner.weight.operand() is not held
+    assert [part.data_ptr() for part in spot_of(found, "q").owner.weight.operand()] == [t.data_ptr() for t in joined_parts]
+    for change in (
+        lambda: matrix.load_state_dict({n: t.clone() for n, t in matrix.state_dict().items()}, assign=True),
+        lambda: matrix.half(),
+        lambda: matrix.to("meta"),
+        lambda: matrix._parameters.update(codes=nn.Parameter(matrix.codes.clone(), requires_grad=False)),
+    ):
+        before = matrix.operand()
+        change()
+        assert matrix.operand() is not before
+        assert [*map(id, matrix.operand())] == [*map(id, matrix.parameters())]

@@ -218,7 +218,7 @@ def _attention_problem(
 define(
     "attention(Tensor query, Tensor keys, Tensor values, Tensor positions, Tensor? new_keys, Tensor? new_values, "
     "float scale, int window, SymInt bound) -> Tensor",
-    _attention_reference, attention_shape, _attention_problem, lambda outputs, query: outputs["output"],
+    _attention_reference, attention_shape, _attention_problem, lambda outputs, query: outputs["output"], hints=1,
 )  # fmt: skip
 
 

@@ -172,7 +172,7 @@ define(
 define(
     "attention_codes(Tensor query, Tensor keys, Tensor key_scales, Tensor values, Tensor value_scales, Tensor signs, "
     "Tensor positions, float scale, str codes, SymInt bound) -> Tensor",
-    _attention_reference, attention_shape, _attention_problem, lambda outputs, query: outputs["output"],
+    _attention_reference, attention_shape, _attention_problem, lambda outputs, query: outputs["output"], hints=1,
 )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """Register operations with PyTorch, and run their Triton launches or their reference in plain PyTorch.
 
-`define` registers one operation. On CUDA it launches its kernels; Triton is imported by the first call. The virtual GPU
-computes with the reference and records the launches of CUDA, less one for configs that split the work further.
+`define` registers one operation. On CUDA it launches its kernels, by a plan if it has run before on operands like these (see
+`plans`); Triton is imported by the first call. The virtual GPU computes with the reference and records the launches of CUDA,
+less one for configs that split the work further.
 """
 
 from __future__ import annotations
@@ -16,8 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.compiler import is_compiling
 
 from toolkit.gpu.virtual.effects.effect import Effect
+from toolkit.ops import plans, zeros
+from toolkit.ops.launch_plan import MISSING, Call, Operation
+from toolkit.ops.launch_plan import Problem as Problem
+from toolkit.ops.zeros import own_counters as own_counters
+from toolkit.weights.packed import Parts
 
 if TYPE_CHECKING:
     from toolkit.kernels.base import Kernel, Launch, Shape
@@ -25,11 +32,9 @@ if TYPE_CHECKING:
 
 LEAST_CAPABILITY = (8, 0)  # the first capability with bf16 arithmetic
 GPUS = ("cuda", "vgpu")
-COUNTERS = 4096  # number of int32 zeros; kernels count finished blocks in them and reset them to zero at the end
 
-Problem = tuple["Kernel", "Shape", dict[str, Tensor]]
 _library = torch.library.Library("toolkit", "DEF")
-_operations: dict[str, tuple[Callable[..., Problem], Callable[[dict[str, Tensor], Tensor], Any]]] = {}
+_operations: dict[str, Operation] = {}
 _compiling_for: Card | None = None
 _recorders: list[list[tuple[Kernel, Shape]]] = []
 
@@ -40,6 +45,7 @@ def define(
     shapes: Callable[..., Any],
     problem: Callable[..., Problem],
     result: Callable[[dict[str, Tensor], Tensor], Any],
+    hints: int = 0,
 ) -> None:
     """Register an operation with its PyTorch schema.
 
@@ -48,6 +54,7 @@ def define(
         shapes: Returns empty results for fake tensors, with the same operands.
         problem: Maps the operands to a kernel, the shape of the problem, and the kernel's inputs.
         result: Maps the kernel's outputs and the first operand to the operation's return value.
+        hints: How many operands at the end only the reference reads.
     """
     name = schema.split("(")[0]
     _library.define(schema)
@@ -55,21 +62,33 @@ def define(
     _library.impl(name, partial(by_kernels, name), "CUDA")
     torch.library.register_fake(f"toolkit::{name}", shapes, lib=_library)
     torch.library.register_torch_dispatch(f"toolkit::{name}", FunctionalTensorMode, partial(_decomposed, name), lib=_library)
-    _operations[name] = problem, result
+    _operations[name] = Operation(name, problem, result, hints)
 
 
 def by_kernels(name: str, *operands: Any) -> Any:
-    """Run the operation `name` on CUDA, with the config that the tuner's lookup returns."""
+    """Run the operation `name` on CUDA: by its plan, or else with the config that the tuner's lookup returns."""
+    operation = _operations[name]
+    planned = _compiling_for is None and not _recorders and operands[0].device.type in zeros.KINDS
+    found = plans.replay(operation, operands) if planned else MISSING
+    return _by_kernels(operation, operands, planned) if found is MISSING else found
+
+
+def _by_kernels(operation: Operation, operands: tuple[Any, ...], planned: bool) -> Any:
+    """Run the operation without a plan; if it may be `planned`, make a plan for the next call."""
     from toolkit.tune.lookup import choose
 
-    problem, result = _operations[name]
-    device = operands[0].device
+    device, current = operands[0].device, plans.current()
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # Triton launches on the current device
-        kernel, shape, inputs = problem(*operands)
+        kernel, shape, inputs = operation.problem(*operands)
+        config = choose(kernel, shape, device).config
         outputs = kernel.outputs(shape, inputs)
-        for launch in kernel.launches(shape, choose(kernel, shape, device).config, inputs, outputs):
-            launch.run()
-    return result(outputs, operands[0])
+        launches = kernel.launches(shape, config, inputs, outputs)
+        compiled = [launch.run() for launch in launches]
+        returned = operation.result(outputs, operands[0])
+        if planned:
+            call = Call(operands, kernel, shape, config, inputs, outputs, launches, compiled, returned)
+            plans.learn(operation, call, current)
+    return returned
 
 
 def _decomposed(name: str, mode: Any, op: Any, types: Any, operands: tuple[Any, ...], named: Any = None) -> Any:
@@ -80,7 +99,7 @@ def _decomposed(name: str, mode: Any, op: Any, types: Any, operands: tuple[Any, 
         with _launches(name, operands) as (_, found, outputs):
             for launch in found:
                 launch.trace()
-        return _operations[name][1](outputs, operands[0])
+        return _operations[name].result(outputs, operands[0])
 
 
 def describe_launches(name: str, operands: Sequence[Any]) -> str:
@@ -98,7 +117,7 @@ def _launches(name: str, operands: Sequence[Any]) -> Iterator[tuple[Kernel, Sequ
     from toolkit.tune.lookup import choose
 
     assert _compiling_for is not None
-    kernel, shape, inputs = _operations[name][0](*operands)
+    kernel, shape, inputs = _operations[name].problem(*operands)
     with _by_example(shape) as example:
         outputs = kernel.outputs(shape, inputs)
         yield kernel, kernel.launches(shape, choose(kernel, example, _compiling_for).config, inputs, outputs), outputs
@@ -141,9 +160,17 @@ def operations() -> tuple[str, ...]:
 
 def call(name: str, *operands: Any) -> Any:
     """Run the operation `name`. Inside `record_problems`, its problem is recorded too."""
+    if not is_compiling() and not _recorders and _compiling_for is None and plans.unobserved(operands[0]):
+        operation = _operations[name]
+        found = plans.replay(operation, operands)
+        if found is not MISSING:
+            return found
+        if plans.key_of(operation, operands) is not None:
+            return _by_kernels(operation, operands, True)
     for recorder in _recorders:
-        recorder.append(_operations[name][0](*operands)[:2])
-    return getattr(torch.ops.toolkit, name)(*operands)
+        recorder.append(_operations[name].problem(*operands)[:2])
+    plain = [list(operand) if type(operand) is Parts else operand for operand in operands]
+    return getattr(torch.ops.toolkit, name)(*plain)
 
 
 @contextmanager
@@ -174,20 +201,11 @@ def _can_compile(device: torch.device) -> bool:
     return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
 
 
-@cache
-def _zeros(device: torch.device, stream: int) -> Tensor:
-    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-
-
 def counters(like: Tensor, count: int) -> Tensor:
-    """Return `count` int32 zeros. All kernels of a stream share them, which is safe because they run one after the other.
-
-    A graph that is being captured gets its own zeros: the memory belongs to the graph, and the fill runs when the graph does.
-    """
-    device = like.device
-    if count > COUNTERS or device.type != "cuda" or _compiling_for is not None or torch.cuda.is_current_stream_capturing():
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    return _zeros(device, torch.cuda.current_stream(device).cuda_stream)[:count]
+    """Return `count` int32 zeros on the device of `like`, which kernels set back to zero (see `toolkit.ops.zeros.counters`)."""
+    if _compiling_for is not None:
+        return torch.zeros(count, dtype=torch.int32, device=like.device)
+    return zeros.counters(like, count)
 
 
 def aligned(x: Tensor) -> Tensor:

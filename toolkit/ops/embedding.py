@@ -24,8 +24,9 @@ def embed(ids: Tensor, table: Tensor | PackedMatrix, dtype: torch.dtype, scale: 
     Rows of a packed table are rounded to `dtype` before the multiplication; a plain table keeps its dtype. One kernel on a GPU.
     The ids must be below `vocab`: the kernel doesn't check them.
     """
+    parts: list[Tensor]
     if isinstance(table, PackedMatrix):
-        parts, scheme = list(table.parts().values()), table.scheme.name
+        parts, scheme = table.operand(), table.scheme.name
     elif scale == 1.0:
         return F.embedding(ids, table)
     else:

@@ -60,7 +60,7 @@ def experts(x: Tensor, chosen: Tensor, shares: Tensor, matrices: Gated, activati
 
 
 def _parts(matrix: PackedMatrix) -> list[Tensor]:
-    return list(matrix.parts().values())
+    return matrix.operand()
 
 
 def _named(parts: Sequence[Tensor], scheme: str, prefix: str = "") -> dict[str, Tensor]:

@@ -66,7 +66,7 @@ def matmul(x: Tensor | Operand, weight: Tensor | PackedMatrix, activation: str =
         return _activated(matmul(given, weight), activation)
     if not isinstance(weight, PackedMatrix):
         return _activated(F.linear(x, weight), activation)
-    parts = list(weight.parts().values())
+    parts = weight.operand()
     rows = x.numel() // max(1, x.shape[-1])
     gpu = on_gpu(x)
     if gpu and x.dtype == torch.float16 and rows <= DECODED:

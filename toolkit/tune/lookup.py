@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -47,6 +47,7 @@ class Choice:
     note: str
 
 
+_when_forgotten: list[Callable[[], None]] = []
 _chosen: dict[tuple[Kernel, Shape, str], Choice] = {}  # by kernel, shape and the GPU's key
 _at_once: dict[tuple[Kernel, Shape, Any], Choice] = {}  # by the argument `device`, if it always means the same GPU
 
@@ -75,6 +76,13 @@ def forget() -> None:
     _chosen.clear()
     _at_once.clear()
     _kept.cache_clear()
+    for callback in _when_forgotten:
+        callback()
+
+
+def when_forgotten(callback: Callable[[], None]) -> None:
+    """Call `callback` each time the caches were cleared: launches that were prepared with their configs are out of date."""
+    _when_forgotten.append(callback)
 
 
 def _look(kernel: Kernel, shape: Shape, card: Card | None) -> Choice:

@@ -7,6 +7,9 @@ the same bits on every device and are the reference for those kernels.
 
 from __future__ import annotations
 
+from operator import is_
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,6 +21,12 @@ ACTIVATIONS_PER_SCALE = 32  # when the input of a product is quantized
 CHUNK_WEIGHTS = 1 << 26  # weights dequantized at a time: bounds the scratch memory of a product to about 0.5 GiB
 
 
+class Parts(list[Tensor]):
+    """The tensors of a packed matrix, in order."""
+
+    known: tuple[list[int], int] | None = None  # what `toolkit.ops.plans` knows: the pointers, and a number for the rest
+
+
 class PackedMatrix(nn.Module):
     """A quantized weight [..., out, in]: parameters "codes", "scales", ... (see `Scheme.parts`) without gradients.
 
@@ -26,6 +35,8 @@ class PackedMatrix(nn.Module):
     are in "high": field f of byte b of word w belongs to weight 16w + 4f + b (6-bit codes, fields of 2 bits) or 32w + 4f + b
     (5-bit codes, fields of 1 bit). 8-bit codes are plain int8.
     """
+
+    _operand: Parts | None = None
 
     def __init__(self, scheme: Scheme, shape: tuple[int, ...], device: torch.device | str = "meta") -> None:
         """Allocate the parts on `device`, uninitialized. Raises ModelError if a row does not divide into groups."""
@@ -40,7 +51,26 @@ class PackedMatrix(nn.Module):
 
     def parts(self) -> dict[str, Tensor]:
         """Return the tensors of the matrix by name: [..., out, in / (weights per element)]."""
-        return dict(self.named_parameters())
+        return {name: part for name, part in self._parameters.items() if part is not None}
+
+    def operand(self) -> Parts:
+        """Return the tensors of the matrix as operations take them: the same list until one of them is replaced."""
+        held, now = self._operand, self._parameters.values()
+        if held is None or len(held) != len(now) or not all(map(is_, held, now)):
+            self._operand = held = Parts(self.parts().values())
+        return held
+
+    def _apply(self, *args: Any, **kwargs: Any) -> PackedMatrix:
+        super()._apply(*args, **kwargs)  # may change tensors in place
+        self._operand = None
+        return self
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        self._operand = None  # frees the memory of a part that is replaced
+        super().register_parameter(name, param)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_operand"}
 
     @property
     def nbytes(self) -> int:
