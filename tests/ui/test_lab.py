@@ -12,12 +12,13 @@ import torch
 from synthetic import decode_loop
 
 from toolkit.core.errors import CancelledError, DeviceError, FormatError, ToolkitError
+from toolkit.decode.strategies import STRATEGIES
 from toolkit.ui.lab import app as module
 from toolkit.ui.lab.app import Lab, copies_html, error_html, prompt_of
 
 
 class Device:
-    name = "virtual:h200"
+    name, graphs = "virtual:h200", True
 
     def memory(self) -> SimpleNamespace:
         return SimpleNamespace(allocated_bytes=1 << 20, total_bytes=1 << 30)
@@ -127,6 +128,23 @@ def test_what_it_costs_is_told_without_loading(app: Lab, model: SimpleNamespace)
     app.look()
     assert app.wait(30)
     assert "random/qwen3-0.6b" in app.load_status.value  # the nearest name
+
+
+def test_strategies_are_those_of_the_loaded_model(app: Lab, model: SimpleNamespace) -> None:
+    assert list(app.a_field.options) == list(STRATEGIES)
+    app.a_field.value, app.b_field.value = "whole-loop", "host-sampling"
+    loaded(app)
+    assert list(app.a_field.options) == list(STRATEGIES)
+    assert (app.a_field.value, app.b_field.value) == ("whole-loop", "host-sampling")
+    model.device.graphs = False
+    eager = [name for name, strategy in STRATEGIES.items() if strategy.capture == "none"]
+    loaded(app)
+    assert (list(app.a_field.options), list(app.b_field.options)) == (eager, ["(none)", *eager])
+    assert (app.a_field.value, app.b_field.value) == ("roundtrip", "host-sampling")
+    app.b_field.value = "(none)"
+    model.only_loops, model.loops = "it has a loop of its own", {"hf-generate": None}
+    loaded(app)
+    assert (list(app.a_field.options), app.a_field.value, app.b_field.value) == (["hf-generate"], "hf-generate", "(none)")
 
 
 def test_models_and_schemes_are_offered(app: Lab) -> None:

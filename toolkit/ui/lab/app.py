@@ -12,7 +12,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from html import escape
 from typing import Any
 
@@ -22,7 +22,7 @@ from toolkit.core.errors import CancelledError, DeviceError, ToolkitError
 from toolkit.core.units import bytes_text, seconds_text
 from toolkit.decode.compare import decode_steps
 from toolkit.decode.loop import generate
-from toolkit.decode.strategies import STRATEGIES
+from toolkit.decode.strategies import STRATEGIES, strategies_of
 from toolkit.gpu.catalogue import CATALOGUE
 from toolkit.gpu.opening import open_device
 from toolkit.loading.checkpoint import DEMOS
@@ -42,6 +42,7 @@ from toolkit.weights.recipes import RECIPES
 
 UPDATES_PER_S = 8  # front ends drop messages that come much faster
 _NONE = "(none)"
+_FIRST, _SECOND = "roundtrip", "double-buffered"  # the strategies that are compared at first
 _SCHEMES = [("as stored", None), ("plain, not quantized", "none"), *((name, name) for name in sorted(RECIPES))]
 
 
@@ -92,10 +93,9 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
 
     def _make_generate(self, prompt: str) -> None:
         narrow, names = {"width": "190px"}, list(STRATEGIES)
-        first, second = ("roundtrip", "double-buffered") if "roundtrip" in names else (names[0], _NONE)
         self.prompt_field = field(widgets.Textarea, prompt, "Prompt", layout={"width": "98%", "height": "56px"})
-        self.a_field = field(widgets.Dropdown, first, "Strategy A", options=names)
-        self.b_field = field(widgets.Dropdown, second, "B", 20, options=[_NONE, *names])
+        self.a_field = field(widgets.Dropdown, _FIRST, "Strategy A", options=names)
+        self.b_field = field(widgets.Dropdown, _SECOND, "B", 20, options=[_NONE, *names])
         self.tokens_field = field(widgets.BoundedIntText, 64, "Max tokens", 84, min=1, max=4096, layout=narrow)
         self.temperature_field = field(widgets.BoundedFloatText, 0.0, "Temperature", 84, min=0, max=5, step=0.1, layout=narrow)
         self.top_k_field = field(widgets.BoundedIntText, 0, "Top-k (0: off)", 90, min=0, max=1 << 20, layout=narrow)
@@ -220,7 +220,17 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         took = seconds_text(time.monotonic() - began)
         self.load_status.value = f"<b>{escape(path)}</b> is on <b>{escape(device.name)}</b> ({took}){_held(device)}."
         self.model_view.value = html_of(self.model)
+        self._offer(strategies_of(self.model))
         self.status.value = "Ready."
+
+    def _offer(self, names: Iterable[str]) -> None:
+        """Offer these strategies. A chosen strategy remains chosen if it is among them."""
+        names = list(names)
+        for one, options, usual in ((self.a_field, names, _FIRST), (self.b_field, [_NONE, *names], _SECOND)):
+            if list(one.options) != options:
+                chosen = one.value
+                one.options = options
+                one.value = next(name for name in (chosen, usual, options[0]) if name in options)
 
     def _holds(self) -> dict[str, Any]:
         """Return the objects that the Lab keeps alive, by their names in a cell."""
