@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import toolkit as tk
+from toolkit.decode.loop import AHEAD
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "toolkit" / "bench" / "results"
@@ -149,6 +150,13 @@ def strategies() -> str:
     return table(["strategy", "copies per decode step"], ([f"`{name}`", one.crosses] for name, one in tk.STRATEGIES.items()))
 
 
+def strategy_fields() -> str:
+    """Return the table of the fields of the decode strategies."""
+    names = ("token", "position", "sampler", "readback", "capture")
+    rows = ([f"`{name}`", *(f"`{getattr(one, field)}`" for field in names)] for name, one in tk.STRATEGIES.items())
+    return table(["strategy", *(f"`{name}`" for name in names)], rows)
+
+
 def gpus() -> str:
     """Return the table of the GPU catalogue."""
     rows = [
@@ -247,7 +255,7 @@ def substitutions() -> dict[str, Any]:
         "table_copies": copies(""), "table_copies_gemma4": copies("_gemma4"), "table_copies_qwen35": copies("_qwen3.5-moe"),
         "table_kernels": kernels(), "table_loads": loads(), "table_exports": exports(), "table_package_steps": package_steps(),
         "table_memory_cost": memory_cost(), "table_strategies": strategies(), "table_gpus": gpus(),
-        "table_packages": packages(),
+        "table_packages": packages(), "table_strategy_fields": strategy_fields(), "ahead": str(AHEAD),
         "memory": memory_figures(),
         "plan": plan_figures(), "snapshot": snapshot_figures(), "exports": export_figures(), "ratios": ratios,
         "waits": {"modelled": f"{1000 * waits[0]:.1f}", "measured": f"{1000 * waits[1]:.1f}"},
