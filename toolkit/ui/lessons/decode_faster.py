@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 WIDTH = 110  # of a line of an explanation, in characters
-STEP = 8  # graphs are captured in steps 2 and 3; from step 5 on, all steps of a run are alike
+STEP = 8  # graphs are captured before step 2; from step 5 on, all steps of a run are alike
 SHORTER, SAME, LONGER = CHANGES = ("shorter", "about as long", "longer")
 
 
@@ -90,8 +90,8 @@ QUESTIONS = {
     "first step": Question(
         "What must happen before a graph can be launched for the first time?",
         "The loop is captured before the first decode step. Its kernels must be compiled by then, so it also runs one "
-        "step on the empty cache. `cuda-graph` captures later, in its second and third step. A few tokens make up for "
-        "a capture, but an answer of a single token needs no graph.",
+        "step on the empty cache. `cuda-graph` captures later, before its second step. A few tokens make up for a "
+        "capture, but an answer of a single token needs no graph.",
         choices=("earlier", "at about the same time", "later"),
     ),
     "large model": Question(
