@@ -148,17 +148,15 @@ def compare(case: Case, steps: int = STEPS, seed: int = 0) -> Parity:
             logits = last(model, model.embed(token), torch.tensor([position]), cache, position + 1)
             found.append(logits)
             exact.append(theirs(token, past_key_values=past, use_cache=True).logits[0, -1])
-        expected_squares = expected_errors(theirs, ids)
         exact_whole = theirs(ids, use_cache=False).logits[0]
+        expected_squares = expected_errors(theirs, ids, exact_whole)
     differences = [_apart(a, b) for a, b in zip(found, exact, strict=True)]
-    theirs_fp32 = case.theirs(seed)
-    theirs_fp32.load_state_dict(theirs.state_dict())
-    error = _fp32_error(case, ours(theirs_fp32), ids, exact_whole, expected_squares)
+    error = _fp32_error(case, ours(theirs), ids, exact_whole, expected_squares)
     return Parity(whole, differences[0], max(differences[1:], default=0.0), same, error)
 
 
 class _Rounding(TorchDispatchMode):
-    """Change the result of each operation in fp64 at random, by at most the relative error of rounding to fp32."""
+    """Change each number that an operation in fp64 returns at random, by at most the relative error of rounding to fp32."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -171,19 +169,16 @@ class _Rounding(TorchDispatchMode):
         return out * (1 + ROUNDING * (2 * torch.rand(out.shape, dtype=out.dtype, generator=self.generator) - 1))
 
 
-def expected_errors(theirs: Any, ids: torch.Tensor, runs: int = 4) -> torch.Tensor:
+def expected_errors(theirs: Any, ids: torch.Tensor, exact: torch.Tensor, draws: int = 4) -> torch.Tensor:
     """Return the mean squared error of the logits at each position [T] if every operation rounds its result to fp32 once.
 
-    `theirs` computes in fp64, and rounding is drawn at random in each of the runs. So the result accounts for the number of
-    operations and for how much the model amplifies an error at that position, but not for the processor.
+    `theirs` computes in fp64 and gives the logits `exact` [T, vocab] for `ids` [1, T]. Rounding is drawn at random, several
+    times. So the result accounts for the number of operations and for how much the model amplifies an error at that position,
+    but not for the processor.
     """
-    exact = theirs(ids, use_cache=False).logits[0]
-    squares = torch.zeros(ids.shape[1], dtype=torch.float64)
-    for seed in range(runs):
-        with _Rounding(seed):
-            found = theirs(ids, use_cache=False).logits[0]
-        squares += (found - exact).square().mean(-1) / runs
-    return squares
+    with _Rounding(0):
+        found = theirs(ids.expand(draws, -1), use_cache=False).logits  # [draws, T, vocab]
+    return (found - exact).square().mean((0, -1))
 
 
 def _fp32_error(case: Case, model: Any, ids: torch.Tensor, exact: torch.Tensor, expected_squares: torch.Tensor) -> float:
