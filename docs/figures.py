@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import toolkit as tk
+from toolkit.bench.captured_steps import compare
 from toolkit.decode.loop import AHEAD
 
 ROOT = Path(__file__).parent.parent
@@ -72,6 +73,20 @@ def copies(model: str) -> str:
         rows.append([f"`{name}`", *crossed, *(f"{ms:.3f}" for ms in steps), f"{steps[0] / steps[1]:.2f}"])
     head = ["strategy", "H2D modelled, measured", "D2H", "D2D", "ms per step, modelled", "measured", "ratio"]
     return table(head, rows)
+
+
+def captured_steps() -> dict[str, str]:
+    """Return the table of captured decode steps, modelled and measured, and by how much they differ."""
+    virtual, real = record("virtual_h200_captured_steps"), record("h200_captured_steps")
+    rows, ratios = [], []
+    for row, (model, prompt, modelled_ms, measured_ms) in zip(real["rows"], compare(virtual, real), strict=True):
+        derived = "" if row["ms"] is not None else " (derived)"
+        ratios.append(modelled_ms / measured_ms)
+        cells = f"{row['before_ms']:.2f}", f"{measured_ms:.2f}{derived}", f"{modelled_ms:.2f}", f"{ratios[-1]:.2f}"
+        rows.append([f"`{model}`", f"{prompt:,}", *cells])
+    head = ["model", "prompt", "ms, measured before the change", "ms, measured", "ms, modelled", "ratio"]
+    off = [100 * abs(ratio - 1) for ratio in ratios]
+    return {"table": table(head, rows), "at_most": f"{max(off):.0f}", "commit": real["before"]["commit"]}
 
 
 def kernels() -> str:
@@ -256,7 +271,7 @@ def substitutions() -> dict[str, Any]:
         "table_kernels": kernels(), "table_loads": loads(), "table_exports": exports(), "table_package_steps": package_steps(),
         "table_memory_cost": memory_cost(), "table_strategies": strategies(), "table_gpus": gpus(),
         "table_packages": packages(), "table_strategy_fields": strategy_fields(), "ahead": str(AHEAD),
-        "memory": memory_figures(),
+        "memory": memory_figures(), "captured": captured_steps(),
         "plan": plan_figures(), "snapshot": snapshot_figures(), "exports": export_figures(), "ratios": ratios,
         "waits": {"modelled": f"{1000 * waits[0]:.1f}", "measured": f"{1000 * waits[1]:.1f}"},
         "read_rate": f"{record('h200_kernels')['read_bytes_per_s'] / 1e12:.2f} TB/s",

@@ -159,7 +159,7 @@ define(
 @rule("toolkit::write_heads", "toolkit::make_heads")
 def _heads_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> list[Effect]:
     """Return one kernel that reads qkv and writes as many numbers: the queries, keys and values."""
-    return launches("qk_norm_rope", 1, 2 * nbytes(args[0]))
+    return launches("qk_norm_rope", 1, 2 * nbytes(args[0]), floor=1.2, share=0.75)
 
 
 def attend(
@@ -222,6 +222,9 @@ define(
 )  # fmt: skip
 
 
+DECODE_FLOOR = 7.5  # blocks read parts of the slots, and the last one combines their results
+
+
 def slots_in_use(positions: Tensor, bound: int) -> int:
     """Return how many slots attention reads on the virtual GPU: those up to the last of `positions`, at most `bound`.
 
@@ -233,8 +236,11 @@ def slots_in_use(positions: Tensor, bound: int) -> int:
 
 @rule("toolkit::attention")
 def _attention_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> list[Effect]:
-    """Return one kernel that reads the slots in use."""
+    """Return one kernel that reads the slots in use. For several tokens, heads wider than 256 take two passes."""
     query, keys, positions, new_keys, bound = args[0], args[1], args[3], args[4], min(args[8], args[1].shape[2])
     slots = slots_in_use(positions, bound) if new_keys is None else bound + query.shape[1]
     moved = 2 * nbytes(query) + 2 * slots * nbytes(keys) // keys.shape[2]
-    return launches("attention", 1, moved, 4.0 * query.numel() * slots)
+    flops = 4.0 * query.numel() * slots
+    if query.shape[1] > 1:
+        return launches("attention", 1, moved, flops, share=0.47 * min(1.0, 256 / query.shape[3]))
+    return launches("attention", 1, moved, flops, floor=DECODE_FLOOR)

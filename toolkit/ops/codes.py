@@ -13,7 +13,7 @@ from toolkit.gpu.virtual.effects.effect import Effect, nbytes
 from toolkit.gpu.virtual.effects.operations import rule
 from toolkit.kernels.kv_codes import CodeScheme, decode, encode, find_kv_scheme, hadamard, levels, unpack_words
 from toolkit.kernels.noise import INDEX, mix, shifted, signed
-from toolkit.ops.attention import attend, attention_shape, slots_in_use
+from toolkit.ops.attention import DECODE_FLOOR, attend, attention_shape, slots_in_use
 from toolkit.ops.define import Problem, call, counters, define, dtype_name, launches, on_gpu
 from toolkit.ops.reference.attention import cached_attention, hidden_slots
 
@@ -186,7 +186,8 @@ def _write_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: None) -> 
 
 @rule("toolkit::attention_codes")
 def _attention_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> list[Effect]:
-    """Return one kernel that reads the codes of the slots in use."""
+    """Return one kernel that reads the codes of the slots in use. Decoding them takes as long as reading 16-bit numbers."""
     query, kv_heads, slots = args[0], args[1].shape[1], slots_in_use(args[6], args[9])
-    held = kv_heads * slots * find_kv_scheme(args[8]).bytes_per_token(query.shape[3])
-    return launches("attention_codes", 1, 2 * nbytes(query) + held, 4.0 * query.numel() * slots)
+    plain, coded = 4 * query.shape[3], find_kv_scheme(args[8]).bytes_per_token(query.shape[3])
+    moved = 2 * nbytes(query) + kv_heads * slots * coded
+    return launches("attention_codes", 1, moved, 4.0 * query.numel() * slots, floor=DECODE_FLOOR, share=coded / plain)

@@ -214,9 +214,15 @@ def aligned(x: Tensor) -> Tensor:
     return x.clone() if x.storage_offset() * x.element_size() % 16 else x
 
 
-def launches(name: str, n: int, moved: int, flops: float = 0.0) -> list[Effect]:
-    """Return the effects of `n` launches, of which one does all the memory traffic and arithmetic."""
-    main = Effect("kernel", 0, name, flops=flops, moved_bytes=moved, peak="bf16_flops")
+def launches(
+    name: str, n: int, moved: int, flops: float = 0.0, *, floor: float = 1.0, share: float = 1.0, blocks: int = 0
+) -> list[Effect]:
+    """Return the effects of `n` launches, of which the last does all the memory traffic and arithmetic.
+
+    For `floor`, `share` and `blocks` of the last launch see `Effect`. The rules take them from the timings of the kernels on an
+    H200 (`tune/tuned/h200.json`), as `fixed time + bytes / (share * bandwidth)` fits them; `tests/ops/test_times.py` compares.
+    """
+    main = Effect("kernel", 0, name, flops=flops, moved_bytes=moved, peak="bf16_flops", floor=floor, share=share, blocks=blocks)
     return [Effect("kernel", 0, f"{name}_part", cost="launch_host_ns")] * (n - 1) + [main]
 
 

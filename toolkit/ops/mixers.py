@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -71,9 +72,18 @@ define(
 )  # fmt: skip
 
 
+CHUNK, CHUNK_FLOOR = 64, 38.0  # tokens whose updates are solved together, and the time of a chunk
+
+
 @rule("toolkit::delta_net")
 def _delta_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> list[Effect]:
-    """Return one kernel for one token, three for more; the memory is read and written once."""
+    """Return one kernel for one token, three for more; the memory is read and written once.
+
+    Several tokens are processed in chunks, one after the other.
+    """
     qkv, memory, conv = args[0], args[6], args[7]
     moved = nbytes(qkv) + 3 * nbytes(out) + nbytes(conv) + 2 * nbytes(memory)
-    return launches("delta_net", 1 if qkv.shape[0] == 1 else 3, moved)
+    flops = 7.0 * qkv.shape[0] * memory.numel()
+    if qkv.shape[0] == 1:
+        return launches("delta_net", 1, moved, flops, floor=4.4)
+    return launches("delta_net", 3, moved, flops, floor=CHUNK_FLOOR * math.ceil(qkv.shape[0] / CHUNK))

@@ -120,7 +120,9 @@ def _moe_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> 
     """Return the routing, and two products that read the chosen experts and the shared one."""
     x, scores, _, up, down, shared_up, shared_down = args[:7]
     chosen = sum(map(nbytes, (*up, *down))) * args[9] // scores.shape[-1]
-    return launches("moe", 3, 2 * nbytes(x) + nbytes(scores) + chosen + sum(map(nbytes, (*shared_up, *shared_down))))
+    moved = 2 * nbytes(x) + nbytes(scores) + chosen + sum(map(nbytes, (*shared_up, *shared_down)))
+    flops = 3.0 * (args[9] + bool(shared_up)) * x.shape[-1] * up[0].shape[1]
+    return launches("moe", 3, moved, flops, floor=3.5, share=0.83)
 
 
 def _experts_reference(
@@ -162,4 +164,4 @@ def _experts_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor)
     matrices = sum(map(nbytes, (*up, *down)))
     share = min(1.0, chosen.numel() / up[0].shape[0])
     flops = 6.0 * chosen.numel() * x.shape[-1] * up[0].shape[1] / 2
-    return launches("experts", 4, 2 * nbytes(x) + int(matrices * share), flops)
+    return launches("experts", 4, 2 * nbytes(x) + int(matrices * share), flops, share=0.28)

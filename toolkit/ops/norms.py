@@ -101,6 +101,10 @@ define(
 
 @rule("toolkit::rms_norm")
 def _effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Sequence[Tensor]) -> list[Effect]:
-    """Return one kernel that reads x and the residual, and writes its results."""
-    x, residual = args[0], args[3]
-    return launches("rms_norm", 1, nbytes(x) * (1 + (residual is not None)) + sum(map(nbytes, out)))
+    """Return one kernel that reads x, the residual and a weight, and writes its results: one block per row.
+
+    Quantizing the result takes as long again as reading and writing.
+    """
+    x, weight, residual, quantize = args[0], args[1], args[3], args[7]
+    moved = nbytes(x) * (1 + (residual is not None)) + nbytes(weight) + sum(map(nbytes, out))
+    return launches("rms_norm", 1, moved, share=0.5 if quantize else 1.0, blocks=x.numel() // x.shape[-1])

@@ -12,12 +12,12 @@ import math
 from dataclasses import dataclass
 
 from toolkit.gpu.catalogue import GpuSpec
+from toolkit.gpu.virtual.effects.effect import SM_BYTES_PER_S
 from toolkit.kernels.base import Config, Kernel, Shape
 from toolkit.tune.limits import WARP, Compiled, LaunchUse, occupancy
 
 LATENCY_NS = 700.0  # of a load from DRAM when the memory is busy
 OPEN_BYTES = 2 * WARP * 16  # outstanding loads of a warp without a pipeline: two of 16 B per lane
-SM_BYTES_PER_S = 64 * 1.7e9  # into one SM: 64 B per clock
 SPILL_BYTES_DOUBLE = 512.0  # a stack of this many bytes per thread doubles the time
 
 

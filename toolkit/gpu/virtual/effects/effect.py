@@ -1,7 +1,8 @@
 """The effects of operations on a device (kernels, copies, memsets, waits), and the model of how long they take.
 
-The model is simple on purpose. A kernel takes a minimum time plus the larger of bytes / bandwidth and flops / peak, a copy a
-minimum time plus bytes / rate, and the host a constant per launch. All constants but two ratios come from the `GpuSpec`.
+The model is simple on purpose. A kernel takes a fixed time plus the larger of bytes / bandwidth and flops / peak, a copy a
+fixed time plus bytes / rate, and the host a constant per launch. Rates and the time of the shortest kernel come from the
+`GpuSpec`. A rule says how far its kernel is from them (`floor`, `share` and `blocks` of an `Effect`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from toolkit.gpu.catalogue import GpuSpec
 
 GEMM_EFFICIENCY = 0.8  # of peak. Measured: 815 of 989 TFLOP/s in bf16, 51 of 67 in fp32 (4096 x 4096 x 4096 on an H200)
 L2_SPEEDUP = 1.85  # if the operands of a streaming kernel fit L2. Measured: 7.8 TB/s, not 4.22 (4 to 16 MiB on an H200)
+SM_BYTES_PER_S = 64 * 1.7e9  # into one SM: 64 B per clock. Measured: a norm of one row, which one block reads (1.98 GHz)
 _FLOOR = {"h2d": "copy_floor_ns", "d2h": "d2h_floor_ns", "d2d": "d2d_floor_ns", "memset": "d2d_floor_ns"}
 _RATE = {
     ("h2d", 0): "h2d_pageable_bytes_per_s", ("h2d", 1): "h2d_pinned_bytes_per_s",
@@ -25,8 +27,9 @@ class Effect(NamedTuple):
     """A kernel, a copy, a memset or a wait.
 
     `bytes` are the bytes that a copy or memset reports, `moved_bytes` those that a kernel reads and writes. `peak` names the
-    GpuSpec figure that limits `flops`, and `cost` the one for the host's cost of the launch. The minimum time of a kernel is
-    `floor` times that of the shortest kernel.
+    GpuSpec figure that limits `flops`, and `cost` the one for the host's cost of the launch. The fixed time of a kernel is
+    `floor` times that of the shortest kernel. It reaches a `share` of the bandwidth of a streaming kernel, and of the
+    arithmetic rate of a large product; with fewer `blocks` than SMs, no more than these can load (0: enough blocks).
     """
 
     kind: str  # kernel | h2d | d2h | d2d | memset | wait
@@ -38,6 +41,8 @@ class Effect(NamedTuple):
     peak: str = "fp32_flops"
     floor: float = 1.0
     cost: str = "op_host_ns"
+    share: float = 1.0
+    blocks: int = 0
 
 
 WAIT = Effect("wait", 0, "cudaStreamSynchronize", cost="")
@@ -106,11 +111,11 @@ def duration_ns(effect: Effect, spec: GpuSpec) -> int:
     rate = spec.reached_bandwidth_bytes_per_s
     if not effect.flops and 2 * moved < spec.l2_bytes:
         rate *= L2_SPEEDUP
-    seconds = moved / rate
+    seconds = moved / (min(rate, effect.blocks * SM_BYTES_PER_S) if effect.blocks else rate)
     if effect.flops:
         seconds = max(seconds, effect.flops / (getattr(spec, effect.peak) * GEMM_EFFICIENCY))
     floor = spec.kernel_floor_ns if kind == "kernel" else spec.d2d_floor_ns
-    return int(floor * effect.floor + seconds * 1e9)
+    return int(floor * effect.floor + seconds / effect.share * 1e9)
 
 
 def host_ns(effect: Effect, spec: GpuSpec) -> int:

@@ -1,0 +1,112 @@
+"""Time one captured decode step of published models, on a real GPU or on a virtual one.
+
+    python -m toolkit.bench.captured_steps --device cuda --out measured.json
+    python -m toolkit.bench.captured_steps --device virtual:h200 --out virtual.json
+
+The models have the real shapes and random weights in q4_k_m, at batch size 1. The step embeds the token, runs the layers on a
+cache with the prompt and 64 more positions, chooses the most likely token, and advances the position.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit.bench.record import about, write_record
+from toolkit.gpu.device import Device
+from toolkit.gpu.opening import open_device
+from toolkit.gpu.virtual.device import VirtualGpu
+from toolkit.loading.loader import load
+from toolkit.models.model import Model
+
+PROMPTS = {
+    "random/qwen3-8b": (64, 8192), "random/gemma4-31b": (64, 8192, 32640), "random/qwen3.5-35b-a3b": (64, 8192, 32640),
+}  # fmt: skip
+SCHEME = "q4_k_m"
+MORE = 64  # positions of the cache after the prompt
+REPLAYS = 50  # per timing; virtual GPUs need only one, because all are alike
+TIMINGS = 5
+
+
+def bench(device: str, prompts: dict[str, Sequence[int]] | None = None) -> dict[str, Any]:
+    """Return the record of all steps (JSON-able). `prompts` maps the names of models to the lengths of their prompts."""
+    gpu, rows = open_device(device), []
+    for name, lengths in (prompts or PROMPTS).items():
+        with torch.no_grad(), gpu.sizes_only() if isinstance(gpu, VirtualGpu) else nullcontext():
+            model = load(name, device=gpu, scheme=SCHEME, progress=False)
+            rows += [{"model": name, "prompt": length, **_timed(gpu, model, length)} for length in lengths]
+        del model
+    return {**about(device), "scheme": SCHEME, "rows": rows}
+
+
+def _timed(gpu: Device, model: Model, prompt: int) -> dict[str, Any]:
+    """Return the milliseconds of a captured step after `prompt` tokens, and the number of nodes in its graph."""
+    room = prompt + MORE
+    cache = model.new_cache(room)
+    token, position = (torch.full((1,), value, dtype=torch.int64, device=gpu.torch) for value in (0, prompt))
+
+    def step() -> None:
+        hidden = model.advance(model.embed(token.view(1, 1)), position, cache, room)
+        token.copy_(model.logits(hidden).view(-1).argmax().view(1))
+        position.add_(1)
+
+    modelled = gpu.clock == "modelled"
+    if not modelled:
+        step()  # compiles the kernels
+    graph = gpu.capture(step)
+    times = []
+    try:
+        for _ in range(1 if modelled else TIMINGS):
+            position.fill_(prompt)
+            times.append(_replay_ms(gpu, graph, 1 if modelled else REPLAYS))
+    finally:
+        graph.free()
+        cache.free()
+    return {"ms": statistics.median(times), "nodes": graph.nodes}
+
+
+def _replay_ms(gpu: Device, graph: Any, replays: int) -> float:
+    """Return the milliseconds of one replay."""
+    gpu.sync()
+    start = gpu.now_ns()
+    for _ in range(replays):
+        graph.replay()
+    gpu.sync()
+    return (gpu.now_ns() - start) / replays / 1e6
+
+
+def compare(modelled: dict[str, Any], measured: dict[str, Any]) -> list[tuple[str, int, float, float]]:
+    """Return (model, prompt, modelled ms, measured ms) for each row of two records.
+
+    A row without "ms" was measured only before a change of the kernels, as "before_ms". It counts as the measurement of the
+    shortest prompt, plus the difference between the two prompts before the change.
+    """
+    first: dict[str, dict[str, Any]] = {}
+    found = []
+    times = {(row["model"], row["prompt"]): row["ms"] for row in modelled["rows"]}
+    for row in measured["rows"]:
+        base = first.setdefault(row["model"], row)
+        ms = row["ms"] if row["ms"] is not None else base["ms"] + row["before_ms"] - base["before_ms"]
+        found.append((row["model"], row["prompt"], times[row["model"], row["prompt"]], ms))
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog="python -m toolkit.bench.captured_steps", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="cuda", help='"cuda" (default), "virtual:h200"...')
+    parser.add_argument("--out", type=Path, help="write the record to this JSON file (default: print it)")
+    options = parser.parse_args(arguments)
+    write_record(bench(options.device), options.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
