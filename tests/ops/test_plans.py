@@ -76,6 +76,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
         run_now(launch)
         return None if 0 in launch.grid else Compiled(launch, found)
 
+    monkeypatch.setattr(plans, "ENABLED", True)
     if DEVICE == "cpu":
         monkeypatch.setattr(lookup, "choose", choose)
         monkeypatch.setattr(define, "GPUS", ("cpu",))
@@ -231,7 +232,8 @@ def test_counters_are_those_of_the_moment(calls: Any, started: list[Any], monkey
     described = problems_of("attention", monkeypatch)
     shared = zeros.shared_zeros(device, zeros.current_stream(device))
     assert shared is not None
-    with define.own_counters(device) as own:
+    own = torch.zeros(zeros.COUNTERS, dtype=torch.int32, device=device)
+    with define.own_counters(own):
         assert define.counters(operands[0], 7).data_ptr() == own.data_ptr() != shared.data_ptr()
         for _ in range(2):
             assert torch.equal(define.by_kernels("attention", *operands), expected)

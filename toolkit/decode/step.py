@@ -16,6 +16,7 @@ from toolkit.decode.strategies import Strategy, check_capture
 from toolkit.gpu.device import Graph, Loop
 from toolkit.models.cache import Cache
 from toolkit.models.model import Model
+from toolkit.ops.zeros import COUNTERS, own_counters
 
 
 class Fallback:
@@ -69,6 +70,8 @@ class Step:
         self.tokens = list(torch.zeros(self.turns, 1, dtype=torch.int64, device=where))
         self._logits: list[Tensor | None] = [None] * self.turns  # for a sampler on the host
         self._graphs: list[Graph] = []  # by slot
+        captures = strategy.capture != "none" and fallback.reason is None
+        self._counters = torch.zeros(COUNTERS, dtype=torch.int32, device=self.device.torch) if captures else None
         self._loop: Loop | None = None
 
     def _first_positions(self) -> Positions:
@@ -118,6 +121,12 @@ class Step:
         hidden = self.model.advance(x, self._positions.current(), self.cache, self._length)
         self._sample_from(self.model.logits(hidden).view(-1), turn)
 
+    def _captured(self, turn: int) -> None:
+        """Launch the kernels of a step in a capture. They count in zeros of their own, which they leave behind as zeros."""
+        assert self._counters is not None
+        with own_counters(self._counters):
+            self.launch(turn)
+
     def warm_up(self) -> None:
         """Launch a step before the prefill, so that all kernels are compiled, and roll the cache back."""
         self.launch(0)
@@ -133,7 +142,7 @@ class Step:
         """Return the loop that generates all tokens after the first one, or None. It needs a `warm_up` before the prefill."""
         if self.loops:
             try:
-                self._loop = self.device.capture_loop(partial(self.launch, 0), self.tokens[0])
+                self._loop = self.device.capture_loop(partial(self._captured, 0), self.tokens[0])
             except DeviceError as error:
                 self._fallback.use(error)
         return self._loop
@@ -154,7 +163,7 @@ class Step:
         if not self._graphs and self._fallback.reason is None:
             try:
                 for each in range(self.turns):
-                    self._graphs.append(self.device.capture(partial(self.launch, each)))
+                    self._graphs.append(self.device.capture(partial(self._captured, each)))
             except DeviceError as error:
                 self._fallback.use(error)
         return self._graphs[turn] if turn < len(self._graphs) else None

@@ -68,7 +68,7 @@ def define(
 def by_kernels(name: str, *operands: Any) -> Any:
     """Run the operation `name` on CUDA: by its plan, or else with the config that the tuner's lookup returns."""
     operation = _operations[name]
-    planned = _compiling_for is None and not _recorders and operands[0].device.type in zeros.KINDS
+    planned = plans.ENABLED and _compiling_for is None and not _recorders and operands[0].device.type in zeros.KINDS
     found = plans.replay(operation, operands) if planned else MISSING
     return _by_kernels(operation, operands, planned) if found is MISSING else found
 

@@ -6,10 +6,14 @@ flags (see `Kernel.launches`). So the first call with operands of a kind makes a
 operands of the same kind allocate the results and start the same compiled kernels with other pointers.
 
 A plan holds no values and no pointers of operands. Without a plan an operation runs as ever; `refused` returns the reasons.
+
+Plans were tested with stand-ins for compiled kernels and not on a GPU yet, so they are off unless the environment variable
+TOOLKIT_LAUNCH_PLANS is 1.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import cache
 from itertools import count
@@ -26,6 +30,7 @@ from toolkit.ops.launch_plan import MISSING, Call, Operation, Plan, make_plan
 from toolkit.weights.packed import Parts
 
 PLAIN = frozenset((Tensor, Parameter))  # types of tensors that stand for nothing but themselves
+ENABLED = os.environ.get("TOOLKIT_LAUNCH_PLANS") == "1"
 FLAGS = frozenset((int, float, str, bool, type(None), torch.dtype))  # types of operands that are part of the key
 MOST_PLANS = 4096  # then all are dropped: prompts of many lengths would make ever more
 
@@ -53,9 +58,10 @@ def replay(operation: Operation, operands: tuple[Any, ...]) -> Any:
 
 
 def unobserved(first: Tensor) -> bool:
-    """Return whether an operation on `first` may run without PyTorch's dispatcher: nobody records or differentiates it."""
+    """Return whether an operation on `first` may run by its plan, without PyTorch's dispatcher, which nobody else needs now."""
     return (
-        (first.is_cuda or first.device.type in zeros.KINDS)
+        ENABLED
+        and (first.is_cuda or first.device.type in zeros.KINDS)
         and not is_grad_enabled()
         and not _len_torch_dispatch_stack()
         and not _len_torch_function_stack()

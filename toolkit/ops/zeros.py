@@ -22,17 +22,16 @@ _thread = _Thread()
 
 
 @contextmanager
-def own_counters(device: torch.device) -> Iterator[Tensor]:
-    """Give all kernels that this thread launches on `device` in the block one buffer of zeros, int32 [COUNTERS].
+def own_counters(zeros: Tensor) -> Iterator[None]:
+    """Let all kernels that this thread launches in the block, on the device of `zeros`, count in `zeros`: int32 [COUNTERS].
 
-    Use it to capture a CUDA graph: without it, each captured operation that counts gets its own zeros, and the graph fills them
-    each time it runs. Enter the block before the capture begins, so that the graph contains no fill. The graph reads and writes
-    the buffer, which the block yields: keep it for as long as the graph, and don't run two graphs with it at the same time.
+    Use it to capture a graph: without it, each captured operation that counts gets its own zeros, and the graph fills them each
+    time it runs. Make `zeros` before the capture begins, so that the graph contains no fill, and keep it for as long as the
+    graph. Two graphs may use the same zeros if they don't run at the same time.
     """
-    zeros = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
     before, _thread.zeros = _thread.zeros, zeros
     try:
-        yield zeros
+        yield
     finally:
         _thread.zeros = before
 
