@@ -35,6 +35,14 @@ def on_virtual_gpu(config, dtype):
     return make(tk.device("virtual:h200"), config, dtype=dtype)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def nothing_left_on_the_virtual_gpu():
+    """Free the models of `on_virtual_gpu` at the end: tests of other modules open another GPU, and count what is allocated."""
+    yield
+    on_virtual_gpu.cache_clear()
+    gc.collect()
+
+
 def suited(model, strategy):
     """Return `model`, or the same one on the virtual GPU if the strategy captures graphs."""
     return on_virtual_gpu(model.config, model.dtype) if STRATEGIES[strategy].capture != "none" else model
