@@ -15,6 +15,7 @@ from typing import Any
 
 import toolkit as tk
 from toolkit.bench.captured_steps import compare
+from toolkit.bench.published import CLAIMS, EXECUTORCH_20286, LLAMA_CPP, LLAMA_CPP_SOURCE
 from toolkit.decode.loop import AHEAD
 
 ROOT = Path(__file__).parent.parent
@@ -149,6 +150,93 @@ def package_steps() -> str:
     return table(["model", "cache", "strategy", "package, ms", "model, ms", "same tokens", "same copies"], rows)
 
 
+def speed_records() -> list[dict[str, Any]]:
+    """Return the records of decode speed, by model and with those of real GPUs last."""
+    found = [record(path.stem) for path in sorted(RESULTS.glob("*_speed_*.json"))]
+    return sorted(found, key=lambda made: (made["model"], made["kv"] or "", made["clock"] == "measured"))
+
+
+def speeds() -> str:
+    """Return the table of tokens per second, next to llama.cpp's."""
+    names = ("roundtrip", "double-buffered", "cuda-graph", "whole-loop")
+    rows = []
+    for made in speed_records():
+        others = LLAMA_CPP.get(made["model"], {}) if made["scheme"] == "q4_k_m" else {}
+        for row in made["rows"]:
+            if "strategies" not in row:
+                continue
+            found, context = row["strategies"], row["context"]
+            nearest = min(others, key=lambda each: abs(each - context), default=0)
+            rates = [f"{found[name]['tok_per_s']:.1f}" if "tok_per_s" in found.get(name, {}) else "-" for name in names]
+            share = max(one["bandwidth_percent"] for one in found.values() if "tok_per_s" in one)
+            rows.append([
+                f"`{made['model']}`", f"{context:,}", made["clock"], *rates, f"{row['limit_tok_per_s']:.0f}", f"{share:.0f}",
+                f"{others[nearest]:.1f}" if nearest and abs(nearest - context) < 200 else "-",
+            ])  # fmt: skip
+    head = [
+        "model",
+        "context",
+        "times",
+        *(f"`{name}`" for name in names),
+        "limit",
+        "best, % of the limit",
+        "llama.cpp, measured",
+    ]
+    return table(head, rows)
+
+
+def copies_claimed() -> str:
+    """Return the copies of one generation that executorch states, and those of the toolkit's strategies."""
+    rows = [
+        [f"executorch: {one.change}", *("-" if n is None else n for n in (one.h2d, one.d2h, one.d2d))]
+        for one in EXECUTORCH_20286
+    ]
+    made = next(one["generation"] for one in speed_records() if one["model"] == "random/gemma4-31b" and "generation" in one)
+    assert (made["prompt"], made["decode"]) == (19, 128), "the page says so"
+    rows += [
+        [f"`{name}`", *(f"{one[kind]['count']} ({one[kind]['bytes']:,} B)" for kind in ("h2d", "d2h", "d2d"))]
+        for name, one in made["copies"].items()
+    ]
+    return table(["", "H2D", "D2H", "D2D"], rows)
+
+
+def claims() -> str:
+    """Return what other projects state, and the toolkit's own figures."""
+    ours = {
+        "context": _by_context(), "graph": _ratio("qwen3.5", "cuda-graph", "double-buffered"),
+        "buffers": _ratio("qwen3-8b", "double-buffered", "position-on-device"), "export": _export_peak(),
+    }  # fmt: skip
+    return table(["pull request", "what it states", "here"], ([*CLAIMS[key], said] for key, said in ours.items()))
+
+
+def _speed_of(model: str) -> tuple[str, list[dict[str, Any]]]:
+    """Return the GPU and the rows of the last record of a model: a measured one, if there is one."""
+    made = [one for one in speed_records() if model in one["model"] and one["kv"] is None][-1]
+    where = f"{'virtual ' if made['clock'] == 'modelled' else ''}H200, {made['clock']}"
+    return where, [row for row in made["rows"] if "strategies" in row]
+
+
+def _by_context() -> str:
+    where, rows = _speed_of("gemma4-31b")
+    first, last = (rows[i]["strategies"]["cuda-graph"]["tok_per_s"] for i in (0, -1))
+    contexts = [f"{rows[i]['context']:,}" for i in (0, -1)]
+    return (
+        f"`cuda-graph`, bf16 cache: {first:.1f} tok/s at {contexts[0]} tokens, {last:.1f} at {contexts[1]}, so "
+        f"{100 * last / first:.0f} % of it ({where})"
+    )
+
+
+def _ratio(model: str, new: str, old: str) -> str:
+    where, rows = _speed_of(model)
+    times = (row["strategies"][new]["tok_per_s"] / row["strategies"][old]["tok_per_s"] for row in rows)
+    return f"`{new}` is {span(times, 2)} times as fast as `{old}` ({where})"
+
+
+def _export_peak() -> str:
+    made = record("h200_export")["exports"][0]
+    return f"{max(made['spread']['gpu_used_bytes']) / MiB:.0f} MiB, with a bf16 cache (H200, measured)"
+
+
 def memory_cost() -> str:
     """Return the table of the time that measuring memory adds to a decode loop."""
     rows = []
@@ -272,6 +360,9 @@ def substitutions() -> dict[str, Any]:
         "table_memory_cost": memory_cost(), "table_strategies": strategies(), "table_gpus": gpus(),
         "table_packages": packages(), "table_strategy_fields": strategy_fields(), "ahead": str(AHEAD),
         "memory": memory_figures(), "captured": captured_steps(),
+        "table_speeds": speeds(), "table_copies_claimed": copies_claimed(),
+        "table_claims": claims(), "llama_cpp": LLAMA_CPP_SOURCE,
+        "speed_rate": f"{speed_records()[0]['read_bytes_per_s'] / 1e12:.2f} TB/s",
         "plan": plan_figures(), "snapshot": snapshot_figures(), "exports": export_figures(), "ratios": ratios,
         "waits": {"modelled": f"{1000 * waits[0]:.1f}", "measured": f"{1000 * waits[1]:.1f}"},
         "read_rate": f"{record('h200_kernels')['read_bytes_per_s'] / 1e12:.2f} TB/s",

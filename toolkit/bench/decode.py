@@ -48,7 +48,7 @@ DIRECT = 2048  # up to this context, the first token is timed in whole runs; bey
 
 
 class Bench:
-    """The benchmark of one model. `record` is filled context by context, so that an error late keeps what was measured."""
+    """The benchmark of one model: its strategies, and the options of every run."""
 
     def __init__(self, model: Model, names: Sequence[str], tokens: int, repeats: int, chunk: int, kv: str | None) -> None:
         self.model, self.names, self.chunk, self.kv = model, names, chunk, kv
