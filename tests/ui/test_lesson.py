@@ -14,6 +14,7 @@ from toolkit.ui.lessons.decode_faster import (
     QUESTIONS,
     ask,
     change,
+    check_waiting,
     prefill_us,
     step_facts,
     step_table,
@@ -126,6 +127,23 @@ def test_explanations_of_decode_faster_are_true(runs):
     assert late[1] < 5 * (step["roundtrip"] - step["whole-loop"])  # "a few tokens make up for a capture"
     assert step_facts(runs["cuda-graph"], 2)["step, µs"] > 2 * step_facts(runs["cuda-graph"], 3)["step, µs"]  # "second step"
     assert change(10, 9.5) == "about as long"
+
+
+def test_a_strategy_that_waits_differs_in_one_field(runs):
+    graph = tk.STRATEGIES["cuda-graph"]
+    unchanged = check_waiting(replace(graph, name="yours"), runs["cuda-graph"])
+    assert not unchanged.right
+    assert repr(unchanged).startswith("wrong: fields changed: none, wanted one\nwrong: copies on a second stream: ")
+    assert "Hint: " in repr(unchanged)
+    assert check_waiting(replace(graph, readback="wait"), runs["roundtrip, captured"]).right
+    two = check_waiting(replace(graph, readback="wait", position="array"), runs["roundtrip, captured"])
+    assert repr(two).startswith("wrong: fields changed: position, readback")
+
+
+def test_a_verdict_is_wrapped_in_a_notebook():
+    assert check({"x": 1}, {"x": 1}, why="a < b")._repr_html_() == (
+        "<div>right: x - you said 1, the trace says 1</div><div>a &lt; b</div>"
+    )
 
 
 def test_the_notebook_asks_every_question_and_holds_no_explanation():

@@ -1,12 +1,13 @@
 """Checked questions for the lesson notebooks: the learner predicts a number or a choice, runs the code, and compares.
 
-Verdicts are plain text, so that they read the same in JupyterLab, in a terminal and in a test.
+Verdicts are text, so that they read the same in JupyterLab, in a terminal and in a test.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from html import escape
 from numbers import Real
 
 _wrong: dict[str, set[str]] = {}  # the different wrong predictions of each question with a hint, by the hint
@@ -21,6 +22,10 @@ class Verdict:
 
     def __repr__(self) -> str:
         return "\n".join(self.lines)
+
+    def _repr_html_(self) -> str:
+        """Return the lines as HTML, which a notebook wraps between words."""
+        return "".join(f"<div>{escape(line)}</div>" for line in repr(self).splitlines())
 
 
 def check(

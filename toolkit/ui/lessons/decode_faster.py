@@ -6,12 +6,13 @@ The explanations are here and not in the notebook, so that nobody reads an answe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from textwrap import fill
+from dataclasses import fields
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from toolkit.decode.run import Run
+from toolkit.decode.strategies import STRATEGIES, Strategy
 from toolkit.trace.columns import COPY_KINDS
 from toolkit.ui.lessons.checks import Verdict, check
 from toolkit.ui.timeline.widget import Timeline
@@ -19,7 +20,6 @@ from toolkit.ui.timeline.widget import Timeline
 if TYPE_CHECKING:
     import pandas as pd
 
-WIDTH = 110  # of a line of an explanation, in characters
 STEP = 8  # graphs are captured before step 2; from step 5 on, all steps of a run are alike
 SHORTER, SAME, LONGER = CHANGES = ("shorter", "about as long", "longer")
 
@@ -102,22 +102,33 @@ QUESTIONS = {
         "bytes can.",
         within=0.1,
     ),
-    "one field": Question(
-        "The field `readback` says how a token gets to the host. Section 4 changes a field with `replace`.",
-        "The host waits for each token again, and nothing else differs. The table below splits the way from a "
-        "captured `roundtrip` to `cuda-graph` into two: without the uploads of token and position, and without the "
-        "wait.",
-    ),
 }
 
 
-def ask(
-    question: str, predicted: Mapping[str, float | str | None], found: Mapping[str, float | str], who: str = "the trace"
-) -> Verdict:
+WAITING_HINT = "The field `readback` says how a token gets to the host. Section 4 changes a field with `replace`."
+WAITING_WHY = (
+    "The host waits for each token again, and nothing else differs. The table below splits the way from a captured "
+    "`roundtrip` to `cuda-graph` into two: without the uploads of token and position, and without the wait."
+)
+
+
+def ask(question: str, predicted: Mapping[str, float | str | None], found: Mapping[str, float | str]) -> Verdict:
     """Check a prediction: the first wrong one gets a hint, and the answer comes with its explanation."""
     about = QUESTIONS[question]
-    hint, why = fill(about.hint, WIDTH), fill(about.why, WIDTH)
-    return check(predicted, found, why, about.within, who, hint, about.choices)
+    return check(predicted, found, about.why, about.within, hint=about.hint, choices=about.choices)
+
+
+def check_waiting(strategy: Strategy, run: Run) -> Verdict:
+    """Check that `strategy` differs from "cuda-graph" in one field, and that the host waits for the tokens of `run`."""
+    given = STRATEGIES["cuda-graph"]
+    names = [field.name for field in fields(Strategy) if field.name not in ("name", "crosses")]
+    changed = [name for name in names if getattr(strategy, name) != getattr(given, name)]
+    aside = int((run.trace.is_kind("d2h") & (run.trace["stream"] != 0)).sum())
+    right = {f"fields changed: {', '.join(changed) or 'none'}, wanted one": len(changed) == 1}
+    right[f"copies on a second stream: {aside}, wanted 0"] = aside == 0
+    lines = [f"{'right' if each else 'wrong'}: {line}" for line, each in right.items()]
+    done = all(right.values())
+    return Verdict((*lines, WAITING_WHY if done else f"Hint: {WAITING_HINT}"), done)
 
 
 def change(before: float, after: float, names: tuple[str, str, str] = CHANGES) -> str:
