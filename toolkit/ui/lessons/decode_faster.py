@@ -50,7 +50,7 @@ QUESTIONS = {
         choices=CHANGES,
     ),
     "no wait": Question(
-        "The first table has a row for the time in which the host waits. Hiding a wait can't save more than that.",
+        "The first table has a column for the time in which the host waits. Hiding a wait can't save more than that.",
         "Double buffering hides the time in which the host waits for the GPU. But here the host hardly waits: when it "
         "asks for the token, the GPU has run nearly all kernels. There is nothing to hide.",
         choices=CHANGES,
