@@ -53,6 +53,13 @@ def test_capture_can_be_switched_alone(model, name, options):
     assert captured.tok_per_s > 1.5 * eager.tok_per_s
 
 
+@pytest.mark.parametrize("name", ["host-sampling", "roundtrip", "double-buffered"])
+def test_rates_contain_no_capture(model, name):
+    captured = replace(STRATEGIES[name], capture="step")
+    few, many = (generate(model, captured, n=n, record=False).tok_per_s for n in (5, 40))
+    assert few == pytest.approx(many, rel=0.02)
+
+
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_every_strategy_samples_the_same(model, options):
     assert len({generate(model, name, n=40, record=False, **options).tokens for name in STRATEGIES}) == 1
