@@ -204,11 +204,12 @@ class _Memory:
             self._add(stand, f"vr{i}", real.data_ptr())
 
     def add_scratch(self, outputs: dict[str, Tensor]) -> None:
-        """Add all other outputs, as parts of one allocation."""
+        """Add all other outputs, as parts of one allocation. Those without memory get a null pointer, as PyTorch gives them."""
         for name, tensor in outputs.items():
             if _storage(tensor) not in self._found:
-                self._add(tensor, "vs", self.call.outputs[name].untyped_storage().data_ptr(), self.scratch_bytes)
-                self.scratch_bytes += -(-tensor.untyped_storage().nbytes() // APART) * APART
+                held, address = tensor.untyped_storage().nbytes(), self.call.outputs[name].untyped_storage().data_ptr()
+                self._add(tensor, "vs" if held else "0", address, self.scratch_bytes if held else 0)
+                self.scratch_bytes += -(-held // APART) * APART
 
     def pointer(self, stand: Tensor, real: Tensor) -> _Pointer:
         """Return what points where `real` was in the call."""
