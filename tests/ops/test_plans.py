@@ -218,7 +218,8 @@ def test_a_copied_operand_has_no_plan(calls: Any, started: list[Any]) -> None:
 
 def test_scratch_without_memory_has_no_pointer(started: list[Any]) -> None:
     """Queries only: the outputs for keys and values are empty, and nothing else is scratch."""
-    operands = (row(2, 32), row(16), row(16), row(8, 2, 16), torch.tensor([3, 4], device=DEVICE), 2, 0, False, False, True, 1e-6)
+    positions = torch.tensor([3, 4], device=DEVICE)
+    operands = (row(2, 32), row(16), row(16), row(8, 2, 16), positions, 2, 0, False, False, True, 1e-6)
     expected, found = (define.by_kernels("make_heads", *operands) for _ in range(2))
     assert len(plans.current()) == len(found) == 1
     assert torch.equal(found[0], expected[0])
