@@ -270,6 +270,20 @@ def test_inside_a_recording_the_run_joins_it(model):
     assert [mark.name for mark in run.trace.marks()] == ["prefill", "decode", "decode"]
 
 
+@pytest.mark.parametrize("name", ["roundtrip", "double-buffered", "cuda-graph"])
+def test_the_first_token_arrives_before_the_next_step_is_launched(name, monkeypatch):
+    model, fed = on_virtual_gpu(SMALL, torch.float32), []
+    advance, cancel = type(model).advance, threading.Event()
+    monkeypatch.setattr(type(model), "advance", lambda self, x, *rest: fed.append(x.shape[1]) or advance(self, x, *rest))
+    known: list[list[int]] = []
+    run = generate(model, name, on_token=lambda token, text: known.append(list(fed)))
+    assert known[0] == [len(PROMPT)]
+    fed.clear()
+    stopped = generate(model, name, on_token=lambda token, text: cancel.set(), cancel=cancel)
+    assert stopped.tokens == run.tokens[:1]
+    assert fed == [len(PROMPT)]
+
+
 def test_many_threads_at_once(model):
     expected = generate(model).tokens
     results: dict[int, tuple[int, ...]] = {}

@@ -232,13 +232,23 @@ def _own_cache(model: Model, about: _About) -> Iterator[Cache]:
 def _steps(
     step: Step, readback: Readback, known: int | None, limit: int, cancel: threading.Event
 ) -> Generator[tuple[int, int], None, None]:
-    """Yield the tokens of decode steps 1, 2, ... `known` is the first token, if the host has read it."""
+    """Yield the tokens of decode steps 1, 2, ... `known` is the first token, if the host has read it.
+
+    The host waits for the first token before it launches the next step: whoever waits for a text sees it earlier by the time
+    that the launches take.
+    """
     device, number = step.device, 0
     for number in range(1, limit):
         if cancel.is_set():
             break
         with device.step(number, "decode"):
             readback.before()
+            if number == 1 and known is None:
+                known = readback.arrived()
+                assert known is not None
+                yield known, device.now_ns()
+                if cancel.is_set():
+                    break
             known = readback.after(step.run(number, known))
         if known is not None:
             yield known, device.now_ns()

@@ -25,8 +25,9 @@ class Strategy:
             increments it in place.
         sampler: "host" downloads the logits and samples on the host; "device" samples on the device.
         readback: "wait" blocks until the token has been read; "overlap" reads the token of the previous step into pinned
-            memory on a second stream while this step runs, so the host is one step behind; with "ring", the device writes
-            tokens to mapped host memory, from which the host reads them without a copy.
+            memory on a second stream while this step runs, so the host is one step behind (it waits for the first token before
+            it launches the next step, so that this token arrives early); with "ring", the device writes tokens to mapped host
+            memory, from which the host reads them without a copy.
         capture: "none" launches each kernel of each step. "step" captures the kernels of a step in a graph, which later steps
             launch as a whole; copies between host and device stay outside of it. "loop" launches one graph per generation,
             in which the device repeats the step.
