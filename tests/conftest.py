@@ -72,6 +72,14 @@ def exports_cache(factory: pytest.TempPathFactory) -> Path:
     return Path(os.environ.get("TOOLKIT_TEST_EXPORTS") or root / "exports-cache")
 
 
+def cache_of_lessons(factory: pytest.TempPathFactory) -> Path:
+    """Return a new cache for lessons, apart from the user's, that has the compiled pieces of `exports_cache`."""
+    cache, compiled = factory.mktemp("cache"), exports_cache(factory) / "compiled"
+    compiled.mkdir(parents=True, exist_ok=True)
+    (cache / "compiled").symlink_to(compiled)
+    return cache
+
+
 @contextmanager
 def compiling_alone(cache: Path) -> Iterator[None]:
     """Hold a lock on the cache, so that two processes of a run do not compile the same pieces."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import compiling_alone, exports_cache
+from tests.conftest import cache_of_lessons, compiling_alone, exports_cache
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
@@ -141,11 +141,8 @@ EXERCISES = ("h2d copies", "wrong configs left", "bytes in the graph")
 @pytest.fixture(autouse=True, scope="module")
 def one_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What lessons 03 and 05 compile is kept apart from the user's, and compiled once."""
-    cache, compiled = tmp_path_factory.mktemp("cache"), exports_cache(tmp_path_factory) / "compiled"
-    compiled.mkdir(parents=True, exist_ok=True)
-    (cache / "compiled").symlink_to(compiled)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TOOLKIT_CACHE", str(cache))
+        patch.setenv("TOOLKIT_CACHE", str(cache_of_lessons(tmp_path_factory)))
         yield
 
 

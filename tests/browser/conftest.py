@@ -1,7 +1,7 @@
 """A real JupyterLab and headless Chromium for the tests of what a user sees.
 
-One server, one browser and one tab for all of them: JupyterLab stays open in it, and each test has a notebook and a kernel of
-its own there. Where Chromium is missing the tests are skipped, and say how to get it.
+One server, one browser and one tab for all tests of a process: JupyterLab stays open in it, and each test has a notebook and a
+kernel of its own there. Where Chromium is missing the tests are skipped, and say how to get it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+from tests.conftest import cache_of_lessons
 
 NOTEBOOK_TESTS = Path(__file__).parent.parent / "ui"
 sys.path.insert(0, str(NOTEBOOK_TESTS))  # synthetic.py
@@ -132,7 +134,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     folders = {
         name: str(home / name.lower())
         for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR")
-    }
+    } | {"TOOLKIT_CACHE": str(cache_of_lessons(tmp_path_factory))}
     command = [
         sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}", "--ServerApp.port_retries=0",
         f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={root}", f"--LabApp.user_settings_dir={settings}",

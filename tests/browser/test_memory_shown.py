@@ -189,6 +189,7 @@ def test_a_saved_notebook_shows_its_picture_without_a_kernel(notebook, lab) -> N
     page.wait_for_selector(".tk-status:text('the last view')", timeout=8000)
 
 
+@pytest.mark.timed
 @pytest.mark.usefixtures("new_tab")
 def test_two_million_events(notebook, capsys: pytest.CaptureFixture[str]) -> None:
     page = notebook(

@@ -133,6 +133,7 @@ def test_two_runs_side_by_side_in_the_dark_theme(notebook) -> None:
     shot(page, "timeline-dark")
 
 
+@pytest.mark.timed
 @pytest.mark.usefixtures("new_tab")
 def test_a_million_events(notebook, capsys: pytest.CaptureFixture[str]) -> None:
     page = notebook(SETUP, "trace = many_events(1_000_000); len(trace)", "Timeline(trace)", run=False, timed=True)
