@@ -42,9 +42,9 @@ lint: .venv/.test
 types: .venv/.test
 	$(BIN)/mypy
 
-# Lessons and guides run once, and again only after a change of the package. Warnings are errors.
+# Lessons and guides run once, four at a time, and again only after a change of the package. Warnings are errors.
 docs: .venv/.docs
-	$(BIN)/python -m sphinx -b html -W --keep-going -q docs docs/_build/html
+	$(BIN)/python -m sphinx -j 4 -b html -W --keep-going -q docs docs/_build/html
 	@echo "Open docs/_build/html/index.html"
 
 clean:
