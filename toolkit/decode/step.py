@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from toolkit.core.errors import DeviceError
 from toolkit.decode.parts import INPUTS, POSITIONS, Positions
@@ -15,7 +16,9 @@ from toolkit.decode.sampling import Sampler, Sampling
 from toolkit.decode.strategies import Strategy, check_capture
 from toolkit.gpu.device import Graph, Loop
 from toolkit.models.cache import Cache
-from toolkit.models.model import Model
+from toolkit.models.model import CausalLM, Model
+from toolkit.ops.define import direct
+from toolkit.ops.tape import Tape
 from toolkit.ops.zeros import COUNTERS, own_counters
 
 
@@ -38,6 +41,16 @@ class Fallback:
         if not self.allowed:
             raise error
         self.reason = str(error)
+
+
+def _altered(model: Model) -> bool:
+    """Return whether modules of the model run code of others, which played steps would miss: hooks, compiled code, a method."""
+
+    def altered(one: nn.Module) -> bool:
+        own = not vars(one).keys().isdisjoint(("forward", "advance", "logits"))
+        return bool(own or one._forward_hooks or one._forward_pre_hooks or one._compiled_call_impl is not None)
+
+    return _has_any_global_hook() or (isinstance(model, CausalLM) and any(map(altered, model.modules())))
 
 
 class Step:
@@ -73,6 +86,8 @@ class Step:
         captures = strategy.capture != "none" and fallback.reason is None
         self._counters = torch.zeros(COUNTERS, dtype=torch.int32, device=self.device.torch) if captures else None
         self._loop: Loop | None = None
+        self._tapes: dict[int, Tape] = {}  # by slot
+        self._taping = isinstance(model, CausalLM)  # others may launch kernels that a tape doesn't see
 
     def _first_positions(self) -> Positions:
         return POSITIONS[self.strategy.position](self._ids.shape[1], self._limit - 1, self.device.torch)
@@ -110,7 +125,7 @@ class Step:
         self._positions.stage(number)
         graph = self._graph(turn) if self.strategy.capture == "step" and number > 1 else None
         if graph is None:
-            self.launch(turn)
+            self._launch_again(turn, number)
         else:
             graph.replay()
 
@@ -125,6 +140,20 @@ class Step:
         x = self._inputs.embedded(self.tokens[turn - 1])
         hidden = self.model.advance(x, self._positions.current(), self.cache, self._length)
         self._sample_from(self.model.logits(hidden).view(-1), turn)
+
+    def _launch_again(self, turn: int, number: int) -> None:
+        """Launch the kernels of step `number`, from a tape of an earlier step unless somebody observes how.
+
+        The first step of each slot is not recorded, since it may compile kernels and make their plans. A graph needs no tape.
+        """
+        tape = self._tapes.get(turn)
+        if not self._taping or number <= self.turns or not direct(self.cache.slots):
+            self.launch(turn)
+        elif tape is None or not tape.play():
+            with Tape(self.device.torch) as tape:
+                self.launch(turn)
+            self._tapes[turn] = tape
+            self._taping = tape.why_not is None and not _altered(self.model)
 
     def _captured(self, turn: int) -> None:
         """Launch the kernels of a step in a capture. They count in zeros of their own, which they leave behind as zeros."""
@@ -153,7 +182,8 @@ class Step:
         return self._loop
 
     def free(self) -> None:
-        """Wait for the graphs and free their memory."""
+        """Wait for the graphs and free their memory, and that of the tapes."""
+        self._tapes.clear()
         if self._graphs:
             self.device.sync()
         for graph in self._graphs:

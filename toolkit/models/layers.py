@@ -123,7 +123,7 @@ class Joined(nn.Module):
     def forward(self, x: Tensor | Operand, chosen: Tensor | slice | None = None) -> tuple[Tensor, ...]:
         found: list[Tensor] = []
         for group in self.groups:
-            out = self.get_submodule("_".join(group))(x, chosen)
+            out = self._part(group)(x, chosen)
             found.extend(out.split([self.sizes[name] for name in group], -1) if len(group) > 1 else [out])
         return tuple(found)
 
@@ -173,7 +173,7 @@ class Joined(nn.Module):
         self.groups = tuple((name,) for group in self.groups for name in group)
 
     def _part(self, group: tuple[str, ...]) -> Linear:
-        part = self.get_submodule("_".join(group))
+        part = self._modules["_".join(group)]
         assert isinstance(part, Linear)
         return part
 

@@ -23,6 +23,7 @@ from toolkit.gpu.virtual.effects.effect import Effect
 from toolkit.ops import plans, zeros
 from toolkit.ops.launch_plan import MISSING, Call, Operation
 from toolkit.ops.launch_plan import Problem as Problem
+from toolkit.ops.tape import recording
 from toolkit.ops.zeros import own_counters as own_counters
 from toolkit.weights.packed import Parts
 
@@ -160,17 +161,27 @@ def operations() -> tuple[str, ...]:
 
 def call(name: str, *operands: Any) -> Any:
     """Run the operation `name`. Inside `record_problems`, its problem is recorded too."""
-    if not is_compiling() and not _recorders and _compiling_for is None and plans.unobserved(operands[0]):
+    if direct(operands[0]):
         operation = _operations[name]
         found = plans.replay(operation, operands)
         if found is not MISSING:
             return found
         if plans.key_of(operation, operands) is not None:
             return _by_kernels(operation, operands, True)
+    elif (tape := recording()) is not None:
+        found = plans.record(_operations[name], operands, tape)
+        if found is not MISSING:
+            return found
+        tape.refuse(f"{name} has no plan")
     for recorder in _recorders:
         recorder.append(_operations[name].problem(*operands)[:2])
     plain = [list(operand) if type(operand) is Parts else operand for operand in operands]
     return getattr(torch.ops.toolkit, name)(*plain)
+
+
+def direct(first: Tensor) -> bool:
+    """Return whether operations on `first` run by their plans without PyTorch's dispatcher, because nobody observes them."""
+    return not is_compiling() and not _recorders and _compiling_for is None and plans.unobserved(first)
 
 
 @contextmanager

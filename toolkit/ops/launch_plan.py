@@ -20,6 +20,7 @@ from toolkit.ops import zeros
 
 if TYPE_CHECKING:
     from toolkit.kernels.base import Config, Kernel, Launch, Shape
+    from toolkit.ops.tape import Tape
 
 APART = 256  # bytes: the scratch tensors of a plan share one allocation, in which each begins at a multiple of it
 MISSING = object()  # returned instead of a result if a plan can't be used
@@ -57,6 +58,7 @@ class Plan(NamedTuple):
 
     run: Callable[[list[int]], Any]  # takes the pointers of all operands; returns the results, or MISSING
     source: str  # of the function
+    record: Callable[[list[int], Tape], Any]  # the same, with a tape that records the launches
 
 
 def make_plan(operation: Operation, call: Call, pointers: Sequence[int]) -> Plan:
@@ -80,7 +82,7 @@ def make_plan(operation: Operation, call: Call, pointers: Sequence[int]) -> Plan
     for i, tensor in enumerate(returned):
         code.allocate(f"r{i}", tuple(tensor.shape), tensor.stride(), tensor.dtype)
     if memory.scratch_bytes:
-        code.allocate("s", (memory.scratch_bytes,), (1,), torch.uint8)
+        code.scratch(memory.scratch_bytes)
     for real, stand, compiled in zip(call.launches, launches, call.compiled, strict=True):
         if 0 not in real.grid:
             compiled = compiled.result() if hasattr(compiled, "result") else compiled  # compiled in the background
@@ -98,29 +100,28 @@ class _Code:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.lines: list[str] = ["def run(pointers):"]
+        self.lines: list[str] = []
+        self.recorded: list[str] = []  # the lines of the function that records
         self.values: dict[str, Any] = {
             "MISSING": MISSING, "device": device, "torch": torch, "allocate": _allocator(device), "zeros": zeros,
         }  # fmt: skip
 
     def begin(self, operands: int, counts: bool) -> None:
-        self.lines += [
-            "    stream = zeros.current_stream(device)",
-            "    if stream is None:",
-            "        with torch.cuda.device(device):",
-            "            return run(pointers)",
-            f"    [{', '.join(f'p{i}' for i in range(operands))}] = pointers",
-        ]
+        self.lines += ["def run(pointers):", "    stream = zeros.current_stream(device)"]
+        self.lines += ["    if stream is None:", "        with torch.cuda.device(device):", "            return run(pointers)"]
+        self.recorded += ["def record(pointers, tape):", "    stream = zeros.current_stream(device)"]
+        self._both(f"[{', '.join(f'p{i}' for i in range(operands))}] = pointers")
         if counts:
-            self.lines += [
-                "    z = zeros.shared_zeros(device, stream)",
-                "    if z is None:",
-                "        return MISSING",
-                "    vz = z.data_ptr()",
-            ]
+            self._both("z = zeros.shared_zeros(device, stream)", "if z is None:", "    return MISSING", "vz = z.data_ptr()")
 
     def allocate(self, name: str, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.lines += [f"    {name} = allocate({size}, {stride}, {self._name(dtype)})", f"    v{name} = {name}.data_ptr()"]
+        self._both(f"{name} = allocate({size}, {stride}, {self._name(dtype)})", f"v{name} = {name}.data_ptr()")
+        self.recorded.append(f"    tape.hold({name})")
+
+    def scratch(self, n_bytes: int) -> None:
+        self.lines.append(f"    s = allocate(({n_bytes},), (1,), torch.uint8)")
+        self.recorded.append(f"    s = tape.scratch({n_bytes})")
+        self._both("vs = s.data_ptr()")
 
     def start(self, grid: Sequence[int], handles: tuple[Any, Any, Any], arguments: Sequence[Any]) -> None:
         """Start a kernel as Triton does, whose launchers take a number for a pointer. Nobody is told of the launch."""
@@ -128,18 +129,25 @@ class _Code:
         given = [one.text if isinstance(one, _Pointer) else self._name(one) for one in arguments]
         words = [*map(str, grid), "stream", function, metadata, "None", "None", "None", *given]
         self.lines.append(f"    {run}({', '.join(words)})")
+        self.recorded.append(f"    tape.start({run}, {', '.join(words)})")
 
     def keep(self, compiled: Any) -> None:
         """Keep a compiled kernel for as long as the plan, because Triton unloads it when it is freed."""
         self._name(compiled)
 
     def end(self, returned: str) -> None:
-        self.lines.append(f"    return {returned}")
+        self._both(f"return {returned}")
 
     def plan(self) -> Plan:
         source = "\n".join(self.lines)
         exec(source, self.values)
-        return Plan(self.values["run"], source)
+        exec("\n".join(self.recorded), self.values)
+        return Plan(self.values["run"], source, self.values["record"])
+
+    def _both(self, *lines: str) -> None:
+        """Add lines to both functions."""
+        for each in (self.lines, self.recorded):
+            each += [f"    {line}" for line in lines]
 
     def _name(self, value: Any) -> str:
         """Return an expression for a value: itself, or the name of a global variable that holds it."""

@@ -6,9 +6,7 @@ flags (see `Kernel.launches`). So the first call with operands of a kind makes a
 operands of the same kind allocate the results and start the same compiled kernels with other pointers.
 
 A plan holds no values and no pointers of operands. Without a plan an operation runs as ever; `refused` returns the reasons.
-
-Plans were tested with stand-ins for compiled kernels and not on a GPU yet, so they are off unless the environment variable
-TOOLKIT_LAUNCH_PLANS is 1.
+The environment variable TOOLKIT_LAUNCH_PLANS=0 turns plans off, and with them the tapes of decode steps (see `tape`).
 """
 
 from __future__ import annotations
@@ -27,10 +25,11 @@ from torch.nn import Parameter
 
 from toolkit.ops import zeros
 from toolkit.ops.launch_plan import MISSING, Call, Operation, Plan, make_plan
+from toolkit.ops.tape import Tape
 from toolkit.weights.packed import Parts
 
 PLAIN = frozenset((Tensor, Parameter))  # types of tensors that stand for nothing but themselves
-ENABLED = os.environ.get("TOOLKIT_LAUNCH_PLANS") == "1"
+ENABLED = os.environ.get("TOOLKIT_LAUNCH_PLANS") != "0"
 FLAGS = frozenset((int, float, str, bool, type(None), torch.dtype))  # types of operands that are part of the key
 MOST_PLANS = 4096  # then all are dropped: prompts of many lengths would make ever more
 
@@ -55,6 +54,17 @@ def replay(operation: Operation, operands: tuple[Any, ...]) -> Any:
     except (TypeError, AttributeError) as error:  # this version of Triton starts its kernels in another way
         _plans[key] = f"{type(error).__name__}: {error}"
         return MISSING
+
+
+def record(operation: Operation, operands: tuple[Any, ...], tape: Tape) -> Any:
+    """Run the operation by its plan, and record its launches; `MISSING` if it has no plan."""
+    found = key_of(operation, operands)
+    plan = None if found is None else _plans.get(found[0])
+    if found is None or type(plan) is not Plan or operands[0].device != tape.device or _hooked():
+        return MISSING
+    tape.use(operands)
+    tape.hold(plan)
+    return plan.record(found[1], tape)
 
 
 def unobserved(first: Tensor) -> bool:
