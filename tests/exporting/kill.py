@@ -3,8 +3,9 @@
 PyTorch is imported once, here; each export is a fork of this process, killed with SIGKILL after a random time. After every
 kill the folder holds the package that was there before (context 64 or 128, whole, by its hashes) or none. Prints a line a kill.
 
-A quarter of the exports trace and compile. The others find all pieces in the cache and do not trace again, since tracing would
-take most of their time and writes no file: so the kills come while files are read and written.
+A quarter of the exports trace and compile. The others find all pieces in the cache and do not trace again, because this process
+has exported the same model: tracing would take most of their time and writes no file. So the kills come while files are read
+and written.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 import toolkit as tk
 from toolkit.core.errors import PackageError
 from toolkit.exporting import compiling, package
-from toolkit.exporting.pieces import METHODS, Anatomy
+from toolkit.exporting.pieces import Anatomy
 
 
 def attempt(model: object, folder: Path, context: int, seconds: float) -> str:
@@ -58,26 +59,19 @@ def state(folder: Path) -> int | None:
     return int(manifest["context"])
 
 
-def trace_no_more(keys: dict[tuple[str, str], str]) -> None:
-    """Make exports take the cache keys of pieces from `keys`, by the name of the piece and the method."""
-    Anatomy.traceable = lambda anatomy, piece, method: (piece.name, method)
-    compiling.trace = lambda traceable: traceable
-    compiling.key_of = lambda program, card: keys[program]
-
-
 def main(kills: int, folder: Path) -> None:
     torch.set_num_threads(1)
     rng, model = random.Random(0), tk.load("demo/qwen3", device="cpu", progress=False)
     anatomy = Anatomy(model, 64)
-    keys = {  # computed before the forks, which then find everything imported that tracing needs
-        (piece.name, method): compiling.key_of(compiling.trace(anatomy.traceable(piece, method)), None)
-        for piece in anatomy.distinct() for method in METHODS
-    }  # fmt: skip
+    for piece in anatomy.distinct():  # the forks then find everything imported that tracing needs
+        compiling.trace(anatomy.traceable(piece, "decode"))
     for _ in range(kills // 4):  # while its pieces are compiled for the first time
         one(model, folder, 64, rng.uniform(0.0, 6.0))
     one(model, folder, 64, 600.0)
-    trace_no_more(keys)
-    began, contexts, killed = time.monotonic(), [128, 64], kills // 4
+    contexts, killed = [128, 64], kills // 4
+    for context in contexts:
+        tk.export(model, folder.with_name("traced"), context=context, progress=False)
+    began = time.monotonic()
     one(model, folder, contexts[0], 600.0)
     whole = time.monotonic() - began  # with all pieces from the cache
     while killed < kills:

@@ -121,6 +121,24 @@ def test_another_context_compiles_nothing_and_writes_no_weights(exported, model,
     assert tokens(small, max_new_tokens=8) == tokens(model, max_new_tokens=8)
 
 
+def test_a_process_traces_a_model_once(exported, model, tmp_path, monkeypatch):
+    """Another context or model is traced: its graph may differ."""
+    trace, traced = compiling.trace, []
+    monkeypatch.setattr(compiling, "trace", lambda traceable: (traced.append(traceable), trace(traceable))[1])
+    again = tk.export(model, tmp_path / "again", context=CONTEXT, progress=False)
+    assert not traced
+    assert again.manifest["compiled"] == exported.manifest["compiled"]
+    tk.export(model, tmp_path / "shorter", context=72, progress=False)
+    assert len(traced) == 3
+    monkeypatch.setattr(compiling, "DESCRIBED", 1)
+    monkeypatch.setattr(compiling, "_described", {})
+    assert (
+        tk.export(model, tmp_path / "anew", context=CONTEXT, progress=False).manifest["compiled"] == again.manifest["compiled"]
+    )
+    assert len(traced) == 6
+    assert len(compiling._described) == 1
+
+
 def test_packages_share_their_weights(exported, model, tmp_path):
     made = tk.export(model, tmp_path / "second", context=64, share=exported.path, progress=False)
     name = next(name for name in made.manifest["files"] if name.startswith("weights-"))

@@ -2,7 +2,7 @@
 
 The cache key covers the piece's graph, the compiler's options and versions, and the processor. A killed export therefore
 resumes, and an export with another context length compiles little or nothing. Weights are inputs of every graph, so compiling
-needs no weights. The exporting process calls `trace` and `key_of`; worker processes call `compile_program` (see `compilers`).
+needs no weights. The exporting process calls `find_key`; worker processes call `trace` and `compile_program` (see `compilers`).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from toolkit.tune.store import cache_folder
 
 KEPT = 256  # compiled pieces in the cache; older ones are deleted
 STALE_S = 3600.0  # partial files older than this are deleted
+DESCRIBED = 64  # descriptions of traced pieces that a process keeps
 OPTIONS: dict[str, Any] = {
     "emulate_precision_casts": True,  # round between fused operations as separate ones do, so that tokens are equal
     # Omit assertions about shapes. They only check that a view of a cache is smaller than the whole cache, and the code is
@@ -41,6 +42,9 @@ OPTIONS: dict[str, Any] = {
     "scalar_asserts": False,
     "compile_threads": 1,
 }
+
+
+_described: dict[str, tuple[Any, ...]] = {}  # see `find_key`
 
 
 @dataclass(frozen=True)
@@ -113,18 +117,39 @@ def processor() -> dict[str, str]:
 
 def key_of(program: Any, card: Card | None) -> str:
     """Return the cache key of a traced piece: a hash of everything that its native code depends on."""
+    return _key_of_graph(_describe(program), [] if card is None else _launches(program), card)
+
+
+def find_key(about: str, traceable: Callable[[], Traceable], card: Card | None) -> str:
+    """Return the key of the piece that `traceable()` returns.
+
+    It is traced at most once per process and `about`, a hash of everything that its graph depends on. For a GPU it is traced
+    each time, because its key depends on the tuner's timings, which may change.
+    """
+    if card is not None:
+        return key_of(trace(traceable()), card)
+    if about not in _described:
+        while len(_described) >= DESCRIBED:
+            _described.pop(next(iter(_described)))
+        _described[about] = _describe(trace(traceable()))
+    return _key_of_graph(_described[about], [], None)
+
+
+def _describe(program: Any) -> tuple[Any, ...]:
+    """Return the code, input shapes, constraints and constants of a traced piece."""
     shapes = [str(node.meta.get("val")) for node in program.graph.nodes if node.op == "placeholder"]
     constants = {name: _values(value) for name, value in program.constants.items()}
+    return program.graph_module.code, shapes, str(program.range_constraints), constants
+
+
+def _key_of_graph(described: tuple[Any, ...], launched: list[str], card: Card | None) -> str:
     compiler = [os.environ.get(name, "") for name in ("CXX", "AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL")]
     made: tuple[Any, ...] = (torch.__version__, sorted(OPTIONS.items()), sorted(processor().items()), compiler)
     if card is None:
         made = (*made, torch.get_num_threads())  # Inductor writes this number into code for the CPU
     else:
         made = (*made, sorted(inductor.OPTIONS.items()), inductor.AS_PYTORCH, torch.version.cuda, triton_version(), card.facts)
-    launched = [] if card is None else _launches(program)
-    return (
-        digest(program.graph_module.code, shapes, str(program.range_constraints), constants, launched, made) + digest(made)[:8]
-    )
+    return digest(*described, launched, made) + digest(made)[:8]
 
 
 def _launches(program: Any) -> list[str]:

@@ -15,6 +15,7 @@ import threading
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from toolkit.core.version import __version__
 from toolkit.exporting import compiling, inductor, package, skeleton, weights
 from toolkit.exporting.compilers import Compilers
 from toolkit.exporting.loading import load_exported
-from toolkit.exporting.pieces import LEAST, METHODS, Anatomy, Piece, check_exportable, compiled_for, least_context
+from toolkit.exporting.pieces import LEAST, METHODS, Anatomy, Piece, check_exportable, compiled_for, digest, least_context
 from toolkit.exporting.progress import Progress, Watch
 from toolkit.exporting.running import Exported
 from toolkit.gpu.device import Device
@@ -144,7 +145,8 @@ def export(
         with Compilers(plain, room, kv, card, foreseen.compilers) as compilers:
             with watch.phase("trace"), compiled_for(shapes, card):
                 anatomy = Anatomy(shapes, room, kv)
-                jobs = {method: _trace(anatomy, method, compilers, watch, card) for method in METHODS}
+                about = digest(plain, room, kv, torch.get_default_dtype())
+                jobs = {method: _trace(anatomy, about, method, compilers, watch, card) for method in METHODS}
             for method in METHODS:
                 with watch.phase(f"compile {method}"):
                     _gather(jobs[method], folder, files, compiled, watch)
@@ -184,13 +186,16 @@ class _Job:
         return not isinstance(self.made, Future) or self.made.done()
 
 
-def _trace(anatomy: Anatomy, method: str, compilers: Compilers, watch: Watch, card: Card | None) -> list[_Job]:
-    """Trace each distinct piece for one method, and start compiling those that are not in the cache."""
+def _trace(anatomy: Anatomy, about: str, method: str, compilers: Compilers, watch: Watch, card: Card | None) -> list[_Job]:
+    """Trace each distinct piece for one method, and start compiling those that are not in the cache.
+
+    `about` is a hash of the model and of its caches' size and format.
+    """
     jobs = []
     for piece in anatomy.distinct():
         if _needed(anatomy, piece, method):
             watch.step(0.0, f"{piece.name} {method}")
-            key = compiling.key_of(compiling.trace(anatomy.traceable(piece, method)), card)
+            key = compiling.find_key(digest(about, piece.name, method), partial(anatomy.traceable, piece, method), card)
             jobs.append(_Job(piece, method, compiling.find_kept(key) or compilers.compile(piece.name, method, key)))
     return jobs
 
