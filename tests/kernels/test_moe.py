@@ -10,7 +10,9 @@ from torch import Tensor
 
 from toolkit.core.errors import ModelError
 from toolkit.kernels.base import Config
-from toolkit.kernels.moe import MOE_STEP, MoeShape, _keys, _route, route
+from toolkit.kernels.int4_matmul import quantise_activations
+from toolkit.kernels.moe import MOE_STEP, MoeShape, choose_experts, scored
+from toolkit.kernels.routing import keys_of, nth_expert, route
 from toolkit.models.layers import Experts, set_scheme
 from toolkit.weights.schemes import find_scheme
 
@@ -24,11 +26,14 @@ OTHER = Config(each=4, rows=2, down_warps=2, warps=1)
 
 @triton.jit
 def routes(scores, numbers, shares, EXPERTS: tl.constexpr, TOP_K: tl.constexpr):
-    """Store the result of `_route`."""
-    keys = _keys(scores, EXPERTS)
-    found, weights, _ = _route(keys, scores, None, EXPERTS, TOP_K, TOP_K)
-    tl.store(numbers + tl.arange(0, 4), found)
-    tl.store(shares + tl.arange(0, 4), weights)
+    """Store the experts that `route` and `nth_expert` choose, and their weights."""
+    keys = keys_of(scores, EXPERTS)
+    found, weights = route(keys, scores, EXPERTS, TOP_K)
+    for i in tl.static_range(TOP_K):
+        tl.store(numbers + i, found[i])
+        tl.store(shares + i, weights[i])
+    n = tl.program_id(0)
+    tl.store(numbers + TOP_K + n, nth_expert(keys, n, EXPERTS))
 
 
 def error(found: Tensor, wanted: Tensor) -> float:
@@ -58,7 +63,7 @@ def test_as_the_reference(shape: MoeShape) -> None:
 
 
 def test_rows_longer_than_a_warp() -> None:
-    """33 blocks per row on 32 lanes: the last tile overlaps the previous one, and two programs quantize x."""
+    """33 blocks per row on 32 lanes: the last tile overlaps the previous one, and the norm's tile is larger than the row."""
     shape = MoeShape(1056, 32, 3, 1, scheme="int4-g32", down="int4-g32", dtype="float32")
     inputs = MOE_STEP.inputs(shape, DEVICE, seed=9)
     assert error(MOE_STEP.run(shape, CONFIG, inputs)[0], MOE_STEP.reference(shape, inputs)[0]) < ERROR
@@ -71,7 +76,7 @@ def test_configs_agree() -> None:
 
 
 def test_as_the_models_experts() -> None:
-    """With the model's packed weights, only the 8-bit activations cause a difference."""
+    """With the model's packed weights and x in 8 bits, only the 8-bit inner activations cause a difference."""
     shape = small("int4-g32", shared=False)
     inputs = MOE_STEP.inputs(shape, DEVICE, seed=2)
     experts = Experts(shape.experts, shape.hidden, shape.width).requires_grad_(False)
@@ -81,10 +86,12 @@ def test_as_the_models_experts() -> None:
     for linear, prefix in ((experts.gate_up.gate_up, "up"), (experts.down, "down")):
         for name in linear.weight.parts():
             setattr(linear.weight, name, torch.nn.Parameter(inputs[f"{prefix}_{name}"], requires_grad=False))
-    chosen, shares = route(shape, inputs)
-    wanted = experts(inputs["x"][None], chosen[None], shares[None])[0]
-    found = MOE_STEP.run(shape, CONFIG, inputs)[0]
+    residual, normed, scores = scored(shape, inputs)
+    chosen, shares = choose_experts(shape, scores)
+    wanted = experts(quantise_activations(normed)[None], chosen[None], shares[None])[0]
+    found, total = MOE_STEP.run(shape, CONFIG, inputs)
     assert error(found, wanted) < 1e-2  # 40 dB
+    assert torch.equal(total, residual)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -96,11 +103,11 @@ def test_routing(dtype: torch.dtype) -> None:
     zeros = {66: 0.0, 2: -0.0, 33: 0.0, 4: -1.0}
     for rest, some in ((random, {}), ([0.5] * 70, {}), ([-2.0] * 70, ties), ([-2.0] * 70, zeros)):
         scores = torch.tensor([some.get(i, score) for i, score in enumerate(rest)], dtype=dtype, device=DEVICE)
-        numbers = torch.full((4,), -1, dtype=torch.int32, device=DEVICE)
+        numbers = torch.full((8,), -1, dtype=torch.int32, device=DEVICE)
         shares = torch.full((4,), torch.nan, device=DEVICE)
-        routes[(1,)](scores, numbers, shares, EXPERTS=70, TOP_K=4)
-        wanted, weights = route(shape, {"scores": scores})
-        assert numbers.tolist() == wanted.tolist()
+        routes[(4,)](scores, numbers, shares, EXPERTS=70, TOP_K=4)
+        wanted, weights = choose_experts(shape, scores)
+        assert numbers.tolist() == wanted.tolist() * 2
         torch.testing.assert_close(shares, weights)
 
 
@@ -134,8 +141,9 @@ def wrong(**changed: Tensor) -> str:
 def test_errors_name_the_tensor() -> None:
     assert "up_codes" in wrong(up_codes=torch.empty(5, 64, 16, dtype=torch.uint8, device="meta"))
     assert "down_scales" in wrong(down_scales=torch.empty(5, 64, 1, device="meta"))
-    assert "scores" in wrong(scores=torch.empty(6, device="meta"))
-    assert "shared_gate" in wrong(shared_gate=torch.empty(1, dtype=torch.int32, device="meta"))
+    assert "router" in wrong(router=torch.empty(5, 64, device="meta"))  # without the shared expert's row
+    assert "residual" in wrong(residual=torch.empty(64, dtype=torch.bfloat16, device="meta"))
+    assert "norm" in wrong(norm=torch.empty(32, device="meta"))
     with pytest.raises(ModelError, match="don't divide by 256"):
         MoeShape(64, 256, 4, 2).check()
     with pytest.raises(ModelError, match="top_k"):
@@ -149,4 +157,5 @@ def test_cost_is_the_bytes_of_the_experts_used() -> None:
     assert isinstance(shape, MoeShape)
     matrix = 512 * 2048 / 8
     expected = 9 * (2 * find_scheme("q4_k").bits_per_weight + find_scheme("q6_k").bits_per_weight) * matrix
-    assert 0 <= MOE_STEP.cost(shape).bytes - expected < 16384
+    router = 2 * 257 * 2048
+    assert 0 <= MOE_STEP.cost(shape).bytes - expected - router < 32768

@@ -1,13 +1,13 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="assignment, misc"
 # ruff: noqa: RUF005  # Triton does not compile (*a, b)
-"""One token through a mixture of experts: routing, the chosen experts and the shared one, their weighted sum.
+"""One token through a mixture of experts: norm, routing, the chosen experts and the shared one, their weighted sum.
 
 The bytes of the chosen matrices bound the kernel, and almost as much the waiting: two products in a row take a few microseconds
-each. Three launches overlap (see early.py): the first selects the experts and quantizes x; the blocks of either product issue
-all loads of the matrix before they use any, and those of the second product do so before the first one is complete. The
-activations of both products are 8-bit integers, x with one scale per 32, the inner ones with one scale per 8, as few as a block
-of the first product produces.
+each. Three launches overlap (see early.py): the first computes the norm and the router's scores (see routing.py); the blocks of
+either product choose the experts and issue all loads of the matrix before they use any, and those of the second product do so
+before the first one is complete, as do the shared expert's blocks of the first. The activations of both products are 8-bit
+integers, x with one scale per 32, the inner ones with one scale per 8, as few as a block of the first product produces.
 """
 
 from __future__ import annotations
@@ -25,19 +25,24 @@ from torch import Tensor
 from toolkit.core.errors import ModelError
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors
 from toolkit.kernels.checks import check_tensor
-from toolkit.kernels.early import await_previous, let_next_begin, take_turn
+from toolkit.kernels.early import take_turn
 from toolkit.kernels.int4_matmul import BLOCK, _randomise, quantise_activations
-from toolkit.kernels.packed import activate, block_product, load_activations, load_tiles, quantise_blocks
+from toolkit.kernels.packed import activate, block_product, load_activations, load_tiles
+from toolkit.kernels.routing import joined, keys_of, nth_expert, route, start
 from toolkit.weights.packed import dequantize
 from toolkit.weights.schemes import Scheme, find_scheme
 
 EIGHT = 8  # inner activations that share a scale: as few as one block of the first product produces
-QUANTISED = 16  # blocks of x that a program quantizes
+SCORES = 2  # that a program of the first launch computes: for 256 experts, about as many programs as an H200 has SMs
+START_WARPS = 8  # of such a program
 
 
 @dataclass(frozen=True)
 class MoeShape(Shape):
-    """`experts` gated MLPs hidden -> width -> hidden; a token uses `top_k` of them and, if `shared`, one more of that size."""
+    """`experts` gated MLPs hidden -> width -> hidden; a token uses `top_k` of them and, if `shared`, one more of that size.
+
+    `eps` is that of the norm before them, a number written as text.
+    """
 
     hidden: int
     width: int
@@ -48,11 +53,17 @@ class MoeShape(Shape):
     down: str = "q4_k"
     activation: str = "silu"  # or "gelu_tanh"
     dtype: str = "bfloat16"
+    eps: str = "1e-06"
 
     @property
     def used(self) -> int:
         """Experts that a token uses."""
         return self.top_k + self.shared
+
+    @property
+    def rows(self) -> int:
+        """Rows of the router: one per expert, and one for the shared expert's weight."""
+        return self.experts + self.shared
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -73,11 +84,13 @@ class MoeShape(Shape):
 
 
 class MoeStep(Kernel):
-    """x [hidden], scores [experts] (of the router, before the softmax), shared_gate [1] (before its sigmoid) -> [hidden].
+    """x and residual [hidden] -> the experts' sum for norm(residual + x), and residual + x: [hidden] each.
 
+    `norm` [hidden] is the norm's weight in fp32. `router` [experts, hidden] gives the scores before the softmax. With a shared
+    expert it has one more row, which gives that expert's weight before the sigmoid. Among equal scores the lowest number wins.
     The experts' matrices are inputs by part (see `PackedMatrix`): "up_codes" [experts, 2 width, hidden / 2], gate rows before
     up rows, "up_scales", ...; "down_codes" [experts, hidden, width / 2], ...; for the shared expert "shared_up_codes" [2 width,
-    hidden / 2], ... and "shared_down_codes", ... . Among equal scores the lowest number wins.
+    hidden / 2], ... and "shared_down_codes", ... .
     """
 
     name = "moe_step"
@@ -107,13 +120,14 @@ class MoeStep(Kernel):
         assert isinstance(shape, MoeShape)
         meta = torch.device(device).type == "meta"
         generator = None if meta else torch.Generator(device).manual_seed(seed)
-        found = {"x": torch.empty(shape.hidden, dtype=shape.torch_dtype, device=device)}
-        found |= {"scores": torch.empty(shape.experts, dtype=shape.torch_dtype, device=device)}
-        if shape.shared:
-            found |= {"shared_gate": torch.empty(1, dtype=shape.torch_dtype, device=device)}
+        found = {name: torch.empty(shape.hidden, dtype=shape.torch_dtype, device=device) for name in ("x", "residual")}
+        found["norm"] = torch.empty(shape.hidden, device=device)
+        found["router"] = torch.empty(shape.rows, shape.hidden, dtype=shape.torch_dtype, device=device)
         if generator is not None:
             for tensor in found.values():
                 tensor.normal_(generator=generator)
+            found["norm"].mul_(0.3).add_(1)
+            found["router"].mul_(shape.hidden**-0.5)  # scores of unit variance
         for prefix, (scheme, size) in matrices(shape).items():
             for name, (dtype, per) in scheme.parts().items():
                 part = torch.empty(*size[:-1], size[-1] // per, dtype=dtype, device=device)
@@ -125,8 +139,9 @@ class MoeStep(Kernel):
     def reference(self, shape: Shape, inputs: Tensors) -> tuple[Tensor, ...]:
         """Compute with the same quantized activations, in fp64 between them."""
         assert isinstance(shape, MoeShape)
-        chosen, shares = route(shape, inputs)
-        x = quantise_activations(inputs["x"]).double()
+        residual, normed, scores = scored(shape, inputs)
+        chosen, shares = choose_experts(shape, scores)
+        x = quantise_activations(normed).double()
         total = torch.zeros(shape.hidden, dtype=torch.float64, device=x.device)
         for slot in range(shape.used):
             prefix, expert = ("", chosen[slot]) if slot < shape.top_k else ("shared_", None)
@@ -134,16 +149,16 @@ class MoeStep(Kernel):
             inner = (F.silu(gate) if shape.activation == "silu" else F.gelu(gate, approximate="tanh")) * up
             inner = quantise_activations(inner, group=EIGHT).double()
             total += shares[slot] * (matrix(shape, inputs, f"{prefix}down", expert) @ inner)
-        return (total.to(shape.torch_dtype),)
+        return total.to(shape.torch_dtype), residual
 
     def outputs(self, shape: Shape, inputs: Tensors) -> dict[str, Tensor]:
-        """Return the result, the numbers and weights of the experts, x as integers, and the inner activations."""
+        """Return the results, the router's scores, the norm as integers, and the inner activations."""
         assert isinstance(shape, MoeShape)
         device, inner = inputs["x"].device, shape.used * shape.width
         return {
             "output": torch.empty(shape.hidden, dtype=shape.torch_dtype, device=device),
-            "numbers": torch.empty(shape.used, dtype=torch.int32, device=device),
-            "shares": torch.empty(shape.used, device=device),
+            "residual": torch.empty(shape.hidden, dtype=shape.torch_dtype, device=device),
+            "scores": torch.empty(shape.rows, dtype=shape.torch_dtype, device=device),
             "x_codes": torch.empty(shape.hidden, dtype=torch.int8, device=device),
             "x_scales": torch.empty(shape.hidden // BLOCK, device=device),
             "x_sums": torch.empty(shape.hidden // BLOCK, device=device),
@@ -152,16 +167,22 @@ class MoeStep(Kernel):
             "inner_sums": torch.empty(inner // EIGHT, device=device),
         }
 
+    def results(self, shape: Shape) -> int:
+        return 2
+
     def launches(self, shape: Shape, config: Config, inputs: Tensors, outputs: Tensors) -> Sequence[Launch]:
         assert isinstance(shape, MoeShape)
         ptx, blocks = {"PTX": inputs["x"].device.type != "cpu"}, shape.hidden // BLOCK
         up, down = pointers(shape, inputs, "up"), pointers(shape, inputs, "down")
         sizes = {"HIDDEN": shape.hidden, "WIDTH": shape.width, "TOP_K": shape.top_k, "USED": shape.used, **ptx}
-        found = {name: outputs[name] for name in ("numbers", "shares")}
+        sizes["EXPERTS"] = shape.experts
         x = {name: outputs[name] for name in ("x_codes", "x_scales", "x_sums")}
         inner = {name: outputs[name] for name in ("inner", "inner_scales", "inner_sums")}
-        scores = {"x": inputs["x"], "scores": inputs["scores"], "shared_gate": inputs.get("shared_gate", inputs["x"])}
-        start = {"EXPERTS": shape.experts, "TOP_K": shape.top_k, "USED": shape.used, "BLOCKS": QUANTISED, **ptx}
+        scores = {"scores": outputs["scores"]}
+        given = {name: inputs[name] for name in ("x", "residual", "norm", "router")}
+        given |= {"new_residual": outputs["residual"], "eps": float(shape.eps)}
+        first_of_all = {"HIDDEN": shape.hidden, "BLOCK": max(BLOCK, triton.next_power_of_2(shape.hidden)), **ptx}
+        first_of_all |= {"ROWS": shape.rows, "EACH": SCORES}
 
         threads = 32 * config.warps
         lanes = min(32, triton.next_power_of_2(blocks))  # lanes per row
@@ -177,24 +198,24 @@ class MoeStep(Kernel):
         second = {"EACH": config["rows"], "BN": threads // lanes, "BG": lanes}
         rows = config["rows"] * threads // lanes
         words = {"x_codes": x["x_codes"].view(torch.int64)}, {"inner": inner["inner"].view(torch.int64)}
-        up_arguments = {**up, **x, **inner, **words[0], "numbers": found["numbers"]}
-        down_arguments = {**down, **inner, **words[1], **found, "output": outputs["output"]}
+        up_arguments = {**up, **x, **inner, **words[0], **scores}
+        down_arguments = {**down, **inner, **words[1], **scores, "output": outputs["output"]}
         first |= scheme_constants(find_scheme(shape.scheme))
         second |= scheme_constants(find_scheme(shape.down))
-        starts, ups, downs = 1 + -(-blocks // QUANTISED), shape.used * shape.width // pairs, -(-shape.hidden // rows)
+        starts, ups, downs = 1 + -(-shape.rows // SCORES), shape.used * shape.width // pairs, -(-shape.hidden // rows)
         return [
-            Launch(_start, (starts,), {**scores, **x, **found, "size": blocks}, start, 1, early=True),
+            Launch(start, (starts,), {**given, **scores, **x}, first_of_all, START_WARPS, early=True),
             Launch(_up, (ups,), up_arguments, sizes | first, config.warps, early=True),
             Launch(_down, (downs,), down_arguments, sizes | second, config["down_warps"], early=True),
         ]
 
     def cost(self, shape: Shape) -> Cost:
-        """Count the matrices of the experts used, the router's scores, x and the result."""
+        """Count the matrices of the experts used, the router, the norm's weight, and the vectors."""
         assert isinstance(shape, MoeShape)
         bits = 2 * find_scheme(shape.scheme).bits_per_weight + find_scheme(shape.down).bits_per_weight
         weights = shape.used * shape.hidden * shape.width
-        vectors = (2 * shape.hidden + shape.experts) * shape.torch_dtype.itemsize
-        return Cost(int(weights * bits / 8) + vectors, 6.0 * weights)
+        rows = (4 + shape.rows) * shape.hidden * shape.torch_dtype.itemsize
+        return Cost(int(weights * bits / 8) + rows + 4 * shape.hidden, 6.0 * weights)
 
 
 def matrices(shape: MoeShape) -> dict[str, tuple[Scheme, tuple[int, ...]]]:
@@ -218,12 +239,18 @@ def matrix(shape: MoeShape, inputs: Tensors, prefix: str, expert: Tensor | None)
     return dequantize(scheme, parts).double()
 
 
-def route(shape: MoeShape, inputs: Tensors) -> tuple[Tensor, Tensor]:
-    """Return (numbers [top_k], weights [used]) of the experts that a token uses; the shared one's weight is last."""
-    scores = inputs["scores"].float()
+def scored(shape: MoeShape, inputs: Tensors) -> tuple[Tensor, Tensor, Tensor]:
+    """Return residual + x, its norm [hidden], and the router's scores [rows], the shared expert's last."""
+    residual = inputs["residual"] + inputs["x"]
+    normed = F.rms_norm(residual.float(), (shape.hidden,), inputs["norm"], float(shape.eps)).to(shape.torch_dtype)
+    return residual, normed, (inputs["router"].double() @ normed.double()).to(shape.torch_dtype)
+
+
+def choose_experts(shape: MoeShape, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (numbers [top_k], weights [used]) of the experts of a token; the shared one's weight is last."""
+    scores, gate = scores.float().split((shape.experts, shape.rows - shape.experts))
     chosen = scores.sort(descending=True, stable=True)[1][: shape.top_k]
-    shares = scores[chosen].softmax(-1)
-    return chosen, torch.cat((shares, inputs["shared_gate"].float().sigmoid())) if shape.shared else shares
+    return chosen, torch.cat((scores[chosen].softmax(-1), gate.sigmoid()))
 
 
 def pointers(shape: MoeShape, inputs: Tensors, which: str) -> dict[str, Tensor]:
@@ -232,10 +259,9 @@ def pointers(shape: MoeShape, inputs: Tensors, which: str) -> dict[str, Tensor]:
     A part that the scheme or the model doesn't have is replaced by another tensor.
     """
     asked, like = shape.check(), inputs["x"]
-    floats = (torch.float32, torch.bfloat16, torch.float16)
-    for name, columns in (("x", shape.hidden), ("scores", shape.experts), ("shared_gate", 1)):
-        if name != "shared_gate" or shape.shared:
-            check_tensor(asked, name, inputs[name], (columns,), floats, like, 2)
+    for name, size in (("x", ()), ("residual", ()), ("router", (shape.rows,))):
+        check_tensor(asked, name, inputs[name], (*size, shape.hidden), shape.torch_dtype, like)
+    check_tensor(asked, "norm", inputs["norm"], (shape.hidden,), torch.float32, like)
     found = {}  # type: ignore[var-annotated]
     for prefix, (scheme, size) in matrices(shape).items():
         if not prefix.endswith(which):
@@ -269,93 +295,6 @@ MOE_STEP = MoeStep()
 
 
 @triton.jit
-def _keys(scores, EXPERTS: tl.constexpr):
-    """Return the scores as integers that sort in the same order, 32 per piece; among equal scores the lowest number is largest.
-
-    The score is in the upper bits, the expert's number counted down in the lower ones. Every warp holds all of them.
-    """
-    NARROW: tl.constexpr = scores.dtype.element_ty.primitive_bitwidth == 16
-    keys = ()
-    for i in tl.static_range((EXPERTS + 31) // 32):
-        at = i * 32 + tl.arange(0, 32)
-        score = tl.load(scores + (at if (i + 1) * 32 <= EXPERTS else tl.minimum(at, EXPERTS - 1)))
-        if NARROW:
-            key = score.to(tl.int16, bitcast=True).to(tl.int32)
-            key = tl.where(key == -32768, 0, key)  # -0 equals 0
-            key = ((key ^ ((key >> 31) & 0x7FFF)) << 16) | (0xFFFF - at)
-        else:
-            key = score.to(tl.int32, bitcast=True)
-            key = tl.where(key == -2147483648, 0, key)
-            key = ((key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.int64) << 32) | (0xFFFF - at)
-        if (i + 1) * 32 > EXPERTS:
-            key = tl.where(at < EXPERTS, key, -2147483648 if NARROW else -9223372036854775808)
-        keys = keys + (key,)
-    return keys
-
-
-@triton.jit
-def _largest(keys, BELOW: tl.constexpr, below):
-    """Return the largest of `keys`, or of those below `below`."""
-    NARROW: tl.constexpr = keys[0].dtype == tl.int32
-    least = -2147483648 if NARROW else -9223372036854775808
-    best = tl.where(keys[0] < below, keys[0], least) if BELOW else keys[0]
-    for i in tl.static_range(1, len(keys)):
-        best = tl.maximum(best, tl.where(keys[i] < below, keys[i], least) if BELOW else keys[i])
-    return tl.max(best, 0)
-
-
-@triton.jit
-def _number(key):
-    """Return the expert of a key."""
-    return 0xFFFF - (key & 0xFFFF).to(tl.int32)
-
-
-@triton.jit
-def _score(key, scores):
-    """Return the score of a key in fp32; `scores` is the pointer it was loaded from."""
-    if key.dtype == tl.int32:
-        bits = key >> 16
-        return (bits ^ ((bits >> 31) & 0x7FFF)).to(tl.int16).to(scores.dtype.element_ty, bitcast=True).to(tl.float32)
-    bits = (key >> 32).to(tl.int32)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _route(keys, scores, shared_gate, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, USED: tl.constexpr):
-    """Return (numbers, weights, the shared expert's weight), padded to the next power of two with weights of 0."""
-    k = tl.arange(0, triton.next_power_of_2(TOP_K))
-    top = _largest(keys, False, 0)
-    chosen = tl.zeros(k.shape, top.dtype) + top
-    for i in range(1, TOP_K):
-        top = _largest(keys, True, top)
-        chosen = tl.where(k >= i, top, chosen)
-    share = tl.where(k < TOP_K, tl.exp(_score(chosen, scores) - tl.max(_score(chosen, scores), 0)), 0.0)
-    gate = tl.sigmoid(tl.load(shared_gate).to(tl.float32)) if USED > TOP_K else 0.0
-    return tl.minimum(_number(chosen), EXPERTS - 1), share / tl.sum(share, 0), gate
-
-
-@triton.jit(do_not_specialize=["size"])
-def _start(
-    x, scores, shared_gate, x_codes, x_scales, x_sums, numbers, shares, size,
-    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, USED: tl.constexpr, BLOCKS: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """One block selects the experts, the others quantize x."""
-    let_next_begin()
-    await_previous()
-    program = tl.program_id(0)
-    if program == 0:
-        chosen, share, gate = _route(_keys(scores, EXPERTS), scores, shared_gate, EXPERTS, TOP_K, USED)
-        k = tl.arange(0, triton.next_power_of_2(TOP_K))
-        tl.store(numbers + k, chosen, mask=k < TOP_K)
-        tl.store(shares + k, share, mask=k < TOP_K)
-        if USED > TOP_K:
-            tl.store(numbers + TOP_K, 0)
-            tl.store(shares + TOP_K, gate)
-    else:
-        quantise_blocks(x, x_codes, x_scales, x_sums, size, program - 1, BLOCKS, 127, PTX)
-
-
-@triton.jit
 def _pick(own, shared, stacked):
     """Return the pointer to a matrix's parts: the shared expert's if `own`, else those of all experts."""
     found = ()
@@ -365,41 +304,36 @@ def _pick(own, shared, stacked):
 
 
 @triton.jit
-def _joined(sums):
-    """Return a tuple of 1, 2, 4, ... tensors [BN, BG], summed over BG, as one tensor [BN, count]."""
-    COUNT: tl.constexpr = len(sums)
-    for level in tl.static_range(5):
-        if (COUNT >> level) > 1:
-            joined = ()
-            for i in tl.static_range(COUNT >> (level + 1)):
-                joined = joined + (tl.join(sums[i], sums[i + (COUNT >> (level + 1))]),)
-            sums = joined
-    return tl.reshape(tl.sum(sums[0], 1), (sums[0].shape[0], COUNT))
-
-
-@triton.jit
 def _up(
     codes, high, scales, offsets, scale_steps, offset_steps,
     shared_codes, shared_high, shared_scales, shared_offsets, shared_scale_steps, shared_offset_steps,
-    x_codes, x_scales, x_sums, inner, inner_scales, inner_sums, numbers,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, USED: tl.constexpr, EACH: tl.constexpr, BN: tl.constexpr,
-    BG: tl.constexpr, ACTIVATION: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr,
-    OFFSET: tl.constexpr, PTX: tl.constexpr,
+    x_codes, x_scales, x_sums, inner, inner_scales, inner_sums, scores,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, USED: tl.constexpr,
+    EACH: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr, ACTIVATION: tl.constexpr, BITS: tl.constexpr,
+    GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """BN times EACH rows of gate and of up of one expert, activated and quantized, eight to a scale."""
-    take_turn()  # in this order, because `_down` reads what `_start` wrote when this launch lets it begin
+    """BN times EACH rows of gate and of up of one expert, activated and quantized, eight to a scale.
+
+    A block of the shared expert takes its turn after its loads, the others before they choose their expert. The next launch may
+    begin only after the turn, because `_down` reads the scores when it begins.
+    """
     PAIRS: tl.constexpr = BN * EACH
     BLOCKS: tl.constexpr = HIDDEN // 32
     TILES: tl.constexpr = (BLOCKS + BG - 1) // BG
     program = tl.program_id(0)
     slot, place = program // (WIDTH // PAIRS), program % (WIDTH // PAIRS)
-    expert = tl.load(numbers + slot).to(tl.int64)
+    expert = tl.cast(0, tl.int32)
+    if slot < TOP_K:
+        take_turn()
+        expert = nth_expert(keys_of(scores, EXPERTS), slot, EXPERTS)
     parts = (codes, high, scales, offsets, scale_steps, offset_steps)
     if USED > TOP_K:
         shared = (shared_codes, shared_high, shared_scales, shared_offsets, shared_scale_steps, shared_offset_steps)
         parts = _pick(slot == TOP_K, shared, parts)
-    base = expert * (2 * WIDTH) + place * PAIRS
+    base = expert.to(tl.int64) * (2 * WIDTH) + place * PAIRS
     held = load_tiles(parts, base, WIDTH, 0, TILES, EACH, 2, BN, BG, HIDDEN, BITS, GROUP, STEPS, OFFSET)
+    if slot == TOP_K:
+        take_turn()
     if PTX:
         tl.debug_barrier()  # all loads are issued before any value is used
     same = tl.zeros((BN, 1), tl.int32)
@@ -414,7 +348,7 @@ def _up(
             product = block_product(held[t * 2 * EACH + i], given, BITS, GROUP, STEPS, OFFSET, 127, False, PTX)
             following = following + (sums[i] + product,)
         sums = following
-    found = _joined(sums)  # gate and up of each row are neighbors
+    found = joined(sums)  # gate and up of each row are neighbors
     if OFFSET == "centre" and BITS < 8:
         found *= 1.0 / (1 << (8 - BITS))  # where weights are in the upper bits
     gate, up = tl.split(tl.reshape(found, (BN, EACH, 2)))
@@ -439,9 +373,10 @@ def _up(
 def _down(
     codes, high, scales, offsets, scale_steps, offset_steps,
     shared_codes, shared_high, shared_scales, shared_offsets, shared_scale_steps, shared_offset_steps,
-    inner, inner_scales, inner_sums, numbers, shares, output,
-    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, USED: tl.constexpr, EACH: tl.constexpr, BN: tl.constexpr,
-    BG: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr, PTX: tl.constexpr,
+    inner, inner_scales, inner_sums, scores, output,
+    HIDDEN: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, USED: tl.constexpr,
+    EACH: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr,
+    OFFSET: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """BN times EACH rows of every expert used, times its inner activations, summed with the experts' weights."""
     BLOCKS: tl.constexpr = WIDTH // 32
@@ -449,13 +384,16 @@ def _down(
     first_row = tl.program_id(0) * (EACH * BN)
     base = tl.minimum(first_row, HIDDEN - EACH * BN)  # the last block is aligned to the end of the rows
     held = ()
+    # The launch before the previous one wrote the scores. It is complete when this one starts.
+    chosen, shares = route(keys_of(scores, EXPERTS), scores, EXPERTS, TOP_K)
+    if USED > TOP_K:
+        chosen = chosen + (tl.cast(0, tl.int32),)
+        shares = shares + (tl.sigmoid(tl.load(scores + EXPERTS, cache_modifier=".cg").to(tl.float32)),)
     for s in tl.static_range(USED):
-        # Written by the launch before the previous one, which is complete when this one starts; bypasses the L1 cache.
-        expert = tl.load(numbers + s, cache_modifier=".cg").to(tl.int64)
         parts = (codes, high, scales, offsets, scale_steps, offset_steps)
         if s == TOP_K:
             parts = (shared_codes, shared_high, shared_scales, shared_offsets, shared_scale_steps, shared_offset_steps)
-        at = expert * HIDDEN + base
+        at = chosen[s].to(tl.int64) * HIDDEN + base
         held = held + load_tiles(parts, at, 0, 0, TILES, EACH, 1, BN, BG, WIDTH, BITS, GROUP, STEPS, OFFSET)
     take_turn()
     if PTX:
@@ -465,7 +403,6 @@ def _down(
     for _ in tl.static_range(EACH):
         sums = sums + (tl.zeros((BN, BG), tl.float32),)
     for s in tl.static_range(USED):
-        share = tl.load(shares + s)
         for t in tl.static_range(TILES):
             first = t * BG if (t + 1) * BG <= BLOCKS else (BLOCKS - BG if BLOCKS > BG else 0)
             at = s * (WIDTH // 8)
@@ -475,9 +412,9 @@ def _down(
             following = ()
             for i in tl.static_range(EACH):
                 product = block_product(held[(s * TILES + t) * EACH + i], given, BITS, GROUP, STEPS, OFFSET, 127, True, PTX)
-                following = following + (sums[i] + share * product,)
+                following = following + (sums[i] + shares[s] * product,)
             sums = following
-    found = _joined(sums)
+    found = joined(sums)
     if OFFSET == "centre" and BITS < 8:
         found *= 1.0 / (1 << (8 - BITS))
     n = base + tl.arange(0, EACH)[None, :] * BN + tl.arange(0, BN)[:, None]

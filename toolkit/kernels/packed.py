@@ -56,6 +56,20 @@ def quantise_blocks(
 
 
 @triton.jit
+def to_codes(x, PTX: tl.constexpr):
+    """Return x [n, 32] in fp32 as 8-bit integers, scales [n], and sums of the integers [n], as `quantise_blocks` does."""
+    top = tl.max(tl.abs(x), 1)
+    inverse = tl.where(top > 1e-30, tl.div_rn(127.0, tl.maximum(top, 1e-30)), 0.0)
+    inverse = tl.broadcast_to(inverse[:, None], x.shape)
+    if PTX:
+        nearest = tl.fma(x, inverse, tl.full(x.shape, 12582912.0, tl.float32))
+    else:
+        nearest = (x.to(tl.float64) * inverse.to(tl.float64) + 12582912.0).to(tl.float32)
+    total = tl.sum(nearest - 12582912.0, 1)
+    return nearest.to(tl.int32, bitcast=True).to(tl.int8), tl.div_rn(top, 127.0) + total * 0.0, total
+
+
+@triton.jit
 def load_block(
     parts, row, g, K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr
 ):  # fmt: skip

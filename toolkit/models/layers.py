@@ -304,18 +304,24 @@ class Experts(nn.Module):
         return total
 
     def step(
-        self, x: Tensor, scores: Tensor, top_k: int, shared: GatedMLP | None = None, gate: Tensor | None = None
-    ) -> Tensor | None:
-        """Run one token x [1, hidden] through the `top_k` experts with the highest scores [1, experts] and the shared one.
+        self, x: Residual, norm: RMSNorm, router: nn.Parameter | PackedMatrix | None, top_k: int, shared: GatedMLP | None = None
+    ) -> Residual | None:  # fmt: skip
+        """Add the pending output to the residual of one token, and run norm(sum) through its experts in one operation.
 
-        Returns None if `x` holds several tokens, or if the fused operation doesn't support these matrices.
+        The softmax of the `top_k` largest scores weights the experts. `router` [experts, hidden] gives the scores; with a
+        `shared` expert, one more row gives its weight before the sigmoid. Returns None if `x` holds several tokens, or if the
+        operation doesn't support these matrices.
         """
         packed = packed_pair(self.gate_up, self.down)
         own = None if shared is None else packed_pair(shared.gate_up, shared.down)
-        fits = own is not None or shared is None
-        if packed is None or not fits or not ops.moe_fits(x, packed, self.activation, own, scores, gate):
+        if packed is None or (own is None and shared is not None) or not isinstance(router, Tensor):
             return None
-        return ops.moe(x, scores, top_k, packed, self.activation, own, gate)
+        if x.added is None or x.post is not None or x.scalar is not None:
+            return None
+        if not ops.moe_fits(x.added, x.x, norm.weight, router, packed, self.activation, own):
+            return None
+        out, total = ops.moe(x.added, x.x, norm.weight, norm.eps, router, top_k, packed, self.activation, own)
+        return Residual(total, out)
 
     def _run(self, x: Tensor, experts: Tensor | slice) -> Tensor:
         out: Tensor = self.down(self.gate_up.gated(x, self.activation, experts), experts)

@@ -89,7 +89,10 @@ class Attention(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """A mixture of experts, weighted by a softmax over all experts; the chosen experts' weights may be scaled to sum to one."""
+    """A mixture of experts, weighted by a softmax over all experts; the chosen experts' weights may be scaled to sum to one.
+
+    It also computes the norm before it, so that for one token norm and router are one launch.
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -97,17 +100,16 @@ class SparseMLP(nn.Module):
         self.router = Linear(config.hidden_size, config.num_experts)
         self.experts = Experts(config.num_experts, config.hidden_size, config.moe_intermediate_size)
 
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.flatten(0, 1)
-        scores = self.router(rows)
-        step = self.experts.step(rows, scores, self.top_k) if self.scaled else None
+    def forward(self, x: Residual, norm: RMSNorm) -> Residual:
+        step = self.experts.step(x, norm, self.router.weight, self.top_k) if self.scaled else None
         if step is not None:
-            return step.view(x.shape)
-        shares, chosen = scores.softmax(-1, dtype=torch.float32).topk(self.top_k, -1)
+            return step
+        normed, x = x.normed(norm, False)
+        rows = normed.plain.flatten(0, 1)
+        shares, chosen = self.router(rows).softmax(-1, dtype=torch.float32).topk(self.top_k, -1)
         if self.scaled:
             shares = shares / shares.sum(-1, keepdim=True)
-        out: Tensor = self.experts(rows, chosen, shares)
-        return out.view(x.shape)
+        return x.add(self.experts(rows, chosen, shares).view(x.x.shape))
 
 
 class Block(nn.Module):
@@ -127,8 +129,7 @@ class Block(nn.Module):
         normed, x = x.normed(self.attention_norm, self.attention.qkv.takes_quantized)
         x = x.add(self.attention(normed, at, rope))
         if hasattr(self, "moe"):
-            normed, x = x.normed(self.mlp_norm, False)
-            return x.add(self.moe(normed.plain))
+            return self.moe(x, self.mlp_norm)  # type: ignore[no-any-return]
         normed, x = x.normed(self.mlp_norm, self.mlp.gate_up.takes_quantized)
         return x.add(self.mlp(normed))
 

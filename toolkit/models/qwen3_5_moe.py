@@ -134,7 +134,10 @@ class Attention(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """A mixture of experts, and one expert that all tokens share, behind a sigmoid gate of its own."""
+    """A mixture of experts, and one expert that all tokens share, behind a sigmoid gate of its own.
+
+    It also computes the norm before it, so that for one token norm and router are one launch.
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -144,15 +147,16 @@ class SparseMLP(nn.Module):
         self.experts = Experts(config.num_experts, hidden, config.moe_intermediate_size)
         self.shared = GatedMLP(hidden, config.shared_expert_intermediate_size)
 
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.flatten(0, 1)
-        scores, gate = self.gates(rows)
-        step = self.experts.step(rows, scores, self.top_k, self.shared, gate)
+    def forward(self, x: Residual, norm: RMSNorm) -> Residual:
+        step = self.experts.step(x, norm, self.gates.whole(), self.top_k, self.shared)
         if step is not None:
-            return step.view(x.shape)
+            return step
+        normed, x = x.normed(norm, False)
+        rows = normed.plain.flatten(0, 1)
+        scores, gate = self.gates(rows)
         shares, chosen = scores.softmax(-1, dtype=torch.float32).topk(self.top_k, -1)
         routed = self.experts(rows, chosen, shares / shares.sum(-1, keepdim=True))
-        return torch.addcmul(routed, self.shared(rows), gate.sigmoid()).view(x.shape)
+        return x.add(torch.addcmul(routed, self.shared(rows), gate.sigmoid()).view(x.x.shape))
 
 
 class Block(nn.Module):
@@ -179,8 +183,7 @@ class Block(nn.Module):
             normed, x = x.normed(self.mixer_norm, self.attention.qkv.takes_quantized)
             x = x.add(self.attention(normed, at, rope))
         if hasattr(self, "moe"):
-            normed, x = x.normed(self.mlp_norm, False)
-            return x.add(self.moe(normed.plain))
+            return self.moe(x, self.mlp_norm)  # type: ignore[no-any-return]
         normed, x = x.normed(self.mlp_norm, self.mlp.gate_up.takes_quantized)
         return x.add(self.mlp(normed))
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from toolkit.gpu.virtual.effects.effect import Effect, nbytes
@@ -25,9 +26,12 @@ def experts_fit(x: Tensor, matrices: Gated | None, activation: str, *scores: Ten
     return matrices is not None and activation in FUSED and x.dtype == torch.bfloat16 and on_gpu(x, *scores)
 
 
-def moe_fits(x: Tensor, matrices: Gated | None, activation: str, shared: Gated | None, *scores: Tensor | None) -> bool:
-    """Return whether `moe` supports these matrices. The shared expert must have the format of the others."""
-    if matrices is None or x.shape[0] != 1 or not experts_fit(x, matrices, activation, *scores):
+def moe_fits(
+    x: Tensor, residual: Tensor, norm: Tensor, router: Tensor, matrices: Gated | None, activation: str, shared: Gated | None
+) -> bool:
+    """Return whether `moe` supports these operands: x of one token, and a shared expert in the format of the others."""
+    one = x.shape[:-1].numel() == 1 and x.dtype == residual.dtype == router.dtype
+    if matrices is None or not one or not experts_fit(x, matrices, activation, residual, norm, router):
         return False
     up, down = matrices
     whole = all(matrix.shape[-1] % LEAST == 0 for matrix in matrices)
@@ -36,17 +40,26 @@ def moe_fits(x: Tensor, matrices: Gated | None, activation: str, shared: Gated |
 
 
 def moe(
-    x: Tensor, scores: Tensor, top_k: int, matrices: Gated, activation: str, shared: Gated | None = None,
-    gate: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Run one token x [1, hidden] through the `top_k` experts with the highest scores [1, experts]. Returns [1, hidden].
+    x: Tensor, residual: Tensor, norm: Tensor, eps: float, router: Tensor, top_k: int, matrices: Gated, activation: str,
+    shared: Gated | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Add x to the residual of one token, normalize the sum, and run it through the `top_k` experts with the highest scores.
 
-    The softmax of those scores weights the experts. A `shared` expert is added with the weight sigmoid(gate), where `gate` is
-    [1, 1]. Needs a GPU and matrices for which `moe_fits`.
+    Needs a GPU and operands for which `moe_fits`.
+
+    Args:
+        x: [..., hidden], where all other dimensions are 1, as is `residual`.
+        norm: The norm's weight [hidden], fp32.
+        router: [experts, hidden], gives the scores, whose softmax weights the experts. If there is a `shared` expert, one more
+            row gives its weight before the sigmoid.
+
+    Returns (output of the experts, residual + x), shaped like x.
     """
     up, down = matrices
     held = [_parts(one) for one in matrices] + ([_parts(one) for one in shared] if shared is not None else [[], []])
-    return call("moe", aligned(x), scores, gate, *held, up.scheme.name, down.scheme.name, top_k, activation)  # type: ignore[no-any-return]
+    given = (aligned(x), aligned(residual), norm, eps, router)
+    out, total = call("moe", *given, *held, up.scheme.name, down.scheme.name, top_k, activation)
+    return out, total
 
 
 def experts(x: Tensor, chosen: Tensor, shares: Tensor, matrices: Gated, activation: str) -> Tensor:
@@ -80,48 +93,53 @@ def _gated(x: Tensor, up: Tensor, down: Tensor, activation: str) -> Tensor:
 
 
 def _moe_reference(
-    x: Tensor, scores: Tensor, gate: Tensor | None, up: Sequence[Tensor], down: Sequence[Tensor], shared_up: Sequence[Tensor],
-    shared_down: Sequence[Tensor], scheme: str, down_scheme: str, top_k: int, activation: str,
-) -> Tensor:  # fmt: skip
-    shares, chosen = scores.softmax(-1, dtype=torch.float32).topk(top_k, -1)
+    x: Tensor, residual: Tensor, norm: Tensor, eps: float, router: Tensor, up: Sequence[Tensor], down: Sequence[Tensor],
+    shared_up: Sequence[Tensor], shared_down: Sequence[Tensor], scheme: str, down_scheme: str, top_k: int, activation: str,
+) -> list[Tensor]:  # fmt: skip
+    total = residual + x
+    normed = F.rms_norm(total.float(), total.shape[-1:], norm, eps).to(x.dtype).view(1, -1)
+    count = up[0].shape[0]
+    scores = F.linear(normed, router)
+    shares, chosen = scores[:, :count].softmax(-1, dtype=torch.float32).topk(top_k, -1)
     shares = shares / shares.sum(-1, keepdim=True)
-    out = _experts_reference(x, chosen, shares, up, down, scheme, down_scheme, activation)
-    if gate is None:
-        return out
-    own = dequantize(SCHEMES[scheme], _named(shared_up, scheme), x.dtype)[None]
-    back = dequantize(SCHEMES[down_scheme], _named(shared_down, down_scheme), x.dtype)[None]
-    return torch.addcmul(out, _gated(x[None], own, back, activation)[0], gate.sigmoid())
+    out = _experts_reference(normed, chosen, shares, up, down, scheme, down_scheme, activation)
+    if shared_up:
+        own = dequantize(SCHEMES[scheme], _named(shared_up, scheme), x.dtype)[None]
+        back = dequantize(SCHEMES[down_scheme], _named(shared_down, down_scheme), x.dtype)[None]
+        out = torch.addcmul(out, _gated(normed[None], own, back, activation)[0], scores[:, count:].sigmoid())
+    return [out.view(x.shape), total]
 
 
 def _moe_problem(
-    x: Tensor, scores: Tensor, gate: Tensor | None, up: Sequence[Tensor], down: Sequence[Tensor], shared_up: Sequence[Tensor],
-    shared_down: Sequence[Tensor], scheme: str, down_scheme: str, top_k: int, activation: str,
+    x: Tensor, residual: Tensor, norm: Tensor, eps: float, router: Tensor, up: Sequence[Tensor], down: Sequence[Tensor],
+    shared_up: Sequence[Tensor], shared_down: Sequence[Tensor], scheme: str, down_scheme: str, top_k: int, activation: str,
 ) -> Problem:  # fmt: skip
     from toolkit.kernels.moe import MOE_STEP, MoeShape
 
-    sizes = (x.shape[-1], up[0].shape[1] // 2, scores.shape[-1], top_k, gate is not None)
-    inputs = {"x": x[0], "scores": scores[0]} | ({} if gate is None else {"shared_gate": gate[0]})
+    count, width = up[0].shape[0], up[0].shape[1] // 2
+    inputs = {"x": x.view(-1), "residual": residual.view(-1), "norm": norm, "router": router}
     inputs |= _named(up, scheme, "up_") | _named(down, down_scheme, "down_")
-    if gate is not None:
+    if shared_up:
         inputs |= _named(shared_up, scheme, "shared_up_") | _named(shared_down, down_scheme, "shared_down_")
-    shape = MoeShape(*sizes, scheme, down_scheme, activation, dtype_name(x.dtype))
-    return MOE_STEP, shape, inputs
+    sizes = (x.shape[-1], width, count, top_k, bool(shared_up))
+    return MOE_STEP, MoeShape(*sizes, scheme, down_scheme, activation, dtype_name(x.dtype), repr(eps)), inputs
 
 
 define(
-    "moe(Tensor x, Tensor scores, Tensor? gate, Tensor[] up, Tensor[] down, Tensor[] shared_up, Tensor[] shared_down, "
-    "str scheme, str down_scheme, int top_k, str activation) -> Tensor",
-    _moe_reference, lambda x, *rest: torch.empty_like(x), _moe_problem, lambda outputs, x: outputs["output"][None],
+    "moe(Tensor x, Tensor residual, Tensor norm, float eps, Tensor router, Tensor[] up, Tensor[] down, Tensor[] shared_up, "
+    "Tensor[] shared_down, str scheme, str down_scheme, int top_k, str activation) -> Tensor[]",
+    _moe_reference, lambda x, *rest: [torch.empty_like(x), torch.empty_like(x)], _moe_problem,
+    lambda outputs, x: [outputs["output"].view(x.shape), outputs["residual"].view(x.shape)],
 )  # fmt: skip
 
 
 @rule("toolkit::moe")
-def _moe_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> list[Effect]:
-    """Return the routing, and two products that read the chosen experts and the shared one."""
-    x, scores, _, up, down, shared_up, shared_down = args[:7]
-    chosen = sum(map(nbytes, (*up, *down))) * args[9] // scores.shape[-1]
-    moved = 2 * nbytes(x) + nbytes(scores) + chosen + sum(map(nbytes, (*shared_up, *shared_down)))
-    flops = 3.0 * (args[9] + bool(shared_up)) * x.shape[-1] * up[0].shape[1]
+def _moe_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Sequence[Tensor]) -> list[Effect]:
+    """Return the norm with the router, and two products that read the chosen experts and the shared one."""
+    x, router, up, down, shared_up, shared_down, top_k = args[0], args[4], *args[5:9], args[11]
+    chosen = sum(map(nbytes, (*up, *down))) * top_k // up[0].shape[0]
+    moved = 4 * nbytes(x) + nbytes(args[2]) + nbytes(router) + chosen + sum(map(nbytes, (*shared_up, *shared_down)))
+    flops = 3.0 * (top_k + bool(shared_up)) * x.shape[-1] * up[0].shape[1]
     return launches("moe", 3, moved, flops, floor=3.5, share=0.83)
 
 
