@@ -20,13 +20,13 @@ from toolkit.kernels.base import Config, Kernel, Shape
 from toolkit.kernels.int4_matmul import INT4_MATMUL, MatmulShape
 from toolkit.models import gemma4, qwen3, qwen3_5_moe
 from toolkit.models.layers import Joined
-from toolkit.ops import attention, codes, define, embedding, mixers, mixture, norms, products, sampling
+from toolkit.ops import attention, codes, define, embedding, gates, mixers, mixture, norms, products, sampling
 from toolkit.tune import lookup
 from toolkit.weights.packed import PackedMatrix
 from toolkit.weights.schemes import find_scheme
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PARTS: tuple[ModuleType, ...] = (attention, codes, embedding, mixers, mixture, norms, products, sampling)
+PARTS: tuple[ModuleType, ...] = (attention, codes, embedding, gates, mixers, mixture, norms, products, sampling)
 SHARED = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64, "tie_word_embeddings": True,
@@ -103,7 +103,7 @@ def decoded(model: Any, ends: tuple[int, ...] = (9, 11, 12), kv: str | None = No
         (qwen3, QWEN3, set()),
         (gemma4, GEMMA4, {"make_heads", "embed_rows"}),
         (gemma4, GEMMA4_SHARING, {"make_heads", "embed_rows"}),
-        (qwen3_5_moe, QWEN3_5_MOE, {"delta_net"}),
+        (qwen3_5_moe, QWEN3_5_MOE, {"delta_net", "gate_heads"}),
     ],
     ids=["qwen3", "gemma4", "gemma4 that shares", "qwen3.5"],
 )
@@ -172,13 +172,13 @@ def test_packed_models_by_kernels(
 
 @pytest.mark.parametrize(
     ("architecture", "config", "saved"),  # launches per step
-    [(qwen3, QWEN3, 5), (gemma4, GEMMA4, 5), (qwen3_5_moe, QWEN3_5_MOE, 3)],
+    [(qwen3, QWEN3, 5), (gemma4, GEMMA4, 5), (qwen3_5_moe, QWEN3_5_MOE, 4)],
     ids=["qwen3", "gemma4", "qwen3.5 with experts"],
 )
 def test_norms_that_quantize_change_nothing_but_the_launches(
     architecture: Any, config: dict[str, Any], saved: int, request: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The product after each norm needs no launch that quantizes, except for experts, which quantize while they are chosen."""
+    """The product after each norm or gate needs no launch that quantizes, except for experts, which normalize by themselves."""
     model = small(architecture, config, "int4-g32", torch.bfloat16, DEVICE)
     request.getfixturevalue("by_kernels")
     by_kernels, given = define.call, []
@@ -190,7 +190,8 @@ def test_norms_that_quantize_change_nothing_but_the_launches(
     monkeypatch.setattr(products, "call", call)
     found = decoded(model, (1, 2))
     assert len(list(filter(None, given))) == 2 * saved
-    monkeypatch.setattr(norms, "quantizes", lambda x: False)
+    for part in (norms, gates):
+        monkeypatch.setattr(part, "quantizes", lambda x: False)
     assert torch.equal(decoded(model, (1, 2)), found)
     assert len(list(filter(None, given))) == 2 * saved
 

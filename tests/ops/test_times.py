@@ -23,8 +23,9 @@ EFFECTS = {  # names of kernels, and what the rules call them
     "int4_matmul": "packed_matmul", "int4_prefill": "packed_matmul", "moe_step": "moe", "moe_prefill": "experts",
     "delta_step": "delta_net", "delta_chunks": "delta_net", "attention_decode": "attention",
     "attention_prefill": "attention", "rms_norm": "rms_norm", "qk_norm_rope": "qk_norm_rope",
+    "gate_heads": "gate_heads",
 }  # fmt: skip
-SMALL = {"rms_norm", "qk_norm_rope"}  # under a twentieth of a step
+SMALL = {"rms_norm", "qk_norm_rope", "gate_heads"}  # under a twentieth of a step
 CONTEXTS = {"random/qwen3-8b": 8192, "random/gemma4-31b": 32768, "random/qwen3.5-35b-a3b": 32768}  # of shipped timings
 
 

@@ -55,8 +55,10 @@ def _largest(keys, BELOW: tl.constexpr, below):
     for _ in tl.static_range(16):  # in pairs, so that few operations wait for each other
         if len(held) > 1:
             following = ()
-            for i in tl.static_range((len(held) + 1) // 2):
-                following = following + (tl.maximum(held[2 * i], held[min(2 * i + 1, len(held) - 1)]),)
+            for i in tl.static_range(len(held) // 2):
+                following = following + (tl.maximum(held[2 * i], held[2 * i + 1]),)
+            if len(held) % 2:
+                following = following + (held[len(held) - 1],)
             held = following
     return tl.max(held[0], 0)
 
@@ -141,8 +143,6 @@ def start(
         held = held + (tl.load(router + tl.minimum(row + i, ROWS - 1) * HIDDEN + at, mask=inside, other=0.0),)
     weight = tl.load(norm + at, mask=inside, other=0.0)
     await_previous()
-    if PTX:
-        tl.debug_barrier()  # so that the loads above are issued before it
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     value = (value + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)).to(DTYPE)
     if program == 0:

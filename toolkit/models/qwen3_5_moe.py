@@ -107,8 +107,6 @@ class Attention(nn.Module):
     def forward(self, x: Operand, at: At | None, rope: Tensor | None) -> Tensor:
         """x holds [B, T, hidden]. Without a cache (`at`), `rope` is the rotary table of the sequence."""
         row = self.qkv.row(x)
-        width, heads = self.o.weight.shape[-1], (*row.shape[:2], -1, self.head_dim)
-        gate = row[..., : 2 * width].view(heads).unflatten(2, (-1, 2))[:, :, :, 1]  # [B, T, H, D]
         if at is None:
             assert rope is not None
             mixed = causal_attention(*self._heads(row, rope), self.scale)
@@ -122,7 +120,8 @@ class Attention(nn.Module):
                 query, key, value = self._heads(row, at.rope)
                 seen = state.extend(key.transpose(1, 2), value.transpose(1, 2), at.reach)
                 mixed = cached_attention(query, *seen, at.reach.mask, self.scale)
-        out: Tensor = self.o((mixed.view(gate.shape) * gate.sigmoid()).flatten(2))
+        gated = ops.gate_heads(mixed.view(*row.shape[:2], -1), row, self.heads.heads, ops.takes_quantized(self.o.weight))
+        out: Tensor = self.o(gated)
         return out
 
     def _heads(self, row: Tensor, rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,6 +9,7 @@ from toolkit.ops.attention import HeadLayout, attend, make_heads, write_heads
 from toolkit.ops.codes import Codebook, attend_codes, codes_fit, read_codes, write_codes
 from toolkit.ops.define import on_gpu, record_problems
 from toolkit.ops.embedding import embed
+from toolkit.ops.gates import gate_heads
 from toolkit.ops.mixers import delta_net
 from toolkit.ops.mixture import experts, experts_fit, moe, moe_fits
 from toolkit.ops.norms import add_norm, norm_add, rms_norm
@@ -17,6 +18,6 @@ from toolkit.ops.sampling import sample
 
 __all__ = [
     "ACTIVATIONS", "Codebook", "HeadLayout", "Operand", "add_norm", "attend", "attend_codes", "codes_fit", "delta_net", "embed",
-    "experts", "experts_fit", "make_heads", "matmul", "moe", "moe_fits", "norm_add", "on_gpu", "read_codes", "record_problems",
-    "rms_norm", "sample", "takes_quantized", "write_codes", "write_heads",
+    "experts", "experts_fit", "gate_heads", "make_heads", "matmul", "moe", "moe_fits", "norm_add", "on_gpu", "read_codes",
+    "record_problems", "rms_norm", "sample", "takes_quantized", "write_codes", "write_heads",
 ]  # fmt: skip
