@@ -180,7 +180,7 @@ class MoeStep(Kernel):
         inner = {name: outputs[name] for name in ("inner", "inner_scales", "inner_sums")}
         scores = {"scores": outputs["scores"]}
         given = {name: inputs[name] for name in ("x", "residual", "norm", "router")}
-        given |= {"new_residual": outputs["residual"], "eps": float(shape.eps)}
+        given |= {"new_residual": outputs["residual"], "eps": float(shape.eps)}  # type: ignore[dict-item]
         first_of_all = {"HIDDEN": shape.hidden, "BLOCK": max(BLOCK, triton.next_power_of_2(shape.hidden)), **ptx}
         first_of_all |= {"ROWS": shape.rows, "EACH": SCORES}
 

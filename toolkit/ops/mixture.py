@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ def moe_fits(
     x: Tensor, residual: Tensor, norm: Tensor, router: Tensor, matrices: Gated | None, activation: str, shared: Gated | None
 ) -> bool:
     """Return whether `moe` supports these operands: x of one token, and a shared expert in the format of the others."""
-    one = x.shape[:-1].numel() == 1 and x.dtype == residual.dtype == router.dtype
+    one = math.prod(x.shape[:-1]) == 1 and x.dtype == residual.dtype == router.dtype
     if matrices is None or not one or not experts_fit(x, matrices, activation, residual, norm, router):
         return False
     up, down = matrices
