@@ -142,6 +142,18 @@ class TestSizesOnly:
             torch.save(x, "/dev/null")
         assert torch.ones(3, device="vgpu").tolist() == [1, 1, 1]
 
+    def test_a_copy_of_no_values_has_none(self, gpu):
+        """Also outside `sizes_only`, where the host would otherwise allocate gigabytes of zeros."""
+        with gpu.sizes_only():
+            x = torch.empty(1 << 16, 1 << 14, device="vgpu")
+        host = HostPeak()
+        copies = [x.clone(), x.t().contiguous(), x.bfloat16()]
+        assert [copy._host.is_meta for copy in copies] == [True] * 3
+        assert [copy.nbytes for copy in copies] == [x.nbytes, x.nbytes, x.nbytes // 2]
+        assert host.grown_bytes() < 100e6
+        assert x[:2, :2].long().tolist() == [[0, 0], [0, 0]]
+        assert torch.ones(3, device="vgpu").clone().tolist() == [1, 1, 1]
+
     @pytest.mark.parametrize(
         ("run", "shape"),
         [

@@ -21,11 +21,13 @@ DEFAULT_STREAM = 0
 class State(threading.local):
     """The state of one thread: its current stream, as on CUDA, and the decode step that its code belongs to.
 
-    `graph` is set while the thread runs the work of a graph, to capture or to replay it.
+    `graph` is set while the thread runs the work of a graph, to capture or to replay it. `copies_absent` is set while it copies
+    a tensor that has no values (see `sizes_only`).
     """
 
     stream = DEFAULT_STREAM
     step = -1
+    copies_absent = False
     graph: Capture | Replay | None = None
 
 
