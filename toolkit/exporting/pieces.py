@@ -174,18 +174,28 @@ class Anatomy:
         return found or None
 
     def _left(self) -> list[tuple[RMSNorm | None, Tensor | None]]:
-        """Run each layer on fake tensors; return the norm and scalar that are still to be applied to its output."""
-        model, called = self.model, _Called(self.model)
+        """Return the norm and scalar that are still to be applied to each layer's output."""
         found: list[tuple[RMSNorm | None, Tensor | None]] = []
-        x, positions = self.hidden(1, 1, model.config.hidden_size), self.empty(1, dtype=torch.int64)
-        reaches = model.reaches(positions, self.cache, 1)
-        for layer, block in enumerate(model.layers):
-            fake = {n: self.empty(p.shape, dtype=p.dtype) for n, p in block.named_parameters()}
-            real = {id(fake[n]): p for n, p in block.named_parameters()}
-            own = {f"model.layers.{layer}.{n}": p for n, p in fake.items()}
-            out = torch.func.functional_call(called, own, ("layer", layer, Residual(x), x, self.cache, reaches))
-            found.append((out.post, None if out.scalar is None else real[id(out.scalar)]))
+        kinds: dict[str, tuple[str | None, str | None]] = {}
+        for layer, block in enumerate(self.model.layers):
+            kind = digest(describe(block), _shapes(self.cache.states[layer]))
+            if kind not in kinds:
+                kinds[kind] = self._names_of_left(layer, block)
+            post, scalar = kinds[kind]
+            norm: Any = None if post is None else block.get_submodule(post)
+            found.append((norm, None if scalar is None else block.get_parameter(scalar)))
         return found
+
+    def _names_of_left(self, layer: int, block: nn.Module) -> tuple[str | None, str | None]:
+        """Run a layer on fake tensors; return the names in it of the norm and scalar still to be applied to its output."""
+        x, positions = self.hidden(1, 1, self.model.config.hidden_size), self.empty(1, dtype=torch.int64)
+        reaches = self.model.reaches(positions, self.cache, 1)
+        fake = {n: self.empty(p.shape, dtype=p.dtype) for n, p in block.named_parameters()}
+        own = {f"model.layers.{layer}.{n}": p for n, p in fake.items()}
+        given = ("layer", layer, Residual(x), x, self.cache, reaches)
+        out = torch.func.functional_call(_Called(self.model), own, given)
+        post = None if out.post is None else next(n for n, m in block.named_modules() if m is out.post)
+        return post, None if out.scalar is None else next(n for n, p in fake.items() if p is out.scalar)
 
     def _layer(self, layer: int, post: RMSNorm | None, scalar: Tensor | None) -> Piece:
         block = self.model.layers[layer]
