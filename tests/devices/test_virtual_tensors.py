@@ -365,6 +365,19 @@ class TestTransforms:
         assert torch.equal(found.detach().cpu(), expected.cpu())
         assert layer.weight.grad.device.type == "vgpu"
 
+    @pytest.mark.parametrize("grad", [False, True])
+    def test_views_in_inference_mode(self, grad):
+        """A view of an ordinary tensor is one too; other results are inference tensors."""
+
+        def run(device):
+            x = torch.ones(4, 4, device=device, requires_grad=grad)
+            with torch.inference_mode():
+                found = [x.view(16), x.t(), *x.split(2), x[1], x.unsqueeze(0), (x + x).view(16), x.t().contiguous()]
+                found[0].add_(1)
+            return [(one.is_inference(), one.requires_grad, one._is_view()) for one in found], x.sum().item()
+
+        assert run("vgpu") == run("cpu")
+
     def test_inference_mode(self):
         with torch.inference_mode():
             x = ones(2, 2)

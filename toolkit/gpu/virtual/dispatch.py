@@ -158,6 +158,9 @@ def _view(func: Any) -> Handler:
     call = func._op
 
     def view(args: Args, kwargs: Kwargs) -> Any:
+        if torch.is_inference_mode_enabled() and type(args[0]) is VirtualTensor and not args[0].is_inference():
+            with torch.inference_mode(False):  # as on CUDA, a view of an ordinary tensor is an ordinary tensor
+                return view(args, kwargs)
         out = call(*_hosts(args), **_named(kwargs))
         _execute_effects(func, args, kwargs, None)
         return wrap(out) if type(out) is torch.Tensor else _wrap_views(out)
