@@ -51,7 +51,7 @@ def test_the_same_tokens_and_copies(both):
     exported = package.load()
     kv = package.manifest["kv"]
     for prompt in ("Hi", PROMPT):
-        for name in strategies_of(model):
+        for name in strategies_of(exported):
             for sampling in ({}, {"temperature": 0.9, "top_k": 30, "seed": 11}):
                 asked = {"max_new_tokens": 9, "context": 384, "eos": (), **sampling}
                 want = tk.generate(model, prompt, name, kv=kv, **asked)

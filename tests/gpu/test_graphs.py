@@ -63,8 +63,9 @@ def test_copies_of_128_steps(gpu, name):
         run = generate(model, strategy, n=129, prompt=19)
         assert counts(run) == [expected] * 128, strategy
         kernels = decode_steps(run.trace)["kernels"].tolist()
-        assert kernels[1] > 10
-        assert strategy == "whole-loop" or len(set(kernels[1:])) == 1
+        if strategy != "whole-loop":  # CUPTI doesn't report what repeats inside a graph
+            assert min(kernels) > 10
+            assert len(set(kernels[2:])) == 1  # captures in step 2 fill numbers of PyTorch's random generator
 
 
 @pytest.mark.parametrize("name", EAGER)
@@ -118,7 +119,7 @@ def test_steps_of_a_loop_are_marked(gpu):
 @pytest.mark.parametrize("name", CAPTURED)
 def test_a_capture_that_fails_leaves_the_gpu_usable(gpu, name, monkeypatch):
     model = make(gpu, CONFIGS["small"])
-    expected = generate(model, "roundtrip", record=False).tokens
+    expected = generate(model, name, record=False).tokens
     advance = model.advance
     gc.collect()
     before = gpu.memory().allocated_bytes

@@ -9,6 +9,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
+from threading import RLock
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from toolkit.core.errors import DeviceError
 from toolkit.gpu.device import Graph
 
 BODY_NEEDS = "Keep values on the device, and copy from and to pinned memory only"
+
+_capturing = RLock()  # captures share a stream
 
 
 class CudaGraph(Graph):
@@ -44,20 +48,30 @@ def captured(device: torch.device, work: Callable[[], None]) -> Any:
     Other threads may use the GPU meanwhile. Raises DeviceError if the work can't be captured. Other errors of `work` propagate,
     torch.OutOfMemoryError among them.
     """
-    graph = torch.cuda.CUDAGraph(keep_graph=True)
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.device(device), torch.cuda.stream(stream), _no_garbage_collection():
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            work()
-            graph.capture_end()
-        except BaseException as error:
-            _abandon(graph, device)
-            if isinstance(error, RuntimeError) and "captur" in str(error):
-                raise DeviceError("capturing a graph", str(error).splitlines()[0], BODY_NEEDS) from error
-            raise
+    graph, stream = torch.cuda.CUDAGraph(keep_graph=True), _capture_stream(device)
+    with _capturing, torch.cuda.device(device), _no_garbage_collection():
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            _capture(graph, work, device)
     return graph
+
+
+def _capture(graph: Any, work: Callable[[], None], device: torch.device) -> None:
+    graph.capture_begin(capture_error_mode="thread_local")
+    try:
+        work()
+        graph.capture_end()
+    except BaseException as error:
+        _abandon(graph, device)
+        if isinstance(error, RuntimeError) and "captur" in str(error):
+            raise DeviceError("capturing a graph", str(error).splitlines()[0], BODY_NEEDS) from error
+        raise
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of all captures on a GPU. For each stream that it ran on, cuBLAS keeps a workspace of some 32 MiB."""
+    return torch.cuda.Stream(device)
 
 
 def node_count(graph: int) -> int:
