@@ -64,15 +64,6 @@ def _note(times: list[int], gpu: Device, *heard: object) -> None:
     times.append(gpu.now_ns())
 
 
-def test_a_row_that_was_not_measured_again_is_derived() -> None:
-    def record(*rows: tuple[int, float | None, float]) -> dict[str, Any]:
-        return {"rows": [{"model": "m", "prompt": p, "ms": ms, "before_ms": before} for p, ms, before in rows]}
-
-    measured = record((64, 1.5, 2.0), (128, None, 2.25), (256, 3.0, 2.5))
-    found = compare(record((64, 1.0, 0), (128, 1.1, 0), (256, 1.2, 0)), measured)
-    assert found == [("m", 64, 1.0, 1.5), ("m", 128, 1.1, 1.75), ("m", 256, 1.2, 3.0)]
-
-
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("toolkit.bench.captured_steps.PROMPTS", {"random/qwen3-8b": (8,)})
     assert main(["--device", "virtual:rtx-4090", "--out", str(tmp_path / "record.json")]) == 0

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
 from toolkit.core.errors import ModelError
-from toolkit.kernels.attention import ATTENTION_DECODE, AttentionShape
+from toolkit.kernels.attention import ATTENTION_DECODE, DecodeShape
 from toolkit.kernels.attention_prefill import ATTENTION_PREFILL, PrefillShape
 from toolkit.kernels.base import Config
 from toolkit.models.cache import Cache, Ring
 from toolkit.ops.reference.attention import cached_attention
+from toolkit.weights.packed import quantize_activations
 
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 F32, BF16 = torch.float32, torch.bfloat16
@@ -49,16 +51,16 @@ def at(inputs, position, poison=None):
 
 
 DECODE_SHAPES = [
-    AttentionShape(8, 2, 64, 100),
-    AttentionShape(3, 3, 32, 33),  # as many KV heads
-    AttentionShape(6, 2, 16, 70),  # a group that is no power of two
-    AttentionShape(34, 2, 16, 40),  # ... and larger than 16
-    AttentionShape(4, 1, 128, 50, dtype="float32"),
-    AttentionShape(2, 1, 512, 40),
-    AttentionShape(2, 1, 256, 1),
-    AttentionShape(4, 2, 32, 64, 64),  # a ring
-    AttentionShape(4, 2, 32, 50, 64, scaled=False),  # a ring whose context fits
-    AttentionShape(4, 2, 32, 64, 20),  # a window on slots that are positions
+    DecodeShape(8, 2, 64, 100),
+    DecodeShape(3, 3, 32, 33),  # as many KV heads
+    DecodeShape(6, 2, 16, 70),  # a group that is no power of two
+    DecodeShape(34, 2, 16, 40),  # ... and larger than 16
+    DecodeShape(4, 1, 128, 50, dtype="float32"),
+    DecodeShape(2, 1, 512, 40),
+    DecodeShape(2, 1, 256, 1),
+    DecodeShape(4, 2, 32, 64, 64),  # a ring
+    DecodeShape(4, 2, 32, 50, 64, scaled=False),  # a ring whose context fits
+    DecodeShape(4, 2, 32, 64, 20),  # a window on slots that are positions
 ]
 
 
@@ -71,7 +73,7 @@ def test_decode_equals_the_reference(shape, splits):
 
 @pytest.mark.parametrize("position", [0, 15, 16, 70, 99])
 def test_what_lies_beyond_the_length_is_never_seen(position):
-    shape = AttentionShape(4, 2, 32, 100)
+    shape = DecodeShape(4, 2, 32, 100)
     inputs = ATTENTION_DECODE.inputs(shape, HERE, seed=2)
     want = check(ATTENTION_DECODE, shape, SMALL, at(inputs, position, 1000.0))
     (clean,) = ATTENTION_DECODE.reference(shape, at(inputs, position, 0.0))
@@ -81,8 +83,8 @@ def test_what_lies_beyond_the_length_is_never_seen(position):
 
 
 def test_scratch_is_ready_for_the_next_launch():
-    """Launches reset the arrival counters: repeating them on the same scratch gives the same bits, for one split or all."""
-    shape = AttentionShape(4, 2, 32, 100)
+    """Repeating the launches on the same scratch gives the same bits, for one split or all."""
+    shape = DecodeShape(4, 2, 32, 100)
     inputs = ATTENTION_DECODE.inputs(shape, HERE)
     for position in (5, 90):
         once, thrice = (run(ATTENTION_DECODE, shape, SMALL, at(inputs, position), times) for times in (1, 3))
@@ -90,7 +92,7 @@ def test_scratch_is_ready_for_the_next_launch():
 
 
 def test_a_window_hides_what_lies_before_it():
-    shape = AttentionShape(4, 2, 32, 100, 40)
+    shape = DecodeShape(4, 2, 32, 100, 40)
     inputs = at(ATTENTION_DECODE.inputs(shape, HERE), 60, torch.nan)
     inputs["keys"][:, :, :21], inputs["values"][:, :, :21] = torch.nan, torch.nan
     assert check(ATTENTION_DECODE, shape, SMALL, inputs).isfinite().all()
@@ -98,39 +100,51 @@ def test_a_window_hides_what_lies_before_it():
 
 @pytest.mark.parametrize("splits", [1, 3])
 def test_nothing_to_see_gives_zeros(splits):
-    shape = AttentionShape(4, 2, 32, 100)
+    shape = DecodeShape(4, 2, 32, 100)
     inputs = at(ATTENTION_DECODE.inputs(shape, HERE), -1, torch.nan)
     assert not check(ATTENTION_DECODE, shape, Config(block_n=16, splits=splits), inputs).any()
 
 
 def test_one_token_gives_its_value():
-    shape = AttentionShape(4, 2, 32, 100)
+    shape = DecodeShape(4, 2, 32, 100)
     inputs = at(ATTENTION_DECODE.inputs(shape, HERE), 0)
     want = inputs["values"][0, :, 0].repeat_interleave(2, 0).reshape(1, 1, -1)
     assert torch.equal(run(ATTENTION_DECODE, shape, SMALL, inputs), want)
 
 
 def test_large_scores_neither_overflow_nor_lose_the_sum():
-    shape = AttentionShape(4, 2, 32, 100)
+    shape = DecodeShape(4, 2, 32, 100)
     inputs = ATTENTION_DECODE.inputs(shape, HERE)
     check(ATTENTION_DECODE, shape, SMALL, {**inputs, "query": inputs["query"] * 300})
 
 
-def test_a_second_launch_combines_what_one_block_should_not(monkeypatch):
-    shape = AttentionShape(8, 2, 64, 100)
+@pytest.mark.parametrize("tile", [32, 256, 4096])
+def test_splits_are_combined_in_tiles_of_any_size(monkeypatch, tile):
+    monkeypatch.setattr("toolkit.kernels.attention.COMBINE_TILE", tile)
+    shape = DecodeShape(8, 2, 64, 100)
     inputs = ATTENTION_DECODE.inputs(shape, HERE)
-    outputs = ATTENTION_DECODE.outputs(shape, inputs)
-    assert len(ATTENTION_DECODE.launches(shape, SMALL, inputs, outputs)) == 1
-    monkeypatch.setattr("toolkit.kernels.attention.FUSED_ELEMENTS", 0)
-    monkeypatch.setattr("toolkit.kernels.attention.COMBINE_TILE", 256)
-    assert len(ATTENTION_DECODE.launches(shape, SMALL, inputs, outputs)) == 2
     for position in (-1, 0, 20, 96):
         check(ATTENTION_DECODE, shape, SMALL, at(inputs, position, torch.nan))
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("heads", [(8, 2, 64), (6, 2, 32)])
+def test_quantized_results_are_those_of_the_plain_result(heads, splits):
+    shape = DecodeShape(*heads, 100, quantised=True)
+    inputs = at(ATTENTION_DECODE.inputs(shape, HERE), 90)
+    inputs["values"][:, 1] = 0  # groups of zeros
+    outputs = ATTENTION_DECODE.outputs(shape, inputs)
+    for launch in ATTENTION_DECODE.launches(shape, Config(block_n=16, splits=splits), inputs, outputs):
+        launch.run()
+    out, *quantized = list(outputs.values())[:4]
+    assert torch.equal(out, ATTENTION_DECODE.run(replace(shape, quantised=False), Config(block_n=16, splits=splits), inputs)[0])
+    for got, want in zip(quantized, quantize_activations(out), strict=True):
+        torch.testing.assert_close(got, want, atol=0, rtol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_positions_may_be_int32_and_caches_views_of_longer_ones(dtype):
-    long, shape = AttentionShape(4, 2, 32, 100), AttentionShape(4, 2, 32, 48)
+    long, shape = DecodeShape(4, 2, 32, 100), DecodeShape(4, 2, 32, 48)
     inputs = at(ATTENTION_DECODE.inputs(long, HERE), 40, torch.nan)
     inputs["positions"] = inputs["positions"].to(dtype)
     views = {**inputs, "keys": inputs["keys"][:, :, :48], "values": inputs["values"][:, :, :48]}
@@ -204,7 +218,7 @@ def test_prefill_of_a_view_of_projections_and_in_pieces_is_what_models_do():
         torch.testing.assert_close(got, want, **TOLERANCE[F32])
         if size == 1:  # decode sees the ring after it was written
             held = {"query": query[:, mine], "keys": ring.keys, "values": ring.values, "positions": positions}
-            one = AttentionShape(heads, kv, dim, window, window, "float32")
+            one = DecodeShape(heads, kv, dim, window, window, "float32")
             got = run(ATTENTION_DECODE, one, Config(block_n=16, splits=2), held)
             torch.testing.assert_close(got, want, **TOLERANCE[F32])
         start += size
@@ -219,9 +233,9 @@ def test_prefill_launches_of_real_shapes_need_no_values(shape):
 
 
 def test_costs_count_each_visible_slot_once():
-    full = AttentionShape(32, 4, 512, 32768)
+    full = DecodeShape(32, 4, 512, 32768)
     assert ATTENTION_DECODE.cost(full).bytes == 2 * 2 * 4 * 32768 * 512 + 2 * 2 * 32 * 512
-    sliding = AttentionShape(32, 16, 256, 32768, 1024)
+    sliding = DecodeShape(32, 16, 256, 32768, 1024)
     assert ATTENTION_DECODE.cost(sliding).flops == 4 * 32 * 1024 * 256
     causal = PrefillShape(2, 1, 16, 8, tokens=4)  # 5 + 6 + 7 + 8 pairs
     assert ATTENTION_PREFILL.cost(causal).flops == 4 * 26 * 2 * 16
@@ -229,36 +243,37 @@ def test_costs_count_each_visible_slot_once():
 
 
 WRONG = {
-    "heads that don't divide": (AttentionShape(7, 2, 32, 64), {}, "divide"),
-    "a head_dim that is no power of two": (AttentionShape(4, 2, 48, 64), {}, "48"),
-    "no slots": (AttentionShape(4, 2, 32, 0), {}, "slots"),
-    "keys of another dtype": (AttentionShape(4, 2, 32, 64), {"keys": lambda t: t.float()}, "keys.*float32"),
-    "values of another size": (AttentionShape(4, 2, 32, 64), {"values": lambda t: t[:, :, :5]}, "values.*5"),
-    "a transposed query": (AttentionShape(4, 2, 32, 64), {"query": lambda t: t.mT.contiguous().mT}, "contiguous"),
-    "transposed keys": (AttentionShape(4, 2, 32, 64), {"keys": lambda t: t.transpose(2, 3).contiguous().mT}, "strides"),
-    "positions in fp32": (AttentionShape(4, 2, 32, 64), {"positions": lambda t: t.float()}, "positions.*float32"),
-    "positions of two tokens": (AttentionShape(4, 2, 32, 64), {"positions": lambda t: t.repeat(2)}, "positions.*\\[2\\]"),
-    "values of fewer heads": (AttentionShape(4, 2, 32, 64), {"values": lambda t: t[:, :1]}, "values.*1, 1, 64"),
-    "tensors on two devices": (AttentionShape(4, 2, 32, 64), {"keys": lambda t: t.to("meta")}, "meta"),
+    "heads that don't divide": (DecodeShape(7, 2, 32, 64), {}, "divide"),
+    "a head_dim that is no power of two": (DecodeShape(4, 2, 48, 64), {}, "48"),
+    "heads that share a scale": (DecodeShape(4, 2, 16, 64, quantised=True), {}, "8 bits with head_dim 16"),
+    "no slots": (DecodeShape(4, 2, 32, 0), {}, "slots"),
+    "keys of another dtype": (DecodeShape(4, 2, 32, 64), {"keys": lambda t: t.float()}, "keys.*float32"),
+    "values of another size": (DecodeShape(4, 2, 32, 64), {"values": lambda t: t[:, :, :5]}, "values.*5"),
+    "a transposed query": (DecodeShape(4, 2, 32, 64), {"query": lambda t: t.mT.contiguous().mT}, "contiguous"),
+    "transposed keys": (DecodeShape(4, 2, 32, 64), {"keys": lambda t: t.transpose(2, 3).contiguous().mT}, "strides"),
+    "positions in fp32": (DecodeShape(4, 2, 32, 64), {"positions": lambda t: t.float()}, "positions.*float32"),
+    "positions of two tokens": (DecodeShape(4, 2, 32, 64), {"positions": lambda t: t.repeat(2)}, "positions.*\\[2\\]"),
+    "values of fewer heads": (DecodeShape(4, 2, 32, 64), {"values": lambda t: t[:, :1]}, "values.*1, 1, 64"),
+    "tensors on two devices": (DecodeShape(4, 2, 32, 64), {"keys": lambda t: t.to("meta")}, "meta"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_tensors_are_told_by_name(name):
     shape, changes, told = WRONG[name]
-    good = AttentionShape(4, 2, 32, 64) if changes else shape
+    good = DecodeShape(4, 2, 32, 64) if changes else shape
     try:
         inputs = ATTENTION_DECODE.inputs(good, HERE)
     except RuntimeError:
         inputs = ATTENTION_DECODE.inputs(good, "meta")
     inputs |= {key: change(inputs[key]) for key, change in changes.items()}
-    outputs = ATTENTION_DECODE.outputs(AttentionShape(4, 2, 32, 64), inputs)
+    outputs = ATTENTION_DECODE.outputs(DecodeShape(4, 2, 32, 64), inputs)
     with pytest.raises(ModelError, match=told):
         ATTENTION_DECODE.launches(shape, Config(block_n=16, splits=1), inputs, outputs)
 
 
 def test_more_splits_than_scratch_are_refused():
-    shape = AttentionShape(4, 2, 32, 64)
+    shape = DecodeShape(4, 2, 32, 64)
     with pytest.raises(ModelError, match="scratch for 4"):
         ATTENTION_DECODE.run(shape, Config(block_n=16, splits=5), ATTENTION_DECODE.inputs(shape, HERE))
 

@@ -98,6 +98,8 @@ HEADS = [
     HeadsShape(5, 4, 2, 16, 16, 8, 40, value_norm=True, cache="ring", dtype="float32"),
     HeadsShape(11, 2, 1, 16, 16, 4, 40, cache="ring", dtype="float32"),  # more tokens than slots
     HeadsShape(2, 4, 1, 32, 32, 12, 12, values="keys", value_norm=True),
+    HeadsShape(2, 4, 2, 32, 32, 12, 12, apart=True, value_norm=True),
+    HeadsShape(3, 2, 1, 16, 8, 3, 12, gated=True, apart=True, cache="none"),
     HeadsShape(3, 3, 1, 24, 8, 12, 20, gated=True),  # part of a head turns; sizes that are no powers of two
     HeadsShape(3, 5, 3, 16, 16, 12, 12, dtype="float32"),
     HeadsShape(3, 4, 2, 16, 0, 12, 12, cache="none"),

@@ -14,7 +14,7 @@ from torch import Tensor
 import toolkit as tk
 from toolkit.core.errors import ModelError
 from toolkit.gpu.opening import open_device
-from toolkit.kernels.attention import ATTENTION_DECODE, AttentionShape
+from toolkit.kernels.attention import ATTENTION_DECODE, DecodeShape
 from toolkit.kernels.attention_prefill import ATTENTION_PREFILL, PrefillShape
 from toolkit.kernels.base import Config, Kernel, Shape
 from toolkit.kernels.int4_matmul import INT4_MATMUL, MatmulShape
@@ -172,13 +172,15 @@ def test_packed_models_by_kernels(
 
 @pytest.mark.parametrize(
     ("architecture", "config", "saved"),  # launches per step
-    [(qwen3, QWEN3, 5), (gemma4, GEMMA4, 5), (qwen3_5_moe, QWEN3_5_MOE, 4)],
+    [(qwen3, QWEN3, 5), (gemma4, GEMMA4, 6), (qwen3_5_moe, QWEN3_5_MOE, 4)],
     ids=["qwen3", "gemma4", "qwen3.5 with experts"],
 )
-def test_norms_that_quantize_change_nothing_but_the_launches(
+def test_operands_in_8_bits_change_nothing_but_the_launches(
     architecture: Any, config: dict[str, Any], saved: int, request: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The product after each norm or gate needs no launch that quantizes, except for experts, which normalize by themselves."""
+    """Products after norms, attention and gates need no launch that quantizes. Experts normalize and quantize on their own, and
+    heads of 16 numbers share a scale.
+    """
     model = small(architecture, config, "int4-g32", torch.bfloat16, DEVICE)
     request.getfixturevalue("by_kernels")
     by_kernels, given = define.call, []
@@ -192,6 +194,7 @@ def test_norms_that_quantize_change_nothing_but_the_launches(
     assert len(list(filter(None, given))) == 2 * saved
     for part in (norms, gates):
         monkeypatch.setattr(part, "quantizes", lambda x: False)
+    monkeypatch.setattr(attention, "quantizes_heads", lambda query: False)
     assert torch.equal(decoded(model, (1, 2)), found)
     assert len(list(filter(None, given))) == 2 * saved
 
@@ -237,7 +240,7 @@ def test_what_there_is_to_tune_in_a_model() -> None:
     found = {(kernel.name, shape.key) for kernel, shape in model.kernel_shapes(context=3000)}
     names = {name for name, _ in found}
     assert names >= {"moe_step", "moe_prefill", "delta_step", "delta_chunks", "int4_matmul", "int4_prefill", "attention_decode"}
-    attention = "heads=16 kv_heads=2 head_dim=256 slots=3000 window=0 dtype=bfloat16 scaled=True"
+    attention = "heads=16 kv_heads=2 head_dim=256 slots=3000 window=0 dtype=bfloat16 scaled=True quantised=False"
     assert ("attention_decode", attention) in found
     cpu = tk.load("demo/qwen3", device="cpu", progress=False)
     with pytest.raises(ModelError, match="where the operators run in plain PyTorch"):
@@ -247,7 +250,7 @@ def test_what_there_is_to_tune_in_a_model() -> None:
 def test_caches_of_any_length_run_one_program() -> None:
     """A prompt of another length makes another cache: nothing is to be compiled for it."""
     for kernel, shape in (
-        (ATTENTION_DECODE, AttentionShape(8, 2, 64, 2000)),
+        (ATTENTION_DECODE, DecodeShape(8, 2, 64, 2000)),
         (ATTENTION_PREFILL, PrefillShape(8, 2, 64, 2000)),
     ):
         programs = []

@@ -220,7 +220,7 @@ def test_a_copied_operand_has_no_plan(calls: Any, started: list[Any]) -> None:
 def test_scratch_without_memory_has_no_pointer(started: list[Any]) -> None:
     """Queries only: the outputs for keys and values are empty, and nothing else is scratch."""
     positions = torch.tensor([3, 4], device=DEVICE)
-    operands = (row(2, 32), row(16), row(16), row(8, 2, 16), positions, 2, 0, False, False, True, 1e-6)
+    operands = (row(1, 2, 32), None, row(16), row(16), row(8, 2, 16), positions, 2, 0, False, False, True, 1e-6)
     expected, found = (define.by_kernels("make_heads", *operands) for _ in range(2))
     assert len(plans.current()) == len(found) == 1
     assert torch.equal(found[0], expected[0])
@@ -231,23 +231,26 @@ def test_the_bound_of_attention_needs_no_other_plan(calls: Any, started: list[An
     described = problems_of("attention", monkeypatch)
     *operands, bound = next(o for name, o in calls.values() if name == "attention" and o[0].shape[1] == 1)
     operands = [_moved(one) for one in operands]
-    found = [define.by_kernels("attention", *operands, bound + more) for more in (0, 1, 2)]
+    found = [define.by_kernels("attention", *operands, bound + more)[0] for more in (0, 1, 2)]
     assert len(described) == 2  # the call, and the same on meta
     assert torch.equal(found[0], found[2])
 
 
 def test_counters_are_those_of_the_moment(calls: Any, started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    operands = [_moved(o) for o in next(o for name, o in calls.values() if name == "attention" and o[0].shape[1] == 1)]
+    given = next(
+        o for name, o in calls.values() if name == "packed_matmul" and o[0].numel() > products.DECODED * o[0].shape[-1]
+    )
+    operands = [_moved(o) for o in given]
     device = operands[0].device
-    expected = define.by_kernels("attention", *operands)
-    described = problems_of("attention", monkeypatch)
+    expected = define.by_kernels("packed_matmul", *operands)
+    described = problems_of("packed_matmul", monkeypatch)
     shared = zeros.shared_zeros(device, zeros.current_stream(device))
     assert shared is not None
     own = torch.zeros(zeros.COUNTERS, dtype=torch.int32, device=device)
     with define.own_counters(own):
         assert define.counters(operands[0], 7).data_ptr() == own.data_ptr() != shared.data_ptr()
         for _ in range(2):
-            assert torch.equal(define.by_kernels("attention", *operands), expected)
+            assert torch.equal(define.by_kernels("packed_matmul", *operands), expected)
         with ThreadPoolExecutor(1) as pool:
             assert pool.submit(lambda: zeros._thread.zeros).result() is None
     assert not own.any()
@@ -256,7 +259,7 @@ def test_counters_are_those_of_the_moment(calls: Any, started: list[Any], monkey
         assert [own.data_ptr() in start for start in started] == [True, True]
     assert define.counters(operands[0], 7).data_ptr() == shared.data_ptr()
     monkeypatch.setattr(zeros, "shared_zeros", lambda device, stream: None)  # as in a capture without its own
-    assert torch.equal(define.by_kernels("attention", *operands), expected)
+    assert torch.equal(define.by_kernels("packed_matmul", *operands), expected)
     assert len(described) == 1
 
 

@@ -25,6 +25,7 @@ from toolkit.gpu.opening import open_device
 from toolkit.gpu.virtual.device import VirtualGpu
 from toolkit.loading.loader import load
 from toolkit.models.model import Model
+from toolkit.ops.zeros import COUNTERS, own_counters
 
 PROMPTS = {
     "random/qwen3-8b": (64, 8192), "random/gemma4-31b": (64, 8192, 32640), "random/qwen3.5-35b-a3b": (64, 8192, 32640),
@@ -52,8 +53,11 @@ def _timed(gpu: Device, model: Model, prompt: int) -> dict[str, Any]:
     cache = model.new_cache(room)
     token, position = (torch.full((1,), value, dtype=torch.int64, device=gpu.torch) for value in (0, prompt))
 
+    counts = torch.zeros(COUNTERS, dtype=torch.int32, device=gpu.torch)
+
     def step() -> None:
-        hidden = model.advance(model.embed(token.view(1, 1)), position, cache, room)
+        with own_counters(counts):
+            hidden = model.advance(model.embed(token.view(1, 1)), position, cache, room)
         token.copy_(model.logits(hidden).view(-1).argmax().view(1))
         position.add_(1)
 
@@ -83,19 +87,9 @@ def _replay_ms(gpu: Device, graph: Any, replays: int) -> float:
 
 
 def compare(modelled: dict[str, Any], measured: dict[str, Any]) -> list[tuple[str, int, float, float]]:
-    """Return (model, prompt, modelled ms, measured ms) for each row of two records.
-
-    A row without "ms" was measured only before a change of the kernels, as "before_ms". It counts as the measurement of the
-    shortest prompt, plus the difference between the two prompts before the change.
-    """
-    first: dict[str, dict[str, Any]] = {}
-    found = []
+    """Return (model, prompt, modelled ms, measured ms) for each row of two records."""
     times = {(row["model"], row["prompt"]): row["ms"] for row in modelled["rows"]}
-    for row in measured["rows"]:
-        base = first.setdefault(row["model"], row)
-        ms = row["ms"] if row["ms"] is not None else base["ms"] + row["before_ms"] - base["before_ms"]
-        found.append((row["model"], row["prompt"], times[row["model"], row["prompt"]], ms))
-    return found
+    return [(row["model"], row["prompt"], times[row["model"], row["prompt"]], row["ms"]) for row in measured["rows"]]
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -2,9 +2,10 @@
 """Attention of one new token on a static cache: split-KV decode ("Flash-Decoding", Dao et al. 2023).
 
 The kernel is bound by reading keys and values once. The query heads that share a KV head are the rows of one tile, so nothing
-is read twice. The cache is divided into enough splits to keep every multiprocessor busy, and their results are combined in a
-fixed order. The number of splits follows from the size of the buffer and their length from the sequence length, which is read
-on the device: the same launch (and the same CUDA graph) serves every length and reads no more than that length.
+is read twice. The cache is divided into enough splits to keep every multiprocessor busy, and a second launch combines their
+results in a fixed order. If the next matrix wants its operand in 8 bits, that launch quantizes the result, too. The number of
+splits follows from the size of the buffer and their length from the sequence length, which is read on the device: the same
+launches (and the same CUDA graph) serve every length and read no more than that length.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from torch import Tensor
 
 from toolkit.core.errors import ModelError
 from toolkit.core.units import KiB
-from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, arrivals, config_grid
+from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, config_grid
 from toolkit.kernels.checks import check_tensor
-from toolkit.kernels.early import INTERPRETED, take_turn
+from toolkit.kernels.early import INTERPRETED, await_previous, let_next_begin
+from toolkit.kernels.packed import quantise_groups
+from toolkit.weights.packed import ACTIVATIONS_PER_SCALE
 
 LOG2_E = 1.4426950408889634
-FUSED_ELEMENTS = 32768  # up to this many partial sums per KV head, the last split combines them without a second launch
-COMBINE_TILE = 8192  # partial sums that a block of the second launch holds at a time
+COMBINE_TILE = 4096  # partial sums that a block of the second launch holds
 BLOCK_TARGETS = (64, 108, 132, 264)  # blocks per launch: from fewer than a GPU has multiprocessors to two or three for each
 
 
@@ -68,22 +70,34 @@ class AttentionShape(Shape):
         return found
 
 
+@dataclass(frozen=True)
+class DecodeShape(AttentionShape):
+    """With `quantised`, the result is returned in 8 bits, too (see `toolkit.weights.packed.quantize_activations`)."""
+
+    quantised: bool = False
+
+
 class AttentionDecode(Kernel):
     """query [1, 1, H, D] on keys and values [1, KV heads, slots, D] -> [1, 1, H * D], softmax in fp32.
 
     `positions` [1] (int32 or int64, on the device) is that of the token, whose key and value are written already; -1 stands for
-    an empty cache and gives zeros. Slots that the token doesn't see may hold anything, including NaN. Keys and values may be
-    views of the first slots of longer buffers.
+    an empty cache and gives zeros. Neither of the two launches before may write it, if this one may start before they end.
+    Slots that the token doesn't see may hold anything, including NaN. Keys and values may be views of the first slots of longer
+    buffers. A quantised result has codes int8 [1, 1, H * D], and scales and sums fp32 [1, 1, H * D / 32].
     """
 
     name = "attention_decode"
-    shape_type = AttentionShape
-    lengths = ("slots",)
+    shape_type = DecodeShape
+    lengths = ("slots", "quantised")
     known: ClassVar[Mapping[str, AttentionShape]] = {
-        "gemma4-31b full 32k": AttentionShape(32, 4, 512, 32768, scaled=False),
-        "gemma4-31b sliding": AttentionShape(32, 16, 256, 1024, 1024, scaled=False),
-        "qwen3-8b 8k": AttentionShape(32, 8, 128, 8192),
-        "qwen3.5-35b-a3b 32k": AttentionShape(16, 2, 256, 32768),
+        "gemma4-31b full 32k": DecodeShape(32, 4, 512, 32768, scaled=False, quantised=True),
+        "gemma4-31b full 256": DecodeShape(32, 4, 512, 256, scaled=False, quantised=True),
+        "gemma4-31b sliding": DecodeShape(32, 16, 256, 1024, scaled=False, quantised=True),
+        "gemma4-31b sliding 256": DecodeShape(32, 16, 256, 256, scaled=False, quantised=True),
+        "qwen3-8b 8k": DecodeShape(32, 8, 128, 8192, quantised=True),
+        "qwen3-8b 256": DecodeShape(32, 8, 128, 256, quantised=True),
+        "qwen3.5-35b-a3b 32k": DecodeShape(16, 2, 256, 32768),
+        "qwen3.5-35b-a3b 256": DecodeShape(16, 2, 256, 256),
     }
 
     def space(self, shape: Shape) -> Sequence[Config]:
@@ -123,18 +137,21 @@ class AttentionDecode(Kernel):
         return (attend(shape, inputs["query"], inputs["keys"], inputs["values"], inputs["positions"]),)
 
     def outputs(self, shape: Shape, inputs: Tensors) -> dict[str, Tensor]:
-        """Return the result, partial sums and weights for the largest number of splits of any config, and zeroed arrivals."""
-        assert isinstance(shape, AttentionShape)
-        device, splits = inputs["query"].device, splits_for(shape, max(BLOCK_TARGETS))
-        return {
-            "output": torch.empty(1, 1, shape.heads * shape.head_dim, dtype=shape.torch_dtype, device=device),
-            "partial": torch.empty(shape.kv_heads, splits, shape.group, shape.head_dim, device=device),
-            "weights": torch.empty(shape.kv_heads, splits, shape.group, device=device),
-            "arrivals": arrivals(inputs, shape.kv_heads, device),
-        }
+        """Return the result, then its quantization if asked for, which follows from it to the bit, and then scratch: partial
+        sums and weights for the largest number of splits of any config.
+        """
+        assert isinstance(shape, DecodeShape)
+        device, splits, width = inputs["query"].device, splits_for(shape, max(BLOCK_TARGETS)), shape.heads * shape.head_dim
+        found = {"output": torch.empty(1, 1, width, dtype=shape.torch_dtype, device=device)}
+        if shape.quantised:
+            found["codes"] = torch.empty(1, 1, width, dtype=torch.int8, device=device)
+            for name in ("scales", "sums"):
+                found[name] = torch.empty(1, 1, width // ACTIVATIONS_PER_SCALE, device=device)
+        found["partial"] = torch.empty(shape.kv_heads, splits, shape.group, shape.head_dim, device=device)
+        return {**found, "weights": torch.empty(shape.kv_heads, splits, shape.group, device=device)}
 
     def launches(self, shape: Shape, config: Config, inputs: Tensors, outputs: Tensors) -> Sequence[Launch]:
-        assert isinstance(shape, AttentionShape)
+        assert isinstance(shape, DecodeShape)
         check_tensors(shape, inputs, tokens=1)
         strides = {"key_stride": inputs["keys"].stride(1), "value_stride": inputs["values"].stride(1)}
         return split_launches(shape, config, outputs, _decode, {**inputs, **strides})
@@ -162,36 +179,36 @@ def attend(shape: AttentionShape, query: Tensor, keys: Tensor, values: Tensor, p
 
 
 def split_launches(
-    shape: AttentionShape,
+    shape: DecodeShape,
     config: Config,
     outputs: Tensors,
     function: Any,
     arguments: Mapping[str, Any],
     constants: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Launch]:
-    """Launch `function` for every split of every KV head, and a second launch if one block can't combine the splits.
+    """Launch `function` for every split of every KV head, and a second launch that combines the splits.
 
     `arguments` and `constants` are passed in addition to those that all split-KV decoders need.
     """
-    splits, columns = config["splits"], shape.group * shape.head_dim
+    splits, block = config["splits"], config["block_n"]
     if splits > outputs["partial"].shape[1]:
         found = f"scratch for {outputs['partial'].shape[1]}"
         raise ModelError(f"{splits} splits of {shape.slots} slots", found, "Choose a config of this shape's space")
-    fused = splits * columns <= FUSED_ELEMENTS
-    tile = min(triton.next_power_of_2(columns), max(64, COMBINE_TILE // triton.next_power_of_2(splits)))
-    scratch = {name: outputs[name] for name in ("partial", "weights", "output")}
-    sizes = {"SPLITS": splits, "GROUP": shape.group, "HEAD_DIM": shape.head_dim, "COLUMNS": tile}
+    if shape.quantised and shape.head_dim % ACTIVATIONS_PER_SCALE:
+        raise ModelError(f"8 bits with head_dim {shape.head_dim}", "heads share a scale", "Leave out quantised=True")
     # The number of slots is an argument, not a constant, so caches of any length share a program. A ring is seen whole.
-    window = shape.window if shape.slots > shape.window else 0
-    own = {"WINDOW": window, "FUSED": fused, "BLOCK_N": config["block_n"]}
-    own |= {"BLOCK_M": max(16, triton.next_power_of_2(shape.group))}
-    numbers = {**arguments, **scratch, "arrivals": outputs["arrivals"], "scale": shape.scale * LOG2_E}
-    numbers["capacity"] = shape.slots
-    grid = (shape.kv_heads, splits)
-    launches = [Launch(function, grid, numbers, {**sizes, **own, **constants}, config.warps, config.stages, early=True)]
-    if splits > 1 and not fused:
-        launches.append(Launch(_combine, (shape.kv_heads, triton.cdiv(columns, tile)), scratch, sizes, early=True))
-    return launches
+    shared = {"positions": arguments["positions"], "capacity": shape.slots}
+    shared |= {name: outputs[name] for name in ("partial", "weights")}
+    sizes = {"WINDOW": shape.window if shape.slots > shape.window else 0, "SPLITS": splits, "BLOCK_N": block}
+    sizes |= {"GROUP": shape.group, "HEAD_DIM": shape.head_dim}
+    own = {"BLOCK_M": max(16, triton.next_power_of_2(shape.group)), **constants}
+    numbers = {**arguments, **shared, "scale": shape.scale * LOG2_E}
+    first = Launch(function, (shape.kv_heads, splits), numbers, {**sizes, **own}, config.warps, config.stages, early=True)
+    columns = min(shape.head_dim, max(ACTIVATIONS_PER_SCALE, COMBINE_TILE // triton.next_power_of_2(splits)))
+    results = {name: outputs.get(name, outputs["output"]) for name in ("output", "codes", "scales", "sums")}
+    sizes |= {"COLUMNS": columns, "QUANTISED": shape.quantised}
+    grid = (shape.kv_heads, shape.group * shape.head_dim // columns)
+    return [first, Launch(_combine, grid, {**shared, **results}, sizes, early=True)]
 
 
 def splits_for(shape: AttentionShape, blocks: int) -> int:
@@ -263,101 +280,75 @@ def split_length(first, end, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _decode(
-    query, keys, values, positions, partial, weights, output, arrivals, key_stride, value_stride, scale, capacity,
+    query, keys, values, positions, partial, weights, key_stride, value_stride, scale, capacity,
     WINDOW: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, FUSED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """One split of one KV head: the weighted mean of its values for each query head, and the log of their weight."""
-    take_turn()
+    let_next_begin()
     head, split = tl.program_id(0), tl.program_id(1)
+    keys += head.to(tl.int64) * key_stride
+    values += head.to(tl.int64) * value_stride
     first, end = seen_slots(positions, capacity, WINDOW)
     each, active = split_length(first, end, SPLITS, BLOCK_N)
+    start = first + split * each
+    stop = tl.minimum(start + each, end)
+    await_previous()
     if split < active:
-        start = first + split * each
-        stop = tl.minimum(start + each, end)
         rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, HEAD_DIM)
         tile = rows[:, None] * HEAD_DIM + dims[None, :]
         real = rows < GROUP
         q = tl.load(query + head * GROUP * HEAD_DIM + tile, mask=real[:, None], other=0)
-        key_rows = keys + head.to(tl.int64) * key_stride + dims[None, :]
-        value_rows = values + head.to(tl.int64) * value_stride + dims[None, :]
         peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         mean = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
         for slot in range(start, stop, BLOCK_N):
             slots = slot + tl.arange(0, BLOCK_N)
-            k = tl.load(key_rows + slots[:, None] * HEAD_DIM, mask=slots[:, None] < stop, other=0)
+            there = (slots < stop)[:, None]
+            k = tl.load(keys + slots[:, None] * HEAD_DIM + dims[None, :], mask=there, other=0)
             scores = dot(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)) * scale
             scores = tl.where(slots[None, :] < stop, scores, float("-inf"))
             new_peak = tl.maximum(peak, tl.max(scores, 1))
             shrink, p = tl.exp2(peak - new_peak), tl.exp2(scores - new_peak[:, None])
             total = total * shrink + tl.sum(p, 1)
             # Slots beyond the length are not loaded: they may hold NaN, which a weight of zero would not hide.
-            v = tl.load(value_rows + slots[:, None] * HEAD_DIM, mask=slots[:, None] < stop, other=0)
+            v = tl.load(values + slots[:, None] * HEAD_DIM + dims[None, :], mask=there, other=0)
             mean = dot(p.to(v.dtype), v, mean * shrink[:, None])
             peak = new_peak
         total = tl.where(total > 0, total, 1)  # nothing seen: zeros with no weight, since the peak is -inf
-        mean /= total[:, None]
-        if SPLITS == 1:
-            tl.store(output + head * GROUP * HEAD_DIM + tile, mean.to(output.dtype.element_ty), mask=real[:, None])
-        else:
-            at = (head * SPLITS + split) * GROUP
-            tl.store(partial + at * HEAD_DIM + tile, mean, mask=real[:, None])
-            tl.store(weights + at + rows, peak + tl.log2(total), mask=real)
-            if FUSED:
-                combine_last(partial, weights, output, arrivals, head, active, SPLITS, GROUP, HEAD_DIM, COLUMNS)
-    elif not FUSED:
-        no_weight(weights, head, split, SPLITS, GROUP, BLOCK_M)
-
-
-@triton.jit
-def no_weight(weights, head, split, SPLITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Store the result of a split without slots for the second launch, which doesn't read the length."""
-    rows = tl.arange(0, BLOCK_M)
-    tl.store(weights + (head * SPLITS + split) * GROUP + rows, float("-inf"), mask=rows < GROUP)
-
-
-@triton.jit
-def combine_last(
-    partial, weights, output, arrivals, head, active,
-    SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Signal that a split has stored its result; the last split of a head combines all of them."""
-    tl.debug_barrier()  # all threads have written their partial sums before this block signals
-    if tl.atomic_add(arrivals + head, 1, sem="acq_rel") == active - 1:
-        for column in range(0, GROUP * HEAD_DIM, COLUMNS):
-            combine_columns(partial, weights, output, head, column, active, SPLITS, GROUP, HEAD_DIM, COLUMNS)
-        tl.store(arrivals + head, 0)  # reset for the next launch
+        at = (head * SPLITS + split) * GROUP
+        tl.store(partial + at * HEAD_DIM + tile, mean / total[:, None], mask=real[:, None])
+        tl.store(weights + at + rows, peak + tl.log2(total), mask=real)
 
 
 @triton.jit
 def _combine(
-    partial, weights, output,
-    SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
+    partial, weights, positions, output, codes, scales, sums, capacity,
+    WINDOW: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
+    COLUMNS: tl.constexpr, QUANTISED: tl.constexpr,
 ):  # fmt: skip
-    """The second launch: each block combines all splits for some columns of a KV head's rows."""
-    take_turn()
-    column = tl.program_id(1) * COLUMNS
-    combine_columns(partial, weights, output, tl.program_id(0), column, SPLITS, SPLITS, GROUP, HEAD_DIM, COLUMNS)
-
-
-@triton.jit
-def combine_columns(
-    partial, weights, output, head, column, active,
-    SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Average the first `active` splits by their weight, for COLUMNS of the GROUP x HEAD_DIM columns."""
-    splits = tl.arange(0, triton.next_power_of_2(SPLITS))[:, None]
-    columns = column + tl.arange(0, COLUMNS)[None, :]
-    within = columns < GROUP * HEAD_DIM
-    mean_rows = (head * SPLITS + splits) * GROUP * HEAD_DIM
-    # Columns of a single row share their weights, which are then read once.
-    row = column // HEAD_DIM if COLUMNS <= HEAD_DIM else tl.minimum(columns // HEAD_DIM, GROUP - 1)
-    weight = tl.load(weights + (head * SPLITS + splits) * GROUP + row, mask=splits < active, other=float("-inf"))
-    mean = tl.load(partial + mean_rows + columns, mask=(splits < active) & within, other=0)
-    mean = tl.where(weight > float("-inf"), mean, 0)  # no split stored anything
-    peak = tl.max(weight, 0)[None, :]
-    share = tl.exp2(weight - tl.where(peak > float("-inf"), peak, 0))
-    total = tl.sum(share, 0)[None, :]
-    found = tl.sum(mean * share, 0)[None, :] / tl.where(total > 0, total, 1)
-    tl.store(output + head * GROUP * HEAD_DIM + columns, found.to(output.dtype.element_ty), mask=within)
+    """Average the splits by their weight, for COLUMNS of the GROUP x HEAD_DIM columns, which belong to a single row."""
+    let_next_begin()
+    head, column = tl.program_id(0), tl.program_id(1) * COLUMNS
+    first, end = seen_slots(positions, capacity, WINDOW)
+    _, active = split_length(first, end, SPLITS, BLOCK_N)
+    splits = tl.arange(0, triton.next_power_of_2(SPLITS))
+    there = splits < active
+    columns = column + tl.arange(0, COLUMNS)
+    row = (head * SPLITS + splits) * GROUP
+    await_previous()
+    weight = tl.load(weights + row + column // HEAD_DIM, mask=there, other=float("-inf"))
+    mean = tl.load(partial + row[:, None] * HEAD_DIM + columns[None, :], mask=there[:, None], other=0)
+    peak = tl.max(weight, 0)
+    share = tl.exp2(weight - tl.where(peak > float("-inf"), peak, 0))  # nothing seen: all weights are -inf
+    total = tl.sum(share, 0)
+    found = (tl.sum(mean * share[:, None], 0) / tl.where(total > 0, total, 1)).to(output.dtype.element_ty)
+    at = head * GROUP * HEAD_DIM + columns
+    tl.store(output + at, found)
+    if QUANTISED:
+        GROUPS: tl.constexpr = COLUMNS // 32
+        number, scale, sum = quantise_groups(tl.reshape(found, (GROUPS, 32)).to(tl.float32))
+        tl.store(codes + tl.reshape(at, (GROUPS, 32)), number)
+        groups = (head * GROUP * HEAD_DIM + column) // 32 + tl.arange(0, GROUPS)
+        tl.store(scales + groups, scale)
+        tl.store(sums + groups, sum)

@@ -23,12 +23,11 @@ from toolkit.kernels.attention import (
     BLOCK_TARGETS,
     AttentionDecode,
     AttentionShape,
+    DecodeShape,
     attend,
     check_cached,
     check_query,
-    combine_last,
     dot,
-    no_weight,
     seen_slots,
     split_launches,
     split_length,
@@ -36,12 +35,12 @@ from toolkit.kernels.attention import (
 )
 from toolkit.kernels.base import Config, Cost, Launch, Shape, Tensors, config_grid
 from toolkit.kernels.checks import check_tensor
-from toolkit.kernels.early import INTERPRETED, take_turn
+from toolkit.kernels.early import INTERPRETED, await_previous, let_next_begin
 from toolkit.kernels.kv_codes import POLYNOMIAL, CodeScheme, decode, encode, find_kv_scheme, random_signs
 
 
 @dataclass(frozen=True)
-class CodesShape(AttentionShape):
+class CodesShape(DecodeShape):
     """`codes` is the format of the cache: a name in `KV_SCHEMES`."""
 
     codes: str = "int8"
@@ -64,13 +63,13 @@ class AttentionCodes(AttentionDecode):
 
     name = "attention_codes"
     shape_type = CodesShape
-    lengths = ("slots",)
+    lengths = ("slots", "quantised")
     known: ClassVar[Mapping[str, AttentionShape]] = {
-        f"{name} {codes}": CodesShape(*sizes, scaled=scaled, codes=codes)
-        for name, sizes, scaled in (
-            ("gemma4-31b full 32k", (32, 4, 512, 32768), False),
-            ("qwen3-8b 32k", (32, 8, 128, 32768), True),
-            ("qwen3.5-35b-a3b 32k", (16, 2, 256, 32768), True),
+        f"{name} {codes}": CodesShape(*sizes, scaled=scaled, quantised=quantised, codes=codes)
+        for name, sizes, scaled, quantised in (
+            ("gemma4-31b full 32k", (32, 4, 512, 32768), False, True),
+            ("qwen3-8b 32k", (32, 8, 128, 32768), True, True),
+            ("qwen3.5-35b-a3b 32k", (16, 2, 256, 32768), True, False),
         )
         for codes in ("int8", "k4v8", "int4")
     }
@@ -211,15 +210,16 @@ def turn(a, b, c, d, ROWS: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def _decode_codes(
-    query, keys, values, key_scales, value_scales, signs, positions, partial, weights, output, arrivals,
+    query, keys, values, key_scales, value_scales, signs, positions, partial, weights,
     key_stride, value_stride, key_scale_stride, value_scale_stride, scale, capacity,
     WINDOW: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, FUSED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
 ):  # fmt: skip
     """One split of one KV head, as in `attention`; rows are held in as many parts as a word has fields."""
-    take_turn()
+    let_next_begin()
     head, split = tl.program_id(0), tl.program_id(1)
+    await_previous()
     first, end = seen_slots(positions, capacity, WINDOW)
     each, active = split_length(first, end, SPLITS, BLOCK_N)
     PTX: tl.constexpr = not INTERPRETED
@@ -284,21 +284,15 @@ def _decode_codes(
         total = tl.where(total > 0, total, 1)  # nothing seen: zeros with no weight, since the peak is -inf
         part = 1 / total[:, None]
         at = (head * SPLITS + split) * GROUP
-        found = output + head * GROUP * HEAD_DIM if SPLITS == 1 else partial + at * HEAD_DIM
-        found += rows[:, None] * HEAD_DIM + value_words[None, :]
+        found = partial + at * HEAD_DIM + rows[:, None] * HEAD_DIM + value_words[None, :]
         m0, m1 = m0 * part, m1 * part
         if VALUE_BITS == 4:
             m0, m1, m2, m3 = turn(m0, m1, m2 * part, m3 * part, BLOCK_M, VALUE_WORDS)
             m0, m1 = m0 * tl.load(signs + value_words), m1 * tl.load(signs + VALUE_WORDS + value_words)
             m2 *= tl.load(signs + 2 * VALUE_WORDS + value_words)
             m3 *= tl.load(signs + 3 * VALUE_WORDS + value_words)
-            tl.store(found + 2 * VALUE_WORDS, m2.to(found.dtype.element_ty), mask=real)
-            tl.store(found + 3 * VALUE_WORDS, m3.to(found.dtype.element_ty), mask=real)
-        tl.store(found, m0.to(found.dtype.element_ty), mask=real)
-        tl.store(found + VALUE_WORDS, m1.to(found.dtype.element_ty), mask=real)
-        if SPLITS > 1:
-            tl.store(weights + at + rows, peak + tl.log2(total), mask=rows < GROUP)
-            if FUSED:
-                combine_last(partial, weights, output, arrivals, head, active, SPLITS, GROUP, HEAD_DIM, COLUMNS)
-    elif not FUSED:
-        no_weight(weights, head, split, SPLITS, GROUP, BLOCK_M)
+            tl.store(found + 2 * VALUE_WORDS, m2, mask=real)
+            tl.store(found + 3 * VALUE_WORDS, m3, mask=real)
+        tl.store(found, m0, mask=real)
+        tl.store(found + VALUE_WORDS, m1, mask=real)
+        tl.store(weights + at + rows, peak + tl.log2(total), mask=rows < GROUP)

@@ -25,13 +25,13 @@ from torch import Tensor
 from toolkit.core.errors import ModelError
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, config_grid
 from toolkit.kernels.checks import ALIGNMENT, check_tensor
-from toolkit.kernels.early import take_turn
+from toolkit.kernels.early import await_previous, let_next_begin
+from toolkit.kernels.packed import quantise_groups
 from toolkit.weights.packed import quantize_activations
 
 GROUP = 32  # activations that share a scale
 FORMS = ("norm", "add_norm", "norm_add", "norm_add_norm")
 CACHES = ("linear", "ring", "none")
-SMALLEST = tl.constexpr(1e-30)  # a group with a smaller maximum has codes of zero, because its reciprocal may be infinite
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -181,9 +181,9 @@ class HeadsShape(Shape):
 
     `rotary` is how many numbers of a head rotate, from the first on (even). `context` is the number of slots of the cache. With
     `gated`, each query head is followed by its gate, which is left in place. `values` is "own", or "keys" if keys and values
-    are one projection. With `value_norm`, values are normalized without a weight. `cache` is "linear" (slot = position), "ring"
-    (position modulo `context`), or "none": keys and values are returned row by row. `kv_heads` 0 means queries only.
-    `positions` is the number of rows of the rotary table.
+    are one projection. With `apart`, own values are not in the rows but in a tensor of their own. With `value_norm`, values are
+    normalized without a weight. `cache` is "linear" (slot = position), "ring" (position modulo `context`), or "none": keys and
+    values are returned row by row. `kv_heads` 0 means queries only. `positions` is the number of rows of the rotary table.
     """
 
     tokens: int
@@ -199,6 +199,7 @@ class HeadsShape(Shape):
     cache: str = "linear"
     dtype: str = "bfloat16"
     eps: str = "1e-06"
+    apart: bool = False
 
     def __post_init__(self) -> None:
         _one_of("heads", "cache", self.cache, CACHES)
@@ -210,24 +211,30 @@ class HeadsShape(Shape):
 
     @property
     def width(self) -> int:
-        """Numbers in a row of the projection: queries (and gates), keys, values."""
-        kinds = 2 if self.values == "own" else 1
+        """Numbers in a row of the projection: queries (and gates), keys, and values of its own."""
+        kinds = 2 if self.values == "own" and not self.apart else 1
         return (self.heads * (1 + self.gated) + self.kv_heads * kinds) * self.head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Numbers in a row of values that are apart."""
+        return self.kv_heads * self.head_dim if self.apart else 0
 
 
 class QkNormRope(Kernel):
     """Normalizes and rotates query and key heads, normalizes values if asked, and writes keys and values to the cache.
 
-    Inputs: qkv [T, width], q_weight and k_weight [D] fp32, rope [positions, 2, rotary] (cosines, signed sines: `rope_of`), at
-    int64 [T] (the positions of the rows, on the device, ascending by one), keys and values [1, KV heads, context, D] unless
-    cache is "none". Results: query [T, H, D], keys and values: the caches, written in place, or new ones [1, KV heads, T, D]. A
-    position beyond a linear cache is not written; of more tokens than a ring has slots, the last ones are. Raises ModelError
-    for tensors with another shape, dtype or device, or that are not contiguous and aligned.
+    Inputs: qkv [T, width], value [T, KV heads * D] if values are apart, q_weight and k_weight [D] fp32, rope [positions, 2,
+    rotary] (cosines, signed sines: `rope_of`), at int64 [T] (the positions of the rows, on the device, ascending by one), keys
+    and values [1, KV heads, context, D] unless cache is "none". Results: query [T, H, D], keys and values: the caches, written
+    in place, or new ones [1, KV heads, T, D]. A position beyond a linear cache is not written; of more tokens than a ring has
+    slots, the last ones are. If this launch may start before the one before it ends, that one may not write `at`. Raises
+    ModelError for tensors with another shape, dtype or device, or that are not contiguous and aligned.
     """
 
     name: ClassVar[str] = "qk_norm_rope"
     shape_type: ClassVar[type[Shape]] = HeadsShape
-    lengths = ("tokens", "context", "positions")
+    lengths = ("tokens", "context", "positions", "apart")
     known: ClassVar[Mapping[str, Shape]] = {
         "gemma4-31b sliding": HeadsShape(1, 32, 16, 256, 256, 1024, 32768, value_norm=True, cache="ring"),
         "gemma4-31b full": HeadsShape(1, 32, 4, 512, 512, 32768, 32768, values="keys", value_norm=True),
@@ -252,6 +259,8 @@ class QkNormRope(Kernel):
             "rope": make.normal((shape.positions, 2, shape.rotary), dtype, 0.7),
             "at": torch.arange(last - shape.tokens, last, device=device),
         }
+        if shape.apart:
+            found["value"] = make.normal((shape.tokens, shape.value_width), dtype, 2.0)
         if shape.cache != "none":
             slots = (1, shape.kv_heads, shape.context, shape.head_dim)
             found |= {"keys": make.normal(slots, dtype, 1.0), "values": make.normal(slots, dtype, 1.0)}
@@ -259,10 +268,11 @@ class QkNormRope(Kernel):
 
     def reference(self, shape: Shape, inputs: Tensors) -> tuple[Tensor, ...]:
         assert isinstance(shape, HeadsShape)
-        eps, at, own = float(shape.eps), inputs["at"], shape.values == "own"
+        eps, at, own = float(shape.eps), inputs["at"], shape.values == "own" and not shape.apart
         parts = [shape.heads * (1 + shape.gated), shape.kv_heads, shape.kv_heads * own]
         heads = inputs["qkv"].view(shape.tokens, -1, shape.head_dim).split(parts, 1)
         query, key, value = heads[0], heads[1], heads[2] if own else heads[1]
+        value = inputs["value"].view(key.shape) if shape.apart else value
         rope = inputs["rope"].index_select(0, at)
         query = query.unflatten(1, (-1, 2))[:, :, 0] if shape.gated else query
         query = _turned(_normed(query, inputs["q_weight"], eps), rope)
@@ -298,15 +308,16 @@ class QkNormRope(Kernel):
         block = config["block_h"]
         blocks = triton.cdiv(shape.heads, block) + 2 * triton.cdiv(shape.kv_heads, block)
         arguments = {
-            "qkv_ptr": inputs["qkv"], "q_weight_ptr": inputs["q_weight"], "k_weight_ptr": inputs["k_weight"],
+            "qkv_ptr": inputs["qkv"], "value_ptr": inputs.get("value", inputs["qkv"]),
+            "q_weight_ptr": inputs["q_weight"], "k_weight_ptr": inputs["k_weight"],
             "rope_ptr": inputs["rope"], "at_ptr": inputs["at"], "query_ptr": outputs["query"],
             "keys_ptr": outputs["keys"], "values_ptr": outputs["values"], "T": shape.tokens,
             "S": shape.tokens if shape.cache == "none" else shape.context, "eps": float(shape.eps),
         }  # fmt: skip
         constants = {
             "H": shape.heads, "KV": shape.kv_heads, "D": shape.head_dim, "R": shape.rotary, "GATED": shape.gated,
-            "OWN_VALUES": shape.values == "own", "VALUE_NORM": shape.value_norm, "CACHE": shape.cache,
-            "BLOCK_H": block, "BLOCK_D": triton.next_power_of_2(shape.head_dim),
+            "OWN_VALUES": shape.values == "own" and not shape.apart, "APART": shape.apart, "VALUE_NORM": shape.value_norm,
+            "CACHE": shape.cache, "BLOCK_H": block, "BLOCK_D": triton.next_power_of_2(shape.head_dim),
         }  # fmt: skip
         return [Launch(_heads_kernel, (shape.tokens, blocks), arguments, constants, config.warps, config.stages, early=True)]
 
@@ -315,6 +326,7 @@ class QkNormRope(Kernel):
         slots = (1, shape.kv_heads, shape.tokens if shape.cache == "none" else shape.context, shape.head_dim)
         shapes = {
             "qkv": ((shape.tokens, shape.width), dtype), "q_weight": weight, "k_weight": weight,
+            "value": ((shape.tokens, shape.value_width), dtype),
             "rope": ((shape.positions, 2, shape.rotary), dtype), "at": ((shape.tokens,), torch.int64),
             "query": ((shape.tokens, shape.heads, shape.head_dim), dtype), "keys": (slots, dtype), "values": (slots, dtype),
         }  # fmt: skip
@@ -326,7 +338,7 @@ class QkNormRope(Kernel):
     def cost(self, shape: Shape) -> Cost:
         assert isinstance(shape, HeadsShape)
         size = DTYPES[shape.dtype].itemsize
-        read = shape.width - shape.gated * shape.heads * shape.head_dim
+        read = shape.width + shape.value_width - shape.gated * shape.heads * shape.head_dim
         written = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
         row = (read + written + 2 * shape.rotary) * size + 8
         return Cost(shape.tokens * row + 8 * shape.head_dim, 10.0 * shape.tokens * written)
@@ -362,8 +374,11 @@ def _norm_kernel(
     eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD_FIRST: tl.constexpr, NORM_ADD: tl.constexpr, NORM: tl.constexpr,
     SCALED: tl.constexpr, QUANTISED: tl.constexpr,
 ):  # fmt: skip
-    """One row per program. All but the sums of squares is rounded to the rows' dtype, as in the models."""
-    take_turn()
+    """One row per program. All but the sums of squares is rounded to the rows' dtype, as in the models.
+
+    Weights, which no kernel writes, are loaded before the row is there.
+    """
+    let_next_begin()
     GROUPS: tl.constexpr = BLOCK // 32
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
@@ -371,47 +386,45 @@ def _norm_kernel(
     column = group[:, None] * 32 + tl.arange(0, 32)[None, :]
     inside = column < HIDDEN
     at = row * HIDDEN + column
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    post_weight = tl.load(post_weight_ptr + column, mask=inside, other=0.0) if NORM_ADD and NORM else weight
+    scalar = tl.load(scalar_ptr).to(tl.float32) if SCALED else 1.0
+    await_previous()
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if ADD_FIRST:
         x += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
         x = x.to(DTYPE).to(tl.float32)
         tl.store(new_residual_ptr + at, x.to(DTYPE), mask=inside)
     if NORM_ADD:
-        weight = tl.load((post_weight_ptr if NORM else weight_ptr) + column, mask=inside, other=0.0)
         residual = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        x = x * tl.rsqrt(tl.sum(x * x) / HIDDEN + eps) * weight
+        x = x * tl.rsqrt(tl.sum(x * x) / HIDDEN + eps) * post_weight
         x = (x.to(DTYPE).to(tl.float32) + residual).to(DTYPE).to(tl.float32)
         if SCALED:
-            x = (x * tl.load(scalar_ptr).to(tl.float32)).to(DTYPE).to(tl.float32)
+            x = (x * scalar).to(DTYPE).to(tl.float32)
         tl.store(new_residual_ptr + at, x.to(DTYPE), mask=inside)
     if NORM:
-        weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
         x = (x * tl.rsqrt(tl.sum(x * x) / HIDDEN + eps) * weight).to(DTYPE)
         tl.store(out_ptr + at, x, mask=inside)
     if QUANTISED:
-        MAGIC: tl.constexpr = 12582912.0  # 1.5 * 2^23: adding it rounds to a whole number, ties to even
-        x = x.to(tl.float32)
-        most = tl.max(tl.abs(x), 1)
-        inverse = tl.where(most > SMALLEST, tl.div_rn(tl.full((GROUPS,), 127.0, tl.float32), tl.maximum(most, SMALLEST)), 0.0)
-        codes = tl.fma(x, tl.broadcast_to(inverse[:, None], (GROUPS, 32)), tl.full((GROUPS, 32), MAGIC, tl.float32)) - MAGIC
-        scale = tl.div_rn(most, tl.full((GROUPS,), 127.0, tl.float32))
+        codes, scales, sums = quantise_groups(x.to(tl.float32))
         at_group = row * (HIDDEN // 32) + group
-        tl.store(codes_ptr + at, codes.to(tl.int8), mask=inside)
-        tl.store(scales_ptr + at_group, scale, mask=group < HIDDEN // 32)
-        tl.store(sums_ptr + at_group, tl.sum(codes, 1) * scale, mask=group < HIDDEN // 32)
+        tl.store(codes_ptr + at, codes, mask=inside)
+        tl.store(scales_ptr + at_group, scales, mask=group < HIDDEN // 32)
+        tl.store(sums_ptr + at_group, sums, mask=group < HIDDEN // 32)
 
 
 @triton.jit
 def _heads_kernel(
-    qkv_ptr, q_weight_ptr, k_weight_ptr, rope_ptr, at_ptr, query_ptr, keys_ptr, values_ptr, T, S, eps,
+    qkv_ptr, value_ptr, q_weight_ptr, k_weight_ptr, rope_ptr, at_ptr, query_ptr, keys_ptr, values_ptr, T, S, eps,
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, R: tl.constexpr, GATED: tl.constexpr, OWN_VALUES: tl.constexpr,
-    VALUE_NORM: tl.constexpr, CACHE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    APART: tl.constexpr, VALUE_NORM: tl.constexpr, CACHE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_H heads of one row per program: of queries, then of keys, then of values.
 
-    The other half of a rotated pair is loaded a second time, from L1, rather than moved between threads.
+    The other half of a rotated pair is loaded a second time, from L1, rather than moved between threads. All but the row
+    is loaded before the row is there.
     """
-    take_turn()
+    let_next_begin()
     Q_BLOCKS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     K_BLOCKS: tl.constexpr = (KV + BLOCK_H - 1) // BLOCK_H
     Q_STEP: tl.constexpr = D * (2 if GATED else 1)
@@ -427,8 +440,22 @@ def _heads_kernel(
     head = first + tl.arange(0, BLOCK_H)
     inside = (head < tl.where(is_query, H, KV))[:, None] & (d < D)[None, :]
     start = tl.where(is_query, 0, H * Q_STEP + tl.where(is_value & OWN_VALUES, KV * D, 0))
-    source = qkv_ptr + t * WIDTH + start + head[:, None] * tl.where(is_query, Q_STEP, D)
+    source = qkv_ptr + t * WIDTH + start
+    if APART:
+        source = tl.where(is_value, value_ptr + t * (KV * D), source)
+    source += head[:, None] * tl.where(is_query, Q_STEP, D)
+    weight_ptr = tl.where(is_query, q_weight_ptr, k_weight_ptr)
+    weight = tl.load(weight_ptr + d, mask=d < D, other=0.0)[None, :]
+    turns = (d < R) & (not is_value)
+    pair = tl.where(d < R // 2, d + R // 2, d - R // 2)
+    if R > 0:
+        pair_weight = tl.load(weight_ptr + pair, mask=turns, other=0.0)[None, :]
+        cos = tl.load(rope_ptr + position * 2 * R + d, mask=turns, other=1.0).to(tl.float32)[None, :]
+        sin = tl.load(rope_ptr + position * 2 * R + R + d, mask=turns, other=0.0).to(tl.float32)[None, :]
+    await_previous()
     x = tl.load(source + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    if R > 0:
+        other = tl.load(source + pair[None, :], mask=inside & turns[None, :], other=0.0).to(tl.float32)
     rms = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
 
     slot = t if CACHE == "none" else position
@@ -442,16 +469,9 @@ def _heads_kernel(
         value = (x * rms if VALUE_NORM else x).to(DTYPE)
         tl.store(values_ptr + target, value, mask=written)
     else:
-        weight_ptr = tl.where(is_query, q_weight_ptr, k_weight_ptr)
-        turned = (x * rms * tl.load(weight_ptr + d, mask=d < D, other=0.0)[None, :]).to(DTYPE)
+        turned = (x * rms * weight).to(DTYPE)
         if R > 0:
-            turns = d < R
-            pair = tl.where(d < R // 2, d + R // 2, d - R // 2)
-            moved = inside & turns[None, :]
-            other = tl.load(source + pair[None, :], mask=moved, other=0.0).to(tl.float32)
-            other = (other * rms * tl.load(weight_ptr + pair, mask=turns, other=0.0)[None, :]).to(DTYPE).to(tl.float32)
-            cos = tl.load(rope_ptr + position * 2 * R + d, mask=turns, other=1.0).to(tl.float32)[None, :]
-            sin = tl.load(rope_ptr + position * 2 * R + R + d, mask=turns, other=0.0).to(tl.float32)[None, :]
+            other = (other * rms * pair_weight).to(DTYPE).to(tl.float32)
             turned = ((turned.to(tl.float32) * cos).to(DTYPE).to(tl.float32) + other * sin).to(DTYPE)
         if is_query:
             tl.store(query_ptr + (t * H + head[:, None]) * D + d[None, :], turned, mask=inside)

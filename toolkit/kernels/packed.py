@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from toolkit.kernels.early import INTERPRETED
+
 
 @triton.jit
 def _dp4a(a, b, c, SIGNED: tl.constexpr, PTX: tl.constexpr):
@@ -67,6 +69,13 @@ def to_codes(x, PTX: tl.constexpr):
         nearest = (x.to(tl.float64) * inverse.to(tl.float64) + 12582912.0).to(tl.float32)
     total = tl.sum(nearest - 12582912.0, 1)
     return nearest.to(tl.int32, bitcast=True).to(tl.int8), tl.div_rn(top, 127.0) + total * 0.0, total
+
+
+@triton.jit
+def quantise_groups(x):
+    """Return x [n, 32] in fp32 as 8-bit integers, scales [n], and the sums of the integers times their scale [n]."""
+    codes, scale, total = to_codes(x, not INTERPRETED)
+    return codes, scale, total * scale
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from toolkit import ops
 from toolkit.core.errors import ModelError
-from toolkit.ops import HeadLayout
+from toolkit.ops import HeadLayout, Operand, Projected
 from toolkit.ops.reference.attention import hidden_slots
 
 BOUND_MULTIPLE = 256  # attention reads a multiple of this many slots, which limits the number of distinct shapes
@@ -84,15 +84,26 @@ class KeysValues:
         return self.read(reach.bound)
 
     def attend(
-        self, heads: HeadLayout, row: Tensor, q_weight: Tensor, k_weight: Tensor, rope: Tensor, reach: Reach, scale: float
-    ) -> Tensor:
-        """Normalize and rotate the heads of `row` [T, width], append the tokens and attend, with kernels: [1, T, H * D]."""
-        query = ops.write_heads(heads, row, q_weight, k_weight, rope, reach.positions, self.keys, self.values)
-        return self.look(query, reach, scale)
+        self,
+        heads: HeadLayout,
+        row: Projected,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        rope: Tensor,
+        reach: Reach,
+        scale: float,
+        quantize: bool = False,
+    ) -> Operand:
+        """Normalize and rotate the heads of `row`, append the tokens and attend, with kernels: [1, T, H * D].
 
-    def look(self, query: Tensor, reach: Reach, scale: float) -> Tensor:
+        `quantize` as in `ops.attend`.
+        """
+        query = ops.write_heads(heads, row, q_weight, k_weight, rope, reach.positions, self.keys, self.values)
+        return self.look(query, reach, scale, quantize)
+
+    def look(self, query: Tensor, reach: Reach, scale: float, quantize: bool = False) -> Operand:
         """Return the attention [1, T, H * D] of query [1, T, H, D] on the cache (its own tokens included), with a kernel."""
-        return ops.attend(query, self.keys, self.values, reach.positions, scale, bound=reach.bound)
+        return ops.attend(query, self.keys, self.values, reach.positions, scale, bound=reach.bound, quantize=quantize)
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.keys, self.values
@@ -121,19 +132,27 @@ class Ring(KeysValues):
         return seen
 
     def attend(
-        self, heads: HeadLayout, row: Tensor, q_weight: Tensor, k_weight: Tensor, rope: Tensor, reach: Reach, scale: float
-    ) -> Tensor:
+        self,
+        heads: HeadLayout,
+        row: Projected,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        rope: Tensor,
+        reach: Reach,
+        scale: float,
+        quantize: bool = False,
+    ) -> Operand:
         at = reach.positions
         if at.shape[0] == 1:
             query = ops.write_heads(heads, row, q_weight, k_weight, rope, at, self.keys, self.values)
-            return self.look(query, reach, scale)
+            return self.look(query, reach, scale, quantize)
         query, key, value = ops.make_heads(heads, row, q_weight, k_weight, rope, at)
         out = ops.attend(query, self.keys, self.values, at, scale, self.size, reach.bound, (key, value))
         self.write(key[:, :, -self.size :], value[:, :, -self.size :], reach.slots[-self.size :])
         return out
 
-    def look(self, query: Tensor, reach: Reach, scale: float) -> Tensor:
-        return ops.attend(query, self.keys, self.values, reach.positions, scale, self.size, reach.bound)
+    def look(self, query: Tensor, reach: Reach, scale: float, quantize: bool = False) -> Operand:
+        return ops.attend(query, self.keys, self.values, reach.positions, scale, self.size, reach.bound, quantize=quantize)
 
 
 class Recurrent:

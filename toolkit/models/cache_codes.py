@@ -17,7 +17,7 @@ from toolkit import ops
 from toolkit.core.errors import ModelError, unknown_name
 from toolkit.kernels.kv_codes import KV_SCHEMES, CodeScheme, find_kv_scheme
 from toolkit.models.cache import KeysValues, Reach
-from toolkit.ops import Codebook, HeadLayout
+from toolkit.ops import Codebook, HeadLayout, Operand, Projected
 
 
 class CodedKeysValues(KeysValues):
@@ -47,14 +47,22 @@ class CodedKeysValues(KeysValues):
         return ops.read_codes(self._held, self.book.signs, self.book.scheme, bound, self.dtype)
 
     def attend(
-        self, heads: HeadLayout, row: Tensor, q_weight: Tensor, k_weight: Tensor, rope: Tensor, reach: Reach, scale: float
-    ) -> Tensor:
+        self,
+        heads: HeadLayout,
+        row: Projected,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        rope: Tensor,
+        reach: Reach,
+        scale: float,
+        quantize: bool = False,
+    ) -> Operand:
         query, key, value = ops.make_heads(heads, row, q_weight, k_weight, rope, reach.positions)
         self.write(key, value, reach.slots)
-        return self.look(query, reach, scale)
+        return self.look(query, reach, scale, quantize)
 
-    def look(self, query: Tensor, reach: Reach, scale: float) -> Tensor:
-        return ops.attend_codes(query, self._held, self.book, reach.positions, scale, reach.bound)
+    def look(self, query: Tensor, reach: Reach, scale: float, quantize: bool = False) -> Operand:
+        return ops.attend_codes(query, self._held, self.book, reach.positions, scale, reach.bound, quantize)
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self._held

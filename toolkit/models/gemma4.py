@@ -100,16 +100,17 @@ class Attention(nn.Module):
             return causal_attention(query, key, value, 1.0, self.window)
         return cached_attention(query, key, value, at.reaches[self.kind].mask, 1.0)
 
-    def _by_kernels(self, x: Operand, at: Pass) -> Tensor:
+    def _by_kernels(self, x: Operand, at: Pass) -> Operand:
         assert at.cache is not None
-        row, reach, rope = self.qkv.row(x)[0], at.reaches[self.kind], at.cache.ropes[self.kind]
+        quantize = ops.takes_quantized(self.o.weight)
+        row, reach, rope = self.qkv.projected(x), at.reaches[self.kind], at.cache.ropes[self.kind]
         if not self.shares:
             state = at.cache.states[self.layer]
             assert isinstance(state, KeysValues)
             at.states[self.kind] = state
-            return state.attend(self.heads, row, self.q_norm.weight, self.k_norm.weight, rope, reach, 1.0)
+            return state.attend(self.heads, row, self.q_norm.weight, self.k_norm.weight, rope, reach, 1.0, quantize)
         query = ops.make_heads(self.heads, row, self.q_norm.weight, self.q_norm.weight, rope, reach.positions)[0]
-        return at.states[self.kind].look(query, reach, 1.0)
+        return at.states[self.kind].look(query, reach, 1.0, quantize)
 
     def _keys_values(self, key: Tensor, value: Tensor, at: Pass) -> tuple[Tensor, Tensor]:
         """Return the keys and values to attend to, from the projections [B, T, KV heads, D] (the same tensor if K = V)."""

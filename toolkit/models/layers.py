@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit import ops
-from toolkit.ops import Operand
+from toolkit.ops import Operand, Projected
 from toolkit.weights.packed import PackedMatrix, experts_matmul
 from toolkit.weights.schemes import Scheme
 
@@ -127,10 +127,11 @@ class Joined(nn.Module):
             found.extend(out.split([self.sizes[name] for name in group], -1) if len(group) > 1 else [out])
         return tuple(found)
 
-    def row(self, x: Tensor | Operand) -> Tensor:
-        """Return the concatenated outputs: [..., sum of sizes]."""
+    def projected(self, x: Tensor | Operand) -> Projected:
+        """Return the outputs of q, k and v in one row. Those of v stay apart if only its matrix has another scheme."""
         parts = [self._part(group)(x) for group in self.groups]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        apart = self.groups[-1] == ("v",) and len(parts) == 2
+        return Projected(*parts) if apart or len(parts) == 1 else Projected(torch.cat(parts, -1))
 
     def whole(self) -> nn.Parameter | PackedMatrix | None:
         """Return the merged weight; None if there are several matrices, or biases."""

@@ -66,14 +66,15 @@ class Attention(nn.Module):
         if at is None:
             assert rope is not None
             query, key, value = self._heads(x, rope)
-            mixed = causal_attention(query, key, value, self.scale, self.window)
+            mixed: Tensor | Operand = causal_attention(query, key, value, self.scale, self.window)
         else:
             state, reach = at.cache.states[self.layer], at.full if self.window is None else at.window
             assert isinstance(state, KeysValues)
             assert reach is not None
             if ops.on_gpu(x.plain, self.q_norm.weight) and self.heads.fits(x.plain.dtype, self.scale):
                 norms = (self.q_norm.weight, self.k_norm.weight)
-                mixed = state.attend(self.heads, self.qkv.row(x)[0], *norms, at.cache.ropes["full"], reach, self.scale)
+                given = (self.heads, self.qkv.projected(x), *norms, at.cache.ropes["full"], reach, self.scale)
+                mixed = state.attend(*given, ops.takes_quantized(self.o.weight))
             else:
                 query, key, value = self._heads(x, at.rope)
                 seen = state.extend(key.transpose(1, 2), value.transpose(1, 2), reach)

@@ -106,18 +106,19 @@ class Attention(nn.Module):
 
     def forward(self, x: Operand, at: At | None, rope: Tensor | None) -> Tensor:
         """x holds [B, T, hidden]. Without a cache (`at`), `rope` is the rotary table of the sequence."""
-        row = self.qkv.row(x)
+        qkv = self.qkv.projected(x)
+        row = qkv.row
         if at is None:
             assert rope is not None
-            mixed = causal_attention(*self._heads(row, rope), self.scale)
+            mixed = causal_attention(*self._heads(qkv.whole(), rope), self.scale)
         else:
             state = at.cache.states[self.layer]
             assert isinstance(state, KeysValues)
             if ops.on_gpu(row, self.q_norm.weight) and self.heads.fits(row.dtype, self.scale):
                 norms = (self.q_norm.weight, self.k_norm.weight)
-                mixed = state.attend(self.heads, row[0], *norms, at.cache.ropes["full"], at.reach, self.scale)
+                mixed = state.attend(self.heads, qkv, *norms, at.cache.ropes["full"], at.reach, self.scale).plain
             else:
-                query, key, value = self._heads(row, at.rope)
+                query, key, value = self._heads(qkv.whole(), at.rope)
                 seen = state.extend(key.transpose(1, 2), value.transpose(1, 2), at.reach)
                 mixed = cached_attention(query, *seen, at.reach.mask, self.scale)
         gated = ops.gate_heads(mixed.view(*row.shape[:2], -1), row, self.heads.heads, ops.takes_quantized(self.o.weight))

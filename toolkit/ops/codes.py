@@ -13,8 +13,17 @@ from toolkit.gpu.virtual.effects.effect import Effect, nbytes
 from toolkit.gpu.virtual.effects.operations import rule
 from toolkit.kernels.kv_codes import CodeScheme, decode, encode, find_kv_scheme, hadamard, levels, unpack_words
 from toolkit.kernels.noise import INDEX, mix, shifted, signed
-from toolkit.ops.attention import DECODE_FLOOR, attend, attention_shape, slots_in_use
-from toolkit.ops.define import Problem, call, counters, define, dtype_name, launches, on_gpu
+from toolkit.ops.attention import (
+    DECODE_FLOOR,
+    attend,
+    attention_results,
+    attention_shape,
+    quantizes_heads,
+    results_of,
+    slots_in_use,
+)
+from toolkit.ops.define import Problem, call, define, dtype_name, launches, on_gpu
+from toolkit.ops.products import Operand
 from toolkit.ops.reference.attention import cached_attention, hidden_slots
 
 PIECE = 4096  # slots that are dequantized at a time: their int32 and fp32 intermediates take six times the memory of the result
@@ -71,26 +80,31 @@ def read_codes(held: Held, signs: Tensor, codes: str, bound: int, dtype: torch.d
     return of_keys, _in_pieces(values, value_scales, bound, dtype, back(scheme.value_bits))
 
 
-def attend_codes(query: Tensor, held: Held, book: Codebook, positions: Tensor, scale: float, bound: int) -> Tensor:
+def attend_codes(
+    query: Tensor, held: Held, book: Codebook, positions: Tensor, scale: float, bound: int, quantize: bool = False
+) -> Operand:
     """Return the attention [1, T, H * D] of query [1, T, H, D] at `positions` [T] on the codes in `held`.
 
     The codes must include the query's own keys and values. For one token the kernel reads codes. For several, the first `bound`
     slots are dequantized to the query's dtype first; they stay rotated, and the query and the result are rotated instead. Needs
-    a GPU and a format for which `codes_fit`.
+    a GPU and a format for which `codes_fit`. `quantize` as in `attend`.
     """
     if query.shape[1] == 1:
-        return call("attention_codes", query, *held, book.signs, positions, scale, book.scheme, bound)  # type: ignore[no-any-return]
+        quantize = quantize and quantizes_heads(query)
+        operands = (query, *held, book.signs, positions, scale, book.scheme, quantize, bound)
+        out, *quantized = call("attention_codes", *operands)
+        return Operand(out, tuple(quantized))
     scheme, (keys, key_scales, values, value_scales) = find_kv_scheme(book.scheme), held
     plain_keys = _in_pieces(keys, key_scales, bound, query.dtype, _numbers(scheme.key_bits, book))
     plain_values = _in_pieces(values, value_scales, bound, query.dtype, _numbers(scheme.value_bits, book))
     if scheme.key_bits == 4:
         assert book.matrix is not None
         query = (query.float() @ book.matrix).to(query.dtype)
-    out = attend(query, plain_keys, plain_values, positions, scale)
+    out = attend(query, plain_keys, plain_values, positions, scale).plain
     if scheme.value_bits == 4:
         assert book.matrix is not None
         out = (out.view(query.shape).float() @ book.matrix.t()).to(out.dtype).view(out.shape)
-    return out
+    return Operand(out)
 
 
 def _in_pieces(
@@ -144,24 +158,23 @@ def _write_problem(
 
 def _attention_reference(
     query: Tensor, keys: Tensor, key_scales: Tensor, values: Tensor, value_scales: Tensor, signs: Tensor, positions: Tensor,
-    scale: float, codes: str, bound: int,
-) -> Tensor:  # fmt: skip
+    scale: float, codes: str, quantize: bool, bound: int,
+) -> list[Tensor]:  # fmt: skip
     seen = read_codes((keys, key_scales, values, value_scales), signs, codes, bound, query.dtype)
     mask = hidden_slots(torch.arange(bound, device=keys.device), positions)
-    return cached_attention(query, *seen, mask, scale)
+    return results_of(cached_attention(query, *seen, mask, scale), quantize)
 
 
 def _attention_problem(
     query: Tensor, keys: Tensor, key_scales: Tensor, values: Tensor, value_scales: Tensor, signs: Tensor, positions: Tensor,
-    scale: float, codes: str, bound: int,
+    scale: float, codes: str, quantize: bool, bound: int,
 ) -> Problem:  # fmt: skip
     from toolkit.kernels.attention_codes import ATTENTION_CODES, CodesShape
 
     (_, _, heads, dim), (_, kv_heads, slots, _) = query.shape, keys.shape
-    shape = CodesShape(heads, kv_heads, dim, slots, 0, dtype_name(query.dtype), scale != 1.0, codes)
+    shape = CodesShape(heads, kv_heads, dim, slots, 0, dtype_name(query.dtype), scale != 1.0, quantize, codes)
     inputs = {"query": query, "keys": keys, "key_scales": key_scales, "values": values, "value_scales": value_scales}
-    inputs |= {"signs": signs, "positions": positions, "arrivals": counters(query, kv_heads)}
-    return ATTENTION_CODES, shape, inputs
+    return ATTENTION_CODES, shape, {**inputs, "signs": signs, "positions": positions}
 
 
 define(
@@ -171,8 +184,8 @@ define(
 )  # fmt: skip
 define(
     "attention_codes(Tensor query, Tensor keys, Tensor key_scales, Tensor values, Tensor value_scales, Tensor signs, "
-    "Tensor positions, float scale, str codes, SymInt bound) -> Tensor",
-    _attention_reference, attention_shape, _attention_problem, lambda outputs, query: outputs["output"], hints=1,
+    "Tensor positions, float scale, str codes, bool quantize, SymInt bound) -> Tensor[]",
+    _attention_reference, lambda query, *rest: attention_shape(query, rest[-2]), _attention_problem, attention_results, hints=1,
 )  # fmt: skip
 
 
@@ -185,9 +198,9 @@ def _write_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: None) -> 
 
 
 @rule("toolkit::attention_codes")
-def _attention_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> list[Effect]:
-    """Return one kernel that reads the codes of the slots in use. Decoding them takes as long as reading 16-bit numbers."""
-    query, kv_heads, slots = args[0], args[1].shape[1], slots_in_use(args[6], args[9])
+def _attention_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: list[Tensor]) -> list[Effect]:
+    """Return the kernels that read the codes of the slots in use. Decoding them takes as long as reading 16-bit numbers."""
+    query, kv_heads, slots = args[0], args[1].shape[1], slots_in_use(args[6], args[10])
     plain, coded = 4 * query.shape[3], find_kv_scheme(args[8]).bytes_per_token(query.shape[3])
     moved = 2 * nbytes(query) + kv_heads * slots * coded
-    return launches("attention_codes", 1, moved, 4.0 * query.numel() * slots, floor=DECODE_FLOOR, share=coded / plain)
+    return launches("attention_codes", 2, moved, 4.0 * query.numel() * slots, floor=DECODE_FLOOR, share=coded / plain)

@@ -45,11 +45,8 @@ def quantizes(x: Tensor) -> bool:
 
 
 def takes_quantized(weight: Tensor | PackedMatrix) -> bool:
-    """Return whether products with `weight` use an `Operand` in 8 bits: packed matrices with zeros or minima do.
-
-    Others don't read the sums, which alone show that a norm's result isn't a number.
-    """
-    return isinstance(weight, PackedMatrix) and weight.scheme.offset != "centre"
+    """Return whether products with `weight` use an `Operand` in 8 bits."""
+    return isinstance(weight, PackedMatrix)
 
 
 def matmul(x: Tensor | Operand, weight: Tensor | PackedMatrix, activation: str = "none") -> Tensor:
@@ -58,7 +55,7 @@ def matmul(x: Tensor | Operand, weight: Tensor | PackedMatrix, activation: str =
     With an `activation` of `ACTIVATIONS`, the matrix holds gate rows followed by as many up rows, and the result [..., out / 2]
     is activation(gate) * up. On CUDA, up to `DECODED` rows are quantized before the product: bf16 to 8-bit integers with one
     scale per 32 numbers, fp16 and fp32 to 16-bit integers. More rows in fp16 or fp32 use the reference. An `Operand` that is
-    quantized already gives the same result, with one launch less if the matrix `takes_quantized`.
+    quantized already gives the same result, with one launch less.
     """
     given = x if isinstance(x, Operand) else Operand(x)
     x = given.plain
@@ -73,8 +70,7 @@ def matmul(x: Tensor | Operand, weight: Tensor | PackedMatrix, activation: str =
         return matmul(x.float(), weight, activation).to(x.dtype)
     if not gpu or not rows or x.dtype not in ((torch.bfloat16, torch.float32) if rows <= DECODED else (torch.bfloat16,)):
         return _matmul_reference(x, parts, weight.scheme.name, activation)
-    quantized = list(given.quantized) if takes_quantized(weight) else []
-    return call("packed_matmul", aligned(x), parts, weight.scheme.name, activation, quantized)  # type: ignore[no-any-return]
+    return call("packed_matmul", aligned(x), parts, weight.scheme.name, activation, list(given.quantized))  # type: ignore[no-any-return]
 
 
 def _activated(both: Tensor, activation: str) -> Tensor:
