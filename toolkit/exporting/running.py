@@ -26,8 +26,6 @@ class Exported:
     decode share one copy of the weights. `model(ids)` runs the uncompiled model on these weights.
     """
 
-    no_graphs = "the compiled code of packages has not been tried in a graph"
-
     def __init__(self, model: CausalLM, package: Path, manifest: Mapping[str, Any], runs: Mapping[str, Run]) -> None:
         """Combine `model`, which holds the package's weights, and `runs`, its compiled code by file name."""
         self.inner, self.package = model, package
