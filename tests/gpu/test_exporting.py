@@ -1,5 +1,6 @@
 """Packages for a real GPU: made within a budget, the model's own tokens and copies, refused where they can't run."""
 
+import gc
 import json
 import subprocess
 import sys
@@ -27,6 +28,9 @@ pytestmark = pytest.mark.timeout(900)  # a piece takes the compilers a while
 def both(request, gpu, tmp_path_factory):
     """A model on the GPU, and its package."""
     name, held, kv = request.param
+    gc.collect()  # what other tests left behind would count as reserved
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
     folder = tmp_path_factory.mktemp("package") / "out"
     package = tk.export(name, folder, device=gpu, budget="1 GiB", context=384, kv=kv, progress=False, **held)
     return tk.load(name, device=gpu, progress=False, **held), package

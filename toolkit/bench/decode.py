@@ -140,9 +140,9 @@ class Bench:
         try:
             found = timed(prefix, ids, name, self.tokens, self.repeats)
             found |= host_time(prefix, ids, name, self.chunk)
-            if len(ids) <= DIRECT:
+            if row["context"] <= DIRECT:
                 options = {"prefill_chunk": self.chunk, "kv": self.kv}
-                found["first_token_s"] = first_token(self.model, ids, name, self.repeats, **options)
+                found["first_token_s"] = first_token(self.model, ids[:-1], name, self.repeats, **options)
             else:
                 rest = first_token(self.model, ids, name, self.repeats, prefix=prefix)
                 found["first_token_s"] = row["prefill"]["seconds"] + rest
