@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -79,15 +80,14 @@ def copies(model: str) -> str:
 def captured_steps() -> dict[str, str]:
     """Return the table of captured decode steps, modelled and measured, and by how much they differ."""
     virtual, real = record("virtual_h200_captured_steps"), record("h200_captured_steps")
-    rows, ratios = [], []
-    for row, (model, prompt, modelled_ms, measured_ms) in zip(real["rows"], compare(virtual, real), strict=True):
-        derived = "" if row["ms"] is not None else " (derived)"
-        ratios.append(modelled_ms / measured_ms)
-        cells = f"{row['before_ms']:.2f}", f"{measured_ms:.2f}{derived}", f"{modelled_ms:.2f}", f"{ratios[-1]:.2f}"
-        rows.append([f"`{model}`", f"{prompt:,}", *cells])
-    head = ["model", "prompt", "ms, measured before the change", "ms, measured", "ms, modelled", "ratio"]
-    off = [100 * abs(ratio - 1) for ratio in ratios]
-    return {"table": table(head, rows), "at_most": f"{max(off):.0f}", "commit": real["before"]["commit"]}
+    steps = compare(virtual, real)
+    rows = [
+        [f"`{model}`", f"{prompt:,}", f"{measured_ms:.2f}", f"{modelled_ms:.2f}", f"{modelled_ms / measured_ms:.2f}"]
+        for model, prompt, modelled_ms, measured_ms in steps
+    ]
+    head = ["model", "prompt", "ms, measured", "ms, modelled", "ratio"]
+    off = [100 * abs(modelled_ms / measured_ms - 1) for _, _, modelled_ms, measured_ms in steps]
+    return {"table": table(head, rows), "at_most": f"{math.ceil(max(off))}", "steps": str(len(steps))}
 
 
 def kernels() -> str:
@@ -159,7 +159,7 @@ def speed_records() -> list[dict[str, Any]]:
 def speeds() -> str:
     """Return the table of tokens per second, next to llama.cpp's."""
     names = ("roundtrip", "double-buffered", "cuda-graph", "whole-loop")
-    rows = []
+    rows = {}
     for made in speed_records():
         others = LLAMA_CPP.get(made["model"], {}) if made["scheme"] == "q4_k_m" else {}
         for row in made["rows"]:
@@ -167,12 +167,12 @@ def speeds() -> str:
                 continue
             found, context = row["strategies"], row["context"]
             nearest = min(others, key=lambda each: abs(each - context), default=0)
-            rates = [f"{found[name]['tok_per_s']:.1f}" if "tok_per_s" in found.get(name, {}) else "-" for name in names]
+            rates = [_rate(found.get(name, {})) for name in names]
             share = max(one["bandwidth_percent"] for one in found.values() if "tok_per_s" in one)
-            rows.append([
+            rows[made["model"], context, made["clock"]] = [
                 f"`{made['model']}`", f"{context:,}", made["clock"], *rates, f"{row['limit_tok_per_s']:.0f}", f"{share:.0f}",
                 f"{others[nearest]:.1f}" if nearest and abs(nearest - context) < 200 else "-",
-            ])  # fmt: skip
+            ]  # fmt: skip
     head = [
         "model",
         "context",
@@ -182,7 +182,44 @@ def speeds() -> str:
         "best, % of the limit",
         "llama.cpp, measured",
     ]
-    return table(head, rows)
+    return table(head, (rows[key] for key in sorted(rows)))
+
+
+def _rate(found: dict[str, Any]) -> str:
+    """Return a strategy's rate, with the slowest and the fastest run if they differ by more than 10 %."""
+    if "tok_per_s" not in found:
+        return "-"
+    runs = f" ({span(found['tok_per_s_all'], 1)})" if found["spread"] > 0.1 else ""
+    return f"{found['tok_per_s']:.1f}{runs}"
+
+
+def speeds_missing() -> str:
+    """Return the contexts of which rates are modelled only."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for made in speed_records():
+        found[made["model"], made["clock"]] = [row["context"] for row in made["rows"] if "strategies" in row]
+    missing = {
+        model: [f"{context:,}" for context in contexts if context not in found.get((model, "measured"), [])]
+        for (model, clock), contexts in found.items() if clock == "modelled"
+    }  # fmt: skip
+    return "; ".join(f"`{model}` at {' and '.join(contexts)} tokens" for model, contexts in missing.items() if contexts)
+
+
+def launches() -> dict[str, str]:
+    """Return the table of the host's time for a step that is launched kernel by kernel, and rates of Qwen3-8B."""
+    name, rows, rates = "double-buffered", [], {}
+    for short in ("qwen3-8b", "gemma4-31b", "qwen3.5-35b-a3b"):
+        virtual, real = (
+            {row["context"]: row for row in record(f"{gpu}_speed_{short}")["rows"]} for gpu in ("virtual_h200", "h200")
+        )
+        for context, row in real.items():
+            both = [one["strategies"][name] for one in (row, virtual[context])]
+            host = (f"{found['host_us_per_step']:,.0f}" for found in both)
+            rows.append([f"`random/{short}`", f"{context:,}", f"{both[1]['kernels_per_step']:.0f}", *host, *map(_rate, both)])
+            rates[short, context] = [f"{found['tok_per_s']:.0f}" for found in both]
+    head = ["model", "context", "launches", "host µs per step, measured", "modelled", "tok/s, measured", "modelled"]
+    measured, modelled = rates["qwen3-8b", 8192]
+    return {"table": table(head, rows), "measured": measured, "modelled": modelled}
 
 
 def copies_claimed() -> str:
@@ -228,8 +265,9 @@ def _by_context() -> str:
 
 def _ratio(model: str, new: str, old: str) -> str:
     where, rows = _speed_of(model)
-    times = (row["strategies"][new]["tok_per_s"] / row["strategies"][old]["tok_per_s"] for row in rows)
-    return f"`{new}` is {span(times, 2)} times as fast as `{old}` ({where})"
+    runs = [[row["strategies"][name]["tok_per_s_all"] for name in (new, old)] for row in rows]
+    times = [ratio for fast, slow in runs for ratio in (min(fast) / max(slow), max(fast) / min(slow))]
+    return f"`{new}` is {span(times, 2)} times as fast as `{old}` (slowest and fastest runs; {where})"
 
 
 def _export_peak() -> str:
@@ -360,7 +398,8 @@ def substitutions() -> dict[str, Any]:
         "table_memory_cost": memory_cost(), "table_strategies": strategies(), "table_gpus": gpus(),
         "table_packages": packages(), "table_strategy_fields": strategy_fields(), "ahead": str(AHEAD),
         "memory": memory_figures(), "captured": captured_steps(),
-        "table_speeds": speeds(), "table_copies_claimed": copies_claimed(),
+        "table_speeds": speeds(), "speeds_missing": speeds_missing(), "launches": launches(),
+        "table_copies_claimed": copies_claimed(),
         "table_claims": claims(), "llama_cpp": LLAMA_CPP_SOURCE,
         "speed_rate": f"{speed_records()[0]['read_bytes_per_s'] / 1e12:.2f} TB/s",
         "plan": plan_figures(), "snapshot": snapshot_figures(), "exports": export_figures(), "ratios": ratios,

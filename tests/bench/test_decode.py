@@ -8,7 +8,7 @@ import pytest
 
 import toolkit as tk
 from toolkit.bench import decode_runs
-from toolkit.bench.decode import Bench, bench, main
+from toolkit.bench.decode import Bench, bench, main, table
 from toolkit.bench.decode_runs import breakdown, names_of
 from toolkit.core.errors import DeviceError, ToolkitError, UnknownNameError
 from toolkit.decode.strategies import STRATEGIES
@@ -171,6 +171,23 @@ def test_the_page_holds_its_figures_and_asks_for_no_file(page):
     assert names[1][-1] == "gaps: no kernel runs"
     assert "src=" not in page.partition("plotly.js v")[0]
     assert page.count("plotly.js v") == 1
+
+
+def test_a_record_of_timed_runs_alone_has_a_table_and_a_page(record, tmp_path):
+    rows = [{key: row[key] for key in row if key != "breakdown"} for row in record["rows"]]
+    for row in rows[:2]:
+        row["strategies"] = {
+            name: {key: found[key] for key in FIELDS - {"kernels_per_step", "copies_per_step", "host_wait_us_per_step"}}
+            for name, found in row["strategies"].items()
+        }
+    timed = {key: record[key] for key in record if key != "generation"} | {"rows": rows, "note": "Only timed."}
+    assert table(timed).count(" | - | ") == 2 * len(STRATEGIES)
+    (tmp_path / "timed.json").write_text(json.dumps(timed))
+    assert main(["--report", str(tmp_path / "timed.json"), "--out", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text().partition("plotly.js v")[0]
+    assert page.count("<td>-, -, -</td>") == 2 * len(STRATEGIES)
+    assert "Only timed." in page
+    assert "kernel by kernel" not in page
 
 
 def test_the_bars_of_a_step_add_up(record):

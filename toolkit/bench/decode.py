@@ -190,7 +190,7 @@ def bench(
 
 
 def table(record: dict[str, Any]) -> str:
-    """Return the record as a Markdown table."""
+    """Return the record as a Markdown table, with "-" for what it doesn't have."""
     where = f"{'virtual ' if record['clock'] == 'modelled' else ''}{record['gpu'] or record['device']}"
     lines = [
         f"{record['model']}, {record['scheme'] or record['dtype']} on {where}, times {record['clock']}", "",
@@ -204,10 +204,10 @@ def table(record: dict[str, Any]) -> str:
             if "why_not" in found:
                 cells = [found["why_not"], *[""] * 5]
             else:
-                share = found["bandwidth_percent"]
+                share, kernels = found["bandwidth_percent"], found.get("kernels_per_step")
                 cells = [
                     f"{found['tok_per_s']:.1f} ± {50 * found['spread']:.1f} %", f"{1e3 * found['first_token_s']:.1f}",
-                    "-" if share is None else f"{share:.1f}", f"{found['kernels_per_step']:.0f}",
+                    "-" if share is None else f"{share:.1f}", "-" if kernels is None else f"{kernels:.0f}",
                     f"{found['host_us_per_step']:.1f}", f"{max(found['peak_bytes'], row['prefill']['peak_bytes']) / 1e9:.2f}",
                 ]  # fmt: skip
             lines.append(f"| {row['context']:,} | `{name}` | {' | '.join(cells)} |")

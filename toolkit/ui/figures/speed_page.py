@@ -117,6 +117,7 @@ def _about(record: Record) -> str:
         said += "All times are modelled, not measured. Copies, kernels and memory are those of a real GPU."
     else:
         said += f"Rates are medians of {record['repeats']} runs of {record['tokens']} tokens, measured without recording."
+    said += f" {record['note']}" if "note" in record else ""
     return f'<p class="tk-note{" tk-modelled" if modelled else ""}">{escape(said)}</p>'
 
 
@@ -156,15 +157,20 @@ def _prefill(row: Mapping[str, Any]) -> str:
 
 
 def _cells(row: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """Return the cells of a strategy, with "-" for what the record doesn't have."""
     spread = f" ± {50 * found['spread']:.1f} %" if len(found["tok_per_s_all"]) > 1 else ""
     share, nodes = found["bandwidth_percent"], found["nodes"]
-    copies = (found["copies_per_step"][kind] for kind in COPY_KINDS)
-    crossed = [f"{each['count']:g}" + (f" ({bytes_text(each['bytes'])})" if each["count"] else "") for each in copies]
+    kernels, copies = found.get("kernels_per_step"), [found.get("copies_per_step", {}).get(kind) for kind in COPY_KINDS]
+    crossed = ["-" if each is None else _copies(each) for each in copies]
     return [
         f"{found['tok_per_s']:,.1f}{spread}", seconds_text(found["first_token_s"]), "-" if share is None else f"{share:.1f} %",
-        f"{found['kernels_per_step']:.0f}", "-" if nodes is None else f"{nodes:,}", ", ".join(crossed),
+        "-" if kernels is None else f"{kernels:.0f}", "-" if nodes is None else f"{nodes:,}", ", ".join(crossed),
         seconds_text(found["host_us_per_step"] / 1e6), bytes_text(max(found["peak_bytes"], row["prefill"]["peak_bytes"])),
     ]  # fmt: skip
+
+
+def _copies(found: Mapping[str, Any]) -> str:
+    return f"{found['count']:g}" + (f" ({bytes_text(found['bytes'])})" if found["count"] else "")
 
 
 def _figure(figure: go.Figure) -> str:
