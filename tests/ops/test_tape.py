@@ -81,6 +81,17 @@ def test_played_steps_give_the_same_tokens(
     assert not plans.refused()
 
 
+@pytest.mark.parametrize("scheme", [None, "int4-g32"])
+def test_played_steps_give_the_same_tokens_in_inference_mode(scheme: str | None, started: list[Any], ran: list[str]) -> None:
+    model = small(qwen3, QWEN3 | {"num_hidden_layers": 1}, scheme, torch.bfloat16, DEVICE)
+    wanted = tokens(model, "host-sampling", max_new_tokens=6)
+    ran.clear()
+    with torch.inference_mode():
+        assert tokens(model, "host-sampling", max_new_tokens=6) == wanted
+    assert ran == ["launched"] * 2 + ["played"] * 3
+    assert len(set(wanted)) > 2
+
+
 class Steps:
     """Decode steps of `roundtrip`, one at a time."""
 
@@ -124,6 +135,21 @@ def test_memory_that_moved_is_read_where_it_is(started: list[Any], ran: list[str
         found += steps.run(3)
         assert ran == ["launched", "played", "played"]
         assert found == expected
+
+
+def test_a_tape_that_a_traceback_keeps_holds_no_memory(started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[Tape] = []
+
+    def interrupted(self: Tape) -> bool:
+        held.append(self)
+        assert self._given
+        assert self._held
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Tape, "play", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tokens(tiny(), "token-on-device", max_new_tokens=6)
+    assert [(tape._starts, tape._held, tape._given, tape._scratch) for tape in held] == [([], {}, {}, {})]
 
 
 def _move_a_weight(model: Any, cache: Any) -> None:
@@ -203,6 +229,12 @@ def test_why_a_tape_can_not_be_played(started: list[Any]) -> None:
     assert good.play()
     assert torch.equal(kept[0], norm().view(64, 2).t() * 2.5 + 1)
     assert not torch.equal(kept[0], wanted)
+    with torch.inference_mode():
+        own, kept = torch.ones(2, 3, device=x.device), []
+        copies = taped(lambda: kept.extend((own.t().reshape(-1), own.to(torch.int64), own.t().contiguous(), own.flatten())))
+        own.fill_(7)
+        assert copies.play()
+        assert all(bool((one == 7).all()) for one in kept)
     assert taped(lambda: x.sum()).why_not == "aten.sum.default isn't known"
     with pytest.raises(ZeroDivisionError), Tape(x.device) as failed:
         1 / 0  # noqa: B018

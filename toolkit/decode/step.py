@@ -182,7 +182,9 @@ class Step:
         return self._loop
 
     def free(self) -> None:
-        """Wait for the graphs and free their memory, and that of the tapes."""
+        """Wait for the graphs and free their memory, and that of the tapes, even if a traceback keeps a tape alive."""
+        for tape in self._tapes.values():
+            tape.refuse("the run has ended")
         self._tapes.clear()
         if self._graphs:
             self.device.sync()

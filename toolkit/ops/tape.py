@@ -131,6 +131,9 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
+        whole = NotImplemented if self.why_not is not None else self._by_parts(func, args, options)
+        if whole is not NotImplemented:
+            return whole
         result = func(*args, **options)
         if self.why_not is None:
             self.use((args, tuple(options.values())))
@@ -139,6 +142,17 @@ class Tape(TorchDispatchMode):
             for tensor in _tensors(result):
                 self._held.setdefault(id(tensor), tensor)
         return result
+
+    def _by_parts(self, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Call a function that consists of others, and record those; return NotImplemented for all other functions.
+
+        In inference mode such functions arrive whole. Some, such as `reshape` and `to`, return a view or a copy.
+        """
+        super().__enter__()
+        try:
+            return func.decompose(*args, **options)
+        finally:
+            super().__exit__(None, None, None)
 
     def _add(self, func: Any, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> bool:
         """Record a call of PyTorch; return whether it is known."""
