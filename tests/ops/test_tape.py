@@ -201,6 +201,18 @@ def test_models_that_run_code_of_others_have_no_tape(started: list[Any], ran: li
     Steps(model).run(4)
     assert ran == ["launched"] * 8
     assert len(seen) == 10
+    del model.advance
+    adapted = model.layers[0].mlp
+
+    class Adapter(type(adapted)):  # type: ignore[misc]
+        def forward(self, x: Any) -> Any:
+            seen.append(x)
+            return super().forward(x)
+
+    adapted.__class__ = Adapter
+    Steps(model).run(4)
+    assert ran == ["launched"] * 12
+    assert len(seen) == 15
 
 
 def test_why_a_tape_can_not_be_played(started: list[Any]) -> None:

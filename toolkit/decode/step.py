@@ -44,11 +44,15 @@ class Fallback:
 
 
 def _altered(model: Model) -> bool:
-    """Return whether modules of the model run code of others, which played steps would miss: hooks, compiled code, a method."""
+    """Return whether modules of the model run code of others, which played steps would miss.
+
+    That is a module of another package, such as an adapter, a hook, compiled code, or a method of the object.
+    """
 
     def altered(one: nn.Module) -> bool:
+        foreign = type(one).__module__.partition(".")[0] not in ("toolkit", "torch")
         own = not vars(one).keys().isdisjoint(("forward", "advance", "logits"))
-        return bool(own or one._forward_hooks or one._forward_pre_hooks or one._compiled_call_impl is not None)
+        return bool(foreign or own or one._forward_hooks or one._forward_pre_hooks or one._compiled_call_impl is not None)
 
     return _has_any_global_hook() or (isinstance(model, CausalLM) and any(map(altered, model.modules())))
 
