@@ -84,16 +84,9 @@ class KeysValues:
         return self.read(reach.bound)
 
     def attend(
-        self,
-        heads: HeadLayout,
-        row: Projected,
-        q_weight: Tensor,
-        k_weight: Tensor,
-        rope: Tensor,
-        reach: Reach,
-        scale: float,
+        self, heads: HeadLayout, row: Projected, q_weight: Tensor, k_weight: Tensor, rope: Tensor, reach: Reach, scale: float,
         quantize: bool = False,
-    ) -> Operand:
+    ) -> Operand:  # fmt: skip
         """Normalize and rotate the heads of `row`, append the tokens and attend, with kernels: [1, T, H * D].
 
         `quantize` as in `ops.attend`.
@@ -132,16 +125,9 @@ class Ring(KeysValues):
         return seen
 
     def attend(
-        self,
-        heads: HeadLayout,
-        row: Projected,
-        q_weight: Tensor,
-        k_weight: Tensor,
-        rope: Tensor,
-        reach: Reach,
-        scale: float,
+        self, heads: HeadLayout, row: Projected, q_weight: Tensor, k_weight: Tensor, rope: Tensor, reach: Reach, scale: float,
         quantize: bool = False,
-    ) -> Operand:
+    ) -> Operand:  # fmt: skip
         at = reach.positions
         if at.shape[0] == 1:
             query = ops.write_heads(heads, row, q_weight, k_weight, rope, at, self.keys, self.values)

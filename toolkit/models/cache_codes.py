@@ -47,16 +47,9 @@ class CodedKeysValues(KeysValues):
         return ops.read_codes(self._held, self.book.signs, self.book.scheme, bound, self.dtype)
 
     def attend(
-        self,
-        heads: HeadLayout,
-        row: Projected,
-        q_weight: Tensor,
-        k_weight: Tensor,
-        rope: Tensor,
-        reach: Reach,
-        scale: float,
+        self, heads: HeadLayout, row: Projected, q_weight: Tensor, k_weight: Tensor, rope: Tensor, reach: Reach, scale: float,
         quantize: bool = False,
-    ) -> Operand:
+    ) -> Operand:  # fmt: skip
         query, key, value = ops.make_heads(heads, row, q_weight, k_weight, rope, reach.positions)
         self.write(key, value, reach.slots)
         return self.look(query, reach, scale, quantize)
