@@ -18,6 +18,7 @@ import toolkit as tk
 from toolkit.bench.captured_steps import compare
 from toolkit.bench.published import CLAIMS, EXECUTORCH_20286, LLAMA_CPP, LLAMA_CPP_SOURCE
 from toolkit.decode.loop import AHEAD
+from toolkit.ui.figures.kernel_table import kernel_table, step_times
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "toolkit" / "bench" / "results"
@@ -191,6 +192,23 @@ def _rate(found: dict[str, Any]) -> str:
         return "-"
     runs = f" ({span(found['tok_per_s_all'], 1)})" if found["spread"] > 0.1 else ""
     return f"{found['tok_per_s']:.1f}{runs}"
+
+
+def step_breakdowns() -> str:
+    """Return where the time of one captured step goes, a table per model: measured, or modelled if nothing was measured."""
+    found: dict[str, tuple[str, dict[str, Any]]] = {}
+    for path in sorted(RESULTS.glob("*_steps_*.json"), reverse=True):  # those of the virtual GPU come first
+        made = record(path.stem)
+        found[made["model"]] = path.stem, made
+    parts = []
+    for model, (name, made) in sorted(found.items()):
+        head, rows = kernel_table(made)
+        steps = [
+            f"After {row['context']:,} tokens, a step takes {step_times(row['breakdown'])}."
+            for row in made["rows"] if "kernels" in row.get("breakdown", {})
+        ]  # fmt: skip
+        parts.append(f"`{model}`, {made['clock']} ({provenance(name)}). {' '.join(steps)}\n\n{table(head, rows)}")
+    return "\n\n".join(parts)
 
 
 def speeds_missing() -> str:
@@ -398,7 +416,7 @@ def substitutions() -> dict[str, Any]:
         "table_memory_cost": memory_cost(), "table_strategies": strategies(), "table_gpus": gpus(),
         "table_packages": packages(), "table_strategy_fields": strategy_fields(), "ahead": str(AHEAD),
         "memory": memory_figures(), "captured": captured_steps(),
-        "table_speeds": speeds(), "speeds_missing": speeds_missing(), "launches": launches(),
+        "table_speeds": speeds(), "table_steps": step_breakdowns(), "speeds_missing": speeds_missing(), "launches": launches(),
         "table_copies_claimed": copies_claimed(),
         "table_claims": claims(), "llama_cpp": LLAMA_CPP_SOURCE,
         "speed_rate": f"{speed_records()[0]['read_bytes_per_s'] / 1e12:.2f} TB/s",

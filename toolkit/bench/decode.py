@@ -2,11 +2,14 @@
 
     python -m toolkit.bench.decode --model random/gemma4-31b --scheme q4_k_m --context 64,8192 --out FILE.json
     python -m toolkit.bench.decode --device virtual:h200 --model random/gemma4-31b --scheme q4_k_m --out FILE.json
+    python -m toolkit.bench.decode --parts recorded --model random/gemma4-31b --scheme q4_k_m --out RECORDED.json
     python -m toolkit.bench.decode --report FILE.json [FILE.json ...] --out PAGE.html
 
-The context is the number of tokens before the decoding begins. All strategies share one prefill of a context. Rates are
-measured without recording, and before the first recording; then each strategy is recorded for a few steps, after a second
-prefill. On a virtual GPU all times are modelled, so that one short run of each suffices.
+The context is the number of tokens before the decoding begins. All strategies share one prefill of a context. A record has up
+to three parts: "timed" (rates, measured without recording and before the first recording), "recorded" (what a step launches and
+copies, and where its time goes; after another prefill) and "copies" (those of a whole generation). Parts can be measured in
+processes of their own, and --report combines the records of a model. On a virtual GPU all times are modelled, so that one short
+run of each suffices.
 """
 
 from __future__ import annotations
@@ -16,14 +19,13 @@ import json
 import random
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from toolkit.bench.decode_runs import (
     ERRORS,
     FEWEST_TOKENS,
-    breakdown,
     first_token,
     host_time,
     names_of,
@@ -34,7 +36,8 @@ from toolkit.bench.decode_runs import (
 )  # fmt: skip
 from toolkit.bench.published import LLAMA_CPP, LLAMA_CPP_SOURCE
 from toolkit.bench.record import about, write_record
-from toolkit.core.errors import ModelError
+from toolkit.bench.step_breakdown import breakdown, expected_launches
+from toolkit.core.errors import ModelError, unknown_name
 from toolkit.decode.prefix import Prefix
 from toolkit.decode.strategies import STRATEGIES
 from toolkit.loading.loader import load
@@ -42,9 +45,17 @@ from toolkit.models.model import Model
 from toolkit.planning.costs import costs_of
 from toolkit.planning.plans import sizes_of
 
+PARTS = ("timed", "recorded", "copies")
 CONTEXTS = "64,8192,32640,131072"
 MODELLED_TOKENS = 16  # a modelled rate doesn't vary
 DIRECT = 2048  # up to this context, the first token is timed in whole runs; beyond, a run from the shared prefill is added
+
+
+Save = Callable[[list[dict[str, Any]]], None]
+
+
+def _keep(rows: list[dict[str, Any]]) -> None:
+    """Do nothing."""
 
 
 class Bench:
@@ -57,19 +68,18 @@ class Bench:
         spec = model.device.spec
         self.read_bytes_per_s = spec.reached_bandwidth_bytes_per_s if spec else None
 
-    def run(self, contexts: Sequence[int]) -> list[dict[str, Any]]:
-        """Return a row per context. All timing comes before all recording."""
-        rows = []
-        for context in contexts:
-            row: dict[str, Any] = {"context": context}
-            rows.append(row)
-            try:
-                self._time(row)
-            except ERRORS as error:
-                row["why_not"] = f"{error}"
-        for row in rows:
-            if "why_not" not in row:
-                self._record(row)
+    def run(self, contexts: Sequence[int], parts: Sequence[str] = PARTS, save: Save = _keep) -> list[dict[str, Any]]:
+        """Return a row per context. All timing comes before all recording. `save` gets the rows after each of them."""
+        works = (self._time, "timed"), (self._time_step, "recorded"), (self._record, "recorded")
+        rows: list[dict[str, Any]] = [{"context": context} for context in contexts if {"timed", "recorded"} & set(parts)]
+        for work, part in works:
+            for row in rows if part in parts else ():
+                if "why_not" not in row:
+                    try:
+                        work(row)
+                    except ERRORS as error:
+                        row["why_not"] = f"{error}"
+                    save(rows)
         return rows
 
     def generation(self, prompt: int, decode: int) -> dict[str, Any]:
@@ -86,33 +96,57 @@ class Bench:
         """Return the size of the cache for all runs after a prompt of `context` tokens."""
         return context + max(self.tokens, FEWEST_TOKENS)
 
-    def _time(self, row: dict[str, Any]) -> None:
+    def _begin(self, row: dict[str, Any]) -> list[int]:
+        """Add the bounds of a row, and return its prompt. Raises ModelError if the model has too few positions."""
         context = row["context"]
         most = getattr(self.model, "context", self.model.config.max_position_embeddings)
         if self._room(context) > most:
             asked = f"decoding after {context:,} tokens"
             raise ModelError(asked, f"the model has positions for {most:,}", "Give a shorter context")
-        ids = self._ids(context + 1)
+        row |= self._bounds(context)
+        return self._ids(context + 1)
+
+    def _time(self, row: dict[str, Any]) -> None:
+        """Add the rates of all strategies."""
+        ids = self._begin(row)
         prefix = self._prefill(row, ids[:-1])
         try:
-            row |= self._bounds(context)
             row["strategies"] = {name: self._strategy(row, prefix, ids, name) for name in self.names}
         finally:
             prefix.free()
 
+    def _time_step(self, row: dict[str, Any]) -> None:
+        """Add which strategy's step will be broken down, and how long that takes without recording."""
+        ids = self._begin(row)
+        found = row.setdefault("strategies", {name: {} for name in self.names})
+        name = _broken_down([name for name, each in found.items() if "why_not" not in each])
+        if not name:
+            return
+        rate = found[name].get("tok_per_s")
+        if rate is None:
+            prefix, _ = self._prefilled(ids[:-1])
+            try:
+                rate = timed(prefix, ids, name, self.tokens, 1)["tok_per_s"]
+            finally:
+                prefix.free()
+        row["breakdown"] = {"strategy": name, "unrecorded_us": 1e6 / rate}
+
+    def _prefilled(self, ids: Sequence[int]) -> tuple[Prefix, float]:
+        return prefilled(self.model, ids, self._room(len(ids)), self.kv, self.chunk)
+
     def _prefill(self, row: dict[str, Any], ids: Sequence[int]) -> Prefix:
         """Return the shared prefix, after a warm-up on at most two chunks and the last one. Short prefills are repeated."""
-        model, room, times = self.model, self._room(len(ids)), []
+        model, times = self.model, []
         short = len(ids) <= self.chunk
         if model.device.clock == "measured":
             start = ids[: min(len(ids), 2 * self.chunk + len(ids) % self.chunk)]
-            prefilled(model, start, room, self.kv, self.chunk)[0].free()
+            prefilled(model, start, self._room(len(ids)), self.kv, self.chunk)[0].free()
         model.device.reset_peak()
         for _ in range(self.repeats - 1 if short else 0):
-            prefix, seconds = prefilled(model, ids, room, self.kv, self.chunk)
+            prefix, seconds = self._prefilled(ids)
             prefix.free()
             times.append(seconds)
-        prefix, seconds = prefilled(model, ids, room, self.kv, self.chunk)
+        prefix, seconds = self._prefilled(ids)
         times.append(seconds)
         middle = statistics.median(times)
         row["prefill"] = {
@@ -152,16 +186,21 @@ class Bench:
         return found | {"bandwidth_percent": 100 * found["tok_per_s"] / limit if limit else None}
 
     def _record(self, row: dict[str, Any]) -> None:
-        """Add what recorded runs show to the strategies of a row, and the breakdown of a step of `_broken_down`."""
-        ids = self._ids(row["context"] + 1)
-        prefix, _ = prefilled(self.model, ids[:-1], self._room(len(ids) - 1), self.kv, self.chunk)
-        working = [name for name, found in row["strategies"].items() if "why_not" not in found]
+        """Add what recorded runs show to the strategies of a row, and the breakdown of a step."""
+        ids, divided = self._ids(row["context"] + 1), row.get("breakdown", {})
+        prefix, _ = self._prefilled(ids[:-1])
         try:
-            for name in working:
-                found, trace = recorded(prefix, ids, name)
-                row["strategies"][name] |= found
-                if name == _broken_down(working):
-                    row["breakdown"] = {"strategy": name, **(breakdown(trace) or {})}
+            for name, found in row["strategies"].items():
+                if "why_not" in found:
+                    continue
+                try:
+                    more, trace = recorded(prefix, ids, name)
+                except ERRORS as error:
+                    found["why_not"] = f"{error}"
+                    continue
+                found |= more
+                if name == divided.get("strategy"):
+                    divided |= breakdown(trace, expected_launches(prefix, ids, name, self.chunk)) or {}
         finally:
             prefix.free()
 
@@ -178,15 +217,54 @@ def _broken_down(names: Sequence[str]) -> str:
 def bench(
     device: str, name: str, scheme: str | None, contexts: Sequence[int], decode: str = "all", *, tokens: int = 128,
     repeats: int = 5, chunk: int = 2048, kv: str | None = None, generation: Sequence[int] = (19, 128),
+    parts: Sequence[str] = PARTS, out: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the record of a model (JSON-able). `generation` is the prompt and the steps of the copies that are counted."""
+    """Return the record of a model (JSON-able), and write what is known of it to the file `out` after each part.
+
+    `generation` is the prompt and the steps of the copies that are counted. Raises UnknownNameError for an unknown part.
+    """
+    for part in parts:
+        if part not in PARTS:
+            raise unknown_name("part of a record", part, PARTS)
     model = load(name, device=device, scheme=scheme, progress=False)
     made = Bench(model, names_of(model, decode), tokens, repeats, chunk, kv)
     record = {
         **about(device), "model": name, "scheme": scheme, "kv": kv, "dtype": str(model.dtype), "tokens": made.tokens,
-        "repeats": made.repeats, "chunk": chunk, "read_bytes_per_s": made.read_bytes_per_s, "rows": made.run(contexts),
+        "repeats": made.repeats, "chunk": chunk, "read_bytes_per_s": made.read_bytes_per_s, "parts": list(parts), "rows": [],
     }  # fmt: skip
-    return record | ({"generation": made.generation(*generation)} if generation else {})
+
+    def save(rows: list[dict[str, Any]]) -> None:
+        record["rows"] = rows
+        if out is not None:
+            write_record(record, out)
+
+    save(made.run(contexts, parts, save))
+    if generation and "copies" in parts:
+        record["generation"] = made.generation(*generation)
+    return record
+
+
+def combined(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the records, with the parts of one model on one device in one of them. The first one says where it was made."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for record in records:
+        key = tuple(record[name] for name in ("model", "scheme", "kv", "device", "clock"))
+        known = found.setdefault(key, {**record, "rows": []})
+        rows = {row["context"]: row for row in known["rows"]}
+        for row in record["rows"]:
+            rows[row["context"]] = _joined(rows.get(row["context"], {}), row)
+        known["rows"] = [rows[context] for context in sorted(rows)]
+        if "generation" in record:
+            known.setdefault("generation", record["generation"])
+    return list(found.values())
+
+
+def _joined(row: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Return two rows of one context as one; what `row` has stays."""
+    both = [one.get("strategies", {}) for one in (other, row)]
+    names = dict.fromkeys([*both[1], *both[0]])
+    strategies = {name: {**both[0].get(name, {}), **both[1].get(name, {})} for name in names}
+    return {**other, **row, **({"strategies": strategies} if names else {})}
 
 
 def table(record: dict[str, Any]) -> str:
@@ -201,17 +279,21 @@ def table(record: dict[str, Any]) -> str:
         if "why_not" in row:
             lines.append(f"| {row['context']:,} | {row['why_not']} |  |  |  |  |  |  |")
         for name, found in row.get("strategies", {}).items():
-            if "why_not" in found:
-                cells = [found["why_not"], *[""] * 5]
-            else:
-                share, kernels = found["bandwidth_percent"], found.get("kernels_per_step")
-                cells = [
-                    f"{found['tok_per_s']:.1f} ± {50 * found['spread']:.1f} %", f"{1e3 * found['first_token_s']:.1f}",
-                    "-" if share is None else f"{share:.1f}", "-" if kernels is None else f"{kernels:.0f}",
-                    f"{found['host_us_per_step']:.1f}", f"{max(found['peak_bytes'], row['prefill']['peak_bytes']) / 1e9:.2f}",
-                ]  # fmt: skip
+            cells = [found["why_not"], *[""] * 5] if "why_not" in found else _cells(row, found)
             lines.append(f"| {row['context']:,} | `{name}` | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _cells(row: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    kernels = f"{found['kernels_per_step']:.0f}" if "kernels_per_step" in found else "-"
+    if "tok_per_s" not in found:
+        return ["-", "-", "-", kernels, "-", "-"]
+    share = found["bandwidth_percent"]
+    return [
+        f"{found['tok_per_s']:.1f} ± {50 * found['spread']:.1f} %", f"{1e3 * found['first_token_s']:.1f}",
+        "-" if share is None else f"{share:.1f}", kernels, f"{found['host_us_per_step']:.1f}",
+        f"{max(found['peak_bytes'], row['prefill']['peak_bytes']) / 1e9:.2f}",
+    ]  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -227,6 +309,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=5, help="timed runs per strategy (default: 5)")
     parser.add_argument("--chunk", type=int, default=2048, help="prompt tokens per part of a prefill (default: 2048)")
     parser.add_argument("--copies", default="19,128", help="prompt and decode steps for counting copies, or empty")
+    parser.add_argument("--parts", default=",".join(PARTS), help="parts of the record (default: all)")
     parser.add_argument("--report", nargs="+", type=Path, metavar="FILE", help="write the page of these records instead")
     parser.add_argument("--out", type=Path, help="the JSON file to write (default: print it), or the page (decode_speed.html)")
     options = parser.parse_args(arguments)
@@ -235,6 +318,7 @@ def main(arguments: list[str] | None = None) -> int:
     record = bench(
         options.device, options.model, options.scheme, _numbers(options.context), options.decode, tokens=options.tokens,
         repeats=options.repeats, chunk=options.chunk, kv=options.kv, generation=_numbers(options.copies),
+        parts=options.parts.split(","), out=options.out,
     )  # fmt: skip
     write_record(record, options.out)
     if options.out:
@@ -245,7 +329,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _report(files: Sequence[Path], out: Path) -> int:
     from toolkit.ui.figures.speed_page import write_speed_page
 
-    records = [json.loads(path.read_text()) for path in files]
+    records = combined([json.loads(path.read_text()) for path in files])
     print(write_speed_page(records, out, LLAMA_CPP, name="llama.cpp", source=LLAMA_CPP_SOURCE))
     return 0
 

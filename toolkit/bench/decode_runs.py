@@ -1,4 +1,4 @@
-"""Measure one decode strategy at one context: rates, the host's time per step, what a step launches, and where its time goes.
+"""Measure one decode strategy at one context: rates, the host's time per step, and what a step launches.
 
 `timed` and `host_time` don't record. Call them before anything in the process has been recorded, because CUPTI stays attached
 after a recording and slows down every later launch.
@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import statistics
 import threading
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
+from toolkit.bench.step_breakdown import FIRST_STEADY
 from toolkit.core.errors import ToolkitError
 from toolkit.decode.compare import decode_steps
 from toolkit.decode.loop import generate
@@ -23,7 +22,7 @@ from toolkit.decode.sampling import Sampling
 from toolkit.decode.step import Fallback, Step
 from toolkit.decode.strategies import STRATEGIES, Strategy, check_capture, find_strategy, strategies_of
 from toolkit.models.model import Model
-from toolkit.trace.columns import COPY_KINDS, KINDS
+from toolkit.trace.columns import COPY_KINDS
 from toolkit.trace.events import Trace
 
 WARM_UP_TOKENS = 4  # a captured step is captured by the third one
@@ -31,7 +30,6 @@ FEW_TOKENS = 3
 PROBED_STEPS = 8
 RECORDED_TOKENS = 12
 FEWEST_TOKENS = max(WARM_UP_TOKENS, FEW_TOKENS, PROBED_STEPS + 1, RECORDED_TOKENS)  # for which a cache needs room
-FIRST_STEADY = 4  # the first decode step after all captures
 ERRORS = (ToolkitError, torch.OutOfMemoryError)  # of a strategy or a context that the device or the model can't do
 
 
@@ -144,36 +142,6 @@ def recorded(prefix: Prefix, ids: Sequence[int], name: str) -> tuple[dict[str, A
         "host_wait_us_per_step": float(chosen["host_wait_s"].mean()) * 1e6,
     }  # fmt: skip
     return found, trace
-
-
-def breakdown(trace: Trace) -> dict[str, Any] | None:
-    """Return where the time of a steady step goes, in µs, by the name of the kernel; None without kernels in such steps.
-
-    A step lasts from its first kernel to that of the next step. Where kernels overlap, the time counts for the earlier one.
-    `gap_us` is the time without any kernel. The step of median length is taken.
-    """
-    work = trace.select(trace.is_kind("kernel", "memset", "d2d") & (trace["step"] >= FIRST_STEADY))
-    busiest = np.bincount(work["stream"] + 1).argmax() - 1 if len(work) else 0
-    work = work.select(work["stream"] == busiest)
-    begins = {int(step): int(work["start_ns"][work["step"] == step].min()) for step in np.unique(work["step"])}
-    whole = [step for step in begins if step + 1 in begins]
-    if not whole:
-        return None
-    lengths = {step: begins[step + 1] - begins[step] for step in whole}
-    step = sorted(whole, key=lambda each: lengths[each])[len(whole) // 2]
-    counts: Counter[str] = Counter()
-    us: Counter[str] = Counter()
-    covered = begins[step]
-    chosen = work.select(work["step"] == step)
-    names = chosen.text("name")
-    for i, (start, length) in enumerate(zip(chosen["start_ns"].tolist(), chosen["dur_ns"].tolist(), strict=True)):
-        name = names[i] or KINDS[int(chosen["kind"][i])]
-        net_ns = max(0, min(start + length, begins[step + 1]) - max(start, covered))
-        covered = max(covered, start + length)
-        counts[name] += 1
-        us[name] += net_ns / 1e3  # type: ignore[assignment]  # typed for counts, but it sums any numbers
-    rows = [{"name": name, "count": counts[name], "us": each} for name, each in us.most_common()]
-    return {"step_us": lengths[step] / 1e3, "gap_us": lengths[step] / 1e3 - sum(us.values()), "kernels": rows}
 
 
 def whole_copies(model: Model, ids: Sequence[int], name: str, decode: int) -> dict[str, Any]:

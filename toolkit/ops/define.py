@@ -103,6 +103,11 @@ def _decomposed(name: str, mode: Any, op: Any, types: Any, operands: tuple[Any, 
         return _operations[name].result(outputs, operands[0])
 
 
+def problem_of(name: str, operands: Sequence[Any]) -> tuple[Kernel, Shape]:
+    """Return the kernel of the operation `name` on these operands, and the shape of its problem."""
+    return _operations[name].problem(*operands)[:2]
+
+
 def describe_launches(name: str, operands: Sequence[Any]) -> str:
     """Return a string that identifies the compiled code of the operation: the kernel, its fingerprint, and its launches."""
     from toolkit.tune.identity import fingerprint

@@ -20,6 +20,7 @@ from toolkit.core.files import replace_text
 from toolkit.core.units import bytes_text, decimal_text, seconds_text
 from toolkit.trace.columns import COPY_KINDS
 from toolkit.ui.assets import style_of
+from toolkit.ui.figures.kernel_table import kernel_table, step_times
 from toolkit.ui.figures.speed import (
     Rates,
     Record,
@@ -86,20 +87,30 @@ def write_speed_page(
 
 
 def _section(record: Record, other: Rates | None, name: str) -> str:
-    broken = [row["breakdown"] for row in rows_of(record) if row.get("breakdown", {}).get("kernels")]
-    steps = ""
-    if broken:
-        recorded = (
-            "" if record["clock"] == "modelled" else " Recording makes a step longer than the tables say, mostly its gaps."
-        )
-        steps = (
-            f"<h3>One step of <code>{escape(broken[0]['strategy'])}</code>, kernel by kernel</h3>"
-            f'<p class="tk-note">A step lasts from its first kernel to that of the next step.{recorded}</p>'
-            f"{_figure(breakdown_figure(record))}"
-        )
+    rates = [row for row in rows_of(record) if any(works(row, each) for each in row["strategies"])]
+    drawn = f"{_figure(speed_figure(record, other, name))}{_rates(record)}" if rates else ""
+    return f"<section><h2>{escape(_title(record))}</h2>{_about(record)}{drawn}{_steps(record)}</section>"
+
+
+def _steps(record: Record) -> str:
+    """Return the figure and the table of one step of each context, kernel by kernel; nothing without breakdowns."""
+    broken = {row["context"]: row["breakdown"] for row in rows_of(record) if row.get("breakdown", {}).get("kernels")}
+    if not broken:
+        return ""
+    head, rows = kernel_table(record)
+    cells = ["".join(f"<td>{escape(cell)}</td>" for cell in row[1:]) for row in rows]
+    body = [f'<tr><th scope="row">{escape(row[0])}</th>{rest}</tr>' for row, rest in zip(rows, cells, strict=True)]
+    named = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+    notes = [f"{context:,} tokens: a step takes {step_times(step)}." for context, step in broken.items()]
+    notes.append(
+        "A kernel's time begins at the end of the kernels before it, so all times add up to the step. The difference to the "
+        "time that its bytes take at the read bandwidth is what a faster kernel could gain at most."
+    )
     return (
-        f"<section><h2>{escape(_title(record))}</h2>{_about(record)}{_figure(speed_figure(record, other, name))}"
-        f"{_rates(record)}{steps}</section>"
+        f"<h3>One step of <code>{escape(next(iter(broken.values()))['strategy'])}</code>, kernel by kernel</h3>"
+        f"{_figure(breakdown_figure(record))}"
+        f'<table class="tk-rates tk-kernels"><thead><tr>{named}</tr></thead><tbody>{"".join(body)}</tbody></table>'
+        + "".join(f'<p class="tk-note">{escape(note)}</p>' for note in notes)
     )
 
 
@@ -142,7 +153,7 @@ def _rates(record: Record) -> str:
             for name, found in row["strategies"].items()
             if "why_not" in found
         ]
-        notes.append(_prefill(row))
+        notes += [_prefill(row)] if "prefill" in row else []
     head = "".join(f'<th scope="col">{name}</th>' for name in _HEAD)
     table = f'<table class="tk-rates"><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table>'
     return table + "".join(f'<p class="tk-note">{escape(note)}</p>' for note in notes)
