@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import toolkit as tk
+from tests.exporting.small_e2b import small_e2b
 from toolkit.core.errors import BudgetError, PackageError
 from toolkit.decode.strategies import strategies_of
 
@@ -19,6 +20,7 @@ CASES = {
     "gemma4, int4": ("demo/gemma4", {"scheme": "int4", "dtype": "bfloat16"}, None),
     "qwen3.5-moe, int4": ("demo/qwen3.5-moe", {"scheme": "int4", "dtype": "bfloat16"}, None),
     "qwen3.5-moe, fp32": ("demo/qwen3.5-moe", {}, None),
+    "as gemma4 e2b, int4, 4-bit cache": ("as e2b", {"scheme": "int4"}, "int4"),
 }
 MiB = 1 << 20
 pytestmark = pytest.mark.timeout(900)  # a piece takes the compilers a while
@@ -31,8 +33,12 @@ def both(request, gpu, tmp_path_factory):
     gc.collect()  # what other tests left behind would count as reserved
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
-    folder = tmp_path_factory.mktemp("package") / "out"
-    package = tk.export(name, folder, device=gpu, budget="1 GiB", context=384, kv=kv, progress=False, **held)
+    folder, asked = tmp_path_factory.mktemp("package") / "out", {"device": gpu, "budget": "1 GiB", "context": 384, "kv": kv}
+    if name == "as e2b":
+        model = small_e2b(gpu, "sliding sliding full | sliding sliding full", torch.bfloat16, sliding_window=64)
+        model = tk.quantize(model, held["scheme"], progress=False)
+        return model, tk.export(model, folder, progress=False, **asked)
+    package = tk.export(name, folder, progress=False, **asked, **held)
     return tk.load(name, device=gpu, progress=False, **held), package
 
 

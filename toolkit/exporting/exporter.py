@@ -28,7 +28,7 @@ from toolkit.core.version import __version__
 from toolkit.exporting import compiling, inductor, package, skeleton, weights
 from toolkit.exporting.compilers import Compilers
 from toolkit.exporting.loading import load_exported
-from toolkit.exporting.pieces import LEAST, METHODS, Anatomy, Piece, check_exportable, compiled_for, digest, least_context
+from toolkit.exporting.pieces import LEAST, METHODS, Anatomy, Piece, compiled_for, digest, least_context
 from toolkit.exporting.progress import Progress, Watch
 from toolkit.exporting.running import Exported
 from toolkit.gpu.device import Device
@@ -126,7 +126,6 @@ def export(
     package.check_folder(folder)
     others = [] if share is None else _weights_of(Path(share).expanduser())
     looked_at = describe(model, scheme, dtype) if isinstance(model, str | os.PathLike) else model
-    check_exportable(looked_at)
     context, most = _context(looked_at, context), None if budget is None else parse_bytes(budget)
     spec = None if card is None else card.spec
     called = os.fspath(model) if isinstance(model, str | os.PathLike) else _name(model)

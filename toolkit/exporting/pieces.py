@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from toolkit.core.errors import ModelError
 from toolkit.models.cache import Cache, Reach, Ring
 from toolkit.models.layers import Residual, RMSNorm
 from toolkit.models.model import CausalLM
@@ -84,14 +83,6 @@ def compiled_for(model: CausalLM, card: Card | None) -> Iterator[None]:
             model.device = own
 
 
-def check_exportable(model: CausalLM) -> None:
-    """Raise ModelError for a model whose layers pass more to each other than the residual stream."""
-    if getattr(model, "shares", False) or getattr(model.config, "hidden_size_per_layer_input", 0):
-        asked = f"exporting a {type(model).__module__.rpartition('.')[2]} of this variant"
-        found = "its layers share keys and values, or have inputs other than the residual stream"
-        raise ModelError(asked, found, "Export another variant; tk.generate runs this one without an export")
-
-
 def least_context(model: CausalLM) -> int:
     """Return the smallest number of tokens for which a package allocates caches.
 
@@ -103,13 +94,11 @@ def least_context(model: CausalLM) -> int:
 class Anatomy:
     """The `pieces` of a model in the order in which they run, with caches for `context` tokens in the format `kv`.
 
-    Create and use it inside `compiled_for`; the model's weights may be on any device, or on "meta". Raises ModelError for a
-    model whose layers pass more to each other than the residual stream.
+    Create and use it inside `compiled_for`; the model's weights may be on any device, or on "meta".
     """
 
     def __init__(self, model: CausalLM, context: int, kv: str | None = None) -> None:
         self.model, self.context, self.kv = model, context, kv
-        check_exportable(model)
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.empty = partial(torch.empty, device=model.device.torch)
         self.hidden = partial(self.empty, dtype=model.dtype)
@@ -144,25 +133,44 @@ class Anatomy:
     def _inputs(self, layer: int | None, x: Tensor) -> tuple[list[Tensor], list[Varying], dict[str, Reach]]:
         """Return a piece's inputs except for weights, their dynamic dimensions, and the cache slots that it uses (`Reach`).
 
-        The inputs of a layer are x, the term to add to it, positions, the slots of each kind of cache, ropes and states.
+        The inputs of a layer are x, the term to add to it, positions, its additional input if it has one, the slots of each
+        kind of cache, ropes, the states of the layer whose cache it reads, and the tensors that this layer lends to it.
         """
         if layer is None:
             return [x], [None], {}
         positions = self.empty(x.shape[1], dtype=torch.int64)
         tokens = torch.export.Dim("tokens", min=LEAST, max=self.chunk) if x.shape[1] > 1 else None
         given = [x, self.hidden(*x.shape), positions]
-        varying: list[Varying] = [{axis: tokens} if tokens else None for axis in (1, 1, 0)]
+        if self.model.layer_input_size:
+            given.append(self.hidden(1, x.shape[1], self.model.layer_input_size))
+        varying: list[Varying] = [{axis: tokens} if tokens else None for axis in (1, 1, 0, 1)[: len(given)]]
         reaches = self.model.reaches(positions, self.cache, 1)
         for kind, reach in reaches.items():
             whole = reach.bound == reach.size  # a ring so small that all of it is always read
             given.append(self.empty(reach.bound if whole else (reach.size or self.context) // 2, dtype=torch.int64))
             varying.append(None if whole else {0: torch.export.Dim(f"seen_{kind}", min=2, max=reach.size or LONGEST)})
         growing = [*zip(self.cache.ropes.values(), self.longer.ropes.values(), strict=True)]
-        growing += zip(tensors_of(self.cache.states[layer]), tensors_of(self.longer.states[layer]), strict=True)
+        source = self.model.source(layer)
+        growing += zip(tensors_of(self.cache.states[source]), tensors_of(self.longer.states[source]), strict=True)
         for short, long in growing:
             given.append(self.empty(short.shape, dtype=short.dtype))
             varying.append(self._growing(short, long))
+        for number, shape in enumerate(self._borrowed(layer, x.shape[1])):
+            given.append(self.hidden(*shape))
+            varying.append({2: tokens} if number >= 2 else None)
         return given, varying, reaches
+
+    def _borrowed(self, layer: int, tokens: int) -> list[tuple[int, ...]]:
+        """Return the shapes of the tensors that an earlier layer lends to a layer.
+
+        If several tokens overwrite a ring that later layers read, too, its layer returns the ring's keys and values from before
+        and the new ones: [1, KV heads, slots or tokens, head_dim] each.
+        """
+        source = self.model.source(layer)
+        state = self.cache.states[source]
+        if source == layer or tokens == 1 or not isinstance(state, Ring):
+            return []
+        return [(*t.shape[:2], size, t.shape[3]) for size in (state.size, tokens) for t in (state.keys, state.values)]
 
     def _growing(self, short: Tensor, long: Tensor) -> Varying:
         """Return the dimensions of a cache's tensor that grow with the context."""
@@ -178,7 +186,7 @@ class Anatomy:
         found: list[tuple[RMSNorm | None, Tensor | None]] = []
         kinds: dict[str, tuple[str | None, str | None]] = {}
         for layer, block in enumerate(self.model.layers):
-            kind = digest(describe(block), _shapes(self.cache.states[layer]))
+            kind = digest(describe(block), _shapes(self.cache.states[self.model.source(layer)]))
             if kind not in kinds:
                 kinds[kind] = self._names_of_left(layer, block)
             post, scalar = kinds[kind]
@@ -192,7 +200,8 @@ class Anatomy:
         reaches = self.model.reaches(positions, self.cache, 1)
         fake = {n: self.empty(p.shape, dtype=p.dtype) for n, p in block.named_parameters()}
         own = {f"model.layers.{layer}.{n}": p for n, p in fake.items()}
-        given = ("layer", layer, Residual(x), x, self.cache, reaches)
+        own_input = [self.hidden(1, 1, self.model.layer_input_size)] if self.model.layer_input_size else []
+        given = ("layer", layer, Residual(x), self.model.passing(x, self.cache, reaches), *own_input)
         out = torch.func.functional_call(_Called(self.model), own, given)
         post = None if out.post is None else next(n for n, m in block.named_modules() if m is out.post)
         return post, None if out.scalar is None else next(n for n, p in fake.items() if p is out.scalar)
@@ -204,8 +213,9 @@ class Anatomy:
             weights.append(self._names[id(post.weight)])
         if scalar is not None:
             weights.append(self._names[id(scalar)] if layer else None)
-        eps, states = None if post is None else post.eps, [_shapes(c.states[layer]) for c in (self.cache, self.longer)]
-        like = digest(describe(block), eps, scalar is not None, states)
+        eps, source = None if post is None else post.eps, self.model.source(layer)
+        states = [_shapes(cache.states[source]) for cache in (self.cache, self.longer)]
+        like = digest(describe(block), eps, scalar is not None, source == layer, states)
         return Piece(f"layers.{layer}", layer, tuple(weights), like, eps, scalar is not None)
 
     def _head(self) -> Piece:
@@ -251,10 +261,12 @@ class _Run(nn.Module):
         if piece.layer is None:
             return torch.func.functional_call(called, replaced, ("logits", inputs[0]))
         x, added, positions, *rest = inputs
-        numbers, ropes, states = _cut(rest, len(reaches), len(cache.ropes))
+        source, extra = called.model.source(piece.layer), int(called.model.layer_input_size > 0)
+        counts = extra, len(reaches), len(cache.ropes), len(tensors_of(cache.states[source]))
+        own_input, numbers, ropes, states, borrowed = _cut(rest, *counts)
         fresh = Cache(numbers[0], dict(zip(cache.ropes, ropes, strict=True)))
         fresh.states = [None] * len(cache.states)
-        fresh.states[piece.layer] = with_tensors(cache.states[piece.layer], states)
+        fresh.states[source] = with_tensors(cache.states[source], states)
         seen = {
             kind: replace(reach, positions=positions, bound=number.shape[0], numbers=number)
             for (kind, reach), number in zip(reaches.items(), numbers, strict=True)
@@ -263,8 +275,11 @@ class _Run(nn.Module):
         post = None if piece.post_eps is None else SimpleNamespace(weight=settled.pop(0), eps=piece.post_eps)
         residual = Residual(x, added, post, settled.pop() if piece.scaled else None)  # type: ignore[arg-type]
         own = dict(list(replaced.items())[: count - (piece.post_eps is not None) - piece.scaled])
-        out = torch.func.functional_call(called, own, ("layer", piece.layer, residual, x, fresh, seen))
-        return out.x, out.added
+        at = called.model.passing(x, fresh, seen)
+        if borrowed:
+            at.lent[source] = tuple(borrowed)
+        out = torch.func.functional_call(called, own, ("layer", piece.layer, residual, at, *own_input))
+        return out.x, out.added, *([] if borrowed else lent_by(piece.layer, at))
 
 
 class _Called(nn.Module):
@@ -280,8 +295,13 @@ class _Called(nn.Module):
     def forward(self, what: str, *given: Any) -> Any:
         if what == "logits":
             return self.model.logits(*given)
-        layer, residual, x, cache, reaches = given
-        return self.model.run_layer(layer, residual, self.model.passing(x, cache, reaches))
+        return self.model.run_layer(*given)
+
+
+def lent_by(layer: int, at: Any) -> Sequence[Tensor]:
+    """Return the tensors that a layer of a pass lends to later ones."""
+    found: Sequence[Tensor] = getattr(at, "lent", {}).get(layer, ())
+    return found
 
 
 def _cut(rest: Sequence[Tensor], *counts: int) -> list[Sequence[Tensor]]:
@@ -337,9 +357,8 @@ def describe(value: Any) -> Any:
     than reusing the wrong code.
     """
     if isinstance(value, nn.Module):
-        own = {
-            n: describe(v) for n, v in sorted(vars(value).items()) if not n.startswith("_") and n not in ("layer", "training")
-        }
+        left_out = ("layer", "source", "training")
+        own = {n: describe(v) for n, v in sorted(vars(value).items()) if not n.startswith("_") and n not in left_out}
         held = [(n, str(p.dtype), tuple(p.shape)) for n, p in value.named_parameters(recurse=False)]
         return [type(value).__qualname__, own, held, [(n, describe(m)) for n, m in value.named_children()]]
     if isinstance(value, partial):

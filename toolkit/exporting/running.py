@@ -93,11 +93,16 @@ class Exported:
         method = "decode" if x.shape[1] == 1 else "prefill"
         reaches = self.inner.reaches(positions, cache, length)
         positions = aligned(positions)  # otherwise each layer's code would copy them
-        shared = [positions, *(r.numbers[: r.bound] for r in reaches.values()), *cache.ropes.values()]
+        shared = [*(r.numbers[: r.bound] for r in reaches.values()), *cache.ropes.values()]
+        x, given = self.inner.enter(x)
         x = x.contiguous()
         added = torch.zeros_like(x)
+        lent: dict[int, list[Tensor]] = {}
         for layer, weights, compiled in self._layers:
-            x, added = compiled[method]([x, added, *shared, *tensors_of(cache.states[layer]), *weights])
+            source = self.inner.source(layer)
+            states = [*tensors_of(cache.states[source]), *lent.get(source, ())]
+            inputs = [x, added, positions, *given[layer : layer + 1], *shared, *states, *weights]
+            x, added, *lent[layer] = compiled[method](inputs)
         return Residual(x, added, self._post, self._scalar).sum()
 
 

@@ -121,7 +121,7 @@ class Ring(KeysValues):
             return super().extend(key, value, reach)
         held_keys, held_values = self.read(reach.bound)
         seen = torch.cat((held_keys, key), 2), torch.cat((held_values, value), 2)
-        self.write(key[:, :, -self.size :], value[:, :, -self.size :], reach.slots[-self.size :])
+        self.write_last(key, value, reach)
         return seen
 
     def attend(
@@ -134,11 +134,15 @@ class Ring(KeysValues):
             return self.look(query, reach, scale, quantize)
         query, key, value = ops.make_heads(heads, row, q_weight, k_weight, rope, at)
         out = ops.attend(query, self.keys, self.values, at, scale, self.size, reach.bound, (key, value))
-        self.write(key[:, :, -self.size :], value[:, :, -self.size :], reach.slots[-self.size :])
+        self.write_last(key, value, reach)
         return out
 
     def look(self, query: Tensor, reach: Reach, scale: float, quantize: bool = False) -> Operand:
         return ops.attend(query, self.keys, self.values, reach.positions, scale, self.size, reach.bound, quantize=quantize)
+
+    def write_last(self, key: Tensor, value: Tensor, reach: Reach) -> None:
+        """Write the last of T new keys and values [1, KV heads, T, head_dim]: as many as the ring holds."""
+        self.write(key[:, :, -self.size :], value[:, :, -self.size :], reach.slots[-self.size :])
 
 
 class Recurrent:

@@ -7,7 +7,7 @@ layers that share the keys and values of an earlier one, additional inputs for e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
@@ -44,7 +44,8 @@ class Pass:
 
     `positions` [T] are the tokens', and `tables` the rotary tables [positions, 2, head_dim] by kind of layer. Without a cache,
     `cache` is None and `reaches` (by kind) empty. `kernels` selects attention by kernels. Layers that reuse the keys and values
-    of an earlier layer of their kind find them in `seen`, or with kernels in that layer's cache state in `states`.
+    of an earlier layer find them in that layer's cache state, or in `lent` by the number of that layer: without a cache, and if
+    several tokens overwrite its ring. Then these are the ring's keys and values before the pass, and the new ones.
     """
 
     positions: Tensor
@@ -52,8 +53,7 @@ class Pass:
     cache: Cache | None = None
     reaches: dict[str, Reach] = field(default_factory=dict)
     kernels: bool = False
-    seen: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    states: dict[str, KeysValues] = field(default_factory=dict)
+    lent: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
 
     @cached_property
     def ropes(self) -> dict[str, Tensor]:
@@ -71,7 +71,8 @@ class Attention(nn.Module):
         self.layer, self.kind, self.eps = layer, config.layer_types[layer], config.rms_norm_eps
         self.window = config.sliding_window if self.kind == SLIDING else None
         heads, bias = config.heads(self.kind), config.attention_bias
-        self.head_dim, self.shares = heads.head_dim, layer >= config.first_shared_layer
+        self.source = config.source(layer)  # the layer whose keys and values this layer attends to
+        self.head_dim, self.shares, self.lends = heads.head_dim, self.source != layer, config.lends(layer)
         sizes = {"q": config.num_attention_heads * heads.head_dim}
         if not self.shares:
             sizes["k"] = heads.kv_heads * heads.head_dim
@@ -93,34 +94,58 @@ class Attention(nn.Module):
         heads = (*x.plain.shape[:2], -1, self.head_dim)
         query, *rest = (part.view(heads) for part in self.qkv(x))
         query = rotate(self.q_norm(query), at.ropes[self.kind])  # [B, T, H, D]
-        if not self.shares:
-            at.seen[self.kind] = self._keys_values(rest[0], rest[-1], at)
-        key, value = at.seen[self.kind]
+        new = [] if self.shares else self._keys_values(rest[0], rest[-1], at)
         if at.cache is None:
+            if self.lends:
+                at.lent[self.layer] = tuple(new)
+            key, value = at.lent[self.source] if self.shares else new
             return causal_attention(query, key, value, 1.0, self.window)
+        key, value = self._held(at, [part.transpose(1, 2) for part in new])
         return cached_attention(query, key, value, at.reaches[self.kind].mask, 1.0)
+
+    def _keys_values(self, key: Tensor, value: Tensor, at: Pass) -> list[Tensor]:
+        """Return the new keys and values from the projections [B, T, KV heads, D] (the same tensor if K = V)."""
+        value = F.rms_norm(value.float(), (self.head_dim,), None, self.eps).to(value.dtype)
+        return [rotate(self.k_norm(key), at.ropes[self.kind]), value]
+
+    def _held(self, at: Pass, new: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Append new keys and values [1, KV heads, T, D], if any, and return all, in the order of the mask of the reach."""
+        state, reach = self._state(at), at.reaches[self.kind]
+        if not self._lent(at):
+            return state.extend(new[0], new[1], reach) if new else state.read(reach.bound)
+        keys, values, key, value = self._lend(at, new)
+        return torch.cat((keys[:, :, : reach.bound], key), 2), torch.cat((values[:, :, : reach.bound], value), 2)
 
     def _by_kernels(self, x: Operand, at: Pass) -> Operand:
         assert at.cache is not None
         quantize = ops.takes_quantized(self.o.weight)
-        row, reach, rope = self.qkv.projected(x), at.reaches[self.kind], at.cache.ropes[self.kind]
-        if not self.shares:
-            state = at.cache.states[self.layer]
-            assert isinstance(state, KeysValues)
-            at.states[self.kind] = state
-            return state.attend(self.heads, row, self.q_norm.weight, self.k_norm.weight, rope, reach, 1.0, quantize)
-        query = ops.make_heads(self.heads, row, self.q_norm.weight, self.q_norm.weight, rope, reach.positions)[0]
-        return at.states[self.kind].look(query, reach, 1.0, quantize)
+        state, row, reach, rope = self._state(at), self.qkv.projected(x), at.reaches[self.kind], at.cache.ropes[self.kind]
+        key_weight = self.q_norm.weight if self.shares else self.k_norm.weight
+        if not self.shares and not self._lent(at):
+            return state.attend(self.heads, row, self.q_norm.weight, key_weight, rope, reach, 1.0, quantize)
+        query, *new = ops.make_heads(self.heads, row, self.q_norm.weight, key_weight, rope, reach.positions)
+        if not self._lent(at):
+            return state.look(query, reach, 1.0, quantize)
+        keys, values, *new = self._lend(at, new)
+        return ops.attend(query, keys, values, reach.positions, 1.0, reach.size or 0, reach.bound, new)
 
-    def _keys_values(self, key: Tensor, value: Tensor, at: Pass) -> tuple[Tensor, Tensor]:
-        """Return the keys and values to attend to, from the projections [B, T, KV heads, D] (the same tensor if K = V)."""
-        value = F.rms_norm(value.float(), (self.head_dim,), None, self.eps).to(value.dtype)
-        key = rotate(self.k_norm(key), at.ropes[self.kind])
-        if at.cache is None:
-            return key, value
-        state = at.cache.states[self.layer]
+    def _state(self, at: Pass) -> KeysValues:
+        state = at.cache.states[self.source] if at.cache is not None else None
         assert isinstance(state, KeysValues)
-        return state.extend(key.transpose(1, 2), value.transpose(1, 2), at.reaches[self.kind])
+        return state
+
+    def _lent(self, at: Pass) -> bool:
+        """Whether the keys and values are in `at.lent`: several tokens overwrite a ring that other layers read, too."""
+        return (self.shares or self.lends) and self.kind == SLIDING and at.positions.shape[0] > 1
+
+    def _lend(self, at: Pass, new: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return `at.lent` of the layer that owns the ring. In that layer, fill it with copies and write `new` to the ring."""
+        if not self.shares:
+            ring = self._state(at)
+            assert isinstance(ring, Ring)
+            at.lent[self.layer] = (ring.keys.clone(), ring.values.clone(), *(part.contiguous() for part in new))
+            ring.write_last(new[0], new[1], at.reaches[self.kind])
+        return at.lent[self.source]
 
 
 class Router(nn.Module):
@@ -160,7 +185,7 @@ class RoutedExperts(nn.Module):
 
 
 class LayerInput(nn.Module):
-    """x + norm(up(activation(gate(x)) * the additional input of this layer))."""
+    """up(activation(gate(x)) * the layer's additional input). The caller applies `norm` to the result and adds it to x."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -170,7 +195,7 @@ class LayerInput(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x: Tensor, given: Tensor) -> Tensor:
-        out: Tensor = x + self.norm(self.up(self.activation(self.gate(x)) * given))
+        out: Tensor = self.up(self.activation(self.gate(x)) * given)
         return out
 
 
@@ -200,7 +225,8 @@ class Block(nn.Module):
         if self.has_experts:
             out = self.dense_post_norm(out) + self.routed(x.x)
         if self.has_input:
-            return Residual(self.layer_input(x.add(out, self.mlp_post_norm).sum(), given) * self.scalar)
+            x = Residual(x.add(out, self.mlp_post_norm).sum())
+            return x.add(self.layer_input(x.x, given), self.layer_input.norm, self.scalar)
         return x.add(out, self.mlp_post_norm, self.scalar)
 
 
@@ -240,10 +266,10 @@ class LayerInputs(nn.Module):
         self.norm = RMSNorm(self.width, config.rms_norm_eps)
 
     def forward(self, x: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
-        """x [B, T, hidden], rows [B, T, layers * width] -> [B, T, width] for each layer."""
+        """x [B, T, hidden], rows [B, T, layers * width] -> [B, T, width] for each layer, contiguous."""
         shape = (*x.shape[:2], self.layers, self.width)
         projected = self.norm((self.proj(x) * self.scale).view(shape))
-        return ((projected + rows.view(shape)) * 2.0**-0.5).unbind(2)
+        return ((projected + rows.view(shape)) * 2.0**-0.5).permute(2, 0, 1, 3).contiguous().unbind()
 
 
 class Model(CausalLM):
@@ -296,15 +322,21 @@ class Model(CausalLM):
         return found
 
     def passing(self, x: Tensor, cache: Cache, reaches: dict[str, Reach]) -> Pass:
-        positions = reaches[FULL].positions
-        # With several tokens, the ring may lack keys that sharing layers still need: such passes can't use the kernels.
-        whole = positions.shape[0] == 1 or not self.shares
-        return Pass(positions, cache.ropes, cache, reaches, whole and ops.on_gpu(x, self.norm.weight))
+        return Pass(reaches[FULL].positions, cache.ropes, cache, reaches, ops.on_gpu(x, self.norm.weight))
+
+    def source(self, layer: int) -> int:
+        return self.config.source(layer)
+
+    def enter(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        if self.layer_inputs is None:
+            return x, ()
+        hidden = self.config.hidden_size
+        x, rows = x[..., :hidden], x[..., hidden:]
+        return x, self.layer_inputs(x, rows)
 
     @property
-    def shares(self) -> bool:
-        """Whether some layers read the keys and values of an earlier one."""
-        return self.config.first_shared_layer < self.config.num_hidden_layers
+    def layer_input_size(self) -> int:
+        return self.config.hidden_size_per_layer_input
 
     def costs(self, length: int) -> tuple[Cost, ...]:
         """Return the cost of each part for a token that follows `length` others."""
@@ -355,13 +387,9 @@ class Model(CausalLM):
 
     def _layers(self, x: Tensor, at: Pass, rope: Tensor | None = None) -> Tensor:
         """Run all layers on embedded tokens [B, T, hidden (+ per-layer inputs)] and return [B, T, hidden]."""
-        given: tuple[Tensor | None, ...] = (None,) * len(self.layers)
-        if self.layer_inputs is not None:
-            hidden = self.config.hidden_size
-            x, rows = x[..., :hidden], x[..., hidden:]
-            given = self.layer_inputs(x, rows)
+        x, given = self.enter(x)
         residual = Residual(x)
-        for layer, own in zip(self.layers, given, strict=True):
+        for layer, own in zip(self.layers, given or (None,) * len(self.layers), strict=True):
             residual = layer(residual, at, own)
         return residual.sum()
 

@@ -111,6 +111,16 @@ class Config:
         """The first layer that attends to the keys and values of an earlier layer of its kind."""
         return len(self.layer_types) - self.num_kv_shared_layers
 
+    def source(self, layer: int) -> int:
+        """Return the layer whose keys and values a layer attends to: its own, or the last one that computes any of its kind."""
+        if layer < self.first_shared_layer:
+            return layer
+        return max(i for i in range(self.first_shared_layer) if self.layer_types[i] == self.layer_types[layer])
+
+    def lends(self, layer: int) -> bool:
+        """Return whether later layers attend to the keys and values of a layer."""
+        return any(self.source(i) == layer for i in range(self.first_shared_layer, self.num_hidden_layers))
+
     @property
     def skipped(self) -> tuple[str, ...]:
         """Patterns (for `re.match`) of unused stored tensors: keys and values of layers that use another layer's."""

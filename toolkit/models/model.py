@@ -141,10 +141,26 @@ class CausalLM(Shown, nn.Module):
         """Return the state that all layers share while `x` passes through them. Its type is the architecture's own."""
         raise NotImplementedError
 
-    def run_layer(self, layer: int, residual: Residual, at: Any) -> Residual:
-        """Run one layer on a cache; `at` is the result of `passing`."""
-        out: Residual = self.layers[layer](residual, at)
+    def run_layer(self, layer: int, residual: Residual, at: Any, *given: Tensor) -> Residual:
+        """Run one layer on a cache. `at` is the result of `passing`, and `given` the layer's additional input, if any."""
+        out: Residual = self.layers[layer](residual, at, *given)
         return out
+
+    def enter(self, x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Split embedded tokens [B, T, row] into the residual stream [B, T, hidden] and each layer's additional input, if any.
+
+        The additional inputs are contiguous: [B, T, layer_input_size] each.
+        """
+        return x, ()
+
+    @property
+    def layer_input_size(self) -> int:
+        """The width of each layer's additional input; 0 if layers have none."""
+        return 0
+
+    def source(self, layer: int) -> int:
+        """Return the number of the layer whose cache state a layer reads: its own, unless it reuses keys and values."""
+        return layer
 
     def costs(self, length: int) -> tuple[Cost, ...]:
         """Return the cost of each part of the model for one token that follows `length` others."""
