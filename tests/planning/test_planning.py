@@ -149,10 +149,10 @@ def test_on_a_cpu_the_host_is_what_counts():
 def test_the_longest_context_is_the_longest():
     sizes = sizes_of(describe("random/qwen3-8b", "int4"))
     card = CATALOGUE["l4"].memory_bytes
-    longest = longest_context(sizes, card)
+    longest = longest_context(sizes, card, 512)
     assert longest is not None
     assert longest % 256 == 0
-    assert longest_context(sizes, sizes.weights) is None
+    assert longest_context(sizes, sizes.weights, 512) is None
 
 
 def test_sizes_are_those_of_the_allocator():

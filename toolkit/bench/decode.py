@@ -41,6 +41,7 @@ from toolkit.core.errors import ModelError, unknown_name
 from toolkit.decode.prefix import Prefix
 from toolkit.decode.strategies import STRATEGIES
 from toolkit.loading.loader import load
+from toolkit.models.chunks import chunk_of
 from toolkit.models.model import Model
 from toolkit.planning.costs import costs_of
 from toolkit.planning.plans import sizes_of
@@ -216,7 +217,7 @@ def _broken_down(names: Sequence[str]) -> str:
 
 def bench(
     device: str, name: str, scheme: str | None, contexts: Sequence[int], decode: str = "all", *, tokens: int = 128,
-    repeats: int = 5, chunk: int = 2048, kv: str | None = None, generation: Sequence[int] = (19, 128),
+    repeats: int = 5, chunk: int | None = None, kv: str | None = None, generation: Sequence[int] = (19, 128),
     parts: Sequence[str] = PARTS, out: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the record of a model (JSON-able), and write what is known of it to the file `out` after each part.
@@ -227,6 +228,7 @@ def bench(
         if part not in PARTS:
             raise unknown_name("part of a record", part, PARTS)
     model = load(name, device=device, scheme=scheme, progress=False)
+    chunk = chunk or chunk_of(model)
     made = Bench(model, names_of(model, decode), tokens, repeats, chunk, kv)
     record = {
         **about(device), "model": name, "scheme": scheme, "kv": kv, "dtype": str(model.dtype), "tokens": made.tokens,
@@ -307,7 +309,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--decode", default="all", help='strategies, separated by commas (default: "all")')
     parser.add_argument("--tokens", type=int, default=128, help="tokens per timed run (default: 128)")
     parser.add_argument("--repeats", type=int, default=5, help="timed runs per strategy (default: 5)")
-    parser.add_argument("--chunk", type=int, default=2048, help="prompt tokens per part of a prefill (default: 2048)")
+    parser.add_argument("--chunk", type=int, help="prompt tokens per part of a prefill (default: as tk.generate)")
     parser.add_argument("--copies", default="19,128", help="prompt and decode steps for counting copies, or empty")
     parser.add_argument("--parts", default=",".join(PARTS), help="parts of the record (default: all)")
     parser.add_argument("--report", nargs="+", type=Path, metavar="FILE", help="write the page of these records instead")

@@ -25,6 +25,7 @@ from toolkit.decode.step import Fallback, Step
 from toolkit.decode.strategies import STRATEGIES, OwnLoop, Strategy, find_strategy, strategies_of
 from toolkit.models.cache import Cache
 from toolkit.models.cache_codes import check_kv
+from toolkit.models.chunks import chunk_of
 from toolkit.models.model import Model
 from toolkit.text.prompts import StopText, TextStream, prompt_ids
 
@@ -48,7 +49,7 @@ def generate(
     context: int | None = None,
     kv: str | None = None,
     prefix: Prefix | None = None,
-    prefill_chunk: int = 512,
+    prefill_chunk: int | None = None,
     fallback: bool = False,
     eos: Collection[int] | None = None,
     on_token: Callable[[int, str], None] | None = None,
@@ -70,7 +71,8 @@ def generate(
         kv: The format of keys and values in the cache: "int8", "int4", "k4v8" (4-bit keys, 8-bit values), or None for the
             model's dtype. Layers with a sliding window are small and always keep the model's dtype.
         prefix: A `Prefix` that holds the beginning of the prompt and the cache. Only the rest of the prompt is fed.
-        prefill_chunk: The number of prompt tokens that are fed at a time.
+        prefill_chunk: The number of prompt tokens that are fed at a time. Default: chosen from the sizes of the model and the
+            GPU's memory, from 512 to 2,048 (see `toolkit.models.chunks`). `Run.prefill_chunk` is the number used.
         fallback: Whether a strategy that captures graphs goes on without them if it can't capture this model on this device.
             `Run.fallback` then holds the reason. Default: an error.
         eos: The token ids that end the text. Default: the model's own; `()` for none.
@@ -92,7 +94,7 @@ def generate(
     if isinstance(strategy, OwnLoop) and (prefix is not None or (kv is not None and check_kv(kv))):
         given = "a prefix" if kv is None else f"kv={kv!r}"
         raise ModelError(f"{strategy.name} with {given}", "its loop makes its own cache", "Leave out kv= and prefix=")
-    if not _is_count(prefill_chunk):
+    if prefill_chunk is not None and not _is_count(prefill_chunk):
         raise ModelError("prefill in chunks", f"prefill_chunk={prefill_chunk!r}", "Give a whole number of at least 1")
     ends, stops = _ends(model) if eos is None else _given_ends(eos), _stops(model, stop)
     if cancel is not None and not hasattr(cancel, "is_set"):
@@ -102,11 +104,13 @@ def generate(
     known_ns: list[int] = []
     fallen = Fallback(fallback)
     recording = device.record(lines=lines) if record else nullcontext()
+    chunk: int | None = None
     if isinstance(strategy, OwnLoop):
         learnt, late = strategy.run(ids, limit, sampling, ends, cancel), False
     else:
         fallen.check(model, strategy)
-        about = _About(ids, limit, context, kv, prefix, prefill_chunk, ends, AHEAD if stops else None)
+        chunk = prefill_chunk or chunk_of(model)
+        about = _About(ids, limit, context, kv, prefix, chunk, ends, AHEAD if stops else None)
         learnt, late = _decode(model, strategy, sampling, about, cancel, fallen), strategy.readback == "overlap"
     with recording as trace, torch.no_grad(), closing(learnt):
         for token, at_ns in learnt:
@@ -125,6 +129,7 @@ def generate(
         device=device.name,
         recorded=trace,
         fallback=fallen.reason,
+        prefill_chunk=chunk,
     )
 
 

@@ -10,6 +10,7 @@ import torch
 
 from toolkit.core.errors import ModelError
 from toolkit.models.cache import Cache
+from toolkit.models.chunks import chunk_of
 from toolkit.models.model import Model
 
 
@@ -20,8 +21,10 @@ class Prefix:
     windows and recurrent states are made before the first run; they take `kept_bytes` of device memory until `free`.
     """
 
-    def __init__(self, model: Model, ids: Sequence[int], context: int, *, kv: str | None = None, chunk: int = 512) -> None:
-        """Feed `ids`, `chunk` tokens at a time, to a new cache for `context` tokens; `kv` as in `generate`.
+    def __init__(
+        self, model: Model, ids: Sequence[int], context: int, *, kv: str | None = None, chunk: int | None = None
+    ) -> None:
+        """Feed `ids`, `chunk` tokens at a time, to a new cache for `context` tokens; `chunk` and `kv` as in `generate`.
 
         Raises ModelError if `ids` is empty or the cache is too small, and torch.OutOfMemoryError.
         """
@@ -34,7 +37,7 @@ class Prefix:
             self.cache = model.new_cache(context) if kv is None else model.new_cache(context, kv)
             try:
                 stop = 0
-                for part in torch.tensor([self.ids]).to(model.device.torch).split(chunk, 1):
+                for part in torch.tensor([self.ids]).to(model.device.torch).split(chunk or chunk_of(model), 1):
                     start, stop = stop, stop + part.shape[1]
                     model.advance(model.embed(part), self.cache.slots[start:stop], self.cache, stop)
             except BaseException:

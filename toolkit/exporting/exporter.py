@@ -28,7 +28,7 @@ from toolkit.core.version import __version__
 from toolkit.exporting import compiling, inductor, package, skeleton, weights
 from toolkit.exporting.compilers import Compilers
 from toolkit.exporting.loading import load_exported
-from toolkit.exporting.pieces import LEAST, METHODS, Anatomy, Piece, compiled_for, digest, least_context
+from toolkit.exporting.pieces import LEAST, METHODS, MOST, Anatomy, Piece, compiled_for, digest, least_context
 from toolkit.exporting.progress import Progress, Watch
 from toolkit.exporting.running import Exported
 from toolkit.gpu.device import Device
@@ -129,7 +129,7 @@ def export(
     context, most = _context(looked_at, context), None if budget is None else parse_bytes(budget)
     spec = None if card is None else card.spec
     called = os.fspath(model) if isinstance(model, str | os.PathLike) else _name(model)
-    foreseen = plan_of(looked_at, called, spec, context, most, None, kv, Levers()).check()
+    foreseen = plan_of(looked_at, called, spec, context, most, None, kv, Levers(), MOST).check()
     with package.locked(folder), ExitStack() as held:
         loaded = looked_at
         if isinstance(model, str | os.PathLike):

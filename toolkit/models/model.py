@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import torch
@@ -21,6 +21,7 @@ from toolkit.models.cache import Cache, Reach, check_one_sequence
 from toolkit.models.costs import Cost, Shown
 from toolkit.models.layers import Embedding, Linear, Residual, RMSNorm, initialize
 from toolkit.ops.define import GPUS
+from toolkit.weights.packed import PackedMatrix
 
 if TYPE_CHECKING:
     from toolkit.gpu.device import Device
@@ -152,6 +153,16 @@ class CausalLM(Shown, nn.Module):
         The additional inputs are contiguous: [B, T, layer_input_size] each.
         """
         return x, ()
+
+    @cached_property
+    def token_bytes(self) -> int:
+        """An estimate of the memory that the activations of one token take while the model processes a prompt."""
+        matrices = [m.shape for m in self.layers.modules() if isinstance(m, PackedMatrix)]
+        matrices = [shape for shape in matrices if len(shape) == 2] or [
+            p.shape for p in self.layers.parameters() if p.ndim == 2
+        ]
+        widest = max(shape[-2] for shape in matrices)
+        return self.dtype.itemsize * (4 * self.config.hidden_size + widest)
 
     @property
     def layer_input_size(self) -> int:

@@ -21,6 +21,7 @@ from toolkit.core.workers import processors
 from toolkit.gpu.catalogue import CATALOGUE, GpuSpec
 from toolkit.gpu.virtual.allocator.blocks import Blocks
 from toolkit.kernels.kv_codes import KV_SCHEMES
+from toolkit.models import chunks
 from toolkit.models.cache import Recurrent, Ring
 from toolkit.models.model import CausalLM
 from toolkit.vram.what_if import CONTEXT_BYTES
@@ -98,10 +99,8 @@ class Sizes:
     fixed: tuple[int, ...]  # bytes of each tensor whose size does not depend on the context
     table: int  # the embedding table, unpacked
     largest: int  # the largest packed matrix, unpacked; 0 if none is packed
-    hidden: int
-    widest: int  # widest activation of one token, in elements
+    token_bytes: int  # the activations of one token
     vocab: int
-    itemsize: int
     positions: int  # maximum context of the model
 
     def state_bytes(self, context: int) -> int:
@@ -111,7 +110,11 @@ class Sizes:
 
     def activation_bytes(self, tokens: int) -> int:
         """Return the bytes of activations for `tokens` processed at once, and of the logits of one token."""
-        return tokens * self.itemsize * (4 * self.hidden + self.widest) + 4 * 3 * self.vocab
+        return tokens * self.token_bytes + 4 * 3 * self.vocab
+
+    def chunk(self, card: GpuSpec | None) -> int:
+        """Return the number of prompt tokens that the model processes at once on `card`, or on the CPU if it is None."""
+        return chunks.LEAST if card is None else chunks.chunk_for(self.token_bytes, card.memory_bytes)
 
 
 @dataclass(frozen=True, repr=False)
@@ -178,7 +181,8 @@ class Plan:
         rows = []
         for card in CATALOGUE.values() if cards is None else cards:
             budget = card.memory_bytes if self.budget_bytes is None else min(self.budget_bytes, card.memory_bytes)
-            run = _run(self.sizes, self.context, self.chunk, card)
+            chunk = self.sizes.chunk(card)
+            run = _run(self.sizes, self.context, chunk, card)
             row = {
                 "gpu": card.key,
                 "memory_bytes": card.memory_bytes,
@@ -186,7 +190,7 @@ class Plan:
                 "can_run": _peak(run, card) <= card.memory_bytes,
                 "run_bytes": _peak(run, card),
             }
-            rows.append(row | {"longest_context": longest_context(self.sizes, card.memory_bytes, self.chunk)})
+            rows.append(row | {"longest_context": longest_context(self.sizes, card.memory_bytes, chunk)})
         return rows
 
     def gpus(self, cards: Iterable[GpuSpec] | None = None) -> pd.DataFrame:
@@ -219,22 +223,22 @@ def sizes_of(model: CausalLM, kv: str | None = None) -> Sizes:
                 window = config.sliding_window if isinstance(state, Ring) else None
                 states.append((tensor.nbytes // (state.size if isinstance(state, Ring) else SLOTS), window))
     cache.free()
-    shapes = [tuple(p.shape) for p in model.layers.parameters() if p.ndim == 2]
-    widths = [m.shape[-2] for m in model.layers.modules() if isinstance(m, PackedMatrix) and len(m.shape) == 2]
     return Sizes(
         weights=allocated_bytes([p.nbytes for p in model.parameters()]), states=tuple(states), fixed=tuple(fixed),
         table=config.vocab_size * config.hidden_size * plain,
-        largest=max((m.shape[-2] * m.shape[-1] * plain for m in packed), default=0), hidden=config.hidden_size,
-        widest=max(widths or [shape[0] for shape in shapes]), vocab=config.vocab_size, itemsize=plain,
-        positions=config.max_position_embeddings,
+        largest=max((m.shape[-2] * m.shape[-1] * plain for m in packed), default=0), token_bytes=model.token_bytes,
+        vocab=config.vocab_size, positions=config.max_position_embeddings,
     )  # fmt: skip
 
 
 def plan_of(
     model: CausalLM, name: str, card: GpuSpec | None, context: int | None, budget: int | None, run_budget: int | None,
-    kv: str | None, levers: Levers, chunk: int = 512,
+    kv: str | None, levers: Levers, chunk: int | None = None,
 ) -> Plan:  # fmt: skip
-    """Return the plan for a model that may be on "meta". `card` is None for the CPU. See `tk.plan`."""
+    """Return the plan for a model that may be on "meta". `card` is None for the CPU. See `tk.plan`.
+
+    `chunk` is the number of prompt tokens processed at once (default: as `tk.generate`).
+    """
     most = model.config.max_position_embeddings
     context = min(4096, most) if context is None else context
     if type(context) is not int or not 2 <= context <= most:
@@ -246,16 +250,17 @@ def plan_of(
     tried = [kv] if kv != "auto" else [None, *KV_SCHEMES]
     for one in tried:
         sizes = sizes_of(model, one)
-        run = _run(sizes, context, chunk, card)
+        at_once = sizes.chunk(card) if chunk is None else chunk
+        run = _run(sizes, context, at_once, card)
         if _peak(run, card) <= whole:
             break
     compilers = _compilers(sizes, _host_bytes() if budget is None or card is not None else budget)
     export = _export(sizes, context, levers, compilers)
-    found = Plan(name, card, context, budget, whole, one, chunk, levers, compilers, export, run, (), (), sizes)
+    found = Plan(name, card, context, budget, whole, one, at_once, levers, compilers, export, run, (), (), sizes)
     return replace(found, pulled=_pulled(found, model), problems=tuple(_problems(found)))
 
 
-def longest_context(sizes: Sizes, memory_bytes: int, chunk: int = 512, base: int = CONTEXT_BYTES) -> int | None:
+def longest_context(sizes: Sizes, memory_bytes: int, chunk: int, base: int = CONTEXT_BYTES) -> int | None:
     """Return the longest context that runs in `memory_bytes`, of which `base` bytes are already in use.
 
     The result is the model's maximum or a multiple of 256 tokens; None if fewer than 256 tokens fit.
