@@ -36,8 +36,8 @@ class Run:
     and ends before a stop string. `tok_per_s` is the rate between the tokens that the host knew, on the clock named by `clock`;
     None for fewer than two tokens. The first interval of more than three tokens isn't counted, because kernels may be compiled
     and graphs captured in it. Strategies that read tokens one step late don't count the last one, which needs no step of its
-    own. Recording makes a run on a real GPU slower. `prefill_chunk` is the number of prompt tokens that were fed at a time, None
-    if the model's own loop ran.
+    own. Recording makes a run on a real GPU slower. `prefill_chunk` is the number of prompt tokens that were fed at a time; it
+    is None if the model's own loop ran.
     """
 
     text: str

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 # On a GPU with little memory; on the CPU, where attention holds the scores of all heads; and in models of transformers.
 LEAST = 512
-# The experts of a mixture get the fewest rows: with 8 of 256 experts per token, 2,048 tokens make 64 rows for each, half a tile of
-# the prompt kernels. A dense 31B model processed 6,051 tokens/s with 2,048 at once and 5,847 with 512, a dense 8B model 23,340
-# and 23,378 (one H200). The kernels are tuned for up to 2,048 tokens.
+# The experts of a mixture get the fewest rows: with 8 of 256 experts per token, 2,048 tokens make 64 rows for each, half a tile
+# of the prompt kernels. On an H200, a dense 31B model processed 6,051 tokens/s with 2,048 at once and 5,847 with 512, a dense
+# 8B model 23,340 and 23,378. The kernels are tuned for up to 2,048 tokens.
 MOST = 2048
 SHARE = 64  # the activations take at most this part of the GPU's memory: 1/64
 
