@@ -71,6 +71,17 @@ def test_decode_equals_the_reference(shape, splits):
     check(ATTENTION_DECODE, shape, config, ATTENTION_DECODE.inputs(shape, HERE, seed=1))
 
 
+@pytest.mark.parametrize("block", [32, 128])
+@pytest.mark.parametrize("shape", DECODE_SHAPES, ids=lambda shape: shape.key)
+def test_splits_of_one_block_equal_the_reference(shape, block):
+    """Keys and values are loaded before those of the new token are, at every place that it can have in a block."""
+    config, inputs = Config(block_n=block, splits=-(-shape.seen // block)), ATTENTION_DECODE.inputs(shape, HERE, seed=1)
+    last = 3 * shape.slots if shape.seen < shape.slots or shape.window else shape.slots - 1
+    for position in {-1, 0, shape.seen // 2, shape.slots - 1, last}:
+        poison = torch.nan if position < shape.slots - 1 else None
+        check(ATTENTION_DECODE, shape, config, at(inputs, position, poison))
+
+
 @pytest.mark.parametrize("position", [0, 15, 16, 70, 99])
 def test_what_lies_beyond_the_length_is_never_seen(position):
     shape = DecodeShape(4, 2, 32, 100)

@@ -5,11 +5,13 @@ The kernel is bound by reading keys and values once. The query heads that share 
 is read twice. The cache is divided into enough splits to keep every multiprocessor busy, and a second launch combines their
 results in a fixed order. If the next matrix wants its operand in 8 bits, that launch quantizes the result, too. The number of
 splits follows from the size of the buffer and their length from the sequence length, which is read on the device: the same
-launches (and the same CUDA graph) serve every length and read no more than that length.
+launches (and the same CUDA graph) serve every length and read no more than that length. If a split fits into registers, its keys
+and values are loaded while the launches before this one finish.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ from toolkit.weights.packed import ACTIVATIONS_PER_SCALE
 
 LOG2_E = 1.4426950408889634
 COMBINE_TILE = 4096  # partial sums that a block of the second launch holds
+SHORT = 512  # slots up to which splits of one block are always faster
 BLOCK_TARGETS = (64, 108, 132, 264)  # blocks per launch: from fewer than a GPU has multiprocessors to two or three for each
 
 
@@ -81,7 +84,8 @@ class AttentionDecode(Kernel):
     """query [1, 1, H, D] on keys and values [1, KV heads, slots, D] -> [1, 1, H * D], softmax in fp32.
 
     `positions` [1] (int32 or int64, on the device) is that of the token, whose key and value are written already; -1 stands for
-    an empty cache and gives zeros. Neither of the two launches before may write it, if this one may start before they end.
+    an empty cache and gives zeros. If this launch may start before the two before it end, these may write neither the position
+    nor anything in the cache but the token's key and value: all else is read before they end.
     Slots that the token doesn't see may hold anything, including NaN. Keys and values may be views of the first slots of longer
     buffers. A quantised result has codes int8 [1, 1, H * D], and scales and sums fp32 [1, 1, H * D / 32].
     """
@@ -108,7 +112,22 @@ class AttentionDecode(Kernel):
         default = Config(block_n=blocks[0], splits=splits_for(shape, 132), warps=4, stages=2)
         found = config_grid(default, stages=(2, 3, 4), block_n=blocks, splits=splits)
         # Enough loads of keys and values must be in flight while a block is computed, or the memory is idle.
-        return [c for c in found if c == default or 48 * KiB <= 2 * (c.stages - 1) * c["block_n"] * row <= 192 * KiB]
+        found = [c for c in found if c == default or 48 * KiB <= 2 * (c.stages - 1) * c["block_n"] * row <= 192 * KiB]
+        whole = self._whole(shape)
+        return list(dict.fromkeys([default, *whole] if whole and shape.seen <= SHORT else [*found, *whole]))
+
+    def _whole(self, shape: AttentionShape) -> list[Config]:
+        """Return configs with one block per split, held in registers: 16 to 128 of each thread.
+
+        A config for this number of slots is also one for up to four times fewer, so that timings are found there, too.
+        """
+        most, row, found = splits_for(shape, max(BLOCK_TARGETS)), shape.head_dim * shape.torch_dtype.itemsize, []
+        for block, warps in itertools.product((16, 32, 64, 128), (4, 8)):
+            fewest = triton.next_power_of_2(triton.cdiv(shape.seen, block))
+            if 2 * KiB <= 2 * block * row // warps <= 16 * KiB:
+                splits = [n for n in (fewest, 2 * fewest, 4 * fewest) if n <= most]
+                found += [Config(block_n=block, splits=n, warps=warps, stages=1) for n in splits]
+        return found
 
     def inputs(self, shape: Shape, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
         """Return values and scores of unit variance; for caches of positions, a few slots of 1,000 lie beyond the length."""
@@ -154,7 +173,10 @@ class AttentionDecode(Kernel):
         assert isinstance(shape, DecodeShape)
         check_tensors(shape, inputs, tokens=1)
         strides = {"key_stride": inputs["keys"].stride(1), "value_stride": inputs["values"].stride(1)}
-        return split_launches(shape, config, outputs, _decode, {**inputs, **strides})
+        whole = config["splits"] * config["block_n"] >= shape.seen
+        constants = {"WHOLE": whole, "QUANTISED": shape.quantised}
+        found = split_launches(shape, config, outputs, _decode, {**inputs, **strides, **results(outputs)}, constants)
+        return found[:1] if config["splits"] == 1 else found
 
     def cost(self, shape: Shape) -> Cost:
         assert isinstance(shape, AttentionShape)
@@ -205,10 +227,14 @@ def split_launches(
     numbers = {**arguments, **shared, "scale": shape.scale * LOG2_E}
     first = Launch(function, (shape.kv_heads, splits), numbers, {**sizes, **own}, config.warps, config.stages, early=True)
     columns = min(shape.head_dim, max(ACTIVATIONS_PER_SCALE, COMBINE_TILE // triton.next_power_of_2(splits)))
-    results = {name: outputs.get(name, outputs["output"]) for name in ("output", "codes", "scales", "sums")}
     sizes |= {"COLUMNS": columns, "QUANTISED": shape.quantised}
     grid = (shape.kv_heads, shape.group * shape.head_dim // columns)
-    return [first, Launch(_combine, grid, {**shared, **results}, sizes, early=True)]
+    return [first, Launch(_combine, grid, {**shared, **results(outputs)}, sizes, early=True)]
+
+
+def results(outputs: Tensors) -> dict[str, Tensor]:
+    """Return the tensors of the result. Without a quantization, the output stands for its tensors."""
+    return {name: outputs.get(name, outputs["output"]) for name in ("output", "codes", "scales", "sums")}
 
 
 def splits_for(shape: AttentionShape, blocks: int) -> int:
@@ -280,11 +306,15 @@ def split_length(first, end, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _decode(
-    query, keys, values, positions, partial, weights, key_stride, value_stride, scale, capacity,
-    WINDOW: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    query, keys, values, positions, partial, weights, output, codes, scales, sums, key_stride, value_stride, scale, capacity,
+    WINDOW: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
+    QUANTISED: tl.constexpr, BLOCK_M: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """One split of one KV head: the weighted mean of its values for each query head, and the log of their weight."""
+    """One split of one KV head: the weighted mean of its values for each query head, and the log of their weight.
+
+    If a split is one block (WHOLE), its keys and values are loaded before the turn, and those of the new token after it. A
+    single split is the result.
+    """
     let_next_begin()
     head, split = tl.program_id(0), tl.program_id(1)
     keys += head.to(tl.int64) * key_stride
@@ -293,32 +323,77 @@ def _decode(
     each, active = split_length(first, end, SPLITS, BLOCK_N)
     start = first + split * each
     stop = tl.minimum(start + each, end)
-    await_previous()
-    if split < active:
-        rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, HEAD_DIM)
-        tile = rows[:, None] * HEAD_DIM + dims[None, :]
-        real = rows < GROUP
-        q = tl.load(query + head * GROUP * HEAD_DIM + tile, mask=real[:, None], other=0)
-        peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
-        mean = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
-        for slot in range(start, stop, BLOCK_N):
-            slots = slot + tl.arange(0, BLOCK_N)
-            there = (slots < stop)[:, None]
-            k = tl.load(keys + slots[:, None] * HEAD_DIM + dims[None, :], mask=there, other=0)
-            scores = dot(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)) * scale
-            scores = tl.where(slots[None, :] < stop, scores, float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(scores, 1))
-            shrink, p = tl.exp2(peak - new_peak), tl.exp2(scores - new_peak[:, None])
-            total = total * shrink + tl.sum(p, 1)
-            # Slots beyond the length are not loaded: they may hold NaN, which a weight of zero would not hide.
-            v = tl.load(values + slots[:, None] * HEAD_DIM + dims[None, :], mask=there, other=0)
-            mean = dot(p.to(v.dtype), v, mean * shrink[:, None])
-            peak = new_peak
-        total = tl.where(total > 0, total, 1)  # nothing seen: zeros with no weight, since the peak is -inf
+    rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, HEAD_DIM)
+    tile = rows[:, None] * HEAD_DIM + dims[None, :]
+    real = rows < GROUP
+    queries = query + head * GROUP * HEAD_DIM + tile
+    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    mean = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
+    if WHOLE:
+        slots = start + tl.arange(0, BLOCK_N)
+        new = tl.load(positions).to(tl.int32) % capacity
+        cached = slots[:, None] * HEAD_DIM + dims[None, :]
+        old = ((slots < stop) & (slots != new))[:, None]
+        k = tl.load(keys + cached, mask=old, other=0)
+        v = tl.load(values + cached, mask=old, other=0)
+        column = new + tl.zeros((HEAD_DIM,), tl.int32)
+        here = (column >= start) & (column < stop)
+        own = (slots == new)[:, None] & here[None, :]
+        await_previous()
+        q = tl.load(queries, mask=real[:, None], other=0)
+        k = tl.where(own, tl.load(keys + new * HEAD_DIM + dims, mask=here, other=0)[None, :], k)
+        v = tl.where(own, tl.load(values + new * HEAD_DIM + dims, mask=here, other=0)[None, :], v)
+        scores = dot(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)) * scale
+        scores = tl.where(slots[None, :] < stop, scores, float("-inf"))
+        peak = tl.max(scores, 1)
+        p = tl.exp2(scores - tl.where(peak > float("-inf"), peak, 0)[:, None])
+        total = tl.sum(p, 1)
+        mean = dot(p.to(v.dtype), v, mean)
+    else:
+        await_previous()
+        if split < active:
+            q = tl.load(queries, mask=real[:, None], other=0)
+            for slot in range(start, stop, BLOCK_N):
+                slots = slot + tl.arange(0, BLOCK_N)
+                there = (slots < stop)[:, None]
+                k = tl.load(keys + slots[:, None] * HEAD_DIM + dims[None, :], mask=there, other=0)
+                scores = dot(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)) * scale
+                scores = tl.where(slots[None, :] < stop, scores, float("-inf"))
+                new_peak = tl.maximum(peak, tl.max(scores, 1))
+                shrink, p = tl.exp2(peak - new_peak), tl.exp2(scores - new_peak[:, None])
+                total = total * shrink + tl.sum(p, 1)
+                # Slots beyond the length are not loaded: they may hold NaN, which a weight of zero would not hide.
+                v = tl.load(values + slots[:, None] * HEAD_DIM + dims[None, :], mask=there, other=0)
+                mean = dot(p.to(v.dtype), v, mean * shrink[:, None])
+                peak = new_peak
+    total = tl.where(total > 0, total, 1)  # nothing seen: zeros with no weight, since the peak is -inf
+    mean = mean / total[:, None]
+    if SPLITS == 1:
+        first = head * GROUP * HEAD_DIM
+        _store(mean, first, output, codes, scales, sums, GROUP * HEAD_DIM, BLOCK_M * HEAD_DIM, QUANTISED)
+    elif split < active:
         at = (head * SPLITS + split) * GROUP
-        tl.store(partial + at * HEAD_DIM + tile, mean / total[:, None], mask=real[:, None])
+        tl.store(partial + at * HEAD_DIM + tile, mean, mask=real[:, None])
         tl.store(weights + at + rows, peak + tl.log2(total), mask=real)
+
+
+@triton.jit
+def _store(
+    found, first, output, codes, scales, sums, COUNT: tl.constexpr, SIZE: tl.constexpr, QUANTISED: tl.constexpr
+):  # fmt: skip
+    """Store the first COUNT of SIZE numbers, and their quantization, from position `first` on."""
+    WIDTH: tl.constexpr = 32 if QUANTISED else 16
+    group = tl.arange(0, SIZE // WIDTH)
+    there = group < COUNT // WIDTH
+    at = first + group[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    found = tl.reshape(found.to(output.dtype.element_ty), (SIZE // WIDTH, WIDTH))
+    tl.store(output + at, found, mask=there[:, None])
+    if QUANTISED:
+        number, scale, sum = quantise_groups(found.to(tl.float32))
+        tl.store(codes + at, number, mask=there[:, None])
+        tl.store(scales + first // 32 + group, scale, mask=there)
+        tl.store(sums + first // 32 + group, sum, mask=there)
 
 
 @triton.jit
@@ -342,13 +417,6 @@ def _combine(
     peak = tl.max(weight, 0)
     share = tl.exp2(weight - tl.where(peak > float("-inf"), peak, 0))  # nothing seen: all weights are -inf
     total = tl.sum(share, 0)
-    found = (tl.sum(mean * share[:, None], 0) / tl.where(total > 0, total, 1)).to(output.dtype.element_ty)
-    at = head * GROUP * HEAD_DIM + columns
-    tl.store(output + at, found)
-    if QUANTISED:
-        GROUPS: tl.constexpr = COLUMNS // 32
-        number, scale, sum = quantise_groups(tl.reshape(found, (GROUPS, 32)).to(tl.float32))
-        tl.store(codes + tl.reshape(at, (GROUPS, 32)), number)
-        groups = (head * GROUP * HEAD_DIM + column) // 32 + tl.arange(0, GROUPS)
-        tl.store(scales + groups, scale)
-        tl.store(sums + groups, sum)
+    found = tl.sum(mean * share[:, None], 0) / tl.where(total > 0, total, 1)
+    first = head * GROUP * HEAD_DIM + column
+    _store(found, first, output, codes, scales, sums, COLUMNS, COLUMNS, QUANTISED)

@@ -7,9 +7,10 @@ doesn't call `let_next_begin` is complete, and its writes are visible, when the 
 every launch waits for the one before it, it has waited for all of them.
 
 A kernel that calls `let_next_begin` after `await_previous` guarantees more: when the next launch starts, everything before
-*this* launch is complete. `int4_matmul` does so, and the kernels after it rely on it: `norms_rope` and `attention` read
-positions before they wait, and `moe` what its first launch wrote. A kernel that calls it first doesn't guarantee it, but the
-next launch, which may wait for several, then loads its matrix during all of them.
+*this* launch is complete. `int4_matmul` does so, and the kernels after it rely on it: before they wait, `norms_rope` and
+`attention` read positions, `attention` also the keys and values of earlier tokens, and `moe` what its first launch wrote. A
+kernel that calls it first doesn't guarantee it, but the next launch, which may wait for several, then loads its matrix during
+all of them.
 """
 
 from __future__ import annotations
