@@ -2,6 +2,10 @@
 
     python -m toolkit.bench.captured_steps --device cuda --out measured.json
     python -m toolkit.bench.captured_steps --device virtual:h200 --out virtual.json
+    python -m toolkit.bench.captured_steps --tune
+
+With `--tune`, the configs that are fastest alone are tried in the step first, and the choices are stored
+(`toolkit.tune.in_step`): all kernels in the steps after the shortest prompts, and attention in the others.
 
 The models have the real shapes and random weights in q4_k_m, at batch size 1. The step embeds the token, runs the layers on a
 cache with the prompt and 64 more positions, chooses the most likely token, and advances the position.
@@ -12,7 +16,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,12 +24,16 @@ from typing import Any
 import torch
 
 from toolkit.bench.record import about, write_record
+from toolkit.core.errors import DeviceError
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
 from toolkit.gpu.virtual.device import VirtualGpu
 from toolkit.loading.loader import load
 from toolkit.models.model import Model
 from toolkit.ops.zeros import COUNTERS, own_counters
+from toolkit.tune.cards import find_card
+from toolkit.tune.in_step import tune_in
+from toolkit.tune.store import words
 
 PROMPTS = {
     "random/qwen3-8b": (64, 8192), "random/gemma4-31b": (64, 8192, 32640), "random/qwen3.5-35b-a3b": (64, 8192, 32640),
@@ -36,18 +44,42 @@ REPLAYS = 50  # per timing; virtual GPUs need only one, because all are alike
 TIMINGS = 5
 
 
-def bench(device: str, prompts: dict[str, Sequence[int]] | None = None) -> dict[str, Any]:
-    """Return the record of all steps (JSON-able). `prompts` maps the names of models to the lengths of their prompts."""
+def bench(
+    device: str, prompts: Mapping[str, Sequence[int]] | None = None, tuned: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """Return the record of all steps (JSON-able). `prompts` maps the names of models to the lengths of their prompts.
+
+    Kernels with the names `tuned`, () for all, are tuned in the steps first, except with None.
+    """
     gpu, rows = open_device(device), []
     for name, lengths in (prompts or PROMPTS).items():
         with torch.no_grad(), gpu.sizes_only() if isinstance(gpu, VirtualGpu) else nullcontext():
             model = load(name, device=gpu, scheme=SCHEME, progress=False)
+            if tuned is not None:
+                for n, length in enumerate(sorted(lengths)):
+                    _tune(gpu, model, name, length, ("attention_decode",) if n else tuned)
             rows += [{"model": name, "prompt": length, **_timed(gpu, model, length)} for length in lengths]
         del model
     return {**about(device), "scheme": SCHEME, "rows": rows}
 
 
-def _timed(gpu: Device, model: Model, prompt: int) -> dict[str, Any]:
+def _tune(gpu: Device, model: Model, name: str, prompt: int, kernels: Sequence[str]) -> None:
+    """Tune the configs of `kernels`, by default all, in the step after `prompt` tokens, and print the trials."""
+    card = find_card(gpu.torch)
+    if card is None or not card.present:
+        raise DeviceError("tuning a step", f"{gpu.torch} has no measured times", 'Give --device "cuda"')
+
+    def time_ms() -> float:
+        return float(_timed(gpu, model, prompt, timings=3, replays=15)["ms"])
+
+    for trial in tune_in(f"a step of {name} after {prompt} tokens", time_ms, card, kernels):
+        note = "better" if trial.better else ""
+        print(
+            f"{trial.before_ms:.4f} -> {trial.ms:.4f} ms {trial.kernel} {trial.shape}: {words(trial.config)} {note}", flush=True
+        )
+
+
+def _timed(gpu: Device, model: Model, prompt: int, timings: int = TIMINGS, replays: int = REPLAYS) -> dict[str, Any]:
     """Return the milliseconds of a captured step after `prompt` tokens, and the number of nodes in its graph."""
     room = prompt + MORE
     cache = model.new_cache(room)
@@ -67,9 +99,9 @@ def _timed(gpu: Device, model: Model, prompt: int) -> dict[str, Any]:
     graph = gpu.capture(step)
     times = []
     try:
-        for _ in range(1 if modelled else TIMINGS):
+        for _ in range(1 if modelled else timings):
             position.fill_(prompt)
-            times.append(_replay_ms(gpu, graph, 1 if modelled else REPLAYS))
+            times.append(_replay_ms(gpu, graph, 1 if modelled else replays))
     finally:
         graph.free()
         cache.free()
@@ -96,9 +128,14 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m toolkit.bench.captured_steps", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cuda", help='"cuda" (default), "virtual:h200"...')
+    parser.add_argument("--model", choices=list(PROMPTS), help="only this one")
+    parser.add_argument("--tune", action="store_true", help="tune the kernels in the steps first")
+    parser.add_argument("--kernels", help="with --tune: only these, separated by commas")
     parser.add_argument("--out", type=Path, help="write the record to this JSON file (default: print it)")
     options = parser.parse_args(arguments)
-    write_record(bench(options.device), options.out)
+    prompts = {name: lengths for name, lengths in PROMPTS.items() if options.model in (None, name)}
+    tuned = (options.kernels.split(",") if options.kernels else ()) if options.tune else None
+    write_record(bench(options.device, prompts, tuned), options.out)
     return 0
 
 

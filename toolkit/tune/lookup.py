@@ -1,6 +1,6 @@
 """Choose the config that a kernel is launched with, from stored timings. These steps are tried until one finds a config:
 
-1. "this device": the fastest correct config that was timed on this model of GPU;
+1. "this device": the fastest correct config that was timed on this model of GPU, in a decode step or else alone;
 2. "near shape": the fastest one that was timed on it at other lengths (`Kernel.lengths`), the nearest lengths first;
 3. "same capability": as 1 and 2, for another GPU of the same compute capability, if the config fits this GPU's limits;
 4. "model": the first config within 5 % of the best modelled time, of those that `tune.explore` has compiled;
@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -50,6 +51,7 @@ class Choice:
 _when_forgotten: list[Callable[[], None]] = []
 _chosen: dict[tuple[Kernel, Shape, str], Choice] = {}  # by kernel, shape and the GPU's key
 _at_once: dict[tuple[Kernel, Shape, Any], Choice] = {}  # by the argument `device`, if it always means the same GPU
+_preferred: dict[tuple[Kernel, Shape], Config] = {}
 
 
 def choose(kernel: Kernel, shape: Shape, device: Card | torch.device | str | int = "auto") -> Choice:
@@ -71,6 +73,25 @@ def choices() -> list[Choice]:
     return list(_chosen.values())
 
 
+def looked_up(card: Card) -> dict[tuple[Kernel, Shape], Config]:
+    """Return the configs chosen for `card` in this process since timings were last added, in the order of the first lookups."""
+    return {(kernel, shape): one.config for (kernel, shape, key), one in _chosen.items() if key == card.key}
+
+
+@contextmanager
+def preferred(configs: Mapping[tuple[Kernel, Shape], Config]) -> Iterator[None]:
+    """Choose `configs` in this block, whatever the timings say: to try them."""
+    before = dict(_preferred)
+    _preferred.update(configs)
+    forget()
+    try:
+        yield
+    finally:
+        _preferred.clear()
+        _preferred.update(before)
+        forget()
+
+
 def forget() -> None:
     """Clear the caches. Called when timings were added."""
     _chosen.clear()
@@ -89,6 +110,8 @@ def _look(kernel: Kernel, shape: Shape, card: Card | None) -> Choice:
     if card is None:
         default, note = kernel.space(shape)[0], "the device is not a GPU"
         return Choice(kernel.name, shape.key, "cpu", default, "default", note)
+    if (kernel, shape) in _preferred:
+        return Choice(kernel.name, shape.key, card.key, _preferred[kernel, shape], "tried", "it is being tried")
     step, config, note = next(_steps(kernel, shape, card))
     return Choice(kernel.name, shape.key, card.key, config, step, note)
 
@@ -98,7 +121,8 @@ def _steps(kernel: Kernel, shape: Shape, card: Card) -> Iterator[tuple[str, Conf
     here = timed(kernel, shape, _kept(card.key, card.facts))
     if here:
         best, count = here[0], sum(one.shape == here[0].shape for one in here)
-        what = f"{seconds_text(best.us / 1e6)}, the fastest of {count} timed with {best.record.versions}"
+        where = f" in {best.record.program}" if best.record.program else ""
+        what = f"{seconds_text(best.us / 1e6)}, the fastest{where} of {count} timed with {best.record.versions}"
         yield (
             ("near shape", best.config, f"{what} at {_differing(best, shape)}")
             if best.far
@@ -129,6 +153,7 @@ class Timed:
 def timed(kernel: Kernel, shape: Shape, kept: Tuned | None) -> list[Timed]:
     """Return the stored correct configs of the kernel's current code for `shape` or other lengths: nearest, then fastest.
 
+    Those that were timed in a program (`tune.in_step`) precede those that were only timed alone, the fastest program first.
     Configs outside of the kernel's space for `shape` are left out, since its buffers may be too small for them.
     """
     found, far, space = [], {shape.key: 0.0}, set(kernel.space(shape))
@@ -141,7 +166,7 @@ def timed(kernel: Kernel, shape: Shape, kept: Tuned | None) -> list[Timed]:
         if far[key] < math.inf and config in space:
             assert kept is not None
             found.append(Timed(config, row.us, far[key], key, kept.device.name, row))
-    return sorted(found, key=lambda one: (one.far, one.shape, one.us))
+    return sorted(found, key=lambda one: (one.far, one.shape, one.record.program_ms or math.inf, one.us))
 
 
 def distance(kernel: Kernel, shape: Shape, key: str) -> float:

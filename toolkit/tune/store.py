@@ -46,6 +46,8 @@ class Record:
     reason: str = ""
     us: float | None = None  # median time of the operation
     spread_us: float | None = None  # interquartile range
+    program: str = ""  # the program in which it was timed, too (see in_step.py)
+    program_ms: float | None = None  # the whole program's time with this config
     cold: bool = True  # inputs rotated through more memory than the L2 holds
     cosine: float | None = None  # the worst result's, against the reference
     max_error: float | None = None  # the worst result's, relative to the reference's largest value

@@ -1,0 +1,89 @@
+"""Tune the configs of kernels in the program that launches them, such as a decode step.
+
+Launches overlap on Hopper and later GPUs, and they share caches and memory, so the time of a kernel alone doesn't show what it
+costs a program. On an H200, the config of attention that was 2 % faster alone made a decode step of Qwen3-8B 7 % slower. So the
+configs that are fastest alone are tried in the program, one kernel after the other, and the program's time decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+from toolkit.kernels.base import Config, Kernel, Shape
+from toolkit.tune import lookup
+from toolkit.tune.cards import Card
+from toolkit.tune.store import Record, add_rows, read_tuned, words
+
+NEAR = 0.10  # configs that take longer than the fastest by more than this share, alone, are not tried,
+NEAR_US = 3.0  # or by more than this in addition: short kernels are limited by what overlaps with them
+MOST = 16  # configs of a kernel that are tried
+GAIN = 0.001  # a config must shorten the program by this share: timings vary by about half of it
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The time of the program with one config of a kernel, and with the best of the kernel's configs before it."""
+
+    kernel: str
+    shape: str
+    config: Config
+    ms: float
+    before_ms: float
+    better: bool
+
+
+def tune_in(
+    program: str, time_ms: Callable[[], float], card: Card, kernels: Sequence[str] = (), most: int = MOST
+) -> Iterator[Trial]:
+    """Yield a trial for each config tried, and store the program's times once a kernel's configs have been tried.
+
+    `time_ms` runs the program and returns its time; it looks configs up again in each call (`toolkit.tune.lookup.choose`).
+    `program` is its name in the stored timings. `kernels` are the names of those to tune, by default all. From then on, lookups
+    prefer the config with which the program was fastest. Kernels without stored timings are left out: see `tune.warm`.
+    """
+    best: dict[tuple[Kernel, Shape], Config] = {}
+
+    def timed(place: tuple[Kernel, Shape], config: Config) -> float:
+        with lookup.preferred({**best, place: config}):
+            return time_ms()
+
+    lookup.forget()
+    time_ms()  # compiles the kernels
+    for place, config in lookup.looked_up(card).items():
+        rows = _candidates(*place, card, config, most)
+        if len(rows) < 2 or (kernels and place[0].name not in kernels):
+            continue
+        times = {config: timed(place, config)}
+        for other in (row.config for row in rows if row.config != config):
+            now, ms = times[config], timed(place, other)
+            if ms < now * (1 - GAIN):  # both again: a time may be too short or too long by chance
+                now, ms = min(now, timed(place, config)), max(ms, timed(place, other))
+            better = ms < now * (1 - GAIN)
+            times[config], times[other] = now, ms
+            yield Trial(place[0].name, place[1].key, other, ms, now, better)
+            if better:
+                config = other
+        best[place] = config
+        _store(card, program, place[0], rows, times)
+    lookup.forget()
+
+
+def _candidates(kernel: Kernel, shape: Shape, card: Card, config: Config, most: int) -> list[lookup.Timed]:
+    """Return the configs to try, of those timed at the nearest lengths: the present one, and others about as fast alone."""
+    rows = lookup.timed(kernel, shape, read_tuned(card.key, card.facts))
+    near = sorted((row for row in rows if row.shape == rows[0].shape), key=lambda row: row.us)
+    fast = [row for row in near if row.us <= (1 + NEAR) * near[0].us + NEAR_US][:most]
+    return fast + [row for row in near if row.config == config and row not in fast]
+
+
+def _store(card: Card, program: str, kernel: Kernel, rows: Sequence[lookup.Timed], times: dict[Config, float]) -> None:
+    """Store the times of the configs tried. Times of other configs, in other programs, don't compare with them."""
+    when, stored = datetime.now(UTC).isoformat(timespec="seconds"), {}
+    for row in rows:
+        new: Record = replace(row.record, program="", program_ms=None, when=when)
+        if row.config in times:
+            new = replace(new, program=program, program_ms=round(times[row.config], 4))
+        stored[kernel.name, row.shape, words(row.config)] = new
+    add_rows(card.key, card.facts, stored)
