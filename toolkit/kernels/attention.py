@@ -5,8 +5,8 @@ The kernel is bound by reading keys and values once. The query heads that share 
 is read twice. The cache is divided into enough splits to keep every multiprocessor busy, and a second launch combines their
 results in a fixed order. If the next matrix wants its operand in 8 bits, that launch quantizes the result, too. The number of
 splits follows from the size of the buffer and their length from the sequence length, which is read on the device: the same
-launches (and the same CUDA graph) serve every length and read no more than that length. If a split fits into registers, its keys
-and values are loaded while the launches before this one finish.
+launches (and the same CUDA graph) serve every length and read no more than that length. If a split fits into registers, its
+keys and values are loaded while the launches before this one finish.
 """
 
 from __future__ import annotations
