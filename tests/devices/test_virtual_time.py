@@ -53,6 +53,32 @@ def test_kernels_of_a_stream_follow_each_other(gpu):
     assert trace.meta["clock"] == "modelled"
 
 
+def test_small_kernels_have_gaps(gpu):
+    """On a stream that never runs empty, a kernel starts `kernel_gap_ns` after the end of the one before it."""
+    x, small = big(), torch.ones(8, device="vgpu")
+    with gpu.record() as trace:
+        x @ x
+        for _ in range(20):
+            small.mul_(2)
+    gaps = [b[0] - a[0] - a[1] for a, b in pairwise(rows(trace, "kernel"))]
+    assert gaps == [gpu.spec.kernel_gap_ns] * 20
+
+
+def test_launches_from_a_tape_cost_the_same_and_views_nothing(gpu):
+    x = torch.ones(64, 64, device="vgpu")
+    gpu.sync()
+    start = gpu.now_ns()
+    with gpu.from_tape():
+        (x.t()[:8].t() @ x[:8].view(8, 64)).mul_(2).add_(1)
+    assert gpu.now_ns() - start == 3 * gpu.spec.tape_host_ns
+    with gpu.record() as trace, gpu.from_tape():  # a recorder launches each operation
+        x.mul_(2)
+        launched = gpu.now_ns()
+        x.view(-1).mul_(2)
+        assert gpu.now_ns() - launched == gpu.spec.view_host_ns + gpu.spec.op_host_ns + gpu.spec.python_host_ns
+    assert len(rows(trace, "kernel")) == 2
+
+
 def test_item_waits_for_the_stream(gpu):
     x = big()
     with gpu.record() as trace:

@@ -59,6 +59,7 @@ class GpuSpec:
     attention_host_ns: float  # host: the same for scaled dot product attention
     python_host_ns: float  # host: the interpreter between two operations that launch something
     launch_host_ns: float  # host: each further launch, memset or device copy inside the same operation
+    tape_host_ns: float  # host: each launch of a decode step that is launched again from a tape
     view_host_ns: float  # host: an operation that launches nothing (a view, an allocation)
     item_host_ns: float  # host: `.item()` up to its wait
     h2d_host_ns: float  # host: start of a pageable H2D copy of a few bytes, which stages them
@@ -122,7 +123,7 @@ _PCIE_FIELDS = ("h2d_pinned_bytes_per_s", "d2h_pinned_bytes_per_s", "h2d_pageabl
 # Costs on the host and on streams in ns. RECORDED names the measurements of most, _CHOSEN how others were chosen.
 _COSTS: dict[str, float] = {
     "op_host_ns": 5500, "library_host_ns": 12400, "attention_host_ns": 16000, "python_host_ns": 4000,
-    "launch_host_ns": 2500, "view_host_ns": 1000,
+    "launch_host_ns": 2500, "tape_host_ns": 5900, "view_host_ns": 1000,
     "item_host_ns": 4700, "h2d_host_ns": 4600, "d2h_host_ns": 5600, "pinned_async_host_ns": 2800, "wait_host_ns": 1500,
     "graph_launch_host_ns": 6000, "launch_latency_ns": 2000, "kernel_floor_ns": 880, "kernel_gap_ns": 1100,
     "copy_floor_ns": 740, "d2h_floor_ns": 1450, "d2d_floor_ns": 690, "graph_node_ns": 980,
@@ -144,6 +145,7 @@ RECORDED: Mapping[str, tuple[str, ...]] = MappingProxyType({
 _CHOSEN = {
     "python_host_ns": "fitted to h200_times.json: 3 us fits decode strategies best, 5 to 9 us Hugging Face's generate()",
     "launch_host_ns": "assumed: not measured separately",
+    "tape_host_ns": "fitted to rates without graphs in h200_speed_*.json, where the host took 4.6 to 5.9 us per launch",
     "item_host_ns": "chosen so that `.item()` without python_host_ns takes about as long as in h200_primitives.json",
     "h2d_host_ns": "chosen in the same way as item_host_ns, for a pageable H2D of 8 bytes",
     "d2h_host_ns": "chosen in the same way as item_host_ns, for a pageable D2H of 8 bytes",

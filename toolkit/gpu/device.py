@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -110,6 +110,13 @@ class Device(ABC):
     @abstractmethod
     def reset_peak(self) -> None:
         """Reset `memory().peak_bytes` to the bytes that are allocated now."""
+
+    def from_tape(self) -> AbstractContextManager[None]:
+        """Return a context manager for work that a GPU's host would launch from a tape (see `toolkit.ops.tape`).
+
+        It only changes modelled times.
+        """
+        return nullcontext()
 
     def capture(self, work: Callable[[], None]) -> Graph:
         """Return the launches of `work` as a graph, without running them.

@@ -10,7 +10,7 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 
 import torch
@@ -98,6 +98,10 @@ class VirtualGpu(Device):
         """Return the memory of the virtual GPU as it is now."""
         memory = self.machine.memory
         return Memory(memory.allocated_bytes, memory.peak_bytes, memory.reserved_bytes, memory.total_bytes)
+
+    def from_tape(self) -> AbstractContextManager[None]:
+        """Model the work inside as launched from a tape, unless it is recorded: PyTorch's profiler sees no tapes."""
+        return nullcontext() if self.machine.recording else self.machine.from_tape()
 
     def capture(self, work: Callable[[], None]) -> VirtualGraph:
         """Return the launches of `work` as a graph, without running them; see `Device.capture`."""

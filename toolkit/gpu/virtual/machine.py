@@ -55,8 +55,9 @@ class Machine:
             if graph is not None:
                 graph.execute(effect)
                 return
-            self.host_ns += host_ns(effect, self.spec)
-            self.queue(effect, self.host_ns)
+            self.host_ns += int(self.spec.tape_host_ns) if here().from_tape else host_ns(effect, self.spec)
+            after = self.stream_ends[here().stream] + int(self.spec.kernel_gap_ns if effect.kind == "kernel" else 0)
+            self.queue(effect, max(self.host_ns, after))
 
     def queue(self, effect: Effect, earliest_ns: int) -> tuple[int, int]:
         """Run `effect` on the current stream, from `earliest_ns` on. Return the times of its start and end in ns."""
@@ -98,8 +99,18 @@ class Machine:
     def launch_nothing(self) -> None:
         """Advance the host clock by the cost of a view, an allocation or the recording of an event."""
         graph = here().graph
-        if graph is None or not graph.replays:
+        if not here().from_tape and (graph is None or not graph.replays):
             self.spend(self.spec.view_host_ns)
+
+    @contextmanager
+    def from_tape(self) -> Iterator[None]:
+        """Launch the work inside, on this thread, at the cost of a tape: the same for each launch, and none for the rest."""
+        state = here()
+        outer, state.from_tape = state.from_tape, True
+        try:
+            yield
+        finally:
+            state.from_tape = outer
 
     def launch_graph(self) -> int:
         """Advance the host clock by the cost of launching a graph, and return its time."""

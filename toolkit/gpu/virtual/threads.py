@@ -21,13 +21,15 @@ DEFAULT_STREAM = 0
 class State(threading.local):
     """The state of one thread: its current stream, as on CUDA, and the decode step that its code belongs to.
 
-    `graph` is set while the thread runs the work of a graph, to capture or to replay it. `copies_absent` is set while it copies
+    `graph` is set while the thread runs the work of a graph, to capture or to replay it. `from_tape` is set while it runs work
+    that the host would launch from a tape. `copies_absent` is set while it copies
     a tensor that has no values (see `sizes_only`).
     """
 
     stream = DEFAULT_STREAM
     step = -1
     copies_absent = False
+    from_tape = False
     graph: Capture | Replay | None = None
 
 
