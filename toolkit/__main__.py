@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 import toolkit as tk
+from toolkit.core.units import print_any_text
 
 PROMPT = "The capital of France is"
 
@@ -58,6 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     run.add_argument("--max-new-tokens", type=int, default=64, help="tokens to generate (default: 64)")
     run.add_argument("--model", default="demo/qwen3", help='"demo/gemma4", "demo/qwen3.5-moe", a path (default: demo/qwen3)')
     options = parser.parse_args(arguments)
+    print_any_text()
     try:
         if options.device:
             demo(options.out, options.device, options.max_new_tokens, options.model)

@@ -1,9 +1,23 @@
 """Units: text from numbers and back."""
 
+import io
+import sys
+
 import pytest
 
 from toolkit.core.errors import ToolkitError
-from toolkit.core.units import GiB, KiB, MiB, TiB, bytes_text, count_text, decimal_text, parse_bytes, seconds_text
+from toolkit.core.units import (
+    GiB,
+    KiB,
+    MiB,
+    TiB,
+    bytes_text,
+    count_text,
+    decimal_text,
+    parse_bytes,
+    print_any_text,
+    seconds_text,
+)
 
 
 @pytest.mark.parametrize(
@@ -76,3 +90,11 @@ def test_decimal_text(n, unit, text):
 )
 def test_count_text(n, text):
     assert count_text(n) == text
+
+
+def test_any_text_can_be_printed_in_ascii(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    print_any_text()
+    print("1.5 µs ± 10 %", flush=True)
+    assert written.getvalue() == b"1.5 ?s ? 10 %\n"

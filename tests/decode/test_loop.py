@@ -11,6 +11,7 @@ import threading
 import weakref
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from small_models import ODD, SMALL, ByteTokenizer, make
@@ -233,6 +234,10 @@ def test_context(model):
         ({"prefill_chunk": 0}, "prefill_chunk=0"),
         ({"eos": 5}, "eos=5"),
         ({"eos": ["</s>"]}, "eos="),
+        ({"eos": b"ab"}, "eos=b'ab'"),
+        ({"on_token": 5}, "on_token=5"),
+        ({"prompt": [np.True_, 2]}, "is among them"),
+        ({"prompt": b"ab"}, "a bytes"),
         ({"cancel": True}, "threading.Event"),
         ({"prompt": "text"}, "token ids"),
         ({"prompt": [[1], [2]]}, "batch"),
@@ -245,6 +250,18 @@ def test_bad_input_is_refused_before_anything_runs(model, options, said):
     with pytest.raises(ModelError, match=said):
         generate(model, **options)
     assert model.device.recording is None
+
+
+def test_numbers_may_be_numpys(model):
+    def run(whole, real):
+        return generate(
+            model, prompt=[whole(i) for i in range(5)], max_new_tokens=whole(3), eos=[whole(1)], context=whole(30),
+            seed=whole(3), prefill_chunk=whole(2), temperature=real(1.5), top_k=whole(9), logit_bias={whole(1): real(0.5)},
+        )  # fmt: skip
+
+    found = run(np.int64, np.float32)
+    assert found.tokens == run(int, float).tokens
+    assert {type(i) for i in (*found.tokens, *found.prompt_tokens, found.prefill_chunk)} == {int}
 
 
 def test_run_as_text_and_record(model):

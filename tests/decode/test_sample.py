@@ -254,6 +254,7 @@ def test_cold_sampling_is_greedy():
         {"top_p": 1.5}, {"top_p": math.nan}, {"seed": 1.5}, {"seed": None}, {"min_p": -0.1}, {"min_p": 1.1},
         {"min_p": math.nan}, {"min_p": "low"}, {"repetition_penalty": 0}, {"repetition_penalty": -1.0},
         {"repetition_penalty": math.inf}, {"repetition_penalty": None}, {"logit_bias": [1, 2]}, {"logit_bias": {"a": 1.0}},
+        {"temperature": 10**400}, {"repetition_penalty": 10**400}, {"logit_bias": {1: 10**400}}, {"top_k": "2"},
         {"logit_bias": {1.0: 1.0}}, {"logit_bias": {1: math.nan}}, {"logit_bias": {1: math.inf}}, {"logit_bias": {1: None}},
     ],
     ids=str,

@@ -186,6 +186,14 @@ def test_weights_that_do_not_fit_say_how_much_they_need(tmp_path: Path) -> None:
     assert "bfloat16" in said
 
 
+def test_segments_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    """Runs in a separate process because it needs another card, in which the weights fit, but not 20 MiB."""
+    code = TOO_SMALL_A_CARD.replace("virtual:4MiB", "virtual:9.5MiB").replace("error.do", "error.found")
+    command = [sys.executable, "-c", code, "demo/qwen3"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
+    assert "has 9.50 MiB of 9.50 MiB free, but the allocator takes memory in segments: 20 MiB at a time" in said
+
+
 def test_a_model_does_not_change_with_its_file(tmp_path: Path) -> None:
     path = folder(tmp_path / "m")
     model = tk.load(path, device="cpu", progress=False)

@@ -221,6 +221,14 @@ def test_an_error_says_asked_found_do_and_is_kept(app: Lab) -> None:
     assert not app.generate_button.disabled
 
 
+def test_a_limit_of_no_tokens_is_an_error(app: Lab, model: SimpleNamespace) -> None:
+    loaded(app).tokens_field.value = 0
+    app.generate()
+    app.wait(5)
+    assert "at least 1" in app.status.value
+    assert model.calls == []
+
+
 def test_a_failed_load_leaves_no_model(app: Lab) -> None:
     loaded(app).model_field.value = "missing"
     app.load()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from safetensors.torch import save_file
 from toolkit.core.errors import FormatError, ToolkitError
 from toolkit.weights import safetensors_files as safetensors
 from toolkit.weights.safetensors_files import INDEX, SafetensorsFile, open_safetensors
+from toolkit.weights.stored import Mapped
 
 
 def write(path: Path, header: Any, data: bytes = b"", length: int | None = None) -> Path:
@@ -253,3 +256,16 @@ def test_a_folder_of_pickles_says_how_to_convert(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").unlink()
     with pytest.raises(FormatError, match=r"no \.safetensors"):
         open_safetensors(tmp_path)
+
+
+def test_no_file_stays_open(tmp_path):
+    """The map needs no open file, which would be reported as a leak when it is freed."""
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(3)}, path)
+    gc.collect()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        mapped = Mapped(path, "reading")
+        del mapped
+        gc.collect()
+    assert not said

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
+import sys
 
 from toolkit.core.errors import ToolkitError
 
@@ -67,3 +69,10 @@ def parse_bytes(value: int | float | str) -> int:
     elif not isinstance(value, bool) and isinstance(value, int | float) and 0 <= value < 1e18:
         return int(value)
     raise ToolkitError(f"a size of {value!r}", "not a number of bytes", 'Write it as "24 GiB", "8 GB" or a number of bytes')
+
+
+def print_any_text() -> None:
+    """Let standard output and standard error replace characters that their encoding lacks ("µ" in ASCII) by "?"."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from toolkit.core.errors import ModelError
+from toolkit.core.numbers import whole
 from toolkit.decode.parts import READBACKS, Readback
 from toolkit.decode.prefix import Prefix
 from toolkit.decode.run import Run, tokens_per_s
@@ -94,22 +95,24 @@ def generate(
     if isinstance(strategy, OwnLoop) and (prefix is not None or (kv is not None and check_kv(kv))):
         given = "a prefix" if kv is None else f"kv={kv!r}"
         raise ModelError(f"{strategy.name} with {given}", "its loop makes its own cache", "Leave out kv= and prefix=")
-    if prefill_chunk is not None and not _is_count(prefill_chunk):
-        raise ModelError("prefill in chunks", f"prefill_chunk={prefill_chunk!r}", "Give a whole number of at least 1")
+    chunk = None if prefill_chunk is None else whole(prefill_chunk, least=1)
+    if prefill_chunk is not None and chunk is None:
+        raise ModelError("prefill in chunks", f"prefill_chunk={prefill_chunk!r:.80}", "Give a whole number of at least 1")
     ends, stops = _ends(model) if eos is None else _given_ends(eos), _stops(model, stop)
     if cancel is not None and not hasattr(cancel, "is_set"):
         raise ModelError("a way to cancel", f"cancel={cancel!r:.80}", "Give a threading.Event, and set it to stop")
+    if on_token is not None and not callable(on_token):
+        raise ModelError("tokens as they come", f"on_token={on_token!r:.80}", "Give a function of a token id and its text")
     cancel = cancel or threading.Event()
     device, text = model.device, _Text(model, ends, stops, on_token)
     known_ns: list[int] = []
     fallen = Fallback(fallback)
     recording = device.record(lines=lines) if record else nullcontext()
-    chunk: int | None = None
     if isinstance(strategy, OwnLoop):
-        learnt, late = strategy.run(ids, limit, sampling, ends, cancel), False
+        learnt, late, chunk = strategy.run(ids, limit, sampling, ends, cancel), False, None
     else:
         fallen.check(model, strategy)
-        chunk = prefill_chunk or chunk_of(model)
+        chunk = chunk or chunk_of(model)
         about = _About(ids, limit, context, kv, prefix, chunk, ends, AHEAD if stops else None)
         learnt, late = _decode(model, strategy, sampling, about, cancel, fallen), strategy.readback == "overlap"
     with recording as trace, torch.no_grad(), closing(learnt):
@@ -268,17 +271,18 @@ def _steps(
 def _room(model: Model, prompt: int, max_new_tokens: int, context: int | None) -> tuple[int, int]:
     """Return the size of the cache and the number of tokens to generate. The last token is not written to the cache."""
     most = getattr(model, "context", model.config.max_position_embeddings)  # an exported model may support fewer positions
-    if not _is_count(max_new_tokens):
-        raise ModelError("generating", f"max_new_tokens={max_new_tokens!r}", "Give a whole number of at least 1")
-    if context is not None and not (_is_count(context) and context <= most):
+    new, given = whole(max_new_tokens, least=1), None if context is None else whole(context, least=1)
+    if new is None:
+        raise ModelError("generating", f"max_new_tokens={max_new_tokens!r:.80}", "Give a whole number of at least 1")
+    if context is not None and (given is None or given > most):
         raise ModelError(
-            f"a context of {context!r}", f"this model has positions for 1 to {most:,}", "Give a number in this range"
+            f"a context of {context!r:.80}", f"this model has positions for 1 to {most:,}", "Give a number in this range"
         )
-    room = min(most, prompt + max_new_tokens - 1) if context is None else context
+    room = min(most, prompt + new - 1) if given is None else given
     if prompt > room:
         do = f"Shorten the prompt by {prompt - room:,} tokens" + ("" if context is None else f", or give context={prompt:,}")
         raise ModelError(f"a prompt of {prompt:,} tokens", f"the context holds {room:,}", do, prompt=prompt, context=room)
-    return room, min(max_new_tokens, room - prompt + 1)
+    return room, min(new, room - prompt + 1)
 
 
 def _ends(model: Model) -> frozenset[int]:
@@ -296,11 +300,8 @@ def _stops(model: Model, stop: object) -> tuple[str, ...]:
 
 
 def _given_ends(eos: object) -> frozenset[int]:
-    ids = eos if isinstance(eos, Collection) and not isinstance(eos, str) else None
-    if ids is None or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+    given = isinstance(eos, Collection) and not isinstance(eos, str | bytes | bytearray)
+    ids = [whole(i) for i in eos] if isinstance(eos, Collection) and given else [None]
+    if None in ids:
         raise ModelError("tokens that end the text", f"eos={eos!r:.80}", "Give a collection of ids such as [2], or () for none")
-    return frozenset(ids)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return frozenset(i for i in ids if i is not None)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from toolkit import ops
 from toolkit.core.errors import ModelError
+from toolkit.core.numbers import real, whole
 from toolkit.kernels.filters import MOST_TOKENS, WORK, Rules, numbers_of
 from toolkit.kernels.noise import mixed_seed
 
@@ -48,24 +49,30 @@ class Sampling:
         def refuse(name: str, needed: str) -> ModelError:
             return ModelError(f"sampling with {name}={getattr(self, name)!r:.80}", "out of range", f"Give {needed}")
 
-        if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
+        temperature, penalty = real(self.temperature), real(self.repetition_penalty)
+        if temperature is None or not 0 <= temperature < math.inf:
             raise refuse("temperature", "0 for greedy, or a number above 0")
-        if 0 < self.temperature < 1e-6:
+        if 0 < temperature < 1e-6:
             raise refuse("temperature", "0 for greedy, or at least 1e-6")
-        if self.top_k is not None and (not _is_id(self.top_k) or self.top_k < 1):
+        if self.top_k is not None and whole(self.top_k, least=1) is None:
             raise refuse("top_k", "a whole number of at least 1, or None")
-        if self.top_p is not None and (not _is_number(self.top_p) or not 0 < self.top_p <= 1):
+        top_p, min_p = (None if given is None else real(given) for given in (self.top_p, self.min_p))
+        if self.top_p is not None and (top_p is None or not 0 < top_p <= 1):
             raise refuse("top_p", "a number above 0 and at most 1, or None")
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+        if whole(self.seed) is None:
             raise refuse("seed", "a whole number")
-        if self.min_p is not None and (not _is_number(self.min_p) or not 0 <= self.min_p <= 1):
+        if self.min_p is not None and (min_p is None or not 0 <= min_p <= 1):
             raise refuse("min_p", "a number from 0 to 1, or None")
-        if not _is_number(self.repetition_penalty) or not 1e-6 <= self.repetition_penalty <= 1e6:
+        if penalty is None or not 1e-6 <= penalty <= 1e6:
             raise refuse("repetition_penalty", "a number from 1e-6 to 1e6; 1 is off")
-        bias = self.logit_bias
-        if not isinstance(bias, Mapping) or not all(_is_id(i) and _is_number(x) and x < math.inf for i, x in bias.items()):
+        given = self.logit_bias if isinstance(self.logit_bias, Mapping) else {None: None}
+        bias = {whole(i): real(x) for i, x in given.items()}
+        if not all(i is not None and x is not None and x < math.inf for i, x in bias.items()):
             raise refuse("logit_bias", "a mapping from token ids to numbers below infinity")
-        object.__setattr__(self, "logit_bias", dict(bias))  # later changes by the caller have no effect
+        top_k = None if self.top_k is None else whole(self.top_k)
+        found = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": whole(self.seed), "min_p": min_p}
+        for name, value in {**found, "repetition_penalty": penalty, "logit_bias": bias}.items():
+            object.__setattr__(self, name, value)  # Python's numbers; later changes by the caller have no effect
 
     @property
     def greedy(self) -> bool:
@@ -130,11 +137,3 @@ def _bias(numbers: Mapping[int, float], vocab_size: int) -> Tensor:
     found = torch.zeros(vocab_size, dtype=torch.float32)
     found[list(numbers)] = torch.tensor(list(numbers.values()), dtype=torch.float32)
     return found
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -44,12 +44,15 @@ def too_big(what: str, device: Device, needed: int, smaller: Iterable[tuple[str,
     """Return the error for weights that do not fit. `smaller` yields options with the bytes that they need."""
     free, total = free_bytes(device), device.limit_bytes
     of = f" of {bytes_text(total)}" if total else ""
+    found = f"its weights need {bytes_text(needed)}, {device.name} has {bytes_text(free)}{of} free"
+    if needed <= free and device.torch.type != "cpu":  # the allocation of a segment failed
+        found += ", but the allocator takes memory in segments: 20 MiB at a time for tensors of 1 to 10 MiB"
     fitting = next((f"{option} needs {bytes_text(size)}" for option, size in smaller if size <= free), None)
     larger = "machine" if device.torch.type == "cpu" else "card"
     do = f"Free memory on it, or use a larger {larger}" if fitting is None else f"Use a smaller format: {fitting}"
     return DeviceError(
         f"{what} on {device.name}",
-        f"its weights need {bytes_text(needed)}, {device.name} has {bytes_text(free)}{of} free",
+        found,
         do,
         needed_bytes=needed,
         free_bytes=free,

@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from toolkit.core.errors import ModelError
+from toolkit.core.numbers import whole
 
 if TYPE_CHECKING:
     from toolkit.models.model import Model
@@ -36,12 +37,13 @@ def prompt_ids(model: Model, prompt: object) -> list[int]:
     if not ids:
         raise ModelError("a prompt", "it has no tokens", "Give at least one token")
     vocab_size = model.config.vocab_size
-    for i in ids:
-        if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab_size:
+    found = [whole(i, least=0) for i in ids]
+    for given, i in zip(ids, found, strict=True):
+        if i is None or i >= vocab_size:
             raise ModelError(
-                "a prompt of token ids", f"{i!r:.80} is among them", f"Ids are whole numbers from 0 to {vocab_size - 1:,}"
+                "a prompt of token ids", f"{given!r:.80} is among them", f"Ids are whole numbers from 0 to {vocab_size - 1:,}"
             )
-    return list(ids)
+    return [i for i in found if i is not None]
 
 
 class TextStream:

@@ -12,13 +12,14 @@ from pathlib import Path
 
 from toolkit.core.errors import CancelledError, FormatError, ToolkitError
 from toolkit.core.files import replace_text
-from toolkit.core.units import seconds_text
+from toolkit.core.units import print_any_text, seconds_text
 from toolkit.tune.store import Record, Tuned, TunedFileWarning, kept_gpus, put_rows, read_tuned
 
 
 def run(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit status. Prints errors of the toolkit, and warnings, as one line each."""
     options = _parser().parse_args(arguments)
+    print_any_text()
     with warnings.catch_warnings():
         warnings.simplefilter("always", TunedFileWarning)
         warnings.showwarning = lambda message, *_, **__: print(f"Warning: {message}", file=sys.stderr)

@@ -136,9 +136,9 @@ class Mapped:
                     f"the file has only {found.st_size:,} bytes, too few for this format",
                     "Download or copy it again: it is empty or cut off",
                 )
-            self._file = open(self.path, "rb")  # noqa: SIM115 - stays open as long as the map, which outlives this call
-            # A private (copy-on-write) mapping: torch.frombuffer warns about read-only memory, and the file stays unchanged.
-            self.bytes = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)
+            with open(self.path, "rb") as file:
+                # A private (copy-on-write) map: torch.frombuffer warns about read-only memory, and the file stays unchanged.
+                self.bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except OSError as error:
             raise self.error(f"it can't be opened ({error.strerror or error})", "Check the path and its permissions") from error
 
@@ -152,7 +152,7 @@ class Mapped:
         """
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        left = os.fstat(self._file.fileno()).st_size
+        left = self.bytes.size()  # of the file, today
         if left < start + nbytes:
             found = f"the file was truncated to {left:,} bytes after it was opened"
             raise self.error(found, "Download it again, and don't write to a checkpoint while it is loaded")

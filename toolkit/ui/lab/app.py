@@ -18,7 +18,7 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from toolkit.core.errors import CancelledError, DeviceError, ToolkitError
+from toolkit.core.errors import CancelledError, DeviceError, ModelError, ToolkitError
 from toolkit.core.units import bytes_text, seconds_text
 from toolkit.decode.compare import decode_steps
 from toolkit.decode.loop import generate
@@ -96,7 +96,7 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.prompt_field = field(widgets.Textarea, prompt, "Prompt", layout={"width": "98%", "height": "56px"})
         self.a_field = field(widgets.Dropdown, _FIRST, "Strategy A", options=names)
         self.b_field = field(widgets.Dropdown, _SECOND, "B", 20, options=[_NONE, *names])
-        self.tokens_field = field(widgets.BoundedIntText, 64, "Max tokens", 84, min=1, max=4096, layout=narrow)
+        self.tokens_field = field(widgets.IntText, 64, "Max tokens", 84, layout=narrow)
         self.temperature_field = field(widgets.BoundedFloatText, 0.0, "Temperature", 84, min=0, max=5, step=0.1, layout=narrow)
         self.top_k_field = field(widgets.BoundedIntText, 0, "Top-k (0: off)", 90, min=0, max=1 << 20, layout=narrow)
         self.top_p_field = field(widgets.BoundedFloatText, 1.0, "Top-p", min=0.01, max=1, step=0.05, layout=narrow)
@@ -260,6 +260,8 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         model = self.model
         assert model is not None  # or the button is disabled
         given = prompt_of(prompt, model)
+        if limit < 1:
+            raise ModelError("generating", f"{limit} tokens", "Give a number of at least 1")
         options = {
             "max_new_tokens": limit, "temperature": self.temperature_field.value, "top_k": self.top_k_field.value or None,
             "top_p": self.top_p_field.value if self.top_p_field.value < 1 else None, "seed": self.seed_field.value,
