@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,10 +28,18 @@ if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and hasattr(os, "sched_seta
 
 import torch
 
+from tests.interpreter import patch_once_per_launch
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is imported
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")  # as tests/browser looks for them
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is not None:  # imported by this test's module, or by an earlier test
+        patch_once_per_launch(interpreter)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
@@ -11,21 +10,23 @@ def patch_once_per_launch(interpreter: ModuleType) -> None:
     """Let a launch replace the functions of `triton.language` once, and not again in each call of a device function.
 
     To do so, the interpreter looks at all members of the module, which took a fifth of the time of small kernels. Does
-    nothing if this version of Triton has other functions.
+    nothing the second time, or if this version of Triton has other functions.
     """
-    with suppress(AttributeError):
-        patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
-        language, done = (interpreter.tl, interpreter.tl.core), set[Any]()
+    if hasattr(interpreter, "patched_once") or not hasattr(interpreter, "_patch_lang"):
+        return
+    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    language, done = (interpreter.tl, interpreter.tl.core), set[Any]()
 
-        def patch_lang(function: Any) -> Any:
-            used = tuple(module for module in language if any(value is module for value in function.__globals__.values()))
-            if used in done:
-                return None
-            done.add(used)
-            return patch(function)
+    def patch_lang(function: Any) -> Any:
+        used = tuple(module for module in language if any(value is module for value in function.__globals__.values()))
+        if used in done:
+            return None
+        done.add(used)
+        return patch(function)
 
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            done.clear()
-            return launch(self, *args, **kwargs)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        done.clear()
+        return launch(self, *args, **kwargs)
 
-        interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_lang, call  # type: ignore[attr-defined]
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_lang, call  # type: ignore[attr-defined]
+    interpreter.patched_once = True  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ import torch
 
 import toolkit as tk
 from tests.exporting.conftest import CONTEXT
+from tests.exporting.traced import traced_package
 from toolkit.core.errors import CancelledError, DeviceError, ModelError, PackageError
 from toolkit.exporting import compiling, skeleton, weights
 from toolkit.exporting import package as folders
@@ -23,6 +24,7 @@ from toolkit.models.shapes import SHAPES
 from toolkit.planning.describe import describe
 
 PROMPT = "The capital of France is"
+IDS = torch.randint(0, 700, (150,), generator=torch.Generator().manual_seed(5)).tolist()
 PHASES = ["trace", "compile prefill", "compile decode", "weights"]
 
 
@@ -59,26 +61,23 @@ def test_logits_are_the_models(model, loaded):
         assert torch.equal(loaded(ids), model(ids))
 
 
+def test_pieces_of_gemma4_compute_what_the_model_computes():
+    """As traced: `test_e2b` compiles pieces like these."""
+    ours = tk.load("demo/gemma4", device="cpu", progress=False)
+    made = traced_package(ours, CONTEXT)
+    assert tokens(made) == tokens(ours)
+    assert tokens(made, IDS, decode="roundtrip") == tokens(ours, IDS)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("demo/gemma4", {}),
-        ("demo/qwen3.5-moe", {"scheme": "int8", "kv": "int8"}),
-    ],
-    ids=["gemma4", "qwen3.5-moe in int8"],
-)
 @pytest.mark.timeout(600)  # a minute and a half where nothing else runs
-def test_other_models_and_schemes(name, options, tmp_path):
-    kv = options.get("kv")
-    ours = tk.load(name, device="cpu", progress=False, scheme=options.get("scheme"))
-    made = tk.export(ours, tmp_path / "out", context=CONTEXT, kv=kv, progress=False).load()
-    assert tokens(made) == tokens(ours, kv=kv)
-    ids = torch.randint(0, 700, (150,), generator=torch.Generator().manual_seed(5)).tolist()
-    assert tokens(made, ids, decode="roundtrip") == tokens(ours, ids, kv=kv)
-    if kv:
-        with pytest.raises(ModelError, match="exported with kv='int8'"):
-            made.new_cache(64, "int4")
+def test_a_model_with_experts_in_int8(tmp_path):
+    ours = tk.load("demo/qwen3.5-moe", device="cpu", progress=False, scheme="int8")
+    made = tk.export(ours, tmp_path / "out", context=CONTEXT, kv="int8", progress=False).load()
+    assert tokens(made) == tokens(ours, kv="int8")
+    assert tokens(made, IDS, decode="roundtrip") == tokens(ours, IDS, kv="int8")
+    with pytest.raises(ModelError, match="exported with kv='int8'"):
+        made.new_cache(64, "int4")
 
 
 def test_a_new_process_loads_it_and_needs_no_compiler(exported, model, tmp_path):
