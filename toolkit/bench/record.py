@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from toolkit.core.errors import ToolkitError
+from toolkit.core.files import replace_text
 from toolkit.core.version import __version__
 from toolkit.gpu.opening import open_device
 
@@ -44,7 +46,7 @@ def write_record(record: dict[str, Any], out: Path | None) -> None:
     if out is None:
         print(text, end="")
     else:
-        out.write_text(text)
+        replace_text(out, text, ToolkitError)
 
 
 def process_bytes(*fields: str) -> list[int]:

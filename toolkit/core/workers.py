@@ -15,7 +15,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +22,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Self, TypeVar
+
+from toolkit.core.files import TemporaryFolder
 
 GRACE_S = 2.0  # between SIGTERM and SIGKILL: time for compilers to delete their half-written files
 
@@ -40,7 +41,7 @@ class Worker:
         self._module, self._about, self._environment, self._timeout_s = module, about, environment, timeout_s
         self._lock, self._stopped = threading.Lock(), False
         self.process: subprocess.Popen[str] | None = None
-        self.folder: tempfile.TemporaryDirectory[str] | None = None
+        self.folder: TemporaryFolder | None = None
         self._stderr: IO[str] | None = None
 
     def ask(self, job: Mapping[str, Any]) -> Any:
@@ -101,12 +102,13 @@ class Worker:
             self.folder.cleanup()
 
     def _start(self) -> subprocess.Popen[str]:
-        self.folder = tempfile.TemporaryDirectory(prefix="toolkit-worker-", ignore_cleanup_errors=True)
+        self.folder = TemporaryFolder()
         self._stderr = open(Path(self.folder.name) / "stderr", "w+", errors="replace")  # noqa: SIM115  # closed with the process
         # The worker inherits sys.path. -P and the filter keep the working directory out, whose files may shadow modules.
         path = dict.fromkeys([*filter(None, sys.path), str(Path(__file__).parents[2])])
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        environment |= {"PYTHONPATH": os.pathsep.join(path), "CUDA_VISIBLE_DEVICES": "", **self._environment}
+        environment |= {"PYTHONPATH": os.pathsep.join(path), "CUDA_VISIBLE_DEVICES": "", "TMPDIR": self.folder.name}
+        environment |= self._environment
         return subprocess.Popen(
             [sys.executable, "-P", "-W", "ignore", "-m", self._module],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, text=True, env=environment,

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from toolkit.core.files import replace_text
 from toolkit.demo.corpus import CHAT_TEMPLATE, END, TURN, TURN_END, Corpus, train_tokenizer
 from toolkit.demo.miniatures import MINIATURES, Miniature
 from toolkit.gpu.opening import open_device
@@ -179,7 +180,7 @@ def write(model: CausalLM, mini: Miniature, tokenizer: Tokenizer, out: Path) -> 
         },
     }
     for name, content in texts.items():
-        (out / name).write_text(json.dumps(content, indent=2) + "\n")
+        replace_text(out / name, json.dumps(content, indent=2) + "\n")
 
 
 def _ends(mini: Miniature) -> Mapping[str, int]:

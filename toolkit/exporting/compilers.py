@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from toolkit.core.errors import PackageError
 from toolkit.core.workers import Worker, WorkerError, WorkerPool
@@ -34,6 +35,7 @@ class Compilers(WorkerPool):
             "threads": torch.get_num_threads(), "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
         }  # fmt: skip
         environment = {
+            "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir(),  # outlives workers
             "TORCHINDUCTOR_COMPILE_THREADS": "1",  # by default Inductor starts one more process per core
             # Inductor trusts the processor's flags instead of compiling a test program for its vector instructions.
             "TORCHINDUCTOR_VEC_ISA_OK": os.environ.get("TORCHINDUCTOR_VEC_ISA_OK", "1"),

@@ -13,7 +13,6 @@ import platform
 import re
 import shutil
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -33,7 +32,6 @@ from toolkit.tune.compiling import triton_version
 from toolkit.tune.store import cache_folder
 
 KEPT = 256  # compiled pieces in the cache; older ones are deleted
-STALE_S = 3600.0  # partial files older than this are deleted
 DESCRIBED = 64  # descriptions of traced pieces that a process keeps
 OPTIONS: dict[str, Any] = {
     "emulate_precision_casts": True,  # round between fused operations as separate ones do, so that tokens are equal
@@ -206,9 +204,6 @@ def _keep(key: str, data: bytes) -> Compiled:
     sha256, folder = hashlib.sha256(data).hexdigest(), _folder()
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.glob("*.part*"):  # left by a process that was killed
-            if time.time() - path.stat().st_mtime > STALE_S:
-                path.unlink()
         with replacing(folder / f"{key}-{sha256}.pt2") as file:
             file.write(data)
         oldest = sorted(folder.glob("*.pt2"), key=lambda path: path.stat().st_mtime)

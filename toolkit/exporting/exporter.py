@@ -23,6 +23,7 @@ import torch
 
 from toolkit.core.display import render
 from toolkit.core.errors import DeviceError, ModelError, PackageError
+from toolkit.core.files import writing
 from toolkit.core.units import bytes_text, parse_bytes
 from toolkit.core.version import __version__
 from toolkit.exporting import compiling, inductor, package, skeleton, weights
@@ -236,14 +237,10 @@ def _weights(model: CausalLM, folder: Path, others: list[Path], watch: Watch) ->
             if path.name == name and _is_whole(path, sha256, size, watch.bytes(size)):
                 _link(path, folder / name)
                 return {name: {"sha256": sha256, "bytes": size}}
-    partial = folder / "weights.partial"
-    try:
-        sha256 = weights.write(model, partial, watch.bytes(size))
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    name = f"weights-{sha256[:16]}.safetensors"
-    os.replace(partial, folder / name)
+    with writing(folder) as file:
+        sha256 = weights.write(model, file, watch.bytes(size))
+        name = f"weights-{sha256[:16]}.safetensors"
+        os.replace(file.name, folder / name)
     return {name: {"sha256": sha256, "bytes": size}}
 
 

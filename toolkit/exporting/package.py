@@ -20,7 +20,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from toolkit.core.errors import PackageError
-from toolkit.core.files import replacing
+from toolkit.core.files import TEMPORARY, replacing
 from toolkit.core.units import bytes_text
 from toolkit.tune.store import cache_folder
 
@@ -30,9 +30,8 @@ LARGEST_MANIFEST = 64 << 20
 AGAIN = "Copy the package again from its source, or export the model again with tk.export"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 _WRITTEN = re.compile(  # names of files that exports write, apart from the manifest and the tokenizer
-    r"\.lock|weights-[0-9a-f]{16}\.safetensors|weights\.partial|(tokenizer|manifest)\.json\.partial"
-    r"|methods/(prefill|decode)-[\w-]+-[0-9a-f]{16}\.pt2(\.partial)?"
-    r"|\.(tokenizer|manifest)\.json\.[0-9a-f]{8}\.part|methods/\.(prefill|decode)-[\w-]+-[0-9a-f]{16}\.pt2\.[0-9a-f]{8}\.part"
+    r"\.lock|weights-[0-9a-f]{16}\.safetensors|weights\.partial"
+    rf"|methods/(prefill|decode)-[\w-]+-[0-9a-f]{{16}}\.pt2|(methods/)?{TEMPORARY}"
 )
 _CHUNK = 4 << 20
 
@@ -279,7 +278,7 @@ def remember(own: str) -> None:
     with suppress(OSError):
         _made_here().parent.mkdir(parents=True, exist_ok=True)
         with open(_made_here(), "a") as file:
-            file.write(own + "\n")
+            file.write(f"\n{own}\n")  # the last line may be incomplete if a process was killed while it wrote it
 
 
 def made_here(own: str) -> bool:

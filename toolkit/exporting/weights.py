@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import nn
@@ -33,12 +33,11 @@ def hash_of(model: nn.Module, step: Step) -> str:
     return _stream(model, lambda data: None, step)
 
 
-def write(model: nn.Module, path: Path, step: Step) -> str:
+def write(model: nn.Module, file: BinaryIO, step: Step) -> str:
     """Write a model's parameters, from any device, and return the file's SHA-256. Raises OSError if the disk is full."""
-    with open(path, "wb") as file:
-        sha256 = _stream(model, file.write, step)
-        file.flush()
-        os.fsync(file.fileno())
+    sha256 = _stream(model, file.write, step)
+    file.flush()
+    os.fsync(file.fileno())
     return sha256
 
 

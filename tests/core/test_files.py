@@ -1,0 +1,170 @@
+"""Files are replaced atomically, only if they are regular files, and killed processes leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.core.errors import ToolkitError, TraceError
+from toolkit.core.files import TemporaryFolder, open_regular, replace_text, replacing, writing
+
+BAD_PATHS: tuple[Any, ...] = (None, 5, b"bytes", "a\0b", "half \ud800")
+
+
+def left(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture(params=["device", "fifo", "socket", "folder", "link to a device"])
+def not_a_file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    path = tmp_path / "x"
+    if request.param == "device":
+        return Path("/dev/null")
+    if request.param == "fifo":
+        os.mkfifo(path)
+    elif request.param == "socket":
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(str(path))
+    elif request.param == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/null")
+    return path
+
+
+def test_what_is_not_a_regular_file_is_neither_replaced_nor_read(not_a_file: Path) -> None:
+    before = os.lstat(not_a_file)
+    with pytest.raises(TraceError, match="not a regular file"):
+        replace_text(not_a_file, "text", TraceError)
+    with pytest.raises(TraceError, match=r"asked: it is a .*, not a regular file|can't be read"):
+        open_regular(not_a_file, "asked", TraceError)
+    assert os.path.samestat(before, os.lstat(not_a_file))
+
+
+@pytest.mark.parametrize("path", BAD_PATHS, ids=ascii)
+def test_paths_that_name_no_file(path: Any) -> None:
+    with pytest.raises(ToolkitError):
+        replace_text(path, "text")
+    with pytest.raises(TraceError):
+        open_regular(path, "asked", TraceError)
+
+
+def test_a_link_stays_and_its_target_is_replaced(tmp_path: Path) -> None:
+    target, link = tmp_path / "other" / "target", tmp_path / "link"
+    target.parent.mkdir()
+    target.write_text("old")
+    link.symlink_to("other/target")
+    replace_text(link, "new")
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+    link.unlink()
+    link.symlink_to("other/new")
+    replace_text(link, "newer")
+    assert (target.parent / "new").read_text() == "newer"
+    loop = tmp_path / "loop"
+    loop.symlink_to("loop")
+    with pytest.raises(TraceError, match="symbolic links"):
+        replace_text(loop, "text", TraceError)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_modes(tmp_path: Path, umask: int) -> None:
+    old = os.umask(umask)
+    try:
+        new = replace_text(tmp_path / "new", "text")
+        assert stat.S_IMODE(new.stat().st_mode) == 0o666 & ~umask
+        new.chmod(0o640)
+        replace_text(new, "again")
+        assert stat.S_IMODE(new.stat().st_mode) == 0o640
+    finally:
+        os.umask(old)
+
+
+def test_errors_name_the_cause(tmp_path: Path) -> None:
+    for path, found in ((tmp_path / "none" / "x", "No such file"), (tmp_path / ("x" * 300), "too long")):
+        with pytest.raises(TraceError, match=found) as caught:
+            replace_text(path, "text", TraceError)
+        assert "disk" in caught.value.do
+    longest = tmp_path / ("x" * 255)
+    assert replace_text(longest, "text").read_text() == "text"
+
+
+FULL = """
+import resource, signal, sys
+from pathlib import Path
+from toolkit.core.errors import ToolkitError
+from toolkit.core.files import replacing
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+try:
+    with replacing(sys.argv[1], ToolkitError) as file:
+        file.write(bytes(1 << 20))
+except ToolkitError as error:
+    print(error.found)
+"""
+
+
+def test_a_file_that_does_not_fit_leaves_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_text("old")
+    done = subprocess.run([sys.executable, "-c", FULL, str(path)], capture_output=True, text=True, check=True)
+    assert "too large" in done.stdout
+    assert path.read_text() == "old"
+    assert left(tmp_path) == ["x"]
+
+
+def test_an_interrupted_block_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_text("old")
+    with pytest.raises(KeyboardInterrupt), replacing(path) as file:  # noqa: PT012
+        file.write(b"half")
+        raise KeyboardInterrupt
+    assert path.read_text() == "old"
+    assert left(tmp_path) == ["x"]
+
+
+KILLED = """
+import os, sys, time
+from pathlib import Path
+from toolkit.core.files import TemporaryFolder, writing
+folder = TemporaryFolder()
+with writing(Path(sys.argv[1])) as file:
+    file.write(bytes(1 << 20))
+    print(folder.name, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_the_next_run_deletes_what_a_killed_one_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    name = process.stdout.readline().strip()
+    (Path(name) / "inside").mkdir()
+    while len(left(tmp_path)) < 2:
+        time.sleep(0.01)
+    replace_text(tmp_path / "x", "text")
+    TemporaryFolder().cleanup()
+    assert len(left(tmp_path)) == 3, "the files of a living process stay"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    replace_text(tmp_path / "x", "text")
+    TemporaryFolder().cleanup()
+    assert left(tmp_path) == ["x"]
+
+
+def test_a_file_that_was_renamed_stays(tmp_path: Path) -> None:
+    with writing(tmp_path) as file:
+        file.write(b"text")
+        os.replace(file.name, tmp_path / "x")
+    assert left(tmp_path) == ["x"]
+    assert (tmp_path / "x").read_bytes() == b"text"
