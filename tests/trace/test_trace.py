@@ -266,8 +266,8 @@ def header(**changes):
         ({"kind": np.full(3, 200)}, "'kind'"),
         ({"clock": np.full(3, 2)}, "'clock'"),
         ({"bytes": np.zeros(2, np.int64)}, "unequal"),
-        ({"bytes": np.zeros((3, 1), np.int64)}, "unequal"),
-        ({"bytes": np.zeros(3)}, "unequal"),
+        ({"bytes": np.zeros((3, 1), np.int64)}, "column of integers"),
+        ({"bytes": np.zeros(3)}, "column of integers"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else x,
 )

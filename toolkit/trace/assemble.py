@@ -14,6 +14,7 @@ from toolkit.trace.cupti import number_streams
 from toolkit.trace.events import Trace
 from toolkit.trace.steps import Range, guess_steps, shown_name, steps_among, steps_from_ranges
 
+LONGEST_NS = 1 << 61
 KIND = {kind: i for i, kind in enumerate(KINDS)}
 
 
@@ -23,7 +24,7 @@ def from_columns(strings: list[str], meta: dict[str, Any], **columns: Any) -> Tr
     full: dict[str, NDArray[Any]] = {}
     for name, dtype in COLUMNS.items():
         given = columns.get(name)
-        full[name] = np.full(len(order), NOT_KNOWN.get(name, 0), dtype) if given is None else np.asarray(given, dtype)[order]
+        full[name] = np.full(len(order), NOT_KNOWN.get(name, 0), dtype) if given is None else np.asarray(given)[order]
     return Trace(full, strings, meta)
 
 
@@ -34,8 +35,13 @@ class Strings:
     codes: dict[str, int] = field(default_factory=dict)
 
     def code(self, text: str) -> int:
-        """Return the code of `text`, adding it to the table if it is new."""
-        return self.codes.setdefault(text, len(self.codes))
+        """Return the code of `text`, adding it to the table if it is new. Raises TypeError if it is not a str."""
+        found = self.codes.get(text)
+        if found is None:
+            if type(text) is not str:
+                raise TypeError(f"{type(text).__name__} instead of a text")
+            found = self.codes[text] = len(self.codes)
+        return found
 
 
 class Rows:
@@ -98,6 +104,9 @@ def assemble(
     """
     source, numbers = steps_among(ranges)
     marks = np.array([(r.start_ns, r.end_ns) for r in ranges], np.int64).reshape(-1, 2)
+    for times in (rows["start_ns"], rows["dur_ns"], cause_ns, marks):
+        if times.size and not -LONGEST_NS <= times.min() <= times.max() <= LONGEST_NS:
+            raise ValueError("a time is more than 73 years")  # sums and differences would wrap
     if source is None:
         step = _guess(rows, cause_ns)
         source = None if step is None else "guessed"

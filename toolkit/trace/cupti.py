@@ -63,8 +63,9 @@ def is_copy_kernel(name: str) -> bool:
 def number_streams(streams: NDArray[np.int64]) -> NDArray[np.int32]:
     """Map CUPTI stream numbers to 0 for the default stream, 1, 2, ... for others in order of appearance, and -1 for none."""
     numbers = {DEFAULT_STREAM: 0, 0: 0, -1: -1, NO_STREAM: -1}
+    special = len(numbers)
     seen, first = np.unique(streams, return_index=True)
     for raw in seen[np.argsort(first)].tolist():
-        numbers.setdefault(raw, max(numbers.values()) + 1)
+        numbers.setdefault(raw, len(numbers) - special + 1)
     values = np.array([numbers[raw] for raw in seen.tolist()], np.int32)
     return values[np.searchsorted(seen, streams)] if len(streams) else np.empty(0, np.int32)

@@ -15,14 +15,16 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.core.display import render
 from toolkit.core.errors import RecorderError, TraceError, unknown_name
-from toolkit.core.files import replacing
+from toolkit.core.files import open_regular, replacing, shown
+from toolkit.core.schema import parse_json
+from toolkit.trace.arrays import read_arrays
 from toolkit.trace.chrome.write import write_chrome
 from toolkit.trace.columns import CLOCKS, COLUMNS, COPY_KINDS, KINDS, NOT_KNOWN, TEXT_COLUMNS
 
@@ -82,12 +84,13 @@ class Trace:
             raise TraceError("creating a trace", found, f"Give columns of equal length: {', '.join(COLUMNS)}")
         frozen = {}
         for name, dtype in COLUMNS.items():
-            column: NDArray[Any] = np.ascontiguousarray(columns[name], dtype=dtype)
+            column: NDArray[Any] = np.ascontiguousarray(_narrowed(name, columns[name], dtype))
             if column is columns[name] and column.flags.writeable:
                 column = column.copy()
             column.flags.writeable = False
             frozen[name] = column
-        self._columns, self.strings, self.meta = frozen, tuple(strings), dict(meta)
+        texts = (text if text.isascii() else text.encode(errors="replace").decode() for text in strings)  # no lone surrogates
+        self._columns, self.strings, self.meta = frozen, tuple(texts), dict(meta)
 
     @property
     def columns(self) -> dict[str, NDArray[Any]]:
@@ -178,36 +181,55 @@ class Trace:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
         """Read a trace written by `save`, without executing anything in the file. Raises TraceError for any other file."""
-        asked = f"opening the trace {os.fspath(path)!r}"
+        asked = f"opening the trace {shown(path)}"
         try:
-            with np.load(path, allow_pickle=False) as file:
-                header = json.loads(bytes(file["header"]).decode())
-                if header.get("format") != "toolkit-trace":
-                    raise TraceError(asked, "it is not a trace written by Trace.save", "Use tk.open_trace for other formats")
-                if header["version"] > FORMAT_VERSION:
-                    found = f"it has format version {header['version']}; this toolkit reads versions up to {FORMAT_VERSION}"
-                    raise TraceError(asked, found, "Upgrade the toolkit")
-                strings, meta = [str(text) for text in header["strings"]], dict(header["meta"])
-                columns = {name: file[name] for name in COLUMNS if name in file or name not in _SINCE_2}
-                for name in _SINCE_2:
-                    columns.setdefault(name, np.full(len(columns["start_ns"]), NOT_KNOWN[name]))
-        except FileNotFoundError as error:
-            raise TraceError(asked, "the file does not exist", "Check the path") from error
+            with open_regular(path, asked, TraceError) as file:
+                arrays = read_arrays(file, os.fstat(file.fileno()).st_size, {"header", *COLUMNS})
+            header: _Header = parse_json(arrays["header"].tobytes(), _Header)
+            if header["format"] != "toolkit-trace":
+                raise TraceError(asked, "it is not a trace written by Trace.save", "Use tk.open_trace for other formats")
+            if header["version"] > FORMAT_VERSION:
+                found = f"it has format version {header['version']}; this toolkit reads versions up to {FORMAT_VERSION}"
+                raise TraceError(asked, found, "Upgrade the toolkit")
+            columns = {name: arrays[name] for name in COLUMNS if name in arrays or name not in _SINCE_2}
+            for name in _SINCE_2:
+                columns.setdefault(name, np.full(len(columns["start_ns"]), NOT_KNOWN[name]))
         except _DAMAGE as error:
             raise TraceError(
                 asked, f"it is damaged or not a trace ({error})", "Save the trace again, or use tk.open_trace for other formats"
             ) from error
-        problem = _problem(columns, len(strings))
+        problem = _problem(columns, len(header["strings"]))
         if problem:
             raise TraceError(asked, problem, "The file is damaged: save the trace again")
-        return cls(columns, strings, meta)
+        return cls(columns, header["strings"], header["meta"])
 
 
-# raised by numpy, zipfile and json for files of other formats, and for headers with values of the wrong type
+class _Header(TypedDict):
+    """The header of a trace that `Trace.save` wrote."""
+
+    format: str
+    version: int
+    strings: list[str]
+    meta: dict[str, Any]
+
+
+# raised by numpy and zipfile for files of other formats, and for a header of another type
 _DAMAGE = (
-    OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, NotImplementedError, RuntimeError, MemoryError,
-    zipfile.BadZipFile, zlib.error, struct.error,
+    OSError, ValueError, KeyError, TypeError, EOFError, NotImplementedError, RuntimeError, MemoryError, OverflowError,
+    SyntaxError, zipfile.BadZipFile, zlib.error, struct.error,
 )  # fmt: skip
+
+
+def _narrowed(name: str, column: NDArray[Any], dtype: type) -> NDArray[Any]:
+    """Return a column as `dtype`. Raises TraceError if a value does not fit."""
+    column, limits = np.asarray(column), np.iinfo(dtype)
+    if column.dtype == dtype or not column.size:
+        return column.astype(dtype, copy=False)
+    for value in (column.min(), column.max()):
+        if not limits.min <= value <= limits.max:
+            found = f"column {name!r} has the value {value}, which is not in the range of {limits.dtype}"
+            raise TraceError("creating a trace", found, "The source of these events is damaged, or it counts something else")
+    return column.astype(dtype)
 
 
 def _problem(columns: dict[str, NDArray[Any]], n_strings: int) -> str | None:
@@ -262,8 +284,7 @@ class TraceBuilder:
         table = np.array(rows, dtype=np.int64).reshape(len(rows), len(COLUMNS))
         table[:, 0] -= origin_ns
         table = table[np.argsort(table[:, 0], kind="stable")]
-        columns: dict[str, NDArray[Any]] = {n: table[:, i].astype(dtype) for i, (n, dtype) in enumerate(COLUMNS.items())}
-        return Trace(columns, list(self._codes), meta)
+        return Trace({name: table[:, i] for i, name in enumerate(COLUMNS)}, list(self._codes), meta)
 
 
 def copies_per_step(trace: Trace) -> pd.DataFrame:

@@ -1,16 +1,20 @@
 """Read traces of Nsight Systems from the SQLite database that `nsys export --type sqlite` writes.
 
-Tables and columns differ between versions, and Nsight leaves out empty tables: missing values become "not known". The file is
-opened read-only. Source lines are not read, since Nsight does not record them reliably.
+Tables and columns differ between versions, and Nsight leaves out empty tables: missing values become "not known". Source lines
+are not read, since Nsight does not record them reliably. Nothing in the file is executed: an authorizer allows only reads of
+the stored columns in `_TABLES`, so that SQLite refuses views, virtual tables, generated columns and functions.
 """
 
 from __future__ import annotations
 
+import os
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from toolkit.core.errors import TraceError
+from toolkit.core.files import open_regular
 from toolkit.trace.assemble import KIND, Calls, Rows, Strings, assemble
 from toolkit.trace.cupti import MEMCPY_KINDS, is_copy_kernel, is_wait, pinned_of
 from toolkit.trace.events import Trace
@@ -22,57 +26,106 @@ _MEMORY = ("Pageable", "Pinned", "Device", "Array", "Managed", "Device Static", 
 _LETTERS = {"h2d": "HtoD", "d2h": "DtoH", "d2d": "DtoD", "p2p": "PtoP"}
 _RANGE_TYPES = (59, 60)  # NVTX: push/pop, start/end
 
+_EVENT: dict[str, type] = {"start": int, "end": int}
+_ON_GPU = _EVENT | dict.fromkeys(("deviceId", "streamId", "correlationId"), int)
+_TABLES: dict[str, dict[str, type]] = {  # the tables and columns that are read; each value has this type or is NULL
+    "StringIds": {"id": int, "value": str},
+    "TARGET_INFO_GPU": {"name": str},
+    "NVTX_EVENTS": _EVENT | {"eventType": int, "text": str, "textId": int},
+    f"{_PREFIX}KERNEL": _ON_GPU | {"demangledName": int, "shortName": int},
+    f"{_PREFIX}GRAPH_TRACE": _ON_GPU | {"graphId": int},
+    f"{_PREFIX}MEMCPY": _ON_GPU | {"bytes": int, "copyKind": int, "srcKind": int, "dstKind": int},
+    f"{_PREFIX}MEMSET": _ON_GPU | {"bytes": int},
+    f"{_PREFIX}SYNCHRONIZATION": {"correlationId": int, "streamId": int},
+    f"{_PREFIX}RUNTIME": _EVENT | {"correlationId": int, "globalTid": int, "nameId": int},
+}
+_SCHEMA = ("sqlite_master", "sqlite_schema")
+_LEAST_ROW_BYTES = 4  # a record's cell pointer, length, key and header: pages that are read more than once exceed it
+_INSTRUCTIONS = 100_000  # of SQLite's virtual machine between two checks of the limit
+
 
 def read_nsys(path: Path) -> Trace:
     """Return the trace in an SQLite export of Nsight Systems. Raises TraceError if it is damaged or has no CUDA events."""
     asked = f"opening the trace {str(path)!r}"
     try:
-        _check_length(path, asked)
-        connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
-        try:
-            return _Database(connection, asked).trace()
-        finally:
-            connection.close()
+        size = _check_length(path, asked)
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)) as connection:
+            connection.set_authorizer(_authorize)
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, max(size, 1 << 16))
+            left = [1000 + 20 * size // _INSTRUCTIONS]
+
+            def stop() -> bool:
+                left[0] -= 1
+                return left[0] < 0
+
+            connection.set_progress_handler(stop, _INSTRUCTIONS)
+            return _Database(connection, asked, size).trace()
     except (sqlite3.Error, UnicodeDecodeError, OverflowError) as error:
         raise TraceError(asked, f"the database is damaged ({error})", "Export it again: nsys export --type sqlite") from error
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AttributeError) as error:
         raise TraceError(
             asked, f"a column contains an unexpected value ({error})", "Export it again from the .nsys-rep"
         ) from error
 
 
-def _check_length(path: Path, asked: str) -> None:
-    """Raise TraceError for a truncated file. SQLite itself notices only when it reads a missing page."""
-    with path.open("rb") as file:
-        header = file.read(32)
+def _authorize(action: int, first: str | None, second: str | None, _: str | None, inside: str | None) -> int:
+    """Allow an action of SQLite's compiler only if it reads the schema or a column of `_TABLES`, outside of any view."""
+    reads = first in _SCHEMA or (first in _TABLES and (not second or second in _TABLES[first]))
+    allowed = action == sqlite3.SQLITE_SELECT or (action == sqlite3.SQLITE_READ and reads)
+    allowed |= action == sqlite3.SQLITE_PRAGMA and first == "table_info" and second in _TABLES
+    return sqlite3.SQLITE_OK if allowed and inside is None else sqlite3.SQLITE_DENY
+
+
+def _check_length(path: Path, asked: str) -> int:
+    """Return the file's size. Raises TraceError if it is truncated; SQLite itself notices only when it reads a missing page."""
+    with open_regular(path, asked, TraceError) as file:
+        header, found_bytes = file.read(32), os.fstat(file.fileno()).st_size
     page_bytes = int.from_bytes(header[16:18]) or 1
     pages = int.from_bytes(header[28:32])
     promised_bytes = pages * (65536 if page_bytes == 1 else page_bytes)
-    found_bytes = path.stat().st_size
     if len(header) < 32 or found_bytes < promised_bytes:
         found = f"the database is truncated to {found_bytes} of {promised_bytes} bytes"
         raise TraceError(asked, found, "Copy the complete file again, or export it again")
+    return found_bytes
 
 
 class _Database:
-    def __init__(self, connection: sqlite3.Connection, asked: str) -> None:
+    def __init__(self, connection: sqlite3.Connection, asked: str, size: int) -> None:
         self.connection, self.asked = connection, asked
-        listed = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
-        self.tables = {name for (name,) in listed}
+        self._rows_left, self._text_left = size // _LEAST_ROW_BYTES, 2 * size
+        listed = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND rootpage > 0")  # 0: virtual
+        self.tables = {name for (name,) in listed if name in _TABLES}
         if not any(f"{_PREFIX}{kind}" in self.tables for kind in ("KERNEL", "MEMCPY", "MEMSET", "RUNTIME")):
             found = "it has no CUDA events" if "StringIds" in self.tables else "it is a database of another program"
             raise TraceError(asked, found, "Record with nsys profile --trace=cuda,nvtx, then nsys export --type sqlite")
-        self.texts = dict(self.read("StringIds", "id", "value"))
+        self.texts = {code: text for code, text in self.read("StringIds", "id", "value") if text is not None}
         self.strings, self.rows, self.calls = Strings(), Rows(), Calls()
         self.threads: dict[int, int] = {}
 
     def read(self, table: str, *columns: str) -> list[tuple[Any, ...]]:
-        """Return the rows of a table, with None for missing columns. A missing table has no rows."""
+        """Return the rows of a table, with None for missing columns. A missing table has no rows.
+
+        Raises ValueError if a value has another type than in `_TABLES`, or if there are more rows or is more text than the
+        file has bytes for: its pages are then linked more than once.
+        """
         if table not in self.tables:
             return []
         there = {row[1] for row in self.connection.execute(f'PRAGMA table_info("{table}")')}
         asked = ", ".join(f'"{column}"' if column in there else "NULL" for column in columns)
-        return self.connection.execute(f'SELECT {asked} FROM "{table}"').fetchall()
+        kinds = [(column, _TABLES[table][column]) for column in columns]
+        rows: list[tuple[Any, ...]] = []
+        cursor = self.connection.execute(f'SELECT {asked} FROM "{table}"')
+        while batch := cursor.fetchmany(10_000):
+            for (column, kind), values in zip(kinds, zip(*batch, strict=True), strict=True):
+                if not {type(value) for value in values} <= {kind, type(None)}:
+                    raise ValueError(f"column {column} of {table} has values that are not {kind.__name__}")
+                if kind is str:
+                    self._text_left -= sum(len(value) for value in values if value)
+            self._rows_left -= len(batch)
+            if min(self._rows_left, self._text_left) < 0:
+                raise ValueError(f"table {table} has more values than the file has bytes for")
+            rows += batch
+        return rows
 
     def trace(self) -> Trace:
         """Return the Trace of the database."""

@@ -11,6 +11,7 @@ import zlib
 from pathlib import Path
 
 from toolkit.core.errors import TraceError
+from toolkit.core.files import open_regular, shown
 from toolkit.trace.events import Trace
 
 _SQLITE = b"SQLite format 3\0"
@@ -25,15 +26,10 @@ def open_trace(path: str | os.PathLike[str]) -> Trace:
     from marks, `ProfilerStep#` or NVTX ranges, or are guessed from a repeating pattern: `trace.meta["steps_from"]` says
     which. Raises TraceError if the file cannot be read or has another format.
     """
+    asked = f"opening the trace {shown(path)}"
+    with open_regular(path, asked, TraceError) as raw:
+        start = raw.read(4096)
     file = Path(path)
-    asked = f"opening the trace {os.fspath(path)!r}"
-    try:
-        with file.open("rb") as raw:
-            start = raw.read(4096)
-    except FileNotFoundError as error:
-        raise TraceError(asked, "no such file", "Check the path") from error
-    except OSError as error:
-        raise TraceError(asked, f"it can't be read ({error.strerror})", "Check the path and its permissions") from error
     packed = start.startswith(b"\x1f\x8b")
     if packed:
         start = _unpacked(file, asked)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ _REGULAR = 0.25  # a gap is regular when it is within this fraction of the media
 _ENOUGH = 0.8  # the fraction of gaps that must be regular
 _SHARED = 0.7  # the fraction of events that one step must share with the next
 _REPEATS = 3  # minimum number of repeats of a pattern
+_TRIED = 64  # possible patterns that are compared with all events
 
 _OWN = re.compile(r"toolkit\.step (-?\d+) (.*)", re.DOTALL)
 _PROFILER = re.compile(r"ProfilerStep ?#(\d+)$")
@@ -48,15 +49,16 @@ def steps_among(ranges: Sequence[Range]) -> tuple[str | None, list[int]]:
         if not _OPERATION.search(r.name):
             groups.setdefault(_NUMBER.sub("#", r.name), []).append(i)
     best: tuple[bool, int] = (False, 0)
-    steps = [-1] * len(ranges)
+    chosen: list[tuple[int, int]] = []  # range and its number
     for name, members in groups.items():
         members.sort(key=lambda i: ranges[i].start_ns)
         score = bool(_STEPLIKE.search(name)), sum(ranges[i].end_ns - ranges[i].start_ns for i in members)
         numbers = _numbers([ranges[i] for i in members])
         if numbers is not None and score > best:
-            best, steps = score, [-1] * len(ranges)
-            for i, number in zip(members, numbers, strict=True):
-                steps[i] = number
+            best, chosen = score, list(zip(members, numbers, strict=True))
+    steps = [-1] * len(ranges)
+    for i, number in chosen:
+        steps[i] = number
     return ("ranges" if best[1] else None), steps
 
 
@@ -135,11 +137,12 @@ def guess_steps(names: ArrayLike, is_readback: ArrayLike) -> NDArray[np.int32] |
     if not candidates:
         return None
     at = np.arange(n)
-    for positions in (c[1] for c in sorted(candidates, key=lambda c: (-c[0], -len(c[1]))) if c[2]):
+    readbacks = (c[1] for c in sorted(candidates, key=lambda c: (-c[0], -len(c[1]))) if c[2])
+    for positions in islice(readbacks, _TRIED):
         if _repeats(code, positions):
             step = np.searchsorted(positions, at, side="left")  # the read-back itself belongs to the step it ends
             return np.where(at > positions[-1], -1, step).astype(np.int32)
-    for positions in _common_periods(candidates):
+    for positions in islice(_common_periods(candidates), _TRIED):
         if _repeats(code, positions):
             step = np.searchsorted(positions, at, side="right")
             tail = at >= positions[-1] + round(float(np.median(np.diff(positions))))
@@ -175,11 +178,12 @@ def _common_periods(candidates: list[tuple[float, NDArray[np.int64], bool]]) -> 
     an occasional one, such as a kernel that runs every sixteenth step.
     """
     longest = sorted(candidates, key=lambda c: -c[0])
-    alone = []
-    for period, positions, _ in longest:
-        same = [c[1] for c in longest if abs(c[0] - period) <= 0.1 * period]
-        if len(same) >= 2:
-            yield min(same, key=lambda positions: int(positions[0]))
+    periods, alone = np.array([c[0] for c in longest]), []
+    firsts = np.searchsorted(-periods, -1.1 * periods, side="left")
+    ends = np.searchsorted(-periods, -0.9 * periods, side="right")
+    for (_, positions, _), first, end in zip(longest, firsts.tolist(), ends.tolist(), strict=True):
+        if end - first >= 2:
+            yield min((c[1] for c in longest[first:end]), key=lambda positions: int(positions[0]))
         else:
             alone.append(positions)
     yield from alone

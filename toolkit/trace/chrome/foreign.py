@@ -55,13 +55,10 @@ class Foreign:
         names = [self.process.get(pid, "") for pid, _ in lanes]
         if names:
             meta["device"] = names[0]
-        on_device = np.zeros(len(rows["kind"]), bool)
-        for (pid, tid), track in self.tracks.items():
-            mine = rows["thread"] == track
-            if (pid, tid) in lanes:
-                on_device |= mine
-                rows["device"][mine] = lanes[pid, tid][0]
-                rows["stream"][mine] = lanes[pid, tid][1]
+        of_track = np.array([lanes.get(key, (-1, -1)) for key in self.tracks], np.int64).reshape(-1, 2)
+        on_track = of_track[rows["thread"]]
+        on_device = on_track[:, 0] >= 0
+        rows["device"], rows["stream"] = np.where(on_device, on_track[:, 0], 0), on_track[:, 1]
         texts, marks = list(self.strings.codes), []
         for i in [] if lanes else range(len(on_device)):
             start, dur, name = (int(rows[column][i]) for column in ("start_ns", "dur_ns", "name"))
@@ -72,11 +69,14 @@ class Foreign:
     def _device_lanes(self) -> dict[tuple[Any, Any], tuple[int, int]]:
         """Return (device, stream) by device track. XLA repeats streams as "XLA Ops", "Steps" and others: use only one kind."""
         lanes = {}
+        tracks_of: dict[Any, list[tuple[Any, Any]]] = {}
+        for key in self.tracks:
+            tracks_of.setdefault(key[0], []).append(key)
         for pid, process in self.process.items():
             match = _DEVICE.search(process)
             if match is None:
                 continue
-            tracks = [key for key in self.tracks if key[0] == pid]
+            tracks = tracks_of.get(pid, [])
             streams = [key for key in tracks if self.thread.get(key, "").startswith("Stream")]
             ops = [key for key in tracks if self.thread.get(key, "") == "XLA Ops"]
             for i, key in enumerate(streams or ops or tracks):

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from array import array
 from collections.abc import Callable
@@ -25,9 +24,6 @@ from toolkit.trace.cupti import is_copy_kernel, is_wait, parse_memcpy
 from toolkit.trace.events import Trace
 from toolkit.trace.steps import Range, innermost
 
-_OWN = re.compile(r'"toolkit"\s*:\s*')
-_GPU = re.compile(r'"name"\s*:\s*"([^"]+)",\s*"totalGlobalMem"')
-_RANK = re.compile(r'"distributedInfo"\s*:\s*\{[^}]*?"rank"\s*:\s*(\d+)')
 _FUNCTION = re.compile(r"(.+)\((\d+)\): ")  # "file.py(12): name"; built-ins and modules have no file
 _LIBRARY = re.compile(r"(^|/)(torch|triton|contextlib\.py)(/|$)|^<(?!ipython)")
 _PROFILERS_OWN_WAIT = "cudaDeviceSynchronize"
@@ -39,8 +35,7 @@ def read_chrome(path: Path) -> Trace:
     reader: _Kineto | _Own | None = None
     for event in scanner:
         if reader is None:
-            own = _OWN.search(scanner.head)
-            reader = _Own(scanner, own.end()) if own else _Kineto(scanner.head)
+            reader = _Own(scanner) if "toolkit" in scanner.head else _Kineto(scanner.head)
         reader.take(event)
     if reader is None:
         raise TraceError(scanner.asked, "it has no events", "Record some work before exporting the trace")
@@ -57,11 +52,13 @@ def _ns(us: float) -> int:
 class _Kineto:
     """Collects the events of PyTorch's profiler."""
 
-    def __init__(self, head: str) -> None:
-        gpu, rank = _GPU.search(head), _RANK.search(head)
-        self.meta: dict[str, Any] = {"device": gpu[1] if gpu else "unknown device", "format": "chrome"}
-        self.rank = int(rank[1]) if rank else 0
-        self.kineto = '"schemaVersion"' in head
+    def __init__(self, head: dict[str, Any]) -> None:
+        gpus, ranks = head.get("deviceProperties"), head.get("distributedInfo")
+        first = gpus[0] if isinstance(gpus, list) and gpus and isinstance(gpus[0], dict) else {}
+        name, rank = first.get("name"), ranks.get("rank") if isinstance(ranks, dict) else None
+        self.meta: dict[str, Any] = {"device": name if isinstance(name, str) else "unknown device", "format": "chrome"}
+        self.rank = rank if type(rank) is int else 0
+        self.kineto = "schemaVersion" in head
         self.strings, self.rows, self.calls, self.foreign = Strings(), Rows(), Calls(), Foreign()
         self.ranges: list[Range] = []
         self.threads: dict[Any, int] = {}
@@ -134,8 +131,10 @@ class _Kineto:
         self.sync_streams[args["correlation"]] = int(args.get("stream", -1))
 
     def _annotation(self, event: dict[str, Any]) -> None:
-        start = _ns(event["ts"])
-        self.ranges.append(Range(start, start + _ns(event.get("dur", 0)), event["name"]))
+        start, name = _ns(event["ts"]), event["name"]
+        if type(name) is not str:
+            raise TypeError("the name of a range is not a text")
+        self.ranges.append(Range(start, start + _ns(event.get("dur", 0)), name))
 
     def _memory(self, event: dict[str, Any]) -> None:
         args = event.get("args") or {}
@@ -186,11 +185,13 @@ class _Kineto:
     def _where(self, cause: NDArray[np.int64], thread: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the innermost running function. Threads without Python (autograd) use the thread with the most functions."""
         where = np.full(len(cause), -1, np.int64)
-        busiest = max(self.functions, key=lambda code: len(self.functions[code]), default=None)
-        strange = ~np.isin(thread, list(self.functions))
+        busiest = max(self.functions, key=lambda code: len(self.functions[code]), default=-1)
+        thread = np.where(np.isin(thread, list(self.functions)), thread, busiest)
+        order = np.argsort(thread, kind="stable")
+        bounds = np.searchsorted(thread[order], np.arange(len(self.threads) + 1))
         for code, ran in self.functions.items():
             starts, ends, names = np.frombuffer(ran, np.int64).reshape(-1, 3).T
-            on = np.flatnonzero((thread == code) | strange if code == busiest else thread == code)
+            on = order[bounds[code] : bounds[code + 1]]
             which = innermost(cause[on], starts, ends)
             where[on] = np.where(which >= 0, names[which], -1)
         return where
@@ -204,12 +205,12 @@ class _Own:
         "owner", "address", "requested",
     )  # fmt: skip
 
-    def __init__(self, scanner: EventScanner, at: int) -> None:
-        self.scanner = scanner
-        try:
-            self.meta = dict(json.JSONDecoder().raw_decode(scanner.head, at)[0]["meta"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise scanner.damaged("its header can't be read") from error
+    def __init__(self, scanner: EventScanner) -> None:
+        self.scanner, own = scanner, scanner.head["toolkit"]
+        meta = own.get("meta") if isinstance(own, dict) else None
+        if not isinstance(meta, dict):
+            raise scanner.damaged("its header can't be read")
+        self.meta: dict[str, Any] = meta
         self.strings, self.table = Strings(), array("q")
 
     def take(self, event: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import gzip
 import json
+import os
 import re
 import zlib
 from collections.abc import Iterator
@@ -12,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.core.errors import TraceError
+from toolkit.core.files import open_regular
+from toolkit.core.schema import parse_json
+from toolkit.trace.arrays import most_unpacked
 
 _CHUNK = 1 << 22
-_LONGEST_EVENT = 1 << 26  # in characters; a longer event means that the file is damaged
+_LONGEST_EVENT = 1 << 24  # in characters; a longer event means that the file is damaged
 _LONGEST_HEAD = 1 << 26
 _BETWEEN = re.compile(r"[\s,]*")
 _EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
@@ -22,7 +26,7 @@ _NOT_JSON = re.compile(r"(:\s*)-?(?:inf|nan)(?=\s*[,}\]])", re.IGNORECASE)  # C+
 
 
 class EventScanner:
-    """An iterable over the events (dicts) of a file. Once iteration has begun, `head` is the text before the events.
+    """An iterable over the events (dicts) of a file. Once iteration has begun, `head` has the fields before the events.
 
     Reads both forms of the format, {"traceEvents": [...]} and a bare [...]. Iteration raises TraceError when it reaches a
     place where the text ends too early or is not JSON, after yielding the events before that place.
@@ -31,7 +35,7 @@ class EventScanner:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.asked = f"opening the trace {str(path)!r}"
-        self.head = ""
+        self.head: dict[str, Any] = {}
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         try:
@@ -45,11 +49,16 @@ class EventScanner:
 
     def _chunks(self) -> Iterator[str]:
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        with self.path.open("rb") as raw:
+        with open_regular(self.path, self.asked, TraceError) as raw:
             packed = raw.read(2) == b"\x1f\x8b"
             raw.seek(0)
+            size, found = os.fstat(raw.fileno()).st_size, 0
             file = gzip.GzipFile(fileobj=raw) if packed else raw
             while data := file.read(_CHUNK):
+                found += len(data)
+                if packed and found > most_unpacked(size):
+                    what = f"its {size:,} bytes become more than {most_unpacked(size):,}"
+                    raise TraceError(self.asked, what, "Decompress it first, if you trust it: gunzip FILE")
                 yield decoder.decode(data)
 
     def _events(self, chunks: Iterator[str]) -> Iterator[dict[str, Any]]:
@@ -78,6 +87,8 @@ class EventScanner:
                 continue
             except RecursionError:
                 raise self.damaged("its brackets are nested too deeply") from None
+            except ValueError as error:
+                raise self.damaged("a number has thousands of digits") from error
             if type(event) is dict:
                 yield event
 
@@ -91,11 +102,20 @@ class EventScanner:
                 return stripped[1:], True
             match = _EVENTS.search(text)
             if match:
-                self.head = text[: match.start()]
+                self.head = self._fields(text[: match.start()])
                 return text[match.end() :], False
             if len(text) > _LONGEST_HEAD:
                 break
         raise TraceError(self.asked, 'it is JSON without "traceEvents"', "Export it as a Chrome trace")
+
+    def _fields(self, head: str) -> dict[str, Any]:
+        """Return the fields of the text before the events, or {} if it is not an object (some tools write odd ones)."""
+        try:
+            return parse_json(_NOT_JSON.sub(r"\1null", head.lstrip("\ufeff").rstrip().removesuffix(",") + "}"), dict[str, Any])
+        except ValueError as error:
+            if '"toolkit"' in head:
+                raise self.damaged("its header can't be read") from error
+            return {}
 
     def _check_end(self, rest: str, chunks: Iterator[str], bare: bool) -> None:
         for chunk in chunks:

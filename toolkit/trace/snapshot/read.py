@@ -7,6 +7,7 @@ the history that PyTorch kept. Both functions convert it to a Trace.
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.core.errors import TraceError
+from toolkit.core.files import open_regular
 from toolkit.trace.assemble import from_columns
 from toolkit.trace.events import Trace
 from toolkit.trace.snapshot.block_sizes import Rules
@@ -25,6 +27,7 @@ from toolkit.trace.snapshot.rows import Table, device_rows, joined
 
 ACTIVE, PENDING, INACTIVE = range(3)  # states of a block: allocated, freed but still used by a stream, free
 _STATES = {"active_allocated": ACTIVE, "active_pending_free": PENDING, "active_awaiting_free": PENDING}
+MOST_DEVICES = 127  # PyTorch's device indices are 8 bits
 _MAKE_AGAIN = "Write it again with torch.cuda.memory._dump_snapshot(path)"
 
 
@@ -32,8 +35,8 @@ def read_snapshot(path: Path) -> Trace:
     """Return the memory events of a snapshot file. Raises TraceError if it is damaged, another pickle, or would run code."""
     asked = f"opening the trace {str(path)!r}"
     entries = Entries()
-    with path.open("rb") as file:
-        found = PickleStream(file, path.stat().st_size, asked, entries).load()
+    with open_regular(path, asked, TraceError) as file:
+        found = PickleStream(file, os.fstat(file.fileno()).st_size, asked, entries).load()
     if not isinstance(found, dict) or "segments" not in found:
         what = f"it is a pickle of {_what(found)}"
         raise TraceError(asked, what, "Only pickles written by torch.cuda.memory._dump_snapshot can be opened")
@@ -138,8 +141,8 @@ def _trace(
     blocks = _blocks(at_end, entries.where)
     segments = _segments(at_end if own.get("segments") is not False else ())
     devices = {*segments["device"].tolist(), *(device for device, rows in enumerate(traces) if rows)}
-    if max(devices, default=0) > np.iinfo(np.int16).max:
-        raise ValueError("a device number is above 32,767")
+    if max(devices, default=0) > MOST_DEVICES:
+        raise ValueError(f"a device number is above {MOST_DEVICES}")
     opening: list[Table] = []
     rest: list[Table] = []
     unaccounted = 0

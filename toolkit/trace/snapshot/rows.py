@@ -132,9 +132,18 @@ def covered(start: Ints, size: Ints, taken: NDArray[np.bool_]) -> tuple[Ints, In
     """Apply the ranges in order, each taken or released. Return start, size and range index of the memory still taken."""
     bounds = np.unique(np.concatenate([start, start + size]))
     low, high = np.searchsorted(bounds, start), np.searchsorted(bounds, start + size)
-    owner = np.full(len(bounds), -1)  # the range that takes the memory from each bound to the next
-    for i in range(len(start)):
-        owner[low[i] : high[i]] = i if taken[i] else -1
+    last = [-1] * len(bounds)  # the last range that covers the memory from each bound to the next
+    following = list(range(len(bounds) + 1))  # union-find: the next bound that has none yet
+    for i in range(len(start) - 1, -1, -1):
+        at = int(low[i])
+        while at < high[i]:
+            if following[at] == at:
+                last[at], following[at] = i, at + 1
+            else:
+                following[at] = following[following[at]]
+            at = following[at]
+    last_range = np.array(last, np.int64)
+    owner = np.where((last_range >= 0) & np.append(taken, False)[last_range], last_range, -1)
     changes = np.flatnonzero(np.diff(owner, prepend=-2))
     begins = changes[owner[changes] >= 0]
     ends = np.append(changes, len(owner))[np.searchsorted(changes, begins) + 1]
