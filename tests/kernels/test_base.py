@@ -2,12 +2,12 @@
 """Tests of configs and shapes as data: they round-trip through their repr and through files."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
-from toolkit.kernels.base import Config, Shape, config_grid
+from toolkit.kernels.base import Config, Launch, Shape, config_grid
 
 
 @dataclass(frozen=True)
@@ -66,3 +66,9 @@ def test_a_grid_has_the_default_first_and_each_once():
     assert found[0] == Config(block=64, warps=8)
     assert len(found) == len(set(found)) == 4
     assert len(config_grid(Config(block=64, stages=2), block=(128,))) == 2
+
+
+def test_a_limit_of_registers_is_an_option_of_triton():
+    launch = Launch(None, (1,), {}, warps=8, stages=2)
+    assert launch.options((9, 0)) == {"num_warps": 8, "num_stages": 2}
+    assert replace(launch, registers=128).options((8, 0)) == {"num_warps": 8, "num_stages": 2, "maxnreg": 128}

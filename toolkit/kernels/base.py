@@ -98,10 +98,12 @@ class Launch:
     # Whether it may start while the previous launch still runs. The kernel then waits by itself (see early.py). GPUs before
     # Hopper run launches one after the other.
     early: bool = False
+    registers: int = 0  # the most registers per thread, so that more blocks fit on a multiprocessor; 0: the compiler's choice
 
     def options(self, capability: tuple[int, int]) -> dict[str, Any]:
         """Return Triton's launch options for a GPU of this compute capability."""
         found: dict[str, Any] = {"num_warps": self.warps, "num_stages": self.stages}
+        found |= {"maxnreg": self.registers} if self.registers else {}
         return found | {"launch_pdl": True} if self.early and capability >= (9, 0) else found
 
     def run(self) -> Any:
@@ -112,7 +114,10 @@ class Launch:
         return self.function[self.grid](**self.arguments, **self.constants, **options)
 
     def trace(self) -> None:
-        """Add the launch to the graph that is being traced instead of running it."""
+        """Add the launch to the graph that is being traced instead of running it.
+
+        Inductor passes no limit of registers, so packages run without it.
+        """
         options = {"num_warps": self.warps, "num_stages": self.stages}
         torch.library.wrap_triton(self.function)[self.grid](**self.arguments, **self.constants, **options)
 
