@@ -1,16 +1,19 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Attention of one new token on a cache quantized to 8 or 4 bits (`kv_codes`): split-KV decode that reads codes.
 
-Converting codes to numbers limits the kernel more than reading them: a 4-bit code costs about four lane operations. Codes
-become fp16 numbers two per instruction, and scales are multiplied into scores and weights. For rotated keys or values, the
-query and the result are rotated instead, once per split.
+Converting codes to numbers limits the kernel more than reading them. Keys become bytes, and a query becomes two digits of 8
+bits, whose products are exact integers. Values become fp16 numbers, two per instruction, and scales are multiplied into scores
+and weights. Slots are the rows of all products and query heads their columns, so eight heads waste no row. For rotated keys or
+values, the query and the result are rotated instead, once per split.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -19,8 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from toolkit.core.errors import ModelError
+from toolkit.kernels import kv_codes
 from toolkit.kernels.attention import (
-    BLOCK_TARGETS,
     AttentionDecode,
     AttentionShape,
     DecodeShape,
@@ -33,10 +36,22 @@ from toolkit.kernels.attention import (
     split_length,
     splits_for,
 )
-from toolkit.kernels.base import Config, Cost, Launch, Shape, Tensors, config_grid
+from toolkit.kernels.base import Config, Cost, Launch, Shape, Tensors
 from toolkit.kernels.checks import check_tensor
 from toolkit.kernels.early import INTERPRETED, await_previous, let_next_begin
-from toolkit.kernels.kv_codes import POLYNOMIAL, CodeScheme, decode, encode, find_kv_scheme, random_signs
+from toolkit.kernels.kv_codes import UNIT, CodeScheme, decode, encode, find_kv_scheme, levels, random_signs
+
+# Slots per block, warps, registers per thread, blocks per launch: one to four for each multiprocessor. Of the configs timed on
+# an H200 for twelve problems, the fastest was always among these, or 3 % faster than one of them.
+Tile = tuple[int, int, int, int]
+TILES: tuple[Tile, ...] = (
+    (64, 4, 128, 528), (64, 4, 168, 396), (64, 4, 168, 264), (128, 4, 128, 528), (128, 8, 128, 264), (128, 8, 128, 132),
+)  # fmt: skip
+# Up to this many bytes per slot, the default: a tile and its stages. It fits every GPU of the catalogue, and took at most 15 %
+# longer than the fastest config of each problem.
+DEFAULTS: tuple[tuple[float, Tile, int], ...] = (
+    (260, (64, 4, 128, 528), 3), (516, (128, 8, 128, 264), 2), (772, (64, 4, 168, 396), 2), (math.inf, (64, 4, 168, 264), 2),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -76,11 +91,22 @@ class AttentionCodes(AttentionDecode):
 
     def space(self, shape: Shape) -> Sequence[Config]:
         assert isinstance(shape, CodesShape)
-        blocks = [n for n in (16, 32, 64, 128) if 16384 <= n * shape.head_dim <= 32768] or [128]
-        splits = sorted({splits_for(shape, target) for target in BLOCK_TARGETS})
-        # Decoding codes takes arithmetic, so many blocks are best: within 8 % of the fastest in all timings on an H200.
-        default = Config(block_n=blocks[-1], splits=splits[-1], warps=4, stages=2)
-        return config_grid(default, stages=(2, 3), block_n=blocks, splits=splits)
+        row = shape.scheme.bytes_per_token(shape.head_dim)
+        default = next((tile, stages) for most, tile, stages in DEFAULTS if row <= most)
+        found = []
+        for (block, warps, registers, blocks), stages in (default, *itertools.product(TILES, (2, 3))):
+            splits = splits_for(shape, blocks)
+            found.append(Config(block_n=block, splits=splits, registers=registers, warps=warps, stages=stages))
+        return list(dict.fromkeys(found))
+
+    def outputs(self, shape: Shape, inputs: Tensors) -> dict[str, Tensor]:
+        """As in `AttentionDecode`, with scratch for more splits."""
+        assert isinstance(shape, CodesShape)
+        found, splits = super().outputs(shape, inputs), splits_for(shape, max(blocks for *_, blocks in TILES))
+        for name in ("partial", "weights"):
+            size = found[name].shape
+            found[name] = found[name].new_empty((size[0], splits, *size[2:]))
+        return found
 
     def inputs(self, shape: Shape, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
         """Return the codes of the values that `AttentionDecode` uses."""
@@ -120,8 +146,11 @@ class AttentionCodes(AttentionDecode):
             strides |= {f"{name}_stride": inputs[f"{name}s"].stride(1)}
             strides |= {f"{name}_scale_stride": inputs[f"{name}_scales"].stride(1)}
         check_tensor("attention", "signs", inputs["signs"], (shape.head_dim,), torch.float32, query)
-        constants = {"KEY_BITS": scheme.key_bits, "VALUE_BITS": scheme.value_bits}
-        return split_launches(shape, config, outputs, _decode_codes, {**inputs, **strides}, constants)
+        rows = max(8, triton.next_power_of_2(shape.group))
+        fold = max(1, min(64 // shape.words(scheme.value_bits)[-1], config["block_n"] // 16))
+        constants = {"KEY_BITS": scheme.key_bits, "VALUE_BITS": scheme.value_bits, "BLOCK_M": rows, "FOLD": fold}
+        first, second = split_launches(shape, config, outputs, _decode_codes, {**inputs, **strides}, constants)
+        return [replace(first, registers=config["registers"]), second]
 
     def cost(self, shape: Shape) -> Cost:
         assert isinstance(shape, CodesShape)
@@ -139,40 +168,60 @@ def _twice(number: float) -> str:
     return "0x" + 2 * struct.pack(">e", number).hex()
 
 
+def _levels_ptx() -> str:
+    """Return instructions that convert the eight 4-bit codes of $2 to signed bytes, level - 64: the lower four in $0.
+
+    `prmt` looks up four of eight bytes at once. The highest bit of a code makes it return the sign of the byte instead, which
+    is 255 for all of them, so the bytes of two look-ups are combined by `and`.
+    """
+    table = [round(level / UNIT) - 64 & 255 for level in levels().tolist()]
+    lines = [".reg .b32 flipped, next, other, x, y", "xor.b32 flipped, $2, 0x88888888"]
+    lines += ["shr.u32 next, $2, 16", "shr.u32 other, flipped, 16"]
+    for out, code, flipped in (("$0", "$2", "flipped"), ("$1", "next", "other")):
+        for name, at, selector in (("x", 0, code), ("y", 8, flipped)):
+            words = [int.from_bytes(bytes(table[n : n + 4]), "little") for n in (at, at + 4)]
+            lines.append(f"prmt.b32 {name}, {words[0]:#x}, {words[1]:#x}, {selector}")
+        lines.append(f"and.b32 {out}, x, y")
+    return "{ " + "; ".join(lines) + "; }"
+
+
+# Of (v^2 + SQUARE)^2 + FOURTH, which multiplied by v and rounded to a multiple of 2^-24 is a level.
+STEP, SQUARE, FOURTH = 9 / 16384, -0.000576019287109375, 4.100799560546875e-05
+
+
 def _ptx(bits: int, field: int) -> str:
     """Return instructions that convert one field of the two words in $1 to two fp16 numbers in $0.
 
-    4 bits: in bits 4 to 7 of 1024, a code gives 1024 + 16 code; dividing by 128 and subtracting 8.9375 gives exactly v = (code
-    - 7.5) / 8, and the level is a polynomial in v. 8 bits: in the last byte of 1024, code + 128 gives 1152 + code.
+    4 bits: in bits 4 to 7 of 1024, a code gives 1024 + 16 code, which v = 9 / 16384 (16 code - 120) is computed from. The level
+    is a polynomial in v. Its value is so small that fp16 rounds it to a multiple of 2^-24, to exactly the level.
+    8 bits: in the last byte of 1024, code + 128 gives 1152 + code.
     """
     low = 4 if bits == 4 else 0  # the bit position that the field needs
     moved = f"shl.b32 v, $1, {low - field * bits}" if field * bits < low else f"shr.u32 v, $1, {field * bits - low}"
-    numbers = {"part": 1 / 128, "middle": -8.9375 if bits == 4 else -9.0}
-    lines = [".reg .b32 v, square, sum, part, middle, first, third, fifth", moved]
+    numbers = {"part": STEP, "middle": -1144 * STEP} if bits == 4 else {"part": 1 / 128, "middle": -9.0}
+    lines = [".reg .b32 v, part, middle, second, fourth, inner", moved]
     if bits == 4:
-        numbers |= {"first": POLYNOMIAL[0], "third": POLYNOMIAL[1], "fifth": POLYNOMIAL[2]}
+        numbers |= {"second": SQUARE, "fourth": FOURTH}
         lines += ["lop3.b32 v, v, 0x00f000f0, 0x64006400, 0xea"]  # (v & mask) | 1024s
     else:
         lines += ["lop3.b32 v, v, 0x00ff00ff, 0x64806480, 0x6a"]  # (v & mask) ^ 1152s
     lines += [f"mov.b32 {name}, {_twice(number)}" for name, number in numbers.items()]
     lines += [f"fma.rn.f16x2 {'v' if bits == 4 else '$0'}, v, part, middle"]
     if bits == 4:
-        lines += ["mul.rn.f16x2 square, v, v", "fma.rn.f16x2 sum, square, fifth, third"]
-        lines += ["fma.rn.f16x2 sum, square, sum, first", "mul.rn.f16x2 $0, v, sum"]
+        lines += ["fma.rn.f16x2 inner, v, v, second", "fma.rn.f16x2 inner, inner, inner, fourth", "mul.rn.f16x2 $0, v, inner"]
     return "{ " + "; ".join(lines) + "; }"
 
 
+LEVELS_PTX = tl.constexpr(_levels_ptx())
 PTX_80, PTX_81 = tl.constexpr(_ptx(8, 0)), tl.constexpr(_ptx(8, 1))
 PTX_40, PTX_41, PTX_42, PTX_43 = (tl.constexpr(_ptx(4, field)) for field in range(4))
-FIRST, THIRD, FIFTH = (tl.constexpr(number) for number in POLYNOMIAL)
+LEVEL_UNIT, FIRST, FIFTH = tl.constexpr(UNIT), tl.constexpr(kv_codes.FIRST), tl.constexpr(kv_codes.FIFTH)
+SMALL = tl.constexpr(2.0**-24)
 
 
 @triton.jit
 def numbers_of(words, FIELD: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr):
-    """Return one field of int16 words as fp16 numbers: the levels of 4-bit codes, 1/128 of 8-bit codes.
-
-    Without `PTX` it rounds where the paired instructions round, so the bits are the same.
-    """
+    """Return one field of int16 words as fp16 numbers: 2^-24 of the levels of 4-bit codes, 1/128 of 8-bit codes."""
     if PTX:
         low: tl.constexpr = PTX_40 if FIELD == 0 else PTX_41
         high: tl.constexpr = PTX_42 if FIELD == 2 else PTX_43
@@ -182,31 +231,87 @@ def numbers_of(words, FIELD: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr
     codes = (words.to(tl.int32) >> (FIELD * BITS)) & ((1 << BITS) - 1)
     if BITS == 8:
         return (((codes ^ 128) - 128).to(tl.float32) * 0.0078125).to(tl.float16)
-    return level_of(codes)
+    return (level_of(codes) * SMALL).to(tl.float16)
 
 
 @triton.jit
 def level_of(codes):
-    """Return the levels of 4-bit codes, 0 to 15, in fp16."""
-    v = codes.to(tl.float32) * 0.125 - 0.9375
-    inner = (v * v * FIFTH + THIRD).to(tl.float16).to(tl.float32)
-    return (v * (inner * (v * v) + FIRST).to(tl.float16).to(tl.float32)).to(tl.float16)
+    """Return the levels of 4-bit codes, 0 to 15, as fp32 integers."""
+    v = codes.to(tl.float32) * 2 - 15
+    return nearest(v * (FIRST + FIFTH * (v * v) * (v * v))).to(tl.float32)
 
 
 @triton.jit
-def turn(a, b, c, d, ROWS: tl.constexpr, SIZE: tl.constexpr):
-    """The orthogonal Hadamard transform of rows of length 4 SIZE, passed and returned as quarters [ROWS, SIZE]."""
-    parity = tl.arange(0, SIZE)[:, None] & tl.arange(0, SIZE)[None, :]
+def level_bytes(key_rows, offsets, there, HEAD_DIM: tl.constexpr, PTX: tl.constexpr):
+    """Return two int8 tiles [N, HEAD_DIM / 2] of levels - 64: coordinates of even words and of odd ones.
+
+    Of four consecutive bytes, that is two words, the four fields of the first word are at the same place in the first result.
+    """
+    columns = tl.arange(0, HEAD_DIM // 2)[None, :]
+    if PTX:
+        codes = tl.load(key_rows.to(tl.pointer_type(tl.int8)) + 2 * offsets + columns, mask=there, other=0)
+        return tl.inline_asm_elementwise(LEVELS_PTX, "=r,=r,r", [codes], dtype=(tl.int8, tl.int8), is_pure=True, pack=4)
+    even = tl.load(key_rows + offsets + columns // 4 * 2, mask=there, other=0).to(tl.int32)
+    odd = tl.load(key_rows + offsets + columns // 4 * 2 + 1, mask=there, other=0).to(tl.int32)
+    even, odd = (even >> (4 * (columns % 4))) & 15, (odd >> (4 * (columns % 4))) & 15
+    return (level_of(even) - 64).to(tl.int8), (level_of(odd) - 64).to(tl.int8)
+
+
+@triton.jit
+def nearest(x):
+    """Return the integers nearest to x, of less than 2^22: added to 1.5 x 2^23, they are the low bits of an fp32 number."""
+    return (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+
+
+@triton.jit
+def digits_of(numbers):
+    """Return integers [M, N] of up to 32,512 as int8 [2 M, N]: number = 256 a + b, first all a, then all b."""
+    high = (numbers + 128) >> 8
+    both = tl.permute(tl.join(high, numbers - 256 * high), (2, 0, 1))
+    return tl.reshape(both, (2 * numbers.shape[0], numbers.shape[1])).to(tl.int8)
+
+
+@triton.jit
+def rotated(x, ROWS: tl.constexpr, SIZE: tl.constexpr, SIGN: tl.constexpr):
+    """The orthogonal Hadamard transform of rows [ROWS, SIZE]: first of the low bits of the column, then of the upper four.
+
+    Both matrices are multiplied by SIGN, 1 or -1. If two calls differ in it, the compiler doesn't keep the first one's matrices
+    in shared memory for the second.
+    """
+    LOW: tl.constexpr = SIZE // 16
+    INNER: tl.constexpr = max(16, LOW)
+    x = times_signs(tl.reshape(x, (ROWS * SIZE // INNER, INNER)), INNER, LOW, SIGN)
+    x = tl.permute(tl.reshape(x, (ROWS, 16, LOW)), (0, 2, 1))
+    x = times_signs(tl.reshape(x, (ROWS * LOW, 16)), 16, 16, SIGN)
+    x = tl.permute(tl.reshape(x, (ROWS, LOW, 16)), (0, 2, 1))
+    return tl.reshape(x, (ROWS, SIZE)) * (1 / tl.sqrt(float(SIZE)))
+
+
+@triton.jit
+def times_signs(x, SIZE: tl.constexpr, BLOCK: tl.constexpr, SIGN: tl.constexpr):
+    """Return x [M, SIZE] times the Hadamard matrix of +1 and -1 [BLOCK, BLOCK], repeated along the diagonal.
+
+    x is the sum of two bf16 numbers, so that no range is lost and the products have 16 bits.
+    """
+    row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
+    parity = row & column & (BLOCK - 1)
     parity ^= parity >> 4
     parity ^= parity >> 2
     parity ^= parity >> 1
-    matrix = (1 - 2 * (parity & 1)).to(tl.float16)
-    zero = tl.zeros((ROWS, SIZE), tl.float32)
-    a, b = dot(a.to(tl.float16), matrix, zero), dot(b.to(tl.float16), matrix, zero)
-    c, d = dot(c.to(tl.float16), matrix, zero), dot(d.to(tl.float16), matrix, zero)
-    a, b, c, d = a + b, a - b, c + d, c - d
-    unit = 1 / tl.sqrt(4.0 * SIZE)
-    return (a + c) * unit, (b + d) * unit, (a - c) * unit, (b - d) * unit
+    matrix = tl.where((row ^ column) < BLOCK, SIGN - 2 * SIGN * (parity & 1), 0).to(tl.float32).to(tl.bfloat16)
+    high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    low = (x - high).to(tl.bfloat16)
+    return dot(high.to(tl.bfloat16), matrix, dot(low, matrix, tl.zeros(x.shape, tl.float32)))
+
+
+@triton.jit
+def own_slots(mean, FOLD: tl.constexpr, WORDS: tl.constexpr, HEADS: tl.constexpr):
+    """Return [HEADS, WORDS] of [FOLD WORDS, FOLD HEADS]: the sum of products of values and weights of the same slots."""
+    if FOLD > 1:
+        parts = tl.reshape(mean, (FOLD, WORDS, FOLD, HEADS))
+        same = tl.arange(0, FOLD)[:, None, None, None] == tl.arange(0, FOLD)[None, None, :, None]
+        mean = tl.sum(tl.sum(tl.where(same, parts, 0.0), 2), 0)
+    return tl.trans(mean)
 
 
 @triton.jit
@@ -215,9 +320,9 @@ def _decode_codes(
     key_stride, value_stride, key_scale_stride, value_scale_stride, scale, capacity,
     WINDOW: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
+    KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
-    """One split of one KV head, as in `attention`; rows are held in as many parts as a word has fields."""
+    """One split of one KV head, as in `attention`, with slots as rows and query heads as columns of all products."""
     let_next_begin()
     head, split = tl.program_id(0), tl.program_id(1)
     await_previous()
@@ -227,73 +332,91 @@ def _decode_codes(
     KEY_WORDS: tl.constexpr = HEAD_DIM * KEY_BITS // 16
     VALUE_WORDS: tl.constexpr = HEAD_DIM * VALUE_BITS // 16
     # The unit of the numbers next to the slot's scale: 8-bit codes are returned as 128ths.
-    KEY_UNIT: tl.constexpr = 128 if KEY_BITS == 8 else 1
     VALUE_UNIT: tl.constexpr = 128 if VALUE_BITS == 8 else 1
     if split < active:
         start = first + split * each
         stop = tl.minimum(start + each, end)
         rows = tl.arange(0, BLOCK_M)
         real = (rows < GROUP)[:, None]
-        key_words, value_words = tl.arange(0, KEY_WORDS), tl.arange(0, VALUE_WORDS)
-        queries = query + head * GROUP * HEAD_DIM + rows[:, None] * HEAD_DIM + key_words[None, :]
-        q0 = tl.load(queries, mask=real, other=0).to(tl.float32)
-        q1 = tl.load(queries + KEY_WORDS, mask=real, other=0).to(tl.float32)
+        queries = query + head * GROUP * HEAD_DIM + rows[:, None] * HEAD_DIM
         if KEY_BITS == 4:
-            q2 = tl.load(queries + 2 * KEY_WORDS, mask=real, other=0).to(tl.float32)
-            q3 = tl.load(queries + 3 * KEY_WORDS, mask=real, other=0).to(tl.float32)
-            q0, q1 = q0 * tl.load(signs + key_words), q1 * tl.load(signs + KEY_WORDS + key_words)
-            q2 *= tl.load(signs + 2 * KEY_WORDS + key_words)
-            q3 *= tl.load(signs + 3 * KEY_WORDS + key_words)
-            q0, q1, q2, q3 = turn(q0, q1, q2, q3, BLOCK_M, KEY_WORDS)
-            q2, q3 = q2.to(tl.float16), q3.to(tl.float16)
-        q0, q1 = q0.to(tl.float16), q1.to(tl.float16)
-        key_rows = keys + head.to(tl.int64) * key_stride + key_words[None, :]
-        value_rows = values + head.to(tl.int64) * value_stride + value_words[None, :]
+            # Even and odd words apart: a permutation of the bits of the coordinate, as the transform allows.
+            HALF: tl.constexpr = HEAD_DIM // 2
+            column = tl.arange(0, HEAD_DIM)
+            column = column % 4 * KEY_WORDS + column % HALF // 4 * 2 + column // HALF
+            whole = tl.load(queries + column[None, :], mask=real, other=0).to(tl.float32) * tl.load(signs + column)[None, :]
+            whole = rotated(whole, BLOCK_M, HEAD_DIM, 1)
+            most = tl.max(tl.abs(whole), 1)
+            whole = nearest(whole * (32512 / tl.maximum(most, 1e-30))[:, None])
+            center = tl.sum(whole, 1).to(tl.float32) * 64  # the bytes of levels are smaller by 64
+            whole = tl.permute(tl.reshape(digits_of(whole), (2 * BLOCK_M, 2, HALF)), (0, 2, 1))
+            even, odd = tl.split(whole)
+            even, odd = tl.trans(even), tl.trans(odd)
+            unit = most / 32512 * (scale * LEVEL_UNIT)
+        else:
+            column = tl.arange(0, HEAD_DIM)
+            column = column % 2 * KEY_WORDS + column // 2
+            whole = tl.load(queries + column[None, :], mask=real, other=0).to(tl.float32)
+            most = tl.max(tl.abs(whole), 1)
+            whole = nearest(whole * (32512 / tl.maximum(most, 1e-30))[:, None])
+            whole = tl.trans(digits_of(whole))
+            unit = most / 32512 * scale
+        key_rows = keys + head.to(tl.int64) * key_stride
+        value_rows = values + head.to(tl.int64) * value_stride
         key_steps = key_scales + head.to(tl.int64) * key_scale_stride
         value_steps = value_scales + head.to(tl.int64) * value_scale_stride
+        value_words = tl.arange(0, FOLD * VALUE_WORDS)[:, None]
+        lines = tl.arange(0, BLOCK_N // FOLD)[None, :] * FOLD  # the first slot of each
         peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
-        m0 = tl.zeros((BLOCK_M, VALUE_WORDS), tl.float32)
-        m1 = tl.zeros((BLOCK_M, VALUE_WORDS), tl.float32)
+        m0 = tl.zeros((FOLD * VALUE_WORDS, FOLD * BLOCK_M), tl.float32)
+        m1 = tl.zeros((FOLD * VALUE_WORDS, FOLD * BLOCK_M), tl.float32)
         if VALUE_BITS == 4:
-            m2 = tl.zeros((BLOCK_M, VALUE_WORDS), tl.float32)
-            m3 = tl.zeros((BLOCK_M, VALUE_WORDS), tl.float32)
+            m2 = tl.zeros((FOLD * VALUE_WORDS, FOLD * BLOCK_M), tl.float32)
+            m3 = tl.zeros((FOLD * VALUE_WORDS, FOLD * BLOCK_M), tl.float32)
         for slot in range(start, stop, BLOCK_N):
             slots = slot + tl.arange(0, BLOCK_N)
             there = slots < stop
-            # Words are transposed and then converted, in the registers from which they are multiplied.
-            words = tl.trans(tl.load(key_rows + slots[:, None] * KEY_WORDS, mask=there[:, None], other=0))
-            steps = tl.load(key_steps + slots, mask=there, other=0).to(tl.float32) * (scale * KEY_UNIT)
-            scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            scores = dot(q0, numbers_of(words, 0, KEY_BITS, PTX), scores)
-            scores = dot(q1, numbers_of(words, 1, KEY_BITS, PTX), scores)
+            steps = tl.load(key_steps + slots, mask=there, other=0).to(tl.float32)
+            scores = tl.zeros((BLOCK_N, 2 * BLOCK_M), tl.int32)
             if KEY_BITS == 4:
-                scores = dot(q2, numbers_of(words, 2, KEY_BITS, PTX), scores)
-                scores = dot(q3, numbers_of(words, 3, KEY_BITS, PTX), scores)
-            scores = tl.where(there[None, :], scores * steps[None, :], float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(scores, 1))
-            shrink, p = tl.exp2(peak - new_peak), tl.exp2(scores - new_peak[:, None])
-            total, peak = total * shrink + tl.sum(p, 1), new_peak
-            words = tl.load(value_rows + slots[:, None] * VALUE_WORDS, mask=there[:, None], other=0)
+                a, b = level_bytes(key_rows, slots[:, None] * KEY_WORDS, there[:, None], HEAD_DIM, PTX)
+                scores = tl.dot(b, odd, tl.dot(a, even, scores, out_dtype=tl.int32), out_dtype=tl.int32)
+            else:
+                bytes = key_rows.to(tl.pointer_type(tl.int8)) + slots[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+                scores = tl.dot(tl.load(bytes, mask=there[:, None], other=0), whole, scores, out_dtype=tl.int32)
+            digit = tl.where(tl.arange(0, 2) == 0, 256.0, 1.0)[None, :, None]
+            scores = tl.sum(tl.reshape(scores, (BLOCK_N, 2, BLOCK_M)).to(tl.float32) * digit, 1)
+            if KEY_BITS == 4:
+                scores += center[None, :]
+            scores = tl.where(there[:, None], scores * unit[None, :] * steps[:, None], float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(scores, 0))
+            shrink, p = tl.exp2(peak - new_peak), tl.exp2(scores - new_peak[None, :])
+            total, peak = total * shrink + tl.sum(p, 0), new_peak
             steps = tl.load(value_steps + slots, mask=there, other=0).to(tl.float32) * VALUE_UNIT
-            p = (p * steps[None, :]).to(tl.float16)
-            m0 = dot(p, numbers_of(words, 0, VALUE_BITS, PTX), m0 * shrink[:, None])
-            m1 = dot(p, numbers_of(words, 1, VALUE_BITS, PTX), m1 * shrink[:, None])
+            p = tl.reshape((p * steps[:, None]).to(tl.float16), (BLOCK_N // FOLD, FOLD * BLOCK_M))
+            if FOLD > 1:
+                shrink = tl.reshape(tl.broadcast_to(shrink[None, :], (FOLD, BLOCK_M)), (FOLD * BLOCK_M,))
+            # Transposed by the addresses: the words are converted in the registers from which they are multiplied.
+            held = slot + lines + value_words // VALUE_WORDS < stop
+            words = tl.load(value_rows + (slot + lines) * VALUE_WORDS + value_words, mask=held, other=0)
+            m0 = dot(numbers_of(words, 0, VALUE_BITS, PTX), p, m0 * shrink[None, :])
+            m1 = dot(numbers_of(words, 1, VALUE_BITS, PTX), p, m1 * shrink[None, :])
             if VALUE_BITS == 4:
-                m2 = dot(p, numbers_of(words, 2, VALUE_BITS, PTX), m2 * shrink[:, None])
-                m3 = dot(p, numbers_of(words, 3, VALUE_BITS, PTX), m3 * shrink[:, None])
+                m2 = dot(numbers_of(words, 2, VALUE_BITS, PTX), p, m2 * shrink[None, :])
+                m3 = dot(numbers_of(words, 3, VALUE_BITS, PTX), p, m3 * shrink[None, :])
         total = tl.where(total > 0, total, 1)  # nothing seen: zeros with no weight, since the peak is -inf
-        part = 1 / total[:, None]
+        part = (1 / total)[:, None]
         at = (head * SPLITS + split) * GROUP
-        found = partial + at * HEAD_DIM + rows[:, None] * HEAD_DIM + value_words[None, :]
-        m0, m1 = m0 * part, m1 * part
+        mean = tl.join(own_slots(m0, FOLD, VALUE_WORDS, BLOCK_M), own_slots(m1, FOLD, VALUE_WORDS, BLOCK_M))
         if VALUE_BITS == 4:
-            m0, m1, m2, m3 = turn(m0, m1, m2 * part, m3 * part, BLOCK_M, VALUE_WORDS)
-            m0, m1 = m0 * tl.load(signs + value_words), m1 * tl.load(signs + VALUE_WORDS + value_words)
-            m2 *= tl.load(signs + 2 * VALUE_WORDS + value_words)
-            m3 *= tl.load(signs + 3 * VALUE_WORDS + value_words)
-            tl.store(found + 2 * VALUE_WORDS, m2, mask=real)
-            tl.store(found + 3 * VALUE_WORDS, m3, mask=real)
-        tl.store(found, m0, mask=real)
-        tl.store(found + VALUE_WORDS, m1, mask=real)
+            upper = tl.join(own_slots(m2, FOLD, VALUE_WORDS, BLOCK_M), own_slots(m3, FOLD, VALUE_WORDS, BLOCK_M))
+            mean = tl.permute(tl.join(mean, upper), (0, 3, 2, 1))
+        else:
+            mean = tl.permute(mean, (0, 2, 1))
+        mean = tl.reshape(mean, (BLOCK_M, HEAD_DIM)) * part
+        columns = tl.arange(0, HEAD_DIM)
+        if VALUE_BITS == 4:
+            mean = rotated(mean * (LEVEL_UNIT / SMALL), BLOCK_M, HEAD_DIM, -1) * tl.load(signs + columns)[None, :]
+        tl.store(partial + at * HEAD_DIM + rows[:, None] * HEAD_DIM + columns[None, :], mean, mask=real)
         tl.store(weights + at + rows, peak + tl.log2(total), mask=rows < GROUP)

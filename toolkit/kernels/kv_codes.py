@@ -17,9 +17,9 @@ from torch import Tensor
 
 from toolkit.core.errors import ModelError, unknown_name
 
-# Lloyd-Max levels of a normal variable, as an odd polynomial in v = (code - 7.5) / 8, rounded to fp16 after each step: a kernel
-# computes two of them in four instructions instead of using a table. The mean square error is 0.2 % above the optimum.
-POLYNOMIAL = (2.0859375, 0.154052734375, 0.87109375)  # of v, v^3, v^5; fp16 numbers
+# Lloyd-Max levels of a normal variable: v (FIRST + FIFTH v^4), with v = 2 code - 15, rounded to an integer, times UNIT. The
+# integers are small enough for a matrix product of bytes. The mean square error is 0.2 % above the optimum.
+FIRST, FIFTH, UNIT = 2.96, 2.133e-5, 23 / 512
 # Scales tried for a vector, relative to its root mean square: the best one has 5 % less error at 512 coordinates, 17 % less at
 # 64.
 TRIALS = (0.9, 0.95, 1.0, 1.05, 1.1)
@@ -53,10 +53,8 @@ def find_kv_scheme(name: str) -> CodeScheme:
 
 def levels(device: torch.device | str = "cpu") -> Tensor:
     """Return the 16 levels of 4-bit codes, ascending, fp32 [16] (each is an fp16 number)."""
-    first, third, fifth = POLYNOMIAL
-    v = torch.arange(16, dtype=torch.float32, device=device) / 8 - 0.9375
-    inner = (fifth * v * v + third).half().float()
-    return (v * (inner * v * v + first).half().float()).half().float()
+    v = torch.arange(-15, 16, 2, dtype=torch.float32, device=device)
+    return (v * (FIRST + FIFTH * v**4)).round() * UNIT
 
 
 def random_signs(head_dim: int, seed: int = 0, device: torch.device | str = "cpu") -> Tensor:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from toolkit.core.errors import ModelError
 from toolkit.kernels import kv_codes
-from toolkit.kernels.attention import check_cached
-from toolkit.kernels.attention_codes import level_of, turn
+from toolkit.kernels.attention import check_cached, dot
+from toolkit.kernels.attention_codes import LEVEL_UNIT, level_of
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, config_grid
 from toolkit.kernels.checks import check_tensor
 from toolkit.kernels.kv_codes import CodeScheme, encode, find_kv_scheme, levels, random_signs
@@ -210,7 +210,7 @@ def _encode_rows(
     else:
         c = tl.load(found + 2 * WORDS, mask=there, other=0).to(tl.float32) * tl.load(signs + 2 * WORDS + part)
         d = tl.load(found + 3 * WORDS, mask=there, other=0).to(tl.float32) * tl.load(signs + 3 * WORDS + part)
-        a, b, c, d = turn(a * tl.load(signs + part), b * tl.load(signs + WORDS + part), c, d, BLOCK_M, WORDS)
+        a, b, c, d = _turn(a * tl.load(signs + part), b * tl.load(signs + WORDS + part), c, d, BLOCK_M, WORDS)
         rms = tl.sqrt(tl.sum(a * a + b * b + c * c + d * d, 1) / HEAD_DIM)
         scale, least = tl.zeros((BLOCK_M,), tl.float16), tl.full((BLOCK_M,), float("inf"), tl.float32)
         code = tl.zeros((BLOCK_M, WORDS), tl.int32)
@@ -224,6 +224,22 @@ def _encode_rows(
             scale, least = tl.where(better, tried, scale), tl.where(better, lost, least)
     tl.store(words + slots.to(tl.int64)[:, None] * WORDS + part[None, :], code.to(tl.int16), mask=there)
     tl.store(scales + slots, scale, mask=written)
+
+
+@triton.jit
+def _turn(a, b, c, d, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """The orthogonal Hadamard transform of rows of length 4 SIZE, passed and returned as quarters [ROWS, SIZE]."""
+    parity = tl.arange(0, SIZE)[:, None] & tl.arange(0, SIZE)[None, :]
+    parity ^= parity >> 4
+    parity ^= parity >> 2
+    parity ^= parity >> 1
+    matrix = (1 - 2 * (parity & 1)).to(tl.float16)
+    zero = tl.zeros((ROWS, SIZE), tl.float32)
+    a, b = dot(a.to(tl.float16), matrix, zero), dot(b.to(tl.float16), matrix, zero)
+    c, d = dot(c.to(tl.float16), matrix, zero), dot(d.to(tl.float16), matrix, zero)
+    a, b, c, d = a + b, a - b, c + d, c - d
+    unit = 1 / tl.sqrt(4.0 * SIZE)
+    return (a + c) * unit, (b + d) * unit, (a - c) * unit, (b - d) * unit
 
 
 @triton.jit
@@ -245,5 +261,5 @@ def _nearest(x):
 @triton.jit
 def _square(code, step, x):
     """Return the squared error of a code."""
-    lost = level_of(code).to(tl.float32) * step - x
+    lost = level_of(code) * LEVEL_UNIT * step - x
     return lost * lost
