@@ -14,6 +14,8 @@ from toolkit.core.errors import DeviceError
 from toolkit.core.units import GiB, MiB
 from toolkit.gpu.opening import open_device
 from toolkit.gpu.virtual.threads import here
+from toolkit.kernels.kv_codes import find_kv_scheme
+from toolkit.ops.codes import CODES_SHARE
 
 COPIES = ("h2d", "d2h", "d2d")
 
@@ -501,7 +503,7 @@ class TestModel:
             return trace["dur_ns"][of_attention].mean()
 
         near, middle, far = (attention_ns(position) for position in (0, 16384, 32767))
-        slot_bytes = 2 * 8 * 128 * 2  # decoding codes takes as long as reading 16-bit numbers
+        slot_bytes = 2 * 8 * 128 * 2 if kv is None else 8 * find_kv_scheme(kv).bytes_per_token(128) / CODES_SHARE[kv]
         rate = gpu.spec.reached_bandwidth_bytes_per_s
         assert far - near == pytest.approx(32767 * slot_bytes / rate * 1e9, rel=0.02)
         assert middle - near < 0.6 * (far - near)
