@@ -138,10 +138,15 @@ def test_packages_of_another_pytorch(package):
 
 def test_a_model_that_is_not_described(package):
     plain = json.loads((package / folders.MANIFEST).read_bytes())["model"]
-    for wrong in ({**plain, "architecture": "gpt5"}, {**plain, "config": {}}, {**plain, "schemes": {"x.weight": "q4_k"}}, {}):
+    for wrong in ({**plain, "architecture": "gpt5"}, {**plain, "config": {}}, {**plain, "schemes": {"x.weight": "q4_k"}}):
         rewrite(package, model=wrong)
         with pytest.raises(tk.ToolkitError, match="can't be built"):
             tk.load_exported(package, trust=True, progress=False)
+    rewrite(package, model={**plain, "config": {**plain["config"], "num_hidden_layers": 10_000_000}})
+    with pytest.raises(tk.ToolkitError, match="10,000,000 layers, and the package 3"):
+        tk.load_exported(package, trust=True, progress=False)
+    rewrite(package, model={})
+    refused(package, "missing required field `architecture`", trust=True)
     rewrite(package, model={**plain, "config": {**plain["config"], "vocab_size": 512}})
     refused(package, "the shapes of its weights don't match the model", trust=True)
 
@@ -206,8 +211,10 @@ def test_what_can_not_be_read_is_a_clear_error(package, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "read_bytes", refused)
-    with pytest.raises(PackageError, match=r"can't be read \(Permission denied\)"):
-        tk.load_exported(package)
+    with monkeypatch.context() as denied:
+        denied.setattr("os.open", refused)
+        with pytest.raises(PackageError, match=r"can't be read \(Permission denied\)"):
+            tk.load_exported(package)
     with pytest.raises(PackageError, match="can't be written"):
         folders.check_folder(package)
 
@@ -216,3 +223,26 @@ def test_what_can_not_be_read_is_a_clear_error(package, monkeypatch):
 def test_names_that_no_folder_has(name, tmp_path):
     with pytest.raises(PackageError, match="an export into"):
         folders.check_folder(tmp_path / name)
+
+
+def test_weights_that_are_swapped_while_they_are_loaded_are_not_used(package, monkeypatch):
+    """The bytes that are hashed are those of the file that was mapped, whatever the name refers to later."""
+    path = next(package.glob("weights-*"))
+    evil = bytearray(path.read_bytes())
+    evil[-4096:] = bytes(4096)
+    opened = folders.opened
+
+    def swapped(folder, name):
+        file = opened(folder, name)
+        if name == path.name:
+            (package / "evil").write_bytes(evil)
+            os.replace(package / "evil", path)
+        return file
+
+    monkeypatch.setattr(folders, "opened", swapped)
+    monkeypatch.setattr(compiling, "load_piece", lambda data, device: None)  # the fixture fails if it is called
+    loaded = tk.load_exported(package, trust=True, progress=False)
+    monkeypatch.setattr(folders, "opened", opened)
+    prompt = torch.arange(5).unsqueeze(0)
+    assert torch.equal(loaded(prompt), tk.load("demo/qwen3", device="cpu", progress=False)(prompt))
+    refused(package, "hash", trust=True)

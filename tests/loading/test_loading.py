@@ -304,7 +304,7 @@ def test_paths_that_are_no_model(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").mkdir()
     assert "config.json" in refusal(tmp_path / "x.gguf") or "folder" in refusal(tmp_path / "x.gguf")
     (tmp_path / "config.json").mkdir()
-    assert "not a file" in refusal(tmp_path)
+    assert "not a regular file" in refusal(tmp_path)
 
 
 BAD_CONFIGS = {

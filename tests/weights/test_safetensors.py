@@ -134,7 +134,7 @@ def test_a_header_longer_than_the_file(tmp_path: Path) -> None:
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="a folder"):
         SafetensorsFile(tmp_path)
-    with pytest.raises(FormatError, match="can't be opened"):
+    with pytest.raises(FormatError, match="no such file"):
         SafetensorsFile(tmp_path / "absent")
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(FormatError, match="not a regular file"):

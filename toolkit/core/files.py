@@ -80,6 +80,18 @@ def open_regular(path: str | os.PathLike[str], asked: str, error: type[ToolkitEr
         ) from problem
 
 
+def read_regular(path: str | os.PathLike[str], asked: str, error: type[ToolkitError], most_bytes: int) -> bytes:
+    """Return the bytes of a regular file. Raises `error` if it is anything else, or larger than `most_bytes`."""
+    with open_regular(path, asked, error) as file:
+        try:
+            data = file.read(most_bytes + 1)
+        except OSError as problem:
+            raise error(asked, f"it can't be read ({problem.strerror or problem})", "Check the disk that holds it") from problem
+    if len(data) > most_bytes:
+        raise error(asked, f"it is larger than {most_bytes:,} bytes", "Check the file: it should be small")
+    return data
+
+
 @contextmanager
 def writing(folder: Path) -> Iterator[BinaryIO]:
     """Open a new temporary file in `folder`, at the path `file.name`. It is deleted after the block unless it was renamed.

@@ -251,7 +251,8 @@ def _weights_of(other: Path) -> list[Path]:
 
 def _is_whole(path: Path, sha256: str, size: int, step: Any) -> bool:
     try:
-        package.verify(path.parent, path.name, {"sha256": sha256, "bytes": size}, step)
+        with package.opened(path.parent, path.name) as file:
+            package.verify(path.parent, path.name, file, {"sha256": sha256, "bytes": size}, step)
     except PackageError:
         return False
     return True

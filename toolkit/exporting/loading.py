@@ -19,6 +19,7 @@ from toolkit.gpu.opening import open_device
 from toolkit.models.model import CausalLM
 from toolkit.text import tokenizer as tokenizers
 from toolkit.tune.cards import find_card
+from toolkit.weights.safetensors_files import SafetensorsFile
 
 
 def load_exported(
@@ -45,7 +46,7 @@ def load_exported(
     weights_name = next(name for name in files if name.startswith("weights-"))
     with watch.phase("verify"):
         data = {name: package.verified(folder, name, entry) for name, entry in files.items() if name != weights_name}
-    model = skeleton.from_plain(manifest["model"], target)
+    model = skeleton.from_plain(manifest["model"], target, len(manifest["pieces"]) - 1)
     with watch.phase("weights"):
         _fill(model, folder, weights_name, files[weights_name], target.torch, watch)
     if "tokenizer.json" in files:
@@ -55,7 +56,7 @@ def load_exported(
 
 
 def _fill(model: CausalLM, folder: Path, name: str, entry: dict[str, Any], device: torch.device, watch: Watch) -> None:
-    """Load a package's weights into a model while another thread checks their hash.
+    """Load a package's weights into a model while another thread checks the hash of the same open file.
 
     Raises PackageError if they were changed; the model then has no weights.
     """
@@ -69,13 +70,15 @@ def _fill(model: CausalLM, folder: Path, name: str, entry: dict[str, Any], devic
     def tell(*_: Any) -> None:
         watch.step(hashed[0] / max(entry["bytes"], 1), name)
 
-    verifying = verifier.submit(package.verify, folder, name, entry, step)
+    opened = package.opened(folder, name)
+    verifying = verifier.submit(package.verify, folder, name, opened, entry, step)
     try:
         try:
-            if weights.shapes_in(folder / name) != skeleton.shapes_of(model):
+            file = SafetensorsFile(folder / name, opened)
+            if weights.shapes_in(file) != skeleton.shapes_of(model):
                 found = "the shapes of its weights don't match the model in its manifest"
                 raise PackageError(f"package {folder}", found, package.AGAIN)
-            weights.assign_from(folder / name, model, device, tell)
+            weights.assign_from(file, model, device, tell)
         except ToolkitError:
             verifying.result()  # raises the more useful error if the file was changed
             raise
@@ -89,6 +92,7 @@ def _fill(model: CausalLM, folder: Path, name: str, entry: dict[str, Any], devic
         raise
     finally:
         verifier.shutdown()
+        opened.close()
 
 
 def _check_target(folder: Path, manifest: dict[str, Any], device: Device | str | None) -> Device:

@@ -10,23 +10,26 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, BinaryIO, Literal, NotRequired, TypedDict
 
 from filelock import FileLock, Timeout
+from msgspec import Meta
 
 from toolkit.core.errors import PackageError
-from toolkit.core.files import TEMPORARY, replacing
+from toolkit.core.files import TEMPORARY, open_regular, read_regular, replacing
+from toolkit.core.schema import convert, parse_json
 from toolkit.core.units import bytes_text
 from toolkit.tune.store import cache_folder
 
 FORMAT, VERSION = "decode-toolkit package", 1
 MANIFEST = "manifest.json"
-LARGEST_MANIFEST = 64 << 20
+LARGEST_MANIFEST = 8 << 20  # of 31 billion parameters: 0.1 MB
 AGAIN = "Copy the package again from its source, or export the model again with tk.export"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 _WRITTEN = re.compile(  # names of files that exports write, apart from the manifest and the tokenizer
@@ -34,6 +37,74 @@ _WRITTEN = re.compile(  # names of files that exports write, apart from the mani
     rf"|methods/(prefill|decode)-[\w-]+-[0-9a-f]{{16}}\.pt2|(methods/)?{TEMPORARY}"
 )
 _CHUNK = 4 << 20
+
+
+# ---- the fields of a manifest
+
+_Count = Annotated[int, Meta(ge=0, le=1 << 62)]
+
+
+class _Entry(TypedDict):
+    sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+    bytes: _Count
+
+
+class _Piece(TypedDict):
+    name: str
+    layer: _Count | None
+    weights: list[str | None]
+    like: str
+
+
+class _Model(TypedDict):
+    architecture: str
+    config: dict[str, Any]
+    dtype: str
+    schemes: dict[str, str]
+    joined: bool
+
+
+class _Target(TypedDict):
+    device: Literal["cpu", "cuda"]
+    machine: str
+    system: str
+    vectors: str
+    gpu: NotRequired[str]
+    capability: NotRequired[str]
+
+
+class _Versions(TypedDict):
+    toolkit: str
+    torch: str
+
+
+class _Phase(TypedDict):
+    name: str
+    parts: dict[str, _Count]
+    host_bytes: _Count
+
+
+class _Plan(TypedDict):
+    budget_bytes: _Count | None
+    export: list[_Phase]
+    run: list[_Phase]
+
+
+class Manifest(TypedDict):
+    """The fields of a manifest that are read."""
+
+    context: _Count
+    chunk: _Count
+    least: _Count
+    kv: str | None
+    pieces: list[_Piece]
+    last: tuple[str | None, float, str | None]
+    compiled: dict[str, dict[Literal["prefill", "decode"], str]]
+    files: dict[str, _Entry]
+    model: _Model
+    target: _Target
+    versions: _Versions
+    plan: _Plan
 
 
 # ---- writing
@@ -179,12 +250,10 @@ def _read_manifest(folder: Path) -> tuple[dict[str, Any], str]:
         begun = any(_ours(folder, path) for path in folder.iterdir())
         do = "Run tk.export into it again, which resumes" if begun else "Give a folder that tk.export wrote"
         raise PackageError(asked, "the export into it was not finished" if begun else f"it has no {MANIFEST}", do)
-    if path.stat().st_size > LARGEST_MANIFEST:
-        raise PackageError(asked, f"{MANIFEST} is larger than {bytes_text(LARGEST_MANIFEST)}", AGAIN)
-    data = path.read_bytes()
+    data = read_regular(path, f"{asked}: {MANIFEST}", PackageError, LARGEST_MANIFEST)
     try:
-        manifest = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        manifest: Any = parse_json(data)
+    except ValueError as error:
         raise PackageError(asked, f"{MANIFEST} isn't valid JSON ({error!s:.100})", AGAIN) from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise PackageError(asked, f"{MANIFEST} isn't the manifest of a package", "Give a folder that tk.export wrote")
@@ -194,26 +263,27 @@ def _read_manifest(folder: Path) -> tuple[dict[str, Any], str]:
         raise PackageError(asked, f"it has format version {version!r:.20}, and this toolkit reads versions up to {VERSION}", do)
     if _text(manifest) != data:
         raise PackageError(asked, f"{MANIFEST} was changed after it was written: its hash doesn't match", AGAIN)
-    if not _is_complete(manifest):
-        raise PackageError(asked, f"{MANIFEST} has missing or invalid fields", AGAIN)
+    try:
+        _check_fields(convert(manifest, Manifest))
+    except ValueError as error:
+        raise PackageError(asked, f"{MANIFEST} has missing or invalid fields ({error!s:.200})", AGAIN) from error
     for name in manifest["files"]:
         _check_name(asked, folder, name)
     return manifest, hashlib.sha256(data).hexdigest()
 
 
-def _is_complete(manifest: Mapping[str, Any]) -> bool:
-    """Return whether the manifest has all its fields, and names only methods that are among its files."""
-    kinds: dict[str, type] = {"pieces": list, "last": list, "context": int, "chunk": int, "least": int}
-    kinds |= dict.fromkeys(("files", "compiled", "target", "versions", "model"), dict)
-    if not all(isinstance(manifest.get(name), kind) for name, kind in kinds.items()):
-        return False
-    files = manifest["files"]
-    entries = all(
-        isinstance(e, dict) and type(e.get("bytes")) is int and isinstance(e.get("sha256"), str) for e in files.values()
-    )
-    methods = all(isinstance(m, dict) and set(m.values()) <= set(files) for m in manifest["compiled"].values())
-    pieces = all(isinstance(piece, dict) and piece.get("like") in manifest["compiled"] for piece in manifest["pieces"])
-    return entries and methods and pieces and sum(name.startswith("weights-") for name in files) == 1
+def _check_fields(manifest: Manifest) -> None:
+    """Raise ValueError if fields contradict each other: code that is not among the files, or layers without code."""
+    files, compiled, pieces = manifest["files"], manifest["compiled"], manifest["pieces"]
+    if not {name for methods in compiled.values() for name in methods.values()} <= set(files):
+        raise ValueError("it has compiled methods that are not among its files")
+    if not all("decode" in compiled.get(piece["like"], {}) for piece in pieces):
+        raise ValueError("it has layers without code")
+    layers = [piece["layer"] for piece in pieces]
+    if layers.count(None) != 1 or sorted(n for n in layers if n is not None) != [*range(len(layers) - 1)]:
+        raise ValueError("its pieces are not all layers and one head")
+    if sum(name.startswith("weights-") for name in files) != 1:
+        raise ValueError("it does not have one file of weights")
 
 
 def _check_name(asked: str, folder: Path, name: str) -> None:
@@ -230,29 +300,34 @@ def _check_name(asked: str, folder: Path, name: str) -> None:
 
 def verified(folder: Path, name: str, expected: Mapping[str, Any]) -> bytes:
     """Return a file's bytes after checking their hash. Callers use these bytes, so the file can't change in between."""
-    with _readable(folder):
-        _check_size(folder, name, expected)
-        data = (folder / name).read_bytes()
+    with _readable(folder), opened(folder, name) as file:
+        _check_size(folder, name, os.fstat(file.fileno()).st_size, expected)
+        data = file.read(expected["bytes"])
     if hashlib.sha256(data).hexdigest() != expected["sha256"]:
         raise _changed(folder, name, "its SHA-256 hash is not the one in the manifest")
     return data
 
 
-def verify(folder: Path, name: str, expected: Mapping[str, Any], step: Any) -> None:
-    """Check the size and hash of a large file without holding it in memory."""
+def opened(folder: Path, name: str) -> BinaryIO:
+    """Open a file of a package. Raises PackageError if it is not a regular file."""
+    return open_regular(folder / name, f"package {folder}: {name}", PackageError)
+
+
+def verify(folder: Path, name: str, file: BinaryIO, expected: Mapping[str, Any], step: Any) -> None:
+    """Check the size and hash of a large open file without holding it in memory."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK))
     with _readable(folder):
-        _check_size(folder, name, expected)
-        with open(folder / name, "rb", buffering=0) as file:
-            while n := file.readinto(buffer):
-                digest.update(buffer[:n])
-                step(n, name)
+        _check_size(folder, name, os.fstat(file.fileno()).st_size, expected)
+        file.seek(0)
+        while n := file.readinto(buffer):  # type: ignore[attr-defined]
+            digest.update(buffer[:n])
+            step(n, name)
     if digest.hexdigest() != expected["sha256"]:
         raise _changed(folder, name, "its SHA-256 hash is not the one in the manifest")
 
 
-def _check_size(folder: Path, name: str, expected: Mapping[str, Any]) -> None:
-    if (size := (folder / name).stat().st_size) != expected["bytes"]:
+def _check_size(folder: Path, name: str, size: int, expected: Mapping[str, Any]) -> None:
+    if size != expected["bytes"]:
         raise _changed(folder, name, f"it has {size:,} bytes, not {expected['bytes']:,}")
 
 

@@ -36,14 +36,16 @@ def to_plain(model: CausalLM) -> dict[str, Any]:
     }
 
 
-def from_plain(plain: Mapping[str, Any], device: Device | None) -> CausalLM:
+def from_plain(plain: Mapping[str, Any], device: Device | None, layers: int | None = None) -> CausalLM:
     """Build the model that `to_plain` described, on "meta"; its weights will be loaded onto `device`.
 
-    Raises ModelError if the data describes no valid model.
+    Raises ModelError if the data describes no valid model, or before building one with another number of `layers`.
     """
     try:
         architecture = ARCHITECTURES[plain["architecture"]]
         config = _dataclass(architecture.Config, plain["config"])
+        if layers is not None and config.num_hidden_layers != layers:
+            raise ValueError(f"its config has {config.num_hidden_layers:,} layers, and the package {layers:,}")
         dtype = find_dtype(plain["dtype"])
         model = architecture.Model(config, device, dtype)
         for name, scheme in plain["schemes"].items():

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
@@ -41,9 +40,8 @@ def write(model: nn.Module, file: BinaryIO, step: Step) -> str:
     return sha256
 
 
-def assign_from(path: Path, model: nn.Module, device: torch.device, step: Step) -> None:
+def assign_from(file: SafetensorsFile, model: nn.Module, device: torch.device, step: Step) -> None:
     """Assign a file's weights to a model on "meta": views of the mapped file on the CPU, copies on other devices."""
-    file = SafetensorsFile(path)
     for name, parameter in list(model.named_parameters()):
         stored = file.read(name)
         if device.type != "cpu":
@@ -54,9 +52,9 @@ def assign_from(path: Path, model: nn.Module, device: torch.device, step: Step) 
         step(stored.nbytes, name)
 
 
-def shapes_in(path: Path) -> dict[str, list[Any]]:
+def shapes_in(file: SafetensorsFile) -> dict[str, list[Any]]:
     """Return [dtype, shape] of every tensor in a file, by name."""
-    return {name: [str(s.dtype).removeprefix("torch."), list(s.shape)] for name, s in SafetensorsFile(path).stored.items()}
+    return {name: [str(s.dtype).removeprefix("torch."), list(s.shape)] for name, s in file.stored.items()}
 
 
 def _stream(model: nn.Module, write: Callable[[Any], object], step: Step) -> str:

@@ -15,15 +15,16 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.core.display import render
 from toolkit.core.errors import RecorderError, TraceError, unknown_name
 from toolkit.core.files import open_regular, replacing, shown
-from toolkit.core.schema import parse_json
+from toolkit.core.schema import convert, parse_json
 from toolkit.trace.arrays import read_arrays
 from toolkit.trace.chrome.write import write_chrome
 from toolkit.trace.columns import CLOCKS, COLUMNS, COPY_KINDS, KINDS, NOT_KNOWN, TEXT_COLUMNS
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 2  # version 1 has no columns `address` and `requested`
 _SINCE_2 = ("address", "requested")
 
+_Number = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=1 << 62)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 _KIND = {kind: i for i, kind in enumerate(KINDS)}
 
 
@@ -191,6 +194,7 @@ class Trace:
             if header["version"] > FORMAT_VERSION:
                 found = f"it has format version {header['version']}; this toolkit reads versions up to {FORMAT_VERSION}"
                 raise TraceError(asked, found, "Upgrade the toolkit")
+            meta = check_meta(header["meta"])
             columns = {name: arrays[name] for name in COLUMNS if name in arrays or name not in _SINCE_2}
             for name in _SINCE_2:
                 columns.setdefault(name, np.full(len(columns["start_ns"]), NOT_KNOWN[name]))
@@ -201,7 +205,42 @@ class Trace:
         problem = _problem(columns, len(header["strings"]))
         if problem:
             raise TraceError(asked, problem, "The file is damaged: save the trace again")
-        return cls(columns, header["strings"], header["meta"])
+        return cls(columns, header["strings"], meta)
+
+
+class _Host(TypedDict, total=False):
+    peak_bytes: _Number
+    tensor_bytes: _Number
+
+
+class Meta(TypedDict, total=False):
+    """The types of the fields of `Trace.meta` that the toolkit reads; there may be others."""
+
+    device: str | None
+    clock: str | None
+    steps_from: str | None
+    failed: str | None
+    problem: str | None
+    title: str | None
+    sizes_only: bool
+    elapsed_s: float
+    opening: _Count
+    start_us: _Count
+    limit_bytes: _Number
+    total_bytes: _Number
+    unaccounted_bytes: _Number
+    unreadable_events: _Number
+    device_index: _Number | None
+    host: _Host
+    source: dict[str, str]
+    allocator_settings: dict[str, Any] | None
+
+
+def check_meta(meta: Any) -> dict[str, Any]:
+    """Return the `meta` of a file if its fields have the types of `Meta`. Raises ValueError otherwise."""
+    convert(meta, Meta)
+    checked: dict[str, Any] = meta
+    return checked
 
 
 class _Header(TypedDict):

@@ -17,10 +17,14 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from toolkit.core.callers import current_cell
 from toolkit.core.errors import ToolkitError, TraceError
+from toolkit.core.files import check_path, read_regular, shown
+from toolkit.core.schema import convert, parse_json
 from toolkit.gpu import allocation_scopes
 from toolkit.gpu.device import Device
 from toolkit.tune.store import cache_folder
@@ -28,22 +32,24 @@ from toolkit.vram.measure import MemoryUse, Scope, open_memory
 
 KEPT_SESSIONS = 20  # older ones are deleted when a session begins
 _CELLS = "cells.jsonl"
+_LARGEST = 64 << 20  # bytes of that file
+_Number = Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)]
 
 
 @dataclass(frozen=True)
 class CellUse:
     """The memory use of one run of a cell, in bytes. `use` is the complete measurement."""
 
-    number: int
+    number: _Number
     title: str  # first line of code
     status: str  # ok, error or interrupted
     device: str
-    baseline_bytes: int
-    peak_bytes: int
-    end_bytes: int
-    freed_bytes: int
-    reserved_bytes: int
-    host_bytes: int
+    baseline_bytes: _Number
+    peak_bytes: _Number
+    end_bytes: _Number
+    freed_bytes: _Number
+    reserved_bytes: _Number
+    host_bytes: _Number
     elapsed_s: float
     ended_s: float  # since the epoch
     file: str = field(repr=False)
@@ -97,18 +103,16 @@ class Session:
             folder = next(saved_sessions(), None)
             if folder is None:
                 raise TraceError("opening a session", "no session was saved", "Start one with %memory on")
-        session = cls(Path(folder))
+        asked = f"opening the session {shown(folder)}"
+        session = cls(check_path(folder, asked, TraceError))
         try:
-            lines = (session.folder / _CELLS).read_text(encoding="utf-8").splitlines()
-        except OSError as error:
-            raise TraceError(
-                f"opening the session {str(folder)!r}", str(error), "%memory sessions lists the saved ones"
-            ) from error
+            lines = read_regular(session.folder / _CELLS, asked, TraceError, _LARGEST).split(b"\n")
+        except TraceError as error:
+            raise TraceError(asked, error.found, "%memory sessions lists the saved ones") from error
         for place, line in enumerate(lines, 1):
-            try:
-                session.cells.append(CellUse(**json.loads(line), file=str(session.folder / f"{place:04}.trace")))
-            except (ValueError, TypeError):  # the last line is incomplete if the kernel was killed while writing it
-                continue
+            with suppress(ValueError):  # the last line is incomplete if the kernel was killed while writing it
+                facts = parse_json(line, dict[str, Any]) | {"file": str(session.folder / f"{place:04}.trace")}
+                session.cells.append(convert(facts, CellUse))
         return session
 
     def add(self, number: int, title: str, status: str, use: MemoryUse) -> CellUse:

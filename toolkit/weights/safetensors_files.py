@@ -10,12 +10,14 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from toolkit.core.errors import FormatError
+from toolkit.core.files import read_regular
+from toolkit.core.schema import parse_json
 from toolkit.weights.stored import BROKEN, Mapped, Shards, Stored, Weights, check_apart, nearest, plain_rows, too_short
 
 DTYPES = {
@@ -32,9 +34,9 @@ INDEX = "model.safetensors.index.json"
 class SafetensorsFile(Weights):
     """One .safetensors file."""
 
-    def __init__(self, path: Path) -> None:
-        """Map the file and check its header. Raises FormatError, which names the tensor, if an entry is invalid."""
-        self.mapped = Mapped(path, "safetensors file", smallest=8)
+    def __init__(self, path: Path, opened: BinaryIO | None = None) -> None:
+        """Map the file, or `opened`, and check its header. Raises FormatError, which names the tensor, if one is invalid."""
+        self.mapped = Mapped(path, "safetensors file", smallest=8, opened=opened)
         length = int.from_bytes(self.mapped.bytes[:8], "little")
         if length > MAX_HEADER_BYTES:
             found = f"the first 8 bytes give a header of {length:,} bytes, more than the format allows"
@@ -138,14 +140,8 @@ def read_json(path: Path, what: str, max_bytes: int = 256 << 20) -> dict[str, An
     """Read the JSON object in `path`. Raises FormatError if it is unreadable, isn't an object or exceeds `max_bytes`."""
     asked = f"{what} {path}"
     try:
-        if not path.is_file():
-            raise FormatError(asked, "no such file" if not path.exists() else "not a file", "Check the checkpoint's folder")
-        if path.stat().st_size > max_bytes:
-            raise FormatError(asked, f"it is larger than {max_bytes:,} bytes", "Check the file: it should be small")
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise FormatError(asked, f"it can't be read ({error.strerror or error})", "Check its permissions") from error
-    except (ValueError, RecursionError) as error:
+        content: Any = parse_json(read_regular(path, asked, FormatError, max_bytes).decode())
+    except ValueError as error:
         raise FormatError(asked, f"it isn't JSON ({error!s:.120})", "Get it from the checkpoint's source again") from error
     if not isinstance(content, dict):
         raise FormatError(asked, f"it holds a JSON {type(content).__name__}, not an object", "Get it from its source again")

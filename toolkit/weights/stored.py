@@ -6,17 +6,18 @@ import difflib
 import math
 import mmap
 import os
-import stat
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from toolkit.core.errors import FormatError
+from toolkit.core.files import open_regular
 from toolkit.core.units import bytes_text
 
 
@@ -123,20 +124,20 @@ def nearest(name: str, known: Iterable[str]) -> str:
 class Mapped:
     """A memory-mapped file: pages are read on first access and, being file-backed, aren't private memory of the process."""
 
-    def __init__(self, path: str | os.PathLike[str], asked: str, smallest: int = 1) -> None:
-        """Map the whole file. Raises FormatError unless it is a readable regular file of at least `smallest` bytes."""
+    def __init__(self, path: str | os.PathLike[str], asked: str, smallest: int = 1, *, opened: BinaryIO | None = None) -> None:
+        """Map the whole file, or `opened`, which is the same file and stays open.
+
+        Raises FormatError unless it is a readable regular file of at least `smallest` bytes.
+        """
         self.path, self.asked = os.fspath(path), asked
         try:
-            found = os.stat(self.path)  # before open(), which would block on a named pipe without a writer
-            if not stat.S_ISREG(found.st_mode):
-                kind = "a folder" if stat.S_ISDIR(found.st_mode) else "not a regular file"
-                raise self.error(f"{Path(path).name} is {kind}", "Give the path of the file itself")
-            if found.st_size < smallest:
-                raise self.error(
-                    f"the file has only {found.st_size:,} bytes, too few for this format",
-                    "Download or copy it again: it is empty or cut off",
-                )
-            with open(self.path, "rb") as file:
+            with open_regular(path, f"{asked} {path}", FormatError) if opened is None else nullcontext(opened) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size < smallest:
+                    raise self.error(
+                        f"the file has only {size:,} bytes, too few for this format",
+                        "Download or copy it again: it is empty or cut off",
+                    )
                 # A private (copy-on-write) map: torch.frombuffer warns about read-only memory, and the file stays unchanged.
                 self.bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except OSError as error:

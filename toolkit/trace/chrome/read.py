@@ -21,7 +21,7 @@ from toolkit.trace.chrome.foreign import Foreign
 from toolkit.trace.chrome.scan import EventScanner
 from toolkit.trace.columns import CLOCKS
 from toolkit.trace.cupti import is_copy_kernel, is_wait, parse_memcpy
-from toolkit.trace.events import Trace
+from toolkit.trace.events import Trace, check_meta
 from toolkit.trace.steps import Range, innermost
 
 _FUNCTION = re.compile(r"(.+)\((\d+)\): ")  # "file.py(12): name"; built-ins and modules have no file
@@ -207,10 +207,10 @@ class _Own:
 
     def __init__(self, scanner: EventScanner) -> None:
         self.scanner, own = scanner, scanner.head["toolkit"]
-        meta = own.get("meta") if isinstance(own, dict) else None
-        if not isinstance(meta, dict):
-            raise scanner.damaged("its header can't be read")
-        self.meta: dict[str, Any] = meta
+        try:
+            self.meta = check_meta(own.get("meta") if isinstance(own, dict) else None)
+        except ValueError as error:
+            raise scanner.damaged(f"its header can't be read ({error})") from error
         self.strings, self.table = Strings(), array("q")
 
     def take(self, event: dict[str, Any]) -> None:
