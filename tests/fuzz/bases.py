@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.checkpoints import SHAPE, random_tensors, write_folder, write_gguf
 from tests.fuzz import lies
+from tests.fuzz.formats import OTHERS
 from tests.fuzz.lies import Mutant
 
 SMALL = SHAPE | {
@@ -43,6 +44,7 @@ class Kind:
     mutants: Callable[[Path, random.Random], Iterator[Mutant]]
     given: str = "."
     reference: References | None = None
+    load: Callable[[Path], Any] | None = None  # None: `given` is a model, or the metadata of one
 
 
 def tiny_tokenizer() -> Tokenizer:
@@ -296,6 +298,7 @@ KINDS = (
     Kind("gptq", coded("gptq"), coded_lies),
     Kind("awq", coded("awq"), coded_lies),
     Kind("hqq", coded("hqq"), coded_lies),
+    *(Kind(name, make, mutants, given, load=load) for name, make, mutants, given, load in OTHERS),
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import multiprocessing
 import os
@@ -72,6 +73,8 @@ class Watch:
 
 def load(kind: Kind, folder: Path, **options: Any) -> Any:
     """What is loaded from a mutant: a model, or the tokenizer in a GGUF's metadata."""
+    if kind.load is not None:
+        return kind.load(folder / kind.given)
     if kind.given == "metadata.json":
         from toolkit.text import tokenizer
 
@@ -146,16 +149,16 @@ def attempt(kind: Kind, folder: Path, judge: Judge, watch: Watch) -> str:
     return "; ".join(watch.seen[:3]) or verdict
 
 
-def _child(kind: Kind, folder: Path, wire: Connection) -> None:
+def _child(kind: Kind, folder: Path, wire: Connection, every: int) -> None:
     """The watched process: says what it will load, then what became of it. None at the end; a text if it fails itself."""
     try:
-        _load_all(kind, folder, wire)
+        _load_all(kind, folder, wire, every)
         wire.send(None)
     except BaseException:
         wire.send(traceback.format_exc())
 
 
-def _load_all(kind: Kind, folder: Path, wire: Connection) -> None:
+def _load_all(kind: Kind, folder: Path, wire: Connection, every: int) -> None:
     torch.set_num_threads(1)
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, 2)  # native code says there that it panics
@@ -180,7 +183,7 @@ def _load_all(kind: Kind, folder: Path, wire: Connection) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
     gc.freeze()
     host = HostPeak()
-    for mutant in kind.mutants(folder, random.Random(f"mutants of {kind.name}")):
+    for mutant in itertools.islice(kind.mutants(folder, random.Random(f"mutants of {kind.name}")), 0, None, every):
         kept = {name: (folder / name).read_bytes() for name in mutant.files}
         wire.send((mutant.says, None))
         for name, content in mutant.files.items():
@@ -194,15 +197,15 @@ def _load_all(kind: Kind, folder: Path, wire: Connection) -> None:
         wire.send((mutant.says, (verdict, seconds, peak)))
 
 
-def run(kind: Kind) -> Tally:
-    """Load every mutant of `kind`, each boxed in, and count what became of them."""
+def run(kind: Kind, every: int = 1) -> Tally:
+    """Load every mutant of `kind`, or one of `every`, each boxed in, and count what became of them."""
     tally = Tally(kind.name)
     with tempfile.TemporaryDirectory(dir=SHARED_MEMORY if os.path.isdir(SHARED_MEMORY) else None) as place:
         folder = Path(place) / "root" / "model"
         write_good(kind, folder)
         context = multiprocessing.get_context("fork")
         near, far = context.Pipe()
-        child = context.Process(target=_child, args=(kind, folder, far), daemon=True)
+        child = context.Process(target=_child, args=(kind, folder, far, every), daemon=True)
         child.start()
         far.close()
         says = "before the first mutant"
