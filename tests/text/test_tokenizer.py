@@ -301,3 +301,17 @@ def test_chat_without_a_template_or_with_messages_that_are_none(demo: Tokenizer)
         Tokenizer(demo._inner).chat([])
     with pytest.raises(ToolkitError, match="messages"):
         demo.chat([{"role": "user", "content": object()}])  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("messages", [None, 5, "text", [5], ["text"], [[("role", "user")]]], ids=str)
+def test_messages_that_are_no_mappings(demo: Tokenizer, messages: Any) -> None:
+    with pytest.raises(ToolkitError, match="not mappings"):
+        demo.chat(messages)
+
+
+def test_messages_that_are_nested_too_deeply(demo: Tokenizer) -> None:
+    content: Any = []
+    for _ in range(100_000):
+        content = [content]
+    with pytest.raises(ToolkitError, match="can't be rendered"):
+        demo.chat([{"role": "user", "content": content}])

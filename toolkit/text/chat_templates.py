@@ -39,7 +39,7 @@ def render(template: str, values: Mapping[str, Any]) -> str:
         answer = json.loads(done.stdout)
     except subprocess.TimeoutExpired as error:
         raise ToolkitError(asked, f"the chat template ran for {SECONDS:.0f} s", do) from error
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ToolkitError(asked, f"the chat template or its messages can't be rendered ({error!s:.200})", do) from error
     if "error" in answer:
         raise ToolkitError(asked, f"the chat template fails ({answer['error']})", do)

@@ -81,6 +81,8 @@ class Tokenizer:
         """
         if not self.chat_template:
             raise ToolkitError("a chat prompt", "this checkpoint has no chat template", "Pass a plain prompt to tk.generate")
+        if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) for m in messages):
+            raise ModelError("a chat prompt", "its messages are not mappings", 'Pass [{"role": "user", "content": "..."}]')
         given = {"messages": [dict(m) for m in messages], "tools": tools, "documents": None, "add_generation_prompt": generate}
         return chat.render(self.chat_template, self.specials | given | options)
 
