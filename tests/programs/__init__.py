@@ -1,14 +1,14 @@
 """A hundred programs as users write them, to compare the virtual GPU with an H200 to the byte.
 
 `tests/golden` has small programs that were written for rules. The ones here were written as an outsider would, from memory of
-PyTorch's and transformers' documentation and without looking at the rules of the virtual GPU. Until they were committed they ran
-only on the CPU, to find their own mistakes. No program was changed after it had run on the virtual GPU.
+PyTorch's and transformers' documentation and without looking at the rules of the virtual GPU. Until they were committed, they
+ran only on the CPU, to find their own mistakes. No program was changed after it had run on the virtual GPU.
 
 How they were chosen: the classes are those in which 71 earlier programs deviated (recurrent networks, Fourier transforms,
 grouped products of experts, PyTorch's transformer modules, training steps with autocast or of Hugging Face models) and the
-neighbouring kinds of work that people use a GPU for. A class has five to eight programs. Within a class, each program is another
-textbook task of the field with its usual ingredients, and no two share their central operation. Read-backs (`.item()`,
-`nonzero`, masks, `unique`), streams, views, in-place operations and optimizers appear where such code has them.
+neighbouring kinds of work that people use a GPU for. A class has five to eight programs. Within a class, each program is
+another textbook task of the field with its usual ingredients, and no two share their central operation. Read-backs
+(`.item()`, `nonzero`, masks, `unique`), streams, views, in-place operations and optimizers appear where such code has them.
 
 | class         | programs | why |
 | ------------- | -------- | --- |
@@ -36,6 +36,7 @@ sizes comes from the CPU's random numbers. `python -m tests.programs.report` run
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 from collections.abc import Callable
 
@@ -47,14 +48,10 @@ CLASSES = {name: int(n) for name, n in re.findall(r"^\| (\w+) +\| (\d+) ", __doc
 
 def programs() -> dict[str, Program]:
     """Return every program by its name, "class.program", in the order of the table."""
-    found = {}
-    for name in CLASSES:
-        module = importlib.import_module(f"{__name__}.{name}")
-        for function in vars(module).values():
-            if getattr(function, "__module__", None) == module.__name__ and _is_program(function):
-                found[f"{name}.{function.__name__}"] = function
-    return found
-
-
-def _is_program(value: object) -> bool:
-    return callable(value) and not isinstance(value, type) and not value.__name__.startswith("_")
+    modules = {name: importlib.import_module(f"{__name__}.{name}") for name in CLASSES}
+    return {
+        f"{name}.{function.__name__}": function
+        for name, module in modules.items()
+        for function in vars(module).values()
+        if inspect.isfunction(function) and function.__module__ == module.__name__ and not function.__name__.startswith("_")
+    }
