@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 import toolkit.gpu.virtual.scratch.indexing
 import toolkit.gpu.virtual.scratch.layers
@@ -32,6 +33,10 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Handler = Callable[[Args, Kwargs], Any]
 
+_COMPILED = (
+    "torch.compile is not supported on the virtual GPU, which can't predict the kernels and the memory of compiled code. "
+    'To run the same program operation by operation, call torch.compiler.set_stance("force_eager") first'
+)
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _PLAIN = frozenset({int, float, bool, complex, str, type(None), torch.dtype, torch.memory_format, torch.layout})
 _NEVER = 1 << 30
@@ -72,7 +77,12 @@ def open_machine(new: Machine) -> None:
 
 
 def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Run the OpOverload `func`; tensors among the operands are VirtualTensors or plain host tensors."""
+    """Run the OpOverload `func`; tensors among the operands are VirtualTensors or plain host tensors.
+
+    Raises RuntimeError inside a function that torch.compile compiles.
+    """
+    if get_eval_frame_callback():  # torch.compile runs this operation
+        raise RuntimeError(_COMPILED)
     handler = _handlers.get(func)
     if handler is None:
         handler = _handlers[func] = _handler(func)
