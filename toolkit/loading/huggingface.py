@@ -140,8 +140,12 @@ class HfModel(Shown):
         self.config = _config(inner)
         self._takes = frozenset(inspect.signature(inner.forward).parameters)
         self.embed = Rows([inner.get_input_embeddings(), *_per_layer(inner)])
-        self.loops: dict[str, Callable[..., Generator[tuple[int, int], None, None]]] = {HF_GENERATE: self.hf_generate}
         self.only_loops = self._undrivable()
+
+    @property
+    def loops(self) -> dict[str, Callable[..., Generator[tuple[int, int], None, None]]]:
+        """The decode loops of the model itself. Not stored, because a bound method would be a reference cycle."""
+        return {HF_GENERATE: self.hf_generate}
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Return fp32 logits [B, T, vocab] for ids [B, T]."""

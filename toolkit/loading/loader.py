@@ -10,6 +10,7 @@ import os
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -170,11 +171,13 @@ def _empty(model: nn.Module, device: Device) -> None:
 
 def _keep_without_values(model: CausalLM, gpu: VirtualGpu) -> None:
     """Make the caches of a model without values sizes only, too: a long context would fill this machine's memory."""
-    make = model.new_cache
+    make = weakref.WeakMethod(model.new_cache)  # the model must not refer to itself: it is freed with its last variable
 
     def new_cache(context: int, kv: str | None = None) -> Cache:
+        method = make()
+        assert method is not None  # called as the model's own method
         with gpu.sizes_only():
-            cache: Cache = make(context, kv)
+            cache: Cache = method(context, kv)
         return cache
 
     model.new_cache = new_cache  # type: ignore[method-assign]
