@@ -90,6 +90,37 @@ def test_kinds_come_from_who_holds():
     assert found["cache.layers[0]"] == "kv"
 
 
+@pytest.mark.parametrize("first", ["loss", "net"])
+def test_weights_belong_to_their_module_while_a_graph_is_alive(first):
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)).to("vgpu")
+    optimiser = torch.optim.Adam(net.parameters())
+    for _ in range(2):
+        loss = net(torch.ones(3, 4, device="vgpu")).sum()
+        loss.backward()
+        optimiser.step()
+    held = {"loss": loss, "net": net, "optimiser": optimiser}
+    found = names({first: held[first], **held})
+    weights = {f"net.{name}" for name, _ in (*net.named_parameters(), *net.named_buffers())}
+    assert {owner for owner, kind in found.items() if kind == "weights"} == weights
+    assert {owner for owner, kind in found.items() if kind == "gradients"} == {
+        f"net.{n}.grad" for n, _ in net.named_parameters()
+    }
+    assert all(owner.startswith("optimiser.state") for owner, kind in found.items() if kind == "optimizer")
+    with tk.memory() as use:
+        pass
+    assert "weights" in set(use.by("kind")["kind"])
+
+
+def test_a_graph_holds_the_weights_of_a_module_that_is_gone():
+    net = nn.Linear(4, 4).to("vgpu")
+    loss = net(torch.ones(3, 4, device="vgpu")).sum()
+    loss.backward()
+    del net
+    found = names({"loss": loss})
+    assert found["loss (its graph: torch::autograd::AccumulateGrad)"] == "weights"
+    assert "gradients" in found.values()
+
+
 def test_an_optimiser_holds_the_parameters_it_was_made_of():
     optimiser = torch.optim.AdamW(nn.Linear(4, 4).to("vgpu").parameters())
     assert names({"optimiser": optimiser})["optimiser.param_groups[...]['params'][0]"] == "weights"

@@ -114,6 +114,7 @@ def _walk(roots: Iterable[tuple[str, Any]]) -> dict[Place, Holder]:
     found: dict[Place, Holder] = {}
     seen: dict[int, Any] = {}  # by id; keeps the values alive, so that no id is reused
     nodes: set[Any] = set()
+    graphs: list[tuple[str, torch.Tensor]] = []
     queue: deque[tuple[str, Any, str | None, int]] = deque((path, value, None, 0) for path, value in roots)
     ends_s = perf_counter() + _MOST_S
     while queue and len(seen) < MOST and perf_counter() < ends_s:
@@ -127,11 +128,18 @@ def _walk(roots: Iterable[tuple[str, Any]]) -> dict[Place, Holder]:
                 _note(found, path, value, kind)
                 if value.is_leaf and value.grad is not None:
                     queue.append((f"{path}.grad", value.grad, "gradients", depth + 1))
-                for node, tensor in _graph(value, nodes):
-                    _note(found, f"{path} (its graph: {node})", tensor, None if _isa(tensor, nn.Parameter) else "activations")
+                if value.grad_fn is not None:
+                    graphs.append((path, value))
             elif depth < _DEPTH and not _isa(value, _LEAVES) and len(queue) < MOST:
                 parts = _of_module(value, seen) if _isa(value, nn.Module) else _parts(value)
                 queue.extend((f"{path}{more}", held, k or kind, depth + 1) for more, held, k in parts)
+    for path, value in graphs:  # last: what a graph saved may belong to a module, an optimizer or another variable
+        with suppress(Exception):
+            for node, tensor in sorted(_graph(value, nodes), key=lambda saved: not isinstance(saved[1], nn.Parameter)):
+                kind = None if isinstance(tensor, nn.Parameter) else "activations"
+                _note(found, f"{path} (its graph: {node})", tensor, kind)
+                if tensor.is_leaf and tensor.grad is not None:
+                    _note(found, f"{path} (its graph: {node}).grad", tensor.grad, "gradients")
     return found
 
 
