@@ -13,11 +13,13 @@ from typing import Any
 import torch
 
 from toolkit.core.errors import DeviceError
+from toolkit.core.signals import whole
 from toolkit.gpu.allocation_log import OpenScope, Row, log
 from toolkit.gpu.cuda.allocation_history import CudaHistory, the_history
 from toolkit.gpu.cuda.device import open_cuda
 from toolkit.gpu.device import Device
 from toolkit.gpu.virtual.device import VirtualGpu, open_card
+from toolkit.gpu.virtual.lifetimes import settle
 from toolkit.gpu.virtual.tensor import held
 from toolkit.trace.events import Trace, TraceBuilder
 
@@ -28,7 +30,8 @@ def begin(device: Device | None = None, *, lines: bool = True) -> OpenScope:
     The device in use is the open virtual GPU, or else every CUDA GPU. `lines=False` records no Python lines, the most
     expensive part of an event. Raises DeviceError if `device` is a virtual GPU that is closed.
     """
-    with log.lock:
+    settle()
+    with whole, log.lock:
         virtual = _open_virtual(device)
         if device is not None and device.torch.type == "vgpu" and virtual is None:
             raise DeviceError(f"the memory of {device.name}", "it is closed", f'Open it again: tk.device("{device.name}")')
@@ -38,9 +41,9 @@ def begin(device: Device | None = None, *, lines: bool = True) -> OpenScope:
         _set_lines(begun)
         try:
             if virtual is not None:
-                with virtual.machine._in_order():
+                with whole, virtual.machine.lock:
+                    begun.before = _allocated_rows(virtual, begun.builder)  # frees memory of tensors that are gone
                     begun.start_ns, begun.since = virtual.now_ns(), len(begun.builder)
-                    begun.before = _allocated_rows(virtual, begun.builder)
             elif device is None or device.torch.type == "cuda":
                 history = _cuda_history(anew=not log.scopes)
                 begun.cuda = history.begin() if history is not None else None
@@ -58,6 +61,7 @@ def end(begun: OpenScope) -> Trace:
 
     Raises DeviceError if the scope has already ended.
     """
+    settle()
     with log.lock:
         if begun not in log.scopes:
             raise DeviceError("ending a memory scope", "it has already ended", "Begin another one")
@@ -66,6 +70,16 @@ def end(begun: OpenScope) -> Trace:
         try:
             return _trace_of(begun)
         finally:
+            if not log.scopes:
+                _last_scope_ended()
+
+
+def drop(begun: OpenScope) -> None:
+    """End a scope without a trace. Does nothing if it has already ended."""
+    with whole, log.lock:
+        if begun in log.scopes:
+            log.scopes.remove(begun)
+            _set_lines()
             if not log.scopes:
                 _last_scope_ended()
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from toolkit.core.errors import DeviceError, RecorderError
+from toolkit.core.signals import whole
 from toolkit.trace.events import Trace
 
 if TYPE_CHECKING:
@@ -164,16 +165,17 @@ class Device(ABC):
         if outer is not None:
             yield outer
             return
-        trace = _recording[self.name] = Trace.pending()
-        _recorded.add(self.name)
+        began, trace = False, Trace.pending()
         try:
-            self.start(lines=lines)
-            try:
-                yield trace
-            finally:
-                trace.fill(with_guessed_steps(self.stop()))
+            with whole:
+                self.start(lines=lines)
+                _recording[self.name], began = trace, True
+                _recorded.add(self.name)
+            yield trace
         finally:
-            del _recording[self.name]
+            if began:
+                del _recording[self.name]
+                trace.fill(with_guessed_steps(self.stop()))
 
     @property
     def recording(self) -> Trace | None:

@@ -25,6 +25,7 @@ import torch
 from toolkit.core.callers import file_of, ipython_shell
 from toolkit.core.display import render
 from toolkit.core.errors import RecorderError, ToolkitError
+from toolkit.core.signals import whole
 from toolkit.core.units import bytes_text, seconds_text
 from toolkit.gpu import allocation_scopes, host_memory
 from toolkit.gpu.device import Device
@@ -185,9 +186,16 @@ class Scope:
     def __enter__(self) -> MemoryUse:
         device = None if self._device is None else open_device(self._device)
         self.use = MemoryUse()
-        self._begun = allocation_scopes.begin(device, lines=self._lines)
-        self._host = host_memory.begin()
-        self._start_s = perf_counter()
+        begun = None
+        try:
+            with whole:
+                begun = self._begun = allocation_scopes.begin(device, lines=self._lines)
+            self._host = host_memory.begin()
+            self._start_s = perf_counter()
+        except BaseException:  # without a value, the `with` statement never calls `__exit__`
+            if begun is not None:
+                allocation_scopes.drop(begun)
+            raise
         return self.use
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
@@ -195,10 +203,13 @@ class Scope:
 
     def end(self, variables: Mapping[str, Any], error: BaseException | None = None) -> MemoryUse:
         """End the block and return its measurement. `variables` are the names that may own memory."""
-        elapsed_s = perf_counter() - self._start_s
-        self.use.host = host_memory.end(self._host)
         try:
+            elapsed_s = perf_counter() - self._start_s
+            self.use.host = host_memory.end(self._host)
             trace = allocation_scopes.end(self._begun)
+        except KeyboardInterrupt:
+            allocation_scopes.drop(self._begun)
+            raise
         except Exception as problem:
             if error is None:
                 raise

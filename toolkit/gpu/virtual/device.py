@@ -6,6 +6,8 @@ GPU at a time, for all threads. `dispatch` runs its operations.
 
 from __future__ import annotations
 
+import functools
+import operator
 import platform
 import re
 import sys
@@ -31,6 +33,18 @@ GENERIC = "h200"  # a GPU that is named by its memory size takes its other figur
 _SIZE = re.compile(r"[0-9.]+\s*[kmgt]i?b?", re.IGNORECASE)
 _current: VirtualGpu | None = None
 _libraries: list[torch.library.Library] = []  # kept alive: garbage collection of a library removes its kernels
+
+
+class _DeviceGuard(torch._C._acc.DeviceGuard):  # type: ignore[misc, name-defined]
+    """Tells PyTorch the type of the device. PyTorch also asks where an error, such as an interrupt, would end the process.
+
+    The method is therefore a C function.
+    """
+
+    type_ = staticmethod(functools.partial(operator.itemgetter(0), (torch._C._autograd.DeviceType.PrivateUse1,)))
+
+
+_GUARD = _DeviceGuard()
 
 
 class VirtualGpu(Device):
@@ -174,7 +188,7 @@ def _refuse_while_held(gpu: VirtualGpu, card: str) -> None:
 @lru_cache(maxsize=1)
 def _register() -> None:
     """Register the device type `vgpu` with PyTorch, once per process: its name, `torch.vgpu`, and its kernels."""
-    _setup_privateuseone_for_python_backend("vgpu", backend_module=sys.modules[module.__name__])
+    _setup_privateuseone_for_python_backend("vgpu", backend_module=sys.modules[module.__name__], device_guard=_GUARD)
     tensor.register(torch.device("vgpu", 0))
     _libraries.extend(dispatch.register())
     _libraries.extend(attention.register())

@@ -23,10 +23,11 @@ from toolkit.gpu.virtual import sizes_only as sizes
 from toolkit.gpu.virtual.effects.lookup import decomposes, effects, is_view
 from toolkit.gpu.virtual.host_kernels import call_of
 from toolkit.gpu.virtual.host_room import LARGE, check_room, could_be_large, raise_if_full
+from toolkit.gpu.virtual.lifetimes import settle
 from toolkit.gpu.virtual.machine import Machine
 from toolkit.gpu.virtual.scratch.script import SCRATCH, Rule, play
 from toolkit.gpu.virtual.tensor import VirtualTensor, follow, hold, rehold, wrap
-from toolkit.gpu.virtual.threads import here
+from toolkit.gpu.virtual.threads import fails, here, interrupted
 
 aten = torch.ops.aten
 Args = tuple[Any, ...]
@@ -40,6 +41,7 @@ _COMPILED = (
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _PLAIN = frozenset({int, float, bool, complex, str, type(None), torch.dtype, torch.memory_format, torch.layout})
 _NEVER = 1 << 30
+_UNUSABLE = object()  # not a tensor: PyTorch raises an error of C++ (see `threads`)
 _handlers: dict[Any, Handler] = {}
 _machine: Machine | None = None  # the machine of the virtual GPU that is open
 
@@ -83,12 +85,24 @@ def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """
     if get_eval_frame_callback():  # torch.compile runs this operation
         raise RuntimeError(_COMPILED)
+    settle()
     handler = _handlers.get(func)
     if handler is None:
         handler = _handlers[func] = _handler(func)
-    graph = here().graph
-    if graph is not None:
-        graph.begin(func, args, kwargs)
+    if interrupted():
+        return _UNUSABLE
+    try:
+        graph = here().graph
+        if graph is not None:
+            graph.begin(func, args, kwargs)
+        return _translated(handler, args, kwargs)
+    except BaseException as error:
+        if fails(error):
+            return _UNUSABLE
+        raise
+
+
+def _translated(handler: Handler, args: Args, kwargs: Kwargs) -> Any:
     try:
         return handler(args, kwargs)
     except RuntimeError as error:

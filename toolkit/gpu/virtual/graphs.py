@@ -8,7 +8,6 @@ virtual GPU would notice a change of Python state between two replays.
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
@@ -16,12 +15,32 @@ from contextlib import AbstractContextManager
 import torch
 
 from toolkit.core.errors import DeviceError
+from toolkit.core.signals import whole
 from toolkit.gpu.device import Graph, Loop
+from toolkit.gpu.virtual.allocator.memory import Memory
 from toolkit.gpu.virtual.effects.effect import kernel
 from toolkit.gpu.virtual.graph_modes import Capture, Replay
+from toolkit.gpu.virtual.lifetimes import Tie, queue
 from toolkit.gpu.virtual.machine import Machine
 
 TURN = kernel("publish_token", 16)  # the loop's own kernel: writes the token to mapped memory and sets the loop's condition
+
+
+class _Pool(Tie):
+    """A tie to captured work, with its memory pool."""
+
+    __slots__ = ("memory", "number")
+    memory: Memory
+    number: int
+
+    def end(self) -> None:
+        """End the pool. Later calls do nothing."""
+        with whole:
+            if _pools.pop(id(self), None) is not None:
+                self.memory.drop_pool(self.number)
+
+
+_pools: dict[int, _Pool] = {}  # those that have not ended, by id
 
 
 class Captured:
@@ -34,12 +53,15 @@ class Captured:
     def __init__(self, card: Machine, work: Callable[[], None]) -> None:
         self.card, self._work = card, work
         self._grad = torch.is_grad_enabled()
-        capture = Capture(card)
-        self._release = weakref.finalize(self, card.memory.drop_pool, capture.pool)
+        with whole:
+            capture = Capture(card)
+            self._pool = _Pool(self, queue)
+            self._pool.memory, self._pool.number = card.memory, capture.pool
+            _pools[id(self._pool)] = self._pool
         try:
             capture.run(work)
         except BaseException:
-            self._release()
+            self._pool.end()
             raise
         finally:
             capture.undo()
@@ -52,12 +74,12 @@ class Captured:
 
     def check(self, asked: str) -> None:
         """Raise DeviceError if the memory has been freed."""
-        if not self._release.alive:
+        if id(self._pool) not in _pools:
             raise DeviceError(asked, "its memory was freed", "Capture the work again")
 
     def free(self) -> None:
         """Free the memory. Later calls do nothing."""
-        self._release()
+        self._pool.end()
         self._work = _nothing
 
 

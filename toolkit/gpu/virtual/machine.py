@@ -7,19 +7,20 @@ time depends on how fast Python runs, so a program has the same times on every r
 
 from __future__ import annotations
 
-import gc
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from toolkit.core.callers import caller, chain, current_cell
+from toolkit.core.signals import whole
 from toolkit.gpu.allocation_log import log
 from toolkit.gpu.catalogue import GpuSpec
 from toolkit.gpu.device import not_recording
+from toolkit.gpu.virtual import lifetimes
 from toolkit.gpu.virtual import sizes_only as sizes
 from toolkit.gpu.virtual.allocator.blocks import Block
 from toolkit.gpu.virtual.allocator.memory import Memory
 from toolkit.gpu.virtual.effects.effect import Effect, duration_ns, host_ns
+from toolkit.gpu.virtual.lifetimes import settle
 from toolkit.gpu.virtual.threads import DEFAULT_STREAM, here
 from toolkit.trace.events import Trace, TraceBuilder
 
@@ -32,8 +33,8 @@ class Machine:
 
     def __init__(self, spec: GpuSpec) -> None:
         self.spec = spec
-        self.memory = Memory(spec.memory_bytes, spec.name)
-        self.memory.listener = self._log_event
+        self._memory = Memory(spec.memory_bytes, spec.name)
+        self._memory.listener = self._log_event
         self.host_ns = 0
         self.stream_ends: dict[int, int] = {DEFAULT_STREAM: 0}
         self.sizes_only = False
@@ -41,7 +42,7 @@ class Machine:
         self._builder: TraceBuilder | None = None
         self._since_ns = 0
         self._marked = False  # whether a step has ended since the recording began
-        self._lock = threading.RLock()
+        self.lock = lifetimes.lock  # one lock, because frees happen in whatever work comes next
 
     # ---- time
 
@@ -50,7 +51,7 @@ class Machine:
         if effect.kind == "wait":
             self.wait(here().stream, effect.name)
             return
-        with self._lock:
+        with self.lock:
             graph = here().graph
             if graph is not None:
                 graph.execute(effect)
@@ -61,7 +62,7 @@ class Machine:
 
     def queue(self, effect: Effect, earliest_ns: int) -> tuple[int, int]:
         """Run `effect` on the current stream, from `earliest_ns` on. Return the times of its start and end in ns."""
-        with self._lock:
+        with self.lock:
             stream = here().stream
             start = max(earliest_ns, self.stream_ends[stream])
             duration = duration_ns(effect, self.spec)
@@ -83,7 +84,8 @@ class Machine:
         graph = here().graph
         if graph is not None:
             raise graph.refusal(f"{name} waits for the device")
-        with self._lock:
+        settle()
+        with self.lock:
             start = self.host_ns
             self.host_ns = max(start + int(self.spec.wait_host_ns), end_ns)
             if self._builder is not None:
@@ -91,7 +93,7 @@ class Machine:
 
     def new_stream(self) -> int:
         """Create a stream, and return its number."""
-        with self._lock:
+        with self.lock:
             number = len(self.stream_ends)
             self.stream_ends[number] = 0
             return number
@@ -118,19 +120,20 @@ class Machine:
 
     def spend(self, cost_ns: float) -> int:
         """Advance the host clock by `cost_ns`, and return its time."""
-        with self._lock:
+        settle()
+        with self.lock:
             self.host_ns += int(cost_ns)
             return self.host_ns
 
     def poll(self, until_ns: int) -> int:
         """Advance the host clock to `until_ns`, at which the host sees a value in mapped memory. Return its time."""
-        with self._lock:
+        with self.lock:
             self.host_ns = max(self.host_ns, until_ns)
             return self.host_ns
 
     def delay(self, stream: int, until_ns: int) -> None:
         """Delay work queued on `stream` from now on until `until_ns` (an event, or the end of another stream)."""
-        with self._lock:
+        with self.lock:
             self.stream_ends[stream] = max(self.stream_ends[stream], until_ns)
 
     def done_ns(self, stream: int) -> int:
@@ -138,6 +141,12 @@ class Machine:
         return max(self.stream_ends[stream], self.host_ns)
 
     # ---- memory
+
+    @property
+    def memory(self) -> Memory:
+        """The allocator. The memory of tensors that are gone has been freed."""
+        settle()
+        return self._memory
 
     def allocate(self, n_bytes: int) -> Taken | None:
         """Allocate memory for the current stream, and record it. Return the argument for `free`: the block and its line.
@@ -152,8 +161,9 @@ class Machine:
         if self._builder is None and not log.lines and log.builder is None and n_bytes < NOTED_BYTES:
             return self.memory.allocate(n_bytes, stream), None
         where = chain() if log.lines or self.lines or n_bytes >= NOTED_BYTES else None
-        with self._in_order():
-            block = self.memory.allocate(n_bytes, stream, where)
+        memory = self.memory
+        with whole, self.lock:
+            block = memory.allocate(n_bytes, stream, where)
             self._note("alloc", block, where)
         return block, where
 
@@ -168,23 +178,11 @@ class Machine:
         if taken is None:
             return
         if self._builder is None and log.builder is None:
-            self.memory.free(*taken)
+            self._memory.free(*taken)
             return
-        with self._in_order():
+        with whole, self.lock:
             self._note("free", taken[0], None)  # before the block is merged with its neighbors
-            self.memory.free(*taken)
-
-    @contextmanager
-    def _in_order(self) -> Iterator[None]:
-        """Make an event and its record atomic: no other thread and no garbage collection can allocate or free in between."""
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            with self._lock:
-                yield
-        finally:
-            if collects:
-                gc.enable()
+            self._memory.free(*taken)
 
     def _note(self, kind: str, block: Block, where: str | None) -> None:
         """Add an event to the recording, with its line, and to the allocation log, with the chain of lines that led there."""
@@ -208,13 +206,15 @@ class Machine:
 
     def start(self, *, lines: bool) -> None:
         """Start recording. Times in the trace count from now."""
-        with self._lock:
+        settle()
+        with self.lock:
             self._builder, self.lines, self._since_ns = TraceBuilder(), lines, self.host_ns
             sizes.used = self._marked = False
 
     def stop(self, meta: dict[str, object]) -> Trace:
         """Stop recording, and return the trace. Raises RecorderError if nothing is being recorded."""
-        with self._lock:
+        settle()
+        with self.lock:
             builder, self._builder, self.lines = self._builder, None, False
             if builder is None:
                 raise not_recording("stopping a recording of the virtual GPU")
@@ -227,11 +227,13 @@ class Machine:
     @contextmanager
     def step(self, step: int, name: str) -> Iterator[None]:
         """Assign events caused inside to `step`, and mark it."""
+        settle()
         state, start = here(), self.host_ns
         outer, state.step = state.step, step
         try:
             yield
         finally:
+            settle()
             if self._builder is not None:
                 self._marked = True
                 self._row("mark", start, self.host_ns - start, 0, -1, name, where=None, device=-1)

@@ -3,12 +3,11 @@
 """The tensor of the virtual GPU: its device is `vgpu:0`, and a host tensor, `_host`, holds its values.
 
 Views of a device tensor share the storage of its host tensor. A block of device memory is allocated exactly as long as that
-storage exists: a weak reference to the storage frees the block. `dispatch` runs the operations.
+storage exists (see `lifetimes`). `dispatch` runs the operations.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from toolkit.core.signals import whole
 from toolkit.gpu.virtual.allocator.blocks import Block as MemoryBlock
+from toolkit.gpu.virtual.lifetimes import Tie, lock, queue, settle
 
 if TYPE_CHECKING:
     from toolkit.gpu.virtual.machine import Machine, Taken
@@ -119,23 +120,21 @@ class VirtualTensor(torch.Tensor):
         return torch._utils._rebuild_parameter, (data, self.requires_grad, OrderedDict())  # type: ignore[attr-defined]
 
 
-class _Block(weakref.ref):  # type: ignore[type-arg]
-    """A weak reference to a host storage, with the block of device memory that is freed with it."""
+class _Block(Tie):
+    """A tie to a host storage, with the block of device memory that is freed with it."""
 
     __slots__ = ("key", "machine", "taken")
     key: int
     machine: Machine
     taken: Taken | None  # None if the storage was resized to 0 bytes, or made by the replay of a graph
 
+    def end(self) -> None:
+        del _live[self.key]
+        if self.taken is not None:
+            self.machine.free(self.taken)
+
 
 _live: dict[int, _Block] = {}  # by the address of the host storage
-
-
-def _freed(block: _Block) -> None:
-    if _live.get(block.key) is block:
-        del _live[block.key]
-    if block.taken is not None:
-        block.machine.free(block.taken)
 
 
 def register(device: torch.device) -> None:
@@ -159,27 +158,27 @@ def hold(host: torch.Tensor, machine: Machine) -> None:
     if host.layout is not torch.strided:
         raise RuntimeError(f"the virtual GPU only supports strided tensors, and this one is {host.layout}")
     storage = host.untyped_storage()
-    key = storage._cdata
-    if key not in _live:
-        size = storage.nbytes()
-        if not size:
-            return
-        taken = machine.allocate(size)
-        block = _live[key] = _Block(storage, _freed)
-        block.key, block.machine, block.taken = key, machine, taken
+    with whole, lock:
+        settle()  # a storage that is gone may have had the same address
+        if storage._cdata not in _live and (size := storage.nbytes()):
+            taken = machine.allocate(size)
+            block = _live[storage._cdata] = _Block(storage, queue)
+            block.key, block.machine, block.taken = storage._cdata, machine, taken
 
 
 def rehold(host: torch.Tensor, machine: Machine) -> None:
     """Like `hold`, for a storage that an operation may have resized in place."""
     storage = host.untyped_storage()
-    block = _live.get(storage._cdata)
-    if block is None:
-        hold(host, machine)
-    elif (size := storage.nbytes()) != (0 if block.taken is None else block.taken[0].requested):
-        taken = machine.allocate(size) if size else None
-        if block.taken is not None:
-            machine.free(block.taken)
-        block.taken = taken
+    with whole, lock:
+        settle()
+        block = _live.get(storage._cdata)
+        if block is None:
+            hold(host, machine)
+        elif (size := storage.nbytes()) != (0 if block.taken is None else block.taken[0].requested):
+            taken = machine.allocate(size) if size else None
+            if block.taken is not None:
+                machine.free(block.taken)
+            block.taken = taken
 
 
 def follow(tensor: VirtualTensor) -> None:
@@ -191,12 +190,14 @@ def follow(tensor: VirtualTensor) -> None:
 
 def live() -> tuple[int, int]:
     """Return the number of allocated blocks of device memory, and their bytes."""
+    settle()
     blocks = list(_live.values())
     return len(blocks), sum(block.taken[0].size for block in blocks if block.taken is not None)
 
 
 def held() -> list[tuple[MemoryBlock, str | None]]:
     """Return the allocated blocks, each with the line that allocated it, or None if it was not recorded."""
+    settle()
     return [block.taken for block in list(_live.values()) if block.taken is not None]
 
 
@@ -208,6 +209,7 @@ def address_of(tensor: torch.Tensor) -> int | None:
 
 def block_of(tensor: torch.Tensor) -> MemoryBlock | None:
     """Return the block of device memory that holds a tensor's storage; None if it has no device memory."""
+    settle()
     host = getattr(tensor, "_host", None)
     block = _live.get(host.untyped_storage()._cdata) if host is not None and host.layout is torch.strided else None
     return block.taken[0] if block is not None and block.taken is not None else None

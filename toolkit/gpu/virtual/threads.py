@@ -1,16 +1,24 @@
 """Per-thread state of the virtual GPU: the current stream and decode step, and the graph that is captured or replayed.
 
 `install` makes the backward pass run on the thread that calls it, so that its stream, step and line are the caller's.
+
+A Python error must not pass through PyTorch's autograd engine: the engine's stream guard, whose destructor may not throw, asks
+Python for the type of its device, and the process ends. `fails` therefore keeps the error of an operation that the engine
+called, the engine gets a result that it can't use, and `run_here` raises the error that was kept.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import graph
+
+from toolkit.core.signals import whole
 
 if TYPE_CHECKING:
     from toolkit.gpu.virtual.graph_modes import Capture, Replay
@@ -22,14 +30,17 @@ class State(threading.local):
     """The state of one thread: its current stream, as on CUDA, and the decode step that its code belongs to.
 
     `graph` is set while the thread runs the work of a graph, to capture or to replay it. `from_tape` is set while it runs work
-    that the host would launch from a tape. `copies_absent` is set while it copies
-    a tensor that has no values (see `sizes_only`).
+    that the host would launch from a tape. `copies_absent` is set while it copies a tensor that has no values (see
+    `sizes_only`). `backward` is the code that runs the innermost backward pass, and `failed` the first error of an operation
+    that this pass called.
     """
 
     stream = DEFAULT_STREAM
     step = -1
     copies_absent = False
     from_tape = False
+    backward: CodeType | None = None
+    failed: BaseException | None = None
     graph: Capture | Replay | None = None
 
 
@@ -41,6 +52,28 @@ def here() -> State:
     return _here
 
 
+def fails(error: BaseException) -> bool:
+    """Keep an error of an operation; return whether the autograd engine called the operation, and must not see the error."""
+    state = _here
+    if state.backward is None or _caller_of_dispatch() is not state.backward:
+        return False
+    state.failed = error
+    return True
+
+
+def interrupted() -> bool:
+    """Return whether a signal waits for the end of a backward pass whose engine called the current operation."""
+    return whole.waits and _here.backward is not None and _caller_of_dispatch() is _here.backward
+
+
+def _caller_of_dispatch() -> CodeType | None:
+    """Return the code that called PyTorch, which called `dispatch.run`, which called the caller of this function."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name in ("run", "__torch_dispatch__", "<lambda>"):
+        frame = frame.f_back  # type: ignore[assignment]
+    return None if frame is None else frame.f_code
+
+
 def install() -> None:
     """Run every backward pass of this process on the thread that calls it.
 
@@ -48,11 +81,30 @@ def install() -> None:
     and `vgpu` gets none if that pass runs before the virtual GPU is opened.
     """
     run = graph._engine_run_backward
+    leaf = torch.zeros((), requires_grad=True)
+    oldest = leaf.clone()
 
     @functools.wraps(run)
     def run_here(*args: Any, **kwargs: Any) -> Any:
-        with torch.autograd.set_multithreading_enabled(False):
-            return run(*args, **kwargs)
+        state = _here
+        outer = state.backward, state.failed
+        try:
+            state.backward, state.failed = run.__code__, None
+            with whole, torch.autograd.set_multithreading_enabled(False):
+                return run(*args, **kwargs)
+        except BaseException as error:
+            failed = state.failed
+            # The engine keeps the tasks that are left of a failed pass in a queue that starts with the latest nodes. A pass
+            # over an older node drops them, and with them the graph and all that it holds.
+            run((oldest,), (torch.ones(()),), True, False, (leaf,), allow_unreachable=True)
+            if failed is None or not isinstance(error, RuntimeError):
+                raise
+        finally:
+            state.backward, state.failed = outer
+        try:
+            raise failed
+        finally:
+            del failed  # a reference cycle: the traceback has this frame
 
     graph._engine_run_backward = run_here
     torch.autograd._engine_run_backward = run_here  # type: ignore[attr-defined]  # imported by name there

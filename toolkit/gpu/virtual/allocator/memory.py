@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 
+from toolkit.core.signals import whole
 from toolkit.core.units import bytes_text
 from toolkit.gpu.virtual.allocator.blocks import Block, Blocks, Settings
 
@@ -20,8 +21,7 @@ Listener = Callable[[str, int, int], None]  # kind of event, bytes, address
 class Memory:
     """A caching allocator like CUDA's, with `total_bytes` of memory.
 
-    `allocate` returns a block, which `free` takes back. Both may be called from any thread. The garbage collector may call
-    `free` during an `allocate`: the lock is therefore re-entrant, and such frees are deferred.
+    `allocate` returns a block, which `free` takes back. Both may be called from any thread, and no signal interrupts them.
     """
 
     def __init__(self, total_bytes: int, name: str, settings: Settings | None = None) -> None:
@@ -30,8 +30,6 @@ class Memory:
         self._counters = self._held.counters
         self._listener: Listener | None = None
         self._lock = threading.RLock()
-        self._busy = False
-        self._late: list[tuple[Block, str | None]] = []  # freed by the garbage collector during an allocation
         self._holders: Counter[str] = Counter()  # allocated bytes by the line that allocated them, if it is known
 
     def allocate(self, n_bytes: int, stream: int = 0, where: str | None = None) -> Block:
@@ -39,14 +37,8 @@ class Memory:
 
         Raises torch.OutOfMemoryError, which lists the lines that hold the most memory, if they do not fit.
         """
-        with self._lock:
-            self._busy = True
-            try:
-                block = self._held.take(n_bytes, stream)
-            finally:
-                self._busy = False
-            while self._late:
-                self._give(*self._late.pop())
+        with whole, self._lock:
+            block = self._held.take(n_bytes, stream)
             if block is None:
                 raise self._refusal(n_bytes)
             if where is not None:
@@ -66,49 +58,35 @@ class Memory:
 
     def free(self, block: Block, where: str | None = None) -> None:
         """Free a block that `allocate` returned for the line `where`."""
-        with self._lock:
-            if self._busy:
-                self._late.append((block, where))
-            else:
-                self._give(block, where)
-
-    def _give(self, block: Block, where: str | None) -> None:
-        size = block.size
-        self._busy = True
-        try:
+        with whole, self._lock:
+            size = block.size
             self._held.give(block)
-        finally:
-            self._busy = False
-        if where is not None:
-            self._holders[where] -= size
-            if not self._holders[where]:
-                del self._holders[where]
+            if where is not None:
+                self._holders[where] -= size
+                if not self._holders[where]:
+                    del self._holders[where]
 
     def new_pool(self) -> int:
         """Create a private pool, as a captured graph has one, and return its number: the `stream` for `allocate`.
 
         `drop_pool` ends it. Until then, its segments stay reserved and hold nothing but blocks of the pool.
         """
-        with self._lock:
+        with whole, self._lock:
             return self._held.new_pool()
 
     def drop_pool(self, number: int) -> None:
         """End a private pool: `empty_cache`, or an allocation that needs the memory, returns its segments to the GPU."""
-        with self._lock:
+        with whole, self._lock:
             self._held.drop_pool(number)
 
     def empty_cache(self) -> None:
         """Return all free segments to the GPU, as torch.cuda.empty_cache."""
-        with self._lock:
-            self._busy = True
-            try:
-                self._held.release()
-            finally:
-                self._busy = False
+        with whole, self._lock:
+            self._held.release()
 
     def use(self, settings: Settings) -> None:
         """Apply `settings` to all later allocations."""
-        with self._lock:
+        with whole, self._lock:
             self._held.use(settings)
 
     @property
@@ -140,17 +118,17 @@ class Memory:
 
     def reset_peak(self) -> None:
         """Reset all peaks to the current figures."""
-        with self._lock:
+        with whole, self._lock:
             self._counters.reset_peaks()
 
     def reset_accumulated(self) -> None:
         """Reset the accumulated figures to 0."""
-        with self._lock:
+        with whole, self._lock:
             self._counters.reset_accumulated()
 
     def stats(self) -> dict[str, int]:
         """Return all counters by their names in torch.cuda.memory_stats."""
-        with self._lock:
+        with whole, self._lock:
             limit = self.settings.max_split_bytes
             return dict(sorted((self._counters.figures() | {"max_split_size": -1 if limit is None else limit}).items()))
 
@@ -171,7 +149,7 @@ class Memory:
     @property
     def peak_bytes(self) -> int:
         """The peak of the allocated bytes since the last reset."""
-        with self._lock:
+        with whole, self._lock:
             self._counters.update_allocated_peaks()
             return self._counters.peak_bytes
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from toolkit.core.signals import whole
 from toolkit.gpu.virtual.machine import Machine
 from toolkit.gpu.virtual.operands import tensors_in
 from toolkit.gpu.virtual.tensor import hold
@@ -73,6 +74,11 @@ def play(script: Script, out: Any, card: Machine) -> None:
 
     Frees every temporary, also after an error. Raises torch.OutOfMemoryError if one does not fit.
     """
+    with whole:  # a temporary that was allocated is in `held`
+        _play(script, out, card)
+
+
+def _play(script: Script, out: Any, card: Machine) -> None:
     held: list[tuple[Take, Any]] = []
     if not any(type(step) is Make for step in script):
         script = (MAKE_RESULTS, *script)

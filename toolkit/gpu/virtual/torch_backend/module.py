@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from toolkit.gpu.virtual.dispatch import machine
+from toolkit.gpu.virtual.lifetimes import settle
 from toolkit.gpu.virtual.threads import DEFAULT_STREAM, here
 from toolkit.gpu.virtual.torch_backend.memory import (  # noqa: F401  names of torch.vgpu
     DeviceLike,
@@ -124,11 +125,13 @@ class Stream:
         return f"<torch.vgpu.Stream device=vgpu:0 number={self.number}>"
 
     def __enter__(self) -> Stream:
+        settle()
         self._outer.append(here().stream)
         here().stream = self.number
         return self
 
     def __exit__(self, *_: object) -> None:
+        settle()
         here().stream = self._outer.pop()
 
 
@@ -170,6 +173,7 @@ def default_stream(device: DeviceLike = None) -> Stream:
 
 
 def set_stream(stream: Stream) -> None:
+    settle()
     here().stream = stream.number
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from toolkit.core.signals import whole
 from toolkit.gpu.virtual.tensor import VirtualTensor
 
 _apply = nn.Module._apply
@@ -51,6 +52,11 @@ def _set_data(self: torch.Tensor, value: torch.Tensor) -> None:
 
 def _become(old: torch.Tensor, new: torch.Tensor) -> None:
     """Move the contents of `new` into the object `old`, which keeps the attributes that the user set."""
+    with whole:
+        _exchange(old, new)
+
+
+def _exchange(old: torch.Tensor, new: torch.Tensor) -> None:
     given = {name: value for name, value in old.__dict__.items() if name not in _OF_A_KIND}
     old.__class__, new.__class__ = new.__class__, old.__class__
     old.__dict__, new.__dict__ = new.__dict__ | given, old.__dict__

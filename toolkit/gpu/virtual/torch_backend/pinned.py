@@ -30,24 +30,13 @@ _ACCELERATOR = ("synchronize", "memory_allocated", "max_memory_allocated", "memo
                 "memory_stats", "reset_peak_memory_stats", "empty_cache", "get_memory_info")  # fmt: skip
 
 
-class _Pinned(weakref.ref):  # type: ignore[type-arg]
-    __slots__ = ("key",)
-    key: int
-
-
-_pinned: dict[int, _Pinned] = {}  # by address of the storage object
-
-
-def _forget(reference: _Pinned) -> None:
-    if _pinned.get(reference.key) is reference:
-        del _pinned[reference.key]
+_pinned: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by address of the storage object
 
 
 def _mark(host: torch.Tensor) -> torch.Tensor:
     storage = host.untyped_storage()
-    reference = _Pinned(storage, _forget)
-    reference.key = storage._cdata
-    _pinned[reference.key] = reference
+    # The callback consists of C functions only: Python would drop a KeyboardInterrupt that arrives in Python code.
+    _pinned[storage._cdata] = weakref.ref(storage, functools.partial(_pinned.pop, storage._cdata))
     return host
 
 
