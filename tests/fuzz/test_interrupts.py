@@ -12,7 +12,7 @@ from tests.fuzz.interrupts import run, works
 from toolkit.core.signals import whole
 
 
-@pytest.mark.parametrize("kind", ["generate", "memory scopes"])
+@pytest.mark.parametrize("kind", ["generate", "load"])
 def test_interrupts_arrive_and_leave_nothing_behind(kind: str) -> None:
     tally = run(kind, works([kind])[kind], 8)
     assert not tally.faults

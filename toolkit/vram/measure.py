@@ -199,7 +199,11 @@ class Scope:
         return self.use
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
-        self.end(variables_of(sys._getframe(1)), error)
+        try:
+            self.end(variables_of(sys._getframe(1)), error)
+        except BaseException:  # an interrupt while the variables are collected
+            allocation_scopes.drop(self._begun)
+            raise
 
     def end(self, variables: Mapping[str, Any], error: BaseException | None = None) -> MemoryUse:
         """End the block and return its measurement. `variables` are the names that may own memory."""
