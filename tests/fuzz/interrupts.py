@@ -78,16 +78,15 @@ def export() -> None:
 
 
 def tune() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        tk.tune("rmsnorm", device="virtual:h200", store=folder)
+    tk.tune.explore("int4_matmul", gpus=["h200"])
 
 
 def works(kinds: list[str]) -> dict[str, Callable[[], None]]:
     """Return the work of each kind (default: all) as a function without arguments."""
     model = tk.load("demo/qwen3", device="virtual:h200", progress=False)
     every: dict[str, Callable[[], None]] = {
-        "load": load, "generate": lambda: generate(model), "whole-loop": lambda: loop(model), "training": train,
-        "memory scopes": scopes, "export": export, "tune": tune,
+        "load": load, "generate": lambda: generate(model), "whole-loop": lambda: loop(model), "memory scopes": scopes,
+        "tune": tune, "export": export, "training": train,
     }  # fmt: skip
     return {name: work for name, work in every.items() if not kinds or name in kinds}
 
