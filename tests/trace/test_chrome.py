@@ -12,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
 
 import toolkit as tk
 from tests.trace.test_trace import random_trace, same
@@ -251,7 +253,9 @@ def test_flipped_bytes_never_crash(tmp_path):
         (b"   \n ", "its format is unknown"),
         (b"{}", "traceEvents"),
         (b'{"a": 1}', "traceEvents"),
-        (b"{nonsense", "traceEvents"),
+        (b"{nonsense", "not JSON"),
+        (b'{"a": [1, 2', "not JSON"),
+        (b'{"a": "' + b"x" * 3_000_000, "not JSON|no .traceEvents."),
         (b'{"traceEvents": []}', "no events"),
         (b"[]", "no events"),
         (b"[" * 100_000, "nested too deeply"),
@@ -269,6 +273,15 @@ def test_what_is_no_trace_is_a_trace_error_that_says_why(tmp_path, content, said
     path = tmp_path / "a.json"
     path.write_bytes(content)
     with pytest.raises(TraceError, match=said):
+        tk.open_trace(path)
+
+
+def test_a_profile_of_the_cpu_alone_says_so(tmp_path):
+    path = tmp_path / "a.json"
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        torch.ones(8).add_(1)
+    profiled.export_chrome_trace(str(path))
+    with pytest.raises(TraceError, match=r"operations of the CPU, and nothing of a GPU.*ProfilerActivity\.CUDA"):
         tk.open_trace(path)
 
 

@@ -40,9 +40,13 @@ def read_chrome(path: Path) -> Trace:
     if reader is None:
         raise TraceError(scanner.asked, "it has no events", "Record some work before exporting the trace")
     try:
-        return reader.trace()
+        trace = reader.trace()
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise scanner.damaged(f"an event has unexpected fields ({error!r})") from error
+    if isinstance(reader, _Kineto) and reader.host_operations and not len(trace):
+        found = f"it has {reader.host_operations:,} operations of the CPU, and nothing of a GPU"
+        raise TraceError(scanner.asked, found, "Profile on a GPU, with ProfilerActivity.CUDA among the activities")
+    return trace
 
 
 def _ns(us: float) -> int:
@@ -66,6 +70,7 @@ class _Kineto:
         self.functions: dict[int, array[int]] = {}  # per thread: start, end and `where` of each user function
         self.function_codes: dict[str, int] = {}
         self.last_call = (-1, "")
+        self.host_operations = 0
         self._take: dict[str, Callable[[dict[str, Any]], None]] = {
             "kernel": self._kernel, "gpu_memcpy": self._memcpy, "memcpy": self._memcpy, "gpu_memset": self._memset,
             "memset": self._memset, "cuda_runtime": self._call, "cuda_driver": self._call, "runtime": self._call,
@@ -88,6 +93,8 @@ class _Kineto:
                 handler(event)
             elif category not in self._skip:
                 self.foreign.take(event)
+            elif category in ("cpu_op", "operator"):
+                self.host_operations += 1
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             self.meta["unreadable_events"] = self.meta.get("unreadable_events", 0) + 1
 

@@ -105,7 +105,13 @@ class EventScanner:
                 self.head = self._fields(text[: match.start()])
                 return text[match.end() :], False
             if len(text) > _LONGEST_HEAD:
-                break
+                raise TraceError(
+                    self.asked, f'its first {len(text):,} characters have no "traceEvents"', "Export it as a Chrome trace"
+                )
+        try:
+            parse_json(text.lstrip("\ufeff"), dict[str, Any])
+        except ValueError:
+            raise TraceError(self.asked, "it is not JSON, or cut off", "Give a Chrome trace, or copy the file again") from None
         raise TraceError(self.asked, 'it is JSON without "traceEvents"', "Export it as a Chrome trace")
 
     def _fields(self, head: str) -> dict[str, Any]:
