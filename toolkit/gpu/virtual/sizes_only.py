@@ -76,7 +76,8 @@ def run(func: Any, kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     for x in targets:
         x.zero_()
     if schema.is_mutable and not any(argument.is_out for argument in schema.arguments):
-        if all(x.is_meta for x in tensors_in((args, kwargs))):
+        # PyTorch's kernels for random numbers on "meta" import the compiler, which takes seconds and keeps its callers' frames.
+        if torch.Tag.nondeterministic_seeded not in func.tags and all(x.is_meta for x in tensors_in((args, kwargs))):
             return kernel(*args, **kwargs)  # may change shape or strides
         if schema.returns and schema.returns[0].alias_info is None:  # writes operands, and returns new tensors
             return on_meta(kernel, args, kwargs)
