@@ -7,7 +7,7 @@ import numbers
 import operator
 
 
-def whole(value: object, least: int | None = None) -> int | None:
+def integer(value: object, least: int | None = None) -> int | None:
     """Return `value` as an int if it is a whole number (of any type with `__index__`) of at least `least`, else None."""
     if isinstance(value, bool):
         return None

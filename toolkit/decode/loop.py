@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from toolkit.core.errors import ModelError
-from toolkit.core.numbers import whole
+from toolkit.core.numbers import integer
 from toolkit.decode.parts import READBACKS, Readback
 from toolkit.decode.prefix import Prefix
 from toolkit.decode.run import Run, tokens_per_s
@@ -95,7 +95,7 @@ def generate(
     if isinstance(strategy, OwnLoop) and (prefix is not None or (kv is not None and check_kv(kv))):
         given = "a prefix" if kv is None else f"kv={kv!r}"
         raise ModelError(f"{strategy.name} with {given}", "its loop makes its own cache", "Leave out kv= and prefix=")
-    chunk = None if prefill_chunk is None else whole(prefill_chunk, least=1)
+    chunk = None if prefill_chunk is None else integer(prefill_chunk, least=1)
     if prefill_chunk is not None and chunk is None:
         raise ModelError("prefill in chunks", f"prefill_chunk={prefill_chunk!r:.80}", "Give a whole number of at least 1")
     ends, stops = _ends(model) if eos is None else _given_ends(eos), _stops(model, stop)
@@ -271,7 +271,7 @@ def _steps(
 def _room(model: Model, prompt: int, max_new_tokens: int, context: int | None) -> tuple[int, int]:
     """Return the size of the cache and the number of tokens to generate. The last token is not written to the cache."""
     most = getattr(model, "context", model.config.max_position_embeddings)  # an exported model may support fewer positions
-    new, given = whole(max_new_tokens, least=1), None if context is None else whole(context, least=1)
+    new, given = integer(max_new_tokens, least=1), None if context is None else integer(context, least=1)
     if new is None:
         raise ModelError("generating", f"max_new_tokens={max_new_tokens!r:.80}", "Give a whole number of at least 1")
     if context is not None and (given is None or given > most):
@@ -300,8 +300,8 @@ def _stops(model: Model, stop: object) -> tuple[str, ...]:
 
 
 def _given_ends(eos: object) -> frozenset[int]:
-    given = isinstance(eos, Collection) and not isinstance(eos, str | bytes | bytearray)
-    ids = [whole(i) for i in eos] if isinstance(eos, Collection) and given else [None]
+    texts = str | bytes | bytearray
+    ids = [integer(i) for i in eos] if isinstance(eos, Collection) and not isinstance(eos, texts) else [None]
     if None in ids:
         raise ModelError("tokens that end the text", f"eos={eos!r:.80}", "Give a collection of ids such as [2], or () for none")
     return frozenset(i for i in ids if i is not None)

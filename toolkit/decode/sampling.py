@@ -15,7 +15,7 @@ from torch import Tensor
 
 from toolkit import ops
 from toolkit.core.errors import ModelError
-from toolkit.core.numbers import real, whole
+from toolkit.core.numbers import integer, real
 from toolkit.kernels.filters import MOST_TOKENS, WORK, Rules, numbers_of
 from toolkit.kernels.noise import mixed_seed
 
@@ -49,28 +49,28 @@ class Sampling:
         def refuse(name: str, needed: str) -> ModelError:
             return ModelError(f"sampling with {name}={getattr(self, name)!r:.80}", "out of range", f"Give {needed}")
 
-        temperature, penalty = real(self.temperature), real(self.repetition_penalty)
+        temperature, penalty, seed = real(self.temperature), real(self.repetition_penalty), integer(self.seed)
+        top_k = None if self.top_k is None else integer(self.top_k, least=1)
+        top_p, min_p = (None if given is None else real(given) for given in (self.top_p, self.min_p))
         if temperature is None or not 0 <= temperature < math.inf:
             raise refuse("temperature", "0 for greedy, or a number above 0")
         if 0 < temperature < 1e-6:
             raise refuse("temperature", "0 for greedy, or at least 1e-6")
-        if self.top_k is not None and whole(self.top_k, least=1) is None:
+        if self.top_k is not None and top_k is None:
             raise refuse("top_k", "a whole number of at least 1, or None")
-        top_p, min_p = (None if given is None else real(given) for given in (self.top_p, self.min_p))
         if self.top_p is not None and (top_p is None or not 0 < top_p <= 1):
             raise refuse("top_p", "a number above 0 and at most 1, or None")
-        if whole(self.seed) is None:
+        if seed is None:
             raise refuse("seed", "a whole number")
         if self.min_p is not None and (min_p is None or not 0 <= min_p <= 1):
             raise refuse("min_p", "a number from 0 to 1, or None")
         if penalty is None or not 1e-6 <= penalty <= 1e6:
             raise refuse("repetition_penalty", "a number from 1e-6 to 1e6; 1 is off")
         given = self.logit_bias if isinstance(self.logit_bias, Mapping) else {None: None}
-        bias = {whole(i): real(x) for i, x in given.items()}
+        bias = {integer(i): real(x) for i, x in given.items()}
         if not all(i is not None and x is not None and x < math.inf for i, x in bias.items()):
             raise refuse("logit_bias", "a mapping from token ids to numbers below infinity")
-        top_k = None if self.top_k is None else whole(self.top_k)
-        found = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": whole(self.seed), "min_p": min_p}
+        found = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "min_p": min_p}
         for name, value in {**found, "repetition_penalty": penalty, "logit_bias": bias}.items():
             object.__setattr__(self, name, value)  # Python's numbers; later changes by the caller have no effect
 

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from toolkit.core.errors import ModelError
-from toolkit.core.numbers import whole
+from toolkit.core.numbers import integer
 
 if TYPE_CHECKING:
     from toolkit.models.model import Model
@@ -37,7 +37,7 @@ def prompt_ids(model: Model, prompt: object) -> list[int]:
     if not ids:
         raise ModelError("a prompt", "it has no tokens", "Give at least one token")
     vocab_size = model.config.vocab_size
-    found = [whole(i, least=0) for i in ids]
+    found = [integer(i, least=0) for i in ids]
     for given, i in zip(ids, found, strict=True):
         if i is None or i >= vocab_size:
             raise ModelError(
