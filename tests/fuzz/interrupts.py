@@ -54,10 +54,11 @@ def loop(model: Any) -> None:
 def train() -> None:
     net = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 16)).to("vgpu")
     optimizer = torch.optim.Adam(net.parameters())
-    for _ in range(5):
-        net(torch.randn(4, 16).pin_memory().to("vgpu")).sort()[0].sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    with torch.enable_grad():  # an interrupt inside of PyTorch's `no_grad` may leave gradients off
+        for _ in range(5):
+            net(torch.randn(4, 16).pin_memory().to("vgpu")).sort()[0].sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def scopes() -> None:

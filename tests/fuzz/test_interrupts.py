@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import signal
+import time
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import toolkit as tk
 from tests.fuzz.interrupts import run, works
 from toolkit.core.signals import whole
 
 
-@pytest.mark.parametrize("kind", ["generate", "load"])
+@pytest.mark.parametrize("kind", ["generate", "load", "training"])
 def test_interrupts_arrive_and_leave_nothing_behind(kind: str) -> None:
     tally = run(kind, works([kind])[kind], 8)
     assert not tally.faults
@@ -27,7 +30,20 @@ def test_a_signal_inside_a_whole_block_is_handled_at_its_end() -> None:
             reached.append("inner")
         reached.append("outer")
     assert reached == ["inner", "outer"]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_signal_waits_while_pytorch_asks_for_the_type_of_the_device() -> None:
+    """PyTorch runs the handlers of signals there, and an error would end the process."""
+    from toolkit.gpu.virtual import device
+
+    tk.device("virtual:h200")
+    torch.ones(3, device="vgpu")  # handlers wait from the end of an operation on
+    answer = device._GUARD.type_
+    signal.raise_signal(signal.SIGINT)
+    assert answer() == torch._C._autograd.DeviceType.PrivateUse1
+    assert not device._asked
+    with pytest.raises(KeyboardInterrupt):
+        time.sleep(5)
 
 
 def test_freeing_a_tensor_runs_no_python_code() -> None:
@@ -66,3 +82,55 @@ def test_an_error_in_a_backward_pass_is_raised(monkeypatch: pytest.MonkeyPatch, 
     del net, loss
     calls.clear()
     assert gpu.memory().allocated_bytes == before
+
+
+def _checkpointed(net: torch.nn.Module, x: torch.Tensor, fail: Callable[..., None]) -> torch.Tensor:
+    calls: list[int] = []
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 2:  # in the backward pass
+            fail()
+        return net(x)
+
+    return checkpoint(twice, x, use_reentrant=False)
+
+
+def _hooked(net: torch.nn.Module, x: torch.Tensor, fail: Callable[..., None]) -> torch.Tensor:
+    y = net(x)
+    y.register_hook(fail)
+    return y
+
+
+def _hooked_leaf(net: torch.nn.Module, x: torch.Tensor, fail: Callable[..., None]) -> torch.Tensor:
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(fail)
+    return net(x)
+
+
+def _hooked_module(net: torch.nn.Module, x: torch.Tensor, fail: Callable[..., None]) -> torch.Tensor:
+    net.register_full_backward_hook(fail)
+    return net(x)
+
+
+@pytest.mark.parametrize("run", [_checkpointed, _hooked, _hooked_leaf, _hooked_module])
+def test_an_error_in_a_hook_of_a_backward_pass_is_raised(run: Callable[..., torch.Tensor]) -> None:
+    """It must not end the process."""
+
+    def fail(*_: object) -> None:
+        raise KeyError("mine")
+
+    tk.device("virtual:h200")
+    net, x = torch.nn.Linear(4, 4).to("vgpu"), torch.ones(2, 4, device="vgpu", requires_grad=True)
+    with pytest.raises(KeyError, match="mine"):
+        run(net, x, fail).sum().backward()
+    torch.nn.Linear(4, 4).to("vgpu")(x).sum().backward()
+    assert x.grad is not None
+
+
+def test_sparse_gradients_are_refused() -> None:
+    tk.device("virtual:h200")
+    bags = torch.nn.EmbeddingBag(4, 4, mode="sum", sparse=True).to("vgpu")
+    loss = bags(torch.zeros(2, 2, dtype=torch.long, device="vgpu")).sum()
+    with pytest.raises(RuntimeError, match="only supports strided tensors"):
+        loss.backward()

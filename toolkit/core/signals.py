@@ -3,6 +3,9 @@
 Python runs signal handlers between any two bytecodes of the main thread. A KeyboardInterrupt can therefore leave a data
 structure half changed, and one that is raised inside a destructor or a weakref callback is printed and lost. Inside the block,
 signals are only noted; their handlers run at its end.
+
+C functions may also run handlers, and some C++ code ends the process if a handler raises there. After
+`whole.wait_for(running)`, handlers also wait while the list `running` is not empty.
 """
 
 from __future__ import annotations
@@ -11,10 +14,27 @@ import _signal  # the functions that `signal` wraps: without its conversion to e
 import signal
 import sys
 import threading
+from _thread import interrupt_main, start_new_thread
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 # An interrupt, a request to end, and an alarm: the signals whose handlers may raise.
 _SIGNALS = tuple(int(getattr(signal, name)) for name in ("SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name))
+
+
+class _Waiting:
+    """A handler that waits while native code runs that must not see an error: until then, the signal is raised again."""
+
+    def __init__(self, handler: Callable[[int, FrameType | None], object], running: list[Any]) -> None:
+        self.handler, self.running = handler, running
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.running:
+            # Raised here, the signal would be handled in this frame. A thread can't raise it before native code has returned.
+            start_new_thread(interrupt_main, (number,))
+        else:
+            self.handler(number, frame)
 
 
 class Whole:
@@ -28,6 +48,14 @@ class Whole:
         self._depth = 0
         self._replaced: list[tuple[int, Any]] = []  # signals and their handlers, in the order of _SIGNALS
         self._noted: list[int] = []
+        self._running: list[Any] | None = None
+
+    def wait_for(self, running: list[Any]) -> None:
+        """Let the handlers of signals wait while `running` is not empty, from the end of this block or of the next one.
+
+        A handler that is installed later waits from the end of the next block.
+        """
+        self._running = running
 
     def __enter__(self) -> None:
         if threading.get_ident() != threading.main_thread().ident:
@@ -38,6 +66,8 @@ class Whole:
                 for number in _SIGNALS:
                     handler = _signal.getsignal(number)
                     if callable(handler):
+                        if self._running is not None and type(handler) is not _Waiting:
+                            handler = _Waiting(handler, self._running)
                         self._replaced.append((number, handler))
                         _signal.signal(number, self._note)
             except BaseException:  # a signal that has not been replaced yet

@@ -7,18 +7,19 @@ GPU at a time, for all threads. `dispatch` runs its operations.
 from __future__ import annotations
 
 import functools
-import operator
 import platform
 import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from toolkit.core.errors import DeviceError, RecorderError, unknown_name
+from toolkit.core.signals import whole
 from toolkit.core.units import bytes_text, parse_bytes
 from toolkit.gpu.allocation_log import log
 from toolkit.gpu.catalogue import CATALOGUE, GpuSpec
@@ -35,13 +36,20 @@ _current: VirtualGpu | None = None
 _libraries: list[torch.library.Library] = []  # kept alive: garbage collection of a library removes its kernels
 
 
+_asked: list[Any] = []  # not empty while PyTorch asks for the type of the device
+_answer = functools.partial(_asked.pop)
+_answers = map({None: _answer}.get, iter(functools.partial(_asked.append, torch._C._autograd.DeviceType.PrivateUse1), ...))
+
+
 class _DeviceGuard(torch._C._acc.DeviceGuard):  # type: ignore[misc, name-defined]
     """Tells PyTorch the type of the device. PyTorch also asks where an error, such as an interrupt, would end the process.
 
-    The method is therefore a C function.
+    It looks `type_` up, runs the handlers of signals that have arrived (in `PyObject_Str`), and calls the result. The lookup
+    therefore puts the answer into `_asked`, for which handlers wait, and the call removes it. Both are C functions, which no
+    signal interrupts.
     """
 
-    type_ = staticmethod(functools.partial(operator.itemgetter(0), (torch._C._autograd.DeviceType.PrivateUse1,)))
+    type_ = property(functools.partial(next, _answers))
 
 
 _GUARD = _DeviceGuard()
@@ -147,8 +155,10 @@ def open_virtual(card: str) -> VirtualGpu:
         _refuse_while_held(_current, card)
     _register()
     gpu = VirtualGpu(card, spec)
-    dispatch.open_machine(gpu.machine)
-    _current = gpu
+    with whole:
+        whole.wait_for(_asked)
+        dispatch.open_machine(gpu.machine)
+        _current = gpu
     log.restart()
     return gpu
 

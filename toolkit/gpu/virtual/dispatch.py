@@ -27,7 +27,7 @@ from toolkit.gpu.virtual.lifetimes import settle
 from toolkit.gpu.virtual.machine import Machine
 from toolkit.gpu.virtual.scratch.script import SCRATCH, Rule, play
 from toolkit.gpu.virtual.tensor import VirtualTensor, follow, hold, rehold, wrap
-from toolkit.gpu.virtual.threads import fails, here, interrupted
+from toolkit.gpu.virtual.threads import UNUSABLE, ends, fails, here
 
 aten = torch.ops.aten
 Args = tuple[Any, ...]
@@ -41,7 +41,6 @@ _COMPILED = (
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _PLAIN = frozenset({int, float, bool, complex, str, type(None), torch.dtype, torch.memory_format, torch.layout})
 _NEVER = 1 << 30
-_UNUSABLE = object()  # not a tensor: PyTorch raises an error of C++ (see `threads`)
 _handlers: dict[Any, Handler] = {}
 _machine: Machine | None = None  # the machine of the virtual GPU that is open
 
@@ -89,8 +88,8 @@ def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
     handler = _handlers.get(func)
     if handler is None:
         handler = _handlers[func] = _handler(func)
-    if interrupted():
-        return _UNUSABLE
+    if ends():
+        return UNUSABLE
     try:
         graph = here().graph
         if graph is not None:
@@ -98,7 +97,7 @@ def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
         return _translated(handler, args, kwargs)
     except BaseException as error:
         if fails(error):
-            return _UNUSABLE
+            return UNUSABLE
         raise
 
 

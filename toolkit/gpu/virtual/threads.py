@@ -4,7 +4,8 @@
 
 A Python error must not pass through PyTorch's autograd engine: the engine's stream guard, whose destructor may not throw, asks
 Python for the type of its device, and the process ends. `fails` therefore keeps the error of an operation that the engine
-called, the engine gets a result that it can't use, and `run_here` raises the error that was kept.
+called, the engine gets a result that it can't use, and `run_here` raises the error that was kept. The same is done for hooks of
+tensors and modules, and for hooks that return saved tensors, such as those of activation checkpointing (`keep_errors`).
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+from collections.abc import Callable
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._C import _autograd
 from torch.autograd import graph
+from torch.utils.hooks import BackwardHook
 
 from toolkit.core.signals import whole
 
@@ -45,6 +49,7 @@ class State(threading.local):
 
 
 _here = State()
+UNUSABLE = object()  # not a tensor: where C++ takes the result of an operation, or a saved tensor, it raises an error
 
 
 def here() -> State:
@@ -61,9 +66,27 @@ def fails(error: BaseException) -> bool:
     return True
 
 
-def interrupted() -> bool:
-    """Return whether a signal waits for the end of a backward pass whose engine called the current operation."""
-    return whole.waits and _here.backward is not None and _caller_of_dispatch() is _here.backward
+def keep_errors(hook: Callable[..., Any], instead: Any = None) -> Callable[..., Any]:
+    """Return a hook for the autograd engine that calls `hook`. It keeps errors as `fails` does, and returns `instead`."""
+
+    @functools.wraps(hook)
+    def called(*args: Any) -> Any:
+        try:
+            return hook(*args)
+        except BaseException as error:
+            if _here.backward is None:
+                raise
+            _here.failed = error
+            return instead
+
+    return called
+
+
+def ends() -> bool:
+    """Return whether a backward pass, whose engine called the current operation, has failed or is interrupted."""
+    state = _here
+    waits = whole.waits or state.failed is not None
+    return waits and state.backward is not None and _caller_of_dispatch() is state.backward
 
 
 def _caller_of_dispatch() -> CodeType | None:
@@ -91,20 +114,35 @@ def install() -> None:
         try:
             state.backward, state.failed = run.__code__, None
             with whole, torch.autograd.set_multithreading_enabled(False):
-                return run(*args, **kwargs)
+                result = run(*args, **kwargs)
+            failed = state.failed
         except BaseException as error:
             failed = state.failed
             # The engine keeps the tasks that are left of a failed pass in a queue that starts with the latest nodes. A pass
             # over an older node drops them, and with them the graph and all that it holds.
             run((oldest,), (torch.ones(()),), True, False, (leaf,), allow_unreachable=True)
-            if failed is None or not isinstance(error, RuntimeError):
+            if failed is None or not isinstance(error, RuntimeError | TypeError):
                 raise
         finally:
             state.backward, state.failed = outer
+        if failed is None:
+            return result
         try:
             raise failed
         finally:
             del failed  # a reference cycle: the traceback has this frame
 
+    init = BackwardHook.__init__
+
+    def init_here(self: BackwardHook, module: torch.nn.Module, after: Any, before: Any) -> None:
+        init(self, module, [*map(keep_errors, after)], [*map(keep_errors, before)])
+
+    BackwardHook.__init__ = init_here  # type: ignore[assignment, method-assign]
+    push = _autograd._push_saved_tensors_default_hooks
+
+    def push_here(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+        push(pack, keep_errors(unpack, UNUSABLE))
+
+    _autograd._push_saved_tensors_default_hooks = push_here  # type: ignore[assignment]
     graph._engine_run_backward = run_here
     torch.autograd._engine_run_backward = run_here  # type: ignore[attr-defined]  # imported by name there
