@@ -115,7 +115,7 @@ def install() -> None:
             state.backward, state.failed = run.__code__, None
             with whole, torch.autograd.set_multithreading_enabled(False):
                 result = run(*args, **kwargs)
-            failed = state.failed
+            failed, inside = state.failed, None
         except BaseException as error:
             failed, inside = state.failed, error.__traceback__ and error.__traceback__.tb_next
             # The engine keeps the tasks that are left of a failed pass in a queue that starts with the latest nodes. A pass
