@@ -152,7 +152,7 @@ def saved_lies(path: Path, rng: random.Random) -> Mutants:
     with np.load(io.BytesIO(raw)) as file:
         arrays = {name: file[name] for name in file.files}
     header = json.loads(bytes(arrays["header"]))
-    for mutant in lies.json_mutants("x", header, rng, 12, 60):
+    for mutant in lies.json_mutants("x", header, rng, 20, 60):
         written = io.BytesIO()
         np.savez(written, **arrays | {"header": np.frombuffer(mutant.files["x"] or b"", np.uint8)})
         yield Mutant(mutant.says, {"x": written.getvalue()})
@@ -161,14 +161,14 @@ def saved_lies(path: Path, rng: random.Random) -> Mutants:
             written = io.BytesIO()
             np.savez(written, **arrays | {name: values})
             yield Mutant(f"{name} = {values!r:.40}", {"x": written.getvalue()})
-    yield from lies.random_mutants("x", raw, rng, 300)
+    yield from lies.random_mutants("x", raw, rng, 700)
 
 
 def chrome_lies(each: int, only: int) -> Callable[[Path, random.Random], Mutants]:
     def make(path: Path, rng: random.Random) -> Mutants:
         raw = (path / "x").read_bytes()
         yield from lies.json_mutants("x", json.loads(raw), rng, each, only)
-        yield from lies.random_mutants("x", raw, rng, 200)
+        yield from lies.random_mutants("x", raw, rng, 600)
         for depth in (100, 10_000):
             yield Mutant(
                 f"{depth} brackets", {"x": raw.replace(b'"ts":', b'"deep":' + b"[" * depth + b"]" * depth + b',"ts":', 1)}
@@ -179,7 +179,7 @@ def chrome_lies(each: int, only: int) -> Callable[[Path, random.Random], Mutants
 
 
 def packed_lies(path: Path, rng: random.Random) -> Mutants:
-    yield from lies.random_mutants("x", (path / "x").read_bytes(), rng, 300)
+    yield from lies.random_mutants("x", (path / "x").read_bytes(), rng, 1600)
 
 
 def database_lies(path: Path, rng: random.Random) -> Mutants:
@@ -203,8 +203,8 @@ def database_lies(path: Path, rng: random.Random) -> Mutants:
         yield Mutant(f"{table} is a view", {"x": connection.serialize()})
         connection.deserialize(raw)
     connection.close()
-    yield from lies.random_mutants("x", raw, rng, 400)
-    yield from lies.random_mutants("x", raw, rng, 200, head=4096)
+    yield from lies.random_mutants("x", raw, rng, 800)
+    yield from lies.random_mutants("x", raw, rng, 400, head=4096)
 
 
 def snapshot_lies(path: Path, rng: random.Random) -> Mutants:
@@ -217,7 +217,7 @@ def snapshot_lies(path: Path, rng: random.Random) -> Mutants:
     many = document | {"segments": [document["segments"][0] | {"device": n} for n in range(300)]}
     yield Mutant("300 devices", {"x": pickle.dumps(many)})
     yield Mutant("code", {"x": b"\x80\x04cos\nsystem\n(S'true'\ntR."})
-    yield from lies.random_mutants("x", (path / "x").read_bytes(), rng, 400)
+    yield from lies.random_mutants("x", (path / "x").read_bytes(), rng, 1600)
 
 
 def session_lies(path: Path, rng: random.Random) -> Mutants:
@@ -227,12 +227,12 @@ def session_lies(path: Path, rng: random.Random) -> Mutants:
         yield Mutant(mutant.says, {"cells.jsonl": good + line + b"\n" + json.dumps(cell() | {"number": 9}).encode() + b"\n"})
     yield Mutant("deep", {"cells.jsonl": good + b"[" * 100_000 + b"\n"})
     yield Mutant("digits", {"cells.jsonl": good + b'{"number": ' + b"9" * 5000 + b"}\n"})
-    yield from lies.random_mutants("cells.jsonl", good, rng, 150)
+    yield from lies.random_mutants("cells.jsonl", good, rng, 600)
 
 
 def timing_lies(path: Path, rng: random.Random) -> Mutants:
-    yield from lies.json_mutants("x", timings(), rng, 10)
-    yield from lies.random_mutants("x", (path / "x").read_bytes(), rng, 150)
+    yield from lies.json_mutants("x", timings(), rng, 30)
+    yield from lies.random_mutants("x", (path / "x").read_bytes(), rng, 900)
 
 
 def manifest_lies(path: Path, rng: random.Random) -> Mutants:
@@ -245,7 +245,7 @@ def manifest_lies(path: Path, rng: random.Random) -> Mutants:
             yield Mutant(mutant.says, {"manifest.json": _text(changed)})
     many = manifest() | {"pieces": [{"name": "", "layer": n, "weights": [], "like": "x"} for n in [*range(30_000), None]]}
     yield Mutant("many layers", {"manifest.json": _text(many)})
-    yield from lies.random_mutants("manifest.json", (path / "manifest.json").read_bytes(), rng, 100)
+    yield from lies.random_mutants("manifest.json", (path / "manifest.json").read_bytes(), rng, 300)
 
 
 # ---- loading

@@ -10,24 +10,26 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypedDict
 
 from filelock import FileLock
+from msgspec import Meta
 
 from toolkit.core.errors import FormatError
 from toolkit.core.files import replace_text
+from toolkit.core.schema import convert, parse_json
 from toolkit.kernels.base import Config
 
 FORMAT = "decode-toolkit tuned 1"
 SHIPPED = Path(__file__).parent / "tuned"
-VERDICTS = ("ok", "slow", "wrong", "failed", "excluded")
+_Figure = Annotated[float, Meta(ge=-1, le=1e18)]
+_Count = Annotated[int, Meta(ge=-1, le=1 << 62)]
 
 
 class TunedFileWarning(UserWarning):
@@ -42,18 +44,18 @@ class Record:
     "failed" (compiling or launching failed), "excluded" (exceeds the GPU's limits). `reason` says why in words.
     """
 
-    verdict: str
+    verdict: Literal["ok", "slow", "wrong", "failed", "excluded"]
     reason: str = ""
-    us: float | None = None  # median time of the operation
-    spread_us: float | None = None  # interquartile range
+    us: _Figure | None = None  # median time of the operation
+    spread_us: _Figure | None = None  # interquartile range
     program: str = ""  # the program in which it was timed, too (see in_step.py)
-    program_ms: float | None = None  # the whole program's time with this config
+    program_ms: _Figure | None = None  # the whole program's time with this config
     cold: bool = True  # inputs rotated through more memory than the L2 holds
-    cosine: float | None = None  # the worst result's, against the reference
-    max_error: float | None = None  # the worst result's, relative to the reference's largest value
-    shared_bytes: int = 0
-    registers: int = 0
-    spill_bytes: int = 0
+    cosine: _Figure | None = None  # the worst result's, against the reference
+    max_error: _Figure | None = None  # the worst result's, relative to the reference's largest value
+    shared_bytes: _Count = 0
+    registers: _Count = 0
+    spill_bytes: _Count = 0
     kernel: str = ""  # fingerprint
     versions: str = ""  # "triton 3.6.0, torch 2.11.0"
     when: str = ""  # UTC, ISO 8601
@@ -65,14 +67,20 @@ class DeviceFacts:
 
     name: str
     compute_capability: str
-    sms: int
-    memory_bytes: int
-    sm_clock_mhz: int = 0
-    memory_clock_mhz: int = 0
+    sms: _Count
+    memory_bytes: _Count
+    sm_clock_mhz: _Count = 0
+    memory_clock_mhz: _Count = 0
 
     def same_card(self, other: DeviceFacts) -> bool:
         """Return whether both are the same model with the same SM count. Clocks and visible memory may differ."""
         return (self.name, self.compute_capability, self.sms) == (other.name, other.compute_capability, other.sms)
+
+
+class _File(TypedDict):
+    format: Literal["decode-toolkit tuned 1"]
+    device: DeviceFacts
+    kernels: dict[str, dict[str, dict[str, Record]]]
 
 
 Rows = dict[tuple[str, str, str], Record]  # by kernel, shape and config, as text
@@ -116,19 +124,17 @@ class Tuned:
     def from_text(cls, text: str, where: str) -> Tuned:
         """Parse the text of `to_text`. Raises FormatError, which names the file `where`, if it is anything else."""
         try:
-            found = json.loads(text)
-            if found["format"] != FORMAT:
-                raise ValueError(f"its format is {found['format']!r:.80}, not {FORMAT!r}")
+            plain: dict[str, Any] = parse_json(text)
+            found: _File = convert(plain, _File)
             rows = {
-                (kernel, shape, words(from_words(config))): _record(row)
+                (kernel, shape, words(from_words(config))): _checked(row, plain["kernels"][kernel][shape][config])
                 for kernel, shapes in found["kernels"].items()
                 for shape, configs in shapes.items()
                 for config, row in configs.items()
             }
-            return cls(_typed(DeviceFacts, found["device"]), rows)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            what = f"the field {error} is missing" if isinstance(error, KeyError) else str(error)
-            raise FormatError(f"timings in {where}", what, "Give a file that `tune export` wrote") from error
+        except (ValueError, TypeError) as error:
+            raise FormatError(f"timings in {where}", str(error), "Give a file that `tune export` wrote") from error
+        return cls(found["device"], rows)
 
 
 def words(config: Config) -> str:
@@ -137,7 +143,7 @@ def words(config: Config) -> str:
 
 
 def from_words(text: str) -> Config:
-    """Parse the text of `words`. Raises ValueError if it is anything else."""
+    """Parse the text of `words`. Raises ValueError or TypeError if it is anything else."""
     pairs = [word.partition("=") for word in text.split()]
     return Config(**{name: int(value) for name, _, value in pairs})
 
@@ -240,31 +246,13 @@ def tell(text: str) -> None:
     warnings.warn(text, TunedFileWarning, stacklevel=4)
 
 
-def _record(found: Mapping[str, Any]) -> Record:
-    row = _typed(Record, found)
-    if row.verdict not in VERDICTS:
-        raise ValueError(f"unknown verdict {row.verdict!r:.40}")
+def _checked(row: Record, plain: Mapping[str, Any]) -> Record:
+    """Return the row, read from `plain`. Raises ValueError for unknown fields, and if a config was timed, but has no time."""
+    if unknown := plain.keys() - Record.__dataclass_fields__.keys():
+        raise ValueError(f"unknown field {min(unknown)!r:.40}")
     if row.verdict == "ok" and not (row.us is not None and row.us > 0):
         raise ValueError(f"a config with the verdict 'ok' has the time {row.us!r}")
     return row
-
-
-_KINDS: dict[str, Any] = {"str": str, "int": int, "bool": bool, "float | None": (int, float, type(None))}
-
-
-def _typed(kind: Any, found: Mapping[str, Any]) -> Any:
-    """Return a dataclass from JSON data. Raises ValueError for a value of a wrong type, TypeError for an unknown field."""
-    types = {f.name: str(f.type) for f in dataclasses.fields(kind)}
-    for name, value in found.items():
-        wanted: Any = _KINDS[types[name]] if name in types else object
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool) or (number and not _sane(value)):
-            raise ValueError(f"invalid value of {name}: {value!r:.40}")
-    return kind(**found)
-
-
-def _sane(value: float) -> bool:
-    return math.isfinite(value) and value >= -1
 
 
 def _short(row: Record) -> dict[str, Any]:
