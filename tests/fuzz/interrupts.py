@@ -1,7 +1,8 @@
 """`python -m tests.fuzz.interrupts [COUNT [KIND...]]` interrupts work at random moments and counts what arrives.
 
-Each interrupt must arrive as a KeyboardInterrupt within a second. Afterwards no device memory is held, no scope or recording is
-open, and the device can be used and exchanged for another one.
+Each interrupt must arrive as a KeyboardInterrupt within a second. Afterwards no device memory is held, no scope, recording or
+mode of PyTorch is open, no process or temporary folder is left, the package of an export is whole or not there, and the device
+can be used and exchanged for another one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +24,8 @@ from typing import Any
 import torch
 
 import toolkit as tk
+from toolkit.exporting import compiling, package
+from toolkit.gpu import host_memory
 from toolkit.gpu.allocation_log import log
 
 LATE_S = 1.0  # an interrupt that takes longer is a fault
@@ -72,10 +76,33 @@ def scopes() -> None:
         assert outer.peak_bytes > 0
 
 
-def export() -> None:
-    model = tk.load("demo/qwen3", device="cpu", progress=False)
-    with tempfile.TemporaryDirectory() as folder:
-        tk.export(model, Path(folder) / "model", context=64, progress=False)
+class Export:
+    """Exports of a small model into one folder. With `compiles`, the first seconds of one that finds no compiled pieces."""
+
+    def __init__(self, compiles: bool) -> None:
+        self.compiles, self.rng = compiles, random.Random(0)
+        self.top = tempfile.TemporaryDirectory()
+        self.folder, self.cache = Path(self.top.name) / "model", os.environ.get("TOOLKIT_CACHE", "")
+        self.model = tk.load("demo/qwen3", device="cpu", progress=False)
+
+    def __call__(self) -> None:
+        if self.compiles or self.rng.random() < 0.5:
+            compiling._described.clear()  # it traces
+        os.environ["TOOLKIT_CACHE"] = str(Path(self.top.name) / f"cache {self.rng.random() if self.compiles else ''}")
+        try:
+            tk.export(self.model, self.folder, context=64, progress=False)
+        finally:
+            os.environ["TOOLKIT_CACHE"] = self.cache
+
+    def left(self) -> str | None:
+        """Return what is wrong with the package, if there is one."""
+        try:
+            manifest, _ = package.read_manifest(self.folder)
+            for name, entry in manifest["files"].items():
+                package.verified(self.folder, name, entry)
+        except tk.ToolkitError as error:
+            return None if error.found in ("the export into it was not finished", "no such folder") else str(error)
+        return None
 
 
 def tune() -> None:
@@ -87,7 +114,7 @@ def works(kinds: list[str]) -> dict[str, Callable[[], None]]:
     model = tk.load("demo/qwen3", device="virtual:h200", progress=False)
     every: dict[str, Callable[[], None]] = {
         "load": load, "generate": lambda: generate(model), "whole-loop": lambda: loop(model), "memory scopes": scopes,
-        "tune": tune, "export": export, "training": train,
+        "tune": tune, "training": train, "export": Export(compiles=False), "export, compiling": Export(compiles=True),
     }  # fmt: skip
     return {name: work for name, work in every.items() if not kinds or name in kinds}
 
@@ -97,14 +124,17 @@ def run(kind: str, work: Callable[[], None], count: int, seed: int = 0) -> Tally
     gpu, rng, tally = tk.device("virtual:h200"), random.Random(f"{kind} {seed}"), Tally(kind)
     handler, hook = signal.signal(signal.SIGINT, signal.default_int_handler), sys.unraisablehook
     lost: list[str] = []
-    sys.unraisablehook = lambda unraisable: lost.append(repr(unraisable.exc_value))
+    sys.unraisablehook = lambda dropped: lost.append("".join(traceback.format_exception(dropped.exc_value)))
     try:
-        work()
-        began = time.perf_counter()
-        work()
-        takes_s = time.perf_counter() - began
+        takes_s = 12.0  # of an export that compiles
+        if not (isinstance(work, Export) and work.compiles):
+            work()
+            began = time.perf_counter()
+            work()
+            takes_s = time.perf_counter() - began
         gc.collect()
         held = gpu.memory().allocated_bytes
+        left: tuple[int | bool, ...] = ()
         for _ in range(count):
             _one(work, rng.uniform(0, takes_s), tally)
             gc.collect()
@@ -112,8 +142,18 @@ def run(kind: str, work: Callable[[], None], count: int, seed: int = 0) -> Tally
                 tally.leaked_bytes += leaked
                 tally.faults.append(f"{leaked} bytes are left")
                 held += leaked
-            if log.scopes or gpu.recording is not None or gpu.machine.recording or gpu.machine.sizes_only:
-                tally.faults.append("a scope or a recording is left open")
+            before, left = left, (len(log.scopes), gpu.recording is not None, gpu.machine.recording, gpu.machine.sizes_only)
+            if any(left) and left != before:
+                tally.faults.append("scopes, recording, the machine's and sizes_only are left: {}, {}, {}, {}".format(*left))
+            if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack() or not torch.is_grad_enabled():
+                tally.faults.append("a mode of PyTorch is left on")
+                torch.set_grad_enabled(True)
+            if started := host_memory.started_bytes():
+                tally.faults.append(f"processes with {started:,} bytes are left")
+            if folders := [*Path(tempfile.gettempdir()).glob("toolkit-worker-*")]:
+                tally.faults.append(f"{len(folders)} folders are left")
+            if isinstance(work, Export) and (wrong := work.left()):
+                tally.faults.append(wrong)
             if float(torch.ones(3, device="vgpu").sum()) != 3.0:
                 tally.faults.append("the device computes nonsense")
             tally.faults += [f"Python dropped {text}" for text in lost]

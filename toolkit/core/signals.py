@@ -23,6 +23,14 @@ from typing import Any
 _SIGNALS = tuple(int(getattr(signal, name)) for name in ("SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name))
 
 
+def _raise(number: int) -> None:
+    """Raise a signal in the main thread, and end what the thread waits for, as the signal itself would."""
+    if hasattr(signal, "pthread_kill"):
+        signal.pthread_kill(threading.main_thread().ident or 0, number)
+    else:
+        interrupt_main(number)  # type: ignore[arg-type]
+
+
 class _Waiting:
     """A handler that waits while native code runs that must not see an error: until then, the signal is raised again."""
 
@@ -32,7 +40,7 @@ class _Waiting:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self.running:
             # Raised here, the signal would be handled in this frame. A thread can't raise it before native code has returned.
-            start_new_thread(interrupt_main, (number,))
+            start_new_thread(_raise, (number,))
         else:
             self.handler(number, frame)
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO, Any, Self, TypeVar
 
 from toolkit.core.files import TemporaryFolder
+from toolkit.core.signals import whole
 
 GRACE_S = 2.0  # between SIGTERM and SIGKILL: time for compilers to delete their half-written files
 
@@ -201,14 +202,15 @@ class WorkerPool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for worker in self.workers:
-            worker.stop()
-        for worker in self.workers:
-            worker.end()
-        self._threads.shutdown()
-        for worker in self.workers:
-            worker.close()
+        with whole:  # an interrupt must not leave a process behind
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            for worker in self.workers:
+                worker.stop()
+            for worker in self.workers:
+                worker.end()
+            self._threads.shutdown()
+            for worker in self.workers:
+                worker.close()
 
 
 def listen() -> tuple[Any, Iterator[Any], Callable[[Any], None]]:

@@ -13,8 +13,10 @@ import platform
 import re
 import shutil
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,6 +45,7 @@ OPTIONS: dict[str, Any] = {
 
 
 _described: dict[str, tuple[Any, ...]] = {}  # see `find_key`
+_tracing = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -125,12 +128,31 @@ def find_key(about: str, traceable: Callable[[], Traceable], card: Card | None) 
     each time, because its key depends on the tuner's timings, which may change.
     """
     if card is not None:
-        return key_of(trace(traceable()), card)
+        return key_of(_trace_in_thread(traceable), card)
     if about not in _described:
         while len(_described) >= DESCRIBED:
             _described.pop(next(iter(_described)))
-        _described[about] = _describe(trace(traceable()))
+        _described[about] = _describe(_trace_in_thread(traceable))
     return _key_of_graph(_described[about], [], None)
+
+
+def _trace_in_thread(traceable: Callable[[], Traceable]) -> Any:
+    """Return `trace(traceable())`, traced on another thread, which an interrupt does not reach.
+
+    Inside of PyTorch's tracer, an interrupt may be lost in a destructor, or leave a mode open. Here it ends the waiting; the
+    thread goes on until the piece is traced, and the next piece waits for it.
+    """
+    traced = Future[Any]()
+
+    def run() -> None:
+        with _tracing:
+            try:
+                traced.set_result(trace(traceable()))
+            except BaseException as error:  # raised by `result`
+                traced.set_exception(error)
+
+    threading.Thread(target=run, name="toolkit-trace").start()
+    return traced.result()
 
 
 def _describe(program: Any) -> tuple[Any, ...]:

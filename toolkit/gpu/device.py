@@ -174,8 +174,17 @@ class Device(ABC):
             yield trace
         finally:
             if began:
-                del _recording[self.name]
-                trace.fill(with_guessed_steps(self.stop()))
+                try:
+                    found = self._end_recording()
+                finally:
+                    if self.name in _recording:  # an interrupt came first
+                        self._end_recording()
+                trace.fill(with_guessed_steps(found))
+
+    def _end_recording(self) -> Trace:
+        with whole:
+            del _recording[self.name]
+            return self.stop()
 
     @property
     def recording(self) -> Trace | None:
