@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import traceback
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from toolkit.gpu.virtual.dispatch import machine
 @pytest.fixture
 def gpu():
     gc.collect()
-    return open_device("virtual:h200")
+    gpu = open_device("virtual:h200")
+    torch.vgpu.empty_cache()
+    return gpu
 
 
 @pytest.fixture
@@ -268,3 +271,26 @@ with pytest.raises(UnknownNameError):
 
 def test_one_card_at_a_time():
     subprocess.run([sys.executable, "-c", SWITCH], check=True, timeout=120)
+
+
+FULL = {  # the code of the user's function, and the frames that PyTorch shows below it on CUDA
+    "x.double() * 2": [], "x + x.view(-1, 1)": [], "torch.cat([x] * 20)": [], "torch.empty(2 << 28).to('vgpu')": [],
+    "torch.ones(2 << 28, device='vgpu')": [], "torch.tensor(1.0, device='vgpu').repeat(2 << 28)": [],
+    "nn.functional.relu(x.expand(4, -1))": ["relu"], "nn.Linear(1 << 15, 1 << 14, device='vgpu')": ["__init__"],
+    "x.requires_grad_().exp().sum().backward()": ["backward", "backward", "_engine_run_backward"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("code", FULL)
+def test_the_traceback_of_an_error_for_lack_of_memory_ends_as_on_cuda(gpu, code):
+    x = torch.ones(1 << 26, device="vgpu")
+    gpu.limit(gpu.memory().allocated_bytes + GiB // 2)
+    try:
+        with pytest.raises(torch.OutOfMemoryError) as error:
+            eval(compile(code, "user.py", "eval"), {"torch": torch, "nn": torch.nn, "x": x})
+    finally:
+        gpu.limit(None)
+    frames = traceback.extract_tb(error.value.__traceback__)
+    at = [frame.filename for frame in frames].index("user.py")
+    assert [frame.name for frame in frames[at + 1 :]] == FULL[code]
+    assert error.value.__context__ is None

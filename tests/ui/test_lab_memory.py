@@ -19,8 +19,8 @@ from toolkit.ui.lab import memory_panel as module
 from toolkit.ui.lab.app import Lab
 from toolkit.ui.lab.memory_panel import MOST, hidden_html, measured_html, what_if_html
 from toolkit.ui.memory.widget import MemoryTimeline
+from toolkit.vram.hidden import Hidden
 from toolkit.vram.measure import Scope, memory
-from toolkit.vram.owners import Holder
 from toolkit.vram.what_if import what_if
 
 
@@ -319,7 +319,7 @@ def test_only_the_last_measurements_are_kept(app: Lab) -> None:
 def test_texts_are_escaped_and_empty_tables_say_so() -> None:
     assert "tk-wrap" in measured_html({})
     assert "Nothing" in hidden_html([])
-    assert "&lt;x&gt;" in hidden_html([Holder("<x>", "activations", 8), Holder("y", "weights", 16)])
+    assert "&lt;x&gt;" in hidden_html([Hidden(8, "<x>", None), Hidden(16, "y", "cell 1")])
     gpu = open_device("virtual:h200")
     with memory(gpu) as use:
         torch.ones(1 << 18, device=gpu.torch)

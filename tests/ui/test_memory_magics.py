@@ -104,10 +104,36 @@ def test_hidden_state_is_named_and_released(shell, run):
     assert "Nothing on a GPU is held without a variable" in said
 
 
+FAILS = "def f(mib):\n    pinned = torch.ones(mib << 18, device=d)\n    raise ValueError('on purpose')\nf({})"
+
+
+def test_what_an_older_error_holds_is_named_everywhere_and_released(shell, run):
+    gc.disable()  # it may free the memory at any time
+    try:
+        run("torch.vgpu.empty_cache()")
+        run(FAILS.format(24))
+        run(FAILS.format(2))
+        said = run("%memory hidden")
+        assert "24.0 MiB  garbage: pinned in f() (the traceback of ValueError), allocated in cell" in said
+        assert "2.00 MiB  pinned in f() (the traceback of ValueError)" in said
+        run("with tk.memory() as measured: pass")
+        measured = shell.user_ns["measured"]
+        assert measured.by("kind").set_index("kind").loc["garbage", "end_bytes"] == 24 * MiB
+        assert measured.by("owner")["owner"][0] == "garbage: pinned in f() (the traceback of ValueError)"
+        said = run("%%memory --budget '64 MiB'\nx = torch.ones(14 << 18, device=d)\ntorch.cat([x, x])")
+        assert "held by `garbage: pinned in f() (the traceback of ValueError)`" in said
+        assert "%memory release (reference cycles): saves 26.0 MiB, enough" in said
+        assert "del x" not in said
+        assert "Released 26.0 MiB" in run("%memory release")
+    finally:
+        gc.enable()
+
+
 def test_one_cell_under_a_budget_says_why_it_failed(shell, run):
-    said = run("%%memory --budget '64 MiB'\nkept = torch.ones(40 << 18, device=d)\nkept * 2")
+    run("x = torch.ones(4 << 18, device=d)")
+    said = run("%%memory --budget '64 MiB'\nkept = torch.ones(40 << 18, device=d)\ntorch.cat([x] * 8)")
     assert not shell.last_execution_result.success
-    assert "40.0 MiB requested by kept * 2 in cell" in said
+    assert "32.0 MiB requested by torch.cat([x] * 8) in cell" in said
     assert "held by `kept`" in said
     assert "del kept: saves 40.0 MiB, enough" in said
     assert said.count("What would help") == 1

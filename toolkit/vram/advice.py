@@ -6,22 +6,31 @@ save. The number is exact if memory would be freed, and an estimate if data woul
 
 from __future__ import annotations
 
+import dis
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from toolkit.core.callers import ipython_shell
 from toolkit.core.units import bytes_text, parse_bytes
-from toolkit.trace.ledger import UNOWNED, Ledger, place_text
-from toolkit.vram import owners
+from toolkit.trace.ledger import OTHER_KIND, UNOWNED, Ledger, place_text
+from toolkit.vram import hidden, owners
 
 _ASKED = re.compile(r"Tried to allocate ([0-9.]+ [KMGT]?i?B)")
 _ALLOWED = re.compile(r"([0-9.]+ [KMGT]?i?B) allowed")
+# Source code that converts a tensor to another dtype: x.float(), x.to(torch.float32), softmax(x, dtype=torch.float32).
+_CONVERTS = re.compile(
+    r"\.(float|double|half|bfloat16|int|long)\(\)|\.type_as\("
+    r"|\b(to|type|softmax)\([^()]*(\bdtype\b|\btorch\.\w*(float|double|half|int|long))"
+)
 _Q4_BITS = 4.5  # per weight of Q4_K: 4 bits, and 16 bytes of scales per 256 weights (ggml-quants.h)
+_READS = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FAST", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR")
 _CHUNK = 512  # tokens per chunk of a prompt
 _LEAST = 0.02  # share of the missing bytes; proposals that save less are left out
 # End of the first line if the numbers show no shortage, by `Shortage.exact`.
@@ -83,17 +92,18 @@ def explain(
     trace = ledger.trace
     failed = trace.is_kind("oom").nonzero()[0]
     at = ledger.peak
-    where, asked = None, _stated(_ASKED, error)
+    failed_at, asked = None, _stated(_ASKED, error)
     if len(failed):
         at = int(ledger.rows.searchsorted(failed[-1])) - 1
         asked = int(trace["bytes"][failed[-1]])
         code = int(trace["where"][failed[-1]])
-        where = place_text(trace.strings[code], trace.meta.get("source", {})) if code >= 0 else None
+        failed_at = trace.strings[code] if code >= 0 else None
+    where = place_text(failed_at, trace.meta.get("source", {})) if failed_at else None
     held = int(ledger.held[at]) if at >= 0 else 0
     limit = min(limit_bytes, _stated(_ALLOWED, error) or limit_bytes)
     missing = max(asked + held - limit, 1)
-    proposals = [*_let_go(variables, found), *_without_graph(found), *_smaller_weights(variables)]
-    proposals += _converted(where, asked)
+    proposals = [*_let_go(variables, found, error), *_without_graph(found), *_smaller_weights(variables)]
+    proposals += _converted(ledger, at, failed_at, asked)
     proposals += [*_smaller_state(ledger, at), *_chunks(ledger, at, variables), *_in_pieces(ledger, at, asked, held, limit)]
     useful = [Proposal(do, saves, saves >= missing) for do, saves in proposals if saves >= max(_LEAST * missing, 1 << 20)]
     useful.sort(key=lambda proposal: (not proposal.enough, -proposal.saves_bytes))
@@ -109,39 +119,96 @@ def _stated(pattern: re.Pattern[str], error: BaseException) -> int:
 Saving = tuple[str, int]
 
 
-def _converted(where: str | None, asked: int) -> list[Saving]:
-    """Propose converting less, if the failing line converts a tensor to float32 or float64."""
-    if where is None or not re.search(r"\.float\(\)|float32|\.double\(\)", where):
-        return []
-    return [("converting only what is needed, such as the last position: logits[:, -1].float() (nearly all of it)", asked)]
+def _converted(ledger: Ledger, at: int, failed: str | None, asked: int) -> list[Saving]:
+    """Propose converting less if the failing line converts to another dtype, and doing without the copies of other lines."""
+    savings = []
+    source = ledger.trace.meta.get("source", {})
+    if failed is not None and _conversion(failed, source):
+        do = "converting only what is needed, such as the last position: logits[:, -1].float() (nearly all of it)"
+        savings.append((do, asked))
+    (kinds, names), (codes, places) = ledger.group("kind"), ledger.group("where")
+    alive = ledger.alive(at)
+    alive = alive[[names[code] in (OTHER_KIND, hidden.GARBAGE) for code in kinds[alive].tolist()]]  # a model converts in place
+    sizes = np.bincount(codes[alive], ledger.blocks.bytes[alive], len(places)).astype(np.int64)
+    for place, size in zip(places, sizes.tolist(), strict=True):
+        line = _conversion(place, source) if size else None
+        if line is not None:
+            savings.append((f"without the copy in another dtype by {place_text(line, source)}", size))
+    return savings
 
 
-def _let_go(variables: Mapping[str, Any], found: Mapping[owners.Place, owners.Holder]) -> list[Saving]:
-    """Propose `del x` for memory that only x holds, and releasing memory that no variable holds."""
+def _conversion(place: str, source: Mapping[str, str]) -> str | None:
+    """Return the innermost line of a place whose source converts tensors to another dtype, or None."""
+    return next((line for line in reversed(place.split(" > ")) if _CONVERTS.search(source.get(line, ""))), None)
+
+
+def _let_go(variables: Mapping[str, Any], found: Mapping[owners.Place, owners.Holder], error: BaseException) -> list[Saving]:
+    """Propose `del x` for memory that only x holds, and releasing memory that no variable holds.
+
+    The failing line needs its own inputs, and what the traceback of `error` holds is freed together with it.
+    """
+    shell = ipython_shell()
+    visible, with_error = owners.find(variables), hidden.of_error(error)
+    on_gpu = {place: holder for place, holder in found.items() if place[0] != "cpu"}
     roots: dict[str, int] = {}
-    stale = 0
-    for place, holder in found.items():
-        if place[0] == "cpu":
-            continue
-        if "(the traceback of" in holder.owner:  # freed together with the explained error
-            continue
-        if holder.owner.startswith(("Out[", "_")):
-            stale += holder.bytes
-        else:
+    stale: dict[str, int] = {}
+    for place, holder in on_gpu.items():
+        if place in visible:
             root = re.split(r"[.\[ ]", holder.owner, maxsplit=1)[0]
             roots[root] = roots.get(root, 0) + holder.bytes
-    results = owners.results(ipython_shell())
-    savings = [("%memory release (results kept by Out[] and _)", stale)]
+        elif holder.kind == hidden.GARBAGE:
+            stale["reference cycles"] = stale.get("reference cycles", 0) + holder.bytes
+        elif shell is not None and place not in with_error:
+            kept = "old tracebacks" if "(the traceback of" in holder.owner else "results kept by Out[] and _"
+            stale[kept] = stale.get(kept, 0) + holder.bytes
+    do = "gc.collect()" if shell is None else "%memory release"
+    savings = [(f"{do} ({', '.join(stale)})", sum(stale.values()))]
+    results, inputs = hidden.results(shell), _inputs(error)
     for root in sorted(roots, key=lambda name: -roots[name])[:4]:
-        if root == "self":
+        if root == "self" or id(variables.get(root)) in inputs:
             continue
         others = {**results, **owners.find({name: value for name, value in variables.items() if name != root})}
-        alone = sum(
-            h.bytes for place, h in found.items() if place[0] != "cpu" and place not in others and _rooted(h.owner, root)
-        )
+        alone = sum(h.bytes for place, h in on_gpu.items() if place not in others and _rooted(h.owner, root))
         module = isinstance(variables.get(root), nn.Module)
         savings.append((f'{root}.to("cpu"), until it is needed' if module else f"del {root}", alone))
     return savings
+
+
+def _inputs(error: BaseException) -> set[int]:
+    """Return the ids of the variables that the failing expressions read, in all frames of the traceback of `error`."""
+    found: set[int] = set()
+    trace = error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        names = {**frame.f_globals, **owners.locals_of(frame)}
+        found.update(id(names[name]) for name in _read(frame.f_code, trace.tb_lasti) if name in names)
+        trace = trace.tb_next
+    return found
+
+
+def _read(code: CodeType, at: int) -> set[str]:
+    """Return the names that the expression reads to which the instruction at offset `at` belongs."""
+    instructions = list(dis.get_instructions(code))
+    span = next((_span(one) for one in instructions if one.offset == at), None)
+    if span is None:
+        return set()
+    inside = (one for one in instructions if one.opname.startswith(_READS) and _within(_span(one), span))
+    return {name for one in inside for name in (one.argval if isinstance(one.argval, tuple) else (one.argval,))}
+
+
+Span = tuple[tuple[int, int], tuple[int, int]]
+
+
+def _span(instruction: dis.Instruction) -> Span | None:
+    """Return the begin and the end (line, column) of an instruction's source; None if Python kept no columns."""
+    at = instruction.positions
+    if at is None or at.lineno is None or at.end_lineno is None or at.col_offset is None or at.end_col_offset is None:
+        return None
+    return (at.lineno, at.col_offset), (at.end_lineno, at.end_col_offset)
+
+
+def _within(inner: Span | None, outer: Span) -> bool:
+    return inner is not None and outer[0] <= inner[0] and inner[1] <= outer[1]
 
 
 def _rooted(owner: str, root: str) -> bool:

@@ -32,8 +32,8 @@ from toolkit.gpu.allocation_log import log
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
 from toolkit.trace.events import Trace, TraceBuilder
-from toolkit.trace.ledger import Ledger, line_of
-from toolkit.vram import owners
+from toolkit.trace.ledger import Ledger
+from toolkit.vram import hidden, owners
 from toolkit.vram.advice import Shortage, explain
 from toolkit.vram.what_if import what_if
 
@@ -45,7 +45,7 @@ _EXPLAINED = "Where the memory went:"  # first line of the note that is added to
 # The workspace that cuBLAS allocates at the first matrix product and keeps, on Hopper and newer GPUs, and on older ones.
 # Source: aten/src/ATen/cuda/CublasHandlePool.cpp
 _CUBLAS_BYTES = (4096 * 8 * 1024, 4096 * 2 * 1024 + 16 * 8 * 1024)
-_SOURCES = 400  # lines of source code that a measurement stores; the lines that allocate the most come first
+_SOURCES = 400  # places whose source code a measurement stores; those that allocate the most come first
 
 
 class MemoryUse:
@@ -371,7 +371,7 @@ def with_owners(trace: Trace, found: Mapping[owners.Place, owners.Holder], meta:
 def _holders(variables: Mapping[str, Any], error: BaseException | None) -> dict[owners.Place, owners.Holder]:
     """Return the owner of each place: variables first, then tracebacks and kept results."""
     shell = ipython_shell()
-    return {**owners.hidden(shell, error), **owners.find(variables)}
+    return {**hidden.find(variables, shell, error), **owners.find(variables)}
 
 
 def variables_of(frame: FrameType | None) -> dict[str, Any]:
@@ -380,17 +380,14 @@ def variables_of(frame: FrameType | None) -> dict[str, Any]:
 
 
 def _sources(ledger: Ledger) -> dict[str, str]:
-    """Return the source text of the user's lines that allocated the most, and of those whose allocation failed."""
-    codes, names = ledger.group("line")
+    """Return the source text of the lines that allocated the most, and of those whose allocation failed."""
+    codes, names = ledger.group("where")
     total = np.bincount(codes, ledger.blocks.bytes, len(names))
     places = [names[i] for i in np.argsort(-total)[:_SOURCES].tolist()]
     failed = ledger.trace.select(ledger.trace.is_kind("oom")).text("where")
-    found = {}
-    for place in (*places, *(line_of(where) for where in failed if where)):
-        text = _source_line(place)
-        if text:
-            found[place] = text
-    return found
+    lines = dict.fromkeys(line for place in (*places, *failed) if place for line in place.split(" > "))
+    found = {line: _source_line(line) for line in lines}
+    return {line: text for line, text in found.items() if text}
 
 
 def _source_line(place: str) -> str | None:

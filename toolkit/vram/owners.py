@@ -1,16 +1,14 @@
 """Find the variable that owns each piece of memory, by walking from variables to the tensors that they reach.
 
 `find(variables)` names the memory of every tensor by the shortest path to it ("model.layers.0.mlp.up.weight", "losses[3]") and
-classifies it. `hidden()` finds memory that a notebook holds without a variable: the traceback of the last error, `Out[7]`, `_`.
-The walk only reads: it changes no value and calls no property of a user's class.
+classifies it; `hidden.py` finds the memory that is held without a variable. The walk only reads: it changes no value and calls
+no property of a user's class.
 """
 
 from __future__ import annotations
 
-import gc
 import inspect
 import io
-import re
 import sys
 import threading
 from collections import deque
@@ -19,13 +17,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from time import perf_counter
-from types import CodeType, FrameType, FunctionType, GeneratorType, MemberDescriptorType, MethodType, ModuleType
+from types import CodeType, FrameType, FunctionType, GeneratorType, MemberDescriptorType, MethodType, ModuleType, TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
-from toolkit.gpu import allocation_scopes
 from toolkit.gpu.device import Device
 
 # Limits of one walk, so that no cell waits long.
@@ -58,12 +55,7 @@ Place = tuple[str, int]  # device type, address
 def find(variables: Mapping[str, Any]) -> dict[Place, Holder]:
     """Return the owner of each place in memory that can be reached from `variables`, named by the shortest path to it."""
     named = ((name, value) for name, value in list(variables.items()) if type(name) is str)
-    return _walk((name, value) for name, value in named if not name.startswith("_"))
-
-
-def hidden(shell: Any | None = None, error: BaseException | None = None) -> dict[Place, Holder]:
-    """Return the owner of memory that no variable holds: the traceback of the last error (or of `error`), and kept results."""
-    return _walk(_hidden_values(shell, error))
+    return walk((name, value) for name, value in named if not name.startswith("_"))
 
 
 def place_of(tensor: torch.Tensor) -> Place | None:
@@ -107,10 +99,32 @@ def locals_of(frame: FrameType) -> dict[str, Any]:
     return found
 
 
+def of_frame(frame: FrameType) -> Iterator[tuple[str, Any]]:
+    """Yield the local variables of a user's function as ("x in f()", value)."""
+    file = frame.f_code.co_filename.replace("\\", "/")
+    if frame.f_code.co_name != "<module>" and not any(folder in file for folder in _MACHINERY):
+        for name, value in locals_of(frame).items():
+            yield f"{name} in {frame.f_code.co_name}()", value
+
+
+def of_traceback(error: BaseException | None) -> Iterator[tuple[str, Any]]:
+    """Yield the variables of the user's functions in the traceback of an error and of its causes, with their names."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        trace = error.__traceback__
+        while trace is not None:
+            for name, value in of_frame(trace.tb_frame):
+                yield f"{name} (the traceback of {type(error).__name__})", value
+            trace = trace.tb_next
+        error = error.__cause__ or error.__context__
+
+
 # ---- the walk
 
 
-def _walk(roots: Iterable[tuple[str, Any]]) -> dict[Place, Holder]:
+def walk(roots: Iterable[tuple[str, Any]]) -> dict[Place, Holder]:
+    """Return the owner of each place in memory that can be reached from `roots`: pairs of a name and a value."""
     found: dict[Place, Holder] = {}
     seen: dict[int, Any] = {}  # by id; keeps the values alive, so that no id is reused
     nodes: set[Any] = set()
@@ -229,7 +243,10 @@ def _parts(value: Any) -> Iterator[Part]:
         yield from ((f" (its argument {i})", held, kind) for i, held in enumerate((*value.args, *value.keywords.values())))
     elif _isa(value, GeneratorType) and value.gi_frame is not None:
         yield from ((f" (paused): {name}", held, kind) for name, held in locals_of(value.gi_frame).items())
-    elif not _isa(value, FrameType):
+    elif _isa(value, BaseException):
+        yield from ((f" (its traceback): {more}", held, kind) for more, held in of_traceback(value))
+        yield from ((more, held, kind) for more, held in _own(value))
+    elif not _isa(value, FrameType | TracebackType):
         yield from ((more, held, kind) for more, held in _own(value))
 
 
@@ -268,64 +285,3 @@ def _closure(function: Any) -> Iterator[Part]:
             continue
     for i, held in enumerate(function.__defaults__ or ()):
         yield f" (its default {i})", held, None
-
-
-# ---- memory that no variable holds
-
-
-def _hidden_values(shell: Any | None, error: BaseException | None) -> Iterator[tuple[str, Any]]:
-    yield from _of_traceback(error)
-    yield from _results(shell)
-
-
-def results(shell: Any | None) -> dict[Place, Holder]:
-    """Return the owner of memory that a notebook keeps as results of cells: `Out[7]` and `_`."""
-    return _walk(_results(shell))
-
-
-def _results(shell: Any | None) -> Iterator[tuple[str, Any]]:
-    if shell is not None:
-        names = shell.user_ns
-        for number, value in list(names.get("Out", {}).items()):
-            yield f"Out[{number}]", value
-        for name in ("_", "__", "___"):
-            yield name, names.get(name)
-
-
-def _of_traceback(error: BaseException | None) -> Iterator[tuple[str, Any]]:
-    """Yield the variables of the frames in the last error's traceback, which are alive until the next error."""
-    error = error or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        trace = error.__traceback__
-        while trace is not None:
-            frame = trace.tb_frame
-            file = frame.f_code.co_filename.replace("\\", "/")
-            ours = frame.f_code.co_name != "<module>" and not any(folder in file for folder in _MACHINERY)
-            for name, value in locals_of(frame).items() if ours else ():
-                yield f"{name} in {frame.f_code.co_name}() (the traceback of {type(error).__name__})", value
-            trace = trace.tb_next
-        error = error.__cause__ or error.__context__
-
-
-def release(shell: Any | None = None) -> int:
-    """Release the last error's traceback and a notebook's kept results (`Out`, `_`). Variables are not changed.
-
-    Returns the number of bytes that this freed on the GPU in use.
-    """
-    gpu = allocation_scopes.in_use()
-    before = gpu.memory().allocated_bytes if gpu is not None else 0
-    for name in ("last_exc", "last_value", "last_traceback", "last_type"):
-        if hasattr(sys, name):
-            delattr(sys, name)
-    if shell is not None:
-        for names in (shell.user_ns, shell.user_ns_hidden):
-            for name in [name for name in names if type(name) is str and re.fullmatch(r"_+|_[0-9]+", name)]:
-                del names[name]
-        shell.user_ns.get("_oh", {}).clear()
-        shell.displayhook._ = shell.displayhook.__ = shell.displayhook.___ = ""
-        shell.last_execution_result = None
-        shell.InteractiveTB.tb = None
-    gc.collect()
-    return max(before - gpu.memory().allocated_bytes, 0) if gpu is not None else 0

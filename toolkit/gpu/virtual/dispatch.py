@@ -9,6 +9,7 @@ here one by one, as on CUDA. The first call of an operation creates its handler,
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -412,14 +413,19 @@ def _execute_effects(func: Any, args: Args, kwargs: Kwargs, out: Any) -> None:
 def register() -> list[torch.library.Library]:
     """Register kernels with the PrivateUse1 key: a fallback for all operations, and those that PyTorch needs by name."""
     everything = torch.library.Library("_", "IMPL")
-    everything.fallback(lambda func, *args, **kwargs: run(func, args, kwargs), "PrivateUse1")
+    everything.fallback(from_torch, "PrivateUse1")
     named = torch.library.Library("aten", "IMPL")
     for func in (*_CONSTRUCTING, *_WHOLE):
-        named.impl(func, _kernel(func), "PrivateUse1")
+        named.impl(func, functools.partial(from_torch, func), "PrivateUse1")
     for key in ("AutogradPrivateUse1", "PrivateUse1"):
         named.impl("one_hot", _one_hot, key)
     return [everything, named]
 
 
-def _kernel(func: Any) -> Callable[..., Any]:
-    return lambda *args, **kwargs: run(func, args, kwargs)
+def from_torch(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an operation that PyTorch dispatches to the PrivateUse1 key."""
+    try:
+        return run(func, args, kwargs)
+    except torch.OutOfMemoryError as error:
+        error.__traceback__ = None  # as in `VirtualTensor.__torch_dispatch__`
+        raise

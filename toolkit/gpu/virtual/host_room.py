@@ -53,7 +53,10 @@ def raise_if_full(memory: Memory | None, error: RuntimeError) -> None:
         return
     n_bytes = int(found[1])
     if memory is not None:
-        memory.check(n_bytes)
+        try:
+            memory.check(n_bytes)
+        except torch.OutOfMemoryError as full:
+            raise full from None
     raise DeviceError(
         f"a tensor of {bytes_text(n_bytes)} on the virtual GPU", "this machine has too little memory for its values",
         "Use `with gpu.sizes_only():`, which computes shapes, bytes and times without values",

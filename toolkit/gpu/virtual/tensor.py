@@ -40,7 +40,11 @@ class VirtualTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        return VirtualTensor.run(func, args, kwargs or {})
+        try:
+            return VirtualTensor.run(func, args, kwargs or {})
+        except torch.OutOfMemoryError as error:
+            error.__traceback__ = None  # as on CUDA, the traceback ends with the line that called PyTorch
+            raise
 
     def __setitem__(self, key: Any, value: Any) -> None:
         """Assign; like CUDA, copy a number from a one-element tensor on the host."""

@@ -92,7 +92,7 @@ def ends() -> bool:
 def _caller_of_dispatch() -> CodeType | None:
     """Return the code that called PyTorch, which called `dispatch.run`, which called the caller of this function."""
     frame = sys._getframe(2)
-    while frame is not None and frame.f_code.co_name in ("run", "__torch_dispatch__", "<lambda>"):
+    while frame is not None and frame.f_code.co_name in ("run", "__torch_dispatch__", "from_torch"):
         frame = frame.f_back  # type: ignore[assignment]
     return None if frame is None else frame.f_code
 
@@ -115,9 +115,9 @@ def install() -> None:
             state.backward, state.failed = run.__code__, None
             with whole, torch.autograd.set_multithreading_enabled(False):
                 result = run(*args, **kwargs)
-            failed = state.failed
+            failed, inside = state.failed, None
         except BaseException as error:
-            failed = state.failed
+            failed, inside = state.failed, error.__traceback__ and error.__traceback__.tb_next
             # The engine keeps the tasks that are left of a failed pass in a queue that starts with the latest nodes. A pass
             # over an older node drops them, and with them the graph and all that it holds.
             run((oldest,), (torch.ones(()),), True, False, (leaf,), allow_unreachable=True)
@@ -129,8 +129,11 @@ def install() -> None:
             return result
         try:
             raise failed
+        except torch.OutOfMemoryError:
+            failed.__traceback__ = inside  # as on CUDA, without this frame and those of `dispatch`
+            raise
         finally:
-            del failed  # a reference cycle: the traceback has this frame
+            del failed, inside  # a reference cycle: the traceback has this frame
 
     init = BackwardHook.__init__
 

@@ -28,7 +28,7 @@ from toolkit.gpu.device import Device
 from toolkit.gpu.virtual.allocator.blocks import Settings
 from toolkit.ui.lab.fields import button, field, progress_bar, row, start
 from toolkit.ui.memory import picture as memory_picture
-from toolkit.vram import owners
+from toolkit.vram import hidden
 from toolkit.vram.budget import budget
 from toolkit.vram.measure import MemoryUse, Scope, open_memory
 from toolkit.vram.sessions import CellUse, user_variables
@@ -275,12 +275,10 @@ class MemoryPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no type
     # ---- hidden holders, and the notebook's cells
 
     def _look_hidden(self) -> None:
-        visible = owners.find(self._variables())
-        found = owners.hidden(ipython_shell()).items()
-        self.hidden_view.value = hidden_html([held for place, held in found if place not in visible and place[0] != "cpu"])
+        self.hidden_view.value = hidden_html(hidden.listed(self._variables(), ipython_shell()))
 
     def _release(self) -> None:
-        self.hidden_view.value = f"Released {bytes_text(owners.release(ipython_shell()))}."
+        self.hidden_view.value = f"Released {bytes_text(hidden.release(ipython_shell()))}."
 
     def _show_cells(self) -> None:
         magics = _magics()
@@ -364,14 +362,16 @@ def now_html(device: Device | None) -> str:
     )
 
 
-def hidden_html(found: list[owners.Holder]) -> str:
-    """Return the table of memory held without a variable, the largest first."""
-    found = sorted(found, key=lambda held: -held.bytes)
+def hidden_html(found: list[hidden.Hidden]) -> str:
+    """Return the table of memory held without a variable."""
     if not found:
         return "Nothing on a GPU is held without a variable."
-    rows = "".join(f"<tr><td>{escape(held.owner)}</td><td>{bytes_text(held.bytes)}</td></tr>" for held in found)
+    rows = "".join(
+        f"<tr><td>{escape(held.owner)}</td><td>{escape(held.where or '')}</td><td>{bytes_text(held.bytes)}</td></tr>"
+        for held in found
+    )
     total = bytes_text(sum(held.bytes for held in found))
-    return f"{total} in all. Release frees it.{_table(('held by', 'bytes'), rows)}"
+    return f"{total} in all. Release frees it.{_table(('held by', 'allocated in', 'bytes'), rows)}"
 
 
 def what_if_html(what: str, found: Mapping[str, list[dict[str, Any]]]) -> str:

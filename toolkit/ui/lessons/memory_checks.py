@@ -17,7 +17,7 @@ from toolkit.gpu import allocation_scopes
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
 from toolkit.ui.lessons.checks import Verdict
-from toolkit.vram import owners
+from toolkit.vram import hidden
 from toolkit.vram.measure import memory
 from toolkit.vram.sessions import user_variables
 
@@ -56,10 +56,8 @@ def check_held(device: Device, allowed: int, hint: str = "", why: str = "") -> V
 def check_hidden(hint: str = "", why: str = "") -> Verdict:
     """Check that no GPU memory is held without a variable, as `%memory hidden` lists it. Shows `why` if so, else `hint`."""
     shell = ipython_shell()
-    visible = owners.find({} if shell is None else user_variables(shell))
-    found = {place: holder.bytes for place, holder in owners.hidden(shell).items() if place not in visible}
     name = "held without a variable"
-    n_bytes = sum(n for (on, _), n in found.items() if on != "cpu")
+    n_bytes = sum(held.bytes for held in hidden.listed({} if shell is None else user_variables(shell), shell))
     return _verdict(*_within({name: n_bytes}, {name: 0}), hint, why)
 
 

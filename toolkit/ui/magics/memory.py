@@ -16,7 +16,7 @@ from toolkit.core.units import bytes_text, parse_bytes
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
 from toolkit.ui.magics.shared import Parser, awaits, failure_of, plain, show
-from toolkit.vram import owners
+from toolkit.vram import hidden
 from toolkit.vram.budget import budget
 from toolkit.vram.measure import MemoryUse, Scope
 from toolkit.vram.sessions import CellUse, Recorder, Session, saved_sessions, user_variables
@@ -26,7 +26,7 @@ USAGE = """%memory on [--device NAME] [--budget SIZE]   measure each cell from n
 %memory off                                  stop measuring
 %memory                                      show the measured cells: a chart, and a picture of each cell
 %memory cell N                               show the zoomable picture of one cell
-%memory hidden                               list memory held without a variable: by tracebacks, Out[], closures
+%memory hidden                               list memory held without a variable: by tracebacks, Out[], reference cycles
 %memory release                              free that memory
 %memory budget SIZE | none                   limit the allocator to SIZE, or lift the limit
 %memory whatif [GPU ...] [--settings CONF]   would the cells fit on other GPUs, or with other allocator settings?
@@ -162,15 +162,14 @@ class MemoryMagics(Magics):
 
     def _hidden(self, words: list[str]) -> None:
         _none("hidden", words)
-        visible = owners.find(user_variables(self.shell))
-        held = {place: h for place, h in owners.hidden(self.shell).items() if place not in visible and place[0] != "cpu"}
-        for holder in sorted(held.values(), key=lambda holder: -holder.bytes):
-            print(f"{bytes_text(holder.bytes):>9}  {holder.owner}")
+        held = hidden.listed(user_variables(self.shell), self.shell)
+        for holder in held:
+            print(holder)
         print("%memory release frees these." if held else "Nothing on a GPU is held without a variable.")
 
     def _release(self, words: list[str]) -> None:
         _none("release", words)
-        print(f"Released {bytes_text(owners.release(self.shell))}.")
+        print(f"Released {bytes_text(hidden.release(self.shell))}.")
 
     def _budget(self, words: list[str]) -> None:
         size = " ".join(words)

@@ -21,7 +21,7 @@ from toolkit.ui.memory.view import Columns, MemoryView
 PALETTE = (
     "#3579bd", "#d96c1a", "#2a9d70", "#8560d0", "#b3851a", "#c94f86", "#2596ac", "#b04a38", "#718a2c", "#5b6fd6", "#95663f",
 )  # fmt: skip
-KINDS = ("weights", "activations", "kv", "gradients", "optimizer", "workspace", "input")  # each has a fixed color of PALETTE
+KINDS = ("weights", "activations", "kv", "gradients", "optimizer", "workspace", "input", "garbage")  # fixed colors of PALETTE
 GRAYS = {"rest": "#8b95a3", "before": "#66717f"}
 RED, FOREGROUND, DIM = "#b3261e", "#1b2430", "#4f5b6b"
 NEAR = 2.0  # a limit is drawn if it is at most this multiple of the peak

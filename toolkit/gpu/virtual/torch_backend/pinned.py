@@ -72,7 +72,11 @@ def _pinning(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> torch.Tensor:
         if not kwargs.get("pin_memory"):
-            return factory(*args, **kwargs)
+            try:
+                return factory(*args, **kwargs)
+            except torch.OutOfMemoryError as error:
+                error.__traceback__ = None  # as in `VirtualTensor.__torch_dispatch__`
+                raise
         kwargs["pin_memory"] = False
         made = factory(*args, **kwargs)
         if made.device.type != "cpu":

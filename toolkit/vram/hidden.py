@@ -1,0 +1,192 @@
+"""Find memory that is held without a variable: by tracebacks, by results that a notebook keeps, and by reference cycles.
+
+`find` names it, and `release` frees it. Memory that only Python's garbage collector can free has the kind "garbage".
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from types import CellType, FrameType, FunctionType, TracebackType
+from typing import Any
+
+import torch
+
+from toolkit.core.units import bytes_text
+from toolkit.gpu import allocation_scopes
+from toolkit.trace.ledger import place_text
+from toolkit.vram import owners
+from toolkit.vram.cycles import garbage
+from toolkit.vram.owners import Holder, Place
+
+GARBAGE = "garbage"
+_LEAST = 1 << 20  # bytes without an owner below which no garbage is searched for, because a search takes 0.1 s and more
+_MOST_S = 2.0  # seconds of a search
+_AT_ONCE = 16  # tensors of one search
+_PLAIN = (dict, list, tuple, set, frozenset)
+
+
+def find(variables: Mapping[str, Any], shell: Any | None = None, error: BaseException | None = None) -> dict[Place, Holder]:
+    """Return the owner of memory that can't be reached from `variables`.
+
+    `error` is an error that is being handled, if any. Of reference cycles, only the memory of GPUs is included.
+    """
+    visible = owners.find(variables)
+    held = owners.walk(_of_errors(error)) | results(shell)
+    held = {place: holder for place, holder in held.items() if place not in visible}
+    return held | _garbage(visible | held)
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """Memory on a GPU that no variable holds: its bytes, its owner, and the line that allocated it, if that was recorded."""
+
+    bytes: int
+    owner: str
+    where: str | None
+
+    def __str__(self) -> str:
+        return f"{bytes_text(self.bytes):>9}  {self.owner}{f', allocated in {self.where}' if self.where else ''}"
+
+
+def listed(variables: Mapping[str, Any], shell: Any | None = None) -> list[Hidden]:
+    """Return the memory on GPUs that can't be reached from `variables`, the largest first."""
+    trace = allocation_scopes.end(allocation_scopes.begin())
+    rows = trace.is_kind("alloc").nonzero()[0]
+    lines = dict(zip(trace["address"][rows].tolist(), trace.select(rows).text("where"), strict=True))
+    found = []
+    for (kind, address), holder in find(variables, shell).items():
+        if kind != "cpu":
+            where = lines.get(address)
+            found.append(Hidden(holder.bytes, holder.owner, place_text(where, {}) if where else None))
+    return sorted(found, key=lambda held: -held.bytes)
+
+
+def of_error(error: BaseException | None) -> dict[Place, Holder]:
+    """Return the owner of memory that the traceback of an error, and of its causes, holds."""
+    return owners.walk(owners.of_traceback(error))
+
+
+def release(shell: Any | None = None) -> int:
+    """Release the last error's traceback, a notebook's kept results (`Out`, `_`), and reference cycles, but no variable.
+
+    Returns the number of bytes that this freed on the GPU in use.
+    """
+    gpu = allocation_scopes.in_use()
+    before = gpu.memory().allocated_bytes if gpu is not None else 0
+    for name in ("last_exc", "last_value", "last_traceback", "last_type"):
+        if hasattr(sys, name):
+            delattr(sys, name)
+    if shell is not None:
+        for names in (shell.user_ns, shell.user_ns_hidden):
+            for name in [name for name in names if type(name) is str and re.fullmatch(r"_+|_[0-9]+", name)]:
+                del names[name]
+        shell.user_ns.get("_oh", {}).clear()
+        shell.displayhook._ = shell.displayhook.__ = shell.displayhook.___ = ""
+        shell.last_execution_result = None
+        shell.InteractiveTB.tb = None
+    gc.collect()
+    return max(before - gpu.memory().allocated_bytes, 0) if gpu is not None else 0
+
+
+def _of_errors(error: BaseException | None) -> Iterator[tuple[str, Any]]:
+    """Yield the variables of the frames in the tracebacks of `error` and of the last error that nothing handled."""
+    yield from owners.of_traceback(error)
+    yield from owners.of_traceback(getattr(sys, "last_exc", None) or getattr(sys, "last_value", None))
+
+
+def results(shell: Any | None) -> dict[Place, Holder]:
+    """Return the owner of memory that a notebook keeps as results of cells."""
+    if shell is None:
+        return {}
+    names = shell.user_ns
+    kept = {f"Out[{number}]": value for number, value in list(names.get("Out", {}).items())}
+    return owners.walk([*kept.items(), *((name, names.get(name)) for name in ("_", "__", "___"))])
+
+
+# ---- reference cycles
+
+
+def _garbage(known: Mapping[Place, Holder]) -> dict[Place, Holder]:
+    """Return the owner of memory on GPUs that only the garbage collector can free. `known` is the memory found before."""
+    if _allocated() - sum(holder.bytes for place, holder in known.items() if place[0] != "cpu") < _LEAST:
+        return {}
+    found: dict[Place, Holder] = {}
+    alive = set(known)
+    ends_s = perf_counter() + _MOST_S
+    with _no_collection():
+        places = _tensors()
+        while perf_counter() < ends_s:
+            places = {i: place for i, place in places.items() if place not in alive and place not in found}
+            some = set(list(places)[:_AT_ONCE])
+            if not some:
+                break
+            dead, living = garbage([value for value in gc.get_objects() if id(value) in some], ends_s)
+            alive |= owners.walk(("", one) for one in living).keys()
+            found |= _owners_in(dead, {places[i] for i in some} - alive)
+            places = {i: place for i, place in places.items() if i not in some}
+            del dead, living
+    only = {place: held for place, held in found.items() if place not in alive}
+    return {place: Holder(f"garbage: {held.owner}", GARBAGE, held.bytes) for place, held in only.items()}
+
+
+def _allocated() -> int:
+    """Return the bytes allocated on the GPU in use; on CUDA, on all GPUs."""
+    gpu = allocation_scopes.in_use()
+    if gpu is not None and gpu.torch.type == "cuda":
+        return sum(torch.cuda.memory_allocated(index) for index in range(torch.cuda.device_count()))
+    return gpu.memory().allocated_bytes if gpu is not None else 0
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _tensors() -> dict[int, Place]:
+    """Return the places of all tensors on GPUs by id: those with graphs first, then the largest ones."""
+    kinds = {torch.Tensor}
+    new = [torch.Tensor]
+    while new:
+        new = [kind for kind in type.__subclasses__(new.pop()) if kind not in kinds] + new
+        kinds.update(new)
+    tensors = [value for value in gc.get_objects() if type(value) in kinds]
+    placed = [(tensor, owners.place_of(tensor)) for tensor in tensors]
+    rows = [
+        (tensor.grad_fn is None, -tensor.untyped_storage().nbytes(), id(tensor), place)
+        for tensor, place in placed
+        if place is not None and place[0] != "cpu"
+    ]
+    return {i: place for _, _, i, place in sorted(rows)}
+
+
+def _owners_in(objects: list[Any], wanted: set[Place]) -> dict[Place, Holder]:
+    """Return the owners of memory among garbage, named until all of `wanted` is: by functions, instances, then containers."""
+    found: dict[Place, Holder] = {}
+    for roots in _named(objects):
+        if wanted <= found.keys():
+            break
+        found = owners.walk(roots) | found
+    return found
+
+
+def _named(objects: list[Any]) -> Iterator[list[tuple[str, Any]]]:
+    """Yield the names of garbage to start from: the best first, and among equals the farthest from the tensors."""
+    errors = [one for one in objects if isinstance(one, BaseException)]
+    yield [pair for error in errors for pair in owners.of_traceback(error)]
+    yield [pair for one in objects if isinstance(one, FrameType) for pair in owners.of_frame(one)]
+    rest = [one for one in reversed(objects) if not isinstance(one, BaseException | FrameType | TracebackType | CellType)]
+    rest.sort(key=lambda one: (isinstance(one, torch.Tensor), type(one) in _PLAIN, isinstance(one, FunctionType)))
+    for one in rest:
+        yield [(one.__qualname__ if isinstance(one, FunctionType) else type(one).__name__, one)]
