@@ -80,7 +80,7 @@ def budget(size: int | float | str | None, device: Device | str | None = None) -
         return None
     n_bytes = parse_bytes(size)
     asked = f"a budget of {bytes_text(n_bytes)} on {gpu.name}"
-    _empty_cache(gpu)
+    empty_cache(gpu)
     memory = gpu.memory()
     if 0 < memory.total_bytes < n_bytes:
         raise BudgetError(
@@ -106,7 +106,8 @@ def _device(device: Device | str | None) -> Device:
     return gpu
 
 
-def _empty_cache(gpu: Device) -> None:
+def empty_cache(gpu: Device) -> None:
+    """Return the free memory of a device's allocator to the driver."""
     module: Any = torch.cuda if gpu.torch.type == "cuda" else getattr(torch, gpu.torch.type)
     if hasattr(module, "empty_cache"):
         module.empty_cache()

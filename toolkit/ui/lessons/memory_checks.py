@@ -6,6 +6,7 @@ Any code is right that returns the same result within the allowed bytes.
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,8 @@ from toolkit.gpu import allocation_scopes
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
 from toolkit.ui.lessons.checks import Verdict
-from toolkit.vram import hidden
+from toolkit.vram import hidden, owners
+from toolkit.vram.budget import empty_cache
 from toolkit.vram.measure import memory
 from toolkit.vram.sessions import user_variables
 
@@ -59,6 +61,25 @@ def check_hidden(hint: str = "", why: str = "") -> Verdict:
     name = "held without a variable"
     n_bytes = sum(held.bytes for held in hidden.listed({} if shell is None else user_variables(shell), shell))
     return _verdict(*_within({name: n_bytes}, {name: 0}), hint, why)
+
+
+def clear(device: Device) -> None:
+    """Free what the notebook holds on `device`: variables, kept results, the last error, garbage, and the allocator's cache.
+
+    A lesson that calls it first measures the same numbers each time it runs.
+    """
+    shell = ipython_shell()
+    while shell is not None and (names := _holding(user_variables(shell))):  # each place is named by one variable of several
+        for name in names:
+            del shell.user_ns[name]
+    hidden.release(shell)
+    empty_cache(device)
+
+
+def _holding(variables: Mapping[str, Any]) -> set[str]:
+    """Return the variables that own memory on a GPU."""
+    owned = (holder.owner for place, holder in owners.find(variables).items() if place[0] != "cpu")
+    return {re.split(r"[.\[ ]", owner, maxsplit=1)[0] for owner in owned} & variables.keys()
 
 
 def held(device: Device) -> int:
