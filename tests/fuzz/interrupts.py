@@ -112,15 +112,30 @@ def tune() -> None:
 def works(kinds: list[str]) -> dict[str, Callable[[], None]]:
     """Return the work of each kind (default: all) as a function without arguments."""
     model = tk.load("demo/qwen3", device="virtual:h200", progress=False)
-    every: dict[str, Callable[[], None]] = {
-        "load": load, "generate": lambda: generate(model), "whole-loop": lambda: loop(model), "memory scopes": scopes,
-        "tune": tune, "training": train, "export": Export(compiles=False), "export, compiling": Export(compiles=True),
-    }  # fmt: skip
-    return {name: work for name, work in every.items() if not kinds or name in kinds}
+    every: dict[str, Callable[[], Callable[[], None]]] = {
+        "load": lambda: load,
+        "generate": lambda: lambda: generate(model),
+        "whole-loop": lambda: lambda: loop(model),
+        "memory scopes": lambda: scopes,
+        "tune": lambda: tune,
+        "training": lambda: train,
+        "export": lambda: Export(compiles=False),
+        "export, compiling": lambda: Export(compiles=True),
+    }
+    return {name: work() for name, work in every.items() if not kinds or name in kinds}
 
 
 def run(kind: str, work: Callable[[], None], count: int, seed: int = 0) -> Tally:
     """Interrupt `work` `count` times, at moments that are spread evenly over its duration."""
+    with tempfile.TemporaryDirectory() as folder:  # other processes leave nothing in it
+        before, tempfile.tempdir = tempfile.tempdir, folder
+        try:
+            return _run(kind, work, count, seed)
+        finally:
+            tempfile.tempdir = before
+
+
+def _run(kind: str, work: Callable[[], None], count: int, seed: int) -> Tally:
     gpu, rng, tally = tk.device("virtual:h200"), random.Random(f"{kind} {seed}"), Tally(kind)
     handler, hook = signal.signal(signal.SIGINT, signal.default_int_handler), sys.unraisablehook
     lost: list[str] = []

@@ -17,9 +17,9 @@ from toolkit.core.signals import whole
 
 @pytest.mark.parametrize("kind", ["generate", "load", "training"])
 def test_interrupts_arrive_and_leave_nothing_behind(kind: str) -> None:
-    tally = run(kind, works([kind])[kind], 8)
+    tally = run(kind, works([kind])[kind], 5)
     assert not tally.faults
-    assert tally.arrived == tally.sent == 8
+    assert tally.arrived == tally.sent == 5
 
 
 def test_a_signal_inside_a_whole_block_is_handled_at_its_end() -> None:
