@@ -9,7 +9,10 @@ absent values is zero. Shapes, bytes and modelled times are therefore those of t
 
 from __future__ import annotations
 
+import importlib
 import math
+import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -76,7 +79,7 @@ def run(func: Any, kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     for x in targets:
         x.zero_()
     if schema.is_mutable and not any(argument.is_out for argument in schema.arguments):
-        # PyTorch's kernels for random numbers on "meta" import the compiler, which takes seconds and keeps its callers' frames.
+        # PyTorch's kernels for random numbers on "meta" import the compiler, which takes seconds.
         if torch.Tag.nondeterministic_seeded not in func.tags and all(x.is_meta for x in tensors_in((args, kwargs))):
             return kernel(*args, **kwargs)  # may change shape or strides
         if schema.returns and schema.returns[0].alias_info is None:  # writes operands, and returns new tensors
@@ -126,6 +129,8 @@ def _key(x: Any) -> Any:
 
 def on_meta(kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run on meta tensors, and return results without values; a result that is an operand is returned as that operand."""
+    if "torch._dynamo" not in sys.modules:
+        _import_compiler()
     originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def shape_of(x: Any) -> Any:
@@ -142,6 +147,17 @@ def on_meta(kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if twin.shape != original.shape:  # a resized out=
             original.resize_(twin.shape).zero_()
     return mapped(lambda x: originals[id(x)][1] if id(x) in originals else _valued(x), out)
+
+
+def _import_compiler() -> None:
+    """Import PyTorch's compiler, as most meta kernels do when they first run, but on a thread of its own.
+
+    The import leaves reference cycles, and these refer to the frames of its callers. Until the garbage collector ran, they
+    would keep all that the callers' variables held, such as a model that has been deleted.
+    """
+    thread = threading.Thread(target=importlib.import_module, args=("torch._dynamo",))
+    thread.start()
+    thread.join()
 
 
 def _valued(x: Any) -> Any:
