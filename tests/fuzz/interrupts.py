@@ -219,6 +219,7 @@ def main(arguments: list[str]) -> int:
         print(row, flush=True)
         for text in tally.faults:
             print(f"    {text}")
+    del work  # it may hold a model
     gc.collect()
     tk.device("virtual:rtx-5090")  # raises if a tensor is left on the other device
     print(f"{total} interrupts, {faults} faults")

@@ -26,7 +26,7 @@ from typing import IO, Any, Self, TypeVar
 from toolkit.core.files import TemporaryFolder
 from toolkit.core.signals import whole
 
-GRACE_S = 2.0  # between SIGTERM and SIGKILL: time for compilers to delete their half-written files
+GRACE_S = 0.5  # between SIGTERM and SIGKILL: time for compilers to delete their half-written files
 
 T = TypeVar("T")
 
