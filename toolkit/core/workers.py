@@ -162,7 +162,18 @@ def _group_lives(process: subprocess.Popen[str]) -> bool:
         os.killpg(process.pid, 0)
     except (ProcessLookupError, PermissionError, AttributeError):
         return False
-    return True
+    states = [_state_and_group(path) for path in Path("/proc").glob("[0-9]*/stat")]
+    ended = [state == "Z" for state, group in states if group == str(process.pid)]
+    return not ended or not all(ended)  # some systems take a second to remove a process that has ended
+
+
+def _state_and_group(path: Path) -> tuple[str, str]:
+    """Return two fields of a /proc/PID/stat: "Z" if the process has ended, and its process group."""
+    try:
+        fields = path.read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return "Z", ""
+    return fields[0], fields[2]
 
 
 class WorkerPool:
