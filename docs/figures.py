@@ -6,6 +6,7 @@ fails the build, so that no guide repeats a measured number by hand.
 
 from __future__ import annotations
 
+import collections
 import inspect
 import json
 import math
@@ -404,6 +405,31 @@ def export_figures() -> dict[str, str]:
     }  # fmt: skip
 
 
+def program_figures() -> dict[str, Any]:
+    """Compare the records of the programs in tests/programs: a real H200, and virtual ones before and after."""
+    folder = ROOT / "tests" / "programs"
+    real, before, after = (
+        json.loads((folder / f"{name}.json").read_text()) for name in ("h200", "virtual_h200_before", "virtual_h200")
+    )
+    figures = ("copies", "peak_bytes")
+
+    def equal_in(virtual: dict[str, Any], figure: str) -> collections.Counter[str]:
+        names = [name for name, found in real["programs"].items() if virtual["programs"][name].get(figure) == found[figure]]
+        return collections.Counter(name.split(".")[0] for name in names)
+
+    equal = {(when, f): equal_in(record, f) for when, record in (("before", before), ("after", after)) for f in figures}
+    classes = collections.Counter(name.split(".")[0] for name in real["programs"])
+    cells = [(when, figure) for figure in figures for when in ("before", "after")]
+    rows = [[name, count, *(equal[cell][name] for cell in cells)] for name, count in classes.items()]
+    rows.append(["**all**", classes.total(), *(equal[cell].total() for cell in cells)])
+    return {
+        "copies": str(equal["after", "copies"].total()), "copies_before": str(equal["before", "copies"].total()),
+        "peak": str(equal["after", "peak_bytes"].total()), "peak_before": str(equal["before", "peak_bytes"].total()),
+        "torch": real["torch"].split("+")[0], "torch_here": after["torch"].split("+")[0], "date": real["date"],
+        "table": table(["class", "programs", "same copies before", "after", "same peak before", "after"], rows),
+    }  # fmt: skip
+
+
 def substitutions() -> dict[str, Any]:
     """Return what the guides may name between double braces."""
     ratios = {}
@@ -423,6 +449,7 @@ def substitutions() -> dict[str, Any]:
         "table_copies_claimed": copies_claimed(),
         "table_claims": claims(), "llama_cpp": LLAMA_CPP_SOURCE,
         "speed_rate": f"{speed_records()[0]['read_bytes_per_s'] / 1e12:.2f} TB/s",
+        "programs": program_figures(),
         "plan": plan_figures(), "snapshot": snapshot_figures(), "exports": export_figures(), "ratios": ratios,
         "waits": {"modelled": f"{1000 * waits[0]:.1f}", "measured": f"{1000 * waits[1]:.1f}"},
         "read_rate": f"{record('h200_kernels')['read_bytes_per_s'] / 1e12:.2f} TB/s",

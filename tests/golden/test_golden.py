@@ -11,7 +11,6 @@ from tests.golden.replay import allocations, compare, differences, measured, pea
 DEVIATIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "generate_qwen3_static": (("d2d",), "transformers compiles a static cache's decode step on CUDA only: another program"),
     "copy_d2d_complex_conj": (("d2d",), "a conjugate is computed at once here; on CUDA it is lazy, and its copy is a kernel"),
-    "r2_lstm": (("d2d",), "cuDNN packs a recurrent network's weights into one buffer; here the cells run one by one"),
 }
 if torch.__version__ >= (2, 14):
     DEVIATIONS["quantile"] = ("d2d",), "since PyTorch 2.14 its ranks are fp64, 8 bytes; the H200 was recorded with 2.11"
@@ -23,14 +22,8 @@ PEAKS: dict[str, tuple[str, ...]] = {
     "cuSOLVER's and MAGMA's workspaces are not modelled": ("inv", "solve", "cholesky", "det"),
     "a conjugate is made at once here; on CUDA it is lazy": ("copy_d2d_complex_conj",),
     "CUDA's embedding_bag makes fewer by-products": ("embedding_bag",),
-    "the gradient of an indexing is written into zeros there, into a copy of them here": ("backward_index", "backward_mask"),
-    "attention's gradient in fp32 has a workspace there": ("backward_sdpa",),
-    "dropout inside attention is one kernel there, several operations here": ("r2_sdpa_dropout",),
-    "cuDNN packs a recurrent network's weights, and has a workspace": ("r2_lstm",),
-    "autocast keeps the casts of weights longer there": ("r2_autocast",),
-    "an optimizer's lists of tensors are worked on one by one here, and each temporary is gone sooner": (
-        "r2_lr_schedule", "r2_adagrad_rmsprop",
-    ),
+    "cuDNN's workspace for recurrent networks is modelled in part": ("r2_lstm",),
+    "the gradient of a mask's entries is written into zeros there, into a copy of them here": ("backward_mask",),
     "a deep copy makes a tensor of one element first there": ("r2_deepcopy_tensor",),
 }  # fmt: skip
 PEAK_OF = {name: reason for reason, names in PEAKS.items() for name in names}

@@ -16,6 +16,8 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _foreach_supported_types as of_optimizers
+from torch.utils._foreach_utils import _foreach_supported_types as of_gradients
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from toolkit.core.errors import DeviceError, RecorderError, unknown_name
@@ -27,7 +29,17 @@ from toolkit.gpu.device import Device, Memory
 from toolkit.gpu.virtual import dispatch, sizes_only, tensor, threads
 from toolkit.gpu.virtual.graphs import VirtualGraph, VirtualLoop
 from toolkit.gpu.virtual.machine import Machine
-from toolkit.gpu.virtual.torch_backend import attention, autocast, module, moving_modules, pinned, rms_norm, storage
+from toolkit.gpu.virtual.torch_backend import (
+    attention,
+    autocast,
+    ctc_loss,
+    module,
+    moving_modules,
+    pinned,
+    recurrent,
+    rms_norm,
+    storage,
+)
 from toolkit.trace.events import Trace
 
 GENERIC = "h200"  # a GPU that is named by its memory size takes its other figures from this GPU
@@ -204,7 +216,12 @@ def _register() -> None:
     _libraries.extend(attention.register())
     _libraries.extend(autocast.register())
     _libraries.extend(rms_norm.register())
+    _libraries.extend(ctc_loss.register())
+    _libraries.extend(recurrent.register())
     threads.install()
     pinned.install()
     storage.install()
     moving_modules.install()
+    recurrent.install()
+    for types in (of_optimizers, of_gradients):
+        types.append(tensor.VirtualTensor)  # optimizers work on lists of tensors, as on CUDA

@@ -19,15 +19,18 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 import toolkit.gpu.virtual.scratch.indexing
 import toolkit.gpu.virtual.scratch.layers
-import toolkit.gpu.virtual.scratch.sorting  # noqa: F401  registers all rules, with the two above
+import toolkit.gpu.virtual.scratch.recurrent
+import toolkit.gpu.virtual.scratch.sorting  # noqa: F401  registers all rules, with the three above
 from toolkit.gpu.virtual import sizes_only as sizes
+from toolkit.gpu.virtual.dispatch_keys import parts_of
 from toolkit.gpu.virtual.effects.lookup import decomposes, effects, is_view
 from toolkit.gpu.virtual.host_kernels import call_of
 from toolkit.gpu.virtual.host_room import LARGE, check_room, could_be_large, raise_if_full
+from toolkit.gpu.virtual.in_place import IN_PLACE_BACKWARD, in_place_on_cuda, note_maker
 from toolkit.gpu.virtual.lifetimes import settle
 from toolkit.gpu.virtual.machine import Machine
 from toolkit.gpu.virtual.scratch.script import SCRATCH, Rule, play
-from toolkit.gpu.virtual.tensor import VirtualTensor, follow, hold, rehold, wrap
+from toolkit.gpu.virtual.tensor import VirtualTensor, follow, hold, rehold, take_over, wrap
 from toolkit.gpu.virtual.threads import UNUSABLE, ends, fails, here
 
 aten = torch.ops.aten
@@ -121,7 +124,7 @@ def _handler(func: Any) -> Handler:
     if composite is not None and name in _COPIES:
         return _copies(func, composite)
     if composite is not None:
-        return lambda args, kwargs: func._op_dk(composite, *args, **kwargs)
+        return parts_of(func, composite)
     if name in ("_conj", "_neg_view"):
         return _plain(func)
     if is_view(schema):
@@ -145,20 +148,26 @@ def _handler(func: Any) -> Handler:
 def _plain(func: Any, host_from: int = _NEVER, scratch: Rule | None = None) -> Handler:
     """Return a handler of an operation that returns new tensors; `scratch` gives the temporaries that it needs."""
     call = call_of(func)
+    name = func._schema.name.removeprefix("aten::")
+    may_be_in_place = name in IN_PLACE_BACKWARD
 
     def plain(args: Args, kwargs: Kwargs) -> Any:
         hosts, named = _hosts(args, host_from), _named(kwargs, host_from)
         if could_be_large(hosts):
             check_room(machine(), func, hosts, named)
         out = call(*hosts, **named)
+        in_place = may_be_in_place and in_place_on_cuda(name, args, kwargs, out)
+        if in_place:
+            take_over(out, args[0]._host, machine())
         if scratch is not None and (script := scratch(args, kwargs, out)):
             play(script, out, machine())
         if type(out) is torch.Tensor:
             hold(out, machine())
             result = wrap(out)
+            note_maker(result)
         else:
             result = _wrap_new(out)
-        _execute_effects(func, args, kwargs, result)
+        _execute_effects(func, args, kwargs, args[0] if in_place else result)
         return result
 
     return plain
@@ -306,7 +315,10 @@ def _empty(func: Any) -> Handler:
 
 def _no_nested(func: Any) -> Handler:
     def refuse(args: Args, kwargs: Kwargs) -> Any:
-        raise RuntimeError("the virtual GPU does not support nested tensors: pad the parts, or keep them in a list")
+        raise RuntimeError(
+            "the virtual GPU does not support nested tensors: pad the parts, or keep them in a list. "
+            "nn.TransformerEncoder needs enable_nested_tensor=False"
+        )
 
     return refuse
 
@@ -325,6 +337,7 @@ def _one_hot(labels: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
 SPECIAL: dict[str, Callable[[Any], Handler]] = {
     "copy_": lambda func: _with_temporaries(_copy(func), SCRATCH["copy_"]),
     "_local_scalar_dense": _item,
+    "_nested_tensor_from_mask": _no_nested,
     "_nested_view_from_jagged": _no_nested,
     "empty": _empty,
     "empty_strided": _empty,

@@ -33,6 +33,7 @@ class VirtualTensor(torch.Tensor):
     """A tensor on the virtual GPU. PyTorch operations on `torch.device("vgpu")` create them; user code never does."""
 
     _host: torch.Tensor
+    _made_by: int  # the autograd node whose backward pass made it, by its sequence number
     run: Callable[..., Any]  # `dispatch` sets it to `dispatch.run`
 
     # Functions of torch treat it as an ordinary tensor: no Python runs between the call and the dispatcher.
@@ -177,6 +178,21 @@ def hold(host: torch.Tensor, machine: Machine) -> None:
             taken = machine.allocate(size)
             block = _live[storage._cdata] = _Block(storage, queue)
             block.key, block.machine, block.taken = storage._cdata, machine, taken
+
+
+def take_over(host: torch.Tensor, old: torch.Tensor, machine: Machine) -> None:
+    """Give the device memory of `old` to `host`, which CUDA would write in place of it. Both have the same size.
+
+    The host keeps two tensors. If `old` should be used again after all, its values are right.
+    """
+    storage = host.untyped_storage()
+    with whole, lock:
+        settle()
+        block = _live.get(old.untyped_storage()._cdata)
+        if block is None or block.taken is None or storage._cdata in _live or storage.nbytes() != block.taken[0].requested:
+            return
+        new = _live[storage._cdata] = _Block(storage, queue)
+        new.key, new.machine, new.taken, block.taken = storage._cdata, machine, block.taken, None
 
 
 def rehold(host: torch.Tensor, machine: Machine) -> None:

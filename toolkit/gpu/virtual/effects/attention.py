@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from toolkit.gpu.virtual.effects.effect import Effect, d2d, kernel, memset, nbytes
-from toolkit.gpu.virtual.effects.operations import operand, rule
+from toolkit.gpu.virtual.effects.effect import Effect, kernel, memset, nbytes
+from toolkit.gpu.virtual.effects.operations import rule
 
 MATH, OVERRIDEABLE = 0, 4  # torch.nn.attention.SDPBackend
+SUMS_ALIGNMENT = 32  # queries: the memory-efficient kernel writes the sums of its rows for multiples of it (kAlignLSE)
 MASK_ALIGNMENT = 8  # elements: the memory-efficient kernel requires the rows of the mask to start at multiples of it
 
 
@@ -30,7 +31,7 @@ def sdp_choice(
     grouped = enable_gqa and query.shape[1] != key.shape[1]
     if not half and grouped:
         return MATH
-    if any(t.stride(-1) != 1 for t in (query, key, value)):
+    if any(t.stride(-1) != 1 for t in (query, key, value, *(() if mask is None else (mask,)))):
         return MATH
     if half and grouped and (query.shape[-1] > 256 or (mask is not None and query.shape[-1] > 128)):
         return MATH
@@ -42,13 +43,10 @@ def sdp_choice(
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_attention_math",
 )  # fmt: skip
 def _attention(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
-    """One kernel. In fp32 the mask is padded first (generate_gpt2_*), in bf16 a counter is cleared (sdpa_bf16_*)."""
+    """One kernel. In bf16 a counter is cleared first (sdpa_bf16_*)."""
     query, key, value = args[:3]
-    mask = operand(args, kwargs, 3, "attn_bias")
     half = query.element_size() == 2
     effects: list[Effect] = []
-    if isinstance(mask, torch.Tensor) and not half:
-        effects += _padding(mask)
     if half and query.shape[-2] > 1 and query.shape[-1] <= 256:
         effects.append(memset(4))
     flops = 4.0 * query.numel() * key.shape[-2]
@@ -59,22 +57,10 @@ def _attention(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[
     return [*effects, attend]
 
 
-def _padding(mask: torch.Tensor) -> list[Effect]:
-    """The mask is copied to aligned rows, unless it is aligned (preprocess_mask in attention.cpp)."""
-    padded = padding_bytes(mask)
-    if not padded:
-        return []
-    rows = mask.numel() // mask.shape[-1]
-    move = d2d(nbytes(mask)) if rows == 1 else kernel("copy_", 2 * nbytes(mask))
-    return [kernel("fill_", padded), move]
-
-
-def padding_bytes(mask: torch.Tensor) -> int:
-    """Return the bytes of the aligned copy of `mask`; 0 if it is aligned."""
+def aligned(mask: torch.Tensor) -> bool:
+    """Return whether the memory-efficient kernel can read the rows of `mask`; if not, it is padded first (pad_bias)."""
     strides = mask.stride()
-    if strides[-1] == 1 and all(s % MASK_ALIGNMENT == 0 for s in strides[:-1]):
-        return 0
-    return mask.numel() // mask.shape[-1] * (mask.shape[-1] // MASK_ALIGNMENT + 1) * MASK_ALIGNMENT * mask.element_size()
+    return strides[-1] == 1 and all(s % MASK_ALIGNMENT == 0 for s in strides[:-1])
 
 
 @rule("_scaled_dot_product_fused_attention_overrideable_backward", "_scaled_dot_product_efficient_attention_backward")

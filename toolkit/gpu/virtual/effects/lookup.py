@@ -56,13 +56,18 @@ def decomposes(func: Any) -> Any:
     """
     schema = func._schema
     name = schema.name.removeprefix("aten::")
-    if name.startswith("_foreach_") or name in _OWN_KERNEL or name in RULES:
-        return None
     full = func.name()
+    if name.startswith("_foreach_") or name in _OWN_KERNEL:
+        return None
     if _has_kernel(full, "CompositeImplicitAutograd") and not _has_kernel(full, "CPU"):
-        return _KEYS.CompositeImplicitAutograd
+        return _KEYS.CompositeImplicitAutograd  # also if another overload has a rule: repeat_interleave by one number
+    if name in RULES:
+        return None
     if name in _NO_KERNEL:
         return _KEYS.CompositeExplicitAutograd
+    whole = name in _NOTHING or is_view(schema) or schema.is_mutable
+    if not whole and not _has_kernel(full, "CPU") and _has_kernel(full, "CompositeExplicitAutogradNonFunctional"):
+        return _KEYS.CompositeExplicitAutogradNonFunctional
     if is_view(schema) or not _has_kernel(full, "CompositeExplicitAutograd") or _has_kernel(full, "CPU"):
         return None
     with_tensor = schema.name + ".Tensor"  # `x % 2` wraps the number and calls `x % tensor`: one kernel

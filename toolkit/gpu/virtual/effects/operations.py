@@ -21,8 +21,7 @@ RULES: dict[str, Rule] = {}  # by operation name, without "aten::" and overload
 # Number of kernels of operations that copy nothing (measured on an H200, small shapes).
 KERNELS = {
     "dot": 2, "vdot": 2, "native_group_norm": 2, "count_nonzero": 3, "eye": 2, "masked_scatter_": 4, "randperm": 5,
-    "linalg_lu_factor_ex": 6, "logsumexp": 9, "linalg_inv_ex": 13, "_linalg_solve_ex": 12,
-    "linalg_cholesky_ex": 4,
+    "linalg_lu_factor_ex": 6, "logsumexp": 9, "linalg_inv_ex": 13, "linalg_cholesky_ex": 4,
 }  # fmt: skip
 
 SMALL_SORT = 4096  # elements of a row up to which sort is one kernel in place (Sort.cpp, should_use_small_sort)
@@ -322,6 +321,71 @@ def gemm(name: str, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> list
     return [Effect("kernel", 0, name, flops=flops, moved_bytes=moved, peak=peak, floor=2.1, cost="library_host_ns")]
 
 
+@rule("_grouped_mm")
+def _grouped_mm(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
+    """bf16: one kernel for all groups. Other dtypes: the offsets are read back, then one product per group (GroupedMMUtils.h).
+
+    Measured: `tests/programs/h200.json`, experts.*.
+    """
+    a, b, offsets = args[0], args[1], operand(args, kwargs, 2, "offs")
+    if a.dtype == torch.bfloat16:
+        return gemm("_grouped_mm", a, b, out)
+    groups = offsets.numel() if offsets is not None else a.shape[0]
+    read = [d2h(nbytes(offsets), False), WAIT] if offsets is not None else []
+    products = [e._replace(flops=e.flops / groups, moved_bytes=e.moved_bytes // groups) for e in gemm("mm", a, b, out)]
+    return [*read, *(products * groups)]
+
+
+@rule("_fft_c2r")
+def _fft_c2r(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
+    """The operand is cloned first, because cuFFT overwrites it (cuda/SpectralOps.cpp; tests/programs, spectral.*)."""
+    source = args[0]
+    clone = torch.empty_like(source, memory_format=torch.contiguous_format, device="meta")
+    return [*on_device(clone, source), kernel("_fft_c2r", nbytes(source) + nbytes(out), 2), kernel("mul_", 2 * nbytes(out))]
+
+
+@rule("fake_quantize_per_channel_affine_cachemask")
+def _fake_quantize(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
+    """The smallest and the largest zero point are read back (FakeQuantPerChannelAffine.cpp)."""
+    bounds = [e for name in ("min", "max") for e in (kernel(name, nbytes(args[2]), 2), *read_back(args[2].element_size()))]
+    return [*(bounds if not args[2].is_floating_point() else []), *[kernel("fake_quantize", 2 * nbytes(args[0]))] * 2]
+
+
+@rule("_ctc_loss", "_ctc_loss_backward")
+def _ctc_loss(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
+    """The targets are read back; offsets and two kinds of lengths are uploaded (LossCTC.cu; h200.json, audio.ctc_training)."""
+    at = 1 if args[1].dtype in (torch.int32, torch.int64) else 2  # the backward has the gradient before them
+    read = [d2h(nbytes(args[at]), False), WAIT]
+    lengths = [h2d(8 * args[at - 1].shape[1], False), WAIT] * 3
+    return [*read, *lengths, kernel("_ctc_loss", 2 * nbytes(args[at - 1]), 3)]
+
+
+@rule("linalg_solve_triangular")
+def _solve_triangular(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
+    """The right-hand side is copied to the result, which is solved in place (BatchLinearAlgebra.cpp)."""
+    return [*on_device(out, args[1]), kernel("linalg_solve_triangular", nbytes(args[0]) + 2 * nbytes(out), 3)]
+
+
+@rule("_cholesky_solve_helper")
+def _cholesky_solve(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
+    """Both operands are cloned by columns (cloneBatchedColumnMajor); the first clone becomes the result."""
+    return [e for x in args[:2] for e in on_device(_by_columns(x), x)] + [kernel("cholesky_solve", 2 * nbytes(args[1]), 3)]
+
+
+def _by_columns(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without values of the shape of `x`, with contiguous columns."""
+    return torch.empty_like(x.mT, memory_format=torch.contiguous_format, device="meta").mT
+
+
+@rule("_linalg_solve_ex")
+def _solve(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
+    """A matrix on the right is copied to the result by a kernel; a vector is copied twice, through a temporary (h200.json,
+    numeric.option_pricing)."""
+    a, b = args[0], args[1]
+    moves = [d2d(nbytes(b))] * 2 if b.dim() < a.dim() else on_device(_by_columns(b), b)
+    return [*moves, *[kernel("_linalg_solve_ex", nbytes(a))] * 11]
+
+
 @rule("_linalg_det")
 def _det(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
     """det: the matrix is copied for its LU factors, then fourteen small kernels run."""
@@ -332,10 +396,10 @@ def _det(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect
 
 @rule("native_batch_norm", "_native_batch_norm_legit_no_training")
 def _batch_norm(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
-    """batch_norm_eval: the running mean is copied to the saved mean."""
+    """batch_norm_eval: the running mean is copied to the saved mean. cuDNN, for three and more dimensions, copies none."""
     training = len(args) > 5 and args[5] is True
     mean = args[3] if len(args) > 3 and isinstance(args[3], torch.Tensor) else None
-    saved = [] if training or mean is None else [d2d(nbytes(mean))]
+    saved = [] if training or mean is None or args[0].dim() > 2 else [d2d(nbytes(mean))]
     return [*saved, kernel("native_batch_norm", nbytes(args[0])), kernel("native_batch_norm", 2 * nbytes(args[0]))]
 
 

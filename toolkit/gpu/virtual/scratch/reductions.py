@@ -20,6 +20,7 @@ LEAST_SPLIT = 32768  # no reduction of fewer elements is split over blocks
 _THREADS_PER_SM = 2048
 _THREADS = 512  # maximum number of threads per block
 _MOST_VALUES, _LEAST_VALUES = 256, 16  # numbers of values per thread: max_input_per_thread, min_values_per_thread
+_CHUNK = 65536  # elements of a list's tensors that a block reduces (kChunkSize)
 _PAIR_BYTES = 16  # size of a partial result that is a value and its position, or a mean and a variance
 
 
@@ -119,6 +120,14 @@ def _reduction(acc_bytes: Callable[[torch.Tensor], int], dim_at: int = 1) -> Rul
 scratch("argmax", "argmin", "std", "var", "std_mean", "var_mean")(_reduction(lambda source: _PAIR_BYTES))
 scratch("linalg_vector_norm")(_reduction(lambda source: _acc_bytes(source.dtype), dim_at=2))
 scratch("aminmax")(_reduction(lambda source: 2 * source.element_size()))
+
+
+@scratch("_foreach_norm")
+def _foreach_norm(args: Args, kwargs: Kwargs, out: Any) -> Script:
+    """Partial norms: as many for every tensor as the largest one has chunks (ForeachReduceOp.cu)."""
+    tensors = args[0]
+    chunks = max(math.ceil(x.numel() / _CHUNK) for x in tensors)
+    return [partial := Take(_acc_bytes(tensors[0].dtype) * len(tensors) * chunks), MAKE_RESULTS, Free(partial)]
 
 
 @scratch("amax", "amin", "any", "all", "max", "min")

@@ -160,7 +160,8 @@ def _histc(args: Args, kwargs: Kwargs, out: Any) -> Script:
 @scratch("bincount")
 def _bincount(args: Args, kwargs: Kwargs, out: Any) -> Script:
     n, largest = args[0].numel(), Take(args[0].element_size())
-    return [largest, *full_reduction(n, largest.n_bytes), Free(largest), MAKE_RESULTS] if n else ()
+    bound = [largest, *full_reduction(n, largest.n_bytes), Free(largest)]  # the minimum, then the maximum
+    return [*bound, *bound, MAKE_RESULTS] if n else ()
 
 
 @scratch("searchsorted", "bucketize")
