@@ -1,18 +1,54 @@
-"""Tests of the programs' table, of a few of their measurements on the virtual GPU, and of the comparison of two records."""
+"""Tests of the programs' table, of a few measurements on the virtual GPU, and of the records of a real and of a virtual H200.
+
+The two records are compared without running anything. If a change of the rules changes what a program does on the virtual GPU,
+measure it again: `python -m tests.programs.report --device virtual:h200 --out tests/programs/virtual_h200.json NAME`.
+"""
 
 from __future__ import annotations
 
 import collections
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.programs import CLASSES, programs
 from tests.programs.report import compare, differences, main, measure
 
-# One program each that reads back, trains, samples and uses streams.
-SLICE = ("vision.detection_boxes", "training.sgd_groups", "serving.nucleus_sampling", "transfers.prefetch_stream")
+HERE = Path(__file__).parent
+# One program each that reads back, trains, samples, uses streams, transforms, and multiplies by groups.
+SLICE = (
+    "vision.detection_boxes", "training.sgd_groups", "serving.nucleus_sampling", "transfers.prefetch_stream",
+    "spectral.long_convolution", "experts.grouped_training",
+)  # fmt: skip
+
+# Known deviations of the virtual record from the H200's: reason -> programs, for the copies and for the peak. A listed program
+# that no longer deviates fails the test, as does an unlisted one that deviates.
+COPIES: dict[str, tuple[str, ...]] = {
+    "raises: sparse tensors": ("graphs.gcn_training", "graphs.pagerank", "numeric.embedding_bags"),
+    "raises: nested tensors, in the encoder's fast path": ("encoders.encoder_inference",),
+    "raises: flexible attention": ("attention.flex_alibi",),
+    "cuDNN copies states inside a packed sequence": ("recurrent.packed_gru_classifier",),
+    "cuSOLVER copies inside decompositions": ("numeric.principal_components",),
+}
+PEAKS: dict[str, tuple[str, ...]] = {
+    **{reason: names for reason, names in COPIES.items() if reason.startswith("raises")},
+    "cuDNN's workspace for convolutions": (
+        "vision.resnet_training", "vision.mobilenet_inference", "vision.unet_segmentation", "vision.video_classification",
+        "vision.super_resolution", "audio.ctc_training", "diffusion.ddpm_training",
+    ),
+    "cuDNN's workspace for recurrent networks is modelled in part": (
+        "recurrent.lstm_language_model", "recurrent.packed_gru_classifier", "recurrent.seq2seq_attention",
+        "recurrent.character_generation", "recurrent.lstm_autocast", "recurrent.streaming_denoiser",
+    ),
+    "cuSOLVER's workspace": ("numeric.principal_components",),
+    "products in second derivatives are freed in another order": ("numeric.physics_informed",),
+}  # fmt: skip
+
+
+def _record(name: str) -> dict[str, Any]:
+    return json.loads((HERE / f"{name}.json").read_text())
 
 
 def test_the_table_lists_a_hundred_programs():
@@ -22,15 +58,11 @@ def test_the_table_lists_a_hundred_programs():
 
 
 @pytest.mark.parametrize("name", SLICE)
-def test_a_measurement_is_complete_and_repeats(name):
+def test_a_measurement_repeats_and_equals_the_h200(name):
     found = measure(name, "virtual:h200", details=True)
-    assert "error" not in found
     assert "unstable" not in found
-    assert found["peak_bytes"] > 0
-    assert found["final_bytes"] == 0
     assert sum(found["allocations"]) == 0
-    assert found["copies"]["h2d"]
-    assert found["copies"]["d2h"]
+    assert differences(_record("h200")["programs"][name], found) == []
 
 
 def test_an_error_is_recorded_with_its_line(monkeypatch):
@@ -68,6 +100,20 @@ def test_two_records_are_compared(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == lines
 
 
-def test_the_stored_record_has_every_program():
-    record = json.loads((Path(__file__).parent / "virtual_h200.json").read_text())
-    assert list(record["programs"]) == list(programs())
+@pytest.mark.parametrize("record", ["h200", "virtual_h200", "virtual_h200_before"])
+def test_the_stored_records_have_every_program(record):
+    assert list(_record(record)["programs"]) == list(programs())
+
+
+def test_no_program_raised_or_changed_on_the_h200():
+    assert [name for name, found in _record("h200")["programs"].items() if "error" in found or "unstable" in found] == []
+
+
+def test_the_virtual_record_deviates_from_the_h200_where_it_is_known_to():
+    real, virtual = (_record(name)["programs"] for name in ("h200", "virtual_h200"))
+    found = {name: {figure for figure, _ in differences(real[name], virtual[name])} for name in real}
+    copies = {name for name, figures in found.items() if figures & {"h2d", "d2h", "d2d", "error"}}
+    peaks = {name for name, figures in found.items() if figures & {"peak", "error"}}
+    assert copies == {name for names in COPIES.values() for name in names}
+    assert peaks == {name for names in PEAKS.values() for name in names}
+    assert all("final" not in figures for figures in found.values())
