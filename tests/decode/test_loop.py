@@ -198,6 +198,32 @@ def test_a_callback_that_raises_frees_the_cache_and_leaves_all_usable(model, nam
     assert generate(model, name).tokens == generate(model, "roundtrip").tokens
 
 
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(("value", "options"), [(torch.nan, {}), (torch.inf, SAMPLED)], ids=["nan, greedy", "inf, sampled"])
+@pytest.mark.parametrize("on", ["cpu", "virtual:h200"])
+def test_a_token_that_logits_cannot_choose_is_an_error(on, name, value, options):
+    """The tokens before it are delivered. A step that was launched with the token before the host knew is harmless."""
+    if on == "cpu" and STRATEGIES[name].capture != "none":
+        return
+    model = make(tk.device(on))
+    options = {"max_new_tokens": 24, "eos": (), **options}
+    seen = []
+
+    def break_the_model(token, _):
+        seen.append(token)
+        if len(seen) == 2:
+            model.head.weight.data[5].fill_(value)
+
+    with pytest.raises(ModelError, match="choosing token 0 of the text: the highest logit is NaN or infinite"):
+        tk.generate(model, PROMPT, name, logit_bias=dict.fromkeys(range(model.config.vocab_size), -torch.inf), **options)
+    if name == "whole-loop":
+        return  # the device has computed all tokens by then
+    with pytest.raises(ModelError, match=r"choosing token \d of the text: the highest logit is NaN or infinite"):
+        tk.generate(model, PROMPT, name, on_token=break_the_model, **options)
+    assert 2 <= len(seen) <= 4
+    assert all(0 <= token < model.config.vocab_size for token in seen)
+
+
 def test_gradients_stay_on_outside_and_none_are_recorded_inside():
     model = make(tk.device("cpu"))
     model.requires_grad_(True)

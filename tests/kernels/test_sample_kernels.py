@@ -10,7 +10,7 @@ import torch
 
 from toolkit.core.errors import ModelError
 from toolkit.kernels.base import Config
-from toolkit.kernels.filters import MOST_TOKENS, NUMBERS, WHOLE, WORK, numbers_of, weights_of
+from toolkit.kernels.filters import MOST_TOKENS, NO_TOKEN, NUMBERS, WHOLE, WORK, numbers_of, weights_of
 from toolkit.kernels.noise import mixed_seed
 from toolkit.kernels.sample import SAMPLE, SampleShape
 
@@ -107,10 +107,13 @@ def test_extreme_logits(make, wanted: int) -> None:  # type: ignore[no-untyped-d
     make(inputs["logits"])
     assert run(shape, inputs)[0].item() == wanted
     assert SAMPLE.reference(shape, inputs)[0].item() == wanted
+    assert (run(shape, inputs)[-1].item() == NO_TOKEN) is (wanted != 0 or bool(inputs["logits"].isinf().all()))
     for shape in (SampleShape(1300, draw=True), SampleShape(1300, draw=True, top_k=True, top_p=True, min_p=True)):
-        drawn = SAMPLE.reference(shape, inputs)[0].item()
-        assert run(shape, inputs)[0].item() == drawn
-        assert wanted == 0 or drawn == wanted
+        drawn, *_, told = SAMPLE.reference(shape, inputs)
+        found = run(shape, inputs)
+        assert torch.equal(found[0], drawn)
+        assert torch.equal(found[-1], told)
+        assert wanted == 0 or drawn.item() == wanted
 
 
 def test_excluded_tokens_are_not_drawn() -> None:

@@ -24,6 +24,7 @@ from toolkit.decode.run import Run, tokens_per_s
 from toolkit.decode.sampling import Sampling
 from toolkit.decode.step import Fallback, Step
 from toolkit.decode.strategies import STRATEGIES, OwnLoop, Strategy, find_strategy, strategies_of
+from toolkit.kernels.filters import NO_TOKEN
 from toolkit.models.cache import Cache
 from toolkit.models.cache_codes import check_kv
 from toolkit.models.chunks import chunk_of
@@ -83,8 +84,9 @@ def generate(
         record: Whether to record a trace. On a real GPU recording costs time.
         lines: Whether to record the source line of each copy, which costs time, too.
 
-    Raises ModelError for an invalid prompt or option, UnknownNameError for an unknown strategy or `kv`, and DeviceError if the
-    strategy captures graphs and the device, the model or one of its operations doesn't support that.
+    Raises ModelError for an invalid prompt or option, and if no token can be chosen because logits are NaN or infinite;
+    UnknownNameError for an unknown strategy or `kv`; and DeviceError if the strategy captures graphs and the device, the model
+    or one of its operations doesn't support that.
     """
     strategy = find_strategy(decode, {**STRATEGIES, **strategies_of(model)})
     sampling = Sampling(temperature, top_k, top_p, seed, min_p, repetition_penalty, logit_bias or {})
@@ -117,6 +119,8 @@ def generate(
         learnt, late = _decode(model, strategy, sampling, about, cancel, fallen), strategy.readback == "overlap"
     with recording as trace, torch.no_grad(), closing(learnt):
         for token, at_ns in learnt:
+            if token == NO_TOKEN:
+                raise _no_token(len(known_ns))
             known_ns.append(at_ns)
             if text.add(token, last=len(known_ns) == limit):
                 break
@@ -134,6 +138,12 @@ def generate(
         fallback=fallen.reason,
         prefill_chunk=chunk,
     )
+
+
+def _no_token(number: int) -> ModelError:
+    found = "the highest logit is NaN or infinite, or all are -infinity"
+    do = "Look for NaN or infinite weights, results beyond the range of the dtype, and a logit_bias that excludes all tokens"
+    return ModelError(f"choosing token {number} of the text", found, do)
 
 
 class _Text:

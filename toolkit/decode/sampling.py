@@ -111,9 +111,12 @@ class Sampler:
         if self._rules.seen is not None:
             self._rules.seen.zero_().index_fill_(0, prompt_ids.to(self._rules.seen.device), True)
 
-    def choose(self, logits: Tensor, out: Tensor) -> Tensor:
-        """Write the next token for `logits` [vocab] into `out` [1] int64 on the same device, and return `out`."""
-        return ops.sample(logits, self._rules, out)
+    def choose(self, logits: Tensor, out: Tensor, told: Tensor | None = None) -> Tensor:
+        """Write the next token for `logits` [vocab] into `out` [1] int64 on the same device, and return `out`.
+
+        `told` [1] int64 is for the host: the token, or NO_TOKEN if its logit is NaN or infinite.
+        """
+        return ops.sample(logits, self._rules, out, torch.empty_like(out) if told is None else told)
 
 
 def _check_vocab(sampling: Sampling, vocab_size: int) -> None:

@@ -64,9 +64,10 @@ class Step:
     A decode step has three parts: copies to the device (`stage` of its parts), kernels (`launch`), and sampling on the host if
     the strategy asks for it. A graph holds the kernels only.
 
-    Tokens are written to `tokens`, one or two slots [1] int64. With readback="overlap", two slots alternate, so that the
-    previous token can be read while this step writes its own; two graphs are then captured. Every step passes the cache the
-    same upper bound of its length, so that a graph and separate launches compute the same.
+    Tokens are written to `tokens`, one or two slots [1] int64, and what the host is told of them to `told`: the token, or
+    NO_TOKEN. With readback="overlap", two slots alternate, so that the previous token can be read while this step writes its
+    own; two graphs are then captured. Every step passes the cache the same upper bound of its length, so that a graph and
+    separate launches compute the same.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Step:
         where = self.device.torch if self._samples_here else torch.device("cpu")
         self._sampler = Sampler(sampling, model.config.vocab_size, where)
         self.turns = 2 if strategy.readback == "overlap" else 1
-        self.tokens = list(torch.zeros(self.turns, 1, dtype=torch.int64, device=where))
+        self.tokens, self.told = map(list, torch.zeros(2, self.turns, 1, dtype=torch.int64, device=where))
         self._logits: list[Tensor | None] = [None] * self.turns  # for a sampler on the host
         self._graphs: list[Graph] = []  # by slot
         captures = strategy.capture != "none" and fallback.reason is None
@@ -98,7 +99,10 @@ class Step:
         return POSITIONS[self.strategy.position](self._ids.shape[1], self._limit - 1, self.device.torch)
 
     def prefill(self, chunk: int, cancel: threading.Event) -> Tensor | None:
-        """Feed the rest of the prompt, `chunk` tokens at a time, and return the first token [1]; None if cancelled."""
+        """Feed the rest of the prompt, `chunk` tokens at a time, and return the host's view of the first token.
+
+        Returns None if cancelled.
+        """
         stop = self._held
         self._sampler.begin(self._ids[0])
         for x in self._inputs.prompt(self._ids[:, self._held :], chunk):
@@ -110,7 +114,7 @@ class Step:
         return self.finish(0)
 
     def run(self, number: int, known: int | None) -> Tensor:
-        """Run decode step `number`, counted from 1, and return its token [1].
+        """Run decode step `number`, counted from 1, and return what the host is told of its token [1].
 
         `known` is the previous token, if the host has read it. With capture="step", the first step of a run is launched kernel
         by kernel, which compiles what is missing. The graphs are captured between the times at which the host knows the
@@ -185,7 +189,7 @@ class Step:
         """Return the loop that generates all tokens after the first one, or None. It needs a `warm_up` before the prefill."""
         if self.loops:
             try:
-                self._loop = self.device.capture_loop(partial(self._captured, 0), self.tokens[0])
+                self._loop = self.device.capture_loop(partial(self._captured, 0), self.told[0])
             except DeviceError as error:
                 self._fallback.use(error)
         return self._loop
@@ -217,13 +221,13 @@ class Step:
     def _sample_from(self, logits: Tensor, turn: int) -> None:
         """Choose the token of slot `turn` from `logits` [vocab], or keep them for `finish`."""
         if self._samples_here:
-            self._sampler.choose(logits, self.tokens[turn])
+            self._sampler.choose(logits, self.tokens[turn], self.told[turn])
         else:
             self._logits[turn] = logits
 
     def finish(self, turn: int) -> Tensor:
-        """Return the token [1] of slot `turn`. A sampler on the host downloads the logits first."""
+        """Return what the host is told of the token [1] of slot `turn`. A sampler on the host downloads the logits first."""
         logits = self._logits[turn]
         if logits is not None:
-            self._sampler.choose(logits.to(torch.device("cpu")), self.tokens[turn])
-        return self.tokens[turn]
+            self._sampler.choose(logits.to(torch.device("cpu")), self.tokens[turn], self.told[turn])
+        return self.told[turn]

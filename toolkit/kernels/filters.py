@@ -18,6 +18,7 @@ from toolkit.kernels.noise import gumbel
 
 NUMBERS = ("inverse_temperature", "penalty", "top_k", "top_p", "rate", "least_weight")  # the order in `Rules.numbers`
 WHOLE = 40  # the weight of the most probable token is 2 ** WHOLE
+NO_TOKEN = -1  # what the host is told if no logit can be chosen: the highest one is NaN or infinite, or all are -infinity
 MOST_TOKENS = 1 << 22  # so that the sum of all weights fits an int64
 DIGITS = ((20, 12), (10, 10), (0, 10))  # (lowest bit, bits): the parts of a logit's bits, in the order in which they are found
 WORK = 8 + (1 << DIGITS[0][1])  # numbers of scratch memory that the kernel needs
@@ -67,14 +68,18 @@ def numbers_of(
     return inverse, rounded, float(top_k), top_p, rate, float(math.ceil(min_p * 2**WHOLE))
 
 
-def next_token(logits: Tensor, rules: Rules) -> Tensor:
-    """Return the next token [1] int64 for `logits` [vocab], the lowest id among equals. Changes none of its arguments."""
-    values = adjusted(logits, rules)
-    if not rules.draw:
-        return values.argmax(-1, keepdim=True)
-    scores = values.double() * rules.number("inverse_temperature") + gumbel(rules.state[:1], rules.state[1:], len(values))
-    keep = kept(values, rules)
-    return (scores if keep is None else scores.masked_fill(~keep, -math.inf)).argmax(-1, keepdim=True)
+def next_token(logits: Tensor, rules: Rules) -> tuple[Tensor, Tensor]:
+    """Return the next token [1] int64 for `logits` [vocab], the lowest id among equals, and what to tell the host [1] int64.
+
+    The host is told the token, or NO_TOKEN if its logit isn't finite. Changes none of its arguments.
+    """
+    scores = adjusted(logits, rules)
+    if rules.draw:
+        keep = kept(scores, rules)
+        scores = scores.double() * rules.number("inverse_temperature") + gumbel(rules.state[:1], rules.state[1:], len(scores))
+        scores = scores if keep is None else scores.masked_fill(~keep, -math.inf)
+    token = scores.argmax(-1, keepdim=True)
+    return token, torch.where(scores.index_select(0, token).isfinite(), token, NO_TOKEN)
 
 
 def adjusted(logits: Tensor, rules: Rules) -> Tensor:

@@ -35,6 +35,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 COUNT, TOP, LIMIT_K, LIMIT_P, SUMS = (tl.constexpr(at) for at in (0, 1, 2, 4, 8))
 INDEX, STEP = tl.constexpr(noise.INDEX), tl.constexpr(noise.STEP)
 MIX_1, MIX_2 = tl.constexpr(noise.MIX[0]), tl.constexpr(noise.MIX[1])
+NOTHING = tl.constexpr(filters.NO_TOKEN)
 INVERSE, PENALTY, TOP_K, TOP_P, RATE, LEAST = (tl.constexpr(i) for i in range(len(NUMBERS)))
 C0, C1, C2, C3, C4, C5, C6 = (tl.constexpr(term) for term in filters.POWERS)
 FURTHEST, SHIFT = tl.constexpr(filters.FURTHEST), tl.constexpr(filters.WHOLE - 30)
@@ -71,9 +72,10 @@ class Sample(Kernel):
     """The next token.
 
     Inputs: logits [vocab]; numbers, state, seen (for `penalty`) and bias (for `bias`) as in `Rules`; work int64 [WORK], which
-    is zero before the first call and belongs to the kernel; optionally token int64 [1], to write the result to. Results: token
-    int64 [1], and in place the state, whose step is incremented, and seen, where the token is marked. A NaN logit counts as
-    infinite. Raises ModelError for tensors with another shape, dtype or device, or that are not contiguous and aligned.
+    is zero before the first call and belongs to the kernel; optionally token and told int64 [1], to write the results to.
+    Results: token int64 [1]; in place the state, whose step is incremented, and seen, where the token is marked; and told
+    int64 [1], which is the token, or NO_TOKEN if its logit isn't finite. A NaN logit counts as infinite. Raises ModelError for
+    tensors with another shape, dtype or device, or that are not contiguous and aligned.
     """
 
     name: ClassVar[str] = "sample"
@@ -118,22 +120,23 @@ class Sample(Kernel):
         bias = inputs["bias"] if shape.bias else None
         flags = shape.draw, top_k, shape.top_p, shape.min_p
         rules = Rules(inputs["numbers"], inputs["state"], inputs["work"], seen, bias, *flags)
-        token = next_token(inputs["logits"], rules)
+        token, told = next_token(inputs["logits"], rules)
         state = inputs["state"] + torch.tensor((0, 1), device=token.device)
-        return (token, state) if seen is None else (token, state, seen.index_fill(0, token, True))
+        return (token, state, told) if seen is None else (token, state, seen.index_fill(0, token, True), told)
 
     def outputs(self, shape: Shape, inputs: Tensors) -> dict[str, Tensor]:
         assert isinstance(shape, SampleShape)
         device = inputs["logits"].device
         most = triton.cdiv(shape.vocab, min(config["block"] for config in self.space(shape)))
-        token = inputs["token"] if "token" in inputs else torch.empty(1, dtype=torch.int64, device=device)
+        token, told = (inputs.get(name, torch.empty(1, dtype=torch.int64, device=device)) for name in ("token", "told"))
         found = {"token": token, "state": inputs["state"]} | ({"seen": inputs["seen"]} if shape.penalty else {})
+        found |= {"told": told}
         scratch = {"best": torch.float64, "best_id": torch.int32}
         return found | {name: torch.empty(most, dtype=dtype, device=device) for name, dtype in scratch.items()}
 
     def results(self, shape: Shape) -> int:
         assert isinstance(shape, SampleShape)
-        return 3 if shape.penalty else 2
+        return 4 if shape.penalty else 3
 
     def launches(self, shape: Shape, config: Config, inputs: Tensors, outputs: Tensors) -> Sequence[Launch]:
         assert isinstance(shape, SampleShape)
@@ -157,7 +160,7 @@ class Sample(Kernel):
                 flags = {"FIRST": n == 0, "FIND_TOP": n == 0 and not by_weight and weighed}
                 limited = by_weight and shape.top_k
                 found.append(launch(_search_kernel, reading, WEIGHED=by_weight, LIMITED=limited, LOW=low, BITS=bits, **flags))
-        writing = {f"{name}_ptr": outputs[name] for name in ("token", "state", "best", "best_id")}
+        writing = {f"{name}_ptr": outputs[name] for name in ("token", "told", "state", "best", "best_id")}
         kinds = {"DRAW": shape.draw, "BY_K": shape.top_k, "BY_P": shape.top_p, "BY_SHARE": shape.min_p}
         rounded = triton.next_power_of_2(blocks)
         return [*found, launch(_choice_kernel, reading | writing, **kinds, BLOCKS=rounded)]
@@ -172,7 +175,8 @@ class Sample(Kernel):
         if shape.bias:
             check_tensor(self.name, "bias", inputs["bias"], (shape.vocab,), torch.float32, logits)
         check_tensor(self.name, "state", outputs["state"], (2,), torch.int64, logits)
-        check_tensor(self.name, "token", outputs["token"], (1,), torch.int64, logits, 8)
+        for name in ("token", "told"):
+            check_tensor(self.name, name, outputs[name], (1,), torch.int64, logits, 8)
         if len(outputs["best"]) < blocks:
             found = f"scratch for {len(outputs['best'])} programs where {blocks} run"
             raise ModelError(self.name, found, "Choose a config of the kernel's space, or larger blocks")
@@ -321,7 +325,7 @@ def _search_kernel(
 
 @triton.jit
 def _choice_kernel(
-    logits_ptr, seen_ptr, bias_ptr, numbers_ptr, work_ptr, token_ptr, state_ptr, best_ptr, best_id_ptr,
+    logits_ptr, seen_ptr, bias_ptr, numbers_ptr, work_ptr, token_ptr, told_ptr, state_ptr, best_ptr, best_id_ptr,
     VOCAB: tl.constexpr, PENALISED: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr, DRAW: tl.constexpr,
     BY_K: tl.constexpr, BY_P: tl.constexpr, BY_SHARE: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -349,8 +353,10 @@ def _choice_kernel(
         there = part < tl.num_programs(0)
         scores_of = tl.load(best_ptr + part, mask=there, other=float("-inf"), cache_modifier=".cg")
         ids_of = tl.load(best_id_ptr + part, mask=there, other=NONE, cache_modifier=".cg")
-        token = tl.min(tl.where(scores_of == tl.max(scores_of), ids_of, NONE)).to(tl.int64)
+        highest = tl.max(scores_of)
+        token = tl.min(tl.where(scores_of == highest, ids_of, NONE)).to(tl.int64)
         tl.store(token_ptr, token)
+        tl.store(told_ptr, tl.where(tl.abs(highest) == float("inf"), NOTHING, token))
         tl.store(work_ptr + COUNT, 0)
         tl.store(work_ptr + TOP, 0)
         tl.store(state_ptr + 1, tl.load(state_ptr + 1) + 1)

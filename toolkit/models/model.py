@@ -204,7 +204,7 @@ class CausalLM(Shown, nn.Module):
             number, whole = partial(torch.zeros, dtype=torch.float64), partial(torch.zeros, dtype=torch.int64)
             rules = Rules(number(len(NUMBERS), device=device), whole(2, device=device), whole(WORK, device=device))
             for draw in (False, True):
-                ops.sample(logits, replace(rules, draw=draw), whole(1, device=device))
+                ops.sample(logits, replace(rules, draw=draw), whole(1, device=device), whole(1, device=device))
         return list(dict.fromkeys(found))
 
     def _layers(self, x: Tensor, at: Any, rope: Tensor | None = None) -> Tensor:
