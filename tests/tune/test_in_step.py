@@ -19,6 +19,7 @@ from toolkit.tune.store import Record, add_rows, read_tuned, words
 ODD, LONGER = ToyShape(17, 33, 40), ToyShape(34, 33, 40)
 CARD = find_card("h200")
 assert CARD is not None
+SLOW = Record("ok", us=60.0, kernel=fingerprint(TOY), when="2026-11-02")
 
 
 @pytest.fixture(autouse=True)
@@ -27,8 +28,8 @@ def timings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "SHIPPED", tmp_path / "shipped")
     fresh_cache(tmp_path, monkeypatch)
     rows = {}
-    for config, us in ((SMALL, 20.0), (MEDIUM, 20.5), (OVERSIZED, 60.0)):
-        rows[TOY.name, ODD.key, words(config)] = Record("ok", us=us, kernel=fingerprint(TOY), when="2026-11-02")
+    for config, us in ((SMALL, 20.0), (MEDIUM, 20.5), (OVERSIZED, SLOW.us)):
+        rows[TOY.name, ODD.key, words(config)] = replace(SLOW, us=us)
     assert CARD is not None
     add_rows(CARD.key, CARD.facts, rows)
     lookup.forget()
@@ -74,10 +75,13 @@ def test_one_short_time_does_not_decide() -> None:
 def test_times_in_different_programs_are_not_compared() -> None:
     assert CARD is not None
     list(tune_in("a short program", Program({SMALL: 0.2, MEDIUM: 0.3}), CARD))
+    rows = {(TOY.name, ODD.key, words(OVERSIZED)): replace(SLOW, program="a short program", program_ms=0.25)}
+    add_rows(CARD.key, CARD.facts, rows)  # not tried again
     list(tune_in("a long program", Program({SMALL: 9.0, MEDIUM: 8.0}), CARD))
     assert lookup.choose(TOY, LONGER, CARD).config == MEDIUM
     kept = read_tuned(CARD.key)
     assert kept is not None
+    assert kept.configs(TOY.name, ODD.key)[words(OVERSIZED)].program_ms is None
     assert {row.program for row in kept.configs(TOY.name, ODD.key).values()} == {"", "a long program"}
 
 

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from toolkit.kernels.base import Config, Kernel, Shape
 from toolkit.tune import lookup
 from toolkit.tune.cards import Card
-from toolkit.tune.store import Record, add_rows, read_tuned, words
+from toolkit.tune.store import add_rows, read_tuned, words
 
 NEAR = 0.10  # configs that take longer than the fastest by more than this share, alone, are not tried,
 NEAR_US = 3.0  # or by more than this in addition: short kernels are limited by what overlaps with them
@@ -66,7 +66,7 @@ def tune_in(
             if better:
                 config = other
         best[place] = config
-        _store(card, program, place[0], rows, times)
+        _store(card, program, place[0], rows[0].shape, times)
     lookup.forget()
 
 
@@ -78,12 +78,15 @@ def _candidates(kernel: Kernel, shape: Shape, card: Card, config: Config, most: 
     return fast + [row for row in near if row.config == config and row not in fast]
 
 
-def _store(card: Card, program: str, kernel: Kernel, rows: Sequence[lookup.Timed], times: dict[Config, float]) -> None:
-    """Store the times of the configs tried. Times of other configs, in other programs, don't compare with them."""
+def _store(card: Card, program: str, kernel: Kernel, shape: str, times: dict[Config, float]) -> None:
+    """Store the times of the configs tried. The times of all others are removed: those in other programs don't compare."""
+    kept = read_tuned(card.key, card.facts)
+    assert kept is not None
     when, stored = datetime.now(UTC).isoformat(timespec="seconds"), {}
-    for row in rows:
-        new: Record = replace(row.record, program="", program_ms=None, when=when)
-        if row.config in times:
-            new = replace(new, program=program, program_ms=round(times[row.config], 4))
-        stored[kernel.name, row.shape, words(row.config)] = new
+    tried = {words(config): round(ms, 4) for config, ms in times.items()}
+    for config, row in kept.configs(kernel.name, shape).items():
+        if config in tried:
+            stored[kernel.name, shape, config] = replace(row, program=program, program_ms=tried[config], when=when)
+        elif row.program:
+            stored[kernel.name, shape, config] = replace(row, program="", program_ms=None, when=when)
     add_rows(card.key, card.facts, stored)
