@@ -53,7 +53,34 @@ def experts(_):
     return step, inputs["x"]
 
 
-@pytest.mark.parametrize(("make", "m"), [(matmuls, 1), (matmuls, 5), (experts, 1)], ids=["products", "of 5 tokens", "experts"])
+def codes(_):
+    names = "rms_norm", "kv_encode", "attention_codes"
+    norm, encode, attention = (find_kernel(name) for name in names)
+    normed = norm.shape_type(tokens=1, hidden=512)
+    encoded = encode.shape_type(1, 4, 128, 64, codes="int4")
+    attended = attention.shape_type(4, 4, 128, 64, scaled=True, codes="int4")
+    weights = norm.inputs(normed, "cuda", seed=4)
+    new_token = encode.inputs(encoded, "cuda", seed=5)
+    cache = {name: new_token[name] for name in attention.inputs(attended, "meta") if name != "query"}
+
+    def run(kernel, shape, inputs):
+        out = kernel.outputs(shape, inputs)
+        for launch in kernel.launches(shape, kernel.space(shape)[0], inputs, out):
+            launch.run()
+        return out
+
+    def step(x):
+        new = run(norm, normed, weights | {"x": x})["out"].view(1, 4, 1, 128)
+        run(encode, encoded, new_token | {"key": new, "value": new})
+        return run(attention, attended, cache | {"query": new.view(1, 1, 4, 128)})["output"][0]
+
+    return step, weights["x"]
+
+
+CHAINS = {"products": (matmuls, 1), "of 5 tokens": (matmuls, 5), "experts": (experts, 1), "codes": (codes, 1)}
+
+
+@pytest.mark.parametrize(("make", "m"), CHAINS.values(), ids=CHAINS)
 def test_early_launches_give_the_same_bits(make, m, monkeypatch):
     step, x = make(m)
     early = [chain(step, x, 30) for _ in range(20)]

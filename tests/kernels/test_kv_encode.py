@@ -11,14 +11,13 @@ from toolkit.kernels.kv_codes import unpack_words
 from toolkit.kernels.kv_encode import CACHES, KV_ENCODE, EncodeShape
 
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-CONFIG = Config(block_m=16)
 
 
 def run(shape, inputs):
     """Launch on caches filled with -7; return their contents by name and those of the reference."""
     inputs = {name: torch.full_like(t, -7) if name in CACHES else t for name, t in inputs.items()}
     wanted = dict(zip(CACHES, KV_ENCODE.reference(shape, inputs), strict=True))
-    return dict(zip(CACHES, KV_ENCODE.run(shape, CONFIG, inputs), strict=True)), wanted
+    return dict(zip(CACHES, KV_ENCODE.run(shape, KV_ENCODE.space(shape)[0], inputs), strict=True)), wanted
 
 
 def check(shape, inputs):
@@ -68,11 +67,12 @@ def test_views_of_projections_zeros_and_large_values():
 def test_wrong_tensors_are_told_by_name():
     shape = EncodeShape(4, 1, 64, 20, codes="int4")
     inputs = KV_ENCODE.inputs(shape, HERE)
+    config = Config(block_m=4)
     for name, wrong in (("key", inputs["key"].float()), ("value", inputs["value"].mT), ("keys", inputs["keys"].int())):
         with pytest.raises(ModelError, match=name):
-            KV_ENCODE.run(shape, CONFIG, {**inputs, name: wrong})
+            KV_ENCODE.run(shape, config, {**inputs, name: wrong})
     with pytest.raises(ModelError, match="head_dim is 32"):
-        KV_ENCODE.run(EncodeShape(4, 1, 32, 20, codes="int4"), CONFIG, inputs)
+        KV_ENCODE.run(EncodeShape(4, 1, 32, 20, codes="int4"), config, inputs)
 
 
 @pytest.mark.parametrize("name", KV_ENCODE.known)

@@ -5,13 +5,15 @@ The kernel is bound by reading keys and values once. The query heads that share 
 is read twice. The cache is divided into enough splits to keep every multiprocessor busy, and a second launch combines their
 results in a fixed order. If the next matrix wants its operand in 8 bits, that launch quantizes the result, too. The number of
 splits follows from the size of the buffer and their length from the sequence length, which is read on the device: the same
-launches (and the same CUDA graph) serve every length and read no more than that length. If a split fits into registers, its
-keys and values are loaded while the launches before this one finish.
+launches (and the same CUDA graph) serve every length and read no more than that length. The first keys and values are loaded
+while the launches before this one finish.
+
+Slots are the rows of a tile, and heads its columns, of which a product needs only eight. In a decode step, the next matrix is
+loaded into registers at the same time, so few registers and blocks may matter more than the kernel's own time.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,16 +29,14 @@ from toolkit.core.errors import ModelError
 from toolkit.core.units import KiB
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, config_grid
 from toolkit.kernels.checks import check_tensor
-from toolkit.kernels.early import INTERPRETED, await_previous, let_next_begin
+from toolkit.kernels.early import INTERPRETED, after_previous, await_previous, let_next_begin
 from toolkit.kernels.packed import quantise_groups
 from toolkit.weights.packed import ACTIVATIONS_PER_SCALE
 
 LOG2_E = 1.4426950408889634
 COMBINE_TILE = 4096  # partial sums that a block of the second launch holds
-# Up to this number of slots, only the default may have splits of several blocks. On an H200, the best config with splits of one
-# block was faster than the default in all four shapes with 256 slots.
-SHORT = 512
-BLOCK_TARGETS = (64, 108, 132, 264)  # blocks per launch: from fewer than a GPU has multiprocessors to two or three for each
+# Blocks per launch: from a few, which leave room for the next matrix, to two for each of a GPU's multiprocessors.
+BLOCK_TARGETS = (32, 64, 108, 132, 264)
 
 
 @dataclass(frozen=True)
@@ -107,29 +107,18 @@ class AttentionDecode(Kernel):
     }
 
     def space(self, shape: Shape) -> Sequence[Config]:
+        """Return configs that load enough ahead of a block's products, or all of a split: otherwise the memory is idle."""
         assert isinstance(shape, AttentionShape)
-        row = shape.head_dim * shape.torch_dtype.itemsize
-        blocks = [n for n in (16, 32, 64, 128) if 8 * KiB <= n * row <= 64 * KiB] or [16]
-        splits = sorted({splits_for(shape, target) for target in BLOCK_TARGETS})
+        row = 2 * shape.head_dim * shape.torch_dtype.itemsize  # bytes of a slot's key and value
+        blocks = [n for n in (16, 32, 64, 128) if 16 * KiB <= n * row <= 128 * KiB] or [16]
         default = Config(block_n=blocks[0], splits=splits_for(shape, 132), warps=4, stages=2)
-        found = config_grid(default, stages=(2, 3, 4), block_n=blocks, splits=splits)
-        # Enough loads of keys and values must be in flight while a block is computed, or the memory is idle.
-        found = [c for c in found if c == default or 48 * KiB <= 2 * (c.stages - 1) * c["block_n"] * row <= 192 * KiB]
-        whole = self._whole(shape)
-        return list(dict.fromkeys([default, *whole] if whole and shape.seen <= SHORT else [*found, *whole]))
-
-    def _whole(self, shape: AttentionShape) -> list[Config]:
-        """Return configs with one block per split, held in registers: 16 to 128 of each thread.
-
-        A config for this number of slots is also one for up to four times fewer, so that timings are found there, too.
-        """
-        most, row, found = splits_for(shape, max(BLOCK_TARGETS)), shape.head_dim * shape.torch_dtype.itemsize, []
-        for block, warps in itertools.product((16, 32, 64, 128), (4, 8)):
-            fewest = triton.next_power_of_2(triton.cdiv(shape.seen, block))
-            if 2 * KiB <= 2 * block * row // warps <= 16 * KiB:
-                splits = [n for n in (fewest, 2 * fewest, 4 * fewest) if n <= most]
-                found += [Config(block_n=block, splits=n, warps=warps, stages=1) for n in splits]
-        return found
+        found = [default]
+        for config in config_grid(default, stages=(2, 3, 4), block_n=blocks, splits=sorted(splits_of(shape))):
+            block, most = config["block_n"], config.stages - 1
+            slots = triton.cdiv(shape.seen, config["splits"])
+            if min(32 * KiB, slots * row) <= most * block * row <= 192 * KiB and (most - 1) * block < slots:
+                found.append(config)
+        return list(dict.fromkeys(found))
 
     def inputs(self, shape: Shape, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
         """Return values and scores of unit variance; for caches of positions, a few slots of 1,000 lie beyond the length."""
@@ -175,8 +164,7 @@ class AttentionDecode(Kernel):
         assert isinstance(shape, DecodeShape)
         check_tensors(shape, inputs, tokens=1)
         strides = {"key_stride": inputs["keys"].stride(1), "value_stride": inputs["values"].stride(1)}
-        whole = config["splits"] * config["block_n"] >= shape.seen
-        constants = {"WHOLE": whole, "QUANTISED": shape.quantised}
+        constants = {"QUANTISED": shape.quantised}
         found = split_launches(shape, config, outputs, _decode, {**inputs, **strides, **results(outputs)}, constants)
         return found[:1] if config["splits"] == 1 else found
 
@@ -225,7 +213,7 @@ def split_launches(
     shared |= {name: outputs[name] for name in ("partial", "weights")}
     sizes = {"WINDOW": shape.window if shape.slots > shape.window else 0, "SPLITS": splits, "BLOCK_N": block}
     sizes |= {"GROUP": shape.group, "HEAD_DIM": shape.head_dim}
-    own = {"BLOCK_M": max(16, triton.next_power_of_2(shape.group)), **constants}
+    own = {"BLOCK_M": max(8, triton.next_power_of_2(shape.group)), **constants}
     numbers = {**arguments, **shared, "scale": shape.scale * LOG2_E}
     first = Launch(function, (shape.kv_heads, splits), numbers, {**sizes, **own}, config.warps, config.stages, early=True)
     columns = min(shape.head_dim, max(ACTIVATIONS_PER_SCALE, COMBINE_TILE // triton.next_power_of_2(splits)))
@@ -237,6 +225,11 @@ def split_launches(
 def results(outputs: Tensors) -> dict[str, Tensor]:
     """Return the tensors of the result. Without a quantization, the output stands for its tensors."""
     return {name: outputs.get(name, outputs["output"]) for name in ("output", "codes", "scales", "sums")}
+
+
+def splits_of(shape: AttentionShape) -> set[int]:
+    """Return the numbers of splits that configs may have."""
+    return {splits_for(shape, target) for target in BLOCK_TARGETS}
 
 
 def splits_for(shape: AttentionShape, blocks: int) -> int:
@@ -310,12 +303,12 @@ def split_length(first, end, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
 def _decode(
     query, keys, values, positions, partial, weights, output, codes, scales, sums, key_stride, value_stride, scale, capacity,
     WINDOW: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
-    QUANTISED: tl.constexpr, BLOCK_M: tl.constexpr, WHOLE: tl.constexpr,
+    QUANTISED: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """One split of one KV head: the weighted mean of its values for each query head, and the log of their weight.
 
-    If a split is one block (WHOLE), its keys and values are loaded before the turn, and those of the new token after it. A
-    single split is the result.
+    Keys and values of earlier tokens may be loaded before the turn, so the new token's are taken in when it has come. A single
+    split is the result.
     """
     let_next_begin()
     head, split = tl.program_id(0), tl.program_id(1)
@@ -325,59 +318,44 @@ def _decode(
     each, active = split_length(first, end, SPLITS, BLOCK_N)
     start = first + split * each
     stop = tl.minimum(start + each, end)
-    rows, dims = tl.arange(0, BLOCK_M), tl.arange(0, HEAD_DIM)
-    tile = rows[:, None] * HEAD_DIM + dims[None, :]
-    real = rows < GROUP
-    queries = query + head * GROUP * HEAD_DIM + tile
+    heads, dims = tl.arange(0, BLOCK_M), tl.arange(0, HEAD_DIM)
+    tile = heads[None, :] * HEAD_DIM + dims[:, None]
+    real = heads < GROUP
+    new = tl.load(positions).to(tl.int32) % capacity
+    q = tl.zeros((HEAD_DIM, BLOCK_M), query.dtype.element_ty)
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
-    mean = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
-    if WHOLE:
-        slots = start + tl.arange(0, BLOCK_N)
-        new = tl.load(positions).to(tl.int32) % capacity
-        cached = slots[:, None] * HEAD_DIM + dims[None, :]
-        old = ((slots < stop) & (slots != new))[:, None]
-        k = tl.load(keys + cached, mask=old, other=0)
-        v = tl.load(values + cached, mask=old, other=0)
-        column = new + tl.zeros((HEAD_DIM,), tl.int32)
-        here = (column >= start) & (column < stop)
-        own = (slots == new)[:, None] & here[None, :]
-        await_previous()
-        q = tl.load(queries, mask=real[:, None], other=0)
-        k = tl.where(own, tl.load(keys + new * HEAD_DIM + dims, mask=here, other=0)[None, :], k)
-        v = tl.where(own, tl.load(values + new * HEAD_DIM + dims, mask=here, other=0)[None, :], v)
-        scores = dot(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)) * scale
-        scores = tl.where(slots[None, :] < stop, scores, float("-inf"))
-        peak = tl.max(scores, 1)
-        p = tl.exp2(scores - tl.where(peak > float("-inf"), peak, 0)[:, None])
-        total = tl.sum(p, 1)
-        mean = dot(p.to(v.dtype), v, mean)
-    else:
-        await_previous()
-        if split < active:
-            q = tl.load(queries, mask=real[:, None], other=0)
-            for slot in range(start, stop, BLOCK_N):
-                slots = slot + tl.arange(0, BLOCK_N)
-                there = (slots < stop)[:, None]
-                k = tl.load(keys + slots[:, None] * HEAD_DIM + dims[None, :], mask=there, other=0)
-                scores = dot(q, tl.trans(k), tl.zeros((BLOCK_M, BLOCK_N), tl.float32)) * scale
-                scores = tl.where(slots[None, :] < stop, scores, float("-inf"))
-                new_peak = tl.maximum(peak, tl.max(scores, 1))
-                shrink, p = tl.exp2(peak - new_peak), tl.exp2(scores - new_peak[:, None])
-                total = total * shrink + tl.sum(p, 1)
-                # Slots beyond the length are not loaded: they may hold NaN, which a weight of zero would not hide.
-                v = tl.load(values + slots[:, None] * HEAD_DIM + dims[None, :], mask=there, other=0)
-                mean = dot(p.to(v.dtype), v, mean * shrink[:, None])
-                peak = new_peak
+    mean = tl.zeros((HEAD_DIM, BLOCK_M), tl.float32)
+    for slot in range(start, stop, BLOCK_N):
+        slots = slot + tl.arange(0, BLOCK_N)
+        old = (slots < stop) & (slots != new)
+        # Slots beyond the length are not loaded: they may hold NaN, which a weight of zero would not hide.
+        k = tl.load(keys + slots[:, None] * HEAD_DIM + dims[None, :], mask=old[:, None], other=0)
+        v = tl.load(values + slots[None, :] * HEAD_DIM + dims[:, None], mask=old[None, :], other=0)
+        if after_previous(slot) == start:  # the first blocks were loaded before: the compiler does so ahead of the loop
+            q = tl.load(query + head * GROUP * HEAD_DIM + tile, mask=real[None, :], other=0)
+            if (new >= start) & (new < stop):
+                own = tl.load(keys + new * HEAD_DIM + dims).to(tl.float32)
+                peak = tl.sum(q.to(tl.float32) * own[:, None], 0) * scale
+                total += 1
+                mean += tl.load(values + new * HEAD_DIM + dims).to(tl.float32)[:, None]
+        scores = dot(k, q, tl.zeros((BLOCK_N, BLOCK_M), tl.float32)) * scale
+        scores = tl.where(old[:, None], scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 0))
+        shrink, p = tl.exp2(peak - new_peak), tl.exp2(scores - new_peak[None, :])
+        total = total * shrink + tl.sum(p, 0)
+        mean = dot(v, p.to(v.dtype), mean * shrink[None, :])
+        peak = new_peak
+    await_previous()
     total = tl.where(total > 0, total, 1)  # nothing seen: zeros with no weight, since the peak is -inf
-    mean = mean / total[:, None]
+    mean = mean / total[None, :]
     if SPLITS == 1:
         first = head * GROUP * HEAD_DIM
-        _store(mean, first, output, codes, scales, sums, GROUP * HEAD_DIM, BLOCK_M * HEAD_DIM, QUANTISED)
+        _store(tl.trans(mean), first, output, codes, scales, sums, GROUP * HEAD_DIM, BLOCK_M * HEAD_DIM, QUANTISED)
     elif split < active:
         at = (head * SPLITS + split) * GROUP
-        tl.store(partial + at * HEAD_DIM + tile, mean, mask=real[:, None])
-        tl.store(weights + at + rows, peak + tl.log2(total), mask=real)
+        tl.store(partial + at * HEAD_DIM + tile, mean, mask=real[None, :])
+        tl.store(weights + at + heads, peak + tl.log2(total), mask=real)
 
 
 @triton.jit

@@ -7,10 +7,10 @@ doesn't call `let_next_begin` is complete, and its writes are visible, when the 
 every launch waits for the one before it, it has waited for all of them.
 
 A kernel that calls `let_next_begin` after `await_previous` guarantees more: when the next launch starts, everything before
-*this* launch is complete. `int4_matmul` does so, and the kernels after it rely on it: before they wait, `norms_rope` and
-`attention` read positions, `attention` also the keys and values of earlier tokens, and `moe` what its first launch wrote. A
-kernel that calls it first doesn't guarantee it, but the next launch, which may wait for several, then loads its matrix during
-all of them.
+*this* launch is complete. `int4_matmul` does so, and the kernels after it rely on it: before they wait, `norms_rope`,
+`kv_encode` and `attention` read positions, `attention` also the keys and values of earlier tokens, and `moe` what its first
+launch wrote. A kernel that calls it first doesn't guarantee it, but the next launch, which may wait for several, then loads its
+matrix during all of them.
 """
 
 from __future__ import annotations
@@ -41,3 +41,16 @@ def take_turn():
     """Call both, for a kernel that has nothing to do before its turn."""
     await_previous()
     let_next_begin()
+
+
+@triton.jit
+def after_previous(number):
+    """Return `number`, an int32, once the previous launch is complete: as `await_previous`, for the body of a loop.
+
+    The compiler moves the loads of a loop's first iterations ahead of the loop, unless the body calls `await_previous`. Here it
+    does, because it sees only a number. So what must be loaded after the wait belongs into a branch that depends on the result.
+    """
+    if not INTERPRETED and cuda_capability_geq(9, 0):
+        wait: tl.constexpr = "griddepcontrol.wait; mov.b32 $0, $1;"
+        number = tl.inline_asm_elementwise(wait, "=r,r", [number], tl.int32, is_pure=True, pack=1)
+    return number

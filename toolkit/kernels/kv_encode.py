@@ -1,12 +1,14 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Quantizes new keys and values (`kv_codes`) and writes them to a cache: one launch for both.
 
-The launch itself bounds the kernel for one token, writing bounds it for a prompt. A tile has some tokens of one KV head, at
-least as many as a matrix product has rows, because the rotation is one.
+Latency bounds the kernel for one token. A program has one vector then, rotates it by sums and differences, and tries all scales
+at once, so that only few reductions follow each other. It starts and loads all but the vector while the vector is still being
+computed (early.py). For a prompt, a program has some tokens of one KV head.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -18,10 +20,11 @@ from torch import Tensor
 
 from toolkit.core.errors import ModelError
 from toolkit.kernels import kv_codes
-from toolkit.kernels.attention import check_cached, dot
-from toolkit.kernels.attention_codes import LEVEL_UNIT, level_of
+from toolkit.kernels.attention import check_cached
+from toolkit.kernels.attention_codes import FIFTH, FIRST, LEVEL_UNIT
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, config_grid
 from toolkit.kernels.checks import check_tensor
+from toolkit.kernels.early import await_previous, let_next_begin
 from toolkit.kernels.kv_codes import CodeScheme, encode, find_kv_scheme, levels, random_signs
 
 CACHES = ("keys", "key_scales", "values", "value_scales")
@@ -63,7 +66,8 @@ class KvEncode(Kernel):
     "key" and "value" are [1, KV heads, T, D], or views of projections [1, T, KV heads, D]. "positions" [T] (int32 or int64, on
     the device) ascend by one; "signs" is fp32 [D]. Positions that are negative or have no slot in a linear cache are not
     written; of more tokens than a ring has slots, the last ones are. A number on the border of two codes may get either, so
-    codes equal those of the reference except for a few in a million.
+    codes equal those of the reference except for a few in a million. If this launch may start before the one before it ends,
+    that one may not write "positions" or "signs".
     """
 
     name = "kv_encode"
@@ -77,7 +81,11 @@ class KvEncode(Kernel):
     }
 
     def space(self, shape: Shape) -> Sequence[Config]:
-        return config_grid(Config(block_m=16, warps=8), warps=(4, 8, 16), block_m=(16,))
+        assert isinstance(shape, EncodeShape)
+        words, rows = shape.head_dim * min(shape.scheme.key_bits, shape.scheme.value_bits) // 16, 1 if shape.tokens == 1 else 4
+        default = Config(block_m=rows, warps=min(8, max(1, rows * words // 32)))
+        every = config_grid(default, warps=(1, 2, 4, 8), block_m=(1, 2, 4, 8) if shape.tokens > 1 else (1,))
+        return [c for c in every if c == default or 1 <= c["block_m"] * words / (32 * c.warps) <= 4]  # words per thread
 
     def inputs(self, shape: Shape, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
         """Return keys and values of unit variance for the end of the cache, and a cache of zeros."""
@@ -121,7 +129,7 @@ class KvEncode(Kernel):
         constants |= {"KEY_BITS": shape.scheme.key_bits, "VALUE_BITS": shape.scheme.value_bits}
         grid = (triton.cdiv(shape.tokens, config["block_m"]), shape.kv_heads, 2)
         numbers = {**arguments, **{name: outputs[name] for name in CACHES}, **strides, "tokens": shape.tokens}
-        return [Launch(_encode, grid, numbers, constants, config.warps, config.stages)]
+        return [Launch(_encode, grid, numbers, constants, config.warps, config.stages, early=True)]
 
     def _check(self, shape: EncodeShape, inputs: Tensors, outputs: Tensors) -> None:
         least, key = 256 // min(shape.scheme.key_bits, shape.scheme.value_bits), inputs["key"]
@@ -145,8 +153,9 @@ class KvEncode(Kernel):
         assert isinstance(shape, EncodeShape)
         rows = shape.tokens * shape.kv_heads
         read = 2 * shape.head_dim * shape.torch_dtype.itemsize
-        turned = 2.0 * shape.head_dim**2 / 4 * sum(b == 4 for b in (shape.scheme.key_bits, shape.scheme.value_bits))
-        return Cost(rows * (read + shape.scheme.bytes_per_token(shape.head_dim)), rows * turned)
+        turned = sum(bits == 4 for bits in (shape.scheme.key_bits, shape.scheme.value_bits))
+        flops = rows * turned * shape.head_dim * math.log2(shape.head_dim)
+        return Cost(rows * (read + shape.scheme.bytes_per_token(shape.head_dim)), flops)
 
 
 KV_ENCODE = KvEncode()
@@ -154,7 +163,7 @@ KV_ENCODE = KvEncode()
 
 _LEVELS = levels()[8:]  # the positive ones
 BORDERS = tl.constexpr(tuple(((_LEVELS[1:] + _LEVELS[:-1]) / 2).tolist()))
-TRIALS = tl.constexpr(len(kv_codes.TRIALS))
+TRIALS, TRIALS_PADDED = tl.constexpr(len(kv_codes.TRIALS)), tl.constexpr(triton.next_power_of_2(len(kv_codes.TRIALS)))
 SMALLEST, STEP = tl.constexpr(kv_codes.TRIALS[0]), tl.constexpr(kv_codes.TRIALS[1] - kv_codes.TRIALS[0])
 TINY = tl.constexpr(torch.finfo(torch.float16).tiny)  # the divisor for zeros
 
@@ -168,6 +177,7 @@ def _encode(
     KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr,
 ):  # fmt: skip
     """Some tokens of one KV head: their keys, or their values."""
+    let_next_begin()
     head = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     at = tl.load(positions + rows, mask=rows < tokens, other=-1).to(tl.int32)
@@ -182,84 +192,91 @@ def _encode(
     if tl.program_id(2) == 1:
         vectors, stride = value + head * value_head, value_token
         words, scales = values + head * values_stride, value_scales + head * value_scales_stride
+    vectors += rows.to(tl.int64)[:, None] * stride
     if KEY_BITS == VALUE_BITS:  # noqa: SIM114  (decided when compiled: one copy of the code)
-        _encode_rows(vectors, stride, signs, words, scales, rows, slots, written, KEY_BITS, HEAD_DIM, BLOCK_M)
+        _encode_rows(vectors, signs, words, scales, slots, written, KEY_BITS, HEAD_DIM, BLOCK_M)
     elif tl.program_id(2) == 0:
-        _encode_rows(vectors, stride, signs, words, scales, rows, slots, written, KEY_BITS, HEAD_DIM, BLOCK_M)
+        _encode_rows(vectors, signs, words, scales, slots, written, KEY_BITS, HEAD_DIM, BLOCK_M)
     else:
-        _encode_rows(vectors, stride, signs, words, scales, rows, slots, written, VALUE_BITS, HEAD_DIM, BLOCK_M)
+        _encode_rows(vectors, signs, words, scales, slots, written, VALUE_BITS, HEAD_DIM, BLOCK_M)
 
 
 @triton.jit
 def _encode_rows(
-    vectors, stride, signs, words, scales, rows, slots, written,
-    BITS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr,
+    vectors, signs, words, scales, slots, written, BITS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr
 ):  # fmt: skip
     """Quantize vectors [BLOCK_M, HEAD_DIM], in as many parts as a word has fields, to words and scales."""
-    WORDS: tl.constexpr = HEAD_DIM * BITS // 16
-    part = tl.arange(0, WORDS)
-    there = written[:, None]
-    found = vectors + rows.to(tl.int64)[:, None] * stride + part[None, :]
-    a = tl.load(found, mask=there, other=0).to(tl.float32)
-    b = tl.load(found + WORDS, mask=there, other=0).to(tl.float32)
+    FIELDS: tl.constexpr = 16 // BITS
+    WORDS: tl.constexpr = HEAD_DIM // FIELDS
+    part, there = tl.arange(0, WORDS)[None, :], written[:, None]
+    found = vectors + part
+    if BITS == 4:
+        sign = _fields(tl.load(signs + part), signs + part, True, WORDS, FIELDS)
+    await_previous()
+    x = _fields(tl.load(found, mask=there, other=0), found, there, WORDS, FIELDS).to(tl.float32)
     if BITS == 8:
-        peak = tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1))
-        scale = (peak / 127).to(tl.float16)
+        scale = (tl.max(tl.abs(x), 1) / 127).to(tl.float16)
         step = tl.maximum(scale.to(tl.float32), TINY)[:, None]
-        code = (_byte(a, step) & 255) | (_byte(b, step) << 8)
+        code = tl.minimum(tl.maximum(_whole(x / step), -127.0), 127.0).to(tl.int32) & 255
     else:
-        c = tl.load(found + 2 * WORDS, mask=there, other=0).to(tl.float32) * tl.load(signs + 2 * WORDS + part)
-        d = tl.load(found + 3 * WORDS, mask=there, other=0).to(tl.float32) * tl.load(signs + 3 * WORDS + part)
-        a, b, c, d = _turn(a * tl.load(signs + part), b * tl.load(signs + WORDS + part), c, d, BLOCK_M, WORDS)
-        rms = tl.sqrt(tl.sum(a * a + b * b + c * c + d * d, 1) / HEAD_DIM)
-        scale, least = tl.zeros((BLOCK_M,), tl.float16), tl.full((BLOCK_M,), float("inf"), tl.float32)
-        code = tl.zeros((BLOCK_M, WORDS), tl.int32)
-        for trial in range(TRIALS):
-            tried = (rms * (SMALLEST + trial * STEP)).to(tl.float16)
-            step = tl.maximum(tried.to(tl.float32), TINY)[:, None]
-            w, x, y, z = _nearest(a / step), _nearest(b / step), _nearest(c / step), _nearest(d / step)
-            lost = tl.sum(_square(w, step, a) + _square(x, step, b) + _square(y, step, c) + _square(z, step, d), 1)
-            better = lost < least
-            code = tl.where(better[:, None], w | (x << 4) | (y << 8) | (z << 12), code)
-            scale, least = tl.where(better, tried, scale), tl.where(better, lost, least)
-    tl.store(words + slots.to(tl.int64)[:, None] * WORDS + part[None, :], code.to(tl.int16), mask=there)
+        rms = tl.sqrt(tl.sum(x * x, 1) / HEAD_DIM)  # which the rotation preserves
+        x = _turned(x * sign, BLOCK_M, HEAD_DIM)
+        trial = tl.arange(0, TRIALS_PADDED)[None, :]
+        tried = (rms[:, None] * (SMALLEST + trial * STEP)).to(tl.float16).to(tl.float32)
+        steps = tl.maximum(tried, TINY)[:, None, :]
+        sizes = tl.abs(x)[:, :, None]
+        error = _level(_nearest(sizes * (1 / steps))) * steps - sizes
+        lost = tl.where(trial < TRIALS, tl.sum(error * error, 1), float("inf"))
+        best = tl.argmin(lost, 1)[:, None]  # the first of the best
+        scale = tl.sum(tl.where((trial == best) & (lost < float("inf")), tried, 0.0), 1)
+        inverse = (1 / tl.maximum(scale, TINY))[:, None]
+        nearest = _nearest(tl.abs(x) * inverse)
+        code = ((15 + tl.where(x > 0, nearest, -nearest)) * 0.5).to(tl.int32)
+        scale = scale.to(tl.float16)
+    code = tl.reshape(code, (BLOCK_M, WORDS, FIELDS)) << (BITS * tl.arange(0, FIELDS))[None, None, :]
+    tl.store(words + slots.to(tl.int64)[:, None] * WORDS + part, tl.sum(code, 2).to(tl.int16), mask=there)
     tl.store(scales + slots, scale, mask=written)
 
 
 @triton.jit
-def _turn(a, b, c, d, ROWS: tl.constexpr, SIZE: tl.constexpr):
-    """The orthogonal Hadamard transform of rows of length 4 SIZE, passed and returned as quarters [ROWS, SIZE]."""
-    parity = tl.arange(0, SIZE)[:, None] & tl.arange(0, SIZE)[None, :]
-    parity ^= parity >> 4
-    parity ^= parity >> 2
-    parity ^= parity >> 1
-    matrix = (1 - 2 * (parity & 1)).to(tl.float16)
-    zero = tl.zeros((ROWS, SIZE), tl.float32)
-    a, b = dot(a.to(tl.float16), matrix, zero), dot(b.to(tl.float16), matrix, zero)
-    c, d = dot(c.to(tl.float16), matrix, zero), dot(d.to(tl.float16), matrix, zero)
-    a, b, c, d = a + b, a - b, c + d, c - d
-    unit = 1 / tl.sqrt(4.0 * SIZE)
-    return (a + c) * unit, (b + d) * unit, (a - c) * unit, (b - d) * unit
+def _fields(first, at, there, WORDS: tl.constexpr, FIELDS: tl.constexpr):
+    """Return [M, WORDS * FIELDS] numbers, those of a word next to each other: `first` [M, WORDS], and the parts after it."""
+    if FIELDS == 2:
+        both = tl.join(first, tl.load(at + WORDS, mask=there, other=0))
+    else:
+        second, third = tl.load(at + WORDS, mask=there, other=0), tl.load(at + 2 * WORDS, mask=there, other=0)
+        fourth = tl.load(at + 3 * WORDS, mask=there, other=0)
+        both = tl.join(tl.join(first, third), tl.join(second, fourth))
+    return tl.reshape(both, (first.shape[0], WORDS * FIELDS))
 
 
 @triton.jit
-def _byte(x, step):
-    """Return x / step rounded to even: adding 1.5 x 2^23 leaves no fraction digits in an fp32 number."""
-    whole = (x / step + 12582912.0) - 12582912.0
-    return tl.minimum(tl.maximum(whole, -127.0), 127.0).to(tl.int32)
+def _turned(x, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """The orthogonal Hadamard transform of rows [ROWS, SIZE], in any order of the bits of the column."""
+    for bit in tl.static_range(SIZE.bit_length() - 1):
+        pairs = tl.reshape(x, (ROWS * SIZE // (2 << bit), 2, 1 << bit))
+        second = (tl.arange(0, 2) == 1)[None, :, None]
+        x = tl.reshape(tl.sum(pairs, 1, keep_dims=True) - tl.where(second, 2 * pairs, 0.0), (ROWS, SIZE))
+    return x * (1 / tl.sqrt(float(SIZE)))
+
+
+@triton.jit
+def _whole(x):
+    """Return x rounded to even: adding 1.5 x 2^23 leaves no fraction digits in an fp32 number."""
+    return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def _nearest(x):
-    """Return the code of the level nearest to x, using the symmetry of the levels."""
-    above = tl.zeros_like(x).to(tl.int32)
-    for border in tl.static_range(7):
-        above += (tl.abs(x) > BORDERS[border]).to(tl.int32)
-    return tl.where(x > 0, 8 + above, 7 - above)
+    """Return 1, 3, ... 15 for the positive level nearest to x."""
+    upper = x > BORDERS[3]
+    border = tl.where(upper, BORDERS[5], BORDERS[1])
+    third = x > border
+    border = tl.where(upper, tl.where(third, BORDERS[6], BORDERS[4]), tl.where(third, BORDERS[2], BORDERS[0]))
+    return tl.where(upper, 9.0, 1.0) + tl.where(third, 4.0, 0.0) + tl.where(x > border, 2.0, 0.0)
 
 
 @triton.jit
-def _square(code, step, x):
-    """Return the squared error of a code."""
-    lost = level_of(code) * LEVEL_UNIT * step - x
-    return lost * lost
+def _level(v):
+    """Return the level of 2 code - 15 = v."""
+    return _whole(v * (FIRST + FIFTH * (v * v) * (v * v))) * LEVEL_UNIT
