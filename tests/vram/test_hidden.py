@@ -132,7 +132,8 @@ def test_an_error_in_a_list_holds_what_its_traceback_holds(monkeypatch):
     assert owners() == {"pinned in fails() (the traceback of ValueError)": 4 * MiB}
 
 
-def test_advice_on_reference_cycles():
+def test_advice_on_reference_cycles(monkeypatch):
+    monkeypatch.setattr("toolkit.vram.advice.ipython_shell", lambda: None)  # other tests may have started IPython here
     pair()
     with pytest.raises(torch.OutOfMemoryError) as caught, tk.budget("32 MiB"):
         tensor(30)
