@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from toolkit.gpu.opening import open_device
+from toolkit.gpu.virtual.torch_backend import recurrent
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +130,17 @@ class TestAutocast:
                 results.append(layer(x)[0, 0].item())
         assert results == [4.0, 8.0]
 
+    @pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+    def test_a_use_without_gradients_takes_none_from_later_ones(self, without):
+        """As in PPO: the first use in the block keeps the cast."""
+        net, x = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)).to("vgpu"), torch.ones(2, 4, device="vgpu")
+        with torch.autocast("vgpu", dtype=torch.bfloat16):
+            with without():
+                net(x)
+            y = net(x)
+        y.sum().backward()
+        assert all(p.grad is not None for p in net.parameters())
+
     def test_sums_and_softmax_return_fp32(self):
         x = torch.ones(3, 4, device="vgpu", dtype=torch.bfloat16)
         with torch.autocast("vgpu", dtype=torch.bfloat16):
@@ -171,6 +183,20 @@ class TestAttention:
         assert y.mean().item() == pytest.approx(1.0, abs=0.02)
         assert v.grad.mean().item() == pytest.approx(y.mean().item(), abs=1e-3)  # the same entries were dropped
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_dropout_is_the_same_if_hooks_copy_what_is_saved(self, dtype):
+        torch.manual_seed(0)
+        q, v = torch.randn(2, 2, 2, 64, 16, device="vgpu", dtype=dtype)
+        v.requires_grad_()
+        with torch.autograd.graph.save_on_cpu():
+            y = F.scaled_dot_product_attention(q, q, v, dropout_p=0.5)
+        y.sum().backward()
+        assert (v.grad * v).sum().item() == pytest.approx(y.sum().item(), rel=0.02)  # it is linear in v
+
+    def test_all_is_dropped(self):
+        q = torch.ones(1, 2, 8, 16, device="vgpu")
+        assert F.scaled_dot_product_attention(q, q, q, dropout_p=1.0).abs().max().item() == 0
+
     def test_a_mask_by_columns_has_no_fused_kernel(self, gpu):
         q = torch.randn(1, 2, 8, 16, device="vgpu")
         mask = torch.zeros(8, 8, device="vgpu")
@@ -187,6 +213,12 @@ def _module(kind, **options):
 
 
 class TestRecurrent:
+    @pytest.fixture(autouse=True)
+    def free_the_state_of_dropout(self):
+        """The device keeps it, as CUDA does: later tests would find memory without an owner."""
+        yield
+        recurrent._Dropout.state = None
+
     def test_weights_are_packed_when_a_module_moves(self, gpu):
         module = _module("LSTM", num_layers=2)
         sizes = sorted(p.nbytes for p in module.parameters())
@@ -228,6 +260,27 @@ class TestRecurrent:
         assert copies(gpu, "d2h", lambda: module(x)) == []
         module(x)[0].sum().backward()
         assert all(p.grad is not None for p in module.parameters())
+
+    @pytest.mark.parametrize("dropout", [0.0, 0.5])
+    def test_saved_tensors_may_be_copied(self, dropout):
+        """PyTorch copies the reserve if the graph is kept, and hooks of saved tensors copy all."""
+        module, x = _module("LSTM", num_layers=2, dropout=dropout).to("vgpu"), torch.ones(3, 2, 6, device="vgpu")
+        out = module(x)[0]
+        out.sum().backward(retain_graph=True)
+        first = [p.grad.clone() for p in module.parameters()]
+        module.zero_grad()
+        out.sum().backward()
+        for p, grad in zip(module.parameters(), first, strict=True):
+            torch.testing.assert_close(p.grad, grad)
+        with torch.autograd.graph.save_on_cpu():
+            out = module(x)[0]
+        out.sum().backward()
+
+    def test_there_are_no_gradients_in_evaluation(self):
+        """cuDNN keeps what they need in training only."""
+        out = _module("GRU").to("vgpu").eval()(torch.ones(3, 2, 6, device="vgpu"))[0]
+        with pytest.raises(RuntimeError, match="can only be called in training mode"):
+            out.sum().backward()
 
     def test_autocast_runs_in_half_precision(self):
         module = _module("LSTM", bidirectional=True).to("vgpu")

@@ -21,6 +21,7 @@ from toolkit.gpu.virtual.tensor import VirtualTensor
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
+SEEDS = 1 << 24  # fp32 holds smaller integers exactly
 
 
 def attention(
@@ -69,15 +70,15 @@ def _forward(
 ) -> tuple[Any, ...]:  # fmt: skip
     """Run the fused operation on host tensors.
 
-    CUDA keeps sums for the gradient, and in half precision the state of its random numbers, which has no values here.
+    CUDA keeps sums for the gradient, and in half precision the state of its random numbers, which has no values here. With
+    dropout, the sums are the seed of what was dropped, so that copies of them, as hooks of saved tensors make, are as good.
     """
     none = [torch.empty(0, dtype=torch.int64) for _ in range(3)]
-    kept = None
     if dropout_p:
-        weights, kept = _weights(q, k, mask, causal, scale), torch.ones(*q.shape[:3], k.shape[2], device=q.device)
-        kept = kept if q.is_meta else kept.bernoulli_(1 - dropout_p) / (1 - dropout_p)
+        weights = _weights(q, k, mask, causal, scale)
+        sums = weights.new_full(q.shape[:3], int(torch.randint(SEEDS, (1,))))
+        kept = _kept(weights, dropout_p, sums)
         out = ((weights * kept) @ _every_head(v, q).float()).to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2)
-        sums = weights.new_zeros(q.shape[:3])
     else:
         out, sums = aten._scaled_dot_product_flash_attention_for_cpu(
             q, _every_head(k, q), _every_head(v, q), 0.0, causal, attn_mask=mask, scale=scale
@@ -89,7 +90,6 @@ def _forward(
         none[:2] = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
     else:
         sums = nn.functional.pad(sums, (0, -q.shape[2] % SUMS_ALIGNMENT))
-    sums.kept = kept  # type: ignore[attr-defined]
     return out, sums, None, None, q.shape[2], k.shape[2], *none
 
 
@@ -98,11 +98,11 @@ def _backward(
     *rest: Any, scale: float | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Run the gradient on host tensors. `rest`: sequence offsets and lengths (4), dropout, causal, random-number state (2)."""
-    keys, values, causal, kept = _every_head(k, q), _every_head(v, q), rest[5], getattr(sums, "kept", None)
+    keys, values, dropout_p, causal = _every_head(k, q), _every_head(v, q), *rest[4:6]
     bias = None
-    if rest[4] or (mask is not None and wanted[3]):
-        kept = 1.0 if kept is None else kept
+    if dropout_p or (mask is not None and wanted[3]):
         weights = _weights(q, k, mask, causal, scale)
+        kept = _kept(weights, dropout_p, sums) if dropout_p else 1.0
         pulled = (grad.float() @ values.float().transpose(-2, -1)) * kept
         scores = weights * (pulled - (pulled * weights).sum(-1, keepdim=True))
         factor = q.shape[-1] ** -0.5 if scale is None else scale
@@ -118,6 +118,14 @@ def _backward(
     if groups > 1:
         grads = (grads[0], *(x.unflatten(1, (-1, groups)).sum(2) for x in grads[1:]))
     return *(_laid_out(x, like) for x, like in zip(grads, (q, k, v), strict=True)), bias
+
+
+def _kept(weights: Tensor, dropout_p: float, seeds: Tensor) -> Tensor:
+    """Return the factors of the probabilities after dropout, drawn from a seed, which all of `seeds` are."""
+    if weights.is_meta or not weights.numel():
+        return torch.ones_like(weights)
+    random = torch.Generator().manual_seed(int(seeds.flatten()[0]))
+    return torch.empty_like(weights).bernoulli_(1 - dropout_p, generator=random) / ((1 - dropout_p) or 1.0)
 
 
 def _weights(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> Tensor:

@@ -101,11 +101,12 @@ def _cast(x: Any, dtype: torch.dtype) -> Any:
     if not _castable(x) or x.dtype == dtype:
         return x
     weight = x.dtype == torch.float32 and dtype == torch.get_autocast_dtype("vgpu") and x.requires_grad and x.is_leaf
-    if not weight or x._is_view() or not torch.is_autocast_cache_enabled():
+    if not weight or x._is_view() or not torch.is_autocast_cache_enabled() or torch.is_inference_mode_enabled():
         return x.to(dtype)
     known = _weights.get(id(x))
     if known is None or known[0]() is not x:
-        known = _weights[id(x)] = (weakref.ref(x), x.to(dtype))
+        with torch.enable_grad():  # a later use may want gradients
+            known = _weights[id(x)] = (weakref.ref(x), x.to(dtype))
     return known[1]
 
 

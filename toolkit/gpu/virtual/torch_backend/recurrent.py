@@ -8,7 +8,8 @@ The CPU's kernels compute the values, and the gradients by running the forward p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -161,15 +162,28 @@ def _forward(
     projected: int, layers: int, batch_first: bool, dropout: float, train: bool, bidirectional: bool,
     batch_sizes: list[int], state: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    seed = torch.get_rng_state() if dropout and train else None
-    out, *states = _host_run(
-        x, weights, per_layer, h, c, mode, projected, layers, dropout, train, bidirectional, batch_sizes
-    )  # fmt: skip
+    seed = torch.randint(1 << 62, (1,)) if dropout and train and not x.is_meta else None
+    with _seeded(seed):
+        out, *states = _host_run(
+            x, weights, per_layer, h, c, mode, projected, layers, dropout, train, bidirectional, batch_sizes
+        )  # fmt: skip
     steps = x.numel() // x.shape[-1]
     size = reserve_bytes(steps, hidden, layers, 1 + bidirectional, mode, x.element_size(), dropout if train else 0.0)
     reserve = torch.empty(size if train else 0, dtype=torch.uint8)
-    reserve.seed = seed  # type: ignore[attr-defined]
+    if seed is not None:
+        reserve[: seed.nbytes] = seed.view(torch.uint8)  # copies of the reserve are as good
     return out.contiguous(), *(x.contiguous() for x in states), *([] if c is not None else [h.new_empty(0)]), reserve, buffer
+
+
+@contextmanager
+def _seeded(seed: Tensor | None) -> Iterator[None]:
+    """Draw random numbers from `seed` [1] in this block, and go on as before after it; None changes nothing."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(int(seed))
+        yield
 
 
 def _backward(
@@ -179,6 +193,8 @@ def _backward(
     state: Tensor | None, reserve: Tensor, wanted: list[bool],
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return the gradients of input, states and weights; those of the weights are views of one buffer."""
+    if not train:
+        raise RuntimeError("cudnn RNN backward can only be called in training mode")
     flat = torch.empty_like(buffer)
     parts, start = [], 0
     for weight in weights:
@@ -186,9 +202,8 @@ def _backward(
         start += weight.numel()
     if x.is_meta:
         return torch.empty_like(x), torch.empty_like(h), None if c is None else torch.empty_like(c), parts
-    with Including("AutogradFunctionality", "ADInplaceOrView"), torch.random.fork_rng(devices=[]), torch.enable_grad():
-        if reserve.seed is not None:  # type: ignore[attr-defined]
-            torch.set_rng_state(reserve.seed)  # type: ignore[attr-defined]
+    seed = reserve[:8].clone().view(torch.int64) if dropout else None
+    with Including("AutogradFunctionality", "ADInplaceOrView"), _seeded(seed), torch.enable_grad():
         leaves = [y.detach().requires_grad_() for y in (x, h, *([] if c is None else [c]), *weights)]
         inputs, (first, *cell) = leaves[0], leaves[1 : 2 + (c is not None)]
         results = _host_run(
