@@ -20,6 +20,7 @@ sys.path[:0] = [str(DOCS), str(ROOT)]
 
 import docstrings  # noqa: E402  # this folder is on the path from here on
 import figures  # noqa: E402
+from jupyter_cache import get_cache  # noqa: E402
 
 from toolkit.core.version import __version__  # noqa: E402
 
@@ -84,6 +85,7 @@ def setup(app: Any) -> None:
     for folder in (BUILD / "executed").glob("*"):
         if str(folder) != nb_execution_cache_path:
             shutil.rmtree(folder)
+    assert get_cache(nb_execution_cache_path).db  # else parallel processes create it, and all but one fail
     lessons = DOCS / "lessons"
     lessons.mkdir(exist_ok=True)
     for path in (ROOT / "notebooks").glob("*.ipynb"):
