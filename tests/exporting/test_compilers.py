@@ -4,7 +4,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,6 +56,26 @@ def test_nothing_is_left_of_them(model):
     assert not folder.exists()
     with pytest.raises(PackageError):
         future.result(0)
+
+
+def test_an_interrupt_of_tracing_puts_the_filters_of_warnings_back(monkeypatch):
+    go_on, during, before = threading.Event(), [], list(warnings.filters)
+
+    def export(*operands, **options):
+        during.append(warnings.filters[0][0])
+        os.kill(os.getpid(), signal.SIGINT)
+        go_on.wait(60)
+        return SimpleNamespace(state_dict={})
+
+    monkeypatch.setattr(torch.export, "export", export)
+    traceable = SimpleNamespace(mode=nullcontext(), run=None, inputs=(), varying=None)
+    with pytest.raises(KeyboardInterrupt):
+        compiling._trace_in_thread(lambda: traceable)
+    assert during == ["ignore"]
+    assert warnings.filters == before  # although the thread goes on
+    go_on.set()
+    with compiling._tracing:
+        assert warnings.filters == before
 
 
 def test_what_two_compiled_is_kept_once(tmp_path, monkeypatch):

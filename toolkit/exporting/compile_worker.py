@@ -8,6 +8,7 @@ exits when stdin is closed, that is when the export ends.
 from __future__ import annotations
 
 import tempfile
+import warnings
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ def compile_piece(anatomy: Anatomy, card: Card | None, folder: str, job: dict[st
 
 def main() -> None:
     about, jobs, answer = listen()
+    warnings.simplefilter("ignore")
     torch.set_num_threads(about["threads"])  # Inductor writes this number into code for the CPU
     torch.set_default_dtype(getattr(torch, about["default_dtype"]))
     card = None if about["card"] is None else Card.from_plain(about["card"])

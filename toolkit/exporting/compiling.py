@@ -66,9 +66,7 @@ def compile_program(program: Any, key: str, card: Card | None, folder: str) -> C
     with tempfile.TemporaryDirectory(dir=folder) as own:
         path = os.path.join(own, "piece.pt2")
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=options)
+            torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=options)
         except Exception as error:
             found = f"the compiler failed: {_summary(error)}"
             raise PackageError("compiling a layer", found, "Check that g++ works and that the disk isn't full") from error
@@ -88,8 +86,7 @@ def _first_line(error: Exception) -> str:
 
 def trace(traceable: Traceable) -> Any:
     """Return the piece's graph as a torch.export.ExportedProgram with dynamic shapes."""
-    with torch.no_grad(), traceable.mode, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with torch.no_grad(), traceable.mode:
         program = torch.export.export(
             traceable.run,
             traceable.inputs,
@@ -140,7 +137,8 @@ def _trace_in_thread(traceable: Callable[[], Traceable]) -> Any:
     """Return `trace(traceable())`, traced on another thread, which an interrupt does not reach.
 
     Inside of PyTorch's tracer, an interrupt may be lost in a destructor, or leave a mode open. Here it ends the waiting; the
-    thread goes on until the piece is traced, and the next piece waits for it.
+    thread goes on until the piece is traced, and the next piece waits for it. The filters of warnings belong to the process, so
+    this thread replaces them and puts them back, whether the other one goes on or not.
     """
     traced = Future[Any]()
 
@@ -151,8 +149,10 @@ def _trace_in_thread(traceable: Callable[[], Traceable]) -> Any:
             except BaseException as error:  # raised by `result`
                 traced.set_exception(error)
 
-    threading.Thread(target=run, name="toolkit-trace").start()
-    return traced.result()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        threading.Thread(target=run, name="toolkit-trace").start()
+        return traced.result()
 
 
 def _describe(program: Any) -> tuple[Any, ...]:
