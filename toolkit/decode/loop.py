@@ -84,9 +84,9 @@ def generate(
         record: Whether to record a trace. On a real GPU recording costs time.
         lines: Whether to record the source line of each copy, which costs time, too.
 
-    Raises ModelError for an invalid prompt or option, and if no token can be chosen because logits are NaN or infinite;
-    UnknownNameError for an unknown strategy or `kv`; and DeviceError if the strategy captures graphs and the device, the model
-    or one of its operations doesn't support that.
+    Raises ModelError for an invalid prompt or option, and, under every strategy of the toolkit but not under "hf-generate", if
+    no token can be chosen because logits are NaN or infinite; UnknownNameError for an unknown strategy or `kv`; and DeviceError
+    if the strategy captures graphs and the device, the model or one of its operations doesn't support that.
     """
     strategy = find_strategy(decode, {**STRATEGIES, **strategies_of(model)})
     sampling = Sampling(temperature, top_k, top_p, seed, min_p, repetition_penalty, logit_bias or {})
