@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
+import torch
 
 import toolkit as tk
 from toolkit.bench.decode import Bench
-from toolkit.bench.decode_runs import recorded
+from toolkit.bench.decode_runs import host_time, recorded
 from toolkit.bench.step_breakdown import Expected, breakdown, expected_launches
+from toolkit.core.errors import ModelError
 from toolkit.decode.prefix import Prefix
 from toolkit.planning.costs import costs_of
 from toolkit.trace.events import TraceBuilder
@@ -91,6 +93,15 @@ def test_the_launches_of_a_real_gpu_are_those_that_its_kernels_describe(monkeypa
     assert names.count("_norm_kernel") == 73
     assert names.count("_matmul") == 163
     assert names.count("") == 3
+
+
+def test_logits_that_choose_no_token_are_an_error():
+    model = tk.load("demo/qwen3", device="virtual:h200", progress=False)
+    prefix = Prefix(model, [1, 2], 40)
+    model.norm.weight.data.fill_(torch.nan)
+    for measure in (expected_launches, host_time):
+        with pytest.raises(ModelError, match="choosing token 0 of the text: the highest logit is NaN or infinite"):
+            measure(prefix, [1, 2, 3], "roundtrip", 512)
 
 
 def test_a_step_on_the_cpu_has_no_kernels():

@@ -16,7 +16,7 @@ import torch
 from toolkit.bench.step_breakdown import FIRST_STEADY
 from toolkit.core.errors import ToolkitError
 from toolkit.decode.compare import decode_steps
-from toolkit.decode.loop import generate
+from toolkit.decode.loop import check_token, generate
 from toolkit.decode.prefix import Prefix
 from toolkit.decode.sampling import Sampling
 from toolkit.decode.step import Fallback, Step
@@ -104,7 +104,7 @@ def host_time(prefix: Prefix, ids: Sequence[int], name: str, chunk: int) -> dict
                 for _, known_ns in loop.run(PROBED_STEPS + 1, (), lambda: False):
                     taken = taken or [(known_ns - begin) / PROBED_STEPS]
             else:
-                taken = _launches(step, int(token.item()))
+                taken = _launches(step, check_token(int(token.item()), 0))
             nodes = step.nodes
         finally:
             step.free()
@@ -120,7 +120,7 @@ def _launches(step: Step, known: int) -> list[float]:
         step.start(number, known)
         if number >= FIRST_STEADY:
             taken.append(float(device.now_ns() - begin))
-        known = int(step.finish(number % step.turns).item())
+        known = check_token(int(step.finish(number % step.turns).item()), number)
     return taken
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from toolkit.decode.loop import check_token
 from toolkit.decode.prefix import Prefix
 from toolkit.decode.sampling import Sampling
 from toolkit.decode.step import Fallback, Step
@@ -56,7 +57,7 @@ def expected_launches(prefix: Prefix, ids: Sequence[int], name: str, chunk: int)
         try:
             token = step.prefill(chunk, threading.Event())
             assert token is not None
-            known = int(token.item())
+            known = check_token(int(token.item()), 0)
             with _Operations(device) as noted:
                 step.start(1, known)
         finally:

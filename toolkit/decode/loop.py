@@ -119,8 +119,7 @@ def generate(
         learnt, late = _decode(model, strategy, sampling, about, cancel, fallen), strategy.readback == "overlap"
     with recording as trace, torch.no_grad(), closing(learnt):
         for token, at_ns in learnt:
-            if token == NO_TOKEN:
-                raise _no_token(len(known_ns))
+            check_token(token, len(known_ns))
             known_ns.append(at_ns)
             if text.add(token, last=len(known_ns) == limit):
                 break
@@ -140,10 +139,16 @@ def generate(
     )
 
 
-def _no_token(number: int) -> ModelError:
+def check_token(token: int, number: int) -> int:
+    """Return `token`, which the host was told as token `number` of the text, counted from 0.
+
+    Raises ModelError if it is NO_TOKEN.
+    """
+    if token != NO_TOKEN:
+        return token
     found = "the highest logit is NaN or infinite, or all are -infinity"
     do = "Look for NaN or infinite weights, results beyond the range of the dtype, and a logit_bias that excludes all tokens"
-    return ModelError(f"choosing token {number} of the text", found, do)
+    raise ModelError(f"choosing token {number} of the text", found, do)
 
 
 class _Text:
