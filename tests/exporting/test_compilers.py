@@ -58,7 +58,7 @@ def test_nothing_is_left_of_them(model):
         future.result(0)
 
 
-def test_an_interrupt_of_tracing_puts_the_filters_of_warnings_back(monkeypatch):
+def test_an_interrupt_of_tracing_puts_the_filters_of_warnings_back(monkeypatch, python_handles_interrupts):
     go_on, during, before = threading.Event(), [], list(warnings.filters)
 
     def export(*operands, **options):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,13 +14,7 @@ import toolkit as tk
 from tests.fuzz.interrupts import run, works
 from toolkit.core.signals import whole
 
-
-@pytest.fixture(autouse=True)
-def python_handles_interrupts() -> Iterator[None]:
-    """A process that a shell starts in the background ignores SIGINT, and so do its children."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+pytestmark = pytest.mark.usefixtures("python_handles_interrupts")
 
 
 @pytest.mark.parametrize("kind", ["generate", "load", "training"])
