@@ -86,6 +86,20 @@ class TestGradients:
         product = 4 * 8 * 4 * 64
         assert peak(lambda: layer(x)) == 2 * product  # the contiguous operand and the product
 
+    @pytest.mark.parametrize("script", [torch.jit.ignore, torch.jit.script], ids=["python", "torchscript"])
+    def test_a_product_that_is_used_again_keeps_its_memory(self, script):
+        @script
+        def twice(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            product = x.matmul(weight)
+            return product + bias, product
+
+        size = 4 * 8 * 4 * 64
+        x, weight, bias = torch.ones(8, 4, 64, device="vgpu"), torch.ones(64, 64, device="vgpu"), torch.ones(64, device="vgpu")
+        held, base = twice(x, weight, bias), torch.vgpu.memory_allocated()
+        del held
+        assert base - torch.vgpu.memory_allocated() == 2 * size
+        assert peak(lambda: twice(x, weight, bias)) == 2 * size
+
 
 class TestOptimizers:
     def test_temporaries_of_all_parameters_live_together(self):
@@ -346,6 +360,17 @@ class TestOperations:
         assert sorted(copies(gpu, "h2d", loss.backward)) == [16, 16, 16]
         with torch.inference_mode():
             assert F.ctc_loss(x, targets.to("vgpu"), *lengths).item() == pytest.approx(loss.item())
+
+    def test_ctc_loss_without_values_needs_the_same_memory(self, gpu):
+        def train():
+            x = torch.zeros(12, 2, 5, device="vgpu", requires_grad=True)
+            targets, lengths = torch.ones(2, 4, device="vgpu").long(), (torch.tensor([12, 10]), torch.tensor([4, 3]))
+            F.ctc_loss(x.log_softmax(-1), targets, *lengths, zero_infinity=True).backward()
+            assert x.grad.shape == x.shape
+
+        expected = peak(train)
+        with gpu.sizes_only():
+            assert peak(train) == expected
 
     def test_batch_norm_in_evaluation_mode(self, gpu):
         flat, images = nn.BatchNorm1d(8).to("vgpu").eval(), nn.BatchNorm2d(8).to("vgpu").eval()

@@ -26,13 +26,14 @@ from toolkit.core.units import bytes_text, parse_bytes
 from toolkit.gpu.allocation_log import log
 from toolkit.gpu.catalogue import CATALOGUE, GpuSpec
 from toolkit.gpu.device import Device, Memory
-from toolkit.gpu.virtual import dispatch, sizes_only, tensor, threads
+from toolkit.gpu.virtual import dispatch, in_place, sizes_only, tensor, threads
 from toolkit.gpu.virtual.graphs import VirtualGraph, VirtualLoop
 from toolkit.gpu.virtual.machine import Machine
 from toolkit.gpu.virtual.torch_backend import (
     attention,
     autocast,
     ctc_loss,
+    linear,
     module,
     moving_modules,
     pinned,
@@ -215,9 +216,11 @@ def _register() -> None:
     _libraries.extend(dispatch.register())
     _libraries.extend(attention.register())
     _libraries.extend(autocast.register())
+    _libraries.extend(linear.register())
     _libraries.extend(rms_norm.register())
     _libraries.extend(ctc_loss.register())
     _libraries.extend(recurrent.register())
+    in_place.count_references()
     threads.install()
     pinned.install()
     storage.install()

@@ -97,6 +97,14 @@ def _caller_of_dispatch() -> CodeType | None:
     return None if frame is None else frame.f_code
 
 
+def called_by_engine() -> bool:
+    """Return whether the autograd engine, or a gradient formula of PyTorch's, called the current operation."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "__torch_dispatch__":
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None and frame.f_back is not None and frame.f_back.f_code is _here.backward
+
+
 def install() -> None:
     """Run every backward pass of this process on the thread that calls it.
 
