@@ -80,6 +80,11 @@ def package_hash() -> str:
 nb_execution_cache_path = str(BUILD / "executed" / package_hash())
 
 
+def spread_pages(app: Any, env: Any, pages: list[str]) -> None:
+    """Deal the pages out to the parallel processes. Each reads consecutive pages, and most executed ones follow each other."""
+    pages[:] = [page for first in range(app.parallel) for page in pages[first :: app.parallel]]
+
+
 def setup(app: Any) -> None:
     """Prepare what the executed pages need, and connect the docstring converter."""
     for folder in (BUILD / "executed").glob("*"):
@@ -98,5 +103,6 @@ def setup(app: Any) -> None:
     # Kernels inherit the environment. Their compiled kernels and packages stay out of the user's own cache.
     os.environ.update(IPYTHONDIR=str(BUILD / "ipython"), TOOLKIT_CACHE=str(BUILD / "cache"), OMP_NUM_THREADS="1")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    app.connect("env-before-read-docs", spread_pages)
     app.connect("autodoc-process-docstring", docstrings.process)
     app.connect("autodoc-process-signature", docstrings.signature)
