@@ -34,7 +34,31 @@ from tests.interpreter import patch_once_per_launch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is imported
 
+SHOWN_S = 10  # tests that take longer are printed when they end
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")  # as tests/browser looks for them
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the modules that have slow tests, so that no process still runs one of these when the others have ended."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
+class LongTests:
+    """Prints each test that took longer than SHOWN_S when it ends, so that a run that is killed has shown them."""
+
+    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+        self.terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.duration > SHOWN_S:
+            self.terminal.write_line(f"\n{report.duration:.0f} s {report.when} {report.nodeid}")
+
+
+@pytest.hookimpl(trylast=True)  # after the terminal's own
+def pytest_configure(config: pytest.Config) -> None:
+    if terminal := config.pluginmanager.getplugin("terminalreporter"):  # processes of pytest-xdist have none
+        config.pluginmanager.register(LongTests(terminal))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
