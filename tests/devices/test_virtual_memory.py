@@ -274,17 +274,17 @@ def test_one_card_at_a_time():
 
 
 FULL = {  # the code of the user's function, and the frames that PyTorch shows below it on CUDA
-    "x.double() * 2": [], "x + x.view(-1, 1)": [], "torch.cat([x] * 20)": [], "torch.empty(2 << 28).to('vgpu')": [],
-    "torch.ones(2 << 28, device='vgpu')": [], "torch.tensor(1.0, device='vgpu').repeat(2 << 28)": [],
-    "nn.functional.relu(x.expand(4, -1))": ["relu"], "nn.Linear(1 << 15, 1 << 14, device='vgpu')": ["__init__"],
+    "x.double() * 2": [], "x + x.view(-1, 1)": [], "torch.cat([x] * 20)": [], "torch.empty(2 << 24).to('vgpu')": [],
+    "torch.ones(2 << 24, device='vgpu')": [], "torch.tensor(1.0, device='vgpu').repeat(2 << 24)": [],
+    "nn.functional.relu(x.expand(4, -1))": ["relu"], "nn.Linear(1 << 13, 1 << 12, device='vgpu')": ["__init__"],
     "x.requires_grad_().exp().sum().backward()": ["backward", "backward", "_engine_run_backward"],
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("code", FULL)
 def test_the_traceback_of_an_error_for_lack_of_memory_ends_as_on_cuda(gpu, code):
-    x = torch.ones(1 << 26, device="vgpu")
-    gpu.limit(gpu.memory().allocated_bytes + GiB // 2)
+    x = torch.ones(1 << 22, device="vgpu")
+    gpu.limit(gpu.memory().allocated_bytes + (32 << 20))
     try:
         with pytest.raises(torch.OutOfMemoryError) as error:
             eval(compile(code, "user.py", "eval"), {"torch": torch, "nn": torch.nn, "x": x})
