@@ -167,22 +167,26 @@ def stopped(model, name, stop, n=40, **options):
     return tk.generate(model, PROMPT, name, max_new_tokens=n, eos=(), stop=stop, **options)
 
 
+@pytest.fixture(scope="module")
+def whole(speaking):
+    """The run of 40 tokens without stop strings."""
+    return stopped(speaking, "roundtrip", ())
+
+
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("at", [0, 1, 9, 30])
-def test_the_text_ends_before_the_first(speaking, name, at):
-    whole = stopped(speaking, "roundtrip", (), record=False).text
-    stops = [whole[at + 3 : at + 6], whole[at : at + 2]]
-    end = min(whole.index(stop) for stop in stops)
+def test_the_text_ends_before_the_first(speaking, whole, name, at):
+    stops = [whole.text[at + 3 : at + 6], whole.text[at : at + 2]]
+    end = min(whole.text.index(stop) for stop in stops)
     seen: list[str] = []
     run = stopped(speaking, name, stops, on_token=lambda token, text: seen.append(text))
-    assert run.text == "".join(seen) == whole[:end]
+    assert run.text == "".join(seen) == whole.text[:end]
     assert run.stop_reason == "stop"
     assert len(run.tokens) == end + 2 or len(run.tokens) == end + 3
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_stop_that_never_comes_changes_nothing(speaking, name):
-    whole = stopped(speaking, "roundtrip", ())
+def test_a_stop_that_never_comes_changes_nothing(speaking, whole, name):
     almost = whole.text[-2:] + "!!"  # the text ends with its beginning
     seen: list[str] = []
     run = stopped(speaking, name, almost, on_token=lambda token, text: seen.append(text))
@@ -191,7 +195,7 @@ def test_a_stop_that_never_comes_changes_nothing(speaking, name):
 
 
 def test_few_tokens_are_computed_in_vain(speaking):
-    whole = stopped(speaking, "roundtrip", (), n=200)
+    whole = stopped(speaking, "roundtrip", (), n=200, record=False)
     for name, most in (("roundtrip", 0), ("cuda-graph", 1), ("whole-loop", AHEAD)):
         run = stopped(speaking, name, whole.text[8:11], n=200)
         assert len(decode_steps(run.trace)) <= len(run.tokens) - 1 + most, name
