@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -84,6 +85,19 @@ def test_what_two_compiled_is_kept_once(tmp_path, monkeypatch):
         compiling._keep("key", b"one") == compiling._keep("key", b"another") == replace(compiling.find_kept("key"), kept=False)
     )
     assert [path.read_bytes() for path in (tmp_path / "compiled").iterdir()] == [b"one"]
+
+
+def test_precompiled_headers_are_there_for_the_next_process(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    for own in (tmp_path / "first", tmp_path / "next"):
+        monkeypatch.setattr(tempfile, "tempdir", str(own))
+        headers = Path(inductor.default_cache_dir(), "precompiled_headers")
+        inductor.find_headers()
+        if own.name == "first":
+            headers.mkdir(parents=True)
+            (headers / "a.h.gch").write_bytes(b"compiled")
+        inductor.keep_headers()
+    assert (headers / "a.h.gch").read_bytes() == b"compiled"
 
 
 def test_what_the_compiler_calls_an_error_is_told():

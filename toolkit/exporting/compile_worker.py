@@ -29,6 +29,7 @@ def compile_piece(anatomy: Anatomy, card: Card | None, folder: str, job: dict[st
             found = f"the graph of {piece.name} {job['method']} in the compiling process differs from the one in the export"
             raise PackageError("compiling a layer", found, "Please report this, with the model's config and your versions")
         made = compiling.compile_program(program, job["key"], card, folder)
+        inductor.keep_headers()
         with tempfile.NamedTemporaryFile(dir=folder, suffix=".pt2", delete=False) as file:
             file.write(made.data)
         return {"path": file.name}
@@ -52,6 +53,7 @@ def main() -> None:
     card = None if about["card"] is None else Card.from_plain(about["card"])
     model = skeleton.from_plain(about["model"], None)
     inductor.declare_arrays_once()
+    inductor.find_headers()
     if card is not None:
         inductor.find_cuda(about["folder"], compiling.check_compiler())
         inductor.compile_only_for(card)

@@ -16,11 +16,13 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
 from toolkit.core.errors import PackageError
 from toolkit.tune.cards import Card
@@ -93,6 +95,31 @@ def find_cuda(folder: str, compiler: str) -> None:
     subprocess.run(command, input="".join(f"void {name}(void) {{}}\n" for name in names), text=True, check=True)
     for variable, found in (("CPATH", folders), ("LIBRARY_PATH", [stubs])):
         os.environ[variable] = os.pathsep.join(filter(None, [os.environ.get(variable), *map(str, found)]))
+
+
+def find_headers() -> None:
+    """Link the headers that earlier processes precompiled into the folder where Inductor looks for them.
+
+    That folder is under TMPDIR, of which each worker process has its own. Precompiling the headers takes about as long as
+    compiling two pieces.
+    """
+    _link_headers(cache_dir(), default_cache_dir())
+
+
+def keep_headers() -> None:
+    """Link the headers that this process precompiled into Inductor's cache.
+
+    Inductor would write them there directly. If g++ were killed, others would then find half a file.
+    """
+    _link_headers(default_cache_dir(), cache_dir())
+
+
+def _link_headers(source: str, target: str) -> None:
+    folder = Path(target, "precompiled_headers")
+    for path in Path(source, "precompiled_headers").glob("*.gch"):
+        with suppress(OSError):  # it is there, or the folders are on different file systems
+            folder.mkdir(parents=True, exist_ok=True)
+            os.link(path, folder / path.name)
 
 
 def compile_only_for(card: Card) -> None:
