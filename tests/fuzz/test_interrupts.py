@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import time
 from collections.abc import Callable
@@ -69,15 +70,15 @@ def test_an_error_in_a_backward_pass_is_raised(monkeypatch: pytest.MonkeyPatch, 
     before = gpu.memory().allocated_bytes
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).to("vgpu")
     loss = net(torch.ones(2, 4, device="vgpu")).sum()
-    translated, calls = dispatch._translated, []
+    execute, calls = dispatch._execute_effects, []
 
     def fail(*args: object) -> object:
         calls.append(args)
         if len(calls) == 6:
             raise error("x")
-        return translated(*args)
+        return execute(*args)
 
-    monkeypatch.setattr(dispatch, "_translated", fail)
+    monkeypatch.setattr(dispatch, "_execute_effects", fail)
     with pytest.raises(error, match="x"):
         loss.backward()
     monkeypatch.undo()
@@ -115,19 +116,97 @@ def _hooked_module(net: torch.nn.Module, x: torch.Tensor, fail: Callable[..., No
     return net(x)
 
 
-@pytest.mark.parametrize("run", [_checkpointed, _hooked, _hooked_leaf, _hooked_module])
-def test_an_error_in_a_hook_of_a_backward_pass_is_raised(run: Callable[..., torch.Tensor]) -> None:
-    """It must not end the process."""
+def _hooked_node(net: torch.nn.Module, x: torch.Tensor, fail: Callable[..., None]) -> torch.Tensor:
+    y = net(x)
+    y.grad_fn.register_hook(fail)
+    return y
+
+
+def _before_node(net: torch.nn.Module, x: torch.Tensor, fail: Callable[..., None]) -> torch.Tensor:
+    y = net(x)
+    y.grad_fn.register_prehook(fail)
+    return y
+
+
+def _nested(net: torch.nn.Module, x: torch.Tensor, fail: Callable[..., None]) -> torch.Tensor:
+    """The hook's own pass fails in a hook."""
+    y = net(x)
+
+    def inner(_: object) -> None:
+        with torch.enable_grad():
+            _hooked_node(net, x.detach(), fail).sum().backward()
+
+    y.register_hook(inner)
+    return y
+
+
+class _Function(torch.autograd.Function):
+    fail: Callable[..., None]
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: object, *_: torch.Tensor) -> None:
+        _Function.fail()
+
+
+def _custom(net: torch.nn.Module, x: torch.Tensor, fail: Callable[..., None]) -> torch.Tensor:
+    _Function.fail = fail
+    return _Function.apply(net(x))
+
+
+HOOKS = [_checkpointed, _hooked, _hooked_leaf, _hooked_module, _hooked_node, _before_node, _nested, _custom]
+
+
+@pytest.mark.parametrize("device", ["vgpu", "cpu"])
+@pytest.mark.parametrize("run", HOOKS)
+def test_an_error_in_a_hook_of_a_backward_pass_is_raised(run: Callable[..., torch.Tensor], device: str) -> None:
+    """It must not end the process, it ends the pass, and it holds no memory."""
 
     def fail(*_: object) -> None:
         raise KeyError("mine")
 
-    tk.device("virtual:h200")
-    net, x = torch.nn.Linear(4, 4).to("vgpu"), torch.ones(2, 4, device="vgpu", requires_grad=True)
-    with pytest.raises(KeyError, match="mine"):
-        run(net, x, fail).sum().backward()
-    torch.nn.Linear(4, 4).to("vgpu")(x).sum().backward()
+    gpu = tk.device("virtual:h200")
+    net, x = torch.nn.Linear(4, 4).to(device), torch.ones(2, 4, device=device, requires_grad=True)
+    first, later = x * 1, []
+    first.register_hook(later.append)
+    before = gpu.memory().allocated_bytes
+    with pytest.raises(KeyError, match="mine") as raised:
+        run(net, first, fail).sum().backward()
+    assert raised.traceback[-1].name == "fail"
+    assert not later
+    net.zero_grad()
+    del raised
+    gc.collect()  # the traceback
+    assert gpu.memory().allocated_bytes == before
+    torch.nn.Linear(4, 4).to(device)(x).sum().backward()
     assert x.grad is not None
+
+
+def test_a_handler_that_returns_does_not_end_a_backward_pass() -> None:
+    """Programs save their state after the step in which SIGTERM arrived. Python also returns their own handlers."""
+    tk.device("virtual:h200")
+    x = torch.ones(4, device="vgpu", requires_grad=True)
+    y, arrived = x * 2, []
+
+    def note(number: int, _: object) -> None:
+        arrived.append(number)
+
+    def hook(_: object) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        arrived.append(0)
+
+    y.register_hook(hook)
+    old = signal.signal(signal.SIGTERM, note)
+    try:
+        y.sum().backward()
+        assert x.grad is not None
+        assert arrived == [0, signal.SIGTERM]  # before the next operation
+        assert signal.getsignal(signal.SIGTERM) is note
+    finally:
+        assert signal.signal(signal.SIGTERM, old) is note
 
 
 def test_sparse_gradients_are_refused() -> None:

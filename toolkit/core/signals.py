@@ -5,18 +5,20 @@ structure half changed, and one that is raised inside a destructor or a weakref 
 signals are only noted; their handlers run at its end.
 
 C functions may also run handlers, and some C++ code ends the process if a handler raises there. After
-`whole.wait_for(running)`, handlers also wait while the list `running` is not empty.
+`whole.wait_for(running, code)`, handlers also wait while the list `running` is not empty, and while a function with this code
+runs. `signal.getsignal` and `signal.signal` return the handlers themselves.
 """
 
 from __future__ import annotations
 
 import _signal  # the functions that `signal` wraps: without its conversion to enums, a block costs 1 µs instead of 15 µs
+import functools
 import signal
 import sys
 import threading
 from _thread import interrupt_main, start_new_thread
-from collections.abc import Callable
-from types import FrameType
+from collections.abc import Callable, Mapping
+from types import CodeType, FrameType
 from typing import Any
 
 # An interrupt, a request to end, and an alarm: the signals whose handlers may raise.
@@ -34,15 +36,26 @@ def _raise(number: int) -> None:
 class _Waiting:
     """A handler that waits while native code runs that must not see an error: until then, the signal is raised again."""
 
-    def __init__(self, handler: Callable[[int, FrameType | None], object], running: list[Any]) -> None:
-        self.handler, self.running = handler, running
+    def __init__(self, handler: Callable[[int, FrameType | None], object], running: list[Any], code: CodeType) -> None:
+        self.handler, self.running, self.code = handler, running, code
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.running:
+        if self.running or (frame is not None and frame.f_code is self.code):
             # Raised here, the signal would be handled in this frame. A thread can't raise it before native code has returned.
             start_new_thread(_raise, (number,))
         else:
             self.handler(number, frame)
+
+
+def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function`, which returns a handler, so that it returns the handlers that users have installed."""
+
+    @functools.wraps(function)
+    def unwrapped(*args: Any, **kwargs: Any) -> Any:
+        handler = function(*args, **kwargs)
+        return handler.handler if type(handler) is _Waiting else handler
+
+    return unwrapped
 
 
 class Whole:
@@ -56,14 +69,16 @@ class Whole:
         self._depth = 0
         self._replaced: list[tuple[int, Any]] = []  # signals and their handlers, in the order of _SIGNALS
         self._noted: list[int] = []
-        self._running: list[Any] | None = None
+        self._running: tuple[list[Any], CodeType] | None = None
 
-    def wait_for(self, running: list[Any]) -> None:
-        """Let the handlers of signals wait while `running` is not empty, from the end of this block or of the next one.
+    def wait_for(self, running: list[Any], code: CodeType) -> None:
+        """Let handlers wait while `running` is not empty, or `code` runs, from the end of this block or of the next one.
 
         A handler that is installed later waits from the end of the next block.
         """
-        self._running = running
+        if self._running is None:
+            signal.getsignal, signal.signal = _unwrapped(signal.getsignal), _unwrapped(signal.signal)
+        self._running = running, code
 
     def __enter__(self) -> None:
         if threading.get_ident() != threading.main_thread().ident:
@@ -75,7 +90,7 @@ class Whole:
                     handler = _signal.getsignal(number)
                     if callable(handler):
                         if self._running is not None and type(handler) is not _Waiting:
-                            handler = _Waiting(handler, self._running)
+                            handler = _Waiting(handler, *self._running)
                         self._replaced.append((number, handler))
                         _signal.signal(number, self._note)
             except BaseException:  # a signal that has not been replaced yet
@@ -89,17 +104,26 @@ class Whole:
         self._depth -= 1
         if not self._depth:
             self._restore()
-            if self._noted:
-                noted, self._noted = self._noted, []
-                _handle(list(dict.fromkeys(noted)))
+            self._handle({number: _signal.getsignal(number) for number in self._noted})
 
-    @property
-    def waits(self) -> bool:
-        """Whether a signal has been noted and not handled yet."""
-        return bool(self._noted)
+    def handle(self, depth: int) -> None:
+        """Run the handlers of the signals that have been noted, if `depth` blocks have been entered, before they end."""
+        if self._noted and self._depth == depth and threading.get_ident() == threading.main_thread().ident:
+            self._handle(dict(self._replaced))
 
     def _note(self, number: int, _: object) -> None:
         self._noted.append(number)
+
+    def _handle(self, handlers: Mapping[int, Any]) -> None:
+        """Run the handlers of noted signals, each once; one that raises keeps none of the others from running."""
+        if self._noted:
+            number = self._noted[0]
+            self._noted = [other for other in self._noted if other != number]
+            try:
+                if callable(handlers[number]):
+                    handlers[number](number, sys._getframe())
+            finally:
+                self._handle(handlers)
 
     def _restore(self) -> None:
         """Restore the handlers, SIGINT's last. A handler that is back may raise between any two of these calls."""
@@ -110,17 +134,6 @@ class Whole:
         finally:
             if self._replaced:
                 self._restore()
-
-
-def _handle(numbers: list[int]) -> None:
-    """Run the handlers of signals; one that raises keeps none of the others from running."""
-    try:
-        handler = _signal.getsignal(numbers[0])
-        if callable(handler):
-            handler(numbers[0], sys._getframe())
-    finally:
-        if numbers[1:]:
-            _handle(numbers[1:])
 
 
 whole = Whole()

@@ -50,19 +50,29 @@ _libraries: list[torch.library.Library] = []  # kept alive: garbage collection o
 
 
 _asked: list[Any] = []  # not empty while PyTorch asks for the type of the device
+_ask = functools.partial(_asked.append, torch._C._autograd.DeviceType.PrivateUse1)
 _answer = functools.partial(_asked.pop)
-_answers = map({None: _answer}.get, iter(functools.partial(_asked.append, torch._C._autograd.DeviceType.PrivateUse1), ...))
 
 
 class _DeviceGuard(torch._C._acc.DeviceGuard):  # type: ignore[misc, name-defined]
     """Tells PyTorch the type of the device. PyTorch also asks where an error, such as an interrupt, would end the process.
 
     It looks `type_` up, runs the handlers of signals that have arrived (in `PyObject_Str`), and calls the result. The lookup
-    therefore puts the answer into `_asked`, for which handlers wait, and the call removes it. Both are C functions, which no
-    signal interrupts.
+    therefore puts the answer into `_asked`, for which handlers wait, as they do for the lookup itself. The call removes it.
+
+    PyTorch also asks while an error leaves the autograd engine. Python then refuses the result of `_ask`, and names that error
+    as the cause.
     """
 
-    type_ = property(functools.partial(next, _answers))
+    def _look_up(self) -> Callable[[], Any]:
+        try:
+            _ask()
+        except SystemError as refused:
+            if not threads.keep(refused.__cause__):
+                raise
+        return _answer
+
+    type_ = property(_look_up)
 
 
 _GUARD = _DeviceGuard()
@@ -169,7 +179,7 @@ def open_virtual(card: str) -> VirtualGpu:
     _register()
     gpu = VirtualGpu(card, spec)
     with whole:
-        whole.wait_for(_asked)
+        whole.wait_for(_asked, _DeviceGuard._look_up.__code__)
         dispatch.open_machine(gpu.machine)
         _current = gpu
     log.restart()

@@ -31,7 +31,7 @@ from toolkit.gpu.virtual.lifetimes import settle
 from toolkit.gpu.virtual.machine import Machine
 from toolkit.gpu.virtual.scratch.script import SCRATCH, Rule, play
 from toolkit.gpu.virtual.tensor import VirtualTensor, follow, hold, rehold, take_over, wrap
-from toolkit.gpu.virtual.threads import UNUSABLE, ends, fails, here
+from toolkit.gpu.virtual.threads import handle_signals, here
 
 aten = torch.ops.aten
 Args = tuple[Any, ...]
@@ -89,23 +89,13 @@ def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if get_eval_frame_callback():  # torch.compile runs this operation
         raise RuntimeError(_COMPILED)
     settle()
+    handle_signals()
     handler = _handlers.get(func)
     if handler is None:
         handler = _handlers[func] = _handler(func)
-    if ends():
-        return UNUSABLE
-    try:
-        graph = here().graph
-        if graph is not None:
-            graph.begin(func, args, kwargs)
-        return _translated(handler, args, kwargs)
-    except BaseException as error:
-        if fails(error):
-            return UNUSABLE
-        raise
-
-
-def _translated(handler: Handler, args: Args, kwargs: Kwargs) -> Any:
+    graph = here().graph
+    if graph is not None:
+        graph.begin(func, args, kwargs)
     try:
         return handler(args, kwargs)
     except RuntimeError as error:

@@ -18,7 +18,6 @@ import torch
 from toolkit.core.signals import whole
 from toolkit.gpu.virtual.allocator.blocks import Block as MemoryBlock
 from toolkit.gpu.virtual.lifetimes import Tie, lock, queue, settle
-from toolkit.gpu.virtual.threads import keep_errors
 
 if TYPE_CHECKING:
     from toolkit.gpu.virtual.machine import Machine, Taken
@@ -52,14 +51,6 @@ class VirtualTensor(torch.Tensor):
         if isinstance(value, bool | int | float | complex | np.generic):
             value = torch.tensor(value, dtype=self.dtype)
         _setitem(self, key, value)
-
-    def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
-        """Call `hook` with the gradient, as `torch.Tensor.register_hook` does."""
-        return super().register_hook(keep_errors(hook))
-
-    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
-        """Call `hook` after the gradient was added, as `torch.Tensor.register_post_accumulate_grad_hook` does."""
-        return super().register_post_accumulate_grad_hook(keep_errors(hook))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Print like a CUDA tensor, with the copies that printing one causes."""
