@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import threading
 
 import pytest
 import torch
@@ -29,8 +30,8 @@ def tensor(mib=4):
 
 
 def owners(variables=None):
-    """Return the names of hidden memory on the GPU, and its bytes."""
-    return {held.owner: held.bytes for held in hidden.listed(variables or {})}
+    """Return the names of hidden memory on the GPU, and its bytes, without that of running functions."""
+    return {held.owner: held.bytes for held in hidden.listed(variables or {}) if not held.runs}
 
 
 class Node:
@@ -140,3 +141,41 @@ def test_advice_on_reference_cycles(monkeypatch):
     (note,) = caught.value.__notes__
     assert "held by `garbage: Node.other.data[0]`" in note
     assert "gc.collect() (reference cycles): saves 4.00 MiB, enough" in note
+
+
+def test_variables_of_running_functions_have_names():
+    """Those of the functions that called this code, and of other threads: in tables, `%memory hidden` and the advice."""
+    begun, ends = threading.Event(), threading.Event()
+
+    def load():
+        batches = [tensor(2)]
+        begun.set()
+        ends.wait()
+        return batches
+
+    def outer():
+        weights = {"up": tensor()}
+        inner()
+        return weights
+
+    def inner():
+        with tk.memory() as use:
+            mine = tensor(8)
+        names = {"batches in load() (thread 'loader (1)')[0]": 2 * MiB, "weights in outer()['up']": 4 * MiB}
+        rows = use.by("owner")
+        assert dict(zip(rows["owner"], rows["end_bytes"], strict=True)) == {"mine": 8 * MiB, **names}
+        assert {held.owner: held.bytes for held in hidden.listed({"mine": mine}) if held.runs} == names
+        with pytest.raises(torch.OutOfMemoryError) as error, tk.budget("16 MiB"):
+            tensor(10)
+        (note,) = error.value.__notes__
+        assert "del weights in outer(): saves 4.00 MiB\n" in note
+        assert "del batches in load() (thread 'loader (1)'): saves 2.00 MiB" in note
+
+    thread = threading.Thread(target=load, name="loader (1)")
+    thread.start()
+    begun.wait()
+    try:
+        outer()
+    finally:
+        ends.set()
+        thread.join()

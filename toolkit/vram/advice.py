@@ -152,17 +152,21 @@ def _let_go(variables: Mapping[str, Any], found: Mapping[owners.Place, owners.Ho
     on_gpu = {place: holder for place, holder in found.items() if place[0] != "cpu"}
     roots: dict[str, int] = {}
     stale: dict[str, int] = {}
+    callers: dict[str, int] = {}
     for place, holder in on_gpu.items():
         if place in visible:
             root = re.split(r"[.\[ ]", holder.owner, maxsplit=1)[0]
             roots[root] = roots.get(root, 0) + holder.bytes
         elif holder.kind == hidden.GARBAGE:
             stale["reference cycles"] = stale.get("reference cycles", 0) + holder.bytes
+        elif root := hidden.running(holder.owner):
+            callers[root] = callers.get(root, 0) + holder.bytes
         elif shell is not None and place not in with_error:
             kept = "old tracebacks" if "(the traceback of" in holder.owner else "results kept by Out[] and _"
             stale[kept] = stale.get(kept, 0) + holder.bytes
     do = "gc.collect()" if shell is None else "%memory release"
     savings = [(f"{do} ({', '.join(stale)})", sum(stale.values()))]
+    savings += [(f"del {root}", callers[root]) for root in sorted(callers, key=lambda name: -callers[name])[:4]]
     results, inputs = hidden.results(shell), _inputs(error)
     for root in sorted(roots, key=lambda name: -roots[name])[:4]:
         if root == "self" or id(variables.get(root)) in inputs:

@@ -1,6 +1,7 @@
-"""Find memory that is held without a variable: by tracebacks, by results that a notebook keeps, and by reference cycles.
+"""Find memory that no variable of the caller holds, but tracebacks, results that a notebook keeps, and reference cycles.
 
-`find` names it, and `release` frees it. Memory that only Python's garbage collector can free has the kind "garbage".
+`find` names it, and `release` frees it. Memory that only Python's garbage collector can free has the kind "garbage". Variables
+of running functions, which called the caller or run on other threads, are named too; `release` does not free them.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import gc
 import re
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,9 +27,11 @@ from toolkit.vram.cycles import garbage
 from toolkit.vram.owners import Holder, Place
 
 GARBAGE = "garbage"
-_LEAST = 1 << 20  # bytes without an owner below which no garbage is searched for, because a search takes 0.1 s and more
+_LEAST = 1 << 20  # bytes without an owner below which no more are searched for, because a search takes 0.1 s and more
 _MOST_S = 2.0  # seconds of a search
 _AT_ONCE = 16  # tensors of one search
+_KERNEL = ("/IPython/", "/ipykernel/")  # callers of a notebook's code, which lead to all of its variables
+_RUNNING = re.compile(r"[\w.]+ in [^()]*\(\)( \(thread '[^']*'\))?(?! \(the traceback of)")
 _PLAIN = (dict, list, tuple, set, frozenset)
 
 
@@ -39,16 +43,23 @@ def find(variables: Mapping[str, Any], shell: Any | None = None, error: BaseExce
     visible = owners.find(variables)
     held = owners.walk(_of_errors(error)) | results(shell)
     held = {place: holder for place, holder in held.items() if place not in visible}
-    return held | _garbage(visible | held)
+    if not _unnamed(visible | held):
+        return held
+    held = {place: holder for place, holder in owners.walk(_of_threads()).items() if place not in visible} | held
+    return held | (_garbage(visible | held) if _unnamed(visible | held) else {})
 
 
 @dataclass(frozen=True)
 class Hidden:
-    """Memory on a GPU that no variable holds: its bytes, its owner, and the line that allocated it, if that was recorded."""
+    """Memory on a GPU that no variable holds: its bytes, its owner, and the line that allocated it, if that was recorded.
+
+    `runs`: it is held by a running function, so that `release` does not free it.
+    """
 
     bytes: int
     owner: str
     where: str | None
+    runs: bool = False
 
     def __str__(self) -> str:
         return f"{bytes_text(self.bytes):>9}  {self.owner}{f', allocated in {self.where}' if self.where else ''}"
@@ -62,14 +73,34 @@ def listed(variables: Mapping[str, Any], shell: Any | None = None) -> list[Hidde
     found = []
     for (kind, address), holder in find(variables, shell).items():
         if kind != "cpu":
-            where = lines.get(address)
-            found.append(Hidden(holder.bytes, holder.owner, place_text(where, {}) if where else None))
+            place = lines.get(address)
+            where = place_text(place, {}) if place else None
+            found.append(Hidden(holder.bytes, holder.owner, where, runs=bool(running(holder.owner))))
     return sorted(found, key=lambda held: -held.bytes)
 
 
 def of_error(error: BaseException | None) -> dict[Place, Holder]:
     """Return the owner of memory that the traceback of an error, and of its causes, holds."""
     return owners.walk(owners.of_traceback(error))
+
+
+def running(owner: str) -> str:
+    """Return the variable of a running function that `owner` is or begins with, such as "x in f() (thread 'name')", or ""."""
+    found = _RUNNING.match(owner)
+    return found[0] if found else ""
+
+
+def _of_threads() -> Iterator[tuple[str, Any]]:
+    """Yield the variables of the functions that run on each thread, up to the frames of the notebook's kernel."""
+    names = {thread.ident: f" (thread '{thread.name}')" for thread in threading.enumerate()}
+    here = threading.get_ident()
+    frames: dict[int, FrameType] = {here: sys._getframe(1), **{i: top for i, top in sys._current_frames().items() if i != here}}
+    for ident in list(frames):
+        frame: FrameType | None = frames.pop(ident)
+        thread = "" if ident == here else names.get(ident, "")
+        while frame is not None and not any(kernel in frame.f_code.co_filename.replace("\\", "/") for kernel in _KERNEL):
+            yield from ((name + thread, value) for name, value in owners.of_frame(frame))
+            frame = frame.f_back
 
 
 def release(shell: Any | None = None) -> int:
@@ -114,8 +145,6 @@ def results(shell: Any | None) -> dict[Place, Holder]:
 
 def _garbage(known: Mapping[Place, Holder]) -> dict[Place, Holder]:
     """Return the owner of memory on GPUs that only the garbage collector can free. `known` is the memory found before."""
-    if _allocated() - sum(holder.bytes for place, holder in known.items() if place[0] != "cpu") < _LEAST:
-        return {}
     found: dict[Place, Holder] = {}
     alive = set(known)
     ends_s = perf_counter() + _MOST_S
@@ -133,6 +162,11 @@ def _garbage(known: Mapping[Place, Holder]) -> dict[Place, Holder]:
             del dead, living
     only = {place: held for place, held in found.items() if place not in alive}
     return {place: Holder(f"garbage: {held.owner}", GARBAGE, held.bytes) for place, held in only.items()}
+
+
+def _unnamed(known: Mapping[Place, Holder]) -> bool:
+    """Return whether a search is worthwhile: whether the memory in `known` is much less than what is allocated on the GPU."""
+    return _allocated() - sum(holder.bytes for place, holder in known.items() if place[0] != "cpu") >= _LEAST
 
 
 def _allocated() -> int:

@@ -32,7 +32,8 @@ _MOST_S = 0.5  # seconds
 _DEPTH = 6  # steps from a variable
 _LEAVES = (str, bytes, bytearray, int, float, complex, bool, type(None), type, ModuleType, CodeType, torch.dtype, torch.device)
 _LEAF_TYPES = frozenset(_LEAVES)
-_MACHINERY = ("/IPython/", "/toolkit/gpu/")  # frames that hold the same values as the user's frames
+# Frames that hold the same values as the user's frames.
+_MACHINERY = ("/IPython/", "/toolkit/gpu/", "/toolkit/vram/", "/toolkit/ui/")
 _OPAQUE = (Device, threading.Thread, io.IOBase)  # not entered: they lead to objects that the variable does not own
 _MODULE_TABLES = frozenset(vars(nn.Module()))  # attributes that every module has; its tables are walked separately
 _KINDS_BY_FILE = {

@@ -59,7 +59,8 @@ def check_hidden(hint: str = "", why: str = "") -> Verdict:
     """Check that no GPU memory is held without a variable, as `%memory hidden` lists it. Shows `why` if so, else `hint`."""
     shell = ipython_shell()
     name = "held without a variable"
-    n_bytes = sum(held.bytes for held in hidden.listed({} if shell is None else user_variables(shell), shell))
+    found = hidden.listed({} if shell is None else user_variables(shell), shell)
+    n_bytes = sum(held.bytes for held in found if not held.runs)
     return _verdict(*_within({name: n_bytes}, {name: 0}), hint, why)
 
 

@@ -165,7 +165,8 @@ class MemoryMagics(Magics):
         held = hidden.listed(user_variables(self.shell), self.shell)
         for holder in held:
             print(holder)
-        print("%memory release frees these." if held else "Nothing on a GPU is held without a variable.")
+        frees = "%memory release frees these" + (", but not what running functions hold." if any(h.runs for h in held) else ".")
+        print(frees if held else "Nothing on a GPU is held without a variable.")
 
     def _release(self, words: list[str]) -> None:
         _none("release", words)
