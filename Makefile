@@ -4,6 +4,8 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# pip compiles modules one at a time. Below, `compileall` compiles one per core.
+export PIP_COMPILE := 0
 
 # JupyterLab then saves widgets with the notebook: opened again, it shows them without running anything.
 SETTINGS := .venv/share/jupyter/lab/settings/overrides.d
@@ -50,23 +52,19 @@ docs: .venv/.docs
 clean:
 	rm -rf .venv demo.html docs/_build
 
-.venv/.core: pyproject.toml binder/install_torch.py
+.venv/.torch: binder/install_torch.py
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer was not found. Install it, or run: make PYTHON=/path/to/python3.11"; exit 1; }
 	@test -x $(BIN)/python && $(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv \
 		|| { rm -rf .venv; echo "This Python has no module 'venv'. On Debian or Ubuntu: apt install python3-venv"; exit 1; }
 	$(BIN)/python binder/install_torch.py
-	$(PIP) install -e .
 	@touch $@
 
-.venv/.lab: .venv/.core
-	$(PIP) install -e '.[lab]'
+# One call of pip each, because each call prepares an environment in which it builds the package.
+.venv/.lab: EXTRAS := [lab]
+.venv/.test: EXTRAS := [lab,hf,test]
+.venv/.docs: EXTRAS := [lab,docs]
+.venv/.core .venv/.lab .venv/.test .venv/.docs: .venv/.torch pyproject.toml
+	$(PIP) install -e '.$(EXTRAS)'
+	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true  # some packages hold files that no Python compiles
 	@mkdir -p $(SETTINGS) && cp binder/jupyterlab.json $(SETTINGS)/decode-toolkit.json
-	@touch $@
-
-.venv/.test: .venv/.lab
-	$(PIP) install -e '.[lab,hf,test]'
-	@touch $@
-
-.venv/.docs: .venv/.lab
-	$(PIP) install -e '.[lab,docs]'
 	@touch $@
