@@ -19,13 +19,13 @@ demo: .venv/.core
 lab: .venv/.lab
 	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks/01_see_the_copies.ipynb
 
-# All tests run in two processes of one thread each, the first part while mypy checks types. Tests that time what a user waits for
-# run alone. Both parts compile exports into one folder, which starts empty.
+# Tests run in two processes of one thread each while mypy checks types; then browser tests, which mostly wait, in three. Tests that
+# time what a user waits for run alone. All compile exports into one folder, which starts empty.
 test: export TOOLKIT_TEST_EXPORTS := $(CURDIR)/.venv/exports
 test: lint
 	rm -rf $(TOOLKIT_TEST_EXPORTS)
 	$(MAKE) --no-print-directory -j 2 types tests
-	$(BIN)/python -m pytest tests/browser -m 'not timed' -n 2 --dist worksteal --durations=10
+	$(BIN)/python -m pytest tests/browser -m 'not timed' -n 3 --dist worksteal --durations=10
 	$(BIN)/python -m pytest tests/browser -m timed
 
 tests: .venv/.test

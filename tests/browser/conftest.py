@@ -25,6 +25,9 @@ import pytest
 
 from tests.conftest import cache_of_lessons
 
+if hasattr(os, "sched_setaffinity"):  # Chromium, JupyterLab and a kernel work for one test at the same time: not on one core
+    os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
+
 NOTEBOOK_TESTS = Path(__file__).parent.parent / "ui"
 sys.path.insert(0, str(NOTEBOOK_TESTS))  # synthetic.py
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
