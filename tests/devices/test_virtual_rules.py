@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 
 from toolkit.gpu.opening import open_device
 from toolkit.gpu.virtual.torch_backend import recurrent
@@ -219,6 +220,56 @@ class TestAttention:
         with gpu.record() as parts:
             F.scaled_dot_product_attention(q, q, q, attn_mask=mask.t())
         assert fused.is_kind("kernel").sum() == 1 < parts.is_kind("kernel").sum()
+
+
+class TestFlexAttention:
+    """Called without `torch.compile`, `flex_attention` runs in parts; `attention.flex_alibi` has a mask of blocks too."""
+
+    @staticmethod
+    def operands(heads=4):
+        torch.manual_seed(0)
+        query, key, value = torch.randn(2, heads, 24, 8), torch.randn(2, 2, 24, 8), torch.randn(2, 2, 24, 8)
+        return [x.to("vgpu") for x in (query, key, value)]
+
+    def test_grouped_heads_and_a_score_of_captured_tensors(self, gpu):
+        operands, window = self.operands(), torch.tensor(5.0, device="vgpu")
+
+        def soft_window(score, batch, head, q, k):
+            return score - ((q - k).abs() / window) ** 2
+
+        def work():
+            return flex_attention(*operands, score_mod=soft_window, enable_gqa=True)
+
+        q, k, v = (x.cpu() for x in operands)
+        at = torch.arange(24)
+        k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
+        expected = F.scaled_dot_product_attention(q, k, v, attn_mask=-(((at[:, None] - at) / 5) ** 2))
+        torch.testing.assert_close(work().cpu(), expected)
+        assert copies(gpu, "d2h", work) == []
+        assert peak(work) > 4 * 2 * 4 * 24 * 24  # the scores are in memory
+
+    def test_autocast_and_sizes_only(self, gpu):
+        operands = self.operands(heads=2)
+        with torch.autocast("vgpu", dtype=torch.bfloat16):
+            assert flex_attention(*operands).dtype == torch.bfloat16
+        with gpu.sizes_only():
+            absent = torch.randn(2, 2, 24, 8, device="vgpu")
+            assert flex_attention(absent, absent, absent).shape == (2, 2, 24, 8)
+
+    def test_gradients_and_compiling_are_refused(self):
+        operands = self.operands(heads=2)
+        operands[1].requires_grad_()
+        with pytest.raises(RuntimeError, match="does not support gradients of flex_attention"):
+            flex_attention(*operands)
+        with torch.no_grad():
+            assert flex_attention(*operands).shape == (2, 2, 24, 8)
+            with pytest.raises(RuntimeError, match=r"torch\.compile is not supported on the virtual GPU"):
+                torch.compile(flex_attention, backend="eager")(*operands)
+
+    def test_other_devices_are_left_alone(self):
+        operands = [torch.randn(1, 1, 4, 4) for _ in range(3)]
+        with pytest.raises(NotImplementedError, match="backward on CPU"):
+            flex_attention(operands[0].requires_grad_(), *operands[1:])
 
 
 def _module(kind, **options):

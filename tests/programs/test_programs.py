@@ -28,7 +28,6 @@ SLICE = (
 COPIES: dict[str, tuple[str, ...]] = {
     "raises: sparse tensors": ("graphs.gcn_training", "graphs.pagerank", "numeric.embedding_bags"),
     "raises: nested tensors, in the encoder's fast path": ("encoders.encoder_inference",),
-    "raises: flexible attention": ("attention.flex_alibi",),
     "cuDNN copies states inside a packed sequence": ("recurrent.packed_gru_classifier",),
     "cuSOLVER copies inside decompositions": ("numeric.principal_components",),
 }

@@ -33,6 +33,7 @@ from toolkit.gpu.virtual.torch_backend import (
     attention,
     autocast,
     ctc_loss,
+    flex_attention,
     linear,
     module,
     moving_modules,
@@ -236,5 +237,6 @@ def _register() -> None:
     storage.install()
     moving_modules.install()
     recurrent.install()
+    flex_attention.install()
     for types in (of_optimizers, of_gradients):
         types.append(tensor.VirtualTensor)  # optimizers work on lists of tensors, as on CUDA

@@ -38,7 +38,7 @@ Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Handler = Callable[[Args, Kwargs], Any]
 
-_COMPILED = (
+COMPILED = (
     "torch.compile is not supported on the virtual GPU, which can't predict the kernels and the memory of compiled code. "
     'To run the same program operation by operation, call torch.compiler.set_stance("force_eager") first'
 )
@@ -87,7 +87,7 @@ def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
     Raises RuntimeError inside a function that torch.compile compiles.
     """
     if get_eval_frame_callback():  # torch.compile runs this operation
-        raise RuntimeError(_COMPILED)
+        raise RuntimeError(COMPILED)
     settle()
     handle_signals()
     handler = _handlers.get(func)
