@@ -5,12 +5,13 @@ from __future__ import annotations
 import html
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.core.display import render
-from toolkit.core.errors import RecorderError
+from toolkit.core.errors import RecorderError, TraceError
+from toolkit.core.schema import convert
 from toolkit.trace.events import Trace, copies_per_step
 
 if TYPE_CHECKING:
@@ -70,10 +71,18 @@ class Run:
         """Return the interactive timeline of this run, next to that of `other` if it is given."""
         return render("timeline", self) if other is None else render("timeline", self, other)
 
-    def to_html(self, path: str | os.PathLike[str]) -> Path:
-        """Write a self-contained page with the timeline and the table of copies."""
-        written: Path = render("page", self, path)
+    def to_html(self, path: str | os.PathLike[str], other: Run | None = None) -> Path:
+        """Write a self-contained page with the timeline and the table of copies, next to those of `other` if it is given."""
+        written: Path = render("page", self, path, other)
         return written
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the run to `path`: its trace, with the text, the tokens and the other fields in `meta["run"]`.
+
+        `tk.open_trace` and the Lab open the file. The write is atomic.
+        """
+        trace, facts = self.trace, {one.name: getattr(self, one.name) for one in fields(self) if one.name != "recorded"}
+        return Trace(trace.columns, trace.strings, {**trace.meta, "run": facts}).save(path)
 
     def __repr__(self) -> str:
         return f"Run({self._summary()}: {self._shown_text()!r})"
@@ -89,3 +98,13 @@ class Run:
     def _shown_text(self) -> str:
         text = self.text or " ".join(map(str, self.tokens))
         return text if len(text) <= 200 else text[:200] + "..."
+
+
+def run_of(trace: Trace) -> Run | None:
+    """Return the run that `Run.save` stored in the meta of `trace`, or None. Raises TraceError if its fields are damaged."""
+    if "run" not in trace.meta:
+        return None
+    try:
+        return replace(convert(trace.meta["run"], Run), recorded=trace)
+    except ValueError as error:
+        raise TraceError("reading a saved run", f"the facts of the run are damaged ({error})", "Save the run again") from error
