@@ -1,6 +1,6 @@
 """Report the progress of long work at most ten times a second and always at its end, and let it be cancelled between two steps.
 
-Public functions pass on their parameters `progress=` (True shows a line on a terminal or below a notebook cell, False shows
+Public functions pass on their parameters `progress=` (True shows a line on a terminal or a bar in a notebook, False shows
 nothing, a function is called with the numbers) and `cancel=` (a `threading.Event`; the work raises CancelledError once it is
 set). `Counter` reports (done, total, name); `Reporter` is for work that reports other values.
 """
@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from toolkit.core.display import render
 from toolkit.core.errors import CancelledError, ToolkitError
 
 REPORTS_PER_S = 10
@@ -36,11 +37,18 @@ class Reporter:
             raise ToolkitError(f"cancel={cancel!r:.80}", "not a threading.Event", do)
         self.task, self.cancel, self._after_cancel = task, cancel, after_cancel
         self._call = progress if callable(progress) else None
-        self._shows_line = bool(progress) and self._call is None and _is_watched()
+        shows = bool(progress) and self._call is None
+        self._bar = _bar(self) if shows and _in_notebook() else None
+        self._shows_line = shows and self._bar is None and sys.stderr is not None and sys.stderr.isatty()
         self._last = float("-inf")
 
-    def report(self, values: tuple[Any, ...], position: str, name: str, *, always: bool = False, end: bool = False) -> None:
+    def report(
+        self, values: tuple[Any, ...], share: float, position: str, name: str, *, phase: str = "", always: bool = False,
+        end: bool = False,
+    ) -> None:  # fmt: skip
         """Report `values` to the function, or `position` ("3 of 40") and `name` on the terminal's line.
+
+        A notebook shows a bar with the `share` of the work, or of its present `phase`.
 
         A report within 0.1 s of the last one is dropped, unless `always` or `end` is set. `end` marks the last report, which
         also ends the line. Raises CancelledError once `cancel` is set.
@@ -50,6 +58,8 @@ class Reporter:
             self._last = now
             if self._call is not None:
                 self._call(*values)
+            elif self._bar is not None:
+                self._bar.show(share, phase, end)
             elif self._shows_line:
                 text = f"{self.task[0].upper()}{self.task[1:]}: {position}  {name}"
                 sys.stderr.write(f"\r{text[:_WIDTH]:<{_WIDTH}}" + ("\n" if end else ""))
@@ -83,12 +93,20 @@ class Counter(Reporter):
     def __call__(self, done: int, total: int, name: str) -> None:
         """Report that `done` of `total` are done; `name` is the last step. Raises CancelledError once `cancel` is set."""
         self.done, self.total = done, total
-        share = 100 * done // total if total else 100
-        position = f"{share} %, {self._unit(done)} of {self._unit(total)}"
-        self.report((done, total, name), position, name, end=done >= total)
+        percent = 100 * done // total if total else 100
+        position = f"{percent} %, {self._unit(done)} of {self._unit(total)}"
+        self.report((done, total, name), done / total if total else 1.0, position, name, end=done >= total)
 
 
-def _is_watched() -> bool:
-    """Return whether stderr is a terminal, or a notebook kernel's stream, which is shown below the cell."""
-    stream = sys.stderr
-    return stream is not None and (stream.isatty() or type(stream).__module__.partition(".")[0] == "ipykernel")
+def _in_notebook() -> bool:
+    """Return whether this is the main thread of a notebook's kernel, whose stderr would be shown below the cell."""
+    in_kernel = type(sys.stderr).__module__.partition(".")[0] == "ipykernel"
+    return in_kernel and threading.current_thread() is threading.main_thread()
+
+
+def _bar(reporter: Reporter) -> Any:
+    """Return the bar that a notebook shows, or None without ipywidgets."""
+    try:
+        return render("progress", reporter)
+    except ImportError:
+        return None

@@ -57,7 +57,8 @@ class Watch(Reporter):
     def step(self, share: float, item: str, always: bool = False) -> None:
         """Report that `share` of the phase is done and that `item` is next. Raises CancelledError once `cancel` is set."""
         position = f"{self._phase}, {100 * share:.0f} %"
-        self.report((self._phase, share, item), position, item, always=always, end=always and share == 1.0)
+        ended = always and share == 1.0
+        self.report((self._phase, share, item), share, position, item, phase=self._phase, always=always, end=ended)
 
     def bytes(self, total: int) -> Callable[[int, str], None]:
         """Return a function `step(n, name)` that counts n more of `total` bytes as done and reports the progress."""

@@ -10,6 +10,7 @@ for type_name, view, renderer in (
     ("toolkit.decode.run.Run", "timeline", "timeline.widget:Timeline"),
     ("toolkit.decode.run.Run", "page", "timeline.page:write_page"),
     ("toolkit.decode.compare.Comparison", "page", "timeline.page:write_comparison"),
+    ("toolkit.core.progress.Reporter", "progress", "progress:CellProgress"),
     ("toolkit.models.costs.Shown", "text", "figures.model:text_of"),
     ("toolkit.models.costs.Shown", "html", "figures.model:html_of"),
     ("toolkit.planning.costs.Costs", "text", "figures.model:text"),
