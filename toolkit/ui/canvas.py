@@ -1,7 +1,7 @@
 """The base class of the two canvas widgets: a script asks for views of some data, and Python answers.
 
 The widget's state is a description of the data and the last view. Both are small, so a saved notebook shows the last view
-without a kernel. Where no widget runs, a still picture and a text stand in.
+without a kernel. Where no widget runs, a still picture and a text stand in (`stills.py`).
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from typing import Any
 import anywidget
 import traitlets
 
+from toolkit.ui import stills
+
 
 class CanvasWidget(anywidget.AnyWidget):
     """A canvas whose script sends requests (shared.js, `kernelWidget`). Subclasses set `_esm` and `_css`, and answer them."""
 
     meta = traitlets.Dict().tag(sync=True)
     view = traitlets.Bytes().tag(sync=True)
+    hide = traitlets.Unicode().tag(sync=True)  # the style sheet that hides the still
 
     def _packed_view(self, request: Any, echo: dict[str, Any]) -> bytes:
         """Return the bytes of a view, with `echo` in its header."""
@@ -33,6 +36,10 @@ class CanvasWidget(anywidget.AnyWidget):
     def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         bundle = super()._repr_mimebundle_(**kwargs) or ({}, {})
         data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
+        name = stills.new_name()
+        if stills.publish(name, self._still(), repr(self)):
+            self.hide += stills.hiding(name)
+            return {**data, "text/plain": ""}, metadata
         return {**data, "text/plain": repr(self), "text/html": self._still()}, metadata
 
     def _answer(self, _widget: Any, request: Any, _buffers: Any) -> None:

@@ -151,7 +151,10 @@ function kernelWidget(mount, questions) {
       model.on("change:view", viewed);
       model.on("msg:custom", answered);
       const unmount = mount(el, provider, model.get("meta"));
-      return () => { unmount(); model.off("change:view", viewed); model.off("msg:custom", answered); };
+      const hide = el.appendChild(element("style")), hides = () => { hide.textContent = model.get("hide"); };
+      model.on("change:hide", hides);
+      hides();
+      return () => { unmount(); model.off("change:hide", hides); model.off("change:view", viewed); model.off("msg:custom", answered); };
     },
   };
 }
