@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from conftest import command, ready, run_all
-from test_lab_app import field, press
+from test_lab_app import field, press, tab
 from test_model_shown import FAULTS, theme
 from test_timeline_in_lab import shot
 from tuned import __file__ as TUNED
@@ -64,12 +64,13 @@ def test_the_labs_tune_panel(notebook) -> None:
     page = notebook(f"{SETUP}\n{QUICK}", run=False)
     ready(page)
     command(page, "notebook:run-cell-and-select-next")
-    page.wait_for_selector(".tk-lab button:text-is('List the kernels')", timeout=60_000)
+    page.wait_for_selector(".tk-lab .lm-TabBar-tab", timeout=60_000)
+    tab(page, "Tune")
     press(page, "List the kernels")
-    page.wait_for_selector(".tk-lab button:text-is('Explore'):not([disabled])", timeout=90_000)
+    page.wait_for_selector(".tk-lab .jupyter-widgets.jupyter-button:text-is('Explore'):not([disabled])", timeout=90_000)
     field(page, "Kernel").select_option("int4_matmul")
     field(page, "Shape").select_option("qwen3-8b down")
-    page.locator(".tk-lab button:text-is('Explore')").scroll_into_view_if_needed()
+    page.locator(".tk-lab .jupyter-widgets.jupyter-button:text-is('Explore')").scroll_into_view_if_needed()
     shot(page, "lab-tune-fields")
     press(page, "Explore")
     page.wait_for_selector(f".tk-lab {VIEW} .tk-won", timeout=60_000)

@@ -13,8 +13,11 @@ from synthetic import decode_loop
 
 from toolkit.core.errors import CancelledError, DeviceError, FormatError, ToolkitError
 from toolkit.decode.strategies import STRATEGIES
-from toolkit.ui.lab import app as module
-from toolkit.ui.lab.app import Lab, copies_html, error_html, prompt_of
+from toolkit.ui.lab import generate_panel, load_panel
+from toolkit.ui.lab.app import TABS, Lab
+from toolkit.ui.lab.fields import error_html
+from toolkit.ui.lab.generate_panel import prompt_of
+from toolkit.ui.lab.history import Entry, copies_html
 
 
 class Device:
@@ -64,108 +67,125 @@ def app(monkeypatch: pytest.MonkeyPatch, model: SimpleNamespace) -> Lab:
             raise FormatError("loading 'missing'", "no such <folder>", "Check the path")
         return model
 
-    monkeypatch.setattr(module, "load", load)
-    monkeypatch.setattr(module, "open_device", lambda name: Device())
-    monkeypatch.setattr(module, "generate", stand_in_generate)
+    monkeypatch.setattr(load_panel, "load", load)
+    monkeypatch.setattr(load_panel, "open_device", lambda name: Device())
+    monkeypatch.setattr(generate_panel, "generate", stand_in_generate)
     return Lab()
 
 
 def loaded(app: Lab) -> Lab:
-    app.load_button.click()
+    app.loading.load_button.click()
     assert app.wait(10)
     return app
 
 
-def test_panels_come_in_order(app: Lab) -> None:
-    texts = [panel.children[0].value for panel in app.children[1:]]
-    order = ["Load", "Plan and export", "Generate", "Tune", "Memory"]
-    assert all(name in text for name, text in zip(order, texts, strict=True))
-    assert not any("later version" in text for text in texts)
-    assert "virtual:rtx-5090" in app.device_field.options
-    assert app.generate_button.disabled
+def test_a_newcomer_sees_tabs_and_one_click_loads_and_compares(app: Lab, model: SimpleNamespace) -> None:
+    assert app.tabs.titles == TABS
+    assert app.tabs.selected_index == 0
+    assert "virtual:rtx-5090" in app.loading.device_field.options
+    assert "no model is loaded" in app.state.value
+    assert "demo/qwen3" in app.decoding.status.value
+    assert "There are no runs yet" in app.traces.list_view.value
+    app.decoding.tokens_field.value = 3
+    app.loading.start_button.click()
+    assert app.wait(10)
+    assert app.error is None
+    assert TABS[app.tabs.selected_index] == "Generate and compare"
+    assert list(app.runs) == ["roundtrip", "double-buffered"]
+    assert app.loading.welcome.layout.display == "none"
+    assert "demo/qwen3" in app.state.value
 
 
 def test_load_then_generate_two_strategies(app: Lab, model: SimpleNamespace) -> None:
     loaded(app)
     assert app.model is model
-    assert "1.00 MiB of 1.00 GiB" in app.load_status.value
-    app.tokens_field.value, app.top_k_field.value, app.top_p_field.value, app.seed_field.value = 6, 5, 0.9, 42
-    app.generate_button.click()
+    assert "1.00 MiB of 1.00 GiB" in app.loading.status.value
+    (
+        app.decoding.tokens_field.value,
+        app.decoding.top_k_field.value,
+        app.decoding.top_p_field.value,
+        app.decoding.seed_field.value,
+    ) = 6, 5, 0.9, 42
+    app.decoding.generate_button.click()
     assert app.wait(10)
     assert app.error is None
     assert list(app.runs) == ["roundtrip", "double-buffered"]
     assert app.run is app.runs["double-buffered"]
     assert model.calls[0] == ("roundtrip", {"temperature": 0.0, "top_k": 5, "top_p": 0.9, "seed": 42})
-    assert app.output.value.count("tick tick tick tick tick tick") == 2
-    assert "2 (16 B)" in app.table.value
-    assert "modelled" in app.table.value
-    assert [track.title for track in app.timeline_box.children[0].scene.tracks] == ["roundtrip", "double-buffered"]
-    assert app.progress.value == app.progress.max == 12
-    assert (app.generate_button.disabled, app.cancel_button.disabled) == (False, True)
+    assert app.decoding.output.value.count("tick tick tick tick tick tick") == 2
+    assert "2 (16 B)" in app.decoding.table.value
+    assert "modelled" in app.decoding.table.value
+    assert [track.title for track in app.decoding.timeline_box.children[0].scene.tracks] == ["roundtrip", "double-buffered"]
+    assert app.work.bar.value == 1.0
+    assert (app.decoding.generate_button.disabled, app.work.cancel_button.disabled) == (False, True)
 
 
 def test_the_model_shows_itself_and_a_scheme_is_passed_on(app: Lab, model: SimpleNamespace) -> None:
-    app.scheme_field.value = "q4_k_m"
+    app.loading.scheme_field.value = "q4_k_m"
     loaded(app)
     assert model.scheme == "q4_k_m"
-    assert "Where the bytes are" in app.model_view.value
-    app.model_field.value = "missing"
+    assert "Where the bytes are" in app.loading.model_view.value
+    app.loading.model_field.value = "missing"
     app.load()
     assert app.wait(10)
-    assert app.model_view.value == ""
+    assert app.loading.model_view.value == ""
 
 
 def test_what_it_costs_is_told_without_loading(app: Lab, model: SimpleNamespace) -> None:
-    app.model_field.value, app.scheme_field.value = "random/qwen3-0.6b", "int4"
-    app.look_button.click()
+    app.loading.model_field.value, app.loading.scheme_field.value = "random/qwen3-0.6b", "int4"
+    app.loading.look_button.click()
     assert app.wait(30)
-    assert "random/qwen3-0.6b, int4" in app.model_view.value
-    assert "nothing is loaded" in app.model_view.value
+    assert "random/qwen3-0.6b, int4" in app.loading.model_view.value
+    assert "nothing is loaded" in app.loading.model_view.value
     assert app.model is None
-    assert app.generate_button.disabled
-    assert not app.look_button.disabled
-    app.model_field.value = "random/qwen3-0.6c"
-    app.look()
+    assert "No model is loaded" in app.decoding.status.value
+    assert not app.loading.look_button.disabled
+    app.loading.model_field.value = "random/qwen3-0.6c"
+    app.loading.look()
     assert app.wait(30)
-    assert "random/qwen3-0.6b" in app.load_status.value  # the nearest name
+    assert "random/qwen3-0.6b" in app.loading.status.value  # the nearest name
 
 
 def test_strategies_are_those_of_the_loaded_model(app: Lab, model: SimpleNamespace) -> None:
-    assert list(app.a_field.options) == list(STRATEGIES)
-    app.a_field.value, app.b_field.value = "whole-loop", "host-sampling"
+    assert list(app.decoding.a_field.options) == list(STRATEGIES)
+    app.decoding.a_field.value, app.decoding.b_field.value = "whole-loop", "host-sampling"
     loaded(app)
-    assert list(app.a_field.options) == list(STRATEGIES)
-    assert (app.a_field.value, app.b_field.value) == ("whole-loop", "host-sampling")
+    assert list(app.decoding.a_field.options) == list(STRATEGIES)
+    assert (app.decoding.a_field.value, app.decoding.b_field.value) == ("whole-loop", "host-sampling")
     model.device.graphs = False
     eager = [name for name, strategy in STRATEGIES.items() if strategy.capture == "none"]
     loaded(app)
-    assert (list(app.a_field.options), list(app.b_field.options)) == (eager, ["(none)", *eager])
-    assert (app.a_field.value, app.b_field.value) == ("roundtrip", "host-sampling")
-    app.b_field.value = "(none)"
+    assert (list(app.decoding.a_field.options), list(app.decoding.b_field.options)) == (eager, ["(none)", *eager])
+    assert (app.decoding.a_field.value, app.decoding.b_field.value) == ("roundtrip", "host-sampling")
+    app.decoding.b_field.value = "(none)"
     model.only_loops, model.loops = "it has a loop of its own", {"hf-generate": None}
     loaded(app)
-    assert (list(app.a_field.options), app.a_field.value, app.b_field.value) == (["hf-generate"], "hf-generate", "(none)")
+    assert (list(app.decoding.a_field.options), app.decoding.a_field.value, app.decoding.b_field.value) == (
+        ["hf-generate"],
+        "hf-generate",
+        "(none)",
+    )
 
 
 def test_models_and_schemes_are_offered(app: Lab) -> None:
-    assert {"demo/qwen3", "random/gemma4-31b"} <= set(app.model_field.options)
-    assert {None, "none", "q4_k_m", "int4"} <= {value for _, value in app.scheme_field.options}
+    assert {"demo/qwen3", "random/gemma4-31b"} <= set(app.loading.model_field.options)
+    assert {None, "none", "q4_k_m", "int4"} <= {value for _, value in app.loading.scheme_field.options}
 
 
 def test_one_strategy_and_neutral_sampling_options(app: Lab, model: SimpleNamespace) -> None:
-    loaded(app).b_field.value = "(none)"
-    app.tokens_field.value = 2
+    loaded(app).decoding.b_field.value = "(none)"
+    app.decoding.tokens_field.value = 2
     app.generate()
     app.wait(10)
     assert model.calls == [("roundtrip", {"temperature": 0.0, "top_k": None, "top_p": None, "seed": 0})]
-    assert len(app.timeline_box.children[0].scene.tracks) == 1
+    assert len(app.decoding.timeline_box.children[0].scene.tracks) == 1
 
 
 def test_text_streams_at_most_ten_times_a_second_and_a_last_time(app: Lab, model: SimpleNamespace) -> None:
-    loaded(app).b_field.value = "(none)"
-    model.pause_s, app.tokens_field.value = 0.004, 200
+    loaded(app).decoding.b_field.value = "(none)"
+    model.pause_s, app.decoding.tokens_field.value = 0.004, 200
     seen: list[tuple[float, str]] = []
-    app.output.observe(lambda change: seen.append((time.monotonic(), change["new"])), "value")
+    app.decoding.output.observe(lambda change: seen.append((time.monotonic(), change["new"])), "value")
     app.generate()
     app.wait(20)
     streamed = seen[1:-1]
@@ -177,28 +197,28 @@ def test_text_streams_at_most_ten_times_a_second_and_a_last_time(app: Lab, model
 
 def test_cancel_keeps_the_text_and_skips_the_second_strategy(app: Lab, model: SimpleNamespace) -> None:
     loaded(app)
-    model.pause_s, app.tokens_field.value = 0.01, 4000
+    model.pause_s, app.decoding.tokens_field.value = 0.01, 4000
     app.generate()
     time.sleep(0.3)
-    app.cancel_button.click()
-    app.cancel_button.click()
+    app.work.cancel_button.click()
+    app.work.cancel_button.click()
     assert app.wait(5)
     assert app.run.stop_reason == "cancelled"
-    assert "tick" in app.output.value
-    assert "double-buffered was not started" in app.status.value
-    assert app.timeline_box.children
-    app.tokens_field.value, model.pause_s = 3, 0.0
+    assert "tick" in app.decoding.output.value
+    assert "double-buffered was not started" in app.decoding.status.value
+    assert app.decoding.timeline_box.children
+    app.decoding.tokens_field.value, model.pause_s = 3, 0.0
     app.generate()  # the next one is not cancelled by the last press
     app.wait(5)
     assert app.run.stop_reason == "length"
 
 
 def test_double_clicks_are_ignored(app: Lab, model: SimpleNamespace) -> None:
-    loaded(app).b_field.value = "(none)"
-    model.pause_s, app.tokens_field.value = 0.01, 20
+    loaded(app).decoding.b_field.value = "(none)"
+    model.pause_s, app.decoding.tokens_field.value = 0.01, 20
     for _ in range(5):
-        app.generate_button.click()
-        app.load_button.click()
+        app.decoding.generate_button.click()
+        app.loading.load_button.click()
     app.wait(10)
     assert len(model.calls) == 1
     threads = [threading.Thread(target=app.generate) for _ in range(8)]
@@ -211,31 +231,31 @@ def test_double_clicks_are_ignored(app: Lab, model: SimpleNamespace) -> None:
 
 
 def test_an_error_says_asked_found_do_and_is_kept(app: Lab) -> None:
-    loaded(app).prompt_field.value = "fail"
+    loaded(app).decoding.prompt_field.value = "fail"
     app.generate()
     app.wait(5)
-    assert "no &lt;more&gt;" in app.status.value
-    assert "Ask for less" in app.status.value
+    assert "no &lt;more&gt;" in app.decoding.status.value
+    assert "Ask for less" in app.decoding.status.value
     assert isinstance(app.error, ToolkitError)
-    assert "tick" in app.output.value  # what was said before the error stays
-    assert not app.generate_button.disabled
+    assert "tick" in app.decoding.output.value  # what was said before the error stays
+    assert not app.decoding.generate_button.disabled
 
 
 def test_a_limit_of_no_tokens_is_an_error(app: Lab, model: SimpleNamespace) -> None:
-    loaded(app).tokens_field.value = 0
+    loaded(app).decoding.tokens_field.value = 0
     app.generate()
     app.wait(5)
-    assert "at least 1" in app.status.value
+    assert "at least 1" in app.decoding.status.value
     assert model.calls == []
 
 
 def test_a_failed_load_leaves_no_model(app: Lab) -> None:
-    loaded(app).model_field.value = "missing"
+    loaded(app).loading.model_field.value = "missing"
     app.load()
     app.wait(5)
     assert app.model is None
-    assert app.generate_button.disabled
-    assert "Check the path" in app.load_status.value
+    assert "No model is loaded" in app.decoding.status.value
+    assert "Check the path" in app.loading.status.value
     assert app.error.__traceback__ is None
 
 
@@ -246,7 +266,7 @@ def test_cancel_ends_a_load(app: Lab, model: SimpleNamespace) -> None:
     app.cancel()
     assert app.wait(5)
     assert app.model is None
-    assert "Cancelled" in app.load_status.value
+    assert "Cancelled" in app.loading.status.value
     assert app.error is None
 
 
@@ -259,12 +279,12 @@ def test_other_errors_are_named_without_a_wall() -> None:
 
 def test_table_of_a_run_without_decode_steps() -> None:
     run = Run(strategy="roundtrip", tokens=(1,), tok_per_s=None, clock="measured", trace=decode_loop(steps=1, clock="measured"))
-    assert "<td>-</td>" in copies_html([run])
+    assert "<td>-</td>" in copies_html([Entry(1, "a <run>", run.trace, run, "")])
 
 
 def test_closing_stops_the_work(app: Lab, model: SimpleNamespace) -> None:
     loaded(app)
-    model.pause_s, app.tokens_field.value = 0.01, 4000
+    model.pause_s, app.decoding.tokens_field.value = 0.01, 4000
     app.generate()
     time.sleep(0.05)
     app.close()
@@ -272,10 +292,10 @@ def test_closing_stops_the_work(app: Lab, model: SimpleNamespace) -> None:
 
 
 def test_an_empty_model_field_is_named(app: Lab) -> None:
-    app.model_field.value = " "
+    app.loading.model_field.value = " "
     app.load()
     app.wait(10)
-    assert "field is empty" in app.load_status.value
+    assert "field is empty" in app.loading.status.value
 
 
 def test_another_card_makes_other_labs_let_go(monkeypatch: pytest.MonkeyPatch, app: Lab, model: SimpleNamespace) -> None:
@@ -286,17 +306,17 @@ def test_another_card_makes_other_labs_let_go(monkeypatch: pytest.MonkeyPatch, a
             raise DeviceError(f"opening {name}", "live tensors", "Delete them first")
         return Device()
 
-    monkeypatch.setattr(module, "open_device", open_device)
+    monkeypatch.setattr(load_panel, "open_device", open_device)
     second = Lab(device="virtual:rtx-5090")
     second.load()
     second.wait(10)
     assert second.error is None
     assert second.model is model
     assert app.model is None
-    assert app.generate_button.disabled
-    assert "another Lab opened virtual:rtx-5090" in app.load_status.value
-    app.device_field.value = "cuda"  # what fails for another reason takes nothing away
-    monkeypatch.setattr(module, "open_device", lambda name: (_ for _ in ()).throw(DeviceError(name, "no CUDA", "")))
+    assert "No model is loaded" in app.decoding.status.value
+    assert "another Lab opened virtual:rtx-5090" in app.loading.status.value
+    app.loading.device_field.value = "cuda"  # what fails for another reason takes nothing away
+    monkeypatch.setattr(load_panel, "open_device", lambda name: (_ for _ in ()).throw(DeviceError(name, "no CUDA", "")))
     app.load()
     app.wait(10)
     assert second.model is model

@@ -30,7 +30,7 @@ def app() -> Iterator[Lab]:
     yield lab
     lab.close()
     lab.wait(20)
-    lab.model = None
+    lab.loading.model = None
     lab.memory.uses.clear()
     gc.collect()
     device = open_device("virtual:h200")
@@ -50,7 +50,7 @@ def press(lab: Lab, button) -> None:
 def generated(lab: Lab, tokens: int = 4) -> Lab:
     lab.load()
     done(lab)
-    lab.tokens_field.value = tokens
+    lab.decoding.tokens_field.value = tokens
     lab.generate()
     done(lab)
     assert lab.error is None
@@ -62,7 +62,7 @@ def test_before_anything_the_panel_says_what_to_do(app: Lab) -> None:
     assert "Every load and every generation" in panel.note.value
     assert panel.measured.table == ""
     assert panel.actions.layout.display == "none"
-    assert panel.stop_button.disabled
+    assert app.work.cancel_button.disabled
     press(app, panel.cells_button)
     assert "%memory on" in panel.cells_status.value
     press(app, panel.look_button)
@@ -135,8 +135,8 @@ def test_out_of_memory_in_a_load_says_who_held_what(app: Lab, monkeypatch: pytes
     app.load()
     done(app)
     assert app.model is None
-    assert "tk-why" in app.load_status.value
-    assert "Allocated at that moment:" in app.load_status.value
+    assert "tk-why" in app.loading.status.value
+    assert "Allocated at that moment:" in app.loading.status.value
     _, use = panel.uses[1]
     assert use.shortage is not None
     assert "out of memory" in panel.measured.table
@@ -146,8 +146,8 @@ def test_out_of_memory_in_a_load_says_who_held_what(app: Lab, monkeypatch: pytes
 
 
 def test_out_of_memory_in_a_generation_proposes_something(app: Lab) -> None:
-    app.model_field.value, app.prompt_field.value = "random/qwen3-0.6b", " ".join(map(str, range(400)))
-    app.b_field.value, panel = "(none)", app.memory
+    app.loading.model_field.value, app.decoding.prompt_field.value = "random/qwen3-0.6b", " ".join(map(str, range(400)))
+    app.decoding.b_field.value, panel = "(none)", app.memory
     app.load()
     done(app)
     panel.budget_field.value = f"{app.model.device.memory().reserved_bytes + (4 << 20)}"
@@ -155,8 +155,8 @@ def test_out_of_memory_in_a_generation_proposes_something(app: Lab) -> None:
     app.generate()
     done(app)
     assert isinstance(app.error, torch.OutOfMemoryError)
-    assert "What would help" in app.status.value
-    assert "lab.model" in app.status.value
+    assert "What would help" in app.decoding.status.value
+    assert "lab.model" in app.decoding.status.value
     held = app.model.device.memory().allocated_bytes
     weights = sum(parameter.nbytes for parameter in app.model.parameters())
     assert held < 1.02 * weights  # the error keeps nothing alive
@@ -168,7 +168,7 @@ def test_a_cancelled_load_is_listed_as_that_and_holds_nothing(app: Lab, monkeypa
         assert len(kept)
         raise CancelledError("loading", "it was cancelled", "Load it again")
 
-    monkeypatch.setattr("toolkit.ui.lab.app.load", load)
+    monkeypatch.setattr("toolkit.ui.lab.load_panel.load", load)
     gc.disable()
     try:
         app.load()
@@ -203,7 +203,7 @@ def test_what_cannot_be_measured_runs_all_the_same(app: Lab, monkeypatch: pytest
 
 
 def test_what_if_says_which_gpus_would_have_done(app: Lab) -> None:
-    app.model_field.value = "random/gemma4-31b"
+    app.loading.model_field.value = "random/gemma4-31b"
     app.load()
     done(app)
     panel = app.memory
@@ -215,8 +215,8 @@ def test_what_if_says_which_gpus_would_have_done(app: Lab) -> None:
     assert '<td>rtx-4090</td><td>23.6 GiB</td><td class="tk-no">fails</td><td class="tk-no">fails</td>' in shown
     assert '<td>h200</td><td>140 GiB</td><td class="tk-yes">fits</td>' in shown
     assert "requested by" in shown
-    assert panel.progress.layout.display == "none"
-    panel._cancelled.set()
+    assert app.work.bar.layout.display == "none"
+    app.work.cancelled.set()
     with pytest.raises(CancelledError):
         panel._what_if()
 
@@ -287,13 +287,13 @@ def test_the_cells_of_a_session_are_shown(app: Lab, monkeypatch: pytest.MonkeyPa
     assert "tk-session" in app.memory.cells_view.value
     assert "gone.trace" in app.memory.cells_view.value  # that one's error, and the other's picture
     assert "tk-picture" in app.memory.cells_view.value
-    app.memory._cancelled.set()
+    app.work.cancelled.set()
     with pytest.raises(CancelledError):
         app.memory._show_cells()
 
 
 def test_on_the_cpu_there_is_nothing_to_count(app: Lab) -> None:
-    app.device_field.value = "cpu"
+    app.loading.device_field.value = "cpu"
     app.load()
     done(app)
     assert app.error is None

@@ -10,6 +10,7 @@ import pytest
 from toolkit.core.errors import BudgetError, CancelledError
 from toolkit.ui.lab import plan_panel as module
 from toolkit.ui.lab.app import Lab
+from toolkit.ui.lab.plan_panel import target_of
 
 GiB = 1 << 30
 
@@ -43,7 +44,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> Exporter:
 @pytest.fixture
 def app() -> Lab:
     lab = Lab(device="virtual:rtx-4090", model="random/gemma4-31b")
-    lab.scheme_field.value = "q4_k_m"
+    lab.loading.scheme_field.value = "q4_k_m"
     return lab
 
 
@@ -89,11 +90,11 @@ def test_exporting_tells_and_keeps_the_package(app: Lab, exporter: Exporter) -> 
     assert app.wait(60)
     (path, folder, options), *rest = exporter.asked
     assert (path, folder, rest) == ("random/gemma4-31b", "out", [])
-    assert options.pop("device").name == "cpu"
-    assert options == {"budget": 4 * GiB, "context": 4096, "kv": None, "scheme": "q4_k_m"}
+    assert options == {"target": "rtx-4090", "budget": 4 * GiB, "context": 4096, "kv": None, "scheme": "q4_k_m"}
+    assert "Exported for <b>rtx-4090</b>" in app.plan.status.value
     assert app.plan.package.path == "out"
     assert app.plan.view.value == "a picture of out"
-    assert app.plan.progress.value == 0.25
+    assert app.work.bar.value == 0.25
     assert "lab.plan.package.load()" in app.plan.status.value
     assert not app.plan.export_button.disabled
 
@@ -105,9 +106,9 @@ def test_an_export_can_be_cancelled(app: Lab, exporter: Exporter) -> None:
     assert "&lt;decode&gt;; in use: " in app.plan.status.value
     assert "of host memory" in app.plan.status.value
     assert app.plan.export_button.disabled
-    assert app.load_button.disabled
-    assert not app.plan.cancel_button.disabled
-    app.plan.cancel_button.click()
+    assert app.loading.load_button.disabled
+    assert not app.work.cancel_button.disabled
+    app.work.cancel_button.click()
     assert app.wait(10)
     assert app.plan.status.value == "Cancelled. Exporting again goes on from here."
     assert app.error is None
@@ -123,10 +124,25 @@ def test_an_export_can_be_cancelled(app: Lab, exporter: Exporter) -> None:
 )
 def test_errors_are_shown_in_the_panel(app: Lab, fields: dict[str, str], says: str) -> None:
     for name, value in fields.items():
-        getattr(app, name).value = value
+        getattr(app.loading, name).value = value
     planned(app)
     assert says in app.plan.status.value
     assert 'role="alert"' in app.plan.status.value
+
+
+def test_a_plan_and_an_export_are_for_one_target(app: Lab, exporter: Exporter) -> None:
+    planned(app)
+    assert "Plan for <b>rtx-4090</b>" in app.plan.status.value
+    app.loading.device_field.value = "virtual:h200"
+    assert (app.plan.target_field.value, app.plan.plan, app.plan.view.value) == ("h200", None, "")
+    app.plan.target_field.value = "cpu"
+    planned(app)
+    assert app.plan.plan.card is None
+    app.plan.export()
+    assert app.wait(60)
+    assert exporter.asked[0][2]["device"] == "cpu"
+    assert app.plan.plan is None  # the package's figures replace it
+    assert [target_of(name) for name in ("virtual:8GiB", "cuda:1", " virtual:l4 ")] == ["virtual:8GiB", "cuda:1", "l4"]
 
 
 def test_errors_of_an_export_are_shown_in_the_panel(app: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

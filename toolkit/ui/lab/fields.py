@@ -1,11 +1,15 @@
-"""Builders of the Lab's widgets: fields, buttons, progress bars and rows, with the same layout in every panel."""
+"""Builders of the Lab's widgets: fields, buttons, rows and panels, with the same layout in every panel."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from html import escape
+from pathlib import Path
 from typing import Any
 
 import ipywidgets as widgets
+
+from toolkit.core.errors import ToolkitError
 
 
 def field(kind: Any, value: Any, name: str, label_px: int = 70, **more: Any) -> Any:
@@ -15,21 +19,60 @@ def field(kind: Any, value: Any, name: str, label_px: int = 70, **more: Any) -> 
 
 def button(name: str, icon: str, act: Callable[[], Any], tip: str | None = None, primary: bool = False) -> widgets.Button:
     """Return a button that calls `act` when it is pressed."""
-    made = widgets.Button(description=name, icon=icon, tooltip=tip, button_style="primary" if primary else "")
+    layout = {"width": "auto", "min_width": "110px"}
+    made = widgets.Button(description=name, icon=icon, tooltip=tip, button_style="primary" if primary else "", layout=layout)
     made.on_click(lambda _: act())
     return made
-
-
-def progress_bar() -> widgets.FloatProgress:
-    """Return a hidden progress bar."""
-    return widgets.FloatProgress(0.0, min=0, max=1, layout={"width": "260px", "display": "none"})
-
-
-def start(bar: widgets.FloatProgress, most: float = 1.0) -> None:
-    """Show `bar` at 0 of `most`."""
-    bar.max, bar.value, bar.layout.display = most, 0.0, ""
 
 
 def row(*parts: widgets.Widget) -> widgets.HBox:
     """Return the widgets side by side, wrapped if the page is narrow."""
     return widgets.HBox(parts, layout={"flex_flow": "row wrap"})
+
+
+def replace_children(box: widgets.Box, *children: widgets.Widget) -> None:
+    """Show `children` in `box`, and close what it showed before."""
+    old, box.children = box.children, children
+    for widget in old:
+        widget.close()
+
+
+def path_of(text: str, suffix: str, *others: str) -> Path:
+    """Return the path that a file field names, ending in `suffix` instead of one of `others`.
+
+    Raises ToolkitError if the field is empty.
+    """
+    name = text.strip()
+    if not name:
+        raise ToolkitError("saving a file", "the file field is empty", 'Type a name, for example "run"')
+    path = Path(name).expanduser()
+    stem = path.name.removesuffix(suffix)  # keeps other dots, as in "run.2"
+    for other in others:
+        stem = stem.removesuffix(other)
+    return path.with_name(f"{stem or 'run'}{suffix}")
+
+
+def folder_of(text: str) -> str:
+    """Return the folder that a field names. Raises ToolkitError if it is empty."""
+    if not text.strip():
+        raise ToolkitError("an export", "the folder field is empty", "Type the name of a new folder")
+    return text.strip()
+
+
+class Panel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
+    """The content of one tab."""
+
+    def __init__(self, *children: widgets.Widget) -> None:
+        super().__init__(children)
+        self.add_class("tk-panel")
+
+
+def error_html(error: BaseException) -> str:
+    """Return an error as HTML: asked, found, do. Other errors than ToolkitError show their type and first lines."""
+    if isinstance(error, ToolkitError):
+        parts = {"Asked": error.asked, "Found": error.found, "Do": error.do}
+    else:
+        message = str(error).strip()[:600] or "no message"
+        parts = {"Failed": f"{type(error).__name__}: {message}", "Do": "Look at the exception: lab.error"}
+    lines = "".join(f"<div><b>{label}</b> {escape(text)}</div>" for label, text in parts.items())
+    return f'<div class="tk-error" role="alert">{lines}</div>'

@@ -6,12 +6,10 @@ measured work continues and the panel shows the reason.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from html import escape
-from pathlib import Path
 from typing import Any
 
 import anywidget
@@ -26,7 +24,9 @@ from toolkit.gpu import allocation_scopes
 from toolkit.gpu import host_memory as host
 from toolkit.gpu.device import Device
 from toolkit.gpu.virtual.allocator.blocks import Settings
-from toolkit.ui.lab.fields import button, field, progress_bar, row, start
+from toolkit.ui.lab.code import CopyAsCode, Name, call
+from toolkit.ui.lab.fields import Panel, button, field, path_of, replace_children, row
+from toolkit.ui.lab.work import Work
 from toolkit.ui.memory import picture as memory_picture
 from toolkit.vram import hidden
 from toolkit.vram.budget import budget
@@ -38,7 +38,7 @@ MOST = 20  # number of kept measurements; each holds every event of its run
 _SETTINGS = {"by default": Settings(), "with expandable segments": Settings(expandable_segments=True)}
 _HOST_ONLY = ("none", "cpu")  # devices whose memory isn't counted
 _LOOKS_PER_S = 2  # updates of the device's memory per second while work runs
-_EMPTY = "Nothing has been measured yet. Every load and every generation will be listed here."
+_EMPTY = "Nothing has been measured yet. Every load and every generation is listed here: press Load in the first tab."
 _CHOOSE = "Choose a row to see its memory over time and the holders at the peak."
 _HIDDEN = "Tracebacks and <code>Out[]</code> can keep tensors alive that no variable refers to."
 _CELLS = "Cells measured with <code>%memory on</code> can be shown here."
@@ -64,7 +64,6 @@ function render({ model, el }) {
 }
 export default { render };
 """
-Begin = Callable[[str, Callable[[], None], widgets.HTML], None]
 
 
 class Measured(anywidget.AnyWidget):
@@ -75,19 +74,12 @@ class Measured(anywidget.AnyWidget):
     chosen = traitlets.Int(-1).tag(sync=True)
 
 
-class MemoryPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
-    """The panel. `begin(what, work, status)` runs `work` in a thread; `stop` cancels it by setting `cancelled`.
+class MemoryPanel(Panel):
+    """The panel. `held()` returns the objects that the Lab holds by name; `opened()` returns the device of a budget, opened."""
 
-    `held()` returns the objects that the Lab holds by name; `opened()` opens and returns the device of a budget.
-    """
-
-    def __init__(
-        self,
-        begin: Begin, stop: Callable[[], None], cancelled: threading.Event,
-        held: Callable[[], Mapping[str, Any]], opened: Callable[[], Device],
-    ) -> None:  # fmt: skip
+    def __init__(self, work: Work, held: Callable[[], Mapping[str, Any]], opened: Callable[[], Device]) -> None:
         self.uses: dict[int, tuple[str, MemoryUse]] = {}  # by number, the oldest first
-        self._begin, self._cancelled, self._held, self._opened = begin, cancelled, held, opened
+        self._work, self._held, self._opened = work, held, opened
         self._numbers, self._next_look, self._in_thread = 0, 0.0, list[widgets.Button]()
         self._why = ""  # explanation of the last out-of-memory error
         self.now, self.budget_status, self.status, self.what_if_view, self.cells_view = (widgets.HTML() for _ in range(5))
@@ -97,57 +89,52 @@ class MemoryPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no type
         size = {"width": "260px", "max_width": "98%"}
         self.budget_field = field(widgets.Text, "", "Budget", 60, placeholder="8 GiB, 8gb, 8e9", layout=size)
         self.file_field = field(widgets.Text, "memory", "File", 60, placeholder="a name, or a path", layout=size)
-        self.progress = progress_bar()
-        self._make_buttons(stop)
-        super().__init__([
-            widgets.HTML("<h3>Memory</h3>"), self.now,
-            row(self.budget_field, self.set_button, self.lift_button, self.refresh_button), self.budget_status,
+        self._make_buttons()
+        self.code = CopyAsCode(self._snippets, (self.budget_field, self.file_field))
+        super().__init__(
+            self.now, row(self.budget_field, self.set_button, self.lift_button, self.refresh_button), self.budget_status,
             widgets.HTML("<h4>Loads and generations</h4>"), self.note, self.measured, self.shown, self.actions,
             self.status, self.what_if_view, widgets.HTML("<h4>Held without a variable</h4>"),
             row(self.look_button, self.release_button), self.hidden_view, widgets.HTML("<h4>The notebook's cells</h4>"),
-            row(self.cells_button, self.stop_button, self.progress), self.cells_status, self.cells_view,
-        ])  # fmt: skip
-        self.add_class("tk-panel")
-        self.enable(True, "")
+            row(self.cells_button), self.cells_status, self.cells_view, self.code,
+        )  # fmt: skip
+        self.enable(True)
 
-    def _make_buttons(self, stop: Callable[[], None]) -> None:
+    def _make_buttons(self) -> None:
         """Make the buttons. Those that start work do it in the Lab's thread, and do nothing if other work is running."""
 
         def works(name: str, icon: str, tip: str, what: str, work: Callable[[], None], status: widgets.HTML) -> widgets.Button:
-            self._in_thread.append(button(name, icon, lambda: self._begin(what, work, status), tip))
+            self._in_thread.append(button(name, icon, lambda: self._work.run(what, work, status), tip))
             return self._in_thread[-1]
 
         told, seen, cells, one = self.budget_status, self.hidden_view, self.cells_status, self.status
-        self.set_button = works("Set", "lock", "Limit the allocator to this size", "budget", self._set_budget, told)
-        self.lift_button = works("Lift", "unlock", "Remove the limit", "budget", self._lift_budget, told)
+        self.set_button = works("Set", "lock", "Limit the allocator to this size", "Budget", self._set_budget, told)
+        self.lift_button = works("Lift", "unlock", "Remove the limit", "Budget", self._lift_budget, told)
         self.refresh_button = button("Look again", "refresh", self.refresh, "Update the memory of the device")
         fits, viz = "Would it fit on another GPU?", "A file for pytorch.org/memory_viz"
-        self.what_if_button = works("What if", "question", fits, "what-if", self._what_if, one)
-        self.page_button = works("Save as HTML", "file", "A self-contained page", "save", lambda: self._save(".html"), one)
-        self.snapshot_button = works("Save as PyTorch snapshot", "file-o", viz, "save", lambda: self._save(".pickle"), one)
-        self.snapshot_button.layout.width = "220px"
+        self.what_if_button = works("What if", "question", fits, "Replaying", self._what_if, one)
+        self.page_button = works("Save as HTML", "file", "A self-contained page", "Saving", lambda: self._save(".html"), one)
+        self.snapshot_button = works("Save as PyTorch snapshot", "file-o", viz, "Saving", lambda: self._save(".pickle"), one)
         self.actions = row(self.what_if_button, self.file_field, self.page_button, self.snapshot_button)
         self.actions.layout.display = "none"
         hidden, forget = (
             "List tracebacks, Out[] and _ that hold GPU memory",
             "Delete the last traceback and the results in Out[]",
         )
-        self.look_button = works("Look for it", "eye", hidden, "hidden", self._look_hidden, seen)
-        self.release_button = works("Release", "eraser", forget, "release", self._release, seen)
+        self.look_button = works("Look for it", "eye", hidden, "Looking", self._look_hidden, seen)
+        self.release_button = works("Release", "eraser", forget, "Releasing", self._release, seen)
         session = "Show the cells measured by %memory on"
-        self.cells_button = works("Show the cells", "bar-chart", session, "cells", self._show_cells, cells)
-        self.stop_button = button("Stop", "stop", stop, "Cancel the work of this panel")
+        self.cells_button = works("Show the cells", "bar-chart", session, "Drawing the cells", self._show_cells, cells)
 
     # ---- called by the Lab
 
-    def enable(self, idle: bool, what: str) -> None:
-        """Enable or disable the buttons: either nothing runs (`idle`), or `what` does."""
+    def enable(self, idle: bool) -> None:
+        """Enable or disable the buttons."""
         for one in self._in_thread:
             one.disabled = not idle
-        self.stop_button.disabled = idle or what not in ("what-if", "cells")
         if idle:
-            self.progress.layout.display = "none"
             self.refresh()
+            self.code.update()  # it names the device
 
     def tick(self) -> None:
         """Update the device's memory from time to time while work runs."""
@@ -227,38 +214,33 @@ class MemoryPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no type
 
     def _show(self) -> None:
         """Show the chosen measurement: its picture and its holders."""
-        old, self.what_if_view.value, self.status.value = self.shown.children, "", ""
+        self.what_if_view.value, self.status.value = "", ""
         use = self.uses[self.measured.chosen][1] if self.measured.chosen in self.uses else None
-        self.shown.children = () if use is None else (widgets.HTML(_HOST),)
-        if use is not None and len(use.ledger.rows):
+        if use is None:
+            replace_children(self.shown)
+        elif len(use.ledger.rows):
             table = widgets.HTML(f'<div class="tk-held">{memory_picture.html(use)}</div>')
-            self.shown.children = (use.timeline(), table)
-        for widget in old:
-            widget.close()
+            replace_children(self.shown, use.timeline(), table)
+        else:
+            replace_children(self.shown, widgets.HTML(_HOST))
         self.actions.layout.display = "none" if use is None else ""
 
     def _what_if(self) -> None:
         what, use = self._chosen()
         self.what_if_view.value = ""
         self.status.value = f"Replaying {escape(what)} on every GPU of the catalogue ..."
-        start(self.progress, len(_SETTINGS))
-        found = {}
+        found: dict[str, list[dict[str, Any]]] = {}
         for name, settings in _SETTINGS.items():
-            if self._cancelled.is_set():
+            if self._work.cancelled.is_set():
                 raise CancelledError("replaying", "it was cancelled", 'Press "What if" to start again')
+            self._work.share(len(found), len(_SETTINGS))
             found[name] = what_if(use.trace, settings=[settings], device=use.ledger.device).to_dict("records")
-            self.progress.value += 1
         self.what_if_view.value = what_if_html(what, found)
         self.status.value = ""
 
     def _save(self, suffix: str) -> None:
         what, use = self._chosen()
-        name = self.file_field.value.strip()
-        if not name:
-            raise ToolkitError("saving a measurement", "the file field is empty", 'Type a name, for example "memory"')
-        path = Path(name).expanduser()
-        stem = path.name.removesuffix(".html").removesuffix(".pickle")  # keeps other dots, as in "run.2"
-        path = path.with_name(f"{stem or 'memory'}{suffix}")
+        path = path_of(self.file_field.value, suffix, ".html", ".pickle")
         self.status.value = f"Writing {escape(str(path))} ..."
         try:
             written = use.to_html(path) if suffix == ".html" else use.to_snapshot(path)
@@ -271,6 +253,26 @@ class MemoryPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no type
         if self.measured.chosen not in self.uses:
             raise ToolkitError("a measurement", "no row is chosen", "Choose a row of the table first")
         return self.uses[self.measured.chosen]
+
+    def _snippets(self) -> dict[str, str]:
+        """Return the code of each action. Saving and What if need a measurement, which `tk.memory` makes."""
+        device = self._device()
+        gpu = f"gpu = {call('tk.device', 'auto' if device is None else device.name)}"
+        measured = f"{gpu}\nwith tk.memory(gpu) as use:\n    ...  # load, generate, train\n"
+        name = self.file_field.value.strip() or "memory"
+        page, snapshot = (str(path_of(name, suffix, ".html", ".pickle")) for suffix in (".html", ".pickle"))
+        size = self.budget_field.value.strip() or "8 GiB"
+        return {
+            "Set": f"{gpu}\n{call('tk.budget', size, Name('gpu'))}",
+            "Lift": f"{gpu}\n{call('tk.budget', None, Name('gpu'))}",
+            "Measure": f"{measured}use.timeline()",
+            "What if": f"{measured}use.what_if()",
+            "Save as HTML": f"{measured}{call('use.to_html', page)}",
+            "Save as PyTorch snapshot": f"{measured}{call('use.to_snapshot', snapshot)}",
+            "Look for it": "%load_ext toolkit\n%memory hidden",
+            "Release": "%load_ext toolkit\n%memory release",
+            "Show the cells": "%load_ext toolkit\n%memory on",
+        }
 
     # ---- hidden holders, and the notebook's cells
 
@@ -286,14 +288,13 @@ class MemoryPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no type
         if magics is None or not cells:
             self.cells_status.value, self.cells_view.value = _NO_CELLS, ""
             return
-        start(self.progress, len(cells))
-        details = []
+        details: list[str] = []
         for n, cell in enumerate(cells):
-            if self._cancelled.is_set():
+            if self._work.cancelled.is_set():
                 raise CancelledError("drawing the cells", "it was cancelled", 'Press "Show the cells" to start again')
             self.cells_status.value = f"Drawing cell {cell.number} ..."
+            self._work.share(n, len(cells))
             details.append(_cell_html(cell, magics.budget_bytes))
-            self.progress.value = n + 1
         self.cells_view.value = memory_picture.session_html(cells, details, magics.budget_bytes)
         goes_on = "press again to update" if magics.recorder else "<code>%memory on</code> measures more"
         self.cells_status.value = f"{len(cells)} cells measured; {goes_on}."

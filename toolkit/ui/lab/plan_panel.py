@@ -1,93 +1,101 @@
-"""The Lab's Plan and export panel: the memory for exporting and running the chosen model against a budget, and the export.
+"""The Lab's Plan and export tab: the memory for exporting and running the chosen model against a budget, and the export.
 
-It calls `tk.plan`, which needs no GPU, and `tk.export`, which exports for the chosen CUDA GPU, or for this CPU if a virtual GPU
-is chosen. Work runs in the Lab's thread.
+`tk.plan`, which needs no GPU, and `tk.export` answer for the same target, which both results name.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from html import escape
 from typing import Any
 
 import ipywidgets as widgets
+import torch
 
-from toolkit.core.errors import ToolkitError
 from toolkit.core.units import GiB, bytes_text
 from toolkit.exporting.exporter import Package, export
 from toolkit.exporting.progress import memory_now
-from toolkit.gpu.opening import open_device
+from toolkit.gpu.catalogue import CATALOGUE
 from toolkit.kernels.kv_codes import KV_SCHEMES
 from toolkit.planning.describe import describe, plan
 from toolkit.planning.plans import Plan
 from toolkit.ui.figures.plan import html, package_html
-from toolkit.ui.lab.fields import button, field, progress_bar, row, start
+from toolkit.ui.lab.code import CopyAsCode, call
+from toolkit.ui.lab.fields import Panel, button, field, folder_of, row
+from toolkit.ui.lab.load_panel import LoadPanel
+from toolkit.ui.lab.work import Work
 
+CONTEXT = 4096  # the default of `tk.plan` and `tk.export`
 BUDGETS = (0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)  # GiB
+_EMPTY = """Plan predicts the memory for exporting and running <b>{}</b> on the target; it needs no GPU and allocates nothing.
+Export compiles the model for the same target into the folder. A GPU that isn't in this machine needs PyTorch with CUDA."""
 
 
-class PlanPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
-    """The panel. `begin(what, work, status)` runs `work` in a thread; `chosen()` returns the Lab's (device, model, scheme)."""
+class PlanPanel(Panel):
+    """The panel. The model and its scheme are those of `loading`; the target follows its device."""
 
-    def __init__(
-        self,
-        begin: Callable[[str, Callable[[], None], widgets.HTML], None],
-        stop: Callable[[], None],
-        cancelled: threading.Event,
-        chosen: Callable[[], tuple[str, str, Any]],
-    ) -> None:
+    def __init__(self, work: Work, loading: LoadPanel) -> None:
         self.plan: Plan | None = None
         self.package: Package | None = None
-        self._begin, self._cancelled, self._chosen = begin, cancelled, chosen
+        self._work, self._loading = work, loading
         self._described: tuple[tuple[str, Any], Any] | None = None  # the model on "meta" of the last plan
         options = [("automatic", "auto"), ("plain", None), *((name, name) for name in KV_SCHEMES)]
         budgets = [(bytes_text(int(size * GiB)), int(size * GiB)) for size in BUDGETS]
-        self.context_field = field(widgets.BoundedIntText, 4096, "Context", min=2, max=1 << 20, layout={"width": "190px"})
-        self.kv_field = field(widgets.Dropdown, "auto", "KV", 30, options=options)
+        self.target_field = field(widgets.Combobox, target_of(loading.device_field.value), "Target", options=_targets(),
+                                  ensure_option=False, placeholder="cpu, cuda:0, rtx-5090, ...")  # fmt: skip
+        self.context_field = field(widgets.BoundedIntText, CONTEXT, "Context", min=2, max=1 << 20, layout={"width": "190px"})
+        self.kv_field = field(widgets.Dropdown, "auto", "KV", 30, options=options, layout={"width": "190px"})
         self.budget_field = field(
-            widgets.SelectionSlider, 4 * GiB, "Budget", options=budgets, continuous_update=False, layout={"width": "420px"}
+            widgets.SelectionSlider, 4 * GiB, "Budget", options=budgets, continuous_update=False, layout={"width": "400px"}
         )
         self.folder_field = field(widgets.Text, "package", "Folder")
-        self.plan_button = button("Plan", "bar-chart", self.show, primary=True)
-        tip = "Compile the model ahead of time into the folder, for the CUDA GPU above or else for this CPU"
-        self.export_button = button("Export", "archive", self.export, tip)
-        self.cancel_button = button("Cancel export", "stop", stop)
-        self.progress, self.view = progress_bar(), widgets.HTML()
-        self.status = widgets.HTML("Press Plan to predict the memory for exporting and running the model above.")
+        self.plan_button = button("Plan", "bar-chart", self.show, "Predict the memory on the target", primary=True)
+        self.export_button = button("Export", "archive", self.export, "Compile the model for the target into the folder")
+        self.status, self.view = widgets.HTML(), widgets.HTML()
         self.budget_field.observe(lambda _: self.plan is not None and self.show(), "value")
-        super().__init__([
-            widgets.HTML("<h3>Plan and export</h3>"),
-            row(self.context_field, self.kv_field, self.budget_field),
-            row(self.plan_button, self.folder_field, self.export_button, self.cancel_button, self.progress),
+        loading.device_field.observe(lambda change: setattr(self.target_field, "value", target_of(change["new"])), "value")
+        places = (self.target_field, loading.model_field, loading.scheme_field)
+        for one in places:
+            one.observe(lambda _: self._clear(), "value")
+        fields = (self.target_field, self.context_field, self.kv_field, self.budget_field, self.folder_field)
+        self.code = CopyAsCode(self._snippets, (*fields, loading.model_field, loading.scheme_field))
+        super().__init__(
+            row(*fields[:3]), row(self.budget_field, self.folder_field), row(self.plan_button, self.export_button), self.code,
             self.status, self.view,
-        ])  # fmt: skip
-        self.add_class("tk-panel")
+        )  # fmt: skip
+        self._clear()
 
     def show(self) -> None:
         """Plan, like the Plan button, and like the budget slider once there is a plan. Returns at once."""
-        self._begin("plan", self._plan, self.status)
+        self._work.run("Planning", self._plan, self.status)
 
     def export(self) -> None:
         """Export, like the Export button. Returns at once, and does nothing if other work is running."""
-        self._begin("export", self._export, self.status)
+        self._work.run("Exporting", self._export, self.status)
 
-    def enable(self, idle: bool, what: str) -> None:
-        """Enable or disable the buttons: either nothing runs (`idle`), or `what` does."""
+    def enable(self, idle: bool) -> None:
+        """Enable or disable the buttons."""
         self.plan_button.disabled = self.export_button.disabled = not idle
-        self.cancel_button.disabled = idle or what != "export"
-        if idle:
-            self.progress.layout.display = "none"
+
+    def _clear(self) -> None:
+        """Remove results that are for another model or target."""
+        self.plan = None
+        self.view.value, self.status.value = "", _EMPTY.format(escape(self._loading.model_field.value))
+
+    def _chosen(self) -> tuple[str, str, Any]:
+        """Return the target, the model and the scheme."""
+        _, path, scheme = self._loading.chosen()
+        return self.target_field.value.strip() or "cpu", path, scheme
 
     def _plan(self) -> None:
-        device, path, scheme = self._chosen()
-        self.status.value = f"Planning {escape(path)} ..."
+        target, path, scheme = self._chosen()
+        self.status.value = f"Planning {escape(path)} for {escape(target)} ..."
         shapes, budget = self._shapes(path, scheme), self.budget_field.value
         named = f"{path}, {scheme}" if scheme else path
-        self.plan = plan(shapes, device, budget, self.context_field.value, kv=self.kv_field.value, name=named)
+        self.plan = plan(shapes, target, budget, self.context_field.value, kv=self.kv_field.value, name=named)
         self.view.value = html(self.plan)
         fits = "It fits" if self.plan.fits else "It doesn't fit, for the reasons below"
-        self.status.value = f"{fits}. This is a prediction: nothing was allocated. In a cell: lab.plan.plan."
+        place = f"Plan for <b>{escape(target)}</b>: {fits}."
+        self.status.value = f"{place} This is a prediction: nothing was allocated. In a cell: lab.plan.plan."
 
     def _shapes(self, path: str, scheme: Any) -> Any:
         """Return the model on "meta", built once. Lower the context field to the model's number of positions."""
@@ -97,27 +105,52 @@ class PlanPanel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.context_field.value = min(self.context_field.value, model.config.max_position_embeddings)
         return model
 
+    def _options(self, target: str) -> dict[str, Any]:
+        """Return the arguments of `tk.export` other than the model and the folder."""
+        here = target == "cpu" or target.startswith(("cuda", "virtual:"))
+        return {
+            "device" if here else "target": target, "budget": self.budget_field.value, "context": self.context_field.value,
+            "kv": None if self.kv_field.value == "auto" else self.kv_field.value, "scheme": self._loading.scheme_field.value,
+        }  # fmt: skip
+
     def _export(self) -> None:
-        name, path, scheme = self._chosen()
-        device = open_device(name)
-        device = device if device.torch.type == "cuda" else open_device("cpu")
-        folder = self.folder_field.value.strip()
-        if not folder:
-            raise ToolkitError("an export", "the folder field is empty", "Type the name of a new folder")
-        self.package = None
-        start(self.progress)
+        target, path, scheme = self._chosen()
+        folder = folder_of(self.folder_field.value)
+        self.package = self.plan = None
+        self.view.value = ""
 
         def show(phase: str, share: float, what: str) -> None:
-            self.progress.value = share
-            held, used = memory_now(device.torch if device.torch.type == "cuda" else None)
+            self._work.share(share, 1.0, phase)
+            held, used = memory_now(torch.device(target) if target.startswith("cuda") else None)
             memory = f"{bytes_text(held)} of host memory" + (f", {bytes_text(used)} of GPU memory" if used else "")
             self.status.value = f"{escape(phase)}{': ' if what else ' ...'}{escape(what)}; in use: {memory}"
 
         self._shapes(path, scheme)
-        kv = None if self.kv_field.value == "auto" else self.kv_field.value
-        self.package = export(
-            path, folder, device=device, budget=self.budget_field.value, context=self.context_field.value, kv=kv, scheme=scheme,
-            progress=show, cancel=self._cancelled,
-        )  # fmt: skip
+        self.package = export(path, folder, progress=show, cancel=self._work.cancelled, **self._options(target))
         self.view.value = package_html(self.package)
-        self.status.value = f"{escape(repr(self.package))}. In a cell: lab.plan.package.load()."
+        self.status.value = (
+            f"Exported for <b>{escape(target)}</b>: {escape(repr(self.package))}. In a cell: lab.plan.package.load()."
+        )
+
+    def _snippets(self) -> dict[str, str]:
+        target, path = self.target_field.value.strip() or "cpu", self._loading.model_field.value.strip()
+        options = self._options(target)
+        options["budget"] = f"{self.budget_field.value / GiB:g} GiB"
+        if options["context"] == CONTEXT:
+            del options["context"]  # it is the default, or fewer if the model has fewer positions
+        shared = {key: options[key] for key in ("budget", "context", "scheme") if key in options}
+        kv = self.kv_field.value if self.kv_field.value != "auto" else ...  # None is a choice of its own
+        planned = call("tk.plan", path, target, **shared)
+        planned = planned if kv is ... else f"{planned[:-1]}, kv={kv!r})"
+        return {"Plan": planned, "Export": f"package = {call('tk.export', path, self.folder_field.value.strip(), **options)}"}
+
+
+def target_of(device: str) -> str:
+    """Return the name for `tk.plan` and `tk.export` of the GPU that the virtual GPU `device` imitates, or else `device`."""
+    name = device.strip()
+    return name.removeprefix("virtual:") if name.removeprefix("virtual:") in CATALOGUE else name
+
+
+def _targets() -> list[str]:
+    cuda = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    return ["cpu", *cuda, *CATALOGUE]

@@ -1,0 +1,81 @@
+"""The Lab's history: every run that was generated or opened, numbered, and the table that compares some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from html import escape
+
+from toolkit.core.units import bytes_text, seconds_text
+from toolkit.decode.compare import decode_steps
+from toolkit.decode.run import Run
+from toolkit.trace.columns import COPY_KINDS
+from toolkit.trace.events import Trace, copies_per_step
+from toolkit.ui.timeline.widget import Timeline
+
+MOST = 20  # number of kept entries; each holds every event of its run
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A run, or a trace without one (`run` is None). `source` is the expression that makes it, after the lines of `setup`."""
+
+    number: int
+    title: str
+    trace: Trace
+    run: Run | None
+    source: str
+    setup: str = ""
+
+    @property
+    def label(self) -> str:
+        """The number and the title, such as "3: roundtrip, demo/qwen3"."""
+        return f"{self.number}: {self.title}"
+
+
+class History:
+    """The kept entries by number, the oldest first."""
+
+    def __init__(self) -> None:
+        self.entries: dict[int, Entry] = {}
+        self.runs: dict[str, Run] = {}  # by strategy, from the last Generate
+        self._numbers = 0
+
+    def add(self, title: str, trace: Trace, run: Run | None, source: str, setup: str = "") -> Entry:
+        """Add a run or a trace. The oldest entry is dropped if there are more than MOST."""
+        self._numbers += 1
+        entry = Entry(self._numbers, title, trace, run, source, setup)
+        self.entries = dict([*self.entries.items(), (entry.number, entry)][-MOST:])
+        return entry
+
+
+def timeline_of(entries: Iterable[Entry]) -> Timeline:
+    """Return the timeline of one or two entries. Its titles are the strategies if they differ."""
+    entries = list(entries)
+    titles = [entry.run.strategy if entry.run is not None else entry.title for entry in entries]
+    if len(set(titles)) < len(titles):
+        titles = [entry.label for entry in entries]
+    return Timeline(*(entry.trace for entry in entries), titles=tuple(titles))
+
+
+def copies_html(entries: Iterable[Entry]) -> str:
+    """Return a table of runs with the mean copies per decode step, without the prefill; of all steps if a trace has none."""
+    entries, rows = list(entries), []
+    first = next((entry.run for entry in entries if entry.run is not None), None)
+    for entry in entries:
+        run, steps = entry.run, decode_steps(entry.trace)
+        if run is None and not len(steps):
+            every = copies_per_step(entry.trace)
+            steps = every[every["step"] >= 0]
+        same = "-" if run is None or first is None else "yes" if run.tokens == first.tokens else "no"
+        cells = [escape(entry.label), escape(str(entry.trace.meta.get("device", "unknown"))), same]
+        cells.append(f"{run.tok_per_s:,.4g} {run.clock}" if run is not None and run.tok_per_s else "-")
+        for kind in COPY_KINDS:
+            count, size = steps[f"{kind}_count"].mean(), steps[f"{kind}_bytes"].mean()
+            cells.append(f"{count:.3g} ({bytes_text(size)})" if len(steps) and count else "0")
+        clock = run.clock if run is not None else entry.trace.meta.get("clock", "")
+        cells.append(f"{seconds_text(steps['host_wait_s'].mean())} {clock}" if len(steps) else "-")
+        rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
+    names = ("run", "device", "same tokens", "tok/s", *(f"{kind.upper()} / step" for kind in COPY_KINDS), "host waits / step")
+    head = "".join(f'<th scope="col">{name}</th>' for name in names)
+    return f'<div class="tk-wrap tk-copies"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'

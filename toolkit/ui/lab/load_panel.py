@@ -1,0 +1,161 @@
+"""The Lab's Load tab: choose a GPU, a model and a scheme; load the model, or see what it costs without loading it."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Callable
+from html import escape
+from typing import Any
+
+import ipywidgets as widgets
+
+from toolkit.core.errors import DeviceError, ToolkitError
+from toolkit.core.units import bytes_text, seconds_text
+from toolkit.gpu.catalogue import CATALOGUE
+from toolkit.gpu.opening import open_device
+from toolkit.loading.checkpoint import DEMOS
+from toolkit.loading.loader import load
+from toolkit.models.model import Model
+from toolkit.models.shapes import SHAPES
+from toolkit.planning.describe import costs
+from toolkit.ui.figures.model import html_of
+from toolkit.ui.lab.code import CopyAsCode, call
+from toolkit.ui.lab.fields import Panel, button, field, row
+from toolkit.ui.lab.memory_panel import MemoryPanel
+from toolkit.ui.lab.work import Work
+from toolkit.weights.recipes import RECIPES
+
+_SCHEMES = [("as stored", None), ("plain, not quantized", "none"), *((name, name) for name in sorted(RECIPES))]
+_WELCOME = """<div><b>New here?</b> Press <b>Start</b>. It loads the model below onto the device below (a virtual GPU needs no
+hardware), generates text with two decode strategies, and shows what each of them copied between host and GPU.</div>"""
+_EMPTY = "Nothing is loaded. Choose a device and a model, then press Load."
+
+
+class LoadPanel(Panel):
+    """The panel. `memory()` returns the panel that measures loads. `started` is called by Start, `loaded` after a load."""
+
+    def __init__(
+        self, work: Work, memory: Callable[[], MemoryPanel], device: str, model: str, started: Callable[[], None],
+        loaded: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.model: Model | None = None
+        self._work, self._memory, self._loaded = work, memory, loaded
+        self.device_field = field(widgets.Combobox, device, "Device", options=_device_names(), ensure_option=False,
+                                  placeholder="virtual:8GiB, cuda, ...")  # fmt: skip
+        self.model_field = field(widgets.Combobox, model, "Model", options=_model_names(), ensure_option=False,
+                                 placeholder="demo/NAME, random/NAME, a folder, a .gguf")  # fmt: skip
+        self.scheme_field = field(widgets.Dropdown, None, "Scheme", options=_SCHEMES)
+        self.scheme_field.index = 0  # ipywidgets shows no option if the value is None
+        self.load_button = button("Load", "download", self.load, "Load the model onto the device", primary=True)
+        self.look_button = button(
+            "What it costs", "search", self.look, "Show the memory of the model and the cost of a token, without loading it"
+        )
+        self.start_button = button("Start", "rocket", started, "Load, generate and compare", primary=True)
+        self.welcome = widgets.HBox([self.start_button, widgets.HTML(_WELCOME)])
+        self.welcome.add_class("tk-start")
+        self.status, self.model_view = widgets.HTML(_EMPTY), widgets.HTML()
+        fields = (self.device_field, self.model_field, self.scheme_field)
+        self.code = CopyAsCode(self._snippets, fields)
+        super().__init__(
+            self.welcome, row(*fields), row(self.load_button, self.look_button), self.code, self.status, self.model_view
+        )
+        _panels.add(self)
+
+    def load(self) -> None:
+        """Load the chosen model, like the Load button. Returns at once, and does nothing if other work is running."""
+        self._work.run(f"Loading {self.model_field.value.strip()}", self.load_now, self.status)
+
+    def look(self) -> None:
+        """Show the model without loading it, like the "What it costs" button. Returns at once."""
+        self._work.run("Costs", self._look, self.status)
+
+    def enable(self, idle: bool) -> None:
+        """Enable or disable the buttons."""
+        self.load_button.disabled = self.look_button.disabled = self.start_button.disabled = not idle
+
+    def chosen(self) -> tuple[str, str, Any]:
+        """Return the device, model and scheme of the fields. Raises ToolkitError if no model is named."""
+        path: str = self.model_field.value.strip()
+        if not path:
+            raise ToolkitError("a model", "its field is empty", 'Type "demo/qwen3", a Hugging Face folder, or a .gguf file')
+        return self.device_field.value.strip(), path, self.scheme_field.value
+
+    def source(self) -> str:
+        """Return the code that loads the chosen model."""
+        name, path = self.device_field.value.strip(), self.model_field.value.strip()
+        return f"model = {call('tk.load', path, device=name, scheme=self.scheme_field.value)}"
+
+    def unload(self, why: str) -> None:
+        """Release the model, and say why."""
+        self.model, self.model_view.value, self.status.value = None, "", why
+        self._loaded()
+
+    def opened(self, name: str) -> Any:
+        """Open the device. If models of other Labs prevent that, unload them: a Lab survives when its cell runs again."""
+        try:
+            return open_device(name)
+        except DeviceError:
+            others = [panel for panel in _panels if panel is not self and panel.model is not None and not panel._work.busy]
+            if not others or not name.startswith("virtual:"):
+                raise
+            for panel in others:
+                panel.unload(f"Unloaded, because another Lab opened {escape(name)}. Press Load to continue here.")
+        gc.collect()
+        return open_device(name)
+
+    def load_now(self) -> None:
+        """Load the chosen model in this thread."""
+        name, path, scheme = self.chosen()
+        self.unload(f"Loading {escape(path)} onto {escape(name)} ...")
+        gc.collect()  # the previous model may fill the GPU, or prevent the choice of another virtual GPU
+
+        def progress(done: int, total: int, tensor: str) -> None:
+            if self._work.due() or done >= total:
+                self._memory().tick()
+                self._work.share(done, total)
+                self.status.value = f"{bytes_text(done)} of {bytes_text(total)}: {escape(tensor)}"
+
+        began = time.monotonic()
+        device = self.opened(name)
+        with self._memory().measuring(f"load {path}", device):
+            self.model = load(path, device=device, scheme=scheme, progress=progress, cancel=self._work.cancelled)
+        took = seconds_text(time.monotonic() - began)
+        self.welcome.layout.display = "none"
+        self.status.value = (
+            f"<b>{escape(path)}</b> is on <b>{escape(device.name)}</b> ({took}){_held(device)}. "
+            "Next: the tab <b>Generate and compare</b>. In a cell: lab.model."
+        )
+        self.model_view.value = html_of(self.model)
+        self._loaded()
+
+    def _look(self) -> None:
+        _, path, scheme = self.chosen()
+        self.status.value = f"Looking at {escape(path)} ..."
+        self.model_view.value = costs(path, scheme=scheme)._repr_html_()
+        self.status.value = f"<b>{escape(path)}</b> without loading it."
+
+    def _snippets(self) -> dict[str, str]:
+        path, scheme = self.model_field.value.strip(), self.scheme_field.value
+        return {"Load": f"{self.source()}\nmodel", "What it costs": call("tk.costs", path, scheme=scheme)}
+
+
+_panels: weakref.WeakSet[LoadPanel] = weakref.WeakSet()
+
+
+def _device_names() -> list[str]:
+    import torch
+
+    cuda = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    return [*cuda, *(f"virtual:{card}" for card in CATALOGUE), "virtual:8GiB"]
+
+
+def _model_names() -> list[str]:
+    demos = sorted(f"demo/{path.parent.name}" for path in DEMOS.glob("*/config.json"))
+    return [*demos, *(f"random/{name}" for name in SHAPES)]
+
+
+def _held(device: Any) -> str:
+    memory = device.memory()
+    return f": {bytes_text(memory.allocated_bytes)} of {bytes_text(memory.total_bytes)} in use" if memory.total_bytes else ""

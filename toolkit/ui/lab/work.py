@@ -1,0 +1,107 @@
+"""The Lab's running work: one thread, and one bar above the tabs with its share, its time and Cancel.
+
+Widgets don't respond while a cell runs, so work runs in a thread. Only one piece of work runs at a time. Its errors are shown
+in the panel that began it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from html import escape
+
+import ipywidgets as widgets
+
+from toolkit.core.errors import CancelledError
+from toolkit.ui.lab.fields import error_html
+from toolkit.ui.progress import ProgressBar
+
+UPDATES_PER_S = 8  # front ends drop messages that come much faster
+_TICK_S = 0.5  # between two updates of the elapsed time
+
+
+class Work(ProgressBar):
+    """The bar and its thread. `changed(idle)` is called when work begins and ends; `explain()` returns HTML below an error."""
+
+    def __init__(self, changed: Callable[[bool], None], explain: Callable[[], str]) -> None:
+        self.error: BaseException | None = None
+        self.cancelled = threading.Event()
+        self._changed, self._explain = changed, explain
+        self._worker: threading.Thread | None = None
+        self._start, self._next = threading.Lock(), 0.0
+        super().__init__(self.cancel)
+        self.rest()
+
+    @property
+    def busy(self) -> bool:
+        """Whether work is running."""
+        return self._worker is not None and self._worker.is_alive()
+
+    def run(self, title: str, work: Callable[[], None], status: widgets.HTML) -> None:
+        """Run `work` in a thread, shown as `title`. An error is shown in `status`. Does nothing if other work is running."""
+        with self._start:
+            if self.busy:
+                return
+            self.cancelled.clear()
+            self.error, self._next = None, 0.0
+            self.begin(title)
+            self._worker = threading.Thread(target=self._guard, args=(work, status), name=f"lab {title}", daemon=True)
+            self._changed(False)
+            self._worker.start()
+
+    def cancel(self) -> None:
+        """Cancel the running work at its next step, such as a token, a tensor or a compilation."""
+        if self.busy and not self.cancelled.is_set():
+            self.cancelled.set()
+            self.draw()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the running work has ended. Returns False if it still runs after `timeout_s` seconds."""
+        if self._worker is not None:
+            self._worker.join(timeout_s)
+        return not self.busy
+
+    def due(self) -> bool:
+        """Return True at most UPDATES_PER_S times per second: whether the work should update its widgets."""
+        now = time.monotonic()
+        if now < self._next:
+            return False
+        self._next = now + 1 / UPDATES_PER_S
+        return True
+
+    def _guard(self, work: Callable[[], None], status: widgets.HTML) -> None:
+        """Run `work`. Show its error in `status`, and keep the exception."""
+        ended, how = threading.Event(), "done"
+        threading.Thread(target=self._tick, args=(ended,), name="lab clock", daemon=True).start()
+        try:
+            work()
+        except CancelledError as error:
+            how, status.value = "cancelled", f"Cancelled. {escape(error.do)}."
+        except BaseException as error:  # nothing above this thread would report it
+            self.error, how = _without_frames(error), "failed"
+            status.value = error_html(error) + self._explain()
+        finally:
+            ended.set()
+            how = "cancelled" if self.cancelled.is_set() and how == "done" else how
+            self.rest(how)
+            self._changed(True)
+
+    def draw(self, note: str = "") -> None:
+        """Show the share and the time, or that the work is being cancelled."""
+        super().draw(note or ("Cancelling ..." if self.cancelled.is_set() else ""))
+
+    def _tick(self, ended: threading.Event) -> None:
+        while not ended.wait(_TICK_S):
+            self.draw()
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """Return `error` without tracebacks, its causes' included. A traceback keeps the tensors of its frames alive."""
+    link: BaseException | None = error
+    for _ in range(20):  # a chain may be a ring
+        if link is None:
+            break
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error
