@@ -45,7 +45,7 @@ rows = [SimpleNamespace(number=n, title="with memory() as m: ...", status="error
 
 
 def look(page, name: str) -> None:
-    page.wait_for_selector(VIEW, timeout=60_000)
+    page.wait_for_selector(f"{VIEW}:visible", timeout=60_000)  # a still is hidden
     page.wait_for_timeout(400)
     shot(page, name)
     assert page.evaluate(FAULTS.replace(".tk-model", VIEW)) == []
