@@ -19,8 +19,8 @@ demo: .venv/.core
 lab: .venv/.lab
 	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks/01_see_the_copies.ipynb
 
-# Tests run in two processes of one thread each while mypy checks types; then browser tests, which mostly wait, in three. Tests that
-# time what a user waits for run alone. All compile exports into one folder, which starts empty.
+# Tests run in two processes of one thread each while mypy checks types; then browser tests, which mostly wait, in three. Tests
+# that time what a user waits for run alone. All compile exports into one folder, which starts empty.
 test: export TOOLKIT_TEST_EXPORTS := $(CURDIR)/.venv/exports
 test: lint
 	rm -rf $(TOOLKIT_TEST_EXPORTS)
