@@ -45,7 +45,7 @@ def test_a_row_a_strategy(comparison):
         "cuda-graph": (0, 0, 1, 8, 0, 0),
         "whole-loop": (0, 0, 0, 0, 0, 0),
     }
-    assert list(table.index[table["host_wait_s"] == 0]) == ["whole-loop"]  # the host polls memory instead
+    assert list(table.index[table["host_wait_us"] == 0]) == ["whole-loop"]  # the host polls memory instead
 
 
 def test_text_and_html_say_what_is_modelled(comparison):

@@ -38,7 +38,7 @@ def test_every_strategy_goes_on_from_a_prefix(name):
         assert run.tokens == exact, strategy
         assert model.device.memory().allocated_bytes == held
     runs = [generate(model, "double-buffered", prefix=each) for each in (None, prefix)]
-    whole, rest = (decode_steps(run.trace).drop(columns="host_wait_s").to_numpy().tolist() for run in runs)
+    whole, rest = (decode_steps(run.trace).drop(columns="host_wait_us").to_numpy().tolist() for run in runs)
     assert whole == rest
     prefix.free()
     assert model.device.memory().allocated_bytes == before

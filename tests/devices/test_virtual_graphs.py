@@ -194,7 +194,7 @@ class TestReplay:
         with gpu.record() as trace, gpu.step(3, "decode"):
             graph.replay()
         nodes = trace.select(trace.is_kind("kernel", "memset", *COPIES))
-        assert (len(nodes), len(trace)) == (graph.nodes, graph.nodes + 1)  # and the mark
+        assert (len(nodes), len(trace)) == (graph.nodes, graph.nodes + 2)  # the launch and the mark
         assert trace.is_kind("d2d").sum() == 1
         assert set(nodes["step"].tolist()) == {3}
         assert all(where.startswith("tests/devices/test_virtual_graphs.py:") for where in nodes.text("where"))

@@ -28,7 +28,7 @@ def test_a_recording_without_steps_gets_them_guessed_waits_included():
     assert table.index.tolist() == [0, 1, 2, 3, 4, 5]
     assert table["d2h_count"].tolist() == [1] * 6
     assert table["kernels"].tolist() == [6, 2, 2, 2, 2, 2]
-    assert (table["host_wait_s"] == 8e-9).all()
+    assert (table["host_wait_us"] == 0.008).all()
 
 
 def test_steps_that_are_known_stay_and_no_pattern_is_no_step():

@@ -101,7 +101,7 @@ def test_copies_kernels_waits_and_steps(database):
     table = trace.copies()
     assert table["step"].tolist() == [0, 1, 2, 3]
     assert table[["h2d_count", "h2d_bytes", "d2h_count", "d2h_bytes", "kernels"]].to_numpy().tolist() == [[1, 8, 1, 4, 2]] * 4
-    assert table["host_wait_s"].tolist() == [3e-7] * 4
+    assert table["host_wait_us"].tolist() == [0.3] * 4
     copies = trace.select(trace.is_kind("h2d", "d2h"))
     assert copies["pinned"].tolist() == [0, 1] * 4
     assert copies["stream"].tolist() == [0, 1] * 4

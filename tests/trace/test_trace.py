@@ -162,7 +162,7 @@ def test_copies_per_step_adds_up():
     assert table["d2h_bytes"].tolist() == [3_000_000_000] * 3
     assert table["d2d_count"].tolist() == [1, 1, 1]
     assert table["kernels"].tolist() == [0, 1, 0]
-    assert table["host_wait_s"].tolist() == [0.5] * 3
+    assert table["host_wait_us"].tolist() == [500_000] * 3
     assert set(table["clock"]) == {"measured"}
 
 
@@ -254,7 +254,7 @@ def header(**changes):
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
-        ({"header": header(version=3)}, "version 3"),
+        ({"header": header(version=4)}, "version 4"),
         ({"header": header(version="x")}, "damaged"),
         ({"header": header(format="other")}, "not a trace"),
         ({"header": header(strings=3)}, "damaged"),

@@ -12,7 +12,8 @@ from test_view import parse
 from toolkit.core.errors import ToolkitError
 from toolkit.trace.events import TraceBuilder
 from toolkit.ui.timeline import overview
-from toolkit.ui.timeline.view import Scene, Track
+from toolkit.ui.timeline.track import Track
+from toolkit.ui.timeline.view import Scene
 from toolkit.ui.timeline.widget import Timeline
 
 

@@ -14,7 +14,8 @@ from toolkit.core.errors import RecorderError, ToolkitError
 from toolkit.trace.columns import KINDS
 from toolkit.trace.events import Trace, TraceBuilder
 from toolkit.ui.timeline.overview import copies_sheet, facts
-from toolkit.ui.timeline.view import MODELLED, NO_TEXT, SEGMENT, Scene, Track, named
+from toolkit.ui.timeline.track import Track, named
+from toolkit.ui.timeline.view import MODELLED, NO_TEXT, SEGMENT, Scene
 
 
 def parse(blob: bytes) -> dict:
@@ -86,7 +87,7 @@ def test_a_view_of_a_million_events_is_small_and_quick(million: Scene, share: fl
 
 
 def test_copies_stay_visible_among_a_million_kernels(million: Scene) -> None:
-    view = parse(million.overview())
+    view = parse(million.first(None))
     for kind in ("h2d", "d2h", "d2d"):
         segment = view["kind"] == KINDS.index(kind) + MODELLED
         assert segment.sum() > 250
@@ -144,13 +145,13 @@ def test_hundreds_of_streams_are_gathered() -> None:
 def test_unsorted_rows_of_a_foreign_reader_are_sorted() -> None:
     trace = decode_loop()
     shuffled = trace.select(np.random.default_rng(3).permutation(len(trace)))
-    a, b = (parse(Scene([Track(t, "a")]).overview()) for t in (trace, shuffled))
+    a, b = (parse(Scene([Track(t, "a")]).first(None)) for t in (trace, shuffled))
     assert a["x0"].tolist() == b["x0"].tolist()
 
 
 def test_no_events() -> None:
     scene = Scene([Track(TraceBuilder().build({"device": "virtual:h200"}), "nothing")])
-    view = parse(scene.overview())
+    view = parse(scene.first(None))
     assert view["counts"] == [[]]
     assert "No events" in scene.meta()["tracks"][0]["notes"][0]
     assert scene.find_step(0, 3) is None
@@ -171,7 +172,7 @@ def test_two_clocks_in_one_trace_are_called_mixed() -> None:
     builder.add("kernel", 9, 5, stream=0, clock="modelled")
     track = Track(builder.build({}), "a")
     assert track.clock == "mixed"
-    assert parse(Scene([track]).overview())["kind"].tolist() == [0, MODELLED]
+    assert parse(Scene([track]).first(None))["kind"].tolist() == [0, MODELLED]
 
 
 def test_two_tracks_share_one_axis_aligned_at_start_or_at_a_step() -> None:
@@ -204,7 +205,7 @@ def test_steps_without_marks_come_from_the_events() -> None:
 
 
 def test_many_steps_are_thinned_and_say_so(million: Scene) -> None:
-    view = parse(million.overview())
+    view = parse(million.first(None))
     assert view["every"] == [100]
     assert len(view["steps"][0]) <= 96
     assert all(step[0] % 100 == 0 for step in view["steps"][0])
@@ -235,7 +236,7 @@ def test_copies_sheet_is_text_and_names_the_clock() -> None:
     sheet = copies_sheet(Track(decode_loop(), "a"), limit=3)
     assert sheet["columns"][0] == "step"
     assert sheet["columns"][-1] == "host wait (modelled)"
-    assert sheet["rows"][1][:4] == ["1", "2", "16 B", "1"]
+    assert sheet["rows"][1][:6] == ["1", "12", "not recorded", "2", "16 B", "1"]
     assert sheet["note"] == "the first 3 of 6 steps"
 
 

@@ -101,7 +101,7 @@ def counts(run: Run) -> dict[str, Any]:
         "decode_steps": len(steps),
         "every_step_alike": all(steps[f"{kind}_{what}"].nunique() == 1 for kind in COPY_KINDS for what in ("count", "bytes")),
         "kernels_per_step": float(steps["kernels"].mean()),
-        "host_wait_ms_per_step": float(steps["host_wait_s"].mean()) * 1e3,
+        "host_wait_ms_per_step": float(steps["host_wait_us"].mean()) / 1e3,
     }
 
 

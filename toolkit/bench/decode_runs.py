@@ -139,7 +139,7 @@ def recorded(prefix: Prefix, ids: Sequence[int], name: str) -> tuple[dict[str, A
     }
     found = {
         "kernels_per_step": float(chosen["kernels"].mean()), "copies_per_step": copies,
-        "host_wait_us_per_step": float(chosen["host_wait_s"].mean()) * 1e6,
+        "host_wait_us_per_step": float(chosen["host_wait_us"].mean()),
     }  # fmt: skip
     return found, trace
 

@@ -7,6 +7,7 @@ and notebook cells as "cell 7". IPython is looked up in `sys.modules` and never 
 from __future__ import annotations
 
 import importlib.util
+import linecache
 import os
 import sys
 import sysconfig
@@ -127,6 +128,14 @@ def file_of(short: str) -> str:
         compiled = getattr(getattr(ipython_shell(), "compile", None), "_filename_map", {})
         return next((name for name in reversed(compiled) if cell_name(name) == short), short)
     return short
+
+
+def source_line(place: str) -> str | None:
+    """Return the source text of a line given as "file:line", or None if it isn't found."""
+    file, _, line = place.rpartition(":")
+    if not file or not line.isdigit():
+        return None
+    return linecache.getline(file_of(file), int(line)).strip() or None
 
 
 def current_cell() -> int:

@@ -5,6 +5,7 @@ The comparison counts the copies and host waits in each run's recording, so it w
 
 from __future__ import annotations
 
+import html
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +16,13 @@ import numpy as np
 
 from toolkit.core.display import render
 from toolkit.core.errors import RecorderError, ToolkitError
-from toolkit.core.units import bytes_text, seconds_text
+from toolkit.core.units import bytes_text
 from toolkit.decode.loop import generate
 from toolkit.decode.run import Run
 from toolkit.decode.strategies import STRATEGIES, OwnLoop, Strategy, find_strategy, strategies_of
 from toolkit.models.model import Model
 from toolkit.trace.columns import COPY_KINDS
+from toolkit.trace.differences import brief_time
 from toolkit.trace.events import Trace, copies_per_step
 
 if TYPE_CHECKING:
@@ -36,8 +38,9 @@ class Comparison:
 
     `table` is a DataFrame with one row per run. Its columns are `model` (if there are several), `strategy`, `same_tokens`
     (equal to the tokens of the first run), `tok_per_s` and `clock` ("measured" or "modelled"), and averages per decode step:
-    `<h2d|d2h|d2d>_count`, `<h2d|d2h|d2d>_bytes` and `host_wait_s`. `timed_late` is True if measured rates were taken after this
-    process's first recording, which makes them too low.
+    `kernels`, `launches` (calls that launched kernels, copies or graphs), `<h2d|d2h|d2d>_count`, `<h2d|d2h|d2d>_bytes` and
+    `host_wait_us`. `timed_late` is True if measured rates were taken after this process's first recording, which makes them
+    too low.
     """
 
     runs: Mapping[str, Run]
@@ -50,12 +53,23 @@ class Comparison:
         return written
 
     def __repr__(self) -> str:
-        text: str = self._shown().to_string(index=False)
-        return f"{text}\n{LATE}" if self.timed_late else text
+        lines = [self._kernels(), self._shown().to_string(index=False), LATE if self.timed_late else ""]
+        return "\n".join(line for line in lines if line)
 
     def _repr_html_(self) -> str:
         table: str = self._shown().to_html(index=False)
-        return f"{table}<small>{self._note()}</small>"
+        kernels = f"<p>{html.escape(self._kernels())}</p>" if self._kernels() else ""
+        return f"{kernels}{table}<small>{self._note()}</small>"
+
+    def _kernels(self) -> str:
+        """Return a sentence if the runs differ in their kernels: their times then differ by more than copies and waits."""
+        of_count: dict[float, list[str]] = {}
+        for label, count in zip(self.runs, self.table["kernels"], strict=True):
+            of_count.setdefault(float(count), []).append(label)
+        if len(of_count) < 2:
+            return ""
+        parts = [f"{count:.4g} in {', '.join(labels)}" for count, labels in sorted(of_count.items())]
+        return f"Kernels per step differ: {'; '.join(parts)}."
 
     def _shown(self) -> pd.DataFrame:
         """Return the table for display, with units, per decode step."""
@@ -65,10 +79,12 @@ class Comparison:
             "-" if np.isnan(rate) else f"{rate:,.0f} {clock}"
             for rate, clock in zip(self.table["tok_per_s"], self.table["clock"], strict=True)
         ]
+        for name in ("kernels", "launches"):
+            shown[f"{name}/step"] = [f"{n:.4g}" for n in self.table[name]]
         for kind in COPY_KINDS:
             pairs = zip(self.table[f"{kind}_count"], self.table[f"{kind}_bytes"], strict=True)
             shown[f"{kind.upper()}/step"] = [f"{count:.4g} ({bytes_text(size)})" if count else "0" for count, size in pairs]
-        shown["host waits/step"] = [seconds_text(s) for s in self.table["host_wait_s"]]
+        shown["host waits/step"] = [brief_time(1e3 * us) for us in self.table["host_wait_us"]]
         return shown
 
     def _note(self) -> str:
@@ -187,12 +203,13 @@ def _table(entries: Sequence[Entry], runs: Mapping[str, Run], rates: Mapping[str
     rows = []
     for entry, run in zip(entries, runs.values(), strict=False):  # a cancel leaves fewer runs than entries
         per_step = decode_steps(run.trace)
-        means = {column: _whole(per_step[column].mean()) for column in per_step if column.endswith(("_count", "_bytes"))}
-        wait_s = float(per_step["host_wait_s"].mean()) if len(per_step) else 0.0
+        counted = [name for name in per_step if name in ("kernels", "launches") or name.endswith(("_count", "_bytes"))]
+        means = {column: _whole(per_step[column].mean()) for column in counted}
+        wait_us = float(per_step["host_wait_us"].mean()) if len(per_step) else 0.0
         names = {"model": entry.name, "strategy": run.strategy} if entry.name else {"strategy": run.strategy}
         rate = rates[entry.label] or float("nan")
         same = run.tokens == first.tokens
-        rows.append({**names, "same_tokens": same, "tok_per_s": rate, "clock": run.clock, **means, "host_wait_s": wait_s})
+        rows.append({**names, "same_tokens": same, "tok_per_s": rate, "clock": run.clock, **means, "host_wait_us": wait_us})
     return pd.DataFrame(rows)
 
 

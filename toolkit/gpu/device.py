@@ -159,7 +159,7 @@ class Device(ABC):
         the events of the outer block. If the block marks no steps, they are inferred from a repeating pattern of events,
         and `meta["steps_from"]` says so. Raises RecorderError if another profiler is active.
         """
-        from toolkit.trace.assemble import with_guessed_steps
+        from toolkit.trace.assemble import with_guessed_steps, with_sources
 
         outer = _recording.get(self.name)
         if outer is not None:
@@ -179,7 +179,7 @@ class Device(ABC):
                 finally:
                     if self.name in _recording:  # an interrupt came first
                         self._end_recording()
-                trace.fill(with_guessed_steps(found))
+                trace.fill(with_sources(with_guessed_steps(found)))
 
     def _end_recording(self) -> Trace:
         with whole:

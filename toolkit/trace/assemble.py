@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.trace.columns import COLUMNS, KINDS, NOT_KNOWN
+from toolkit.core.callers import source_line
+from toolkit.trace.columns import COLUMNS, COPY_KINDS, HOST_KINDS, KINDS, LANES, NOT_KNOWN
 from toolkit.trace.cupti import number_streams
 from toolkit.trace.events import Trace
 from toolkit.trace.steps import Range, guess_steps, shown_name, steps_among, steps_from_ranges
@@ -72,19 +73,41 @@ class Rows:
 
 @dataclass
 class Calls:
-    """Runtime calls: the launch time and the host thread of each correlation id."""
+    """Runtime calls: the time, the host thread and the name of each correlation id."""
 
     _data: array[int] = field(default_factory=lambda: array("q"))
+    _names: Strings = field(default_factory=lambda: Strings())
 
-    def add(self, correlation: int, start_ns: int, thread: int) -> None:
-        """Append a call. Raises OverflowError or TypeError, and appends nothing, if a value is not a 64-bit int."""
-        self._data.extend(array("q", (correlation, start_ns, thread)))
+    def add(self, correlation: int, start_ns: int, thread: int, dur_ns: int, name: str) -> None:
+        """Append a call. Raises OverflowError or TypeError, and appends nothing, if a value has another type."""
+        self._data.extend(array("q", (correlation, start_ns, thread, max(dur_ns, 0), self._names.code(name))))
+
+    def _table(self) -> NDArray[np.int64]:
+        return np.frombuffer(self._data, np.int64).reshape(-1, 5) if self._data else np.empty((0, 5), np.int64)
+
+    def with_launches(self, rows: dict[str, NDArray[np.int64]], strings: Strings) -> dict[str, NDArray[np.int64]]:
+        """Return `rows` and, as further rows, the calls that launched kernels, copies and memsets among them."""
+        on_device = np.isin(rows["kind"], [KIND[kind] for kind in LANES if kind not in HOST_KINDS])
+        device = np.flatnonzero(on_device & (rows["correlation"] >= 0))
+        launched, first = np.unique(rows["correlation"][device], return_index=True)
+        table = self._table()
+        table = table[np.isin(table[:, 0], launched)]
+        if not len(table):
+            return rows
+        codes = {code: name for name, code in self._names.codes.items()}
+        names = {code: strings.code(codes[code]) for code in np.unique(table[:, 4]).tolist()}
+        extra: dict[str, Any] = {
+            "kind": KIND["launch"], "start_ns": table[:, 1], "dur_ns": table[:, 3], "bytes": 0, "device": -1, "pinned": -1,
+            "stream": rows["stream"][device[first[np.searchsorted(launched, table[:, 0])]]], "thread": table[:, 2],
+            "name": [names[code] for code in table[:, 4].tolist()], "correlation": -1,
+        }  # fmt: skip
+        return {n: np.concatenate([column, np.broadcast_to(extra[n], len(table))]) for n, column in rows.items()}
 
     def causes(self, rows: dict[str, NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the launch time and the launching thread of each row. Default: its own start and thread."""
         cause, thread = rows["start_ns"].copy(), rows["thread"].copy()
         if self._data:
-            keys, starts, threads = np.frombuffer(self._data, np.int64).reshape(-1, 3).T
+            keys, starts, threads, _, _ = self._table().T
             order = np.argsort(keys, kind="stable")
             at = order[np.minimum(np.searchsorted(keys, rows["correlation"], sorter=order), len(keys) - 1)]
             known = (keys[at] == rows["correlation"]) & (rows["correlation"] >= 0)
@@ -146,6 +169,14 @@ def with_guessed_steps(trace: Trace) -> Trace:
     if step is None:
         return trace
     return Trace({**trace.columns, "step": step}, trace.strings, trace.meta | {"steps_from": "guessed"})
+
+
+def with_sources(trace: Trace) -> Trace:
+    """Return `trace` with the source text of the lines that copied or waited, as far as it is found, in `meta["source"]`."""
+    codes = np.unique(trace["where"][trace.is_kind("sync", *COPY_KINDS)])
+    places = [trace.strings[code] for code in codes.tolist() if code >= 0]
+    found = {place: text for place in places if (text := source_line(place))}
+    return Trace(trace.columns, trace.strings, trace.meta | {"source": found}) if found else trace
 
 
 def _guess(rows: dict[str, NDArray[np.int64]], cause_ns: NDArray[np.int64]) -> NDArray[np.int32] | None:

@@ -17,6 +17,9 @@ Each column has one entry per event:
     address            int64   device address of an alloc, free or segment; -1: not known or none
     requested          int64   bytes requested by an alloc, before the allocator rounded them; -1: not known or none
 
+A launch is the call with which the host launched a kernel, a copy, a memset or a graph; its stream is the one of that work. On
+a virtual GPU, it takes the time of PyTorch's operator, without the interpreter; on CUDA, that of the runtime's call.
+
 Memory events are those of CUDA's caching allocator, which takes a segment from the driver (segment_alloc), cuts blocks from it
 (alloc, free) and may return it (segment_free). Where they are known, the `name` of an alloc is the kind of its tensor
 ("weights", "kv", ...) and its `owner` the variable or module that held it. The `where` of an alloc has the outermost line of
@@ -29,7 +32,13 @@ import numpy as np
 
 KINDS = (
     "kernel", "h2d", "d2h", "d2d", "p2p", "memset", "sync", "alloc", "free", "mark", "segment_alloc", "segment_free", "oom",
+    "launch",
 )  # fmt: skip
+LANES = {  # the lanes of a timeline from top to bottom, and their names
+    "launch": "host launches", "sync": "host waits", "mark": "host marks", "kernel": "kernels", "h2d": "H2D", "d2h": "D2H",
+    "d2d": "D2D", "p2p": "P2P", "memset": "memset",
+}  # fmt: skip
+HOST_KINDS = ("launch", "sync", "mark")
 CLOCKS = ("measured", "modelled")
 COPY_KINDS = ("h2d", "d2h", "d2d")
 MEMORY_KINDS = ("alloc", "free", "segment_alloc", "segment_free", "oom")

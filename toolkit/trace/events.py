@@ -27,12 +27,12 @@ from toolkit.core.files import open_regular, replacing, shown
 from toolkit.core.schema import convert, parse_json
 from toolkit.trace.arrays import read_arrays
 from toolkit.trace.chrome.write import write_chrome
-from toolkit.trace.columns import CLOCKS, COLUMNS, COPY_KINDS, KINDS, NOT_KNOWN, TEXT_COLUMNS
+from toolkit.trace.columns import CLOCKS, COLUMNS, COPY_KINDS, HOST_KINDS, KINDS, NOT_KNOWN, TEXT_COLUMNS
 
 if TYPE_CHECKING:
     import pandas as pd
 
-FORMAT_VERSION = 2  # version 1 has no columns `address` and `requested`
+FORMAT_VERSION = 3  # version 1 has no columns `address` and `requested`, version 2 no launches
 _SINCE_2 = ("address", "requested")
 
 _Number = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=1 << 62)]
@@ -330,12 +330,13 @@ def copies_per_step(trace: Trace) -> pd.DataFrame:
     """Return the number and size of the copies of each step, one row per step.
 
     Columns: `step` (0 is the prefill of the toolkit's decode loop; -1 collects events outside all steps, and is left out if
-    there are no copies among them), `<dir>_count` and `<dir>_bytes` for h2d, d2h and d2d, `kernels` (number of launches),
-    `host_wait_s` (time for which the host was blocked in waits) and `clock` (whether that time was measured or modelled).
+    there are no copies among them), `kernels` (their number), `launches` (the number of calls that launched kernels, copies or
+    graphs; -1 if the trace has no launches), `<dir>_count` and `<dir>_bytes` for h2d, d2h and d2d, `host_wait_us` (the time in
+    µs for which the host was blocked in waits) and `clock` (whether that time was measured or modelled).
     """
     import pandas as pd
 
-    busy = trace.is_kind(*COPY_KINDS, "kernel", "sync", "mark")
+    busy = trace.is_kind(*COPY_KINDS, "kernel", *HOST_KINDS)
     steps, row = np.unique(trace["step"][busy], return_inverse=True)
     kind, size = trace["kind"][busy], trace["bytes"][busy]
 
@@ -343,12 +344,12 @@ def copies_per_step(trace: Trace) -> pd.DataFrame:
         mask = kind == _KIND[name]
         return np.bincount(row[mask], weights=None if weights is None else weights[mask], minlength=len(steps))
 
-    table: dict[str, Any] = {"step": steps}
+    table: dict[str, Any] = {"step": steps, "kernels": total("kernel")}
+    table["launches"] = total("launch") if trace.is_kind("launch").any() else np.full(len(steps), -1)
     for name in COPY_KINDS:
         table[f"{name}_count"] = total(name)
         table[f"{name}_bytes"] = total(name, size).astype(np.int64)
-    table["kernels"] = total("kernel")
-    table["host_wait_s"] = total("sync", trace["dur_ns"][busy]) / 1e9
+    table["host_wait_us"] = total("sync", trace["dur_ns"][busy]) / 1e3
     modelled = np.bincount(row, weights=trace["clock"][busy], minlength=len(steps)) > 0
     table["clock"] = np.where(modelled, "modelled", "measured")
     frame = pd.DataFrame(table)

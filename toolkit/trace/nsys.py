@@ -132,7 +132,7 @@ class _Database:
         self.read_kernels()
         self.read_copies()
         self.read_calls()
-        rows = self.rows.columns()
+        rows = self.calls.with_launches(self.rows.columns(), self.strings)
         cause, _ = self.calls.causes(rows)
         marks = self.read_ranges()
         gpus = self.read("TARGET_INFO_GPU", "name")
@@ -192,10 +192,15 @@ class _Database:
         ):
             thread = self.threads.setdefault(global_tid or 0, len(self.threads))
             if correlation is not None:
-                self.calls.add(correlation, start, thread)
+                self.calls.add(correlation, start, thread, end - start, self._call_name(name_id))
             if is_wait(self.texts.get(name_id, "")):
-                name = self.strings.code(self.texts[name_id].rpartition("_v")[0] or self.texts[name_id])
+                name = self.strings.code(self._call_name(name_id))
                 self.add("sync", start, end, 0, streams.get(correlation), 0, -1, name, correlation, thread)
+
+    def _call_name(self, code: int | None) -> str:
+        """Return the name of a runtime call without its version: "cudaLaunchKernel_v7000" gives "cudaLaunchKernel"."""
+        text = self.texts.get(code, "") if code is not None else ""
+        return text.rpartition("_v")[0] or text
 
     def read_ranges(self) -> list[Range]:
         """Return the push/pop and start/end ranges of NVTX."""

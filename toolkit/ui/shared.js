@@ -5,7 +5,7 @@ const three = (x) => (Math.abs(x) >= 100 ? x.toFixed(0) : Math.abs(x) >= 10 ? x.
 const TIME_UNITS = [["s", 1e9], ["ms", 1e6], ["µs", 1e3]];
 function timeText(ns) {
   for (const [unit, size] of TIME_UNITS) if (Math.abs(ns) >= size) return `${three(ns / size)} ${unit}`;
-  return `${Math.round(ns)} ns`;
+  return ns ? `${Math.round(ns)} ns` : "0 µs";
 }
 function bytesText(n) {
   for (const [unit, size] of [["TiB", 2 ** 40], ["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 1024]]) if (Math.abs(n) >= size) return `${three(n / size)} ${unit}`;

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import linecache
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 
-from toolkit.core.callers import file_of, ipython_shell
+from toolkit.core.callers import ipython_shell, source_line
 from toolkit.core.display import render
 from toolkit.core.errors import RecorderError, ToolkitError
 from toolkit.core.signals import whole
@@ -386,15 +385,8 @@ def _sources(ledger: Ledger) -> dict[str, str]:
     places = [names[i] for i in np.argsort(-total)[:_SOURCES].tolist()]
     failed = ledger.trace.select(ledger.trace.is_kind("oom")).text("where")
     lines = dict.fromkeys(line for place in (*places, *failed) if place for line in place.split(" > "))
-    found = {line: _source_line(line) for line in lines}
+    found = {line: source_line(line) for line in lines}
     return {line: text for line, text in found.items() if text}
-
-
-def _source_line(place: str) -> str | None:
-    file, _, line = place.rpartition(":")
-    if not file or not line.isdigit():
-        return None
-    return linecache.getline(file_of(file), int(line)).strip() or None
 
 
 def _signed(n_bytes: int) -> str:

@@ -40,6 +40,7 @@ def read_events(events: Iterable[Any], session: Session, meta: dict[str, Any]) -
     found = [_plain(event) for event in events if not event.name().startswith("aten::")]
     calls = {e.correlation: e for e in found if not e.on_device and '"cbid"' in e.detail}
     rows = _device_rows(found, calls, session.index)
+    rows += _launch_rows(rows, calls)
     rows += _wait_rows(found, calls)
     rows += _memory_rows(found, session.index)
     clock = HostClock(found, session.anchors)
@@ -62,7 +63,8 @@ def read_events(events: Iterable[Any], session: Session, meta: dict[str, Any]) -
     for i in order[inside[order]].tolist():
         row = rows[i]
         builder.add(
-            row.kind, int(start[i]), row.dur_ns, bytes=row.bytes, stream=int(stream[i]), device=session.index,
+            row.kind, int(start[i]), row.dur_ns, bytes=row.bytes, stream=int(stream[i]),
+            device=-1 if row.kind == "launch" else session.index,
             step=int(step[i]), cell=session.cell, pinned=row.pinned, name=row.name, where=where[i],
         )  # fmt: skip
     _add_marks(builder, found, clock, session)
@@ -103,6 +105,13 @@ def _device_rows(found: list[Event], calls: dict[int, Event], index: int) -> lis
             thread, cause = (call.resource, call.start_ns) if call else (-1, e.start_ns)
             rows.append(Row(kind, e.start_ns, e.dur_ns, n_bytes, e.resource, pinned, e.name, thread, cause, e.correlation))
     return rows
+
+
+def _launch_rows(rows: list[Row], calls: dict[int, Event]) -> list[Row]:
+    """Return the calls that launched `rows`. A graph is launched by one call."""
+    streams = {row.link: row.stream for row in reversed(rows)}
+    launched = [(calls[link], stream) for link, stream in streams.items() if link in calls]
+    return [Row("launch", e.start_ns, e.dur_ns, 0, stream, -1, e.name, e.resource, e.start_ns) for e, stream in launched]
 
 
 def _wait_rows(found: list[Event], calls: dict[int, Event]) -> list[Row]:

@@ -25,6 +25,7 @@ from toolkit.gpu.virtual.threads import DEFAULT_STREAM, here
 from toolkit.trace.events import Trace, TraceBuilder
 
 Taken = tuple[Block, str | None]  # allocated memory: the block, and the line that allocated it if it was recorded
+_CALLS = {"memset": "cudaMemsetAsync", **dict.fromkeys(("h2d", "d2h", "d2d"), "cudaMemcpyAsync")}
 NOTED_BYTES = 1 << 20  # allocations of at least this size always record their line, for the out-of-memory error
 
 
@@ -57,6 +58,8 @@ class Machine:
                 graph.execute(effect)
                 return
             self.host_ns += int(self.spec.tape_host_ns) if here().from_tape else host_ns(effect, self.spec)
+            if effect.cost and self._builder is not None:
+                self._launched(effect.cost, _CALLS.get(effect.kind, "cudaLaunchKernel"))
             after = self.stream_ends[here().stream] + int(self.spec.kernel_gap_ns if effect.kind == "kernel" else 0)
             self.queue(effect, max(self.host_ns, after))
 
@@ -91,6 +94,12 @@ class Machine:
             if self._builder is not None:
                 self._row("sync", start, self.host_ns - start, 0, stream, name)
 
+    def _launched(self, cost: str, name: str) -> None:
+        """Record the launch that ends now. `cost` names the figure of the `GpuSpec`, without the time of the interpreter."""
+        if self._builder is not None:
+            took = int(getattr(self.spec, cost))
+            self._row("launch", self.host_ns - took, took, 0, here().stream, name, device=-1)
+
     def new_stream(self) -> int:
         """Create a stream, and return its number."""
         with self.lock:
@@ -116,7 +125,9 @@ class Machine:
 
     def launch_graph(self) -> int:
         """Advance the host clock by the cost of launching a graph, and return its time."""
-        return self.spend(self.spec.graph_launch_host_ns)
+        end = self.spend(self.spec.graph_launch_host_ns)
+        self._launched("graph_launch_host_ns", "cudaGraphLaunch")
+        return end
 
     def spend(self, cost_ns: float) -> int:
         """Advance the host clock by `cost_ns`, and return its time."""

@@ -125,7 +125,7 @@ class _Kineto:
     def _call(self, event: dict[str, Any]) -> None:
         start, thread, name = _ns(event["ts"]), self._thread(event), event["name"]
         correlation = (event.get("args") or {}).get("correlation", -1)
-        self.calls.add(correlation, start, thread)
+        self.calls.add(correlation, start, thread, _ns(event.get("dur", 0)), name)
         if is_wait(name):
             self.rows.add(
                 KIND["sync"], start, _ns(event.get("dur", 0)), 0, -1, 0, -1, self.strings.code(name), thread, correlation
@@ -168,9 +168,9 @@ class _Kineto:
         rows = self.rows.columns()
         if not len(rows["kind"]) and not self.ranges:
             return self.foreign.trace(self.meta)
-        rows = self._with_waits(rows)
+        rows = self.calls.with_launches(self._with_waits(rows), self.strings)
         cause, thread = self.calls.causes(rows)
-        own = np.isin(rows["kind"], [KIND["sync"], KIND["alloc"], KIND["free"]])
+        own = np.isin(rows["kind"], [KIND["launch"], KIND["sync"], KIND["alloc"], KIND["free"]])
         cause[own], thread[own] = rows["start_ns"][own], rows["thread"][own]
         where = self._where(cause, thread)
         if self.functions:

@@ -1,7 +1,8 @@
 """Write a trace as Chrome JSON for ui.perfetto.dev and chrome://tracing.
 
-Each GPU is a process with one track per stream; the host is a process with tracks for waits, marks and allocations. `args`
-contains every column, so that `read_chrome` returns the same trace. Process titles say whether times are modelled.
+The tracks are the lanes of the timeline. The host is a process with a track of launches and waits, one of steps and marks, and
+one of allocations. Each GPU is a process with a track for each stream and kind, such as "H2D stream 0". `args` contains every
+column, so that `read_chrome` returns the same trace. Process titles say whether times are modelled.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.core.errors import TraceError
 from toolkit.core.files import replacing
-from toolkit.trace.columns import CLOCKS, KINDS, MEMORY_KINDS
+from toolkit.trace.columns import CLOCKS, HOST_KINDS, KINDS, LANES, MEMORY_KINDS
 
 if TYPE_CHECKING:
     from toolkit.trace.events import Trace
 
 _CATEGORIES = {
     "kernel": "kernel", "h2d": "gpu_memcpy", "d2h": "gpu_memcpy", "d2d": "gpu_memcpy", "p2p": "gpu_memcpy",
-    "memset": "gpu_memset", "sync": "cuda_runtime", "mark": "user_annotation", **dict.fromkeys(MEMORY_KINDS, "memory"),
+    "memset": "gpu_memset", "sync": "cuda_runtime", "launch": "cuda_runtime",
+    "mark": "user_annotation", **dict.fromkeys(MEMORY_KINDS, "memory"),
 }  # fmt: skip
-_HOST, _WAITS, _MARKS, _MEMORY = 1_000_000, 1, 2, 3  # process number of the host, above all GPUs, and its tracks
+_HOST, _CALLS, _MARKS, _MEMORY = 1_000_000, 1, 2, 3  # process number of the host, above all GPUs, and its tracks
+_ON_DEVICE = tuple(kind for kind in LANES if kind not in HOST_KINDS)
 _OPTIONAL = {"bytes": 0, "device": 0, "rank": 0, "step": -1, "cell": -1, "pinned": -1, "address": -1, "requested": -1}
 
 
@@ -82,10 +85,10 @@ def _events(trace: Trace) -> Iterator[str]:
 
 
 def _track(kind: str, device: int, stream: int) -> tuple[int, int]:
-    """Return the process and thread of an event. Streams start at thread 1: Perfetto uses thread 0 for the process."""
-    if kind in ("sync", "mark", *MEMORY_KINDS):
-        return _HOST, {"sync": _WAITS, "mark": _MARKS}.get(kind, _MEMORY)
-    return device, stream + 1
+    """Return the process and thread of an event. Threads start at 1: Perfetto uses thread 0 for the process."""
+    if kind in HOST_KINDS or kind in MEMORY_KINDS:
+        return _HOST, {"launch": _CALLS, "sync": _CALLS, "mark": _MARKS}.get(kind, _MEMORY)
+    return device, (stream + 1) * len(_ON_DEVICE) + _ON_DEVICE.index(kind) + 1
 
 
 def _titles(trace: Trace) -> Iterator[dict[str, Any]]:
@@ -93,15 +96,21 @@ def _titles(trace: Trace) -> Iterator[dict[str, Any]]:
     modelled = "modelled" if trace["clock"].any() else "measured"
     device_name = trace.meta.get("gpu") or trace.meta.get("device") or "unknown"
     yield _title("process_name", _HOST, 0, f"Host ({modelled})")
-    for tid, title in ((_WAITS, "waits"), (_MARKS, "steps and marks"), (_MEMORY, "allocations")):
-        yield _title("thread_name", _HOST, tid, title)
-    on_device = trace.select(trace.is_kind("kernel", "h2d", "d2h", "d2d", "p2p", "memset"))
-    lanes = sorted(set(zip(on_device["device"].tolist(), on_device["stream"].tolist(), strict=True)))
-    for device in sorted({device for device, _ in lanes}):
+    for tid, title in ((_CALLS, "launches and waits"), (_MARKS, "steps and marks"), (_MEMORY, "allocations")):
+        yield from _thread(_HOST, tid, title)
+    on_device = trace.select(trace.is_kind(*_ON_DEVICE))
+    columns = (on_device[name].tolist() for name in ("device", "stream", "kind"))
+    lanes = sorted({(device, stream, _ON_DEVICE.index(KINDS[kind])) for device, stream, kind in zip(*columns, strict=True)})
+    for device in sorted({device for device, _, _ in lanes}):
         yield _title("process_name", device, 0, f"GPU {device}: {device_name} ({modelled})")
-    for device, stream in lanes:
-        title = "default stream" if stream == 0 else f"stream {stream}" if stream > 0 else "no stream"
-        yield _title("thread_name", device, stream + 1, title)
+    for device, stream, position in lanes:
+        kind, place = _ON_DEVICE[position], f"stream {stream}" if stream >= 0 else "no stream"
+        yield from _thread(device, _track(kind, device, stream)[1], f"{LANES[kind]} {place}")
+
+
+def _thread(pid: int, tid: int, title: str) -> Iterator[dict[str, Any]]:
+    yield _title("thread_name", pid, tid, title)
+    yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
 
 
 def _title(what: str, pid: int, tid: int, title: str) -> dict[str, Any]:

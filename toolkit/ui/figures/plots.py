@@ -28,7 +28,7 @@ def waits_per_step_figure(trace: Trace, title: str = "") -> go.Figure:
         steps = ["outside" if step == -1 else str(step) for step in part["step"]]
         pattern = {"shape": "/", "fgcolor": "white"} if clock == "modelled" else {}
         marker = {"color": COLORS["sync"], "pattern": pattern}
-        bars.append(go.Bar(x=steps, y=part["host_wait_s"] * 1e6, name=f"host waits, {clock}", marker=marker, showlegend=True))
+        bars.append(go.Bar(x=steps, y=part["host_wait_us"], name=f"host waits, {clock}", marker=marker, showlegend=True))
     return _styled(go.Figure(bars), title or "Host waits per step", "µs")
 
 

@@ -74,7 +74,7 @@ def copies_html(entries: Iterable[Entry]) -> str:
             count, size = steps[f"{kind}_count"].mean(), steps[f"{kind}_bytes"].mean()
             cells.append(f"{count:.3g} ({bytes_text(size)})" if len(steps) and count else "0")
         clock = run.clock if run is not None else entry.trace.meta.get("clock", "")
-        cells.append(f"{seconds_text(steps['host_wait_s'].mean())} {clock}" if len(steps) else "-")
+        cells.append(f"{seconds_text(steps['host_wait_us'].mean() / 1e6)} {clock}" if len(steps) else "-")
         rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
     names = ("run", "device", "same tokens", "tok/s", *(f"{kind.upper()} / step" for kind in COPY_KINDS), "host waits / step")
     head = "".join(f'<th scope="col">{name}</th>' for name in names)

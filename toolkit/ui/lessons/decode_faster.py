@@ -151,7 +151,7 @@ def step_facts(run: Run, step: int = STEP) -> dict[str, float]:
     step_us, works_us = (begin[step + 1] - begin[step]) / 1e3, int(np.maximum(end - np.maximum(start, before), 0).sum()) / 1e3
     times = {
         "step, µs": step_us, "GPU works, µs": works_us, "GPU idle, µs": step_us - works_us,
-        "host waits, µs": round(1e9 * float(row["host_wait_s"])) / 1e3,
+        "host waits, µs": round(float(row["host_wait_us"]), 3),
     }  # fmt: skip
     counts = {kind.upper(): int(row[f"{kind}_count"]) for kind in COPY_KINDS}
     return {**{name: round(us, 1) for name, us in times.items()}, "kernels": int(row["kernels"]), **counts}

@@ -13,23 +13,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.core.units import bytes_text, seconds_text
-from toolkit.trace.columns import CLOCKS, COPY_KINDS, KINDS
+from toolkit.trace.columns import CLOCKS, COPY_KINDS, HOST_KINDS, KINDS
+from toolkit.trace.differences import brief_time
 from toolkit.trace.events import copies_per_step
-from toolkit.ui.timeline.view import MODELLED, SUBPIXELS, Lane, Scene, Track, lane_segments, string_of
+from toolkit.ui.timeline.track import Lane, Track, string_of
+from toolkit.ui.timeline.view import MODELLED, SUBPIXELS, Scene, lane_segments
 
 COLORS = {
-    "sync": "#c0508f", "mark": "#5f6f52", "kernel": "#78879b", "h2d": "#d55e00", "d2h": "#0072b2", "d2d": "#00845f",
-    "p2p": "#7a52b3", "memset": "#a8760b",
+    "launch": "#8a8f2a", "sync": "#c0508f", "mark": "#5f6f52", "kernel": "#78879b", "h2d": "#d55e00", "d2h": "#0072b2",
+    "d2d": "#00845f", "p2p": "#7a52b3", "memset": "#a8760b",
 }  # fmt: skip
 DIRECTIONS = {"h2d": "host to device", "d2h": "device to host", "d2d": "within the device", "p2p": "device to device"}
 _GUTTER, _PLOT, _LANE, _BINS = 150, 810, 20, 270
 
 
 def svg(scene: Scene) -> str:
-    """Return all events of the scene as an SVG, 970 pixels wide and at most about 40 KB. Modelled times are hatched."""
-    low, high = scene.bounds()
+    """Return the step that the scene opens on as an SVG, 970 pixels wide and at most about 40 KB; without steps, all events.
+
+    Modelled times are hatched.
+    """
+    opening = scene.opening()
+    low, high = scene.first_range(opening["step"])
     y, parts = 4, []
-    for track, origin in zip(scene.tracks, scene.origins(), strict=True):
+    if opening["sentence"]:
+        parts.append(_text(0, y + 14, opening["sentence"], bold=True))
+        y += 26
+    for track, origin in zip(scene.tracks, scene.origins(opening["step"]), strict=True):
         parts.append(_text(0, y + 14, f"{track.title}: {_caption(track)}", bold=True))
         y += 22
         segments = lane_segments(track.lanes, (low + origin, high + origin), _PLOT, _BINS * max(1, len(track.lanes)), _BINS)
@@ -39,8 +48,8 @@ def svg(scene: Scene) -> str:
             parts.extend(_bars(lane, segment, y))
             y += _LANE + 3
         y += 8
-    for share in (0.0, 0.25, 0.5, 0.75):
-        parts.append(_text(_GUTTER + share * _PLOT, y + 10, seconds_text((low + share * (high - low)) / 1e9)))
+    for t in _ticks(low, high):
+        parts.append(_text(_GUTTER + (t - low) / (high - low) * _PLOT, y + 10, brief_time(t)))
     kinds = sorted({lane.kind for track in scene.tracks for lane in track.lanes})
     hatches = "".join(
         f'<pattern id="{kind}" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
@@ -54,6 +63,14 @@ def svg(scene: Scene) -> str:
         f'font-family="system-ui,sans-serif" font-size="12" fill="#1b2430" style="background:#fff;max-width:100%">'
         f"<defs>{hatches}</defs>{''.join(parts)}</svg>"
     )
+
+
+def _ticks(low: float, high: float) -> list[int]:
+    """Return about five times between `low` and `high` that are 1, 2 or 5 times a power of ten apart."""
+    raw = (high - low) / 5
+    power = 10 ** np.floor(np.log10(raw))
+    tick = next(m * power for m in (1, 2, 5, 10) if m * power >= raw)
+    return [round(k * tick) for k in range(int(np.ceil(low / tick)), int(np.floor((high - (high - low) / 20) / tick)) + 1)]
 
 
 def _caption(track: Track) -> str:
@@ -89,7 +106,8 @@ def _bars(lane: Lane, segment: dict[str, NDArray[Any]], y: int) -> list[str]:
 
 def text(scene: Scene) -> str:
     """Return a few lines for a terminal."""
-    lines = []
+    opening = scene.opening()
+    lines = [f"{opening['sentence']} (step {opening['step']})"] if opening["sentence"] else []
     for track in scene.tracks:
         steps = track.meta()["steps"]
         lines.append(f"{track.title}: {_caption(track)}" + (f", steps {steps[0]} to {steps[1]}" if steps else ""))
@@ -109,7 +127,9 @@ def html(scene: Scene) -> str:
         for track in scene.tracks
         for row in track.meta()["lanes"]
     ]
-    captions = [f"{track.title}: {_caption(track)}" for track in scene.tracks]
+    opening = scene.opening()
+    shown = [f"{opening['sentence']} (step {opening['step']})"] if opening["sentence"] else []
+    captions = [*shown, *(f"{track.title}: {_caption(track)}" for track in scene.tracks)]
     notes = [note for track in scene.tracks for note in track.notes()]
     head = "<tr><th>run</th><th>lane</th><th>events</th><th>bytes</th></tr>"
     table = f"<table>{head}{''.join(rows)}</table>" if rows else ""
@@ -126,11 +146,13 @@ def facts(track: Track, row: int) -> list[list[str]]:
         return []
     get = {name: int(column[row]) for name, column in trace.columns.items()}
     kind, modelled = KINDS[get["kind"]], CLOCKS[get["clock"]]
+    where = string_of(trace, "where", row)
     lines: list[tuple[str, str | None]] = [
         ("name", string_of(trace, "name", row)),
         ("kind", f"{kind} ({DIRECTIONS[kind]})" if kind in DIRECTIONS else kind),
         ("bytes", f"{bytes_text(get['bytes'])} ({get['bytes']:,} B)" if get["bytes"] >= 1024 else f"{get['bytes']} B"),
-        ("caused by", string_of(trace, "where", row)),
+        ("caused by", where),
+        ("source", (trace.meta.get("source") or {}).get(where)),
         ("duration", f"{seconds_text(get['dur_ns'] / 1e9)}, {modelled}"),
         ("start", f"{seconds_text((get['start_ns'] - track.start_ns) / 1e9)} after the first event"),
         ("step", str(get["step"]) if get["step"] >= 0 else "outside all steps"),
@@ -141,7 +163,7 @@ def facts(track: Track, row: int) -> list[list[str]]:
         ("rank", str(get["rank"]) if get["rank"] else None),
         ("owner", string_of(trace, "owner", row)),
     ]
-    if kind in ("kernel", "sync", "mark"):
+    if kind in ("kernel", *HOST_KINDS):
         lines = [line for line in lines if line[0] != "bytes"]
     return [[label, text] for label, text in lines if text is not None]
 
@@ -150,12 +172,14 @@ def copies_sheet(track: Track, limit: int = 300) -> dict[str, Any]:
     """Return the first `limit` rows of the copies per step as text, for a table that screen readers can read."""
     frame = copies_per_step(track.trace)
     clock = f"host wait ({track.clock})"
-    columns = ["step", *(f"{k.upper()} {what}" for k in COPY_KINDS for what in ("copies", "bytes")), "kernels", clock]
+    copied = (f"{k.upper()} {what}" for k in COPY_KINDS for what in ("copies", "bytes"))
+    columns = ["step", "kernels", "launches", *copied, clock]
     rows = []
     for row in frame.head(limit).itertuples(index=False):
         copies = [text for k in COPY_KINDS for text in _count_and_bytes(getattr(row, f"{k}_count"), getattr(row, f"{k}_bytes"))]
         step = "outside" if row.step == -1 else str(row.step)
-        rows.append([step, *copies, f"{row.kernels:,}", seconds_text(row.host_wait_s)])
+        launches = f"{row.launches:,}" if row.launches >= 0 else "not recorded"
+        rows.append([step, f"{row.kernels:,}", launches, *copies, brief_time(1e3 * row.host_wait_us)])
     note = f"the first {limit:,} of {len(frame):,} steps" if len(frame) > limit else ""
     return {"title": f"{track.title}: copies per step", "note": note, "columns": columns, "rows": rows}
 

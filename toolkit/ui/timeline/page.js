@@ -106,8 +106,8 @@ class PageTrack {
     const get = (name) => this.columns[name].at(row), text = (name) => this.packed.strings[get(name)], kind = this.limits.kinds[get("kind")];
     const size = this.columns.bytes[row], lines = [
       ["name", text("name")], ["kind", DIRECTIONS[kind] ? `${kind} (${DIRECTIONS[kind]})` : kind],
-      ["bytes", ["kernel", "sync", "mark"].includes(kind) ? undefined : size >= 1024 ? `${bytesText(size)} (${grouped(size)} B)` : `${size} B`],
-      ["caused by", text("where")], ["duration", `${timeText(this.columns.dur[row])}, ${get("clock") ? "modelled" : "measured"}`],
+      ["bytes", ["kernel", "launch", "sync", "mark"].includes(kind) ? undefined : size >= 1024 ? `${bytesText(size)} (${grouped(size)} B)` : `${size} B`],
+      ["caused by", text("where")], ["source", this.packed.source[text("where")]], ["duration", `${timeText(this.columns.dur[row])}, ${get("clock") ? "modelled" : "measured"}`],
       ["start", `${timeText(this.columns.start[row] - this.packed.start_ns)} after the first event`],
       ["step", get("step") >= 0 ? String(get("step")) : "outside all steps"], ["stream", get("stream") >= 0 ? String(get("stream")) : undefined],
       ["device", get("device") >= 0 ? `GPU ${get("device")}` : "host"], ["host memory", ["pageable", "pinned"][get("pinned")]],
@@ -122,8 +122,31 @@ function pageProvider(tracks, limits) {
     const low = Math.min(...tracks.map((track) => track.packed.start_ns - track.origin(align)));
     return [low, Math.max(low + 1000, ...tracks.map((track) => track.packed.end_ns - track.origin(align)))];
   };
-  const view = ({ t0, t1, width, align = null, seq = 0 }) => {
-    const made = { seq, t0, t1, width, align, bounds: bounds(align), counts: [], steps: [], every: [], texts: [] };
+  const ofLanes = (align, ask) => tracks.flatMap((track) => track.lanes.map((lane) => ask(lane, track.origin(align), track)));
+  const nearest = (t0, t1, align) => {
+    const found = ofLanes(align, (lane, origin) => { const at = search(lane.starts, t0 + origin); return [at ? lane.latest[at - 1] - origin : -Infinity, at < lane.starts.length ? lane.starts[at] - origin : Infinity]; });
+    const near = [Math.max(...found.map(([before]) => before)), Math.min(...found.map(([, after]) => after))];
+    return near.map((t) => (Number.isFinite(t) ? t : null));
+  };
+  const sums = ({ t0, t1, align = null }) => tracks.map((track) => track.lanes.map((lane) => {
+    const [from, to] = [t0, t1].map((t) => t + track.origin(align)), first = search(lane.starts, from), last = search(lane.starts, to);
+    return [last - first, track.covered(lane, to) - track.covered(lane, from), lane.bytes[last] - lane.bytes[first]];
+  }));
+  const find = ({ text, near, move, align = null }) => {
+    const wanted = text.toLowerCase(), hits = [];
+    tracks.forEach((track, t) => {
+      const known = new Set(track.packed.strings.flatMap((string, code) => (string.toLowerCase().includes(wanted) ? [code] : [])));
+      const origin = track.origin(align), { start, dur, name, where } = track.columns;
+      for (let row = 0; row < track.packed.n; row++) if (known.has(name.at(row)) || known.has(where.at(row))) hits.push({ track: t, row, start: start[row] - origin, end: start[row] + dur[row] - origin });
+    });
+    if (!wanted || !hits.length) return null;
+    hits.sort((a, b) => a.start - b.start);
+    const after = search(hits.map((hit) => hit.start), near, move > 0), at = ((move > 0 ? after : after - 1) + hits.length) % hits.length;
+    return { ...hits[at], number: at + 1, count: hits.length };
+  };
+  let asked = 0;
+  const view = ({ t0, t1, width, align = null }) => {
+    const made = { seq: ++asked, near: null, t0, t1, width, align, bounds: bounds(align), spans: tracks.map((track) => [track.packed.start_ns, track.packed.end_ns].map((t) => t - track.origin(align))), counts: [], steps: [], every: [], texts: [] };
     const parts = [], codes = new Map();
     for (const track of tracks) {
       const origin = track.origin(align), segments = track.segments(t0 + origin, t1 + origin, width, Math.floor(limits.segments / tracks.length));
@@ -133,6 +156,7 @@ function pageProvider(tracks, limits) {
       made.steps.push(steps.map(([n, start, end, name]) => [n, start - origin, end - origin, name]));
       made.every.push(every);
     }
+    if (!parts.length) made.near = nearest(t0, t1, align);
     ["row", "count", "bytes", "x0", "x1", "kind", "level"].forEach((name, k) => {
       const Type = { row: Uint32Array, count: Uint32Array, bytes: Float32Array, kind: Uint8Array, level: Uint8Array }[name] || Uint16Array;
       made[name] = Type.from(parts, ([, segment]) => segment[k]);
@@ -152,16 +176,15 @@ function pageProvider(tracks, limits) {
     const found = number !== undefined ? chosen.stepRange(number) : chosen.steps[Math.min(Math.max(at + move, 0), chosen.steps.length - 1)];
     return [found[0], found[1] - origin, found[2] - origin];
   };
-  const [low, high] = bounds(null);
   return {
-    first: view({ t0: low, t1: high, width: 1000 }), late: null, makeView: view,
+    first: null, late: null, makeView: view, whole: bounds(null), sums: async (request) => sums(request), find: async (request) => find(request),
     view: async (request) => view(request), step: async (request) => step(request),
     facts: async (track, row) => tracks[track].facts(row), table: async () => tracks.map((track) => track.packed.sheet),
   };
 }
 
 async function start() {
-  const { traces, limits } = JSON.parse(document.getElementById("tk-data").textContent);
+  const { traces, limits, openings } = JSON.parse(document.getElementById("tk-data").textContent);
   const place = document.getElementById("tk-place"), first = document.getElementById("tk-a"), second = document.getElementById("tk-b");
   const ready = new Map();
   const track = async (i) => {
@@ -175,7 +198,7 @@ async function start() {
     const tracks = await Promise.all(indices.map(track));
     unmount();
     const provider = pageProvider(tracks, limits);
-    unmount = mount(place, provider, { tracks: tracks.map((t) => t.packed.meta), kinds: limits.kinds });
+    unmount = mount(place, provider, { tracks: tracks.map((t) => t.packed.meta), kinds: limits.kinds, whole: provider.whole, ...openings[indices] });
     window.tkProvider = provider; // for debugging in the console, and for tests
   };
   for (const select of [first, second]) select?.addEventListener("change", show);

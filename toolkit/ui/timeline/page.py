@@ -21,10 +21,12 @@ from numpy.typing import NDArray
 from toolkit.core.errors import ToolkitError
 from toolkit.core.files import replace_text
 from toolkit.trace.columns import KINDS
+from toolkit.trace.differences import typical_step
 from toolkit.trace.events import Trace
 from toolkit.ui.assets import script_of, style_of
 from toolkit.ui.timeline import overview
-from toolkit.ui.timeline.view import MAX_SEGMENTS, MAX_STEPS, Scene, Track, named
+from toolkit.ui.timeline.track import Track, named
+from toolkit.ui.timeline.view import MAX_SEGMENTS, MAX_STEPS, Scene
 
 _SMALL = 1 << 16  # bytes; smaller columns aren't compressed, for browsers without DecompressionStream
 _NARROW = {
@@ -40,13 +42,15 @@ def write_page(traces: Any, path: str | os.PathLike[str], other: Any = None, *, 
     several, menus choose the ones to show and compare. `other` is shown next to the first from the start. Raises ToolkitError
     if `traces` is empty or the file can't be written.
     """
-    return _write(path, _pairs(traces, other), title, compared=other is not None)
+    pairs = _pairs(traces, other)
+    shown = (0, len(pairs) - 1) if other is not None else None
+    return _write(path, pairs, title, shown)
 
 
 def write_comparison(comparison: Any, path: str | os.PathLike[str]) -> Path:
     """Write the page of a result of `tk.compare`: its table and the timelines of all runs, any two of them side by side."""
     extra = f"<section><h2>Strategies</h2>{comparison._repr_html_()}</section>"
-    return _write(path, _pairs(comparison.runs, None), "Decode strategies compared", extra=extra, compared=False)
+    return _write(path, _pairs(comparison.runs, None), "Decode strategies compared", extra=extra)
 
 
 def _pairs(traces: Any, other: Any) -> list[tuple[str, Trace]]:
@@ -63,18 +67,41 @@ def _pairs(traces: Any, other: Any) -> list[tuple[str, Trace]]:
 
 
 def _write(
-    path: str | os.PathLike[str], pairs: list[tuple[str, Trace]], title: str | None, *, extra: str = "", compared: bool
-) -> Path:
+    path: str | os.PathLike[str], pairs: list[tuple[str, Trace]], title: str | None, shown: tuple[int, int] | None = None,
+    extra: str = "",
+) -> Path:  # fmt: skip
     tracks = [Track(trace, name) for name, trace in pairs]
-    text = _document(tracks, title or f"Timeline: {', '.join(track.title for track in tracks)}", extra, compared)
+    shown = shown or slowest_and_fastest(tracks)
+    text = _document(tracks, title or f"Timeline: {', '.join(track.title for track in tracks)}", extra, shown)
     return replace_text(Path(path), text, ToolkitError)
 
 
-def _document(tracks: list[Track], title: str, extra: str, compared: bool) -> str:
+def slowest_and_fastest(tracks: Sequence[Track]) -> tuple[int, int] | None:
+    """Return the indices, in order, of the two tracks whose typical steps differ most in time; None if there is one track."""
+    times = {}
+    for i, track in enumerate(tracks):
+        step = track.step_range(typical_step([track.steps_table]) or 0)
+        if step:
+            times[i] = step[2] - step[1]
+    if len(times) < 2:
+        return (0, 1) if len(tracks) > 1 else None
+    first, second = sorted((min(times, key=lambda i: times[i]), max(reversed(times), key=lambda i: times[i])))
+    return first, second
+
+
+def _openings(tracks: list[Track]) -> dict[str, Any]:
+    """Return the first step and the sentence (`Scene.opening`) of each track ("1") and each pair ("0,1")."""
+    numbers = [(i, *j) for i in range(len(tracks)) for j in [(), *((other,) for other in range(len(tracks)))]]
+    return {",".join(map(str, chosen)): Scene([tracks[i] for i in chosen]).opening() for chosen in numbers}
+
+
+def _document(tracks: list[Track], title: str, extra: str, shown: tuple[int, int] | None) -> str:
     limits = {"segments": MAX_SEGMENTS, "steps": MAX_STEPS, "kinds": list(KINDS)}
-    data = json.dumps({"traces": [_packed(track) for track in tracks], "limits": limits}, separators=(",", ":"))
+    data = json.dumps(
+        {"traces": [_packed(track) for track in tracks], "limits": limits, "openings": _openings(tracks)}, separators=(",", ":")
+    )
     data = data.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-    still = overview.html(Scene(tracks[:2]))
+    still = overview.html(Scene([tracks[i] for i in shown or (0,)]))
     head = "".join(
         f"<tr><th scope='row'>{escape(track.title)}</th><td>{escape(str(track.trace.meta.get('device', 'unknown')))}</td>"
         f"<td>{escape(track.clock)}</td><td>{_versions(track.trace) or '-'}</td></tr>"
@@ -86,10 +113,11 @@ def _document(tracks: list[Track], title: str, extra: str, compared: bool) -> st
 <title>{escape(title)}</title><link rel="icon" href="data:,">
 {style_of("timeline/timeline.css", "page.css")}</head>
 <body><main class="tk-page"><h1>{escape(title)}</h1>
-<table class="tk-head"><thead><tr><th scope="col">run</th><th scope="col">device</th><th scope="col">times</th>
-<th scope="col">versions</th></tr></thead><tbody>{head}</tbody></table>
-{extra}<section><h2>Timeline</h2>{_choices(tracks, compared)}<div id="tk-place"></div>
+<section aria-label="Timeline">{_choices(tracks, shown)}<div id="tk-place"></div>
 <div id="tk-still" hidden>{still}</div><noscript>{still}</noscript></section>
+{extra}<section><h2>Runs</h2>
+<table class="tk-head"><thead><tr><th scope="col">run</th><th scope="col">device</th><th scope="col">times</th>
+<th scope="col">versions</th></tr></thead><tbody>{head}</tbody></table></section>
 <section><h2>Copies per step</h2>{sheets}</section></main>
 <script type="application/json" id="tk-data">{data}</script>
 <script type="module">
@@ -104,17 +132,19 @@ def _versions(trace: Trace) -> str:
     return escape(", ".join(f"{key} {trace.meta[key]}" for key in ("toolkit", "torch", "cuda") if key in trace.meta))
 
 
-def _choices(tracks: list[Track], compared: bool) -> str:
-    if len(tracks) < 2:
+def _choices(tracks: list[Track], shown: tuple[int, int] | None) -> str:
+    if shown is None:
         return ""
-    options = [f"<option value={i}>{escape(track.title)}</option>" for i, track in enumerate(tracks)]
-    second = [
-        option.replace("<option", "<option selected") if compared and i == len(tracks) - 1 else option
-        for i, option in enumerate(options)
-    ]
+    first, second = (
+        "".join(
+            f"<option{' selected' if i == chosen else ''} value={i}>{escape(track.title)}</option>"
+            for i, track in enumerate(tracks)
+        )
+        for chosen in shown
+    )
     return (
-        f'<p class="tk-choose"><label>Show <select id="tk-a">{"".join(options)}</select></label> '
-        f'<label>next to <select id="tk-b"><option value="">nothing</option>{"".join(second)}</select></label></p>'
+        f'<p class="tk-choose"><label>Show <select id="tk-a">{first}</select></label> '
+        f'<label>next to <select id="tk-b"><option value="">nothing</option>{second}</select></label></p>'
     )
 
 
@@ -156,6 +186,6 @@ def _packed(track: Track) -> dict[str, Any]:
     data = zlib.compress(raw, 3) if deflated else raw
     return {
         "meta": track.meta(), "n": total, "columns": spec, "deflated": deflated, "data": base64.b64encode(data).decode(),
-        "strings": trace.strings, "start_ns": track.start_ns, "end_ns": track.end_ns,
+        "strings": trace.strings, "source": trace.meta.get("source") or {}, "start_ns": track.start_ns, "end_ns": track.end_ns,
         "steps": track.steps.tolist(), "step_names": track.step_names, "sheet": overview.copies_sheet(track),
     }  # fmt: skip

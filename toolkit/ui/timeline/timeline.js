@@ -6,12 +6,16 @@
 //   provider.facts(track, row)-> Promise of [[label, text], ...]
 //   provider.step(request)    -> Promise of [number, start, end] or null
 //   provider.table()          -> Promise of [{title, columns, rows, note}, ...]
+//   provider.sums(request)    -> Promise of [events, ns covered, bytes] of each track's lanes in a range
+//   provider.find(request)    -> Promise of the next event that contains a text, or null
+// The timeline opens on one step (meta.step), at which all tracks are aligned; the overview is aligned at the starts.
 
-const GUTTER = 158, AXIS = 24, TITLE = 24, STRIP = 20, LANE = 22, GAP = 3, MODELLED = 128, NO_TEXT = 65535;
+const GUTTER = 184, AXIS = 24, TITLE = 24, STRIP = 20, LANE = 22, GAP = 3, MARGIN = 0.04, LEAST = 2, MODELLED = 128, NO_TEXT = 65535;
 const COPIES = new Set(["h2d", "d2h", "d2d", "p2p"]);
-const WORDS = { sync: "host waits", mark: "host marks", kernel: "kernels", h2d: "H2D", d2h: "D2H", d2d: "D2D", p2p: "P2P", memset: "memset" };
-const KEYS = "Arrow keys move and zoom, plus and minus zoom, Home shows everything, n and p go to the next and previous step, "
-  + "full stop and comma to the next and previous copy.";
+const WORDS = { launch: "host launches", sync: "host waits", mark: "host marks", kernel: "kernels", h2d: "H2D", d2h: "D2H", d2d: "D2D", p2p: "P2P", memset: "memset" };
+const KEYS = "Arrow keys move and zoom, plus and minus zoom, o changes between one step and everything, n and p go to the next and "
+  + "previous step, full stop and comma to the next and previous copy, slash searches, s sums up what is shown, Shift with the "
+  + "arrow keys selects a range, Enter zooms to it, Escape closes.";
 
 function parseView(bytes) {
   if (bytes.counts) return bytes; // a view that page.js made
@@ -26,6 +30,8 @@ function parseView(bytes) {
   return view;
 }
 
+const percent = (share) => (share <= 0 ? "0 %" : share >= 0.0995 ? `${Math.round(share * 100)} %` : share >= 0.001 ? `${(share * 100).toFixed(1)} %` : "<0.1 %");
+
 function swatch(kind, hatched) {
   const color = `var(--tk-${kind})`;
   const fill = hatched ? `repeating-linear-gradient(135deg, ${color} 0 2px, color-mix(in srgb, ${color} 35%, transparent) 2px 5px)` : color;
@@ -38,6 +44,7 @@ function legend(meta) {
   const kinds = new Set(meta.tracks.flatMap((track) => track.lanes.map((lane) => lane.kind)));
   const keys = Object.keys(WORDS).filter((kind) => kinds.has(kind)).map((kind) => element("span", { class: "tk-key" }, swatch(kind, hatched), WORDS[kind]));
   const solid = clocks.has("measured") || clocks.has("mixed"), drawn = clocks.has("modelled") || clocks.has("mixed");
+  if (kinds.has("launch")) keys.splice(2, 0, element("span", { class: "tk-key" }, swatch("python", false), "Python"));
   if (kinds.size && solid) keys.push(element("span", { class: "tk-key" }, swatch("dim", false), "solid: measured time"));
   if (kinds.size && drawn) keys.push(element("span", { class: "tk-key" }, swatch("dim", true), "hatched: modelled time"));
   return element("div", { class: "tk-row tk-legend" }, ...keys);
@@ -53,7 +60,7 @@ function tableOf(sheet) {
 class TimelinePainter extends CanvasPainter {
   // Draws one view on the canvas, and keeps the boxes that it drew, so that a position can be turned into an event.
   constructor(canvas, meta) {
-    super(canvas, meta, [GUTTER, 0], ["bg", "bar", "fg", "dim", "line", "lane", "accent", ...Object.keys(WORDS)]);
+    super(canvas, meta, [GUTTER, 0], ["bg", "bar", "fg", "dim", "line", "lane", "accent", "python", ...Object.keys(WORDS)]);
     this.layout();
   }
 
@@ -63,7 +70,13 @@ class TimelinePainter extends CanvasPainter {
     this.tops = this.meta.tracks.map((track, t) => {
       const top = { title: y, strip: y + TITLE };
       y += TITLE + STRIP;
-      track.lanes.forEach((lane, i) => { this.lanes.push({ ...lane, track: t, index: i, y }); y += LANE + GAP; });
+      track.lanes.forEach((lane, i) => {
+        const above = this.lanes.at(-1); // one row shows where the host's time goes: launches and, in the same place, waits
+        const host = i && lane.kind === "sync" && above.kind === "launch" && above.rank === lane.rank;
+        if (host) { above.hosts = true; this.lanes.push({ ...lane, track: t, index: i, y: above.y, top: true }); return; }
+        this.lanes.push({ ...lane, track: t, index: i, y });
+        y += LANE + GAP;
+      });
       top.end = y;
       y += 6;
       return top;
@@ -104,15 +117,22 @@ class TimelinePainter extends CanvasPainter {
     Object.assign(this, { now, view });
     this.prepare(60);
     const pen = this.context;
-    pen.fillStyle = this.colors.lane;
-    for (const lane of this.lanes) pen.fillRect(GUTTER, lane.y, this.plot, LANE);
-    this.labels();
+    for (const lane of this.lanes) {
+      if (lane.top) continue;
+      pen.fillStyle = this.colors.lane;
+      pen.fillRect(GUTTER, lane.y, this.plot, LANE);
+      if (lane.kind !== "launch" || !view) continue;
+      const [x0, x1] = view.spans[lane.track].map((t) => Math.max(this.x(t), GUTTER)); // the host runs Python if nothing else
+      pen.fillStyle = this.colors.python;
+      pen.fillRect(x0, lane.y, Math.max(0, x1 - x0), LANE);
+    }
     pen.save();
     pen.beginPath(); pen.rect(GUTTER, 0, this.plot, this.height); pen.clip();
     this.axis();
     this.boxes = [];
     if (view) { this.steps(view); this.segments(view); this.marks(marks); }
     pen.restore();
+    this.labels();
   }
 
   labels() {
@@ -123,8 +143,12 @@ class TimelinePainter extends CanvasPainter {
       if (track.steps) this.text("steps", 4, this.tops[t].strip + STRIP / 2, "dim", GUTTER - 8);
     });
     for (const lane of this.lanes) {
-      const used = this.text(lane.label, 4, lane.y + LANE / 2, "fg", 90);
-      this.text(lane.place, 12 + used, lane.y + LANE / 2, "dim", GUTTER - used - 16, { size: 11 });
+      if (lane.top) continue;
+      const share = this.shares?.[lane.track][lane.index] ?? 0, middle = lane.y + LANE / 2;
+      const used = this.text(lane.hosts ? "host" : lane.label, 4, middle, "fg", 90);
+      const place = lane.hosts ? `launch ${percent(share)}, wait ${percent(this.shares?.[lane.track][lane.index + 1] ?? 0)}` : lane.place;
+      const right = lane.hosts ? 0 : this.text(percent(share), GUTTER - 6, middle, "dim", 60, { size: 11, align: "right" });
+      this.text(place, 12 + used, middle, "dim", GUTTER - used - (right ? right + 22 : 14), { size: 11 });
     }
   }
 
@@ -162,22 +186,24 @@ class TimelinePainter extends CanvasPainter {
   segments(view) {
     const pen = this.context, perPixel = (view.t1 - view.t0) / view.width / 16;
     let i = 0, first = 0;
+    const shown = this.meta.tracks.map((track) => track.lanes.map(() => 0));
     view.counts.forEach((counts, t) => counts.forEach((count, index) => {
       const lane = this.lanes[first + index];
-      const least = COPIES.has(lane.kind) ? 2 : 1;
       for (const stop = i + count; i < stop; i++) {
         const x0 = this.x(view.t0 + view.x0[i] * perPixel), x1 = this.x(view.t0 + view.x1[i] * perPixel);
         if (x1 < GUTTER - 2 || x0 > this.width) continue;
-        const wide = Math.max(x1 - x0 > 4 && view.count[i] === 1 ? x1 - x0 - 0.6 : x1 - x0, least);
-        const full = view.level[i] === 255, high = full ? LANE : Math.max(4, Math.round((LANE * view.level[i]) / 255));
+        const wide = Math.max(x1 - x0 > 4 && view.count[i] === 1 ? x1 - x0 - 0.6 : x1 - x0, 1);
+        // in proportion: an event that is narrower than a pixel is lower instead
+        const share = (view.level[i] / 255) * Math.min(1, x1 - x0), high = Math.max(LEAST, LANE * share);
+        shown[lane.track][index] += (x1 - x0) * (view.level[i] / 255);
         pen.fillStyle = this.fill(lane.kind, view.kind[i] & MODELLED);
-        if (!full) { pen.globalAlpha = 0.3; pen.fillRect(x0, lane.y, wide, LANE); pen.globalAlpha = 1; }
-        pen.fillRect(x0, lane.y + LANE - high, wide, high);
+        pen.fillRect(x0, lane.top ? lane.y : lane.y + LANE - high, wide, high);
         this.boxes.push({ i, lane, x0, x1: x0 + wide });
         if (wide > 54 && view.count[i] === 1 && view.text[i] !== NO_TEXT) this.name(view.texts[view.text[i]][0], Math.max(x0, GUTTER), lane.y, Math.min(x0 + wide, this.width) - Math.max(x0, GUTTER));
       }
       if (index === counts.length - 1) first += counts.length;
     }));
+    this.shares = shown.map((lanes) => lanes.map((wide) => wide / this.plot));
   }
 
   name(label, x, y, room) {
@@ -200,9 +226,11 @@ class TimelinePainter extends CanvasPainter {
       pen.strokeRect(box.x0 - 1, box.lane.y - 1, box.x1 - box.x0 + 2, LANE + 2);
     }
     if (range) {
-      pen.fillStyle = this.colors.accent; pen.globalAlpha = 0.22;
-      pen.fillRect(Math.min(...range), AXIS, Math.abs(range[1] - range[0]), this.height);
+      const [x0, x1] = range.map((t) => this.x(t)).sort((a, b) => a - b);
+      pen.fillStyle = this.colors.accent; pen.globalAlpha = 0.16;
+      pen.fillRect(x0, AXIS, x1 - x0, this.height);
       pen.globalAlpha = 1;
+      for (const x of [x0, x1]) pen.fillRect(Math.round(x), AXIS, 1, this.height);
     }
   }
 
@@ -219,40 +247,56 @@ class TimelinePainter extends CanvasPainter {
 }
 
 function mount(root, provider, meta) {
-  const state = { now: null, view: null, align: null, hovered: null, selected: null, range: null, step: null };
-  const several = meta.tracks.length > 1, hasSteps = meta.tracks.some((track) => track.steps);
+  const state = { now: null, view: null, align: null, hovered: null, selected: null, range: null, step: null, way: 0 };
+  const several = meta.tracks.length > 1, hasSteps = meta.tracks.some((track) => track.steps), home = meta.step ?? null;
   const canvas = element("canvas", {
     tabindex: "0", role: "application", "aria-roledescription": "timeline",
     "aria-label": `Timeline of ${meta.tracks.map((track) => `${track.title}: ${track.events} events, ${track.clock} time, ${track.span}`).join("; ")}. ${KEYS} The Table button shows the copies as a table.`,
   });
   const tip = element("div", { class: "tk-tip", hidden: "" }), status = element("div", { class: "tk-status", role: "status", "aria-live": "polite" });
   const detail = element("div", { class: "tk-detail", hidden: "", role: "region", "aria-label": "Selected event" });
+  const sums = element("div", { class: "tk-detail tk-sums", hidden: "", role: "region", "aria-label": "Sums of a range", "aria-live": "polite" });
   const tables = element("div", { class: "tk-tables", hidden: "", tabindex: "0", role: "region", "aria-label": "Copies per step" });
   const stepInput = element("input", { type: "number", "aria-label": "Go to step", placeholder: "step", onchange: () => goto(Number(stepInput.value)) });
   const tableButton = button("Copies per step as a table", "Table", () => toggleTable(), { "aria-expanded": "false" });
-  const alignInput = element("select", { "aria-label": "Align A and B", onchange: () => align(alignInput.value === "step" ? state.step ?? Number(stepInput.value || 1) : null) },
-    element("option", { value: "start" }, "aligned at start"), element("option", { value: "step" }, "aligned at step"));
+  const wholeButton = button("Everything, or one step (o)", "Overview", () => toggle());
+  const found = element("span", { class: "tk-found", role: "status", "aria-live": "polite" });
+  const searchInput = element("input", {
+    type: "search", class: "tk-search", "aria-label": "Search names and lines (/)", placeholder: "search ( / )", title: "Search names and lines (/). Enter: next, Shift+Enter: previous",
+    oninput: () => { found.textContent = ""; },
+    onkeydown: (event) => {
+      if (event.key === "Enter") find(event.shiftKey ? -1 : 1);
+      if (event.key === "Escape") canvas.focus({ preventScroll: true });
+      event.stopPropagation();
+    },
+  });
   const tools = element("div", { class: "tk-row" },
-    element("span", { class: "tk-tools" }, button("Zoom in (+)", "+", () => zoom(0.5)), button("Zoom out (-)", "−", () => zoom(2)), button("Show everything (Home)", "Fit", () => fit())),
+    element("span", { class: "tk-tools" }, button("Zoom in (+)", "+", () => zoom(0.5)), button("Zoom out (-)", "−", () => zoom(2)), wholeButton),
     ...(hasSteps ? [element("span", { class: "tk-tools" }, button("Previous step (p)", "◀", () => move(-1)), stepInput, button("Next step (n)", "▶", () => move(1)))] : []),
-    ...(several && hasSteps ? [alignInput] : []), element("span", { class: "tk-grow" }), tableButton);
+    element("span", { class: "tk-tools" }, searchInput, found), element("span", { class: "tk-grow" }),
+    button("Sums of what is shown (s)", "Sums", () => sumUp()), tableButton);
   const notes = [...new Set(meta.tracks.flatMap((track) => track.notes))].map((note) => element("p", { class: "tk-note" }, note));
+  const clocks = [...new Set(meta.tracks.map((track) => track.clock))].join(" and ");
+  const answer = meta.sentence ? [element("p", { class: "tk-answer" }, meta.sentence, element("span", {}, ` (step ${home}, ${clocks} time)`))] : [];
   const plot = element("div", { class: "tk-plot" }, canvas);
-  const frame = element("div", { class: "tk-timeline", "data-lm-suppress-shortcuts": "true" }, tools, legend(meta), ...notes, plot, status, detail, tables, tip);
+  const frame = element("div", { class: "tk-timeline", "data-lm-suppress-shortcuts": "true" }, ...answer, tools, legend(meta), ...notes, plot, status, detail, sums, tables, tip);
   root.replaceChildren(frame);
   const painter = new TimelinePainter(canvas, meta);
 
   let failed = false, closed = false;
   const draw = framePainter(frame, () => {
     if (closed || !state.now || !canvas.clientWidth) return false;
+    if (state.view && state.view.align !== state.align) return false; // the next view has another origin of time
     painter.paint(state.view, state.now, state);
     say();
     return true;
   });
   const say = () => {
     if (!state.view) return;
+    wholeButton.textContent = state.align === null && hasSteps ? "One step" : "Overview";
     const gathered = state.view.count.some((n) => n > 1), every = Math.max(...state.view.every);
-    const parts = [`${timeText(state.now.t1 - state.now.t0)} shown, from ${Math.abs(state.now.t0) < 1 ? 0 : timeText(state.now.t0)}`];
+    const from = Math.abs(state.now.t0) < 1 ? 0 : timeText(state.now.t0);
+    const parts = [`${timeText(state.now.t1 - state.now.t0)} shown, from ${from}${state.align === null ? "" : ` of step ${state.align}`}`];
     if (gathered) parts.push("the height of a bar is the busy share of several events: zoom in to see single events");
     if (every > 1) parts.push(`one step in ${every} is marked`);
     if (failed) parts.push("the kernel does not answer: this is the last view");
@@ -262,25 +306,46 @@ function mount(root, provider, meta) {
   const accept = (bytes, asked) => {
     state.view = parseView(bytes);
     failed = false;
-    if (!state.now) state.now = { t0: state.view.t0, t1: state.view.t1 };
+    if (!state.now) {
+      state.now = { t0: state.view.t0, t1: state.view.t1 };
+      state.align = state.view.align;
+      if (state.align !== null) stepInput.value = state.step = state.align;
+    }
     Object.assign(frame.dataset, { seq: state.view.seq, bytes: bytes.byteLength ?? 0, ...(asked ? { ms: (performance.now() - asked).toFixed(1) } : {}) });
     draw();
+    rescue();
   };
-  const unanswered = () => { failed = true; say(); };
+  const unanswered = () => {
+    failed = true;
+    if (state.view && state.view.align !== state.align) { state.align = state.view.align; state.now = { t0: state.view.t0, t1: state.view.t1 }; }
+    draw();
+    say();
+  };
   const requests = viewRequests(provider, accept, unanswered);
-  const look = (t0, t1) => {
-    if (state.view) {
+  const look = (t0, t1, way = 0) => {
+    if (state.view?.align === state.align) {
       const [low, high] = state.view.bounds, pad = (high - low) * 0.02;
       const span = Math.min(Math.max(t1 - t0, 50), high - low + 2 * pad);
       const middle = Math.min(Math.max((t0 + t1) / 2, low - pad + span / 2), high + pad - span / 2);
       [t0, t1] = [middle - span / 2, middle + span / 2];
     }
     state.now = { t0, t1 };
+    state.way = way;
     hover(null);
     ask();
   };
+  // An empty view moves to the nearest event, or to the next one in the direction of the last move.
+  const rescue = () => {
+    const { view, now, way } = state;
+    if (!view.near || drag || view.t0 !== now.t0 || view.t1 !== now.t1) return;
+    const [before, after] = view.near, half = (now.t1 - now.t0) / 2;
+    if (before === null && after === null) return;
+    const forward = after !== null && (before === null || (way ? way > 0 : after - now.t1 < now.t0 - before));
+    const at = forward ? after : before;
+    look(at - half, at + half);
+  };
   const ask = () => {
-    if (!canvas.clientWidth) return;
+    if (!canvas.clientWidth || !state.now) return;
     requests.ask({ ...state.now, width: Math.round(canvas.clientWidth - GUTTER), align: state.align });
     draw();
   };
@@ -289,21 +354,24 @@ function mount(root, provider, meta) {
     const at = state.now.t0 + ((x - GUTTER) / painter.plot) * (state.now.t1 - state.now.t0);
     look(at - (at - state.now.t0) * factor, at + (state.now.t1 - at) * factor);
   };
-  const pan = (share) => { const by = (state.now.t1 - state.now.t0) * share; look(state.now.t0 + by, state.now.t1 + by); };
-  const fit = () => { if (state.view) look(...state.view.bounds); };
-  const show = (found) => {
-    const ranges = found.filter(Boolean);
+  const pan = (share) => { const by = (state.now.t1 - state.now.t0) * share; look(state.now.t0 + by, state.now.t1 + by, share); };
+  const fit = () => { state.align = null; const [low, high] = meta.whole, pad = (high - low) * 0.01; look(low - pad, high + pad); };
+  const toggle = () => (state.align === null && hasSteps ? goto(state.step ?? home ?? 0) : fit());
+  const show = (steps) => {
+    const ranges = steps.filter(Boolean);
     if (!ranges.length) return;
     state.step = ranges[0][0];
     stepInput.value = state.step;
     const t0 = Math.min(...ranges.map((r) => r[1])), t1 = Math.max(...ranges.map((r) => r[2]));
-    look(t0 - (t1 - t0) * 0.06, t1 + (t1 - t0) * 0.06);
+    look(t0 - (t1 - t0) * MARGIN, t1 + (t1 - t0) * MARGIN);
   };
-  const ofTracks = (request) => Promise.all(meta.tracks.map((_, track) => provider.step({ align: state.align, ...request, track })));
   const goto = async (step) => {
     if (!Number.isFinite(step)) return;
-    if (state.align !== null) state.align = step;
-    try { show(await ofTracks({ step })); } catch { unanswered(); }
+    try {
+      const steps = await Promise.all(meta.tracks.map((_, track) => provider.step({ align: step, step, track })));
+      state.align = steps.find(Boolean)?.[0] ?? state.align; // the nearest step there is
+      show(steps);
+    } catch { unanswered(); }
   };
   let moving = Promise.resolve(); // a queue, so that two quick presses move two steps
   const move = (by) => { moving = moving.then(() => step(by)); };
@@ -315,7 +383,49 @@ function mount(root, provider, meta) {
       if (near) await goto(near[0]);
     } catch { unanswered(); }
   };
-  const align = (step) => { state.align = step; if (step === null) { state.view = { ...state.view }; ask(); } else goto(step); };
+
+  const find = async (by) => {
+    const text = searchInput.value.trim(), last = find.last?.text === text && find.last.align === state.align ? find.last.start : null;
+    if (!text || !state.now) return;
+    try {
+      const hit = await provider.find({ text, near: last ?? state.now.t0 - 1, move: by, align: state.align });
+      found.textContent = hit ? `${grouped(hit.number)} of ${grouped(hit.count)}` : "not found";
+      if (!hit) return;
+      find.last = { text, start: hit.start, align: state.align };
+      const span = Math.min(state.now.t1 - state.now.t0, Math.max(hit.end - hit.start, 1) * 40), middle = (hit.start + hit.end) / 2;
+      state.selected = { track: hit.track, row: hit.row };
+      look(middle - span / 2, middle + span / 2);
+      const lane = painter.lanes.find((one) => one.track === hit.track);
+      describe(hit.track, hit.row, [["", text]], lane);
+    } catch { unanswered(); }
+  };
+
+  const sumsTable = (t0, t1, tracks) => {
+    const span = t1 - t0, rows = [];
+    const add = (title, label, count, busy, bytes) => rows.push([title, label, count, `${timeText(busy)} (${percent(busy / span)})`, bytes]);
+    meta.tracks.forEach((track, t) => {
+      const title = several ? `${"AB"[t]} ${track.title}` : track.title, of = (kind) => track.lanes.findIndex((lane) => lane.kind === kind);
+      track.lanes.forEach((lane, i) => { const [count, busy, bytes] = tracks[t][i]; add(title, `${lane.label} ${lane.place}`.trim(), grouped(count), busy, bytes ? bytesText(bytes) : ""); });
+      if (of("launch") >= 0) add(title, "host, neither launching nor waiting: Python", "", Math.max(0, span - ["launch", "sync"].reduce((sum, kind) => sum + (tracks[t][of(kind)]?.[1] ?? 0), 0)), "");
+    });
+    return tableOf({ title: `Sums of ${timeText(span)}, from ${timeText(t0)}`, columns: ["run", "lane", "events", "time", "bytes"], rows });
+  };
+  const sumUp = async (t0 = state.now.t0, t1 = state.now.t1) => {
+    try {
+      const tracks = await provider.sums({ t0, t1, align: state.align });
+      sums.replaceChildren(button("Close", "✕", () => clear()), button("Zoom to this range (Enter)", "Zoom", () => toRange()), sumsTable(t0, t1, tracks));
+      sums.hidden = false;
+    } catch { unanswered(); }
+  };
+  const clear = () => { sums.hidden = true; state.range = null; draw(); };
+  const toRange = () => { if (!state.range) return; const range = state.range; state.range = null; look(Math.min(...range), Math.max(...range)); };
+  // Grows the selected range with the keys; it starts in the middle of the view.
+  const extend = (share) => {
+    const { t0, t1 } = state.now, by = (t1 - t0) * share, [from, to] = state.range ?? [(t0 + t1) / 2, (t0 + t1) / 2];
+    state.range = [from, to + by];
+    draw();
+    sumUp(Math.min(...state.range), Math.max(...state.range));
+  };
 
   const short = (i) => {
     const [name, where] = state.view.text[i] === NO_TEXT ? ["", ""] : state.view.texts[state.view.text[i]];
@@ -339,7 +449,7 @@ function mount(root, provider, meta) {
       fill(summary(box));
       draw();
       if (state.view.count[box.i] <= 1) {
-        const mine = state.hovered, wantedFacts = ["bytes", "caused by", "duration", "step", "stream", "host memory"];
+        const mine = state.hovered, wantedFacts = ["bytes", "caused by", "source", "duration", "step", "stream", "host memory"];
         clearTimeout(hover.timer);
         hover.timer = setTimeout(() => provider.facts(box.lane.track, state.view.row[box.i]).then((facts) => {
           if (state.hovered === mine && facts.length) fill([["", facts.find(([l]) => l === "name")?.[1] || box.lane.label], ...facts.filter(([label]) => wantedFacts.includes(label))]);
@@ -351,23 +461,25 @@ function mount(root, provider, meta) {
     tip.style.left = `${Math.max(4, Math.min(x + own.left - inside.left + 14, inside.width - tip.offsetWidth - 8))}px`;
     tip.style.top = `${y + own.top - inside.top + 20}px`;
   };
-  const choose = async (box) => {
+  const choose = (box) => {
     if (!box) { detail.hidden = true; state.selected = null; return draw(); }
     const row = state.view.row[box.i], single = state.view.count[box.i] <= 1;
-    let pairs = summary(box);
     state.selected = { track: box.lane.track, row };
+    draw();
+    return describe(box.lane.track, row, summary(box), box.lane, single);
+  };
+  const describe = async (track, row, pairs, lane, single = true) => {
     const fill = () => {
-      const title = several ? `${"AB"[box.lane.track]} ${meta.tracks[box.lane.track].title}: ${pairs[0][1]}` : pairs[0][1];
+      const title = several ? `${"AB"[track]} ${meta.tracks[track].title}: ${pairs[0][1]}` : pairs[0][1];
       detail.replaceChildren(button("Close", "✕", () => choose(null)), element("b", {}, title), listOf(pairs.slice(1)));
       detail.hidden = false;
     };
     fill();
-    draw();
     const mine = state.selected;
     if (single) {
       try {
-        const facts = await provider.facts(box.lane.track, row);
-        if (facts.length && state.selected === mine) { pairs = [["", facts.find(([label]) => label === "name")?.[1] || box.lane.label], ...facts.filter(([label]) => label !== "name")]; fill(); }
+        const facts = await provider.facts(track, row);
+        if (facts.length && state.selected === mine) { pairs = [["", facts.find(([label]) => label === "name")?.[1] || lane.label], ...facts.filter(([label]) => label !== "name")]; fill(); }
       } catch { /* without a kernel, the summary stays */ }
     }
   };
@@ -400,17 +512,18 @@ function mount(root, provider, meta) {
       canvas.focus({ preventScroll: true });
       canvas.setPointerCapture(event.pointerId);
       const [x, y] = at(event);
-      drag = { x, y, ...state.now, select: event.shiftKey, moved: false };
+      const { t0, t1 } = state.now;
+      drag = { x, y, t0, t1, select: event.shiftKey, moved: false, time: (px) => t0 + ((px - GUTTER) / painter.plot) * (t1 - t0) };
     },
     pointermove: (event) => {
       const [x, y] = at(event);
       if (!drag) return hover(painter.hit(x, y), x, y);
       drag.moved ||= Math.abs(x - drag.x) > 3;
       if (!drag.moved) return undefined;
-      if (drag.select) { state.range = [drag.x, x]; return draw(); }
+      if (drag.select) { state.range = [drag.x, x].map(drag.time); return draw(); }
       canvas.classList.add("tk-dragging");
       const by = ((drag.x - x) / painter.plot) * (drag.t1 - drag.t0);
-      return look(drag.t0 + by, drag.t1 + by);
+      return look(drag.t0 + by, drag.t1 + by, by);
     },
     pointerup: (event) => {
       const [x, y] = at(event), was = drag;
@@ -418,21 +531,19 @@ function mount(root, provider, meta) {
       canvas.classList.remove("tk-dragging");
       if (!was) return;
       if (!was.moved) choose(painter.hit(x, y));
-      else if (was.select) {
-        const time = (px) => was.t0 + ((px - GUTTER) / painter.plot) * (was.t1 - was.t0);
-        state.range = null;
-        look(time(Math.min(was.x, x)), time(Math.max(was.x, x)));
-      }
+      else if (was.select) sumUp(Math.min(...state.range), Math.max(...state.range));
+      else if (state.view) rescue();
     },
     pointercancel: () => { drag = null; state.range = null; },
     pointerleave: () => hover(null),
     dblclick: () => fit(),
     keydown: (event) => {
       if (event.ctrlKey || event.metaKey || event.altKey || !state.now) return;
-      const act = {
+      const selecting = event.shiftKey && { ArrowLeft: () => extend(-0.02), ArrowRight: () => extend(0.02) }[event.key];
+      const act = selecting || {
         ArrowLeft: () => pan(-0.2), ArrowRight: () => pan(0.2), ArrowUp: () => zoom(0.6), ArrowDown: () => zoom(1 / 0.6),
-        "+": () => zoom(0.5), "=": () => zoom(0.5), "-": () => zoom(2), Home: fit, n: () => move(1), p: () => move(-1),
-        ".": () => nextCopy(1), ",": () => nextCopy(-1), Escape: () => choose(null),
+        "+": () => zoom(0.5), "=": () => zoom(0.5), "-": () => zoom(2), Home: fit, o: toggle, s: () => sumUp(), "/": () => searchInput.focus(), Enter: toRange, n: () => move(1), p: () => move(-1),
+        ".": () => nextCopy(1), ",": () => nextCopy(-1), Escape: () => { choose(null); clear(); },
       }[event.key];
       if (act) { event.preventDefault(); event.stopPropagation(); act(); }
     },
@@ -440,7 +551,9 @@ function mount(root, provider, meta) {
   for (const [name, handler] of Object.entries(listen)) canvas.addEventListener(name, handler, name === "wheel" ? { passive: false } : undefined);
 
   const release = watchCanvas(canvas, ask, () => { painter.colors = null; draw(); });
-  if (provider.first?.byteLength || provider.first?.counts) accept(provider.first);
+  if (provider.first?.byteLength) accept(provider.first);
+  else if (home === null) fit();
+  else goto(home);
   return () => { closed = true; requests.drop(); release(); };
 }
 
@@ -448,4 +561,6 @@ export default kernelWidget(mount, (send) => ({
   facts: (track, row) => send({ type: "facts", track, row }),
   step: (request) => send({ type: "step", ...request }),
   table: () => send({ type: "table" }),
+  sums: (request) => send({ type: "sums", ...request }),
+  find: (request) => send({ type: "find", ...request }),
 }));

@@ -8,7 +8,8 @@ from toolkit.core.errors import ToolkitError
 from toolkit.ui.assets import script_of, text_of
 from toolkit.ui.canvas import CanvasWidget
 from toolkit.ui.timeline import overview
-from toolkit.ui.timeline.view import Scene, Track, named
+from toolkit.ui.timeline.track import Track, named
+from toolkit.ui.timeline.view import Scene
 
 
 class Timeline(CanvasWidget):
@@ -27,7 +28,8 @@ class Timeline(CanvasWidget):
             raise ToolkitError(f"{len(titles)} titles", f"{len(given)} traces", "Give each trace one title")
         pairs = [named(thing, titles[i] if titles else None) for i, thing in enumerate(given)]
         self.scene = Scene([Track(trace, title) for title, trace in pairs])
-        super().__init__(meta=self.scene.meta(), view=self.scene.overview())
+        meta = self.scene.meta()
+        super().__init__(meta=meta, view=self.scene.first(meta["step"]))
         self.on_msg(self._answer)
 
     def __repr__(self) -> str:
@@ -42,6 +44,10 @@ class Timeline(CanvasWidget):
     def _reply(self, kind: str, request: Any) -> Any:
         if kind == "table":
             return [overview.copies_sheet(track) for track in self.scene.tracks]
+        if kind == "sums":
+            return self.scene.sums(float(request["t0"]), float(request["t1"]), _align(request))
+        if kind == "find":
+            return self.scene.find(str(request["text"]), float(request["near"]), int(request["move"]), _align(request))
         number = int(request["track"])
         if kind == "facts":
             return overview.facts(self.scene.tracks[number], int(request["row"]))
