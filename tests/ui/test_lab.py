@@ -169,7 +169,7 @@ def test_strategies_are_those_of_the_loaded_model(app: Lab, model: SimpleNamespa
 
 def test_models_and_schemes_are_offered(app: Lab) -> None:
     assert {"demo/qwen3", "random/gemma4-31b"} <= set(app.loading.model_field.options)
-    assert {None, "none", "q4_k_m", "int4"} <= {value for _, value in app.loading.scheme_field.options}
+    assert {"", "none", "q4_k_m", "int4"} <= {value for _, value in app.loading.scheme_field.options}
 
 
 def test_one_strategy_and_neutral_sampling_options(app: Lab, model: SimpleNamespace) -> None:

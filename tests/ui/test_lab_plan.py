@@ -55,7 +55,7 @@ def planned(app: Lab) -> Lab:
 
 
 def test_a_plan_of_what_the_fields_say(app: Lab) -> None:
-    app.plan.context_field.value, app.plan.kv_field.value = 131072, None
+    app.plan.context_field.value, app.plan.kv_field.value = 131072, "plain"
     planned(app)
     found = app.plan.plan
     assert (found.card.key, found.context, found.budget_bytes, found.kv) == ("rtx-4090", 131072, 4 * GiB, None)

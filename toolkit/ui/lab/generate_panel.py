@@ -22,6 +22,7 @@ from toolkit.ui.lab.work import Work
 
 _NONE = "(none)"
 _FIRST, _SECOND = "roundtrip", "double-buffered"  # the strategies that are compared at first
+_LOADING = "Loading the model first ..."
 _EMPTY = "No model is loaded. Generate loads <b>{}</b> onto <b>{}</b> first."
 
 
@@ -63,17 +64,24 @@ class GeneratePanel(Panel):
     def enable(self, idle: bool) -> None:
         """Enable or disable the buttons."""
         self.generate_button.disabled = not idle
+        if idle and self.status.value == _LOADING:  # the load failed
+            self._say_empty()
 
     def refresh(self) -> None:
         """Offer the strategies of the loaded model, and say whether one is loaded."""
         model = self._loading.model
-        if model is None:
-            places = (self._loading.model_field.value, self._loading.device_field.value)
-            self.status.value = _EMPTY.format(*(escape(value) for value in places))
+        if model is None and self._work.busy:
+            self.status.value = _LOADING
+        elif model is None:
+            self._say_empty()
         else:
             self._offer(strategies_of(model))
             self.status.value = "Ready."
         self.code.update()
+
+    def _say_empty(self) -> None:
+        places = (self._loading.model_field.value, self._loading.device_field.value)
+        self.status.value = _EMPTY.format(*(escape(value) for value in places))
 
     def _offer(self, names: Iterable[str]) -> None:
         """Offer these strategies. A chosen strategy remains chosen if it is among them."""

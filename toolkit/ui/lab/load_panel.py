@@ -27,7 +27,7 @@ from toolkit.ui.lab.memory_panel import MemoryPanel
 from toolkit.ui.lab.work import Work
 from toolkit.weights.recipes import RECIPES
 
-_SCHEMES = [("as stored", None), ("plain, not quantized", "none"), *((name, name) for name in sorted(RECIPES))]
+_SCHEMES = [("as stored", ""), ("plain, not quantized", "none"), *((name, name) for name in sorted(RECIPES))]
 _WELCOME = """<div><b>New here?</b> Press <b>Start</b>. It loads the model below onto the device below (a virtual GPU needs no
 hardware), generates text with two decode strategies, and shows what each of them copied between host and GPU.</div>"""
 _EMPTY = "Nothing is loaded. Choose a device and a model, then press Load."
@@ -46,8 +46,7 @@ class LoadPanel(Panel):
                                   placeholder="virtual:8GiB, cuda, ...")  # fmt: skip
         self.model_field = field(widgets.Combobox, model, "Model", options=_model_names(), ensure_option=False,
                                  placeholder="demo/NAME, random/NAME, a folder, a .gguf")  # fmt: skip
-        self.scheme_field = field(widgets.Dropdown, None, "Scheme", options=_SCHEMES)
-        self.scheme_field.index = 0  # ipywidgets shows no option if the value is None
+        self.scheme_field = field(widgets.Dropdown, "", "Scheme", options=_SCHEMES)
         self.load_button = button("Load", "download", self.load, "Load the model onto the device", primary=True)
         self.look_button = button(
             "What it costs", "search", self.look, "Show the memory of the model and the cost of a token, without loading it"
@@ -75,17 +74,22 @@ class LoadPanel(Panel):
         """Enable or disable the buttons."""
         self.load_button.disabled = self.look_button.disabled = self.start_button.disabled = not idle
 
+    @property
+    def scheme(self) -> str | None:
+        """The chosen scheme; None keeps the weights as they are stored."""
+        return self.scheme_field.value or None
+
     def chosen(self) -> tuple[str, str, Any]:
         """Return the device, model and scheme of the fields. Raises ToolkitError if no model is named."""
         path: str = self.model_field.value.strip()
         if not path:
             raise ToolkitError("a model", "its field is empty", 'Type "demo/qwen3", a Hugging Face folder, or a .gguf file')
-        return self.device_field.value.strip(), path, self.scheme_field.value
+        return self.device_field.value.strip(), path, self.scheme
 
     def source(self) -> str:
         """Return the code that loads the chosen model."""
         name, path = self.device_field.value.strip(), self.model_field.value.strip()
-        return f"model = {call('tk.load', path, device=name, scheme=self.scheme_field.value)}"
+        return f"model = {call('tk.load', path, device=name, scheme=self.scheme)}"
 
     def unload(self, why: str) -> None:
         """Release the model, and say why."""
@@ -137,7 +141,7 @@ class LoadPanel(Panel):
         self.status.value = f"<b>{escape(path)}</b> without loading it."
 
     def _snippets(self) -> dict[str, str]:
-        path, scheme = self.model_field.value.strip(), self.scheme_field.value
+        path, scheme = self.model_field.value.strip(), self.scheme
         return {"Load": f"{self.source()}\nmodel", "What it costs": call("tk.costs", path, scheme=scheme)}
 
 

@@ -25,6 +25,7 @@ from toolkit.ui.lab.load_panel import LoadPanel
 from toolkit.ui.lab.work import Work
 
 CONTEXT = 4096  # the default of `tk.plan` and `tk.export`
+_PLAIN = "plain"  # instead of None, for which ipywidgets shows no option
 BUDGETS = (0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)  # GiB
 _EMPTY = """Plan predicts the memory for exporting and running <b>{}</b> on the target; it needs no GPU and allocates nothing.
 Export compiles the model for the same target into the folder. A GPU that isn't in this machine needs PyTorch with CUDA."""
@@ -38,7 +39,7 @@ class PlanPanel(Panel):
         self.package: Package | None = None
         self._work, self._loading = work, loading
         self._described: tuple[tuple[str, Any], Any] | None = None  # the model on "meta" of the last plan
-        options = [("automatic", "auto"), ("plain", None), *((name, name) for name in KV_SCHEMES)]
+        options = [("automatic", "auto"), ("plain", _PLAIN), *((name, name) for name in KV_SCHEMES)]
         budgets = [(bytes_text(int(size * GiB)), int(size * GiB)) for size in BUDGETS]
         self.target_field = field(widgets.Combobox, target_of(loading.device_field.value), "Target", options=_targets(),
                                   ensure_option=False, placeholder="cpu, cuda:0, rtx-5090, ...")  # fmt: skip
@@ -91,7 +92,7 @@ class PlanPanel(Panel):
         self.status.value = f"Planning {escape(path)} for {escape(target)} ..."
         shapes, budget = self._shapes(path, scheme), self.budget_field.value
         named = f"{path}, {scheme}" if scheme else path
-        self.plan = plan(shapes, target, budget, self.context_field.value, kv=self.kv_field.value, name=named)
+        self.plan = plan(shapes, target, budget, self.context_field.value, kv=self._kv(), name=named)
         self.view.value = html(self.plan)
         fits = "It fits" if self.plan.fits else "It doesn't fit, for the reasons below"
         place = f"Plan for <b>{escape(target)}</b>: {fits}."
@@ -105,12 +106,16 @@ class PlanPanel(Panel):
         self.context_field.value = min(self.context_field.value, model.config.max_position_embeddings)
         return model
 
+    def _kv(self) -> str | None:
+        """Return the argument `kv` of `tk.plan`: a scheme, "auto", or None for plain."""
+        return None if self.kv_field.value == _PLAIN else self.kv_field.value
+
     def _options(self, target: str) -> dict[str, Any]:
         """Return the arguments of `tk.export` other than the model and the folder."""
         here = target == "cpu" or target.startswith(("cuda", "virtual:"))
         return {
             "device" if here else "target": target, "budget": self.budget_field.value, "context": self.context_field.value,
-            "kv": None if self.kv_field.value == "auto" else self.kv_field.value, "scheme": self._loading.scheme_field.value,
+            "kv": None if self._kv() == "auto" else self._kv(), "scheme": self._loading.scheme,
         }  # fmt: skip
 
     def _export(self) -> None:
@@ -139,9 +144,8 @@ class PlanPanel(Panel):
         if options["context"] == CONTEXT:
             del options["context"]  # it is the default, or fewer if the model has fewer positions
         shared = {key: options[key] for key in ("budget", "context", "scheme") if key in options}
-        kv = self.kv_field.value if self.kv_field.value != "auto" else ...  # None is a choice of its own
         planned = call("tk.plan", path, target, **shared)
-        planned = planned if kv is ... else f"{planned[:-1]}, kv={kv!r})"
+        planned = planned if self._kv() == "auto" else f"{planned[:-1]}, kv={self._kv()!r})"  # None is a choice of its own
         return {"Plan": planned, "Export": f"package = {call('tk.export', path, self.folder_field.value.strip(), **options)}"}
 
 

@@ -17,6 +17,7 @@ from toolkit.ui.lab.history import MOST, Entry, History, copies_html, timeline_o
 from toolkit.ui.lab.work import Work
 
 _SUFFIXES = (".trace", ".json", ".json.gz", ".sqlite", ".pickle")
+_NONE = 0  # the number of no entry; ipywidgets shows no option if the value is None
 _MOST_FILES = 200  # offered in the field
 _EMPTY = """There are no runs yet. The tab <b>Generate and compare</b> adds its runs here. Or type the name of a file and press
 <b>Open</b>: a run that was saved here, a trace of PyTorch's profiler (.json, .json.gz) or of Nsight Systems (.sqlite)."""
@@ -81,9 +82,9 @@ class TracesPanel(Panel):
             kept = f"<small>The last {MOST} are kept.</small>" if len(entries) == MOST else ""
             self.list_view.value = f"{copies_html(reversed(entries))}{kept}"
             options = [(entry.label, entry.number) for entry in reversed(entries)]
-            self.a_field.options, self.b_field.options = options, [("(none)", None), *options]
+            self.a_field.options, self.b_field.options = options, [("(none)", _NONE), *options]
             self.a_field.value = entries[-2 if len(entries) > 1 else -1].number
-            self.b_field.index = 1 if len(entries) > 1 else 0
+            self.b_field.value = entries[-1].number if len(entries) > 1 else _NONE
         self.code.update()
 
     def _chosen(self) -> list[Entry]:
@@ -104,7 +105,7 @@ class TracesPanel(Panel):
         run = run_of(trace)
         entry = self._history.add(path.name, trace, run, call("tk.open_trace", name))
         self.refresh()
-        self.a_field.value, self.b_field.index = entry.number, 0
+        self.a_field.value, self.b_field.value = entry.number, _NONE
         self._show()
 
     def _show(self) -> None:
