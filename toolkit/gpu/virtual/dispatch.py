@@ -30,7 +30,7 @@ from toolkit.gpu.virtual.in_place import IN_PLACE_BACKWARD, in_place_on_cuda, no
 from toolkit.gpu.virtual.lifetimes import settle
 from toolkit.gpu.virtual.machine import Machine
 from toolkit.gpu.virtual.scratch.script import SCRATCH, Rule, play
-from toolkit.gpu.virtual.tensor import VirtualTensor, follow, hold, rehold, take_over, wrap
+from toolkit.gpu.virtual.tensor import STRIDED, VirtualTensor, follow, hold, rehold, take_over, wrap
 from toolkit.gpu.virtual.threads import handle_signals, here
 
 aten = torch.ops.aten
@@ -42,6 +42,12 @@ COMPILED = (
     "torch.compile is not supported on the virtual GPU, which can't predict the kernels and the memory of compiled code. "
     'To run the same program operation by operation, call torch.compiler.set_stance("force_eager") first'
 )
+_NESTED = (
+    "the virtual GPU does not support nested tensors: pad the parts, or keep them in a list. "
+    "nn.TransformerEncoder needs enable_nested_tensor=False"
+)
+# PyTorch's own tensors of other layouts whose parts are on the virtual GPU have these keys.
+_UNSUPPORTED = {"NestedTensorPrivateUse1": _NESTED, "SparsePrivateUse1": STRIDED, "SparseCsrPrivateUse1": STRIDED}
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _PLAIN = frozenset({int, float, bool, complex, str, type(None), torch.dtype, torch.memory_format, torch.layout})
 _NEVER = 1 << 30
@@ -305,10 +311,7 @@ def _empty(func: Any) -> Handler:
 
 def _no_nested(func: Any) -> Handler:
     def refuse(args: Args, kwargs: Kwargs) -> Any:
-        raise RuntimeError(
-            "the virtual GPU does not support nested tensors: pad the parts, or keep them in a list. "
-            "nn.TransformerEncoder needs enable_nested_tensor=False"
-        )
+        raise RuntimeError(_NESTED)
 
     return refuse
 
@@ -358,13 +361,20 @@ def _hosts(args: Iterable[Any], host_from: int = _NEVER) -> list[Any]:
             out.append(_CPU)
         else:
             if i < host_from and isinstance(x, torch.Tensor) and x.dim():
-                raise _devices_differ(x.device)
+                raise _unusable(x)
             out.append(x)
     return out
 
 
 def _named(kwargs: Kwargs, host_from: int = _NEVER) -> Kwargs:
     return dict(zip(kwargs, _hosts(kwargs.values(), 0 if host_from < _NEVER else _NEVER), strict=True)) if kwargs else kwargs
+
+
+def _unusable(x: torch.Tensor) -> RuntimeError:
+    """Return the error for an operand that is not a VirtualTensor."""
+    if x.device.type == "vgpu":
+        return RuntimeError(_NESTED if x.is_nested else STRIDED)
+    return _devices_differ(x.device)
 
 
 def _devices_differ(other: torch.device) -> RuntimeError:
@@ -417,12 +427,18 @@ def register() -> list[torch.library.Library]:
     """Register kernels with the PrivateUse1 key: a fallback for all operations, and those that PyTorch needs by name."""
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(from_torch, "PrivateUse1")
+    for key, reason in _UNSUPPORTED.items():
+        everything.fallback(functools.partial(_refuse, reason), key)
     named = torch.library.Library("aten", "IMPL")
     for func in (*_CONSTRUCTING, *_WHOLE):
         named.impl(func, functools.partial(from_torch, func), "PrivateUse1")
     for key in ("AutogradPrivateUse1", "PrivateUse1"):
         named.impl("one_hot", _one_hot, key)
     return [everything, named]
+
+
+def _refuse(reason: str, func: Any, *args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError(reason)
 
 
 def from_torch(func: Any, *args: Any, **kwargs: Any) -> Any:

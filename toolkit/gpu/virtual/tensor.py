@@ -26,6 +26,10 @@ _make = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 _data: Any = torch.Tensor.data
 _setitem = torch.Tensor.__setitem__
 _device: torch.device | None = None  # torch.device("vgpu", 0), once `register` has run
+STRIDED = (
+    "the virtual GPU only supports strided tensors, not sparse ones. Keep the matrix on the CPU, call to_dense() before the "
+    "move, or use index_select and index_add_ on its indices. Embedding and EmbeddingBag need sparse=False"
+)
 
 
 class VirtualTensor(torch.Tensor):
@@ -161,7 +165,7 @@ def hold(host: torch.Tensor, machine: Machine) -> None:
     Raises torch.OutOfMemoryError if there is not enough, and RuntimeError if the tensor is not strided.
     """
     if host.layout is not torch.strided:
-        raise RuntimeError(f"the virtual GPU only supports strided tensors, and this one is {host.layout}")
+        raise RuntimeError(STRIDED)
     storage = host.untyped_storage()
     with whole, lock:
         settle()  # a storage that is gone may have had the same address
