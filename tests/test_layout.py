@@ -15,7 +15,7 @@ PACKAGE = ROOT / "toolkit"
 # From the bottom up: a file imports only from its own package and from packages to the left.
 PACKAGES = (
     "core", "trace", "gpu", "weights", "text", "kernels", "tune", "ops", "models", "decode", "loading", "vram", "planning",
-    "exporting", "ui", "demo", "bench",
+    "exporting", "testing", "ui", "demo", "bench",
 )  # fmt: skip
 FRONT_END = ("IPython", "ipywidgets", "anywidget", "plotly", "ipykernel", "traitlets")
 FILES = sorted(PACKAGE.rglob("*.py"))
