@@ -430,6 +430,25 @@ def program_figures() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def regression_figures() -> dict[str, str]:
+    """Return what the pytest plugin caught of the regressions in tests/testing, in words and as a table."""
+    first, found = (
+        json.loads((ROOT / "tests" / "testing" / f"{name}.json").read_text(encoding="utf-8"))["regressions"]
+        for name in ("regressions_first", "regressions")
+    )
+    caught, right = (sum(result[key] for result in found.values()) for key in ("caught", "right"))
+    rows = [
+        [name, "yes" if result["caught"] else "**no**", "yes" if result["right"] else "**no**"]
+        for name, result in found.items()
+    ]
+    return {
+        "caught": str(caught), "right": str(right), "number": str(len(found)),
+        "caught_first": str(sum(result["caught"] for result in first.values())),
+        "right_first": str(sum(result["right"] for result in first.values())),
+        "table": table(["regression of the examples", "caught", "first line is the right one"], rows),
+    }  # fmt: skip
+
+
 def substitutions() -> dict[str, Any]:
     """Return what the guides may name between double braces."""
     ratios = {}
@@ -449,7 +468,7 @@ def substitutions() -> dict[str, Any]:
         "table_copies_claimed": copies_claimed(),
         "table_claims": claims(), "llama_cpp": LLAMA_CPP_SOURCE,
         "speed_rate": f"{speed_records()[0]['read_bytes_per_s'] / 1e12:.2f} TB/s",
-        "programs": program_figures(),
+        "programs": program_figures(), "regressions": regression_figures(),
         "plan": plan_figures(), "snapshot": snapshot_figures(), "exports": export_figures(), "ratios": ratios,
         "waits": {"modelled": f"{1000 * waits[0]:.1f}", "measured": f"{1000 * waits[1]:.1f}"},
         "read_rate": f"{record('h200_kernels')['read_bytes_per_s'] / 1e12:.2f} TB/s",

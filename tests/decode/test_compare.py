@@ -147,6 +147,20 @@ def test_several_directions_at_once(model):
     assert broken.value.facts["counts"] == {"h2d": 1, "d2h": 1, "d2d": 1}
 
 
+def test_pageable_copies_and_waits(model):
+    device, pinned = model.device.torch, torch.ones(4).pin_memory()
+    with tk.copy_budget(h2d=1, pageable=0, waits=0):
+        pinned.to(device, non_blocking=True)
+    with (
+        pytest.raises(
+            CopyBudgetError, match="at most 0 pageable copies and 1 wait in the block: 1 pageable copy from"
+        ) as broken,
+        tk.copy_budget(pageable=0, waits=1),
+    ):
+        torch.ones(4).to(device).sum().item()
+    assert broken.value.facts["counts"] == {"pageable": 1, "waits": 2}
+
+
 @pytest.mark.parametrize(("name", "holds"), [("roundtrip", False), ("position-on-device", True), ("double-buffered", True)])
 def test_per_step_leaves_the_prefill_out(model, name, holds):
     def run():

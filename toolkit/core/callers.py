@@ -63,6 +63,11 @@ def _installed_prefixes() -> tuple[str, ...]:
 _installed: dict[str, bool] = {}  # file name -> whether it is not the user's own code
 
 
+def is_installed(filename: str) -> bool:
+    """Return whether a file is not the user's own: of the standard library, an installed package, this package, or no file."""
+    return filename.startswith((*_installed_prefixes(), "<"))
+
+
 def chain() -> str | None:
     """Return the lines that led to an allocation, "cell 7:3 > model.py:41": the user's outermost frame and the innermost one.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from toolkit.core.errors import CopyBudgetError, DeviceError, RecorderError, ToolkitError, unknown_name
 from toolkit.core.units import bytes_text
@@ -23,6 +24,8 @@ def copy_budget(
     d2d: int | None = None,
     per: str = "block",
     device: Device | str | None = None,
+    pageable: int | None = None,
+    waits: int | None = None,
 ) -> Iterator[None]:
     """Raise CopyBudgetError if the block copies more often than allowed: `with tk.copy_budget(h2d=0, d2h=1):`.
 
@@ -30,11 +33,26 @@ def copy_budget(
         h2d, d2h, d2d: The number of copies allowed in each direction; None allows any number.
         per: "block" applies the limits to the whole block, "step" to every step in it except the prefill.
         device: The device to record. Default: the virtual GPU that is open, else "auto".
+        pageable: The number of H2D and D2H copies allowed from and to host memory that is not pinned.
+        waits: The number of times that the host may wait for the device: `.item()`, `synchronize()`, blocking copies.
 
     Exceptions from the block propagate. Raises RecorderError if the device is already being recorded, because its
     copies can't be told apart from the block's, and with `per="step"` if the block has no steps.
     """
-    budget = {"h2d": h2d, "d2h": d2h, "d2d": d2d}
+    budget = {"h2d": h2d, "d2h": d2h, "d2d": d2d, "pageable": pageable, "waits": waits}
+    check_budget(budget, per)
+    gpu = _in_use() if device is None else open_device(device)
+    if gpu.recording is not None:
+        found = f"{gpu.name} is being recorded, so the block's copies can't be told apart from other copies"
+        raise RecorderError("a copy budget", found, "Begin that recording inside of the tk.copy_budget block, or end it first")
+    with gpu.record() as trace:
+        yield
+    for excess in over_budget(trace, budget, per):
+        raise excess.error()
+
+
+def check_budget(budget: Mapping[str, int | None], per: str) -> None:
+    """Raise ToolkitError if a limit is not a number of copies, or `per` is neither "block" nor "step"."""
     for kind, limit in budget.items():
         if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 0):
             raise ToolkitError(
@@ -44,19 +62,30 @@ def copy_budget(
             )
     if per not in ("block", "step"):
         raise unknown_name("copy budget per", per, ("block", "step"))
-    gpu = _in_use() if device is None else open_device(device)
-    if gpu.recording is not None:
-        found = f"{gpu.name} is being recorded, so the block's copies can't be told apart from other copies"
-        raise RecorderError("a copy budget", found, "Begin that recording inside of the tk.copy_budget block, or end it first")
-    with gpu.record() as trace:
-        yield
-    if per == "step":
-        _check_steps(trace, budget)
-    else:
-        _check(trace, budget, "the block")
 
 
-def _check_steps(trace: Trace, budget: Mapping[str, int | None]) -> None:
+@dataclass(frozen=True)
+class Excess:
+    """A block or step that exceeds its budget: the events of each kind that has too many, and the numbers allowed."""
+
+    what: str  # "the block", "step 3"
+    events: Mapping[str, Trace]
+    budget: Mapping[str, int | None]
+
+    def error(self) -> CopyBudgetError:
+        """Return the error, whose message names the lines that copied."""
+        allowed = " and ".join(counted(self.budget[kind], kind) for kind in self.events)
+        found = "; ".join(f"{counted(len(copies), kind)} from {_lines(copies)}" for kind, copies in self.events.items())
+        counts = {kind: len(copies) for kind, copies in self.events.items()}
+        do = "Keep the copied values on one device, or raise the budget"
+        return CopyBudgetError(f"at most {allowed} in {self.what}", found, do, counts=counts, budget=dict(self.budget))
+
+
+def over_budget(trace: Trace, budget: Mapping[str, int | None], per: str) -> Iterator[Excess]:
+    """Yield the block, or the steps of the block, that exceed the budget. Raises RecorderError for steps if there are none."""
+    if per == "block":
+        yield from _over(trace, budget, "the block")
+        return
     steps = Counter(mark.step for mark in trace.marks() if mark.step >= 0 and mark.name != "prefill")
     if not steps:
         raise RecorderError(
@@ -66,28 +95,30 @@ def _check_steps(trace: Trace, budget: Mapping[str, int | None]) -> None:
         )
     for step, times in sorted(steps.items()):  # two generations in one block both have a step 1
         allowed = {kind: None if limit is None else limit * times for kind, limit in budget.items()}
-        _check(trace.select(trace["step"] == step), allowed, f"step {step}" + (f", run {times} times" if times > 1 else ""))
+        what = f"step {step}" + (f", run {times} times" if times > 1 else "")
+        yield from _over(trace.select(trace["step"] == step), allowed, what)
 
 
-def _check(trace: Trace, budget: Mapping[str, int | None], what: str) -> None:
-    """Raise CopyBudgetError if `trace` holds more copies than `budget` allows; the message names the lines that copied."""
-    over = {}
-    for kind, limit in budget.items():
-        copies = trace.select(trace.is_kind(kind))
-        if limit is not None and len(copies) > limit:
-            over[kind] = copies
-    if not over:
-        return
-    allowed = " and ".join(f"{budget[kind]} {kind.upper()}" for kind in over)
-    found = "; ".join(f"{len(copies)} {kind.upper()} copies from {_lines(copies)}" for kind, copies in over.items())
-    counts = {kind: len(copies) for kind, copies in over.items()}
-    raise CopyBudgetError(
-        f"at most {allowed} copies in {what}",
-        found,
-        "Keep the copied values on one device, or raise the budget",
-        counts=counts,
-        budget=dict(budget),
-    )
+def events_of(trace: Trace, kind: str) -> Trace:
+    """Return the events that a limit called `kind` counts: "h2d", "d2h", "d2d", "pageable" or "waits"."""
+    if kind == "pageable":
+        return trace.select(trace.is_kind("h2d", "d2h") & (trace["pinned"] == 0))
+    return trace.select(trace.is_kind("sync" if kind == "waits" else kind))
+
+
+def _over(trace: Trace, budget: Mapping[str, int | None], what: str) -> Iterator[Excess]:
+    found = {kind: events_of(trace, kind) for kind, limit in budget.items() if limit is not None}
+    over = {kind: copies for kind, copies in found.items() if len(copies) > (budget[kind] or 0)}
+    if over:
+        yield Excess(what, over, budget)
+
+
+def counted(n: int | None, kind: str) -> str:
+    """Return a number of events in words: (2, "h2d") -> "2 H2D copies"."""
+    if kind == "waits":
+        return f"{n} wait{'' if n == 1 else 's'}"
+    name = "pageable" if kind == "pageable" else kind.upper()
+    return f"{n} {name} cop{'y' if n == 1 else 'ies'}"
 
 
 def _lines(copies: Trace) -> str:

@@ -7,6 +7,7 @@ collects decode steps. The log is a module of its own so that the GPUs need not 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -48,6 +49,7 @@ class AllocationLog:
         self.lock = threading.RLock()
         self.builder: TraceBuilder | None = None  # events of the virtual GPU; None while no scope is open
         self.lines = False  # whether to record the Python line of each allocation
+        self.watch: Callable[[], None] | None = None  # called after each allocation of the virtual GPU, while a scope is open
         self.keepers = 0  # callers of `allocation_scopes.keep`, who want lines recorded between scopes as well
         self.steps: list[StepRange] | None = None  # decode steps on CUDA; None while CUDA's history is off
         self.scopes: list[OpenScope] = []  # in the order in which they began

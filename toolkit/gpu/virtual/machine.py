@@ -176,6 +176,8 @@ class Machine:
         with whole, self.lock:
             block = memory.allocate(n_bytes, stream, where)
             self._note("alloc", block, where)
+        if log.watch is not None:
+            log.watch()
         return block, where
 
     def check(self, n_bytes: int) -> None:

@@ -1,0 +1,255 @@
+"""Tests of the pytest plugin: runs of pytest inside this process, on the virtual H200."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.testing.regressions import REGRESSIONS, edited
+from tests.testing.report import EXAMPLES
+from toolkit.gpu.opening import open_device
+
+pytest_plugins = ["pytester"]
+ROOT = Path(__file__).parents[2]
+LOOP = """
+import pytest, torch
+
+def loop(device, steps=3):
+    total = torch.zeros((), device=device)
+    for _ in range(steps):
+        total += torch.ones(1024, device=device).sum()
+    return total.item()
+"""
+
+
+@pytest.fixture
+def run(pytester, monkeypatch):
+    """Run the plugin on a test module, `LOOP` followed by a text, and return the result.
+
+    pytester forgets modules that a run imports. The virtual GPU can be registered only once, so it is imported before.
+    """
+    importlib.import_module("pandas")
+    importlib.import_module("toolkit.testing.baselines")
+    importlib.import_module("toolkit.testing.budgets")
+    open_device("virtual:h200")
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+
+    def run(text: str | None, *options: str, python: bool = False):
+        if text is not None:
+            pytester.makepyfile(test_loop=LOOP + text)
+        args = ("-p", "toolkit.testing.plugin", "-p", "no:cacheprovider", *options)
+        return pytester.runpytest_subprocess(*args) if python else pytester.runpytest_inprocess(*args)
+
+    return run
+
+
+def stored(pytester) -> dict:
+    return json.loads((pytester.path / "toolkit_baselines" / "test_loop.json").read_text())["tests"]
+
+
+def test_limits_hold_and_break_on_a_named_line(run):
+    found = run("""
+@pytest.mark.copies(h2d=0, d2h=1, pageable=0, waits=1)
+@pytest.mark.peak_memory("1 MiB")
+def test_holds(toolkit_gpu):
+    assert loop(toolkit_gpu.torch) == 3072
+
+@pytest.mark.copies(d2h=1)
+@pytest.mark.peak_memory("4 KiB")
+def test_breaks(toolkit_gpu):
+    loop(toolkit_gpu.torch)
+    for i in range(2):
+        torch.ones(1, device=toolkit_gpu.torch).item()
+""")
+    found.assert_outcomes(passed=1, failed=1)
+    found.stdout.fnmatch_lines([
+        "*copies: 3 D2H copies, 1 allowed",
+        "> test_loop.py:*: torch.ones(1, device=toolkit_gpu.torch).item()",
+        "*2 D2H copies (8 B)*",
+        "*peak memory: 5.00 KiB, 4.00 KiB allowed",
+        "> test_loop.py:*: total += torch.ones(1024, device=device).sum()",
+        "*= copies and memory =*",
+        "test_loop.py::test_breaks: copies: 3 D2H copies, 1 allowed",
+    ])  # fmt: skip
+
+
+def test_a_baseline_fails_when_a_copy_is_added(run, pytester):
+    text = """
+@pytest.mark.copies
+@pytest.mark.peak_memory
+@pytest.mark.parametrize("steps", [2, 3])
+def test_loop(toolkit_gpu, steps):
+    loop(toolkit_gpu.torch, steps)
+"""
+    run(text).stdout.fnmatch_lines(["copies: no baseline (0 H2D copies, 1 D2H copy*", "*pytest --copies-update"])
+    run(text, "--copies-update").assert_outcomes(passed=2)
+    run(text).assert_outcomes(passed=2)
+    (pytester.path / "test_loop.py").write_text(
+        "\n\n" + (LOOP + text).replace("    return total.item()", "    total.item()\n    return total.item()")
+    )
+    found = run(None)
+    found.assert_outcomes(failed=2)
+    found.stdout.fnmatch_lines([
+        "copies: 2 D2H copies, 1 in the baseline; 2 waits, 1 in the baseline",
+        "> test_loop.py:*: total.item()", "*1 D2H copy (4 B), 0 in the baseline; 1 wait, 0 in the baseline",
+        "If this is intended: pytest --copies-update",
+    ])  # fmt: skip
+    run(None, "--copies-update").assert_outcomes(passed=2)
+    assert stored(pytester)["test_loop[3]"]["virtual:h200"]["copies"]["d2h"] == {
+        "test_loop.py: return total.item()": [1, 4], "test_loop.py: total.item()": [1, 4],
+    }  # fmt: skip
+    run(text).stdout.fnmatch_lines(["baselines: 2 tests copy less, or hold less, than their baseline*"])
+
+
+def test_only_what_toolkit_trace_records_counts(run):
+    found = run("""
+@pytest.mark.copies(h2d=0, d2h=1, per="step")
+def test_part(toolkit_gpu, toolkit_trace):
+    x = torch.ones(4).to(toolkit_gpu.torch)
+    with toolkit_trace as trace:
+        for i in range(2):
+            with toolkit_gpu.step(i, "decode"):
+                x.sum().item()
+    assert trace.copies()["d2h_count"].sum() == 2
+
+@pytest.mark.copies(h2d=0)
+def test_nothing_recorded(toolkit_trace):
+    pass
+
+def test_without_a_mark(toolkit_gpu, toolkit_trace):
+    with toolkit_trace as trace:
+        loop(toolkit_gpu.torch)
+    assert len(trace)
+
+@pytest.mark.copies(h2d=0)
+def test_that_raises(toolkit_gpu):
+    torch.ones(4).to(toolkit_gpu.torch)
+    raise KeyError("mine")
+""")
+    found.assert_outcomes(passed=2, failed=2)
+    found.stdout.fnmatch_lines(["*but recorded nothing*", "*KeyError: 'mine'"])
+    found.stdout.no_fnmatch_line("*H2D copies*")
+
+
+WRONG = {
+    "copies(0, 1)": "@pytest.mark.copies: 2 arguments without a name. Name them: *",
+    "copies(htod=1)": '*no such name. Did you mean "h2d"?*',
+    "copies(h2d=-1)": "a copy budget of h2d=-1: *",
+    "copies(h2d=1, per='stpe')": '*Did you mean "step"?*',
+    "copies(per='step')": "*no limit. Give one, such as d2h=1",
+    "copies(h2d=1, per='step')": "*the block has no steps*",
+    "peak_memory('2 gibberish')": "a size of '2 gibberish': not a number of bytes*",
+    "peak_memory('1 GiB', '2 GiB')": "@pytest.mark.peak_memory: 2 arguments*",
+}
+
+
+def test_wrong_marks_fail_their_test(run):
+    found = run("".join(f"\n@pytest.mark.{mark}\ndef test_{i}(): pass\n" for i, mark in enumerate(WRONG)))
+    found.assert_outcomes(errors=len(WRONG) - 1, failed=1)
+    for said in WRONG.values():
+        found.stdout.fnmatch_lines([said])
+
+
+@pytest.mark.parametrize(
+    ("gpu", "said"),
+    [
+        ("virtual:h20", "*--gpu: virtual GPU 'h20': no such name. Did you mean*"),
+        ("cpu", "*--gpu: device 'cpu': tests with budgets need a GPU*"),
+        ("cuda", "*--gpu: device 'cuda*"),
+    ],
+)
+def test_a_gpu_that_does_not_exist(run, gpu, said):
+    import torch
+
+    if gpu == "cuda" and torch.cuda.is_available():
+        pytest.skip("this machine has one")
+    found = run("\ndef test_it(): pass\n", "--gpu", gpu)
+    assert found.ret == pytest.ExitCode.USAGE_ERROR
+    found.stderr.fnmatch_lines([said])
+
+
+def test_an_option_of_the_project_with_the_same_name_wins(run, pytester):
+    pytester.makeconftest("def pytest_addoption(parser): parser.addoption('--gpu', type=int, default=7)")
+    found = run("\ndef test_it(request, toolkit_gpu): assert request.config.getoption('--gpu') == 3\n", "--gpu=3")
+    found.assert_outcomes(passed=1)
+    assert run(None, "--toolkit-gpu", "virtual:h20").ret == pytest.ExitCode.USAGE_ERROR
+
+
+def test_damaged_and_obsolete_baselines(run, pytester):
+    text = "\n@pytest.mark.copies\ndef test_{}(toolkit_gpu): loop(toolkit_gpu.torch)\n"
+    run(text.format("a") + text.format("b"), "--copies-update").assert_outcomes(passed=2)
+    run(text.format("a"), "-k", "nothing").stdout.fnmatch_lines(["baselines: 1 tests no longer exist (test_loop.py::test_b)*"])
+    run(None, "test_loop.py::test_a").stdout.no_fnmatch_line("*no longer exist*")
+    run(None, "--copies-update").assert_outcomes(passed=1)
+    assert list(stored(pytester)) == ["test_a"]
+    file = pytester.path / "toolkit_baselines" / "test_loop.json"
+    damages = {
+        file.read_text()[:40]: "*it is damaged*",
+        '{"format": "x", "version": 1, "tests": {}}': "*not a file of baselines*",
+        '{"format": "toolkit-baselines", "version": 9, "tests": {}}': "*Upgrade the toolkit*",
+    }
+    for damage, said in damages.items():
+        file.write_text(damage)
+        for option in ((), ("--copies-update",)):
+            found = run(None, *option)
+            found.assert_outcomes(errors=1)
+            found.stdout.fnmatch_lines([said])
+        assert file.read_text() == damage
+
+
+PLAIN = """
+import sys
+
+def test_it(request):
+    assert any(line.startswith("copies(h2d") for line in request.config.getini("markers"))
+    assert not {"torch", "numpy", "msgspec"} & set(sys.modules)
+"""
+
+
+def test_it_costs_nothing_where_it_is_not_used(pytester):
+    pytester.makepyfile(test_plain=PLAIN)
+    pytester.path.joinpath("decode_toolkit-0.dist-info").mkdir()
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["pytest11"]
+    lines = "\n".join(f"{name} = {module}" for name, module in points.items())
+    (pytester.path / "decode_toolkit-0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: decode-toolkit\nVersion: 0\n"
+    )
+    (pytester.path / "decode_toolkit-0.dist-info" / "entry_points.txt").write_text(f"[pytest11]\n{lines}\n")
+    environment = {**os.environ, "PYTHONPATH": f"{pytester.path}{os.pathsep}{ROOT}"}
+    environment.pop("PYTEST_DISABLE_PLUGIN_AUTOLOAD", None)
+    command = [sys.executable, "-m", "pytest", "test_plain.py"]
+    plain = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=pytester.path)
+    assert plain.returncode == 0, plain.stdout
+
+
+def test_an_example_keeps_to_its_baselines_in_a_process_of_xdist(run, pytester):
+    shutil.copytree(EXAMPLES, pytester.path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
+    files = sorted((pytester.path / "toolkit_baselines").iterdir())
+    before = [file.read_text() for file in files]
+    file = json.loads(before[0])
+    del file["tests"]["test_a_reply_uploads_its_prompt_and_is_read_once"]
+    files[0].write_text(json.dumps(file))
+    found = run(None, "-p", "xdist", "-n", "1", "--copies-update", "test_serve.py")
+    found.assert_outcomes(passed=2)
+    found.stdout.fnmatch_lines(["baselines: wrote 1 file"])
+    assert [file.read_text() for file in files] == before
+
+
+def test_the_record_of_the_regressions_is_complete():
+    record = json.loads((ROOT / "tests" / "testing" / "regressions.json").read_text())
+    assert list(record["regressions"]) == [regression.name for regression in REGRESSIONS]
+    assert record["unchanged"]["problems"] == []
+    for regression in REGRESSIONS:
+        found, text = record["regressions"][regression.name], (EXAMPLES / regression.file).read_text()
+        lines = [line.strip() for line in edited(regression, text).splitlines()]
+        assert set(regression.right) <= set(lines)
+        blamed = [problem["blamed"] for problem in found["problems"]]
+        assert found["right"] == (bool(blamed) and set(blamed) <= set(regression.right))

@@ -1,0 +1,210 @@
+"""Name the line that broke a budget.
+
+Copies have a line each, and the line to blame is the one with the most copies more than in the baseline. Memory needs more
+thought, because the line that allocates is often not the one that changed:
+
+- If lines allocate more than in the baseline, the first of them is to blame: a cast, a larger buffer.
+- If lines allocate as much as before but it is held longer, the line that keeps it is to blame. The `Watch` knows the
+  holder. For an element of a list, that is the line that appends; for a variable that accumulates, the line that adds; for an
+  autograd graph, the line that calls the model; for another variable, the line that assigns it.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from toolkit.core.callers import short_path
+from toolkit.core.units import bytes_text
+from toolkit.decode.copy_budget import counted
+from toolkit.testing.measure import Block, Frame, Lines, Measured, Watch, by_line, memory_by_line
+from toolkit.trace.events import Trace
+from toolkit.trace.ledger import Ledger
+
+_SHARE = 0.1  # lines with less of an excess are not the first to blame
+_ADDERS = ("append", "appendleft", "extend", "add", "insert", "update", "setdefault", "put")
+_PATH = re.compile(r"(-?\d+):([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(.*)", re.DOTALL)
+
+
+class Blame(NamedTuple):
+    """A line, its source text, and what it did."""
+
+    line: str  # "train.py:31"; without a number if the line is not known
+    source: str
+    did: str
+
+
+# ---- copies
+
+
+def of_copies(traces: dict[str, list[Trace]], before: Measured | None, lines: Lines) -> list[Blame]:
+    """Return the lines that copied more than in the baseline, the one with the most first; without a baseline, all lines.
+
+    `traces` has the events of each kind that exceeded a limit or the baseline.
+    """
+    places = {lines.key(where): where for some in traces.values() for trace in some for where in trace.text("where")}
+    did: dict[str, list[str]] = {}
+    rank: dict[str, tuple[int, int]] = {}
+    for more_only in (True, False) if before else (False,):
+        for kind, some in traces.items():
+            known = (before or {}).get("copies", {}).get(kind, {})
+            for key, (number, size) in by_line(some, lines).items():
+                old_number, old_size = known.get(key, (0, 0)) if more_only else (0, 0)
+                more = number - old_number, size - old_size
+                if max(more) > 0:
+                    was = f", {old_number:,} in the baseline" if before else ""
+                    was += f" ({bytes_text(old_size)})" if before and more[0] <= 0 else ""
+                    n_bytes = "" if kind == "waits" else f" ({bytes_text(size)})"
+                    did.setdefault(key, []).append(f"{counted(number, kind)}{n_bytes}{was}")
+                    best = rank.get(key, (0, 0))
+                    rank[key] = best[0] + max(more[0], 0), best[1] + max(more[1], 0)
+        if did:
+            break
+    return [_at(lines, places[key], key, "; ".join(did[key])) for key in sorted(did, key=lambda key: rank[key], reverse=True)]
+
+
+def _at(lines: Lines, place: str | None, key: str, did: str) -> Blame:
+    file, number = lines.split(place)
+    if file is None:
+        return Blame(key, "", did)
+    return _line(lines, file, number, did)
+
+
+# ---- memory
+
+
+def of_peak(block: Block, before: Measured | None, lines: Lines) -> list[Blame]:
+    """Return the lines to blame for a peak, the one that broke the budget first, then those that held the most at the peak."""
+    ledger = block.memory
+    assert ledger is not None
+    known, now = (before or {}).get("memory", {}), memory_by_line(ledger, lines)
+    places, alive = ledger.trace.text("where"), ledger.alive().tolist()
+    if before is None:  # nothing tells what is new: what was there before the block is not to blame
+        alive = [i for i in alive if ledger.blocks.begin[i] >= ledger.opening] or alive
+    place_of = {i: places[ledger.blocks.row[i]] for i in alive}
+    key_of = {i: lines.key(place) for i, place in place_of.items()}
+    held = Counter[str]()
+    for i, key in key_of.items():
+        held[key] += int(ledger.blocks.bytes[i])
+    nothing = (0, 0, 0)
+    excess = +Counter({key: n - known.get(key, nothing)[0] for key, n in held.items()})
+    if not excess:  # no line holds more than it ever did, but some hold more at the peak
+        excess = +Counter({key: n - known.get(key, nothing)[2] for key, n in held.items()}) or held
+    first = {key_of[i]: i for i in sorted(alive, key=lambda i: -ledger.blocks.begin[i])}  # the first block of each line
+    grew = [key for key in excess if before is not None and now[key][1] > known.get(key, nothing)[1]]
+    order = [key for key, _ in excess.most_common(5)]
+    found = []
+    if 2 * sum(excess[key] for key in grew) >= excess.total():
+        more = {key: now[key][1] - known.get(key, nothing)[1] for key in now}
+        large = {key for key, n in more.items() if n >= _SHARE * excess.total()}
+        since = enumerate(ledger.blocks.begin.tolist())
+        earliest = (i for i, begin in since if begin >= ledger.opening and lines.key(places[ledger.blocks.row[i]]) in large)
+        i = next(earliest, None)
+        if i is not None:
+            key = lines.key(places[ledger.blocks.row[i]])
+            first.setdefault(key, i)
+            place_of.setdefault(i, places[ledger.blocks.row[i]])
+            order.insert(0, key)
+    elif block.watch is not None and block.watch.frames:
+        found = list(_keeper(block.watch, ledger, [i for i, key in key_of.items() if key in excess], lines))
+    for key in dict.fromkeys(order):
+        was = f", at most {bytes_text(known.get(key, nothing)[0])} in the baseline" if before else ""
+        found.append(_at(lines, place_of[first[key]], key, f"{bytes_text(held[key])} at the peak{was}"))
+    return list({blame.line: blame for blame in reversed(found)}.values())[::-1]
+
+
+def _keeper(watch: Watch, ledger: Ledger, blocks: list[int], lines: Lines) -> Iterator[Blame]:
+    """Yield the line that keeps the most of the `blocks`, unless it keeps little of them."""
+    kept = Counter[tuple[int, str, str]]()  # frame, variable, how
+    for i in blocks:
+        path = _PATH.fullmatch(watch.held.get(int(ledger.trace["address"][ledger.blocks.row[i]]), ""))
+        if path:
+            how = "graph" if " (its graph: " in path[3] else "element" if path[3].startswith("[") else "value"
+            kept[int(path[1]), path[2], how] += int(ledger.blocks.bytes[i])
+    caller = next((frame for frame in reversed(watch.frames) if not frame.of_module), watch.frames[-1])
+    if not kept:
+        return
+    (most, held), elements = kept.most_common(1)[0], [item for item in kept.most_common() if item[0][2] == "element"]
+    if elements and 4 * elements[0][1] >= kept.total():
+        most, held = elements[0]
+    if 4 * held < ledger.blocks.bytes[blocks].sum():
+        return
+    index, name, how = most
+    what = {"graph": f"the graph of `{name}`, for a backward pass", "element": f"elements of `{name}`", "value": f"`{name}`"}
+    did = f"{bytes_text(held)} kept by {what[how]}"
+    frames = list(reversed(watch.frames)) if index < 0 else [watch.frames[index]]
+    for wanted in (_adds,) if how == "element" else (_accumulates,) if how == "graph" else (_accumulates, _assigns):
+        for frame in frames:
+            for whole_file in (False, True) if how == "element" else (False,):
+                number = wanted(_function(frame, whole_file), name)
+                if number is not None:
+                    yield _line(lines, frame.file, number, did)
+                    return
+    frame = caller if how == "graph" or index < 0 else watch.frames[index]
+    yield _line(lines, frame.file, frame.line, did)
+
+
+def _line(lines: Lines, file: Path, number: int, did: str) -> Blame:
+    return Blame(f"{short_path(str(file))}:{number}", lines.source(file, number), did)
+
+
+def _tree(file: Path) -> ast.AST:
+    try:
+        return ast.parse("".join(linecache.getlines(str(file))))
+    except (SyntaxError, ValueError):
+        return ast.Module([], [])
+
+
+def _function(frame: Frame, whole_file: bool) -> ast.AST:
+    """Return the function that the frame runs, or its whole file."""
+    tree = _tree(frame.file)
+    for node in () if whole_file else ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            if first == frame.first:
+                return node
+    return tree
+
+
+def _adds(tree: ast.AST, name: str) -> int | None:
+    """Return the line that adds an element to the container `name`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _ADDERS:
+            if _is(node.func.value, name):
+                return node.lineno
+        elif isinstance(node, ast.AugAssign) and _is(node.target, name):
+            return node.lineno
+        elif isinstance(node, ast.Assign):
+            for target in node.targets:
+                if isinstance(target, ast.Subscript) and _is(target.value, name):
+                    return node.lineno
+    return None
+
+
+def _accumulates(tree: ast.AST, name: str) -> int | None:
+    """Return the line that adds to the variable `name`: `x += y`, `x = x + y`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AugAssign) and _is(node.target, name):
+            return node.lineno
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp):
+            both = (node.targets, ast.walk(node.value))
+            if all(any(_is(part, name) for part in parts) for parts in both):
+                return node.lineno
+    return None
+
+
+def _assigns(tree: ast.AST, name: str) -> int | None:
+    """Return the last line that assigns the variable `name`."""
+    lines = [n.lineno for n in ast.walk(tree) if isinstance(n, ast.Assign) and any(_is(t, name) for t in n.targets)]
+    return max(lines, default=None)
+
+
+def _is(node: ast.AST, name: str) -> bool:
+    """Return whether an expression is the variable or attribute `name`; of "a.b.c", only the last name must agree."""
+    text = ast.unparse(node)
+    return text == name or ("." in name and text.rpartition(".")[2] == name.rpartition(".")[2])

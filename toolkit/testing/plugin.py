@@ -1,0 +1,304 @@
+"""The pytest plugin: budgets for copies and memory in tests, on any machine.
+
+    @pytest.mark.copies(h2d=0, d2h=1)        # limits: h2d, d2h, d2d, pageable, waits; per="step"
+    @pytest.mark.peak_memory("2 GiB")
+    def test_decode(toolkit_gpu): ...
+
+A mark without limits compares the test with its baseline, which `pytest --copies-update` stores. pytest loads this module in
+every run, so it imports nothing but pytest: PyTorch is imported by the first test that has a mark or uses a fixture.
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from toolkit.core.errors import ToolkitError
+
+if TYPE_CHECKING:
+    from toolkit.gpu.device import Device
+    from toolkit.testing.budgets import Budget, Problem
+    from toolkit.testing.measure import Lines, Measured, Recorder
+
+DEFAULT = "virtual:h200"
+MARKS = ("copies", "peak_memory")
+_GPU_HELP = f"device of tests with budgets: virtual:NAME or cuda (default: {DEFAULT})"
+
+
+# ---- options
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("toolkit", "copies and memory (decode-toolkit)")
+    group.addoption("--toolkit-gpu", metavar="DEVICE", help=f"the same as --gpu. {_GPU_HELP}")
+    group.addoption("--copies-update", action="store_true", help="store what tests copy and hold as their baselines")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Parser) -> Iterator[None]:
+    """Add --gpu last: a project that has an option of this name keeps it, and uses --toolkit-gpu for ours."""
+    yield
+    try:
+        _, unknown = parser.parse_known_and_unknown_args([f"--gpu={DEFAULT}"])
+    except pytest.UsageError:  # theirs takes no value
+        return
+    if unknown:
+        parser.getgroup("toolkit").addoption("--gpu", dest="toolkit_gpu", metavar="DEVICE", help=_GPU_HELP)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "copies(h2d, d2h, d2d, pageable, waits, per='test'): the most copies between host and GPU that the test may make; "
+        "without limits, those of its baseline",
+    )
+    config.addinivalue_line(
+        "markers",
+        "peak_memory(size): the most GPU memory that the test may hold, such as '2 GiB'; without a size, its baseline",
+    )
+    config.pluginmanager.register(_Session(config), "toolkit-session")
+    if config.getoption("toolkit_gpu"):
+        try:
+            _gpu(config)
+        except ToolkitError as error:
+            raise pytest.UsageError(f"--gpu: {error}") from None
+
+
+_GPU = pytest.StashKey["Device"]()
+
+
+def _gpu(config: pytest.Config) -> Device:
+    """Return the device that --gpu selects."""
+    from toolkit.core.errors import DeviceError
+    from toolkit.gpu.opening import open_device
+
+    if _GPU not in config.stash:
+        name = config.getoption("toolkit_gpu") or DEFAULT
+        if name.partition(":")[0] not in ("virtual", "cuda"):
+            raise DeviceError(
+                f"device {name!r}", "tests with budgets need a GPU", 'Give "cuda", or a virtual one: "virtual:h200"'
+            )
+        config.stash[_GPU] = open_device(name)
+        linecache.checkcache()  # an earlier session of this process may have read other sources
+    return config.stash[_GPU]
+
+
+# ---- fixtures
+
+
+@pytest.fixture(scope="session")
+def toolkit_gpu(request: pytest.FixtureRequest) -> Device:
+    """The device that --gpu selects. Tests put their tensors on `toolkit_gpu.torch`."""
+    return _gpu(request.config)
+
+
+@pytest.fixture
+def toolkit_trace(request: pytest.FixtureRequest) -> Recorder:
+    """Record a part of a test: `with toolkit_trace as trace:`. The marks of the test then apply to this part only."""
+    test = request.node.stash.get(_TEST, None)
+    if test is not None:
+        return test.recorder
+    from toolkit.testing.measure import Recorder
+
+    return Recorder(_gpu(request.config))
+
+
+# ---- a test
+
+
+_TEST = pytest.StashKey["_Test"]()
+
+
+class _Test:
+    """A test that has a budget: what it is compared with, its recorder, and what was found."""
+
+    def __init__(self, item: pytest.Item) -> None:
+        from toolkit.testing import baselines, budgets
+        from toolkit.testing.measure import Lines, Recorder
+
+        marks = [item.get_closest_marker(name) for name in MARKS]
+        self.budget: Budget = budgets.parse(*((mark.args, mark.kwargs) if mark else None for mark in marks))
+        gpu = _gpu(item.config)
+        self.device = gpu.name if gpu.torch.type == "vgpu" or gpu.spec is None else gpu.spec.name
+        self.update: bool = item.config.getoption("copies_update")
+        self.name = item.nodeid.partition("::")[2]
+        self.lines: Lines = Lines(item.path.parent)
+        stored = baselines.read(baselines.path_of(item.path))
+        self.before: Measured | None = stored.get(self.name, {}).get(self.device)
+        limit = self.budget.peak_bytes
+        if limit is None and self.before is not None:
+            limit = self.before.get("peak_bytes")
+        self.recorder: Recorder = Recorder(gpu, self.budget.memory, limit)
+        self.found: Measured | None = None
+        self.problems: list[Problem] = []
+
+    def check(self) -> None:
+        """Compare what was recorded with the budget, and fail the test if it is broken."""
+        from toolkit.testing import budgets
+        from toolkit.testing.measure import measured
+
+        blocks = self.recorder.blocks
+        if not blocks:
+            pytest.fail(
+                "the test has a budget and uses toolkit_trace, but recorded nothing: `with toolkit_trace:`", pytrace=False
+            )
+        self.found = measured(blocks, self.lines, self.budget.copies is not None, self.budget.memory)
+        try:
+            self.problems = list(budgets.check(self.budget, blocks, self.found, self.before, self.lines, self.update))
+        except ToolkitError as error:
+            pytest.fail(str(error), pytrace=False)
+        if self.problems:
+            pytest.fail("\n\n".join(map(str, self.problems)), pytrace=False)
+
+    def report(self, module: Path) -> dict[str, Any]:
+        """Return what the summary and the baselines need, as plain data: it may come from another process."""
+        problems = [{"title": p.title, "blames": [list(blame) for blame in p.blames]} for p in self.problems]
+        more = self.found is not None and self.before is not None and not self.problems and _less(self.found, self.before)
+        known = {"module": str(module), "name": self.name, "device": self.device}
+        return {**known, "found": self.found, "problems": problems, "less": more}
+
+
+def _less(found: Measured, before: Measured) -> bool:
+    """Return whether a test that keeps to its baseline copies less or holds less than it allows."""
+    from toolkit.testing.measure import totals
+
+    copies = "copies" in found and "copies" in before and totals(found["copies"]) != totals(before["copies"])
+    return copies or found.get("peak_bytes", 0) < before.get("peak_bytes", 0)
+
+
+def _marked(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(name) is not None for name in MARKS)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if not _marked(item):
+        return
+    try:
+        item.stash[_TEST] = _Test(item)
+    except ToolkitError as error:
+        pytest.fail(str(error), pytrace=False)
+    from toolkit.gpu import allocation_scopes
+
+    allocation_scopes.keep()  # allocations of fixtures get lines, too
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    if _TEST in item.stash:
+        from toolkit.gpu import allocation_scopes
+
+        allocation_scopes.release()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    test = item.stash.get(_TEST, None)
+    if test is None:
+        return (yield)
+    if "toolkit_trace" in getattr(item, "fixturenames", ()):
+        result = yield
+    else:
+        with test.recorder:
+            result = yield
+    test.check()
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report: Any = yield
+    test = item.stash.get(_TEST, None)
+    if test is not None and call.when == "call":
+        report.toolkit = test.report(item.path)  # pytest-xdist sends attributes of a report to the main process
+    return report
+
+
+# ---- the session
+
+
+class _Session:
+    """Collects the reports of all processes; writes baselines and the summary."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.worker = hasattr(config, "workerinput")
+        self.reports: list[dict[str, Any]] = []
+        self.collected: dict[str, list[str]] = {}  # test module -> names of its tests that have a budget
+        self.obsolete: list[str] = []
+        self.wrote = 0
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        names = self.collected.setdefault(str(item.path), [])
+        if _marked(item):
+            names.append(item.nodeid.partition("::")[2])
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if hasattr(report, "toolkit"):
+            self.reports.append({**report.toolkit, "nodeid": report.nodeid, "passed": report.passed})
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self.collected |= getattr(node, "workeroutput", {}).get("toolkit", {})
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self) -> None:
+        if self.worker:
+            self.config.workeroutput["toolkit"] = self.collected  # type: ignore[attr-defined]
+        elif self._files() or self.reports:
+            self._baselines()
+
+    def _files(self) -> dict[Path, Path]:
+        """Return the files of baselines next to collected modules, with the module of each."""
+        folders = {Path(module).parent for module in self.collected}
+        return {
+            file: folder / f"{file.stem}.py"
+            for folder in sorted(folders)
+            for file in sorted(folder.glob("toolkit_baselines/*.json"))
+        }
+
+    def _baselines(self) -> None:
+        """Store what tests did if --copies-update is given. Find baselines of tests that no longer exist."""
+        from toolkit.testing import baselines
+
+        update = self.config.getoption("copies_update")
+        passed = [r for r in self.reports if r["passed"] and r["found"]] if update else []
+        files = self._files() | {baselines.path_of(Path(r["module"])): Path(r["module"]) for r in passed}
+        some_only = any("::" in arg for arg in self.config.args) or self.config.getoption("lf", False)
+        for file, module in files.items():
+            try:
+                stored = baselines.read(file)
+            except ToolkitError:  # its tests have failed with this error
+                continue
+            known = self.collected.get(str(module), [])
+            exists = module.exists() and (some_only or str(module) not in self.collected)
+            old = [] if exists else [name for name in stored if name not in known]
+            kept = {name: devices for name, devices in stored.items() if name not in old}
+            for r in passed:
+                if Path(r["module"]) == module:
+                    kept.setdefault(r["name"], {})[r["device"]] = r["found"]
+            if update:
+                self.wrote += baselines.write(file, kept)
+            self.obsolete += [] if update else [f"{module.name}::{name}" for name in old]
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        broken = [(r, problem) for r in self.reports for problem in r["problems"]]
+        less = [r["nodeid"] for r in self.reports if r["less"]] if not self.wrote else []
+        if not (broken or less or self.obsolete or self.wrote):
+            return
+        terminalreporter.write_sep("=", "copies and memory")
+        for r, problem in broken:
+            terminalreporter.write_line(f"{r['nodeid']}: {problem['title']}", red=True)
+            for line, source, did in problem["blames"][:1]:
+                terminalreporter.write_line(f"  {line}: {source}".rstrip(": "))
+                terminalreporter.write_line(f"    {did}")
+        if self.wrote:
+            terminalreporter.write_line(f"baselines: wrote {self.wrote} file{'s' if self.wrote > 1 else ''}")
+        for what, names in (("copy less, or hold less, than their baseline", less), ("no longer exist", self.obsolete)):
+            if names:
+                listed = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+                terminalreporter.write_line(f"baselines: {len(names)} tests {what} ({listed}). Update: pytest --copies-update")
