@@ -330,8 +330,8 @@ def copies_per_step(trace: Trace) -> pd.DataFrame:
     """Return the number and size of the copies of each step, one row per step.
 
     Columns: `step` (0 is the prefill of the toolkit's decode loop; -1 collects events outside all steps, and is left out if
-    there are no copies among them), `kernels` (their number), `launches` (the number of calls that launched kernels, copies or
-    graphs; -1 if the trace has no launches), `<dir>_count` and `<dir>_bytes` for h2d, d2h and d2d, `host_wait_us` (the time in
+    there are no copies among them), `<dir>_count` and `<dir>_bytes` for h2d, d2h and d2d, `kernels` (their number), `launches`
+    (the number of calls that launched kernels, copies or graphs; -1 if the trace has no launches), `host_wait_us` (the time in
     µs for which the host was blocked in waits) and `clock` (whether that time was measured or modelled).
     """
     import pandas as pd
@@ -344,11 +344,12 @@ def copies_per_step(trace: Trace) -> pd.DataFrame:
         mask = kind == _KIND[name]
         return np.bincount(row[mask], weights=None if weights is None else weights[mask], minlength=len(steps))
 
-    table: dict[str, Any] = {"step": steps, "kernels": total("kernel")}
-    table["launches"] = total("launch") if trace.is_kind("launch").any() else np.full(len(steps), -1)
+    table: dict[str, Any] = {"step": steps}
     for name in COPY_KINDS:
         table[f"{name}_count"] = total(name)
         table[f"{name}_bytes"] = total(name, size).astype(np.int64)
+    table["kernels"] = total("kernel")
+    table["launches"] = total("launch") if trace.is_kind("launch").any() else np.full(len(steps), -1)
     table["host_wait_us"] = total("sync", trace["dur_ns"][busy]) / 1e3
     modelled = np.bincount(row, weights=trace["clock"][busy], minlength=len(steps)) > 0
     table["clock"] = np.where(modelled, "modelled", "measured")
