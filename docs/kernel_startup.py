@@ -28,7 +28,7 @@ def _timeline(widget: Any, **_: Any) -> dict[str, str]:
     from toolkit.ui.timeline.page import _document
 
     tracks = widget.scene.tracks
-    return _bundle(_document(tracks, "Timeline", "", len(tracks) > 1), widget, "Timeline")
+    return _bundle(_document(tracks, "Timeline", "", (0, 1) if len(tracks) > 1 else None), widget, "Timeline")
 
 
 def _memory(widget: Any, **_: Any) -> dict[str, str]:
