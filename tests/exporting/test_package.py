@@ -219,10 +219,17 @@ def test_what_can_not_be_read_is_a_clear_error(package, monkeypatch):
         folders.check_folder(package)
 
 
-@pytest.mark.parametrize("name", ["x" * 300, "a\0b"])
-def test_names_that_no_folder_has(name, tmp_path):
+def test_a_name_that_no_folder_has(tmp_path):
     with pytest.raises(PackageError, match="an export into"):
-        folders.check_folder(tmp_path / name)
+        folders.check_folder(tmp_path / ("x" * 300))
+
+
+@pytest.mark.parametrize("path", [None, 5, b"x", "a\0b"])
+def test_paths_of_no_folder(path):
+    with pytest.raises(PackageError, match=r"an export into .*(not a path|NUL)"):
+        tk.export("demo/qwen3", path)
+    with pytest.raises(PackageError, match=r"package .*(not a path|NUL)"):
+        tk.load_exported(path)
 
 
 def test_weights_that_are_swapped_while_they_are_loaded_are_not_used(package, monkeypatch):

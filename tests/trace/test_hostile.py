@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from tests.host_memory import HostPeak
-from toolkit.core.errors import TraceError
+from toolkit.core.errors import ToolkitError, TraceError
 from toolkit.trace.arrays import most_unpacked
 from toolkit.trace.columns import COLUMNS
 from toolkit.trace.events import TraceBuilder
@@ -180,6 +180,8 @@ def test_names_that_are_no_text_are_counted_as_unreadable(tmp_path: Path, name: 
         found = open_trace(chrome(tmp_path / "x.json", [kernel(cat=category, name=name), kernel()]))
         assert found.meta["unreadable_events"] == 1
         found.save(tmp_path / "saved")
+        with pytest.raises(TraceError, match="1 events have unexpected fields"):
+            open_trace(chrome(tmp_path / "x.json", [kernel(cat=category, name=name)]))
 
 
 def test_half_surrogates_in_names_can_be_saved(tmp_path: Path) -> None:
@@ -278,6 +280,8 @@ def test_pages_that_are_linked_many_times_are_refused(tmp_path: Path) -> None:
 def test_paths_that_name_no_file(path: Any) -> None:
     with pytest.raises(TraceError):
         open_trace(path)
+    with pytest.raises(ToolkitError):
+        TraceBuilder().build({}).to_html(path)
 
 
 def test_pipes_and_devices_are_refused_without_waiting(tmp_path: Path) -> None:

@@ -141,11 +141,13 @@ def replacing(
         raise error(asked, problem.strerror or str(problem), do) from problem
 
 
-def replace_text(path: Path, text: str, error: type[ToolkitError] | None = None, *, sync: bool = False) -> Path:
-    """Write `text` to `path` in UTF-8 as `replacing` does, and return `path`. Unpaired surrogates become "?"."""
+def replace_text(
+    path: str | os.PathLike[str], text: str, error: type[ToolkitError] | None = None, *, sync: bool = False
+) -> Path:
+    """Write `text` to `path` in UTF-8 as `replacing` does, and return the path. Unpaired surrogates become "?"."""
     with replacing(path, error, sync=sync) as file:
         file.write(text.encode(errors="replace"))
-    return path
+    return Path(path)
 
 
 class TemporaryFolder:

@@ -23,7 +23,7 @@ import torch
 
 from toolkit.core.display import render
 from toolkit.core.errors import DeviceError, ModelError, PackageError
-from toolkit.core.files import writing
+from toolkit.core.files import check_path, shown, writing
 from toolkit.core.units import bytes_text, parse_bytes
 from toolkit.core.version import __version__
 from toolkit.exporting import compiling, inductor, package, skeleton, weights
@@ -116,7 +116,7 @@ def export(
         ModelError: This variant of the model can't be exported, or the model has fewer positions than `context`.
         CancelledError: `cancel` was set.
     """
-    folder = Path(path).expanduser()
+    folder = check_path(path, f"an export into {shown(path)}", PackageError).expanduser()
     device, card = _device(model, device, target)
     watch = Watch(f"exporting into {folder}", progress, cancel, device)
     compiling.check_compiler()
@@ -125,7 +125,7 @@ def export(
             "exporting a loaded model with scheme= or dtype=", "its weights are already loaded", "Pass the model's name or path"
         )
     package.check_folder(folder)
-    others = [] if share is None else _weights_of(Path(share).expanduser())
+    others = [] if share is None else _weights_of(share)
     looked_at = describe(model, scheme, dtype) if isinstance(model, str | os.PathLike) else model
     context, most = _context(looked_at, context), None if budget is None else parse_bytes(budget)
     spec = None if card is None else card.spec
@@ -244,8 +244,9 @@ def _weights(model: CausalLM, folder: Path, others: list[Path], watch: Watch) ->
     return {name: {"sha256": sha256, "bytes": size}}
 
 
-def _weights_of(other: Path) -> list[Path]:
+def _weights_of(share: str | os.PathLike[str]) -> list[Path]:
     """Return the path of another package's weights file. Raises PackageError if the folder is not a package."""
+    other = check_path(share, f"sharing the weights of {shown(share)}", PackageError).expanduser()
     return [other / name for name in package.read_manifest(other)[0]["files"] if name.startswith("weights-")]
 
 

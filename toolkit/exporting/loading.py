@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from toolkit.core.errors import CancelledError, DeviceError, PackageError, ToolkitError
+from toolkit.core.files import check_path, shown
 from toolkit.exporting import compiling, package, skeleton, weights
 from toolkit.exporting.progress import Progress, Watch
 from toolkit.exporting.running import Exported
@@ -34,7 +35,7 @@ def load_exported(
     Raises PackageError if the package is incomplete, was changed, has a newer format, or was made by another version of PyTorch
     or for another processor or GPU; `found` and `do` say which.
     """
-    folder = Path(path).expanduser()
+    folder = check_path(path, f"package {shown(path)}", PackageError).expanduser()
     manifest, own = package.read_manifest(folder)
     if not trust and not package.made_here(own):
         found = "it contains native code, and you didn't export it on this machine"

@@ -43,6 +43,8 @@ def read_chrome(path: Path) -> Trace:
         trace = reader.trace()
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise scanner.damaged(f"an event has unexpected fields ({error!r})") from error
+    if not len(trace) and (count := trace.meta.get("unreadable_events")):
+        raise scanner.damaged(f"{count:,} events have unexpected fields, and no other event is of a GPU")
     if isinstance(reader, _Kineto) and reader.host_operations and not len(trace):
         found = f"it has {reader.host_operations:,} operations of the CPU, and nothing of a GPU"
         raise TraceError(scanner.asked, found, "Profile on a GPU, with ProfilerActivity.CUDA among the activities")

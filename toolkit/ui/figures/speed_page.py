@@ -83,7 +83,7 @@ def write_speed_page(
 <script>{get_plotlyjs()}</script>
 <script type="module">{_SCRIPT}</script></body></html>
 """
-    return replace_text(Path(path), text, ToolkitError)
+    return replace_text(path, text, ToolkitError)
 
 
 def _section(record: Record, other: Rates | None, name: str) -> str:

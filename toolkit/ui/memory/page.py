@@ -68,7 +68,7 @@ def write_memory_page(
     if not given:
         raise ToolkitError("a page of memory", "no measurements", "Give it at least one")
     cells = [cell if hasattr(cell, "use") else _numbered(cell, n) for n, cell in enumerate(given, 1)]
-    return replace_text(Path(path), _document(cells, title, budget_bytes), ToolkitError)
+    return replace_text(path, _document(cells, title, budget_bytes), ToolkitError)
 
 
 def _numbered(use: Any, number: int) -> _Numbered:

@@ -73,7 +73,7 @@ def _write(
     tracks = [Track(trace, name) for name, trace in pairs]
     shown = shown or slowest_and_fastest(tracks)
     text = _document(tracks, title or f"Timeline: {', '.join(track.title for track in tracks)}", extra, shown)
-    return replace_text(Path(path), text, ToolkitError)
+    return replace_text(path, text, ToolkitError)
 
 
 def slowest_and_fastest(tracks: Sequence[Track]) -> tuple[int, int] | None:
