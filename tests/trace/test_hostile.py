@@ -184,6 +184,11 @@ def test_names_that_are_no_text_are_counted_as_unreadable(tmp_path: Path, name: 
             open_trace(chrome(tmp_path / "x.json", [kernel(cat=category, name=name)]))
 
 
+def test_a_thread_whose_only_function_is_unreadable(tmp_path: Path) -> None:
+    found = open_trace(chrome(tmp_path / "x.json", [kernel(cat="python_function", name="a.py(1): f", dur=1e17), kernel()]))
+    assert (len(found), found.meta["unreadable_events"]) == (1, 1)
+
+
 def test_half_surrogates_in_names_can_be_saved(tmp_path: Path) -> None:
     found = open_trace(chrome(tmp_path / "x.json", [kernel(name="half \ud800")]))
     assert found.text("name") == ["half ?"]

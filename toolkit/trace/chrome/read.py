@@ -162,8 +162,8 @@ class _Kineto:
             self.function_codes[name] = code
         if code >= 0:
             start = _ns(event["ts"])
-            ran = self.functions.setdefault(self._thread(event), array("q"))
-            ran.extend(array("q", (start, start + _ns(event.get("dur", 0)), code)))
+            row = array("q", (start, start + _ns(event.get("dur", 0)), code))  # first: it may be out of range
+            self.functions.setdefault(self._thread(event), array("q")).extend(row)
 
     def trace(self) -> Trace:
         """Return the Trace of the collected events."""
