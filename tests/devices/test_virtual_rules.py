@@ -82,6 +82,14 @@ class TestGradients:
         y = x[1].exp().sum()
         assert copies(gpu, "d2d", y.backward) == [20]
 
+    def test_linear_folds_its_operand_in_inference_mode_too(self, gpu):
+        layer, x = nn.Linear(6, 4, device="vgpu"), torch.ones(3, 6, 5, device="vgpu").transpose(1, 2)
+        with torch.no_grad(), gpu.record() as outside:
+            layer(x)
+        with torch.inference_mode(), gpu.record() as inside:
+            layer(x)
+        assert inside.is_kind("kernel").sum() == outside.is_kind("kernel").sum()
+
     def test_linear_adds_its_bias_in_place(self):
         layer, x = nn.Linear(64, 64, device="vgpu"), torch.ones(8, 4, 64, device="vgpu").transpose(0, 1)
         product = 4 * 8 * 4 * 64

@@ -11,7 +11,7 @@ import torch
 from torch.autograd import forward_ad
 
 from toolkit.gpu.virtual.dispatch import SPECIAL
-from toolkit.gpu.virtual.dispatch_keys import parts_of
+from toolkit.gpu.virtual.dispatch_keys import Including, parts_of
 
 aten = torch.ops.aten
 _parts = parts_of(aten.linear.default, torch._C.DispatchKey.CompositeImplicitAutograd)  # type: ignore[attr-defined]
@@ -21,7 +21,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """Return x [..., K] times the transpose of `weight` [N, K], plus `bias` [N]."""
     if bias is None or x.dim() == 2 or x.is_contiguous() or forward_ad._current_level >= 0:
         return _parts((x, weight, bias), {})
-    return aten.matmul(x, weight.t()).add_(bias)
+    if not torch.is_inference_mode_enabled():
+        return aten.matmul(x, weight.t()).add_(bias)
+    with Including("ADInplaceOrView"):  # as in `parts_of`
+        return aten.matmul(x, weight.t()).add_(bias)
 
 
 def _handler(func: Any) -> Any:
