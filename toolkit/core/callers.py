@@ -15,21 +15,31 @@ from functools import lru_cache
 from types import FrameType
 from typing import Any
 
+LAUNCH_PLAN = "<launch plan>"  # the file name of code that `toolkit.ops.launch_plan` writes
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the folder of `toolkit`
 
 
 @lru_cache
 def library_prefixes() -> tuple[str, ...]:
-    """Return path prefixes of library code, which is never reported as the cause: torch, Triton, contextlib, `toolkit.gpu`."""
+    """Return path prefixes of library code, which is never reported as the cause: torch, Triton, contextlib, `toolkit.gpu`, and
+    what launches the kernels of `toolkit.ops`, including its launch plans, which are in no file.
+    """
     import torch
 
     triton = importlib.util.find_spec("triton")
     folders = [
         os.path.dirname(torch.__file__),
         *((triton and triton.submodule_search_locations) or ()),
-        os.path.join(_PACKAGE, "gpu"),
+        *(os.path.join(_PACKAGE, name) for name in ("gpu", "kernels")),
     ]
-    return (*(folder + os.sep for folder in folders), os.path.join(sysconfig.get_paths()["stdlib"], "contextlib"), "<frozen")
+    files = [os.path.join(_PACKAGE, "ops", f"{name}.py") for name in ("define", "launch_plan", "plans", "tape", "zeros")]
+    return (
+        *(folder + os.sep for folder in folders),
+        *files,
+        os.path.join(sysconfig.get_paths()["stdlib"], "contextlib"),
+        "<frozen",
+        LAUNCH_PLAN,
+    )
 
 
 _library: dict[str, bool] = {}  # file name -> whether it is library code

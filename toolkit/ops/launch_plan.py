@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from toolkit.core.callers import LAUNCH_PLAN
 from toolkit.ops import zeros
 
 if TYPE_CHECKING:
@@ -140,8 +141,8 @@ class _Code:
 
     def plan(self) -> Plan:
         source = "\n".join(self.lines)
-        exec(source, self.values)
-        exec("\n".join(self.recorded), self.values)
+        for code in (source, "\n".join(self.recorded)):
+            exec(compile(code, LAUNCH_PLAN, "exec"), self.values)
         return Plan(self.values["run"], source, self.values["record"])
 
     def _both(self, *lines: str) -> None:
