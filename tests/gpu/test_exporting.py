@@ -28,7 +28,8 @@ pytestmark = pytest.mark.timeout(900)  # a piece takes the compilers a while
 
 @pytest.fixture(scope="module", params=CASES.values(), ids=CASES.keys())
 def both(request, gpu, tmp_path_factory):
-    """A model on the GPU, its package, and a prompt with the number of its tokens that the model processes at once.
+    """A model on the GPU, its package, a prompt with the number of its tokens that the model processes at once, and the bytes
+    of other tests' memory.
 
     The package processes as many as it was compiled for. In other parts, attention sums other blocks of the prompt, and is
     rounded differently. Trained models say the same nevertheless. Random weights amplify the last bit, so their prompt has
@@ -38,14 +39,15 @@ def both(request, gpu, tmp_path_factory):
     gc.collect()  # what other tests left behind would count as reserved
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
+    others = torch.cuda.memory_reserved(gpu.torch)
     folder, asked = tmp_path_factory.mktemp("package") / "out", {"device": gpu, "budget": "1 GiB", "context": 384, "kv": kv}
     if name == "as e2b":
         model = small_e2b(gpu, "sliding sliding full | sliding sliding full", torch.bfloat16, sliding_window=62)
         model = tk.quantize(model, held["scheme"], progress=False)
         package = tk.export(model, folder, progress=False, **asked)
-        return model, package, FOX * 7, package.manifest["chunk"]
+        return model, package, FOX * 7, package.manifest["chunk"], others
     package = tk.export(name, folder, progress=False, **asked, **held)
-    return tk.load(name, device=gpu, progress=False, **held), package, FOX * 6, None
+    return tk.load(name, device=gpu, progress=False, **held), package, FOX * 6, None, others
 
 
 def copies(run):
@@ -55,15 +57,15 @@ def copies(run):
 
 
 def test_it_was_made_without_its_weights_on_the_gpu(both):
-    _, package, *_ = both
+    _, package, *_, others = both
     phases = {phase["phase"]: phase for phase in package.measured["phases"]}
-    assert phases["compile decode"]["gpu_reserved_bytes"] <= 160 * MiB
+    assert phases["compile decode"]["gpu_reserved_bytes"] <= others + 160 * MiB
     assert phases["compile decode"]["gpu_used_bytes"] > 100 * MiB
     assert package.manifest["target"]["capability"] == "{}.{}".format(*torch.cuda.get_device_capability())
 
 
 def test_the_same_tokens_and_copies(both):
-    model, package, long, chunk = both
+    model, package, long, chunk, _ = both
     exported = package.load()
     kv = package.manifest["kv"]
     for prompt in ("Hi", long):
@@ -77,7 +79,7 @@ def test_the_same_tokens_and_copies(both):
 
 
 def test_a_fresh_process_says_the_same(both):
-    model, package, prompt, chunk = both
+    model, package, prompt, chunk, _ = both
     asked = {"max_new_tokens": 12, "eos": (), "context": 384, "prefill_chunk": chunk}
     want = tk.generate(model, prompt, kv=package.manifest["kv"], **asked)
     code = (
