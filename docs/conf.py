@@ -72,7 +72,7 @@ def package_hash() -> str:
     """Return a hash of every source file of the package and of the kernels' start-up file."""
     total = hashlib.sha256((DOCS / "kernel_startup.py").read_bytes())
     for path in sorted((ROOT / "toolkit").rglob("*")):
-        if path.suffix in {".py", ".js", ".css", ".json", ".safetensors"}:
+        if path.suffix in {".py", ".js", ".css", ".json", ".safetensors", ".trace"}:
             total.update(path.read_bytes())
     return total.hexdigest()[:16]
 

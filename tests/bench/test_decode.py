@@ -7,7 +7,7 @@ import json
 import pytest
 
 import toolkit as tk
-from toolkit.bench import decode_runs
+from toolkit.bench import decode, decode_runs
 from toolkit.bench.decode import PARTS, Bench, bench, combined, main, table
 from toolkit.bench.decode_runs import names_of
 from toolkit.core.errors import DeviceError, ToolkitError, UnknownNameError
@@ -95,10 +95,10 @@ def test_parts_of_a_record_can_be_measured_apart():
 
 
 def test_a_record_is_written_after_each_part(tmp_path, monkeypatch):
-    def stop(*arguments):
+    def stop(self, name, *arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Bench, "generation", stop)
+    monkeypatch.setattr(decode, "whole_copies", stop)
     out = tmp_path / "record.json"
     with pytest.raises(KeyboardInterrupt):
         bench("virtual:h200", "demo/qwen3", None, [16], "cuda-graph", tokens=8, parts=["recorded", "copies"], out=out)

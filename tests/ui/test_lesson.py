@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import toolkit as tk
@@ -15,6 +16,7 @@ from toolkit.ui.lessons.decode_faster import (
     ask,
     change,
     check_waiting,
+    measured_table,
     prefill_us,
     step_facts,
     step_table,
@@ -144,6 +146,29 @@ def test_a_verdict_is_wrapped_in_a_notebook():
     assert check({"x": 1}, {"x": 1}, why="a < b")._repr_html_() == (
         "<div>right: x - you said 1, the trace says 1</div><div>a &lt; b</div>"
     )
+
+
+def test_measured_steps_next_to_the_modelled_ones(runs):
+    names = ("host-sampling", "roundtrip", "double-buffered", "cuda-graph", "whole-loop")
+    table = measured_table(*(runs[name] for name in names))
+    assert list(table.index) == list(names)
+    assert (table > 0).all(axis=None)
+    for name in names:
+        assert table.loc[name, "modelled, µs"] == step_facts(runs[name])["step, µs"]
+        trace = tk.open_trace(f"h200/qwen3/{name}")
+        assert table.loc[name, "measured, µs"] == round(1e6 / trace.meta["tok_per_s"], 1)
+    for name in names[:3]:
+        assert table.loc[name, "recorded, µs"] > table.loc[name, "measured, µs"]  # "so the host takes longer"
+
+
+def test_the_measured_timeline_holds_two_steps_with_kernels():
+    traces = [tk.open_trace(f"h200/qwen3-8b/{name}") for name in ("double-buffered", "cuda-graph")]
+    shown = timeline_of_step(*traces, first=5, last=6)
+    assert [track.title for track in shown.scene.tracks] == ["double-buffered, NVIDIA H200", "cuda-graph, NVIDIA H200"]
+    for track in shown.scene.tracks:
+        assert set(track.trace["step"].tolist()) == {5, 6}
+        kernels = track.trace.select(track.trace.is_kind("kernel"))
+        assert np.bincount(kernels["step"])[[5, 6]].min() > 200
 
 
 def test_the_notebook_asks_every_question_and_holds_no_explanation():

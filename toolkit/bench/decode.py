@@ -19,7 +19,7 @@ import json
 import random
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +83,12 @@ class Bench:
                     save(rows)
         return rows
 
-    def generation(self, prompt: int, decode: int) -> dict[str, Any]:
-        """Return the copies of one whole generation per strategy."""
-        ids = self._ids(prompt)
-        copies = {name: whole_copies(self.model, ids, name, decode) for name in self.names}
-        return {"prompt": prompt, "decode": decode, "copies": copies}
+    def generation(self, prompt: int, decode: int) -> Iterator[dict[str, Any]]:
+        """Yield the copies of one whole generation per strategy, after each strategy."""
+        ids, copies = self._ids(prompt), {}
+        for name in self.names:
+            copies[name] = whole_copies(self.model, ids, name, decode)
+            yield {"prompt": prompt, "decode": decode, "copies": copies}
 
     def _ids(self, n: int) -> list[int]:
         """Return `n` token ids, the same in every run. Experts are chosen by the values, so the ids vary."""
@@ -241,8 +242,9 @@ def bench(
             write_record(record, out)
 
     save(made.run(contexts, parts, save))
-    if generation and "copies" in parts:
-        record["generation"] = made.generation(*generation)
+    for found in made.generation(*generation) if generation and "copies" in parts else ():
+        record["generation"] = found
+        save(record["rows"])
     return record
 
 

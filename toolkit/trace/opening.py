@@ -11,25 +11,32 @@ import zlib
 from pathlib import Path
 
 from toolkit.core.errors import TraceError
-from toolkit.core.files import open_regular, shown
+from toolkit.core.files import check_path, open_regular, shown
 from toolkit.trace.events import Trace
+from toolkit.trace.shipped import shipped_file
 
 _SQLITE = b"SQLite format 3\0"
 _PICKLE = b"\x80"  # the first byte of a pickle of protocol 2 or later
 
 
 def open_trace(path: str | os.PathLike[str]) -> Trace:
-    """Return the trace in the file `path`; the format is recognized by the content, not by the name.
+    """Return the trace in the file `path`, or the trace of that name that ships with the package.
+
+    The format of a file is recognized by its content. Without such a file, "h200/qwen3-8b/cuda-graph" opens steps of this model
+    under this strategy that were recorded on an H200: see `toolkit.trace.shipped`.
 
     Reads our own files (`trace.save`, `trace.to_chrome`), Chrome JSON of PyTorch's profiler, XLA and others (plain or .gz),
     Nsight Systems' sqlite export, and memory snapshots (`torch.cuda.memory._dump_snapshot`), which have no steps. Steps come
     from marks, `ProfilerStep#` or NVTX ranges, or are guessed from a repeating pattern: `trace.meta["steps_from"]` says
-    which. Raises TraceError if the file cannot be read or has another format.
+    which. Raises TraceError if the file cannot be read or has another format, and UnknownNameError, which lists the names, for
+    a shipped trace that doesn't exist.
     """
     asked = f"opening the trace {shown(path)}"
-    with open_regular(path, asked, TraceError) as raw:
+    file = check_path(path, asked, TraceError)
+    if not os.path.exists(file):
+        file = shipped_file(file) or file
+    with open_regular(file, asked, TraceError) as raw:
         start = raw.read(4096)
-    file = Path(path)
     packed = start.startswith(b"\x1f\x8b")
     if packed:
         start = _unpacked(file, asked)

@@ -14,13 +14,16 @@ import numpy as np
 from toolkit.decode.run import Run
 from toolkit.decode.strategies import STRATEGIES, Strategy
 from toolkit.trace.columns import COPY_KINDS
+from toolkit.trace.events import Trace
+from toolkit.trace.opening import open_trace
 from toolkit.ui.lessons.checks import Verdict, check
 from toolkit.ui.timeline.widget import Timeline
 
 if TYPE_CHECKING:
     import pandas as pd
 
-STEP = 8  # graphs are captured before step 2; from step 5 on, all steps of a run are alike
+STEADY = 5  # graphs are captured before step 2; from step 5 on, all steps of a run are alike
+STEP = 8
 SHORTER, SAME, LONGER = CHANGES = ("shorter", "about as long", "longer")
 
 
@@ -175,11 +178,32 @@ def steps_of(run: Run) -> int:
     return sum(mark.name == "decode" for mark in run.trace.marks())
 
 
-def timeline_of_step(run: Run, other: Run | None = None, first: int = STEP, last: int = STEP) -> Timeline:
-    """Return the timeline of one decode step, or of the steps `first` to `last`, of one run or two."""
-    runs = [run] if other is None else [run, other]
-    parts = [one.trace.select((one.trace["step"] >= first) & (one.trace["step"] <= last)) for one in runs]
-    return Timeline(*parts, titles=tuple(one.strategy for one in runs))
+def timeline_of_step(run: Run | Trace, other: Run | Trace | None = None, first: int = STEP, last: int = STEP) -> Timeline:
+    """Return the timeline of one decode step, or of the steps `first` to `last`, of one or two runs or shipped traces."""
+    both = [one for one in (run, other) if one is not None]
+    titles = [f"{one.meta['strategy']}, {one.meta['gpu']}" if isinstance(one, Trace) else one.strategy for one in both]
+    traces = [one if isinstance(one, Trace) else one.trace for one in both]
+    parts = [trace.select((trace["step"] >= first) & (trace["step"] <= last)) for trace in traces]
+    return Timeline(*parts, titles=tuple(titles))
+
+
+def measured_table(*runs: Run, gpu: str = "h200", model: str = "qwen3") -> pd.DataFrame:
+    """Return the time of a decode step of each run in µs, next to the times of its strategy on a real GPU.
+
+    These come from the traces that ship with the package: "measured" is the mean without recording, and "recorded" the median
+    of the steps in the trace.
+    """
+    import pandas as pd
+
+    rows = []
+    for run in runs:
+        trace = open_trace(f"{gpu}/{model}/{run.strategy}")
+        begins = np.array([mark.start_ns for mark in trace.marks() if mark.name == "decode" and mark.step >= STEADY])
+        rows.append({
+            "modelled, µs": step_facts(run)["step, µs"], "measured, µs": round(1e6 / trace.meta["tok_per_s"], 1),
+            "recorded, µs": round(float(np.median(np.diff(begins))) / 1e3, 1),
+        })  # fmt: skip
+    return pd.DataFrame(rows, index=[run.strategy for run in runs])
 
 
 def _begins(run: Run) -> dict[int, int]:
