@@ -19,6 +19,7 @@ import toolkit as tk
 from toolkit.bench.captured_steps import compare
 from toolkit.bench.published import CLAIMS, EXECUTORCH_20286, LLAMA_CPP, LLAMA_CPP_SOURCE
 from toolkit.decode.loop import AHEAD
+from toolkit.trace.shipped import shipped_names
 from toolkit.ui.figures.kernel_table import kernel_table, step_times
 
 ROOT = Path(__file__).parent.parent
@@ -171,8 +172,9 @@ def speeds() -> str:
             nearest = min(others, key=lambda each: abs(each - context), default=0)
             rates = [_rate(found.get(name, {})) for name in names]
             share = max(one["bandwidth_percent"] for one in found.values() if "tok_per_s" in one)
-            rows[made["model"], context, made["clock"]] = [
-                f"`{made['model']}`", f"{context:,}", made["clock"], *rates, f"{row['limit_tok_per_s']:.0f}", f"{share:.0f}",
+            model = f"`{made['model']}`" + (f", {made['kv']} cache" if made["kv"] else "")
+            rows[made["model"], made["kv"] or "", context, made["clock"]] = [
+                model, f"{context:,}", made["clock"], *rates, f"{row['limit_tok_per_s']:.0f}", f"{share:.0f}",
                 f"{others[nearest]:.1f}" if nearest and abs(nearest - context) < 200 else "-",
             ]  # fmt: skip
     head = [
@@ -212,16 +214,18 @@ def step_breakdowns() -> str:
     return "\n\n".join(parts)
 
 
-def speeds_missing() -> str:
-    """Return the contexts of which rates are modelled only."""
-    found: dict[tuple[str, str], list[int]] = {}
-    for made in speed_records():
-        found[made["model"], made["clock"]] = [row["context"] for row in made["rows"] if "strategies" in row]
-    missing = {
-        model: [f"{context:,}" for context in contexts if context not in found.get((model, "measured"), [])]
-        for (model, clock), contexts in found.items() if clock == "modelled"
-    }  # fmt: skip
-    return "; ".join(f"`{model}` at {' and '.join(contexts)} tokens" for model, contexts in missing.items() if contexts)
+def traces() -> str:
+    """Return the table of the traces that ship with the package."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for name in shipped_names():
+        gpu, model, strategy = name.split("/")
+        found.setdefault((gpu, model), []).append(strategy)
+    rows = []
+    for (gpu, model), names in found.items():
+        meta = tk.open_trace(f"{gpu}/{model}/{names[0]}").meta
+        made = f"{meta['gpu']}, PyTorch {meta['torch']}, {meta['date']}"
+        rows.append([f"`{gpu}/{model}`", f"`{meta['model']}`", ", ".join(f"`{name}`" for name in names), made])
+    return table(["name", "model", "strategies", "recorded"], rows)
 
 
 def launches() -> dict[str, str]:
@@ -232,6 +236,8 @@ def launches() -> dict[str, str]:
             {row["context"]: row for row in record(f"{gpu}_speed_{short}")["rows"]} for gpu in ("virtual_h200", "h200")
         )
         for context, row in real.items():
+            if name not in row["strategies"]:  # only those with graphs were measured
+                continue
             both = [one["strategies"][name] for one in (row, virtual[context])]
             host = (f"{found['host_us_per_step']:,.0f}" for found in both)
             rows.append([f"`random/{short}`", f"{context:,}", f"{both[1]['kernels_per_step']:.0f}", *host, *map(_rate, both)])
@@ -250,7 +256,7 @@ def copies_claimed() -> str:
         [f"executorch: {one.change}", *("-" if n is None else n for n in (one.h2d, one.d2h, one.d2d))]
         for one in EXECUTORCH_20286
     ]
-    made = next(one["generation"] for one in speed_records() if one["model"] == "random/gemma4-31b" and "generation" in one)
+    made = record("h200_steps_qwen3-8b")["generation"]
     assert (made["prompt"], made["decode"]) == (19, 128), "the page says so"
     rows += [
         [f"`{name}`", *(f"{one[kind]['count']} ({one[kind]['bytes']:,} B)" for kind in ("h2d", "d2h", "d2d"))]
@@ -276,18 +282,19 @@ def _speed_of(model: str) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _by_context() -> str:
-    where, rows = _speed_of("gemma4-31b")
-    first, last = (rows[i]["strategies"]["cuda-graph"]["tok_per_s"] for i in (0, -1))
-    contexts = [f"{rows[i]['context']:,}" for i in (0, -1)]
+    made = record("h200_speed_gemma4-31b_int4")
+    first, last = (row["strategies"]["cuda-graph"]["tok_per_s"] for row in made["rows"])
+    contexts = [f"{row['context']:,}" for row in made["rows"]]
     return (
-        f"`cuda-graph`, bf16 cache: {first:.1f} tok/s at {contexts[0]} tokens, {last:.1f} at {contexts[1]}, so "
-        f"{100 * last / first:.0f} % of it ({where})"
+        f"`cuda-graph`, {made['kv']} cache: {first:.1f} tok/s at {contexts[0]} tokens, {last:.1f} at {contexts[1]}, so "
+        f"{100 * last / first:.0f} % of it (H200, measured)"
     )
 
 
 def _ratio(model: str, new: str, old: str) -> str:
     where, rows = _speed_of(model)
-    runs = [[row["strategies"][name]["tok_per_s_all"] for name in (new, old)] for row in rows]
+    both = [row["strategies"] for row in rows if {new, old} <= row["strategies"].keys()]
+    runs = [[found[name]["tok_per_s_all"] for name in (new, old)] for found in both]
     times = [ratio for fast, slow in runs for ratio in (min(fast) / max(slow), max(fast) / min(slow))]
     return f"`{new}` is {span(times, 2)} times as fast as `{old}` (slowest and fastest runs; {where})"
 
@@ -464,7 +471,8 @@ def substitutions() -> dict[str, Any]:
         "table_memory_cost": memory_cost(), "table_strategies": strategies(), "table_gpus": gpus(),
         "table_packages": packages(), "table_strategy_fields": strategy_fields(), "ahead": str(AHEAD),
         "memory": memory_figures(), "captured": captured_steps(),
-        "table_speeds": speeds(), "table_steps": step_breakdowns(), "speeds_missing": speeds_missing(), "launches": launches(),
+        "table_speeds": speeds(), "table_steps": step_breakdowns(), "table_traces": traces(),
+        "launches": launches(),
         "table_copies_claimed": copies_claimed(),
         "table_claims": claims(), "llama_cpp": LLAMA_CPP_SOURCE,
         "speed_rate": f"{speed_records()[0]['read_bytes_per_s'] / 1e12:.2f} TB/s",

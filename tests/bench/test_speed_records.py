@@ -12,10 +12,10 @@ from toolkit.decode.prefix import Prefix
 from toolkit.decode.strategies import STRATEGIES
 
 RESULTS = Path(toolkit.bench.__file__).parent / "results"
-OFF = {  # why a modelled rate is further off than 25 %
-    ("qwen3-8b", 8192, "host-sampling"): "the processor's search in the logits takes no time on the virtual GPU",
-    ("qwen3.5-35b-a3b", 64, "double-buffered"): "the three measured runs had 266, 281 and 390 tokens per second",
-}
+OFF = dict.fromkeys(  # why a modelled rate is further off than 25 %
+    (("qwen3-8b", 64, "host-sampling"), ("qwen3-8b", 8192, "host-sampling")),
+    "the processor's search in the logits takes no time on the virtual GPU",
+)
 
 
 @pytest.mark.parametrize("name", ["qwen3-8b", "qwen3.5-35b-a3b", "gemma4-31b"])
