@@ -215,3 +215,37 @@ def test_sparse_gradients_are_refused() -> None:
     loss = bags(torch.zeros(2, 2, dtype=torch.long, device="vgpu")).sum()
     with pytest.raises(RuntimeError, match="only supports strided tensors"):
         loss.backward()
+
+
+def test_a_handler_that_enters_a_block_loses_no_other_signal() -> None:
+    seen = []
+
+    def save(*_: object) -> None:
+        with whole:
+            seen.append("saved")
+
+    before = [signal.signal(signal.SIGTERM, save), signal.signal(signal.SIGINT, lambda *_: seen.append("interrupted"))]
+    try:
+        with whole:
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGINT, before[1])
+    assert seen == ["saved", "interrupted"]
+
+
+def test_a_handler_that_installs_another_one_inside_a_block_is_not_undone() -> None:
+    def second(*_: object) -> None: ...
+
+    def first(*_: object) -> None:
+        signal.signal(signal.SIGINT, second)
+
+    before = signal.signal(signal.SIGINT, first)
+    try:
+        with whole:
+            signal.raise_signal(signal.SIGINT)
+            whole.handle(1)
+        assert signal.getsignal(signal.SIGINT) is second
+    finally:
+        signal.signal(signal.SIGINT, before)

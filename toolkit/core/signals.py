@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 from _thread import interrupt_main, start_new_thread
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
@@ -53,6 +53,8 @@ def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def unwrapped(*args: Any, **kwargs: Any) -> Any:
         handler = function(*args, **kwargs)
+        if handler == whole._note:  # inside a block, such as in a hook of a backward pass
+            handler = dict(whole._replaced).get(args[0] if args else kwargs["signalnum"])
         return handler.handler if type(handler) is _Waiting else handler
 
     return unwrapped
@@ -84,7 +86,6 @@ class Whole:
         if threading.get_ident() != threading.main_thread().ident:
             return
         if not self._depth:
-            self._noted = []
             try:
                 for number in _SIGNALS:
                     handler = _signal.getsignal(number)
@@ -103,33 +104,45 @@ class Whole:
             return
         self._depth -= 1
         if not self._depth:
-            self._restore()
-            self._handle({number: _signal.getsignal(number) for number in self._noted})
+            try:
+                self._restore()
+            finally:
+                self._handle()
 
     def handle(self, depth: int) -> None:
         """Run the handlers of the signals that have been noted, if `depth` blocks have been entered, before they end."""
         if self._noted and self._depth == depth and threading.get_ident() == threading.main_thread().ident:
-            self._handle(dict(self._replaced))
+            self._handle()
 
     def _note(self, number: int, _: object) -> None:
         self._noted.append(number)
 
-    def _handle(self, handlers: Mapping[int, Any]) -> None:
+    def _handle(self) -> None:
         """Run the handlers of noted signals, each once; one that raises keeps none of the others from running."""
-        if self._noted:
-            number = self._noted[0]
-            self._noted = [other for other in self._noted if other != number]
+        noted, self._noted = list(dict.fromkeys(self._noted)), []  # a handler may enter a block, which notes its own
+        replaced = dict(self._replaced)
+        handlers = []
+        for number in noted:
+            handler = _signal.getsignal(number)
+            handlers.append((number, replaced.get(number) if handler == self._note else handler))
+        self._run(handlers)
+
+    def _run(self, handlers: list[tuple[int, Any]]) -> None:
+        if handlers:
+            number, handler = handlers[0]
             try:
-                if callable(handlers[number]):
-                    handlers[number](number, sys._getframe())
+                if callable(handler):
+                    handler(number, sys._getframe())
             finally:
-                self._handle(handlers)
+                self._run(handlers[1:])
 
     def _restore(self) -> None:
         """Restore the handlers, SIGINT's last. A handler that is back may raise between any two of these calls."""
         try:
             while self._replaced:
-                _signal.signal(*self._replaced[-1])
+                number, handler = self._replaced[-1]
+                if _signal.getsignal(number) == self._note:  # otherwise a handler that ran inside the block installed another
+                    _signal.signal(number, handler)
                 self._replaced.pop()
         finally:
             if self._replaced:
