@@ -179,3 +179,32 @@ def test_variables_of_running_functions_have_names():
     finally:
         ends.set()
         thread.join()
+
+
+def test_variables_of_a_thread_that_a_debugger_watches_are_left_alone():
+    """Before Python 3.13, its frames can't be read while the debugger runs."""
+    begun, ends, results = threading.Event(), threading.Event(), []
+
+    def stop(frame, event, _):
+        if frame.f_code.co_name == "work" and event == "line" and "x" in frame.f_locals:
+            begun.set()
+            ends.wait(10)
+        return stop
+
+    def work():
+        x = 41
+        y = 1
+        return x + y
+
+    def traced():
+        sys.settrace(stop)
+        results.append(work())
+
+    thread, kept = threading.Thread(target=traced), [tensor()]
+    thread.start()
+    begun.wait(10)
+    hidden.listed({})
+    ends.set()
+    thread.join()
+    assert results == [42]
+    assert kept

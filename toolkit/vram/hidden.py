@@ -91,16 +91,33 @@ def running(owner: str) -> str:
 
 
 def _of_threads() -> Iterator[tuple[str, Any]]:
-    """Yield the variables of the functions that run on each thread, up to the frames of the notebook's kernel."""
+    """Yield the variables of the functions that run on each thread, up to the frames of the notebook's kernel.
+
+    Other threads that a debugger or profiler watches are left out: before Python 3.13, their variables can't be read without
+    risk while its callback runs, since Python then moves them from the frame to a dictionary and back.
+    """
     names = {thread.ident: f" (thread '{thread.name}')" for thread in threading.enumerate()}
     here = threading.get_ident()
     frames: dict[int, FrameType] = {here: sys._getframe(1), **{i: top for i, top in sys._current_frames().items() if i != here}}
     for ident in list(frames):
         frame: FrameType | None = frames.pop(ident)
+        if ident != here and sys.version_info < (3, 13) and _watched(frame):
+            continue
         thread = "" if ident == here else names.get(ident, "")
         while frame is not None and not any(kernel in frame.f_code.co_filename.replace("\\", "/") for kernel in _KERNEL):
             yield from ((name + thread, value) for name, value in owners.of_frame(frame))
             frame = frame.f_back
+
+
+def _watched(frame: FrameType | None) -> bool:
+    """Return whether a debugger or profiler may be called by the functions of this frame's thread."""
+    if threading.gettrace() is not None or threading.getprofile() is not None:
+        return True
+    while frame is not None:
+        if frame.f_trace is not None:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def release(shell: Any | None = None) -> int:
