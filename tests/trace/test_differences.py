@@ -70,3 +70,19 @@ def test_times_have_no_zeros_at_the_end():
     assert [brief_time(ns) for ns in (0, 744, 4500, 17_000, 526_000, 5_000_000)] == [
         "0 µs", "744 ns", "4.5 µs", "17 µs", "526 µs", "5 ms",
     ]  # fmt: skip
+
+
+def test_of_a_step_number_that_comes_twice_the_first_step_counts():
+    """As with two runs in one recording. The timeline shows the first one, too."""
+    once, twice, kinds = loop(), TraceBuilder(), ("kernel", "launch", "h2d", "d2h", "sync", "mark")
+    for later in (0, 400_000):
+        for i in range(len(once)):
+            kind = next(kind for kind in kinds if once.is_kind(kind)[i])
+            numbers = {name: int(once[name][i]) for name in ("bytes", "stream", "device", "step")}
+            twice.add(kind, int(once["start_ns"][i]) + later, int(once["dur_ns"][i]), name=once.text("name")[i], **numbers)
+    assert facts(twice.build({})) == facts(once)
+    assert typical_step([steps_of(twice.build({}))]) == 3
+
+
+def test_a_timeline_opens_on_a_decode_step_even_if_there_is_only_one():
+    assert typical_step([steps_of(loop(durations=(90, 50)))]) == 1

@@ -11,6 +11,7 @@ from test_view import parse
 
 from toolkit.core.errors import ToolkitError
 from toolkit.trace.events import TraceBuilder
+from toolkit.ui import stills
 from toolkit.ui.timeline import overview
 from toolkit.ui.timeline.track import Track
 from toolkit.ui.timeline.view import Scene
@@ -75,7 +76,8 @@ def test_state_of_a_million_events_fits_a_saved_notebook() -> None:
     assert text + len(state["view"]) * 4 / 3 < 100_000
 
 
-def test_fallbacks_for_places_without_widgets() -> None:
+def test_fallbacks_for_places_without_widgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stills, "ipython_shell", lambda: None)  # another test may have made one
     widget = Timeline(decode_loop(), decode_loop(clock="measured"), titles=("a <b>", "b"))
     data, _ = widget._repr_mimebundle_()
     assert {"text/plain", "text/html", "application/vnd.jupyter.widget-view+json"} <= set(data)
@@ -96,3 +98,10 @@ def test_still_picture_is_well_formed_small_and_hatched() -> None:
 def test_titles_must_match() -> None:
     with pytest.raises(ToolkitError, match="2 titles"):
         Timeline(decode_loop(), titles=("a", "b"))
+
+
+def test_steps_that_take_no_time_are_drawn() -> None:
+    trace = TraceBuilder()
+    for step in range(3):
+        trace.add("mark", 1000, 0, device=-1, step=step, name="decode")
+    ET.fromstring(overview.svg(Scene([Track(trace.build({}), "empty steps")])))

@@ -31,7 +31,8 @@ class StepTable:
     def numbers(self) -> set[int]:
         """Return the numbers of the steps with the most common name: the decode steps, without prefill and drain."""
         alike = [_NUMBER.sub("#", name) for name in self.names]
-        common = Counter(alike).most_common(1)
+        others = [name for name in alike if name not in ("prefill", "drain")]
+        common = Counter(others or alike).most_common(1)
         return {int(n) for n, name in zip(self.table[:, 0], alike, strict=True) if name == common[0][0]}
 
 
@@ -67,7 +68,8 @@ def typical_step(steps: Sequence[StepTable]) -> int | None:
     numbers = np.array(sorted(common))
     away = np.zeros(len(numbers))
     for each in steps:
-        durations = dict(zip(each.table[:, 0].tolist(), (each.table[:, 2] - each.table[:, 1]).tolist(), strict=True))
+        ends = zip(each.table[::-1, 0].tolist(), (each.table[::-1, 2] - each.table[::-1, 1]).tolist(), strict=True)
+        durations = dict(ends)  # of a number that comes several times, the first
         mine = np.array([durations[n] for n in numbers.tolist()], float)
         away += np.abs(mine / max(float(np.median(mine)), 1.0) - 1)
     middle = np.abs(np.arange(len(numbers)) - len(numbers) // 2)
@@ -88,8 +90,14 @@ class StepFacts:
 
 
 def step_facts(trace: Trace, name: str, step: int, steps: StepTable) -> StepFacts:
-    """Return what step number `step` of a trace did. `name` is the name of the recording in sentences."""
+    """Return what step number `step` of a trace did. `name` is the name of the recording in sentences.
+
+    If the number comes several times, as with two runs in one recording, the first of these steps counts.
+    """
+    ranges = steps.table[steps.table[:, 0] == step]
     rows = np.flatnonzero(trace["step"] == step)
+    if len(ranges) > 1:
+        rows = rows[trace["start_ns"][rows] < ranges[1, 1]]
     kind = trace["kind"][rows]
 
     def of(*kinds: str) -> NDArray[np.int64]:
@@ -97,10 +105,9 @@ def step_facts(trace: Trace, name: str, step: int, steps: StepTable) -> StepFact
 
     codes, counts = np.unique(trace["name"][of("kernel")], return_counts=True)
     kernels = {trace.strings[c] if c >= 0 else "kernel": int(n) for c, n in zip(codes.tolist(), counts.tolist(), strict=True)}
-    ranges = steps.table[steps.table[:, 0] == step]
     copies = {k: of(k) for k in COPY_KINDS}
     return StepFacts(
-        name, int((ranges[:, 2] - ranges[:, 1]).sum()), int(trace["dur_ns"][of("sync")].sum()), Counter(kernels),
+        name, int((ranges[:1, 2] - ranges[:1, 1]).sum()), int(trace["dur_ns"][of("sync")].sum()), Counter(kernels),
         len(of("launch")) if trace.is_kind("launch").any() else None,
         {k: len(found) for k, found in copies.items()}, {k: int(trace["bytes"][found].sum()) for k, found in copies.items()},
     )  # fmt: skip

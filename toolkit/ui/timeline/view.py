@@ -65,7 +65,7 @@ class Scene:
         if step is None:
             return self.bounds()
         found = [self.find_step(i, step, align=step) for i, track in enumerate(self.tracks)]
-        end = max(each[2] for each in found if each)
+        end = max(1000.0, *(each[2] for each in found if each))  # in ns; a step may take no time
         return -MARGIN * end, (1 + MARGIN) * end
 
     def origins(self, align: int | None = None) -> list[int]:
