@@ -35,7 +35,7 @@ HYBRID = [
 def kernels_of(trace: tk.Trace) -> list[str]:
     """Return the names of a trace's kernels. It must have no copies, memsets or waits."""
     kinds = [KINDS[kind] for kind in trace["kind"]]
-    assert set(kinds) <= {"kernel", "alloc", "free"}
+    assert set(kinds) <= {"kernel", "launch", "alloc", "free"}
     return [str(name) for kind, name in zip(kinds, trace.text("name"), strict=True) if kind == "kernel"]
 
 
