@@ -99,6 +99,21 @@ def test_exporting_tells_and_keeps_the_package(app: Lab, exporter: Exporter) -> 
     assert not app.plan.export_button.disabled
 
 
+def test_automatic_kv_exports_what_the_plan_found(app: Lab, exporter: Exporter) -> None:
+    app.plan.context_field.value = 65536
+    planned(app)
+    assert app.plan.plan.kv is not None
+    (_, (_, code)) = app.plan.code.snippets
+    kv = app.plan.plan.kv
+    app.plan.export()
+    assert app.wait(60)
+    assert exporter.asked[0][2]["kv"] == kv
+    assert "plan = tk.plan('random/gemma4-31b', 'rtx-4090'" in code
+    assert "kv=plan.kv" in code
+    app.plan.kv_field.value = "plain"
+    assert "kv=" not in app.plan.code.snippets[1][1]
+
+
 def test_an_export_can_be_cancelled(app: Lab, exporter: Exporter) -> None:
     exporter.waits = True
     app.plan.export_button.click()

@@ -19,7 +19,7 @@ from toolkit.kernels.kv_codes import KV_SCHEMES
 from toolkit.planning.describe import describe, plan
 from toolkit.planning.plans import Plan
 from toolkit.ui.figures.plan import html, package_html
-from toolkit.ui.lab.code import CopyAsCode, call
+from toolkit.ui.lab.code import CopyAsCode, Name, call
 from toolkit.ui.lab.fields import Panel, button, field, folder_of, row
 from toolkit.ui.lab.load_panel import LoadPanel
 from toolkit.ui.lab.work import Work
@@ -110,12 +110,12 @@ class PlanPanel(Panel):
         """Return the argument `kv` of `tk.plan`: a scheme, "auto", or None for plain."""
         return None if self.kv_field.value == _PLAIN else self.kv_field.value
 
-    def _options(self, target: str) -> dict[str, Any]:
-        """Return the arguments of `tk.export` other than the model and the folder."""
+    def _options(self, target: str, kv: str | None) -> dict[str, Any]:
+        """Return the arguments of `tk.export` other than the model and the folder, with `kv` other than "auto"."""
         here = target == "cpu" or target.startswith(("cuda", "virtual:"))
         return {
             "device" if here else "target": target, "budget": self.budget_field.value, "context": self.context_field.value,
-            "kv": None if self._kv() == "auto" else self._kv(), "scheme": self._loading.scheme,
+            "kv": kv, "scheme": self._loading.scheme,
         }  # fmt: skip
 
     def _export(self) -> None:
@@ -130,8 +130,9 @@ class PlanPanel(Panel):
             memory = f"{bytes_text(held)} of host memory" + (f", {bytes_text(used)} of GPU memory" if used else "")
             self.status.value = f"{escape(phase)}{': ' if what else ' ...'}{escape(what)}; in use: {memory}"
 
-        self._shapes(path, scheme)
-        self.package = export(path, folder, progress=show, cancel=self._work.cancelled, **self._options(target))
+        shapes = self._shapes(path, scheme)
+        kv = plan(shapes, target, self.budget_field.value, self.context_field.value, kv=self._kv()).kv
+        self.package = export(path, folder, progress=show, cancel=self._work.cancelled, **self._options(target, kv))
         self.view.value = package_html(self.package)
         self.status.value = (
             f"Exported for <b>{escape(target)}</b>: {escape(repr(self.package))}. In a cell: lab.plan.package.load()."
@@ -139,14 +140,15 @@ class PlanPanel(Panel):
 
     def _snippets(self) -> dict[str, str]:
         target, path = self.target_field.value.strip() or "cpu", self._loading.model_field.value.strip()
-        options = self._options(target)
+        options = self._options(target, Name("plan.kv") if self._kv() == "auto" else self._kv())
         options["budget"] = f"{self.budget_field.value / GiB:g} GiB"
         if options["context"] == CONTEXT:
             del options["context"]  # it is the default, or fewer if the model has fewer positions
         shared = {key: options[key] for key in ("budget", "context", "scheme") if key in options}
         planned = call("tk.plan", path, target, **shared)
         planned = planned if self._kv() == "auto" else f"{planned[:-1]}, kv={self._kv()!r})"  # None is a choice of its own
-        return {"Plan": planned, "Export": f"package = {call('tk.export', path, self.folder_field.value.strip(), **options)}"}
+        exported = f"package = {call('tk.export', path, self.folder_field.value.strip(), **options)}"
+        return {"Plan": planned, "Export": f"plan = {planned}\n{exported}" if self._kv() == "auto" else exported}
 
 
 def target_of(device: str) -> str:
