@@ -15,7 +15,7 @@ from toolkit.core.errors import CancelledError, DeviceError, FormatError, Toolki
 from toolkit.decode.strategies import STRATEGIES
 from toolkit.ui.lab import generate_panel, load_panel
 from toolkit.ui.lab.app import TABS, Lab
-from toolkit.ui.lab.fields import error_html
+from toolkit.ui.lab.fields import error_html, path_of
 from toolkit.ui.lab.generate_panel import prompt_of
 from toolkit.ui.lab.history import Entry, copies_html
 
@@ -247,6 +247,66 @@ def test_a_limit_of_no_tokens_is_an_error(app: Lab, model: SimpleNamespace) -> N
     app.wait(5)
     assert "at least 1" in app.decoding.status.value
     assert model.calls == []
+
+
+def test_a_failure_of_b_leaves_the_run_of_a(app: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    def generate(model, prompt, decode, **options):
+        if decode == "double-buffered":
+            raise ToolkitError("a token", "no more", "Ask for less")
+        return stand_in_generate(model, prompt, decode, **options)
+
+    monkeypatch.setattr(generate_panel, "generate", generate)
+    loaded(app).decoding.tokens_field.value = 2
+    app.generate()
+    assert app.wait(5)
+    assert "no more" in app.decoding.status.value
+    assert app.traces.a_field.options == (("1: roundtrip, demo/qwen3", 1),)
+    app.traces.a_field.options = ()  # none is chosen
+    app.traces.file_field.value = "kept"
+    assert [name for name, _ in app.traces.code.snippets] == ["Open"]
+
+
+def test_other_fields_after_a_load_change_nothing_that_was_loaded(app: Lab) -> None:
+    loaded(app)
+    app.loading.model_field.value, app.loading.scheme_field.value, app.loading.device_field.value = "missing", "int4", "cpu"
+    assert "device='cpu', scheme='int4'" in app.loading.code.snippets[0][1]
+    ((_, code),) = app.decoding.code.snippets
+    assert "model = tk.load('demo/qwen3', device='virtual:h200')" in code
+    app.decoding.tokens_field.value = 2
+    app.generate()
+    assert app.wait(5)
+    app._loaded()
+    assert "demo/qwen3 on virtual:h200" in app.state.value
+    assert [entry.title for entry in app.history.entries.values()] == ["roundtrip, demo/qwen3", "double-buffered, demo/qwen3"]
+    assert {entry.setup for entry in app.history.entries.values()} == {"model = tk.load('demo/qwen3', device='virtual:h200')"}
+
+
+@pytest.mark.parametrize("name", ["/", ".", "..", "out/..", "~no-such-user"])
+def test_a_path_without_a_file_name_is_an_error_and_has_no_code(app: Lab, name: str) -> None:
+    with pytest.raises(ToolkitError, match=r"Type a path|Add the name"):
+        path_of(name, ".html")
+    app.history.add("a", decode_loop(), None, "tk.open_trace('a')")
+    app.traces.refresh()
+    for panel in (app.memory, app.traces):
+        before = [action for action, _ in panel.code.snippets]
+        panel.file_field.value = name
+        assert [action for action, _ in panel.code.snippets] == [action for action in before if "Save" not in action]
+
+
+def test_a_late_clock_does_not_draw_over_the_end(app: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawing, ended = threading.Event(), threading.Event()
+
+    def tick(_: threading.Event) -> None:
+        drawing.set()
+        ended.wait(5)
+        time.sleep(0.05)
+        app.work.draw()
+
+    monkeypatch.setattr(app.work, "_tick", tick)
+    app.work.run("Waiting", lambda: (drawing.wait(5), ended.set()), app.loading.status)
+    assert app.wait(5)
+    time.sleep(0.1)
+    assert "Waiting: done after" in app.work.text.value
 
 
 def test_a_failed_load_leaves_no_model(app: Lab) -> None:

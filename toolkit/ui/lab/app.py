@@ -119,8 +119,8 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
     def _loaded(self) -> None:
         """Show which model is loaded."""
         self._state = "no model is loaded"
-        if self.model is not None:
-            self._state = f"{self.loading.model_field.value.strip()} on {self.model.device.name}"
+        if self.model is not None and self.loading.loaded is not None:
+            self._state = f"{self.loading.loaded[1]} on {self.model.device.name}"
         self.state.value = f"<b>Decode Lab</b><span>{escape(self._state)}</span>"
         self.decoding.refresh()
 

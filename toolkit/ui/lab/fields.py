@@ -40,12 +40,17 @@ def replace_children(box: widgets.Box, *children: widgets.Widget) -> None:
 def path_of(text: str, suffix: str, *others: str) -> Path:
     """Return the path that a file field names, ending in `suffix` instead of one of `others`.
 
-    Raises ToolkitError if the field is empty.
+    Raises ToolkitError if the field is empty, or names a folder such as "/" or "..", or a user that doesn't exist.
     """
     name = text.strip()
     if not name:
         raise ToolkitError("saving a file", "the file field is empty", 'Type a name, for example "run"')
-    path = Path(name).expanduser()
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError as error:
+        raise ToolkitError(f"saving a file as {name!r}", str(error), "Type a path without ~") from error
+    if path.name in ("", ".."):
+        raise ToolkitError(f"saving a file as {name!r}", "this is a folder", 'Add the name of a file, for example "run"')
     stem = path.name.removesuffix(suffix)  # keeps other dots, as in "run.2"
     for other in others:
         stem = stem.removesuffix(other)

@@ -111,7 +111,9 @@ class GeneratePanel(Panel):
         if self._loading.model is None:
             self._loading.load_now()
         names, model = self._strategies(), self._loading.model
+        loaded, setup = self._loading.loaded, self._loading.source()
         assert model is not None  # or loading raised
+        assert loaded is not None
         given = prompt_of(prompt, model)
         self._history.runs = {}
         self.output.value, self.table.value, self.timeline_box.children = "", "", ()
@@ -133,9 +135,9 @@ class GeneratePanel(Panel):
                 run = generate(model, given, name, on_token=on_token, cancel=self._work.cancelled, **options)
             self._history.runs[name] = run
             self._work.share(i + 1, len(names))
-            path = self._loading.model_field.value.strip()
-            source = self._call(name, given), self._loading.source()
-            entries.append(self._history.add(f"{name}, {path}", run.trace, run, *source))
+            source = _call(name, given, options)
+            entries.append(self._history.add(f"{name}, {loaded[1]}", run.trace, run, source, setup))
+            self._added()  # now: if the next strategy fails, this run stays
             done.append(_text_html(name, prompt, run.text, _ended(run)))
             self.output.value = "".join(done)
             if run.stop_reason == "cancelled":
@@ -150,21 +152,21 @@ class GeneratePanel(Panel):
         left = f" ({names[len(entries)]} was not started)" if len(entries) < len(names) else ""
         said = f"Cancelled. The tokens so far are kept{left}." if cancelled else "Done."
         self.status.value = f"{said} The tab <b>Traces</b> keeps these runs. In a cell: lab.run, lab.runs, lab.model."
-        self._added()
-
-    def _call(self, name: str, prompt: str | list[int]) -> str:
-        """Return the code that generates with the strategy `name`."""
-        return call("tk.generate", Name("model"), prompt, name, **self._options())
 
     def _snippets(self) -> dict[str, str]:
         names, source, prompt = self._strategies(), self._loading.source(), self.prompt_field.value
         with suppress(ToolkitError):  # the prompt doesn't suit the model: Generate says so
             prompt = prompt if self._loading.model is None else prompt_of(prompt, self._loading.model)
         if len(names) == 1:
-            return {"Generate": f"{source}\nrun = {self._call(names[0], prompt)}\nrun.timeline()"}
+            return {"Generate": f"{source}\nrun = {_call(names[0], prompt, self._options())}\nrun.timeline()"}
         compared = call("tk.compare", Name("model"), prompt, names, **self._options())
         show = "display(comparison)\na, b = comparison.runs.values()\na.timeline(b)"
         return {"Generate": f"{source}\ncomparison = {compared}\n{show}"}
+
+
+def _call(name: str, prompt: str | list[int], options: dict[str, Any]) -> str:
+    """Return the code that generates with the strategy `name`."""
+    return call("tk.generate", Name("model"), prompt, name, **options)
 
 
 def prompt_of(text: str, model: Model) -> str | list[int]:

@@ -41,6 +41,7 @@ class LoadPanel(Panel):
         loaded: Callable[[], None],
     ) -> None:  # fmt: skip
         self.model: Model | None = None
+        self.loaded: tuple[str, str, Any] | None = None  # the device, model and scheme that `model` was loaded from
         self._work, self._memory, self._loaded = work, memory, loaded
         self.device_field = field(widgets.Combobox, device, "Device", options=_device_names(), ensure_option=False,
                                   placeholder="virtual:8GiB, cuda, ...")  # fmt: skip
@@ -81,19 +82,21 @@ class LoadPanel(Panel):
 
     def chosen(self) -> tuple[str, str, Any]:
         """Return the device, model and scheme of the fields. Raises ToolkitError if no model is named."""
-        path: str = self.model_field.value.strip()
+        name, path, scheme = self._fields()
         if not path:
             raise ToolkitError("a model", "its field is empty", 'Type "demo/qwen3", a Hugging Face folder, or a .gguf file')
-        return self.device_field.value.strip(), path, self.scheme
+        return name, path, scheme
+
+    def _fields(self) -> tuple[str, str, Any]:
+        return self.device_field.value.strip(), self.model_field.value.strip(), self.scheme
 
     def source(self) -> str:
-        """Return the code that loads the chosen model."""
-        name, path = self.device_field.value.strip(), self.model_field.value.strip()
-        return f"model = {call('tk.load', path, device=name, scheme=self.scheme)}"
+        """Return the code that loads the loaded model, or the chosen one if none is loaded."""
+        return _source(*(self.loaded or self._fields()))
 
     def unload(self, why: str) -> None:
         """Release the model, and say why."""
-        self.model, self.model_view.value, self.status.value = None, "", why
+        self.model, self.loaded, self.model_view.value, self.status.value = None, None, "", why
         self._loaded()
 
     def opened(self, name: str) -> Any:
@@ -125,6 +128,7 @@ class LoadPanel(Panel):
         device = self.opened(name)
         with self._memory().measuring(f"load {path}", device):
             self.model = load(path, device=device, scheme=scheme, progress=progress, cancel=self._work.cancelled)
+        self.loaded = name, path, scheme
         took = seconds_text(time.monotonic() - began)
         self.welcome.layout.display = "none"
         self.status.value = (
@@ -141,11 +145,15 @@ class LoadPanel(Panel):
         self.status.value = f"<b>{escape(path)}</b> without loading it."
 
     def _snippets(self) -> dict[str, str]:
-        path, scheme = self.model_field.value.strip(), self.scheme
-        return {"Load": f"{self.source()}\nmodel", "What it costs": call("tk.costs", path, scheme=scheme)}
+        name, path, scheme = self._fields()
+        return {"Load": f"{_source(name, path, scheme)}\nmodel", "What it costs": call("tk.costs", path, scheme=scheme)}
 
 
 _panels: weakref.WeakSet[LoadPanel] = weakref.WeakSet()
+
+
+def _source(name: str, path: str, scheme: Any) -> str:
+    return f"model = {call('tk.load', path, device=name, scheme=scheme)}"
 
 
 def _device_names() -> list[str]:

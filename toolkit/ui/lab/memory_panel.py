@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from html import escape
 from typing import Any
 
@@ -260,15 +260,18 @@ class MemoryPanel(Panel):
         gpu = f"gpu = {call('tk.device', 'auto' if device is None else device.name)}"
         measured = f"{gpu}\nwith tk.memory(gpu) as use:\n    ...  # load, generate, train\n"
         name = self.file_field.value.strip() or "memory"
-        page, snapshot = (str(path_of(name, suffix, ".html", ".pickle")) for suffix in (".html", ".pickle"))
+        saved: dict[str, str] = {}
+        with suppress(ToolkitError):  # the field doesn't name a file: saving says so
+            page, snapshot = (str(path_of(name, suffix, ".html", ".pickle")) for suffix in (".html", ".pickle"))
+            saved["Save as HTML"] = f"{measured}{call('use.to_html', page)}"
+            saved["Save as PyTorch snapshot"] = f"{measured}{call('use.to_snapshot', snapshot)}"
         size = self.budget_field.value.strip() or "8 GiB"
         return {
             "Set": f"{gpu}\n{call('tk.budget', size, Name('gpu'))}",
             "Lift": f"{gpu}\n{call('tk.budget', None, Name('gpu'))}",
             "Measure": f"{measured}use.timeline()",
             "What if": f"{measured}use.what_if()",
-            "Save as HTML": f"{measured}{call('use.to_html', page)}",
-            "Save as PyTorch snapshot": f"{measured}{call('use.to_snapshot', snapshot)}",
+            **saved,
             "Look for it": "%load_ext toolkit\n%memory hidden",
             "Release": "%load_ext toolkit\n%memory release",
             "Show the cells": "%load_ext toolkit\n%memory on",

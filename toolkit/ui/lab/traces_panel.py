@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 
@@ -89,11 +90,14 @@ class TracesPanel(Panel):
 
     def _chosen(self) -> list[Entry]:
         """Return the entries that A and B name. Raises ToolkitError if there are none."""
-        numbers = dict.fromkeys((self.a_field.value, self.b_field.value))
-        entries = [self._history.entries[n] for n in numbers if n in self._history.entries]
+        entries = self._entries()
         if not entries:
             raise ToolkitError("a run", "none is chosen", "Generate first, or open a file")
         return entries
+
+    def _entries(self) -> list[Entry]:
+        numbers = dict.fromkeys((self.a_field.value, self.b_field.value))
+        return [self._history.entries[n] for n in numbers if n in self._history.entries]
 
     def _open(self) -> None:
         name = self.open_field.value.strip()
@@ -129,18 +133,17 @@ class TracesPanel(Panel):
 
     def _snippets(self) -> dict[str, str]:
         found = {"Open": f"trace = {call('tk.open_trace', self.open_field.value.strip() or 'run.trace')}\ntrace.timeline()"}
-        if not self._history.entries:
+        entries, name = self._entries(), self.file_field.value.strip() or "run"
+        if not entries:
             return found
-        entries, name = self._chosen(), self.file_field.value.strip() or "run"
         lines = list(dict.fromkeys(line for entry in entries for line in [entry.setup] if line))
         lines += [f"{letter} = {entry.source}" for letter, entry in zip("ab", entries, strict=False)]
         made, second = "\n".join(lines), ", b" if len(entries) > 1 else ""
-        return {
-            **found,
-            "Show": f"{made}\na.timeline({second[2:]})",
-            "Save as HTML": f"{made}\na.to_html({str(path_of(name, '.html', '.trace'))!r}{second})",
-            "Save run": f"{made}\na.save({str(path_of(name, '.trace', '.html'))!r})",
-        }
+        found["Show"] = f"{made}\na.timeline({second[2:]})"
+        with suppress(ToolkitError):  # the field doesn't name a file: saving says so
+            found["Save as HTML"] = f"{made}\na.to_html({str(path_of(name, '.html', '.trace'))!r}{second})"
+            found["Save run"] = f"{made}\na.save({str(path_of(name, '.trace', '.html'))!r})"
+        return found
 
 
 def _files() -> list[str]:

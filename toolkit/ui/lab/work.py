@@ -73,7 +73,8 @@ class Work(ProgressBar):
     def _guard(self, work: Callable[[], None], status: widgets.HTML) -> None:
         """Run `work`. Show its error in `status`, and keep the exception."""
         ended, how = threading.Event(), "done"
-        threading.Thread(target=self._tick, args=(ended,), name="lab clock", daemon=True).start()
+        clock = threading.Thread(target=self._tick, args=(ended,), name="lab clock", daemon=True)
+        clock.start()
         try:
             work()
         except CancelledError as error:
@@ -83,6 +84,7 @@ class Work(ProgressBar):
             status.value = error_html(error) + self._explain()
         finally:
             ended.set()
+            clock.join()  # it would draw over how the work ended
             how = "cancelled" if self.cancelled.is_set() and how == "done" else how
             self.rest(how)
             self._changed(True)
