@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import threading
 
@@ -53,6 +54,8 @@ def test_text_and_html_say_what_is_modelled(comparison):
     assert all(name in text for name in STRATEGIES)
     assert "modelled" in text
     assert "388 B" in text
+    older = dataclasses.replace(comparison, table=comparison.table.assign(launches=-1))  # its traces have no launches
+    assert "-1" not in str(older)
     assert "<table" in comparison._repr_html_()
     assert "modelled" in comparison._repr_html_()
 

@@ -80,7 +80,7 @@ class Comparison:
             for rate, clock in zip(self.table["tok_per_s"], self.table["clock"], strict=True)
         ]
         for name in ("kernels", "launches"):
-            shown[f"{name}/step"] = [f"{n:.4g}" for n in self.table[name]]
+            shown[f"{name}/step"] = ["-" if n < 0 else f"{n:.4g}" for n in self.table[name]]
         for kind in COPY_KINDS:
             pairs = zip(self.table[f"{kind}_count"], self.table[f"{kind}_bytes"], strict=True)
             shown[f"{kind.upper()}/step"] = [f"{count:.4g} ({bytes_text(size)})" if count else "0" for count, size in pairs]
