@@ -9,13 +9,18 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import weakref
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.testing.regressions import REGRESSIONS, edited
 from tests.testing.report import EXAMPLES
+from toolkit.gpu.allocation_log import log
 from toolkit.gpu.opening import open_device
+from toolkit.testing.measure import Recorder
+from toolkit.testing.plugin import _less
 
 pytest_plugins = ["pytester"]
 ROOT = Path(__file__).parents[2]
@@ -44,7 +49,7 @@ def run(pytester, monkeypatch):
 
     def run(text: str | None, *options: str, python: bool = False):
         if text is not None:
-            pytester.makepyfile(test_loop=LOOP + text)
+            pytester.makepyfile(test_somebodys_loop=LOOP + text)
         args = ("-p", "toolkit.testing.plugin", "-p", "no:cacheprovider", *options)
         return pytester.runpytest_subprocess(*args) if python else pytester.runpytest_inprocess(*args)
 
@@ -52,7 +57,7 @@ def run(pytester, monkeypatch):
 
 
 def stored(pytester) -> dict:
-    return json.loads((pytester.path / "toolkit_baselines" / "test_loop.json").read_text())["tests"]
+    return json.loads((pytester.path / "toolkit_baselines" / "test_somebodys_loop.json").read_text())["tests"]
 
 
 def test_limits_hold_and_break_on_a_named_line(run):
@@ -72,12 +77,12 @@ def test_breaks(toolkit_gpu):
     found.assert_outcomes(passed=1, failed=1)
     found.stdout.fnmatch_lines([
         "*copies: 3 D2H copies, 1 allowed",
-        "> test_loop.py:*: torch.ones(1, device=toolkit_gpu.torch).item()",
+        "> test_somebodys_loop.py:*: torch.ones(1, device=toolkit_gpu.torch).item()",
         "*2 D2H copies (8 B)*",
         "*peak memory: 5.00 KiB, 4.00 KiB allowed",
-        "> test_loop.py:*: total += torch.ones(1024, device=device).sum()",
+        "> test_somebodys_loop.py:*: total += torch.ones(1024, device=device).sum()",
         "*= copies and memory =*",
-        "test_loop.py::test_breaks: copies: 3 D2H copies, 1 allowed",
+        "test_somebodys_loop.py::test_breaks: copies: 3 D2H copies, 1 allowed",
     ])  # fmt: skip
 
 
@@ -92,21 +97,69 @@ def test_loop(toolkit_gpu, steps):
     run(text).stdout.fnmatch_lines(["copies: no baseline (0 H2D copies, 1 D2H copy*", "*pytest --copies-update"])
     run(text, "--copies-update").assert_outcomes(passed=2)
     run(text).assert_outcomes(passed=2)
-    (pytester.path / "test_loop.py").write_text(
+    (pytester.path / "test_somebodys_loop.py").write_text(
         "\n\n" + (LOOP + text).replace("    return total.item()", "    total.item()\n    return total.item()")
     )
     found = run(None)
     found.assert_outcomes(failed=2)
     found.stdout.fnmatch_lines([
         "copies: 2 D2H copies, 1 in the baseline; 2 waits, 1 in the baseline",
-        "> test_loop.py:*: total.item()", "*1 D2H copy (4 B), 0 in the baseline; 1 wait, 0 in the baseline",
+        "> test_somebodys_loop.py:*: total.item()", "*1 D2H copy (4 B), 0 in the baseline; 1 wait, 0 in the baseline",
         "If this is intended: pytest --copies-update",
     ])  # fmt: skip
     run(None, "--copies-update").assert_outcomes(passed=2)
     assert stored(pytester)["test_loop[3]"]["virtual:h200"]["copies"]["d2h"] == {
-        "test_loop.py: return total.item()": [1, 4], "test_loop.py: total.item()": [1, 4],
+        "test_somebodys_loop.py: return total.item()": [1, 4], "test_somebodys_loop.py: total.item()": [1, 4],
     }  # fmt: skip
-    run(text).stdout.fnmatch_lines(["baselines: 2 tests copy less, or hold less, than their baseline*"])
+    run(text).stdout.fnmatch_lines(["baselines: 2 tests copy less, or hold less, than their baselines (*"])
+
+
+@pytest.mark.parametrize(
+    ("found", "less"),
+    [
+        ({"copies": {"d2h": {"a": (1, 4)}}, "peak_bytes": 8}, True),
+        ({"copies": {"d2h": {"a": (2, 8)}}, "peak_bytes": 7}, True),
+        ({"copies": {"d2h": {"a": (2, 8)}}, "peak_bytes": 8}, False),
+        ({"copies": {"d2h": {"a": (1, 9)}}, "peak_bytes": 7}, False),  # fewer copies and a lower peak, but more bytes
+        ({"copies": {"d2h": {"a": (1, 4)}}, "peak_bytes": 9}, False),
+        ({"copies": {"d2h": {"a": (2, 8)}}}, False),  # the test no longer has the mark for memory
+    ],
+)
+def test_less_than_a_baseline_is_nothing_more_than_it(found, less):
+    assert _less(found, {"copies": {"d2h": {"a": (2, 8)}}, "peak_bytes": 8}) is less
+
+
+def test_memory_that_an_earlier_failed_test_held_does_not_count():
+    gpu, held = open_device("virtual:h200"), []
+
+    def fails():
+        x = torch.ones(1024, device=gpu.torch)
+        held.append(weakref.ref(x))
+        raise KeyError("mine")
+
+    try:
+        fails()
+    except KeyError as error:  # as pytest does
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        sys.last_exc = error
+    assert held[0]() is not None
+    with Recorder(gpu, memory=True):
+        assert held[0]() is None
+
+
+def test_lines_are_not_recorded_after_a_teardown_that_raises(run):
+    before = log.keepers
+    found = run("""
+@pytest.fixture
+def raises():
+    yield
+    raise KeyError("mine")
+
+@pytest.mark.copies(h2d=0)
+def test_it(raises): pass
+""")
+    found.assert_outcomes(passed=1, errors=1)
+    assert log.keepers == before
 
 
 def test_only_what_toolkit_trace_records_counts(run):
@@ -167,8 +220,6 @@ def test_wrong_marks_fail_their_test(run):
     ],
 )
 def test_a_gpu_that_does_not_exist(run, gpu, said):
-    import torch
-
     if gpu == "cuda" and torch.cuda.is_available():
         pytest.skip("this machine has one")
     found = run("\ndef test_it(): pass\n", "--gpu", gpu)
@@ -186,11 +237,12 @@ def test_an_option_of_the_project_with_the_same_name_wins(run, pytester):
 def test_damaged_and_obsolete_baselines(run, pytester):
     text = "\n@pytest.mark.copies\ndef test_{}(toolkit_gpu): loop(toolkit_gpu.torch)\n"
     run(text.format("a") + text.format("b"), "--copies-update").assert_outcomes(passed=2)
-    run(text.format("a"), "-k", "nothing").stdout.fnmatch_lines(["baselines: 1 tests no longer exist (test_loop.py::test_b)*"])
-    run(None, "test_loop.py::test_a").stdout.no_fnmatch_line("*no longer exist*")
+    found = run(text.format("a"), "-k", "nothing")
+    found.stdout.fnmatch_lines(["baselines: 1 test no longer exists (test_somebodys_loop.py::test_b)*"])
+    run(None, "test_somebodys_loop.py::test_a").stdout.no_fnmatch_line("*no longer exist*")
     run(None, "--copies-update").assert_outcomes(passed=1)
     assert list(stored(pytester)) == ["test_a"]
-    file = pytester.path / "toolkit_baselines" / "test_loop.json"
+    file = pytester.path / "toolkit_baselines" / "test_somebodys_loop.json"
     damages = {
         file.read_text()[:40]: "*it is damaged*",
         '{"format": "x", "version": 1, "tests": {}}': "*not a file of baselines*",

@@ -178,6 +178,8 @@ class Recorder:
 
 def _forget(gpu: Device) -> None:
     """Free what earlier tests left, so that a peak doesn't depend on their order."""
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):  # pytest sets them to a failed test's error
+        vars(sys).pop(name, None)
     gc.collect()
     if gpu.torch.type == "cuda":
         torch._C._cuda_clearCublasWorkspaces()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 DEFAULT = "virtual:h200"
 MARKS = ("copies", "peak_memory")
-_GPU_HELP = f"device of tests with budgets: virtual:NAME or cuda (default: {DEFAULT})"
+_GPU_HELP = f"device of tests with budgets: virtual:NAME or cuda, after an equals sign (default: {DEFAULT})"
 
 
 # ---- options
@@ -163,11 +163,16 @@ class _Test:
 
 
 def _less(found: Measured, before: Measured) -> bool:
-    """Return whether a test that keeps to its baseline copies less or holds less than it allows."""
+    """Return whether a test copies less or holds less than in its baseline, and nothing more."""
     from toolkit.testing.measure import totals
 
-    copies = "copies" in found and "copies" in before and totals(found["copies"]) != totals(before["copies"])
-    return copies or found.get("peak_bytes", 0) < before.get("peak_bytes", 0)
+    pairs: list[tuple[int, int]] = []  # a number now and in the baseline
+    if "copies" in found and "copies" in before:
+        now, then = totals(found["copies"]), totals(before["copies"])
+        pairs += [pair for kind in now.keys() & then.keys() for pair in zip(now[kind], then[kind], strict=True)]
+    if "peak_bytes" in found and "peak_bytes" in before:
+        pairs.append((found["peak_bytes"], before["peak_bytes"]))
+    return all(n <= old for n, old in pairs) and any(n < old for n, old in pairs)
 
 
 def _marked(item: pytest.Item) -> bool:
@@ -187,12 +192,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     allocation_scopes.keep()  # allocations of fixtures get lines, too
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item) -> None:
-    if _TEST in item.stash:
-        from toolkit.gpu import allocation_scopes
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    try:
+        return (yield)
+    finally:
+        if _TEST in item.stash:
+            from toolkit.gpu import allocation_scopes
 
-        allocation_scopes.release()
+            allocation_scopes.release()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -298,7 +306,11 @@ class _Session:
                 terminalreporter.write_line(f"    {did}")
         if self.wrote:
             terminalreporter.write_line(f"baselines: wrote {self.wrote} file{'s' if self.wrote > 1 else ''}")
-        for what, names in (("copy less, or hold less, than their baseline", less), ("no longer exist", self.obsolete)):
+        for names, one, several in (
+            (less, "test copies less, or holds less, than its baseline", "tests copy less, or hold less, than their baselines"),
+            (self.obsolete, "test no longer exists", "tests no longer exist"),
+        ):
             if names:
+                what = one if len(names) == 1 else several
                 listed = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-                terminalreporter.write_line(f"baselines: {len(names)} tests {what} ({listed}). Update: pytest --copies-update")
+                terminalreporter.write_line(f"baselines: {len(names)} {what} ({listed}). Update: pytest --copies-update")
