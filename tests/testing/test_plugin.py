@@ -35,16 +35,20 @@ def loop(device, steps=3):
 """
 
 
+@pytest.fixture(scope="module", autouse=True)
+def imported():
+    """Import before pytester is set up what can be imported only once: it forgets the modules that its tests import.
+
+    The virtual GPU, and the operators of torch.distributed, can't be registered again.
+    """
+    for name in ("pandas", "torch.distributed._functional_collectives", "toolkit.testing.baselines", "toolkit.testing.budgets"):
+        importlib.import_module(name)
+    open_device("virtual:h200")
+
+
 @pytest.fixture
 def run(pytester, monkeypatch):
-    """Run the plugin on a test module, `LOOP` followed by a text, and return the result.
-
-    pytester forgets modules that a run imports. The virtual GPU can be registered only once, so it is imported before.
-    """
-    importlib.import_module("pandas")
-    importlib.import_module("toolkit.testing.baselines")
-    importlib.import_module("toolkit.testing.budgets")
-    open_device("virtual:h200")
+    """Run the plugin on a test module, `LOOP` followed by a text, and return the result."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
 
     def run(text: str | None, *options: str, python: bool = False):
