@@ -269,8 +269,19 @@ class TestFlexAttention:
         operands[1].requires_grad_()
         with pytest.raises(RuntimeError, match="does not support gradients of flex_attention"):
             flex_attention(*operands)
+        operands[1].requires_grad_(False)
+        slope = torch.ones(2, device="vgpu", requires_grad=True)
+
+        def captured(score, batch, head, q, k):
+            return score * slope[head]
+
+        with pytest.raises(RuntimeError, match="tensors that score_mod uses"):
+            flex_attention(*operands, score_mod=captured)
+        flex_attention(*operands, score_mod=lambda score, b, h, q, k: score * slope.detach()[h])
+        operands[1].requires_grad_()
         with torch.no_grad():
             assert flex_attention(*operands).shape == (2, 2, 24, 8)
+            assert flex_attention(*operands, score_mod=captured).shape == (2, 2, 24, 8)
             with pytest.raises(RuntimeError, match=r"torch\.compile is not supported on the virtual GPU"):
                 torch.compile(flex_attention, backend="eager")(*operands)
 

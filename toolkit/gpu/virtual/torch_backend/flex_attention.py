@@ -22,8 +22,8 @@ from toolkit.gpu.virtual.dispatch import COMPILED
 from toolkit.gpu.virtual.tensor import VirtualTensor
 
 _NO_GRADIENT = (
-    "the virtual GPU does not support gradients of flex_attention. Call it under torch.no_grad(), or train with "
-    "scaled_dot_product_attention and a mask"
+    "the virtual GPU does not support gradients of flex_attention: of query, key, value, or tensors that score_mod uses. "
+    "Call it under torch.no_grad(), or train with scaled_dot_product_attention and a mask"
 )
 _validate_device = public._validate_device
 _environment = public.setup_compilation_env  # type: ignore[attr-defined]
@@ -38,8 +38,6 @@ def _validate(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> No
         _validate_device(query, key, value)
     elif torch.compiler.is_dynamo_compiling() or get_eval_frame_callback():
         raise RuntimeError(COMPILED)
-    elif torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
-        raise RuntimeError(_NO_GRADIENT)
     _call.virtual = virtual
 
 
@@ -60,9 +58,21 @@ def _autocast(*args: Any) -> Any:
         return operator(*(x.to(dtype) for x in args[:3]), *args[3:])
 
 
+def _autograd(*args: Any) -> Any:
+    """Run the operator. Raises RuntimeError if its results depend on a tensor that requires a gradient.
+
+    Such a tensor may be one that `score_mod` uses without being given it.
+    """
+    results = sdpa_dense(*args)
+    if any(x.requires_grad for x in results):
+        raise RuntimeError(_NO_GRADIENT)
+    return results
+
+
 def install() -> None:
     """Let `flex_attention` take tensors of the virtual GPU, for this process. It acts as before on other devices."""
     public._validate_device = _validate
     public.setup_compilation_env = _compilation_environment  # type: ignore[attr-defined]
     operator.py_impl(VirtualTensor)(sdpa_dense)
+    operator.py_impl(DispatchKey.AutogradPrivateUse1)(_autograd)  # type: ignore[attr-defined]
     operator.py_impl(DispatchKey.AutocastPrivateUse1)(_autocast)  # type: ignore[attr-defined]
