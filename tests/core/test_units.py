@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from toolkit.core.errors import ToolkitError
+from toolkit.core.errors import ToolkitError, brief
 from toolkit.core.units import (
     GiB,
     KiB,
@@ -59,7 +59,9 @@ def test_parse_bytes(value, n):
 
 
 @pytest.mark.parametrize(
-    "value", ["", "GiB", "-1 GiB", "8 GiBs", "8 8", "one", None, True, [8], -1, float("nan"), float("inf"), "1e"]
+    "value",
+    ["", "GiB", "-1 GiB", "8 GiBs", "8 8", "one", None, True, [8], -1, float("nan"), float("inf"), "1e", 10**5000],
+    ids=brief,
 )
 def test_what_is_no_size_is_an_error_that_says_how_to_write_one(value):
     with pytest.raises(ToolkitError, match="24 GiB"):

@@ -17,7 +17,7 @@ import torch
 from small_models import ODD, SMALL, ByteTokenizer, make
 
 import toolkit as tk
-from toolkit.core.errors import ModelError, RecorderError
+from toolkit.core.errors import ModelError, RecorderError, brief
 from toolkit.decode.run import tokens_per_s
 from toolkit.decode.strategies import STRATEGIES
 from toolkit.models.cache import Cache
@@ -257,8 +257,18 @@ def test_context(model):
         ({"max_new_tokens": -3}, "max_new_tokens=-3"),
         ({"max_new_tokens": 2.0}, "max_new_tokens=2.0"),
         ({"max_new_tokens": None}, "max_new_tokens=None"),
+        ({"max_new_tokens": -(10**5000)}, "max_new_tokens=-0x"),
         ({"prefill_chunk": 0}, "prefill_chunk=0"),
+        ({"prefill_chunk": 1 << 63}, "prefill_chunk=9223372036854775808"),
+        ({"context": 10**5000}, "context of 0x.*640"),
+        ({"seed": 1 << 64}, "seed=18446744073709551616"),
+        ({"logit_bias": {1: 10**39}}, "logit_bias="),
+        ({"logit_bias": {10**5000: 1.0}}, "logit_bias has the id 0x"),
+        ({"prompt": [10**5000]}, "0x.* is among them"),
         ({"eos": 5}, "eos=5"),
+        ({"eos": [10**30]}, r"eos=\[10{30}\]\. Give a collection of ids from 0 to"),
+        ({"eos": [-1]}, r"eos=\[-1\]"),
+        ({"eos": [10**5000]}, "eos=a list with a number"),
         ({"eos": ["</s>"]}, "eos="),
         ({"eos": b"ab"}, "eos=b'ab'"),
         ({"on_token": 5}, "on_token=5"),
@@ -270,7 +280,7 @@ def test_context(model):
         ({"prompt": []}, "no tokens"),
         ({"temperature": -1}, "temperature"),
     ],
-    ids=lambda value: str(value)[:40],
+    ids=lambda value: brief(value, 40),
 )
 def test_bad_input_is_refused_before_anything_runs(model, options, said):
     with pytest.raises(ModelError, match=said):

@@ -26,6 +26,13 @@ def generate(model, name, ids=IDS, n=9, **options):
 def test_every_strategy_goes_on_from_a_prefix(name):
     model = tk.load(name, "virtual:h200", progress=False)
     exact = generate(model, "roundtrip").tokens
+    for options, why in (
+        ({"ids": [10**30]}, "is among them"),
+        ({"context": 1 << 31}, "positions for 1 to"),
+        ({"chunk": 0}, "chunk=0"),
+    ):
+        with pytest.raises(ModelError, match=why):
+            Prefix(model, **{"ids": IDS[:20], "context": 64, **options})
     gc.collect()
     before = model.device.memory().allocated_bytes
     prefix = Prefix(model, IDS[:-1], len(IDS) + 8, chunk=16)

@@ -37,6 +37,12 @@ def test_shapes_have_the_size_of_their_name(name: str) -> None:
     assert SHAPES[name].source.startswith("https://")
 
 
+@pytest.mark.parametrize("seed", [1 << 64, float("inf"), 10**5000], ids=["large", "inf", "digits"])
+def test_seeds_that_pytorch_does_not_take_are_refused(seed: Any) -> None:
+    with pytest.raises(tk.ToolkitError, match="random weights of seed="):
+        tk.load("random/qwen3-0.6b", device="cpu", seed=seed, progress=False)
+
+
 SIZES_ONLY = """
 import json, time
 import torch

@@ -63,6 +63,17 @@ class UnknownNameError(ToolkitError):
     """A name (of a device, strategy, model or option) is unknown; the message suggests the nearest known one."""
 
 
+def brief(value: object, most: int = 80) -> str:
+    """Return the first `most` characters of `repr(value)`, for a message. Large numbers, which Python may refuse to write in
+    decimal digits, are written in hexadecimal ones.
+    """
+    try:
+        text = repr(value)
+    except ValueError:
+        text = hex(value) if isinstance(value, int) else f"a {type(value).__name__} with a number of too many digits"
+    return text[:most]
+
+
 def unknown_name(what: str, name: object, known: Iterable[str]) -> UnknownNameError:
     """Return the error for a `name` that is not in `known`. It suggests the nearest name and lists all of them."""
     names = sorted(known)

@@ -6,7 +6,7 @@ import io
 import re
 import sys
 
-from toolkit.core.errors import ToolkitError
+from toolkit.core.errors import ToolkitError, brief
 
 KiB, MiB, GiB, TiB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 
@@ -68,7 +68,9 @@ def parse_bytes(value: int | float | str) -> int:
             return int(found)
     elif not isinstance(value, bool) and isinstance(value, int | float) and 0 <= value < 1e18:
         return int(value)
-    raise ToolkitError(f"a size of {value!r}", "not a number of bytes", 'Write it as "24 GiB", "8 GB" or a number of bytes')
+    raise ToolkitError(
+        f"a size of {brief(value)}", "not a number of bytes", 'Write it as "24 GiB", "8 GB" or a number of bytes'
+    )
 
 
 def print_any_text() -> None:

@@ -16,10 +16,10 @@ from traceback import clear_frames
 import torch
 from torch import Tensor
 
-from toolkit.core.errors import ModelError
+from toolkit.core.errors import ModelError, brief
 from toolkit.core.numbers import integer
 from toolkit.decode.parts import READBACKS, Readback
-from toolkit.decode.prefix import Prefix
+from toolkit.decode.prefix import Prefix, check_chunk, check_context, most_positions
 from toolkit.decode.run import Run, tokens_per_s
 from toolkit.decode.sampling import Sampling
 from toolkit.decode.step import Fallback, Step
@@ -97,14 +97,12 @@ def generate(
     if isinstance(strategy, OwnLoop) and (prefix is not None or (kv is not None and check_kv(kv))):
         given = "a prefix" if kv is None else f"kv={kv!r}"
         raise ModelError(f"{strategy.name} with {given}", "its loop makes its own cache", "Leave out kv= and prefix=")
-    chunk = None if prefill_chunk is None else integer(prefill_chunk, least=1)
-    if prefill_chunk is not None and chunk is None:
-        raise ModelError("prefill in chunks", f"prefill_chunk={prefill_chunk!r:.80}", "Give a whole number of at least 1")
-    ends, stops = _ends(model) if eos is None else _given_ends(eos), _stops(model, stop)
+    chunk = None if prefill_chunk is None else check_chunk(prefill_chunk)
+    ends, stops = _ends(model) if eos is None else _given_ends(model, eos), _stops(model, stop)
     if cancel is not None and not hasattr(cancel, "is_set"):
-        raise ModelError("a way to cancel", f"cancel={cancel!r:.80}", "Give a threading.Event, and set it to stop")
+        raise ModelError("a way to cancel", f"cancel={brief(cancel)}", "Give a threading.Event, and set it to stop")
     if on_token is not None and not callable(on_token):
-        raise ModelError("tokens as they come", f"on_token={on_token!r:.80}", "Give a function of a token id and its text")
+        raise ModelError("tokens as they come", f"on_token={brief(on_token)}", "Give a function of a token id and its text")
     cancel = cancel or threading.Event()
     device, text = model.device, _Text(model, ends, stops, on_token)
     known_ns: list[int] = []
@@ -285,15 +283,10 @@ def _steps(
 
 def _room(model: Model, prompt: int, max_new_tokens: int, context: int | None) -> tuple[int, int]:
     """Return the size of the cache and the number of tokens to generate. The last token is not written to the cache."""
-    most = getattr(model, "context", model.config.max_position_embeddings)  # an exported model may support fewer positions
-    new, given = integer(max_new_tokens, least=1), None if context is None else integer(context, least=1)
+    new = integer(max_new_tokens, least=1)
     if new is None:
-        raise ModelError("generating", f"max_new_tokens={max_new_tokens!r:.80}", "Give a whole number of at least 1")
-    if context is not None and (given is None or given > most):
-        raise ModelError(
-            f"a context of {context!r:.80}", f"this model has positions for 1 to {most:,}", "Give a number in this range"
-        )
-    room = min(most, prompt + new - 1) if given is None else given
+        raise ModelError("generating", f"max_new_tokens={brief(max_new_tokens)}", "Give a whole number of at least 1")
+    room = min(most_positions(model), prompt + new - 1) if context is None else check_context(model, context)
     if prompt > room:
         do = f"Shorten the prompt by {prompt - room:,} tokens" + ("" if context is None else f", or give context={prompt:,}")
         raise ModelError(f"a prompt of {prompt:,} tokens", f"the context holds {room:,}", do, prompt=prompt, context=room)
@@ -308,15 +301,18 @@ def _ends(model: Model) -> frozenset[int]:
 def _stops(model: Model, stop: object) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else stop
     if not isinstance(stops, Sequence) or not all(isinstance(each, str) and each for each in stops):
-        raise ModelError("strings that end the text", f"stop={stop!r:.80}", "Give a string that isn't empty, or a list of them")
+        raise ModelError(
+            "strings that end the text", f"stop={brief(stop)}", "Give a string that isn't empty, or a list of them"
+        )
     if stops and model.tokenizer is None:
         raise ModelError("strings that end the text", "this model came without a tokenizer", "Give token ids as eos= instead")
     return tuple(stops)
 
 
-def _given_ends(eos: object) -> frozenset[int]:
-    texts = str | bytes | bytearray
-    ids = [integer(i) for i in eos] if isinstance(eos, Collection) and not isinstance(eos, texts) else [None]
+def _given_ends(model: Model, eos: object) -> frozenset[int]:
+    texts, last = str | bytes | bytearray, model.config.vocab_size - 1
+    ids = [integer(i, 0, last) for i in eos] if isinstance(eos, Collection) and not isinstance(eos, texts) else [None]
     if None in ids:
-        raise ModelError("tokens that end the text", f"eos={eos!r:.80}", "Give a collection of ids such as [2], or () for none")
+        do = f"Give a collection of ids from 0 to {last:,}, such as [2], or () for none"
+        raise ModelError("tokens that end the text", f"eos={brief(eos)}", do)
     return frozenset(i for i in ids if i is not None)

@@ -8,10 +8,34 @@ from contextlib import contextmanager
 
 import torch
 
-from toolkit.core.errors import ModelError
+from toolkit.core.errors import ModelError, brief
+from toolkit.core.numbers import LARGEST, integer
 from toolkit.models.cache import Cache
 from toolkit.models.chunks import chunk_of
 from toolkit.models.model import Model
+from toolkit.text.prompts import prompt_ids
+
+
+def most_positions(model: Model) -> int:
+    """Return the largest context of `model`. An exported model may support fewer positions than its config."""
+    most: int = getattr(model, "context", model.config.max_position_embeddings)
+    return most
+
+
+def check_context(model: Model, context: object) -> int:
+    """Return `context` as an int. Raises ModelError unless the model has that many positions."""
+    most = most_positions(model)
+    if (found := integer(context, 1, most)) is None:
+        why = f"this model has positions for 1 to {most:,}"
+        raise ModelError(f"a context of {brief(context)}", why, "Give a number in this range")
+    return found
+
+
+def check_chunk(chunk: object) -> int:
+    """Return the number of prompt tokens to feed at a time as an int. Raises ModelError unless it is one."""
+    if (found := integer(chunk, 1, LARGEST)) is None:
+        raise ModelError("prefill in chunks", f"prefill_chunk={brief(chunk)}", "Give a whole number from 1 to 2**63 - 1")
+    return found
 
 
 class Prefix:
@@ -26,18 +50,17 @@ class Prefix:
     ) -> None:
         """Feed `ids`, `chunk` tokens at a time, to a new cache for `context` tokens; `chunk` and `kv` as in `generate`.
 
-        Raises ModelError if `ids` is empty or the cache is too small, and torch.OutOfMemoryError.
+        Raises ModelError if an argument is invalid or the cache is too small, and torch.OutOfMemoryError.
         """
-        if not ids:
-            raise ModelError("a prefix", "it has no tokens", "Give at least one token id")
-        self.model, self.ids = model, tuple(ids)
+        self.model, self.ids = model, tuple(prompt_ids(model, ids))
+        context, chunk = check_context(model, context), chunk_of(model) if chunk is None else check_chunk(chunk)
         self.kept_bytes: int | None = None  # None before the first run
         self._lock = threading.Lock()
         with torch.no_grad():
             self.cache = model.new_cache(context) if kv is None else model.new_cache(context, kv)
             try:
                 stop = 0
-                for part in torch.tensor([self.ids]).to(model.device.torch).split(chunk or chunk_of(model), 1):
+                for part in torch.tensor([self.ids]).to(model.device.torch).split(chunk, 1):
                     start, stop = stop, stop + part.shape[1]
                     model.advance(model.embed(part), self.cache.slots[start:stop], self.cache, stop)
             except BaseException:

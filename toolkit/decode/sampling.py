@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from toolkit import ops
-from toolkit.core.errors import ModelError
-from toolkit.core.numbers import integer, real
+from toolkit.core.errors import ModelError, brief
+from toolkit.core.numbers import integer, real, seed_of
 from toolkit.kernels.filters import MOST_TOKENS, WORK, Rules, numbers_of
 from toolkit.kernels.noise import mixed_seed
 
@@ -47,9 +47,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         def refuse(name: str, needed: str) -> ModelError:
-            return ModelError(f"sampling with {name}={getattr(self, name)!r:.80}", "out of range", f"Give {needed}")
+            return ModelError(f"sampling with {name}={brief(getattr(self, name))}", "out of range", f"Give {needed}")
 
-        temperature, penalty, seed = real(self.temperature), real(self.repetition_penalty), integer(self.seed)
+        temperature, penalty, seed = real(self.temperature), real(self.repetition_penalty), seed_of(self.seed)
         top_k = None if self.top_k is None else integer(self.top_k, least=1)
         top_p, min_p = (None if given is None else real(given) for given in (self.top_p, self.min_p))
         if temperature is None or not 0 <= temperature < math.inf:
@@ -61,15 +61,15 @@ class Sampling:
         if self.top_p is not None and (top_p is None or not 0 < top_p <= 1):
             raise refuse("top_p", "a number above 0 and at most 1, or None")
         if seed is None:
-            raise refuse("seed", "a whole number")
+            raise refuse("seed", "a whole number from -2**63 to 2**64 - 1")
         if self.min_p is not None and (min_p is None or not 0 <= min_p <= 1):
             raise refuse("min_p", "a number from 0 to 1, or None")
         if penalty is None or not 1e-6 <= penalty <= 1e6:
             raise refuse("repetition_penalty", "a number from 1e-6 to 1e6; 1 is off")
         given = self.logit_bias if isinstance(self.logit_bias, Mapping) else {None: None}
         bias = {integer(i): real(x) for i, x in given.items()}
-        if not all(i is not None and x is not None and x < math.inf for i, x in bias.items()):
-            raise refuse("logit_bias", "a mapping from token ids to numbers below infinity")
+        if not all(i is not None and x is not None and x <= torch.finfo(torch.float32).max for i, x in bias.items()):
+            raise refuse("logit_bias", "a mapping from token ids to numbers that fp32 can hold, or -inf")
         found = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "min_p": min_p}
         for name, value in {**found, "repetition_penalty": penalty, "logit_bias": bias}.items():
             object.__setattr__(self, name, value)  # Python's numbers; later changes by the caller have no effect
@@ -125,7 +125,7 @@ def _check_vocab(sampling: Sampling, vocab_size: int) -> None:
         raise ModelError(asked, f"at most {MOST_TOKENS:,} are supported", "Use a model with a smaller vocabulary")
     for i in sampling.logit_bias:
         if not 0 <= i < vocab_size:
-            raise ModelError(asked, f"logit_bias has the id {i}", f"Give ids from 0 to {vocab_size - 1:,}")
+            raise ModelError(asked, f"logit_bias has the id {brief(i)}", f"Give ids from 0 to {vocab_size - 1:,}")
 
 
 def _constants(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

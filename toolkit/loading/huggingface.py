@@ -330,7 +330,7 @@ def _seeded(sampling: Any, device: Device) -> Iterator[None]:
     cards = [device.torch] if device.torch.type == "cuda" else []
     with torch.random.fork_rng(cards, enabled=sampling.temperature > 0):
         if sampling.temperature > 0:
-            torch.manual_seed(sampling.seed % (1 << 63))
+            torch.manual_seed(sampling.seed)
         yield
 
 

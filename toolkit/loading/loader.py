@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit.core.errors import ModelError, ToolkitError, UnknownNameError, unknown_name
+from toolkit.core.errors import ModelError, ToolkitError, UnknownNameError, brief, unknown_name
+from toolkit.core.numbers import seed_of
 from toolkit.core.progress import Counter, Progress
 from toolkit.core.units import bytes_text
 from toolkit.gpu.device import Device, Memory
@@ -78,7 +79,11 @@ def load(
         return _wrap(path, device, dtype, engine, scheme)
     if not isinstance(path, str | os.PathLike):
         raise ToolkitError(
-            f"model {path!r:.80}", f"a {type(path).__name__}, not a path", 'Pass "demo/qwen3", a folder or a .gguf file'
+            f"model {brief(path)}", f"a {type(path).__name__}, not a path", 'Pass "demo/qwen3", a folder or a .gguf file'
+        )
+    if (drawn := seed_of(seed)) is None:
+        raise ToolkitError(
+            f"random weights of seed={brief(seed)}", "not a seed", "Give a whole number from -2**63 to 2**64 - 1"
         )
     began, asked = time.perf_counter(), os.fspath(path)
     chosen, wanted = find_dtype(dtype), _recipe_for(scheme)
@@ -88,7 +93,7 @@ def load(
     layout = lay_out(checkpoint, target, chosen or checkpoint.dtype, wanted, fuse)
     before = target.memory()
     with _without_values(checkpoint, target):
-        _place(checkpoint, layout, target, counter, seed)
+        _place(checkpoint, layout, target, counter, drawn)
     layout.model.report = _report(checkpoint, layout, target, before, counter.total, time.perf_counter() - began)
     if checkpoint.weights is None and isinstance(target, VirtualGpu):
         _keep_without_values(layout.model, target)

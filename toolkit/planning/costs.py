@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from toolkit.core.errors import ModelError
+from toolkit.core.errors import ModelError, brief
+from toolkit.core.numbers import LARGEST, integer
 from toolkit.gpu.catalogue import CATALOGUE, GpuSpec
 from toolkit.models.costs import Cost, Shown, named_weights
 from toolkit.models.model import Model
@@ -251,8 +252,9 @@ def costs_of(model: Model | nn.Module, context: int | None = None, name: str | N
     longest = _longest(model)
     if context is None:
         context = min(CONTEXT, longest or CONTEXT)
-    if isinstance(context, bool) or not isinstance(context, int) or context < 0:
-        raise ModelError(f"costs at context={context!r:.60}", "not a number of tokens", "Pass an integer of 0 or more")
+    if (given := integer(context, 0, LARGEST)) is None:
+        raise ModelError(f"costs at context={brief(context)}", "not a number of tokens", "Pass an integer from 0 to 2**63 - 1")
+    context = given
     own: Any = getattr(model, "costs", None)
     exact = callable(own)
     most = max(min(longest or 0, LENGTHS[-1]), context)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.core.display import render
-from toolkit.core.errors import BudgetError, ModelError
+from toolkit.core.errors import BudgetError, ModelError, brief
 from toolkit.core.units import MiB, bytes_text
 from toolkit.core.workers import processors
 from toolkit.gpu.catalogue import CATALOGUE, GpuSpec
@@ -243,7 +243,7 @@ def plan_of(
     context = min(4096, most) if context is None else context
     if type(context) is not int or not 2 <= context <= most:
         raise ModelError(
-            f"a plan for a context of {context!r}", f"this model supports 2 to {most:,} tokens", "Choose one of these"
+            f"a plan for a context of {brief(context)}", f"this model supports 2 to {most:,} tokens", "Choose one of these"
         )
     has = _host_bytes() if card is None else card.memory_bytes
     whole = has if run_budget is None else run_budget

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from toolkit.core.errors import ModelError
+from toolkit.core.errors import ModelError, brief
 from toolkit.core.numbers import integer
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def prompt_ids(model: Model, prompt: object) -> list[int]:
     for given, i in zip(ids, found, strict=True):
         if i is None or i >= vocab_size:
             raise ModelError(
-                "a prompt of token ids", f"{given!r:.80} is among them", f"Ids are whole numbers from 0 to {vocab_size - 1:,}"
+                "a prompt of token ids", f"{brief(given)} is among them", f"Ids are whole numbers from 0 to {vocab_size - 1:,}"
             )
     return [i for i in found if i is not None]
 
