@@ -17,7 +17,7 @@ demo: .venv/.core
 
 # Jupyter refuses to run as root (the usual user in a container) without --allow-root.
 lab: .venv/.lab
-	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks/01_see_the_copies.ipynb
+	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks/00_course.ipynb
 
 # Tests run in two processes of one thread each while mypy checks types; then browser tests, which mostly wait, in three. Tests
 # that time what a user waits for run alone. All compile exports into one folder, which starts empty.

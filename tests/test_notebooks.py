@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from collections.abc import Iterator
@@ -12,27 +13,28 @@ from typing import Any
 import pytest
 
 from tests.conftest import cache_of_lessons, compiling_alone, exports_cache
+from toolkit.ui.lessons import editions, progress
+from toolkit.ui.lessons.lesson import Lesson
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 
+
+def lesson_of(path: Path) -> Lesson | None:
+    """The lesson of a notebook."""
+    name = path.stem.split("_", 1)[1]
+    found = importlib.util.find_spec(f"toolkit.ui.lessons.{name}")
+    return getattr(importlib.import_module(found.name), "lesson", None) if found else None
+
+
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 IDS = [path.stem for path in NOTEBOOKS]
-MEMORY = NOTEBOOKS[IDS.index("04_memory_cell_by_cell")]
-OTHERS = [path for path in NOTEBOOKS if path != MEMORY]
+MEMORY = NOTEBOOKS[IDS.index("05_memory_cell_by_cell")]
+LESSONS = {path: lesson for path in NOTEBOOKS if (lesson := lesson_of(path))}
+OTHERS = [path for path in NOTEBOOKS[1:] if path != MEMORY and path not in LESSONS]
 
 # What a learner who got everything right has typed, in the order of the cells.
 ANSWERS = {
-    "01_see_the_copies": [
-        ('my_prediction = {"h2d": None, "d2h": None}', 'my_prediction = {"h2d": 2, "d2h": 1}'),
-        ('my_prediction = {"d2h bytes": None}', 'my_prediction = {"d2h bytes": 4 * model.config.vocab_size}'),
-        ('my_prediction = {"h2d": None, "d2h": None}', 'my_prediction = {"h2d": 1, "d2h": 1}'),
-        ('my_prediction = {"h2d": None, "d2h": None, "d2d": None}', 'my_prediction = {"h2d": 0, "d2h": 1, "d2d": 1}'),
-        (
-            "return sample(logits, temperature)  # write your version here",
-            "return torch.softmax(logits / temperature, dim=-1).argmax(-1)",
-        ),
-    ],
     "02_what_a_token_costs": [
         ('my_prediction = {"GB per token": None}', 'my_prediction = {"GB per token": (8.19 - 0.62) * 2}'),
         ('my_prediction = {"tok/s": None}', 'my_prediction = {"tok/s": 1792 / 15.1}'),
@@ -44,7 +46,7 @@ ANSWERS = {
         ),
         ('my_prediction = {"sequences": None}', 'my_prediction = {"sequences": 209.5 / 1.792}'),
     ],
-    "03_autotune_per_gpu": [
+    "07_autotune_per_gpu": [
         ('my_prediction = {"bytes": None}', 'my_prediction = {"bytes": 2 * 128 * 64 * 2}'),
         ('my_prediction = {"a100-80g": None, "h200": None}', 'my_prediction = {"a100-80g": 3 * 32_768, "h200": 4 * 32_768}'),
         ('my_prediction = {"GPUs": None}', 'my_prediction = {"GPUs": 6}'),
@@ -59,7 +61,7 @@ ANSWERS = {
         ("return k // block_k  # write your version here", "return -(-k // block_k)"),
         ('my_prediction = {"tuned": None, "found again": None}', 'my_prediction = {"tuned": 2, "found again": 3}'),
     ],
-    "04_memory_cell_by_cell": [
+    "05_memory_cell_by_cell": [
         ('my_prediction = {"peak MiB": None, "kept MiB": None}', 'my_prediction = {"peak MiB": 8 + 16 + 16, "kept MiB": 8}'),
         ("return next_token(ids)  # write your version here", "return model(ids)[:, -1].float().argmax(-1)"),
         (
@@ -83,7 +85,7 @@ ANSWERS = {
         ("# write your line here", "optimizer = torch.optim.AdamW(net.parameters())"),
         ('my_prediction = {"cards": None}', 'my_prediction = {"cards": 4}'),
     ],
-    "05_export_under_a_budget": [
+    "09_export_under_a_budget": [
         ('my_prediction = {"GiB": None}', 'my_prediction = {"GiB": 30.7e9 * 5.02 / 8 / GiB}'),
         (
             (
@@ -136,12 +138,12 @@ ANSWERS = {
     ],
 }
 # What is checked where something is to be written: it is told as it is, too.
-EXERCISES = ("h2d copies", "wrong configs left", "bytes in the graph")
+EXERCISES = ("wrong configs left", "bytes in the graph")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def one_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What lessons 03 and 05 compile is kept apart from the user's, and compiled once."""
+    """What lessons 7 and 9 compile is kept apart from the user's, and compiled once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TOOLKIT_CACHE", str(cache_of_lessons(tmp_path_factory)))
         yield
@@ -230,8 +232,57 @@ def test_runs_as_it_is_gives_no_answer_away_and_accepts_the_right_ones(
         look_at_the_verdicts(path, run_all(client))
 
 
+@pytest.mark.parametrize("lesson", LESSONS.values(), ids=[path.stem for path in LESSONS])
+def test_a_notebook_checks_every_question_and_has_no_answer(lesson: Lesson) -> None:
+    notebook = editions.read(lesson)
+    text = "".join("".join(cell["source"]) for cell in notebook["cells"])
+    names = [name for name, _, _ in editions.questions_of(notebook)]
+    assert names == list(lesson.questions)
+    for question in lesson.questions.values():
+        assert question.hint
+        assert question.answer not in text
+        assert question.why[:40] not in text
+        assert question.hint[:40] not in text
+    assert text.count("lesson.start()") == text.count("lesson.finish()") == 1
+    assert editions.CHECK.search(text[: text.index("lesson.start()")]) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", LESSONS, ids=[path.stem for path in LESSONS])
+def test_a_lesson_runs_as_it_is_and_again_with_the_answers(path: Path, tmp_path: Path) -> None:
+    """Twice in one kernel, with the same numbers; no answer is given away, and no file is left."""
+    lesson = LESSONS[path]
+    notebook = editions.read(lesson)
+    questions = editions.questions_of(notebook)
+    with kernel(opened(notebook), tmp_path) as client:
+        said = run_all(client)
+        for text in said:
+            assert not any(question.why[:30] in text for question in lesson.questions.values())
+        for name, _, check in questions:
+            (text,) = texts(nbformat.v4.new_notebook(cells=[client.nb.cells[check]]))
+            assert text.startswith("Write your prediction") or "\nHint: " in text, name
+        assert lesson.solved == ()
+        before = numbers(client.nb)
+        client.nb = opened(editions.answered(notebook, lesson))
+        run_all(client)
+        for name, _, check in questions:
+            (text,) = texts(nbformat.v4.new_notebook(cells=[client.nb.cells[check]]))
+            assert text.startswith("right: "), name
+            assert "wrong: " not in text, name
+        progress_cells = [0, *(at for at, cell in enumerate(client.nb.cells) if "lesson." in cell.source)]
+        skipped = {*progress_cells, *(at for _, at, _ in questions)}
+        assert [row for row in numbers(client.nb) if row[0] not in skipped] == [row for row in before if row[0] not in skipped]
+    assert lesson.solved == tuple(lesson.questions)
+    assert list(tmp_path.iterdir()) == []
+    progress.forget(lesson.name)
+
+
+def opened(notebook: dict[str, Any]) -> Any:
+    return nbformat.reads(json.dumps(notebook), as_version=4)
+
+
 def numbers(notebook) -> list[tuple[int, str]]:
-    """The numbers of each code cell's text and of the line below it, without times and the numbers of cells.
+    """The numbers of each code cell's text and of the line below it, without times and the numbers of cells and streams.
 
     A cell's text is one: how many parts it arrives in depends on the time.
     """
@@ -246,7 +297,8 @@ def numbers(notebook) -> list[tuple[int, str]]:
                 *re.findall(r"peak [^(<]*", data.get("text/html", "")),
             ]
         if texts:
-            found.append((number, re.sub(r"cell \d+|[\d.]+ (ns|µs|ms|s)\b", "", "".join(texts))))
+            plain = re.sub(r"cell \d+|stream \d+|[\d.]+ (ns|µs|ms|s)\b", "", "".join(texts))
+            found.append((number, re.sub(r"[\s-]+", " ", plain)))
     return found
 
 

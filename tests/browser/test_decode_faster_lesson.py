@@ -1,4 +1,4 @@
-"""Lesson 06 in a real JupyterLab: it runs through, shows the timeline of each step, and answers after a hint."""
+"""Lesson 6 in a real JupyterLab: it runs through, shows the timeline of each step, and answers after a hint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lesson 05 in a real JupyterLab: it runs through, exports for real, and shows its pictures in both themes."""
+"""Lesson 9 in a real JupyterLab: it runs through, exports for real, and shows its pictures in both themes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from conftest import run_all
 from test_memory_lesson import cell_with, look
 from test_model_shown import FAULTS, theme
 
-LESSON = Path(__file__).parent.parent.parent / "notebooks" / "05_export_under_a_budget.ipynb"
+LESSON = Path(__file__).parent.parent.parent / "notebooks" / "09_export_under_a_budget.ipynb"
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="exports are compiled with g++")
 @pytest.mark.timeout(500)  # two minutes where nothing else runs: pieces are compiled
 def test_the_lesson_runs_as_it_is(lab, opened) -> None:
-    (lab.root / "05.ipynb").write_text(json.dumps(json.loads(LESSON.read_text())))
-    page = opened("05.ipynb")
+    (lab.root / "09.ipynb").write_text(json.dumps(json.loads(LESSON.read_text())))
+    page = opened("09.ipynb")
     page.set_viewport_size({"width": 1280, "height": 1900})
     run_all(page, timeout_s=300)
     page.wait_for_selector(".jp-OutputArea:has-text('was changed')", timeout=60_000)
@@ -28,7 +28,7 @@ def test_the_lesson_runs_as_it_is(lab, opened) -> None:
     for name in ("light", "dark"):
         theme(page, name)
         for i, heading in enumerate(page.locator(".jp-MarkdownCell h1, .jp-MarkdownCell h2").all()):
-            look(page, heading, f"lesson-05-{name}-{i:02}")
-        look(page, page.locator(".tk-plan").last, f"lesson-05-{name}-package")
+            look(page, heading, f"lesson-09-{name}-{i:02}")
+        look(page, page.locator(".tk-plan").last, f"lesson-09-{name}-package")
         page.wait_for_timeout(400)
         assert page.evaluate(FAULTS.replace(".tk-model", ".tk-plan")) == []

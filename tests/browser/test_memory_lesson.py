@@ -1,4 +1,4 @@
-"""Lesson 04 in a real JupyterLab: it runs through, though one cell fails on purpose, and shows its pictures in both themes."""
+"""Lesson 5 in a real JupyterLab: it runs through, though one cell fails on purpose, and shows its pictures in both themes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from test_memory_shown import VIEW
 from test_model_shown import FAULTS, theme
 from test_timeline_in_lab import shot
 
-LESSON = Path(__file__).parent.parent.parent / "notebooks" / "04_memory_cell_by_cell.ipynb"
+LESSON = Path(__file__).parent.parent.parent / "notebooks" / "05_memory_cell_by_cell.ipynb"
 LINE = f"{VIEW}.tk-line"
 
 
@@ -31,8 +31,8 @@ def look(page, cell, name: str) -> None:
 
 @pytest.mark.timeout(400)  # 40 seconds where nothing else runs
 def test_the_lesson_runs_as_it_is(lab, opened) -> None:
-    (lab.root / "04.ipynb").write_text(json.dumps(json.loads(LESSON.read_text())))
-    page = opened("04.ipynb")
+    (lab.root / "05.ipynb").write_text(json.dumps(json.loads(LESSON.read_text())))
+    page = opened("05.ipynb")
     page.set_viewport_size({"width": 1280, "height": 1900})
     run_all(page, timeout_s=150)
     page.wait_for_selector(".jp-OutputArea:has-text('session.html')", timeout=60_000)
@@ -44,13 +44,13 @@ def test_the_lesson_runs_as_it_is(lab, opened) -> None:
     for name in ("light", "dark"):
         theme(page, name)
         for i, heading in enumerate(page.locator(".jp-MarkdownCell h1, .jp-MarkdownCell h2").all()):
-            look(page, heading, f"lesson-04-{name}-{i:02}")
+            look(page, heading, f"lesson-05-{name}-{i:02}")
         page.wait_for_timeout(400)
         assert page.evaluate(FAULTS.replace(".tk-model", VIEW)) == []
     line = cell_with(page, "Is it?").locator(LINE)
     line.locator("summary").click()
     line.locator("img").wait_for(state="visible")
     assert "optimizer" in line.inner_text()
-    look(page, line, "lesson-04-line-open")
+    look(page, line, "lesson-05-line-open")
     page.wait_for_timeout(400)
     assert page.evaluate(FAULTS.replace(".tk-model", VIEW)) == []

@@ -11,7 +11,7 @@ from test_model_shown import FAULTS, theme
 from test_timeline_in_lab import shot
 from tuned import __file__ as TUNED
 
-LESSON = Path(__file__).parent.parent.parent / "notebooks" / "03_autotune_per_gpu.ipynb"
+LESSON = Path(__file__).parent.parent.parent / "notebooks" / "07_autotune_per_gpu.ipynb"
 VIEW = ".tk-tuning"
 SETUP = f"""import sys; sys.path.insert(0, {str(Path(TUNED).parent)!r})
 from IPython.display import display
@@ -83,10 +83,10 @@ def test_the_labs_tune_panel(notebook) -> None:
 
 
 def test_the_lesson_runs_as_it_is(lab, opened) -> None:
-    (lab.root / "03.ipynb").write_text(json.dumps(json.loads(LESSON.read_text())))
-    page = opened("03.ipynb")
+    (lab.root / "07.ipynb").write_text(json.dumps(json.loads(LESSON.read_text())))
+    page = opened("07.ipynb")
     run_all(page, timeout_s=150)
     page.wait_for_selector(VIEW, timeout=60_000)
     assert page.locator(".jp-OutputArea-output[data-mime-type*='stderr']").count() == 0
     assert page.locator(f"{VIEW} .tk-row td.tk-excluded").count() == 6
-    look(page, "lesson-03")
+    look(page, "lesson-07")

@@ -10,12 +10,10 @@ import pytest
 import toolkit as tk
 from toolkit.models.shapes import SHAPES
 from toolkit.ui.lessons.checks import check
-from toolkit.ui.lessons.decode_faster import (
+from toolkit.ui.lessons.decode_faster import QUESTIONS, ask, check_waiting
+from toolkit.ui.lessons.steps import (
     CHANGES,
-    QUESTIONS,
-    ask,
     change,
-    check_waiting,
     measured_table,
     prefill_us,
     step_facts,

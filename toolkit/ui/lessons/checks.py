@@ -6,7 +6,7 @@ Verdicts are text, so that they read the same in JupyterLab, in a terminal and i
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from numbers import Real
 
@@ -15,10 +15,18 @@ _wrong: dict[str, set[str]] = {}  # the different wrong predictions of each ques
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a check: one line per number and the explanation, and whether all numbers are right."""
+    """The result of a check: one line per number and the explanation, and whether all numbers are right.
+
+    `asks` is True if there was nothing to check yet, because a prediction is open or isn't among the choices.
+    """
 
     lines: tuple[str, ...]
     right: bool
+    asks: bool = False
+
+    def with_line(self, line: str) -> Verdict:
+        """Return the verdict with another line at its end, unless that is empty."""
+        return replace(self, lines=(*self.lines, line)) if line else self
 
     def __repr__(self) -> str:
         return "\n".join(self.lines)
@@ -44,21 +52,37 @@ def check(
     `hint`, the first wrong prediction gets the hint, and the answer is shown after the second one. `why` is shown together with
     the answer. A wrong prediction raises no error.
     """
+    verdict = compare(predicted, found, within, who, choices, tell=False)
+    if verdict.asks:
+        return verdict
+    if not verdict.right and hint and not _tried_before(hint, predicted):
+        return verdict.with_line(f"Hint: {hint}")
+    return compare(predicted, found, within, who, choices, tell=True).with_line(why)
+
+
+def compare(
+    predicted: Mapping[str, float | str | None],
+    found: Mapping[str, float | str],
+    within: float,
+    who: str,
+    choices: Collection[str],
+    tell: bool,
+) -> Verdict:
+    """Compare predictions with `found` as `check` does, without a hint and an explanation. `tell` shows what was found."""
     open_ones = [name for name, value in predicted.items() if value is None]
     if open_ones:
-        return Verdict((f"Write your prediction for {', '.join(open_ones)} first, then run this cell again.",), False)
+        return Verdict((f"Write your prediction for {', '.join(open_ones)} first, then run this cell again.",), False, True)
     unknown = [value for value in predicted.values() if choices and isinstance(value, str) and value not in choices]
     if unknown:
-        return Verdict((f"{unknown[0]!r} is not one of the choices: {', '.join(map(repr, choices))}.",), False)
-    same = {name: _same(value, found[name], within) for name, value in predicted.items()}
-    right = all(same.values())
-    tell = right or not hint or _tried_before(hint, predicted)
+        return Verdict((f"{unknown[0]!r} is not one of the choices: {', '.join(map(repr, choices))}.",), False, True)
+    if other := [name for name in predicted if name not in found]:
+        return Verdict((f"Nothing is called {other[0]!r} here. The names are those in the cell as it was.",), False, True)
     lines = []
     for name, value in predicted.items():
+        said = "right" if _same(value, found[name], within) else "wrong"
         answer = f", {who} says {_number_text(found[name])}" if tell else ""
-        lines.append(f"{'right' if same[name] else 'wrong'}: {name} - you said {_number_text(value)}{answer}")
-    after = why if tell else f"Hint: {hint}"
-    return Verdict((*lines, *([after] if after else [])), right)
+        lines.append(f"{said}: {name} - you said {_number_text(value)}{answer}")
+    return Verdict(tuple(lines), all(line.startswith("right") for line in lines))
 
 
 def _same(value: object, found: float | str, within: float) -> bool:
@@ -79,12 +103,3 @@ def _number_text(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return str(value)
-
-
-def counts_of_step(run: object, step: int = 2) -> dict[str, int]:
-    """Return the copies of one decode step of a run by direction, such as {"h2d": 2, "d2h": 1, "d2d": 0}.
-
-    Step 0 is the prefill and step 1 may include warm-up; from step 2 on the loop is in its steady state.
-    """
-    table = run.copies().set_index("step")  # type: ignore[attr-defined]
-    return {kind: int(table.loc[step, f"{kind}_count"]) for kind in ("h2d", "d2h", "d2d")}
