@@ -27,6 +27,10 @@ class FormatError(ToolkitError):
     """A file (safetensors, GGUF, config.json, tokenizer.json, timings) is damaged or has an unexpected format."""
 
 
+class HubError(ToolkitError):
+    """A model cannot be downloaded: it does not exist, needs a token, does not fit on the disk, or the Hub does not answer."""
+
+
 class ModelError(ToolkitError):
     """The toolkit does not support a model or an input to it: its architecture, shapes, prompt length or batch size."""
 

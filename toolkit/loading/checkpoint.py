@@ -1,7 +1,7 @@
 """Open a checkpoint by name or path: config, names of weights and tokenizer are checked, and no weight is read.
 
-A checkpoint is a demo model, a Hugging Face folder, a GGUF file, or shapes alone (random/NAME). `toolkit.models` defines the
-architectures and the names of their weights.
+A checkpoint is a demo model, a Hugging Face folder, a GGUF file, a repository on the Hub, or shapes alone (random/NAME).
+`toolkit.models` defines the architectures and the names of their weights.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from toolkit.core.errors import FormatError, ModelError, unknown_name
+from toolkit.core.errors import FormatError, HubError, ModelError, unknown_name
+from toolkit.loading.hub import Repository, find, is_repository
 from toolkit.models import ARCHITECTURES
 from toolkit.models.layers import Source
 from toolkit.models.shapes import SHAPES
@@ -62,12 +63,30 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open the checkpoint that `load` was given, and check names and tokenizer without reading a weight."""
+    """Open the checkpoint that `load` was given, and check names and tokenizer without reading a weight.
+
+    A repository that is not in the cache is opened by its headers: its checkpoint has shapes and no values.
+    """
     asked = os.fspath(path)
     shape = _random(asked)
     if shape is not None:
         return shape
     found = resolve(asked)
+    if not isinstance(found, Repository):
+        return _opened(found)
+    if not found.describable():
+        what = "its config.json has a quantization_config, and such weights are described by their values"
+        raise HubError(f"model {asked!r}", what, f"Download it first: tk.load({asked!r})")
+    return open_headers(found)
+
+
+def open_headers(repository: Repository) -> Checkpoint:
+    """Open a repository by its headers, before its weights are downloaded."""
+    with repository.headers(_opened) as path:
+        return _opened(path)
+
+
+def _opened(found: Path) -> Checkpoint:
     checkpoint = _open_folder(found) if found.is_dir() else _open_gguf(found)
     known = 0 if checkpoint.tokenizer is None else checkpoint.tokenizer.vocab_size
     if known > checkpoint.config.vocab_size:
@@ -79,11 +98,26 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     return checkpoint
 
 
-def resolve(asked: str) -> Path:
-    """Return the folder or GGUF file for `asked`. Raises ToolkitError, which suggests a path, if there is none.
+def resolve(asked: str, revision: str | None = None, token: str | bool | None = None) -> Path | Repository:
+    """Return the folder or GGUF file for `asked` ("random/NAME" as it is), or the repository on the Hub to download it from.
 
     GGUF files are recognized by their first bytes or their name. A folder without a config.json may contain one GGUF model.
+    A path that exists is never looked up on the Hub. Raises ToolkitError, which suggests a path, if there is no such model.
     """
+    found = Path(asked) if _is_random(asked) else _local(asked)
+    if found is not None and revision is not None:
+        what = f"model {asked!r} with revision={revision!r}"
+        raise HubError(what, "it is not a repository on the Hub", "Leave out revision=")
+    if found is not None:
+        return found
+    if is_repository(asked):
+        return find(asked, revision, token)
+    do = 'Pass "demo/qwen3", "random/qwen3-8b", a Hugging Face folder, a .gguf file, or a repository: "ORG/REPO"'
+    raise FormatError(f"model {asked!r}", "no such file or folder", do)
+
+
+def _local(asked: str) -> Path | None:
+    """Return the folder or GGUF file for `asked`, or None if there is none. Raises ToolkitError for other files."""
     family, _, name = asked.partition("/")
     if family == "demo":
         demos = {p.parent.name for p in DEMOS.glob("*/config.json")}
@@ -104,10 +138,7 @@ def resolve(asked: str) -> Path:
         return path
     if asked and os.path.exists(path):  # unlike Path.exists, never raises
         raise FormatError(f"model {path}", "neither a folder nor a .gguf file", "Pass a Hugging Face folder or a .gguf file")
-    do = 'Pass "demo/qwen3", "random/qwen3-8b", a Hugging Face folder, or a .gguf file'
-    if asked.count("/") == 1 and not asked.startswith((".", "~", "/")) and "\\" not in asked:
-        do += f". Models are not downloaded automatically. From the Hub: hf download {asked} --local-dir {name}"
-    raise FormatError(f"model {asked!r}", "no such file or folder", do)
+    return None
 
 
 def _gguf_in(folder: Path) -> Path | None:
@@ -146,11 +177,15 @@ def find_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return dtype
 
 
+def _is_random(asked: str) -> bool:
+    return asked.partition("/")[0] == "random" and not os.path.exists(asked)
+
+
 def _random(asked: str) -> Checkpoint | None:
     """Return the checkpoint for "random/NAME", or None if `asked` is something else."""
-    family, _, name = asked.partition("/")
-    if family != "random" or os.path.exists(asked):
+    if not _is_random(asked):
         return None
+    name = asked.partition("/")[2]
     if name not in SHAPES:
         raise unknown_name("random model", asked, [f"random/{known}" for known in SHAPES])
     values = SHAPES[name].config

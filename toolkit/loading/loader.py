@@ -13,6 +13,7 @@ import traceback
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,9 +26,10 @@ from toolkit.core.units import bytes_text
 from toolkit.gpu.device import Device, Memory
 from toolkit.gpu.opening import open_device
 from toolkit.gpu.virtual.device import VirtualGpu
-from toolkit.loading.checkpoint import Checkpoint, find_dtype, open_checkpoint, resolve
+from toolkit.loading.checkpoint import Checkpoint, find_dtype, open_checkpoint, open_headers, resolve
 from toolkit.loading.drawing import draw
 from toolkit.loading.fill import Filler, scratch_for
+from toolkit.loading.hub import Repository
 from toolkit.loading.huggingface import wrap
 from toolkit.loading.layout import Layout, lay_out
 from toolkit.loading.report import Report
@@ -52,12 +54,16 @@ def load(
     cancel: threading.Event | None = None,
     fuse: bool = True,
     seed: int = 0,
+    revision: str | None = None,
+    token: str | bool | None = None,
 ) -> Any:
     """Load a model onto a device, ready for `tk.generate` and for `model(ids)`.
 
     Args:
         path: a demo model ("demo/qwen3"), real shapes with random weights ("random/qwen3-8b"; sizes only on a virtual GPU), a
-            Hugging Face folder (config.json, .safetensors files, tokenizer.json), or a .gguf file.
+            Hugging Face folder (config.json, .safetensors files, tokenizer.json), a .gguf file, or a repository on the Hugging
+            Face Hub ("Qwen/Qwen3-8B"; "ORG/REPO:FILE.gguf" for one GGUF model), which is downloaded into the cache of
+            huggingface_hub. A path that exists is never looked up on the Hub.
         device: a Device or a name that `tk.device` accepts.
         dtype: the dtype of computation. Default: the one in config.json, else that of the stored weights; bfloat16 for
             quantized and random weights.
@@ -65,18 +71,23 @@ def load(
             changes). "none": in `dtype`. "q4_k_m", "int4", "int8" or another scheme: quantize while loading (min-max).
         engine: "hf" loads the model of transformers, from a folder or an instance; `dtype` is then the only other option.
         progress: True (one line on a terminal or in a notebook), False, or a function of (done_bytes, total_bytes, tensor
-            name), which is called at most ten times a second and once at the end. If it raises, loading stops.
+            name), which is called at most ten times a second and once at the end. If it raises, loading stops. A download
+            reports in the same way before the load.
         cancel: an event that stops loading. The device memory is freed.
         fuse: False keeps matrices separate that share an input and would be multiplied as one (gate and up; q, k and v).
         seed: seed of the random weights of "random/NAME".
+        revision: branch, tag or commit of the repository. Default: "main".
+        token: access token of the Hub. Default: HF_TOKEN, else the one that `hf auth login` saved. False: none.
 
     Returns the model. `model.report` describes the load. Raises FormatError if files are missing, damaged or do not match the
-    config, ModelError for an unknown architecture, DeviceError if the weights do not fit on the device, and CancelledError.
+    config, ModelError for an unknown architecture, DeviceError if the weights do not fit on the device (of a repository, before
+    they are downloaded), HubError if a repository cannot be downloaded, and CancelledError.
     """
     if engine not in (None, *ENGINES):
         raise unknown_name("engine", engine, ENGINES)
     if engine == "hf" or isinstance(path, nn.Module):
-        return _wrap(path, device, dtype, engine, scheme)
+        model = _whole(resolve(path, revision, token), progress, cancel) if isinstance(path, str) else path
+        return _wrap(model, device, dtype, engine, scheme)
     if not isinstance(path, str | os.PathLike):
         raise ToolkitError(
             f"model {brief(path)}", f"a {type(path).__name__}, not a path", 'Pass "demo/qwen3", a folder or a .gguf file'
@@ -85,10 +96,14 @@ def load(
         raise ToolkitError(
             f"random weights of seed={brief(seed)}", "not a seed", "Give a whole number from -2**63 to 2**64 - 1"
         )
-    began, asked = time.perf_counter(), os.fspath(path)
     chosen, wanted = find_dtype(dtype), _recipe_for(scheme)
+    asked, found = os.fspath(path), resolve(os.fspath(path), revision, token)
+    if isinstance(found, Repository) and found.describable():  # download its weights only if the device has room for them
+        described, card = open_headers(found), open_device(device)
+        _check(described, lay_out(described, card, chosen or described.dtype, wanted, fuse), card)
+    local, began = _whole(found, progress, cancel), time.perf_counter()
     counter = Counter(f"loading {asked}", progress, cancel, "Its memory was released; it can be loaded again", bytes_text)
-    checkpoint = open_checkpoint(asked)
+    checkpoint = open_checkpoint(local)
     target = open_device(device)
     layout = lay_out(checkpoint, target, chosen or checkpoint.dtype, wanted, fuse)
     before = target.memory()
@@ -117,7 +132,12 @@ def _wrap(path: Any, device: Device | str, dtype: torch.dtype | str | None, engi
         raise ModelError(
             "a model of transformers", f"{option} applies to the toolkit's models only", "Leave it out, or pass a path"
         )
-    return wrap(resolve(os.fspath(path)) if isinstance(path, str) else path, device, find_dtype(dtype))
+    return wrap(path, device, find_dtype(dtype))
+
+
+def _whole(found: Path | Repository, progress: bool | Progress, cancel: threading.Event | None) -> Path:
+    """Return the path of a model, after downloading it if it is a repository."""
+    return found.download(progress, cancel) if isinstance(found, Repository) else found
 
 
 def _without_values(checkpoint: Checkpoint, device: Device) -> AbstractContextManager[None]:
@@ -130,9 +150,7 @@ def _without_values(checkpoint: Checkpoint, device: Device) -> AbstractContextMa
 def _place(checkpoint: Checkpoint, layout: Layout, device: Device, counter: Counter, seed: int) -> None:
     """Allocate the weights of a layout and fill them. If anything fails, all device memory is freed."""
     model = layout.model
-    needed = needed_bytes(model.parameters())
-    what = f"{checkpoint.path.name} in {', '.join(layout.held())}"
-    check_room(what, device, needed, _smaller(checkpoint, device, model.dtype, needed))
+    what, needed = _check(checkpoint, layout, device)
     largest = max(parameter.nbytes for parameter in model.parameters())
     try:
         for module in model.modules():
@@ -151,6 +169,14 @@ def _place(checkpoint: Checkpoint, layout: Layout, device: Device, counter: Coun
         raise
     model.tokenizer = checkpoint.tokenizer
     model.requires_grad_(False).eval()
+
+
+def _check(checkpoint: Checkpoint, layout: Layout, device: Device) -> tuple[str, int]:
+    """Return what is loaded and the bytes that it needs. Raises DeviceError if the device does not have them free."""
+    needed = needed_bytes(layout.model.parameters())
+    what = f"{checkpoint.path.name} in {', '.join(layout.held())}"
+    check_room(what, device, needed, _smaller(checkpoint, device, layout.model.dtype, needed))
+    return what, needed
 
 
 def _smaller(checkpoint: Checkpoint, device: Device, dtype: torch.dtype, needed: int) -> Iterator[tuple[str, int]]:

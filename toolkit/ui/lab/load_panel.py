@@ -46,7 +46,7 @@ class LoadPanel(Panel):
         self.device_field = field(widgets.Combobox, device, "Device", options=_device_names(), ensure_option=False,
                                   placeholder="virtual:8GiB, cuda, ...")  # fmt: skip
         self.model_field = field(widgets.Combobox, model, "Model", options=_model_names(), ensure_option=False,
-                                 placeholder="demo/NAME, random/NAME, a folder, a .gguf")  # fmt: skip
+                                 placeholder="demo/NAME, random/NAME, ORG/REPO, a folder")  # fmt: skip
         self.scheme_field = field(widgets.Dropdown, "", "Scheme", options=_SCHEMES)
         self.load_button = button("Load", "download", self.load, "Load the model onto the device", primary=True)
         self.look_button = button(
