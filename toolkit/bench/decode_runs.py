@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from toolkit.bench.captured_steps import WARM_UP_S
 from toolkit.bench.step_breakdown import FIRST_STEADY
 from toolkit.core.errors import ToolkitError
 from toolkit.decode.compare import decode_steps
@@ -46,8 +47,8 @@ def prefilled(model: Model, ids: Sequence[int], context: int, kv: str | None, ch
 def timed(prefix: Prefix, ids: Sequence[int], name: str, tokens: int, repeats: int) -> dict[str, Any]:
     """Return the tokens per second of `repeats` runs: all of them, their median, and (largest - smallest) / median.
 
-    `ids` is the prompt, which continues the prefix. On a measured clock, a run warms up first. `peak_bytes` is the peak of the
-    device memory in these runs, without the copies that only the prefix needs.
+    `ids` is the prompt, which continues the prefix. On a measured clock, runs of at least a second warm up first. `peak_bytes`
+    is the peak of the device memory in these runs, without the copies that only the prefix needs.
     """
     device = prefix.model.device
 
@@ -56,7 +57,10 @@ def timed(prefix: Prefix, ids: Sequence[int], name: str, tokens: int, repeats: i
         return generate(prefix.model, ids, name, **options).tok_per_s or float("nan")
 
     if device.clock == "measured":
-        run(WARM_UP_TOKENS)
+        run(WARM_UP_TOKENS)  # compiles kernels
+        warm = device.now_ns() + WARM_UP_S * 1e9
+        while device.now_ns() < warm:
+            run(tokens)
     device.reset_peak()
     rates = [run(tokens) for _ in range(repeats)]
     middle = statistics.median(rates)
