@@ -93,6 +93,12 @@ def captured_steps() -> dict[str, str]:
     return {"table": table(head, rows), "at_most": f"{math.ceil(max(off))}", "steps": str(len(steps))}
 
 
+def step_experiments() -> str:
+    """Return the table of changes that were tried in captured steps."""
+    rows = [[row["change"], *(f"{ms:.2f} ms" for ms in row["ms"].values())] for row in record("h200_step_experiments")["rows"]]
+    return table(["change", "after 64 tokens", "after 8,192 tokens"], rows)
+
+
 def kernels() -> str:
     """Return the table of kernels against their hardware limit."""
     rows = []
@@ -472,6 +478,7 @@ def substitutions() -> dict[str, Any]:
         "table_packages": packages(), "table_strategy_fields": strategy_fields(), "ahead": str(AHEAD),
         "memory": memory_figures(), "captured": captured_steps(),
         "table_speeds": speeds(), "table_steps": step_breakdowns(), "table_traces": traces(),
+        "table_step_experiments": step_experiments(),
         "launches": launches(),
         "table_copies_claimed": copies_claimed(),
         "table_claims": claims(), "llama_cpp": LLAMA_CPP_SOURCE,
