@@ -7,8 +7,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # pip compiles modules one at a time. Below, `compileall` compiles one per core.
 export PIP_COMPILE := 0
 
-# JupyterLab then saves widgets with the notebook: opened again, it shows them without running anything.
+# JupyterLab then saves widgets with the notebook: opened again, it shows them without running anything. Its server sends small
+# messages at once.
 SETTINGS := .venv/share/jupyter/lab/settings/overrides.d
+SERVER := .venv/etc/jupyter
 
 .PHONY: docs demo lab test tests quick check lint types clean
 
@@ -66,5 +68,5 @@ clean:
 .venv/.core .venv/.lab .venv/.test .venv/.docs: .venv/.torch pyproject.toml
 	$(PIP) install -e '.$(EXTRAS)'
 	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true  # some packages hold files that no Python compiles
-	@mkdir -p $(SETTINGS) && cp binder/jupyterlab.json $(SETTINGS)/decode-toolkit.json
+	@mkdir -p $(SETTINGS) $(SERVER) && cp binder/jupyterlab.json $(SETTINGS)/decode-toolkit.json && cp binder/jupyter_server_config.py $(SERVER)
 	@touch $@

@@ -133,6 +133,8 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     profile.mkdir(parents=True)
     # What is slow to import is there when a kernel begins to answer, and no name is left behind by that.
     (profile / "ipython_kernel_config.py").write_text("""c.InteractiveShellApp.exec_lines = ["assert __import__('torch')"]""")
+    (home / "jupyter_config_dir").mkdir()
+    shutil.copy(Path(__file__).parents[2] / "binder" / "jupyter_server_config.py", home / "jupyter_config_dir")
     port, token = _free_port(), secrets.token_hex(16)
     folders = {
         name: str(home / name.lower())

@@ -217,7 +217,7 @@ def test_a_saved_notebook_shows_its_timeline_without_a_kernel_and_runs_again(not
     seen = status(page)
     found = saved(page, lab)
     assert len(json.dumps(found["metadata"]["widgets"])) < 110_000
-    kept = found["cells"][1]["outputs"][0]["data"]
+    kept = found["cells"][1]["outputs"][1]["data"]
     assert "modelled time" in "".join(kept["text/plain"])
     assert "data:image/svg+xml" in "".join(kept["text/html"])
 

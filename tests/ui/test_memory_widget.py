@@ -15,7 +15,7 @@ import pytest
 from memory_events import GIB, HOSTILE, many_events, recording, small, use_of
 
 from toolkit.core.errors import RecorderError, ToolkitError
-from toolkit.ui import stills
+from toolkit.ui import canvas
 from toolkit.ui.memory.page import packed_use, write_memory_page
 from toolkit.ui.memory.widget import MemoryTimeline
 from toolkit.vram.measure import MemoryUse
@@ -101,7 +101,7 @@ def test_state_of_many_events_fits_a_saved_notebook() -> None:
 
 
 def test_fallbacks_for_places_without_widgets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stills, "ipython_shell", lambda: None)  # another test may have made one
+    monkeypatch.setattr(canvas, "ipython_shell", lambda: None)  # another test may have made one
     widget = small(owner=HOSTILE, clock="modelled").timeline()
     data, _ = widget._repr_mimebundle_()
     assert {"text/plain", "text/html", "application/vnd.jupyter.widget-view+json"} <= set(data)

@@ -11,7 +11,7 @@ from test_view import parse
 
 from toolkit.core.errors import ToolkitError
 from toolkit.trace.events import TraceBuilder
-from toolkit.ui import stills
+from toolkit.ui import canvas
 from toolkit.ui.timeline import overview
 from toolkit.ui.timeline.track import Track
 from toolkit.ui.timeline.view import Scene
@@ -77,7 +77,7 @@ def test_state_of_a_million_events_fits_a_saved_notebook() -> None:
 
 
 def test_fallbacks_for_places_without_widgets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stills, "ipython_shell", lambda: None)  # another test may have made one
+    monkeypatch.setattr(canvas, "ipython_shell", lambda: None)  # another test may have made one
     widget = Timeline(decode_loop(), decode_loop(clock="measured"), titles=("a <b>", "b"))
     data, _ = widget._repr_mimebundle_()
     assert {"text/plain", "text/html", "application/vnd.jupyter.widget-view+json"} <= set(data)

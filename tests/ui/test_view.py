@@ -123,7 +123,7 @@ def test_lanes_by_device_and_stream_hosts_first() -> None:
     builder.add("sync", 2, 1, device=0, stream=0)
     builder.add("mark", 0, 9, device=-1, name="warm-up")
     builder.add("alloc", 0, 0, bytes=512)
-    lanes = Track(builder.build({}), "a").meta()["lanes"]
+    lanes = Track(builder.build({}), "a").meta["lanes"]
     shown = [f"{lane['label']} {lane['place']}".strip() for lane in lanes]
     assert shown[:3] == ["host waits", "host marks", "kernels GPU 0, stream 0"]
     assert shown[-1] == "P2P GPU 1, stream 7"
@@ -139,7 +139,7 @@ def test_hundreds_of_streams_are_gathered() -> None:
     track = Track(builder.build({}), "a")
     assert len(track.lanes) <= 36
     assert sum(len(lane.rows) for lane in track.lanes) == 600
-    assert any(lane["place"] == "other streams" for lane in track.meta()["lanes"])
+    assert any(lane["place"] == "other streams" for lane in track.meta["lanes"])
 
 
 def test_unsorted_rows_of_a_foreign_reader_are_sorted() -> None:

@@ -10,7 +10,9 @@ from typing import Any
 
 import anywidget
 import traitlets
+from IPython.display import publish_display_data
 
+from toolkit.core.callers import ipython_shell
 from toolkit.ui import stills
 
 
@@ -36,11 +38,13 @@ class CanvasWidget(anywidget.AnyWidget):
     def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         bundle = super()._repr_mimebundle_(**kwargs) or ({}, {})
         data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
+        if ipython_shell() is None:
+            return {**data, "text/plain": repr(self), "text/html": self._still()}, metadata
+        # The widget comes first, so that front ends that draw it never lay out the still.
         name = stills.new_name()
-        if stills.publish(name, self._still(), repr(self)):
-            self.hide += stills.hiding(name)
-            return {**data, "text/plain": ""}, metadata
-        return {**data, "text/plain": repr(self), "text/html": self._still()}, metadata
+        self.hide += stills.hiding(name)
+        publish_display_data({**data, "text/plain": ""}, metadata)
+        return {"text/plain": repr(self), "text/html": stills.wrapped(name, self._still())}, {}
 
     def _answer(self, _widget: Any, request: Any, _buffers: Any) -> None:
         """Answer one message of the script. A malformed one is ignored: the script gives up waiting after four seconds."""

@@ -83,18 +83,19 @@ class CanvasPainter {
   }
 }
 
-// Returns a function that schedules `paint` for the next animation frame, once however often it is called.
-// `data-painted` of the frame counts the paints, for tests.
+// Returns a function that schedules `paint` for the next animation frame, once however often it is called; its `now` paints
+// at once. `data-painted` of the frame counts the paints, for tests.
 function framePainter(frame, paint) {
   let scheduled = false;
-  return () => {
-    if (scheduled) return;
-    scheduled = true;
-    requestAnimationFrame(() => {
-      scheduled = false;
-      if (paint()) frame.dataset.painted = String(Number(frame.dataset.painted || 0) + 1);
-    });
+  const now = () => {
+    scheduled = false;
+    if (paint()) frame.dataset.painted = String(Number(frame.dataset.painted || 0) + 1);
   };
+  const draw = () => {
+    if (!scheduled) requestAnimationFrame(() => { if (scheduled) now(); });
+    scheduled = true;
+  };
+  return Object.assign(draw, { now });
 }
 
 // Asks `provider` for views, one request at a time. If several requests arrive meanwhile, only the latest is sent.
@@ -113,7 +114,8 @@ function viewRequests(provider, accept, failed) {
   return { ask: (request) => { state.wanted = request; pump(); }, drop: () => { state.wanted = null; } };
 }
 
-// Calls `sized` when the canvas gets another width and `repaint` when the theme changes. Returns a function that stops both.
+// Calls `sized` when the canvas gets another width, before the browser shows it, and `repaint` when the theme changes. Returns
+// a function that stops both.
 function watchCanvas(canvas, sized, repaint) {
   let width = 0;
   const sizes = new ResizeObserver(() => { if (canvas.clientWidth && canvas.clientWidth !== width) { width = canvas.clientWidth; sized(); } });

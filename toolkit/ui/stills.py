@@ -24,10 +24,15 @@ def hiding(name: str) -> str:
     return f".{name}, .jp-OutputArea-child:has(.{name}) {{ display: none }}"
 
 
+def wrapped(name: str, html: str) -> str:
+    """Return the HTML of a still that `hiding(name)` hides."""
+    return f'<div class="{name}">{html}</div>'
+
+
 def publish(name: str, html: str, text: str, update: bool = False) -> bool:
     """Display the still below the running cell, or replace it everywhere (`update`). Returns False outside of notebooks."""
     if ipython_shell() is None:
         return False
-    data = {"text/html": f'<div class="{name}">{html}</div>', "text/plain": text}
+    data = {"text/html": wrapped(name, html), "text/plain": text}
     publish_display_data(data, transient={"display_id": name}, update=update)
     return True

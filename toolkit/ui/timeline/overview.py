@@ -32,7 +32,7 @@ def svg(scene: Scene) -> str:
 
     Modelled times are hatched.
     """
-    opening = scene.opening()
+    opening = scene.opening
     low, high = scene.first_range(opening["step"])
     y, parts = 4, []
     if opening["sentence"]:
@@ -42,7 +42,7 @@ def svg(scene: Scene) -> str:
         parts.append(_text(0, y + 14, f"{track.title}: {_caption(track)}", bold=True))
         y += 22
         segments = lane_segments(track.lanes, (low + origin, high + origin), _PLOT, _BINS * max(1, len(track.lanes)), _BINS)
-        for lane, segment, shown in zip(track.lanes, segments, track.meta()["lanes"], strict=True):
+        for lane, segment, shown in zip(track.lanes, segments, track.meta["lanes"], strict=True):
             parts.append(_text(0, y + 14, f"{shown['label']} {shown['place']}".strip()))
             parts.append(f'<path fill="#eef1f4" d="M{_GUTTER} {y}h{_PLOT}v{_LANE}h-{_PLOT}z"/>')
             parts.extend(_bars(lane, segment, y))
@@ -106,12 +106,12 @@ def _bars(lane: Lane, segment: dict[str, NDArray[Any]], y: int) -> list[str]:
 
 def text(scene: Scene) -> str:
     """Return a few lines for a terminal."""
-    opening = scene.opening()
+    opening = scene.opening
     lines = [f"{opening['sentence']} (step {opening['step']})"] if opening["sentence"] else []
     for track in scene.tracks:
-        steps = track.meta()["steps"]
+        steps = track.meta["steps"]
         lines.append(f"{track.title}: {_caption(track)}" + (f", steps {steps[0]} to {steps[1]}" if steps else ""))
-        lines += [f"  {row['label']} {row['place']}: {row['count']:,} {row['bytes']}".rstrip() for row in track.meta()["lanes"]]
+        lines += [f"  {row['label']} {row['place']}: {row['count']:,} {row['bytes']}".rstrip() for row in track.meta["lanes"]]
         lines += [f"  {note}" for note in track.notes()]
     return "\n".join(lines)
 
@@ -125,9 +125,9 @@ def html(scene: Scene) -> str:
         f"<tr><td>{escape(track.title)}</td><td>{escape((row['label'] + ' ' + row['place']).strip())}</td>"
         f"<td>{row['count']:,}</td><td>{row['bytes']}</td></tr>"
         for track in scene.tracks
-        for row in track.meta()["lanes"]
+        for row in track.meta["lanes"]
     ]
-    opening = scene.opening()
+    opening = scene.opening
     shown = [f"{opening['sentence']} (step {opening['step']})"] if opening["sentence"] else []
     captions = [*shown, *(f"{track.title}: {_caption(track)}" for track in scene.tracks)]
     notes = [note for track in scene.tracks for note in track.notes()]

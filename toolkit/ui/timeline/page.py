@@ -92,7 +92,7 @@ def slowest_and_fastest(tracks: Sequence[Track]) -> tuple[int, int] | None:
 def _openings(tracks: list[Track]) -> dict[str, Any]:
     """Return the first step and the sentence (`Scene.opening`) of each track ("1") and each pair ("0,1")."""
     numbers = [(i, *j) for i in range(len(tracks)) for j in [(), *((other,) for other in range(len(tracks)))]]
-    return {",".join(map(str, chosen)): Scene([tracks[i] for i in chosen]).opening() for chosen in numbers}
+    return {",".join(map(str, chosen)): Scene([tracks[i] for i in chosen]).opening for chosen in numbers}
 
 
 def _document(tracks: list[Track], title: str, extra: str, shown: tuple[int, int] | None) -> str:
@@ -185,7 +185,7 @@ def _packed(track: Track) -> dict[str, Any]:
     deflated = len(raw) > _SMALL
     data = zlib.compress(raw, 3) if deflated else raw
     return {
-        "meta": track.meta(), "n": total, "columns": spec, "deflated": deflated, "data": base64.b64encode(data).decode(),
+        "meta": track.meta, "n": total, "columns": spec, "deflated": deflated, "data": base64.b64encode(data).decode(),
         "strings": trace.strings, "source": trace.meta.get("source") or {}, "start_ns": track.start_ns, "end_ns": track.end_ns,
         "steps": track.steps.tolist(), "step_names": track.step_names, "sheet": overview.copies_sheet(track),
     }  # fmt: skip

@@ -62,6 +62,7 @@ class TimelinePainter extends CanvasPainter {
   constructor(canvas, meta) {
     super(canvas, meta, [GUTTER, 0], ["bg", "bar", "fg", "dim", "line", "lane", "accent", "python", ...Object.keys(WORDS)]);
     this.layout();
+    canvas.style.height = `${this.height}px`;
   }
 
   layout() {
@@ -550,7 +551,7 @@ function mount(root, provider, meta) {
   };
   for (const [name, handler] of Object.entries(listen)) canvas.addEventListener(name, handler, name === "wheel" ? { passive: false } : undefined);
 
-  const release = watchCanvas(canvas, ask, () => { painter.colors = null; draw(); });
+  const release = watchCanvas(canvas, () => { ask(); draw.now(); }, () => { painter.colors = null; draw(); });
   if (provider.first?.byteLength) accept(provider.first);
   else if (home === null) fit();
   else goto(home);

@@ -1,11 +1,13 @@
 """One trace of a timeline, with its lanes and steps.
 
 A `Track` indexes its events by lane (sorted starts, prefix sums), so that a view of a million events takes few binary searches.
+The prefix sums are computed when a view first needs them: one that shows single events doesn't.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ OTHER_STREAMS = 1 << 20
 class Lane:
     """Events of one kind on one stream in order of start, with the sums that binary searches need."""
 
+    trace: Trace
     kind: str
     rank: int
     device: int
@@ -33,10 +36,26 @@ class Lane:
     starts: NDArray[np.int64]
     ends: NDArray[np.int64]
     latest_end: NDArray[np.int64]  # latest end of this and all earlier events
-    fresh: NDArray[np.int64]  # start of the part of each event that no earlier event covers
-    busy: NDArray[np.int64]  # [n + 1] time covered by the first i events
-    bytes: NDArray[np.int64]  # [n + 1] prefix sum
-    modelled: NDArray[np.int64]  # [n + 1] prefix sum
+
+    @cached_property
+    def fresh(self) -> NDArray[np.int64]:
+        """Start of the part of each event that no earlier event covers."""
+        return np.maximum(self.starts, np.concatenate([self.starts[:1], self.latest_end[:-1]]))
+
+    @cached_property
+    def busy(self) -> NDArray[np.int64]:
+        """[n + 1] time covered by the first i events."""
+        return _prefix(self.latest_end - self.fresh)
+
+    @cached_property
+    def bytes(self) -> NDArray[np.int64]:
+        """[n + 1] bytes of the first i events."""
+        return _prefix(self.trace["bytes"][self.rows])
+
+    @cached_property
+    def modelled(self) -> NDArray[np.int64]:
+        """[n + 1] number of events with modelled times among the first i."""
+        return _prefix(self.trace["clock"][self.rows])
 
     def covered(self, t: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the time covered by events up to each `t`."""
@@ -80,11 +99,11 @@ class Track:
         nearest = self.steps[np.argmin(np.abs(self.steps[:, 0] - step))]
         return int(nearest[0]), int(nearest[1]), int(nearest[2])
 
-    @property
+    @cached_property
     def clock(self) -> str:
         """The clock of the events: "measured", "modelled" or "mixed". Without events, the clock in the trace's meta."""
         events = sum(len(lane.rows) for lane in self.lanes)
-        modelled = sum(int(lane.modelled[-1]) for lane in self.lanes)
+        modelled = sum(np.count_nonzero(self.trace["clock"][lane.rows]) for lane in self.lanes)
         if not events:
             return str(self.trace.meta.get("clock", "measured"))
         return "measured" if not modelled else "modelled" if modelled == events else "mixed"
@@ -102,8 +121,9 @@ class Track:
             notes.append("Steps are inferred from a repeating pattern of kernels.")
         return notes
 
+    @cached_property
     def meta(self) -> dict[str, Any]:
-        """Return the description that the front end draws around the events (JSON-able)."""
+        """The description that the front end draws around the events (JSON-able)."""
         several = len({lane.device for lane in self.lanes if lane.kind not in HOST_KINDS}) > 1
         ranks = len({lane.rank for lane in self.lanes}) > 1
         numbers = self.steps[:, 0]
@@ -124,7 +144,7 @@ def _lane_meta(lane: Lane, several: bool, ranks: bool) -> dict[str, Any]:
     if lane.kind not in HOST_KINDS:
         place += [f"GPU {lane.device}"] if several else []
         place += ["other streams" if lane.stream == OTHER_STREAMS else f"stream {max(lane.stream, 0)}"]
-    total = int(lane.bytes[-1])
+    total = int(lane.trace["bytes"][lane.rows].sum())
     return {
         "label": LANES[lane.kind],
         "place": ", ".join(place),
@@ -136,7 +156,7 @@ def _lane_meta(lane: Lane, several: bool, ranks: bool) -> dict[str, Any]:
 
 
 def _lanes(trace: Trace) -> list[Lane]:
-    shown = np.zeros(len(KINDS), np.int64) - 1
+    shown = np.full(len(KINDS), -1, np.int64)
     for position, kind in enumerate(LANES):
         shown[KINDS.index(kind)] = position
     position = shown[trace["kind"]]
@@ -149,9 +169,9 @@ def _lanes(trace: Trace) -> list[Lane]:
     # One small integer per place, in the order in which lanes are shown; equal integers are one lane.
     place = np.where(on_host, -1, trace["device"][rows].astype(np.int64)) + 1
     stream = np.where(on_host, 0, np.maximum(trace["stream"][rows].astype(np.int64), 0))
-    place = (trace["rank"][rows].astype(np.int64) << 16) + place
-    places, place = np.unique(place, return_inverse=True)
-    streams, stream = np.unique(stream, return_inverse=True)
+    place += trace["rank"][rows].astype(np.int64) << 16
+    places, place = _unique(place)
+    streams, stream = _unique(stream)
     key = (place * len(streams) + stream) * len(LANES) + position
     counts = np.bincount(key, minlength=len(places) * len(streams) * len(LANES))
     if np.count_nonzero(counts) > MAX_LANES:
@@ -161,9 +181,22 @@ def _lanes(trace: Trace) -> list[Lane]:
         new[np.sort(kept)] = np.arange(len(kept))
         streams, stream = names, new[stream]
         key = (place * len(streams) + stream) * len(LANES) + position
+        counts = np.bincount(key)
     order = np.argsort(key.astype(np.uint16) if key.max() < 1 << 16 else key, kind="stable")
-    bounds = np.flatnonzero(np.diff(key[order])) + 1
-    return [_lane(trace, rows[part], int(streams[stream[part[0]]])) for part in np.split(order, bounds)]
+    parts = np.split(order, np.cumsum(counts[counts > 0])[:-1])
+    return [_lane(trace, rows[part], int(streams[stream[part[0]]])) for part in parts]
+
+
+def _unique(values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return what `np.unique(values, return_inverse=True)` returns, without sorting if the values are close to each other."""
+    low = int(values.min())
+    if int(values.max()) - low > 1 << 20:
+        return np.unique(values, return_inverse=True)
+    values = values - low
+    found = np.flatnonzero(np.bincount(values))
+    position = np.zeros(int(found[-1]) + 1, np.int64)
+    position[found] = np.arange(len(found))
+    return found + low, position[values]
 
 
 def _lane(trace: Trace, rows: NDArray[np.int64], stream: int) -> Lane:
@@ -172,14 +205,10 @@ def _lane(trace: Trace, rows: NDArray[np.int64], stream: int) -> Lane:
         order = np.argsort(starts, kind="stable")
         rows, starts = rows[order], starts[order]
     ends = starts + np.maximum(trace["dur_ns"][rows], 0)
-    latest = np.maximum.accumulate(ends)
-    before = np.concatenate([starts[:1], latest[:-1]])
-    fresh = np.maximum(starts, before)
     first = int(rows[0])
     return Lane(
-        kind=KINDS[int(trace["kind"][first])], rank=int(trace["rank"][first]), device=int(trace["device"][first]),
-        stream=stream, rows=rows, starts=starts, ends=ends, latest_end=latest, fresh=fresh,
-        busy=_prefix(latest - fresh), bytes=_prefix(trace["bytes"][rows]), modelled=_prefix(trace["clock"][rows]),
+        trace, kind=KINDS[int(trace["kind"][first])], rank=int(trace["rank"][first]), device=int(trace["device"][first]),
+        stream=stream, rows=rows, starts=starts, ends=ends, latest_end=np.maximum.accumulate(ends),
     )  # fmt: skip
 
 

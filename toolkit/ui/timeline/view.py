@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -48,11 +49,12 @@ class Scene:
 
     def meta(self) -> dict[str, Any]:
         """Return the description of all tracks for the front end (JSON-able)."""
-        tracks = [track.meta() for track in self.tracks]
-        return {"tracks": tracks, "kinds": list(KINDS), "whole": list(self.bounds()), **self.opening()}
+        tracks = [track.meta for track in self.tracks]
+        return {"tracks": tracks, "kinds": list(KINDS), "whole": list(self.bounds()), **self.opening}
 
+    @cached_property
     def opening(self) -> dict[str, Any]:
-        """Return the step that is shown first and a sentence about it, as `step` and `sentence`; None and "" without steps."""
+        """The step that is shown first and a sentence about it, as `step` and `sentence`; None and "" without steps."""
         step = typical_step([track.steps_table for track in self.tracks])
         if step is None:
             return {"step": None, "sentence": ""}
@@ -223,17 +225,16 @@ def lane_segments(
 
 def _single_events(lane: Lane, span: tuple[int, int], window: tuple[float, float], width: int) -> dict[str, NDArray[Any]]:
     part = slice(*span)
-    starts, ends = lane.starts[part], lane.ends[part]
-    size, modelled = np.diff(lane.bytes[span[0] : span[1] + 1]), np.diff(lane.modelled[span[0] : span[1] + 1])
+    starts, ends, rows = lane.starts[part], lane.ends[part], lane.rows[part]
     touches = ends >= window[0]
     scale = width * SUBPIXELS / (window[1] - window[0])
     columns = {
-        "row": lane.rows[part],
+        "row": rows,
         "count": np.ones(len(starts)),
-        "bytes": size,
+        "bytes": lane.trace["bytes"][rows],
         "x0": np.clip((starts - window[0]) * scale, 0, width * SUBPIXELS),
         "x1": np.clip((ends - window[0]) * scale, 0, width * SUBPIXELS),
-        "kind": KINDS.index(lane.kind) + MODELLED * modelled,
+        "kind": KINDS.index(lane.kind) + MODELLED * lane.trace["clock"][rows].astype(np.int64),
         "level": np.full(len(starts), 255),
     }
     return {name: column[touches] for name, column in columns.items()}
