@@ -35,17 +35,6 @@ OTHERS = [path for path in NOTEBOOKS[1:] if path != MEMORY and path not in LESSO
 
 # What a learner who got everything right has typed, in the order of the cells.
 ANSWERS = {
-    "02_what_a_token_costs": [
-        ('my_prediction = {"GB per token": None}', 'my_prediction = {"GB per token": (8.19 - 0.62) * 2}'),
-        ('my_prediction = {"tok/s": None}', 'my_prediction = {"tok/s": 1792 / 15.1}'),
-        ('my_prediction = {"times": None}', 'my_prediction = {"times": 16 / 5}'),
-        ('my_prediction = {"GB per token": None}', 'my_prediction = {"GB per token": 0.6 + 0.8 + 0.4}'),
-        (
-            'my_prediction = {"bytes": None, "tokens": None}',
-            'my_prediction = {"bytes": 36 * 2 * 8 * 128 * 2, "tokens": 4.76e9 / 147_456}',
-        ),
-        ('my_prediction = {"sequences": None}', 'my_prediction = {"sequences": 209.5 / 1.792}'),
-    ],
     "07_autotune_per_gpu": [
         ('my_prediction = {"bytes": None}', 'my_prediction = {"bytes": 2 * 128 * 64 * 2}'),
         ('my_prediction = {"a100-80g": None, "h200": None}', 'my_prediction = {"a100-80g": 3 * 32_768, "h200": 4 * 32_768}'),
