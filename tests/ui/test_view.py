@@ -198,6 +198,29 @@ def test_steps_by_number_and_by_place() -> None:
     assert end > start
 
 
+def test_moving_by_steps_leaps_over_missing_numbers() -> None:
+    trace = decode_loop()
+    scene = Scene([Track(trace.select((trace["step"] < 2) | (trace["step"] == 5)), "a")])
+    assert [scene.find_step(0, step, move=1)[0] for step in (0, 1, 3, 5)] == [1, 5, 5, 5]
+    assert [scene.find_step(0, step, move=-1)[0] for step in (5, 4, 1, 0)] == [1, 1, 0, 0]
+
+
+def test_search_visits_every_event_that_begins_at_the_same_time() -> None:
+    builder = TraceBuilder()
+    for stream in range(3):
+        builder.add("kernel", 100, 10, stream=stream, name="matmul")
+    builder.add("kernel", 500, 10, stream=0, name="matmul")
+    scene = Scene([Track(builder.build({}), "a")])
+    for move, numbers in ((1, [1, 2, 3, 4, 1]), (-1, [4, 3, 2, 1, 4])):
+        hit, rows, seen = None, [], []
+        for _ in numbers:
+            hit = scene.find("matmul", -1, move, last=hit and hit["number"])
+            seen.append(hit["number"])
+            rows.append(hit["row"])
+        assert seen == numbers
+        assert len(set(rows)) == 4
+
+
 def test_steps_without_marks_come_from_the_events() -> None:
     trace = decode_loop()
     bare = trace.select(~trace.is_kind("mark"))

@@ -132,7 +132,7 @@ function pageProvider(tracks, limits) {
     const [from, to] = [t0, t1].map((t) => t + track.origin(align)), first = search(lane.starts, from), last = search(lane.starts, to);
     return [last - first, track.covered(lane, to) - track.covered(lane, from), lane.bytes[last] - lane.bytes[first]];
   }));
-  const find = ({ text, near, move, align = null }) => {
+  const find = ({ text, near, move, align = null, last = null }) => {
     const wanted = text.toLowerCase(), hits = [];
     tracks.forEach((track, t) => {
       const known = new Set(track.packed.strings.flatMap((string, code) => (string.toLowerCase().includes(wanted) ? [code] : [])));
@@ -141,7 +141,7 @@ function pageProvider(tracks, limits) {
     });
     if (!wanted || !hits.length) return null;
     hits.sort((a, b) => a.start - b.start);
-    const after = search(hits.map((hit) => hit.start), near, move > 0), at = ((move > 0 ? after : after - 1) + hits.length) % hits.length;
+    const after = last === null ? search(hits.map((hit) => hit.start), near, move > 0) : last - (move < 0), at = ((move > 0 ? after : after - 1) + hits.length) % hits.length;
     return { ...hits[at], number: at + 1, count: hits.length };
   };
   let asked = 0;
@@ -173,7 +173,9 @@ function pageProvider(tracks, limits) {
     const chosen = tracks[track], origin = chosen.origin(align);
     if (!chosen.steps.length) return null;
     const at = search(chosen.steps.map((entry) => entry[1]), near + origin + 0.5, true) - 1;
-    const found = number !== undefined ? chosen.stepRange(number) : chosen.steps[Math.min(Math.max(at + move, 0), chosen.steps.length - 1)];
+    const numbers = move && number !== undefined ? [...new Set(chosen.steps.map(([n]) => n))].sort((a, b) => a - b) : null;
+    const beside = (found) => chosen.stepRange(numbers[Math.min(Math.max(found, 0), numbers.length - 1)]);
+    const found = numbers ? beside(search(numbers, number, move > 0) - (move < 0)) : number !== undefined ? chosen.stepRange(number) : chosen.steps[Math.min(Math.max(at + move, 0), chosen.steps.length - 1)];
     return [found[0], found[1] - origin, found[2] - origin];
   };
   return {

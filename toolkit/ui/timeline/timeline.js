@@ -377,22 +377,22 @@ function mount(root, provider, meta) {
   let moving = Promise.resolve(); // a queue, so that two quick presses move two steps
   const move = (by) => { moving = moving.then(() => step(by)); };
   const step = async (by) => {
-    if (state.step !== null) return goto(Math.max(state.step + by, Math.min(...meta.tracks.filter((t) => t.steps).map((t) => t.steps[0]))));
+    const from = state.step === null ? { near: state.now.t0, move: by > 0 ? 1 : 0 } : { step: state.step, move: by };
     try {
-      const track = meta.tracks.findIndex((t) => t.steps);
-      const near = await provider.step({ align: state.align, track, near: state.now.t0, move: by > 0 ? 1 : 0 });
-      if (near) await goto(near[0]);
+      const steps = await Promise.all(meta.tracks.map((_, track) => provider.step({ ...from, align: state.align, track })));
+      const numbers = steps.filter(Boolean).map(([number]) => number).filter((number) => state.step === null || (number - state.step) * by > 0);
+      if (numbers.length) await goto(by > 0 ? Math.min(...numbers) : Math.max(...numbers));
     } catch { unanswered(); }
   };
 
   const find = async (by) => {
-    const text = searchInput.value.trim(), last = find.last?.text === text && find.last.align === state.align ? find.last.start : null;
+    const text = searchInput.value.trim(), last = find.last?.text === text && find.last.align === state.align ? find.last.number : null;
     if (!text || !state.now) return;
     try {
-      const hit = await provider.find({ text, near: last ?? state.now.t0 - 1, move: by, align: state.align });
+      const hit = await provider.find({ text, near: state.now.t0 - 1, last, move: by, align: state.align });
       found.textContent = hit ? `${grouped(hit.number)} of ${grouped(hit.count)}` : "not found";
       if (!hit) return;
-      find.last = { text, start: hit.start, align: state.align };
+      find.last = { text, number: hit.number, align: state.align };
       const span = Math.min(state.now.t1 - state.now.t0, Math.max(hit.end - hit.start, 1) * 40), middle = (hit.start + hit.end) / 2;
       state.selected = { track: hit.track, row: hit.row };
       look(middle - span / 2, middle + span / 2);

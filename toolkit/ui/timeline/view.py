@@ -10,7 +10,7 @@ import json
 import struct
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -140,10 +140,13 @@ class Scene:
             made.append(of_track)
         return made
 
-    def find(self, text: str, near: float, move: int, align: int | None = None) -> dict[str, Any] | None:
+    def find(
+        self, text: str, near: float, move: int, align: int | None = None, last: int | None = None
+    ) -> dict[str, Any] | None:
         """Return the next event (`move` 1) or the previous one (-1), seen from `near`, whose name or line contains `text`.
 
         Its `track`, `row`, `start` and `end` on the axis, its `number` among the `count` found; None if no event contains it.
+        `last`, the number of the event found before, takes the place of `near`: several events may start at the same time.
         """
         wanted = text.casefold()
         found = []
@@ -156,7 +159,8 @@ class Scene:
         if not wanted or not table.shape[1]:
             return None
         table = table[:, np.lexsort(table[::-1])]
-        after = int(np.searchsorted(table[0], near, side="right" if move > 0 else "left"))
+        side: Literal["left", "right"] = "right" if move > 0 else "left"
+        after = int(np.searchsorted(table[0], near, side=side)) if last is None else last - (move < 0)
         at = (after if move > 0 else after - 1) % table.shape[1]
         start, row, number = table[:, at].tolist()
         end = start + int(self.tracks[number].trace["dur_ns"][row])
@@ -169,11 +173,18 @@ class Scene:
     def find_step(
         self, track: int, step: int | None = None, near: float = 0.0, move: int = 0, align: int | None = None
     ) -> list[float] | None:
-        """Return [number, start, end] on the axis of the step number `step`, or `move` steps from the step at `near`."""
+        """Return [number, start, end] on the axis of a step: number `step`, or the nearest number there is.
+
+        With `move` 1 or -1, the step with the next or the previous number. Without `step`, `move` steps from the one at `near`.
+        """
         chosen, origin = self.tracks[track], self.origins(align)[track]
         if not len(chosen.steps):
             return None
-        if step is not None:
+        if step is not None and move:
+            numbers = np.unique(chosen.steps[:, 0])
+            at = int(np.searchsorted(numbers, step, side="right")) if move > 0 else int(np.searchsorted(numbers, step)) - 1
+            found = chosen.step_range(int(numbers[np.clip(at, 0, len(numbers) - 1)]))
+        elif step is not None:
             found = chosen.step_range(step)
         else:
             at = int(np.searchsorted(chosen.steps[:, 1], near + origin + 0.5, side="right")) - 1

@@ -47,7 +47,8 @@ class Timeline(CanvasWidget):
         if kind == "sums":
             return self.scene.sums(float(request["t0"]), float(request["t1"]), _align(request))
         if kind == "find":
-            return self.scene.find(str(request["text"]), float(request["near"]), int(request["move"]), _align(request))
+            last = None if request.get("last") is None else int(request["last"])
+            return self.scene.find(str(request["text"]), float(request["near"]), int(request["move"]), _align(request), last)
         number = int(request["track"])
         if kind == "facts":
             return overview.facts(self.scene.tracks[number], int(request["row"]))
