@@ -9,15 +9,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from IPython.core.interactiveshell import InteractiveShell
 from synthetic import decode_loop
 
 from toolkit.core.errors import CancelledError, DeviceError, FormatError, ToolkitError
+from toolkit.core.progress import Reporter
 from toolkit.decode.strategies import STRATEGIES
+from toolkit.trace.events import TraceBuilder
 from toolkit.ui.lab import generate_panel, load_panel
 from toolkit.ui.lab.app import TABS, Lab
 from toolkit.ui.lab.fields import error_html, path_of
 from toolkit.ui.lab.generate_panel import prompt_of
 from toolkit.ui.lab.history import Entry, copies_html
+from toolkit.ui.progress import CellProgress
 
 
 class Device:
@@ -340,6 +344,39 @@ def test_other_errors_are_named_without_a_wall() -> None:
 def test_table_of_a_run_without_decode_steps() -> None:
     run = Run(strategy="roundtrip", tokens=(1,), tok_per_s=None, clock="measured", trace=decode_loop(steps=1, clock="measured"))
     assert "<td>-</td>" in copies_html([Entry(1, "a <run>", run.trace, run, "")])
+
+
+def test_table_of_runs_counts_kernels_and_launches() -> None:
+    builder = TraceBuilder()
+    for start in (0, 100):
+        builder.add("launch", start, 1, device=-1, step=start // 100, name="cudaLaunchKernel")
+        builder.add("kernel", start + 2, 5, stream=0, step=start // 100, name="matmul")
+        builder.add("kernel", start + 9, 5, stream=0, step=start // 100, name="norm")
+    launched, without = (copies_html([Entry(1, "a", trace, None, "")]) for trace in (builder.build({}), decode_loop()))
+    assert "<td>2</td><td>1</td>" in launched
+    assert "<td>12</td><td>-</td>" in without
+
+
+class Work(Reporter):
+    """Half of some work, long enough for a bar."""
+
+    def __init__(self) -> None:
+        super().__init__("loading", True, None, "")
+        self._bar = CellProgress(self)
+        self._bar._began -= 1
+        self.report((), 0.5, "1 of 2", "")
+
+
+@pytest.mark.parametrize(("then", "how"), [
+    ("raise KeyboardInterrupt", "interrupted"), ("pass", "stopped"), ("work.report((), 1.0, '2 of 2', '', end=True)", "done"),
+])  # fmt: skip
+def test_a_bar_in_a_cell_says_how_its_work_ended(then: str, how: str) -> None:
+    shell = InteractiveShell.instance()
+    shell.user_ns["Work"] = Work
+    shell.run_cell(f"work = Work()\n{then}")
+    bar = shell.user_ns["work"]._bar
+    assert f"Loading (Interrupt cancels): {how} after" in bar._bar.text.value
+    assert bar._left not in shell.events.callbacks["post_run_cell"]
 
 
 def test_closing_stops_the_work(app: Lab, model: SimpleNamespace) -> None:

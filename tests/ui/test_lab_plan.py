@@ -68,6 +68,25 @@ def test_a_plan_of_what_the_fields_say(app: Lab) -> None:
     assert app.model is None  # nothing was loaded
 
 
+def test_fields_that_change_while_a_plan_is_made_are_planned_again(app: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, real = [], module.plan
+
+    def slow(shapes, target, budget, context, **options):
+        asked.append((target, context))
+        if len(asked) == 1:
+            app.plan.target_field.value, app.plan.context_field.value = "h200", 2048
+        return real(shapes, target, budget, context, **options)
+
+    monkeypatch.setattr(module, "plan", slow)
+    planned(app)
+    assert asked == [("rtx-4090", 4096), ("h200", 2048)]
+    assert app.plan.plan.context == 2048
+    assert "Plan for <b>h200</b>" in app.plan.status.value
+    app.plan.context_field.value = 1024
+    assert app.wait(60)
+    assert app.plan.plan.context == 1024
+
+
 def test_the_slider_plans_again_once_there_is_a_plan(app: Lab) -> None:
     app.plan.budget_field.value = 2 * GiB
     assert app.plan.plan is None

@@ -13,6 +13,7 @@ from typing import Any
 import ipywidgets as widgets
 from IPython.display import display
 
+from toolkit.core.callers import ipython_shell
 from toolkit.core.units import seconds_text
 
 _LEAST_S = 0.5  # shorter work shows nothing in a cell
@@ -74,6 +75,7 @@ class CellProgress:
         self._title = f"{reporter.task[:1].upper()}{reporter.task[1:]} (Interrupt cancels)"
         self._bar: ProgressBar | None = None
         self._began = time.monotonic()
+        self._shell = ipython_shell()
 
     def show(self, share: float, phase: str, end: bool) -> None:
         """Show the share of the present phase. Nothing is shown before the work has taken half a second."""
@@ -84,6 +86,19 @@ class CellProgress:
             self._bar.children = self._bar.children[1:]
             self._bar.begin(self._title, self._began)
             display(self._bar)
+            if self._shell is not None:
+                self._shell.events.register("post_run_cell", self._left)
         self._bar.share(share, 1.0, phase)
         if end:
-            self._bar.rest("done")
+            self._rest("done")
+
+    def _rest(self, how: str) -> None:
+        """Show how the work ended, and listen for the end of the cell no longer."""
+        assert self._bar is not None
+        self._bar.rest(how)
+        if self._shell is not None and self._left in self._shell.events.callbacks["post_run_cell"]:
+            self._shell.events.unregister("post_run_cell", self._left)
+
+    def _left(self, result: Any) -> None:
+        """Show that the work didn't reach its end before the cell did."""
+        self._rest("interrupted" if isinstance(result.error_in_exec, KeyboardInterrupt) else "stopped")

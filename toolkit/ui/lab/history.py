@@ -59,7 +59,7 @@ def timeline_of(entries: Iterable[Entry]) -> Timeline:
 
 
 def copies_html(entries: Iterable[Entry]) -> str:
-    """Return a table of runs with the mean copies per decode step, without the prefill; of all steps if a trace has none."""
+    """Return a table of runs with the mean kernels, launches and copies per decode step, without the prefill; of all steps if a trace has none."""
     entries, rows = list(entries), []
     first = next((entry.run for entry in entries if entry.run is not None), None)
     for entry in entries:
@@ -70,12 +70,24 @@ def copies_html(entries: Iterable[Entry]) -> str:
         same = "-" if run is None or first is None else "yes" if run.tokens == first.tokens else "no"
         cells = [escape(entry.label), escape(str(entry.trace.meta.get("device", "unknown"))), same]
         cells.append(f"{run.tok_per_s:,.4g} {run.clock}" if run is not None and run.tok_per_s else "-")
+        for column in ("kernels", "launches"):  # launches are -1 where they weren't recorded
+            count = steps[column].mean()
+            cells.append(f"{count:,.4g}" if len(steps) and count >= 0 else "-")
         for kind in COPY_KINDS:
             count, size = steps[f"{kind}_count"].mean(), steps[f"{kind}_bytes"].mean()
             cells.append(f"{count:.3g} ({bytes_text(size)})" if len(steps) and count else "0")
         clock = run.clock if run is not None else entry.trace.meta.get("clock", "")
         cells.append(f"{seconds_text(steps['host_wait_us'].mean() / 1e6)} {clock}" if len(steps) else "-")
         rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
-    names = ("run", "device", "same tokens", "tok/s", *(f"{kind.upper()} / step" for kind in COPY_KINDS), "host waits / step")
+    names = (
+        "run",
+        "device",
+        "same tokens",
+        "tok/s",
+        "kernels / step",
+        "launches / step",
+        *(f"{kind.upper()} / step" for kind in COPY_KINDS),
+        "host waits / step",
+    )
     head = "".join(f'<th scope="col">{name}</th>' for name in names)
     return f'<div class="tk-wrap tk-copies"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'

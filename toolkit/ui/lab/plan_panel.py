@@ -52,7 +52,8 @@ class PlanPanel(Panel):
         self.plan_button = button("Plan", "bar-chart", self.show, "Predict the memory on the target", primary=True)
         self.export_button = button("Export", "archive", self.export, "Compile the model for the target into the folder")
         self.status, self.view = widgets.HTML(), widgets.HTML()
-        self.budget_field.observe(lambda _: self.plan is not None and self.show(), "value")
+        for one in (self.context_field, self.kv_field, self.budget_field):
+            one.observe(lambda _: self.plan is not None and self.show(), "value")
         loading.device_field.observe(lambda change: setattr(self.target_field, "value", target_of(change["new"])), "value")
         places = (self.target_field, loading.model_field, loading.scheme_field)
         for one in places:
@@ -66,7 +67,7 @@ class PlanPanel(Panel):
         self._clear()
 
     def show(self) -> None:
-        """Plan, like the Plan button, and like the budget slider once there is a plan. Returns at once."""
+        """Plan, like the Plan button, and like the context, KV and budget once there is a plan. Returns at once."""
         self._work.run("Planning", self._plan, self.status)
 
     def export(self) -> None:
@@ -87,12 +88,23 @@ class PlanPanel(Panel):
         _, path, scheme = self._loading.chosen()
         return self.target_field.value.strip() or "cpu", path, scheme
 
+    def _asked(self) -> tuple[Any, ...]:
+        """Return the fields that a plan answers for."""
+        return (*self._chosen(), self.budget_field.value, self.context_field.value, self._kv())
+
     def _plan(self) -> None:
-        target, path, scheme = self._chosen()
+        """Plan for the fields, again if they have changed meanwhile."""
+        planned = None
+        while planned != (asked := self._asked()):
+            self._show_plan(*asked)
+            planned = asked
+
+    def _show_plan(self, target: str, path: str, scheme: Any, budget: int, context: int, kv: str | None) -> None:
         self.status.value = f"Planning {escape(path)} for {escape(target)} ..."
-        shapes, budget = self._shapes(path, scheme), self.budget_field.value
-        named = f"{path}, {scheme}" if scheme else path
-        self.plan = plan(shapes, target, budget, self.context_field.value, kv=self._kv(), name=named)
+        shapes = self._shapes(path, scheme)
+        if self.context_field.value != context:
+            return
+        self.plan = plan(shapes, target, budget, context, kv=kv, name=f"{path}, {scheme}" if scheme else path)
         self.view.value = html(self.plan)
         fits = "It fits" if self.plan.fits else "It doesn't fit, for the reasons below"
         place = f"Plan for <b>{escape(target)}</b>: {fits}."
