@@ -59,7 +59,10 @@ def timeline_of(entries: Iterable[Entry]) -> Timeline:
 
 
 def copies_html(entries: Iterable[Entry]) -> str:
-    """Return a table of runs with the mean kernels, launches and copies per decode step, without the prefill; of all steps if a trace has none."""
+    """Return a table of runs with the mean kernels, launches and copies per decode step, without the prefill.
+
+    A trace without decode steps shows the means of all steps.
+    """
     entries, rows = list(entries), []
     first = next((entry.run for entry in entries if entry.run is not None), None)
     for entry in entries:
@@ -79,15 +82,7 @@ def copies_html(entries: Iterable[Entry]) -> str:
         clock = run.clock if run is not None else entry.trace.meta.get("clock", "")
         cells.append(f"{seconds_text(steps['host_wait_us'].mean() / 1e6)} {clock}" if len(steps) else "-")
         rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
-    names = (
-        "run",
-        "device",
-        "same tokens",
-        "tok/s",
-        "kernels / step",
-        "launches / step",
-        *(f"{kind.upper()} / step" for kind in COPY_KINDS),
-        "host waits / step",
-    )
+    per_step = ("kernels", "launches", *(kind.upper() for kind in COPY_KINDS), "host waits")
+    names = ("run", "device", "same tokens", "tok/s", *(f"{name} / step" for name in per_step))
     head = "".join(f'<th scope="col">{name}</th>' for name in names)
     return f'<div class="tk-wrap tk-copies"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
