@@ -13,6 +13,7 @@ import hashlib
 import os
 import re
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -149,8 +150,6 @@ class Repository:
 
     def _fetch(self, file: File, partial: Path, counter: Counter) -> None:
         """Complete the partial file. Raises HubError if the result does not have the hash of the file, and deletes it."""
-        import httpx
-
         digest = hashlib.sha256() if len(file.etag) == 64 else hashlib.sha1(b"blob %d\0" % file.nbytes)
         with open(partial, "ab+") as out:
             out.seek(0)
@@ -165,7 +164,7 @@ class Repository:
                             out.write(chunk)
                             digest.update(chunk)
                             counter.step(len(chunk), file.name)
-                except httpx.TransportError:
+                except _transport_error():
                     attempts = attempts + 1 if out.tell() == at else 0
                     if attempts == _ATTEMPTS:
                         raise
@@ -246,7 +245,6 @@ def find(asked: str, revision: str | None, token: str | bool | None) -> Path | R
     The Hub is asked for the present commit of `revision` (default: "main"). If it does not answer, the cached commit is used.
     Raises HubError if there is no such model.
     """
-    from httpx import TransportError
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
@@ -257,7 +255,7 @@ def find(asked: str, revision: str | None, token: str | bool | None) -> Path | R
         try:
             api = HfApi(endpoint=constants.ENDPOINT, token=token)
             info = api.model_info(name, revision=branch, files_metadata=True, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-        except (TransportError, OfflineModeIsEnabled, HfHubHTTPError) as error:
+        except (_transport_error(), OfflineModeIsEnabled, HfHubHTTPError) as error:
             silent = isinstance(error, HfHubHTTPError) and error.response.status_code < 500
             cached = None if silent else _cached(name, branch)
             if cached is None:
@@ -351,6 +349,14 @@ def _cached(name: str, revision: str) -> Path | None:
         return None
 
 
+def _transport_error() -> type[Exception]:
+    """Return the class of lost connections: of httpx, or of httpx2 in later versions of huggingface_hub."""
+    from huggingface_hub.utils import get_session  # type: ignore[attr-defined]  # loaded when it is first used
+
+    found: type[Exception] = sys.modules[type(get_session()).__module__.partition(".")[0]].TransportError
+    return found
+
+
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
@@ -394,7 +400,6 @@ def _full(asked: str, found: str, needed: int | None = None, free: int | None = 
 @contextmanager
 def _explained(asked: str, name: str, revision: str = "", kept: str = "") -> Iterator[None]:
     """Turn errors of huggingface_hub, of the connection and of the disk into HubError."""
-    import httpx
     from huggingface_hub import constants, errors
 
     hub, what = constants.ENDPOINT, f"model {asked!r}"
@@ -417,7 +422,7 @@ def _explained(asked: str, name: str, revision: str = "", kept: str = "") -> Ite
         status = error.response.status_code
         do = f"Check the token, or {log_in}" if status in (401, 403) else "Try again later"
         raise HubError(what, f"{hub} answered with status {status}", do, status=status) from error
-    except (httpx.TransportError, errors.LocalEntryNotFoundError) as error:
+    except (_transport_error(), errors.LocalEntryNotFoundError) as error:
         found = f"no such file or folder here, and {hub} cannot be reached ({type(error).__name__}: {error!s:.120})"
         raise HubError(what, found, f"Check the network, or pass a folder or a .gguf file{kept}") from error
     except OSError as error:
