@@ -11,9 +11,12 @@ import inspect
 import json
 import math
 import re
+import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+import online
 
 import toolkit as tk
 from toolkit.bench.captured_steps import compare
@@ -487,6 +490,7 @@ def substitutions() -> dict[str, Any]:
         "plan": plan_figures(), "snapshot": snapshot_figures(), "exports": export_figures(), "ratios": ratios,
         "waits": {"modelled": f"{1000 * waits[0]:.1f}", "measured": f"{1000 * waits[1]:.1f}"},
         "read_rate": f"{record('h200_kernels')['read_bytes_per_s'] / 1e12:.2f} TB/s",
+        "online": online.links(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]),
         **magics(),
         "made": {path.stem.replace(".", "_").replace("-", "_"): provenance(path.stem) for path in RESULTS.glob("*.json")},
     }  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def test_paths_exist(path: Path) -> None:
 @pytest.mark.parametrize("path", PAGES, ids=IDS)
 def test_python_blocks_compile(path: Path) -> None:
     for block in re.findall(r"```(?:python|\{code-cell\} python)\n(.*?)```", path.read_text(), re.DOTALL):
-        compile(block, str(path), "exec")
+        compile(re.sub(r"\A(:\w+:.*\n)+", "", block), str(path), "exec")  # without the options of a cell
 
 
 @pytest.mark.parametrize("path", PAGES, ids=IDS)
@@ -122,3 +123,34 @@ def test_arguments_in_docstrings_become_a_list(monkeypatch: pytest.MonkeyPatch) 
     found = [line for line in docstrings.converted(given) if line]
     assert found[1:3] == ["- ``h2d, d2h``: The ``number`` of copies.", "- ``per``: One of two."]
     assert found[-2:] == [".. code-block:: text", "    x = 1"]
+
+
+def test_the_binder_badge_needs_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(ROOT / "docs"), *sys.path])
+    import online
+
+    there = {"urls": {"Repository": "https://github.com/team/toolkit.git"}}
+    assert "mybinder.org/v2/gh/team/toolkit/HEAD?urlpath=lab/tree/notebooks/00_course.ipynb" in online.links(there)
+    assert "git+https://github.com/team/toolkit" in online.links(there)
+    assert (ROOT / online.FIRST).exists()
+    assert "mybinder" not in online.links({})
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert (online.badge(project) in (ROOT / "README.md").read_text()) or not online.badge(project)
+
+
+def test_binder_installs_what_the_lessons_need() -> None:
+    """The rest comes from pyproject.toml. Triton compiles kernels for the lessons, also without a GPU."""
+    wanted = (ROOT / "binder" / "requirements.txt").read_text()
+    assert "triton" in wanted
+    assert "+cpu" in wanted
+    assert "-e '.[lab]'" in (ROOT / "binder" / "postBuild").read_text()
+
+
+def test_the_picture_shows_what_its_traces_say() -> None:
+    first, second = (tk.open_trace(f"h200/qwen3/{name}") for name in ("roundtrip", "cuda-graph"))
+    said = repr(first.timeline(second)).splitlines()[0].removesuffix(" (step 10)").split("; ")[1:]
+    assert len(said) == 3
+    for page in (ROOT / "README.md", ROOT / "docs" / "index.md"):
+        picture = next(line for line in page.read_text().splitlines() if line.startswith("!["))
+        assert all(part in picture for part in said)
+    assert (ROOT / "notebooks" / "timeline.png").stat().st_size < 250_000
