@@ -261,6 +261,23 @@ def test_damaged_and_obsolete_baselines(run, pytester):
         assert file.read_text() == damage
 
 
+MARKING = """
+import pytest
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        item.add_marker(pytest.mark.copies)
+"""
+
+
+def test_marks_that_a_conftest_adds_keep_their_baselines(run, pytester):
+    pytester.makeconftest(MARKING)
+    run("\ndef test_a(toolkit_gpu): loop(toolkit_gpu.torch)\n", "--copies-update").assert_outcomes(passed=1)
+    run(None, "-k", "nothing").stdout.no_fnmatch_line("*no longer exist*")
+    run(None, "--copies-update").assert_outcomes(passed=1)
+    assert list(stored(pytester)) == ["test_a"]
+
+
 PLAIN = """
 import sys
 

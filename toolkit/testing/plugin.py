@@ -236,14 +236,21 @@ class _Session:
         self.config = config
         self.worker = hasattr(config, "workerinput")
         self.reports: list[dict[str, Any]] = []
+        self.items: list[pytest.Item] = []  # also those that are deselected later
         self.collected: dict[str, list[str]] = {}  # test module -> names of its tests that have a budget
         self.obsolete: list[str] = []
         self.wrote = 0
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
-        names = self.collected.setdefault(str(item.path), [])
-        if _marked(item):
-            names.append(item.nodeid.partition("::")[2])
+        self.items.append(item)
+
+    def pytest_collection_finish(self) -> None:
+        """Note the tests that have a budget, now that every conftest has added its marks."""
+        for item in self.items:
+            names = self.collected.setdefault(str(item.path), [])
+            if _marked(item):
+                names.append(item.nodeid.partition("::")[2])
+        self.items.clear()
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if hasattr(report, "toolkit"):
