@@ -21,7 +21,7 @@ from toolkit.ui.lab.app import TABS, Lab
 from toolkit.ui.lab.fields import error_html, path_of
 from toolkit.ui.lab.generate_panel import prompt_of
 from toolkit.ui.lab.history import Entry, copies_html
-from toolkit.ui.progress import CellProgress
+from toolkit.ui.progress import CellProgress, ProgressBar
 
 
 class Device:
@@ -377,6 +377,17 @@ def test_a_bar_in_a_cell_says_how_its_work_ended(then: str, how: str) -> None:
     bar = shell.user_ns["work"]._bar
     assert f"Loading (Interrupt cancels): {how} after" in bar._bar.text.value
     assert bar._left not in shell.events.callbacks["post_run_cell"]
+
+
+def test_the_time_left_is_that_of_the_load_and_not_of_its_download(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([100.0, 100.0, 110.0])
+    monkeypatch.setattr("toolkit.ui.progress.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    bar = ProgressBar(lambda: None)
+    bar.begin("Loading", 0.0)
+    bar.bar.value = 1.0  # the download has ended
+    bar.share(1, 10)
+    bar.share(5, 10)
+    assert bar.text.value == "Loading: 50 %, 110 s, about 10 s left"
 
 
 def test_closing_stops_the_work(app: Lab, model: SimpleNamespace) -> None:

@@ -40,10 +40,11 @@ class ProgressBar(widgets.HBox):  # type: ignore[misc]  # ipywidgets has no type
         self.bar.value, self.cancel_button.disabled = 0.0, False
 
     def share(self, done: float, total: float = 1.0, phase: str = "") -> None:
-        """Show that `done` of `total` is done, of the work or of its present phase."""
-        if phase != self._phase:
+        """Show that `done` of `total` is done, of the work or of its present phase. A smaller share begins a new phase."""
+        share = min(done / total, 1.0) if total else 1.0
+        if phase != self._phase or share < self.bar.value:  # the load after a download
             self._phase, self._phase_began = phase, time.monotonic()
-        self.bar.value, self._known = min(done / total, 1.0) if total else 1.0, True
+        self.bar.value, self._known = share, True
         self.bar.layout.display = ""
         self.draw()
 
