@@ -28,6 +28,7 @@ class Hub(ThreadingHTTPServer):
     cuts: int = 0
     cut_bytes: int = 0
     ranges: bool = True
+    most_bytes: int = 1 << 40  # of each file, without an error
 
     def __post_init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Answer)
@@ -118,8 +119,8 @@ class _Answer(BaseHTTPRequestHandler):
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         if not asked or not self.server.hub.ranges:
             return self._send(200, data, {}, body)
-        start, stop = int(asked[1]), int(asked[2]) + 1
-        return self._send(206, data[start:stop], {"Content-Range": f"bytes {start}-{stop - 1}/{len(data)}"}, body)
+        start, stop = int(asked[1]), min(int(asked[2]) + 1, self.server.hub.most_bytes)
+        return self._send(206, data[start:stop], {"Content-Range": f"bytes {start}-{int(asked[2])}/{len(data)}"}, body)
 
     def _send(self, status: int, data: bytes, headers: dict[str, str], body: bool = True) -> None:
         self.send_response(status)

@@ -18,7 +18,7 @@ import toolkit as tk
 from tests.checkpoints import SHAPE, random_tensors, write_folder, write_gguf
 from tests.loading.hub_server import COMMIT, Hub, entry
 from toolkit.core.errors import CancelledError, DeviceError, FormatError, HubError, ToolkitError
-from toolkit.loading import hub as module
+from toolkit.loading import download
 from toolkit.loading.checkpoint import DEMOS
 from toolkit.loading.hub import is_repository
 
@@ -43,8 +43,8 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def hub(stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(module, "_WAIT_S", 0.0)
-    monkeypatch.setattr(module, "_CHUNK", 1 << 16)
+    monkeypatch.setattr(download, "_WAIT_S", 0.0)
+    monkeypatch.setattr(download, "_CHUNK", 1 << 16)
     with Hub({name: stored / name for name in (MODEL, GGUF)}) as server:
         monkeypatch.setattr(constants, "ENDPOINT", server.address)  # as HF_ENDPOINT does when huggingface_hub is imported
         monkeypatch.setattr(
@@ -123,7 +123,7 @@ def test_a_full_disk_is_noticed_before_and_during_the_download(hub: Hub, monkeyp
         assert "1000 B are free" in str(error)
         assert error.facts["needed_bytes"] == sum(p.stat().st_size for p in hub.repositories[MODEL].glob("model-*"))
     with monkeypatch.context() as patch:
-        patch.setattr(module.Repository, "_fetch", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        patch.setattr(download.Repository, "_fetch", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
         assert "is full" in str(refusal(GGUF + ":small-F16.gguf"))
 
 
@@ -165,6 +165,11 @@ def test_lost_connections_are_resumed(hub: Hub, ranges: bool) -> None:
     assert torch.equal(logits(model), logits(load(hub.repositories[GGUF] / "small-F16.gguf")))
 
 
+def test_a_file_that_ends_early_is_an_error(hub: Hub) -> None:
+    hub.most_bytes = 1_000_000
+    assert "only 1,000,000 of 2,674,592 bytes" in str(refusal(f"{GGUF}:small-F16.gguf"))
+
+
 def test_bytes_with_another_hash_are_not_kept(hub: Hub, stored: Path) -> None:
     etag = entry(stored / GGUF, stored / GGUF / "small-F16.gguf")["lfs"]["sha256"]
     partial = Path(constants.HF_HUB_CACHE) / f"models--{GGUF.replace('/', '--')}" / "blobs" / f"{etag}.incomplete"
@@ -192,6 +197,7 @@ def test_without_a_network_the_cache_is_used(hub: Hub, monkeypatch: pytest.Monke
 def test_errors_say_what_is_missing(hub: Hub) -> None:
     assert "no such repository" in str(refusal("team/absent"))
     assert "no revision 'v2'" in str(refusal(revision="v2"))
+    assert "no revision can have" in str(refusal(revision="../../x"))
     assert "Leave out revision=" in str(refusal("demo/qwen3", revision="v2"))
     several = refusal(GGUF)
     assert several.facts["files"] == ["parts/small.gguf", "small-F16.gguf", "small-Q8_0.gguf"]

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from toolkit.core.errors import FormatError, HubError, ModelError, unknown_name
-from toolkit.loading.hub import Repository, find, is_repository
+from toolkit.loading.download import Repository
+from toolkit.loading.hub import find, is_repository
 from toolkit.models import ARCHITECTURES
 from toolkit.models.layers import Source
 from toolkit.models.shapes import SHAPES

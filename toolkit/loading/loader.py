@@ -27,9 +27,9 @@ from toolkit.gpu.device import Device, Memory
 from toolkit.gpu.opening import open_device
 from toolkit.gpu.virtual.device import VirtualGpu
 from toolkit.loading.checkpoint import Checkpoint, find_dtype, open_checkpoint, open_headers, resolve
+from toolkit.loading.download import Repository
 from toolkit.loading.drawing import draw
 from toolkit.loading.fill import Filler, scratch_for
-from toolkit.loading.hub import Repository
 from toolkit.loading.huggingface import wrap
 from toolkit.loading.layout import Layout, lay_out
 from toolkit.loading.report import Report

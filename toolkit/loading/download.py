@@ -1,0 +1,326 @@
+"""Download one model of the Hugging Face Hub into the cache of `huggingface_hub`.
+
+`Repository.headers` fetches enough to describe the model, a few megabytes; `Repository.download` fetches everything that
+`tk.load` reads, and nothing else. Every file is written next to its place in the cache, checked against its hash and renamed,
+so an interrupted download continues where it stopped.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from toolkit.core.errors import FormatError, HubError
+from toolkit.core.progress import Counter, Progress
+from toolkit.core.units import bytes_text
+from toolkit.weights.safetensors_files import MAX_HEADER_BYTES, read_json
+
+CONFIG, WEIGHTS = "config.json", ".safetensors"
+_GGUF_HEADERS = (24 << 20, 96 << 20)  # bytes to try: the tokenizer takes 5 to 15 MB
+_LATER_PARTS = 32  # how many times smaller the header of later parts is: they have no tokenizer
+_FIRST = 1 << 18  # bytes of a safetensors file that are fetched first: its header is rarely longer
+_CHUNK = 1 << 20
+_ATTEMPTS = 5  # without a byte between them
+_WAIT_S = 1.0
+_KEPT = "The part that has arrived is kept; load the model again to continue"
+
+
+@dataclass(frozen=True)
+class File:
+    """One file of a repository; `etag` is its hash, and its name in the cache."""
+
+    name: str
+    nbytes: int
+    etag: str
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A model on the Hub that is not in the cache, at one commit. `model` is the path of its folder or GGUF file in there."""
+
+    asked: str
+    name: str
+    revision: str
+    commit: str
+    token: str | bool | None
+    files: tuple[File, ...]
+    model: str  # the GGUF file's name; "" is the folder
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the commit in the cache."""
+        return _storage(self.name) / "snapshots" / self.commit
+
+    def missing(self) -> list[File]:
+        """Return the files that are not in the cache."""
+        return [file for file in self.files if not (self.folder / file.name).exists()]
+
+    def describable(self) -> bool:
+        """Return whether `headers` is enough to describe the model: matrices of GPTQ, AWQ and HQQ are described by values."""
+        if self.model:
+            return True
+        with explained(self.asked, self.name):
+            return "quantization_config" not in read_json(self.whole(self._file(CONFIG)), "config")
+
+    @contextmanager
+    def headers(self, opened: Callable[[Path], object]) -> Iterator[Path]:
+        """Yield the model's path in a temporary folder, whose files of weights have their size but only their header.
+
+        `opened` opens a model by its path, and raises FormatError where the header of a GGUF file is not complete.
+        """
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary) / self.name
+            with explained(self.asked, self.name):
+                for file in self.files:
+                    path = folder / file.name
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    if file.name.endswith(WEIGHTS):
+                        self._header(file, path)
+                    elif not self.model:
+                        path.symlink_to(self.whole(file))
+                if self.model:
+                    self._gguf_headers(folder, opened)
+            yield folder / self.model
+
+    def download(self, progress: bool | Progress, cancel: Event | None) -> Path:
+        """Download the missing files into the cache, and return the model's path there.
+
+        Raises HubError if the Hub or the disk fails, and CancelledError. Both keep what has arrived for the next attempt.
+        """
+        missing = self.missing()
+        left = sum(file.nbytes - _size(_partial(self.name, file)) for file in missing)
+        _check_disk(self.asked, left)
+        counter = Counter(f"downloading {self.asked}", progress, cancel, _KEPT, bytes_text)
+        total = sum(file.nbytes for file in self.files)
+        counter(total - sum(file.nbytes for file in missing), total, "")
+        with explained(self.asked, self.name, kept=f". {_KEPT}"):
+            for file in sorted(missing, key=lambda file: file.name.endswith((WEIGHTS, ".gguf"))):
+                self.whole(file, counter)
+            if self.revision != self.commit:  # as huggingface_hub remembers which commit a branch was
+                ref = _storage(self.name) / "refs" / self.revision
+                ref.parent.mkdir(parents=True, exist_ok=True)
+                ref.write_text(self.commit)
+        return self.folder / self.model
+
+    def _file(self, name: str) -> File:
+        return next(file for file in self.files if file.name == name)
+
+    def whole(self, file: File, counter: Counter | None = None) -> Path:
+        """Return the path of a file in the cache. Downloads it if it is not there."""
+        counter = counter or Counter(f"downloading {self.asked}", False)
+        path = self.folder / file.name
+        if path.exists():
+            return path
+        blob = _storage(self.name) / "blobs" / file.etag
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(self.name, file, counter):
+            if blob.exists():
+                counter.step(file.nbytes, file.name)
+            else:
+                self._fetch(file, _partial(self.name, file), counter)
+                os.replace(_partial(self.name, file), blob)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                path.symlink_to(os.path.relpath(blob, path.parent))
+            except FileExistsError:  # from another process
+                pass
+            except OSError:  # no links on this disk: huggingface_hub moves files there
+                os.replace(blob, path)
+        return path
+
+    def _fetch(self, file: File, partial: Path, counter: Counter) -> None:
+        """Complete the partial file. Raises HubError if the result does not have the hash of the file, and deletes it."""
+        digest = hashlib.sha256() if len(file.etag) == 64 else hashlib.sha1(b"blob %d\0" % file.nbytes)
+        with open(partial, "ab+") as out:
+            out.seek(0)
+            while chunk := out.read(_CHUNK):
+                digest.update(chunk)
+                counter.step(len(chunk), file.name)
+            attempts = 0
+            while (at := out.tell()) < file.nbytes and attempts < _ATTEMPTS:
+                try:
+                    with self._stream(file, at) as chunks:
+                        for chunk in chunks:
+                            out.write(chunk)
+                            digest.update(chunk)
+                            counter.step(len(chunk), file.name)
+                except transport_error():
+                    if attempts == _ATTEMPTS - 1 and out.tell() == at:
+                        raise
+                if out.tell() == at:
+                    attempts += 1
+                    time.sleep(_WAIT_S)
+                else:
+                    attempts = 0
+            arrived = out.tell()
+        if arrived < file.nbytes:
+            found = f"only {arrived:,} of {file.nbytes:,} bytes are sent"
+            raise HubError(f"file {file.name} of {self.name}", found, f"Try again later. {_KEPT}")
+        if digest.hexdigest() != file.etag:
+            partial.unlink()
+            found = "it does not have the hash that the Hub names"
+            raise HubError(f"file {file.name} of {self.name}", found, "Load the model again, which downloads this file again")
+
+    def _header(self, file: File, path: Path) -> None:
+        """Write a file of the same size with the header of a safetensors file."""
+        first = self._beginning(file, path, _FIRST)
+        length = 8 + int.from_bytes(first[:8], "little")
+        if length > len(first) and length <= MAX_HEADER_BYTES:
+            self._beginning(file, path, length)
+
+    def _gguf_headers(self, folder: Path, opened: Callable[[Path], object]) -> None:
+        """Write files of the same size with the headers of all parts of a GGUF model. Their length is not stated anywhere."""
+        for size in _GGUF_HEADERS:
+            for file in self.files:
+                self._beginning(file, folder / file.name, size if file.name == self.model else size // _LATER_PARTS)
+            try:
+                opened(folder / self.model)
+            except FormatError:
+                continue
+            return
+
+    def _beginning(self, file: File, path: Path, nbytes: int) -> bytes:
+        """Write a file of the same size with the first `nbytes` of a file, and return these."""
+        with self._stream(file, 0, min(nbytes, file.nbytes)) as chunks:
+            first = b"".join(chunks)
+        with open(path, "wb") as out:
+            out.write(first)
+            out.truncate(file.nbytes)
+        return first
+
+    @contextmanager
+    def _stream(self, file: File, start: int, stop: int | None = None) -> Iterator[Iterator[bytes]]:
+        """Request a file from byte `start` on, and yield chunks of it. `stop` is the end of the last byte."""
+        import huggingface_hub
+        from huggingface_hub import constants
+
+        utils: Any = huggingface_hub.utils  # which loads its functions when they are first used
+        stop = file.nbytes if stop is None else stop
+        url = huggingface_hub.hf_hub_url(self.name, file.name, revision=self.commit, endpoint=constants.ENDPOINT)
+        headers = utils.build_hf_headers(token=self.token) | {
+            "Accept-Encoding": "identity",
+            "Range": f"bytes={start}-{stop - 1}",
+        }
+        timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
+        with utils.http_stream_backoff("GET", url, headers=headers, timeout=timeout, retry_on_exceptions=()) as response:
+            utils.hf_raise_for_status(response)
+            skipped = start if response.status_code == 200 else 0  # a server that ignores ranges sends the whole file
+            yield _cut(response.iter_bytes(_CHUNK), skipped, stop - start)
+
+
+def _cut(chunks: Iterator[bytes], skipped: int, most: int) -> Iterator[bytes]:
+    """Yield `chunks` without the first `skipped` bytes, `most` bytes at the most."""
+    for chunk in chunks:
+        kept = chunk[skipped:][:most]
+        skipped, most = max(0, skipped - len(chunk)), most - len(kept)
+        if kept:
+            yield kept
+        if not most:
+            return
+
+
+def _storage(name: str) -> Path:
+    """Return the folder of a repository in the cache."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE).expanduser() / f"models--{name.replace('/', '--')}"
+
+
+def _partial(name: str, file: File) -> Path:
+    return _storage(name) / "blobs" / f"{file.etag}.incomplete"
+
+
+def transport_error() -> type[Exception]:
+    """Return the class of lost connections: of httpx, or of httpx2 in later versions of huggingface_hub."""
+    from huggingface_hub.utils import get_session  # type: ignore[attr-defined]  # loaded when it is first used
+
+    found: type[Exception] = sys.modules[type(get_session()).__module__.partition(".")[0]].TransportError
+    return found
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+@contextmanager
+def _locked(name: str, file: File, counter: Counter) -> Iterator[None]:
+    """Hold the lock of huggingface_hub for a file. While another process holds it, `counter` can cancel."""
+    from huggingface_hub import constants
+
+    path = Path(constants.HF_HUB_CACHE).expanduser() / ".locks" / f"models--{name.replace('/', '--')}" / f"{file.etag}.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path)
+    while True:
+        try:
+            lock.acquire(timeout=0.1)
+            break
+        except Timeout:
+            counter.step(0, f"{file.name} (another process downloads it)")
+    with lock:
+        lock.release()
+        yield
+
+
+def _check_disk(asked: str, needed: int) -> None:
+    """Raise HubError if the disk of the cache has less than `needed` bytes free."""
+    from huggingface_hub import constants
+
+    folder = Path(constants.HF_HUB_CACHE).expanduser().absolute()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise _full(asked, f"{bytes_text(needed)} are to be downloaded, {bytes_text(free)} are free in {folder}", needed, free)
+
+
+def _full(asked: str, found: str, needed: int | None = None, free: int | None = None) -> HubError:
+    do = "Free space there, or set HF_HUB_CACHE to a folder on a larger disk before Python starts"
+    return HubError(f"downloading {asked}", found, do, needed_bytes=needed, free_bytes=free)
+
+
+@contextmanager
+def explained(asked: str, name: str, revision: str = "", kept: str = "") -> Iterator[None]:
+    """Turn errors of huggingface_hub, of the connection and of the disk into HubError."""
+    from huggingface_hub import constants, errors
+
+    hub, what = constants.ENDPOINT, f"model {asked!r}"
+    log_in = "pass token=, or run: hf auth login"
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        found = f"its authors share {name} only with accounts that they have admitted"
+        raise HubError(what, found, f"Accept the conditions on {hub}/{name}, then {log_in}") from error
+    except errors.RepositoryNotFoundError as error:
+        found = f"no such file or folder here, and no such repository on {hub} (or it is private)"
+        raise HubError(what, found, f"Check the name. For a private repository, {log_in}") from error
+    except errors.RevisionNotFoundError as error:
+        do = f"Leave out revision=, or pass a branch, tag or commit of {hub}/{name}"
+        raise HubError(what, f"it has no revision {revision!r}", do) from error
+    except errors.OfflineModeIsEnabled as error:
+        found = "no such file or folder here, and it is not in the cache of downloaded models. HF_HUB_OFFLINE is set"
+        raise HubError(what, found, "Unset HF_HUB_OFFLINE to download it, or pass a folder or a .gguf file") from error
+    except errors.HfHubHTTPError as error:
+        status = error.response.status_code
+        do = f"Check the token, or {log_in}" if status in (401, 403) else "Try again later"
+        raise HubError(what, f"{hub} answered with status {status}", do, status=status) from error
+    except (transport_error(), errors.LocalEntryNotFoundError) as error:
+        found = f"no such file or folder here, and {hub} cannot be reached ({type(error).__name__}: {error!s:.120})"
+        raise HubError(what, found, f"Check the network, or pass a folder or a .gguf file{kept}") from error
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise _full(asked, f"the disk of {constants.HF_HUB_CACHE} is full") from error
+        found = f"{constants.HF_HUB_CACHE} cannot be written ({error.strerror or error})"
+        raise HubError(f"downloading {asked}", found, "Set HF_HUB_CACHE to a folder that you may write to") from error
