@@ -59,7 +59,7 @@ def test_any_two_runs_are_compared_saved_and_opened_again(app: Lab, tmp_path: Pa
         panel.open_field.value = name
         press(app, panel.open_button)
         assert app.error is None
-        row = panel.list_view.value.partition(f": {name}</td>")[2].partition("</tr>")[0]
+        row = panel.list_view.value.partition(f": {name}<br>")[2].partition("</tr>")[0]
         assert f"<td>{found}</td>" in row
         assert name in panel.timeline_box.children[0].scene.tracks[0].title or name == "kept.trace"
 

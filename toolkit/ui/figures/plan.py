@@ -14,6 +14,7 @@ from toolkit.core.units import bytes_text
 from toolkit.planning.plans import Phase, Plan
 from toolkit.ui.assets import style_of
 from toolkit.ui.figures import model
+from toolkit.ui.memory.drawing import step_of
 
 if TYPE_CHECKING:
     from toolkit.exporting.exporter import Package
@@ -133,9 +134,9 @@ def _picture(
         return _TOP + high * (1 - n_bytes / top)
 
     drawn = [
-        f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{y(top * f):.1f}" y2="{y(top * f):.1f}" stroke="var(--tk-line)"/>'
-        f'<text x="{_LEFT - 6}" y="{y(top * f) + 4:.1f}" text-anchor="end" fill="var(--tk-dim)">{bytes_text(top * f)}</text>'
-        for f in (0.0, 0.5, 1.0)
+        f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{y(n):.1f}" y2="{y(n):.1f}" stroke="var(--tk-line)"/>'
+        f'<text x="{_LEFT - 6}" y="{y(n) + 4:.1f}" text-anchor="end" fill="var(--tk-dim)">{bytes_text(n)}</text>'
+        for n in range(0, int(top) + 1, step_of(top))
     ]
     for number, (name, parts) in enumerate(held):
         x, below = _LEFT + number * wide, 0

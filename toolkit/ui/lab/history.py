@@ -71,8 +71,9 @@ def copies_html(entries: Iterable[Entry]) -> str:
             every = copies_per_step(entry.trace)
             steps = every[every["step"] >= 0]
         same = "-" if run is None or first is None else "yes" if run.tokens == first.tokens else "no"
-        cells = [escape(entry.label), escape(str(entry.trace.meta.get("device", "unknown"))), same]
-        cells.append(f"{run.tok_per_s:,.4g} {run.clock}" if run is not None and run.tok_per_s else "-")
+        device = escape(str(entry.trace.meta.get("device", "unknown device")))
+        cells = [f"{escape(entry.label)}<br><small>{device}</small>", same]
+        cells.append(f"{run.tok_per_s:,.4g}<br>{run.clock}" if run is not None and run.tok_per_s else "-")
         for column in ("kernels", "launches"):  # launches are -1 where they weren't recorded
             count = steps[column].mean()
             cells.append(f"{count:,.4g}" if len(steps) and count >= 0 else "-")
@@ -80,9 +81,11 @@ def copies_html(entries: Iterable[Entry]) -> str:
             count, size = steps[f"{kind}_count"].mean(), steps[f"{kind}_bytes"].mean()
             cells.append(f"{count:.3g} ({bytes_text(size)})" if len(steps) and count else "0")
         clock = run.clock if run is not None else entry.trace.meta.get("clock", "")
-        cells.append(f"{seconds_text(steps['host_wait_us'].mean() / 1e6)} {clock}" if len(steps) else "-")
+        wait = seconds_text(steps["host_wait_us"].mean() / 1e6) if len(steps) else "-"
+        cells.append(f"{wait}<br>{clock}" if len(steps) else wait)
         rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
     per_step = ("kernels", "launches", *(kind.upper() for kind in COPY_KINDS), "host waits")
-    names = ("run", "device", "same tokens", "tok/s", *(f"{name} / step" for name in per_step))
-    head = "".join(f'<th scope="col">{name}</th>' for name in names)
+    head = "".join(f'<th scope="col" rowspan="2">{name}</th>' for name in ("run", "same tokens", "tok/s"))
+    head += f'<th scope="colgroup" colspan="{len(per_step)}">mean of a decode step</th></tr><tr>'
+    head += "".join(f'<th scope="col">{name}</th>' for name in per_step)
     return f'<div class="tk-wrap tk-copies"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'

@@ -43,8 +43,8 @@ class PlanPanel(Panel):
         budgets = [(bytes_text(int(size * GiB)), int(size * GiB)) for size in BUDGETS]
         self.target_field = field(widgets.Combobox, target_of(loading.device_field.value), "Target", options=_targets(),
                                   ensure_option=False, placeholder="cpu, cuda:0, rtx-5090, ...")  # fmt: skip
-        self.context_field = field(widgets.BoundedIntText, CONTEXT, "Context", min=2, max=1 << 20, layout={"width": "190px"})
-        self.kv_field = field(widgets.Dropdown, "auto", "KV", 30, options=options, layout={"width": "190px"})
+        self.context_field = field(widgets.BoundedIntText, CONTEXT, "Context", min=2, max=1 << 20, layout={"width": "175px"})
+        self.kv_field = field(widgets.Dropdown, "auto", "KV", 30, options=options, layout={"width": "175px"})
         self.budget_field = field(
             widgets.SelectionSlider, 4 * GiB, "Budget", options=budgets, continuous_update=False, layout={"width": "400px"}
         )
