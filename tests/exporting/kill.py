@@ -78,7 +78,7 @@ def main(kills: int, folder: Path) -> None:
         contexts.reverse()
         killed += one(model, folder, contexts[0], rng.uniform(0.0, whole)) == "killed"
     tk.export(model, folder, context=contexts[0], progress=False)
-    left = sorted(path.name for path in folder.rglob("*") if path.suffix in (".part", ".partial"))
+    left = sorted(path.name for path in folder.rglob("*") if path.suffix in (".tmp", ".partial"))
     assert not left, left
     options = {"max_new_tokens": 16, "record": False, "eos": ()}
     again = tk.generate(tk.load_exported(folder), "The capital of France is", **options)

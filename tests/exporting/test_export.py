@@ -175,7 +175,7 @@ def test_a_cancelled_export_leaves_what_was_there(model, package, tmp_path):
     with pytest.raises(PackageError, match="the export into it was not finished"):
         tk.load_exported(tmp_path / "new")
     tk.export(model, tmp_path / "new", context=64, progress=False)
-    assert not list((tmp_path / "new").glob("**/*.part*"))
+    assert not list((tmp_path / "new").glob("**/.toolkit-*"))
 
 
 def test_a_model_can_be_used_while_it_is_exported(model, exported, tmp_path):

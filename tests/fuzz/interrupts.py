@@ -165,7 +165,7 @@ def _run(kind: str, work: Callable[[], None], count: int, seed: int) -> Tally:
                 torch.set_grad_enabled(True)
             if started := host_memory.started_bytes():
                 tally.faults.append(f"processes with {started:,} bytes are left")
-            if folders := [*Path(tempfile.gettempdir()).glob("toolkit-worker-*")]:
+            if folders := [*Path(tempfile.gettempdir()).glob("toolkit-*")]:
                 tally.faults.append(f"{len(folders)} folders are left")
             if isinstance(work, Export) and (wrong := work.left()):
                 tally.faults.append(wrong)

@@ -238,7 +238,7 @@ def test_saving_takes_the_name_as_it_is_meant(app: Lab, tmp_path: Path) -> None:
         for button in (panel.page_button, panel.snapshot_button):
             press(app, button)
             assert "tk-error" in panel.status.value
-    assert not list(tmp_path.glob("*.part"))
+    assert not list(tmp_path.glob(".toolkit-*"))
 
 
 def test_hidden_memory_is_listed_and_released(app: Lab) -> None:

@@ -1,8 +1,10 @@
 """Open files to read, replace files atomically, and make temporary files and folders that never pile up.
 
 `open_regular` refuses everything that is not a regular file. `replacing` writes a temporary file next to the target and renames
-it once it is complete: a reader finds the old file or the complete new one. Temporary files and folders are locked while their
-process lives, so that the next one can delete those of processes that were killed.
+it once it is complete: a reader finds the old file or the complete new one. A temporary file is locked while its process lives,
+so that the next process can delete it if its process was killed. A temporary folder has such a file beside it. The locks are
+record locks (`lockf`). Unlike those of `flock`, they belong to one process: a child holds none, not even between fork and exec,
+where it shares all open files.
 """
 
 from __future__ import annotations
@@ -25,11 +27,14 @@ try:
 except ImportError:  # Windows: the files of killed processes are not deleted
     fcntl = None  # type: ignore[assignment]
 
-TEMPORARY = r"\.toolkit-[0-9a-f]{16}\.part"  # names of temporary files
+TEMPORARY = r"\.toolkit-[0-9a-f]{16}\.tmp"  # names of temporary files
 _FILE = re.compile(TEMPORARY)
-_FOLDER = re.compile(r"toolkit-worker-\w+")
+_ours: set[str] = set()  # their names while this process writes them. It must not open one again: closing it ends the lock
 _KINDS = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISBLK, "a device"),
           (stat.S_ISCHR, "a device"))  # fmt: skip
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_ours.clear)
 
 
 def shown(path: object) -> str:
@@ -96,16 +101,16 @@ def read_regular(path: str | os.PathLike[str], asked: str, error: type[ToolkitEr
 def writing(folder: Path) -> Iterator[BinaryIO]:
     """Open a new temporary file in `folder`, at the path `file.name`. It is deleted after the block unless it was renamed.
 
-    Deletes temporary files in `folder` that killed processes left there. Raises OSError.
+    Nothing else in this process may open that path before it is renamed, because closing it would end the lock. Deletes
+    temporary files in `folder` that killed processes left there. Raises OSError.
     """
-    _sweep(folder, _FILE)
+    _sweep(folder)
     path, file = _new_file(folder)
     try:
         with file:
             yield file
     finally:
-        with suppress(OSError):
-            os.unlink(path)
+        _forget(path)
 
 
 @contextmanager
@@ -154,19 +159,31 @@ class TemporaryFolder:
     """A new folder for temporary files, at the path `name`. Deletes those that killed processes of this user left."""
 
     def __init__(self) -> None:
-        _sweep(Path(tempfile.gettempdir()), _FOLDER)
+        top = Path(tempfile.gettempdir())
+        _sweep(top)
         while True:
-            self.name = tempfile.mkdtemp(prefix="toolkit-worker-")
-            self._lock = _lock(self.name, wait=True)
-            if self._lock is not None or fcntl is None:
+            path, self._lock = _new_file(top)
+            self.name = str(_folder_of(path))
+            try:
+                os.mkdir(self.name, 0o700)
                 return
+            except BaseException as error:
+                self._lock.close()
+                _forget(path)
+                if not isinstance(error, FileExistsError):
+                    raise
 
     def cleanup(self) -> None:
         """Delete the folder and everything in it."""
         shutil.rmtree(self.name, ignore_errors=True)
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            os.close(lock)
+        self._lock.close()
+        _forget(Path(self._lock.name))
+
+    @staticmethod
+    def delete(name: str) -> None:
+        """Delete the folder `name` of a process that has died."""
+        shutil.rmtree(name, ignore_errors=True)
+        _forget(_file_of(Path(name)))
 
 
 def _is_unicode(text: str) -> bool:
@@ -210,51 +227,62 @@ def _restore(file: BinaryIO, before: os.stat_result) -> None:
 def _new_file(folder: Path) -> tuple[Path, BinaryIO]:
     """Create a locked temporary file."""
     while True:
-        path = folder / f".toolkit-{os.urandom(8).hex()}.part"
-        file = path.open("xb")
+        path = folder / f".toolkit-{os.urandom(8).hex()}.tmp"
+        _ours.add(path.name)
+        try:
+            file = path.open("xb")
+        except BaseException:
+            _ours.discard(path.name)
+            raise
         if fcntl is None:
             return path, file
         try:
-            fcntl.flock(file.fileno(), fcntl.LOCK_EX)
+            fcntl.lockf(file.fileno(), fcntl.LOCK_EX)
         except OSError:  # the file system has no locks, so nobody deletes the file
             return path, file
         if os.fstat(file.fileno()).st_nlink:
             return path, file
         file.close()  # another process took it for the file of a killed process before it was locked
+        _ours.discard(path.name)
 
 
-def _lock(path: str, wait: bool) -> int | None:
-    """Lock a file or folder, and return the open descriptor. None if another process has locked or deleted it."""
+def _forget(path: Path) -> None:
+    """Delete a temporary file if it was not renamed."""
+    with suppress(OSError):
+        os.unlink(path)
+    _ours.discard(path.name)
+
+
+def _folder_of(file: Path) -> Path:
+    """Return the path of the temporary folder that exists as long as the temporary file."""
+    return file.with_name(file.stem[1:])
+
+
+def _file_of(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.tmp")
+
+
+def _sweep(folder: Path) -> None:
+    """Delete the temporary files of this user that no living process has locked, and their folders."""
     if fcntl is None:
-        return None
-    try:
-        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(number, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        if os.path.samestat(os.fstat(number), os.lstat(path)):
-            return number
-    except OSError:
-        pass
-    os.close(number)
-    return None
-
-
-def _sweep(folder: Path, names: re.Pattern[str]) -> None:
-    """Delete the temporary files or folders of this user that no living process has locked."""
+        return
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
-            if not names.fullmatch(entry.name) or (lock := _lock(entry.path, wait=False)) is None:
-                continue
-            try:
-                found = os.fstat(lock)
-                if not hasattr(os, "getuid") or found.st_uid != os.getuid():
-                    continue
-                if stat.S_ISDIR(found.st_mode):
-                    shutil.rmtree(entry.path, ignore_errors=True)
-                elif stat.S_ISREG(found.st_mode):
-                    with suppress(OSError):
-                        os.unlink(entry.path)
-            finally:
-                os.close(lock)
+            if _FILE.fullmatch(entry.name) and entry.name not in _ours:
+                with suppress(OSError):
+                    _delete_if_unlocked(Path(entry.path))
+
+
+def _delete_if_unlocked(path: Path) -> None:
+    number = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW)
+    try:
+        fcntl.lockf(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        found = os.fstat(number)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or not os.path.samestat(found, os.lstat(path)):
+            return
+        inside = _folder_of(path)
+        shutil.rmtree(inside, ignore_errors=True)
+        if not os.path.lexists(inside):  # else the next process tries again
+            os.unlink(path)
+    finally:
+        os.close(number)

@@ -11,7 +11,6 @@ import json
 import os
 import queue
 import selectors
-import shutil
 import signal
 import subprocess
 import sys
@@ -248,7 +247,7 @@ def listen() -> tuple[Any, Iterator[Any], Callable[[Any], None]]:
 def _read(jobs: queue.SimpleQueue[Any], folder: str) -> None:
     for line in sys.stdin:
         jobs.put(json.loads(line))
-    shutil.rmtree(folder, ignore_errors=True)
+    TemporaryFolder.delete(folder)
     if hasattr(os, "killpg") and os.getpgid(0) == os.getpid():
         os.killpg(0, signal.SIGTERM)
     os._exit(0)
