@@ -296,6 +296,21 @@ def _module(kind, **options):
     return getattr(nn, kind)(6, 10, **options)
 
 
+# cuDNN's workspaces of a forward and a backward pass on an H200, for: module, steps, batch, input size, hidden size, options.
+WORKSPACES = [
+    (("LSTM", 10, 4, 32, 64, {}), (8715552, 8715552)),
+    (("LSTM", 10, 4, 32, 192, {}), (9751840, 9266464)),
+    (("LSTM", 1, 4, 32, 64, {"num_layers": 2}), (17049888, 17049888)),
+    (("LSTM", 10, 4, 32, 64, {"num_layers": 2, "bidirectional": True}), (34493728, 34493728)),
+    (("LSTM", 10, 4, 32, 64, {"num_layers": 2, "proj_size": 32}), (17004832, 17004832)),
+    (("GRU", 10, 4, 128, 64, {}), (8778016, 8778016)),
+    (("GRU", 10, 4, 128, 64, {"bidirectional": True}), (17414432, 17414432)),
+    (("GRU", 10, 4, 32, 256, {}), (9468192, 9468192)),
+    (("RNN", 10, 4, 32, 64, {}), (8562976, 8562976)),
+    (("RNN", 10, 4, 32, 512, {}), (9881888, 9881888)),
+]
+
+
 class TestRecurrent:
     @pytest.fixture(autouse=True)
     def free_the_state_of_dropout(self):
@@ -323,6 +338,27 @@ class TestRecurrent:
             results.append([y.detach().cpu() for y in (out, last, x.grad, *(p.grad for p in module.parameters()))])
         for expected, found in zip(*results, strict=True):
             torch.testing.assert_close(found, expected)
+
+    @pytest.mark.parametrize(("network", "measured"), WORKSPACES, ids=lambda value: "-".join(map(str, value)))
+    def test_workspaces_are_those_of_an_h200(self, gpu, monkeypatch, network, measured):
+        kind, steps, batch, size, hidden, options = network
+        module = getattr(nn, kind)(size, hidden, **options).to("vgpu")
+        x, allocate, sizes = torch.ones(steps, batch, size, device="vgpu"), type(gpu.machine).allocate, []
+
+        def note(machine, n_bytes, *args, **kwargs):
+            sizes.append(n_bytes)
+            return allocate(machine, n_bytes, *args, **kwargs)
+
+        monkeypatch.setattr(type(gpu.machine), "allocate", note)
+        module(x)[0].sum().backward()
+        assert [n for n in sizes if n > 8 << 20] == [measured[0], measured[1], measured[1]]
+
+    def test_weights_that_are_not_packed_are_copied_by_each_call(self, gpu):
+        """Those without biases, and those in bfloat16."""
+        for options in ({"bias": False}, {"dtype": torch.bfloat16}):
+            module = _module("GRU", **options).to("vgpu")
+            x = torch.ones(3, 2, 6, device="vgpu", dtype=module.weight_ih_l0.dtype)
+            assert sorted(copies(gpu, "d2d", lambda: module(x))) == sorted(p.nbytes for p in module.parameters())  # noqa: B023
 
     def test_packed_sequences_equal_the_cpu(self):
         results = []

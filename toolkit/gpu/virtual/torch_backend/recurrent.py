@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.backends.cudnn import CUDNN_TENSOR_DTYPES
 
 from toolkit.gpu.virtual.dispatch import SPECIAL, machine
 from toolkit.gpu.virtual.dispatch_keys import Including
@@ -33,6 +34,8 @@ _flatten = nn.RNNBase.flatten_parameters
 def _flatten_parameters(self: nn.RNNBase) -> None:
     """Pack the weights of a module on the virtual GPU into one buffer; those of other devices as before."""
     weights: list[Any] = self._flat_weights
+    if weights and weights[0].dtype not in CUDNN_TENSOR_DTYPES:  # bfloat16: every call packs them
+        return
     if not weights or not all(type(w) is VirtualTensor for w in weights) or len({w.dtype for w in weights}) > 1:
         _flatten(self)
         return
@@ -131,7 +134,7 @@ def _run(
         c = None if c is None else c.to(dtype)
         h, x = h.to(dtype), x.to(dtype)
     buffer = _buffer_of(weights)
-    if buffer is None:
+    if buffer is None or not biases:  # cuDNN's weights always have biases, so that a buffer without them is not used (RNN.cpp)
         weights = _packed(weights, weights[0].dtype)
         buffer = _buffer_of(weights)
     per_layer = 2 + 2 * biases + bool(projected)
