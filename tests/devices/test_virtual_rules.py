@@ -360,6 +360,20 @@ class TestRecurrent:
             x = torch.ones(3, 2, 6, device="vgpu", dtype=module.weight_ih_l0.dtype)
             assert sorted(copies(gpu, "d2d", lambda: module(x))) == sorted(p.nbytes for p in module.parameters())  # noqa: B023
 
+    @pytest.mark.parametrize(
+        ("kind", "both", "states"),
+        [
+            ("RNN", False, [2, 1]), ("LSTM", False, [2, 2, 1, 1]), ("RNN", True, [1, 2, 3, 1, 2, 1, 4]),
+            ("GRU", True, [1, 2, 3, 1, 6, 1, 2, 2, 1, 1, 1, 4]),
+            ("LSTM", True, [1, 2, 3, 1, 3, 1, 1, 2, 2, 1, 2, 2, 1, 1, 1, 4]),
+        ],
+    )  # fmt: skip
+    def test_packed_sequences_copy_states_as_an_h200(self, gpu, kind, both, states):
+        """Measured for lengths of 10, 7, 7 and 2."""
+        module = _module(kind, bidirectional=both).to("vgpu")
+        packed = nn.utils.rnn.pack_padded_sequence(torch.ones(10, 4, 6, device="vgpu"), torch.tensor([10, 7, 7, 2]))
+        assert copies(gpu, "d2d", lambda: module(packed)[0].data.sum().backward()) == [n * 10 * 4 for n in states]
+
     def test_packed_sequences_equal_the_cpu(self):
         results = []
         for device in ("cpu", "vgpu"):

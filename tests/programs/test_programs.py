@@ -28,7 +28,6 @@ SLICE = (
 COPIES: dict[str, tuple[str, ...]] = {
     "raises: sparse tensors": ("graphs.gcn_training", "graphs.pagerank", "numeric.embedding_bags"),
     "raises: nested tensors, in the encoder's fast path": ("encoders.encoder_inference",),
-    "cuDNN copies states inside a packed sequence": ("recurrent.packed_gru_classifier",),
     "cuSOLVER copies inside decompositions": ("numeric.principal_components",),
 }
 PEAKS: dict[str, tuple[str, ...]] = {
@@ -36,10 +35,6 @@ PEAKS: dict[str, tuple[str, ...]] = {
     "cuDNN's workspace for convolutions": (
         "vision.resnet_training", "vision.mobilenet_inference", "vision.unet_segmentation", "vision.video_classification",
         "vision.super_resolution", "audio.ctc_training", "diffusion.ddpm_training",
-    ),
-    "cuDNN's workspace for recurrent networks is modelled in part": (
-        "recurrent.lstm_language_model", "recurrent.packed_gru_classifier", "recurrent.seq2seq_attention",
-        "recurrent.character_generation", "recurrent.lstm_autocast", "recurrent.streaming_denoiser",
     ),
     "cuSOLVER's workspace": ("numeric.principal_components",),
     "second derivatives run in another order: CUDA's thread numbers its autograd nodes itself": ("numeric.physics_informed",),

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from toolkit.gpu.virtual.effects.recurrent import MODES, is_small
 from toolkit.gpu.virtual.scratch.cub import SMS
 from toolkit.gpu.virtual.scratch.script import MAKE_RESULTS, Args, Free, Kwargs, Make, Script, Take, brief, scratch
 
-MODES = ("rnn_relu", "rnn_tanh", "lstm", "gru")  # cudnnRNNMode_t
 _KEPT = (1, 1, 5, 6)  # values of a step and hidden unit that each mode keeps for the gradient
 _STATE_BYTES = 24 * 2048  # random-number state of the resident threads of one multiprocessor
 _WORKSPACE = 8 << 20  # for each layer and direction
@@ -43,13 +43,6 @@ def reserve_bytes(steps: int, hidden: int, layers: int, directions: int, mode: i
     outputs = steps * hidden * directions
     masks = (layers - 1) * math.ceil(outputs / 8) if dropout else 0
     return itemsize * outputs * (layers * _KEPT[mode] + layers - 1) + masks + _ALIGNMENT
-
-
-def _is_small(mode: int, hidden: int, dtype: torch.dtype, backward: bool) -> bool:
-    """Return whether PyTorch asks for the kernels for small hidden sizes (`use_rnn_persist_small_h`)."""
-    gated = mode >= MODES.index("lstm")
-    most = (128 if gated else 256) if backward else (192 if gated else 384)
-    return dtype != torch.float64 and hidden <= most
 
 
 def _small_values(
@@ -89,7 +82,7 @@ def _workspace(
 ) -> Take:  # fmt: skip
     """Return the workspace of a pass: 8 MiB for each layer and direction, the matrices, and values of the steps."""
     packed, ways, batch = bool(batch_sizes), 1 + bidirectional, h.shape[1]
-    if _is_small(mode, hidden, x.dtype, backward) and not packed and not projected:
+    if is_small(mode, hidden, x.dtype, projected, packed, backward=backward):
         values = _small_values(x, mode, batch, hidden, layers, ways, train, dropout)
     else:
         values = _standard_values(x, mode, batch, hidden, projected, layers, ways, packed)

@@ -18,8 +18,9 @@ from torch.backends.cudnn import CUDNN_TENSOR_DTYPES
 
 from toolkit.gpu.virtual.dispatch import SPECIAL, machine
 from toolkit.gpu.virtual.dispatch_keys import Including
+from toolkit.gpu.virtual.effects.recurrent import MODES
 from toolkit.gpu.virtual.host_kernels import HOSTS
-from toolkit.gpu.virtual.scratch.recurrent import MODES, dropout_state_bytes, reserve_bytes
+from toolkit.gpu.virtual.scratch.recurrent import dropout_state_bytes, reserve_bytes
 from toolkit.gpu.virtual.tensor import VirtualTensor
 from toolkit.gpu.virtual.torch_backend import module
 
