@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import signal
 import time
+import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import WeakIdKeyDictionary
 
 import toolkit as tk
 from tests.fuzz.interrupts import run, works
@@ -46,6 +48,29 @@ def test_a_signal_waits_while_pytorch_asks_for_the_type_of_the_device() -> None:
     assert answer() == torch._C._autograd.DeviceType.PrivateUse1
     assert not device._asked
     with pytest.raises(KeyboardInterrupt):
+        time.sleep(5)
+
+
+@pytest.mark.parametrize("kind", [WeakIdKeyDictionary, weakref.WeakKeyDictionary])
+def test_a_signal_waits_while_a_weak_dictionary_forgets_a_key(kind: type) -> None:
+    """Python drops errors of callbacks of weak references; the callbacks of these dictionaries are functions in Python."""
+
+    class Data(dict[object, int]):
+        def __delitem__(self, key: object) -> None:
+            signal.raise_signal(signal.SIGINT)
+            super().__delitem__(key)
+            forgotten.append(key)
+
+    forgotten: list[object] = []
+    tk.device("virtual:h200")
+    with whole:
+        pass  # from here on, handlers wait
+    known, key = kind(), torch.nn.Module()
+    known.data = Data(known.data)
+    known[key] = 1
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        del key
+        assert len(forgotten) == 1
         time.sleep(5)
 
 

@@ -4,9 +4,10 @@ Python runs signal handlers between any two bytecodes of the main thread. A Keyb
 structure half changed, and one that is raised inside a destructor or a weakref callback is printed and lost. Inside the block,
 signals are only noted; their handlers run at its end.
 
-C functions may also run handlers, and some C++ code ends the process if a handler raises there. After
-`whole.wait_for(running, code)`, handlers also wait while the list `running` is not empty, and while a function with this code
-runs. `signal.getsignal` and `signal.signal` return the handlers themselves.
+C functions may also run handlers, and some C++ code ends the process if a handler raises there. Callbacks of weak references,
+such as those of Python's and PyTorch's dictionaries, drop what a handler raises. After `whole.wait_for(running, codes)`,
+handlers also wait while the list `running` is not empty, and while a function with one of these codes runs. `signal.getsignal`
+and `signal.signal` return the handlers themselves.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import signal
 import sys
 import threading
 from _thread import interrupt_main, start_new_thread
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import CodeType, FrameType
 from typing import Any
 
@@ -36,15 +37,30 @@ def _raise(number: int) -> None:
 class _Waiting:
     """A handler that waits while native code runs that must not see an error: until then, the signal is raised again."""
 
-    def __init__(self, handler: Callable[[int, FrameType | None], object], running: list[Any], code: CodeType) -> None:
-        self.handler, self.running, self.code = handler, running, code
+    def __init__(
+        self, handler: Callable[[int, FrameType | None], object], running: list[Any], codes: Collection[CodeType]
+    ) -> None:
+        self.handler, self.running, self.codes = handler, running, codes
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.running or (frame is not None and frame.f_code is self.code):
+        if self.running or self._runs_one(frame):
             # Raised here, the signal would be handled in this frame. A thread can't raise it before native code has returned.
             start_new_thread(_raise, (number,))
         else:
             self.handler(number, frame)
+
+    def _runs_one(self, frame: FrameType | None) -> bool:
+        while frame is not None:
+            if frame.f_code in self.codes:
+                return True
+            frame = frame.f_back
+        return False
+
+
+def callbacks_of(*kinds: type) -> list[CodeType]:
+    """Return the codes of the functions that the constructors of these classes define, such as callbacks of weak references."""
+    constants = [each for kind in kinds for each in kind.__init__.__code__.co_consts]  # type: ignore[misc]
+    return [each for each in constants if isinstance(each, CodeType)]
 
 
 def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,16 +87,16 @@ class Whole:
         self._depth = 0
         self._replaced: list[tuple[int, Any]] = []  # signals and their handlers, in the order of _SIGNALS
         self._noted: list[int] = []
-        self._running: tuple[list[Any], CodeType] | None = None
+        self._running: tuple[list[Any], Collection[CodeType]] | None = None
 
-    def wait_for(self, running: list[Any], code: CodeType) -> None:
-        """Let handlers wait while `running` is not empty, or `code` runs, from the end of this block or of the next one.
+    def wait_for(self, running: list[Any], codes: Collection[CodeType]) -> None:
+        """Let handlers wait while `running` is not empty, or one of `codes` runs, from the end of this block or the next.
 
         A handler that is installed later waits from the end of the next block.
         """
         if self._running is None:
             signal.getsignal, signal.signal = _unwrapped(signal.getsignal), _unwrapped(signal.signal)
-        self._running = running, code
+        self._running = running, codes
 
     def __enter__(self) -> None:
         if threading.get_ident() != threading.main_thread().ident:

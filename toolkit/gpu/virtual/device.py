@@ -10,6 +10,7 @@ import functools
 import platform
 import re
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
@@ -19,9 +20,10 @@ import torch
 from torch.optim.optimizer import _foreach_supported_types as of_optimizers
 from torch.utils._foreach_utils import _foreach_supported_types as of_gradients
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils.weak import WeakIdKeyDictionary
 
 from toolkit.core.errors import DeviceError, RecorderError, unknown_name
-from toolkit.core.signals import whole
+from toolkit.core.signals import callbacks_of, whole
 from toolkit.core.units import bytes_text, parse_bytes
 from toolkit.gpu.allocation_log import log
 from toolkit.gpu.catalogue import CATALOGUE, GpuSpec
@@ -50,6 +52,7 @@ _current: VirtualGpu | None = None
 _libraries: list[torch.library.Library] = []  # kept alive: garbage collection of a library removes its kernels
 
 
+_CALLBACKS = callbacks_of(WeakIdKeyDictionary, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
 _asked: list[Any] = []  # not empty while PyTorch asks for the type of the device
 _ask = functools.partial(_asked.append, torch._C._autograd.DeviceType.PrivateUse1)
 _answer = functools.partial(_asked.pop)
@@ -180,7 +183,7 @@ def open_virtual(card: str) -> VirtualGpu:
     _register()
     gpu = VirtualGpu(card, spec)
     with whole:
-        whole.wait_for(_asked, _DeviceGuard._look_up.__code__)
+        whole.wait_for(_asked, {_DeviceGuard._look_up.__code__, *_CALLBACKS})
         dispatch.open_machine(gpu.machine)
         _current = gpu
     log.restart()
