@@ -324,6 +324,8 @@ def test_the_file_follows_the_viewers_conventions(tmp_path):
     builder.add("mark", 0, 100, device=-1, step=0, name="decode", clock="modelled")
     builder.add("alloc", 1, bytes=512, clock="modelled")
     builder.add("kernel", 10, 5, stream=0, name="mm", clock="modelled")
+    for name, start, dur in (("early", 12, 6), ("third", 16, 4), ("inside", 17, 2)):  # early overlaps mm and third
+        builder.add("kernel", start, dur, stream=0, name=name, clock="modelled")
     builder.add("d2h", 20, 5, bytes=8, stream=1, name="Memcpy DtoH", where="a.py:3", clock="modelled")
     builder.add("free", 30, bytes=512, clock="modelled")
     trace = builder.build({"device": "virtual:h200", "gpu": "NVIDIA H200"})
@@ -332,7 +334,8 @@ def test_the_file_follows_the_viewers_conventions(tmp_path):
     assert all(isinstance(e["pid"], int) and isinstance(e.get("tid", 0), int) for e in events)
     titles = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] in ("process_name", "thread_name")}
     assert titles[0, 0] == "GPU 0: NVIDIA H200 (modelled)"
-    assert titles[0, 7] == "kernels stream 0"
+    kernels = {e["name"]: titles[e["pid"], e["tid"]] for e in events if e.get("cat") == "kernel"}
+    assert kernels == dict.fromkeys(("mm", "third", "inside"), "kernels stream 0") | {"early": "kernels stream 0, overlapping"}
     copy = next(e for e in events if e["name"] == "Memcpy DtoH")
     assert titles[copy["pid"], copy["tid"]] == "D2H stream 1"
     assert copy["args"] == {"kind": "d2h", "bytes": 8, "stream": 1, "where": "a.py:3", "clock": "modelled"}

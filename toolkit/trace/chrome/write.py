@@ -1,8 +1,9 @@
 """Write a trace as Chrome JSON for ui.perfetto.dev and chrome://tracing.
 
 The tracks are the lanes of the timeline. The host is a process with a track of launches and waits, one of steps and marks, and
-one of allocations. Each GPU is a process with a track for each stream and kind, such as "H2D stream 0". `args` contains every
-column, so that `read_chrome` returns the same trace. Process titles say whether times are modelled.
+one of allocations. Each GPU is a process with a track for each stream and kind, such as "H2D stream 0". Events of a lane that
+overlap, as kernels of a graph do, go to further tracks: Perfetto drops events that neither follow nor contain one another.
+`args` contains every column, so that `read_chrome` returns the same trace. Process titles say whether times are modelled.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from toolkit.core.errors import TraceError
 from toolkit.core.files import replacing
@@ -29,7 +32,9 @@ _CATEGORIES = {
     "mark": "user_annotation", **dict.fromkeys(MEMORY_KINDS, "memory"),
 }  # fmt: skip
 _HOST, _CALLS, _MARKS, _MEMORY = 1_000_000, 1, 2, 3  # process number of the host, above all GPUs, and its tracks
+_HOST_TITLES = {_CALLS: "launches and waits", _MARKS: "steps and marks", _MEMORY: "allocations"}
 _ON_DEVICE = tuple(kind for kind in LANES if kind not in HOST_KINDS)
+_PLACES = 16  # tracks of a lane
 _OPTIONAL = {"bytes": 0, "device": 0, "rank": 0, "step": -1, "cell": -1, "pinned": -1, "address": -1, "requested": -1}
 
 
@@ -47,8 +52,8 @@ def write_chrome(trace: Trace, path: str | os.PathLike[str]) -> Path:
 def _write(trace: Trace, out: io.TextIOWrapper) -> None:
     own = json.dumps({"version": 1, "meta": trace.meta})
     out.write(f'{{"displayTimeUnit": "ns",\n"toolkit": {own},\n"traceEvents": [\n')
-    between = ""
-    for event in chain(map(json.dumps, _titles(trace)), map(json.dumps, _counters(trace)), _events(trace)):
+    between, places = "", _places(trace)
+    for event in chain(map(json.dumps, _titles(trace, places)), map(json.dumps, _counters(trace)), _events(trace, places)):
         out.write(between + event)
         between = ",\n"
     out.write("\n]}\n")
@@ -56,7 +61,38 @@ def _write(trace: Trace, out: io.TextIOWrapper) -> None:
     out.detach()
 
 
-def _events(trace: Trace) -> Iterator[str]:
+def _places(trace: Trace) -> list[int]:
+    """Return, for each event, the number of its track among those of its lane, so that the events of a track nest."""
+    on_host = trace.is_kind(*HOST_KINDS)
+    kind = np.where(on_host, trace.is_kind("mark").astype(np.int64) - 2, trace["kind"])  # calls are one lane, marks another
+    stream, device = (np.where(on_host, 0, trace[name]).astype(np.int64) for name in ("stream", "device"))
+    lane = kind + (stream << 8) + (device << 40)
+    start = trace["start_ns"]
+    end = start + np.maximum(trace["dur_ns"], 0)
+    order = np.lexsort((-end, start, lane))
+    order = order[~trace.is_kind(*MEMORY_KINDS)[order]]
+    places = np.zeros(len(trace), np.int64)
+    for rows in np.split(order, np.flatnonzero(np.diff(lane[order])) + 1):
+        if (start[rows[1:]] >= np.maximum.accumulate(end[rows])[:-1]).all():
+            continue
+        tracks: list[list[int]] = []  # for each, the ends of the events around the present one
+        for row, begin, stop in zip(rows.tolist(), start[rows].tolist(), end[rows].tolist(), strict=True):
+            place = next((i for i, ends in enumerate(tracks) if _has_room(ends, begin, stop)), len(tracks))
+            if place == len(tracks):
+                tracks.append([])
+            tracks[place].append(stop)
+            places[row] = min(place, _PLACES - 1)
+    return places.tolist()
+
+
+def _has_room(ends: list[int], begin: int, stop: int) -> bool:
+    """Drop the ends of events that are over at `begin`. Return whether the others contain the event that stops at `stop`."""
+    while ends and ends[-1] <= begin:
+        ends.pop()
+    return not ends or stop <= ends[-1]
+
+
+def _events(trace: Trace, places: list[int]) -> Iterator[str]:
     """Iterate over the events as JSON. Each text is encoded only once, so that a million events take seconds."""
     quoted = [json.dumps(text) for text in trace.strings]
     columns = (trace[name].tolist() for name in ("kind", "start_ns", "dur_ns", "stream", "name", "clock", "where", "owner"))
@@ -75,7 +111,7 @@ def _events(trace: Trace) -> Iterator[str]:
             args.append(f', "where": {quoted[where]}')
         if owner >= 0:
             args.append(f', "owner": {quoted[owner]}')
-        pid, tid = _track(kind, devices[i], stream)
+        pid, tid = _track(kind, devices[i], stream, places[i])
         phase = '"ph": "i", "s": "t"' if kind in MEMORY_KINDS else '"ph": "X"'
         title = quoted[name] if name >= 0 else f'"{kind}"'
         yield (
@@ -84,28 +120,30 @@ def _events(trace: Trace) -> Iterator[str]:
         )
 
 
-def _track(kind: str, device: int, stream: int) -> tuple[int, int]:
-    """Return the process and thread of an event. Threads start at 1: Perfetto uses thread 0 for the process."""
+def _track(kind: str, device: int, stream: int, place: int) -> tuple[int, int]:
+    """Return the process and thread of an event. Threads start above 0: Perfetto uses thread 0 for the process."""
     if kind in HOST_KINDS or kind in MEMORY_KINDS:
-        return _HOST, {"launch": _CALLS, "sync": _CALLS, "mark": _MARKS}.get(kind, _MEMORY)
-    return device, (stream + 1) * len(_ON_DEVICE) + _ON_DEVICE.index(kind) + 1
+        return _HOST, {"launch": _CALLS, "sync": _CALLS, "mark": _MARKS}.get(kind, _MEMORY) * _PLACES + place
+    return device, ((stream + 1) * len(_ON_DEVICE) + _ON_DEVICE.index(kind) + 1) * _PLACES + place
 
 
-def _titles(trace: Trace) -> Iterator[dict[str, Any]]:
+def _titles(trace: Trace, places: list[int]) -> Iterator[dict[str, Any]]:
     """Iterate over the events that name the processes and tracks in the viewer."""
     modelled = "modelled" if trace["clock"].any() else "measured"
     device_name = trace.meta.get("gpu") or trace.meta.get("device") or "unknown"
     yield _title("process_name", _HOST, 0, f"Host ({modelled})")
-    for tid, title in ((_CALLS, "launches and waits"), (_MARKS, "steps and marks"), (_MEMORY, "allocations")):
-        yield from _thread(_HOST, tid, title)
-    on_device = trace.select(trace.is_kind(*_ON_DEVICE))
-    columns = (on_device[name].tolist() for name in ("device", "stream", "kind"))
-    lanes = sorted({(device, stream, _ON_DEVICE.index(KINDS[kind])) for device, stream, kind in zip(*columns, strict=True)})
-    for device in sorted({device for device, _, _ in lanes}):
+    columns = (trace[name].tolist() for name in ("kind", "device", "stream"))
+    found = {(KINDS[code], device, stream, place) for code, device, stream, place in zip(*columns, places, strict=True)}
+    names = {(_HOST, tid * _PLACES): title for tid, title in _HOST_TITLES.items()}
+    for kind, device, stream, place in found:
+        pid, tid = _track(kind, device, stream, place)
+        on = f"stream {stream}" if stream >= 0 else "no stream"
+        lane = f"{LANES[kind]} {on}" if kind in _ON_DEVICE else _HOST_TITLES[tid // _PLACES]
+        names[pid, tid] = f"{lane}, overlapping" if place else lane
+    for device in sorted({pid for pid, _ in names} - {_HOST}):
         yield _title("process_name", device, 0, f"GPU {device}: {device_name} ({modelled})")
-    for device, stream, position in lanes:
-        kind, place = _ON_DEVICE[position], f"stream {stream}" if stream >= 0 else "no stream"
-        yield from _thread(device, _track(kind, device, stream)[1], f"{LANES[kind]} {place}")
+    for (pid, tid), title in sorted(names.items(), key=lambda item: (item[0][0] != _HOST, item[0])):
+        yield from _thread(pid, tid, title)
 
 
 def _thread(pid: int, tid: int, title: str) -> Iterator[dict[str, Any]]:
