@@ -208,8 +208,11 @@ def test_progress_names_every_phase(model, tmp_path):
     assert "compile" in repr(made)
 
 
-def test_a_name_is_loaded_first(exported, tmp_path):
-    made = tk.export("demo/qwen3", tmp_path / "out", context=CONTEXT, progress=False)
+def test_a_name_is_loaded_first(exported, tmp_path, monkeypatch):
+    monkeypatch.setattr("toolkit.core.progress.REPORTS_PER_S", 1e9)
+    seen = []
+    made = tk.export("demo/qwen3", tmp_path / "out", context=CONTEXT, progress=lambda *about: seen.append(about))
+    assert [item for phase, share, item in seen if phase == "load" and share > 0 and item]
     assert [phase["phase"] for phase in made.measured["phases"]] == ["load", *PHASES]
     assert made.load().tokenizer.decode(made.load().tokenizer.encode(PROMPT)) == PROMPT
 

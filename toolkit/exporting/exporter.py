@@ -135,7 +135,7 @@ def export(
         loaded = looked_at
         if isinstance(model, str | os.PathLike):
             with watch.phase("load"):
-                loaded = load(model, "cpu", dtype, scheme, progress=False, cancel=cancel)
+                loaded = load(model, "cpu", dtype, scheme, progress=watch.count, cancel=cancel)
         held.enter_context(_held_to(most, device))  # as late as possible, since the limit applies to the whole process
         plain, room = skeleton.to_plain(loaded), max(context, least_context(loaded))
         package.check_disk(folder, weights.size_of(loaded) if not list(folder.glob("weights-*")) else 0)

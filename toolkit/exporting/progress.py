@@ -60,6 +60,10 @@ class Watch(Reporter):
         ended = always and share == 1.0
         self.report((self._phase, share, item), share, position, item, phase=self._phase, always=always, end=ended)
 
+    def count(self, done: int, total: int, name: str) -> None:
+        """Report that `done` of `total` are done, as `tk.load` does for a download and then for the load."""
+        self.step(done / total if total else 1.0, name)
+
     def bytes(self, total: int) -> Callable[[int, str], None]:
         """Return a function `step(n, name)` that counts n more of `total` bytes as done and reports the progress."""
         done = 0
@@ -67,7 +71,7 @@ class Watch(Reporter):
         def step(n: int, name: str) -> None:
             nonlocal done
             done += n
-            self.step(done / total if total else 1.0, name)
+            self.count(done, total, name)
 
         return step
 
