@@ -5,6 +5,8 @@ The figures on an H200 that the rules rest on are those of `tests/programs/h200.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -289,6 +291,22 @@ class TestFlexAttention:
         operands = [torch.randn(1, 1, 4, 4) for _ in range(3)]
         with pytest.raises(NotImplementedError, match="backward on CPU"):
             flex_attention(operands[0].requires_grad_(), *operands[1:])
+
+
+@pytest.mark.parametrize(
+    ("work", "shape", "read_back", "moved", "most"),
+    [
+        (torch.linalg.svd, (10, 10), [4, 1], [1], 6656),
+        (partial(torch.linalg.svd, full_matrices=False), (200, 30), [4] * 9 + [1], [120, 24000, 1], 3199488),
+        (torch.linalg.qr, (200, 30), [], [], 3175424),
+        (torch.linalg.eigh, (30, 30), [4, 1], [1], 370688),
+    ],
+)  # fmt: skip
+def test_decompositions_copy_and_allocate_as_on_an_h200(gpu, work, shape, read_back, moved, most):
+    a = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to("vgpu")
+    assert copies(gpu, "d2h", lambda: work(a)) == read_back
+    assert copies(gpu, "d2d", lambda: work(a)) == moved
+    assert peak(lambda: work(a)) == most
 
 
 def _module(kind, **options):

@@ -28,7 +28,6 @@ SLICE = (
 COPIES: dict[str, tuple[str, ...]] = {
     "raises: sparse tensors": ("graphs.gcn_training", "graphs.pagerank", "numeric.embedding_bags"),
     "raises: nested tensors, in the encoder's fast path": ("encoders.encoder_inference",),
-    "cuSOLVER copies inside decompositions": ("numeric.principal_components",),
 }
 PEAKS: dict[str, tuple[str, ...]] = {
     **{reason: names for reason, names in COPIES.items() if reason.startswith("raises")},
@@ -36,7 +35,6 @@ PEAKS: dict[str, tuple[str, ...]] = {
         "vision.resnet_training", "vision.mobilenet_inference", "vision.unet_segmentation", "vision.video_classification",
         "vision.super_resolution", "audio.ctc_training", "diffusion.ddpm_training",
     ),
-    "cuSOLVER's workspace": ("numeric.principal_components",),
     "second derivatives run in another order: CUDA's thread numbers its autograd nodes itself": ("numeric.physics_informed",),
 }  # fmt: skip
 

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
+import toolkit.gpu.virtual.scratch.decompositions
 import toolkit.gpu.virtual.scratch.indexing
 import toolkit.gpu.virtual.scratch.layers
 import toolkit.gpu.virtual.scratch.recurrent
-import toolkit.gpu.virtual.scratch.sorting  # noqa: F401  registers all rules, with the three above
+import toolkit.gpu.virtual.scratch.sorting  # noqa: F401  registers all rules, with the four above
 from toolkit.gpu.virtual import sizes_only as sizes
 from toolkit.gpu.virtual.dispatch_keys import parts_of
 from toolkit.gpu.virtual.effects.lookup import decomposes, effects, is_view

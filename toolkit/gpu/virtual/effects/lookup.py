@@ -1,8 +1,8 @@
 """Look up the effects of an operation on a CUDA device, and whether CUDA has a kernel for it.
 
 The virtual GPU calls `effects` for every operation. By default an operation is one kernel that reads its operands and writes
-its results; views and allocations have no effects. `operations`, `data_dependent`, `attention` and `recurrent` register rules
-for all others. Effects depend on shapes, strides and dtypes, and on values only if CUDA's choice depends on them.
+its results; views and allocations have no effects. The modules that are imported below register rules for all others. Effects
+depend on shapes, strides and dtypes, and on values only if CUDA's choice depends on them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 
 import toolkit.gpu.virtual.effects.attention
 import toolkit.gpu.virtual.effects.data_dependent
-import toolkit.gpu.virtual.effects.recurrent  # noqa: F401  all three register their rules
+import toolkit.gpu.virtual.effects.decompositions
+import toolkit.gpu.virtual.effects.recurrent  # noqa: F401  all four register their rules
 from toolkit.gpu.virtual.effects.effect import Effect, first, kernel
 from toolkit.gpu.virtual.effects.operations import KERNELS, RULES
 
