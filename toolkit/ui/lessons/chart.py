@@ -9,7 +9,7 @@ from html import escape
 from itertools import pairwise
 
 WIDTH, HEIGHT = 640, 300
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 150, 16, 44  # margins; the names of the lines are on the right
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 150, 30, 44  # margins; the names of the lines are on the right
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # Okabe and Ito's, which color-blind people can tell apart
 _LETTER = 13  # height of a line of text
 
@@ -55,7 +55,7 @@ class Chart:
         for line, color, height in zip(self.lines, _COLORS, heights, strict=False):
             points = [(across(x), up(y)) for x, y in zip(line.x, line.y, strict=True)]
             if line.dots:
-                parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2" fill="{color}" opacity="0.7"/>' for x, y in points]
+                parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}" opacity="0.7"/>' for x, y in points]
             else:
                 path = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
                 parts.append(f'<path d="M{path}" fill="none" stroke="{color}" stroke-width="2.5"/>')
