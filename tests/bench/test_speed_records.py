@@ -14,7 +14,7 @@ from toolkit.decode.strategies import STRATEGIES
 RESULTS = Path(toolkit.bench.__file__).parent / "results"
 # Why a modelled rate is further off than 25 %.
 SEARCH = "the processor's search in the logits takes no time on the virtual GPU"
-HOST = "the host launched a step in 2.7 to 3.5 ms where 1.9 to 2.0 ms are usual: other work kept it busy"
+HOST = "the host launched a step in 2.7 to 3.5 ms where 1.9 to 2.0 ms are usual"
 OFF = {
     ("qwen3-8b", 64, "host-sampling"): SEARCH,
     ("qwen3-8b", 8192, "host-embedding"): HOST,
