@@ -17,11 +17,6 @@ from typing import Any
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
-import toolkit.gpu.virtual.scratch.decompositions
-import toolkit.gpu.virtual.scratch.indexing
-import toolkit.gpu.virtual.scratch.layers
-import toolkit.gpu.virtual.scratch.recurrent
-import toolkit.gpu.virtual.scratch.sorting  # noqa: F401  registers all rules, with the four above
 from toolkit.gpu.virtual import sizes_only as sizes
 from toolkit.gpu.virtual.dispatch_keys import parts_of
 from toolkit.gpu.virtual.effects.lookup import decomposes, effects, is_view
@@ -30,6 +25,7 @@ from toolkit.gpu.virtual.host_room import LARGE, check_room, could_be_large, rai
 from toolkit.gpu.virtual.in_place import IN_PLACE_BACKWARD, in_place_on_cuda, note_maker
 from toolkit.gpu.virtual.lifetimes import settle
 from toolkit.gpu.virtual.machine import Machine
+from toolkit.gpu.virtual.scratch import decompositions, indexing, layers, recurrent, sorting  # noqa: F401  register all rules
 from toolkit.gpu.virtual.scratch.script import SCRATCH, Rule, play
 from toolkit.gpu.virtual.tensor import STRIDED, VirtualTensor, follow, hold, rehold, take_over, wrap
 from toolkit.gpu.virtual.threads import handle_signals, here

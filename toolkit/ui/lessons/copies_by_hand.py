@@ -71,7 +71,7 @@ def no_waits(memory):
         answer="""\
 def ordered(memory):
     copies, results = cuda.Stream(), []
-    for batch, buffer in zip(memory, buffers):
+    for batch, buffer in zip(memory, buffers, strict=True):
         with cuda.stream(copies):
             buffer.copy_(batch, non_blocking=True)
             ready = copies.record_event()
