@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from tests.loading.hub_server import COMMIT, Hub, entry
 from toolkit.core.errors import CancelledError, DeviceError, FormatError, HubError, ToolkitError
 from toolkit.loading import download
 from toolkit.loading.checkpoint import DEMOS
-from toolkit.loading.hub import is_repository
+from toolkit.loading.hub import _entry, find, is_repository
 
 IDS = torch.tensor([[3, 141, 59, 265, 35]])
 MODEL, GGUF = "team/small", "team/small-gguf"
@@ -197,7 +198,8 @@ def test_without_a_network_the_cache_is_used(hub: Hub, monkeypatch: pytest.Monke
 def test_errors_say_what_is_missing(hub: Hub) -> None:
     assert "no such repository" in str(refusal("team/absent"))
     assert "no revision 'v2'" in str(refusal(revision="v2"))
-    assert "no revision can have" in str(refusal(revision="../../x"))
+    for revision in ("../../x", "/x", "..\\x", "C:x", "a\nb"):
+        assert "no revision can have" in str(refusal(revision=revision))
     assert "Leave out revision=" in str(refusal("demo/qwen3", revision="v2"))
     several = refusal(GGUF)
     assert several.facts["files"] == ["parts/small.gguf", "small-F16.gguf", "small-Q8_0.gguf"]
@@ -233,6 +235,49 @@ def test_the_token_goes_to_the_hub_and_not_to_the_storage(hub: Hub) -> None:
     assert all(headers["authorization"] == "Bearer hf_secret" for headers in to_hub)
 
 
+@pytest.mark.parametrize("token", ["hf_se\ncret", "hf_s\u00e9cret", "hf_se\0cret", " "])
+def test_a_token_is_never_shown(hub: Hub, token: str) -> None:
+    error = refusal(token=token)
+    assert "the access token is empty or has characters" in str(error)
+    assert "cret" not in "".join(traceback.format_exception(error))
+    load(token="hf_secret\n")
+    assert {headers["authorization"] for _, path, headers in hub.requests if "/storage/" not in path} == {"Bearer hf_secret"}
+
+
+def test_a_refused_header_is_not_shown(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.hf_api.get_token", lambda: "hf_zq7\0", raising=False)
+    monkeypatch.setattr("huggingface_hub.utils._headers.get_token", lambda: "hf_zq7\0")
+    error = refusal()
+    assert "(LocalProtocolError)" in str(error)
+    assert "zq7" not in "".join(traceback.format_exception(error))
+
+
+def test_a_repository_does_not_show_its_token(hub: Hub) -> None:
+    assert "secret" not in repr(find(MODEL, None, "hf_secret"))
+
+
+@pytest.mark.parametrize("name", ["C:/x/evil.gguf", "C:x.safetensors", "..\\x.gguf", "/x.gguf", "a/../../x.gguf", "x\n.gguf"])
+def test_names_that_leave_the_folder_are_not_files(name: str) -> None:
+    sibling = SimpleNamespace(rfilename=name, size=1, lfs=None, blob_id="a" * 40)
+    assert _entry(sibling) is None
+    assert _entry(SimpleNamespace(**vars(sibling) | {"rfilename": "a/b-ü.gguf"})) is not None
+
+
+def test_a_relative_cache_and_a_disk_without_links(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", "relative")
+    assert len(tk.costs(MODEL).to_pandas())
+    load()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", "other")
+    monkeypatch.setattr(Path, "symlink_to", lambda *_: (_ for _ in ()).throw(OSError("a required privilege is not held")))
+    load()
+
+
+def test_a_full_temporary_folder_is_named(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.copyfile", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    assert "the temporary folder cannot be written ([Errno 28] full). Free space there, or set TMPDIR" in str(refusal())
+
+
 def test_local_paths_come_first(hub: Hub, stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(stored)
     assert Path(load(MODEL).report.source) == Path(MODEL)
@@ -249,6 +294,6 @@ def test_paths_are_not_repositories(name: str) -> None:
 def test_a_damaged_config_is_reported_before_the_weights_are_downloaded(hub: Hub, tmp_path: Path) -> None:
     write_folder(tmp_path / "m", SHAPE | {"num_hidden_layers": 3}, random_tensors(SHAPE))
     hub.repositories["team/damaged"] = tmp_path / "m"
-    with pytest.raises(FormatError, match="tensors are missing"):
+    with pytest.raises(FormatError, match=r"^weights of team/damaged: .* tensors are missing"):
         load("team/damaged")
     assert max(blobs().values()) < 1 << 16

@@ -16,14 +16,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from toolkit.core.errors import FormatError, HubError
+from toolkit.core.errors import FormatError, HubError, ToolkitError
 from toolkit.core.progress import Counter, Progress
 from toolkit.core.units import bytes_text
 from toolkit.weights.safetensors_files import MAX_HEADER_BYTES, read_json
@@ -55,7 +55,7 @@ class Repository:
     name: str
     revision: str
     commit: str
-    token: str | bool | None
+    token: str | bool | None = field(repr=False)
     files: tuple[File, ...]
     model: str  # the GGUF file's name; "" is the folder
 
@@ -79,21 +79,32 @@ class Repository:
     def headers(self, opened: Callable[[Path], object]) -> Iterator[Path]:
         """Yield the model's path in a temporary folder, whose files of weights have their size but only their header.
 
-        `opened` opens a model by its path, and raises FormatError where the header of a GGUF file is not complete.
+        `opened` opens a model by its path, and raises FormatError where the header of a GGUF file is not complete. Errors that
+        name a file of the temporary folder name it without that folder.
         """
-        with tempfile.TemporaryDirectory() as temporary:
+        with _written_temporarily(self.asked):
+            made = tempfile.TemporaryDirectory()
+        with made as temporary:
             folder = Path(temporary) / self.name
             with explained(self.asked, self.name):
                 for file in self.files:
                     path = folder / file.name
-                    path.parent.mkdir(parents=True, exist_ok=True)
+                    with _written_temporarily(self.asked):
+                        path.parent.mkdir(parents=True, exist_ok=True)
                     if file.name.endswith(WEIGHTS):
                         self._header(file, path)
                     elif not self.model:
-                        path.symlink_to(self.whole(file))
+                        whole = self.whole(file)
+                        with _written_temporarily(self.asked):
+                            shutil.copyfile(whole, path)
                 if self.model:
                     self._gguf_headers(folder, opened)
-            yield folder / self.model
+            try:
+                yield folder / self.model
+            except ToolkitError as error:
+                texts = (text.replace(f"{temporary}{os.sep}", "") for text in (error.asked, error.found, error.do))
+                make: Callable[..., ToolkitError] = type(error)
+                raise make(*texts, **error.facts) from error.__cause__
 
     def download(self, progress: bool | Progress, cancel: Event | None) -> Path:
         """Download the missing files into the cache, and return the model's path there.
@@ -196,7 +207,7 @@ class Repository:
         """Write a file of the same size with the first `nbytes` of a file, and return these."""
         with self._stream(file, 0, min(nbytes, file.nbytes)) as chunks:
             first = b"".join(chunks)
-        with open(path, "wb") as out:
+        with _written_temporarily(self.asked), open(path, "wb") as out:
             out.write(first)
             out.truncate(file.nbytes)
         return first
@@ -232,11 +243,16 @@ def _cut(chunks: Iterator[bytes], skipped: int, most: int) -> Iterator[bytes]:
             return
 
 
-def _storage(name: str) -> Path:
-    """Return the folder of a repository in the cache."""
+def _cache() -> Path:
+    """Return the cache of huggingface_hub, whose name may be relative."""
     from huggingface_hub import constants
 
-    return Path(constants.HF_HUB_CACHE).expanduser() / f"models--{name.replace('/', '--')}"
+    return Path(constants.HF_HUB_CACHE).expanduser().absolute()
+
+
+def _storage(name: str) -> Path:
+    """Return the folder of a repository in the cache."""
+    return _cache() / f"models--{name.replace('/', '--')}"
 
 
 def _partial(name: str, file: File) -> Path:
@@ -258,9 +274,7 @@ def _size(path: Path) -> int:
 @contextmanager
 def _locked(name: str, file: File, counter: Counter) -> Iterator[None]:
     """Hold the lock of huggingface_hub for a file. While another process holds it, `counter` can cancel."""
-    from huggingface_hub import constants
-
-    path = Path(constants.HF_HUB_CACHE).expanduser() / ".locks" / f"models--{name.replace('/', '--')}" / f"{file.etag}.lock"
+    path = _cache() / ".locks" / f"models--{name.replace('/', '--')}" / f"{file.etag}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path)
     while True:
@@ -276,9 +290,7 @@ def _locked(name: str, file: File, counter: Counter) -> Iterator[None]:
 
 def _check_disk(asked: str, needed: int) -> None:
     """Raise HubError if the disk of the cache has less than `needed` bytes free."""
-    from huggingface_hub import constants
-
-    folder = Path(constants.HF_HUB_CACHE).expanduser().absolute()
+    folder = _cache()
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
@@ -317,10 +329,23 @@ def explained(asked: str, name: str, revision: str = "", kept: str = "") -> Iter
         do = f"Check the token, or {log_in}" if status in (401, 403) else "Try again later"
         raise HubError(what, f"{hub} answered with status {status}", do, status=status) from error
     except (transport_error(), errors.LocalEntryNotFoundError) as error:
-        found = f"no such file or folder here, and {hub} cannot be reached ({type(error).__name__}: {error!s:.120})"
-        raise HubError(what, found, f"Check the network, or pass a folder or a .gguf file{kept}") from error
+        secret = type(error).__name__ == "LocalProtocolError"  # its text has the header with the access token
+        reason = type(error).__name__ + ("" if secret else f": {error!s:.120}")
+        found = f"no such file or folder here, and {hub} cannot be reached ({reason})"
+        do = f"Check the network, or pass a folder or a .gguf file{kept}"
+        raise HubError(what, found, do) from (None if secret else error)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise _full(asked, f"the disk of {constants.HF_HUB_CACHE} is full") from error
         found = f"{constants.HF_HUB_CACHE} cannot be written ({error.strerror or error})"
         raise HubError(f"downloading {asked}", found, "Set HF_HUB_CACHE to a folder that you may write to") from error
+
+
+@contextmanager
+def _written_temporarily(asked: str) -> Iterator[None]:
+    """Turn errors of the temporary folder into HubError."""
+    try:
+        yield
+    except OSError as error:
+        do = "Free space there, or set TMPDIR to a folder that you may write to before Python starts"
+        raise HubError(f"reading the headers of {asked}", f"the temporary folder cannot be written ({error})", do) from error

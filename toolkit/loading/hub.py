@@ -41,7 +41,12 @@ def find(asked: str, revision: str | None, token: str | bool | None) -> Path | R
     match = _NAME.fullmatch(asked)
     assert match is not None
     name, file, branch = match["repository"], match["file"], revision or constants.DEFAULT_REVISION
-    if ".." in branch.split("/"):  # it becomes a path in the cache
+    if isinstance(token, str):
+        token = token.strip()
+        if not token or not token.isascii() or not token.isprintable():  # the message must not repeat it
+            why = "the access token is empty or has characters that no token has"
+            raise HubError(f"model {asked!r}", why, "Pass the token as the Hub shows it, or leave out token=")
+    if not _stays_inside(branch):  # it becomes a path in the cache
         raise HubError(f"model {asked!r}", f"no revision can have the name {branch!r}", "Pass a branch, a tag or a commit")
     with explained(asked, name, branch):
         try:
@@ -64,12 +69,16 @@ def find(asked: str, revision: str | None, token: str | bool | None) -> Path | R
         return found if found.missing() else found.folder / model
 
 
+def _stays_inside(name: str) -> bool:
+    """Return whether a name is a relative path that stays in its folder, on every operating system."""
+    path = PurePosixPath(name)
+    return name.isprintable() and not path.is_absolute() and ".." not in path.parts and "\\" not in name and ":" not in name
+
+
 def _entry(sibling: Any) -> File | None:
     """Return the entry of a file in the Hub's answer, or None if its name or its hash is not one."""
     name, etag = sibling.rfilename, sibling.lfs.sha256 if sibling.lfs else sibling.blob_id
-    path = PurePosixPath(name)
-    fine = not path.is_absolute() and ".." not in path.parts and "\\" not in name and "\0" not in name
-    if not fine or not isinstance(sibling.size, int) or sibling.size < 0 or not _HASH.fullmatch(str(etag)):
+    if not _stays_inside(name) or not isinstance(sibling.size, int) or sibling.size < 0 or not _HASH.fullmatch(str(etag)):
         return None
     return File(name, sibling.size, etag)
 
