@@ -28,6 +28,8 @@ class Hub(ThreadingHTTPServer):
     cuts: int = 0
     cut_bytes: int = 0
     ranges: bool = True
+    login_page: bool = False  # in place of JSON, as captive portals do
+    commit: str = COMMIT
     most_bytes: int = 1 << 40  # of each file, without an error
 
     def __post_init__(self) -> None:
@@ -93,10 +95,11 @@ class _Answer(BaseHTTPRequestHandler):
         folder = self.server.hub.repositories.get(name)
         if folder is None:
             return self._send(404, b"", {"X-Error-Code": "RepoNotFound"})
-        if revision not in ("main", COMMIT):
+        if revision not in ("main", COMMIT, self.server.hub.commit):
             return self._send(404, b"", {"X-Error-Code": "RevisionNotFound"})
         files = [entry(folder, path) for path in sorted(folder.rglob("*")) if path.is_file()]
-        text = json.dumps({"id": name, "modelId": name, "sha": COMMIT, "siblings": files}).encode()
+        about = {"id": name, "modelId": name, "sha": self.server.hub.commit, "siblings": files}
+        text = b"<html>" if self.server.hub.login_page else json.dumps(about).encode()
         return self._send(200, text if body else b"", {})
 
     def _file(self, name: str, file: str, body: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import sys
 import threading
 import traceback
 from collections.abc import Iterator
@@ -195,12 +196,65 @@ def test_without_a_network_the_cache_is_used(hub: Hub, monkeypatch: pytest.Monke
     assert "cannot be reached" in str(refusal("team/other"))
 
 
-def test_errors_say_what_is_missing(hub: Hub) -> None:
+def test_offline_loads_take_the_commit_that_the_branch_had_last(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = "d" * 40
+    load()
+    hub.commit = other
+    load(revision=other)
+    load()  # main has moved to a commit that is already there
+    with monkeypatch.context() as patch:
+        patch.setattr(constants, "HF_HUB_OFFLINE", True)
+        assert Path(load().report.source).name == other
+    hub.commit = COMMIT
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", lambda *_: (_ for _ in ()).throw(OSError(errno.EROFS, "read-only")))
+        assert Path(load().report.source).name == COMMIT
+
+
+def test_a_login_page_is_not_the_hub(hub: Hub) -> None:
+    hub.login_page = True
+    assert "the network may show a login page" in str(refusal())
+    hub.login_page = False
+    expected = logits(load())
+    hub.login_page = True
+    assert torch.equal(logits(load()), expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"engine": "hf", "scheme": "int8"}, {"engine": "hf", "dtype": "int3"}, {"engine": "hf", "device": "x"}, {"device": "x"}],
+    ids=str,
+)
+def test_wrong_options_are_refused_before_the_download(hub: Hub, options: dict[str, str]) -> None:
+    with pytest.raises(ToolkitError):
+        load(f"{GGUF}:small-F16.gguf", **options)
+    assert not [path for _, path, _ in hub.requests if "resolve" in path]
+
+
+def test_transformers_is_missed_before_the_download(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ToolkitError, match="Install the extra"):
+        load(f"{GGUF}:small-F16.gguf", engine="hf")
+    assert blobs() == {}
+
+
+def test_an_index_without_a_map_is_an_error(hub: Hub, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "m", SHAPE, random_tensors(SHAPE), shards=2)
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": []}')
+    hub.repositories["team/index"] = folder
+    assert "has no weight_map" in str(refusal("team/index"))
+
+
+def test_errors_say_what_is_missing(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no such repository" in str(refusal("team/absent"))
     assert "no revision 'v2'" in str(refusal(revision="v2"))
     for revision in ("../../x", "/x", "..\\x", "C:x", "a\nb"):
         assert "no revision can have" in str(refusal(revision=revision))
     assert "Leave out revision=" in str(refusal("demo/qwen3", revision="v2"))
+    for name in ("team/small.git", "team/" + "a" * 97, "team-/small"):
+        assert "no repository can have this name" in str(refusal(name))
+    monkeypatch.setattr("huggingface_hub.utils._headers.get_token", lambda: None)
+    assert "no access token is saved here" in str(refusal(token=True))
     several = refusal(GGUF)
     assert several.facts["files"] == ["parts/small.gguf", "small-F16.gguf", "small-Q8_0.gguf"]
     assert all(name in str(several) for name in several.facts["files"])

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
@@ -32,6 +33,7 @@ CONFIG, WEIGHTS = "config.json", ".safetensors"
 _GGUF_HEADERS = (24 << 20, 96 << 20)  # bytes to try: the tokenizer takes 5 to 15 MB
 _LATER_PARTS = 32  # how many times smaller the header of later parts is: they have no tokenizer
 _FIRST = 1 << 18  # bytes of a safetensors file that are fetched first: its header is rarely longer
+NOT_JSON = (json.JSONDecodeError, UnicodeDecodeError)  # an answer of something else than the Hub
 _CHUNK = 1 << 20
 _ATTEMPTS = 5  # without a byte between them
 _WAIT_S = 1.0
@@ -120,11 +122,16 @@ class Repository:
         with explained(self.asked, self.name, kept=f". {_KEPT}"):
             for file in sorted(missing, key=lambda file: file.name.endswith((WEIGHTS, ".gguf"))):
                 self.whole(file, counter)
-            if self.revision != self.commit:  # as huggingface_hub remembers which commit a branch was
-                ref = _storage(self.name) / "refs" / self.revision
+        self.remember()
+        return self.folder / self.model
+
+    def remember(self) -> None:
+        """Write down which commit the revision is, as huggingface_hub does: it is loaded if the Hub does not answer."""
+        ref = _storage(self.name) / "refs" / self.revision
+        with suppress(OSError):  # a cache that cannot be written is still loaded
+            if self.revision != self.commit and not (ref.is_file() and ref.read_text() == self.commit):
                 ref.parent.mkdir(parents=True, exist_ok=True)
                 ref.write_text(self.commit)
-        return self.folder / self.model
 
     def _file(self, name: str) -> File:
         return next(file for file in self.files if file.name == name)
@@ -321,6 +328,13 @@ def explained(asked: str, name: str, revision: str = "", kept: str = "") -> Iter
     except errors.RevisionNotFoundError as error:
         do = f"Leave out revision=, or pass a branch, tag or commit of {hub}/{name}"
         raise HubError(what, f"it has no revision {revision!r}", do) from error
+    except errors.HFValidationError as error:
+        raise HubError(what, "no repository can have this name", f"Check the name on {hub}") from error
+    except errors.LocalTokenNotFoundError as error:
+        raise HubError(what, "token=True, but no access token is saved here", f"To log in, {log_in}") from error
+    except NOT_JSON as error:
+        found = f"{hub} did not answer as a Hub does ({type(error).__name__}): the network may show a login page instead"
+        raise HubError(what, found, "Log in to the network, and check that HF_ENDPOINT is a Hub if it is set") from error
     except errors.OfflineModeIsEnabled as error:
         found = "no such file or folder here, and it is not in the cache of downloaded models. HF_HUB_OFFLINE is set"
         raise HubError(what, found, "Unset HF_HUB_OFFLINE to download it, or pass a folder or a .gguf file") from error

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from toolkit.core.errors import HubError
-from toolkit.loading.download import CONFIG, WEIGHTS, File, Repository, explained, transport_error
+from toolkit.loading.download import CONFIG, NOT_JSON, WEIGHTS, File, Repository, explained, transport_error
 from toolkit.text.tokenizer import NOT_READ
 from toolkit.weights.safetensors_files import INDEX, PICKLES, read_json
 
@@ -52,7 +52,7 @@ def find(asked: str, revision: str | None, token: str | bool | None) -> Path | R
         try:
             api = HfApi(endpoint=constants.ENDPOINT, token=token)
             info = api.model_info(name, revision=branch, files_metadata=True, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-        except (transport_error(), OfflineModeIsEnabled, HfHubHTTPError) as error:
+        except (transport_error(), OfflineModeIsEnabled, HfHubHTTPError, *NOT_JSON) as error:
             silent = isinstance(error, HfHubHTTPError) and error.response.status_code < 500
             cached = None if silent else _cached(name, branch)
             if cached is None:
@@ -66,7 +66,10 @@ def find(asked: str, revision: str | None, token: str | bool | None) -> Path | R
             raise HubError(f"model {asked!r}", f"{constants.ENDPOINT} names no commit", "Check that HF_ENDPOINT is a Hub")
         wanted = _parts(model, files) if model else _folder(asked, found, files)
         found = replace(found, files=tuple(files[n] for n in wanted))
-        return found if found.missing() else found.folder / model
+        if found.missing():
+            return found
+        found.remember()
+        return found.folder / model
 
 
 def _stays_inside(name: str) -> bool:
@@ -115,8 +118,11 @@ def _folder(asked: str, repository: Repository, files: dict[str, File]) -> list[
     """Return the names of the files of a safetensors model: what `tk.load` reads."""
     weights = [n for n in files if n.endswith(WEIGHTS) and "/" not in n]
     if INDEX in files:
-        shards = read_json(repository.whole(files[INDEX]), "index").get("weight_map", {}).values()
-        weights = [n for n in weights if n in shards]
+        shards = read_json(repository.whole(files[INDEX]), "index").get("weight_map")
+        if not isinstance(shards, dict):
+            do = "Pass a repository with a complete index, or one in GGUF"
+            raise HubError(f"model {asked!r}", f"its {INDEX} has no weight_map from tensor to file names", do)
+        weights = [n for n in weights if n in shards.values()]
     elif "model.safetensors" in files:
         weights = ["model.safetensors"]
     if not weights:

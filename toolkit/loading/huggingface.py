@@ -53,7 +53,7 @@ def wrap(model: str | os.PathLike[str] | nn.Module, device: Device | str = "auto
     Raises ToolkitError if transformers is not installed, FormatError for a folder that it cannot load, and ModelError if
     `model` is not a causal language model or is spread over several devices.
     """
-    transformers = _transformers()
+    transformers = import_transformers()
     if isinstance(model, nn.Module):
         inner, folder = model, _folder_of(model)
     else:
@@ -76,7 +76,8 @@ def wrap(model: str | os.PathLike[str] | nn.Module, device: Device | str = "auto
     return wrapped
 
 
-def _transformers() -> Any:
+def import_transformers() -> Any:
+    """Return the module transformers. Raises ToolkitError if it is not installed."""
     try:
         import transformers
     except ImportError as error:

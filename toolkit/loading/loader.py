@@ -30,13 +30,13 @@ from toolkit.loading.checkpoint import Checkpoint, find_dtype, open_checkpoint, 
 from toolkit.loading.download import Repository
 from toolkit.loading.drawing import draw
 from toolkit.loading.fill import Filler, scratch_for
-from toolkit.loading.huggingface import wrap
+from toolkit.loading.huggingface import import_transformers, wrap
 from toolkit.loading.layout import Layout, lay_out
 from toolkit.loading.report import Report
 from toolkit.loading.room import check_room, needed_bytes, too_big
 from toolkit.models.cache import Cache
 from toolkit.models.layers import assign
-from toolkit.models.model import CausalLM, Model
+from toolkit.models.model import CausalLM
 from toolkit.weights.recipes import Recipe, recipe
 from toolkit.weights.schemes import Scheme
 
@@ -86,8 +86,14 @@ def load(
     if engine not in (None, *ENGINES):
         raise unknown_name("engine", engine, ENGINES)
     if engine == "hf" or isinstance(path, nn.Module):
-        model = _whole(resolve(path, revision, token), progress, cancel) if isinstance(path, str) else path
-        return _wrap(model, device, dtype, engine, scheme)
+        chosen = _option_of_wrapped(dtype, engine, scheme)
+        if isinstance(path, str):
+            found = resolve(path, revision, token)
+            if isinstance(found, Repository):  # what can be refused is refused before the download
+                import_transformers()
+                open_device(device)
+            return wrap(_whole(found, progress, cancel), device, chosen)
+        return wrap(path, device, chosen)  # type: ignore[arg-type]
     if not isinstance(path, str | os.PathLike):
         raise ToolkitError(
             f"model {brief(path)}", f"a {type(path).__name__}, not a path", 'Pass "demo/qwen3", a folder or a .gguf file'
@@ -98,9 +104,11 @@ def load(
         )
     chosen, wanted = find_dtype(dtype), _recipe_for(scheme)
     asked, found = os.fspath(path), resolve(os.fspath(path), revision, token)
-    if isinstance(found, Repository) and found.describable():  # download its weights only if the device has room for them
-        described, card = open_headers(found), open_device(device)
-        _check(described, lay_out(described, card, chosen or described.dtype, wanted, fuse), card)
+    if isinstance(found, Repository):  # download its weights only if the device exists and has room for them
+        card = open_device(device)
+        if found.describable():
+            described = open_headers(found)
+            _check(described, lay_out(described, card, chosen or described.dtype, wanted, fuse), card)
     local, began = _whole(found, progress, cancel), time.perf_counter()
     counter = Counter(f"loading {asked}", progress, cancel, "Its memory was released; it can be loaded again", bytes_text)
     checkpoint = open_checkpoint(local)
@@ -125,14 +133,14 @@ def _recipe_for(scheme: str | Scheme | Recipe | None) -> Recipe | str | None:
         raise unknown_name("scheme", scheme, [*error.facts["known"], "none"]) from None  # type: ignore[misc]
 
 
-def _wrap(path: Any, device: Device | str, dtype: torch.dtype | str | None, engine: str | None, scheme: object) -> Model:
-    """Return a model of transformers with the interface of the toolkit's models."""
+def _option_of_wrapped(dtype: torch.dtype | str | None, engine: str | None, scheme: object) -> torch.dtype | None:
+    """Return the dtype of a model of transformers. Raises ModelError for options that apply to the toolkit's models only."""
     if scheme is not None or engine == "toolkit":
         option = "engine='toolkit'" if scheme is None else f"scheme={scheme!r}"
         raise ModelError(
             "a model of transformers", f"{option} applies to the toolkit's models only", "Leave it out, or pass a path"
         )
-    return wrap(path, device, find_dtype(dtype))
+    return find_dtype(dtype)
 
 
 def _whole(found: Path | Repository, progress: bool | Progress, cancel: threading.Event | None) -> Path:
