@@ -156,6 +156,17 @@ def test_cancel_keeps_the_part_that_arrived(hub: Hub) -> None:
     assert [name for name in blobs() if name.endswith(".incomplete")]
 
 
+def test_headers_can_be_cancelled_and_are_resumed(hub: Hub) -> None:
+    cancelled = threading.Event()
+    cancelled.set()
+    with pytest.raises(CancelledError, match="reading the headers"):
+        load(f"{GGUF}:small-F16.gguf", cancel=cancelled)
+    assert hub.sent(f"{GGUF}/small-F16.gguf") == []
+    hub.cuts, hub.cut_bytes = 1, 300_000
+    assert len(tk.costs(f"{GGUF}:small-F16.gguf").to_pandas())
+    assert len(hub.sent(f"{GGUF}/small-F16.gguf")) == 2
+
+
 @pytest.mark.parametrize("ranges", [True, False], ids=["ranges", "no ranges"])
 def test_lost_connections_are_resumed(hub: Hub, ranges: bool) -> None:
     def cut(*_: Any) -> None:

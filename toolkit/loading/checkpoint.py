@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,9 +82,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     return open_headers(found)
 
 
-def open_headers(repository: Repository) -> Checkpoint:
+def open_headers(repository: Repository, cancel: threading.Event | None = None) -> Checkpoint:
     """Open a repository by its headers, before its weights are downloaded."""
-    with repository.headers(_opened) as path:
+    with repository.headers(_opened, cancel) as path:
         return _opened(path)
 
 

@@ -18,9 +18,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, BinaryIO
 
 from filelock import FileLock, Timeout
 
@@ -78,12 +79,14 @@ class Repository:
             return "quantization_config" not in read_json(self.whole(self._file(CONFIG)), "config")
 
     @contextmanager
-    def headers(self, opened: Callable[[Path], object]) -> Iterator[Path]:
+    def headers(self, opened: Callable[[Path], object], cancel: Event | None = None) -> Iterator[Path]:
         """Yield the model's path in a temporary folder, whose files of weights have their size but only their header.
 
         `opened` opens a model by its path, and raises FormatError where the header of a GGUF file is not complete. Errors that
         name a file of the temporary folder name it without that folder.
         """
+        counter = Counter(f"reading the headers of {self.asked}", False, cancel, "Load the model again", bytes_text)
+        counter.begin(sum(file.nbytes for file in self.files))
         with _written_temporarily(self.asked):
             made = tempfile.TemporaryDirectory()
         with made as temporary:
@@ -94,13 +97,13 @@ class Repository:
                     with _written_temporarily(self.asked):
                         path.parent.mkdir(parents=True, exist_ok=True)
                     if file.name.endswith(WEIGHTS):
-                        self._header(file, path)
+                        self._header(file, path, counter)
                     elif not self.model:
                         whole = self.whole(file)
                         with _written_temporarily(self.asked):
                             shutil.copyfile(whole, path)
                 if self.model:
-                    self._gguf_headers(folder, opened)
+                    self._gguf_headers(folder, opened, counter)
             try:
                 yield folder / self.model
             except ToolkitError as error:
@@ -167,22 +170,7 @@ class Repository:
             while chunk := out.read(_CHUNK):
                 digest.update(chunk)
                 counter.step(len(chunk), file.name)
-            attempts = 0
-            while (at := out.tell()) < file.nbytes and attempts < _ATTEMPTS:
-                try:
-                    with self._stream(file, at) as chunks:
-                        for chunk in chunks:
-                            out.write(chunk)
-                            digest.update(chunk)
-                            counter.step(len(chunk), file.name)
-                except transport_error():
-                    if attempts == _ATTEMPTS - 1 and out.tell() == at:
-                        raise
-                if out.tell() == at:
-                    attempts += 1
-                    time.sleep(_WAIT_S)
-                else:
-                    attempts = 0
+            self._receive(file, out, file.nbytes, counter, digest.update)
             arrived = out.tell()
         if arrived < file.nbytes:
             found = f"only {arrived:,} of {file.nbytes:,} bytes are sent"
@@ -192,28 +180,53 @@ class Repository:
             found = "it does not have the hash that the Hub names"
             raise HubError(f"file {file.name} of {self.name}", found, "Load the model again, which downloads this file again")
 
-    def _header(self, file: File, path: Path) -> None:
+    def _receive(self, file: File, out: BinaryIO, stop: int, counter: Counter, arrived: Callable[[bytes], object]) -> None:
+        """Write the bytes of a file from `out.tell()` to `stop`, as far as they are sent. Continues after lost connections."""
+        counter.step(0, file.name)
+        attempts = 0
+        while (at := out.tell()) < stop and attempts < _ATTEMPTS:
+            try:
+                with self._stream(file, at, stop) as chunks:
+                    for chunk in chunks:
+                        out.write(chunk)
+                        arrived(chunk)
+                        counter.step(len(chunk), file.name)
+            except transport_error():
+                if attempts == _ATTEMPTS - 1 and out.tell() == at:
+                    raise
+            if out.tell() == at:
+                attempts += 1
+                time.sleep(_WAIT_S)
+            else:
+                attempts = 0
+
+    def _header(self, file: File, path: Path, counter: Counter) -> None:
         """Write a file of the same size with the header of a safetensors file."""
-        first = self._beginning(file, path, _FIRST)
+        first = self._beginning(file, path, _FIRST, counter)
         length = 8 + int.from_bytes(first[:8], "little")
         if length > len(first) and length <= MAX_HEADER_BYTES:
-            self._beginning(file, path, length)
+            self._beginning(file, path, length, counter)
 
-    def _gguf_headers(self, folder: Path, opened: Callable[[Path], object]) -> None:
+    def _gguf_headers(self, folder: Path, opened: Callable[[Path], object], counter: Counter) -> None:
         """Write files of the same size with the headers of all parts of a GGUF model. Their length is not stated anywhere."""
         for size in _GGUF_HEADERS:
+            damaged = False
             for file in self.files:
-                self._beginning(file, folder / file.name, size if file.name == self.model else size // _LATER_PARTS)
+                nbytes = size if file.name == self.model else size // _LATER_PARTS
+                damaged |= not self._beginning(file, folder / file.name, nbytes, counter).startswith(b"GGUF")
+            if damaged:  # more bytes do not help
+                return
             try:
                 opened(folder / self.model)
             except FormatError:
                 continue
             return
 
-    def _beginning(self, file: File, path: Path, nbytes: int) -> bytes:
+    def _beginning(self, file: File, path: Path, nbytes: int, counter: Counter) -> bytes:
         """Write a file of the same size with the first `nbytes` of a file, and return these."""
-        with self._stream(file, 0, min(nbytes, file.nbytes)) as chunks:
-            first = b"".join(chunks)
+        received = BytesIO()
+        self._receive(file, received, min(nbytes, file.nbytes), counter, lambda _: None)
+        first = received.getvalue()
         with _written_temporarily(self.asked), open(path, "wb") as out:
             out.write(first)
             out.truncate(file.nbytes)

@@ -107,7 +107,7 @@ def load(
     if isinstance(found, Repository):  # download its weights only if the device exists and has room for them
         card = open_device(device)
         if found.describable():
-            described = open_headers(found)
+            described = open_headers(found, cancel)
             _check(described, lay_out(described, card, chosen or described.dtype, wanted, fuse), card)
     local, began = _whole(found, progress, cancel), time.perf_counter()
     counter = Counter(f"loading {asked}", progress, cancel, "Its memory was released; it can be loaded again", bytes_text)
