@@ -122,9 +122,9 @@ def test_small_and_quick(capsys: pytest.CaptureFixture[str]) -> None:
     cell, took = many_events(10_000), []
     for _ in range(5):
         use = use_of(cell)
-        began = time.perf_counter()
+        began = time.thread_time()
         line = line_html(use, budget_bytes=GIB)
-        took.append(time.perf_counter() - began)
+        took.append(time.thread_time() - began)
     drawn = svg(view_of(use))
     with capsys.disabled():
         print(f"\n10,000 events: {len(line) / 1000:.0f} kB in {1e3 * min(took):.0f} ms, picture {len(drawn) / 1000:.0f} kB")

@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from functools import lru_cache
 from itertools import chain
-from time import perf_counter
+from time import thread_time
 from types import ModuleType
 from typing import Any
 
@@ -25,7 +25,7 @@ def garbage(objects: list[Any], ends_s: float) -> tuple[list[Any], list[Any]]:
     """Return which of `objects`, and of the objects that refer to them, are garbage and which are alive, the nearest first.
 
     A tensor that only C++ refers to, because an autograd graph saved it, is in neither result. If the search isn't over at
-    `ends_s` (of `perf_counter`), the undecided objects count as alive. The caller must keep the collector from running, and
+    `ends_s` (of `thread_time`), the undecided objects count as alive. The caller must keep the collector from running, and
     hold no reference to an element of `objects` but this list.
     """
     members: dict[int, Any] = {}  # by id
@@ -36,7 +36,7 @@ def garbage(objects: list[Any], ends_s: float) -> tuple[list[Any], list[Any]]:
     while new:  # no variable of this function may refer to a member, which would count as a reference
         counts = dict(zip(map(id, new), _references(new), strict=True))
         members.update(zip(counts, new, strict=True))
-        if len(new) > _WIDEST or perf_counter() > ends_s:
+        if len(new) > _WIDEST or thread_time() > ends_s:
             alive.update(counts)
             break
         above = [one for one in gc.get_referrers(*new) if one is not new and one is not members]

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from time import perf_counter
+from time import thread_time
 from types import CellType, FrameType, FunctionType, TracebackType
 from typing import Any
 
@@ -28,7 +28,7 @@ from toolkit.vram.owners import Holder, Place
 
 GARBAGE = "garbage"
 _LEAST = 1 << 20  # bytes without an owner below which no more are searched for, because a search takes 0.1 s and more
-_MOST_S = 2.0  # seconds of a search
+_MOST_S = 2.0  # seconds of processor time of a search
 _AT_ONCE = 16  # tensors of one search
 _KERNEL = ("/IPython/", "/ipykernel/")  # callers of a notebook's code, which lead to all of its variables
 _RUNNING = re.compile(r"[\w.]+ in [^()]*\(\)( \(thread '[^']*'\))?(?! \(the traceback of)")
@@ -164,10 +164,10 @@ def _garbage(known: Mapping[Place, Holder]) -> dict[Place, Holder]:
     """Return the owner of memory on GPUs that only the garbage collector can free. `known` is the memory found before."""
     found: dict[Place, Holder] = {}
     alive = set(known)
-    ends_s = perf_counter() + _MOST_S
+    ends_s = thread_time() + _MOST_S
     with _no_collection():
         places = _tensors()
-        while perf_counter() < ends_s:
+        while thread_time() < ends_s:
             places = {i: place for i, place in places.items() if place not in alive and place not in found}
             some = set(list(places)[:_AT_ONCE])
             if not some:
