@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from toolkit.core.errors import RecorderError, TraceError
-from toolkit.trace.columns import CLOCKS, COLUMNS, KINDS, TEXT_COLUMNS
-from toolkit.trace.events import Mark, Trace, TraceBuilder, copies_per_step
+from toolkit.trace.columns import CLOCKS, COLUMNS, COMMUNICATION, KINDS, TEXT_COLUMNS
+from toolkit.trace.copies import copies_per_step
+from toolkit.trace.events import Mark, Trace, TraceBuilder
 
 
 def random_trace(n: int, seed: int = 0) -> Trace:
@@ -20,12 +21,18 @@ def random_trace(n: int, seed: int = 0) -> Trace:
     builder = TraceBuilder()
     names = [None, "", "matmul", 'quo"ted \\ \n', "größer ✓", "x" * 300]
     for _ in range(n):
+        communication = {
+            "operation": [None, "all_reduce"][rng.integers(2)], "algorithm": [None, "ring, LL", "one-shot"][rng.integers(3)],
+            "group": [None, "0", "tp"][rng.integers(3)], "group_size": int(rng.integers(-1, 9)),
+            "seq": int(rng.integers(-1, 2**40)), "peer": int(rng.integers(-1, 9)),
+        }  # fmt: skip
         builder.add(
             KINDS[rng.integers(len(KINDS))], int(rng.integers(0, 10**14)), int(rng.integers(0, 10**9)),
             bytes=int(rng.integers(0, 2**40)), stream=int(rng.integers(-1, 5)), device=int(rng.integers(-1, 3)),
             rank=int(rng.integers(0, 3)), step=int(rng.integers(-1, 9)), cell=int(rng.integers(-1, 9)),
             pinned=int(rng.integers(-1, 2)), clock=CLOCKS[rng.integers(2)], name=names[rng.integers(6)],
             where=[None, "a.py:1", "cell 7:2"][rng.integers(3)], owner=[None, "weights"][rng.integers(2)],
+            **(communication if rng.integers(2) else {}),
         )  # fmt: skip
     return builder.build({"device": "virtual:h200", "clock": "modelled", "steps_from": None, "sizes_only": False})
 
@@ -130,6 +137,35 @@ def test_marks():
     builder.add("mark", 2, 1)
     builder.add("kernel", 3)
     assert list(builder.build({}).marks()) == [Mark("", 2, 1, -1), Mark("prefill", 10, 5, 0)]
+
+
+def test_collectives_and_peer_copies_have_columns_of_their_own():
+    builder = TraceBuilder()
+    builder.add("kernel", 1, step=0)
+    for rank in (0, 1):
+        builder.add(
+            "collective", 2, 5, bytes=64, rank=rank, step=0, operation="all_reduce", algorithm="one-shot", group="tp",
+            group_size=2, seq=7,
+        )  # fmt: skip
+    builder.add("p2p", 3, 4, bytes=8, step=0, peer=1)
+    trace = builder.build({})
+    assert trace["seq"].tolist() == [-1, 7, 7, -1]
+    assert trace["group_size"].tolist() == [-1, 2, 2, -1]
+    assert trace["peer"].tolist() == [-1, -1, -1, 1]
+    assert trace.text("operation") == [None, "all_reduce", "all_reduce", None]
+    assert trace.copies()["kernels"].tolist() == [3]  # a collective is a kernel, too
+
+
+def test_traces_without_collectives_do_not_pay_for_them(tmp_path):
+    builder = TraceBuilder()
+    for start in range(9):
+        builder.add("kernel", start)
+    trace = builder.build({})
+    for kept in (trace, trace.select(trace["start_ns"] > 3), Trace.load(trace.save(tmp_path / "a.trace"))):
+        assert kept["seq"].strides == kept["group"].strides == (0,)
+        assert set(kept["seq"].tolist()) == {-1}
+    with np.load(tmp_path / "a.trace") as file:
+        assert not set(file.files) & set(COMMUNICATION)
 
 
 def test_to_pandas_decodes():
@@ -254,7 +290,7 @@ def header(**changes):
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
-        ({"header": header(version=4)}, "version 4"),
+        ({"header": header(version=5)}, "version 5"),
         ({"header": header(version="x")}, "damaged"),
         ({"header": header(format="other")}, "not a trace"),
         ({"header": header(strings=3)}, "damaged"),
@@ -263,6 +299,8 @@ def header(**changes):
         ({"header": np.frombuffer(b"\xff\xfe", np.uint8)}, "damaged"),
         ({"name": np.full(3, 7)}, "'name'"),
         ({"where": np.full(3, -2)}, "'where'"),
+        ({"group": np.full(3, 7)}, "'group'"),
+        ({"group_size": np.full(3, 1 << 40)}, "'group_size'"),
         ({"kind": np.full(3, 200)}, "'kind'"),
         ({"clock": np.full(3, 2)}, "'clock'"),
         ({"bytes": np.zeros(2, np.int64)}, "unequal"),
@@ -288,7 +326,7 @@ def test_a_file_of_version_1_opens_without_what_it_did_not_have(tmp_path):
     content = json.loads(bytes(old["header"])) | {"version": 1}
     np.savez(tmp_path / "old.npz", **old | {"header": np.frombuffer(json.dumps(content).encode(), np.uint8)})
     trace = Trace.load(tmp_path / "old.npz")
-    assert trace["address"].tolist() == trace["requested"].tolist() == [-1]
+    assert trace["address"].tolist() == trace["requested"].tolist() == trace["seq"].tolist() == [-1]
     assert trace["bytes"].tolist() == [512]
     assert trace.text("where") == ["a.py:1"]
 

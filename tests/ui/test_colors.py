@@ -14,7 +14,7 @@ from toolkit.ui.timeline.overview import COLORS
 
 CSS = (Path(toolkit.ui.__file__).parent / "timeline" / "timeline.css").read_text()
 LIGHT, DARK = CSS.split('[data-jp-theme-light="false"]')[0], CSS.split('[data-jp-theme-light="false"]')[1].split("@media")[0]
-KINDS = ("kernel", "h2d", "d2h", "d2d", "sync", "launch")
+KINDS = ("kernel", "h2d", "d2h", "d2d", "p2p", "collective", "sync", "launch")
 # Simulated deuteranopia and protanopia, in linear RGB (Viénot, Brettel and Mollon, 1999).
 BLIND = {
     "deuteranopia": [[0.29275, 0.70725, 0.0], [0.29275, 0.70725, 0.0], [-0.02234, 0.02234, 1.0]],
@@ -51,9 +51,9 @@ def test_text_has_the_contrast_of_wcag_aa(theme: str) -> None:
 @pytest.mark.parametrize("blindness", BLIND)
 def test_copies_differ_for_color_blind_eyes(theme: str, blindness: str) -> None:
     known = variables(theme)
-    kinds = ("h2d", "d2h", "d2d", "launch", "sync", "python")
+    kinds = ("h2d", "d2h", "d2d", "p2p", "collective", "launch", "sync", "python")
     every = {kind: np.clip(np.array(BLIND[blindness]) @ linear(known[kind]), 0, 1) ** (1 / 2.2) for kind in kinds}
-    seen, host = ({kind: every[kind] for kind in part} for part in (kinds[:3], kinds[3:]))
+    seen, host = ({kind: every[kind] for kind in part} for part in (kinds[:5], kinds[5:]))
     for a, b in itertools.combinations(host, 2):  # they share a row
         assert np.abs(host[a] - host[b]).sum() > 0.3, (a, b)
     for a, b in itertools.combinations(seen, 2):

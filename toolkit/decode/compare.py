@@ -22,8 +22,9 @@ from toolkit.decode.run import Run
 from toolkit.decode.strategies import STRATEGIES, OwnLoop, Strategy, find_strategy, strategies_of
 from toolkit.models.model import Model
 from toolkit.trace.columns import COPY_KINDS
+from toolkit.trace.copies import copies_per_step
 from toolkit.trace.differences import brief_time
-from toolkit.trace.events import Trace, copies_per_step
+from toolkit.trace.events import Trace
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from toolkit.core.display import render
 from toolkit.core.errors import RecorderError, TraceError
 from toolkit.core.schema import convert
-from toolkit.trace.events import Trace, copies_per_step
+from toolkit.trace.copies import copies_per_step
+from toolkit.trace.events import Trace
 
 if TYPE_CHECKING:
     import pandas as pd

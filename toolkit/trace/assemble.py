@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.core.callers import source_line
-from toolkit.trace.columns import COLUMNS, COPY_KINDS, HOST_KINDS, KINDS, LANES, NOT_KNOWN
+from toolkit.trace.columns import COLUMNS, COPY_KINDS, HOST_KINDS, KINDS, LANES, NOT_KNOWN, OPTIONAL
 from toolkit.trace.cupti import number_streams
 from toolkit.trace.events import Trace
 from toolkit.trace.steps import Range, guess_steps, shown_name, steps_among, steps_from_ranges
@@ -25,6 +25,8 @@ def from_columns(strings: list[str], meta: dict[str, Any], **columns: Any) -> Tr
     full: dict[str, NDArray[Any]] = {}
     for name, dtype in COLUMNS.items():
         given = columns.get(name)
+        if given is None and name in OPTIONAL:
+            continue
         full[name] = np.full(len(order), NOT_KNOWN.get(name, 0), dtype) if given is None else np.asarray(given)[order]
     return Trace(full, strings, meta)
 
@@ -181,10 +183,11 @@ def with_sources(trace: Trace) -> Trace:
 
 def _guess(rows: dict[str, NDArray[np.int64]], cause_ns: NDArray[np.int64]) -> NDArray[np.int32] | None:
     """Guess the step of each row from the device events in launch order. Return None if no pattern is found."""
-    device = np.isin(rows["kind"], [KIND[kind] for kind in ("kernel", "h2d", "d2h", "d2d", "p2p", "memset")])
+    device = np.isin(rows["kind"], [KIND[kind] for kind in LANES if kind not in HOST_KINDS])
     order = np.flatnonzero(device)[np.lexsort((rows["start_ns"][device], cause_ns[device]))]
     # copies are the same event only if their sizes are equal, too
-    alike = rows["name"][order] * 1_000_003 + np.where(rows["kind"][order] == KIND["kernel"], 0, rows["bytes"][order])
+    is_kernel = np.isin(rows["kind"], (KIND["kernel"], KIND["collective"]))
+    alike = rows["name"][order] * 1_000_003 + np.where(is_kernel[order], 0, rows["bytes"][order])
     guess = guess_steps(alike, rows["kind"][order] == KIND["d2h"])
     if guess is None:
         return None

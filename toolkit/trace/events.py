@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import os
 import struct
+import threading
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
@@ -27,17 +28,18 @@ from toolkit.core.files import open_regular, replacing, shown
 from toolkit.core.schema import convert, parse_json
 from toolkit.trace.arrays import read_arrays
 from toolkit.trace.chrome.write import write_chrome
-from toolkit.trace.columns import CLOCKS, COLUMNS, COPY_KINDS, HOST_KINDS, KINDS, NOT_KNOWN, TEXT_COLUMNS
+from toolkit.trace.columns import CLOCKS, COLUMNS, COMMUNICATION, KINDS, NOT_KNOWN, OPTIONAL, TEXT_COLUMNS
+from toolkit.trace.copies import copies_per_step
 
 if TYPE_CHECKING:
     import pandas as pd
 
-FORMAT_VERSION = 3  # version 1 has no columns `address` and `requested`, version 2 no launches
-_SINCE_2 = ("address", "requested")
+FORMAT_VERSION = 4  # version 1 has no columns `address` and `requested`, version 2 no launches, version 3 no collectives
 
 _Number = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=1 << 62)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 _KIND = {kind: i for i, kind in enumerate(KINDS)}
+_NO_COMMUNICATION = (-1,) * len(COMMUNICATION)
 
 
 @dataclass(frozen=True)
@@ -82,11 +84,14 @@ class Trace:
         self._seal(other.columns, other.strings, other.meta)
 
     def _seal(self, columns: dict[str, NDArray[Any]], strings: Iterable[str], meta: dict[str, Any]) -> None:
-        if set(columns) != set(COLUMNS) or len({len(c) for c in columns.values()}) > 1:
+        if set(columns) | set(OPTIONAL) != set(COLUMNS) or len({len(c) for c in columns.values()}) > 1:
             found = f"columns are missing, unknown or of unequal length: {', '.join(sorted(columns))}"
             raise TraceError("creating a trace", found, f"Give columns of equal length: {', '.join(COLUMNS)}")
-        frozen = {}
+        frozen: dict[str, NDArray[Any]] = {}
         for name, dtype in COLUMNS.items():
+            if name not in columns or _is_absent(name, columns[name]):
+                frozen[name] = np.broadcast_to(np.array(NOT_KNOWN[name], dtype), len(columns["start_ns"]))  # takes no memory
+                continue
             column: NDArray[Any] = np.ascontiguousarray(_narrowed(name, columns[name], dtype))
             if column is columns[name] and column.flags.writeable:
                 column = column.copy()
@@ -129,7 +134,11 @@ class Trace:
 
     def select(self, mask: NDArray[Any]) -> Trace:
         """Return a trace of the events selected by `mask` (booleans or indices), with the same strings and meta."""
-        return Trace({name: column[mask] for name, column in self.columns.items()}, self.strings, self.meta)
+        return Trace({name: column[mask] for name, column in self._present()}, self.strings, self.meta)
+
+    def _present(self) -> Iterator[tuple[str, NDArray[Any]]]:
+        """Iterate over the columns that are not absent from this trace."""
+        return ((name, column) for name, column in self.columns.items() if not _is_absent(name, column))
 
     def marks(self) -> Iterator[Mark]:
         """Iterate over the marks in order of start time."""
@@ -176,7 +185,7 @@ class Trace:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the trace, compressed, to `path`. The write is atomic: an existing file is replaced as a whole or kept."""
         header = json.dumps({"format": "toolkit-trace", "version": FORMAT_VERSION, "strings": self.strings, "meta": self.meta})
-        arrays = {"header": np.frombuffer(header.encode(), np.uint8), **self.columns}
+        arrays = {"header": np.frombuffer(header.encode(), np.uint8), **dict(self._present())}
         with replacing(path, TraceError) as file:
             np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # numpy types its keyword `allow_pickle` over ours
         return Path(path)
@@ -195,9 +204,7 @@ class Trace:
                 found = f"it has format version {header['version']}; this toolkit reads versions up to {FORMAT_VERSION}"
                 raise TraceError(asked, found, "Upgrade the toolkit")
             meta = check_meta(header["meta"])
-            columns = {name: arrays[name] for name in COLUMNS if name in arrays or name not in _SINCE_2}
-            for name in _SINCE_2:
-                columns.setdefault(name, np.full(len(columns["start_ns"]), NOT_KNOWN[name]))
+            columns = {name: arrays[name] for name in COLUMNS if name in arrays or name not in OPTIONAL}
         except _DAMAGE as error:
             raise TraceError(
                 asked, f"it is damaged or not a trace ({error})", "Save the trace again, or use tk.open_trace for other formats"
@@ -259,6 +266,11 @@ _DAMAGE = (
 )  # fmt: skip
 
 
+def _is_absent(name: str, column: NDArray[Any]) -> bool:
+    """Return whether a column is one that `Trace` filled in: a single "not known", repeated without memory of its own."""
+    return name in OPTIONAL and column.strides == (0,) and bool((column[:1] == NOT_KNOWN[name]).all())
+
+
 def _narrowed(name: str, column: NDArray[Any], dtype: type) -> NDArray[Any]:
     """Return a column as `dtype`. Raises TraceError if a value does not fit."""
     column, limits = np.asarray(column), np.iinfo(dtype)
@@ -277,7 +289,7 @@ def _problem(columns: dict[str, NDArray[Any]], n_strings: int) -> str | None:
         return "it has columns of unequal length or with values other than integers"
     bounds = dict.fromkeys(TEXT_COLUMNS, (-1, n_strings)) | {"kind": (0, len(KINDS)), "clock": (0, len(CLOCKS))}
     for name, (low, high) in bounds.items():
-        if columns[name].size and not low <= columns[name].min() <= columns[name].max() < high:
+        if name in columns and columns[name].size and not low <= columns[name].min() <= columns[name].max() < high:
             return f"its column {name!r} has codes that are out of range"
     return None
 
@@ -288,6 +300,8 @@ class TraceBuilder:
     def __init__(self) -> None:
         self._rows: list[tuple[int, ...]] = []
         self._codes: dict[str, int] = {}
+        self._communications = [_NO_COMMUNICATION]  # of the events that have one; the last number of a row is an index
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -301,14 +315,28 @@ class TraceBuilder:
     def row(
         self, kind: str, start_ns: int, dur_ns: int = 0, *, bytes: int = 0, stream: int = -1, device: int = 0, rank: int = 0,
         step: int = -1, cell: int = -1, pinned: int = -1, clock: str = "measured", name: str | None = None,
-        where: str | None = None, owner: str | None = None, address: int = -1, requested: int = -1,
+        where: str | None = None, owner: str | None = None, address: int = -1, requested: int = -1, **communication: Any,
     ) -> tuple[int, ...]:  # fmt: skip
-        """Return one event for `build` without appending it. `toolkit.trace.columns` describes the columns."""
+        """Return one event for `build` without appending it. `toolkit.trace.columns` describes the columns.
+
+        `communication` are the columns of collectives and peer copies: operation, algorithm, group, group_size, seq, peer.
+        """
         intern = self.intern
         return (
             start_ns, dur_ns, _KIND[kind], bytes, stream, device, rank, step, cell, pinned, clock != "measured",
             intern(name), intern(where), intern(owner), address, requested,
+            self._communication(**communication) if communication else 0,
         )  # fmt: skip
+
+    def _communication(
+        self, operation: str | None = None, algorithm: str | None = None, group: str | None = None, group_size: int = -1,
+        seq: int = -1, peer: int = -1,
+    ) -> int:  # fmt: skip
+        """Store the columns of a collective or peer copy and return their index."""
+        values = self.intern(operation), self.intern(algorithm), self.intern(group), group_size, seq, peer
+        with self._lock:
+            self._communications.append(values)
+            return len(self._communications) - 1
 
     def add(self, kind: str, start_ns: int, dur_ns: int = 0, **columns: Any) -> None:
         """Append one event; the arguments are those of `row`."""
@@ -320,39 +348,17 @@ class TraceBuilder:
         At equal start times, the rows in `before` come first. `origin_ns` is subtracted from all times.
         """
         rows = [*before, *self._rows[since:]]
-        table = np.array(rows, dtype=np.int64).reshape(len(rows), len(COLUMNS))
+        plain = [name for name in COLUMNS if name not in COMMUNICATION]
+        table = np.array(rows, dtype=np.int64).reshape(len(rows), len(plain) + 1)
         table[:, 0] -= origin_ns
         table = table[np.argsort(table[:, 0], kind="stable")]
-        return Trace({name: table[:, i] for i, name in enumerate(COLUMNS)}, list(self._codes), meta)
+        columns = {name: table[:, i] for i, name in enumerate(plain)}
+        return Trace(columns | communication_columns(self._communications, table[:, -1]), list(self._codes), meta)
 
 
-def copies_per_step(trace: Trace) -> pd.DataFrame:
-    """Return the number and size of the copies of each step, one row per step.
-
-    Columns: `step` (0 is the prefill of the toolkit's decode loop; -1 collects events outside all steps, and is left out if
-    there are no copies among them), `<dir>_count` and `<dir>_bytes` for h2d, d2h and d2d, `kernels` (their number), `launches`
-    (the number of calls that launched kernels, copies or graphs; -1 if the trace has no launches), `host_wait_us` (the time in
-    µs for which the host was blocked in waits) and `clock` (whether that time was measured or modelled).
-    """
-    import pandas as pd
-
-    busy = trace.is_kind(*COPY_KINDS, "kernel", *HOST_KINDS)
-    steps, row = np.unique(trace["step"][busy], return_inverse=True)
-    kind, size = trace["kind"][busy], trace["bytes"][busy]
-
-    def total(name: str, weights: NDArray[Any] | None = None) -> NDArray[Any]:
-        mask = kind == _KIND[name]
-        return np.bincount(row[mask], weights=None if weights is None else weights[mask], minlength=len(steps))
-
-    table: dict[str, Any] = {"step": steps}
-    for name in COPY_KINDS:
-        table[f"{name}_count"] = total(name)
-        table[f"{name}_bytes"] = total(name, size).astype(np.int64)
-    table["kernels"] = total("kernel")
-    table["launches"] = total("launch") if trace.is_kind("launch").any() else np.full(len(steps), -1)
-    table["host_wait_us"] = total("sync", trace["dur_ns"][busy]) / 1e3
-    modelled = np.bincount(row, weights=trace["clock"][busy], minlength=len(steps)) > 0
-    table["clock"] = np.where(modelled, "modelled", "measured")
-    frame = pd.DataFrame(table)
-    outside = (frame["step"] == -1) & (frame[[f"{name}_count" for name in COPY_KINDS]].sum(axis=1) == 0)
-    return frame[~outside | (len(frame) == 1)].reset_index(drop=True)
+def communication_columns(table: Sequence[tuple[int, ...]], index: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+    """Return the columns COMMUNICATION of events, given the row of `table` that each has; {} if all have row 0, none."""
+    if not index.any():
+        return {}
+    values = np.array(table, np.int64)[index]
+    return {name: values[:, i] for i, name in enumerate(COMMUNICATION)}

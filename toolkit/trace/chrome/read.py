@@ -19,9 +19,9 @@ from toolkit.core.errors import TraceError
 from toolkit.trace.assemble import KIND, Calls, Rows, Strings, assemble, from_columns
 from toolkit.trace.chrome.foreign import Foreign
 from toolkit.trace.chrome.scan import EventScanner
-from toolkit.trace.columns import CLOCKS
+from toolkit.trace.columns import CLOCKS, COMMUNICATION, TEXT_COLUMNS
 from toolkit.trace.cupti import is_copy_kernel, is_wait, parse_memcpy
-from toolkit.trace.events import Trace, check_meta
+from toolkit.trace.events import Trace, check_meta, communication_columns
 from toolkit.trace.steps import Range, innermost
 
 _FUNCTION = re.compile(r"(.+)\((\d+)\): ")  # "file.py(12): name"; built-ins and modules have no file
@@ -211,7 +211,7 @@ class _Own:
 
     COLUMNS = (
         "start_ns", "dur_ns", "kind", "bytes", "stream", "device", "rank", "step", "cell", "pinned", "clock", "name", "where",
-        "owner", "address", "requested",
+        "owner", "address", "requested", "communication",
     )  # fmt: skip
 
     def __init__(self, scanner: EventScanner) -> None:
@@ -221,6 +221,7 @@ class _Own:
         except ValueError as error:
             raise scanner.damaged(f"its header can't be read ({error})") from error
         self.strings, self.table = Strings(), array("q")
+        self.communications = [(-1,) * len(COMMUNICATION)]  # of the events that have one
 
     def take(self, event: dict[str, Any]) -> None:
         """Collect one event. Only events of the trace have a "kind" in `args`; the others are for the viewer."""
@@ -235,12 +236,24 @@ class _Own:
                 get("stream", -1), get("device", 0), get("rank", 0), get("step", -1), get("cell", -1), get("pinned", -1),
                 CLOCKS.index(get("clock", "measured")), -1 if "unnamed" in args else code(event["name"]),
                 -1 if where is None else code(where), -1 if owner is None else code(owner),
-                get("address", -1), get("requested", -1),
+                get("address", -1), get("requested", -1), self._communication(args),
             ))  # fmt: skip
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise self.scanner.damaged(f"an event has unexpected fields ({error!r})") from error
+
+    def _communication(self, args: dict[str, Any]) -> int:
+        """Store the columns of a collective or peer copy and return their index; 0 for other events."""
+        if "communication" not in args:
+            return 0
+        known, code = args["communication"].items(), self.strings.code
+        given = {name: code(value) if name in TEXT_COLUMNS else value for name, value in known}
+        values = (given.get(name, -1) for name in COMMUNICATION)
+        self.communications.append(tuple(array("q", values)))  # raises an error if a value is not a 64-bit int
+        return len(self.communications) - 1
 
     def trace(self) -> Trace:
         """Return the Trace of the collected events."""
         table = np.array(self.table, np.int64).reshape(-1, len(self.COLUMNS))
-        return from_columns(list(self.strings.codes), self.meta, **{n: table[:, i] for i, n in enumerate(self.COLUMNS)})
+        columns = {name: table[:, i] for i, name in enumerate(self.COLUMNS)}
+        columns |= communication_columns(self.communications, columns.pop("communication"))
+        return from_columns(list(self.strings.codes), self.meta, **columns)

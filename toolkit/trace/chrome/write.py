@@ -21,14 +21,15 @@ import numpy as np
 
 from toolkit.core.errors import TraceError
 from toolkit.core.files import replacing
-from toolkit.trace.columns import CLOCKS, HOST_KINDS, KINDS, LANES, MEMORY_KINDS
+from toolkit.trace.columns import CLOCKS, COMMUNICATION, HOST_KINDS, KINDS, LANES, MEMORY_KINDS, TEXT_COLUMNS
 
 if TYPE_CHECKING:
     from toolkit.trace.events import Trace
 
 _CATEGORIES = {
-    "kernel": "kernel", "h2d": "gpu_memcpy", "d2h": "gpu_memcpy", "d2d": "gpu_memcpy", "p2p": "gpu_memcpy",
-    "memset": "gpu_memset", "sync": "cuda_runtime", "launch": "cuda_runtime",
+    "kernel": "kernel", "collective": "kernel", "memset": "gpu_memset",
+    "h2d": "gpu_memcpy", "d2h": "gpu_memcpy", "d2d": "gpu_memcpy", "p2p": "gpu_memcpy",
+    "sync": "cuda_runtime", "launch": "cuda_runtime",
     "mark": "user_annotation", **dict.fromkeys(MEMORY_KINDS, "memory"),
 }  # fmt: skip
 _HOST, _CALLS, _MARKS, _MEMORY = 1_000_000, 1, 2, 3  # process number of the host, above all GPUs, and its tracks
@@ -96,8 +97,12 @@ def _events(trace: Trace, places: list[int]) -> Iterator[str]:
     """Iterate over the events as JSON. Each text is encoded only once, so that a million events take seconds."""
     quoted = [json.dumps(text) for text in trace.strings]
     columns = (trace[name].tolist() for name in ("kind", "start_ns", "dur_ns", "stream", "name", "clock", "where", "owner"))
-    optional = [(f', "{name}": ', default, trace[name].tolist()) for name, default in _OPTIONAL.items()]
-    devices = trace["device"].tolist()
+    optional = [
+        (f', "{name}": ', default, trace[name].tolist())
+        for name, default in _OPTIONAL.items()
+        if (trace[name] != default).any()
+    ]
+    devices, communication = trace["device"].tolist(), _communication(trace, quoted)
     for i, (code, start, dur, stream, name, clock, where, owner) in enumerate(zip(*columns, strict=True)):
         kind = KINDS[code]
         args = [f'"kind": "{kind}"', *[f"{key}{column[i]}" for key, default, column in optional if column[i] != default]]
@@ -111,6 +116,8 @@ def _events(trace: Trace, places: list[int]) -> Iterator[str]:
             args.append(f', "where": {quoted[where]}')
         if owner >= 0:
             args.append(f', "owner": {quoted[owner]}')
+        if i in communication:
+            args.append(f', "communication": {communication[i]}')
         pid, tid = _track(kind, devices[i], stream, places[i])
         phase = '"ph": "i", "s": "t"' if kind in MEMORY_KINDS else '"ph": "X"'
         title = quoted[name] if name >= 0 else f'"{kind}"'
@@ -118,6 +125,17 @@ def _events(trace: Trace, places: list[int]) -> Iterator[str]:
             f'{{{phase}, "cat": "{_CATEGORIES[kind]}", "name": {title}, "pid": {pid}, "tid": {tid}, "ts": {start / 1000!r}, '
             f'"dur": {dur / 1000!r}, "args": {{{"".join(args)}}}}}'
         )
+
+
+def _communication(trace: Trace, quoted: list[str]) -> dict[int, str]:
+    """Return, as JSON, the columns COMMUNICATION of the events that have one."""
+    known = np.flatnonzero(np.any([trace[name] != -1 for name in COMMUNICATION], axis=0))
+    parts: dict[int, list[str]] = {row: [] for row in known.tolist()}
+    for name in COMMUNICATION:
+        for row, value in zip(parts, trace[name][known].tolist(), strict=True):
+            if value != -1:
+                parts[row].append(f'"{name}": {quoted[value] if name in TEXT_COLUMNS else value}')
+    return {row: f"{{{', '.join(part)}}}" for row, part in parts.items()}
 
 
 def _track(kind: str, device: int, stream: int, place: int) -> tuple[int, int]:

@@ -7,7 +7,8 @@ from typing import Literal
 import plotly.graph_objects as go
 
 from toolkit.trace.columns import COPY_KINDS
-from toolkit.trace.events import Trace, copies_per_step
+from toolkit.trace.copies import copies_per_step
+from toolkit.trace.events import Trace
 from toolkit.ui.timeline.overview import COLORS
 
 

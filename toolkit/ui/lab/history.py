@@ -10,7 +10,8 @@ from toolkit.core.units import bytes_text, seconds_text
 from toolkit.decode.compare import decode_steps
 from toolkit.decode.run import Run
 from toolkit.trace.columns import COPY_KINDS
-from toolkit.trace.events import Trace, copies_per_step
+from toolkit.trace.copies import copies_per_step
+from toolkit.trace.events import Trace
 from toolkit.ui.timeline.widget import Timeline
 
 MOST = 20  # number of kept entries; each holds every event of its run

@@ -14,7 +14,8 @@ from toolkit.decode.copy_budget import copy_budget
 from toolkit.gpu.opening import open_device
 from toolkit.gpu.virtual.device import open_card
 from toolkit.trace.columns import COPY_KINDS
-from toolkit.trace.events import Trace, copies_per_step
+from toolkit.trace.copies import copies_per_step
+from toolkit.trace.events import Trace
 from toolkit.ui.magics.shared import Parser, awaits, failure_of, plain, show
 
 

@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 
 from toolkit.core.units import bytes_text, seconds_text
 from toolkit.trace.columns import CLOCKS, COPY_KINDS, HOST_KINDS, KINDS
+from toolkit.trace.copies import copies_per_step
 from toolkit.trace.differences import brief_time
-from toolkit.trace.events import copies_per_step
 from toolkit.ui.timeline.track import Lane, Track, string_of
 from toolkit.ui.timeline.view import MODELLED, SUBPIXELS, Scene, lane_segments
 
 COLORS = {
-    "launch": "#8a8f2a", "sync": "#c0508f", "mark": "#5f6f52", "kernel": "#78879b", "h2d": "#d55e00", "d2h": "#0072b2",
-    "d2d": "#00845f", "p2p": "#7a52b3", "memset": "#a8760b",
+    "launch": "#8a8f2a", "sync": "#c0508f", "mark": "#5f6f52", "kernel": "#78879b", "collective": "#6b1030",
+    "h2d": "#d55e00", "d2h": "#0072b2", "d2d": "#00845f", "p2p": "#4527a0", "memset": "#a8760b",
 }  # fmt: skip
 DIRECTIONS = {"h2d": "host to device", "d2h": "device to host", "d2d": "within the device", "p2p": "device to device"}
 _GUTTER, _PLOT, _LANE, _BINS = 150, 810, 20, 270

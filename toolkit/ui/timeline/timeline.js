@@ -12,7 +12,7 @@
 
 const GUTTER = 184, AXIS = 24, TITLE = 24, STRIP = 20, LANE = 22, GAP = 3, MARGIN = 0.04, LEAST = 2, MODELLED = 128, NO_TEXT = 65535;
 const COPIES = new Set(["h2d", "d2h", "d2d", "p2p"]);
-const WORDS = { launch: "host launches", sync: "host waits", mark: "host marks", kernel: "kernels", h2d: "H2D", d2h: "D2H", d2d: "D2D", p2p: "P2P", memset: "memset" };
+const WORDS = { launch: "host launches", sync: "host waits", mark: "host marks", kernel: "kernels", collective: "collectives", h2d: "H2D", d2h: "D2H", d2d: "D2D", p2p: "P2P", memset: "memset" };
 const KEYS = "Arrow keys move and zoom, plus and minus zoom, o changes between one step and everything, n and p go to the next and "
   + "previous step, full stop and comma to the next and previous copy, slash searches, s sums up what is shown, Shift with the "
   + "arrow keys selects a range, Enter zooms to it, Escape closes.";

@@ -1,0 +1,48 @@
+"""The copies table of a trace: `Trace.copies`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.trace.columns import COPY_KINDS, HOST_KINDS, KINDS
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from toolkit.trace.events import Trace
+
+
+def copies_per_step(trace: Trace) -> pd.DataFrame:
+    """Return the number and size of the copies of each step, one row per step.
+
+    Columns: `step` (0 is the prefill of the toolkit's decode loop; -1 collects events outside all steps, and is left out if
+    there are no copies among them), `<dir>_count` and `<dir>_bytes` for h2d, d2h and d2d, `kernels` (their number, including
+    collectives), `launches` (the number of calls that launched kernels, copies or graphs; -1 if the trace has no launches),
+    `host_wait_us` (the time in µs for which the host was blocked in waits) and `clock` (whether that time was measured or
+    modelled).
+    """
+    import pandas as pd
+
+    busy = trace.is_kind(*COPY_KINDS, "kernel", "collective", *HOST_KINDS)
+    steps, row = np.unique(trace["step"][busy], return_inverse=True)
+    kind, size = trace["kind"][busy], trace["bytes"][busy]
+
+    def total(name: str, weights: NDArray[Any] | None = None) -> NDArray[Any]:
+        mask = kind == KINDS.index(name)
+        return np.bincount(row[mask], weights=None if weights is None else weights[mask], minlength=len(steps))
+
+    table: dict[str, Any] = {"step": steps}
+    for name in COPY_KINDS:
+        table[f"{name}_count"] = total(name)
+        table[f"{name}_bytes"] = total(name, size).astype(np.int64)
+    table["kernels"] = total("kernel") + total("collective")
+    table["launches"] = total("launch") if trace.is_kind("launch").any() else np.full(len(steps), -1)
+    table["host_wait_us"] = total("sync", trace["dur_ns"][busy]) / 1e3
+    modelled = np.bincount(row, weights=trace["clock"][busy], minlength=len(steps)) > 0
+    table["clock"] = np.where(modelled, "modelled", "measured")
+    frame = pd.DataFrame(table)
+    outside = (frame["step"] == -1) & (frame[[f"{name}_count" for name in COPY_KINDS]].sum(axis=1) == 0)
+    return frame[~outside | (len(frame) == 1)].reset_index(drop=True)
