@@ -29,9 +29,8 @@ def lesson_of(path: Path) -> Lesson | None:
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 IDS = [path.stem for path in NOTEBOOKS]
-MEMORY = NOTEBOOKS[IDS.index("05_memory_cell_by_cell")]
 LESSONS = {path: lesson for path in NOTEBOOKS if (lesson := lesson_of(path))}
-OTHERS = [path for path in NOTEBOOKS[1:] if path != MEMORY and path not in LESSONS]
+OTHERS = [path for path in NOTEBOOKS[1:] if path not in LESSONS]
 
 # What a learner who got everything right has typed, in the order of the cells.
 ANSWERS = {
@@ -49,30 +48,6 @@ ANSWERS = {
         ('my_prediction = {"wrong configs": None}', 'my_prediction = {"wrong configs": 3}'),
         ("return k // block_k  # write your version here", "return -(-k // block_k)"),
         ('my_prediction = {"tuned": None, "found again": None}', 'my_prediction = {"tuned": 2, "found again": 3}'),
-    ],
-    "05_memory_cell_by_cell": [
-        ('my_prediction = {"peak MiB": None, "kept MiB": None}', 'my_prediction = {"peak MiB": 8 + 16 + 16, "kept MiB": 8}'),
-        ("return next_token(ids)  # write your version here", "return model(ids)[:, -1].float().argmax(-1)"),
-        (
-            "return losses_of(batches)  # write your version here",
-            "with torch.no_grad():\n        return losses_of(batches)",
-        ),
-        ("# write your line here", "%memory release"),
-        ('my_prediction = {"peak MiB": None}', 'my_prediction = {"peak MiB": 2 * 16.25}'),
-        (
-            "class MendedCache(GrowingCache):  # write your version here: both methods\n    pass",
-            (
-                "class MendedCache:\n"
-                "    def __init__(self, room):\n"
-                "        self.kv, self.n = torch.empty(2, 8, room, 128, dtype=torch.bfloat16, device=gpu.torch), 0\n\n"
-                "    def append(self, new):\n"
-                "        self.kv[:, :, self.n : self.n + new.shape[2]] = new\n"
-                "        self.n += new.shape[2]\n"
-                "        return self.kv[:, :, : self.n]\n"
-            ),
-        ),
-        ("# write your line here", "optimizer = torch.optim.AdamW(net.parameters())"),
-        ('my_prediction = {"cards": None}', 'my_prediction = {"cards": 4}'),
     ],
     "09_export_under_a_budget": [
         ('my_prediction = {"GiB": None}', 'my_prediction = {"GiB": 30.7e9 * 5.02 / 8 / GiB}'),
@@ -95,6 +70,7 @@ ANSWERS = {
         ('my_prediction = {"pieces": None}', 'my_prediction = {"pieces": 3}'),
     ],
 }
+VERDICTS = ("Write your prediction", "right: ", "wrong: ")
 # What is checked where something is to be written: it is told as it is, too.
 EXERCISES = ("wrong configs left", "bytes in the graph")
 
@@ -207,26 +183,38 @@ def test_a_notebook_checks_every_question_and_has_no_answer(lesson: Lesson) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", LESSONS, ids=[path.stem for path in LESSONS])
-def test_a_lesson_runs_as_it_is_and_again_with_the_answers(path: Path, tmp_path: Path) -> None:
-    """Twice in one kernel, with the same numbers; no answer is given away, and no file is left."""
+def test_a_lesson_runs_as_it_is_and_again_with_the_answers(
+    path: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Twice in one kernel, with the same numbers; no answer is given away, and no file is left.
+
+    The first time without predictions, and each exercise is run as it is, and then with an answer.
+    """
     lesson = LESSONS[path]
     notebook = editions.read(lesson)
     questions = editions.questions_of(notebook)
+    exercises = {name: at for name, at, _ in questions if editions.EXERCISE in "".join(notebook["cells"][at]["source"])}
+    alone = compiling_alone(exports_cache(tmp_path_factory)) if "export" in lesson.name else nullcontext()
     with kernel(opened(notebook), tmp_path) as client:
-        said = run_all(client)
-        for text in said:
-            assert not any(question.why[:30] in text for question in lesson.questions.values())
-        for name, _, check in questions:
-            text = texts(nbformat.v4.new_notebook(cells=[client.nb.cells[check]]))[-1]
-            assert text.startswith("Write your prediction") or "\nHint: " in text, name
-        assert lesson.solved == ()
+        with alone:
+            for number, cell in enumerate(client.nb.cells):
+                client.execute_cell(cell, number)
+                for name in (name for name, _, check in questions if check == number):
+                    expected = "\nHint: " if name in exercises else "Write your prediction"
+                    assert expected in verdict(cell), name
+                    if name in exercises:
+                        client.nb.cells[exercises[name]].source = lesson.questions[name].answer
+                        for again in range(exercises[name], number + 1):
+                            client.execute_cell(client.nb.cells[again], again)
+                        is_right(cell)
+        predictions = [question for name, question in lesson.questions.items() if name not in exercises]
+        assert not [text for text in texts(client.nb) for question in predictions if question.why[:30] in text]
+        assert lesson.solved == tuple(exercises)
         before = numbers(client.nb)
         client.nb = opened(editions.answered(notebook, lesson))
         run_all(client)
-        for name, _, check in questions:
-            text = texts(nbformat.v4.new_notebook(cells=[client.nb.cells[check]]))[-1]
-            assert text.startswith("right: "), name
-            assert "wrong: " not in text, name
+        for _, _, check in questions:
+            is_right(client.nb.cells[check])
         skipped = depend_on_answers(notebook)
         assert [row for row in numbers(client.nb) if row[0] not in skipped] == [row for row in before if row[0] not in skipped]
     assert lesson.solved == tuple(lesson.questions)
@@ -234,16 +222,22 @@ def test_a_lesson_runs_as_it_is_and_again_with_the_answers(path: Path, tmp_path:
     progress.forget(lesson.name)
 
 
-def depend_on_answers(notebook: dict[str, Any]) -> set[int]:
-    """Cells that may show something else with the answers: progress, checks, and an exercise up to the end of its section."""
-    cells = notebook["cells"]
-    sources = ["".join(cell["source"]) for cell in cells]
-    found = {at for at, source in enumerate(sources) if "lesson." in source or "my_prediction =" in source}
-    headings = [at for at, source in enumerate(sources) if cells[at]["cell_type"] == "markdown" and "## " in source]
-    for at, source in enumerate(sources):
-        if editions.EXERCISE in source:
-            found |= set(range(at, min((heading for heading in headings if heading > at), default=len(cells))))
+def verdict(cell: Any) -> str:
+    """The text of a check. A line about the cell's memory may be below it."""
+    (found,) = (text for text in texts(nbformat.v4.new_notebook(cells=[cell])) if text.startswith(VERDICTS))
     return found
+
+
+def is_right(cell: Any) -> None:
+    text = verdict(cell)
+    assert text.startswith("right: "), cell.source
+    assert "wrong: " not in text, cell.source
+
+
+def depend_on_answers(notebook: dict[str, Any]) -> set[int]:
+    """Cells that may show something else with the predictions: progress, checks, and cells to write in."""
+    sources = ["".join(cell["source"]) for cell in notebook["cells"]]
+    return {at for at, source in enumerate(sources) if "lesson." in source or "my_prediction =" in source}
 
 
 def opened(notebook: dict[str, Any]) -> Any:
@@ -251,7 +245,7 @@ def opened(notebook: dict[str, Any]) -> Any:
 
 
 def numbers(notebook) -> list[tuple[int, str]]:
-    """The numbers of each code cell's text and of the line below it, without times and the numbers of cells and streams.
+    """The numbers of each code cell's text and of the line below it, without times, pictures and numbers of cells and streams.
 
     A cell's text is one: how many parts it arrives in depends on the time.
     """
@@ -266,39 +260,6 @@ def numbers(notebook) -> list[tuple[int, str]]:
                 *re.findall(r"peak [^(<]*", data.get("text/html", "")),
             ]
         if texts:
-            plain = re.sub(r"cell \d+|stream \d+|[\d.]+ (ns|µs|ms|s)\b", "", "".join(texts))
+            plain = re.sub(r"cell \d+|stream \d+|[\d.]+ (ns|µs|ms|s)\b|base64,[\w+/=]+", "", "".join(texts))
             found.append((number, re.sub(r"[\s-]+", " ", plain)))
     return found
-
-
-@pytest.mark.slow
-def test_the_memory_lesson_twice_and_as_it_is_in_one_kernel(tmp_path: Path) -> None:
-    """The right answers are accepted, twice, with the same numbers: a run frees what the one before left.
-
-    Then as it is: run all, read, and go back to each exercise: its cell and the check below it are run again.
-    """
-    path = MEMORY
-    with kernel(answered(path), tmp_path) as client:
-        look_at_the_verdicts(path, run_all(client))
-        first = numbers(client.nb)
-        client.nb = answered(path)
-        run_all(client)
-        assert [row for row in numbers(client.nb) if row[0] > 1] == [row for row in first if row[0] > 1]
-        client.nb = nbformat.read(path, as_version=4)
-        look_at_what_was_said(path, run_all(client))
-        verdicts = mended(client, path)
-    assert len(verdicts) == 5
-    assert not [line for text in verdicts for line in text.splitlines() if line.startswith("wrong: ")]
-
-
-def mended(client: Any, path: Path) -> list[str]:
-    """The verdicts after the answer to each exercise is typed into a notebook that has run."""
-    answers = [(question, answer) for question, answer in ANSWERS[path.stem] if "None" not in question]
-    verdicts = []
-    for number, cell in enumerate(client.nb.cells):
-        if answers and cell.cell_type == "code" and answers[0][0] in cell.source:
-            cell.source = cell.source.replace(*answers.pop(0))
-            for at in (number, number + 1):
-                client.execute_cell(client.nb.cells[at], at)
-            verdicts += texts(nbformat.v4.new_notebook(cells=[client.nb.cells[number + 1]]))
-    return [text for text in verdicts if text.startswith(("right: ", "wrong: "))]

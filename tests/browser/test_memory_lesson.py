@@ -39,14 +39,18 @@ def test_the_lesson_runs_as_it_is(lab, opened) -> None:
     (on_purpose,) = page.locator(".jp-OutputArea-output[data-mime-type*='stderr']").all()
     assert "100 weights for 2048 rows" in on_purpose.text_content()
     assert "kept +18.0 MiB" in cell_with(page, "def likeness").locator(LINE).text_content()
+    assert "kept +48.0 MiB" in cell_with(page, "net = optimizer = None").locator(LINE).text_content()  # three times 16
     assert "kept +16.0 MiB" in cell_with(page, "Is it?").locator(LINE).text_content()
     assert page.locator(f"{VIEW}.tk-live").count() == 3
     for name in ("light", "dark"):
         theme(page, name)
-        for i, heading in enumerate(page.locator(".jp-MarkdownCell h1, .jp-MarkdownCell h2").all()):
-            look(page, heading, f"lesson-05-{name}-{i:02}")
-        page.wait_for_timeout(400)
-        assert page.evaluate(FAULTS.replace(".tk-model", VIEW)) == []
+        for width in (1440, 900):
+            page.set_viewport_size({"width": width, "height": 1900})
+            page.wait_for_timeout(300)
+            for i, heading in enumerate(page.locator(".jp-MarkdownCell h1, .jp-MarkdownCell h2").all()):
+                look(page, heading, f"lesson-05-{name}-{width}-{i:02}")
+            page.wait_for_timeout(400)
+            assert page.evaluate(FAULTS.replace(".tk-model", VIEW)) == []
     line = cell_with(page, "Is it?").locator(LINE)
     line.locator("summary").click()
     line.locator("img").wait_for(state="visible")

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import toolkit as tk
-from toolkit.ui.lessons.memory_checks import check_held, check_hidden, check_memory, held
+from toolkit.ui.lessons.memory_cell_by_cell import size
+from toolkit.ui.lessons.memory_checks import held, held_within, nothing_hidden, within
 
 MiB = 1 << 20
 
@@ -25,12 +26,15 @@ def test_less_memory_with_the_same_result_is_right(gpu):
     def smaller():
         return sum(part.double().sum() for part in x.split(1 << 17))
 
-    judged = [check_memory(run, {"peak": 4 * MiB}, same_as=whole(), hint="in parts", why="parts") for run in (whole, smaller)]
-    assert [verdict.right for verdict in judged] == [False, True]
-    assert "wrong: peak - measured 8.00 MiB, allowed 4.00 MiB" in repr(judged[0])
-    assert repr(judged[0]).endswith("Hint: in parts")
-    assert "right: peak - measured 1.00 MiB, allowed 4.00 MiB" in repr(judged[1])
-    assert repr(judged[1]).endswith("\nparts")
+    same = "the result is the same: True"
+    assert within({"peak": 4 * MiB}, whole, same_as=whole()) == {
+        "peak: measured 8.00 MiB, wanted at most 4.00 MiB": False,
+        same: True,
+    }
+    assert within({"peak": 4 * MiB}, smaller, same_as=whole()) == {
+        "peak: measured 1.00 MiB, wanted at most 4.00 MiB": True,
+        same: True,
+    }
 
 
 def test_what_the_result_holds_counts_as_kept(gpu):
@@ -38,12 +42,12 @@ def test_what_the_result_holds_counts_as_kept(gpu):
         return [torch.ones(1 << 18, device=gpu.torch) for _ in range(3)]
 
     expected = [one.cpu() for one in kept()]
-    assert check_memory(kept, {"kept": 3 * MiB}, same_as=expected, device=gpu).right
-    verdict = check_memory(kept, {"peak": 4 * MiB, "kept": 2 * MiB}, same_as=expected, device=gpu)
-    assert repr(verdict).splitlines() == [
-        "right: peak - measured 3.00 MiB, allowed 4.00 MiB",
-        "wrong: kept - measured 3.00 MiB, allowed 2.00 MiB",
-    ]
+    assert all(within({"kept": 3 * MiB}, kept, same_as=expected, device=gpu).values())
+    assert within({"peak": 4 * MiB, "kept": 2 * MiB}, kept, same_as=expected, device=gpu) == {
+        "peak: measured 3.00 MiB, wanted at most 4.00 MiB": True,
+        "kept: measured 3.00 MiB, wanted at most 2.00 MiB": False,
+        "the result is the same: True": True,
+    }
 
 
 @pytest.mark.parametrize(
@@ -52,15 +56,13 @@ def test_what_the_result_holds_counts_as_kept(gpu):
     ids=repr,
 )
 def test_another_result_is_not_right_however_small(gpu, result):
-    verdict = check_memory(lambda: result, {"peak": MiB}, same_as=[2.0, 3.0], device=gpu, hint="compare", why="because")
-    assert not verdict.right
-    assert "wrong: the result" in repr(verdict)
-    assert "because" not in repr(verdict)
+    found = within({"peak": MiB}, lambda: result, same_as=[2.0, 3.0], device=gpu)
+    assert not found["the result is the same: False"]
 
 
 @pytest.mark.parametrize("result", [[2, 3], (2.0, 3.0), [torch.tensor(2.0, requires_grad=True), 3.0]], ids=repr)
 def test_numbers_and_tensors_of_one_value_are_the_same(gpu, result):
-    assert check_memory(lambda: result, {"peak": 0}, same_as=[2.0, 3.0], device=gpu).right
+    assert all(within({"peak": 0}, lambda: result, same_as=[2.0, 3.0], device=gpu).values())
 
 
 def test_the_learners_error_is_the_learners(gpu):
@@ -68,7 +70,7 @@ def test_the_learners_error_is_the_learners(gpu):
         return undefined  # noqa: F821
 
     with pytest.raises(NameError, match="undefined"):
-        check_memory(wrong, {"peak": MiB}, same_as=1, device=gpu)
+        within({"peak": MiB}, wrong, same_as=1, device=gpu)
 
 
 def test_what_is_held_now(gpu):
@@ -76,11 +78,9 @@ def test_what_is_held_now(gpu):
     one = [torch.ones(1 << 18, device=gpu.torch)]
     one.append(one)  # garbage in a cycle, once `one` is gone
     assert held(gpu) == before + MiB
-    assert not check_held(gpu, before, hint="let go").right
+    assert held_within(before, gpu, above=before) == {"held: measured 1.00 MiB, wanted at most 0 B": False}
     del one
-    verdict = check_held(gpu, before, hint="let go", why="gone")
-    assert verdict.right
-    assert repr(verdict).endswith("gone")
+    assert held_within(before, gpu, above=before) == {"held: measured 0 B, wanted at most 0 B": True}
 
 
 def test_what_an_error_holds_is_hidden(gpu, monkeypatch):
@@ -91,6 +91,10 @@ def test_what_an_error_holds_is_hidden(gpu, monkeypatch):
     with pytest.raises(ValueError, match="262144") as caught:
         fails()
     monkeypatch.setattr(sys, "last_value", caught.value, raising=False)
-    assert "wrong: held without a variable - measured 1.00 MiB, allowed 0 B" in repr(check_hidden(hint="release"))
+    assert nothing_hidden() == {"held without a variable: measured 1.00 MiB, wanted at most 0 B": False}
     monkeypatch.setattr(sys, "last_value", None)
-    assert check_hidden(why="gone").right
+    assert list(nothing_hidden().values()) == [True]
+
+
+def test_sizes_of_the_lesson():
+    assert [size(n) for n in (6144, MiB, 9 * MiB, 50 * MiB)] == ["a few KiB", "a few MiB", "a few MiB", "tens of MiB"]

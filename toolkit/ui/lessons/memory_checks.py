@@ -1,6 +1,6 @@
-"""Checked repairs for the lesson on memory: the learner's code is run, its memory is measured and compared with a limit.
+"""Conditions of the exercises on memory: the learner's code is run, its memory is measured and compared with a limit.
 
-Any code is right that returns the same result within the allowed bytes.
+Any code is right that returns the same result within the allowed bytes. `Lesson.task` shows the conditions.
 """
 
 from __future__ import annotations
@@ -17,25 +17,20 @@ from toolkit.core.units import bytes_text
 from toolkit.gpu import allocation_scopes
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
-from toolkit.ui.lessons.checks import Verdict
 from toolkit.vram import hidden, owners
 from toolkit.vram.budget import empty_cache
 from toolkit.vram.measure import memory
 from toolkit.vram.sessions import user_variables
 
 
-def check_memory(
-    run: Callable[[], object],
-    allowed: Mapping[str, int],
-    same_as: object,
-    device: Device | str | None = None,
-    hint: str = "",
-    why: str = "",
-) -> Verdict:
+def within(
+    allowed: Mapping[str, int], run: Callable[[], object], same_as: object, device: Device | str | None = None
+) -> dict[str, bool]:
     """Call `run` once and compare its memory with `allowed`: bytes of "peak" and "kept", above the bytes held before.
 
     "kept" is measured while the result is still alive. The call must return a value equal to `same_as`: numbers, tensors, or
-    lists of both, on any device. The verdict shows `why` if everything is right, else `hint`. Errors of `run` propagate.
+    lists of both, on any device. Returns the conditions of an exercise: lines, and whether they are met. Errors of `run`
+    propagate. Afterwards the allocator's cache is empty, so that later measurements don't depend on what `run` allocated.
     """
     gpu = allocation_scopes.in_use() if device is None else open_device(device)
     if gpu is not None and gpu.torch.type == "cuda":
@@ -44,24 +39,26 @@ def check_memory(
     with memory(gpu) as use:
         result = run()
     found = {"peak": max(use.peak_bytes - use.baseline_bytes, 0), "kept": use.kept_bytes}
-    lines, right = _within({name: found[name] for name in allowed}, allowed)
-    if not _same(result, same_as):
-        lines, right = [*lines, "wrong: the result - it differs from the result before"], False
-    return _verdict(lines, right, hint, why)
+    conditions = dict(_at_most(name, found[name], most) for name, most in allowed.items())
+    same = _same(result, same_as)
+    del result
+    if gpu is not None:
+        empty_cache(gpu)
+    return conditions | {f"the result is the same: {same}": same}
 
 
-def check_held(device: Device, allowed: int, hint: str = "", why: str = "") -> Verdict:
-    """Compare the bytes held on `device` now with `allowed`. The verdict shows `why` if they are within it, else `hint`."""
-    return _verdict(*_within({"held": held(device)}, {"held": allowed}), hint, why)
+def held_within(allowed: int, device: Device, above: int = 0) -> dict[str, bool]:
+    """Return the condition that at most `allowed` bytes are held on `device` now. The line counts bytes from `above` on."""
+    n_bytes = held(device)
+    line, _ = _at_most("held", n_bytes - above, allowed - above)
+    return {line: n_bytes <= allowed}
 
 
-def check_hidden(hint: str = "", why: str = "") -> Verdict:
-    """Check that no GPU memory is held without a variable, as `%memory hidden` lists it. Shows `why` if so, else `hint`."""
+def nothing_hidden() -> dict[str, bool]:
+    """Return the condition that no GPU memory is held without a variable, as `%memory hidden` lists it."""
     shell = ipython_shell()
-    name = "held without a variable"
     found = hidden.listed({} if shell is None else user_variables(shell), shell)
-    n_bytes = sum(held.bytes for held in found if not held.runs)
-    return _verdict(*_within({name: n_bytes}, {name: 0}), hint, why)
+    return dict([_at_most("held without a variable", sum(held.bytes for held in found if not held.runs), 0)])
 
 
 def clear(device: Device) -> None:
@@ -91,18 +88,9 @@ def held(device: Device) -> int:
     return device.memory().allocated_bytes
 
 
-def _within(found: Mapping[str, int], allowed: Mapping[str, int]) -> tuple[list[str], bool]:
-    """Return a line for each number, and whether all numbers are allowed."""
-    lines = []
-    for name, n_bytes in found.items():
-        said = "right" if n_bytes <= allowed[name] else "wrong"
-        lines.append(f"{said}: {name} - measured {bytes_text(n_bytes)}, allowed {bytes_text(allowed[name])}")
-    return lines, all(n_bytes <= allowed[name] for name, n_bytes in found.items())
-
-
-def _verdict(lines: list[str], right: bool, hint: str, why: str) -> Verdict:
-    after = why if right else f"Hint: {hint}" if hint else ""
-    return Verdict((*lines, *([after] if after else [])), right)
+def _at_most(name: str, found: int, allowed: int) -> tuple[str, bool]:
+    """Return a condition: its line, and whether it is met."""
+    return f"{name}: measured {bytes_text(found)}, wanted at most {bytes_text(allowed)}", found <= allowed
 
 
 def _same(result: object, expected: object) -> bool:
