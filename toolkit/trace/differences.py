@@ -30,10 +30,11 @@ class StepTable:
 
     def numbers(self) -> set[int]:
         """Return the numbers of the steps with the most common name: the decode steps, without prefill and drain."""
-        alike = [_NUMBER.sub("#", name) for name in self.names]
+        kind_of = {name: _NUMBER.sub("#", name) for name in set(self.names)}
+        alike = [kind_of[name] for name in self.names]
         others = [name for name in alike if name not in ("prefill", "drain")]
         common = Counter(others or alike).most_common(1)
-        return {int(n) for n, name in zip(self.table[:, 0], alike, strict=True) if name == common[0][0]}
+        return {n for n, name in zip(self.table[:, 0].tolist(), alike, strict=True) if name == common[0][0]}
 
 
 def steps_of(trace: Trace) -> StepTable:
@@ -43,8 +44,8 @@ def steps_of(trace: Trace) -> StepTable:
         rows = np.flatnonzero(mark)
         table = np.stack([trace["step"][rows], trace["start_ns"][rows], trace["start_ns"][rows] + trace["dur_ns"][rows]], 1)
         order = np.argsort(table[:, 1], kind="stable")
-        codes = trace["name"][rows].tolist()
-        return StepTable(table[order].astype(np.int64), [trace.strings[codes[i]] if codes[i] >= 0 else "" for i in order])
+        names = [trace.strings[code] if code >= 0 else "" for code in trace["name"][rows[order]].tolist()]
+        return StepTable(table[order].astype(np.int64), names)
     inside = np.flatnonzero(trace["step"] >= 0)
     if not len(inside):
         return StepTable(np.zeros((0, 3), np.int64), [])

@@ -16,7 +16,8 @@ from toolkit.core.units import bytes_text, seconds_text
 from toolkit.trace.columns import CLOCKS, COPY_KINDS, HOST_KINDS, KINDS
 from toolkit.trace.copies import copies_per_step
 from toolkit.trace.differences import brief_time
-from toolkit.ui.timeline.track import Lane, Track, string_of
+from toolkit.ui.timeline.lanes import Lane
+from toolkit.ui.timeline.track import Track, string_of
 from toolkit.ui.timeline.view import MODELLED, SUBPIXELS, Scene, lane_segments
 
 COLORS = {
@@ -41,8 +42,9 @@ def svg(scene: Scene) -> str:
     for track, origin in zip(scene.tracks, scene.origins(opening["step"]), strict=True):
         parts.append(_text(0, y + 14, f"{track.title}: {_caption(track)}", bold=True))
         y += 22
-        segments = lane_segments(track.lanes, (low + origin, high + origin), _PLOT, _BINS * max(1, len(track.lanes)), _BINS)
-        for lane, segment, shown in zip(track.lanes, segments, track.meta["lanes"], strict=True):
+        lanes = track.lanes_in((low + origin, high + origin))
+        segments = lane_segments(lanes, (low + origin, high + origin), _PLOT, _BINS * max(1, len(lanes)), _BINS)
+        for lane, segment, shown in zip(lanes, segments, track.meta["lanes"], strict=True):
             parts.append(_text(0, y + 14, f"{shown['label']} {shown['place']}".strip()))
             parts.append(f'<path fill="#eef1f4" d="M{_GUTTER} {y}h{_PLOT}v{_LANE}h-{_PLOT}z"/>')
             parts.extend(_bars(lane, segment, y))
@@ -50,7 +52,7 @@ def svg(scene: Scene) -> str:
         y += 8
     for t in _ticks(low, high):
         parts.append(_text(_GUTTER + (t - low) / (high - low) * _PLOT, y + 10, brief_time(t)))
-    kinds = sorted({lane.kind for track in scene.tracks for lane in track.lanes})
+    kinds = sorted({place.kind for track in scene.tracks for place in track.places})
     hatches = "".join(
         f'<pattern id="{kind}" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
         f'<path fill="{COLORS[kind]}" fill-opacity=".38" d="M0 0h5v5H0z"/>'

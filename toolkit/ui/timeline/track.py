@@ -1,74 +1,20 @@
-"""One trace of a timeline, with its lanes and steps.
-
-A `Track` indexes its events by lane (sorted starts, prefix sums), so that a view of a million events takes few binary searches.
-The prefix sums are computed when a view first needs them: one that shows single events doesn't.
-"""
+"""One trace of a timeline, with its lanes and steps."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from toolkit.core.errors import ToolkitError
 from toolkit.core.units import bytes_text, seconds_text
-from toolkit.trace.columns import HOST_KINDS, KINDS, LANES
+from toolkit.trace.columns import HOST_KINDS, LANES
 from toolkit.trace.differences import steps_of
 from toolkit.trace.events import Trace
+from toolkit.ui.timeline.lanes import OTHER_STREAMS, Lane, Place, places_of
 
-MAX_LANES = 36  # per track; further streams are gathered in "other streams"
-OTHER_STREAMS = 1 << 20
-
-
-@dataclass(frozen=True)
-class Lane:
-    """Events of one kind on one stream in order of start, with the sums that binary searches need."""
-
-    trace: Trace
-    kind: str
-    rank: int
-    device: int
-    stream: int
-    rows: NDArray[np.int64]  # rows of the trace
-    starts: NDArray[np.int64]
-    ends: NDArray[np.int64]
-    latest_end: NDArray[np.int64]  # latest end of this and all earlier events
-
-    @cached_property
-    def fresh(self) -> NDArray[np.int64]:
-        """Start of the part of each event that no earlier event covers."""
-        return np.maximum(self.starts, np.concatenate([self.starts[:1], self.latest_end[:-1]]))
-
-    @cached_property
-    def busy(self) -> NDArray[np.int64]:
-        """[n + 1] time covered by the first i events."""
-        return _prefix(self.latest_end - self.fresh)
-
-    @cached_property
-    def bytes(self) -> NDArray[np.int64]:
-        """[n + 1] bytes of the first i events."""
-        return _prefix(self.trace["bytes"][self.rows])
-
-    @cached_property
-    def modelled(self) -> NDArray[np.int64]:
-        """[n + 1] number of events with modelled times among the first i."""
-        return _prefix(self.trace["clock"][self.rows])
-
-    def covered(self, t: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return the time covered by events up to each `t`."""
-        n = np.searchsorted(self.fresh, t, side="right")
-        last = np.maximum(n - 1, 0)
-        part = np.clip(t - self.fresh[last], 0, self.busy[last + 1] - self.busy[last])
-        return np.where(n > 0, self.busy[last] + part, 0.0)
-
-
-def _prefix(values: NDArray[Any]) -> NDArray[np.int64]:
-    sums = np.zeros(len(values) + 1, np.int64)
-    np.cumsum(values, out=sums[1:])
-    return sums
+FEW = 20_000  # events that a view can put into lanes by itself
 
 
 def named(thing: Any, title: str | None = None) -> tuple[str, Trace]:
@@ -81,16 +27,37 @@ def named(thing: Any, title: str | None = None) -> tuple[str, Trace]:
 
 
 class Track:
-    """An indexed trace. `lanes` are from top to bottom; `steps` are (number, start_ns, end_ns) in order of start."""
+    """A trace with its `lanes` from top to bottom. `steps` are (number, start_ns, end_ns) in order of start.
+
+    `places` has the place of each lane and its number of events; `lane_of` says which lane shows each event (-1: none).
+    """
 
     def __init__(self, trace: Trace, title: str) -> None:
         self.trace, self.title = trace, title
         self.steps_table = steps_of(trace)
         self.steps, self.step_names = self.steps_table.table, self.steps_table.names
-        self.lanes = _lanes(trace)
-        starts = [lane.starts[0] for lane in self.lanes] + ([self.steps[0, 1]] if len(self.steps) else [])
-        ends = [lane.latest_end[-1] for lane in self.lanes] + ([self.steps[:, 2].max()] if len(self.steps) else [])
-        self.start_ns, self.end_ns = (int(min(starts)), int(max(ends))) if starts else (0, 0)
+        self.places, self.lane_of = places_of(trace)
+        self.ends = trace["start_ns"] + np.maximum(trace["dur_ns"], 0)
+        shown = self.lane_of >= 0
+        never = np.iinfo(np.int64)
+        start = min(trace["start_ns"].min(where=shown, initial=never.max), self.steps[:, 1].min(initial=never.max))
+        end = max(self.ends.max(where=shown, initial=never.min), self.steps[:, 2].max(initial=never.min))
+        self.start_ns, self.end_ns = (int(start), int(end)) if start <= end else (0, 0)
+
+    @cached_property
+    def lanes(self) -> list[Lane]:
+        """The lanes with all their events."""
+        return [Lane.of(self.trace, place.kind, np.flatnonzero(self.lane_of == i)) for i, place in enumerate(self.places)]
+
+    def lanes_in(self, window: tuple[float, float]) -> list[Lane]:
+        """Return lanes with at least all events that touch `window`. For a short window they take less time than `lanes`."""
+        if "lanes" in self.__dict__:
+            return self.lanes
+        rows = np.flatnonzero((self.trace["start_ns"] < window[1]) & (self.ends >= window[0]))
+        if len(rows) > FEW:
+            return self.lanes
+        lane = self.lane_of[rows]
+        return [Lane.of(self.trace, place.kind, rows[lane == i]) for i, place in enumerate(self.places)]
 
     def step_range(self, step: int) -> tuple[int, int, int] | None:
         """Return (number, start, end) of the step with this number, or of the step with the nearest number."""
@@ -102,18 +69,17 @@ class Track:
     @cached_property
     def clock(self) -> str:
         """The clock of the events: "measured", "modelled" or "mixed". Without events, the clock in the trace's meta."""
-        events = sum(len(lane.rows) for lane in self.lanes)
-        modelled = sum(np.count_nonzero(self.trace["clock"][lane.rows]) for lane in self.lanes)
-        if not events:
+        if not self.places:
             return str(self.trace.meta.get("clock", "measured"))
+        modelled, events = np.count_nonzero(self.trace["clock"][self.lane_of >= 0]), sum(self.places.values())
         return "measured" if not modelled else "modelled" if modelled == events else "mixed"
 
     def notes(self) -> list[str]:
         """Return the caveats of this trace, such as modelled times."""
         notes = []
-        if not self.lanes:
+        if not self.places:
             notes.append("No events: nothing was copied, launched or waited for while this was recorded.")
-        if self.clock != "measured" and self.lanes:
+        if self.clock != "measured" and self.places:
             notes.append("Times are modelled, not measured (hatched).")
         if self.trace.meta.get("sizes_only"):
             notes.append("Sizes only: tensors held no values. Bytes and times are modelled; tokens are meaningless.")
@@ -124,92 +90,33 @@ class Track:
     @cached_property
     def meta(self) -> dict[str, Any]:
         """The description that the front end draws around the events (JSON-able)."""
-        several = len({lane.device for lane in self.lanes if lane.kind not in HOST_KINDS}) > 1
-        ranks = len({lane.rank for lane in self.lanes}) > 1
+        several = len({place.device for place in self.places if place.kind not in HOST_KINDS}) > 1
+        ranks = len({place.rank for place in self.places}) > 1
+        moved = np.flatnonzero((self.trace["bytes"] != 0) & (self.lane_of >= 0))
+        sizes = np.zeros(len(self.places), np.int64)
+        np.add.at(sizes, self.lane_of[moved], self.trace["bytes"][moved])
         numbers = self.steps[:, 0]
         return {
             "title": self.title,
             "device": str(self.trace.meta.get("device", "unknown device")),
             "clock": self.clock,
-            "events": sum(len(lane.rows) for lane in self.lanes),
+            "events": sum(self.places.values()),
             "steps": [int(numbers.min()), int(numbers.max())] if len(numbers) else None,
             "span": seconds_text((self.end_ns - self.start_ns) / 1e9),
             "notes": self.notes(),
-            "lanes": [_lane_meta(lane, several, ranks) for lane in self.lanes],
+            "lanes": [
+                {**_label(place, several, ranks), "count": count, "bytes": bytes_text(size) if size else ""}
+                for (place, count), size in zip(self.places.items(), sizes.tolist(), strict=True)
+            ],
         }
 
 
-def _lane_meta(lane: Lane, several: bool, ranks: bool) -> dict[str, Any]:
-    place = [f"rank {lane.rank}"] if ranks else []
-    if lane.kind not in HOST_KINDS:
-        place += [f"GPU {lane.device}"] if several else []
-        place += ["other streams" if lane.stream == OTHER_STREAMS else f"stream {max(lane.stream, 0)}"]
-    total = int(lane.trace["bytes"][lane.rows].sum())
-    return {
-        "label": LANES[lane.kind],
-        "place": ", ".join(place),
-        "kind": lane.kind,
-        "rank": lane.rank,
-        "count": len(lane.rows),
-        "bytes": bytes_text(total) if total else "",
-    }
-
-
-def _lanes(trace: Trace) -> list[Lane]:
-    shown = np.full(len(KINDS), -1, np.int64)
-    for position, kind in enumerate(LANES):
-        shown[KINDS.index(kind)] = position
-    position = shown[trace["kind"]]
-    position[(trace["kind"] == KINDS.index("mark")) & (trace["step"] >= 0)] = -1  # step marks are boundaries, not a lane
-    rows = np.flatnonzero(position >= 0)
-    if not len(rows):
-        return []
-    position = position[rows]
-    on_host = position < len(HOST_KINDS)
-    # One small integer per place, in the order in which lanes are shown; equal integers are one lane.
-    place = np.where(on_host, -1, trace["device"][rows].astype(np.int64)) + 1
-    stream = np.where(on_host, 0, np.maximum(trace["stream"][rows].astype(np.int64), 0))
-    place += trace["rank"][rows].astype(np.int64) << 16
-    places, place = _unique(place)
-    streams, stream = _unique(stream)
-    key = (place * len(streams) + stream) * len(LANES) + position
-    counts = np.bincount(key, minlength=len(places) * len(streams) * len(LANES))
-    if np.count_nonzero(counts) > MAX_LANES:
-        kept = np.argsort(counts.reshape(len(places), len(streams), -1).sum((0, 2)))[::-1][: MAX_LANES // 8]
-        names = np.append(streams[np.sort(kept)], OTHER_STREAMS)
-        new = np.full(len(streams), len(names) - 1)
-        new[np.sort(kept)] = np.arange(len(kept))
-        streams, stream = names, new[stream]
-        key = (place * len(streams) + stream) * len(LANES) + position
-        counts = np.bincount(key)
-    order = np.argsort(key.astype(np.uint16) if key.max() < 1 << 16 else key, kind="stable")
-    parts = np.split(order, np.cumsum(counts[counts > 0])[:-1])
-    return [_lane(trace, rows[part], int(streams[stream[part[0]]])) for part in parts]
-
-
-def _unique(values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return what `np.unique(values, return_inverse=True)` returns, without sorting if the values are close to each other."""
-    low = int(values.min())
-    if int(values.max()) - low > 1 << 20:
-        return np.unique(values, return_inverse=True)
-    values = values - low
-    found = np.flatnonzero(np.bincount(values))
-    position = np.zeros(int(found[-1]) + 1, np.int64)
-    position[found] = np.arange(len(found))
-    return found + low, position[values]
-
-
-def _lane(trace: Trace, rows: NDArray[np.int64], stream: int) -> Lane:
-    starts = trace["start_ns"][rows]
-    if np.any(starts[1:] < starts[:-1]):  # some readers leave rows unsorted
-        order = np.argsort(starts, kind="stable")
-        rows, starts = rows[order], starts[order]
-    ends = starts + np.maximum(trace["dur_ns"][rows], 0)
-    first = int(rows[0])
-    return Lane(
-        trace, kind=KINDS[int(trace["kind"][first])], rank=int(trace["rank"][first]), device=int(trace["device"][first]),
-        stream=stream, rows=rows, starts=starts, ends=ends, latest_end=np.maximum.accumulate(ends),
-    )  # fmt: skip
+def _label(place: Place, several: bool, ranks: bool) -> dict[str, Any]:
+    where = [f"rank {place.rank}"] if ranks else []
+    if place.kind not in HOST_KINDS:
+        where += [f"GPU {place.device}"] if several else []
+        where += ["other streams" if place.stream == OTHER_STREAMS else f"stream {place.stream}"]
+    return {"label": LANES[place.kind], "place": ", ".join(where), "kind": place.kind, "rank": place.rank}
 
 
 def string_of(trace: Trace, column: str, row: int | np.int64) -> str | None:

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from toolkit.trace.columns import KINDS
 from toolkit.trace.differences import description, difference, step_facts, typical_step
 from toolkit.trace.events import Trace
-from toolkit.ui.timeline.track import Lane, Track
+from toolkit.ui.timeline.lanes import Lane
+from toolkit.ui.timeline.track import Track
 
 MAX_SEGMENTS = 2000  # per view: 20 bytes each, 40 KB in all
 MARGIN = 0.04  # of a step's duration, shown on either side of the step
@@ -96,7 +97,7 @@ class Scene:
         counts, steps, hidden = [], [], []
         for track, origin in zip(self.tracks, origins, strict=True):
             window = (t0 + origin, t1 + origin)
-            segments = lane_segments(track.lanes, window, width, MAX_SEGMENTS // len(self.tracks))
+            segments = lane_segments(track.lanes_in(window), window, width, MAX_SEGMENTS // len(self.tracks))
             counts.append([len(s["row"]) for s in segments])
             parts.extend((track, s) for s in segments)
             shown, every = _steps_in(track, window)
