@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,8 @@ from numpy.typing import NDArray
 from toolkit.core.callers import source_line
 from toolkit.trace.columns import COLUMNS, COPY_KINDS, HOST_KINDS, KINDS, LANES, NOT_KNOWN, OPTIONAL
 from toolkit.trace.cupti import number_streams
-from toolkit.trace.events import Trace
+from toolkit.trace.events import NO_COMMUNICATION, Trace, communication_columns
+from toolkit.trace.nccl import Communication
 from toolkit.trace.steps import Range, guess_steps, shown_name, steps_among, steps_from_ranges
 
 LONGEST_NS = 1 << 61
@@ -50,21 +52,35 @@ class Strings:
 class Rows:
     """The events of a reader in one array, 8 bytes per number: 80 MB per million events instead of 1 GB as Python objects."""
 
-    NAMES = ("kind", "start_ns", "dur_ns", "bytes", "stream", "device", "pinned", "name", "thread", "correlation")
+    NAMES = (
+        "kind", "start_ns", "dur_ns", "bytes", "stream", "device", "pinned", "name", "thread", "correlation", "communication",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self._data = array("q")
+        self.communications = [NO_COMMUNICATION]  # the last number of a row is an index
 
     def add(
         self, kind: int, start_ns: int, dur_ns: int, bytes: int, stream: int, device: int, pinned: int, name: int,
-        thread: int = -1, correlation: int = -1,
+        thread: int = -1, correlation: int = -1, communication: int = 0,
     ) -> None:  # fmt: skip
         """Append an event. `stream` is the stream number of the tool, `thread` a code of the host thread.
 
+        `communication` is what `communication()` returned for a collective or peer copy.
+
         A negative duration becomes 0. Raises OverflowError or TypeError, and appends nothing, if a value is not a 64-bit int.
         """
-        row = kind, start_ns, max(dur_ns, 0), bytes, stream, device, pinned, name, thread, correlation
+        row = kind, start_ns, max(dur_ns, 0), bytes, stream, device, pinned, name, thread, correlation, communication
         self._data.extend(array("q", row))
+
+    def communication(self, found: Communication, strings: Strings) -> int:
+        """Store the columns of a collective or peer copy and return their index."""
+        operation, algorithm, group = (-1 if text is None else strings.code(text) for text in found[:3])
+        self.communications.append(tuple(array("q", (operation, algorithm, group, *found[3:]))))
+        return len(self.communications) - 1
+
+    def __len__(self) -> int:
+        return len(self._data) // len(self.NAMES)
 
     def columns(self) -> dict[str, NDArray[np.int64]]:
         """Return the events as columns, in the order in which they were added."""
@@ -101,7 +117,7 @@ class Calls:
         extra: dict[str, Any] = {
             "kind": KIND["launch"], "start_ns": table[:, 1], "dur_ns": table[:, 3], "bytes": 0, "device": -1, "pinned": -1,
             "stream": rows["stream"][device[first[np.searchsorted(launched, table[:, 0])]]], "thread": table[:, 2],
-            "name": [names[code] for code in table[:, 4].tolist()], "correlation": -1,
+            "name": [names[code] for code in table[:, 4].tolist()], "correlation": -1, "communication": 0,
         }  # fmt: skip
         return {n: np.concatenate([column, np.broadcast_to(extra[n], len(table))]) for n, column in rows.items()}
 
@@ -121,8 +137,11 @@ class Calls:
 def assemble(
     rows: dict[str, NDArray[np.int64]], cause_ns: NDArray[np.int64], ranges: list[Range], strings: Strings,
     meta: dict[str, Any], *, where: NDArray[np.int64] | None = None, rank: int = 0, ranges_are: str = "marks",
+    communications: Sequence[tuple[int, ...]] = (NO_COMMUNICATION,),
 ) -> Trace:  # fmt: skip
     """Return the trace of `rows` and `ranges`, with times that start at 0. The ranges become marks.
+
+    `meta["origin_ns"]` is the time at 0. Collectives that have no number are numbered in each group in order of start.
 
     Steps are taken from `ranges` if some of them are steps, and guessed otherwise. `cause_ns` [N] is the time at which the host
     launched each row. `ranges_are` is `meta["steps_from"]` for ranges that neither the toolkit nor the profiler wrote.
@@ -145,16 +164,28 @@ def assemble(
     columns["stream"] = stream
     columns["step"] = np.full(len(order), -1) if step is None else step
     columns["where"] = np.full(len(order), -1) if where is None else where
-    extra: dict[str, Any] = {
+    columns |= _numbered(communication_columns(communications, rows["communication"]), rows)
+    extra: dict[str, Any] = NOT_KNOWN | {
         "start_ns": marks[:, 0], "dur_ns": marks[:, 1] - marks[:, 0], "kind": KIND["mark"], "bytes": 0, "device": -1,
         "pinned": -1, "name": [strings.code(shown_name(r.name)) for r in ranges], "stream": -1, "step": numbers, "where": -1,
     }  # fmt: skip
     columns = {n: np.concatenate([c, np.broadcast_to(extra[n], len(ranges))]) for n, c in columns.items()}
     if len(columns["start_ns"]):
+        meta = meta | {"origin_ns": meta.get("origin_ns", 0) + int(columns["start_ns"].min())}
         columns["start_ns"] = columns["start_ns"] - columns["start_ns"].min()
     source = ranges_are if source == "ranges" else source
     columns["rank"] = np.full(len(columns["start_ns"]), rank)
     return from_columns(list(strings.codes), meta | {"clock": "measured", "steps_from": source, "sizes_only": False}, **columns)
+
+
+def _numbered(columns: dict[str, NDArray[Any]], rows: dict[str, NDArray[np.int64]]) -> dict[str, NDArray[Any]]:
+    """Return the columns COMMUNICATION, with numbers for the collectives of groups in which none has a number."""
+    mine = np.flatnonzero(rows["kind"] == KIND["collective"]) if columns else np.empty(0, np.int64)
+    for group in np.unique(columns["group"][mine]).tolist() if len(mine) else []:
+        members = mine[columns["group"][mine] == group]
+        if (columns["seq"][members] < 0).all():
+            columns["seq"][members[np.argsort(rows["start_ns"][members], kind="stable")]] = np.arange(len(members))
+    return columns
 
 
 def with_guessed_steps(trace: Trace) -> Trace:

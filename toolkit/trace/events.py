@@ -39,7 +39,7 @@ FORMAT_VERSION = 4  # version 1 has no columns `address` and `requested`, versio
 _Number = Annotated[int, msgspec.Meta(ge=-(1 << 62), le=1 << 62)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 _KIND = {kind: i for i, kind in enumerate(KINDS)}
-_NO_COMMUNICATION = (-1,) * len(COMMUNICATION)
+NO_COMMUNICATION = (-1,) * len(COMMUNICATION)
 
 
 @dataclass(frozen=True)
@@ -233,6 +233,10 @@ class Meta(TypedDict, total=False):
     elapsed_s: float
     opening: _Count
     start_us: _Count
+    origin_ns: _Number
+    rank: _Number
+    world_size: _Number
+    groups: dict[str, list[int]]
     limit_bytes: _Number
     total_bytes: _Number
     unaccounted_bytes: _Number
@@ -300,7 +304,7 @@ class TraceBuilder:
     def __init__(self) -> None:
         self._rows: list[tuple[int, ...]] = []
         self._codes: dict[str, int] = {}
-        self._communications = [_NO_COMMUNICATION]  # of the events that have one; the last number of a row is an index
+        self._communications = [NO_COMMUNICATION]  # of the events that have one; the last number of a row is an index
         self._lock = threading.Lock()
 
     def __len__(self) -> int:

@@ -18,6 +18,7 @@ from toolkit.core.files import open_regular
 from toolkit.trace.assemble import KIND, Calls, Rows, Strings, assemble
 from toolkit.trace.cupti import MEMCPY_KINDS, is_copy_kernel, is_wait, pinned_of
 from toolkit.trace.events import Trace
+from toolkit.trace.nccl import PEER, Communication, of_kernel
 from toolkit.trace.steps import Range
 
 _PREFIX = "CUPTI_ACTIVITY_KIND_"
@@ -34,7 +35,7 @@ _TABLES: dict[str, dict[str, type]] = {  # the tables and columns that are read;
     "NVTX_EVENTS": _EVENT | {"eventType": int, "text": str, "textId": int},
     f"{_PREFIX}KERNEL": _ON_GPU | {"demangledName": int, "shortName": int},
     f"{_PREFIX}GRAPH_TRACE": _ON_GPU | {"graphId": int},
-    f"{_PREFIX}MEMCPY": _ON_GPU | {"bytes": int, "copyKind": int, "srcKind": int, "dstKind": int},
+    f"{_PREFIX}MEMCPY": _ON_GPU | dict.fromkeys(("bytes", "copyKind", "srcKind", "dstKind", "srcDeviceId", "dstDeviceId"), int),
     f"{_PREFIX}MEMSET": _ON_GPU | {"bytes": int},
     f"{_PREFIX}SYNCHRONIZATION": {"correlationId": int, "streamId": int},
     f"{_PREFIX}RUNTIME": _EVENT | {"correlationId": int, "globalTid": int, "nameId": int},
@@ -139,7 +140,8 @@ class _Database:
         meta = {"device": gpus[0][0] if gpus and gpus[0][0] else "unknown device", "format": "nsys"}
         if self.read(f"{_PREFIX}GRAPH_TRACE", "start"):
             meta["graphs"] = "whole"  # each launch is one event: the copies and kernels inside are not recorded
-        return assemble(rows, cause, marks, self.strings, meta, ranges_are="nvtx")
+        communications = self.rows.communications
+        return assemble(rows, cause, marks, self.strings, meta, ranges_are="nvtx", communications=communications)
 
     def name(self, *codes: int | None) -> int:
         """Return the string code of the first of `codes` that has a text, or -1."""
@@ -153,10 +155,14 @@ class _Database:
             f"{_PREFIX}KERNEL", "start", "end", "deviceId", "streamId", "correlationId", "demangledName", "shortName"
         )
         for start, end, device, stream, correlation, demangled, short in kernels:
-            name, kind = self.name(demangled, short), "kernel"
-            if is_copy_kernel(self.texts.get(demangled, "")):
+            name, kind, text = self.name(demangled, short), "kernel", self.texts.get(demangled) or self.texts.get(short, "")
+            found = of_kernel(text)
+            if found is not None:
+                kind = "p2p" if found.operation in PEER else "collective"
+            elif is_copy_kernel(self.texts.get(demangled, "")):
                 kind = "d2d"
-            self.add(kind, start, end, 0, stream, device, -1, name, correlation)
+            communication = self.rows.communication(found, self.strings) if found else 0
+            self.add(kind, start, end, 0, stream, device, -1, name, correlation, communication=communication)
         for start, end, device, stream, correlation, graph in self.read(
             f"{_PREFIX}GRAPH_TRACE", "start", "end", "deviceId", "streamId", "correlationId", "graphId"
         ):
@@ -164,25 +170,27 @@ class _Database:
 
     def read_copies(self) -> None:
         shared = ("start", "end", "deviceId", "streamId", "correlationId", "bytes")
-        for start, end, device, stream, correlation, n_bytes, number, source, target in self.read(
-            f"{_PREFIX}MEMCPY", *shared, "copyKind", "srcKind", "dstKind"
+        for start, end, device, stream, correlation, n_bytes, number, source, target, giver, taker in self.read(
+            f"{_PREFIX}MEMCPY", *shared, "copyKind", "srcKind", "dstKind", "srcDeviceId", "dstDeviceId"
         ):
             kind = MEMCPY_KINDS.get(number)
             if kind is not None:
                 memory = [_MEMORY[k] if k is not None and 0 <= k < len(_MEMORY) else "Unknown" for k in (source, target)]
                 name = self.strings.code(f"Memcpy {_LETTERS[kind]} ({memory[0]} -> {memory[1]})")
                 pinned = pinned_of(kind, memory[0] if kind == "h2d" else memory[1])
-                self.add(kind, start, end, n_bytes, stream, device, pinned, name, correlation)
+                peer = next((gpu for gpu in (taker, giver) if kind == "p2p" and gpu not in (None, device)), None)
+                communication = 0 if peer is None else self.rows.communication(Communication(peer=peer), self.strings)
+                self.add(kind, start, end, n_bytes, stream, device, pinned, name, correlation, communication=communication)
         for start, end, device, stream, correlation, n_bytes in self.read(f"{_PREFIX}MEMSET", *shared):
             self.add("memset", start, end, n_bytes, stream, device, -1, self.strings.code("Memset (Device)"), correlation)
 
     def add(
         self, kind: str, start: int, end: int, n_bytes: int | None, stream: int | None, device: int | None, pinned: int,
-        name: int, correlation: int | None, thread: int = -1,
+        name: int, correlation: int | None, thread: int = -1, communication: int = 0,
     ) -> None:  # fmt: skip
         self.rows.add(
             KIND[kind], start, end - start, n_bytes or 0, -1 if stream is None else stream, device or 0, pinned, name, thread,
-            -1 if correlation is None else correlation,
+            -1 if correlation is None else correlation, communication,
         )  # fmt: skip
 
     def read_calls(self) -> None:

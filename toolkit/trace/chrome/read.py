@@ -17,11 +17,13 @@ from numpy.typing import NDArray
 
 from toolkit.core.errors import TraceError
 from toolkit.trace.assemble import KIND, Calls, Rows, Strings, assemble, from_columns
+from toolkit.trace.chrome.comms import Comms, distributed_job
 from toolkit.trace.chrome.foreign import Foreign
 from toolkit.trace.chrome.scan import EventScanner
 from toolkit.trace.columns import CLOCKS, COMMUNICATION, TEXT_COLUMNS
 from toolkit.trace.cupti import is_copy_kernel, is_wait, parse_memcpy
-from toolkit.trace.events import Trace, check_meta, communication_columns
+from toolkit.trace.events import NO_COMMUNICATION, Trace, check_meta, communication_columns
+from toolkit.trace.nccl import of_kernel
 from toolkit.trace.steps import Range, innermost
 
 _FUNCTION = re.compile(r"(.+)\((\d+)\): ")  # "file.py(12): name"; built-ins and modules have no file
@@ -59,11 +61,11 @@ class _Kineto:
     """Collects the events of PyTorch's profiler."""
 
     def __init__(self, head: dict[str, Any]) -> None:
-        gpus, ranks = head.get("deviceProperties"), head.get("distributedInfo")
+        gpus = head.get("deviceProperties")
         first = gpus[0] if isinstance(gpus, list) and gpus and isinstance(gpus[0], dict) else {}
-        name, rank = first.get("name"), ranks.get("rank") if isinstance(ranks, dict) else None
+        name = first.get("name")
         self.meta: dict[str, Any] = {"device": name if isinstance(name, str) else "unknown device", "format": "chrome"}
-        self.rank = rank if type(rank) is int else 0
+        self.meta |= distributed_job(head)
         self.kineto = "schemaVersion" in head
         self.strings, self.rows, self.calls, self.foreign = Strings(), Rows(), Calls(), Foreign()
         self.ranges: list[Range] = []
@@ -73,6 +75,7 @@ class _Kineto:
         self.function_codes: dict[str, int] = {}
         self.last_call = (-1, "")
         self.host_operations = 0
+        self.comms = Comms(self.rows, self.strings)
         self._take: dict[str, Callable[[dict[str, Any]], None]] = {
             "kernel": self._kernel, "gpu_memcpy": self._memcpy, "memcpy": self._memcpy, "gpu_memset": self._memset,
             "memset": self._memset, "cuda_runtime": self._call, "cuda_driver": self._call, "runtime": self._call,
@@ -97,25 +100,32 @@ class _Kineto:
                 self.foreign.take(event)
             elif category in ("cpu_op", "operator"):
                 self.host_operations += 1
+                if event["name"] == "record_param_comms":
+                    self.comms.record(event["args"])
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             self.meta["unreadable_events"] = self.meta.get("unreadable_events", 0) + 1
 
-    def _device(self, event: dict[str, Any], kind: str, n_bytes: int, pinned: int) -> None:
+    def _device(self, event: dict[str, Any], kind: str, n_bytes: int, pinned: int, communication: int = 0) -> None:
         args, start = event.get("args") or {}, _ns(event["ts"])
         stream = args["stream"] if "stream" in args else event["tid"]
         device = args["device"] if "device" in args else event["pid"]
         self.rows.add(
             KIND[kind], start, _ns(event.get("dur", 0)), n_bytes, int(stream), int(device), pinned,
-            self.strings.code(event["name"]), -1, args.get("correlation", -1),
+            self.strings.code(event["name"]), -1, args.get("correlation", -1), communication,
         )  # fmt: skip
 
     def _kernel(self, event: dict[str, Any]) -> None:
-        self._device(event, "d2d" if is_copy_kernel(event["name"]) else "kernel", 0, -1)
+        found = of_kernel(event["name"])
+        if found is None:
+            self._device(event, "d2d" if is_copy_kernel(event["name"]) else "kernel", 0, -1)
+        else:
+            self._device(event, *self.comms.of_kernel(found, event.get("args") or {}))
 
     def _memcpy(self, event: dict[str, Any]) -> None:
         kind, pinned = parse_memcpy(event["name"])
         if kind is not None:
-            self._device(event, kind, int((event.get("args") or {}).get("bytes", 0)), pinned)
+            args = event.get("args") or {}
+            self._device(event, kind, int(args.get("bytes", 0)), pinned, self.comms.of_copy(args) if kind == "p2p" else 0)
 
     def _memset(self, event: dict[str, Any]) -> None:
         self._device(event, "memset", int((event.get("args") or {}).get("bytes", 0)), -1)
@@ -143,7 +153,12 @@ class _Kineto:
         start, name = _ns(event["ts"]), event["name"]
         if type(name) is not str:
             raise TypeError("the name of a range is not a text")
-        self.ranges.append(Range(start, start + _ns(event.get("dur", 0)), name))
+        if name.startswith("gloo:"):  # the run of a collective on the host; that of other backends is only its launch
+            kind, communication = self.comms.of_gloo(name)
+            dur, code = _ns(event.get("dur", 0)), self.strings.code(name)
+            self.rows.add(KIND[kind], start, dur, 0, -1, -1, -1, code, self._thread(event), -1, communication)
+        else:
+            self.ranges.append(Range(start, start + _ns(event.get("dur", 0)), name))
 
     def _memory(self, event: dict[str, Any]) -> None:
         args = event.get("args") or {}
@@ -167,7 +182,7 @@ class _Kineto:
 
     def trace(self) -> Trace:
         """Return the Trace of the collected events."""
-        rows = self.rows.columns()
+        rows = self.comms.complete(self.rows.columns())
         if not len(rows["kind"]) and not self.ranges:
             return self.foreign.trace(self.meta)
         rows = self.calls.with_launches(self._with_waits(rows), self.strings)
@@ -177,7 +192,10 @@ class _Kineto:
         where = self._where(cause, thread)
         if self.functions:
             self.meta["lines"] = "functions"  # the format has only the first line of each function
-        return assemble(rows, cause, self.ranges, self.strings, self.meta, where=where, rank=self.rank)
+        return assemble(
+            rows, cause, self.ranges, self.strings, self.meta, where=where, rank=self.meta.get("rank", 0),
+            communications=self.rows.communications,
+        )  # fmt: skip
 
     def _with_waits(self, rows: dict[str, NDArray[np.int64]]) -> dict[str, NDArray[np.int64]]:
         """Return `rows` with the streams of the waits, and without the profiler's own wait (the last call of the trace)."""
@@ -221,7 +239,7 @@ class _Own:
         except ValueError as error:
             raise scanner.damaged(f"its header can't be read ({error})") from error
         self.strings, self.table = Strings(), array("q")
-        self.communications = [(-1,) * len(COMMUNICATION)]  # of the events that have one
+        self.communications = [NO_COMMUNICATION]  # of the events that have one
 
     def take(self, event: dict[str, Any]) -> None:
         """Collect one event. Only events of the trace have a "kind" in `args`; the others are for the viewer."""
