@@ -54,22 +54,16 @@ def write_rank(
 
 
 def write_job(
-    folder: Path,
-    late: dict[int, int] | None = None,
-    ranks: int = 2,
-    collectives: int = 200,
-    offsets_us: tuple[float, ...] = (0, 0),
-    drifts_ppm: tuple[float, ...] = (0, 0),
-    delay_us: float = 200.0,
-    seed: int = 0,
-    numbers: bool = True,
-) -> list[Path]:
+    folder: Path, late: dict[int, int] | None = None, ranks: int = 2, collectives: int = 200,
+    offsets_us: tuple[float, ...] = (0, 0), drifts_ppm: tuple[float, ...] = (0, 0), delay_us: float = 200.0,
+    gap_us: float = 0.0,
+) -> list[Path]:  # fmt: skip
     """Write the files of a job in which each rank computes for 50 µs or so, and then all of them reduce for 20 µs.
 
-    `late` maps collectives to the rank that begins `delay_us` late. The clock of each rank has an offset and a drift, and
-    jitter of about a µs on every time.
+    `late` maps collectives to the rank that begins `delay_us` late; `gap_us` is the time between two collectives. The clock of
+    each rank has an offset and a drift, and jitter of about a µs on every time.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     files, now = [], 1000.0
     events: list[list[dict[str, Any]]] = [[] for _ in range(ranks)]
     for number in range(collectives):
@@ -80,9 +74,8 @@ def write_job(
         for rank in range(ranks):
             clock = [t + offsets_us[rank] + t * drifts_ppm[rank] * 1e-6 + rng.normal(0, 0.5) for t in (now, begin[rank], end)]
             events[rank].append(plain(clock[0], clock[1] - clock[0] - 1))
-            seq = 100 + number if numbers else None
-            events[rank].append(collective(clock[1], clock[2] - clock[1], seq, **{"Group size": ranks}))
-        now = float(end)
+            events[rank].append(collective(clock[1], clock[2] - clock[1], 100 + number, **{"Group size": ranks}))
+        now = float(end) + gap_us
     for rank in range(ranks):
         files.append(write_rank(folder / f"rank{rank}.json", rank, ranks, events[rank]))
     return files

@@ -153,7 +153,7 @@ def test_collectives_and_peer_copies_have_columns_of_their_own():
     assert trace["group_size"].tolist() == [-1, 2, 2, -1]
     assert trace["peer"].tolist() == [-1, -1, -1, 1]
     assert trace.text("operation") == [None, "all_reduce", "all_reduce", None]
-    assert trace.copies()["kernels"].tolist() == [3]  # a collective is a kernel, too
+    assert trace.copies()["kernels"].tolist() == [2, 1]  # of each rank; a collective is a kernel, too
 
 
 def test_traces_without_collectives_do_not_pay_for_them(tmp_path):

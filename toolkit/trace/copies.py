@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.trace.columns import COPY_KINDS, HOST_KINDS, KINDS
+from toolkit.trace.waits import ranks_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -16,18 +17,24 @@ if TYPE_CHECKING:
 
 
 def copies_per_step(trace: Trace) -> pd.DataFrame:
-    """Return the number and size of the copies of each step, one row per step.
+    """Return the number and size of the copies of each step, one row per step; of several ranks, one row per step and rank.
 
     Columns: `step` (0 is the prefill of the toolkit's decode loop; -1 collects events outside all steps, and is left out if
     there are no copies among them), `<dir>_count` and `<dir>_bytes` for h2d, d2h and d2d, `kernels` (their number, including
     collectives), `launches` (the number of calls that launched kernels, copies or graphs; -1 if the trace has no launches),
     `host_wait_us` (the time in µs for which the host was blocked in waits) and `clock` (whether that time was measured or
-    modelled).
+    modelled). Traces of several ranks also have `rank`, `p2p_count`, `p2p_bytes`, `collective_count` and `collective_bytes`.
     """
     import pandas as pd
 
-    busy = trace.is_kind(*COPY_KINDS, "kernel", "collective", *HOST_KINDS)
+    several = of_several_ranks(trace)
+    copied = (*COPY_KINDS, "p2p", "collective") if several else COPY_KINDS
+    busy = trace.is_kind(*copied, "kernel", "collective", *HOST_KINDS)
     steps, row = np.unique(trace["step"][busy], return_inverse=True)
+    if several:
+        ranks, rank = np.unique(trace["rank"][busy], return_inverse=True)
+        keys, row = np.unique(row * max(len(ranks), 1) + rank, return_inverse=True)
+        steps, of_row = steps[keys // max(len(ranks), 1)], ranks[keys % max(len(ranks), 1)]
     kind, size = trace["kind"][busy], trace["bytes"][busy]
 
     def total(name: str, weights: NDArray[Any] | None = None) -> NDArray[Any]:
@@ -35,7 +42,9 @@ def copies_per_step(trace: Trace) -> pd.DataFrame:
         return np.bincount(row[mask], weights=None if weights is None else weights[mask], minlength=len(steps))
 
     table: dict[str, Any] = {"step": steps}
-    for name in COPY_KINDS:
+    if several:
+        table["rank"] = of_row
+    for name in copied:
         table[f"{name}_count"] = total(name)
         table[f"{name}_bytes"] = total(name, size).astype(np.int64)
     table["kernels"] = total("kernel") + total("collective")
@@ -44,5 +53,10 @@ def copies_per_step(trace: Trace) -> pd.DataFrame:
     modelled = np.bincount(row, weights=trace["clock"][busy], minlength=len(steps)) > 0
     table["clock"] = np.where(modelled, "modelled", "measured")
     frame = pd.DataFrame(table)
-    outside = (frame["step"] == -1) & (frame[[f"{name}_count" for name in COPY_KINDS]].sum(axis=1) == 0)
+    outside = (frame["step"] == -1) & (frame[[f"{name}_count" for name in copied]].sum(axis=1) == 0)
     return frame[~outside | (len(frame) == 1)].reset_index(drop=True)
+
+
+def of_several_ranks(trace: Trace) -> bool:
+    """Return whether a trace is of several ranks, or of one rank of a job of several."""
+    return int(trace.meta.get("world_size", 1)) > 1 or len(ranks_of(trace)) > 1

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from toolkit.core.units import bytes_text, seconds_text
 from toolkit.trace.columns import COPY_KINDS, KINDS
 from toolkit.trace.events import Trace
+from toolkit.trace.waits import collectives_of, ranks_of
 
 _NUMBER = re.compile(r"\d+")
 _CLEAR = 0.02  # durations that differ by less than this fraction count as equal
@@ -45,7 +46,8 @@ def steps_of(trace: Trace) -> StepTable:
         table = np.stack([trace["step"][rows], trace["start_ns"][rows], trace["start_ns"][rows] + trace["dur_ns"][rows]], 1)
         order = np.argsort(table[:, 1], kind="stable")
         names = [trace.strings[code] if code >= 0 else "" for code in trace["name"][rows[order]].tolist()]
-        return StepTable(table[order].astype(np.int64), names)
+        steps = StepTable(table[order].astype(np.int64), names)
+        return steps if len(ranks_of(trace)) < 2 else _of_all_ranks(steps, trace["rank"][rows[order]].tolist())
     inside = np.flatnonzero(trace["step"] >= 0)
     if not len(inside):
         return StepTable(np.zeros((0, 3), np.int64), [])
@@ -56,6 +58,22 @@ def steps_of(trace: Trace) -> StepTable:
     np.maximum.at(last, inverse, trace["start_ns"][inside] + trace["dur_ns"][inside])
     table = np.stack([numbers, first, last], 1).astype(np.int64)
     return StepTable(table[np.argsort(first, kind="stable")], ["" for _ in numbers])
+
+
+def _of_all_ranks(steps: StepTable, ranks: list[int]) -> StepTable:
+    """Return one step for the steps of all ranks with the same number, from the first start to the last end.
+
+    A number that comes several times on each rank, as with two runs in one recording, comes as often in the result.
+    """
+    seen: Counter[tuple[int, int]] = Counter()
+    first: dict[tuple[int, int], int] = {}
+    table = steps.table.copy()
+    for i, (number, rank) in enumerate(zip(table[:, 0].tolist(), ranks, strict=True)):
+        at = first.setdefault((number, seen[number, rank]), i)
+        seen[number, rank] += 1
+        table[at, 2] = max(table[at, 2], table[i, 2])
+    rows = sorted(first.values())
+    return StepTable(table[rows], [steps.names[i] for i in rows])
 
 
 def typical_step(steps: Sequence[StepTable]) -> int | None:
@@ -142,6 +160,28 @@ def description(a: StepFacts) -> str:
         ", ".join(copies) or "no copies",
     ]
     return f"{a.name} takes {brief_time(a.elapsed_ns)}; {'; '.join(parts)}"
+
+
+def description_of_ranks(trace: Trace, name: str, step: int | None, steps: StepTable) -> str:
+    """Return one sentence about a step (None: all events) of several ranks: who came last, and who waited how long for it."""
+    found = collectives_of(trace)
+    mine = found.matched if step is None else found.matched & (trace["step"][found.first_row] == step)
+    elapsed = steps.table[steps.table[:, 0] == step] if step is not None else steps.table[:0]
+    takes = f" takes {brief_time(int(elapsed[0, 2] - elapsed[0, 1]))} on {len(ranks_of(trace))} ranks;" if len(elapsed) else ":"
+    if not mine.any():
+        return f"{name}{takes} no collective on more than one rank"
+    wait, last = found.wait[mine], found.last[mine]
+    caused = np.bincount(last, wait.sum(1), len(found.ranks))
+    late = int(caused.argmax())
+    count, times = _count(len(last), "collective"), int((last == late).sum())
+    size = bytes_text(int(trace["bytes"][found.first_row[mine]].sum()))
+    waited = wait[last == late].sum(0)
+    others = [
+        (f"rank {found.ranks[i]}", brief_time(int(waited[i]))) for i in np.argsort(-waited, kind="stable").tolist() if i != late
+    ]
+    told = ", ".join(f"{who} waited {time} for it" if not i else f"{who} {time}" for i, (who, time) in enumerate(others[:3]))
+    more = f", {len(others) - 3} others less" if len(others) > 3 else ""
+    return f"{name}{takes} {count} ({size}); rank {found.ranks[late]} came last in {times:,} of them: {told}{more}"
 
 
 def _other_kernels(a: StepFacts, b: StepFacts) -> str:

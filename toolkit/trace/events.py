@@ -30,6 +30,7 @@ from toolkit.trace.arrays import read_arrays
 from toolkit.trace.chrome.write import write_chrome
 from toolkit.trace.columns import CLOCKS, COLUMNS, COMMUNICATION, KINDS, NOT_KNOWN, OPTIONAL, TEXT_COLUMNS
 from toolkit.trace.copies import copies_per_step
+from toolkit.trace.waits import collectives_table, ranks_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -169,6 +170,19 @@ class Trace:
         """Return the copies between host and device, one row per step; see `copies_per_step`."""
         return copies_per_step(self)
 
+    def collectives(self) -> pd.DataFrame:
+        """Return the collectives, one row each, with the rank that came last and the waits for it; see `collectives_table`."""
+        return collectives_table(self)
+
+    def ranks(self) -> pd.DataFrame:
+        """Return one row per rank: how often it came last, and the waits that it caused and had; see `ranks_table`."""
+        return ranks_table(self)
+
+    def of_rank(self, rank: int) -> Trace:
+        """Return the events of one rank, with the `meta` of its own recording if it is known."""
+        part = self.select(self["rank"] == rank)
+        return Trace(dict(part._present()), part.strings, (self.meta.get("ranks") or {}).get(str(rank), self.meta))
+
     def timeline(self, other: Trace | None = None) -> Any:
         """Return the interactive timeline of this trace, next to that of `other` if given. Needs the `lab` extra."""
         return render("timeline", self) if other is None else render("timeline", self, other)
@@ -220,6 +234,15 @@ class _Host(TypedDict, total=False):
     tensor_bytes: _Number
 
 
+class _Clock(TypedDict):
+    rank: _Number
+    offset_us: float
+    drift_ppm: float
+    collectives: _Count
+    error_us: float | None
+    error_95_us: float | None
+
+
 class Meta(TypedDict, total=False):
     """The types of the fields of `Trace.meta` that the toolkit reads; there may be others."""
 
@@ -237,6 +260,9 @@ class Meta(TypedDict, total=False):
     rank: _Number
     world_size: _Number
     groups: dict[str, list[int]]
+    ranks: dict[str, Meta]
+    clocks: list[_Clock]
+    notes: list[str]
     limit_bytes: _Number
     total_bytes: _Number
     unaccounted_bytes: _Number

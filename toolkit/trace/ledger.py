@@ -21,6 +21,7 @@ from toolkit.core.errors import unknown_name
 from toolkit.core.units import bytes_text
 from toolkit.trace.columns import KINDS
 from toolkit.trace.events import Trace
+from toolkit.trace.waits import ranks_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -45,11 +46,16 @@ class Blocks:
 class Ledger:
     """The memory of one device over a trace. The default `device` is that of the trace, or the one that allocated the most.
 
+    Of a trace of several ranks, only the events of `rank` count (default: the one that allocated the most), and `trace` is the
+    trace of that rank.
+
     Bytes include the allocator's rounding, as in `torch.cuda.memory_allocated`. `baseline_bytes` is the memory allocated
     when the recording began, `end_bytes` when it ended, and `peak_bytes` the maximum in between.
     """
 
-    def __init__(self, trace: Trace, device: int | None = None) -> None:
+    def __init__(self, trace: Trace, device: int | None = None, rank: int | None = None) -> None:
+        if rank is not None or len(ranks_of(trace)) > 1:
+            trace = trace.of_rank(_busiest_rank(trace) if rank is None else rank)
         self.trace = trace
         memory = trace.is_kind("alloc", "free")
         if device is None:
@@ -280,6 +286,13 @@ class Ledger:
     def __repr__(self) -> str:
         peak, kept = bytes_text(self.peak_bytes), bytes_text(self.kept_bytes)
         return f"Ledger(peak {peak}, baseline {bytes_text(self.baseline_bytes)}, kept {kept}, {len(self.rows):,} events)"
+
+
+def _busiest_rank(trace: Trace) -> int:
+    """Return the rank that allocated the most bytes, or the first one of the trace."""
+    ranks, which = np.unique(trace["rank"], return_inverse=True)
+    allocated = np.where(trace.is_kind("alloc"), trace["bytes"], 0)
+    return int(ranks[np.bincount(which, allocated).argmax()])
 
 
 def line_of(where: str) -> str:

@@ -7,20 +7,28 @@ from __future__ import annotations
 
 import gzip
 import os
+import re
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from toolkit.core.errors import TraceError
 from toolkit.core.files import check_path, open_regular, shown
 from toolkit.trace.events import Trace
+from toolkit.trace.join import join
 from toolkit.trace.shipped import shipped_file
 
 _SQLITE = b"SQLite format 3\0"
+_SUFFIXES = (".json", ".gz", ".trace", ".npz", ".sqlite")  # of trace files in a folder
+_NUMBER = re.compile(r"(\d+)")
 _PICKLE = b"\x80"  # the first byte of a pickle of protocol 2 or later
 
 
-def open_trace(path: str | os.PathLike[str]) -> Trace:
+def open_trace(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> Trace:
     """Return the trace in the file `path`, or the trace of that name that ships with the package.
+
+    A list of files, or a folder of them, is opened as one trace of several ranks, with their clocks aligned on the ends of
+    collectives: see `toolkit.trace.join`.
 
     The format of a file is recognized by its content. Without such a file, "h200/qwen3-8b/cuda-graph" opens steps of this model
     under this strategy that were recorded on an H200: see `toolkit.trace.shipped`.
@@ -31,8 +39,12 @@ def open_trace(path: str | os.PathLike[str]) -> Trace:
     which. Raises TraceError if the file cannot be read or has another format, and UnknownNameError, which lists the names, for
     a shipped trace that doesn't exist.
     """
+    if isinstance(path, Sequence) and not isinstance(path, (str, bytes)):
+        return _open_ranks(list(path), f"opening the traces of {len(path)} ranks")
     asked = f"opening the trace {shown(path)}"
     file = check_path(path, asked, TraceError)
+    if file.is_dir():
+        return _open_ranks(_in_folder(file, asked), asked)
     if not os.path.exists(file):
         file = shipped_file(file) or file
     with open_regular(file, asked, TraceError) as raw:
@@ -55,6 +67,24 @@ def open_trace(path: str | os.PathLike[str]) -> Trace:
 
         return read_chrome(file)
     raise _unknown(asked, start, file.suffix)
+
+
+def _open_ranks(files: Sequence[str | os.PathLike[str]], asked: str) -> Trace:
+    """Return the traces of several ranks as one; a single trace as it is."""
+    if not files:
+        raise TraceError(asked, "an empty list", "Give the trace files of all ranks")
+    traces = [open_trace(file) for file in files]
+    return traces[0] if len(traces) == 1 else join(traces, [os.path.basename(os.fspath(file)) for file in files], asked)
+
+
+def _in_folder(folder: Path, asked: str) -> list[Path]:
+    """Return the trace files in a folder, in the order of their names with numbers as numbers."""
+    files = [file for file in folder.iterdir() if file.suffix in _SUFFIXES and not file.name.startswith(".")]
+    if not files:
+        raise TraceError(asked, f"a folder without files that end in {', '.join(_SUFFIXES)}", "Give the files of the ranks")
+    return sorted(
+        files, key=lambda file: [(not p.isdigit(), int(p) if p.isdigit() else 0, p) for p in _NUMBER.split(file.name)]
+    )
 
 
 def _unpacked(file: Path, asked: str) -> bytes:

@@ -85,6 +85,7 @@ class Track:
             notes.append("Sizes only: tensors held no values. Bytes and times are modelled; tokens are meaningless.")
         if self.trace.meta.get("steps_from") == "guessed":
             notes.append("Steps are inferred from a repeating pattern of kernels.")
+        notes += self.trace.meta.get("notes") or []
         return notes
 
     @cached_property

@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.trace.columns import KINDS
-from toolkit.trace.differences import description, difference, step_facts, typical_step
+from toolkit.trace.differences import description, description_of_ranks, difference, step_facts, typical_step
 from toolkit.trace.events import Trace
+from toolkit.trace.waits import ranks_of
 from toolkit.ui.timeline.lanes import Lane
 from toolkit.ui.timeline.track import Track
 
@@ -57,6 +58,11 @@ class Scene:
     def opening(self) -> dict[str, Any]:
         """The step that is shown first and a sentence about it, as `step` and `sentence`; None and "" without steps."""
         step = typical_step([track.steps_table for track in self.tracks])
+        if any(len(ranks_of(track.trace)) > 1 for track in self.tracks):
+            told = [
+                description_of_ranks(t.trace, t.title, step, t.steps_table) for t in self.tracks if len(ranks_of(t.trace)) > 1
+            ]
+            return {"step": step, "sentence": "; ".join(told)}
         if step is None:
             return {"step": None, "sentence": ""}
         facts = [step_facts(track.trace, track.title, step, track.steps_table) for track in self.tracks]

@@ -1,0 +1,235 @@
+"""Tests of traces of several ranks: opened as one, clocks aligned, the late rank blamed, and what does not fit together."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import toolkit as tk
+from tests.trace.rank_files import collective, plain, write_job, write_rank
+from tests.trace.test_trace import same
+from toolkit.core.errors import TraceError
+from toolkit.trace.clocks import align
+from toolkit.trace.join import join
+
+DATA = Path(__file__).parent / "data"
+
+
+def quiet(files: list[Path]) -> tk.Trace:
+    """Open files that give no reason to warn."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return tk.open_trace(files)
+
+
+# ---- clocks and waits
+
+
+@pytest.mark.parametrize("late_rank", [0, 1])
+def test_a_delay_is_recovered_and_blamed_on_its_rank_in_spite_of_the_clocks(tmp_path, late_rank):
+    late = dict.fromkeys(range(20, 200, 10), late_rank)
+    files = write_job(tmp_path, late, offsets_us=(0, 640), drifts_ppm=(0, -7), delay_us=200, gap_us=50_000)
+    trace = quiet(files)
+    table = trace.collectives()
+    delayed = table[table["seq"].isin([100 + number for number in late])]
+    assert set(delayed["last_rank"]) == {late_rank}
+    # the delay, and the jitter of up to 3 µs with which ranks arrive in this job
+    assert (delayed[f"rank{1 - late_rank}_wait_us"] - 200).abs().max() < 10
+    assert (delayed[f"rank{late_rank}_wait_us"] == 0).all()
+    others = table.drop(delayed.index)
+    assert others[["rank0_wait_us", "rank1_wait_us"]].max(axis=None) < 10
+    summary = trace.ranks().set_index("rank")
+    assert summary["caused_wait_us"].idxmax() == late_rank
+    assert summary.loc[late_rank, "caused_wait_us"] == pytest.approx(200 * len(late), rel=0.1)
+
+
+def test_the_drift_and_the_error_of_a_clock_are_found(tmp_path):
+    files = write_job(tmp_path, ranks=4, offsets_us=(0, -350, 900, 40), drifts_ppm=(0, 50, -80, 0), collectives=600)
+    trace = quiet(files)
+    clocks = {clock["rank"]: clock for clock in trace.meta["clocks"]}
+    for rank, (offset, drift) in enumerate(zip((0, -350, 900, 40), (0, 50, -80, 0), strict=True)):
+        assert clocks[rank]["offset_us"] == pytest.approx(offset, abs=2)
+        assert clocks[rank]["drift_ppm"] == pytest.approx(drift, abs=5)
+        assert clocks[rank]["collectives"] == 600
+    assert 0 < clocks[1]["error_us"] < clocks[1]["error_95_us"] < 3
+    assert "aligned on the ends of 600 collectives" in trace.meta["notes"][0]
+    assert trace.ranks()["clock_error_us"].max() < 2
+
+
+def test_outliers_do_not_move_a_clock():
+    rng = np.random.default_rng(0)
+    true = np.sort(rng.uniform(0, 1e9, 301))
+    ends = np.stack([true, true + 3e5 + rng.normal(0, 300, 301)], 1)
+    ends[::4, 1] += 5e6  # a quarter of the collectives end late on this rank
+    _, clock = align(ends.astype(np.int64), np.ones((301, 2), bool), [0, 0])
+    assert clock.corrected(np.array([3e5, 5e8 + 3e5]).astype(np.int64)) == pytest.approx([0, 5e8], abs=2000)
+
+
+def test_ranks_that_share_no_group_are_aligned_through_others(tmp_path):
+    def of(rank: int, shift: float) -> list[dict]:
+        groups = {0: ["a"], 1: ["a", "b"], 2: ["b"]}[rank]
+        every = [(name, 100 * i + 50 * (name == "b"), i) for i in range(20) for name in groups]
+        return [collective(t + shift, 10, i, **{"Process Group Name": name}) for name, t, i in every]
+
+    shifts = (0.0, 5000.0, -900.0)
+    files = [
+        write_rank(tmp_path / f"{rank}.json", rank, 3, [plain(shift - 500, 1), *of(rank, shift)])
+        for rank, shift in enumerate(shifts)
+    ]
+    trace = quiet(files)
+    starts = {rank: trace["start_ns"][(trace["rank"] == rank) & trace.is_kind("collective")] for rank in range(3)}
+    np.testing.assert_array_equal(starts[0] + 50_000, starts[2])
+    assert [clock["offset_us"] for clock in trace.meta["clocks"]] == [0, 5000, -900]
+
+
+def test_without_common_collectives_the_clocks_of_the_hosts_are_used_and_this_is_said(tmp_path):
+    files = [write_rank(tmp_path / f"{rank}.json", rank, 2, [plain(100 + 30 * rank, 5)]) for rank in range(2)]
+    trace = quiet(files)
+    assert trace["start_ns"].tolist() == [0, 30_000]
+    assert "No collective links the ranks" in trace.meta["notes"][0]
+    assert trace.meta["clocks"][1]["error_us"] is None
+
+
+# ---- tables
+
+
+def test_copies_have_a_row_per_step_and_rank(tmp_path):
+    step = {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#1", "pid": 1, "tid": 1, "ts": 0, "dur": 100}
+    copy = {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy PtoP (Device -> Device)", "pid": 0, "tid": 7, "ts": 60, "dur": 2}
+    copy["args"] = {"device": 0, "stream": 7, "bytes": 64}
+    files = [
+        write_rank(tmp_path / f"rank{rank}.json", rank, 2, [step, plain(5, 2), collective(10, 4), *([copy] if rank else [])])
+        for rank in range(2)
+    ]
+    table = quiet(files).copies()
+    assert table[["step", "rank", "kernels"]].to_numpy().tolist() == [[1, 0, 2], [1, 1, 2]]
+    assert table[["p2p_count", "p2p_bytes"]].to_numpy().tolist() == [[0, 0], [1, 64]]
+    assert table[["collective_count", "collective_bytes"]].to_numpy().tolist() == [[1, 10752]] * 2
+    alone = write_rank(tmp_path / "alone.json", 0, 1, [step, plain(5, 2), collective(10, 4), copy])
+    assert not {"rank", "p2p_count", "collective_count"} & set(tk.open_trace(alone).copies().columns)
+
+
+def test_an_early_end_bounds_a_wait(tmp_path):
+    """The root of a broadcast does not wait for the last rank."""
+    extra = collective(90_000, 5, 900, name="ncclDevKernel_Broadcast_RING_LL()", **{"Collective name": "broadcast"})
+    others = [collective(1000 * i, 10, i) for i in range(20)]
+    files = [write_rank(tmp_path / f"{r}.json", r, 2, [*others, extra | {"ts": 90_000 + 100 * r}]) for r in range(2)]
+    last = quiet(files).collectives().iloc[-1]
+    assert (last["operation"], last["last_rank"], last["rank0_wait_us"]) == ("broadcast", 1, 5.0)
+
+
+def test_a_trace_without_collectives_has_empty_tables():
+    trace = tk.open_trace("h200/qwen3/roundtrip")
+    assert len(trace.collectives()) == len(trace.ranks()) == 0
+
+
+# ---- saved, and taken apart again
+
+
+def test_saved_and_loaded_gives_the_same(tmp_path):
+    trace = quiet(write_job(tmp_path, {5: 1}, collectives=20, offsets_us=(0, 300)))
+    again = tk.open_trace(trace.save(tmp_path / "job.trace"))
+    same(again, trace)
+    assert again.collectives().equals(trace.collectives())
+
+
+def test_one_rank_of_a_joined_trace_has_its_own_events_and_meta(tmp_path):
+    files = write_job(tmp_path, collectives=20, offsets_us=(0, 300))
+    trace, alone = quiet(files), tk.open_trace(files[1])
+    part = trace.of_rank(1)
+    assert part.text("name") == alone.text("name")
+    assert part.meta == alone.meta
+    assert len(trace.of_rank(0)) + len(part) == len(trace)
+
+
+def test_a_folder_and_a_list_open_alike(tmp_path):
+    (tmp_path / "job").mkdir()
+    files = write_job(tmp_path / "job", collectives=10, ranks=3, offsets_us=(0, 1, 2), drifts_ppm=(0, 0, 0))
+    same(quiet(tmp_path / "job"), quiet([files[2], files[0], files[1]]))
+
+
+# ---- which rank is which, and what does not fit
+
+
+def anonymous(path: Path) -> Path:
+    return write_rank(path, 0, 0, [plain(0, 1), *(collective(10 * i, 4, i) for i in range(4))], {"schemaVersion": 1})
+
+
+def test_ranks_come_from_names_or_from_the_order(tmp_path):
+    named = quiet([anonymous(tmp_path / "job_rank-1.json"), anonymous(tmp_path / "job_rank-0.json")])
+    assert sorted(named.meta["ranks"]) == ["0", "1"]
+    assert any("names of the files" in note for note in named.meta["notes"])
+    ordered = quiet([anonymous(tmp_path / "b.json"), anonymous(tmp_path / "a.json"), anonymous(tmp_path / "c.json")])
+    assert sorted(ordered.meta["ranks"]) == ["0", "1", "2"]
+    assert any("order of the files" in note for note in ordered.meta["notes"])
+
+
+def test_two_traces_of_one_rank_are_an_error_that_names_them(tmp_path):
+    files = [write_rank(tmp_path / name, 1, 2, [plain(0, 1)]) for name in ("x.json", "y.json")]
+    with pytest.raises(TraceError, match=r"x\.json and y\.json are both of rank 1"):
+        tk.open_trace(files)
+
+
+def test_traces_of_different_jobs_are_an_error_that_names_their_sizes(tmp_path):
+    files = [write_rank(tmp_path / f"{rank}.json", rank, 2 + 2 * rank, [plain(0, 1)]) for rank in range(2)]
+    with pytest.raises(TraceError, match=r"0\.json is of a job of 2 ranks, 1\.json is of a job of 4 ranks"):
+        tk.open_trace(files)
+
+
+def test_missing_ranks_are_named(tmp_path):
+    files = write_job(tmp_path, ranks=4, offsets_us=(0,) * 4, drifts_ppm=(0,) * 4, collectives=10)
+    with pytest.warns(UserWarning, match="Of 4 ranks, ranks 1, 3 are missing"):
+        trace = tk.open_trace([files[0], files[2]])
+    assert any("ranks 1, 3 are missing" in note for note in trace.meta["notes"])
+    assert sorted(set(trace["rank"].tolist())) == [0, 2]
+
+
+def test_collectives_that_one_rank_lacks_are_named(tmp_path):
+    every = [collective(100 * i, 10, i) for i in range(10)]
+    files = [write_rank(tmp_path / "0.json", 0, 2, every), write_rank(tmp_path / "1.json", 1, 2, every[3:])]
+    with pytest.warns(UserWarning, match="Rank 1 has no event of 3 of the 10 collectives of group '0'"):
+        trace = tk.open_trace(files)
+    assert trace.collectives()["last_rank"].tolist()[:3] == [-1] * 3
+
+
+def test_operations_that_differ_are_named(tmp_path):
+    gather = {"name": "ncclDevKernel_AllGather_RING_LL()", "Collective name": "_allgather_base"}
+    events = [[collective(100 * i, 10, i, **(gather if i == 2 and rank else {})) for i in range(5)] for rank in range(2)]
+    files = [write_rank(tmp_path / f"{rank}.json", rank, 2, events[rank]) for rank in range(2)]
+    with pytest.warns(UserWarning, match="disagree on collective 2 of group '0': all_reduce and all_gather"):
+        tk.open_trace(files)
+
+
+@pytest.mark.parametrize("given", [[], ["nowhere.json", "neither.json"]])
+def test_lists_that_can_not_be_opened_are_trace_errors(given):
+    with pytest.raises(TraceError):
+        tk.open_trace(given)
+
+
+def test_a_folder_without_traces_is_a_trace_error(tmp_path):
+    with pytest.raises(TraceError, match="without files that end in"):
+        tk.open_trace(tmp_path)
+
+
+def test_a_joined_trace_is_not_joined_again(tmp_path):
+    files = write_job(tmp_path, collectives=10)
+    both = quiet(files)
+    with pytest.raises(TraceError, match="several ranks already"):
+        join([both, both], ["a", "b"])
+
+
+# ---- what torch.profiler wrote in two processes with gloo
+
+
+def test_a_real_job_on_gloo_names_the_rank_that_slept():
+    """Rank 1 sleeps for 100 ms before every fourth all-reduce; `tests/trace/record_gloo.py` recorded this."""
+    trace = quiet([DATA / "gloo_rank0.json.gz", DATA / "gloo_rank1.json.gz"])
+    table = trace.collectives()
+    assert table["operation"].tolist() == ["all_reduce"] * 12
+    assert (trace.meta["world_size"], trace.meta["groups"]) == (2, {"0": [0, 1]})
+    slow = table[table["seq"] % 4 == 3]
+    assert set(slow["last_rank"]) == {1}
+    assert slow["rank0_wait_us"].between(90_000, 150_000).all()

@@ -1,0 +1,209 @@
+"""Open the traces of several ranks as one: number the ranks, align their clocks, and say what does not fit together."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.core.errors import TraceError
+from toolkit.trace.assemble import Strings, from_columns
+from toolkit.trace.clocks import Clock, align
+from toolkit.trace.columns import COLUMNS, TEXT_COLUMNS
+from toolkit.trace.events import Trace
+from toolkit.trace.nccl import TOGETHER
+from toolkit.trace.waits import Collectives, collectives_of
+
+_IN_NAME = re.compile(r"rank[-_ .]?(\d{1,4})(?!\d)", re.IGNORECASE)
+_MOST = 16  # ranks that a sentence lists
+
+
+def join(traces: Sequence[Trace], names: Sequence[str], asked: str = "joining the traces of several ranks") -> Trace:
+    """Return the traces of several ranks as one, with the clocks of all ranks aligned on the ends of collectives.
+
+    Ranks are those that the traces state, or the numbers in `names` ("rank3.json"), or the order. `meta["ranks"]` has the
+    `meta` of each rank, `meta["clocks"]` the correction and the error of each clock, `meta["notes"]` what a reader should know.
+    Warns of missing ranks and of collectives that don't match. Raises TraceError if two traces are of the same rank or the
+    ranks are of jobs of different sizes; errors begin with `asked`.
+    """
+    ranks, notes = _ranks(traces, names, asked)
+    world_size = _world_size(traces, names, asked)
+    order = sorted(range(len(traces)), key=lambda i: ranks[i])
+    traces, ranks = [traces[i] for i in order], [ranks[i] for i in order]
+    joined = _side_by_side(traces, ranks)
+    found = collectives_of(joined)
+    problems = _missing(ranks, world_size) + _mismatches(joined, found)
+    for text in problems:
+        warnings.warn(text, stacklevel=3)
+    clocks, method = _clocks(joined, found, traces, ranks)
+    columns = dict(joined.columns)
+    columns["start_ns"] = columns["start_ns"].copy()
+    for rank, clock in zip(ranks, clocks, strict=True):
+        mine = joined["rank"] == rank
+        columns["start_ns"][mine] = clock.corrected(columns["start_ns"][mine])
+    columns["start_ns"] -= columns["start_ns"].min(initial=0)
+    meta = _meta(traces, ranks) | {"clocks": _described(clocks, traces, ranks), "notes": [*method, *notes, *problems]}
+    meta |= {"world_size": world_size} if world_size else {}
+    return from_columns(list(joined.strings), meta, **columns)
+
+
+def _rank_of(trace: Trace) -> int | None:
+    """Return the rank that a trace states, or None."""
+    rank = trace.meta.get("rank")
+    own = np.unique(trace["rank"])
+    return rank if rank is not None else int(own[0]) if len(own) == 1 and own[0] > 0 else None
+
+
+def _ranks(traces: Sequence[Trace], names: Sequence[str], asked: str) -> tuple[list[int], list[str]]:
+    """Return the rank of each trace, and notes on where it comes from."""
+    notes = []
+    for trace, name in zip(traces, names, strict=True):
+        if len(np.unique(trace["rank"])) > 1:
+            raise TraceError(asked, f"{name} has several ranks already", "Open it alone, or give one file per rank")
+    stated = [_rank_of(trace) for trace in traces]
+    in_name = [_IN_NAME.findall(name) for name in names]
+    if all(rank is not None for rank in stated):
+        ranks = [int(rank) for rank in stated if rank is not None]
+    elif all(in_name):
+        ranks = [int(found[-1]) for found in in_name]
+        notes.append("Ranks are those in the names of the files: the traces don't state theirs.")
+    else:
+        ranks = list(range(len(traces)))
+        notes.append("Ranks are numbered in the order of the files: neither the traces nor the names of all files state them.")
+    for rank, same in groupby(sorted(range(len(ranks)), key=lambda i: ranks[i]), key=lambda i: ranks[i]):
+        files = [names[i] for i in same]
+        if len(files) > 1:
+            found = f"{' and '.join(files)} are both of rank {rank}"
+            raise TraceError(asked, found, "Give one trace per rank, all of the same run")
+    return ranks, notes
+
+
+def _world_size(traces: Sequence[Trace], names: Sequence[str], asked: str) -> int | None:
+    """Return the number of ranks of the job, if it is stated."""
+    sizes = {name: trace.meta["world_size"] for trace, name in zip(traces, names, strict=True) if "world_size" in trace.meta}
+    if len(set(sizes.values())) > 1:
+        found = ", ".join(f"{name} is of a job of {size} ranks" for name, size in sizes.items())
+        raise TraceError(asked, found, "Give traces of one job")
+    return next(iter(sizes.values()), None)
+
+
+def _side_by_side(traces: Sequence[Trace], ranks: Sequence[int]) -> Trace:
+    """Return all events with the rank of their trace, on the clocks that recorded them."""
+    strings = Strings()
+    parts: dict[str, list[NDArray[Any]]] = {name: [] for name in COLUMNS}
+    members: dict[str, list[list[int]]] = {}
+    for trace in traces:
+        for group, within in (trace.meta.get("groups") or {}).items():
+            if within not in members.setdefault(group, []):
+                members[group].append(within)
+    for trace, rank in zip(traces, ranks, strict=True):
+        own = trace.meta.get("groups") or {}
+        new = {name: f"{name} (ranks {_listed(own[name])})" for name in own if len(members[name]) > 1}  # one name, two groups
+        codes = np.array([strings.code(text) for text in trace.strings] + [-1])
+        groups = np.array([strings.code(new.get(text, text)) for text in trace.strings] + [-1]) if new else codes
+        for name, column in trace.columns.items():
+            if name in TEXT_COLUMNS:
+                parts[name].append((groups if name == "group" else codes)[column])
+            else:
+                parts[name].append(np.full(len(trace), rank) if name == "rank" else column)
+    return from_columns(list(strings.codes), {}, **{name: np.concatenate(columns) for name, columns in parts.items()})
+
+
+def _clocks(joined: Trace, found: Collectives, traces: Sequence[Trace], ranks: Sequence[int]) -> tuple[list[Clock], list[str]]:
+    """Return the clock of each rank, and how it was found."""
+    origins = [trace.meta.get("origin_ns") for trace in traces]
+    stated = [origin for origin in origins if origin is not None]
+    fallback = [float(stated[0] - origin) for origin in stated] if len(stated) == len(traces) else [0.0] * len(traces)
+    ends, present = np.zeros((len(found.row), len(ranks)), np.int64), np.zeros((len(found.row), len(ranks)), bool)
+    for i, rank in enumerate(found.ranks):
+        ends[:, ranks.index(rank)], present[:, ranks.index(rank)] = found.end[:, i], found.present[:, i]
+    together = np.isin(joined["operation"][found.first_row], [joined.strings.index(o) for o in TOGETHER if o in joined.strings])
+    use = found.matched & (together if (found.matched & together).any() else True)
+    clocks = align(ends[use], present[use], fallback)
+    notes, alone = [], [rank for rank, clock in zip(ranks, clocks, strict=True) if not len(clock.errors_ns)]
+    if use.any():
+        errors = np.abs(np.concatenate([clock.errors_ns for clock in clocks[1:]]))
+        notes.append(
+            f"The clocks of the ranks are aligned on the ends of {int(use.sum()):,} collectives, which then differ by "
+            f"{np.median(errors) / 1e3:.1f} µs (median) and {np.quantile(errors, 0.95) / 1e3:.1f} µs (95 % of them)."
+        )
+    if alone or not use.any():
+        how = "the clocks of their hosts are used" if len(stated) == len(traces) else "their recordings begin at the same time"
+        who = f"rank{'s' if len(alone) > 1 else ''} {_listed(alone)}" if use.any() else "the ranks"
+        notes.append(f"No collective links {who} to the others: {how}, so times of different ranks may not be comparable.")
+    return clocks, notes
+
+
+def _missing(ranks: Sequence[int], world_size: int | None) -> list[str]:
+    """Return a warning of ranks whose traces are missing."""
+    gone = sorted(set(range(world_size or 0)) - set(ranks))
+    if not gone:
+        return []
+    who, verb, them = ("ranks", "are", "them") if len(gone) > 1 else ("rank", "is", "it")
+    seen = f"waits for {them} look like waits for the last of the others"
+    return [f"Of {world_size} ranks, {who} {_listed(gone)} {verb} missing: {seen}."]
+
+
+def _mismatches(joined: Trace, found: Collectives) -> list[str]:
+    """Return warnings of collectives that some ranks of a group don't have, or have as another operation."""
+    texts = []
+    group, seq, operation = (joined[name][found.first_row] for name in ("group", "seq", "operation"))
+    for code in np.unique(group).tolist():
+        mine = np.flatnonzero(group == code)
+        title = f"group {joined.strings[code]!r}" if code >= 0 else "the collectives without a group"
+        _, first, count = np.unique(seq[mine], return_index=True, return_counts=True)
+        if (count > 1).any():
+            number = int(seq[mine][first[count > 1][0]])
+            codes = operation[mine[seq[mine] == number]].tolist()
+            different = [joined.strings[code] if code >= 0 else "an unknown operation" for code in codes]
+            texts.append(f"The ranks disagree on collective {number} of {title}: {' and '.join(different)}. They don't match.")
+            continue
+        members = np.flatnonzero(found.present[mine].any(0))
+        for i in members.tolist() if len(members) > 1 else []:
+            lacks = mine[~found.present[mine, i]]
+            if len(lacks):
+                some = (
+                    f"{len(lacks):,} of the {len(mine):,} collectives of {title}, the first of them number {seq[lacks].min()}"
+                )
+                texts.append(f"Rank {found.ranks[i]} has no event of {some}: its recording began later or ended earlier.")
+    return texts
+
+
+def _meta(traces: Sequence[Trace], ranks: Sequence[int]) -> dict[str, Any]:
+    """Return what the traces have in common, and the `meta` of each rank."""
+    devices = [str(trace.meta.get("device", "unknown device")) for trace in traces]
+    same: dict[str, Any] = {
+        name: value for name, value in traces[0].meta.items()
+        if name not in ("rank", "source", "origin_ns", "opening") and all(trace.meta.get(name) == value for trace in traces)
+    }  # fmt: skip
+    counted = [
+        f"{devices.count(device)} x {device}" if devices.count(device) > 1 else device for device in dict.fromkeys(devices)
+    ]
+    source: dict[str, str] = {}
+    for trace in traces:
+        source |= trace.meta.get("source") or {}
+    metas = {str(rank): trace.meta for rank, trace in zip(ranks, traces, strict=True)}
+    return same | {"device": ", ".join(counted), "ranks": metas} | ({"source": source} if source else {})
+
+
+def _described(clocks: Sequence[Clock], traces: Sequence[Trace], ranks: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the clocks for `meta["clocks"]`. Offsets are those between the clocks of the hosts, if the traces state them."""
+    origins = [trace.meta.get("origin_ns", 0) for trace in traces]
+    made = []
+    for rank, clock, origin in zip(ranks, clocks, origins, strict=True):
+        errors = np.abs(clock.errors_ns)
+        made.append({
+            "rank": rank, "offset_us": (clock.offset_ns + origin - origins[0]) / 1e3, "drift_ppm": clock.drift * 1e6,
+            "collectives": len(errors), "error_us": float(np.median(errors)) / 1e3 if len(errors) else None,
+            "error_95_us": float(np.quantile(errors, 0.95)) / 1e3 if len(errors) else None,
+        })  # fmt: skip
+    return made
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:_MOST])) + (f" and {len(numbers) - _MOST} more" if len(numbers) > _MOST else "")

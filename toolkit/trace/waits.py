@@ -1,0 +1,139 @@
+"""Who waited for whom: the collectives of a trace of several ranks, matched by process group, operation and number.
+
+A collective ends once every rank takes part. The rank that starts its event last therefore makes the others wait: each of them
+for the time from its own start until the start of the last one, or until its own end if that comes first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.trace.columns import KINDS
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from toolkit.trace.events import Trace
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """The collectives of a trace in order of their first start: arrays [n, R] for n collectives and R ranks.
+
+    `row` is the event of the rank, or -1 if the rank has none: it is not in the group, or was not recorded. `start` and `end`
+    are its times in ns; if a rank has several events of one collective, from the first to the last.
+    """
+
+    ranks: list[int]
+    row: Ints
+    start: Ints
+    end: Ints
+
+    @cached_property
+    def present(self) -> NDArray[np.bool_]:
+        return self.row >= 0
+
+    @cached_property
+    def matched(self) -> NDArray[np.bool_]:
+        """[n] whether at least two ranks have an event of the collective."""
+        return self.present.sum(1) > 1
+
+    @cached_property
+    def last(self) -> Ints:
+        """[n] position in `ranks` of the rank that came last; -1 if only one rank has an event."""
+        starts = np.where(self.present, self.start, np.iinfo(np.int64).min)
+        return np.where(self.matched, starts.argmax(1) if len(starts) else 0, -1)
+
+    @cached_property
+    def wait(self) -> Ints:
+        """[n, R] time in ns that each rank waited for the last one; 0 for the last one and where `row` is -1."""
+        until = np.take_along_axis(self.start, np.maximum(self.last, 0)[:, None], 1)
+        waits = np.minimum(until, self.end) - self.start
+        return np.where(self.present & self.matched[:, None], np.maximum(waits, 0), 0)
+
+    @cached_property
+    def first_row(self) -> Ints:
+        """[n] an event of each collective."""
+        return self.row.max(1, initial=-1)
+
+
+def ranks_of(trace: Trace) -> list[int]:
+    """Return the ranks that have events, in order."""
+    rank = trace["rank"]
+    if not len(rank) or rank.min() == rank.max():
+        return rank[:1].tolist()
+    return np.unique(rank).tolist()  # type: ignore[no-any-return]
+
+
+def collectives_of(trace: Trace) -> Collectives:
+    """Return the collectives of a trace that have a number."""
+    rows = np.flatnonzero((trace["kind"] == KINDS.index("collective")) & (trace["seq"] >= 0))
+    ranks, rank = np.unique(trace["rank"][rows], return_inverse=True)
+    key = np.stack([trace[name][rows].astype(np.int64) for name in ("group", "operation", "seq")], 1)
+    _, number = np.unique(key, axis=0, return_inverse=True) if len(rows) else (None, np.empty(0, np.int64))
+    number = number.ravel()
+    shape = (int(number.max(initial=-1)) + 1, len(ranks))
+    row, start, end = np.full(shape, -1), np.full(shape, np.iinfo(np.int64).max), np.full(shape, np.iinfo(np.int64).min)
+    starts = trace["start_ns"][rows]
+    row[number[::-1], rank[::-1]] = rows[::-1]  # of several events, the first
+    np.minimum.at(start, (number, rank), starts)
+    np.maximum.at(end, (number, rank), starts + np.maximum(trace["dur_ns"][rows], 0))
+    order = np.argsort(start.min(1, initial=np.iinfo(np.int64).max), kind="stable")
+    absent = row[order] < 0
+    return Collectives(
+        ranks.tolist(), row[order], np.where(absent, 0, start[order]), np.where(absent, 0, end[order])
+    )  # fmt: skip
+
+
+def collectives_table(trace: Trace) -> pd.DataFrame:
+    """Return the collectives of a trace, one row each in order of start.
+
+    Columns: `step`, `operation`, `algorithm`, `group`, `group_size`, `seq`, `bytes` (of one rank), `start_us` (of the first
+    rank), `dur_us` (from the first start to the last end), `last_rank` (the rank that came last; -1 if only one rank has the
+    collective), and for each rank `rank<N>_wait_us`, the time for which it waited for the last one (NaN if it has no event).
+    """
+    import pandas as pd
+
+    found = collectives_of(trace)
+    row, high = found.first_row, np.iinfo(np.int64).max
+    first = np.where(found.present, found.start, high).min(1, initial=high)
+    last = np.where(found.present, found.end, -high).max(1, initial=-high)
+    table: dict[str, Any] = {"step": trace["step"][row]}
+    for name in ("operation", "algorithm", "group"):
+        table[name] = [trace.strings[code] if code >= 0 else None for code in trace[name][row].tolist()]
+    table |= {name: trace[name][row] for name in ("group_size", "seq", "bytes")}
+    table |= {"start_us": first / 1e3, "dur_us": (last - first) / 1e3}
+    table["last_rank"] = np.where(found.matched, np.array([*found.ranks, -1])[found.last], -1)
+    for i, rank in enumerate(found.ranks):
+        table[f"rank{rank}_wait_us"] = np.where(found.present[:, i], found.wait[:, i] / 1e3, np.nan)
+    return pd.DataFrame(table)
+
+
+def ranks_table(trace: Trace) -> pd.DataFrame:
+    """Return one row per rank that has collectives.
+
+    Columns: `rank`, `device`, `collectives`, `bytes`, `last_count` (how often the rank came last), `caused_wait_us` (the time
+    for which others waited for it), `wait_us` (the time for which it waited for others) and `clock_error_us` (the error of its
+    clock after alignment, the median; NaN if the clocks were not aligned).
+    """
+    import pandas as pd
+
+    found, clocks = collectives_of(trace), {clock["rank"]: clock for clock in trace.meta.get("clocks") or []}
+    metas, caused = trace.meta.get("ranks") or {}, found.wait.sum(1)
+    rows = []
+    for i, rank in enumerate(found.ranks):
+        present, came_last, error = found.present[:, i], found.last == i, clocks.get(rank, {}).get("error_us")
+        rows.append({
+            "rank": rank, "device": str(metas.get(str(rank), trace.meta).get("device", "unknown device")),
+            "collectives": int(present.sum()), "bytes": int(trace["bytes"][found.row[present, i]].sum()),
+            "last_count": int(came_last.sum()), "caused_wait_us": float(caused[came_last].sum() / 1e3),
+            "wait_us": float(found.wait[:, i].sum() / 1e3), "clock_error_us": np.nan if error is None else error,
+        })  # fmt: skip
+    return pd.DataFrame(rows)
