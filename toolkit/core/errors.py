@@ -59,6 +59,10 @@ class PackageError(ToolkitError):
     """A package cannot be exported, is damaged, or was exported for another machine."""
 
 
+class RankError(ToolkitError):
+    """A group of ranks is missing or differs, or one of its ranks has failed; the message names it if it is known."""
+
+
 class CancelledError(ToolkitError):
     """Long work was cancelled; its memory has been released."""
 

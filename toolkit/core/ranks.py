@@ -1,0 +1,172 @@
+"""Ranks: processes that run the same program, each on its part of a model, and exchange results (SPMD).
+
+The ranks are the processes of torch.distributed's default group, which torchrun or another launcher has started. `join` enters
+the group and returns this process's `Shard`, which loading and models take. The functions below exchange data between the ranks
+in host memory. All ranks must call them in the same order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from toolkit.core.errors import RankError, brief
+from toolkit.core.numbers import integer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TIMEOUT_S = 600.0  # a rank that takes longer to arrive counts as lost; ranks may load weights at different speeds
+GROUP = "0"  # the name that torch.distributed gives its default group
+_FAILED = "toolkit/failed"  # in the group's store: the first rank that failed, and its error
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part of a model that one process holds: part `rank`, counted from 0, of `ranks` parts."""
+
+    rank: int = 0
+    ranks: int = 1
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} of {self.ranks}"
+
+
+WHOLE = Shard()  # a model on one process
+
+
+def join(ranks: object) -> Shard:
+    """Return the shard of this process among `ranks` processes; a single rank needs no group.
+
+    If torch.distributed isn't initialized, its default group is started from the environment variables of torchrun, with gloo
+    for host memory and NCCL for CUDA. Raises RankError if there aren't `ranks` processes.
+    """
+    import torch.distributed as dist
+
+    count = integer(ranks, least=1)
+    asked = f"a model over {brief(ranks)} ranks"
+    if count is None:
+        raise RankError(asked, "not a whole number of at least 1", "Give the number of processes, for example 2")
+    if count == 1:
+        return WHOLE
+    start = f"Start one process per rank: torchrun --nproc-per-node {count} SCRIPT.py"
+    if not dist.is_available():
+        raise RankError(asked, "this build of PyTorch has no torch.distributed", "Install a build for Linux from pytorch.org")
+    if not dist.is_initialized():
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            raise RankError(asked, "this process belongs to no group", start)
+        try:
+            dist.init_process_group(timeout=timedelta(seconds=TIMEOUT_S))
+        except RuntimeError as error:
+            do = "Look for the first error in the output of the other ranks"
+            raise RankError(asked, f"the group can't be started ({_first_line(error)})", do) from error
+    if dist.get_world_size() != count:
+        found = f"there are {dist.get_world_size()} processes"
+        raise RankError(asked, found, f"Give {dist.get_world_size()} ranks, or start {count} processes")
+    return Shard(dist.get_rank(), count)
+
+
+def current() -> Shard:
+    """Return the rank of this process and the number of ranks: those of the default group, if there is one."""
+    module = sys.modules.get("torch.distributed")
+    if module is None or not module.is_available() or not module.is_initialized():
+        return WHOLE
+    return Shard(module.get_rank(), module.get_world_size())
+
+
+def gather(x: Tensor) -> Tensor:
+    """Return the tensors of all ranks, [ranks, *x.shape], in host memory. `x` has the same shape and dtype on all of them.
+
+    Raises RankError, which names the rank that failed if that is known, if another rank has ended or doesn't arrive.
+    """
+    import torch
+    import torch.distributed as dist
+
+    mine = x.detach().contiguous().view(-1).view(torch.uint8)  # gloo doesn't know every dtype
+    ranks = dist.get_world_size()
+    found = mine.new_empty(ranks * mine.numel())
+    _exchange(dist.all_gather, list(found.chunk(ranks)), mine)
+    return found.view(x.dtype).view(ranks, *x.shape)
+
+
+def latest(time_ns: int) -> int:
+    """Return the latest of the times that the ranks pass."""
+    import torch
+
+    return int(gather(torch.tensor(time_ns, device="cpu")).max())
+
+
+def check_same(shard: Shard, asked: str, **facts: object) -> None:
+    """Raise RankError, which names the first fact that differs, unless all ranks pass the same `facts`.
+
+    Facts are compared by their repr. Ranks that differ would otherwise wait for each other, or compute nonsense.
+    """
+    if shard.ranks == 1:
+        return
+    import torch
+
+    digests = [hashlib.sha256(repr(fact).encode()).digest() for fact in facts.values()]
+    rows = gather(torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8)).view(shard.ranks, len(facts), -1)
+    for i, (name, fact) in enumerate(facts.items()):
+        others = [rank for rank in range(shard.ranks) if not torch.equal(rows[rank, i], rows[0, i])]
+        if others:
+            found = f"{name} of rank {others[0]} differs from rank 0's; here it is {brief(fact)}"
+            raise RankError(
+                f"{asked} on {shard.ranks} ranks", found, "Run the same program with the same arguments on each rank"
+            )
+
+
+@contextmanager
+def announcing() -> Iterator[None]:
+    """Tell the other ranks if the block raises an error: their collectives then raise a RankError that names this rank.
+
+    Launchers run the program of a rank inside. After an error the group is left, which ends the others' waits at once.
+    """
+    try:
+        yield
+    except BaseException as error:
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_initialized():
+            with suppress(RuntimeError):  # the store may have ended with another rank
+                told = f"rank {dist.get_rank()} failed with {type(error).__name__}: {error}"
+                _store().compare_set(_FAILED, "", told)
+            with suppress(RuntimeError):
+                dist.destroy_process_group()
+        raise
+
+
+def _exchange(collective: Callable[..., Any], *tensors: Any) -> None:
+    """Run a collective of torch.distributed. Raises RankError if it fails."""
+    try:
+        collective(*tensors)
+    except RuntimeError as error:
+        reason = _announced()
+        found = reason or f"another rank has ended or did not arrive ({_first_line(error)})"
+        do = "Mend the error of that rank" if reason else "Look for the first error in the output of the other ranks"
+        raise RankError("exchanging results between ranks", found, f"{do}, then start all ranks again") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:160]
+
+
+def _announced() -> str:
+    """Return what the rank that failed first has announced, or "" if none has."""
+    with suppress(RuntimeError):
+        store = _store()
+        if store.check([_FAILED]):
+            return str(store.get(_FAILED).decode())
+    return ""
+
+
+def _store() -> Any:
+    import torch.distributed.distributed_c10d as c10d
+
+    return c10d._get_default_store()
