@@ -54,6 +54,7 @@ class GpuSpec:
     d2h_pinned_bytes_per_s: float
     h2d_pageable_bytes_per_s: float
     d2h_pageable_bytes_per_s: float
+    peer_bytes_per_s: float  # to and from other GPUs, in each direction: NVLink, all links together, or PCIe
     op_host_ns: float  # host: an eager operation that launches one kernel, including Python and the dispatcher
     library_host_ns: float  # host: the same for a matrix product (cuBLAS chooses a kernel)
     attention_host_ns: float  # host: the same for scaled dot product attention
@@ -74,6 +75,7 @@ class GpuSpec:
     d2h_floor_ns: float  # a D2H copy of a few bytes, on the stream
     d2d_floor_ns: float  # a device-to-device memcpy of a few bytes
     graph_node_ns: float  # from the start of a kernel node of a CUDA graph to the start of the next
+    collective_ns: float  # a collective of a few bytes in a CUDA graph, from the arrival of the last rank
     sources: Mapping[str, Source] = field(repr=False, compare=False, default_factory=dict)
 
     def source(self, figure: str) -> Source:
@@ -118,6 +120,16 @@ _PCIE = {
     4: ((25.0e9, 25.5e9, 12.0e9, 10.0e9), Source("estimated", "80 % of PCIe 4.0 x16; pageable: half of that")),
     5: ((53.8e9, 54.9e9, 18.0e9, 17.7e9), Source("estimated", "as measured on an H200, the same PCIe 5.0 x16")),
 }
+_NVLINK = {  # by compute capability, for GPUs of servers
+    (8, 0): (300e9, Source("datasheet", "NVIDIA A100 datasheet: NVLink 600 GB/s, both directions together")),
+    (9, 0): (450e9, Source("datasheet", "NVIDIA H100 and H200 datasheets, SXM: NVLink 900 GB/s, both directions together")),
+    (10, 0): (900e9, Source("datasheet", "NVIDIA Blackwell datasheet: NVLink 1.8 TB/s, both directions together")),
+}
+_NO_NVLINK = Source("estimated", "no NVLink: the pinned H2D rate, as if PCIe carried copies between GPUs at that rate")
+_PAIR = Source(
+    "measured", "two NVIDIA H200 with NVLink, torch 2.11: symm_mem.one_shot_all_reduce of 5,376 bf16 values in a graph"
+)
+_NCCL = Source("estimated", "as NCCL's all-reduce of 5,376 bf16 values on two H200; PCIe may take longer")
 _PCIE_FIELDS = ("h2d_pinned_bytes_per_s", "d2h_pinned_bytes_per_s", "h2d_pageable_bytes_per_s", "d2h_pageable_bytes_per_s")
 
 # Costs on the host and on streams in ns. RECORDED names the measurements of most, _CHOSEN how others were chosen.
@@ -163,16 +175,20 @@ def _card(
 ) -> GpuSpec:  # fmt: skip
     """Return the GPU described by `sheet`. `tflops` are (fp32, tf32, bf16); `others` maps figures to other sources."""
     architecture, (rates, pcie_source) = _ARCHITECTURES[cc], _PCIE[pcie]
+    peer, peer_source = _NVLINK.get(cc, (rates[0], _NO_NVLINK))
     figures: dict[str, float] = {
         "bandwidth_bytes_per_s": bandwidth, "reached_bandwidth_bytes_per_s": bandwidth * _REACHED, "sms": sms,
         "registers_per_sm": 65536, **architecture._asdict(), "smem_per_block_bytes": 48 * KiB, "l2_bytes": int(l2_mib * MiB),
         **dict(zip(("fp32_flops", "tf32_flops", "bf16_flops"), (t * 1e12 for t in tflops), strict=True)),
-        **dict(zip(_PCIE_FIELDS, rates, strict=True)), **_COSTS,
+        **dict(zip(_PCIE_FIELDS, rates, strict=True)), **_COSTS, "peer_bytes_per_s": peer,
+        "collective_ns": 6200 if cc in _NVLINK else 16300,
     }  # fmt: skip
     sources = dict.fromkeys(figures, Source("datasheet", sheet))
     sources |= dict.fromkeys(("name", "compute_capability", "memory_bytes", "sms", "l2_bytes"), _SEEN)
     sources |= dict.fromkeys((*_Architecture._fields, "registers_per_sm", "smem_per_block_bytes"), _GUIDE)
     sources |= dict.fromkeys(_COSTS, _AS_H200) | dict.fromkeys(_PCIE_FIELDS, pcie_source)
+    sources["peer_bytes_per_s"] = peer_source
+    sources["collective_ns"] = Source("estimated", f"as measured on {_PAIR.where}") if cc in _NVLINK else _NCCL
     sources["reached_bandwidth_bytes_per_s"] = Source("estimated", "88 % of the datasheet's, as measured on an H200")
     sources |= {figure: Source("estimated", why) for figure, why in _CHOSEN.items()}
     sources |= others
@@ -255,7 +271,7 @@ CATALOGUE = Catalogue(
               f"{_H100_FLOPS}: the same chip; the H200 datasheet rounds them",
               dict.fromkeys((*RECORDED, "name", "compute_capability"), _H200)
               | dict.fromkeys(("reached_bandwidth_bytes_per_s", "graph_node_ns"), _EARLIER)
-              | {"bandwidth_bytes_per_s": Source("datasheet", "NVIDIA H200 datasheet, SXM")}),
+              | {"bandwidth_bytes_per_s": Source("datasheet", "NVIDIA H200 datasheet, SXM"), "collective_ns": _PAIR}),
         _card("b200", "NVIDIA B200", (10, 0), 178.35, 7700e9, 148, 126.5, (75, 1125, 2250), 5,
               "NVIDIA Blackwell datasheet, one GPU of the HGX B200 (8 TB/s for the DGX B200)",
               {"tf32_flops": Source("datasheet", "NVIDIA HGX platform specifications: 18 PFLOPS sparse for 8 B200")}),

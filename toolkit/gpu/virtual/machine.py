@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+from toolkit.core import ranks
 from toolkit.core.callers import caller, chain, current_cell
 from toolkit.core.signals import whole
 from toolkit.gpu.allocation_log import log
@@ -38,8 +40,10 @@ class Machine:
         self._memory.listener = self._log_event
         self.host_ns = 0
         self.stream_ends: dict[int, int] = {DEFAULT_STREAM: 0}
+        self.collectives = 0  # that have run
         self.sizes_only = False
         self.lines = False
+        self._shard = ranks.WHOLE  # of the recording
         self._builder: TraceBuilder | None = None
         self._since_ns = 0
         self._marked = False  # whether a step has ended since the recording began
@@ -64,15 +68,30 @@ class Machine:
             self.queue(effect, max(self.host_ns, after))
 
     def queue(self, effect: Effect, earliest_ns: int) -> tuple[int, int]:
-        """Run `effect` on the current stream, from `earliest_ns` on. Return the times of its start and end in ns."""
+        """Run `effect` on the current stream, from `earliest_ns` on. Return the times of its start and end in ns.
+
+        A collective starts when this rank arrives. It ends on all ranks at the same time, which follows from the last arrival.
+        """
         with self.lock:
             stream = here().stream
             start = max(earliest_ns, self.stream_ends[stream])
-            duration = duration_ns(effect, self.spec)
-            self.stream_ends[stream] = start + duration
+            more: dict[str, Any] = {}
+            arrived = start
+            if effect.kind == "collective":
+                arrived, more = ranks.latest(start), self._communication(effect)
+            end = arrived + duration_ns(effect, self.spec)
+            self.stream_ends[stream] = end
             if self._builder is not None:
-                self._row(effect.kind, start, duration, effect.bytes, stream, effect.name, effect.pinned)
-            return start, start + duration
+                self._row(effect.kind, start, end - start, effect.bytes, stream, effect.name, effect.pinned, **more)
+            return start, end
+
+    def _communication(self, effect: Effect) -> dict[str, Any]:
+        """Count a collective, and return its columns of a trace."""
+        self.collectives += 1
+        return {
+            "operation": effect.name, "algorithm": effect.algorithm, "group": ranks.GROUP, "group_size": effect.ranks,
+            "seq": self.collectives - 1,
+        }  # fmt: skip
 
     def wait(self, stream: int, name: str) -> None:
         """Block the host until `stream` has finished all queued work."""
@@ -205,6 +224,7 @@ class Machine:
                 builder.add(
                     kind, self.host_ns - since, bytes=block.size, stream=here().stream, step=here().step, where=place,
                     cell=current_cell(), clock="modelled", address=block.address, requested=block.requested,
+                    rank=self._shard.rank,
                 )  # fmt: skip
 
     def _log_event(self, kind: str, n_bytes: int, address: int) -> None:
@@ -222,6 +242,7 @@ class Machine:
         settle()
         with self.lock:
             self._builder, self.lines, self._since_ns = TraceBuilder(), lines, self.host_ns
+            self._shard = ranks.current()
             sizes.used = self._marked = False
 
     def stop(self, meta: dict[str, object]) -> Trace:
@@ -231,7 +252,10 @@ class Machine:
             builder, self._builder, self.lines = self._builder, None, False
             if builder is None:
                 raise not_recording("stopping a recording of the virtual GPU")
-            return builder.build(meta | {"sizes_only": sizes.used, "steps_from": "marks" if self._marked else None})
+            shard, steps_from = self._shard, "marks" if self._marked else None
+            if shard != ranks.WHOLE:
+                meta = meta | {"rank": shard.rank, "world_size": shard.ranks, "groups": {ranks.GROUP: list(range(shard.ranks))}}
+            return builder.build(meta | {"sizes_only": sizes.used, "steps_from": steps_from})
 
     @property
     def recording(self) -> bool:
@@ -254,13 +278,13 @@ class Machine:
 
     def _row(
         self, kind: str, start: int, duration: int, size: int, stream: int, name: str | None, pinned: int = -1, *,
-        where: str | None = "", device: int = 0,
+        where: str | None = "", device: int = 0, **communication: Any,
     ) -> None:  # fmt: skip
         builder = self._builder
         if builder is None:  # the recording ended in another thread
             return
         builder.add(
             kind, start - self._since_ns, duration, bytes=size, stream=stream, device=device, step=here().step,
-            cell=current_cell(), pinned=pinned, clock="modelled", name=name,
-            where=(caller() if self.lines else None) if where == "" else where,
+            cell=current_cell(), pinned=pinned, clock="modelled", name=name, rank=self._shard.rank,
+            where=(caller() if self.lines else None) if where == "" else where, **communication,
         )  # fmt: skip

@@ -1,8 +1,9 @@
-"""The effects of operations on a device (kernels, copies, memsets, waits), and the model of how long they take.
+"""The effects of operations on a device (kernels, copies, memsets, collectives, waits), and the model of how long they take.
 
 The model is simple on purpose. A kernel takes a fixed time plus the larger of bytes / bandwidth and flops / peak, a copy a
-fixed time plus bytes / rate, and the host a constant per launch. Rates and the time of the shortest kernel come from the
-`GpuSpec`. A rule says how far its kernel is from them (`floor`, `share` and `blocks` of an `Effect`).
+fixed time plus bytes / rate, and the host a constant per launch. From the arrival of the last rank, a collective takes a fixed
+time per phase plus the bytes that a rank receives / the rate between GPUs. Rates and the time of the shortest kernel come from
+the `GpuSpec`. A rule says how far its kernel is from them (`floor`, `share` and `blocks` of an `Effect`).
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ _RATE = {
 
 
 class Effect(NamedTuple):
-    """A kernel, a copy, a memset or a wait.
+    """A kernel, a copy, a memset, a collective or a wait.
 
     `bytes` are the bytes that a copy or memset reports, `moved_bytes` those that a kernel reads and writes. `peak` names the
     GpuSpec figure that limits `flops`, and `cost` the one for the host's cost of the launch. The fixed time of a kernel is
     `floor` times that of the shortest kernel. It reaches a `share` of the bandwidth of a streaming kernel, and of the
-    arithmetic rate of a large product; with fewer `blocks` than SMs, no more than these can load (0: enough blocks).
+    arithmetic rate of a large product; with fewer `blocks` than SMs, no more than these can load (0: enough blocks). The
+    `moved_bytes` of a collective are those that a rank receives from others; `ranks` of them take part.
     """
 
-    kind: str  # kernel | h2d | d2h | d2d | memset | wait
+    kind: str  # kernel | h2d | d2h | d2d | memset | collective | wait
     bytes: int
     name: str
     pinned: int = -1
@@ -43,8 +45,11 @@ class Effect(NamedTuple):
     cost: str = "op_host_ns"
     share: float = 1.0
     blocks: int = 0
+    ranks: int = 1
+    algorithm: str = ""  # of a collective: a key of PHASES
 
 
+PHASES = {"one-shot": 1, "two-shot": 2}  # of a collective: how often the ranks wait for each other
 WAIT = Effect("wait", 0, "cudaStreamSynchronize", cost="")
 
 
@@ -75,6 +80,11 @@ def memset(n_bytes: int) -> Effect:
 
 _H2D = ("Memcpy HtoD (Pageable -> Device)", "Memcpy HtoD (Pinned -> Device)")
 _D2H = ("Memcpy DtoH (Device -> Pageable)", "Memcpy DtoH (Device -> Pinned)")
+
+
+def collective(name: str, n_bytes: int, received: int, ranks: int, algorithm: str) -> Effect:
+    """Return a collective of `ranks` ranks, each of which receives `received` bytes. Its larger tensor has `n_bytes`."""
+    return Effect("collective", n_bytes, name, moved_bytes=received, ranks=ranks, algorithm=algorithm)
 
 
 def read_back(n_bytes: int) -> list[Effect]:
@@ -108,6 +118,8 @@ def duration_ns(effect: Effect, spec: GpuSpec) -> int:
     if kind == "h2d" or kind == "d2h":
         rate = getattr(spec, _RATE[kind, 1 if effect.pinned == 1 else 0])
         return int(getattr(spec, _FLOOR[kind]) + effect.bytes / rate * 1e9)
+    if kind == "collective":
+        return int(PHASES[effect.algorithm] * spec.collective_ns + moved / spec.peer_bytes_per_s * 1e9)
     rate = spec.reached_bandwidth_bytes_per_s
     if not effect.flops and 2 * moved < spec.l2_bytes:
         rate *= L2_SPEEDUP
