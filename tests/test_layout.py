@@ -94,8 +94,8 @@ def test_every_renderer_exists() -> None:
 
 
 def test_tests_mirror_the_package() -> None:
-    """gpu: needs CUDA; devices: the tests of toolkit/gpu that need no GPU."""
-    others = {"gpu", "devices", "browser", "fuzz", "golden", "programs"}
+    """gpu: needs CUDA; devices: the tests of toolkit/gpu that need no GPU; ranks: models over several processes."""
+    others = {"gpu", "devices", "browser", "fuzz", "golden", "programs", "ranks"}
     folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and not path.name.startswith("__")}
     assert folders - others <= set(PACKAGES)
     assert others <= folders

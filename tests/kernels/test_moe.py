@@ -13,7 +13,8 @@ from toolkit.kernels.base import Config
 from toolkit.kernels.int4_matmul import quantise_activations
 from toolkit.kernels.moe import MOE_STEP, MoeShape, choose_experts, scored
 from toolkit.kernels.routing import keys_of, nth_expert, route
-from toolkit.models.layers import Experts, set_scheme
+from toolkit.models.layers import Experts
+from toolkit.models.places import set_scheme
 from toolkit.weights.schemes import find_scheme
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -9,7 +9,8 @@ from torch import Tensor
 from toolkit.core.errors import ModelError
 from toolkit.kernels.base import Config
 from toolkit.kernels.moe_prefill import MOE_PREFILL, ExpertsShape
-from toolkit.models.layers import Experts, set_scheme
+from toolkit.models.layers import Experts
+from toolkit.models.places import set_scheme
 from toolkit.weights.schemes import find_scheme
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

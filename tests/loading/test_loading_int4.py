@@ -12,7 +12,7 @@ import torch
 import toolkit as tk
 from tests.checkpoints import SHAPE, hf_logits, random_tensors, write_folder, write_gguf
 from tests.int4_folders import write_int4_folder
-from toolkit.models.layers import spot
+from toolkit.models.places import spot
 from toolkit.weights.fitting import quantize_minmax
 from toolkit.weights.packed import PackedMatrix
 from toolkit.weights.recipes import recipe

@@ -14,7 +14,8 @@ from tests.host_memory import HostPeak
 from toolkit.core.errors import ModelError, UnknownNameError
 from toolkit.loading.quantization import pack_weight, quantize
 from toolkit.models import ARCHITECTURES
-from toolkit.models.layers import Joined, RMSNorm, spot
+from toolkit.models.layers import Joined, RMSNorm
+from toolkit.models.places import spot
 from toolkit.weights.fitting import quantize_minmax
 from toolkit.weights.packed import PackedMatrix, dequantize
 from toolkit.weights.schemes import SCHEMES

@@ -23,7 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.models import ARCHITECTURES
-from toolkit.models.layers import assign
+from toolkit.models.places import assign
 
 TOLERANCE = 1e-10  # of logits in fp64. The largest difference measured is 1e-12
 FLOAT32 = torch.float32  # also within `in_double`

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from toolkit.models.costs import each, look_up, named_weights, weigh, weights_of
-from toolkit.models.layers import Embedding, Experts, GatedMLP, Linear, RMSNorm, set_scheme
+from toolkit.models.layers import Embedding, Experts, GatedMLP, Linear, RMSNorm
+from toolkit.models.places import set_scheme
 from toolkit.weights.schemes import SCHEMES
 
 

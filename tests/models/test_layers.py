@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import toolkit as tk
-from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, RMSNorm, initialize, set_scheme, spot, to_dtype
+from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, RMSNorm
+from toolkit.models.places import initialize, set_scheme, spot, to_dtype
 from toolkit.ops import matmul
 from toolkit.ops.reference.attention import causal_attention
 from toolkit.weights.fitting import quantize_minmax

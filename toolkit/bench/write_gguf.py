@@ -18,7 +18,7 @@ import torch
 from toolkit.core.errors import unknown_name
 from toolkit.gpu.opening import open_device
 from toolkit.loading.checkpoint import open_checkpoint
-from toolkit.models.layers import spot
+from toolkit.models.places import spot
 from toolkit.models.shapes import SHAPES
 from toolkit.weights.recipes import recipe
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from toolkit.core.errors import ModelError, brief
 from toolkit.core.numbers import integer
+from toolkit.core.ranks import WHOLE, Shard, check_same
 from toolkit.decode.parts import READBACKS, Readback
 from toolkit.decode.prefix import Prefix, check_chunk, check_context, most_positions
 from toolkit.decode.run import Run, tokens_per_s
@@ -103,6 +104,10 @@ def generate(
         raise ModelError("a way to cancel", f"cancel={brief(cancel)}", "Give a threading.Event, and set it to stop")
     if on_token is not None and not callable(on_token):
         raise ModelError("tokens as they come", f"on_token={brief(on_token)}", "Give a function of a token id and its text")
+    _check_ranks(
+        model, cancel, prompt=ids, decode=strategy, limit=limit, context=context, sampling=sampling, kv=kv, prefill_chunk=chunk,
+        stop=stops, eos=sorted(ends), fallback=fallback,
+    )  # fmt: skip
     cancel = cancel or threading.Event()
     device, text = model.device, _Text(model, ends, stops, on_token)
     known_ns: list[int] = []
@@ -135,6 +140,15 @@ def generate(
         fallback=fallen.reason,
         prefill_chunk=chunk,
     )
+
+
+def _check_ranks(model: Model, cancel: threading.Event | None, **facts: object) -> None:
+    """Check that all ranks of a divided model do the same run."""
+    shard: Shard = getattr(model, "shard", WHOLE)
+    if shard != WHOLE and cancel is not None:
+        found = "ranks would stop at different steps, and wait for each other"
+        raise ModelError(f"cancel= with a model over {shard.ranks} ranks", found, "Interrupt the processes instead")
+    check_same(shard, "generating", **facts)
 
 
 def check_token(token: int, number: int) -> int:

@@ -29,8 +29,8 @@ from toolkit.demo.corpus import CHAT_TEMPLATE, END, TURN, TURN_END, Corpus, trai
 from toolkit.demo.miniatures import MINIATURES, Miniature
 from toolkit.gpu.opening import open_device
 from toolkit.models import ARCHITECTURES
-from toolkit.models.layers import spot
 from toolkit.models.model import CausalLM
+from toolkit.models.places import spot
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -24,6 +24,7 @@ import torch
 from toolkit.core.display import render
 from toolkit.core.errors import DeviceError, ModelError, PackageError
 from toolkit.core.files import check_path, shown, writing
+from toolkit.core.ranks import WHOLE, Shard
 from toolkit.core.units import bytes_text, parse_bytes
 from toolkit.core.version import __version__
 from toolkit.exporting import compiling, inductor, package, skeleton, weights
@@ -321,6 +322,9 @@ def _device(model: object, device: Device | str | None, target: str | None) -> t
         raise ModelError(
             f"exporting a {type(model).__name__}", "not a model", "Give a model that tk.load returned, or its name or path"
         )
+    shard: Shard = getattr(model, "shard", WHOLE)
+    if shard != WHOLE:
+        raise ModelError("exporting a model", f"it holds {shard} only", "Load it with tensor_parallel=1")
     if device is None:
         device = getattr(model, "device", None) or ("cuda" if torch.cuda.is_available() else "cpu")
     found = open_device(device)

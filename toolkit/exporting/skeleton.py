@@ -14,8 +14,9 @@ from toolkit.core.errors import ModelError, ToolkitError
 from toolkit.gpu.device import Device
 from toolkit.loading.checkpoint import find_dtype
 from toolkit.models import ARCHITECTURES
-from toolkit.models.layers import Joined, set_scheme
+from toolkit.models.layers import Joined
 from toolkit.models.model import CausalLM
+from toolkit.models.places import set_scheme
 from toolkit.weights.packed import PackedMatrix
 from toolkit.weights.schemes import find_scheme
 

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import nn
 
-from toolkit.models.layers import assign
+from toolkit.models.places import assign
 from toolkit.weights.safetensors_files import DTYPES, SafetensorsFile
 
 CHUNK_BYTES = 64 << 20

@@ -22,7 +22,7 @@ from toolkit.core.errors import FormatError, HubError, ModelError, unknown_name
 from toolkit.loading.download import Repository
 from toolkit.loading.hub import find, is_repository
 from toolkit.models import ARCHITECTURES
-from toolkit.models.layers import Source
+from toolkit.models.places import Source
 from toolkit.models.shapes import SHAPES
 from toolkit.text import tokenizer as tokenizers
 from toolkit.weights.gguf_files import open_gguf

@@ -6,18 +6,20 @@ additional device memory is bounded by `Filler.scratch_bytes`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from toolkit.core.progress import Counter
 from toolkit.loading.layout import parts_of, stored_scheme
-from toolkit.models.layers import Source, spot
+from toolkit.models.cuts import as_cut
+from toolkit.models.places import Source, Spot, held_of, spot
 from toolkit.weights.fitting import quantize_minmax
 from toolkit.weights.packed import PackedMatrix, dequantize
-from toolkit.weights.repacking import from_stored
+from toolkit.weights.repacking import columns_of, from_stored
 from toolkit.weights.schemes import Scheme
 from toolkit.weights.stored import Stored, Weights
 
@@ -38,8 +40,25 @@ class Span:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """A block of each matrix of a stored tensor, of `nbytes` bytes in all, and the block of our matrix that it fills."""
+
+    stored_rows: range
+    stored_columns: range
+    rows: slice
+    columns: slice
+    nbytes: int
+
+    def target(self, parts: Mapping[str, Tensor], scheme: Scheme | None) -> dict[str, Tensor]:
+        """Return the memory of the block, as views of the `parts` of the whole weight."""
+        per = {"values": 1} if scheme is None else {name: weights for name, (_, weights) in scheme.parts().items()}
+        left, right = self.columns.start, self.columns.stop
+        return {name: part[:, self.rows, left // per[name] : right // per[name]] for name, part in parts.items()}
+
+
+@dataclass(frozen=True)
 class Filler:
-    """Copy stored weights into a model whose memory is allocated."""
+    """Copy stored weights into a model whose memory is allocated. A rank reads only the part that it holds."""
 
     weights: Weights
     device: torch.device
@@ -53,7 +72,14 @@ class Filler:
             first = self.weights.find(names[ours].names[0])
             return first.path, first.start
 
-        self.counter.begin(sum(self._bytes(source, stored) for source in names.values() for stored in self._stored(source)))
+        self.counter.begin(
+            sum(
+                piece.nbytes
+                for ours, source in names.items()
+                for stored in self._stored(source)
+                for piece in pieces(stored, source, spot(model, ours))
+            )
+        )
         for ours in sorted(names, key=position):
             place, source = spot(model, ours), names[ours]
             scheme = place.weight.scheme if isinstance(place.weight, PackedMatrix) else None
@@ -62,42 +88,41 @@ class Filler:
                 single = len(source.names) == 1
                 target = parts if single else {name: part[i : i + 1] for name, part in parts.items()}
                 if source.change is not None or source.shape is not None:
-                    self._whole(stored, source, target["values"])
-                else:
-                    self._rows(stored, source, target, scheme)
+                    self._whole(stored, source, place, target["values"])
+                    continue
+                for piece in pieces(stored, source, place):
+                    self._rows(stored, piece, piece.target(target, scheme), scheme)
 
     def _stored(self, source: Source) -> Iterator[Stored]:
         return map(self.weights.find, source.names)
 
-    def _bytes(self, source: Source, stored: Stored) -> int:
-        """Return how many bytes of a stored tensor `source` uses."""
-        if source.rows is None:
-            return stored.nbytes
-        return stored.nbytes * (source.rows.stop - source.rows.start) // stored.shape[-2]
-
-    def _whole(self, stored: Stored, source: Source, target: Tensor) -> None:
+    def _whole(self, stored: Stored, source: Source, place: Spot, target: Tensor) -> None:
         """Copy a weight that is reshaped or transformed: as a whole, since it is never large, and converted through fp32."""
         values = self._values(stored, self._across(self.weights.raw(stored.name)), torch.float32)
         values = values.view(stored.shape if source.shape is None else source.shape)
         values = values if source.rows is None else values[..., source.rows, :]
+        values = held_of(values, place.cuts)
         target.copy_((values if source.change is None else source.change(values)).view(target.shape))
-        self.counter.step(self._bytes(source, stored), stored.name)
+        self.counter.step(sum(piece.nbytes for piece in pieces(stored, source, place)), stored.name)
 
-    def _rows(self, stored: Stored, source: Source, target: Mapping[str, Tensor], scheme: Scheme | None) -> None:
-        """Copy a matrix or a stack of matrices, a few rows at a time."""
+    def _rows(self, stored: Stored, piece: Piece, target: Mapping[str, Tensor], scheme: Scheme | None) -> None:
+        """Copy a piece of a matrix or of each matrix of a stack, a few rows at a time."""
         matrices, rows = next(iter(target.values())).shape[:2]
-        height = stored.rows // matrices  # rows per stored matrix: more than `rows` if it contains two of ours
-        first = 0 if source.rows is None else source.rows.start
-        total, done, told = self._bytes(source, stored), 0, 0
+        height = stored.rows // matrices  # rows per stored matrix: more than `rows` if others have a part of them
+        total, done, told = piece.nbytes, 0, 0
+        exact = scheme is not None and scheme == stored_scheme(stored)
+        columns = piece.stored_columns
+        narrow = replace(stored, shape=(*stored.shape[:-1], len(columns))) if stored.shape else stored
         step = max(1, self._weights_at_once(stored, target, scheme) // stored.columns)
         for span in spans(matrices, rows, step, whole=height == rows):
-            start = span.m0 * height + first + span.r0
+            start = span.m0 * height + piece.stored_rows.start + span.r0
             raw = self.weights.raw(stored.name, start, start + (span.m1 - span.m0 - 1) * height + span.r1 - span.r0)
+            raw = columns_of(stored, raw, columns)
             there = {name: part[span.m0 : span.m1, span.r0 : span.r1] for name, part in target.items()}
             if scheme is None:
-                self._put_plain(stored, raw, there["values"])
+                self._put_plain(narrow, raw, there["values"])
             else:
-                found = self._packed(stored, self._across(raw), scheme)
+                found = self._packed(narrow, self._across(raw), scheme, exact)
                 for name, part in there.items():
                     part.copy_(found[name].view(part.shape))
             done += (span.m1 - span.m0) * (span.r1 - span.r0)
@@ -138,12 +163,32 @@ class Filler:
         groups = codes.unflatten(-1, (scales.shape[-1], -1))
         return ((groups - zeros[..., None]) * scales[..., None]).flatten(-2).to(dtype)
 
-    def _packed(self, stored: Stored, raw: Mapping[str, Tensor], scheme: Scheme) -> dict[str, Tensor]:
-        """Return the parts [rows, elements] of raw rows on the device, packed in `scheme`."""
-        if stored_scheme(stored) == scheme:
+    def _packed(self, stored: Stored, raw: Mapping[str, Tensor], scheme: Scheme, exact: bool) -> dict[str, Tensor]:
+        """Return the parts [rows, elements] of raw rows on the device, packed in `scheme`; `exact`: as they are stored."""
+        if exact:
             return from_stored(stored.kind, raw, stored.columns, scheme)
-
         return quantize_minmax(self._values(stored, raw, torch.float32), scheme)
+
+
+def pieces(stored: Stored, source: Source, place: Spot) -> Iterator[Piece]:
+    """Yield the blocks of each matrix of a stored tensor that the rank holds of the weight at `place`.
+
+    A vector is a matrix of one row.
+    """
+    *stack, height, width = (1, 1, *place.weight.shape)
+    cuts = place.cuts or (as_cut(height), as_cut(width))
+    rows, columns = cuts if len(cuts) == 2 else (as_cut(1), cuts[0])
+    matrices = math.prod(stack) if len(source.names) == 1 else 1
+    first, row = 0 if source.rows is None else source.rows.start, 0
+    for start, stop in rows.ranges:
+        column = 0
+        for left, right in columns.ranges:
+            size = (stop - start) * (right - left)
+            share = stored.nbytes * size * matrices // max(1, stored.rows * stored.columns)
+            ours = slice(row, row + stop - start), slice(column, column + right - left)
+            yield Piece(range(first + start, first + stop), range(left, right), *ours, share)
+            column += right - left
+        row += stop - start
 
 
 def spans(matrices: int, rows: int, step: int, whole: bool) -> Iterator[Span]:

@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from toolkit.core.errors import FormatError, ModelError
+from toolkit.core.ranks import WHOLE, Shard
 from toolkit.gpu.device import Device
 from toolkit.loading.checkpoint import Checkpoint
-from toolkit.models.layers import Embedding, Joined, Linear, Source, Spot, set_scheme, spot
+from toolkit.models.layers import Embedding, Joined, Linear
 from toolkit.models.model import CausalLM
+from toolkit.models.places import Source, Spot, set_scheme, spot
 from toolkit.ops.define import dtype_name
 from toolkit.weights.packed import PackedMatrix
 from toolkit.weights.recipes import Recipe
-from toolkit.weights.repacking import scheme_of
+from toolkit.weights.repacking import block_of, scheme_of
 from toolkit.weights.schemes import Scheme
 from toolkit.weights.stored import Stored, Weights
 
@@ -57,18 +59,22 @@ class Layout:
         return found
 
 
-def lay_out(checkpoint: Checkpoint, device: Device, dtype: torch.dtype, scheme: Recipe | str | None, fuse: bool) -> Layout:
-    """Return the model of `checkpoint` on "meta", with each weight in its scheme.
+def lay_out(
+    checkpoint: Checkpoint, device: Device, dtype: torch.dtype, scheme: Recipe | str | None, fuse: bool, shard: Shard = WHOLE
+) -> Layout:
+    """Return the model of `checkpoint` on "meta", or the part of it that `shard` holds, with each weight in its scheme.
 
-    `scheme` is None (as stored), "none" (plain in `dtype`), or a recipe. Raises FormatError if a stored tensor does not have
-    the shape that follows from the config, or if no model of these sizes can exist.
+    `scheme` is None (as stored), "none" (plain in `dtype`), or a recipe. A weight has the same scheme for any number of ranks.
+    Raises FormatError if a stored tensor does not have the shape that follows from the config, or if no model of these sizes
+    can exist, and ModelError if the ranks can't divide its heads, its sizes or the blocks of a scheme.
     """
-    model = _build(checkpoint, device, dtype)
+    model = _build(checkpoint, device, dtype, shard)
     if checkpoint.weights is not None:
         _check_shapes(model, checkpoint, checkpoint.weights)
     for name, source in checkpoint.names.items():
         place = spot(model, name)
         chosen = _scheme(checkpoint, name, source, place, scheme)
+        _check_blocks(checkpoint, name, source, place, chosen)
         if chosen is not None:
             set_scheme(model, name, chosen)
     return Layout(model, _join(model) if fuse else ())
@@ -81,9 +87,9 @@ def stored_scheme(stored: Stored) -> Scheme | None:
     return scheme_of(stored.kind, stored.bits, stored.group, stored.columns, stored.centred)
 
 
-def _build(checkpoint: Checkpoint, device: Device, dtype: torch.dtype) -> CausalLM:
+def _build(checkpoint: Checkpoint, device: Device, dtype: torch.dtype, shard: Shard) -> CausalLM:
     try:
-        model = checkpoint.architecture.Model(checkpoint.config, device, dtype)
+        model = checkpoint.architecture.Model(checkpoint.config, device, dtype, shard)
     except RuntimeError as error:  # the number of elements is too large for a tensor
         found = f"a model of these sizes can't be created ({error!s:.120})"
         raise FormatError(f"config of {checkpoint.path}", found, "Check the sizes in the config") from error
@@ -102,11 +108,28 @@ def _scheme(checkpoint: Checkpoint, name: str, source: Source, place: Spot, sche
         return None
     if isinstance(scheme, Recipe):
         config = checkpoint.config
-        return scheme.scheme_for(name, tuple(place.weight.shape), config.num_hidden_layers, config.tie_word_embeddings)
+        return scheme.scheme_for(name, place.whole_shape, config.num_hidden_layers, config.tie_word_embeddings)
     if checkpoint.weights is None or source.shape is not None:
         return None
     kinds = {stored_scheme(checkpoint.weights.find(stored)) for stored in source.names}
     return kinds.pop() if len(kinds) == 1 else None
+
+
+def _check_blocks(checkpoint: Checkpoint, name: str, source: Source, place: Spot, scheme: Scheme | None) -> None:
+    """Check that the ranks divide the rows of a weight between blocks, of the file as of the scheme on the device."""
+    if len(place.cuts) < 2 or place.cuts[1].held == place.cuts[1].size:
+        return
+    found = [] if checkpoint.weights is None else [checkpoint.weights.find(stored) for stored in source.names]
+    blocks = {stored.kind: block_of(stored) for stored in found} | ({scheme.name: scheme.multiple} if scheme else {})
+    columns = place.cuts[1]
+    for kind, block in blocks.items():
+        if any(end % block for ends in columns.ranges for end in ends):
+            ranks = columns.shard.ranks
+            raise ModelError(
+                f"{name} in {kind} over {ranks} ranks",
+                f"each would hold {columns.held:,} of its {columns.size:,} columns, which come in blocks of {block}",
+                "Use fewer ranks, or a scheme or file with smaller blocks",
+            )
 
 
 def _join(model: CausalLM) -> tuple[Fused, ...]:
@@ -124,7 +147,7 @@ def _check_shapes(model: CausalLM, checkpoint: Checkpoint, weights: Weights) -> 
     """Check that every stored tensor has the shape that follows from the config, and that all of its rows are used."""
     rows: dict[str, int] = {}
     for ours, source in checkpoint.names.items():
-        wanted = tuple(spot(model, ours).weight.shape)
+        wanted = spot(model, ours).whole_shape
         each = wanted if len(source.names) == 1 else wanted[1:]
         for stored in map(weights.find, source.names):
             shape = _seen_as(stored, source, each)

@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit.core.errors import ModelError, ToolkitError, UnknownNameError, brief, unknown_name
+from toolkit.core.errors import DeviceError, ModelError, ToolkitError, UnknownNameError, brief, unknown_name
 from toolkit.core.numbers import seed_of
 from toolkit.core.progress import Counter, Progress
+from toolkit.core.ranks import WHOLE, Shard, check_same, join
 from toolkit.core.units import bytes_text
+from toolkit.core.version import __version__
 from toolkit.gpu.device import Device, Memory
 from toolkit.gpu.opening import open_device
 from toolkit.gpu.virtual.device import VirtualGpu
@@ -35,8 +37,8 @@ from toolkit.loading.layout import Layout, lay_out
 from toolkit.loading.report import Report
 from toolkit.loading.room import check_room, needed_bytes, too_big
 from toolkit.models.cache import Cache
-from toolkit.models.layers import assign
 from toolkit.models.model import CausalLM
+from toolkit.models.places import assign
 from toolkit.weights.recipes import Recipe, recipe
 from toolkit.weights.schemes import Scheme
 
@@ -56,6 +58,7 @@ def load(
     seed: int = 0,
     revision: str | None = None,
     token: str | bool | None = None,
+    tensor_parallel: int = 1,
 ) -> Any:
     """Load a model onto a device, ready for `tk.generate` and for `model(ids)`.
 
@@ -78,15 +81,18 @@ def load(
         seed: seed of the random weights of "random/NAME".
         revision: branch, tag or commit of the repository. Default: "main".
         token: access token of the Hub. Default: HF_TOKEN, else the one that `hf auth login` saved. False: none.
+        tensor_parallel: the number of ranks that divide the model: all processes of torch.distributed's default group, which
+            torchrun starts. Each of them calls `load` with the same arguments, and reads and holds only its part.
 
     Returns the model. `model.report` describes the load. Raises FormatError if files are missing, damaged or do not match the
     config, ModelError for an unknown architecture, DeviceError if the weights do not fit on the device (of a repository, before
-    they are downloaded), HubError if a repository cannot be downloaded, and CancelledError.
+    they are downloaded), HubError if a repository cannot be downloaded, RankError if the ranks differ or are missing, and
+    CancelledError.
     """
     if engine not in (None, *ENGINES):
         raise unknown_name("engine", engine, ENGINES)
     if engine == "hf" or isinstance(path, nn.Module):
-        chosen = _option_of_wrapped(dtype, engine, scheme)
+        chosen = _option_of_wrapped(dtype, engine, scheme, tensor_parallel)
         if isinstance(path, str):
             found = resolve(path, revision, token)
             if isinstance(found, Repository):  # what can be refused is refused before the download
@@ -102,18 +108,19 @@ def load(
         raise ToolkitError(
             f"random weights of seed={brief(seed)}", "not a seed", "Give a whole number from -2**63 to 2**64 - 1"
         )
-    chosen, wanted = find_dtype(dtype), _recipe_for(scheme)
+    chosen, wanted, shard = find_dtype(dtype), _recipe_for(scheme), join(tensor_parallel)
     asked, found = os.fspath(path), resolve(os.fspath(path), revision, token)
     if isinstance(found, Repository):  # download its weights only if the device exists and has room for them
         card = open_device(device)
         if found.describable():
             described = open_headers(found, cancel)
-            _check(described, lay_out(described, card, chosen or described.dtype, wanted, fuse), card)
+            _check(described, lay_out(described, card, chosen or described.dtype, wanted, fuse, shard), card)
     local, began = _whole(found, progress, cancel), time.perf_counter()
     counter = Counter(f"loading {asked}", progress, cancel, "Its memory was released; it can be loaded again", bytes_text)
     checkpoint = open_checkpoint(local)
     target = open_device(device)
-    layout = lay_out(checkpoint, target, chosen or checkpoint.dtype, wanted, fuse)
+    _check_ranks(shard, asked, target, config=checkpoint.config, dtype=chosen or checkpoint.dtype, scheme=wanted, seed=drawn)
+    layout = lay_out(checkpoint, target, chosen or checkpoint.dtype, wanted, fuse, shard)
     before = target.memory()
     with _without_values(checkpoint, target):
         _place(checkpoint, layout, target, counter, drawn)
@@ -133,10 +140,24 @@ def _recipe_for(scheme: str | Scheme | Recipe | None) -> Recipe | str | None:
         raise unknown_name("scheme", scheme, [*error.facts["known"], "none"]) from None  # type: ignore[misc]
 
 
-def _option_of_wrapped(dtype: torch.dtype | str | None, engine: str | None, scheme: object) -> torch.dtype | None:
+def _check_ranks(shard: Shard, asked: str, device: Device, **facts: object) -> None:
+    """Check that the ranks load the same model on devices of one kind, on which they can exchange results."""
+    if shard == WHOLE:
+        return
+    if device.torch.type == "cuda":
+        found = "collectives on CUDA are not written yet"
+        raise DeviceError(f"{asked} over {shard.ranks} ranks on {device.name}", found, 'Use "virtual:h200" or "cpu"')
+    card = device.name if device.spec is None else device.spec.name
+    check_same(shard, f"loading {asked}", device=card, torch=torch.__version__, toolkit=__version__, **facts)
+
+
+def _option_of_wrapped(
+    dtype: torch.dtype | str | None, engine: str | None, scheme: object, tensor_parallel: object
+) -> torch.dtype | None:
     """Return the dtype of a model of transformers. Raises ModelError for options that apply to the toolkit's models only."""
-    if scheme is not None or engine == "toolkit":
-        option = "engine='toolkit'" if scheme is None else f"scheme={scheme!r}"
+    if scheme is not None or engine == "toolkit" or tensor_parallel != 1:
+        option = f"tensor_parallel={tensor_parallel!r}" if tensor_parallel != 1 else f"scheme={scheme!r}"
+        option = "engine='toolkit'" if engine == "toolkit" else option
         raise ModelError(
             "a model of transformers", f"{option} applies to the toolkit's models only", "Leave it out, or pass a path"
         )
@@ -165,7 +186,7 @@ def _place(checkpoint: Checkpoint, layout: Layout, device: Device, counter: Coun
             for name, parameter in list(module.named_parameters(recurse=False)):
                 assign(module, name, torch.empty(parameter.shape, dtype=parameter.dtype, device=device.torch))
         if checkpoint.weights is None:
-            draw(model, device, seed, counter)
+            draw(model, device, seed, counter, model.shard)
         else:
             Filler(checkpoint.weights, device.torch, scratch_for(largest), counter).fill(model, checkpoint.names)
         device.sync()
@@ -173,7 +194,7 @@ def _place(checkpoint: Checkpoint, layout: Layout, device: Device, counter: Coun
         traceback.clear_frames(error.__traceback__)
         _empty(model, device)
         if isinstance(error, torch.OutOfMemoryError):
-            raise too_big(what, device, needed, _smaller(checkpoint, device, model.dtype, needed)) from error
+            raise too_big(what, device, needed, _smaller(checkpoint, device, model.dtype, model.shard, needed)) from error
         raise
     model.tokenizer = checkpoint.tokenizer
     model.requires_grad_(False).eval()
@@ -183,18 +204,20 @@ def _check(checkpoint: Checkpoint, layout: Layout, device: Device) -> tuple[str,
     """Return what is loaded and the bytes that it needs. Raises DeviceError if the device does not have them free."""
     needed = needed_bytes(layout.model.parameters())
     what = f"{checkpoint.path.name} in {', '.join(layout.held())}"
-    check_room(what, device, needed, _smaller(checkpoint, device, layout.model.dtype, needed))
+    check_room(what, device, needed, _smaller(checkpoint, device, layout.model.dtype, layout.model.shard, needed))
     return what, needed
 
 
-def _smaller(checkpoint: Checkpoint, device: Device, dtype: torch.dtype, needed: int) -> Iterator[tuple[str, int]]:
+def _smaller(
+    checkpoint: Checkpoint, device: Device, dtype: torch.dtype, shard: Shard, needed: int
+) -> Iterator[tuple[str, int]]:
     """Yield options that need less than `needed` bytes, with the bytes that they need."""
     ways: list[tuple[str, torch.dtype, Recipe | str | None]] = []
     if dtype.itemsize > 2:
         ways.append(('dtype="bfloat16"', torch.bfloat16, None))
     ways += [(f'scheme="{name}"', torch.bfloat16, recipe(name)) for name in SMALLER]
     for option, held_in, way in ways:
-        size = needed_bytes(lay_out(checkpoint, device, held_in, way, fuse=False).model.parameters())
+        size = needed_bytes(lay_out(checkpoint, device, held_in, way, False, shard).model.parameters())
         if size < needed:
             yield option, size
 
@@ -232,5 +255,5 @@ def _report(
         weight_bytes=held.total(), allocated_bytes=needed_bytes(layout.model.parameters()),
         peak_bytes=after.peak_bytes - before.allocated_bytes if after.peak_bytes > before.peak_bytes else None,
         stored_bytes=0 if drawn else stored_bytes, skipped=checkpoint.skipped, seconds=seconds, drawn=drawn,
-        sizes_only=drawn and isinstance(device, VirtualGpu),
+        sizes_only=drawn and isinstance(device, VirtualGpu), shard=layout.model.shard,
     )  # fmt: skip

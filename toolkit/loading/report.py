@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from toolkit.core.ranks import WHOLE, Shard
 from toolkit.core.units import bytes_text
 from toolkit.loading.layout import Fused
 
@@ -16,7 +17,8 @@ class Report:
     `bytes_by_kind` are weights by scheme ("q4_k") or dtype ("bfloat16"), and `weight_bytes` is their sum. `allocated_bytes` is
     the same sum with each tensor rounded up as by the allocator. `peak_bytes` is the peak during loading minus the bytes
     allocated before; None if the device had a higher peak before, or reports none. `skipped` lists stored tensors that were not
-    loaded. `drawn` is True for random weights; `seconds` is then the time for drawing them.
+    loaded. `shard` is the part of the model that was loaded. `drawn` is True for random weights; `seconds` is then the time for
+    drawing them.
     """
 
     source: str
@@ -31,10 +33,12 @@ class Report:
     seconds: float
     drawn: bool = False
     sizes_only: bool = False
+    shard: Shard = WHOLE
 
     def __repr__(self) -> str:
         kinds = ", ".join(f"{bytes_text(size)} {kind}" for kind, size in self.bytes_by_kind.items())
         fused = f"; fused {', '.join(map(str, self.fused))}" if self.fused else ""
         skipped = f"; {len(self.skipped):,} stored tensors skipped" if self.skipped else ""
+        part = "" if self.shard == WHOLE else f", {self.shard},"
         how = "sizes only" if self.sizes_only else "drawn at random" if self.drawn else "loaded"
-        return f"{self.source} {how} on {self.device} in {self.seconds:.1f} s: {kinds}{fused}{skipped}"
+        return f"{self.source}{part} {how} on {self.device} in {self.seconds:.1f} s: {kinds}{fused}{skipped}"

@@ -17,13 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from toolkit import ops
+from toolkit.core.ranks import WHOLE, Shard
 from toolkit.models.cache import Cache, KeysValues, Reach, Ring, State
 from toolkit.models.cache_codes import every_position
 from toolkit.models.costs import Cost, each, look_up, weigh
+from toolkit.models.cuts import Cut, evenly, split_heads, spread
 from toolkit.models.gemma4_config import FULL, SLIDING, Config, Heads
 from toolkit.models.gemma4_names import SKIPPED, names_gguf, names_hf
-from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, Residual, RMSNorm, to_dtype
+from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, Residual, RMSNorm
 from toolkit.models.model import CausalLM
+from toolkit.models.places import to_dtype
 from toolkit.ops import HeadLayout, Operand
 from toolkit.ops.reference.attention import cached_attention, causal_attention, rope_of, rotate
 from toolkit.weights.packed import PackedMatrix
@@ -63,26 +66,33 @@ class Pass:
         return {kind: table.index_select(0, self.positions) for kind, table in self.tables.items()}
 
 
+def _heads(config: Config, kind: str, shard: Shard) -> tuple[Cut, Cut]:
+    """Return the cuts of the query heads and of the KV heads of layers of this kind."""
+    names = ("num_attention_heads", f"KV heads in layers of {kind}")
+    return split_heads(config.num_attention_heads, config.heads(kind).kv_heads, shard, names)
+
+
 class Attention(nn.Module):
     """Grouped-query attention with normalized queries, keys and values, and unscaled scores."""
 
-    def __init__(self, config: Config, layer: int) -> None:
+    def __init__(self, config: Config, layer: int, shard: Shard) -> None:
         super().__init__()
         self.layer, self.kind, self.eps = layer, config.layer_types[layer], config.rms_norm_eps
         self.window = config.sliding_window if self.kind == SLIDING else None
-        heads, bias = config.heads(self.kind), config.attention_bias
+        head_dim, bias = config.heads(self.kind).head_dim, config.attention_bias
+        heads, kv_heads = _heads(config, self.kind, shard)
         self.source = config.source(layer)  # the layer whose keys and values this layer attends to
-        self.head_dim, self.shares, self.lends = heads.head_dim, self.source != layer, config.lends(layer)
-        sizes = {"q": config.num_attention_heads * heads.head_dim}
+        self.head_dim, self.shares, self.lends = head_dim, self.source != layer, config.lends(layer)
+        sizes = {"q": heads.times(head_dim)}
         if not self.shares:
-            sizes["k"] = heads.kv_heads * heads.head_dim
+            sizes["k"] = kv_heads.times(head_dim)
             if self.kind == SLIDING or not config.attention_k_eq_v:
                 sizes["v"] = sizes["k"]
-            self.k_norm = RMSNorm(heads.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(head_dim, config.rms_norm_eps)
         self.qkv = Joined(config.hidden_size, sizes, bias=bias)
-        self.q_norm = RMSNorm(heads.head_dim, config.rms_norm_eps)
+        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps)
         self.o = Linear(sizes["q"], config.hidden_size, bias=bias)
-        about = (config.num_attention_heads, 0 if self.shares else heads.kv_heads, heads.head_dim)
+        about = (heads.held, 0 if self.shares else kv_heads.held, head_dim)
         self.heads = HeadLayout(*about, values_are_keys="v" not in sizes, value_norm=True, eps=config.rms_norm_eps)
 
     def forward(self, x: Operand, at: Pass) -> Tensor:
@@ -170,17 +180,19 @@ class Router(nn.Module):
 class RoutedExperts(nn.Module):
     """Experts next to the MLP, with norms of their own. Their router reads the hidden state before the norm."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, shard: Shard) -> None:
         super().__init__()
         activation = ACTIVATIONS[config.hidden_activation]
         self.router = Router(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.experts = Experts(config.num_experts, config.hidden_size, config.moe_intermediate_size, activation)
+        width = evenly(config.moe_intermediate_size, shard, "moe_intermediate_size")
+        self.experts = Experts(config.num_experts, config.hidden_size, width, activation)
         self.post_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, 1)  # [B * T, hidden]
-        out: Tensor = self.post_norm(self.experts(self.norm(rows), *self.router(rows)))
+        mixed = ops.all_reduce(self.experts(self.norm(rows), *self.router(rows)), self.experts.ranks)
+        out: Tensor = self.post_norm(mixed)
         return out.view(x.shape)
 
 
@@ -202,15 +214,16 @@ class LayerInput(nn.Module):
 class Block(nn.Module):
     """One layer: x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), times a scalar."""
 
-    def __init__(self, config: Config, layer: int) -> None:
+    def __init__(self, config: Config, layer: int, shard: Shard) -> None:
         super().__init__()
         norm = partial(RMSNorm, config.hidden_size, config.rms_norm_eps)
-        self.attention_norm, self.attention, self.attention_post_norm = norm(), Attention(config, layer), norm()
+        self.attention_norm, self.attention, self.attention_post_norm = norm(), Attention(config, layer, shard), norm()
         activation = ACTIVATIONS[config.hidden_activation]
         self.mlp_norm, self.mlp_post_norm = norm(), norm()
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_sizes[layer], activation)
+        width = evenly(config.intermediate_sizes[layer], shard, "intermediate_size")
+        self.mlp = GatedMLP(config.hidden_size, width, activation)
         if config.num_experts:
-            self.dense_post_norm, self.routed = norm(), RoutedExperts(config)
+            self.dense_post_norm, self.routed = norm(), RoutedExperts(config, shard)
         if config.hidden_size_per_layer_input:
             self.layer_input = LayerInput(config)
         self.has_experts, self.has_input = config.num_experts > 0, config.hidden_size_per_layer_input > 0
@@ -233,13 +246,15 @@ class Block(nn.Module):
 class TokenEmbedding(Embedding):
     """Rows of the token table times sqrt(hidden), followed by the per-layer inputs of the token if the config has them."""
 
-    def __init__(self, config: Config, dtype: torch.dtype) -> None:
-        super().__init__(config.vocab_size, config.hidden_size, dtype, _rounded(config.hidden_size**0.5, dtype))
+    def __init__(self, config: Config, dtype: torch.dtype, shard: Shard) -> None:
+        vocab = spread(config.vocab_size, shard)
+        super().__init__(vocab, config.hidden_size, dtype, _rounded(config.hidden_size**0.5, dtype))
         width = config.hidden_size_per_layer_input
         self.per_layer: Embedding | None = None
         if width:
             scale = _rounded(width**0.5, dtype)
-            self.per_layer = Embedding(config.vocab_size_per_layer_input, config.num_hidden_layers * width, dtype, scale)
+            rows = spread(config.vocab_size_per_layer_input, shard)
+            self.per_layer = Embedding(rows, config.num_hidden_layers * width, dtype, scale)
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids of any shape -> [*ids.shape, hidden + layers * hidden_size_per_layer_input]."""
@@ -279,14 +294,14 @@ class Model(CausalLM):
     embed: TokenEmbedding
     KEEPS_FP32 = ("rope_freqs",)
 
-    def __init__(self, config: Config, device: Device, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__(config, device, dtype)
+    def __init__(self, config: Config, device: Device, dtype: torch.dtype = torch.float32, shard: Shard = WHOLE) -> None:
+        super().__init__(config, device, dtype, shard)
         with torch.device("meta"):
-            self.embed = TokenEmbedding(config, dtype)
-            self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
+            self.embed = TokenEmbedding(config, dtype, shard)
+            self.layers = nn.ModuleList(Block(config, i, shard) for i in range(config.num_hidden_layers))
             self.layer_inputs = LayerInputs(config) if config.hidden_size_per_layer_input else None
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-            self.head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
+            self.head = None if config.tie_word_embeddings else Linear(config.hidden_size, self.vocab)
             self.rope_freqs = nn.Parameter(torch.ones(config.full.head_dim // 2)) if config.rope_freqs_stored else None
         to_dtype(self, dtype)
 
@@ -304,15 +319,16 @@ class Model(CausalLM):
         c = self.config
         slots = torch.arange(context, device=self.device.torch)
         makers: list[Callable[[], State] | None] = []
-        full = every_position(kv, c.full.kv_heads, context, c.full.head_dim, self.dtype, self.device.torch)
+        kv_heads = {kind: _heads(c, kind, self.shard)[1].held for kind in {FULL, *c.layer_types}}
+        full = every_position(kv, kv_heads[FULL], context, c.full.head_dim, self.dtype, self.device.torch)
         for layer, kind in enumerate(c.layer_types):
-            heads, like = c.heads(kind), (self.dtype, self.device.torch)
+            like = (c.heads(kind).head_dim, self.dtype, self.device.torch)
             if layer >= c.first_shared_layer:
                 makers.append(None)
             elif kind == FULL:
                 makers.append(full)
             else:
-                makers.append(partial(Ring, heads.kv_heads, c.sliding_window, context, heads.head_dim, *like))
+                makers.append(partial(Ring, kv_heads[kind], c.sliding_window, context, *like))
         return Cache(slots, self._ropes(slots)).fill(makers)
 
     def reaches(self, positions: Tensor, cache: Cache, length: int) -> dict[str, Reach]:
@@ -369,15 +385,15 @@ class Model(CausalLM):
                 own = [i for i in layers if (i >= c.first_shared_layer) == shares]
                 if not own:
                     continue
-                heads = c.heads(kind)
+                head_dim, (heads, kv_heads) = c.heads(kind).head_dim, _heads(c, kind, self.shard)
                 entries = min(length, c.sliding_window) if kind == SLIDING else length
-                kv_bytes = 2 * heads.kv_heads * heads.head_dim * self.dtype.itemsize  # per token; keys and values differ
+                kv_bytes = 2 * kv_heads.held * head_dim * self.dtype.itemsize  # per token; keys and values differ
                 found.append(
                     weigh(
                         "attention",
                         each(self.layers, "attention", only=own),
                         kind=f"{name}, shared" if shares else name,
-                        flops=4 * c.num_attention_heads * heads.head_dim * entries,
+                        flops=4 * heads.held * head_dim * entries,
                         state_bytes=kv_bytes * entries,
                         state_per_token_bytes=0 if shares or entries < length else kv_bytes,
                         state_held_bytes=0 if shares else None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from toolkit.models.gemma4_config import FULL, Config
-from toolkit.models.layers import Source
+from toolkit.models.places import Source
 
 SKIPPED = (  # parts of multimodal checkpoints, and tensors other than weights in some text checkpoints
     r"(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder|multi_modal_projector)\.",

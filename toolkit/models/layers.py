@@ -1,22 +1,22 @@
 """Building blocks that the architectures share: linear layers (plain, packed, joined), norms, MLPs, experts, residuals.
 
-Other functions put weights into a model built on "meta". The layers use plain PyTorch and `toolkit.ops` and are written
-so that a decode step launches few kernels and copies nothing: they neither index with host data nor wait for the device.
+The layers use plain PyTorch and `toolkit.ops` and are written so that a decode step launches few kernels and copies nothing:
+they neither index with host data nor wait for the device. Sizes that are cuts divide a model among ranks (see `cuts`).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from toolkit import ops
+from toolkit.models.cuts import Size, as_cut, end_to_end, parts_of
 from toolkit.ops import Operand, Projected
 from toolkit.weights.packed import PackedMatrix, experts_matmul
-from toolkit.weights.schemes import Scheme
 
 DENSE_VALUES = 1 << 24  # outputs computed at a time when every expert processes every token: bounds the intermediate memory
 TRACED_TOKENS = 512  # number of tokens that is assumed when a graph for any number of tokens is traced
@@ -84,18 +84,29 @@ class Linear(nn.Module):
 
     With `experts`, the weight is a stack of matrices [experts, out, in], selected by number: `linear(x, chosen)`. The bias is
     added by a separate kernel, because `addmm` with one row copies the bias first on CUDA.
+
+    A `Cut` as a size is the part that the rank holds. If outputs are cut, the result holds the rank's outputs. If inputs are
+    cut, the result is the sum over all ranks; with `partial`, and with `experts`, it is only the rank's share of that sum.
     """
 
-    def __init__(self, size_in: int, size_out: int, bias: bool = False, experts: int | None = None) -> None:
+    ranks = 1  # over which the result is summed
+
+    def __init__(
+        self, size_in: Size, size_out: Size, bias: bool = False, experts: int | None = None, partial: bool = False
+    ) -> None:
         super().__init__()
-        shape = (size_out, size_in) if experts is None else (experts, size_out, size_in)
-        self.weight: nn.Parameter | PackedMatrix = nn.Parameter(torch.empty(shape))
-        self.bias = nn.Parameter(torch.empty(size_out)) if bias else None
+        rows, columns = as_cut(size_out), as_cut(size_in)
+        matrix = (rows.held, columns.held)
+        self.weight: nn.Parameter | PackedMatrix = nn.Parameter(torch.empty(matrix if experts is None else (experts, *matrix)))
+        self.bias = nn.Parameter(torch.empty(rows.held)) if bias else None
+        self.cuts = {"weight": (rows, columns), "bias": (rows,)}
+        if not partial and experts is None:
+            self.ranks = columns.shard.ranks
 
     def forward(self, x: Tensor | Operand, chosen: Tensor | slice | None = None) -> Tensor:
         """x [..., in] -> [..., out]; with `chosen` (n experts), a plain x [n, T, in] -> [n, T, out]."""
         if chosen is None:
-            out = ops.matmul(x, self.weight)
+            out = ops.all_reduce(ops.matmul(x, self.weight), self.ranks)
         else:
             assert isinstance(x, Tensor)
             out = experts_matmul(x, self.weight, chosen)
@@ -105,12 +116,14 @@ class Linear(nn.Module):
 class Joined(nn.Module):
     """Matrices with the same input, such as q, k and v. `join` merges neighbors with the same dtype or scheme into one matrix.
 
-    Calling the module returns the outputs in order, merged or not.
+    Calling the module returns the outputs in order, merged or not. `sizes` are those of the whole outputs or the rank's cuts of
+    them; the attribute `sizes` has those that the rank holds.
     """
 
-    def __init__(self, size_in: int, sizes: Mapping[str, int], bias: bool = False, experts: int | None = None) -> None:
+    def __init__(self, size_in: int, sizes: Mapping[str, Size], bias: bool = False, experts: int | None = None) -> None:
         super().__init__()
-        self.sizes = dict(sizes)
+        self.cuts = {name: {"weight": (as_cut(size), as_cut(size_in)), "bias": (as_cut(size),)} for name, size in sizes.items()}
+        self.sizes = {name: as_cut(size).held for name, size in sizes.items()}
         self.groups: tuple[tuple[str, ...], ...] = tuple((name,) for name in sizes)
         for name, size in sizes.items():
             self.add_module(name, Linear(size_in, size, bias, experts))
@@ -170,7 +183,8 @@ class Joined(nn.Module):
             delattr(self, "_".join(group))
             for name in group:
                 rows = slice(start, start := start + self.sizes[name])
-                self.add_module(name, _rows(whole, rows))
+                self.add_module(name, part := _rows(whole, rows))
+                part.cuts = self.cuts[name]
         self.groups = tuple((name,) for group in self.groups for name in group)
 
     def _part(self, group: tuple[str, ...]) -> Linear:
@@ -192,6 +206,8 @@ def _cat(parts: Sequence[Linear]) -> Linear:
     whole.weight = _cat_weights([part.weight for part in parts])
     biases = [part.bias.detach() for part in parts if part.bias is not None]
     whole.bias = nn.Parameter(_end_to_end(biases, 0)) if biases else None
+    rows = end_to_end(*(part.cuts["bias"][0] for part in parts))
+    whole.cuts = {"weight": (rows, parts[0].cuts["weight"][1]), "bias": (rows,)}
     if not any(p.requires_grad for part in parts for p in part.parameters()):
         whole.requires_grad_(False)
     return whole
@@ -233,30 +249,56 @@ def _end_to_end(tensors: Sequence[Tensor], dim: int) -> Tensor:
 
 
 class Embedding(nn.Module):
-    """Rows of a table [vocab, size], plain or packed, times `scale`. Rows of a packed table are returned in `dtype`."""
+    """Rows of a table [vocab, size], plain or packed, times `scale`. Rows of a packed table are returned in `dtype`.
 
-    def __init__(self, vocab: int, size: int, dtype: torch.dtype, scale: float = 1.0) -> None:
+    If `vocab` is cut, each rank holds some of the rows, and the result is the sum over the ranks: a rank adds zeros for the ids
+    whose rows it doesn't hold.
+    """
+
+    def __init__(self, vocab: Size, size: int, dtype: torch.dtype, scale: float = 1.0) -> None:
         super().__init__()
-        self.weight: nn.Parameter | PackedMatrix = nn.Parameter(torch.empty(vocab, size))
+        rows = as_cut(vocab)
+        self.weight: nn.Parameter | PackedMatrix = nn.Parameter(torch.empty(rows.held, size))
         self.dtype, self.scale = dtype, scale
+        self.cuts = {"weight": (rows, as_cut(size))}
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids of any shape -> [*ids.shape, size]."""
-        return ops.embed(ids, self.weight, self.dtype, self.scale)
+        rows, _ = self.cuts["weight"]
+        if rows.held == rows.size:
+            return ops.embed(ids, self.weight, self.dtype, self.scale)
+        own = ids - rows.ranges[0][0]
+        near = own.clamp(0, rows.held - 1)
+        found = ops.embed(near, self.weight, self.dtype, self.scale)
+        return ops.all_reduce(found.masked_fill_((own != near)[..., None], 0), rows.shard.ranks)
 
     def on_host(self) -> Embedding:
-        """Return a copy of the table on the CPU."""
-        parameters = {id(p): nn.Parameter(p.detach().cpu(), requires_grad=False) for p in self.parameters()}
-        return copy.deepcopy(self, parameters)
+        """Return a copy of the table on the CPU, with the rows of all ranks."""
+        whole: dict[int, nn.Parameter] = {}
+        for table in _tables(self):
+            rows, _ = table.cuts["weight"]
+            sizes = parts_of(rows.size, rows.shard.ranks)
+            for part in [table.weight] if isinstance(table.weight, Tensor) else table.weight.parameters():
+                whole[id(part)] = nn.Parameter(ops.all_gather(part.detach().cpu(), sizes, 0), requires_grad=False)
+        found = copy.deepcopy(self, whole)
+        for table in _tables(found):
+            rows, columns = table.cuts["weight"]
+            table.cuts = {"weight": (as_cut(rows.size), columns)}
+        return found
+
+
+def _tables(embedding: Embedding) -> list[Embedding]:
+    """Return the tables of an embedding: itself, and others inside."""
+    return [module for module in embedding.modules() if isinstance(module, Embedding)]
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)); `activation` is one of `ops.ACTIVATIONS`."""
+    """down(activation(gate(x)) * up(x)); `activation` is one of `ops.ACTIVATIONS`. For `partial`, see `Linear`."""
 
-    def __init__(self, hidden: int, width: int, activation: str = "silu") -> None:
+    def __init__(self, hidden: int, width: Size, activation: str = "silu", partial: bool = False) -> None:
         super().__init__()
         self.gate_up = Joined(hidden, {"gate": width, "up": width})
-        self.down = Linear(width, hidden)
+        self.down = Linear(width, hidden, partial=partial)
         self.activation = activation
 
     def forward(self, x: Tensor | Operand) -> Tensor:
@@ -275,11 +317,13 @@ class Experts(nn.Module):
     """Gated MLPs of which each token uses a few; the result is the weighted sum of their outputs.
 
     A few tokens read only their chosen experts; many tokens run through all experts, in chunks. Nothing is copied to the host.
+    If `width` is cut, each rank holds a part of every expert, so that all ranks have the same work for any choice of experts.
+    The result is then the rank's share of the sum over `ranks`.
     """
 
-    def __init__(self, experts: int, hidden: int, width: int, activation: str = "silu") -> None:
+    def __init__(self, experts: int, hidden: int, width: Size, activation: str = "silu") -> None:
         super().__init__()
-        self.count, self.width = experts, width
+        self.count, self.width, self.ranks = experts, as_cut(width).held, as_cut(width).shard.ranks
         self.gate_up = Joined(hidden, {"gate": width, "up": width}, experts=experts)
         self.down = Linear(width, hidden, experts=experts)
         self.activation = activation
@@ -311,7 +355,7 @@ class Experts(nn.Module):
 
         The softmax of the `top_k` largest scores weights the experts. `router` [experts, hidden] gives the scores; with a
         `shared` expert, one more row gives its weight before the sigmoid. Returns None if `x` holds several tokens, or if the
-        operation doesn't support these matrices.
+        operation doesn't support these matrices. Otherwise the pending output is the sum over all ranks.
         """
         packed = packed_pair(self.gate_up, self.down)
         own = None if shared is None else packed_pair(shared.gate_up, shared.down)
@@ -322,96 +366,8 @@ class Experts(nn.Module):
         if not ops.moe_fits(x.added, x.x, norm.weight, router, packed, self.activation, own):
             return None
         out, total = ops.moe(x.added, x.x, norm.weight, norm.eps, router, top_k, packed, self.activation, own)
-        return Residual(total, out)
+        return Residual(total, ops.all_reduce(out, self.ranks))
 
     def _run(self, x: Tensor, experts: Tensor | slice) -> Tensor:
         out: Tensor = self.down(self.gate_up.gated(x, self.activation, experts), experts)
         return out
-
-
-@dataclass(frozen=True)
-class Source:
-    """The source of one weight in a checkpoint.
-
-    Attributes:
-        names: The stored tensors. Several are single experts, stacked in this order along a new first dimension.
-        rows: The rows (of the second to last dimension) to use, if two matrices are stored as one.
-        change: A function applied to the values in fp32, such as adding one to a norm; never for quantized weights.
-        shape: The shape to view the stored tensor in first (a convolution is stored as [C, 1, K]); None leaves it as it is.
-    """
-
-    names: tuple[str, ...]
-    rows: slice | None = None
-    change: Callable[[Tensor], Tensor] | None = None
-    shape: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True)
-class Spot:
-    """The place of a weight in a model: attribute `leaf` of `owner`, and its rows if matrices were joined."""
-
-    owner: nn.Module
-    leaf: str
-    rows: slice | None = None
-
-    @property
-    def weight(self) -> Tensor | PackedMatrix:
-        """The current weight: the whole matrix, to which `rows` applies."""
-        found: Tensor | PackedMatrix = getattr(self.owner, self.leaf)
-        return found
-
-
-def spot(model: nn.Module, name: str) -> Spot:
-    """Return the place of the weight called `name` ("layers.0.mlp.gate_up.gate.weight"), joined or not."""
-    path, _, leaf = name.rpartition(".")
-    parent_path, _, part = path.rpartition(".")
-    parent = model.get_submodule(parent_path)
-    if not isinstance(parent, Joined):
-        return Spot(model.get_submodule(path), leaf)
-    group = next(group for group in parent.groups if part in group)
-    start = sum(parent.sizes[before] for before in group[: group.index(part)])
-    rows = slice(start, start + parent.sizes[part]) if len(group) > 1 else None
-    return Spot(parent.get_submodule("_".join(group)), leaf, rows)
-
-
-def set_scheme(model: nn.Module, name: str, scheme: Scheme) -> None:
-    """Replace the weight called `name` by a packed one in `scheme`. The model is on "meta", and the weight not joined yet.
-
-    Raises ModelError if the rows can't be divided into the scheme's groups.
-    """
-    place = spot(model, name)
-    assert place.rows is None, f"{name} is joined to others"
-    packed = PackedMatrix(scheme, tuple(place.weight.shape))
-    delattr(place.owner, place.leaf)  # a module can't take the name of a parameter
-    setattr(place.owner, place.leaf, packed)
-
-
-def assign(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Replace the parameter called `name` by `tensor`, which has the right device and dtype, without a copy."""
-    owner, _, leaf = name.rpartition(".")
-    old = module.get_parameter(name)
-    setattr(module.get_submodule(owner), leaf, nn.Parameter(tensor, requires_grad=old.requires_grad))
-
-
-def to_dtype(module: nn.Module, dtype: torch.dtype) -> None:
-    """Convert the parameters of `module` to `dtype`, except those that stay fp32: norms, and names in `KEEPS_FP32`."""
-    for part in module.modules():
-        if not isinstance(part, RMSNorm | PackedMatrix):
-            kept = getattr(part, "KEEPS_FP32", ())
-            for name, old in part.named_parameters(recurse=False):
-                if old.dtype.is_floating_point and name not in kept:
-                    setattr(part, name, nn.Parameter(old.to(dtype), requires_grad=old.requires_grad))
-
-
-def initialize(module: nn.Module, device: torch.device, seed: int, std: float = 0.02) -> None:
-    """Initialize every parameter: norms to one, biases to zero, others normal with `std`, drawn on the CPU from `seed`.
-
-    The same seed gives the same weights on every device.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    for name, old in list(module.named_parameters()):
-        if old.ndim > 1:
-            value = torch.randn(old.shape, generator=generator) * std
-        else:
-            value = torch.zeros(old.shape) if name.endswith("bias") else torch.ones(old.shape)
-        assign(module, name, value.to(device, old.dtype))

@@ -16,10 +16,13 @@ from torch import Tensor, nn
 
 from toolkit import ops
 from toolkit.core.errors import DeviceError, ModelError
+from toolkit.core.ranks import WHOLE, Shard
 from toolkit.kernels.filters import NUMBERS, WORK, Rules
 from toolkit.models.cache import Cache, Reach, check_one_sequence
 from toolkit.models.costs import Cost, Shown
-from toolkit.models.layers import Embedding, Linear, Residual, RMSNorm, initialize
+from toolkit.models.cuts import parts_of, spread
+from toolkit.models.layers import Embedding, Linear, Residual, RMSNorm
+from toolkit.models.places import initialize
 from toolkit.ops.define import GPUS
 from toolkit.weights.packed import PackedMatrix
 
@@ -91,6 +94,9 @@ class Model(Protocol):
 class CausalLM(Shown, nn.Module):
     """Base class of the toolkit's models. They are built on "meta"; a loader or `init_weights` allocates the weights.
 
+    With a `shard` of several ranks, the model holds only that part of the weights and of its caches, and calls collectives: all
+    ranks must call it with the same arguments, in the same order, and get the same results.
+
     `model(ids)` maps token ids [B, T] on the device to fp32 logits [B, T, vocab], with gradients. Decoding uses `new_cache`,
     `embed`, `advance` and `logits`. `tokenizer` is None until a loader finds one.
     """
@@ -102,9 +108,11 @@ class CausalLM(Shown, nn.Module):
     report: Report  # set by `tk.load`
     head: Linear | None  # None if the embedding table is the output head too
 
-    def __init__(self, config: ModelConfig, device: Device, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, device: Device, dtype: torch.dtype, shard: Shard = WHOLE) -> None:
         super().__init__()
-        self.config, self.device, self.dtype = config, device, dtype
+        self.config, self.device, self.dtype, self.shard = config, device, dtype, shard
+        self.vocab = spread(config.vocab_size, shard)  # the tokens whose embeddings and logits this rank computes
+        self.vocab_sizes = parts_of(config.vocab_size, shard.ranks)  # how many tokens each rank has
         self.tokenizer: Tokenizer | None = None
 
     def init_weights(self, seed: int = 0) -> Self:
@@ -132,7 +140,8 @@ class CausalLM(Shown, nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """Return the fp32 logits [B, T, vocab] of hidden states [B, T, hidden]."""
         weight = self.embed.weight if self.head is None else self.head.weight
-        return ops.matmul(self.norm.operand(x, ops.takes_quantized(weight)), weight).float()
+        own = ops.matmul(self.norm.operand(x, ops.takes_quantized(weight)), weight)
+        return ops.all_gather(own, self.vocab_sizes).float()
 
     def reaches(self, positions: Tensor, cache: Cache, length: int) -> dict[str, Reach]:
         """Return where tokens at `positions` are written and which slots they attend to, by kind of layer."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from toolkit.models.layers import Source
+from toolkit.models.places import Source
 
 SKIPPED = (
     r"mtp\.",  # multi-token prediction layers in Hugging Face checkpoints

@@ -16,12 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from toolkit import ops
+from toolkit.core.ranks import WHOLE, Shard
 from toolkit.models.cache import Cache, KeysValues, Reach, Ring, State
 from toolkit.models.cache_codes import every_position
 from toolkit.models.costs import Cost, each, look_up, weigh
-from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, Residual, RMSNorm, to_dtype
+from toolkit.models.cuts import Cut, evenly, split_heads
+from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, Residual, RMSNorm
 from toolkit.models.model import CausalLM
 from toolkit.models.names import SKIPPED
+from toolkit.models.places import to_dtype
 from toolkit.models.qwen3_config import Config, names_gguf, names_hf
 from toolkit.ops import HeadLayout, Operand
 from toolkit.ops.reference.attention import cached_attention, causal_attention
@@ -46,20 +49,26 @@ class At:
         return self.cache.ropes["full"].index_select(0, self.full.positions)
 
 
+def _heads(config: Config, shard: Shard) -> tuple[Cut, Cut]:
+    """Return the cuts of the query heads and of the KV heads."""
+    names = ("num_attention_heads", "num_key_value_heads")
+    return split_heads(config.num_attention_heads, config.num_key_value_heads, shard, names)
+
+
 class Attention(nn.Module):
     """Grouped-query attention with normalized query and key heads, on the sequence itself or on a cache."""
 
-    def __init__(self, config: Config, layer: int) -> None:
+    def __init__(self, config: Config, layer: int, shard: Shard) -> None:
         super().__init__()
         self.layer, self.head_dim, self.scale = layer, config.head_dim, config.head_dim**-0.5
         self.rope, self.window = config.rope, config.sliding_window if layer in config.windowed else None
-        width, kv_width = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        heads, kv_heads = _heads(config, shard)
+        width, kv_width = heads.times(config.head_dim), kv_heads.times(config.head_dim)
         self.qkv = Joined(config.hidden_size, {"q": width, "k": kv_width, "v": kv_width}, bias=config.attention_bias)
         self.o = Linear(width, config.hidden_size, bias=config.attention_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        about = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-        self.heads = HeadLayout(*about, eps=config.rms_norm_eps)
+        self.heads = HeadLayout(heads.held, kv_heads.held, config.head_dim, eps=config.rms_norm_eps)
 
     def forward(self, x: Operand, at: At | None, rope: Tensor | None) -> Tensor:
         """x holds [B, T, hidden]. Without a cache (`at`), `rope` is the rotary table of the sequence."""
@@ -95,11 +104,12 @@ class SparseMLP(nn.Module):
     It also computes the norm before it, so that for one token norm and router are one launch.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, shard: Shard) -> None:
         super().__init__()
         self.top_k, self.scaled = config.num_experts_per_tok, config.norm_topk_prob
         self.router = Linear(config.hidden_size, config.num_experts)
-        self.experts = Experts(config.num_experts, config.hidden_size, config.moe_intermediate_size)
+        width = evenly(config.moe_intermediate_size, shard, "moe_intermediate_size")
+        self.experts = Experts(config.num_experts, config.hidden_size, width)
 
     def forward(self, x: Residual, norm: RMSNorm) -> Residual:
         step = self.experts.step(x, norm, self.router.weight, self.top_k) if self.scaled else None
@@ -110,21 +120,22 @@ class SparseMLP(nn.Module):
         shares, chosen = self.router(rows).softmax(-1, dtype=torch.float32).topk(self.top_k, -1)
         if self.scaled:
             shares = shares / shares.sum(-1, keepdim=True)
-        return x.add(self.experts(rows, chosen, shares).view(x.x.shape))
+        out = ops.all_reduce(self.experts(rows, chosen, shares), self.experts.ranks)
+        return x.add(out.view(x.x.shape))
 
 
 class Block(nn.Module):
     """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: Config, layer: int) -> None:
+    def __init__(self, config: Config, layer: int, shard: Shard) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.attention = Attention(config, layer)
+        self.attention = Attention(config, layer, shard)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if layer in config.sparse:
-            self.moe = SparseMLP(config)
+            self.moe = SparseMLP(config, shard)
         else:
-            self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+            self.mlp = GatedMLP(config.hidden_size, evenly(config.intermediate_size, shard, "intermediate_size"))
 
     def forward(self, x: Residual, at: At | None, rope: Tensor | None = None) -> Residual:
         normed, x = x.normed(self.attention_norm, self.attention.qkv.takes_quantized)
@@ -140,13 +151,13 @@ class Model(CausalLM):
 
     config: Config
 
-    def __init__(self, config: Config, device: Device, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__(config, device, dtype)
+    def __init__(self, config: Config, device: Device, dtype: torch.dtype = torch.float32, shard: Shard = WHOLE) -> None:
+        super().__init__(config, device, dtype, shard)
         with torch.device("meta"):
-            self.embed = Embedding(config.vocab_size, config.hidden_size, dtype)
-            self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
+            self.embed = Embedding(self.vocab, config.hidden_size, dtype)
+            self.layers = nn.ModuleList(Block(config, i, shard) for i in range(config.num_hidden_layers))
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-            self.head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.head = None if config.tie_word_embeddings else Linear(config.hidden_size, self.vocab)
         to_dtype(self, dtype)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -158,11 +169,12 @@ class Model(CausalLM):
         c = self.config
         slots = torch.arange(context, device=self.device.torch)
         like = (c.head_dim, self.dtype, self.device.torch)
-        makers: list[Callable[[], State] | None] = [every_position(kv, c.num_key_value_heads, context, *like)]
+        kv_heads = _heads(c, self.shard)[1].held
+        makers: list[Callable[[], State] | None] = [every_position(kv, kv_heads, context, *like)]
         makers *= c.num_hidden_layers
         for layer in c.windowed:
             assert c.sliding_window is not None
-            makers[layer] = partial(Ring, c.num_key_value_heads, c.sliding_window, context, *like)
+            makers[layer] = partial(Ring, kv_heads, c.sliding_window, context, *like)
         return Cache(slots, {"full": c.rope.table(slots, self.dtype)}).fill(makers)
 
     def reaches(self, positions: Tensor, cache: Cache, length: int) -> dict[str, Reach]:
@@ -191,12 +203,13 @@ class Model(CausalLM):
     def _attention_cost(self, kind: str, layers: set[int], length: int) -> Cost:
         c = self.config
         entries = min(length, c.sliding_window or length) if kind == "sliding" else length
-        kv_bytes = 2 * c.num_key_value_heads * c.head_dim * self.dtype.itemsize  # per token and layer
+        heads, kv_heads = _heads(c, self.shard)
+        kv_bytes = 2 * kv_heads.held * c.head_dim * self.dtype.itemsize  # per token and layer
         return weigh(
             "attention",
             each(self.layers, "attention", only=layers),
             kind=kind,
-            flops=4 * c.num_attention_heads * c.head_dim * entries,
+            flops=4 * heads.held * c.head_dim * entries,
             state_bytes=kv_bytes * entries,
             state_per_token_bytes=kv_bytes if entries == length else 0,
         )

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from toolkit.core.errors import ModelError
 from toolkit.models.fields import MOST_EXPERTS, MOST_LAYERS, Fields, vocab_from_gguf
-from toolkit.models.layers import Source
 from toolkit.models.names import ends_hf, experts_gguf, experts_hf
+from toolkit.models.places import Source
 from toolkit.models.rotary import Rope, rope_from_gguf, rope_from_hf
 
 HF_TYPES = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_5_moe", "qwen3_5")

@@ -16,12 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from toolkit import ops
+from toolkit.core.ranks import WHOLE, Shard
 from toolkit.models.cache import Cache, KeysValues, Reach, Recurrent, State
 from toolkit.models.cache_codes import every_position
 from toolkit.models.costs import Cost, each, look_up, weigh
-from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, Residual, RMSNorm, assign, to_dtype
+from toolkit.models.cuts import Cut, as_cut, end_to_end, evenly, split_heads
+from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, Residual, RMSNorm
 from toolkit.models.model import CausalLM
 from toolkit.models.names import SKIPPED
+from toolkit.models.places import assign, held_of, to_dtype
 from toolkit.models.qwen3_5_config import Config, names_gguf, names_hf
 from toolkit.ops import HeadLayout, Operand
 from toolkit.ops.reference.attention import cached_attention, causal_attention
@@ -46,6 +49,20 @@ class At:
         return self.cache.ropes["full"].index_select(0, self.reach.positions)
 
 
+def _heads(config: Config, shard: Shard) -> tuple[Cut, Cut]:
+    """Return the cuts of the query heads and of the KV heads of attention layers."""
+    names = ("num_attention_heads", "num_key_value_heads")
+    return split_heads(config.num_attention_heads, config.num_key_value_heads, shard, names)
+
+
+def _delta_heads(config: Config, shard: Shard) -> tuple[Cut, Cut, Cut]:
+    """Return the cuts of the value heads, of the key heads, and of the channels of the convolution, of delta nets."""
+    c, names = config, ("linear_num_value_heads", "linear_num_key_heads")
+    values, keys = split_heads(c.linear_num_value_heads, c.linear_num_key_heads, shard, names, c.tiled)
+    key_size = keys.times(c.linear_key_head_dim)
+    return values, keys, end_to_end(key_size, key_size, values.times(c.linear_value_head_dim))
+
+
 class DeltaNet(nn.Module):
     """The gated delta net: a short causal convolution of queries, keys and values, then the delta rule, then a gated norm.
 
@@ -57,21 +74,23 @@ class DeltaNet(nn.Module):
     KEEPS_FP32 = ("conv", "decay", "dt_bias")
     INITIAL = {"conv": (-0.5, 0.5), "decay": (-16.0, -0.01)}  # noqa: RUF012 - the range of random ones; never changed
 
-    def __init__(self, config: Config, layer: int) -> None:
+    def __init__(self, config: Config, layer: int, shard: Shard) -> None:
         super().__init__()
         self.layer, self.config = layer, config
-        heads, channels = config.linear_num_value_heads, 2 * config.key_size + config.value_size
-        sizes = {"qkv": channels, "z": config.value_size, "b": heads, "a": heads}
-        self.inputs = Joined(config.hidden_size, sizes)
-        self.conv = nn.Parameter(torch.empty(channels, config.linear_conv_kernel_dim))
-        self.decay = nn.Parameter(torch.empty(heads))
-        self.dt_bias = nn.Parameter(torch.empty(heads))
+        heads, keys, channels = _delta_heads(config, shard)
+        taps, value_size = config.linear_conv_kernel_dim, heads.times(config.linear_value_head_dim)
+        self.inputs = Joined(config.hidden_size, {"qkv": channels, "z": value_size, "b": heads, "a": heads})
+        self.conv = nn.Parameter(torch.empty(channels.held, taps))
+        self.decay = nn.Parameter(torch.empty(heads.held))
+        self.dt_bias = nn.Parameter(torch.empty(heads.held))
+        self.cuts = {"conv": (channels, as_cut(taps)), "decay": (heads,), "dt_bias": (heads,)}
         self.norm = RMSNorm(config.linear_value_head_dim, config.rms_norm_eps)
-        self.out = Linear(config.value_size, config.hidden_size)
+        self.out = Linear(value_size, config.hidden_size)
+        self.key_heads = keys.held
 
     def forward(self, x: Operand, at: At | None) -> Tensor:
         c, norm = self.config, self.norm
-        heads = (c.linear_num_key_heads, c.linear_key_head_dim, c.tiled)
+        heads = (self.key_heads, c.linear_key_head_dim, c.tiled)
         layer = DeltaNetLayer(self.conv, self.decay, self.dt_bias, norm.weight, *heads, norm.eps)
         qkv, z, b, a = self.inputs(x)
         if at is None:
@@ -92,17 +111,17 @@ class Attention(nn.Module):
     The matrix "q" returns the query of each head, followed by its gate.
     """
 
-    def __init__(self, config: Config, layer: int) -> None:
+    def __init__(self, config: Config, layer: int, shard: Shard) -> None:
         super().__init__()
         self.layer, self.head_dim, self.rope = layer, config.head_dim, config.rope
         self.scale = config.head_dim**-0.5
-        width, kv_width = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        self.qkv = Joined(config.hidden_size, {"q": 2 * width, "k": kv_width, "v": kv_width}, bias=config.attention_bias)
-        self.o = Linear(width, config.hidden_size, bias=config.attention_bias)
+        heads, kv_heads = _heads(config, shard)
+        sizes = {"q": heads.times(2 * self.head_dim), "k": kv_heads.times(self.head_dim), "v": kv_heads.times(self.head_dim)}
+        self.qkv = Joined(config.hidden_size, sizes, bias=config.attention_bias)
+        self.o = Linear(heads.times(self.head_dim), config.hidden_size, bias=config.attention_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        about = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-        self.heads = HeadLayout(*about, gated=True, eps=config.rms_norm_eps)
+        self.heads = HeadLayout(heads.held, kv_heads.held, config.head_dim, gated=True, eps=config.rms_norm_eps)
 
     def forward(self, x: Operand, at: At | None, rope: Tensor | None) -> Tensor:
         """x holds [B, T, hidden]. Without a cache (`at`), `rope` is the rotary table of the sequence."""
@@ -139,13 +158,14 @@ class SparseMLP(nn.Module):
     It also computes the norm before it, so that for one token norm and router are one launch.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, shard: Shard) -> None:
         super().__init__()
         hidden = config.hidden_size
         self.top_k = config.num_experts_per_tok
         self.gates = Joined(hidden, {"router": config.num_experts, "shared": 1})
-        self.experts = Experts(config.num_experts, hidden, config.moe_intermediate_size)
-        self.shared = GatedMLP(hidden, config.shared_expert_intermediate_size)
+        width, shared = config.moe_intermediate_size, config.shared_expert_intermediate_size
+        self.experts = Experts(config.num_experts, hidden, evenly(width, shard, "moe_intermediate_size"))
+        self.shared = GatedMLP(hidden, evenly(shared, shard, "shared_expert_intermediate_size"), partial=True)
 
     def forward(self, x: Residual, norm: RMSNorm) -> Residual:
         step = self.experts.step(x, norm, self.gates.whole(), self.top_k, self.shared)
@@ -156,24 +176,25 @@ class SparseMLP(nn.Module):
         scores, gate = self.gates(rows)
         shares, chosen = scores.softmax(-1, dtype=torch.float32).topk(self.top_k, -1)
         routed = self.experts(rows, chosen, shares / shares.sum(-1, keepdim=True))
-        return x.add(torch.addcmul(routed, self.shared(rows), gate.sigmoid()).view(x.x.shape))
+        out = ops.all_reduce(torch.addcmul(routed, self.shared(rows), gate.sigmoid()), self.experts.ranks)
+        return x.add(out.view(x.x.shape))
 
 
 class Block(nn.Module):
     """One layer: x + mixer(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: Config, layer: int) -> None:
+    def __init__(self, config: Config, layer: int, shard: Shard) -> None:
         super().__init__()
         self.mixer_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if config.layer_types[layer] == "linear":
-            self.delta = DeltaNet(config, layer)
+            self.delta = DeltaNet(config, layer, shard)
         else:
-            self.attention = Attention(config, layer)
+            self.attention = Attention(config, layer, shard)
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if config.num_experts:
-            self.moe = SparseMLP(config)
+            self.moe = SparseMLP(config, shard)
         else:
-            self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+            self.mlp = GatedMLP(config.hidden_size, evenly(config.intermediate_size, shard, "intermediate_size"))
 
     def forward(self, x: Residual, at: At | None, rope: Tensor | None = None) -> Residual:
         if hasattr(self, "delta"):
@@ -193,13 +214,13 @@ class Model(CausalLM):
 
     config: Config
 
-    def __init__(self, config: Config, device: Device, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__(config, device, dtype)
+    def __init__(self, config: Config, device: Device, dtype: torch.dtype = torch.float32, shard: Shard = WHOLE) -> None:
+        super().__init__(config, device, dtype, shard)
         with torch.device("meta"):
-            self.embed = Embedding(config.vocab_size, config.hidden_size, dtype)
-            self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
+            self.embed = Embedding(self.vocab, config.hidden_size, dtype)
+            self.layers = nn.ModuleList(Block(config, i, shard) for i in range(config.num_hidden_layers))
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-            self.head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
+            self.head = None if config.tie_word_embeddings else Linear(config.hidden_size, self.vocab)
         to_dtype(self, dtype)
 
     def init_weights(self, seed: int = 0) -> Self:
@@ -207,10 +228,11 @@ class Model(CausalLM):
         generator = torch.Generator().manual_seed(seed)
         for part in self.modules():
             if isinstance(part, DeltaNet):  # like trained models: memories of 1 to 100 tokens, a scale-preserving convolution
-                decays = torch.empty(part.decay.shape).uniform_(0.01, 16, generator=generator)
-                taps = torch.empty(part.conv.shape).uniform_(-1, 1, generator=generator) * part.conv.shape[1] ** -0.5
-                for name, value in (("decay", -decays), ("conv", taps), ("dt_bias", torch.ones(part.dt_bias.shape))):
-                    assign(part, name, value.to(self.device.torch))
+                channels, taps = (cut.size for cut in part.cuts["conv"])
+                decays = torch.empty(self.config.linear_num_value_heads).uniform_(0.01, 16, generator=generator)
+                conv = torch.empty(channels, taps).uniform_(-1, 1, generator=generator) * taps**-0.5
+                for name, value in (("decay", -decays), ("conv", conv), ("dt_bias", torch.ones(len(decays)))):
+                    assign(part, name, held_of(value, part.cuts[name]).to(self.device.torch))
         return self
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -221,10 +243,11 @@ class Model(CausalLM):
     def new_cache(self, context: int, kv: str | None = None) -> Cache:
         c, device = self.config, self.device.torch
         slots = torch.arange(context, device=device)
-        keys_values = every_position(kv, c.num_key_value_heads, context, c.head_dim, self.dtype, device)
+        keys_values = every_position(kv, _heads(c, self.shard)[1].held, context, c.head_dim, self.dtype, device)
+        values, _, channels = _delta_heads(c, self.shard)
         shapes = {
-            "conv": ((c.linear_conv_kernel_dim, 2 * c.key_size + c.value_size), self.dtype),
-            "memory": ((c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim), torch.float32),
+            "conv": ((c.linear_conv_kernel_dim, channels.held), self.dtype),
+            "memory": ((values.held, c.linear_key_head_dim, c.linear_value_head_dim), torch.float32),
         }
         makers: dict[str, Callable[[], State]] = {"full": keys_values, "linear": partial(Recurrent, shapes, device)}
         return Cache(slots, {"full": c.rope.table(slots, self.dtype)}).fill([makers[kind] for kind in c.layer_types])
@@ -245,18 +268,20 @@ class Model(CausalLM):
         linear = [i for i, kind in enumerate(c.layer_types) if kind == "linear"]
         full = [i for i, kind in enumerate(c.layer_types) if kind == "full"]
         if linear:
-            memory, channels = c.value_size * c.linear_key_head_dim, 2 * c.key_size + c.value_size
-            held = 4 * memory + c.linear_conv_kernel_dim * channels * self.dtype.itemsize
-            flops = 7 * memory + 2 * c.linear_conv_kernel_dim * channels  # per number: decay, two reads, one correction
+            values, _, channels = _delta_heads(c, self.shard)
+            memory = values.held * c.linear_value_head_dim * c.linear_key_head_dim
+            held = 4 * memory + c.linear_conv_kernel_dim * channels.held * self.dtype.itemsize
+            flops = 7 * memory + 2 * c.linear_conv_kernel_dim * channels.held  # per number: decay, two reads, one correction
             modules = each(self.layers, "delta", only=linear)
             found.append(weigh("delta net", modules, flops=flops, state_bytes=held + 4 * memory, state_held_bytes=held))
         if full:
-            kv_bytes = 2 * c.num_key_value_heads * c.head_dim * self.dtype.itemsize  # per token and layer
+            heads, kv_heads = _heads(c, self.shard)
+            kv_bytes = 2 * kv_heads.held * c.head_dim * self.dtype.itemsize  # per token and layer
             found.append(
                 weigh(
                     "attention",
                     each(self.layers, "attention", only=full),
-                    flops=4 * c.num_attention_heads * c.head_dim * length,
+                    flops=4 * heads.held * c.head_dim * length,
                     state_bytes=kv_bytes * length,
                     state_per_token_bytes=kv_bytes,
                 )

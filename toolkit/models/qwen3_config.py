@@ -8,8 +8,8 @@ from typing import Any
 
 from toolkit.core.errors import ModelError
 from toolkit.models.fields import MOST_EXPERTS, MOST_LAYERS, Fields, vocab_from_gguf
-from toolkit.models.layers import Source
 from toolkit.models.names import ends_hf, experts_gguf, experts_hf
+from toolkit.models.places import Source
 from toolkit.models.rotary import Rope, rope_from_gguf, rope_from_hf
 
 HF_TYPES = ("qwen3", "qwen3_moe")

@@ -16,6 +16,7 @@ from torch import Tensor
 from toolkit.core.errors import ModelError
 from toolkit.weights.packed import pack_codes
 from toolkit.weights.schemes import SCHEMES, Scheme
+from toolkit.weights.stored import Stored
 
 CODED = ("GPTQ", "AWQ", "HQQ")  # formats of integer codes with scales and zeros, converted by `pack`
 
@@ -60,6 +61,25 @@ def from_stored(kind: str, raw: Mapping[str, Tensor], columns: int, scheme: Sche
     codes, fine = layout.read(blocks)
     parts = pack_codes(SCHEMES[layout.scheme], codes.flatten(1))
     return parts | {name: part.flatten(1) for name, part in fine.items()}
+
+
+def block_of(stored: Stored) -> int:
+    """Return how many neighboring weights of a row can't be separated: those of a GGUF block or of a group of codes."""
+    if stored.dtype is not None:
+        return 1
+    if stored.kind in GGUF_KINDS:
+        return GGUF_KINDS[stored.kind].weights
+    return stored.group if stored.group > 0 else stored.columns
+
+
+def columns_of(stored: Stored, raw: Mapping[str, Tensor], columns: range) -> dict[str, Tensor]:
+    """Return some columns of raw rows of a stored tensor (see `Weights.raw`). They begin and end with a block."""
+    if len(columns) == stored.columns:
+        return dict(raw)
+    widths = {name: part.shape[-1] for name, part in raw.items()}  # elements that hold all columns
+    first = {name: columns.start * width // stored.columns for name, width in widths.items()}
+    last = {name: columns.stop * width // stored.columns for name, width in widths.items()}
+    return {name: part[:, first[name] : last[name]].contiguous() for name, part in raw.items()}
 
 
 def pack(scheme: Scheme, codes: Tensor, scales: Tensor, offsets: Tensor | None = None) -> dict[str, Tensor]:
