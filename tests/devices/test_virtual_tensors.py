@@ -247,19 +247,6 @@ class TestDevices:
             np.array(ones(2))
         assert ones(2).numpy(force=True).tolist() == [1, 1]
 
-    @pytest.mark.parametrize(
-        "make",
-        [
-            lambda: ones(3, 3).to_sparse(),
-            lambda: torch.eye(3).to_sparse().to("vgpu"),
-            lambda: torch.eye(3).to_sparse_csr().to("vgpu") @ ones(3, 1),
-        ],
-        ids=["made", "moved", "by rows"],
-    )
-    def test_sparse_is_refused(self, make):
-        with pytest.raises(RuntimeError, match=r"only supports strided tensors.*to_dense\(\)"):
-            make()
-
     @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
     def test_nested_is_refused(self, layout):
         with pytest.raises(RuntimeError, match="does not support nested tensors"):

@@ -21,7 +21,6 @@ PEAKS: dict[str, tuple[str, ...]] = {
     "transformers compiles a static cache's decode step on CUDA only: another program": ("generate_qwen3_static",),
     "cuSOLVER's and MAGMA's workspaces are not modelled": ("inv", "solve", "cholesky", "det"),
     "a conjugate is made at once here; on CUDA it is lazy": ("copy_d2d_complex_conj",),
-    "CUDA's embedding_bag makes fewer by-products": ("embedding_bag",),
     "the gradient of a mask's entries is written into zeros there, into a copy of them here": ("backward_mask",),
     "a deep copy makes a tensor of one element first there": ("r2_deepcopy_tensor",),
 }  # fmt: skip

@@ -26,7 +26,6 @@ SLICE = (
 # Known deviations of the virtual record from the H200's: reason -> programs, for the copies and for the peak. A listed program
 # that no longer deviates fails the test, as does an unlisted one that deviates.
 COPIES: dict[str, tuple[str, ...]] = {
-    "raises: sparse tensors": ("graphs.gcn_training", "graphs.pagerank", "numeric.embedding_bags"),
     "raises: nested tensors, in the encoder's fast path": ("encoders.encoder_inference",),
 }
 PEAKS: dict[str, tuple[str, ...]] = {

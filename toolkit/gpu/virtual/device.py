@@ -42,6 +42,7 @@ from toolkit.gpu.virtual.torch_backend import (
     pinned,
     recurrent,
     rms_norm,
+    sparse,
     storage,
 )
 from toolkit.trace.events import Trace
@@ -234,6 +235,7 @@ def _register() -> None:
     _libraries.extend(rms_norm.register())
     _libraries.extend(ctc_loss.register())
     _libraries.extend(recurrent.register())
+    _libraries.extend(sparse.register())
     in_place.count_references()
     threads.install()
     pinned.install()

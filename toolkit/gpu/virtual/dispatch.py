@@ -25,9 +25,9 @@ from toolkit.gpu.virtual.host_room import LARGE, check_room, could_be_large, rai
 from toolkit.gpu.virtual.in_place import IN_PLACE_BACKWARD, in_place_on_cuda, note_maker
 from toolkit.gpu.virtual.lifetimes import settle
 from toolkit.gpu.virtual.machine import Machine
-from toolkit.gpu.virtual.scratch import decompositions, indexing, layers, recurrent, sorting  # noqa: F401  register all rules
+from toolkit.gpu.virtual.scratch import decompositions, indexing, layers, recurrent, sorting, sparse  # noqa: F401  register all rules
 from toolkit.gpu.virtual.scratch.script import SCRATCH, Rule, play
-from toolkit.gpu.virtual.tensor import STRIDED, VirtualTensor, follow, hold, rehold, take_over, wrap
+from toolkit.gpu.virtual.tensor import VirtualTensor, follow, hold, rehold, take_over, wrap
 from toolkit.gpu.virtual.threads import handle_signals, here
 
 aten = torch.ops.aten
@@ -43,8 +43,6 @@ _NESTED = (
     "the virtual GPU does not support nested tensors: pad the parts, or keep them in a list. "
     "nn.TransformerEncoder needs enable_nested_tensor=False"
 )
-# PyTorch's own tensors of other layouts whose parts are on the virtual GPU have these keys.
-_UNSUPPORTED = {"NestedTensorPrivateUse1": _NESTED, "SparsePrivateUse1": STRIDED, "SparseCsrPrivateUse1": STRIDED}
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _PLAIN = frozenset({int, float, bool, complex, str, type(None), torch.dtype, torch.memory_format, torch.layout})
 _NEVER = 1 << 30
@@ -69,6 +67,10 @@ _CONSTRUCTING = (
 )  # fmt: skip
 # Operations with kernels on CUDA and the CPU, which PyTorch would decompose for other devices.
 _WHOLE = (aten.silu_backward.default, aten.mish_backward.default, aten.native_channel_shuffle.default)
+
+
+class SparseOperand(RuntimeError):
+    """An operand has a sparse layout, for which `SPARSE` runs the operation."""
 
 
 def machine() -> Machine:
@@ -101,9 +103,12 @@ def run(func: Any, args: Args, kwargs: Kwargs) -> Any:
         graph.begin(func, args, kwargs)
     try:
         return handler(args, kwargs)
+    except SparseOperand:
+        pass
     except RuntimeError as error:
         raise_if_full(_machine.memory if _machine else None, error)
         raise
+    return SPARSE[0](func, args, kwargs)
 
 
 VirtualTensor.run = staticmethod(run)  # type: ignore[assignment]
@@ -170,7 +175,11 @@ def _with_temporaries(handler: Handler, scratch: Rule) -> Handler:
     """Return `handler` of an operation that writes its operands, with the temporaries that it needs."""
 
     def writes(args: Args, kwargs: Kwargs) -> Any:
-        script = scratch(args, kwargs, None)  # before the operation, which may overwrite values that the rule reads
+        try:
+            script = scratch(args, kwargs, None)  # before the operation, which may overwrite values that the rule reads
+        except RuntimeError:
+            _hosts(args, 0)  # raises SparseOperand if the rule can't read an operand because it is sparse
+            raise
         result = handler(args, kwargs)
         if script:
             play(script, None, machine())
@@ -200,7 +209,7 @@ def _in_place(func: Any, host_from: int = _NEVER) -> Handler:
 
     def in_place(args: Args, kwargs: Kwargs) -> Any:
         if type(args[0]) is not VirtualTensor:
-            raise _devices_differ(_CPU)
+            raise devices_differ(_CPU)
         call(*_hosts(args, host_from), **_named(kwargs, host_from))
         _execute_effects(func, args, kwargs, args[0])
         return args[0]
@@ -324,6 +333,7 @@ def _one_hot(labels: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     return zeros.scatter_(-1, labels.unsqueeze(-1), 1)
 
 
+SPARSE: list[Callable[[Any, Args, Kwargs], Any]] = []  # one function, which runs operations with sparse operands
 SPECIAL: dict[str, Callable[[Any], Handler]] = {
     "copy_": lambda func: _with_temporaries(_copy(func), SCRATCH["copy_"]),
     "_local_scalar_dense": _item,
@@ -357,8 +367,11 @@ def _hosts(args: Iterable[Any], host_from: int = _NEVER) -> list[Any]:
         elif kind is torch.device:
             out.append(_CPU)
         else:
-            if i < host_from and isinstance(x, torch.Tensor) and x.dim():
-                raise _unusable(x)
+            if isinstance(x, torch.Tensor):
+                if x.layout is not torch.strided:
+                    raise SparseOperand
+                if i < host_from and x.dim():
+                    raise RuntimeError(_NESTED) if x.device.type == "vgpu" else devices_differ(x.device)
             out.append(x)
     return out
 
@@ -367,14 +380,7 @@ def _named(kwargs: Kwargs, host_from: int = _NEVER) -> Kwargs:
     return dict(zip(kwargs, _hosts(kwargs.values(), 0 if host_from < _NEVER else _NEVER), strict=True)) if kwargs else kwargs
 
 
-def _unusable(x: torch.Tensor) -> RuntimeError:
-    """Return the error for an operand that is not a VirtualTensor."""
-    if x.device.type == "vgpu":
-        return RuntimeError(_NESTED if x.is_nested else STRIDED)
-    return _devices_differ(x.device)
-
-
-def _devices_differ(other: torch.device) -> RuntimeError:
+def devices_differ(other: torch.device) -> RuntimeError:
     return RuntimeError(f"Expected all tensors to be on the same device, but found at least two devices, vgpu:0 and {other}!")
 
 
@@ -424,8 +430,7 @@ def register() -> list[torch.library.Library]:
     """Register kernels with the PrivateUse1 key: a fallback for all operations, and those that PyTorch needs by name."""
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(from_torch, "PrivateUse1")
-    for key, reason in _UNSUPPORTED.items():
-        everything.fallback(functools.partial(_refuse, reason), key)
+    everything.fallback(_refuse_nested, "NestedTensorPrivateUse1")
     named = torch.library.Library("aten", "IMPL")
     for func in (*_CONSTRUCTING, *_WHOLE):
         named.impl(func, functools.partial(from_torch, func), "PrivateUse1")
@@ -434,8 +439,8 @@ def register() -> list[torch.library.Library]:
     return [everything, named]
 
 
-def _refuse(reason: str, func: Any, *args: Any, **kwargs: Any) -> Any:
-    raise RuntimeError(reason)
+def _refuse_nested(func: Any, *args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError(_NESTED)
 
 
 def from_torch(func: Any, *args: Any, **kwargs: Any) -> Any:

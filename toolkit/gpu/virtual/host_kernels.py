@@ -77,11 +77,34 @@ def _roomy(kernel: Any) -> Callable[..., Any]:
     return unique
 
 
+def _embedding_bag(kernel: Any) -> Callable[..., Any]:
+    """Return an embedding bag that, as on CUDA, gives the bag of each index, and the indices of maxima only for maxima."""
+
+    def bags(
+        weight: Tensor, indices: Tensor, offsets: Tensor, scale_grad_by_freq: bool = False, mode: int = 0,
+        sparse: bool = False, per_sample_weights: Tensor | None = None, include_last_offset: bool = False,
+        padding_idx: int = -1,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        out, _, sizes, maxima = kernel(
+            weight, indices, offsets, scale_grad_by_freq, mode, sparse, per_sample_weights, include_last_offset, padding_idx
+        )
+        bag_of = indices.new_empty(indices.shape)
+        if not indices.is_meta:
+            starts = offsets[:-1] if include_last_offset else offsets
+            lengths = torch.diff(starts, append=starts.new_tensor([len(indices)]))
+            bag_of.copy_(torch.arange(len(starts)).repeat_interleave(lengths))
+        return out, bag_of, sizes, maxima if mode == 2 else maxima.new_empty(0)
+
+    return bags
+
+
 HOSTS: dict[str, Callable[..., Any]] = {  # replacements by operation name, with the operation's parameters
     # Below the dispatcher PyTorch no longer resolves lazily conjugated, negated and zero tensors: compute them at once.
     "_conj": torch.conj_physical,
     "_unique2": _roomy(torch.ops.aten._unique2.default),
     "unique_consecutive": _roomy(torch.ops.aten.unique_consecutive.default),
+    "_embedding_bag": _embedding_bag(torch.ops.aten._embedding_bag.default),
+    "_embedding_bag_forward_only": _embedding_bag(torch.ops.aten._embedding_bag_forward_only.default),
     "_neg_view": torch.neg,
     "_efficientzerotensor": torch.zeros,
     "_thnn_fused_lstm_cell": _lstm_cell,

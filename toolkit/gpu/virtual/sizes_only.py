@@ -26,7 +26,10 @@ KEPT_PACKED_BYTES = 1 << 16  # the same for PACKED dtypes, which mostly hold pac
 PACKED = (torch.uint8, torch.int8, torch.int16)  # int16 also holds keys and values; PyTorch does not index by it
 _META = torch.device("meta")
 # Operations whose results have a size that depends on values.
-_UNSIZED = {"nonzero", "_unique2", "_unique", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "bincount"}
+_UNSIZED = {
+    "nonzero", "_unique2", "_unique", "unique_dim", "unique_consecutive", "unique_dim_consecutive", "bincount",
+    "vgpu::distinct_entries",
+}  # fmt: skip
 
 seen = False  # whether this process has created a tensor without values; before that, operands are not checked
 used = False  # whether an operation ran without values since the recording began

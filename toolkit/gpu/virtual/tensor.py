@@ -26,10 +26,6 @@ _make = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 _data: Any = torch.Tensor.data
 _setitem = torch.Tensor.__setitem__
 _device: torch.device | None = None  # torch.device("vgpu", 0), once `register` has run
-STRIDED = (
-    "the virtual GPU only supports strided tensors, not sparse ones. Keep the matrix on the CPU, call to_dense() before the "
-    "move, or use index_select and index_add_ on its indices. Embedding and EmbeddingBag need sparse=False"
-)
 
 
 class VirtualTensor(torch.Tensor):
@@ -162,10 +158,10 @@ def wrap(host: torch.Tensor) -> VirtualTensor:
 def hold(host: torch.Tensor, machine: Machine) -> None:
     """Allocate device memory for the storage of `host`, unless it has some.
 
-    Raises torch.OutOfMemoryError if there is not enough, and RuntimeError if the tensor is not strided.
+    Raises torch.OutOfMemoryError if there is not enough, and RuntimeError if the tensor is sparse.
     """
     if host.layout is not torch.strided:
-        raise RuntimeError(STRIDED)
+        raise RuntimeError("the virtual GPU does not support this operation, whose result is a sparse tensor")
     storage = host.untyped_storage()
     with whole, lock:
         settle()  # a storage that is gone may have had the same address

@@ -15,7 +15,8 @@ import torch
 import toolkit.gpu.virtual.effects.attention
 import toolkit.gpu.virtual.effects.data_dependent
 import toolkit.gpu.virtual.effects.decompositions
-import toolkit.gpu.virtual.effects.recurrent  # noqa: F401  all four register their rules
+import toolkit.gpu.virtual.effects.recurrent
+import toolkit.gpu.virtual.effects.sparse  # noqa: F401  all five register their rules
 from toolkit.gpu.virtual.effects.effect import Effect, first, kernel
 from toolkit.gpu.virtual.effects.operations import KERNELS, RULES
 
