@@ -25,11 +25,8 @@ SLICE = (
 
 # Known deviations of the virtual record from the H200's: reason -> programs, for the copies and for the peak. A listed program
 # that no longer deviates fails the test, as does an unlisted one that deviates.
-COPIES: dict[str, tuple[str, ...]] = {
-    "raises: nested tensors, in the encoder's fast path": ("encoders.encoder_inference",),
-}
+COPIES: dict[str, tuple[str, ...]] = {}
 PEAKS: dict[str, tuple[str, ...]] = {
-    **{reason: names for reason, names in COPIES.items() if reason.startswith("raises")},
     "cuDNN's workspace for convolutions": (
         "vision.resnet_training", "vision.mobilenet_inference", "vision.unet_segmentation", "vision.video_classification",
         "vision.super_resolution", "audio.ctc_training", "diffusion.ddpm_training",

@@ -39,6 +39,7 @@ from toolkit.gpu.virtual.torch_backend import (
     linear,
     module,
     moving_modules,
+    nested,
     pinned,
     recurrent,
     rms_norm,
@@ -236,6 +237,7 @@ def _register() -> None:
     _libraries.extend(ctc_loss.register())
     _libraries.extend(recurrent.register())
     _libraries.extend(sparse.register())
+    _libraries.extend(nested.register())
     in_place.count_references()
     threads.install()
     pinned.install()

@@ -39,9 +39,9 @@ COMPILED = (
     "torch.compile is not supported on the virtual GPU, which can't predict the kernels and the memory of compiled code. "
     'To run the same program operation by operation, call torch.compiler.set_stance("force_eager") first'
 )
-_NESTED = (
-    "the virtual GPU does not support nested tensors: pad the parts, or keep them in a list. "
-    "nn.TransformerEncoder needs enable_nested_tensor=False"
+NESTED = (
+    "the virtual GPU does not support nested tensors outside of the fast path of nn.TransformerEncoder: pad the parts, or keep "
+    "them in a list. enable_nested_tensor=False avoids that path."
 )
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _PLAIN = frozenset({int, float, bool, complex, str, type(None), torch.dtype, torch.memory_format, torch.layout})
@@ -315,13 +315,6 @@ def _empty(func: Any) -> Handler:
     return empty
 
 
-def _no_nested(func: Any) -> Handler:
-    def refuse(args: Args, kwargs: Kwargs) -> Any:
-        raise RuntimeError(_NESTED)
-
-    return refuse
-
-
 def _one_hot(labels: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     """Scatter ones into zeros, as on CUDA. PyTorch compares the labels with a range on devices that it does not know."""
     if labels.dtype != torch.int64:
@@ -337,8 +330,6 @@ SPARSE: list[Callable[[Any, Args, Kwargs], Any]] = []  # one function, which run
 SPECIAL: dict[str, Callable[[Any], Handler]] = {
     "copy_": lambda func: _with_temporaries(_copy(func), SCRATCH["copy_"]),
     "_local_scalar_dense": _item,
-    "_nested_tensor_from_mask": _no_nested,
-    "_nested_view_from_jagged": _no_nested,
     "empty": _empty,
     "empty_strided": _empty,
     "is_pinned": lambda func: lambda args, kwargs: False,
@@ -371,7 +362,7 @@ def _hosts(args: Iterable[Any], host_from: int = _NEVER) -> list[Any]:
                 if x.layout is not torch.strided:
                     raise SparseOperand
                 if i < host_from and x.dim():
-                    raise RuntimeError(_NESTED) if x.device.type == "vgpu" else devices_differ(x.device)
+                    raise RuntimeError(NESTED) if x.device.type == "vgpu" else devices_differ(x.device)
             out.append(x)
     return out
 
@@ -430,17 +421,12 @@ def register() -> list[torch.library.Library]:
     """Register kernels with the PrivateUse1 key: a fallback for all operations, and those that PyTorch needs by name."""
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(from_torch, "PrivateUse1")
-    everything.fallback(_refuse_nested, "NestedTensorPrivateUse1")
     named = torch.library.Library("aten", "IMPL")
     for func in (*_CONSTRUCTING, *_WHOLE):
         named.impl(func, functools.partial(from_torch, func), "PrivateUse1")
     for key in ("AutogradPrivateUse1", "PrivateUse1"):
         named.impl("one_hot", _one_hot, key)
     return [everything, named]
-
-
-def _refuse_nested(func: Any, *args: Any, **kwargs: Any) -> Any:
-    raise RuntimeError(_NESTED)
 
 
 def from_torch(func: Any, *args: Any, **kwargs: Any) -> Any:
