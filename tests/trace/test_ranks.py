@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 
@@ -149,6 +150,25 @@ def test_a_folder_and_a_list_open_alike(tmp_path):
     (tmp_path / "job").mkdir()
     files = write_job(tmp_path / "job", collectives=10, ranks=3, offsets_us=(0, 1, 2), drifts_ppm=(0, 0, 0))
     same(quiet(tmp_path / "job"), quiet([files[2], files[0], files[1]]))
+
+
+def test_an_export_for_perfetto_has_processes_per_rank_and_arrows_from_the_last_one(tmp_path):
+    trace = quiet(write_job(tmp_path, {5: 1}, collectives=20, offsets_us=(0, 300)))
+    path = trace.to_chrome(tmp_path / "job.json")
+    same(tk.open_trace(path), trace)
+    events = json.loads(path.read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    gpus = {
+        rank: pid for rank in (0, 1) for pid, name in names.items() if name == f"Rank {rank}, GPU 0: NVIDIA H200 (measured)"
+    }
+    assert sorted(names.values())[::2] == ["Rank 0, GPU 0: NVIDIA H200 (measured)", "Rank 1, GPU 0: NVIDIA H200 (measured)"]
+    begins, ends = ([event for event in events if event["ph"] == phase] for phase in "sf")
+    assert [event["id"] for event in begins] == [event["id"] for event in ends] == list(range(1, 21))
+    delayed = begins[5], ends[5]  # from the late rank to the one that waited, inside of both events
+    assert [event["pid"] for event in delayed] == [gpus[1], gpus[0]]
+    for event in delayed:
+        on = [e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (event["pid"], event["tid"])]
+        assert any(e["ts"] <= event["ts"] <= e["ts"] + e["dur"] and e["args"]["kind"] == "collective" for e in on)
 
 
 # ---- which rank is which, and what does not fit

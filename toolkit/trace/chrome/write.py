@@ -3,6 +3,7 @@
 The tracks are the lanes of the timeline. The host is a process with a track of launches and waits, one of steps and marks, and
 one of allocations. Each GPU is a process with a track for each stream and kind, such as "H2D stream 0". Events of a lane that
 overlap, as kernels of a graph do, go to further tracks: Perfetto drops events that neither follow nor contain one another.
+Several ranks have processes of their own, one after the other, and arrows from the rank that came last to those that waited.
 `args` contains every column, so that `read_chrome` returns the same trace. Process titles say whether times are modelled.
 """
 
@@ -22,6 +23,7 @@ import numpy as np
 from toolkit.core.errors import TraceError
 from toolkit.core.files import replacing
 from toolkit.trace.columns import CLOCKS, COMMUNICATION, HOST_KINDS, KINDS, LANES, MEMORY_KINDS, TEXT_COLUMNS
+from toolkit.trace.waits import collectives_of, ranks_of
 
 if TYPE_CHECKING:
     from toolkit.trace.events import Trace
@@ -34,6 +36,7 @@ _CATEGORIES = {
 }  # fmt: skip
 _HOST, _CALLS, _MARKS, _MEMORY = 1_000_000, 1, 2, 3  # process number of the host, above all GPUs, and its tracks
 _HOST_TITLES = {_CALLS: "launches and waits", _MARKS: "steps and marks", _MEMORY: "allocations"}
+_RANK = 1 << 20  # process numbers per rank
 _ON_DEVICE = tuple(kind for kind in LANES if kind not in HOST_KINDS)
 _PLACES = 16  # tracks of a lane
 _OPTIONAL = {"bytes": 0, "device": 0, "rank": 0, "step": -1, "cell": -1, "pinned": -1, "address": -1, "requested": -1}
@@ -54,7 +57,8 @@ def _write(trace: Trace, out: io.TextIOWrapper) -> None:
     own = json.dumps({"version": 1, "meta": trace.meta})
     out.write(f'{{"displayTimeUnit": "ns",\n"toolkit": {own},\n"traceEvents": [\n')
     between, places = "", _places(trace)
-    for event in chain(map(json.dumps, _titles(trace, places)), map(json.dumps, _counters(trace)), _events(trace, places)):
+    extra = chain(_titles(trace, places), _counters(trace), _arrows(trace, places))
+    for event in chain(map(json.dumps, extra), _events(trace, places)):
         out.write(between + event)
         between = ",\n"
     out.write("\n]}\n")
@@ -68,6 +72,9 @@ def _places(trace: Trace) -> list[int]:
     kind = np.where(on_host, trace.is_kind("mark").astype(np.int64) - 2, trace["kind"])  # calls are one lane, marks another
     stream, device = (np.where(on_host, 0, trace[name]).astype(np.int64) for name in ("stream", "device"))
     lane = kind + (stream << 8) + (device << 40)
+    if len(ranks_of(trace)) > 1:
+        lanes, lane = np.unique(lane, return_inverse=True)
+        lane = lane + trace["rank"].astype(np.int64) * len(lanes)
     start = trace["start_ns"]
     end = start + np.maximum(trace["dur_ns"], 0)
     order = np.lexsort((-end, start, lane))
@@ -102,7 +109,7 @@ def _events(trace: Trace, places: list[int]) -> Iterator[str]:
         for name, default in _OPTIONAL.items()
         if (trace[name] != default).any()
     ]
-    devices, communication = trace["device"].tolist(), _communication(trace, quoted)
+    devices, ranks, communication = trace["device"].tolist(), trace["rank"].tolist(), _communication(trace, quoted)
     for i, (code, start, dur, stream, name, clock, where, owner) in enumerate(zip(*columns, strict=True)):
         kind = KINDS[code]
         args = [f'"kind": "{kind}"', *[f"{key}{column[i]}" for key, default, column in optional if column[i] != default]]
@@ -118,7 +125,7 @@ def _events(trace: Trace, places: list[int]) -> Iterator[str]:
             args.append(f', "owner": {quoted[owner]}')
         if i in communication:
             args.append(f', "communication": {communication[i]}')
-        pid, tid = _track(kind, devices[i], stream, places[i])
+        pid, tid = _track(kind, ranks[i], devices[i], stream, places[i])
         phase = '"ph": "i", "s": "t"' if kind in MEMORY_KINDS else '"ph": "X"'
         title = quoted[name] if name >= 0 else f'"{kind}"'
         yield (
@@ -138,35 +145,74 @@ def _communication(trace: Trace, quoted: list[str]) -> dict[int, str]:
     return {row: f"{{{', '.join(part)}}}" for row, part in parts.items()}
 
 
-def _track(kind: str, device: int, stream: int, place: int) -> tuple[int, int]:
+def _track(kind: str, rank: int, device: int, stream: int, place: int) -> tuple[int, int]:
     """Return the process and thread of an event. Threads start above 0: Perfetto uses thread 0 for the process."""
     if kind in HOST_KINDS or kind in MEMORY_KINDS:
-        return _HOST, {"launch": _CALLS, "sync": _CALLS, "mark": _MARKS}.get(kind, _MEMORY) * _PLACES + place
-    return device, ((stream + 1) * len(_ON_DEVICE) + _ON_DEVICE.index(kind) + 1) * _PLACES + place
+        return _HOST + rank * _RANK, {"launch": _CALLS, "sync": _CALLS, "mark": _MARKS}.get(kind, _MEMORY) * _PLACES + place
+    return device + rank * _RANK, ((stream + 1) * len(_ON_DEVICE) + _ON_DEVICE.index(kind) + 1) * _PLACES + place
 
 
 def _titles(trace: Trace, places: list[int]) -> Iterator[dict[str, Any]]:
     """Iterate over the events that name the processes and tracks in the viewer."""
     modelled = "modelled" if trace["clock"].any() else "measured"
-    device_name = trace.meta.get("gpu") or trace.meta.get("device") or "unknown"
-    yield _title("process_name", _HOST, 0, f"Host ({modelled})")
-    columns = (trace[name].tolist() for name in ("kind", "device", "stream"))
-    found = {(KINDS[code], device, stream, place) for code, device, stream, place in zip(*columns, places, strict=True)}
-    names = {(_HOST, tid * _PLACES): title for tid, title in _HOST_TITLES.items()}
-    for kind, device, stream, place in found:
-        pid, tid = _track(kind, device, stream, place)
+    ranks = ranks_of(trace) or [0]
+    columns = (trace[name].tolist() for name in ("kind", "rank", "device", "stream"))
+    found = {(KINDS[code], *rest) for code, *rest in zip(*columns, places, strict=True)}
+    hosts = {_HOST + rank * _RANK for rank in ranks}
+    names = {(host, tid * _PLACES): title for host in hosts for tid, title in _HOST_TITLES.items()}
+    for kind, rank, device, stream, place in found:
+        pid, tid = _track(kind, rank, device, stream, place)
         on = f"stream {stream}" if stream >= 0 else "no stream"
         lane = f"{LANES[kind]} {on}" if kind in _ON_DEVICE else _HOST_TITLES[tid // _PLACES]
         names[pid, tid] = f"{lane}, overlapping" if place else lane
-    for device in sorted({pid for pid, _ in names} - {_HOST}):
-        yield _title("process_name", device, 0, f"GPU {device}: {device_name} ({modelled})")
-    for (pid, tid), title in sorted(names.items(), key=lambda item: (item[0][0] != _HOST, item[0])):
+    order = sorted({pid for pid, _ in names}, key=lambda pid: (pid // _RANK, pid not in hosts, pid))
+    for position, pid in enumerate(order):
+        rank, device = divmod(pid, _RANK)
+        prefix = f"Rank {rank}, " if len(ranks) > 1 else ""
+        meta = (trace.meta.get("ranks") or {}).get(str(rank), trace.meta)
+        gpu = f"GPU {device}: {meta.get('gpu') or meta.get('device') or 'unknown'}"
+        yield _title("process_name", pid, 0, f"{prefix}{'Host' if pid in hosts else gpu} ({modelled})")
+        if len(ranks) > 1:
+            yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": position}}
+    for (pid, tid), title in sorted(names.items(), key=lambda item: (item[0][0] not in hosts, item[0])):
         yield from _thread(pid, tid, title)
 
 
 def _thread(pid: int, tid: int, title: str) -> Iterator[dict[str, Any]]:
     yield _title("thread_name", pid, tid, title)
     yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
+
+
+def _arrows(trace: Trace, places: list[int]) -> Iterator[dict[str, Any]]:
+    """Iterate over the arrows from the start of the rank that came last in a collective to the events of the others."""
+    if len(ranks_of(trace)) < 2:
+        return
+    found = collectives_of(trace)
+    columns = {name: trace[name].tolist() for name in ("rank", "device", "stream", "start_ns")}
+
+    def end(phase: str, arrow: int, row: int, time_ns: int) -> dict[str, Any]:
+        rank, device, stream = (columns[name][row] for name in ("rank", "device", "stream"))
+        pid, tid = _track("collective", rank, device, stream, places[row])
+        event = {
+            "ph": phase,
+            "id": arrow,
+            "cat": "collective",
+            "name": "waited for",
+            "pid": pid,
+            "tid": tid,
+            "ts": time_ns / 1000,
+        }
+        return event | ({"bp": "e"} if phase == "f" else {})
+
+    arrow = 0
+    for rows, last in zip(found.row.tolist(), found.last.tolist(), strict=True):
+        for i, row in enumerate(rows):
+            if last in (-1, i) or row < 0:
+                continue
+            arrow += 1
+            begin = columns["start_ns"][rows[last]]
+            yield end("s", arrow, rows[last], begin)
+            yield end("f", arrow, row, begin)
 
 
 def _title(what: str, pid: int, tid: int, title: str) -> dict[str, Any]:
