@@ -6,11 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from synthetic import decode_loop, many_events
+from synthetic import decode_loop, many_events, ranks
 from test_view import parse
 
 from toolkit.trace.columns import KINDS
 from toolkit.trace.events import Trace
+from toolkit.ui.timeline import overview
 from toolkit.ui.timeline.page import write_page
 from toolkit.ui.timeline.track import Track
 from toolkit.ui.timeline.view import MODELLED, Scene
@@ -87,6 +88,25 @@ def test_javascript_and_python_see_the_same(browser, tmp_path: Path, share: tupl
     *found, last, after, before = page.evaluate(asked)
     assert (found, last) == ([1, 2, 2], Scene([track]).find("memcpy", -1, -1)["number"])
     assert (after, before) == tuple(Scene([track]).find_step(0, 2, move=move)[0] for move in (1, -1))
+    page.close()
+
+
+def test_javascript_and_python_say_the_same_of_several_ranks(browser, tmp_path: Path) -> None:
+    trace = ranks(3)
+    page = browser.new_page()
+    page.goto(write_page(trace, tmp_path / "a.html").as_uri())
+    page.wait_for_selector(f"{FRAME}[data-ms]")
+    scene = Scene([Track(trace, "a")])
+    shown = np.flatnonzero(~trace.is_kind("mark"))  # a page keeps the marks of steps apart
+    asked = """async (n) => { const facts = [];
+      for (let row = 0; row < n; row++) facts.push(await tkProvider.facts(0, row));
+      const view = (t0, t1) => tkProvider.makeView({ t0, t1, width: 900, align: null }).links;
+      const { count } = await tkProvider.find({ text: "all_reduce", near: -1, move: 1 });
+      return [facts, [view(0, 3e6), view(2.06e6, 2.1e6)], count] }"""
+    facts, links, found = page.evaluate(asked, len(shown))
+    assert facts == [overview.facts(scene.tracks[0], int(row)) for row in shown]
+    assert links == [parse(scene.view(*window, 900))["links"] for window in ((0, 3e6), (2.06e6, 2.1e6))]
+    assert found == scene.find("all_reduce", -1, 1)["count"]
     page.close()
 
 

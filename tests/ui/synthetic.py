@@ -47,6 +47,26 @@ def decode_loop(
     )
 
 
+def ranks(count: int = 2, steps: int = 4, late: int = 1, delay: int = 200_000, **meta: object) -> Trace:
+    """Return steps of several ranks: a launch, a kernel, and an all-reduce to which rank `late` comes 200 µs late in step 2."""
+    builder = TraceBuilder()
+    for step in range(steps):
+        t = 1_000_000 * step
+        begin = {rank: t + 50_000 + 1000 * rank + (delay if step == 2 and rank == late else 0) for rank in range(count)}
+        for rank in range(count):
+            common = {"rank": rank, "step": step}
+            builder.add("mark", t, 900_000, device=-1, name="decode", **common)
+            builder.add("launch", t + 1000, 5000, device=-1, stream=0, name="cudaLaunchKernel", **common)
+            builder.add("kernel", t + 8000, begin[rank] - t - 9000, stream=0, name="gemm", **common)
+            builder.add(
+                "collective", begin[rank], max(begin.values()) + 20_000 - begin[rank], bytes=10752, stream=0,
+                name="one_shot_all_reduce_kernel", operation="all_reduce", algorithm="one-shot", group="tp", group_size=count,
+                seq=step, **common,
+            )  # fmt: skip
+            builder.add("p2p", begin[rank] + 30_000, 4000, bytes=64, stream=1, peer=(rank + 1) % count, **common)
+    return builder.build({"device": f"{count} x NVIDIA H200", "clock": "measured", "steps_from": "marks", **meta})
+
+
 def many_events(n: int = 1_000_000, seed: int = 0, clock: str = "modelled") -> Trace:
     """Return `n` events in steps of 200: each step has kernels, a few copies on two streams, a wait and a mark."""
     rng, per_step = np.random.default_rng(seed), 200

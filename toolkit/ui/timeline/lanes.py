@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from toolkit.trace.columns import HOST_KINDS, KINDS, LANES
 from toolkit.trace.events import Trace
 
-MAX_LANES = 36  # per track; further streams are gathered in "other streams"
+MAX_LANES = 36  # per track and rank; further streams are gathered in "other streams"
+MOST_RANKS = 16  # whose lanes are all shown
 OTHER_STREAMS = 1 << 31  # above the number of every stream
 
 
@@ -98,7 +99,7 @@ def places_of(trace: Trace) -> tuple[dict[Place, int], NDArray[np.int16]]:
     events = np.bincount(codes)
     place_of = {code: _place(code, values) for code in np.flatnonzero(events).tolist()}
     shown = {code: place for code, place in place_of.items() if place is not None}
-    if len(set(shown.values())) > MAX_LANES:
+    if len(set(shown.values())) > MAX_LANES * min(len({place.rank for place in shown.values()}), MOST_RANKS):
         streams = Counter[int]()
         for code, place in shown.items():
             streams[place.stream] += int(events[code])

@@ -17,6 +17,7 @@ from toolkit.trace.columns import CLOCKS, COPY_KINDS, HOST_KINDS, KINDS
 from toolkit.trace.copies import copies_per_step
 from toolkit.trace.differences import brief_time
 from toolkit.ui.timeline.lanes import Lane
+from toolkit.ui.timeline.ranks import facts as communication_facts
 from toolkit.ui.timeline.track import Track, string_of
 from toolkit.ui.timeline.view import MODELLED, SUBPIXELS, Scene, lane_segments
 
@@ -44,8 +45,12 @@ def svg(scene: Scene) -> str:
         y += 22
         lanes = track.lanes_in((low + origin, high + origin))
         segments = lane_segments(lanes, (low + origin, high + origin), _PLOT, _BINS * max(1, len(lanes)), _BINS)
+        heads = {head["rank"]: head["text"] for head in track.meta["ranks"]}
         for lane, segment, shown in zip(lanes, segments, track.meta["lanes"], strict=True):
-            parts.append(_text(0, y + 14, f"{shown['label']} {shown['place']}".strip()))
+            if shown["rank"] in heads:
+                parts.append(_text(0, y + 14, heads.pop(shown["rank"])))
+                y += 20
+            parts.append(_text(0, y + 14, f"{shown['label']} {shown['within']}".strip()))
             parts.append(f'<path fill="#eef1f4" d="M{_GUTTER} {y}h{_PLOT}v{_LANE}h-{_PLOT}z"/>')
             parts.extend(_bars(lane, segment, y))
             y += _LANE + 3
@@ -109,13 +114,17 @@ def _bars(lane: Lane, segment: dict[str, NDArray[Any]], y: int) -> list[str]:
 def text(scene: Scene) -> str:
     """Return a few lines for a terminal."""
     opening = scene.opening
-    lines = [f"{opening['sentence']} (step {opening['step']})"] if opening["sentence"] else []
+    lines = [_answer(opening)] if opening["sentence"] else []
     for track in scene.tracks:
         steps = track.meta["steps"]
         lines.append(f"{track.title}: {_caption(track)}" + (f", steps {steps[0]} to {steps[1]}" if steps else ""))
         lines += [f"  {row['label']} {row['place']}: {row['count']:,} {row['bytes']}".rstrip() for row in track.meta["lanes"]]
         lines += [f"  {note}" for note in track.notes()]
     return "\n".join(lines)
+
+
+def _answer(opening: dict[str, Any]) -> str:
+    return str(opening["sentence"]) + ("" if opening["step"] is None else f" (step {opening['step']})")
 
 
 def html(scene: Scene) -> str:
@@ -130,7 +139,7 @@ def html(scene: Scene) -> str:
         for row in track.meta["lanes"]
     ]
     opening = scene.opening
-    shown = [f"{opening['sentence']} (step {opening['step']})"] if opening["sentence"] else []
+    shown = [_answer(opening)] if opening["sentence"] else []
     captions = [*shown, *(f"{track.title}: {_caption(track)}" for track in scene.tracks)]
     notes = [note for track in scene.tracks for note in track.notes()]
     head = "<tr><th>run</th><th>lane</th><th>events</th><th>bytes</th></tr>"
@@ -157,12 +166,13 @@ def facts(track: Track, row: int) -> list[list[str]]:
         ("source", (trace.meta.get("source") or {}).get(where)),
         ("duration", f"{seconds_text(get['dur_ns'] / 1e9)}, {modelled}"),
         ("start", f"{seconds_text((get['start_ns'] - track.start_ns) / 1e9)} after the first event"),
+        *communication_facts(track, row),
         ("step", str(get["step"]) if get["step"] >= 0 else "outside all steps"),
         ("stream", str(get["stream"]) if get["stream"] >= 0 else None),
         ("device", f"GPU {get['device']}" if get["device"] >= 0 else "host"),
         ("host memory", {0: "pageable", 1: "pinned"}.get(get["pinned"])),
         ("cell", str(get["cell"]) if get["cell"] >= 0 else None),
-        ("rank", str(get["rank"]) if get["rank"] else None),
+        ("rank", str(get["rank"]) if get["rank"] or len(track.ranks) > 1 else None),
         ("owner", string_of(trace, "owner", row)),
     ]
     if kind in ("kernel", *HOST_KINDS):
@@ -174,14 +184,29 @@ def copies_sheet(track: Track, limit: int = 300) -> dict[str, Any]:
     """Return the first `limit` rows of the copies per step as text, for a table that screen readers can read."""
     frame = copies_per_step(track.trace)
     clock = f"host wait ({track.clock})"
-    copied = (f"{k.upper()} {what}" for k in COPY_KINDS for what in ("copies", "bytes"))
-    columns = ["step", "kernels", "launches", *copied, clock]
+    several = "rank" in frame.columns
+    kinds = (*COPY_KINDS, "p2p") if several else COPY_KINDS
+    copied = [f"{k.upper()} {what}" for k in kinds for what in ("copies", "bytes")]
+    copied += ["collectives", "collective bytes"] if several else []
+    columns = ["step", *(["rank"] if several else []), "kernels", "launches", *copied, clock]
     rows = []
     for row in frame.head(limit).itertuples(index=False):
-        copies = [text for k in COPY_KINDS for text in _count_and_bytes(getattr(row, f"{k}_count"), getattr(row, f"{k}_bytes"))]
+        copied_kinds = (*kinds, "collective") if several else kinds
+        copies = [
+            text for k in copied_kinds for text in _count_and_bytes(getattr(row, f"{k}_count"), getattr(row, f"{k}_bytes"))
+        ]
         step = "outside" if row.step == -1 else str(row.step)
         launches = f"{row.launches:,}" if row.launches >= 0 else "not recorded"
-        rows.append([step, f"{row.kernels:,}", launches, *copies, brief_time(1e3 * row.host_wait_us)])
+        rows.append(
+            [
+                step,
+                *([str(row.rank)] if several else []),
+                f"{row.kernels:,}",
+                launches,
+                *copies,
+                brief_time(1e3 * row.host_wait_us),
+            ]
+        )
     note = f"the first {limit:,} of {len(frame):,} steps" if len(frame) > limit else ""
     return {"title": f"{track.title}: copies per step", "note": note, "columns": columns, "rows": rows}
 

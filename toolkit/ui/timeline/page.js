@@ -18,7 +18,8 @@ async function unpack(packed) {
   const wide = (name) => Float64Array.from({ length: n }, (_, i) => columns[`${name}_high`].at(i) * 2 ** 32 + columns[`${name}_low`].at(i));
   const start = wide("start");
   for (let i = 1; i < n; i++) start[i] += start[i - 1]; // stored as differences, which compress well
-  return { ...columns, start, dur: wide("dur"), bytes: wide("bytes") };
+  const seq = { at: (i) => columns.seq_high.at(i) * 2 ** 32 + columns.seq_low.at(i) };
+  return { ...columns, seq, start, dur: wide("dur"), bytes: wide("bytes") };
 }
 
 class PageTrack {
@@ -102,16 +103,33 @@ class PageTrack {
     return [touching.map(([step, i]) => [...step, this.names[i]]), every];
   }
 
+  linksIn(t0, t1, origin) {
+    const inside = this.packed.links.filter(([, ...points]) => points.some(([, , start]) => start < t1) && points.some(([, row, start]) => start + this.columns.dur[row] >= t0));
+    return inside.length > this.limits.links ? [] : inside.map(([last, ...points]) => [last, ...points.map(([lane, , start]) => [lane, start - origin])]);
+  }
+
+  waited(row) {
+    const found = this.packed.links.find(([, ...points]) => points.some(([, event]) => event === row));
+    if (!found) return undefined;
+    const [last, ...points] = found, from = points[last][2];
+    const wait = ([, event, start]) => Math.max(Math.min(from, start + this.columns.dur[event]) - start, 0);
+    if (points[last][1] === row) return `not: it came last, and others waited up to ${timeText(Math.max(...points.map(wait)))}`;
+    return `${timeText(wait(points.find(([, event]) => event === row)))} for rank ${this.columns.rank.at(points[last][1])}, which came last`;
+  }
+
   facts(row) {
     const get = (name) => this.columns[name].at(row), text = (name) => this.packed.strings[get(name)], kind = this.limits.kinds[get("kind")];
+    const known = (name, say = String) => (get(name) >= 0 ? say(get(name)) : undefined), group = [text("group"), known("group_size", (n) => `${n} ranks`)];
     const size = this.columns.bytes[row], lines = [
       ["name", text("name")], ["kind", DIRECTIONS[kind] ? `${kind} (${DIRECTIONS[kind]})` : kind],
       ["bytes", ["kernel", "launch", "sync", "mark"].includes(kind) ? undefined : size >= 1024 ? `${bytesText(size)} (${grouped(size)} B)` : `${size} B`],
       ["caused by", text("where")], ["source", this.packed.source[text("where")]], ["duration", `${timeText(this.columns.dur[row])}, ${get("clock") ? "modelled" : "measured"}`],
       ["start", `${timeText(this.columns.start[row] - this.packed.start_ns)} after the first event`],
+      ["operation", text("operation")], ["algorithm", text("algorithm")], ["process group", group.filter((part) => part !== undefined).join(", ") || undefined],
+      ["number", known("seq")], ["other end", known("peer", (n) => (text("operation") ? `rank ${n}` : `GPU ${n}`))], ["waited", this.waited(row)],
       ["step", get("step") >= 0 ? String(get("step")) : "outside all steps"], ["stream", get("stream") >= 0 ? String(get("stream")) : undefined],
       ["device", get("device") >= 0 ? `GPU ${get("device")}` : "host"], ["host memory", ["pageable", "pinned"][get("pinned")]],
-      ["cell", get("cell") >= 0 ? String(get("cell")) : undefined], ["rank", get("rank") ? String(get("rank")) : undefined], ["owner", text("owner")],
+      ["cell", get("cell") >= 0 ? String(get("cell")) : undefined], ["rank", get("rank") || this.packed.meta.ranks.length ? String(get("rank")) : undefined], ["owner", text("owner")],
     ];
     return lines.filter(([, value]) => value !== undefined);
   }
@@ -136,8 +154,8 @@ function pageProvider(tracks, limits) {
     const wanted = text.toLowerCase(), hits = [];
     tracks.forEach((track, t) => {
       const known = new Set(track.packed.strings.flatMap((string, code) => (string.toLowerCase().includes(wanted) ? [code] : [])));
-      const origin = track.origin(align), { start, dur, name, where } = track.columns;
-      for (let row = 0; row < track.packed.n; row++) if (known.has(name.at(row)) || known.has(where.at(row))) hits.push({ track: t, row, start: start[row] - origin, end: start[row] + dur[row] - origin });
+      const origin = track.origin(align), { start, dur, name, where, operation } = track.columns;
+      for (let row = 0; row < track.packed.n; row++) if ([name, where, operation].some((column) => known.has(column.at(row)))) hits.push({ track: t, row, start: start[row] - origin, end: start[row] + dur[row] - origin });
     });
     if (!wanted || !hits.length) return null;
     hits.sort((a, b) => a.start - b.start);
@@ -146,10 +164,11 @@ function pageProvider(tracks, limits) {
   };
   let asked = 0;
   const view = ({ t0, t1, width, align = null }) => {
-    const made = { seq: ++asked, near: null, t0, t1, width, align, bounds: bounds(align), spans: tracks.map((track) => [track.packed.start_ns, track.packed.end_ns].map((t) => t - track.origin(align))), counts: [], steps: [], every: [], texts: [] };
+    const made = { seq: ++asked, near: null, t0, t1, width, align, bounds: bounds(align), spans: tracks.map((track) => [track.packed.start_ns, track.packed.end_ns].map((t) => t - track.origin(align))), links: [], counts: [], steps: [], every: [], texts: [] };
     const parts = [], codes = new Map();
     for (const track of tracks) {
       const origin = track.origin(align), segments = track.segments(t0 + origin, t1 + origin, width, Math.floor(limits.segments / tracks.length));
+      made.links.push(track.linksIn(t0 + origin, t1 + origin, origin));
       made.counts.push(segments.map((lane) => lane.length));
       for (const lane of segments) for (const segment of lane) parts.push([track, segment]);
       const [steps, every] = track.stepsIn(t0 + origin, t1 + origin);

@@ -25,13 +25,15 @@ from toolkit.trace.differences import typical_step
 from toolkit.trace.events import Trace
 from toolkit.ui.assets import script_of, style_of
 from toolkit.ui.timeline import overview
+from toolkit.ui.timeline.ranks import MAX_LINKS
 from toolkit.ui.timeline.track import Track, named
 from toolkit.ui.timeline.view import MAX_SEGMENTS, MAX_STEPS, Scene
 
 _SMALL = 1 << 16  # bytes; smaller columns aren't compressed, for browsers without DecompressionStream
 _NARROW = {
     "kind": "u1", "clock": "u1", "pinned": "i1", "device": "i2", "rank": "i2", "stream": "i4", "step": "i4", "cell": "i4",
-    "name": "i4", "where": "i4", "owner": "i4",
+    "name": "i4", "where": "i4", "owner": "i4", "operation": "i4", "algorithm": "i4", "group": "i4", "group_size": "i4",
+    "peer": "i2",
 }  # fmt: skip
 
 
@@ -96,7 +98,7 @@ def _openings(tracks: list[Track]) -> dict[str, Any]:
 
 
 def _document(tracks: list[Track], title: str, extra: str, shown: tuple[int, int] | None) -> str:
-    limits = {"segments": MAX_SEGMENTS, "steps": MAX_STEPS, "kinds": list(KINDS)}
+    limits = {"segments": MAX_SEGMENTS, "steps": MAX_STEPS, "links": MAX_LINKS, "kinds": list(KINDS)}
     data = json.dumps(
         {"traces": [_packed(track) for track in tracks], "limits": limits, "openings": _openings(tracks)}, separators=(",", ":")
     )
@@ -121,7 +123,7 @@ def _document(tracks: list[Track], title: str, extra: str, shown: tuple[int, int
 <section><h2>Copies per step</h2>{sheets}</section></main>
 <script type="application/json" id="tk-data">{data}</script>
 <script type="module">
-{script_of("timeline/timeline.js", "timeline/page.js")}</script></body></html>
+{script_of("timeline/ranks.js", "timeline/timeline.js", "timeline/page.js")}</script></body></html>
 """
 
 
@@ -175,6 +177,8 @@ def _packed(track: Track) -> dict[str, Any]:
     columns: list[tuple[str, NDArray[Any]]] = [("lane", lanes)]
     for name, values in wide.items():
         columns += [(f"{name}_low", (values & 0xFFFFFFFF).astype("<u4")), (f"{name}_high", (values >> 32).astype("<i4"))]
+    seq = trace["seq"][rows]
+    columns += [("seq_low", (seq & 0xFFFFFFFF).astype("<u4")), ("seq_high", (seq >> 32).astype("<i4"))]
     columns += [(name, trace[name][rows].astype(f"<{dtype}")) for name, dtype in _NARROW.items()]
     spec, blob = [], []
     for name, values in columns:
@@ -188,4 +192,14 @@ def _packed(track: Track) -> dict[str, Any]:
         "meta": track.meta, "n": total, "columns": spec, "deflated": deflated, "data": base64.b64encode(data).decode(),
         "strings": trace.strings, "source": trace.meta.get("source") or {}, "start_ns": track.start_ns, "end_ns": track.end_ns,
         "steps": track.steps.tolist(), "step_names": track.step_names, "sheet": overview.copies_sheet(track),
+        "links": _links(track, rows),
     }  # fmt: skip
+
+
+def _links(track: Track, rows: NDArray[np.int64]) -> list[list[Any]]:
+    """Return [position of the last rank, [lane, event of the page, start], ...] of each collective of several ranks."""
+    if track.links is None:
+        return []
+    number = np.zeros(len(track.trace), np.int64)
+    number[rows] = np.arange(len(rows))
+    return track.links.points(np.arange(len(track.links.last)), number[track.links.row], track.links.start)

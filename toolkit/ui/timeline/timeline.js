@@ -47,7 +47,7 @@ function legend(meta) {
   if (kinds.has("launch")) keys.splice(2, 0, element("span", { class: "tk-key" }, swatch("python", false), "Python"));
   if (kinds.size && solid) keys.push(element("span", { class: "tk-key" }, swatch("dim", false), "solid: measured time"));
   if (kinds.size && drawn) keys.push(element("span", { class: "tk-key" }, swatch("dim", true), "hatched: modelled time"));
-  return element("div", { class: "tk-row tk-legend" }, ...keys);
+  return element("div", { class: "tk-row tk-legend" }, ...keys, ...linkKey(meta));
 }
 
 function tableOf(sheet) {
@@ -67,11 +67,14 @@ class TimelinePainter extends CanvasPainter {
 
   layout() {
     this.lanes = [];
+    this.headings = [];
     let y = AXIS;
     this.tops = this.meta.tracks.map((track, t) => {
       const top = { title: y, strip: y + TITLE };
       y += TITLE + STRIP;
       track.lanes.forEach((lane, i) => {
+        const heading = lane.rank === track.lanes[i - 1]?.rank ? undefined : track.ranks?.find(({ rank }) => rank === lane.rank);
+        if (heading) { this.headings.push({ y, text: heading.text }); y += HEADING; }
         const above = this.lanes.at(-1); // one row shows where the host's time goes: launches and, in the same place, waits
         const host = i && lane.kind === "sync" && above.kind === "launch" && above.rank === lane.rank;
         if (host) { above.hosts = true; this.lanes.push({ ...lane, track: t, index: i, y: above.y, top: true }); return; }
@@ -131,12 +134,13 @@ class TimelinePainter extends CanvasPainter {
     pen.beginPath(); pen.rect(GUTTER, 0, this.plot, this.height); pen.clip();
     this.axis();
     this.boxes = [];
-    if (view) { this.steps(view); this.segments(view); this.marks(marks); }
+    if (view) { this.steps(view); this.segments(view); drawLinks(this, view, LANE); this.marks(marks); }
     pen.restore();
     this.labels();
   }
 
   labels() {
+    drawHeadings(this);
     this.meta.tracks.forEach((track, t) => {
       const name = this.meta.tracks.length > 1 ? `${"AB"[t]}  ${track.title}` : track.title;
       const used = this.text(name, 4, this.tops[t].title + TITLE / 2, "fg", this.width * 0.55, { size: 13, bold: true });
@@ -147,7 +151,7 @@ class TimelinePainter extends CanvasPainter {
       if (lane.top) continue;
       const share = this.shares?.[lane.track][lane.index] ?? 0, middle = lane.y + LANE / 2;
       const used = this.text(lane.hosts ? "host" : lane.label, 4, middle, "fg", 90);
-      const place = lane.hosts ? `launch ${percent(share)}, wait ${percent(this.shares?.[lane.track][lane.index + 1] ?? 0)}` : lane.place;
+      const place = lane.hosts ? `launch ${percent(share)}, wait ${percent(this.shares?.[lane.track][lane.index + 1] ?? 0)}` : lane.within;
       const right = lane.hosts ? 0 : this.text(percent(share), GUTTER - 6, middle, "dim", 60, { size: 11, align: "right" });
       this.text(place, 12 + used, middle, "dim", GUTTER - used - (right ? right + 22 : 14), { size: 11 });
     }
@@ -282,7 +286,7 @@ function mount(root, provider, meta) {
     button("Sums of what is shown (s)", "Sums", () => sumUp()), tableButton);
   const notes = [...new Set(meta.tracks.flatMap((track) => track.notes))].map((note) => element("p", { class: "tk-note" }, note));
   const clocks = [...new Set(meta.tracks.map((track) => track.clock))].join(" and ");
-  const answer = meta.sentence ? [element("p", { class: "tk-answer" }, meta.sentence, element("span", {}, ` (step ${home}, ${clocks} time)`))] : [];
+  const answer = meta.sentence ? [element("p", { class: "tk-answer" }, meta.sentence, element("span", {}, ` (${home === null ? "all" : `step ${home}`}, ${clocks} time)`))] : [];
   const plot = element("div", { class: "tk-plot" }, canvas);
   const frame = element("div", { class: "tk-timeline", "data-lm-suppress-shortcuts": "true" }, ...answer, tools, legend(meta), ...notes, plot, status, detail, sums, tables, tip);
   root.replaceChildren(frame);
@@ -409,9 +413,12 @@ function mount(root, provider, meta) {
     const span = t1 - t0, rows = [];
     const add = (title, label, count, busy, bytes) => rows.push([title, label, count, `${timeText(busy)} (${percent(busy / span)})`, bytes]);
     meta.tracks.forEach((track, t) => {
-      const title = several ? `${"AB"[t]} ${track.title}` : track.title, of = (kind) => track.lanes.findIndex((lane) => lane.kind === kind);
+      const title = several ? `${"AB"[t]} ${track.title}` : track.title;
       track.lanes.forEach((lane, i) => { const [count, busy, bytes] = tracks[t][i]; add(title, `${lane.label} ${lane.place}`.trim(), grouped(count), busy, bytes ? bytesText(bytes) : ""); });
-      if (of("launch") >= 0) add(title, "host, neither launching nor waiting: Python", "", Math.max(0, span - ["launch", "sync"].reduce((sum, kind) => sum + (tracks[t][of(kind)]?.[1] ?? 0), 0)), "");
+      for (const { rank, place } of track.lanes.filter((lane) => lane.kind === "launch")) {
+        const busy = track.lanes.reduce((sum, lane, i) => sum + (lane.rank === rank && ["launch", "sync"].includes(lane.kind) ? tracks[t][i][1] : 0), 0);
+        add(title, `host${place && ` of ${place}`}, neither launching nor waiting: Python`, "", Math.max(0, span - busy), "");
+      }
     });
     return tableOf({ title: `Sums of ${timeText(span)}, from ${timeText(t0)}`, columns: ["run", "lane", "events", "time", "bytes"], rows });
   };
@@ -454,7 +461,7 @@ function mount(root, provider, meta) {
       fill(summary(box));
       draw();
       if (state.view.count[box.i] <= 1) {
-        const mine = state.hovered, wantedFacts = ["bytes", "caused by", "source", "duration", "step", "stream", "host memory"];
+        const mine = state.hovered, wantedFacts = ["bytes", "caused by", "source", "duration", "operation", "waited", "step", "stream", "host memory"];
         clearTimeout(hover.timer);
         hover.timer = setTimeout(() => provider.facts(box.lane.track, state.view.row[box.i]).then((facts) => {
           if (state.hovered === mine && facts.length) fill([["", facts.find(([l]) => l === "name")?.[1] || box.lane.label], ...facts.filter(([label]) => wantedFacts.includes(label))]);

@@ -13,6 +13,7 @@ from toolkit.trace.columns import HOST_KINDS, LANES
 from toolkit.trace.differences import steps_of
 from toolkit.trace.events import Trace
 from toolkit.ui.timeline.lanes import OTHER_STREAMS, Lane, Place, places_of
+from toolkit.ui.timeline.ranks import Links, headings
 
 FEW = 20_000  # events that a view can put into lanes by itself
 
@@ -59,6 +60,16 @@ class Track:
         lane = self.lane_of[rows]
         return [Lane.of(self.trace, place.kind, rows[lane == i]) for i, place in enumerate(self.places)]
 
+    @cached_property
+    def ranks(self) -> list[int]:
+        """The ranks that have lanes, in order."""
+        return sorted({place.rank for place in self.places})
+
+    @cached_property
+    def links(self) -> Links | None:
+        """The collectives of several ranks; None if there is only one rank."""
+        return Links(self) if len(self.ranks) > 1 else None
+
     def step_range(self, step: int) -> tuple[int, int, int] | None:
         """Return (number, start, end) of the step with this number, or of the step with the nearest number."""
         if not len(self.steps):
@@ -92,7 +103,6 @@ class Track:
     def meta(self) -> dict[str, Any]:
         """The description that the front end draws around the events (JSON-able)."""
         several = len({place.device for place in self.places if place.kind not in HOST_KINDS}) > 1
-        ranks = len({place.rank for place in self.places}) > 1
         moved = np.flatnonzero((self.trace["bytes"] != 0) & (self.lane_of >= 0))
         sizes = np.zeros(len(self.places), np.int64)
         np.add.at(sizes, self.lane_of[moved], self.trace["bytes"][moved])
@@ -105,19 +115,22 @@ class Track:
             "steps": [int(numbers.min()), int(numbers.max())] if len(numbers) else None,
             "span": seconds_text((self.end_ns - self.start_ns) / 1e9),
             "notes": self.notes(),
+            "ranks": headings(self),
             "lanes": [
-                {**_label(place, several, ranks), "count": count, "bytes": bytes_text(size) if size else ""}
+                {**_label(place, several, len(self.ranks) > 1), "count": count, "bytes": bytes_text(size) if size else ""}
                 for (place, count), size in zip(self.places.items(), sizes.tolist(), strict=True)
             ],
         }
 
 
 def _label(place: Place, several: bool, ranks: bool) -> dict[str, Any]:
-    where = [f"rank {place.rank}"] if ranks else []
+    where: list[str] = []
     if place.kind not in HOST_KINDS:
         where += [f"GPU {place.device}"] if several else []
         where += ["other streams" if place.stream == OTHER_STREAMS else f"stream {place.stream}"]
-    return {"label": LANES[place.kind], "place": ", ".join(where), "kind": place.kind, "rank": place.rank}
+    whole = [f"rank {place.rank}", *where] if ranks else where
+    texts = {"label": LANES[place.kind], "place": ", ".join(whole), "within": ", ".join(where)}
+    return texts | {"kind": place.kind, "rank": place.rank}
 
 
 def string_of(trace: Trace, column: str, row: int | np.int64) -> str | None:

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from toolkit.trace.columns import KINDS
 from toolkit.trace.differences import description, description_of_ranks, difference, step_facts, typical_step
 from toolkit.trace.events import Trace
-from toolkit.trace.waits import ranks_of
 from toolkit.ui.timeline.lanes import Lane
 from toolkit.ui.timeline.track import Track
 
@@ -58,10 +57,9 @@ class Scene:
     def opening(self) -> dict[str, Any]:
         """The step that is shown first and a sentence about it, as `step` and `sentence`; None and "" without steps."""
         step = typical_step([track.steps_table for track in self.tracks])
-        if any(len(ranks_of(track.trace)) > 1 for track in self.tracks):
-            told = [
-                description_of_ranks(t.trace, t.title, step, t.steps_table) for t in self.tracks if len(ranks_of(t.trace)) > 1
-            ]
+        several = [track for track in self.tracks if len(track.ranks) > 1]
+        if several:
+            told = [description_of_ranks(track.trace, track.title, step, track.steps_table) for track in several]
             return {"step": step, "sentence": "; ".join(told)}
         if step is None:
             return {"step": None, "sentence": ""}
@@ -100,11 +98,12 @@ class Scene:
             t0, t1 = low, high
         origins = self.origins(align)
         parts: list[tuple[Track, dict[str, NDArray[Any]]]] = []
-        counts, steps, hidden = [], [], []
+        counts, steps, hidden, links = [], [], [], []
         for track, origin in zip(self.tracks, origins, strict=True):
             window = (t0 + origin, t1 + origin)
             segments = lane_segments(track.lanes_in(window), window, width, MAX_SEGMENTS // len(self.tracks))
             counts.append([len(s["row"]) for s in segments])
+            links.append(track.links.within(window, origin) if track.links else [])
             parts.extend((track, s) for s in segments)
             shown, every = _steps_in(track, window)
             steps.append([[n, start - origin, end - origin, name] for n, start, end, name in shown])
@@ -113,7 +112,7 @@ class Scene:
         header = {
             **echo, "t0": t0, "t1": t1, "width": width, "align": align, "bounds": [low, high],
             "spans": [[t.start_ns - origin, t.end_ns - origin] for t, origin in zip(self.tracks, origins, strict=True)],
-            "counts": counts, "steps": steps, "every": hidden, "texts": texts,
+            "links": links, "counts": counts, "steps": steps, "every": hidden, "texts": texts,
             "near": None if np.sum([np.sum(c) for c in counts]) else self._nearest(t0, t1, origins),
         }  # fmt: skip
         blob = json.dumps(header, separators=(",", ":")).encode()
@@ -150,17 +149,19 @@ class Scene:
     def find(
         self, text: str, near: float, move: int, align: int | None = None, last: int | None = None
     ) -> dict[str, Any] | None:
-        """Return the next event (`move` 1) or the previous one (-1), seen from `near`, whose name or line contains `text`.
+        """Return the next event (`move` 1) or the previous one (-1), seen from `near`, that contains `text`.
 
-        Its `track`, `row`, `start` and `end` on the axis, its `number` among the `count` found; None if no event contains it.
+        Names, lines and the operations of collectives are searched. The result has its `track`, `row`, `start` and `end` on
+        the axis, its `number` among the `count` found; None if no event contains it.
         `last`, the number of the event found before, takes the place of `near`: several events may start at the same time.
         """
         wanted = text.casefold()
+        columns = ("name", "where", "operation")
         found = []
         for number, (track, origin) in enumerate(zip(self.tracks, self.origins(align), strict=True)):
             codes = np.array([wanted in known.casefold() for known in track.trace.strings] + [False])  # the last one: no text
             for lane in track.lanes:
-                rows = lane.rows[codes[track.trace["name"][lane.rows]] | codes[track.trace["where"][lane.rows]]]
+                rows = lane.rows[np.any([codes[track.trace[column][lane.rows]] for column in columns], axis=0)]
                 found.append(np.stack([track.trace["start_ns"][rows] - origin, rows, np.full(len(rows), number)]))
         table = np.concatenate(found, 1) if found else np.zeros((3, 0), np.int64)
         if not wanted or not table.shape[1]:

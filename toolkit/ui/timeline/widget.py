@@ -19,7 +19,7 @@ class Timeline(CanvasWidget):
     label lists the keys. Raises ToolkitError if an argument is not a trace, RecorderError if it is still being recorded.
     """
 
-    _esm = script_of("timeline/timeline.js")
+    _esm = script_of("timeline/ranks.js", "timeline/timeline.js")
     _css = text_of("timeline/timeline.css")
 
     def __init__(self, trace: Any, other: Any = None, *, titles: tuple[str, ...] = ()) -> None:

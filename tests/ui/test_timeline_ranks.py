@@ -1,0 +1,99 @@
+"""Tests of a timeline of several ranks: headings, lines between the events of a collective, and the rank that came last."""
+
+from __future__ import annotations
+
+import pytest
+from synthetic import decode_loop, ranks
+from test_view import parse
+
+from toolkit.trace.columns import KINDS
+from toolkit.trace.differences import description_of_ranks
+from toolkit.ui.timeline import overview
+from toolkit.ui.timeline.ranks import MAX_LINKS
+from toolkit.ui.timeline.track import Track
+from toolkit.ui.timeline.view import Scene
+
+NOTE = "The clocks of the ranks are aligned on the ends of 4 collectives."
+CLOCKS = [{"rank": 0, "error_us": 0.0}, {"rank": 1, "error_us": 0.7}]
+
+
+def scene(**options: object) -> Scene:
+    return Scene([Track(ranks(notes=[NOTE], clocks=CLOCKS, **options), "job")])
+
+
+def test_lanes_come_in_groups_of_one_rank_with_a_heading() -> None:
+    meta = scene().meta()["tracks"][0]
+    kinds = ["launch", "kernel", "collective", "p2p"]
+    assert [(lane["rank"], lane["kind"]) for lane in meta["lanes"]] == [(r, k) for r in (0, 1) for k in kinds]
+    assert [lane["within"] for lane in meta["lanes"]] == ["", "stream 0", "stream 0", "stream 1"] * 2
+    assert [head["rank"] for head in meta["ranks"]] == [0, 1]
+    assert "came last in 0 of 4 collectives · waited 204 µs" in meta["ranks"][0]["text"]
+    assert meta["ranks"][1]["text"].endswith("clock error 0.7 µs")
+    assert NOTE in meta["notes"]
+
+
+def test_a_trace_of_one_rank_has_neither_headings_nor_lines() -> None:
+    alone = Scene([Track(decode_loop(), "run")])
+    assert alone.meta()["tracks"][0]["ranks"] == []
+    assert parse(alone.first(None))["links"] == [[]]
+
+
+def test_the_sentence_names_the_rank_that_came_last_and_the_waits() -> None:
+    assert "rank 1 came last" in scene().opening["sentence"]
+    track = scene().tracks[0]
+    said = description_of_ranks(track.trace, "job", 2, track.steps_table)
+    told = "1 collective (10.5 KiB); rank 1 came last in 1 of them: rank 0 waited 201 µs for it"
+    assert said == f"job takes 900 µs on 2 ranks; {told}"
+    whole = description_of_ranks(track.trace, "job", None, track.steps_table)
+    assert whole == "job: 4 collectives (42.0 KiB); rank 1 came last in 4 of them: rank 0 waited 204 µs for it"
+
+
+def test_lines_join_the_events_of_each_collective() -> None:
+    view = parse(scene().view(0, 3_000_000, 900))
+    assert view["links"] == [
+        [[1, [2, 50_000], [6, 51_000]], [1, [2, 1_050_000], [6, 1_051_000]], [1, [2, 2_050_000], [6, 2_251_000]]]
+    ]
+    assert parse(scene().view(2_060_000, 2_100_000, 900))["links"] == [[[1, [2, 2_050_000], [6, 2_251_000]]]]
+
+
+def test_too_many_collectives_have_no_lines() -> None:
+    many = scene(steps=MAX_LINKS + 1)
+    low, high = many.bounds()
+    assert parse(many.view(low, high, 900))["links"] == [[]]
+    assert len(parse(many.view(low, high / 2, 900))["links"][0]) > 50
+
+
+@pytest.mark.parametrize(
+    ("rank", "waited"), [(0, "201 µs for rank 1, which came last"), (1, "not: it came last, and others waited up to 201 µs")]
+)
+def test_facts_of_a_collective(rank: int, waited: str) -> None:
+    track = scene().tracks[0]
+    trace = track.trace
+    row = ((trace["kind"] == KINDS.index("collective")) & (trace["step"] == 2) & (trace["rank"] == rank)).nonzero()[0][0]
+    facts = dict(overview.facts(track, int(row)))
+    assert facts["operation"] == "all_reduce"
+    assert (facts["algorithm"], facts["process group"], facts["number"]) == ("one-shot", "tp, 2 ranks", "2")
+    assert (facts["rank"], facts["waited"]) == (str(rank), waited)
+
+
+def test_a_peer_copy_names_its_other_end() -> None:
+    track = scene().tracks[0]
+    row = int((track.trace["kind"] == KINDS.index("p2p")).nonzero()[0][0])
+    assert dict(overview.facts(track, row))["other end"] == "GPU 1"
+
+
+def test_operations_are_found_and_sums_are_those_of_each_rank() -> None:
+    made = scene()
+    assert made.find("all_reduce", -1, 1)["count"] == made.find("one_shot", -1, 1)["count"] == 8
+    sums = made.sums(0, 4_000_000)[0]
+    assert [count for count, _, _ in sums] == [4] * 8
+    assert [size for _, _, size in sums] == [0, 0, 43008, 256] * 2
+
+
+def test_pictures_without_a_canvas_have_the_headings_too() -> None:
+    made = scene()
+    assert "came last in 4 of 4 collectives" in overview.svg(made)
+    assert "collectives rank 1, stream 0: 4 42.0 KiB" in overview.text(made)
+    sheet = overview.copies_sheet(made.tracks[0])
+    assert sheet["columns"][:2] == ["step", "rank"]
+    assert all(len(row) == len(sheet["columns"]) for row in sheet["rows"])
