@@ -132,5 +132,29 @@ def test_without_scripts_a_still_picture_and_tables_remain(browser, tmp_path: Pa
     context.close()
 
 
+def test_a_browser_that_cannot_inflate_shows_the_still_picture(browser, tmp_path: Path) -> None:
+    page = browser.new_page()
+    page.add_init_script("delete window.DecompressionStream")
+    page.goto(write_page(many_events(60_000), tmp_path / "a.html").as_uri())
+    page.wait_for_selector("#tk-place img")
+    assert "A still picture follows" in page.inner_text("#tk-place")
+    page.close()
+
+
+def test_the_table_button_shows_the_copies_of_the_chosen_runs(browser, tmp_path: Path) -> None:
+    page = browser.new_page()
+    page.goto(write_page({"a": decode_loop(), "b": decode_loop(h2d=0, steps=4)}, tmp_path / "a.html").as_uri())
+    page.wait_for_selector(f"{FRAME}[data-ms]")
+    page.select_option("#tk-a", "1")
+    page.select_option("#tk-b", "")
+    page.wait_for_function("() => document.querySelector('.tk-timeline canvas').ariaLabel.startsWith('Timeline of b')")
+    page.click(f"{FRAME} button:text('Table')")
+    page.wait_for_selector(".tk-tables table")
+    assert page.inner_text(".tk-tables caption") == "b: copies per step"
+    assert page.locator(".tk-tables tbody tr").count() == 4
+    assert page.locator(".tk-tables tbody tr").first.inner_text().split("\t")[:3] == ["0", "12", "not recorded"]
+    page.close()
+
+
 def test_kinds_fit_a_byte() -> None:
     assert len(KINDS) < MODELLED

@@ -37,6 +37,11 @@ def column(packed: dict, name: str) -> np.ndarray:
     raise KeyError(name)
 
 
+def test_a_run_of_512_steps_takes_less_than_200_kB(tmp_path: Path) -> None:
+    path = write_page(decode_loop(steps=512, kernels=100), tmp_path / "a.html")
+    assert path.stat().st_size < 170_000  # runs of the demo models differ more from step to step
+
+
 @pytest.mark.parametrize("trace", [decode_loop(), many_events(30_000)], ids=["small", "deflated"])
 def test_holds_every_event(tmp_path: Path, trace: Trace) -> None:
     packed = data_of(write_page(trace, tmp_path / "a.html"))["traces"][0]

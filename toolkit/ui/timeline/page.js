@@ -200,12 +200,20 @@ function pageProvider(tracks, limits) {
   return {
     first: null, late: null, makeView: view, whole: bounds(null), sums: async (request) => sums(request), find: async (request) => find(request),
     view: async (request) => view(request), step: async (request) => step(request),
-    facts: async (track, row) => tracks[track].facts(row), table: async () => tracks.map((track) => track.packed.sheet),
+    facts: async (track, row) => tracks[track].facts(row), table: async () => tracks.map((track) => sheetOf(track.packed)),
   };
+}
+
+// Returns the table of the copies per step that the page shows below the timeline.
+function sheetOf({ number }) {
+  const sheet = document.querySelectorAll(".tk-sheet")[number], texts = (parent, tag) => [...parent.querySelectorAll(tag)].map((cell) => cell.textContent);
+  const rows = [...sheet.querySelectorAll("tbody tr")].map((row) => texts(row, "th, td"));
+  return { title: sheet.querySelector("summary").textContent, note: sheet.querySelector("p")?.textContent ?? "", columns: texts(sheet, "thead th"), rows };
 }
 
 async function start() {
   const { traces, limits, openings } = JSON.parse(document.getElementById("tk-data").textContent);
+  traces.forEach((packed, number) => { packed.number = number; });
   const place = document.getElementById("tk-place"), first = document.getElementById("tk-a"), second = document.getElementById("tk-b");
   const ready = new Map();
   const track = async (i) => {
@@ -225,7 +233,7 @@ async function start() {
   for (const select of [first, second]) select?.addEventListener("change", show);
   try { await show(); } catch (error) {
     place.insertAdjacentText("afterbegin", `This browser can't show the interactive timeline (${error.message}). A still picture follows.`);
-    document.getElementById("tk-still").hidden = false;
+    place.insertAdjacentHTML("beforeend", document.querySelector("noscript").textContent); // its text, where scripts run
   }
 }
 start();

@@ -116,7 +116,7 @@ def _document(tracks: list[Track], title: str, extra: str, shown: tuple[int, int
 {style_of("timeline/timeline.css", "page.css")}</head>
 <body><main class="tk-page"><h1>{escape(title)}</h1>
 <section aria-label="Timeline">{_choices(tracks, shown)}<div id="tk-place"></div>
-<div id="tk-still" hidden>{still}</div><noscript>{still}</noscript></section>
+<noscript>{still}</noscript></section>
 {extra}<section><h2>Runs</h2>
 <table class="tk-head"><thead><tr><th scope="col">run</th><th scope="col">device</th><th scope="col">times</th>
 <th scope="col">versions</th></tr></thead><tbody>{head}</tbody></table></section>
@@ -158,7 +158,7 @@ def _sheet_html(sheet: dict[str, Any], is_open: bool) -> str:
     )
     note = f"<p>{escape(sheet['note'])}</p>" if sheet["note"] else ""
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-    return f"<details{' open' if is_open else ''}><summary>{escape(sheet['title'])}</summary>{note}{table}</details>"
+    return f"<details class='tk-sheet'{' open' if is_open else ''}><summary>{escape(sheet['title'])}</summary>{note}{table}</details>"
 
 
 def _packed(track: Track) -> dict[str, Any]:
@@ -187,12 +187,11 @@ def _packed(track: Track) -> dict[str, Any]:
         blob.append(values.tobytes() if constant is None else b"")
     raw = b"".join(blob)
     deflated = len(raw) > _SMALL
-    data = zlib.compress(raw, 3) if deflated else raw
+    data = zlib.compress(raw, 6) if deflated else raw
     return {
         "meta": track.meta, "n": total, "columns": spec, "deflated": deflated, "data": base64.b64encode(data).decode(),
         "strings": trace.strings, "source": trace.meta.get("source") or {}, "start_ns": track.start_ns, "end_ns": track.end_ns,
-        "steps": track.steps.tolist(), "step_names": track.step_names, "sheet": overview.copies_sheet(track),
-        "links": _links(track, rows),
+        "steps": track.steps.tolist(), "step_names": track.step_names, "links": _links(track, rows),
     }  # fmt: skip
 
 
