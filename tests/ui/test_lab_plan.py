@@ -59,12 +59,12 @@ def test_a_plan_of_what_the_fields_say(app: Lab) -> None:
     planned(app)
     found = app.plan.plan
     assert (found.card.key, found.context, found.budget_bytes, found.kv) == ("rtx-4090", 131072, 4 * GiB, None)
-    assert "It doesn't fit" in app.plan.status.value
+    assert "it doesn't fit" in app.plan.status.value
     assert "Lower context to" in app.plan.view.value
     assert "random/gemma4-31b, q4_k_m" in app.plan.view.value
     app.plan.context_field.value = 8192
     planned(app)
-    assert "It fits" in app.plan.status.value
+    assert "it fits" in app.plan.status.value
     assert app.model is None  # nothing was loaded
 
 

@@ -114,11 +114,15 @@ function viewRequests(provider, accept, failed) {
   return { ask: (request) => { state.wanted = request; pump(); }, drop: () => { state.wanted = null; } };
 }
 
-// Calls `sized` when the canvas gets another width, before the browser shows it, and `repaint` when the theme changes. Returns
-// a function that stops both.
+// Calls `sized` when the canvas gets another width or is shown again, before the browser shows it, and `repaint` when the theme
+// changes. A hidden canvas has no width and is not painted. Returns a function that stops both.
 function watchCanvas(canvas, sized, repaint) {
   let width = 0;
-  const sizes = new ResizeObserver(() => { if (canvas.clientWidth && canvas.clientWidth !== width) { width = canvas.clientWidth; sized(); } });
+  const sizes = new ResizeObserver(() => {
+    const before = width;
+    width = canvas.clientWidth;
+    if (width && width !== before) sized();
+  });
   const themes = new MutationObserver(repaint), system = window.matchMedia("(prefers-color-scheme: dark)");
   themes.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "data-vscode-theme-kind", "class"] });
   system.addEventListener("change", repaint);

@@ -106,7 +106,7 @@ class PlanPanel(Panel):
             return
         self.plan = plan(shapes, target, budget, context, kv=kv, name=f"{path}, {scheme}" if scheme else path)
         self.view.value = html(self.plan)
-        fits = "It fits" if self.plan.fits else "It doesn't fit, for the reasons below"
+        fits = "it fits" if self.plan.fits else "it doesn't fit, for the reasons below"
         place = f"Plan for <b>{escape(target)}</b>: {fits}."
         self.status.value = f"{place} This is a prediction: nothing was allocated. In a cell: lab.plan.plan."
 

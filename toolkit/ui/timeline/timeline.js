@@ -107,11 +107,12 @@ class TimelinePainter extends CanvasPainter {
   // Returns the x coordinate of a time.
   x(t) { return GUTTER + ((t - this.now.t0) / (this.now.t1 - this.now.t0)) * this.plot; }
 
-  text(label, x, y, color, room, { size = 12, align = "left", bold = false } = {}) {
+  // Draws a text, shortened to its room; a `whole` one is left out instead. Returns the width drawn.
+  text(label, x, y, color, room, { size = 12, align = "left", bold = false, whole = false } = {}) {
     const pen = this.context;
     pen.font = `${bold ? "600 " : ""}${size}px ${this.font}`;
     pen.fillStyle = this.colors[color]; pen.textAlign = align; pen.textBaseline = "middle";
-    if (room < 14) return 0;
+    if (room < 14 || (whole && pen.measureText(label).width > room)) return 0;
     while (label.length > 1 && pen.measureText(label).width > room) label = label.slice(0, -2).trimEnd() + "…";
     if (pen.measureText(label).width <= room) pen.fillText(label, x, y);
     return pen.measureText(label).width;
@@ -163,7 +164,7 @@ class TimelinePainter extends CanvasPainter {
     for (let t = Math.ceil(t0 / tick) * tick; t <= t1; t += tick) {
       const x = Math.round(this.x(t)) + 0.5;
       pen.beginPath(); pen.moveTo(x, AXIS - 6); pen.lineTo(x, AXIS); pen.stroke();
-      this.text(label(t), x + 3, AXIS / 2 - 2, "dim", Math.min(110, this.width - x - 4), { size: 11 });
+      this.text(label(t), x + 3, AXIS / 2 - 2, "dim", Math.min(110, this.width - x - 4), { size: 11, whole: true });
     }
   }
 
