@@ -1,4 +1,4 @@
-"""The Lab by keyboard alone, and every tab of it in both themes and at both widths: texts are legible, and nothing is cut off."""
+"""The Lab by keyboard alone, and every tab of it in both themes and at both widths: texts are legible and not cut off."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ FOCUSED = """() => { const at = document.activeElement, label = at.closest(".jup
   return at.closest(".tk-lab") ? (at.innerText?.trim() || label?.innerText || at.ariaLabel || "").split("\\n")[0] : "" }"""
 # The canvases that are shown in colors of another theme.
 STALE = """async () => { for (let i = 0; i < 2; i++) await new Promise((next) => requestAnimationFrame(next));
-  return [...document.querySelectorAll(".tk-lab .tk-timeline canvas")].filter((canvas) => canvas.offsetParent).flatMap((canvas) => {
+  const shown = [...document.querySelectorAll(".tk-lab .tk-timeline canvas")].filter((canvas) => canvas.offsetParent);
+  return shown.flatMap((canvas) => {
     const probe = canvas.parentElement.appendChild(document.createElement("i"));
     probe.style.color = "var(--tk-bg)";
     const wanted = getComputedStyle(probe).color.match(/\\d+/g).slice(0, 3).join();

@@ -158,7 +158,8 @@ def _sheet_html(sheet: dict[str, Any], is_open: bool) -> str:
     )
     note = f"<p>{escape(sheet['note'])}</p>" if sheet["note"] else ""
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-    return f"<details class='tk-sheet'{' open' if is_open else ''}><summary>{escape(sheet['title'])}</summary>{note}{table}</details>"
+    summary = f"<summary>{escape(sheet['title'])}</summary>"
+    return f"<details class='tk-sheet'{' open' if is_open else ''}>{summary}{note}{table}</details>"
 
 
 def _packed(track: Track) -> dict[str, Any]:
