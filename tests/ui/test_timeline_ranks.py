@@ -6,8 +6,10 @@ import pytest
 from synthetic import decode_loop, ranks
 from test_view import parse
 
+from toolkit.core.errors import TraceError
 from toolkit.trace.columns import KINDS
 from toolkit.trace.differences import description_of_ranks
+from toolkit.trace.events import TraceBuilder
 from toolkit.ui.timeline import overview
 from toolkit.ui.timeline.ranks import MAX_LINKS
 from toolkit.ui.timeline.track import Track
@@ -54,6 +56,16 @@ def test_lines_join_the_events_of_each_collective() -> None:
         [[1, [2, 50_000], [6, 51_000]], [1, [2, 1_050_000], [6, 1_051_000]], [1, [2, 2_050_000], [6, 2_251_000]]]
     ]
     assert parse(scene().view(2_060_000, 2_100_000, 900))["links"] == [[[1, [2, 2_050_000], [6, 2_251_000]]]]
+
+
+def test_a_trace_with_thousands_of_ranks_takes_memory_in_proportion() -> None:
+    builder = TraceBuilder()
+    for rank in range(2000):
+        builder.add("collective", rank, 1, rank=rank, operation="all_reduce", group="g", seq=rank)
+    trace = builder.build({})
+    with pytest.raises(TraceError, match="2,000 of them on 2,000 ranks"):
+        trace.collectives()
+    assert Track(trace, "job").links is None
 
 
 def test_too_many_collectives_have_no_lines() -> None:

@@ -21,6 +21,7 @@ from toolkit.trace.waits import Collectives, collectives_of
 
 _IN_NAME = re.compile(r"rank[-_ .]?(\d{1,4})(?!\d)", re.IGNORECASE)
 _MOST = 16  # ranks that a sentence lists
+_MOST_RANKS = 1 << 15  # the column `rank` has 16 bits
 
 
 def join(traces: Sequence[Trace], names: Sequence[str], asked: str = "joining the traces of several ranks") -> Trace:
@@ -141,7 +142,7 @@ def _clocks(joined: Trace, found: Collectives, traces: Sequence[Trace], ranks: S
 
 def _missing(ranks: Sequence[int], world_size: int | None) -> list[str]:
     """Return a warning of ranks whose traces are missing."""
-    gone = sorted(set(range(world_size or 0)) - set(ranks))
+    gone = sorted(set(range(min(world_size or 0, _MOST_RANKS))) - set(ranks))
     if not gone:
         return []
     who, verb, them = ("ranks", "are", "them") if len(gone) > 1 else ("rank", "is", "it")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.core.errors import TraceError
 from toolkit.trace.columns import KINDS
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from toolkit.trace.events import Trace
 
 Ints = NDArray[np.int64]
+_FEW, _SPARSE = 1 << 20, 32  # entries of a table of collectives and ranks: any number up to _FEW, and this many per event
 
 
 @dataclass(frozen=True)
@@ -73,13 +75,19 @@ def ranks_of(trace: Trace) -> list[int]:
 
 
 def collectives_of(trace: Trace) -> Collectives:
-    """Return the collectives of a trace that have a number."""
+    """Return the collectives of a trace that have a number.
+
+    Raises TraceError if most ranks have no event of most collectives, so that the table would be much larger than the trace.
+    """
     rows = np.flatnonzero((trace["kind"] == KINDS.index("collective")) & (trace["seq"] >= 0))
     ranks, rank = np.unique(trace["rank"][rows], return_inverse=True)
     key = np.stack([trace[name][rows].astype(np.int64) for name in ("group", "operation", "seq")], 1)
     _, number = np.unique(key, axis=0, return_inverse=True) if len(rows) else (None, np.empty(0, np.int64))
     number = number.ravel()
     shape = (int(number.max(initial=-1)) + 1, len(ranks))
+    if shape[0] * shape[1] > max(_FEW, _SPARSE * len(rows)):
+        found = f"{shape[0]:,} of them on {shape[1]:,} ranks, but only {len(rows):,} events"
+        raise TraceError("comparing the collectives of ranks", found, "Open fewer ranks, such as those of one process group")
     row, start, end = np.full(shape, -1), np.full(shape, np.iinfo(np.int64).max), np.full(shape, np.iinfo(np.int64).min)
     starts = trace["start_ns"][rows]
     row[number[::-1], rank[::-1]] = rows[::-1]  # of several events, the first

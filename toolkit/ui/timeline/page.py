@@ -165,7 +165,7 @@ def _sheet_html(sheet: dict[str, Any], is_open: bool) -> str:
 def _packed(track: Track) -> dict[str, Any]:
     """Return a track (JSON-able), with the columns of its events packed into base64."""
     trace, total = track.trace, sum(len(lane.rows) for lane in track.lanes)
-    rows, lanes = np.zeros(total, np.int64), np.zeros(total, np.uint8)
+    rows, lanes = np.zeros(total, np.int64), np.zeros(total, np.uint8 if len(track.lanes) < 256 else np.int16)
     at = 0
     for number, lane in enumerate(track.lanes):
         rows[at : at + len(lane.rows)], lanes[at : at + len(lane.rows)] = lane.rows, number

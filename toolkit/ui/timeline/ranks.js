@@ -7,8 +7,6 @@ const HEADING = 20;
 function drawHeadings(painter) {
   for (const { y, text } of painter.headings) {
     const [name, ...rest] = text.split(" · "), pen = painter.context;
-    pen.fillStyle = painter.colors.bg; // over the lines of steps
-    pen.fillRect(0, y + 2, painter.width, HEADING - 3);
     pen.fillStyle = painter.colors.line;
     pen.fillRect(0, y + 1, painter.width, 1);
     const used = painter.text(name, 4, y + HEADING / 2 + 2, "fg", 90, { bold: true });

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.core.errors import ToolkitError
+from toolkit.core.errors import ToolkitError, TraceError
 from toolkit.core.units import bytes_text, seconds_text
 from toolkit.trace.columns import HOST_KINDS, LANES
 from toolkit.trace.differences import steps_of
@@ -67,8 +67,11 @@ class Track:
 
     @cached_property
     def links(self) -> Links | None:
-        """The collectives of several ranks; None if there is only one rank."""
-        return Links(self) if len(self.ranks) > 1 else None
+        """The collectives of several ranks; None if there is one rank, or too many for a table of ranks and collectives."""
+        try:
+            return Links(self) if len(self.ranks) > 1 else None
+        except TraceError:
+            return None
 
     def step_range(self, step: int) -> tuple[int, int, int] | None:
         """Return (number, start, end) of the step with this number, or of the step with the nearest number."""

@@ -57,7 +57,7 @@ class Scene:
     def opening(self) -> dict[str, Any]:
         """The step that is shown first and a sentence about it, as `step` and `sentence`; None and "" without steps."""
         step = typical_step([track.steps_table for track in self.tracks])
-        several = [track for track in self.tracks if len(track.ranks) > 1]
+        several = [track for track in self.tracks if track.links is not None]
         if several:
             told = [description_of_ranks(track.trace, track.title, step, track.steps_table) for track in several]
             return {"step": step, "sentence": "; ".join(told)}
