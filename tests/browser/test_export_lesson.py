@@ -24,11 +24,14 @@ def test_the_lesson_runs_as_it_is(lab, opened) -> None:
     page.wait_for_selector(".jp-OutputArea:has-text('was changed')", timeout=60_000)
     assert page.locator(".jp-OutputArea-output[data-mime-type*='stderr']").count() == 0
     assert page.locator(".tk-plan").count() == 3  # the plain plan, the one with all levers, the package
-    assert "the same tokens: True" in cell_with(page, "theirs = tk.generate").inner_text()
+    assert "the same tokens: True" in cell_with(page, "theirs = tk.generate").text_content()
     for name in ("light", "dark"):
         theme(page, name)
-        for i, heading in enumerate(page.locator(".jp-MarkdownCell h1, .jp-MarkdownCell h2").all()):
-            look(page, heading, f"lesson-09-{name}-{i:02}")
-        look(page, page.locator(".tk-plan").last, f"lesson-09-{name}-package")
-        page.wait_for_timeout(400)
-        assert page.evaluate(FAULTS.replace(".tk-model", ".tk-plan")) == []
+        for width in (1440, 900):
+            page.set_viewport_size({"width": width, "height": 1900})
+            page.wait_for_timeout(300)
+            for i, heading in enumerate(page.locator(".jp-MarkdownCell h1, .jp-MarkdownCell h2").all()):
+                look(page, heading, f"lesson-09-{name}-{width}-{i:02}")
+            look(page, page.locator(".tk-plan").last, f"lesson-09-{name}-{width}-package")
+            page.wait_for_timeout(400)
+            assert page.evaluate(FAULTS.replace(".tk-model", ".tk-plan")) == []
