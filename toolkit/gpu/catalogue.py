@@ -125,7 +125,7 @@ _NVLINK = {  # by compute capability, for GPUs of servers
     (9, 0): (450e9, Source("datasheet", "NVIDIA H100 and H200 datasheets, SXM: NVLink 900 GB/s, both directions together")),
     (10, 0): (900e9, Source("datasheet", "NVIDIA Blackwell datasheet: NVLink 1.8 TB/s, both directions together")),
 }
-_NO_NVLINK = Source("estimated", "no NVLink: the pinned H2D rate, as if PCIe carried copies between GPUs at that rate")
+_NO_NVLINK = Source("estimated", "PCIe, without an NVLink bridge: the rate of pinned H2D copies, which nobody compared")
 _PAIR = Source(
     "measured", "two NVIDIA H200 with NVLink, torch 2.11: symm_mem.one_shot_all_reduce of 5,376 bf16 values in a graph"
 )
