@@ -178,7 +178,7 @@ def _with_temporaries(handler: Handler, scratch: Rule) -> Handler:
         try:
             script = scratch(args, kwargs, None)  # before the operation, which may overwrite values that the rule reads
         except RuntimeError:
-            _hosts(args, 0)  # raises SparseOperand if the rule can't read an operand because it is sparse
+            _hosts(args)  # raises SparseOperand if the rule can't read an operand because it is sparse
             raise
         result = handler(args, kwargs)
         if script:
@@ -358,17 +358,21 @@ def _hosts(args: Iterable[Any], host_from: int = _NEVER) -> list[Any]:
         elif kind is torch.device:
             out.append(_CPU)
         else:
-            if isinstance(x, torch.Tensor):
-                if x.layout is not torch.strided:
-                    raise SparseOperand
-                if i < host_from and x.dim():
-                    raise RuntimeError(NESTED) if x.device.type == "vgpu" else devices_differ(x.device)
+            if i < host_from and isinstance(x, torch.Tensor) and x.dim():
+                raise _unusable(x)
             out.append(x)
     return out
 
 
 def _named(kwargs: Kwargs, host_from: int = _NEVER) -> Kwargs:
     return dict(zip(kwargs, _hosts(kwargs.values(), 0 if host_from < _NEVER else _NEVER), strict=True)) if kwargs else kwargs
+
+
+def _unusable(x: torch.Tensor) -> RuntimeError:
+    """Return the error for an operand that is not a VirtualTensor."""
+    if x.layout is not torch.strided:
+        return SparseOperand()
+    return RuntimeError(NESTED) if x.device.type == "vgpu" else devices_differ(x.device)
 
 
 def devices_differ(other: torch.device) -> RuntimeError:
