@@ -63,7 +63,7 @@ clean:
 
 # One call of pip each, because each call prepares an environment in which it builds the package.
 .venv/.lab: EXTRAS := [lab]
-.venv/.test: EXTRAS := [lab,hf,test]
+.venv/.test: EXTRAS := [lab,hf,ranks,test]
 .venv/.docs: EXTRAS := [lab,docs]
 .venv/.core .venv/.lab .venv/.test .venv/.docs: .venv/.torch pyproject.toml
 	$(PIP) install -e '.$(EXTRAS)'

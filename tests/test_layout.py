@@ -15,7 +15,7 @@ PACKAGE = ROOT / "toolkit"
 # From the bottom up: a file imports only from its own package and from packages to the left.
 PACKAGES = (
     "core", "trace", "gpu", "weights", "text", "kernels", "tune", "ops", "models", "decode", "loading", "vram", "planning",
-    "exporting", "testing", "ui", "demo", "bench",
+    "exporting", "ranks", "testing", "ui", "demo", "bench",
 )  # fmt: skip
 FRONT_END = ("IPython", "ipywidgets", "anywidget", "plotly", "ipykernel", "traitlets")
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -94,8 +94,8 @@ def test_every_renderer_exists() -> None:
 
 
 def test_tests_mirror_the_package() -> None:
-    """gpu: needs CUDA; devices: the tests of toolkit/gpu that need no GPU; ranks: models over several processes."""
-    others = {"gpu", "devices", "browser", "fuzz", "golden", "programs", "ranks"}
+    """gpu: needs CUDA; devices: the tests of toolkit/gpu that need no GPU."""
+    others = {"gpu", "devices", "browser", "fuzz", "golden", "programs"}
     folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and not path.name.startswith("__")}
     assert folders - others <= set(PACKAGES)
     assert others <= folders

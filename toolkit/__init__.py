@@ -35,12 +35,14 @@ _PUBLIC = {
     "STRATEGIES": "toolkit.decode.strategies:STRATEGIES",
     "tune": "toolkit.tune",
     "GPUS": "toolkit.gpu.catalogue:CATALOGUE",
+    "cluster": "toolkit.ranks.cluster:cluster",
     "Lab": "toolkit.ui.lab.app:Lab",
     "Trace": "toolkit.trace.events:Trace",
     "ToolkitError": "toolkit.core.errors:ToolkitError",
     "CopyBudgetError": "toolkit.core.errors:CopyBudgetError",
     "BudgetError": "toolkit.core.errors:BudgetError",
     "PackageError": "toolkit.core.errors:PackageError",
+    "RankError": "toolkit.core.errors:RankError",
 }
 
 __all__ = ["__version__", "load_ipython_extension", *_PUBLIC]
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from toolkit.core.errors import BudgetError as BudgetError
     from toolkit.core.errors import CopyBudgetError as CopyBudgetError
     from toolkit.core.errors import PackageError as PackageError
+    from toolkit.core.errors import RankError as RankError
     from toolkit.core.errors import ToolkitError as ToolkitError
     from toolkit.decode.compare import compare as compare
     from toolkit.decode.copy_budget import copy_budget as copy_budget
@@ -64,6 +67,7 @@ if TYPE_CHECKING:
     from toolkit.loading.quantization import quantize as quantize
     from toolkit.planning.describe import costs as costs
     from toolkit.planning.describe import plan as plan
+    from toolkit.ranks.cluster import cluster as cluster
     from toolkit.trace.events import Trace as Trace
     from toolkit.trace.opening import open_trace as open_trace
     from toolkit.ui.lab.app import Lab as Lab

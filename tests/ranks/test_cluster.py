@@ -1,0 +1,254 @@
+"""`tk.cluster`: functions on several ranks, and what happens if one of them fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+import toolkit as tk
+from toolkit.core.errors import DeviceError, RankError, UnknownNameError
+from toolkit.core.version import __version__
+from toolkit.gpu.opening import open_device
+from toolkit.ranks.cluster import Cluster, check_versions
+from toolkit.ranks.rank import versions
+
+WAIT_S = 5  # in a collective, for a rank that does not arrive
+SILENT_S = 3
+SOON_S = 30  # "seconds", on a machine that is busy with other tests
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Cluster]:
+    with tk.cluster("virtual:2xh200", timeout_s=WAIT_S) as opened:
+        yield opened
+
+
+def sums(x: torch.Tensor) -> torch.Tensor:
+    print(f"first line\nrank is {dist.get_rank()}")
+    y = x.to("vgpu") * (1 + dist.get_rank())
+    total = y.cpu()
+    dist.all_reduce(total)
+    return total
+
+
+def test_results_come_by_rank_and_printed_lines_with_it(pair: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    found = pair.run(sums, torch.tensor([1.0, 2.0]))
+    assert [each.tolist() for each in found] == [[3.0, 6.0]] * 2
+    lines = capsys.readouterr().out.splitlines()
+    assert sorted(lines) == ["rank 0: first line", "rank 0: rank is 0", "rank 1: first line", "rank 1: rank is 1"]
+
+
+def where() -> tuple[str, str, int]:
+    return os.environ["RANK"], open_device("vgpu").name, os.getpid()
+
+
+def test_each_rank_is_a_process_with_its_own_card(pair: Cluster) -> None:
+    assert pair.run(where) == [("0", "virtual:h200", pair.pids[0]), ("1", "virtual:h200", pair.pids[1])]
+    assert repr(pair) == "Cluster('virtual:h200', ranks=2, open)"
+
+
+CELLS = """
+import torch.distributed as dist
+SCALE = 10
+def helper(x):
+    return SCALE * x
+def of_a_notebook(x, fails=False):
+    if fails and dist.get_rank() == 1:
+        raise ValueError("no such token")
+    dist.barrier()
+    return helper(x) + dist.get_rank()
+"""
+
+
+@pytest.fixture
+def of_a_notebook(tmp_path: Any) -> Any:
+    """A function that no module has, with the other names of its notebook."""
+    file, names = tmp_path / "cell.py", {"__name__": "__main__"}
+    file.write_text(CELLS)
+    exec(compile(CELLS, str(file), "exec"), names)
+    return names["of_a_notebook"]
+
+
+def test_functions_of_a_notebook_bring_the_names_that_they_use(pair: Cluster, of_a_notebook: Any) -> None:
+    assert pair.run(of_a_notebook, x=2) == [20, 21]
+
+
+def test_an_error_names_the_rank_and_the_line(pair: Cluster, of_a_notebook: Any) -> None:
+    """Rank 0 waits in a collective, which ends long before its timeout."""
+    began = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 1 raised ValueError at .*cell.py:8 \(raise .*\): no such token") as error:
+        pair.run(of_a_notebook, 2, fails=True)
+    assert time.monotonic() - began < WAIT_S
+    assert error.value.facts["rank"] == 1
+    assert "Traceback" in error.value.__notes__[0]
+    assert str(error.value).endswith("the cluster is still open")
+    assert pair.run(of_a_notebook, 2) == [20, 21]
+
+
+def too_much() -> None:
+    kept = torch.zeros(1 << 20, device="vgpu")
+    if dist.get_rank() == 0:
+        kept = torch.cat([kept, torch.empty(1 << 40, device="vgpu")])
+    dist.barrier()
+
+
+def leaves() -> None:
+    sys.exit("enough")
+
+
+def keeps_a_lock() -> Any:
+    return threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("function", "found"),
+    [
+        (too_much, r"rank 0 raised OutOfMemoryError at .*test_cluster.py:\d+ \(kept = .*\): CUDA out of memory"),
+        (leaves, r"rank [01] raised SystemExit at .*test_cluster.py:\d+ \(sys.*\): enough"),
+        (keeps_a_lock, "rank [01] returned what can't be pickled: cannot pickle"),
+    ],
+    ids=["out-of-memory", "exit", "a-result-that-cannot-be-sent"],
+)
+def test_other_errors_of_a_rank(pair: Cluster, function: Any, found: str) -> None:
+    with pytest.raises(RankError, match=found):
+        pair.run(function)
+    assert pair.run(allocated) == [0, 0]
+
+
+def allocated() -> int:
+    return open_device("vgpu").memory().allocated_bytes
+
+
+def one_never_arrives() -> None:
+    while dist.get_rank() == 1:
+        time.sleep(0.01)
+    dist.barrier()
+
+
+def test_a_rank_that_never_arrives_is_named_with_its_line(pair: Cluster) -> None:
+    with pytest.raises(RankError, match=r"rank 1 did not arrive at a collective .* at .*test_cluster.py:\d+ \((while|time)"):
+        pair.run(one_never_arrives)
+    assert pair.run(allocated) == [0, 0]
+
+
+def text() -> str:
+    model = tk.load("demo/qwen3", device="virtual:h200", tensor_parallel=2, progress=False)
+    return tk.generate(model, "The capital of France is", max_new_tokens=4).text
+
+
+def test_a_divided_model_generates_the_same_text_on_each_rank(pair: Cluster) -> None:
+    first, second = pair.run(text)
+    assert first == second
+    assert first
+
+
+def test_what_cannot_be_run(pair: Cluster) -> None:
+    with pytest.raises(RankError, match="can't be pickled"):
+        pair.run(print, threading.Lock())
+    with pytest.raises(RankError, match="3 is not a function"):
+        pair.run(3)  # type: ignore[arg-type]
+
+
+def is_killed() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def test_a_rank_that_is_killed_ends_the_cluster(pair: Cluster) -> None:
+    """The last test of these ranks."""
+    processes, began = psutil.Process().children(recursive=True), time.monotonic()
+    assert set(pair.pids) <= {each.pid for each in processes}
+    with pytest.raises(RankError, match=r"rank 1 was killed by signal 9 .*the cluster is closed"):
+        pair.run(is_killed)
+    assert time.monotonic() - began < SOON_S
+    assert pair.closed
+    assert_ended(processes)
+    with pytest.raises(RankError, match=r"the cluster is closed. Open a new one: tk.cluster"):
+        pair.run(allocated)
+
+
+def assert_ended(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=SOON_S)
+    assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
+
+
+def is_stopped() -> None:
+    if dist.get_rank() == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.barrier()
+
+
+def test_a_rank_that_is_stopped_counts_as_dead() -> None:
+    """In a cluster of four, opened while the port that torchrun uses is taken: all ports are chosen by the system."""
+    with socket.socket() as taken:
+        if taken.connect_ex(("127.0.0.1", 29500)):
+            taken.close()
+            taken = socket.create_server(("127.0.0.1", 29500))
+        with taken, tk.cluster("cpu", ranks=4, silent_s=SILENT_S) as four:
+            processes = psutil.Process().children(recursive=True)
+            assert four.run(dist.get_rank) == [0, 1, 2, 3]
+            began = time.monotonic()
+            with pytest.raises(RankError, match=r"rank 2 has not answered for 3 s\..*the cluster is closed"):
+                four.run(is_stopped)
+            assert time.monotonic() - began < SOON_S
+    assert_ended(processes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "found"),
+    [
+        (("cpu",), RankError, "not a whole number from 1 to 64"),
+        (("cpu", 0), RankError, "not a whole number from 1 to 64"),
+        (("cpu", True), RankError, "not a whole number from 1 to 64"),
+        (("cpu", 10**9), RankError, "not a whole number from 1 to 64"),
+        (("virtual:0xh200",), RankError, "not a whole number from 1 to 64"),
+        (("virtual:2xh200", 4), RankError, "the name asks for 2 ranks"),
+        (("virtual:2xh2000",), UnknownNameError, 'Did you mean "h200"'),
+        (("cdua", 2), UnknownNameError, 'Did you mean "cuda"'),
+        (("cuda", 64), DeviceError, r"this machine has \d+ CUDA GPUs, and each rank needs one"),
+    ],
+    ids=str,
+)
+def test_bad_clusters_start_no_process(arguments: tuple[Any, ...], error: type[Exception], found: str) -> None:
+    before = psutil.Process().children(recursive=True)
+    with pytest.raises(error, match=found):
+        tk.cluster(*arguments)
+    assert psutil.Process().children(recursive=True) == before
+
+
+@pytest.mark.parametrize("option", ["timeout_s", "silent_s"])
+def test_bad_times(option: str) -> None:
+    with pytest.raises(RankError, match=f"{option}=0 is not a number of seconds"):
+        tk.cluster("cpu", 2, **{option: 0})
+
+
+@pytest.mark.parametrize("package", ["ipyparallel", "cloudpickle"])
+def test_without_its_packages(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(RankError, match=rf"{package} is not installed.*pip install 'decode-toolkit\[ranks\]'"):
+        tk.cluster("cpu", 2)
+
+
+def test_processes_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(RankError, match=r"a cluster of 2 ranks: its processes can't be started .*stopped with 1"):
+        tk.cluster("cpu", 2)
+
+
+@pytest.mark.parametrize(("name", "ours"), [("toolkit", __version__), ("torch", torch.__version__)])
+def test_ranks_of_other_versions(name: str, ours: str) -> None:
+    check_versions("a cluster", [versions(), versions()])
+    with pytest.raises(RankError, match=rf"rank 1 has {name} 0.1, and this process has {ours.replace('+', '.')}"):
+        check_versions("a cluster", [versions(), versions() | {name: "0.1"}])

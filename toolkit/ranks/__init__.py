@@ -1,0 +1,1 @@
+"""Several GPUs: `tk.cluster` opens one process per rank and runs functions on all of them."""

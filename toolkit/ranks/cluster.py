@@ -1,0 +1,201 @@
+"""`tk.cluster`: processes that run the same functions, each with its own GPU or virtual GPU.
+
+ipyparallel starts and drives the processes. They communicate by torch.distributed: gloo, and NCCL on CUDA.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from toolkit.core.errors import DeviceError, RankError, brief, unknown_name
+from toolkit.core.numbers import integer, real
+from toolkit.core.ranks import TIMEOUT_S
+from toolkit.core.signals import whole
+from toolkit.gpu.catalogue import CATALOGUE
+from toolkit.gpu.virtual.device import spec_of
+from toolkit.ranks.engines import Engines
+from toolkit.ranks.packing import pack
+from toolkit.ranks.rank import enter, execute, prepare, versions
+from toolkit.ranks.waiting import Tasks, error_of, first_failure
+
+MOST = 64  # ranks on one machine
+SEVERAL = re.compile(r"virtual:(\d+)x(.+)")
+
+
+def cluster(device: str, ranks: object = None, *, timeout_s: float = TIMEOUT_S, silent_s: float = 10.0) -> Cluster:
+    """Start one process per rank on this machine, open a device on each, and return the `Cluster`. Needs `ipyparallel`.
+
+    Args:
+        device: "virtual:2xh200" (two ranks with a virtual H200 each), "virtual:h200", "cpu", or "cuda" (rank i opens "cuda:i").
+        ranks: number of ranks. Default: the number in the name, or the number of CUDA GPUs.
+        timeout_s: how long a rank waits in a collective for the others before the collective fails.
+        silent_s: a process that shows no sign of life for this long, for example because it was stopped, counts as dead.
+
+    Raises DeviceError or UnknownNameError if the machine doesn't have such devices, and RankError if ipyparallel is missing,
+    `ranks` is not a number from 1 to 64, or a process can't be started or has other versions of PyTorch, Python or the toolkit.
+    """
+    kind, count = _checked(device, ranks)
+    asked = f"a cluster of {count} ranks with {kind}"
+    for name, seconds in (("timeout_s", timeout_s), ("silent_s", silent_s)):
+        if (found := real(seconds)) is None or not 1 <= found <= 1e6:
+            raise RankError(asked, f"{name}={brief(seconds)} is not a number of seconds from 1 to 1e6", f"Try {name}=60")
+    return Cluster(kind, count, timeout_s, silent_s)
+
+
+class Cluster:
+    """Processes that run functions together. Get one from `tk.cluster`, and close it: `with tk.cluster(...) as cluster:`."""
+
+    def __init__(self, device: str, ranks: int, timeout_s: float, silent_s: float) -> None:
+        self.device, self.ranks, self.timeout_s = device, ranks, timeout_s
+        self._asked = f"a cluster of {ranks} ranks with {device}"
+        self._lock = threading.Lock()
+        self._engines = Engines(ranks, silent_s)
+        self._finalizer = weakref.finalize(self, self._engines.close)  # also at the end of the program
+        try:
+            found = self._on_all(self._asked, lambda rank: (prepare, rank, ranks, device))
+            check_versions(self._asked, found)
+            self._enter()
+        except BaseException:
+            self.close()
+            raise
+
+    def __repr__(self) -> str:
+        return f"Cluster({self.device!r}, ranks={self.ranks}, {'closed' if self.closed else 'open'})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids, by rank."""
+        return self._engines.pids
+
+    @property
+    def closed(self) -> bool:
+        """Whether the processes have ended."""
+        return not self._finalizer.alive
+
+    def close(self) -> None:
+        """End all processes, which frees their memory. A closed cluster can't be opened again."""
+        with whole:
+            self._finalizer()
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Run `function(*args, **kwargs)` on all ranks at once and return the results by rank.
+
+        The function may come from a notebook. On each rank, the device is open (`torch.device("vgpu")` is a virtual GPU) and
+        torch.distributed's default group is initialized. Printed lines are shown with the number of the rank. Arguments and
+        results are pickled.
+
+        Raises RankError if a rank raises an error, ends, or stops answering: all others are stopped, and the error names the
+        rank, its line and the reason, with the rank's traceback as a note. The cluster stays open if all ranks could be
+        stopped, otherwise it is closed; the error says which. An interrupt (Ctrl-C) stops all ranks in the same way.
+        """
+        asked = f"running {getattr(function, '__name__', brief(function))} on {self.ranks} ranks"
+        payload = self._pack(asked, function, args, kwargs)
+        if not self._lock.acquire(blocking=False):
+            raise RankError(asked, "the cluster already runs a function", "Wait for it, or open a second cluster")
+        try:
+            if self.closed:
+                raise RankError(asked, "the cluster is closed", f"Open a new one: tk.cluster({self.device!r}, {self.ranks})")
+            return [pickle.loads(value) for value in self._run(asked, payload)]
+        finally:
+            self._lock.release()
+
+    def _run(self, asked: str, payload: bytes) -> list[bytes]:
+        tasks = Tasks(self._engines, self.ranks)
+        try:
+            with whole:
+                tasks.start(execute, payload)
+            tasks.wait()
+        except BaseException as error:
+            with whole:
+                if isinstance(error, KeyboardInterrupt):
+                    tasks.interrupt()
+                error.add_note(f"The cluster {self._recover(tasks)}.")
+            raise
+        found = first_failure(tasks.outcomes)
+        if found:
+            raise error_of(asked, *found, f"Mend the cause and run again: the cluster {self._recover(tasks)}")
+        return [tasks.outcomes[rank].value or b"" for rank in range(self.ranks)]
+
+    def _recover(self, tasks: Tasks) -> str:
+        """Enter a new group if all ranks have ended the function that failed; otherwise close. Returns which of the two."""
+        if not tasks.stuck and not tasks.dead and not self.closed:
+            try:
+                self._enter()
+                return "is still open"
+            except RankError:
+                pass
+        self.close()
+        return f"is closed; open a new one with tk.cluster({self.device!r}, {self.ranks})"
+
+    def _enter(self) -> None:
+        store = self._engines.new_store()
+        self._on_all(self._asked, lambda rank: (enter, rank, self.ranks, self.device, store, self.timeout_s))
+
+    def _on_all(self, asked: str, call: Callable[[int], tuple[Any, ...]]) -> list[Any]:
+        """Return what functions of this package return on the ranks."""
+        futures = [self._engines.submit(rank, *call(rank)) for rank in range(self.ranks)]
+        found = []
+        for rank, future in enumerate(futures):
+            try:
+                found.append(future.get())
+            except Exception as error:
+                raise RankError(asked, f"rank {rank} failed with {str(error)[:400]}", "Open the cluster again") from error
+        return found
+
+    def _pack(self, asked: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+        if not callable(function):
+            raise RankError(asked, f"{brief(function)} is not a function", "Pass the function and its arguments: run(f, 1, 2)")
+        try:
+            return pack((function, args, dict(kwargs)))
+        except Exception as error:
+            do = "Create the object on the ranks, inside the function, or pass plain values and CPU tensors"
+            raise RankError(asked, f"the function or an argument can't be pickled ({error})", do) from error
+
+
+def check_versions(asked: str, found: Sequence[Mapping[str, str]]) -> None:
+    """Raise RankError, which names the first rank whose versions differ from those of this process, by rank in `found`."""
+    ours = versions()
+    for rank, theirs in enumerate(found):
+        for name, version in ours.items():
+            if theirs.get(name) != version:
+                what = f"rank {rank} has {name} {theirs.get(name)}, and this process has {version}"
+                raise RankError(asked, what, f"Install {name} {version} for all ranks")
+
+
+def _checked(device: str, ranks: object) -> tuple[str, int]:
+    """Return the device that each rank opens and the number of ranks. Raises an error for what this machine doesn't have."""
+    several = SEVERAL.fullmatch(str(device))
+    asked = f"a cluster of {brief(device)}" + (f" with ranks={brief(ranks)}" if ranks is not None else "")
+    kind, number = (f"virtual:{several[2]}", int(several[1])) if several else (str(device), None)
+    if kind.startswith("virtual:"):
+        spec_of(kind.removeprefix("virtual:"))
+    elif kind not in ("cpu", "cuda"):
+        raise unknown_name("device of a cluster", device, ["cpu", "cuda", *(f"virtual:2x{card}" for card in CATALOGUE)])
+    default = max(_gpus(), 1) if kind == "cuda" else number
+    count = integer(default if ranks is None else ranks, least=1, most=MOST)
+    if count is None:
+        raise RankError(asked, f"the number of ranks is not a whole number from 1 to {MOST}", 'Try tk.cluster("cpu", 2)')
+    if number is not None and number != count:
+        raise RankError(asked, f"the name asks for {number} ranks", f"Give one of the two: tk.cluster({device!r})")
+    if kind == "cuda" and count > _gpus():
+        found = f"this machine has {_gpus()} CUDA GPUs, and each rank needs one"
+        raise DeviceError(asked, found, f'Use virtual GPUs: tk.cluster("virtual:{count}xh200")')
+    return kind, count
+
+
+def _gpus() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -1,0 +1,133 @@
+"""The processes of a cluster: a controller and one engine per rank, which ipyparallel starts, watches and signals.
+
+All of them end with this process, also if it is killed. They listen on the loopback only.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from toolkit.core.errors import RankError
+from toolkit.core.files import TemporaryFolder
+from toolkit.core.workers import processors
+
+LOOPBACK = "127.0.0.1"
+START_S = 120.0  # for all engines to answer; each imports PyTorch later
+BEAT_MS = 500  # between two heartbeats
+
+
+def _ipyparallel() -> Any:
+    try:
+        import cloudpickle  # noqa: F401
+        import ipyparallel
+    except ImportError as error:
+        do = "Install the packages for clusters: pip install 'decode-toolkit[ranks]'"
+        raise RankError("a cluster of several ranks", f"{error.name} is not installed", do) from error
+    return ipyparallel
+
+
+class Engines:
+    """A controller and `ranks` engines. A rank that doesn't answer for `silent_s` seconds counts as dead."""
+
+    def __init__(self, ranks: int, silent_s: float) -> None:
+        ipyparallel = _ipyparallel()
+        self.silent_s = silent_s
+        self.folder = TemporaryFolder()
+        self._stores = 0
+        self._client: Any = None
+        self._cluster = ipyparallel.Cluster(
+            parent=None, profile_dir=self.folder.name, cluster_id="", cluster_file="", load_profile=False,
+            shutdown_atexit=False, log_level=sys.maxsize, controller_ip=LOOPBACK,
+        )  # fmt: skip
+        try:
+            self._start(ranks)
+        except BaseException as error:
+            self.close()
+            if not isinstance(error, Exception):
+                raise
+            found = f"its processes can't be started ({error})"
+            raise RankError(f"a cluster of {ranks} ranks", found, "Run `python -m ipyparallel.controller` to see") from error
+
+    def _start(self, ranks: int) -> None:
+        command = [sys.executable, "-P", "-W", "ignore", "-m", "toolkit.ranks.process"]
+        environment = _environment(ranks, self.folder.name)
+        beats = max(1, int(self.silent_s * 1000 / BEAT_MS))
+        self._cluster.controller_args = [
+            f"--HeartMonitor.period={BEAT_MS}", f"--HeartMonitor.max_heartmonitor_misses={beats}",
+        ]  # fmt: skip
+        parent = str(os.getpid())
+        self._cluster.start_controller_sync(controller_cmd=[*command, "controller", parent], environment=dict(environment))
+        self._cluster.start_engines_sync(n=ranks, engine_cmd=[*command, "engine", parent], environment=environment, delay=0.0)
+        self._client = self._cluster.connect_client_sync()
+        self._client.wait_for_engines(ranks, timeout=START_S, interactive=False)
+        self._ids = sorted(self._client.ids)
+        self.pids: list[int] = self._client[self._ids].apply_sync(os.getpid)  # of the processes, by rank
+
+    def submit(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
+        """Run a function of an installed module on a rank. Returns a future, an AsyncResult of ipyparallel."""
+        try:
+            return self._client[self._ids[rank]].apply_async(function, *args)
+        except IndexError as error:
+            do = "Open a new cluster: tk.cluster(...)"
+            raise RankError("running on several ranks", f"rank {rank} {self.how_it_ended(rank)}", do) from error
+
+    def died(self, error: BaseException) -> bool:
+        """Return whether a task failed with `error` because its process has ended or doesn't answer."""
+        return getattr(error, "ename", "") == "EngineError"
+
+    def new_store(self) -> str:
+        """Return the path of a new file by which the ranks find each other."""
+        self._stores += 1
+        return str(Path(self.folder.name) / f"store-{self._stores}")
+
+    @property
+    def alive(self) -> bool:
+        """Whether the controller runs, without which no result arrives."""
+        return bool(self._cluster.controller.process.is_running())
+
+    def interrupt(self, ranks: list[int]) -> None:
+        """Send SIGINT to some ranks."""
+        self._client.send_signal(signal.SIGINT, targets=[self._ids[rank] for rank in ranks], block=False)
+
+    def how_it_ended(self, rank: int) -> str:
+        """Return how the process of a rank ended: "was killed by signal 9 (SIGKILL)"."""
+        launchers = [each for group in self._cluster.engines.values() for each in group.launchers.values()]
+        process = next(each.process for each in launchers if each.pid == self.pids[rank])
+        status = None
+        with suppress(Exception):
+            status = process.wait(1)
+        if status is None:
+            return f"has not answered for {self.silent_s:g} s" if process.is_running() else "has ended"
+        if status >= 0:
+            return f"ended with status {status}"
+        name = signal.Signals(-status).name
+        cause = ", as the kernel does when the machine runs out of memory" if name == "SIGKILL" else ""
+        return f"was killed by signal {-status} ({name}{cause})"
+
+    def close(self) -> None:
+        """End all processes and delete their files."""
+        with suppress(Exception):
+            self._cluster.signal_engines_sync(signal.SIGKILL)
+        if self._client is not None:
+            self._client.close(linger=0)
+        with suppress(Exception):
+            self._cluster.stop_cluster_sync()
+        self.folder.cleanup()
+
+
+def _environment(ranks: int, folder: str) -> dict[str, str]:
+    """Return environment variables for the processes: they find this process's modules, and read no profile of IPython."""
+    path = dict.fromkeys([*filter(None, sys.path), str(Path(__file__).parents[2])])
+    environment = {"PYTHONPATH": os.pathsep.join(path), "IPYTHONDIR": folder}
+    environment["NCCL_NVLS_ENABLE"] = "0"  # multicast over NVLink
+    if sys.platform == "linux":
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    if "OMP_NUM_THREADS" not in os.environ:
+        environment["OMP_NUM_THREADS"] = str(max(1, processors() // ranks))
+    return environment

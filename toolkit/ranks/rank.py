@@ -1,0 +1,131 @@
+"""What runs on a rank: open its device, enter the group of torch.distributed, and run functions.
+
+The functions of this module run in the processes that `toolkit.ranks.engines` starts. Errors of the user's function don't reach
+ipyparallel, which would keep them, and with them the tensors of their frames. `execute` returns them as text.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import platform
+import signal
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from toolkit.core.callers import is_installed
+from toolkit.core.ranks import announcing
+from toolkit.core.version import __version__
+from toolkit.gpu.device import Device
+from toolkit.gpu.opening import open_device
+
+_COLLECTIVES = os.path.join(os.path.dirname(torch.__file__), "distributed") + os.sep
+_opened: list[Device] = []  # keeps the device of this rank open
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a function ended without a result on a rank.
+
+    `lost_peer` is True if a collective failed, which is the consequence of another rank's failure. `interrupted` is True if the
+    function was stopped by SIGINT. `file` and `line` are those of the user's code.
+    """
+
+    reason: str  # "raised ValueError"
+    message: str = ""  # "no such token"
+    file: str = ""
+    line: int = 0
+    traceback: str = ""
+    lost_peer: bool = False
+    interrupted: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a function returned on a rank, pickled; or why it failed."""
+
+    value: bytes | None = None
+    failure: Failure | None = None
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that all ranks must share."""
+    return {"toolkit": __version__, "torch": torch.__version__, "Python": platform.python_version()}
+
+
+def prepare(rank: int, ranks: int, device: str) -> dict[str, str]:
+    """Open the device of this rank, set the environment variables that torchrun sets, and return the `versions`."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
+    gpu = open_device(f"cuda:{rank}" if device == "cuda" else device)
+    if device == "cuda":
+        torch.cuda.set_device(gpu.torch)
+    _opened[:] = [gpu]
+    return versions()
+
+
+def enter(rank: int, ranks: int, device: str, store: str, timeout_s: float) -> None:
+    """Enter a new default group of torch.distributed. `store` is the path of a new file that all ranks share."""
+    _leave()
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    meeting = dist.FileStore(store, ranks)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), store=meeting, rank=rank, world_size=ranks)
+    dist.barrier()
+
+
+def execute(payload: bytes) -> Outcome:
+    """Run a pickled (function, arguments, keyword arguments). After a failure, the group is left, which ends others' waits."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        function, args, kwargs = pickle.loads(payload)
+        with announcing():
+            value = function(*args, **kwargs)
+        outcome = _packed(value)
+        del value, function, args, kwargs
+    except BaseException as error:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        outcome = Outcome(failure=_failure(error))
+        traceback.clear_frames(error.__traceback__)
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if outcome.failure is not None:
+        _leave()
+        gc.collect()
+    return outcome
+
+
+def _packed(value: object) -> Outcome:
+    try:
+        return Outcome(value=pickle.dumps(value))
+    except Exception as error:
+        do = "Return plain values and CPU tensors"
+        return Outcome(failure=Failure("returned what can't be pickled", f"{error}. {do}"))
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        with suppress(RuntimeError):  # a group that has lost a rank
+            dist.destroy_process_group()
+
+
+def _failure(error: BaseException) -> Failure:
+    first = error
+    while first.__cause__ is not None:
+        first = first.__cause__
+    frames = _frames(error.__traceback__)
+    file, line = next((frame for frame in reversed(frames) if not is_installed(frame[0])), frames[-1])
+    lost = isinstance(first, RuntimeError) and _frames(first.__traceback__)[-1][0].startswith(_COLLECTIVES)
+    interrupted = isinstance(error, KeyboardInterrupt)
+    reason = "was interrupted" if interrupted else f"raised {type(error).__name__}"
+    return Failure(reason, str(error), file, line, "".join(traceback.format_exception(error)), lost, interrupted)
+
+
+def _frames(found: TracebackType | None) -> list[tuple[str, int]]:
+    """Return (file, line) of the frames of a traceback, outermost first."""
+    return [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(found)]
