@@ -26,7 +26,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of lines with linear axes. As text, it is one row per line with the y of its last point."""
+    """A chart of lines with linear axes. The y axis includes 0. As text, it is one row per line with its last y."""
 
     lines: tuple[Line, ...]
     x_title: str
@@ -38,7 +38,7 @@ class Chart:
 
     def _repr_html_(self) -> str:
         xs, ys = [x for line in self.lines for x in line.x], [y for line in self.lines for y in line.y]
-        x_ticks, y_ticks = ticks(min(xs), max(xs)), ticks(min(ys), max(ys))
+        x_ticks, y_ticks = ticks(min(xs), max(xs)), ticks(min(0, *ys), max(ys))
         right, bottom = WIDTH - _RIGHT, HEIGHT - _BOTTOM
 
         def across(x: float) -> float:
