@@ -424,13 +424,15 @@ function mount(root, provider, meta) {
     return tableOf({ title: `Sums of ${timeText(span)}, from ${timeText(t0)}`, columns: ["run", "lane", "events", "time", "bytes"], rows });
   };
   const sumUp = async (t0 = state.now.t0, t1 = state.now.t1) => {
+    const mine = (sumUp.latest = {}); // an answer that comes after Escape must not open the sums again
     try {
       const tracks = await provider.sums({ t0, t1, align: state.align });
+      if (sumUp.latest !== mine) return;
       sums.replaceChildren(button("Close", "✕", () => clear()), button("Zoom to this range (Enter)", "Zoom", () => toRange()), sumsTable(t0, t1, tracks));
       sums.hidden = false;
     } catch { unanswered(); }
   };
-  const clear = () => { sums.hidden = true; state.range = null; draw(); };
+  const clear = () => { sumUp.latest = null; sums.hidden = true; state.range = null; draw(); };
   const toRange = () => { if (!state.range) return; const range = state.range; state.range = null; look(Math.min(...range), Math.max(...range)); };
   // Grows the selected range with the keys; it starts in the middle of the view.
   const extend = (share) => {
