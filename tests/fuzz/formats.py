@@ -156,8 +156,10 @@ def saved_lies(path: Path, rng: random.Random) -> Mutants:
         written = io.BytesIO()
         np.savez(written, **arrays | {"header": np.frombuffer(mutant.files["x"] or b"", np.uint8)})
         yield Mutant(mutant.says, {"x": written.getvalue()})
+    events = len(arrays["start_ns"])
     for name in COLUMNS:
-        for values in (np.full(3, 7), np.full(len(arrays[name]), 1 << 40), np.zeros(1), np.array(["a"]), arrays[name] - 9):
+        column = arrays.get(name, np.full(events, -1))  # columns of several ranks are not in the file
+        for values in (np.full(3, 7), np.full(events, 1 << 40), np.zeros(1), np.array(["a"]), column - 9):
             written = io.BytesIO()
             np.savez(written, **arrays | {name: values})
             yield Mutant(f"{name} = {values!r:.40}", {"x": written.getvalue()})

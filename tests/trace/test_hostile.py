@@ -291,6 +291,8 @@ def test_paths_that_name_no_file(path: Any) -> None:
 
 def test_pipes_and_devices_are_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
         with pytest.raises(TraceError, match="not a regular file"):
             open_trace(path)
+    with pytest.raises(TraceError, match="a folder without files that end in"):
+        open_trace(tmp_path)
