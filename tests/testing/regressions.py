@@ -25,6 +25,7 @@ class Regression:
     before: str
     after: str
     right: tuple[str, ...]
+    also: tuple[tuple[str, str], ...] = ()  # further edits of the file, such as an import
 
 
 _STEP = "        total += loss.detach()\n"
@@ -243,7 +244,7 @@ _LISTS = {
 
 def edited(regression: Regression, text: str) -> str:
     """Return the text of the regression's file with the regression in it."""
-    edits = [(regression.before, regression.after)]
+    edits = [*regression.also, (regression.before, regression.after)]
     if regression.name in _LISTS:
         line, made = _LISTS[regression.name]
         edits.append((line, line + made))
