@@ -34,8 +34,8 @@ MORE = (
         "a comparison of two tensors",
         "train.py",
         _BACKWARD,
-        "        assert torch.equal(loss, loss)\n" + _BACKWARD,
-        ("assert torch.equal(loss, loss)",),
+        "        assert torch.equal(loss, loss + 0)\n" + _BACKWARD,
+        ("assert torch.equal(loss, loss + 0)",),
     ),
     Regression(
         "a loop over a tensor on the GPU",
