@@ -48,6 +48,7 @@ class Holder:
     owner: str
     kind: str
     bytes: int
+    node: int = -1  # the number of the autograd node that saved the memory, if only a graph holds it
 
 
 Place = tuple[str, int]  # device type, address
@@ -127,9 +128,30 @@ def of_traceback(error: BaseException | None) -> Iterator[tuple[str, Any]]:
 def walk(roots: Iterable[tuple[str, Any]]) -> dict[Place, Holder]:
     """Return the owner of each place in memory that can be reached from `roots`: pairs of a name and a value."""
     found: dict[Place, Holder] = {}
-    seen: dict[int, Any] = {}  # by id; keeps the values alive, so that no id is reused
-    nodes: set[Any] = set()
     graphs: list[tuple[str, torch.Tensor]] = []
+    for path, tensor, kind in tensors(roots):
+        with suppress(Exception):  # other threads may change a tensor during the walk
+            _note(found, path, tensor, kind)
+            if tensor.grad_fn is not None:
+                graphs.append((path, tensor))
+    nodes: set[Any] = set()
+    for path, value in graphs:  # last: what a graph saved may belong to a module, an optimizer or another variable
+        with suppress(Exception):
+            for node, tensor in sorted(_saved(value, nodes), key=lambda saved: not isinstance(saved[1], nn.Parameter)):
+                kind = None if isinstance(tensor, nn.Parameter) else "activations"
+                number = node._sequence_nr()
+                _note(found, f"{path} (its graph: {node.name()})", tensor, kind, number)
+                if tensor.is_leaf and tensor.grad is not None:
+                    _note(found, f"{path} (its graph: {node.name()}).grad", tensor.grad, "gradients", number)
+    return found
+
+
+def tensors(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor, str | None]]:
+    """Yield (path, tensor, kind) for each tensor that can be reached from `roots`, those with the shortest paths first.
+
+    The kind is None if the path doesn't tell it. Tensors that only an autograd graph holds are not yielded.
+    """
+    seen: dict[int, Any] = {}  # by id; keeps the values alive, so that no id is reused
     queue: deque[tuple[str, Any, str | None, int]] = deque((path, value, None, 0) for path, value in roots)
     ends_s = thread_time() + _MOST_S
     while queue and len(seen) < MOST and (len(seen) % 128 or thread_time() < ends_s):  # a call takes 1 µs
@@ -137,25 +159,16 @@ def walk(roots: Iterable[tuple[str, Any]]) -> dict[Place, Holder]:
         if type(value) in _LEAF_TYPES or id(value) in seen:
             continue
         seen[id(value)] = value
+        if _isa(value, torch.Tensor):
+            yield path, value, kind
         # reading a user's object may raise, and other threads may change it during the walk
         with suppress(Exception):
             if _isa(value, torch.Tensor):
-                _note(found, path, value, kind)
                 if value.is_leaf and value.grad is not None:
                     queue.append((f"{path}.grad", value.grad, "gradients", depth + 1))
-                if value.grad_fn is not None:
-                    graphs.append((path, value))
             elif depth < _DEPTH and not _isa(value, _LEAVES) and len(queue) < MOST:
                 parts = _of_module(value, seen) if _isa(value, nn.Module) else _parts(value)
                 queue.extend((f"{path}{more}", held, k or kind, depth + 1) for more, held, k in parts)
-    for path, value in graphs:  # last: what a graph saved may belong to a module, an optimizer or another variable
-        with suppress(Exception):
-            for node, tensor in sorted(_graph(value, nodes), key=lambda saved: not isinstance(saved[1], nn.Parameter)):
-                kind = None if isinstance(tensor, nn.Parameter) else "activations"
-                _note(found, f"{path} (its graph: {node})", tensor, kind)
-                if tensor.is_leaf and tensor.grad is not None:
-                    _note(found, f"{path} (its graph: {node}).grad", tensor.grad, "gradients")
-    return found
 
 
 def _isa(value: Any, kinds: Any) -> bool:
@@ -163,33 +176,39 @@ def _isa(value: Any, kinds: Any) -> bool:
     return issubclass(type(value), kinds)
 
 
-def _note(found: dict[Place, Holder], path: str, tensor: torch.Tensor, kind: str | None) -> None:
+def _note(found: dict[Place, Holder], path: str, tensor: torch.Tensor, kind: str | None, node: int = -1) -> None:
     place = place_of(tensor)
     if place is not None:
         kind = kind or ("weights" if isinstance(tensor, nn.Parameter) else "activations")
-        found.setdefault(place, Holder(path, kind, tensor.untyped_storage().nbytes()))
+        found.setdefault(place, Holder(path, kind, tensor.untyped_storage().nbytes(), node))
 
 
-def _graph(tensor: torch.Tensor, seen: set[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (node, tensor) for the tensors that a graph saved for the backward pass. `seen` holds the nodes visited so far.
-
-    Tensors packed by saved-tensor hooks are not unpacked: that would run the hooks, and recompute checkpointed forward passes.
-    """
+def nodes_of(tensor: torch.Tensor, seen: set[Any]) -> Iterator[Any]:
+    """Yield the nodes of a tensor's autograd graph that are not in `seen`, and add them to it."""
     nodes: deque[Any] = deque([tensor.grad_fn])
     while nodes and len(seen) < _MOST_NODES:
         node = nodes.popleft()
         if node is None or node in seen:
             continue
         seen.add(node)
+        yield node
+        nodes.extend(following for following, _ in node.next_functions)
+
+
+def _saved(tensor: torch.Tensor, seen: set[Any]) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Yield (node, tensor) for the tensors that a graph saved for the backward pass. `seen` holds the nodes visited so far.
+
+    Tensors packed by saved-tensor hooks are not unpacked: that would run the hooks, and recompute checkpointed forward passes.
+    """
+    for node in nodes_of(tensor, seen):
         leaf: Any = getattr(node, "variable", None)  # AccumulateGrad has its leaf here
         if _isa(leaf, torch.Tensor):
-            yield node.name(), leaf
-        for name in _saved_names(type(node)):  # type: ignore[arg-type]
+            yield node, leaf
+        for name in _saved_names(type(node)):
             raw = getattr(node, name)
             for saved in raw if _isa(raw, tuple | list) else (raw,):
                 if getattr(saved, "unpack_hook", saved) is None and _isa(saved.data, torch.Tensor):
-                    yield node.name(), saved.data
-        nodes.extend(following for following, _ in node.next_functions)
+                    yield node, saved.data
 
 
 @lru_cache(maxsize=4096)
