@@ -19,6 +19,7 @@ from typing import Any
 import online
 
 import toolkit as tk
+from tests.testing.more_regressions import HARMLESS
 from toolkit.bench.captured_steps import compare
 from toolkit.bench.published import CLAIMS, EXECUTORCH_20286, LLAMA_CPP, LLAMA_CPP_SOURCE
 from toolkit.decode.loop import AHEAD
@@ -446,23 +447,33 @@ def program_figures() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def regression_figures() -> dict[str, str]:
-    """Return what the pytest plugin caught of the regressions in tests/testing, in words and as a table."""
-    first, found = (
-        json.loads((ROOT / "tests" / "testing" / f"{name}.json").read_text(encoding="utf-8"))["regressions"]
-        for name in ("regressions_first", "regressions")
-    )
-    caught, right = (sum(result[key] for result in found.values()) for key in ("caught", "right"))
-    rows = [
-        [name, "yes" if result["caught"] else "**no**", "yes" if result["right"] else "**no**"]
-        for name, result in found.items()
-    ]
-    return {
-        "caught": str(caught), "right": str(right), "number": str(len(found)),
-        "caught_first": str(sum(result["caught"] for result in first.values())),
-        "right_first": str(sum(result["right"] for result in first.values())),
-        "table": table(["regression of the examples", "caught", "first line is the right one"], rows),
-    }  # fmt: skip
+def regression_figures() -> dict[str, Any]:
+    """Return what the pytest plugin caught of the edits in tests/testing with its earlier and present rules, and as tables."""
+
+    def results(name: str) -> dict[str, Any]:
+        text = (ROOT / "tests" / "testing" / f"{name}.json").read_text(encoding="utf-8")
+        return dict(json.loads(text)["regressions"])
+
+    def counts(found: dict[str, Any], names: list[str]) -> dict[str, str]:
+        return {"number": str(len(names))} | {key: str(sum(found[name][key] for name in names)) for key in ("caught", "right")}
+
+    harmless = [edit.name for edit in HARMLESS]
+    made: dict[str, Any] = {"first": counts(results("regressions_first"), list(results("regressions_first")))}
+    for key, file in (("seen", "regressions"), ("more", "more_regressions")):
+        before, after = results(f"{file}_before"), results(file)
+        names = [name for name in after if name not in harmless]
+        words = [
+            ["yes" if run[name][k] else "**no**" for run in (before, after) for k in ("caught", "right")] for name in names
+        ]
+        made[key] = {
+            "before": counts(before, names), "after": counts(after, names),
+            "table": table(
+                ["regression of the examples", "caught before", "right line before", "caught", "right line"],
+                [[name, *row] for name, row in zip(names, words, strict=True)],
+            ),
+        }  # fmt: skip
+    made["harmless"] = counts(results("more_regressions"), harmless)
+    return made
 
 
 def substitutions() -> dict[str, Any]:

@@ -8,7 +8,8 @@ text of the lines that are the right answer. If the edit adds or changes a line,
 `python -m tests.testing.report` applies each one to a copy of the examples, runs their tests, and writes the record.
 `regressions_first.json` is the plugin's first run. Two rules for memory changed after it: the first line that allocates more
 is to blame even if it holds nothing at the peak, and baselines also have the bytes of each line at the peak, for lines that
-held more at another time. `regressions.json` is the run with these rules.
+held more at another time. `regressions_before.json` is the run with these rules. Rules for retained and kept graphs and for
+unchanged lines followed: `regressions.json` is the run with the present ones.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ thought, because the line that allocates is often not the one that changed:
 - If lines allocate more than in the baseline, the first of them is to blame: a cast, a larger buffer.
 - If lines allocate as much as before but it is held longer, the line that keeps it is to blame. The `Watch` knows the
   holder. For an element of a list, that is the line that appends; for a variable that accumulates, the line that adds; for an
-  autograd graph, the line that calls the model; for another variable, the line that assigns it.
+  autograd graph, the line that calls the model, or the line that ran a backward pass and retained the graph; for another
+  variable, the line that assigns it.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ import linecache
 import re
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from toolkit.core.callers import short_path
 from toolkit.core.units import bytes_text
 from toolkit.decode.copy_budget import counted
-from toolkit.testing.measure import Block, Frame, Lines, Measured, Watch, by_line, memory_by_line
+from toolkit.testing.measure import UNKNOWN, Block, Lines, Measured, by_line, memory_by_line
+from toolkit.testing.watch import Frame, KeptGraphs, Watch
 from toolkit.trace.events import Trace
 from toolkit.trace.ledger import Ledger
 
@@ -115,18 +118,51 @@ def of_peak(block: Block, before: Measured | None, lines: Lines) -> list[Blame]:
     for key in dict.fromkeys(order):
         was = f", at most {bytes_text(known.get(key, nothing)[0])} in the baseline" if before else ""
         found.append(_at(lines, place_of[first[key]], key, f"{bytes_text(held[key])} at the peak{was}"))
-    return list({blame.line: blame for blame in reversed(found)}.values())[::-1]
+    first_of: dict[str, Blame] = {}
+    for blame in found:
+        first_of.setdefault(blame.line, blame)
+    return list(first_of.values())
+
+
+def of_graphs(graphs: KeptGraphs, lines: Lines) -> list[Blame]:
+    """Return the line that keeps the most autograd nodes of earlier steps."""
+    path = _PATH.fullmatch(graphs.owner)
+    if path is None:
+        return []
+    how = "element" if path[3].startswith("[") else "value"
+    did = f"{graphs.most:,} nodes kept by {_WHAT[how].format(path[2])}"
+    return [_line(lines, *_place_that_keeps(graphs.frames, int(path[1]), path[2], how), did)]
+
+
+def of_lines(block: Block, before: Measured, lines: Lines) -> list[Blame]:
+    """Return the lines of the baseline that hold more than they did, the one with the most more first."""
+    ledger = block.memory
+    assert ledger is not None
+    known, now = before.get("memory", {}), memory_by_line(ledger, lines)
+    more = Counter({key: held - known[key][0] for key, (held, _, _) in now.items() if key in known and held > known[key][0]})
+    places = {lines.key(place): place for place in ledger.group("where")[1]}
+    return [
+        _at(lines, places[key], key, f"{bytes_text(now[key][0])} at a time, {bytes_text(known[key][0])} in the baseline")
+        for key, _ in more.most_common()
+        if key != UNKNOWN
+    ]
+
+
+_WHAT = {"graph": "the graph of `{}`, for a backward pass", "element": "elements of `{}`", "value": "`{}`"}
 
 
 def _keeper(watch: Watch, ledger: Ledger, blocks: list[int], lines: Lines) -> Iterator[Blame]:
     """Yield the line that keeps the most of the `blocks`, unless it keeps little of them."""
     kept = Counter[tuple[int, str, str]]()  # frame, variable, how
+    retained = Counter[Frame]()  # the line that ran the backward pass of a graph that is still held
     for i in blocks:
-        path = _PATH.fullmatch(watch.held.get(int(ledger.trace["address"][ledger.blocks.row[i]]), ""))
-        if path:
-            how = "graph" if " (its graph: " in path[3] else "element" if path[3].startswith("[") else "value"
+        holder = watch.held.get(int(ledger.trace["address"][ledger.blocks.row[i]]))
+        path = _PATH.fullmatch(holder.owner) if holder else None
+        if holder and path:
+            how = "graph" if holder.node >= 0 else "element" if path[3].startswith("[") else "value"
             kept[int(path[1]), path[2], how] += int(ledger.blocks.bytes[i])
-    caller = next((frame for frame in reversed(watch.frames) if not frame.of_module), watch.frames[-1])
+            if holder.node in watch.ran:
+                retained[watch.ran[holder.node]] += int(ledger.blocks.bytes[i])
     if not kept:
         return
     (most, held), elements = kept.most_common(1)[0], [item for item in kept.most_common() if item[0][2] == "element"]
@@ -135,18 +171,29 @@ def _keeper(watch: Watch, ledger: Ledger, blocks: list[int], lines: Lines) -> It
     if 4 * held < ledger.blocks.bytes[blocks].sum():
         return
     index, name, how = most
-    what = {"graph": f"the graph of `{name}`, for a backward pass", "element": f"elements of `{name}`", "value": f"`{name}`"}
-    did = f"{bytes_text(held)} kept by {what[how]}"
-    frames = list(reversed(watch.frames)) if index < 0 else [watch.frames[index]]
+    did = f"{bytes_text(held)} kept by {_WHAT[how].format(name)}"
+    if how == "graph" and 2 * retained.total() >= held:
+        frame = retained.most_common(1)[0][0]
+        yield _line(lines, frame.file, frame.line, f"{did}, although a backward pass has used it")
+        return
+    yield _line(lines, *_place_that_keeps(watch.frames, index, name, how), did)
+
+
+def _place_that_keeps(frames: list[Frame], index: int, name: str, how: str) -> tuple[Path, int]:
+    """Return the file and the line that make a variable of the frame `index` keep something; `how` is a key of `_WHAT`."""
     for wanted in (_adds,) if how == "element" else (_accumulates,) if how == "graph" else (_accumulates, _assigns):
-        for frame in frames:
+        for frame in reversed(frames) if index < 0 else [frames[index]]:
             for whole_file in (False, True) if how == "element" else (False,):
                 number = wanted(_function(frame, whole_file), name)
                 if number is not None:
-                    yield _line(lines, frame.file, number, did)
-                    return
-    frame = caller if how == "graph" or index < 0 else watch.frames[index]
-    yield _line(lines, frame.file, frame.line, did)
+                    return frame.file, number
+    frame = frames[index] if index >= 0 and how != "graph" else _caller(frames[max(index, 0) :])
+    return frame.file, frame.line
+
+
+def _caller(frames: list[Frame]) -> Frame:
+    """Return the frame that calls a module: the outermost one that does, so that what a module calls belongs to the module."""
+    return next((frame for frame, called in pairwise(frames) if called.of_module and not frame.of_module), frames[-1])
 
 
 def _line(lines: Lines, file: Path, number: int, did: str) -> Blame:

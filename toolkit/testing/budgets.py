@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from toolkit.core.errors import ToolkitError, unknown_name
 from toolkit.core.units import bytes_text, parse_bytes
 from toolkit.decode.copy_budget import check_budget, counted, events_of, over_budget
-from toolkit.testing.blame import Blame, of_copies, of_peak
-from toolkit.testing.measure import KINDS, Block, Lines, Measured, highest, totals
+from toolkit.testing.blame import Blame, of_copies, of_graphs, of_lines, of_peak
+from toolkit.testing.measure import KINDS, Block, Lines, Measured, highest, most_kept, totals
 
 if TYPE_CHECKING:
     from toolkit.trace.events import Trace
@@ -87,6 +87,8 @@ def check(
             yield from _over_baseline(blocks, found, before, lines)
     if budget.memory and (budget.peak_bytes is not None or not update):
         yield from _over_peak(budget, blocks, before, lines)
+    if budget.memory and budget.peak_bytes is None and not update:
+        yield from _over_graphs(blocks, before, lines)
 
 
 def _over_limits(budget: Budget, blocks: list[Block], before: Measured | None, lines: Lines) -> Iterator[Problem]:
@@ -144,6 +146,17 @@ def _over_peak(budget: Budget, blocks: list[Block], before: Measured | None, lin
     elif peak > before["peak_bytes"]:
         title = f"peak memory: {_size(peak, before['peak_bytes'])}, {bytes_text(before['peak_bytes'])} in the baseline"
         yield Problem(title, of_peak(block, before, lines), UPDATE)
+    else:
+        grown = of_lines(block, before, lines) if peak == before["peak_bytes"] else []
+        if grown:
+            yield Problem(f"memory by line: {grown[0].did}; the peak is as before", grown, UPDATE)
+
+
+def _over_graphs(blocks: list[Block], before: Measured | None, lines: Lines) -> Iterator[Problem]:
+    graphs, then = most_kept(blocks), (before or {}).get("kept_nodes")
+    if then is not None and graphs.nodes > then:
+        title = f"autograd graphs: {graphs.nodes:,} nodes of earlier steps are kept, {then:,} in the baseline"
+        yield Problem(title, of_graphs(graphs, lines), UPDATE)
 
 
 def _size(n_bytes: int, other: int) -> str:

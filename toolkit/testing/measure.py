@@ -1,7 +1,7 @@
 """Record the blocks of a test: copies and memory by line of source, as plain data for reports and baselines.
 
 A line is identified by its file, relative to the folder of the test, and its source text. So a baseline stays valid when lines
-move. While a block holds more memory than its limit, `Watch` notes which variables hold it: later they are gone.
+move.
 """
 
 from __future__ import annotations
@@ -11,15 +11,13 @@ import linecache
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import NotRequired, TypedDict
 
 import numpy as np
 import torch
-from torch import nn
 
 from toolkit.core.callers import is_installed, short_path
 from toolkit.core.errors import RecorderError
@@ -27,9 +25,9 @@ from toolkit.decode.copy_budget import events_of
 from toolkit.gpu import allocation_scopes
 from toolkit.gpu.allocation_log import log
 from toolkit.gpu.device import Device
+from toolkit.testing.watch import KeptGraphs, Watch
 from toolkit.trace.events import Trace
 from toolkit.trace.ledger import Ledger
-from toolkit.vram import owners
 
 KINDS = ("h2d", "d2h", "d2d", "pageable", "waits")
 UNKNOWN = "(unknown line)"
@@ -43,6 +41,7 @@ class Measured(TypedDict):
     memory: NotRequired[
         dict[str, tuple[int, int, int]]
     ]  # line -> bytes: most held at a time, allocated in all, held at the peak
+    kept_nodes: NotRequired[int]  # autograd nodes of earlier steps that were kept
 
 
 class Lines:
@@ -82,56 +81,14 @@ class Lines:
         return self._files[name] or Path(name)
 
 
-@dataclass(frozen=True)
-class Frame:
-    """A function of the user's that was running: file, line, its first line, and whether it is a method of a module."""
-
-    file: Path
-    line: int
-    first: int
-    of_module: bool
-
-
-@dataclass
-class Watch:
-    """Notes who holds the memory whenever a block holds more than `limit_bytes`, and again when the excess has doubled."""
-
-    limit_bytes: int
-    allocated: Callable[[], int]
-    next_bytes: int = 0
-    frames: list[Frame] = field(default_factory=list)  # the outermost first
-    held: dict[int, str] = field(default_factory=dict)  # address -> "index of a frame:path of a variable"; -1: a global
-
-    def __call__(self) -> None:
-        excess = self.allocated() - self.limit_bytes
-        if excess <= self.next_bytes:
-            return
-        self.next_bytes = 2 * excess
-        running: list[FrameType] = []
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if not is_installed(frame.f_code.co_filename):
-                running.insert(0, frame)
-            frame = frame.f_back
-        self.frames, variables = [], []
-        for index, frame in enumerate(running):
-            names, code = owners.locals_of(frame), frame.f_code
-            of_module = isinstance(names.get("self"), nn.Module)
-            self.frames.append(Frame(Path(code.co_filename), frame.f_lineno, code.co_firstlineno, of_module))
-            if code.co_name != "<module>":
-                variables += [(f"{index}:{name}", value) for name, value in names.items()]
-        for frame in running:
-            variables += [(f"-1:{name}", value) for name, value in frame.f_globals.items() if not name.startswith("__")]
-        self.held = {address: holder.owner for (_, address), holder in owners.walk(variables).items()}
-
-
 @dataclass
 class Block:
-    """What one recorded block left: its events, its allocations, and what the watch noted."""
+    """What one recorded block left: its events, its allocations, and what was noted about variables."""
 
     trace: Trace | None
     memory: Ledger | None
     watch: Watch | None
+    graphs: KeptGraphs | None
 
 
 class Recorder:
@@ -149,9 +106,10 @@ class Recorder:
         if self._open or self._gpu.recording is not None:
             found = f"{self._gpu.name} is being recorded, so the block's events can't be told apart from others"
             raise RecorderError("toolkit_trace", found, "End that recording first")
-        watch = scope = None
+        watch = scope = graphs = None
         if self._memory:
             _forget(self._gpu)
+            graphs = KeptGraphs()
             scope = allocation_scopes.begin(self._gpu)
             if self._limit_bytes is not None:
                 log.watch = watch = Watch(self._limit_bytes, lambda: self._gpu.memory().allocated_bytes)
@@ -163,17 +121,21 @@ class Recorder:
             if scope is not None:
                 allocation_scopes.drop(scope)
             raise
-        self._open = [trace, recording, scope, watch]
+        if graphs is not None:
+            graphs.__enter__()
+        self._open = [trace, recording, scope, watch, graphs]
         return trace
 
     def __exit__(self, *error: object) -> None:
-        trace, recording, scope, watch = self._open
+        trace, recording, scope, watch, graphs = self._open
         self._open, log.watch = [], None
+        if graphs is not None:
+            graphs.__exit__()  # type: ignore[attr-defined]
         try:
             recording.__exit__(*error)  # type: ignore[attr-defined]
         finally:
             memory = Ledger(allocation_scopes.end(scope)) if scope is not None else None  # type: ignore[arg-type]
-        self.blocks.append(Block(trace, memory, watch))  # type: ignore[arg-type]
+        self.blocks.append(Block(trace, memory, watch, graphs))  # type: ignore[arg-type]
 
 
 def _forget(gpu: Device) -> None:
@@ -195,12 +157,18 @@ def measured(blocks: list[Block], lines: Lines, copies: bool, memory: bool) -> M
         assert ledger is not None
         found["peak_bytes"] = ledger.peak_bytes
         found["memory"] = memory_by_line(ledger, lines)
+        found["kept_nodes"] = most_kept(blocks).nodes
     return found
 
 
 def highest(blocks: list[Block]) -> Block:
     """Return the block with the highest peak."""
     return max(blocks, key=lambda block: block.memory.peak_bytes if block.memory else 0)
+
+
+def most_kept(blocks: list[Block]) -> KeptGraphs:
+    """Return what was noted about graphs in the block that kept the most of them."""
+    return max((block.graphs for block in blocks if block.graphs is not None), key=lambda graphs: graphs.nodes)
 
 
 def by_line(traces: list[Trace], lines: Lines) -> dict[str, tuple[int, int]]:

@@ -254,7 +254,7 @@ class _Session:
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if hasattr(report, "toolkit"):
-            self.reports.append({**report.toolkit, "nodeid": report.nodeid, "passed": report.passed})
+            self.reports.append({**report.toolkit, "nodeid": report.nodeid, "passed": report.passed, "failed": report.failed})
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
@@ -301,7 +301,7 @@ class _Session:
             self.obsolete += [] if update else [f"{module.name}::{name}" for name in old]
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        broken = [(r, problem) for r in self.reports for problem in r["problems"]]
+        broken = [(r, problem) for r in self.reports if r["failed"] for problem in r["problems"]]  # not those of xfail
         less = [r["nodeid"] for r in self.reports if r["less"]] if not self.wrote else []
         if not (broken or less or self.obsolete or self.wrote):
             return

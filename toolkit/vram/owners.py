@@ -204,7 +204,7 @@ def _saved(tensor: torch.Tensor, seen: set[Any]) -> Iterator[tuple[Any, torch.Te
         leaf: Any = getattr(node, "variable", None)  # AccumulateGrad has its leaf here
         if _isa(leaf, torch.Tensor):
             yield node, leaf
-        for name in _saved_names(type(node)):
+        for name in _saved_names(type(node)):  # type: ignore[arg-type]
             raw = getattr(node, name)
             for saved in raw if _isa(raw, tuple | list) else (raw,):
                 if getattr(saved, "unpack_hook", saved) is None and _isa(saved.data, torch.Tensor):
