@@ -1,4 +1,4 @@
-# make demo | lab | test | docs: each sets up what it needs in .venv the first time, and nothing the second time.
+# make demo | lab | teacher | test | docs: each sets up what it needs in .venv the first time, and nothing the second time.
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -12,7 +12,7 @@ export PIP_COMPILE := 0
 SETTINGS := .venv/share/jupyter/lab/settings/overrides.d
 SERVER := .venv/etc/jupyter
 
-.PHONY: docs demo lab test tests quick check lint types clean
+.PHONY: docs demo lab teacher test tests quick check lint types clean
 
 demo: .venv/.core
 	$(BIN)/python -m toolkit demo --out demo.html
@@ -20,6 +20,10 @@ demo: .venv/.core
 # Jupyter refuses to run as root (the usual user in a container) without --allow-root.
 lab: .venv/.lab
 	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks/00_course.ipynb
+
+# Every lesson with its answers, as an executed notebook and as slides, in the folder teacher.
+teacher: .venv/.lab
+	$(BIN)/python -m toolkit.ui.lessons.editions teacher
 
 # Tests run in two processes of one thread each while mypy checks types; then browser tests, which mostly wait, in three. Tests
 # that time what a user waits for run alone. All compile exports into one folder, which starts empty.

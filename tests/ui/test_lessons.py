@@ -132,3 +132,59 @@ def test_answers_are_typed_into_the_cells_to_write_in(lesson):
     assert typed[0]["source"] == 'print(1)\nmy_prediction = {"h2d": 2}'
     assert "count them" in typed[2]["source"]
     assert typed[3]["source"] == QUESTIONS["mend"].answer
+
+
+def cell(source, kind="code", **more):
+    outputs = {"outputs": [], "execution_count": None} if kind == "code" else {}
+    return {"cell_type": kind, "id": f"c{abs(hash(source))}", "metadata": {}, "source": source, **outputs} | more
+
+
+SMALL = [
+    cell("# A small lesson\n\nAbout copies.", "markdown"),
+    cell(
+        "from IPython.display import SVG, display\nprint('a picture')\ndisplay(SVG('<svg xmlns=\"http://www.w3.org/2000/svg\"/>'))"
+    ),
+    cell("## 1. Predict\n\nHow many copies?", "markdown"),
+    cell('my_prediction = {"h2d": None}'),
+    cell('lesson.ask("copies", my_prediction, {"h2d": 2}, us=3)'),
+]
+TESTED = """\
+from toolkit.ui.lessons.lesson import Lesson, Question
+lesson = Lesson("see_the_copies", "Test", 10, (), {"copies": Question("count them", "because", "")})"""
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """The folder of notebooks has one small lesson, with one question."""
+    monkeypatch.setattr(editions, "NOTEBOOKS", tmp_path)
+    lesson = Lesson("see_the_copies", "Test", 10, (), {"copies": QUESTIONS["copies"]})
+    metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    cells = [SMALL[0], cell(TESTED), *SMALL[1:]]
+    notebook = {"cells": cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
+    (tmp_path / lesson.notebook).write_text(json.dumps(notebook))
+    return lesson
+
+
+def test_the_teachers_edition_has_answers_notes_and_slides(small, tmp_path, cache):
+    pytest.importorskip("nbconvert")
+    steps = []
+    notebook, page = editions.write(small, tmp_path / "teacher", progress=lambda done, total, _: steps.append((done, total)))
+    cells = json.loads(notebook.read_text())["cells"]
+    assert any('my_prediction = {"h2d": 2}' in "".join(one["source"]) for one in cells)
+    assert any("count them" in "".join(one["source"]) for one in cells)
+    text = page.read_text()
+    assert "right: h2d - you said 2" in text
+    assert '<aside class="notes">' in text
+    assert text.count("<section") == text.count("</section>") >= 4
+    assert "data:image/svg+xml" in text or "<svg" in text
+    assert steps[-1][0] == steps[-1][1] == len(cells)
+    assert progress.solved("see_the_copies") == frozenset()  # the user's own
+
+
+def test_a_lesson_that_fails_is_named(small, tmp_path):
+    pytest.importorskip("nbconvert")
+    path = tmp_path / small.notebook
+    path.write_text(path.read_text().replace('{\\"h2d\\": 2}, us', '{\\"h2d\\": 3}, us'))
+    with pytest.raises(tk.ToolkitError, match="the answer to 'copies'"):
+        editions.write(small, tmp_path / "teacher")
+    assert not (tmp_path / "teacher").exists()
