@@ -46,6 +46,7 @@ html, body, main { height: 100%; margin: 0 } body { background: #fff; color: #1b
 .reveal pre { width: 100% !important; white-space: pre-wrap; overflow-wrap: anywhere }
 .reveal table { font-size: 15px; margin: 8px 0 }
 .reveal .jp-RenderedHTMLCommon :is(td, th) { padding: 3px 8px }
+.reveal [class^=tk-still] :is(table, h3, .tk-at-peak) { display: none }
 .reveal img, .reveal svg { max-width: 100%; max-height: 430px } .jp-OutputArea-output { overflow: auto }
 .alone .slides section { display: none; max-width: 960px; max-height: 96vh; margin: 2vh auto; padding: 0 16px }
 .alone .slides section.shown { display: block } .alone aside.notes { display: none }
@@ -160,7 +161,7 @@ def _parts(cells: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         else:
             yield cell | {"source": source, "outputs": [], "metadata": dict(cell["metadata"])}
             for output in cell["outputs"]:
-                yield cell | {"source": "", "outputs": [output], "metadata": {}, "transient": {"remove_source": True}}
+                yield cell | {"source": "", "outputs": [output], "metadata": {"transient": {"remove_source": True}}}
 
 
 def _split(text: str) -> Iterator[str]:
@@ -186,10 +187,10 @@ def _lines(cell: dict[str, Any]) -> int:
 def _output_lines(output: dict[str, Any]) -> int:
     data = output.get("data", {})
     html = "".join(data.get("text/html", ""))
-    if html.count("<summary") == 1 and html.startswith('<div class="tk-memory tk-line'):
+    if html.count("<summary") == 1:  # a folded line about the memory of a cell
         return 2
     if "image/png" in data or re.search(r"<svg|<img|<iframe", html):
-        return _PICTURE + html.count("<tr") + html.count("<p>")
+        return _PICTURE
     if rows := html.count("<tr"):
         return rows + 2
     text = "".join(output.get("text", data.get("text/plain", "")))
