@@ -7,7 +7,7 @@ import pytest
 
 import toolkit as tk
 from toolkit.models.shapes import SHAPES
-from toolkit.ui.lessons.checks import check
+from toolkit.ui.lessons.checks import compare
 from toolkit.ui.lessons.decode_faster import differs_in_waiting
 from toolkit.ui.lessons.steps import (
     CHANGES,
@@ -22,52 +22,42 @@ from toolkit.ui.lessons.steps import (
 
 
 def test_an_open_prediction_is_asked_for_and_not_answered():
-    verdict = check({"h2d": None, "d2h": 1}, {"h2d": 2, "d2h": 1}, why="because")
+    verdict = compare({"h2d": None, "d2h": 1}, {"h2d": 2, "d2h": 1})
     assert not verdict.right
     assert "h2d" in repr(verdict)
     assert "trace says" not in repr(verdict)
-    assert "because" not in repr(verdict)
 
 
 def test_right_and_wrong_predictions_are_told_apart():
-    wrong = check({"h2d": 1, "d2h": 1}, {"h2d": 2, "d2h": 1}, why="a token and a position")
+    wrong = compare({"h2d": 1, "d2h": 1}, {"h2d": 2, "d2h": 1})
     assert not wrong.right
     assert "wrong: h2d - you said 1, the trace says 2" in repr(wrong)
     assert "right: d2h" in repr(wrong)
-    assert check({"h2d": 2, "d2h": 1}, {"h2d": 2, "d2h": 1}).right
+    assert compare({"h2d": 2, "d2h": 1}, {"h2d": 2, "d2h": 1}).right
 
 
 def test_estimates_need_only_come_near():
-    near = check({"GB": 15}, {"GB": 15.14}, within=0.05, who="the catalogue")
+    near = compare({"GB": 15}, {"GB": 15.14}, within=0.05, who="the catalogue")
     assert near.right
     assert "you said 15, the catalogue says 15.1" in repr(near)
-    assert check({"tok/s": 118.4}, {"tok/s": 118.37}, within=0.001).right
-    assert not check({"tok/s": 1e4}, {"tok/s": 118.37}, within=0.5).right
-    assert "10,000" in repr(check({"tok/s": 1e4}, {"tok/s": 118.37}))
+    assert compare({"tok/s": 118.4}, {"tok/s": 118.37}, within=0.001).right
+    assert not compare({"tok/s": 1e4}, {"tok/s": 118.37}, within=0.5).right
+    assert "10,000" in repr(compare({"tok/s": 1e4}, {"tok/s": 118.37}))
 
 
 @pytest.mark.parametrize("value", ["two", [2], float("nan"), 2j], ids=str)
 def test_what_is_no_number_is_not_right(value):
-    verdict = check({"h2d": value}, {"h2d": 2}, why="because")
+    verdict = compare({"h2d": value}, {"h2d": 2})
     assert not verdict.right
     assert "wrong: h2d" in repr(verdict)
 
 
-def test_the_first_wrong_prediction_gets_a_hint_and_another_one_the_answer():
-    hint = "two directions"
-    first, again, second = (check({"copies": n}, {"copies": 3}, why="because", hint=hint) for n in (1, 1, 2))
-    assert repr(first) == repr(again) == "wrong: copies - you said 1\nHint: two directions"
-    assert repr(second) == "wrong: copies - you said 2, the trace says 3\nbecause"
-    assert repr(check({"copies": 3}, {"copies": 3}, why="because", hint=hint)).endswith("the trace says 3\nbecause")
-
-
 def test_a_choice_is_compared_as_text():
-    asked = {"choices": CHANGES, "why": "because"}
-    assert check({"step": "longer"}, {"step": "longer"}, **asked).right
-    assert repr(check({"step": "longer"}, {"step": "shorter"}, **asked)).startswith("wrong: step - you said longer")
-    unknown = check({"step": "much longer"}, {"step": "longer"}, **asked)
+    assert compare({"step": "longer"}, {"step": "longer"}, choices=CHANGES).right
+    assert repr(compare({"step": "longer"}, {"step": "shorter"}, choices=CHANGES)).startswith("wrong: step - you said longer")
+    unknown = compare({"step": "much longer"}, {"step": "longer"}, choices=CHANGES)
     assert repr(unknown) == "'much longer' is not one of the choices: 'shorter', 'about as long', 'longer'."
-    assert not check({"step": 1}, {"step": "longer"}, **asked).right
+    assert not compare({"step": 1}, {"step": "longer"}, choices=CHANGES).right
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +127,7 @@ def test_a_strategy_that_waits_differs_in_one_field(runs):
 
 
 def test_a_verdict_is_wrapped_in_a_notebook():
-    assert check({"x": 1}, {"x": 1}, why="a < b")._repr_html_() == (
+    assert compare({"x": 1}, {"x": 1}).with_line("a < b")._repr_html_() == (
         "<div>right: x - you said 1, the trace says 1</div><div>a &lt; b</div>"
     )
 

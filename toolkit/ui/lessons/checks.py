@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from html import escape
 from numbers import Real
 
-_wrong: dict[str, set[str]] = {}  # the different wrong predictions of each question with a hint, by the hint
-
 
 @dataclass(frozen=True)
 class Verdict:
@@ -36,39 +34,20 @@ class Verdict:
         return "".join(f"<div>{escape(line)}</div>" for line in repr(self).splitlines())
 
 
-def check(
+def compare(
     predicted: Mapping[str, float | str | None],
     found: Mapping[str, float | str],
-    why: str = "",
     within: float = 0.0,
     who: str = "the trace",
-    hint: str = "",
     choices: Collection[str] = (),
+    tell: bool = True,
 ) -> Verdict:
     """Compare predictions with the numbers or choices that `who` found, name by name.
 
     A number is right if it is off by at most the share `within` (0.05: 5 %). A text is right if it is equal; if it isn't among
-    `choices`, the verdict lists them. As long as a prediction is None, the verdict asks for it and shows no answer. With a
-    `hint`, the first wrong prediction gets the hint, and the answer is shown after the second one. `why` is shown together with
-    the answer. A wrong prediction raises no error.
+    `choices`, the verdict lists them. As long as a prediction is None, the verdict asks for it and shows no answer. `tell`
+    shows what was found. A wrong prediction raises no error.
     """
-    verdict = compare(predicted, found, within, who, choices, tell=False)
-    if verdict.asks:
-        return verdict
-    if not verdict.right and hint and not _tried_before(hint, predicted):
-        return verdict.with_line(f"Hint: {hint}")
-    return compare(predicted, found, within, who, choices, tell=True).with_line(why)
-
-
-def compare(
-    predicted: Mapping[str, float | str | None],
-    found: Mapping[str, float | str],
-    within: float,
-    who: str,
-    choices: Collection[str],
-    tell: bool,
-) -> Verdict:
-    """Compare predictions with `found` as `check` does, without a hint and an explanation. `tell` shows what was found."""
     open_ones = [name for name, value in predicted.items() if value is None]
     if open_ones:
         return Verdict((f"Write your prediction for {', '.join(open_ones)} first, then run this cell again.",), False, True)
@@ -89,13 +68,6 @@ def _same(value: object, found: float | str, within: float) -> bool:
     if isinstance(found, str):
         return value == found
     return isinstance(value, Real) and abs(float(value) - found) <= within * abs(found)
-
-
-def _tried_before(hint: str, predicted: Mapping[str, object]) -> bool:
-    """Note a wrong prediction, and return whether there was another one before."""
-    wrong = _wrong.setdefault(hint, set())
-    wrong.add(repr(predicted))
-    return len(wrong) > 1
 
 
 def _number_text(value: object) -> str:
