@@ -17,15 +17,16 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 import toolkit as tk
 from toolkit.exporting import compiling, package
-from toolkit.gpu import host_memory
 from toolkit.gpu.allocation_log import log
 
 LATE_S = 1.0  # an interrupt that takes longer is a fault
@@ -135,7 +136,18 @@ def run(kind: str, work: Callable[[], None], count: int, seed: int = 0) -> Tally
             tempfile.tempdir = before
 
 
+def _processes() -> set[int]:
+    """Return the processes that this one has started, directly or not, and that have not ended."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.add(process.pid)
+    return found
+
+
 def _run(kind: str, work: Callable[[], None], count: int, seed: int) -> Tally:
+    others = _processes()  # of other tests in this process
     gpu, rng, tally = tk.device("virtual:h200"), random.Random(f"{kind} {seed}"), Tally(kind)
     handler, hook = signal.signal(signal.SIGINT, signal.default_int_handler), sys.unraisablehook
     lost: list[str] = []
@@ -163,8 +175,8 @@ def _run(kind: str, work: Callable[[], None], count: int, seed: int) -> Tally:
             if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack() or not torch.is_grad_enabled():
                 tally.faults.append("a mode of PyTorch is left on")
                 torch.set_grad_enabled(True)
-            if started := host_memory.started_bytes():
-                tally.faults.append(f"processes with {started:,} bytes are left")
+            if started := _processes() - others:
+                tally.faults.append(f"{len(started)} processes are left")
             if folders := [*Path(tempfile.gettempdir()).glob("toolkit-*")]:
                 tally.faults.append(f"{len(folders)} folders are left")
             if isinstance(work, Export) and (wrong := work.left()):

@@ -9,7 +9,7 @@ import pytest
 from tests.ranks.pool import Ranks
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     found = Ranks(tmp_path_factory.mktemp("ranks"))
     yield found
