@@ -179,7 +179,7 @@ def test_a_session_answers_to_clicks_without_a_script(notebook) -> None:
 def test_a_saved_notebook_shows_its_picture_without_a_kernel(notebook, lab) -> None:
     page = notebook(SETUP, LEAK, "leak.timeline()")
     page.wait_for_selector(f"{LIVE}[data-ms]")
-    kept = saved(page, lab)["cells"][2]["outputs"][0]["data"]
+    kept = saved(page, lab)["cells"][2]["outputs"][1]["data"]
     assert "peak" in "".join(kept["text/plain"])
     assert "data:image/svg+xml" in "".join(kept["text/html"])
     reopen(page, lab, f"{LIVE}[data-painted]")
