@@ -100,7 +100,14 @@ def setup(app: Any) -> None:
     startup = BUILD / "ipython" / "profile_default" / "startup"
     startup.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(DOCS / "kernel_startup.py", startup / "docs.py")
-    # Kernels inherit the environment. Their compiled kernels and packages stay out of the user's own cache.
+    # Kernels inherit the environment. Their compiled kernels and packages stay out of the user's own cache. The tests may have
+    # compiled the pieces that the lessons export.
+    tested, cached = ROOT / ".venv" / "exports" / "compiled", BUILD / "cache" / "compiled"
+    if cached.is_symlink():
+        cached.unlink()  # the folder may be gone
+    if tested.is_dir() and not cached.exists():
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        cached.symlink_to(tested)
     os.environ.update(IPYTHONDIR=str(BUILD / "ipython"), TOOLKIT_CACHE=str(BUILD / "cache"), OMP_NUM_THREADS="1")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     app.connect("env-before-read-docs", spread_pages)
