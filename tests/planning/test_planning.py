@@ -8,9 +8,11 @@ import pytest
 import torch
 
 import toolkit as tk
+from toolkit.core.ranks import Shard
 from toolkit.gpu.catalogue import CATALOGUE
 from toolkit.planning.describe import describe
-from toolkit.planning.plans import CONTEXT_BYTES, NONE, Levers, allocated_bytes, longest_context, sizes_of
+from toolkit.planning.plans import CONTEXT_BYTES, NONE, Levers, longest_context
+from toolkit.planning.sizes import allocated_bytes, sizes_of
 
 RESULTS = Path(tk.__file__).parent / "bench" / "results"
 GiB = 1 << 30
@@ -161,6 +163,40 @@ def test_sizes_are_those_of_the_allocator():
     assert allocated_bytes([]) == 0
 
 
+def test_ranks_need_less_than_one_gpu_would():
+    options = {"device": "rtx-4090", "context": 8192, "kv": None}
+    whole, halves = (tk.plan("random/qwen3-14b", tensor_parallel=n, **options) for n in (1, 2))
+    assert not whole.fits
+    assert halves.fits
+    assert not halves.export
+    assert halves.gpus().can_run["l4"]
+    assert "can_export" not in halves.gpus()
+    assert repr(halves).startswith(
+        "random/qwen3-14b for each of 2 x NVIDIA GeForce RTX 4090, context 8,192 (predicted)\nrunning"
+    )
+    with pytest.raises(tk.BudgetError, match="on each of 2 x NVIDIA GeForce RTX 4090: it needs"):
+        tk.plan("random/qwen3-14b", run_budget="8 GiB", tensor_parallel=2, **options).check()
+
+
+def test_each_row_of_ranks_is_the_plan_of_its_part():
+    table = tk.plan("demo/qwen3", "h200", context=512, tensor_parallel=4).by_rank()
+    assert list(table.index) == [0, 1, 2, 3]
+    parts = [describe("demo/qwen3", shard=Shard(rank, 4)) for rank in range(4)]
+    assert table.weights_bytes.tolist() == [sizes_of(part).weights for part in parts]
+    assert table.state_bytes.tolist() == [sizes_of(part).state_bytes(512) for part in parts]
+    assert (table.drop(columns="run_bytes").sum(axis=1) == table.run_bytes).all()
+
+
+def test_ranks_that_can_not_divide_a_model():
+    for ranks, found in ((3, "3 ranks: they can't divide"), (0, "0 ranks: not a whole number"), ("2", "not a whole number")):
+        with pytest.raises(tk.ToolkitError, match=found):
+            tk.plan("demo/qwen3", "h200", tensor_parallel=ranks)
+    with pytest.raises(tk.ToolkitError, match="which come in blocks of 256"):
+        tk.plan("random/qwen3.5-35b-a3b", "h200", scheme="q4_k_m", tensor_parallel=4)
+    with pytest.raises(tk.ToolkitError, match="divided models can't be exported"):
+        tk.plan("demo/qwen3", "h200", budget="4 GiB", tensor_parallel=2)
+
+
 def test_no_longer_context_than_the_model_has_positions_for():
     found = tk.plan("demo/qwen3", "h200").gpus()
     assert set(found.longest_context) == {1024}
@@ -182,8 +218,10 @@ def test_what_a_plan_is_not_made_of():
     for model in (3, None, torch.nn.Linear(2, 2)):
         with pytest.raises(tk.ToolkitError, match="not a model"):
             tk.plan(model)
-    with pytest.raises(tk.ToolkitError, match="the model is already loaded"):
-        tk.plan(tk.load("demo/qwen3", device="cpu", progress=False), "h200", scheme="int4")
+    loaded = tk.load("demo/qwen3", device="cpu", progress=False)
+    for options in ({"scheme": "int4"}, {"tensor_parallel": 2}):
+        with pytest.raises(tk.ToolkitError, match="the model is already loaded"):
+            tk.plan(loaded, "h200", **options)
     for size in ("1e400", "1e300 GiB"):
         with pytest.raises(tk.ToolkitError, match="not a number of bytes"):
             tk.plan("demo/qwen3", "h200", budget=size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import signal
 import threading
@@ -197,6 +198,24 @@ def steps(path: str, ranks: int) -> dict[str, Any]:
         "meta": tuple(trace.meta.get(name) for name in ("rank", "world_size", "groups")),
         "ranks": set(trace["rank"].tolist()),
     }
+
+
+def held(path: str, ranks: int, tokens: int, context: int) -> tuple[int, int, int]:
+    """Return the bytes of the weights, of a cache, and at the peak of a prompt, on an empty virtual GPU."""
+    gpu = open_device("virtual:h200")
+    card = torch.get_device_module(gpu.torch)
+    gc.collect()
+    card.empty_cache()
+    empty = gpu.memory().allocated_bytes
+    model = load(path, gpu, progress=False, tensor_parallel=ranks)
+    loaded = gpu.memory().allocated_bytes
+    cache = model.new_cache(context)
+    filled = gpu.memory().allocated_bytes
+    card.reset_peak_memory_stats()
+    with torch.no_grad(), gpu.sizes_only():
+        ids, positions = (torch.arange(tokens, device=gpu.torch) for _ in range(2))
+        model.logits(model.advance(model.embed(ids[None]), positions, cache, tokens)[:, -1:])
+    return loaded - empty, filled - loaded, gpu.memory().peak_bytes - empty
 
 
 def one_late(late: int, by_ns: int) -> tuple[int, int]:

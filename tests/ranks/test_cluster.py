@@ -142,6 +142,25 @@ def test_a_rank_that_never_arrives_is_named_with_its_line(pair: Cluster) -> None
     assert pair.run(allocated) == [0, 0]
 
 
+def measured(ranks: int = 2) -> Any:
+    with tk.memory() as m:
+        model = tk.load("demo/qwen3", device="virtual:h200", tensor_parallel=ranks, progress=False)
+        cache = model.new_cache(512)  # noqa: F841  # alive at the end of the block
+    return m
+
+
+def test_memory_by_rank_kind_and_owner(pair: Cluster) -> None:
+    found = pair.memory(measured)
+    sums = found.groupby(["rank", "kind"]).bytes.sum()
+    planned = tk.plan("demo/qwen3", "h200", context=512, tensor_parallel=2).by_rank()
+    for rank, row in zip((0, 1), planned.itertuples(), strict=True):
+        assert (sums[rank, "weights"], sums[rank, "kv"]) == (row.weights_bytes, row.state_bytes)
+        owners = set(found.owner[found["rank"] == rank])
+        assert {"model.embed.weight", "model.layers.0.attention.o.weight", "cache.states[0].keys"} <= owners
+    with pytest.raises(RankError, match=r"rank \d raised ToolkitError.*the memory of allocated: it returned 0, not a meas"):
+        pair.memory(allocated)
+
+
 def text() -> str:
     model = tk.load("demo/qwen3", device="virtual:h200", tensor_parallel=2, progress=False)
     return tk.generate(model, "The capital of France is", max_new_tokens=4).text

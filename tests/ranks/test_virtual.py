@@ -16,6 +16,7 @@ from toolkit.gpu.catalogue import CATALOGUE
 from toolkit.gpu.virtual.effects.effect import collective, duration_ns
 from toolkit.loading.checkpoint import open_checkpoint
 from toolkit.loading.layout import lay_out
+from toolkit.planning.describe import plan
 from toolkit.weights.recipes import recipe
 
 RUN = {"prompt": "The capital of France is", "max_new_tokens": 4}
@@ -88,6 +89,16 @@ def test_each_of_two_gpus_holds_half(empty_card: Any, name: str, scheme: str) ->
     for part_weights, part_kv in parts:
         assert part_weights / weights <= 0.52
         assert part_kv / kv <= 0.52
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_ranks_hold_what_their_plan_says(ranks: Ranks, count: int) -> None:
+    """Weights and caches to the byte. Activations are an estimate, and scratch memory a constant."""
+    found = ranks.results(count, programs.held, "random/qwen3-8b", count, 1500, 8192)
+    planned = plan("random/qwen3-8b", GPU, context=8192, kv=None, tensor_parallel=count).by_rank()
+    assert [(weights, cache) for weights, cache, _ in found] == [*zip(planned.weights_bytes, planned.state_bytes, strict=True)]
+    for (_, _, peak), row in zip(found, planned.itertuples(), strict=True):
+        assert 0 <= (row.run_bytes - row.cuda_bytes) / peak - 1 <= 0.07
 
 
 def test_q4_k_blocks_of_narrow_experts_are_not_divided_by_four(empty_card: Any) -> None:

@@ -7,10 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
+import toolkit as tk
 from toolkit.core.errors import BudgetError, CancelledError
+from toolkit.core.units import bytes_text
 from toolkit.ui.lab import plan_panel as module
 from toolkit.ui.lab.app import Lab
 from toolkit.ui.lab.plan_panel import target_of
+from toolkit.vram.what_if import CONTEXT_BYTES as CUDA
 
 GiB = 1 << 30
 
@@ -66,6 +69,28 @@ def test_a_plan_of_what_the_fields_say(app: Lab) -> None:
     planned(app)
     assert "it fits" in app.plan.status.value
     assert app.model is None  # nothing was loaded
+
+
+def test_a_plan_for_several_gpus(app: Lab, exporter: Exporter) -> None:
+    app.plan.ranks_field.value = 2
+    planned(app)
+    found = app.plan.plan
+    assert len(found.ranks) == 2
+    assert found.sizes.weights < 0.52 * tk.plan("random/gemma4-31b", "h200", scheme="q4_k_m").sizes.weights
+    page = app.plan.view.value
+    assert "for each of 2 x NVIDIA GeForce RTX 4090" in page
+    assert all(f'<th scope="row">{rank}</th><td>{bytes_text(CUDA)}</td>' in page for rank in (0, 1))
+    assert "Of which GPUs 2 can run it" in page
+    assert "Exporting" not in page
+    code = "import toolkit as tk\n\ntk.plan('random/gemma4-31b', 'rtx-4090', scheme='q4_k_m', tensor_parallel=2)"
+    assert app.plan.code.snippets == [["Plan", code]]
+    app.plan.export()
+    assert app.wait(60)
+    assert "Set the field GPUs to 1" in app.plan.status.value
+    assert not exporter.asked
+    app.plan.ranks_field.value = 3
+    planned(app)
+    assert "can&#x27;t divide 32 num_attention_heads" in app.plan.status.value
 
 
 def test_fields_that_change_while_a_plan_is_made_are_planned_again(app: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ from toolkit.loading.loader import load
 from toolkit.models.chunks import chunk_of
 from toolkit.models.model import Model
 from toolkit.planning.costs import costs_of
-from toolkit.planning.plans import sizes_of
+from toolkit.planning.sizes import sizes_of
 
 PARTS = ("timed", "recorded", "copies")
 CONTEXTS = "64,8192,32640,131072"

@@ -131,7 +131,7 @@ def export(
     context, most = _context(looked_at, context), None if budget is None else parse_bytes(budget)
     spec = None if card is None else card.spec
     called = os.fspath(model) if isinstance(model, str | os.PathLike) else _name(model)
-    foreseen = plan_of(looked_at, called, spec, context, most, None, kv, Levers(), MOST).check()
+    foreseen = plan_of([looked_at], called, spec, context, most, None, kv, Levers(), MOST).check()
     with package.locked(folder), ExitStack() as held:
         loaded = looked_at
         if isinstance(model, str | os.PathLike):

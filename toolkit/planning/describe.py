@@ -10,7 +10,9 @@ import os
 import torch
 from torch import nn
 
-from toolkit.core.errors import ToolkitError
+from toolkit.core.errors import ToolkitError, brief
+from toolkit.core.numbers import integer
+from toolkit.core.ranks import WHOLE, Shard
 from toolkit.core.units import parse_bytes
 from toolkit.gpu.catalogue import GpuSpec
 from toolkit.gpu.device import Device
@@ -26,12 +28,13 @@ from toolkit.weights.recipes import Recipe, recipe
 
 
 def describe(
-    path: str | os.PathLike[str], scheme: str | Recipe | None = None, dtype: torch.dtype | str | None = None, fuse: bool = True
-) -> CausalLM:
-    """Return the model that `tk.load` would create from `path`, on "meta": shapes and schemes without values."""
+    path: str | os.PathLike[str], scheme: str | Recipe | None = None, dtype: torch.dtype | str | None = None, fuse: bool = True,
+    shard: Shard = WHOLE,
+) -> CausalLM:  # fmt: skip
+    """Return the model, or the part of it, that `tk.load` would create from `path`, on "meta": shapes and schemes alone."""
     checkpoint = open_checkpoint(path)
     chosen = "none" if scheme == "none" else None if scheme is None else recipe(scheme)
-    return lay_out(checkpoint, open_device("cpu"), find_dtype(dtype) or checkpoint.dtype, chosen, fuse).model
+    return lay_out(checkpoint, open_device("cpu"), find_dtype(dtype) or checkpoint.dtype, chosen, fuse, shard).model
 
 
 def costs(
@@ -70,6 +73,7 @@ def plan(
     run_budget: int | float | str | None = None,
     levers: Levers | None = None,
     name: str | None = None,
+    tensor_parallel: int = 1,
 ) -> Plan:
     """Predict the GPU memory of exporting and running a model, phase by phase, from its shapes.
 
@@ -82,23 +86,49 @@ def plan(
         run_budget: GPU memory for running (default: all memory of the card).
         levers: measures by which the export saves memory (`toolkit.planning.plans.Levers`).
         name: the model's name in the plan.
+        tensor_parallel: the number of ranks that divide the model, each on a GPU of its own (see `tk.load`). All sizes are then
+            those of one GPU; `.by_rank()` is a table of all ranks. Divided models can't be exported, so there is no `budget`.
 
     Returns a Plan, which displays itself in a notebook. `.gpus()` is a table of all cards, and `.check()` raises an error if
-    the plan does not fit. Raises ToolkitError for unknown names, invalid sizes, and contexts that the model does not support.
+    the plan does not fit. Raises ToolkitError for unknown names, invalid sizes, contexts that the model does not support, and
+    numbers of ranks that can't divide the model.
     """
     spec = _figures(device)
     most, running = (None if size is None else parse_bytes(size) for size in (budget, run_budget))
+    if most is not None and tensor_parallel != 1:
+        do = "Leave out budget, or limit the memory for running: run_budget"
+        raise ToolkitError(f"a plan with budget={budget!r} for several ranks", "divided models can't be exported", do)
     if isinstance(model, str | os.PathLike):
         held = f", {scheme if isinstance(scheme, str) else scheme.name}" if scheme is not None else ""
-        shapes, own = describe(model, scheme, dtype), f"{os.fspath(model)}{held}"
+        shapes, own = _parts_of_ranks(model, scheme, dtype, tensor_parallel), f"{os.fspath(model)}{held}"
     elif not hasattr(model, "new_cache"):
         raise ToolkitError("a plan", f"a {type(model).__name__} is not a model", "Pass a loaded model, a name or a path")
-    elif scheme is not None or dtype is not None:
-        asked = f"a plan of a {type(model).__name__} with scheme={scheme!r}, dtype={dtype!r}"
-        raise ToolkitError(asked, "the model is already loaded", "Leave out scheme and dtype, or pass the name")
+    elif scheme is not None or dtype is not None or tensor_parallel != 1:
+        asked = (
+            f"a plan of a {type(model).__name__} with scheme={scheme!r}, dtype={dtype!r}, tensor_parallel={tensor_parallel!r}"
+        )
+        raise ToolkitError(asked, "the model is already loaded", "Leave out these options, or pass the name")
     else:
-        shapes, own = model, type(model).__module__.rpartition(".")[2]
+        shapes, own = [model], type(model).__module__.rpartition(".")[2]
     return plan_of(shapes, name or own, spec, context, most, running, kv, levers or Levers())
+
+
+def _parts_of_ranks(
+    path: str | os.PathLike[str], scheme: str | Recipe | None, dtype: torch.dtype | str | None, ranks: object
+) -> list[CausalLM]:
+    """Return what each rank would load, on "meta". Ranks whose parts have the same sizes share one model.
+
+    Parts differ in the number of tokens of the vocabulary only. Raises ModelError if the ranks can't divide the model.
+    """
+    count = integer(ranks, least=1)
+    if count is None:
+        raise ToolkitError(f"a plan for {brief(ranks)} ranks", "not a whole number of at least 1", "Try tensor_parallel=2")
+    first = describe(path, scheme, dtype, shard=Shard(0, count))
+    made = {first.vocab.held: first}
+    for rank, held in enumerate(first.vocab_sizes):
+        if held not in made:
+            made[held] = describe(path, scheme, dtype, shard=Shard(rank, count))
+    return [made[held] for held in first.vocab_sizes]
 
 
 def _figures(device: Device | str) -> GpuSpec | None:

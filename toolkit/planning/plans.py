@@ -8,7 +8,7 @@ lower the peak of the export; a plan states what each one saves.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -19,19 +19,14 @@ from toolkit.core.errors import BudgetError, ModelError, brief
 from toolkit.core.units import MiB, bytes_text
 from toolkit.core.workers import processors
 from toolkit.gpu.catalogue import CATALOGUE, GpuSpec
-from toolkit.gpu.virtual.allocator.blocks import Blocks
 from toolkit.kernels.kv_codes import KV_SCHEMES
-from toolkit.models import chunks
-from toolkit.models.cache import Recurrent, Ring
 from toolkit.models.model import CausalLM
+from toolkit.planning.sizes import Sizes, sizes_of
 from toolkit.vram.what_if import CONTEXT_BYTES
-from toolkit.weights.packed import PackedMatrix
 
 if TYPE_CHECKING:
     import pandas as pd
 
-SLOTS = 2  # size of the small cache from which the sizes of larger ones are computed
-CONTEXTS = (4096, 8192, 16384, 32768, 65536, 131072)  # context lengths of the tables
 
 # Constants that do not follow from shapes. `what_if.CONTEXT_BYTES` is CUDA's own memory while a model runs.
 BARE_CONTEXT = 518 * MiB  # measured on an H200, equal in three processes: the CUDA context of a process that runs no kernel
@@ -90,40 +85,14 @@ class Pull:
     why: str
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of a model from which a plan is computed, in bytes on a device."""
-
-    weights: int
-    states: tuple[tuple[int, int | None], ...]  # per tensor of a cache: bytes per slot, maximum of slots (None: the context)
-    fixed: tuple[int, ...]  # bytes of each tensor whose size does not depend on the context
-    table: int  # the embedding table, unpacked
-    largest: int  # the largest packed matrix, unpacked; 0 if none is packed
-    token_bytes: int  # the activations of one token
-    vocab: int
-    positions: int  # maximum context of the model
-
-    def state_bytes(self, context: int) -> int:
-        """Return the bytes of a cache for `context` tokens: keys, values, recurrent states, rotary tables, slot indices."""
-        growing = (each * min(context, slots or context) for each, slots in self.states)
-        return allocated_bytes([*growing, *self.fixed])
-
-    def activation_bytes(self, tokens: int) -> int:
-        """Return the bytes of activations for `tokens` processed at once, and of the logits of one token."""
-        return tokens * self.token_bytes + 4 * 3 * self.vocab
-
-    def chunk(self, card: GpuSpec | None) -> int:
-        """Return the number of prompt tokens that the model processes at once on `card`, or on the CPU if it is None."""
-        return chunks.LEAST if card is None else chunks.chunk_for(self.token_bytes, card.memory_bytes)
-
-
 @dataclass(frozen=True, repr=False)
 class Plan:
     """The predicted memory of exporting and running a model. Nothing in it is measured.
 
-    `export` and `run` are phases. `kv` is the format of keys and values, `chunk` the number of prompt tokens processed at once,
-    and `compilers` the number of layers compiled at once. `problems` explains what does not fit and what would; `check()`
-    raises the first one.
+    `export` and `run` are phases. If several ranks divide the model, they are those of the rank that needs most, and `export`
+    is empty: divided models can't be exported. `ranks` has the sizes of each rank's part. `kv` is the format of keys and
+    values, `chunk` the number of prompt tokens processed at once, and `compilers` the number of layers compiled at once.
+    `problems` explains what does not fit and what would; `check()` raises the first one.
     """
 
     model: str
@@ -139,7 +108,18 @@ class Plan:
     run: tuple[Phase, ...]
     pulled: tuple[Pull, ...]
     problems: tuple[BudgetError, ...]
-    sizes: Sizes
+    ranks: tuple[Sizes, ...]
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes of the rank that needs most."""
+        return max(self.ranks, key=lambda sizes: sizes.weights)
+
+    @property
+    def where(self) -> str:
+        """The device in words: "NVIDIA H200", "each of 2 x NVIDIA H200"."""
+        name = "this machine" if self.card is None else self.card.name
+        return name if len(self.ranks) == 1 else f"each of {len(self.ranks)} x {name}"
 
     @property
     def export_peak_bytes(self) -> int:
@@ -173,10 +153,27 @@ class Plan:
         found = pd.DataFrame(rows).set_index(["when", "phase"]).fillna(0)
         return found.astype("int64")
 
+    def by_rank(self) -> pd.DataFrame:
+        """Return one row per rank: the predicted bytes on its GPU while it processes a prompt, by purpose, and their sum.
+
+        `state_bytes` are keys, values and recurrent states; `cuda_bytes` is the context of a process with one GPU.
+        """
+        import pandas as pd
+
+        rows = []
+        for sizes in self.ranks:
+            run = _run(sizes, self.context, self.chunk, self.card)
+            parts = max(run, key=lambda phase: phase.device_bytes).parts
+            row = {f"{name.lower()}_bytes": n_bytes for name, n_bytes in parts.items()}
+            row["activations_bytes"] -= sizes.logits_bytes
+            rows.append(row | {"logits_bytes": sizes.logits_bytes, "run_bytes": sum(parts.values())})
+        return pd.DataFrame(rows).rename_axis("rank")
+
     def fits_on(self, cards: Iterable[GpuSpec] | None = None) -> list[dict[str, Any]]:
         """Return, for each card (default: the catalogue), whether it can export and run this model, and its longest context.
 
-        `longest_context` is in tokens with the same `kv`; None if fewer than 256 tokens fit. All bytes are predicted.
+        With several ranks, each has such a card, and there is no `can_export`. `longest_context` is in tokens with the same
+        `kv`; None if fewer than 256 tokens fit. All bytes are predicted.
         """
         rows = []
         for card in CATALOGUE.values() if cards is None else cards:
@@ -186,7 +183,7 @@ class Plan:
             row = {
                 "gpu": card.key,
                 "memory_bytes": card.memory_bytes,
-                "can_export": _peak(self.export, card) <= budget,
+                **({"can_export": _peak(self.export, card) <= budget} if self.export else {}),
                 "can_run": _peak(run, card) <= card.memory_bytes,
                 "run_bytes": _peak(run, card),
             }
@@ -206,40 +203,15 @@ class Plan:
         return str(render("html", self))
 
 
-def sizes_of(model: CausalLM, kv: str | None = None) -> Sizes:
-    """Return the sizes of a model, which may be on "meta"; `kv` as in `tk.generate`. Allocates a cache of two slots."""
-    plain = model.dtype.itemsize
-    packed = [m for m in model.modules() if isinstance(m, PackedMatrix)]
-    config: Any = model.config
-    cache = model.new_cache(SLOTS, kv)
-    states: list[tuple[int, int | None]] = [(cache.slots.itemsize, None)]
-    states += [(table[0].nbytes, None) for table in cache.ropes.values()]
-    fixed: list[int] = []
-    for state in cache.states:
-        for tensor in () if state is None else state.tensors():
-            if isinstance(state, Recurrent):
-                fixed.append(tensor.nbytes)
-            else:
-                window = config.sliding_window if isinstance(state, Ring) else None
-                states.append((tensor.nbytes // (state.size if isinstance(state, Ring) else SLOTS), window))
-    cache.free()
-    return Sizes(
-        weights=allocated_bytes([p.nbytes for p in model.parameters()]), states=tuple(states), fixed=tuple(fixed),
-        table=config.vocab_size * config.hidden_size * plain,
-        largest=max((m.shape[-2] * m.shape[-1] * plain for m in packed), default=0), token_bytes=model.token_bytes,
-        vocab=config.vocab_size, positions=config.max_position_embeddings,
-    )  # fmt: skip
-
-
 def plan_of(
-    model: CausalLM, name: str, card: GpuSpec | None, context: int | None, budget: int | None, run_budget: int | None,
-    kv: str | None, levers: Levers, chunk: int | None = None,
+    models: Sequence[CausalLM], name: str, card: GpuSpec | None, context: int | None, budget: int | None,
+    run_budget: int | None, kv: str | None, levers: Levers, chunk: int | None = None,
 ) -> Plan:  # fmt: skip
-    """Return the plan for a model that may be on "meta". `card` is None for the CPU. See `tk.plan`.
+    """Return the plan for a model, or for the parts of one, by rank. They may be on "meta". `card` is None for the CPU.
 
     `chunk` is the number of prompt tokens processed at once (default: as `tk.generate`).
     """
-    most = model.config.max_position_embeddings
+    most = models[0].config.max_position_embeddings
     context = min(4096, most) if context is None else context
     if type(context) is not int or not 2 <= context <= most:
         raise ModelError(
@@ -249,15 +221,17 @@ def plan_of(
     whole = has if run_budget is None else run_budget
     tried = [kv] if kv != "auto" else [None, *KV_SCHEMES]
     for one in tried:
-        sizes = sizes_of(model, one)
+        parts = {id(model): sizes_of(model, one) for model in models}  # equal parts are one model
+        ranks = tuple(parts[id(model)] for model in models)
+        sizes = max(ranks, key=lambda each: each.weights)
         at_once = sizes.chunk(card) if chunk is None else chunk
         run = _run(sizes, context, at_once, card)
         if _peak(run, card) <= whole:
             break
     compilers = _compilers(sizes, _host_bytes() if budget is None or card is not None else budget)
-    export = _export(sizes, context, levers, compilers)
-    found = Plan(name, card, context, budget, whole, one, at_once, levers, compilers, export, run, (), (), sizes)
-    return replace(found, pulled=_pulled(found, model), problems=tuple(_problems(found)))
+    export = _export(sizes, context, levers, compilers) if len(models) == 1 else ()
+    found = Plan(name, card, context, budget, whole, one, at_once, levers, compilers, export, run, (), (), ranks)
+    return replace(found, pulled=_pulled(found, models[0]), problems=tuple(_problems(found)))
 
 
 def longest_context(sizes: Sizes, memory_bytes: int, chunk: int, base: int = CONTEXT_BYTES) -> int | None:
@@ -317,14 +291,14 @@ def _run(sizes: Sizes, context: int, chunk: int, card: GpuSpec | None) -> tuple[
 
 
 def _peak(phases: tuple[Phase, ...], card: GpuSpec | None) -> int:
-    return max(phase.host_bytes if card is None else phase.device_bytes for phase in phases)
+    return max((phase.host_bytes if card is None else phase.device_bytes for phase in phases), default=0)
 
 
 def _pulled(plan: Plan, model: CausalLM) -> tuple[Pull, ...]:
     """Return what each lever saves: the peak without it minus the peak with it, all others unchanged."""
     found = []
     for field in fields(Levers):
-        if plan.card is not None and getattr(plan.levers, field.name):
+        if plan.card is not None and plan.export and getattr(plan.levers, field.name):
             without = _export(plan.sizes, plan.context, replace(plan.levers, **{field.name: False}), plan.compilers)
             saves = _peak(without, plan.card) - plan.export_peak_bytes
             if saves > 0:
@@ -336,7 +310,6 @@ def _pulled(plan: Plan, model: CausalLM) -> tuple[Pull, ...]:
 
 
 def _problems(plan: Plan) -> Iterable[BudgetError]:
-    where = "this machine" if plan.card is None else plan.card.name
     if plan.budget_bytes is not None and plan.export_peak_bytes > plan.budget_bytes:
         worst = max(plan.export, key=lambda p: p.host_bytes if plan.card is None else p.device_bytes)
         off = [f.name for f in fields(Levers) if not getattr(plan.levers, f.name)]
@@ -356,7 +329,7 @@ def _problems(plan: Plan) -> Iterable[BudgetError]:
         do = f"Lower context to {longest:,}" if longest else f"Use a smaller scheme or {larger}: not even 256 tokens fit"
         do += ', or use kv="int4"' if longest and plan.kv is None else ""
         yield BudgetError(
-            f"running {plan.model} at context {plan.context:,} on {where}",
+            f"running {plan.model} at context {plan.context:,} on {plan.where}",
             f"it needs {bytes_text(plan.run_bytes)} of {bytes_text(plan.run_budget_bytes)} ({_listed(worst, plan.card)})",
             do,
             budget_bytes=plan.run_budget_bytes,
@@ -369,13 +342,6 @@ def _listed(phase: Phase, card: GpuSpec | None) -> str:
     if card is None:
         return f"host memory, {bytes_text(HOST_BASE)} of it for PyTorch"
     return ", ".join(f"{name} {bytes_text(size)}" for name, size in sorted(phase.parts.items(), key=lambda item: -item[1]))
-
-
-def allocated_bytes(sizes: Iterable[int]) -> int:
-    """Return the bytes that CUDA's caching allocator allocates for tensors of these sizes, by its own rules."""
-    blocks = Blocks(1 << 60)
-    taken = [blocks.take(size, 0) for size in sizes if size]
-    return sum(block.size for block in taken if block is not None)
 
 
 def _host_bytes() -> int:
@@ -392,11 +358,10 @@ def _host_bytes() -> int:
 
 def text(plan: Plan) -> str:
     """Return the plan as text for a terminal."""
-    where = "this CPU" if plan.card is None else plan.card.name
     budget = "" if plan.budget_bytes is None else f" within {bytes_text(plan.budget_bytes)}"
-    lines = [f"{plan.model} for {where}, context {plan.context:,}{f', kv={plan.kv!r}' if plan.kv else ''} (predicted)"]
+    lines = [f"{plan.model} for {plan.where}, context {plan.context:,}{f', kv={plan.kv!r}' if plan.kv else ''} (predicted)"]
     for title, phases in ((f"exporting{budget}", plan.export), ("running", plan.run)):
-        lines.append(title)
+        lines += [title] if phases else []
         for phase in phases:
             parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in phase.parts.items())
             held = phase.host_bytes if plan.card is None else phase.device_bytes
@@ -404,6 +369,3 @@ def text(plan: Plan) -> str:
     lines += [f"  {pull.lever:<22} saves {bytes_text(pull.saves_bytes):>9}: {pull.why}" for pull in plan.pulled]
     lines += [f"does not fit: {problem}" for problem in plan.problems]
     return "\n".join(lines)
-
-
-__all__ = ["CONTEXTS", "NONE", "Levers", "Phase", "Plan", "Pull", "Sizes", "longest_context", "plan_of", "sizes_of"]

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -23,8 +23,11 @@ from toolkit.gpu.catalogue import CATALOGUE
 from toolkit.gpu.virtual.device import spec_of
 from toolkit.ranks.engines import Engines
 from toolkit.ranks.packing import pack
-from toolkit.ranks.rank import enter, execute, prepare, versions
+from toolkit.ranks.rank import at_peak, enter, execute, prepare, versions
 from toolkit.ranks.waiting import Tasks, error_of, first_failure
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 MOST = 64  # ranks on one machine
 SEVERAL = re.compile(r"virtual:(\d+)x(.+)")
@@ -112,6 +115,17 @@ class Cluster:
             return [pickle.loads(value) for value in self._run(asked, payload)]
         finally:
             self._lock.release()
+
+    def memory(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> pd.DataFrame:
+        """Run a function on all ranks that measures its memory, and return who held how much at the peak, by rank.
+
+        The function returns `m` of its block `with tk.memory() as m:`. The table has one row per rank, owner, kind and line:
+        `rank` and the columns of `m.at_peak()`. Raises as `run` does.
+        """
+        import pandas as pd
+
+        tables = self.run(at_peak, function, args, kwargs)
+        return pd.concat(dict(enumerate(tables)), names=["rank"]).reset_index("rank").reset_index(drop=True)
 
     def _run(self, asked: str, payload: bytes) -> list[bytes]:
         tasks = Tasks(self._engines, self.ranks)

@@ -12,19 +12,26 @@ import pickle
 import platform
 import signal
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from toolkit.core.callers import is_installed
+from toolkit.core.errors import ToolkitError, brief
 from toolkit.core.ranks import announcing
 from toolkit.core.version import __version__
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
+from toolkit.vram.measure import MemoryUse
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 _COLLECTIVES = os.path.join(os.path.dirname(torch.__file__), "distributed") + os.sep
 _opened: list[Device] = []  # keeps the device of this rank open
@@ -98,6 +105,16 @@ def execute(payload: bytes) -> Outcome:
         _leave()
         gc.collect()
     return outcome
+
+
+def at_peak(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> pd.DataFrame:
+    """Return who held memory at the peak that `function` measured on this rank. Raises ToolkitError if it measured nothing."""
+    found = function(*args, **kwargs)
+    if not isinstance(found, MemoryUse):
+        name = getattr(function, "__name__", brief(function))
+        what = f"it returned {brief(found)}, not a measurement"
+        raise ToolkitError(f"the memory of {name}", what, "Return m of its block: with tk.memory() as m")
+    return found.at_peak()
 
 
 def _packed(value: object) -> Outcome:

@@ -1,4 +1,4 @@
-"""The display of a plan: predicted bytes of each phase against the budget, the saving of each lever, and the GPUs that fit.
+"""The display of a plan: predicted bytes of each phase against the budget, savings of levers, bytes by rank, GPUs that fit.
 
 `package_html` draws the same picture for a package, with the measured bytes as a line. Both return static HTML without a
 script; all figures come from the Plan or from the package's manifest.
@@ -33,24 +33,25 @@ NOTE = (
 
 def html(plan: Plan) -> str:
     """Return the full display: both pictures, levers, problems, and the catalogue."""
-    where = "this CPU" if plan.card is None else plan.card.name
     about = f" context {plan.context:,}{f', keys and values in {plan.kv}' if plan.kv else ''}"
     told = "".join(f'<p class="tk-no"><span class="tk-fits">{escape(str(problem))}</span></p>' for problem in plan.problems)
     cap = plan.budget_bytes, plan.run_budget_bytes if plan.card is not None else None
     memory = " (host memory)" if plan.card is None else ""
     titles = f"Exporting{memory}", f"Running{memory}"
     limits = ("budget", cap[0]), ("memory of the GPU", cap[1])
-    held = ([(phase.name, _shown(phase, plan.card is None)) for phase in phases] for phases in (plan.export, plan.run))
+    held = [[(phase.name, _shown(phase, plan.card is None)) for phase in phases] for phases in (plan.export, plan.run)]
     pictures = "".join(
         f'<div style="flex: 1 1 330px">{_picture(title, steps, *limit)}</div>'
         for title, steps, limit in zip(titles, held, limits, strict=True)
+        if steps
     )
     parts = [
-        f'<div class="tk-title">{escape(plan.model)} for {escape(where)}<span class="tk-dim">{escape(about)}</span></div>',
+        f'<div class="tk-title">{escape(plan.model)} for {escape(plan.where)}<span class="tk-dim">{escape(about)}</span></div>',
         told or '<p class="tk-yes">Fits.</p>',
         f'<div style="display: flex; flex-wrap: wrap; gap: 8px 20px">{pictures}</div>',
         _keys(part for phase in (*plan.export, *plan.run) for part in _shown(phase, plan.card is None)),
         _levers(plan),
+        _ranks(plan) if len(plan.ranks) > 1 else "",
         _cards(plan) if plan.card is not None else "",
         f'<p class="tk-note">{NOTE}</p>',
     ]
@@ -96,16 +97,15 @@ def _measured(phase: dict[str, Any], on_cpu: bool) -> list[tuple[float, int]]:
 
 
 def _phases(measured: list[dict[str, Any]], predicted: dict[str, dict[str, int]], on_cpu: bool) -> str:
-    rows = []
+    rows: list[list[str]] = []
     for phase in measured:
         most = phase["host_peak_bytes"] if on_cpu else phase["gpu_used_bytes"]
         parts = predicted.get(phase["phase"])
         cells = [f"{phase['seconds']:.1f} s", "" if parts is None else bytes_text(sum(parts.values())), bytes_text(most)]
         cells += [] if on_cpu else [bytes_text(phase["gpu_reserved_bytes"]), bytes_text(phase["host_peak_bytes"])]
-        rows.append(f'<tr><th scope="row">{escape(phase["phase"])}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>')
+        rows.append([escape(phase["phase"]), *cells])
     names = ["phase", "time", "predicted", "measured"] + ([] if on_cpu else ["reserved by PyTorch", "host"])
-    head = "".join(f'<th scope="col">{name}</th>' for name in names)
-    return f'<div class="tk-scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+    return _table(names, rows)
 
 
 def _boxed(parts: Iterable[str]) -> str:
@@ -191,22 +191,35 @@ def _levers(plan: Plan) -> str:
     return f'<div class="tk-sub">Levers in use, with the bytes that each saves at the peak</div>{table}' if rows else ""
 
 
+def _ranks(plan: Plan) -> str:
+    """Return the table of bytes by rank and purpose."""
+    table = plan.by_rank()
+    rows = [[str(rank), *map(bytes_text, row)] for rank, row in zip(table.index, table.to_numpy().tolist(), strict=True)]
+    names = [name.removesuffix("_bytes") for name in table.columns]
+    return f'<div class="tk-sub">Each rank, while it processes a prompt</div>{_table(["rank", *names[:-1], "sum"], rows)}'
+
+
 def _cards(plan: Plan) -> str:
-    """Return the table of GPUs that can export within the budget, that can run the package, and their longest context."""
+    """Return the table of GPUs that can export within the budget, that can run the model, and their longest context."""
     rows = []
     for row in plan.fits_on():
         longest = row["longest_context"]
-        cells = [
-            bytes_text(row["memory_bytes"]),
-            _yes(row["can_export"]),
-            _yes(row["can_run"]),
-            f"{longest:,}" if longest else "none",
-        ]
-        rows.append(f'<tr><th scope="row">{escape(row["gpu"])}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>')
-    names = ("GPU", "memory", "can export", f"can run at {plan.context:,}", "longest context")
+        exports = [_yes(row["can_export"])] if plan.export else []
+        cells = [bytes_text(row["memory_bytes"]), *exports, _yes(row["can_run"]), f"{longest:,}" if longest else "none"]
+        rows.append([escape(row["gpu"]), *cells])
+    exporting = ["can export"] if plan.export else []
+    table = _table(["GPU", "memory", *exporting, f"can run at {plan.context:,}", "longest context"], rows)
+    many = f"Of which GPUs {len(plan.ranks)}" if len(plan.ranks) > 1 else "Which GPUs"
+    return f"<details><summary>{many} can {'export and ' if plan.export else ''}run it</summary>{table}</details>"
+
+
+def _table(names: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table. The first cell of each row names it."""
     head = "".join(f'<th scope="col">{name}</th>' for name in names)
-    table = f'<div class="tk-scroll"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
-    return f"<details><summary>Which GPUs can export and run it</summary>{table}</details>"
+    body = "".join(
+        f'<tr><th scope="row">{first}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>' for first, *cells in rows
+    )
+    return f'<div class="tk-scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _yes(fits: bool) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import ipywidgets as widgets
 import torch
 
+from toolkit.core.errors import ToolkitError
 from toolkit.core.units import GiB, bytes_text
 from toolkit.exporting.exporter import Package, export
 from toolkit.exporting.progress import memory_now
@@ -45,6 +46,7 @@ class PlanPanel(Panel):
                                   ensure_option=False, placeholder="cpu, cuda:0, rtx-5090, ...")  # fmt: skip
         self.context_field = field(widgets.BoundedIntText, CONTEXT, "Context", min=2, max=1 << 20, layout={"width": "175px"})
         self.kv_field = field(widgets.Dropdown, "auto", "KV", 30, options=options, layout={"width": "175px"})
+        self.ranks_field = field(widgets.BoundedIntText, 1, "GPUs", 40, min=1, max=64, layout={"width": "110px"})
         self.budget_field = field(
             widgets.SelectionSlider, 4 * GiB, "Budget", options=budgets, continuous_update=False, layout={"width": "400px"}
         )
@@ -52,16 +54,16 @@ class PlanPanel(Panel):
         self.plan_button = button("Plan", "bar-chart", self.show, "Predict the memory on the target", primary=True)
         self.export_button = button("Export", "archive", self.export, "Compile the model for the target into the folder")
         self.status, self.view = widgets.HTML(), widgets.HTML()
-        for one in (self.context_field, self.kv_field, self.budget_field):
+        for one in (self.context_field, self.kv_field, self.ranks_field, self.budget_field):
             one.observe(lambda _: self.plan is not None and self.show(), "value")
         loading.device_field.observe(lambda change: setattr(self.target_field, "value", target_of(change["new"])), "value")
         places = (self.target_field, loading.model_field, loading.scheme_field)
         for one in places:
             one.observe(lambda _: self._clear(), "value")
-        fields = (self.target_field, self.context_field, self.kv_field, self.budget_field, self.folder_field)
+        fields = (self.target_field, self.context_field, self.kv_field, self.ranks_field, self.budget_field, self.folder_field)
         self.code = CopyAsCode(self._snippets, (*fields, loading.model_field, loading.scheme_field))
         super().__init__(
-            row(*fields[:3]), row(self.budget_field, self.folder_field), row(self.plan_button, self.export_button), self.code,
+            row(*fields[:4]), row(self.budget_field, self.folder_field), row(self.plan_button, self.export_button), self.code,
             self.status, self.view,
         )  # fmt: skip
         self._clear()
@@ -90,7 +92,7 @@ class PlanPanel(Panel):
 
     def _asked(self) -> tuple[Any, ...]:
         """Return the fields that a plan answers for."""
-        return (*self._chosen(), self.budget_field.value, self.context_field.value, self._kv())
+        return (*self._chosen(), self.ranks_field.value, self.budget_field.value, self.context_field.value, self._kv())
 
     def _plan(self) -> None:
         """Plan for the fields, again if they have changed meanwhile."""
@@ -99,12 +101,16 @@ class PlanPanel(Panel):
             self._show_plan(*asked)
             planned = asked
 
-    def _show_plan(self, target: str, path: str, scheme: Any, budget: int, context: int, kv: str | None) -> None:
+    def _show_plan(self, target: str, path: str, scheme: Any, ranks: int, budget: int, context: int, kv: str | None) -> None:
         self.status.value = f"Planning {escape(path)} for {escape(target)} ..."
         shapes = self._shapes(path, scheme)
         if self.context_field.value != context:
             return
-        self.plan = plan(shapes, target, budget, context, kv=kv, name=f"{path}, {scheme}" if scheme else path)
+        named: dict[str, Any] = {"kv": kv, "name": f"{path}, {scheme}" if scheme else path}
+        if ranks == 1:
+            self.plan = plan(shapes, target, budget, context, **named)
+        else:
+            self.plan = plan(path, target, None, context, scheme=scheme, tensor_parallel=ranks, **named)
         self.view.value = html(self.plan)
         fits = "it fits" if self.plan.fits else "it doesn't fit, for the reasons below"
         place = f"Plan for <b>{escape(target)}</b>: {fits}."
@@ -133,6 +139,9 @@ class PlanPanel(Panel):
     def _export(self) -> None:
         target, path, scheme = self._chosen()
         folder = folder_of(self.folder_field.value)
+        if self.ranks_field.value > 1:
+            asked = f"exporting for {self.ranks_field.value} GPUs"
+            raise ToolkitError(asked, "a package is for one GPU", "Set the field GPUs to 1")
         self.package = self.plan = None
         self.view.value = ""
 
@@ -156,9 +165,14 @@ class PlanPanel(Panel):
         options["budget"] = f"{self.budget_field.value / GiB:g} GiB"
         if options["context"] == CONTEXT:
             del options["context"]  # it is the default, or fewer if the model has fewer positions
-        shared = {key: options[key] for key in ("budget", "context", "scheme") if key in options}
+        ranks = self.ranks_field.value
+        several = {"tensor_parallel": ranks} if ranks > 1 else {}
+        taken = ("context", "scheme") if several else ("budget", "context", "scheme")
+        shared = {key: options[key] for key in taken if key in options} | several
         planned = call("tk.plan", path, target, **shared)
         planned = planned if self._kv() == "auto" else f"{planned[:-1]}, kv={self._kv()!r})"  # None is a choice of its own
+        if several:
+            return {"Plan": planned}
         exported = f"package = {call('tk.export', path, self.folder_field.value.strip(), **options)}"
         return {"Plan": planned, "Export": f"plan = {planned}\n{exported}" if self._kv() == "auto" else exported}
 

@@ -1,0 +1,80 @@
+"""The sizes of a model, or of the part that a rank holds, from which plans are computed. They follow from shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit.gpu.catalogue import GpuSpec
+from toolkit.gpu.virtual.allocator.blocks import Blocks
+from toolkit.models import chunks
+from toolkit.models.cache import Recurrent, Ring
+from toolkit.models.model import CausalLM
+from toolkit.weights.packed import PackedMatrix
+
+SLOTS = 2  # size of the small cache from which the sizes of larger ones are computed
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a model, or of a rank's part of it, from which a plan is computed, in bytes on a device."""
+
+    weights: int
+    states: tuple[tuple[int, int | None], ...]  # per tensor of a cache: bytes per slot, maximum of slots (None: the context)
+    fixed: tuple[int, ...]  # bytes of each tensor whose size does not depend on the context
+    table: int  # the embedding table, unpacked
+    largest: int  # the largest packed matrix, unpacked; 0 if none is packed
+    token_bytes: int  # the activations of one token
+    vocab: int
+    positions: int  # maximum context of the model
+
+    def state_bytes(self, context: int) -> int:
+        """Return the bytes of a cache for `context` tokens: keys, values, recurrent states, rotary tables, slot indices."""
+        growing = (each * min(context, slots or context) for each, slots in self.states)
+        return allocated_bytes([*growing, *self.fixed])
+
+    @property
+    def logits_bytes(self) -> int:
+        """The bytes of one token's logits, in fp32, and of the copies of them that sampling makes. Each rank has all logits."""
+        return 4 * 3 * self.vocab
+
+    def activation_bytes(self, tokens: int) -> int:
+        """Return the bytes of activations for `tokens` processed at once, and of the logits of one token."""
+        return tokens * self.token_bytes + self.logits_bytes
+
+    def chunk(self, card: GpuSpec | None) -> int:
+        """Return the number of prompt tokens that the model processes at once on `card`, or on the CPU if it is None."""
+        return chunks.LEAST if card is None else chunks.chunk_for(self.token_bytes, card.memory_bytes)
+
+
+def sizes_of(model: CausalLM, kv: str | None = None) -> Sizes:
+    """Return the sizes of a model, which may be on "meta"; `kv` as in `tk.generate`. Allocates a cache of two slots."""
+    plain = model.dtype.itemsize
+    packed = [m for m in model.modules() if isinstance(m, PackedMatrix)]
+    config: Any = model.config
+    cache = model.new_cache(SLOTS, kv)
+    states: list[tuple[int, int | None]] = [(cache.slots.itemsize, None)]
+    states += [(table[0].nbytes, None) for table in cache.ropes.values()]
+    fixed: list[int] = []
+    for state in cache.states:
+        for tensor in () if state is None else state.tensors():
+            if isinstance(state, Recurrent):
+                fixed.append(tensor.nbytes)
+            else:
+                window = config.sliding_window if isinstance(state, Ring) else None
+                states.append((tensor.nbytes // (state.size if isinstance(state, Ring) else SLOTS), window))
+    cache.free()
+    return Sizes(
+        weights=allocated_bytes([p.nbytes for p in model.parameters()]), states=tuple(states), fixed=tuple(fixed),
+        table=model.vocab.held * config.hidden_size * plain,
+        largest=max((m.shape[-2] * m.shape[-1] * plain for m in packed), default=0), token_bytes=model.token_bytes,
+        vocab=config.vocab_size, positions=config.max_position_embeddings,
+    )  # fmt: skip
+
+
+def allocated_bytes(sizes: Iterable[int]) -> int:
+    """Return the bytes that CUDA's caching allocator allocates for tensors of these sizes, by its own rules."""
+    blocks = Blocks(1 << 60)
+    taken = [blocks.take(size, 0) for size in sizes if size]
+    return sum(block.size for block in taken if block is not None)
