@@ -12,6 +12,7 @@ import os
 import sys
 import sysconfig
 from functools import lru_cache
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -64,9 +65,13 @@ def caller() -> str | None:
 
 @lru_cache
 def _installed_prefixes() -> tuple[str, ...]:
-    """Return path prefixes of code that is not the user's: the standard library, installed packages, and this package."""
+    """Return path prefixes of code that is not the user's: the standard library, installed packages, and this package.
+
+    Folders of the module search path count as installed if pip installed something there, as `pip install --target` does.
+    """
     paths = sysconfig.get_paths()
     folders = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib", "scripts")} | {_PACKAGE}
+    folders |= {folder for folder in sys.path if folder and any(Path(folder).glob("*.dist-info"))}
     return (*(folder + os.sep for folder in folders), *library_prefixes())
 
 
