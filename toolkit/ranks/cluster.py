@@ -9,7 +9,8 @@ import pickle
 import re
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -24,6 +25,7 @@ from toolkit.gpu.virtual.device import spec_of
 from toolkit.ranks.engines import Engines
 from toolkit.ranks.packing import pack
 from toolkit.ranks.rank import at_peak, enter, execute, prepare, versions
+from toolkit.ranks.spreading import Spread
 from toolkit.ranks.waiting import Tasks, error_of, first_failure
 
 if TYPE_CHECKING:
@@ -107,14 +109,55 @@ class Cluster:
         """
         asked = f"running {getattr(function, '__name__', brief(function))} on {self.ranks} ranks"
         payload = self._pack(asked, function, args, kwargs)
+        with self._busy(asked):
+            return [pickle.loads(value) for value in self._run(asked, payload)]
+
+    def spread(
+        self, function: Callable[..., Any], items: Iterable[Any], ranks: Sequence[int] | None = None
+    ) -> Iterator[tuple[int, Any]]:
+        """Call `function(item)` for each item on a rank that is free, and yield (number of the item, result) as they end.
+
+        This is for independent work: the function must not exchange anything with other ranks. `ranks` are those that take
+        part (default: all). If the process of a rank ends, its item is repeated on another one; `run` is then refused.
+
+        Raises RankError if the function raises an error, if an item ends three processes, or if all processes have ended.
+        """
+        name = getattr(function, "__name__", brief(function))
+        asked = f"spreading {name} over {self.ranks} ranks"
+        payloads = [self._pack(asked, function, (item,), {}) for item in items]
+        with self._busy(asked):
+            work = Spread(self._engines, asked, range(self.ranks) if ranks is None else ranks)
+            complete = False
+            try:
+                for number, rank, outcome in work.outcomes(execute, payloads):
+                    if outcome.failure:
+                        raise error_of(asked, rank, outcome.failure, "Mend the cause and start again")
+                    yield number, pickle.loads(outcome.value or b"")
+                complete = True
+            finally:
+                if not complete:
+                    self._after(work)
+
+    @contextmanager
+    def _busy(self, asked: str) -> Iterator[None]:
+        """Hold the cluster for one function. Raises RankError if it runs another one, or is closed."""
         if not self._lock.acquire(blocking=False):
             raise RankError(asked, "the cluster already runs a function", "Wait for it, or open a second cluster")
         try:
             if self.closed:
                 raise RankError(asked, "the cluster is closed", f"Open a new one: tk.cluster({self.device!r}, {self.ranks})")
-            return [pickle.loads(value) for value in self._run(asked, payload)]
+            yield
         finally:
             self._lock.release()
+
+    def _after(self, work: Spread) -> None:
+        """Stop work that was not completed. Functions that were stopped have left the group, so all ranks enter a new one."""
+        with whole:
+            stopped = work.stop()
+        if not stopped or not self._engines.alive_ranks(range(self.ranks)):
+            self.close()
+        elif len(self._engines.alive_ranks(range(self.ranks))) == self.ranks:
+            self._enter()
 
     def memory(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> pd.DataFrame:
         """Run a function on all ranks that measures its memory, and return who held how much at the peak, by rank.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,19 @@ class Engines:
         except IndexError as error:
             do = "Open a new cluster: tk.cluster(...)"
             raise RankError("running on several ranks", f"rank {rank} {self.how_it_ended(rank)}", do) from error
+
+    def submit_to_any(self, ranks: list[int], function: Callable[..., Any], *args: Any) -> Any:
+        """Run a function of an installed module on one of the ranks that is free. Returns a future as `submit` does."""
+        return self._client.load_balanced_view([self._ids[rank] for rank in ranks]).apply_async(function, *args)
+
+    def rank_of(self, future: Any) -> int:
+        """Return the rank that ran a function which has ended."""
+        return self._ids.index(future.engine_id)
+
+    def alive_ranks(self, ranks: Sequence[int]) -> list[int]:
+        """Return those of the ranks whose processes run, as far as the controller knows."""
+        alive = set(self._client.ids)
+        return [rank for rank in ranks if self._ids[rank] in alive]
 
     def died(self, error: BaseException) -> bool:
         """Return whether a task failed with `error` because its process has ended or doesn't answer."""

@@ -74,6 +74,7 @@ def prepare(rank: int, ranks: int, device: str) -> dict[str, str]:
     if device == "cuda":
         torch.cuda.set_device(gpu.torch)
     _opened[:] = [gpu]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only functions that run are interrupted
     return versions()
 
 

@@ -22,7 +22,7 @@ from toolkit.core.progress import Counter, Progress
 from toolkit.kernels.base import Config, Kernel, Shape
 from toolkit.kernels.registry import find_kernel, find_shape
 from toolkit.kernels.registry import kernels as kernels
-from toolkit.tune import lookup
+from toolkit.tune import fleet, lookup
 from toolkit.tune.cards import find_card, find_cards
 from toolkit.tune.compiling import Job, compile_configs
 from toolkit.tune.lookup import choose as choose
@@ -71,6 +71,7 @@ def warm(
     progress: bool | Progress = True,
     cancel: threading.Event | None = None,
     again: bool = False,
+    cluster: fleet.Cluster | None = None,
 ) -> Tuning:
     """Tune for a GPU of this machine: compile, check and time every config that has no stored timing, and store the results.
 
@@ -78,8 +79,16 @@ def warm(
     pairs. `again` also repeats configs with stored timings, including those shipped with the package. Setting `cancel` raises
     CancelledError; timings so far are stored, and another call resumes. Without a CUDA GPU, or for a GPU that is not in this
     machine, configs are only compiled, and a note says so.
+
+    With a `cluster` (`tk.cluster("cuda")`), its GPUs share the work, instead of `device`. If one of its processes ends, the
+    others time its configs. Their timings are stored in one file per type of GPU.
     """
-    problems, card = problems_of(what), find_card(device)
+    problems = problems_of(what)
+    if cluster is not None:
+        steps = Counter("tuning on a cluster", progress, cancel, AFTER_CANCEL)
+        if found := fleet.tune_on(cluster, problems, configs, steps, again):
+            return joined(found)
+    card = find_card(device if cluster is None else cluster.device)
     if card is None or not card.present:
         card = card or find_card(WITHOUT_GPU)
         assert card is not None

@@ -1,0 +1,120 @@
+"""Tests of tuning on a cluster: its processes share the configs, and those of a process that is killed are timed by others."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from toy import FAULTY, MEDIUM, ODD, OVERSIZED, SMALL, TOY, fresh_cache
+
+import toolkit as tk
+from toolkit import tune
+from toolkit.core.errors import CancelledError, RankError
+from toolkit.core.progress import Counter
+from toolkit.gpu.catalogue import CATALOGUE
+from toolkit.kernels.base import Config, Kernel, Shape, Tensors
+from toolkit.ranks.cluster import Cluster
+from toolkit.tune import fleet, lookup, store
+from toolkit.tune.cards import Card
+from toolkit.tune.store import DeviceFacts, read_tuned, words
+from toolkit.tune.timing import Timing
+from toolkit.tune.tuner import Tuner
+
+H200 = Card("h200", CATALOGUE["h200"], DeviceFacts("NVIDIA H200", "9.0", 132, 1, 1980, 3201), index=0)
+RIGHT = [SMALL, MEDIUM, OVERSIZED]
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Cluster]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        opened = tk.cluster("virtual:2xh200", silent_s=3)
+    with opened:
+        yield opened
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(store, "SHIPPED", tmp_path / "shipped")
+    monkeypatch.setattr(fleet, "PART", 1)
+    lookup.forget()
+    return fresh_cache(tmp_path, monkeypatch)
+
+
+def clock(kernel: Kernel, shape: Shape, config: Config, inputs: Tensors, best_ns: float) -> Timing:
+    """Note who timed which config, and take as many µs as its block has rows. The first process that times MEDIUM is killed."""
+    folder = Path(os.environ["TOOLKIT_CACHE"])
+    with open(folder / "timed", "a") as file:
+        file.write(f"{os.getpid()} {words(config)}\n")
+    if config == MEDIUM and (folder / "kill").exists():
+        (folder / "kill").unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return Timing(1e3 * config["block_m"], 100.0, cold=True)
+
+
+def with_clock() -> Tuner:
+    return Tuner(H200, torch.device("cpu"), clock)
+
+
+def timed(folder: Path) -> list[tuple[int, str]]:
+    lines = (folder / "timed").read_text().splitlines()
+    return [(int(process), config) for process, _, config in (line.partition(" ") for line in lines)]
+
+
+def tuned(cluster: Cluster, configs: list[Config], steps: Counter | None = None, again: bool = False) -> tk.tune.Tuning:
+    steps = steps or Counter("tuning", False, None, "")
+    return tune.joined(fleet.tune_on(cluster, [(TOY, ODD)], configs, steps, again, with_clock))
+
+
+def test_without_gpus_nothing_is_timed(two: Cluster) -> None:
+    table = tune.warm([(TOY, ODD)], configs=[SMALL], progress=False, cluster=two)
+    assert [row.clock for row in table.rows] == ["modelled"]
+    assert "Nothing was timed" in table.notes[0]
+
+
+def test_processes_share_the_configs_and_the_file(two: Cluster, folder: Path) -> None:
+    heard: list[tuple[int, int]] = []
+    steps = Counter("tuning", lambda done, total, what: heard.append((done, total)), None, "")
+    table = tuned(two, [*RIGHT, *FAULTY], steps)
+    assert [row.verdict for row in table.rows] == ["ok", "ok", "ok", "wrong", "wrong", "failed"]
+    assert [row.ns for row in table.rows[:3]] == [16e3, 32e3, 128e3]
+    assert sorted(config for _, config in timed(folder)) == sorted(map(words, RIGHT))
+    assert {process for process, _ in timed(folder)} <= set(two.pids)
+    assert heard[-1] == (6, 6)
+    kept = read_tuned("h200", H200.facts)
+    assert kept is not None
+    assert len(kept.rows) == 6
+    assert tuned(two, [*RIGHT, *FAULTY]).rows == table.rows
+    assert len(timed(folder)) == 3  # the second call has timed nothing
+    tuned(two, [SMALL], again=True)
+    assert len(timed(folder)) == 4
+
+
+def test_a_cancelled_call_leaves_the_cluster_open(two: Cluster) -> None:
+    def stop(done: int, total: int, what: str) -> None:
+        if what.startswith("timing"):
+            raise CancelledError("tuning", "it was cancelled", "Call it again")
+
+    with pytest.raises(CancelledError):
+        tuned(two, RIGHT, stop)  # type: ignore[arg-type]
+    assert two.run(os.getpid) == two.pids
+    assert [row.verdict for row in tuned(two, RIGHT).rows] == ["ok"] * 3
+
+
+def test_configs_of_a_killed_process_are_timed_by_another(two: Cluster, folder: Path) -> None:
+    """The last test of these processes."""
+    (folder / "kill").touch()
+    table = tuned(two, RIGHT)
+    assert [row.verdict for row in table.rows] == ["ok"] * 3
+    processes = [process for process, config in timed(folder) if config == words(MEDIUM)]
+    assert len(processes) == 2
+    assert set(processes) == set(two.pids)
+    kept = read_tuned("h200", H200.facts)
+    assert kept is not None
+    assert set(kept.configs("toy_matmul", ODD.key)) == set(map(words, RIGHT))
+    with pytest.raises(RankError, match="was killed by signal 9"):
+        two.run(os.getpid)
