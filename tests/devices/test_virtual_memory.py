@@ -14,6 +14,7 @@ from toolkit.core.units import GiB
 from toolkit.gpu.opening import open_device
 from toolkit.gpu.virtual.allocator.memory import Memory
 from toolkit.gpu.virtual.dispatch import machine
+from toolkit.gpu.virtual.host_room import could_be_large
 
 
 @pytest.fixture
@@ -93,6 +94,8 @@ def test_out_of_memory_says_what_cuda_says_and_who_holds_it(gpu):
 
 LARGE = {
     "product": lambda x: x @ x.t(),
+    "added product": lambda x: torch.addmm(x[:1], x, x.t()),
+    "batch of products": lambda x: x[None] @ x.t()[None],
     "broadcast": lambda x: x + x.t(),
     "copy": lambda x: x.expand(-1, len(x)).clone(),
     "indexed": lambda x: x.expand(-1, 1_000_000)[torch.zeros(len(x), dtype=torch.long, device="vgpu")],
@@ -109,6 +112,18 @@ def test_what_has_no_room_on_the_card_is_not_computed_on_the_host(gpu, make):
     x = torch.ones(1_000_000, 1, device="vgpu")  # results of terabytes: more than any host gives
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
         make(x)
+
+
+def test_the_sizes_of_ordinary_results_are_not_looked_up():
+    def large(name, *sizes):
+        return could_be_large(name, [torch.empty(size, device="meta") for size in sizes])
+
+    assert not large("mm", (512, 1024), (1024, 1024))
+    assert not large("addmm", (1024,), (512, 1024), (1024, 1024))
+    assert not large("bmm", (4, 512, 1024), (4, 1024, 1024))
+    assert large("bmm", (4, 1 << 14, 1), (4, 1, 1 << 14))
+    assert not large("rms_norm", (5, 256), (256,), (5, 256))
+    assert large("add", (1 << 15, 1), (1, 1 << 15))
 
 
 TOO_LARGE_FOR_THE_HOST = """

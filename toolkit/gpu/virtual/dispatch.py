@@ -151,7 +151,7 @@ def _plain(func: Any, host_from: int = _NEVER, scratch: Rule | None = None) -> H
 
     def plain(args: Args, kwargs: Kwargs) -> Any:
         hosts, named = _hosts(args, host_from), _named(kwargs, host_from)
-        if could_be_large(hosts):
+        if could_be_large(name, hosts):
             check_room(machine(), func, hosts, named)
         out = call(*hosts, **named)
         in_place = may_be_in_place and in_place_on_cuda(name, args, kwargs, out)

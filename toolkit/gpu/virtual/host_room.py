@@ -19,16 +19,30 @@ from toolkit.gpu.virtual.allocator.memory import Memory
 from toolkit.gpu.virtual.machine import Machine
 
 LARGE = 1 << 28  # elements; smaller results are only checked after the host has computed them
+_MATRIX_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
 _NO_MEMORY = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
 
 
-def could_be_large(hosts: list[Any]) -> bool:
-    """Return whether results could exceed LARGE elements. They rarely exceed the product of the operands' elements."""
-    most = 1
+def could_be_large(name: str, hosts: list[Any]) -> bool:
+    """Return whether results of the operation `name` could exceed LARGE elements.
+
+    They rarely exceed the product of the elements of the two largest operands. The size of a matrix product is known: asking a
+    meta kernel for it would import PyTorch's compiler, which takes about a second.
+    """
+    largest = second = 1
     for x in hosts:
         if type(x) is torch.Tensor:
-            most *= x.numel()
-    return most > LARGE
+            n = x.numel()
+            if n > largest:
+                largest, second = n, largest
+            elif n > second:
+                second = n
+    if largest * second <= LARGE:
+        return False
+    if name in _MATRIX_PRODUCTS:
+        first, last = [x for x in hosts if type(x) is torch.Tensor][-2:]  # [..., m, k] and [..., k, n]
+        return first.numel() // max(1, first.shape[-1]) * last.shape[-1] > LARGE
+    return True
 
 
 def check_room(card: Machine, func: Any, hosts: list[Any], named: dict[str, Any]) -> None:
