@@ -351,3 +351,16 @@ def test_many_threads_at_once(model):
         thread.join()
     assert set(results.values()) == {expected}
     assert len(results) == 8
+
+
+def test_small_models_of_a_virtual_gpu_run_in_one_thread(model):
+    seen = []
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for where in (model, on_virtual_gpu(model.config, model.dtype)):
+            tk.generate(where, PROMPT, max_new_tokens=1, on_token=lambda token, text: seen.append(torch.get_num_threads()))
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [2, 1]

@@ -32,6 +32,7 @@ from toolkit.models.chunks import chunk_of
 from toolkit.models.model import Model
 from toolkit.text.prompts import StopText, TextStream, prompt_ids
 
+SMALL = 1 << 24  # numbers in a model that one thread computes as quickly as several
 AHEAD = 64  # tokens that "whole-loop" computes at most before the host has looked for a stop string in them
 
 
@@ -120,7 +121,7 @@ def generate(
         chunk = chunk or chunk_of(model)
         about = _About(ids, limit, context, kv, prefix, chunk, ends, AHEAD if stops else None)
         learnt, late = _decode(model, strategy, sampling, about, cancel, fallen), strategy.readback == "overlap"
-    with recording as trace, torch.no_grad(), closing(learnt):
+    with recording as trace, torch.no_grad(), _few_threads(model), closing(learnt):
         for token, at_ns in learnt:
             check_token(token, len(known_ns))
             known_ns.append(at_ns)
@@ -140,6 +141,24 @@ def generate(
         fallback=fallen.reason,
         prefill_chunk=chunk,
     )
+
+
+@contextmanager
+def _few_threads(model: Model) -> Iterator[None]:
+    """Compute a small model of a virtual GPU with one thread.
+
+    Each of its operations takes microseconds. Threads that wait for each other after each one take more processor time than the
+    operations, and on a busy machine several times as long.
+    """
+    before = torch.get_num_threads()
+    if model.device.torch.type != "vgpu" or sum(x.numel() for x in model.parameters()) > SMALL:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _check_ranks(model: Model, cancel: threading.Event | None, **facts: object) -> None:

@@ -27,6 +27,8 @@ from toolkit.ops.define import GPUS
 from toolkit.weights.packed import PackedMatrix
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from toolkit.gpu.device import Device
     from toolkit.kernels.base import Kernel, Shape
     from toolkit.loading.report import Report
@@ -76,6 +78,9 @@ class Model(Protocol):
 
     def __call__(self, ids: Tensor, /) -> Tensor:
         """Return the fp32 logits [B, T, vocab] of token ids [B, T] on the device."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the weights, in all formats."""
 
     def new_cache(self, context: int, kv: str | None = None) -> Cache:
         """Return an empty cache for `context` tokens on the device. `kv` names a quantized format (see `tk.generate`)."""
