@@ -213,7 +213,11 @@ class TimelinePainter extends CanvasPainter {
       }
       if (index === counts.length - 1) first += counts.length;
     }));
-    this.shares = shown.map((lanes) => lanes.map((wide) => wide / this.plot));
+    const within = view.spans.map((span) => { // the visible part of each run: a short run next to a long one isn't idle after its end
+      const [x0, x1] = span.map((t) => Math.min(Math.max(this.x(t), GUTTER), this.width));
+      return Math.max(1, x1 - x0);
+    });
+    this.shares = shown.map((lanes, t) => lanes.map((wide) => Math.min(1, wide / within[t])));
   }
 
   name(label, x, y, room) {
