@@ -5,6 +5,7 @@ Verdicts are text, so that they read the same in JupyterLab, in a terminal and i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from html import escape
@@ -31,7 +32,12 @@ class Verdict:
 
     def _repr_html_(self) -> str:
         """Return the lines as HTML, which a notebook wraps between words."""
-        return "".join(f"<div>{escape(line)}</div>" for line in repr(self).splitlines())
+        return "".join(f"<div>{inline(line)}</div>" for line in repr(self).splitlines())
+
+
+def inline(text: str) -> str:
+    """Return a line of text as HTML. What is between backticks is code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text, quote=False))
 
 
 def compare(
@@ -50,7 +56,8 @@ def compare(
     """
     open_ones = [name for name, value in predicted.items() if value is None]
     if open_ones:
-        return Verdict((f"Write your prediction for {', '.join(open_ones)} first, then run this cell again.",), False, True)
+        asked = f"Write your prediction for {', '.join(open_ones)} in the cell above, then run both cells."
+        return Verdict((asked,), False, True)
     unknown = [value for value in predicted.values() if choices and isinstance(value, str) and value not in choices]
     if unknown:
         return Verdict((f"{unknown[0]!r} is not one of the choices: {', '.join(map(repr, choices))}.",), False, True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from toolkit.core.errors import ToolkitError
 from toolkit.core.files import TemporaryFolder
 from toolkit.ui.lessons import progress
-from toolkit.ui.lessons.checks import Verdict, compare
+from toolkit.ui.lessons.checks import Verdict, compare, inline
 
 COURSE = "From 10 to 200 tokens a second"
 NAMES = (
@@ -58,7 +58,7 @@ class Card:
         title = f"<b>{escape(self.title)}</b>"
         if self.code:
             return f"{title}<pre>{escape(chr(10).join(self.lines))}</pre>"
-        return title + "".join(f"<div>{escape(line)}</div>" for line in self.lines)
+        return title + "".join(f"<div>{inline(line)}</div>" for line in self.lines)
 
 
 class Lesson:

@@ -210,11 +210,15 @@ def by_group(weights: torch.Tensor, groups: Sequence[int] = (32, 64, 128, 256)) 
 
 
 def staircase(weights: torch.Tensor, bits: int = 4) -> Chart:
-    """Return a chart of a group of weights: their values before and after rounding to `bits` bits."""
+    """Return a chart of a group of weights: their values before and after rounding to `bits` bits, and its steps."""
     plain, _ = weights.float().sort()
     after = rounded(plain, bits, len(plain))
-    return Chart(
-        (Line("as trained", plain.tolist(), plain.tolist()), Line(f"{bits} bits", plain.tolist(), after.tolist(), dots=True)),
-        "value of the weight",
-        "stored",
-    )
+    steps = torch.linspace(float(plain[0]), float(plain[-1]), 2**bits)
+    edges = (steps[1:] + steps[:-1]) / 2  # a weight gets the value of the nearer step
+    across = torch.cat([steps[:1], edges.repeat_interleave(2), steps[-1:]])
+    ends = [float(plain[0]), float(plain[-1])]
+    lines = (
+        Line("as trained", ends, ends), Line("the weights", plain.tolist(), after.tolist(), dots=True),
+        Line(f"{bits} bits", across.tolist(), steps.repeat_interleave(2).tolist()),
+    )  # fmt: skip
+    return Chart(lines, "value of the weight", "stored")

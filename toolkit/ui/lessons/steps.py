@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from toolkit.core.errors import ToolkitError
 from toolkit.decode.run import Run
 from toolkit.trace.columns import COPY_KINDS
 from toolkit.trace.events import Trace
@@ -74,11 +75,18 @@ def steps_of(run: Run) -> int:
 
 
 def timeline_of_step(run: Run | Trace, other: Run | Trace | None = None, first: int = STEP, last: int = STEP) -> Timeline:
-    """Return the timeline of one decode step, or of the steps `first` to `last`, of one or two runs or shipped traces."""
+    """Return the timeline of one decode step, or of the steps `first` to `last`, of one or two runs or shipped traces.
+
+    Raises ToolkitError if a trace has none of these steps.
+    """
     both = [one for one in (run, other) if one is not None]
     titles = [f"{one.meta['strategy']}, {one.meta['gpu']}" if isinstance(one, Trace) else one.strategy for one in both]
     traces = [one if isinstance(one, Trace) else one.trace for one in both]
     parts = [trace.select((trace["step"] >= first) & (trace["step"] <= last)) for trace in traces]
+    for title, trace, part in zip(titles, traces, parts, strict=True):
+        if not len(part):
+            found = f"the trace of {title} has the steps {trace['step'].min()} to {trace['step'].max()}"
+            raise ToolkitError(f"a timeline of the steps {first} to {last}", found, "Choose first= and last= among them")
     return Timeline(*parts, titles=tuple(titles))
 
 

@@ -32,10 +32,9 @@ QUESTIONS = {
         who="the model",
     ),
     "experts": Question(
-        hint="Take the column weight_bytes of the table: all of it but the embedding, and of `experts` only the share that "
-        "is used.",
-        why="Experts {experts:.1f}, attention and delta net {attention:.1f}, head {head:.1f}. The other {unread:.0f} GB "
-        "are in memory, but not read.",
+        hint="Take the column GB of the table: all of it but the embedding, and of `experts` only the share that is used.",
+        why="Experts {experts:.1f}, attention and delta net {attention:.1f}, head {head:.1f}, and a little for the rest. The "
+        "other {unread:.0f} GB are in memory, but not read.",
         answer='{"GB per token": parts.drop(["embedding", "experts"]).sum() / 1e9 + parts["experts"] * 8 / 256 / 1e9}',
         within=0.15,
         who="the model",
