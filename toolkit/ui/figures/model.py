@@ -20,6 +20,7 @@ from toolkit.weights.schemes import SCHEMES
 # White text is readable on each of them, and each stands out from a white and from a dark page.
 COLORS = ("#0b62b0", "#a04000", "#00684a", "#6b3fa0", "#7d5a00", "#9c2f6d", "#4f5b6b")
 _SHOWN_LENGTHS = (0, 4096, 32768, 131072)
+_UNITS = "Bytes read are in powers of 1,000 (GB), as a GPU's bandwidth is. Memory is in powers of 1,024 (GiB), as its size is."
 NOTE = (
     "Modelled, not measured. Limit: the bandwidth in the datasheet divided by the bytes that a token reads (or the time of the "
     "operations, if that is longer); no program is faster at batch size 1, and a small model is much slower, because it waits "
@@ -221,7 +222,8 @@ def _parts(costs: Costs) -> str:
         "all", "", count_text(costs.parameters), bytes_text(costs.weight_bytes), decimal_text(costs.read_bytes, "B"),
         decimal_text(costs.state_bytes, "B") if costs.state_bytes else "", decimal_text(costs.flops, "FLOP"),
     )  # fmt: skip
-    return _table(_PART_HEAD, [_row(_part_row(costs, part)) for part in costs.parts], _row(total))
+    table = _table(_PART_HEAD, [_row(_part_row(costs, part)) for part in costs.parts], _row(total))
+    return f'{table}<p class="tk-note">{escape(_UNITS)}</p>'
 
 
 def _contexts(costs: Costs) -> str:

@@ -103,7 +103,7 @@ def least_s(tokens, card):
     "activations": Question(
         hint="They grow in proportion to the number of tokens that pass the layers together. Only the few bytes of the "
         "logits, which are needed for the last token, don't.",
-        why="16 times as many tokens, and 16 times as much memory: {each:.0f} KiB for each token.",
+        why="16 times as many tokens, and about 16 times as much memory: {each:.0f} KiB for each token. The logits don't grow.",
         answer='{"MiB": 16 * plan.sizes.activation_bytes(512) / 2**20}',
         within=0.05,
         who="the plan",

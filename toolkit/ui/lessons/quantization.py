@@ -218,7 +218,7 @@ def staircase(weights: torch.Tensor, bits: int = 4) -> Chart:
     across = torch.cat([steps[:1], edges.repeat_interleave(2), steps[-1:]])
     ends = [float(plain[0]), float(plain[-1])]
     lines = (
-        Line("as trained", ends, ends), Line("the weights", plain.tolist(), after.tolist(), dots=True),
-        Line(f"{bits} bits", across.tolist(), steps.repeat_interleave(2).tolist()),
+        Line("as trained", ends, ends), Line(f"{bits} bits", across.tolist(), steps.repeat_interleave(2).tolist()),
+        Line("the weights", plain.tolist(), after.tolist(), dots=True),
     )  # fmt: skip
     return Chart(lines, "value of the weight", "stored")
