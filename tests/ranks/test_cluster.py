@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import pandas as pd
 import psutil
 import pytest
 import torch
@@ -22,6 +23,8 @@ from toolkit.core.version import __version__
 from toolkit.gpu.opening import open_device
 from toolkit.ranks.cluster import Cluster, check_versions
 from toolkit.ranks.rank import versions
+from toolkit.trace.join import join
+from toolkit.ui.lessons.two_gpus import record, two_runs
 
 WAIT_S = 5  # in a collective, for a rank that does not arrive
 SILENT_S = 3
@@ -170,6 +173,16 @@ def test_a_divided_model_generates_the_same_text_on_each_rank(pair: Cluster) -> 
     first, second = pair.run(text)
     assert first == second
     assert first
+
+
+def test_the_recorded_runs_of_the_lesson_are_those_of_a_cluster(pair: Cluster) -> None:
+    """Their times depend a little on the version of PyTorch."""
+    for ours, theirs in zip(record(pair), two_runs(), strict=True):
+        found, wanted = join(ours, ["rank 0", "rank 1"]).collectives(), theirs.collectives()
+        same = ["step", "operation", "algorithm", "group_size", "bytes", "last_rank"]
+        pd.testing.assert_frame_equal(found[same], wanted[same])
+        assert found.rank0_wait_us.sum() == pytest.approx(wanted.rank0_wait_us.sum(), rel=0.1)
+        assert found.rank1_wait_us.sum() == pytest.approx(wanted.rank1_wait_us.sum(), rel=0.1)
 
 
 def test_what_cannot_be_run(pair: Cluster) -> None:

@@ -21,7 +21,7 @@ from toolkit.ui.lessons.checks import Verdict, compare, inline
 COURSE = "From 10 to 200 tokens a second"
 NAMES = (
     "see_the_copies", "what_a_token_costs", "prefill_and_decode", "kv_cache", "memory_cell_by_cell", "decode_faster",
-    "autotune_per_gpu", "quantization", "export_under_a_budget", "copies_by_hand",
+    "autotune_per_gpu", "quantization", "export_under_a_budget", "copies_by_hand", "two_gpus",
 )  # fmt: skip
 
 
