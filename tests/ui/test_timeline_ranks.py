@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
+import numpy as np
 import pytest
 from synthetic import decode_loop, ranks
 from test_view import parse
 
 from toolkit.core.errors import TraceError
-from toolkit.trace.columns import KINDS
+from toolkit.trace.columns import COLUMNS, KINDS, NOT_KNOWN
 from toolkit.trace.differences import description_of_ranks
-from toolkit.trace.events import TraceBuilder
+from toolkit.trace.events import Trace, TraceBuilder
 from toolkit.ui.timeline import overview
+from toolkit.ui.timeline.lanes import MAX_LANES, places_of
 from toolkit.ui.timeline.ranks import MAX_LINKS
 from toolkit.ui.timeline.track import Track
 from toolkit.ui.timeline.view import Scene
@@ -109,3 +113,26 @@ def test_pictures_without_a_canvas_have_the_headings_too() -> None:
     sheet = overview.copies_sheet(made.tracks[0])
     assert sheet["columns"][:2] == ["step", "rank"]
     assert all(len(row) == len(sheet["columns"]) for row in sheet["rows"])
+
+
+def test_a_trace_of_several_ranks_without_collectives_opens() -> None:
+    trace = ranks()
+    alone = Scene([Track(trace.select(trace["kind"] != KINDS.index("collective")), "job")])
+    assert [head["text"] for head in alone.meta()["tracks"][0]["ranks"]] == ["rank 0", "rank 1"]
+
+
+@pytest.mark.parametrize(("n_ranks", "devices", "streams"), [(8, 100, 6_000), (6_000, 100, 6_000)])
+def test_many_ranks_devices_and_streams_need_memory_in_proportion_to_the_events(n_ranks, devices, streams) -> None:
+    n = np.arange(6_000)
+    columns = {name: np.full(len(n), NOT_KNOWN.get(name, 0)) for name in COLUMNS}
+    trace = Trace(columns | {"rank": n % n_ranks, "device": n % devices, "stream": n % streams}, [], {})
+    tracemalloc.start()
+    try:
+        if n_ranks > 16:
+            with pytest.raises(TraceError, match=r"6,000 ranks with 6,000 lanes; it can show 4,096"):
+                places_of(trace)
+        else:
+            assert len(places_of(trace)[0]) == 8 * 100 // 4 + MAX_LANES // 8
+        assert tracemalloc.get_traced_memory()[1] < 1000 * len(n)
+    finally:
+        tracemalloc.stop()

@@ -15,12 +15,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.core.errors import TraceError
 from toolkit.trace.columns import HOST_KINDS, KINDS, LANES
 from toolkit.trace.events import Trace
 
+MOST_LANES = 4096  # of all ranks and devices
 MAX_LANES = 36  # per track and rank; further streams are gathered in "other streams"
 MOST_RANKS = 16  # whose lanes are all shown
 OTHER_STREAMS = 1 << 31  # above the number of every stream
+_MOST_CODES = 1 << 16
 
 
 class Place(NamedTuple):
@@ -92,12 +95,17 @@ def _prefix(values: NDArray[Any]) -> NDArray[np.int64]:
 
 
 def places_of(trace: Trace) -> tuple[dict[Place, int], NDArray[np.int16]]:
-    """Return the places of a trace's lanes from top to bottom with their numbers of events, and each event's lane; -1: none."""
+    """Return the places of a trace's lanes from top to bottom with their numbers of events, and each event's lane; -1: none.
+
+    Raises TraceError if there are more than MOST_LANES lanes.
+    """
     if not len(trace):
         return {}, np.zeros(0, np.int16)
-    codes, values = _codes(trace)
+    codes = _codes(trace)
     events = np.bincount(codes)
-    place_of = {code: _place(code, values) for code in np.flatnonzero(events).tolist()}
+    row_of = np.zeros(len(events), np.int64)
+    row_of[codes] = np.arange(len(codes))  # any event of a code says what the code means
+    place_of = {code: _place(trace, row_of[code]) for code in np.flatnonzero(events).tolist()}
     shown = {code: place for code, place in place_of.items() if place is not None}
     if len(set(shown.values())) > MAX_LANES * min(len({place.rank for place in shown.values()}), MOST_RANKS):
         streams = Counter[int]()
@@ -106,6 +114,9 @@ def places_of(trace: Trace) -> tuple[dict[Place, int], NDArray[np.int16]]:
         kept = {stream for stream, _ in streams.most_common(MAX_LANES // 8)}
         shown = {code: p if p.stream in kept else p._replace(stream=OTHER_STREAMS) for code, p in shown.items()}
     places = dict.fromkeys(sorted(set(shown.values())), 0)
+    if len(places) > MOST_LANES:
+        found = f"{len({place.rank for place in places}):,} ranks with {len(places):,} lanes; it can show {MOST_LANES:,}"
+        raise TraceError("a timeline", found, "Choose a rank, for example trace.of_rank(0).timeline()")
     number = dict(zip(places, range(len(places)), strict=True))
     lane_of_code = np.full(len(events), -1, np.int16)
     for code, place in shown.items():
@@ -114,38 +125,40 @@ def places_of(trace: Trace) -> tuple[dict[Place, int], NDArray[np.int16]]:
     return places, lane_of_code[codes]
 
 
-def _codes(trace: Trace) -> tuple[NDArray[Any], list[NDArray[np.int64]]]:
-    """Return a small integer per event, equal for equal kind, rank, device and stream, and the values of the last three."""
+def _codes(trace: Trace) -> NDArray[Any]:
+    """Return a small integer per event, which is equal for equal lane kinds, ranks, devices and streams.
+
+    The integers are below `_MOST_CODES` or the number of events, whatever the file says.
+    """
     position = np.zeros(len(KINDS), np.int16)
     for i, kind in enumerate(LANES):
         position[KINDS.index(kind)] = i + 1  # 0: in no lane
     codes: NDArray[Any] = position.take(trace["kind"])
     codes[(trace["kind"] == KINDS.index("mark")) & (trace["step"] >= 0)] = 0  # marks of steps are boundaries, not a lane
-    values, size = [], len(LANES) + 1
+    size = len(LANES) + 1
     for name in ("rank", "device", "stream"):
         low, high = int(trace[name].min()), int(trace[name].max())
         if high - low > 64:
             found, index = np.unique(trace[name], return_inverse=True)
+            n_values = len(found)
         else:
-            found, index = np.arange(low, high + 1), trace[name] - low
-        values.append(found)
-        if len(found) > 1:
-            narrow = size * len(found) <= np.iinfo(np.int16).max  # less memory to move
+            n_values, index = high - low + 1, trace[name] - low
+        if n_values > 1:
+            narrow = size * n_values <= np.iinfo(np.int16).max  # less memory to move
             codes = codes + size * (index.astype(np.int16) if narrow else index.astype(np.int64))
-        size *= len(found)
-    return codes, values
+        size *= n_values
+        if size > _MOST_CODES:  # most of them are no event's
+            found, codes = np.unique(codes, return_inverse=True)
+            size = len(found)
+    return codes
 
 
-def _place(code: int, values: list[NDArray[np.int64]]) -> Place | None:
-    """Return the place of a code (see `_codes`), or None if no lane shows its events."""
-    code, position = divmod(code, len(LANES) + 1)
-    if not position:
+def _place(trace: Trace, row: int) -> Place | None:
+    """Return the place of an event, or None if no lane shows it."""
+    kind = KINDS[trace["kind"][row]]
+    if kind not in LANES or (kind == "mark" and trace["step"][row] >= 0):
         return None
-    chosen = []
-    for found in values:
-        code, index = divmod(code, len(found))
-        chosen.append(int(found[index]))
-    rank, device, stream = chosen
-    if tuple(LANES)[position - 1] in HOST_KINDS:
-        return Place(rank, -1, 0, position - 1)
-    return Place(rank, device, max(stream, 0), position - 1)
+    rank, position = int(trace["rank"][row]), tuple(LANES).index(kind)
+    if kind in HOST_KINDS:
+        return Place(rank, -1, 0, position)
+    return Place(rank, int(trace["device"][row]), max(int(trace["stream"][row]), 0), position)

@@ -28,8 +28,9 @@ class Links:
         self.ranks, self.last, self.wait = found.ranks, found.last[keep], found.wait[keep]
         self.row, self.start = found.row[keep], found.start[keep]
         self.lane = np.where(self.row >= 0, track.lane_of[self.row], -1)
-        self.first = np.where(self.row >= 0, self.start, np.iinfo(np.int64).max).min(1)
-        self.end = found.end[keep].max(1)
+        never = np.iinfo(np.int64)  # without collectives, the arrays have no columns
+        self.first = np.where(self.row >= 0, self.start, never.max).min(1, initial=never.max)
+        self.end = found.end[keep].max(1, initial=never.min)
 
     def within(self, window: tuple[float, float], origin: int) -> list[list[Any]]:
         """Return the collectives that touch a window, or none if there are too many for lines.
