@@ -369,3 +369,18 @@ def test_an_array_or_a_zip_of_something_else_is_a_trace_error(tmp_path):
     for name in ("a.npy", "b.npz", "nothing", "."):
         with pytest.raises(TraceError):
             Trace.load(tmp_path / name)
+
+
+def test_strings_stay_apart_if_the_garbage_collector_interns_another_one_meanwhile():
+    builder = TraceBuilder()
+
+    class Interrupted(str):
+        """A string during whose hashing a callback records an event, as a weakref's does."""
+
+        def __hash__(self) -> int:
+            builder.add("mark", 0, name="between")
+            return str.__hash__(self)
+
+    builder.add("mark", 1, name=Interrupted("first"))
+    builder.add("mark", 2, name="second")
+    assert {"first", "second", "between"} == set(builder.build({}).text("name"))

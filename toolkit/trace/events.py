@@ -7,6 +7,7 @@ file readers create the same table. Copies per step, timelines and memory tables
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import struct
@@ -330,6 +331,7 @@ class TraceBuilder:
     def __init__(self) -> None:
         self._rows: list[tuple[int, ...]] = []
         self._codes: dict[str, int] = {}
+        self._numbers = itertools.count()  # a lock would not do: the garbage collector may call `intern` inside of it
         self._communications = [NO_COMMUNICATION]  # of the events that have one; the last number of a row is an index
         self._lock = threading.Lock()
 
@@ -340,7 +342,8 @@ class TraceBuilder:
         """Return the index of `text` in the `strings` of the trace, or -1 for None."""
         if text is None:
             return -1
-        return self._codes.setdefault(text, len(self._codes))
+        code = self._codes.get(text)
+        return self._codes.setdefault(text, next(self._numbers)) if code is None else code
 
     def row(
         self, kind: str, start_ns: int, dur_ns: int = 0, *, bytes: int = 0, stream: int = -1, device: int = 0, rank: int = 0,
@@ -383,7 +386,15 @@ class TraceBuilder:
         table[:, 0] -= origin_ns
         table = table[np.argsort(table[:, 0], kind="stable")]
         columns = {name: table[:, i] for i, name in enumerate(plain)}
-        return Trace(columns | communication_columns(self._communications, table[:, -1]), list(self._codes), meta)
+        return Trace(columns | communication_columns(self._communications, table[:, -1]), self._strings(), meta)
+
+    def _strings(self) -> list[str]:
+        """Return the strings in the order of their indices. One that two threads took at the same time leaves a gap."""
+        codes = self._codes.copy()
+        strings = [""] * (1 + max(codes.values(), default=-1))
+        for text, code in codes.items():
+            strings[code] = text
+        return strings
 
 
 def communication_columns(table: Sequence[tuple[int, ...]], index: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
