@@ -35,6 +35,7 @@ _BY_VALUE = {
 }  # fmt: skip
 _MATRICES = (torch.sparse_coo, torch.sparse_csr)
 _CROSSING = {"copy_", "copy_sparse_to_sparse_", "empty_like"}  # between the host and the device
+_BY_DIMENSION = {"_coalesce", "_to_dense", "add", "mul"}  # go through the indices of each sparse dimension
 _STRUCTURE = {
     "empty", "empty_like", "clone", "copy_", "zero_", "resize_as_sparse_", "sparse_dim", "dense_dim", "_nnz", "values",
     "_to_dense", "_to_sparse", "_to_sparse_csr", "_to_sparse_csc", "mm",
@@ -253,6 +254,9 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
 def _run(key: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operation whose implementation on the CPU has the dispatch key `key`."""
     name, overload = func._schema.name.removeprefix("aten::"), func._overloadname
+    sparse = [x for x in tensors_in((args, kwargs)) if x.layout is not torch.strided]
+    if name.removesuffix("_") in _BY_DIMENSION and sparse and not any(x.dim() for x in sparse):
+        raise _refusal(name.strip("_"), "a sparse tensor without dimensions", "Use its number, x.item()")
     if name not in _CROSSING and any(x.is_cpu and x.dim() for x in tensors_in((args, kwargs))):
         raise devices_differ(torch.device("cpu"))
     own = OWN[key].get(f"{name}.{overload}" if overload != "default" else name)
@@ -275,10 +279,10 @@ def _composed(name: str, key: Any) -> bool:
     return name in COMPOSED[key] or name.removesuffix("_") in COMPOSED[key]
 
 
-def _refusal(what: str) -> RuntimeError:
+def _refusal(what: str, operand: str = "sparse tensors", instead: str = "Call to_dense() first") -> RuntimeError:
     return RuntimeError(
-        f"the virtual GPU does not support this operation with sparse tensors: {what}. Call to_dense() first, or keep the "
-        "sparse tensor on the CPU"
+        f"the virtual GPU does not support this operation with {operand}: {what}. {instead}, or keep the sparse tensor on the "
+        "CPU"
     )
 
 
