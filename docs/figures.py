@@ -425,9 +425,10 @@ def export_figures() -> dict[str, str]:
 def program_figures() -> dict[str, Any]:
     """Compare the records of the programs in tests/programs: a real H200, and virtual ones before and after."""
     folder = ROOT / "tests" / "programs"
-    real, before, after = (
-        json.loads((folder / f"{name}.json").read_text()) for name in ("h200", "virtual_h200_before", "virtual_h200")
-    )
+    names = ("h200", "virtual_h200_before", "virtual_h200", "virtual_h200_without_cudnn")
+    real, before, after, without = (json.loads((folder / f"{name}.json").read_text()) for name in names)
+    calls = json.loads((ROOT / "tests" / "golden" / "h200_convolutions.json").read_text())
+    whole, drawn = calls["counted"]["all"], calls["counted"]["random"]
     figures = ("copies", "peak_bytes")
 
     def equal_in(virtual: dict[str, Any], figure: str) -> collections.Counter[str]:
@@ -443,6 +444,9 @@ def program_figures() -> dict[str, Any]:
         "copies": str(equal["after", "copies"].total()), "copies_before": str(equal["before", "copies"].total()),
         "peak": str(equal["after", "peak_bytes"].total()), "peak_before": str(equal["before", "peak_bytes"].total()),
         "torch": real["torch"].split("+")[0], "torch_here": after["torch"].split("+")[0], "date": real["date"],
+        "peak_without_cudnn": str(equal_in(without, "peak_bytes").total()), "calls": f"{whole['calls']:,}",
+        "workspaces": f"{whole['equal'] / whole['calls']:.1%}", "by_cudnn": f"{whole['cudnn_alone'] / whole['calls']:.1%}",
+        "drawn": f"{drawn['calls']:,}", "drawn_equal": f"{drawn['equal'] / drawn['calls']:.1%}",
         "table": table(["class", "programs", "same copies before", "after", "same peak before", "after"], rows),
     }  # fmt: skip
 

@@ -33,7 +33,8 @@ A program is a function of a device that returns nothing. The sizes of its tenso
 sizes comes from the CPU's random numbers. `python -m tests.programs.report` runs all programs on a device and compares records.
 
 `h200.json` is what an H200 did, measured before any rule was changed for these programs. `virtual_h200_before.json` is what the
-virtual GPU did with the rules of that time, and `virtual_h200.json` what it does now.
+virtual GPU did with the rules of that time, and `virtual_h200.json` what it does now, with cuDNN installed;
+`virtual_h200_without_cudnn.json` is without.
 """
 
 from __future__ import annotations

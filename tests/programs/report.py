@@ -194,12 +194,15 @@ def _about(device: str) -> dict[str, Any]:
     """Return the GPU and the versions. On a CUDA device it needs only PyTorch."""
     cuda = device.startswith("cuda")
     _touch(torch.device(device) if cuda else _virtual(device).torch)
+    if not cuda:
+        from toolkit.gpu.virtual import cudnn
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "device": device,
         "gpu": torch.cuda.get_device_name(device) if cuda else _virtual(device).spec.name,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if cuda else cudnn.version(),  # which chooses the algorithms of convolutions
         "transformers": importlib.metadata.version("transformers"),
         "python": sys.version.split()[0],
     }

@@ -25,7 +25,15 @@ from toolkit.gpu.virtual.host_room import LARGE, check_room, could_be_large, rai
 from toolkit.gpu.virtual.in_place import IN_PLACE_BACKWARD, in_place_on_cuda, note_maker
 from toolkit.gpu.virtual.lifetimes import settle
 from toolkit.gpu.virtual.machine import Machine
-from toolkit.gpu.virtual.scratch import decompositions, indexing, layers, recurrent, sorting, sparse  # noqa: F401  register all rules
+from toolkit.gpu.virtual.scratch import (  # noqa: F401  register all rules
+    convolutions,
+    decompositions,
+    indexing,
+    layers,
+    recurrent,
+    sorting,
+    sparse,
+)
 from toolkit.gpu.virtual.scratch.script import SCRATCH, Rule, play
 from toolkit.gpu.virtual.tensor import VirtualTensor, follow, hold, rehold, take_over, wrap
 from toolkit.gpu.virtual.threads import handle_signals, here

@@ -23,7 +23,6 @@ _HEAD_MULTIPLE = 8  # other head sizes are padded
 _SPLIT_KEYS, _LEAST_SPLITS = 128, 8  # keys per split of a single query. Measured: no workspace for 2 splits, but for 8 and 64
 _TILE_QUERIES = 64  # queries, and columns of their gradient, of one tile (kBlockSizeI)
 _PROBLEM_BYTES, _TENSOR_MAP_BYTES = 60, 512  # measured: tests/programs/h200.json, experts.grouped_*
-_LAST_FORMATS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 _RNG_STATE = (Take(8), Take(8))  # seed and offset
 
 
@@ -73,18 +72,6 @@ def _ctc_loss(args: Args, kwargs: Kwargs, out: Any) -> Script:
 def _softmax(args: Args, kwargs: Kwargs, out: Any) -> Script:
     """An operand that is not contiguous is copied after the result was allocated (SoftMax.cu)."""
     return () if args[0].is_contiguous() else [MAKE_RESULTS, *brief(args[0].nbytes)]
-
-
-@scratch("convolution_backward")
-def _convolution_backward(args: Args, kwargs: Kwargs, out: Any) -> Script:
-    """Each of the two gradients copies an incoming gradient that is not contiguous (cudnn/ConvShared.cpp)."""
-    gradient = args[0]
-    formats = (torch.contiguous_format, *(_LAST_FORMATS.get(gradient.dim(), ())))
-    if any(gradient.is_contiguous(memory_format=f) for f in formats):
-        return ()
-    copy = Take(gradient.nbytes)
-    made = [*([Make(0), copy, Free(copy)] if out[0] is not None else []), copy]
-    return [*made, *([Make(1)] if out[1] is not None else []), Free(copy), MAKE_RESULTS]
 
 
 @scratch("_fft_c2r")
