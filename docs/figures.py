@@ -199,6 +199,21 @@ def speeds() -> str:
     return table(head, (rows[key] for key in sorted(rows)))
 
 
+def prefills() -> str:
+    """Return the table of measured prefills, and of the times until the first token."""
+    names, rows = ("roundtrip", "cuda-graph"), []
+    for made in speed_records():
+        for row in made["rows"] if made["clock"] == "measured" else ():
+            if "prefill" not in row:
+                continue
+            found, cache = row.get("strategies", {}), f", {made['kv']} cache" if made["kv"] else ""
+            firsts = [f"{1e3 * found[name]['first_token_s']:,.1f}" if name in found else "-" for name in names]
+            rows.append((made["model"], made["kv"] or "", row["context"], f"`{made['model']}`{cache}", row["prefill"], firsts))
+    head = ["model", "prompt", "prefill, tok/s", *(f"first token under `{name}`, ms" for name in names)]
+    ordered = sorted(rows, key=lambda row: row[:3])
+    return table(head, ([name, f"{n:,}", f"{made['tok_per_s']:,.0f}", *firsts] for _, _, n, name, made, firsts in ordered))
+
+
 def _rate(found: dict[str, Any]) -> str:
     """Return a strategy's rate, with the slowest and the fastest run if they differ by more than 10 %."""
     if "tok_per_s" not in found:
@@ -495,7 +510,7 @@ def substitutions() -> dict[str, Any]:
         "table_memory_cost": memory_cost(), "table_strategies": strategies(), "table_gpus": gpus(),
         "table_packages": packages(), "table_strategy_fields": strategy_fields(), "ahead": str(AHEAD),
         "memory": memory_figures(), "captured": captured_steps(),
-        "table_speeds": speeds(), "table_steps": step_breakdowns(), "table_traces": traces(),
+        "table_speeds": speeds(), "table_prefills": prefills(), "table_steps": step_breakdowns(), "table_traces": traces(),
         "table_step_experiments": step_experiments(),
         "launches": launches(),
         "table_copies_claimed": copies_claimed(),

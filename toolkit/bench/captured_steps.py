@@ -3,6 +3,7 @@
     python -m toolkit.bench.captured_steps --device cuda --out measured.json
     python -m toolkit.bench.captured_steps --device virtual:h200 --out virtual.json
     python -m toolkit.bench.captured_steps --tune
+    python -m toolkit.bench.captured_steps --model random/gemma4-31b --prompts 512,130000 --kv plain,int8,k4v8,int4
 
 With `--tune`, the configs that are fastest alone are tried in the step first, and the choices are stored
 (`toolkit.tune.in_step`): all kernels in the steps after the shortest prompts, and attention in the others.
@@ -39,6 +40,7 @@ PROMPTS = {
     "random/qwen3-8b": (64, 8192), "random/gemma4-31b": (64, 8192, 32640), "random/qwen3.5-35b-a3b": (64, 8192, 32640),
 }  # fmt: skip
 SCHEME = "q4_k_m"
+PLAIN = "plain"  # of keys and values: the model's dtype
 MORE = 64  # positions of the cache after the prompt
 REPLAYS = 50  # per timing; virtual GPUs need only one, because all are alike
 TIMINGS = 5
@@ -46,11 +48,15 @@ WARM_UP_S = 1.0  # of replays before the first timing: after a pause, steps of a
 
 
 def bench(
-    device: str, prompts: Mapping[str, Sequence[int]] | None = None, tuned: Sequence[str] | None = None
+    device: str,
+    prompts: Mapping[str, Sequence[int]] | None = None,
+    tuned: Sequence[str] | None = None,
+    kv: Sequence[str | None] = (None,),
 ) -> dict[str, Any]:
     """Return the record of all steps (JSON-able). `prompts` maps the names of models to the lengths of their prompts.
 
-    Kernels with the names `tuned`, () for all, are tuned in the steps first, except with None.
+    Kernels with the names `tuned`, () for all, are tuned in the steps first, except with None. `kv` are the formats of keys and
+    values; None is the model's dtype, and rows with another format name it.
     """
     gpu, rows = open_device(device), []
     for name, lengths in (prompts or PROMPTS).items():
@@ -59,7 +65,9 @@ def bench(
             if tuned is not None:
                 for n, length in enumerate(sorted(lengths)):
                     _tune(gpu, model, name, length, ("attention_decode",) if n else tuned)
-            rows += [{"model": name, "prompt": n, **_timed(gpu, model, n, warm_up_s=WARM_UP_S)} for n in lengths]
+            for n, form in ((n, form) for form in kv for n in lengths):
+                named = {"model": name, "prompt": n} if form is None else {"model": name, "prompt": n, "kv": form}
+                rows.append({**named, **_timed(gpu, model, n, warm_up_s=WARM_UP_S, kv=form)})
         del model
     return {**about(device), "scheme": SCHEME, "rows": rows}
 
@@ -81,11 +89,12 @@ def _tune(gpu: Device, model: Model, name: str, prompt: int, kernels: Sequence[s
 
 
 def _timed(
-    gpu: Device, model: Model, prompt: int, timings: int = TIMINGS, replays: int = REPLAYS, warm_up_s: float = 0.0
-) -> dict[str, Any]:
+    gpu: Device, model: Model, prompt: int, timings: int = TIMINGS, replays: int = REPLAYS, warm_up_s: float = 0.0,
+    kv: str | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Return the milliseconds of a captured step after `prompt` tokens, and the number of nodes in its graph."""
     room = prompt + MORE
-    cache = model.new_cache(room)
+    cache = model.new_cache(room, kv)
     token, position = (torch.full((1,), value, dtype=torch.int64, device=gpu.torch) for value in (0, prompt))
 
     counts = torch.zeros(COUNTERS, dtype=torch.int32, device=gpu.torch)
@@ -136,13 +145,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m toolkit.bench.captured_steps", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cuda", help='"cuda" (default), "virtual:h200"...')
     parser.add_argument("--model", choices=list(PROMPTS), help="only this one")
+    parser.add_argument("--prompts", help="numbers of prompt tokens, separated by commas (default: those of the records)")
+    parser.add_argument("--kv", default=PLAIN, help=f'formats of the cache, separated by commas: "{PLAIN}", "int8"...')
     parser.add_argument("--tune", action="store_true", help="tune the kernels in the steps first")
     parser.add_argument("--kernels", help="with --tune: only these, separated by commas")
     parser.add_argument("--out", type=Path, help="write the record to this JSON file (default: print it)")
     options = parser.parse_args(arguments)
-    prompts = {name: lengths for name, lengths in PROMPTS.items() if options.model in (None, name)}
+    asked = tuple(map(int, options.prompts.split(","))) if options.prompts else None
+    prompts = {name: asked or lengths for name, lengths in PROMPTS.items() if options.model in (None, name)}
+    kv = [None if name == PLAIN else name for name in options.kv.split(",")]
     tuned = (options.kernels.split(",") if options.kernels else ()) if options.tune else None
-    write_record(bench(options.device, prompts, tuned), options.out)
+    write_record(bench(options.device, prompts, tuned, kv), options.out)
     return 0
 
 

@@ -145,8 +145,11 @@ def others(kernel: str, shape: Any) -> dict[str, float | str]:
     return found
 
 
-def bench(only: str = "") -> dict[str, Any]:
-    """Return the record of the problems whose name contains `only`. Raises DeviceError without a GPU."""
+def bench(only: str = "", out: Path | None = None) -> dict[str, Any]:
+    """Return the record of the problems whose name contains `only`, and write it to the file `out` after each of them.
+
+    Raises DeviceError without a GPU.
+    """
     record = about("cuda")
     reading = find_kernel("read")
     shape = find_shape(reading, None)
@@ -154,8 +157,13 @@ def bench(only: str = "") -> dict[str, Any]:
     assert best is not None
     assert best.ns is not None
     rate = reading.cost(shape).bytes / best.ns * 1e9
-    chosen = [line for line in LINES if only in f"{line.kernel} {line.shape}"]
-    return record | {"read_bytes_per_s": rate, "rows": [measure(line, rate) for line in chosen]}
+    record |= {"read_bytes_per_s": rate, "rows": []}
+    for line in LINES:
+        if only in f"{line.kernel} {line.shape}":
+            record["rows"].append(measure(line, rate))
+            if out is not None:
+                write_record(record, out)
+    return record
 
 
 def table(record: dict[str, Any]) -> str:
@@ -180,7 +188,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="also write the record to this JSON file")
     parser.add_argument("--table", type=Path, metavar="FILE", help="print a record as Markdown; no GPU needed")
     options = parser.parse_args(arguments)
-    record = json.loads(options.table.read_text()) if options.table else bench(options.only)
+    record = json.loads(options.table.read_text()) if options.table else bench(options.only, options.out)
     if options.out:
         write_record(record, options.out)
     print(table(record))
