@@ -11,8 +11,9 @@ import torch
 
 import toolkit as tk
 from toolkit.core.errors import DeviceError, RecorderError
+from toolkit.core.ranks import Shard
 from toolkit.gpu.cuda.events import has_calls, read_events
-from toolkit.gpu.cuda.session import Anchor, Range, Session
+from toolkit.gpu.cuda.session import Anchor, Announced, Captured, Range, Session
 from toolkit.trace.columns import KINDS
 
 AHEAD = 1_700_000_000_000_000_000  # the profiler's clock against the host's
@@ -307,3 +308,66 @@ def test_two_gpus_can_not_record_at_once(played):
         played.gpu.stop()
     with pytest.raises(RecorderError, match="no recording is running"):
         played.gpu.stop()
+
+
+# ---- collectives
+
+
+SUM, JOIN = "one_shot_all_reduce", "one_shot_all_gather"
+PAIR = Shard(1, 2)
+
+
+def collectives_of(trace):
+    mine = trace.select(trace.is_kind("collective"))
+    columns = [mine.text(name) for name in ("operation", "algorithm", "group")]
+    return list(zip(*columns, *(mine[name].tolist() for name in ("bytes", "group_size", "seq", "rank", "step")), strict=True))
+
+
+def test_collectives_have_the_columns_that_were_announced():
+    names = [SUM, "matmul", JOIN, "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "sum"]
+    events = [part for i, name in enumerate(names) for part in launched(name, 2_000_000 + 10_000 * i, 1 + i)]
+    announced = [
+        Announced(1_990_000, "all_reduce", 10_752, 2, "one-shot"),
+        Announced(2_015_000, "all_gather", 4_096, 2, "one-shot"),
+        Announced(2_028_000, "all_reduce", 1 << 20, 2, "NCCL"),
+    ]
+    trace = read(events, session(announced=announced, shard=PAIR, ranges=[Range(1_900_000, 2_500_000, 3, "decode")]))
+    assert collectives_of(trace) == [
+        ("all_reduce", "one-shot", "0", 10_752, 2, 0, 1, 3),
+        ("all_gather", "one-shot", "0", 4_096, 2, 1, 1, 3),
+        ("all_reduce", "NCCL, ring, LL", "0", 1 << 20, 2, 2, 1, 3),
+    ]
+    assert kinds(trace).count("kernel") == 2
+    assert set(trace["rank"].tolist()) == {1}
+
+
+def launched(name, at, link):
+    return call("cudaLaunchKernel", at, link), ran(name, at + 5_000, link)
+
+
+def test_a_graph_repeats_the_collectives_that_were_announced_in_its_capture():
+    announced = [Announced(1_550_000, "all_reduce", 512, 2, "one-shot"), Announced(1_600_000, "all_gather", 64, 2, "one-shot")]
+    announced.append(Announced(1_950_000, "all_reduce", 2_048, 2, "one-shot"))
+    events = list(launched(SUM, 1_955_000, 9))
+    for link in (1, 2):
+        at = 1_000_000 + 1_000_000 * link
+        nodes = [ran(name, at + 20_000 + 5_000 * i, link) for i, name in enumerate((SUM, "matmul", JOIN))]
+        events += [call("cudaGraphLaunch", at, link), *nodes]
+    given = session(
+        announced=announced, shard=PAIR, captures={7: Captured(1_500_000, 1_900_000)}, launches=[(1_995_000, 7), (2_995_000, 7)]
+    )
+    found = [(operation, size, seq) for operation, _, _, size, _, seq, _, _ in collectives_of(read(events, given))]
+    once = [("all_reduce", 512), ("all_gather", 64)]
+    assert found == [("all_reduce", 2_048, 0), *((*each, 1 + i) for i, each in enumerate(once * 2))]
+
+
+def test_collectives_that_nobody_announced_have_what_is_recorded():
+    nccl = ran("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 2_010_000, 1)
+    nccl.detail += (
+        ', "Collective name": "allreduce", "dtype": "BFloat16", "In msg nelems": 8, "Out msg nelems": 8, "Group size": 2, '
+        '"Process Group Name": "7", "Seq": 5'
+    )
+    nccl.detail = nccl.detail.replace("inf", "0")
+    events = [call("cudaLaunchKernelExC", 2_000_000, 1), nccl, *launched(SUM, 3_000_000, 2)]
+    wanted = [("all_reduce", "ring, LL", "7", 16, 2, 5, 0, -1), ("all_reduce", "one-shot", None, 0, -1, -1, 0, -1)]
+    assert collectives_of(read(events)) == wanted

@@ -252,6 +252,13 @@ def test_why_a_tape_can_not_be_played(started: list[Any]) -> None:
         own.fill_(7)
         assert copies.play()
         assert all(bool((one == 7).all()) for one in kept)
+    ids, kept = torch.arange(4, device=x.device), []
+    with torch.no_grad():  # as the embedding of a rank
+        own = ids.clone()
+        near = taped(lambda: kept.append((ids - 1).clamp(0, 1).masked_fill_(ids != own, 9)))
+    ids += 1
+    assert near.play()
+    assert kept[0].tolist() == [9] * 4
     assert taped(lambda: x.sum()).why_not == "aten.sum.default isn't known"
     with pytest.raises(ZeroDivisionError), Tape(x.device) as failed:
         1 / 0  # noqa: B018

@@ -69,7 +69,7 @@ def test_times_follow_from_the_rate_between_gpus() -> None:
     assert duration_ns(small, h200) == h200.collective_ns
     assert duration_ns(large, h200) == pytest.approx(1e6 + h200.collective_ns)
     assert duration_ns(large, l40s) > 10 * duration_ns(large, h200)
-    assert programs.algorithms() == [("one-shot", 7 << 10), ("two-shot", (2 * 7 << 20) // 8)]
+    assert programs.algorithms() == [("one-shot", 7 << 10), ("NCCL", 7 << 20)]
 
 
 @pytest.mark.parametrize("scheme", ["none", "q4_k_m"])

@@ -62,7 +62,7 @@ def join(ranks: object) -> Shard:
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             raise RankError(asked, "this process belongs to no group", start)
         try:
-            dist.init_process_group(timeout=timedelta(seconds=TIMEOUT_S))
+            dist.init_process_group(backend_of(dist.is_nccl_available()), timeout=timedelta(seconds=TIMEOUT_S))
         except RuntimeError as error:
             do = "Look for the first error in the output of the other ranks"
             raise RankError(asked, f"the group can't be started ({_first_line(error)})", do) from error
@@ -72,12 +72,32 @@ def join(ranks: object) -> Shard:
     return Shard(dist.get_rank(), count)
 
 
+def backend_of(cuda: bool) -> str:
+    """Return the backends of a group: gloo for host memory, and NCCL for CUDA if there is `cuda`."""
+    if cuda:
+        os.environ["NCCL_NVLS_ENABLE"] = "0"  # no multicast over NVLink
+    return "cpu:gloo,cuda:nccl" if cuda else "gloo"
+
+
 def current() -> Shard:
     """Return the rank of this process and the number of ranks: those of the default group, if there is one."""
     module = sys.modules.get("torch.distributed")
     if module is None or not module.is_available() or not module.is_initialized():
         return WHOLE
     return Shard(module.get_rank(), module.get_world_size())
+
+
+def described(shard: Shard) -> dict[str, Any]:
+    """Return what the `meta` of a trace says about the rank that recorded it: nothing for a single one."""
+    if shard == WHOLE:
+        return {}
+    return {"rank": shard.rank, "world_size": shard.ranks, "groups": {GROUP: list(range(shard.ranks))}}
+
+
+def local_rank() -> int:
+    """Return the number of this process among those that a launcher such as torchrun has started on this machine."""
+    text = os.environ.get("LOCAL_RANK", "0")
+    return int(text) if text.isdigit() else 0
 
 
 def gather(x: Tensor) -> Tensor:
@@ -91,7 +111,7 @@ def gather(x: Tensor) -> Tensor:
     mine = x.detach().contiguous().view(-1).view(torch.uint8)  # gloo doesn't know every dtype
     ranks = dist.get_world_size()
     found = mine.new_empty(ranks * mine.numel())
-    _exchange(dist.all_gather, list(found.chunk(ranks)), mine)
+    exchange(dist.all_gather, list(found.chunk(ranks)), mine)
     return found.view(x.dtype).view(ranks, *x.shape)
 
 
@@ -137,13 +157,21 @@ def announcing() -> Iterator[None]:
             with suppress(RuntimeError):  # the store may have ended with another rank
                 told = f"rank {dist.get_rank()} failed with {type(error).__name__}: {error}"
                 _store().compare_set(_FAILED, "", told)
-            with suppress(RuntimeError):
-                dist.destroy_process_group()
+            leave()
         raise
 
 
-def _exchange(collective: Callable[..., Any], *tensors: Any) -> None:
-    """Run a collective of torch.distributed. Raises RankError if it fails."""
+def leave() -> None:
+    """Leave the default group, if there is one."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        with suppress(RuntimeError):  # a group that has lost a rank
+            dist.destroy_process_group()
+
+
+def exchange(collective: Callable[..., Any], *tensors: Any) -> None:
+    """Run a collective of torch.distributed. Raises RankError, which names the rank that failed if that is known."""
     try:
         collective(*tensors)
     except RuntimeError as error:

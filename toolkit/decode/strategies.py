@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from toolkit.core.errors import DeviceError, ToolkitError, unknown_name
+from toolkit.core.ranks import WHOLE, Shard
 from toolkit.models.model import Model
+from toolkit.ops.exchange import links
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,10 @@ def strategies_of(model: Model) -> Known:
 def check_capture(model: Model, strategy: Strategy) -> None:
     """Raise DeviceError if `strategy` captures graphs, and the device or the model doesn't support that."""
     why = None if strategy.capture == "none" else _why_not_captured(model)
+    do = 'Use decode="double-buffered", or fallback=True to go on without graphs'
+    if why is None and strategy.capture == "loop":
+        why, do = _why_not_repeated(model), 'Use decode="cuda-graph", or fallback=True to go on without graphs'
     if why is not None:
-        do = 'Use decode="double-buffered", or fallback=True to go on without graphs'
         raise DeviceError(f"decoding with {strategy.name!r}", why, do)
 
 
@@ -115,6 +119,13 @@ def _why_not_captured(model: Model) -> str | None:
     if not model.device.graphs:
         return f"{model.device.name} has no graphs"
     return getattr(model, "no_graphs", None)
+
+
+def _why_not_repeated(model: Model) -> str | None:
+    """Return why the GPU can't repeat a captured step of the model."""
+    shard: Shard = getattr(model, "shard", WHOLE)
+    why = "" if shard == WHOLE or model.device.torch.type != "cuda" else links(model.device.torch).why_not
+    return f"the ranks communicate by NCCL, which the GPU can't repeat by itself, because {why}" if why else None
 
 
 def find_strategy(

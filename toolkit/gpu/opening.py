@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from toolkit.core.errors import unknown_name
+from toolkit.core.ranks import local_rank
 from toolkit.gpu.catalogue import CATALOGUE
 from toolkit.gpu.cuda.device import open_cpu, open_cuda
 from toolkit.gpu.device import Device
@@ -25,21 +26,22 @@ def record(device: Device | str, *, lines: bool = True) -> AbstractContextManage
 def open_device(device: Device | str | torch.device = "auto") -> Device:
     """Return the device called `device`: "cuda", "cuda:1", "cpu", "virtual:rtx-5090", "virtual:8GiB", or "auto".
 
-    "auto" is the first CUDA GPU, or "virtual:h200" if there is none. A `Device` is returned as it is. Raises DeviceError
+    "cuda" is the first CUDA GPU, or that of this process among those that torchrun started on this machine (LOCAL_RANK).
+    "auto" is "cuda" if there is a CUDA GPU, otherwise "virtual:h200". A `Device` is returned as it is. Raises DeviceError
     if the device does not exist, and UnknownNameError, which suggests the nearest name, if the name is unknown.
     """
     if isinstance(device, Device):
         return device
     name = str(device)
     if name == "auto":
-        name = "cuda:0" if _cuda_count() else "virtual:h200"
+        name = "cuda" if _cuda_count() else "virtual:h200"
     kind, _, rest = name.partition(":")
     if kind == "virtual":
         return open_virtual(rest)
     if kind == "vgpu":
         return current_virtual()
     if kind in ("cuda", "cpu"):
-        return open_cpu() if kind == "cpu" else open_cuda(int(rest) if rest.isdigit() else 0)
+        return open_cpu() if kind == "cpu" else open_cuda(int(rest) if rest.isdigit() else local_rank())
     raise unknown_name("device", name, ["auto", "cpu", "cuda", *(f"virtual:{card}" for card in CATALOGUE)])
 
 

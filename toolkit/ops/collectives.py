@@ -1,24 +1,27 @@
 """Operations in which all ranks of a model take part: the sum of their tensors, and their tensors joined.
 
 All ranks get the same bits: their tensors are exchanged as they are, and summed in the order of the ranks. All ranks must run
-the same operations in the same order. On a single rank, the functions return their operand and launch nothing.
+the same operations in the same order. On a single rank, the functions return their operand and launch nothing. On CUDA, see
+`toolkit.ops.exchange`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toolkit.core.errors import DeviceError, ModelError
+from toolkit.core.errors import ModelError
 from toolkit.core.ranks import gather
 from toolkit.gpu.virtual.effects.effect import Effect, collective, nbytes
 from toolkit.gpu.virtual.effects.operations import rule
-
-ONE_SHOT_BYTES = 1 << 18  # up to this size an all-reduce of more than two ranks takes one phase
+from toolkit.gpu.virtual.scratch.script import MAKE_RESULTS, Args, Kwargs, Script, Take, scratch
+from toolkit.ops import exchange
+from toolkit.ops.define import direct
+from toolkit.ops.tape import recording
 
 _library = torch.library.Library("toolkit", "FRAGMENT")
 
@@ -28,6 +31,8 @@ def all_reduce(x: Tensor, ranks: int) -> Tensor:
     if ranks == 1:
         return x
     _check(x)
+    if _launches_directly(x):
+        return exchange.all_reduce(x, ranks)
     return torch.ops.toolkit.all_reduce(x, ranks)  # type: ignore[no-any-return]
 
 
@@ -36,7 +41,14 @@ def all_gather(x: Tensor, sizes: Sequence[int], dim: int = -1) -> Tensor:
     if len(sizes) == 1:
         return x
     _check(x)
+    if _launches_directly(x):
+        return exchange.all_gather(x, sizes, dim)
     return torch.ops.toolkit.all_gather(x, list(sizes), dim)  # type: ignore[no-any-return]
+
+
+def _launches_directly(x: Tensor) -> bool:
+    """Return whether the launch bypasses PyTorch's dispatcher: on CUDA, if nobody observes it or a tape records it."""
+    return x.is_cuda and (direct(x) or recording() is not None)
 
 
 def _check(x: Tensor) -> None:
@@ -56,42 +68,61 @@ def _all_gather(x: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
     return torch.cat([part[:size] for part, size in zip(gather(padded), sizes, strict=True)]).movedim(0, dim).contiguous()
 
 
-def _not_on_cuda(x: Tensor, *rest: Any) -> NoReturn:
-    raise DeviceError(
-        "a model over several CUDA GPUs", "collectives on CUDA are not written yet", 'Use device="cpu" or "virtual:h200"'
-    )
-
-
 def _all_gather_shape(x: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
     shape = list(x.shape)
     shape[dim] = sum(sizes)
     return x.new_empty(shape)
 
 
-for _schema, _on_host, _shape in (
-    ("all_reduce(Tensor x, int ranks) -> Tensor", _all_reduce, lambda x, ranks: torch.empty_like(x)),
-    ("all_gather(Tensor x, int[] sizes, int dim) -> Tensor", _all_gather, _all_gather_shape),
+for _schema, _on_host, _on_cuda, _shape in (
+    ("all_reduce(Tensor x, int ranks) -> Tensor", _all_reduce, exchange.all_reduce, lambda x, ranks: torch.empty_like(x)),
+    ("all_gather(Tensor x, int[] sizes, int dim) -> Tensor", _all_gather, exchange.all_gather, _all_gather_shape),
 ):
     _name = _schema.split("(")[0]
     _library.define(_schema)
     _library.impl(_name, _on_host, "CPU")
-    _library.impl(_name, _not_on_cuda, "CUDA")
+    _library.impl(_name, _on_cuda, "CUDA")
     torch.library.register_fake(f"toolkit::{_name}", _shape, lib=_library)
 
 
 @rule("toolkit::all_reduce")
 def _all_reduce_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> list[Effect]:
-    """Return the sum, as symmetric memory computes it: small tensors in one phase, large ones in two that move fewer bytes.
-
-    In one phase, each rank reads the tensors of all others. In two, it reads and sums its part, and then reads the other sums.
-    """
-    size, ranks = nbytes(args[0]), args[1]
-    if size <= ONE_SHOT_BYTES or ranks == 2:
-        return [collective("all_reduce", size, (ranks - 1) * size, ranks, "one-shot")]
-    return [collective("all_reduce", size, 2 * (ranks - 1) * size // ranks, ranks, "two-shot")]
+    """Return the sum, as on CUDA: in one launch that sends the tensor to all others, or by NCCL and a sum of what it joined."""
+    x, ranks = args[0], args[1]
+    size = nbytes(x)
+    small = exchange.is_small(x, size)
+    found = [collective("all_reduce", size, (ranks - 1) * size, ranks, exchange.ONE_SHOT if small else exchange.NCCL)]
+    return found if small else [*found, Effect("kernel", 0, "sum", moved_bytes=(ranks + 1) * size, cost="op_host_ns")]
 
 
 @rule("toolkit::all_gather")
 def _all_gather_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> list[Effect]:
-    """Return the exchange, in which each rank reads the tensors of all others."""
-    return [collective("all_gather", nbytes(out), nbytes(out) - nbytes(args[0]), len(args[1]), "one-shot")]
+    """Return the exchange, in which each rank receives the tensors of all others; those of NCCL are joined by a kernel."""
+    x, sizes = args[0], args[1]
+    small = exchange.is_small(x, _largest(out, sizes))
+    algorithm = exchange.ONE_SHOT if small else exchange.NCCL
+    found = [collective("all_gather", nbytes(out), nbytes(out) - nbytes(x), len(sizes), algorithm)]
+    return found if small else [*found, Effect("kernel", 0, "cat", moved_bytes=2 * nbytes(out), cost="op_host_ns")]
+
+
+def _largest(out: Tensor, sizes: Sequence[int]) -> int:
+    """Return the bytes of the largest tensor among those that `out` joins."""
+    return nbytes(out) // max(sum(sizes), 1) * max(sizes)
+
+
+@scratch("toolkit::all_reduce")
+def _all_reduce_scratch(args: Args, kwargs: Kwargs, out: Any) -> Script:
+    """NCCL joins the tensors of all ranks, which are then summed."""
+    x, ranks = args
+    return () if exchange.is_small(x, nbytes(x)) else [Take(ranks * nbytes(x)), MAKE_RESULTS]
+
+
+@scratch("toolkit::all_gather")
+def _all_gather_scratch(args: Args, kwargs: Kwargs, out: Any) -> Script:
+    """NCCL joins tensors of one size: shorter ones are padded before, and all are cut to their sizes afterwards."""
+    x, sizes = args[0], args[1]
+    largest = _largest(out, sizes)
+    if exchange.is_small(x, largest):
+        return ()
+    padded = [] if nbytes(x) == largest else [Take(largest)]
+    return [*padded, Take(len(sizes) * largest), MAKE_RESULTS]

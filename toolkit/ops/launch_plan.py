@@ -88,7 +88,7 @@ def make_plan(operation: Operation, call: Call, pointers: Sequence[int]) -> Plan
         if 0 not in real.grid:
             compiled = compiled.result() if hasattr(compiled, "result") else compiled  # compiled in the background
             code.keep(compiled)
-            code.start((*real.grid, 1, 1)[:3], _handles(compiled), _arguments(real, stand, memory))
+            code.start((*real.grid, 1, 1)[:3], handles(compiled), _arguments(real, stand, memory))
     results = [f"r{i}" for i in range(len(returned))]
     code.end(f"[{', '.join(results)}]" if type(call.returned) is list else "".join(results) or "None")
     return code.plan()
@@ -247,7 +247,7 @@ def _arguments(real: Launch, stand: Launch, memory: _Memory) -> list[Any]:
     return found
 
 
-def _handles(compiled: Any) -> tuple[Any, Any, Any]:
+def handles(compiled: Any) -> tuple[Any, Any, Any]:
     """Return what starts a kernel that Triton has compiled and launched: its run, its function, and its metadata."""
     if compiled is None:
         raise ValueError("nothing was compiled: the kernel ran in Triton's interpreter")

@@ -31,12 +31,15 @@ def _embedding(table: Tensor, ids: Tensor, *options: Any, out: Tensor) -> None:
 # first and copy it.
 INTO: dict[Any, Callable[..., Any]] = {
     aten.add.Tensor: aten.add.out, aten.addmm.default: aten.addmm.out, aten.bmm.default: aten.bmm.out,
-    aten.cat.default: aten.cat.out, aten.div.Tensor: aten.div.out, aten.embedding.default: _embedding,
-    aten.gelu.default: aten.gelu.out, aten.mm.default: aten.mm.out, aten.mul.Tensor: aten.mul.out,
-    aten.sigmoid.default: aten.sigmoid.out, aten.silu.default: aten.silu.out, aten.tanh.default: aten.tanh.out,
+    aten.cat.default: aten.cat.out, aten.clamp.default: aten.clamp.out, aten.div.Tensor: aten.div.out,
+    aten.embedding.default: _embedding, aten.gelu.default: aten.gelu.out, aten.mm.default: aten.mm.out,
+    aten.mul.Tensor: aten.mul.out, aten.ne.Tensor: aten.ne.Tensor_out, aten.sigmoid.default: aten.sigmoid.out,
+    aten.silu.default: aten.silu.out, aten.sub.Tensor: aten.sub.out, aten.tanh.default: aten.tanh.out,
 }  # fmt: skip
 COPIES = frozenset((aten._to_copy.default, aten.clone.default))  # their result is made by `copy_`
-IN_PLACE = frozenset((aten.add_.Tensor, aten.copy_.default, aten.index_copy_.default, aten.zero_.default))
+IN_PLACE = frozenset(
+    (aten.add_.Tensor, aten.copy_.default, aten.index_copy_.default, aten.masked_fill_.Scalar, aten.zero_.default)
+)
 # Views, and functions that only allocate: they launch nothing.
 NOTHING = frozenset((aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten._unsafe_view.default))
 

@@ -13,7 +13,6 @@ import platform
 import signal
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -24,7 +23,7 @@ import torch.distributed as dist
 
 from toolkit.core.callers import is_installed
 from toolkit.core.errors import ToolkitError, brief
-from toolkit.core.ranks import announcing
+from toolkit.core.ranks import announcing, backend_of, leave
 from toolkit.core.version import __version__
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
@@ -80,10 +79,11 @@ def prepare(rank: int, ranks: int, device: str) -> dict[str, str]:
 
 def enter(rank: int, ranks: int, device: str, store: str, timeout_s: float) -> None:
     """Enter a new default group of torch.distributed. `store` is the path of a new file that all ranks share."""
-    _leave()
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    leave()
     meeting = dist.FileStore(store, ranks)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), store=meeting, rank=rank, world_size=ranks)
+    dist.init_process_group(
+        backend_of(device == "cuda"), timeout=timedelta(seconds=timeout_s), store=meeting, rank=rank, world_size=ranks
+    )
     dist.barrier()
 
 
@@ -103,7 +103,7 @@ def execute(payload: bytes) -> Outcome:
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     if outcome.failure is not None:
-        _leave()
+        leave()
         gc.collect()
     return outcome
 
@@ -124,12 +124,6 @@ def _packed(value: object) -> Outcome:
     except Exception as error:
         do = "Return plain values and CPU tensors"
         return Outcome(failure=Failure("returned what can't be pickled", f"{error}. {do}"))
-
-
-def _leave() -> None:
-    if dist.is_initialized():
-        with suppress(RuntimeError):  # a group that has lost a rank
-            dist.destroy_process_group()
 
 
 def _failure(error: BaseException) -> Failure:

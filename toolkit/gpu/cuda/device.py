@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from toolkit.core import ranks
 from toolkit.core.callers import current_cell
 from toolkit.core.errors import RecorderError
 from toolkit.gpu.allocation_log import log
@@ -26,7 +27,7 @@ from toolkit.gpu.catalogue import CATALOGUE, GpuSpec
 from toolkit.gpu.cuda.events import has_calls, read_events
 from toolkit.gpu.cuda.graphs import CudaGraph
 from toolkit.gpu.cuda.loops import CudaLoop
-from toolkit.gpu.cuda.session import CUPTI_ADVICE, Anchor, Captured, LoopRun, Range, Session
+from toolkit.gpu.cuda.session import CUPTI_ADVICE, Anchor, Announced, Captured, LoopRun, Range, Session
 from toolkit.gpu.device import Device, Memory, no_cuda, not_recording
 from toolkit.gpu.line_log import LineLog, know_thread
 from toolkit.trace.events import Trace, TraceBuilder
@@ -79,7 +80,7 @@ class CudaGpu(Device):
             profiler = _profiler(events=lines)
             profiler.__enter__()
             self._profiler = profiler
-            self._session = Session(self.index, LineLog() if lines else None, cell=current_cell())
+            self._session = Session(self.index, LineLog() if lines else None, current_cell(), shard=ranks.current())
             self._session.anchors += self._anchors()
             if self._session.log is not None:
                 self._session.log.start()
@@ -109,7 +110,7 @@ class CudaGpu(Device):
             "device": self.name, "gpu": self.gpu_name, "torch": torch.__version__, "cuda": torch.version.cuda,
             "clock": self.clock, "sizes_only": False,
         }  # fmt: skip
-        return read_events(profiler.kineto_results.events(), session, meta)
+        return read_events(profiler.kineto_results.events(), session, meta | ranks.described(session.shard))
 
     def step(self, step: int, name: str) -> AbstractContextManager[None]:
         """Mark a decode step; other profilers see its range as "toolkit.step N name"."""
@@ -148,6 +149,11 @@ class CudaGpu(Device):
         loop = CudaLoop(self.torch, step, token, partial(self._note_launch, number), self._note_run)
         self._note_capture(number, began_ns)
         return loop
+
+    def note_collective(self, operation: str, n_bytes: int, ranks: int, algorithm: str) -> None:
+        """Note that the next launch of a collective is this one; see `toolkit.trace.columns` for the columns."""
+        if self._session is not None:
+            self._session.announced.append(Announced(perf_counter_ns(), operation, n_bytes, ranks, algorithm))
 
     def _note_capture(self, number: int, began_ns: int) -> None:
         if self._session is not None:
@@ -213,12 +219,12 @@ class Cpu(Device):
         if self._ranges is None:
             raise not_recording("stopping a recording of cpu")
         ranges, self._ranges = self._ranges, None
-        builder, cell = TraceBuilder(), current_cell()
+        builder, cell, shard = TraceBuilder(), current_cell(), ranks.current()
         for r in ranges:
             start = r.start_ns - self._began_ns
-            builder.add("mark", start, r.end_ns - r.start_ns, device=-1, step=r.step, cell=cell, name=r.name)
+            builder.add("mark", start, r.end_ns - r.start_ns, device=-1, step=r.step, cell=cell, name=r.name, rank=shard.rank)
         meta = {"device": "cpu", "torch": torch.__version__, "clock": self.clock, "sizes_only": False}
-        return builder.build({**meta, "steps_from": "marks" if ranges else None})
+        return builder.build({**meta, **ranks.described(shard), "steps_from": "marks" if ranges else None})
 
     def step(self, step: int, name: str) -> AbstractContextManager[None]:
         """Mark a decode step."""

@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.gpu.cuda.graph_nodes import graph_nodes
+from toolkit.core.ranks import GROUP
+from toolkit.gpu.cuda.announced import Found, collectives, numbered
+from toolkit.gpu.cuda.graph_nodes import Nodes, graph_nodes
 from toolkit.gpu.cuda.session import ANCHOR_CALL, Event, HostClock, Range, Row, Session
 from toolkit.trace.cupti import is_copy_kernel, is_wait, number_streams, parse_memcpy
 from toolkit.trace.events import Trace, TraceBuilder
@@ -49,6 +51,7 @@ def read_events(events: Iterable[Any], session: Session, meta: dict[str, Any]) -
     inside = (session.began_ns <= cause) & (cause <= session.ended_ns)
     step = _steps(cause, session.ranges)
     nodes = graph_nodes(rows, calls, clock, session)
+    found_collectives = _collectives(rows, cause, start, nodes, session)
     step[nodes.rows] = np.where(nodes.steps >= 0, nodes.steps, step[nodes.rows])
     session.ranges = sorted(session.ranges + nodes.ranges)
     where: list[str | None] = [None] * len(rows)
@@ -62,16 +65,27 @@ def read_events(events: Iterable[Any], session: Session, meta: dict[str, Any]) -
     builder = TraceBuilder()
     for i in order[inside[order]].tolist():
         row = rows[i]
+        more, n_bytes = found_collectives.get(i, (None, row.bytes))
         builder.add(
-            row.kind, int(start[i]), row.dur_ns, bytes=row.bytes, stream=int(stream[i]),
+            row.kind if more is None else "collective", int(start[i]), row.dur_ns, bytes=n_bytes, stream=int(stream[i]),
             device=-1 if row.kind == "launch" else session.index,
-            step=int(step[i]), cell=session.cell, pinned=row.pinned, name=row.name, where=where[i],
+            step=int(step[i]), cell=session.cell, pinned=row.pinned, name=row.name, where=where[i], rank=session.shard.rank,
+            **({} if more is None else more._asdict()),
         )  # fmt: skip
     _add_marks(builder, found, clock, session)
     meta = dict(meta, steps_from="marks" if session.ranges else None, lines=session.log is not None)
     if session.log is not None and session.log.problem:
         meta["lines_problem"] = session.log.problem
     return builder.build(meta)
+
+
+def _collectives(
+    rows: list[Row], cause_ns: NDArray[np.int64], start_ns: NDArray[np.int64], nodes: Nodes, session: Session
+) -> Found:
+    """Return the kernels that are collectives."""
+    names = [row.name if row.kind == "kernel" else None for row in rows]
+    details = [row.detail for row in rows]
+    return numbered(collectives(names, details, cause_ns, nodes.graphs, nodes.launches, session, GROUP), start_ns)
 
 
 def _steps(times_ns: NDArray[np.int64], ranges: list[Range]) -> NDArray[np.int32]:
@@ -103,7 +117,9 @@ def _device_rows(found: list[Event], calls: dict[int, Event], index: int) -> lis
         if kind is not None:
             call = calls.get(e.correlation)
             thread, cause = (call.resource, call.start_ns) if call else (-1, e.start_ns)
-            rows.append(Row(kind, e.start_ns, e.dur_ns, n_bytes, e.resource, pinned, e.name, thread, cause, e.correlation))
+            rows.append(
+                Row(kind, e.start_ns, e.dur_ns, n_bytes, e.resource, pinned, e.name, thread, cause, e.correlation, e.detail)
+            )
     return rows
 
 
@@ -135,11 +151,12 @@ def _memory_rows(found: list[Event], index: int) -> list[Row]:
 
 def _add_marks(builder: TraceBuilder, found: list[Event], clock: HostClock, session: Session) -> None:
     """Add a mark for each decode step, and for each `record_function` range of the user."""
+    rank = session.shard.rank
     for r in session.ranges:
         start = r.start_ns - session.began_ns
-        builder.add("mark", start, r.end_ns - r.start_ns, device=-1, step=r.step, cell=session.cell, name=r.name)
+        builder.add("mark", start, r.end_ns - r.start_ns, device=-1, step=r.step, cell=session.cell, name=r.name, rank=rank)
     own = [e for e in found if e.annotation and not e.on_device and not e.name.startswith(_STEP_RANGE)]
     starts = clock.to_host(np.array([e.start_ns for e in own], np.int64)) - session.began_ns
     for e, start in zip(own, starts.tolist(), strict=True):
         if 0 <= start <= session.ended_ns - session.began_ns:
-            builder.add("mark", start, e.dur_ns, device=-1, cell=session.cell, name=e.name)
+            builder.add("mark", start, e.dur_ns, device=-1, cell=session.cell, name=e.name, rank=rank)

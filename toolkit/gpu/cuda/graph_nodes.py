@@ -31,6 +31,8 @@ class Nodes(NamedTuple):
     line_ns: NDArray[np.int64]  # the host's time at which the line ran that captured the node
     steps: NDArray[np.int32]  # the step of the node in a loop, -1 outside of loops
     ranges: list[Range]
+    graphs: dict[int, int]  # by row: the number of the graph
+    launches: list[list[int]]  # the rows of each launch, or of each iteration of a loop, in order of start
 
 
 def graph_nodes(rows: Sequence[Row], calls: Mapping[int, Event], clock: HostClock, session: Session) -> Nodes:
@@ -50,6 +52,8 @@ def graph_nodes(rows: Sequence[Row], calls: Mapping[int, Event], clock: HostCloc
     line_ns: dict[int, int] = {}
     steps: dict[int, int] = {}
     ranges: list[Range] = []
+    graphs: dict[int, int] = {}
+    launches: list[list[int]] = []
     for link, members in groups.items():
         members.sort(key=lambda i: rows[i].start_ns)
         here = clock.to_host(np.array([calls[link].start_ns], np.int64))[0]
@@ -62,6 +66,8 @@ def graph_nodes(rows: Sequence[Row], calls: Mapping[int, Event], clock: HostCloc
             body = [i for i in members if PUBLISH not in (rows[i].name or "")]
             iterations = [list(nodes) for _, nodes in groupby(body, steps.__getitem__)]
             ranges += _step_ranges(rows[ends[0]], runs[link], clock)
+        graphs |= dict.fromkeys(members, numbers[link])
+        launches += iterations
         for nodes in iterations:
             causes = captured_ns[numbers[link]]
             if len(nodes) == len(causes):
@@ -69,7 +75,7 @@ def graph_nodes(rows: Sequence[Row], calls: Mapping[int, Event], clock: HostCloc
     found = sorted(line_ns)
     return Nodes(
         np.array(found, np.int64), np.array([line_ns[i] for i in found], np.int64),
-        np.array([steps.get(i, -1) for i in found], np.int32), ranges,
+        np.array([steps.get(i, -1) for i in found], np.int32), ranges, graphs, launches,
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.core.errors import RecorderError
+from toolkit.core.ranks import WHOLE, Shard
 from toolkit.gpu.line_log import LineLog
 
 ANCHOR_CALL = "cudaDeviceSynchronize"
@@ -45,6 +46,16 @@ class LoopRun(NamedTuple):
     token_ns: NDArray[np.int64]
 
 
+class Announced(NamedTuple):
+    """A collective that the toolkit launches next, or captures: the host's time, and its columns of a trace."""
+
+    at_ns: int
+    operation: str
+    bytes: int
+    ranks: int
+    algorithm: str
+
+
 @dataclass
 class Session:
     """The data that a recording collected on the host. Times are those of `time.perf_counter_ns`."""
@@ -59,6 +70,8 @@ class Session:
     captures: dict[int, Captured] = field(default_factory=dict)  # by the number of the graph
     launches: list[tuple[int, int]] = field(default_factory=list)  # of graphs: the time before the call, the graph's number
     loops: list[LoopRun] = field(default_factory=list)
+    announced: list[Announced] = field(default_factory=list)
+    shard: Shard = WHOLE  # of this process
 
 
 class Event(NamedTuple):
@@ -89,6 +102,7 @@ class Row(NamedTuple):
     thread: int  # the host thread that caused the event
     cause_ns: int  # the time of the call that caused it
     link: int = 0  # correlation with that call
+    detail: str = ""  # as in `Event`
 
 
 class HostClock:

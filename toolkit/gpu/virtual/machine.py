@@ -253,9 +253,7 @@ class Machine:
             if builder is None:
                 raise not_recording("stopping a recording of the virtual GPU")
             shard, steps_from = self._shard, "marks" if self._marked else None
-            if shard != ranks.WHOLE:
-                meta = meta | {"rank": shard.rank, "world_size": shard.ranks, "groups": {ranks.GROUP: list(range(shard.ranks))}}
-            return builder.build(meta | {"sizes_only": sizes.used, "steps_from": steps_from})
+            return builder.build(meta | ranks.described(shard) | {"sizes_only": sizes.used, "steps_from": steps_from})
 
     @property
     def recording(self) -> bool:

@@ -49,7 +49,8 @@ class Effect(NamedTuple):
     algorithm: str = ""  # of a collective: a key of PHASES
 
 
-PHASES = {"one-shot": 1, "two-shot": 2}  # of a collective: how often the ranks wait for each other
+# Of a collective, the fixed time in units of `collective_ns`. NCCL's was measured on the same two H200s: 16.3 against 6.2 µs.
+PHASES = {"one-shot": 1.0, "NCCL": 16.3 / 6.2}
 WAIT = Effect("wait", 0, "cudaStreamSynchronize", cost="")
 
 

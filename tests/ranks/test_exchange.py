@@ -1,0 +1,17 @@
+"""The kernels by which CUDA GPUs exchange small tensors, on ranks that share memory of the host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks import exchanges
+from tests.ranks.pool import Ranks
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs them compiled")
+def test_many_exchanges_in_a_row(ranks: Ranks, tmp_path: Path, count: int) -> None:
+    assert ranks.results(count, exchanges.sums, str(tmp_path), count, 24) == [[]] * count

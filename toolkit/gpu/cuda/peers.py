@@ -1,0 +1,110 @@
+"""GPUs of several ranks that reach each other's memory: `connect` allocates memory on each that all ranks write to.
+
+The memory is PyTorch's symmetric memory. Multicast over NVLink is never used.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit.core.errors import DeviceError
+from toolkit.core.ranks import Shard, gather
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # tells machines with the same name apart
+_NAME_BYTES = 128
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Memory of the same size on the GPU of each rank. Keep it for as long as a rank may write.
+
+    Attributes:
+        own: int64, this rank's memory, which the others write to; zeros at first.
+        addresses: int64 [ranks], on the GPU, the addresses of the memory of all ranks in this process.
+    """
+
+    own: Tensor
+    addresses: Tensor
+    handle: Any
+
+
+def switch_multicast_off() -> None:
+    """Keep NCCL and symmetric memory from using multicast over NVLink. Call it before the first communication."""
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    os.environ["NCCL_NVLS_ENABLE"] = "0"
+
+
+def connect(device: torch.device, shard: Shard, count: int) -> tuple[Shared | None, str]:
+    """Allocate `count` int64 zeros on the GPU of each rank. All ranks must call it.
+
+    Returns None and the reason if the GPUs can't reach each other's memory. Raises DeviceError if two ranks use one GPU.
+    """
+    places = gather(_place(device))
+    names = [bytes(row.tolist()).rstrip(b"\0").decode() for row in places]
+    for rank, name in enumerate(names):
+        if names.index(name) < rank:
+            found = f"ranks {names.index(name)} and {rank} both use {name.replace(' ', ', GPU ')}"
+            raise DeviceError(f"a model over {shard.ranks} ranks on CUDA", found, 'Load on device="cuda", one GPU per rank')
+    why_not = _agreed(_unreachable(device, names, names[shard.rank].rpartition(" ")[0]))
+    if why_not:
+        return None, why_not
+    switch_multicast_off()
+    shared: Shared | None = None
+    try:
+        shared, why_not = _allocated(device, shard, count), ""
+    except RuntimeError as error:
+        why_not = str(error).partition("\n")[0][:160]
+    why_not = _agreed(why_not)
+    return (None, why_not) if why_not else (shared, "")
+
+
+def _allocated(device: torch.device, shard: Shard, count: int) -> Shared:
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import _SymmetricMemory
+    from torch.distributed._symmetric_memory import rendezvous
+
+    with torch.cuda.device(device):
+        # Not `symm_mem.empty`, whose memory pool counts as memory of the caching allocator.
+        memory = _SymmetricMemory.empty_strided_p2p((count + shard.ranks,), (1,), torch.int64, device)
+        handle = rendezvous(memory, dist.distributed_c10d._get_default_group().group_name)
+        memory[:count].zero_()
+        memory[count:].copy_(torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64))
+        torch.cuda.synchronize(device)  # the exchange of reasons that follows is a barrier: no rank writes before
+    return Shared(memory[:count], memory[count:], handle)
+
+
+def _place(device: torch.device) -> Tensor:
+    """Return the machine and the GPU's UUID as text of `_NAME_BYTES` bytes."""
+    boot = _BOOT.read_text().strip() if _BOOT.exists() else ""
+    machine = f"{socket.gethostname()[:40]}/{boot}"
+    text = f"{machine} {torch.cuda.get_device_properties(device).uuid}".encode()
+    return torch.frombuffer(bytearray(text.ljust(_NAME_BYTES, b"\0")), dtype=torch.uint8)
+
+
+def _unreachable(device: torch.device, names: list[str], here: str) -> str:
+    """Return why this GPU, on the machine `here`, can't reach those of the other ranks, or ""."""
+    visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    mine = device.index
+    for rank, name in enumerate(names):
+        machine, _, uuid = name.rpartition(" ")
+        if machine != here:
+            return f"rank {rank} is on another machine"
+        if uuid not in visible:
+            return f"the GPU of rank {rank} is not visible to the other ranks"
+        if visible[uuid] != mine and not torch.cuda.can_device_access_peer(mine, visible[uuid]):
+            return f"cuda:{mine} has no peer access to cuda:{visible[uuid]}"
+    return ""
+
+
+def _agreed(reason: str) -> str:
+    """Return the reason of the first rank that has one."""
+    row = torch.frombuffer(bytearray(reason.encode()[:256].ljust(256, b"\0")), dtype=torch.uint8)
+    found = [bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in gather(row)]
+    return next((f"{text} (rank {rank})" for rank, text in enumerate(found) if text), "")

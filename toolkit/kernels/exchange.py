@@ -1,0 +1,205 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-incomplete-defs, allow-untyped-decorators
+"""Collectives of small tensors in one launch: every rank writes its values into the memory of all others, and waits for theirs.
+
+Values travel with a flag, as 8-byte words that are written and read whole: 4 bytes of values, and the number of the exchange.
+A rank has the values of another once it finds the number of this exchange in every word, so no barrier is needed.
+
+Each block exchanges with the blocks of the same number on the other ranks, and counts its exchanges itself. It writes into two
+places in turn. It may overwrite what it wrote two exchanges ago: since then it has seen the other rank's words of the last
+exchange, which that rank wrote after its own launch before that one had ended. A launch therefore sends whole words for the
+whole block, also where the tensor has ended, and all ranks launch the same number of blocks.
+
+The launch that follows begins during the exchange, so that the next product loads its matrix while this one waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from toolkit.kernels.base import Launch
+from toolkit.kernels.early import INTERPRETED, await_previous, let_next_begin
+
+BLOCK_WORDS = 256  # that a block sends to each rank
+WORD_BYTES = 4  # of values per word
+MOST_BYTES = 1 << 19  # of a tensor. All blocks of a launch must be resident at once, since they wait for those of other ranks
+MOST_BLOCKS = MOST_BYTES // WORD_BYTES // BLOCK_WORDS
+PLACES = 2
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+POLLS = tl.constexpr(1 << 30)  # then the launch fails: after ten minutes or more
+
+
+@dataclass(frozen=True, eq=False)
+class Inbox:
+    """The memory by which the ranks of a group exchange small tensors.
+
+    Attributes:
+        rank: This rank.
+        words: int64 [PLACES, ranks, MOST_BLOCKS * BLOCK_WORDS], which the other ranks write to; zeros at first.
+        addresses: int64 [ranks], the addresses of the `words` of all ranks in this process.
+        counts: int32 [MOST_BLOCKS], how many exchanges each block has made; zeros at first.
+    """
+
+    rank: int
+    words: Tensor
+    addresses: Tensor
+    counts: Tensor
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return len(self.addresses)
+
+
+def all_reduce(inbox: Inbox, x: Tensor, out: Tensor) -> Launch:
+    """Return the launch that writes the sum of the ranks' tensors `x` to `out`, both contiguous and of one of DTYPES.
+
+    It sums in fp32, in the order of the ranks, so all ranks get the same bits.
+    """
+    arguments = {"x_ptr": x, "out_ptr": out, "n": x.numel(), **_inbox_arguments(inbox)}
+    return _launch(one_shot_all_reduce, arguments, inbox, x, x.numel())
+
+
+def all_gather(inbox: Inbox, x: Tensor, sizes: Sequence[int], out: Tensor) -> Launch:
+    """Return the launch that writes the ranks' tensors `x` [N, sizes[rank]] side by side to `out` [N, sum(sizes)].
+
+    Both are contiguous and of one of DTYPES.
+    """
+    rows = x.numel() // sizes[inbox.rank]
+    bounds = tuple(sum(sizes[:i]) for i in range(len(sizes) + 1))  # in a row of the result
+    arguments = {"x_ptr": x, "out_ptr": out, "n": x.numel(), "rows": rows, **_inbox_arguments(inbox)}
+    return _launch(one_shot_all_gather, arguments, inbox, x, rows * max(sizes), BOUNDS=bounds)
+
+
+def _inbox_arguments(inbox: Inbox) -> dict[str, Any]:
+    return {"words_ptr": inbox.words, "addresses_ptr": inbox.addresses, "counts_ptr": inbox.counts, "rank": inbox.rank}
+
+
+def _launch(function: Any, arguments: dict[str, Any], inbox: Inbox, x: Tensor, most: int, **constants: Any) -> Launch:
+    """Return the launch of `function`. `most` is the largest number of values that a rank sends to another."""
+    per_word = WORD_BYTES // x.element_size()
+    blocks = -(-most // (BLOCK_WORDS * per_word))
+    constants |= {
+        "RANKS": inbox.ranks, "PER_WORD": per_word, "BLOCK": BLOCK_WORDS, "ROOM": inbox.words.shape[-1],
+    }  # fmt: skip
+    return Launch(function, (blocks,), arguments, constants, warps=BLOCK_WORDS // 64, early=True)
+
+
+@triton.jit
+def one_shot_all_reduce(
+    x_ptr, out_ptr, n, words_ptr, addresses_ptr, counts_ptr, rank,
+    RANKS: tl.constexpr, PER_WORD: tl.constexpr, BLOCK: tl.constexpr, ROOM: tl.constexpr,
+):  # fmt: skip
+    let_next_begin()
+    await_previous()
+    block = tl.program_id(0)
+    number = tl.load(counts_ptr + block) + 1
+    i = block * BLOCK + tl.arange(0, BLOCK)
+    own = _packed(x_ptr, i, n, PER_WORD)
+    place = (number & 1) * RANKS
+    _send(_numbered(own, number), (place + rank) * ROOM + i, addresses_ptr, rank, RANKS)
+    low, high = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    for sender in tl.static_range(RANKS):
+        values = own
+        if sender != rank:
+            values = _received(words_ptr + (place + sender) * ROOM + i, number)
+        low += _value(values, 0, out_ptr.dtype.element_ty, PER_WORD)
+        if PER_WORD == 2:
+            high += _value(values, 1, out_ptr.dtype.element_ty, PER_WORD)
+    tl.store(out_ptr + i * PER_WORD, low, mask=i * PER_WORD < n)
+    if PER_WORD == 2:
+        tl.store(out_ptr + i * 2 + 1, high, mask=i * 2 + 1 < n)
+    tl.store(counts_ptr + block, number)
+
+
+@triton.jit
+def one_shot_all_gather(
+    x_ptr, out_ptr, n, rows, words_ptr, addresses_ptr, counts_ptr, rank,
+    BOUNDS: tl.constexpr, RANKS: tl.constexpr, PER_WORD: tl.constexpr, BLOCK: tl.constexpr, ROOM: tl.constexpr,
+):  # fmt: skip
+    let_next_begin()
+    await_previous()
+    block = tl.program_id(0)
+    number = tl.load(counts_ptr + block) + 1
+    i = block * BLOCK + tl.arange(0, BLOCK)
+    own = _packed(x_ptr, i, n, PER_WORD)
+    place = (number & 1) * RANKS
+    _send(_numbered(own, number), (place + rank) * ROOM + i, addresses_ptr, rank, RANKS)
+    for sender in tl.static_range(RANKS):
+        values = own
+        if sender != rank:
+            values = _received(words_ptr + (place + sender) * ROOM + i, number)
+        _place(values, i, out_ptr, rows, BOUNDS[sender], BOUNDS[sender + 1] - BOUNDS[sender], BOUNDS[RANKS], PER_WORD)
+    tl.store(counts_ptr + block, number)
+
+
+@triton.jit
+def _packed(x_ptr, i, n, PER_WORD: tl.constexpr):
+    """Return the values of word `i` as a uint32, zeros beyond the `n` values."""
+    if PER_WORD == 1:
+        values = tl.load(x_ptr + i, mask=i < n, other=0).to(tl.uint32, bitcast=True)
+    else:
+        low = tl.load(x_ptr + i * 2, mask=i * 2 < n, other=0).to(tl.uint16, bitcast=True).to(tl.uint32)
+        high = tl.load(x_ptr + i * 2 + 1, mask=i * 2 + 1 < n, other=0).to(tl.uint16, bitcast=True).to(tl.uint32)
+        values = low | (high << 16)
+    return values
+
+
+@triton.jit
+def _place(values, i, out_ptr, rows, START: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, PER_WORD: tl.constexpr):
+    """Write the values of words `i`, which are those of a tensor [rows, SIZE], from column START on to `out` [rows, WIDTH]."""
+    for half in tl.static_range(PER_WORD):
+        at = i * PER_WORD + half
+        value = _value(values, half, out_ptr.dtype.element_ty, PER_WORD)
+        tl.store(out_ptr + at // SIZE * WIDTH + START + at % SIZE, value, mask=at < rows * SIZE)
+
+
+@triton.jit
+def _numbered(values, number):
+    return (number.to(tl.int64) << 32) | values.to(tl.int64)
+
+
+@triton.jit
+def _value(values, half: tl.constexpr, dtype: tl.constexpr, PER_WORD: tl.constexpr):
+    """Return one of the values in uint32 words, as fp32."""
+    if PER_WORD == 1:
+        value = values.to(tl.float32, bitcast=True)
+    else:
+        value = (values >> (16 * half)).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _send(words, place, addresses_ptr, rank, RANKS: tl.constexpr):
+    """Write `words` to the same place in the memory of all other ranks, each rank beginning with another."""
+    for step in tl.static_range(1, RANKS):
+        address = tl.load(addresses_ptr + (rank + step) % RANKS)
+        tl.store(address.to(tl.pointer_type(tl.int64)) + place, words, cache_modifier=".wt")
+
+
+@triton.jit
+def _received(pointers, number):
+    """Wait until all words at `pointers` have this number, and return their values, uint32."""
+    words = tl.load(pointers, volatile=True)
+    missing = tl.max(((words >> 32) != number).to(tl.int32))
+    polls = 0
+    while (missing != 0) & (polls < POLLS):
+        words = tl.load(pointers, volatile=True)
+        missing = tl.max(((words >> 32) != number).to(tl.int32))
+        polls += 1
+    if not INTERPRETED:
+        _fail_if(missing)
+    return (words & 0xFFFFFFFF).to(tl.uint32)
+
+
+@triton.jit
+def _fail_if(missing):
+    """End the launch with an error if `missing` is not 0."""
+    if missing != 0:
+        tl.inline_asm_elementwise("trap; mov.b32 $0, $1;", "=r,r", [missing], tl.int32, is_pure=False, pack=1)
