@@ -1,19 +1,27 @@
-"""`python -m toolkit demo`: compare every decode strategy with a demo model.
+"""The command line.
 
-Loads the demo model, generates under every strategy on the virtual GPU (and on CUDA, if available), prints the
-comparison, writes a self-contained page with the timelines, and says what to try next.
+    python -m toolkit demo                                 compare every decode strategy with a demo model
+    python -m toolkit run MODEL PROMPT                     generate, and save the trace with --save
+    torchrun --nproc-per-node 2 -m toolkit run MODEL PROMPT     the same on two ranks, which divide the model
+
+The demo generates under every strategy on the virtual GPU (and on CUDA, if available), prints the comparison, writes a
+self-contained page with the timelines, and says what to try next.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import toolkit as tk
+from toolkit.core.ranks import announcing, join, leave
 from toolkit.core.units import print_any_text
+from toolkit.ranks.runs import collected
 
 PROMPT = "The capital of France is"
 
@@ -49,19 +57,65 @@ def has_cuda() -> bool:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=tempfile.gettempdir()).returncode == 0
 
 
+def run(options: argparse.Namespace) -> None:
+    """Load a model, generate, and print the text as it comes. With several ranks, only rank 0 prints and saves."""
+    shard = join(int(os.environ.get("WORLD_SIZE", "1")) if options.tensor_parallel is None else options.tensor_parallel)
+    first = shard.rank == 0
+    with announcing():
+        model = tk.load(
+            options.model, device=options.device or "auto", dtype=options.dtype, scheme=options.scheme, progress=first,
+            tensor_parallel=shard.ranks,
+        )  # fmt: skip
+        found = tk.generate(
+            model, options.prompt, options.strategy, max_new_tokens=options.max_new_tokens, temperature=options.temperature,
+            seed=options.seed, context=options.context, kv=options.kv, record=options.save is not None,
+            on_token=_print_piece if first else None,
+        )  # fmt: skip
+        whole = collected(found, shard)
+        leave()
+    if whole is not None:
+        print(f"\n\n{whole}")
+        if options.save is not None:
+            print(f"Saved as {whole.save(options.save)}: tk.open_trace shows it")
+
+
+def _print_piece(token: int, text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _add_run(commands: Any) -> None:
+    parser = commands.add_parser("run", help="generate text; with torchrun, on several ranks that divide the model")
+    parser.add_argument("model", help='"demo/qwen3", a folder, a .gguf file, a repository of the Hub')
+    parser.add_argument("prompt")
+    parser.add_argument("--device", help='"cuda", "cpu", "virtual:h200"... (default: CUDA if available, otherwise virtual)')
+    parser.add_argument("--tensor-parallel", type=int, help="ranks that divide the model (default: all that torchrun started)")
+    parser.add_argument("--strategy", default="cuda-graph", help="how to decode (default: cuda-graph)")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens to generate (default: 128)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 (default): the most probable token")
+    parser.add_argument("--seed", type=int, default=0, help="of random choices (default: 0)")
+    parser.add_argument("--dtype", help="the dtype of computation")
+    parser.add_argument("--scheme", help='how matrices are stored: "q4_k_m", "int8"... (default: as in the file)')
+    parser.add_argument("--context", type=int, help="positions in the cache (default: as many as needed)")
+    parser.add_argument("--kv", help='the format of keys and values in the cache: "int8", "int4", "k4v8"')
+    parser.add_argument("--save", type=Path, help="the file for the run and its trace, which has the events of all ranks")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit status. Prints errors of the toolkit as one line."""
     parser = argparse.ArgumentParser(prog="python -m toolkit", description="See every copy of every decode step.")
     commands = parser.add_subparsers(dest="command", required=True)
-    run = commands.add_parser("demo", help="generate under every strategy, print the copies, write a page of timelines")
-    run.add_argument("--out", type=Path, default=Path("demo.html"), help="the page to write (default: demo.html)")
-    run.add_argument("--device", help='where to run: "cuda", "virtual:rtx-5090"... (default: virtual, and CUDA if available)')
-    run.add_argument("--max-new-tokens", type=int, default=64, help="tokens to generate (default: 64)")
-    run.add_argument("--model", default="demo/qwen3", help='"demo/gemma4", "demo/qwen3.5-moe", a path (default: demo/qwen3)')
+    _add_run(commands)
+    shown = commands.add_parser("demo", help="generate under every strategy, print the copies, write a page of timelines")
+    shown.add_argument("--out", type=Path, default=Path("demo.html"), help="the page to write (default: demo.html)")
+    shown.add_argument("--device", help='where to run: "cuda", "virtual:rtx-5090"... (default: virtual, and CUDA if available)')
+    shown.add_argument("--max-new-tokens", type=int, default=64, help="tokens to generate (default: 64)")
+    shown.add_argument("--model", default="demo/qwen3", help='"demo/gemma4", "demo/qwen3.5-moe", a path (default: demo/qwen3)')
     options = parser.parse_args(arguments)
     print_any_text()
     try:
-        if options.device:
+        if options.command == "run":
+            run(options)
+        elif options.device:
             demo(options.out, options.device, options.max_new_tokens, options.model)
         else:
             demo_everywhere(options.out, options.max_new_tokens, options.model)

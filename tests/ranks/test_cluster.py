@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import toolkit as tk
-from toolkit.core.errors import DeviceError, RankError, UnknownNameError
+from toolkit.core.errors import DeviceError, ModelError, RankError, UnknownNameError
 from toolkit.core.version import __version__
 from toolkit.gpu.opening import open_device
 from toolkit.ranks.cluster import Cluster, check_versions
@@ -190,6 +190,39 @@ def test_what_cannot_be_run(pair: Cluster) -> None:
         pair.run(print, threading.Lock())
     with pytest.raises(RankError, match="3 is not a function"):
         pair.run(3)  # type: ignore[arg-type]
+
+
+def test_a_model_on_a_cluster_is_loaded_generated_from_and_compared(pair: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    alone = tk.load("demo/qwen3", "virtual:h200", progress=False)
+    model = tk.load("demo/qwen3", cluster=pair)
+    assert repr(model) == "RankedModel('demo/qwen3' on Cluster('virtual:h200', ranks=2, open))"
+    assert [str(report.shard) for report in model.reports] == ["rank 0 of 2", "rank 1 of 2"]
+    options: dict[str, Any] = {"max_new_tokens": 4, "temperature": 0.7, "seed": 3}
+    run = tk.generate(model, "The capital", "cuda-graph", on_token=lambda token, text: print(token), **options)
+    assert run.tokens == tk.generate(alone, "The capital", "cuda-graph", **options).tokens
+    assert run.device == "2 x virtual:h200"
+    assert set(run.trace["rank"].tolist()) == {0, 1}
+    assert len(run.trace.collectives()) == 4 * 8
+    assert capsys.readouterr().out.splitlines() == [f"rank 0: {token}" for token in run.tokens]
+    table = tk.compare(model, [1, 2, 3], ["roundtrip", "whole-loop"], max_new_tokens=3).table
+    assert list(table["strategy"]) == ["roundtrip", "whole-loop"]
+    assert table["same_tokens"].all()
+    model.free()
+    with pytest.raises(RankError, match="KeyError"):
+        tk.generate(model, "The")
+
+
+def test_what_only_works_in_one_process_is_refused(pair: Cluster) -> None:
+    with pytest.raises(ModelError, match=r"device='cpu', tensor_parallel=1. Leave them out: the cluster has 2 ranks"):
+        tk.load("demo/qwen3", "cpu", cluster=pair)
+    with pytest.raises(ModelError, match="an event to cancel"):
+        tk.load("demo/qwen3", cluster=pair, cancel=threading.Event())
+    with pytest.raises(RankError, match="demo/gemma4"):
+        tk.load("demo/gemma5", cluster=pair)
+    model = tk.load("demo/qwen3", cluster=pair)
+    with pytest.raises(ModelError, match="cancel= only works in one process"):
+        tk.generate(model, "The", cancel=threading.Event())
+    model.free()
 
 
 def is_killed() -> None:

@@ -20,7 +20,7 @@ from toolkit.core.units import bytes_text
 from toolkit.decode.loop import generate
 from toolkit.decode.run import Run
 from toolkit.decode.strategies import STRATEGIES, OwnLoop, Strategy, find_strategy, strategies_of
-from toolkit.models.model import Model
+from toolkit.models.model import Model, Remote
 from toolkit.trace.columns import COPY_KINDS
 from toolkit.trace.copies import copies_per_step
 from toolkit.trace.differences import brief_time
@@ -107,7 +107,7 @@ class Entry:
 
 
 def compare(
-    model: Model | Mapping[str, Model] | list[Model] | tuple[Model, ...],
+    model: Model | Remote | Mapping[str, Model] | list[Model] | tuple[Model, ...],
     prompt: Any,
     decode: Iterable[str | Strategy] | None = None,
     *,
@@ -117,8 +117,8 @@ def compare(
     """Generate from `prompt` with each strategy of `decode` (default: all) and compare the runs.
 
     `model` may be several models on one device, as a list or a mapping: `tk.compare({"ours": a, "theirs": b}, prompt)`. A
-    strategy that only some models support, such as "hf-generate", runs on those models only. `options` are passed to
-    `generate`.
+    strategy that only some models support, such as "hf-generate", runs on those models only. A model that a cluster holds is
+    compared alone, on all ranks. `options` are passed to `generate`.
 
     If the clock is measured, every strategy is warmed up and timed without recording before the first recording starts. CUPTI
     stays attached after a process's first recording and slows down every later launch (demo model on an H200: from 850 to 680
@@ -128,6 +128,8 @@ def compare(
     Raises RecorderError if the device is being recorded, UnknownNameError for an unknown strategy, and ToolkitError for models
     on different devices and for an empty list of models or strategies.
     """
+    if isinstance(model, Remote):
+        return model.compare(prompt, decode, lines=lines, **options)  # type: ignore[no-any-return]
     names = [decode] if isinstance(decode, str | Strategy) else decode if decode is None else list(decode)
     entries = _entries(_named(model), names)
     device = entries[0].model.device

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Generator, Iterator, Mapping, 
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from traceback import clear_frames
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from toolkit.kernels.filters import NO_TOKEN
 from toolkit.models.cache import Cache
 from toolkit.models.cache_codes import check_kv
 from toolkit.models.chunks import chunk_of
-from toolkit.models.model import Model
+from toolkit.models.model import Model, Remote
 from toolkit.text.prompts import StopText, TextStream, prompt_ids
 
 SMALL = 1 << 24  # numbers in a model that one thread computes as quickly as several
@@ -37,7 +38,7 @@ AHEAD = 64  # tokens that "whole-loop" computes at most before the host has look
 
 
 def generate(
-    model: Model,
+    model: Model | Remote,
     prompt: str | Sequence[int] | Tensor,
     decode: str | Strategy | OwnLoop = "double-buffered",
     *,
@@ -64,7 +65,8 @@ def generate(
     """Generate up to `max_new_tokens` tokens after `prompt` with the strategy `decode`.
 
     Args:
-        model: A model from `tk.load` or `tk.load_exported`.
+        model: A model from `tk.load` or `tk.load_exported`. One that a cluster holds generates on all ranks; the trace then has
+            the events of all of them.
         prompt: Text or token ids.
         decode: The name of a strategy (see `tk.STRATEGIES`) or a `Strategy`. A model loaded with engine="hf" also offers
             "hf-generate", the `generate` method of transformers, which returns all tokens at the end.
@@ -90,6 +92,9 @@ def generate(
     no token can be chosen because logits are NaN or infinite; UnknownNameError for an unknown strategy or `kv`; and DeviceError
     if the strategy captures graphs and the device, the model or one of its operations doesn't support that.
     """
+    asked = {name: value for name, value in locals().items() if name != "model"}
+    if isinstance(model, Remote):
+        return model.generate(**asked)  # type: ignore[no-any-return]
     strategy = find_strategy(decode, {**STRATEGIES, **strategies_of(model)})
     sampling = Sampling(temperature, top_k, top_p, seed, min_p, repetition_penalty, logit_bias or {})
     ids = prompt_ids(model, prompt)
@@ -106,8 +111,8 @@ def generate(
     if on_token is not None and not callable(on_token):
         raise ModelError("tokens as they come", f"on_token={brief(on_token)}", "Give a function of a token id and its text")
     _check_ranks(
-        model, cancel, prompt=ids, decode=strategy, limit=limit, context=context, sampling=sampling, kv=kv, prefill_chunk=chunk,
-        stop=stops, eos=sorted(ends), fallback=fallback,
+        model, strategy, cancel, prompt=ids, decode=strategy, limit=limit, context=context, sampling=sampling, kv=kv,
+        prefill_chunk=chunk, stop=stops, eos=sorted(ends), fallback=fallback,
     )  # fmt: skip
     cancel = cancel or threading.Event()
     device, text = model.device, _Text(model, ends, stops, on_token)
@@ -161,9 +166,13 @@ def _few_threads(model: Model) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _check_ranks(model: Model, cancel: threading.Event | None, **facts: object) -> None:
+def _check_ranks(model: Model, strategy: Strategy | OwnLoop, cancel: threading.Event | None, **facts: Any) -> None:
     """Check that all ranks of a divided model do the same run."""
     shard: Shard = getattr(model, "shard", WHOLE)
+    by_itself = isinstance(strategy, Strategy) and strategy.capture == "loop" and model.device.clock == "measured"
+    if shard != WHOLE and by_itself and facts["stop"]:
+        found = "the hosts of the ranks would end the loops of their GPUs at different steps"
+        raise ModelError(f"{strategy.name} with stop= over {shard.ranks} ranks", found, 'Use decode="cuda-graph"')
     if shard != WHOLE and cancel is not None:
         found = "ranks would stop at different steps, and wait for each other"
         raise ModelError(f"cancel= with a model over {shard.ranks} ranks", found, "Interrupt the processes instead")

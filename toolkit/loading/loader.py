@@ -14,12 +14,12 @@ import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from toolkit.core.errors import DeviceError, ModelError, ToolkitError, UnknownNameError, brief, unknown_name
+from toolkit.core.errors import ModelError, ToolkitError, UnknownNameError, brief, unknown_name
 from toolkit.core.numbers import seed_of
 from toolkit.core.progress import Counter, Progress
 from toolkit.core.ranks import WHOLE, Shard, check_same, join
@@ -39,8 +39,17 @@ from toolkit.loading.room import check_room, needed_bytes, too_big
 from toolkit.models.cache import Cache
 from toolkit.models.model import CausalLM
 from toolkit.models.places import assign
+from toolkit.ops.exchange import links
 from toolkit.weights.recipes import Recipe, recipe
 from toolkit.weights.schemes import Scheme
+
+
+class OnRanks(Protocol):
+    """Processes that load a model together: `toolkit.ranks.cluster.Cluster`."""
+
+    def load(self, path: Any, **options: Any) -> Any:
+        """Load a model on all ranks and return a handle of it."""
+
 
 ENGINES = ("toolkit", "hf")
 SMALLER = ("int8", "q4_k_m")  # schemes to propose if the weights do not fit, the most precise first
@@ -59,6 +68,7 @@ def load(
     revision: str | None = None,
     token: str | bool | None = None,
     tensor_parallel: int = 1,
+    cluster: OnRanks | None = None,
 ) -> Any:
     """Load a model onto a device, ready for `tk.generate` and for `model(ids)`.
 
@@ -83,12 +93,17 @@ def load(
         token: access token of the Hub. Default: HF_TOKEN, else the one that `hf auth login` saved. False: none.
         tensor_parallel: the number of ranks that divide the model: all processes of torch.distributed's default group, which
             torchrun starts. Each of them calls `load` with the same arguments, and reads and holds only its part.
+        cluster: a cluster from `tk.cluster`, whose ranks load the model on its devices, each its part. `tk.generate` and
+            `tk.compare` then run on all ranks. Leave out device=, cancel= and functions of progress.
 
     Returns the model. `model.report` describes the load. Raises FormatError if files are missing, damaged or do not match the
     config, ModelError for an unknown architecture, DeviceError if the weights do not fit on the device (of a repository, before
     they are downloaded), HubError if a repository cannot be downloaded, RankError if the ranks differ or are missing, and
     CancelledError.
     """
+    given = dict(locals())
+    if cluster is not None:
+        return cluster.load(**{name: value for name, value in given.items() if name != "cluster"})
     if engine not in (None, *ENGINES):
         raise unknown_name("engine", engine, ENGINES)
     if engine == "hf" or isinstance(path, nn.Module):
@@ -144,11 +159,11 @@ def _check_ranks(shard: Shard, asked: str, device: Device, **facts: object) -> N
     """Check that the ranks load the same model on devices of one kind, on which they can exchange results."""
     if shard == WHOLE:
         return
-    if device.torch.type == "cuda":
-        found = "collectives on CUDA are not written yet"
-        raise DeviceError(f"{asked} over {shard.ranks} ranks on {device.name}", found, 'Use "virtual:h200" or "cpu"')
     card = device.name if device.spec is None else device.spec.name
     check_same(shard, f"loading {asked}", device=card, torch=torch.__version__, toolkit=__version__, **facts)
+    if device.torch.type == "cuda":
+        torch.cuda.set_device(device.torch)  # NCCL and launch plans use the current one
+        links(device.torch)
 
 
 def _option_of_wrapped(

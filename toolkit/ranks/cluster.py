@@ -25,6 +25,7 @@ from toolkit.gpu.virtual.device import spec_of
 from toolkit.ranks.engines import Engines
 from toolkit.ranks.packing import pack
 from toolkit.ranks.rank import at_peak, enter, execute, prepare, versions
+from toolkit.ranks.remote import RankedModel, load_on
 from toolkit.ranks.spreading import Spread
 from toolkit.ranks.waiting import Tasks, error_of, first_failure
 
@@ -169,6 +170,11 @@ class Cluster:
 
         tables = self.run(at_peak, function, args, kwargs)
         return pd.concat(dict(enumerate(tables)), names=["rank"]).reset_index("rank").reset_index(drop=True)
+
+    def load(self, path: Any, **options: Any) -> RankedModel:
+        """Load a model on all ranks, each of which holds its part; `tk.load(path, cluster=...)` calls this."""
+        defaults = {"device": "auto", "tensor_parallel": 1, "progress": True, "cancel": None}
+        return load_on(self, path, defaults | options)
 
     def _run(self, asked: str, payload: bytes) -> list[bytes]:
         tasks = Tasks(self._engines, self.ranks)

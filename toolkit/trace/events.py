@@ -102,6 +102,10 @@ class Trace:
         texts = (text if text.isascii() else text.encode(errors="replace").decode() for text in strings)  # no lone surrogates
         self._columns, self.strings, self.meta = frozen, tuple(texts), dict(meta)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle without the columns that are absent, such as for another process."""
+        return Trace, (None if self._columns is None else dict(self._present()), self.strings, self.meta)
+
     @property
     def columns(self) -> dict[str, NDArray[Any]]:
         """All columns by name. Raises RecorderError if the recording has not ended."""

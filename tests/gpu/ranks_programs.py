@@ -1,0 +1,270 @@
+"""What the ranks of `test_ranks.py` run, each in a process that torchrun starts.
+
+    torchrun --nproc-per-node 2 -m tests.gpu.ranks_programs FOLDER DEVICE SECTION ...
+
+Each section returns plain values, which a rank writes to FOLDER/SECTION-RANK.json. After an error, the process ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+
+from toolkit.core.ranks import current, join, latest
+from toolkit.decode.loop import generate
+from toolkit.decode.strategies import STRATEGIES
+from toolkit.gpu.opening import open_device
+from toolkit.loading.loader import load
+from toolkit.ops import exchange
+from toolkit.ops.collectives import all_gather, all_reduce
+from toolkit.trace.columns import KINDS
+
+DEMOS = ("demo/qwen3", "demo/gemma4", "demo/qwen3.5-moe")
+PROMPT = "The capital of France is"
+SIZES = (1, 2, 3, 1000, 5376, 65_537, 131_072, 400_000)  # the last one goes through NCCL in all dtypes
+LATE_NS = 200_000
+
+
+def bits(x):
+    return hashlib.sha256(x.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()).hexdigest()
+
+
+def part(rank, size, dtype, seed):
+    """The tensor of a rank, which the others compute, too."""
+    made = torch.Generator().manual_seed(1000 * seed + rank)
+    return (torch.randn(size, generator=made) * 3).to(dtype)
+
+
+def sums(device):
+    """Eager sums and joins against references, with the bits of the results."""
+    shard, wrong, found = current(), [], []
+    ranks = range(shard.ranks)
+    for seed, (dtype, size) in enumerate((d, s) for d in exchange.DTYPES for s in SIZES):
+        parts = [part(rank, size, dtype, seed) for rank in ranks]
+        out = all_reduce(parts[shard.rank].to(device.torch), shard.ranks)
+        wanted = torch.stack(parts).sum(0, dtype=torch.float32).to(dtype)
+        if not torch.equal(out.cpu(), wanted):
+            wrong.append(f"all_reduce {dtype} {size}: {(out.cpu().float() - wanted.float()).abs().max():.3g}")
+        found.append(bits(out))
+        sizes = [size + (rank % 2) for rank in ranks]
+        for rows in (1, 3):
+            parts = [part(rank, rows * sizes[rank], dtype, seed).view(rows, -1) for rank in ranks]
+            out = all_gather(parts[shard.rank].to(device.torch), sizes)
+            if not torch.equal(out.cpu(), torch.cat(parts, 1)):
+                wrong.append(f"all_gather {dtype} {rows} x {size}")
+            found.append(bits(out))
+    odd = torch.arange(10, dtype=torch.bfloat16, device=device.torch)[1:8]  # not aligned
+    if not torch.equal(all_reduce(odd, shard.ranks), shard.ranks * odd):
+        wrong.append("a tensor that is not aligned")
+    return {"wrong": wrong, "bits": found, "why_not": exchange.links(device.torch).why_not}
+
+
+def _publications(trace):
+    """Return how many events there are by name and step, of those that end the steps of a loop."""
+    names = [(name, int(step)) for name, step in zip(trace.text("name"), trace["step"], strict=True) if name]
+    return [len(names), sum("publish" in name for name, _ in names), [step for name, step in names if "publish" in name][:8]]
+
+
+def by_nccl(device):
+    """The same, as if the GPUs did not reach each other; and in a graph."""
+    links = exchange.links(device.torch)
+    exchange._links = dataclasses.replace(links, inbox=None, why_not="a test")
+    try:
+        found = sums(device)
+        model = load("demo/qwen3", device, progress=False, tensor_parallel=current().ranks)
+        for name in ("double-buffered", "cuda-graph"):
+            found[name] = generate(model, PROMPT, name, max_new_tokens=16, record=False).tokens
+        try:
+            found["whole-loop"] = generate(model, PROMPT, "whole-loop", max_new_tokens=16, record=False).tokens
+        except Exception as error:
+            found["whole-loop"] = f"{type(error).__name__}: {error}"
+        return found
+    finally:
+        exchange._links = links
+
+
+def race(device):
+    """Thousands of sums and joins in a row, eagerly and in a graph, with ranks that are late in turn."""
+    shard, n = current(), 5376
+    ones = torch.ones(n, dtype=torch.bfloat16, device=device.torch)
+    wrong = []
+    with torch.no_grad():
+        total = torch.zeros(n, device=device.torch)
+        for i in range(2000):
+            if i % 100 == 50 * (shard.rank % 2):
+                torch.cuda._sleep(200_000)
+            x = all_reduce(ones * (i % 7), shard.ranks)
+            y = all_gather(x[: 100 + i % 5], [100 + i % 5] * shard.ranks)
+            total += x.float() - shard.ranks * (i % 7) + y.float().sum() - y.numel() * shard.ranks * (i % 7)
+        wrong += [f"eager: {total.abs().max().item()}"] if total.abs().max().item() else []
+        value, out = torch.zeros(n, device=device.torch), torch.zeros(n, device=device.torch)
+
+        def step():
+            value.add_(1)
+            x = value
+            for _ in range(3):
+                x = all_reduce(x, shard.ranks)
+            out.copy_(all_gather(x[: n // 2], [n // 2] * shard.ranks) if shard.ranks == 2 else x)
+
+        step()
+        graph = device.capture(step)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for i in range(3000):
+            if i % 200 == 100 * (shard.rank % 2):
+                torch.cuda._sleep(300_000)
+            graph.replay()
+            if i % 500 == 0 and out.unique().tolist() != [shard.ranks**3 * (i + 2.0)]:
+                wrong.append(f"graph: {out.unique()[:5].tolist()} in replay {i}")
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+        if out.unique().tolist() != [shard.ranks**3 * 3001.0]:
+            wrong.append(f"graph: {out.unique()[:5].tolist()} at the end")
+    return {"wrong": wrong, "us_per_replay": seconds / 3000 * 1e6}
+
+
+def tokens(device):
+    """Tokens of one GPU and of all, under every strategy."""
+    shard, found = current(), {}
+    for path in DEMOS:
+        for dtype in ("float32",):
+            models = [load(path, device, dtype=dtype, progress=False, tensor_parallel=n) for n in (1, shard.ranks)]
+            for options in ({}, {"temperature": 0.9, "seed": 11, "top_p": 0.95}):
+                names = ("cuda-graph", "whole-loop") if options else STRATEGIES
+                run = {"max_new_tokens": 40, "record": False, "eos": (), **options}
+                wanted = generate(models[0], PROMPT, "double-buffered", **run).tokens
+                for name in names:
+                    began = time.perf_counter()
+                    ours = generate(models[1], PROMPT, name, **run).tokens
+                    title = f"{path} {dtype} {name} {'sampled' if options else 'greedy'}"
+                    found[title] = ours == wanted
+                    if shard.rank == 0:
+                        print(f"  {title}: {ours == wanted} in {time.perf_counter() - began:.1f} s", flush=True)
+    return found
+
+
+def steps(device):
+    """The copies and collectives of every step of two strategies, and the peaks of memory."""
+    shard, found = current(), {}
+    for path in ("demo/qwen3", "demo/gemma4"):
+        before = device.memory().allocated_bytes
+        model = load(path, device, dtype="bfloat16", progress=False, tensor_parallel=shard.ranks)
+        loaded = device.memory().allocated_bytes - before
+        for name in ("position-on-device", "double-buffered", "cuda-graph"):
+            run = {"max_new_tokens": 9, "eos": ()}
+            generate(model, PROMPT, name, record=False, **run)
+            device.sync()
+            device.reset_peak()
+            held = device.memory().allocated_bytes
+            generate(model, PROMPT, name, record=False, **run)
+            peak = device.memory().peak_bytes - held
+            trace = generate(model, PROMPT, name, lines=False, **run).trace
+            found[f"{path} {name}"] = {"peak": peak, "held": loaded, "meta": trace.meta.get("groups"), **_events(trace)}
+    return found
+
+
+def _events(trace):
+    """Return the copies of each step, and the collectives in order."""
+    kinds, step = [KINDS[kind] for kind in trace["kind"]], trace["step"].tolist()
+    copies = [(step[i], kind, int(trace["bytes"][i])) for i, kind in enumerate(kinds) if kind in ("h2d", "d2h", "d2d")]
+    rows = [i for i, kind in enumerate(kinds) if kind == "collective"]
+    texts = [trace.text(name) for name in ("operation", "algorithm", "group")]
+    first = trace["seq"][rows].min(initial=1 << 62)  # virtual GPUs count from their start on
+    numbers = [trace["bytes"].tolist(), trace["group_size"].tolist(), (trace["seq"] - first).tolist()]
+    numbers += [trace["step"].tolist(), trace["rank"].tolist()]
+    return {
+        "copies": sorted(copies),
+        "collectives": [[column[i] for column in (*texts, *numbers)] for i in rows],
+        "us": [int(trace["dur_ns"][i]) / 1000 for i in rows][-20:],
+    }
+
+
+def late(device):
+    """A recording of sums, before one of which one rank is late. Each rank saves its trace.
+
+    The sums are captured in a graph, in which no host makes a rank late.
+    """
+    shard = current()
+    x = torch.ones(5376, dtype=torch.bfloat16, device=device.torch)
+    cycles = int(LATE_NS * 1e-9 * _clock_hz(device))
+
+    def step():
+        for i in range(300):
+            if i == 150 and shard.rank == shard.ranks - 1:
+                torch.cuda._sleep(cycles)
+            all_reduce(x, shard.ranks)
+            torch.mul(x, 1.0)
+
+    with torch.no_grad():
+        step()
+        with device.record(lines=False) as trace:
+            graph = device.capture(step)
+            latest(0)  # a barrier
+            graph.replay()
+            device.sync()
+    sleeps = [int(trace["dur_ns"][i]) for i, name in enumerate(trace.text("name")) if name and "spin" in name]
+    trace.save(Path(sys.argv[1]) / f"late-rank{shard.rank}.npz")
+    return {"slept_ns": sleeps, "collectives": int(trace.is_kind("collective").sum())}
+
+
+def _clock_hz(device):
+    """Return the cycles of `_sleep` per second."""
+    times = []
+    for _ in range(3):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events[0].record()
+        torch.cuda._sleep(10_000_000)
+        events[1].record()
+        torch.cuda.synchronize()
+        times.append(events[0].elapsed_time(events[1]))
+    return 1e7 / (min(times) * 1e-3)
+
+
+def loop(device):
+    """A whole loop is recorded, and one with a stop string is refused."""
+    shard = current()
+    model = load("demo/qwen3", device, progress=False, tensor_parallel=shard.ranks)
+    trace = generate(model, PROMPT, "whole-loop", max_new_tokens=24, eos=(), lines=False).trace
+    try:
+        generate(model, PROMPT, "whole-loop", max_new_tokens=24, stop="\n")
+        refused = ""
+    except Exception as error:
+        refused = str(error)
+    events = _events(trace)
+    return {"refused": refused, "count": len(events["collectives"]), "publish": _publications(trace), **events}
+
+
+SECTIONS = {f.__name__: f for f in (sums, race, tokens, steps, late, loop, by_nccl)}
+
+
+def main():
+    folder, name, *sections = sys.argv[1:]
+    device = open_device(name)
+    shard = join(int(os.environ["WORLD_SIZE"]))
+    if device.torch.type == "cuda":
+        torch.cuda.set_device(device.torch)
+    for section in sections:
+        began = time.perf_counter()
+        file = Path(folder) / f"{section}-{shard.rank}.json"
+        try:
+            file.write_text(json.dumps(SECTIONS[section](device), default=str))
+        except BaseException:
+            file.write_text(json.dumps({"error": traceback.format_exc()}))
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)  # other ranks may wait for this one, also on its GPU
+        print(f"rank {shard.rank} {name} {section}: {time.perf_counter() - began:.1f} s", flush=True)
+    latest(0)  # a barrier: all have ended
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

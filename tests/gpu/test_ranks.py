@@ -1,0 +1,131 @@
+"""A model over two CUDA GPUs, which torchrun starts: results, races, traces and memory, next to those of two virtual GPUs."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+import toolkit as tk
+from tests.gpu.ranks_programs import LATE_NS, SECTIONS
+
+RANKS = 2
+LIMIT_S = 150  # for all sections together
+
+
+def torchrun(*arguments, seconds):
+    """Run a module on both ranks, and show what it prints. Returns whether it ended with success."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS), "--master-addr", "127.0.0.1"]
+    command += ["--master-port", str(port), "-m", *arguments]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(command, env=environment, stdout=sys.stderr, start_new_session=True)
+    try:
+        return process.wait(seconds) == 0
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, 15)
+            process.wait()
+
+
+def run_sections(folder, device, sections, seconds):
+    """Run the sections, and after one that fails those that follow it. Returns the results of all ranks by section."""
+    ends, left = time.monotonic() + seconds, list(sections)
+    while left and time.monotonic() < ends:
+        torchrun("tests.gpu.ranks_programs", str(folder), device, *left, seconds=ends - time.monotonic())
+        done = [section for section in left if all((folder / f"{section}-{rank}.json").exists() for rank in range(RANKS))]
+        failed = next((section for section in left if section not in done), None)
+        left = [] if failed is None else left[left.index(failed) + 1 :]
+    found = {}
+    for section in sections:
+        files = [folder / f"{section}-{rank}.json" for rank in range(RANKS)]
+        found[section] = [json.loads(file.read_text()) if file.exists() else {"error": "no result"} for file in files]
+        print(section, json.dumps(found[section])[:3000], file=sys.stderr, flush=True)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("cuda")
+
+
+@pytest.fixture(scope="module")
+def real(folder):
+    return run_sections(folder, "cuda", SECTIONS, LIMIT_S)
+
+
+@pytest.fixture(scope="module")
+def virtual(tmp_path_factory):
+    return run_sections(tmp_path_factory.mktemp("virtual"), "virtual:h200", ["steps"], 60)["steps"]
+
+
+def results(found, section):
+    for rank, one in enumerate(found[section]):
+        assert "error" not in one, f"rank {rank}: {one['error']}"
+    return found[section]
+
+
+@pytest.mark.parametrize("section", ["sums", "by_nccl"])
+def test_sums_are_those_of_the_reference_and_the_same_on_both_ranks(real, section):
+    pair = results(real, section)
+    assert [one["wrong"] for one in pair] == [[], []]
+    assert pair[0]["bits"] == pair[1]["bits"]
+    assert bool(pair[0]["why_not"]) == (section == "by_nccl")
+
+
+def test_many_in_a_row(real):
+    assert [one["wrong"] for one in results(real, "race")] == [[], []]
+
+
+def test_tokens_are_those_of_one_gpu(real):
+    for rank, one in enumerate(results(real, "tokens")):
+        assert all(one.values()), (rank, [title for title, same in one.items() if not same])
+
+
+def test_tokens_by_nccl(real):
+    pair = results(real, "by_nccl")
+    assert pair[0]["double-buffered"] == pair[0]["cuda-graph"] == pair[1]["cuda-graph"]
+    assert "NCCL" in pair[0]["whole-loop"]  # refused
+
+
+def test_steps_are_those_of_virtual_gpus(real, virtual):
+    for rank, (ours, modelled) in enumerate(zip(results(real, "steps"), virtual, strict=True)):
+        assert ours.keys() == modelled.keys()
+        for title in ours:
+            for name in ("copies", "collectives", "meta"):
+                assert ours[title][name] == modelled[title][name], (rank, title, name)
+
+
+def test_memory_is_that_of_virtual_gpus(real, virtual):
+    for rank, (ours, modelled) in enumerate(zip(results(real, "steps"), virtual, strict=True)):
+        for title in ours:
+            assert (ours[title]["held"], ours[title]["peak"]) == (modelled[title]["held"], modelled[title]["peak"]), (
+                rank,
+                title,
+            )
+
+
+def test_a_late_rank_is_found(real, folder):
+    pair = results(real, "late")
+    trace = tk.open_trace([folder / f"late-rank{rank}.npz" for rank in range(RANKS)])
+    table = trace.collectives()
+    assert len(table) == 300
+    worst = table.loc[table["rank0_wait_us"][1:].idxmax()]  # before the first one, ranks wait for the hosts of others
+    assert worst["seq"] == 150
+    assert worst["last_rank"] == RANKS - 1
+    assert worst["rank0_wait_us"] == pytest.approx(pair[-1]["slept_ns"][0] / 1e3, abs=10)
+    assert pair[-1]["slept_ns"][0] == pytest.approx(LATE_NS, rel=0.05)
+
+
+def test_a_whole_loop(real):
+    pair = results(real, "loop")
+    assert len(pair[0]["collectives"]) > 0
+    assert [row[:7] for row in pair[0]["collectives"]] == [row[:7] for row in pair[1]["collectives"]]
+    assert all("stop" in one["refused"] for one in pair)

@@ -1,0 +1,71 @@
+"""`python -m toolkit run`, alone, by torchrun, and by torchrun on two nodes, which are two agents on the loopback."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import toolkit as tk
+from toolkit.__main__ import main
+
+RUN = ("run", "demo/qwen3", "The capital of France is", "--max-new-tokens", "5")
+LIMIT_S = 120
+
+
+def torchrun(nodes: int, per_node: int, arguments: Sequence[str]) -> list[subprocess.Popen[str]]:
+    """Start an agent per node, each of which starts `per_node` ranks."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    command += ["--nnodes", str(nodes), "--nproc-per-node", str(per_node)]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    return [
+        subprocess.Popen(
+            [*command, "--node-rank", str(node), "-m", "toolkit", *arguments], env=environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for node in range(nodes)
+    ]  # fmt: skip
+
+
+def printed(agents: list[subprocess.Popen[str]]) -> list[str]:
+    """Wait for the agents and return what each printed."""
+    found = [agent.communicate(timeout=LIMIT_S) for agent in agents]
+    assert [agent.returncode for agent in agents] == [0] * len(agents), found[0][1]
+    return [out for out, _ in found]
+
+
+def test_ranks_of_torchrun_write_one_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.npz"
+    one_node = torchrun(1, 2, [*RUN, "--device", "virtual:h200", "--strategy", "cuda-graph", "--save", str(file)])
+    (out,) = printed(one_node)
+    assert out.startswith(" Paris.")
+    assert "Run(cuda-graph on 2 x virtual:h200, 5 tokens" in out  # once
+    trace = tk.open_trace(file)
+    assert set(trace["rank"].tolist()) == {0, 1}
+    assert len(trace.collectives()) == 5 * 8
+    assert trace.meta["run"]["tokens"]
+    assert main([*RUN, "--device", "cpu", "--strategy", "double-buffered"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == out.splitlines()[0]
+
+
+def test_two_nodes(tmp_path: Path) -> None:
+    file = tmp_path / "run.npz"
+    arguments = [*RUN, "--device", "cpu", "--strategy", "double-buffered", "--tensor-parallel", "2", "--save", str(file)]
+    first, second = printed(torchrun(2, 1, arguments))
+    assert first.startswith(" Paris.")
+    assert not second
+    assert tk.open_trace(file).meta["world_size"] == 2
+
+
+def test_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*RUN, "--device", "cpu", "--tensor-parallel", "2"]) == 1
+    said = capsys.readouterr().err
+    assert "this process belongs to no group. Start one process per rank: torchrun --nproc-per-node 2" in said
