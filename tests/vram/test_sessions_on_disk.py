@@ -28,7 +28,7 @@ def test_a_bad_line_takes_no_other_cell_with_it(tmp_path: Path, name: str) -> No
         assert [type(value) for value in (found.number, found.title, found.kept_bytes)] == [int, str, int]
 
 
-@pytest.mark.parametrize("path", [5, "a\0b", "half \ud800"], ids=ascii)
+@pytest.mark.parametrize("path", [5, "a\0b", "half \ud800", "long" * 1000], ids=lambda path: ascii(path)[:20])
 def test_paths_that_name_no_session(path: Any) -> None:
     with pytest.raises(TraceError):
         Session.open(path)

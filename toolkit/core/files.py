@@ -60,6 +60,11 @@ def check_path(path: str | os.PathLike[str], asked: str, error: type[ToolkitErro
         os.fsencode(text)
     except UnicodeEncodeError as problem:
         raise error(asked, "the path contains half of a surrogate pair", "Give another path") from problem
+    try:
+        os.lstat(text)
+    except OSError as problem:
+        if problem.errno == errno.ENAMETOOLONG:  # which Path.is_dir and Path.exists raise
+            raise error(asked, "the path, or a name in it, is too long", "Give a shorter path") from problem
     return Path(text)
 
 
