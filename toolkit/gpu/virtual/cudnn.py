@@ -103,7 +103,12 @@ def version() -> int | None:
 @lru_cache(maxsize=4096)
 def plan(convolution: Convolution) -> Plan | None:
     """Return the plan that PyTorch takes, or None if cuDNN is not installed or has none."""
-    return None if library() is None or convolution.dtype not in _DTYPES else next(_plans(convolution), None)
+    if library() is None or convolution.dtype not in _DTYPES:
+        return None
+    try:
+        return next(_plans(convolution), None)
+    except CudnnError:  # cuDNN does not support the sizes
+        return None
 
 
 def _plans(convolution: Convolution) -> Iterator[Plan]:
