@@ -176,6 +176,7 @@ def test_the_teachers_edition_has_answers_notes_and_slides(small, tmp_path, cach
     assert "right: h2d - you said 2" in text
     assert '<aside class="notes">' in text
     assert text.count("<section") == text.count("</section>") >= 4
+    assert text.count('class="fragment"') == 1  # the answer
     assert "data:image/svg+xml" in text or "<svg" in text
     assert steps[-1][0] == steps[-1][1] == len(cells)
     assert progress.solved("see_the_copies") == frozenset()  # the user's own
