@@ -9,12 +9,15 @@ import signal
 import threading
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from toolkit.core.ranks import WHOLE, Shard, check_same, gather, join, latest
 from toolkit.decode.loop import generate
+from toolkit.exporting import compiling
 from toolkit.exporting.exporter import export
+from toolkit.exporting.loading import load_exported
 from toolkit.gpu.opening import open_device
 from toolkit.gpu.virtual.effects.operations import RULES
 from toolkit.loading.loader import load
@@ -157,6 +160,25 @@ def generate_differently(how: str) -> None:
 
 def export_part(folder: str) -> None:
     export(load("demo/qwen3", "cpu", progress=False, tensor_parallel=2), folder)
+
+
+def loads_packages(folder: str) -> tuple[float, str]:
+    """Load this rank's package, without its code. Return the error of its logits, and the number of ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiling, "load_piece", lambda data, device: None)
+        made = load_exported(folder, trust=True, progress=False, tensor_parallel=2)
+    model = load("demo/qwen3", "cpu", progress=False, tensor_parallel=2)
+    with torch.no_grad():
+        return (made(_prompt(model.config)) - model(_prompt(model.config))).abs().max().item(), str(made.shard.ranks)
+
+
+def traced_tokens(path: str) -> tuple[Any, Any]:
+    """Return the tokens of this rank's part, and those of its traced pieces."""
+    from tests.exporting.traced import traced_package
+
+    model = load(path, "cpu", progress=False, tensor_parallel=2)
+    run: dict[str, Any] = {"prompt": list(range(5, 45)), "max_new_tokens": 4, "record": False}
+    return generate(model, **run).tokens, generate(traced_package(model, 64), **run).tokens
 
 
 def load_with(path: str, ranks: int, options: dict[str, Any]) -> str:

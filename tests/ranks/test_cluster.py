@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -164,17 +163,6 @@ def test_memory_by_rank_kind_and_owner(pair: Cluster) -> None:
         pair.memory(allocated)
 
 
-def text() -> str:
-    model = tk.load("demo/qwen3", device="virtual:h200", tensor_parallel=2, progress=False)
-    return tk.generate(model, "The capital of France is", max_new_tokens=4).text
-
-
-def test_a_divided_model_generates_the_same_text_on_each_rank(pair: Cluster) -> None:
-    first, second = pair.run(text)
-    assert first == second
-    assert first
-
-
 def test_the_recorded_runs_of_the_lesson_are_those_of_a_cluster(pair: Cluster) -> None:
     """Their times depend a little on the version of PyTorch."""
     for ours, theirs in zip(record(pair), two_runs(), strict=True):
@@ -247,28 +235,6 @@ def test_a_rank_that_is_killed_ends_the_cluster(pair: Cluster) -> None:
 def assert_ended(processes: list[psutil.Process]) -> None:
     _, alive = psutil.wait_procs(processes, timeout=SOON_S)
     assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
-
-
-def is_stopped() -> None:
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    dist.barrier()
-
-
-def test_a_rank_that_is_stopped_counts_as_dead() -> None:
-    """In a cluster that is opened while the port that torchrun uses is taken: all ports are chosen by the system."""
-    with socket.socket() as taken:
-        if taken.connect_ex(("127.0.0.1", 29500)):
-            taken.close()
-            taken = socket.create_server(("127.0.0.1", 29500))
-        with taken, tk.cluster("cpu", ranks=2, silent_s=SILENT_S) as two:
-            processes = psutil.Process().children(recursive=True)
-            assert two.run(dist.get_rank) == [0, 1]
-            began = time.monotonic()
-            with pytest.raises(RankError, match=r"rank 1 has not answered for 3 s\..*the cluster is closed"):
-                two.run(is_stopped)
-            assert time.monotonic() - began < SOON_S
-    assert_ended(processes)
 
 
 @pytest.mark.parametrize(

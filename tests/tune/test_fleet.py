@@ -1,12 +1,15 @@
-"""Tests of tuning on a cluster: its processes share the configs, and those of a process that is killed are timed by others."""
+"""Tests of tuning on a cluster: its processes share the configs, and those of a process that ends are timed by others."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from toy import FAULTY, MEDIUM, ODD, OVERSIZED, SMALL, TOY, fresh_cache
@@ -29,10 +32,14 @@ RIGHT = [SMALL, MEDIUM, OVERSIZED]
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[Cluster]:
-    with pytest.MonkeyPatch.context() as patch:
+def three() -> Iterator[Cluster]:
+    """A cluster that is opened while the port that torchrun uses is taken: all ports are chosen by the system."""
+    with socket.socket() as taken, pytest.MonkeyPatch.context() as patch:
+        with suppress(OSError):  # another program has it
+            taken.bind(("127.0.0.1", 29500))
+            taken.listen()
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        opened = tk.cluster("virtual:2xh200", silent_s=3)
+        opened = tk.cluster("virtual:3xh200", silent_s=3)
     with opened:
         yield opened
 
@@ -46,13 +53,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def clock(kernel: Kernel, shape: Shape, config: Config, inputs: Tensors, best_ns: float) -> Timing:
-    """Note who timed which config, and take as many µs as its block has rows. The first process that times MEDIUM is killed."""
+    """Note who timed which config, and take as many µs as its block has rows. Processes that time MEDIUM may end."""
     folder = Path(os.environ["TOOLKIT_CACHE"])
     with open(folder / "timed", "a") as file:
         file.write(f"{os.getpid()} {words(config)}\n")
-    if config == MEDIUM and (folder / "kill").exists():
-        (folder / "kill").unlink()
-        os.kill(os.getpid(), signal.SIGKILL)
+    for name in ("SIGKILL", "SIGSTOP"):
+        if config == MEDIUM and (folder / name).exists():
+            (folder / name).unlink()
+            os.kill(os.getpid(), getattr(signal, name))
     return Timing(1e3 * config["block_m"], 100.0, cold=True)
 
 
@@ -70,51 +78,58 @@ def tuned(cluster: Cluster, configs: list[Config], steps: Counter | None = None,
     return tune.joined(fleet.tune_on(cluster, [(TOY, ODD)], configs, steps, again, with_clock))
 
 
-def test_without_gpus_nothing_is_timed(two: Cluster) -> None:
-    table = tune.warm([(TOY, ODD)], configs=[SMALL], progress=False, cluster=two)
+def test_without_gpus_nothing_is_timed(three: Cluster) -> None:
+    table = tune.warm([(TOY, ODD)], configs=[SMALL], progress=False, cluster=three)
     assert [row.clock for row in table.rows] == ["modelled"]
     assert "Nothing was timed" in table.notes[0]
 
 
-def test_processes_share_the_configs_and_the_file(two: Cluster, folder: Path) -> None:
+def test_processes_share_the_configs_and_the_file(three: Cluster, folder: Path) -> None:
     heard: list[tuple[int, int]] = []
     steps = Counter("tuning", lambda done, total, what: heard.append((done, total)), None, "")
-    table = tuned(two, [*RIGHT, *FAULTY], steps)
+    table = tuned(three, [*RIGHT, *FAULTY], steps)
     assert [row.verdict for row in table.rows] == ["ok", "ok", "ok", "wrong", "wrong", "failed"]
     assert [row.ns for row in table.rows[:3]] == [16e3, 32e3, 128e3]
     assert sorted(config for _, config in timed(folder)) == sorted(map(words, RIGHT))
-    assert {process for process, _ in timed(folder)} <= set(two.pids)
+    assert {process for process, _ in timed(folder)} <= set(three.pids)
     assert heard[-1] == (6, 6)
     kept = read_tuned("h200", H200.facts)
     assert kept is not None
     assert len(kept.rows) == 6
-    assert tuned(two, [*RIGHT, *FAULTY]).rows == table.rows
+    assert tuned(three, [*RIGHT, *FAULTY]).rows == table.rows
     assert len(timed(folder)) == 3  # the second call has timed nothing
-    tuned(two, [SMALL], again=True)
+    tuned(three, [SMALL], again=True)
     assert len(timed(folder)) == 4
 
 
-def test_a_cancelled_call_leaves_the_cluster_open(two: Cluster) -> None:
+def test_a_cancelled_call_leaves_the_cluster_open(three: Cluster) -> None:
     def stop(done: int, total: int, what: str) -> None:
         if what.startswith("timing"):
             raise CancelledError("tuning", "it was cancelled", "Call it again")
 
     with pytest.raises(CancelledError):
-        tuned(two, RIGHT, stop)  # type: ignore[arg-type]
-    assert two.run(os.getpid) == two.pids
-    assert [row.verdict for row in tuned(two, RIGHT).rows] == ["ok"] * 3
+        tuned(three, RIGHT, stop)  # type: ignore[arg-type]
+    assert three.run(os.getpid) == three.pids
+    assert [row.verdict for row in tuned(three, RIGHT).rows] == ["ok"] * 3
 
 
-def test_configs_of_a_killed_process_are_timed_by_another(two: Cluster, folder: Path) -> None:
-    """The last test of these processes."""
-    (folder / "kill").touch()
-    table = tuned(two, RIGHT)
+def test_configs_of_processes_that_end_are_timed_by_another(three: Cluster, folder: Path) -> None:
+    """One is killed, and another one stopped: it counts as dead, as it doesn't answer."""
+    (folder / "SIGKILL").touch()
+    (folder / "SIGSTOP").touch()
+    table = tuned(three, RIGHT)
     assert [row.verdict for row in table.rows] == ["ok"] * 3
     processes = [process for process, config in timed(folder) if config == words(MEDIUM)]
-    assert len(processes) == 2
-    assert set(processes) == set(two.pids)
+    assert sorted(processes) == sorted(three.pids)
     kept = read_tuned("h200", H200.facts)
     assert kept is not None
     assert set(kept.configs("toy_matmul", ODD.key)) == set(map(words, RIGHT))
-    with pytest.raises(RankError, match="was killed by signal 9"):
-        two.run(os.getpid)
+
+
+def test_a_cluster_without_some_of_its_processes_runs_nothing(three: Cluster) -> None:
+    processes = psutil.Process().children(recursive=True)
+    with pytest.raises(RankError, match=r"rank \d (was killed by signal 9|has not answered for 3 s)"):
+        three.run(os.getpid)
+    three.close()
+    _, alive = psutil.wait_procs([each for each in processes if each.pid in three.pids], timeout=30)
+    assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]

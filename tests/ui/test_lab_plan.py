@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-import toolkit as tk
 from toolkit.core.errors import BudgetError, CancelledError
 from toolkit.core.units import bytes_text
 from toolkit.ui.lab import plan_panel as module
@@ -71,23 +70,22 @@ def test_a_plan_of_what_the_fields_say(app: Lab) -> None:
     assert app.model is None  # nothing was loaded
 
 
-def test_a_plan_for_several_gpus(app: Lab, exporter: Exporter) -> None:
+def test_a_plan_and_an_export_for_several_gpus(exporter: Exporter) -> None:
+    app = Lab(device="virtual:rtx-4090", model="random/qwen3-8b")
     app.plan.ranks_field.value = 2
     planned(app)
     found = app.plan.plan
     assert len(found.ranks) == 2
-    assert found.sizes.weights < 0.52 * tk.plan("random/gemma4-31b", "h200", scheme="q4_k_m").sizes.weights
     page = app.plan.view.value
     assert "for each of 2 x NVIDIA GeForce RTX 4090" in page
     assert all(f'<th scope="row">{rank}</th><td>{bytes_text(CUDA)}</td>' in page for rank in (0, 1))
-    assert "Of which GPUs 2 can run it" in page
-    assert "Exporting" not in page
-    code = "import toolkit as tk\n\ntk.plan('random/gemma4-31b', 'rtx-4090', scheme='q4_k_m', tensor_parallel=2)"
-    assert app.plan.code.snippets == [["Plan", code]]
+    assert "Of which GPUs 2 can export and run it" in page
+    (_, code), (_, exported) = app.plan.code.snippets
+    assert "tk.plan('random/qwen3-8b', 'rtx-4090', budget='4 GiB', tensor_parallel=2)" in code
+    assert exported.endswith("tensor_parallel=2)")
     app.plan.export()
     assert app.wait(60)
-    assert "Set the field GPUs to 1" in app.plan.status.value
-    assert not exporter.asked
+    assert exporter.asked[0][2]["tensor_parallel"] == 2
     app.plan.ranks_field.value = 3
     planned(app)
     assert "can&#x27;t divide 32 num_attention_heads" in app.plan.status.value

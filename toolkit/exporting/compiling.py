@@ -28,7 +28,7 @@ from toolkit.core.errors import PackageError
 from toolkit.core.files import replacing
 from toolkit.exporting import inductor
 from toolkit.exporting.pieces import Traceable, digest
-from toolkit.ops.define import describe_launches
+from toolkit.ops.define import describe_launches, has_kernel
 from toolkit.tune.cards import Card
 from toolkit.tune.compiling import triton_version
 from toolkit.tune.store import cache_folder
@@ -180,7 +180,8 @@ def _launches(program: Any) -> list[str]:
 
     found = []
     for node in program.graph.nodes:
-        if node.op == "call_function" and getattr(node.target, "namespace", "") == "toolkit":
+        ours = node.op == "call_function" and getattr(node.target, "namespace", "") == "toolkit"
+        if ours and has_kernel(node.target._opname):
             operands = torch.fx.node.map_aggregate(node.args, value)
             with next(t for t in _tensors(operands)).fake_mode, torch.no_grad():
                 found.append(describe_launches(node.target._opname, operands))

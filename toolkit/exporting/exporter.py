@@ -22,8 +22,9 @@ from typing import Any
 import torch
 
 from toolkit.core.display import render
-from toolkit.core.errors import DeviceError, ModelError, PackageError
+from toolkit.core.errors import DeviceError, ModelError, PackageError, brief
 from toolkit.core.files import check_path, shown, writing
+from toolkit.core.numbers import integer
 from toolkit.core.ranks import WHOLE, Shard
 from toolkit.core.units import bytes_text, parse_bytes
 from toolkit.core.version import __version__
@@ -35,7 +36,7 @@ from toolkit.exporting.progress import Progress, Watch
 from toolkit.exporting.running import Exported
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
-from toolkit.loading.loader import load
+from toolkit.loading.loader import load_part
 from toolkit.models.model import CausalLM
 from toolkit.ops.define import LEAST_CAPABILITY
 from toolkit.planning.describe import describe
@@ -50,14 +51,18 @@ CONTEXT = 4096  # default, in tokens; fewer if the model has fewer positions
 
 @dataclass(frozen=True)
 class Package:
-    """The result of `export`: the package's folder and its manifest. `load()` returns the model."""
+    """The result of `export`: the package's folder and its manifest. `load()` returns the model.
+
+    With several `ranks`, the folder has a package for each of them, and the manifest is that of rank 0.
+    """
 
     path: Path
     manifest: dict[str, Any]
+    ranks: int = 1
 
     def load(self, device: Device | str | None = None) -> Exported:
         """Load the package with `load_exported`. `trust=True` is not needed, since this process made the package."""
-        return load_exported(self.path, device)
+        return load_exported(self.path, device, tensor_parallel=self.ranks)
 
     @property
     def measured(self) -> dict[str, Any]:
@@ -71,7 +76,8 @@ class Package:
     def __repr__(self) -> str:
         files = self.manifest["files"].values()
         phases = ", ".join(f"{p['phase']} {p['seconds']:.1f} s" for p in self.measured["phases"])
-        return f"Package({str(self.path)!r}, {bytes_text(sum(f['bytes'] for f in files))}: {phases})"
+        each = f"{self.ranks} ranks with each " if self.ranks > 1 else ""
+        return f"Package({str(self.path)!r}, {each}{bytes_text(sum(f['bytes'] for f in files))}: {phases})"
 
 
 def export(
@@ -88,6 +94,7 @@ def export(
     share: str | os.PathLike[str] | None = None,
     progress: bool | Progress = True,
     cancel: threading.Event | None = None,
+    tensor_parallel: int = 1,
 ) -> Package:
     """Compile a model ahead of time into the folder `path`: methods for prefill and decode, and its weights, stored once.
 
@@ -106,6 +113,8 @@ def export(
         progress: True prints a line to the terminal, False prints nothing. A function is called with (phase, fraction done,
             text) at most ten times per second.
         cancel: An event; once it is set, the export ends within seconds.
+        tensor_parallel: The number of ranks that will divide the model, given by name, each on a GPU of its own. This process
+            exports the parts one after the other, each into a package of its own in `path`. `budget` is that of one GPU.
 
     An export is atomic: if it is killed or cancelled, the previous package (if any) survives; run it again to resume.
 
@@ -114,10 +123,31 @@ def export(
         DeviceError: The device is virtual, or older than the Ampere generation.
         PackageError: There is no C++ compiler, this PyTorch can't compile for GPUs, the disk is full, or the folder can't be
             written, is in use or holds other files.
-        ModelError: This variant of the model can't be exported, or the model has fewer positions than `context`.
+        ModelError: This variant of the model can't be exported, the model has fewer positions than `context`, or the ranks
+            can't divide it.
         CancelledError: `cancel` was set.
     """
     folder = check_path(path, f"an export into {shown(path)}", PackageError).expanduser()
+    ranks = _ranks(model, tensor_parallel)
+    made = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    one = partial(_export, model, device=device, target=target, budget=budget, context=context, kv=kv, scheme=scheme,
+                  dtype=dtype, progress=progress, cancel=cancel, made=made)  # fmt: skip
+    if ranks == 1:
+        return one(folder, share)
+    package.check_parts(folder, ranks)
+    parts = []
+    for shard in (Shard(rank, ranks) for rank in range(ranks)):
+        name = package.part_name(shard)
+        parts.append(one(folder / name, None if share is None else Path(share) / name, shard))
+    return Package(folder, parts[0].manifest, ranks)
+
+
+def _export(
+    model: CausalLM | str | os.PathLike[str], folder: Path, share: str | os.PathLike[str] | None, shard: Shard = WHOLE, *,
+    device: Device | str | None, target: str | None, budget: int | float | str | None, context: int | None, kv: str | None,
+    scheme: Any, dtype: torch.dtype | str | None, progress: bool | Progress, cancel: threading.Event | None, made: str,
+) -> Package:  # fmt: skip
+    """Export a model, or the part that `shard` holds, into a package. `made` is the time of the export, as text."""
     device, card = _device(model, device, target)
     watch = Watch(f"exporting into {folder}", progress, cancel, device)
     compiling.check_compiler()
@@ -127,7 +157,7 @@ def export(
         )
     package.check_folder(folder)
     others = [] if share is None else _weights_of(share)
-    looked_at = describe(model, scheme, dtype) if isinstance(model, str | os.PathLike) else model
+    looked_at = describe(model, scheme, dtype, shard=shard) if isinstance(model, str | os.PathLike) else model
     context, most = _context(looked_at, context), None if budget is None else parse_bytes(budget)
     spec = None if card is None else card.spec
     called = os.fspath(model) if isinstance(model, str | os.PathLike) else _name(model)
@@ -136,7 +166,7 @@ def export(
         loaded = looked_at
         if isinstance(model, str | os.PathLike):
             with watch.phase("load"):
-                loaded = load(model, "cpu", dtype, scheme, progress=watch.count, cancel=cancel)
+                loaded = load_part(model, shard, dtype, scheme, watch.count, cancel)
         held.enter_context(_held_to(most, device))  # as late as possible, since the limit applies to the whole process
         plain, room = skeleton.to_plain(loaded), max(context, least_context(loaded))
         package.check_disk(folder, weights.size_of(loaded) if not list(folder.glob("weights-*")) else 0)
@@ -155,7 +185,7 @@ def export(
             files |= _weights(loaded, folder, others, watch)
         with watch.phase("manifest"):
             files |= _tokenizer(loaded, folder)
-            manifest = _manifest(context, plain, anatomy, compiled, files, foreseen, watch, card)
+            manifest = _manifest(made, context, plain, anatomy, compiled, files, foreseen, watch, card)
             package.remember(package.finish(folder, manifest))
     return Package(folder, package.read_manifest(folder)[0])
 
@@ -282,13 +312,13 @@ def _tokenizer(model: CausalLM, folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _manifest(
-    context: int, plain: dict[str, Any], anatomy: Anatomy, compiled: dict[str, Any], files: dict[str, Any], foreseen: Plan,
-    watch: Watch, card: Card | None,
+    made: str, context: int, plain: dict[str, Any], anatomy: Anatomy, compiled: dict[str, Any], files: dict[str, Any],
+    foreseen: Plan, watch: Watch, card: Card | None,
 ) -> dict[str, Any]:  # fmt: skip
     names = {id(parameter): name for name, parameter in anatomy.model.named_parameters()}
     post, scalar = anatomy.last
     return {
-        "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "made": made,
         "versions": {"toolkit": __version__, "torch": torch.__version__},
         "target": {**compiling.processor(), **_target(card)},
         "model": plain,
@@ -316,6 +346,18 @@ def _name(model: CausalLM) -> str:
     return Path(getattr(getattr(model, "report", None), "source", "") or "the model").name
 
 
+def _ranks(model: object, tensor_parallel: object) -> int:
+    """Return the number of ranks. Raises ModelError if it is not one, or if `model` is loaded and so can't be divided."""
+    ranks = integer(tensor_parallel, least=1)
+    if ranks is None:
+        asked = f"an export for {brief(tensor_parallel)} ranks"
+        raise ModelError(asked, "not a whole number of at least 1", "Give the number of processes, for example 2")
+    if ranks > 1 and not isinstance(model, str | os.PathLike):
+        found = "it was loaded whole, and each rank's part is loaded separately"
+        raise ModelError(f"exporting a loaded model for {ranks} ranks", found, "Pass the model's name or path")
+    return ranks
+
+
 def _device(model: object, device: Device | str | None, target: str | None) -> tuple[Device, Card | None]:
     """Return the device of this machine that the export uses, and the GPU to compile for (None for the CPU)."""
     if not isinstance(model, str | os.PathLike) and not hasattr(model, "device"):
@@ -324,7 +366,8 @@ def _device(model: object, device: Device | str | None, target: str | None) -> t
         )
     shard: Shard = getattr(model, "shard", WHOLE)
     if shard != WHOLE:
-        raise ModelError("exporting a model", f"it holds {shard} only", "Load it with tensor_parallel=1")
+        do = f"Pass the model's name or path, and tensor_parallel={shard.ranks}"
+        raise ModelError("exporting a loaded model", f"it holds {shard} only", do)
     if device is None:
         device = getattr(model, "device", None) or ("cuda" if torch.cuda.is_available() else "cpu")
     found = open_device(device)

@@ -12,11 +12,13 @@ import torch
 
 from toolkit.core.errors import CancelledError, DeviceError, PackageError, ToolkitError
 from toolkit.core.files import check_path, shown
+from toolkit.core.ranks import Shard, join
 from toolkit.exporting import compiling, package, skeleton, weights
 from toolkit.exporting.progress import Progress, Watch
 from toolkit.exporting.running import Exported
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
+from toolkit.loading.loader import check_ranks
 from toolkit.models.model import CausalLM
 from toolkit.text import tokenizer as tokenizers
 from toolkit.tune.cards import find_card
@@ -24,24 +26,33 @@ from toolkit.weights.safetensors_files import SafetensorsFile
 
 
 def load_exported(
-    path: str | os.PathLike[str], device: Device | str | None = None, *, trust: bool = False, progress: bool | Progress = True
-) -> Exported:
+    path: str | os.PathLike[str], device: Device | str | None = None, *, trust: bool = False, progress: bool | Progress = True,
+    tensor_parallel: int = 1,
+) -> Exported:  # fmt: skip
     """Load a package as a model for `tk.generate`. Weights are mapped (on the CPU) or copied once (to a GPU).
 
     Every file is checked against its hash in the manifest: code before it is loaded, weights while they are loaded. Hashes show
     that a package is complete and unchanged, not who made it, and it contains native code that runs with all your rights.
     Therefore a package that this user didn't make on this machine requires `trust=True`.
 
+    With `tensor_parallel`, `path` has a package per rank, and all processes of torch.distributed's default group load theirs
+    (see `tk.load`).
+
     Raises PackageError if the package is incomplete, was changed, has a newer format, or was made by another version of PyTorch
-    or for another processor or GPU; `found` and `do` say which.
+    or for another processor or GPU; `found` and `do` say which. Raises RankError if the ranks differ or are missing.
     """
-    folder = check_path(path, f"package {shown(path)}", PackageError).expanduser()
+    shard = join(tensor_parallel)
+    folder = _folder_of(check_path(path, f"package {shown(path)}", PackageError).expanduser(), shard)
     manifest, own = package.read_manifest(folder)
+    if skeleton.shard_of(manifest["model"]) != shard:
+        found = f"it is for {skeleton.shard_of(manifest['model'])}, and this is {shard}"
+        raise PackageError(f"package {folder}", found, "Give the folder that tk.export wrote, and its number of ranks")
     if not trust and not package.made_here(own):
         found = "it contains native code, and you didn't export it on this machine"
         do = "If you trust its author and the way it was transferred: tk.load_exported(path, trust=True)"
         raise PackageError(f"package {folder}", found, do)
     target = _check_target(folder, manifest, device)
+    check_ranks(shard, f"package {folder.parent}", target, made=manifest.get("made"))
     watch = Watch(f"loading {folder}", progress, None)
     files = manifest["files"]
     weights_name = next(name for name in files if name.startswith("weights-"))
@@ -54,6 +65,16 @@ def load_exported(
         model.tokenizer = tokenizers.from_bytes(data["tokenizer.json"], f"package {folder}")
     runs = {name: compiling.load_piece(held, target.torch) for name, held in data.items() if name.startswith("methods/")}
     return Exported(model, folder, manifest, runs)
+
+
+def _folder_of(folder: Path, shard: Shard) -> Path:
+    """Return the folder of a rank's package. Raises PackageError if there are packages for another number of ranks."""
+    ranks = package.ranks_in(folder) or 1
+    if ranks != shard.ranks and (ranks > 1 or not (folder / package.MANIFEST).exists()):
+        start = f", in each of the processes of torchrun --nproc-per-node {ranks}" if ranks > 1 else ""
+        found = f"it was exported for {ranks} ranks, and this is {shard}" if ranks > 1 else "it has no packages of ranks"
+        raise PackageError(f"package {folder}", found, f"Load it with tensor_parallel={ranks}{start}")
+    return folder / package.part_name(shard) if shard.ranks > 1 else folder
 
 
 def _fill(model: CausalLM, folder: Path, name: str, entry: dict[str, Any], device: torch.device, watch: Watch) -> None:

@@ -23,6 +23,7 @@ from msgspec import Meta
 
 from toolkit.core.errors import PackageError
 from toolkit.core.files import TEMPORARY, open_regular, read_regular, replacing
+from toolkit.core.ranks import Shard
 from toolkit.core.schema import convert, parse_json
 from toolkit.core.units import bytes_text
 from toolkit.tune.store import cache_folder
@@ -36,6 +37,7 @@ _WRITTEN = re.compile(  # names of files that exports write, apart from the mani
     r"\.lock|weights-[0-9a-f]{16}\.safetensors|weights\.partial"
     rf"|methods/(prefill|decode)-[\w-]+-[0-9a-f]{{16}}\.pt2|(methods/)?{TEMPORARY}"
 )
+_PART = re.compile(r"rank-(\d{1,6})-of-(\d{1,6})")
 _CHUNK = 4 << 20
 
 
@@ -62,6 +64,7 @@ class _Model(TypedDict):
     dtype: str
     schemes: dict[str, str]
     joined: bool
+    shard: NotRequired[tuple[_Count, Annotated[int, Meta(ge=1, le=1 << 20)]]]  # rank and ranks, of a part
 
 
 class _Target(TypedDict):
@@ -105,6 +108,34 @@ class Manifest(TypedDict):
     target: _Target
     versions: _Versions
     plan: _Plan
+
+
+# ---- a folder with one package per rank
+
+
+def part_name(shard: Shard) -> str:
+    """Return the name of the folder of one rank's package: "rank-0-of-2"."""
+    return f"rank-{shard.rank}-of-{shard.ranks}"
+
+
+def ranks_in(folder: Path) -> int | None:
+    """Return how many ranks the packages in a folder are for; None if there are none."""
+    with suppress(OSError):
+        found = [_PART.fullmatch(path.name) for path in folder.iterdir()]
+        return next((int(part[2]) for part in found if part), None)
+    return None
+
+
+def check_parts(folder: Path, ranks: int) -> None:
+    """Raise PackageError if that folder is a file, or contains anything but packages of this number of ranks."""
+    asked = f"an export for {ranks} ranks into {folder}"
+    try:
+        names = [path.name for path in folder.iterdir()] if folder.exists() else []
+    except OSError as error:
+        raise cant_write(asked, folder, error) from error
+    if strangers := [name for name in names if not (_PART.fullmatch(name) and name.endswith(f"-of-{ranks}"))]:
+        found = f"the folder contains other files ({', '.join(sorted(strangers)[:3])})"
+        raise PackageError(asked, found, "Choose a new or an empty folder")
 
 
 # ---- writing
@@ -273,6 +304,9 @@ def _read_manifest(folder: Path) -> tuple[dict[str, Any], str]:
 def _check_fields(manifest: Manifest) -> None:
     """Raise ValueError if fields contradict each other: code that is not among the files, or layers without code."""
     files, compiled, pieces = manifest["files"], manifest["compiled"], manifest["pieces"]
+    rank, ranks = manifest["model"].get("shard", (0, 1))
+    if rank >= ranks:
+        raise ValueError(f"it is of rank {rank}, and there are {ranks} ranks")
     if not {name for methods in compiled.values() for name in methods.values()} <= set(files):
         raise ValueError("it has compiled methods that are not among its files")
     if not all("decode" in compiled.get(piece["like"], {}) for piece in pieces):

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from toolkit.core.errors import ModelError, ToolkitError
+from toolkit.core.ranks import WHOLE, Shard
 from toolkit.gpu.device import Device
 from toolkit.loading.checkpoint import find_dtype
 from toolkit.models import ARCHITECTURES
@@ -22,7 +23,7 @@ from toolkit.weights.schemes import find_scheme
 
 
 def to_plain(model: CausalLM) -> dict[str, Any]:
-    """Return the architecture, config, dtype and the scheme of each matrix. Raises ModelError for other libraries' models."""
+    """Return the architecture, config, dtype, part and schemes of a model. Raises ModelError for other libraries' models."""
     names = [name for name, module in ARCHITECTURES.items() if module.Model is type(model)]
     if not names:
         found = "it isn't one of the toolkit's own models"
@@ -34,6 +35,7 @@ def to_plain(model: CausalLM) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "schemes": _schemes(model),
         "joined": joined,
+        **({} if model.shard == WHOLE else {"shard": [model.shard.rank, model.shard.ranks]}),
     }
 
 
@@ -48,7 +50,7 @@ def from_plain(plain: Mapping[str, Any], device: Device | None, layers: int | No
         if layers is not None and config.num_hidden_layers != layers:
             raise ValueError(f"its config has {config.num_hidden_layers:,} layers, and the package {layers:,}")
         dtype = find_dtype(plain["dtype"])
-        model = architecture.Model(config, device, dtype)
+        model = architecture.Model(config, device, dtype, shard_of(plain))
         for name, scheme in plain["schemes"].items():
             set_scheme(model, name, find_scheme(scheme))
         if plain["joined"]:
@@ -61,6 +63,11 @@ def from_plain(plain: Mapping[str, Any], device: Device | None, layers: int | No
         found = f"it can't be built ({type(error).__name__}: {error!s:.160})"
         raise ModelError("the model in a package's manifest", found, "Export the model again with this version") from error
     return model.requires_grad_(False).eval()
+
+
+def shard_of(plain: Mapping[str, Any]) -> Shard:
+    """Return the part of the model that `to_plain` described."""
+    return Shard(*plain.get("shard", (0, 1)))
 
 
 def shapes_of(model: nn.Module) -> dict[str, list[Any]]:

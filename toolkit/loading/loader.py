@@ -125,6 +125,23 @@ def load(
         )
     chosen, wanted, shard = find_dtype(dtype), _recipe_for(scheme), join(tensor_parallel)
     asked, found = os.fspath(path), resolve(os.fspath(path), revision, token)
+    return _load(asked, found, device, chosen, wanted, fuse, shard, drawn, progress, cancel)
+
+
+def load_part(
+    path: str | os.PathLike[str], shard: Shard, dtype: torch.dtype | str | None = None, scheme: str | Recipe | None = None,
+    progress: bool | Progress = True, cancel: threading.Event | None = None,
+) -> CausalLM:  # fmt: skip
+    """Load the part of a model that one rank holds onto the CPU, without the other ranks, so that it can't run."""
+    asked, chosen, wanted = os.fspath(path), find_dtype(dtype), _recipe_for(scheme)
+    return _load(asked, resolve(asked), "cpu", chosen, wanted, True, shard, 0, progress, cancel, alone=True)
+
+
+def _load(
+    asked: str, found: Path | Repository, device: Device | str, chosen: torch.dtype | None, wanted: Recipe | str | None,
+    fuse: bool, shard: Shard, drawn: int, progress: bool | Progress, cancel: threading.Event | None, alone: bool = False,
+) -> CausalLM:  # fmt: skip
+    """Load a model, or the part that `shard` holds; `alone` if there is no process for each rank."""
     if isinstance(found, Repository):  # download its weights only if the device exists and has room for them
         card = open_device(device)
         if found.describable():
@@ -134,7 +151,9 @@ def load(
     counter = Counter(f"loading {asked}", progress, cancel, "Its memory was released; it can be loaded again", bytes_text)
     checkpoint = open_checkpoint(local)
     target = open_device(device)
-    _check_ranks(shard, asked, target, config=checkpoint.config, dtype=chosen or checkpoint.dtype, scheme=wanted, seed=drawn)
+    if not alone:
+        facts = {"config": checkpoint.config, "dtype": chosen or checkpoint.dtype, "scheme": wanted, "seed": drawn}
+        check_ranks(shard, asked, target, **facts)
     layout = lay_out(checkpoint, target, chosen or checkpoint.dtype, wanted, fuse, shard)
     before = target.memory()
     with _without_values(checkpoint, target):
@@ -155,7 +174,7 @@ def _recipe_for(scheme: str | Scheme | Recipe | None) -> Recipe | str | None:
         raise unknown_name("scheme", scheme, [*error.facts["known"], "none"]) from None  # type: ignore[misc]
 
 
-def _check_ranks(shard: Shard, asked: str, device: Device, **facts: object) -> None:
+def check_ranks(shard: Shard, asked: str, device: Device, **facts: object) -> None:
     """Check that the ranks load the same model on devices of one kind, on which they can exchange results."""
     if shard == WHOLE:
         return

@@ -108,6 +108,11 @@ def problem_of(name: str, operands: Sequence[Any]) -> tuple[Kernel, Shape]:
     return _operations[name].problem(*operands)[:2]
 
 
+def has_kernel(name: str) -> bool:
+    """Return whether the operation launches a kernel of the toolkit; collectives don't."""
+    return name in _operations
+
+
 def describe_launches(name: str, operands: Sequence[Any]) -> str:
     """Return a string that identifies the compiled code of the operation: the kernel, its fingerprint, and its launches."""
     from toolkit.tune.identity import fingerprint

@@ -87,7 +87,7 @@ def plan(
         levers: measures by which the export saves memory (`toolkit.planning.plans.Levers`).
         name: the model's name in the plan.
         tensor_parallel: the number of ranks that divide the model, each on a GPU of its own (see `tk.load`). All sizes are then
-            those of one GPU; `.by_rank()` is a table of all ranks. Divided models can't be exported, so there is no `budget`.
+            those of one GPU, also the budgets; `.by_rank()` is a table of all ranks.
 
     Returns a Plan, which displays itself in a notebook. `.gpus()` is a table of all cards, and `.check()` raises an error if
     the plan does not fit. Raises ToolkitError for unknown names, invalid sizes, contexts that the model does not support, and
@@ -95,9 +95,6 @@ def plan(
     """
     spec = _figures(device)
     most, running = (None if size is None else parse_bytes(size) for size in (budget, run_budget))
-    if most is not None and tensor_parallel != 1:
-        do = "Leave out budget, or limit the memory for running: run_budget"
-        raise ToolkitError(f"a plan with budget={budget!r} for several ranks", "divided models can't be exported", do)
     if isinstance(model, str | os.PathLike):
         held = f", {scheme if isinstance(scheme, str) else scheme.name}" if scheme is not None else ""
         shapes, own = _parts_of_ranks(model, scheme, dtype, tensor_parallel), f"{os.fspath(model)}{held}"

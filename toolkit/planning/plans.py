@@ -89,8 +89,8 @@ class Pull:
 class Plan:
     """The predicted memory of exporting and running a model. Nothing in it is measured.
 
-    `export` and `run` are phases. If several ranks divide the model, they are those of the rank that needs most, and `export`
-    is empty: divided models can't be exported. `ranks` has the sizes of each rank's part. `kv` is the format of keys and
+    `export` and `run` are phases, those of the rank that needs most if several ranks divide the model. `ranks` has the sizes
+    of each rank's part. `kv` is the format of keys and
     values, `chunk` the number of prompt tokens processed at once, and `compilers` the number of layers compiled at once.
     `problems` explains what does not fit and what would; `check()` raises the first one.
     """
@@ -172,8 +172,8 @@ class Plan:
     def fits_on(self, cards: Iterable[GpuSpec] | None = None) -> list[dict[str, Any]]:
         """Return, for each card (default: the catalogue), whether it can export and run this model, and its longest context.
 
-        With several ranks, each has such a card, and there is no `can_export`. `longest_context` is in tokens with the same
-        `kv`; None if fewer than 256 tokens fit. All bytes are predicted.
+        With several ranks, each has such a card. `longest_context` is in tokens with the same `kv`; None if fewer than 256
+        tokens fit. All bytes are predicted.
         """
         rows = []
         for card in CATALOGUE.values() if cards is None else cards:
@@ -183,7 +183,7 @@ class Plan:
             row = {
                 "gpu": card.key,
                 "memory_bytes": card.memory_bytes,
-                **({"can_export": _peak(self.export, card) <= budget} if self.export else {}),
+                "can_export": _peak(self.export, card) <= budget,
                 "can_run": _peak(run, card) <= card.memory_bytes,
                 "run_bytes": _peak(run, card),
             }
@@ -229,7 +229,7 @@ def plan_of(
         if _peak(run, card) <= whole:
             break
     compilers = _compilers(sizes, _host_bytes() if budget is None or card is not None else budget)
-    export = _export(sizes, context, levers, compilers) if len(models) == 1 else ()
+    export = _export(sizes, context, levers, compilers)
     found = Plan(name, card, context, budget, whole, one, at_once, levers, compilers, export, run, (), (), ranks)
     return replace(found, pulled=_pulled(found, models[0]), problems=tuple(_problems(found)))
 
@@ -291,14 +291,14 @@ def _run(sizes: Sizes, context: int, chunk: int, card: GpuSpec | None) -> tuple[
 
 
 def _peak(phases: tuple[Phase, ...], card: GpuSpec | None) -> int:
-    return max((phase.host_bytes if card is None else phase.device_bytes for phase in phases), default=0)
+    return max(phase.host_bytes if card is None else phase.device_bytes for phase in phases)
 
 
 def _pulled(plan: Plan, model: CausalLM) -> tuple[Pull, ...]:
     """Return what each lever saves: the peak without it minus the peak with it, all others unchanged."""
     found = []
     for field in fields(Levers):
-        if plan.card is not None and plan.export and getattr(plan.levers, field.name):
+        if plan.card is not None and getattr(plan.levers, field.name):
             without = _export(plan.sizes, plan.context, replace(plan.levers, **{field.name: False}), plan.compilers)
             saves = _peak(without, plan.card) - plan.export_peak_bytes
             if saves > 0:
@@ -361,7 +361,7 @@ def text(plan: Plan) -> str:
     budget = "" if plan.budget_bytes is None else f" within {bytes_text(plan.budget_bytes)}"
     lines = [f"{plan.model} for {plan.where}, context {plan.context:,}{f', kv={plan.kv!r}' if plan.kv else ''} (predicted)"]
     for title, phases in ((f"exporting{budget}", plan.export), ("running", plan.run)):
-        lines += [title] if phases else []
+        lines.append(title)
         for phase in phases:
             parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in phase.parts.items())
             held = phase.host_bytes if plan.card is None else phase.device_bytes

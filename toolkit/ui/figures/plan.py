@@ -39,11 +39,10 @@ def html(plan: Plan) -> str:
     memory = " (host memory)" if plan.card is None else ""
     titles = f"Exporting{memory}", f"Running{memory}"
     limits = ("budget", cap[0]), ("memory of the GPU", cap[1])
-    held = [[(phase.name, _shown(phase, plan.card is None)) for phase in phases] for phases in (plan.export, plan.run)]
+    held = ([(phase.name, _shown(phase, plan.card is None)) for phase in phases] for phases in (plan.export, plan.run))
     pictures = "".join(
         f'<div style="flex: 1 1 330px">{_picture(title, steps, *limit)}</div>'
         for title, steps, limit in zip(titles, held, limits, strict=True)
-        if steps
     )
     parts = [
         f'<div class="tk-title">{escape(plan.model)} for {escape(plan.where)}<span class="tk-dim">{escape(about)}</span></div>',
@@ -204,13 +203,11 @@ def _cards(plan: Plan) -> str:
     rows = []
     for row in plan.fits_on():
         longest = row["longest_context"]
-        exports = [_yes(row["can_export"])] if plan.export else []
-        cells = [bytes_text(row["memory_bytes"]), *exports, _yes(row["can_run"]), f"{longest:,}" if longest else "none"]
-        rows.append([escape(row["gpu"]), *cells])
-    exporting = ["can export"] if plan.export else []
-    table = _table(["GPU", "memory", *exporting, f"can run at {plan.context:,}", "longest context"], rows)
+        cells = [_yes(row["can_export"]), _yes(row["can_run"]), f"{longest:,}" if longest else "none"]
+        rows.append([escape(row["gpu"]), bytes_text(row["memory_bytes"]), *cells])
+    table = _table(["GPU", "memory", "can export", f"can run at {plan.context:,}", "longest context"], rows)
     many = f"Of which GPUs {len(plan.ranks)}" if len(plan.ranks) > 1 else "Which GPUs"
-    return f"<details><summary>{many} can {'export and ' if plan.export else ''}run it</summary>{table}</details>"
+    return f"<details><summary>{many} can export and run it</summary>{table}</details>"
 
 
 def _table(names: Iterable[str], rows: Iterable[Sequence[str]]) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 import ipywidgets as widgets
 import torch
 
-from toolkit.core.errors import ToolkitError
 from toolkit.core.units import GiB, bytes_text
 from toolkit.exporting.exporter import Package, export
 from toolkit.exporting.progress import memory_now
@@ -106,15 +105,20 @@ class PlanPanel(Panel):
         shapes = self._shapes(path, scheme)
         if self.context_field.value != context:
             return
-        named: dict[str, Any] = {"kv": kv, "name": f"{path}, {scheme}" if scheme else path}
-        if ranks == 1:
-            self.plan = plan(shapes, target, budget, context, **named)
-        else:
-            self.plan = plan(path, target, None, context, scheme=scheme, tensor_parallel=ranks, **named)
+        self.plan = self._plan_of(shapes, target, path, scheme, ranks, budget, context, kv)
         self.view.value = html(self.plan)
         fits = "it fits" if self.plan.fits else "it doesn't fit, for the reasons below"
         place = f"Plan for <b>{escape(target)}</b>: {fits}."
         self.status.value = f"{place} This is a prediction: nothing was allocated. In a cell: lab.plan.plan."
+
+    def _plan_of(
+        self, shapes: Any, target: str, path: str, scheme: Any, ranks: int, budget: int, context: int, kv: str | None
+    ) -> Plan:
+        """Return the plan for one GPU with the whole model `shapes`, or for each of `ranks` GPUs."""
+        named: dict[str, Any] = {"kv": kv, "name": f"{path}, {scheme}" if scheme else path}
+        if ranks == 1:
+            return plan(shapes, target, budget, context, **named)
+        return plan(path, target, budget, context, scheme=scheme, tensor_parallel=ranks, **named)
 
     def _shapes(self, path: str, scheme: Any) -> Any:
         """Return the model on "meta", built once. Lower the context field to the model's number of positions."""
@@ -134,14 +138,12 @@ class PlanPanel(Panel):
         return {
             "device" if here else "target": target, "budget": self.budget_field.value, "context": self.context_field.value,
             "kv": kv, "scheme": self._loading.scheme,
+            **({"tensor_parallel": self.ranks_field.value} if self.ranks_field.value > 1 else {}),
         }  # fmt: skip
 
     def _export(self) -> None:
         target, path, scheme = self._chosen()
         folder = folder_of(self.folder_field.value)
-        if self.ranks_field.value > 1:
-            asked = f"exporting for {self.ranks_field.value} GPUs"
-            raise ToolkitError(asked, "a package is for one GPU", "Set the field GPUs to 1")
         self.package = self.plan = None
         self.view.value = ""
 
@@ -152,7 +154,7 @@ class PlanPanel(Panel):
             self.status.value = f"{escape(phase)}{': ' if what else ' ...'}{escape(what)}; in use: {memory}"
 
         shapes = self._shapes(path, scheme)
-        kv = plan(shapes, target, self.budget_field.value, self.context_field.value, kv=self._kv()).kv
+        kv = self._plan_of(shapes, *self._asked()).kv
         self.package = export(path, folder, progress=show, cancel=self._work.cancelled, **self._options(target, kv))
         self.view.value = package_html(self.package)
         self.status.value = (
@@ -165,14 +167,9 @@ class PlanPanel(Panel):
         options["budget"] = f"{self.budget_field.value / GiB:g} GiB"
         if options["context"] == CONTEXT:
             del options["context"]  # it is the default, or fewer if the model has fewer positions
-        ranks = self.ranks_field.value
-        several = {"tensor_parallel": ranks} if ranks > 1 else {}
-        taken = ("context", "scheme") if several else ("budget", "context", "scheme")
-        shared = {key: options[key] for key in taken if key in options} | several
+        shared = {key: options[key] for key in ("budget", "context", "scheme", "tensor_parallel") if key in options}
         planned = call("tk.plan", path, target, **shared)
         planned = planned if self._kv() == "auto" else f"{planned[:-1]}, kv={self._kv()!r})"  # None is a choice of its own
-        if several:
-            return {"Plan": planned}
         exported = f"package = {call('tk.export', path, self.folder_field.value.strip(), **options)}"
         return {"Plan": planned, "Export": f"plan = {planned}\n{exported}" if self._kv() == "auto" else exported}
 
