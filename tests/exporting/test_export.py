@@ -314,7 +314,7 @@ def test_a_package_of_two_tokens(model, tmp_path):
 
 
 def test_what_is_wrong_is_told_before_anything_is_loaded(model, tmp_path, monkeypatch):
-    monkeypatch.setattr("toolkit.exporting.exporter.load", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr("toolkit.exporting.exporter.load_part", lambda *_, **__: pytest.fail("it was loaded"))
     out, asked = tmp_path / "out", {"progress": False, "device": "cpu"}
     with pytest.raises(ModelError, match="positions for"):
         tk.export("random/gemma4-31b", out, context=1, **asked)

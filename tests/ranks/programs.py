@@ -172,6 +172,10 @@ def loads_packages(folder: str) -> tuple[float, str]:
         return (made(_prompt(model.config)) - model(_prompt(model.config))).abs().max().item(), str(made.shard.ranks)
 
 
+def loads_package(folder: str) -> None:
+    load_exported(folder, trust=True, progress=False, tensor_parallel=2)
+
+
 def traced_tokens(path: str) -> tuple[Any, Any]:
     """Return the tokens of this rank's part, and those of its traced pieces."""
     from tests.exporting.traced import traced_package

@@ -58,7 +58,10 @@ def test_pieces_of_a_part_compute_what_it_computes(ranks: Ranks) -> None:
         assert found == wanted
 
 
-def test_packages_for_other_ranks(exported: Package, tmp_path: Path) -> None:
+def test_packages_for_other_ranks(ranks: Ranks, exported: Package, tmp_path: Path) -> None:
+    for error in ranks.run(2, programs.loads_package, str(exported.path / "rank-0-of-2")):
+        assert "it was exported for 1 rank, and this is rank" in str(error)
+    assert all("no such folder" in str(error) for error in ranks.run(2, programs.loads_package, str(tmp_path / "none")))
     with pytest.raises(
         PackageError, match=r"exported for 2 ranks, and this is rank 0 of 1\. Load it with tensor_parallel=2, in"
     ):

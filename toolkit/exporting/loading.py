@@ -68,11 +68,11 @@ def load_exported(
 
 
 def _folder_of(folder: Path, shard: Shard) -> Path:
-    """Return the folder of a rank's package. Raises PackageError if there are packages for another number of ranks."""
-    ranks = package.ranks_in(folder) or 1
-    if ranks != shard.ranks and (ranks > 1 or not (folder / package.MANIFEST).exists()):
-        start = f", in each of the processes of torchrun --nproc-per-node {ranks}" if ranks > 1 else ""
-        found = f"it was exported for {ranks} ranks, and this is {shard}" if ranks > 1 else "it has no packages of ranks"
+    """Return the folder of a rank's package. Raises PackageError if the packages are for another number of ranks."""
+    ranks = package.ranks_in(folder) or (1 if (folder / package.MANIFEST).exists() else shard.ranks)
+    if ranks != shard.ranks:
+        start = f" in each process of torchrun --nproc-per-node {ranks}" if ranks > 1 else ""
+        found = f"it was exported for {ranks} {'ranks' if ranks > 1 else 'rank'}, and this is {shard}"
         raise PackageError(f"package {folder}", found, f"Load it with tensor_parallel={ranks}{start}")
     return folder / package.part_name(shard) if shard.ranks > 1 else folder
 

@@ -90,9 +90,9 @@ class Plan:
     """The predicted memory of exporting and running a model. Nothing in it is measured.
 
     `export` and `run` are phases, those of the rank that needs most if several ranks divide the model. `ranks` has the sizes
-    of each rank's part. `kv` is the format of keys and
-    values, `chunk` the number of prompt tokens processed at once, and `compilers` the number of layers compiled at once.
-    `problems` explains what does not fit and what would; `check()` raises the first one.
+    of each rank's part. `kv` is the format of keys and values, `chunk` the number of prompt tokens processed at once, and
+    `compilers` the number of layers compiled at once. `problems` explains what does not fit and what would; `check()` raises
+    the first one.
     """
 
     model: str
