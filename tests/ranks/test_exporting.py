@@ -63,7 +63,7 @@ def test_packages_for_other_ranks(ranks: Ranks, exported: Package, tmp_path: Pat
         assert "it was exported for 1 rank, and this is rank" in str(error)
     assert all("no such folder" in str(error) for error in ranks.run(2, programs.loads_package, str(tmp_path / "none")))
     with pytest.raises(
-        PackageError, match=r"exported for 2 ranks, and this is rank 0 of 1\. Load it with tensor_parallel=2, in"
+        PackageError, match=r"exported for 2 ranks, and this is rank 0 of 1\. Load it with tensor_parallel=2 in"
     ):
         tk.load_exported(exported.path)
     with pytest.raises(PackageError, match=r"it is for rank 1 of 2, and this is rank 0 of 1"):
