@@ -460,8 +460,9 @@ def program_figures() -> dict[str, Any]:
         "peak": str(equal["after", "peak_bytes"].total()), "peak_before": str(equal["before", "peak_bytes"].total()),
         "torch": real["torch"].split("+")[0], "torch_here": after["torch"].split("+")[0], "date": real["date"],
         "peak_without_cudnn": str(equal_in(without, "peak_bytes").total()), "calls": f"{whole['calls']:,}",
-        "workspaces": f"{whole['equal'] / whole['calls']:.1%}", "by_cudnn": f"{whole['cudnn_alone'] / whole['calls']:.1%}",
-        "drawn": f"{drawn['calls']:,}", "drawn_equal": f"{drawn['equal'] / drawn['calls']:.1%}",
+        "workspaces": f"{100 * whole['equal'] / whole['calls']:.1f} %",
+        "by_cudnn": f"{100 * whole['cudnn_alone'] / whole['calls']:.1f} %",
+        "drawn": f"{drawn['calls']:,}", "drawn_equal": f"{100 * drawn['equal'] / drawn['calls']:.1f} %",
         "table": table(["class", "programs", "same copies before", "after", "same peak before", "after"], rows),
     }  # fmt: skip
 
