@@ -148,8 +148,8 @@ def test_binder_installs_what_the_lessons_need() -> None:
 
 def test_the_picture_shows_what_its_traces_say() -> None:
     first, second = (tk.open_trace(f"h200/qwen3/{name}") for name in ("roundtrip", "cuda-graph"))
-    said = repr(first.timeline(second)).splitlines()[0].removesuffix(" (step 10)").split("; ")[1:]
-    assert len(said) == 3
+    said = repr(first.timeline(second)).splitlines()[0].removesuffix(" (step 9)").split("; ")[1:]
+    assert len(said) == 4
     for page in (ROOT / "README.md", ROOT / "docs" / "index.md"):
         picture = next(line for line in page.read_text().splitlines() if line.startswith("!["))
         assert all(part in picture for part in said)
