@@ -242,17 +242,17 @@ def level_of(codes):
 
 
 @triton.jit
-def level_bytes(key_rows, offsets, there, HEAD_DIM: tl.constexpr, PTX: tl.constexpr):
-    """Return two int8 tiles [N, HEAD_DIM / 2] of levels - 64: coordinates of even words and of odd ones.
+def level_bytes(key_rows, offsets, START: tl.constexpr, BYTES: tl.constexpr, PTX: tl.constexpr):
+    """Return two int8 tiles [N, BYTES] of levels - 64, of the codes from byte START on: coordinates of even and of odd words.
 
     Of four consecutive bytes, that is two words, the four fields of the first word are at the same place in the first result.
     """
-    columns = tl.arange(0, HEAD_DIM // 2)[None, :]
+    columns = START + tl.arange(0, BYTES)[None, :]
     if PTX:
-        codes = tl.load(key_rows.to(tl.pointer_type(tl.int8)) + 2 * offsets + columns, mask=there, other=0)
+        codes = tl.load(key_rows.to(tl.pointer_type(tl.int8)) + 2 * offsets + columns)
         return tl.inline_asm_elementwise(LEVELS_PTX, "=r,=r,r", [codes], dtype=(tl.int8, tl.int8), is_pure=True, pack=4)
-    even = tl.load(key_rows + offsets + columns // 4 * 2, mask=there, other=0).to(tl.int32)
-    odd = tl.load(key_rows + offsets + columns // 4 * 2 + 1, mask=there, other=0).to(tl.int32)
+    even = tl.load(key_rows + offsets + columns // 4 * 2).to(tl.int32)
+    odd = tl.load(key_rows + offsets + columns // 4 * 2 + 1).to(tl.int32)
     even, odd = (even >> (4 * (columns % 4))) & 15, (odd >> (4 * (columns % 4))) & 15
     return (level_of(even) - 64).to(tl.int8), (level_of(odd) - 64).to(tl.int8)
 
@@ -261,6 +261,12 @@ def level_bytes(key_rows, offsets, there, HEAD_DIM: tl.constexpr, PTX: tl.conste
 def nearest(x):
     """Return the integers nearest to x, of less than 2^22: added to 1.5 x 2^23, they are the low bits of an fp32 number."""
     return (x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+
+
+@triton.jit
+def halves(x):
+    """Return the first half of the columns of x [M, N], and the second one."""
+    return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
 
 
 @triton.jit
@@ -342,6 +348,9 @@ def _decode_codes(
         if KEY_BITS == 4:
             # Even and odd words apart: a permutation of the bits of the coordinate, as the transform allows.
             HALF: tl.constexpr = HEAD_DIM // 2
+            # Wide keys in two parts: the bytes of all levels at once take so many registers that few blocks run at a time.
+            PARTS: tl.constexpr = 2 if HEAD_DIM == 512 else 1
+            BYTES: tl.constexpr = HALF // PARTS
             column = tl.arange(0, HEAD_DIM)
             column = column % 4 * KEY_WORDS + column % HALF // 4 * 2 + column // HALF
             whole = tl.load(queries + column[None, :], mask=real, other=0).to(tl.float32) * tl.load(signs + column)[None, :]
@@ -349,8 +358,11 @@ def _decode_codes(
             most = tl.max(tl.abs(whole), 1)
             whole = nearest(whole * (32512 / tl.maximum(most, 1e-30))[:, None])
             center = tl.sum(whole, 1).to(tl.float32) * 64  # the bytes of levels are smaller by 64
-            whole = tl.permute(tl.reshape(digits_of(whole), (2 * BLOCK_M, 2, HALF)), (0, 2, 1))
-            even, odd = tl.split(whole)
+            even, odd = halves(digits_of(whole))
+            if PARTS == 2:
+                even, last_even = halves(even)
+                odd, last_odd = halves(odd)
+                last_even, last_odd = tl.trans(last_even), tl.trans(last_odd)
             even, odd = tl.trans(even), tl.trans(odd)
             unit = most / 32512 * (scale * LEVEL_UNIT)
         else:
@@ -377,14 +389,18 @@ def _decode_codes(
         for slot in range(start, stop, BLOCK_N):
             slots = slot + tl.arange(0, BLOCK_N)
             there = slots < stop
+            rows_of = tl.minimum(slots, stop - 1)[:, None]  # instead of a mask: scores of the slots beyond are set to -inf
             steps = tl.load(key_steps + slots, mask=there, other=0).to(tl.float32)
             scores = tl.zeros((BLOCK_N, 2 * BLOCK_M), tl.int32)
             if KEY_BITS == 4:
-                a, b = level_bytes(key_rows, slots[:, None] * KEY_WORDS, there[:, None], HEAD_DIM, PTX)
+                a, b = level_bytes(key_rows, rows_of * KEY_WORDS, 0, BYTES, PTX)
                 scores = tl.dot(b, odd, tl.dot(a, even, scores, out_dtype=tl.int32), out_dtype=tl.int32)
+                if PARTS == 2:
+                    a, b = level_bytes(key_rows, rows_of * KEY_WORDS, BYTES, BYTES, PTX)
+                    scores = tl.dot(b, last_odd, tl.dot(a, last_even, scores, out_dtype=tl.int32), out_dtype=tl.int32)
             else:
-                bytes = key_rows.to(tl.pointer_type(tl.int8)) + slots[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
-                scores = tl.dot(tl.load(bytes, mask=there[:, None], other=0), whole, scores, out_dtype=tl.int32)
+                bytes = key_rows.to(tl.pointer_type(tl.int8)) + rows_of * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+                scores = tl.dot(tl.load(bytes), whole, scores, out_dtype=tl.int32)
             digit = tl.where(tl.arange(0, 2) == 0, 256.0, 1.0)[None, :, None]
             scores = tl.sum(tl.reshape(scores, (BLOCK_N, 2, BLOCK_M)).to(tl.float32) * digit, 1)
             if KEY_BITS == 4:
@@ -398,8 +414,8 @@ def _decode_codes(
             if FOLD > 1:
                 shrink = tl.reshape(tl.broadcast_to(shrink[None, :], (FOLD, BLOCK_M)), (FOLD * BLOCK_M,))
             # Transposed by the addresses: the words are converted in the registers from which they are multiplied.
-            held = slot + lines + value_words // VALUE_WORDS < stop
-            words = tl.load(value_rows + (slot + lines) * VALUE_WORDS + value_words, mask=held, other=0)
+            held = tl.minimum(slot + lines + value_words // VALUE_WORDS, stop - 1)  # beyond, weights are zero
+            words = tl.load(value_rows + held * VALUE_WORDS + value_words % VALUE_WORDS)
             m0 = dot(numbers_of(words, 0, VALUE_BITS, PTX), p, m0 * shrink[None, :])
             m1 = dot(numbers_of(words, 1, VALUE_BITS, PTX), p, m1 * shrink[None, :])
             if VALUE_BITS == 4:

@@ -331,7 +331,7 @@ def _up(
         shared = (shared_codes, shared_high, shared_scales, shared_offsets, shared_scale_steps, shared_offset_steps)
         parts = _pick(slot == TOP_K, shared, parts)
     base = expert.to(tl.int64) * (2 * WIDTH) + place * PAIRS
-    held = load_tiles(parts, base, WIDTH, 0, TILES, EACH, 2, BN, BG, HIDDEN, BITS, GROUP, STEPS, OFFSET)
+    held = load_tiles(parts, base, WIDTH, 0, TILES, EACH, 2, BN, BG, HIDDEN, BITS, GROUP, STEPS, OFFSET, "")
     if slot == TOP_K:
         take_turn()
     if PTX:
@@ -394,7 +394,7 @@ def _down(
         if s == TOP_K:
             parts = (shared_codes, shared_high, shared_scales, shared_offsets, shared_scale_steps, shared_offset_steps)
         at = chosen[s].to(tl.int64) * HIDDEN + base
-        held = held + load_tiles(parts, at, 0, 0, TILES, EACH, 1, BN, BG, WIDTH, BITS, GROUP, STEPS, OFFSET)
+        held = held + load_tiles(parts, at, 0, 0, TILES, EACH, 1, BN, BG, WIDTH, BITS, GROUP, STEPS, OFFSET, "")
     take_turn()
     if PTX:
         tl.debug_barrier()

@@ -80,28 +80,29 @@ def quantise_groups(x):
 
 @triton.jit
 def load_block(
-    parts, row, g, K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr
+    parts, row, g, K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr,
+    EVICT: tl.constexpr,
 ):  # fmt: skip
     """Load blocks g [1, BG] of rows [BN, 1]: words of codes, two per int64, scales, and the scheme's other parts, [BN, BG]
     each.
 
-    A lane loads a block, so that no value moves between lanes before the sum over the row.
+    A lane loads a block, so that no value moves between lanes before the sum over the row. EVICT is Triton's eviction policy.
     """
     PER: tl.constexpr = 1 if GROUP == 16 else GROUP // 32  # blocks that share scales; two groups of 16 are loaded at once
     pair = tl.arange(0, 2)[None, None, :]
     codes = parts[0] + (row * (K // 8 if BITS == 8 else K // 16))[:, :, None] + (g * (4 if BITS == 8 else 2))[:, :, None]
-    found = tl.split(tl.load(codes + pair))
+    found = tl.split(tl.load(codes + pair, eviction_policy=EVICT))
     if BITS == 8:
-        found = found + tl.split(tl.load(codes + pair + 2))
-    found = found + (tl.load(parts[2] + row * (K // 32 // PER) + g // PER),)
+        found = found + tl.split(tl.load(codes + pair + 2, eviction_policy=EVICT))
+    found = found + (tl.load(parts[2] + row * (K // 32 // PER) + g // PER, eviction_policy=EVICT),)
     if BITS == 5 or BITS == 6:
-        found = found + (tl.load(parts[1] + row * (K // 32) + g),)
+        found = found + (tl.load(parts[1] + row * (K // 32) + g, eviction_policy=EVICT),)
     if STEPS:
-        found = found + (tl.load(parts[4] + row * (K // 256) + g // 8),)
+        found = found + (tl.load(parts[4] + row * (K // 256) + g // 8, eviction_policy=EVICT),)
     if OFFSET != "centre":
-        found = found + (tl.load(parts[3] + row * (K // 32 // PER) + g // PER),)
+        found = found + (tl.load(parts[3] + row * (K // 32 // PER) + g // PER, eviction_policy=EVICT),)
         if STEPS:
-            found = found + (tl.load(parts[5] + row * (K // 256) + g // 8),)
+            found = found + (tl.load(parts[5] + row * (K // 256) + g // 8, eviction_policy=EVICT),)
     return found
 
 
@@ -109,6 +110,7 @@ def load_block(
 def load_tiles(
     parts, base, width, T: tl.constexpr, AHEAD: tl.constexpr, ROWS: tl.constexpr, HALVES: tl.constexpr, BN: tl.constexpr,
     BG: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr,
+    EVICT: tl.constexpr,
 ):  # fmt: skip
     """`load_block` of tiles T to T + AHEAD - 1, for ROWS rows of each of BN, and HALVES (`width` rows apart)."""
     BLOCKS: tl.constexpr = K // 32
@@ -120,7 +122,7 @@ def load_tiles(
             for u in tl.static_range(ROWS):
                 row = base.to(tl.int64) + u * BN + tl.arange(0, BN)[:, None]
                 for h in tl.static_range(HALVES):
-                    found = found + (load_block(parts, row + h * width, g, K, BITS, GROUP, STEPS, OFFSET),)
+                    found = found + (load_block(parts, row + h * width, g, K, BITS, GROUP, STEPS, OFFSET, EVICT),)
     return found
 
 
