@@ -23,6 +23,7 @@ from tests.testing.more_regressions import HARMLESS
 from toolkit.bench.captured_steps import compare
 from toolkit.bench.published import CLAIMS, EXECUTORCH_20286, LLAMA_CPP, LLAMA_CPP_SOURCE
 from toolkit.decode.loop import AHEAD
+from toolkit.kernels.kv_codes import KV_SCHEMES
 from toolkit.trace.shipped import shipped_names
 from toolkit.ui.figures.kernel_table import kernel_table, step_times
 
@@ -105,15 +106,32 @@ def step_experiments() -> str:
 
 def kernels() -> str:
     """Return the table of kernels against their hardware limit."""
-    rows = []
-    for row in record("h200_kernels")["rows"]:
+    rows, made = [], record("h200_kernels")
+    for row in made["rows"]:
         others = "; ".join(f"{name} {us:.1f}" for name, us in row.get("others_us", {}).items())
         aim = row["at_least_percent"] or "-"
         limit = "read bandwidth" if row["of"] == "bandwidth" else "bf16 matmul rate"
         sizes = dict(part.split("=") for part in row["key"].split())
         problem = f"{row['shape']} ({sizes['n']} × {sizes['k']}, {sizes['scheme']})" if "n" in sizes else row["shape"]
-        rows.append([f"`{row['kernel']}`", problem, f"{row['us']:.1f}", limit, f"{row['percent']:.1f}", aim, others or "-"])
-    return table(["kernel", "problem", "µs", "limit", "% of the limit", "aim, %", "other libraries, µs"], rows)
+        found = f"{row['us']:.1f}", limit, f"{row['percent']:.1f}", aim, others or "-", row.get("date", made["date"])
+        rows.append([f"`{row['kernel']}`", problem, *found])
+    return table(["kernel", "problem", "µs", "limit", "% of the limit", "aim, %", "other libraries, µs", "measured"], rows)
+
+
+def quantized_caches() -> dict[str, str]:
+    """Return the times of attention on quantized caches of 131,072 slots in a layer of Gemma 4 31B, and captured steps."""
+    tuned = json.loads((ROOT / "toolkit" / "tune" / "tuned" / "h200.json").read_text(encoding="utf-8"))["kernels"]
+    rate, slots, kv_heads, head_dim = speed_records()[0]["read_bytes_per_s"], 131_072, 4, 512
+    found = {"plain_us": f"{1e6 * slots * kv_heads * head_dim * 2 * 2 / rate:.0f}"}
+    for name, scheme in KV_SCHEMES.items():
+        sizes = f"heads=32 kv_heads={kv_heads} head_dim={head_dim} slots={slots} window=0 dtype=bfloat16 scaled=False"
+        rows = tuned["attention_codes"][f"{sizes} quantised=True codes={name}"].values()
+        us = min(row["us"] for row in rows if row["verdict"] == "ok")
+        share = slots * kv_heads * scheme.bytes_per_token(head_dim) / us * 1e6 / rate
+        found |= {f"{name}_us": f"{us:.0f}", f"{name}_percent": f"{100 * share:.0f}"}
+    steps = {(row.get("kv", "plain"), row["prompt"]): row["ms"] for row in record("h200_quantized_caches")["rows"]}
+    found |= {f"{kv}_{prompt}_ms": f"{ms:.2f}" for (kv, prompt), ms in steps.items()}
+    return found | {"int4_kept": f"{100 * steps['int4', 512] / steps['int4', 130_000]:.0f}"}
 
 
 def loads() -> str:
@@ -300,10 +318,11 @@ def claims() -> str:
 
 
 def _speed_of(model: str) -> tuple[str, list[dict[str, Any]]]:
-    """Return the GPU and the rows of the last record of a model: a measured one, if there is one."""
-    made = [one for one in speed_records() if model in one["model"] and one["kv"] is None][-1]
-    where = f"{'virtual ' if made['clock'] == 'modelled' else ''}H200, {made['clock']}"
-    return where, [row for row in made["rows"] if "strategies" in row]
+    """Return the GPU and the rows of a model's records: of the measured ones, if there are any."""
+    made = [one for one in speed_records() if model in one["model"] and one["kv"] is None]
+    clock = made[-1]["clock"]
+    where = f"{'virtual ' if clock == 'modelled' else ''}H200, {clock}"
+    return where, [row for one in made if one["clock"] == clock for row in one["rows"] if "strategies" in row]
 
 
 def _by_context() -> str:
@@ -507,7 +526,7 @@ def substitutions() -> dict[str, Any]:
     ]
     return {
         "table_copies": copies(""), "table_copies_gemma4": copies("_gemma4"), "table_copies_qwen35": copies("_qwen3.5-moe"),
-        "table_kernels": kernels(), "table_loads": loads(), "table_exports": exports(), "table_package_steps": package_steps(),
+        "table_kernels": kernels(), "codes": quantized_caches(), "table_loads": loads(), "table_exports": exports(), "table_package_steps": package_steps(),
         "table_memory_cost": memory_cost(), "table_strategies": strategies(), "table_gpus": gpus(),
         "table_packages": packages(), "table_strategy_fields": strategy_fields(), "ahead": str(AHEAD),
         "memory": memory_figures(), "captured": captured_steps(),
