@@ -83,6 +83,11 @@ def test_with_memory_refuses_sizes_no_gpu_has(n_bytes: int):
         CATALOGUE["h200"].with_memory(n_bytes)
 
 
+def test_several_gpus_are_not_one_device():
+    with pytest.raises(DeviceError, match=r'several processes\. Start a process for each: tk.cluster\("virtual:2xh200"\)'):
+        toolkit.device("virtual:2xh200")
+
+
 def test_an_unknown_figure_names_the_nearest():
     with pytest.raises(UnknownNameError, match="bandwidth_bytes_per_s"):
         CATALOGUE["h200"].source("bandwidth")

@@ -50,6 +50,7 @@ from toolkit.trace.events import Trace
 
 GENERIC = "h200"  # a GPU that is named by its memory size takes its other figures from this GPU
 _SIZE = re.compile(r"[0-9.]+\s*[kmgt]i?b?", re.IGNORECASE)
+_SEVERAL = re.compile(r"\d+x.+")  # "2xh200"
 _current: VirtualGpu | None = None
 _libraries: list[torch.library.Library] = []  # kept alive: garbage collection of a library removes its kernels
 
@@ -210,6 +211,9 @@ def spec_of(card: str) -> GpuSpec:
         return CATALOGUE[card]
     if _SIZE.fullmatch(card.strip()):
         return CATALOGUE[GENERIC].with_memory(parse_bytes(card))
+    if _SEVERAL.fullmatch(card):
+        do = f'Start a process for each: tk.cluster("virtual:{card}"), or pass tensor_parallel= to tk.plan'
+        raise DeviceError(f"the device virtual:{card}", "several GPUs need several processes", do)
     raise unknown_name("virtual GPU", card, CATALOGUE)
 
 
