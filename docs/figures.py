@@ -526,7 +526,8 @@ def substitutions() -> dict[str, Any]:
     ]
     return {
         "table_copies": copies(""), "table_copies_gemma4": copies("_gemma4"), "table_copies_qwen35": copies("_qwen3.5-moe"),
-        "table_kernels": kernels(), "codes": quantized_caches(), "table_loads": loads(), "table_exports": exports(), "table_package_steps": package_steps(),
+        "table_kernels": kernels(), "codes": quantized_caches(), "table_loads": loads(), "table_exports": exports(),
+        "table_package_steps": package_steps(),
         "table_memory_cost": memory_cost(), "table_strategies": strategies(), "table_gpus": gpus(),
         "table_packages": packages(), "table_strategy_fields": strategy_fields(), "ahead": str(AHEAD),
         "memory": memory_figures(), "captured": captured_steps(),
