@@ -104,6 +104,14 @@ def test_hidden_state_is_named_and_released(shell, run):
     assert "Nothing on a GPU is held without a variable" in said
 
 
+def test_what_one_list_holds_is_one_line(shell, run):
+    run("def f():\n    kept = [torch.ones(1 << 18, device=d) for _ in range(5)]\n    raise ValueError('on purpose')\nf()")
+    said = run("%memory hidden")
+    assert "5.00 MiB  kept in f() (the traceback of ValueError), 5 blocks, allocated in cell" in said
+    assert said.count("kept in f()") == 1
+    assert "Released 5.00 MiB" in run("%memory release")
+
+
 FAILS = "def f(mib):\n    pinned = torch.ones(mib << 18, device=d)\n    raise ValueError('on purpose')\nf({})"
 
 

@@ -32,6 +32,7 @@ _MOST_S = 2.0  # seconds of processor time of a search
 _AT_ONCE = 16  # tensors of one search
 _KERNEL = ("/IPython/", "/ipykernel/")  # callers of a notebook's code, which lead to all of its variables
 _RUNNING = re.compile(r"[\w.]+ in [^()]*\(\)( \(thread '[^']*'\))?(?! \(the traceback of)")
+_WITHIN = re.compile(r"(?<!\bOut)\[\d+\]| \(its graph: [^)]*\)")  # an element of a list, and the graph of a tensor
 _PLAIN = (dict, list, tuple, set, frozenset)
 
 
@@ -66,16 +67,23 @@ class Hidden:
 
 
 def listed(variables: Mapping[str, Any], shell: Any | None = None) -> list[Hidden]:
-    """Return the memory on GPUs that can't be reached from `variables`, the largest first."""
+    """Return the memory on GPUs that can't be reached from `variables`, the largest first.
+
+    Elements of one list, and what their graphs hold, are one entry per line of code that allocated them.
+    """
     trace = allocation_scopes.end(allocation_scopes.begin())
     rows = trace.is_kind("alloc").nonzero()[0]
     lines = dict(zip(trace["address"][rows].tolist(), trace.select(rows).text("where"), strict=True))
-    found = []
+    alike: dict[tuple[str, str | None], list[Holder]] = {}
     for (kind, address), holder in find(variables, shell).items():
         if kind != "cpu":
             place = lines.get(address)
             where = place_text(place, {}) if place else None
-            found.append(Hidden(holder.bytes, holder.owner, where, runs=bool(running(holder.owner))))
+            alike.setdefault((_WITHIN.sub("", holder.owner), where), []).append(holder)
+    found = []
+    for (name, where), holders in alike.items():
+        owner = holders[0].owner if len(holders) == 1 else f"{name}, {len(holders)} blocks"
+        found.append(Hidden(sum(one.bytes for one in holders), owner, where, runs=bool(running(owner))))
     return sorted(found, key=lambda held: -held.bytes)
 
 
