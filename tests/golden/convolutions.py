@@ -1,14 +1,15 @@
 """Measure what convolutions allocate on a CUDA GPU, and compare it with the rules of the virtual GPU.
 
-    python -m tests.golden.convolutions measure OUT.gz [SECONDS]
-    python -m tests.golden.convolutions check OUT.json [EVERY]
+    python -m tests.golden.convolutions measure OUT.gz [SECONDS [SEED]]
+    python -m tests.golden.convolutions check OUT.json [MEASURED.gz]
 
 The convolutions are those of `tests/programs`, their neighbours that differ in one field, and random ones, in random order.
 `measure` needs only PyTorch. It calls the forward pass and the gradients of input and weight one by one, twice, since cuDNN's
 plans are cached after the first call. It writes a line for each convolution, with the sizes that the second call of each pass
-requested, in order (negative for a free). It stops after SECONDS. `h200_convolutions.gz` is what an H200 did.
+requested, in order (negative for a free). It stops after SECONDS. Another SEED draws other sizes. `h200_convolutions.gz` is
+what an H200 did.
 
-`check` compares every (or every EVERYth) convolution of that file with the rules, and writes how many workspaces are equal.
+`check` compares the convolutions of that file, or of another one, with the rules, and writes how many workspaces are equal.
 """
 
 from __future__ import annotations
@@ -282,9 +283,9 @@ def _worker(todo: list[Case], out: str, end: float) -> None:
                 file.write(json.dumps(row, separators=(",", ":")) + "\n")
 
 
-def measure(out: str, seconds: str = "60") -> None:
+def measure(out: str, seconds: str = "60", seed: str = "0") -> None:
     """Measure calls in several processes, and write them to `out`."""
-    start, todo = time.time(), cases()
+    start, todo = time.time(), cases(int(seed))
     n_workers = max(1, min(12, (os.cpu_count() or 1) - 4))
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
@@ -306,10 +307,10 @@ def measure(out: str, seconds: str = "60") -> None:
         file.write("\n".join([json.dumps(about), *lines]) + "\n")
 
 
-def measured() -> tuple[dict[str, Any], list[tuple[Case, dict[str, list[int]]]]]:
+def measured(file: Path = MEASURED) -> tuple[dict[str, Any], list[tuple[Case, dict[str, list[int]]]]]:
     """Return the facts about the H200, and its calls: each convolution with the sizes that each pass requested."""
-    with gzip.open(MEASURED, "rt") as file:
-        about, *rows = (json.loads(line) for line in file)
+    with gzip.open(file, "rt") as lines:
+        about, *rows = (json.loads(line) for line in lines)
     calls = []
     for row in rows:
         sizes = {which: row.pop(which) for which in PASSES}
@@ -339,13 +340,13 @@ def modelled(case: Case, which: str) -> tuple[int, int]:
         torch.backends.cudnn.allow_tf32 = before
 
 
-def check(out: str, every: str = "1") -> None:
+def check(out: str, file: str = "") -> None:
     """Compare the H200's calls with the rules and with cuDNN's answers alone, and write how many workspaces are equal."""
     from toolkit.gpu.virtual import cudnn
 
-    about, calls = measured()
+    about, calls = measured(Path(file) if file else MEASURED)
     counted: dict[str, list[int]] = {}
-    for case, sizes in calls[:: int(every)]:
+    for case, sizes in calls:
         for which in PASSES:
             if len(sizes[which]) > 4:  # copies of ambiguous formats, too
                 continue

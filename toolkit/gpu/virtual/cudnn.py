@@ -1,8 +1,8 @@
 """Ask cuDNN which algorithm it takes for a convolution on an H200, and how much workspace it needs. No GPU is needed.
 
-cuDNN chooses by heuristics that are part of the library, and need only a description of the GPU. So where cuDNN 9.8 or later is
-installed, as it is with PyTorch's wheels for CUDA, the virtual GPU asks for its plans as PyTorch does, and takes the first one
-that can be built (ATen/native/cudnn/Conv_v8.cpp). Plans that call cuBLAS can't be built without a GPU.
+cuDNN chooses by heuristics that are part of the library, and need only a description of the GPU. So where cuDNN 9.19 or later
+is installed, as it is with PyTorch 2.11 for CUDA 13, the virtual GPU asks for its plans as PyTorch does, and takes the first
+one that can be built (ATen/native/cudnn/Conv_v8.cpp). Plans that call cuBLAS can't be built without a GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ H200 = {
 
 # In this order: cuDNN ends the process if it doesn't find cuBLAS.
 _LIBRARIES = ("libnvrtc.so.*", "libcublasLt.so.*", "libcublas.so.*", "libcudnn.so.9")
-_FIRST_VERSION = 90800  # with descriptions of GPUs
+_FIRST_VERSION = 91900  # that was compared with an H200
 
 # Numbers of cudnn_graph.h: types of attributes, descriptors, modes of heuristics, notes.
 _DATA_TYPE, _INT64, _FLOAT, _MODE, _HEURISTIC, _NOTE, _DESCRIPTOR, _CHAR = 1, 3, 4, 7, 8, 11, 15, 24
