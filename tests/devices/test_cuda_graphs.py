@@ -11,9 +11,10 @@ import torch
 from test_cuda_events import call, ran, read, session
 
 from toolkit.core.errors import DeviceError
+from toolkit.core.ranks import Shard
 from toolkit.gpu.cuda import loops
 from toolkit.gpu.cuda.loops import CANCEL, LIMIT, PUBLISHED, READ, SHARED, CudaLoop
-from toolkit.gpu.cuda.session import Captured, LoopRun, Range
+from toolkit.gpu.cuda.session import Announced, Captured, LoopRun, Range
 
 
 class Lines:
@@ -78,6 +79,22 @@ def test_steps_of_a_loop(reported):
     starts = trace.select(trace.is_kind("mark"))["start_ns"].tolist()
     assert np.diff(starts) == pytest.approx(50_000, abs=100)
     assert starts[0] == pytest.approx(2_122_000 - given.began_ns, abs=2_100)
+
+
+def test_iterations_that_are_reported_without_their_launch():
+    """As by CUPTI of CUDA 13.0."""
+    events = loop_events(3)
+    for event in events[2:]:
+        event.link = 0
+    run = LoopRun(2_098_000, np.array([5_000_000_000 + 50_000 * i for i in range(4)]))
+    announced = [Announced(1_650_000, "all_reduce", 512, 2, "one-shot")]
+    given = session(captures={7: CAPTURED}, launches=[(2_097_000, 7)], loops=[run], announced=announced, shard=Shard(0, 2))
+    for event in events:
+        event.text = event.text.replace("matmul", "one_shot_all_reduce")
+    trace = read([*CAPTURED_CALLS, *events], given)
+    assert trace["step"][trace.is_kind("kernel")].tolist() == [0] + [n for n in (1, 2, 3) for _ in range(3)]
+    sums = trace.select(trace.is_kind("collective"))
+    assert list(zip(sums["step"], sums["bytes"], sums["seq"], strict=True)) == [(1, 512, 0), (2, 512, 1), (3, 512, 2)]
 
 
 def test_a_loop_without_its_first_publication_has_no_steps():

@@ -2,13 +2,15 @@
 
 The profiler reports one call for all nodes of a launch. It also reports the calls that were captured, in the order of the
 nodes: the k-th node of a launch comes from the k-th captured call. In a loop, `publish_token` ends each step. Some versions of
-CUPTI report only the first iteration; the times of the others are known from `publish_token` all the same.
+CUPTI report only the first iteration; the times of the others are known from `publish_token` all the same. Others report all of
+them, but without the call that launched the loop.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import NamedTuple, TypeVar
 
@@ -19,6 +21,7 @@ from toolkit.gpu.cuda.session import Captured, Event, HostClock, LoopRun, Range,
 
 T = TypeVar("T")
 PUBLISH = "publish_token"
+ON_DEVICE = ("kernel", "h2d", "d2h", "d2d", "p2p", "memset")
 _NODE_CALL = re.compile(r"Launch(Cooperative)?Kernel|Memcpy|Memset")
 _GRAPH_CALL = "GraphLaunch"
 _SLACK_NS = 20_000  # by how much the clocks of host and profiler may disagree
@@ -44,6 +47,8 @@ def graph_nodes(rows: Sequence[Row], calls: Mapping[int, Event], clock: HostCloc
     for i, row in enumerate(rows):
         if row.link in numbers:
             groups.setdefault(row.link, []).append(i)
+    for i, link in _repeated(rows, calls, runs):
+        groups.setdefault(link, []).append(i)
     launched = {row.link for row in rows}
     captured_ns = {
         number: _captured_calls(calls.values(), launched, clock, session.captures.get(number))
@@ -77,6 +82,16 @@ def graph_nodes(rows: Sequence[Row], calls: Mapping[int, Event], clock: HostCloc
         np.array(found, np.int64), np.array([line_ns[i] for i in found], np.int64),
         np.array([steps.get(i, -1) for i in found], np.int32), ranges, graphs, launches,
     )  # fmt: skip
+
+
+def _repeated(rows: Sequence[Row], calls: Mapping[int, Event], runs: Mapping[int, LoopRun]) -> Iterator[tuple[int, int]]:
+    """Yield (row, correlation of the loop's launch) for each row whose launch is not known: the last loop launched before."""
+    loops = sorted((calls[link].start_ns, link) for link in runs)
+    for i, row in enumerate(rows) if loops else ():
+        if row.kind in ON_DEVICE and row.link not in calls:
+            before = bisect(loops, (row.start_ns, 0))
+            if before:
+                yield i, loops[before - 1][1]
 
 
 def _by_link(graph_calls: Sequence[Event], noted: Mapping[int, T], clock: HostClock) -> dict[int, T]:
