@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,13 +19,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ops import test_plans
 from tests.ops.test_ops import DEVICE, GEMMA4, QWEN3, QWEN3_5_MOE, small
+from toolkit.core.ranks import Shard
+from toolkit.decode import loop
 from toolkit.decode.loop import generate
 from toolkit.decode.sampling import Sampling
 from toolkit.decode.step import Fallback, Step
 from toolkit.decode.strategies import STRATEGIES
+from toolkit.gpu.opening import open_device
+from toolkit.kernels import exchange as exchange_kernels
 from toolkit.models import gemma4, qwen3, qwen3_5_moe
-from toolkit.ops import define, plans, zeros
-from toolkit.ops.tape import Tape
+from toolkit.ops import collectives, define, exchange, plans, zeros
+from toolkit.ops.tape import Tape, recording
 
 started = test_plans.started
 PROMPT = [5, 6, 7]
@@ -141,6 +147,28 @@ def test_memory_that_moved_is_read_where_it_is(started: list[Any], ran: list[str
         found += steps.run(2)
         assert ran == ["launched", "played"]
         assert found == expected
+
+
+def test_steps_of_a_rank_are_played(started: list[Any], ran: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the exchanges of CUDA, whose launches return the tensor of this rank."""
+
+    def launch(work: Callable[[], Any]) -> Any:
+        return SimpleNamespace(run=work)
+
+    def joined(inbox: Any, x: Tensor, sizes: list[int], out: Tensor) -> Any:
+        return launch(lambda: out.copy_(torch.cat([x] * len(sizes), -1)))
+
+    monkeypatch.setattr(collectives, "_launches_directly", lambda x: define.direct(x) or recording() is not None)
+    monkeypatch.setattr(exchange, "links", lambda device: SimpleNamespace(inbox=SimpleNamespace()))
+    monkeypatch.setattr(exchange, "_run", lambda launch, note, key: launch.run())
+    monkeypatch.setattr(exchange_kernels, "all_reduce", lambda inbox, x, out: launch(lambda: out.copy_(x)))
+    monkeypatch.setattr(exchange_kernels, "all_gather", joined)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(loop, "_check_ranks", lambda *given, **facts: None)
+    config = qwen3.Config.from_hf(QWEN3 | {"num_hidden_layers": 1})
+    model = qwen3.Model(config, open_device(DEVICE), torch.bfloat16, Shard(0, 2)).init_weights(3).requires_grad_(False)
+    tokens(model, "double-buffered", max_new_tokens=9)
+    assert ran == ["launched"] * 4 + ["played"] * 4
 
 
 def test_a_tape_that_a_traceback_keeps_holds_no_memory(started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,16 @@ import torch
 
 from tests.ranks import exchanges
 from tests.ranks.pool import Ranks
+from toolkit.ops import exchange
+
+
+def test_limits_are_those_of_the_kernels() -> None:
+    from toolkit.kernels import exchange as kernels
+
+    assert (exchange.MOST_BYTES, exchange.DTYPES) == (kernels.MOST_BYTES, kernels.DTYPES)
 
 
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs them compiled")
 def test_many_exchanges_in_a_row(ranks: Ranks, tmp_path: Path, count: int) -> None:
-    assert ranks.results(count, exchanges.sums, str(tmp_path), count, 24) == [[]] * count
+    assert ranks.results(count, exchanges.sums, str(tmp_path), count, 12) == [[]] * count

@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 -m toolkit.bench.ranks --out FILE.json
 
-With `--tune SECONDS`, the kernels of the divided models that have no timings are tuned first, shared among the GPUs.
+With `--device virtual:h200` the steps of the models are modelled. With `--tune SECONDS`, the kernels of the divided models that
+have no timings are tuned first, shared among the GPUs.
 
 Rank 0 prints the results as they come and writes the record after each part.
 """
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import statistics
 import sys
@@ -40,6 +40,7 @@ MODELS = ("random/gemma4-31b", "random/qwen3.5-35b-a3b")
 SCHEME = "q4_k_m"
 FIRST = ("int4_matmul", "moe_step")  # to be tuned: they take most of a step
 PROMPT = tuple(range(100, 164))
+STRATEGIES = ("cuda-graph", "double-buffered", "whole-loop")
 SUMS, REPLAYS = 100, 20  # all-reduces in a graph, and launches of it
 SIZES = (2048, 5376, 16_384, 131_072, 262_144)  # bf16 values
 
@@ -130,7 +131,7 @@ class Bench:
     def empty(self) -> None:
         """Free the memory of models that are gone."""
         gc.collect()
-        torch.cuda.empty_cache()
+        torch.get_device_module(self.device.torch).empty_cache()
 
     def model(self, name: str, ranks: int) -> dict[str, Any]:
         """Return the rates of a model on one GPU or all, its bytes, and a recorded step."""
@@ -140,7 +141,7 @@ class Bench:
         run: dict[str, Any] = {"max_new_tokens": self.tokens, "eos": ()}
         generate(model, PROMPT, "cuda-graph", record=False, **run | {"max_new_tokens": 8})
         rates: dict[str, Any] = {}
-        for strategy in ("cuda-graph", "double-buffered", "whole-loop"):
+        for strategy in STRATEGIES if self.device.clock == "measured" else STRATEGIES[:1]:
             try:
                 times = [generate(model, PROMPT, strategy, record=False, **run).tok_per_s for _ in range(2)]
                 rates[strategy] = round(max(filter(None, times)), 1)
@@ -169,21 +170,27 @@ class Bench:
         self.say(f"  recorded: {found}")
         return found
 
-    def late(self, by_us: float) -> dict[str, Any]:
-        """Return what the joined trace of all ranks says of a rank that is late for one sum."""
-        cycles = int(by_us * 1e-6 * self._sleep_hz())
+    def late(self, by_us: float, out: Path) -> dict[str, Any]:
+        """Return what the traces of all ranks, which are saved next to `out`, say if the last rank is late for one sum."""
+        cycles, trace = int(by_us * 1e-6 * self._sleep_hz()), None
         x = torch.ones(5376, dtype=torch.bfloat16, device=self.device.torch)
         with torch.no_grad():
             for _ in range(2):
                 with self.device.record(lines=False) as trace:
-                    latest(0)
+                    latest(0)  # a barrier
                     for i in range(200):
                         if i == 100 and self.shard.rank == self.shard.ranks - 1:
                             torch.cuda._sleep(cycles)
                         all_reduce(x, self.shard.ranks)
                     self.device.sync()
-        slept = [int(trace["dur_ns"][i]) for i, name in enumerate(trace.text("name")) if name and "spin" in name]
-        return {"trace": trace, "slept_us": [each / 1e3 for each in slept]}
+        assert trace is not None
+        files = [out.with_name(f"{out.stem}-late-rank{rank}.npz") for rank in range(self.shard.ranks)]
+        trace.save(files[self.shard.rank])
+        slept = [float(trace["dur_ns"][i]) / 1e3 for i, name in enumerate(trace.text("name")) if name and "spin" in name]
+        all_slept = gather(torch.tensor(sum(slept), dtype=torch.float64)).tolist()  # a barrier, too: all traces are saved
+        found = {"asked_us": by_us, "slept_us": all_slept} | (_joined(files) if self.shard.rank == 0 else {})
+        self.say(f"{found}")
+        return found
 
     def _sleep_hz(self) -> float:
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
@@ -224,13 +231,16 @@ def _joined(traces: list[Path]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default="cuda")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--tune", type=float, metavar="SECONDS", default=0.0)
     parser.add_argument("--late-us", type=float, default=200.0)
     options = parser.parse_args()
-    device, shard = open_device("cuda"), join(int(os.environ["WORLD_SIZE"]))
-    torch.cuda.set_device(device.torch)
+    device, shard = open_device(options.device), join(int(os.environ["WORLD_SIZE"]))
+    measured = device.clock == "measured"
+    if measured:
+        torch.cuda.set_device(device.torch)
     bench = Bench(device, shard, options.tokens)
     record = {**about(device.name), "ranks": shard.ranks, "models": []}
 
@@ -238,8 +248,9 @@ def main() -> None:
         if shard.rank == 0:
             write_record(record, options.out)
 
-    record["all_reduce"] = bench.all_reduces()
-    save()
+    if measured:
+        record["all_reduce"] = bench.all_reduces()
+        save()
     names = list(filter(None, options.models.split(",")))
     if options.tune:
         bench.tune(names, options.tune)
@@ -248,19 +259,8 @@ def main() -> None:
             record["models"].append(bench.model(name, ranks))
             bench.empty()
             save()
-    file = options.out.with_name(f"{options.out.stem}-late-rank{shard.rank}.npz")
-    late = bench.late(options.late_us)
-    late.pop("trace").save(file)
-    latest(0)
-    if shard.rank == 0:
-        traces = [options.out.with_name(f"{options.out.stem}-late-rank{rank}.npz") for rank in range(shard.ranks)]
-        record["late"] = late | {"asked_us": options.late_us} | _joined(traces)
-        print(json.dumps(record["late"])[:1500], flush=True)
-    slept = torch.tensor(late["slept_us"][:1] or [0.0], dtype=torch.float64)
-    both = gather(slept).tolist()
-    if shard.rank == 0:
-        record["late"]["slept_us"] = both
-        print("slept", both, flush=True)
+    if measured:
+        record["late"] = bench.late(options.late_us, options.out)
     save()
     latest(0)
     sys.stdout.flush()

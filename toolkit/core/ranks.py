@@ -74,9 +74,13 @@ def join(ranks: object) -> Shard:
 
 def backend_of(cuda: bool) -> str:
     """Return the backends of a group: gloo for host memory, and NCCL for CUDA if there is `cuda`."""
-    if cuda:
-        os.environ["NCCL_NVLS_ENABLE"] = "0"  # no multicast over NVLink
+    switch_multicast_off()
     return "cpu:gloo,cuda:nccl" if cuda else "gloo"
+
+
+def switch_multicast_off() -> None:
+    """Keep NCCL and PyTorch's symmetric memory from using multicast over NVLink. Call it before the first communication."""
+    os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 
 def current() -> Shard:

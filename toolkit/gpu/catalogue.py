@@ -126,9 +126,7 @@ _NVLINK = {  # by compute capability, for GPUs of servers
     (10, 0): (900e9, Source("datasheet", "NVIDIA Blackwell datasheet: NVLink 1.8 TB/s, both directions together")),
 }
 _NO_NVLINK = Source("estimated", "PCIe, without an NVLink bridge: the rate of pinned H2D copies, which nobody compared")
-_PAIR = Source(
-    "measured", "two NVIDIA H200 with NVLink, torch 2.11: symm_mem.one_shot_all_reduce of 5,376 bf16 values in a graph"
-)
+_PAIR = Source("measured", "bench/results/h200x2_ranks.json (two NVIDIA H200 with NVLink): 5,376 bf16 values in a graph")
 _NCCL = Source("estimated", "as NCCL's all-reduce of 5,376 bf16 values on two H200; PCIe may take longer")
 _PCIE_FIELDS = ("h2d_pinned_bytes_per_s", "d2h_pinned_bytes_per_s", "h2d_pageable_bytes_per_s", "d2h_pageable_bytes_per_s")
 
@@ -181,7 +179,7 @@ def _card(
         "registers_per_sm": 65536, **architecture._asdict(), "smem_per_block_bytes": 48 * KiB, "l2_bytes": int(l2_mib * MiB),
         **dict(zip(("fp32_flops", "tf32_flops", "bf16_flops"), (t * 1e12 for t in tflops), strict=True)),
         **dict(zip(_PCIE_FIELDS, rates, strict=True)), **_COSTS, "peer_bytes_per_s": peer,
-        "collective_ns": 6200 if cc in _NVLINK else 16300,
+        "collective_ns": 2270 if cc in _NVLINK else 16300,
     }  # fmt: skip
     sources = dict.fromkeys(figures, Source("datasheet", sheet))
     sources |= dict.fromkeys(("name", "compute_capability", "memory_bytes", "sms", "l2_bytes"), _SEEN)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from toolkit.core.errors import ModelError
 from toolkit.core.ranks import gather
-from toolkit.gpu.virtual.effects.effect import Effect, collective, nbytes
+from toolkit.gpu.virtual.effects.effect import NCCL, Effect, collective, nbytes
 from toolkit.gpu.virtual.effects.operations import rule
 from toolkit.gpu.virtual.scratch.script import MAKE_RESULTS, Args, Kwargs, Script, Take, scratch
 from toolkit.ops import exchange
@@ -91,7 +91,7 @@ def _all_reduce_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tens
     x, ranks = args[0], args[1]
     size = nbytes(x)
     small = exchange.is_small(x, size)
-    found = [collective("all_reduce", size, (ranks - 1) * size, ranks, exchange.ONE_SHOT if small else exchange.NCCL)]
+    found = [collective("all_reduce", size, (ranks - 1) * size, ranks, exchange.ONE_SHOT if small else NCCL)]
     return found if small else [*found, Effect("kernel", 0, "sum", moved_bytes=(ranks + 1) * size, cost="op_host_ns")]
 
 
@@ -100,7 +100,7 @@ def _all_gather_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tens
     """Return the exchange, in which each rank receives the tensors of all others; those of NCCL are joined by a kernel."""
     x, sizes = args[0], args[1]
     small = exchange.is_small(x, _largest(out, sizes))
-    algorithm = exchange.ONE_SHOT if small else exchange.NCCL
+    algorithm = exchange.ONE_SHOT if small else NCCL
     found = [collective("all_gather", nbytes(out), nbytes(out) - nbytes(x), len(sizes), algorithm)]
     return found if small else [*found, Effect("kernel", 0, "cat", moved_bytes=2 * nbytes(out), cost="op_host_ns")]
 

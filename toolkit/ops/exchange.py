@@ -18,6 +18,7 @@ from toolkit.core import ranks
 from toolkit.core.errors import DeviceError
 from toolkit.gpu.cuda.device import open_cuda
 from toolkit.gpu.cuda.peers import Shared, connect
+from toolkit.gpu.virtual.effects.effect import NCCL
 from toolkit.ops.launch_plan import handles
 from toolkit.ops.tape import recording
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 1 << 19  # of the tensor of a rank that is exchanged in one launch; `toolkit.kernels.exchange` has the same figure
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ONE_SHOT, NCCL = "one-shot", "NCCL"  # algorithms
+ONE_SHOT = "one-shot"  # an algorithm, as NCCL
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +100,7 @@ def all_gather(x: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
         return _joined_by_nccl(rows, sizes).movedim(-1, dim).contiguous()
     from toolkit.kernels import exchange
 
-    out = rows.new_empty(*rows.shape[:-1], width)
+    out = torch.empty((*rows.shape[:-1], width), dtype=rows.dtype, device=rows.device)  # a tape knows this function
     if out.numel():
         launch = exchange.all_gather(inbox, rows, sizes, out)
         _start(launch, rows, out, partial(_note, x.device, "all_gather", out.nbytes, len(sizes), ONE_SHOT))

@@ -5,7 +5,6 @@ The memory is PyTorch's symmetric memory. Multicast over NVLink is never used.
 
 from __future__ import annotations
 
-import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from toolkit.core.errors import DeviceError
-from toolkit.core.ranks import Shard, gather
+from toolkit.core.ranks import Shard, gather, switch_multicast_off
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # tells machines with the same name apart
 _NAME_BYTES = 128
@@ -35,17 +34,12 @@ class Shared:
     handle: Any
 
 
-def switch_multicast_off() -> None:
-    """Keep NCCL and symmetric memory from using multicast over NVLink. Call it before the first communication."""
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-    os.environ["NCCL_NVLS_ENABLE"] = "0"
-
-
 def connect(device: torch.device, shard: Shard, count: int) -> tuple[Shared | None, str]:
     """Allocate `count` int64 zeros on the GPU of each rank. All ranks must call it.
 
     Returns None and the reason if the GPUs can't reach each other's memory. Raises DeviceError if two ranks use one GPU.
     """
+    switch_multicast_off()
     places = gather(_place(device))
     names = [bytes(row.tolist()).rstrip(b"\0").decode() for row in places]
     for rank, name in enumerate(names):
@@ -55,7 +49,6 @@ def connect(device: torch.device, shard: Shard, count: int) -> tuple[Shared | No
     why_not = _agreed(_unreachable(device, names, names[shard.rank].rpartition(" ")[0]))
     if why_not:
         return None, why_not
-    switch_multicast_off()
     shared: Shared | None = None
     try:
         shared, why_not = _allocated(device, shard, count), ""

@@ -46,11 +46,11 @@ class Effect(NamedTuple):
     share: float = 1.0
     blocks: int = 0
     ranks: int = 1
-    algorithm: str = ""  # of a collective: a key of PHASES
+    algorithm: str = ""  # of a collective
 
 
-# Of a collective, the fixed time in units of `collective_ns`. NCCL's was measured on the same two H200s: 16.3 against 6.2 µs.
-PHASES = {"one-shot": 1.0, "NCCL": 16.3 / 6.2}
+NCCL = "NCCL"  # an algorithm
+NCCL_NS = 16_400  # of a collective of a few bytes by NCCL; measured: bench/results/h200x2_ranks.json
 WAIT = Effect("wait", 0, "cudaStreamSynchronize", cost="")
 
 
@@ -120,7 +120,8 @@ def duration_ns(effect: Effect, spec: GpuSpec) -> int:
         rate = getattr(spec, _RATE[kind, 1 if effect.pinned == 1 else 0])
         return int(getattr(spec, _FLOOR[kind]) + effect.bytes / rate * 1e9)
     if kind == "collective":
-        return int(PHASES[effect.algorithm] * spec.collective_ns + moved / spec.peer_bytes_per_s * 1e9)
+        fixed = max(NCCL_NS, spec.collective_ns) if effect.algorithm == NCCL else spec.collective_ns
+        return int(fixed + moved / spec.peer_bytes_per_s * 1e9)
     rate = spec.reached_bandwidth_bytes_per_s
     if not effect.flops and 2 * moved < spec.l2_bytes:
         rate *= L2_SPEEDUP
