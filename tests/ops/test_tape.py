@@ -159,7 +159,7 @@ def test_steps_of_a_rank_are_played(started: list[Any], ran: list[str], monkeypa
         return launch(lambda: out.copy_(torch.cat([x] * len(sizes), -1)))
 
     monkeypatch.setattr(collectives, "_launches_directly", lambda x: define.direct(x) or recording() is not None)
-    monkeypatch.setattr(exchange, "links", lambda device: SimpleNamespace(inbox=SimpleNamespace()))
+    monkeypatch.setattr(exchange, "links", lambda device: SimpleNamespace(inbox=SimpleNamespace(rank=0)))
     monkeypatch.setattr(exchange, "_run", lambda launch, note, key: launch.run())
     monkeypatch.setattr(exchange_kernels, "all_reduce", lambda inbox, x, out: launch(lambda: out.copy_(x)))
     monkeypatch.setattr(exchange_kernels, "all_gather", joined)

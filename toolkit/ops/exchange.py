@@ -86,7 +86,7 @@ def all_reduce(x: Tensor, count: int) -> Tensor:
 
     out = torch.empty_like(x)
     if x.numel():
-        key = inbox, x.dtype, x.numel(), x.data_ptr() % 16, out.data_ptr() % 16
+        key = inbox.rank, count, x.dtype, x.numel(), x.data_ptr() % 16, out.data_ptr() % 16
         note = partial(_note, x.device, "all_reduce", x.nbytes, count, ONE_SHOT)
         _start(exchange.all_reduce(inbox, x, out), x, out, note, key)
     return out
