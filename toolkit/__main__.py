@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import toolkit as tk
+from toolkit.core.errors import RankError
 from toolkit.core.ranks import announcing, join, leave
 from toolkit.core.units import print_any_text
 from toolkit.ranks.runs import collected
@@ -59,15 +60,22 @@ def has_cuda() -> bool:
 
 def run(options: argparse.Namespace) -> None:
     """Load a model, generate, and print the text as it comes. With several ranks, only rank 0 prints and saves."""
-    shard = join(int(os.environ.get("WORLD_SIZE", "1")) if options.tensor_parallel is None else options.tensor_parallel)
-    first = shard.rank == 0
+    started = int(os.environ.get("WORLD_SIZE", "1"))  # processes, by torchrun
+    ranks = started if options.tensor_parallel is None else options.tensor_parallel
+    if started not in (1, ranks):
+        raise RankError(f"a model over {ranks} ranks", f"torchrun started {started}", "Leave out --tensor-parallel")
+    shard = join(ranks)
+    first, gpu = shard.rank == 0, tk.device(options.device or "auto")
+    strategy = options.strategy or ("cuda-graph" if gpu.graphs else "double-buffered")
+    if options.save is not None and not options.save.absolute().parent.is_dir():
+        raise tk.ToolkitError(f"saving as {options.save}", "there is no such folder", "Create it first")
     with announcing():
         model = tk.load(
-            options.model, device=options.device or "auto", dtype=options.dtype, scheme=options.scheme, progress=first,
+            options.model, device=gpu, dtype=options.dtype, scheme=options.scheme, progress=first,
             tensor_parallel=shard.ranks,
         )  # fmt: skip
         found = tk.generate(
-            model, options.prompt, options.strategy, max_new_tokens=options.max_new_tokens, temperature=options.temperature,
+            model, options.prompt, strategy, max_new_tokens=options.max_new_tokens, temperature=options.temperature,
             seed=options.seed, context=options.context, kv=options.kv, record=options.save is not None,
             on_token=_print_piece if first else None,
         )  # fmt: skip
@@ -89,7 +97,7 @@ def _add_run(commands: Any) -> None:
     parser.add_argument("prompt")
     parser.add_argument("--device", help='"cuda", "cpu", "virtual:h200"... (default: CUDA if available, otherwise virtual)')
     parser.add_argument("--tensor-parallel", type=int, help="ranks that divide the model (default: all that torchrun started)")
-    parser.add_argument("--strategy", default="cuda-graph", help="how to decode (default: cuda-graph)")
+    parser.add_argument("--strategy", help="how to decode (default: cuda-graph; on the CPU double-buffered)")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens to generate (default: 128)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default): the most probable token")
     parser.add_argument("--seed", type=int, default=0, help="of random choices (default: 0)")

@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 
 import toolkit as tk
-from toolkit.core.errors import DeviceError, ModelError, RankError, UnknownNameError
+from toolkit.core.errors import DeviceError, ModelError, RankError, ToolkitError, UnknownNameError
 from toolkit.core.version import __version__
 from toolkit.gpu.opening import open_device
+from toolkit.ranks import remote
 from toolkit.ranks.cluster import Cluster, check_versions
 from toolkit.ranks.rank import versions
 from toolkit.trace.join import join
@@ -195,9 +196,36 @@ def test_a_model_on_a_cluster_is_loaded_generated_from_and_compared(pair: Cluste
     table = tk.compare(model, [1, 2, 3], ["roundtrip", "whole-loop"], max_new_tokens=3).table
     assert list(table["strategy"]) == ["roundtrip", "whole-loop"]
     assert table["same_tokens"].all()
+    with pytest.raises(ToolkitError, match="Compare models of clusters one at a time"):
+        tk.compare({"ours": model}, "The")
+    with pytest.raises(UnknownNameError, match="decode strategy"):
+        tk.generate(model, "The", "cuda-graphs")
     model.free()
     with pytest.raises(RankError, match="KeyError"):
         tk.generate(model, "The")
+
+
+def held() -> list[int]:
+    return sorted(remote._models)
+
+
+def fails_on_the_last_rank(*args: Any) -> None:
+    if dist.get_rank() == 1:
+        raise MemoryError("no room")
+    remote._models[args[0]] = "a part"
+
+
+def test_models_without_handles_are_freed(pair: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, lost = (tk.load("demo/qwen3", cluster=pair) for _ in range(2))
+    del lost
+    with monkeypatch.context() as patch:
+        patch.setattr(remote, "_load", fails_on_the_last_rank)
+        with pytest.raises(RankError, match="no room"):
+            tk.load("demo/qwen3", cluster=pair)
+    another = tk.load("demo/qwen3", cluster=pair)
+    assert pair.run(held) == [[kept._number, another._number]] * 2
+    kept.free()
+    another.free()
 
 
 def test_what_only_works_in_one_process_is_refused(pair: Cluster) -> None:
@@ -205,6 +233,10 @@ def test_what_only_works_in_one_process_is_refused(pair: Cluster) -> None:
         tk.load("demo/qwen3", "cpu", cluster=pair)
     with pytest.raises(ModelError, match="an event to cancel"):
         tk.load("demo/qwen3", cluster=pair, cancel=threading.Event())
+    with pytest.raises(ModelError, match='engine="hf"'):
+        tk.load("demo/qwen3", cluster=pair, engine="hf")
+    with pytest.raises(ModelError, match="that is no cluster"):
+        tk.load("demo/qwen3", cluster=2)
     with pytest.raises(RankError, match="demo/gemma4"):
         tk.load("demo/gemma5", cluster=pair)
     model = tk.load("demo/qwen3", cluster=pair)

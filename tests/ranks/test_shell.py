@@ -52,7 +52,7 @@ def test_ranks_of_torchrun_write_one_trace(tmp_path: Path, capsys: pytest.Captur
     assert set(trace["rank"].tolist()) == {0, 1}
     assert len(trace.collectives()) == 5 * 8
     assert trace.meta["run"]["tokens"]
-    assert main([*RUN, "--device", "cpu", "--strategy", "double-buffered"]) == 0
+    assert main([*RUN, "--device", "cpu"]) == 0
     assert capsys.readouterr().out.splitlines()[0] == out.splitlines()[0]
 
 
@@ -65,7 +65,12 @@ def test_two_nodes(tmp_path: Path) -> None:
     assert tk.open_trace(file).meta["world_size"] == 2
 
 
-def test_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert main([*RUN, "--device", "cpu", "--tensor-parallel", "2"]) == 1
     said = capsys.readouterr().err
     assert "this process belongs to no group. Start one process per rank: torchrun --nproc-per-node 2" in said
+    assert main([*RUN, "--device", "cpu", "--save", str(tmp_path / "none" / "run.npz")]) == 1
+    assert "there is no such folder" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main([*RUN, "--device", "cpu", "--tensor-parallel", "1"]) == 1
+    assert "torchrun started 2. Leave out --tensor-parallel" in capsys.readouterr().err

@@ -160,6 +160,10 @@ def _named(model: Model | Mapping[str, Model] | list[Model] | tuple[Model, ...])
         return {"": model}
     if not models:
         raise ToolkitError("comparing models", "the list of models is empty", "Give at least one model")
+    if any(isinstance(each, Remote) for each in models.values()):
+        raise ToolkitError(
+            f"comparing {len(models)} models", "a cluster holds one of them", "Compare models of clusters one at a time"
+        )
     devices = {each.device.name for each in models.values()}
     if len(devices) > 1:
         found = f"they are on several devices: {', '.join(sorted(devices))}"

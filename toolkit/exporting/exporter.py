@@ -116,7 +116,8 @@ def export(
         tensor_parallel: The number of ranks that will divide the model, given by name, each on a GPU of its own. This process
             exports the parts one after the other, each into a package of its own in `path`. `budget` is that of one GPU.
 
-    An export is atomic: if it is killed or cancelled, the previous package (if any) survives; run it again to resume.
+    An export is atomic: if it is killed or cancelled, the previous package (if any) survives; run it again to resume. With
+    several ranks, that holds for each part: parts of two exports are not loaded together.
 
     Raises:
         BudgetError: The plan needs more than `budget`. The error names the smallest sufficient budget; no work was done.

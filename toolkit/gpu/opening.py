@@ -26,7 +26,8 @@ def record(device: Device | str, *, lines: bool = True) -> AbstractContextManage
 def open_device(device: Device | str | torch.device = "auto") -> Device:
     """Return the device called `device`: "cuda", "cuda:1", "cpu", "virtual:rtx-5090", "virtual:8GiB", or "auto".
 
-    "cuda" is the first CUDA GPU, or that of this process among those that torchrun started on this machine (LOCAL_RANK).
+    "cuda" is the first CUDA GPU, or that of this process among those that torchrun started on this machine (LOCAL_RANK), unless
+    each process sees a single GPU.
     "auto" is "cuda" if there is a CUDA GPU, otherwise "virtual:h200". A `Device` is returned as it is. Raises DeviceError
     if the device does not exist, and UnknownNameError, which suggests the nearest name, if the name is unknown.
     """
@@ -41,8 +42,12 @@ def open_device(device: Device | str | torch.device = "auto") -> Device:
     if kind == "vgpu":
         return current_virtual()
     if kind in ("cuda", "cpu"):
-        return open_cpu() if kind == "cpu" else open_cuda(int(rest) if rest.isdigit() else local_rank())
+        return open_cpu() if kind == "cpu" else open_cuda(int(rest) if rest.isdigit() else _own_gpu())
     raise unknown_name("device", name, ["auto", "cpu", "cuda", *(f"virtual:{card}" for card in CATALOGUE)])
+
+
+def _own_gpu() -> int:
+    return 0 if _cuda_count() == 1 else local_rank()
 
 
 def _cuda_count() -> int:

@@ -103,6 +103,8 @@ def load(
     """
     given = dict(locals())
     if cluster is not None:
+        if not hasattr(cluster, "load"):
+            raise ModelError(f"loading onto {brief(cluster)}", "that is no cluster", "Give the result of tk.cluster(...)")
         return cluster.load(**{name: value for name, value in given.items() if name != "cluster"})
     if engine not in (None, *ENGINES):
         raise unknown_name("engine", engine, ENGINES)

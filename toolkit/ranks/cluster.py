@@ -62,6 +62,7 @@ class Cluster:
     def __init__(self, device: str, ranks: int, timeout_s: float, silent_s: float) -> None:
         self.device, self.ranks, self.timeout_s = device, ranks, timeout_s
         self._asked = f"a cluster of {ranks} ranks with {device}"
+        self.handles: weakref.WeakValueDictionary[int, RankedModel] = weakref.WeakValueDictionary()  # of models on the ranks
         self._lock = threading.Lock()
         self._engines = Engines(ranks, silent_s)
         self._finalizer = weakref.finalize(self, self._engines.close)  # also at the end of the program
@@ -173,7 +174,7 @@ class Cluster:
 
     def load(self, path: Any, **options: Any) -> RankedModel:
         """Load a model on all ranks, each of which holds its part; `tk.load(path, cluster=...)` calls this."""
-        defaults = {"device": "auto", "tensor_parallel": 1, "progress": True, "cancel": None}
+        defaults = {"device": "auto", "tensor_parallel": 1, "progress": True, "cancel": None, "engine": None}
         return load_on(self, path, defaults | options)
 
     def _run(self, asked: str, payload: bytes) -> list[bytes]:

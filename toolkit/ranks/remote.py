@@ -5,17 +5,19 @@ The functions below run on all ranks, which keep the models in `_models`, by num
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import gc
+from collections.abc import Iterable, Set
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from toolkit.core.errors import ModelError, brief
+from toolkit.core.errors import ModelError, RankError, brief
 from toolkit.core.ranks import current
 from toolkit.decode.compare import Comparison, compare
 from toolkit.decode.loop import generate
 from toolkit.decode.run import Run
-from toolkit.decode.strategies import OwnLoop, Strategy
+from toolkit.decode.strategies import OwnLoop, Strategy, find_strategy
 from toolkit.loading.loader import load
 from toolkit.loading.report import Report
 from toolkit.models.model import Remote
@@ -42,10 +44,18 @@ class RankedModel(Remote):
     """
 
     def __init__(self, cluster: Cluster, path: Any, options: dict[str, Any]) -> None:
-        number = next(_numbers)
+        self._number = next(_numbers)
         self.cluster, self.path = cluster, path
-        self.reports: list[Report] = cluster.run(_load, number, path, cluster.device, cluster.ranks, options)
-        self._number = number
+        try:
+            self.reports: list[Report] = cluster.run(
+                _load, self._number, set(cluster.handles), path, cluster.device, cluster.ranks, options
+            )
+        except BaseException:
+            if not cluster.closed:
+                with suppress(RankError):  # ranks that loaded their part before another failed
+                    self.free()
+            raise
+        cluster.handles[self._number] = self
 
     def __repr__(self) -> str:
         return f"RankedModel({self.path!r} on {self.cluster!r})"
@@ -57,6 +67,7 @@ class RankedModel(Remote):
         works in this process.
         """
         _check("generating", options)
+        find_strategy(decode)
         return joined(self.cluster.run(_generate, self._number, prompt, decode, options))
 
     def compare(self, prompt: Any, decode: Iterable[str | Strategy] | None, **options: Any) -> Comparison:
@@ -67,7 +78,7 @@ class RankedModel(Remote):
         return replace(found[0], runs={label: joined([one.runs[label] for one in found]) for label in found[0].runs})
 
     def free(self) -> None:
-        """Free the weights on all ranks. Closing the cluster frees them, too."""
+        """Free the weights on all ranks. The next `tk.load` on the cluster frees those of lost handles, and closing it all."""
         self.cluster.run(_free, self._number)
 
 
@@ -78,6 +89,8 @@ def load_on(cluster: Cluster, path: Any, options: dict[str, Any]) -> RankedModel
     if device != "auto" or ranks not in (1, cluster.ranks):
         found = f"device={brief(device)}, tensor_parallel={brief(ranks)}"
         raise ModelError(asked, found, f"Leave them out: the cluster has {cluster.ranks} ranks with {cluster.device}")
+    if options["engine"] == "hf":
+        raise ModelError(asked, 'engine="hf" models are not divided', "Leave out engine")
     if callable(options.pop("progress")) or options.pop("cancel") is not None:
         raise ModelError(asked, "a function of progress or an event to cancel", "Leave them out; interrupt the cell to stop")
     return RankedModel(cluster, path, options)
@@ -89,7 +102,11 @@ def _check(asked: str, options: dict[str, Any]) -> None:
             raise ModelError(f"{asked} on a cluster", f"{name}= only works in one process", do)
 
 
-def _load(number: int, path: Any, device: str, ranks: int, options: dict[str, Any]) -> Report:
+def _load(number: int, held: Set[int], path: Any, device: str, ranks: int, options: dict[str, Any]) -> Report:
+    """Load a model. Those whose numbers are not in `held` have lost their handles, and are freed before."""
+    for lost in _models.keys() - held:
+        del _models[lost]
+    gc.collect()
     _models[number] = load(path, device, tensor_parallel=ranks, progress=False, **options)
     report: Report = _models[number].report
     return report
