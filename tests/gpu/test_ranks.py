@@ -126,6 +126,7 @@ def test_a_late_rank_is_found(real, folder):
 
 def test_a_whole_loop(real):
     pair = results(real, "loop")
-    assert len(pair[0]["collectives"]) > 0
+    assert {(row[2], row[4]) for row in pair[0]["collectives"]} == {("0", RANKS)}
+    assert min(row[3] for row in pair[0]["collectives"]) > 0
     assert [row[:7] for row in pair[0]["collectives"]] == [row[:7] for row in pair[1]["collectives"]]
     assert all("stop" in one["refused"] for one in pair)

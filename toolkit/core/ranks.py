@@ -47,6 +47,7 @@ def join(ranks: object) -> Shard:
     If torch.distributed isn't initialized, its default group is started from the environment variables of torchrun, with gloo
     for host memory and NCCL for CUDA. Raises RankError if there aren't `ranks` processes.
     """
+    import torch
     import torch.distributed as dist
 
     count = integer(ranks, least=1)
@@ -62,8 +63,9 @@ def join(ranks: object) -> Shard:
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             raise RankError(asked, "this process belongs to no group", start)
         try:
-            dist.init_process_group(backend_of(dist.is_nccl_available()), timeout=timedelta(seconds=TIMEOUT_S))
-        except RuntimeError as error:
+            backend = backend_of(torch.cuda.is_available() and dist.is_nccl_available())
+            dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT_S))
+        except (RuntimeError, ValueError) as error:
             do = "Look for the first error in the output of the other ranks"
             raise RankError(asked, f"the group can't be started ({_first_line(error)})", do) from error
     if dist.get_world_size() != count:

@@ -6,9 +6,11 @@ The memory is PyTorch's symmetric memory. Multicast over NVLink is never used.
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from toolkit.core.ranks import Shard, gather, switch_multicast_off
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # tells machines with the same name apart
 _NAME_BYTES = 128
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -49,23 +52,37 @@ def connect(device: torch.device, shard: Shard, count: int) -> tuple[Shared | No
     why_not = _agreed(_unreachable(device, names, names[shard.rank].rpartition(" ")[0]))
     if why_not:
         return None, why_not
-    shared: Shared | None = None
+    memory, why_not = _together(partial(_allocated, device, count + shard.ranks))
+    if memory is None:
+        return None, why_not
+    return _together(partial(_exchanged, device, memory, count))
+
+
+def _together(step: Callable[[], T]) -> tuple[T | None, str]:
+    """Take a step that all ranks take. Returns its result, or None and the reason of the first rank for which it failed."""
+    found: T | None = None
     try:
-        shared, why_not = _allocated(device, shard, count), ""
+        found, why_not = step(), ""
     except RuntimeError as error:
         why_not = str(error).partition("\n")[0][:160]
     why_not = _agreed(why_not)
-    return (None, why_not) if why_not else (shared, "")
+    return (None, why_not) if why_not else (found, "")
 
 
-def _allocated(device: torch.device, shard: Shard, count: int) -> Shared:
-    import torch.distributed as dist
+def _allocated(device: torch.device, count: int) -> Tensor:
     from torch._C._distributed_c10d import _SymmetricMemory
-    from torch.distributed._symmetric_memory import rendezvous
 
     with torch.cuda.device(device):
         # Not `symm_mem.empty`, whose memory pool counts as memory of the caching allocator.
-        memory = _SymmetricMemory.empty_strided_p2p((count + shard.ranks,), (1,), torch.int64, device)
+        return _SymmetricMemory.empty_strided_p2p((count,), (1,), torch.int64, device)
+
+
+def _exchanged(device: torch.device, memory: Tensor, count: int) -> Shared:
+    """Exchange the addresses of `memory`, which has an entry per rank after the first `count`."""
+    import torch.distributed as dist
+    from torch.distributed._symmetric_memory import rendezvous
+
+    with torch.cuda.device(device):
         handle = rendezvous(memory, dist.distributed_c10d._get_default_group().group_name)
         memory[:count].zero_()
         memory[count:].copy_(torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64))
