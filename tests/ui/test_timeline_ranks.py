@@ -52,6 +52,9 @@ def test_the_sentence_names_the_rank_that_came_last_and_the_waits() -> None:
     assert said == f"job takes 900 µs on 2 ranks; {told}"
     whole = description_of_ranks(track.trace, "job", None, track.steps_table)
     assert whole == "job: 4 collectives (42.0 KiB); rank 1 came last in 4 of them: rank 0 waited 204 µs for it"
+    even = Scene([Track(ranks(late=0, delay=1000), "job")]).tracks[0]
+    said = description_of_ranks(even.trace, "job", 2, even.steps_table)
+    assert said.endswith("1 collective (10.5 KiB); all ranks arrived together")
 
 
 def test_lines_join_the_events_of_each_collective() -> None:

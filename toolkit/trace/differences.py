@@ -20,6 +20,7 @@ from toolkit.trace.waits import collectives_of, ranks_of
 
 _NUMBER = re.compile(r"\d+")
 _CLEAR = 0.02  # durations that differ by less than this fraction count as equal
+TOGETHER_NS = 500  # ranks that waited for less in all are not told apart
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ def description(a: StepFacts) -> str:
     copies = [
         f"{_count(a.copies[k], f'{k.upper()} copy')} ({bytes_text(a.copied_bytes[k])})" for k in COPY_KINDS if a.copies[k]
     ]
-    launches = "" if a.launches is None else f" in {_count(a.launches, 'launch')}"
+    launches = f" in {_count(a.launches, 'launch')}" if a.launches else ""  # they may belong to an earlier step
     parts = [
         f"waits {brief_time(a.wait_ns)}",
         f"{_count(a.kernels.total(), 'kernel')}{launches}",
@@ -176,6 +177,8 @@ def description_of_ranks(trace: Trace, name: str, step: int | None, steps: StepT
     count, times = _count(len(last), "collective"), int((last == late).sum())
     size = bytes_text(int(trace["bytes"][found.first_row[mine]].sum()))
     waited = wait[last == late].sum(0)
+    if waited.max() < TOGETHER_NS:
+        return f"{name}{takes} {count} ({size}); all ranks arrived together"
     others = [
         (f"rank {found.ranks[i]}", brief_time(int(waited[i]))) for i in np.argsort(-waited, kind="stable").tolist() if i != late
     ]
