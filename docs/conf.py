@@ -37,6 +37,8 @@ myst_heading_anchors = 3
 # Executed pages are cached under the hash of the package, so that a change of the toolkit runs them again.
 nb_execution_mode = "cache"
 nb_execution_timeout = 240
+if os.environ.get("TOOLKIT_DOCS_LESSONS") == "as-stored":  # without running them: for a build after the tests
+    nb_execution_excludepatterns = ["lessons/*"]
 nb_execution_raise_on_error = True
 nb_execution_in_temp = True
 nb_merge_streams = True

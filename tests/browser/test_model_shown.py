@@ -1,15 +1,11 @@
-"""A model that shows itself, in a real JupyterLab: as a result, in notebook 02, in the Lab's model panel; light and dark."""
+"""A model that shows itself, in a real JupyterLab: as a result, and in the Lab's model panel; light and dark."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
-from conftest import command, ready, run_all
+from conftest import command, ready
 from test_lab_app import APP, field, fill, press, tab
 from test_timeline_in_lab import shot
 
-LESSON = Path(__file__).parent.parent.parent / "notebooks" / "02_what_a_token_costs.ipynb"
 VIEW = ".tk-model"
 
 # Every text of the view whose contrast with what is behind it is below WCAG AA's 4.5, or that is cut off.
@@ -67,16 +63,6 @@ def test_a_model_shows_itself(notebook) -> None:
     page.wait_for_timeout(400)
     look(page, "model-narrow")
     assert "28 layers" in page.inner_text(".jp-OutputArea-output pre")
-
-
-def test_the_lesson_runs_as_it_is(lab, opened) -> None:
-    (lab.root / "02.ipynb").write_text(json.dumps(json.loads(LESSON.read_text())))
-    page = opened("02.ipynb")
-    run_all(page, timeout_s=120)
-    page.wait_for_selector(VIEW, timeout=60_000)
-    assert page.locator(".jp-OutputArea-output[data-mime-type*='stderr']").count() == 0
-    shot(page, "lesson-02")
-    look(page, "lesson-02-model")
 
 
 def test_the_labs_model_panel(notebook) -> None:

@@ -3,13 +3,16 @@
 import copy
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import toolkit as tk
 from tests.exporting.conftest import CONTEXT
@@ -69,15 +72,42 @@ def test_pieces_of_gemma4_compute_what_the_model_computes():
     assert tokens(made, IDS, decode="roundtrip") == tokens(ours, IDS)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)  # a minute and a half where nothing else runs
-def test_a_model_with_experts_in_int8(tmp_path):
+def test_pieces_of_a_model_with_experts_in_int8():
+    """As traced: the next test compiles pieces like these."""
     ours = tk.load("demo/qwen3.5-moe", device="cpu", progress=False, scheme="int8")
-    made = tk.export(ours, tmp_path / "out", context=CONTEXT, kv="int8", progress=False).load()
+    made = traced_package(ours, CONTEXT, "int8")
     assert tokens(made) == tokens(ours, kv="int8")
     assert tokens(made, IDS, decode="roundtrip") == tokens(ours, IDS, kv="int8")
     with pytest.raises(ModelError, match="exported with kv='int8'"):
         made.new_cache(64, "int4")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_delta_net_and_experts_in_int8_are_compiled(tmp_path):
+    """The first layer of the demo model. Packages of other models have compiled attention."""
+    ours = tk.load(first_layer(tmp_path / "model"), device="cpu", progress=False, scheme="int8")
+    made = tk.export(ours, tmp_path / "out", context=CONTEXT, progress=False).load()
+    ids, next_ids = torch.tensor([IDS]), torch.tensor([[7]])
+    with torch.no_grad():
+        for one in (ours, made):
+            cache = one.new_cache(CONTEXT)
+            one.advance(one.embed(ids), torch.arange(len(IDS)), cache, len(IDS))
+            one.found = one.logits(one.advance(one.embed(next_ids), torch.tensor([len(IDS)]), cache, len(IDS) + 1))
+    assert ours.found.std() > 0.1
+    assert torch.allclose(made.found, ours.found, atol=2e-4, rtol=1e-4)
+
+
+def first_layer(folder):
+    """Write the demo model with experts, but with its first layer alone, into `folder`, and return it."""
+    shutil.copytree(Path(tk.__file__).parent / "demo" / "qwen3.5-moe", folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_hidden_layers": 1, "layer_types": config["layer_types"][:1]}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if ".layers." not in name or ".layers.0." in name}
+    save_file(kept, folder / "model.safetensors")
+    return folder
 
 
 def test_a_new_process_loads_it_and_needs_no_compiler(exported, model, tmp_path):
