@@ -145,7 +145,7 @@ class Bench:
             try:
                 times = [generate(model, PROMPT, strategy, record=False, **run).tok_per_s for _ in range(2)]
                 rates[strategy] = round(max(filter(None, times)), 1)
-            except Exception as error:
+            except Exception as error:  # the record says so, and the other strategies still run
                 rates[strategy] = f"{type(error).__name__}: {error}"
         found: dict[str, Any] = {
             "model": name, "scheme": SCHEME, "ranks": ranks, "tok_per_s": rates, "loaded_s": round(loaded_s, 1),

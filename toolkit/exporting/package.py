@@ -120,7 +120,7 @@ def part_name(shard: Shard) -> str:
 
 def ranks_in(folder: Path) -> int | None:
     """Return how many ranks the packages in a folder are for; None if there are none."""
-    with suppress(OSError):
+    with suppress(OSError):  # no such folder, or a file: the package's own checks name that
         found = [_PART.fullmatch(path.name) for path in folder.iterdir()]
         return next((int(part[2]) for part in found if part), None)
     return None

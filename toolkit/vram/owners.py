@@ -136,7 +136,7 @@ def walk(roots: Iterable[tuple[str, Any]]) -> dict[Place, Holder]:
                 graphs.append((path, tensor))
     nodes: set[Any] = set()
     for path, value in graphs:  # last: what a graph saved may belong to a module, an optimizer or another variable
-        with suppress(Exception):
+        with suppress(Exception):  # as above
             for node, tensor in sorted(_saved(value, nodes), key=lambda saved: not isinstance(saved[1], nn.Parameter)):
                 kind = None if isinstance(tensor, nn.Parameter) else "activations"
                 number = node._sequence_nr()
