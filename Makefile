@@ -65,12 +65,15 @@ clean:
 	$(BIN)/python binder/install_torch.py
 	@touch $@
 
+# JupyterLab installs rfc3987-syntax for one optional check (addresses in JSON schemas). Importing it takes a second at each start of
+# the server, because it compiles a grammar, so it is removed.
 # One call of pip each, because each call prepares an environment in which it builds the package.
 .venv/.lab: EXTRAS := [lab]
 .venv/.test: EXTRAS := [lab,hf,ranks,test]
 .venv/.docs: EXTRAS := [lab,docs]
 .venv/.core .venv/.lab .venv/.test .venv/.docs: .venv/.torch pyproject.toml
 	$(PIP) install -e '.$(EXTRAS)'
+	@$(BIN)/python -m pip --quiet uninstall --yes rfc3987-syntax 2>/dev/null
 	@$(BIN)/python -m compileall -qq -j 0 .venv/lib || true  # some packages hold files that no Python compiles
 	@mkdir -p $(SETTINGS) $(SERVER) && cp binder/jupyterlab.json $(SETTINGS)/decode-toolkit.json && cp binder/jupyter_server_config.py $(SERVER)
 	@touch $@

@@ -2,6 +2,9 @@
 
 Views of a timeline are small messages that follow others at once. With Nagle's algorithm, the server holds them back until the
 browser has acknowledged the message before, which takes up to 40 ms (TCP's delayed acknowledgement).
+
+JupyterLab asks the server whether it must be built again, which takes the server about a second while the page loads. Our front
+ends are prebuilt and need no build.
 """
 
 from jupyter_server.services.kernels.connection.channels import ZMQChannelsWebsocketConnection
@@ -15,4 +18,6 @@ class PromptConnection(ZMQChannelsWebsocketConnection):
         return super().connect()
 
 
-get_config().ServerApp.kernel_websocket_connection_class = PromptConnection  # noqa: F821 (defined where Jupyter runs this file)
+server = get_config().ServerApp  # noqa: F821 (defined where Jupyter runs this file)
+server.kernel_websocket_connection_class = PromptConnection
+server.tornado_settings = {"page_config_data": {"buildCheck": False, "buildAvailable": False}}
