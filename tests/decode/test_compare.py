@@ -48,6 +48,11 @@ def test_a_row_a_strategy(comparison):
     }
     assert list(table.index[table["host_wait_us"] == 0]) == ["whole-loop"]  # the host polls memory instead
 
+    launches = dict(zip(table.index, table["launches"], strict=True))
+    assert launches["cuda-graph"] == 2  # the graph and the copy of a token: the step before the capture is left out
+    assert launches["double-buffered"] > launches["cuda-graph"]
+    assert launches["whole-loop"] == 0
+
 
 def test_text_and_html_say_what_is_modelled(comparison):
     text = str(comparison)

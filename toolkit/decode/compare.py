@@ -38,7 +38,7 @@ class Comparison:
     """The runs of one prompt in the requested order. `runs` is keyed by strategy, or by "model: strategy" for several models.
 
     `table` is a DataFrame with one row per run. Its columns are `model` (if there are several), `strategy`, `same_tokens`
-    (equal to the tokens of the first run), `tok_per_s` and `clock` ("measured" or "modelled"), and averages per decode step:
+    (equal to the tokens of the first run), `tok_per_s` and `clock` ("measured" or "modelled"), and averages of `steady_steps`:
     `kernels`, `launches` (calls that launched kernels, copies or graphs), `<h2d|d2h|d2d>_count`, `<h2d|d2h|d2d>_bytes` and
     `host_wait_us`. `timed_late` is True if measured rates were taken after this process's first recording, which makes them
     too low.
@@ -209,7 +209,7 @@ def _table(entries: Sequence[Entry], runs: Mapping[str, Run], rates: Mapping[str
     first = next(iter(runs.values()))
     rows = []
     for entry, run in zip(entries, runs.values(), strict=False):  # a cancel leaves fewer runs than entries
-        per_step = decode_steps(run.trace)
+        per_step = steady_steps(run.trace)
         counted = [name for name in per_step if name in ("kernels", "launches") or name.endswith(("_count", "_bytes"))]
         means = {column: _whole(per_step[column].mean()) for column in counted}
         wait_us = float(per_step["host_wait_us"].mean()) if len(per_step) else 0.0
@@ -225,6 +225,18 @@ def decode_steps(trace: Trace) -> pd.DataFrame:
     steps = {mark.step for mark in trace.marks() if mark.name == "decode"}
     table = copies_per_step(trace)
     return table[table["step"].isin(steps)]
+
+
+def steady_steps(trace: Trace) -> pd.DataFrame:
+    """Return `decode_steps` without the step that runs before its graph is captured.
+
+    That step launches the same kernels as the steps after it, but one by one.
+    """
+    steps = decode_steps(trace)
+    first = steps["step"] == steps["step"].min()
+    captured = steps[~first]
+    more_launches = steps.loc[first, "launches"].min() > captured["launches"].max()  # False if there are no other steps
+    return captured if more_launches and steps.loc[first, "kernels"].max() <= captured["kernels"].max() else steps
 
 
 def _whole(x: float) -> float | int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 
 from toolkit.core.units import bytes_text, seconds_text
-from toolkit.decode.compare import decode_steps
+from toolkit.decode.compare import steady_steps
 from toolkit.decode.run import Run
 from toolkit.trace.columns import COPY_KINDS
 from toolkit.trace.copies import copies_per_step
@@ -67,7 +67,7 @@ def copies_html(entries: Iterable[Entry]) -> str:
     entries, rows = list(entries), []
     first = next((entry.run for entry in entries if entry.run is not None), None)
     for entry in entries:
-        run, steps = entry.run, decode_steps(entry.trace)
+        run, steps = entry.run, steady_steps(entry.trace)
         if run is None and not len(steps):
             every = copies_per_step(entry.trace)
             steps = every[every["step"] >= 0]
