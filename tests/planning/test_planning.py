@@ -45,14 +45,28 @@ def test_the_state_is_what_the_virtual_gpu_allocates(name, empty_card):
         assert sizes_of(shapes, kv).state_bytes(8192) == pytest.approx(held, rel=0.005)  # the order of blocks
 
 
-@pytest.mark.parametrize("name", ["random/qwen3-8b", "random/qwen3.5-35b-a3b"])
-def test_the_peak_is_what_the_virtual_gpu_had(name, empty_card):
+@pytest.mark.parametrize(
+    ("name", "chunk"), [("random/qwen3-8b", None), ("random/qwen3-8b", 256), ("random/qwen3.5-35b-a3b", None)]
+)
+def test_the_peak_is_what_the_virtual_gpu_had(name, chunk, empty_card):
     gpu, before = empty_card, empty_card.memory().allocated_bytes
     model = tk.load(name, device=gpu, scheme="q4_k_m", progress=False)
     with tk.memory(lines=False) as used:
-        tk.generate(model, list(range(1500)), max_new_tokens=2, context=8192, record=False)
-    predicted = tk.plan(name, gpu, context=8192, scheme="q4_k_m", kv=None).run_bytes - CONTEXT_BYTES
+        tk.generate(model, list(range(1500)), max_new_tokens=2, context=8192, prefill_chunk=chunk, record=False)
+    plan = tk.plan(name, gpu, context=8192, scheme="q4_k_m", kv=None, prefill_chunk=chunk)
+    predicted = plan.run_bytes - CONTEXT_BYTES
     assert -0.05 <= predicted / (used.peak_bytes - before) - 1 <= 0.10
+
+
+def test_shorter_chunks_of_a_prompt_need_less_memory_on_every_card():
+    plans = [tk.plan("demo/gemma4", "h200", context=200, kv=None, prefill_chunk=chunk) for chunk in (16, 128, None)]
+    assert [plan.chunk for plan in plans][:2] == [16, 128]
+    few, more, chosen = (plan.gpus()["run_bytes"] for plan in plans)
+    assert (few < more).all()
+    assert (more < chosen).all()
+    assert few["h200"] == plans[0].run_bytes
+    with pytest.raises(tk.ToolkitError, match="prefill_chunk=0"):
+        tk.plan("demo/gemma4", "h200", prefill_chunk=0)
 
 
 def test_a_plan_is_quick_and_needs_no_gpu(gemma):

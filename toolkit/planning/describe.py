@@ -14,6 +14,7 @@ from toolkit.core.errors import ToolkitError, brief
 from toolkit.core.numbers import integer
 from toolkit.core.ranks import WHOLE, Shard
 from toolkit.core.units import parse_bytes
+from toolkit.decode.prefix import check_chunk
 from toolkit.gpu.catalogue import GpuSpec
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
@@ -73,6 +74,7 @@ def plan(
     run_budget: int | float | str | None = None,
     levers: Levers | None = None,
     name: str | None = None,
+    prefill_chunk: int | None = None,
     tensor_parallel: int = 1,
 ) -> Plan:
     """Predict the GPU memory of exporting and running a model, phase by phase, from its shapes.
@@ -86,6 +88,7 @@ def plan(
         run_budget: GPU memory for running (default: all memory of the card).
         levers: measures by which the export saves memory (`toolkit.planning.plans.Levers`).
         name: the model's name in the plan.
+        prefill_chunk: tokens of a prompt that are fed at a time (default: as in `tk.generate`). Fewer need less memory.
         tensor_parallel: the number of ranks that divide the model, each on a GPU of its own (see `tk.load`). All sizes are then
             those of one GPU, also the budgets; `.by_rank()` is a table of all ranks.
 
@@ -107,7 +110,8 @@ def plan(
         raise ToolkitError(asked, "the model is already loaded", "Leave out these options, or pass the name")
     else:
         shapes, own = [model], type(model).__module__.rpartition(".")[2]
-    return plan_of(shapes, name or own, spec, context, most, running, kv, levers or Levers())
+    chunk = None if prefill_chunk is None else check_chunk(prefill_chunk)
+    return plan_of(shapes, name or own, spec, context, most, running, kv, levers or Levers(), chunk)
 
 
 def _parts_of_ranks(

@@ -90,9 +90,9 @@ class Plan:
     """The predicted memory of exporting and running a model. Nothing in it is measured.
 
     `export` and `run` are phases, those of the rank that needs most if several ranks divide the model. `ranks` has the sizes
-    of each rank's part. `kv` is the format of keys and values, `chunk` the number of prompt tokens processed at once, and
-    `compilers` the number of layers compiled at once. `problems` explains what does not fit and what would; `check()` raises
-    the first one.
+    of each rank's part. `kv` is the format of keys and values, `chunk` the number of prompt tokens processed at once
+    (`prefill_chunk` if that was given, otherwise chosen for the card), and `compilers` the number of layers compiled at once.
+    `problems` explains what does not fit and what would; `check()` raises the first one.
     """
 
     model: str
@@ -109,6 +109,7 @@ class Plan:
     pulled: tuple[Pull, ...]
     problems: tuple[BudgetError, ...]
     ranks: tuple[Sizes, ...]
+    prefill_chunk: int | None = None
 
     @property
     def sizes(self) -> Sizes:
@@ -178,7 +179,7 @@ class Plan:
         rows = []
         for card in CATALOGUE.values() if cards is None else cards:
             budget = card.memory_bytes if self.budget_bytes is None else min(self.budget_bytes, card.memory_bytes)
-            chunk = self.sizes.chunk(card)
+            chunk = self.prefill_chunk or self.sizes.chunk(card)
             run = _run(self.sizes, self.context, chunk, card)
             row = {
                 "gpu": card.key,
@@ -205,11 +206,11 @@ class Plan:
 
 def plan_of(
     models: Sequence[CausalLM], name: str, card: GpuSpec | None, context: int | None, budget: int | None,
-    run_budget: int | None, kv: str | None, levers: Levers, chunk: int | None = None,
+    run_budget: int | None, kv: str | None, levers: Levers, prefill_chunk: int | None = None,
 ) -> Plan:  # fmt: skip
     """Return the plan for a model, or for the parts of one, by rank. They may be on "meta". `card` is None for the CPU.
 
-    `chunk` is the number of prompt tokens processed at once (default: as `tk.generate`).
+    `prefill_chunk` is the number of prompt tokens processed at once (default: as `tk.generate`).
     """
     most = models[0].config.max_position_embeddings
     context = min(4096, most) if context is None else context
@@ -224,13 +225,15 @@ def plan_of(
         parts = {id(model): sizes_of(model, one) for model in models}  # equal parts are one model
         ranks = tuple(parts[id(model)] for model in models)
         sizes = max(ranks, key=lambda each: each.weights)
-        at_once = sizes.chunk(card) if chunk is None else chunk
-        run = _run(sizes, context, at_once, card)
+        chunk = prefill_chunk or sizes.chunk(card)
+        run = _run(sizes, context, chunk, card)
         if _peak(run, card) <= whole:
             break
     compilers = _compilers(sizes, _host_bytes() if budget is None or card is not None else budget)
     export = _export(sizes, context, levers, compilers)
-    found = Plan(name, card, context, budget, whole, one, at_once, levers, compilers, export, run, (), (), ranks)
+    found = Plan(
+        name, card, context, budget, whole, one, chunk, levers, compilers, export, run, (), (), ranks, prefill_chunk
+    )  # fmt: skip
     return replace(found, pulled=_pulled(found, models[0]), problems=tuple(_problems(found)))
 
 
