@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
+import numpy.ma  # np.unique imports it when first called, which a user would wait for
 from numpy.typing import NDArray
 
 from toolkit.trace.columns import KINDS
