@@ -99,8 +99,14 @@ def captured_steps() -> dict[str, str]:
 
 
 def step_experiments() -> str:
-    """Return the table of changes that were tried in captured steps."""
-    rows = [[row["change"], *(f"{ms:.2f} ms" for ms in row["ms"].values())] for row in record("h200_step_experiments")["rows"]]
+    """Return the table of changes that were tried in captured steps, and by how much each made the step longer."""
+    rows = []
+    for row in record("h200_step_experiments")["rows"]:
+        cells = []
+        for tokens in ("64", "8192"):
+            ms, without = row["ms"][tokens], row.get("without", {}).get(tokens)
+            cells.append(f"{ms:.2f} ms" + (f" ({100 * (ms / without - 1):+.1f} %)" if without else ""))
+        rows.append([row["change"], *cells])
     return table(["change", "after 64 tokens", "after 8,192 tokens"], rows)
 
 
