@@ -22,7 +22,7 @@ def run_ptx(code: str, registers: dict[str, int]) -> dict[str, int]:
 
 def _result(instruction: str, values: list[int]) -> int:
     match instruction, values:
-        case "mov.b32", [a]:
+        case "mov.b32" | "mov.u32", [a]:
             return a
         case "shl.b32", [a, count]:
             return a << count

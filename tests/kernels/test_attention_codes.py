@@ -128,7 +128,9 @@ def test_the_instructions_for_4_bits_give_each_code_its_level(first):
     for step in (0, 1, 3, 5):
         codes = [(first + n * step) % 16 for n in range(8)]
         words = sum(code << 4 * n for n, code in enumerate(codes))
-        found = run_ptx(attention_codes.LEVELS_PTX.value, {"$2": words})
+        lane = (first + 5 * step) % 32  # the instructions read the masks of the lanes before it and of its own
+        masks = {"%lanemask_lt": (1 << lane) - 1, "%lanemask_eq": 1 << lane}
+        found = run_ptx(attention_codes.LEVELS_PTX.value, {"$2": words, **masks})
         assert [byte + 64 for out in ("$0", "$1") for byte in bytes_in(found[out])] == [integers[code] for code in codes]
         for field in range(4):
             ptx = getattr(attention_codes, f"PTX_4{field}").value
@@ -166,6 +168,17 @@ def test_attention_equals_the_reference_on_the_same_codes(shape, codes):
     inputs = ATTENTION_CODES.inputs(shape, HERE, seed=1)
     (want,) = ATTENTION_CODES.reference(shape, inputs)
     torch.testing.assert_close(run(ATTENTION_CODES, shape, config, inputs), want, **TOLERANCE)
+
+
+@pytest.mark.parametrize("codes", KV_SCHEMES)
+@pytest.mark.parametrize(("slots", "window"), [(1, 0), (9, 0), (9, 5), (16, 0), (17, 0)])
+def test_a_tile_never_reads_beyond_the_buffer(codes, slots, window):
+    """Buffers smaller than a tile of 16 slots, as large, and one slot larger: then the second tile begins in the first one."""
+    shape = CodesShape(4, 2, 64, slots, window, codes=codes)
+    inputs = ATTENTION_CODES.inputs(shape, HERE, seed=4)
+    (want,) = ATTENTION_CODES.reference(shape, inputs)
+    got = run(ATTENTION_CODES, shape, Config(block_n=16, splits=1, registers=0), inputs)
+    torch.testing.assert_close(got, want, **TOLERANCE)
 
 
 @pytest.mark.parametrize("codes", KV_SCHEMES)

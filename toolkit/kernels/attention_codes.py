@@ -5,6 +5,9 @@ Converting codes to numbers limits the kernel more than reading them. Keys becom
 bits, whose products are exact integers. Values become fp16 numbers, two per instruction, and scales are multiplied into scores
 and weights. Slots are the rows of all products and query heads their columns, so eight heads waste no row. For rotated keys or
 values, the query and the result are rotated instead, once per split.
+
+The compiler loads codes ahead, but not scales of two bytes, so the loop itself loads those of the next tile. A multiprocessor
+prefers its oldest block, so its blocks end one after the other although they have the same work.
 """
 
 from __future__ import annotations
@@ -41,14 +44,16 @@ from toolkit.kernels.checks import check_tensor
 from toolkit.kernels.early import INTERPRETED, await_previous, let_next_begin
 from toolkit.kernels.kv_codes import UNIT, CodeScheme, decode, encode, find_kv_scheme, levels, random_signs
 
-# Slots per block, warps, registers per thread, blocks per launch: one to four for each multiprocessor. Of the configs timed on
-# an H200 for twelve problems, the fastest was always among these, or 3 % faster than one of them.
+# Slots per block, warps, registers per thread, blocks per launch: one to four for each multiprocessor. 96 registers leave room
+# for blocks of the next launch. The fastest configs of twelve problems on an H200 are among these; for each problem, the two to
+# five were timed that were promising.
 Tile = tuple[int, int, int, int]
 TILES: tuple[Tile, ...] = (
-    (64, 4, 128, 528), (64, 4, 168, 396), (64, 4, 168, 264), (128, 4, 128, 528), (128, 8, 128, 264), (128, 8, 128, 132),
+    (64, 4, 128, 528), (64, 4, 168, 396), (64, 4, 168, 264),
+    (128, 4, 96, 528), (128, 4, 128, 528), (128, 8, 96, 264), (128, 8, 128, 264),
 )  # fmt: skip
-# Up to this many bytes per slot, the default: a tile and its stages. It fits every GPU of the catalogue, and took at most 15 %
-# longer than the fastest config of each problem.
+# Up to this many bytes per slot, the default: a tile and its stages. It fits every GPU of the catalogue, and took at most 20 %
+# longer than the fastest config of each problem for which it was timed.
 DEFAULTS: tuple[tuple[float, Tile, int], ...] = (
     (260, (64, 4, 128, 528), 3), (516, (128, 8, 128, 264), 2), (772, (64, 4, 168, 396), 2), (math.inf, (64, 4, 168, 264), 2),
 )  # fmt: skip
@@ -149,6 +154,7 @@ class AttentionCodes(AttentionDecode):
         rows = max(8, triton.next_power_of_2(shape.group))
         fold = max(1, min(64 // shape.words(scheme.value_bits)[-1], config["block_n"] // 16))
         constants = {"KEY_BITS": scheme.key_bits, "VALUE_BITS": scheme.value_bits, "BLOCK_M": rows, "FOLD": fold}
+        constants |= {"SHORT": shape.slots < config["block_n"]}
         first, second = split_launches(shape, config, outputs, _decode_codes, {**inputs, **strides}, constants)
         return [replace(first, registers=config["registers"]), second]
 
@@ -172,15 +178,18 @@ def _levels_ptx() -> str:
     """Return instructions that convert the eight 4-bit codes of $2 to signed bytes, level - 64: the lower four in $0.
 
     `prmt` looks up four of eight bytes at once. The highest bit of a code makes it return the sign of the byte instead, which
-    is 255 for all of them, so the bytes of two look-ups are combined by `and`.
+    is 255 for all of them, so the bytes of two look-ups are combined by `and`. Half of each table must be in a register. The
+    assembler would copy a constant there before each look-up, so it isn't told that `zero`, of which they are made, is zero.
     """
     table = [round(level / UNIT) - 64 & 255 for level in levels().tolist()]
-    lines = [".reg .b32 flipped, next, other, x, y", "xor.b32 flipped, $2, 0x88888888"]
-    lines += ["shr.u32 next, $2, 16", "shr.u32 other, flipped, 16"]
+    words = [int.from_bytes(bytes(table[n : n + 4]), "little") for n in range(0, 16, 4)]
+    lines = [".reg .b32 flipped, next, other, x, y, zero, own, first, third"]
+    lines += ["mov.u32 zero, %lanemask_lt", "mov.u32 own, %lanemask_eq", "and.b32 zero, zero, own"]
+    lines += [f"xor.b32 first, zero, {words[0]:#x}", f"xor.b32 third, zero, {words[2]:#x}"]
+    lines += ["xor.b32 flipped, $2, 0x88888888", "shr.u32 next, $2, 16", "shr.u32 other, flipped, 16"]
     for out, code, flipped in (("$0", "$2", "flipped"), ("$1", "next", "other")):
-        for name, at, selector in (("x", 0, code), ("y", 8, flipped)):
-            words = [int.from_bytes(bytes(table[n : n + 4]), "little") for n in (at, at + 4)]
-            lines.append(f"prmt.b32 {name}, {words[0]:#x}, {words[1]:#x}, {selector}")
+        lines.append(f"prmt.b32 x, first, {words[1]:#x}, {code}")
+        lines.append(f"prmt.b32 y, third, {words[3]:#x}, {flipped}")
         lines.append(f"and.b32 {out}, x, y")
     return "{ " + "; ".join(lines) + "; }"
 
@@ -242,17 +251,17 @@ def level_of(codes):
 
 
 @triton.jit
-def level_bytes(key_rows, offsets, START: tl.constexpr, BYTES: tl.constexpr, PTX: tl.constexpr):
+def level_bytes(words, offsets, START: tl.constexpr, BYTES: tl.constexpr, PTX: tl.constexpr):
     """Return two int8 tiles [N, BYTES] of levels - 64, of the codes from byte START on: coordinates of even and of odd words.
 
     Of four consecutive bytes, that is two words, the four fields of the first word are at the same place in the first result.
     """
     columns = START + tl.arange(0, BYTES)[None, :]
     if PTX:
-        codes = tl.load(key_rows.to(tl.pointer_type(tl.int8)) + 2 * offsets + columns)
+        codes = tl.load(words.to(tl.pointer_type(tl.int8)) + 2 * offsets + columns)
         return tl.inline_asm_elementwise(LEVELS_PTX, "=r,=r,r", [codes], dtype=(tl.int8, tl.int8), is_pure=True, pack=4)
-    even = tl.load(key_rows + offsets + columns // 4 * 2).to(tl.int32)
-    odd = tl.load(key_rows + offsets + columns // 4 * 2 + 1).to(tl.int32)
+    even = tl.load(words + offsets + columns // 4 * 2).to(tl.int32)
+    odd = tl.load(words + offsets + columns // 4 * 2 + 1).to(tl.int32)
     even, odd = (even >> (4 * (columns % 4))) & 15, (odd >> (4 * (columns % 4))) & 15
     return (level_of(even) - 64).to(tl.int8), (level_of(odd) - 64).to(tl.int8)
 
@@ -267,6 +276,13 @@ def nearest(x):
 def halves(x):
     """Return the first half of the columns of x [M, N], and the second one."""
     return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def by_fields(x, FIELDS: tl.constexpr):
+    """Return x [M, N] with columns (field, word) in the order (word, field)."""
+    words = tl.permute(tl.reshape(x, (x.shape[0], FIELDS, x.shape[1] // FIELDS)), (0, 2, 1))
+    return tl.reshape(words, (x.shape[0], x.shape[1]))
 
 
 @triton.jit
@@ -326,15 +342,23 @@ def _decode_codes(
     key_stride, value_stride, key_scale_stride, value_scale_stride, scale, capacity,
     WINDOW: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, FOLD: tl.constexpr,
+    KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, FOLD: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
-    """One split of one KV head, as in `attention`, with slots as rows and query heads as columns of all products."""
+    """One split of one KV head, as in `attention`, with slots as rows and query heads as columns of all products.
+
+    The last tile of the buffer begins earlier instead of reading beyond it. SHORT: the buffer is smaller than a tile.
+    """
     let_next_begin()
     head, split = tl.program_id(0), tl.program_id(1)
     await_previous()
+    PTX: tl.constexpr = not INTERPRETED
+    rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, HEAD_DIM)
+    real = (rows < GROUP)[:, None]
+    asked = tl.load(query + head * GROUP * HEAD_DIM + rows[:, None] * HEAD_DIM + columns[None, :], mask=real, other=0)
+    if KEY_BITS == 4:
+        turn = tl.load(signs + columns)
     first, end = seen_slots(positions, capacity, WINDOW)
     each, active = split_length(first, end, SPLITS, BLOCK_N)
-    PTX: tl.constexpr = not INTERPRETED
     KEY_WORDS: tl.constexpr = HEAD_DIM * KEY_BITS // 16
     VALUE_WORDS: tl.constexpr = HEAD_DIM * VALUE_BITS // 16
     # The unit of the numbers next to the slot's scale: 8-bit codes are returned as 128ths.
@@ -342,23 +366,19 @@ def _decode_codes(
     if split < active:
         start = first + split * each
         stop = tl.minimum(start + each, end)
-        rows = tl.arange(0, BLOCK_M)
-        real = (rows < GROUP)[:, None]
-        queries = query + head * GROUP * HEAD_DIM + rows[:, None] * HEAD_DIM
+        whole = asked.to(tl.float32)
         if KEY_BITS == 4:
-            # Even and odd words apart: a permutation of the bits of the coordinate, as the transform allows.
-            HALF: tl.constexpr = HEAD_DIM // 2
+            whole = rotated(whole * turn[None, :], BLOCK_M, HEAD_DIM, 1)
+        most = tl.max(tl.abs(whole), 1)
+        whole = nearest(whole * (32512 / tl.maximum(most, 1e-30))[:, None])
+        digits = digits_of(whole)
+        if KEY_BITS == 4:
             # Wide keys in two parts: the bytes of all levels at once take so many registers that few blocks run at a time.
             PARTS: tl.constexpr = 2 if HEAD_DIM == 512 else 1
-            BYTES: tl.constexpr = HALF // PARTS
-            column = tl.arange(0, HEAD_DIM)
-            column = column % 4 * KEY_WORDS + column % HALF // 4 * 2 + column // HALF
-            whole = tl.load(queries + column[None, :], mask=real, other=0).to(tl.float32) * tl.load(signs + column)[None, :]
-            whole = rotated(whole, BLOCK_M, HEAD_DIM, 1)
-            most = tl.max(tl.abs(whole), 1)
-            whole = nearest(whole * (32512 / tl.maximum(most, 1e-30))[:, None])
+            BYTES: tl.constexpr = HEAD_DIM // 2 // PARTS
             center = tl.sum(whole, 1).to(tl.float32) * 64  # the bytes of levels are smaller by 64
-            even, odd = halves(digits_of(whole))
+            even, odd = tl.split(tl.reshape(digits, (2 * BLOCK_M, HEAD_DIM // 2, 2)))
+            even, odd = by_fields(even, 4), by_fields(odd, 4)
             if PARTS == 2:
                 even, last_even = halves(even)
                 odd, last_odd = halves(odd)
@@ -366,12 +386,7 @@ def _decode_codes(
             even, odd = tl.trans(even), tl.trans(odd)
             unit = most / 32512 * (scale * LEVEL_UNIT)
         else:
-            column = tl.arange(0, HEAD_DIM)
-            column = column % 2 * KEY_WORDS + column // 2
-            whole = tl.load(queries + column[None, :], mask=real, other=0).to(tl.float32)
-            most = tl.max(tl.abs(whole), 1)
-            whole = nearest(whole * (32512 / tl.maximum(most, 1e-30))[:, None])
-            whole = tl.trans(digits_of(whole))
+            whole = tl.trans(by_fields(digits, 2))
             unit = most / 32512 * scale
         key_rows = keys + head.to(tl.int64) * key_stride
         value_rows = values + head.to(tl.int64) * value_stride
@@ -380,47 +395,58 @@ def _decode_codes(
         value_words = tl.arange(0, FOLD * VALUE_WORDS)[:, None]
         lines = tl.arange(0, BLOCK_N // FOLD)[None, :] * FOLD  # the first slot of each
         peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
+        sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        last = 0 if SHORT else capacity - BLOCK_N  # where the last tile begins
+        tile, folds = tl.arange(0, BLOCK_N), lines + value_words // VALUE_WORDS
+        if SHORT:
+            tile, folds = tl.minimum(tile, capacity - 1), tl.minimum(folds, capacity - 1)
+        slots = tl.minimum(start, last) + tl.arange(0, BLOCK_N)
+        next_key = tl.load(key_steps + slots, mask=slots < stop, other=0)
+        next_value = tl.load(value_steps + slots, mask=slots < stop, other=0)
         m0 = tl.zeros((FOLD * VALUE_WORDS, FOLD * BLOCK_M), tl.float32)
         m1 = tl.zeros((FOLD * VALUE_WORDS, FOLD * BLOCK_M), tl.float32)
         if VALUE_BITS == 4:
             m2 = tl.zeros((FOLD * VALUE_WORDS, FOLD * BLOCK_M), tl.float32)
             m3 = tl.zeros((FOLD * VALUE_WORDS, FOLD * BLOCK_M), tl.float32)
         for slot in range(start, stop, BLOCK_N):
-            slots = slot + tl.arange(0, BLOCK_N)
-            there = slots < stop
-            rows_of = tl.minimum(slots, stop - 1)[:, None]  # instead of a mask: scores of the slots beyond are set to -inf
-            steps = tl.load(key_steps + slots, mask=there, other=0).to(tl.float32)
+            base = tl.minimum(slot, last)
+            slots = base + tl.arange(0, BLOCK_N)
+            there = (slots >= slot) & (slots < stop)  # no mask for codes: scores of other slots are set to -inf
+            key_step, value_step = next_key.to(tl.float32), next_value.to(tl.float32) * VALUE_UNIT
+            slots = tl.minimum(slot + BLOCK_N, last) + tl.arange(0, BLOCK_N)
+            next_key = tl.load(key_steps + slots, mask=slots < stop, other=0)
+            next_value = tl.load(value_steps + slots, mask=slots < stop, other=0)
+            # One pointer moves, so that the addresses differ by constants.
+            key_tile, value_tile = key_rows + base * KEY_WORDS, value_rows + base * VALUE_WORDS
             scores = tl.zeros((BLOCK_N, 2 * BLOCK_M), tl.int32)
             if KEY_BITS == 4:
-                a, b = level_bytes(key_rows, rows_of * KEY_WORDS, 0, BYTES, PTX)
+                a, b = level_bytes(key_tile, tile[:, None] * KEY_WORDS, 0, BYTES, PTX)
                 scores = tl.dot(b, odd, tl.dot(a, even, scores, out_dtype=tl.int32), out_dtype=tl.int32)
                 if PARTS == 2:
-                    a, b = level_bytes(key_rows, rows_of * KEY_WORDS, BYTES, BYTES, PTX)
+                    a, b = level_bytes(key_tile, tile[:, None] * KEY_WORDS, BYTES, BYTES, PTX)
                     scores = tl.dot(b, last_odd, tl.dot(a, last_even, scores, out_dtype=tl.int32), out_dtype=tl.int32)
             else:
-                bytes = key_rows.to(tl.pointer_type(tl.int8)) + rows_of * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+                bytes = key_tile.to(tl.pointer_type(tl.int8)) + tile[:, None] * HEAD_DIM + columns[None, :]
                 scores = tl.dot(tl.load(bytes), whole, scores, out_dtype=tl.int32)
             digit = tl.where(tl.arange(0, 2) == 0, 256.0, 1.0)[None, :, None]
             scores = tl.sum(tl.reshape(scores, (BLOCK_N, 2, BLOCK_M)).to(tl.float32) * digit, 1)
             if KEY_BITS == 4:
                 scores += center[None, :]
-            scores = tl.where(there[:, None], scores * unit[None, :] * steps[:, None], float("-inf"))
+            scores = tl.where(there[:, None], scores * unit[None, :] * key_step[:, None], float("-inf"))
             new_peak = tl.maximum(peak, tl.max(scores, 0))
             shrink, p = tl.exp2(peak - new_peak), tl.exp2(scores - new_peak[None, :])
-            total, peak = total * shrink + tl.sum(p, 0), new_peak
-            steps = tl.load(value_steps + slots, mask=there, other=0).to(tl.float32) * VALUE_UNIT
-            p = tl.reshape((p * steps[:, None]).to(tl.float16), (BLOCK_N // FOLD, FOLD * BLOCK_M))
+            sums, peak = sums * shrink[None, :] + p, new_peak
+            p = tl.reshape((p * value_step[:, None]).to(tl.float16), (BLOCK_N // FOLD, FOLD * BLOCK_M))
             if FOLD > 1:
                 shrink = tl.reshape(tl.broadcast_to(shrink[None, :], (FOLD, BLOCK_M)), (FOLD * BLOCK_M,))
             # Transposed by the addresses: the words are converted in the registers from which they are multiplied.
-            held = tl.minimum(slot + lines + value_words // VALUE_WORDS, stop - 1)  # beyond, weights are zero
-            words = tl.load(value_rows + held * VALUE_WORDS + value_words % VALUE_WORDS)
+            words = tl.load(value_tile + (folds * VALUE_WORDS + value_words % VALUE_WORDS))
             m0 = dot(numbers_of(words, 0, VALUE_BITS, PTX), p, m0 * shrink[None, :])
             m1 = dot(numbers_of(words, 1, VALUE_BITS, PTX), p, m1 * shrink[None, :])
             if VALUE_BITS == 4:
                 m2 = dot(numbers_of(words, 2, VALUE_BITS, PTX), p, m2 * shrink[None, :])
                 m3 = dot(numbers_of(words, 3, VALUE_BITS, PTX), p, m3 * shrink[None, :])
+        total = tl.sum(sums, 0)
         total = tl.where(total > 0, total, 1)  # nothing seen: zeros with no weight, since the peak is -inf
         part = (1 / total)[:, None]
         at = (head * SPLITS + split) * GROUP
@@ -431,7 +457,6 @@ def _decode_codes(
         else:
             mean = tl.permute(mean, (0, 2, 1))
         mean = tl.reshape(mean, (BLOCK_M, HEAD_DIM)) * part
-        columns = tl.arange(0, HEAD_DIM)
         if VALUE_BITS == 4:
             mean = rotated(mean * (LEVEL_UNIT / SMALL), BLOCK_M, HEAD_DIM, -1) * tl.load(signs + columns)[None, :]
         tl.store(partial + at * HEAD_DIM + rows[:, None] * HEAD_DIM + columns[None, :], mean, mask=real)
