@@ -27,7 +27,7 @@ from toolkit.ops.reference.attention import cached_attention, hidden_slots
 
 # Fitted to timings of twelve caches of 32,768 and 131,072 slots on an H200: within 15 %. Decoding 4-bit codes takes longer than
 # reading them. The fixed time includes rotating the query and the result.
-CODES_FLOOR, CODES_SHARE = 12.0, {"int8": 0.94, "k4v8": 0.84, "int4": 0.58}
+CODES_FLOOR, CODES_SHARE = 9.0, {"int8": 1.0, "k4v8": 0.9, "int4": 0.68}
 PIECE = 4096  # slots that are dequantized at a time: their int32 and fp32 intermediates take six times the memory of the result
 
 Held = tuple[Tensor, Tensor, Tensor, Tensor]
