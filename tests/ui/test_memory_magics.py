@@ -115,6 +115,21 @@ def test_what_one_list_holds_is_one_line(shell, run):
 FAILS = "def f(mib):\n    pinned = torch.ones(mib << 18, device=d)\n    raise ValueError('on purpose')\nf({})"
 
 
+def test_an_out_of_memory_error_names_what_no_variable_holds(run):
+    gc.disable()
+    try:
+        run(FAILS.format(24))
+        run(FAILS.format(2))
+        run("kept = torch.ones(1 << 18, device=d)\nkept")
+        said = run("with gpu.sizes_only(): torch.empty(1 << 40, dtype=torch.uint8, device=d)")
+    finally:
+        gc.enable()
+    first, second = said.split("No variable holds this memory, which %memory release frees:\n")[1].splitlines()[:2]
+    assert "24.0 MiB  garbage: pinned in f() (the traceback of ValueError), allocated in cell" in first
+    assert " 2.00 MiB  pinned in f() (the traceback of ValueError), allocated in cell" in second
+    assert "MiB  Out[" not in said  # a variable holds that result
+
+
 def test_what_an_older_error_holds_is_named_everywhere_and_released(shell, run):
     gc.disable()  # it may free the memory at any time
     try:

@@ -1,8 +1,10 @@
 """Tests of memory that no variable holds: reference cycles and tracebacks have names, and nothing alive is called garbage."""
 
 import gc
+import subprocess
 import sys
 import threading
+import traceback
 
 import pytest
 import torch
@@ -71,19 +73,27 @@ def module():
     net.hook = lambda: net
 
 
+def nested():
+    Node(deep={"all": [({"first": (tensor(),)},)]})
+
+
 def graph():
     Node(loss=(tensor().requires_grad_() * 2).square().sum())
 
 
-@pytest.mark.parametrize(
+GARBAGE = pytest.mark.parametrize(
     ("make", "named"),
     [
+        (nested, ["Node.deep['all'][0][0]['first'][0]"]),
         (pair, ["Node.other.data[0]"]), (around_itself, ["list[0]"]),
         (caught, ["pinned in caught() (the traceback of ValueError)"]),
         (closure, ["closure.<locals>.recursive (its closure): big"]), (module, ["Sequential.0.weight"]),
         (graph, ["Node.loss", "Node.loss (its graph: PowBackward0)", "Node.loss (its graph: torch::autograd::AccumulateGrad)"]),
     ],
 )  # fmt: skip
+
+
+@GARBAGE
 def test_what_only_the_garbage_collector_can_free_is_named(gpu, make, named):
     before = gpu.memory().allocated_bytes
     make()
@@ -208,3 +218,131 @@ def test_variables_of_a_thread_that_a_debugger_watches_are_left_alone():
     thread.join()
     assert results == [42]
     assert kept
+
+
+# ---- errors outside of memory scopes
+
+NAMED = "No variable holds this memory, which gc.collect() frees:\n"
+
+
+@pytest.fixture
+def no_notebook(monkeypatch):
+    monkeypatch.setattr(hidden, "ipython_shell", lambda: None)  # other tests may have started IPython here
+
+
+def refused(make=None):
+    """Return the message of the error of an operation that does not fit on the GPU. It is in no cycle with this frame."""
+    try:
+        with tk.device("vgpu").sizes_only():
+            (make or (lambda: torch.empty(1 << 40, dtype=torch.uint8, device="vgpu")))()
+    except torch.OutOfMemoryError as error:
+        return str(error)
+
+
+@GARBAGE
+def test_an_out_of_memory_error_names_garbage(gpu, no_notebook, make, named):
+    before = gpu.memory().allocated_bytes
+    make()
+    held = gpu.memory().allocated_bytes - before
+    rows = refused().split(NAMED)[1].splitlines()
+    assert sorted(row.split("garbage: ")[1].split(", allocated in ")[0] for row in rows) == sorted(named)
+    assert sum("tests/vram/test_hidden.py line" in row for row in rows if "KiB" not in row and " 512 B" not in row)
+    assert gpu.memory().allocated_bytes - before == held
+    gc.collect()
+    assert gpu.memory().allocated_bytes == before  # the search kept nothing alive
+    assert NAMED not in refused()
+
+
+def test_an_out_of_memory_error_calls_nothing_garbage_that_is_alive(gpu, no_notebook):
+    class Net(nn.Module):
+        def forward(self, x):
+            return refused(lambda: x.sin().expand(1 << 20, -1).clone())
+
+    kept, net = tensor(), Net()
+    Node(shared=kept)
+    assert NAMED not in str(net(torch.ones(1 << 20, device="vgpu")))
+    assert NAMED not in refused(lambda: torch.cat([tensor(), tensor(2).expand(1 << 19, -1).reshape(-1)]))
+
+
+def test_an_error_in_a_backward_pass_names_garbage(gpu, no_notebook):
+    class Large(torch.autograd.Function):
+        @staticmethod
+        def forward(_, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(_, gradient):
+            return gradient.new_empty(1 << 40)
+
+    caught()
+    x = tensor().requires_grad_()
+    rows = refused(Large.apply(x).sum().backward).split(NAMED)[1].splitlines()
+    assert [row.split(" (")[0] for row in rows] == ["   4.00 MiB  garbage: pinned in caught()"]
+
+
+def test_an_error_is_searched_for_once_and_without_the_collector(gpu, monkeypatch):
+    calls = []
+
+    def releasable():
+        calls.append(gc.isenabled())
+        return "gc.collect()", []
+
+    monkeypatch.setattr(hidden, "releasable", releasable)
+    gc.enable()
+    assert "Tried to allocate 4.00 TiB" in refused(lambda: torch.randn(1 << 20, 1 << 20, device="vgpu"))
+    assert calls == [False]
+    assert gc.isenabled()
+
+
+def test_an_interrupt_of_the_search_arrives_and_keeps_nothing(gpu, monkeypatch):
+    def search():
+        found = gc.get_objects()
+        raise KeyboardInterrupt(len(found))
+
+    monkeypatch.setattr(hidden, "releasable", search)
+    with gpu.sizes_only(), pytest.raises(KeyboardInterrupt) as stop:
+        torch.empty(1 << 40, dtype=torch.uint8, device="vgpu")
+    assert "search" not in [frame.name for frame in traceback.extract_tb(stop.value.__traceback__)]
+    assert tensor().sum().item() == MiB
+
+    monkeypatch.setattr(hidden, "releasable", lambda: 1 / 0)
+    assert "Tried to allocate 1.00 TiB" in refused()
+
+
+def test_more_owners_than_five_are_summed_up(gpu, no_notebook):
+    for n in range(1, 9):
+        Node(**{f"t{n}": tensor(n)})
+    rows = refused().split(NAMED)[1].splitlines()
+    assert [row.split(", alloc")[0] for row in rows[:5]] == [f"   {n}.00 MiB  garbage: Node.t{n}" for n in range(8, 3, -1)]
+    assert rows[5:] == ["   6.00 MiB  3 more"]
+
+
+def test_other_refusals_for_lack_of_memory_name_garbage(gpu, no_notebook):
+    Node(own=tensor(16))
+    said = "gc.collect() frees memory that no variable holds: 16.0 MiB garbage: Node.own, allocated in tests/"
+    for refusal in (
+        lambda: tk.budget("4 MiB"), lambda: tk.load("random/qwen3.5-397b-a17b", device=gpu), lambda: tk.device("virtual:8GiB"),
+    ):  # fmt: skip
+        with pytest.raises(tk.ToolkitError) as error:
+            refusal()
+        assert said in str(error.value)
+
+
+SCRIPT = """
+import gc, sys, torch, toolkit as tk
+tk.device("virtual:1GiB")
+class Node: pass
+def cycle():
+    node = Node()
+    node.itself, node.data = node, torch.ones(100 << 18, device="vgpu")
+gc.disable()
+cycle()
+assert "toolkit.vram.hidden" not in sys.modules
+torch.ones(1 << 29, device="vgpu")
+"""
+
+
+def test_a_script_that_imports_only_toolkit_names_garbage(tmp_path):
+    (tmp_path / "user.py").write_text(SCRIPT)
+    ended = subprocess.run([sys.executable, tmp_path / "user.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert f"{NAMED}    100 MiB  garbage: Node.data, allocated in user.py line" in ended.stderr

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from toolkit.core.errors import DeviceError
 from toolkit.core.units import bytes_text
+from toolkit.gpu import unheld
 from toolkit.gpu.device import Device
 
 ROUND_BYTES = 512  # CUDA's caching allocator rounds each tensor up to a multiple
@@ -53,7 +54,7 @@ def too_big(what: str, device: Device, needed: int, smaller: Iterable[tuple[str,
     return DeviceError(
         f"{what} on {device.name}",
         found,
-        do,
+        do + ("" if device.torch.type == "cpu" else unheld.sentence()),
         needed_bytes=needed,
         free_bytes=free,
     )

@@ -15,10 +15,11 @@ import torch
 from toolkit.core.callers import ipython_shell
 from toolkit.core.errors import BudgetError, DeviceError
 from toolkit.core.units import bytes_text, parse_bytes
-from toolkit.gpu import allocation_scopes
+from toolkit.gpu import allocation_scopes, unheld
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
 from toolkit.vram import owners
+from toolkit.vram.hidden import user_variables
 from toolkit.vram.measure import Scope, explained, variables_of, why_out_of_memory
 
 _LEAST = 2 << 20  # the smallest segment that CUDA's allocator takes from the driver
@@ -91,7 +92,7 @@ def budget(size: int | float | str | None, device: Device | str | None = None) -
         if n_bytes < _LEAST:
             found = f"CUDA's allocator reserves at least {bytes_text(_LEAST)} at a time"
         least = bytes_text(max(memory.reserved_bytes, _LEAST))
-        do = f"Set a budget of at least {least}, or free memory first. Largest owners: {_largest(gpu)}"
+        do = f"Set a budget of at least {least}, or free memory first. Largest owners: {_largest(gpu)}{unheld.sentence()}"
         raise BudgetError(asked, found, do, bytes=n_bytes, allocated_bytes=memory.allocated_bytes)
     gpu.limit(n_bytes)
     _explain_errors(True)
@@ -116,7 +117,7 @@ def empty_cache(gpu: Device) -> None:
 def _largest(gpu: Device) -> str:
     """Return the variables that own the most memory on a device, as text."""
     shell = ipython_shell()
-    names = shell.user_ns if shell is not None else vars(sys.modules["__main__"])
+    names = user_variables(shell) if shell is not None else vars(sys.modules["__main__"])
     kind = gpu.torch.type
     held = sorted(((h.bytes, h.owner) for (on, _), h in owners.find(names).items() if on == kind), reverse=True)[:3]
     return ", ".join(f"{owner} ({bytes_text(size)})" for size, owner in held) or "no variable owns any"
@@ -159,4 +160,4 @@ def _on_cell(result: Any) -> None:
     if allocation_scopes.measuring():  # the scope around the cell explains the error itself
         return
     if isinstance(error, torch.OutOfMemoryError) and not explained(error) and shell is not None:
-        print(why_out_of_memory(error, shell.user_ns))
+        print(why_out_of_memory(error, user_variables(shell)))

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from toolkit.core.callers import ipython_shell
+from toolkit.core.signals import whole
 from toolkit.core.units import bytes_text
 from toolkit.gpu import allocation_scopes
 from toolkit.trace.ledger import place_text
@@ -71,7 +73,8 @@ def listed(variables: Mapping[str, Any], shell: Any | None = None) -> list[Hidde
 
     Elements of one list, and what their graphs hold, are one entry per line of code that allocated them.
     """
-    trace = allocation_scopes.end(allocation_scopes.begin())
+    with whole:  # an interrupt between the two would leave the scope open
+        trace = allocation_scopes.end(allocation_scopes.begin())
     rows = trace.is_kind("alloc").nonzero()[0]
     lines = dict(zip(trace["address"][rows].tolist(), trace.select(rows).text("where"), strict=True))
     alike: dict[tuple[str, str | None], list[Holder]] = {}
@@ -85,6 +88,25 @@ def listed(variables: Mapping[str, Any], shell: Any | None = None) -> list[Hidde
         owner = holders[0].owner if len(holders) == 1 else f"{name}, {len(holders)} blocks"
         found.append(Hidden(sum(one.bytes for one in holders), owner, where, runs=bool(running(owner))))
     return sorted(found, key=lambda held: -held.bytes)
+
+
+def releasable() -> tuple[str, list[Hidden]]:
+    """Return what frees memory that no variable holds, and this memory, the largest first.
+
+    In a notebook, `%memory release` does. Elsewhere `gc.collect()` does, and only garbage is returned.
+    """
+    shell = ipython_shell()
+    if shell is not None:
+        return "%memory release", [held for held in listed(user_variables(shell), shell) if not held.runs]
+    found = listed(vars(sys.modules["__main__"]))
+    return "gc.collect()", [held for held in found if held.owner.startswith(f"{GARBAGE}: ")]
+
+
+def user_variables(shell: Any) -> dict[str, Any]:
+    """Return the variables that the user of a notebook created, without IPython's own variables and its kept results."""
+    own = set(shell.user_ns_hidden) | {"In", "Out"}
+    names = list(shell.user_ns.items())
+    return {name: value for name, value in names if type(name) is str and name not in own and name[:1] != "_"}
 
 
 def of_error(error: BaseException | None) -> dict[Place, Holder]:

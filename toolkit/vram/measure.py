@@ -240,8 +240,8 @@ class Scope:
 
 def why_out_of_memory(error: BaseException, variables: Mapping[str, Any], device: Device | None = None) -> Shortage:
     """Explain an out-of-memory error that was raised outside of any scope, and add the explanation to the error as a note."""
-    begun = allocation_scopes.begin(device)
-    trace = allocation_scopes.end(begun)
+    with whole:  # an interrupt between the two would leave the scope open
+        trace = allocation_scopes.end(allocation_scopes.begin(device))
     found = _holders(variables, error)
     return _explained(MemoryUse(with_owners(trace, found, {})), error, variables, found)
 

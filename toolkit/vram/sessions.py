@@ -28,6 +28,7 @@ from toolkit.core.schema import convert, parse_json
 from toolkit.gpu import allocation_scopes
 from toolkit.gpu.device import Device
 from toolkit.tune.store import cache_folder
+from toolkit.vram.hidden import user_variables
 from toolkit.vram.measure import MemoryUse, Scope, open_memory
 
 KEPT_SESSIONS = 20  # older ones are deleted when a session begins
@@ -210,16 +211,6 @@ def _only_asks(source: str) -> bool:
     """Return whether a cell contains only %memory magics."""
     lines = [line for line in map(str.strip, source.splitlines()) if line and not line.startswith("#")]
     return bool(lines) and all(re.match(r"%memory\b", line) for line in lines)
-
-
-def user_variables(shell: Any) -> dict[str, Any]:
-    """Return the variables that the user created, without IPython's own variables and its kept results."""
-    hidden = set(shell.user_ns_hidden) | {"In", "Out"}
-    return {
-        name: value
-        for name, value in list(shell.user_ns.items())
-        if type(name) is str and name not in hidden and name[:1] != "_"
-    }
 
 
 def title_of(source: str) -> str:

@@ -25,6 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from toolkit.core.errors import DeviceError, RecorderError, unknown_name
 from toolkit.core.signals import callbacks_of, whole
 from toolkit.core.units import bytes_text, parse_bytes
+from toolkit.gpu import unheld
 from toolkit.gpu.allocation_log import log
 from toolkit.gpu.catalogue import CATALOGUE, GpuSpec
 from toolkit.gpu.device import Device, Memory
@@ -224,7 +225,7 @@ def _refuse_while_held(gpu: VirtualGpu, card: str) -> None:
     if count:
         raise DeviceError(
             f"opening virtual:{card}", f"{count:,} live tensors ({bytes_text(size)}) are on {gpu.name}; only one can be open",
-            f"Delete them first (del x; gc.collect()), or stay with {gpu.name}", tensors=count, bytes=size,
+            f"Delete them first (del x; gc.collect()), or stay with {gpu.name}{unheld.sentence()}", tensors=count, bytes=size,
         )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ from toolkit.gpu.virtual.scratch import (  # noqa: F401  register all rules
 )
 from toolkit.gpu.virtual.scratch.script import SCRATCH, Rule, play
 from toolkit.gpu.virtual.tensor import VirtualTensor, follow, hold, rehold, take_over, wrap
-from toolkit.gpu.virtual.threads import handle_signals, here
+from toolkit.gpu.virtual.threads import finish, handle_signals, here
 
 aten = torch.ops.aten
 Args = tuple[Any, ...]
@@ -446,5 +446,5 @@ def from_torch(func: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return run(func, args, kwargs)
     except torch.OutOfMemoryError as error:
-        error.__traceback__ = None  # as in `VirtualTensor.__torch_dispatch__`
+        finish(error)
         raise

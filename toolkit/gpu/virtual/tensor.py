@@ -18,6 +18,7 @@ import torch
 from toolkit.core.signals import whole
 from toolkit.gpu.virtual.allocator.blocks import Block as MemoryBlock
 from toolkit.gpu.virtual.lifetimes import Tie, lock, queue, settle
+from toolkit.gpu.virtual.threads import finish
 
 if TYPE_CHECKING:
     from toolkit.gpu.virtual.machine import Machine, Taken
@@ -43,7 +44,7 @@ class VirtualTensor(torch.Tensor):
         try:
             return VirtualTensor.run(func, args, kwargs or {})
         except torch.OutOfMemoryError as error:
-            error.__traceback__ = None  # as on CUDA, the traceback ends with the line that called PyTorch
+            finish(error)
             raise
 
     def __setitem__(self, key: Any, value: Any) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch.autograd import graph
 
 from toolkit.core.signals import whole
+from toolkit.gpu import unheld
 
 if TYPE_CHECKING:
     from toolkit.gpu.virtual.graph_modes import Capture, Replay
@@ -67,6 +68,16 @@ def handle_signals() -> None:
         whole.handle(_here.passes)
 
 
+def finish(error: torch.OutOfMemoryError) -> None:
+    """End the traceback of an error with the line that called PyTorch, as on CUDA, and name memory that no variable holds.
+
+    If the error ends a backward pass, that is searched for after the pass, since signals wait until then.
+    """
+    error.__traceback__ = None
+    if not _here.passes:
+        unheld.name_in(error)
+
+
 def called_by_engine() -> bool:
     """Return whether the autograd engine, or a gradient formula of PyTorch's, called the current operation."""
     frame = sys._getframe(1)
@@ -107,9 +118,11 @@ def install() -> None:
                     state.passes -= 1
                     state.failed = outer
             raise failed
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError as full:
             if failed is not None:
                 failed.__traceback__ = inside  # as on CUDA, without this frame and those of `dispatch`
+            if not state.passes:
+                unheld.name_in(full)
             raise
         finally:
             del failed, inside  # a reference cycle: the traceback has this frame

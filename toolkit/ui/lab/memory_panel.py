@@ -30,8 +30,9 @@ from toolkit.ui.lab.work import Work
 from toolkit.ui.memory import picture as memory_picture
 from toolkit.vram import hidden
 from toolkit.vram.budget import budget
+from toolkit.vram.hidden import user_variables
 from toolkit.vram.measure import MemoryUse, Scope, open_memory
-from toolkit.vram.sessions import CellUse, user_variables
+from toolkit.vram.sessions import CellUse
 from toolkit.vram.what_if import CONTEXT_BYTES, what_if
 
 MOST = 20  # number of kept measurements; each holds every event of its run

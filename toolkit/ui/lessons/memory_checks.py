@@ -19,8 +19,8 @@ from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
 from toolkit.vram import hidden, owners
 from toolkit.vram.budget import empty_cache
+from toolkit.vram.hidden import user_variables
 from toolkit.vram.measure import memory
-from toolkit.vram.sessions import user_variables
 
 
 def within(

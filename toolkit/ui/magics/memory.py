@@ -18,8 +18,9 @@ from toolkit.gpu.opening import open_device
 from toolkit.ui.magics.shared import Parser, awaits, failure_of, plain, show
 from toolkit.vram import hidden
 from toolkit.vram.budget import budget
+from toolkit.vram.hidden import user_variables
 from toolkit.vram.measure import MemoryUse, Scope
-from toolkit.vram.sessions import CellUse, Recorder, Session, saved_sessions, user_variables
+from toolkit.vram.sessions import CellUse, Recorder, Session, saved_sessions
 from toolkit.vram.what_if import joined, what_if
 
 USAGE = """%memory on [--device NAME] [--budget SIZE]   measure each cell from now on, and show its peak, kept and freed bytes

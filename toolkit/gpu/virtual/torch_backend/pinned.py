@@ -18,6 +18,7 @@ import torch
 
 from toolkit.gpu.virtual.dispatch import SPECIAL, machine
 from toolkit.gpu.virtual.tensor import VirtualTensor
+from toolkit.gpu.virtual.threads import finish
 from toolkit.gpu.virtual.torch_backend import module as vgpu_module
 
 _pin_memory, _is_pinned = torch.Tensor.pin_memory, torch.Tensor.is_pinned
@@ -75,7 +76,7 @@ def _pinning(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
             try:
                 return factory(*args, **kwargs)
             except torch.OutOfMemoryError as error:
-                error.__traceback__ = None  # as in `VirtualTensor.__torch_dispatch__`
+                finish(error)
                 raise
         kwargs["pin_memory"] = False
         made = factory(*args, **kwargs)
