@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+import toolkit as tk
 from toolkit.core.errors import ToolkitError, TraceError
-from toolkit.core.files import TemporaryFolder, open_regular, replace_text, replacing, writing
+from toolkit.core.files import TemporaryFolder, at_home, open_regular, replace_text, replacing, writing
 
 BAD_PATHS: tuple[Any, ...] = (None, 5, b"bytes", "a\0b", "half \ud800", "long" * 1000)
 
@@ -55,6 +56,13 @@ def test_paths_that_name_no_file(path: Any) -> None:
         replace_text(path, "text")
     with pytest.raises(TraceError):
         open_regular(path, "asked", TraceError)
+
+
+def test_a_home_folder_of_nobody_is_a_path_that_does_not_exist() -> None:
+    assert at_home("~/x") == Path.home() / "x"
+    assert at_home(Path("~nobody-of-that-name/x")) == Path("~nobody-of-that-name/x")
+    with pytest.raises(ToolkitError, match="~nobody-of-that-name"):
+        tk.load("~nobody-of-that-name/x")
 
 
 def test_a_link_stays_and_its_target_is_replaced(tmp_path: Path) -> None:

@@ -271,6 +271,11 @@ def test_context(model):
         ({"eos": [10**5000]}, "eos=a list with a number"),
         ({"eos": ["</s>"]}, "eos="),
         ({"eos": b"ab"}, "eos=b'ab'"),
+        ({"eos": np.array(3)}, r"eos=array\(3\)"),
+        ({"eos": torch.tensor(3)}, r"eos=tensor\(3\)"),
+        ({"prefix": 5}, "prefix=5"),
+        ({"prompt": torch.ones(3, dtype=torch.long, device="meta")}, "without values"),
+        ({"prompt": torch.ones(3, dtype=torch.long).to_sparse()}, "torch.sparse_coo"),
         ({"on_token": 5}, "on_token=5"),
         ({"prompt": [np.True_, 2]}, "is among them"),
         ({"prompt": b"ab"}, "a bytes"),
@@ -286,6 +291,13 @@ def test_bad_input_is_refused_before_anything_runs(model, options, said):
     with pytest.raises(ModelError, match=said):
         generate(model, **options)
     assert model.device.recording is None
+
+
+@pytest.mark.parametrize("wrong", [None, "demo/qwen3", torch.nn.Linear(2, 2)], ids=type)
+def test_what_is_no_model_is_refused(wrong):
+    for call in (tk.generate, tk.compare):
+        with pytest.raises(ModelError, match=f"a {type(wrong).__name__}. Give one that tk.load"):
+            call(wrong, [1, 2])
 
 
 def test_numbers_may_be_numpys(model):

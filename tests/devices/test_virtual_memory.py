@@ -277,6 +277,10 @@ card = tk.device("virtual:rtx-5090")
 assert torch.vgpu.get_device_name() == card.spec.name
 with pytest.raises(DeviceError, match="virtual:rtx-5090 was opened since"):
     small.sync()
+assert tk.device("vgpu:0") is card and tk.device("cpu:0").name == "cpu"
+for wrong in ("vgpu:1", "cpu:x", "cpu:1", "cuda:x", "cuda:-1"):
+    with pytest.raises(UnknownNameError, match=f"device '{wrong}'"):
+        tk.device(wrong)
 with pytest.raises(UnknownNameError, match="rtx-5090"):
     tk.device("virtual:rtx5090")
 with pytest.raises(UnknownNameError):

@@ -68,6 +68,11 @@ def check_path(path: str | os.PathLike[str], asked: str, error: type[ToolkitErro
     return Path(text)
 
 
+def at_home(path: str | os.PathLike[str]) -> Path:
+    """Return `path` with the home folder in place of "~". If there is no such user, it stays, and is not found."""
+    return Path(os.path.expanduser(path))
+
+
 def open_regular(path: str | os.PathLike[str], asked: str, error: type[ToolkitError]) -> BinaryIO:
     """Open a regular file to read its bytes. Raises `error`, which begins with `asked`, if it is anything else.
 

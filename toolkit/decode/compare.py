@@ -20,7 +20,7 @@ from toolkit.core.units import bytes_text
 from toolkit.decode.loop import generate
 from toolkit.decode.run import Run
 from toolkit.decode.strategies import STRATEGIES, OwnLoop, Strategy, find_strategy, strategies_of
-from toolkit.models.model import Model, Remote
+from toolkit.models.model import Model, Remote, check_model
 from toolkit.trace.columns import COPY_KINDS
 from toolkit.trace.copies import copies_per_step
 from toolkit.trace.differences import brief_time
@@ -157,13 +157,15 @@ def _named(model: Model | Mapping[str, Model] | list[Model] | tuple[Model, ...])
     elif isinstance(model, list | tuple):
         models = {f"model {i}": each for i, each in enumerate(model, 1)}
     else:
-        return {"": model}
+        models = {"": model}
     if not models:
         raise ToolkitError("comparing models", "the list of models is empty", "Give at least one model")
     if any(isinstance(each, Remote) for each in models.values()):
         raise ToolkitError(
             f"comparing {len(models)} models", "a cluster holds one of them", "Compare models of clusters one at a time"
         )
+    for each in models.values():
+        check_model(each)
     devices = {each.device.name for each in models.values()}
     if len(devices) > 1:
         found = f"they are on several devices: {', '.join(sorted(devices))}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from traceback import clear_frames
 from typing import Any
@@ -30,7 +30,7 @@ from toolkit.kernels.filters import NO_TOKEN
 from toolkit.models.cache import Cache
 from toolkit.models.cache_codes import check_kv
 from toolkit.models.chunks import chunk_of
-from toolkit.models.model import Model, Remote
+from toolkit.models.model import Model, Remote, check_model
 from toolkit.text.prompts import StopText, TextStream, prompt_ids
 
 SMALL = 1 << 24  # numbers in a model that one thread computes as quickly as several
@@ -95,10 +95,13 @@ def generate(
     asked = {name: value for name, value in locals().items() if name != "model"}
     if isinstance(model, Remote):
         return model.generate(**asked)  # type: ignore[no-any-return]
+    check_model(model)
     strategy = find_strategy(decode, {**STRATEGIES, **strategies_of(model)})
     sampling = Sampling(temperature, top_k, top_p, seed, min_p, repetition_penalty, logit_bias or {})
     ids = prompt_ids(model, prompt)
     if prefix is not None:
+        if not isinstance(prefix, Prefix):
+            raise ModelError("a run with a prefix", f"prefix={brief(prefix)}", "Give a toolkit.decode.prefix.Prefix")
         context = prefix.check(model, ids, context, kv)
     context, limit = _room(model, len(ids), max_new_tokens, context)
     if isinstance(strategy, OwnLoop) and (prefix is not None or (kv is not None and check_kv(kv))):
@@ -353,7 +356,10 @@ def _stops(model: Model, stop: object) -> tuple[str, ...]:
 
 def _given_ends(model: Model, eos: object) -> frozenset[int]:
     texts, last = str | bytes | bytearray, model.config.vocab_size - 1
-    ids = [integer(i, 0, last) for i in eos] if isinstance(eos, Collection) and not isinstance(eos, texts) else [None]
+    ids: list[int | None] = [None]
+    if isinstance(eos, Collection) and not isinstance(eos, texts):
+        with suppress(TypeError):  # an array without dimensions
+            ids = [integer(i, 0, last) for i in eos]
     if None in ids:
         do = f"Give a collection of ids from 0 to {last:,}, such as [2], or () for none"
         raise ModelError("tokens that end the text", f"eos={brief(eos)}", do)

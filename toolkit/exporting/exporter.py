@@ -23,7 +23,7 @@ import torch
 
 from toolkit.core.display import render
 from toolkit.core.errors import DeviceError, ModelError, PackageError, brief
-from toolkit.core.files import check_path, shown, writing
+from toolkit.core.files import at_home, check_path, shown, writing
 from toolkit.core.numbers import integer
 from toolkit.core.ranks import WHOLE, Shard
 from toolkit.core.units import bytes_text, parse_bytes
@@ -128,7 +128,7 @@ def export(
             can't divide it.
         CancelledError: `cancel` was set.
     """
-    folder = check_path(path, f"an export into {shown(path)}", PackageError).expanduser()
+    folder = at_home(check_path(path, f"an export into {shown(path)}", PackageError))
     ranks = _ranks(model, tensor_parallel)
     made = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     one = partial(_export, model, device=device, target=target, budget=budget, context=context, kv=kv, scheme=scheme,
@@ -278,7 +278,7 @@ def _weights(model: CausalLM, folder: Path, others: list[Path], watch: Watch) ->
 
 def _weights_of(share: str | os.PathLike[str]) -> list[Path]:
     """Return the path of another package's weights file. Raises PackageError if the folder is not a package."""
-    other = check_path(share, f"sharing the weights of {shown(share)}", PackageError).expanduser()
+    other = at_home(check_path(share, f"sharing the weights of {shown(share)}", PackageError))
     return [other / name for name in package.read_manifest(other)[0]["files"] if name.startswith("weights-")]
 
 

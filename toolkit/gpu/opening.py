@@ -39,10 +39,12 @@ def open_device(device: Device | str | torch.device = "auto") -> Device:
     kind, _, rest = name.partition(":")
     if kind == "virtual":
         return open_virtual(rest)
-    if kind == "vgpu":
+    if kind == "vgpu" and rest in ("", "0"):
         return current_virtual()
-    if kind in ("cuda", "cpu"):
-        return open_cpu() if kind == "cpu" else open_cuda(int(rest) if rest.isdigit() else _own_gpu())
+    if kind == "cpu" and rest in ("", "0"):
+        return open_cpu()
+    if kind == "cuda" and (not rest or rest.isdecimal()):
+        return open_cuda(int(rest) if rest else _own_gpu())
     raise unknown_name("device", name, ["auto", "cpu", "cuda", *(f"virtual:{card}" for card in CATALOGUE)])
 
 

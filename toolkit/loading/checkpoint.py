@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from toolkit.core.errors import FormatError, HubError, ModelError, unknown_name
+from toolkit.core.files import at_home
 from toolkit.loading.download import Repository
 from toolkit.loading.hub import find, is_repository
 from toolkit.models import ARCHITECTURES
@@ -127,7 +128,7 @@ def _local(asked: str) -> Path | None:
             return DEMOS / name
         if not os.path.exists(asked):
             raise unknown_name("demo model", asked, [f"demo/{demo}" for demo in demos])
-    path = Path(asked).expanduser()
+    path = at_home(asked)
     if path.suffix in PICKLES and os.path.exists(path):
         raise pickled(path)
     if path.suffix == ".safetensors" and os.path.isfile(path):

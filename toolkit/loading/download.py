@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 from filelock import FileLock, Timeout
 
 from toolkit.core.errors import FormatError, HubError, ToolkitError
+from toolkit.core.files import at_home
 from toolkit.core.progress import Counter, Progress
 from toolkit.core.units import bytes_text
 from toolkit.weights.safetensors_files import MAX_HEADER_BYTES, read_json
@@ -267,7 +268,7 @@ def _cache() -> Path:
     """Return the cache of huggingface_hub, whose name may be relative."""
     from huggingface_hub import constants
 
-    return Path(constants.HF_HUB_CACHE).expanduser().absolute()
+    return at_home(constants.HF_HUB_CACHE).absolute()
 
 
 def _storage(name: str) -> Path:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.core.errors import FormatError, ModelError, ToolkitError
+from toolkit.core.files import at_home
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
 from toolkit.models.cache import Cache
@@ -57,7 +58,7 @@ def wrap(model: str | os.PathLike[str] | nn.Module, device: Device | str = "auto
     if isinstance(model, nn.Module):
         inner, folder = model, _folder_of(model)
     else:
-        folder = Path(model).expanduser()
+        folder = at_home(model)
         inner = _from_folder(transformers, folder, dtype)
     _check(inner)
     here = next(inner.parameters()).device

@@ -63,6 +63,12 @@ class InputEmbedding(Protocol):
         """Return a copy of the table on the CPU."""
 
 
+def check_model(model: object) -> None:
+    """Raise ModelError unless `model` has the methods of a `Model`."""
+    if not callable(getattr(model, "new_cache", None)):
+        raise ModelError("a model", f"a {type(model).__name__}", "Give one that tk.load or tk.load_exported returned")
+
+
 class Model(Protocol):
     """A causal language model that every decode strategy can drive, one sequence at a time."""
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from toolkit.core.errors import ModelError, brief
@@ -25,6 +26,9 @@ def prompt_ids(model: Model, prompt: object) -> list[int]:
             raise ModelError("a prompt of text", "this model came without a tokenizer", "Pass token ids: [1, 2, 3] or a tensor")
         ids: Any = model.tokenizer.encode(prompt)
     else:
+        if isinstance(prompt, Tensor) and (prompt.is_meta or prompt.layout is not torch.strided):
+            kind = "on the device meta, without values" if prompt.is_meta else f"with the layout {prompt.layout}"
+            raise ModelError("a prompt", f"a tensor {kind}", "Give an ordinary tensor [T] or [1, T]")
         ids = prompt.tolist() if isinstance(prompt, Tensor | np.ndarray) else prompt
     if not isinstance(ids, list | tuple):
         raise ModelError(

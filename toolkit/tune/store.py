@@ -22,7 +22,7 @@ from filelock import FileLock
 from msgspec import Meta
 
 from toolkit.core.errors import FormatError
-from toolkit.core.files import replace_text
+from toolkit.core.files import at_home, replace_text
 from toolkit.core.schema import convert, parse_json
 from toolkit.kernels.base import Config
 
@@ -152,7 +152,7 @@ def cache_folder() -> Path:
     """Return the folder of cached files: $TOOLKIT_CACHE, or decode-toolkit in the user's cache folder."""
     asked = os.environ.get("TOOLKIT_CACHE")
     root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(asked or Path(root) / "decode-toolkit").expanduser()
+    return at_home(asked or Path(root) / "decode-toolkit")
 
 
 def tuned_path(gpu: str) -> Path:

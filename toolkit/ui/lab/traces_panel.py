@@ -10,6 +10,7 @@ import ipywidgets as widgets
 
 from toolkit.core.display import render
 from toolkit.core.errors import ToolkitError
+from toolkit.core.files import at_home
 from toolkit.decode.run import run_of
 from toolkit.trace.opening import open_trace
 from toolkit.ui.lab.code import CopyAsCode, call
@@ -103,7 +104,7 @@ class TracesPanel(Panel):
         name = self.open_field.value.strip()
         if not name:
             raise ToolkitError("opening a trace", "the file field is empty", "Type the name of a file")
-        path = Path(name).expanduser()
+        path = at_home(name)
         self.status.value = f"Opening {escape(str(path))} ..."
         trace = open_trace(path)
         run = run_of(trace)

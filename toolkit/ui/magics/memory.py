@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from IPython.core.error import UsageError
@@ -12,6 +11,7 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class
 from IPython.display import HTML
 
 from toolkit.core.errors import ToolkitError
+from toolkit.core.files import at_home
 from toolkit.core.units import bytes_text, parse_bytes
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
@@ -207,7 +207,7 @@ class MemoryMagics(Magics):
         if self.session is None or not self.session.cells:
             raise UsageError("No cell has been measured. %memory on starts it.")
         cell = self.session.cells[-1] if options.cell is None else self.session.find(options.cell)
-        options.file = Path(options.file).expanduser()
+        options.file = at_home(options.file)
         suffix = options.file.suffix
         if suffix == ".html":
             from toolkit.ui.memory.page import write_memory_page
@@ -232,7 +232,7 @@ class MemoryMagics(Magics):
             print("There are no saved sessions. %memory on starts one.")
 
     def _open(self, words: list[str]) -> None:
-        path = Path(" ".join(words)).expanduser() if words else None
+        path = at_home(" ".join(words)) if words else None
         if path is not None and path.is_file():
             from toolkit.vram.measure import open_memory
 
