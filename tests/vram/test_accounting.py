@@ -272,3 +272,15 @@ def test_the_cpu_has_no_allocator_to_follow(gpu):
         kept = ones(1)
     assert (use.peak_bytes, use.kept_bytes, len(use.trace)) == (0, 0, 0)
     del kept
+
+
+def test_memory_of_a_variable_that_is_older_than_the_scope_is_no_workspace(gpu):
+    x, held = ones(1)[:1000].clone(), [ones(1)[:1000].clone()]  # too small for their lines to be recorded
+    with tk.memory() as use:
+        pass
+    assert len(x) == len(held[0])
+    rows = use.by("owner").set_index("owner")
+    assert set(rows.index) == {"x", "held[0]"}
+    kinds = use.by("kind").set_index("kind")["end_bytes"]
+    assert kinds["activations"] == 2 * 4096
+    assert "workspace" not in kinds

@@ -226,3 +226,18 @@ def test_keys_that_are_tensors_are_not_read():
     before = gpu.now_ns()
     assert list(names({"table": table})) == ["table[...]"]
     assert gpu.now_ns() == before
+
+
+def test_weights_far_from_a_variable_belong_to_their_module():
+    trainer = inner = Batch(None)
+    for _ in range(4):
+        inner.ids = {"parts": [Batch(None)]}
+        inner = inner.ids["parts"][0]
+    inner.ids = nn.Linear(4, 4).to("vgpu")
+    loss = inner.ids(tensor()).sum()
+    path = "trainer" + ".ids['parts'][0]" * 4 + ".ids"
+    found = names({"loss": loss, "trainer": trainer})
+    assert {owner: kind for owner, kind in found.items() if kind == "weights"} == {
+        f"{path}.weight": "weights",
+        f"{path}.bias": "weights",
+    }

@@ -355,6 +355,8 @@ def with_owners(trace: Trace, found: Mapping[owners.Place, owners.Holder], meta:
     by_place = np.array([-1 if kind is None else codes.setdefault(kind, len(codes)) for kind in kinds], np.int32)
     allocs = ledger.blocks.row
     name[allocs] = by_place[trace["where"][allocs]]
+    # The lines of blocks that are older than the scope may not have been recorded.
+    name[allocs[(allocs < trace.meta.get("opening", 0)) & (trace["where"][allocs] < 0)]] = -1
     for row in allocs[ledger.blocks.end == len(ledger.rows)].tolist():
         holder = found.get((device_type, int(trace["address"][row])))
         if holder is None and device_type == "cuda" and int(trace["requested"][row]) in _CUBLAS_BYTES:

@@ -29,7 +29,7 @@ from toolkit.gpu.device import Device
 MOST = 200_000  # values
 _MOST_NODES = 50_000  # nodes of autograd graphs
 _MOST_S = 0.5  # seconds of processor time: on a busy machine a walk takes longer, but finds the same
-_DEPTH = 6  # steps from a variable
+_DEPTH = 16  # steps from a variable: of a module farther away, only what a graph reaches has an owner
 _LEAVES = (str, bytes, bytearray, int, float, complex, bool, type(None), type, ModuleType, CodeType, torch.dtype, torch.device)
 _LEAF_TYPES = frozenset(_LEAVES)
 # Frames that hold the same values as the user's frames.
