@@ -20,3 +20,8 @@ def test_packages_in_a_folder_of_their_own_are_not_the_users_code(tmp_path, monk
         monkeypatch.syspath_prepend(folder)
     assert callers.is_installed(str(packages / "some" / "module.py"))
     assert not callers.is_installed(str(project / "train.py"))
+
+
+@pytest.mark.parametrize("line", ["\N{SUPERSCRIPT TWO}", "9" * 5000, "-1", ""])
+def test_a_place_without_a_line_has_no_source(line):
+    assert callers.source_line(f"{__file__}:{line}") is None

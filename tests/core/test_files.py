@@ -17,7 +17,7 @@ import toolkit as tk
 from toolkit.core.errors import ToolkitError, TraceError
 from toolkit.core.files import TemporaryFolder, at_home, open_regular, replace_text, replacing, writing
 
-BAD_PATHS: tuple[Any, ...] = (None, 5, b"bytes", "a\0b", "half \ud800", "long" * 1000)
+BAD_PATHS: tuple[Any, ...] = (None, 5, b"bytes", "a\0b", "half \ud800", "long" * 1000, "")
 
 
 def left(folder: Path) -> list[str]:
@@ -56,6 +56,18 @@ def test_paths_that_name_no_file(path: Any) -> None:
         replace_text(path, "text")
     with pytest.raises(TraceError):
         open_regular(path, "asked", TraceError)
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="Linux has a file that can be opened and not read")
+def test_a_disk_that_fails_is_an_error_in_words() -> None:
+    for read in (lambda file: file.read(), lambda file: file.read(5), lambda file: file.readline()):
+        with (
+            open_regular("/proc/self/mem", "asked", TraceError) as file,
+            pytest.raises(TraceError, match="asked: it can't be read"),
+        ):
+            read(file)
+    with pytest.raises(TraceError, match="it can't be read"):
+        tk.open_trace("/proc/self/mem")
 
 
 def test_a_home_folder_of_nobody_is_a_path_that_does_not_exist() -> None:

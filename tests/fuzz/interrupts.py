@@ -77,6 +77,34 @@ def scopes() -> None:
         assert outer.peak_bytes > 0
 
 
+class Large(torch.autograd.Function):
+    """A function whose backward pass needs more memory than any GPU has."""
+
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient.new_empty(1 << 40)
+
+
+def full() -> None:
+    """Run out of memory beside garbage, for which the error searches, in a backward pass and outside of one."""
+    gc.disable()  # it would free the garbage before the search
+    try:
+        ring: list[Any] = [torch.ones(1 << 18, device="vgpu")]
+        ring.append(ring)
+        del ring
+        with torch.enable_grad():
+            loss = Large.apply(torch.ones(8, device="vgpu", requires_grad=True)).sum()
+        for work in (loss.backward, lambda: torch.empty(1 << 40, device="vgpu")):
+            with suppress(torch.OutOfMemoryError):
+                work()
+    finally:
+        gc.enable()
+
+
 class Export:
     """Exports of a small model into one folder. With `compiles`, the first seconds of one that finds no compiled pieces."""
 
@@ -120,6 +148,7 @@ def works(kinds: list[str]) -> dict[str, Callable[[], None]]:
         "memory scopes": lambda: scopes,
         "tune": lambda: tune,
         "training": lambda: train,
+        "out of memory": lambda: full,
         "export": lambda: Export(compiles=False),
         "export, compiling": lambda: Export(compiles=True),
     }

@@ -20,7 +20,7 @@ from toolkit.core.signals import whole
 pytestmark = pytest.mark.usefixtures("python_handles_interrupts")
 
 
-@pytest.mark.parametrize("kind", ["generate", "load", "training"])
+@pytest.mark.parametrize("kind", ["generate", "load", "training", "out of memory"])
 def test_interrupts_arrive_and_leave_nothing_behind(kind: str) -> None:
     tally = run(kind, works([kind])[kind], 5)
     assert not tally.faults

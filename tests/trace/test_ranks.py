@@ -150,6 +150,8 @@ def test_a_folder_and_a_list_open_alike(tmp_path):
     (tmp_path / "job").mkdir()
     files = write_job(tmp_path / "job", collectives=10, ranks=3, offsets_us=(0, 1, 2), drifts_ppm=(0, 0, 0))
     same(quiet(tmp_path / "job"), quiet([files[2], files[0], files[1]]))
+    files[0] = files[0].rename(files[0].with_stem("\N{SUPERSCRIPT TWO}"))  # a digit, but no number
+    same(quiet(tmp_path / "job"), quiet(files))
 
 
 def test_an_export_for_perfetto_has_processes_per_rank_and_arrows_from_the_last_one(tmp_path):

@@ -153,7 +153,7 @@ def file_of(short: str) -> str:
 def source_line(place: str) -> str | None:
     """Return the source text of a line given as "file:line", or None if it isn't found."""
     file, _, line = place.rpartition(":")
-    if not file or not line.isdigit():
+    if not file or not line.isdecimal() or len(line) > 9:
         return None
     return linecache.getline(file_of(file), int(line)).strip() or None
 

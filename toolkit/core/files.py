@@ -10,6 +10,7 @@ where it shares all open files.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import re
 import shutil
@@ -18,7 +19,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from toolkit.core.errors import ToolkitError
 
@@ -54,6 +55,8 @@ def check_path(path: str | os.PathLike[str], asked: str, error: type[ToolkitErro
         text = None  # type: ignore[assignment]
     if not isinstance(text, str):
         raise error(asked, f"it is a {type(path).__name__}, not a path", "Give a str or a pathlib.Path")
+    if not text:
+        raise error(asked, "the path is empty", "Give the path of a file or a folder")
     if "\0" in text:
         raise error(asked, "the path contains a NUL byte", "Give another path")
     try:
@@ -73,6 +76,29 @@ def at_home(path: str | os.PathLike[str]) -> Path:
     return Path(os.path.expanduser(path))
 
 
+class _Checked(io.FileIO):
+    """A file whose reads raise `error` if the disk fails."""
+
+    def __init__(self, number: int, asked: str, error: type[ToolkitError]) -> None:
+        super().__init__(number)
+        self._asked, self._error = asked, error
+
+    def readinto(self, buffer: Any, /) -> int | None:
+        try:
+            return super().readinto(buffer)
+        except OSError as problem:
+            raise self._unread(problem) from problem
+
+    def readall(self) -> bytes:
+        try:
+            return super().readall()
+        except OSError as problem:
+            raise self._unread(problem) from problem
+
+    def _unread(self, problem: OSError) -> ToolkitError:
+        return self._error(self._asked, f"it can't be read ({problem.strerror or problem})", "Check the disk that holds it")
+
+
 def open_regular(path: str | os.PathLike[str], asked: str, error: type[ToolkitError]) -> BinaryIO:
     """Open a regular file to read its bytes. Raises `error`, which begins with `asked`, if it is anything else.
 
@@ -84,7 +110,7 @@ def open_regular(path: str | os.PathLike[str], asked: str, error: type[ToolkitEr
         if what := _kind(os.fstat(number)):
             os.close(number)
             raise error(asked, f"it is {what}, not a regular file", "Give the path of a regular file")
-        return os.fdopen(number, "rb")
+        return io.BufferedReader(_Checked(number, asked, error))
     except (FileNotFoundError, NotADirectoryError) as problem:
         raise error(asked, "no such file", "Check the path") from problem
     except OSError as problem:
@@ -98,10 +124,7 @@ def open_regular(path: str | os.PathLike[str], asked: str, error: type[ToolkitEr
 def read_regular(path: str | os.PathLike[str], asked: str, error: type[ToolkitError], most_bytes: int) -> bytes:
     """Return the bytes of a regular file. Raises `error` if it is anything else, or larger than `most_bytes`."""
     with open_regular(path, asked, error) as file:
-        try:
-            data = file.read(most_bytes + 1)
-        except OSError as problem:
-            raise error(asked, f"it can't be read ({problem.strerror or problem})", "Check the disk that holds it") from problem
+        data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
         raise error(asked, f"it is larger than {most_bytes:,} bytes", "Check the file: it should be small")
     return data

@@ -103,7 +103,7 @@ def described(shard: Shard) -> dict[str, Any]:
 def local_rank() -> int:
     """Return the number of this process among those that a launcher such as torchrun has started on this machine."""
     text = os.environ.get("LOCAL_RANK", "0")
-    return int(text) if text.isdigit() else 0
+    return int(text) if text.isdecimal() else 0
 
 
 def gather(x: Tensor) -> Tensor:

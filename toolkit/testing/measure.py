@@ -62,7 +62,7 @@ class Lines:
     def split(self, place: str | None) -> tuple[Path | None, int]:
         """Return the file and the line number of a place."""
         name, _, number = (place or "").rpartition(" > ")[2].rpartition(":")
-        return (self._file(name), int(number)) if name and number.isdigit() else (None, 0)
+        return (self._file(name), int(number)) if name and number.isdecimal() else (None, 0)
 
     def name(self, file: Path) -> str:
         """Return a file's path relative to the folder of the test; its short path if it belongs to an installed package."""

@@ -83,7 +83,7 @@ def _in_folder(folder: Path, asked: str) -> list[Path]:
     if not files:
         raise TraceError(asked, f"a folder without files that end in {', '.join(_SUFFIXES)}", "Give the files of the ranks")
     return sorted(
-        files, key=lambda file: [(not p.isdigit(), int(p) if p.isdigit() else 0, p) for p in _NUMBER.split(file.name)]
+        files, key=lambda file: [(not p.isdecimal(), int(p) if p.isdecimal() else 0, p) for p in _NUMBER.split(file.name)]
     )
 
 

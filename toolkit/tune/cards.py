@@ -63,8 +63,8 @@ def find_card(device: Card | Device | GpuSpec | torch.device | str | int = "auto
     kind, _, rest = name.partition(":")
     if kind in ("cpu", "meta"):
         return None
-    if kind == "cuda" and (not rest or rest.isdigit()):
-        return present_card(int(rest) if rest.isdigit() else torch.cuda.current_device() if torch.cuda.is_available() else 0)
+    if kind == "cuda" and (not rest or rest.isdecimal()):
+        return present_card(int(rest) if rest.isdecimal() else torch.cuda.current_device() if torch.cuda.is_available() else 0)
     if kind == "vgpu":
         from toolkit.gpu.virtual.device import current_virtual
 

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from toolkit.core.errors import TraceError
-from toolkit.core.files import replacing
+from toolkit.core.files import replacing, shown
 from toolkit.trace.columns import KINDS, MEMORY_KINDS
 from toolkit.trace.events import Trace
 from toolkit.trace.snapshot.rows import Ints, covered
@@ -40,7 +40,7 @@ def write_snapshot(trace: Trace, path: str | os.PathLike[str]) -> Path:
 
     Viewers need a segment for each block: a block outside all segments of the trace gets its own.
     """
-    asked = f"writing the snapshot {os.fspath(path)!r}"
+    asked = f"writing the snapshot {shown(path)}"
     memory = trace.select(np.flatnonzero(trace.is_kind(*MEMORY_KINDS)))
     if not len(memory):
         raise TraceError(asked, "the trace has no memory events", "Record with tk.memory() or tk.record")

@@ -155,7 +155,7 @@ class MemoryMagics(Magics):
             print(self.session.problem)
 
     def _cell(self, words: list[str]) -> None:
-        if len(words) != 1 or not words[0].isdigit():
+        if len(words) != 1 or not words[0].isdecimal():
             raise UsageError("%memory cell needs the number of a measured cell: %memory cell N")
         if self.session is None:
             raise UsageError("No cell has been measured. %memory on starts it.")

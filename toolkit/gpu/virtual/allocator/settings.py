@@ -130,7 +130,7 @@ def _flag(name: str, value: str) -> bool:
 
 
 def _number(name: str, value: str) -> int:
-    if not value.isdigit():
+    if not value.isdecimal():
         raise DeviceError(f"{_ASKED}: {name}:{value}", "not a whole number", f"Use {name}:128")
     return int(value)
 
