@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,6 +39,26 @@ def test_operands_without_cudnns_memory_format_are_copied(x):
     assert peak(lambda: F.conv1d(plain.repeat(1, 1, 2)[..., ::2], w)) >= 2 * 64_000 + 64_000 + out + workspace - 512
     # As an image with one row, the transposed input is in channels_last, so that the weight is copied into that format.
     assert peak(lambda: F.conv1d(x.transpose(1, 2), w)) >= out + w.nbytes
+
+
+def test_a_cudnn_that_needs_a_driver_counts_as_absent(tmp_path, monkeypatch):
+    for pattern in cudnn._LIBRARIES:
+        name = f"part/lib/{pattern.replace('*', '13')}"
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    drivers = {"libcudnn_engines_runtime_compiled.so.9"}  # what needs one
+
+    def open_library(path, mode):
+        if Path(path).name in drivers:
+            raise OSError("libcuda.so.1: cannot open shared object file: No such file or directory")
+        return SimpleNamespace(cudnnGetVersion=lambda: 92801)
+
+    monkeypatch.setattr(cudnn.sys, "platform", "linux")
+    monkeypatch.setattr(cudnn, "ctypes", SimpleNamespace(CDLL=open_library, RTLD_GLOBAL=0))
+    monkeypatch.setattr(cudnn.importlib.util, "find_spec", lambda _: SimpleNamespace(submodule_search_locations=[tmp_path]))
+    assert cudnn.library.__wrapped__() is None
+    drivers.clear()
+    assert cudnn.library.__wrapped__().cudnnGetVersion() == 92801
 
 
 def test_workspaces_are_those_that_cudnn_says():

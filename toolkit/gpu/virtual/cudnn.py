@@ -25,8 +25,10 @@ H200 = {
     "driverVer": 13000, "deviceName": "NVIDIA H200",
 }  # fmt: skip
 
-# In this order: cuDNN ends the process if it doesn't find cuBLAS.
-_LIBRARIES = ("libnvrtc.so.*", "libcublasLt.so.*", "libcublas.so.*", "libcudnn.so.9")
+# In this order: cuDNN ends the process if it doesn't find cuBLAS. The last one, which cuDNN would load itself, can't be loaded
+# without a CUDA driver if it is of a later version, such as 9.28.
+_CUDNN = "libcudnn.so.9"
+_LIBRARIES = ("libnvrtc.so.*", "libcublasLt.so.*", "libcublas.so.*", _CUDNN, "libcudnn_engines_runtime_compiled.so.9")
 _FIRST_VERSION = 91900  # that was compared with an H200
 
 # Numbers of cudnn_graph.h: types of attributes, descriptors, modes of heuristics, notes.
@@ -78,7 +80,7 @@ class CudnnError(Exception):
 
 @lru_cache
 def library() -> Any | None:
-    """Return cuDNN, or None if it is not installed or too old."""
+    """Return cuDNN, or None if it is not installed, too old, or needs a CUDA driver that isn't there."""
     found = importlib.util.find_spec("nvidia") if sys.platform == "linux" else None
     folders = [Path(folder) for folder in found.submodule_search_locations or ()] if found else []
     loaded: dict[str, Any] = {}
@@ -90,7 +92,7 @@ def library() -> Any | None:
                 return None
         if pattern not in loaded:
             return None
-    cudnn = loaded[_LIBRARIES[-1]]
+    cudnn = loaded[_CUDNN]
     return cudnn if cudnn.cudnnGetVersion() >= _FIRST_VERSION else None
 
 
