@@ -22,6 +22,7 @@ import toolkit as tk
 from tests.testing.more_regressions import HARMLESS
 from toolkit.bench.captured_steps import compare
 from toolkit.bench.published import CLAIMS, EXECUTORCH_20286, LLAMA_CPP, LLAMA_CPP_SOURCE
+from toolkit.core.units import bandwidth_text, bytes_text
 from toolkit.decode.loop import AHEAD
 from toolkit.kernels.kv_codes import KV_SCHEMES
 from toolkit.trace.shipped import shipped_names
@@ -30,7 +31,7 @@ from toolkit.ui.figures.kernel_table import kernel_table, step_times
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "toolkit" / "bench" / "results"
 KINDS = ("h2d", "d2h", "d2d")
-MiB, GB = 1 << 20, 1e9
+MiB, GiB = 1 << 20, 1 << 30
 EXPORTS = ("Gemma 4 31B", "Gemma 4 31B", "Qwen3.5 35B-A3B", "Gemma 4 31B, an earlier commit")
 LOADS = {
     "h200_load_gguf_gemma4-31b": "Gemma 4 31B, GGUF Q4_K_M",
@@ -145,11 +146,9 @@ def loads() -> str:
     rows = []
     for name, title in LOADS.items():
         made = record(name)
-        size = f" ({made['stored_bytes'] / GB:.1f} GB)" if made["stored_bytes"] else ""
-        cells = [f"{made['allocated_bytes'] / GB:.2f} GB", f"{made['peak_above_weights_bytes'] / 1e6:.0f} MB"]
-        rows.append(
-            [title.format(**made) + size, f"{made['seconds']:.1f} s", *cells, f"{made['host']['own_bytes'] / 1e6:.0f} MB"]
-        )
+        size = f" ({bytes_text(made['stored_bytes'])})" if made["stored_bytes"] else ""
+        cells = [bytes_text(made[name]) for name in ("allocated_bytes", "peak_above_weights_bytes")]
+        rows.append([title.format(**made) + size, f"{made['seconds']:.1f} s", *cells, bytes_text(made["host"]["own_bytes"])])
     return table(["model", "time", "weights on the GPU", "GPU peak above the weights", "host memory, no mapped files"], rows)
 
 
@@ -167,7 +166,7 @@ def exports() -> str:
         phases = ", ".join(f"{name} {span(values)}" if values else f"{name} in compile" for name, values in seconds.items())
         rows.append([
             title, made["asked"]["kv"] or "bf16", len(runs), f"{max(spread['gpu_used_bytes']) / MiB:.0f} MiB",
-            f"{max(spread['gpu_reserved_bytes']) / MiB:.0f} MiB", f"{span((n / GB for n in host), 1)} GB",
+            f"{max(spread['gpu_reserved_bytes']) / MiB:.0f} MiB", f"{span((n / GiB for n in host), 1)} GiB",
             f"{max(host) / weights:.2f}", phases,
         ])  # fmt: skip
     head = ["model", "cache", "runs", "GPU peak", "of it PyTorch's", "host peak", "host peak / weights", "seconds per phase"]
@@ -381,10 +380,10 @@ def gpus() -> str:
     """Return the table of the GPU catalogue."""
     rows = [
         [f"`{key}`", card.name, "{}.{}".format(*card.compute_capability), f"{card.memory_bytes / 2**30:.1f}",
-         f"{card.bandwidth_bytes_per_s / 1e9:,.0f}", card.sms, f"{card.bf16_flops / 1e12:,.0f}"]
+         bandwidth_text(card.bandwidth_bytes_per_s), card.sms, f"{card.bf16_flops / 1e12:,.0f}"]
         for key, card in tk.GPUS.items()
     ]  # fmt: skip
-    return table(["key", "name", "capability", "memory, GiB", "bandwidth, GB/s", "SMs", "bf16 TFLOPS, dense"], rows)
+    return table(["key", "name", "capability", "memory, GiB", "bandwidth", "SMs", "bf16 TFLOPS, dense"], rows)
 
 
 def packages() -> str:
@@ -413,9 +412,9 @@ def memory_figures() -> dict[str, str]:
     assert real["load"]["peak_bytes"] == virtual["load"]["peak_bytes"], "the guide says that loading is equal to the byte"
     assert not cells["unequal_blocks"], "the guide says that all blocks are equal"
     return {
-        "real_peak": f"{real['peak_bytes'] / GB:.2f} GB", "virtual_peak": f"{virtual['peak_bytes'] / GB:.2f} GB",
+        "real_peak": f"{real['peak_bytes'] / GiB:.2f} GiB", "virtual_peak": f"{virtual['peak_bytes'] / GiB:.2f} GiB",
         "off": f"{100 * (virtual['peak_bytes'] / real['peak_bytes'] - 1):.2f} %",
-        "weights": f"{real['load']['peak_bytes'] / GB:.2f} GB", "prompt": f"{real['prompt_tokens']:,}",
+        "weights": f"{real['load']['peak_bytes'] / GiB:.2f} GiB", "prompt": f"{real['prompt_tokens']:,}",
         "steps": str(real["steps"]), "cells": str(cells["cells"]), "blocks": str(cells["blocks"]),
     }  # fmt: skip
 
@@ -425,15 +424,15 @@ def plan_figures() -> dict[str, str]:
     real = record("h200_memory")
     plan = tk.plan(real["model"], "h200", context=real["context"], scheme=real["scheme"])
     weights, cuda = (plan.run[0].parts[part] for part in ("weights", "CUDA"))
-    return {"weights": f"{weights / GB:.2f} GB", "peak": f"{(plan.run_bytes - cuda) / GB:.2f} GB"}
+    return {"weights": f"{weights / GiB:.2f} GiB", "peak": f"{(plan.run_bytes - cuda) / GiB:.2f} GiB"}
 
 
 def snapshot_figures() -> dict[str, str]:
-    """Return the figures of opening a snapshot of 1 GB."""
+    """Return the figures of opening a snapshot of 1 GiB."""
     made = record("snapshot_1gib")
     return {
-        "size": f"{made['file_bytes'] / GB:.2f} GB", "seconds": f"{made['seconds']:.0f}", "rows": f"{made['rows']:,}",
-        "peak": f"{made['peak_bytes'] / GB:.1f} GB", "cpus": str(made["cpus"]),
+        "size": f"{made['file_bytes'] / GiB:.2f} GiB", "seconds": f"{made['seconds']:.0f}", "rows": f"{made['rows']:,}",
+        "peak": f"{made['peak_bytes'] / GiB:.1f} GiB", "cpus": str(made["cpus"]),
     }  # fmt: skip
 
 
@@ -455,9 +454,9 @@ def export_figures() -> dict[str, str]:
         "qwen_another": str(qwen["strategies"]["roundtrip"]["tokens_until_another"] + 1),
         "qwen_off": f"{100 * qwen['likeness']['package']['off']:.0f} %",
         "qwen_own_off": f"{100 * qwen['likeness']['model in other parts']['off']:.0f} %",
-        "gemma_host": f"{max(p['planned_host_bytes'] for p in hosts[0]['phases']) / GB:.1f} GB",
-        "qwen_host": f"{max(p['planned_host_bytes'] for p in hosts[2]['phases']) / GB:.1f} GB",
-        "traced": " and ".join(f"{n_bytes / GB:.1f}" for n_bytes in traced),
+        "gemma_host": f"{max(p['planned_host_bytes'] for p in hosts[0]['phases']) / GiB:.1f} GiB",
+        "qwen_host": f"{max(p['planned_host_bytes'] for p in hosts[2]['phases']) / GiB:.1f} GiB",
+        "traced": " and ".join(f"{n_bytes / GiB:.1f}" for n_bytes in traced),
         "read_ms": f"{1000 * hosts[0]['weights_bytes'] / record('h200_kernels')['read_bytes_per_s']:.1f}",
     }  # fmt: skip
 
@@ -542,11 +541,11 @@ def substitutions() -> dict[str, Any]:
         "launches": launches(),
         "table_copies_claimed": copies_claimed(),
         "table_claims": claims(), "llama_cpp": LLAMA_CPP_SOURCE,
-        "speed_rate": f"{speed_records()[0]['read_bytes_per_s'] / 1e12:.2f} TB/s",
+        "speed_rate": bandwidth_text(speed_records()[0]["read_bytes_per_s"]),
         "programs": program_figures(), "regressions": regression_figures(),
         "plan": plan_figures(), "snapshot": snapshot_figures(), "exports": export_figures(), "ratios": ratios,
         "waits": {"modelled": f"{1000 * waits[0]:.1f}", "measured": f"{1000 * waits[1]:.1f}"},
-        "read_rate": f"{record('h200_kernels')['read_bytes_per_s'] / 1e12:.2f} TB/s",
+        "read_rate": bandwidth_text(record("h200_kernels")["read_bytes_per_s"]),
         "online": online.links(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]),
         **magics(),
         "made": {path.stem.replace(".", "_").replace("-", "_"): provenance(path.stem) for path in RESULTS.glob("*.json")},

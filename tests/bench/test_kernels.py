@@ -31,6 +31,6 @@ def test_the_table_names_what_is_missing() -> None:
         {"kernel": "b", "shape": "t", "at_least_percent": None, "us": None},
     ]  # fmt: skip
     lines = table({"gpu": "NVIDIA H200", "read_bytes_per_s": 4.48e12, "rows": rows}).splitlines()
-    assert lines[0] == "NVIDIA H200, read bandwidth 4.48 TB/s measured in the same run"
+    assert lines[0] == "NVIDIA H200, read bandwidth 4,480 GB/s (4,172 GiB/s) measured in the same run"
     assert lines[-2] == "| `a` | s | 35.0 | 87.9 (bandwidth) | 88 | tinygemm 77.0; gemlite: not installed |"
     assert lines[-1] == "| `b` | t | no config ran |  |  |  |"

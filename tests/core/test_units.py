@@ -11,6 +11,7 @@ from toolkit.core.units import (
     KiB,
     MiB,
     TiB,
+    bandwidth_text,
     bytes_text,
     count_text,
     decimal_text,
@@ -76,13 +77,18 @@ def test_what_is_printed_can_be_read_back(n):
 @pytest.mark.parametrize(
     ("n", "unit", "text"),
     [
-        (0, "B", "0 B"), (8, "B", "8 B"), (999.4, "B", "999 B"), (999.6, "B", "1.00 kB"), (4.8e12, "B/s", "4.80 TB/s"),
-        (999_600_000, "B", "1.00 GB"), (15.14e9, "B", "15.1 GB"), (65.8e9, "FLOP", "65.8 GFLOP"), (3e15, "FLOP", "3.00 PFLOP"),
+        (0, "FLOP", "0 FLOP"), (8, "FLOP", "8 FLOP"), (999.4, "FLOP", "999 FLOP"), (999.6, "FLOP", "1.00 kFLOP"),
+        (999_600_000, "FLOP", "1.00 GFLOP"), (65.8e9, "FLOP", "65.8 GFLOP"), (3e15, "FLOP", "3.00 PFLOP"),
     ],
     ids=str,
 )  # fmt: skip
 def test_decimal_text(n, unit, text):
     assert decimal_text(n, unit) == text
+
+
+def test_a_bandwidth_is_in_the_units_of_datasheets_and_of_sizes():
+    assert bandwidth_text(1.792e12) == "1,792 GB/s (1,669 GiB/s)"
+    assert bandwidth_text(300e9) == "300 GB/s (279 GiB/s)"
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def test_text_is_short_and_tells_the_main_figures(gemma: object) -> None:
     assert len(said.splitlines()) < 30
     assert max(map(len, said.splitlines())) <= 128
     for piece in ("60 layers", "30.7 billion", "q4_k (4.62 bits per weight)", "10 × (5 × attention (sliding) + mlp, 1 ×",
-                  "19.1 GB of weights", "80.0 MiB", "modelled", "h200"):  # fmt: skip
+                  "17.8 GiB of weights", "80.0 MiB", "modelled", "h200"):  # fmt: skip
         assert piece in said, piece
 
 
@@ -45,8 +45,14 @@ def test_html_is_light_still_and_whole(gemma: object) -> None:
     assert page.count('class="tk-tok"') == 11
 
 
+def test_sizes_have_one_kind_of_unit_which_bandwidths_have_too(gemma: object) -> None:
+    for shown in (repr(gemma), gemma._repr_html_()):
+        assert re.findall(r"[\d.,]+ [kMGT]B\b(?!/s)", shown) == []
+    assert "<td>1,792</td><td>1,669</td>" in gemma._repr_html_()
+
+
 def test_cards_that_are_too_small_say_so() -> None:
-    page = html(costs("random/gemma4-31b"))  # 61 GB in bfloat16
+    page = html(costs("random/gemma4-31b"))  # 57 GiB in bfloat16
     found = re.findall(r'<tr( class="tk-no")?><th scope="row" title="[^"]*">([\w-]+)</th>', page)
     rows = {name: no for no, name in found}
     assert rows["l4"]

@@ -38,6 +38,7 @@ from toolkit.bench.published import LLAMA_CPP, LLAMA_CPP_SOURCE
 from toolkit.bench.record import about, write_record
 from toolkit.bench.step_breakdown import breakdown, expected_launches
 from toolkit.core.errors import ModelError, unknown_name
+from toolkit.core.units import GiB
 from toolkit.decode.prefix import Prefix
 from toolkit.decode.strategies import STRATEGIES
 from toolkit.loading.loader import load
@@ -276,7 +277,7 @@ def table(record: dict[str, Any]) -> str:
     where = f"{'virtual ' if record['clock'] == 'modelled' else ''}{record['gpu'] or record['device']}"
     lines = [
         f"{record['model']}, {record['scheme'] or record['dtype']} on {where}, times {record['clock']}", "",
-        "| context | strategy | tok/s | first token, ms | % of bandwidth | kernels per step | host µs per step | peak, GB |",
+        "| context | strategy | tok/s | first token, ms | % of bandwidth | kernels per step | host µs per step | peak, GiB |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]  # fmt: skip
     for row in record["rows"]:
@@ -296,7 +297,7 @@ def _cells(row: dict[str, Any], found: dict[str, Any]) -> list[str]:
     return [
         f"{found['tok_per_s']:.1f} ± {50 * found['spread']:.1f} %", f"{1e3 * found['first_token_s']:.1f}",
         "-" if share is None else f"{share:.1f}", kernels, f"{found['host_us_per_step']:.1f}",
-        f"{max(found['peak_bytes'], row['prefill']['peak_bytes']) / 1e9:.2f}",
+        f"{max(found['peak_bytes'], row['prefill']['peak_bytes']) / GiB:.2f}",
     ]  # fmt: skip
 
 

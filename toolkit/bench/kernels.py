@@ -24,6 +24,7 @@ import torch
 from toolkit import tune
 from toolkit.bench.other_kernels import Runs, fla_step, gemlite, tinygemm
 from toolkit.bench.record import about, write_record
+from toolkit.core.units import bandwidth_text
 from toolkit.kernels.base import Kernel, Shape
 from toolkit.kernels.registry import find_kernel, find_shape
 from toolkit.tune.results import Row, Tuning
@@ -169,7 +170,7 @@ def bench(only: str = "", out: Path | None = None) -> dict[str, Any]:
 def table(record: dict[str, Any]) -> str:
     """Return the record as a Markdown table."""
     lines = [
-        f"{record['gpu']}, read bandwidth {record['read_bytes_per_s'] / 1e12:.2f} TB/s measured in the same run", "",
+        f"{record['gpu']}, read bandwidth {bandwidth_text(record['read_bytes_per_s'])} measured in the same run", "",
         "| kernel | problem | µs | % of the limit | at least | others, µs |",
         "| --- | --- | --- | --- | --- | --- |",
     ]  # fmt: skip

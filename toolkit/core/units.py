@@ -35,14 +35,22 @@ def seconds_text(s: float) -> str:
 
 
 def decimal_text(n: float, unit: str) -> str:
-    """Format `n` with a decimal prefix and three significant digits: (4.8e12, "B/s") -> "4.80 TB/s".
+    """Format `n` with a decimal prefix and three significant digits: (65.8e9, "FLOP") -> "65.8 GFLOP".
 
-    Used for rates, and for quantities that are divided by rates, such as operations.
+    Used for operations. Sizes have binary units (`bytes_text`), and bandwidths both (`bandwidth_text`).
     """
     for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(n) >= 0.9995 * size:
             return f"{_three(n / size)} {prefix}{unit}"
     return f"{n:.0f} {unit}"
+
+
+def bandwidth_text(bytes_per_s: float) -> str:
+    """Format a bandwidth as datasheets do, and in the unit of sizes: 4.8e12 -> "4,800 GB/s (4,470 GiB/s)".
+
+    Datasheets count in powers of 1000 (GB). Sizes are in powers of 1024 (GiB), and only GiB/s can be divided by them.
+    """
+    return f"{bytes_per_s / 1e9:,.0f} GB/s ({bytes_per_s / GiB:,.0f} GiB/s)"
 
 
 def count_text(n: float) -> str:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from toolkit.core.units import bytes_text, count_text, decimal_text
+from toolkit.core.units import GiB, bytes_text, count_text, decimal_text
 from toolkit.models.costs import Cost
 from toolkit.models.model import Model
 from toolkit.planning.costs import Bound, Costs, costs_of, label, period, runs
@@ -20,7 +20,10 @@ from toolkit.weights.schemes import SCHEMES
 # White text is readable on each of them, and each stands out from a white and from a dark page.
 COLORS = ("#0b62b0", "#a04000", "#00684a", "#6b3fa0", "#7d5a00", "#9c2f6d", "#4f5b6b")
 _SHOWN_LENGTHS = (0, 4096, 32768, 131072)
-_UNITS = "Bytes read are in powers of 1,000 (GB), as a GPU's bandwidth is. Memory is in powers of 1,024 (GiB), as its size is."
+_UNITS = (
+    "GB/s: the bandwidth as in the datasheet, in powers of 1,000. GiB/s: the same in powers of 1,024, as all sizes here are; "
+    "this is the one to divide."
+)
 NOTE = (
     "Modelled, not measured. Limit: the bandwidth in the datasheet divided by the bytes that a token reads (or the time of the "
     "operations, if that is longer); no program is faster at batch size 1, and a small model is much slower, because it waits "
@@ -113,8 +116,8 @@ def _kind(kind: str) -> str:
 
 def _reads(costs: Costs) -> str:
     if not costs.exact:
-        return f"{decimal_text(costs.read_bytes, 'B')} (every weight once; the size of its state is unknown)"
-    return f"{decimal_text(costs.read_bytes, 'B')} of weights and {decimal_text(costs.state_bytes, 'B')} of state"
+        return f"{bytes_text(costs.read_bytes)} (every weight once; the size of its state is unknown)"
+    return f"{bytes_text(costs.read_bytes)} of weights and {bytes_text(costs.state_bytes)} of state"
 
 
 def _state_text(costs: Costs) -> str:
@@ -136,8 +139,8 @@ _PART_HEAD = ("part", "layers", "parameters", "memory", "read per token", "state
 def _part_row(costs: Costs, part: Cost) -> tuple[str, ...]:
     return (
         label(part), str(len(part.layers)) if part.layers else "", count_text(part.parameters) if part.parameters else "tied",
-        bytes_text(part.weight_bytes), decimal_text(part.read_bytes, "B"),
-        decimal_text(part.state_bytes, "B") if part.state_bytes else "", decimal_text(part.flops, "FLOP") if part.flops else "",
+        bytes_text(part.weight_bytes), bytes_text(part.read_bytes),
+        bytes_text(part.state_bytes) if part.state_bytes else "", decimal_text(part.flops, "FLOP") if part.flops else "",
     )  # fmt: skip
 
 
@@ -153,7 +156,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 def _facts(costs: Costs) -> str:
     per_byte = costs.flops / costs.token_bytes if costs.token_bytes else 0.0
     facts = [
-        (decimal_text(costs.token_bytes, "B"), f"one token{_after(costs)} reads: {_reads(costs)}"),
+        (bytes_text(costs.token_bytes), f"one token{_after(costs)} reads: {_reads(costs)}"),
         (decimal_text(costs.flops, "FLOP"), f"one token computes: {per_byte:.2g} FLOP per byte read"),
     ]
     if costs.exact:
@@ -219,11 +222,10 @@ def _row(cells: Sequence[str]) -> str:
 
 def _parts(costs: Costs) -> str:
     total = (
-        "all", "", count_text(costs.parameters), bytes_text(costs.weight_bytes), decimal_text(costs.read_bytes, "B"),
-        decimal_text(costs.state_bytes, "B") if costs.state_bytes else "", decimal_text(costs.flops, "FLOP"),
+        "all", "", count_text(costs.parameters), bytes_text(costs.weight_bytes), bytes_text(costs.read_bytes),
+        bytes_text(costs.state_bytes) if costs.state_bytes else "", decimal_text(costs.flops, "FLOP"),
     )  # fmt: skip
-    table = _table(_PART_HEAD, [_row(_part_row(costs, part)) for part in costs.parts], _row(total))
-    return f'{table}<p class="tk-note">{escape(_UNITS)}</p>'
+    return _table(_PART_HEAD, [_row(_part_row(costs, part)) for part in costs.parts], _row(total))
 
 
 def _contexts(costs: Costs) -> str:
@@ -232,7 +234,7 @@ def _contexts(costs: Costs) -> str:
         return ""
     rows = [
         _row((
-            f"{state.length:,}", decimal_text(costs.read_bytes, "B"), decimal_text(state.read_bytes, "B"),
+            f"{state.length:,}", bytes_text(costs.read_bytes), bytes_text(state.read_bytes),
             f"{100 * state.read_bytes / max(1, costs.read_bytes + state.read_bytes):.0f} %", bytes_text(state.held_bytes),
         ))
         for state in shown
@@ -247,8 +249,8 @@ def gpus_html(costs: Costs) -> str:
     most = max((b.tok_per_s for b in bounds if b.tok_per_s != float("inf")), default=1.0)
     rows = [_gpu_row(bound, most, _fits(costs, bound)) for bound in bounds]
     how = "measured as 88 % of the datasheet on the H200 and assumed to be the same share on the others"
-    head = ("GPU", "limit, tok/s", "", "reachable", "fits", "memory", "bandwidth", "limited by")
-    return f'{_table(head, rows)}<p class="tk-note">{escape(NOTE.format(how=how))}</p>'
+    head = ("GPU", "limit, tok/s", "", "reachable", "fits", "memory", "GB/s", "GiB/s", "limited by")
+    return f'{_table(head, rows)}<p class="tk-note">{escape(f"{NOTE.format(how=how)} {_UNITS}")}</p>'
 
 
 def _fits(costs: Costs, bound: Bound) -> str:
@@ -261,13 +263,14 @@ def _fits(costs: Costs, bound: Bound) -> str:
 
 def _gpu_row(bound: Bound, most: float, fits: str) -> str:
     card = bound.card
+    rates = "".join(f"<td>{card.bandwidth_bytes_per_s / unit:,.0f}</td>" for unit in (1e9, GiB))
     share = min(100.0, 100 * bound.tok_per_s / most)
     cells = [
         f"<td>{_rate(bound.tok_per_s)}</td>",
         f'<td class="tk-wide"><span class="tk-tok" style="width:{share:.1f}%"></span></td>',
         f"<td>{_rate(bound.reached_tok_per_s)}</td>",
         f'<td class="tk-fits{" tk-yes" if bound.fits else ""}">{fits}</td><td>{bytes_text(card.memory_bytes)}</td>',
-        f"<td>{decimal_text(card.bandwidth_bytes_per_s, 'B/s')}</td><td>{bound.limit}</td>",
+        f"{rates}<td>{bound.limit}</td>",
     ]
     kind = "" if bound.fits else ' class="tk-no"'
     return f'<tr{kind}><th scope="row" title="{escape(card.name)}">{card.key}</th>{"".join(cells)}</tr>'

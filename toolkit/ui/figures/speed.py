@@ -11,6 +11,8 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from toolkit.core.units import GiB, bandwidth_text
+
 Record = Mapping[str, Any]
 Rates = Mapping[int, float]  # tokens per second by context
 
@@ -67,10 +69,10 @@ def speed_figure(record: Record, other: Rates | None = None, other_name: str = "
 
 
 def roofline_figure(records: Sequence[Record]) -> go.Figure:
-    """Return tokens per second against gigabytes read per token, and the limit of each record's read bandwidth."""
+    """Return tokens per second against GiB read per token, and the limit of each record's read bandwidth."""
     figure, names = go.Figure(), strategies_of([row for record in records for row in rows_of(record)])
     points = [
-        (row["bytes_per_token"] / 1e9, row["strategies"][name]["tok_per_s"], n, row["context"], name, record)
+        (row["bytes_per_token"] / GiB, row["strategies"][name]["tok_per_s"], n, row["context"], name, record)
         for record in records for row in rows_of(record) for n, name in enumerate(names) if works(row, name)
     ]  # fmt: skip
     if not points:
@@ -78,8 +80,8 @@ def roofline_figure(records: Sequence[Record]) -> go.Figure:
     low, high = min(point[0] for point in points) / 2, max(point[0] for point in points) * 2
     for rate in sorted({record["read_bytes_per_s"] for record in records if record["read_bytes_per_s"]}):
         figure.add_scatter(
-            x=[low, high], y=[rate / 1e9 / low, rate / 1e9 / high], mode="lines", line={"color": GAP, "dash": "dash"},
-            name=f"limit: {rate / 1e12:.2f} TB/s of read bandwidth", hoverinfo="skip",
+            x=[low, high], y=[rate / GiB / low, rate / GiB / high], mode="lines", line={"color": GAP, "dash": "dash"},
+            name=f"limit: {bandwidth_text(rate)} of read bandwidth", hoverinfo="skip",
         )  # fmt: skip
     for n, name in enumerate(names):
         for clock in ("modelled", "measured"):
@@ -89,10 +91,10 @@ def roofline_figure(records: Sequence[Record]) -> go.Figure:
                 figure.add_scatter(
                     x=[point[0] for point in mine], y=[point[1] for point in mine], text=texts, mode="markers",
                     name=f"{name}, {clock}", marker=_marker(mine[0][5], n),
-                    hovertemplate="%{text}: %{x:.2f} GB per token, %{y:,.1f} tok/s<extra>%{fullData.name}</extra>",
+                    hovertemplate="%{text}: %{x:.2f} GiB per token, %{y:,.1f} tok/s<extra>%{fullData.name}</extra>",
                 )  # fmt: skip
     figure.update_layout(
-        **_LAYOUT, xaxis={"title": "gigabytes that a token reads", "type": "log"},
+        **_LAYOUT, xaxis={"title": "GiB that a token reads", "type": "log"},
         yaxis={"title": "tokens per second", "type": "log"},
     )  # fmt: skip
     return figure

@@ -17,7 +17,7 @@ from plotly.offline import get_plotlyjs
 
 from toolkit.core.errors import ToolkitError
 from toolkit.core.files import replace_text
-from toolkit.core.units import bytes_text, decimal_text, seconds_text
+from toolkit.core.units import bytes_text, seconds_text
 from toolkit.trace.columns import COPY_KINDS
 from toolkit.ui.assets import style_of
 from toolkit.ui.figures.kernel_table import kernel_table, step_times
@@ -163,7 +163,7 @@ def _prefill(row: Mapping[str, Any]) -> str:
     found = row["prefill"]
     return (
         f"{row['context']:,} tokens: prefill in {seconds_text(found['seconds'])} ({found['tok_per_s']:,.0f} tok/s); "
-        f"each decoded token reads {decimal_text(row['bytes_per_token'], 'B')}."
+        f"each decoded token reads {bytes_text(row['bytes_per_token'])}."
     )
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 Feed = Callable[[CausalLM, torch.Tensor, Cache, int], torch.Tensor]
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 AT_ONCE = (1, 16, 64, 128, 256, 512, 2048)
 SAME, FOUR, ALL = FEW = ("about as long as one token", "about 4 times as long", "about 16 times as long")
 SHORTER, EQUAL, LONGER = CHANGED = ("shorter", "about as long", "longer")
@@ -133,11 +133,11 @@ def feed(model, ids, cache, chunk):
     ),
     "shares": Question(
         hint="Prompt: tokens per second x operations per token = operations per second. Decoding: tokens per second x bytes "
-        "per token = bytes per second. Divide each by the figure in the datasheet. 1 TB/s are 1000 GB/s.",
+        "per token = bytes per second. Divide each by the figure in the datasheet, in the same units.",
         why="{row[prompt, tok/s]:,.0f} tok/s x {flops:.1f} billion operations = {reached:.0f} TFLOPS, and "
-        "{row[generated, tok/s]:.0f} tok/s x {row[GB per generated token]:.2f} GB = {delivered:.2f} TB/s. Neither phase "
+        "{row[generated, tok/s]:.0f} tok/s x {row[GiB per generated token]:.2f} GiB = {delivered:,.0f} GiB/s. Neither phase "
         "reaches its limit, and each has another one.",
-        answer='{"% of arithmetic": 22_907 * 16.3e9 / 989.4e12 * 100, "% of bandwidth": 494.7 * 5.97e9 / 4.8e12 * 100}',
+        answer='{"% of arithmetic": 22_907 * 16.3e9 / 989.4e12 * 100, "% of bandwidth": 494.7 * 5.56 / 4470 * 100}',
         within=0.05,
         who="the record",
     ),
@@ -330,6 +330,6 @@ def measured(about: Mapping[str, Costs]) -> pd.DataFrame:
         prompt_rate = MEASURED_PROMPT / seconds
         rows[name] = {
             "prompt, s": round(seconds, 3), "prompt, tok/s": round(prompt_rate), "generated, tok/s": round(rate),
-            "times cheaper": round(prompt_rate / rate, 1), "GB per generated token": round(about[name].token_bytes / 1e9, 2),
+            "times cheaper": round(prompt_rate / rate, 1), "GiB per generated token": round(about[name].token_bytes / GIB, 2),
         }  # fmt: skip
     return pd.DataFrame(rows).T.astype({"prompt, tok/s": int, "generated, tok/s": int})

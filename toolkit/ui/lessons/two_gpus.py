@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit.core.ranks import Shard, current
+from toolkit.core.units import MiB
 from toolkit.decode.loop import generate
 from toolkit.gpu.catalogue import CATALOGUE
 from toolkit.gpu.virtual.device import VirtualGpu
@@ -60,9 +61,9 @@ QUESTIONS = {
     ),
     "large": Question(
         hint="Count as above. This model computes in bfloat16: 2 bytes per number.",
-        why="{found[MB]:.2f} MB per token, while each GPU reads {read_gb:.1f} GB of weights from its own memory. What crosses "
-        "between the GPUs is {share:.4%} of that.",
-        answer='{"MB": (2 * 36 + 1) * 4096 * 2 / 1e6}',
+        why="{found[KiB]:.0f} KiB per token, while each GPU reads {read_gib:.1f} GiB of weights from its own memory. What "
+        "crosses between the GPUs is {share:.4%} of that.",
+        answer='{"KiB": (2 * 36 + 1) * 4096 * 2 / 1024}',
         within=0.05,
         who="the app",
     ),
@@ -162,10 +163,10 @@ def _recorded(delay_ns: int) -> Trace:
 
 
 def held(gpus: int) -> pd.Series:
-    """Return what the first of `gpus` GPUs holds of the large model, in MB, with a context of 4,096 tokens."""
+    """Return what the first of `gpus` GPUs holds of the large model, in MiB, with a context of 4,096 tokens."""
     row = plan(LARGE, CARD, context=4096, kv=None, tensor_parallel=gpus).by_rank().loc[0]
     names = {"weights": "weights_bytes", "keys and values": "state_bytes", "logits": "logits_bytes"}
-    return (row[[*names.values()]] / 1e6).set_axis([*names]).round(1).rename("MB")
+    return (row[[*names.values()]] / MiB).set_axis([*names]).round(1).rename("MiB")
 
 
 def compared(one: pd.Series, two: pd.Series) -> dict[str, str]:

@@ -9,16 +9,16 @@ MEASURED = {"qwen3-8b": 264.8, "gemma4-31b": 80.9, "qwen3.5-35b-a3b": 249.8}
 
 QUESTIONS = {
     "weights": Question(
-        hint="Add up the parameters of all parts, without the embedding. Each takes 2 bytes. A GB is a billion bytes.",
-        why="{total:.2f} billion parameters minus {embedding:.2f} billion of the embedding, 2 bytes each.",
-        answer='{"GB per token": 2 * (costs.parameters - costs.to_pandas()["parameters"]["embedding"]) / 1e9}',
+        hint="Add up the parameters of all parts, without the embedding. Each takes 2 bytes. Divide the bytes by `2**30`.",
+        why="{total:.2f} billion parameters minus {embedding:.2f} billion of the embedding, 2 bytes each, divided by `2**30`.",
+        answer='{"GiB per token": 2 * (costs.parameters - costs.to_pandas()["parameters"]["embedding"]) / 2**30}',
         within=0.05,
         who="the model",
     ),
     "limit": Question(
         hint="How often per second can the memory deliver the bytes of your last answer?",
-        why="1,792 GB/s / {gb:.1f} GB. No program can be faster, because it must read all these bytes.",
-        answer='{"tok/s": 1792 / (costs.read_bytes / 1e9)}',
+        why="1,669 GiB/s / {gib:.1f} GiB. No program can be faster, because it must read all these bytes.",
+        answer='{"tok/s": 1669 / (costs.read_bytes / 2**30)}',
         within=0.05,
         who="the division",
     ),
@@ -32,10 +32,10 @@ QUESTIONS = {
         who="the model",
     ),
     "experts": Question(
-        hint="Take the column GB of the table: all of it but the embedding, and of `experts` only the share that is used.",
+        hint="Take the column GiB of the table: all of it but the embedding, and of `experts` only the share that is used.",
         why="Experts {experts:.1f}, attention and delta net {attention:.1f}, head {head:.1f}, and a little for the rest. The "
-        "other {unread:.0f} GB are in memory, but not read.",
-        answer='{"GB per token": parts.drop(["embedding", "experts"]).sum() / 1e9 + parts["experts"] * 8 / 256 / 1e9}',
+        "other {unread:.0f} GiB are in memory, but not read.",
+        answer='{"GiB per token": (parts.drop(["embedding", "experts"]).sum() + parts["experts"] * 8 / 256) / 2**30}',
         within=0.15,
         who="the model",
     ),
@@ -44,7 +44,7 @@ QUESTIONS = {
         "bytes of the weights?",
         why="36 x 2 x 8 x 128 x 2 bytes = {found[bytes]:,} bytes. After {found[tokens]:,.0f} tokens, half of the bytes "
         "read are keys and values.",
-        answer='{"bytes": 36 * 2 * 8 * 128 * 2, "tokens": 4.76e9 / (36 * 2 * 8 * 128 * 2)}',
+        answer='{"bytes": 36 * 2 * 8 * 128 * 2, "tokens": 4.43 * 2**30 / (36 * 2 * 8 * 128 * 2)}',
         within=0.05,
         who="the model",
     ),
