@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,22 @@ def test_two_runs_side_by_side_in_the_dark_theme(notebook) -> None:
     assert colors(page) > 20
     page.keyboard.press("Tab")
     shot(page, "timeline-dark")
+
+
+def test_a_short_run_is_not_in_python_after_its_end(notebook) -> None:
+    page = notebook(
+        "import toolkit as tk",
+        "tk.open_trace('h200/qwen3/roundtrip').timeline(tk.open_trace('h200/qwen3/cuda-graph'))",  # 64 and 24 ms
+    )
+    page.wait_for_selector(f"{FRAME}[data-ms]")
+    page.click(".tk-timeline button:text-is('Overview')")
+    page.wait_for_selector(".tk-timeline button:text-is('One step')")
+    page.click(".tk-timeline button:text-is('Sums')")
+    page.wait_for_selector(".tk-sums :text('neither launching nor waiting')")
+    rows = page.locator(".tk-sums tr:has-text('host')").all_inner_texts()
+    for run in ("A roundtrip", "B cuda-graph"):
+        shares = [float(re.search(r"\(<?([\d.]+) %\)", row)[1]) for row in rows if row.startswith(run)]
+        assert sum(shares) == pytest.approx(100, abs=1.5), rows
 
 
 @pytest.mark.timed

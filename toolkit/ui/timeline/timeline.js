@@ -415,9 +415,10 @@ function mount(root, provider, meta) {
   };
 
   const sumsTable = (t0, t1, tracks) => {
-    const span = t1 - t0, rows = [];
-    const add = (title, label, count, busy, bytes) => rows.push([title, label, count, `${timeText(busy)} (${percent(busy / span)})`, bytes]);
+    const rows = [];
     meta.tracks.forEach((track, t) => {
+      const [start, end] = state.view.spans[t], span = Math.max(1, Math.min(t1, end) - Math.max(t0, start)); // a run isn't in Python after its end
+      const add = (title, label, count, busy, bytes) => rows.push([title, label, count, `${timeText(busy)} (${percent(busy / span)})`, bytes]);
       const title = several ? `${"AB"[t]} ${track.title}` : track.title;
       track.lanes.forEach((lane, i) => { const [count, busy, bytes] = tracks[t][i]; add(title, `${lane.label} ${lane.place}`.trim(), grouped(count), busy, bytes ? bytesText(bytes) : ""); });
       for (const { rank, place } of track.lanes.filter((lane) => lane.kind === "launch")) {
@@ -425,7 +426,7 @@ function mount(root, provider, meta) {
         add(title, `host${place && ` of ${place}`}, neither launching nor waiting: Python`, "", Math.max(0, span - busy), "");
       }
     });
-    return tableOf({ title: `Sums of ${timeText(span)}, from ${timeText(t0)}`, columns: ["run", "lane", "events", "time", "bytes"], rows });
+    return tableOf({ title: `Sums of ${timeText(t1 - t0)}, from ${timeText(t0)}`, columns: ["run", "lane", "events", "time", "bytes"], rows });
   };
   const sumUp = async (t0 = state.now.t0, t1 = state.now.t1) => {
     const mine = (sumUp.latest = {}); // an answer that comes after Escape must not open the sums again
