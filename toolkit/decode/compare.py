@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import html
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +59,9 @@ class Comparison:
         return "\n".join(line for line in lines if line)
 
     def _repr_html_(self) -> str:
-        table: str = self._shown().to_html(index=False)
+        shown = self._shown()  # short names in the head, so that a page of 900 pixels shows all columns
+        table: str = shown.rename(columns=lambda name: str(name).removesuffix("/step")).to_html(index=False)
+        table = re.sub(r"\((\S+) (\S+)\)", r"(\1&nbsp;\2)", table)  # "(8 B)" stays on one line
         kernels = f"<p>{html.escape(self._kernels())}</p>" if self._kernels() else ""
         return f"{kernels}{table}<small>{self._note()}</small>"
 
@@ -89,7 +92,8 @@ class Comparison:
         return shown
 
     def _note(self) -> str:
-        note = "Copies and waits per decode step. A modelled time is the virtual GPU's estimate, not a measurement."
+        note = "Kernels, launches, copies and waits are those of one decode step. "
+        note += "A modelled time is the virtual GPU's estimate, not a measurement."
         return f"{note} {LATE}" if self.timed_late else note
 
 
