@@ -147,7 +147,7 @@ def test_a_plan_against_a_budget(app) -> None:
     tab(page, "Plan and export")
     assert field(page, "Target").input_value() == "rtx-4090"
     fill(page, "Context", 131072)
-    field(page, "KV").select_option("plain")
+    field(page, "KV cache").select_option("plain")
     press(page, "Plan")
     page.wait_for_selector(".tk-lab .tk-plan svg", timeout=60_000)
     assert "Lower context to" in page.inner_text(".tk-lab .tk-plan")
@@ -156,7 +156,7 @@ def test_a_plan_against_a_budget(app) -> None:
     for name in ("light", "dark"):
         dressed(page, name)
         at_top(page, ".tk-lab .tk-plan", f"lab-plan-{name}")
-    field(page, "KV").select_option("automatic")
+    field(page, "KV cache").select_option("automatic")
     fill(page, "Context", 32768)
     press(page, "Plan")
     page.wait_for_selector(".tk-lab .tk-plan .tk-yes:text('Fits.')", timeout=60_000)

@@ -77,6 +77,23 @@ def app(monkeypatch: pytest.MonkeyPatch, model: SimpleNamespace) -> Lab:
     return Lab()
 
 
+def test_without_a_gpu_the_fields_name_what_to_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    app = Lab(device="cuda")
+    app.load()
+    assert app.wait(30)
+    assert "Choose &quot;virtual:h200&quot; or another virtual GPU as Device" in app.loading.status.value
+    assert isinstance(app.error, DeviceError)
+    assert app.plan.target_field.value == "cuda"
+    app.plan.show()
+    assert app.wait(30)
+    assert "or another GPU of the catalogue as Target" in app.plan.status.value
+    app.loading.device_field.value = " "
+    app.load()
+    assert app.wait(30)
+    assert "its field is empty" in app.loading.status.value
+
+
 def loaded(app: Lab) -> Lab:
     app.loading.load_button.click()
     assert app.wait(10)

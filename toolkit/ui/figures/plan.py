@@ -34,11 +34,13 @@ NOTE = (
 def html(plan: Plan) -> str:
     """Return the full display: both pictures, levers, problems, and the catalogue."""
     about = f" context {plan.context:,}{f', keys and values in {plan.kv}' if plan.kv else ''}"
-    told = "".join(f'<p class="tk-no"><span class="tk-fits">{escape(str(problem))}</span></p>' for problem in plan.problems)
+    told = "".join(
+        f'<p class="tk-no"><span class="tk-fits">{escape(_sentence(str(problem)))}</span></p>' for problem in plan.problems
+    )
     cap = plan.budget_bytes, plan.run_budget_bytes if plan.card is not None else None
     memory = " (host memory)" if plan.card is None else ""
     titles = f"Exporting{memory}", f"Running{memory}"
-    limits = ("budget", cap[0]), ("memory of the GPU", cap[1])
+    limits = ("budget", cap[0]), ("GPU memory", cap[1])
     held = ([(phase.name, _shown(phase, plan.card is None)) for phase in phases] for phases in (plan.export, plan.run))
     pictures = "".join(
         f'<div style="flex: 1 1 330px">{_picture(title, steps, *limit)}</div>'
@@ -47,7 +49,7 @@ def html(plan: Plan) -> str:
     parts = [
         f'<div class="tk-title">{escape(plan.model)} for {escape(plan.where)}<span class="tk-dim">{escape(about)}</span></div>',
         told or '<p class="tk-yes">Fits.</p>',
-        f'<div style="display: flex; flex-wrap: wrap; gap: 8px 20px">{pictures}</div>',
+        f'<div style="display: flex; flex-wrap: wrap; align-items: end; gap: 8px 20px">{pictures}</div>',
         _keys(part for phase in (*plan.export, *plan.run) for part in _shown(phase, plan.card is None)),
         _levers(plan),
         _ranks(plan) if len(plan.ranks) > 1 else "",
@@ -105,6 +107,10 @@ def _phases(measured: list[dict[str, Any]], predicted: dict[str, dict[str, int]]
         rows.append([escape(phase["phase"]), *cells])
     names = ["phase", "time", "predicted", "measured"] + ([] if on_cpu else ["reserved by PyTorch", "host"])
     return _table(names, rows)
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _boxed(parts: Iterable[str]) -> str:

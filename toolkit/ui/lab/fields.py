@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import ipywidgets as widgets
+import torch
 
-from toolkit.core.errors import ToolkitError
+from toolkit.core.errors import DeviceError, ToolkitError
 
 
 def field(kind: Any, value: Any, name: str, label_px: int = 70, **more: Any) -> Any:
@@ -62,6 +64,17 @@ def folder_of(text: str) -> str:
     if not text.strip():
         raise ToolkitError("an export", "the folder field is empty", "Type the name of a new folder")
     return text.strip()
+
+
+@contextmanager
+def without_gpu(name: str, do: str) -> Iterator[None]:
+    """Advise `do`, which names a field, if a `with` block fails because `name` is a CUDA GPU and this machine has none."""
+    try:
+        yield
+    except DeviceError as error:
+        if not name.startswith("cuda") or torch.cuda.is_available():
+            raise
+        raise DeviceError(error.asked, error.found, do) from error
 
 
 class Panel(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types

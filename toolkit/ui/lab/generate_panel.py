@@ -34,14 +34,14 @@ class GeneratePanel(Panel):
     ) -> None:
         self._work, self._memory, self._loading, self._history, self._added = work, memory, loading, history, added
         narrow, names = {"width": "190px"}, list(STRATEGIES)
-        self.prompt_field = field(widgets.Textarea, prompt, "Prompt", layout={"width": "98%", "height": "56px"})
-        self.a_field = field(widgets.Dropdown, _FIRST, "Strategy A", options=names)
+        self.prompt_field = field(widgets.Textarea, prompt, "Prompt", 84, layout={"width": "98%", "height": "56px"})
+        self.a_field = field(widgets.Dropdown, _FIRST, "Strategy A", 84, options=names)
         self.b_field = field(widgets.Dropdown, _SECOND, "B", 20, options=[_NONE, *names])
         self.tokens_field = field(widgets.IntText, 64, "Max tokens", 84, layout=narrow)
         self.temperature_field = field(widgets.BoundedFloatText, 0.0, "Temperature", 84, min=0, max=5, step=0.1, layout=narrow)
         self.top_k_field = field(widgets.BoundedIntText, 0, "Top-k (0: off)", 90, min=0, max=1 << 20, layout=narrow)
-        self.top_p_field = field(widgets.BoundedFloatText, 1.0, "Top-p", min=0.01, max=1, step=0.05, layout=narrow)
-        self.seed_field = field(widgets.IntText, 0, "Seed", layout=narrow)
+        self.top_p_field = field(widgets.BoundedFloatText, 1.0, "Top-p", 84, min=0.01, max=1, step=0.05, layout=narrow)
+        self.seed_field = field(widgets.IntText, 0, "Seed", 84, layout=narrow)
         self.generate_button = button("Generate", "play", self.generate, "Generate with A, then with B", primary=True)
         self.status, self.output, self.table = widgets.HTML(), widgets.HTML(), widgets.HTML()
         self.timeline_box = widgets.VBox()
@@ -53,7 +53,7 @@ class GeneratePanel(Panel):
             one.observe(lambda _: self.refresh(), "value")
         super().__init__(
             self.prompt_field, row(*chosen), row(*options), row(self.generate_button), self.code, self.status, self.output,
-            self.table, self.timeline_box,
+            self.timeline_box, self.table,
         )  # fmt: skip
         self.refresh()
 

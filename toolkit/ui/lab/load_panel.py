@@ -22,7 +22,7 @@ from toolkit.models.shapes import SHAPES
 from toolkit.planning.describe import costs
 from toolkit.ui.figures.model import html_of
 from toolkit.ui.lab.code import CopyAsCode, call
-from toolkit.ui.lab.fields import Panel, button, field, row
+from toolkit.ui.lab.fields import Panel, button, field, row, without_gpu
 from toolkit.ui.lab.memory_panel import MemoryPanel
 from toolkit.ui.lab.work import Work
 from toolkit.weights.recipes import RECIPES
@@ -30,6 +30,7 @@ from toolkit.weights.recipes import RECIPES
 _SCHEMES = [("as stored", ""), ("plain, not quantized", "none"), *((name, name) for name in sorted(RECIPES))]
 _WELCOME = """<div><b>New here?</b> Press <b>Start</b>. It loads the model below onto the device below (a virtual GPU needs no
 hardware), generates text with two decode strategies, and shows what each of them copied between host and GPU.</div>"""
+_NO_GPU = 'Choose "virtual:h200" or another virtual GPU as Device: it needs no hardware'
 _EMPTY = "Nothing is loaded. Choose a device and a model, then press Load."
 
 
@@ -81,8 +82,10 @@ class LoadPanel(Panel):
         return self.scheme_field.value or None
 
     def chosen(self) -> tuple[str, str, Any]:
-        """Return the device, model and scheme of the fields. Raises ToolkitError if no model is named."""
+        """Return the device, model and scheme of the fields. Raises ToolkitError if one of the first two is empty."""
         name, path, scheme = self._fields()
+        if not name:
+            raise ToolkitError("a device", "its field is empty", 'Type "virtual:h200", or "cuda" on a machine with a GPU')
         if not path:
             raise ToolkitError("a model", "its field is empty", 'Type "demo/qwen3", a Hugging Face folder, or a .gguf file')
         return name, path, scheme
@@ -102,7 +105,8 @@ class LoadPanel(Panel):
     def opened(self, name: str) -> Any:
         """Open the device. If models of other Labs prevent that, unload them: a Lab survives when its cell runs again."""
         try:
-            return open_device(name)
+            with without_gpu(name, _NO_GPU):
+                return open_device(name)
         except DeviceError:
             others = [panel for panel in _panels if panel is not self and panel.model is not None and not panel._work.busy]
             if not others or not name.startswith("virtual:"):
@@ -142,7 +146,7 @@ class LoadPanel(Panel):
         _, path, scheme = self.chosen()
         self.status.value = f"Looking at {escape(path)} ..."
         self.model_view.value = costs(path, scheme=scheme)._repr_html_()
-        self.status.value = f"<b>{escape(path)}</b> without loading it."
+        self.status.value = f"What <b>{escape(path)}</b> costs. It was not loaded for this."
 
     def _snippets(self) -> dict[str, str]:
         name, path, scheme = self._fields()

@@ -342,7 +342,7 @@ def _measured_row(number: int, what: str, use: MemoryUse, most_bytes: int) -> st
 def now_html(device: Device | None) -> str:
     """Return the current memory of a device, as numbers and as a bar with the budget."""
     resident = host.resident_bytes()
-    on_host = f"<span>this process on the host <b>{bytes_text(resident)}</b></span>" if resident else ""
+    on_host = f"<span>host memory of this process <b>{bytes_text(resident)}</b></span>" if resident else ""
     if device is None:
         return f'No device is in use: load a model, or set a budget.<div class="tk-figures">{on_host}</div>'
     memory, name = device.memory(), escape(device.name)
@@ -384,14 +384,15 @@ def what_if_html(what: str, found: Mapping[str, list[dict[str, Any]]]) -> str:
     """Return the GPUs on which a measurement would fit, the smallest first, with a column per allocator setting."""
     least = ", ".join(f"{bytes_text(rows[0]['smallest_bytes'])} {name}" for name, rows in found.items())
     words, body = {True: '<td class="tk-yes">fits</td>', False: '<td class="tk-no">fails</td>'}, ""
+    fail = any(not each["fits"] for rows in found.values() for each in rows)
     for pair in sorted(zip(*found.values(), strict=True), key=lambda pair: pair[0]["capacity_bytes"]):
         bad = next((each for each in pair if not each["fits"]), None)
         where = f"{bytes_text(bad['asked_bytes'])} requested by {bad['fails_at']}" if bad else ""
         cells = "".join(words[bool(each["fits"])] for each in pair)
         gpu, memory = escape(pair[0]["gpu"]), bytes_text(pair[0]["capacity_bytes"])
-        body += f"<tr><td>{gpu}</td><td>{memory}</td>{cells}<td>{escape(where)}</td></tr>"
+        body += f"<tr><td>{gpu}</td><td>{memory}</td>{cells}{f'<td>{escape(where)}</td>' if fail else ''}</tr>"
     needs = f"needs a GPU with {least}, {bytes_text(CONTEXT_BYTES)} of it for the CUDA context"
-    table = _table(("GPU", "memory", *found, "where it fails"), body)
+    table = _table(("GPU", "memory", *found, *(["where it fails"] if fail else [])), body)
     return f'<div class="tk-what-if"><b>{escape(what)}</b> {needs}. The same allocations on other GPUs:{table}</div>'
 
 

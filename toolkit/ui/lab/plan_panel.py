@@ -20,15 +20,17 @@ from toolkit.planning.describe import describe, plan
 from toolkit.planning.plans import Plan
 from toolkit.ui.figures.plan import html, package_html
 from toolkit.ui.lab.code import CopyAsCode, Name, call
-from toolkit.ui.lab.fields import Panel, button, field, folder_of, row
+from toolkit.ui.lab.fields import Panel, button, field, folder_of, row, without_gpu
 from toolkit.ui.lab.load_panel import LoadPanel
 from toolkit.ui.lab.work import Work
 
 CONTEXT = 4096  # the default of `tk.plan` and `tk.export`
 _PLAIN = "plain"  # instead of None, for which ipywidgets shows no option
 BUDGETS = (0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)  # GiB
+_NO_GPU = 'Choose "h200" or another GPU of the catalogue as Target, or "cpu": a plan for these needs no GPU'
 _EMPTY = """Plan predicts the memory for exporting and running <b>{}</b> on the target; it needs no GPU and allocates nothing.
-Export compiles the model for the same target into the folder. A GPU that isn't in this machine needs PyTorch with CUDA."""
+Export compiles the model for the same target into the folder. If the target is a GPU that isn't in this machine, the installed
+PyTorch must be a build for CUDA."""
 
 
 class PlanPanel(Panel):
@@ -44,8 +46,8 @@ class PlanPanel(Panel):
         self.target_field = field(widgets.Combobox, target_of(loading.device_field.value), "Target", options=_targets(),
                                   ensure_option=False, placeholder="cpu, cuda:0, rtx-5090, ...")  # fmt: skip
         self.context_field = field(widgets.BoundedIntText, CONTEXT, "Context", min=2, max=1 << 20, layout={"width": "175px"})
-        self.kv_field = field(widgets.Dropdown, "auto", "KV", 30, options=options, layout={"width": "175px"})
-        self.ranks_field = field(widgets.BoundedIntText, 1, "GPUs", 40, min=1, max=64, layout={"width": "110px"})
+        self.kv_field = field(widgets.Dropdown, "auto", "KV cache", 70, options=options, layout={"width": "215px"})
+        self.ranks_field = field(widgets.BoundedIntText, 1, "GPUs", 70, min=1, max=64, layout={"width": "140px"})
         self.budget_field = field(
             widgets.SelectionSlider, 4 * GiB, "Budget", options=budgets, continuous_update=False, layout={"width": "400px"}
         )
@@ -116,9 +118,10 @@ class PlanPanel(Panel):
     ) -> Plan:
         """Return the plan for one GPU with the whole model `shapes`, or for each of `ranks` GPUs."""
         named: dict[str, Any] = {"kv": kv, "name": f"{path}, {scheme}" if scheme else path}
-        if ranks == 1:
-            return plan(shapes, target, budget, context, **named)
-        return plan(path, target, budget, context, scheme=scheme, tensor_parallel=ranks, **named)
+        with without_gpu(target, _NO_GPU):
+            if ranks == 1:
+                return plan(shapes, target, budget, context, **named)
+            return plan(path, target, budget, context, scheme=scheme, tensor_parallel=ranks, **named)
 
     def _shapes(self, path: str, scheme: Any) -> Any:
         """Return the model on "meta", built once. Lower the context field to the model's number of positions."""

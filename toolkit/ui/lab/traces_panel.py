@@ -49,8 +49,8 @@ class TracesPanel(Panel):
             row(self.a_field, self.b_field, self.show_button), row(self.file_field, self.page_button, self.save_button)
         ])  # fmt: skip
         super().__init__(
-            row(self.open_field, self.open_button), self.list_view, self.actions, self.code, self.status, self.table,
-            self.timeline_box,
+            row(self.open_field, self.open_button), self.list_view, self.actions, self.code, self.status, self.timeline_box,
+            self.table,
         )  # fmt: skip
         self.refresh()
 

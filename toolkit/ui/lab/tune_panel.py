@@ -46,7 +46,9 @@ class TunePanel(Panel):
         self.kernel_field.observe(lambda _: self._offer_shapes(), "value")
         fields = (self.kernel_field, self.shape_field, self.gpus_field)
         self.code = CopyAsCode(self._snippets, fields)
-        super().__init__(row(*fields), row(self.list_button, self.explore_button), self.code, self.status, self.view)
+        chosen = widgets.VBox([*fields[:2], row(self.list_button, self.explore_button), self.code, self.status])
+        chosen.add_class("tk-beside")
+        super().__init__(row(chosen, self.gpus_field), self.view)
 
     def list_kernels(self) -> None:
         """List the kernels, like the button. Importing them takes seconds and needs Triton. Returns at once."""
