@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 from toolkit.ui.lessons import progress
-from toolkit.ui.lessons.lesson import COURSE, NAMES, Lesson
+from toolkit.ui.lessons.lesson import COURSE, HANGING, NAMES, Lesson
 
 _LEFT = 'style="text-align: left; vertical-align: top"'
 
@@ -61,7 +61,7 @@ def _state(lesson: Lesson) -> str:
 
 
 def _row(lesson: Lesson) -> str:
-    goals = "".join(f"<div>{escape(goal)}</div>" for goal in lesson.goals)
+    goals = "".join(f"<div{HANGING}>· {escape(goal)}</div>" for goal in lesson.goals)
     title = f'<a href="{lesson.notebook}">{escape(lesson.title)}</a>'
     cells = (str(lesson.number), title, str(lesson.minutes), _state(lesson), goals)
     return f"<tr>{''.join(f'<td {_LEFT}>{cell}</td>' for cell in cells)}</tr>"

@@ -23,6 +23,7 @@ NAMES = (
     "see_the_copies", "what_a_token_costs", "prefill_and_decode", "kv_cache", "memory_cell_by_cell", "decode_faster",
     "autotune_per_gpu", "quantization", "export_under_a_budget", "copies_by_hand", "two_gpus",
 )  # fmt: skip
+HANGING = ' style="padding-left: 0.7em; text-indent: -0.7em"'  # of a point: where it wraps, its next lines begin further right
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Card:
         title = f"<b>{escape(self.title)}</b>"
         if self.code:
             return f"{title}<pre>{escape(chr(10).join(self.lines))}</pre>"
-        return title + "".join(f"<div>{inline(line)}</div>" for line in self.lines)
+        return title + "".join(f"<div{HANGING if line.startswith('· ') else ''}>{inline(line)}</div>" for line in self.lines)
 
 
 class Lesson:

@@ -191,7 +191,10 @@ def cards_table(*names: str) -> pd.DataFrame:
     import pandas as pd
 
     cards = [CATALOGUE[name] for name in names]
-    rates = {"TFLOPS": [card.bf16_flops / 1e12 for card in cards], "GB/s": [card.bandwidth_bytes_per_s / 1e9 for card in cards]}
+    rates = {
+        "TFLOPS": [card.bf16_flops / 1e12 for card in cards],
+        "GB/s": [round(card.bandwidth_bytes_per_s / 1e9) for card in cards],
+    }
     return pd.DataFrame(rates, index=list(names))
 
 
@@ -255,7 +258,7 @@ def limits(least_s: Callable[[int, GpuSpec], float], layers: Layers) -> dict[str
         wanted, card = least_of(layers, tokens, CATALOGUE[name]), CATALOGUE[name]
         said = float(least_s(tokens, card))
         about = f"{tokens} token{'s' * (tokens > 1)} on {name}"
-        found[f"{about}: {1e3 * said:.2f} ms, wanted {1e3 * wanted:.2f}"] = abs(said - wanted) <= 0.01 * wanted
+        found[f"{about}: {1e3 * said:,.2f} ms, wanted {1e3 * wanted:,.2f}"] = abs(said - wanted) <= 0.01 * wanted
     return found
 
 
