@@ -13,6 +13,7 @@ from toolkit.core.errors import TraceError
 from toolkit.trace.columns import COLUMNS, KINDS, NOT_KNOWN
 from toolkit.trace.differences import description_of_ranks
 from toolkit.trace.events import Trace, TraceBuilder
+from toolkit.ui.lessons.two_gpus import two_runs
 from toolkit.ui.timeline import overview
 from toolkit.ui.timeline.lanes import MAX_LANES, places_of
 from toolkit.ui.timeline.ranks import MAX_LINKS
@@ -36,6 +37,18 @@ def test_lanes_come_in_groups_of_one_rank_with_a_heading() -> None:
     assert "came last in 0 of 4 collectives · waited 204 µs" in meta["ranks"][0]["text"]
     assert meta["ranks"][1]["text"].endswith("clock error 0.7 µs")
     assert NOTE in meta["notes"]
+
+
+def test_no_rank_is_the_last_one_where_all_came_at_the_same_time() -> None:
+    even, late = two_runs()
+    for trace, counts in ((even, (0, 0)), (late, (0, 14))):
+        made = Scene([Track(trace, "job")])
+        headings = [head["text"] for head in made.meta()["tracks"][0]["ranks"]]
+        assert [f"came last in {n} of 64 collectives" in text for n, text in zip(counts, headings, strict=True)] == [True, True]
+        assert trace.ranks().last_count.tolist() == list(counts)
+        assert [(trace.collectives().last_rank == rank).sum() for rank in (0, 1)] == list(counts)
+    (links,) = parse(Scene([Track(even, "job")]).first(None))["links"]
+    assert {last for last, *_ in links} == {-1}
 
 
 def test_a_trace_of_one_rank_has_neither_headings_nor_lines() -> None:

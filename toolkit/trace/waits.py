@@ -61,6 +61,11 @@ class Collectives:
         return np.where(self.present & self.matched[:, None], np.maximum(waits, 0), 0)
 
     @cached_property
+    def late(self) -> Ints:
+        """[n] position in `ranks` of the rank that came last, if others waited for it; -1 if all came at the same time."""
+        return np.where(self.wait.max(1, initial=0) > 0, self.last, -1)
+
+    @cached_property
     def first_row(self) -> Ints:
         """[n] an event of each collective."""
         return self.row.max(1, initial=-1)
@@ -105,7 +110,8 @@ def collectives_table(trace: Trace) -> pd.DataFrame:
 
     Columns: `step`, `operation`, `algorithm`, `group`, `group_size`, `seq`, `bytes` (of one rank), `start_us` (of the first
     rank), `dur_us` (from the first start to the last end), `last_rank` (the rank that came last; -1 if only one rank has the
-    collective), and for each rank `rank<N>_wait_us`, the time for which it waited for the last one (NaN if it has no event).
+    collective, or if all came at the same time), and for each rank `rank<N>_wait_us`, the time for which it waited for the
+    last one (NaN if it has no event).
     """
     import pandas as pd
 
@@ -118,7 +124,7 @@ def collectives_table(trace: Trace) -> pd.DataFrame:
         table[name] = [trace.strings[code] if code >= 0 else None for code in trace[name][row].tolist()]
     table |= {name: trace[name][row] for name in ("group_size", "seq", "bytes")}
     table |= {"start_us": first / 1e3, "dur_us": (last - first) / 1e3}
-    table["last_rank"] = np.where(found.matched, np.array([*found.ranks, -1])[found.last], -1)
+    table["last_rank"] = np.array([*found.ranks, -1])[found.late]
     for i, rank in enumerate(found.ranks):
         table[f"rank{rank}_wait_us"] = np.where(found.present[:, i], found.wait[:, i] / 1e3, np.nan)
     return pd.DataFrame(table)
@@ -127,9 +133,9 @@ def collectives_table(trace: Trace) -> pd.DataFrame:
 def ranks_table(trace: Trace) -> pd.DataFrame:
     """Return one row per rank that has collectives.
 
-    Columns: `rank`, `device`, `collectives`, `bytes`, `last_count` (how often the rank came last), `caused_wait_us` (the time
-    for which others waited for it), `wait_us` (the time for which it waited for others) and `clock_error_us` (the error of its
-    clock after alignment, the median; NaN if the clocks were not aligned).
+    Columns: `rank`, `device`, `collectives`, `bytes`, `last_count` (how often the rank came last and others waited for it),
+    `caused_wait_us` (the time for which they waited), `wait_us` (the time for which it waited for others) and
+    `clock_error_us` (the error of its clock after alignment, the median; NaN if the clocks were not aligned).
     """
     import pandas as pd
 
@@ -137,7 +143,7 @@ def ranks_table(trace: Trace) -> pd.DataFrame:
     metas, caused = trace.meta.get("ranks") or {}, found.wait.sum(1)
     rows = []
     for i, rank in enumerate(found.ranks):
-        present, came_last, error = found.present[:, i], found.last == i, clocks.get(rank, {}).get("error_us")
+        present, came_last, error = found.present[:, i], found.late == i, clocks.get(rank, {}).get("error_us")
         rows.append({
             "rank": rank, "device": str(metas.get(str(rank), trace.meta).get("device", "unknown device")),
             "collectives": int(present.sum()), "bytes": int(trace["bytes"][found.row[present, i]].sum()),

@@ -111,7 +111,9 @@ class PageTrack {
   waited(row) {
     const found = this.packed.links.find(([, ...points]) => points.some(([, event]) => event === row));
     if (!found) return undefined;
-    const [last, ...points] = found, from = points[last][2];
+    const [last, ...points] = found;
+    if (last < 0) return "not: all ranks came at the same time";
+    const from = points[last][2];
     const wait = ([, event, start]) => Math.max(Math.min(from, start + this.columns.dur[event]) - start, 0);
     if (points[last][1] === row) return `not: it came last, and others waited up to ${timeText(Math.max(...points.map(wait)))}`;
     return `${timeText(wait(points.find(([, event]) => event === row)))} for rank ${this.columns.rank.at(points[last][1])}, which came last`;

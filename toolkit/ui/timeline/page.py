@@ -202,4 +202,4 @@ def _links(track: Track, rows: NDArray[np.int64]) -> list[list[Any]]:
         return []
     number = np.zeros(len(track.trace), np.int64)
     number[rows] = np.arange(len(rows))
-    return track.links.points(np.arange(len(track.links.last)), number[track.links.row], track.links.start)
+    return track.links.points(np.arange(len(track.links.late)), number[track.links.row], track.links.start)

@@ -14,13 +14,13 @@ function drawHeadings(painter) {
   }
 }
 
-// Draws the lines of a view: view.links has, for each track, [position of the last rank, [lane, start], ...] per collective.
+// Draws the lines of a view: view.links has, for each track, [position of the last rank (-1: none), [lane, start], ...] per collective.
 function drawLinks(painter, view, laneHeight) {
   const pen = painter.context;
   let first = 0;
   (view.links ?? []).forEach((links, t) => {
     for (const [last, ...points] of links) {
-      const at = points.map(([lane, start]) => [painter.x(start), painter.lanes[first + lane].y]), [x, y] = at[last];
+      const at = points.map(([lane, start]) => [painter.x(start), painter.lanes[first + lane].y]);
       pen.strokeStyle = pen.fillStyle = painter.colors.collective;
       pen.lineWidth = 1;
       pen.beginPath();
@@ -29,6 +29,8 @@ function drawLinks(painter, view, laneHeight) {
         if (i < sorted.length - 1) pen.moveTo(px, py + laneHeight);
       });
       pen.stroke();
+      if (last < 0) continue; // all came at the same time
+      const [x, y] = at[last];
       pen.beginPath(); pen.arc(x, y + laneHeight / 2, 4, 0, 2 * Math.PI); pen.fill();
       pen.strokeStyle = painter.colors.bg; pen.lineWidth = 1.5; pen.stroke();
     }

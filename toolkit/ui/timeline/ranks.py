@@ -25,7 +25,7 @@ class Links:
     def __init__(self, track: Track) -> None:
         found = collectives_of(track.trace)
         keep = found.matched & (np.where(found.present, track.lane_of[found.row], 0) >= 0).all(1)
-        self.ranks, self.last, self.wait = found.ranks, found.last[keep], found.wait[keep]
+        self.ranks, self.late, self.wait = found.ranks, found.late[keep], found.wait[keep]
         self.row, self.start = found.row[keep], found.start[keep]
         self.lane = np.where(self.row >= 0, track.lane_of[self.row], -1)
         never = np.iinfo(np.int64)  # without collectives, the arrays have no columns
@@ -35,18 +35,18 @@ class Links:
     def within(self, window: tuple[float, float], origin: int) -> list[list[Any]]:
         """Return the collectives that touch a window, or none if there are too many for lines.
 
-        Each is [position of the rank that came last among the following, [lane, start on the axis], ...].
+        Each is [position of the rank that came last among the following (-1: none), [lane, start on the axis], ...].
         """
         chosen = np.flatnonzero((self.first < window[1]) & (self.end >= window[0]))
         return self.points(chosen, self.start - origin) if len(chosen) <= MAX_LINKS else []
 
     def points(self, chosen: Any, *values: Any) -> list[list[Any]]:
-        """Return [position of the last rank, [lane, values of the event ...], ...] of each chosen collective."""
+        """Return [position of the last rank or -1, [lane, values of the event ...], ...] of each chosen collective."""
         made = []
         for i in chosen.tolist():
             ranks = np.flatnonzero(self.row[i] >= 0).tolist()
             points = [[int(self.lane[i, r]), *(int(value[i, r]) for value in values)] for r in ranks]
-            made.append([ranks.index(int(self.last[i])), *points])
+            made.append([ranks.index(int(self.late[i])) if self.late[i] >= 0 else -1, *points])
         return made
 
 
@@ -59,9 +59,9 @@ def headings(track: Track) -> list[dict[str, Any]]:
     made = []
     for rank in track.ranks:
         parts = [f"rank {rank}", str(metas.get(str(rank), {}).get("device", ""))]
-        if rank in links.ranks and len(links.last):
+        if rank in links.ranks and len(links.late):
             i = links.ranks.index(rank)
-            parts.append(f"came last in {int((links.last == i).sum()):,} of {int((links.row[:, i] >= 0).sum()):,} collectives")
+            parts.append(f"came last in {int((links.late == i).sum()):,} of {int((links.row[:, i] >= 0).sum()):,} collectives")
             parts.append(f"waited {_time(int(links.wait[:, i].sum()))}")
         parts += [f"clock error {errors[rank]:.1f} µs"] if rank in errors else []
         made.append({"rank": rank, "text": " · ".join(part for part in parts if part)})
@@ -91,7 +91,9 @@ def _waited(track: Track, row: int) -> str | None:
     if not len(found):
         return None
     i, rank = found[0].tolist()
-    last = int(links.last[i])
+    last = int(links.late[i])
+    if last < 0:
+        return "not: all ranks came at the same time"
     if rank == last:
         return f"not: it came last, and others waited up to {_time(int(links.wait[i].max()))}"
     return f"{_time(int(links.wait[i, rank]))} for rank {links.ranks[last]}, which came last"

@@ -176,15 +176,15 @@ class TimelinePainter extends CanvasPainter {
       // narrow steps have a number only at round ones, which are also the only ones with a line through the lanes
       const widths = steps.reduce((sum, [, start, stop]) => sum + this.x(stop) - this.x(start), 0), least = (32 * steps.length) / widths;
       const power = 10 ** Math.floor(Math.log10(least)), every = view.every[t] > 1 || least <= 1 ? 1 : [1, 2, 5, 10].map((m) => m * power).find((n) => n >= least);
-      for (const [number, start, stop, name] of steps) {
-        const x0 = this.x(start), x1 = this.x(stop);
+      for (const [i, [number, start, stop, name]] of steps.entries()) {
+        const x0 = this.x(start), x1 = this.x(stop), next = i + 1 < steps.length ? this.x(steps[i + 1][1]) : x1; // steps of ranks overlap
         if (x1 < GUTTER || x0 > this.width) continue;
         pen.fillStyle = this.colors.lane;
         if (number % 2 === 0 && view.every[t] === 1) pen.fillRect(x0, strip, x1 - x0, STRIP - 3);
         pen.fillStyle = this.colors.line;
         pen.fillRect(Math.round(x0), strip, 1, number % every ? STRIP - 3 : end - strip);
         if (number % every) continue;
-        const from = Math.max(x0, GUTTER) + 4, room = (view.every[t] === 1 && every === 1 ? Math.min(x1, this.width) : this.width) - from;
+        const from = Math.max(x0, GUTTER) + 4, room = (view.every[t] === 1 && every === 1 ? Math.min(x1, next, this.width) : this.width) - from;
         const label = room > 90 && name && view.every[t] === 1 && every === 1 ? `${number} ${name}` : `${number}`;
         pen.font = `11px ${this.font}`;
         const wide = pen.measureText(label).width;
