@@ -146,9 +146,11 @@ class Lesson:
         lines = [self._progress()]
         if open_ones:
             lines.append(f"Still open: {', '.join(open_ones)}.")
-        if self.number < len(NAMES):
+        more = self.number < len(NAMES)
+        if more:
             lines.append(f"Next: lesson {self.number + 1}. The notebook 00_course shows all lessons.")
-        lines.append("Shut this notebook's kernel down first (menu Kernel): it holds several hundred MiB of memory.")
+        then = " first" if more else ""
+        lines.append(f"Shut this notebook's kernel down{then} (menu Kernel): it holds several hundred MiB of memory.")
         return Card(f"End of lesson {self.number}: {self.title}", tuple(lines))
 
     def _question(self, name: str) -> Question:

@@ -64,7 +64,7 @@ QUESTIONS = {
         why="{found[KiB]:.0f} KiB per token, while each GPU reads {read_gib:.1f} GiB of weights from its own memory. What "
         "crosses between the GPUs is {share:.4%} of that.",
         answer='{"KiB": (2 * 36 + 1) * 4096 * 2 / 1024}',
-        within=0.05,
+        within=0.02,
         who="the app",
     ),
     "latency": Question(
@@ -77,7 +77,7 @@ QUESTIONS = {
     ),
     "late": Question(
         hint="A collective ends on both GPUs at the same time. It begins on a GPU when that GPU arrives. Which one waited?",
-        why="The GPU that arrives first waits, so its collective is long. The late GPU has the *short* one. In a profile, a "
+        why="The GPU that arrives first waits, so its collective is long. The late GPU has the short one. In a profile, a "
         "long collective is a sign of somebody else's problem.",
         answer='{"late": "GPU 1"}',
         choices=GPUS,
