@@ -6,6 +6,7 @@ text and grid to those of the page, which may be light or dark.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -93,11 +94,24 @@ def roofline_figure(records: Sequence[Record]) -> go.Figure:
                     name=f"{name}, {clock}", marker=_marker(mine[0][5], n),
                     hovertemplate="%{text}: %{x:.2f} GiB per token, %{y:,.1f} tok/s<extra>%{fullData.name}</extra>",
                 )  # fmt: skip
+    rates = [point[1] for point in points]
     figure.update_layout(
-        **_LAYOUT, xaxis={"title": "GiB that a token reads", "type": "log"},
-        yaxis={"title": "tokens per second", "type": "log"},
+        **_LAYOUT, xaxis={"title": "GiB that a token reads", **_log_axis(low, high)},
+        yaxis={"title": "tokens per second", **_log_axis(min(rates) / 2, 2 * max(rates))},
     )  # fmt: skip
     return figure
+
+
+def _log_axis(low: float, high: float) -> dict[str, Any]:
+    """Return a logarithmic axis with ticks at 1, 2, 5, 10, 20 ...; Plotly's own say "2" at 20."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = [each for n in decades for each in (1 * 10.0**n, 2 * 10.0**n, 5 * 10.0**n) if low <= each <= high]
+    return {
+        "type": "log",
+        "tickvals": ticks,
+        "ticktext": [f"{tick:,.10g}" for tick in ticks],
+        "range": [math.log10(low), math.log10(high)],
+    }
 
 
 def breakdown_figure(record: Record) -> go.Figure:

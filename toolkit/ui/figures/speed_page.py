@@ -140,21 +140,22 @@ _HEAD = (
 
 def _rates(record: Record) -> str:
     """Return the table of all contexts and strategies, and of the prefills."""
-    body, notes = [], [f"{row['context']:,} tokens: {row['why_not']}." for row in record["rows"] if "why_not" in row]
+    lines, notes = [], [f"{row['context']:,} tokens: {row['why_not']}." for row in record["rows"] if "why_not" in row]
     for row in rows_of(record):
         names = [name for name in strategies_of([row]) if works(row, name)]
         best = max(names, key=lambda name: row["strategies"][name]["tok_per_s"], default=None)
         for name in names:
-            cells = "".join(f"<td>{escape(cell)}</td>" for cell in _cells(row, row["strategies"][name]))
             first = f'<th scope="row">{row["context"]:,}</th><td><code>{escape(name)}</code></td>'
-            body.append(f"<tr{' class=tk-best' if name == best else ''}>{first}{cells}</tr>")
+            lines.append((f"<tr{' class=tk-best' if name == best else ''}>{first}", _cells(row, row["strategies"][name])))
         notes += [
             f"{row['context']:,} tokens, {name}: {found['why_not']}."
             for name, found in row["strategies"].items()
             if "why_not" in found
         ]
         notes += [_prefill(row)] if "prefill" in row else []
-    head = "".join(f'<th scope="col">{name}</th>' for name in _HEAD)
+    known = [i for i in range(len(_HEAD) - 2) if any(cells[i].strip("-, ") for _, cells in lines)]  # the record has it
+    body = [f"{first}{''.join(f'<td>{escape(cells[i])}</td>' for i in known)}</tr>" for first, cells in lines]
+    head = "".join(f'<th scope="col">{name}</th>' for name in (*_HEAD[:2], *(_HEAD[2 + i] for i in known)))
     table = f'<table class="tk-rates"><thead><tr>{head}</tr></thead><tbody>{"".join(body)}</tbody></table>'
     return table + "".join(f'<p class="tk-note">{escape(note)}</p>' for note in notes)
 
