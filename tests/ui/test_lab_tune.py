@@ -56,8 +56,10 @@ def test_kernels_shapes_and_gpus_are_offered(app: Lab) -> None:
     panel = app.tune
     assert panel.kernel_field.options == ("a_matmul", "a_norm")
     assert panel.shape_field.options == ("a_matmul large", "a_matmul small")
+    assert panel.shape_field.value == "a_matmul large"
     panel.kernel_field.value = "a_norm"
     assert panel.shape_field.options == ("a_norm large", "a_norm small")
+    assert panel.shape_field.value == "a_norm large"
     assert set(panel.gpus_field.value) < set(CATALOGUE) == set(panel.gpus_field.options)
     assert not panel.explore_button.disabled
     assert app.work.cancel_button.disabled

@@ -74,6 +74,7 @@ class TunePanel(Panel):
     def _offer_shapes(self) -> None:
         kernel = self._kernels[self.kernel_field.value]
         self.shape_field.options = list(kernel.known)
+        self.shape_field.value = next(iter(kernel.known), None)  # ipywidgets leaves it empty
 
     def _explore(self) -> None:
         kernel, shape, gpus = self.kernel_field.value, self.shape_field.value, self.gpus_field.value
