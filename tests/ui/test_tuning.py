@@ -75,6 +75,7 @@ def test_one_winner_a_gpu_and_its_line(page: str) -> None:
 
 
 def test_what_would_have_won_unchecked(page: str) -> None:
+    assert page.index("Each GPU's winner") < page.index("Every config") < page.index("The fastest correct config")
     table = page.split("The fastest correct config")[1].split("</table>")[0]
     h200 = re.search(r'<th scope="row">h200</th>(.*?)</tr>', table)
     assert h200

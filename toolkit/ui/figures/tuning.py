@@ -55,13 +55,15 @@ def html(tuning: Tuning) -> str:
     name = f"tk{secrets.token_hex(4)}"  # radio buttons with the same name form one group across the whole page
     shown, rest = tuning.shapes[:MOST_SHAPES], tuning.shapes[MOST_SHAPES:]
     parts = [f'<div class="tk-title">{escape(_title(tuning))}</div>']
+    alone = len(tuning.shapes) == 1  # else the chooser stands above all sections
     if shown:
-        parts += [_counts(tuning), _chooser(name)]
+        parts += [_counts(tuning), "" if alone else _chooser(name)]
     for n, shape in enumerate(shown):
         part = Tuning(tuple(row for row in tuning.rows if f"{row.kernel} {row.shape}" == shape))
-        body = _section(part, f"{name}-{n}", max(MOST_CONFIGS // len(shown), FEWEST_CONFIGS))
+        most = max(MOST_CONFIGS // len(shown), FEWEST_CONFIGS)
+        body = _section(part, f"{name}-{n}", most, _chooser(name) if alone else "")
         head = f"<summary>{escape(shape)}</summary>"
-        parts.append(body if len(tuning.shapes) == 1 else f"<details{' open' * (n == 0)}>{head}{body}</details>")
+        parts.append(body if alone else f"<details{' open' * (n == 0)}>{head}{body}</details>")
     if rest:
         parts.append(_note(f"{len(rest)} more problems are in to_pandas(): {', '.join(rest)}"))
     parts += [_note(f"Note: {note}") for note in tuning.notes]
@@ -109,12 +111,13 @@ def _chooser(name: str) -> str:
     )
 
 
-def _section(part: Tuning, name: str, most: int) -> str:
+def _section(part: Tuning, name: str, most: int, chooser: str) -> str:
     winners = {gpu: part.best(gpu) for gpu in part.gpus}
     return "".join([
-        _heat_table(part, winners, name, most), _reasons(part.rows), _fastest(part, winners),
         '<div class="tk-sub">Each GPU\'s winner, as code</div>',
         f'<div class="tk-scroll"><pre>{escape(chr(10).join(part.line(gpu) for gpu in part.gpus))}</pre></div>',
+        '<div class="tk-sub">Every config</div>', chooser, _heat_table(part, winners, name, most), _reasons(part.rows),
+        _fastest(part, winners),
         _losses(part, winners) if len(part.gpus) > 1 and any(winners.values()) else "",
     ])  # fmt: skip
 
