@@ -61,7 +61,6 @@ my_levers = Levers(
         why="The context and one block. It doesn't depend on the model, because nothing of the model is on the GPU while it is "
         "compiled.",
         answer='{"MiB": 518 + 2}',
-        within=0.02,
         who="the plan",
     ),
     "pieces": Question(
