@@ -71,7 +71,10 @@ def place_of(tensor: torch.Tensor) -> Place | None:
             return None if address is None else (kind, address)
         if kind == "meta" or tensor.layout is not torch.strided:
             return None
-        address = tensor.untyped_storage().data_ptr()
+        storage = tensor.untyped_storage()
+        if storage.device.type == "meta":  # that of a fake tensor, whatever device the tensor names
+            return None
+        address = storage.data_ptr()
     except (RuntimeError, NotImplementedError, AttributeError):  # functional and fake tensors have no storage
         return None
     return (kind, address) if address else None
