@@ -199,7 +199,10 @@ def test_a_record_of_timed_runs_alone_has_a_table_and_a_page(record, tmp_path):
     (tmp_path / "timed.json").write_text(json.dumps(timed))
     assert main(["--report", str(tmp_path / "timed.json"), "--out", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text().partition("plotly.js v")[0]
-    assert page.count("<td>-, -, -</td>") == 2 * len(STRATEGIES)
+    assert page.count("<td><code>") == 2 * len(STRATEGIES)
+    assert "per step</th>" in page  # "host per step"
+    assert "kernels per step" not in page
+    assert "H2D, D2H, D2D per step" not in page
     assert "Only timed." in page
     assert "kernel by kernel" not in page
 

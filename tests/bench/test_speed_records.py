@@ -14,15 +14,8 @@ from toolkit.decode.strategies import STRATEGIES
 RESULTS = Path(toolkit.bench.__file__).parent / "results"
 # Why a modelled rate is further off than 25 %.
 SEARCH = "the processor's search in the logits takes no time on the virtual GPU"
-HOST = "the host launched a step in 2.7 to 3.5 ms where 1.9 to 2.0 ms are usual"
-OFF = {
-    ("qwen3-8b", 64, "host-sampling"): SEARCH,
-    ("qwen3-8b", 8192, "host-embedding"): HOST,
-    ("qwen3-8b", 8192, "position-on-device"): HOST,
-    ("qwen3-8b", 8192, "double-buffered"): HOST,
-    ("qwen3.5-35b-a3b", 8192, "double-buffered"): HOST,
-    ("qwen3.5-35b-a3b", 32640, "roundtrip"): HOST,
-}
+HOST = "the host launched a step in 2.0 to 3.2 ms, so that five runs differ by more than half of their median"
+OFF = {("qwen3-8b", 64, "host-sampling"): SEARCH, ("qwen3.5-35b-a3b", 32640, "roundtrip"): HOST}
 
 
 @pytest.mark.parametrize("name", ["qwen3-8b", "qwen3.5-35b-a3b", "gemma4-31b"])
