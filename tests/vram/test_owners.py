@@ -241,3 +241,12 @@ def test_weights_far_from_a_variable_belong_to_their_module():
         f"{path}.weight": "weights",
         f"{path}.bias": "weights",
     }
+
+
+def test_what_a_notebooks_kernel_holds_is_not_the_variables():
+    """A widget refers to its kernel, which refers to all variables and to the last error."""
+    shell = type("Shell", (), {"__module__": "ipykernel.zmqshell"})()
+    shell.last_execution_result = {"x": torch.ones(4)}
+    widget = type("Widget", (), {})()
+    widget.comm, widget.own = shell, torch.ones(8)
+    assert [holder.owner for holder in owners.find({"w": widget}).values()] == ["w.own"]

@@ -35,6 +35,7 @@ _LEAF_TYPES = frozenset(_LEAVES)
 # Frames that hold the same values as the user's frames.
 _MACHINERY = ("/IPython/", "/toolkit/gpu/", "/toolkit/vram/", "/toolkit/ui/")
 _OPAQUE = (Device, threading.Thread, io.IOBase)  # not entered: they lead to objects that the variable does not own
+_KERNEL = ("IPython", "ipykernel")  # packages whose objects aren't either: a widget's kernel leads to all variables and errors
 _MODULE_TABLES = frozenset(vars(nn.Module()))  # attributes that every module has; its tables are walked separately
 _KINDS_BY_FILE = {
     "models/cache.py": "kv", "models/cache_codes.py": "kv", "transformers/cache_utils.py": "kv", "toolkit/loading/": "weights",
@@ -246,7 +247,9 @@ def _of_module(root: nn.Module, seen: dict[int, Any]) -> Iterator[Part]:
 def _parts(value: Any) -> Iterator[Part]:
     """Yield the values that an object holds, as (".name" or "[i]", value, kind of the tensors below)."""
     name = type(value).__name__.lower()
-    if _isa(value, _OPAQUE) or "tokenizer" in name:  # holds 100,000 blocks or words, and no tensor of the user
+    if _isa(value, _OPAQUE) or type(value).__module__.partition(".")[0] in _KERNEL:
+        return
+    if "tokenizer" in name:  # holds 100,000 words, and no tensor of the user
         return
     kind = "kv" if "cache" in name else None
     if _isa(value, torch.optim.Optimizer):
