@@ -152,7 +152,7 @@ def test_matrix_counted_as_it_is_held() -> None:
         ("x", lambda x: x.to("meta")),
         ("codes", lambda codes: codes[:-1]),
         ("codes", lambda codes: codes.view(torch.int8)),
-        ("minima", lambda minima: minima.T.contiguous().T),
+        ("scales", lambda scales: scales.T.contiguous().T),
     ],
 )
 def test_wrong_tensors_are_named(name: str, change) -> None:

@@ -9,7 +9,7 @@ import torch
 
 import toolkit as tk
 from toolkit.core.errors import ModelError
-from toolkit.weights.packed import PackedMatrix, dequantize, pack_codes, unpack_codes
+from toolkit.weights.packed import PackedMatrix, dequantize, pack_codes, pack_scales, unpack_codes, unpack_scales
 from toolkit.weights.repacking import GGUF_KINDS, from_stored, pack, scheme_of
 from toolkit.weights.schemes import SCHEMES
 
@@ -166,8 +166,28 @@ def test_the_layout_is_the_documented_one(scheme: str) -> None:
             assert high == int(codes[2, (32 // width) * w + 4 * f + b] >> 4)
 
 
+def test_scales_and_minima_are_stored_in_the_documented_bits() -> None:
+    draw = np.random.default_rng(0)
+    scales, minima = (torch.from_numpy(draw.integers(0, 64, (3, 16), dtype=np.uint8)) for _ in range(2))
+    steps = torch.from_numpy(draw.normal(size=(2, 3, 2))).half()
+    packed = pack_scales(scales, minima, *steps)
+    for row, block in np.ndindex(3, 2):
+        bits = int.from_bytes(packed[row, 2 * block : 2 * block + 2].numpy().tobytes(), "little")
+        assert (
+            np.array([bits & 0xFFFF, bits >> 16 & 0xFFFF], np.uint16).view(np.float16).tolist() == steps[:, row, block].tolist()
+        )
+        groups = range(8 * block, 8 * block + 8)
+        assert [bits >> (32 + 6 * g) & 63 for g in range(8)] == [int(scales[row, g]) for g in groups]
+        assert [bits >> (80 + 6 * g) & 63 for g in range(8)] == [int(minima[row, g]) for g in groups]
+    found = unpack_scales(packed)
+    expected = (
+        (steps[i].float()[..., None] * whole.view(3, 2, 8).float()).flatten(1) for i, whole in enumerate((scales, minima))
+    )
+    assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize("name", ["q4_0", "q4_k", "q5_k", "q6_k", "int8-g32", "int4-g32"])
 def test_bits_per_weight_are_what_is_held(name: str) -> None:
     matrix = PackedMatrix(SCHEMES[name], (5, 768))
-    expected = {"q4_0": 4.5, "q4_k": 4.625, "q5_k": 5.625, "q6_k": 6.5625, "int8-g32": 8.5, "int4-g32": 5.0}
+    expected = {"q4_0": 4.5, "q4_k": 4.5, "q5_k": 5.5, "q6_k": 6.5625, "int8-g32": 8.5, "int4-g32": 5.0}
     assert 8 * matrix.nbytes / matrix.numel() == matrix.scheme.bits_per_weight == expected[name]

@@ -31,7 +31,6 @@ from toolkit.tune.results import Row, Tuning
 from toolkit.tune.timing import captured
 from toolkit.weights.schemes import find_scheme
 
-GGUF_BITS = {"q4_k": 4.5}  # bits per weight; other schemes take as many bits in memory as in GGUF
 REPLAYS = 9
 
 
@@ -87,15 +86,12 @@ def matmul_flops_per_s(m: int, n: int, k: int) -> float:
 
 
 def stored_bytes(kernel: Kernel, shape: Any) -> int:
-    """Return the bytes that a problem reads: its weight matrices as GGUF stores them, or all its traffic if it has none."""
-
-    def bits(scheme: str) -> float:
-        return GGUF_BITS.get(scheme, find_scheme(scheme).bits_per_weight)
-
+    """Return the bytes that a problem reads: its weight matrices, or all its traffic if it has none."""
     if kernel.name == "int4_matmul":
-        return int(shape.n * shape.k * bits(shape.scheme) / 8)
+        return int(shape.n * shape.k * find_scheme(shape.scheme).bits_per_weight / 8)
     if kernel.name == "moe_step":
-        return int(shape.used * shape.hidden * shape.width * (2 * bits(shape.scheme) + bits(shape.down)) / 8)
+        bits = 2 * find_scheme(shape.scheme).bits_per_weight + find_scheme(shape.down).bits_per_weight
+        return int(shape.used * shape.hidden * shape.width * bits / 8)
     return kernel.cost(shape).bytes
 
 

@@ -28,7 +28,7 @@ from toolkit.core.schema import convert, parse_json
 from toolkit.core.units import bytes_text
 from toolkit.tune.store import cache_folder
 
-FORMAT, VERSION = "decode-toolkit package", 1
+FORMAT, VERSION = "decode-toolkit package", 2
 MANIFEST = "manifest.json"
 LARGEST_MANIFEST = 8 << 20  # of 31 billion parameters: 0.1 MB
 AGAIN = "Copy the package again from its source, or export the model again with tk.export"
@@ -287,9 +287,9 @@ def _read_manifest(folder: Path) -> tuple[dict[str, Any], str]:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise PackageError(asked, f"{MANIFEST} isn't the manifest of a package", "Give a folder that tk.export wrote")
     version = manifest.get("version")
-    if type(version) is not int or version > VERSION:
-        do = "Update the toolkit, or export the model again with this version"
-        raise PackageError(asked, f"it has format version {version!r:.20}, and this toolkit reads versions up to {VERSION}", do)
+    if type(version) is not int or version != VERSION:
+        do = "Export the model again, or use the version of the toolkit that wrote the package"
+        raise PackageError(asked, f"it has format version {version!r:.20}, and this toolkit reads version {VERSION}", do)
     if _text(manifest) != data:
         raise PackageError(asked, f"{MANIFEST} was changed after it was written: its hash doesn't match", AGAIN)
     try:

@@ -20,6 +20,7 @@ from toolkit.core.errors import ModelError
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, config_grid
 from toolkit.kernels.checks import check_tensor
 from toolkit.kernels.early import take_turn
+from toolkit.kernels.packed import randomize, unpack_scales
 from toolkit.weights.packed import dequantize
 from toolkit.weights.schemes import SCHEMES, Scheme, find_scheme
 
@@ -91,11 +92,11 @@ class EmbedRows(Kernel):
         generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
         found = {"ids": torch.randint(0, shape.vocab, (shape.tokens,), generator=generator, device=device)}
         for name, (size, dtype) in shape.parts().items():
-            if dtype.is_floating_point:
-                found[name] = torch.randn(size, generator=generator, device=device, dtype=torch.float32).to(dtype)
-            else:
-                low = 0 if dtype == torch.uint8 else -128
-                found[name] = torch.randint(low, low + 256, size, generator=generator, device=device, dtype=dtype)
+            found[name] = torch.empty(size, dtype=dtype, device=device)
+            if shape.scheme is not None and generator is not None:
+                randomize(found[name], name, shape.scheme, generator)
+            elif generator is not None:
+                found[name].normal_(generator=generator)
         return found
 
     def reference(self, shape: Shape, inputs: Tensors) -> tuple[Tensor, ...]:
@@ -129,7 +130,7 @@ class EmbedRows(Kernel):
         return Cost(shape.tokens * (math.ceil(row) + shape.hidden * out + 8), 4.0 * shape.tokens * shape.hidden)
 
 
-_PARTS = ("codes", "high", "scales", "offsets", "scale_steps", "offset_steps")
+_PARTS = ("codes", "high", "scales", "offsets", "steps")
 
 
 def _pointers(shape: EmbedShape, inputs: Tensors) -> dict[str, Tensor]:
@@ -139,7 +140,7 @@ def _pointers(shape: EmbedShape, inputs: Tensors) -> dict[str, Tensor]:
     scales = inputs["scales"]
     found = {name: inputs.get(name, scales) for name in _PARTS}
     found["offsets"] = inputs.get("zeros", inputs.get("minima", scales))
-    found["offset_steps"] = inputs.get("minimum_steps", scales)
+    found["steps"] = inputs.get("scale_steps", scales)
     return {f"{name}_ptr": tensor for name, tensor in found.items()}
 
 
@@ -167,8 +168,16 @@ def _fine(ptr, steps_ptr, token, k, HIDDEN: tl.constexpr, GROUP: tl.constexpr, S
 
 
 @triton.jit
+def _joint(ptr, token, k, HIDDEN: tl.constexpr):
+    """Return scales and minima in fp32 from the two numbers of eight groups (see `weights.packed.pack_scales`)."""
+    words = ptr + token * (HIDDEN // 128) + k // 256 * 2
+    scale, minimum, step, minimum_step = unpack_scales(tl.load(words), tl.load(words + 1), k // 32)
+    return scale.to(tl.float32) * step, minimum.to(tl.float32) * minimum_step
+
+
+@triton.jit
 def _weights(
-    codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr, token, k,
+    codes_ptr, high_ptr, scales_ptr, offsets_ptr, steps_ptr, token, k,
     HIDDEN: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr,
     CENTRE: tl.constexpr,
 ):  # fmt: skip
@@ -183,17 +192,21 @@ def _weights(
             codes |= _field(high_ptr, token * (HIDDEN * (BITS - 4) // 8), k, BITS - 4) << 4
         values = (codes - CENTRE).to(tl.float32)
     if OFFSET == "zero":
-        values -= _fine(offsets_ptr, offset_steps_ptr, token, k, HIDDEN, GROUP, 0)
-    scales = _fine(scales_ptr, scale_steps_ptr, token, k, HIDDEN, GROUP, STEPS)
+        values -= _fine(offsets_ptr, offsets_ptr, token, k, HIDDEN, GROUP, 0)
+    if STEPS and OFFSET == "minimum":
+        scales, minima = _joint(scales_ptr, token, k, HIDDEN)
+    else:
+        scales = _fine(scales_ptr, steps_ptr, token, k, HIDDEN, GROUP, STEPS)
+        minima = _fine(offsets_ptr, offsets_ptr, token, k, HIDDEN, GROUP, 0) if OFFSET == "minimum" else scales
     if OFFSET != "minimum":
         return values * scales
     product = (values.to(tl.float64) * scales.to(tl.float64)).to(tl.float32)  # prevents a fusion with the subtraction
-    return product - _fine(offsets_ptr, offset_steps_ptr, token, k, HIDDEN, GROUP, STEPS)
+    return product - minima
 
 
 @triton.jit
 def _embed_kernel(
-    ids_ptr, out_ptr, codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr, scale,
+    ids_ptr, out_ptr, codes_ptr, high_ptr, scales_ptr, offsets_ptr, steps_ptr, scale,
     HIDDEN: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     STEPS: tl.constexpr, OFFSET: tl.constexpr, CENTRE: tl.constexpr,
 ):  # fmt: skip
@@ -202,7 +215,7 @@ def _embed_kernel(
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     values = _weights(
-        codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr, tl.load(ids_ptr + row),
+        codes_ptr, high_ptr, scales_ptr, offsets_ptr, steps_ptr, tl.load(ids_ptr + row),
         tl.minimum(k, HIDDEN - 1), HIDDEN, BITS, GROUP, STEPS, OFFSET, CENTRE,
     ).to(out_ptr.dtype.element_ty)  # fmt: skip
     if SCALED:

@@ -31,7 +31,15 @@ from toolkit.core.errors import ModelError
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors
 from toolkit.kernels.checks import check_tensor
 from toolkit.kernels.early import await_previous, let_next_begin, take_turn
-from toolkit.kernels.packed import activate, block_product, load_activations, load_tiles, quantise_blocks
+from toolkit.kernels.packed import (
+    activate,
+    block_product,
+    load_activations,
+    load_tiles,
+    matrix_pointers,
+    quantise_blocks,
+    randomize,
+)
 from toolkit.weights.packed import dequantize
 from toolkit.weights.schemes import Scheme, find_scheme
 
@@ -69,8 +77,7 @@ def _quantise(x_ptr, codes_ptr, scales_ptr, sums_ptr, size, BLOCKS: tl.constexpr
 
 @triton.jit
 def _matmul(
-    x_codes_ptr, x_scales_ptr, x_sums_ptr, codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr,
-    offset_steps_ptr, out_ptr, width,
+    x_codes_ptr, x_scales_ptr, x_sums_ptr, codes_ptr, high_ptr, scales_ptr, offsets_ptr, steps_ptr, out_ptr, width,
     M: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr,
     AHEAD: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr,
@@ -86,7 +93,7 @@ def _matmul(
     first_row = tl.program_id(0) // TOKEN_BLOCKS * (ROWS * BN)
     base = tl.minimum(first_row, width - ROWS * BN)  # the last program is aligned to the end of the rows
     same = tl.zeros((BN, 1), tl.int32)  # for every row
-    parts = (codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr)
+    parts = (codes_ptr, high_ptr, scales_ptr, offsets_ptr, steps_ptr)
     sums = ()
     for _ in tl.static_range(RESULTS * HALVES):
         sums = sums + (tl.zeros((BN, BG), tl.float32),)
@@ -140,8 +147,7 @@ class Int4Matmul(Kernel):
     """x [m, k] times the transpose of a packed matrix [n, k], with an epilogue: see `MatmulShape`.
 
     Inputs are "x" (bf16 or fp32), or "x_codes", "x_scales" and "x_sums" of 8-bit activations, and the parts of the matrix (see
-    `PackedMatrix`); the result is "out" [m, width]. `cost` counts the matrix in its packed size: q4_k takes 4.625 bits per
-    weight where GGUF's blocks take 4.5 (their scales have 6 bits), q5_k 5.625 instead of 5.5; the others have GGUF's sizes.
+    `PackedMatrix`); the result is "out" [m, width]. `cost` counts the matrix in its packed size, which is that in a GGUF file.
     """
 
     name = "int4_matmul"
@@ -197,7 +203,7 @@ class Int4Matmul(Kernel):
         for name, (dtype, per) in scheme.parts().items():
             part = torch.empty(shape.n, shape.k // per, dtype=dtype, device=device)
             if not part.is_meta:
-                _randomise(part, name, scheme, generator)
+                randomize(part, name, scheme, generator)
             found[name] = part
         return found
 
@@ -234,15 +240,8 @@ class Int4Matmul(Kernel):
         rows, blocks = config["rows"], config["block_k"] // BLOCK
         while rows * (32 * config.warps // blocks) > max(1, shape.width):  # not more rows at a time than there are
             rows, blocks = (rows // 2, blocks) if rows > 1 else (1, 2 * blocks)
-        parts: dict[str, Any] = {
-            "codes_ptr": inputs["codes"].view(torch.int64),
-            "high_ptr": inputs["high"].view(torch.int64 if scheme.bits == 6 else torch.int32) if "high" in inputs else None,
-            "scales_ptr": inputs["scales"].view(torch.int16) if scheme.group == 16 else inputs["scales"],
-            "offsets_ptr": inputs.get("zeros", inputs.get("minima")),
-            "scale_steps_ptr": inputs.get("scale_steps"),
-            "offset_steps_ptr": inputs.get("minimum_steps"),
-        }
-        arguments = {name: part for name, part in parts.items() if part is not None}
+        parts = {f"{name}_ptr": part for name, part in matrix_pointers(scheme, inputs).items()}
+        arguments: dict[str, Any] = {name: part for name, part in parts.items() if part is not None}
         absent = {name: None for name, part in parts.items() if part is None}
         arguments |= {"x_codes_ptr": x["x_codes"].view(torch.int64), "x_scales_ptr": x["x_scales"], "x_sums_ptr": x["x_sums"]}
         arguments |= {"out_ptr": outputs["out"], "width": shape.width}
@@ -287,20 +286,6 @@ def _check(shape: MatmulShape, scheme: Scheme, inputs: Tensors, outputs: Tensors
     check_tensor("int4_matmul", "x_codes", inputs["x_codes"], (shape.m, shape.k), torch.int8, device)
     for name in ("x_scales", "x_sums"):
         check_tensor("int4_matmul", name, inputs[name], (shape.m, shape.k // BLOCK), torch.float32, device)
-
-
-def _randomise(part: Tensor, name: str, scheme: Scheme, generator: torch.Generator) -> None:
-    """Fill with codes over the whole range, or values of about 1 / 100 with either sign."""
-    if name == "codes" or name == "high":
-        part.view(torch.uint8).random_(0, 256, generator=generator)
-    elif part.dtype == torch.int8:
-        part.random_(1, 64, generator=generator)
-    else:
-        part.uniform_(0.5, 1.5, generator=generator)
-        if name == "zeros":
-            part.mul_(7.5)
-        else:
-            part.mul_(1e-3 if not name.startswith("min") else 8e-3)
 
 
 def to_integers(x: Tensor, limit: int = LIMITS["int8"], group: int = BLOCK) -> tuple[Tensor, Tensor]:

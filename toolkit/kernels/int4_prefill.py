@@ -26,6 +26,7 @@ from torch import Tensor
 from toolkit.core.errors import ModelError
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors
 from toolkit.kernels.checks import check_tensor
+from toolkit.kernels.packed import randomize, unpack_scales
 from toolkit.weights.packed import dequantize
 from toolkit.weights.schemes import find_scheme
 
@@ -101,15 +102,9 @@ class Int4Prefill(Kernel):
         generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
         found = {"x": torch.randn(shape.m, shape.k, generator=generator, device=device).to(torch.bfloat16)}
         for name, (dtype, per) in scheme.parts().items():
-            size = (shape.n, shape.k // per)
-            if name in ("codes", "high"):
-                low = -128 if dtype == torch.int8 else 0
-                found[name] = torch.randint(low, low + 256, size, generator=generator, device=device, dtype=dtype)
-            elif dtype == torch.int8:
-                found[name] = torch.randint(1, 64, size, generator=generator, device=device, dtype=dtype)
-            else:
-                most = {"zeros": 15.0, "scales": 1e-2, "minima": 8e-2, "minimum_steps": 2e-3}.get(name, 2e-4)
-                found[name] = (torch.rand(size, generator=generator, device=device) * most).to(dtype)
+            found[name] = torch.empty(shape.n, shape.k // per, dtype=dtype, device=device)
+            if generator is not None:
+                randomize(found[name], name, scheme, generator)
         return found | {"counter": torch.zeros(COUNTERS, dtype=torch.int32, device=device)}
 
     def reference(self, shape: Shape, inputs: Tensors) -> tuple[Tensor, ...]:
@@ -139,10 +134,10 @@ class Int4Prefill(Kernel):
         x, scales = inputs["x"], inputs["scales"]
         arguments: dict[str, Any] = {
             "x_ptr": x, "out_ptr": outputs["out"], "codes_ptr": _words(inputs["codes"]),
-            "high_ptr": _words(inputs["high"]) if "high" in inputs else scales, "scales_ptr": scales,
-            "offsets_ptr": inputs.get("zeros", inputs.get("minima", scales)),
-            "scale_steps_ptr": inputs.get("scale_steps", scales),
-            "offset_steps_ptr": inputs.get("minimum_steps", scales), "partial_ptr": outputs["partial"],
+            "high_ptr": _words(inputs["high"]) if "high" in inputs else scales,
+            "scales_ptr": scales,
+            "offsets_ptr": inputs.get("zeros", inputs.get("minima", scales)), "steps_ptr": inputs.get("scale_steps", scales),
+            "partial_ptr": outputs["partial"],
             "counter_ptr": inputs["counter"], "M": shape.m, "N": shape.width,
         }  # fmt: skip
         constants = {
@@ -213,21 +208,25 @@ def _load(ptr, base, row, first, PER_ROW: tl.constexpr, COUNT: tl.constexpr, WHO
 
 @triton.jit
 def _held(
-    codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr, base, row, k,
+    codes_ptr, high_ptr, scales_ptr, offsets_ptr, steps_ptr, base, row, k,
     K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr,
     BLOCK_K: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Load a tile from column k on as stored: codes, scales, and offsets, steps and high bits if the scheme has them."""
+    """Load a tile from column k on as stored: codes, scales, and offsets, steps and high bits if the scheme has them.
+
+    Where minima have steps, scales are the pairs of int64 that hold all these numbers of eight groups.
+    """
     PER: tl.constexpr = 4 if BITS == 8 else 8
     GROUPS: tl.constexpr = (BLOCK_K + GROUP - 1) // GROUP
     found = (_load(codes_ptr, base, row, k // PER, K // PER, BLOCK_K // PER, WHOLE),)
-    found = found + (_load(scales_ptr, base, row, k // GROUP, K // GROUP, GROUPS, WHOLE),)
-    if OFFSET != "centre":
-        found = found + (_load(offsets_ptr, base, row, k // GROUP, K // GROUP, GROUPS, WHOLE),)
-    if STEPS:
-        found = found + (_load(scale_steps_ptr, base, row, k // STEPS, K // STEPS, 1, WHOLE),)
     if STEPS and OFFSET == "minimum":
-        found = found + (_load(offset_steps_ptr, base, row, k // STEPS, K // STEPS, 1, WHOLE),)
+        found = found + (_load(scales_ptr, base, row, k // 256 * 2, K // 128, 2, WHOLE),)
+    else:
+        found = found + (_load(scales_ptr, base, row, k // GROUP, K // GROUP, GROUPS, WHOLE),)
+        if OFFSET != "centre":
+            found = found + (_load(offsets_ptr, base, row, k // GROUP, K // GROUP, GROUPS, WHOLE),)
+        if STEPS:
+            found = found + (_load(steps_ptr, base, row, k // STEPS, K // STEPS, 1, WHOLE),)
     if BITS == 5 or BITS == 6:
         HIGH_PER: tl.constexpr = 32 // (BITS - 4)
         found = found + (_load(high_ptr, base, row, k // HIGH_PER, K // HIGH_PER, BLOCK_K // HIGH_PER, WHOLE),)
@@ -236,10 +235,10 @@ def _held(
 
 @triton.jit
 def _weights(
-    held, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr, CENTRE: tl.constexpr,
+    held, k, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr, CENTRE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Return the bf16 values [BLOCK_N, BLOCK_K] of a tile that `_held` loaded.
+    """Return the bf16 values [BLOCK_N, BLOCK_K] of a tile that `_held` loaded from column k on.
 
     A code is placed in the highest bits of a mantissa, 1 + code / 2^BITS; one multiplication and one addition do the rest.
     """
@@ -251,14 +250,22 @@ def _weights(
         codes |= _fields(held[len(held) - 1], BITS - 4, 27 - BITS)
     values = (codes | 0x3F800000).to(tl.float32, bitcast=True)
     ONE: tl.constexpr = 1 << BITS  # what 1.0 counts in codes
-    scales = held[1].to(tl.float32)
-    if STEPS:
-        scales *= held[2 if OFFSET == "centre" else 3].to(tl.float32)
-    offsets = scales * (ONE + CENTRE + (128 if BITS == 8 else 0))
-    if OFFSET == "zero":
-        offsets += held[2].to(tl.float32) * scales
-    if OFFSET == "minimum":
-        offsets += held[2].to(tl.float32) * (held[4].to(tl.float32) if STEPS else 1.0)
+    BIAS: tl.constexpr = ONE + CENTRE + (128 if BITS == 8 else 0)
+    if STEPS and OFFSET == "minimum":
+        low, high = tl.split(held[1])
+        block = (k // 32 + tl.arange(0, BLOCK_K // 32))[None, :]
+        scales, minima, step, minimum_step = unpack_scales(low[:, None], high[:, None], block)
+        scales = scales.to(tl.float32) * step
+        offsets = scales * BIAS + minima.to(tl.float32) * minimum_step
+    else:
+        scales = held[1].to(tl.float32)
+        if STEPS:
+            scales *= held[2].to(tl.float32)
+        offsets = scales * BIAS
+        if OFFSET == "zero":
+            offsets += held[2].to(tl.float32) * scales
+        if OFFSET == "minimum":
+            offsets += held[2].to(tl.float32)
     values = tl.reshape(values, (BLOCK_N, scales.shape[1], BLOCK_K // scales.shape[1]))
     values = values * (scales * ONE)[:, :, None] - offsets[:, :, None]
     return tl.reshape(values, (BLOCK_N, BLOCK_K)).to(tl.bfloat16)
@@ -291,7 +298,7 @@ def _finish(out_ptr, sums, up_sums, m, n, N, ACTIVATION: tl.constexpr, BLOCK_N: 
 
 @triton.jit
 def _prefill_kernel(
-    x_ptr, out_ptr, codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr, partial_ptr,
+    x_ptr, out_ptr, codes_ptr, high_ptr, scales_ptr, offsets_ptr, steps_ptr, partial_ptr,
     counter_ptr, M, N, K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr,
     CENTRE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT: tl.constexpr, HALVES: tl.constexpr,
@@ -312,23 +319,23 @@ def _prefill_kernel(
     x_row = tl.minimum(tl.arange(0, BLOCK_M), M - 1 - m)[:, None]
     base, x_base = n.to(tl.int64), m.to(tl.int64)
     held = _held(
-        codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr, base, row, start,
+        codes_ptr, high_ptr, scales_ptr, offsets_ptr, steps_ptr, base, row, start,
         K, BITS, GROUP, STEPS, OFFSET, BLOCK_K, False,
     )  # fmt: skip
-    weights = _weights(held, BITS, GROUP, STEPS, OFFSET, CENTRE, BLOCK_N, BLOCK_K)
+    weights = _weights(held, start, BITS, GROUP, STEPS, OFFSET, CENTRE, BLOCK_N, BLOCK_K)
     held = _held(
-        codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr, base, row, start + BLOCK_K,
+        codes_ptr, high_ptr, scales_ptr, offsets_ptr, steps_ptr, base, row, start + BLOCK_K,
         K, BITS, GROUP, STEPS, OFFSET, BLOCK_K, False,
     )  # fmt: skip
     sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     if ACTIVATION != "none":
         up_held = _held(
-            codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr, base + N, row, start,
+            codes_ptr, high_ptr, scales_ptr, offsets_ptr, steps_ptr, base + N, row, start,
             K, BITS, GROUP, STEPS, OFFSET, BLOCK_K, False,
         )  # fmt: skip
-        up_weights = _weights(up_held, BITS, GROUP, STEPS, OFFSET, CENTRE, BLOCK_N, BLOCK_K)
+        up_weights = _weights(up_held, start, BITS, GROUP, STEPS, OFFSET, CENTRE, BLOCK_N, BLOCK_K)
         up_held = _held(
-            codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr, base + N, row, start + BLOCK_K,
+            codes_ptr, high_ptr, scales_ptr, offsets_ptr, steps_ptr, base + N, row, start + BLOCK_K,
             K, BITS, GROUP, STEPS, OFFSET, BLOCK_K, False,
         )  # fmt: skip
         up_sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -337,15 +344,15 @@ def _prefill_kernel(
         sums = _dot(weights, x, sums, HALVES)
         if ACTIVATION != "none":
             up_sums = _dot(up_weights, x, up_sums, HALVES)
-        weights = _weights(held, BITS, GROUP, STEPS, OFFSET, CENTRE, BLOCK_N, BLOCK_K)
+        weights = _weights(held, k + BLOCK_K, BITS, GROUP, STEPS, OFFSET, CENTRE, BLOCK_N, BLOCK_K)
         held = _held(
-            codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr, base, row, k + 2 * BLOCK_K,
+            codes_ptr, high_ptr, scales_ptr, offsets_ptr, steps_ptr, base, row, k + 2 * BLOCK_K,
             K, BITS, GROUP, STEPS, OFFSET, BLOCK_K, False,
         )  # fmt: skip
         if ACTIVATION != "none":
-            up_weights = _weights(up_held, BITS, GROUP, STEPS, OFFSET, CENTRE, BLOCK_N, BLOCK_K)
+            up_weights = _weights(up_held, k + BLOCK_K, BITS, GROUP, STEPS, OFFSET, CENTRE, BLOCK_N, BLOCK_K)
             up_held = _held(
-                codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr, base + N, row, k + 2 * BLOCK_K,
+                codes_ptr, high_ptr, scales_ptr, offsets_ptr, steps_ptr, base + N, row, k + 2 * BLOCK_K,
                 K, BITS, GROUP, STEPS, OFFSET, BLOCK_K, False,
             )  # fmt: skip
     if ACTIVATION == "none":

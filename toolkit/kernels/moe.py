@@ -26,8 +26,8 @@ from toolkit.core.errors import ModelError
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors
 from toolkit.kernels.checks import check_tensor
 from toolkit.kernels.early import take_turn
-from toolkit.kernels.int4_matmul import BLOCK, _randomise, quantise_activations
-from toolkit.kernels.packed import activate, block_product, load_activations, load_tiles
+from toolkit.kernels.int4_matmul import BLOCK, quantise_activations
+from toolkit.kernels.packed import activate, block_product, load_activations, load_tiles, matrix_pointers, randomize
 from toolkit.kernels.routing import joined, keys_of, nth_expert, route, start
 from toolkit.weights.packed import dequantize
 from toolkit.weights.schemes import Scheme, find_scheme
@@ -132,7 +132,7 @@ class MoeStep(Kernel):
             for name, (dtype, per) in scheme.parts().items():
                 part = torch.empty(*size[:-1], size[-1] // per, dtype=dtype, device=device)
                 if generator is not None:
-                    _randomise(part, name, scheme, generator)
+                    randomize(part, name, scheme, generator)
                 found[f"{prefix}_{name}"] = part
         return found
 
@@ -269,19 +269,8 @@ def pointers(shape: MoeShape, inputs: Tensors, which: str) -> dict[str, Tensor]:
         parts = {name: inputs[f"{prefix}_{name}"] for name in scheme.parts()}
         for name, (dtype, per) in scheme.parts().items():
             check_tensor(asked, f"{prefix}_{name}", parts[name], (*size[:-1], size[-1] // per), dtype, like)
-        scales = parts["scales"]
-        high = parts["high"].view(torch.int64 if scheme.bits == 6 else torch.int32) if "high" in parts else scales
-        found |= {
-            prefix.replace(which, name): part
-            for name, part in (
-                ("codes", parts["codes"].view(torch.int64)),
-                ("high", high),
-                ("scales", scales.view(torch.int16) if scheme.group == 16 else scales),
-                ("offsets", parts.get("zeros", parts.get("minima", scales))),
-                ("scale_steps", parts.get("scale_steps", scales)),
-                ("offset_steps", parts.get("minimum_steps", scales)),
-            )
-        }
+        given = matrix_pointers(scheme, parts)
+        found |= {prefix.replace(which, name): given["scales"] if part is None else part for name, part in given.items()}
     return {f"shared_{name}": part for name, part in found.items() if not name.startswith("shared_")} | found
 
 
@@ -305,8 +294,7 @@ def _pick(own, shared, stacked):
 
 @triton.jit
 def _up(
-    codes, high, scales, offsets, scale_steps, offset_steps,
-    shared_codes, shared_high, shared_scales, shared_offsets, shared_scale_steps, shared_offset_steps,
+    codes, high, scales, offsets, steps, shared_codes, shared_high, shared_scales, shared_offsets, shared_steps,
     x_codes, x_scales, x_sums, inner, inner_scales, inner_sums, scores,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, USED: tl.constexpr,
     EACH: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr, ACTIVATION: tl.constexpr, BITS: tl.constexpr,
@@ -326,9 +314,9 @@ def _up(
     if slot < TOP_K:
         take_turn()
         expert = nth_expert(keys_of(scores, EXPERTS), slot, EXPERTS)
-    parts = (codes, high, scales, offsets, scale_steps, offset_steps)
+    parts = (codes, high, scales, offsets, steps)
     if USED > TOP_K:
-        shared = (shared_codes, shared_high, shared_scales, shared_offsets, shared_scale_steps, shared_offset_steps)
+        shared = (shared_codes, shared_high, shared_scales, shared_offsets, shared_steps)
         parts = _pick(slot == TOP_K, shared, parts)
     base = expert.to(tl.int64) * (2 * WIDTH) + place * PAIRS
     held = load_tiles(parts, base, WIDTH, 0, TILES, EACH, 2, BN, BG, HIDDEN, BITS, GROUP, STEPS, OFFSET, "")
@@ -371,8 +359,7 @@ def _up(
 
 @triton.jit
 def _down(
-    codes, high, scales, offsets, scale_steps, offset_steps,
-    shared_codes, shared_high, shared_scales, shared_offsets, shared_scale_steps, shared_offset_steps,
+    codes, high, scales, offsets, steps, shared_codes, shared_high, shared_scales, shared_offsets, shared_steps,
     inner, inner_scales, inner_sums, scores, output,
     HIDDEN: tl.constexpr, WIDTH: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, USED: tl.constexpr,
     EACH: tl.constexpr, BN: tl.constexpr, BG: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr,
@@ -390,9 +377,9 @@ def _down(
         chosen = chosen + (tl.cast(0, tl.int32),)
         shares = shares + (tl.sigmoid(tl.load(scores + EXPERTS, cache_modifier=".cg").to(tl.float32)),)
     for s in tl.static_range(USED):
-        parts = (codes, high, scales, offsets, scale_steps, offset_steps)
+        parts = (codes, high, scales, offsets, steps)
         if s == TOP_K:
-            parts = (shared_codes, shared_high, shared_scales, shared_offsets, shared_scale_steps, shared_offset_steps)
+            parts = (shared_codes, shared_high, shared_scales, shared_offsets, shared_steps)
         at = chosen[s].to(tl.int64) * HIDDEN + base
         held = held + load_tiles(parts, at, 0, 0, TILES, EACH, 1, BN, BG, WIDTH, BITS, GROUP, STEPS, OFFSET, "")
     take_turn()

@@ -26,8 +26,8 @@ from torch import Tensor
 from toolkit.core.errors import ModelError
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors
 from toolkit.kernels.checks import check_tensor
-from toolkit.kernels.int4_matmul import _randomise
 from toolkit.kernels.int4_prefill import ACTIVATIONS, _activated, _dot, _held, _load, _weights, _words
+from toolkit.kernels.packed import randomize
 from toolkit.weights.packed import dequantize
 from toolkit.weights.schemes import Scheme, find_scheme
 
@@ -127,7 +127,7 @@ class MoePrefill(Kernel):
             for name, (dtype, per) in scheme.parts().items():
                 part = torch.empty(*size[:2], size[2] // per, dtype=dtype, device=device)
                 if generator is not None:
-                    _randomise(part, name, scheme, generator)
+                    randomize(part, name, scheme, generator)
                 found[f"{prefix}_{name}"] = part
         return found
 
@@ -186,9 +186,9 @@ class MoePrefill(Kernel):
         x, out, width = (inputs["x"], inner, shape.width) if prefix == "up" else (inner, outputs["rows"], shape.hidden)
         arguments: dict[str, Any] = {
             "x_ptr": x, "out_ptr": out, "codes_ptr": _words(parts["codes"]),
-            "high_ptr": _words(parts["high"]) if "high" in parts else scales, "scales_ptr": scales,
-            "offsets_ptr": parts.get("zeros", parts.get("minima", scales)),
-            "scale_steps_ptr": parts.get("scale_steps", scales), "offset_steps_ptr": parts.get("minimum_steps", scales),
+            "high_ptr": _words(parts["high"]) if "high" in parts else scales,
+            "scales_ptr": scales,
+            "offsets_ptr": parts.get("zeros", parts.get("minima", scales)), "steps_ptr": parts.get("scale_steps", scales),
             "shares": inputs["shares"], "order": outputs["order"], "starts": outputs["starts"],
         }  # fmt: skip
         block_n, block_m, block_k = (config[f"block_{letter}"] for letter in "nmk")
@@ -254,7 +254,7 @@ def _tile(starts, tile, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _grouped(
-    x_ptr, out_ptr, codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr, shares, order, starts,
+    x_ptr, out_ptr, codes_ptr, high_ptr, scales_ptr, offsets_ptr, steps_ptr, shares, order, starts,
     N: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     STEPS: tl.constexpr, OFFSET: tl.constexpr, CENTRE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, HALVES: tl.constexpr,
@@ -281,13 +281,13 @@ def _grouped(
     sums = ()
     for kind in tl.static_range(KINDS):
         now = _held(
-            codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr, base + kind * N, row, 0,
+            codes_ptr, high_ptr, scales_ptr, offsets_ptr, steps_ptr, base + kind * N, row, 0,
             K, BITS, GROUP, STEPS, OFFSET, BLOCK_K, False,
         )  # fmt: skip
-        weights = weights + (_weights(now, BITS, GROUP, STEPS, OFFSET, CENTRE, BLOCK_N, BLOCK_K),)
+        weights = weights + (_weights(now, 0, BITS, GROUP, STEPS, OFFSET, CENTRE, BLOCK_N, BLOCK_K),)
         held = held + (
             _held(
-                codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr, base + kind * N, row, BLOCK_K,
+                codes_ptr, high_ptr, scales_ptr, offsets_ptr, steps_ptr, base + kind * N, row, BLOCK_K,
                 K, BITS, GROUP, STEPS, OFFSET, BLOCK_K, False,
             ),
         )  # fmt: skip
@@ -301,10 +301,10 @@ def _grouped(
         following = ()
         coming = ()
         for kind in tl.static_range(KINDS):
-            following = following + (_weights(held[kind], BITS, GROUP, STEPS, OFFSET, CENTRE, BLOCK_N, BLOCK_K),)
+            following = following + (_weights(held[kind], k + BLOCK_K, BITS, GROUP, STEPS, OFFSET, CENTRE, BLOCK_N, BLOCK_K),)
             coming = coming + (
                 _held(
-                    codes_ptr, high_ptr, scales_ptr, offsets_ptr, scale_steps_ptr, offset_steps_ptr, base + kind * N, row,
+                    codes_ptr, high_ptr, scales_ptr, offsets_ptr, steps_ptr, base + kind * N, row,
                     k + 2 * BLOCK_K, K, BITS, GROUP, STEPS, OFFSET, BLOCK_K, False,
                 ),
             )  # fmt: skip

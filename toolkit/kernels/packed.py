@@ -5,15 +5,54 @@
 
 Tiles are [BN, BG] blocks: BN rows at a time, their BG blocks side by side. A lane loads a whole block and multiplies it, so no
 value moves between lanes before the sum over the row. Tiles are tuples, so that a lane keeps several of them in separate
-variables. `parts` are pointers to a matrix's codes, high bits, scales, offsets, steps of scales and of offsets.
+variables. `parts` are pointers to a matrix's codes, high bits, scales, offsets, and steps of scales. Where minima have steps,
+each lane loads the two int64 that hold all these numbers of eight blocks (`weights.packed.pack_scales`).
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from toolkit.kernels.base import Tensors
 from toolkit.kernels.early import INTERPRETED
+from toolkit.weights.packed import pack_scales
+from toolkit.weights.schemes import Scheme
+
+
+def matrix_pointers(scheme: Scheme, parts: Tensors) -> dict[str, Tensor | None]:
+    """Return what a launch reads of a packed matrix, in the order of `kernels.packed` and in its types; None if it has no such
+    part.
+    """
+    scales = parts["scales"]
+    return {
+        "codes": parts["codes"].view(torch.int64),
+        "high": parts["high"].view(torch.int64 if scheme.bits == 6 else torch.int32) if "high" in parts else None,
+        "scales": scales.view(torch.int16) if scheme.group == 16 else scales,
+        "offsets": parts.get("zeros", parts.get("minima")),
+        "steps": parts.get("scale_steps"),
+    }
+
+
+def randomize(part: Tensor, name: str, scheme: Scheme, generator: torch.Generator) -> None:
+    """Fill with codes over the whole range, or values of about 1 / 100 with either sign."""
+    if name == "codes" or name == "high":
+        part.view(torch.uint8).random_(0, 256, generator=generator)
+    elif scheme.joint:
+        rows, eights = part.flatten(0, -2), part.shape[-1] // 2
+        scales, minima = torch.randint(1, 64, (2, len(rows), 8 * eights), generator=generator, device=part.device)
+        steps = torch.rand(2, len(rows), eights, generator=generator, device=part.device) + 0.5
+        rows[:, : 2 * eights] = pack_scales(scales, minima, (steps[0] * 1e-3).half(), (steps[1] * 8e-3).half())
+    elif part.dtype == torch.int8:
+        part.random_(1, 64, generator=generator)
+    else:
+        part.uniform_(0.5, 1.5, generator=generator)
+        if name == "zeros":
+            part.mul_(7.5)
+        else:
+            part.mul_(1e-3 if not name.startswith("min") else 8e-3)
 
 
 @triton.jit
@@ -83,8 +122,8 @@ def load_block(
     parts, row, g, K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr,
     EVICT: tl.constexpr,
 ):  # fmt: skip
-    """Load blocks g [1, BG] of rows [BN, 1]: words of codes, two per int64, scales, and the scheme's other parts, [BN, BG]
-    each.
+    """Load blocks g [1, BG] of rows [BN, 1]: words of codes, two per int64, high bits, scales, and the scheme's other parts,
+    [BN, BG] each.
 
     A lane loads a block, so that no value moves between lanes before the sum over the row. EVICT is Triton's eviction policy.
     """
@@ -94,15 +133,17 @@ def load_block(
     found = tl.split(tl.load(codes + pair, eviction_policy=EVICT))
     if BITS == 8:
         found = found + tl.split(tl.load(codes + pair + 2, eviction_policy=EVICT))
-    found = found + (tl.load(parts[2] + row * (K // 32 // PER) + g // PER, eviction_policy=EVICT),)
     if BITS == 5 or BITS == 6:
         found = found + (tl.load(parts[1] + row * (K // 32) + g, eviction_policy=EVICT),)
-    if STEPS:
-        found = found + (tl.load(parts[4] + row * (K // 256) + g // 8, eviction_policy=EVICT),)
-    if OFFSET != "centre":
-        found = found + (tl.load(parts[3] + row * (K // 32 // PER) + g // PER, eviction_policy=EVICT),)
+    if STEPS and OFFSET == "minimum":
+        scales = parts[2] + (row * (K // 128))[:, :, None] + (g // 8 * 2)[:, :, None]
+        found = found + tl.split(tl.load(scales + pair, eviction_policy=EVICT))
+    else:
+        found = found + (tl.load(parts[2] + row * (K // 32 // PER) + g // PER, eviction_policy=EVICT),)
         if STEPS:
-            found = found + (tl.load(parts[5] + row * (K // 256) + g // 8, eviction_policy=EVICT),)
+            found = found + (tl.load(parts[4] + row * (K // 256) + g // 8, eviction_policy=EVICT),)
+        if OFFSET != "centre":
+            found = found + (tl.load(parts[3] + row * (K // 32 // PER) + g // PER, eviction_policy=EVICT),)
     return found
 
 
@@ -172,16 +213,16 @@ def _weights(held, J: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr):
     if OFFSET != "centre":
         low, high = word & 0x0F0F0F0F, (word >> 4) & 0x0F0F0F0F
         if BITS == 5:
-            low |= ((held[3] >> (2 * J)) & 0x01010101) << 4
-            high |= ((held[3] >> (2 * J + 1)) & 0x01010101) << 4
+            low |= ((held[2] >> (2 * J)) & 0x01010101) << 4
+            high |= ((held[2] >> (2 * J + 1)) & 0x01010101) << 4
     elif BITS == 4:
         low, high = (word << 4) & -0x0F0F0F10, word & -0x0F0F0F10
     elif BITS == 5:
-        bits = held[3] >> (2 * J)
+        bits = held[2] >> (2 * J)
         low = ((word << 3) & 0x78787878) | ((bits & 0x01010101) << 7)
         high = ((word >> 1) & 0x78787878) | ((bits & 0x02020202) << 6)
     else:
-        bits = (held[3] >> (32 * (J // 2))).to(tl.int32) >> (4 * (J % 2))
+        bits = (held[2] >> (32 * (J // 2))).to(tl.int32) >> (4 * (J % 2))
         low = ((word << 2) & 0x3C3C3C3C) | ((bits & 0x03030303) << 6)
         high = ((word >> 2) & 0x3C3C3C3C) | ((bits & 0x0C0C0C0C) << 4)
     if OFFSET == "centre":
@@ -204,21 +245,40 @@ def _dot(
 
 
 @triton.jit
+def unpack_scales(low, high, block):
+    """Return (scale, minimum, step of scales, step of minima), given the two int64 that hold those of eight blocks.
+
+    `block` is the number of a block in its row. Scale and minimum are int32, the steps fp32.
+    """
+    at = block % 8 * 6
+    scale = (((low >> 32) & 0xFFFFFFFF) | (high << 32)) >> at
+    steps = low.to(tl.int32)
+    step = steps.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    minimum_step = (steps >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return scale.to(tl.int32) & 63, (high >> (at + 16)).to(tl.int32) & 63, step, minimum_step
+
+
+@triton.jit
 def block_product(
     held, x, BITS: tl.constexpr, GROUP: tl.constexpr, STEPS: tl.constexpr, OFFSET: tl.constexpr, LIMIT: tl.constexpr,
     EIGHTS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Return the products [BN, BG] of blocks (`held` from `load_block`) with a token's x from `load_activations`."""
-    AT: tl.constexpr = 4 if BITS == 8 else 2
-    AT_STEP: tl.constexpr = AT + 1 + (BITS == 5 or BITS == 6)
-    AT_OFFSET: tl.constexpr = AT_STEP + (STEPS > 0)
+    AT: tl.constexpr = (4 if BITS == 8 else 2) + (BITS == 5 or BITS == 6)
     SUB: tl.constexpr = 4 if EIGHTS else 2 if GROUP == 16 else 1
+    JOINT: tl.constexpr = STEPS > 0 and OFFSET == "minimum"
+    if JOINT:
+        block = tl.arange(0, held[0].shape[1])[None, :]  # a tile begins with the first of eight
+        scales, offset, step, offset_step = unpack_scales(held[AT], held[AT + 1], block)
+    else:
+        scales = held[AT]
+        step = held[AT + 1].to(tl.float32) if STEPS else 1.0
     value = tl.zeros(held[0].shape, tl.float32)
     for s in tl.static_range(SUB):
         dot = _dot(held, x, s, SUB, BITS, OFFSET, 2, PTX)
         if LIMIT > 127:
             dot += _dot(held, x, s, SUB, BITS, OFFSET, 6, PTX) << 8
-        scale = held[AT]
+        scale = scales
         if GROUP == 16:  # two blocks of 8 bits, loaded as one
             scale = (scale.to(tl.int32) << (24 - 24 * (s * 2 // SUB))) >> (24 - 16 * (s * 2 // SUB))
         if STEPS and LIMIT == 127:  # 8-bit integers whose sums stay below 2^31
@@ -227,16 +287,15 @@ def block_product(
             product = dot.to(tl.float32) * scale.to(tl.float32)
         value += product * x[0 if s == 0 else 5 + s] if EIGHTS else product
     if STEPS:
-        value *= held[AT_STEP].to(tl.float32)
+        value *= step
     if not EIGHTS:
         value *= x[0]
-    if OFFSET == "zero":
-        value -= held[AT].to(tl.float32) * held[AT_OFFSET].to(tl.float32) * x[1]
-    if OFFSET == "minimum":
-        offset = held[AT_OFFSET].to(tl.float32)
-        if STEPS:
-            offset *= held[AT_OFFSET + 1].to(tl.float32)
-        value -= offset * x[1]
+    if JOINT:
+        value -= offset.to(tl.float32) * offset_step * x[1]
+    elif OFFSET == "zero":
+        value -= scales.to(tl.float32) * held[AT + 1].to(tl.float32) * x[1]
+    elif OFFSET == "minimum":
+        value -= held[AT + 1].to(tl.float32) * x[1]
     return value
 
 

@@ -8,6 +8,7 @@ same number of ranks. Weights of which each rank holds a part are drawn by each 
 from __future__ import annotations
 
 import math
+import struct
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,9 @@ from toolkit.weights.schemes import Scheme
 
 STD = 0.02
 RANK_STEP = 0x9E3779B97F4A7C15  # between the seeds of two ranks, so that those of near seeds differ
-FINE = (32, 64)  # range of 8-bit scales and minima; 6-bit ones go up to 63
+FINE = (32, 64)  # range of integer scales and minima; those of 6 bits go up to 63
+# The highest bit of each scale and minimum that `pack_scales` stores, in both of its numbers.
+LEAST = struct.unpack("<2q", sum(1 << at for at in range(37, 128, 6)).to_bytes(16, "little"))
 
 
 def draw(model: nn.Module, device: Device, seed: int, counter: Counter, shard: Shard = WHOLE) -> None:
@@ -78,7 +81,13 @@ def _draw_part(part: Tensor, name: str, scheme: Scheme, generator: torch.Generat
         else:
             signed = part.dtype == torch.int8
             part.random_(-128 if signed else 0, 128 if signed else 256, generator=generator)
-    elif name in ("scales", "minima") and scheme.steps:
+    elif scheme.joint:
+        (steps,) = struct.unpack("<I", struct.pack("<2e", step / fine, step * middle / fine))
+        part.random_(torch.iinfo(torch.int64).min, None, generator=generator)
+        low, high = part.unflatten(-1, (-1, 2)).unbind(-1)
+        low.bitwise_and_(-1 << 32).bitwise_or_(LEAST[0] | steps)
+        high.bitwise_or_(LEAST[1])
+    elif name == "scales" and scheme.steps:
         part.random_(*FINE, generator=generator)
     else:
-        part.fill_({"zeros": middle, "minima": step * middle, "minimum_steps": step * middle / fine}.get(name, step / fine))
+        part.fill_({"zeros": middle, "minima": step * middle}.get(name, step / fine))

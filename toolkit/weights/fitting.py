@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from toolkit.core.errors import ModelError
-from toolkit.weights.packed import pack_codes
+from toolkit.weights.packed import pack_codes, pack_scales
 from toolkit.weights.schemes import Scheme
 
 CHUNK_WEIGHTS = 1 << 24  # weights per chunk; each needs about 24 bytes of scratch memory
@@ -128,7 +128,7 @@ def _settle_steps(scheme: Scheme, scale: Tensor, offset: Tensor) -> tuple[dict[s
         blocks = values.unflatten(-1, (-1, scheme.steps // scheme.group))
         steps = (blocks.abs().amax(-1) / largest + _TINY).half()
         fine = torch.where(steps == 0, 0.0, 1.0 / steps.float())[..., None] * blocks
-        fine = fine.round_().clamp_(-largest, largest)
+        fine = fine.round_().clamp_(0 if scheme.joint else -largest, largest)
         return steps, fine.flatten(-2).to(torch.int8), (steps.float()[..., None] * fine).flatten(-2)
 
     if scheme.offset == "centre":
@@ -136,8 +136,7 @@ def _settle_steps(scheme: Scheme, scale: Tensor, offset: Tensor) -> tuple[dict[s
         return {"scales": scales, "scale_steps": steps}, scale, scale * _centre(scheme)
     steps, scales, scale = coarse(scale, 63)
     minimum_steps, minima, offset = coarse(offset, 63)
-    fine = {"scales": scales, "minima": minima, "scale_steps": steps, "minimum_steps": minimum_steps}
-    return fine, scale, offset
+    return {"scales": pack_scales(scales, minima, steps, minimum_steps)}, scale, offset
 
 
 def _fit_least_squares(grouped: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
@@ -176,6 +175,8 @@ class _Best:
     def offer(self, scale: Tensor, offset: Tensor) -> None:
         error = self._error(scale, offset)
         better = error < self.error  # False where the error is NaN
+        if self.scheme.joint:
+            better &= (scale >= 0) & (offset >= 0)  # stored without a sign
         self.scale, self.offset = torch.where(better, scale, self.scale), torch.where(better, offset, self.offset)
         self.error = torch.where(better, error, self.error)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from toolkit.core.errors import ModelError
-from toolkit.weights.packed import pack_codes
+from toolkit.weights.packed import pack_codes, pack_scales
 from toolkit.weights.schemes import SCHEMES, Scheme
 from toolkit.weights.stored import Stored
 
@@ -163,12 +163,11 @@ def _q6_k(blocks: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def _k_scales(blocks: Tensor) -> dict[str, Tensor]:
-    """Unpack the 8 scales and 8 minima (6 bits each) of a K block: the first four are contiguous, the others split."""
+    """Repack the 8 scales and 8 minima (6 bits each) of a K block: the first four are contiguous, the others split."""
     low, middle, high = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     scales = torch.cat((low & 63, (high & 15) | ((low >> 6) << 4)), -1)
     minima = torch.cat((middle & 63, (high >> 4) | ((middle >> 6) << 4)), -1)
-    steps = {"scale_steps": _half(blocks, 0), "minimum_steps": _half(blocks, 2)}
-    return {"scales": scales.view(torch.int8), "minima": minima.view(torch.int8)} | steps
+    return {"scales": pack_scales(scales, minima, _half(blocks, 0), _half(blocks, 2))}
 
 
 def _halves(packed: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ class Scheme:
 
     `offset` says how codes become signed values: "centre" (value = (code - centre) * scale, with a constant centre),
     "zero" (value = (code - zero) * scale, one fp16 zero per group), "minimum" (value = code * scale - minimum).
-    `steps`: in the K formats of GGUF, the number of weights that share an fp16 step; scales and minima are 8-bit
-    multiples of it. 0 if scales and minima are fp16.
+    `steps`: in the K formats of GGUF, the number of weights that share an fp16 step; scales and minima are integer
+    multiples of it, of 6 bits if there are minima, otherwise of 8 bits. 0 if scales and minima are fp16.
     """
 
     name: str
@@ -40,25 +40,29 @@ class Scheme:
         return max(self.group, self.steps, {4: 8, 5: 32, 6: 16, 8: 1}[self.bits])
 
     @property
+    def joint(self) -> bool:
+        """Whether the part "scales" also holds the minima and the steps of both (see `PackedMatrix`)."""
+        return self.steps > 0 and self.offset == "minimum"
+
+    @property
     def bits_per_weight(self) -> float:
         """Stored bits per weight, including scales and offsets."""
         return sum(8.0 * dtype.itemsize / per for dtype, per in self.parts().values())
 
     def parts(self) -> dict[str, tuple[torch.dtype, int]]:
         """Return the tensors that hold a matrix: name -> (dtype, number of weights of a row per element)."""
-        fine = torch.int8 if self.steps else torch.float16
         found = {"codes": (torch.int8, 1) if self.bits == 8 else (torch.uint8, 2)}
         if self.bits in (5, 6):
             found["high"] = (torch.uint8, 8 // (self.bits - 4))
-        found["scales"] = (fine, self.group)
+        if self.joint:
+            return found | {"scales": (torch.int64, self.steps // 2)}
+        found["scales"] = (torch.int8 if self.steps else torch.float16, self.group)
         if self.offset == "zero":
             found["zeros"] = (torch.float16, self.group)
         if self.offset == "minimum":
-            found["minima"] = (fine, self.group)
+            found["minima"] = (torch.float16, self.group)
         if self.steps:
             found["scale_steps"] = (torch.float16, self.steps)
-            if self.offset == "minimum":
-                found["minimum_steps"] = (torch.float16, self.steps)
         return found
 
 
