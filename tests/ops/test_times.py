@@ -1,4 +1,4 @@
-"""The virtual H200 takes as long for the package's kernels as their shipped timings say.
+"""Virtual GPUs take as long for the package's kernels as the timings of the real GPUs say that ship with it.
 
 The rules of `toolkit/ops` hold a fixed time and a share of the bandwidth or of the arithmetic rate for each kernel. If a test
 here fails because a kernel was timed again, fit the figures of its rule to the new timings.
@@ -26,6 +26,7 @@ EFFECTS = {  # names of kernels, and what the rules call them
     "gate_heads": "gate_heads",
 }  # fmt: skip
 SMALL = {"rms_norm", "qk_norm_rope", "gate_heads"}  # under a twentieth of a step
+GPUS = ("h100", "h200")
 CONTEXTS = {"random/qwen3-8b": 8192, "random/gemma4-31b": 32768, "random/qwen3.5-35b-a3b": 32768}  # of shipped timings
 
 
@@ -37,9 +38,12 @@ def modelled_us(trace: Trace, gap_ns: float) -> dict[str, float]:
     return found
 
 
-def both_us(name: str, tokens: int, context: int) -> dict[str, tuple[float, float]]:
-    """Return the (modelled, shipped) time per operation of a step with `tokens` tokens at the end of `context`."""
-    gpu, card = tk.device("virtual:h200"), find_card("h200")
+def both_us(name: str, tokens: int, context: int, key: str) -> dict[str, tuple[float, float]]:
+    """Return the (modelled, shipped) time per operation of a step with `tokens` tokens at the end of `context`.
+
+    Operations of which the GPU has no timings with the current code are left out.
+    """
+    gpu, card = tk.device(f"virtual:{key}"), find_card(key)
     kept = read_tuned(card.key, card.facts)
     with gpu.sizes_only(), torch.no_grad():
         model = tk.load(name, device=gpu, scheme="q4_k_m", progress=False)
@@ -56,7 +60,8 @@ def both_us(name: str, tokens: int, context: int) -> dict[str, tuple[float, floa
         near = timed(kernel, shape, kept)
         if near and (near[0].far <= SWITCHED or kernel.name == "qk_norm_rope"):  # whose cache's length doesn't matter
             shipped[kernel.name].append(near[0].us)
-        else:  # the first norm of a step, the head of a prompt's last token, and lookups were not timed
+        elif not timed(kernel, shape, kept, earlier=True):
+            # The first norm of a step, the head of a prompt's last token, and lookups were not timed.
             assert kernel.name in ("rms_norm", "embed_rows", "int4_matmul"), shape.key
     modelled = modelled_us(trace, gpu.spec.graph_node_ns - gpu.spec.kernel_floor_ns)
     found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -67,19 +72,21 @@ def both_us(name: str, tokens: int, context: int) -> dict[str, tuple[float, floa
     return {effect: (mine, theirs) for effect, (mine, theirs) in found.items()}
 
 
+@pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("name", CONTEXTS)
-def test_decoding_takes_as_long_as_the_shipped_timings(name: str) -> None:
-    found = both_us(name, 1, CONTEXTS[name])
-    assert len(found) >= 4
+def test_decoding_takes_as_long_as_the_shipped_timings(name: str, gpu: str) -> None:
+    found = both_us(name, 1, CONTEXTS[name], gpu)
+    assert len(found) >= 3
     for effect, (mine, theirs) in found.items():
         assert mine == pytest.approx(theirs, rel=0.35 if effect in SMALL else 0.1), effect
     assert sum(mine for mine, _ in found.values()) == pytest.approx(sum(theirs for _, theirs in found.values()), rel=0.05)
 
 
+@pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("name", CONTEXTS)
-def test_prompts_take_as_long_as_the_shipped_timings(name: str) -> None:
+def test_prompts_take_as_long_as_the_shipped_timings(name: str, gpu: str) -> None:
     """Norms read what the kernel before them has just written, but their timings are with a cold L2."""
-    found = both_us(name, 512, 4096)
+    found = both_us(name, 512, 4096, gpu)
     for effect, (mine, theirs) in found.items():
         if effect not in SMALL:
             assert mine == pytest.approx(theirs, rel=0.1), effect

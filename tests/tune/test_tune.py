@@ -221,6 +221,20 @@ def test_a_shape_near_a_timed_one_gets_its_config(monkeypatch: pytest.MonkeyPatc
     assert tune.choose(TOY, ODD, H200).step == "this device"
 
 
+def test_timings_of_earlier_code_are_better_than_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    earlier = Record("ok", us=9.0, shared_bytes=4096, registers=32, kernel="of earlier code", when="2026-01-02T03:04:05+00:00")
+    too_large = replace(earlier, us=1.0, shared_bytes=1 << 20)
+    rows = {("toy_matmul", ODD.key, words(MEDIUM)): earlier, ("toy_matmul", ODD.key, words(OVERSIZED)): too_large}
+    add_rows("h200", H200.facts, rows)
+    lookup.forget()
+    choice = tune.choose(TOY, ODD, H200)
+    assert (choice.step, choice.config) == ("earlier code", MEDIUM)  # the fastest one doesn't fit the GPU
+    assert choice.note == "the fastest with earlier code of the kernel, on 2026-01-02"
+    assert tune.choose(TOY, ODD, "h100").step in ("model", "default")
+    tuned([SMALL], FakeClock())
+    assert tune.choose(TOY, ODD, H200).config == SMALL
+
+
 @pytest.mark.parametrize(
     ("key", "far"),
     [

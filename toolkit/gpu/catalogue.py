@@ -114,6 +114,8 @@ _ARCHITECTURES = {
 
 _GUIDE = Source("datasheet", "CUDA programming guide, tables of SM and memory information per compute capability")
 _H200 = Source("measured", "bench/results/h200_primitives.json (NVIDIA H200, torch 2.11.0+cu130)")
+_H100 = Source("measured", "bench/results/h100_primitives.json (NVIDIA H100 80GB HBM3, torch 2.11.0+cu130)")
+_H100_READ = Source("measured", 'tune/tuned/h100.json: the kernel "read", 1 GiB in 343.7 us')
 _EARLIER = Source("measured", "one NVIDIA H200, torch 2.11 + CUDA 13.0, before bench/primitives.py; not in its results")
 _AS_H200 = Source("estimated", "the H200's figure; depends more on the host's processor than on the GPU")
 _PCIE = {
@@ -170,13 +172,17 @@ _REACHED = 4.22 / 4.8  # read bandwidth of an H200: measured / datasheet, both i
 def _card(
     key: str, name: str, cc: tuple[int, int], memory_gib: float, bandwidth: float, sms: int, l2_mib: float,
     tflops: tuple[float, float, float], pcie: int, sheet: str,
-    others: Mapping[str, Source] = MappingProxyType({}),
+    others: Mapping[str, Source] = MappingProxyType({}), reached: float = _REACHED,
 ) -> GpuSpec:  # fmt: skip
-    """Return the GPU described by `sheet`. `tflops` are (fp32, tf32, bf16); `others` maps figures to other sources."""
+    """Return the GPU described by `sheet`.
+
+    `tflops` are (fp32, tf32, bf16), `reached` is the share of
+    the bandwidth at which kernels read, and `others` maps figures to other sources.
+    """
     architecture, (rates, pcie_source) = _ARCHITECTURES[cc], _PCIE[pcie]
     peer, peer_source = _NVLINK.get(cc, (rates[0], _NO_NVLINK))
     figures: dict[str, float] = {
-        "bandwidth_bytes_per_s": bandwidth, "reached_bandwidth_bytes_per_s": bandwidth * _REACHED, "sms": sms,
+        "bandwidth_bytes_per_s": bandwidth, "reached_bandwidth_bytes_per_s": bandwidth * reached, "sms": sms,
         "registers_per_sm": 65536, **architecture._asdict(), "smem_per_block_bytes": 48 * KiB, "l2_bytes": int(l2_mib * MiB),
         **dict(zip(("fp32_flops", "tf32_flops", "bf16_flops"), (t * 1e12 for t in tflops), strict=True)),
         **dict(zip(_PCIE_FIELDS, rates, strict=True)), **_COSTS, "peer_bytes_per_s": peer,
@@ -265,7 +271,9 @@ CATALOGUE = Catalogue(
         _card("l40s", "NVIDIA L40S", (8, 9), 44.39, 864e9, 142, 96, (91.6, 183, 362.05), 4, "NVIDIA L40S datasheet",
               {"bf16_flops": Source("datasheet", f"NVIDIA L40S datasheet, {_UNSTATED}")}),
         _card("h100", "NVIDIA H100 80GB HBM3", (9, 0), 79.18, 3350e9, 132, 50, (66.9, 494.7, 989.4), 5, _H100_FLOPS,
-              {"bandwidth_bytes_per_s": Source("datasheet", "NVIDIA H100 datasheet, SXM")}),
+              dict.fromkeys(("name", "compute_capability", "memory_bytes", "sms", "l2_bytes"), _H100)
+              | {"bandwidth_bytes_per_s": Source("datasheet", "NVIDIA H100 datasheet, SXM"),
+                 "reached_bandwidth_bytes_per_s": _H100_READ}, 3.124 / 3.35),
         _card("h200", "NVIDIA H200", (9, 0), 139.80, 4800e9, 132, 60, (66.9, 494.7, 989.4), 5,
               f"{_H100_FLOPS}: the same chip; the H200 datasheet rounds them",
               dict.fromkeys((*RECORDED, "name", "compute_capability"), _H200)

@@ -17,6 +17,7 @@ from toolkit.ops.products import ACTIVATIONS, FUSED
 from toolkit.weights.packed import PackedMatrix, dequantize
 from toolkit.weights.schemes import SCHEMES
 
+CONVERSION = 680.0  # converting a byte of a matrix for the tensor cores takes as long as so many operations of theirs
 LEAST = 32  # number of activations that share one scale; `moe` needs sizes that are multiples of it
 
 Gated = tuple[PackedMatrix, PackedMatrix]  # (gate and up as one matrix, down), of one MLP or of a stack of experts
@@ -178,9 +179,12 @@ define(
 
 @rule("toolkit::experts")
 def _experts_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> list[Effect]:
-    """Return four kernels (sort, two products, sum) that read at most one expert per entry of `chosen`."""
+    """Return four kernels (sort, two products, sum) that read at most one expert per entry of `chosen`.
+
+    Converting the matrices takes longer than reading or multiplying them.
+    """
     x, chosen, _, up, down = args[:5]
     matrices = sum(map(nbytes, (*up, *down)))
     share = min(1.0, chosen.numel() / up[0].shape[0])
     flops = 6.0 * chosen.numel() * x.shape[-1] * up[0].shape[1] / 2
-    return launches("experts", 4, 2 * nbytes(x) + int(matrices * share), flops, share=0.28)
+    return launches("experts", 4, 2 * nbytes(x) + int(matrices * share), max(flops, CONVERSION * matrices * share))

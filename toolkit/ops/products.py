@@ -114,15 +114,15 @@ def _matmul_problem(x: Tensor, parts: Sequence[Tensor], scheme: str, activation:
 def _matmul_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> list[Effect]:
     """Return a product that reads each packed byte once; for few rows, a small launch quantizes x first unless it is.
 
-    More rows are limited by arithmetic, of which the kernel reaches 40 % of the peak.
+    More rows are limited by arithmetic, of which the kernel reaches half of the peak.
     """
     x, parts, quantized = args[0], args[1], args[4]
     rows = x.numel() // x.shape[-1]
     moved = sum(map(nbytes, (*(quantized or (x,)), *parts, out)))
     flops = 2.0 * x.numel() * parts[0].shape[0]
     if rows > DECODED:
-        return launches("packed_matmul", 1, moved, flops, floor=9.0, share=0.5)
-    return launches("packed_matmul", 1 if quantized else 2, moved, flops, floor=1.65)
+        return launches("packed_matmul", 1, moved, flops, floor=11.0, share=0.585)
+    return launches("packed_matmul", 1 if quantized else 2, moved, flops, floor=1.45)
 
 
 define(

@@ -2,9 +2,10 @@
 
 1. "this device": the fastest correct config that was timed on this model of GPU, in a decode step or else alone;
 2. "near shape": the fastest one that was timed on it at other lengths (`Kernel.lengths`), the nearest lengths first;
-3. "same capability": as 1 and 2, for another GPU of the same compute capability, if the config fits this GPU's limits;
-4. "model": the first config within 5 % of the best modelled time, of those that `tune.explore` has compiled;
-5. "default": the first config of the kernel's space, which fits every GPU.
+3. "earlier code": as 1 and 2, timed with earlier code of the kernel;
+4. "same capability": as 1 and 2, for another GPU of the same compute capability, if the config fits this GPU's limits;
+5. "model": the first config within 5 % of the best modelled time, of those that `tune.explore` has compiled;
+6. "default": the first config of the kernel's space, which fits every GPU.
 
 Every choice is a config of the kernel's space. A lookup compiles nothing and runs nothing. Models look up before every launch,
 so answers are cached.
@@ -17,7 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -128,6 +129,9 @@ def _steps(kernel: Kernel, shape: Shape, card: Card) -> Iterator[tuple[str, Conf
             if best.far
             else ("this device", best.config, what)
         )
+    for best in filter(partial(_fits, kernel, card), timed(kernel, shape, _kept(card.key, card.facts), earlier=True)):
+        where = f" at {_differing(best, shape)}" if best.far else ""
+        yield "earlier code", best.config, f"the fastest{where} with earlier code of the kernel, on {best.record.when[:10]}"
     for best in _of_same_capability(kernel, shape, card):
         where = f" at {_differing(best, shape)}" if best.far else ""
         note = f"the fastest on {best.gpu}{where} ({seconds_text(best.us / 1e6)}), which has the same compute capability"
@@ -150,15 +154,17 @@ class Timed:
     record: Record
 
 
-def timed(kernel: Kernel, shape: Shape, kept: Tuned | None) -> list[Timed]:
+def timed(kernel: Kernel, shape: Shape, kept: Tuned | None, earlier: bool = False) -> list[Timed]:
     """Return the stored correct configs of the kernel's current code for `shape` or other lengths: nearest, then fastest.
+
+    With `earlier`, return those that were timed with other code of the kernel instead. Their times no longer hold.
 
     Those that were timed in a program (`tune.in_step`) precede those that were only timed alone, the fastest program first.
     Configs outside of the kernel's space for `shape` are left out, since its buffers may be too small for them.
     """
     found, far, space = [], {shape.key: 0.0}, set(kernel.space(shape))
     for (name, key, words), row in kept.rows.items() if kept is not None else ():
-        if name != kernel.name or row.verdict != "ok" or row.us is None or row.kernel != fingerprint(kernel):
+        if name != kernel.name or row.verdict != "ok" or row.us is None or (row.kernel != fingerprint(kernel)) != earlier:
             continue
         if key not in far:
             far[key] = distance(kernel, shape, key)
@@ -207,11 +213,14 @@ def _of_same_capability(kernel: Kernel, shape: Shape, card: Card) -> Iterator[Ti
         kept = _kept(gpu) if gpu != card.key else None
         if kept is not None and kept.device.compute_capability == card.facts.compute_capability:
             found += timed(kernel, shape, kept)
-    for one in sorted(found, key=lambda one: (one.far, one.us)):
-        row = one.record
-        use = LaunchUse(kernel.name, (1,), one.config.warps * WARP, row.registers, row.spill_bytes, row.shared_bytes)
-        if not obstacle(Compiled((use,)), card.spec):
-            yield one
+    yield from filter(partial(_fits, kernel, card), sorted(found, key=lambda one: (one.far, one.us)))
+
+
+def _fits(kernel: Kernel, card: Card, one: Timed) -> bool:
+    """Return whether the GPU can run the config, by the resources that it needed where it was timed."""
+    row = one.record
+    use = LaunchUse(kernel.name, (1,), one.config.warps * WARP, row.registers, row.spill_bytes, row.shared_bytes)
+    return not obstacle(Compiled((use,)), card.spec)
 
 
 def _modelled(kernel: Kernel, shape: Shape, card: Card) -> tuple[Config, str] | None:
