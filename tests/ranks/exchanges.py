@@ -21,17 +21,17 @@ def inbox(folder: str, ranks: int) -> Any:
     import triton.runtime.interpreter
 
     from tests.interpreter import patch_once_per_launch
-    from toolkit.kernels.exchange import BLOCK_WORDS, MOST_BLOCKS, PLACES, ROW_WORDS, Inbox
+    from toolkit.kernels.exchange import BLOCK_WORDS, MOST_BLOCKS, PLACES, Inbox
 
     patch_once_per_launch(triton.runtime.interpreter)
-    rank, counts = join(ranks).rank, torch.full((MOST_BLOCKS + 1,), -3, dtype=torch.int32)  # so that they pass through 0
-    held: list[Tensor] = []
-    for words in (MOST_BLOCKS * BLOCK_WORDS, ROW_WORDS):
-        count = PLACES * ranks * words
-        maps = [torch.from_file(f"{folder}/{words}-{each}", True, count, dtype=torch.int64) for each in range(ranks)]
-        held += [maps[rank].view(PLACES, ranks, words), torch.tensor([one.data_ptr() for one in maps])]
-        _kept.append(maps)
-    return Inbox(rank, *held[:2], counts[:-1], *held[2:], counts[-1:])
+    shape = (PLACES, ranks, MOST_BLOCKS * BLOCK_WORDS)
+    count = PLACES * ranks * shape[-1]
+    maps = [torch.from_file(f"{folder}/{rank}", True, count, dtype=torch.int64) for rank in range(ranks)]
+    addresses = torch.tensor([each.data_ptr() for each in maps])
+    _kept.append(maps)
+    rank = join(ranks).rank
+    counts = torch.full((MOST_BLOCKS,), -3, dtype=torch.int32)  # so that the numbers pass through 0
+    return Inbox(rank, maps[rank].view(shape), addresses, counts)
 
 
 _kept: list[list[Tensor]] = []
@@ -62,25 +62,4 @@ def sums(folder: str, ranks: int, rounds: int) -> list[str]:
         exchange.all_gather(box, parts[box.rank], sizes, joined).run()
         if not torch.equal(joined, torch.cat(parts, 1)):
             wrong.append(f"gather {number}")
-        wrong += [f"norm {number}: {name}" for name in _norms(box, number, dtype, made)]
     return wrong
-
-
-def _norms(box: Any, number: int, dtype: torch.dtype, made: torch.Generator) -> list[str]:
-    """Sum a row over the ranks in the launch of its norm. Return the results that aren't those of the norm of the sum."""
-    from toolkit.kernels import exchange
-    from toolkit.kernels.norms_rope import FORMS, RMS_NORM, NormShape
-
-    form, hidden = FORMS[1 + number % 3], (64, 70, 1056)[number // 3 % 3]
-    name, quantised = str(dtype).removeprefix("torch."), form != "norm_add" and hidden % 32 == 0
-    shape = NormShape(1, hidden, form, form == "norm_add_norm", quantised, name)
-    parts = [torch.randint(-40, 40, (1, hidden), generator=made).to(dtype) for _ in range(box.ranks)]
-    inputs = RMS_NORM.inputs(shape, "cpu", number)
-    wanted = RMS_NORM.run(
-        shape, RMS_NORM.space(shape)[0], inputs | {"x": torch.stack(parts).sum(0, dtype=torch.float32).to(dtype)}
-    )
-    given = inputs | {"x": parts[box.rank]}
-    outputs = RMS_NORM.outputs(shape, given)
-    exchange.summed_norm(box, shape, RMS_NORM.space(shape)[0], given, outputs).run()
-    found = list(outputs.items())[: RMS_NORM.results(shape)]
-    return [f"{shape.key}: {name}" for (name, out), right in zip(found, wanted, strict=True) if not torch.equal(out, right)]

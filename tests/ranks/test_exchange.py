@@ -16,7 +16,6 @@ def test_limits_are_those_of_the_kernels() -> None:
     from toolkit.kernels import exchange as kernels
 
     assert (exchange.MOST_BYTES, exchange.DTYPES) == (kernels.MOST_BYTES, kernels.DTYPES)
-    assert exchange.MOST_ROW_BYTES == kernels.ROW_WORDS * kernels.WORD_BYTES
 
 
 @pytest.mark.parametrize("count", [2, 3])

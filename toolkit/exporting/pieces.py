@@ -278,7 +278,7 @@ class _Run(nn.Module):
         at = called.model.passing(x, fresh, seen)
         if borrowed:
             at.lent[source] = tuple(borrowed)
-        out = torch.func.functional_call(called, own, ("layer", piece.layer, residual, at, *own_input)).exchanged()
+        out = torch.func.functional_call(called, own, ("layer", piece.layer, residual, at, *own_input))
         return out.x, out.added, *([] if borrowed else lent_by(piece.layer, at))
 
 

@@ -10,9 +10,6 @@ exchange, which that rank wrote after its own launch before that one had ended. 
 whole block, also where the tensor has ended, and all ranks launch the same number of blocks.
 
 The launch that follows begins during the exchange, so that the next product loads its matrix while this one waits.
-
-In a decode step, most sums are followed by a norm. `summed_norm` computes both in one launch of a single block, which exchanges
-through words of its own.
 """
 
 from __future__ import annotations
@@ -26,15 +23,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from toolkit.kernels.base import Config, Launch, Shape, Tensors
+from toolkit.kernels.base import Launch
 from toolkit.kernels.early import INTERPRETED, await_previous, let_next_begin
-from toolkit.kernels.norms_rope import RMS_NORM, finish_norm
 
 BLOCK_WORDS = 256  # that a block sends to each rank
 WORD_BYTES = 4  # of values per word
 MOST_BYTES = 1 << 19  # of a tensor. All blocks of a launch must be resident at once, since they wait for those of other ranks
 MOST_BLOCKS = MOST_BYTES // WORD_BYTES // BLOCK_WORDS
-ROW_WORDS = 8192  # that `summed_norm` sends to each rank at most
 PLACES = 2
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 POLLS = tl.constexpr(1 << 30)  # then the launch fails: after ten minutes or more
@@ -49,18 +44,12 @@ class Inbox:
         words: int64 [PLACES, ranks, MOST_BLOCKS * BLOCK_WORDS], which the other ranks write to; zeros at first.
         addresses: int64 [ranks], the addresses of the `words` of all ranks in this process.
         counts: int32 [MOST_BLOCKS], how many exchanges each block has made; zeros at first.
-        rows: int64 [PLACES, ranks, ROW_WORDS], as `words`, for `summed_norm`.
-        row_addresses: int64 [ranks], the addresses of the `rows` of all ranks.
-        row_count: int32 [1], as `counts`.
     """
 
     rank: int
     words: Tensor
     addresses: Tensor
     counts: Tensor
-    rows: Tensor
-    row_addresses: Tensor
-    row_count: Tensor
 
     @property
     def ranks(self) -> int:
@@ -86,19 +75,6 @@ def all_gather(inbox: Inbox, x: Tensor, sizes: Sequence[int], out: Tensor) -> La
     bounds = tuple(sum(sizes[:i]) for i in range(len(sizes) + 1))  # in a row of the result
     arguments = {"x_ptr": x, "out_ptr": out, "n": x.numel(), "rows": rows, **_inbox_arguments(inbox)}
     return _launch(one_shot_all_gather, arguments, inbox, x, rows * max(sizes), BOUNDS=bounds)
-
-
-def summed_norm(inbox: Inbox, shape: Shape, config: Config, inputs: Tensors, outputs: Tensors) -> Launch:
-    """Return the launch of `RMS_NORM` for one row, in which "x" is the sum of the ranks' tensors "x", as of `all_reduce`."""
-    (norm,) = RMS_NORM.launches(shape, config, inputs, outputs)
-    own = {"words_ptr": inbox.rows, "addresses_ptr": inbox.row_addresses, "count_ptr": inbox.row_count, "rank": inbox.rank}
-    constants = {
-        **norm.constants,
-        "RANKS": inbox.ranks,
-        "PER_WORD": WORD_BYTES // inputs["x"].element_size(),
-        "ROOM": ROW_WORDS,
-    }
-    return Launch(one_shot_norm, (1,), {**norm.arguments, **own}, constants, norm.warps, norm.stages, early=True)
 
 
 def _inbox_arguments(inbox: Inbox) -> dict[str, Any]:
@@ -127,12 +103,12 @@ def one_shot_all_reduce(
     i = block * BLOCK + tl.arange(0, BLOCK)
     own = _packed(x_ptr, i, n, PER_WORD)
     place = (number & 1) * RANKS
-    _send(_numbered(own, number), (place + rank) * ROOM + i, i >= 0, addresses_ptr, rank, RANKS)
+    _send(_numbered(own, number), (place + rank) * ROOM + i, addresses_ptr, rank, RANKS)
     low, high = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for sender in tl.static_range(RANKS):
         values = own
         if sender != rank:
-            values = _received(words_ptr + (place + sender) * ROOM + i, i >= 0, number)
+            values = _received(words_ptr + (place + sender) * ROOM + i, number)
         low += _value(values, 0, out_ptr.dtype.element_ty, PER_WORD)
         if PER_WORD == 2:
             high += _value(values, 1, out_ptr.dtype.element_ty, PER_WORD)
@@ -140,46 +116,6 @@ def one_shot_all_reduce(
     if PER_WORD == 2:
         tl.store(out_ptr + i * 2 + 1, high, mask=i * 2 + 1 < n)
     tl.store(counts_ptr + block, number)
-
-
-@triton.jit
-def one_shot_norm(
-    x_ptr, weight_ptr, post_weight_ptr, residual_ptr, scalar_ptr, out_ptr, new_residual_ptr, codes_ptr, scales_ptr, sums_ptr,
-    eps, words_ptr, addresses_ptr, count_ptr, rank, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD_FIRST: tl.constexpr,
-    NORM_ADD: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, QUANTISED: tl.constexpr, RANKS: tl.constexpr,
-    PER_WORD: tl.constexpr, ROOM: tl.constexpr,
-):  # fmt: skip
-    """The sum of one row over all ranks, rounded as `one_shot_all_reduce` does, and its norm. The row is in groups of 32."""
-    let_next_begin()
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    group = tl.arange(0, BLOCK // 32)[:, None]
-    at = group * 32 + tl.arange(0, 32)[None, :]
-    inside = at < HIDDEN
-    weight = tl.load(weight_ptr + at, mask=inside, other=0.0)
-    post_weight = tl.load(post_weight_ptr + at, mask=inside, other=0.0) if NORM_ADD and NORM else weight
-    scalar = tl.load(scalar_ptr).to(tl.float32) if SCALED else 1.0
-    await_previous()
-    number = tl.load(count_ptr) + 1
-    i = group * (32 // PER_WORD) + tl.arange(0, 32 // PER_WORD)[None, :]
-    own = _packed(x_ptr, i, HIDDEN, PER_WORD)
-    sent = i * PER_WORD < HIDDEN
-    place = (number & 1) * RANKS
-    _send(_numbered(own, number), (place + rank) * ROOM + i, sent, addresses_ptr, rank, RANKS)
-    residual = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32) if ADD_FIRST or NORM_ADD else 0.0
-    low, high = tl.zeros(i.shape, tl.float32), tl.zeros(i.shape, tl.float32)
-    for sender in tl.static_range(RANKS):
-        values = own
-        if sender != rank:
-            values = _received(words_ptr + (place + sender) * ROOM + i, sent, number)
-        low += _value(values, 0, DTYPE, PER_WORD)
-        if PER_WORD == 2:
-            high += _value(values, 1, DTYPE, PER_WORD)
-    x = tl.reshape(tl.join(low, high), (BLOCK // 32, 32)) if PER_WORD == 2 else low
-    finish_norm(
-        x.to(DTYPE).to(tl.float32), residual, weight, post_weight, scalar, out_ptr, new_residual_ptr, codes_ptr, scales_ptr,
-        sums_ptr, eps, 0, at, inside, HIDDEN, ADD_FIRST, NORM_ADD, NORM, SCALED, QUANTISED, DTYPE,
-    )  # fmt: skip
-    tl.store(count_ptr, number)
 
 
 @triton.jit
@@ -194,11 +130,11 @@ def one_shot_all_gather(
     i = block * BLOCK + tl.arange(0, BLOCK)
     own = _packed(x_ptr, i, n, PER_WORD)
     place = (number & 1) * RANKS
-    _send(_numbered(own, number), (place + rank) * ROOM + i, i >= 0, addresses_ptr, rank, RANKS)
+    _send(_numbered(own, number), (place + rank) * ROOM + i, addresses_ptr, rank, RANKS)
     for sender in tl.static_range(RANKS):
         values = own
         if sender != rank:
-            values = _received(words_ptr + (place + sender) * ROOM + i, i >= 0, number)
+            values = _received(words_ptr + (place + sender) * ROOM + i, number)
         _place(values, i, out_ptr, rows, BOUNDS[sender], BOUNDS[sender + 1] - BOUNDS[sender], BOUNDS[RANKS], PER_WORD)
     tl.store(counts_ptr + block, number)
 
@@ -240,22 +176,22 @@ def _value(values, half: tl.constexpr, dtype: tl.constexpr, PER_WORD: tl.constex
 
 
 @triton.jit
-def _send(words, place, sent, addresses_ptr, rank, RANKS: tl.constexpr):
-    """Write the words that are `sent` to the same place in the memory of all other ranks, each rank beginning with another."""
+def _send(words, place, addresses_ptr, rank, RANKS: tl.constexpr):
+    """Write `words` to the same place in the memory of all other ranks, each rank beginning with another."""
     for step in tl.static_range(1, RANKS):
         address = tl.load(addresses_ptr + (rank + step) % RANKS)
-        tl.store(address.to(tl.pointer_type(tl.int64)) + place, words, mask=sent, cache_modifier=".wt")
+        tl.store(address.to(tl.pointer_type(tl.int64)) + place, words, cache_modifier=".wt")
 
 
 @triton.jit
-def _received(pointers, sent, number):
-    """Wait until all words at `pointers` that are `sent` have this number, and return their values, uint32; 0 elsewhere."""
-    words = tl.load(pointers, mask=sent, other=0, volatile=True)
-    missing = tl.max((sent & ((words >> 32) != number)).to(tl.int32))
+def _received(pointers, number):
+    """Wait until all words at `pointers` have this number, and return their values, uint32."""
+    words = tl.load(pointers, volatile=True)
+    missing = tl.max(((words >> 32) != number).to(tl.int32))
     polls = 0
     while (missing != 0) & (polls < POLLS):
-        words = tl.load(pointers, mask=sent, other=0, volatile=True)
-        missing = tl.max((sent & ((words >> 32) != number)).to(tl.int32))
+        words = tl.load(pointers, volatile=True)
+        missing = tl.max(((words >> 32) != number).to(tl.int32))
         polls += 1
     if not INTERPRETED:
         _fail_if(missing)

@@ -391,25 +391,12 @@ def _norm_kernel(
     scalar = tl.load(scalar_ptr).to(tl.float32) if SCALED else 1.0
     await_previous()
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    residual = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32) if ADD_FIRST or NORM_ADD else x
-    finish_norm(
-        x, residual, weight, post_weight, scalar, out_ptr, new_residual_ptr, codes_ptr, scales_ptr, sums_ptr, eps, row, at,
-        inside, HIDDEN, ADD_FIRST, NORM_ADD, NORM, SCALED, QUANTISED, DTYPE,
-    )  # fmt: skip
-
-
-@triton.jit
-def finish_norm(
-    x, residual, weight, post_weight, scalar, out_ptr, new_residual_ptr, codes_ptr, scales_ptr, sums_ptr, eps, row, at, inside,
-    HIDDEN: tl.constexpr, ADD_FIRST: tl.constexpr, NORM_ADD: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr,
-    QUANTISED: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Compute and store the results of `row`, given x and the residual [groups, 32] in fp32."""
-    group = tl.arange(0, x.shape[0])
     if ADD_FIRST:
-        x = (x + residual).to(DTYPE).to(tl.float32)
+        x += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        x = x.to(DTYPE).to(tl.float32)
         tl.store(new_residual_ptr + at, x.to(DTYPE), mask=inside)
     if NORM_ADD:
+        residual = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
         x = x * tl.rsqrt(tl.sum(x * x) / HIDDEN + eps) * post_weight
         x = (x.to(DTYPE).to(tl.float32) + residual).to(DTYPE).to(tl.float32)
         if SCALED:

@@ -24,7 +24,7 @@ from toolkit.models.costs import Cost, each, look_up, weigh
 from toolkit.models.cuts import Cut, evenly, split_heads, spread
 from toolkit.models.gemma4_config import FULL, SLIDING, Config, Heads
 from toolkit.models.gemma4_names import SKIPPED, names_gguf, names_hf
-from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, Residual, RMSNorm, Share
+from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, Residual, RMSNorm
 from toolkit.models.model import CausalLM
 from toolkit.models.places import to_dtype
 from toolkit.ops import HeadLayout, Operand
@@ -95,9 +95,10 @@ class Attention(nn.Module):
         about = (heads.held, 0 if self.shares else kv_heads.held, head_dim)
         self.heads = HeadLayout(*about, values_are_keys="v" not in sizes, value_norm=True, eps=config.rms_norm_eps)
 
-    def forward(self, x: Operand, at: Pass) -> Share:
+    def forward(self, x: Operand, at: Pass) -> Tensor:
         kernels = at.kernels and self.heads.fits(x.plain.dtype, 1.0)
-        return self.o.share(self._by_kernels(x, at) if kernels else self._plain(x, at))
+        out: Tensor = self.o(self._by_kernels(x, at) if kernels else self._plain(x, at))
+        return out
 
     def _plain(self, x: Operand, at: Pass) -> Tensor:
         heads = (*x.plain.shape[:2], -1, self.head_dim)
@@ -233,9 +234,9 @@ class Block(nn.Module):
         normed, x = x.normed(self.attention_norm, self.attention.qkv.takes_quantized)
         x = x.add(self.attention(normed, at), self.attention_post_norm)
         normed, x = x.normed(self.mlp_norm, self.mlp.gate_up.takes_quantized)
-        out = self.mlp.share(normed)
+        out = self.mlp(normed)
         if self.has_experts:
-            out = Share(self.dense_post_norm(out.sum()) + self.routed(x.x))
+            out = self.dense_post_norm(out) + self.routed(x.x)
         if self.has_input:
             x = Residual(x.add(out, self.mlp_post_norm).sum())
             return x.add(self.layer_input(x.x, given), self.layer_input.norm, self.scalar)

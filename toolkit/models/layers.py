@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -42,43 +41,23 @@ class RMSNorm(nn.Module):
         return ops.rms_norm(x, self.weight, self.eps, quantize)
 
 
-class Share(NamedTuple):
-    """What a rank adds to a sum over `ranks`, which the operation that needs the sum computes."""
-
-    values: Tensor
-    ranks: int = 1
-
-    def sum(self) -> Tensor:
-        """Return the sum over all ranks."""
-        return ops.all_reduce(self.values, self.ranks)
-
-
 @dataclass(frozen=True)
 class Residual:
     """The residual stream of a decoder: `x` [B, T, hidden], and the output of a block that is still to be added.
 
     The addition is deferred so that the norm after a block, the sum, and the norm before the next block are one operation. The
-    norm `post` is applied to `added` before the addition, and the sum is multiplied by `scalar` [1], if they are given. With
-    several `ranks`, `added` is this rank's share of the block's output.
+    norm `post` is applied to `added` before the addition, and the sum is multiplied by `scalar` [1], if they are given.
     """
 
     x: Tensor
     added: Tensor | None = None
     post: RMSNorm | None = None
     scalar: Tensor | None = None
-    ranks: int = 1
 
-    def add(self, made: Tensor | Share, post: RMSNorm | None = None, scalar: Tensor | None = None) -> Residual:
+    def add(self, made: Tensor, post: RMSNorm | None = None, scalar: Tensor | None = None) -> Residual:
         """Return the residual with a block's output `made` still to be added; it must have no other pending output."""
         assert self.added is None
-        values, ranks = made if isinstance(made, Share) else Share(made)
-        return Residual(self.x, values, post, scalar, ranks)
-
-    def exchanged(self) -> Residual:
-        """Return the residual with the whole of the output that is still to be added."""
-        if self.added is None or self.ranks == 1:
-            return self
-        return replace(self, added=ops.all_reduce(self.added, self.ranks), ranks=1)
+        return Residual(self.x, made, post, scalar)
 
     def normed(self, norm: RMSNorm, quantize: bool) -> tuple[Operand, Residual]:
         """Add the pending output. Return the input of the next block, norm(sum), and the residual after the addition.
@@ -88,7 +67,7 @@ class Residual:
         if self.added is None:
             return norm.operand(self.x, quantize), self
         post = None if self.post is None else self.post.weight
-        out, x = ops.add_norm(self.x, self.added, norm.weight, norm.eps, post, self.scalar, quantize, self.ranks)
+        out, x = ops.add_norm(self.x, self.added, norm.weight, norm.eps, post, self.scalar, quantize)
         return out, Residual(x)
 
     def sum(self) -> Tensor:
@@ -96,8 +75,8 @@ class Residual:
         if self.added is None:
             return self.x
         if self.post is None:
-            return self.x + ops.all_reduce(self.added, self.ranks)
-        return ops.norm_add(self.x, self.added, self.post.weight, self.post.eps, self.scalar, self.ranks)
+            return self.x + self.added
+        return ops.norm_add(self.x, self.added, self.post.weight, self.post.eps, self.scalar)
 
 
 class Linear(nn.Module):
@@ -127,15 +106,11 @@ class Linear(nn.Module):
     def forward(self, x: Tensor | Operand, chosen: Tensor | slice | None = None) -> Tensor:
         """x [..., in] -> [..., out]; with `chosen` (n experts), a plain x [n, T, in] -> [n, T, out]."""
         if chosen is None:
-            out = Share(ops.matmul(x, self.weight), self.ranks).sum()
+            out = ops.all_reduce(ops.matmul(x, self.weight), self.ranks)
         else:
             assert isinstance(x, Tensor)
             out = experts_matmul(x, self.weight, chosen)
         return out if self.bias is None else out + self.bias
-
-    def share(self, x: Tensor | Operand) -> Share:
-        """Return x [..., in] -> [..., out] before the sum over the ranks, unless a bias must be added to the sum."""
-        return Share(ops.matmul(x, self.weight), self.ranks) if self.bias is None else Share(self(x))
 
 
 class Joined(nn.Module):
@@ -327,11 +302,8 @@ class GatedMLP(nn.Module):
         self.activation = activation
 
     def forward(self, x: Tensor | Operand) -> Tensor:
-        return self.share(x).sum()
-
-    def share(self, x: Tensor | Operand) -> Share:
-        """Return the result before the sum over the ranks (see `Linear.share`)."""
-        return self.down.share(self.gate_up.gated(x, self.activation))
+        out: Tensor = self.down(self.gate_up.gated(x, self.activation))
+        return out
 
 
 def packed_pair(gate_up: Joined, down: Linear) -> tuple[PackedMatrix, PackedMatrix] | None:
@@ -383,7 +355,7 @@ class Experts(nn.Module):
 
         The softmax of the `top_k` largest scores weights the experts. `router` [experts, hidden] gives the scores; with a
         `shared` expert, one more row gives its weight before the sigmoid. Returns None if `x` holds several tokens, or if the
-        operation doesn't support these matrices.
+        operation doesn't support these matrices. Otherwise the pending output is the sum over all ranks.
         """
         packed = packed_pair(self.gate_up, self.down)
         own = None if shared is None else packed_pair(shared.gate_up, shared.down)
@@ -393,9 +365,8 @@ class Experts(nn.Module):
             return None
         if not ops.moe_fits(x.added, x.x, norm.weight, router, packed, self.activation, own):
             return None
-        added = ops.all_reduce(x.added, x.ranks)
-        out, total = ops.moe(added, x.x, norm.weight, norm.eps, router, top_k, packed, self.activation, own)
-        return Residual(total, out, ranks=self.ranks)
+        out, total = ops.moe(x.added, x.x, norm.weight, norm.eps, router, top_k, packed, self.activation, own)
+        return Residual(total, ops.all_reduce(out, self.ranks))
 
     def _run(self, x: Tensor, experts: Tensor | slice) -> Tensor:
         out: Tensor = self.down(self.gate_up.gated(x, self.activation, experts), experts)

@@ -21,7 +21,7 @@ from toolkit.models.cache import Cache, KeysValues, Reach, Ring, State
 from toolkit.models.cache_codes import every_position
 from toolkit.models.costs import Cost, each, look_up, weigh
 from toolkit.models.cuts import Cut, evenly, split_heads
-from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, Residual, RMSNorm, Share
+from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, Residual, RMSNorm
 from toolkit.models.model import CausalLM
 from toolkit.models.names import SKIPPED
 from toolkit.models.places import to_dtype
@@ -70,7 +70,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.heads = HeadLayout(heads.held, kv_heads.held, config.head_dim, eps=config.rms_norm_eps)
 
-    def forward(self, x: Operand, at: At | None, rope: Tensor | None) -> Share:
+    def forward(self, x: Operand, at: At | None, rope: Tensor | None) -> Tensor:
         """x holds [B, T, hidden]. Without a cache (`at`), `rope` is the rotary table of the sequence."""
         if at is None:
             assert rope is not None
@@ -88,7 +88,8 @@ class Attention(nn.Module):
                 query, key, value = self._heads(x, at.rope)
                 seen = state.extend(key.transpose(1, 2), value.transpose(1, 2), reach)
                 mixed = cached_attention(query, *seen, reach.mask, self.scale)
-        return self.o.share(mixed)
+        out: Tensor = self.o(mixed)
+        return out
 
     def _heads(self, x: Operand, rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return query [B, T, H, D], normalized and rotated, key [B, T, KV, D] likewise, and value [B, T, KV, D]."""
@@ -119,7 +120,8 @@ class SparseMLP(nn.Module):
         shares, chosen = self.router(rows).softmax(-1, dtype=torch.float32).topk(self.top_k, -1)
         if self.scaled:
             shares = shares / shares.sum(-1, keepdim=True)
-        return x.add(Share(self.experts(rows, chosen, shares).view(x.x.shape), self.experts.ranks))
+        out = ops.all_reduce(self.experts(rows, chosen, shares), self.experts.ranks)
+        return x.add(out.view(x.x.shape))
 
 
 class Block(nn.Module):
@@ -141,7 +143,7 @@ class Block(nn.Module):
         if hasattr(self, "moe"):
             return self.moe(x, self.mlp_norm)  # type: ignore[no-any-return]
         normed, x = x.normed(self.mlp_norm, self.mlp.gate_up.takes_quantized)
-        return x.add(self.mlp.share(normed))
+        return x.add(self.mlp(normed))
 
 
 class Model(CausalLM):

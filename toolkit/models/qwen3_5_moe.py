@@ -21,7 +21,7 @@ from toolkit.models.cache import Cache, KeysValues, Reach, Recurrent, State
 from toolkit.models.cache_codes import every_position
 from toolkit.models.costs import Cost, each, look_up, weigh
 from toolkit.models.cuts import Cut, as_cut, end_to_end, evenly, split_heads
-from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, Residual, RMSNorm, Share
+from toolkit.models.layers import Embedding, Experts, GatedMLP, Joined, Linear, Residual, RMSNorm
 from toolkit.models.model import CausalLM
 from toolkit.models.names import SKIPPED
 from toolkit.models.places import assign, held_of, to_dtype
@@ -88,7 +88,7 @@ class DeltaNet(nn.Module):
         self.out = Linear(value_size, config.hidden_size)
         self.key_heads = keys.held
 
-    def forward(self, x: Operand, at: At | None) -> Share:
+    def forward(self, x: Operand, at: At | None) -> Tensor:
         c, norm = self.config, self.norm
         heads = (self.key_heads, c.linear_key_head_dim, c.tiled)
         layer = DeltaNetLayer(self.conv, self.decay, self.dt_bias, norm.weight, *heads, norm.eps)
@@ -101,7 +101,8 @@ class DeltaNet(nn.Module):
             assert isinstance(state, Recurrent)
             held = (at.reach.positions, state.states["conv"], state.states["memory"])
             found = ops.delta_net(qkv[0], z[0], b[0], a[0], *held, layer)[None]
-        return self.out.share(found)
+        out: Tensor = self.out(found)
+        return out
 
 
 class Attention(nn.Module):
@@ -122,7 +123,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.heads = HeadLayout(heads.held, kv_heads.held, config.head_dim, gated=True, eps=config.rms_norm_eps)
 
-    def forward(self, x: Operand, at: At | None, rope: Tensor | None) -> Share:
+    def forward(self, x: Operand, at: At | None, rope: Tensor | None) -> Tensor:
         """x holds [B, T, hidden]. Without a cache (`at`), `rope` is the rotary table of the sequence."""
         qkv = self.qkv.projected(x)
         row = qkv.row
@@ -140,7 +141,8 @@ class Attention(nn.Module):
                 seen = state.extend(key.transpose(1, 2), value.transpose(1, 2), at.reach)
                 mixed = cached_attention(query, *seen, at.reach.mask, self.scale)
         gated = ops.gate_heads(mixed.view(*row.shape[:2], -1), row, self.heads.heads, ops.takes_quantized(self.o.weight))
-        return self.o.share(gated)
+        out: Tensor = self.o(gated)
+        return out
 
     def _heads(self, row: Tensor, rope: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return query [B, T, H, D], key and value [B, T, KV, D] from projections [B, T, width]; query and key are rotated."""
@@ -174,8 +176,8 @@ class SparseMLP(nn.Module):
         scores, gate = self.gates(rows)
         shares, chosen = scores.softmax(-1, dtype=torch.float32).topk(self.top_k, -1)
         routed = self.experts(rows, chosen, shares / shares.sum(-1, keepdim=True))
-        out = torch.addcmul(routed, self.shared(rows), gate.sigmoid())
-        return x.add(Share(out.view(x.x.shape), self.experts.ranks))
+        out = ops.all_reduce(torch.addcmul(routed, self.shared(rows), gate.sigmoid()), self.experts.ranks)
+        return x.add(out.view(x.x.shape))
 
 
 class Block(nn.Module):
@@ -204,7 +206,7 @@ class Block(nn.Module):
         if hasattr(self, "moe"):
             return self.moe(x, self.mlp_norm)  # type: ignore[no-any-return]
         normed, x = x.normed(self.mlp_norm, self.mlp.gate_up.takes_quantized)
-        return x.add(self.mlp.share(normed))
+        return x.add(self.mlp(normed))
 
 
 class Model(CausalLM):

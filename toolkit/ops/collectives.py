@@ -31,7 +31,7 @@ def all_reduce(x: Tensor, ranks: int) -> Tensor:
     if ranks == 1:
         return x
     _check(x)
-    if launches_directly(x):
+    if _launches_directly(x):
         return exchange.all_reduce(x, ranks)
     return torch.ops.toolkit.all_reduce(x, ranks)  # type: ignore[no-any-return]
 
@@ -41,12 +41,12 @@ def all_gather(x: Tensor, sizes: Sequence[int], dim: int = -1) -> Tensor:
     if len(sizes) == 1:
         return x
     _check(x)
-    if launches_directly(x):
+    if _launches_directly(x):
         return exchange.all_gather(x, sizes, dim)
     return torch.ops.toolkit.all_gather(x, list(sizes), dim)  # type: ignore[no-any-return]
 
 
-def launches_directly(x: Tensor) -> bool:
+def _launches_directly(x: Tensor) -> bool:
     """Return whether the launch bypasses PyTorch's dispatcher: on CUDA, if nobody observes it or a tape records it."""
     return x.is_cuda and (direct(x) or recording() is not None)
 
@@ -57,8 +57,7 @@ def _check(x: Tensor) -> None:
         raise ModelError("a gradient of a model over several ranks", found, "Run it under torch.no_grad()")
 
 
-def sum_of_all(x: Tensor) -> Tensor:
-    """Return the sum of the tensors of all ranks in host memory."""
+def _all_reduce(x: Tensor, ranks: int) -> Tensor:
     return gather(x).sum(0, dtype=torch.float32).to(x.dtype)
 
 
@@ -76,12 +75,7 @@ def _all_gather_shape(x: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
 
 
 for _schema, _on_host, _on_cuda, _shape in (
-    (
-        "all_reduce(Tensor x, int ranks) -> Tensor",
-        lambda x, ranks: sum_of_all(x),
-        exchange.all_reduce,
-        lambda x, ranks: torch.empty_like(x),
-    ),
+    ("all_reduce(Tensor x, int ranks) -> Tensor", _all_reduce, exchange.all_reduce, lambda x, ranks: torch.empty_like(x)),
     ("all_gather(Tensor x, int[] sizes, int dim) -> Tensor", _all_gather, exchange.all_gather, _all_gather_shape),
 ):
     _name = _schema.split("(")[0]

@@ -6,7 +6,6 @@ sizes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from toolkit.kernels.exchange import Inbox
 
 MOST_BYTES = 1 << 19  # of the tensor of a rank that is exchanged in one launch; `toolkit.kernels.exchange` has the same figure
-MOST_ROW_BYTES = 1 << 15  # of a row that is exchanged in the launch of its norm: 4 bytes in each of the kernel's ROW_WORDS
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ONE_SHOT = "one-shot"  # an algorithm, as NCCL
 
@@ -64,22 +62,18 @@ def links(device: torch.device) -> Links:
 def _connected(group: Any, device: torch.device) -> Links:
     import torch.distributed as dist
 
-    from toolkit.kernels.exchange import BLOCK_WORDS, MOST_BLOCKS, PLACES, ROW_WORDS, Inbox
+    from toolkit.kernels.exchange import BLOCK_WORDS, MOST_BLOCKS, PLACES, Inbox
 
     shard = ranks.current()
     if "cuda:nccl" not in str(dist.get_backend_config()):
         found, do = f"the group's backends are {dist.get_backend_config()}", 'Call init_process_group("cpu:gloo,cuda:nccl")'
         raise DeviceError(f"a model over {shard.ranks} ranks on CUDA", found, do)
-    shape = (PLACES, shard.ranks, MOST_BLOCKS * BLOCK_WORDS)
-    row_shape = (PLACES, shard.ranks, ROW_WORDS)
-    sizes = (math.prod(shape), math.prod(row_shape), MOST_BLOCKS // 2, 1)  # the last two count in int32
-    shared, why_not = connect(device, shard, sum(sizes))
+    words = PLACES * shard.ranks * MOST_BLOCKS * BLOCK_WORDS
+    shared, why_not = connect(device, shard, words + MOST_BLOCKS // 2)
     inbox = None
     if shared is not None:
-        words, rows, counts, row_count = shared.own.split(sizes)
-        addresses = (shared.addresses, shared.addresses + words.nbytes)
-        numbers = (counts.view(torch.int32), row_count.view(torch.int32)[:1])
-        inbox = Inbox(shard.rank, words.view(shape), addresses[0], numbers[0], rows.view(row_shape), addresses[1], numbers[1])
+        rows = shared.own[:words].view(PLACES, shard.ranks, MOST_BLOCKS * BLOCK_WORDS)
+        inbox = Inbox(shard.rank, rows, shared.addresses, shared.own[words:].view(torch.int32))
     return Links(group, device, shared, inbox, why_not)
 
 
@@ -94,7 +88,7 @@ def all_reduce(x: Tensor, count: int) -> Tensor:
     if x.numel():
         key = inbox.rank, count, x.dtype, x.numel(), x.data_ptr() % 16, out.data_ptr() % 16
         note = partial(_note, x.device, "all_reduce", x.nbytes, count, ONE_SHOT)
-        _start(exchange.all_reduce(inbox, x, out), [x], [out], note, key)
+        _start(exchange.all_reduce(inbox, x, out), x, out, note, key)
     return out
 
 
@@ -109,34 +103,8 @@ def all_gather(x: Tensor, sizes: Sequence[int], dim: int) -> Tensor:
     out = torch.empty((*rows.shape[:-1], width), dtype=rows.dtype, device=rows.device)  # a tape knows this function
     if out.numel():
         launch = exchange.all_gather(inbox, rows, sizes, out)
-        _start(launch, [rows], [out], partial(_note, x.device, "all_gather", out.nbytes, len(sizes), ONE_SHOT))
+        _start(launch, rows, out, partial(_note, x.device, "all_gather", out.nbytes, len(sizes), ONE_SHOT))
     return out.movedim(-1, dim).contiguous()
-
-
-def summed_norm(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor, post_weight: Tensor | None, scalar: Tensor | None, normed: bool,
-    quantize: bool, count: int,
-) -> list[Tensor]:  # fmt: skip
-    """Sum the tensors x of `count` ranks, one row each, and return what `toolkit::rms_norm` does for the sum: in one launch.
-
-    Raises DeviceError if the ranks exchange by NCCL.
-    """
-    from toolkit.kernels import exchange
-    from toolkit.ops.norms import norm_problem
-    from toolkit.tune.lookup import choose
-
-    inbox = links(x.device).inbox
-    if inbox is None:
-        found = f"the ranks exchange by NCCL: {links(x.device).why_not}"
-        raise DeviceError("a norm of a sum over ranks in one launch", found, "Call all_reduce, then rms_norm")
-    kernel, shape, inputs = norm_problem(x, weight, eps, residual, post_weight, scalar, normed, quantize)
-    outputs = kernel.outputs(shape, inputs)
-    launch = exchange.summed_norm(inbox, shape, choose(kernel, shape, x.device).config, inputs, outputs)
-    pointers = [t.data_ptr() % 16 for t in (*inputs.values(), *outputs.values())]
-    key = (inbox.rank, count, shape, launch.warps, *pointers)
-    note = partial(_note, x.device, "all_reduce", x.nbytes, count, ONE_SHOT)
-    _start(launch, list(inputs.values()), list(outputs.values()), note, key)
-    return [t.view(*x.shape[:-1], t.shape[-1]) for t in outputs.values()]
 
 
 def is_small(x: Tensor, most: int) -> bool:
@@ -167,20 +135,16 @@ def _joined_by_nccl(rows: Tensor, sizes: Sequence[int]) -> Tensor:
     return torch.cat([part[..., :size] for part, size in zip(found, sizes, strict=True)], -1)
 
 
-def _start(
-    launch: Launch, given: Sequence[Tensor], made: Sequence[Tensor], note: Callable[[], None],
-    key: tuple[Any, ...] | None = None,
-) -> None:  # fmt: skip
+def _start(launch: Launch, x: Tensor, out: Tensor, note: Callable[[], None], key: tuple[Any, ...] | None = None) -> None:
     """Run `launch`, and record it if a tape records. Launches with the same `key` differ only in their pointers."""
     start = partial(_run, launch, note, key)
     tape = recording()
-    with torch.cuda.device(given[0].device):
+    with torch.cuda.device(x.device):
         if tape is None:
             start()
         else:
-            tape.use(given)
-            for out in made:
-                tape.hold(out)
+            tape.use((x,))
+            tape.hold(out)
             tape.start(start)
 
 

@@ -8,13 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.compiler import is_compiling
 
-from toolkit.gpu.virtual.effects.effect import Effect, collective, nbytes
+from toolkit.gpu.virtual.effects.effect import Effect, nbytes
 from toolkit.gpu.virtual.effects.operations import rule
-from toolkit.ops import exchange
-from toolkit.ops.collectives import all_reduce, launches_directly, sum_of_all
 from toolkit.ops.define import Problem, aligned, call, define, dtype_name, launches, on_gpu
 from toolkit.ops.products import Operand, quantizes
 from toolkit.weights.packed import ACTIVATIONS_PER_SCALE, quantize_activations
@@ -31,50 +27,30 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, quantize: bool = False) -> O
 
 def add_norm(
     residual: Tensor, x: Tensor, weight: Tensor, eps: float, post_weight: Tensor | None = None, scalar: Tensor | None = None,
-    quantize: bool = False, ranks: int = 1,
+    quantize: bool = False,
 ) -> tuple[Operand, Tensor]:  # fmt: skip
     """Return (norm(sum), sum), [..., hidden]: sum = residual + x, or with `post_weight` (residual + post_norm(x)) * scalar.
 
-    `quantize` as in `rms_norm`. With several `ranks`, x is this rank's share of a sum over them (`all_reduce`).
+    `quantize` as in `rms_norm`.
     """
-    normed, total, *quantized = _norm(x, weight, eps, residual, post_weight, scalar, quantize=quantize, ranks=ranks)
+    normed, total, *quantized = _norm(x, weight, eps, residual, post_weight, scalar, quantize=quantize)
     return Operand(normed, tuple(quantized)), total
 
 
-def norm_add(
-    residual: Tensor, x: Tensor, post_weight: Tensor, eps: float, scalar: Tensor | None = None, ranks: int = 1
-) -> Tensor:  # fmt: skip
-    """Return (residual + norm(x)) * scalar, [..., hidden]. `ranks` as in `add_norm`."""
-    return _norm(x, post_weight, eps, residual, post_weight, scalar, False, ranks=ranks)[0]
+def norm_add(residual: Tensor, x: Tensor, post_weight: Tensor, eps: float, scalar: Tensor | None = None) -> Tensor:
+    """Return (residual + norm(x)) * scalar, [..., hidden]."""
+    return _norm(x, post_weight, eps, residual, post_weight, scalar, False)[0]
 
 
 def _norm(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, post_weight: Tensor | None = None,
-    scalar: Tensor | None = None, normed: bool = True, quantize: bool = False, ranks: int = 1,
+    scalar: Tensor | None = None, normed: bool = True, quantize: bool = False,
 ) -> Sequence[Tensor]:  # fmt: skip
-    kernels = bool(x.numel()) and on_gpu(x, weight, residual, post_weight, scalar)
-    if ranks > 1 and not (kernels and _exchanges_itself(x)):
-        x, ranks = all_reduce(x, ranks), 1
-    if not kernels:
+    if not x.numel() or not on_gpu(x, weight, residual, post_weight, scalar):
         return _norm_reference(x, weight, eps, residual, post_weight, scalar, normed, False)
     residual = None if residual is None else aligned(residual)
     quantize = quantize and quantizes(x)
-    if ranks > 1:
-        run: Any = exchange.summed_norm if launches_directly(x) else torch.ops.toolkit.summed_norm
-        return run(aligned(x), weight, eps, residual, post_weight, scalar, normed, quantize, ranks)  # type: ignore[no-any-return]
     return call("rms_norm", aligned(x), weight, eps, residual, post_weight, scalar, normed, quantize)  # type: ignore[no-any-return]
-
-
-def _exchanges_itself(x: Tensor) -> bool:
-    """Return whether the launch of the norm also sums x over the ranks: one row, whose ranks reach each other's memory.
-
-    That is not so while a graph is traced, because packages call collectives by themselves.
-    """
-    if is_compiling() or isinstance(x, FakeTensor) or x.dtype not in exchange.DTYPES:
-        return False
-    if x.numel() != x.shape[-1] or x.nbytes > exchange.MOST_ROW_BYTES:
-        return False
-    return not x.is_cuda or exchange.links(x.device).inbox is not None
 
 
 def _norm_reference(
@@ -100,7 +76,7 @@ def _norm_shape(
     return found
 
 
-def norm_problem(
+def _norm_problem(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, post_weight: Tensor | None, scalar: Tensor | None,
     normed: bool, quantize: bool,
 ) -> Problem:  # fmt: skip
@@ -118,7 +94,7 @@ def norm_problem(
 define(
     "rms_norm(Tensor x, Tensor weight, float eps, Tensor? residual, Tensor? post_weight, Tensor? scalar, bool normed, "
     "bool quantize) -> Tensor[]",
-    _norm_reference, _norm_shape, norm_problem,
+    _norm_reference, _norm_shape, _norm_problem,
     lambda outputs, x: [t.view(*x.shape[:-1], t.shape[-1]) for t in outputs.values()],
 )  # fmt: skip
 
@@ -132,21 +108,3 @@ def _effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Sequence[Tensor
     x, weight, residual, twice = args[0], args[1], args[3], args[4] is not None and args[6]
     moved = nbytes(x) * (1 + (residual is not None)) + nbytes(weight) + sum(map(nbytes, out))
     return launches("rms_norm", 1, moved, floor=1.9 if twice else 1.0, blocks=x.numel() // x.shape[-1])
-
-
-_library = torch.library.Library("toolkit", "FRAGMENT")
-_library.define(
-    "summed_norm(Tensor x, Tensor weight, float eps, Tensor residual, Tensor? post_weight, Tensor? scalar, bool normed, "
-    "bool quantize, int ranks) -> Tensor[]"
-)
-_library.impl("summed_norm", lambda x, *rest: _norm_reference(sum_of_all(x), *rest[:-1]), "CPU")
-_library.impl("summed_norm", exchange.summed_norm, "CUDA")
-torch.library.register_fake("toolkit::summed_norm", lambda x, *rest: _norm_shape(x, *rest[:-1]), lib=_library)
-
-
-@rule("toolkit::summed_norm")
-def _summed_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Sequence[Tensor]) -> list[Effect]:
-    """Return the exchange; its launch computes one norm or two after it."""
-    size, ranks, twice = nbytes(args[0]), args[8], args[4] is not None and args[6]
-    sent = collective("all_reduce", size, (ranks - 1) * size, ranks, exchange.ONE_SHOT)
-    return [sent._replace(floor=1.9 if twice else 1.0)]

@@ -31,8 +31,7 @@ class Effect(NamedTuple):
     GpuSpec figure that limits `flops`, and `cost` the one for the host's cost of the launch. The fixed time of a kernel is
     `floor` times that of the shortest kernel. It reaches a `share` of the bandwidth of a streaming kernel, and of the
     arithmetic rate of a large product; with fewer `blocks` than SMs, no more than these can load (0: enough blocks). The
-    `moved_bytes` of a collective are those that a rank receives from others; `ranks` of them take part. Its `floor` is what its
-    launch computes afterwards.
+    `moved_bytes` of a collective are those that a rank receives from others; `ranks` of them take part.
     """
 
     kind: str  # kernel | h2d | d2h | d2d | memset | collective | wait
@@ -86,7 +85,7 @@ _D2H = ("Memcpy DtoH (Device -> Pageable)", "Memcpy DtoH (Device -> Pinned)")
 
 def collective(name: str, n_bytes: int, received: int, ranks: int, algorithm: str) -> Effect:
     """Return a collective of `ranks` ranks, each of which receives `received` bytes. Its larger tensor has `n_bytes`."""
-    return Effect("collective", n_bytes, name, moved_bytes=received, ranks=ranks, algorithm=algorithm, floor=0.0)
+    return Effect("collective", n_bytes, name, moved_bytes=received, ranks=ranks, algorithm=algorithm)
 
 
 def read_back(n_bytes: int) -> list[Effect]:
@@ -122,7 +121,7 @@ def duration_ns(effect: Effect, spec: GpuSpec) -> int:
         return int(getattr(spec, _FLOOR[kind]) + effect.bytes / rate * 1e9)
     if kind == "collective":
         fixed = max(NCCL_NS, spec.collective_ns) if effect.algorithm == NCCL else spec.collective_ns
-        return int(fixed + spec.kernel_floor_ns * effect.floor + moved / spec.peer_bytes_per_s * 1e9)
+        return int(fixed + moved / spec.peer_bytes_per_s * 1e9)
     rate = spec.reached_bandwidth_bytes_per_s
     if not effect.flops and 2 * moved < spec.l2_bytes:
         rate *= L2_SPEEDUP
