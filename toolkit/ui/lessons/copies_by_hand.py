@@ -171,7 +171,7 @@ def typical_us(order: pd.DataFrame) -> tuple[float, float]:
 
 def side_by_side(one_stream: Trace, two_streams: Trace) -> Timeline:
     """Return the timelines of both traces on one time axis."""
-    return Timeline(one_stream, two_streams, titles=("one stream", "two streams"))
+    return Timeline(one_stream, two_streams, titles=("the loop in one stream", "the loop in two streams"))
 
 
 def early_kernels(order: pd.DataFrame) -> int:
