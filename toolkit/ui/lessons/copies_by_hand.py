@@ -66,7 +66,8 @@ def no_waits(memory):
     ),
     "ready": Question(
         hint="After a copy, `ready = copies.record_event()` marks its end. `cuda.current_stream()` has a method that waits "
-        "for an event. Which line must come after it?",
+        "for an event. Which line must come after it? (Inside of `with cuda.stream(copies):`, the current stream is `copies`, "
+        "which needn't wait for itself.)",
         why="`wait_event` makes one stream wait for another one. The host doesn't wait: it only queues the order to wait.",
         answer="""\
 def ordered(memory):
