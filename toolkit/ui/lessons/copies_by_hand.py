@@ -82,7 +82,8 @@ def ordered(memory):
     ),
     "two buffers": Question(
         hint="Keep the event that the kernel of each batch records when it ends, as `done`. Before the copy of batch n, the "
-        "stream `copies` must wait for the event of batch n - 2.",
+        "stream `copies` must wait for the event of batch n - 2. (That of batch n - 1 comes too late: its kernel reads the "
+        "other buffer, and should run during the copy.)",
         why="Each buffer needs two events: the kernel waits until the buffer is full, and the next copy until it is free. "
         "That is double buffering, and it works in the same way for every queue of reused memory.",
         answer="""\
