@@ -319,7 +319,7 @@ def measured_html(uses: Mapping[int, tuple[str, MemoryUse]]) -> str:
     """Return the table of measurements, the last one first, each with a radio button whose value is its number."""
     most = max((use.peak_bytes for _, use in uses.values()), default=0)
     body = "".join(_measured_row(n, *uses[n], max(most, 1)) for n in sorted(uses, reverse=True))
-    return f'<div class="tk-measured">{_table(_COLUMNS, body)}</div>'
+    return f'<div class="tk-measured tk-list">{_table(_COLUMNS, body)}</div>'
 
 
 def _measured_row(number: int, what: str, use: MemoryUse, most_bytes: int) -> str:

@@ -83,7 +83,7 @@ class TracesPanel(Panel):
         self.open_field.options = _files()
         if entries:
             kept = f"<small>The last {MOST} are kept.</small>" if len(entries) == MOST else ""
-            self.list_view.value = f"{copies_html(reversed(entries))}{kept}"
+            self.list_view.value = f'<div class="tk-list">{copies_html(reversed(entries))}</div>{kept}'
             options = [(entry.label, entry.number) for entry in reversed(entries)]
             self.a_field.options, self.b_field.options = options, [("(none)", _NONE), *options]
             self.a_field.value = entries[-2 if len(entries) > 1 else -1].number
