@@ -25,6 +25,10 @@ lab_tune.tune.explore = lambda kernel, shape, gpus, progress, cancel: (progress(
 lab = tk.Lab()
 lab"""
 
+# The parts that scroll sideways.
+WIDER = """() => [...document.querySelectorAll(".tk-tuning .tk-scroll")].filter((part) => part.scrollWidth > part.clientWidth)
+  .map((part) => `${part.innerText.slice(0, 40)}: ${part.scrollWidth} of ${part.clientWidth} pixels`)"""
+
 
 def look(page, name: str) -> None:
     page.wait_for_selector(VIEW, timeout=60_000)
@@ -47,6 +51,12 @@ def test_a_tuning_is_legible_and_answers_to_clicks(notebook) -> None:
     assert "131,072" in first.locator(".tk-row td.tk-excluded").first.inner_text()
     assert page.locator(VIEW).nth(1).locator("input.tk-c1").is_checked()  # the other table has a choice of its own
     assert first.locator(".tk-more:visible").count() == 0
+    command(page, "application:toggle-left-area")
+    for width in (1440, 900):
+        page.set_viewport_size({"width": width, "height": 1500})
+        page.wait_for_timeout(400)
+        assert page.evaluate(WIDER) == []
+    command(page, "application:toggle-left-area")
     first.locator(".tk-row td").nth(5).click()
     assert first.locator(".tk-more:visible svg").count() == 9
     assert "SASS" in first.locator(".tk-more:visible td").first.inner_text()

@@ -84,5 +84,15 @@ def test_of_a_step_number_that_comes_twice_the_first_step_counts():
     assert typical_step([steps_of(twice.build({}))]) == 3
 
 
+def test_a_step_that_overlaps_with_the_next_takes_the_time_until_that_begins():
+    """The host queues the copy of a batch while the kernel of the batch before is running."""
+    builder = TraceBuilder()
+    for step in range(4):
+        builder.add("h2d", 10_000 * step, 6_000, bytes=8, step=step)
+        builder.add("kernel", 10_000 * step + 6_000, 7_000, step=step, name="mm")
+    trace = builder.build({})
+    assert [facts(trace, step=step).elapsed_ns for step in range(4)] == [10_000, 10_000, 10_000, 13_000]
+
+
 def test_a_timeline_opens_on_a_decode_step_even_if_there_is_only_one():
     assert typical_step([steps_of(loop(durations=(90, 50)))]) == 1

@@ -133,7 +133,7 @@ def test_exporting_tells_and_keeps_the_package(app: Lab, exporter: Exporter) -> 
     (path, folder, options), *rest = exporter.asked
     assert (path, folder, rest) == ("random/gemma4-31b", "out", [])
     assert options == {"target": "rtx-4090", "budget": 4 * GiB, "context": 4096, "kv": None, "scheme": "q4_k_m"}
-    assert "Exported for <b>rtx-4090</b>" in app.plan.status.value
+    assert "Exported for <b>rtx-4090</b> into the folder <b>out</b>." in app.plan.status.value
     assert app.plan.package.path == "out"
     assert app.plan.view.value == "a picture of out"
     assert app.work.bar.value == 0.25

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,6 +63,17 @@ def test_any_two_runs_are_compared_saved_and_opened_again(app: Lab, tmp_path: Pa
         row = panel.list_view.value.partition(f": {name}<br>")[2].partition("</tr>")[0]
         assert f"<td>{found}</td>" in row
         assert name in panel.timeline_box.children[0].scene.tracks[0].title or name == "kept.trace"
+
+
+def test_the_empty_state_names_a_trace_that_opens() -> None:
+    lab = Lab()
+    found = re.search(r"<code>(.*?)</code>", lab.traces.list_view.value)
+    assert found
+    lab.traces.open_field.value = found[1]
+    press(lab, lab.traces.open_button)
+    assert lab.error is None
+    assert lab.traces.timeline_box.children[0].scene.tracks[0].clock == "measured"
+    lab.close()
 
 
 def test_errors_are_shown_in_the_panel(app: Lab, tmp_path: Path) -> None:

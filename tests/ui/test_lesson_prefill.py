@@ -122,3 +122,25 @@ def test_parts_of_a_prompt_are_checked_by_what_they_do() -> None:
         [True, True, False],
         [False, True, True],
     ]
+
+
+def test_a_function_that_raises_an_error_gets_its_line_and_the_hint() -> None:
+    """The last part is shorter, and many forget that."""
+    model = tk.load("demo/qwen3", device=tk.device("virtual:rtx-5090"), progress=False)
+
+    def feed(model, ids, cache, chunk):
+        for start in range(0, ids.shape[1], chunk):
+            stop = start + chunk
+            hidden = model.advance(model.embed(ids[:, start:stop]), cache.slots[start:stop], cache, stop)
+        return hidden[:, -1:]
+
+    (said,) = fed_in_parts(feed, model)
+    assert said.startswith("`feed` runs to its end, but it raised ModelError in its line 4: 96 tokens: the cache")
+    allocated = model.device.memory().allocated_bytes
+    fed_in_parts(feed, model)
+    assert model.device.memory().allocated_bytes == allocated
+    layers = Layers(read_bytes=14 * 10**9, flops=14 * 10**9)
+    for wrong in (lambda tokens, card: None, None):
+        ((said, met),) = limits(wrong, layers).items()
+        assert "it raised TypeError" in said
+        assert not met

@@ -80,7 +80,7 @@ def test_what_would_have_won_unchecked(page: str) -> None:
     h200 = re.search(r'<th scope="row">h200</th>(.*?)</tr>', table)
     assert h200
     right, wrong, excluded = re.findall(r"<td[^>]*>(.*?)</td>", h200[1])
-    assert right == "<b>64.2 µs</b> block_m=128 warps=8 stages=4"
+    assert right == "<b>64.2\u00a0µs</b> block_m=128 warps=8 stages=4"
     assert wrong.startswith('<b class="tk-modelled">')
     assert excluded == "-"
     assert re.search(r'<th scope="row">l4</th>.*?tk-excluded" title="l4[^"]*would take', table)
@@ -95,8 +95,8 @@ def test_what_other_winners_cost(page: str) -> None:
     lost = {name: re.findall(r"<td[^>]*>(.*?)</td>", inner) for name, inner in rows}
     assert all(lost[gpu][n] == "0" for n, gpu in enumerate(GPUS))
     assert lost["rtx-5090"][GPUS.index("h200")] == "⊘ excluded"
-    assert lost["h200"][GPUS.index("b200")] == "14 ×"
-    assert lost["rtx-4090"][0] == "+7.0 %"
+    assert lost["h200"][GPUS.index("b200")] == "14\u00a0×"
+    assert lost["rtx-4090"][0] == "+7.0\u00a0%"
 
 
 def test_nothing_runs_and_nothing_at_all() -> None:

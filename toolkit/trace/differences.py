@@ -112,9 +112,13 @@ class StepFacts:
 def step_facts(trace: Trace, name: str, step: int, steps: StepTable) -> StepFacts:
     """Return what step number `step` of a trace did. `name` is the name of the recording in sentences.
 
-    If the number comes several times, as with two runs in one recording, the first of these steps counts.
+    If the number comes several times, as with two runs in one recording, the first of these steps counts. Steps that overlap,
+    because the host is already in the next one, take the time until the next one begins.
     """
     ranges = steps.table[steps.table[:, 0] == step]
+    start, end = ranges[0, 1:].tolist() if len(ranges) else (0, 0)
+    following = steps.table[steps.table[:, 1] > start, 1]
+    end = min(end, int(following.min(initial=end)))
     rows = np.flatnonzero(trace["step"] == step)
     if len(ranges) > 1:
         rows = rows[trace["start_ns"][rows] < ranges[1, 1]]
@@ -127,7 +131,7 @@ def step_facts(trace: Trace, name: str, step: int, steps: StepTable) -> StepFact
     kernels = {trace.strings[c] if c >= 0 else "kernel": int(n) for c, n in zip(codes.tolist(), counts.tolist(), strict=True)}
     copies = {k: of(k) for k in COPY_KINDS}
     return StepFacts(
-        name, int((ranges[:1, 2] - ranges[:1, 1]).sum()), int(trace["dur_ns"][of("sync")].sum()), Counter(kernels),
+        name, end - start, int(trace["dur_ns"][of("sync")].sum()), Counter(kernels),
         len(of("launch")) if trace.is_kind("launch").any() else None,
         {k: len(found) for k, found in copies.items()}, {k: int(trace["bytes"][found].sum()) for k, found in copies.items()},
     )  # fmt: skip

@@ -113,9 +113,10 @@ def _chooser(name: str) -> str:
 
 def _section(part: Tuning, name: str, most: int, chooser: str) -> str:
     winners = {gpu: part.best(gpu) for gpu in part.gpus}
+    lines = "".join(f"<span>{escape(part.line(gpu))}\n</span>" for gpu in part.gpus)
     return "".join([
         '<div class="tk-sub">Each GPU\'s winner, as code</div>',
-        f'<div class="tk-scroll"><pre>{escape(chr(10).join(part.line(gpu) for gpu in part.gpus))}</pre></div>',
+        f'<div class="tk-scroll"><pre>{lines}</pre></div>',
         '<div class="tk-sub">Every config</div>', chooser, _heat_table(part, winners, name, most), _reasons(part.rows),
         _fastest(part, winners),
         _losses(part, winners) if len(part.gpus) > 1 and any(winners.values()) else "",
@@ -269,8 +270,8 @@ def _timed_config(row: Row | None, names: Sequence[str]) -> str:
     if row is None or row.ns is None:
         return "<td>-</td>"
     modelled = ' class="tk-modelled"' if row.clock == "modelled" else ""
-    said = escape(_config_text(row.config, names) or repr(row.config))
-    return f'<td class="tk-{row.verdict}" title="{escape(_tip(row))}"><b{modelled}>{seconds_text(row.ns / 1e9)}</b> {said}</td>'
+    said, time = escape(_config_text(row.config, names) or repr(row.config)), _unbroken(seconds_text(row.ns / 1e9))
+    return f'<td class="tk-{row.verdict}" title="{escape(_tip(row))}"><b{modelled}>{time}</b> {said}</td>'
 
 
 def _losses(part: Tuning, winners: dict[str, Row | None]) -> str:
@@ -300,12 +301,17 @@ def _loss(loss: float | str, row: Row | None) -> str:
     level = sum(1 + loss > near for near in (1.02, 1.1, 1.25))
     modelled = " tk-modelled" if row is not None and row.clock == "modelled" else ""
     more = f"+{100 * loss:.1f} %" if loss < 0.0995 else f"+{100 * loss:.0f} %" if loss < 3 else f"{1 + loss:.3g} ×"
-    text = "0" if loss < 0.0005 else more
+    text = "0" if loss < 0.0005 else _unbroken(more)
     return f'<td class="tk-l{level}{modelled}">{text}</td>'
 
 
 def _time(row: Row) -> str:
-    return seconds_text(row.ns / 1e9) if row.ns is not None and row.usable else _word(row.verdict)
+    return _unbroken(seconds_text(row.ns / 1e9)) if row.ns is not None and row.usable else _word(row.verdict)
+
+
+def _unbroken(text: str) -> str:
+    """Return a number and its unit without a place for a line break, for narrow tables."""
+    return text.replace(" ", "\u00a0")
 
 
 def _nearness(row: Row, scale: _Scale) -> int:

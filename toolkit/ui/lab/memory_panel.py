@@ -42,7 +42,8 @@ _LOOKS_PER_S = 2  # updates of the device's memory per second while work runs
 _EMPTY = "Nothing has been measured yet. Every load and every generation is listed here: press Load in the first tab."
 _CHOOSE = "Choose a row to see its memory over time and the holders at the peak."
 _HIDDEN = "Tracebacks and <code>Out[]</code> can keep tensors alive that no variable refers to."
-_CELLS = "Cells measured with <code>%memory on</code> can be shown here."
+_CELLS = """For the memory of each cell: run <code>%load_ext toolkit</code> and <code>%memory on</code> in the notebook, then
+some cells, and press <b>Show the cells</b>."""
 _HOST = "It used no GPU memory, only host memory."
 _COLUMNS = ("work", "peak", "", "kept", "freed", "reserved", "host peak", "time")
 _NO_CELLS = "No cell has been measured: run <code>%load_ext toolkit</code> and <code>%memory on</code>, then some cells."
@@ -318,7 +319,7 @@ def measured_html(uses: Mapping[int, tuple[str, MemoryUse]]) -> str:
     """Return the table of measurements, the last one first, each with a radio button whose value is its number."""
     most = max((use.peak_bytes for _, use in uses.values()), default=0)
     body = "".join(_measured_row(n, *uses[n], max(most, 1)) for n in sorted(uses, reverse=True))
-    return f'<div class="tk-measured">{_table(_COLUMNS, body)}</div>'
+    return f'<div class="tk-measured tk-list">{_table(_COLUMNS, body)}</div>'
 
 
 def _measured_row(number: int, what: str, use: MemoryUse, most_bytes: int) -> str:

@@ -160,9 +160,8 @@ class PlanPanel(Panel):
         kv = self._plan_of(shapes, *self._asked()).kv
         self.package = export(path, folder, progress=show, cancel=self._work.cancelled, **self._options(target, kv))
         self.view.value = package_html(self.package)
-        self.status.value = (
-            f"Exported for <b>{escape(target)}</b>: {escape(repr(self.package))}. In a cell: lab.plan.package.load()."
-        )
+        into = f"Exported for <b>{escape(target)}</b> into the folder <b>{escape(folder)}</b>."
+        self.status.value = f"{into} In a cell: lab.plan.package.load()."
 
     def _snippets(self) -> dict[str, str]:
         target, path = self.target_field.value.strip() or "cpu", self._loading.model_field.value.strip()

@@ -22,7 +22,8 @@ _SUFFIXES = (".trace", ".json", ".json.gz", ".sqlite", ".pickle")
 _NONE = 0  # the number of no entry; ipywidgets shows no option if the value is None
 _MOST_FILES = 200  # offered in the field
 _EMPTY = """There are no runs yet. The tab <b>Generate and compare</b> adds its runs here. Or type the name of a file and press
-<b>Open</b>: a run that was saved here, a trace of PyTorch's profiler (.json, .json.gz) or of Nsight Systems (.sqlite)."""
+<b>Open</b>: a run that was saved here, a trace of PyTorch's profiler (.json, .json.gz) or of Nsight Systems (.sqlite).
+<code>h200/qwen3/cuda-graph</code> is a recording of an H200 that comes with the toolkit."""
 
 
 class TracesPanel(Panel):
@@ -82,7 +83,7 @@ class TracesPanel(Panel):
         self.open_field.options = _files()
         if entries:
             kept = f"<small>The last {MOST} are kept.</small>" if len(entries) == MOST else ""
-            self.list_view.value = f"{copies_html(reversed(entries))}{kept}"
+            self.list_view.value = f'<div class="tk-list">{copies_html(reversed(entries))}</div>{kept}'
             options = [(entry.label, entry.number) for entry in reversed(entries)]
             self.a_field.options, self.b_field.options = options, [("(none)", _NONE), *options]
             self.a_field.value = entries[-2 if len(entries) > 1 else -1].number

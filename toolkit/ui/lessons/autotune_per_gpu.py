@@ -42,7 +42,7 @@ QUESTIONS = {
     "too large": Question(
         hint="With stages=5, how many pairs of 32 KiB are that on the H200 and the B200, and on the other seven? Compare both "
         "with the table.",
-        why="4 pairs of 32 KiB are more than the 99 KiB of capabilities 8.6, 8.9 and 12.0. {reason}.",
+        why="4 pairs of 32 KiB are more than the 99 KiB of capabilities 8.6, 8.9 and 12.0. The compiler's reason: it {reason}.",
         answer='{"GPUs": 6}',
         who="the compiler",
     ),

@@ -6,10 +6,12 @@ Verdicts are text, so that they read the same in JupyterLab, in a terminal and i
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+import traceback
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from html import escape
 from numbers import Real
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,18 @@ class Verdict:
 def inline(text: str) -> str:
     """Return a line of text as HTML. What is between backticks is code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text, quote=False))
+
+
+def failed(function: Callable[..., Any], error: Exception) -> dict[str, bool]:
+    """Return the condition that a learner's function runs, which `error` says it doesn't.
+
+    So the check shows the line and a hint, and not the traceback through the functions that the line calls.
+    """
+    name = getattr(function, "__name__", repr(function))
+    lines = [frame.lineno or 1 for frame in traceback.extract_tb(error.__traceback__) if frame.name == name]
+    where = f" in its line {lines[-1] - function.__code__.co_firstlineno + 1}" if lines else ""
+    said = (str(error).splitlines() or ["no message"])[0]
+    return {f"`{name}` runs to its end, but it raised {type(error).__name__}{where}: {said}": False}
 
 
 def compare(

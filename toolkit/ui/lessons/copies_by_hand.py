@@ -66,7 +66,8 @@ def no_waits(memory):
     ),
     "ready": Question(
         hint="After a copy, `ready = copies.record_event()` marks its end. `cuda.current_stream()` has a method that waits "
-        "for an event. Which line must come after it?",
+        "for an event. Which line must come after it? (Inside of `with cuda.stream(copies):`, the current stream is `copies`, "
+        "which needn't wait for itself.)",
         why="`wait_event` makes one stream wait for another one. The host doesn't wait: it only queues the order to wait.",
         answer="""\
 def ordered(memory):
@@ -81,7 +82,8 @@ def ordered(memory):
     ),
     "two buffers": Question(
         hint="Keep the event that the kernel of each batch records when it ends, as `done`. Before the copy of batch n, the "
-        "stream `copies` must wait for the event of batch n - 2.",
+        "stream `copies` must wait for the event of batch n - 2. (That of batch n - 1 comes too late: its kernel reads the "
+        "other buffer, and should run during the copy.)",
         why="Each buffer needs two events: the kernel waits until the buffer is full, and the next copy until it is free. "
         "That is double buffering, and it works in the same way for every queue of reused memory.",
         answer="""\
@@ -171,7 +173,7 @@ def typical_us(order: pd.DataFrame) -> tuple[float, float]:
 
 def side_by_side(one_stream: Trace, two_streams: Trace) -> Timeline:
     """Return the timelines of both traces on one time axis."""
-    return Timeline(one_stream, two_streams, titles=("one stream", "two streams"))
+    return Timeline(one_stream, two_streams, titles=("the loop in one stream", "the loop in two streams"))
 
 
 def early_kernels(order: pd.DataFrame) -> int:

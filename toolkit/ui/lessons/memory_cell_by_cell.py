@@ -75,7 +75,7 @@ class MendedCache:
         hint="Which object still refers to the weights of the old network, although no variable does? And what else does that "
         "object hold?",
         why="16 MiB of new weights, and nothing was freed: the optimizer holds the old weights and its state for them, and it "
-        "would continue to train *them*.",
+        "would go on training the old ones.",
         answer='{"MiB": 16 + 2 * 16 + 16}',
         within=0.02,
         who="the allocator",

@@ -19,6 +19,7 @@ from toolkit.planning.costs import Costs
 from toolkit.planning.describe import costs
 from toolkit.trace.events import Trace
 from toolkit.ui.lessons.chart import Chart, Line
+from toolkit.ui.lessons.checks import failed
 from toolkit.ui.lessons.lesson import Lesson, Question
 from toolkit.ui.lessons.steps import prefill_us
 from toolkit.ui.timeline.widget import Timeline
@@ -256,7 +257,10 @@ def limits(least_s: Callable[[int, GpuSpec], float], layers: Layers) -> dict[str
     found = {}
     for name, tokens in (("rtx-5090", 1), ("rtx-5090", 1000), ("l4", 100), ("h200", 1000)):
         wanted, card = least_of(layers, tokens, CATALOGUE[name]), CATALOGUE[name]
-        said = float(least_s(tokens, card))
+        try:
+            said = float(least_s(tokens, card))
+        except Exception as error:
+            return failed(least_s, error)
         about = f"{tokens} token{'s' * (tokens > 1)} on {name}"
         found[f"{about}: {1e3 * said:,.2f} ms, wanted {1e3 * wanted:,.2f}"] = abs(said - wanted) <= 0.01 * wanted
     return found
@@ -295,9 +299,13 @@ def fed_in_parts(feed: Feed, model: CausalLM) -> dict[str, bool]:
     most, kernels = 1.25 * (peak - cache_bytes), int(ours.is_kind("kernel").sum())
 
     cache = model.new_cache(PROMPT)
-    with device.record(lines=False) as yours:
-        hidden, peak = _with_peak(device, feed, model, ids, cache, CHUNK)
-    cache.free()
+    try:
+        with device.record(lines=False) as yours:
+            hidden, peak = _with_peak(device, feed, model, ids, cache, CHUNK)
+    except Exception as error:
+        return failed(feed, error)
+    finally:
+        cache.free()
     launched = int(yours.is_kind("kernel").sum())
     same = isinstance(hidden, torch.Tensor) and hidden.shape == whole.shape and torch.allclose(hidden.cpu(), whole, atol=1e-3)
     return {

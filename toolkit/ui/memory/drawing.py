@@ -23,7 +23,14 @@ PALETTE = (
 )  # fmt: skip
 KINDS = ("weights", "activations", "kv", "gradients", "optimizer", "workspace", "input", "garbage")  # fixed colors of PALETTE
 GRAYS = {"rest": "#8b95a3", "before": "#66717f"}
-RED, FOREGROUND, DIM = "#b3261e", "#1b2430", "#4f5b6b"
+RED, FOREGROUND, DIM, GRID, TICKS, PAPER = "#b3261e", "#1b2430", "#4f5b6b", "#dde3ea", "#9aa5b1", "#fff"
+_IN_THE_DARK = {RED: "#ff9a91", FOREGROUND: "#e7ebf0", DIM: "#aab4c1", GRID: "#323a44", TICKS: "#66717f", PAPER: "#14181d"}
+# A front end shows a picture with the color scheme of its place in the page (memory.css), so this follows the page's theme.
+_STYLE = (
+    "<style>@media (prefers-color-scheme:dark){svg{background:none!important}"
+    + "".join(f'[fill="{day}"]{{fill:{night}}}[stroke="{day}"]{{stroke:{night}}}' for day, night in _IN_THE_DARK.items())
+    + "}</style>"
+)
 NEAR = 2.0  # a limit is drawn if it is at most this multiple of the peak
 _SLIVER = 0.2  # if a smaller share of the memory changes, the axis of bytes begins above 0
 _WIDTH, _LEFT, _TOP, _HIGH, _COLUMN = 960, 78, 26, 230, 2
@@ -114,7 +121,7 @@ def _document(body: str, height: float, words: str) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height:g}" width="{_WIDTH}" role="img" '
         f'aria-label="{escape(words)}" font-family="system-ui,Segoe UI,Liberation Sans,Arial,sans-serif" font-size="12" '
-        f'fill="{FOREGROUND}" style="background:#fff;max-width:100%">{body}</svg>'
+        f'fill="{FOREGROUND}" style="background:{PAPER};max-width:100%">{_STYLE}{body}</svg>'
     )
 
 
@@ -127,11 +134,11 @@ def _tag(x: float, y: float, text: str, more: str, end: bool = False) -> str:
     wide = len(text) * _LETTER + 8
     left = x - wide + 4 if end else x - 4
     anchor = ' text-anchor="end"' if end else ""
-    ground = f'<path fill="#fff" fill-opacity=".9" d="M{left:.1f} {y - 12:g}h{wide:.1f}v15h-{wide:.1f}z"/>'
+    ground = f'<path fill="{PAPER}" fill-opacity=".9" d="M{left:.1f} {y - 12:g}h{wide:.1f}v15h-{wide:.1f}z"/>'
     return ground + _text(x, y, text, more + anchor)
 
 
-_HALO = ' stroke="#fff" stroke-width="3" stroke-linejoin="round" paint-order="stroke"'
+_HALO = f' stroke="{PAPER}" stroke-width="3" stroke-linejoin="round" paint-order="stroke"'
 
 
 @dataclass(frozen=True)
@@ -171,7 +178,7 @@ def _grid(scale: _Scale) -> str:
     texts[0] = texts[0] if scale.low else "0"
     lines = "".join(f"M{_LEFT} {scale.y(n)}.5h{_PLOT}" for n in ticks)
     names = "".join(_text(_LEFT - 6, scale.y(n) + 4, text, ' text-anchor="end"') for n, text in zip(ticks, texts, strict=True))
-    return f'<path fill="none" stroke="#dde3ea" d="{lines}"/><g fill="{DIM}">{names}</g>'
+    return f'<path fill="none" stroke="{GRID}" d="{lines}"/><g fill="{DIM}">{names}</g>'
 
 
 def _stairs(y: list[int]) -> str:
@@ -221,7 +228,7 @@ def _peak(view: MemoryView, columns: Columns, scale: _Scale) -> str:
     words = f"peak {bytes_text(view.ledger.peak_bytes)}"
     half = len(words) * _LETTER / 2
     at = min(max(x, _LEFT + half + 2), _LEFT + _PLOT - half - 2)
-    dot = f'<circle cx="{x:g}" cy="{y}" r="3.5" fill="#fff" stroke="{FOREGROUND}" stroke-width="1.5"/>'
+    dot = f'<circle cx="{x:g}" cy="{y}" r="3.5" fill="{PAPER}" stroke="{FOREGROUND}" stroke-width="1.5"/>'
     return dot + _text(at, y - 8, words, f' font-weight="600" text-anchor="middle"{_HALO}')
 
 
@@ -285,7 +292,7 @@ def _marks(view: MemoryView, axis: str, bounds: tuple[float, float], y: int) -> 
             words += _text(round(at + 3, 1), y + 12, str(number))
             free = at + wide
     name = _text(_LEFT - 6, y + 12, view.divided[0], ' text-anchor="end"')
-    return f'<path fill="none" stroke="#9aa5b1" d="{lines}"/><g fill="{DIM}">{name}{words}</g>'
+    return f'<path fill="none" stroke="{TICKS}" d="{lines}"/><g fill="{DIM}">{name}{words}</g>'
 
 
 def counted(cells: int) -> str:

@@ -164,7 +164,8 @@ class TimelinePainter extends CanvasPainter {
     for (let t = Math.ceil(t0 / tick) * tick; t <= t1; t += tick) {
       const x = Math.round(this.x(t)) + 0.5;
       pen.beginPath(); pen.moveTo(x, AXIS - 6); pen.lineTo(x, AXIS); pen.stroke();
-      this.text(label(t), x + 3, AXIS / 2 - 2, "dim", Math.min(110, this.width - x - 4), { size: 11, whole: true });
+      const right = this.text(label(t), x + 3, AXIS / 2 - 2, "dim", Math.min(110, this.width - x - 4), { size: 11, whole: true });
+      if (!right && x - GUTTER > 110) this.text(label(t), x - 3, AXIS / 2 - 2, "dim", 60, { size: 11, align: "right", whole: true });
     }
   }
 
