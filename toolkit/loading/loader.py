@@ -94,7 +94,7 @@ def load(
         tensor_parallel: the number of ranks that divide the model: all processes of torch.distributed's default group, which
             torchrun starts. Each of them calls `load` with the same arguments, and reads and holds only its part.
         cluster: a cluster from `tk.cluster`, whose ranks load the model on its devices, each its part. `tk.generate` and
-            `tk.compare` then run on all ranks. Leave out device=, cancel= and functions of progress.
+            `tk.compare` then run on all ranks. Leave out device= and functions of progress.
 
     Returns the model. `model.report` describes the load. Raises FormatError if files are missing, damaged or do not match the
     config, ModelError for an unknown architecture, DeviceError if the weights do not fit on the device (of a repository, before
