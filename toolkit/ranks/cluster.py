@@ -21,10 +21,11 @@ from toolkit.core.numbers import integer, real
 from toolkit.core.ranks import TIMEOUT_S
 from toolkit.core.signals import whole
 from toolkit.gpu.catalogue import CATALOGUE
+from toolkit.gpu.device import Memory
 from toolkit.gpu.virtual.device import spec_of
 from toolkit.ranks.engines import Engines
 from toolkit.ranks.packing import pack
-from toolkit.ranks.rank import at_peak, enter, execute, prepare, versions
+from toolkit.ranks.rank import at_peak, enter, execute, memory_now, prepare, versions
 from toolkit.ranks.remote import RankedModel, load_on
 from toolkit.ranks.spreading import Spread
 from toolkit.ranks.waiting import Tasks, error_of, first_failure
@@ -181,6 +182,10 @@ class Cluster:
 
         tables = self.run(at_peak, function, args, kwargs)
         return pd.concat(dict(enumerate(tables)), names=["rank"]).reset_index("rank").reset_index(drop=True)
+
+    def memory_now(self) -> list[Memory]:
+        """Return the memory of each rank's device now, as `device.memory()` does."""
+        return self.run(memory_now)
 
     def load(self, path: Any, **options: Any) -> RankedModel:
         """Load a model on all ranks, each of which holds its part; `tk.load(path, cluster=...)` calls this."""

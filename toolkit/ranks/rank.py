@@ -25,7 +25,7 @@ from toolkit.core.callers import is_installed
 from toolkit.core.errors import ToolkitError, brief
 from toolkit.core.ranks import announcing, backend_of, leave
 from toolkit.core.version import __version__
-from toolkit.gpu.device import Device
+from toolkit.gpu.device import Device, Memory
 from toolkit.gpu.opening import open_device
 from toolkit.vram.measure import MemoryUse
 
@@ -107,6 +107,11 @@ def execute(payload: bytes) -> Outcome:
         leave()
         gc.collect()
     return outcome
+
+
+def memory_now() -> Memory:
+    """Return the memory of this rank's device."""
+    return _opened[0].memory()
 
 
 def at_peak(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> pd.DataFrame:
