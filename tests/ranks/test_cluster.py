@@ -236,8 +236,6 @@ def test_what_only_works_in_one_process_is_refused(pair: Cluster) -> None:
         tk.load("demo/qwen3", cluster=pair, progress=print)
     with pytest.raises(ModelError, match=r"cancel=3. Give a threading.Event"):
         tk.load("demo/qwen3", cluster=pair, cancel=3)
-    with pytest.raises(ModelError, match='engine="hf"'):
-        tk.load("demo/qwen3", cluster=pair, engine="hf")
     with pytest.raises(ModelError, match="that is no cluster"):
         tk.load("demo/qwen3", cluster=2)
     model = tk.load("demo/qwen3", cluster=pair)

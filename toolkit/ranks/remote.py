@@ -92,8 +92,6 @@ def load_on(cluster: Cluster, path: Any, options: dict[str, Any]) -> RankedModel
     if device != "auto" or ranks not in (1, cluster.ranks):
         found = f"device={brief(device)}, tensor_parallel={brief(ranks)}"
         raise ModelError(asked, found, f"Leave them out: the cluster has {cluster.ranks} ranks with {cluster.device}")
-    if options["engine"] == "hf":
-        raise ModelError(asked, 'engine="hf" models are not divided', "Leave out engine")
     if callable(options.pop("progress")):
         raise ModelError(asked, "a function of progress, which only works in one process", "Leave it out")
     return RankedModel(cluster, path, _event(options), options)
