@@ -133,6 +133,11 @@ def of_transformers(path: str, ids: list[int], decode: list[str]) -> tuple[int, 
     return part.report.weight_bytes, error, tokens
 
 
+def of_transformers_differ(paths: list[str]) -> None:
+    """Load another model on each rank."""
+    load(paths[join(2).rank], "cpu", engine="hf", tensor_parallel=2)
+
+
 def sums_and_parts() -> tuple[list[Any], list[Any], list[Any]]:
     """Return a sum over the ranks, and tensors of different sizes joined along both dimensions."""
     shard = join(4)

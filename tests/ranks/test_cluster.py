@@ -286,6 +286,7 @@ def is_killed() -> None:
 
 def test_a_rank_that_is_killed_ends_the_cluster(pair: Cluster) -> None:
     """The last test of these ranks."""
+    model = tk.load("demo/qwen3", cluster=pair)
     processes, began = psutil.Process().children(recursive=True), time.monotonic()
     assert set(pair.pids) <= {each.pid for each in processes}
     with pytest.raises(RankError, match=r"rank 1 was killed by signal 9 .*the cluster is closed"):
@@ -295,6 +296,7 @@ def test_a_rank_that_is_killed_ends_the_cluster(pair: Cluster) -> None:
     assert_ended(processes)
     with pytest.raises(RankError, match=r"the cluster is closed. Open a new one: tk.cluster"):
         pair.run(allocated)
+    model.free()  # its memory is free already
 
 
 def assert_ended(processes: list[psutil.Process]) -> None:

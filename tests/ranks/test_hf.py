@@ -67,6 +67,11 @@ def test_what_the_plan_does_not_divide(ranks: Ranks, tmp_path: Path, name: str, 
             raise error
 
 
+def test_ranks_load_the_same_model(ranks: Ranks, tmp_path: Path) -> None:
+    for error in ranks.run(2, programs.of_transformers_differ, [saved("qwen3", tmp_path), saved("llama", tmp_path)]):
+        assert "config of rank 1 differs from rank 0's" in str(error)
+
+
 def test_what_transformers_can_not_divide_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pair = Shard(0, 2)
     with pytest.raises(ModelError, match="these can't exchange values of virtual GPUs"):

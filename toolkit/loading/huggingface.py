@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from toolkit.core.errors import FormatError, ModelError, ToolkitError
 from toolkit.core.files import at_home
-from toolkit.core.ranks import WHOLE, Shard, local_rank
+from toolkit.core.ranks import WHOLE, Shard, check_same, local_rank
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
 from toolkit.gpu.virtual.device import VirtualGpu
@@ -105,7 +105,10 @@ def import_transformers() -> Any:
 
 
 def _division(transformers: Any, folder: Path, device: Device, shard: Shard) -> dict[str, Any]:
-    """Return the options by which transformers divides a model. Raises ToolkitError if it can't, on this device or at all."""
+    """Return the options by which transformers divides a model.
+
+    Raises ToolkitError if it can't, on this device or at all, and RankError if the ranks load different models.
+    """
     asked = f'model {folder} with engine="hf" over {shard.ranks} ranks'
     if isinstance(device, VirtualGpu):
         found = "transformers divides weights as DTensors, and these can't exchange values of virtual GPUs"
@@ -117,6 +120,9 @@ def _division(transformers: Any, folder: Path, device: Device, shard: Shard) -> 
     except ImportError as error:
         found = f"transformers {transformers.__version__} has no DistributedConfig"
         raise ToolkitError(asked, found, "Install a newer one: pip install 'decode-toolkit[hf]'") from error
+    config = folder / "config.json"
+    text = config.read_text(errors="replace") if config.is_file() else ""
+    check_same(shard, f"loading {folder}", config=text, transformers=transformers.__version__)
     os.environ.setdefault("LOCAL_RANK", str(local_rank()))  # transformers reads it
     mesh = init_device_mesh(device.torch.type, (shard.ranks,))
     return {"distributed_config": DistributedConfig(tp_size=shard.ranks), "device_mesh": mesh}

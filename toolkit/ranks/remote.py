@@ -49,9 +49,8 @@ class RankedModel(Remote):
             arguments = (self._number, set(cluster.handles), path, cluster.device, cluster.ranks, options)
             found: list[Loaded] = cluster.run_as(f"loading {brief(path)}", cancel, _load, *arguments)
         except BaseException:
-            if not cluster.closed:
-                with suppress(RankError):  # ranks that loaded their part before another failed
-                    self.free()
+            with suppress(RankError):  # ranks that loaded their part before another failed
+                self.free()
             raise
         cluster.handles[self._number] = self
         self.reports = [each.report for each in found]
@@ -82,7 +81,8 @@ class RankedModel(Remote):
 
     def free(self) -> None:
         """Free the weights on all ranks. The next `tk.load` on the cluster frees those of lost handles, and closing it all."""
-        self.cluster.run(_free, self._number)
+        if not self.cluster.closed:
+            self.cluster.run_as(f"freeing {brief(self.path)}", None, _free, self._number)
 
 
 def load_on(cluster: Cluster, path: Any, options: dict[str, Any]) -> RankedModel:

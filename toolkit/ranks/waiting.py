@@ -77,7 +77,7 @@ class Tasks:
                 self.outcomes[rank] = self._outcome(rank)
         self._show()
         if not self._engines.alive:
-            found = "ipyparallel's controller has ended"
+            found = "ipyparallel's controller has ended, or the cluster was closed by another thread"
             raise RankError("running on several ranks", found, "Open a new cluster: tk.cluster(...)")
 
     def _outcome(self, rank: int) -> Outcome:
@@ -132,7 +132,8 @@ def error_of(asked: str, rank: int, failure: Failure, cluster: str = "") -> Rank
         reason += f" at {short_path(failure.file)}:{failure.line}" + (f" ({source})" if source else "")
     do = f"{failure.do}. Then run again" if failure.do else "Mend the cause and run again"
     do += f": {cluster}" if cluster else ""
-    error = RankError(asked, f"rank {rank} {reason}" + (f": {failure.message}" if failure.message else ""), do, rank=rank)
+    message = failure.message.rstrip(".")
+    error = RankError(asked, f"rank {rank} {reason}" + (f": {message}" if message else ""), do, rank=rank)
     if failure.traceback:
         error.add_note(f"On rank {rank}:\n{failure.traceback}")
     return error
