@@ -352,3 +352,14 @@ def test_ranks_of_other_versions(name: str, ours: str) -> None:
     check_versions("a cluster", [versions(), versions()])
     with pytest.raises(RankError, match=rf"rank 1 has {name} 0.1, and this process has {ours.replace('+', '.')}"):
         check_versions("a cluster", [versions(), versions() | {name: "0.1"}])
+
+
+def test_a_controller_that_is_killed_leaves_no_process() -> None:
+    before = psutil.Process().children(recursive=True)
+    with tk.cluster("cpu", 1) as alone:
+        started = [each for each in psutil.Process().children(recursive=True) if each not in before]
+        os.kill(alone._engines._cluster.controller.process.pid, signal.SIGKILL)
+        with pytest.raises(RankError, match="ipyparallel's controller has ended"):
+            alone.run(time.sleep, 60)
+        assert alone.closed
+    assert_ended(started)
