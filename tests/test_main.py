@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from toolkit.__main__ import main
 
 
@@ -56,3 +58,12 @@ def test_an_unknown_device_is_one_line_that_names_the_nearest(tmp_path: Path, ca
     assert "rtx-5090" in said
     assert "Traceback" not in said
     assert len(said.strip().splitlines()) == 1
+
+
+def test_an_interrupt_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("toolkit.__main__.run", interrupted)
+    assert main(["run", "demo/qwen3", "The"]) == 130
+    assert capsys.readouterr().err == "Interrupted\n"

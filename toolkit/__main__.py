@@ -109,7 +109,7 @@ def _add_run(commands: Any) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and return the exit status. Prints errors of the toolkit as one line."""
+    """Run the command line and return the exit status. Prints errors of the toolkit and interrupts as one line."""
     parser = argparse.ArgumentParser(prog="python -m toolkit", description="See every copy of every decode step.")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_run(commands)
@@ -130,6 +130,9 @@ def main(arguments: list[str] | None = None) -> int:
     except tk.ToolkitError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("Interrupted", file=sys.stderr)
+        return 130  # as the shell reports an end by SIGINT
     return 0
 
 

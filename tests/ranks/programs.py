@@ -123,6 +123,21 @@ def texts(path: str, device: str, ranks: int, runs: list[dict[str, Any]], **opti
     return [generate(model, lines=False, **run).tokens for run in runs]
 
 
+def of_transformers(path: str, ids: list[int], decode: list[str]) -> tuple[int, float, list[tuple[int, ...]]]:
+    """Return the weights that this rank holds in bytes, the largest error of its logits, and the tokens of some strategies."""
+    part, whole = (load(path, "cpu", engine="hf", tensor_parallel=ranks) for ranks in (2, 1))
+    with torch.no_grad():
+        error = (part(torch.tensor([ids])) - whole(torch.tensor([ids]))).abs().max().item()
+    tokens = [generate(part, ids, one, max_new_tokens=8).tokens for one in decode]
+    assert all(each == generate(whole, ids, "hf-generate", max_new_tokens=8).tokens for each in tokens)
+    return part.report.weight_bytes, error, tokens
+
+
+def of_transformers_differ(paths: list[str]) -> None:
+    """Load another model on each rank."""
+    load(paths[join(2).rank], "cpu", engine="hf", tensor_parallel=2)
+
+
 def sums_and_parts() -> tuple[list[Any], list[Any], list[Any]]:
     """Return a sum over the ranks, and tensors of different sizes joined along both dimensions."""
     shard = join(4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import toolkit as tk
-from toolkit.core.errors import DeviceError, ModelError, RankError, ToolkitError, UnknownNameError
+from toolkit.core.errors import CancelledError, DeviceError, ModelError, RankError, ToolkitError, UnknownNameError
 from toolkit.core.version import __version__
 from toolkit.gpu.opening import open_device
 from toolkit.ranks import remote
@@ -231,18 +232,50 @@ def test_models_without_handles_are_freed(pair: Cluster, monkeypatch: pytest.Mon
 def test_what_only_works_in_one_process_is_refused(pair: Cluster) -> None:
     with pytest.raises(ModelError, match=r"device='cpu', tensor_parallel=1. Leave them out: the cluster has 2 ranks"):
         tk.load("demo/qwen3", "cpu", cluster=pair)
-    with pytest.raises(ModelError, match="an event to cancel"):
-        tk.load("demo/qwen3", cluster=pair, cancel=threading.Event())
-    with pytest.raises(ModelError, match='engine="hf"'):
-        tk.load("demo/qwen3", cluster=pair, engine="hf")
+    with pytest.raises(ModelError, match="a function of progress"):
+        tk.load("demo/qwen3", cluster=pair, progress=print)
+    with pytest.raises(ModelError, match=r"cancel=3. Give a threading.Event"):
+        tk.load("demo/qwen3", cluster=pair, cancel=3)
     with pytest.raises(ModelError, match="that is no cluster"):
         tk.load("demo/qwen3", cluster=2)
-    with pytest.raises(RankError, match="demo/gemma4"):
-        tk.load("demo/gemma5", cluster=pair)
     model = tk.load("demo/qwen3", cluster=pair)
-    with pytest.raises(ModelError, match="cancel= only works in one process"):
-        tk.generate(model, "The", cancel=threading.Event())
+    with pytest.raises(ModelError, match="prefix= only works in one process"):
+        tk.generate(model, "The", prefix=model)
     model.free()
+
+
+def test_an_error_of_the_toolkit_on_a_rank_keeps_its_advice(pair: Cluster) -> None:
+    with pytest.raises(RankError) as caught:
+        tk.load("demo/gemma5", cluster=pair)
+    assert caught.value.asked == "loading 'demo/gemma5' on 2 ranks"
+    assert re.fullmatch("rank [01] raised UnknownNameError: .*no such name", caught.value.found)
+    assert 'Did you mean "demo/gemma4"' in caught.value.do
+    assert caught.value.do.endswith(". Then run again: the cluster is still open")
+
+
+def kept_group() -> Any:
+    import torch._dynamo
+
+    return torch.distributed.nn.functional.broadcast.__defaults__
+
+
+def test_the_compiler_does_not_keep_the_group(pair: Cluster) -> None:
+    """A rank that fails must leave the group, or the others would wait for it."""
+    assert pair.run(kept_group) == [(None,)] * 2
+
+
+def test_cancel_interrupts_all_ranks(pair: Cluster) -> None:
+    model, event = tk.load("demo/qwen3", cluster=pair), threading.Event()
+    threading.Timer(1, event.set).start()
+    began = time.monotonic()
+    with pytest.raises(CancelledError, match=r"generating on 2 ranks: it was cancelled. .*: the cluster is still open"):
+        tk.generate(model, "The capital of France is", max_new_tokens=2000, cancel=event)
+    assert time.monotonic() - began < SOON_S
+    assert len(tk.generate(model, "The", max_new_tokens=2).tokens) == 2
+    model.free()
+    with pytest.raises(CancelledError, match="loading 'demo/qwen3' on 2 ranks"):
+        tk.load("demo/qwen3", cluster=pair, cancel=event)
+    assert not any(pair.run(held))
 
 
 def is_killed() -> None:
@@ -253,6 +286,7 @@ def is_killed() -> None:
 
 def test_a_rank_that_is_killed_ends_the_cluster(pair: Cluster) -> None:
     """The last test of these ranks."""
+    model = tk.load("demo/qwen3", cluster=pair)
     processes, began = psutil.Process().children(recursive=True), time.monotonic()
     assert set(pair.pids) <= {each.pid for each in processes}
     with pytest.raises(RankError, match=r"rank 1 was killed by signal 9 .*the cluster is closed"):
@@ -262,6 +296,7 @@ def test_a_rank_that_is_killed_ends_the_cluster(pair: Cluster) -> None:
     assert_ended(processes)
     with pytest.raises(RankError, match=r"the cluster is closed. Open a new one: tk.cluster"):
         pair.run(allocated)
+    model.free()  # its memory is free already
 
 
 def assert_ended(processes: list[psutil.Process]) -> None:
@@ -280,6 +315,8 @@ def assert_ended(processes: list[psutil.Process]) -> None:
         (("virtual:2xh200", 4), RankError, "the name asks for 2 ranks"),
         (("virtual:2xh2000",), UnknownNameError, 'Did you mean "h200"'),
         (("cdua", 2), UnknownNameError, 'Did you mean "cuda"'),
+        (("2xh200",), UnknownNameError, 'Did you mean "virtual:2xh200"'),
+        (("64xcuda",), DeviceError, 'Use virtual GPUs: "virtual:64xh200"'),
         (("cuda", 64), DeviceError, r"this machine has \d+ CUDA GPUs, and each rank needs one"),
     ],
     ids=str,
@@ -315,3 +352,14 @@ def test_ranks_of_other_versions(name: str, ours: str) -> None:
     check_versions("a cluster", [versions(), versions()])
     with pytest.raises(RankError, match=rf"rank 1 has {name} 0.1, and this process has {ours.replace('+', '.')}"):
         check_versions("a cluster", [versions(), versions() | {name: "0.1"}])
+
+
+def test_a_controller_that_is_killed_leaves_no_process() -> None:
+    before = psutil.Process().children(recursive=True)
+    with tk.cluster("cpu", 1) as alone:
+        started = [each for each in psutil.Process().children(recursive=True) if each not in before]
+        os.kill(alone._engines._cluster.controller.process.pid, signal.SIGKILL)
+        with pytest.raises(RankError, match="ipyparallel's controller has ended"):
+            alone.run(time.sleep, 60)
+        assert alone.closed
+    assert_ended(started)

@@ -159,7 +159,7 @@ def test_a_group_is_checked(ranks: Ranks) -> None:
         tk.load("demo/qwen3", "cpu", tensor_parallel=2)
     with pytest.raises(RankError, match="not a whole number"):
         tk.load("demo/qwen3", "cpu", tensor_parallel=0)
-    with pytest.raises(ModelError, match="tensor_parallel=2 applies to the toolkit's models only"):
+    with pytest.raises(RankError, match="this process belongs to no group"):
         tk.load("demo/qwen3", "cpu", engine="hf", tensor_parallel=2)
     assert all("there are 2 processes" in str(error) for error in ranks.run(2, programs.load_with, "demo/qwen3", 4, {}))
     for error in ranks.run(2, programs.differ):

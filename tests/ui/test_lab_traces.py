@@ -14,7 +14,8 @@ from toolkit.core.errors import TraceError
 from toolkit.decode.run import run_of
 from toolkit.trace.events import Trace
 from toolkit.ui.lab.app import Lab
-from toolkit.ui.lab.history import MOST, History
+from toolkit.ui.lab.history import MOST, Entry, History
+from toolkit.ui.lab.traces_panel import _made
 
 
 @pytest.fixture
@@ -117,3 +118,13 @@ def test_only_the_last_runs_are_kept() -> None:
     for _ in range(MOST + 2):
         history.add("a", trace, None, "")
     assert list(history.entries) == list(range(3, MOST + 3))
+
+
+def test_the_code_of_runs_of_two_models_loads_one_after_the_other() -> None:
+    device = "virtual:rtx-4090"
+    setups = [f"model = tk.load('demo/{name}', device='{device}')" for name in ("qwen3", "gemma4")]
+    run = "tk.generate(model, 'The', 'roundtrip', max_new_tokens=2)"
+    first, again, other = (Entry(i, "", None, None, run, setups[kind]) for i, kind in enumerate((0, 0, 1)))
+    assert _made([first, again]) == f"{setups[0]}\na = {run}\nb = {run}"
+    assert _made([first, other]) == f"{setups[0]}\na = {run}\ndel model\n{setups[1]}\nb = {run}"
+    assert _made([Entry(0, "", None, None, "tk.open_trace('run.trace')")]) == "a = tk.open_trace('run.trace')"

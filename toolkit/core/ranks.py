@@ -75,7 +75,13 @@ def join(ranks: object) -> Shard:
 
 
 def backend_of(cuda: bool) -> str:
-    """Return the backends of a group: gloo for host memory, and NCCL for CUDA if there is `cuda`."""
+    """Return the backends of a group: gloo for host memory, and NCCL for CUDA if there is `cuda`.
+
+    Call it before the group exists. The functions of torch.distributed.nn, which PyTorch's compiler imports, keep the default
+    group of that moment as a default argument: a rank could then never leave it, and the others would wait for that rank.
+    """
+    import torch.distributed.nn  # noqa: F401
+
     switch_multicast_off()
     return "cpu:gloo,cuda:nccl" if cuda else "gloo"
 

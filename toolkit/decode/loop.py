@@ -84,7 +84,8 @@ def generate(
         eos: The token ids that end the text. Default: the model's own; `()` for none.
         on_token: Called as `on_token(id, text)` on this thread as soon as the host knows a token. Text that may be the
             beginning of a stop string is passed with a later token.
-        cancel: An event that stops the run between two steps once it is set; the tokens so far are kept.
+        cancel: An event that stops the run between two steps once it is set; the tokens so far are kept. On a cluster, it
+            interrupts all ranks, which lose their tokens, and CancelledError is raised.
         record: Whether to record a trace. On a real GPU recording costs time.
         lines: Whether to record the source line of each copy, which costs time, too.
 

@@ -2,7 +2,8 @@
 
 `wrap` gives a model the interface of the toolkit's own models, so that `tk.generate`, `tk.compare` and `tk.record` work on it:
 embeddings in, a static cache on the device, logits out. The model's own `generate` is available as the decode loop
-"hf-generate". transformers is imported when `wrap` is called.
+"hf-generate". transformers is imported when `wrap` is called. Over several ranks, transformers divides the model by its own
+plan, with DTensor.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import copy
 import inspect
 import os
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,13 +25,17 @@ from torch import Tensor, nn
 
 from toolkit.core.errors import FormatError, ModelError, ToolkitError
 from toolkit.core.files import at_home
+from toolkit.core.ranks import WHOLE, Shard, check_same, local_rank
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
+from toolkit.gpu.virtual.device import VirtualGpu
+from toolkit.loading.report import Report
 from toolkit.models.cache import Cache
 from toolkit.models.costs import Shown
 from toolkit.text import tokenizer as tokenizers
 
 HF_GENERATE = "hf-generate"
+_OTHERWISE = "Use fewer ranks, or leave out engine for a model that the toolkit has"
 
 
 @dataclass(frozen=True)
@@ -44,19 +51,27 @@ class Config:
     tie_word_embeddings: bool
 
 
-def wrap(model: str | os.PathLike[str] | nn.Module, device: Device | str = "auto", dtype: torch.dtype | None = None) -> HfModel:
+def wrap(
+    model: str | os.PathLike[str] | nn.Module, device: Device | str = "auto", dtype: torch.dtype | None = None,
+    shard: Shard = WHOLE,
+) -> HfModel:  # fmt: skip
     """Return a model of transformers on `device`, ready for `tk.generate` and `tk.compare`.
 
     `model` is a local folder (safetensors only; no code of the checkpoint is run, and nothing is downloaded) or an instance of
     a causal language model. An instance is moved to `device`, put into eval mode, and converted in place if `dtype` is given.
-    With device "auto" it is not moved. Weights are loaded through host memory.
+    With device "auto" it is not moved. Weights are loaded through host memory. With a `shard` of several ranks, transformers
+    divides the model of a folder; all ranks must call `wrap`.
 
     Raises ToolkitError if transformers is not installed, FormatError for a folder that it cannot load, and ModelError if
     `model` is not a causal language model or is spread over several devices.
     """
-    transformers = import_transformers()
+    transformers, began = import_transformers(), time.perf_counter()
     if isinstance(model, nn.Module):
         inner, folder = model, _folder_of(model)
+    elif shard != WHOLE:
+        folder, device = at_home(model), open_device(device)
+        inner = _from_folder(transformers, folder, dtype, **_division(transformers, folder, device, shard))
+        _check_division(inner, shard)
     else:
         folder = at_home(model)
         inner = _from_folder(transformers, folder, dtype)
@@ -64,14 +79,16 @@ def wrap(model: str | os.PathLike[str] | nn.Module, device: Device | str = "auto
     here = next(inner.parameters()).device
     target = open_device(str(here) if isinstance(model, nn.Module) and device == "auto" else device)
     try:
-        if dtype is not None:
+        if dtype is not None and shard == WHOLE:
             for parameter in inner.parameters():  # buffers are not converted: rotary frequencies stay fp32
                 parameter.data = parameter.data.to(dtype)
         inner.to(target.torch)
     except (ValueError, NotImplementedError) as error:
         do = f'Load it on {target.name} yourself, and pass device="auto"'
         raise ModelError(f"{type(inner).__name__} on {target.name}", f"it cannot be moved ({error!s:.120})", do) from error
-    wrapped = HfModel(inner.eval(), target)
+    wrapped = HfModel(inner.eval(), target, shard)
+    if shard != WHOLE:
+        wrapped.report = _report(inner, str(folder), target, shard, time.perf_counter() - began)
     if folder is not None and folder.is_dir():
         wrapped.tokenizer = tokenizers.from_folder(folder)
     return wrapped
@@ -87,19 +104,80 @@ def import_transformers() -> Any:
     return transformers
 
 
-def _from_folder(transformers: Any, folder: Path, dtype: torch.dtype | None) -> nn.Module:
+def _division(transformers: Any, folder: Path, device: Device, shard: Shard) -> dict[str, Any]:
+    """Return the options by which transformers divides a model.
+
+    Raises ToolkitError if it can't, on this device or at all, and RankError if the ranks load different models.
+    """
+    asked = f'model {folder} with engine="hf" over {shard.ranks} ranks'
+    if isinstance(device, VirtualGpu):
+        found = "transformers divides weights as DTensors, and these can't exchange values of virtual GPUs"
+        raise ModelError(asked, found, 'Use device="cpu" or "cuda", or leave out engine for a model that the toolkit has')
+    from torch.distributed.device_mesh import init_device_mesh
+
+    try:
+        from transformers.distributed.configuration_utils import DistributedConfig
+    except ImportError as error:
+        found = f"transformers {transformers.__version__} has no DistributedConfig"
+        raise ToolkitError(asked, found, "Install a newer one: pip install 'decode-toolkit[hf]'") from error
+    config = folder / "config.json"
+    text = config.read_text(errors="replace") if config.is_file() else ""
+    check_same(shard, f"loading {folder}", config=text, transformers=transformers.__version__)
+    os.environ.setdefault("LOCAL_RANK", str(local_rank()))  # transformers reads it
+    mesh = init_device_mesh(device.torch.type, (shard.ranks,))
+    return {"distributed_config": DistributedConfig(tp_size=shard.ranks), "device_mesh": mesh}
+
+
+def _check_division(inner: Any, shard: Shard) -> None:
+    """Raise ModelError if transformers has divided nothing, or has divided it so that it can't run."""
+    asked, config = f"a {type(inner).__name__} over {shard.ranks} ranks", inner.config.get_text_config(decoder=True)
+    if not any(_mine(parameter) is not parameter for parameter in inner.parameters()):
+        raise ModelError(asked, "transformers has no plan to divide it", "Load it on one GPU: leave out tensor_parallel")
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        count = getattr(config, name, None)
+        if count and count % shard.ranks:
+            raise ModelError(asked, f"transformers can't divide {count} {name}", _OTHERWISE)
+    try:
+        with torch.no_grad():
+            inner(input_ids=torch.zeros(1, 2, dtype=torch.long, device=inner.device), use_cache=False)
+    except Exception as error:  # sizes that the plan doesn't divide show in the first step
+        raise ModelError(asked, f"the plan of transformers fails ({_first_line(error)})", _OTHERWISE) from error
+
+
+def _report(inner: nn.Module, source: str, device: Device, shard: Shard, seconds: float) -> Report:
+    """Return the record of a load: the weights that this rank holds, by dtype."""
+    held: Counter[str] = Counter()
+    for parameter in map(_mine, inner.parameters()):
+        held[str(parameter.dtype).removeprefix("torch.")] += parameter.nbytes
+    return Report(
+        source=source, device=device.name, fused=(), bytes_by_kind=dict(held.most_common()), weight_bytes=held.total(),
+        allocated_bytes=held.total(), peak_bytes=None, stored_bytes=held.total(), skipped=(), seconds=seconds, shard=shard,
+    )  # fmt: skip
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0][:160]
+
+
+def _mine(parameter: nn.Parameter) -> nn.Parameter:
+    """Return the part of a parameter that this rank holds. A DTensor has the sizes of the whole."""
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
+def _from_folder(transformers: Any, folder: Path, dtype: torch.dtype | None, **more: Any) -> nn.Module:
     asked = f'model {folder} with engine="hf"'
     if not (folder / "config.json").is_file():
         raise FormatError(asked, "not a folder with a config.json", "Pass a local Hugging Face folder, or a loaded model")
-    options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True, "dtype": dtype or "auto"}
+    options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True, "dtype": dtype or "auto", **more}
     logging = transformers.utils.logging
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         inner: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(str(folder), **options)
     except Exception as error:  # any architecture may raise any exception
-        found = f"transformers {transformers.__version__} cannot load it: {type(error).__name__}: {error!s:.300}"
+        found = f"transformers {transformers.__version__} cannot load it: {type(error).__name__}: {error!s:.300}".rstrip(".")
         do = "Use a folder with a causal language model in safetensors files that needs no custom code"
+        do = _OTHERWISE if more else do
         raise FormatError(asked, found, do) from error
     finally:
         if bars:
@@ -133,10 +211,11 @@ class HfModel(Shown):
     StaticCache. Copies inside the model are counted like any others. `loops` has the model's own `generate`.
     """
 
+    report: Report  # of a divided model
     no_graphs = "code of transformers may wait for the device, or change from step to step"
 
-    def __init__(self, inner: Any, device: Device) -> None:
-        self.inner, self.device = inner, device
+    def __init__(self, inner: Any, device: Device, shard: Shard = WHOLE) -> None:
+        self.inner, self.device, self.shard = inner, device, shard
         self.dtype: torch.dtype = inner.dtype
         self.tokenizer: tokenizers.Tokenizer | None = None
         self.config = _config(inner)
@@ -240,7 +319,10 @@ class Rows(nn.Module):
         return rows[0] if len(rows) == 1 else torch.cat(rows, -1)
 
     def on_host(self) -> Rows:
-        """Return a copy of the tables on the CPU."""
+        """Return a copy of the tables on the CPU. Raises ModelError if ranks hold parts of them on GPUs."""
+        if any(_mine(table) is not table and table.device.type != "cpu" for table in self.parameters()):
+            found = "transformers divides the embedding among the GPUs"
+            raise ModelError("an embedding on the host", found, 'Use another strategy, such as decode="double-buffered"')
         tensors: list[Tensor] = [*self.parameters(), *self.buffers()]
         there = {
             id(t): nn.Parameter(t.detach().cpu(), requires_grad=False) if isinstance(t, nn.Parameter) else t.cpu()

@@ -82,7 +82,8 @@ def load(
             quantized and random weights.
         scheme: how matrices are stored on the device. None: as in the file (quantized matrices stay packed, no value
             changes). "none": in `dtype`. "q4_k_m", "int4", "int8" or another scheme: quantize while loading (min-max).
-        engine: "hf" loads the model of transformers, from a folder or an instance; `dtype` is then the only other option.
+        engine: "hf" loads the model of transformers, from a folder or an instance; `dtype` is then the only other option, and
+            for a folder `tensor_parallel`.
         progress: True (one line on a terminal or in a notebook), False, or a function of (done_bytes, total_bytes, tensor
             name), which is called at most ten times a second and once at the end. If it raises, loading stops. A download
             reports in the same way before the load.
@@ -94,7 +95,7 @@ def load(
         tensor_parallel: the number of ranks that divide the model: all processes of torch.distributed's default group, which
             torchrun starts. Each of them calls `load` with the same arguments, and reads and holds only its part.
         cluster: a cluster from `tk.cluster`, whose ranks load the model on its devices, each its part. `tk.generate` and
-            `tk.compare` then run on all ranks. Leave out device=, cancel= and functions of progress.
+            `tk.compare` then run on all ranks. Leave out device= and functions of progress.
 
     Returns the model. `model.report` describes the load. Raises FormatError if files are missing, damaged or do not match the
     config, ModelError for an unknown architecture, DeviceError if the weights do not fit on the device (of a repository, before
@@ -109,14 +110,17 @@ def load(
     if engine not in (None, *ENGINES):
         raise unknown_name("engine", engine, ENGINES)
     if engine == "hf" or isinstance(path, nn.Module):
-        chosen = _option_of_wrapped(dtype, engine, scheme, tensor_parallel)
+        chosen = _option_of_wrapped(dtype, engine, scheme, tensor_parallel, path)
+        shard = join(tensor_parallel)
+        if shard != WHOLE:
+            check_ranks(shard, brief(path), open_device(device), dtype=chosen)
         if isinstance(path, str):
             found = resolve(path, revision, token)
             if isinstance(found, Repository):  # what can be refused is refused before the download
                 import_transformers()
                 open_device(device)
-            return wrap(_whole(found, progress, cancel), device, chosen)
-        return wrap(path, device, chosen)  # type: ignore[arg-type]
+            return wrap(_whole(found, progress, cancel), device, chosen, shard)
+        return wrap(path, device, chosen, shard)  # type: ignore[arg-type]
     if not isinstance(path, str | os.PathLike):
         raise ToolkitError(
             f"model {brief(path)}", f"a {type(path).__name__}, not a path", 'Pass "demo/qwen3", a folder or a .gguf file'
@@ -188,12 +192,14 @@ def check_ranks(shard: Shard, asked: str, device: Device, **facts: object) -> No
 
 
 def _option_of_wrapped(
-    dtype: torch.dtype | str | None, engine: str | None, scheme: object, tensor_parallel: object
+    dtype: torch.dtype | str | None, engine: str | None, scheme: object, tensor_parallel: object, path: object
 ) -> torch.dtype | None:
     """Return the dtype of a model of transformers. Raises ModelError for options that apply to the toolkit's models only."""
-    if scheme is not None or engine == "toolkit" or tensor_parallel != 1:
-        option = f"tensor_parallel={tensor_parallel!r}" if tensor_parallel != 1 else f"scheme={scheme!r}"
-        option = "engine='toolkit'" if engine == "toolkit" else option
+    if isinstance(path, nn.Module) and tensor_parallel != 1:
+        found = f"tensor_parallel={tensor_parallel!r}, and transformers divides weights only while it loads them"
+        raise ModelError(f"an instance of {type(path).__name__}", found, 'Pass its folder with engine="hf"')
+    if scheme is not None or engine == "toolkit":
+        option = "engine='toolkit'" if engine == "toolkit" else f"scheme={scheme!r}"
         raise ModelError(
             "a model of transformers", f"{option} applies to the toolkit's models only", "Leave it out, or pass a path"
         )

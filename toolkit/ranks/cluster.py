@@ -16,15 +16,16 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from toolkit.core.errors import DeviceError, RankError, brief, unknown_name
+from toolkit.core.errors import CancelledError, DeviceError, RankError, brief, unknown_name
 from toolkit.core.numbers import integer, real
 from toolkit.core.ranks import TIMEOUT_S
 from toolkit.core.signals import whole
 from toolkit.gpu.catalogue import CATALOGUE
+from toolkit.gpu.device import Memory
 from toolkit.gpu.virtual.device import spec_of
 from toolkit.ranks.engines import Engines
 from toolkit.ranks.packing import pack
-from toolkit.ranks.rank import at_peak, enter, execute, prepare, versions
+from toolkit.ranks.rank import at_peak, enter, execute, memory_now, prepare, versions
 from toolkit.ranks.remote import RankedModel, load_on
 from toolkit.ranks.spreading import Spread
 from toolkit.ranks.waiting import Tasks, error_of, first_failure
@@ -33,14 +34,15 @@ if TYPE_CHECKING:
     import pandas as pd
 
 MOST = 64  # ranks on one machine
-SEVERAL = re.compile(r"virtual:(\d+)x(.+)")
+_SEVERAL = re.compile(r"(virtual:)?(\d{1,9})x(.+)")
 
 
 def cluster(device: str, ranks: object = None, *, timeout_s: float = TIMEOUT_S, silent_s: float = 10.0) -> Cluster:
     """Start one process per rank on this machine, open a device on each, and return the `Cluster`. Needs `ipyparallel`.
 
     Args:
-        device: "virtual:2xh200" (two ranks with a virtual H200 each), "virtual:h200", "cpu", or "cuda" (rank i opens "cuda:i").
+        device: "virtual:2xh200" (two ranks with a virtual H200 each), "2xcuda" (rank i opens "cuda:i") or "2xcpu"; or the name
+            without a number: "virtual:h200", "cuda" or "cpu".
         ranks: number of ranks. Default: the number in the name, or the number of CUDA GPUs.
         timeout_s: how long a rank waits in a collective for the others before the collective fails.
         silent_s: a process that shows no sign of life for this long, for example because it was stopped, counts as dead.
@@ -109,10 +111,19 @@ class Cluster:
         rank, its line and the reason, with the rank's traceback as a note. The cluster stays open if all ranks could be
         stopped, otherwise it is closed; the error says which. An interrupt (Ctrl-C) stops all ranks in the same way.
         """
-        asked = f"running {getattr(function, '__name__', brief(function))} on {self.ranks} ranks"
+        return self.run_as(f"running {getattr(function, '__name__', brief(function))}", None, function, *args, **kwargs)
+
+    def run_as(
+        self, doing: str, cancel: threading.Event | None, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> list[Any]:
+        """Do as `run` does. Errors say what the ranks were `doing`.
+
+        If another thread sets `cancel`, all ranks are interrupted as by Ctrl-C, and CancelledError is raised.
+        """
+        asked = f"{doing} on {self.ranks} ranks"
         payload = self._pack(asked, function, args, kwargs)
         with self._busy(asked):
-            return [pickle.loads(value) for value in self._run(asked, payload)]
+            return [pickle.loads(value) for value in self._run(asked, payload, cancel)]
 
     def spread(
         self, function: Callable[..., Any], items: Iterable[Any], ranks: Sequence[int] | None = None
@@ -133,7 +144,7 @@ class Cluster:
             try:
                 for number, rank, outcome in work.outcomes(execute, payloads):
                     if outcome.failure:
-                        raise error_of(asked, rank, outcome.failure, "Mend the cause and start again")
+                        raise error_of(asked, rank, outcome.failure)
                     yield number, pickle.loads(outcome.value or b"")
                 complete = True
             finally:
@@ -172,26 +183,32 @@ class Cluster:
         tables = self.run(at_peak, function, args, kwargs)
         return pd.concat(dict(enumerate(tables)), names=["rank"]).reset_index("rank").reset_index(drop=True)
 
+    def memory_now(self) -> list[Memory]:
+        """Return the memory of each rank's device now, as `device.memory()` does."""
+        return self.run(memory_now)
+
     def load(self, path: Any, **options: Any) -> RankedModel:
         """Load a model on all ranks, each of which holds its part; `tk.load(path, cluster=...)` calls this."""
         defaults = {"device": "auto", "tensor_parallel": 1, "progress": True, "cancel": None, "engine": None}
         return load_on(self, path, defaults | options)
 
-    def _run(self, asked: str, payload: bytes) -> list[bytes]:
+    def _run(self, asked: str, payload: bytes, cancel: threading.Event | None) -> list[bytes]:
         tasks = Tasks(self._engines, self.ranks)
         try:
             with whole:
                 tasks.start(execute, payload)
-            tasks.wait()
+            tasks.wait(cancel)
         except BaseException as error:
             with whole:
                 if isinstance(error, KeyboardInterrupt):
                     tasks.interrupt()
                 error.add_note(f"The cluster {self._recover(tasks)}.")
             raise
+        if tasks.cancelled:
+            raise CancelledError(asked, "it was cancelled", f"Start it again: the cluster {self._recover(tasks)}")
         found = first_failure(tasks.outcomes)
         if found:
-            raise error_of(asked, *found, f"Mend the cause and run again: the cluster {self._recover(tasks)}")
+            raise error_of(asked, *found, f"the cluster {self._recover(tasks)}")
         return [tasks.outcomes[rank].value or b"" for rank in range(self.ranks)]
 
     def _recover(self, tasks: Tasks) -> str:
@@ -240,16 +257,22 @@ def check_versions(asked: str, found: Sequence[Mapping[str, str]]) -> None:
                 raise RankError(asked, what, f"Install {name} {version} for all ranks")
 
 
+def several(device: str) -> tuple[str, int] | None:
+    """Return the device of each rank and the number of ranks if a name asks for several: "virtual:2xh200", "2xcuda"."""
+    found = _SEVERAL.fullmatch(device)
+    return (f"{found[1] or ''}{found[3]}", int(found[2])) if found else None
+
+
 def _checked(device: str, ranks: object) -> tuple[str, int]:
     """Return the device that each rank opens and the number of ranks. Raises an error for what this machine doesn't have."""
-    several = SEVERAL.fullmatch(str(device))
     asked = f"a cluster of {brief(device)}" + (f" with ranks={brief(ranks)}" if ranks is not None else "")
-    kind, number = (f"virtual:{several[2]}", int(several[1])) if several else (str(device), None)
+    kind, number = several(str(device)) or (str(device), None)
     if kind.startswith("virtual:"):
         spec_of(kind.removeprefix("virtual:"))
     elif kind not in ("cpu", "cuda"):
-        raise unknown_name("device of a cluster", device, ["cpu", "cuda", *(f"virtual:2x{card}" for card in CATALOGUE)])
-    default = max(_gpus(), 1) if kind == "cuda" else number
+        names = ["cpu", "cuda", "2xcuda", *(f"virtual:2x{card}" for card in CATALOGUE)]
+        raise unknown_name("device of a cluster", device, names)
+    default = max(_gpus(), 1) if kind == "cuda" and number is None else number
     count = integer(default if ranks is None else ranks, least=1, most=MOST)
     if count is None:
         raise RankError(asked, f"the number of ranks is not a whole number from 1 to {MOST}", 'Try tk.cluster("cpu", 2)')
@@ -257,7 +280,7 @@ def _checked(device: str, ranks: object) -> tuple[str, int]:
         raise RankError(asked, f"the name asks for {number} ranks", f"Give one of the two: tk.cluster({device!r})")
     if kind == "cuda" and count > _gpus():
         found = f"this machine has {_gpus()} CUDA GPUs, and each rank needs one"
-        raise DeviceError(asked, found, f'Use virtual GPUs: tk.cluster("virtual:{count}xh200")')
+        raise DeviceError(asked, found, f'Use virtual GPUs: "virtual:{count}xh200"')
     return kind, count
 
 

@@ -129,8 +129,12 @@ class Engines:
             self._cluster.signal_engines_sync(signal.SIGKILL)
         if self._client is not None:
             self._client.close(linger=0)
+        controller = getattr(self._cluster.controller, "process", None)
         with suppress(Exception):
             self._cluster.stop_cluster_sync()
+        with suppress(OSError):  # its children outlive a controller that was killed
+            if controller is not None:
+                os.killpg(controller.pid, signal.SIGKILL)
         self.folder.cleanup()
 
 

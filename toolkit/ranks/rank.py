@@ -25,7 +25,7 @@ from toolkit.core.callers import is_installed
 from toolkit.core.errors import ToolkitError, brief
 from toolkit.core.ranks import announcing, backend_of, leave
 from toolkit.core.version import __version__
-from toolkit.gpu.device import Device
+from toolkit.gpu.device import Device, Memory
 from toolkit.gpu.opening import open_device
 from toolkit.vram.measure import MemoryUse
 
@@ -41,7 +41,7 @@ class Failure:
     """Why a function ended without a result on a rank.
 
     `lost_peer` is True if a collective failed, which is the consequence of another rank's failure. `interrupted` is True if the
-    function was stopped by SIGINT. `file` and `line` are those of the user's code.
+    function was stopped by SIGINT. `file` and `line` are those of the user's code. `do` is the advice of a ToolkitError.
     """
 
     reason: str  # "raised ValueError"
@@ -51,6 +51,7 @@ class Failure:
     traceback: str = ""
     lost_peer: bool = False
     interrupted: bool = False
+    do: str = ""
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,11 @@ def execute(payload: bytes) -> Outcome:
     return outcome
 
 
+def memory_now() -> Memory:
+    """Return the memory of this rank's device."""
+    return _opened[0].memory()
+
+
 def at_peak(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> pd.DataFrame:
     """Return who held memory at the peak that `function` measured on this rank. Raises ToolkitError if it measured nothing."""
     found = function(*args, **kwargs)
@@ -131,11 +137,13 @@ def _failure(error: BaseException) -> Failure:
     while first.__cause__ is not None:
         first = first.__cause__
     frames = _frames(error.__traceback__)
-    file, line = next((frame for frame in reversed(frames) if not is_installed(frame[0])), frames[-1])
+    unknown = ("", 0) if isinstance(error, ToolkitError) else frames[-1]  # a ToolkitError needs no line of the toolkit
+    file, line = next((frame for frame in reversed(frames) if not is_installed(frame[0])), unknown)
     lost = isinstance(first, RuntimeError) and _frames(first.__traceback__)[-1][0].startswith(_COLLECTIVES)
     interrupted = isinstance(error, KeyboardInterrupt)
     reason = "was interrupted" if interrupted else f"raised {type(error).__name__}"
-    return Failure(reason, str(error), file, line, "".join(traceback.format_exception(error)), lost, interrupted)
+    message, do = (f"{error.asked}: {error.found}", error.do) if isinstance(error, ToolkitError) else (str(error), "")
+    return Failure(reason, message, file, line, "".join(traceback.format_exception(error)), lost, interrupted, do)
 
 
 def _frames(found: TracebackType | None) -> list[tuple[str, int]]:

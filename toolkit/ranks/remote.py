@@ -6,9 +6,10 @@ The functions below run on all ranks, which keep the models in `_models`, by num
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterable, Set
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from toolkit.core.ranks import current
 from toolkit.decode.compare import Comparison, compare
 from toolkit.decode.loop import generate
 from toolkit.decode.run import Run
-from toolkit.decode.strategies import OwnLoop, Strategy, find_strategy
+from toolkit.decode.strategies import OwnLoop, Strategy, find_strategy, strategies_of
 from toolkit.loading.loader import load
 from toolkit.loading.report import Report
 from toolkit.models.model import Remote
@@ -28,10 +29,6 @@ if TYPE_CHECKING:
 
 _numbers = count()
 _models: dict[int, Any] = {}  # on a rank
-LOCAL = {
-    "cancel": "Interrupt the cell instead, which stops all ranks",
-    "prefix": "Leave it out: its cache would be in this process",
-}  # options of `generate` that can't cross
 
 
 class RankedModel(Remote):
@@ -41,21 +38,23 @@ class RankedModel(Remote):
         cluster: The cluster.
         path: The name or path that was loaded.
         reports: What each rank loaded, by rank.
+        strategies: The names of the decode strategies that can run it.
+        has_tokenizer: Whether prompts can be text.
     """
 
-    def __init__(self, cluster: Cluster, path: Any, options: dict[str, Any]) -> None:
+    def __init__(self, cluster: Cluster, path: Any, cancel: threading.Event | None, options: dict[str, Any]) -> None:
         self._number = next(_numbers)
         self.cluster, self.path = cluster, path
         try:
-            self.reports: list[Report] = cluster.run(
-                _load, self._number, set(cluster.handles), path, cluster.device, cluster.ranks, options
-            )
+            arguments = (self._number, set(cluster.handles), path, cluster.device, cluster.ranks, options)
+            found: list[Loaded] = cluster.run_as(f"loading {brief(path)}", cancel, _load, *arguments)
         except BaseException:
-            if not cluster.closed:
-                with suppress(RankError):  # ranks that loaded their part before another failed
-                    self.free()
+            with suppress(RankError):  # ranks that loaded their part before another failed
+                self.free()
             raise
         cluster.handles[self._number] = self
+        self.reports = [each.report for each in found]
+        self.strategies, self.has_tokenizer = found[0].strategies, found[0].has_tokenizer
 
     def __repr__(self) -> str:
         return f"RankedModel({self.path!r} on {self.cluster!r})"
@@ -63,23 +62,27 @@ class RankedModel(Remote):
     def generate(self, prompt: Any, decode: str | Strategy | OwnLoop, **options: Any) -> Run:
         """Generate on all ranks and return the run, whose trace has the events of all of them; see `tk.generate`.
 
-        `on_token` is called on rank 0, in its process. Raises RankError if a rank fails, and ModelError for an option that only
-        works in this process.
+        `on_token` is called on rank 0, in its process. `cancel` interrupts all ranks; their tokens are lost. Raises
+        CancelledError, RankError if a rank fails, and ModelError for a prefix, which only works in one process.
         """
-        _check("generating", options)
+        if options.get("prefix") is not None:
+            do = "Leave it out: its cache would be in this process"
+            raise ModelError("generating on a cluster", "prefix= only works in one process", do)
         find_strategy(decode)
-        return joined(self.cluster.run(_generate, self._number, prompt, decode, options))
+        cancel = _event(options)
+        return joined(self.cluster.run_as("generating", cancel, _generate, self._number, prompt, decode, options))
 
     def compare(self, prompt: Any, decode: Iterable[str | Strategy] | None, **options: Any) -> Comparison:
         """Generate with each strategy on all ranks. The table is that of rank 0; each run has the events of all ranks."""
-        _check("comparing", options)
+        cancel = _event(options)
         names = decode if decode is None or isinstance(decode, str | Strategy) else list(decode)
-        found: list[Comparison] = self.cluster.run(_compare, self._number, prompt, names, options)
+        found: list[Comparison] = self.cluster.run_as("comparing", cancel, _compare, self._number, prompt, names, options)
         return replace(found[0], runs={label: joined([one.runs[label] for one in found]) for label in found[0].runs})
 
     def free(self) -> None:
         """Free the weights on all ranks. The next `tk.load` on the cluster frees those of lost handles, and closing it all."""
-        self.cluster.run(_free, self._number)
+        if not self.cluster.closed:
+            self.cluster.run_as(f"freeing {brief(self.path)}", None, _free, self._number)
 
 
 def load_on(cluster: Cluster, path: Any, options: dict[str, Any]) -> RankedModel:
@@ -89,27 +92,35 @@ def load_on(cluster: Cluster, path: Any, options: dict[str, Any]) -> RankedModel
     if device != "auto" or ranks not in (1, cluster.ranks):
         found = f"device={brief(device)}, tensor_parallel={brief(ranks)}"
         raise ModelError(asked, found, f"Leave them out: the cluster has {cluster.ranks} ranks with {cluster.device}")
-    if options["engine"] == "hf":
-        raise ModelError(asked, 'engine="hf" models are not divided', "Leave out engine")
-    if callable(options.pop("progress")) or options.pop("cancel") is not None:
-        raise ModelError(asked, "a function of progress or an event to cancel", "Leave them out; interrupt the cell to stop")
-    return RankedModel(cluster, path, options)
+    if callable(options.pop("progress")):
+        raise ModelError(asked, "a function of progress, which only works in one process", "Leave it out")
+    return RankedModel(cluster, path, _event(options), options)
 
 
-def _check(asked: str, options: dict[str, Any]) -> None:
-    for name, do in LOCAL.items():
-        if options.get(name) is not None:
-            raise ModelError(f"{asked} on a cluster", f"{name}= only works in one process", do)
+def _event(options: dict[str, Any]) -> threading.Event | None:
+    """Remove the option `cancel`, which stays in this process, and return it."""
+    cancel: threading.Event | None = options.pop("cancel", None)
+    if cancel is not None and not hasattr(cancel, "is_set"):
+        raise ModelError("a way to cancel", f"cancel={brief(cancel)}", "Give a threading.Event, and set it to stop")
+    return cancel
 
 
-def _load(number: int, held: Set[int], path: Any, device: str, ranks: int, options: dict[str, Any]) -> Report:
+@dataclass(frozen=True)
+class Loaded:
+    """What a rank says about the model that it has loaded."""
+
+    report: Report
+    strategies: tuple[str, ...]
+    has_tokenizer: bool
+
+
+def _load(number: int, held: Set[int], path: Any, device: str, ranks: int, options: dict[str, Any]) -> Loaded:
     """Load a model. Those whose numbers are not in `held` have lost their handles, and are freed before."""
     for lost in _models.keys() - held:
         del _models[lost]
     gc.collect()
-    _models[number] = load(path, device, tensor_parallel=ranks, progress=False, **options)
-    report: Report = _models[number].report
-    return report
+    model = _models[number] = load(path, device, tensor_parallel=ranks, progress=False, **options)
+    return Loaded(model.report, tuple(strategies_of(model)), model.tokenizer is not None)
 
 
 def _generate(number: int, prompt: Any, decode: Any, options: dict[str, Any]) -> Run:

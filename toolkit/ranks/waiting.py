@@ -6,6 +6,7 @@ After the first failure, the other ranks are interrupted. Those that do not end 
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -29,17 +30,23 @@ class Tasks:
         self._outputs: list[_Output] = []
         self.outcomes: dict[int, Outcome] = {}  # by rank, in the order in which the ranks ended
         self.dead: set[int] = set()  # ranks whose process has ended or doesn't answer
+        self.cancelled = False
 
     def start(self, function: Callable[..., Any], *args: Any) -> None:
         """Start a function of an installed module on all ranks. Raises RankError if the process of a rank has ended."""
         self._futures = [self._engines.submit(rank, function, *args) for rank in range(self._ranks)]
         self._outputs = [_Output(rank, future.metadata) for rank, future in enumerate(self._futures)]
 
-    def wait(self) -> None:
-        """Wait until all ranks have ended. After the first failure, stop the others; those that don't stop are in `stuck`."""
-        while self.stuck and not any(outcome.failure for outcome in self.outcomes.values()):
+    def wait(self, cancel: threading.Event | None = None) -> None:
+        """Wait until all ranks have ended, or until `cancel` is set, which makes `cancelled` True.
+
+        After that, or after the first failure, stop the others; those that don't stop are in `stuck`.
+        """
+        while self.stuck and not self.cancelled and not any(outcome.failure for outcome in self.outcomes.values()):
             self._poll()
-        self._wait(LEAVE_S)
+            self.cancelled = bool(self.stuck) and cancel is not None and cancel.is_set()
+        if not self.cancelled:
+            self._wait(LEAVE_S)
         if not self.dead:  # otherwise the cluster is closed anyway
             self.interrupt()
         for rank, future in enumerate(self._futures):
@@ -70,7 +77,7 @@ class Tasks:
                 self.outcomes[rank] = self._outcome(rank)
         self._show()
         if not self._engines.alive:
-            found = "ipyparallel's controller has ended"
+            found = "ipyparallel's controller has ended, or the cluster was closed by another thread"
             raise RankError("running on several ranks", found, "Open a new cluster: tk.cluster(...)")
 
     def _outcome(self, rank: int) -> Outcome:
@@ -115,15 +122,18 @@ def first_failure(outcomes: dict[int, Outcome]) -> tuple[int, Failure] | None:
     return next(iter(own or late or failed), None)
 
 
-def error_of(asked: str, rank: int, failure: Failure, do: str) -> RankError:
-    """Return the error that names a rank, what happened to it, and its line."""
+def error_of(asked: str, rank: int, failure: Failure, cluster: str = "") -> RankError:
+    """Return the error that names a rank, what happened to it, and its line. `cluster` says what has become of the cluster."""
     reason = failure.reason
     if failure.interrupted:
         reason = "did not arrive at a collective in which the others waited, and was interrupted"
     if failure.file:
         source = source_line(f"{failure.file}:{failure.line}")
         reason += f" at {short_path(failure.file)}:{failure.line}" + (f" ({source})" if source else "")
-    error = RankError(asked, f"rank {rank} {reason}" + (f": {failure.message}" if failure.message else ""), do, rank=rank)
+    do = f"{failure.do}. Then run again" if failure.do else "Mend the cause and run again"
+    do += f": {cluster}" if cluster else ""
+    message = failure.message.rstrip(".")
+    error = RankError(asked, f"rank {rank} {reason}" + (f": {message}" if message else ""), do, rank=rank)
     if failure.traceback:
         error.add_note(f"On rank {rank}:\n{failure.traceback}")
     return error

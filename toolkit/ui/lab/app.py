@@ -13,7 +13,10 @@ from typing import Any
 
 import ipywidgets as widgets
 
+from toolkit.core.errors import ToolkitError
 from toolkit.models.model import Model
+from toolkit.ranks.cluster import Cluster
+from toolkit.ranks.remote import RankedModel
 from toolkit.ui import stills
 from toolkit.ui.assets import style_of
 from toolkit.ui.lab.generate_panel import GeneratePanel
@@ -21,6 +24,7 @@ from toolkit.ui.lab.history import History, copies_html, timeline_of
 from toolkit.ui.lab.load_panel import LoadPanel
 from toolkit.ui.lab.memory_panel import MemoryPanel
 from toolkit.ui.lab.plan_panel import PlanPanel
+from toolkit.ui.lab.ranks import place_of
 from toolkit.ui.lab.traces_panel import TracesPanel
 from toolkit.ui.lab.tune_panel import TunePanel
 from toolkit.ui.lab.work import Work
@@ -55,9 +59,14 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self._enable(True)
 
     @property
-    def model(self) -> Model | None:
+    def model(self) -> Model | RankedModel | None:
         """The loaded model."""
         return self.loading.model
+
+    @property
+    def cluster(self) -> Cluster | None:
+        """The cluster on which the model is, if the device has several GPUs."""
+        return self.loading.cluster
 
     @property
     def run(self) -> Any:
@@ -92,8 +101,9 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.work.cancel()
 
     def close(self) -> None:
-        """Cancel the running work and remove the app."""
+        """Cancel the running work, end the processes of a cluster, and remove the app."""
         self.work.cancelled.set()
+        self.loading.end_cluster("")
         super().close()
 
     def start(self) -> None:
@@ -113,16 +123,20 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         """Enable or disable the buttons of all panels."""
         for panel in self.panels:
             panel.enable(idle)
+        self._say_state()
         if idle and self._published:
             stills.publish(self._still, self._still_html(), repr(self), update=True)
 
     def _loaded(self) -> None:
-        """Show which model is loaded."""
+        """Show which model is loaded, and what it can do."""
+        self._say_state()
+        self.decoding.refresh()
+
+    def _say_state(self) -> None:
         self._state = "no model is loaded"
         if self.model is not None and self.loading.loaded is not None:
-            self._state = f"{self.loading.loaded[1]} on {self.model.device.name}"
+            self._state = f"{self.loading.loaded[1]} on {place_of(self.model)}"
         self.state.value = f"<b>Decode Lab</b><span>{escape(self._state)}</span>"
-        self.decoding.refresh()
 
     def _added(self) -> None:
         self.traces.refresh()
@@ -148,5 +162,8 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         return {"lab.model": self.model, "lab.runs": self.runs}
 
     def _in_use(self) -> Any:
-        """Return the device of a budget: the model's, else the device of the field."""
+        """Return the device of a budget: the model's, else the device of the field. Raises ToolkitError for a cluster."""
+        if isinstance(self.model, RankedModel):
+            do = 'Set it on all ranks, in a cell: lab.cluster.run(tk.budget, "8 GiB")'
+            raise ToolkitError("a budget", "the model is on the ranks of a cluster, which have a device each", do)
         return self.model.device if self.model is not None else self.loading.opened(self.loading.device_field.value.strip())

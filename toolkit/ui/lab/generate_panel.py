@@ -13,11 +13,13 @@ from toolkit.core.errors import ModelError, ToolkitError
 from toolkit.decode.loop import generate
 from toolkit.decode.strategies import STRATEGIES, strategies_of
 from toolkit.models.model import Model
+from toolkit.ranks.remote import RankedModel
 from toolkit.ui.lab.code import CopyAsCode, Name, call
 from toolkit.ui.lab.fields import Panel, button, field, replace_children, row
 from toolkit.ui.lab.history import Entry, History, copies_html, timeline_of
 from toolkit.ui.lab.load_panel import LoadPanel
 from toolkit.ui.lab.memory_panel import MemoryPanel
+from toolkit.ui.lab.ranks import place_of
 from toolkit.ui.lab.work import Work
 
 _NONE = "(none)"
@@ -75,7 +77,7 @@ class GeneratePanel(Panel):
         elif model is None:
             self._say_empty()
         else:
-            self._offer(strategies_of(model))
+            self._offer(model.strategies if isinstance(model, RankedModel) else strategies_of(model))
             self.status.value = "Ready."
         self.code.update()
 
@@ -115,6 +117,7 @@ class GeneratePanel(Panel):
         assert model is not None  # or loading raised
         assert loaded is not None
         given = prompt_of(prompt, model)
+        device = None if isinstance(model, RankedModel) else model.device
         self._history.runs = {}
         self.output.value, self.table.value, self.timeline_box.children = "", "", ()
         done: list[str] = []
@@ -129,10 +132,12 @@ class GeneratePanel(Panel):
                     self._work.share(i * limit + len(pieces), limit * len(names))
                     self.output.value = "".join([*done, _text_html(name, prompt, "".join(pieces), f"{len(pieces)} tokens ...")])
 
-            self.status.value = f"Generating with <b>{escape(name)}</b> on {escape(model.device.name)} ..."
-            self._work.share(i * limit, limit * len(names))
-            with self._memory.measuring(f"generate, {name}, up to {limit} tokens", model.device):
-                run = generate(model, given, name, on_token=on_token, cancel=self._work.cancelled, **options)
+            self.status.value = f"Generating with <b>{escape(name)}</b> on {escape(place_of(model))} ..."
+            if i or device is not None:  # of a cluster, nothing is known before the first run ends
+                self._work.share(i * limit, limit * len(names))
+            hear = None if device is None else on_token  # the ranks of a cluster can't call it
+            with self._memory.measuring(f"generate, {name}, up to {limit} tokens", device):
+                run = generate(model, given, name, on_token=hear, cancel=self._work.cancelled, **options)
             self._history.runs[name] = run
             self._work.share(i + 1, len(names))
             source = _call(name, given, options)
@@ -169,12 +174,12 @@ def _call(name: str, prompt: str | list[int], options: dict[str, Any]) -> str:
     return call("tk.generate", Name("model"), prompt, name, **options)
 
 
-def prompt_of(text: str, model: Model) -> str | list[int]:
+def prompt_of(text: str, model: Model | RankedModel) -> str | list[int]:
     """Return the prompt: the text, or the token ids in it if the model (random/NAME) has no tokenizer.
 
     Raises ToolkitError if there is no tokenizer and the text isn't a list of numbers.
     """
-    if model.tokenizer is not None:
+    if model.has_tokenizer if isinstance(model, RankedModel) else model.tokenizer is not None:
         return text
     words = text.replace(",", " ").split()
     if not words or not all(word.isdecimal() and word.isascii() for word in words):

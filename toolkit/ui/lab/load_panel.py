@@ -11,7 +11,7 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from toolkit.core.errors import DeviceError, ToolkitError
+from toolkit.core.errors import CancelledError, DeviceError, ToolkitError
 from toolkit.core.units import bytes_text, seconds_text
 from toolkit.gpu.catalogue import CATALOGUE
 from toolkit.gpu.opening import open_device
@@ -20,10 +20,13 @@ from toolkit.loading.loader import load
 from toolkit.models.model import Model
 from toolkit.models.shapes import SHAPES
 from toolkit.planning.describe import costs
+from toolkit.ranks.cluster import Cluster, cluster, several
+from toolkit.ranks.remote import RankedModel
 from toolkit.ui.figures.model import html_of
-from toolkit.ui.lab.code import CopyAsCode, call
+from toolkit.ui.lab.code import CopyAsCode, Name, call
 from toolkit.ui.lab.fields import Panel, button, field, row, without_gpu
 from toolkit.ui.lab.memory_panel import MemoryPanel
+from toolkit.ui.lab.ranks import loaded_html, name_of
 from toolkit.ui.lab.work import Work
 from toolkit.weights.recipes import RECIPES
 
@@ -31,6 +34,8 @@ _SCHEMES = [("as stored", ""), ("plain, not quantized", "none"), *((name, name) 
 _WELCOME = """<div><b>New here?</b> Press <b>Start</b>. It loads the model below onto the device below (a virtual GPU needs no
 hardware), generates text with two decode strategies, and shows what each of them copied between host and GPU.</div>"""
 _NO_GPU = 'Choose "virtual:h200" or another virtual GPU as Device: it needs no hardware'
+_NO_GPUS = 'Choose "virtual:2xh200" or other virtual GPUs as Device: they need no hardware'
+_CLOSED = "The cluster is closed, and its processes have ended. Press Load to open a new one."
 _EMPTY = "Nothing is loaded. Choose a device and a model, then press Load."
 
 
@@ -41,17 +46,21 @@ class LoadPanel(Panel):
         self, work: Work, memory: Callable[[], MemoryPanel], device: str, model: str, started: Callable[[], None],
         loaded: Callable[[], None],
     ) -> None:  # fmt: skip
-        self.model: Model | None = None
+        self.model: Model | RankedModel | None = None
+        self.cluster: Cluster | None = None  # on which `model` is, if the device has several GPUs
         self.loaded: tuple[str, str, Any] | None = None  # the device, model and scheme that `model` was loaded from
         self._work, self._memory, self._loaded = work, memory, loaded
         self.device_field = field(widgets.Combobox, device, "Device", options=_device_names(), ensure_option=False,
-                                  placeholder="virtual:8GiB, cuda, ...")  # fmt: skip
+                                  placeholder="virtual:2xh200, cuda, ...")  # fmt: skip
         self.model_field = field(widgets.Combobox, model, "Model", options=_model_names(), ensure_option=False,
                                  placeholder="demo/NAME, random/NAME, ORG/REPO, a folder")  # fmt: skip
         self.scheme_field = field(widgets.Dropdown, "", "Scheme", options=_SCHEMES)
         self.load_button = button("Load", "download", self.load, "Load the model onto the device", primary=True)
         self.look_button = button(
             "What it costs", "search", self.look, "Show the memory of the model and the cost of a token, without loading it"
+        )
+        self.close_button = button(
+            "Close the cluster", "power-off", self.close_cluster, "End its processes and free their memory"
         )
         self.start_button = button("Start", "rocket", started, "Load, generate and compare", primary=True)
         self.welcome = widgets.HBox([self.start_button, widgets.HTML(_WELCOME)])
@@ -60,8 +69,9 @@ class LoadPanel(Panel):
         fields = (self.device_field, self.model_field, self.scheme_field)
         self.code = CopyAsCode(self._snippets, fields)
         super().__init__(
-            self.welcome, row(*fields), row(self.load_button, self.look_button), self.code, self.status, self.model_view
-        )
+            self.welcome, row(*fields), row(self.load_button, self.look_button, self.close_button), self.code,
+            self.status, self.model_view,
+        )  # fmt: skip
         _panels.add(self)
 
     def load(self) -> None:
@@ -72,9 +82,19 @@ class LoadPanel(Panel):
         """Show the model without loading it, like the "What it costs" button. Returns at once."""
         self._work.run("Costs", self._look, self.status)
 
+    def close_cluster(self) -> None:
+        """Close the cluster, like the button. Returns at once, and does nothing if other work is running."""
+        self._work.run("Closing the cluster", lambda: self.end_cluster(_CLOSED), self.status)
+
     def enable(self, idle: bool) -> None:
-        """Enable or disable the buttons."""
-        self.load_button.disabled = self.look_button.disabled = self.start_button.disabled = not idle
+        """Enable or disable the buttons. If a failure has closed the cluster, say so."""
+        for one in (self.load_button, self.look_button, self.start_button, self.close_button):
+            one.disabled = not idle
+        if idle and self.cluster is not None and self.cluster.closed:
+            self.cluster = self.model = self.loaded = None
+            self.model_view.value = ""
+            self.status.value = self.status.value if "tk-error" in self.status.value else _CLOSED
+        self.close_button.layout.display = "none" if self.cluster is None else ""
 
     @property
     def scheme(self) -> str | None:
@@ -102,6 +122,13 @@ class LoadPanel(Panel):
         self.model, self.loaded, self.model_view.value, self.status.value = None, None, "", why
         self._loaded()
 
+    def end_cluster(self, why: str) -> None:
+        """Close the cluster, if there is one, with its model, and say why."""
+        if self.cluster is not None:
+            self.unload(why)
+            self.cluster.close()
+            self.cluster = None
+
     def opened(self, name: str) -> Any:
         """Open the device. If models of other Labs prevent that, unload them: a Lab survives when its cell runs again."""
         try:
@@ -121,6 +148,22 @@ class LoadPanel(Panel):
         name, path, scheme = self.chosen()
         self.unload(f"Loading {escape(path)} onto {escape(name)} ...")
         gc.collect()  # the previous model may fill the GPU, or prevent the choice of another virtual GPU
+        for panel in [panel for panel in _panels if panel is not self and not panel._work.busy]:
+            panel.end_cluster("Closed, because another Lab loaded a model. Press Load to continue here.")
+        began = time.monotonic()
+        place, held, names = (self._load_on_ranks if several(name) else self._load_here)(name, path, scheme)
+        self.loaded = name, path, scheme
+        took = seconds_text(time.monotonic() - began)
+        self.welcome.layout.display = "none"
+        self.status.value = (
+            f"<b>{escape(path)}</b> is on <b>{escape(place)}</b> ({took}){held}. "
+            f"Next: the tab <b>Generate and compare</b>. In a cell: {names}."
+        )
+        self._loaded()
+
+    def _load_here(self, name: str, path: str, scheme: Any) -> tuple[str, str, str]:
+        """Load the model in this process. Returns the name of its device, the memory there, and what to type in a cell."""
+        self.end_cluster(self.status.value)
 
         def progress(done: int, total: int, tensor: str) -> None:
             if self._work.due() or done >= total:
@@ -128,19 +171,28 @@ class LoadPanel(Panel):
                 self._work.share(done, total)
                 self.status.value = f"{bytes_text(done)} of {bytes_text(total)}: {escape(tensor)}"
 
-        began = time.monotonic()
         device = self.opened(name)
         with self._memory().measuring(f"load {path}", device):
             self.model = load(path, device=device, scheme=scheme, progress=progress, cancel=self._work.cancelled)
-        self.loaded = name, path, scheme
-        took = seconds_text(time.monotonic() - began)
-        self.welcome.layout.display = "none"
-        self.status.value = (
-            f"<b>{escape(path)}</b> is on <b>{escape(device.name)}</b> ({took}){_held(device)}. "
-            "Next: the tab <b>Generate and compare</b>. In a cell: lab.model."
-        )
+        assert not isinstance(self.model, RankedModel)
         self.model_view.value = html_of(self.model)
-        self._loaded()
+        return device.name, _held(device), "lab.model"
+
+    def _load_on_ranks(self, name: str, path: str, scheme: Any) -> tuple[str, str, str]:
+        """Load the model onto all ranks of a cluster, which stays open for the next model; see `_load_here`."""
+        if self.cluster is None or several(name) != (self.cluster.device, self.cluster.ranks):
+            self.end_cluster("")
+            self.status.value = f"Starting the processes of {escape(name)} ..."
+            with without_gpu(name, _NO_GPUS):
+                self.cluster = cluster(name)
+        if self._work.cancelled.is_set():
+            self.end_cluster("")
+            raise CancelledError(f"loading {path}", "it was cancelled", "Press Load to start again")
+        self.status.value = f"Loading {escape(path)} onto {escape(name_of(self.cluster))} ..."
+        with self._memory().measuring(f"load {path}", None):
+            model = load(path, scheme=scheme, progress=False, cancel=self._work.cancelled, cluster=self.cluster)
+        self.model, self.model_view.value = model, loaded_html(model)
+        return name_of(self.cluster), "", "lab.model, lab.cluster"
 
     def _look(self) -> None:
         _, path, scheme = self.chosen()
@@ -157,6 +209,9 @@ _panels: weakref.WeakSet[LoadPanel] = weakref.WeakSet()
 
 
 def _source(name: str, path: str, scheme: Any) -> str:
+    if several(name):
+        loaded = call("tk.load", path, scheme=scheme, cluster=Name("cluster"))
+        return f"cluster = {call('tk.cluster', name)}\nmodel = {loaded}"
     return f"model = {call('tk.load', path, device=name, scheme=scheme)}"
 
 
@@ -164,7 +219,8 @@ def _device_names() -> list[str]:
     import torch
 
     cuda = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    return [*cuda, *(f"virtual:{card}" for card in CATALOGUE), "virtual:8GiB"]
+    pair = [f"{len(cuda)}xcuda"] if len(cuda) > 1 else []
+    return [*cuda, *pair, *(f"virtual:{card}" for card in CATALOGUE), "virtual:8GiB", "virtual:2xh200", "virtual:8xh200"]
 
 
 def _model_names() -> list[str]:

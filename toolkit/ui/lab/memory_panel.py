@@ -24,8 +24,11 @@ from toolkit.gpu import allocation_scopes
 from toolkit.gpu import host_memory as host
 from toolkit.gpu.device import Device
 from toolkit.gpu.virtual.allocator.blocks import Settings
+from toolkit.ranks.remote import RankedModel
 from toolkit.ui.lab.code import CopyAsCode, Name, call
 from toolkit.ui.lab.fields import Panel, button, field, path_of, replace_children, row
+from toolkit.ui.lab.ranks import IN_RANKS
+from toolkit.ui.lab.ranks import now_html as ranks_html
 from toolkit.ui.lab.work import Work
 from toolkit.ui.memory import picture as memory_picture
 from toolkit.vram import hidden
@@ -146,8 +149,12 @@ class MemoryPanel(Panel):
 
     @contextmanager
     def measuring(self, what: str, device: Any) -> Iterator[None]:
-        """Measure the memory of a `with` block on `device` and list it as `what`."""
+        """Measure the memory of a `with` block on `device` and list it as `what`; None: it runs on the ranks of a cluster."""
         self._why = ""
+        if device is None:
+            self.note.value = f"<b>{escape(what)}</b> is not listed: {IN_RANKS}."
+            yield
+            return
         try:
             scope = Scope(device)
             scope.__enter__()
@@ -192,11 +199,15 @@ class MemoryPanel(Panel):
 
     def refresh(self) -> None:
         """Show the current memory of the device."""
-        self.now.value = now_html(self._device())
+        model = self._held()["lab.model"]
+        self.now.value = ranks_html(model.cluster) if isinstance(model, RankedModel) else now_html(self._device())
 
     def _device(self) -> Device | None:
-        """Return the model's device, else the one in use, or None if looking at it would initialize CUDA."""
-        device = getattr(self._held()["lab.model"], "device", None)
+        """Return the model's device, else the one in use; None for a cluster, or if looking at it would initialize CUDA."""
+        model = self._held()["lab.model"]
+        if isinstance(model, RankedModel):
+            return None
+        device = getattr(model, "device", None)
         if not isinstance(device, Device):
             device = allocation_scopes.in_use()
         starts = device is not None and device.torch.type == "cuda" and not torch.cuda.is_initialized()
@@ -209,7 +220,7 @@ class MemoryPanel(Panel):
         self.budget_status.value = said
 
     def _lift_budget(self) -> None:
-        budget(None, self._device())
+        budget(None, self._device() or self._opened())
         self.budget_status.value = "No budget: the allocator can use all memory of the GPU."
 
     # ---- one measurement

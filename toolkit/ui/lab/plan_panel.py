@@ -18,6 +18,7 @@ from toolkit.gpu.catalogue import CATALOGUE
 from toolkit.kernels.kv_codes import KV_SCHEMES
 from toolkit.planning.describe import describe, plan
 from toolkit.planning.plans import Plan
+from toolkit.ranks.cluster import MOST, several
 from toolkit.ui.figures.plan import html, package_html
 from toolkit.ui.lab.code import CopyAsCode, Name, call
 from toolkit.ui.lab.fields import Panel, button, field, folder_of, row, without_gpu
@@ -47,7 +48,9 @@ class PlanPanel(Panel):
                                   ensure_option=False, placeholder="cpu, cuda:0, rtx-5090, ...")  # fmt: skip
         self.context_field = field(widgets.BoundedIntText, CONTEXT, "Context", min=2, max=1 << 20, layout={"width": "175px"})
         self.kv_field = field(widgets.Dropdown, "auto", "KV cache", 70, options=options, layout={"width": "215px"})
-        self.ranks_field = field(widgets.BoundedIntText, 1, "GPUs", 70, min=1, max=64, layout={"width": "140px"})
+        self.ranks_field = field(
+            widgets.BoundedIntText, ranks_of(loading.device_field.value), "GPUs", 70, min=1, max=MOST, layout={"width": "140px"}
+        )
         self.budget_field = field(
             widgets.SelectionSlider, 4 * GiB, "Budget", options=budgets, continuous_update=False, layout={"width": "400px"}
         )
@@ -57,7 +60,7 @@ class PlanPanel(Panel):
         self.status, self.view = widgets.HTML(), widgets.HTML()
         for one in (self.context_field, self.kv_field, self.ranks_field, self.budget_field):
             one.observe(lambda _: self.plan is not None and self.show(), "value")
-        loading.device_field.observe(lambda change: setattr(self.target_field, "value", target_of(change["new"])), "value")
+        loading.device_field.observe(lambda change: self._follow(change["new"]), "value")
         places = (self.target_field, loading.model_field, loading.scheme_field)
         for one in places:
             one.observe(lambda _: self._clear(), "value")
@@ -80,6 +83,10 @@ class PlanPanel(Panel):
     def enable(self, idle: bool) -> None:
         """Enable or disable the buttons."""
         self.plan_button.disabled = self.export_button.disabled = not idle
+
+    def _follow(self, device: str) -> None:
+        """Take the target and the number of GPUs from the device of the tab Load."""
+        self.target_field.value, self.ranks_field.value = target_of(device), ranks_of(device)
 
     def _clear(self) -> None:
         """Remove results that are for another model or target."""
@@ -177,9 +184,18 @@ class PlanPanel(Panel):
 
 
 def target_of(device: str) -> str:
-    """Return the name for `tk.plan` and `tk.export` of the GPU that the virtual GPU `device` imitates, or else `device`."""
+    """Return the name for `tk.plan` and `tk.export` of the GPU that the virtual GPU `device` imitates, or else `device`.
+
+    Of a name of several GPUs, "virtual:2xh200", it is that of one of them.
+    """
     name = device.strip()
+    name = (several(name) or (name, 1))[0]
     return name.removeprefix("virtual:") if name.removeprefix("virtual:") in CATALOGUE else name
+
+
+def ranks_of(device: str) -> int:
+    """Return the number of GPUs that a name of a device asks for, in the range of the field."""
+    return min(max((several(device.strip()) or ("", 1))[1], 1), MOST)
 
 
 def _targets() -> list[str]:

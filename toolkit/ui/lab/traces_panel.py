@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from html import escape
 from pathlib import Path
@@ -138,14 +139,23 @@ class TracesPanel(Panel):
         entries, name = self._entries(), self.file_field.value.strip() or "run"
         if not entries:
             return found
-        lines = list(dict.fromkeys(line for entry in entries for line in [entry.setup] if line))
-        lines += [f"{letter} = {entry.source}" for letter, entry in zip("ab", entries, strict=False)]
-        made, second = "\n".join(lines), ", b" if len(entries) > 1 else ""
+        made, second = _made(entries), ", b" if len(entries) > 1 else ""
         found["Show"] = f"{made}\na.timeline({second[2:]})"
         with suppress(ToolkitError):  # the field doesn't name a file: saving says so
             found["Save as HTML"] = f"{made}\na.to_html({str(path_of(name, '.html', '.trace'))!r}{second})"
             found["Save run"] = f"{made}\na.save({str(path_of(name, '.trace', '.html'))!r})"
         return found
+
+
+def _made(entries: Sequence[Entry]) -> str:
+    """Return the code that makes the entries, as `a` and `b`. Each model is loaded before its run, and only one at a time."""
+    lines, loaded = list[str](), ""
+    for letter, entry in zip("ab", entries, strict=False):
+        if entry.setup and entry.setup != loaded:
+            lines += [*(["del model"] if loaded else []), entry.setup]
+            loaded = entry.setup
+        lines.append(f"{letter} = {entry.source}")
+    return "\n".join(lines)
 
 
 def _files() -> list[str]:

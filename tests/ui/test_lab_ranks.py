@@ -1,0 +1,129 @@
+"""The Lab on a cluster of two virtual GPUs, without a browser: loading, generating, planning, cancelling, failing, closing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from toolkit.core.errors import RankError
+from toolkit.ui.lab.app import Lab
+from toolkit.ui.lab.load_panel import _source
+from toolkit.ui.lab.plan_panel import ranks_of, target_of
+
+SOON_S = 60  # on a machine that is busy with other tests
+
+
+@pytest.fixture(scope="module")
+def app() -> Iterator[Lab]:
+    lab = Lab(device="virtual:2xh200")
+    lab.decoding.tokens_field.value = 4
+    yield lab
+    lab.close()
+
+
+def done(app: Lab) -> Lab:
+    assert app.wait(SOON_S)
+    return app
+
+
+def test_start_opens_a_cluster_and_compares(app: Lab) -> None:
+    app.loading.start_button.click()
+    assert done(app).error is None
+    assert app.cluster is not None
+    assert app.cluster.ranks == 2
+    assert "demo/qwen3</b> is on <b>2 x virtual:h200" in app.loading.status.value
+    assert "demo/qwen3 on 2 x virtual:h200" in app.state.value
+    assert app.loading.model_view.value.count("float32</td>") == 2
+    assert list(app.runs) == ["roundtrip", "double-buffered"]
+    for entry in app.history.entries.values():
+        assert sorted(set(entry.trace["rank"])) == [0, 1]
+        assert entry.setup == "cluster = tk.cluster('virtual:2xh200')\nmodel = tk.load('demo/qwen3', cluster=cluster)"
+    assert app.decoding.table.value.count("2 x virtual:h200") == 2
+    assert app.decoding.output.value.count("Paris") == 2
+    assert len(app.decoding.timeline_box.children) == 1
+    assert "<b>2 x virtual:h200</b> now, by rank" in app.memory.now.value
+    assert "in the processes of the ranks" in app.memory.note.value
+    assert app.loading.close_button.layout.display == ""
+
+
+def test_the_code_does_the_same(app: Lab) -> None:
+    shown: list[object] = []
+    scope = {"display": shown.append}
+    exec(dict(app.decoding.code.snippets)["Generate"], scope)
+    assert {name: run.tokens for name, run in shown[0].runs.items()} == {n: run.tokens for n, run in app.runs.items()}
+    scope["cluster"].close()
+
+
+def test_the_plan_follows_the_cluster(app: Lab) -> None:
+    assert (app.plan.target_field.value, app.plan.ranks_field.value) == ("h200", 2)
+    assert (target_of("2xcuda"), ranks_of("2xcuda")) == ("cuda", 2)
+    assert (target_of("virtual:8GiB"), ranks_of("virtual:8GiB"), ranks_of("virtual:99xh200")) == ("virtual:8GiB", 1, 64)
+    assert "tensor_parallel=2" in dict(app.plan.code.snippets)["Plan"]
+    assert _source("virtual:h200", "demo/qwen3", None) == "model = tk.load('demo/qwen3', device='virtual:h200')"
+
+
+def test_errors_of_ranks_keep_the_cluster(app: Lab) -> None:
+    pids = app.cluster.pids
+    app.loading.scheme_field.value = "q4_k_m"
+    app.load()
+    assert isinstance(done(app).error, RankError)
+    assert "128 of its 256 columns" in app.loading.status.value
+    assert "Use fewer ranks" in app.loading.status.value
+    assert app.model is None
+    app.loading.scheme_field.value = ""
+    app.load()
+    assert done(app).error is None
+    assert app.cluster.pids == pids
+    app.memory.set_button.click()
+    assert "lab.cluster.run(tk.budget" in done(app).memory.budget_status.value
+
+
+def test_cancel_interrupts_the_ranks(app: Lab) -> None:
+    app.decoding.tokens_field.value = 2000
+    threading.Timer(1, app.cancel).start()
+    app.generate()
+    assert done(app).error is None
+    assert "Cancelled. Start it again: the cluster is still open" in app.decoding.status.value
+    app.decoding.tokens_field.value = 4
+
+
+def test_a_killed_rank_closes_the_cluster(app: Lab) -> None:
+    os.kill(app.cluster.pids[1], signal.SIGKILL)
+    app.generate()
+    assert "rank 1 was killed by signal 9" in str(done(app).error)
+    assert "rank 1 was killed" in app.decoding.status.value
+    assert "Press Load to open a new one" in app.loading.status.value
+    assert (app.cluster, app.model, app.loading.close_button.layout.display) == (None, None, "none")
+    assert "no model is loaded" in app.state.value
+
+
+def test_another_lab_and_close_end_the_processes(app: Lab) -> None:
+    app.load()
+    first = done(app).cluster
+    other = Lab(device="2xcpu")
+    other.load()
+    assert done(other).error is None
+    assert first.closed
+    assert "another Lab" in app.loading.status.value
+    processes = [psutil.Process(pid) for pid in other.cluster.pids]
+    other.close()
+    assert not psutil.wait_procs(processes, timeout=SOON_S)[1]
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = Lab(device="2xcuda")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    lab.load()
+    assert "this machine has 0 CUDA GPUs" in done(lab).loading.status.value
+    assert "Choose &quot;virtual:2xh200&quot;" in lab.loading.status.value
+    monkeypatch.setitem(sys.modules, "ipyparallel", None)
+    lab.loading.device_field.value = "virtual:2xh200"
+    lab.load()
+    assert "ipyparallel is not installed" in done(lab).loading.status.value
+    assert "pip install &#x27;decode-toolkit[ranks]&#x27;" in lab.loading.status.value
