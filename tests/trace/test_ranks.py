@@ -29,6 +29,18 @@ def quiet(files: list[Path]) -> tk.Trace:
 # ---- clocks and waits
 
 
+def test_a_real_job_with_nccl():
+    """Four steps of DDP and an all-gather each, by PyTorch's profiler on two H100s. In the third, rank 1 sleeps first."""
+    trace = quiet([DATA / f"nccl_ddp_h100-{rank}.json.gz" for rank in range(2)])
+    table = trace.collectives()
+    assert table["operation"].tolist() == ["all_reduce", "all_gather"] * 4
+    assert set(table["algorithm"]) == {"ring, LL"}
+    assert set(table["bytes"]) == {271_392, 524_288}  # of the gradients, and of two ranks' 65,536 floats
+    assert set(table["last_rank"]) == {1}
+    assert table["rank0_wait_us"].idxmax() == 4
+    assert max(clock["error_95_us"] or 0 for clock in trace.meta["clocks"]) < 1
+
+
 @pytest.mark.parametrize("late_rank", [0, 1])
 def test_a_delay_is_recovered_and_blamed_on_its_rank_in_spite_of_the_clocks(tmp_path, late_rank):
     late = dict.fromkeys(range(20, 200, 10), late_rank)

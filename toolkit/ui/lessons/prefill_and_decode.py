@@ -38,8 +38,8 @@ PROMPT, CHUNK = 80, 32  # of the exercise "in parts": two full parts and a short
 # One H200, q4_k_m, a prompt of 8,192 tokens: seconds until it was processed, and then tokens per second with "cuda-graph".
 # From bench/results/h200_speed_*.json.
 MEASURED = {
-    "qwen3-8b": (0.353498678, 491.75702708596134), "gemma4-31b": (1.367383467, 161.33566352282142),
-    "qwen3.5-35b-a3b": (0.40745811, 824.0218479966186),
+    "qwen3-8b": (0.328079508, 486.22988841222434), "gemma4-31b": (1.289031275, 161.39135762982067),
+    "qwen3.5-35b-a3b": (0.384014949, 828.5074151471899),
 }  # fmt: skip
 MEASURED_PROMPT = 8192
 
