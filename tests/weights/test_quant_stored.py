@@ -172,7 +172,7 @@ def test_scales_and_minima_are_stored_in_the_documented_bits() -> None:
     steps = torch.from_numpy(draw.normal(size=(2, 3, 2))).half()
     packed = pack_scales(scales, minima, *steps)
     for row, block in np.ndindex(3, 2):
-        bits = int.from_bytes(packed[row, 2 * block : 2 * block + 2].numpy().tobytes(), "little")
+        bits = int.from_bytes(packed[row, 8 * block : 8 * block + 8].numpy().tobytes(), "little")
         assert (
             np.array([bits & 0xFFFF, bits >> 16 & 0xFFFF], np.uint16).view(np.float16).tolist() == steps[:, row, block].tolist()
         )

@@ -141,6 +141,8 @@ def _pointers(shape: EmbedShape, inputs: Tensors) -> dict[str, Tensor]:
     found = {name: inputs.get(name, scales) for name in _PARTS}
     found["offsets"] = inputs.get("zeros", inputs.get("minima", scales))
     found["steps"] = inputs.get("scale_steps", scales)
+    if shape.scheme.joint:
+        found["scales"] = scales.view(torch.int64)
     return {f"{name}_ptr": tensor for name, tensor in found.items()}
 
 

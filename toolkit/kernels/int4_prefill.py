@@ -135,7 +135,7 @@ class Int4Prefill(Kernel):
         arguments: dict[str, Any] = {
             "x_ptr": x, "out_ptr": outputs["out"], "codes_ptr": _words(inputs["codes"]),
             "high_ptr": _words(inputs["high"]) if "high" in inputs else scales,
-            "scales_ptr": scales,
+            "scales_ptr": scales.view(torch.int64) if scheme.joint else scales,
             "offsets_ptr": inputs.get("zeros", inputs.get("minima", scales)), "steps_ptr": inputs.get("scale_steps", scales),
             "partial_ptr": outputs["partial"],
             "counter_ptr": inputs["counter"], "M": shape.m, "N": shape.width,

@@ -187,7 +187,7 @@ class MoePrefill(Kernel):
         arguments: dict[str, Any] = {
             "x_ptr": x, "out_ptr": out, "codes_ptr": _words(parts["codes"]),
             "high_ptr": _words(parts["high"]) if "high" in parts else scales,
-            "scales_ptr": scales,
+            "scales_ptr": scales.view(torch.int64) if scheme.joint else scales,
             "offsets_ptr": parts.get("zeros", parts.get("minima", scales)), "steps_ptr": parts.get("scale_steps", scales),
             "shares": inputs["shares"], "order": outputs["order"], "starts": outputs["starts"],
         }  # fmt: skip

@@ -30,7 +30,7 @@ def matrix_pointers(scheme: Scheme, parts: Tensors) -> dict[str, Tensor | None]:
     return {
         "codes": parts["codes"].view(torch.int64),
         "high": parts["high"].view(torch.int64 if scheme.bits == 6 else torch.int32) if "high" in parts else None,
-        "scales": scales.view(torch.int16) if scheme.group == 16 else scales,
+        "scales": scales.view(torch.int64 if scheme.joint else torch.int16 if scheme.group == 16 else scales.dtype),
         "offsets": parts.get("zeros", parts.get("minima")),
         "steps": parts.get("scale_steps"),
     }
@@ -41,10 +41,10 @@ def randomize(part: Tensor, name: str, scheme: Scheme, generator: torch.Generato
     if name == "codes" or name == "high":
         part.view(torch.uint8).random_(0, 256, generator=generator)
     elif scheme.joint:
-        rows, eights = part.flatten(0, -2), part.shape[-1] // 2
+        rows, eights = part.flatten(0, -2), part.shape[-1] // 8
         scales, minima = torch.randint(1, 64, (2, len(rows), 8 * eights), generator=generator, device=part.device)
         steps = torch.rand(2, len(rows), eights, generator=generator, device=part.device) + 0.5
-        rows[:, : 2 * eights] = pack_scales(scales, minima, (steps[0] * 1e-3).half(), (steps[1] * 8e-3).half())
+        rows[:, : 8 * eights] = pack_scales(scales, minima, (steps[0] * 1e-3).half(), (steps[1] * 8e-3).half())
     elif part.dtype == torch.int8:
         part.random_(1, 64, generator=generator)
     else:

@@ -8,7 +8,6 @@ same number of ranks. Weights of which each rank holds a part are drawn by each 
 from __future__ import annotations
 
 import math
-import struct
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +16,12 @@ from toolkit.core.progress import Counter
 from toolkit.core.ranks import WHOLE, Shard
 from toolkit.gpu.device import Device
 from toolkit.models.places import cuts_of
-from toolkit.weights.packed import PackedMatrix
+from toolkit.weights.packed import PackedMatrix, pack_scales
 from toolkit.weights.schemes import Scheme
 
 STD = 0.02
 RANK_STEP = 0x9E3779B97F4A7C15  # between the seeds of two ranks, so that those of near seeds differ
-FINE = (32, 64)  # range of integer scales and minima; those of 6 bits go up to 63
-# The highest bit of each scale and minimum that `pack_scales` stores, in both of its numbers.
-LEAST = struct.unpack("<2q", sum(1 << at for at in range(37, 128, 6)).to_bytes(16, "little"))
+FINE = (32, 64)  # range of 8-bit scales; those of 6 bits are all in the middle of it
 
 
 def draw(model: nn.Module, device: Device, seed: int, counter: Counter, shard: Shard = WHOLE) -> None:
@@ -82,11 +79,10 @@ def _draw_part(part: Tensor, name: str, scheme: Scheme, generator: torch.Generat
             signed = part.dtype == torch.int8
             part.random_(-128 if signed else 0, 128 if signed else 256, generator=generator)
     elif scheme.joint:
-        (steps,) = struct.unpack("<I", struct.pack("<2e", step / fine, step * middle / fine))
-        part.random_(torch.iinfo(torch.int64).min, None, generator=generator)
-        low, high = part.unflatten(-1, (-1, 2)).unbind(-1)
-        low.bitwise_and_(-1 << 32).bitwise_or_(LEAST[0] | steps)
-        high.bitwise_or_(LEAST[1])
+        same, steps = torch.full((8,), int(fine)), torch.tensor([[step / fine], [step * middle / fine]]).half()
+        numbers = pack_scales(same, same, *steps).view(torch.int64).tolist()
+        for number, words in zip(numbers, part.view(torch.int64).unflatten(-1, (-1, 2)).unbind(-1), strict=True):
+            words.fill_(number)
     elif name == "scales" and scheme.steps:
         part.random_(*FINE, generator=generator)
     else:

@@ -122,7 +122,7 @@ def _scales(parts: dict[str, Tensor]) -> Tensor:
 
 
 def pack_scales(scales: Tensor, minima: Tensor, scale_steps: Tensor, minimum_steps: Tensor) -> Tensor:
-    """Return the part "scales" int64 [..., 2 n], given scales and minima [..., 8 n] from 0 to 63 and fp16 steps [..., n].
+    """Return the part "scales" int16 [..., 8 n], given scales and minima [..., 8 n] from 0 to 63 and fp16 steps [..., n].
 
     Eight groups, 256 weights, take 128 bits, the lowest first: the step of the scales, that of the minima, eight scales of 6
     bits, eight minima of 6 bits.
@@ -130,12 +130,12 @@ def pack_scales(scales: Tensor, minima: Tensor, scale_steps: Tensor, minimum_ste
     steps = torch.stack((scale_steps, minimum_steps), -1).view(torch.int32)[..., 0].long() & 0xFFFFFFFF
     shifts = torch.arange(0, 48, 6, device=scales.device)
     scale, minimum = ((values.long().unflatten(-1, (-1, 8)) << shifts).sum(-1) for values in (scales, minima))  # 48 bits each
-    return torch.stack((steps | (scale << 32), (scale >> 32) | (minimum << 16)), -1).flatten(-2)
+    return torch.stack((steps | (scale << 32), (scale >> 32) | (minimum << 16)), -1).view(torch.int16).flatten(-2)
 
 
 def unpack_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scales and minima [..., 8 n] in fp32, multiplied by their steps, of the part "scales" [..., 2 n]."""
-    low, high = packed.unflatten(-1, (-1, 2)).split(1, -1)  # [..., n, 1]
+    """Return the scales and minima [..., 8 n] in fp32, multiplied by their steps, of the part "scales" [..., 8 n]."""
+    low, high = packed.view(torch.int64).unflatten(-1, (-1, 2)).split(1, -1)  # [..., n, 1]
     steps = low.contiguous().view(torch.float16)[..., :2].float()
     shifts = torch.arange(0, 48, 6, device=packed.device)
     scale = ((((low >> 32) & 0xFFFFFFFF) | (high << 32)) >> shifts) & 63

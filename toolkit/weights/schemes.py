@@ -55,7 +55,7 @@ class Scheme:
         if self.bits in (5, 6):
             found["high"] = (torch.uint8, 8 // (self.bits - 4))
         if self.joint:
-            return found | {"scales": (torch.int64, self.steps // 2)}
+            return found | {"scales": (torch.int16, self.steps // 8)}
         found["scales"] = (torch.int8 if self.steps else torch.float16, self.group)
         if self.offset == "zero":
             found["zeros"] = (torch.float16, self.group)
