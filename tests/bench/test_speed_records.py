@@ -14,8 +14,7 @@ from toolkit.decode.strategies import STRATEGIES
 RESULTS = Path(toolkit.bench.__file__).parent / "results"
 # Why a modelled rate is further off than 25 %.
 SEARCH = "the processor's search in the logits takes no time on the virtual GPU"
-HOST = "the host launched a step in 2.0 to 3.2 ms, so that five runs differ by more than half of their median"
-OFF = {("qwen3-8b", 64, "host-sampling"): SEARCH, ("qwen3.5-35b-a3b", 32640, "roundtrip"): HOST}
+OFF = {("qwen3-8b", 64, "host-sampling"): SEARCH}
 
 
 @pytest.mark.parametrize("name", ["qwen3-8b", "qwen3.5-35b-a3b", "gemma4-31b"])

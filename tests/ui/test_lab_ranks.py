@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from html import unescape
 
 import psutil
 import pytest
@@ -81,7 +82,11 @@ def test_errors_of_ranks_keep_the_cluster(app: Lab) -> None:
     assert done(app).error is None
     assert app.cluster.pids == pids
     app.memory.set_button.click()
-    assert "lab.cluster.run(tk.budget" in done(app).memory.budget_status.value
+    assert 'lab.cluster.budget("8 GiB")' in unescape(done(app).memory.budget_status.value)
+    app.cluster.budget("8 GiB")
+    with pytest.raises(RankError, match="a budget of 1 B"):
+        app.cluster.budget(1)
+    app.cluster.budget(None)
 
 
 def test_cancel_interrupts_the_ranks(app: Lab) -> None:

@@ -176,8 +176,8 @@ def _card(
 ) -> GpuSpec:  # fmt: skip
     """Return the GPU described by `sheet`.
 
-    `tflops` are (fp32, tf32, bf16), `reached` is the share of
-    the bandwidth at which kernels read, and `others` maps figures to other sources.
+    `tflops` are (fp32, tf32, bf16), `reached` is the share of the bandwidth at which kernels read, and `others` maps figures to
+    other sources.
     """
     architecture, (rates, pcie_source) = _ARCHITECTURES[cc], _PCIE[pcie]
     peer, peer_source = _NVLINK.get(cc, (rates[0], _NO_NVLINK))

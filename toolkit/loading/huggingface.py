@@ -87,8 +87,9 @@ def wrap(
         do = f'Load it on {target.name} yourself, and pass device="auto"'
         raise ModelError(f"{type(inner).__name__} on {target.name}", f"it cannot be moved ({error!s:.120})", do) from error
     wrapped = HfModel(inner.eval(), target, shard)
-    if shard != WHOLE:
-        wrapped.report = _report(inner, str(folder), target, shard, time.perf_counter() - began)
+    if folder is not None and not isinstance(model, nn.Module):
+        source = "" if shard == WHOLE else str(folder)  # without a source, tables have the name of the class
+        wrapped.report = _report(inner, source, target, shard, time.perf_counter() - began)
     if folder is not None and folder.is_dir():
         wrapped.tokenizer = tokenizers.from_folder(folder)
     return wrapped
@@ -211,7 +212,7 @@ class HfModel(Shown):
     StaticCache. Copies inside the model are counted like any others. `loops` has the model's own `generate`.
     """
 
-    report: Report  # of a divided model
+    report: Report  # of a model that was loaded from a folder
     no_graphs = "code of transformers may wait for the device, or change from step to step"
 
     def __init__(self, inner: Any, device: Device, shard: Shard = WHOLE) -> None:

@@ -114,7 +114,7 @@ def _matmul_problem(x: Tensor, parts: Sequence[Tensor], scheme: str, activation:
 def _matmul_effects(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> list[Effect]:
     """Return a product that reads each packed byte once; for few rows, a small launch quantizes x first unless it is.
 
-    More rows are limited by arithmetic, of which the kernel reaches half of the peak.
+    More rows are limited by arithmetic, of which the kernel reaches nearly half of the peak.
     """
     x, parts, quantized = args[0], args[1], args[4]
     rows = x.numel() // x.shape[-1]

@@ -25,7 +25,7 @@ from toolkit.gpu.device import Memory
 from toolkit.gpu.virtual.device import spec_of
 from toolkit.ranks.engines import Engines
 from toolkit.ranks.packing import pack
-from toolkit.ranks.rank import at_peak, enter, execute, memory_now, prepare, versions
+from toolkit.ranks.rank import at_peak, enter, execute, memory_now, prepare, set_budget, versions
 from toolkit.ranks.remote import RankedModel, load_on
 from toolkit.ranks.spreading import Spread
 from toolkit.ranks.waiting import Tasks, error_of, first_failure
@@ -186,6 +186,10 @@ class Cluster:
     def memory_now(self) -> list[Memory]:
         """Return the memory of each rank's device now, as `device.memory()` does."""
         return self.run(memory_now)
+
+    def budget(self, size: int | float | str | None) -> None:
+        """Limit the memory of each rank's device to `size`, such as "8 GiB", as `tk.budget` does. None removes the limits."""
+        self.run(set_budget, size)
 
     def load(self, path: Any, **options: Any) -> RankedModel:
         """Load a model on all ranks, each of which holds its part; `tk.load(path, cluster=...)` calls this."""

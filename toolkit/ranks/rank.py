@@ -27,6 +27,7 @@ from toolkit.core.ranks import announcing, backend_of, leave
 from toolkit.core.version import __version__
 from toolkit.gpu.device import Device, Memory
 from toolkit.gpu.opening import open_device
+from toolkit.vram.budget import budget
 from toolkit.vram.measure import MemoryUse
 
 if TYPE_CHECKING:
@@ -112,6 +113,11 @@ def execute(payload: bytes) -> Outcome:
 def memory_now() -> Memory:
     """Return the memory of this rank's device."""
     return _opened[0].memory()
+
+
+def set_budget(size: int | float | str | None) -> None:
+    """Limit the memory of this rank's device, as `tk.budget`."""
+    budget(size, _opened[0])
 
 
 def at_peak(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> pd.DataFrame:

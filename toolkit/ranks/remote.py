@@ -65,11 +65,8 @@ class RankedModel(Remote):
         `on_token` is called on rank 0, in its process. `cancel` interrupts all ranks; their tokens are lost. Raises
         CancelledError, RankError if a rank fails, and ModelError for a prefix, which only works in one process.
         """
-        if options.get("prefix") is not None:
-            do = "Leave it out: its cache would be in this process"
-            raise ModelError("generating on a cluster", "prefix= only works in one process", do)
-        find_strategy(decode)
         cancel = _event(options)
+        find_strategy(decode)
         return joined(self.cluster.run_as("generating", cancel, _generate, self._number, prompt, decode, options))
 
     def compare(self, prompt: Any, decode: Iterable[str | Strategy] | None, **options: Any) -> Comparison:
@@ -98,7 +95,10 @@ def load_on(cluster: Cluster, path: Any, options: dict[str, Any]) -> RankedModel
 
 
 def _event(options: dict[str, Any]) -> threading.Event | None:
-    """Remove the option `cancel`, which stays in this process, and return it."""
+    """Remove the option `cancel`, which stays in this process, and return it. Raises ModelError for a prefix."""
+    if options.get("prefix") is not None:
+        do = "Leave it out: its cache would be in this process"
+        raise ModelError("generating on a cluster", "prefix= only works in one process", do)
     cancel: threading.Event | None = options.pop("cancel", None)
     if cancel is not None and not hasattr(cancel, "is_set"):
         raise ModelError("a way to cancel", f"cancel={brief(cancel)}", "Give a threading.Event, and set it to stop")

@@ -164,6 +164,6 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
     def _in_use(self) -> Any:
         """Return the device of a budget: the model's, else the device of the field. Raises ToolkitError for a cluster."""
         if isinstance(self.model, RankedModel):
-            do = 'Set it on all ranks, in a cell: lab.cluster.run(tk.budget, "8 GiB")'
+            do = 'Set it on all ranks, in a cell: lab.cluster.budget("8 GiB")'
             raise ToolkitError("a budget", "the model is on the ranks of a cluster, which have a device each", do)
         return self.model.device if self.model is not None else self.loading.opened(self.loading.device_field.value.strip())

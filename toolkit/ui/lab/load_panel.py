@@ -124,10 +124,10 @@ class LoadPanel(Panel):
 
     def end_cluster(self, why: str) -> None:
         """Close the cluster, if there is one, with its model, and say why."""
-        if self.cluster is not None:
+        held, self.cluster = self.cluster, None
+        if held is not None:
             self.unload(why)
-            self.cluster.close()
-            self.cluster = None
+            held.close()
 
     def opened(self, name: str) -> Any:
         """Open the device. If models of other Labs prevent that, unload them: a Lab survives when its cell runs again."""
@@ -180,7 +180,7 @@ class LoadPanel(Panel):
 
     def _load_on_ranks(self, name: str, path: str, scheme: Any) -> tuple[str, str, str]:
         """Load the model onto all ranks of a cluster, which stays open for the next model; see `_load_here`."""
-        if self.cluster is None or several(name) != (self.cluster.device, self.cluster.ranks):
+        if self.cluster is None or self.cluster.closed or several(name) != (self.cluster.device, self.cluster.ranks):
             self.end_cluster("")
             self.status.value = f"Starting the processes of {escape(name)} ..."
             with without_gpu(name, _NO_GPUS):
