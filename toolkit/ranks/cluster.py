@@ -188,7 +188,10 @@ class Cluster:
         return self.run(memory_now)
 
     def budget(self, size: int | float | str | None) -> None:
-        """Limit the memory of each rank's device to `size`, such as "8 GiB", as `tk.budget` does. None removes the limits."""
+        """Limit the memory of each rank's device to `size`, such as "8 GiB", as `tk.budget` does. None removes the limits.
+
+        Raises RankError with the reason if a rank can't set it, for example because more is already allocated.
+        """
         self.run(set_budget, size)
 
     def load(self, path: Any, **options: Any) -> RankedModel:
