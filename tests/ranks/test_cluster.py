@@ -354,6 +354,13 @@ def test_ranks_of_other_versions(name: str, ours: str) -> None:
         check_versions("a cluster", [versions(), versions() | {name: "0.1"}])
 
 
+def test_another_thread_may_close_the_cluster() -> None:
+    with tk.cluster("cpu", 1) as alone:
+        threading.Timer(0.5, alone.close).start()
+        with pytest.raises(RankError, match="the cluster was closed by another thread"):
+            alone.run(time.sleep, 60)
+
+
 def test_a_controller_that_is_killed_leaves_no_process() -> None:
     before = psutil.Process().children(recursive=True)
     with tk.cluster("cpu", 1) as alone:

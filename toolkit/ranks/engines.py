@@ -102,7 +102,8 @@ class Engines:
     @property
     def alive(self) -> bool:
         """Whether the controller runs, without which no result arrives."""
-        return bool(self._cluster.controller.process.is_running())
+        controller = self._cluster.controller  # None once the cluster is closed
+        return controller is not None and bool(controller.process.is_running())
 
     def interrupt(self, ranks: list[int]) -> None:
         """Send SIGINT to some ranks."""
