@@ -23,7 +23,8 @@ from toolkit.core.version import __version__
 from toolkit.gpu.opening import open_device
 from toolkit.ranks import remote
 from toolkit.ranks.cluster import Cluster, check_versions
-from toolkit.ranks.rank import versions
+from toolkit.ranks.rank import Failure, versions
+from toolkit.ranks.waiting import error_of
 from toolkit.trace.join import join
 from toolkit.ui.lessons.two_gpus import record, two_runs
 
@@ -251,6 +252,12 @@ def test_an_error_of_the_toolkit_on_a_rank_keeps_its_advice(pair: Cluster) -> No
     assert re.fullmatch("rank [01] raised UnknownNameError: .*no such name", caught.value.found)
     assert 'Did you mean "demo/gemma4"' in caught.value.do
     assert caught.value.do.endswith(". Then run again: the cluster is still open")
+
+
+@pytest.mark.parametrize("do", ["Use a smaller one", "Use a smaller one.", "Use 1, 2, 4, 8, ..."])
+def test_the_advice_of_a_rank_ends_with_one_full_stop(do: str) -> None:
+    found = error_of("running f", 1, Failure("raised ToolkitError", "too large", do=do))
+    assert found.do == f"{do.removesuffix('.')}. Then run again"
 
 
 def kept_group() -> Any:
