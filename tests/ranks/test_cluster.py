@@ -237,6 +237,8 @@ def test_what_only_works_in_one_process_is_refused(pair: Cluster) -> None:
         tk.load("demo/qwen3", cluster=pair, progress=print)
     with pytest.raises(ModelError, match=r"cancel=3. Give a threading.Event"):
         tk.load("demo/qwen3", cluster=pair, cancel=3)
+    with pytest.raises(ModelError, match="an instance of Linear onto a cluster: its weights are in this process"):
+        tk.load(torch.nn.Linear(2, 2), cluster=pair)
     with pytest.raises(ModelError, match="that is no cluster"):
         tk.load("demo/qwen3", cluster=2)
     model = tk.load("demo/qwen3", cluster=pair)

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from toolkit.core.errors import ModelError, RankError, brief
 from toolkit.core.ranks import current
 from toolkit.decode.compare import Comparison, compare
@@ -83,7 +85,10 @@ class RankedModel(Remote):
 
 
 def load_on(cluster: Cluster, path: Any, options: dict[str, Any]) -> RankedModel:
-    """Load a model onto the ranks of a cluster; see `tk.load`. Raises ModelError for options that only work in one process."""
+    """Load a model onto the ranks of a cluster; see `tk.load`. Raises ModelError for what only works in one process."""
+    if isinstance(path, nn.Module):
+        asked, do = f"loading an instance of {type(path).__name__} onto a cluster", 'Pass its folder with engine="hf"'
+        raise ModelError(asked, "its weights are in this process, and each rank reads its own part from files", do)
     asked = f"loading {brief(path)} onto a cluster"
     device, ranks = options.pop("device"), options.pop("tensor_parallel")
     if device != "auto" or ranks not in (1, cluster.ranks):
