@@ -108,6 +108,30 @@ def test_a_killed_rank_closes_the_cluster(app: Lab) -> None:
     assert "no model is loaded" in app.state.value
 
 
+def test_looking_again_finds_a_rank_that_has_ended(app: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    app.load()
+    cluster = done(app).cluster
+    entered, leave = threading.Event(), threading.Event()
+    memory_now = cluster.memory_now
+
+    def late() -> object:
+        entered.set()
+        assert leave.wait(SOON_S)
+        return memory_now()
+
+    monkeypatch.setattr(cluster, "memory_now", late)
+    app.memory.refresh_button.click()  # returns at once, although the ranks answer late
+    assert entered.wait(SOON_S)
+    assert app.busy
+    assert app.memory.refresh_button.disabled
+    os.kill(cluster.pids[1], signal.SIGKILL)
+    leave.set()
+    assert "rank 1 was killed by signal 9" in done(app).memory.now.value
+    assert "Press Load to open a new one" in app.loading.status.value
+    assert (app.cluster, app.model) == (None, None)
+    assert not app.memory.refresh_button.disabled
+
+
 def test_another_lab_and_close_end_the_processes(app: Lab) -> None:
     app.load()
     first = done(app).cluster

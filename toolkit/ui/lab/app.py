@@ -120,9 +120,13 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         self.decoding.generate()
 
     def _enable(self, idle: bool) -> None:
-        """Enable or disable the buttons of all panels."""
-        for panel in self.panels:
-            panel.enable(idle)
+        """Enable or disable the buttons of all panels, and show the memory if no work runs."""
+        try:
+            if idle:
+                self.memory.refresh()  # first: it may find that a cluster has failed, which the Load panel then says
+        finally:
+            for panel in self.panels:
+                panel.enable(idle)
         self._say_state()
         if idle and self._published:
             stills.publish(self._still, self._still_html(), repr(self), update=True)

@@ -115,7 +115,8 @@ class MemoryPanel(Panel):
         told, seen, cells, one = self.budget_status, self.hidden_view, self.cells_status, self.status
         self.set_button = works("Set", "lock", "Limit the allocator to this size", "Budget", self._set_budget, told)
         self.lift_button = works("Lift", "unlock", "Remove the limit", "Budget", self._lift_budget, told)
-        self.refresh_button = button("Look again", "refresh", self.refresh, "Update the memory of the device")
+        update = "Update the memory of the device"  # as the end of all work does
+        self.refresh_button = works("Look again", "refresh", update, "Looking", lambda: None, told)
         fits, viz = "Would it fit on another GPU?", "A file for pytorch.org/memory_viz"
         self.what_if_button = works("What if", "question", fits, "Replaying", self._what_if, one)
         self.page_button = works("Save as HTML", "file", "A self-contained page", "Saving", lambda: self._save(".html"), one)
@@ -138,7 +139,6 @@ class MemoryPanel(Panel):
         for one in self._in_thread:
             one.disabled = not idle
         if idle:
-            self.refresh()
             self.code.update()  # it names the device
 
     def tick(self) -> None:
