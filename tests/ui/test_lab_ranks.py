@@ -119,6 +119,8 @@ def test_looking_again_finds_a_rank_that_has_ended(app: Lab, monkeypatch: pytest
         assert leave.wait(SOON_S)
         return memory_now()
 
+    app.loading.model_field.value = "demo/gemma4"  # for the next load
+    assert "demo/qwen3" in app.decoding.code.snippets[0][1]
     monkeypatch.setattr(cluster, "memory_now", late)
     app.memory.refresh_button.click()  # returns at once, although the ranks answer late
     assert entered.wait(SOON_S)
@@ -130,6 +132,9 @@ def test_looking_again_finds_a_rank_that_has_ended(app: Lab, monkeypatch: pytest
     assert "Press Load to open a new one" in app.loading.status.value
     assert (app.cluster, app.model) == (None, None)
     assert not app.memory.refresh_button.disabled
+    assert "No model is loaded. Generate loads <b>demo/gemma4</b>" in app.decoding.status.value
+    assert "demo/gemma4" in app.decoding.code.snippets[0][1]
+    app.loading.model_field.value = "demo/qwen3"
 
 
 def test_another_lab_and_close_end_the_processes(app: Lab) -> None:

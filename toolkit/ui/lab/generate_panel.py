@@ -24,7 +24,7 @@ from toolkit.ui.lab.work import Work
 
 _NONE = "(none)"
 _FIRST, _SECOND = "roundtrip", "double-buffered"  # the strategies that are compared at first
-_LOADING = "Loading the model first ..."
+_LOADING, _READY = "Loading the model first ...", "Ready."
 _EMPTY = "No model is loaded. Generate loads <b>{}</b> onto <b>{}</b> first."
 
 
@@ -66,8 +66,10 @@ class GeneratePanel(Panel):
     def enable(self, idle: bool) -> None:
         """Enable or disable the buttons."""
         self.generate_button.disabled = not idle
-        if idle and self.status.value == _LOADING:  # the load failed
-            self._say_empty()
+        if idle and self._loading.model is None:  # the load failed, or the cluster has ended
+            if self.status.value in (_LOADING, _READY):
+                self._say_empty()
+            self.code.update()
 
     def refresh(self) -> None:
         """Offer the strategies of the loaded model, and say whether one is loaded."""
@@ -78,7 +80,7 @@ class GeneratePanel(Panel):
             self._say_empty()
         else:
             self._offer(model.strategies if isinstance(model, RankedModel) else strategies_of(model))
-            self.status.value = "Ready."
+            self.status.value = _READY
         self.code.update()
 
     def _say_empty(self) -> None:
