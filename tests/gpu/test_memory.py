@@ -1,7 +1,8 @@
 """`tk.memory` on a CUDA GPU against the allocator's own counters, and what it costs."""
 
 import gc
-import time
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -72,7 +73,10 @@ def test_out_of_memory_says_who_held_what(card):
 def test_a_budget_is_met_to_the_byte(card):
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
-    for size in range(20 * MiB, 84 * MiB, 2 * MiB):
+    blocks = [block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"]]
+    free = max((block["size"] for block in blocks if block["state"] == "inactive"), default=0)  # beside other tests' memory
+    least = max(20 * MiB, free // (2 * MiB) * 2 * MiB + 2 * MiB)  # needs memory of its own
+    for size in range(least, least + 64 * MiB, 2 * MiB):
         with tk.budget(f"{before + size} B"):
             torch.empty(size, dtype=torch.uint8, device="cuda")
             torch.cuda.empty_cache()
@@ -95,13 +99,20 @@ def test_somebody_elses_history_goes_on(card):
     del first
 
 
+CELLS = """
+import time
+import toolkit as tk
+card = tk.device("cuda:0")
+model = tk.load("demo/qwen3", device=card)
+for _ in range(20):
+    began = time.perf_counter()
+    with tk.memory(card):
+        pass
+    print(time.perf_counter() - began)
+"""
+
+
 def test_a_cell_without_much_to_say_costs_little(card):
-    model = tk.load("demo/qwen3", device=card)
-    spent = []
-    for _ in range(20):
-        began = time.perf_counter()
-        with tk.memory(card):
-            pass
-        spent.append(time.perf_counter() - began)
-    assert min(spent) < 0.05  # the best: other processes may share the machine
-    del model
+    # In a fresh process: what owns the memory is searched among all objects, and other tests leave many.
+    spent = subprocess.run([sys.executable, "-c", CELLS], capture_output=True, text=True, check=True).stdout.split()
+    assert min(map(float, spent)) < 0.05  # the best: other processes may share the machine
