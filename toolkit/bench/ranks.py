@@ -171,19 +171,27 @@ class Bench:
         return found
 
     def late(self, by_us: float, out: Path) -> dict[str, Any]:
-        """Return what the traces of all ranks, which are saved next to `out`, say if the last rank is late for one sum."""
-        cycles, trace = int(by_us * 1e-6 * self._sleep_hz()), None
+        """Return what the traces of all ranks, which are saved next to `out`, say if the last rank is late for one sum.
+
+        The sums are captured in a graph, in which no host makes a rank late.
+        """
+        cycles = int(by_us * 1e-6 * self._sleep_hz())
         x = torch.ones(5376, dtype=torch.bfloat16, device=self.device.torch)
+
+        def sums() -> None:
+            for i in range(200):
+                if i == 100 and self.shard.rank == self.shard.ranks - 1:
+                    torch.cuda._sleep(cycles)
+                all_reduce(x, self.shard.ranks)
+
         with torch.no_grad():
-            for _ in range(2):
-                with self.device.record(lines=False) as trace:
-                    latest(0)  # a barrier
-                    for i in range(200):
-                        if i == 100 and self.shard.rank == self.shard.ranks - 1:
-                            torch.cuda._sleep(cycles)
-                        all_reduce(x, self.shard.ranks)
-                    self.device.sync()
-        assert trace is not None
+            sums()
+            with self.device.record(lines=False) as trace:
+                graph = self.device.capture(sums)
+                latest(0)  # a barrier
+                graph.replay()
+                self.device.sync()
+        graph.free()
         files = [out.with_name(f"{out.stem}-late-rank{rank}.npz") for rank in range(self.shard.ranks)]
         trace.save(files[self.shard.rank])
         slept = [float(trace["dur_ns"][i]) / 1e3 for i, name in enumerate(trace.text("name")) if name and "spin" in name]
@@ -218,7 +226,7 @@ def _joined(traces: list[Path]) -> dict[str, Any]:
     from toolkit.trace.opening import open_trace
 
     trace = open_trace(traces)
-    table = trace.collectives()
+    table = trace.collectives().iloc[1:]  # for the first one, ranks wait for the hosts of others
     worst = table.loc[table["rank0_wait_us"].idxmax()]
     others = table.drop(worst.name)
     return {
