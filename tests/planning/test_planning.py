@@ -30,7 +30,8 @@ def test_running_is_predicted_as_an_h200_measured_it(gemma):
     load, prefill, _ = tk.plan(gemma, "h200", context=32768, kv=None).run
     one = next(row for row in json.loads((RESULTS / "h200x2_ranks.json").read_text())["models"] if row["ranks"] == 1)
     assert one["model"] == measured["model"]
-    assert 0 <= one["allocated_bytes"] - load.parts["weights"] < MiB  # it holds some buffers, too
+    workspace = 32 * MiB  # of cuBLAS, which an earlier part of this run had used
+    assert 0 <= one["allocated_bytes"] - workspace - load.parts["weights"] < MiB  # it holds some buffers, too
     # The other record is of a layout in which a weight in q4_k took 0.125 bits more.
     more = measured["load"]["peak_bytes"] - load.parts["weights"]
     assert 0 < more < 0.125 / 4.5 * load.parts["weights"]
