@@ -62,7 +62,8 @@ def test_shipped_traces_were_measured_and_name_no_machine():
         gpu, model, strategy = name.split("/")
         assert (trace.meta["clock"], trace.meta["strategy"]) == ("measured", strategy)
         assert trace.meta["model"].endswith(f"/{model}")
-        assert gpu in trace.meta["gpu"].lower()
+        assert re.sub(r"^\d+x", "", gpu) in trace.meta["gpu"].lower()
+        assert len(trace.ranks()) == (int(gpu[0]) if gpu[0].isdigit() else 0)
         assert trace.meta["tok_per_s"] > 0
         assert all(line.fullmatch(where) for where in set(trace.text("where")) - {None})
         for text in (*trace.strings, *map(str, trace.meta.values())):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import toolkit as tk
+import toolkit.bench
 from toolkit.models.shapes import SHAPES
 from toolkit.ui.lessons import two_gpus
 from toolkit.ui.lessons.two_gpus import CARD, LARGE, LATE, LATE_NS, MODEL, exchanged, held, scaling, sums, times_of, two_runs
@@ -45,6 +46,20 @@ def test_a_rank_reads_its_part() -> None:
     assert table.reading_us[2] == pytest.approx(table.reading_us[1] / 2, rel=0.02)
     assert (table.tokens_per_s.diff().dropna() > 0).all()
     assert held(2)["weights"] == pytest.approx(held(1)["weights"] / 2, rel=0.01)
+
+
+def test_the_step_of_the_real_pair() -> None:
+    times_us, step_us = two_gpus.real_times(tk.open_trace(two_gpus.PAIR))
+    layers = SHAPES["gemma4-31b"].config["num_hidden_layers"]
+    assert len(times_us) == 2 * layers + 2  # also the sum of the embedding, and the logits
+    assert (times_us > 0).all()
+    rates = {
+        row["ranks"]: row["tok_per_s"]["cuda-graph"]
+        for row in json.loads((Path(toolkit.bench.__file__).parent / "results" / "h200x2_ranks.json").read_text())["models"]
+        if row["model"] == "random/gemma4-31b"
+    }
+    assert rates == {1: two_gpus.ALONE_TOK_PER_S, 2: two_gpus.BOTH_TOK_PER_S}
+    assert step_us == pytest.approx(1e6 / rates[2], rel=0.03)
 
 
 def test_new_runs_need_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

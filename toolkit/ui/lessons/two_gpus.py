@@ -1,13 +1,16 @@
 """Lesson 11, "Two GPUs": its questions, recorded runs on two virtual GPUs, and tables of their collectives.
 
 The runs ship with the package, in the folder `recorded`, so that the lesson needs no further processes and little memory.
-`record(cluster)` makes them. A test compares them with new ones.
+`record(cluster)` makes them. A test compares them with new ones. The step of two real GPUs is one of the shipped traces.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from toolkit.core.ranks import Shard, current
 from toolkit.core.units import MiB
@@ -33,6 +36,9 @@ STEP = 4  # a decode step in the middle of the recorded runs
 RUNS = ("even", "late")
 LATE, LATE_NS = 1, 200_000  # in the run "late", the host of this rank is later by this time at every token
 TOKENS = 8
+PAIR = "2xh200/gemma4-31b/cuda-graph"  # the shipped trace of two real GPUs
+PAIR_STEP = 5  # its first step
+ALONE_TOK_PER_S, BOTH_TOK_PER_S = 179.8, 264.4  # of this model on one H200 and on two, from bench/results/h200x2_ranks.json
 FOLDER = Path(__file__).parent / "recorded"
 
 QUESTIONS = {
@@ -111,6 +117,15 @@ def late_gpu(times):
         within=0.1,
         who="the app",
     ),
+    "real": Question(
+        hint="How many collectives are there, how long does one take, and how long is the step?",
+        why="In a step, a collective takes longer than alone ({alone_us:.1f} µs), because each GPU also waits for the other "
+        "one. Without them, a step would be {found[% of the step]:.0f} % shorter. Two H200s decode this model at {both:.0f} "
+        "tok/s and one at {alone:.0f}: {times:.2f} times as fast. What keeps it from being twice as fast is also that norms "
+        "and other small kernels take as long on half of a model as on all of it.",
+        answer='{"% of the step": 100 * len(times_us) * times_us.mean() / step_us}',
+        within=0.1,
+    ),
 }
 
 lesson = Lesson(
@@ -122,6 +137,7 @@ lesson = Lesson(
         "predict what crosses between them for every token, and what that costs",
         "find the GPU for which the others wait",
         "estimate how much faster more GPUs are",
+        "say how much of a real step the exchange takes",
     ),
     questions=QUESTIONS,
 )
@@ -198,6 +214,17 @@ def sum_us(gpus: int = 2, n_bytes: int = 0) -> float:
     """Return the modelled time of one small all-reduce in µs."""
     effect = collective("all_reduce", n_bytes, (gpus - 1) * n_bytes, gpus, "one-shot")
     return duration_ns(effect, CATALOGUE[CARD]) / 1e3
+
+
+def real_times(trace: Trace) -> tuple[NDArray[np.float64], float]:
+    """Return how long each collective of a step of the real pair takes on GPU 0, and all kernels together, in µs.
+
+    Kernels may begin early and wait for those before them, so each one counts from the end of those before it.
+    """
+    mine = trace.select(trace.is_kind("kernel", "collective") & (trace["rank"] == 0) & (trace["step"] == PAIR_STEP))
+    ends = np.maximum.accumulate(mine["start_ns"] + mine["dur_ns"])
+    took_us = np.diff(ends, prepend=mine["start_ns"][0]) / 1e3
+    return took_us[mine.is_kind("collective")], float(took_us.sum())
 
 
 def scaling(name: str = LARGE, gpus: tuple[int, ...] = (1, 2, 4, 8)) -> pd.DataFrame:
