@@ -13,6 +13,7 @@ from toolkit.core.errors import TraceError
 from toolkit.trace.columns import COLUMNS, KINDS, NOT_KNOWN
 from toolkit.trace.differences import description_of_ranks
 from toolkit.trace.events import Trace, TraceBuilder
+from toolkit.trace.opening import open_trace
 from toolkit.ui.lessons.two_gpus import two_runs
 from toolkit.ui.timeline import overview
 from toolkit.ui.timeline.lanes import MAX_LANES, places_of
@@ -37,6 +38,16 @@ def test_lanes_come_in_groups_of_one_rank_with_a_heading() -> None:
     assert "came last in 0 of 4 collectives · waited 204 µs" in meta["ranks"][0]["text"]
     assert meta["ranks"][1]["text"].endswith("clock error 0.7 µs")
     assert NOTE in meta["notes"]
+
+
+def test_lanes_name_the_gpu_of_a_rank_only_if_it_has_several() -> None:
+    trace = open_trace("2xh200/gemma4-31b/cuda-graph")  # rank 0 on GPU 0, rank 1 on GPU 1
+    assert {lane["within"] for lane in Track(trace, "pair").meta["lanes"]} == {"", "stream 0", "stream 1"}
+    builder = TraceBuilder()
+    for rank, device in ((0, 0), (0, 1), (1, 1)):
+        builder.add("kernel", 0, 1, stream=0, rank=rank, device=device, name="add")
+    lanes = Track(builder.build({}), "job").meta["lanes"]
+    assert [lane["place"] for lane in lanes] == ["rank 0, GPU 0, stream 0", "rank 0, GPU 1, stream 0", "rank 1, stream 0"]
 
 
 def test_no_rank_is_the_last_one_where_all_came_at_the_same_time() -> None:

@@ -37,7 +37,7 @@ RUNS = ("even", "late")
 LATE, LATE_NS = 1, 200_000  # in the run "late", the host of this rank is later by this time at every token
 TOKENS = 8
 PAIR = "2xh200/gemma4-31b/cuda-graph"  # the shipped trace of two real GPUs
-PAIR_STEP = 5  # its first step
+PAIR_STEP = 6  # the step that its timeline opens on
 ALONE_TOK_PER_S, BOTH_TOK_PER_S = 179.8, 264.4  # of this model on one H200 and on two, from bench/results/h200x2_ranks.json
 FOLDER = Path(__file__).parent / "recorded"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cached_property
 from typing import Any
 
@@ -105,7 +106,8 @@ class Track:
     @cached_property
     def meta(self) -> dict[str, Any]:
         """The description that the front end draws around the events (JSON-able)."""
-        several = len({place.device for place in self.places if place.kind not in HOST_KINDS}) > 1
+        gpus = {(place.rank, place.device) for place in self.places if place.kind not in HOST_KINDS}
+        several = {rank for rank, number in Counter(rank for rank, _ in gpus).items() if number > 1}  # ranks with several GPUs
         moved = np.flatnonzero((self.trace["bytes"] != 0) & (self.lane_of >= 0))
         sizes = np.zeros(len(self.places), np.int64)
         np.add.at(sizes, self.lane_of[moved], self.trace["bytes"][moved])
@@ -120,7 +122,8 @@ class Track:
             "notes": self.notes(),
             "ranks": headings(self),
             "lanes": [
-                {**_label(place, several, len(self.ranks) > 1), "count": count, "bytes": bytes_text(size) if size else ""}
+                _label(place, place.rank in several, len(self.ranks) > 1)
+                | {"count": count, "bytes": bytes_text(size) if size else ""}
                 for (place, count), size in zip(self.places.items(), sizes.tolist(), strict=True)
             ],
         }
