@@ -34,6 +34,8 @@ def test_a_real_job_with_nccl():
     trace = quiet([DATA / f"nccl_ddp_h100-{rank}.json.gz" for rank in range(2)])
     table = trace.collectives()
     assert table["operation"].tolist() == ["all_reduce", "all_gather"] * 4
+    assert table["step"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]  # not the ranges that PyTorch writes for parts of a step
+    assert trace.meta["steps_from"] == "guessed"
     assert set(table["algorithm"]) == {"ring, LL"}
     assert set(table["bytes"]) == {271_392, 524_288}  # of the gradients, and of two ranks' 65,536 floats
     assert set(table["last_rank"]) == {1}

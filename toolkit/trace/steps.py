@@ -22,7 +22,10 @@ _TRIED = 64  # possible patterns that are compared with all events
 _OWN = re.compile(r"toolkit\.step (-?\d+) (.*)", re.DOTALL)
 _PROFILER = re.compile(r"ProfilerStep ?#(\d+)$")
 _NUMBER = re.compile(r"\d+")
-_OPERATION = re.compile(r"::|, seq = ")  # ranges that PyTorch's emit_nvtx writes for every operation
+# Ranges that PyTorch itself writes: for every operation under emit_nvtx, for collectives, and for parts of a training step.
+_PYTORCH = re.compile(
+    r"::|, seq = |^(nccl|gloo):|^DistributedDataParallel\.forward$|^Optimizer\.(step|zero_grad)#|^enumerate\(DataLoader\)"
+)
 _STEPLIKE = re.compile(r"step|iter|decode|token|forward|generat", re.IGNORECASE)
 
 
@@ -46,7 +49,7 @@ def steps_among(ranges: Sequence[Range]) -> tuple[str | None, list[int]]:
             return source, [int(match[1]) if match else -1 for match in found]
     groups: dict[str, list[int]] = {}
     for i, r in enumerate(ranges):
-        if not _OPERATION.search(r.name):
+        if not _PYTORCH.search(r.name):
             groups.setdefault(_NUMBER.sub("#", r.name), []).append(i)
     best: tuple[bool, int] = (False, 0)
     chosen: list[tuple[int, int]] = []  # range and its number
