@@ -81,6 +81,28 @@ def test_the_sentence_names_the_rank_that_came_last_and_the_waits() -> None:
     assert said.endswith("1 collective (10.5 KiB); all ranks arrived together")
 
 
+def test_two_runs_of_several_ranks_are_compared() -> None:
+    even, late = two_runs()
+    said = Scene([Track(even, "even"), Track(late, "late")]).opening["sentence"]
+    assert said.startswith("late takes 216 µs instead of 85.6 µs; waits 202 µs instead of 70.8 µs; same copies; same kernels; ")
+    even_ones = "8 collectives (10.0 KiB); all ranks arrived together"
+    late_ones = "8 collectives (10.0 KiB); rank 1 came last in 1 of them: rank 0 waited 131 µs for it"
+    assert said.endswith(f"; even on 2 ranks: {even_ones}; late on 2 ranks: {late_ones}")
+    said = Scene([Track(even, "even"), Track(even, "again")]).opening["sentence"]
+    assert said == f"again: same copies; same kernels; both on 2 ranks: {even_ones}"
+
+
+def test_one_gpu_is_compared_with_two() -> None:
+    _, late = two_runs()
+    said = Scene([Track(late.of_rank(0), "alone"), Track(late, "pair")]).opening["sentence"]
+    assert said.startswith("pair: same copies; same kernels; pair on 2 ranks: 8 collectives")
+    builder = TraceBuilder()  # too many ranks for a table of their collectives
+    for rank in range(2000):
+        builder.add("collective", rank, 1, step=4, rank=rank, operation="all_reduce", group="g", seq=rank)
+    said = Scene([Track(builder.build({}), "many"), Track(late, "pair")]).opening["sentence"]
+    assert said == description_of_ranks(late, "pair", 4, Track(late, "pair").steps_table)
+
+
 def test_lines_join_the_events_of_each_collective() -> None:
     view = parse(scene().view(0, 3_000_000, 900))
     assert view["links"] == [

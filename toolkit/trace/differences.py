@@ -1,6 +1,7 @@
 """What a decode step does, and how the steps of two recordings differ, as numbers and as one sentence.
 
-The timeline opens on the step that `typical_step` chooses, under the sentence of `difference` or `description`.
+The timeline opens on the step that `typical_step` chooses, under the sentence of `difference` or `description`, or that of
+`difference_of_ranks` or `description_of_ranks`.
 """
 
 from __future__ import annotations
@@ -37,6 +38,16 @@ class StepTable:
         others = [name for name in alike if name not in ("prefill", "drain")]
         common = Counter(others or alike).most_common(1)
         return {n for n, name in zip(self.table[:, 0].tolist(), alike, strict=True) if name == common[0][0]}
+
+    def elapsed_ns(self, number: int) -> int:
+        """Return the duration of the first step with this number, 0 without such a step.
+
+        Steps that overlap, because the host is already in the next one, take the time until the next one begins.
+        """
+        found = self.table[self.table[:, 0] == number]
+        start, end = found[0, 1:].tolist() if len(found) else (0, 0)
+        following = self.table[self.table[:, 1] > start, 1]
+        return min(end, int(following.min(initial=end))) - start
 
 
 def steps_of(trace: Trace) -> StepTable:
@@ -112,13 +123,9 @@ class StepFacts:
 def step_facts(trace: Trace, name: str, step: int, steps: StepTable) -> StepFacts:
     """Return what step number `step` of a trace did. `name` is the name of the recording in sentences.
 
-    If the number comes several times, as with two runs in one recording, the first of these steps counts. Steps that overlap,
-    because the host is already in the next one, take the time until the next one begins.
+    If the number comes several times, as with two runs in one recording, the first of these steps counts.
     """
     ranges = steps.table[steps.table[:, 0] == step]
-    start, end = ranges[0, 1:].tolist() if len(ranges) else (0, 0)
-    following = steps.table[steps.table[:, 1] > start, 1]
-    end = min(end, int(following.min(initial=end)))
     rows = np.flatnonzero(trace["step"] == step)
     if len(ranges) > 1:
         rows = rows[trace["start_ns"][rows] < ranges[1, 1]]
@@ -131,7 +138,7 @@ def step_facts(trace: Trace, name: str, step: int, steps: StepTable) -> StepFact
     kernels = {trace.strings[c] if c >= 0 else "kernel": int(n) for c, n in zip(codes.tolist(), counts.tolist(), strict=True)}
     copies = {k: of(k) for k in COPY_KINDS}
     return StepFacts(
-        name, end - start, int(trace["dur_ns"][of("sync")].sum()), Counter(kernels),
+        name, steps.elapsed_ns(step), int(trace["dur_ns"][of("sync")].sum()), Counter(kernels),
         len(of("launch")) if trace.is_kind("launch").any() else None,
         {k: len(found) for k, found in copies.items()}, {k: int(trace["bytes"][found].sum()) for k, found in copies.items()},
     )  # fmt: skip
@@ -169,12 +176,33 @@ def description(a: StepFacts) -> str:
 
 def description_of_ranks(trace: Trace, name: str, step: int | None, steps: StepTable) -> str:
     """Return one sentence about a step (None: all events) of several ranks: who came last, and who waited how long for it."""
+    took = ":" if step is None else f" takes {brief_time(steps.elapsed_ns(step))} on {len(ranks_of(trace))} ranks;"
+    return f"{name}{took} {_exchange(trace, step)}"
+
+
+def difference_of_ranks(a: Trace, b: Trace, names: tuple[str, str], step: int) -> str:
+    """Return one sentence about how a step of `b` differs from that of `a`, if one of them or both have several ranks.
+
+    Times, kernels and copies are those of the first rank.
+    """
+    first = [trace.of_rank(ranks_of(trace)[0]) if len(ranks_of(trace)) > 1 else trace for trace in (a, b)]
+    facts = [step_facts(trace, name, step, steps_of(trace)) for trace, name in zip(first, names, strict=True)]
+    parts = [
+        (name, f" on {len(ranks_of(trace))} ranks: {_exchange(trace, step)}")
+        for name, trace in zip(names, (a, b), strict=True)
+        if len(ranks_of(trace)) > 1
+    ]
+    if len(parts) == 2 and parts[0][1] == parts[1][1]:
+        parts = [("both", parts[0][1])]
+    return "; ".join([difference(facts[0], facts[1]), *(name + told for name, told in parts)])
+
+
+def _exchange(trace: Trace, step: int | None) -> str:
+    """Return how many collectives a step (None: the trace) has, which rank came last, and how long others waited for it."""
     found = collectives_of(trace)
     mine = found.matched if step is None else found.matched & (trace["step"][found.first_row] == step)
-    elapsed = steps.table[steps.table[:, 0] == step] if step is not None else steps.table[:0]
-    takes = f" takes {brief_time(int(elapsed[0, 2] - elapsed[0, 1]))} on {len(ranks_of(trace))} ranks;" if len(elapsed) else ":"
     if not mine.any():
-        return f"{name}{takes} no collective on more than one rank"
+        return "no collective on more than one rank"
     wait, last = found.wait[mine], found.last[mine]
     caused = np.bincount(last, wait.sum(1), len(found.ranks))
     late = int(caused.argmax())
@@ -182,13 +210,13 @@ def description_of_ranks(trace: Trace, name: str, step: int | None, steps: StepT
     size = bytes_text(int(trace["bytes"][found.first_row[mine]].sum()))
     waited = wait[last == late].sum(0)
     if waited.max() < TOGETHER_NS:
-        return f"{name}{takes} {count} ({size}); all ranks arrived together"
+        return f"{count} ({size}); all ranks arrived together"
     others = [
         (f"rank {found.ranks[i]}", brief_time(int(waited[i]))) for i in np.argsort(-waited, kind="stable").tolist() if i != late
     ]
     told = ", ".join(f"{who} waited {time} for it" if not i else f"{who} {time}" for i, (who, time) in enumerate(others[:3]))
     more = f", {len(others) - 3} others less" if len(others) > 3 else ""
-    return f"{name}{takes} {count} ({size}); rank {found.ranks[late]} came last in {times:,} of them: {told}{more}"
+    return f"{count} ({size}); rank {found.ranks[late]} came last in {times:,} of them: {told}{more}"
 
 
 def _other_kernels(a: StepFacts, b: StepFacts) -> str:

@@ -17,7 +17,14 @@ import numpy.ma  # np.unique imports it when first called, which a user would wa
 from numpy.typing import NDArray
 
 from toolkit.trace.columns import KINDS
-from toolkit.trace.differences import description, description_of_ranks, difference, step_facts, typical_step
+from toolkit.trace.differences import (
+    description,
+    description_of_ranks,
+    difference,
+    difference_of_ranks,
+    step_facts,
+    typical_step,
+)
 from toolkit.trace.events import Trace
 from toolkit.ui.timeline.lanes import Lane
 from toolkit.ui.timeline.track import Track
@@ -59,11 +66,15 @@ class Scene:
         """The step that is shown first and a sentence about it, as `step` and `sentence`; None and "" without steps."""
         step = typical_step([track.steps_table for track in self.tracks])
         several = [track for track in self.tracks if track.links is not None]
-        if several:
+        too_many = len(several) < sum(len(track.ranks) > 1 for track in self.tracks)  # ranks and collectives of a trace
+        if several and (len(self.tracks) == 1 or step is None or too_many):
             told = [description_of_ranks(track.trace, track.title, step, track.steps_table) for track in several]
             return {"step": step, "sentence": "; ".join(told)}
         if step is None:
             return {"step": None, "sentence": ""}
+        if several:
+            a, b = self.tracks
+            return {"step": step, "sentence": difference_of_ranks(a.trace, b.trace, (a.title, b.title), step)}
         facts = [step_facts(track.trace, track.title, step, track.steps_table) for track in self.tracks]
         sentence = difference(facts[0], facts[1]) if len(facts) > 1 else description(facts[0])
         return {"step": step, "sentence": sentence}
