@@ -37,6 +37,7 @@ def test_modelled_rates_are_near_the_measured_ones(name):
             if STRATEGIES[strategy].capture != "none":
                 limit = 0.15
             assert (abs(ratio - 1) > limit) == ((name, context, strategy) in OFF), (context, strategy, ratio)
+            assert ratio < 1.6, (context, strategy, ratio)
             compared += 1
     assert compared >= 4
 

@@ -65,6 +65,20 @@ def test_which_ranges_are_steps(names, source, steps):
     assert steps_among(named(*names)) == (source, steps)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "DistributedDataParallel.forward", "FullyShardedDataParallel._pre_forward", "DataParallel.forward",
+        "Optimizer.step#SGD.step", "Optimizer.zero_grad#AdamW.zero_grad", "nccl:all_reduce", "gloo:broadcast",
+        "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__",
+    ],
+)  # fmt: skip
+def test_ranges_of_pytorch_are_parts_of_a_step(name):
+    assert steps_among(named(*[name] * 4)) == (None, [-1] * 4)
+    ranges = [*named(*[name] * 4, length=8), *named("epoch", "epoch", "epoch", length=2)]
+    assert steps_among(ranges) == ("ranges", [-1] * 4 + [0, 1, 2])
+
+
 def test_the_outer_of_two_repeated_ranges_is_the_step():
     ranges = [Range(100 * i, 100 * i + 90, "token") for i in range(4)]
     ranges += [Range(100 * i + 10, 100 * i + 20, "forward") for i in range(4)]

@@ -137,6 +137,18 @@ def test_looking_again_finds_a_rank_that_has_ended(app: Lab, monkeypatch: pytest
     app.loading.model_field.value = "demo/qwen3"
 
 
+def test_a_generation_names_no_model_of_a_cluster_that_has_ended(app: Lab) -> None:
+    app.decoding.tokens_field.value = 2
+    app.generate()
+    cluster = done(app).cluster
+    assert "lab.model" in app.decoding.status.value
+    os.kill(cluster.pids[1], signal.SIGKILL)
+    app.memory.refresh_button.click()
+    assert done(app).model is None
+    assert "No model is loaded" in app.decoding.status.value
+    assert len(app.runs) == 2  # they stay
+
+
 def test_another_lab_and_close_end_the_processes(app: Lab) -> None:
     app.load()
     first = done(app).cluster

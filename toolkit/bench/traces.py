@@ -31,6 +31,7 @@ from toolkit.loading.loader import load
 from toolkit.models.model import Model
 from toolkit.planning.describe import describe
 from toolkit.ranks.cluster import Cluster, cluster
+from toolkit.ranks.remote import RankedModel
 from toolkit.trace.columns import COPY_KINDS, TEXT_COLUMNS
 from toolkit.trace.events import Trace
 from toolkit.trace.shipped import SUFFIX
@@ -72,7 +73,7 @@ def record_traces(device: str, out: Path, cases: Sequence[Case] = CASES, on: Clu
     if gpu.spec is None:
         raise ToolkitError(f"recording traces on {gpu.name}", "it isn't in tk.GPUS", "Add the GPU to the catalogue first")
     where: dict[str, Any] = {"device": gpu} if on is None else {"cluster": on}
-    key = gpu.spec.key if on is None else f"{on.ranks}x{gpu.spec.key}"
+    folder = gpu.spec.key if on is None else f"{on.ranks}x{gpu.spec.key}"
     work = [(case, load(case.model, scheme=case.scheme, progress=False, **where)) for case in cases]
     rates = {(case.model, name): _rate(model, case, name, gpu.clock) for case, model in work for name in case.strategies}
     files = []
@@ -84,7 +85,7 @@ def record_traces(device: str, out: Path, cases: Sequence[Case] = CASES, on: Clu
                 "model": case.model, "scheme": case.scheme, "strategy": name, "prompt_tokens": case.prompt,
                 "tokens": case.tokens, "tok_per_s": rates[case.model, name],
             }  # fmt: skip
-            path = out / key / case.model.partition("/")[2] / f"{name}{SUFFIX}"
+            path = out / folder / case.model.partition("/")[2] / f"{name}{SUFFIX}"
             path.parent.mkdir(parents=True, exist_ok=True)
             files.append(shortened(trace, case.steps, meta).save(path))
     return files
@@ -94,7 +95,7 @@ def _prompt(case: Case) -> list[int]:
     return random.Random(0).choices(range(describe(case.model).config.vocab_size), k=case.prompt)
 
 
-def _rate(model: Model, case: Case, name: str, clock: str) -> float | None:
+def _rate(model: Model | RankedModel, case: Case, name: str, clock: str) -> float | None:
     """Return the tokens per second without recording, after a warm-up."""
     options: dict[str, Any] = {"max_new_tokens": RATE_TOKENS, "eos": (), "record": False}
     if clock == "measured":
@@ -103,7 +104,7 @@ def _rate(model: Model, case: Case, name: str, clock: str) -> float | None:
 
 
 def shortened(trace: Trace, steps: int | None, meta: dict[str, Any]) -> Trace:
-    """Return a trace without allocations, with times from 0 on, and with `meta` added to its own.
+    """Return a trace without allocations and segments, with times from 0 on, and with `meta` added to its own.
 
     `steps` keeps so many decode steps: the first ones in the steady state that have kernels. CUPTI may report the kernels of
     only the first step of a loop; then the first steps are kept.
@@ -138,6 +139,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=1, help="this many GPUs divide each model (default: 1)")
     options = parser.parse_args(arguments)
     cases = [case for case in (CASES if options.ranks == 1 else DIVIDED) if options.model in (None, case.model)]
+    if not cases:
+        parser.error(f"with --ranks {options.ranks}, there is no case of {options.model}")
     with nullcontext() if options.ranks == 1 else cluster(options.device, options.ranks) as on:
         files = record_traces(options.device, options.out, cases, on)
     for path in files:

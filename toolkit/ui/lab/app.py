@@ -127,7 +127,7 @@ class Lab(widgets.VBox):  # type: ignore[misc]  # ipywidgets has no types
         finally:
             for panel in self.panels:
                 panel.enable(idle)
-        self._say_state()
+            self._say_state()
         if idle and self._published:
             stills.publish(self._still, self._still_html(), repr(self), update=True)
 

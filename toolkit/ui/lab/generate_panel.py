@@ -25,6 +25,7 @@ from toolkit.ui.lab.work import Work
 _NONE = "(none)"
 _FIRST, _SECOND = "roundtrip", "double-buffered"  # the strategies that are compared at first
 _LOADING, _READY = "Loading the model first ...", "Ready."
+_KEPT = "The tab <b>Traces</b> keeps these runs. In a cell: lab.run, lab.runs, lab.model."
 _EMPTY = "No model is loaded. Generate loads <b>{}</b> onto <b>{}</b> first."
 
 
@@ -67,7 +68,7 @@ class GeneratePanel(Panel):
         """Enable or disable the buttons."""
         self.generate_button.disabled = not idle
         if idle and self._loading.model is None:  # the load failed, or the cluster has ended
-            if self.status.value in (_LOADING, _READY):
+            if self.status.value in (_LOADING, _READY) or self.status.value.endswith(_KEPT):
                 self._say_empty()
             self.code.update()
 
@@ -158,7 +159,7 @@ class GeneratePanel(Panel):
         cancelled = entries[-1].run is not None and entries[-1].run.stop_reason == "cancelled"
         left = f" ({names[len(entries)]} was not started)" if len(entries) < len(names) else ""
         said = f"Cancelled. The tokens so far are kept{left}." if cancelled else "Done."
-        self.status.value = f"{said} The tab <b>Traces</b> keeps these runs. In a cell: lab.run, lab.runs, lab.model."
+        self.status.value = f"{said} {_KEPT}"
 
     def _snippets(self) -> dict[str, str]:
         names, source, prompt = self._strategies(), self._loading.source(), self.prompt_field.value
