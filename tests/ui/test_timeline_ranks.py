@@ -81,6 +81,17 @@ def test_the_sentence_names_the_rank_that_came_last_and_the_waits() -> None:
     assert said.endswith("1 collective (10.5 KiB); all ranks arrived together")
 
 
+def test_the_longest_wait_is_named_with_its_step() -> None:
+    note = "Longest wait: rank 0 waited 201 µs for rank 1 (all_reduce, in step 2)."
+    assert scene().tracks[0].notes()[-1] == note
+    assert scene().meta()["tracks"][0]["notes"][-1] == note
+    for track in (Track(ranks(late=0, delay=1000), "even"), Track(decode_loop(), "alone")):
+        assert not any("Longest wait" in each for each in track.notes())
+    trace = scene().tracks[0].trace
+    columns = dict(trace.columns) | {"step": np.full_like(trace["step"], -1)}
+    assert Track(Trace(columns, trace.strings, trace.meta), "job").notes()[-1].endswith("(all_reduce, outside of steps).")
+
+
 def test_two_runs_of_several_ranks_are_compared() -> None:
     even, late = two_runs()
     said = Scene([Track(even, "even"), Track(late, "late")]).opening["sentence"]

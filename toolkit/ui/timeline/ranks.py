@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from toolkit.ui.timeline.track import Track
 
 MAX_LINKS = 120  # collectives in a view with lines between their events
+LONG_NS = 10_000  # the shortest wait that a note names
 
 
 class Links:
@@ -48,6 +49,19 @@ class Links:
             points = [[int(self.lane[i, r]), *(int(value[i, r]) for value in values)] for r in ranks]
             made.append([ranks.index(int(self.late[i])) if self.late[i] >= 0 else -1, *points])
         return made
+
+
+def longest_wait(track: Track) -> str:
+    """Return one sentence about the longest wait of a rank for another one, or "" if none took LONG_NS."""
+    links = track.links
+    if links is None or links.wait.max(initial=0) < LONG_NS:
+        return ""
+    i, r = np.unravel_index(links.wait.argmax(), links.wait.shape)
+    row, late = int(links.row[i, r]), links.ranks[int(links.late[i])]
+    step = int(track.trace["step"][row])
+    where = f"in step {step}" if step >= 0 else "outside of steps"
+    what = _text(track, "operation", row) or "collective"
+    return f"Longest wait: rank {links.ranks[int(r)]} waited {_time(int(links.wait[i, r]))} for rank {late} ({what}, {where})."
 
 
 def headings(track: Track) -> list[dict[str, Any]]:

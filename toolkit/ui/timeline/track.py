@@ -14,7 +14,7 @@ from toolkit.trace.columns import HOST_KINDS, LANES
 from toolkit.trace.differences import steps_of
 from toolkit.trace.events import Trace
 from toolkit.ui.timeline.lanes import OTHER_STREAMS, Lane, Place, places_of
-from toolkit.ui.timeline.ranks import Links, headings
+from toolkit.ui.timeline.ranks import Links, headings, longest_wait
 
 FEW = 20_000  # events that a view can put into lanes by itself
 
@@ -101,7 +101,7 @@ class Track:
         if self.trace.meta.get("steps_from") == "guessed":
             notes.append("Steps are inferred from a repeating pattern of kernels.")
         notes += self.trace.meta.get("notes") or []
-        return notes
+        return notes + list(filter(None, [longest_wait(self)]))
 
     @cached_property
     def meta(self) -> dict[str, Any]:
