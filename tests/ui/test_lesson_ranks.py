@@ -13,6 +13,8 @@ import toolkit.bench
 from toolkit.models.shapes import SHAPES
 from toolkit.ui.lessons import two_gpus
 from toolkit.ui.lessons.two_gpus import CARD, LARGE, LATE, LATE_NS, MODEL, exchanged, held, scaling, sums, times_of, two_runs
+from toolkit.ui.timeline.track import Track
+from toolkit.ui.timeline.view import Scene
 
 NOTEBOOK = Path(tk.__file__).parents[1] / "notebooks" / "11_two_gpus.ipynb"
 
@@ -59,6 +61,8 @@ def test_the_step_of_the_real_pair() -> None:
     assert rates == {1: two_gpus.ALONE_TOK_PER_S, 2: two_gpus.BOTH_TOK_PER_S}
     assert record["all_reduce"]["us"]["10752"]["one-shot"] == two_gpus.SUM_US
     assert step_us == pytest.approx(1e6 / rates[2], rel=0.03)
+    shown = Scene([Track(tk.open_trace(two_gpus.PAIR), "pair")]).opening["step"]
+    assert shown == two_gpus.PAIR_STEP  # the questions are about the step that the timeline shows
 
 
 def test_new_runs_need_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

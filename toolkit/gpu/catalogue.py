@@ -128,7 +128,7 @@ _NVLINK = {  # by compute capability, for GPUs of servers
     (10, 0): (900e9, Source("datasheet", "NVIDIA Blackwell datasheet: NVLink 1.8 TB/s, both directions together")),
 }
 _NO_NVLINK = Source("estimated", "PCIe, without an NVLink bridge: the rate of pinned H2D copies, which nobody compared")
-# 2.2 to 2.7 µs in five runs, of which the record is one. The time of the bytes that a rank receives is not part of it.
+# 2.2 to 2.7 µs in six runs, of which the record is one. The time of the bytes that a rank receives is not part of it.
 _PAIR = Source("measured", "bench/results/h200x2_ranks.json (two NVIDIA H200 with NVLink): 5,376 bf16 values in a graph")
 _NCCL = Source("estimated", "as NCCL's all-reduce of 5,376 bf16 values on two H200; PCIe may take longer")
 _PCIE_FIELDS = ("h2d_pinned_bytes_per_s", "d2h_pinned_bytes_per_s", "h2d_pageable_bytes_per_s", "d2h_pageable_bytes_per_s")
