@@ -60,6 +60,32 @@ def test_rates_contain_no_capture(model, name):
     assert few == pytest.approx(many, rel=0.02)
 
 
+@pytest.mark.parametrize("name", CAPTURED)
+def test_nothing_is_captured_before_the_first_token(model, name, monkeypatch):
+    order = []
+    for method in ("capture", "capture_loop"):
+        real = getattr(model.device, method)
+        noted = lambda *work, real=real, method=method: [order.append(method), real(*work)][1]  # noqa: E731
+        monkeypatch.setattr(model.device, method, noted)
+    first = generate(model, name, on_token=lambda token, text: order.append(token), n=4).tokens[0]
+    assert order[0] == first
+    assert not {"capture", "capture_loop"}.isdisjoint(order)
+    for n, ends in ((1, ()), (2, ()), (12, [first])):
+        order.clear()
+        generate(model, name, n=n, eos=ends, on_token=lambda token, text: order.append(token))
+        assert order == list(generate(model, "roundtrip", n=n, eos=ends).tokens)
+
+
+def test_the_loop_begins_after_one_step(model):
+    trace = generate(model, "whole-loop", n=6).trace
+    marks = [(mark.step, mark.name) for mark in trace.marks()]
+    assert marks == [(0, "prefill"), *((step, "decode") for step in range(1, 6))]
+    kernels = trace.select(trace.is_kind("kernel"))
+    names = {step: [n for n, at in zip(kernels.text("name"), kernels["step"], strict=True) if at == step] for step in range(6)}
+    assert names[0][-1] == "publish_once"
+    assert names[2] == names[5] == [*names[1], "publish_token"]
+
+
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_every_strategy_samples_the_same(model, options):
     assert len({generate(model, name, n=40, record=False, **options).tokens for name in STRATEGIES}) == 1

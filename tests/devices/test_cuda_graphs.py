@@ -64,16 +64,17 @@ def loop_events(iterations):
     return events
 
 
+@pytest.mark.parametrize("first", [1, 2], ids="first={}".format)
 @pytest.mark.parametrize("reported", [1, 3], ids="iterations={}".format)
-def test_steps_of_a_loop(reported):
+def test_steps_of_a_loop(reported, first):
     gpu_clock = 5_000_000_000  # of the first publication's end, on a clock of its own
-    run = LoopRun(2_098_000, np.array([gpu_clock + 50_000 * i for i in range(4)]))
+    run = LoopRun(2_098_000, np.array([gpu_clock + 50_000 * i for i in range(4)]), first)
     given = session(log=Lines(), captures={7: CAPTURED}, launches=[(2_097_000, 7)], loops=[run])
     trace = read([*CAPTURED_CALLS, *loop_events(reported)], given)
     marks = list(trace.marks())
-    assert [(mark.name, mark.step) for mark in marks] == [("decode", 1), ("decode", 2), ("decode", 3)]
+    assert [(mark.name, mark.step) for mark in marks] == [("decode", first + i) for i in range(3)]
     kernels = trace.select(trace.is_kind("kernel"))
-    assert kernels["step"].tolist() == [0] + [n for n in range(1, reported + 1) for _ in range(4)]
+    assert kernels["step"].tolist() == [first - 1] + [first + n for n in range(reported) for _ in range(4)]
     body = [where for where, name in zip(kernels.text("where"), kernels.text("name"), strict=True) if name in NAMES]
     assert body == ["model.py:161", "model.py:171", "model.py:181"] * reported
     starts = trace.select(trace.is_kind("mark"))["start_ns"].tolist()
@@ -86,7 +87,7 @@ def test_iterations_that_are_reported_without_their_launch():
     events = loop_events(3)
     for event in events[2:]:
         event.link = 0
-    run = LoopRun(2_098_000, np.array([5_000_000_000 + 50_000 * i for i in range(4)]))
+    run = LoopRun(2_098_000, np.array([5_000_000_000 + 50_000 * i for i in range(4)]), 1)
     announced = [Announced(1_650_000, "all_reduce", 512, 2, "one-shot")]
     given = session(captures={7: CAPTURED}, launches=[(2_097_000, 7)], loops=[run], announced=announced, shard=Shard(0, 2))
     for event in events:
@@ -98,7 +99,7 @@ def test_iterations_that_are_reported_without_their_launch():
 
 
 def test_a_loop_without_its_first_publication_has_no_steps():
-    run = LoopRun(2_098_000, np.array([5, 6]))
+    run = LoopRun(2_098_000, np.array([5, 6]), 1)
     trace = read(replay(1, 2_100_000), session(launches=[(2_097_000, 7)], loops=[run]))
     assert not list(trace.marks())
     assert trace["step"].tolist() == [-1] * 4  # the launch, too
@@ -117,7 +118,7 @@ class Gpu:
         loop._shared = torch.zeros(SHARED, dtype=torch.int64)
         loop._stream = SimpleNamespace(wait_stream=lambda stream: None, cuda_stream=0)
         loop._launched, self.runs = (lambda: None), []
-        loop._ran = lambda at_ns, token_ns: self.runs.append(token_ns)
+        loop._ran = lambda at_ns, token_ns, first: self.runs.append(token_ns)
         zeros = torch.zeros
 
         def remembered(*shape, pin_memory=False, **options):
@@ -223,6 +224,50 @@ def test_a_gpu_that_stops_is_an_error_not_a_hang(monkeypatch):
     gpu = Gpu(monkeypatch, stops_after=3)
     with pytest.raises(DeviceError, match="stopped after 3 tokens"):
         list(gpu.run(10))
+
+
+class OneToken(Gpu):
+    """Plays the GPU: publishes the number 42 as `publish_once` does."""
+
+    def __init__(self, monkeypatch, after_s=0.0):
+        super().__init__(monkeypatch)
+        self.after_s = after_s
+        monkeypatch.setattr(loops.torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+        monkeypatch.setattr(loops, "bindings", lambda name: SimpleNamespace(cuLaunchKernel=self.launch_kernel))
+        zeros = loops.torch.zeros
+
+        def remembered(*shape, **options):
+            self.shared = zeros(*shape, **options)
+            return self.shared
+
+        monkeypatch.setattr(loops.torch, "zeros", remembered)
+
+    def launch_kernel(self, kernel, *rest):
+        assert kernel == "publish_once"
+        threading.Timer(self.after_s, self.publish).start()
+        return (0,)
+
+    def publish(self):
+        self.shared[1] = 42
+        self.shared[PUBLISHED] = 1
+        self.finished.set()
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.2])
+def test_a_polled_token(monkeypatch, after_s):
+    assert loops.polled(torch.zeros(1, dtype=torch.int64), OneToken(monkeypatch, after_s) and "publish_once") == 42
+
+
+def test_the_memory_of_a_polled_token_outlasts_an_interrupt(monkeypatch):
+    gpu = OneToken(monkeypatch, 0.2)
+
+    def interrupted(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loops.time, "sleep", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        loops.polled(torch.zeros(1, dtype=torch.int64), "publish_once")
+    assert gpu.finished.is_set()
 
 
 @pytest.mark.parametrize(("limit", "ahead"), [(0, None), (5, 0)])

@@ -441,6 +441,18 @@ class TestLoop:
             next(gpu.capture_loop(step, step.token).run(limit, (), never, ahead))
 
 
+def test_poll_reads_a_number_without_a_copy(gpu):
+    token = torch.full((1,), 1 << 40, device="vgpu")
+    with gpu.record() as trace:
+        start = gpu.now_ns()
+        assert gpu.poll(token.add_(7)) == (1 << 40) + 7
+        taken_ns = gpu.now_ns() - start
+    assert not trace.is_kind("sync", "h2d", "d2h", "d2d").any()
+    kernels = trace.select(trace.is_kind("kernel"))
+    assert list(kernels.text("name"))[1:] == ["publish_once"]
+    assert taken_ns == (kernels["start_ns"] + kernels["dur_ns"])[1]
+
+
 class Decode:
     """A decode step of a model: embeds the token, advances the cache, and chooses the next token."""
 

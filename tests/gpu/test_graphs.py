@@ -109,6 +109,17 @@ def test_kernels_of_a_replay_have_the_lines_that_captured_them(gpu):
     assert lines["whole-loop"] in ([], lines["double-buffered"])  # CUPTI may report the first iteration only
 
 
+def test_poll_reads_a_number_without_a_copy(gpu):
+    token = torch.full((1,), 1 << 40, device=gpu.torch)
+    gpu.poll(token)  # compiles the kernel
+    with gpu.record() as trace:
+        assert gpu.poll(token.add_(7)) == (1 << 40) + 7
+        torch.cuda.synchronize()
+    assert not trace.is_kind("h2d", "d2h", "d2d").any()
+    assert list(trace.select(trace.is_kind("kernel")).text("name"))[-1] == "publish_once"
+    assert (trace.is_kind("sync")).sum() <= 1  # the one of this test
+
+
 def test_steps_of_a_loop_are_marked(gpu):
     model = tk.load("demo/qwen3", device=gpu, progress=False)
     trace = generate(model, "whole-loop", n=40).trace

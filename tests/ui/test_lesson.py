@@ -108,10 +108,11 @@ def test_explanations_of_decode_faster_are_true(runs):
     assert table["kernels"]["roundtrip, captured"] == table["kernels"]["roundtrip"]  # "the same kernels"
     assert waits["roundtrip, captured"] == pytest.approx(works["roundtrip, captured"], rel=0.2)  # "as long as the kernels run"
     assert table["kernels"]["whole-loop"] == table["kernels"]["cuda-graph"] + 1  # "plus the small one that publishes the token"
-    late = [prefill_us(runs[name]) - prefill_us(runs["roundtrip"]) for name in ("cuda-graph", "whole-loop")]
-    assert abs(late[0]) < 0.1 * prefill_us(runs["roundtrip"])  # "captures later"
-    assert late[1] < 5 * (step["roundtrip"] - step["whole-loop"])  # "a few tokens make up for a capture"
-    assert step_facts(runs["cuda-graph"], 2)["step, µs"] > 2 * step_facts(runs["cuda-graph"], 3)["step, µs"]  # "second step"
+    for name in ("cuda-graph", "whole-loop"):
+        assert prefill_us(runs[name]) < 1.1 * prefill_us(runs["roundtrip"])  # nothing is captured before the first token
+    late = step_facts(runs["whole-loop"], 1)["step, µs"] - step_facts(runs["roundtrip"], 1)["step, µs"]
+    assert late < 5 * (step["roundtrip"] - step["whole-loop"])  # "a few tokens make up for a capture"
+    assert step_facts(runs["cuda-graph"], 2)["step, µs"] > 2 * step_facts(runs["cuda-graph"], 3)["step, µs"]  # "captures then"
     assert change(10, 9.5) == "about as long"
 
 

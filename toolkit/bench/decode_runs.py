@@ -100,17 +100,15 @@ def host_time(prefix: Prefix, ids: Sequence[int], name: str, chunk: int) -> dict
     with prefix.in_use() as cache, torch.no_grad():
         step = Step(prefix.model, strategy, Sampling(), cache, ids, PROBED_STEPS + 1, Fallback(False))
         try:
-            if strategy.capture == "loop":
-                step.warm_up()
             token = step.prefill(chunk, threading.Event())
             assert token is not None
             if strategy.capture == "loop":
-                loop = step.capture_loop()
-                assert loop is not None
+                step.run(1, None)
+                assert step.loop is not None
                 device.sync()
                 begin = device.now_ns()
-                for _, known_ns in loop.run(PROBED_STEPS + 1, (), lambda: False):
-                    taken = taken or [(known_ns - begin) / PROBED_STEPS]
+                for _, known_ns in step.loop.run(PROBED_STEPS, (), lambda: False):
+                    taken = taken or [(known_ns - begin) / (PROBED_STEPS - 1)]
             else:
                 taken = _launches(step, check_token(int(token.item()), 0))
             nodes = step.nodes

@@ -259,22 +259,14 @@ def _decode(
         with device.step(0, "prefill"):
             cache = used.enter_context(_own_cache(model, about) if about.prefix is None else about.prefix.in_use())
             step = Step(model, strategy, sampling, cache, about.ids, about.limit, fallback)
-            if step.loops:
-                step.warm_up()
             token = step.prefill(about.chunk, cancel)
             if token is None:
                 return
-            loop = step.capture_loop()
-            if loop is None:
-                readback = READBACKS[strategy.readback](device.torch)
-                known = readback.after(token)
-        if loop is not None:
-            yield from loop.run(about.limit, about.ends, cancel.is_set, about.ahead)
-            return
-        assert readback is not None
+            readback = READBACKS[strategy.readback](device)
+            known = readback.after(token)
         if known is not None:
             yield known, device.now_ns()
-        yield from _steps(step, readback, known, about.limit, cancel)
+        yield from _steps(step, readback, known, about, cancel)
     except torch.OutOfMemoryError as error:
         clear_frames(error.__traceback__)  # a notebook keeps the traceback, whose frames hold the activations
         raise
@@ -297,15 +289,15 @@ def _own_cache(model: Model, about: _About) -> Iterator[Cache]:
 
 
 def _steps(
-    step: Step, readback: Readback, known: int | None, limit: int, cancel: threading.Event
+    step: Step, readback: Readback, known: int | None, about: _About, cancel: threading.Event
 ) -> Generator[tuple[int, int], None, None]:
     """Yield the tokens of decode steps 1, 2, ... `known` is the first token, if the host has read it.
 
     The host waits for the first token before it launches the next step: whoever waits for a text sees it earlier by the time
-    that the launches take.
+    that the launches take. A loop that the first step has captured yields the token of that step, and generates the rest.
     """
     device, number = step.device, 0
-    for number in range(1, limit):
+    for number in range(1, about.limit):
         if cancel.is_set():
             break
         with device.step(number, "decode"):
@@ -316,9 +308,13 @@ def _steps(
                 yield known, device.now_ns()
                 if cancel.is_set():
                     break
-            known = readback.after(step.run(number, known))
+            token = step.run(number, known)
+            known = readback.after(token) if step.loop is None else None
         if known is not None:
             yield known, device.now_ns()
+        if step.loop is not None:
+            yield from step.loop.run(about.limit - number, about.ends, cancel.is_set, about.ahead, first=number + 1)
+            return
     if readback.behind:
         with device.step(number + 1, "drain"):
             readback.before()

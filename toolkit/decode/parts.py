@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from toolkit.gpu.device import Device
 from toolkit.models.model import Model
 
 
@@ -161,8 +162,8 @@ class WaitForToken:
 
     behind = False
 
-    def __init__(self, device: torch.device) -> None:
-        pass
+    def __init__(self, device: Device) -> None:
+        self._device = device
 
     def before(self) -> None:
         pass
@@ -177,6 +178,13 @@ class WaitForToken:
         pass
 
 
+class PollToken(WaitForToken):
+    """Reads each token as soon as it is chosen from mapped memory, to which a kernel writes it."""
+
+    def after(self, token: Tensor) -> int:
+        return self._device.poll(token)
+
+
 class ReadOneBehind:
     """Reads the token of the previous step on a second stream into pinned memory while this step runs.
 
@@ -184,8 +192,8 @@ class ReadOneBehind:
     the host has waited for the copy, so neither side overwrites data that the other still reads.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.streams = Streams(device)
+    def __init__(self, device: Device) -> None:
+        self.streams = Streams(device.torch)
         self.slots = list(torch.empty(2, 1, dtype=torch.int64, pin_memory=self.streams.real))
         self.token: Tensor | None = None
         self.under_way = self.behind = False
@@ -258,8 +266,8 @@ POSITIONS: dict[str, Callable[[int, int, torch.device], Positions]] = {
     "array": PositionArray,
     "device": CountedPosition,
 }
-READBACKS: dict[str, Callable[[torch.device], Readback]] = {
+READBACKS: dict[str, Callable[[Device], Readback]] = {
     "wait": WaitForToken,
     "overlap": ReadOneBehind,
-    "ring": WaitForToken,  # for a run of a single token, which needs no loop
+    "ring": PollToken,  # until the loop begins
 }

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from toolkit.core.errors import DeviceError
-from toolkit.decode.parts import INPUTS, POSITIONS, Positions
+from toolkit.decode.parts import INPUTS, POSITIONS
 from toolkit.decode.sampling import Sampler, Sampling
 from toolkit.decode.strategies import Strategy, check_capture
 from toolkit.gpu.device import Graph, Loop
@@ -81,7 +81,7 @@ class Step:
         self._ids, self._limit = torch.tensor([ids]), limit
         self._length = len(ids) + limit - 1
         self._inputs = INPUTS[strategy.token](model)
-        self._positions = self._first_positions()
+        self._positions = POSITIONS[strategy.position](len(ids), limit - 1, self.device.torch)
         self._samples_here = strategy.sampler == "device"
         where = self.device.torch if self._samples_here else torch.device("cpu")
         self._sampler = Sampler(sampling, model.config.vocab_size, where)
@@ -91,12 +91,9 @@ class Step:
         self._graphs: list[Graph] = []  # by slot
         captures = strategy.capture != "none" and fallback.reason is None
         self._counters = torch.zeros(COUNTERS, dtype=torch.int32, device=self.device.torch) if captures else None
-        self._loop: Loop | None = None
+        self.loop: Loop | None = None  # the device's own repetition of the step, once it has been captured
         self._tapes: dict[int, Tape] = {}  # by slot
         self._taping = isinstance(model, CausalLM)  # others may launch kernels that a tape doesn't see
-
-    def _first_positions(self) -> Positions:
-        return POSITIONS[self.strategy.position](self._ids.shape[1], self._limit - 1, self.device.torch)
 
     def prefill(self, chunk: int, cancel: threading.Event) -> Tensor | None:
         """Feed the rest of the prompt, `chunk` tokens at a time, and return the host's view of the first token.
@@ -116,15 +113,18 @@ class Step:
     def run(self, number: int, known: int | None) -> Tensor:
         """Run decode step `number`, counted from 1, and return what the host is told of its token [1].
 
-        `known` is the previous token, if the host has read it. With capture="step", the first step of a run is launched kernel
-        by kernel, which compiles what is missing. The graphs are captured between the times at which the host knows the
-        first and the second token, an interval that rates leave out.
+        `known` is the previous token, if the host has read it. The first step of a run is launched kernel by kernel, which
+        compiles what is missing. Graphs are captured between the times at which the host knows the first and the second token,
+        an interval that rates leave out. With capture="loop", `loop` then generates the rest.
         """
         turn = number % self.turns
         self.start(number, known)
         token = self.finish(turn)
-        if self.strategy.capture == "step" and self.turns == 1 and number == 1 and self._limit > 2:
-            self._graph(turn)  # with two turns, the host knows the first token only after the first step
+        if number == 1 and self._limit > 2:
+            if self.strategy.capture == "loop":
+                self._capture_loop()
+            elif self.strategy.capture == "step" and self.turns == 1:
+                self._graph(turn)  # with two turns, the host knows the first token only after the first step
         return token
 
     def start(self, number: int, known: int | None) -> None:
@@ -141,7 +141,7 @@ class Step:
     @property
     def nodes(self) -> int | None:
         """The kernels, copies and memsets of a captured step, or None if nothing has been captured."""
-        captured = self._loop or next(iter(self._graphs), None)
+        captured = self.loop or next(iter(self._graphs), None)
         return None if captured is None else captured.nodes
 
     def launch(self, turn: int) -> None:
@@ -174,25 +174,13 @@ class Step:
         with own_counters(self._counters):
             self.launch(turn)
 
-    def warm_up(self) -> None:
-        """Launch a step before the prefill, so that all kernels are compiled, and roll the cache back."""
-        self.launch(0)
-        self.cache.rollback(self._held)
-        self._positions = self._first_positions()
-
-    @property
-    def loops(self) -> bool:
-        """Whether the device repeats the step. A run of a single token needs no loop."""
-        return self.strategy.capture == "loop" and self._limit > 1 and self._fallback.reason is None
-
-    def capture_loop(self) -> Loop | None:
-        """Return the loop that generates all tokens after the first one, or None. It needs a `warm_up` before the prefill."""
-        if self.loops:
+    def _capture_loop(self) -> None:
+        """Capture the `loop`, unless the run goes on without graphs. A step must have been launched before."""
+        if self._fallback.reason is None:
             try:
-                self._loop = self.device.capture_loop(partial(self._captured, 0), self.told[0])
+                self.loop = self.device.capture_loop(partial(self._captured, 0), self.told[0])
             except DeviceError as error:
                 self._fallback.use(error)
-        return self._loop
 
     def free(self) -> None:
         """Wait for the graphs and free their memory, and that of the tapes, even if a traceback keeps a tape alive."""
@@ -204,9 +192,9 @@ class Step:
         for graph in self._graphs:
             graph.free()
         self._graphs.clear()
-        if self._loop is not None:
-            self._loop.free()
-            self._loop = None
+        if self.loop is not None:
+            self.loop.free()
+            self.loop = None
 
     def _graph(self, turn: int) -> Graph | None:
         """Return the graph of the step that writes slot `turn`, or None without graphs. The first call captures all of them."""

@@ -53,16 +53,16 @@ class Loop(ABC):
 
     @abstractmethod
     def run(
-        self, limit: int, ends: Collection[int], stop: Callable[[], bool], ahead: int | None = None
+        self, limit: int, ends: Collection[int], stop: Callable[[], bool], ahead: int | None = None, first: int = 1
     ) -> Iterator[tuple[int, int]]:
         """Launch the loop and yield (token, time in ns at which the host knew it) while the device goes on.
 
-        The first token is the one in `token` at the launch: the token of the prefill. Each later one is computed by an
-        iteration, which is marked as decode step 1, 2, ... Yields at most `limit` tokens, which takes `limit` - 1 iterations.
-        The device ends the loop itself after `limit` tokens or after a token of `ends`. The host calls `stop` between tokens
-        and cancels the loop once it returns True; the device ends one or two steps later, and the tokens of these steps are
-        not yielded. `ahead` limits how many tokens the device computes before the host has read them, at least 1; None means
-        no limit. Closing the generator cancels the loop and waits for its end.
+        The first token is the one in `token` at the launch. Each later one is computed by an iteration, which is marked as
+        decode step `first`, `first` + 1, ... Yields at most `limit` tokens, which takes `limit` - 1 iterations. The device
+        ends the loop itself after `limit` tokens or after a token of `ends`. The host calls `stop` between tokens and cancels
+        the loop once it returns True; the device ends one or two steps later, and the tokens of these steps are not yielded.
+        `ahead` limits how many tokens the device computes before the host has read them, at least 1; None means no limit.
+        Closing the generator cancels the loop and waits for its end.
 
         The host reads tokens from mapped memory. That is neither a copy nor a wait for a stream.
         """
@@ -133,6 +133,14 @@ class Device(ABC):
     def capture_loop(self, step: Callable[[], None], token: Tensor) -> Loop:
         """Return a loop of `step`, which writes the next token to `token` [1] int64; see `capture` and `Loop.run`."""
         raise DeviceError("a captured loop", f"{self.name} has no graphs", f"{NO_GRAPHS}, or a strategy without capture")
+
+    def poll(self, token: Tensor) -> int:
+        """Return the number in `token` [1] int64 as soon as the work queued before has computed it.
+
+        On a GPU, a small kernel writes it to mapped memory, which the host polls. That is neither a copy nor a wait for a
+        stream. Other devices copy it.
+        """
+        return int(token.item())
 
     @property
     def limit_bytes(self) -> int:

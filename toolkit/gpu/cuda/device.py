@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 
 from toolkit.core import ranks
 from toolkit.core.callers import current_cell
-from toolkit.core.errors import RecorderError
+from toolkit.core.errors import DeviceError, RecorderError
 from toolkit.gpu.allocation_log import log
 from toolkit.gpu.catalogue import CATALOGUE, GpuSpec
 from toolkit.gpu.cuda.events import has_calls, read_events
 from toolkit.gpu.cuda.graphs import CudaGraph
-from toolkit.gpu.cuda.loops import CudaLoop
+from toolkit.gpu.cuda.loops import CudaLoop, loop_kernel, polled
 from toolkit.gpu.cuda.session import CUPTI_ADVICE, Anchor, Announced, Captured, LoopRun, Range, Session
 from toolkit.gpu.device import Device, Memory, no_cuda, not_recording
 from toolkit.gpu.line_log import LineLog, know_thread
@@ -150,6 +150,17 @@ class CudaGpu(Device):
         self._note_capture(number, began_ns)
         return loop
 
+    def poll(self, token: torch.Tensor) -> int:
+        """Return the number in `token` [1] int64, which a kernel writes to mapped memory; see `Device.poll`.
+
+        Where that kernel can't be compiled, no loop can be captured either. The token is then copied.
+        """
+        try:
+            kernel = loop_kernel(self.index, "publish_once")
+        except DeviceError:
+            return super().poll(token)
+        return polled(token, kernel)
+
     def note_collective(self, operation: str, n_bytes: int, ranks: int, algorithm: str) -> None:
         """Note that the next launch of a collective is this one; see `toolkit.trace.columns` for the columns."""
         if self._session is not None:
@@ -163,9 +174,9 @@ class CudaGpu(Device):
         if self._session is not None:
             self._session.launches.append((perf_counter_ns(), number))
 
-    def _note_run(self, launched_ns: int, token_ns: NDArray[np.int64]) -> None:
+    def _note_run(self, launched_ns: int, token_ns: NDArray[np.int64], first: int) -> None:
         if self._session is not None:
-            self._session.loops.append(LoopRun(launched_ns, token_ns))
+            self._session.loops.append(LoopRun(launched_ns, token_ns, first))
 
     def _set_limit(self, n_bytes: int | None) -> None:
         total = torch.cuda.get_device_properties(self.index).total_memory

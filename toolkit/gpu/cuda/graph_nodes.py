@@ -67,7 +67,8 @@ def graph_nodes(rows: Sequence[Row], calls: Mapping[int, Event], clock: HostCloc
         ends = [i for i in members if PUBLISH in (rows[i].name or "")] if link in runs else []
         if ends:
             starts = np.array([rows[i].start_ns for i in ends], np.int64)
-            steps |= {i: int(np.searchsorted(starts, rows[i].start_ns)) for i in members}
+            before = runs[link].first - 1
+            steps |= {i: before + int(np.searchsorted(starts, rows[i].start_ns)) for i in members}
             body = [i for i in members if PUBLISH not in (rows[i].name or "")]
             iterations = [list(nodes) for _, nodes in groupby(body, steps.__getitem__)]
             ranges += _step_ranges(rows[ends[0]], runs[link], clock)
@@ -118,4 +119,4 @@ def _step_ranges(first: Row, run: LoopRun, clock: HostClock) -> list[Range]:
     """Return the steps of a loop. The first publication, which the profiler reports, relates the GPU's own clock to its."""
     ends = run.token_ns - run.token_ns[0] + first.start_ns + first.dur_ns
     ends_ns = clock.to_host(ends).tolist()
-    return [Range(start, end, step, "decode") for step, (start, end) in enumerate(pairwise(ends_ns), 1)]
+    return [Range(start, end, step, "decode") for step, (start, end) in enumerate(pairwise(ends_ns), run.first)]

@@ -6,6 +6,8 @@
 condition of the WHILE node: whether the limit is reached, an end token was found, or the host has cancelled. The host polls
 that memory, so reading tokens takes neither copies nor waits. Per token, the kernel reads one number from the host (two if the
 host limits how far it may run ahead), which takes about a microsecond.
+
+`polled` returns a token outside of a loop, in the same way: `publish_once` writes it to mapped memory.
 """
 
 from __future__ import annotations
@@ -61,6 +63,12 @@ extern "C" __global__ void publish_token(
         while (done - shared[1] >= own[2] && !shared[2]) __nanosleep(2000);
     cudaGraphSetConditional(handle, more && !shared[2]);
 }
+
+extern "C" __global__ void publish_once(const long long *token, volatile long long *shared) {
+    shared[1] = *token;
+    __threadfence_system();
+    shared[0] = 1;
+}
 """
 
 
@@ -69,11 +77,12 @@ class CudaLoop(Loop):
 
     def __init__(
         self, device: torch.device, step: Callable[[], None], token: torch.Tensor, launched: Callable[[], None],
-        ran: Callable[[int, NDArray[np.int64]], None],
+        ran: Callable[[int, NDArray[np.int64], int], None],
     ) -> None:  # fmt: skip
-        """Capture `step`. `launched` is called right before each launch, `ran` at its end: the launch's time, and the tokens'.
+        """Capture `step`. `launched` is called right before each launch, and `ran` at its end.
 
-        The former is a time of `time.perf_counter_ns`, the latter are times of the GPU's own clock in ns.
+        The arguments of `ran` are the time of the launch by `time.perf_counter_ns`, the times of the tokens by the GPU's own
+        clock in ns, and the number of the first step.
         """
         if token.shape != (1,) or token.dtype != torch.int64 or token.device != device:
             found = f"it has shape {tuple(token.shape)} and dtype {token.dtype}, on {token.device}"
@@ -89,7 +98,7 @@ class CudaLoop(Loop):
             self._executable = self._build()
 
     def run(
-        self, limit: int, ends: Collection[int], stop: Callable[[], bool], ahead: int | None = None
+        self, limit: int, ends: Collection[int], stop: Callable[[], bool], ahead: int | None = None, first: int = 1
     ) -> Iterator[tuple[int, int]]:
         """Launch the loop and yield (token, time in ns); see `Loop.run`.
 
@@ -106,12 +115,12 @@ class CudaLoop(Loop):
             raise DeviceError("running a loop", f"{len(ends):,} end tokens", f"Give at most {MOST_ENDS:,}")
         self._running = True
         try:
-            yield from self._tokens(limit, ends, stop, ahead)
+            yield from self._tokens(limit, ends, stop, ahead, first)
         finally:
             self._running = False
 
     def _tokens(
-        self, limit: int, ends: Collection[int], stop: Callable[[], bool], ahead: int | None
+        self, limit: int, ends: Collection[int], stop: Callable[[], bool], ahead: int | None, first: int
     ) -> Iterator[tuple[int, int]]:
         ring = torch.zeros(limit, 2, dtype=torch.int64, pin_memory=True)
         end_ids = torch.tensor([*ends] or [0], dtype=torch.int64).pin_memory()
@@ -135,7 +144,7 @@ class CudaLoop(Loop):
         finally:
             shared[CANCEL] = 1
             finished.synchronize()
-            self._ran(launched_ns, found[: shared[PUBLISHED], 1].copy())
+            self._ran(launched_ns, found[: shared[PUBLISHED], 1].copy(), first)
 
     def free(self) -> None:
         """Free the graph and its memory. Raises DeviceError while the loop is running."""
@@ -172,7 +181,7 @@ class CudaLoop(Loop):
         """Add a launch of `publish_token` to `graph` and return the node."""
         driver, runtime = bindings("driver"), bindings("runtime")
         node = driver.CUDA_KERNEL_NODE_PARAMS()
-        node.func = _publisher(torch.cuda.current_device())
+        node.func = loop_kernel(torch.cuda.current_device(), "publish_token")
         node.gridDimX = node.gridDimY = node.gridDimZ = node.blockDimX = node.blockDimY = node.blockDimZ = 1
         values = int(handle), self._token.data_ptr(), self._shared.data_ptr(), self._own.data_ptr(), int(first)
         kinds = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int
@@ -180,6 +189,24 @@ class CudaLoop(Loop):
         before = [driver.CUgraphNode(int(each)) for each in after]
         added = checked(driver.cuGraphAddKernelNode(driver.CUgraph(int(graph)), before, len(before), node))
         return runtime.cudaGraphNode_t(int(added))
+
+
+def polled(token: torch.Tensor, kernel: Any) -> int:
+    """Launch `kernel`, which is `publish_once`, on the current stream, and return the number in `token` [1] int64."""
+    shared = torch.zeros(2, dtype=torch.int64, pin_memory=True)  # as in a loop: how many are published; then the number
+    driver, finished = bindings("driver"), torch.cuda.Event()
+    values, kinds = (token.data_ptr(), shared.data_ptr()), (ctypes.c_void_p, ctypes.c_void_p)
+    with torch.cuda.device(token.device):
+        stream = torch.cuda.current_stream()
+        checked(driver.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, stream.cuda_stream, (values, kinds), 0))
+        finished.record(stream)
+    found = shared.numpy()
+    try:
+        _wait(found, 0, finished)
+    except BaseException:
+        finished.synchronize()  # the memory must last until the kernel has written to it
+        raise
+    return int(found[1])
 
 
 def _wait(shared: NDArray[np.int64], i: int, finished: torch.cuda.Event) -> None:
@@ -194,8 +221,14 @@ def _wait(shared: NDArray[np.int64], i: int, finished: torch.cuda.Event) -> None
 
 
 @cache
-def _publisher(index: int) -> Any:
-    """Return the kernel `publish_token`, compiled for GPU `index`, which must be the current one."""
+def loop_kernel(index: int, name: str) -> Any:
+    """Return the kernel `name` of `SOURCE` for GPU `index`. Raises DeviceError if cuda-bindings or the compiler fails."""
+    return checked(bindings("driver").cuModuleGetFunction(_module(index), name.encode()))
+
+
+@cache
+def _module(index: int) -> Any:
+    """Return `SOURCE`, compiled by NVRTC for GPU `index` and loaded there."""
     nvrtc, driver = bindings("nvrtc"), bindings("driver")
     program = checked(nvrtc.nvrtcCreateProgram(SOURCE.encode(), b"publish_token.cu", 0, [], []))
     major, minor = torch.cuda.get_device_capability(index)
@@ -203,4 +236,5 @@ def _publisher(index: int) -> Any:
     checked(nvrtc.nvrtcCompileProgram(program, len(options), options))
     code = b" " * checked(nvrtc.nvrtcGetPTXSize(program))
     checked(nvrtc.nvrtcGetPTX(program, code))
-    return checked(driver.cuModuleGetFunction(checked(driver.cuModuleLoadData(code)), b"publish_token"))
+    with torch.cuda.device(index):
+        return checked(driver.cuModuleLoadData(code))

@@ -40,10 +40,14 @@ class Captured(NamedTuple):
 
 
 class LoopRun(NamedTuple):
-    """A launch of a loop: when the host launched it, and when the GPU published each token, on the GPU's own clock in ns."""
+    """A launch of a loop: when the host launched it, when the GPU published each token, and the number of its first step.
+
+    The former is on the host's clock, the times of tokens are on the GPU's own clock, both in ns.
+    """
 
     launched_ns: int
     token_ns: NDArray[np.int64]
+    first: int
 
 
 class Announced(NamedTuple):

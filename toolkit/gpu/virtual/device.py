@@ -30,8 +30,9 @@ from toolkit.gpu.allocation_log import log
 from toolkit.gpu.catalogue import CATALOGUE, GpuSpec
 from toolkit.gpu.device import Device, Memory
 from toolkit.gpu.virtual import dispatch, in_place, sizes_only, tensor, threads
-from toolkit.gpu.virtual.graphs import VirtualGraph, VirtualLoop
+from toolkit.gpu.virtual.graphs import PUBLISH, VirtualGraph, VirtualLoop
 from toolkit.gpu.virtual.machine import Machine
+from toolkit.gpu.virtual.threads import here
 from toolkit.gpu.virtual.torch_backend import (
     attention,
     autocast,
@@ -163,6 +164,13 @@ class VirtualGpu(Device):
     def capture_loop(self, step: Callable[[], None], token: torch.Tensor) -> VirtualLoop:
         """Return a loop of `step`, which writes the next token to `token` [1] int64; see `Device.capture_loop`."""
         return VirtualLoop(self._in_use(), step, token, self.step)
+
+    def poll(self, token: torch.Tensor) -> int:
+        """Return the number in `token` [1] int64, which a kernel writes to mapped memory; see `Device.poll`."""
+        card = self._in_use()
+        card.execute(PUBLISH)
+        card.poll(card.done_ns(here().stream))
+        return int(token._host)  # type: ignore[attr-defined]
 
     def _set_limit(self, n_bytes: int | None) -> None:
         self.machine.memory.limit_bytes = n_bytes

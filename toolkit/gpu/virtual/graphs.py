@@ -23,7 +23,8 @@ from toolkit.gpu.virtual.graph_modes import Capture, Replay
 from toolkit.gpu.virtual.lifetimes import Tie, queue
 from toolkit.gpu.virtual.machine import Machine
 
-TURN = kernel("publish_token", 16)  # the loop's own kernel: writes the token to mapped memory and sets the loop's condition
+PUBLISH = kernel("publish_once", 16)  # writes a token to mapped memory
+TURN = kernel("publish_token", 16)  # the loop's own kernel: also sets the loop's condition
 
 
 class _Pool(Tie):
@@ -117,7 +118,7 @@ class VirtualLoop(Loop):
         self._running = False
 
     def run(
-        self, limit: int, ends: Collection[int], stop: Callable[[], bool], ahead: int | None = None
+        self, limit: int, ends: Collection[int], stop: Callable[[], bool], ahead: int | None = None, first: int = 1
     ) -> Iterator[tuple[int, int]]:
         """Launch the loop and yield (token, time in ns); see `Loop.run`.
 
@@ -132,12 +133,12 @@ class VirtualLoop(Loop):
             raise DeviceError("running a loop", f"limit={limit}, ahead={ahead}", "Give numbers of at least 1")
         self._running = True
         try:
-            yield from self._tokens(limit, ends, stop, ahead)
+            yield from self._tokens(limit, ends, stop, ahead, first)
         finally:
             self._running = False
 
     def _tokens(
-        self, limit: int, ends: Collection[int], stop: Callable[[], bool], ahead: int | None
+        self, limit: int, ends: Collection[int], stop: Callable[[], bool], ahead: int | None, first: int
     ) -> Iterator[tuple[int, int]]:
         card = self._captured.card
         replay = Replay(card, card.launch_graph())
@@ -149,7 +150,7 @@ class VirtualLoop(Loop):
             for i in range(limit):
                 if i:
                     goes_on = False
-                    at_ns = self._iterate(replay, i)
+                    at_ns = self._iterate(replay, first + i - 1)
                 token = int(self._host)
                 goes_on = i + 1 < limit and token not in ends
                 read_ns.append(at_ns)
@@ -160,10 +161,10 @@ class VirtualLoop(Loop):
                     return
         finally:
             if goes_on:
-                self._iterate(replay, i + 1)
+                self._iterate(replay, first + i)
 
     def _iterate(self, replay: Replay, number: int) -> int:
-        """Run iteration `number`, counted from 1: the step, and the loop's own kernel. Return when the host sees its end."""
+        """Run decode step `number`, and the loop's own kernel. Return when the host sees its end."""
         card = self._captured.card
         with self._mark(number, "decode"):
             self._captured.run(replay)

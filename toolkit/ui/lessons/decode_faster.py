@@ -73,11 +73,11 @@ QUESTIONS = {
     ),
     "first step": Question(
         hint="What must happen before a graph can be launched for the first time?",
-        why="The loop is captured before the first decode step. Its kernels must be compiled by then, so it also runs one "
-        "step on the empty cache. `cuda-graph` captures later, before its second step. A few tokens make up for a "
-        "capture, but an answer of a single token needs no graph.",
-        choices=("earlier", "at about the same time", "later"),
-        answer='{"first step": "later"}',
+        why="A graph can be captured once its kernels are compiled. So the first step is launched kernel by kernel, as that "
+        "of `roundtrip`, and the loop is captured before the second one. `cuda-graph` captures then, too. A few tokens "
+        "make up for a capture, but an answer of two tokens needs no graph.",
+        choices=CHANGES,
+        answer='{"first step": "longer"}',
     ),
     "large model": Question(
         hint="In the shortest possible step, the GPU works all the time. The table has the time of the step and the time "
