@@ -21,6 +21,7 @@ import torch
 from toolkit.core.ranks import current, join, latest
 from toolkit.decode.loop import generate
 from toolkit.decode.strategies import STRATEGIES
+from toolkit.exporting.loading import load_exported
 from toolkit.gpu.opening import open_device
 from toolkit.loading.loader import load
 from toolkit.ops import exchange
@@ -129,6 +130,14 @@ def race(device):
         if out.unique().tolist() != [shard.ranks**3 * 3001.0]:
             wrong.append(f"graph: {out.unique()[:5].tolist()} at the end")
     return {"wrong": wrong, "us_per_replay": seconds / 3000 * 1e6}
+
+
+def packages(device):
+    """Tokens of the packages in PACKAGES, and of the model that they were exported from, under every strategy."""
+    made = load_exported(os.environ["PACKAGES"], trust=True, progress=False, tensor_parallel=current().ranks)
+    model = load("demo/qwen3", device, progress=False, tensor_parallel=current().ranks)
+    run = {"max_new_tokens": 40, "record": False, "eos": ()}
+    return {name: [generate(each, PROMPT, name, **run).tokens for each in (made, model)] for name in STRATEGIES}
 
 
 def tokens(device):
@@ -243,6 +252,7 @@ def loop(device):
 
 
 SECTIONS = {f.__name__: f for f in (sums, race, tokens, steps, late, loop, by_nccl)}
+MORE = {"packages": packages}  # needs packages
 
 
 def main():
@@ -255,7 +265,7 @@ def main():
         began = time.perf_counter()
         file = Path(folder) / f"{section}-{shard.rank}.json"
         try:
-            file.write_text(json.dumps(SECTIONS[section](device), default=str))
+            file.write_text(json.dumps((SECTIONS | MORE)[section](device), default=str))
         except BaseException:
             file.write_text(json.dumps({"error": traceback.format_exc()}))
             traceback.print_exc()

@@ -130,3 +130,13 @@ def test_a_whole_loop(real):
     assert min(row[3] for row in pair[0]["collectives"]) > 0
     assert [row[:7] for row in pair[0]["collectives"]] == [row[:7] for row in pair[1]["collectives"]]
     assert all("stop" in one["refused"] for one in pair)
+
+
+def test_packages_of_a_divided_model(tmp_path, monkeypatch):
+    monkeypatch.setenv("PACKAGES", str(tmp_path / "packages"))
+    options = {"device": "cuda", "context": 128, "progress": False}
+    tk.export("demo/qwen3", tmp_path / "packages", budget="2 GiB", tensor_parallel=RANKS, **options)
+    for found in results(run_sections(tmp_path, "cuda", ["packages"], 60), "packages"):
+        assert len(found) == len(tk.STRATEGIES)
+        for name, (ours, wanted) in found.items():
+            assert ours == wanted, name
