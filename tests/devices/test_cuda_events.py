@@ -369,5 +369,5 @@ def test_collectives_that_nobody_announced_have_what_is_recorded():
     )
     nccl.detail = nccl.detail.replace("inf", "0")
     events = [call("cudaLaunchKernelExC", 2_000_000, 1), nccl, *launched(SUM, 3_000_000, 2)]
-    wanted = [("all_reduce", "ring, LL", "7", 16, 2, 5, 0, -1), ("all_reduce", "one-shot", None, 0, -1, -1, 0, -1)]
+    wanted = [("all_reduce", "ring, LL", "7", 16, 2, 5, 0, -1), ("all_reduce", "one-shot", None, 0, -1, 0, 0, -1)]
     assert collectives_of(read(events)) == wanted

@@ -103,6 +103,12 @@ def test_two_runs_of_several_ranks_are_compared() -> None:
     assert said == f"again: same copies; same kernels; both on 2 ranks: {even_ones}"
 
 
+def test_bytes_that_are_not_known_are_left_out() -> None:
+    even, _ = two_runs()
+    unknown = Track(Trace({**even.columns, "bytes": np.zeros_like(even["bytes"])}, even.strings, even.meta), "a")
+    assert Scene([unknown, unknown]).opening["sentence"].endswith("both on 2 ranks: 8 collectives; all ranks arrived together")
+
+
 def test_one_gpu_is_compared_with_two() -> None:
     _, late = two_runs()
     said = Scene([Track(late.of_rank(0), "alone"), Track(late, "pair")]).opening["sentence"]

@@ -206,17 +206,17 @@ def _exchange(trace: Trace, step: int | None) -> str:
     wait, last = found.wait[mine], found.last[mine]
     caused = np.bincount(last, wait.sum(1), len(found.ranks))
     late = int(caused.argmax())
-    count, times = _count(len(last), "collective"), int((last == late).sum())
-    size = bytes_text(int(trace["bytes"][found.first_row[mine]].sum()))
+    times, size = int((last == late).sum()), int(trace["bytes"][found.first_row[mine]].sum())
+    count = _count(len(last), "collective") + (f" ({bytes_text(size)})" if size else "")  # 0: not known
     waited = wait[last == late].sum(0)
     if waited.max() < TOGETHER_NS:
-        return f"{count} ({size}); all ranks arrived together"
+        return f"{count}; all ranks arrived together"
     others = [
         (f"rank {found.ranks[i]}", brief_time(int(waited[i]))) for i in np.argsort(-waited, kind="stable").tolist() if i != late
     ]
     told = ", ".join(f"{who} waited {time} for it" if not i else f"{who} {time}" for i, (who, time) in enumerate(others[:3]))
     more = f", {len(others) - 3} others less" if len(others) > 3 else ""
-    return f"{count} ({size}); rank {found.ranks[late]} came last in {times:,} of them: {told}{more}"
+    return f"{count}; rank {found.ranks[late]} came last in {times:,} of them: {told}{more}"
 
 
 def _other_kernels(a: StepFacts, b: StepFacts) -> str:

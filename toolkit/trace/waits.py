@@ -108,10 +108,10 @@ def collectives_of(trace: Trace) -> Collectives:
 def collectives_table(trace: Trace) -> pd.DataFrame:
     """Return the collectives of a trace, one row each in order of start.
 
-    Columns: `step`, `operation`, `algorithm`, `group`, `group_size`, `seq`, `bytes` (of one rank), `start_us` (of the first
-    rank), `dur_us` (from the first start to the last end), `last_rank` (the rank that came last; -1 if only one rank has the
-    collective, or if all came at the same time), and for each rank `rank<N>_wait_us`, the time for which it waited for the
-    last one (NaN if it has no event).
+    Columns: `step`, `operation`, `algorithm`, `group`, `group_size`, `seq`, `bytes` (of one rank, 0 if not known),
+    `start_us` (of the first rank), `dur_us` (from the first start to the last end), `last_rank` (the rank that came last; -1 if
+    only one rank has the collective, or if all came at the same time), and for each rank `rank<N>_wait_us`, the time for which
+    it waited for the last one (NaN if it has no event).
     """
     import pandas as pd
 

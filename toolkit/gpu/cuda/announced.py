@@ -76,12 +76,15 @@ def _recorded(detail: str, named: Communication) -> tuple[Communication, int]:
 
 
 def numbered(found: Found, start_ns: NDArray[np.int64]) -> Found:
-    """Return the collectives with numbers: those without one are counted in their group, in order of start."""
+    """Return the collectives with numbers: those without one are counted in their group, in order of start.
+
+    Those whose group isn't known, such as NCCL's kernels under the model of another library, are counted together.
+    """
     counts: dict[str | None, int] = defaultdict(int)
     result = dict(found)
     for i in sorted(found, key=lambda i: start_ns[i]):
         one, size = found[i]
-        if one.seq < 0 and one.group is not None:
+        if one.seq < 0:
             result[i] = one._replace(seq=counts[one.group]), size
             counts[one.group] += 1
     return result
