@@ -59,11 +59,11 @@ def test_a_model_that_is_no_case_is_an_error(capsys):
 def test_the_first_steps_are_kept_if_only_they_have_kernels():
     trace = TraceBuilder()
     trace.add("kernel", 100, 10, step=0, stream=0, name="add")
-    trace.add("kernel", 200, 10, step=1, stream=0, name="add", where="/usr/lib/python3.12/threading.py:12")
+    trace.add("kernel", 400, 10, step=2, stream=0, name="add", where="/usr/lib/python3.12/threading.py:12")
     for step in range(1, 10):
         trace.add("mark", 200 * step, 200, step=step, name="decode", device=-1)
     kept = shortened(trace.build({}), 3, {"model": "a"})
-    assert np.unique(kept["step"]).tolist() == [1, 2, 3]
+    assert np.unique(kept["step"]).tolist() == [2, 3, 4]
     assert (kept["start_ns"].min(), kept.meta) == (0, {"model": "a"})
     assert set(kept.text("where")) == {None, "threading.py:12"}
 

@@ -38,6 +38,7 @@ from toolkit.trace.shipped import SUFFIX
 
 RATE_TOKENS = 96  # of the run that is timed
 STEADY = 5  # from this step on, all steps of a run are alike
+LOOPED = 2  # the first step of a loop
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def shortened(trace: Trace, steps: int | None, meta: dict[str, Any]) -> Trace:
     keep = trace.is_kind("kernel", "launch", "memset", "sync", "mark", "collective", *COPY_KINDS)
     if steps is not None:
         busy = np.unique(trace["step"][trace.is_kind("kernel")])
-        first = min(busy[busy >= STEADY], default=1)
+        first = min(busy[busy >= STEADY], default=LOOPED)
         keep &= (trace["step"] >= first) & (trace["step"] < first + steps)
     chosen = trace.select(keep)
     columns = dict(chosen.columns)

@@ -31,8 +31,8 @@ class Strategy:
             it launches the next step, so that this token arrives early); with "ring", the device writes tokens to mapped host
             memory, from which the host reads them without a copy.
         capture: "none" launches each kernel of each step. "step" captures the kernels of a step in a graph, which later steps
-            launch as a whole; copies between host and device stay outside of it. "loop" launches one graph per generation,
-            in which the device repeats the step.
+            launch as a whole; copies between host and device stay outside of it. "loop" launches one graph per text, in
+            which the device repeats the step; before that, the first step is launched kernel by kernel.
         crosses: The copies per decode step, in words.
 
     Raises ToolkitError for combinations that cannot work.
@@ -73,7 +73,7 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy("position-on-device", "device", "array", "device", "wait", "token D2H, position D2D"),
         Strategy("double-buffered", "device", "device", "device", "overlap", "token D2H of the step before, overlapped"),
         Strategy("cuda-graph", "device", "device", "device", "overlap", "as double-buffered, one launch per step", "step"),
-        Strategy("whole-loop", "device", "device", "device", "ring", "nothing; one launch per generation", "loop"),
+        Strategy("whole-loop", "device", "device", "device", "ring", "nothing; one graph launch per text", "loop"),
     )
 }
 
