@@ -126,6 +126,15 @@ def test_a_token_read_late_does_not_make_the_rate_look_better(n):
     assert tokens_per_s([*late, late[-1] + 10], late=True) == pytest.approx(1e9 / step_ns)
 
 
+@pytest.mark.parametrize(("n", "slow"), [(4, 1), (8, 1), (9, 4), (100, 4)])
+def test_rates_leave_out_the_slow_first_steps(n, slow):
+    times = [0]
+    for i in range(n - 1):
+        times.append(times[-1] + (50_000 if i < slow else 1000))
+    assert tokens_per_s(times, late=False) == pytest.approx(1e6)
+    assert tokens_per_s([*times, times[-1] + 10], late=True) == pytest.approx(1e6)
+
+
 def test_the_ends_of_tokenizer_and_config_count(model):
     tokens = generate(model).tokens
     ended = make(tk.device("cpu"), dataclasses.replace(SMALL, eos_token_ids=(tokens[3],)))

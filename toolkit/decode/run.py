@@ -23,10 +23,11 @@ def tokens_per_s(known_ns: Sequence[int], late: bool) -> float | None:
     """Return the tokens per second, given the times at which the host knew each token; None for fewer than two.
 
     With `late`, each token was read one step late and the last one right after the one before it, so the last is not counted.
-    Of more than three tokens, the first interval is not counted: kernels may be compiled and graphs captured in it.
+    The first intervals are not counted, because kernels may be compiled, graphs captured and launches recorded in them: four of
+    more than eight tokens, or one of more than three.
     """
     known_ns = known_ns[:-1] if late and len(known_ns) > 2 else known_ns
-    known_ns = known_ns[1:] if len(known_ns) > 3 else known_ns
+    known_ns = known_ns[4 if len(known_ns) > 8 else 1 if len(known_ns) > 3 else 0 :]
     return (len(known_ns) - 1) * 1e9 / (known_ns[-1] - known_ns[0]) if len(known_ns) > 1 else None
 
 
@@ -36,10 +37,10 @@ class Run:
 
     `tokens` are the new tokens, including the end-of-sequence token if the model produced one; `text` leaves that token out,
     and ends before a stop string. `tok_per_s` is the rate between the tokens that the host knew, on the clock named by `clock`;
-    None for fewer than two tokens. The first interval of more than three tokens isn't counted, because kernels may be compiled
-    and graphs captured in it. Strategies that read tokens one step late don't count the last one, which needs no step of its
-    own. Recording makes a run on a real GPU slower. `prefill_chunk` is the number of prompt tokens that were fed at a time; it
-    is None if the model's own loop ran.
+    None for fewer than two tokens. The first four intervals of more than eight tokens, or the first of more than three, aren't
+    counted, because kernels may be compiled, graphs captured and launches recorded in them. Strategies that read tokens one
+    step late don't count the last one, which needs no step of its own. Recording makes a run on a real GPU slower.
+    `prefill_chunk` is the number of prompt tokens that were fed at a time; it is None if the model's own loop ran.
     """
 
     text: str
