@@ -12,6 +12,7 @@ from small_models import SMALL, make
 
 import toolkit as tk
 from toolkit.core.errors import CopyBudgetError, RecorderError, ToolkitError, UnknownNameError
+from toolkit.decode.compare import steady_steps
 from toolkit.decode.strategies import STRATEGIES
 
 PROMPT = list(range(19))
@@ -213,3 +214,12 @@ def test_inside_a_recording_it_is_refused(model, outer):
 def test_budgets_that_are_none(model, options, said):
     with pytest.raises(ToolkitError, match=said), tk.copy_budget(**options):
         pass
+
+
+@pytest.mark.parametrize(
+    ("name", "launches"), [("roundtrip", 41), ("double-buffered", 40), ("cuda-graph", 2), ("whole-loop", 0)]
+)
+def test_steady_steps_of_traces_of_a_real_gpu(name, launches):
+    steps = steady_steps(tk.open_trace(f"h200/qwen3/{name}"))
+    assert steps["launches"].tolist()[1:] == [launches] * (len(steps) - 1)
+    assert steps["step"].min() == (1 if launches > 10 else 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from types import SimpleNamespace
 
@@ -74,7 +75,7 @@ def test_steps_of_a_loop(reported, first):
     marks = list(trace.marks())
     assert [(mark.name, mark.step) for mark in marks] == [("decode", first + i) for i in range(3)]
     kernels = trace.select(trace.is_kind("kernel"))
-    assert kernels["step"].tolist() == [first - 1] + [first + n for n in range(reported) for _ in range(4)]
+    assert kernels["step"].tolist() == [-1] + [first + n for n in range(reported) for _ in range(4)]
     body = [where for where, name in zip(kernels.text("where"), kernels.text("name"), strict=True) if name in NAMES]
     assert body == ["model.py:161", "model.py:171", "model.py:181"] * reported
     starts = trace.select(trace.is_kind("mark"))["start_ns"].tolist()
@@ -93,7 +94,7 @@ def test_iterations_that_are_reported_without_their_launch():
     for event in events:
         event.text = event.text.replace("matmul", "one_shot_all_reduce")
     trace = read([*CAPTURED_CALLS, *events], given)
-    assert trace["step"][trace.is_kind("kernel")].tolist() == [0] + [n for n in (1, 2, 3) for _ in range(3)]
+    assert trace["step"][trace.is_kind("kernel")].tolist() == [-1] + [n for n in (1, 2, 3) for _ in range(3)]
     sums = trace.select(trace.is_kind("collective"))
     assert list(zip(sums["step"], sums["bytes"], sums["seq"], strict=True)) == [(1, 512, 0), (2, 512, 1), (3, 512, 2)]
 
@@ -118,7 +119,7 @@ class Gpu:
         loop._shared = torch.zeros(SHARED, dtype=torch.int64)
         loop._stream = SimpleNamespace(wait_stream=lambda stream: None, cuda_stream=0)
         loop._launched, self.runs = (lambda: None), []
-        loop._ran = lambda at_ns, token_ns, first: self.runs.append(token_ns)
+        loop._ran = lambda at_ns, token_ns, first: self.runs.append((first, token_ns))
         zeros = torch.zeros
 
         def remembered(*shape, pin_memory=False, **options):
@@ -157,18 +158,19 @@ class Gpu:
             more = more and not shared[CANCEL]
         self.finished.set()
 
-    def run(self, limit, ends=(), stop=lambda: False, ahead=None):
+    def run(self, limit, ends=(), stop=lambda: False, ahead=None, first=1):
         self.ends = ends
-        return self.loop.run(limit, ends, stop, ahead)
+        return self.loop.run(limit, ends, stop, ahead, first)
 
 
 def test_the_host_reads_every_token_in_order(monkeypatch):
     gpu = Gpu(monkeypatch)
-    found = list(gpu.run(500))
+    found = list(gpu.run(500, first=2))
     assert [token for token, _ in found] == list(range(100, 600))
     times = [at_ns for _, at_ns in found]
     assert times == sorted(times)
-    assert gpu.runs[0].tolist() == list(range(0, 500_000, 1000))
+    ((first, token_ns),) = gpu.runs
+    assert (first, token_ns.tolist()) == (2, list(range(0, 500_000, 1000)))
     assert gpu.loop._shared[LIMIT] == 500
 
 
@@ -255,16 +257,24 @@ class OneToken(Gpu):
 
 @pytest.mark.parametrize("after_s", [0.0, 0.2])
 def test_a_polled_token(monkeypatch, after_s):
-    assert loops.polled(torch.zeros(1, dtype=torch.int64), OneToken(monkeypatch, after_s) and "publish_once") == 42
+    OneToken(monkeypatch, after_s)
+    assert loops.polled(torch.zeros(1, dtype=torch.int64), "publish_once") == 42
 
 
-def test_the_memory_of_a_polled_token_outlasts_an_interrupt(monkeypatch):
+@pytest.mark.parametrize("during", ["launch", "wait"])
+def test_the_memory_of_a_polled_token_outlasts_an_interrupt(monkeypatch, during):
     gpu = OneToken(monkeypatch, 0.2)
 
-    def interrupted(seconds):
-        raise KeyboardInterrupt
+    def interrupted(*_):
+        if during == "launch":
+            signal.raise_signal(signal.SIGINT)
+        else:
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr(loops.time, "sleep", interrupted)
+    event = loops.torch.cuda.Event()
+    monkeypatch.setattr(event, "record", interrupted if during == "launch" else event.record)
+    if during == "wait":
+        monkeypatch.setattr(loops.time, "sleep", interrupted)
     with pytest.raises(KeyboardInterrupt):
         loops.polled(torch.zeros(1, dtype=torch.int64), "publish_once")
     assert gpu.finished.is_set()

@@ -433,6 +433,8 @@ class TestLoop:
     def test_refuses_another_token(self, gpu, make):
         with pytest.raises(DeviceError, match="a loop with this token"):
             gpu.capture_loop(lambda: None, make())
+        with pytest.raises(DeviceError, match="reading this token"):
+            gpu.poll(make())
 
     @pytest.mark.parametrize(("limit", "ahead"), [(0, None), (3, 0)])
     def test_refuses_to_run_no_token(self, gpu, limit, ahead):

@@ -12,7 +12,7 @@ import torch
 import toolkit as tk
 from tests.gpu.test_decode import CONFIGS, DEMOS, FILTERED, SAMPLED, generate, make
 from toolkit.core.errors import DeviceError
-from toolkit.decode.compare import decode_steps
+from toolkit.decode.compare import decode_steps, steady_steps
 from toolkit.decode.strategies import STRATEGIES
 from toolkit.gpu.cuda.graphs import bindings, checked
 
@@ -123,8 +123,13 @@ def test_poll_reads_a_number_without_a_copy(gpu):
 def test_steps_of_a_loop_are_marked(gpu):
     model = tk.load("demo/qwen3", device=gpu, progress=False)
     trace = generate(model, "whole-loop", n=40).trace
-    marks = [mark for mark in trace.marks() if mark.name == "decode"]
-    assert [mark.step for mark in marks] == list(range(1, 40))
+    marks = {mark.step: mark for mark in trace.marks() if mark.name == "decode"}
+    assert list(marks) == list(range(1, 40))
+    looped = trace.select(trace.is_kind("kernel") & (trace["step"] == 2))
+    assert len(looped) > 10
+    ends = looped["start_ns"] + looped["dur_ns"]
+    assert marks[2].start_ns - 10_000 < looped["start_ns"].min() < ends.max() < marks[2].start_ns + marks[2].dur_ns + 10_000
+    assert steady_steps(trace)["launches"].max() == 0
 
 
 @pytest.mark.parametrize("name", CAPTURED)

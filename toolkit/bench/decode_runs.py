@@ -135,7 +135,7 @@ def recorded(prefix: Prefix, ids: Sequence[int], name: str) -> tuple[dict[str, A
     options: dict[str, Any] = {"max_new_tokens": RECORDED_TOKENS, "eos": (), "prefix": prefix, "lines": False}
     trace = generate(prefix.model, ids, name, **options).trace
     steps = decode_steps(trace)
-    if STRATEGIES[name].capture == "loop":  # which begins with step 2; CUPTI reports only its first iteration, or none
+    if STRATEGIES[name].capture == "loop":  # which begins with step 2; CUPTI may report only that one
         looped = steps[steps["step"] > 1]
         chosen = looped[looped["kernels"] == looped["kernels"].max()].head(1)
     else:

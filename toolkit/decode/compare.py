@@ -234,15 +234,21 @@ def decode_steps(trace: Trace) -> pd.DataFrame:
 
 
 def steady_steps(trace: Trace) -> pd.DataFrame:
-    """Return `decode_steps` without the step that runs before its graph is captured.
+    """Return `decode_steps` without the step that runs before its graph is captured: it launches kernels one by one.
 
-    That step launches the same kernels as the steps after it, but one by one.
+    That is the first one, if it launches no graph, and a graph is launched later: in another step, or, as a loop, outside of
+    steps.
     """
     steps = decode_steps(trace)
-    first = steps["step"] == steps["step"].min()
-    captured = steps[~first]
-    more_launches = steps.loc[first, "launches"].min() > captured["launches"].max()  # False if there are no other steps
-    return captured if more_launches and steps.loc[first, "kernels"].max() <= captured["kernels"].max() else steps
+    graph = [code for code, text in enumerate(trace.strings) if "GraphLaunch" in text]
+    launches = trace.is_kind("launch") & np.isin(trace["name"], graph)
+    if not len(steps) or not launches.any():
+        return steps
+    first = steps["step"].min()
+    begin = min(mark.start_ns for mark in trace.marks() if mark.step == first)
+    later = launches & (trace["step"] != first) & (trace["start_ns"] > begin)
+    captured = later.any() and not (launches & (trace["step"] == first)).any()
+    return steps[steps["step"] != first] if captured else steps
 
 
 def _whole(x: float) -> float | int:

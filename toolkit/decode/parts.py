@@ -179,7 +179,7 @@ class WaitForToken:
 
 
 class PollToken(WaitForToken):
-    """Reads each token as soon as it is chosen from mapped memory, to which a kernel writes it."""
+    """Polls mapped memory, to which a kernel writes each token as soon as it is chosen."""
 
     def after(self, token: Tensor) -> int:
         return self._device.poll(token)
@@ -269,5 +269,5 @@ POSITIONS: dict[str, Callable[[int, int, torch.device], Positions]] = {
 READBACKS: dict[str, Callable[[Device], Readback]] = {
     "wait": WaitForToken,
     "overlap": ReadOneBehind,
-    "ring": PollToken,  # until the loop begins
+    "ring": PollToken,  # until the loop begins, or without one
 }

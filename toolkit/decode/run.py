@@ -26,8 +26,8 @@ def tokens_per_s(known_ns: Sequence[int], late: bool) -> float | None:
     The first intervals are not counted, because kernels may be compiled, graphs captured and launches recorded in them: four of
     more than eight tokens, or one of more than three.
     """
-    known_ns = known_ns[:-1] if late and len(known_ns) > 2 else known_ns
-    known_ns = known_ns[4 if len(known_ns) > 8 else 1 if len(known_ns) > 3 else 0 :]
+    first = 4 if len(known_ns) > 8 else 1 if len(known_ns) > 3 else 0
+    known_ns = known_ns[first : -1 if late and len(known_ns) > 2 else None]
     return (len(known_ns) - 1) * 1e9 / (known_ns[-1] - known_ns[0]) if len(known_ns) > 1 else None
 
 

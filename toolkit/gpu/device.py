@@ -47,7 +47,7 @@ class Graph(ABC):
 
 
 class Loop(ABC):
-    """A generation in one launch: a captured step that the device repeats. Get one from `Device.capture_loop`."""
+    """A captured step that the device repeats, after one launch. Get one from `Device.capture_loop`."""
 
     nodes: int  # kernels, copies and memsets per iteration
 
@@ -138,8 +138,9 @@ class Device(ABC):
         """Return the number in `token` [1] int64 as soon as the work queued before has computed it.
 
         On a GPU, a small kernel writes it to mapped memory, which the host polls. That is neither a copy nor a wait for a
-        stream. Other devices copy it.
+        stream. Other devices copy it. Raises DeviceError for another tensor.
         """
+        check_token("reading this token", token, self.torch)
         return int(token.item())
 
     @property
@@ -203,6 +204,14 @@ class Device(ABC):
     def recorded(self) -> bool:
         """Whether this process has recorded on this device, or is recording now."""
         return self.name in _recorded
+
+
+def check_token(asked: str, token: Tensor, device: torch.device) -> None:
+    """Raise DeviceError unless `token` is a tensor [1] of int64 on `device`."""
+    here = token.device.type == device.type and (token.device.index or 0) == (device.index or 0)
+    if tuple(token.shape) != (1,) or str(token.dtype) != "torch.int64" or not here:
+        found = f"it has shape {tuple(token.shape)} and dtype {token.dtype}, on {token.device}"
+        raise DeviceError(asked, found, f"Give a tensor [1] of int64 on {device}")
 
 
 NO_GRAPHS = 'Use "cuda" or "virtual:h200"'

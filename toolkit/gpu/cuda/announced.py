@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.gpu.cuda.session import Announced, Session
-from toolkit.trace.nccl import Communication, of_arguments, of_kernel
+from toolkit.trace.nccl import PEER, Communication, of_arguments, of_kernel
 
 Found = dict[int, tuple[Communication, int]]  # by row: the columns of the collective, and its bytes
 
@@ -78,13 +78,14 @@ def _recorded(detail: str, named: Communication) -> tuple[Communication, int]:
 def numbered(found: Found, start_ns: NDArray[np.int64]) -> Found:
     """Return the collectives with numbers: those without one are counted in their group, in order of start.
 
-    Those whose group isn't known, such as NCCL's kernels under the model of another library, are counted together.
+    Those whose group isn't known, such as NCCL's kernels under the model of another library, are counted together. Sends and
+    receives are not: ranks may have different numbers of them.
     """
     counts: dict[str | None, int] = defaultdict(int)
     result = dict(found)
     for i in sorted(found, key=lambda i: start_ns[i]):
         one, size = found[i]
-        if one.seq < 0:
+        if one.seq < 0 and (one.group is not None or one.operation not in PEER):
             result[i] = one._replace(seq=counts[one.group]), size
             counts[one.group] += 1
     return result

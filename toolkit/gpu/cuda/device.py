@@ -28,7 +28,7 @@ from toolkit.gpu.cuda.events import has_calls, read_events
 from toolkit.gpu.cuda.graphs import CudaGraph
 from toolkit.gpu.cuda.loops import CudaLoop, loop_kernel, polled
 from toolkit.gpu.cuda.session import CUPTI_ADVICE, Anchor, Announced, Captured, LoopRun, Range, Session
-from toolkit.gpu.device import Device, Memory, no_cuda, not_recording
+from toolkit.gpu.device import Device, Memory, check_token, no_cuda, not_recording
 from toolkit.gpu.line_log import LineLog, know_thread
 from toolkit.trace.events import Trace, TraceBuilder
 
@@ -58,6 +58,7 @@ class CudaGpu(Device):
     """A CUDA GPU. A process runs one recording at a time, from any thread."""
 
     clock, graphs = "measured", True
+    _publishes = True  # as far as known
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -155,11 +156,13 @@ class CudaGpu(Device):
 
         Where that kernel can't be compiled, no loop can be captured either. The token is then copied.
         """
-        try:
-            kernel = loop_kernel(self.index, "publish_once")
-        except DeviceError:
-            return super().poll(token)
-        return polled(token, kernel)
+        check_token("reading this token", token, self.torch)
+        if self._publishes:
+            try:
+                kernel = loop_kernel(self.index, "publish_once")
+            except DeviceError:
+                self._publishes = False
+        return polled(token, kernel) if self._publishes else int(token.item())
 
     def note_collective(self, operation: str, n_bytes: int, ranks: int, algorithm: str) -> None:
         """Note that the next launch of a collective is this one; see `toolkit.trace.columns` for the columns."""

@@ -67,8 +67,8 @@ def graph_nodes(rows: Sequence[Row], calls: Mapping[int, Event], clock: HostCloc
         ends = [i for i in members if PUBLISH in (rows[i].name or "")] if link in runs else []
         if ends:
             starts = np.array([rows[i].start_ns for i in ends], np.int64)
-            before = runs[link].first - 1
-            steps |= {i: before + int(np.searchsorted(starts, rows[i].start_ns)) for i in members}
+            before = {i: int(np.searchsorted(starts, rows[i].start_ns)) for i in members}  # publications
+            steps |= {i: runs[link].first + n - 1 if n else -1 for i, n in before.items()}
             body = [i for i in members if PUBLISH not in (rows[i].name or "")]
             iterations = [list(nodes) for _, nodes in groupby(body, steps.__getitem__)]
             ranges += _step_ranges(rows[ends[0]], runs[link], clock)

@@ -1,4 +1,4 @@
-"""A generation in one launch on CUDA: a graph with a WHILE node around a captured step.
+"""A captured step that the GPU repeats, on CUDA: a graph with a WHILE node around it, launched once.
 
     publish_token -> WHILE { step -> publish_token }
 
@@ -24,8 +24,9 @@ import torch
 from numpy.typing import NDArray
 
 from toolkit.core.errors import DeviceError
+from toolkit.core.signals import whole
 from toolkit.gpu.cuda.graphs import bindings, captured, checked, node_count
-from toolkit.gpu.device import Loop
+from toolkit.gpu.device import Loop, check_token
 
 MOST_ENDS = 1024  # end tokens
 POLL_S = 20e-6
@@ -73,7 +74,7 @@ extern "C" __global__ void publish_once(const long long *token, volatile long lo
 
 
 class CudaLoop(Loop):
-    """A generation in one launch. Get one from `CudaGpu.capture_loop`."""
+    """A captured step that the GPU repeats. Get one from `CudaGpu.capture_loop`."""
 
     def __init__(
         self, device: torch.device, step: Callable[[], None], token: torch.Tensor, launched: Callable[[], None],
@@ -84,9 +85,7 @@ class CudaLoop(Loop):
         The arguments of `ran` are the time of the launch by `time.perf_counter_ns`, the times of the tokens by the GPU's own
         clock in ns, and the number of the first step.
         """
-        if token.shape != (1,) or token.dtype != torch.int64 or token.device != device:
-            found = f"it has shape {tuple(token.shape)} and dtype {token.dtype}, on {token.device}"
-            raise DeviceError("a loop with this token", found, f"Give a tensor [1] of int64 on {device}")
+        check_token("a loop with this token", token, device)
         self._device, self._launched, self._ran = device, launched, ran
         self._token, self._running = token, False
         self._stream = torch.cuda.Stream(device)  # not the current one, so that callbacks can use the GPU meanwhile
@@ -126,16 +125,17 @@ class CudaLoop(Loop):
         end_ids = torch.tensor([*ends] or [0], dtype=torch.int64).pin_memory()
         shared, found = self._shared.numpy(), ring.numpy()
         shared[:] = (0, 0, 0, limit, ahead or 0, ring.data_ptr(), len(ends), end_ids.data_ptr())
-        runtime, finished = bindings("runtime"), torch.cuda.Event()
-        with torch.cuda.device(self._device):
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            self._launched()
-            launched_ns = perf_counter_ns()
-            checked(runtime.cudaGraphLaunch(self._executable, self._stream.cuda_stream))
-            finished.record(self._stream)
+        runtime, finished, launched_ns = bindings("runtime"), torch.cuda.Event(), 0
         try:
+            with torch.cuda.device(self._device), whole:
+                self._stream.wait_stream(torch.cuda.current_stream(self._device))
+                self._launched()
+                before_ns = perf_counter_ns()
+                checked(runtime.cudaGraphLaunch(self._executable, self._stream.cuda_stream))
+                finished.record(self._stream)
+                launched_ns = before_ns
             for i in range(limit):
-                _wait(shared, i, finished)
+                _wait(shared, i, finished, "running a loop")
                 token = int(found[i, 0])
                 yield token, perf_counter_ns()
                 shared[READ] = i + 1
@@ -144,7 +144,8 @@ class CudaLoop(Loop):
         finally:
             shared[CANCEL] = 1
             finished.synchronize()
-            self._ran(launched_ns, found[: shared[PUBLISHED], 1].copy(), first)
+            if launched_ns:
+                self._ran(launched_ns, found[: shared[PUBLISHED], 1].copy(), first)
 
     def free(self) -> None:
         """Free the graph and its memory. Raises DeviceError while the loop is running."""
@@ -194,36 +195,38 @@ class CudaLoop(Loop):
 def polled(token: torch.Tensor, kernel: Any) -> int:
     """Launch `kernel`, which is `publish_once`, on the current stream, and return the number in `token` [1] int64."""
     shared = torch.zeros(2, dtype=torch.int64, pin_memory=True)  # as in a loop: how many are published; then the number
-    driver, finished = bindings("driver"), torch.cuda.Event()
+    driver, finished, found = bindings("driver"), torch.cuda.Event(), shared.numpy()
     values, kinds = (token.data_ptr(), shared.data_ptr()), (ctypes.c_void_p, ctypes.c_void_p)
-    with torch.cuda.device(token.device):
-        stream = torch.cuda.current_stream()
-        checked(driver.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, stream.cuda_stream, (values, kinds), 0))
-        finished.record(stream)
-    found = shared.numpy()
     try:
-        _wait(found, 0, finished)
+        with torch.cuda.device(token.device), whole:
+            stream = torch.cuda.current_stream()
+            checked(driver.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, stream.cuda_stream, (values, kinds), 0))
+            finished.record(stream)
+        _wait(found, 0, finished, "reading a token")
     except BaseException:
         finished.synchronize()  # the memory must last until the kernel has written to it
         raise
     return int(found[1])
 
 
-def _wait(shared: NDArray[np.int64], i: int, finished: torch.cuda.Event) -> None:
-    """Wait until token `i` is published. Raises DeviceError if the loop ended without it, and errors of the GPU."""
+def _wait(shared: NDArray[np.int64], i: int, finished: torch.cuda.Event, asked: str) -> None:
+    """Wait until token `i` is published. Raises DeviceError if the GPU finished without it, and errors of the GPU."""
     since = time.monotonic()
     while shared[PUBLISHED] <= i:
         time.sleep(POLL_S)
         if time.monotonic() - since > PATIENCE_S:
             if finished.query() and shared[PUBLISHED] <= i:
-                raise DeviceError("running a loop", f"the GPU stopped after {i:,} tokens", "Use a strategy without capture")
+                raise DeviceError(asked, f"the GPU stopped after {i:,} tokens", "Use a strategy without capture")
             since = time.monotonic()
 
 
 @cache
 def loop_kernel(index: int, name: str) -> Any:
     """Return the kernel `name` of `SOURCE` for GPU `index`. Raises DeviceError if cuda-bindings or the compiler fails."""
-    return checked(bindings("driver").cuModuleGetFunction(_module(index), name.encode()))
+    try:
+        return checked(bindings("driver").cuModuleGetFunction(_module(index), name.encode()))
+    except RuntimeError as error:  # cuda-bindings doesn't find NVRTC, for example
+        raise DeviceError("compiling the kernels of a loop", str(error), "Install the CUDA toolkit's NVRTC") from error
 
 
 @cache

@@ -42,7 +42,7 @@ class Captured(NamedTuple):
 class LoopRun(NamedTuple):
     """A launch of a loop: when the host launched it, when the GPU published each token, and the number of its first step.
 
-    The former is on the host's clock, the times of tokens are on the GPU's own clock, both in ns.
+    `launched_ns` is on the host's clock, `token_ns` on the GPU's own.
     """
 
     launched_ns: int

@@ -1,4 +1,4 @@
-"""Captured graphs of the virtual GPU: a step that is launched as a whole, and a generation in one launch.
+"""Captured graphs of the virtual GPU: a step that is launched as a whole, and one that the device repeats.
 
 PyTorch records no graph on a device that it does not know. A replay therefore runs the Python code of the work again, so that
 values are right, but the modelled times, events and memory are those of a graph: one launch on the host, nodes that follow
@@ -16,7 +16,7 @@ import torch
 
 from toolkit.core.errors import DeviceError
 from toolkit.core.signals import whole
-from toolkit.gpu.device import Graph, Loop
+from toolkit.gpu.device import Graph, Loop, check_token
 from toolkit.gpu.virtual.allocator.memory import Memory
 from toolkit.gpu.virtual.effects.effect import kernel
 from toolkit.gpu.virtual.graph_modes import Capture, Replay
@@ -103,17 +103,15 @@ class VirtualGraph(Graph):
 
 
 class VirtualLoop(Loop):
-    """A generation in one launch. Get one from `VirtualGpu.capture_loop`."""
+    """A captured step that the device repeats. Get one from `VirtualGpu.capture_loop`."""
 
     def __init__(
         self, card: Machine, step: Callable[[], None], token: torch.Tensor,
         mark: Callable[[int, str], AbstractContextManager[None]],
     ) -> None:  # fmt: skip
-        host = getattr(token, "_host", None)
-        if host is None or host.shape != (1,) or host.dtype != torch.int64:
-            found = f"it has shape {tuple(token.shape)} and dtype {token.dtype}, on {token.device}"
-            raise DeviceError("a loop with this token", found, "Give a tensor [1] of int64 on the virtual GPU")
-        self._captured, self._host, self._mark = Captured(card, step), host, mark
+        check_token("a loop with this token", token, torch.device("vgpu"))
+        self._captured, self._mark = Captured(card, step), mark
+        self._host: torch.Tensor = token._host  # type: ignore[attr-defined]
         self.nodes = self._captured.nodes + 1
         self._running = False
 
