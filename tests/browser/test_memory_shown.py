@@ -10,7 +10,7 @@ from conftest import command, ready, reopen, saved
 from memory_events import HOSTILE, many_events, use_of
 from memory_events import __file__ as EVENTS
 from test_model_shown import FAULTS, theme
-from test_timeline_in_lab import shot
+from test_timeline_in_lab import CORNER, shot
 
 from toolkit.ui.memory.page import write_memory_page
 from toolkit.ui.memory.picture import view_of
@@ -141,14 +141,6 @@ def test_grouping_axis_and_bands_can_be_chosen(notebook) -> None:
     look(page, "memory-dark-narrow")
 
 
-# The color in the corner of the first picture that is shown, as Chromium draws it there.
-CORNER = """() => { const image = [...document.querySelectorAll(".tk-memory img")].find((one) => one.offsetParent);
-  const canvas = document.createElement("canvas"), pen = canvas.getContext("2d");
-  canvas.width = image.naturalWidth; canvas.height = image.naturalHeight;
-  pen.drawImage(image, 0, 0);
-  return [...pen.getImageData(1, 1, 1, 1).data] }"""
-
-
 def test_still_pictures_are_legible(notebook) -> None:
     lines = "for use in (leak, failed, nothing): display(HTML(line_html(use, 30 << 20)))"
     opened = "display(HTML(line_html(failed, 60 << 20, is_open=True)), many)"
@@ -159,7 +151,9 @@ def test_still_pictures_are_legible(notebook) -> None:
         theme(page, name)
         page.locator(".jp-Cell").last.scroll_into_view_if_needed()
         look(page, f"memory-still-{name}")
-        assert page.evaluate(CORNER) == ([0, 0, 0, 0] if name == "dark" else [255, 255, 255, 255])  # dark: the page's color
+        assert page.evaluate(CORNER, ".tk-memory img") == (
+            [0, 0, 0, 0] if name == "dark" else [255, 255, 255, 255]
+        )  # dark: the page's color
     assert page.locator(f"{VIEW}[open] img").evaluate("(image) => image.complete && image.naturalWidth > 0")
     assert page.locator(f"{VIEW}.tk-line").count() == 4
     assert page.locator(f"{VIEW}.tk-line[open]").count() == 1

@@ -170,6 +170,26 @@ def test_two_runs_side_by_side_in_the_dark_theme(notebook) -> None:
     shot(page, "timeline-dark")
 
 
+# The color of the first pixel of the picture that is shown.
+CORNER = """(selector) => { const image = [...document.querySelectorAll(selector)].find((one) => one.offsetParent);
+  const canvas = document.createElement("canvas"), pen = canvas.getContext("2d");
+  canvas.width = image.naturalWidth; canvas.height = image.naturalHeight;
+  pen.drawImage(image, 0, 0);
+  return [...pen.getImageData(1, 1, 1, 1).data] }"""
+
+
+def test_the_still_picture_follows_the_theme(notebook) -> None:
+    """As in a notebook without a kernel, or in a front end without widgets."""
+    page = notebook(SETUP, "from IPython.display import HTML\nHTML(Timeline(decode_loop())._still())")
+    page.wait_for_selector(".tk-place-of-picture img")
+    for name, corner in (("Dark", [0, 0, 0, 0]), ("Light", [255, 255, 255, 255])):  # dark: the page's color
+        command(page, "apputils:change-theme", {"theme": f"JupyterLab {name}"})
+        page.wait_for_selector(f"body[data-jp-theme-light='{str(name == 'Light').lower()}']", state="attached")
+        page.wait_for_timeout(300)
+        shot(page, f"timeline-still-{name}")
+        assert page.evaluate(CORNER, ".tk-place-of-picture img") == corner
+
+
 def test_a_short_run_is_not_in_python_after_its_end(notebook) -> None:
     page = notebook(
         "import toolkit as tk",

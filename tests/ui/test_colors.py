@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import toolkit.ui
+from toolkit.ui.timeline import overview
 from toolkit.ui.timeline.overview import COLORS
 
 CSS = (Path(toolkit.ui.__file__).parent / "timeline" / "timeline.css").read_text()
@@ -60,6 +61,7 @@ def test_copies_differ_for_color_blind_eyes(theme: str, blindness: str) -> None:
         assert np.abs(seen[a] - seen[b]).sum() > 0.3, (a, b)
 
 
-def test_the_still_picture_has_the_light_palette() -> None:
-    known = variables(LIGHT)
-    assert {kind: known[kind] for kind in COLORS} == COLORS
+@pytest.mark.parametrize(("theme", "colors"), [(LIGHT, COLORS), (DARK, overview.DARK)], ids=["light", "dark"])
+def test_the_still_picture_has_the_palettes_of_the_timeline(theme: str, colors: dict[str, str]) -> None:
+    known = variables(theme)
+    assert {kind: known[kind] for kind in COLORS} == colors

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from toolkit.core.units import bytes_text, seconds_text
 from toolkit.ui.memory.view import Columns, MemoryView
+from toolkit.ui.pictures import in_the_dark
 
 # Middle tones with a contrast of 3 against white and against a dark page. Neighbors differ in hue and in lightness.
 PALETTE = (
@@ -26,11 +27,7 @@ GRAYS = {"rest": "#8b95a3", "before": "#66717f"}
 RED, FOREGROUND, DIM, GRID, TICKS, PAPER = "#b3261e", "#1b2430", "#4f5b6b", "#dde3ea", "#9aa5b1", "#fff"
 _IN_THE_DARK = {RED: "#ff9a91", FOREGROUND: "#e7ebf0", DIM: "#aab4c1", GRID: "#323a44", TICKS: "#66717f", PAPER: "#14181d"}
 # A front end shows a picture with the color scheme of its place in the page (memory.css), so this follows the page's theme.
-_STYLE = (
-    "<style>@media (prefers-color-scheme:dark){svg{background:none!important}"
-    + "".join(f'[fill="{day}"]{{fill:{night}}}[stroke="{day}"]{{stroke:{night}}}' for day, night in _IN_THE_DARK.items())
-    + "}</style>"
-)
+_STYLE = in_the_dark(_IN_THE_DARK)
 NEAR = 2.0  # a limit is drawn if it is at most this multiple of the peak
 _SLIVER = 0.2  # if a smaller share of the memory changes, the axis of bytes begins above 0
 _WIDTH, _LEFT, _TOP, _HIGH, _COLUMN = 960, 78, 26, 230, 2

@@ -16,6 +16,7 @@ from toolkit.core.units import bytes_text, seconds_text
 from toolkit.trace.columns import CLOCKS, COPY_KINDS, HOST_KINDS, KINDS
 from toolkit.trace.copies import copies_per_step
 from toolkit.trace.differences import brief_time
+from toolkit.ui.pictures import in_the_dark, placed
 from toolkit.ui.timeline.lanes import Lane
 from toolkit.ui.timeline.ranks import facts as communication_facts
 from toolkit.ui.timeline.track import Track, string_of
@@ -25,6 +26,12 @@ COLORS = {
     "launch": "#8a8f2a", "sync": "#c0508f", "mark": "#5f6f52", "kernel": "#78879b", "collective": "#6b1030",
     "h2d": "#d55e00", "d2h": "#0072b2", "d2d": "#00845f", "p2p": "#4527a0", "memset": "#a8760b",
 }  # fmt: skip
+DARK = {
+    "launch": "#c3c86a", "sync": "#f08cc0", "mark": "#a9bd97", "kernel": "#8b98a9", "collective": "#d8323c",
+    "h2d": "#ff944d", "d2h": "#56b4e9", "d2d": "#35c79b", "p2p": "#e3d5ff", "memset": "#e6b84a",
+}  # fmt: skip
+INK, LANE = "#1b2430", "#eef1f4"
+_STYLE = in_the_dark({INK: "#e7ebf0", LANE: "#1b2027", **{COLORS[kind]: color for kind, color in DARK.items()}})
 DIRECTIONS = {"h2d": "host to device", "d2h": "device to host", "d2d": "within the device", "p2p": "device to device"}
 _GUTTER, _PLOT, _LANE, _BINS = 150, 810, 20, 270
 
@@ -51,7 +58,7 @@ def svg(scene: Scene) -> str:
                 parts.append(_text(0, y + 14, heads.pop(shown["rank"])))
                 y += 20
             parts.append(_text(0, y + 14, f"{shown['label']} {shown['within']}".strip()))
-            parts.append(f'<path fill="#eef1f4" d="M{_GUTTER} {y}h{_PLOT}v{_LANE}h-{_PLOT}z"/>')
+            parts.append(f'<path fill="{LANE}" d="M{_GUTTER} {y}h{_PLOT}v{_LANE}h-{_PLOT}z"/>')
             parts.extend(_bars(lane, segment, y))
             y += _LANE + 3
         y += 8
@@ -67,8 +74,8 @@ def svg(scene: Scene) -> str:
     label = escape("; ".join(f"{track.title}: {_caption(track)}" for track in scene.tracks))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 970 {y + 18}" width="970" role="img" aria-label="{label}" '
-        f'font-family="system-ui,sans-serif" font-size="12" fill="#1b2430" style="background:#fff;max-width:100%">'
-        f"<defs>{hatches}</defs>{''.join(parts)}</svg>"
+        f'font-family="system-ui,sans-serif" font-size="12" fill="{INK}" style="background:#fff;max-width:100%">'
+        f"{_STYLE}<defs>{hatches}</defs>{''.join(parts)}</svg>"
     )
 
 
@@ -147,7 +154,7 @@ def html(scene: Scene) -> str:
     words = "".join(f"<p>{escape(words)}</p>" for words in dict.fromkeys([*captions, *notes]))
     picture = base64.b64encode(svg(scene).encode()).decode()
     image = f'<img alt="{escape("; ".join(captions))}" src="data:image/svg+xml;base64,{picture}">'
-    return f"<div>{image if rows else ''}{words}{table}</div>"
+    return placed(f"{image if rows else ''}{words}{table}")
 
 
 def facts(track: Track, row: int) -> list[list[str]]:
