@@ -205,36 +205,33 @@ def speeds() -> str:
             nearest = min(others, key=lambda each: abs(each - context), default=0)
             rates = [_rate(found.get(name, {})) for name in names]
             share = max(one["bandwidth_percent"] for one in found.values() if "tok_per_s" in one)
-            model = f"`{made['model']}`" + (f", {made['kv']} cache" if made["kv"] else "")
             rows[made["model"], made["kv"] or "", context, made["clock"]] = [
-                model, f"{context:,}", made["clock"], *rates, f"{row['limit_tok_per_s']:.0f}", f"{share:.0f}",
+                _short(made), f"{context:,}", made["clock"], *rates,
                 f"{others[nearest]:.1f}" if nearest and abs(nearest - context) < 200 else "-",
+                f"{row['limit_tok_per_s']:.0f}", f"{share:.0f} %",
             ]  # fmt: skip
-    head = [
-        "model",
-        "context",
-        "times",
-        *(f"`{name}`" for name in names),
-        "limit",
-        "best, % of the limit",
-        "llama.cpp, measured",
-    ]
+    head = ["model", "context", "times", *(f"`{name}`" for name in names), "llama.cpp", "limit", "best"]
     return table(head, (rows[key] for key in sorted(rows)))
 
 
 def prefills() -> str:
     """Return the table of measured prefills, and of the times until the first token."""
-    names, rows = ("roundtrip", "cuda-graph"), []
+    names, rows = ("roundtrip", "cuda-graph", "whole-loop"), []
     for made in speed_records():
         for row in made["rows"] if made["clock"] == "measured" else ():
             if "prefill" not in row:
                 continue
-            found, cache = row.get("strategies", {}), f", {made['kv']} cache" if made["kv"] else ""
+            found = row.get("strategies", {})
             firsts = [f"{1e3 * found[name]['first_token_s']:,.1f}" if name in found else "-" for name in names]
-            rows.append((made["model"], made["kv"] or "", row["context"], f"`{made['model']}`{cache}", row["prefill"], firsts))
-    head = ["model", "prompt", "prefill, tok/s", *(f"first token under `{name}`, ms" for name in names)]
+            rows.append((made["model"], made["kv"] or "", row["context"], _short(made), row["prefill"], firsts))
+    head = ["model", "prompt", "prefill, tok/s", *(f"first token, `{name}`, ms" for name in names)]
     ordered = sorted(rows, key=lambda row: row[:3])
     return table(head, ([name, f"{n:,}", f"{made['tok_per_s']:,.0f}", *firsts] for _, _, n, name, made, firsts in ordered))
+
+
+def _short(made: dict[str, Any]) -> str:
+    """Return the name of a record's model, without "random/", and its cache."""
+    return str(made["model"]).removeprefix("random/") + (f", {made['kv']} cache" if made["kv"] else "")
 
 
 def _rate(found: dict[str, Any]) -> str:
