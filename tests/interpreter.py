@@ -1,9 +1,11 @@
-"""Makes Triton's interpreter faster, which runs the kernels in tests without a GPU."""
+"""Makes Triton's interpreter faster, which runs the kernels in tests without a GPU, and lets sums of int32 wrap around."""
 
 from __future__ import annotations
 
 from types import ModuleType
 from typing import Any
+
+import numpy as np
 
 
 def patch_once_per_launch(interpreter: ModuleType) -> None:
@@ -29,4 +31,12 @@ def patch_once_per_launch(interpreter: ModuleType) -> None:
         return launch(self, *args, **kwargs)
 
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_lang, call  # type: ignore[attr-defined]
+    to_tensor = interpreter.ReduceOps.to_tensor
+
+    def wrapped(self: Any, found: Any, dtype: Any) -> Any:
+        """As Triton's, which refuses a sum beyond int32 before version 3.9 (NumPy adds in int64)."""
+        wraps = dtype is interpreter.tl.int32 and isinstance(found, np.integer)
+        return to_tensor(self, np.int64(found).astype(np.int32) if wraps else found, dtype)
+
+    interpreter.ReduceOps.to_tensor = wrapped  # type: ignore[attr-defined]
     interpreter.patched_once = True  # type: ignore[attr-defined]

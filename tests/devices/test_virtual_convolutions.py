@@ -70,8 +70,10 @@ def test_workspaces_are_those_that_cudnn_says():
     ]
     if cudnn.version() is None:
         assert {here for _, here in sizes} == {0}
-    else:
-        assert sum(there == here for there, here in sizes) >= 0.8 * len(sizes)
+        return
+    equal = sum(there == here for there, here in sizes)
+    same = cudnn.version() // 100 == RECORD["cudnn"] // 100  # others may choose other algorithms than that of the H200
+    assert equal >= 0.8 * len(sizes) if same else equal > len(sizes) / 2
 
 
 def test_the_record_of_the_comparison_has_every_call():

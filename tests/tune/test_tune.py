@@ -451,6 +451,6 @@ def test_watching_anybodys_autotuned_kernels() -> None:
 
 
 def test_watching_tells_what_a_kernel_raised() -> None:
-    with tune.watch() as seen, pytest.raises(Exception, match="dtype"):
+    with tune.watch() as seen, pytest.raises(Exception, match=r"dtype|<class 'str'>"):  # the words of versions of Triton
         double[(1,)](torch.ones(8, device=DEVICE), "eight")
     assert next(iter(seen)).error
