@@ -140,7 +140,7 @@ class Device(ABC):
         On a GPU, a small kernel writes it to mapped memory, which the host polls. That is neither a copy nor a wait for a
         stream. Other devices copy it. Raises DeviceError for another tensor.
         """
-        check_token("reading this token", token, self.torch)
+        check_token_tensor("reading this token", token, self.torch)
         return int(token.item())
 
     @property
@@ -206,7 +206,7 @@ class Device(ABC):
         return self.name in _recorded
 
 
-def check_token(asked: str, token: Tensor, device: torch.device) -> None:
+def check_token_tensor(asked: str, token: Tensor, device: torch.device) -> None:
     """Raise DeviceError unless `token` is a tensor [1] of int64 on `device`."""
     here = token.device.type == device.type and (token.device.index or 0) == (device.index or 0)
     if tuple(token.shape) != (1,) or str(token.dtype) != "torch.int64" or not here:

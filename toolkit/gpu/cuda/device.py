@@ -28,7 +28,7 @@ from toolkit.gpu.cuda.events import has_calls, read_events
 from toolkit.gpu.cuda.graphs import CudaGraph
 from toolkit.gpu.cuda.loops import CudaLoop, loop_kernel, polled
 from toolkit.gpu.cuda.session import CUPTI_ADVICE, Anchor, Announced, Captured, LoopRun, Range, Session
-from toolkit.gpu.device import Device, Memory, check_token, no_cuda, not_recording
+from toolkit.gpu.device import Device, Memory, check_token_tensor, no_cuda, not_recording
 from toolkit.gpu.line_log import LineLog, know_thread
 from toolkit.trace.events import Trace, TraceBuilder
 
@@ -156,7 +156,7 @@ class CudaGpu(Device):
 
         Where that kernel can't be compiled, no loop can be captured either. The token is then copied.
         """
-        check_token("reading this token", token, self.torch)
+        check_token_tensor("reading this token", token, self.torch)
         if self._publishes:
             try:
                 kernel = loop_kernel(self.index, "publish_once")

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from toolkit.core.errors import DeviceError
 from toolkit.core.signals import whole
 from toolkit.gpu.cuda.graphs import bindings, captured, checked, node_count
-from toolkit.gpu.device import Loop, check_token
+from toolkit.gpu.device import Loop, check_token_tensor
 
 MOST_ENDS = 1024  # end tokens
 POLL_S = 20e-6
@@ -85,7 +85,7 @@ class CudaLoop(Loop):
         The arguments of `ran` are the time of the launch by `time.perf_counter_ns`, the times of the tokens by the GPU's own
         clock in ns, and the number of the first step.
         """
-        check_token("a loop with this token", token, device)
+        check_token_tensor("a loop with this token", token, device)
         self._device, self._launched, self._ran = device, launched, ran
         self._token, self._running = token, False
         self._stream = torch.cuda.Stream(device)  # not the current one, so that callbacks can use the GPU meanwhile

@@ -28,7 +28,7 @@ from toolkit.core.units import bytes_text, parse_bytes
 from toolkit.gpu import unheld
 from toolkit.gpu.allocation_log import log
 from toolkit.gpu.catalogue import CATALOGUE, GpuSpec
-from toolkit.gpu.device import Device, Memory, check_token
+from toolkit.gpu.device import Device, Memory, check_token_tensor
 from toolkit.gpu.virtual import dispatch, in_place, sizes_only, tensor, threads
 from toolkit.gpu.virtual.graphs import PUBLISH, VirtualGraph, VirtualLoop
 from toolkit.gpu.virtual.machine import Machine
@@ -166,7 +166,7 @@ class VirtualGpu(Device):
 
     def poll(self, token: torch.Tensor) -> int:
         """Return the number in `token` [1] int64, which a kernel writes to mapped memory; see `Device.poll`."""
-        check_token("reading this token", token, self.torch)
+        check_token_tensor("reading this token", token, self.torch)
         card = self._in_use()
         card.execute(PUBLISH)
         card.poll(card.done_ns(threads.here().stream))

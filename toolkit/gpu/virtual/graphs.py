@@ -16,7 +16,7 @@ import torch
 
 from toolkit.core.errors import DeviceError
 from toolkit.core.signals import whole
-from toolkit.gpu.device import Graph, Loop, check_token
+from toolkit.gpu.device import Graph, Loop, check_token_tensor
 from toolkit.gpu.virtual.allocator.memory import Memory
 from toolkit.gpu.virtual.effects.effect import kernel
 from toolkit.gpu.virtual.graph_modes import Capture, Replay
@@ -109,7 +109,7 @@ class VirtualLoop(Loop):
         self, card: Machine, step: Callable[[], None], token: torch.Tensor,
         mark: Callable[[int, str], AbstractContextManager[None]],
     ) -> None:  # fmt: skip
-        check_token("a loop with this token", token, torch.device("vgpu"))
+        check_token_tensor("a loop with this token", token, torch.device("vgpu"))
         self._captured, self._mark = Captured(card, step), mark
         self._host: torch.Tensor = token._host  # type: ignore[attr-defined]
         self.nodes = self._captured.nodes + 1

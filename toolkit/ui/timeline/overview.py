@@ -30,8 +30,8 @@ DARK = {
     "launch": "#c3c86a", "sync": "#f08cc0", "mark": "#a9bd97", "kernel": "#8b98a9", "collective": "#d8323c",
     "h2d": "#ff944d", "d2h": "#56b4e9", "d2d": "#35c79b", "p2p": "#e3d5ff", "memset": "#e6b84a",
 }  # fmt: skip
-INK, LANE = "#1b2430", "#eef1f4"
-_STYLE = in_the_dark({INK: "#e7ebf0", LANE: "#1b2027", **{COLORS[kind]: color for kind, color in DARK.items()}})
+_INK, _GROUND = "#1b2430", "#eef1f4"
+_STYLE = in_the_dark({_INK: "#e7ebf0", _GROUND: "#1b2027", **{COLORS[kind]: color for kind, color in DARK.items()}})
 DIRECTIONS = {"h2d": "host to device", "d2h": "device to host", "d2d": "within the device", "p2p": "device to device"}
 _GUTTER, _PLOT, _LANE, _BINS = 150, 810, 20, 270
 
@@ -58,7 +58,7 @@ def svg(scene: Scene) -> str:
                 parts.append(_text(0, y + 14, heads.pop(shown["rank"])))
                 y += 20
             parts.append(_text(0, y + 14, f"{shown['label']} {shown['within']}".strip()))
-            parts.append(f'<path fill="{LANE}" d="M{_GUTTER} {y}h{_PLOT}v{_LANE}h-{_PLOT}z"/>')
+            parts.append(f'<path fill="{_GROUND}" d="M{_GUTTER} {y}h{_PLOT}v{_LANE}h-{_PLOT}z"/>')
             parts.extend(_bars(lane, segment, y))
             y += _LANE + 3
         y += 8
@@ -74,7 +74,7 @@ def svg(scene: Scene) -> str:
     label = escape("; ".join(f"{track.title}: {_caption(track)}" for track in scene.tracks))
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 970 {y + 18}" width="970" role="img" aria-label="{label}" '
-        f'font-family="system-ui,sans-serif" font-size="12" fill="{INK}" style="background:#fff;max-width:100%">'
+        f'font-family="system-ui,sans-serif" font-size="12" fill="{_INK}" style="background:#fff;max-width:100%">'
         f"{_STYLE}<defs>{hatches}</defs>{''.join(parts)}</svg>"
     )
 
