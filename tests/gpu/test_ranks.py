@@ -1,4 +1,4 @@
-"""A model over two CUDA GPUs, which torchrun starts: results, races, traces and memory, next to those of two virtual GPUs."""
+"""A model over the CUDA GPUs of this machine, by torchrun: results, races, traces and memory, next to those of virtual GPUs."""
 
 import json
 import os
@@ -8,16 +8,17 @@ import sys
 import time
 
 import pytest
+import torch
 
 import toolkit as tk
 from tests.gpu.ranks_programs import LATE_NS, SECTIONS
 
-RANKS = 2
+RANKS = 1 << (max(2, torch.cuda.device_count()).bit_length() - 1)  # the GPUs, or the next power of two below
 LIMIT_S = 150  # for all sections together
 
 
 def torchrun(*arguments, seconds):
-    """Run a module on both ranks, and show what it prints. Returns whether it ended with success."""
+    """Run a module on all ranks, and show what it prints. Returns whether it ended with success."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -73,15 +74,15 @@ def results(found, section):
 
 
 @pytest.mark.parametrize("section", ["sums", "by_nccl"])
-def test_sums_are_those_of_the_reference_and_the_same_on_both_ranks(real, section):
-    pair = results(real, section)
-    assert [one["wrong"] for one in pair] == [[], []]
-    assert pair[0]["bits"] == pair[1]["bits"]
-    assert bool(pair[0]["why_not"]) == (section == "by_nccl")
+def test_sums_are_those_of_the_reference_and_the_same_on_all_ranks(real, section):
+    found = results(real, section)
+    assert [one["wrong"] for one in found] == [[]] * RANKS
+    assert all(one["bits"] == found[0]["bits"] for one in found)
+    assert bool(found[0]["why_not"]) == (section == "by_nccl")
 
 
 def test_many_in_a_row(real):
-    assert [one["wrong"] for one in results(real, "race")] == [[], []]
+    assert [one["wrong"] for one in results(real, "race")] == [[]] * RANKS
 
 
 def test_tokens_are_those_of_one_gpu(real):
@@ -90,9 +91,10 @@ def test_tokens_are_those_of_one_gpu(real):
 
 
 def test_tokens_by_nccl(real):
-    pair = results(real, "by_nccl")
-    assert pair[0]["double-buffered"] == pair[0]["cuda-graph"] == pair[1]["cuda-graph"]
-    assert "NCCL" in pair[0]["whole-loop"]  # refused
+    found = results(real, "by_nccl")
+    for one in found:
+        assert one["double-buffered"] == one["cuda-graph"] == found[0]["cuda-graph"]
+    assert "NCCL" in found[0]["whole-loop"]  # refused
 
 
 def test_steps_are_those_of_virtual_gpus(real, virtual):
@@ -113,23 +115,23 @@ def test_memory_is_that_of_virtual_gpus(real, virtual):
 
 
 def test_a_late_rank_is_found(real, folder):
-    pair = results(real, "late")
+    found = results(real, "late")
     trace = tk.open_trace([folder / f"late-rank{rank}.npz" for rank in range(RANKS)])
     table = trace.collectives()
     assert len(table) == 300
     worst = table.loc[table["rank0_wait_us"][1:].idxmax()]  # before the first one, ranks wait for the hosts of others
     assert worst["seq"] == 150
     assert worst["last_rank"] == RANKS - 1
-    assert worst["rank0_wait_us"] == pytest.approx(pair[-1]["slept_ns"][0] / 1e3, abs=10)
-    assert pair[-1]["slept_ns"][0] == pytest.approx(LATE_NS, rel=0.05)
+    assert worst["rank0_wait_us"] == pytest.approx(found[-1]["slept_ns"][0] / 1e3, abs=10)
+    assert found[-1]["slept_ns"][0] == pytest.approx(LATE_NS, rel=0.05)
 
 
 def test_a_whole_loop(real):
-    pair = results(real, "loop")
-    assert {(row[2], row[4]) for row in pair[0]["collectives"]} == {("0", RANKS)}
-    assert min(row[3] for row in pair[0]["collectives"]) > 0
-    assert [row[:7] for row in pair[0]["collectives"]] == [row[:7] for row in pair[1]["collectives"]]
-    assert all("stop" in one["refused"] for one in pair)
+    found = results(real, "loop")
+    assert {(row[2], row[4]) for row in found[0]["collectives"]} == {("0", RANKS)}
+    assert min(row[3] for row in found[0]["collectives"]) > 0
+    assert all([row[:7] for row in one["collectives"]] == [row[:7] for row in found[0]["collectives"]] for one in found)
+    assert all("stop" in one["refused"] for one in found)
 
 
 def test_packages_of_a_divided_model(tmp_path, monkeypatch):
