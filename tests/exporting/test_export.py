@@ -18,6 +18,7 @@ import toolkit as tk
 from tests.exporting.conftest import CONTEXT
 from tests.exporting.traced import traced_package
 from toolkit.core.errors import CancelledError, DeviceError, ModelError, PackageError
+from toolkit.core.ranks import WHOLE, Shard
 from toolkit.exporting import compiling, skeleton, weights
 from toolkit.exporting import package as folders
 from toolkit.exporting.exporter import Package
@@ -401,13 +402,13 @@ def test_layers_that_are_alike_are_one_piece():
     assert anatomy.chunk == 512
 
 
-@pytest.mark.parametrize("name", sorted(SHAPES))
-def test_a_model_described_in_plain_data_is_the_same_model(name):
-    model = describe(f"random/{name}", "q4_k_m")
+@pytest.mark.parametrize(("name", "shard"), [*((name, WHOLE) for name in sorted(SHAPES)), ("gemma4-31b", Shard(1, 8))], ids=str)
+def test_a_model_described_in_plain_data_is_the_same_model(name, shard):
+    model = describe(f"random/{name}", "q4_k_m", shard=shard)
     plain = json.loads(json.dumps(skeleton.to_plain(model)))
     again = skeleton.from_plain(plain, model.device)
     assert skeleton.shapes_of(again) == skeleton.shapes_of(model)
-    assert again.config == model.config
+    assert (again.config, again.shard) == (model.config, shard)
 
 
 @pytest.mark.parametrize("most", [3, 9, 10, 63, 512])

@@ -28,7 +28,7 @@ from toolkit.trace.columns import KINDS
 from toolkit.weights.packed import PackedMatrix
 
 
-def errors_of_logits(values: dict[str, Any], kind: str, ranks: int, tiled: bool = False) -> list[float]:
+def errors_of_logits(values: dict[str, Any], kind: str, ranks: int, tiled: bool = False, block: int = 1) -> list[float]:
     """Return the relative errors of a divided model's logits against those of a whole one with the same weights.
 
     They are those of a prompt without a cache, of the embedding on the host, of a prompt in two parts with a cache, and of a
@@ -39,7 +39,7 @@ def errors_of_logits(values: dict[str, Any], kind: str, ranks: int, tiled: bool 
         config = dataclasses.replace(config, tiled=True)
     ids, found = _prompt(config), []
     with torch.no_grad():
-        for shard in (WHOLE, join(ranks)):
+        for shard in (WHOLE, dataclasses.replace(join(ranks), block=block)):
             model = _random(kind, config, torch.float32, shard, 6.0)
             cache, logits = model.new_cache(16), [model(ids), model.embed.on_host()(ids)]
             for start, stop in ((0, 5), (5, 12), (12, 13)):

@@ -64,6 +64,9 @@ def test_cuts_of_sizes() -> None:
     assert parts_of(5, 3) == [1, 2, 2]
     assert indices(evenly(6, Shard(1, 3), "width").times(2)) == [4, 5, 6, 7]
     assert indices(end_to_end(spread(4, Shard(1, 2)), spread(2, Shard(1, 2)))) == [2, 3, 5]
+    assert [indices(evenly(6, Shard(rank, 2, block=2), "width")) for rank in range(2)] == [[0, 1], [2, 3, 4, 5]]
+    for block in (3, 4, 6):  # equal parts are whole blocks; blocks don't fit; there are too few of them
+        assert indices(evenly(6, Shard(1, 2, block), "width")) == [3, 4, 5]
     with pytest.raises(ModelError, match=r"don't divide its width, 6\. Use 3 ranks"):
         evenly(6, Shard(0, 4), "width")
     with pytest.raises(ModelError, match="a rank would hold none"):
@@ -105,6 +108,17 @@ def test_more_ranks_than_shared_heads(ranks: Ranks, kind: str, count: int, value
     assert found == [found[0]] * count
 
 
+@pytest.mark.parametrize(("kind", "values"), [
+    ("qwen3", cases_qwen3.BASE | {"intermediate_size": 24}),
+    ("gemma4_text", cases_gemma4.BASE | {"intermediate_size": 24}),
+    ("qwen3_5_moe_text", cases_qwen3_5.MOE | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}),
+], ids=["qwen3", "gemma4", "qwen3_5_moe"])  # fmt: skip
+def test_blocks_of_weights_that_ranks_divide_unequally(ranks: Ranks, kind: str, values: dict[str, Any]) -> None:
+    found = ranks.results(2, programs.errors_of_logits, values, kind, 2, False, 8)
+    assert found[0] == found[1]
+    assert max(found[0]) < 1e-4
+
+
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Checkpoints of a Qwen3, in the formats of files; in GGUF, with random blocks."""
@@ -112,8 +126,11 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     config = SHAPE | {"num_attention_heads": 8, "vocab_size": 301, "num_hidden_layers": 1}
     tensors = random_tensors(config)
     write_folder(folder / "hf", config, tensors, shards=2)
-    write_gguf(folder / "q4_k.gguf", config, tensors, "Q4_K", mixed={"down_proj.weight": "Q6_K", "v_proj.weight": "Q8_0"})
-    return {name: str(folder / name) for name in ("hf", "q4_k.gguf")}
+    mixed = {"down_proj.weight": "Q6_K", "v_proj.weight": "Q8_0"}
+    write_gguf(folder / "q4_k.gguf", config, tensors, "Q4_K", mixed=mixed)
+    config = config | {"intermediate_size": 768}
+    write_gguf(folder / "three_blocks.gguf", config, random_tensors(config), "Q4_K", mixed=mixed)
+    return {name: str(folder / name) for name in ("hf", "q4_k.gguf", "three_blocks.gguf")}
 
 
 LOADED = [
@@ -130,6 +147,16 @@ def test_ranks_hold_their_part_of_the_loaded_whole(
     for wrong, share in ranks.results(2, programs.differences, stored.get(path, path), 2, options):
         assert not wrong
         assert share < 0.52
+
+
+def test_rows_of_three_blocks_are_divided_between_blocks(ranks: Ranks, stored: dict[str, str]) -> None:
+    shares = []
+    for wrong, share in ranks.results(2, programs.differences, stored["three_blocks.gguf"], 2, {}):
+        assert not wrong
+        shares.append(share)
+    assert shares[0] < 0.5 < shares[1] < 0.6
+    planned = tk.plan(stored["three_blocks.gguf"], "h200", tensor_parallel=2).by_rank()
+    assert planned.weights_bytes[0] < planned.weights_bytes[1]
 
 
 @pytest.mark.parametrize(("path", "count"), [("demo/qwen3", 4), ("demo/gemma4", 2), ("demo/qwen3.5-moe", 2)])

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +29,14 @@ _FAILED = "toolkit/failed"  # in the group's store: the first rank that failed, 
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of a model that one process holds: part `rank`, counted from 0, of `ranks` parts."""
+    """The part of a model that one process holds: part `rank`, counted from 0, of `ranks` parts.
+
+    `block` is the number of neighboring weights of a row that can't be separated, since they share scales.
+    """
 
     rank: int = 0
     ranks: int = 1
+    block: int = field(default=1, compare=False)
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.ranks}"

@@ -65,6 +65,7 @@ class _Model(TypedDict):
     schemes: dict[str, str]
     joined: bool
     shard: NotRequired[tuple[_Count, Annotated[int, Meta(ge=1, le=1 << 20)]]]  # rank and ranks, of a part
+    block: NotRequired[Annotated[int, Meta(ge=1, le=1 << 20)]]  # of weights that the ranks don't separate
 
 
 class _Target(TypedDict):

@@ -35,7 +35,7 @@ def to_plain(model: CausalLM) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "schemes": _schemes(model),
         "joined": joined,
-        **({} if model.shard == WHOLE else {"shard": [model.shard.rank, model.shard.ranks]}),
+        **({} if model.shard == WHOLE else {"shard": [model.shard.rank, model.shard.ranks], "block": model.shard.block}),
     }
 
 
@@ -67,7 +67,8 @@ def from_plain(plain: Mapping[str, Any], device: Device | None, layers: int | No
 
 def shard_of(plain: Mapping[str, Any]) -> Shard:
     """Return the part of the model that `to_plain` described."""
-    return Shard(*plain.get("shard", (0, 1)))
+    rank, ranks = plain.get("shard", (0, 1))
+    return Shard(rank, ranks, plain.get("block", 1))
 
 
 def shapes_of(model: nn.Module) -> dict[str, list[Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ from toolkit.weights.repacking import block_of, scheme_of
 from toolkit.weights.schemes import Scheme
 from toolkit.weights.stored import Stored, Weights
 
+LARGEST_BLOCK = 256
 TOGETHER = "Check that config and weights belong together"
 
 
@@ -68,7 +69,7 @@ def lay_out(
     Raises FormatError if a stored tensor does not have the shape that follows from the config, or if no model of these sizes
     can exist, and ModelError if the ranks can't divide its heads, its sizes or the blocks of a scheme.
     """
-    model = _build(checkpoint, device, dtype, shard)
+    model = _build(checkpoint, device, dtype, _in_blocks(shard, checkpoint, scheme))
     if checkpoint.weights is not None:
         _check_shapes(model, checkpoint, checkpoint.weights)
     for name, source in checkpoint.names.items():
@@ -78,6 +79,18 @@ def lay_out(
         if chosen is not None:
             set_scheme(model, name, chosen)
     return Layout(model, _join(model) if fuse else ())
+
+
+def _in_blocks(shard: Shard, checkpoint: Checkpoint, scheme: Recipe | str | None) -> Shard:
+    """Return `shard` with the largest block of the file and of the scheme, up to that of K formats: a whole row is no block."""
+    weights, found = checkpoint.weights, [1]
+    if shard.ranks == 1:
+        return shard
+    if isinstance(scheme, Recipe):
+        found += [each.multiple for each in scheme.schemes()]
+    if weights is not None:
+        found += [block_of(weights.find(stored)) for source in checkpoint.names.values() for stored in source.names]
+    return replace(shard, block=max(block for block in found if block <= LARGEST_BLOCK))
 
 
 def stored_scheme(stored: Stored) -> Scheme | None:

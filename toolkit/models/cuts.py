@@ -51,7 +51,12 @@ def end_to_end(*cuts: Cut) -> Cut:
 
 
 def evenly(size: int, shard: Shard, what: str) -> Cut:
-    """Return an equal part of `size` for each rank. Raises ModelError, which names `what`, if there is none."""
+    """Return an equal part of `size` for each rank. Raises ModelError, which names `what`, if there is none.
+
+    Where equal parts would separate the weights of a block, parts are whole blocks, and differ by at most one.
+    """
+    if shard.block > 1 and size % shard.block == 0 and size // shard.block >= shard.ranks:
+        return spread(size // shard.block, shard).times(shard.block)
     if size % shard.ranks:
         fitting = [ranks for ranks in range(shard.ranks - 1, 0, -1) if size % ranks == 0]
         raise ModelError(

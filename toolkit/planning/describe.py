@@ -21,6 +21,8 @@ from toolkit.gpu.opening import open_device
 from toolkit.gpu.virtual.device import spec_of
 from toolkit.loading.checkpoint import find_dtype, open_checkpoint
 from toolkit.loading.layout import lay_out
+from toolkit.models.cuts import parts_of
+from toolkit.models.layers import Linear
 from toolkit.models.model import CausalLM, Model
 from toolkit.planning.costs import Costs, costs_of
 from toolkit.planning.plans import Levers, Plan, plan_of
@@ -119,17 +121,26 @@ def _parts_of_ranks(
 ) -> list[CausalLM]:
     """Return what each rank would load, on "meta". Ranks whose parts have the same sizes share one model.
 
-    Parts differ in the number of tokens of the vocabulary only. Raises ModelError if the ranks can't divide the model.
+    Parts may differ in the number of tokens of the vocabulary and of blocks of weights. Raises ModelError if the ranks can't
+    divide the model.
     """
     count = integer(ranks, least=1)
     if count is None:
         raise ToolkitError(f"a plan for {brief(ranks)} ranks", "not a whole number of at least 1", "Try tensor_parallel=2")
     first = describe(path, scheme, dtype, shard=Shard(0, count))
-    made = {first.vocab.held: first}
-    for rank, held in enumerate(first.vocab_sizes):
+    parts = zip(first.vocab_sizes, *(parts_of(blocks, count) for blocks in _uneven(first)), strict=True)
+    made, found = {}, []
+    for rank, held in enumerate(parts):
         if held not in made:
-            made[held] = describe(path, scheme, dtype, shard=Shard(rank, count))
-    return [made[held] for held in first.vocab_sizes]
+            made[held] = describe(path, scheme, dtype, shard=Shard(rank, count)) if rank else first
+        found.append(made[held])
+    return found
+
+
+def _uneven(model: CausalLM) -> set[int]:
+    """Return how many blocks each row has that the ranks divide unequally."""
+    columns = (module.cuts["weight"][1] for module in model.modules() if isinstance(module, Linear))
+    return {cut.size // model.shard.block for cut in columns if cut.held * cut.shard.ranks != cut.size}
 
 
 def _figures(device: Device | str) -> GpuSpec | None:
