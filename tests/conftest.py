@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import shutil
 import signal
+import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -34,8 +36,32 @@ from tests.interpreter import patch_once_per_launch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when a kernel is imported
 
+FIRST_PORT, PORTS = 20_000, 1_000  # per process of pytest-xdist; systems give other programs ports above these
 SHOWN_S = 10  # tests that take longer are printed when they end
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")  # as tests/browser looks for them
+
+
+@pytest.fixture(scope="session")
+def own_ports() -> Iterator[None]:
+    """Choose the ports of Jupyter kernels from some that no other process of pytest-xdist uses.
+
+    A kernel opens its ports after they were found free, so kernels that start at once could be given the same ones.
+    """
+    from jupyter_client.connect import LocalPortCache
+
+    first = FIRST_PORT + PORTS * int((worker or "gw0").removeprefix("gw"))
+    numbers = itertools.cycle(range(first, first + PORTS))
+
+    def free_port(self: object, ip: str) -> int:
+        for port in numbers:
+            with socket.socket() as found, suppress(OSError):
+                found.bind((ip, port))
+                return port
+        raise AssertionError("unreachable")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalPortCache, "find_available_port", free_port)
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -34,7 +34,7 @@ VERDICTS = ("Write your prediction", "right: ", "wrong: ")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def one_cache(own_ports: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What lessons 7 and 9 compile is kept apart from the user's, and compiled once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TOOLKIT_CACHE", str(cache_of_lessons(tmp_path_factory)))

@@ -37,7 +37,7 @@ cluster.run(fails)
 
 
 @pytest.fixture
-def kernel() -> Iterator[Any]:
+def kernel(own_ports: None) -> Iterator[Any]:
     manager, client = start_new_kernel(kernel_name="python3")
     yield manager, client
     client.stop_channels()

@@ -154,7 +154,7 @@ lesson = Lesson("see_the_copies", "Test", 10, (), {"copies": Question("count the
 
 
 @pytest.fixture
-def small(tmp_path, monkeypatch):
+def small(own_ports, tmp_path, monkeypatch):
     """The folder of notebooks has one small lesson, with one question."""
     monkeypatch.setattr(editions, "NOTEBOOKS", tmp_path)
     lesson = Lesson("see_the_copies", "Test", 10, (), {"copies": QUESTIONS["copies"]})
