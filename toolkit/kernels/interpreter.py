@@ -1,0 +1,20 @@
+# mypy: allow-untyped-defs
+"""Mend Triton's interpreter, which runs kernels on machines without a GPU."""
+
+from __future__ import annotations
+
+
+def index_by_arrays() -> None:
+    """Let loops of kernels end at numbers that kernels compute.
+
+    For these, Triton 3.6 needs a conversion that NumPy 2.4 refuses: that of an array with one number.
+    """
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def mended(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = mended
