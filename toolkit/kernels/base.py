@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from toolkit.gpu.catalogue import GpuSpec
+from toolkit.kernels import interpreter
 
 Tensors = Mapping[str, Tensor]
 
@@ -110,6 +111,8 @@ class Launch:
         """Launch on the device of the tensors and return Triton's compiled kernel. An empty grid does nothing."""
         if 0 in self.grid:
             return None
+        if type(self.function).__module__ == interpreter.MODULE:
+            interpreter.index_by_arrays()
         options = self.options(current_capability() if self.early else (0, 0))
         return self.function[self.grid](**self.arguments, **self.constants, **options)
 

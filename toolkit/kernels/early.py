@@ -19,11 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
-from toolkit.kernels.interpreter import index_by_arrays
-
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-if INTERPRETED:
-    index_by_arrays()
 
 
 @triton.jit

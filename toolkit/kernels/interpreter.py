@@ -1,11 +1,16 @@
 # mypy: allow-untyped-defs
-"""Mend Triton's interpreter, which runs kernels on machines without a GPU."""
+"""Mend Triton's interpreter, which runs kernels on machines without a GPU. Importing this file does not import Triton."""
 
 from __future__ import annotations
 
+from functools import cache
 
+MODULE = "triton.runtime.interpreter"
+
+
+@cache
 def index_by_arrays() -> None:
-    """Let loops of kernels end at numbers that kernels compute.
+    """Let loops of kernels end at numbers that they compute or are given.
 
     For these, Triton 3.6 needs a conversion that NumPy 2.4 refuses: that of an array with one number.
     """
