@@ -12,9 +12,6 @@ from toolkit.decode.prefix import Prefix
 from toolkit.decode.strategies import STRATEGIES
 
 RESULTS = Path(toolkit.bench.__file__).parent / "results"
-# Why a modelled rate is further off than 25 %.
-SEARCH = "the processor's search in the logits takes no time on the virtual GPU"
-OFF = dict.fromkeys((("qwen3-8b", context, "host-sampling") for context in (64, 8192)), SEARCH)
 
 
 @pytest.mark.parametrize("name", ["qwen3-8b", "qwen3.5-35b-a3b", "gemma4-31b"])
@@ -30,8 +27,7 @@ def test_modelled_rates_are_near_the_measured_ones(name):
             ratio, limit = virtual[context][strategy]["tok_per_s"] / measured["tok_per_s"], 0.25
             if STRATEGIES[strategy].capture != "none":
                 limit = 0.15
-            assert (abs(ratio - 1) > limit) == ((name, context, strategy) in OFF), (context, strategy, ratio)
-            assert ratio < 1.6, (context, strategy, ratio)
+            assert abs(ratio - 1) <= limit, (context, strategy, ratio)
             compared += 1
     assert compared >= 4
 
