@@ -23,7 +23,7 @@ from toolkit.weights.repacking import block_of, scheme_of
 from toolkit.weights.schemes import Scheme
 from toolkit.weights.stored import Stored, Weights
 
-LARGEST_BLOCK = 256
+BLOCK = "block"  # a fact of an error: the number of weights that can't be separated
 TOGETHER = "Check that config and weights belong together"
 
 
@@ -69,7 +69,19 @@ def lay_out(
     Raises FormatError if a stored tensor does not have the shape that follows from the config, or if no model of these sizes
     can exist, and ModelError if the ranks can't divide its heads, its sizes or the blocks of a scheme.
     """
-    model = _build(checkpoint, device, dtype, _in_blocks(shard, checkpoint, scheme))
+    try:
+        return _laid_out(checkpoint, device, dtype, scheme, fuse, shard)
+    except ModelError as error:
+        block = error.facts.get(BLOCK)
+        if not isinstance(block, int) or block <= shard.block:
+            raise
+    return lay_out(checkpoint, device, dtype, scheme, fuse, replace(shard, block=block))  # equal parts would separate blocks
+
+
+def _laid_out(
+    checkpoint: Checkpoint, device: Device, dtype: torch.dtype, scheme: Recipe | str | None, fuse: bool, shard: Shard
+) -> Layout:
+    model = _build(checkpoint, device, dtype, shard)
     if checkpoint.weights is not None:
         _check_shapes(model, checkpoint, checkpoint.weights)
     for name, source in checkpoint.names.items():
@@ -79,18 +91,6 @@ def lay_out(
         if chosen is not None:
             set_scheme(model, name, chosen)
     return Layout(model, _join(model) if fuse else ())
-
-
-def _in_blocks(shard: Shard, checkpoint: Checkpoint, scheme: Recipe | str | None) -> Shard:
-    """Return `shard` with the largest block of the file and of the scheme, up to that of K formats: a whole row is no block."""
-    weights, found = checkpoint.weights, [1]
-    if shard.ranks == 1:
-        return shard
-    if isinstance(scheme, Recipe):
-        found += [each.multiple for each in scheme.schemes()]
-    if weights is not None:
-        found += [block_of(weights.find(stored)) for source in checkpoint.names.values() for stored in source.names]
-    return replace(shard, block=max(block for block in found if block <= LARGEST_BLOCK))
 
 
 def stored_scheme(stored: Stored) -> Scheme | None:
@@ -142,6 +142,7 @@ def _check_blocks(checkpoint: Checkpoint, name: str, source: Source, place: Spot
                 f"{name} in {kind} over {ranks} ranks",
                 f"each would hold {columns.held:,} of its {columns.size:,} columns, which come in blocks of {block}",
                 "Use fewer ranks, or a scheme or file with smaller blocks",
+                **{BLOCK: block},
             )
 
 

@@ -39,10 +39,6 @@ class Recipe:
         for scheme in filter(None, (self.base, self.tables, self.more)):
             find_scheme(scheme)
 
-    def schemes(self) -> list[Scheme]:
-        """Return the schemes that it names."""
-        return [SCHEMES[name] for name in (self.base, self.tables, self.more) if name]
-
     def scheme_for(self, name: str, shape: Sequence[int], layers: int, tied: bool = False) -> Scheme | None:
         """Return the scheme of the weight `name` ("layers.3.mlp.down.weight"), or None if it stays unquantized.
 
