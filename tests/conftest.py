@@ -54,7 +54,7 @@ def own_ports() -> Iterator[None]:
 
     def free_port(self: object, ip: str) -> int:
         for port in numbers:
-            with socket.socket() as found, suppress(OSError):
+            with socket.socket() as found, suppress(OSError):  # which says that another program has the port
                 found.bind((ip, port))
                 return port
         raise AssertionError("unreachable")

@@ -12,11 +12,14 @@ MODULE = "triton.runtime.interpreter"
 def index_by_arrays() -> None:
     """Let loops of kernels end at numbers that they compute or are given.
 
-    For these, Triton 3.6 needs a conversion that NumPy 2.4 refuses: that of an array with one number.
+    For these, Triton 3.6 needs a conversion that NumPy 2.4 refuses: that of an array with one number. Does nothing if a later
+    version has other functions.
     """
     from triton.runtime import interpreter
 
-    patch = interpreter._patch_lang_tensor
+    patch = getattr(interpreter, "_patch_lang_tensor", None)
+    if patch is None:
+        return
 
     def mended(tensor, scope):
         patch(tensor, scope)

@@ -149,7 +149,7 @@ class CausalLM(Shown, nn.Module):
 
         `kv` is "int8", "k4v8" or "int4" to quantize the keys and values of the layers that keep every position.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # each architecture has its own
 
     def advance(self, x: Tensor, positions: Tensor, cache: Cache, length: int) -> Tensor:
         """Feed embedded tokens `x` [1, T, hidden] and return their hidden states [1, T, hidden].
@@ -169,11 +169,11 @@ class CausalLM(Shown, nn.Module):
 
     def reaches(self, positions: Tensor, cache: Cache, length: int) -> dict[str, Reach]:
         """Return where tokens at `positions` are written and which slots they attend to, by kind of layer."""
-        raise NotImplementedError
+        raise NotImplementedError  # each architecture has its own
 
     def passing(self, x: Tensor, cache: Cache, reaches: dict[str, Reach]) -> Any:
         """Return the state that all layers share while `x` passes through them. Its type is the architecture's own."""
-        raise NotImplementedError
+        raise NotImplementedError  # each architecture has its own
 
     def run_layer(self, layer: int, residual: Residual, at: Any, *given: Tensor) -> Residual:
         """Run one layer on a cache. `at` is the result of `passing`, and `given` the layer's additional input, if any."""
@@ -208,7 +208,7 @@ class CausalLM(Shown, nn.Module):
 
     def costs(self, length: int) -> tuple[Cost, ...]:
         """Return the cost of each part of the model for one token that follows `length` others."""
-        raise NotImplementedError
+        raise NotImplementedError  # each architecture has its own
 
     def kernel_shapes(self, context: int = 4096, prompt: int = 512, kv: str | None = None) -> list[tuple[Kernel, Shape]]:
         """Return (kernel, shape) of every operation of a prefill of `prompt` tokens and of one decode step.
