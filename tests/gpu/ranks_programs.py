@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from tests.checkpoints import SHAPE, random_tensors, write_gguf
+from toolkit.bench.ranks import late_sums, slept_us
 from toolkit.core.ranks import current, join, latest
 from toolkit.decode.loop import generate
 from toolkit.decode.strategies import STRATEGIES
@@ -31,7 +33,8 @@ from toolkit.trace.columns import KINDS
 DEMOS = ("demo/qwen3", "demo/gemma4", "demo/qwen3.5-moe")
 PROMPT = "The capital of France is"
 SIZES = (1, 2, 3, 1000, 5376, 65_537, 131_072, 400_000)  # the last one goes through NCCL in all dtypes
-LATE_NS = 200_000
+PROMPT_IDS = (1, 2, 3)  # for a model without a tokenizer
+LATE_US = 200.0
 
 
 def bits(x):
@@ -197,44 +200,36 @@ def _events(trace):
 
 
 def late(device):
-    """A recording of sums, before one of which one rank is late. Each rank saves its trace.
-
-    The sums are captured in a graph, in which no host makes a rank late.
-    """
+    """A recording of sums, before one of which one rank is late. Each rank saves its trace."""
     shard = current()
-    x = torch.ones(5376, dtype=torch.bfloat16, device=device.torch)
-    cycles = int(LATE_NS * 1e-9 * _clock_hz(device))
-
-    def step():
-        for i in range(300):
-            if i == 150 and shard.rank == shard.ranks - 1:
-                torch.cuda._sleep(cycles)
-            all_reduce(x, shard.ranks)
-            torch.mul(x, 1.0)
-
-    with torch.no_grad():
-        step()
-        with device.record(lines=False) as trace:
-            graph = device.capture(step)
-            latest(0)  # a barrier
-            graph.replay()
-            device.sync()
-    sleeps = [int(trace["dur_ns"][i]) for i, name in enumerate(trace.text("name")) if name and "spin" in name]
+    trace = late_sums(device, shard, LATE_US)
     trace.save(Path(sys.argv[1]) / f"late-rank{shard.rank}.npz")
-    return {"slept_ns": sleeps, "collectives": int(trace.is_kind("collective").sum())}
+    return {"slept_us": slept_us(trace), "collectives": int(trace.is_kind("collective").sum())}
 
 
-def _clock_hz(device):
-    """Return the cycles of `_sleep` per second."""
-    times = []
-    for _ in range(3):
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        events[0].record()
-        torch.cuda._sleep(10_000_000)
-        events[1].record()
-        torch.cuda.synchronize()
-        times.append(events[0].elapsed_time(events[1]))
-    return 1e7 / (min(times) * 1e-3)
+def uneven(device):
+    """Logits and tokens of a model whose rows have one packed block more than there are ranks, and those of one GPU."""
+    shard, found = current(), {}
+    path = Path(sys.argv[1]) / "blocks.gguf"
+    if shard.rank == 0:
+        n = shard.ranks
+        sizes = {"num_attention_heads": 4 * n, "num_key_value_heads": n, "intermediate_size": 256 * (n + 1)}
+        config = SHAPE | {"vocab_size": 301, **sizes}
+        write_gguf(path, config, random_tensors(config), "Q4_K", mixed={"down_proj.weight": "Q6_K", "v_proj.weight": "Q8_0"})
+    latest(0)  # a barrier
+    for dtype in ("float32", "bfloat16"):
+        whole, part = (load(path, device, dtype=dtype, progress=False, tensor_parallel=n) for n in (1, shard.ranks))
+        ids = torch.randint(0, 301, (1, 20), generator=torch.Generator().manual_seed(1)).to(device.torch)
+        with torch.no_grad():
+            wanted, ours = whole(ids).float(), part(ids).float()
+        run = {"max_new_tokens": 24, "eos": (), "record": False}
+        found[dtype] = {
+            "columns": part.layers[0].mlp.down.weight.shape[1],
+            "error": ((wanted - ours).norm() / wanted.norm()).item(),
+            "tokens": [generate(part, PROMPT_IDS, name, **run).tokens for name in STRATEGIES],
+            "of_one": generate(whole, PROMPT_IDS, "cuda-graph", **run).tokens,
+        }
+    return found
 
 
 def loop(device):
@@ -251,7 +246,7 @@ def loop(device):
     return {"refused": refused, "count": len(events["collectives"]), "publish": _publications(trace), **events}
 
 
-SECTIONS = {f.__name__: f for f in (sums, race, tokens, steps, late, loop, by_nccl)}
+SECTIONS = {f.__name__: f for f in (sums, race, tokens, steps, late, uneven, loop, by_nccl)}
 MORE = {"packages": packages}  # needs packages
 
 

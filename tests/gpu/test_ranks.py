@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import toolkit as tk
-from tests.gpu.ranks_programs import LATE_NS, SECTIONS
+from tests.gpu.ranks_programs import LATE_US, SECTIONS
+from toolkit.bench.ranks import LATE_SUMS
 
 RANKS = 1 << (max(2, torch.cuda.device_count()).bit_length() - 1)  # the GPUs, or the next power of two below
 LIMIT_S = 150  # for all sections together
@@ -118,12 +119,22 @@ def test_a_late_rank_is_found(real, folder):
     found = results(real, "late")
     trace = tk.open_trace([folder / f"late-rank{rank}.npz" for rank in range(RANKS)])
     table = trace.collectives()
-    assert len(table) == 300
+    assert len(table) == LATE_SUMS
     worst = table.loc[table["rank0_wait_us"][1:].idxmax()]  # before the first one, ranks wait for the hosts of others
-    assert worst["seq"] == 150
+    assert worst["seq"] == LATE_SUMS // 2
     assert worst["last_rank"] == RANKS - 1
-    assert worst["rank0_wait_us"] == pytest.approx(found[-1]["slept_ns"][0] / 1e3, abs=10)
-    assert found[-1]["slept_ns"][0] == pytest.approx(LATE_NS, rel=0.05)
+    assert worst["rank0_wait_us"] == pytest.approx(found[-1]["slept_us"], abs=10)
+    assert found[-1]["slept_us"] == pytest.approx(LATE_US, rel=0.05)
+
+
+def test_blocks_of_weights_that_ranks_divide_unequally(real):
+    found = results(real, "uneven")
+    for dtype, limit in (("float32", 1e-4), ("bfloat16", 1e-2)):
+        assert sorted(one[dtype]["columns"] for one in found) == [256] * (RANKS - 1) + [512]
+        for one in found:
+            assert one[dtype]["error"] < limit
+            assert one[dtype]["tokens"] == [one[dtype]["tokens"][0]] * len(tk.STRATEGIES)
+    assert all(one["float32"]["tokens"][0] == one["float32"]["of_one"] for one in found)
 
 
 def test_a_whole_loop(real):

@@ -34,6 +34,7 @@ from toolkit.gpu.opening import open_device
 from toolkit.loading.loader import load
 from toolkit.ops import exchange
 from toolkit.ops.collectives import all_reduce
+from toolkit.trace.events import Trace
 from toolkit.tune import lookup, warm
 
 MODELS = ("random/gemma4-31b", "random/qwen3.5-35b-a3b")
@@ -42,6 +43,7 @@ FIRST = ("int4_matmul", "moe_step")  # to be tuned: they take most of a step
 PROMPT = tuple(range(100, 164))
 STRATEGIES = ("cuda-graph", "double-buffered", "whole-loop")
 SUMS, REPLAYS = 100, 20  # all-reduces in a graph, and launches of it
+LATE_SUMS = 200  # of which one waits for a rank that is late
 SIZES = (2048, 5376, 16_384, 131_072, 262_144)  # bf16 values
 
 
@@ -172,45 +174,14 @@ class Bench:
         return found
 
     def late(self, by_us: float, out: Path) -> dict[str, Any]:
-        """Return what the traces of all ranks, which are saved next to `out`, say if the last rank is late for one sum.
-
-        The sums are captured in a graph, in which no host makes a rank late. Between them is a kernel of PyTorch: without it,
-        many sums would begin early and wait together.
-        """
-        cycles = int(by_us * 1e-6 * self._sleep_hz())
-        x = torch.ones(5376, dtype=torch.bfloat16, device=self.device.torch)
-
-        def sums() -> None:
-            for i in range(200):
-                if i == 100 and self.shard.rank == self.shard.ranks - 1:
-                    torch.cuda._sleep(cycles)
-                all_reduce(x, self.shard.ranks)
-                torch.mul(x, 1.0)
-
-        with torch.no_grad():
-            sums()
-            with self.device.record(lines=False) as trace:
-                graph = self.device.capture(sums)
-                latest(0)  # a barrier
-                graph.replay()
-                self.device.sync()
-        graph.free()
+        """Return what the traces of all ranks, which are saved next to `out`, say if the last rank is late for one sum."""
+        trace = late_sums(self.device, self.shard, by_us)
         files = [out.with_name(f"{out.stem}-late-rank{rank}.npz") for rank in range(self.shard.ranks)]
         trace.save(files[self.shard.rank])
-        slept = [float(trace["dur_ns"][i]) / 1e3 for i, name in enumerate(trace.text("name")) if name and "spin" in name]
-        all_slept = gather(torch.tensor(sum(slept), dtype=torch.float64)).tolist()  # a barrier, too: all traces are saved
+        all_slept = gather(torch.tensor(slept_us(trace), dtype=torch.float64)).tolist()  # a barrier, too: all traces are saved
         found = {"asked_us": by_us, "slept_us": all_slept} | (_joined(files) if self.shard.rank == 0 else {})
         self.say(f"{found}")
         return found
-
-    def _sleep_hz(self) -> float:
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        for _ in range(2):
-            events[0].record()
-            torch.cuda._sleep(10_000_000)
-            events[1].record()
-            torch.cuda.synchronize()
-        return 1e7 / (events[0].elapsed_time(events[1]) * 1e-3)
 
     def say(self, text: str) -> None:
         """Print on rank 0."""
@@ -223,6 +194,51 @@ def _nccl_sum(x: Tensor) -> Tensor:
 
     dist.all_reduce(x)
     return x
+
+
+def late_sums(device: Device, shard: Shard, by_us: float) -> Trace:
+    """Return a recording of `LATE_SUMS` sums. The last rank is late by `by_us` for the one in the middle.
+
+    The sums are captured in a graph, in which no host makes a rank late. Between them is a kernel of PyTorch: without it,
+    many sums would begin early and wait together.
+    """
+    cycles = int(by_us * 1e-6 * _sleep_hz())
+    x = torch.ones(5376, dtype=torch.bfloat16, device=device.torch)
+
+    def sums() -> None:
+        for i in range(LATE_SUMS):
+            if i == LATE_SUMS // 2 and shard.rank == shard.ranks - 1:
+                torch.cuda._sleep(cycles)
+            all_reduce(x, shard.ranks)
+            torch.mul(x, 1.0)
+
+    with torch.no_grad():
+        sums()
+        with device.record(lines=False) as trace:
+            graph = device.capture(sums)
+            latest(0)  # a barrier
+            graph.replay()
+            device.sync()
+    graph.free()
+    return trace
+
+
+def slept_us(trace: Trace) -> float:
+    """Return how long the GPU of a trace of `late_sums` slept, in µs."""
+    return sum(float(ns) for ns, name in zip(trace["dur_ns"], trace.text("name"), strict=True) if name and "spin" in name) / 1e3
+
+
+def _sleep_hz() -> float:
+    """Return the cycles of `torch.cuda._sleep` per second."""
+    times = []
+    for _ in range(3):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        torch.cuda._sleep(10_000_000)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return 1e7 / (min(times) * 1e-3)
 
 
 def _joined(traces: list[Path]) -> dict[str, Any]:
