@@ -163,7 +163,8 @@ def test_steps_of_a_rank_are_played(started: list[Any], ran: list[str], monkeypa
     monkeypatch.setattr(exchange, "_run", lambda launch, note, key: launch.run())
     monkeypatch.setattr(exchange_kernels, "all_reduce", lambda inbox, x, out: launch(lambda: out.copy_(x)))
     monkeypatch.setattr(exchange_kernels, "all_gather", joined)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(loop, "_check_ranks", lambda *given, **facts: None)
     config = qwen3.Config.from_hf(QWEN3 | {"num_hidden_layers": 1})
     model = qwen3.Model(config, open_device(DEVICE), torch.bfloat16, Shard(0, 2)).init_weights(3).requires_grad_(False)

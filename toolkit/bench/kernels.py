@@ -49,6 +49,9 @@ class Line:
 LINES = (
     Line("int4_matmul", "gemma4-31b gate+up", 88), Line("int4_matmul", "gemma4-31b down", 78),
     Line("int4_matmul", "gemma4-31b qkv sliding", 76), Line("int4_matmul", "gemma4-31b o sliding", 70),
+    Line("int4_matmul", "gemma4-31b gate+up, x in 8 bits", 88), Line("int4_matmul", "gemma4-31b down, x in 8 bits", 78),
+    Line("int4_matmul", "gemma4-31b qkv sliding, x in 8 bits", 76),
+    Line("int4_matmul", "gemma4-31b o sliding, x in 8 bits", 70),
     Line("int4_matmul", "gemma4-31b lm_head", 88), Line("attention_decode", "gemma4-31b full 32k", 75),
     Line("moe_step", "qwen3.5-35b-a3b experts, q4_k", 55), Line("delta_step", "qwen3.5-35b-a3b delta net, gguf"),
     Line("int4_prefill", "gemma4-31b gate+up, 512 tokens", 55), Line("int4_prefill", "gemma4-31b gate+up, 2048 tokens", 55),

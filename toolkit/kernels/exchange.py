@@ -9,7 +9,8 @@ places in turn. It may overwrite what it wrote two exchanges ago: since then it 
 exchange, which that rank wrote after its own launch before that one had ended. A launch therefore sends whole words for the
 whole block, also where the tensor has ended, and all ranks launch the same number of blocks.
 
-The launch that follows begins during the exchange, so that the next product loads its matrix while this one waits.
+The launch that follows begins during the exchange, once the launch before it is complete, so that the next product loads its
+matrix while this one waits.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from toolkit.kernels.base import Launch
-from toolkit.kernels.early import INTERPRETED, await_previous, let_next_begin
+from toolkit.kernels.early import INTERPRETED, take_turn
 
 BLOCK_WORDS = 256  # that a block sends to each rank
 WORD_BYTES = 4  # of values per word
@@ -96,8 +97,7 @@ def one_shot_all_reduce(
     x_ptr, out_ptr, n, words_ptr, addresses_ptr, counts_ptr, rank,
     RANKS: tl.constexpr, PER_WORD: tl.constexpr, BLOCK: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    let_next_begin()
-    await_previous()
+    take_turn()
     block = tl.program_id(0)
     number = tl.load(counts_ptr + block) + 1
     i = block * BLOCK + tl.arange(0, BLOCK)
@@ -123,8 +123,7 @@ def one_shot_all_gather(
     x_ptr, out_ptr, n, rows, words_ptr, addresses_ptr, counts_ptr, rank,
     BOUNDS: tl.constexpr, RANKS: tl.constexpr, PER_WORD: tl.constexpr, BLOCK: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    let_next_begin()
-    await_previous()
+    take_turn()
     block = tl.program_id(0)
     number = tl.load(counts_ptr + block) + 1
     i = block * BLOCK + tl.arange(0, BLOCK)

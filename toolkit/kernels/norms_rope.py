@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from toolkit.core.errors import ModelError
+from toolkit.kernels.ahead import LINES, RUN, Asked, ask_ahead, asked_of
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, config_grid
 from toolkit.kernels.checks import ALIGNMENT, check_tensor
 from toolkit.kernels.early import await_previous, let_next_begin
@@ -74,8 +75,10 @@ class RmsNorm(Kernel):
 
     Inputs: x [T, hidden], weight [hidden] fp32, and for some forms residual [T, hidden], post_weight [hidden] fp32 and scalar
     [1]. Results, if the form has them: out and residual [T, hidden]; codes int8 [T, hidden] (four per 32-bit word), scales and
-    sums fp32 [T, hidden / 32], where sums are scales times the sums of their codes. Raises ModelError for tensors with another
-    shape, dtype or device, or that are not contiguous and aligned.
+    sums fp32 [T, hidden / 32], where sums are scales times the sums of their codes. An input "ahead", of any shape and dtype,
+    is what the next launch reads: this one asks for a part of it (see `toolkit.kernels.ahead`). It is named "ahead_at_once" if
+    that need not wait for the launch before this one. Raises ModelError for tensors with another shape, dtype or device, or
+    that are not contiguous and aligned.
     """
 
     name: ClassVar[str] = "rms_norm"
@@ -142,20 +145,25 @@ class RmsNorm(Kernel):
     def launches(self, shape: Shape, config: Config, inputs: Tensors, outputs: Tensors) -> Sequence[Launch]:
         assert isinstance(shape, NormShape)
         self._check(shape, inputs, outputs)
-        x, weight = inputs["x"], inputs["weight"]
+        x, weight, at_once = inputs["x"], inputs["weight"], "ahead_at_once" in inputs
+        ahead = inputs.get("ahead_at_once", inputs.get("ahead"))
+        asked = Asked(0, 0, 0) if ahead is None else asked_of(ahead, at_once)
         arguments = {
             "x_ptr": x, "weight_ptr": weight, "post_weight_ptr": inputs.get("post_weight", weight),
             "residual_ptr": inputs.get("residual", x), "scalar_ptr": inputs.get("scalar", x),
             "out_ptr": outputs.get("out", x), "new_residual_ptr": outputs.get("residual", x),
             "codes_ptr": outputs.get("codes", x), "scales_ptr": outputs.get("scales", x), "sums_ptr": outputs.get("sums", x),
-            "eps": float(shape.eps),
+            "eps": float(shape.eps), "rows": shape.tokens,
+            "ahead_ptr": ahead, "lines": asked.lines, "stride": asked.stride,
         }  # fmt: skip
         constants = {
             "HIDDEN": shape.hidden, "BLOCK": max(GROUP, triton.next_power_of_2(shape.hidden)),
             "ADD_FIRST": shape.form == "add_norm", "NORM_ADD": shape.form.startswith("norm_add"),
             "NORM": shape.form != "norm_add", "SCALED": shape.scaled, "QUANTISED": shape.quantised,
+            "AT_ONCE": at_once, "RUN": RUN, "LINES": LINES,
         }  # fmt: skip
-        return [Launch(_norm_kernel, (shape.tokens,), arguments, constants, config.warps, config.stages, early=True)]
+        grid = (shape.tokens + asked.blocks,)
+        return [Launch(_norm_kernel, grid, arguments, constants, config.warps, config.stages, early=True)]
 
     def _check(self, shape: NormShape, inputs: Tensors, outputs: Tensors) -> None:
         dtype, rows = DTYPES[shape.dtype], (shape.tokens, shape.hidden)
@@ -163,6 +171,7 @@ class RmsNorm(Kernel):
         shapes |= dict.fromkeys(("weight", "post_weight"), ((shape.hidden,), torch.float32))
         shapes |= dict.fromkeys(("scales", "sums"), ((shape.tokens, shape.hidden // GROUP), torch.float32))
         shapes["codes"] = (rows, torch.int8)
+        shapes |= {name: (tensor.shape, tensor.dtype) for name, tensor in inputs.items() if "ahead" in name}
         for name, tensor in (*inputs.items(), *outputs.items()):
             check_tensor(self.name, name, tensor, *shapes[name], like=inputs["x"])
 
@@ -371,14 +380,21 @@ class _Maker:
 @triton.jit
 def _norm_kernel(
     x_ptr, weight_ptr, post_weight_ptr, residual_ptr, scalar_ptr, out_ptr, new_residual_ptr, codes_ptr, scales_ptr, sums_ptr,
-    eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD_FIRST: tl.constexpr, NORM_ADD: tl.constexpr, NORM: tl.constexpr,
-    SCALED: tl.constexpr, QUANTISED: tl.constexpr,
+    eps, rows, ahead_ptr, lines, stride, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD_FIRST: tl.constexpr,
+    NORM_ADD: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, QUANTISED: tl.constexpr,
+    AT_ONCE: tl.constexpr, RUN: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """One row per program. All but the sums of squares is rounded to the rows' dtype, as in the models.
+    """One row per program. Further programs ask for what is at `ahead_ptr`.
+
+    All but the sums of squares is rounded to the rows' dtype, as in the models.
 
     Weights, which no kernel writes, are loaded before the row is there.
     """
     let_next_begin()
+    if ahead_ptr is not None:  # noqa: SIM102  # known when the kernel is compiled, unlike the next one
+        if tl.program_id(0) >= rows:
+            ask_ahead(ahead_ptr, lines, stride, tl.program_id(0) - rows, AT_ONCE, RUN, LINES)
+            return
     GROUPS: tl.constexpr = BLOCK // 32
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)

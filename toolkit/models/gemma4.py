@@ -231,9 +231,9 @@ class Block(nn.Module):
 
     def forward(self, x: Residual, at: Pass, given: Tensor | None = None) -> Residual:
         """Run the layer; `given` [B, T, hidden_size_per_layer_input] is its additional input if the config has such inputs."""
-        normed, x = x.normed(self.attention_norm, self.attention.qkv.takes_quantized)
+        normed, x = x.normed(self.attention_norm, self.attention.qkv)
         x = x.add(self.attention(normed, at), self.attention_post_norm)
-        normed, x = x.normed(self.mlp_norm, self.mlp.gate_up.takes_quantized)
+        normed, x = x.normed(self.mlp_norm, self.mlp.gate_up)
         out = self.mlp(normed)
         if self.has_experts:
             out = self.dense_post_norm(out) + self.routed(x.x)

@@ -36,9 +36,9 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight, self.eps).plain
 
-    def operand(self, x: Tensor, quantize: bool) -> Operand:
-        """Return the norm as the input of products. Pass `quantize` if one of their matrices takes it quantized."""
-        return ops.rms_norm(x, self.weight, self.eps, quantize)
+    def operand(self, x: Tensor, weight: nn.Parameter | PackedMatrix) -> Operand:
+        """Return the norm as the input of the product with `weight`."""
+        return ops.rms_norm(x, self.weight, self.eps, ops.takes_quantized(weight))
 
 
 @dataclass(frozen=True)
@@ -59,15 +59,17 @@ class Residual:
         assert self.added is None
         return Residual(self.x, made, post, scalar)
 
-    def normed(self, norm: RMSNorm, quantize: bool) -> tuple[Operand, Residual]:
+    def normed(self, norm: RMSNorm, matrices: Joined | None = None) -> tuple[Operand, Residual]:
         """Add the pending output. Return the input of the next block, norm(sum), and the residual after the addition.
 
-        Pass `quantize` if a matrix of the block takes the input quantized.
+        The block multiplies the input with `matrices`, if they are given. If one of them takes it quantized, it is quantized.
         """
+        quantize = matrices is not None and matrices.takes_quantized
         if self.added is None:
-            return norm.operand(self.x, quantize), self
+            return ops.rms_norm(self.x, norm.weight, norm.eps, quantize), self
         post = None if self.post is None else self.post.weight
-        out, x = ops.add_norm(self.x, self.added, norm.weight, norm.eps, post, self.scalar, quantize)
+        ahead, divided = (None, False) if matrices is None else (matrices.read_first, matrices.divided)
+        out, x = ops.add_norm(self.x, self.added, norm.weight, norm.eps, post, self.scalar, quantize, ahead, divided)
         return out, Residual(x)
 
     def sum(self) -> Tensor:
@@ -132,6 +134,16 @@ class Joined(nn.Module):
     def takes_quantized(self) -> bool:
         """Whether one of the matrices does (see `ops.takes_quantized`)."""
         return any(ops.takes_quantized(part.weight) for part in self._modules.values() if isinstance(part, Linear))
+
+    @property
+    def divided(self) -> bool:
+        """Whether each rank has a part of the outputs."""
+        return any(cuts["weight"][0].shard.ranks > 1 for cuts in self.cuts.values())
+
+    @property
+    def read_first(self) -> Tensor | None:
+        """What a product with the first matrix reads (see `ops.read_first`)."""
+        return ops.read_first(self._part(self.groups[0]).weight)
 
     def forward(self, x: Tensor | Operand, chosen: Tensor | slice | None = None) -> tuple[Tensor, ...]:
         found: list[Tensor] = []

@@ -164,7 +164,7 @@ class CausalLM(Shown, nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """Return the fp32 logits [B, T, vocab] of hidden states [B, T, hidden]."""
         weight = self.embed.weight if self.head is None else self.head.weight
-        own = ops.matmul(self.norm.operand(x, ops.takes_quantized(weight)), weight)
+        own = ops.matmul(self.norm.operand(x, weight), weight)
         return ops.all_gather(own, self.vocab_sizes).float()
 
     def reaches(self, positions: Tensor, cache: Cache, length: int) -> dict[str, Reach]:

@@ -115,7 +115,7 @@ class SparseMLP(nn.Module):
         step = self.experts.step(x, norm, self.router.weight, self.top_k) if self.scaled else None
         if step is not None:
             return step
-        normed, x = x.normed(norm, False)
+        normed, x = x.normed(norm)
         rows = normed.plain.flatten(0, 1)
         shares, chosen = self.router(rows).softmax(-1, dtype=torch.float32).topk(self.top_k, -1)
         if self.scaled:
@@ -138,11 +138,11 @@ class Block(nn.Module):
             self.mlp = GatedMLP(config.hidden_size, evenly(config.intermediate_size, shard, "intermediate_size"))
 
     def forward(self, x: Residual, at: At | None, rope: Tensor | None = None) -> Residual:
-        normed, x = x.normed(self.attention_norm, self.attention.qkv.takes_quantized)
+        normed, x = x.normed(self.attention_norm, self.attention.qkv)
         x = x.add(self.attention(normed, at, rope))
         if hasattr(self, "moe"):
             return self.moe(x, self.mlp_norm)  # type: ignore[no-any-return]
-        normed, x = x.normed(self.mlp_norm, self.mlp.gate_up.takes_quantized)
+        normed, x = x.normed(self.mlp_norm, self.mlp.gate_up)
         return x.add(self.mlp(normed))
 
 

@@ -171,7 +171,7 @@ class SparseMLP(nn.Module):
         step = self.experts.step(x, norm, self.gates.whole(), self.top_k, self.shared)
         if step is not None:
             return step
-        normed, x = x.normed(norm, False)
+        normed, x = x.normed(norm)
         rows = normed.plain.flatten(0, 1)
         scores, gate = self.gates(rows)
         shares, chosen = scores.softmax(-1, dtype=torch.float32).topk(self.top_k, -1)
@@ -198,14 +198,14 @@ class Block(nn.Module):
 
     def forward(self, x: Residual, at: At | None, rope: Tensor | None = None) -> Residual:
         if hasattr(self, "delta"):
-            normed, x = x.normed(self.mixer_norm, self.delta.inputs.takes_quantized)
+            normed, x = x.normed(self.mixer_norm, self.delta.inputs)
             x = x.add(self.delta(normed, at))
         else:
-            normed, x = x.normed(self.mixer_norm, self.attention.qkv.takes_quantized)
+            normed, x = x.normed(self.mixer_norm, self.attention.qkv)
             x = x.add(self.attention(normed, at, rope))
         if hasattr(self, "moe"):
             return self.moe(x, self.mlp_norm)  # type: ignore[no-any-return]
-        normed, x = x.normed(self.mlp_norm, self.mlp.gate_up.takes_quantized)
+        normed, x = x.normed(self.mlp_norm, self.mlp.gate_up)
         return x.add(self.mlp(normed))
 
 

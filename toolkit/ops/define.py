@@ -189,6 +189,11 @@ def call(name: str, *operands: Any) -> Any:
     return getattr(torch.ops.toolkit, name)(*plain)
 
 
+def is_launched() -> bool:
+    """Return whether operations launch their kernels now; otherwise they are traced for a package."""
+    return _compiling_for is None
+
+
 def direct(first: Tensor) -> bool:
     """Return whether operations on `first` run by their plans without PyTorch's dispatcher, because nobody observes them."""
     return not is_compiling() and not _recorders and _compiling_for is None and plans.unobserved(first)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from toolkit.gpu.virtual.effects.effect import Effect, nbytes
 from toolkit.gpu.virtual.effects.operations import rule
-from toolkit.ops.define import Problem, aligned, call, define, dtype_name, launches, on_gpu
-from toolkit.ops.products import Operand, quantizes
+from toolkit.ops.define import Problem, aligned, call, define, dtype_name, is_launched, launches, on_gpu
+from toolkit.ops.products import Operand, few_rows, quantizes
 from toolkit.weights.packed import ACTIVATIONS_PER_SCALE, quantize_activations
 
 
@@ -27,13 +27,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, quantize: bool = False) -> O
 
 def add_norm(
     residual: Tensor, x: Tensor, weight: Tensor, eps: float, post_weight: Tensor | None = None, scalar: Tensor | None = None,
-    quantize: bool = False,
+    quantize: bool = False, ahead: Tensor | None = None, of_ranks: bool = False,
 ) -> tuple[Operand, Tensor]:  # fmt: skip
     """Return (norm(sum), sum), [..., hidden]: sum = residual + x, or with `post_weight` (residual + post_norm(x)) * scalar.
 
-    `quantize` as in `rms_norm`.
+    `quantize` as in `rms_norm`. `ahead` is a tensor that is read next and that no launch writes, such as the codes of a matrix.
+    Where steps get faster, that is with two norms and if x is a sum over ranks (`of_ranks`), the launch also asks for a part of
+    it to be loaded into the L2 cache (see `toolkit.kernels.ahead`). No result depends on it.
     """
-    normed, total, *quantized = _norm(x, weight, eps, residual, post_weight, scalar, quantize=quantize)
+    if not (of_ranks or post_weight is not None) or not few_rows(x) or not is_launched():
+        ahead = None
+    found = _norm(x, weight, eps, residual, post_weight, scalar, quantize=quantize, ahead=ahead, at_once=of_ranks)
+    normed, total, *quantized = found
     return Operand(normed, tuple(quantized)), total
 
 
@@ -44,18 +49,20 @@ def norm_add(residual: Tensor, x: Tensor, post_weight: Tensor, eps: float, scala
 
 def _norm(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, post_weight: Tensor | None = None,
-    scalar: Tensor | None = None, normed: bool = True, quantize: bool = False,
+    scalar: Tensor | None = None, normed: bool = True, quantize: bool = False, ahead: Tensor | None = None,
+    at_once: bool = False,
 ) -> Sequence[Tensor]:  # fmt: skip
     if not x.numel() or not on_gpu(x, weight, residual, post_weight, scalar):
         return _norm_reference(x, weight, eps, residual, post_weight, scalar, normed, False)
     residual = None if residual is None else aligned(residual)
     quantize = quantize and quantizes(x)
-    return call("rms_norm", aligned(x), weight, eps, residual, post_weight, scalar, normed, quantize)  # type: ignore[no-any-return]
+    given = (aligned(x), weight, eps, residual, post_weight, scalar, normed, quantize, ahead, at_once)
+    return call("rms_norm", *given)  # type: ignore[no-any-return]
 
 
 def _norm_reference(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, post_weight: Tensor | None, scalar: Tensor | None,
-    normed: bool, quantize: bool,
+    normed: bool, quantize: bool, ahead: Tensor | None = None, at_once: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     if residual is not None:
         x = residual + (x if post_weight is None else F.rms_norm(x.float(), x.shape[-1:], post_weight, eps).to(x.dtype))
@@ -67,7 +74,7 @@ def _norm_reference(
 
 def _norm_shape(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, post_weight: Tensor | None, scalar: Tensor | None,
-    normed: bool, quantize: bool,
+    normed: bool, quantize: bool, ahead: Tensor | None = None, at_once: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     found = [torch.empty_like(x) for _ in range(normed + (residual is not None))]
     if quantize:
@@ -78,22 +85,24 @@ def _norm_shape(
 
 def _norm_problem(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, post_weight: Tensor | None, scalar: Tensor | None,
-    normed: bool, quantize: bool,
+    normed: bool, quantize: bool, ahead: Tensor | None = None, at_once: bool = False,
 ) -> Problem:  # fmt: skip
     from toolkit.kernels.norms_rope import RMS_NORM, NormShape
 
     form = "norm" if residual is None else "add_norm" if post_weight is None else "norm_add_norm" if normed else "norm_add"
-    given = {"x": x, "weight": weight, "residual": residual, "scalar": scalar}
+    given = {"x": x, "weight": weight, "residual": residual, "scalar": scalar, "ahead": ahead}
     given |= {"post_weight": post_weight} if form == "norm_add_norm" else {}
     hidden = x.shape[-1]
     inputs = {name: t.view(-1, hidden) if name in ("x", "residual") else t for name, t in given.items() if t is not None}
     shape = NormShape(x.numel() // hidden, hidden, form, scalar is not None, quantize, dtype_name(x.dtype), repr(eps))
+    if ahead is not None and at_once:
+        inputs["ahead_at_once"] = inputs.pop("ahead")
     return RMS_NORM, shape, inputs
 
 
 define(
     "rms_norm(Tensor x, Tensor weight, float eps, Tensor? residual, Tensor? post_weight, Tensor? scalar, bool normed, "
-    "bool quantize) -> Tensor[]",
+    "bool quantize, Tensor? ahead=None, bool at_once=False) -> Tensor[]",
     _norm_reference, _norm_shape, _norm_problem,
     lambda outputs, x: [t.view(*x.shape[:-1], t.shape[-1]) for t in outputs.values()],
 )  # fmt: skip

@@ -38,15 +38,24 @@ class Operand:
     quantized: tuple[Tensor, ...] = ()
 
 
+def few_rows(x: Tensor) -> bool:
+    """Return whether products of x [..., k] are those of decoding, whose time is that of reading the matrix."""
+    return 0 < x.numel() <= DECODED * x.shape[-1]
+
+
 def quantizes(x: Tensor) -> bool:
     """Return whether packed products quantize an input like x [..., k] on a GPU to 8 bits."""
-    few = 0 < x.numel() <= DECODED * x.shape[-1]
-    return few and x.dtype == torch.bfloat16 and x.shape[-1] % ACTIVATIONS_PER_SCALE == 0
+    return few_rows(x) and x.dtype == torch.bfloat16 and x.shape[-1] % ACTIVATIONS_PER_SCALE == 0
 
 
 def takes_quantized(weight: Tensor | PackedMatrix) -> bool:
     """Return whether products with `weight` use an `Operand` in 8 bits."""
     return isinstance(weight, PackedMatrix)
+
+
+def read_first(weight: Tensor | PackedMatrix) -> Tensor | None:
+    """Return the largest tensor that a product with `weight` reads, for `ahead` of `add_norm`; None if it is not packed."""
+    return weight.operand()[0] if isinstance(weight, PackedMatrix) else None  # its codes
 
 
 def matmul(x: Tensor | Operand, weight: Tensor | PackedMatrix, activation: str = "none") -> Tensor:

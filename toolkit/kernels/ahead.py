@@ -1,0 +1,66 @@
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-incomplete-defs, allow-untyped-decorators
+"""Ask for a part of the next matrix while a launch keeps only a few multiprocessors busy.
+
+A norm before a product takes 2 to 4 µs, in which the memory of the GPU could deliver 10 MB. So the launch of the norm gets more
+blocks. They wait for the launch before the norm, as the norm does, and then ask for lines of the matrix to be loaded into the
+L2 cache (PTX prefetch.global.L2). Nobody waits for these lines, and no result depends on them. `docs/guides/kernels.md` has
+measurements.
+
+Three things matter (measured on H100s). Blocks that ask while the launch before the norm still reads gain nothing, because they
+delay its last blocks. After a sum over ranks they may ask at once: that launch begins when the product is complete. The lines
+are spread over the whole matrix, so that the product reads them from the cache while it reads those between them from memory;
+next to each other, they gain half as much. The bulk instruction (cp.async.bulk.prefetch.L2) is not used: it made a layer of
+Gemma 4 31B 4 µs slower, even for 400 KB, perhaps because a block ends only after the lines have arrived.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.target_info import cuda_capability_geq
+
+from toolkit.core.units import MiB
+from toolkit.kernels.early import INTERPRETED, await_previous
+
+LINE = 128  # bytes that an instruction asks for
+RUN = 16  # lines next to each other
+LINES = 512  # that a block asks for
+SHARE, SHARE_AT_ONCE = 5, 3  # at most a fifth of the matrix, or a third
+MOST_BYTES = 24 * MiB  # at most: half of the L2 cache of an H100 or H200
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a launch asks for: of each `stride` runs of lines of a tensor with `lines` lines, one; with `blocks` blocks."""
+
+    lines: int
+    stride: int
+    blocks: int
+
+
+def asked_of(tensor: Tensor, at_once: bool) -> Asked:
+    """Return what to ask for of a contiguous tensor."""
+    stride = max(SHARE_AT_ONCE if at_once else SHARE, -(-tensor.nbytes // MOST_BYTES))
+    return Asked(tensor.nbytes // LINE, stride, -(-tensor.nbytes // (stride * LINES * LINE)))
+
+
+@triton.jit
+def lines_of(block, stride, RUN: tl.constexpr, LINES: tl.constexpr):
+    """Return the numbers of the lines that a block asks for: of each `stride` runs of RUN lines, those of the first."""
+    i = block * LINES + tl.arange(0, LINES)
+    return i // RUN * (stride * RUN) + i % RUN
+
+
+@triton.jit
+def ask_ahead(tensor_ptr, lines, stride, block, AT_ONCE: tl.constexpr, RUN: tl.constexpr, LINES: tl.constexpr):
+    """Ask for the lines of one block. `tensor_ptr` points to `lines` lines of 128 bytes."""
+    if not AT_ONCE:
+        await_previous()
+    line = lines_of(block, stride, RUN, LINES)
+    if not INTERPRETED and cuda_capability_geq(9, 0):
+        address = tensor_ptr.to(tl.int64) + line.to(tl.int64) * 128
+        ask: tl.constexpr = "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }"
+        tl.inline_asm_elementwise(ask, "=r,l,r", [address, (line < lines).to(tl.int32)], tl.int32, is_pure=False, pack=1)
