@@ -82,9 +82,15 @@ def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'toolkit' has no attribute {name!r}")
     path, _, attribute = _PUBLIC[name].partition(":")
-    module = importlib.import_module(path)
+    module = _lab(path) if name == "Lab" else importlib.import_module(path)
     value = globals()[name] = getattr(module, attribute) if attribute else module
     return value
+
+
+def _lab(path: str) -> Any:
+    from toolkit.core.display import import_ui
+
+    return import_ui(path, "tk.Lab")
 
 
 def __dir__() -> list[str]:

@@ -135,3 +135,18 @@ def test_needs_no_front_end_package(tmp_path: Path) -> None:
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     assert (tmp_path / "a.html").stat().st_size > 10_000
+
+
+def test_without_their_packages_timelines_and_the_lab_say_what_to_install() -> None:
+    code = (
+        "import sys\n"
+        "for name in ('IPython', 'ipywidgets', 'anywidget'): sys.modules[name] = None\n"
+        "import toolkit as tk\n"
+        "trace = tk.open_trace('h200/qwen3/roundtrip')\n"
+        "for work in (trace.timeline, lambda: tk.Lab()):\n"
+        "    try: work()\n"
+        "    except tk.ToolkitError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    do = "is not installed. Install the packages for notebooks: pip install 'decode-toolkit[lab]'"
+    assert done.stdout.splitlines() == [f"the timeline of a Trace: anywidget {do}", f"tk.Lab: ipywidgets {do}"]

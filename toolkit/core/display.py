@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from toolkit.core.errors import ToolkitError
+
 _renderers: dict[tuple[str, str], str] = {}  # (type, view) -> "module:function"
 
 
@@ -23,12 +25,25 @@ def register(type_name: str, view: str, renderer: str) -> None:
 def render(view: str, shown: Any, *arguments: Any, **options: Any) -> Any:
     """Draw `shown` in `view` ("html", "text", "page", "timeline") with the renderer of its type, and return the result.
 
-    Further arguments are passed on to the renderer. Raises LookupError if no renderer is registered.
+    Further arguments are passed on to the renderer. Raises LookupError if no renderer is registered, and ToolkitError if a
+    package that the renderer imports is not installed.
     """
     importlib.import_module("toolkit.ui.renderers")
     for kind in type(shown).__mro__:
         renderer = _renderers.get((f"{kind.__module__}.{kind.__qualname__}", view))
         if renderer is not None:
             module, _, function = renderer.partition(":")
-            return getattr(importlib.import_module(module), function)(shown, *arguments, **options)
+            found = import_ui(module, f"the {view} of a {kind.__name__}")
+            return getattr(found, function)(shown, *arguments, **options)
     raise LookupError(f"no renderer is registered for the view {view!r} of a {type(shown).__name__}")
+
+
+def import_ui(module: str, asked: str) -> Any:
+    """Import a module of `toolkit.ui`. Raises ToolkitError if a package that it imports is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "toolkit":
+            raise
+        do = "Install the packages for notebooks: pip install 'decode-toolkit[lab]'"
+        raise ToolkitError(asked, f"{error.name} is not installed", do) from error

@@ -108,5 +108,5 @@ def _bar(reporter: Reporter) -> Any:
     """Return the bar that a notebook shows, or None without ipywidgets."""
     try:
         return render("progress", reporter)
-    except ImportError:
+    except (ImportError, ToolkitError):
         return None
