@@ -434,18 +434,14 @@ def snapshot_figures() -> dict[str, str]:
 
 def export_figures() -> dict[str, str]:
     """Return the figures of exports that the guide's prose gives."""
-    gemma, small, qwen, _ = (made.get("package", {}) for made in record("h200_export")["exports"])
-    overlapped = {"gemma_ms": gemma, "gemma_int4_ms": small}
-    figures = {name: f"{made['strategies']['double-buffered']['ms_per_step']:.1f}" for name, made in overlapped.items()}
-    models = [one["model_ms_per_step"] for made in (gemma, small, qwen) for one in made["strategies"].values()]
+    gemma, _, qwen, _ = (made.get("package", {}) for made in record("h200_export")["exports"])
     runs = [made["exports"] for made in record("h200_export")["exports"]]
     hosts = [made[0] for made in runs]
     traced = [
         max(phase["host_peak_bytes"] for run in made for phase in run["phases"] if phase["phase"] == "trace")
         for made in (runs[0], runs[2])
     ]
-    return figures | {
-        "models_ms": span(models), "qwen_ms": span((one["ms_per_step"] for one in qwen["strategies"].values()), 1),
+    return {
         "gemma_load": f"{gemma['load_s']:.0f}", "qwen_load": f"{qwen['load_s']:.0f}",
         "qwen_another": str(qwen["strategies"]["roundtrip"]["tokens_until_another"] + 1),
         "qwen_off": f"{100 * qwen['likeness']['package']['off']:.0f} %",
