@@ -25,6 +25,7 @@ from toolkit.bench.published import CLAIMS, EXECUTORCH_20286, LLAMA_CPP, LLAMA_C
 from toolkit.core.units import bandwidth_text, bytes_text
 from toolkit.decode.loop import AHEAD
 from toolkit.kernels.kv_codes import KV_SCHEMES
+from toolkit.models.shapes import SHAPES
 from toolkit.trace.shipped import shipped_names
 from toolkit.ui.figures.kernel_table import kernel_table, step_times
 
@@ -526,6 +527,7 @@ def substitutions() -> dict[str, Any]:
         "table_kernels": kernels(), "codes": quantized_caches(), "table_loads": loads(), "table_exports": exports(),
         "table_package_steps": package_steps(),
         "table_memory_cost": memory_cost(), "table_strategies": strategies(), "table_gpus": gpus(),
+        "random_models": ", ".join(f"`{name}`" for name in SHAPES),
         "table_packages": packages(), "table_strategy_fields": strategy_fields(), "ahead": str(AHEAD),
         "memory": memory_figures(), "captured": captured_steps(),
         "table_speeds": speeds(), "table_prefills": prefills(), "table_steps": step_breakdowns(), "table_traces": traces(),

@@ -1,4 +1,4 @@
-"""Tests of the copies and the memory of `train.py`. They need no GPU: `pip install decode-toolkit pytest`, then `pytest`."""
+"""Tests of the copies and the memory of `train.py`. They need no GPU. Install the toolkit and pytest, and run `pytest`."""
 
 from __future__ import annotations
 

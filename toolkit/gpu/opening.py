@@ -27,7 +27,7 @@ def open_device(device: Device | str | torch.device = "auto") -> Device:
     """Return the device called `device`: "cuda", "cuda:1", "cpu", "virtual:rtx-5090", "virtual:8GiB", or "auto".
 
     "cuda" is the first CUDA GPU, or that of this process among those that torchrun started on this machine (LOCAL_RANK), unless
-    each process sees a single GPU.
+    each process sees a single GPU. "virtual:8GiB" is a virtual H200 with that much memory; any size from 1 MiB on is possible.
     "auto" is "cuda" if there is a CUDA GPU, otherwise "virtual:h200". A `Device` is returned as it is. Raises DeviceError
     if the device does not exist, and UnknownNameError, which suggests the nearest name, if the name is unknown.
     """
