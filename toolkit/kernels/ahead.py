@@ -1,16 +1,16 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-incomplete-defs, allow-untyped-decorators
-"""Ask for a part of the next matrix while a launch keeps only a few multiprocessors busy.
+"""Ask for a part of the next matrix while a launch keeps only one multiprocessor busy.
 
-A norm before a product takes 2 to 4 µs, in which the memory of the GPU could deliver 10 MB. So the launch of the norm gets more
-blocks. They wait for the launch before the norm, as the norm does, and then ask for lines of the matrix to be loaded into the
-L2 cache (PTX prefetch.global.L2). Nobody waits for these lines, and no result depends on them. `docs/guides/kernels.md` has
+Two norms in one launch before a product take 3 to 4 µs, in which the memory of the GPU could deliver 10 MB. So the launch gets
+more blocks. They wait for the launch before it, as the norms do, and then ask for lines of the matrix to be loaded into the L2
+cache (PTX prefetch.global.L2). Nobody waits for these lines, and no result depends on them. `docs/guides/kernels.md` has
 measurements.
 
-Three things matter (measured on H100s). Blocks that ask while the launch before the norm still reads gain nothing, because they
-delay its last blocks. After a sum over ranks they may ask at once: that launch begins when the product is complete. The lines
-are spread over the whole matrix, so that the product reads them from the cache while it reads those between them from memory;
-next to each other, they gain half as much. The bulk instruction (cp.async.bulk.prefetch.L2) is not used: it made a layer of
-Gemma 4 31B 4 µs slower, even for 400 KB, perhaps because a block ends only after the lines have arrived.
+Three things matter (measured on an H100). Blocks that ask while the launch before the norms still reads gain nothing, because
+they delay its last blocks. The lines are spread over the whole matrix, so that the product reads them from the cache while it
+reads those between them from memory; next to each other, they gain half as much. The bulk instruction
+(cp.async.bulk.prefetch.L2) is not used: it made a layer of Gemma 4 31B 4 µs slower, even for 400 KB, perhaps because a block
+ends only after the lines have arrived.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from toolkit.kernels.early import INTERPRETED, await_previous
 LINE = 128  # bytes that an instruction asks for
 RUN = 16  # lines next to each other
 LINES = 512  # that a block asks for
-SHARE, SHARE_AT_ONCE = 5, 3  # at most a fifth of the matrix, or a third
+SHARE = 5  # at most a fifth of the matrix
 MOST_BYTES = 24 * MiB  # at most: half of the L2 cache of an H100 or H200
 
 
@@ -41,9 +41,9 @@ class Asked:
     blocks: int
 
 
-def asked_of(tensor: Tensor, at_once: bool) -> Asked:
+def asked_of(tensor: Tensor) -> Asked:
     """Return what to ask for of a contiguous tensor."""
-    stride = max(SHARE_AT_ONCE if at_once else SHARE, -(-tensor.nbytes // MOST_BYTES))
+    stride = max(SHARE, -(-tensor.nbytes // MOST_BYTES))
     return Asked(tensor.nbytes // LINE, stride, -(-tensor.nbytes // (stride * LINES * LINE)))
 
 
@@ -55,10 +55,9 @@ def lines_of(block, stride, RUN: tl.constexpr, LINES: tl.constexpr):
 
 
 @triton.jit
-def ask_ahead(tensor_ptr, lines, stride, block, AT_ONCE: tl.constexpr, RUN: tl.constexpr, LINES: tl.constexpr):
+def ask_ahead(tensor_ptr, lines, stride, block, RUN: tl.constexpr, LINES: tl.constexpr):
     """Ask for the lines of one block. `tensor_ptr` points to `lines` lines of 128 bytes."""
-    if not AT_ONCE:
-        await_previous()
+    await_previous()
     line = lines_of(block, stride, RUN, LINES)
     if not INTERPRETED and cuda_capability_geq(9, 0):
         address = tensor_ptr.to(tl.int64) + line.to(tl.int64) * 128

@@ -76,9 +76,8 @@ class RmsNorm(Kernel):
     Inputs: x [T, hidden], weight [hidden] fp32, and for some forms residual [T, hidden], post_weight [hidden] fp32 and scalar
     [1]. Results, if the form has them: out and residual [T, hidden]; codes int8 [T, hidden] (four per 32-bit word), scales and
     sums fp32 [T, hidden / 32], where sums are scales times the sums of their codes. An input "ahead", of any shape and dtype,
-    is what the next launch reads: this one asks for a part of it (see `toolkit.kernels.ahead`). It is named "ahead_at_once" if
-    that need not wait for the launch before this one. Raises ModelError for tensors with another shape, dtype or device, or
-    that are not contiguous and aligned.
+    is what the next launch reads: this one asks for a part of it (see `toolkit.kernels.ahead`). Raises ModelError for tensors
+    with another shape, dtype or device, or that are not contiguous and aligned.
     """
 
     name: ClassVar[str] = "rms_norm"
@@ -145,9 +144,8 @@ class RmsNorm(Kernel):
     def launches(self, shape: Shape, config: Config, inputs: Tensors, outputs: Tensors) -> Sequence[Launch]:
         assert isinstance(shape, NormShape)
         self._check(shape, inputs, outputs)
-        x, weight, at_once = inputs["x"], inputs["weight"], "ahead_at_once" in inputs
-        ahead = inputs.get("ahead_at_once", inputs.get("ahead"))
-        asked = Asked(0, 0, 0) if ahead is None else asked_of(ahead, at_once)
+        x, weight, ahead = inputs["x"], inputs["weight"], inputs.get("ahead")
+        asked = Asked(0, 0, 0) if ahead is None else asked_of(ahead)
         arguments = {
             "x_ptr": x, "weight_ptr": weight, "post_weight_ptr": inputs.get("post_weight", weight),
             "residual_ptr": inputs.get("residual", x), "scalar_ptr": inputs.get("scalar", x),
@@ -160,7 +158,7 @@ class RmsNorm(Kernel):
             "HIDDEN": shape.hidden, "BLOCK": max(GROUP, triton.next_power_of_2(shape.hidden)),
             "ADD_FIRST": shape.form == "add_norm", "NORM_ADD": shape.form.startswith("norm_add"),
             "NORM": shape.form != "norm_add", "SCALED": shape.scaled, "QUANTISED": shape.quantised,
-            "AT_ONCE": at_once, "RUN": RUN, "LINES": LINES,
+            "RUN": RUN, "LINES": LINES,
         }  # fmt: skip
         grid = (shape.tokens + asked.blocks,)
         return [Launch(_norm_kernel, grid, arguments, constants, config.warps, config.stages, early=True)]
@@ -171,7 +169,7 @@ class RmsNorm(Kernel):
         shapes |= dict.fromkeys(("weight", "post_weight"), ((shape.hidden,), torch.float32))
         shapes |= dict.fromkeys(("scales", "sums"), ((shape.tokens, shape.hidden // GROUP), torch.float32))
         shapes["codes"] = (rows, torch.int8)
-        shapes |= {name: (tensor.shape, tensor.dtype) for name, tensor in inputs.items() if "ahead" in name}
+        shapes |= {name: (tensor.shape, tensor.dtype) for name, tensor in inputs.items() if name == "ahead"}
         for name, tensor in (*inputs.items(), *outputs.items()):
             check_tensor(self.name, name, tensor, *shapes[name], like=inputs["x"])
 
@@ -382,7 +380,7 @@ def _norm_kernel(
     x_ptr, weight_ptr, post_weight_ptr, residual_ptr, scalar_ptr, out_ptr, new_residual_ptr, codes_ptr, scales_ptr, sums_ptr,
     eps, rows, ahead_ptr, lines, stride, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD_FIRST: tl.constexpr,
     NORM_ADD: tl.constexpr, NORM: tl.constexpr, SCALED: tl.constexpr, QUANTISED: tl.constexpr,
-    AT_ONCE: tl.constexpr, RUN: tl.constexpr, LINES: tl.constexpr,
+    RUN: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """One row per program. Further programs ask for what is at `ahead_ptr`.
 
@@ -393,7 +391,7 @@ def _norm_kernel(
     let_next_begin()
     if ahead_ptr is not None:  # noqa: SIM102  # known when the kernel is compiled, unlike the next one
         if tl.program_id(0) >= rows:
-            ask_ahead(ahead_ptr, lines, stride, tl.program_id(0) - rows, AT_ONCE, RUN, LINES)
+            ask_ahead(ahead_ptr, lines, stride, tl.program_id(0) - rows, RUN, LINES)
             return
     GROUPS: tl.constexpr = BLOCK // 32
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty

@@ -68,8 +68,8 @@ class Residual:
         if self.added is None:
             return ops.rms_norm(self.x, norm.weight, norm.eps, quantize), self
         post = None if self.post is None else self.post.weight
-        ahead, divided = (None, False) if matrices is None else (matrices.read_first, matrices.divided)
-        out, x = ops.add_norm(self.x, self.added, norm.weight, norm.eps, post, self.scalar, quantize, ahead, divided)
+        ahead = None if matrices is None else matrices.read_first
+        out, x = ops.add_norm(self.x, self.added, norm.weight, norm.eps, post, self.scalar, quantize, ahead)
         return out, Residual(x)
 
     def sum(self) -> Tensor:
@@ -134,11 +134,6 @@ class Joined(nn.Module):
     def takes_quantized(self) -> bool:
         """Whether one of the matrices does (see `ops.takes_quantized`)."""
         return any(ops.takes_quantized(part.weight) for part in self._modules.values() if isinstance(part, Linear))
-
-    @property
-    def divided(self) -> bool:
-        """Whether each rank has a part of the outputs."""
-        return any(cuts["weight"][0].shard.ranks > 1 for cuts in self.cuts.values())
 
     @property
     def read_first(self) -> Tensor | None:

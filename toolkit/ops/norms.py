@@ -27,18 +27,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, quantize: bool = False) -> O
 
 def add_norm(
     residual: Tensor, x: Tensor, weight: Tensor, eps: float, post_weight: Tensor | None = None, scalar: Tensor | None = None,
-    quantize: bool = False, ahead: Tensor | None = None, of_ranks: bool = False,
+    quantize: bool = False, ahead: Tensor | None = None,
 ) -> tuple[Operand, Tensor]:  # fmt: skip
     """Return (norm(sum), sum), [..., hidden]: sum = residual + x, or with `post_weight` (residual + post_norm(x)) * scalar.
 
     `quantize` as in `rms_norm`. `ahead` is a tensor that is read next and that no launch writes, such as the codes of a matrix.
-    Where steps get faster, that is with two norms and if x is a sum over ranks (`of_ranks`), the launch also asks for a part of
-    it to be loaded into the L2 cache (see `toolkit.kernels.ahead`). No result depends on it.
+    With two norms, which take twice as long, the launch of a decode step also asks for a part of it to be loaded into the L2
+    cache (see `toolkit.kernels.ahead`). No result depends on it.
     """
-    if not (of_ranks or post_weight is not None) or not few_rows(x) or not is_launched():
+    if post_weight is None or not few_rows(x) or not is_launched():
         ahead = None
-    found = _norm(x, weight, eps, residual, post_weight, scalar, quantize=quantize, ahead=ahead, at_once=of_ranks)
-    normed, total, *quantized = found
+    normed, total, *quantized = _norm(x, weight, eps, residual, post_weight, scalar, quantize=quantize, ahead=ahead)
     return Operand(normed, tuple(quantized)), total
 
 
@@ -50,19 +49,18 @@ def norm_add(residual: Tensor, x: Tensor, post_weight: Tensor, eps: float, scala
 def _norm(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, post_weight: Tensor | None = None,
     scalar: Tensor | None = None, normed: bool = True, quantize: bool = False, ahead: Tensor | None = None,
-    at_once: bool = False,
 ) -> Sequence[Tensor]:  # fmt: skip
     if not x.numel() or not on_gpu(x, weight, residual, post_weight, scalar):
         return _norm_reference(x, weight, eps, residual, post_weight, scalar, normed, False)
     residual = None if residual is None else aligned(residual)
     quantize = quantize and quantizes(x)
-    given = (aligned(x), weight, eps, residual, post_weight, scalar, normed, quantize, ahead, at_once)
+    given = (aligned(x), weight, eps, residual, post_weight, scalar, normed, quantize, ahead)
     return call("rms_norm", *given)  # type: ignore[no-any-return]
 
 
 def _norm_reference(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, post_weight: Tensor | None, scalar: Tensor | None,
-    normed: bool, quantize: bool, ahead: Tensor | None = None, at_once: bool = False,
+    normed: bool, quantize: bool, ahead: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
     if residual is not None:
         x = residual + (x if post_weight is None else F.rms_norm(x.float(), x.shape[-1:], post_weight, eps).to(x.dtype))
@@ -74,7 +72,7 @@ def _norm_reference(
 
 def _norm_shape(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, post_weight: Tensor | None, scalar: Tensor | None,
-    normed: bool, quantize: bool, ahead: Tensor | None = None, at_once: bool = False,
+    normed: bool, quantize: bool, ahead: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
     found = [torch.empty_like(x) for _ in range(normed + (residual is not None))]
     if quantize:
@@ -85,7 +83,7 @@ def _norm_shape(
 
 def _norm_problem(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, post_weight: Tensor | None, scalar: Tensor | None,
-    normed: bool, quantize: bool, ahead: Tensor | None = None, at_once: bool = False,
+    normed: bool, quantize: bool, ahead: Tensor | None = None,
 ) -> Problem:  # fmt: skip
     from toolkit.kernels.norms_rope import RMS_NORM, NormShape
 
@@ -95,14 +93,12 @@ def _norm_problem(
     hidden = x.shape[-1]
     inputs = {name: t.view(-1, hidden) if name in ("x", "residual") else t for name, t in given.items() if t is not None}
     shape = NormShape(x.numel() // hidden, hidden, form, scalar is not None, quantize, dtype_name(x.dtype), repr(eps))
-    if ahead is not None and at_once:
-        inputs["ahead_at_once"] = inputs.pop("ahead")
     return RMS_NORM, shape, inputs
 
 
 define(
     "rms_norm(Tensor x, Tensor weight, float eps, Tensor? residual, Tensor? post_weight, Tensor? scalar, bool normed, "
-    "bool quantize, Tensor? ahead=None, bool at_once=False) -> Tensor[]",
+    "bool quantize, Tensor? ahead=None) -> Tensor[]",
     _norm_reference, _norm_shape, _norm_problem,
     lambda outputs, x: [t.view(*x.shape[:-1], t.shape[-1]) for t in outputs.values()],
 )  # fmt: skip
