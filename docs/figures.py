@@ -540,6 +540,9 @@ def substitutions() -> dict[str, Any]:
         "plan": plan_figures(), "snapshot": snapshot_figures(), "exports": export_figures(), "ratios": ratios,
         "waits": {"modelled": f"{1000 * waits[0]:.1f}", "measured": f"{1000 * waits[1]:.1f}"},
         "read_rate": bandwidth_text(record("h200_kernels")["read_bytes_per_s"]),
+        "read_rate_8_bits": bandwidth_text(
+            next(row["read_bytes_per_s"] for row in record("h200_kernels")["rows"] if "8 bits" in row["shape"])
+        ),
         "online": online.links(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]),
         **magics(),
         "made": {path.stem.replace(".", "_").replace("-", "_"): provenance(path.stem) for path in RESULTS.glob("*.json")},

@@ -128,7 +128,7 @@ def measure(line: Line, read_bytes_per_s: float) -> dict[str, Any]:
 def others(kernel: str, shape: Any) -> dict[str, float | str]:
     """Return times in µs of other libraries' kernels on a problem of this size, or the reason why there is no time."""
     candidates: dict[str, Callable[[], Runs]] = {}
-    if kernel == "int4_matmul" and shape.scheme == "q4_k":
+    if kernel == "int4_matmul" and shape.scheme == "q4_k" and not shape.quantised:
         candidates = {"tinygemm": lambda: tinygemm(shape.n, shape.k), "gemlite": lambda: gemlite(shape.n, shape.k)}
     if kernel == "delta_step":
         heads = (shape.key_heads, shape.value_heads, shape.key_dim)
