@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pandas as pd
@@ -369,19 +369,33 @@ def test_ranks_of_other_versions(name: str, ours: str) -> None:
         check_versions("a cluster", [versions(), versions() | {name: "0.1"}])
 
 
-def test_another_thread_may_close_the_cluster() -> None:
+def runs(cluster: Cluster) -> None:
+    cluster.run(time.sleep, 60)
+
+
+def spreads(cluster: Cluster) -> None:
+    list(cluster.spread(time.sleep, [60, 60]))
+
+
+def spreads_short_items(cluster: Cluster) -> None:
+    list(cluster.spread(time.sleep, [0.001] * 10_000))
+
+
+@pytest.mark.parametrize("works", [runs, spreads, spreads_short_items])
+def test_another_thread_may_close_the_cluster(works: Callable[[Cluster], None]) -> None:
     with tk.cluster("cpu", 1) as alone:
         threading.Timer(0.5, alone.close).start()
         with pytest.raises(RankError, match="the cluster was closed by another thread"):
-            alone.run(time.sleep, 60)
+            works(alone)
 
 
-def test_a_controller_that_is_killed_leaves_no_process() -> None:
+@pytest.mark.parametrize("works", [runs, spreads])
+def test_a_controller_that_is_killed_leaves_no_process(works: Callable[[Cluster], None]) -> None:
     before = psutil.Process().children(recursive=True)
     with tk.cluster("cpu", 1) as alone:
         started = [each for each in psutil.Process().children(recursive=True) if each not in before]
         os.kill(alone._engines._cluster.controller.process.pid, signal.SIGKILL)
         with pytest.raises(RankError, match="ipyparallel's controller has ended"):
-            alone.run(time.sleep, 60)
+            works(alone)
         assert alone.closed
     assert_ended(started)

@@ -40,6 +40,7 @@ class Engines:
         self.silent_s = silent_s
         self.folder = TemporaryFolder()
         self._stores = 0
+        self._closed = False
         self._client: Any = None
         self._cluster = ipyparallel.Cluster(
             parent=None, profile_dir=self.folder.name, cluster_id="", cluster_file="", load_profile=False,
@@ -77,9 +78,13 @@ class Engines:
             do = "Open a new cluster: tk.cluster(...)"
             raise RankError("running on several ranks", f"rank {rank} {self.how_it_ended(rank)}", do) from error
 
-    def submit_to_any(self, ranks: list[int], function: Callable[..., Any], *args: Any) -> Any:
+    def submit_to_any(self, asked: str, ranks: list[int], function: Callable[..., Any], *args: Any) -> Any:
         """Run a function of an installed module on one of the ranks that is free. Returns a future as `submit` does."""
-        return self._client.load_balanced_view([self._ids[rank] for rank in ranks]).apply_async(function, *args)
+        try:
+            return self._client.load_balanced_view([self._ids[rank] for rank in ranks]).apply_async(function, *args)
+        except RuntimeError:
+            self.check(asked)  # another thread may have closed the client
+            raise
 
     def rank_of(self, future: Any) -> int:
         """Return the rank that ran a function which has ended."""
@@ -102,8 +107,13 @@ class Engines:
     @property
     def alive(self) -> bool:
         """Whether the controller runs, without which no result arrives."""
-        controller = self._cluster.controller  # None once the cluster is closed
-        return controller is not None and bool(controller.process.is_running())
+        return not self._closed and bool(self._cluster.controller.process.is_running())
+
+    def check(self, asked: str) -> None:
+        """Raise RankError if no result will arrive."""
+        if not self.alive:
+            found = "ipyparallel's controller has ended, or the cluster was closed by another thread"
+            raise RankError(asked, found, "Open a new cluster: tk.cluster(...)")
 
     def interrupt(self, ranks: list[int]) -> None:
         """Send SIGINT to some ranks."""
@@ -126,6 +136,7 @@ class Engines:
 
     def close(self) -> None:
         """End all processes and delete their files."""
+        self._closed = True  # first, since other threads may use the client
         with suppress(Exception):
             self._cluster.signal_engines_sync(signal.SIGKILL)
         if self._client is not None:

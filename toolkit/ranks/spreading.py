@@ -31,13 +31,14 @@ class Spread:
         """Run `function(payload)` for each payload, and yield (its number, the rank, the outcome) as they end."""
         waiting = deque(range(len(payloads)))
         while waiting or self._running:
+            self._engines.check(self._asked)
             alive = self._engines.alive_ranks(self._ranks)
             if not alive:
                 raise RankError(self._asked, "all processes have ended", "Open a new cluster: tk.cluster(...)")
             while waiting and len(self._running) < len(alive):
                 with whole:
                     number = waiting.popleft()
-                    self._running[number] = self._engines.submit_to_any(alive, function, payloads[number])
+                    self._running[number] = self._engines.submit_to_any(self._asked, alive, function, payloads[number])
             for number, rank, outcome in self._ended():
                 if outcome is None:
                     waiting.appendleft(number)
@@ -46,10 +47,10 @@ class Spread:
 
     def stop(self) -> bool:
         """Interrupt what is under way. Return whether all of it has ended."""
-        if self._running:
+        if self._running and self._engines.alive:
             self._engines.interrupt(self._engines.alive_ranks(self._ranks))
         deadline = time.monotonic() + GRACE_S
-        while self._running and time.monotonic() < deadline:
+        while self._running and self._engines.alive and time.monotonic() < deadline:
             self._running = {number: future for number, future in self._running.items() if not future.ready()}
             time.sleep(POLL_S)
         return not self._running

@@ -76,9 +76,7 @@ class Tasks:
             if self._futures[rank].ready():
                 self.outcomes[rank] = self._outcome(rank)
         self._show()
-        if not self._engines.alive:
-            found = "ipyparallel's controller has ended, or the cluster was closed by another thread"
-            raise RankError("running on several ranks", found, "Open a new cluster: tk.cluster(...)")
+        self._engines.check("running on several ranks")
 
     def _outcome(self, rank: int) -> Outcome:
         try:
