@@ -389,6 +389,44 @@ def test_another_thread_may_close_the_cluster(works: Callable[[Cluster], None]) 
             works(alone)
 
 
+def test_all_ranks_may_be_killed_while_they_spread_work() -> None:
+    with tk.cluster("cpu", 2) as two:
+        threading.Timer(0.5, kill, [two.pids]).start()
+        with pytest.raises(RankError, match="all processes have ended"):
+            spreads(two)
+        assert two.closed
+
+
+def test_all_ranks_may_be_killed_before_a_run() -> None:
+    with tk.cluster("cpu", 2) as two:
+        kill(two.pids)
+        wait_for(two, [])
+        with pytest.raises(RankError, match="rank 0 was killed by signal 9"):
+            runs(two)
+        assert two.closed
+
+
+def test_a_rank_may_end_just_before_an_item_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tk.cluster("cpu", 2) as two:
+        kill(two.pids[1:])
+        wait_for(two, [0])
+        found, known = two._engines.alive_ranks, [[0, 1]]
+        monkeypatch.setattr(two._engines, "alive_ranks", lambda ranks: known.pop() if known else found(ranks))
+        assert sorted(two.spread(abs, [-1, -2])) == [(0, 1), (1, 2)]
+
+
+def kill(pids: list[int]) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def wait_for(cluster: Cluster, ranks: list[int]) -> None:
+    """Wait until the cluster knows that the processes of the other ranks have ended."""
+    deadline = time.monotonic() + SOON_S
+    while cluster._engines.alive_ranks(range(cluster.ranks)) != ranks and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
 @pytest.mark.parametrize("works", [runs, spreads])
 def test_a_controller_that_is_killed_leaves_no_process(works: Callable[[Cluster], None]) -> None:
     before = psutil.Process().children(recursive=True)

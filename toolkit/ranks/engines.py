@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ class Engines:
         self.folder = TemporaryFolder()
         self._stores = 0
         self._closed = False
+        self._gone = (IndexError, KeyError, ipyparallel.error.NoEnginesRegistered)  # what its client raises for a lost engine
         self._client: Any = None
         self._cluster = ipyparallel.Cluster(
             parent=None, profile_dir=self.folder.name, cluster_id="", cluster_file="", load_profile=False,
@@ -74,14 +75,19 @@ class Engines:
         """Run a function of an installed module on a rank. Returns a future, an AsyncResult of ipyparallel."""
         try:
             return self._client[self._ids[rank]].apply_async(function, *args)
-        except IndexError as error:
+        except self._gone as error:
             do = "Open a new cluster: tk.cluster(...)"
             raise RankError("running on several ranks", f"rank {rank} {self.how_it_ended(rank)}", do) from error
 
     def submit_to_any(self, asked: str, ranks: list[int], function: Callable[..., Any], *args: Any) -> Any:
-        """Run a function of an installed module on one of the ranks that is free. Returns a future as `submit` does."""
+        """Run a function of an installed module on one of the ranks that is free.
+
+        Returns a future as `submit` does, or None if the process of one of the ranks has ended.
+        """
         try:
             return self._client.load_balanced_view([self._ids[rank] for rank in ranks]).apply_async(function, *args)
+        except self._gone:
+            return None
         except RuntimeError:
             self.check(asked)  # another thread may have closed the client
             raise
@@ -90,9 +96,9 @@ class Engines:
         """Return the rank that ran a function which has ended."""
         return self._ids.index(future.engine_id)
 
-    def alive_ranks(self, ranks: Sequence[int]) -> list[int]:
-        """Return those of the ranks whose processes run, as far as the controller knows."""
-        alive = set(self._client.ids)
+    def alive_ranks(self, ranks: Iterable[int]) -> list[int]:
+        """Return those of the ranks whose processes run, as far as the controller knows; none once it has ended."""
+        alive = set(self._client.ids) if self.alive else set()
         return [rank for rank in ranks if self._ids[rank] in alive]
 
     def died(self, error: BaseException) -> bool:
@@ -115,9 +121,12 @@ class Engines:
             found = "ipyparallel's controller has ended, or the cluster was closed by another thread"
             raise RankError(asked, found, "Open a new cluster: tk.cluster(...)")
 
-    def interrupt(self, ranks: list[int]) -> None:
-        """Send SIGINT to some ranks."""
-        self._client.send_signal(signal.SIGINT, targets=[self._ids[rank] for rank in ranks], block=False)
+    def interrupt(self, ranks: Iterable[int]) -> None:
+        """Send SIGINT to those of the ranks whose processes run."""
+        alive = self.alive_ranks(ranks)
+        with suppress(*self._gone):  # one has ended meanwhile
+            if alive:
+                self._client.send_signal(signal.SIGINT, targets=[self._ids[rank] for rank in alive], block=False)
 
     def how_it_ended(self, rank: int) -> str:
         """Return how the process of a rank ended: "was killed by signal 9 (SIGKILL)"."""

@@ -35,10 +35,12 @@ class Spread:
             alive = self._engines.alive_ranks(self._ranks)
             if not alive:
                 raise RankError(self._asked, "all processes have ended", "Open a new cluster: tk.cluster(...)")
-            while waiting and len(self._running) < len(alive):
+            if waiting and len(self._running) < len(alive):
                 with whole:
-                    number = waiting.popleft()
-                    self._running[number] = self._engines.submit_to_any(self._asked, alive, function, payloads[number])
+                    future = self._engines.submit_to_any(self._asked, alive, function, payloads[waiting[0]])
+                    if future is not None:
+                        self._running[waiting.popleft()] = future
+                continue
             for number, rank, outcome in self._ended():
                 if outcome is None:
                     waiting.appendleft(number)
@@ -47,10 +49,10 @@ class Spread:
 
     def stop(self) -> bool:
         """Interrupt what is under way. Return whether all of it has ended."""
-        if self._running and self._engines.alive:
-            self._engines.interrupt(self._engines.alive_ranks(self._ranks))
+        if self._running:
+            self._engines.interrupt(self._ranks)
         deadline = time.monotonic() + GRACE_S
-        while self._running and self._engines.alive and time.monotonic() < deadline:
+        while self._running and self._engines.alive_ranks(self._ranks) and time.monotonic() < deadline:
             self._running = {number: future for number, future in self._running.items() if not future.ready()}
             time.sleep(POLL_S)
         return not self._running

@@ -57,7 +57,7 @@ class Tasks:
     def interrupt(self) -> None:
         """Send SIGINT to the ranks that still run, and wait for them for at most GRACE_S."""
         if self.stuck:
-            self._engines.interrupt(sorted(self.stuck))
+            self._engines.interrupt(self.stuck)
             self._wait(GRACE_S)
 
     @property
