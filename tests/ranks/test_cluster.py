@@ -135,6 +135,26 @@ def allocated() -> int:
     return open_device("vgpu").memory().allocated_bytes
 
 
+class ReadOnRanksOnly:
+    def __reduce__(self) -> Any:
+        return on_a_rank, ()
+
+
+def on_a_rank(*_: Any) -> Any:
+    if "RANK" not in os.environ:
+        raise ValueError("no rank")
+    return ReadOnRanksOnly()
+
+
+def test_a_result_that_only_the_ranks_can_read(pair: Cluster) -> None:
+    found = r"rank 0 returned what can't be read in this process \(no rank\). Return plain values and CPU tensors"
+    with pytest.raises(RankError, match=found):
+        pair.run(on_a_rank)
+    with pytest.raises(RankError, match=found.replace("rank 0", r"rank \d", 1)):
+        list(pair.spread(on_a_rank, [1]))
+    assert pair.run(allocated) == [0, 0]
+
+
 def one_never_arrives() -> None:
     while dist.get_rank() == 1:
         time.sleep(0.01)

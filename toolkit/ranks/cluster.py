@@ -123,7 +123,7 @@ class Cluster:
         asked = f"{doing} on {self.ranks} ranks"
         payload = self._pack(asked, function, args, kwargs)
         with self._busy(asked):
-            return [pickle.loads(value) for value in self._run(asked, payload, cancel)]
+            return [unpacked(asked, rank, value) for rank, value in enumerate(self._run(asked, payload, cancel))]
 
     def spread(
         self, function: Callable[..., Any], items: Iterable[Any], ranks: Sequence[int] | None = None
@@ -145,7 +145,7 @@ class Cluster:
                 for number, rank, outcome in work.outcomes(execute, payloads):
                     if outcome.failure:
                         raise error_of(asked, rank, outcome.failure)
-                    yield number, pickle.loads(outcome.value or b"")
+                    yield number, unpacked(asked, rank, outcome.value or b"")
                 complete = True
             finally:
                 if not complete:
@@ -252,6 +252,15 @@ class Cluster:
         except Exception as error:
             do = "Create the object on the ranks, inside the function, or pass plain values and CPU tensors"
             raise RankError(asked, f"the function or an argument can't be pickled ({error})", do) from error
+
+
+def unpacked(asked: str, rank: int, value: bytes) -> Any:
+    """Return what a function returned on a rank. Raises RankError if it can only be unpickled there."""
+    try:
+        return pickle.loads(value)
+    except Exception as error:
+        found = f"rank {rank} returned what can't be read in this process ({error})"
+        raise RankError(asked, found, "Return plain values and CPU tensors", rank=rank) from error
 
 
 def check_versions(asked: str, found: Sequence[Mapping[str, str]]) -> None:
