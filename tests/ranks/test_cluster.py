@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import psutil
 import pytest
@@ -201,6 +202,11 @@ def test_what_cannot_be_run(pair: Cluster) -> None:
         pair.run(print, threading.Lock())
     with pytest.raises(RankError, match="3 is not a function"):
         pair.run(3)  # type: ignore[arg-type]
+    for ranks in ([], [2], [-1], [True], ["0"], 1, "01", [0, None]):
+        with pytest.raises(RankError, match=r"ranks=.* are not ranks of the cluster. Give a list of ranks from 0 to 1"):
+            list(pair.spread(abs, [-1], ranks))  # type: ignore[arg-type]
+    for some in ({0}, range(1), np.array([0, 0]), (0, 1)):
+        assert list(pair.spread(abs, [-1], some)) == [(0, 1)]  # type: ignore[arg-type]
 
 
 def test_a_model_on_a_cluster_is_loaded_generated_from_and_compared(pair: Cluster, capsys: pytest.CaptureFixture[str]) -> None:

@@ -133,13 +133,14 @@ class Cluster:
         This is for independent work: the function must not exchange anything with other ranks. `ranks` are those that take
         part (default: all). If the process of a rank ends, its item is repeated on another one; `run` is then refused.
 
-        Raises RankError if the function raises an error, if an item ends three processes, or if all processes have ended.
+        Raises RankError if `ranks` has none of the cluster or others, if the function raises an error, if an item ends three
+        processes, or if all processes have ended.
         """
         name = getattr(function, "__name__", brief(function))
         asked = f"spreading {name} over {self.ranks} ranks"
         payloads = [self._pack(asked, function, (item,), {}) for item in items]
         with self._busy(asked):
-            work = Spread(self._engines, asked, range(self.ranks) if ranks is None else ranks)
+            work = Spread(self._engines, asked, self._chosen(asked, ranks))
             complete = False
             try:
                 for number, rank, outcome in work.outcomes(execute, payloads):
@@ -150,6 +151,16 @@ class Cluster:
             finally:
                 if not complete:
                     self._after(work)
+
+    def _chosen(self, asked: str, ranks: object) -> list[int]:
+        """Return the ranks that take part. Raises RankError unless they are ranks of this cluster."""
+        given = range(self.ranks) if ranks is None else ranks
+        found = [integer(rank, 0, self.ranks - 1) for rank in given] if isinstance(given, Iterable) else []
+        chosen = [rank for rank in dict.fromkeys(found) if rank is not None]
+        if not chosen or None in found:
+            do = f"Give a list of ranks from 0 to {self.ranks - 1}, or leave ranks out"
+            raise RankError(asked, f"ranks={brief(ranks)} are not ranks of the cluster", do)
+        return chosen
 
     @contextmanager
     def _busy(self, asked: str) -> Iterator[None]:
