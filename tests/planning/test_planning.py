@@ -178,6 +178,20 @@ def test_the_longest_context_is_the_longest():
     assert longest_context(sizes, sizes.weights, 512) is None
 
 
+@pytest.mark.parametrize("budget", ["18.4 GiB", "18.6 GiB", "18.8 GiB", "19 GiB", "20 GiB"])
+def test_the_advised_context_is_the_longest_that_fits(gemma, budget):
+    """Prompts that are shorter than a chunk need less memory than a chunk does."""
+
+    def plan(context):
+        return tk.plan(gemma, "rtx-3090", context=context, kv=None, run_budget=budget)
+
+    (problem,) = plan(131072).problems
+    longest = problem.facts["longest_context"] or 0
+    assert not plan(longest + 256).fits
+    if longest:
+        assert plan(longest).fits
+
+
 def test_sizes_are_those_of_the_allocator():
     assert allocated_bytes([1, 512, 513]) == 512 + 512 + 1024
     assert allocated_bytes([(21 << 20) + 1]) == 22 << 20  # the remainder would be less than 1 MiB, so the block isn't split

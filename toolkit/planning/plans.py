@@ -242,13 +242,17 @@ def longest_context(sizes: Sizes, memory_bytes: int, chunk: int, base: int = CON
 
     The result is the model's maximum or a multiple of 256 tokens; None if fewer than 256 tokens fit.
     """
-    room = memory_bytes - base - sizes.weights - RUN_SCRATCH - sizes.activation_bytes(chunk)
-    if sizes.state_bytes(sizes.positions) <= room:
+    room = memory_bytes - base - sizes.weights - RUN_SCRATCH
+
+    def fits(context: int) -> bool:
+        return sizes.state_bytes(context) + sizes.activation_bytes(min(chunk, context)) <= room
+
+    if fits(sizes.positions):
         return sizes.positions
     low, high = 0, sizes.positions // 256
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if sizes.state_bytes(256 * middle) <= room else (low, middle - 1)
+        low, high = (middle, high) if fits(256 * middle) else (low, middle - 1)
     return 256 * low or None
 
 
