@@ -170,7 +170,8 @@ def _export(
                 loaded = load_part(model, shard, dtype, scheme, watch.count, cancel)
         held.enter_context(_held_to(most, device))  # as late as possible, since the limit applies to the whole process
         plain, room = skeleton.to_plain(loaded), max(context, least_context(loaded))
-        package.check_disk(folder, weights.size_of(loaded) if not list(folder.glob("weights-*")) else 0)
+        there = any(path.stat().st_dev == folder.stat().st_dev for path in _reusable(loaded, folder, others))
+        package.check_disk(folder, 0 if there else weights.size_of(loaded))
         files: dict[str, dict[str, Any]] = {}
         compiled: dict[str, dict[str, str]] = {}
         shapes = _shapes_alone(loaded, plain)
@@ -261,7 +262,7 @@ def _weights(model: CausalLM, folder: Path, others: list[Path], watch: Watch) ->
     A file with the same contents, in the folder or in another package, is reused.
     """
     size = weights.size_of(model)
-    there = [p for p in [*folder.glob("weights-*.safetensors"), *others] if p.stat().st_size == size]
+    there = _reusable(model, folder, others)
     if there:
         sha256 = weights.hash_of(model, watch.bytes(size))
         name = f"weights-{sha256[:16]}.safetensors"
@@ -274,6 +275,12 @@ def _weights(model: CausalLM, folder: Path, others: list[Path], watch: Watch) ->
         name = f"weights-{sha256[:16]}.safetensors"
         os.replace(file.name, folder / name)
     return {name: {"sha256": sha256, "bytes": size}}
+
+
+def _reusable(model: CausalLM, folder: Path, others: list[Path]) -> list[Path]:
+    """Return the weights files, in the folder or in another package, that have the size of the model's."""
+    size = weights.size_of(model)
+    return [path for path in [*folder.glob("weights-*.safetensors"), *others] if path.stat().st_size == size]
 
 
 def _weights_of(share: str | os.PathLike[str]) -> list[Path]:
