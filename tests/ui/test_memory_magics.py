@@ -262,3 +262,20 @@ def test_old_sessions_are_deleted(tmp_path, monkeypatch):
     kept = sorted(path.name for path in Path(tmp_path / "memory").iterdir())
     assert len(kept) <= 21
     assert kept[0].startswith("2026-01-06")
+
+
+def test_a_session_whose_kernel_runs_is_not_deleted(tmp_path, monkeypatch):
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
+    running, ended = Session.begin(), Session.begin()
+    for session in (running, ended):
+        (session.folder / "cells.jsonl").write_text(json.dumps({}) + "\n")
+    folder = ended.folder
+    del session, ended
+    for day in range(20):
+        newer = tmp_path / "memory" / f"2999-01-{day + 1:02} 10.00.00 1"
+        newer.mkdir()
+        (newer / "cells.jsonl").write_text(json.dumps({}) + "\n")
+    begun = Session.begin()
+    assert begun.problem is None
+    assert running.folder.exists()
+    assert not folder.exists()

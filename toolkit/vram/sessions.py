@@ -19,6 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
+from filelock import FileLock, Timeout
 from msgspec import Meta
 
 from toolkit.core.callers import current_cell
@@ -31,7 +32,7 @@ from toolkit.tune.store import cache_folder
 from toolkit.vram.hidden import user_variables
 from toolkit.vram.measure import MemoryUse, Scope, open_memory
 
-KEPT_SESSIONS = 20  # older ones are deleted when a session begins
+KEPT_SESSIONS = 20  # older ones are deleted when a session begins, unless their kernels run
 _CELLS = "cells.jsonl"
 _LARGEST = 64 << 20  # bytes of that file
 _Number = Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)]
@@ -78,10 +79,11 @@ class Session:
         self.cells: list[CellUse] = []
         self.problem: str | None = None  # why cells cannot be stored; None if they can
         self.budget_bytes: int | None = None
+        self._lock = _lock_of(folder)  # held from `begin` until this session or its process ends
 
     @classmethod
     def begin(cls) -> Session:
-        """Create a session in the user's cache folder, and delete the oldest sessions."""
+        """Create a session in the user's cache folder, and delete the oldest sessions that have ended."""
         name = f"{time.strftime('%Y-%m-%d %H.%M.%S')} {os.getpid()}"
         folder = sessions_folder() / name
         for again in range(2, 100):
@@ -91,10 +93,14 @@ class Session:
         session = cls(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            session._lock.acquire()
         except OSError as error:
             session.problem = f"This session is not saved: {error}. Set TOOLKIT_CACHE to a writable folder."
         for old in list(saved_sessions())[KEPT_SESSIONS:]:
-            shutil.rmtree(old, ignore_errors=True)
+            with suppress(Timeout, OSError):
+                with _lock_of(old):
+                    pass  # no kernel writes it; the lock is released before, since Windows can't delete an open file
+                shutil.rmtree(old, ignore_errors=True)
         return session
 
     @classmethod
@@ -146,6 +152,11 @@ class Session:
         raise ToolkitError(
             f"the memory of cell {number}", "it was not measured", f"Choose one of the measured cells: {measured}"
         )
+
+
+def _lock_of(folder: Path) -> FileLock:
+    """Return the lock that the kernel which writes this session holds."""
+    return FileLock(folder / ".lock", timeout=0, thread_local=False)
 
 
 def sessions_folder() -> Path:
