@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import threading
 
+import numpy as np
 import pytest
 import torch
 from small_models import SMALL, make
@@ -196,6 +197,13 @@ def test_the_blocks_own_exception_passes(model):
     with pytest.raises(KeyError), tk.copy_budget(h2d=0):
         fail()
     assert model.device.recording is None
+
+
+def test_limits_may_be_numbers_of_numpy(model):
+    with tk.copy_budget(h2d=np.int64(0), d2h=np.int32(1)):
+        pass
+    with pytest.raises(CopyBudgetError, match="at most 0 H2D copies in the block"), tk.copy_budget(h2d=np.int64(0)):
+        torch.ones(1).to(model.device.torch)
 
 
 @pytest.mark.parametrize("outer", ["record", "copy_budget"])

@@ -10,6 +10,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -340,7 +341,7 @@ def test_short_contexts_are_traced_as_longer_ones(name, context):
 
 
 def test_a_package_of_two_tokens(model, tmp_path):
-    made = tk.export(model, tmp_path / "out", context=2, progress=False).load()
+    made = tk.export(model, tmp_path / "out", context=np.int64(2), progress=False).load()
     assert tokens(made, [5], max_new_tokens=1) == tokens(model, [5], max_new_tokens=1)
     with pytest.raises(ModelError, match="exported for contexts up to 2"):
         made.new_cache(3)

@@ -4,6 +4,7 @@ import json
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -142,6 +143,9 @@ def test_what_does_not_fit_says_what_would(gemma):
 def test_bad_input(gemma):
     with pytest.raises(tk.ToolkitError, match="this model supports 2 to"):
         tk.plan(gemma, "h200", context=1 << 20)
+    with pytest.raises(tk.ToolkitError, match="a plan for a context of True: this model supports 2 to"):
+        tk.plan(gemma, "h200", context=True)
+    assert type(tk.plan(gemma, "h200", context=np.int64(64)).context) is int
     with pytest.raises(tk.ToolkitError, match="not a number of bytes"):
         tk.plan(gemma, "h200", budget="four")
     with pytest.raises(tk.ToolkitError, match="rtx-5090"):

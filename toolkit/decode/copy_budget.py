@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from toolkit.core.errors import CopyBudgetError, DeviceError, RecorderError, ToolkitError, unknown_name
+from toolkit.core.numbers import integer
 from toolkit.core.units import bytes_text
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
@@ -54,7 +55,7 @@ def copy_budget(
 def check_budget(budget: Mapping[str, int | None], per: str) -> None:
     """Raise ToolkitError if a limit is not a number of copies, or `per` is neither "block" nor "step"."""
     for kind, limit in budget.items():
-        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 0):
+        if limit is not None and integer(limit, least=0) is None:
             raise ToolkitError(
                 f"a copy budget of {kind}={limit!r}",
                 "not a number of copies",

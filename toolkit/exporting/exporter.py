@@ -404,11 +404,11 @@ def _context(model: CausalLM, context: int | None) -> int:
     most = model.config.max_position_embeddings
     if context is None:
         return min(CONTEXT, most)
-    if type(context) is not int or not 2 <= context <= most:
-        raise ModelError(
-            f"a context of {context!r}", f"this model has positions for 2 to {most:,} tokens", "Choose a number in this range"
-        )
-    return context
+    found = integer(context, 2, most)
+    if found is None:
+        what = f"this model has positions for 2 to {most:,} tokens"
+        raise ModelError(f"a context of {brief(context)}", what, "Choose a number in this range")
+    return found
 
 
 def _target(card: Card | None) -> dict[str, Any]:

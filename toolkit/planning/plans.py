@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.core.display import render
 from toolkit.core.errors import BudgetError, ModelError, brief
+from toolkit.core.numbers import integer
 from toolkit.core.units import MiB, bytes_text
 from toolkit.core.workers import processors
 from toolkit.gpu.catalogue import CATALOGUE, GpuSpec
@@ -213,10 +214,11 @@ def plan_of(
     `prefill_chunk` is the number of prompt tokens processed at once (default: as `tk.generate`).
     """
     most = models[0].config.max_position_embeddings
-    context = min(4096, most) if context is None else context
-    if type(context) is not int or not 2 <= context <= most:
+    wanted = min(4096, most) if context is None else context
+    context = integer(wanted, 2, most)
+    if context is None:
         raise ModelError(
-            f"a plan for a context of {brief(context)}", f"this model supports 2 to {most:,} tokens", "Choose one of these"
+            f"a plan for a context of {brief(wanted)}", f"this model supports 2 to {most:,} tokens", "Choose one of these"
         )
     has = _host_bytes() if card is None else card.memory_bytes
     whole = has if run_budget is None else run_budget
