@@ -225,9 +225,12 @@ def test_a_name_that_no_folder_has(tmp_path):
 
 
 @pytest.mark.parametrize("path", [None, 5, b"x", "a\0b"])
-def test_paths_of_no_folder(path):
+def test_paths_of_no_folder(path, tmp_path):
     with pytest.raises(PackageError, match=r"an export into .*(not a path|NUL)"):
         tk.export("demo/qwen3", path)
+    for ranks in (1, 2) if path is not None else ():
+        with pytest.raises(PackageError, match=r"sharing the weights of .*(not a path|NUL)"):
+            tk.export("demo/qwen3", tmp_path / "out", share=path, tensor_parallel=ranks)
     with pytest.raises(PackageError, match=r"package .*(not a path|NUL)"):
         tk.load_exported(path)
 

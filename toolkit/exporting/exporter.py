@@ -130,21 +130,22 @@ def export(
     """
     folder = at_home(check_path(path, f"an export into {shown(path)}", PackageError))
     ranks = _ranks(model, tensor_parallel)
+    other = None if share is None else at_home(check_path(share, f"sharing the weights of {shown(share)}", PackageError))
     made = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     one = partial(_export, model, device=device, target=target, budget=budget, context=context, kv=kv, scheme=scheme,
                   dtype=dtype, progress=progress, cancel=cancel, made=made)  # fmt: skip
     if ranks == 1:
-        return one(folder, share)
+        return one(folder, other)
     package.check_parts(folder, ranks)
     parts = []
     for shard in (Shard(rank, ranks) for rank in range(ranks)):
         name = package.part_name(shard)
-        parts.append(one(folder / name, None if share is None else Path(share) / name, shard))
+        parts.append(one(folder / name, None if other is None else other / name, shard))
     return Package(folder, parts[0].manifest, ranks)
 
 
 def _export(
-    model: CausalLM | str | os.PathLike[str], folder: Path, share: str | os.PathLike[str] | None, shard: Shard = WHOLE, *,
+    model: CausalLM | str | os.PathLike[str], folder: Path, share: Path | None, shard: Shard = WHOLE, *,
     device: Device | str | None, target: str | None, budget: int | float | str | None, context: int | None, kv: str | None,
     scheme: Any, dtype: torch.dtype | str | None, progress: bool | Progress, cancel: threading.Event | None, made: str,
 ) -> Package:  # fmt: skip
@@ -283,9 +284,8 @@ def _reusable(model: CausalLM, folder: Path, others: list[Path]) -> list[Path]:
     return [path for path in [*folder.glob("weights-*.safetensors"), *others] if path.stat().st_size == size]
 
 
-def _weights_of(share: str | os.PathLike[str]) -> list[Path]:
+def _weights_of(other: Path) -> list[Path]:
     """Return the path of another package's weights file. Raises PackageError if the folder is not a package."""
-    other = at_home(check_path(share, f"sharing the weights of {shown(share)}", PackageError))
     return [other / name for name in package.read_manifest(other)[0]["files"] if name.startswith("weights-")]
 
 
