@@ -206,6 +206,13 @@ def test_what_this_process_made_is_trusted_where_the_cache_can_not_be_written(ex
     exported.load()
 
 
+def test_a_list_of_own_packages_that_is_damaged(tmp_path, monkeypatch):
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path))
+    (tmp_path / "packages-made-here").write_bytes(b"\xff\n0123\n")
+    assert folders.made_here("0123")
+    assert not folders.made_here("another")
+
+
 def test_what_can_not_be_read_is_a_clear_error(package, monkeypatch):
     def refused(*_):
         raise PermissionError(13, "Permission denied")

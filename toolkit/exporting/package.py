@@ -392,6 +392,6 @@ def remember(own: str) -> None:
 def made_here(own: str) -> bool:
     """Return whether this user made the package whose manifest has the hash `own`."""
     try:
-        return own in _made_by_this_process or own in _made_here().read_text().split()
+        return own in _made_by_this_process or own in _made_here().read_text(errors="replace").split()
     except OSError:
         return False
