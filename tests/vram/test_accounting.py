@@ -12,6 +12,7 @@ from torch import nn
 import toolkit as tk
 from tests.memory_cells import Cells
 from toolkit.core.errors import RecorderError, ToolkitError, TraceError
+from toolkit.gpu import allocation_scopes
 from toolkit.vram.measure import MemoryUse
 
 MiB = 1 << 20
@@ -219,6 +220,17 @@ def test_a_scope_that_is_used_again_measures_anew(gpu):
         large = ones(8)
     assert (first.kept_bytes, second.kept_bytes) == (MiB, 8 * MiB)
     del small, large
+
+
+def test_a_scope_in_itself_is_refused(gpu):
+    scope = tk.memory()
+    with scope as use:
+        with pytest.raises(RecorderError, match="already measures a block"), scope:
+            pass
+        x = ones(4)
+    assert use.kept_bytes == 4 * MiB
+    assert not allocation_scopes.measuring()
+    del x
 
 
 def test_a_decorated_function_that_raises_pins_nothing(gpu):

@@ -184,6 +184,9 @@ class Scope:
         self.use = MemoryUse()
 
     def __enter__(self) -> MemoryUse:
+        if getattr(self, "_begun", None) in log.scopes:
+            found, do = "this object already measures a block that has not ended", "Use another one for the inner block"
+            raise RecorderError("measuring the memory of a block", found, do)
         device = None if self._device is None else open_device(self._device)
         self.use = MemoryUse()
         begun = None
