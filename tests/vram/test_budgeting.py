@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import toolkit as tk
-from toolkit.core.errors import BudgetError, DeviceError, ToolkitError
+from toolkit.core.errors import BudgetError, DeviceError, RecorderError, ToolkitError
 
 MiB = 1 << 20
 
@@ -128,6 +128,22 @@ def test_budgets_nest_and_come_back(gpu):
         with tk.budget("64 MiB"):
             assert gpu.limit_bytes == 64 * MiB
         assert gpu.limit_bytes == 128 * MiB
+
+
+def test_a_budget_that_is_used_again_limits_again(gpu):
+    budget = tk.budget("64 MiB")
+    for _ in range(2):
+        with budget:
+            assert gpu.limit_bytes == 64 * MiB
+            with pytest.raises(RecorderError, match="already measures a block"), budget:
+                pass
+            assert gpu.limit_bytes == 64 * MiB
+        assert gpu.limit_bytes == gpu.memory().total_bytes
+    held = ones(128)
+    with pytest.raises(BudgetError, match="128 MiB are already allocated"), budget:
+        pass
+    assert gpu.limit_bytes == gpu.memory().total_bytes
+    del held
 
 
 def test_budgets_may_be_lifted_in_any_order(gpu):

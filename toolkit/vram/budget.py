@@ -31,16 +31,37 @@ _active: list[Budget] = []  # the latest one is last
 class Budget:
     """A limit of `bytes` on the allocator of `device`. It is in force until `lift`, or until the end of its `with` block.
 
-    After a `with` block the previous budget is in force again.
+    After a `with` block the previous budget is in force again. Another `with` block sets the limit again.
     """
 
     def __init__(self, device: Device, n_bytes: int) -> None:
         self.device, self.bytes = device, n_bytes
-        self._scope: Scope | None = None
+        self._scope = Scope(device)
 
     def __repr__(self) -> str:
         held = self.device.memory().allocated_bytes
         return f"Budget({bytes_text(self.bytes)} on {self.device.name}, {bytes_text(held)} allocated)"
+
+    def _set(self) -> None:
+        """Put this budget in force. Raises BudgetError if more is already allocated or if the card has less memory."""
+        gpu, n_bytes = self.device, self.bytes
+        asked = f"a budget of {bytes_text(n_bytes)} on {gpu.name}"
+        empty_cache(gpu)
+        memory = gpu.memory()
+        if 0 < memory.total_bytes < n_bytes:
+            raise BudgetError(
+                asked, f"the card has {bytes_text(memory.total_bytes)}", "Set a budget of at most this size", bytes=n_bytes
+            )
+        if memory.total_bytes and (n_bytes < memory.allocated_bytes or n_bytes < _LEAST):
+            found = f"{bytes_text(memory.allocated_bytes)} are already allocated"
+            if n_bytes < _LEAST:
+                found = f"CUDA's allocator reserves at least {bytes_text(_LEAST)} at a time"
+            least = bytes_text(max(memory.reserved_bytes, _LEAST))
+            do = f"Set a budget of at least {least}, or free memory first. Largest owners: {_largest(gpu)}{unheld.sentence()}"
+            raise BudgetError(asked, found, do, bytes=n_bytes, allocated_bytes=memory.allocated_bytes)
+        gpu.limit(n_bytes)
+        _explain_errors(True)
+        _active.append(self)
 
     def lift(self) -> None:
         """End this budget. The previous active budget is in force again; without one, the card's memory is the limit."""
@@ -51,14 +72,14 @@ class Budget:
         _explain_errors(bool(_active))
 
     def __enter__(self) -> Budget:
-        self._scope = Scope(self.device)
+        if self not in _active:
+            self._set()
         self._scope.__enter__()
         return self
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
         try:
-            if self._scope is not None:
-                self._scope.end(variables_of(sys._getframe(1)), error)
+            self._scope.end(variables_of(sys._getframe(1)), error)
         finally:
             self.lift()
 
@@ -79,25 +100,9 @@ def budget(size: int | float | str | None, device: Device | str | None = None) -
             held.lift()
         gpu.limit(None)
         return None
-    n_bytes = parse_bytes(size)
-    asked = f"a budget of {bytes_text(n_bytes)} on {gpu.name}"
-    empty_cache(gpu)
-    memory = gpu.memory()
-    if 0 < memory.total_bytes < n_bytes:
-        raise BudgetError(
-            asked, f"the card has {bytes_text(memory.total_bytes)}", "Set a budget of at most this size", bytes=n_bytes
-        )
-    if memory.total_bytes and (n_bytes < memory.allocated_bytes or n_bytes < _LEAST):
-        found = f"{bytes_text(memory.allocated_bytes)} are already allocated"
-        if n_bytes < _LEAST:
-            found = f"CUDA's allocator reserves at least {bytes_text(_LEAST)} at a time"
-        least = bytes_text(max(memory.reserved_bytes, _LEAST))
-        do = f"Set a budget of at least {least}, or free memory first. Largest owners: {_largest(gpu)}{unheld.sentence()}"
-        raise BudgetError(asked, found, do, bytes=n_bytes, allocated_bytes=memory.allocated_bytes)
-    gpu.limit(n_bytes)
-    _explain_errors(True)
-    _active.append(Budget(gpu, n_bytes))
-    return _active[-1]
+    found = Budget(gpu, parse_bytes(size))
+    found._set()
+    return found
 
 
 def _device(device: Device | str | None) -> Device:
