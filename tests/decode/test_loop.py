@@ -117,13 +117,13 @@ def test_short_generations(model, name, n):
     assert (run.tok_per_s is None) == (n == 1)
 
 
-@pytest.mark.parametrize("n", [3, 24], ids="n={}".format)
-def test_a_token_read_late_does_not_make_the_rate_look_better(n):
+@pytest.mark.parametrize("n", [3, 4, 24], ids="n={}".format)
+def test_a_token_read_late_changes_no_rate(n):
     step_ns = 1000
     in_time = [i * step_ns for i in range(n)]
-    late = [i * step_ns for i in range(1, n)]
+    late = [0, *in_time[2:], in_time[-1] + 10]  # the first token is waited for before the second step is launched
     assert tokens_per_s(in_time, late=False) == pytest.approx(1e9 / step_ns)
-    assert tokens_per_s([*late, late[-1] + 10], late=True) == pytest.approx(1e9 / step_ns)
+    assert tokens_per_s(late, late=True) == pytest.approx(1e9 / step_ns, rel=0.01)
 
 
 @pytest.mark.parametrize(("n", "slow"), [(4, 1), (8, 1), (9, 4), (100, 4)])

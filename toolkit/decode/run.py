@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 def tokens_per_s(known_ns: Sequence[int], late: bool) -> float | None:
     """Return the tokens per second, given the times at which the host knew each token; None for fewer than two.
 
-    With `late`, each token was read one step late and the last one right after the one before it, so the last is not counted.
     The first intervals are not counted, because kernels may be compiled, graphs captured and launches recorded in them: four of
-    more than eight tokens, or one of more than three.
+    more than eight tokens, or one of more than three. With `late`, tokens were read one step late: the second one after the
+    launches of two steps, and the last one right after the one before it. So of more than three tokens, the last isn't counted.
     """
     first = 4 if len(known_ns) > 8 else 1 if len(known_ns) > 3 else 0
-    known_ns = known_ns[first : -1 if late and len(known_ns) > 2 else None]
+    known_ns = known_ns[first : -1 if late and len(known_ns) > 3 else None]
     return (len(known_ns) - 1) * 1e9 / (known_ns[-1] - known_ns[0]) if len(known_ns) > 1 else None
 
 
@@ -39,7 +39,8 @@ class Run:
     and ends before a stop string. `tok_per_s` is the rate between the tokens that the host knew, on the clock named by `clock`;
     None for fewer than two tokens. The first four intervals of more than eight tokens, or the first of more than three, aren't
     counted, because kernels may be compiled, graphs captured and launches recorded in them. Strategies that read tokens one
-    step late don't count the last one, which needs no step of its own. Recording makes a run on a real GPU slower.
+    step late don't count the last one of more than three, which needs no step of its own. Recording makes a run on a real GPU
+    slower.
     `prefill_chunk` is the number of prompt tokens that were fed at a time; it is None if the model's own loop ran.
     """
 
