@@ -91,6 +91,8 @@ def test_on_a_measured_clock_times_come_from_unrecorded_runs():
     assert set(comparison.table["clock"]) == {"measured"}
     assert comparison.table["same_tokens"].all()
     assert tuple(seen) == comparison.runs["roundtrip"].tokens + comparison.runs["double-buffered"].tokens
+    again = tk.compare(model, PROMPT, ["roundtrip"], max_new_tokens=4)
+    assert "CUPTI" not in str(again)  # which records on CUDA only
 
 
 def test_cancel_keeps_the_strategies_begun(model):

@@ -41,7 +41,7 @@ class Comparison:
     `table` is a DataFrame with one row per run. Its columns are `model` (if there are several), `strategy`, `same_tokens`
     (equal to the tokens of the first run), `tok_per_s` and `clock` ("measured" or "modelled"), and averages of `steady_steps`:
     `kernels`, `launches` (calls that launched kernels, copies or graphs), `<h2d|d2h|d2d>_count`, `<h2d|d2h|d2d>_bytes` and
-    `host_wait_us`. `timed_late` is True if measured rates were taken after this process's first recording, which makes them
+    `host_wait_us`. `timed_late` is True if rates on CUDA were measured after this process's first recording, which makes them
     too low.
     """
 
@@ -143,7 +143,7 @@ def compare(
         )
     if "record" in options:
         raise ToolkitError("tk.compare with record=", "it always records its runs, to count their copies", "Leave out record=")
-    late = device.clock == "measured" and device.recorded  # read before this comparison starts its own recordings
+    late = device.torch.type == "cuda" and device.recorded  # read before this comparison starts its own recordings
     rates = _timed(entries, prompt, options) if device.clock == "measured" else {}
     runs: dict[str, Run] = {}
     for entry in entries:
