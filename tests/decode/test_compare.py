@@ -122,6 +122,17 @@ def test_comparisons_that_cannot_be(model, arguments, error, said):
         tk.compare(model, PROMPT, **arguments)
 
 
+def test_different_ones_need_different_names(model):
+    other = make(model.device)
+    mine = dataclasses.replace(STRATEGIES["roundtrip"], position="device")
+    with pytest.raises(ToolkitError, match="comparing strategies: two different ones are called 'roundtrip'"):
+        tk.compare(model, PROMPT, ["roundtrip", mine])
+    with pytest.raises(ToolkitError, match="comparing models: two different ones are called '1'"):
+        tk.compare({1: model, "1": other}, PROMPT)
+    same = tk.compare({1: model, "1": model}, PROMPT, ["roundtrip", STRATEGIES["roundtrip"]], max_new_tokens=2)
+    assert list(same.runs) == ["1: roundtrip"]
+
+
 def test_comparing_inside_a_recording_is_refused(model):
     with tk.record(model.device), pytest.raises(RecorderError, match="being recorded"):
         tk.compare(model, PROMPT, max_new_tokens=2)

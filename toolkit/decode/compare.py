@@ -130,7 +130,7 @@ def compare(
     set, the table holds the strategies that had started.
 
     Raises RecorderError if the device is being recorded, UnknownNameError for an unknown strategy, and ToolkitError for models
-    on different devices and for an empty list of models or strategies.
+    on different devices, for different ones with one name, and for an empty list of models or strategies.
     """
     if isinstance(model, Remote):
         return model.compare(prompt, decode, lines=lines, **options)  # type: ignore[no-any-return]
@@ -156,8 +156,11 @@ def compare(
 
 def _named(model: Model | Mapping[str, Model] | list[Model] | tuple[Model, ...]) -> dict[str, Model]:
     """Return the models by name; a single model has the empty name."""
+    models: dict[str, Model] = {}
     if isinstance(model, Mapping):
-        models = {str(name): each for name, each in model.items()}
+        for name, each in model.items():
+            if models.setdefault(str(name), each) is not each:
+                raise _same_name("models", str(name))
     elif isinstance(model, list | tuple):
         models = {f"model {i}": each for i, each in enumerate(model, 1)}
     else:
@@ -193,7 +196,15 @@ def _entries(models: Mapping[str, Model], decode: Sequence[str | Strategy] | Non
     ]
     if not entries:
         raise ToolkitError("comparing strategies", "the list is empty", f"Give at least one of: {', '.join(STRATEGIES)}")
-    return list({entry.label: entry for entry in entries}.values())
+    of_label: dict[str, Entry] = {}
+    for entry in entries:
+        if of_label.setdefault(entry.label, entry) != entry:
+            raise _same_name("strategies", entry.label)
+    return list(of_label.values())
+
+
+def _same_name(what: str, name: str) -> ToolkitError:
+    return ToolkitError(f"comparing {what}", f"two different ones are called {name!r}", "Give one of them another name")
 
 
 def _timed(entries: Sequence[Entry], prompt: Any, options: dict[str, Any]) -> dict[str, float | None]:
