@@ -14,6 +14,7 @@ from small_models import ODD, SMALL, make
 
 import toolkit as tk
 from toolkit.decode.compare import decode_steps
+from toolkit.decode.prefix import Prefix
 from toolkit.decode.strategies import STRATEGIES, Strategy
 
 DEVICE = "virtual:h200"
@@ -141,6 +142,20 @@ def test_ones_own_strategy(model):
     run = tk.generate(model, [5] * 7, mine, max_new_tokens=4, eos=())
     for step in (1, 2, 3):
         assert [copies(run.trace, step, kind) for kind in ("h2d", "d2h", "d2d")] == [[], [8], [8]]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_default_device_of_the_process_changes_nothing(model, name):
+    ids, options = [5] * 9, {"max_new_tokens": 6, "eos": (), "repetition_penalty": 1.2, "logit_bias": {3: 1.5}}
+    usual = tk.generate(model, ids, name, **options)
+    with torch.device("vgpu"):
+        run = tk.generate(model, ids, name, **options)
+        prefix = Prefix(model, ids[:5], 20)
+        rest = tk.generate(model, ids, name, prefix=prefix, **options)
+        prefix.free()
+    assert run.tokens == rest.tokens == usual.tokens
+    assert run.copies().equals(usual.copies())
+    assert check_steps(rest, model.config)
 
 
 def test_memory_is_given_back(model):

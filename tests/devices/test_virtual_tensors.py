@@ -275,6 +275,9 @@ class TestReading:
         x[[1], [0]] = 4
         x[1, 1] = np.int64(0)
         assert x.tolist() == [[1, 1, 1], [4, 0, 9]]
+        with torch.device("vgpu"), open_device("virtual:h200").record() as trace:
+            x[0, 0] = 5
+        assert trace["bytes"][trace.is_kind("h2d", "d2d")].tolist() == [8]
 
     def test_value_dependent_operations(self):
         x = torch.tensor([3, 0, 3, 1], device="vgpu")

@@ -39,7 +39,7 @@ class UploadedToken:
     def __init__(self, model: Model) -> None:
         self.embed, self.device = model.embed, model.device.torch
         self.slot = torch.empty(1, 1, dtype=torch.int64, device=self.device)
-        self.staging = torch.empty(1, 1, dtype=torch.int64)
+        self.staging = torch.empty(1, 1, dtype=torch.int64, device="cpu")
 
     def prompt(self, ids: Tensor, chunk: int) -> Iterator[Tensor]:
         return map(self.embed, ids.to(self.device).split(chunk, 1))
@@ -57,7 +57,7 @@ class UploadedRow:
     def __init__(self, model: Model) -> None:
         self.device = model.device.torch
         self.table = model.embed.on_host()
-        self.staging = torch.empty(1, 1, dtype=torch.int64)
+        self.staging = torch.empty(1, 1, dtype=torch.int64, device="cpu")
 
     def prompt(self, ids: Tensor, chunk: int) -> Iterator[Tensor]:
         rows: Tensor = self.table(ids).to(self.device)
@@ -103,7 +103,7 @@ class UploadedPosition:
     def __init__(self, first: int, steps: int, device: torch.device) -> None:
         self.first = first
         self.slot = torch.empty(1, dtype=torch.int64, device=device)
-        self.staging = torch.empty(1, dtype=torch.int64)
+        self.staging = torch.empty(1, dtype=torch.int64, device="cpu")
 
     def stage(self, step: int) -> None:
         self.slot.copy_(self.staging.fill_(self.first + step - 1))
@@ -116,7 +116,7 @@ class PositionArray:
     """Uploads all positions once; each step copies its own into a fixed slot on the device."""
 
     def __init__(self, first: int, steps: int, device: torch.device) -> None:
-        self.array = torch.arange(first, first + steps).to(device)
+        self.array = torch.arange(first, first + steps, device="cpu").to(device)
         self.slot = torch.empty(1, dtype=torch.int64, device=device)
 
     def stage(self, step: int) -> None:
@@ -194,7 +194,7 @@ class ReadOneBehind:
 
     def __init__(self, device: Device) -> None:
         self.streams = Streams(device.torch)
-        self.slots = list(torch.empty(2, 1, dtype=torch.int64, pin_memory=self.streams.real))
+        self.slots = list(torch.empty(2, 1, dtype=torch.int64, device="cpu", pin_memory=self.streams.real))
         self.token: Tensor | None = None
         self.under_way = self.behind = False
 

@@ -60,7 +60,7 @@ class Prefix:
             self.cache = model.new_cache(context) if kv is None else model.new_cache(context, kv)
             try:
                 stop = 0
-                for part in torch.tensor([self.ids]).to(model.device.torch).split(chunk, 1):
+                for part in torch.tensor([self.ids], device="cpu").to(model.device.torch).split(chunk, 1):
                     start, stop = stop, stop + part.shape[1]
                     model.advance(model.embed(part), self.cache.slots[start:stop], self.cache, stop)
             except BaseException:

@@ -137,6 +137,6 @@ def _constants(values: tuple[float, ...], dtype: torch.dtype, device: torch.devi
 
 
 def _bias(numbers: Mapping[int, float], vocab_size: int) -> Tensor:
-    found = torch.zeros(vocab_size, dtype=torch.float32)
-    found[list(numbers)] = torch.tensor(list(numbers.values()), dtype=torch.float32)
+    found = torch.zeros(vocab_size, dtype=torch.float32, device="cpu")
+    found[list(numbers)] = torch.tensor(list(numbers.values()), dtype=torch.float32, device="cpu")
     return found

@@ -78,7 +78,7 @@ class Step:
         self.model, self.strategy, self.cache, self._fallback = model, strategy, cache, fallback
         self._held = cache.length
         self.device = model.device
-        self._ids, self._limit = torch.tensor([ids]), limit
+        self._ids, self._limit = torch.tensor([ids], device="cpu"), limit
         self._length = len(ids) + limit - 1
         self._inputs = INPUTS[strategy.token](model)
         self._positions = POSITIONS[strategy.position](len(ids), limit - 1, self.device.torch)

@@ -284,7 +284,7 @@ class HfModel(Shown):
         with watch.steps, _seeded(sampling, self.device), _replaced(self.inner, "generation_config", config):
             hook = self.inner.register_forward_pre_hook(watch.forward, with_kwargs=True)
             try:
-                prompt = torch.tensor([ids]).to(self.device.torch)
+                prompt = torch.tensor([ids], device="cpu").to(self.device.torch)
                 mask = torch.ones_like(prompt)
                 whole = self.inner.generate(prompt, attention_mask=mask, generation_config=config)
                 tokens = whole[0, len(ids) :]

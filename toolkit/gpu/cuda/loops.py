@@ -89,7 +89,7 @@ class CudaLoop(Loop):
         self._device, self._launched, self._ran = device, launched, ran
         self._token, self._running = token, False
         self._stream = torch.cuda.Stream(device)  # not the current one, so that callbacks can use the GPU meanwhile
-        self._shared = torch.zeros(SHARED, dtype=torch.int64, pin_memory=True)
+        self._shared = torch.zeros(SHARED, dtype=torch.int64, device="cpu", pin_memory=True)
         self._own = torch.zeros(5 + MOST_ENDS, dtype=torch.int64, device=device)
         self._body = captured(device, step)
         self.nodes = node_count(self._body.raw_cuda_graph()) + 1
@@ -121,8 +121,8 @@ class CudaLoop(Loop):
     def _tokens(
         self, limit: int, ends: Collection[int], stop: Callable[[], bool], ahead: int | None, first: int
     ) -> Iterator[tuple[int, int]]:
-        ring = torch.zeros(limit, 2, dtype=torch.int64, pin_memory=True)
-        end_ids = torch.tensor([*ends] or [0], dtype=torch.int64).pin_memory()
+        ring = torch.zeros(limit, 2, dtype=torch.int64, device="cpu", pin_memory=True)
+        end_ids = torch.tensor([*ends] or [0], dtype=torch.int64, device="cpu").pin_memory()
         shared, found = self._shared.numpy(), ring.numpy()
         shared[:] = (0, 0, 0, limit, ahead or 0, ring.data_ptr(), len(ends), end_ids.data_ptr())
         runtime, finished, launched_ns = bindings("runtime"), torch.cuda.Event(), 0
@@ -194,7 +194,8 @@ class CudaLoop(Loop):
 
 def polled(token: torch.Tensor, kernel: Any) -> int:
     """Launch `kernel`, which is `publish_once`, on the current stream, and return the number in `token` [1] int64."""
-    shared = torch.zeros(2, dtype=torch.int64, pin_memory=True)  # as in a loop: how many are published; then the number
+    # As in a loop: how many are published; then the number.
+    shared = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=True)
     driver, finished, found = bindings("driver"), torch.cuda.Event(), shared.numpy()
     values, kinds = (token.data_ptr(), shared.data_ptr()), (ctypes.c_void_p, ctypes.c_void_p)
     try:

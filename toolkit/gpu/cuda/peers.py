@@ -85,7 +85,7 @@ def _exchanged(device: torch.device, memory: Tensor, count: int) -> Shared:
     with torch.cuda.device(device):
         handle = rendezvous(memory, dist.distributed_c10d._get_default_group().group_name)
         memory[:count].zero_()
-        memory[count:].copy_(torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64))
+        memory[count:].copy_(torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device="cpu"))
         torch.cuda.synchronize(device)  # the exchange of reasons that follows is a barrier: no rank writes before
     return Shared(memory[:count], memory[count:], handle)
 

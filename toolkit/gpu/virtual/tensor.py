@@ -50,7 +50,7 @@ class VirtualTensor(torch.Tensor):
     def __setitem__(self, key: Any, value: Any) -> None:
         """Assign; like CUDA, copy a number from a one-element tensor on the host."""
         if isinstance(value, bool | int | float | complex | np.generic):
-            value = torch.tensor(value, dtype=self.dtype)
+            value = torch.tensor(value, dtype=self.dtype, device="cpu")
         _setitem(self, key, value)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
