@@ -89,6 +89,13 @@ def test_prefixes_that_cannot_be(model):
         generate(other, "roundtrip", prefix=Prefix(model, IDS[:20], 64))
     with pytest.raises(ModelError, match="it has no tokens"):
         Prefix(model, [], 64)
+    with pytest.raises(ModelError, match="a model: a str"):
+        Prefix("demo/qwen3", IDS, 64)
+    freed = Prefix(model, IDS[:20], 64)
+    freed.free()
+    for _ in range(2):
+        with pytest.raises(ModelError, match="it was freed"):
+            generate(model, "roundtrip", prefix=freed)
     gc.collect()
     before = model.device.memory().allocated_bytes
     with pytest.raises(ModelError, match="room for 8"):

@@ -21,6 +21,7 @@ import torch.distributed as dist
 import toolkit as tk
 from toolkit.core.errors import CancelledError, DeviceError, ModelError, RankError, ToolkitError, UnknownNameError
 from toolkit.core.version import __version__
+from toolkit.decode.prefix import Prefix
 from toolkit.gpu.opening import open_device
 from toolkit.ranks import remote
 from toolkit.ranks.cluster import Cluster, check_versions
@@ -229,8 +230,10 @@ def test_a_model_on_a_cluster_is_loaded_generated_from_and_compared(pair: Cluste
     with pytest.raises(UnknownNameError, match="decode strategy"):
         tk.generate(model, "The", "cuda-graphs")
     model.free()
-    with pytest.raises(RankError, match="KeyError"):
-        tk.generate(model, "The")
+    for run in (tk.generate, tk.compare):
+        with pytest.raises(ModelError, match="with 'demo/qwen3': its weights were freed"):
+            run(model, "The")
+    model.free()
 
 
 def held() -> list[int]:
@@ -270,6 +273,8 @@ def test_what_only_works_in_one_process_is_refused(pair: Cluster) -> None:
     model = tk.load("demo/qwen3", cluster=pair)
     with pytest.raises(ModelError, match="prefix= only works in one process"):
         tk.generate(model, "The", prefix=model)
+    with pytest.raises(ModelError, match="its cache would be in this process"):
+        Prefix(model, "The", 64)
     model.free()
 
 

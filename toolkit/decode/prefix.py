@@ -12,7 +12,7 @@ from toolkit.core.errors import ModelError, brief
 from toolkit.core.numbers import LARGEST, integer
 from toolkit.models.cache import Cache
 from toolkit.models.chunks import chunk_of
-from toolkit.models.model import Model
+from toolkit.models.model import Model, Remote, check_model
 from toolkit.text.prompts import prompt_ids
 
 
@@ -52,10 +52,14 @@ class Prefix:
 
         Raises ModelError if an argument is invalid or the cache is too small, and torch.OutOfMemoryError.
         """
+        if isinstance(model, Remote):
+            do = "Load the model without cluster=, or generate without prefix="
+            raise ModelError("a prefix of a model on a cluster", "its cache would be in this process", do)
+        check_model(model)
         self.model, self.ids = model, tuple(prompt_ids(model, ids))
         context, chunk = check_context(model, context), chunk_of(model) if chunk is None else check_chunk(chunk)
         self.kept_bytes: int | None = None  # None before the first run
-        self._lock = threading.Lock()
+        self._lock, self._freed = threading.Lock(), False
         with torch.no_grad():
             self.cache = model.new_cache(context) if kv is None else model.new_cache(context, kv)
             try:
@@ -72,6 +76,8 @@ class Prefix:
         if context is not None or kv is not None:
             found = f"context={context!r}, kv={kv!r}"
             raise ModelError("a run with a prefix", found, "Leave them out, because the prefix brings its own cache")
+        if self._freed:
+            raise ModelError("a run with a prefix", "it was freed", "Make another one")
         if model is not self.model:
             raise ModelError("a run with a prefix", "another model fed it", "Make a prefix with this model")
         if tuple(ids[: len(self.ids)]) != self.ids or len(ids) == len(self.ids):
@@ -96,5 +102,6 @@ class Prefix:
             self._lock.release()
 
     def free(self) -> None:
-        """Free the device memory of the cache."""
+        """Free the device memory of the cache. No run can start from it any more."""
+        self._freed = True
         self.cache.free()

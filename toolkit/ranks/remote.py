@@ -67,12 +67,14 @@ class RankedModel(Remote):
         `on_token` is called on rank 0, in its process. `cancel` interrupts all ranks; their tokens are lost. Raises
         CancelledError, RankError if a rank fails, and ModelError for a prefix, which only works in one process.
         """
+        self._check_held("generating")
         cancel = _event(options)
         find_strategy(decode)
         return joined(self.cluster.run_as("generating", cancel, _generate, self._number, prompt, decode, options))
 
     def compare(self, prompt: Any, decode: Iterable[str | Strategy] | None, **options: Any) -> Comparison:
         """Generate with each strategy on all ranks. The table is that of rank 0; each run has the events of all ranks."""
+        self._check_held("comparing")
         cancel = _event(options)
         names = decode if decode is None or isinstance(decode, str | Strategy) else list(decode)
         found: list[Comparison] = self.cluster.run_as("comparing", cancel, _compare, self._number, prompt, names, options)
@@ -80,8 +82,13 @@ class RankedModel(Remote):
 
     def free(self) -> None:
         """Free the weights on all ranks. The next `tk.load` on the cluster frees those of lost handles, and closing it all."""
+        self.cluster.handles.pop(self._number, None)
         if not self.cluster.closed:
             self.cluster.run_as(f"freeing {brief(self.path)}", None, _free, self._number)
+
+    def _check_held(self, asked: str) -> None:
+        if self._number not in self.cluster.handles:
+            raise ModelError(f"{asked} with {brief(self.path)}", "its weights were freed", "Load it again")
 
 
 def load_on(cluster: Cluster, path: Any, options: dict[str, Any]) -> RankedModel:
