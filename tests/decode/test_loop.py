@@ -385,3 +385,27 @@ def test_small_models_of_a_virtual_gpu_run_in_one_thread(model):
     finally:
         torch.set_num_threads(before)
     assert seen == [2, 1]
+
+
+def test_runs_at_once_leave_the_number_of_threads_as_it_was(model):
+    """The second run begins in another thread during the first, and ends after it."""
+    model, seen, began, ended = on_virtual_gpu(model.config, model.dtype), [], threading.Event(), threading.Event()
+    options = {"max_new_tokens": 1, "record": False}
+
+    def second():
+        tk.generate(model, PROMPT, on_token=lambda token, text: (began.set(), ended.wait(60)), **options)
+        seen.append(torch.get_num_threads())
+
+    threads = [threading.Thread(target=second), threading.Thread(target=lambda: seen.append(torch.get_num_threads()))]
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        tk.generate(model, PROMPT, on_token=lambda token, text: (threads[0].start(), began.wait(60)), **options)
+        seen.append(torch.get_num_threads())
+        ended.set()
+        threads[0].join()
+        threads[1].start()  # a new thread, which has the number of the process
+        threads[1].join()
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [2, 2, 2]

@@ -157,17 +157,31 @@ def _few_threads(model: Model) -> Iterator[None]:
     """Compute a small model of a virtual GPU with one thread.
 
     Each of its operations takes microseconds. Threads that wait for each other after each one take more processor time than the
-    operations, and on a busy machine several times as long.
+    operations, and on a busy machine several times as long. The number of threads is a setting of each thread, and the last
+    one is that of new threads. So runs at once, in several threads, all restore the number that the first of them found.
     """
-    before = torch.get_num_threads()
+    global _usual_threads
     if model.device.torch.type != "vgpu" or sum(x.numel() for x in model.parameters()) > SMALL:
         yield
         return
-    torch.set_num_threads(1)
+    this = threading.get_ident()
+    with _counting:
+        if not _few:
+            _usual_threads = torch.get_num_threads()
+        _few.append(this)
+        torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        with _counting:
+            _few.remove(this)
+            if this not in _few:
+                torch.set_num_threads(_usual_threads)
+
+
+_counting = threading.Lock()
+_few: list[int] = []  # the thread of each run inside `_few_threads`; twice if a callback generates
+_usual_threads = 1  # outside of these runs
 
 
 def _check_ranks(model: Model, strategy: Strategy | OwnLoop, cancel: threading.Event | None, **facts: Any) -> None:
