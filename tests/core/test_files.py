@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import toolkit as tk
 from toolkit.core.errors import ToolkitError, TraceError
@@ -75,6 +76,21 @@ def test_a_home_folder_of_nobody_is_a_path_that_does_not_exist() -> None:
     assert at_home(Path("~nobody-of-that-name/x")) == Path("~nobody-of-that-name/x")
     with pytest.raises(ToolkitError, match="~nobody-of-that-name"):
         tk.load("~nobody-of-that-name/x")
+
+
+def test_files_in_the_home_folder_are_written_and_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))  # on Windows
+    with tk.record("cpu") as trace:
+        pass
+    for name, write in (("a.trace", trace.save), ("a.json", trace.to_chrome), ("a.html", trace.to_html)):
+        assert write(f"~/{name}") == tmp_path / name
+        assert (tmp_path / name).is_file()
+    assert len(tk.open_trace("~/a.trace")) == len(tk.open_trace(Path("~/a.json"))) == len(trace)
+    with tk.memory("virtual:h200") as use:
+        torch.empty(8, device="vgpu")
+    assert use.to_snapshot("~/a.pickle") == tmp_path / "a.pickle"
+    assert tk.open_memory("~/a.pickle").peak_bytes == use.peak_bytes
 
 
 def test_a_link_stays_and_its_target_is_replaced(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def shown(path: object) -> str:
 
 
 def check_path(path: str | os.PathLike[str], asked: str, error: type[ToolkitError]) -> Path:
-    """Return `path` as a Path. Raises `error` unless it is a str or os.PathLike that can be the name of a file."""
+    """Return `path` as a Path, `at_home`. Raises `error` unless it is a str or os.PathLike that can be the name of a file."""
     try:
         text = os.fspath(path)
     except TypeError:
@@ -63,12 +63,13 @@ def check_path(path: str | os.PathLike[str], asked: str, error: type[ToolkitErro
         os.fsencode(text)
     except UnicodeEncodeError as problem:
         raise error(asked, "the path contains half of a surrogate pair", "Give another path") from problem
+    found = at_home(text)
     try:
-        os.lstat(text)
+        os.lstat(found)
     except OSError as problem:
         if problem.errno == errno.ENAMETOOLONG:  # which Path.is_dir and Path.exists raise
             raise error(asked, "the path, or a name in it, is too long", "Give a shorter path") from problem
-    return Path(text)
+    return found
 
 
 def at_home(path: str | os.PathLike[str]) -> Path:
@@ -185,7 +186,7 @@ def replace_text(
     """Write `text` to `path` in UTF-8 as `replacing` does, and return the path. Unpaired surrogates become "?"."""
     with replacing(path, error, sync=sync) as file:
         file.write(text.encode(errors="replace"))
-    return Path(path)
+    return at_home(path)
 
 
 class TemporaryFolder:

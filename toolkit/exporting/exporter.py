@@ -23,7 +23,7 @@ import torch
 
 from toolkit.core.display import render
 from toolkit.core.errors import DeviceError, ModelError, PackageError, brief
-from toolkit.core.files import at_home, check_path, shown, writing
+from toolkit.core.files import check_path, shown, writing
 from toolkit.core.numbers import integer
 from toolkit.core.ranks import WHOLE, Shard
 from toolkit.core.units import bytes_text, parse_bytes
@@ -128,9 +128,9 @@ def export(
             can't divide it.
         CancelledError: `cancel` was set.
     """
-    folder = at_home(check_path(path, f"an export into {shown(path)}", PackageError))
+    folder = check_path(path, f"an export into {shown(path)}", PackageError)
     ranks = _ranks(model, tensor_parallel)
-    other = None if share is None else at_home(check_path(share, f"sharing the weights of {shown(share)}", PackageError))
+    other = None if share is None else check_path(share, f"sharing the weights of {shown(share)}", PackageError)
     made = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     one = partial(_export, model, device=device, target=target, budget=budget, context=context, kv=kv, scheme=scheme,
                   dtype=dtype, progress=progress, cancel=cancel, made=made)  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from toolkit.core.errors import CancelledError, DeviceError, PackageError, ToolkitError
-from toolkit.core.files import at_home, check_path, shown
+from toolkit.core.files import check_path, shown
 from toolkit.core.ranks import Shard, join
 from toolkit.exporting import compiling, package, skeleton, weights
 from toolkit.exporting.progress import Progress, Watch
@@ -42,7 +42,7 @@ def load_exported(
     or for another processor or GPU; `found` and `do` say which. Raises RankError if the ranks differ or are missing.
     """
     shard = join(tensor_parallel)
-    folder = _folder_of(at_home(check_path(path, f"package {shown(path)}", PackageError)), shard)
+    folder = _folder_of(check_path(path, f"package {shown(path)}", PackageError), shard)
     manifest, own = package.read_manifest(folder)
     if skeleton.shard_of(manifest["model"]) != shard:
         found = f"it is for {skeleton.shard_of(manifest['model'])}, and this is {shard}"

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from toolkit.core.display import render
 from toolkit.core.errors import RecorderError, TraceError, unknown_name
-from toolkit.core.files import open_regular, replacing, shown
+from toolkit.core.files import at_home, open_regular, replacing, shown
 from toolkit.core.schema import convert, parse_json
 from toolkit.trace.arrays import read_arrays
 from toolkit.trace.chrome.write import write_chrome
@@ -207,7 +207,7 @@ class Trace:
         arrays = {"header": np.frombuffer(header.encode(), np.uint8), **dict(self._present())}
         with replacing(path, TraceError) as file:
             np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # numpy types its keyword `allow_pickle` over ours
-        return Path(path)
+        return at_home(path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from toolkit.core.errors import TraceError
-from toolkit.core.files import replacing
+from toolkit.core.files import at_home, replacing
 from toolkit.trace.columns import CLOCKS, COMMUNICATION, HOST_KINDS, KINDS, LANES, MEMORY_KINDS, TEXT_COLUMNS
 from toolkit.trace.waits import collectives_of, ranks_of
 
@@ -50,7 +50,7 @@ def write_chrome(trace: Trace, path: str | os.PathLike[str]) -> Path:
                 _write(trace, io.TextIOWrapper(packed, "utf-8"))
         else:
             _write(trace, io.TextIOWrapper(file, "utf-8"))
-    return Path(path)
+    return at_home(path)
 
 
 def _write(trace: Trace, out: io.TextIOWrapper) -> None:

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from toolkit.core.errors import TraceError
-from toolkit.core.files import replacing, shown
+from toolkit.core.files import at_home, replacing, shown
 from toolkit.trace.columns import KINDS, MEMORY_KINDS
 from toolkit.trace.events import Trace
 from toolkit.trace.snapshot.rows import Ints, covered
@@ -49,7 +49,7 @@ def write_snapshot(trace: Trace, path: str | os.PathLike[str]) -> Path:
     opening = trace.is_kind(*MEMORY_KINDS)[: int(trace.meta.get("opening", 0))].sum()
     with replacing(path, TraceError) as file:
         _write(file, memory, int(opening))
-    return Path(path)
+    return at_home(path)
 
 
 class _Memo:
