@@ -17,7 +17,7 @@ import torch
 from small_models import ODD, SMALL, ByteTokenizer, make
 
 import toolkit as tk
-from toolkit.core.errors import ModelError, RecorderError, brief
+from toolkit.core.errors import ModelError, RecorderError, ToolkitError, brief
 from toolkit.decode.run import tokens_per_s
 from toolkit.decode.strategies import STRATEGIES
 from toolkit.models.cache import Cache
@@ -342,6 +342,59 @@ def test_inside_a_recording_the_run_joins_it(model):
             run.copies()
     assert run.trace is trace
     assert [mark.name for mark in run.trace.marks()] == ["prefill", "decode", "decode"]
+
+
+def in_thread(work):
+    """Run `work` in another thread, and return its result or its error."""
+    found = []
+
+    def run():
+        try:
+            found.append(work())
+        except ToolkitError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+@pytest.mark.parametrize("where", ["cpu", "virtual:h200"])
+def test_another_thread_does_not_join_the_recording_of_a_run(model, where):
+    model, found = model if where == "cpu" else on_virtual_gpu(model.config, model.dtype), []
+    exact = tk.generate(model, PROMPT, "roundtrip", max_new_tokens=2).copies()
+
+    def on_token(token, text):
+        if not found:
+            found.append(in_thread(lambda: tk.generate(model, PROMPT, max_new_tokens=2)))
+            found.append(in_thread(lambda: tk.record(where).__enter__()))
+            tk.generate(model, PROMPT, max_new_tokens=1)  # this thread may
+
+    run = tk.generate(model, PROMPT, "roundtrip", max_new_tokens=2, on_token=on_token)
+    assert all("another thread records a run of its own" in str(error) for error in found), found
+    assert run.copies()["step"].tolist()[-2:] == exact["step"].tolist()[-2:]
+    assert model.device.recording is None
+
+
+def test_threads_join_the_recording_around_them(model):
+    model = on_virtual_gpu(model.config, model.dtype)
+    with tk.record(model.device) as trace:
+        run = in_thread(lambda: tk.generate(model, PROMPT, "roundtrip", max_new_tokens=3))
+    assert run.trace is trace
+    assert [mark.name for mark in trace.marks()] == ["prefill", "decode", "decode"]
+
+
+def test_a_run_that_outlives_the_recording_around_it_is_an_error(model):
+    began, ended, found = threading.Event(), threading.Event(), []
+    options = {"max_new_tokens": 1, "on_token": lambda token, text: (began.set(), ended.wait(60))}
+    with tk.record("cpu"):
+        thread = threading.Thread(target=lambda: found.append(in_thread(lambda: tk.generate(model, PROMPT, **options))))
+        thread.start()
+        assert began.wait(60)
+    ended.set()
+    thread.join()
+    assert "the recording that it joined ended before it" in str(found[0])
 
 
 @pytest.mark.parametrize("name", ["roundtrip", "double-buffered", "cuda-graph"])

@@ -25,7 +25,7 @@ from toolkit.ui.progress import CellProgress, ProgressBar
 
 
 class Device:
-    name, graphs = "virtual:h200", True
+    name, graphs, recording = "virtual:h200", True, None
 
     def memory(self) -> SimpleNamespace:
         return SimpleNamespace(allocated_bytes=1 << 20, total_bytes=1 << 30)
@@ -268,6 +268,18 @@ def test_a_limit_of_no_tokens_is_an_error(app: Lab, model: SimpleNamespace) -> N
     app.wait(5)
     assert "at least 1" in app.decoding.status.value
     assert model.calls == []
+
+
+def test_while_a_cell_records_the_last_runs_stay(app: Lab, model: SimpleNamespace) -> None:
+    loaded(app).generate()
+    assert app.wait(5)
+    runs, entries = dict(app.runs), dict(app.history.entries)
+    model.device.recording = object()
+    app.generate()
+    assert app.wait(5)
+    assert runs
+    assert "virtual:h200 is being recorded" in app.decoding.status.value
+    assert (app.runs, app.history.entries) == (runs, entries)
 
 
 def test_a_failure_of_b_leaves_the_run_of_a(app: Lab, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,7 @@ def generate(
     device, text = model.device, _Text(model, ends, stops, on_token)
     known_ns: list[int] = []
     fallen = Fallback(fallback)
-    recording = device.record(lines=lines) if record else nullcontext()
+    recording = device.record(lines=lines, alone=True) if record else nullcontext()
     if isinstance(strategy, OwnLoop):
         learnt, late, chunk = strategy.run(ids, limit, sampling, ends, cancel), False, None
     else:
@@ -136,7 +136,7 @@ def generate(
             known_ns.append(at_ns)
             if text.add(token, last=len(known_ns) == limit):
                 break
-    invented = trace is not None and device.recording is None and bool(trace.meta.get("sizes_only"))
+    invented = trace is not None and bool(trace.meta.get("sizes_only"))
     return Run(
         text="" if invented else text.text(),  # sizes only: the token ids are meaningless
         tokens=tuple(text.tokens),

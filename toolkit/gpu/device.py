@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -160,45 +161,53 @@ class Device(ABC):
         raise DeviceError(f"a memory budget on {self.name}", found, 'Use "cuda" or "virtual:h200"')
 
     @contextmanager
-    def record(self, *, lines: bool = True) -> Iterator[Trace]:
+    def record(self, *, lines: bool = True, alone: bool = False) -> Iterator[Trace]:
         """Record everything that runs on this device inside the `with` block. Read the trace after the block.
 
         `lines=True` also records the Python line that caused each event, which slows down the host code of a real GPU: use
         False to measure times. A recording inside another recording of the same device joins it: both traces then hold
-        the events of the outer block. If the block marks no steps, they are inferred from a repeating pattern of events,
-        and `meta["steps_from"]` says so. Raises RecorderError if another profiler is active.
+        the events of the outer block. Other threads join it, too, unless it is `alone`, as that of a run of `tk.generate` is.
+        If the block marks no steps, they are inferred from a repeating pattern of events, and `meta["steps_from"]` says so.
+        Raises RecorderError if another profiler is active, if another thread records alone, and if the recording that this
+        one joined ended before it.
         """
         from toolkit.trace.assemble import with_guessed_steps, with_sources
 
-        outer = _recording.get(self.name)
-        if outer is not None:
-            yield outer
-            return
-        began, trace = False, Trace.pending()
+        began, trace, thread = False, Trace.pending(), threading.get_ident()
         try:
-            with whole:
-                self.start(lines=lines)
-                _recording[self.name], began = trace, True
-                _recorded.add(self.name)
-            yield trace
+            with whole, _changing:
+                outer, owner = _recording.get(self.name, (None, None))
+                if outer is None:
+                    self.start(lines=lines)
+                    _recording[self.name], began = (trace, thread if alone else None), True
+                    _recorded.add(self.name)
+            if owner not in (None, thread):
+                why = "another thread records a run of its own, and the events of both could not be told apart"
+                do = "Use record=False in each of them, or put one `with tk.record(device)` around all threads"
+                raise RecorderError(f"recording {self.name}", why, do)
+            yield trace if outer is None else outer
+            if outer is not None and self.recording is not outer:
+                why = "the recording that it joined ended before it, so its last events are missing"
+                raise RecorderError(f"recording {self.name}", why, "Wait for this thread inside of that `with` block")
         finally:
             if began:
                 try:
                     found = self._end_recording()
                 finally:
-                    if self.name in _recording:  # an interrupt came first
+                    if self.recording is trace:  # an interrupt came first
                         self._end_recording()
                 trace.fill(with_sources(with_guessed_steps(found)))
 
     def _end_recording(self) -> Trace:
-        with whole:
+        with whole, _changing:
             del _recording[self.name]
             return self.stop()
 
     @property
     def recording(self) -> Trace | None:
         """The trace that is being recorded, or None."""
-        return _recording.get(self.name)
+        trace, _ = _recording.get(self.name, (None, None))
+        return trace
 
     @property
     def recorded(self) -> bool:
@@ -216,7 +225,9 @@ def check_token_tensor(asked: str, token: Tensor, device: torch.device) -> None:
 
 NO_GRAPHS = 'Use "cuda" or "virtual:h200"'
 _recorded: set[str] = set()
-_recording: dict[str, Trace] = {}  # per device name: the trace of the outermost open `record` block
+# Per device name: the trace of the outermost open `record` block, and the thread that began it if only this thread may join.
+_recording: dict[str, tuple[Trace, int | None]] = {}
+_changing = threading.RLock()
 
 
 def not_recording(asked: str) -> RecorderError:

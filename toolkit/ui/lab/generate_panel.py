@@ -9,7 +9,7 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from toolkit.core.errors import ModelError, ToolkitError
+from toolkit.core.errors import ModelError, RecorderError, ToolkitError
 from toolkit.decode.loop import generate
 from toolkit.decode.strategies import STRATEGIES, strategies_of
 from toolkit.models.model import Model
@@ -121,6 +121,9 @@ class GeneratePanel(Panel):
         assert loaded is not None
         given = prompt_of(prompt, model)
         device = None if isinstance(model, RankedModel) else model.device
+        if device is not None and device.recording is not None:
+            do = "Wait until that run or block has ended, because each run of the Lab makes its own recording"
+            raise RecorderError("generating in the Lab", f"{device.name} is being recorded", do)
         self._history.runs = {}
         self.output.value, self.table.value, self.timeline_box.children = "", "", ()
         done: list[str] = []
