@@ -82,6 +82,14 @@ def test_one_token_has_no_decode_steps(model):
     assert "roundtrip" in str(tk.compare(model, PROMPT, ["roundtrip"], max_new_tokens=1))
 
 
+def test_rates_are_those_of_runs_without_recording(comparison, model):
+    for name, rate in zip(comparison.table["strategy"], comparison.table["tok_per_s"], strict=True):
+        run = tk.generate(model, PROMPT, name, max_new_tokens=6, eos=(), record=False)
+        assert rate == pytest.approx(run.tok_per_s), name
+        recorded = comparison.runs[name].tok_per_s
+        assert rate > 1.2 * recorded if STRATEGIES[name].capture == "none" else rate == pytest.approx(recorded)
+
+
 def test_on_a_measured_clock_times_come_from_unrecorded_runs():
     model = make(tk.device("cpu"))
     seen: list[int] = []

@@ -39,10 +39,10 @@ class Comparison:
     """The runs of one prompt in the requested order. `runs` is keyed by strategy, or by "model: strategy" for several models.
 
     `table` is a DataFrame with one row per run. Its columns are `model` (if there are several), `strategy`, `same_tokens`
-    (equal to the tokens of the first run), `tok_per_s` and `clock` ("measured" or "modelled"), and averages of `steady_steps`:
-    `kernels`, `launches` (calls that launched kernels, copies or graphs), `<h2d|d2h|d2d>_count`, `<h2d|d2h|d2d>_bytes` and
-    `host_wait_us`. `timed_late` is True if rates on CUDA were measured after this process's first recording, which makes them
-    too low.
+    (equal to the tokens of the first run), `tok_per_s` (of another run, which was not recorded), `clock` ("measured" or
+    "modelled"), and averages of `steady_steps`: `kernels`, `launches` (calls that launched kernels, copies or graphs),
+    `<h2d|d2h|d2d>_count`, `<h2d|d2h|d2d>_bytes` and `host_wait_us`. `timed_late` is True if rates on CUDA were measured after
+    this process's first recording, which makes them too low.
     """
 
     runs: Mapping[str, Run]
@@ -124,10 +124,10 @@ def compare(
     strategy that only some models support, such as "hf-generate", runs on those models only. A model that a cluster holds is
     compared alone, on all ranks. `options` are passed to `generate`.
 
-    If the clock is measured, every strategy is warmed up and timed without recording before the first recording starts. CUPTI
-    stays attached after a process's first recording and slows down every later launch (demo model on an H200: from 850 to 680
-    tok/s); a comparison that starts after a recording says so. On the virtual GPU one run suffices. After `cancel` is
-    set, the table holds the strategies that had started.
+    Every strategy is timed without recording before the first recording starts, because a recorded run launches every kernel
+    from Python, on a real GPU and on a virtual one. CUPTI also stays attached after a process's first recording and slows down
+    every later launch (demo model on an H200: from 850 to 680 tok/s); a comparison that starts after a recording says so.
+    After `cancel` is set, the table holds the strategies that had started.
 
     Raises RecorderError if the device is being recorded, UnknownNameError for an unknown strategy, and ToolkitError for models
     on different devices, for different ones with one name, and for an empty list of models or strategies.
@@ -144,7 +144,7 @@ def compare(
     if "record" in options:
         raise ToolkitError("tk.compare with record=", "it always records its runs, to count their copies", "Leave out record=")
     late = device.torch.type == "cuda" and device.recorded  # read before this comparison starts its own recordings
-    rates = _timed(entries, prompt, options) if device.clock == "measured" else {}
+    rates = _timed(entries, prompt, options)
     runs: dict[str, Run] = {}
     for entry in entries:
         run = runs[entry.label] = generate(entry.model, prompt, entry.strategy, lines=lines, **options)
@@ -208,11 +208,15 @@ def _same_name(what: str, name: str) -> ToolkitError:
 
 
 def _timed(entries: Sequence[Entry], prompt: Any, options: dict[str, Any]) -> dict[str, float | None]:
-    """Return the tokens per second of each entry, after a warm-up and without recording; a cancel leaves out the rest."""
+    """Return the tokens per second of each entry, without recording; a cancel leaves out the rest.
+
+    A warm-up compiles kernels, unless times are modelled.
+    """
     quiet = {**options, "on_token": None, "record": False}
     rates: dict[str, float | None] = {}
     for entry in entries:
-        generate(entry.model, prompt, entry.strategy, **{**quiet, "max_new_tokens": WARM_UP_TOKENS})
+        if entry.model.device.clock == "measured":
+            generate(entry.model, prompt, entry.strategy, **{**quiet, "max_new_tokens": WARM_UP_TOKENS})
         run = generate(entry.model, prompt, entry.strategy, **quiet)
         if run.stop_reason == "cancelled":
             break

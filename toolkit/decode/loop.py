@@ -86,7 +86,7 @@ def generate(
             beginning of a stop string is passed with a later token.
         cancel: An event that stops the run between two steps once it is set; the tokens so far are kept. On a cluster, it
             interrupts all ranks, which lose their tokens, and CancelledError is raised.
-        record: Whether to record a trace. On a real GPU recording costs time.
+        record: Whether to record a trace, which makes the run slower.
         lines: Whether to record the source line of each copy, which costs time, too.
 
     Raises ModelError for an invalid prompt or option, and, under every strategy of the toolkit but not under "hf-generate", if

@@ -39,8 +39,7 @@ class Run:
     and ends before a stop string. `tok_per_s` is the rate between the tokens that the host knew, on the clock named by `clock`;
     None for fewer than two tokens. The first four intervals of more than eight tokens, or the first of more than three, aren't
     counted, because kernels may be compiled, graphs captured and launches recorded in them. Strategies that read tokens one
-    step late don't count the last one of more than three, which needs no step of its own. Recording makes a run on a real GPU
-    slower.
+    step late don't count the last one of more than three, which needs no step of its own. Recording makes a run slower.
     `prefill_chunk` is the number of prompt tokens that were fed at a time; it is None if the model's own loop ran.
     """
 
