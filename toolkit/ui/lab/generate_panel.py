@@ -196,7 +196,7 @@ def prompt_of(text: str, model: Model | RankedModel) -> str | list[int]:
 
 def _ended(run: Any) -> str:
     why = {"eos": "end of text", "length": "reached max tokens", "cancelled": "cancelled"}.get(run.stop_reason, run.stop_reason)
-    rate = f", {run.tok_per_s:,.4g} tok/s {run.clock}" if run.tok_per_s else ""
+    rate = f", {run.tok_per_s:,.4g} tok/s {run.clock} while recorded" if run.tok_per_s else ""
     return f"{len(run.tokens)} token{'' if len(run.tokens) == 1 else 's'}, {why}{rate}"
 
 

@@ -86,7 +86,7 @@ def copies_html(entries: Iterable[Entry]) -> str:
         cells.append(f"{wait}<br>{clock}" if len(steps) else wait)
         rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
     per_step = ("kernels", "launches", *(kind.upper() for kind in COPY_KINDS), "host waits")
-    head = "".join(f'<th scope="col" rowspan="2">{name}</th>' for name in ("run", "same tokens", "tok/s"))
+    head = "".join(f'<th scope="col" rowspan="2">{name}</th>' for name in ("run", "same tokens", "tok/s while recorded"))
     head += f'<th scope="colgroup" colspan="{len(per_step)}">mean of a decode step</th></tr><tr>'
     head += "".join(f'<th scope="col">{name}</th>' for name in per_step)
     return f'<div class="tk-wrap tk-copies"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
