@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import triton
 import triton.language as tl
 
+import toolkit as tk
 from toolkit import ops
 from toolkit.kernels.ahead import LINE, LINES, MOST_BYTES, RUN, SHARE, asked_of, lines_of
 from toolkit.kernels.norms_rope import RMS_NORM, NormShape
-from toolkit.ops import norms
+from toolkit.ops import define, norms
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = (1, LINE, 100 * LINE + 5, 3 << 20, 200 << 20)
@@ -59,3 +62,36 @@ def test_decode_steps_ask_during_two_norms(
     with torch.no_grad():
         ops.add_norm(x, x, weight, 1e-6, weight if post else None, ahead=matrix)
     assert (seen[0][-1] is matrix) == wanted
+
+
+def test_packages_do_not_ask(empty_card: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The instruction is not traced: Inductor would take the matrix for one that the launch writes."""
+    seen = []
+    monkeypatch.setattr(norms, "call", lambda name, *given: seen.append(given) or given[:2])
+    monkeypatch.setattr(define, "_compiling_for", object())
+    x, weight = torch.ones(1, 1, 64, device="vgpu", dtype=torch.bfloat16), torch.ones(64, device="vgpu")
+    with torch.no_grad():
+        ops.add_norm(x, x, weight, 1e-6, weight, ahead=torch.ones(64, 64, device="vgpu", dtype=torch.uint8))
+    assert seen[0][-1] is None
+
+
+@pytest.mark.parametrize(("path", "asks"), [("demo/gemma4", True), ("demo/qwen3", False)])
+def test_steps_of_models_ask_for_what_is_read_next(
+    empty_card: object, monkeypatch: pytest.MonkeyPatch, path: str, asks: bool
+) -> None:
+    model = tk.load(path, device="virtual:h200", scheme="int4", dtype="bfloat16", progress=False)
+    asked: list[int | None] = []
+    real = norms.call
+
+    def noted(name: str, *given: Any) -> Any:
+        asked.append(None if given[-1] is None else given[-1].data_ptr())
+        return real(name, *given)
+
+    monkeypatch.setattr(norms, "call", noted)
+    tk.generate(model, "The", "position-on-device", max_new_tokens=3, eos=(), record=False)
+    found = {pointer for pointer in asked if pointer is not None}
+    assert bool(found) == asks
+    codes = {parameter.data_ptr() for name, parameter in model.named_parameters() if name.endswith("codes")}
+    assert found <= codes
+    if asks:  # two per layer, but for the norm before the first one
+        assert len(found) == 2 * model.config.num_hidden_layers - 1

@@ -146,6 +146,15 @@ def test_a_budget_that_is_used_again_limits_again(gpu):
     del held
 
 
+def test_a_block_of_a_budget_that_was_overridden_limits_again(gpu):
+    first, second = tk.budget("64 MiB"), tk.budget("128 MiB")
+    with first:
+        assert gpu.limit_bytes == 64 * MiB
+    assert gpu.limit_bytes == 128 * MiB
+    second.lift()
+    assert gpu.limit_bytes == gpu.memory().total_bytes
+
+
 def test_budgets_may_be_lifted_in_any_order(gpu):
     first, second = tk.budget("128 MiB"), tk.budget("64 MiB")
     first.lift()

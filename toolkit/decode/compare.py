@@ -127,7 +127,7 @@ def compare(
     Every strategy is timed without recording before the first recording starts, because a recorded run launches every kernel
     from Python, on a real GPU and on a virtual one. CUPTI also stays attached after a process's first recording and slows down
     every later launch (demo model on an H200: from 850 to 680 tok/s); a comparison that starts after a recording says so.
-    After `cancel` is set, the table holds the strategies that had started.
+    After `cancel` is set, the table holds the strategies whose recording had started, at least the first one.
 
     Raises RecorderError if the device is being recorded, UnknownNameError for an unknown strategy, and ToolkitError for models
     on different devices, for different ones with one name, and for an empty list of models or strategies.
@@ -148,7 +148,7 @@ def compare(
     runs: dict[str, Run] = {}
     for entry in entries:
         run = runs[entry.label] = generate(entry.model, prompt, entry.strategy, lines=lines, **options)
-        rates.setdefault(entry.label, run.tok_per_s)
+        rates.setdefault(entry.label, None)
         if run.stop_reason == "cancelled":
             break
     return Comparison(runs, _table(entries, runs, rates), late)

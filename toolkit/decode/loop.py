@@ -90,8 +90,9 @@ def generate(
         lines: Whether to record the source line of each copy, which costs time, too.
 
     Raises ModelError for an invalid prompt or option, and, under every strategy of the toolkit but not under "hf-generate", if
-    no token can be chosen because logits are NaN or infinite; UnknownNameError for an unknown strategy or `kv`; and DeviceError
-    if the strategy captures graphs and the device, the model or one of its operations doesn't support that.
+    no token can be chosen because logits are NaN or infinite; UnknownNameError for an unknown strategy or `kv`; DeviceError if
+    the strategy captures graphs and the device, the model or one of its operations doesn't support that; and RecorderError if
+    another thread records a run on this device.
     """
     asked = {name: value for name, value in locals().items() if name != "model"}
     if isinstance(model, Remote):

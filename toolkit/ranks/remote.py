@@ -82,9 +82,9 @@ class RankedModel(Remote):
 
     def free(self) -> None:
         """Free the weights on all ranks. The next `tk.load` on the cluster frees those of lost handles, and closing it all."""
-        self.cluster.handles.pop(self._number, None)
         if not self.cluster.closed:
             self.cluster.run_as(f"freeing {brief(self.path)}", None, _free, self._number)
+        self.cluster.handles.pop(self._number, None)
 
     def _check_held(self, asked: str) -> None:
         if self._number not in self.cluster.handles:

@@ -31,8 +31,8 @@ class Spread:
         """Run `function(payload)` for each payload, and yield (its number, the rank, the outcome) as they end."""
         waiting = deque(range(len(payloads)))
         while waiting or self._running:
-            self._engines.check(self._asked)
             alive = self._engines.alive_ranks(self._ranks)
+            self._engines.check(self._asked)  # after the last line, which returns none if the cluster was closed
             if not alive:
                 raise RankError(self._asked, "all processes have ended", "Open a new cluster: tk.cluster(...)")
             if waiting and len(self._running) < len(alive):

@@ -72,9 +72,17 @@ class Budget:
         _explain_errors(bool(_active))
 
     def __enter__(self) -> Budget:
-        if self not in _active:
+        in_force = bool(_active) and _active[-1] is self
+        if not in_force:
             self._set()
-        self._scope.__enter__()
+            if _active.count(self) > 1:  # another budget was set since this one
+                _active.remove(self)
+        try:
+            self._scope.__enter__()
+        except BaseException:
+            if not in_force:
+                self.lift()
+            raise
         return self
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:

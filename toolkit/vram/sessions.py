@@ -93,7 +93,8 @@ class Session:
         session = cls(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            session._lock.acquire()
+            with suppress(OSError):  # some network disks have no locks: later sessions may then delete this one
+                session._lock.acquire()
         except OSError as error:
             session.problem = f"This session is not saved: {error}. Set TOOLKIT_CACHE to a writable folder."
         for old in list(saved_sessions())[KEPT_SESSIONS:]:
