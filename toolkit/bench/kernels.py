@@ -176,7 +176,8 @@ def table(record: dict[str, Any]) -> str:
     for row in record["rows"]:
         compared = [f"{n} {v:.1f}" if isinstance(v, float) else f"{n}: {v}" for n, v in row.get("others_us", {}).items()]
         asked = "" if row["at_least_percent"] is None else f"{row['at_least_percent']:.0f}"
-        time = ("no config ran", "") if row["us"] is None else (f"{row['us']:.1f}", f"{row['percent']:.1f} ({row['of']})")
+        of = f"of {bandwidth_text(row['read_bytes_per_s'])}" if "read_bytes_per_s" in row else row.get("of")  # of another run
+        time = ("no config ran", "") if row["us"] is None else (f"{row['us']:.1f}", f"{row['percent']:.1f} ({of})")
         lines.append(f"| `{row['kernel']}` | {row['shape']} | {time[0]} | {time[1]} | {asked} | {'; '.join(compared)} |")
     return "\n".join(lines)
 

@@ -40,6 +40,8 @@ class Spread:
                     future = self._engines.submit_to_any(self._asked, alive, function, payloads[waiting[0]])
                     if future is not None:
                         self._running[waiting.popleft()] = future
+                if future is None:  # the client soon knows which process has ended
+                    time.sleep(POLL_S)
                 continue
             for number, rank, outcome in self._ended():
                 if outcome is None:

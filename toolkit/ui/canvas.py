@@ -25,15 +25,15 @@ class CanvasWidget(anywidget.AnyWidget):
 
     def _packed_view(self, request: Any, echo: dict[str, Any]) -> bytes:
         """Return the bytes of a view, with `echo` in its header."""
-        raise NotImplementedError
+        raise NotImplementedError  # each canvas has its own
 
     def _reply(self, kind: str, request: Any) -> Any:
         """Return the JSON-able answer to a request other than for a view. Raises KeyError if `kind` is unknown."""
-        raise NotImplementedError
+        raise NotImplementedError  # each canvas has its own
 
     def _still(self) -> str:
         """Return the HTML that stands in for the widget."""
-        raise NotImplementedError
+        raise NotImplementedError  # each canvas has its own
 
     def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         bundle = super()._repr_mimebundle_(**kwargs) or ({}, {})
