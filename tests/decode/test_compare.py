@@ -86,7 +86,8 @@ def test_rates_are_those_of_runs_without_recording(comparison, model):
     for name, rate in zip(comparison.table["strategy"], comparison.table["tok_per_s"], strict=True):
         run = tk.generate(model, PROMPT, name, max_new_tokens=6, eos=(), record=False)
         assert rate == pytest.approx(run.tok_per_s), name
-        recorded = comparison.runs[name].tok_per_s
+        assert (comparison.runs[name].tok_per_s, comparison.runs[name].slowed) == (rate, "")
+        recorded = tk.generate(model, PROMPT, name, max_new_tokens=6, eos=()).tok_per_s
         assert rate > 1.2 * recorded if STRATEGIES[name].capture == "none" else rate == pytest.approx(recorded)
 
 

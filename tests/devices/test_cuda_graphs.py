@@ -261,6 +261,7 @@ def test_a_polled_token(monkeypatch, after_s):
     assert loops.polled(torch.zeros(1, dtype=torch.int64), "publish_once") == 42
 
 
+@pytest.mark.usefixtures("python_handles_interrupts")
 @pytest.mark.parametrize("during", ["launch", "wait"])
 def test_the_memory_of_a_polled_token_outlasts_an_interrupt(monkeypatch, during):
     gpu = OneToken(monkeypatch, 0.2)

@@ -14,6 +14,8 @@ from synthetic import decode_loop
 
 from toolkit.core.errors import CancelledError, DeviceError, FormatError, ToolkitError
 from toolkit.core.progress import Reporter
+from toolkit.decode import compare
+from toolkit.decode.run import RECORDED, Run
 from toolkit.decode.strategies import STRATEGIES
 from toolkit.trace.events import TraceBuilder
 from toolkit.ui.lab import generate_panel, load_panel
@@ -25,19 +27,14 @@ from toolkit.ui.progress import CellProgress, ProgressBar
 
 
 class Device:
-    name, graphs, recording = "virtual:h200", True, None
+    name, graphs, recording, clock = "virtual:h200", True, None, "modelled"
 
     def memory(self) -> SimpleNamespace:
         return SimpleNamespace(allocated_bytes=1 << 20, total_bytes=1 << 30)
 
 
-class Run(SimpleNamespace):
-    def copies(self):
-        return self.trace.copies()
-
-
-def stand_in_generate(model, prompt, decode, *, max_new_tokens, on_token, cancel, **options):
-    """Yields "tick " for every token; the prompt "fail" raises after three tokens."""
+def stand_in_generate(model, prompt, decode, *, max_new_tokens, on_token, cancel, record=True, **options):
+    """Yields "tick " for every token; the prompt "fail" raises after three tokens. Runs are slower while they are recorded."""
     said = []
     for i in range(max_new_tokens):
         if cancel.is_set():
@@ -47,10 +44,11 @@ def stand_in_generate(model, prompt, decode, *, max_new_tokens, on_token, cancel
         time.sleep(model.pause_s)
         said.append("tick ")
         on_token(i, "tick ")
-    model.calls.append((decode, options))
+    model.calls.append((decode, record, options))
     reason = "length" if len(said) == max_new_tokens else "cancelled"
-    return Run(text="".join(said), tokens=tuple(range(len(said))), strategy=decode, stop_reason=reason, tok_per_s=123.4,
-               clock="modelled", trace=decode_loop())  # fmt: skip
+    trace, rate, slowed = (decode_loop(), 123.4, RECORDED) if record else (None, 456.7, "")
+    tokens = tuple(range(len(said)))
+    return Run("".join(said), tokens, (), decode, reason, rate, "modelled", "virtual:h200", trace, slowed=slowed)
 
 
 @pytest.fixture
@@ -73,7 +71,8 @@ def app(monkeypatch: pytest.MonkeyPatch, model: SimpleNamespace) -> Lab:
 
     monkeypatch.setattr(load_panel, "load", load)
     monkeypatch.setattr(load_panel, "open_device", lambda name: Device())
-    monkeypatch.setattr(generate_panel, "generate", stand_in_generate)
+    for module in (generate_panel, compare):
+        monkeypatch.setattr(module, "generate", stand_in_generate)
     return Lab()
 
 
@@ -132,8 +131,13 @@ def test_load_then_generate_two_strategies(app: Lab, model: SimpleNamespace) -> 
     assert app.error is None
     assert list(app.runs) == ["roundtrip", "double-buffered"]
     assert app.run is app.runs["double-buffered"]
-    assert model.calls[0] == ("roundtrip", {"temperature": 0.0, "top_k": 5, "top_p": 0.9, "seed": 42})
+    options = {"temperature": 0.0, "top_k": 5, "top_p": 0.9, "seed": 42}
+    names = ("roundtrip", "double-buffered")  # both are timed before the first one is recorded
+    assert model.calls == [(name, record, options) for record in (False, True) for name in names]
     assert app.decoding.output.value.count("tick tick tick tick tick tick") == 2
+    assert app.decoding.output.value.count("456.7 tok/s modelled)") == 2
+    assert app.decoding.table.value.count("456.7<br>modelled <") == 2
+    assert (app.run.tok_per_s, app.run.slowed) == (456.7, "")
     assert "2 (16 B)" in app.decoding.table.value
     assert "modelled" in app.decoding.table.value
     assert [track.title for track in app.decoding.timeline_box.children[0].scene.tracks] == ["roundtrip", "double-buffered"]
@@ -198,7 +202,8 @@ def test_one_strategy_and_neutral_sampling_options(app: Lab, model: SimpleNamesp
     app.decoding.tokens_field.value = 2
     app.generate()
     app.wait(10)
-    assert model.calls == [("roundtrip", {"temperature": 0.0, "top_k": None, "top_p": None, "seed": 0})]
+    options = {"temperature": 0.0, "top_k": None, "top_p": None, "seed": 0}
+    assert model.calls == [("roundtrip", False, options), ("roundtrip", True, options)]
     assert len(app.decoding.timeline_box.children[0].scene.tracks) == 1
 
 
@@ -226,8 +231,8 @@ def test_cancel_keeps_the_text_and_skips_the_second_strategy(app: Lab, model: Si
     assert app.wait(5)
     assert app.run.stop_reason == "cancelled"
     assert "tick" in app.decoding.output.value
-    assert "double-buffered was not started" in app.decoding.status.value
-    assert app.decoding.timeline_box.children
+    assert "(roundtrip was not recorded, double-buffered was not started)" in app.decoding.status.value
+    assert not app.history.entries
     app.decoding.tokens_field.value, model.pause_s = 3, 0.0
     app.generate()  # the next one is not cancelled by the last press
     app.wait(5)
@@ -241,14 +246,29 @@ def test_double_clicks_are_ignored(app: Lab, model: SimpleNamespace) -> None:
         app.decoding.generate_button.click()
         app.loading.load_button.click()
     app.wait(10)
-    assert len(model.calls) == 1
+    assert len(model.calls) == 2  # one without recording, and one recorded
     threads = [threading.Thread(target=app.generate) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     app.wait(10)
-    assert len(model.calls) == 2
+    assert len(model.calls) == 4
+
+
+def test_cancel_while_recording_keeps_what_was_recorded(app: Lab, model: SimpleNamespace) -> None:
+    loaded(app)
+    model.pause_s, app.decoding.tokens_field.value = 0.01, 50
+    app.generate()
+    while "Recording" not in app.decoding.status.value and app.busy:
+        time.sleep(0.01)
+    app.cancel()
+    assert app.wait(5)
+    assert "(double-buffered was not recorded)" in app.decoding.status.value
+    assert [entry.title for entry in app.history.entries.values()] == ["roundtrip, demo/qwen3"]
+    assert app.runs["roundtrip"].stop_reason == "cancelled"
+    assert app.runs["double-buffered"].tokens == tuple(range(50))
+    assert app.decoding.timeline_box.children
 
 
 def test_an_error_says_asked_found_do_and_is_kept(app: Lab) -> None:
@@ -288,7 +308,8 @@ def test_a_failure_of_b_leaves_the_run_of_a(app: Lab, monkeypatch: pytest.Monkey
             raise ToolkitError("a token", "no more", "Ask for less")
         return stand_in_generate(model, prompt, decode, **options)
 
-    monkeypatch.setattr(generate_panel, "generate", generate)
+    for module in (generate_panel, compare):
+        monkeypatch.setattr(module, "generate", generate)
     loaded(app).decoding.tokens_field.value = 2
     app.generate()
     assert app.wait(5)
@@ -371,7 +392,8 @@ def test_other_errors_are_named_without_a_wall() -> None:
 
 
 def test_table_of_a_run_without_decode_steps() -> None:
-    run = Run(strategy="roundtrip", tokens=(1,), tok_per_s=None, clock="measured", trace=decode_loop(steps=1, clock="measured"))
+    trace = decode_loop(steps=1, clock="measured")
+    run = Run("", (1,), (), "roundtrip", "length", None, "measured", "cpu", trace)
     assert "<td>-</td>" in copies_html([Entry(1, "a <run>", run.trace, run, "")])
 
 

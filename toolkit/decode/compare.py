@@ -9,7 +9,7 @@ import html
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from toolkit.core.display import render
 from toolkit.core.errors import RecorderError, ToolkitError
 from toolkit.core.units import bytes_text
 from toolkit.decode.loop import generate
-from toolkit.decode.run import Run
+from toolkit.decode.run import AFTER, Run
 from toolkit.decode.strategies import STRATEGIES, OwnLoop, Strategy, find_strategy, strategies_of
 from toolkit.models.model import Model, Remote, check_model
 from toolkit.trace.columns import COPY_KINDS
@@ -41,8 +41,8 @@ class Comparison:
     `table` is a DataFrame with one row per run. Its columns are `model` (if there are several), `strategy`, `same_tokens`
     (equal to the tokens of the first run), `tok_per_s` (of another run, which was not recorded), `clock` ("measured" or
     "modelled"), and averages of `steady_steps`: `kernels`, `launches` (calls that launched kernels, copies or graphs),
-    `<h2d|d2h|d2d>_count`, `<h2d|d2h|d2d>_bytes` and `host_wait_us`. `timed_late` is True if rates on CUDA were measured after
-    this process's first recording, which makes them too low.
+    `<h2d|d2h|d2d>_count`, `<h2d|d2h|d2d>_bytes` and `host_wait_us`. The rate of a run in `runs` is that of the table.
+    `timed_late` is True if rates on CUDA were measured after this process's first recording, which makes them too low.
     """
 
     runs: Mapping[str, Run]
@@ -143,15 +143,28 @@ def compare(
         )
     if "record" in options:
         raise ToolkitError("tk.compare with record=", "it always records its runs, to count their copies", "Leave out record=")
-    late = device.torch.type == "cuda" and device.recorded  # read before this comparison starts its own recordings
-    rates = _timed(entries, prompt, options)
+    timed = _timed(entries, prompt, options)
     runs: dict[str, Run] = {}
     for entry in entries:
-        run = runs[entry.label] = generate(entry.model, prompt, entry.strategy, lines=lines, **options)
-        rates.setdefault(entry.label, None)
+        run = generate(entry.model, prompt, entry.strategy, lines=lines, **options)
+        runs[entry.label] = with_rate_of(run, timed.get(entry.label))
         if run.stop_reason == "cancelled":
             break
-    return Comparison(runs, _table(entries, runs, rates), late)
+    return Comparison(runs, _table(entries, runs), any(run.slowed == AFTER for run in runs.values()))
+
+
+def unrecorded(model: Model | Remote, prompt: Any, decode: str | Strategy | OwnLoop, **options: Any) -> Run:
+    """Generate without recording, for the rate. A short run before it compiles the kernels, unless times are modelled."""
+    clock = model.clock if isinstance(model, Remote) else model.device.clock
+    if clock == "measured":
+        short = {**options, "max_new_tokens": WARM_UP_TOKENS, "on_token": None}
+        generate(model, prompt, decode, **short, record=False)
+    return generate(model, prompt, decode, **options, record=False)
+
+
+def with_rate_of(run: Run, timed: Run | None) -> Run:
+    """Return `run` with the rate of `timed`, the same run without recording; with none if `timed` is None."""
+    return replace(run, tok_per_s=None) if timed is None else replace(run, tok_per_s=timed.tok_per_s, slowed=timed.slowed)
 
 
 def _named(model: Model | Mapping[str, Model] | list[Model] | tuple[Model, ...]) -> dict[str, Model]:
@@ -207,24 +220,18 @@ def _same_name(what: str, name: str) -> ToolkitError:
     return ToolkitError(f"comparing {what}", f"two different ones are called {name!r}", "Give one of them another name")
 
 
-def _timed(entries: Sequence[Entry], prompt: Any, options: dict[str, Any]) -> dict[str, float | None]:
-    """Return the tokens per second of each entry, without recording; a cancel leaves out the rest.
-
-    A warm-up compiles kernels, unless times are modelled.
-    """
-    quiet = {**options, "on_token": None, "record": False}
-    rates: dict[str, float | None] = {}
+def _timed(entries: Sequence[Entry], prompt: Any, options: dict[str, Any]) -> dict[str, Run]:
+    """Return a run of each entry without recording; a cancel leaves out the rest."""
+    runs: dict[str, Run] = {}
     for entry in entries:
-        if entry.model.device.clock == "measured":
-            generate(entry.model, prompt, entry.strategy, **{**quiet, "max_new_tokens": WARM_UP_TOKENS})
-        run = generate(entry.model, prompt, entry.strategy, **quiet)
+        run = unrecorded(entry.model, prompt, entry.strategy, **{**options, "on_token": None})
         if run.stop_reason == "cancelled":
             break
-        rates[entry.label] = run.tok_per_s
-    return rates
+        runs[entry.label] = run
+    return runs
 
 
-def _table(entries: Sequence[Entry], runs: Mapping[str, Run], rates: Mapping[str, float | None]) -> pd.DataFrame:
+def _table(entries: Sequence[Entry], runs: Mapping[str, Run]) -> pd.DataFrame:
     import pandas as pd
 
     first = next(iter(runs.values()))
@@ -235,7 +242,7 @@ def _table(entries: Sequence[Entry], runs: Mapping[str, Run], rates: Mapping[str
         means = {column: _whole(per_step[column].mean()) for column in counted}
         wait_us = float(per_step["host_wait_us"].mean()) if len(per_step) else 0.0
         names = {"model": entry.name, "strategy": run.strategy} if entry.name else {"strategy": run.strategy}
-        rate = rates[entry.label] or float("nan")
+        rate = float("nan") if run.tok_per_s is None else run.tok_per_s
         same = run.tokens == first.tokens
         rows.append({**names, "same_tokens": same, "tok_per_s": rate, "clock": run.clock, **means, "host_wait_us": wait_us})
     return pd.DataFrame(rows)

@@ -22,7 +22,7 @@ from toolkit.core.numbers import integer
 from toolkit.core.ranks import WHOLE, Shard, check_same
 from toolkit.decode.parts import READBACKS, Readback
 from toolkit.decode.prefix import Prefix, check_chunk, check_context, most_positions
-from toolkit.decode.run import Run, tokens_per_s
+from toolkit.decode.run import AFTER, RECORDED, Run, tokens_per_s
 from toolkit.decode.sampling import Sampling
 from toolkit.decode.step import Fallback, Step
 from toolkit.decode.strategies import STRATEGIES, OwnLoop, Strategy, find_strategy, strategies_of
@@ -123,6 +123,8 @@ def generate(
     device, text = model.device, _Text(model, ends, stops, on_token)
     known_ns: list[int] = []
     fallen = Fallback(fallback)
+    after = AFTER if device.torch.type == "cuda" and device.recorded else ""
+    slowed = RECORDED if record or device.recording is not None else after
     recording = device.record(lines=lines, alone=True) if record else nullcontext()
     if isinstance(strategy, OwnLoop):
         learnt, late, chunk = strategy.run(ids, limit, sampling, ends, cancel), False, None
@@ -150,6 +152,7 @@ def generate(
         recorded=trace,
         fallback=fallen.reason,
         prefill_chunk=chunk,
+        slowed=slowed,
     )
 
 

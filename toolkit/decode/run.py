@@ -18,6 +18,8 @@ from toolkit.trace.events import Trace
 if TYPE_CHECKING:
     import pandas as pd
 
+RECORDED, AFTER = "while recorded", "after a recording"  # on CUDA, a process's first recording leaves CUPTI attached
+
 
 def tokens_per_s(known_ns: Sequence[int], late: bool) -> float | None:
     """Return the tokens per second, given the times at which the host knew each token; None for fewer than two.
@@ -39,8 +41,9 @@ class Run:
     and ends before a stop string. `tok_per_s` is the rate between the tokens that the host knew, on the clock named by `clock`;
     None for fewer than two tokens. The first four intervals of more than eight tokens, or the first of more than three, aren't
     counted, because kernels may be compiled, graphs captured and launches recorded in them. Strategies that read tokens one
-    step late don't count the last one of more than three, which needs no step of its own. Recording makes a run slower.
-    `prefill_chunk` is the number of prompt tokens that were fed at a time; it is None if the model's own loop ran.
+    step late don't count the last one of more than three, which needs no step of its own. Recording makes a run slower, and on
+    CUDA those after it, too: `slowed` is then RECORDED or AFTER, and else empty. `prefill_chunk` is the number of prompt tokens
+    that were fed at a time; it is None if the model's own loop ran.
     """
 
     text: str
@@ -54,6 +57,7 @@ class Run:
     recorded: Trace | None = field(default=None, repr=False)
     fallback: str | None = None  # why the run went on without the graphs of its strategy, if it did
     prefill_chunk: int | None = None
+    slowed: str = RECORDED  # why the rate is too low; files of earlier versions don't say it
 
     @property
     def trace(self) -> Trace:
@@ -93,7 +97,7 @@ class Run:
         return f"<div><code>{html.escape(self._shown_text())}</code><br><small>{html.escape(self._summary())}</small></div>"
 
     def _summary(self) -> str:
-        rate = "" if self.tok_per_s is None else f", {self.tok_per_s:.4g} tok/s {self.clock}"
+        rate = "" if self.tok_per_s is None else f", {self.tok_per_s:.4g} tok/s {self.clock} {self.slowed}".rstrip()
         name = self.strategy if self.fallback is None else f"{self.strategy} without graphs ({self.fallback})"
         return f"{name} on {self.device}, {len(self.tokens)} tokens, stopped by {self.stop_reason}{rate}"
 

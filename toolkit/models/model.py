@@ -106,6 +106,8 @@ class Model(Protocol):
 class Remote(ABC):
     """A model in other processes. `tk.generate` and `tk.compare` pass their arguments on to it."""
 
+    clock: str  # "measured" or "modelled", as that of a device
+
     @abstractmethod
     def generate(self, prompt: Any, decode: Any, **options: Any) -> Any:
         """Generate there; see `tk.generate`."""

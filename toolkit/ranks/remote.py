@@ -40,6 +40,7 @@ class RankedModel(Remote):
         cluster: The cluster.
         path: The name or path that was loaded.
         reports: What each rank loaded, by rank.
+        clock: "measured" or "modelled", the clock of its devices.
         strategies: The names of the decode strategies that can run it.
         has_tokenizer: Whether prompts can be text.
     """
@@ -56,7 +57,7 @@ class RankedModel(Remote):
             raise
         cluster.handles[self._number] = self
         self.reports = [each.report for each in found]
-        self.strategies, self.has_tokenizer = found[0].strategies, found[0].has_tokenizer
+        self.clock, self.strategies, self.has_tokenizer = found[0].clock, found[0].strategies, found[0].has_tokenizer
 
     def __repr__(self) -> str:
         return f"RankedModel({self.path!r} on {self.cluster!r})"
@@ -122,6 +123,7 @@ class Loaded:
     """What a rank says about the model that it has loaded."""
 
     report: Report
+    clock: str
     strategies: tuple[str, ...]
     has_tokenizer: bool
 
@@ -132,7 +134,7 @@ def _load(number: int, held: Set[int], path: Any, device: str, ranks: int, optio
         del _models[lost]
     gc.collect()
     model = _models[number] = load(path, device, tensor_parallel=ranks, progress=False, **options)
-    return Loaded(model.report, tuple(strategies_of(model)), model.tokenizer is not None)
+    return Loaded(model.report, model.device.clock, tuple(strategies_of(model)), model.tokenizer is not None)
 
 
 def _generate(number: int, prompt: Any, decode: Any, options: dict[str, Any]) -> Run:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from html import escape
+from itertools import count
 from typing import Any
 
 import ipywidgets as widgets
 
 from toolkit.core.errors import ModelError, RecorderError, ToolkitError
+from toolkit.decode.compare import unrecorded, with_rate_of
 from toolkit.decode.loop import generate
+from toolkit.decode.run import Run
 from toolkit.decode.strategies import STRATEGIES, strategies_of
+from toolkit.gpu.device import Device
 from toolkit.models.model import Model
 from toolkit.ranks.remote import RankedModel
 from toolkit.ui.lab.code import CopyAsCode, Name, call
@@ -25,8 +30,38 @@ from toolkit.ui.lab.work import Work
 _NONE = "(none)"
 _FIRST, _SECOND = "roundtrip", "double-buffered"  # the strategies that are compared at first
 _LOADING, _READY = "Loading the model first ...", "Ready."
-_KEPT = "The tab <b>Traces</b> keeps these runs. In a cell: lab.run, lab.runs, lab.model."
+_OBJECTS = "In a cell: lab.run, lab.runs, lab.model."
+_KEPT = f"The tab <b>Traces</b> keeps these runs. {_OBJECTS}"
 _EMPTY = "No model is loaded. Generate loads <b>{}</b> onto <b>{}</b> first."
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What Generate was asked for. `setup` is the code that loads the model, and `typed` the prompt as it was typed."""
+
+    model: Model | RankedModel
+    model_name: str
+    setup: str
+    typed: str
+    prompt: str | list[int]
+    names: list[str]
+    options: dict[str, Any]
+
+    @property
+    def limit(self) -> int:
+        """The number of tokens of a run, at most."""
+        limit: int = self.options["max_new_tokens"]
+        return limit
+
+    @property
+    def passes(self) -> int:
+        """The number of runs: each strategy runs without recording, and then recorded."""
+        return 2 * len(self.names)
+
+    @property
+    def device(self) -> Device | None:
+        """The device of the model; None if the ranks of a cluster hold it."""
+        return None if isinstance(self.model, RankedModel) else self.model.device
 
 
 class GeneratePanel(Panel):
@@ -68,7 +103,7 @@ class GeneratePanel(Panel):
         """Enable or disable the buttons."""
         self.generate_button.disabled = not idle
         if idle and self._loading.model is None:  # the load failed, or the cluster has ended
-            if self.status.value in (_LOADING, _READY) or self.status.value.endswith(_KEPT):
+            if self.status.value in (_LOADING, _READY) or self.status.value.endswith(_OBJECTS):
                 self._say_empty()
             self.code.update()
 
@@ -110,59 +145,89 @@ class GeneratePanel(Panel):
 
     def generate_now(self) -> None:
         """Load the chosen model if none is loaded, and generate, in this thread."""
-        limit, prompt, options = self.tokens_field.value, self.prompt_field.value, self._options()
-        if limit < 1:
-            raise ModelError("generating", f"{limit} tokens", "Give a number of at least 1")
+        prompt, options = self.prompt_field.value, self._options()
+        if options["max_new_tokens"] < 1:
+            raise ModelError("generating", f"{options['max_new_tokens']} tokens", "Give a number of at least 1")
         if self._loading.model is None:
             self._loading.load_now()
-        names, model = self._strategies(), self._loading.model
-        loaded, setup = self._loading.loaded, self._loading.source()
+        model, loaded = self._loading.model, self._loading.loaded
         assert model is not None  # or loading raised
         assert loaded is not None
-        given = prompt_of(prompt, model)
-        device = None if isinstance(model, RankedModel) else model.device
-        if device is not None and device.recording is not None:
+        given, names = prompt_of(prompt, model), self._strategies()
+        asked = Asked(model, loaded[1], self._loading.source(), prompt, given, names, options)
+        if asked.device is not None and asked.device.recording is not None:
             do = "Wait until that run or block has ended, because each run of the Lab makes its own recording"
-            raise RecorderError("generating in the Lab", f"{device.name} is being recorded", do)
+            raise RecorderError("generating in the Lab", f"{asked.device.name} is being recorded", do)
         self._history.runs = {}
         self.output.value, self.table.value, self.timeline_box.children = "", "", ()
-        done: list[str] = []
         entries: list[Entry] = []
-        for i, name in enumerate(names):
-            pieces: list[str] = []
-
-            def on_token(_token: int, text: str, i: int = i, name: str = name, pieces: list[str] = pieces) -> None:
-                pieces.append(text)
-                if self._work.due():
-                    self._memory.tick()
-                    self._work.share(i * limit + len(pieces), limit * len(names))
-                    self.output.value = "".join([*done, _text_html(name, prompt, "".join(pieces), f"{len(pieces)} tokens ...")])
-
-            self.status.value = f"Generating with <b>{escape(name)}</b> on {escape(place_of(model))} ..."
-            if i or device is not None:  # of a cluster, nothing is known before the first run ends
-                self._work.share(i * limit, limit * len(names))
-            hear = None if device is None else on_token  # the ranks of a cluster can't call it
-            with self._memory.measuring(f"generate, {name}, up to {limit} tokens", device):
-                run = generate(model, given, name, on_token=hear, cancel=self._work.cancelled, **options)
-            self._history.runs[name] = run
-            self._work.share(i + 1, len(names))
-            source = _call(name, given, options)
-            entries.append(self._history.add(f"{name}, {loaded[1]}", run.trace, run, source, setup))
-            self._added()  # now: if the next strategy fails, this run stays
-            done.append(_text_html(name, prompt, run.text, _ended(run)))
-            self.output.value = "".join(done)
-            if run.stop_reason == "cancelled":
-                break
+        try:
+            for name in names:  # all rates first: on CUDA, a recording slows down what follows it
+                self._history.runs[name] = self._time(asked, name)
+                if self._work.cancelled.is_set():
+                    break
+        finally:  # if the second strategy fails, the first one is recorded nevertheless
+            for name, timed in list(self._history.runs.items()):
+                if self._work.cancelled.is_set():
+                    break
+                run = self._history.runs[name] = with_rate_of(self._record(asked, name, len(names) + len(entries)), timed)
+                source = _call(name, given, options)
+                entries.append(self._history.add(f"{name}, {asked.model_name}", run.trace, run, source, asked.setup))
+                self._added()
         self._show(entries, names)
 
+    def _time(self, asked: Asked, name: str) -> Run:
+        """Generate without recording. Show the text as it grows, and the rate at the end."""
+        before, begun, pieces = self.output.value, len(self._history.runs), list[str]()
+
+        def on_token(_token: int, text: str) -> None:
+            pieces.append(text)
+            if self._tell(asked, begun, len(pieces)):
+                self.output.value = before + _text_html(name, asked.typed, "".join(pieces), f"{len(pieces)} tokens ...")
+
+        self.status.value = f"Generating with <b>{escape(name)}</b> on {escape(place_of(asked.model))} ..."
+        if asked.device is not None:  # of a cluster, nothing is known before a run ends
+            self._work.share(begun, asked.passes)
+        hear = None if asked.device is None else on_token  # the ranks of a cluster can't call it
+        with self._memory.measuring(f"generate, {name}, up to {asked.limit} tokens", asked.device):
+            run = unrecorded(asked.model, asked.prompt, name, on_token=hear, cancel=self._work.cancelled, **asked.options)
+        self._work.share(begun + 1, asked.passes)
+        self.output.value = before + _text_html(name, asked.typed, run.text, _ended(run))
+        return run
+
+    def _record(self, asked: Asked, name: str, begun: int) -> Run:
+        """Generate and record. `begun` is the number of runs before this one."""
+        tokens = count(1)
+
+        def on_token(_token: int, _text: str) -> None:
+            self._tell(asked, begun, next(tokens))
+
+        self.status.value = f"Recording <b>{escape(name)}</b> on {escape(place_of(asked.model))} ..."
+        hear = None if asked.device is None else on_token
+        run = generate(asked.model, asked.prompt, name, on_token=hear, cancel=self._work.cancelled, **asked.options)
+        self._work.share(begun + 1, asked.passes)
+        return run
+
+    def _tell(self, asked: Asked, begun: int, tokens: int) -> bool:
+        """Show the progress from time to time, after `begun` runs and `tokens` of the next one; return whether it was time."""
+        if not self._work.due():
+            return False
+        self._memory.tick()
+        self._work.share(begun * asked.limit + tokens, asked.passes * asked.limit)
+        return True
+
     def _show(self, entries: list[Entry], names: list[str]) -> None:
-        self.status.value = "Drawing ..."
-        self.table.value = copies_html(entries)
-        replace_children(self.timeline_box, timeline_of(entries))
-        cancelled = entries[-1].run is not None and entries[-1].run.stop_reason == "cancelled"
-        left = f" ({names[len(entries)]} was not started)" if len(entries) < len(names) else ""
-        said = f"Cancelled. The tokens so far are kept{left}." if cancelled else "Done."
-        self.status.value = f"{said} {_KEPT}"
+        """Draw what was recorded, and say how the work ended."""
+        if entries:
+            self.status.value = "Drawing ..."
+            self.table.value = copies_html(entries)
+            replace_children(self.timeline_box, timeline_of(entries))
+        said, begun = "Done.", len(self._history.runs)
+        if self._work.cancelled.is_set():
+            left = [f"{name} was not recorded" for name in names[len(entries) : begun]]
+            left += [f"{name} was not started" for name in names[begun:]]
+            said = "Cancelled. The tokens so far are kept" + (f" ({', '.join(left)})." if left else ".")
+        self.status.value = f"{said} {_KEPT if entries else _OBJECTS}"
 
     def _snippets(self) -> dict[str, str]:
         names, source, prompt = self._strategies(), self._loading.source(), self.prompt_field.value
@@ -196,7 +261,7 @@ def prompt_of(text: str, model: Model | RankedModel) -> str | list[int]:
 
 def _ended(run: Any) -> str:
     why = {"eos": "end of text", "length": "reached max tokens", "cancelled": "cancelled"}.get(run.stop_reason, run.stop_reason)
-    rate = f", {run.tok_per_s:,.4g} tok/s {run.clock} while recorded" if run.tok_per_s else ""
+    rate = f", {run.tok_per_s:,.4g} tok/s {run.clock} {run.slowed}".rstrip() if run.tok_per_s else ""
     return f"{len(run.tokens)} token{'' if len(run.tokens) == 1 else 's'}, {why}{rate}"
 
 

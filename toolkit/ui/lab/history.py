@@ -74,7 +74,7 @@ def copies_html(entries: Iterable[Entry]) -> str:
         same = "-" if run is None or first is None else "yes" if run.tokens == first.tokens else "no"
         device = escape(str(entry.trace.meta.get("device", "unknown device")))
         cells = [f"{escape(entry.label)}<br><small>{device}</small>", same]
-        cells.append(f"{run.tok_per_s:,.4g}<br>{run.clock}" if run is not None and run.tok_per_s else "-")
+        cells.append(f"{run.tok_per_s:,.4g}<br>{run.clock} {run.slowed}" if run is not None and run.tok_per_s else "-")
         for column in ("kernels", "launches"):  # launches are -1 where they weren't recorded
             count = steps[column].mean()
             cells.append(f"{count:,.4g}" if len(steps) and count >= 0 else "-")
@@ -86,7 +86,7 @@ def copies_html(entries: Iterable[Entry]) -> str:
         cells.append(f"{wait}<br>{clock}" if len(steps) else wait)
         rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
     per_step = ("kernels", "launches", *(kind.upper() for kind in COPY_KINDS), "host waits")
-    head = "".join(f'<th scope="col" rowspan="2">{name}</th>' for name in ("run", "same tokens", "tok/s while recorded"))
+    head = "".join(f'<th scope="col" rowspan="2">{name}</th>' for name in ("run", "same tokens", "tok/s"))
     head += f'<th scope="colgroup" colspan="{len(per_step)}">mean of a decode step</th></tr><tr>'
     head += "".join(f'<th scope="col">{name}</th>' for name in per_step)
     return f'<div class="tk-wrap tk-copies"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
