@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+import toolkit as tk
 from toolkit.bench.decode_copies import RANDOM, bench, main, open_model, table
 from toolkit.core.errors import ToolkitError
 from toolkit.decode.strategies import STRATEGIES
@@ -35,6 +36,14 @@ def test_a_record_holds_every_strategy(record):
         "decode": {"h2d": [[8, 10]], "d2h": [[8, 5]], "d2d": []},
     }
     assert roundtrip["total"]["h2d"] == {"count": 11, "bytes": 152 + 80}
+
+
+def test_times_are_those_of_runs_without_recording(record):
+    model = tk.load("demo/qwen3", device="virtual:h200", progress=False)
+    prompt = [5] * 19  # times don't depend on the values
+    for name in ("roundtrip", "cuda-graph"):
+        rate = tk.generate(model, prompt, name, max_new_tokens=6, eos=(), record=False).tok_per_s
+        assert record["strategies"][name]["ms_per_step"] == pytest.approx(1e3 / rate)
 
 
 def test_a_record_equals_itself_and_not_a_changed_one(record):

@@ -368,13 +368,29 @@ def test_another_thread_does_not_join_the_recording_of_a_run(model, where):
     def on_token(token, text):
         if not found:
             found.append(in_thread(lambda: tk.generate(model, PROMPT, max_new_tokens=2)))
+            found.append(in_thread(lambda: tk.generate(model, PROMPT, max_new_tokens=2, record=False)))
             found.append(in_thread(lambda: tk.record(where).__enter__()))
             tk.generate(model, PROMPT, max_new_tokens=1)  # this thread may
 
     run = tk.generate(model, PROMPT, "roundtrip", max_new_tokens=2, on_token=on_token)
-    assert all("another thread records a run of its own" in str(error) for error in found), found
+    assert len(found) == 3
+    assert all("one thread records a run of its own while another one generates" in str(error) for error in found), found
     assert run.copies()["step"].tolist()[-2:] == exact["step"].tolist()[-2:]
     assert model.device.recording is None
+
+
+def test_a_run_is_not_recorded_while_another_thread_generates(model):
+    found = []
+
+    def on_token(token, text):
+        if not found:
+            found.append(in_thread(lambda: tk.generate(model, PROMPT, max_new_tokens=2)))
+            found.append(in_thread(lambda: tk.generate(model, PROMPT, max_new_tokens=2, record=False)))
+
+    run = tk.generate(model, PROMPT, max_new_tokens=2, on_token=on_token, record=False)
+    assert "record=False in all threads" in str(found[0])
+    assert found[1].tokens == run.tokens
+    assert tk.generate(model, PROMPT, max_new_tokens=2).tokens == run.tokens  # afterwards
 
 
 def test_threads_join_the_recording_around_them(model):

@@ -11,8 +11,11 @@ from small_models import SMALL, make
 import toolkit as tk
 from toolkit.core.errors import ModelError
 from toolkit.decode.compare import decode_steps
+from toolkit.decode.parts import ReadOneBehind
 from toolkit.decode.prefix import Prefix
+from toolkit.decode.step import Step
 from toolkit.decode.strategies import STRATEGIES
+from toolkit.models.cache import Cache
 
 DEMOS = ["demo/qwen3", "demo/gemma4", "demo/qwen3.5-moe"]  # keys and values; sliding windows; recurrent states
 IDS = [7 * i % 97 for i in range(60)]
@@ -101,6 +104,21 @@ def test_prefixes_that_cannot_be(model):
     with pytest.raises(ModelError, match="room for 8"):
         Prefix(model, IDS, 8)
     assert model.device.memory().allocated_bytes == before
+
+
+@pytest.mark.parametrize(("where", "name"), [(ReadOneBehind, "close"), (Cache, "rollback"), (Step, "free")])
+def test_an_interrupt_while_a_run_is_freed_leaves_the_prefix_usable(model, monkeypatch, where, name):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    prefix, exact = Prefix(model, IDS[:20], 80), generate(model, "double-buffered").tokens
+    for _ in range(2):
+        assert generate(model, "double-buffered", prefix=prefix).tokens == exact
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as kept:
+            patch.setattr(where, name, interrupted)
+            generate(model, "double-buffered", prefix=prefix)
+    assert kept.traceback  # as the one that a notebook keeps
+    assert generate(model, "double-buffered", prefix=prefix).tokens == exact
 
 
 def test_one_run_at_a_time(model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import threading
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from test_cuda_events import call, ran, read, session
 
 from toolkit.core.errors import DeviceError
 from toolkit.core.ranks import Shard
-from toolkit.gpu.cuda import loops
+from toolkit.gpu.cuda import graphs, loops
 from toolkit.gpu.cuda.loops import CANCEL, LIMIT, PUBLISHED, READ, SHARED, CudaLoop
 from toolkit.gpu.cuda.session import Announced, Captured, LoopRun, Range
 
@@ -54,6 +55,49 @@ def test_without_all_calls_of_the_capture_nodes_have_the_line_of_the_launch(capt
 def test_a_graph_that_somebody_else_launches_is_left_alone():
     trace = read([*CAPTURED_CALLS, *replay(1, 2_100_000)], session(log=Lines(), captures={7: CAPTURED}))
     assert set(trace.select(trace.is_kind("kernel")).text("where")) == {"model.py:210"}
+
+
+class Graph:
+    """Stands for a `torch.cuda.CUDAGraph`. A capture that was invalidated can't be ended, and has no pool then."""
+
+    def __init__(self, valid):
+        self.valid, self.done = valid, []
+
+    def capture_begin(self, *, pool, capture_error_mode):
+        assert capture_error_mode == "thread_local"
+
+    def capture_end(self):
+        if not self.valid:
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+        self.done.append("ended")
+
+    def pool(self):
+        raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
+
+    def reset(self):
+        self.done.append("reset")
+
+
+def not_permitted():
+    raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+
+def interrupted():
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(("work", "valid", "error", "done"), [
+    (not_permitted, False, DeviceError, [("stop", 0, (0, 7)), ("release", 0, (0, 7))]), (interrupted, True, KeyboardInterrupt, ["ended", "reset"]),
+])  # fmt: skip
+def test_the_memory_of_a_capture_that_failed_is_given_back(monkeypatch, work, valid, error, done):
+    graph = Graph(valid)
+    monkeypatch.setattr(graphs.torch.cuda, "graph_pool_handle", lambda: (0, 7))
+    for name, what in (("_cuda_endAllocateToPool", "stop"), ("_cuda_releasePool", "release")):
+        undone = functools.partial(lambda what, *of: graph.done.append((what, *of)), what)
+        monkeypatch.setattr(graphs.torch._C, name, undone, raising=False)
+    with pytest.raises(error):
+        graphs._capture(graph, work, torch.device("cuda", 0))
+    assert graph.done == done
 
 
 def loop_events(iterations):

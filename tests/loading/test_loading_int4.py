@@ -43,6 +43,16 @@ def test_stays_packed_and_equals_transformers(tmp_path: Path, method: str, devic
         assert len(tk.generate(model, IDS[0].tolist(), max_new_tokens=3).tokens) == 3
 
 
+@pytest.mark.parametrize("method", ["gptq", "awq", "hqq"])
+def test_the_default_device_of_the_process_changes_nothing(tmp_path: Path, method: str) -> None:
+    write_int4_folder(tmp_path / "m", method, SHAPE)
+    usual = tk.load(tmp_path / "m", device="cpu", progress=False)
+    with torch.device("vgpu"):
+        model = tk.load(tmp_path / "m", device="cpu", progress=False)
+    weights = zip(usual.parameters(), model.parameters(), strict=True)
+    assert all(x.device == y.device and torch.equal(x, y) for x, y in weights)
+
+
 @pytest.mark.parametrize("source", ["bfloat16", "Q4_K", "gptq"])
 def test_converting_takes_no_more_of_the_card_than_the_largest_tensor(tmp_path: Path, source: str) -> None:
     """The joined gate and up matrix is the largest tensor; the others are minimal, to keep the test quick."""

@@ -59,22 +59,21 @@ def open_model(name: str, device: str) -> tuple[str, Any]:
 def measure(model: AnyModel, prompt: list[int], tokens: int, repeats: int, **options: Any) -> dict[str, Any]:
     """Return for each strategy its tokens, copies, kernels, host waits, and milliseconds per decode step.
 
-    `options` are passed to `generate`. On a real GPU each strategy is timed `repeats` times after one warm-up round.
+    `options` are passed to `generate`. On a real GPU each strategy is timed `repeats` times after one warm-up round; on a
+    virtual one, whose times are modelled, once.
     """
     options |= {"max_new_tokens": tokens, "eos": ()}
     names = [name for name, strategy in strategies_of(model).items() if isinstance(strategy, Strategy)]
     times: dict[str, list[float]] = {name: [] for name in names}
-    if model.device.clock == "measured":
-        for turn in range(repeats + 1):  # the first round warms up
-            for name in names:
-                rate = generate(model, prompt, name, record=False, **options).tok_per_s
-                if turn and rate:
-                    times[name].append(1e3 / rate)
+    warm_ups, rounds = (1, repeats) if model.device.clock == "measured" else (0, 1)
+    for turn in range(warm_ups + rounds):
+        for name in names:
+            rate = generate(model, prompt, name, record=False, **options).tok_per_s
+            if turn >= warm_ups and rate:
+                times[name].append(1e3 / rate)
     out = {}
     for name in names:
         run = generate(model, prompt, name, **options)
-        if model.device.clock != "measured" and run.tok_per_s:
-            times[name].append(1e3 / run.tok_per_s)
         out[name] = {"tokens": list(run.tokens), **counts(run)}
         out[name]["ms_per_step"] = statistics.median(times[name]) if times[name] else None
         out[name]["ms_per_step_all"] = times[name]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from traceback import clear_frames
 from typing import Any
@@ -83,7 +83,8 @@ def generate(
             `Run.fallback` then holds the reason. Default: an error.
         eos: The token ids that end the text. Default: the model's own; `()` for none.
         on_token: Called as `on_token(id, text)` on this thread as soon as the host knows a token. Text that may be the
-            beginning of a stop string is passed with a later token.
+            beginning of a stop string is passed with a later token. With `stop` under "whole-loop", it must not wait for the
+            GPU, whose loop waits for the host after `AHEAD` tokens.
         cancel: An event that stops the run between two steps once it is set; the tokens so far are kept. On a cluster, it
             interrupts all ranks, which lose their tokens, and CancelledError is raised.
         record: Whether to record a trace, which makes the run slower.
@@ -92,7 +93,7 @@ def generate(
     Raises ModelError for an invalid prompt or option, and, under every strategy of the toolkit but not under "hf-generate", if
     no token can be chosen because logits are NaN or infinite; UnknownNameError for an unknown strategy or `kv`; DeviceError if
     the strategy captures graphs and the device, the model or one of its operations doesn't support that; and RecorderError if
-    another thread records a run on this device.
+    another thread records a run on this device, or generates while this run is to be recorded.
     """
     asked = {name: value for name, value in locals().items() if name != "model"}
     if isinstance(model, Remote):
@@ -125,7 +126,7 @@ def generate(
     fallen = Fallback(fallback)
     after = AFTER if device.torch.type == "cuda" and device.recorded else ""
     slowed = RECORDED if record or device.recording is not None else after
-    recording = device.record(lines=lines, alone=True) if record else nullcontext()
+    recording = device.record(lines=lines, alone=True) if record else device.unrecorded()
     if isinstance(strategy, OwnLoop):
         learnt, late, chunk = strategy.run(ids, limit, sampling, ends, cancel), False, None
     else:
@@ -270,17 +271,17 @@ def _decode(
 ) -> Generator[tuple[int, int], None, None]:
     """Yield up to `limit` pairs (token id, time in ns) as soon as the host knows each token. `close()` frees the memory."""
     device = model.device
-    step: Step | None = None
-    readback: Readback | None = None
-    used = ExitStack()
+    used = ExitStack()  # each part is freed even if an interrupt keeps another from it
     try:
         with device.step(0, "prefill"):
             cache = used.enter_context(_own_cache(model, about) if about.prefix is None else about.prefix.in_use())
             step = Step(model, strategy, sampling, cache, about.ids, about.limit, fallback)
+            used.callback(step.free)
             token = step.prefill(about.chunk, cancel)
             if token is None:
                 return
             readback = READBACKS[strategy.readback](device)
+            used.callback(readback.close)
             known = readback.after(token)
         if known is not None:
             yield known, device.now_ns()
@@ -289,10 +290,6 @@ def _decode(
         clear_frames(error.__traceback__)  # a notebook keeps the traceback, whose frames hold the activations
         raise
     finally:
-        if readback is not None:
-            readback.close()
-        if step is not None:
-            step.free()
         used.close()
 
 

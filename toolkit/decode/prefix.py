@@ -91,15 +91,21 @@ class Prefix:
         if not self._lock.acquire(blocking=False):
             raise ModelError("a run with a prefix", "another run uses it now", "Run one after the other, or make two prefixes")
         try:
+            self._roll_back()  # in case an interrupt kept the last run from it
             if self.kept_bytes is None:
                 before = self.model.device.memory().allocated_bytes
                 self.cache.checkpoint()
                 self.kept_bytes = self.model.device.memory().allocated_bytes - before
             yield self.cache
         finally:
-            if self.kept_bytes is not None:
-                self.cache.rollback(len(self.ids))
-            self._lock.release()
+            try:
+                self._roll_back()
+            finally:
+                self._lock.release()
+
+    def _roll_back(self) -> None:
+        if self.kept_bytes is not None:
+            self.cache.rollback(len(self.ids))
 
     def free(self) -> None:
         """Free the device memory of the cache. No run can start from it any more."""

@@ -203,6 +203,9 @@ class Step:
                 for each in range(self.turns):
                     self._graphs.append(self.device.capture(partial(self._captured, each)))
             except DeviceError as error:
+                for graph in self._graphs:  # of earlier slots
+                    graph.free()
+                self._graphs.clear()
                 self._fallback.use(error)
         return self._graphs[turn] if turn < len(self._graphs) else None
 

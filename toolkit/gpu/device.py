@@ -177,14 +177,13 @@ class Device(ABC):
         try:
             with whole, _changing:
                 outer, owner = _recording.get(self.name, (None, None))
+                others = alone and outer is None and any(each != thread for each in _unrecorded.get(self.name, ()))
+                if others or owner not in (None, thread):
+                    raise self._mixed()
                 if outer is None:
                     self.start(lines=lines)
                     _recording[self.name], began = (trace, thread if alone else None), True
-                    _recorded.add(self.name)
-            if owner not in (None, thread):
-                why = "another thread records a run of its own, and the events of both could not be told apart"
-                do = "Use record=False in each of them, or put one `with tk.record(device)` around all threads"
-                raise RecorderError(f"recording {self.name}", why, do)
+                    _recorded.add(self.torch.type)
             yield trace if outer is None else outer
             if outer is not None and self.recording is not outer:
                 why = "the recording that it joined ended before it, so its last events are missing"
@@ -197,6 +196,32 @@ class Device(ABC):
                     if self.recording is trace:  # an interrupt came first
                         self._end_recording()
                 trace.fill(with_sources(with_guessed_steps(found)))
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Work that isn't recorded by itself, as that of a run of `tk.generate` with record=False.
+
+        It joins a recording around it. Raises RecorderError if another thread records alone, and keeps other threads from that.
+        """
+        began, thread = False, threading.get_ident()
+        try:
+            with whole, _changing:
+                if _recording.get(self.name, (None, None))[1] not in (None, thread):
+                    raise self._mixed()
+                _unrecorded.setdefault(self.name, []).append(thread)
+                began = True
+            yield
+        finally:
+            if began:
+                with whole, _changing:
+                    _unrecorded[self.name].remove(thread)
+
+    def _mixed(self) -> RecorderError:
+        found = (
+            "one thread records a run of its own while another one generates, and the events of both could not be told apart"
+        )
+        do = "Use record=False in all threads, or put one `with tk.record(device)` around them"
+        return RecorderError(f"recording {self.name}", found, do)
 
     def _end_recording(self) -> Trace:
         with whole, _changing:
@@ -211,8 +236,8 @@ class Device(ABC):
 
     @property
     def recorded(self) -> bool:
-        """Whether this process has recorded on this device, or is recording now."""
-        return self.name in _recorded
+        """Whether this process has recorded on a device of this kind, or is recording now."""
+        return self.torch.type in _recorded
 
 
 def check_token_tensor(asked: str, token: Tensor, device: torch.device) -> None:
@@ -224,7 +249,8 @@ def check_token_tensor(asked: str, token: Tensor, device: torch.device) -> None:
 
 
 NO_GRAPHS = 'Use "cuda" or "virtual:h200"'
-_recorded: set[str] = set()
+_recorded: set[str] = set()  # kinds of devices, since CUPTI attaches to the process
+_unrecorded: dict[str, list[int]] = {}  # per device name: the threads that generate without recording
 # Per device name: the trace of the outermost open `record` block, and the thread that began it if only this thread may join.
 _recording: dict[str, tuple[Trace, int | None]] = {}
 _changing = threading.RLock()

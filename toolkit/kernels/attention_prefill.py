@@ -138,7 +138,7 @@ class AttentionPrefill(Kernel):
         size = shape.torch_dtype.itemsize
         start = shape.slots if shape.ring else max(0, shape.slots - shape.tokens)
         held = min(start, shape.window) if shape.window else start
-        ends = torch.arange(start + 1, start + shape.tokens + 1)
+        ends = torch.arange(start + 1, start + shape.tokens + 1, device="cpu")
         pairs = int((ends.clamp_max(shape.window) if shape.window else ends).sum())
         moved = 2 * size * shape.head_dim * (shape.tokens * shape.heads + (held + shape.tokens) * shape.kv_heads)
         return Cost(moved, 4.0 * pairs * shape.heads * shape.head_dim, "bf16_flops" if size == 2 else "fp32_flops")

@@ -59,7 +59,7 @@ def levels(device: torch.device | str = "cpu") -> Tensor:
 
 def random_signs(head_dim: int, seed: int = 0, device: torch.device | str = "cpu") -> Tensor:
     """Return the signs of the rotation: fp32 [head_dim], the same on every device."""
-    bits = torch.randint(0, 2, (head_dim,), generator=torch.Generator().manual_seed(seed))
+    bits = torch.randint(0, 2, (head_dim,), generator=torch.Generator().manual_seed(seed), device="cpu")
     return (2.0 * bits - 1.0).to(device)
 
 

@@ -79,7 +79,8 @@ def _draw_part(part: Tensor, name: str, scheme: Scheme, generator: torch.Generat
             signed = part.dtype == torch.int8
             part.random_(-128 if signed else 0, 128 if signed else 256, generator=generator)
     elif scheme.joint:
-        same, steps = torch.full((8,), int(fine)), torch.tensor([[step / fine], [step * middle / fine]]).half()
+        same = torch.full((8,), int(fine), device="cpu")
+        steps = torch.tensor([[step / fine], [step * middle / fine]], dtype=torch.float16, device="cpu")
         numbers = pack_scales(same, same, *steps).view(torch.int64).tolist()
         for number, words in zip(numbers, part.view(torch.int64).unflatten(-1, (-1, 2)).unbind(-1), strict=True):
             words.fill_(number)

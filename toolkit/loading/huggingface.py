@@ -289,7 +289,7 @@ class HfModel(Shown):
                 whole = self.inner.generate(prompt, attention_mask=mask, generation_config=config)
                 tokens = whole[0, len(ids) :]
             except _CancelledError:
-                tokens = torch.cat(watch.fed) if watch.fed else torch.empty(0)
+                tokens = torch.cat(watch.fed) if watch.fed else torch.empty(0, device="cpu")
             finally:
                 hook.remove()
         watch.known_ns.append(self.device.now_ns())

@@ -134,7 +134,7 @@ def initialize(module: nn.Module, device: torch.device, seed: int, std: float = 
         cuts = cuts_of(module.get_submodule(path), leaf)
         shape = whole_shape(old, cuts)
         if old.ndim > 1:
-            value = torch.randn(shape, generator=generator) * std
+            value = torch.randn(shape, generator=generator, device="cpu") * std
         else:
-            value = torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+            value = torch.full(shape, 0.0 if name.endswith("bias") else 1.0, device="cpu")
         assign(module, name, held_of(value, cuts).to(device, old.dtype))

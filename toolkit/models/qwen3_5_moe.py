@@ -229,9 +229,9 @@ class Model(CausalLM):
         for part in self.modules():
             if isinstance(part, DeltaNet):  # like trained models: memories of 1 to 100 tokens, a scale-preserving convolution
                 channels, taps = (cut.size for cut in part.cuts["conv"])
-                decays = torch.empty(self.config.linear_num_value_heads).uniform_(0.01, 16, generator=generator)
-                conv = torch.empty(channels, taps).uniform_(-1, 1, generator=generator) * taps**-0.5
-                for name, value in (("decay", -decays), ("conv", conv), ("dt_bias", torch.ones(len(decays)))):
+                decays = torch.empty(self.config.linear_num_value_heads, device="cpu").uniform_(0.01, 16, generator=generator)
+                conv = torch.empty(channels, taps, device="cpu").uniform_(-1, 1, generator=generator) * taps**-0.5
+                for name, value in (("decay", -decays), ("conv", conv), ("dt_bias", torch.ones_like(decays))):
                     assign(part, name, held_of(value, part.cuts[name]).to(self.device.torch))
         return self
 

@@ -99,7 +99,7 @@ class _Gptq(Coded):
         if self.prefix + "g_idx" in self.weights.stored:
             if self.part("g_idx", torch.int32, torch.int64, dimensions=1).shape != (columns,):
                 raise self.wrong(f"g_idx has {self.values('g_idx').shape[0]:,} entries for {columns:,} columns")
-            ordered = not torch.equal(self.values("g_idx").long(), torch.arange(columns) // self.group)
+            ordered = not torch.equal(self.values("g_idx").long(), torch.arange(columns, device="cpu") // self.group)
         if ordered:
             found = "its columns are grouped out of order (desc_act, act-order), which the packed layout can't represent"
             raise self.wrong(found, "Get a checkpoint quantized with desc_act=False, or the unquantized model")
@@ -142,7 +142,7 @@ class _Awq(Coded):
         """Return the codes [rows, n] of outputs `start` to `stop` of part `leaf` [n, out / 8]."""
         words = _turned(self.values(leaf)[:, start // 8 : -(-stop // 8)])  # [rows / 8, n]
         packed = words.view(torch.uint8).view(*words.shape, 4)
-        codes = torch.empty(words.shape[0], 8, words.shape[1], dtype=torch.uint8)
+        codes = torch.empty(words.shape[0], 8, words.shape[1], dtype=torch.uint8, device="cpu")
         for output, nibble in enumerate(_AWQ_ORDER):
             torch.bitwise_and(packed[..., nibble // 2] >> (nibble % 2 * 4), 15, out=codes[:, output])
         return codes.flatten(0, 1)[start % 8 : start % 8 + stop - start]
@@ -230,7 +230,7 @@ def _unpack(words: Tensor, bits: int) -> Tensor:
     packed = words.view(torch.uint8)
     if bits == 8:
         return packed
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device="cpu")
     return (packed[..., None] >> shifts & ((1 << bits) - 1)).flatten(-2)
 
 

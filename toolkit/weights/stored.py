@@ -152,7 +152,7 @@ class Mapped:
         Raises FormatError if the file was truncated since it was opened: accessing the lost pages would kill the process.
         """
         if nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         left = self.bytes.size()  # of the file, today
         if left < start + nbytes:
             found = f"the file was truncated to {left:,} bytes after it was opened"

@@ -57,12 +57,13 @@ def captured(device: torch.device, work: Callable[[], None]) -> Any:
 
 
 def _capture(graph: Any, work: Callable[[], None], device: torch.device) -> None:
-    graph.capture_begin(capture_error_mode="thread_local")
+    pool = torch.cuda.graph_pool_handle()  # not the graph's own, which can't be read after a capture that failed
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
         work()
         graph.capture_end()
     except BaseException as error:
-        _abandon(graph, device)
+        _abandon(graph, pool, device)
         if isinstance(error, RuntimeError) and "captur" in str(error):
             raise DeviceError("capturing a graph", str(error).splitlines()[0], BODY_NEEDS) from error
         raise
@@ -111,12 +112,17 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _abandon(graph: Any, device: torch.device) -> None:
-    """End a capture that failed. PyTorch keeps allocating from its pool if ending it fails as well, which these calls undo."""
+def _abandon(graph: Any, pool: tuple[int, int], device: torch.device) -> None:
+    """End a capture that failed, and give its memory back.
+
+    If ending it fails as well, PyTorch keeps allocating from its pool, and never frees cached memory again: private functions
+    undo that.
+    """
     try:
         graph.capture_end()
+        graph.reset()
     except RuntimeError:
         index = torch.cuda.current_device() if device.index is None else device.index
         for undo in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
-            with suppress(RuntimeError, AttributeError):  # private functions
-                undo(index, graph.pool())
+            with suppress(RuntimeError, AttributeError):
+                undo(index, pool)

@@ -91,10 +91,14 @@ class CudaLoop(Loop):
         self._stream = torch.cuda.Stream(device)  # not the current one, so that callbacks can use the GPU meanwhile
         self._shared = torch.zeros(SHARED, dtype=torch.int64, device="cpu", pin_memory=True)
         self._own = torch.zeros(5 + MOST_ENDS, dtype=torch.int64, device=device)
-        self._body = captured(device, step)
-        self.nodes = node_count(self._body.raw_cuda_graph()) + 1
-        with torch.cuda.device(device):
-            self._executable = self._build()
+        self._outer, self._body = None, captured(device, step)
+        try:
+            self.nodes = node_count(self._body.raw_cuda_graph()) + 1
+            with torch.cuda.device(device):
+                self._executable = self._build()
+        except BaseException:  # such as a driver without WHILE nodes
+            self._free_graphs()
+            raise
 
     def run(
         self, limit: int, ends: Collection[int], stop: Callable[[], bool], ahead: int | None = None, first: int = 1
@@ -153,9 +157,14 @@ class CudaLoop(Loop):
             raise DeviceError("freeing a loop", "it is running", "Read its tokens to the end, or close its generator")
         if self._executable is not None:
             checked(bindings("runtime").cudaGraphExecDestroy(self._executable))
-            checked(bindings("runtime").cudaGraphDestroy(self._outer))
             self._executable = None
-            self._body.reset()
+            self._free_graphs()
+
+    def _free_graphs(self) -> None:
+        if self._outer is not None:
+            checked(bindings("runtime").cudaGraphDestroy(self._outer))
+            self._outer = None
+        self._body.reset()
 
     def _build(self) -> Any:
         """Return the executable graph: publish the first token, then repeat the step and publish its token."""
