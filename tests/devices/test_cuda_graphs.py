@@ -87,7 +87,8 @@ def interrupted():
 
 
 @pytest.mark.parametrize(("work", "valid", "error", "done"), [
-    (not_permitted, False, DeviceError, [("stop", 0, (0, 7)), ("release", 0, (0, 7))]), (interrupted, True, KeyboardInterrupt, ["ended", "reset"]),
+    (not_permitted, False, DeviceError, [("stop", 0, (0, 7)), ("release", 0, (0, 7))]),
+    (interrupted, True, KeyboardInterrupt, ["ended", "reset"]),
 ])  # fmt: skip
 def test_the_memory_of_a_capture_that_failed_is_given_back(monkeypatch, work, valid, error, done):
     graph = Graph(valid)

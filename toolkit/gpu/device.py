@@ -217,9 +217,7 @@ class Device(ABC):
                     _unrecorded[self.name].remove(thread)
 
     def _mixed(self) -> RecorderError:
-        found = (
-            "one thread records a run of its own while another one generates, and the events of both could not be told apart"
-        )
+        found = "one thread records a run of its own while another one generates, and their events could not be told apart"
         do = "Use record=False in all threads, or put one `with tk.record(device)` around them"
         return RecorderError(f"recording {self.name}", found, do)
 
