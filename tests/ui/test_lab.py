@@ -17,7 +17,7 @@ from toolkit.core.progress import Reporter
 from toolkit.decode import compare
 from toolkit.decode.run import RECORDED, Run
 from toolkit.decode.strategies import STRATEGIES
-from toolkit.trace.events import TraceBuilder
+from toolkit.trace.events import Trace, TraceBuilder
 from toolkit.ui.lab import generate_panel, load_panel
 from toolkit.ui.lab.app import TABS, Lab
 from toolkit.ui.lab.fields import error_html, path_of
@@ -136,7 +136,7 @@ def test_load_then_generate_two_strategies(app: Lab, model: SimpleNamespace) -> 
     assert model.calls == [(name, record, options) for record in (False, True) for name in names]
     assert app.decoding.output.value.count("tick tick tick tick tick tick") == 2
     assert app.decoding.output.value.count("456.7 tok/s modelled)") == 2
-    assert app.decoding.table.value.count("456.7<br>modelled <") == 2
+    assert app.decoding.table.value.count("456.7<br>modelled<") == 2
     assert (app.run.tok_per_s, app.run.slowed) == (456.7, "")
     assert "2 (16 B)" in app.decoding.table.value
     assert "modelled" in app.decoding.table.value
@@ -264,9 +264,16 @@ def test_cancel_while_recording_keeps_what_was_recorded(app: Lab, model: SimpleN
         time.sleep(0.01)
     app.cancel()
     assert app.wait(5)
+    assert "(roundtrip was not recorded, double-buffered was not recorded)" in app.decoding.status.value
+    assert not app.history.entries
+    assert {run.tokens for run in app.runs.values()} == {tuple(range(50))}  # those of the runs before
+    app.generate()
+    while "Recording <b>double-buffered" not in app.decoding.status.value and app.busy:
+        time.sleep(0.01)
+    app.cancel()
+    assert app.wait(5)
     assert "(double-buffered was not recorded)" in app.decoding.status.value
     assert [entry.title for entry in app.history.entries.values()] == ["roundtrip, demo/qwen3"]
-    assert app.runs["roundtrip"].stop_reason == "cancelled"
     assert app.runs["double-buffered"].tokens == tuple(range(50))
     assert app.decoding.timeline_box.children
 
@@ -280,6 +287,22 @@ def test_an_error_says_asked_found_do_and_is_kept(app: Lab) -> None:
     assert isinstance(app.error, ToolkitError)
     assert "tick" in app.decoding.output.value  # what was said before the error stays
     assert not app.decoding.generate_button.disabled
+
+
+def test_a_shortage_of_memory_is_measured_and_explained(app: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = []
+
+    def generate(model, prompt, decode, *, record=True, **options):
+        recorded.append(record)
+        raise torch.OutOfMemoryError("out of memory")
+
+    for module in (generate_panel, compare):
+        monkeypatch.setattr(module, "generate", generate)
+    loaded(app).generate()
+    assert app.wait(5)
+    assert recorded == [False, True]
+    assert isinstance(app.error, torch.OutOfMemoryError)
+    assert "Recording" not in app.decoding.status.value
 
 
 def test_a_limit_of_no_tokens_is_an_error(app: Lab, model: SimpleNamespace) -> None:
@@ -314,6 +337,8 @@ def test_a_failure_of_b_leaves_the_run_of_a(app: Lab, monkeypatch: pytest.Monkey
     app.generate()
     assert app.wait(5)
     assert "no more" in app.decoding.status.value
+    assert len(app.decoding.timeline_box.children[0].scene.tracks) == 1
+    assert "(stopped after 0 tokens)" in app.decoding.output.value
     assert app.traces.a_field.options == (("1: roundtrip, demo/qwen3", 1),)
     app.traces.a_field.options = ()  # none is chosen
     app.traces.file_field.value = "kept"
@@ -389,6 +414,17 @@ def test_other_errors_are_named_without_a_wall() -> None:
     assert "RuntimeError: boom &lt;b&gt;" in text
     assert len(text) < 1000
     assert "no message" in error_html(KeyboardInterrupt())
+
+
+def test_text_of_a_file_is_not_run_as_html() -> None:
+    bad = "<img src=x onerror=alert()>"
+    trace = decode_loop()
+    run = Run("", (1, 2), (), bad, "length", 5.0, bad, bad, trace, slowed=bad)
+    table = copies_html(
+        [Entry(1, bad, trace, run, ""), Entry(2, bad, Trace(trace.columns, trace.strings, {"clock": bad}), None, "")]
+    )
+    assert "&lt;img" in table
+    assert "<img" not in table
 
 
 def test_table_of_a_run_without_decode_steps() -> None:

@@ -92,7 +92,8 @@ class Comparison:
         return shown
 
     def _note(self) -> str:
-        note = "Kernels, launches, copies and waits are those of one decode step. "
+        note = "Kernels, launches, copies and waits are those of one decode step of a recorded run. "
+        note += "Rates are those of runs without recording, which may be faster. "
         note += "A modelled time is the virtual GPU's estimate, not a measurement."
         return f"{note} {LATE}" if self.timed_late else note
 

@@ -10,6 +10,7 @@ from itertools import count
 from typing import Any
 
 import ipywidgets as widgets
+import torch
 
 from toolkit.core.errors import ModelError, RecorderError, ToolkitError
 from toolkit.decode.compare import unrecorded, with_rate_of
@@ -88,7 +89,7 @@ class GeneratePanel(Panel):
         places = (loading.device_field, loading.model_field, loading.scheme_field)
         self.code = CopyAsCode(self._snippets, (self.prompt_field, *chosen, *options, *places))
         for one in places:
-            one.observe(lambda _: self.refresh(), "value")
+            one.observe(lambda _: self._chose(), "value")
         super().__init__(
             self.prompt_field, row(*chosen), row(*options), row(self.generate_button), self.code, self.status, self.output,
             self.timeline_box, self.table,
@@ -117,6 +118,12 @@ class GeneratePanel(Panel):
         else:
             self._offer(model.strategies if isinstance(model, RankedModel) else strategies_of(model))
             self.status.value = _READY
+        self.code.update()
+
+    def _chose(self) -> None:
+        """Name another device or model, if it is loaded next."""
+        if self._loading.model is None and not self._work.busy:
+            self._say_empty()
         self.code.update()
 
     def _say_empty(self) -> None:
@@ -166,37 +173,65 @@ class GeneratePanel(Panel):
                 self._history.runs[name] = self._time(asked, name)
                 if self._work.cancelled.is_set():
                     break
-        finally:  # if the second strategy fails, the first one is recorded nevertheless
-            for name, timed in list(self._history.runs.items()):
-                if self._work.cancelled.is_set():
-                    break
-                run = self._history.runs[name] = with_rate_of(self._record(asked, name, len(names) + len(entries)), timed)
-                source = _call(name, given, options)
-                entries.append(self._history.add(f"{name}, {asked.model_name}", run.trace, run, source, asked.setup))
-                self._added()
-        self._show(entries, names)
+        except torch.OutOfMemoryError:
+            self._record(asked, name, 0)  # measures the memory, and so explains the error
+            raise
+        finally:  # if the second strategy fails, the first one is recorded and shown nevertheless
+            try:
+                self._record_all(asked, entries)
+            finally:
+                self._draw(entries)
+        said, begun = "Done.", len(self._history.runs)
+        left = [f"{name} was not recorded" for name in names[len(entries) : begun]]
+        left += [f"{name} was not started" for name in names[begun:]]
+        if left:
+            said = f"Cancelled. The tokens so far are kept ({', '.join(left)})."
+        self.status.value = f"{said} {_KEPT if entries else _OBJECTS}"
 
     def _time(self, asked: Asked, name: str) -> Run:
-        """Generate without recording. Show the text as it grows, and the rate at the end."""
+        """Generate without recording, and show the text with the rate.
+
+        The text grows as it is generated, unless times are measured: decoding and showing it takes time, too.
+        """
         before, begun, pieces = self.output.value, len(self._history.runs), list[str]()
 
         def on_token(_token: int, text: str) -> None:
             pieces.append(text)
             if self._tell(asked, begun, len(pieces)):
-                self.output.value = before + _text_html(name, asked.typed, "".join(pieces), f"{len(pieces)} tokens ...")
+                show("".join(pieces), f"{len(pieces)} tokens ...")
+
+        def show(text: str, note: str) -> None:
+            self.output.value = before + _text_html(name, asked.typed, text, note)
 
         self.status.value = f"Generating with <b>{escape(name)}</b> on {escape(place_of(asked.model))} ..."
         if asked.device is not None:  # of a cluster, nothing is known before a run ends
             self._work.share(begun, asked.passes)
-        hear = None if asked.device is None else on_token  # the ranks of a cluster can't call it
-        with self._memory.measuring(f"generate, {name}, up to {asked.limit} tokens", asked.device):
+        modelled = asked.device is not None and asked.device.clock == "modelled"
+        hear = on_token if modelled else None  # the ranks of a cluster can't call it
+        try:
             run = unrecorded(asked.model, asked.prompt, name, on_token=hear, cancel=self._work.cancelled, **asked.options)
+        except BaseException:
+            show("".join(pieces), f"stopped after {len(pieces)} tokens" if modelled else "stopped")
+            raise
         self._work.share(begun + 1, asked.passes)
-        self.output.value = before + _text_html(name, asked.typed, run.text, _ended(run))
+        show(run.text, _ended(run))
         return run
 
+    def _record_all(self, asked: Asked, entries: list[Entry]) -> None:
+        """Record the strategies that were timed, and add them to the history and to `entries`, unless the work is cancelled."""
+        for name, timed in list(self._history.runs.items()):
+            if self._work.cancelled.is_set():
+                return
+            run = self._record(asked, name, len(asked.names) + len(entries))
+            if run.stop_reason == "cancelled":  # the timed run is complete
+                return
+            run = self._history.runs[name] = with_rate_of(run, timed)
+            source = _call(name, asked.prompt, asked.options)
+            entries.append(self._history.add(f"{name}, {asked.model_name}", run.trace, run, source, asked.setup))
+            self._added()
+
     def _record(self, asked: Asked, name: str, begun: int) -> Run:
-        """Generate and record. `begun` is the number of runs before this one."""
+        """Generate, record, and measure the memory. `begun` is the number of runs before this one."""
         tokens = count(1)
 
         def on_token(_token: int, _text: str) -> None:
@@ -204,7 +239,8 @@ class GeneratePanel(Panel):
 
         self.status.value = f"Recording <b>{escape(name)}</b> on {escape(place_of(asked.model))} ..."
         hear = None if asked.device is None else on_token
-        run = generate(asked.model, asked.prompt, name, on_token=hear, cancel=self._work.cancelled, **asked.options)
+        with self._memory.measuring(f"generate, {name}, up to {asked.limit} tokens", asked.device):
+            run = generate(asked.model, asked.prompt, name, on_token=hear, cancel=self._work.cancelled, **asked.options)
         self._work.share(begun + 1, asked.passes)
         return run
 
@@ -216,18 +252,12 @@ class GeneratePanel(Panel):
         self._work.share(begun * asked.limit + tokens, asked.passes * asked.limit)
         return True
 
-    def _show(self, entries: list[Entry], names: list[str]) -> None:
-        """Draw what was recorded, and say how the work ended."""
+    def _draw(self, entries: list[Entry]) -> None:
+        """Show what was recorded."""
         if entries:
             self.status.value = "Drawing ..."
             self.table.value = copies_html(entries)
             replace_children(self.timeline_box, timeline_of(entries))
-        said, begun = "Done.", len(self._history.runs)
-        if self._work.cancelled.is_set():
-            left = [f"{name} was not recorded" for name in names[len(entries) : begun]]
-            left += [f"{name} was not started" for name in names[begun:]]
-            said = "Cancelled. The tokens so far are kept" + (f" ({', '.join(left)})." if left else ".")
-        self.status.value = f"{said} {_KEPT if entries else _OBJECTS}"
 
     def _snippets(self) -> dict[str, str]:
         names, source, prompt = self._strategies(), self._loading.source(), self.prompt_field.value

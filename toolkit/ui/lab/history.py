@@ -8,12 +8,13 @@ from html import escape
 
 from toolkit.core.units import bytes_text, seconds_text
 from toolkit.decode.compare import steady_steps
-from toolkit.decode.run import Run
+from toolkit.decode.run import RECORDED, Run
 from toolkit.trace.columns import COPY_KINDS
 from toolkit.trace.copies import copies_per_step
 from toolkit.trace.events import Trace
 from toolkit.ui.timeline.widget import Timeline
 
+RATES = "Rates are of runs without recording. The other columns and the timeline are of recorded runs, which may be slower."
 MOST = 20  # number of kept entries; each holds every event of its run
 
 
@@ -74,14 +75,15 @@ def copies_html(entries: Iterable[Entry]) -> str:
         same = "-" if run is None or first is None else "yes" if run.tokens == first.tokens else "no"
         device = escape(str(entry.trace.meta.get("device", "unknown device")))
         cells = [f"{escape(entry.label)}<br><small>{device}</small>", same]
-        cells.append(f"{run.tok_per_s:,.4g}<br>{run.clock} {run.slowed}" if run is not None and run.tok_per_s else "-")
+        told = "" if run is None else escape(f"{run.clock} {run.slowed}".strip())  # perhaps from somebody's file
+        cells.append(f"{run.tok_per_s:,.4g}<br>{told}" if run is not None and run.tok_per_s else "-")
         for column in ("kernels", "launches"):  # launches are -1 where they weren't recorded
             count = steps[column].mean()
             cells.append(f"{count:,.4g}" if len(steps) and count >= 0 else "-")
         for kind in COPY_KINDS:
             count, size = steps[f"{kind}_count"].mean(), steps[f"{kind}_bytes"].mean()
             cells.append(f"{count:.3g} ({bytes_text(size)})" if len(steps) and count else "0")
-        clock = run.clock if run is not None else entry.trace.meta.get("clock", "")
+        clock = escape(str(run.clock if run is not None else entry.trace.meta.get("clock", "")))
         wait = seconds_text(steps["host_wait_us"].mean() / 1e6) if len(steps) else "-"
         cells.append(f"{wait}<br>{clock}" if len(steps) else wait)
         rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
@@ -89,4 +91,5 @@ def copies_html(entries: Iterable[Entry]) -> str:
     head = "".join(f'<th scope="col" rowspan="2">{name}</th>' for name in ("run", "same tokens", "tok/s"))
     head += f'<th scope="colgroup" colspan="{len(per_step)}">mean of a decode step</th></tr><tr>'
     head += "".join(f'<th scope="col">{name}</th>' for name in per_step)
-    return f'<div class="tk-wrap tk-copies"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+    table = f'<div class="tk-wrap tk-copies"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+    return table + (f"<small>{RATES}</small>" if any(e.run is not None and e.run.slowed != RECORDED for e in entries) else "")
