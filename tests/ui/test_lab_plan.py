@@ -120,6 +120,23 @@ def test_the_slider_plans_again_once_there_is_a_plan(app: Lab) -> None:
     assert "Use a budget of at least" in app.plan.view.value
 
 
+def test_no_plan_of_other_fields_is_shown(app: Lab) -> None:
+    assert planned(app).plan.plan is not None
+    app.plan.ranks_field.value = 7
+    assert app.wait(60)
+    assert "divide" in app.plan.status.value
+    assert (app.plan.plan, app.plan.view.value) == (None, "")
+    app.plan.ranks_field.value = 1
+    assert planned(app).plan.plan is not None
+    begun, go_on = threading.Event(), threading.Event()
+    app.work.run("Waiting", lambda: (begun.set(), go_on.wait(60)), app.loading.status)
+    assert begun.wait(60)
+    app.plan.budget_field.value = 16 * GiB  # can't be planned now
+    assert (app.plan.plan, app.plan.view.value) == (None, "")
+    go_on.set()
+    assert app.wait(60)
+
+
 def test_a_context_that_the_model_has_not_is_lowered(exporter: Exporter) -> None:
     app = planned(Lab(model="demo/qwen3"))
     assert app.error is None

@@ -95,6 +95,21 @@ def test_still_picture_is_well_formed_small_and_hatched() -> None:
     assert "url(#" not in overview.svg(Scene([Track(decode_loop(clock="measured"), "a")]))
 
 
+def test_runs_of_one_title_are_numbered() -> None:
+    scene = Timeline(decode_loop(), decode_loop(scale=2.0)).scene
+    assert [track.title for track in scene.tracks] == ["recording 1", "recording 2"]
+    assert "recording 2" in scene.opening["sentence"]
+    assert [track.title for track in Timeline(decode_loop()).scene.tracks] == ["recording"]
+
+
+def test_a_long_sentence_is_drawn_in_several_lines() -> None:
+    title = "a strategy with a long name, " * 5
+    lines = ET.fromstring(overview.svg(Timeline(decode_loop(), titles=(title,)).scene)).iter("{http://www.w3.org/2000/svg}text")
+    bold = [line.text for line in lines if line.get("font-weight")]
+    assert len(bold) > 1
+    assert all(len(text) <= 125 for text in bold[:-1])
+
+
 def test_titles_must_match() -> None:
     with pytest.raises(ToolkitError, match="2 titles"):
         Timeline(decode_loop(), titles=("a", "b"))

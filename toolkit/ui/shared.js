@@ -114,10 +114,17 @@ function viewRequests(provider, accept, failed) {
   return { ask: (request) => { state.wanted = request; pump(); }, drop: () => { state.wanted = null; } };
 }
 
-// Calls `sized` when the canvas gets another width or is shown again, before the browser shows it, and `repaint` when the theme
-// changes. A hidden canvas has no width and is not painted. Returns a function that stops both.
+// Calls `sized` when the canvas gets another width or is shown again, before the browser shows it, and when pixels get another size,
+// as by the browser's zoom. Calls `repaint` when the theme changes. A hidden canvas has no width and is not painted. Returns a
+// function that stops all.
 function watchCanvas(canvas, sized, repaint) {
-  let width = 0;
+  let width = 0, pixels = null;
+  const zoomed = () => {
+    pixels?.removeEventListener("change", zoomed);
+    pixels = window.matchMedia(`(resolution: ${window.devicePixelRatio}dppx)`); // matches until the next change
+    pixels.addEventListener("change", zoomed);
+    if (width) sized();
+  };
   const sizes = new ResizeObserver(() => {
     const before = width;
     width = canvas.clientWidth;
@@ -127,7 +134,8 @@ function watchCanvas(canvas, sized, repaint) {
   themes.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "data-vscode-theme-kind", "class"] });
   system.addEventListener("change", repaint);
   sizes.observe(canvas);
-  return () => { sizes.disconnect(); themes.disconnect(); system.removeEventListener("change", repaint); };
+  zoomed();
+  return () => { sizes.disconnect(); themes.disconnect(); system.removeEventListener("change", repaint); pixels.removeEventListener("change", zoomed); };
 }
 
 // The definition of the notebook widget: `mount` draws, and the kernel answers. Requests go to Python as messages. Views come

@@ -59,7 +59,7 @@ class PlanPanel(Panel):
         self.export_button = button("Export", "archive", self.export, "Compile the model for the target into the folder")
         self.status, self.view = widgets.HTML(), widgets.HTML()
         for one in (self.context_field, self.kv_field, self.ranks_field, self.budget_field):
-            one.observe(lambda _: self.plan is not None and self.show(), "value")
+            one.observe(lambda _: self._again(), "value")
         loading.device_field.observe(lambda change: self._follow(change["new"]), "value")
         places = (self.target_field, loading.model_field, loading.scheme_field)
         for one in places:
@@ -84,6 +84,13 @@ class PlanPanel(Panel):
         """Enable or disable the buttons."""
         self.plan_button.disabled = self.export_button.disabled = not idle
 
+    def _again(self) -> None:
+        """Plan again with other fields if there is a plan. While other work runs, remove the plan of the fields before."""
+        if self.plan is not None:
+            if self._work.busy:
+                self._clear()
+            self.show()
+
     def _follow(self, device: str) -> None:
         """Take the target and the number of GPUs from the device of the tab Load."""
         self.target_field.value, self.ranks_field.value = target_of(device), ranks_of(device)
@@ -106,7 +113,11 @@ class PlanPanel(Panel):
         """Plan for the fields, again if they have changed meanwhile."""
         planned = None
         while planned != (asked := self._asked()):
-            self._show_plan(*asked)
+            try:
+                self._show_plan(*asked)
+            except BaseException:
+                self._clear()  # what is shown is of the fields before
+                raise
             planned = asked
 
     def _show_plan(self, target: str, path: str, scheme: Any, ranks: int, budget: int, context: int, kv: str | None) -> None:

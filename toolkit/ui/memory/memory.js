@@ -168,7 +168,7 @@ class MemoryPainter extends CanvasPainter {
 
   axis() {
     const { x0, x1, axis } = this.now, from = axis === "time" ? this.view.bounds[0] : 0;
-    const [step, timeLabel] = this.timeTicks(x1 - x0, Math.abs(x1 - from), 110);
+    const [ticks, timeLabel] = this.timeTicks(x1 - x0, Math.abs(x1 - from), 110), step = axis === "time" ? ticks : Math.max(1, ticks);
     this.line([[LEFT, this.bottom + 0.5], [LEFT + this.plot, this.bottom + 0.5]], "dim");
     for (let v = Math.ceil((x0 - from) / step) * step; v + from <= x1; v += step) {
       const x = this.x(v + from), label = axis === "time" ? timeLabel(v) : grouped(Math.round(v));
@@ -301,13 +301,13 @@ function mount(root, provider, meta) {
   const turn = async (axis) => { // shows the whole of another axis: x1 < x0 requests it
     unpin();
     requests.drop();
-    state.now = { x0: 0, x1: -1, axis };
+    const mine = (turn.latest = {});
     try {
-      const view = parseView(await provider.view({ ...state.now, by: state.by, width: Math.round(canvas.clientWidth - LEFT - RIGHT) }));
-      if (view.axis !== axis || state.now.axis !== axis) return;
-      state.now = { x0: view.x0, x1: view.x1, axis };
+      const view = parseView(await provider.view({ x0: 0, x1: -1, axis, by: state.by, width: Math.round(canvas.clientWidth - LEFT - RIGHT) }));
+      if (turn.latest !== mine || view.axis !== axis) return;
+      state.now = { x0: view.x0, x1: view.x1, axis }; // until here, the picture stays as it was
       accept(view);
-    } catch { state.now = { x0: state.view.x0, x1: state.view.x1, axis: state.view.axis }; axisChoice.value = state.view.axis; unanswered(); }
+    } catch { if (turn.latest === mine) { axisChoice.value = state.now.axis; unanswered(); } }
   };
 
   const when = (i) => `${timeText(state.view.time[i])} (${meta.clock}), ${state.view.position[i] > meta.first ? `after event ${grouped(state.view.position[i] - meta.first)}` : "before the first event"}`;

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 from html import escape
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ _INK, _GROUND = "#1b2430", "#eef1f4"
 _STYLE = in_the_dark({_INK: "#e7ebf0", _GROUND: "#1b2027", **{COLORS[kind]: color for kind, color in DARK.items()}})
 DIRECTIONS = {"h2d": "host to device", "d2h": "device to host", "d2d": "within the device", "p2p": "device to device"}
 _GUTTER, _PLOT, _LANE, _BINS = 150, 810, 20, 270
+_CHARACTERS = 125  # of a line across the picture
 
 
 def svg(scene: Scene) -> str:
@@ -45,8 +47,10 @@ def svg(scene: Scene) -> str:
     low, high = scene.first_range(opening["step"])
     y, parts = 4, []
     if opening["sentence"]:
-        parts.append(_text(0, y + 14, opening["sentence"], bold=True))
-        y += 26
+        for line in wrap(opening["sentence"], _CHARACTERS):
+            parts.append(_text(0, y + 14, line, bold=True))
+            y += 20
+        y += 6
     for track, origin in zip(scene.tracks, scene.origins(opening["step"]), strict=True):
         parts.append(_text(0, y + 14, f"{track.title}: {_caption(track)}", bold=True))
         y += 22

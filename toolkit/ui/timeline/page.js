@@ -225,8 +225,9 @@ async function start() {
   let unmount = () => {};
   const show = async () => {
     const chosen = [first, second].map((select) => (select && select.value !== "" ? Number(select.value) : null));
-    const indices = [chosen[0] ?? 0, ...(chosen[1] === null ? [] : [chosen[1]])];
+    const indices = [chosen[0] ?? 0, ...(chosen[1] === null ? [] : [chosen[1]])], mine = (show.latest = {});
     const tracks = await Promise.all(indices.map(track));
+    if (show.latest !== mine) return; // another choice was made meanwhile
     unmount();
     const provider = pageProvider(tracks, limits);
     unmount = mount(place, provider, { tracks: tracks.map((t) => t.packed.meta), kinds: limits.kinds, whole: provider.whole, ...openings[indices] });

@@ -26,7 +26,7 @@ from toolkit.trace.events import Trace
 from toolkit.ui.assets import script_of, style_of
 from toolkit.ui.timeline import overview
 from toolkit.ui.timeline.ranks import MAX_LINKS
-from toolkit.ui.timeline.track import Track, named
+from toolkit.ui.timeline.track import Track, named, tracks_of
 from toolkit.ui.timeline.view import MAX_SEGMENTS, MAX_STEPS, Scene
 
 _SMALL = 1 << 16  # bytes; smaller columns aren't compressed, for browsers without DecompressionStream
@@ -72,7 +72,7 @@ def _write(
     path: str | os.PathLike[str], pairs: list[tuple[str, Trace]], title: str | None, shown: tuple[int, int] | None = None,
     extra: str = "",
 ) -> Path:  # fmt: skip
-    tracks = [Track(trace, name) for name, trace in pairs]
+    tracks = tracks_of(pairs)
     shown = shown or slowest_and_fastest(tracks)
     text = _document(tracks, title or f"Timeline: {', '.join(track.title for track in tracks)}", extra, shown)
     return replace_text(path, text, ToolkitError)

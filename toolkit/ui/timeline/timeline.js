@@ -272,7 +272,7 @@ function mount(root, provider, meta) {
   const detail = element("div", { class: "tk-detail", hidden: "", role: "region", "aria-label": "Selected event" });
   const sums = element("div", { class: "tk-detail tk-sums", hidden: "", role: "region", "aria-label": "Sums of a range", "aria-live": "polite" });
   const tables = element("div", { class: "tk-tables", hidden: "", tabindex: "0", role: "region", "aria-label": "Copies per step" });
-  const stepInput = element("input", { type: "number", "aria-label": "Go to step", placeholder: "step", onchange: () => goto(Number(stepInput.value)) });
+  const stepInput = element("input", { type: "number", "aria-label": "Go to step", placeholder: "step", onchange: () => stepInput.value !== "" && goto(Number(stepInput.value)) });
   const tableButton = button("Copies per step as a table", "Table", () => toggleTable(), { "aria-expanded": "false" });
   const wholeButton = button("Everything, or one step (o)", "Overview", () => toggle());
   const found = element("span", { class: "tk-found", role: "status", "aria-live": "polite" });
@@ -434,11 +434,12 @@ function mount(root, provider, meta) {
     try {
       const tracks = await provider.sums({ t0, t1, align: state.align });
       if (sumUp.latest !== mine) return;
-      sums.replaceChildren(button("Close", "✕", () => clear()), button("Zoom to this range (Enter)", "Zoom", () => toRange()), sumsTable(t0, t1, tracks));
+      sums.replaceChildren(button("Close", "✕", closing(() => clear())), button("Zoom to this range (Enter)", "Zoom", () => toRange()), sumsTable(t0, t1, tracks));
       sums.hidden = false;
     } catch { unanswered(); }
   };
   const clear = () => { sumUp.latest = null; sums.hidden = true; state.range = null; draw(); };
+  const closing = (act) => () => { act(); canvas.focus({ preventScroll: true }); }; // keys go on working after a panel is closed
   const toRange = () => { if (!state.range) return; const range = state.range; state.range = null; look(Math.min(...range), Math.max(...range)); };
   // Grows the selected range with the keys; it starts in the middle of the view.
   const extend = (share) => {
@@ -492,7 +493,7 @@ function mount(root, provider, meta) {
   const describe = async (track, row, pairs, lane, single = true) => {
     const fill = () => {
       const title = several ? `${"AB"[track]} ${meta.tracks[track].title}: ${pairs[0][1]}` : pairs[0][1];
-      detail.replaceChildren(button("Close", "✕", () => choose(null)), element("b", {}, title), listOf(pairs.slice(1)));
+      detail.replaceChildren(button("Close", "✕", closing(() => choose(null))), element("b", {}, title), listOf(pairs.slice(1)));
       detail.hidden = false;
     };
     fill();
@@ -522,7 +523,8 @@ function mount(root, provider, meta) {
   const at = (event) => { const box = canvas.getBoundingClientRect(); return [event.clientX - box.left, event.clientY - box.top]; };
   const listen = {
     wheel: (event) => {
-      if (!state.now) return;
+      const plot = canvas.parentElement, scrolls = plot.scrollHeight > plot.clientHeight && Math.abs(event.deltaY) >= Math.abs(event.deltaX);
+      if (!state.now || (scrolls && at(event)[0] < GUTTER)) return; // over the names of lanes, it scrolls
       event.preventDefault();
       const scale = event.deltaMode ? 33 : 1;
       if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) pan((event.deltaX * scale) / painter.plot);
@@ -552,7 +554,7 @@ function mount(root, provider, meta) {
       canvas.classList.remove("tk-dragging");
       if (!was) return;
       if (!was.moved) choose(painter.hit(x, y));
-      else if (was.select) sumUp(Math.min(...state.range), Math.max(...state.range));
+      else if (was.select) state.range && sumUp(Math.min(...state.range), Math.max(...state.range));
       else if (state.view) rescue();
     },
     pointercancel: () => { drag = null; state.range = null; },

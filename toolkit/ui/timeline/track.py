@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +27,15 @@ def named(thing: Any, title: str | None = None) -> tuple[str, Trace]:
         raise ToolkitError("a timeline", f"a {type(thing).__name__}", "Give it a Trace or the result of tk.generate")
     meta = trace.meta
     return title or str(getattr(thing, "strategy", None) or meta.get("title") or meta.get("strategy") or "recording"), trace
+
+
+def tracks_of(pairs: Sequence[tuple[str, Trace]]) -> list[Track]:
+    """Return the tracks of (title, trace) pairs. Equal titles get numbers, such as "roundtrip 1" and "roundtrip 2"."""
+    titles, seen, tracks = [title for title, _ in pairs], Counter[str](), []
+    for title, trace in pairs:
+        seen[title] += 1
+        tracks.append(Track(trace, f"{title} {seen[title]}" if titles.count(title) > 1 else title))
+    return tracks
 
 
 class Track:

@@ -8,7 +8,7 @@ from toolkit.core.errors import ToolkitError
 from toolkit.ui.assets import script_of, text_of
 from toolkit.ui.canvas import CanvasWidget
 from toolkit.ui.timeline import overview
-from toolkit.ui.timeline.track import Track, named
+from toolkit.ui.timeline.track import named, tracks_of
 from toolkit.ui.timeline.view import Scene
 
 
@@ -27,7 +27,7 @@ class Timeline(CanvasWidget):
         if titles and len(titles) != len(given):
             raise ToolkitError(f"{len(titles)} titles", f"{len(given)} traces", "Give each trace one title")
         pairs = [named(thing, titles[i] if titles else None) for i, thing in enumerate(given)]
-        self.scene = Scene([Track(trace, title) for title, trace in pairs])
+        self.scene = Scene(tracks_of(pairs))
         meta = self.scene.meta()
         super().__init__(meta=meta, view=self.scene.first(meta["step"]))
         self.on_msg(self._answer)
