@@ -10,7 +10,7 @@ from toolkit.bench.traces import CASES, Case, main, record_traces, relative, sho
 from toolkit.core.errors import ToolkitError
 from toolkit.decode.strategies import STRATEGIES
 from toolkit.trace import shipped
-from toolkit.trace.events import Trace, TraceBuilder
+from toolkit.trace.events import TraceBuilder
 
 FEW = (
     Case("demo/qwen3", None, ("roundtrip", "cuda-graph"), prompt=19, tokens=12),
@@ -38,16 +38,6 @@ def test_traces_open_by_name(tmp_path, monkeypatch):
     loop = tk.open_trace("h200/gemma4/whole-loop")
     assert set(loop["step"].tolist()) == {5, 6, 7}
     assert set(loop.strings) == {text for column in ("name", "where", "owner") for text in loop.text(column) if text}
-
-
-def test_a_divided_model_has_a_trace_of_all_ranks(tmp_path):
-    case = Case("demo/qwen3", None, ("cuda-graph",), prompt=19, tokens=12, steps=2)
-    with tk.cluster("virtual:2xh200") as pair:
-        (file,) = record_traces("virtual:h200", tmp_path, [case], pair)
-    assert file == tmp_path / "2xh200" / "qwen3" / "cuda-graph.trace"
-    trace = Trace.load(file)
-    assert (trace["start_ns"].min(), set(trace["step"].tolist()), len(trace.ranks())) == (0, {5, 6}, 2)
-    assert trace.collectives()["step"].tolist() == [5] * 8 + [6] * 8
 
 
 def test_a_model_that_is_no_case_is_an_error(capsys):

@@ -10,7 +10,6 @@ from synthetic import decode_loop, many_events, ranks
 from test_view import parse
 
 from toolkit.trace.columns import KINDS
-from toolkit.trace.events import Trace
 from toolkit.ui.timeline import overview
 from toolkit.ui.timeline.page import write_page
 from toolkit.ui.timeline.track import Track
@@ -50,10 +49,6 @@ def test_opens_from_disk(browser, tmp_path: Path, scheme: str) -> None:
     assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
     assert page.title() == EVIL.strip()
     page.context.close()
-
-
-def without_marks(trace: Trace) -> Trace:
-    return trace.select(~trace.is_kind("mark") | (trace["step"] < 0))
 
 
 @pytest.mark.parametrize("share", [(0.0, 1.0), (0.31, 0.05), (0.5, 0.001), (0.7, 0.00002)], ids=str)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import toolkit as tk
+from toolkit.bench.traces import Case, record_traces
 from toolkit.core.errors import CancelledError, DeviceError, ModelError, RankError, ToolkitError, UnknownNameError
 from toolkit.core.version import __version__
 from toolkit.decode.prefix import Prefix
@@ -27,11 +29,11 @@ from toolkit.ranks import remote
 from toolkit.ranks.cluster import Cluster, check_versions
 from toolkit.ranks.rank import Failure, versions
 from toolkit.ranks.waiting import error_of
+from toolkit.trace.events import Trace
 from toolkit.trace.join import join
 from toolkit.ui.lessons.two_gpus import record, two_runs
 
 WAIT_S = 5  # in a collective, for a rank that does not arrive
-SILENT_S = 3
 SOON_S = 30  # "seconds", on a machine that is busy with other tests
 
 
@@ -308,6 +310,15 @@ def kept_group() -> Any:
 def test_the_compiler_does_not_keep_the_group(pair: Cluster) -> None:
     """A rank that fails must leave the group, or the others would wait for it."""
     assert pair.run(kept_group) == [(None,)] * 2
+
+
+def test_a_divided_model_has_a_trace_of_all_ranks(pair: Cluster, tmp_path: Path) -> None:
+    case = Case("demo/qwen3", None, ("cuda-graph",), prompt=19, tokens=12, steps=2)
+    (file,) = record_traces("virtual:h200", tmp_path, [case], pair)
+    assert file == tmp_path / "2xh200" / "qwen3" / "cuda-graph.trace"
+    trace = Trace.load(file)
+    assert (trace["start_ns"].min(), set(trace["step"].tolist()), len(trace.ranks())) == (0, {5, 6}, 2)
+    assert trace.collectives()["step"].tolist() == [5] * 8 + [6] * 8
 
 
 def test_cancel_interrupts_all_ranks(pair: Cluster) -> None:

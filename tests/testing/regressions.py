@@ -30,7 +30,6 @@ class Regression:
 
 
 _STEP = "        total += loss.detach()\n"
-_UPLOAD = "        tokens = tokens.to(device, non_blocking=True)\n        weights"
 _EVALUATED = "        right += (logits.argmax(-1) == tokens[:, 1:]).float().mean()\n"
 _NEXT = "        tokens = logits[:, -1].argmax(-1, keepdim=True)\n"
 _STORED = "        answer[i] = tokens[0, 0]\n"

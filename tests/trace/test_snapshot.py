@@ -14,7 +14,6 @@ from toolkit.gpu.virtual.allocator.blocks import Blocks
 from toolkit.trace.columns import KINDS
 from toolkit.trace.snapshot import read as snapshot
 from toolkit.trace.snapshot.block_sizes import ACTION, Rules, block_sizes
-from toolkit.trace.snapshot.read import from_entries
 
 DATA = Path(__file__).parent / "data"
 SAMPLES = ("snapshot_h200_all.pickle", "snapshot_h200_python.pickle")
@@ -107,7 +106,6 @@ def test_every_protocol_and_the_dicts_themselves_give_the_same(tmp_path, name, p
     held = pickle.loads((DATA / name).read_bytes())
     trace = tk.open_trace(DATA / name)
     equal(opened(tmp_path, held, protocol), trace)
-    equal(from_entries(held["device_traces"], held["segments"], held["allocator_settings"]), trace)
 
 
 def test_sizes_replayed_are_those_that_the_snapshot_has_for_live_blocks(monkeypatch):
@@ -324,7 +322,6 @@ def test_both_ways_of_reading_agree(tmp_path):
     value["device_traces"][0][3006]["user_metadata"] = "ünd " * 100
     slow = opened(tmp_path, value, 2)
     equal(opened(tmp_path, value, 4), slow)
-    equal(from_entries(value["device_traces"], value["segments"]), slow)
 
 
 def test_a_snapshot_that_is_none(tmp_path):

@@ -1,7 +1,11 @@
 """Tests of deriving the `where` column from stack frames recorded on other machines."""
 
+from pathlib import Path
+
 import pytest
 
+import toolkit
+from toolkit.trace.snapshot import frames
 from toolkit.trace.snapshot.frames import chain, short_file
 
 PACKAGES = "/opt/venv/lib/python3.12/site-packages/"
@@ -64,3 +68,8 @@ def test_short_names():
     assert short_file("C:\\v\\Lib\\site-packages\\a\\b.py") == "a/b.py"
     assert short_file("/usr/lib/python3/dist-packages/a.py") == "a.py"
     assert short_file("model.py") == "model.py"
+
+
+def test_every_package_of_the_toolkit_is_known_from_another_machine_too():
+    packages = {path.parent.name for path in Path(toolkit.__file__).parent.glob("*/__init__.py")}
+    assert {name for name in packages if not frames._OWN.search(f"/home/x/src/toolkit/{name}/a.py")} == set()

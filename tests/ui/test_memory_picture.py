@@ -16,7 +16,7 @@ from test_colors import contrast
 
 from toolkit.core.units import bytes_text
 from toolkit.ui.memory.drawing import GRAYS, PALETTE, colors, step_of
-from toolkit.ui.memory.picture import html, line_html, session_html, session_svg, svg, view_of
+from toolkit.ui.memory.picture import html, line_html, session_html, svg, view_of
 from toolkit.ui.memory.view import MemoryView
 
 
@@ -183,10 +183,7 @@ def test_a_session_is_bars_and_details() -> None:
     assert text.count("tk-cell tk-d") == 3
     assert text.count("<style>") == 2  # the style sheet once, and which detail is shown
     assert re.findall(r'class="tk-c(\d)"[^>]* checked', text) == ["1"]  # the highest
-    ET.fromstring(session_svg(rows, 5 * GIB))
-    ET.fromstring(session_svg([], None))
     assert Reader(session_html([], [])).text
-    assert len(session_svg(rows_of(*[(1, 2, 1)] * 500))) < 150_000
 
 
 def test_colors_read_on_both_grounds_and_differ() -> None:

@@ -24,7 +24,6 @@ class HostScope:
 
     before_bytes: int = 0
     peak_bytes: int = 0
-    after_bytes: int = 0
     exact: bool = False
 
 
@@ -73,7 +72,7 @@ def begin() -> HostScope:
 def end(scope: HostScope) -> HostScope:
     """End a scope, and return it with its figures filled in."""
     with _lock:
-        scope.after_bytes = _fold()
+        _fold()
         _open.remove(scope)
         return scope
 

@@ -53,6 +53,9 @@ class Config:
         return f"Config({', '.join(f'{name}={value}' for name, value in self.to_dict().items())})"
 
 
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
 @dataclass(frozen=True)
 class Shape:
     """The sizes, dtypes and variants of one problem. Each kernel has a subclass with its own fields (int, str or bool)."""

@@ -16,14 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from toolkit.core.errors import ModelError
-from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, config_grid
+from toolkit.kernels.base import DTYPES, Config, Cost, Kernel, Launch, Shape, Tensors, config_grid
 from toolkit.kernels.checks import check_tensor
 from toolkit.kernels.early import take_turn
 from toolkit.kernels.packed import to_codes
 from toolkit.weights.packed import quantize_activations
 
 GROUP = 32  # activations that share a scale
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from toolkit.core.errors import ModelError
 from toolkit.kernels.ahead import LINES, RUN, Asked, ask_ahead, asked_of
-from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, config_grid
+from toolkit.kernels.base import DTYPES, Config, Cost, Kernel, Launch, Shape, Tensors, config_grid
 from toolkit.kernels.checks import ALIGNMENT, check_tensor
 from toolkit.kernels.early import await_previous, let_next_begin
 from toolkit.kernels.packed import quantise_groups
@@ -33,7 +33,6 @@ from toolkit.weights.packed import quantize_activations
 GROUP = 32  # activations that share a scale
 FORMS = ("norm", "add_norm", "norm_add", "norm_add_norm")
 CACHES = ("linear", "ring", "none")
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def _one_of(what: str, name: str, value: str, known: Sequence[str] | Mapping[str, object]) -> None:

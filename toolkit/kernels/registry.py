@@ -18,8 +18,6 @@ def kernels() -> Mapping[str, Kernel]:
     """Return all kernels by name. Raises DeviceError if Triton isn't installed."""
     found: dict[str, Kernel] = {}
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        if module.ispkg:  # the tuner
-            continue
         try:
             values = vars(importlib.import_module(f"{__package__}.{module.name}")).values()
         except ModuleNotFoundError as error:

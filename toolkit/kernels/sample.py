@@ -25,12 +25,11 @@ from torch import Tensor
 
 from toolkit.core.errors import ModelError
 from toolkit.kernels import filters, noise
-from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors, config_grid
+from toolkit.kernels.base import DTYPES, Config, Cost, Kernel, Launch, Shape, Tensors, config_grid
 from toolkit.kernels.checks import check_tensor
 from toolkit.kernels.early import take_turn
 from toolkit.kernels.filters import DIGITS, NUMBERS, WORK, Rules, next_token, numbers_of
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # Where the kernels keep values in `work`. All of it is zero between two calls, except for the limits and targets.
 COUNT, TOP, LIMIT_K, LIMIT_P, SUMS = (tl.constexpr(at) for at in (0, 1, 2, 4, 8))
 INDEX, STEP = tl.constexpr(noise.INDEX), tl.constexpr(noise.STEP)

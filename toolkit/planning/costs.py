@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 CONTEXT = 4096  # default number of tokens before the one whose cost is computed
-BOUND = "an upper bound: the GPU's bandwidth / the bytes that a token reads"
 LENGTHS = (0, 512, 1024, 2048, 4096, 32768, 131072)  # contexts of the tables, besides the model's maximum
 
 

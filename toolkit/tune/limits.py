@@ -17,7 +17,6 @@ from toolkit.gpu.catalogue import GpuSpec
 
 WARP = 32
 THREADS_PER_BLOCK = 1024
-REGISTERS_PER_THREAD = 255
 GRID = (2**31 - 1, 65535, 65535)
 TENSOR_MEMORY_COLUMNS = 512  # of an SM with fifth-generation tensor cores
 # CUDA programming guide, table of technical specifications: resident blocks per SM.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -43,8 +43,8 @@ class Entries:
 
     key = "action"
 
-    def __init__(self, shorten: Callable[[str], str] | None = None) -> None:
-        self.strings, self._shorten = Strings(), shorten
+    def __init__(self) -> None:
+        self.strings = Strings()
         self.columns = {name: array("q") for name in ("action", "address", "size", "stream", "time_us", "where")}
         self.skimmed = 0  # how many entries were read in bulk
         self._layouts: list[tuple[re.Pattern[bytes], list[int]]] = []
@@ -70,7 +70,7 @@ class Entries:
             if stack.note is None:
                 stack.note = self.where(stack.items)
             return int(stack.note)
-        text = frames.chain(listed(stack), self._shorten)
+        text = frames.chain(listed(stack))
         return -1 if text is None else self.strings.code(text)
 
     def history(self, rows: Sequence[int]) -> History:

@@ -23,7 +23,7 @@ _STANDARD = re.compile(
     re.IGNORECASE,
 )
 _OWN = re.compile(
-    r"(?:^|/)toolkit/(?:(?:bench|core|decode|demo|exporting|gpu|kernels|loading|models|ops|planning|text|trace|tune|ui|vram|weights)/[\w/]+|\w+)\.py$"
+    r"(?:^|/)toolkit/(?:(?:bench|core|decode|demo|exporting|gpu|kernels|loading|models|ops|planning|ranks|testing|text|trace|tune|ui|vram|weights)/[\w/]+|\w+)\.py$"
 )
 _LAUNCHER = re.compile(r"/(bin|scripts)/[^/.]+(\.exe(/.*)?)?$", re.IGNORECASE)  # scripts without .py: torchrun, pytest, jupyter
 _MACHINERY = re.compile(r"^(?:torch|triton)/|/pytorch/torch/|(?:^|/)contextlib\.py$|(?:^|/)toolkit/gpu/")

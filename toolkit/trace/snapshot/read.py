@@ -48,27 +48,6 @@ def read_snapshot(path: Path) -> Trace:
         raise TraceError(asked, f"the snapshot has unexpected fields ({error!r})"[:400], _MAKE_AGAIN) from error
 
 
-def from_entries(
-    device_traces: Sequence[Iterable[Mapping[str, Any]]], segments: Iterable[Mapping[str, Any]],
-    settings: Mapping[str, Any] | None = None, *, shorten: Callable[[str], str] | None = None,
-) -> Trace:  # fmt: skip
-    """Return the memory events of a snapshot in memory: the dicts of `torch._C._cuda_memorySnapshot(None)`.
-
-    The caller may leave out entries at the beginning of the history; blocks allocated before the first remaining entry become
-    the opening. `meta["start_us"]` is the time, on the clock of `time.time`, that the trace's times count from.
-    """
-    entries = Entries(shorten)
-    stacks: dict[int, tuple[Any, Shared]] = {}  # PyTorch gives entries of the same stack the same list
-
-    def shared(frames: Any) -> Shared:
-        return stacks.setdefault(id(frames), (frames, Shared(frames)))[1]
-
-    traces = [
-        [entries.record({**entry, "frames": shared(entry.get("frames", ()))}) for entry in trace] for trace in device_traces
-    ]
-    return _trace(entries, traces, list(segments), settings)
-
-
 def _rows(entries: Entries, trace: Sequence[Any]) -> array[int]:
     """Return the row numbers of the entries of one device. The pickle reader leaves entries in a tuple as dicts."""
     return array("q", (entry if type(entry) is int else entries.record(entry) for entry in trace))

@@ -33,7 +33,7 @@ Feed = Callable[[CausalLM, torch.Tensor, Cache, int], torch.Tensor]
 MIB, GIB = 1 << 20, 1 << 30
 AT_ONCE = (1, 16, 64, 128, 256, 512, 2048)
 SAME, FOUR, ALL = FEW = ("about as long as one token", "about 4 times as long", "about 16 times as long")
-SHORTER, EQUAL, LONGER = CHANGED = ("shorter", "about as long", "longer")
+CHANGED = ("shorter", "about as long", "longer")
 PROMPT, CHUNK = 80, 32  # of the exercise "in parts": two full parts and a shorter one
 # One H200, q4_k_m, a prompt of 8,192 tokens: seconds until it was processed, and then tokens per second with "cuda-graph".
 # From bench/results/h200_speed_*.json.

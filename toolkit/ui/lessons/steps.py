@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 STEADY = 5  # graphs are captured before step 2; from step 5 on, all steps of a run are alike
 STEP = 8
-SHORTER, SAME, LONGER = CHANGES = ("shorter", "about as long", "longer")
+CHANGES = ("shorter", "about as long", "longer")
 
 
 def counts_of_step(run: Run, step: int = 2) -> dict[str, int]:

@@ -5,7 +5,6 @@ A picture takes at most about 60 KB, whatever the size of the recording, and nee
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby
@@ -295,51 +294,3 @@ def _marks(view: MemoryView, axis: str, bounds: tuple[float, float], y: int) -> 
 def counted(cells: int) -> str:
     """Return the number of cells in words."""
     return f"{cells} cell{'s' if cells != 1 else ''}"
-
-
-def session_svg(rows: Sequence[CellRow], budget_bytes: int | None = None) -> str:
-    """Return the picture of a session: for each cell the bytes held before it, its peak, and the bytes held at its end."""
-    top = max([row.peak_bytes for row in rows] + [1])
-    if budget_bytes and budget_bytes <= NEAR * top:
-        top = max(top, budget_bytes)
-    scale, wide = _Scale(0, top), min(_PLOT / max(len(rows), 1), 64)
-    parts, words, free = [_grid(scale)], "", -1.0
-    for i, row in enumerate(rows):
-        x, bar = _LEFT + i * wide + wide * 0.14, max(wide * 0.72, 1)
-        peak, base, end, floor = (scale.y(n) for n in (row.peak_bytes, row.baseline_bytes, row.end_bytes, 0))
-        color = PALETTE[0] if row.status == "ok" else RED
-        parts.append(
-            f'<path fill="{GRAYS["rest"]}" d="M{x:.1f} {floor}V{base}h{bar:.1f}V{floor}z"/>'
-            f'<path fill="{color}" d="M{x:.1f} {base}V{peak}h{bar:.1f}V{base}z"/>'
-            f'<path stroke="{FOREGROUND}" stroke-width="2" d="M{x - wide * 0.07:.1f} {end}h{bar + wide * 0.14:.1f}"/>'
-        )
-        name = f"{row.number}" if row.status == "ok" else f"{row.number}!"
-        if x >= free:
-            words += _text(round(x + bar / 2, 1), _TOP + _HIGH + 16, name, ' text-anchor="middle"')
-            free = x + len(name) * _LETTER + 6
-    if budget_bytes and budget_bytes <= top:
-        y = scale.y(budget_bytes)
-        parts.append(f'<path stroke="{RED}" stroke-width="2" d="M{_LEFT} {y}h{_PLOT}"/>')
-        words += _text(
-            _LEFT + _PLOT - 4, y - 5, f"budget {bytes_text(budget_bytes)}", f' fill="{RED}" text-anchor="end"{_HALO}'
-        )
-    key = _key(
-        (
-            (GRAYS["rest"], "held before"),
-            (PALETTE[0], "its peak above that"),
-            (RED, "peak of a cell that ended with an error (!)"),
-        )
-    )
-    below = _text(_LEFT - 6, _TOP + _HIGH + 16, "cell", f' fill="{DIM}" text-anchor="end"')
-    peak = max((row.peak_bytes for row in rows), default=0)
-    said = f"Memory of {counted(len(rows))}, peak {bytes_text(peak)}"
-    return _document("".join(parts) + f"<g>{words}</g>" + below + key, _TOP + _HIGH + 26, said)
-
-
-def _key(entries: Sequence[tuple[str, str]]) -> str:
-    parts, x = "", float(_LEFT)
-    for color, words in entries:
-        parts += f'<path fill="{color}" d="M{x:g} 5h11v11h-11z"/>' + _text(x + 16, 15, words)
-        x += 34 + len(words) * 6.1
-    line = f'<path stroke="{FOREGROUND}" stroke-width="2" d="M{x:g} 11h14"/>'
-    return parts + line + _text(x + 19, 15, "held at its end")

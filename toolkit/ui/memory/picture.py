@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 from toolkit.core.units import bytes_text
 from toolkit.trace.ledger import UNOWNED
 from toolkit.ui.assets import style_of
-from toolkit.ui.memory.drawing import NEAR, CellRow, colors, counted, label, limit_of, session_svg, step_of, svg
+from toolkit.ui.memory.drawing import NEAR, CellRow, colors, counted, label, limit_of, step_of, svg
 from toolkit.ui.memory.view import Holding, MemoryView, Moment
 
 if TYPE_CHECKING:
     from toolkit.vram.measure import MemoryUse
 
-__all__ = ["html", "line_html", "session_html", "session_svg", "svg"]
+__all__ = ["html", "line_html", "session_html", "svg"]
 _MOST_ROWS = 12  # rows of the table of holders at the peak
 _OWNED = 0.5  # the bands show owners if variables hold at least this share of the peak
 _NONE = "none"  # device name of a measurement of the host alone
