@@ -76,3 +76,9 @@ def test_a_model_may_refuse_to_be_captured():
     assert list(strategies_of(model)) == EAGER
     with pytest.raises(ToolkitError, match="it waits for the device"):
         tk.generate(model, [1, 2], "whole-loop")
+
+
+@pytest.mark.parametrize("field", ["token", "position", "sampler", "readback", "capture"])
+def test_another_value_of_a_field_is_named(field):
+    with pytest.raises(UnknownNameError, match=f"strategy 'mine': {field} 'devise'.*Known: "):
+        dataclasses.replace(STRATEGIES["roundtrip"], name="mine", **{field: "devise"})

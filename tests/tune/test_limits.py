@@ -102,8 +102,10 @@ def test_what_is_written_before_the_wait_is_seen() -> None:
     wait, load, store = "griddepcontrol.wait;\n", "ld.global.b32 %r1, [%rd1];\n", "st.global.b32 [%rd2], %r1;\n"
     assert waits_first(load + wait + store)
     assert waits_first("st.shared.b32 [%r2], %r1;\n" + wait)
+    assert waits_first("@%p3 tcgen05.st.sync.aligned.32x32b.x1.b32 [%r4], {%r1};\ntcgen05.wait::st.sync.aligned;\n" + wait)
     assert not waits_first(load + store)
     assert not waits_first(store + wait)
+    assert not waits_first("@%p3 " + store + wait)
     assert not waits_first("atom.global.add.u32 %r3, [%rd2], 1;\n" + wait)
 
 

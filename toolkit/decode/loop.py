@@ -67,13 +67,15 @@ def generate(
     Args:
         model: A model from `tk.load` or `tk.load_exported`. One that a cluster holds generates on all ranks; the trace then has
             the events of all of them.
-        prompt: Text or token ids.
+        prompt: Text, or token ids: a sequence of ints, or a tensor [T] or [1, T].
         decode: The name of a strategy (see `tk.STRATEGIES`) or a `Strategy`. A model loaded with engine="hf" also offers
             "hf-generate", the `generate` method of transformers, which returns all tokens at the end.
+        max_new_tokens: The number of tokens to generate, at most. The text also ends where the context is full.
         temperature, top_k, top_p, min_p, repetition_penalty, logit_bias, seed: See `Sampling`; temperature 0 is greedy.
         stop: Strings that end the text, which then ends before the first of them. The device may have computed more tokens by
             then, which are dropped: one under strategies that read tokens a step late, at most `AHEAD` under "whole-loop".
-        context: The number of positions in the cache. Default: as many as the run needs.
+        context: The number of positions in the cache, for the prompt and all new tokens but the last. Default: as many as the
+            run needs, at most those of the model.
         kv: The format of keys and values in the cache: "int8", "int4", "k4v8" (4-bit keys, 8-bit values), or None for the
             model's dtype. Layers with a sliding window are small and always keep the model's dtype.
         prefix: A `Prefix` that holds the beginning of the prompt and the cache. Only the rest of the prompt is fed.
@@ -89,6 +91,9 @@ def generate(
             interrupts all ranks, which lose their tokens, and CancelledError is raised.
         record: Whether to record a trace, which makes the run slower.
         lines: Whether to record the source line of each copy, which costs time, too.
+
+    Returns the text, its tokens, the rate and the trace. For example, `tk.generate(model, "Once").copies()` is a table of the
+    copies of each step.
 
     Raises ModelError for an invalid prompt or option, and, under every strategy of the toolkit but not under "hf-generate", if
     no token can be chosen because logits are NaN or infinite; UnknownNameError for an unknown strategy or `kv`; DeviceError if

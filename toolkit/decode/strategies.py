@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args, get_type_hints
 
 from toolkit.core.errors import DeviceError, ToolkitError, unknown_name
 from toolkit.core.ranks import WHOLE, Shard
@@ -35,7 +35,7 @@ class Strategy:
             which the device repeats the step; before that, the first step is launched kernel by kernel.
         crosses: The copies per decode step, in words.
 
-    Raises ToolkitError for combinations that cannot work.
+    Raises ToolkitError for combinations that cannot work, and UnknownNameError for another value of a field.
     """
 
     name: str
@@ -47,6 +47,10 @@ class Strategy:
     capture: Literal["none", "step", "loop"] = "none"
 
     def __post_init__(self) -> None:
+        for name, known in get_type_hints(Strategy).items():
+            value, choices = getattr(self, name), get_args(known)
+            if choices and value not in choices:
+                raise unknown_name(f"strategy {self.name!r}: {name}", value, choices)
         if self.readback == "overlap" and (self.token != "device" or self.sampler != "device"):
             found = "the host needs the token before the next step, but would read it one step late"
             raise ToolkitError(f"strategy {self.name!r}", found, 'With readback="overlap", token and sampler must be "device"')

@@ -18,7 +18,7 @@ _lock = threading.Lock()
 _open: list[HostScope] = []
 
 
-@dataclass
+@dataclass(eq=False)  # two scopes with the same figures are not one
 class HostScope:
     """Resident bytes of this process at the start, peak and end of a scope. `exact`: whether the system measured the peak."""
 

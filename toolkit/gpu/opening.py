@@ -18,7 +18,8 @@ from toolkit.trace.events import Trace
 def record(device: Device | str, *, lines: bool = True) -> AbstractContextManager[Trace]:
     """Record every copy, kernel, wait and allocation of any PyTorch code: `with tk.record(device) as trace:`.
 
-    `device` is a name for `tk.device`, or a device. The trace is filled when the block ends. For `lines` see `Device.record`.
+    `device` is a name for `tk.device`, or a device. The trace is filled when the block ends. A recording inside another one of
+    the same device joins it: both are one trace. For `lines` and errors see `Device.record`.
     """
     return open_device(device).record(lines=lines)
 
@@ -30,6 +31,9 @@ def open_device(device: Device | str | torch.device = "auto") -> Device:
     each process sees a single GPU. "virtual:8GiB" is a virtual H200 with that much memory; any size from 1 MiB on is possible.
     "auto" is "cuda" if there is a CUDA GPU, otherwise "virtual:h200". A `Device` is returned as it is. Raises DeviceError
     if the device does not exist, and UnknownNameError, which suggests the nearest name, if the name is unknown.
+
+    PyTorch takes the device as `Device.torch`, as in `torch.ones(3, device=gpu.torch)`. A process has one virtual GPU at a
+    time: opening another one while tensors are on it is a DeviceError.
     """
     if isinstance(device, Device):
         return device

@@ -107,8 +107,12 @@ def _plan(model: CausalLM, chosen: Recipe) -> dict[str, Matrix]:
         bits = weight.scheme.bits_per_weight if isinstance(weight, PackedMatrix) else 8.0 * weight.dtype.itemsize
         found[name] = Matrix(name, tuple(shape), was, bits, None if why else meant.name if meant else None, why)
     if not any(matrix.scheme for matrix in found.values()):
-        reasons = "; ".join(sorted({matrix.why for matrix in found.values()}))[:160] or "it has none of the toolkit's layers"
-        raise ModelError(f"quantizing to {chosen.name}", f"there is nothing to quantize: {reasons}", "Choose another scheme")
+        asked = f"quantizing to {chosen.name}"
+        if not found:
+            why = f"a {type(model).__name__} has none of the toolkit's layers"
+            raise ModelError(asked, why, "Give a model that tk.load returned in this process")
+        reasons = "; ".join(sorted({matrix.why for matrix in found.values()}))[:160]
+        raise ModelError(asked, f"there is nothing to quantize: {reasons}", "Choose another scheme")
     return found
 
 

@@ -84,9 +84,12 @@ def compile_launch(launch: Launch) -> LaunchUse:
 
 
 def waits_first(ptx: str) -> bool:
-    """Return whether PTX code waits for the launch before it, and writes nothing to global memory before that."""
+    """Return whether PTX code waits for the launch before it, and writes nothing to global memory before that.
+
+    On Blackwell, `tcgen05.st` writes to tensor memory.
+    """
     before, wait, _ = ptx.partition("griddepcontrol.wait")
-    return bool(wait) and re.search(r"\b(st|atom|red)\.(?!shared)", before) is None
+    return bool(wait) and re.search(r"(?<![\w.:])(st|atom|red)\.(?!shared)", before) is None
 
 
 def resources(cubin: bytes) -> tuple[int, int]:

@@ -132,7 +132,7 @@ class MemoryUse:
     def line(self) -> str:
         """Return the measurement as one line of text."""
         if self.device == "none":
-            return f"no GPU memory used, host peak {bytes_text(self.host_peak_bytes)}, {seconds_text(self.elapsed_s)}"
+            return f"no GPU memory used, host peak {bytes_text(self.host_peak_bytes)}{self._took()}"
         parts = [f"peak {bytes_text(self.peak_bytes)}", f"kept {_signed(self.kept_bytes)}"]
         if self.freed_bytes:
             parts.append(f"freed {bytes_text(self.freed_bytes)}")
@@ -142,14 +142,18 @@ class MemoryUse:
             parts.append(f"history incomplete by {bytes_text(abs(self.trace.meta['unaccounted_bytes']))}")
         if self.trace.meta.get("problem"):
             parts.append(f"owners not found: {self.trace.meta['problem']}")
-        return f"{', '.join(parts)} ({self.device}, {seconds_text(self.elapsed_s)})"
+        return f"{', '.join(parts)} ({self.device}{self._took()})"
+
+    def _took(self) -> str:
+        """Return how long the block took by the wall clock, on a virtual GPU too; a snapshot doesn't say it."""
+        return f", {seconds_text(self.elapsed_s)} by the clock" if self.elapsed_s else ""
 
     def __repr__(self) -> str:
         if self._trace is None:
             return "MemoryUse(still running)"
         return "\n".join([self.line(), *(f"  {sentence}" for sentence in self.ledger.sentences())])
 
-    def what_if(self, gpus: Iterable[str] | None = None, settings: Iterable[str] | None = None) -> pd.DataFrame:
+    def what_if(self, gpus: str | Iterable[str] | None = None, settings: str | Iterable[str] | None = None) -> pd.DataFrame:
         """Replay the allocations on other GPUs or with other allocator settings. See `toolkit.vram.what_if.what_if`."""
         return what_if(self.trace, gpus, settings, device=self.ledger.device)
 
@@ -292,6 +296,14 @@ def memory(device: Any = None, *, lines: bool = True) -> Any:
 
 class _Both(Scope):
     """The result of `tk.memory(device)`, which works as a context manager and as a decorator."""
+
+    def __repr__(self) -> str:
+        return "tk.memory(...), to be used as `with tk.memory() as m:` or as a decorator"
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(MemoryUse, name):
+            raise AttributeError(f"tk.memory() has no {name!r}, but the measurement of a block has: with tk.memory() as m: ...")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __call__(self, function: F) -> F:
         return _decorated(function, self._device, self._lines)

@@ -129,24 +129,25 @@ def replay(
 
 
 def what_if(
-    trace: Trace, gpus: Iterable[str] | None = None, settings: Iterable[Settings | str] | None = None, *,
+    trace: Trace, gpus: str | Iterable[str] | None = None, settings: Settings | str | Iterable[Settings | str] | None = None, *,
     context_bytes: int = CONTEXT_BYTES, device: int = 0,
 ) -> pd.DataFrame:  # fmt: skip
     """Replay `trace` on several cards of the catalogue and with several settings: one row per pair.
 
-    `gpus` are names of the catalogue (default: all). `settings` are Settings, or texts in the syntax of PYTORCH_CUDA_ALLOC_CONF
-    (default: PyTorch's defaults, and expandable segments). Columns: gpu, capacity_bytes, settings, fits, peak_allocated_bytes,
-    peak_reserved_bytes, fragmentation, fails_at, fails_cell, fails_step, asked_bytes, and smallest_bytes: the memory of the
-    smallest card on which the run fits with these settings, including the CUDA context. Raises UnknownNameError for an unknown
-    card.
+    `gpus` are names of the catalogue, or one of them (default: all). `settings` are Settings, or texts in the syntax of
+    PYTORCH_CUDA_ALLOC_CONF, or one of them (default: PyTorch's defaults, and expandable segments). Columns: gpu,
+    capacity_bytes, settings, fits, peak_allocated_bytes, peak_reserved_bytes, fragmentation, fails_at, fails_cell, fails_step,
+    asked_bytes, and smallest_bytes: the memory of the smallest card on which the run fits with these settings, including the
+    CUDA context. Raises UnknownNameError for an unknown card.
     """
     import pandas as pd
 
-    names = list(CATALOGUE if gpus is None else gpus)
+    names = list(CATALOGUE if gpus is None else [gpus] if isinstance(gpus, str) else gpus)
     for name in names:
         if name not in CATALOGUE:
             raise unknown_name("GPU", name, CATALOGUE)
-    chosen = [Settings(), Settings(expandable_segments=True)] if settings is None else settings
+    given = [settings] if isinstance(settings, str | Settings) else settings
+    chosen = [Settings(), Settings(expandable_segments=True)] if given is None else given
     events, table = _events(trace, device), []
     for each in (_settings(each) for each in chosen):
         free = _run(trace, events, _UNLIMITED, 0, each)

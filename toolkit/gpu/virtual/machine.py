@@ -217,14 +217,16 @@ class Machine:
             self._memory.free(*taken)
 
     def _note(self, kind: str, block: Block, where: str | None) -> None:
-        """Add an event to the recording, with its line, and to the allocation log, with the chain of lines that led there."""
-        inner = where and where.rpartition(" > ")[2]
-        for builder, since, place in ((self._builder, self._since_ns, inner), (log.builder, 0, where)):
+        """Add an event to the recording, with its line, and to the allocation log, with the chain of lines that led there.
+
+        The log is that of a process, and has no ranks.
+        """
+        inner, rank = where and where.rpartition(" > ")[2], self._shard.rank
+        for builder, since, place, of in ((self._builder, self._since_ns, inner, rank), (log.builder, 0, where, 0)):
             if builder is not None:
                 builder.add(
                     kind, self.host_ns - since, bytes=block.size, stream=here().stream, step=here().step, where=place,
-                    cell=current_cell(), clock="modelled", address=block.address, requested=block.requested,
-                    rank=self._shard.rank,
+                    cell=current_cell(), clock="modelled", address=block.address, requested=block.requested, rank=of,
                 )  # fmt: skip
 
     def _log_event(self, kind: str, n_bytes: int, address: int) -> None:

@@ -1,8 +1,7 @@
 """Read PyTorch's memory snapshots, which record what CUDA's caching allocator did.
 
-`read_snapshot` reads a pickle of `torch.cuda.memory._dump_snapshot` without executing anything in it; `from_entries` takes the
-dicts of `torch.cuda.memory._snapshot` in the same process. A snapshot contains the final segments and blocks, and the part of
-the history that PyTorch kept. Both functions convert it to a Trace.
+`read_snapshot` reads a pickle of `torch.cuda.memory._dump_snapshot` without executing anything in it, and converts it to a
+Trace. A snapshot contains the final segments and blocks, and the part of the history that PyTorch kept.
 """
 
 from __future__ import annotations
