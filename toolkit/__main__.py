@@ -29,6 +29,7 @@ PROMPT = "The capital of France is"
 
 def demo(out: Path, device: str, max_new_tokens: int, name: str) -> None:
     """Compare every strategy with the model called `name` on `device`, print the table, and write the page `out`."""
+    _check_folder_of(out)
     gpu = tk.device(device)
     print(f"Loading {name} on {gpu.name}")
     model = tk.load(name, device=gpu)
@@ -67,8 +68,8 @@ def run(options: argparse.Namespace) -> None:
     shard = join(ranks)
     first, gpu = shard.rank == 0, tk.device(options.device or "auto")
     strategy = options.strategy or ("cuda-graph" if gpu.graphs else "double-buffered")
-    if options.save is not None and not options.save.absolute().parent.is_dir():
-        raise tk.ToolkitError(f"saving as {options.save}", "there is no such folder", "Create it first")
+    if options.save is not None:
+        _check_folder_of(options.save)
     with announcing():
         model = tk.load(
             options.model, device=gpu, dtype=options.dtype, scheme=options.scheme, progress=first,
@@ -85,6 +86,11 @@ def run(options: argparse.Namespace) -> None:
         print(f"\n\n{whole}")
         if options.save is not None:
             print(f"Saved as {whole.save(options.save)}: tk.open_trace shows it")
+
+
+def _check_folder_of(path: Path) -> None:
+    if not path.absolute().parent.is_dir():
+        raise tk.ToolkitError(f"writing {path}", "there is no such folder", "Create it first")
 
 
 def _print_piece(token: int, text: str) -> None:
@@ -111,6 +117,7 @@ def _add_run(commands: Any) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit status. Prints errors of the toolkit and interrupts as one line."""
     parser = argparse.ArgumentParser(prog="python -m toolkit", description="See every copy of every decode step.")
+    parser.add_argument("--version", action="version", version=f"toolkit {tk.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     _add_run(commands)
     shown = commands.add_parser("demo", help="generate under every strategy, print the copies, write a page of timelines")

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from toolkit.core.errors import CancelledError, DeviceError, ModelError, RankErr
 from toolkit.core.version import __version__
 from toolkit.decode.prefix import Prefix
 from toolkit.gpu.opening import open_device
+from toolkit.ranks import rank as on_rank
 from toolkit.ranks import remote
 from toolkit.ranks.cluster import Cluster, check_versions
 from toolkit.ranks.rank import Failure, versions
@@ -56,6 +58,30 @@ def test_results_come_by_rank_and_printed_lines_with_it(pair: Cluster, capsys: p
     assert [each.tolist() for each in found] == [[3.0, 6.0]] * 2
     lines = capsys.readouterr().out.splitlines()
     assert sorted(lines) == ["rank 0: first line", "rank 0: rank is 0", "rank 1: first line", "rank 1: rank is 1"]
+
+
+class Card:
+    """Stands for a CUDA GPU that fails, works on, or is idle."""
+
+    name, torch = "cuda:0", torch.device("cuda")
+
+    def __init__(self, state: str) -> None:
+        self.state, self.ends = state, threading.Event()
+
+    def sync(self) -> None:
+        if self.state == "fails":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        if self.state == "is still working":
+            self.ends.wait(60)
+
+
+@pytest.mark.parametrize(("state", "says"), [("fails", "illegal memory"), ("is still working", "is still working"), ("", "")])
+def test_a_gpu_that_is_not_idle_enters_no_group(state: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_rank, "IDLE_S", 0.2)
+    card = Card(state)
+    with pytest.raises(RankError, match=says) if says else nullcontext():
+        on_rank._check_idle(card)
+    card.ends.set()
 
 
 def where() -> tuple[str, str, int]:
@@ -179,6 +205,7 @@ def measured(ranks: int = 2) -> Any:
 
 
 def test_memory_by_rank_kind_and_owner(pair: Cluster) -> None:
+    pair.memory(measured)  # another time later: what was measured before is not mistaken for another rank's
     found = pair.memory(measured)
     sums = found.groupby(["rank", "kind"]).bytes.sum()
     planned = tk.plan("demo/qwen3", "h200", context=512, tensor_parallel=2).by_rank()

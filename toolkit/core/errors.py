@@ -87,4 +87,4 @@ def unknown_name(what: str, name: object, known: Iterable[str]) -> UnknownNameEr
     names = sorted(known)
     near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
     hint = f'Did you mean "{near[0]}"? ' if near else ""
-    return UnknownNameError(f"{what} {name!r}", "no such name", f"{hint}Known: {', '.join(names)}", known=names)
+    return UnknownNameError(f"{what} {name!r}", "no such name", f"{hint}Known: {', '.join(names) or 'none'}", known=names)

@@ -11,6 +11,8 @@ import os
 import pickle
 import platform
 import signal
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from toolkit.core.callers import is_installed
-from toolkit.core.errors import ToolkitError, brief
+from toolkit.core.errors import RankError, ToolkitError, brief
 from toolkit.core.ranks import announcing, backend_of, leave
 from toolkit.core.version import __version__
 from toolkit.gpu.device import Device, Memory
@@ -33,6 +35,7 @@ from toolkit.vram.measure import MemoryUse
 if TYPE_CHECKING:
     import pandas as pd
 
+IDLE_S = 5.0  # for a GPU to end its work after a function that failed
 _COLLECTIVES = os.path.join(os.path.dirname(torch.__file__), "distributed") + os.sep
 _opened: list[Device] = []  # keeps the device of this rank open
 
@@ -82,11 +85,34 @@ def prepare(rank: int, ranks: int, device: str) -> dict[str, str]:
 def enter(rank: int, ranks: int, device: str, store: str, timeout_s: float) -> None:
     """Enter a new default group of torch.distributed. `store` is the path of a new file that all ranks share."""
     leave()
+    _check_idle(_opened[0])
     meeting = dist.FileStore(store, ranks)  # type: ignore[attr-defined]
     dist.init_process_group(
         backend_of(device == "cuda"), timeout=timedelta(seconds=timeout_s), store=meeting, rank=rank, world_size=ranks
     )
     dist.barrier()
+
+
+def _check_idle(gpu: Device) -> None:
+    """Raise RankError if a GPU has failed, or is still working: it may wait in a kernel for a rank that has stopped."""
+    if gpu.torch.type != "cuda":
+        return
+    found: list[str] = []
+
+    def wait() -> None:
+        try:
+            gpu.sync()
+            found.append("")
+        except RuntimeError as error:
+            found.append(str(error))
+
+    threading.Thread(target=wait, name="toolkit sync", daemon=True).start()
+    deadline = time.monotonic() + IDLE_S
+    while not found and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if not found or found[0]:
+        why = found[0] if found else f"{gpu.name} is still working after {IDLE_S:g} s"
+        raise RankError("entering a new group", why, "Open the cluster again")
 
 
 def execute(payload: bytes) -> Outcome:

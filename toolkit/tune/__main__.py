@@ -10,7 +10,7 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
-from toolkit.core.errors import CancelledError, FormatError, ToolkitError
+from toolkit.core.errors import CancelledError, FormatError, ToolkitError, unknown_name
 from toolkit.core.files import replace_text
 from toolkit.core.units import print_any_text, seconds_text
 from toolkit.tune.store import Record, Tuned, TunedFileWarning, kept_gpus, put_rows, read_tuned
@@ -56,12 +56,19 @@ def _parser() -> argparse.ArgumentParser:
     merge.set_defaults(command=_merge)
     warm = commands.add_parser("warm", help="time the configs of kernels on this machine's GPU, and store the timings")
     warm.add_argument("kernel", nargs="*", help="names of kernels (default: every kernel)")
-    warm.add_argument("--seconds", type=float, help="stop after about this time; run the command again to resume")
+    warm.add_argument("--seconds", type=_seconds, help="stop after about this time; run the command again to resume")
     warm.add_argument("--again", action="store_true", help="also time configs with stored timings, including the package's")
     warm.add_argument("--shape", help="a known shape's name, or sizes (default: all known shapes)")
     warm.add_argument("--device", default="auto")
     warm.set_defaults(command=_warm)
     return parser
+
+
+def _seconds(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < float(text) < threading.TIMEOUT_MAX:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
 
 
 def _show(options: argparse.Namespace) -> None:
@@ -93,9 +100,7 @@ def _winner(rows: dict[str, Record]) -> str:
 def _kept(gpu: str) -> Tuned:
     kept = read_tuned(gpu) if gpu in kept_gpus() else None  # never read (and rename) a file for a name such as "../x"
     if kept is None:
-        raise FormatError(
-            f"timings of {gpu}", "none are stored", f"GPUs with stored timings: {', '.join(kept_gpus()) or 'none'}"
-        )
+        raise unknown_name("stored timings of GPU", gpu, kept_gpus())
     return kept
 
 
@@ -103,12 +108,11 @@ def _read(path: Path) -> Tuned:
     try:
         return Tuned.from_text(path.read_text(), str(path))
     except (OSError, UnicodeDecodeError) as error:
-        raise FormatError(f"timings in {path}", str(error), "Give a file that `tune export` wrote") from error
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise FormatError(f"timings in {path}", str(why), "Give a file that `tune export` wrote") from error
 
 
 def _write(path: Path, kept: Tuned) -> None:
-    with suppress(OSError):  # `replace_text` reports the problem
-        path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, kept.to_text(), ToolkitError)
 
 
