@@ -154,6 +154,8 @@ def test_a_measurement_is_saved_and_opened(gpu, tmp_path):
     (tmp_path / "no.trace").write_bytes(b"nothing")
     with pytest.raises(TraceError):
         tk.open_memory(tmp_path / "no.trace")
+    with pytest.raises(TraceError, match=r"a trace without allocations.*tk\.open_trace"):
+        tk.open_memory("h200/qwen3/roundtrip")
     del kept
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,6 +38,9 @@ def prompt_ids(model: Model, prompt: object) -> list[int]:
         if len(ids) > 1:
             raise ModelError("a prompt", f"a batch of {len(ids)} sequences", "Batches aren't supported: one sequence at a time")
         ids = ids[0]
+    if any(isinstance(each, str | Mapping) for each in ids):
+        do = "Give one text. A chat template must have been applied to it"
+        raise ModelError("a prompt", "a list of texts or chat messages, which aren't supported", do)
     if not ids:
         raise ModelError("a prompt", "it has no tokens", "Give at least one token")
     vocab_size = model.config.vocab_size

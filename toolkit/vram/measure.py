@@ -23,7 +23,7 @@ import torch
 
 from toolkit.core.callers import ipython_shell, source_line
 from toolkit.core.display import render
-from toolkit.core.errors import RecorderError, ToolkitError
+from toolkit.core.errors import RecorderError, ToolkitError, TraceError, brief
 from toolkit.core.signals import whole
 from toolkit.core.units import bytes_text, seconds_text
 from toolkit.gpu import allocation_scopes, host_memory
@@ -341,13 +341,17 @@ def _decorated(function: F, device: Device | str | None = None, lines: bool = Tr
 
 
 def open_memory(path: str | os.PathLike[str]) -> MemoryUse:
-    """Open a measurement that `MemoryUse.save` wrote, or a PyTorch memory snapshot.
+    """Open a measurement that `MemoryUse.save` wrote, a PyTorch memory snapshot, or another trace that has allocations.
 
-    Nothing in the file is executed. Raises TraceError if the file is neither.
+    Nothing in the file is executed. Raises TraceError if the file is none of them.
     """
     from toolkit.trace.opening import open_trace
 
-    return MemoryUse(open_trace(path))
+    trace = open_trace(path)
+    if not {"opening", "elapsed_s"} & trace.meta.keys() and not trace.is_kind("alloc", "free").any():
+        found = "it is a trace without allocations"
+        raise TraceError(f"opening the measurement {brief(path)}", found, "Use tk.open_trace, or give a file of m.save")
+    return MemoryUse(trace)
 
 
 # ---- owners
