@@ -37,8 +37,9 @@ def copy_budget(
         pageable: The number of H2D and D2H copies allowed from and to host memory that is not pinned.
         waits: The number of times that the host may wait for the device: `.item()`, `synchronize()`, blocking copies.
 
-    Exceptions from the block propagate. Raises RecorderError if the device is already being recorded, because its
-    copies can't be told apart from the block's, and with `per="step"` if the block has no steps.
+    Exceptions from the block propagate. Raises ToolkitError for a limit that isn't a number of copies, and RecorderError if the
+    device is already being recorded, because its copies can't be told apart from the block's, and with `per="step"` if the
+    block has no steps.
     """
     budget = {"h2d": h2d, "d2h": d2h, "d2d": d2d, "pageable": pageable, "waits": waits}
     check_budget(budget, per)

@@ -98,9 +98,9 @@ def load(
             `tk.compare` then run on all ranks. Leave out device= and functions of progress.
 
     Returns the model. `model.report` describes the load. Raises FormatError if files are missing, damaged or do not match the
-    config, ModelError for an unknown architecture, DeviceError if the weights do not fit on the device (of a repository, before
-    they are downloaded), HubError if a repository cannot be downloaded, RankError if the ranks differ or are missing, and
-    CancelledError.
+    config, UnknownNameError for an unknown model, scheme or dtype, ModelError for an unknown architecture, DeviceError if the
+    weights do not fit on the device (of a repository, before they are downloaded), HubError if a repository cannot be
+    downloaded, RankError if the ranks differ or are missing, and CancelledError.
     """
     given = dict(locals())
     if cluster is not None:

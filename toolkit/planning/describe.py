@@ -53,7 +53,8 @@ def costs(
     4,096). The result displays as a table and a treemap in a notebook; `.to_pandas()`, `.gpus()` and `.contexts()` return
     DataFrames.
 
-    Raises ToolkitError if `scheme` or `dtype` is given for a loaded model.
+    Raises ToolkitError if `scheme` or `dtype` is given for a loaded model, ModelError if `context` is not a number of
+    positions, UnknownNameError for an unknown model or scheme, and FormatError for damaged files.
     """
     if isinstance(model, str | os.PathLike):
         held = f", {scheme if isinstance(scheme, str) else scheme.name}" if scheme is not None else ""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,10 +148,8 @@ class _Test:
                 "the test has a budget and uses toolkit_trace, but recorded nothing: `with toolkit_trace:`", pytrace=False
             )
         self.found = measured(blocks, self.lines, self.budget.copies is not None, self.budget.memory)
-        try:
+        with _failing():
             self.problems = list(budgets.check(self.budget, blocks, self.found, self.before, self.lines, self.update))
-        except ToolkitError as error:
-            pytest.fail(str(error), pytrace=False)
         if self.problems:
             pytest.fail("\n\n".join(map(str, self.problems)), pytrace=False)
 
@@ -160,6 +159,15 @@ class _Test:
         more = self.found is not None and self.before is not None and not self.problems and _less(self.found, self.before)
         known = {"module": str(module), "name": self.name, "device": self.device}
         return {**known, "found": self.found, "problems": problems, "less": more}
+
+
+@contextmanager
+def _failing() -> Iterator[None]:
+    """Fail the test with the text of a ToolkitError, and without the error itself, whose text pytest would print once more."""
+    try:
+        yield
+    except ToolkitError as error:
+        raise pytest.fail.Exception(str(error), pytrace=False) from None
 
 
 def _less(found: Measured, before: Measured) -> bool:
@@ -183,10 +191,8 @@ def _marked(item: pytest.Item) -> bool:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if not _marked(item):
         return
-    try:
+    with _failing():
         item.stash[_TEST] = _Test(item)
-    except ToolkitError as error:
-        pytest.fail(str(error), pytrace=False)
     from toolkit.gpu import allocation_scopes
 
     allocation_scopes.keep()  # allocations of fixtures get lines, too
