@@ -200,9 +200,16 @@ def new_tab(tab: SimpleNamespace) -> None:
     close(tab)
 
 
+SLOW = "[anywidget] Failed to initialize model."
+
+
 @pytest.fixture
 def page(browser: object, tab: SimpleNamespace, request: pytest.FixtureRequest) -> Iterator[object]:
-    """The tab; the test fails where the page threw an error that nobody caught."""
+    """The tab; the test fails where the page threw an error that nobody caught.
+
+    anywidget throws `SLOW` after two seconds for a widget that was closed before its module was loaded, and on a busy machine.
+    Tests look at what widgets show.
+    """
     tab.thrown.clear()
     if tab.page is None:
         tab.page = browser.new_context(viewport=SIZE).new_page()
@@ -212,7 +219,8 @@ def page(browser: object, tab: SimpleNamespace, request: pytest.FixtureRequest) 
     yield tab.page
     if tab.thrown or request.node.stash.get(FAILED, True):
         close(tab)
-    assert not tab.thrown, tab.thrown
+    thrown = [error for error in tab.thrown if error != SLOW]
+    assert not thrown, thrown
 
 
 def seen(page: object) -> str:
