@@ -129,12 +129,17 @@ class Engines:
                 self._client.send_signal(signal.SIGINT, targets=[self._ids[rank] for rank in alive], block=False)
 
     def how_it_ended(self, rank: int) -> str:
-        """Return how the process of a rank ended: "was killed by signal 9 (SIGKILL)"."""
+        """Return how the process of a rank ended: "was killed by signal 9 (SIGKILL)".
+
+        The system says it once. A thread of ipyparallel asks it, after which the process keeps the answer.
+        """
         launchers = [each for group in self._cluster.engines.values() for each in group.launchers.values()]
-        process = next(each.process for each in launchers if each.pid == self.pids[rank])
-        status = None
+        launcher = next(each for each in launchers if each.pid == self.pids[rank])
+        process, asking, status = launcher.process, getattr(launcher, "_wait_thread", None), None
+        if asking is not None:
+            asking.join(1)
         with suppress(Exception):
-            status = process.wait(1)
+            status = process.wait(0)
         if status is None:
             return f"has not answered for {self.silent_s:g} s" if process.is_running() else "has ended"
         if status >= 0:
