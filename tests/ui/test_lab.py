@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -51,6 +52,11 @@ def stand_in_generate(model, prompt, decode, *, max_new_tokens, on_token, cancel
     return Run("".join(said), tokens, (), decode, reason, rate, "modelled", "virtual:h200", trace, slowed=slowed)
 
 
+def generates(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Run]) -> None:
+    for module in (generate_panel, compare):
+        monkeypatch.setattr(module, "generate", function)
+
+
 @pytest.fixture
 def model() -> SimpleNamespace:
     return SimpleNamespace(device=Device(), calls=[], pause_s=0.0, inner=torch.nn.Linear(3, 2), tokenizer=object())
@@ -71,8 +77,7 @@ def app(monkeypatch: pytest.MonkeyPatch, model: SimpleNamespace) -> Lab:
 
     monkeypatch.setattr(load_panel, "load", load)
     monkeypatch.setattr(load_panel, "open_device", lambda name: Device())
-    for module in (generate_panel, compare):
-        monkeypatch.setattr(module, "generate", stand_in_generate)
+    generates(monkeypatch, stand_in_generate)
     return Lab()
 
 
@@ -256,22 +261,23 @@ def test_double_clicks_are_ignored(app: Lab, model: SimpleNamespace) -> None:
     assert len(model.calls) == 4
 
 
+def cancelled_while(app: Lab, status: str) -> None:
+    """Generate, and cancel when the status says so."""
+    app.generate()
+    while status not in app.decoding.status.value and app.busy:
+        time.sleep(0.01)
+    app.cancel()
+    assert app.wait(5)
+
+
 def test_cancel_while_recording_keeps_what_was_recorded(app: Lab, model: SimpleNamespace) -> None:
     loaded(app)
     model.pause_s, app.decoding.tokens_field.value = 0.01, 50
-    app.generate()
-    while "Recording" not in app.decoding.status.value and app.busy:
-        time.sleep(0.01)
-    app.cancel()
-    assert app.wait(5)
+    cancelled_while(app, "Recording <b>roundtrip")
     assert "(roundtrip was not recorded, double-buffered was not recorded)" in app.decoding.status.value
     assert not app.history.entries
     assert {run.tokens for run in app.runs.values()} == {tuple(range(50))}  # those of the runs before
-    app.generate()
-    while "Recording <b>double-buffered" not in app.decoding.status.value and app.busy:
-        time.sleep(0.01)
-    app.cancel()
-    assert app.wait(5)
+    cancelled_while(app, "Recording <b>double-buffered")
     assert "(double-buffered was not recorded)" in app.decoding.status.value
     assert [entry.title for entry in app.history.entries.values()] == ["roundtrip, demo/qwen3"]
     assert app.runs["double-buffered"].tokens == tuple(range(50))
@@ -289,19 +295,25 @@ def test_an_error_says_asked_found_do_and_is_kept(app: Lab) -> None:
     assert not app.decoding.generate_button.disabled
 
 
-def test_a_shortage_of_memory_is_measured_and_explained(app: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded = []
+@pytest.mark.parametrize("short", ["roundtrip", "double-buffered"])
+def test_a_shortage_of_memory_is_measured_and_explained(app: Lab, monkeypatch: pytest.MonkeyPatch, short: str) -> None:
+    """Last, because measuring another run would replace the explanation."""
+    calls = []
 
     def generate(model, prompt, decode, *, record=True, **options):
-        recorded.append(record)
-        raise torch.OutOfMemoryError("out of memory")
+        calls.append((decode, record))
+        if decode == short:
+            raise torch.OutOfMemoryError("out of memory")
+        return stand_in_generate(model, prompt, decode, record=record, **options)
 
-    for module in (generate_panel, compare):
-        monkeypatch.setattr(module, "generate", generate)
-    loaded(app).generate()
+    generates(monkeypatch, generate)
+    loaded(app).decoding.tokens_field.value = 2
+    app.generate()
     assert app.wait(5)
-    assert recorded == [False, True]
+    before = [] if short == "roundtrip" else [("roundtrip", False)]
+    assert calls == [*before, (short, False), *((name, True) for name, _ in before), (short, True)]
     assert isinstance(app.error, torch.OutOfMemoryError)
+    assert len(app.history.entries) == len(before)
     assert "Recording" not in app.decoding.status.value
 
 
@@ -331,8 +343,7 @@ def test_a_failure_of_b_leaves_the_run_of_a(app: Lab, monkeypatch: pytest.Monkey
             raise ToolkitError("a token", "no more", "Ask for less")
         return stand_in_generate(model, prompt, decode, **options)
 
-    for module in (generate_panel, compare):
-        monkeypatch.setattr(module, "generate", generate)
+    generates(monkeypatch, generate)
     loaded(app).decoding.tokens_field.value = 2
     app.generate()
     assert app.wait(5)

@@ -69,6 +69,11 @@ class Run:
             raise RecorderError("the trace of a run", "it wasn't recorded", "Generate with record=True")
         return self.recorded
 
+    @property
+    def rate_text(self) -> str:
+        """The rate, its clock, and why it is too low if it is, such as "3,928 tok/s modelled"; "" without a rate."""
+        return "" if self.tok_per_s is None else f"{self.tok_per_s:,.4g} tok/s {self.clock} {self.slowed}".rstrip()
+
     def copies(self) -> pd.DataFrame:
         """Return the copies between host and device, one row per step; see `toolkit.trace.events.copies_per_step`."""
         return copies_per_step(self.trace)
@@ -97,7 +102,7 @@ class Run:
         return f"<div><code>{html.escape(self._shown_text())}</code><br><small>{html.escape(self._summary())}</small></div>"
 
     def _summary(self) -> str:
-        rate = "" if self.tok_per_s is None else f", {self.tok_per_s:.4g} tok/s {self.clock} {self.slowed}".rstrip()
+        rate = f", {self.rate_text}" if self.rate_text else ""
         name = self.strategy if self.fallback is None else f"{self.strategy} without graphs ({self.fallback})"
         return f"{name} on {self.device}, {len(self.tokens)} tokens, stopped by {self.stop_reason}{rate}"
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args, get_type_hints
+from functools import cache
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from toolkit.core.errors import DeviceError, ToolkitError, unknown_name
 from toolkit.core.ranks import WHOLE, Shard
@@ -47,10 +48,9 @@ class Strategy:
     capture: Literal["none", "step", "loop"] = "none"
 
     def __post_init__(self) -> None:
-        for name, known in get_type_hints(Strategy).items():
-            value, choices = getattr(self, name), get_args(known)
-            if choices and value not in choices:
-                raise unknown_name(f"strategy {self.name!r}: {name}", value, choices)
+        for name, choices in _choices().items():
+            if getattr(self, name) not in choices:
+                raise unknown_name(f"strategy {self.name!r}: {name}", getattr(self, name), choices)
         if self.readback == "overlap" and (self.token != "device" or self.sampler != "device"):
             found = "the host needs the token before the next step, but would read it one step late"
             raise ToolkitError(f"strategy {self.name!r}", found, 'With readback="overlap", token and sampler must be "device"')
@@ -65,6 +65,12 @@ class Strategy:
             raise ToolkitError(
                 f"strategy {self.name!r}", found, 'With capture="loop", token, position and sampler must be "device"'
             )
+
+
+@cache
+def _choices() -> dict[str, tuple[str, ...]]:
+    """Return the values that each field of a strategy may have, of those whose type is a Literal."""
+    return {name: get_args(kind) for name, kind in get_type_hints(Strategy).items() if get_origin(kind) is Literal}
 
 
 STRATEGIES: dict[str, Strategy] = {

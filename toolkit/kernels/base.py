@@ -22,6 +22,9 @@ from torch import Tensor
 from toolkit.gpu.catalogue import GpuSpec
 from toolkit.kernels import interpreter
 
+# Of operands and results, by the name that shapes have.
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
 Tensors = Mapping[str, Tensor]
 
 
@@ -51,9 +54,6 @@ class Config:
 
     def __repr__(self) -> str:
         return f"Config({', '.join(f'{name}={value}' for name, value in self.to_dict().items())})"
-
-
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)

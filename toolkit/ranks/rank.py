@@ -12,7 +12,6 @@ import pickle
 import platform
 import signal
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -106,10 +105,9 @@ def _check_idle(gpu: Device) -> None:
         except RuntimeError as error:
             found.append(str(error))
 
-    threading.Thread(target=wait, name="toolkit sync", daemon=True).start()
-    deadline = time.monotonic() + IDLE_S
-    while not found and time.monotonic() < deadline:
-        time.sleep(0.01)
+    waiting = threading.Thread(target=wait, name="toolkit sync", daemon=True)
+    waiting.start()
+    waiting.join(IDLE_S)
     if not found or found[0]:
         why = found[0] if found else f"{gpu.name} is still working after {IDLE_S:g} s"
         raise RankError("entering a new group", why, "Open the cluster again")

@@ -38,14 +38,14 @@ def prompt_ids(model: Model, prompt: object) -> list[int]:
         if len(ids) > 1:
             raise ModelError("a prompt", f"a batch of {len(ids)} sequences", "Batches aren't supported: one sequence at a time")
         ids = ids[0]
-    if any(isinstance(each, str | Mapping) for each in ids):
-        do = "Give one text. A chat template must have been applied to it"
-        raise ModelError("a prompt", "a list of texts or chat messages, which aren't supported", do)
     if not ids:
         raise ModelError("a prompt", "it has no tokens", "Give at least one token")
     vocab_size = model.config.vocab_size
     found = [integer(i, least=0) for i in ids]
     for given, i in zip(ids, found, strict=True):
+        if isinstance(given, str | Mapping):
+            do = "Give one text. Apply the model's chat template to messages first"
+            raise ModelError("a prompt", "a list of texts or chat messages, which aren't supported", do)
         if i is None or i >= vocab_size:
             raise ModelError(
                 "a prompt of token ids", f"{brief(given)} is among them", f"Ids are whole numbers from 0 to {vocab_size - 1:,}"

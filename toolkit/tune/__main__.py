@@ -108,8 +108,8 @@ def _read(path: Path) -> Tuned:
     try:
         return Tuned.from_text(path.read_text(), str(path))
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else str(error)
-        raise FormatError(f"timings in {path}", str(why), "Give a file that `tune export` wrote") from error
+        why = getattr(error, "strerror", None) or str(error)
+        raise FormatError(f"timings in {path}", why, "Give a file that `tune export` wrote") from error
 
 
 def _write(path: Path, kept: Tuned) -> None:

@@ -145,8 +145,8 @@ class MemoryUse:
         return f"{', '.join(parts)} ({self.device}{self._took()})"
 
     def _took(self) -> str:
-        """Return how long the block took by the wall clock, on a virtual GPU too; a snapshot doesn't say it."""
-        return f", {seconds_text(self.elapsed_s)} by the clock" if self.elapsed_s else ""
+        """Return the wall time of the block, on a virtual GPU too, or nothing for a snapshot, which doesn't say it."""
+        return f", wall time {seconds_text(self.elapsed_s)}" if self.elapsed_s else ""
 
     def __repr__(self) -> str:
         if self._trace is None:

@@ -223,7 +223,7 @@ def spec_of(card: str) -> GpuSpec:
     if _SEVERAL.fullmatch(card):
         do = f'Start a process for each: tk.cluster("virtual:{card}"), or pass tensor_parallel= to tk.plan'
         raise DeviceError(f"the device virtual:{card}", "several GPUs need several processes", do)
-    raise unknown_name("virtual GPU", card, [*CATALOGUE, "a size such as 8GiB"])
+    raise unknown_name("virtual GPU", card, [*CATALOGUE, "8GiB"])
 
 
 def _refuse_while_held(gpu: VirtualGpu, card: str) -> None:

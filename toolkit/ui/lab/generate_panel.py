@@ -168,19 +168,22 @@ class GeneratePanel(Panel):
         self._history.runs = {}
         self.output.value, self.table.value, self.timeline_box.children = "", "", ()
         entries: list[Entry] = []
+        shortage: torch.OutOfMemoryError | None = None
         try:
             for name in names:  # all rates first: on CUDA, a recording slows down what follows it
                 self._history.runs[name] = self._time(asked, name)
                 if self._work.cancelled.is_set():
                     break
-        except torch.OutOfMemoryError:
-            self._record(asked, name, 0)  # measures the memory, and so explains the error
-            raise
+        except torch.OutOfMemoryError as error:
+            shortage = error
         finally:  # if the second strategy fails, the first one is recorded and shown nevertheless
             try:
                 self._record_all(asked, entries)
             finally:
                 self._draw(entries)
+        if shortage is not None:  # once more, measured: that explains the error
+            self._record(asked, names[len(self._history.runs)], asked.passes - 1)
+            raise shortage
         said, begun = "Done.", len(self._history.runs)
         left = [f"{name} was not recorded" for name in names[len(entries) : begun]]
         left += [f"{name} was not started" for name in names[begun:]]
@@ -289,9 +292,9 @@ def prompt_of(text: str, model: Model | RankedModel) -> str | list[int]:
     return [int(word) for word in words]
 
 
-def _ended(run: Any) -> str:
+def _ended(run: Run) -> str:
     why = {"eos": "end of text", "length": "reached max tokens", "cancelled": "cancelled"}.get(run.stop_reason, run.stop_reason)
-    rate = f", {run.tok_per_s:,.4g} tok/s {run.clock} {run.slowed}".rstrip() if run.tok_per_s else ""
+    rate = f", {run.rate_text}" if run.rate_text else ""
     return f"{len(run.tokens)} token{'' if len(run.tokens) == 1 else 's'}, {why}{rate}"
 
 

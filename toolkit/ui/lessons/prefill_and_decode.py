@@ -21,7 +21,7 @@ from toolkit.trace.events import Trace
 from toolkit.ui.lessons.chart import Chart, Line
 from toolkit.ui.lessons.checks import failed
 from toolkit.ui.lessons.lesson import Lesson, Question
-from toolkit.ui.lessons.steps import prefill_us
+from toolkit.ui.lessons.steps import CHANGES, prefill_us
 from toolkit.ui.timeline.widget import Timeline
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ Feed = Callable[[CausalLM, torch.Tensor, Cache, int], torch.Tensor]
 MIB, GIB = 1 << 20, 1 << 30
 AT_ONCE = (1, 16, 64, 128, 256, 512, 2048)
 SAME, FOUR, ALL = FEW = ("about as long as one token", "about 4 times as long", "about 16 times as long")
-CHANGED = ("shorter", "about as long", "longer")
 PROMPT, CHUNK = 80, 32  # of the exercise "in parts": two full parts and a shorter one
 # One H200, q4_k_m, a prompt of 8,192 tokens: seconds until it was processed, and then tokens per second with "cuda-graph".
 # From bench/results/h200_speed_*.json.
@@ -99,7 +98,7 @@ def least_s(tokens, card):
         "virtual GPU, this prompt takes {plain:.0f} ms in 16 bits and {packed:.0f} ms in q4_k_m.",
         answer='{"2,048 tokens": "about as long"}',
         who="the model",
-        choices=CHANGED,
+        choices=CHANGES,
     ),
     "activations": Question(
         hint="They grow in proportion to the number of tokens that pass the layers together. Only the few bytes of the "
