@@ -180,7 +180,9 @@ def _run(kind: str, work: Callable[[], None], count: int, seed: int) -> Tally:
     gpu, rng, tally = tk.device("virtual:h200"), random.Random(f"{kind} {seed}"), Tally(kind)
     handler, hook = signal.signal(signal.SIGINT, signal.default_int_handler), sys.unraisablehook
     lost: list[str] = []
-    sys.unraisablehook = lambda dropped: lost.append("".join(traceback.format_exception(dropped.exc_value)))
+    sys.unraisablehook = lambda dropped: lost.append(
+        f"in {dropped.object!r}: " + "".join(traceback.format_exception(dropped.exc_value))
+    )
     try:
         takes_s = 12.0  # of an export that compiles
         if not (isinstance(work, Export) and work.compiles):
@@ -212,7 +214,7 @@ def _run(kind: str, work: Callable[[], None], count: int, seed: int) -> Tally:
                 tally.faults.append(wrong)
             if float(torch.ones(3, device="vgpu").sum()) != 3.0:
                 tally.faults.append("the device computes nonsense")
-            tally.faults += [f"Python dropped {text}" for text in lost]
+            tally.faults += [f"Python dropped an error {text}" for text in lost]
             lost.clear()
     finally:
         signal.signal(signal.SIGINT, handler)

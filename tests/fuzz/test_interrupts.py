@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("python_handles_interrupts")
 @pytest.mark.parametrize("kind", ["generate", "load", "training", "out of memory"])
 def test_interrupts_arrive_and_leave_nothing_behind(kind: str) -> None:
     tally = run(kind, works([kind])[kind], 5)
-    assert not tally.faults
+    assert not tally.faults, "\n".join(tally.faults)
     assert tally.arrived == tally.sent == 5
 
 
@@ -72,6 +72,27 @@ def test_a_signal_waits_while_a_weak_dictionary_forgets_a_key(kind: type) -> Non
         del key
         assert len(forgotten) == 1
         time.sleep(5)
+
+
+def test_a_signal_waits_while_a_callback_of_the_garbage_collector_runs() -> None:
+    """Python drops errors of these callbacks, such as the one that Hypothesis adds."""
+    tk.device("virtual:h200")
+    with whole:
+        pass  # from here on, handlers wait
+    phases = []
+
+    def note(phase: str, _: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+        phases.append(phase)
+
+    gc.callbacks.append(note)
+    try:
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            gc.collect()
+            time.sleep(5)
+    finally:
+        gc.callbacks.remove(note)
+    assert phases == ["start", "stop"]
 
 
 def test_freeing_a_tensor_runs_no_python_code() -> None:

@@ -4,16 +4,18 @@ Python runs signal handlers between any two bytecodes of the main thread. A Keyb
 structure half changed, and one that is raised inside a destructor or a weakref callback is printed and lost. Inside the block,
 signals are only noted; their handlers run at its end.
 
-C functions may also run handlers, and some C++ code ends the process if a handler raises there. Callbacks of weak references,
-such as those of Python's and PyTorch's dictionaries, drop what a handler raises. After `whole.wait_for(running, codes)`,
-handlers also wait while the list `running` is not empty, and while a function with one of these codes runs. `signal.getsignal`
-and `signal.signal` return the handlers themselves.
+C functions may also run handlers, and some C++ code ends the process if a handler raises there. Python drops what a handler
+raises in a callback of a weak reference, such as those of Python's and PyTorch's dictionaries, or of the garbage collector
+(`gc.callbacks`). After `whole.wait_for(running, codes)`, handlers also wait while the list `running` is not empty, while a
+function with one of these codes runs, and while a callback of the garbage collector runs. `signal.getsignal` and
+`signal.signal` return the handlers themselves.
 """
 
 from __future__ import annotations
 
 import _signal  # the functions that `signal` wraps: without its conversion to enums, a block costs 1 µs instead of 15 µs
 import functools
+import gc
 import signal
 import sys
 import threading
@@ -50,8 +52,9 @@ class _Waiting:
             self.handler(number, frame)
 
     def _runs_one(self, frame: FrameType | None) -> bool:
+        codes = {*self.codes, *(getattr(callback, "__code__", None) for callback in gc.callbacks)}
         while frame is not None:
-            if frame.f_code in self.codes:
+            if frame.f_code in codes:
                 return True
             frame = frame.f_back
         return False
