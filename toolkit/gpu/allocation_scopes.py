@@ -7,11 +7,11 @@ range of the same log, so no scope takes events from another one and no peak cou
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import torch
 
+from toolkit.core.collector import no_collection
 from toolkit.core.errors import DeviceError
 from toolkit.core.signals import whole
 from toolkit.gpu.allocation_log import OpenScope, Row, log
@@ -92,17 +92,12 @@ def _trace_of(begun: OpenScope) -> Trace:
         meta |= {"lines": begun.lines, "total_bytes": device.memory().total_bytes, "limit_bytes": device.limit_bytes}
     index = getattr(begun.device, "index", None)
     meta |= {} if index is None else {"device_index": index}
-    collects = gc.isenabled()
-    gc.disable()  # building a hundred thousand rows triggers garbage collections that take longer than the building
-    try:
+    with no_collection():  # building a hundred thousand rows triggers garbage collections that take longer than the building
         if device is not None and device.torch.type == "cpu":
             return TraceBuilder().build({**meta, "opening": 0})
         if begun.cuda is not None and device is not None and device.torch.type == "cuda":
             return the_history.end(begun.cuda, meta)
         return begun.builder.build({**meta, "opening": len(begun.before)}, begun.since, begun.before, begun.start_ns)
-    finally:
-        if collects:
-            gc.enable()
 
 
 def measuring() -> bool:

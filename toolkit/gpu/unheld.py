@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import gc
 from importlib import import_module
 from typing import Any
 
 import torch
 
+from toolkit.core.collector import no_collection
 from toolkit.core.units import bytes_text
 
 _MOST = 5  # owners that an error names
@@ -43,16 +43,12 @@ def _rows(held: list[Any]) -> list[str]:
 
 def _search() -> tuple[str, list[Any]]:
     """Return what frees memory that no variable holds, and the owners of this memory, the largest first."""
-    collects = gc.isenabled()
-    gc.disable()  # the import alone creates so many objects that the collector would free what is to be named
     try:
-        found: tuple[str, list[Any]] = import_module("toolkit.vram.hidden").releasable()
+        with no_collection():  # the import alone creates so many objects that the collector would free what is to be named
+            found: tuple[str, list[Any]] = import_module("toolkit.vram.hidden").releasable()
     except Exception:  # inspecting a user's variables may raise, and must not hide the error of the user's code
         return "", []
     except BaseException as stop:  # an interrupt: its traceback would keep all objects alive that the search has looked at
         stop.__traceback__ = None
         raise
-    finally:
-        if collects:
-            gc.enable()
     return found

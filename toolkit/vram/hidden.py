@@ -11,7 +11,6 @@ import re
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from time import thread_time
 from types import CellType, FrameType, FunctionType, TracebackType
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 from toolkit.core.callers import ipython_shell
+from toolkit.core.collector import no_collection
 from toolkit.core.signals import whole
 from toolkit.core.units import bytes_text
 from toolkit.gpu import allocation_scopes
@@ -195,7 +195,7 @@ def _garbage(known: Mapping[Place, Holder]) -> dict[Place, Holder]:
     found: dict[Place, Holder] = {}
     alive = set(known)
     ends_s = thread_time() + _MOST_S
-    with _no_collection():
+    with no_collection():
         places = _tensors()
         while thread_time() < ends_s:
             places = {i: place for i, place in places.items() if place not in alive and place not in found}
@@ -222,17 +222,6 @@ def _allocated() -> int:
     if gpu is not None and gpu.torch.type == "cuda":
         return sum(torch.cuda.memory_allocated(index) for index in range(torch.cuda.device_count()))
     return gpu.memory().allocated_bytes if gpu is not None else 0
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _tensors() -> dict[int, Place]:

@@ -6,15 +6,15 @@ PyTorch captures the work, in a memory pool of its own. `cuda.bindings` is neede
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from threading import RLock
 from typing import Any
 
 import torch
 
+from toolkit.core.collector import no_collection
 from toolkit.core.errors import DeviceError
 from toolkit.gpu.device import Graph
 
@@ -49,7 +49,8 @@ def captured(device: torch.device, work: Callable[[], None]) -> Any:
     torch.OutOfMemoryError among them.
     """
     graph, stream = torch.cuda.CUDAGraph(keep_graph=True), _capture_stream(device)
-    with _capturing, torch.cuda.device(device), _no_garbage_collection():
+    # Freeing unrelated objects may call CUDA functions that are not allowed during a capture.
+    with _capturing, torch.cuda.device(device), no_collection():
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             _capture(graph, work, device)
@@ -98,18 +99,6 @@ def checked(result: tuple[Any, ...]) -> Any:
     if int(error):
         raise DeviceError("building a CUDA graph", f"CUDA says {getattr(error, 'name', error)}", "Update the GPU's driver")
     return values[0] if len(values) == 1 else tuple(values)
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Keep Python from freeing unrelated objects during a capture: some would call CUDA functions that are not allowed then."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _abandon(graph: Any, pool: tuple[int, int], device: torch.device) -> None:
