@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import toolkit as tk
 from tests.fuzz.interrupts import run, works
-from toolkit.core.signals import whole
+from toolkit.core.signals import signals_deferred
 
 pytestmark = pytest.mark.usefixtures("python_handles_interrupts")
 
@@ -29,8 +29,8 @@ def test_interrupts_arrive_and_leave_nothing_behind(kind: str) -> None:
 
 def test_a_signal_inside_a_whole_block_is_handled_at_its_end() -> None:
     reached = []
-    with pytest.raises(KeyboardInterrupt), whole:  # noqa: PT012
-        with whole:
+    with pytest.raises(KeyboardInterrupt), signals_deferred:  # noqa: PT012
+        with signals_deferred:
             signal.raise_signal(signal.SIGINT)
             reached.append("inner")
         reached.append("outer")
@@ -63,7 +63,7 @@ def test_a_signal_waits_while_a_weak_dictionary_forgets_a_key(kind: type) -> Non
 
     forgotten: list[object] = []
     tk.device("virtual:h200")
-    with whole:
+    with signals_deferred:
         pass  # from here on, handlers wait
     known, key = kind(), torch.nn.Module()
     known.data = Data(known.data)
@@ -77,7 +77,7 @@ def test_a_signal_waits_while_a_weak_dictionary_forgets_a_key(kind: type) -> Non
 def test_a_signal_waits_while_a_callback_of_the_garbage_collector_runs() -> None:
     """Python drops errors of these callbacks, such as the one that Hypothesis adds."""
     tk.device("virtual:h200")
-    with whole:
+    with signals_deferred:
         pass  # from here on, handlers wait
     phases = []
 
@@ -259,12 +259,12 @@ def test_a_handler_that_enters_a_block_loses_no_other_signal() -> None:
     seen = []
 
     def save(*_: object) -> None:
-        with whole:
+        with signals_deferred:
             seen.append("saved")
 
     before = [signal.signal(signal.SIGTERM, save), signal.signal(signal.SIGINT, lambda *_: seen.append("interrupted"))]
     try:
-        with whole:
+        with signals_deferred:
             signal.raise_signal(signal.SIGTERM)
             signal.raise_signal(signal.SIGINT)
     finally:
@@ -281,9 +281,9 @@ def test_a_handler_that_installs_another_one_inside_a_block_is_not_undone() -> N
 
     before = signal.signal(signal.SIGINT, first)
     try:
-        with whole:
+        with signals_deferred:
             signal.raise_signal(signal.SIGINT)
-            whole.handle(1)
+            signals_deferred.handle(1)
         assert signal.getsignal(signal.SIGINT) is second
     finally:
         signal.signal(signal.SIGINT, before)

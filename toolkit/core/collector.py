@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from toolkit.core.signals import whole
+from toolkit.core.signals import signals_deferred
 
 _lock = threading.Lock()
 _paused = 0  # how many blocks run now, on all threads
@@ -23,7 +23,7 @@ def no_collection() -> Iterator[None]:
     global _paused, _collected
     entered = False
     try:
-        with whole, _lock:
+        with signals_deferred, _lock:
             if not _paused:
                 _collected = gc.isenabled()
             gc.disable()
@@ -32,7 +32,7 @@ def no_collection() -> Iterator[None]:
         yield  # an interrupt may arrive before it
     finally:
         if entered:
-            with whole, _lock:
+            with signals_deferred, _lock:
                 _paused -= 1
                 if _collected and not _paused:
                     gc.enable()

@@ -1,4 +1,4 @@
-"""Keep signals out of code that must not stop halfway: `with whole: ...`.
+"""Keep signals out of code that must not stop halfway: `with signals_deferred: ...`.
 
 Python runs signal handlers between any two bytecodes of the main thread. A KeyboardInterrupt can therefore leave a data
 structure half changed, and one that is raised inside a destructor or a weakref callback is printed and lost. Inside the block,
@@ -6,8 +6,8 @@ signals are only noted; their handlers run at its end.
 
 C functions may also run handlers, and some C++ code ends the process if a handler raises there. Python drops what a handler
 raises in a callback of a weak reference, such as those of Python's and PyTorch's dictionaries, or of the garbage collector
-(`gc.callbacks`). After `whole.wait_for(running, codes)`, handlers also wait while the list `running` is not empty, while a
-function with one of these codes runs, and while a callback of the garbage collector runs. `signal.getsignal` and
+(`gc.callbacks`). After `signals_deferred.wait_for(running, codes)`, handlers also wait while the list `running` is not empty,
+while a function with one of these codes runs, and while a callback of the garbage collector runs. `signal.getsignal` and
 `signal.signal` return the handlers themselves.
 """
 
@@ -72,15 +72,15 @@ def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def unwrapped(*args: Any, **kwargs: Any) -> Any:
         handler = function(*args, **kwargs)
-        if handler == whole._note:  # inside a block, such as in a hook of a backward pass
-            handler = dict(whole._replaced).get(args[0] if args else kwargs["signalnum"])
+        if handler == signals_deferred._note:  # inside a block, such as in a hook of a backward pass
+            handler = dict(signals_deferred._replaced).get(args[0] if args else kwargs["signalnum"])
         return handler.handler if type(handler) is _Waiting else handler
 
     return unwrapped
 
 
-class Whole:
-    """The type of `whole`, a context manager that may be entered inside itself.
+class SignalDeferral:
+    """The type of `signals_deferred`, a context manager that may be entered inside itself.
 
     It does nothing on other threads than the main one, because signal handlers never run there, and leaves signals alone that
     no Python code handles.
@@ -168,4 +168,4 @@ class Whole:
                 self._restore()
 
 
-whole = Whole()
+signals_deferred = SignalDeferral()

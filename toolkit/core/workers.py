@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any, Self, TypeVar
 
 from toolkit.core.files import TemporaryFolder
-from toolkit.core.signals import whole
+from toolkit.core.signals import signals_deferred
 
 GRACE_S = 0.5  # between SIGTERM and SIGKILL: time for compilers to delete their half-written files
 
@@ -212,7 +212,7 @@ class WorkerPool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with whole:  # an interrupt must not leave a process behind
+        with signals_deferred:  # an interrupt must not leave a process behind
             self._threads.shutdown(wait=False, cancel_futures=True)
             for worker in self.workers:
                 worker.stop()

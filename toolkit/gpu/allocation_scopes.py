@@ -13,7 +13,7 @@ import torch
 
 from toolkit.core.collector import no_collection
 from toolkit.core.errors import DeviceError
-from toolkit.core.signals import whole
+from toolkit.core.signals import signals_deferred
 from toolkit.gpu.allocation_log import OpenScope, Row, log
 from toolkit.gpu.cuda.allocation_history import CudaHistory, the_history
 from toolkit.gpu.cuda.device import open_cuda
@@ -31,7 +31,7 @@ def begin(device: Device | None = None, *, lines: bool = True) -> OpenScope:
     expensive part of an event. Raises DeviceError if `device` is a virtual GPU that is closed.
     """
     settle()
-    with whole, log.lock:
+    with signals_deferred, log.lock:
         virtual = _open_virtual(device)
         if device is not None and device.torch.type == "vgpu" and virtual is None:
             raise DeviceError(f"the memory of {device.name}", "it is closed", f'Open it again: tk.device("{device.name}")')
@@ -41,7 +41,7 @@ def begin(device: Device | None = None, *, lines: bool = True) -> OpenScope:
         _set_lines(begun)
         try:
             if virtual is not None:
-                with whole, virtual.machine.lock:
+                with signals_deferred, virtual.machine.lock:
                     begun.before = _allocated_rows(virtual, begun.builder)  # frees memory of tensors that are gone
                     begun.start_ns, begun.since = virtual.now_ns(), len(begun.builder)
             elif device is None or device.torch.type == "cuda":
@@ -76,7 +76,7 @@ def end(begun: OpenScope) -> Trace:
 
 def drop(begun: OpenScope) -> None:
     """End a scope without a trace. Does nothing if it has already ended."""
-    with whole, log.lock:
+    with signals_deferred, log.lock:
         if begun in log.scopes:
             log.scopes.remove(begun)
             _set_lines()

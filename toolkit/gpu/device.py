@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from toolkit.core.errors import DeviceError, RecorderError
-from toolkit.core.signals import whole
+from toolkit.core.signals import signals_deferred
 from toolkit.trace.events import Trace
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class Device(ABC):
 
         began, trace, thread = False, Trace.pending(), threading.get_ident()
         try:
-            with whole, _changing:
+            with signals_deferred, _changing:
                 outer, owner = _recording.get(self.name, (None, None))
                 others = alone and outer is None and any(each != thread for each in _unrecorded.get(self.name, ()))
                 if others or owner not in (None, thread):
@@ -205,7 +205,7 @@ class Device(ABC):
         """
         began, thread = False, threading.get_ident()
         try:
-            with whole, _changing:
+            with signals_deferred, _changing:
                 if _recording.get(self.name, (None, None))[1] not in (None, thread):
                     raise self._mixed()
                 _unrecorded.setdefault(self.name, []).append(thread)
@@ -213,7 +213,7 @@ class Device(ABC):
             yield
         finally:
             if began:
-                with whole, _changing:
+                with signals_deferred, _changing:
                     _unrecorded[self.name].remove(thread)
 
     def _mixed(self) -> RecorderError:
@@ -222,7 +222,7 @@ class Device(ABC):
         return RecorderError(f"recording {self.name}", found, do)
 
     def _end_recording(self) -> Trace:
-        with whole, _changing:
+        with signals_deferred, _changing:
             del _recording[self.name]
             return self.stop()
 

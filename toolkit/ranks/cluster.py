@@ -19,7 +19,7 @@ import torch
 from toolkit.core.errors import CancelledError, DeviceError, RankError, brief, unknown_name
 from toolkit.core.numbers import integer, real
 from toolkit.core.ranks import TIMEOUT_S
-from toolkit.core.signals import whole
+from toolkit.core.signals import signals_deferred
 from toolkit.gpu.catalogue import CATALOGUE
 from toolkit.gpu.device import Memory
 from toolkit.gpu.virtual.device import spec_of
@@ -97,7 +97,7 @@ class Cluster:
 
     def close(self) -> None:
         """End all processes, which frees their memory. A closed cluster can't be opened again."""
-        with whole:
+        with signals_deferred:
             self._finalizer()
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
@@ -176,7 +176,7 @@ class Cluster:
 
     def _after(self, work: Spread) -> None:
         """Stop work that was not completed. Functions that were stopped have left the group, so all ranks enter a new one."""
-        with whole:
+        with signals_deferred:
             stopped = work.stop()
         if not stopped or not self._engines.alive_ranks(range(self.ranks)):
             self.close()
@@ -213,11 +213,11 @@ class Cluster:
     def _run(self, asked: str, payload: bytes, cancel: threading.Event | None) -> list[bytes]:
         tasks = Tasks(self._engines, self.ranks)
         try:
-            with whole:
+            with signals_deferred:
                 tasks.start(execute, payload)
             tasks.wait(cancel)
         except BaseException as error:
-            with whole:
+            with signals_deferred:
                 if isinstance(error, KeyboardInterrupt):
                     tasks.interrupt()
                 error.add_note(f"The cluster {self._recover(tasks)}.")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from toolkit.core.errors import RankError
-from toolkit.core.signals import whole
+from toolkit.core.signals import signals_deferred
 from toolkit.ranks.engines import Engines
 from toolkit.ranks.rank import Outcome
 from toolkit.ranks.waiting import GRACE_S, POLL_S
@@ -36,7 +36,7 @@ class Spread:
             if not alive:
                 raise RankError(self._asked, "all processes have ended", "Open a new cluster: tk.cluster(...)")
             if waiting and len(self._running) < len(alive):
-                with whole:
+                with signals_deferred:
                     future = self._engines.submit_to_any(self._asked, alive, function, payloads[waiting[0]])
                     if future is not None:
                         self._running[waiting.popleft()] = future

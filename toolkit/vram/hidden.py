@@ -20,7 +20,7 @@ import torch
 
 from toolkit.core.callers import ipython_shell
 from toolkit.core.collector import no_collection
-from toolkit.core.signals import whole
+from toolkit.core.signals import signals_deferred
 from toolkit.core.units import bytes_text
 from toolkit.gpu import allocation_scopes
 from toolkit.trace.ledger import place_text
@@ -73,7 +73,7 @@ def listed(variables: Mapping[str, Any], shell: Any | None = None) -> list[Hidde
 
     Elements of one list, and what their graphs hold, are one entry per line of code that allocated them.
     """
-    with whole:  # an interrupt between the two would leave the scope open
+    with signals_deferred:  # an interrupt between the two would leave the scope open
         trace = allocation_scopes.end(allocation_scopes.begin())
     rows = trace.is_kind("alloc").nonzero()[0]
     lines = dict(zip(trace["address"][rows].tolist(), trace.select(rows).text("where"), strict=True))

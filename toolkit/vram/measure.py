@@ -24,7 +24,7 @@ import torch
 from toolkit.core.callers import ipython_shell, source_line
 from toolkit.core.display import render
 from toolkit.core.errors import RecorderError, ToolkitError, TraceError, brief
-from toolkit.core.signals import whole
+from toolkit.core.signals import signals_deferred
 from toolkit.core.units import bytes_text, seconds_text
 from toolkit.gpu import allocation_scopes, host_memory
 from toolkit.gpu.allocation_log import log
@@ -195,7 +195,7 @@ class Scope:
         self.use = MemoryUse()
         begun = None
         try:
-            with whole:
+            with signals_deferred:
                 begun = self._begun = allocation_scopes.begin(device, lines=self._lines)
             self._host = host_memory.begin()
             self._start_s = perf_counter()
@@ -245,10 +245,10 @@ class Scope:
         return self.use
 
 
-def why_out_of_memory(error: BaseException, variables: Mapping[str, Any], device: Device | None = None) -> Shortage:
+def why_out_of_memory(error: BaseException, variables: Mapping[str, Any]) -> Shortage:
     """Explain an out-of-memory error that was raised outside of any scope, and add the explanation to the error as a note."""
-    with whole:  # an interrupt between the two would leave the scope open
-        trace = allocation_scopes.end(allocation_scopes.begin(device))
+    with signals_deferred:  # an interrupt between the two would leave the scope open
+        trace = allocation_scopes.end(allocation_scopes.begin())
     found = _holders(variables, error)
     return _explained(MemoryUse(with_owners(trace, found, {})), error, variables, found)
 

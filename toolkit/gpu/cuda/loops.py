@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from toolkit.core.errors import DeviceError
-from toolkit.core.signals import whole
+from toolkit.core.signals import signals_deferred
 from toolkit.gpu.cuda.graphs import bindings, captured, checked, node_count
 from toolkit.gpu.device import Loop, check_token_tensor
 
@@ -131,7 +131,7 @@ class CudaLoop(Loop):
         shared[:] = (0, 0, 0, limit, ahead or 0, ring.data_ptr(), len(ends), end_ids.data_ptr())
         runtime, finished, launched_ns = bindings("runtime"), torch.cuda.Event(), 0
         try:
-            with torch.cuda.device(self._device), whole:
+            with torch.cuda.device(self._device), signals_deferred:
                 self._stream.wait_stream(torch.cuda.current_stream(self._device))
                 self._launched()
                 before_ns = perf_counter_ns()
@@ -208,7 +208,7 @@ def polled(token: torch.Tensor, kernel: Any) -> int:
     driver, finished, found = bindings("driver"), torch.cuda.Event(), shared.numpy()
     values, kinds = (token.data_ptr(), shared.data_ptr()), (ctypes.c_void_p, ctypes.c_void_p)
     try:
-        with torch.cuda.device(token.device), whole:
+        with torch.cuda.device(token.device), signals_deferred:
             stream = torch.cuda.current_stream()
             checked(driver.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, stream.cuda_stream, (values, kinds), 0))
             finished.record(stream)

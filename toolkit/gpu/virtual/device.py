@@ -23,7 +23,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from torch.utils.weak import WeakIdKeyDictionary
 
 from toolkit.core.errors import DeviceError, RecorderError, unknown_name
-from toolkit.core.signals import callbacks_of, whole
+from toolkit.core.signals import callbacks_of, signals_deferred
 from toolkit.core.units import bytes_text, parse_bytes
 from toolkit.gpu import unheld
 from toolkit.gpu.allocation_log import log
@@ -194,8 +194,8 @@ def open_virtual(card: str) -> VirtualGpu:
         _refuse_while_held(_current, card)
     _register()
     gpu = VirtualGpu(card, spec)
-    with whole:
-        whole.wait_for(_asked, {_DeviceGuard._look_up.__code__, *_CALLBACKS})
+    with signals_deferred:
+        signals_deferred.wait_for(_asked, {_DeviceGuard._look_up.__code__, *_CALLBACKS})
         dispatch.open_machine(gpu.machine)
         _current = gpu
     log.restart()

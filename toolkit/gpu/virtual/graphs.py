@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from toolkit.core.errors import DeviceError
-from toolkit.core.signals import whole
+from toolkit.core.signals import signals_deferred
 from toolkit.gpu.device import Graph, Loop, check_token_tensor
 from toolkit.gpu.virtual.allocator.memory import Memory
 from toolkit.gpu.virtual.effects.effect import kernel
@@ -36,7 +36,7 @@ class _Pool(Tie):
 
     def end(self) -> None:
         """End the pool. Later calls do nothing."""
-        with whole:
+        with signals_deferred:
             if _pools.pop(id(self), None) is not None:
                 self.memory.drop_pool(self.number)
 
@@ -54,7 +54,7 @@ class Captured:
     def __init__(self, card: Machine, work: Callable[[], None]) -> None:
         self.card, self._work = card, work
         self._grad = torch.is_grad_enabled()
-        with whole:
+        with signals_deferred:
             capture = Capture(card)
             self._pool = _Pool(self, queue)
             self._pool.memory, self._pool.number = card.memory, capture.pool

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections import deque
 
-from toolkit.core.signals import whole
+from toolkit.core.signals import signals_deferred
 
 _ended: deque[Tie] = deque()
 lock = threading.RLock()
@@ -34,6 +34,6 @@ def settle() -> None:
     """Free the resources of all objects that are gone."""
     if not _ended:
         return
-    with whole, lock:
+    with signals_deferred, lock:
         while _ended:
             _ended.popleft().end()

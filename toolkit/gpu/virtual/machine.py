@@ -13,7 +13,7 @@ from typing import Any
 
 from toolkit.core import ranks
 from toolkit.core.callers import caller, chain, current_cell
-from toolkit.core.signals import whole
+from toolkit.core.signals import signals_deferred
 from toolkit.gpu.allocation_log import log
 from toolkit.gpu.catalogue import GpuSpec
 from toolkit.gpu.device import not_recording
@@ -97,9 +97,9 @@ class Machine:
         """Block the host until `stream` has finished all queued work."""
         self.wait_until(self.stream_ends[stream], stream, name)
 
-    def wait_all(self, name: str = "cudaDeviceSynchronize") -> None:
+    def wait_all(self) -> None:
         """Block the host until all streams have finished their queued work."""
-        self.wait_until(max(self.stream_ends.values()), -1, name)
+        self.wait_until(max(self.stream_ends.values()), -1, "cudaDeviceSynchronize")
 
     def wait_until(self, end_ns: int, stream: int, name: str) -> None:
         """Block the host until `end_ns`, in a wait for `stream` (-1: for all streams). Raises DeviceError inside a graph."""
@@ -192,7 +192,7 @@ class Machine:
             return self.memory.allocate(n_bytes, stream), None
         where = chain() if log.lines or self.lines or n_bytes >= NOTED_BYTES else None
         memory = self.memory
-        with whole, self.lock:
+        with signals_deferred, self.lock:
             block = memory.allocate(n_bytes, stream, where)
             self._note("alloc", block, where)
         if log.watch is not None:
@@ -212,7 +212,7 @@ class Machine:
         if self._builder is None and log.builder is None:
             self._memory.free(*taken)
             return
-        with whole, self.lock:
+        with signals_deferred, self.lock:
             self._note("free", taken[0], None)  # before the block is merged with its neighbors
             self._memory.free(*taken)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from toolkit.core.signals import whole
+from toolkit.core.signals import signals_deferred
 from toolkit.gpu.virtual.allocator.blocks import Block as MemoryBlock
 from toolkit.gpu.virtual.lifetimes import Tie, lock, queue, settle
 from toolkit.gpu.virtual.threads import finish
@@ -164,7 +164,7 @@ def hold(host: torch.Tensor, machine: Machine) -> None:
     if host.layout is not torch.strided:
         raise RuntimeError("the virtual GPU does not support this operation, whose result is a sparse tensor")
     storage = host.untyped_storage()
-    with whole, lock:
+    with signals_deferred, lock:
         settle()  # a storage that is gone may have had the same address
         if storage._cdata not in _live and (size := storage.nbytes()):
             taken = machine.allocate(size)
@@ -178,7 +178,7 @@ def take_over(host: torch.Tensor, old: torch.Tensor, machine: Machine) -> None:
     The host keeps two tensors. If `old` should be used again after all, its values are right.
     """
     storage = host.untyped_storage()
-    with whole, lock:
+    with signals_deferred, lock:
         settle()
         block = _live.get(old.untyped_storage()._cdata)
         if block is None or block.taken is None or storage._cdata in _live or storage.nbytes() != block.taken[0].requested:
@@ -190,7 +190,7 @@ def take_over(host: torch.Tensor, old: torch.Tensor, machine: Machine) -> None:
 def rehold(host: torch.Tensor, machine: Machine) -> None:
     """Like `hold`, for a storage that an operation may have resized in place."""
     storage = host.untyped_storage()
-    with whole, lock:
+    with signals_deferred, lock:
         settle()
         block = _live.get(storage._cdata)
         if block is None:

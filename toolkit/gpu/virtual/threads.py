@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import graph
 
-from toolkit.core.signals import whole
+from toolkit.core.signals import signals_deferred
 from toolkit.gpu import unheld
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def keep(error: BaseException | None) -> bool:
 def handle_signals() -> None:
     """Run the handlers of signals that have arrived during the backward pass that this thread runs, if any."""
     if _here.passes:
-        whole.handle(_here.passes)
+        signals_deferred.handle(_here.passes)
 
 
 def finish(error: torch.OutOfMemoryError) -> None:
@@ -102,7 +102,7 @@ def install() -> None:
         outer, state.failed = state.failed, None
         failed = inside = None
         try:
-            with whole, torch.autograd.set_multithreading_enabled(False):
+            with signals_deferred, torch.autograd.set_multithreading_enabled(False):
                 state.passes += 1
                 try:
                     return run(*args, **kwargs)

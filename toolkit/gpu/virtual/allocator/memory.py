@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from toolkit.core.signals import whole
+from toolkit.core.signals import signals_deferred
 from toolkit.core.units import bytes_text
 from toolkit.gpu.virtual.allocator.blocks import Block, Blocks, Settings
 
@@ -37,7 +37,7 @@ class Memory:
 
         Raises torch.OutOfMemoryError, which lists the lines that hold the most memory, if they do not fit.
         """
-        with whole, self._lock:
+        with signals_deferred, self._lock:
             block = self._held.take(n_bytes, stream)
             if block is None:
                 raise self._refusal(n_bytes)
@@ -58,7 +58,7 @@ class Memory:
 
     def free(self, block: Block, where: str | None = None) -> None:
         """Free a block that `allocate` returned for the line `where`."""
-        with whole, self._lock:
+        with signals_deferred, self._lock:
             size = block.size
             self._held.give(block)
             if where is not None:
@@ -71,22 +71,22 @@ class Memory:
 
         `drop_pool` ends it. Until then, its segments stay reserved and hold nothing but blocks of the pool.
         """
-        with whole, self._lock:
+        with signals_deferred, self._lock:
             return self._held.new_pool()
 
     def drop_pool(self, number: int) -> None:
         """End a private pool: `empty_cache`, or an allocation that needs the memory, returns its segments to the GPU."""
-        with whole, self._lock:
+        with signals_deferred, self._lock:
             self._held.drop_pool(number)
 
     def empty_cache(self) -> None:
         """Return all free segments to the GPU, as torch.cuda.empty_cache."""
-        with whole, self._lock:
+        with signals_deferred, self._lock:
             self._held.release()
 
     def use(self, settings: Settings) -> None:
         """Apply `settings` to all later allocations."""
-        with whole, self._lock:
+        with signals_deferred, self._lock:
             self._held.use(settings)
 
     @property
@@ -118,17 +118,17 @@ class Memory:
 
     def reset_peak(self) -> None:
         """Reset all peaks to the current figures."""
-        with whole, self._lock:
+        with signals_deferred, self._lock:
             self._counters.reset_peaks()
 
     def reset_accumulated(self) -> None:
         """Reset the accumulated figures to 0."""
-        with whole, self._lock:
+        with signals_deferred, self._lock:
             self._counters.reset_accumulated()
 
     def stats(self) -> dict[str, int]:
         """Return all counters by their names in torch.cuda.memory_stats."""
-        with whole, self._lock:
+        with signals_deferred, self._lock:
             limit = self.settings.max_split_bytes
             return dict(sorted((self._counters.figures() | {"max_split_size": -1 if limit is None else limit}).items()))
 
@@ -149,7 +149,7 @@ class Memory:
     @property
     def peak_bytes(self) -> int:
         """The peak of the allocated bytes since the last reset."""
-        with whole, self._lock:
+        with signals_deferred, self._lock:
             self._counters.update_allocated_peaks()
             return self._counters.peak_bytes
 

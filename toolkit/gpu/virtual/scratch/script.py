@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.core.signals import whole
+from toolkit.core.signals import signals_deferred
 from toolkit.gpu.virtual.machine import Machine
 from toolkit.gpu.virtual.operands import tensors_in
 from toolkit.gpu.virtual.tensor import hold
@@ -74,7 +74,7 @@ def play(script: Script, out: Any, card: Machine) -> None:
 
     Frees every temporary, also after an error. Raises torch.OutOfMemoryError if one does not fit.
     """
-    with whole:  # a temporary that was allocated is in `held`
+    with signals_deferred:  # a temporary that was allocated is in `held`
         _play(script, out, card)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from toolkit.core.signals import whole
+from toolkit.core.signals import signals_deferred
 from toolkit.gpu.virtual.tensor import VirtualTensor
 
 _apply = nn.Module._apply
@@ -52,7 +52,7 @@ def _set_data(self: torch.Tensor, value: torch.Tensor) -> None:
 
 def _become(old: torch.Tensor, new: torch.Tensor) -> None:
     """Move the contents of `new` into the object `old`, which keeps the attributes that the user set."""
-    with whole:
+    with signals_deferred:
         _exchange(old, new)
 
 
