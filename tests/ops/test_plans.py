@@ -247,7 +247,7 @@ def test_counters_are_those_of_the_moment(calls: Any, started: list[Any], monkey
     shared = zeros.shared_zeros(device, zeros.current_stream(device))
     assert shared is not None
     own = torch.zeros(zeros.COUNTERS, dtype=torch.int32, device=device)
-    with define.own_counters(own):
+    with zeros.own_counters(own):
         assert define.counters(operands[0], 7).data_ptr() == own.data_ptr() != shared.data_ptr()
         for _ in range(2):
             assert torch.equal(define.by_kernels("packed_matmul", *operands), expected)

@@ -214,7 +214,7 @@ def test_a_step_that_somebody_observes_is_launched(started: list[Any], ran: list
     for observer in observers:
         with observer():
             found += steps.run(1)
-    with define.own_counters(own):
+    with zeros.own_counters(own):
         found += steps.run(1)
     assert ran == ["launched"] * 4
     found += steps.run(2)

@@ -43,15 +43,14 @@ def host_ns(call: Callable[[], Any], batch: int = BATCH) -> float:
     return statistics.median(times)
 
 
-def device_events(call: Callable[[], Any], n: int = 20, queued: bool = True) -> list[dict[str, Any]]:
+def device_events(call: Callable[[], Any], n: int = 20) -> list[dict[str, Any]]:
     """Return CUPTI's events of `n` calls, queued behind a busy kernel so that the gaps between them are the device's own."""
     from torch.profiler import ProfilerActivity, profile
 
     call()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        if queued:
-            torch.cuda._sleep(4_000_000)
+        torch.cuda._sleep(4_000_000)
         for _ in range(n):
             call()
         torch.cuda.synchronize()

@@ -29,7 +29,7 @@ SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L
 NOT_LEARNT = -100
 
 
-def train_tokenizer(vocab_size: int, seed: int = 0) -> Tokenizer:
+def train_tokenizer(vocab_size: int) -> Tokenizer:
     """Return a byte-level BPE tokenizer with `vocab_size` tokens, the last three of them special. It is deterministic."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -46,7 +46,7 @@ def train_tokenizer(vocab_size: int, seed: int = 0) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - 3, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
     )
-    rng = random.Random(seed)
+    rng = random.Random(0)
     source = Corpus(None, rng)
     tokenizer.train_from_iterator((source.text() for _ in range(4000)), trainer)
     tokenizer.add_special_tokens([END, TURN, TURN_END])

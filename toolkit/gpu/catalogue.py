@@ -68,7 +68,6 @@ class GpuSpec:
     pinned_async_host_ns: float  # host: start of a pinned copy
     wait_host_ns: float  # host: return from a wait after the stream has finished
     graph_launch_host_ns: float  # host: launch of a captured CUDA graph
-    launch_latency_ns: float  # from the launch on the host to the start of the kernel on an idle stream
     kernel_floor_ns: float  # the shortest kernel
     kernel_gap_ns: float  # between two kernels queued on one stream
     copy_floor_ns: float  # an H2D copy of a few bytes, on the stream
@@ -138,7 +137,7 @@ _COSTS: dict[str, float] = {
     "op_host_ns": 5500, "library_host_ns": 12400, "attention_host_ns": 16000, "python_host_ns": 4000,
     "launch_host_ns": 2500, "tape_host_ns": 5900, "view_host_ns": 1000,
     "item_host_ns": 4700, "h2d_host_ns": 4600, "d2h_host_ns": 5600, "pinned_async_host_ns": 2800, "wait_host_ns": 1500,
-    "graph_launch_host_ns": 6000, "launch_latency_ns": 2000, "kernel_floor_ns": 880, "kernel_gap_ns": 1100,
+    "graph_launch_host_ns": 6000, "kernel_floor_ns": 880, "kernel_gap_ns": 1100,
     "copy_floor_ns": 740, "d2h_floor_ns": 1450, "d2d_floor_ns": 690, "graph_node_ns": 980,
 }  # fmt: skip
 # Each of these figures is the rounded value of this entry of bench/results/h200_primitives.json.
@@ -163,7 +162,6 @@ _CHOSEN = {
     "h2d_host_ns": "chosen in the same way as item_host_ns, for a pageable H2D of 8 bytes",
     "d2h_host_ns": "chosen in the same way as item_host_ns, for a pageable D2H of 8 bytes",
     "wait_host_ns": "assumed: between the times to synchronize an idle stream and an idle device in h200_primitives.json",
-    "launch_latency_ns": "assumed from launch_and_synchronize in h200_primitives.json; not used by the time model",
     "graph_launch_host_ns": "assumed: not measured separately",
 }
 _REACHED = 4.22 / 4.8  # read bandwidth of an H200: measured / datasheet, both in TB/s

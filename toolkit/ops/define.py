@@ -24,7 +24,6 @@ from toolkit.ops import plans, zeros
 from toolkit.ops.launch_plan import MISSING, Call, Operation
 from toolkit.ops.launch_plan import Problem as Problem
 from toolkit.ops.tape import recording
-from toolkit.ops.zeros import own_counters as own_counters
 from toolkit.weights.packed import Parts
 
 if TYPE_CHECKING:

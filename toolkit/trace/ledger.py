@@ -46,16 +46,15 @@ class Blocks:
 class Ledger:
     """The memory of one device over a trace. The default `device` is that of the trace, or the one that allocated the most.
 
-    Of a trace of several ranks, only the events of `rank` count (default: the one that allocated the most), and `trace` is the
-    trace of that rank.
+    Of a trace of several ranks, it is the memory of the rank that allocated the most, and `trace` is the trace of that rank.
 
     Bytes include the allocator's rounding, as in `torch.cuda.memory_allocated`. `baseline_bytes` is the memory allocated
     when the recording began, `end_bytes` when it ended, and `peak_bytes` the maximum in between.
     """
 
-    def __init__(self, trace: Trace, device: int | None = None, rank: int | None = None) -> None:
-        if rank is not None or len(ranks_of(trace)) > 1:
-            trace = trace.of_rank(_busiest_rank(trace) if rank is None else rank)
+    def __init__(self, trace: Trace, device: int | None = None) -> None:
+        if len(ranks_of(trace)) > 1:
+            trace = trace.of_rank(_busiest_rank(trace))
         self.trace = trace
         memory = trace.is_kind("alloc", "free")
         if device is None:

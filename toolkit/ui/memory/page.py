@@ -102,13 +102,13 @@ def _details(use: MemoryUse, number: int) -> str:
     return f"{place}{memory_picture.html(use)}"
 
 
-def packed_use(use: MemoryUse, most: int = MOST_MOMENTS) -> str:
+def packed_use(use: MemoryUse) -> str:
     """Return a measurement as text: moments that include every peak, the bands of each grouping, and the largest blocks.
 
     The format is base64 of zlib of: the uint32 length of a JSON header (padded to 8), the header, and columns of differences.
     """
     view = memory_picture.view_of(use)
-    found = view.moments(most)
+    found = view.moments(MOST_MOMENTS)
     views = [view if by == view.by else view.regrouped(by) for by in memory_wire.groupings(view)]
     held = [other.bands_at(found.position) for other in views]
     largest = max((int(np.abs(part).max(initial=0)) for part in held), default=0)

@@ -30,14 +30,12 @@ _OWNED = 0.5  # the bands show owners if variables hold at least this share of t
 _NONE = "none"  # device name of a measurement of the host alone
 
 
-def html(use: MemoryUse, by: str | None = None, budget_bytes: int | None = None) -> str:
+def html(use: MemoryUse, by: str | None = None) -> str:
     """Return the full display: a line, the picture with its legend, the holders at the peak, and the memory freed and kept.
 
     `by` is one of BY. Default: owners if they are known for half of the peak, else lines.
     """
-    return (
-        f'{style()}<div class="tk-memory" data-lm-suppress-shortcuts="true">{_body(use, by, budget_bytes, titled=True)}</div>'
-    )
+    return f'{style()}<div class="tk-memory" data-lm-suppress-shortcuts="true">{_body(use, by, None, titled=True)}</div>'
 
 
 def line_html(use: MemoryUse, budget_bytes: int | None = None, *, is_open: bool = False) -> str:

@@ -20,13 +20,13 @@ MOST_COLUMNS = 4000
 _TEXT = 160  # longest name or line, in characters
 
 
-def meta(use: MemoryUse, view: MemoryView, title: str | None = None) -> dict[str, Any]:
+def meta(use: MemoryUse, view: MemoryView) -> dict[str, Any]:
     """Return the description of the whole measurement (JSON-able)."""
     ledger = view.ledger
     limit = limit_of(view)
     low, high = view.bounds("time")
     return {
-        "title": title or use.line(), "device": use.device, "clock": view.clock, "events": len(view.held) - 1,
+        "title": use.line(), "device": use.device, "clock": view.clock, "events": len(view.held) - 1,
         "span": seconds_text((high - low) / 1e9), "first": ledger.opening - 1,
         "peak": ledger.peak_bytes, "position": ledger.peak,
         "reserved": ledger.peak_reserved_bytes if view.knows_reserved else 0, "by": view.by, "axis": view.axis,

@@ -186,9 +186,9 @@ class Scene:
         end = start + int(self.tracks[number].trace["dur_ns"][row])
         return {"track": number, "row": row, "start": start, "end": end, "number": at + 1, "count": table.shape[1]}
 
-    def first(self, step: int | None, width: int = 1000) -> bytes:
+    def first(self, step: int | None) -> bytes:
         """Return the view of `step`, or of the whole axis if it is None: the first picture, before any request."""
-        return self.view(*self.first_range(step), width=width, align=step, seq=0, vid="")
+        return self.view(*self.first_range(step), width=1000, align=step, seq=0, vid="")
 
     def find_step(
         self, track: int, step: int | None = None, near: float = 0.0, move: int = 0, align: int | None = None
