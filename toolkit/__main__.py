@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import toolkit as tk
+from toolkit.core.distributed import announcing, join, leave
 from toolkit.core.errors import RankError
-from toolkit.core.ranks import announcing, join, leave
 from toolkit.core.units import print_any_text
 from toolkit.ranks.runs import collected
 

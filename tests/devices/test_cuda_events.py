@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import toolkit as tk
+from toolkit.core.distributed import Shard
 from toolkit.core.errors import DeviceError, RecorderError
-from toolkit.core.ranks import Shard
 from toolkit.gpu.cuda.events import has_calls, read_events
 from toolkit.gpu.cuda.session import Anchor, Announced, Captured, Range, Session
 from toolkit.trace.columns import KINDS

@@ -12,8 +12,8 @@ import pytest
 import torch
 from test_cuda_events import call, ran, read, session
 
+from toolkit.core.distributed import Shard
 from toolkit.core.errors import DeviceError
-from toolkit.core.ranks import Shard
 from toolkit.gpu.cuda import graphs, loops
 from toolkit.gpu.cuda.loops import CANCEL, LIMIT, PUBLISHED, READ, SHARED, CudaLoop
 from toolkit.gpu.cuda.session import Announced, Captured, LoopRun, Range

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 import toolkit as tk
 from tests.exporting.conftest import CONTEXT
 from tests.exporting.traced import traced_package
+from toolkit.core.distributed import WHOLE, Shard
 from toolkit.core.errors import CancelledError, DeviceError, ModelError, PackageError
-from toolkit.core.ranks import WHOLE, Shard
 from toolkit.exporting import compiling, skeleton, weights
 from toolkit.exporting import package as folders
 from toolkit.exporting.exporter import Package

@@ -20,7 +20,7 @@ import torch
 
 from tests.checkpoints import SHAPE, random_tensors, write_gguf
 from toolkit.bench.ranks import late_sums, slept_us
-from toolkit.core.ranks import current, join, latest
+from toolkit.core.distributed import current, join, latest
 from toolkit.decode.loop import generate
 from toolkit.decode.strategies import STRATEGIES
 from toolkit.exporting.loading import load_exported

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ops import test_plans
 from tests.ops.test_ops import DEVICE, GEMMA4, QWEN3, QWEN3_5_MOE, small
-from toolkit.core.ranks import Shard
+from toolkit.core.distributed import Shard
 from toolkit.decode import loop
 from toolkit.decode.loop import generate
 from toolkit.decode.sampling import Sampling

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import toolkit as tk
-from toolkit.core.ranks import Shard
+from toolkit.core.distributed import Shard
 from toolkit.core.units import MiB
 from toolkit.gpu.catalogue import CATALOGUE
 from toolkit.planning.describe import describe

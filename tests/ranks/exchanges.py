@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.core.ranks import gather, join
+from toolkit.core.distributed import gather, join
 
 
 @cache

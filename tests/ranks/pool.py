@@ -22,7 +22,7 @@ PRELOADED = ["torch", "toolkit.loading.loader", "toolkit.decode.loop", "tests.ra
 
 def _serve(pipe: Connection) -> None:
     """Run the functions that arrive: (function, arguments, rank, ranks, path of the group's new store or None)."""
-    from toolkit.core.ranks import announcing
+    from toolkit.core.distributed import announcing
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     while True:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from toolkit.core.ranks import WHOLE, Shard, check_same, gather, join, latest
+from toolkit.core.distributed import WHOLE, Shard, check_same, gather, join, latest
 from toolkit.decode.loop import generate
 from toolkit.exporting import compiling
 from toolkit.exporting.exporter import export

@@ -11,8 +11,8 @@ import torch
 import toolkit as tk
 from tests.ranks import programs
 from tests.ranks.pool import Ranks
+from toolkit.core.distributed import Shard
 from toolkit.core.errors import FormatError, ModelError, ToolkitError
-from toolkit.core.ranks import Shard
 from toolkit.gpu.opening import open_device
 from toolkit.loading import huggingface as hf
 

@@ -15,8 +15,8 @@ from tests.checkpoints import SHAPE, random_tensors, write_folder, write_gguf
 from tests.models import cases_gemma4, cases_qwen3, cases_qwen3_5
 from tests.ranks import programs
 from tests.ranks.pool import TIMEOUT_S, Ranks
+from toolkit.core.distributed import Shard, join
 from toolkit.core.errors import ModelError, RankError
-from toolkit.core.ranks import Shard, join
 from toolkit.models.cuts import Cut, end_to_end, evenly, parts_of, split_heads, spread
 
 NAMES = ("heads", "shared")

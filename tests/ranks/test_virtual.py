@@ -9,8 +9,8 @@ import torch
 
 from tests.ranks import programs
 from tests.ranks.pool import Ranks
+from toolkit.core.distributed import Shard
 from toolkit.core.errors import ModelError
-from toolkit.core.ranks import Shard
 from toolkit.decode.strategies import STRATEGIES
 from toolkit.gpu.catalogue import CATALOGUE
 from toolkit.gpu.virtual.effects.effect import collective, duration_ns

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from toolkit.bench.record import about, write_record
+from toolkit.core.distributed import Shard, gather, join, latest
 from toolkit.core.errors import CancelledError
-from toolkit.core.ranks import Shard, gather, join, latest
 from toolkit.decode.loop import generate
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device

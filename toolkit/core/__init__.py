@@ -1,1 +1,1 @@
-"""What every package needs: errors, units, the registry of renderers, progress, worker processes, atomic files."""
+"""What every package needs: errors, units, the registry of renderers, progress, worker processes, files, torch.distributed."""

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from toolkit.core.distributed import WHOLE, Shard, check_same
 from toolkit.core.errors import ModelError, brief
 from toolkit.core.numbers import integer
-from toolkit.core.ranks import WHOLE, Shard, check_same
 from toolkit.decode.parts import READBACKS, Readback
 from toolkit.decode.prefix import Prefix, check_chunk, check_context, most_positions
 from toolkit.decode.run import AFTER, RECORDED, Run, tokens_per_s

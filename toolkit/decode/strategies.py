@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal, get_args, get_origin, get_type_hints
 
+from toolkit.core.distributed import WHOLE, Shard
 from toolkit.core.errors import DeviceError, ToolkitError, unknown_name
-from toolkit.core.ranks import WHOLE, Shard
 from toolkit.models.model import Model
 from toolkit.ops.exchange import links
 

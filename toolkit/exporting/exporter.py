@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from toolkit.core.display import render
+from toolkit.core.distributed import WHOLE, Shard
 from toolkit.core.errors import DeviceError, ModelError, PackageError, brief
 from toolkit.core.files import check_path, shown, writing
 from toolkit.core.numbers import integer
-from toolkit.core.ranks import WHOLE, Shard
 from toolkit.core.units import bytes_text, parse_bytes
 from toolkit.core.version import __version__
 from toolkit.exporting import compiling, inductor, package, skeleton, weights

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from toolkit.core.distributed import Shard, join
 from toolkit.core.errors import CancelledError, DeviceError, PackageError, ToolkitError
 from toolkit.core.files import check_path, shown
-from toolkit.core.ranks import Shard, join
 from toolkit.exporting import compiling, package, skeleton, weights
 from toolkit.exporting.progress import Progress, Watch
 from toolkit.exporting.running import Exported

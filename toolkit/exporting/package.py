@@ -21,9 +21,9 @@ from typing import Annotated, Any, BinaryIO, Literal, NotRequired, TypedDict
 from filelock import FileLock, Timeout
 from msgspec import Meta
 
+from toolkit.core.distributed import Shard
 from toolkit.core.errors import PackageError
 from toolkit.core.files import TEMPORARY, open_regular, read_regular, replacing
-from toolkit.core.ranks import Shard
 from toolkit.core.schema import convert, parse_json
 from toolkit.core.units import bytes_text
 from toolkit.tune.store import cache_folder

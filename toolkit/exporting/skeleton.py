@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from toolkit.core.distributed import WHOLE, Shard
 from toolkit.core.errors import ModelError, ToolkitError
-from toolkit.core.ranks import WHOLE, Shard
 from toolkit.gpu.device import Device
 from toolkit.loading.checkpoint import find_dtype
 from toolkit.models import ARCHITECTURES

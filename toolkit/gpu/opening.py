@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from toolkit.core.distributed import local_rank
 from toolkit.core.errors import unknown_name
-from toolkit.core.ranks import local_rank
 from toolkit.gpu.catalogue import CATALOGUE
 from toolkit.gpu.cuda.device import open_cpu, open_cuda
 from toolkit.gpu.device import Device

@@ -12,8 +12,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from toolkit.core.distributed import WHOLE, Shard
 from toolkit.core.progress import Counter
-from toolkit.core.ranks import WHOLE, Shard
 from toolkit.gpu.device import Device
 from toolkit.models.places import cuts_of
 from toolkit.weights.packed import PackedMatrix, pack_scales

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from toolkit.core.distributed import WHOLE, Shard, check_same, local_rank
 from toolkit.core.errors import FormatError, ModelError, ToolkitError
 from toolkit.core.files import at_home
-from toolkit.core.ranks import WHOLE, Shard, check_same, local_rank
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
 from toolkit.gpu.virtual.device import VirtualGpu

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from toolkit.core.distributed import WHOLE, Shard
 from toolkit.core.errors import FormatError, ModelError
-from toolkit.core.ranks import WHOLE, Shard
 from toolkit.gpu.device import Device
 from toolkit.loading.checkpoint import Checkpoint
 from toolkit.models.layers import Embedding, Joined, Linear

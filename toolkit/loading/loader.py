@@ -19,10 +19,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from toolkit.core.distributed import WHOLE, Shard, check_same, join
 from toolkit.core.errors import ModelError, ToolkitError, UnknownNameError, brief, unknown_name
 from toolkit.core.numbers import seed_of
 from toolkit.core.progress import Counter, Progress
-from toolkit.core.ranks import WHOLE, Shard, check_same, join
 from toolkit.core.units import bytes_text
 from toolkit.core.version import __version__
 from toolkit.gpu.device import Device, Memory

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from toolkit.core.ranks import WHOLE, Shard
+from toolkit.core.distributed import WHOLE, Shard
 from toolkit.core.units import bytes_text
 from toolkit.loading.layout import Fused
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from toolkit.core.distributed import WHOLE, Shard
 from toolkit.core.errors import ModelError
-from toolkit.core.ranks import WHOLE, Shard
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from toolkit import ops
+from toolkit.core.distributed import WHOLE, Shard
 from toolkit.core.errors import DeviceError, ModelError
-from toolkit.core.ranks import WHOLE, Shard
 from toolkit.kernels.filters import NUMBERS, WORK, Rules
 from toolkit.models.cache import Cache, Reach, check_one_sequence
 from toolkit.models.costs import Cost, Shown

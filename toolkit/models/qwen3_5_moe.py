@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit import ops
-from toolkit.core.ranks import WHOLE, Shard
+from toolkit.core.distributed import WHOLE, Shard
 from toolkit.models.cache import Cache, KeysValues, Reach, Recurrent, State
 from toolkit.models.cache_codes import every_position
 from toolkit.models.costs import Cost, each, look_up, weigh

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from toolkit.core.distributed import gather
 from toolkit.core.errors import ModelError
-from toolkit.core.ranks import gather
 from toolkit.gpu.virtual.effects.effect import NCCL, Effect, collective, nbytes
 from toolkit.gpu.virtual.effects.operations import rule
 from toolkit.gpu.virtual.scratch.script import MAKE_RESULTS, Args, Kwargs, Script, Take, scratch

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from toolkit.core import ranks
+from toolkit.core import distributed
 from toolkit.core.errors import DeviceError
 from toolkit.gpu.cuda.device import open_cuda
 from toolkit.gpu.cuda.peers import Shared, connect
@@ -64,7 +64,7 @@ def _connected(group: Any, device: torch.device) -> Links:
 
     from toolkit.kernels.exchange import BLOCK_WORDS, MOST_BLOCKS, PLACES, Inbox
 
-    shard = ranks.current()
+    shard = distributed.current()
     if "cuda:nccl" not in str(dist.get_backend_config()):
         found, do = f"the group's backends are {dist.get_backend_config()}", 'Call init_process_group("cpu:gloo,cuda:nccl")'
         raise DeviceError(f"a model over {shard.ranks} ranks on CUDA", found, do)
@@ -122,7 +122,7 @@ def _by_nccl(operation: str, x: Tensor, n_bytes: int) -> Tensor:
     count = dist.get_world_size()
     found = x.new_empty(count, *x.shape)
     _note(x.device, operation, n_bytes, count, NCCL)
-    ranks.exchange(dist.all_gather_into_tensor, found.view(-1), x.view(-1))
+    distributed.exchange(dist.all_gather_into_tensor, found.view(-1), x.view(-1))
     return found
 
 

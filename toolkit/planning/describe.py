@@ -10,9 +10,9 @@ import os
 import torch
 from torch import nn
 
+from toolkit.core.distributed import WHOLE, Shard
 from toolkit.core.errors import ToolkitError, brief
 from toolkit.core.numbers import integer
-from toolkit.core.ranks import WHOLE, Shard
 from toolkit.core.units import parse_bytes
 from toolkit.decode.prefix import check_chunk
 from toolkit.gpu.catalogue import GpuSpec

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from toolkit.core.distributed import TIMEOUT_S
 from toolkit.core.errors import CancelledError, DeviceError, RankError, brief, unknown_name
 from toolkit.core.numbers import integer, real
-from toolkit.core.ranks import TIMEOUT_S
 from toolkit.core.signals import signals_deferred
 from toolkit.gpu.catalogue import CATALOGUE
 from toolkit.gpu.device import Memory

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from toolkit.core.callers import is_installed
+from toolkit.core.distributed import announcing, backend_of, leave
 from toolkit.core.errors import RankError, ToolkitError, brief
-from toolkit.core.ranks import announcing, backend_of, leave
 from toolkit.core.version import __version__
 from toolkit.gpu.device import Device, Memory
 from toolkit.gpu.opening import open_device

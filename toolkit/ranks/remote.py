@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from toolkit.core.distributed import current
 from toolkit.core.errors import ModelError, RankError, brief
-from toolkit.core.ranks import current
 from toolkit.decode.compare import Comparison, compare
 from toolkit.decode.loop import generate
 from toolkit.decode.run import Run

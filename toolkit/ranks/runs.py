@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from toolkit.core.ranks import Shard, exchange
+from toolkit.core.distributed import Shard, exchange
 from toolkit.decode.run import Run
 from toolkit.trace.join import join
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from toolkit.core import ranks
+from toolkit.core import distributed
 from toolkit.core.callers import current_cell
 from toolkit.core.errors import DeviceError, RecorderError
 from toolkit.gpu.allocation_log import log
@@ -81,7 +81,7 @@ class CudaGpu(Device):
             profiler = _profiler(events=lines)
             profiler.__enter__()
             self._profiler = profiler
-            self._session = Session(self.index, LineLog() if lines else None, current_cell(), shard=ranks.current())
+            self._session = Session(self.index, LineLog() if lines else None, current_cell(), shard=distributed.current())
             self._session.anchors += self._anchors()
             if self._session.log is not None:
                 self._session.log.start()
@@ -111,7 +111,7 @@ class CudaGpu(Device):
             "device": self.name, "gpu": self.gpu_name, "torch": torch.__version__, "cuda": torch.version.cuda,
             "clock": self.clock, "sizes_only": False,
         }  # fmt: skip
-        return read_events(profiler.kineto_results.events(), session, meta | ranks.described(session.shard))
+        return read_events(profiler.kineto_results.events(), session, meta | distributed.described(session.shard))
 
     def step(self, step: int, name: str) -> AbstractContextManager[None]:
         """Mark a decode step; other profilers see its range as "toolkit.step N name"."""
@@ -233,12 +233,12 @@ class Cpu(Device):
         if self._ranges is None:
             raise not_recording("stopping a recording of cpu")
         ranges, self._ranges = self._ranges, None
-        builder, cell, shard = TraceBuilder(), current_cell(), ranks.current()
+        builder, cell, shard = TraceBuilder(), current_cell(), distributed.current()
         for r in ranges:
             start = r.start_ns - self._began_ns
             builder.add("mark", start, r.end_ns - r.start_ns, device=-1, step=r.step, cell=cell, name=r.name, rank=shard.rank)
         meta = {"device": "cpu", "torch": torch.__version__, "clock": self.clock, "sizes_only": False}
-        return builder.build({**meta, **ranks.described(shard), "steps_from": "marks" if ranges else None})
+        return builder.build({**meta, **distributed.described(shard), "steps_from": "marks" if ranges else None})
 
     def step(self, step: int, name: str) -> AbstractContextManager[None]:
         """Mark a decode step."""

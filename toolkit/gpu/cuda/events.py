@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.core.ranks import GROUP
+from toolkit.core.distributed import GROUP
 from toolkit.gpu.cuda.announced import Found, collectives, numbered
 from toolkit.gpu.cuda.graph_nodes import Nodes, graph_nodes
 from toolkit.gpu.cuda.session import ANCHOR_CALL, Event, HostClock, Range, Row, Session

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from toolkit.core.distributed import Shard, gather, switch_multicast_off
 from toolkit.core.errors import DeviceError
-from toolkit.core.ranks import Shard, gather, switch_multicast_off
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")  # tells machines with the same name apart
 _NAME_BYTES = 128

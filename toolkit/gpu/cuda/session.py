@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.core.distributed import WHOLE, Shard
 from toolkit.core.errors import RecorderError
-from toolkit.core.ranks import WHOLE, Shard
 from toolkit.gpu.line_log import LineLog
 
 ANCHOR_CALL = "cudaDeviceSynchronize"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from toolkit.core import ranks
+from toolkit.core import distributed
 from toolkit.core.callers import caller, chain, current_cell
 from toolkit.core.signals import signals_deferred
 from toolkit.gpu.allocation_log import log
@@ -43,7 +43,7 @@ class Machine:
         self.collectives = 0  # that have run
         self.sizes_only = False
         self.lines = False
-        self._shard = ranks.WHOLE  # of the recording
+        self._shard = distributed.WHOLE  # of the recording
         self._builder: TraceBuilder | None = None
         self._since_ns = 0
         self._marked = False  # whether a step has ended since the recording began
@@ -78,7 +78,7 @@ class Machine:
             more: dict[str, Any] = {}
             arrived = start
             if effect.kind == "collective":
-                arrived, more = ranks.latest(start), self._communication(effect)
+                arrived, more = distributed.latest(start), self._communication(effect)
             end = arrived + duration_ns(effect, self.spec)
             self.stream_ends[stream] = end
             if self._builder is not None:
@@ -89,7 +89,7 @@ class Machine:
         """Count a collective, and return its columns of a trace."""
         self.collectives += 1
         return {
-            "operation": effect.name, "algorithm": effect.algorithm, "group": ranks.GROUP, "group_size": effect.ranks,
+            "operation": effect.name, "algorithm": effect.algorithm, "group": distributed.GROUP, "group_size": effect.ranks,
             "seq": self.collectives - 1,
         }  # fmt: skip
 
@@ -244,7 +244,7 @@ class Machine:
         settle()
         with self.lock:
             self._builder, self.lines, self._since_ns = TraceBuilder(), lines, self.host_ns
-            self._shard = ranks.current()
+            self._shard = distributed.current()
             sizes.used = self._marked = False
 
     def stop(self, meta: dict[str, object]) -> Trace:
@@ -255,7 +255,7 @@ class Machine:
             if builder is None:
                 raise not_recording("stopping a recording of the virtual GPU")
             shard, steps_from = self._shard, "marks" if self._marked else None
-            return builder.build(meta | ranks.described(shard) | {"sizes_only": sizes.used, "steps_from": steps_from})
+            return builder.build(meta | distributed.described(shard) | {"sizes_only": sizes.used, "steps_from": steps_from})
 
     @property
     def recording(self) -> bool:

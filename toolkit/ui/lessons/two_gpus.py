@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.core.ranks import Shard, current
+from toolkit.core.distributed import Shard, current
 from toolkit.core.units import MiB
 from toolkit.decode.loop import generate
 from toolkit.gpu.catalogue import CATALOGUE
