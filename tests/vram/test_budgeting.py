@@ -119,7 +119,7 @@ def test_a_budget_below_what_is_held_says_by_whom(gpu):
     del held
     with pytest.raises(BudgetError, match=r"at least 2\.00 MiB"):
         tk.budget("1 MiB")
-    with pytest.raises(BudgetError, match="the card has"):
+    with pytest.raises(BudgetError, match="the GPU has"):
         tk.budget("2 TiB")
 
 

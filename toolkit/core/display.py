@@ -23,7 +23,7 @@ def register(type_name: str, view: str, renderer: str) -> None:
 
 
 def render(view: str, shown: Any, *arguments: Any, **options: Any) -> Any:
-    """Draw `shown` in `view` ("html", "text", "page", "timeline") with the renderer of its type, and return the result.
+    """Draw `shown` in a `view` ("html", "text", "page", "timeline", "progress") and return the result of its type's renderer.
 
     Further arguments are passed on to the renderer. Raises LookupError if no renderer is registered, and ToolkitError if a
     package that the renderer imports is not installed.

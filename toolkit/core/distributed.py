@@ -193,7 +193,7 @@ def exchange(collective: Callable[..., Any], *tensors: Any) -> None:
     except RuntimeError as error:
         reason = _announced()
         found = reason or f"another rank has ended or did not arrive ({_first_line(error)})"
-        do = "Mend the error of that rank" if reason else "Look for the first error in the output of the other ranks"
+        do = "Fix the error of that rank" if reason else "Look for the first error in the output of the other ranks"
         raise RankError("exchanging results between ranks", found, f"{do}, then start all ranks again") from error
 
 

@@ -36,7 +36,7 @@ class ModelError(ToolkitError):
 
 
 class DeviceError(ToolkitError):
-    """A device does not exist, cannot be used, or the virtual GPU is in use as another card."""
+    """A device does not exist, cannot be used, or another virtual GPU is open."""
 
 
 class RecorderError(ToolkitError):

@@ -75,7 +75,7 @@ class Run:
         return "" if self.tok_per_s is None else f"{self.tok_per_s:,.4g} tok/s {self.clock} {self.slowed}".rstrip()
 
     def copies(self) -> pd.DataFrame:
-        """Return the copies between host and device, one row per step; see `toolkit.trace.events.copies_per_step`."""
+        """Return the copies between host and device, one row per step; see `toolkit.trace.copies.copies_per_step`."""
         return copies_per_step(self.trace)
 
     def timeline(self, other: Run | None = None) -> Any:

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Mend Triton's interpreter, which runs kernels on machines without a GPU. Importing this file does not import Triton."""
+"""Fix Triton's interpreter, which runs kernels on machines without a GPU. Importing this file does not import Triton."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def index_by_arrays() -> None:
     if patch is None:
         return
 
-    def mended(tensor, scope):
+    def fixed(tensor, scope):
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    interpreter._patch_lang_tensor = mended
+    interpreter._patch_lang_tensor = fixed

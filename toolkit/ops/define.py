@@ -194,7 +194,7 @@ def is_launched() -> bool:
 
 
 def direct(first: Tensor) -> bool:
-    """Return whether operations on `first` run by their plans without PyTorch's dispatcher, because nobody observes them."""
+    """Return whether operations on `first` run by their plans: nothing observes, compiles, traces or records them."""
     return not is_compiling() and not _recorders and _compiling_for is None and plans.unobserved(first)
 
 

@@ -68,7 +68,10 @@ def record(operation: Operation, operands: tuple[Any, ...], tape: Tape) -> Any:
 
 
 def unobserved(first: Tensor) -> bool:
-    """Return whether an operation on `first` may run by its plan, without PyTorch's dispatcher, which nobody else needs now."""
+    """Return whether an operation on `first` may run by its plan, without PyTorch's dispatcher.
+
+    It may if plans are enabled, gradients are off, and no dispatch mode, function mode or profiler is active.
+    """
     return (
         ENABLED
         and (first.is_cuda or first.device.type in zeros.KINDS)

@@ -54,7 +54,8 @@ class Engines:
             if not isinstance(error, Exception):
                 raise
             found = f"its processes can't be started ({error})"
-            raise RankError(f"a cluster of {ranks} ranks", found, "Run `python -m ipyparallel.controller` to see") from error
+            do = "Run `python -m ipyparallel.controller` to see the error"
+            raise RankError(f"a cluster of {ranks} ranks", found, do) from error
 
     def _start(self, ranks: int) -> None:
         command = [sys.executable, "-P", "-W", "ignore", "-m", "toolkit.ranks.process"]

@@ -114,7 +114,10 @@ def _check_idle(gpu: Device) -> None:
 
 
 def execute(payload: bytes) -> Outcome:
-    """Run a pickled (function, arguments, keyword arguments). After a failure, the group is left, which ends others' waits."""
+    """Run a pickled (function, arguments, keyword arguments).
+
+    After a failure, this rank leaves the group, so that the others stop waiting for it.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         function, args, kwargs = pickle.loads(payload)

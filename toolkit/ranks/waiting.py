@@ -128,7 +128,7 @@ def error_of(asked: str, rank: int, failure: Failure, cluster: str = "") -> Rank
     if failure.file:
         source = source_line(f"{failure.file}:{failure.line}")
         reason += f" at {short_path(failure.file)}:{failure.line}" + (f" ({source})" if source else "")
-    do = f"{failure.do.removesuffix('.')}. Then run again" if failure.do else "Mend the cause and run again"
+    do = f"{failure.do.removesuffix('.')}. Then run again" if failure.do else "Fix the cause and run again"
     do += f": {cluster}" if cluster else ""
     message = failure.message.rstrip(".")
     error = RankError(asked, f"rank {rank} {reason}" + (f": {message}" if message else ""), do, rank=rank)

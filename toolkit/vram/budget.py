@@ -1,6 +1,6 @@
 """Limit the memory of a device: `tk.budget("8 GiB")`.
 
-An allocation beyond the budget fails as on a card of that size, with PyTorch's own torch.OutOfMemoryError. A note on the error
+An allocation beyond the budget fails as on a GPU of that size, with PyTorch's own torch.OutOfMemoryError. A note on the error
 lists the owners of the memory and what would have made the allocation fit (`advice.py`).
 """
 
@@ -43,14 +43,14 @@ class Budget:
         return f"Budget({bytes_text(self.bytes)} on {self.device.name}, {bytes_text(held)} allocated)"
 
     def _set(self) -> None:
-        """Put this budget in force. Raises BudgetError if more is already allocated or if the card has less memory."""
+        """Put this budget in force. Raises BudgetError if more is already allocated or if the GPU has less memory."""
         gpu, n_bytes = self.device, self.bytes
         asked = f"a budget of {bytes_text(n_bytes)} on {gpu.name}"
         empty_cache(gpu)
         memory = gpu.memory()
         if 0 < memory.total_bytes < n_bytes:
             raise BudgetError(
-                asked, f"the card has {bytes_text(memory.total_bytes)}", "Set a budget of at most this size", bytes=n_bytes
+                asked, f"the GPU has {bytes_text(memory.total_bytes)}", "Set a budget of at most this size", bytes=n_bytes
             )
         if memory.total_bytes and (n_bytes < memory.allocated_bytes or n_bytes < _LEAST):
             found = f"{bytes_text(memory.allocated_bytes)} are already allocated"
@@ -64,7 +64,7 @@ class Budget:
         _active.append(self)
 
     def lift(self) -> None:
-        """End this budget. The previous active budget is in force again; without one, the card's memory is the limit."""
+        """End this budget. The previous active budget is in force again; without one, the GPU's memory is the limit."""
         if self in _active:
             _active.remove(self)
         left = [budget.bytes for budget in _active if budget.device is self.device]
@@ -99,7 +99,7 @@ def budget(size: int | float | str | None, device: Device | str | None = None) -
     device in use: the open virtual GPU, otherwise the first CUDA GPU. The allocator's cache is emptied first. Returns a Budget,
     which can be used as a context manager.
 
-    Raises BudgetError if more is already allocated or if the card has less memory, DeviceError if no GPU (real or virtual) is
+    Raises BudgetError if more is already allocated or if the GPU has less memory, DeviceError if no GPU (real or virtual) is
     in use, and ToolkitError if `size` is not a size.
     """
     gpu = _device(device)

@@ -95,7 +95,7 @@ def executed(notebook: dict[str, Any], lesson: Lesson, progress: bool | Progress
         said = [_text_of(output) for output in made["cells"][check]["outputs"]]
         if not any(text.startswith("right: ") and "wrong: " not in text for text in said):
             found = f"its check says {said[0] if said else 'nothing'!r}"
-            raise ToolkitError(f"the answer to {name!r} in {lesson.notebook}", found, "Mend the answer in the lesson's module")
+            raise ToolkitError(f"the answer to {name!r} in {lesson.notebook}", found, "Fix the answer in the lesson's module")
     return dict(made)
 
 
