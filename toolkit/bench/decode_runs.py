@@ -126,7 +126,7 @@ def _launches(step: Step, known: int) -> list[float]:
         step.start(number, known)
         if number >= FIRST_STEADY:
             taken.append(float(device.now_ns() - begin))
-        known = check_token(int(step.finish(number % step.turns).item()), number)
+        known = check_token(int(step.finish(number % step.slots).item()), number)
     return taken
 
 

@@ -14,12 +14,18 @@ from collections.abc import Callable
 from typing import Any
 
 from toolkit.core.display import render
-from toolkit.core.errors import CancelledError, ToolkitError
+from toolkit.core.errors import CancelledError, ToolkitError, brief
 
 REPORTS_PER_S = 10
 _WIDTH = 110  # characters of the line on a terminal
 
 Progress = Callable[[int, int, str], None]  # done, total, name of the last step
+
+
+def check_cancel(cancel: object, error: type[ToolkitError] = ToolkitError) -> None:
+    """Raise `error` unless `cancel` is an event, which need not be a threading.Event, or None."""
+    if cancel is not None and not hasattr(cancel, "is_set"):
+        raise error(f"cancel={brief(cancel)}", "not a threading.Event", "Pass one, and call its set() to cancel")
 
 
 class Reporter:
@@ -32,9 +38,7 @@ class Reporter:
     def __init__(
         self, task: str, progress: bool | Callable[..., None], cancel: threading.Event | None, after_cancel: str
     ) -> None:
-        if cancel is not None and not hasattr(cancel, "is_set"):
-            do = "Pass a threading.Event, and call its set() to cancel"
-            raise ToolkitError(f"cancel={cancel!r:.80}", "not a threading.Event", do)
+        check_cancel(cancel)
         self.task, self.cancel, self._after_cancel = task, cancel, after_cancel
         self._call = progress if callable(progress) else None
         shows = bool(progress) and self._call is None

@@ -20,6 +20,7 @@ from torch import Tensor
 from toolkit.core.distributed import WHOLE, Shard, check_same
 from toolkit.core.errors import ModelError, brief
 from toolkit.core.numbers import integer
+from toolkit.core.progress import check_cancel
 from toolkit.decode.parts import READBACKS, Readback
 from toolkit.decode.prefix import Prefix, check_chunk, check_context, most_positions
 from toolkit.decode.run import AFTER, RECORDED, Run, tokens_per_s
@@ -112,13 +113,11 @@ def generate(
             raise ModelError("a run with a prefix", f"prefix={brief(prefix)}", "Give a toolkit.decode.prefix.Prefix")
         context = prefix.check(model, ids, context, kv)
     context, limit = _room(model, len(ids), max_new_tokens, context)
-    if isinstance(strategy, OwnLoop) and (prefix is not None or (kv is not None and check_kv(kv))):
-        given = "a prefix" if kv is None else f"kv={kv!r}"
-        raise ModelError(f"{strategy.name} with {given}", "its loop makes its own cache", "Leave out kv= and prefix=")
+    if isinstance(strategy, OwnLoop):
+        _check_own_loop(strategy, prefix, kv)
     chunk = None if prefill_chunk is None else check_chunk(prefill_chunk)
     ends, stops = _ends(model) if eos is None else _given_ends(model, eos), _stops(model, stop)
-    if cancel is not None and not hasattr(cancel, "is_set"):
-        raise ModelError("a way to cancel", f"cancel={brief(cancel)}", "Give a threading.Event, and set it to stop")
+    check_cancel(cancel, ModelError)
     if on_token is not None and not callable(on_token):
         raise ModelError("tokens as they come", f"on_token={brief(on_token)}", "Give a function of a token id and its text")
     _check_ranks(
@@ -131,14 +130,14 @@ def generate(
     fallen = Fallback(fallback)
     after = AFTER if device.torch.type == "cuda" and device.recorded else ""
     slowed = RECORDED if record or device.recording is not None else after
-    recording = device.record(lines=lines, alone=True) if record else device.unrecorded()
+    recording = device.record(lines=lines, exclusive=True) if record else device.unrecorded()
     if isinstance(strategy, OwnLoop):
         learnt, late, chunk = strategy.run(ids, limit, sampling, ends, cancel), False, None
     else:
         fallen.check(model, strategy)
         chunk = chunk or chunk_of(model)
-        about = _About(ids, limit, context, kv, prefix, chunk, ends, AHEAD if stops else None)
-        learnt, late = _decode(model, strategy, sampling, about, cancel, fallen), strategy.readback == "overlap"
+        request = _Request(ids, limit, context, kv, prefix, chunk, ends, AHEAD if stops else None)
+        learnt, late = _decode(model, strategy, sampling, request, cancel, fallen), strategy.readback == "overlap"
     with recording as trace, torch.no_grad(), _few_threads(model), closing(learnt):
         for token, at_ns in learnt:
             check_token(token, len(known_ns))
@@ -162,13 +161,22 @@ def generate(
     )
 
 
+def _check_own_loop(strategy: OwnLoop, prefix: Prefix | None, kv: str | None) -> None:
+    """Raise ModelError if a loop that makes its own cache should use another one, and UnknownNameError for an unknown `kv`."""
+    if kv is not None:
+        check_kv(kv)
+    if prefix is not None or kv is not None:
+        given = "a prefix" if kv is None else f"kv={kv!r}"
+        raise ModelError(f"{strategy.name} with {given}", "its loop makes its own cache", "Leave out kv= and prefix=")
+
+
 @contextmanager
 def _few_threads(model: Model) -> Iterator[None]:
     """Compute a small model of a virtual GPU with one thread.
 
     Each of its operations takes microseconds. Threads that wait for each other after each one take more processor time than the
-    operations, and on a busy machine several times as long. The number of threads is a setting of each thread, and the last
-    one is that of new threads. So runs at once, in several threads, all restore the number that the first of them found.
+    operations, and on a busy machine several times as long. `torch.set_num_threads` applies to the calling thread and to
+    threads started later. Concurrent runs therefore all restore the number that the first of them found.
     """
     global _usual_threads
     if model.device.torch.type != "vgpu" or sum(x.numel() for x in model.parameters()) > SMALL:
@@ -258,7 +266,7 @@ class _Text:
 
 
 @dataclass(frozen=True)
-class _About:
+class _Request:
     """The prompt of a run and its limits. `ahead` is how many tokens a loop may compute before the host has read them."""
 
     ids: list[int]
@@ -272,17 +280,17 @@ class _About:
 
 
 def _decode(
-    model: Model, strategy: Strategy, sampling: Sampling, about: _About, cancel: threading.Event, fallback: Fallback
+    model: Model, strategy: Strategy, sampling: Sampling, request: _Request, cancel: threading.Event, fallback: Fallback
 ) -> Generator[tuple[int, int], None, None]:
     """Yield up to `limit` pairs (token id, time in ns) as soon as the host knows each token. `close()` frees the memory."""
     device = model.device
     used = ExitStack()  # each part is freed even if an interrupt keeps another from it
     try:
         with device.step(0, "prefill"):
-            cache = used.enter_context(_own_cache(model, about) if about.prefix is None else about.prefix.in_use())
-            step = Step(model, strategy, sampling, cache, about.ids, about.limit, fallback)
+            cache = used.enter_context(_own_cache(model, request) if request.prefix is None else request.prefix.in_use())
+            step = Step(model, strategy, sampling, cache, request.ids, request.limit, fallback)
             used.callback(step.free)
-            token = step.prefill(about.chunk, cancel)
+            token = step.prefill(request.chunk, cancel)
             if token is None:
                 return
             readback = READBACKS[strategy.readback](device)
@@ -290,7 +298,7 @@ def _decode(
             known = readback.after(token)
         if known is not None:
             yield known, device.now_ns()
-        yield from _steps(step, readback, known, about, cancel)
+        yield from _steps(step, readback, known, request, cancel)
     except torch.OutOfMemoryError as error:
         clear_frames(error.__traceback__)  # a notebook keeps the traceback, whose frames hold the activations
         raise
@@ -299,9 +307,9 @@ def _decode(
 
 
 @contextmanager
-def _own_cache(model: Model, about: _About) -> Iterator[Cache]:
+def _own_cache(model: Model, request: _Request) -> Iterator[Cache]:
     """Return an empty cache, and free it afterwards."""
-    cache = model.new_cache(about.context) if about.kv is None else model.new_cache(about.context, about.kv)
+    cache = model.new_cache(request.context, request.kv)
     try:
         yield cache
     finally:
@@ -309,7 +317,7 @@ def _own_cache(model: Model, about: _About) -> Iterator[Cache]:
 
 
 def _steps(
-    step: Step, readback: Readback, known: int | None, about: _About, cancel: threading.Event
+    step: Step, readback: Readback, known: int | None, request: _Request, cancel: threading.Event
 ) -> Generator[tuple[int, int], None, None]:
     """Yield the tokens of decode steps 1, 2, ... `known` is the first token, if the host has read it.
 
@@ -317,7 +325,7 @@ def _steps(
     that the launches take. A loop that the first step has captured yields the token of that step, and generates the rest.
     """
     device, number = step.device, 0
-    for number in range(1, about.limit):
+    for number in range(1, request.limit):
         if cancel.is_set():
             break
         with device.step(number, "decode"):
@@ -333,7 +341,7 @@ def _steps(
         if known is not None:
             yield known, device.now_ns()
         if step.loop is not None:
-            yield from step.loop.run(about.limit - number, about.ends, cancel.is_set, about.ahead, first=number + 1)
+            yield from step.loop.run(request.limit - number, request.ends, cancel.is_set, request.ahead, first=number + 1)
             return
     if readback.behind:
         with device.step(number + 1, "drain"):

@@ -61,7 +61,7 @@ class Prefix:
         self.kept_bytes: int | None = None  # None before the first run
         self._lock, self._freed = threading.Lock(), False
         with torch.no_grad():
-            self.cache = model.new_cache(context) if kv is None else model.new_cache(context, kv)
+            self.cache = model.new_cache(context, kv)
             try:
                 stop = 0
                 for part in torch.tensor([self.ids], device="cpu").to(model.device.torch).split(chunk, 1):

@@ -85,9 +85,9 @@ class Step:
         self._samples_here = strategy.sampler == "device"
         where = self.device.torch if self._samples_here else torch.device("cpu")
         self._sampler = Sampler(sampling, model.config.vocab_size, where)
-        self.turns = 2 if strategy.readback == "overlap" else 1
-        self.tokens, self.told = map(list, torch.zeros(2, self.turns, 1, dtype=torch.int64, device=where))
-        self._logits: list[Tensor | None] = [None] * self.turns  # for a sampler on the host
+        self.slots = 2 if strategy.readback == "overlap" else 1
+        self.tokens, self.told = map(list, torch.zeros(2, self.slots, 1, dtype=torch.int64, device=where))
+        self._logits: list[Tensor | None] = [None] * self.slots  # for a sampler on the host
         self._graphs: list[Graph] = []  # by slot
         captures = strategy.capture != "none" and fallback.reason is None
         self._counters = torch.zeros(COUNTERS, dtype=torch.int32, device=self.device.torch) if captures else None
@@ -117,24 +117,24 @@ class Step:
         compiles what is missing. Graphs are captured between the times at which the host knows the first and the second token,
         an interval that rates leave out. With capture="loop", `loop` then generates the rest.
         """
-        turn = number % self.turns
+        slot = number % self.slots
         self.start(number, known)
-        token = self.finish(turn)
+        token = self.finish(slot)
         if number == 1 and self._limit > 2:
             if self.strategy.capture == "loop":
                 self._capture_loop()
-            elif self.strategy.capture == "step" and self.turns == 1:
-                self._graph(turn)  # with two turns, the host knows the first token only after the first step
+            elif self.strategy.capture == "step" and self.slots == 1:
+                self._graph(slot)  # with two slots, the host knows the first token only after the first step
         return token
 
     def start(self, number: int, known: int | None) -> None:
         """Launch decode step `number` without waiting for the device; see `run`."""
-        turn = number % self.turns
+        slot = number % self.slots
         self._inputs.stage(known)
         self._positions.stage(number)
-        graph = self._graph(turn) if self.strategy.capture == "step" and number > 1 else None
+        graph = self._graph(slot) if self.strategy.capture == "step" and number > 1 else None
         if graph is None:
-            self._launch_again(turn, number)
+            self._launch_again(slot, number)
         else:
             graph.replay()
 
@@ -144,35 +144,36 @@ class Step:
         captured = self.loop or next(iter(self._graphs), None)
         return None if captured is None else captured.nodes
 
-    def launch(self, turn: int) -> None:
-        """Launch the kernels of a step, which read the slot before slot `turn` and write this one."""
-        x = self._inputs.embedded(self.tokens[turn - 1])
+    def launch(self, slot: int) -> None:
+        """Launch the kernels of a step, which read the slot before `slot` and write this one."""
+        x = self._inputs.embedded(self.tokens[slot - 1])
         hidden = self.model.advance(x, self._positions.current(), self.cache, self._length)
-        self._sample_from(self.model.logits(hidden).view(-1), turn)
+        self._sample_from(self.model.logits(hidden).view(-1), slot)
 
-    def _launch_again(self, turn: int, number: int) -> None:
+    def _launch_again(self, slot: int, number: int) -> None:
         """Launch the kernels of step `number`, from a tape of an earlier step unless somebody observes how.
 
         The first step of each slot is not recorded, since it may compile kernels and make their plans. A graph needs no tape.
         A virtual GPU has no tapes, but models their times.
         """
-        tape = self._tapes.get(turn)
-        if self._taping and number == self.turns + 1:
+        tape = self._tapes.get(slot)
+        first, replayed = number <= self.slots, number > 2 * self.slots  # of the steps of this slot; the second is recorded
+        if self._taping and number == self.slots + 1:
             self._taping = not _altered(self.model)
-        if not self._taping or number <= self.turns or not direct(self.cache.slots):
-            with self.device.from_tape() if self._taping and number > 2 * self.turns else nullcontext():
-                self.launch(turn)
+        if not self._taping or first or not direct(self.cache.slots):
+            with self.device.from_tape() if self._taping and replayed else nullcontext():
+                self.launch(slot)
         elif tape is None or not tape.play():
             with Tape(self.device.torch) as tape:
-                self.launch(turn)
-            self._tapes[turn] = tape
+                self.launch(slot)
+            self._tapes[slot] = tape
             self._taping = tape.why_not is None
 
-    def _captured(self, turn: int) -> None:
+    def _captured(self, slot: int) -> None:
         """Launch the kernels of a step in a capture. They count in zeros of their own, which they leave behind as zeros."""
         assert self._counters is not None
         with own_counters(self._counters):
-            self.launch(turn)
+            self.launch(slot)
 
     def _capture_loop(self) -> None:
         """Capture the `loop`, unless the run goes on without graphs. A step must have been launched before."""
@@ -196,29 +197,29 @@ class Step:
             self.loop.free()
             self.loop = None
 
-    def _graph(self, turn: int) -> Graph | None:
-        """Return the graph of the step that writes slot `turn`, or None without graphs. The first call captures all of them."""
+    def _graph(self, slot: int) -> Graph | None:
+        """Return the graph of the step that writes `slot`, or None without graphs. The first call captures all of them."""
         if not self._graphs and self._fallback.reason is None:
             try:
-                for each in range(self.turns):
+                for each in range(self.slots):
                     self._graphs.append(self.device.capture(partial(self._captured, each)))
             except DeviceError as error:
                 for graph in self._graphs:  # of earlier slots
                     graph.free()
                 self._graphs.clear()
                 self._fallback.use(error)
-        return self._graphs[turn] if turn < len(self._graphs) else None
+        return self._graphs[slot] if slot < len(self._graphs) else None
 
-    def _sample_from(self, logits: Tensor, turn: int) -> None:
-        """Choose the token of slot `turn` from `logits` [vocab], or keep them for `finish`."""
+    def _sample_from(self, logits: Tensor, slot: int) -> None:
+        """Choose the token of `slot` from `logits` [vocab], or keep them for `finish`."""
         if self._samples_here:
-            self._sampler.choose(logits, self.tokens[turn], self.told[turn])
+            self._sampler.choose(logits, self.tokens[slot], self.told[slot])
         else:
-            self._logits[turn] = logits
+            self._logits[slot] = logits
 
-    def finish(self, turn: int) -> Tensor:
-        """Return what the host is told of the token [1] of slot `turn`. A sampler on the host downloads the logits first."""
-        logits = self._logits[turn]
+    def finish(self, slot: int) -> Tensor:
+        """Return what the host is told of the token [1] of `slot`. A sampler on the host downloads the logits first."""
+        logits = self._logits[slot]
         if logits is not None:
-            self._sampler.choose(logits.to(torch.device("cpu")), self.tokens[turn], self.told[turn])
-        return self.told[turn]
+            self._sampler.choose(logits.to(torch.device("cpu")), self.tokens[slot], self.told[slot])
+        return self.told[slot]

@@ -82,7 +82,7 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy("token-on-device", "device", "host", "device", "wait", "token D2H, position H2D"),
         Strategy("position-on-device", "device", "array", "device", "wait", "token D2H, position D2D"),
         Strategy("double-buffered", "device", "device", "device", "overlap", "token D2H of the step before, overlapped"),
-        Strategy("cuda-graph", "device", "device", "device", "overlap", "as double-buffered, one launch per step", "step"),
+        Strategy("cuda-graph", "device", "device", "device", "overlap", "as double-buffered, a graph launch per step", "step"),
         Strategy("whole-loop", "device", "device", "device", "ring", "nothing; one graph launch per text", "loop"),
     )
 }

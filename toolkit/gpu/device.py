@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from toolkit.gpu.catalogue import GpuSpec
 
 
+_USE_A_GPU = 'Use "cuda" or "virtual:h200"'
+
+
 @dataclass(frozen=True)
 class Memory:
     """Device memory in bytes: allocated by live tensors, its peak, reserved by the caching allocator, and the GPU's total."""
@@ -129,11 +132,11 @@ class Device(ABC):
         the device has no graphs or the capture fails, and torch.OutOfMemoryError if there is no memory for its intermediate
         results, which stays reserved until `Graph.free`.
         """
-        raise DeviceError("a captured step", f"{self.name} has no graphs", f"{NO_GRAPHS}, or a strategy without capture")
+        raise DeviceError("a captured step", f"{self.name} has no graphs", f"{_USE_A_GPU}, or a strategy without capture")
 
     def capture_loop(self, step: Callable[[], None], token: Tensor) -> Loop:
         """Return a loop of `step`, which writes the next token to `token` [1] int64; see `capture` and `Loop.run`."""
-        raise DeviceError("a captured loop", f"{self.name} has no graphs", f"{NO_GRAPHS}, or a strategy without capture")
+        raise DeviceError("a captured loop", f"{self.name} has no graphs", f"{_USE_A_GPU}, or a strategy without capture")
 
     def poll(self, token: Tensor) -> int:
         """Return the number in `token` [1] int64 as soon as the work queued before has computed it.
@@ -158,18 +161,19 @@ class Device(ABC):
 
     def _set_limit(self, n_bytes: int | None) -> None:
         found = "this device has no caching allocator to limit"
-        raise DeviceError(f"a memory budget on {self.name}", found, 'Use "cuda" or "virtual:h200"')
+        raise DeviceError(f"a memory budget on {self.name}", found, _USE_A_GPU)
 
     @contextmanager
-    def record(self, *, lines: bool = True, alone: bool = False) -> Iterator[Trace]:
+    def record(self, *, lines: bool = True, exclusive: bool = False) -> Iterator[Trace]:
         """Record everything that runs on this device inside the `with` block. Read the trace after the block.
 
         `lines=True` also records the Python line that caused each event, which slows down the host code of a real GPU: use
         False to measure times. A recording inside another recording of the same device joins it: both traces then hold
-        the events of the outer block. Other threads join it, too, unless it is `alone`, as that of a run of `tk.generate` is.
-        If the block marks no steps, they are inferred from a repeating pattern of events, and `meta["steps_from"]` says so.
-        Raises RecorderError if another profiler is active, if another thread records alone, and if the recording that this
-        one joined ended before it.
+        the events of the outer block. Other threads join it, too, unless it is `exclusive`, as the recording of a run of
+        `tk.generate` is. If the block marks no steps, they are inferred from a repeating pattern of events, and
+        `meta["steps_from"]` says so.
+        Raises RecorderError if another profiler is active, if another thread has an exclusive recording, and if the recording
+        that this one joined ended before it.
         """
         from toolkit.trace.assemble import with_guessed_steps, with_sources
 
@@ -177,12 +181,12 @@ class Device(ABC):
         try:
             with signals_deferred, _changing:
                 outer, owner = _recording.get(self.name, (None, None))
-                others = alone and outer is None and any(each != thread for each in _unrecorded.get(self.name, ()))
+                others = exclusive and outer is None and any(each != thread for each in _unrecorded.get(self.name, ()))
                 if others or owner not in (None, thread):
                     raise self._mixed()
                 if outer is None:
                     self.start(lines=lines)
-                    _recording[self.name], began = (trace, thread if alone else None), True
+                    _recording[self.name], began = (trace, thread if exclusive else None), True
                     _recorded.add(self.torch.type)
             yield trace if outer is None else outer
             if outer is not None and self.recording is not outer:
@@ -199,9 +203,10 @@ class Device(ABC):
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
-        """Work that isn't recorded by itself, as that of a run of `tk.generate` with record=False.
+        """Run work that has no recording of its own, as `tk.generate` with record=False does.
 
-        It joins a recording around it. Raises RecorderError if another thread records alone, and keeps other threads from that.
+        Inside an outer recording, its events go to that recording. Raises RecorderError if another thread has an exclusive
+        recording, and prevents other threads from starting one.
         """
         began, thread = False, threading.get_ident()
         try:
@@ -246,7 +251,6 @@ def check_token_tensor(asked: str, token: Tensor, device: torch.device) -> None:
         raise DeviceError(asked, found, f"Give a tensor [1] of int64 on {device}")
 
 
-NO_GRAPHS = 'Use "cuda" or "virtual:h200"'
 _recorded: set[str] = set()  # kinds of devices, since CUPTI attaches to the process
 _unrecorded: dict[str, list[int]] = {}  # per device name: the threads that generate without recording
 # Per device name: the trace of the outermost open `record` block, and the thread that began it if only this thread may join.

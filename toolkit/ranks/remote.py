@@ -17,6 +17,7 @@ from torch import nn
 
 from toolkit.core.distributed import current
 from toolkit.core.errors import ModelError, RankError, brief
+from toolkit.core.progress import check_cancel
 from toolkit.decode.compare import Comparison, compare
 from toolkit.decode.loop import generate
 from toolkit.decode.run import Run
@@ -82,7 +83,10 @@ class RankedModel(Remote):
         return replace(found[0], runs={label: joined([one.runs[label] for one in found]) for label in found[0].runs})
 
     def free(self) -> None:
-        """Free the weights on all ranks. The next `tk.load` on the cluster frees those of lost handles, and closing it all."""
+        """Free the weights on all ranks.
+
+        If a handle is garbage-collected, the next `tk.load` on the cluster frees its weights. Closing the cluster frees all.
+        """
         if not self.cluster.closed:
             self.cluster.run_as(f"freeing {brief(self.path)}", None, _free, self._number)
         self.cluster.handles.pop(self._number, None)
@@ -113,8 +117,7 @@ def _event(options: dict[str, Any]) -> threading.Event | None:
         do = "Leave it out: its cache would be in this process"
         raise ModelError("generating on a cluster", "prefix= only works in one process", do)
     cancel: threading.Event | None = options.pop("cancel", None)
-    if cancel is not None and not hasattr(cancel, "is_set"):
-        raise ModelError("a way to cancel", f"cancel={brief(cancel)}", "Give a threading.Event, and set it to stop")
+    check_cancel(cancel, ModelError)
     return cancel
 
 
