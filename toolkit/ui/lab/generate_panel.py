@@ -184,12 +184,16 @@ class GeneratePanel(Panel):
         if shortage is not None:  # once more, measured: that explains the error
             self._record(asked, names[len(self._history.runs)], asked.passes - 1)
             raise shortage
-        said, begun = "Done.", len(self._history.runs)
-        left = [f"{name} was not recorded" for name in names[len(entries) : begun]]
-        left += [f"{name} was not started" for name in names[begun:]]
+        self._say_ended(names, len(entries))
+
+    def _say_ended(self, names: list[str], recorded: int) -> None:
+        """Say what is there. Of the strategies `names`, the first were timed, and the first `recorded` of these recorded."""
+        said, timed = "Done.", len(self._history.runs)
+        left = [f"{name} was not recorded" for name in names[recorded:timed]]
+        left += [f"{name} was not started" for name in names[timed:]]
         if left:
             said = f"Cancelled. The tokens so far are kept ({', '.join(left)})."
-        self.status.value = f"{said} {_KEPT if entries else _OBJECTS}"
+        self.status.value = f"{said} {_KEPT if recorded else _OBJECTS}"
 
     def _time(self, asked: Asked, name: str) -> Run:
         """Generate without recording, and show the text with the rate.
