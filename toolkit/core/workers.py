@@ -104,10 +104,8 @@ class Worker:
     def _start(self) -> subprocess.Popen[str]:
         self.folder = TemporaryFolder()
         self._stderr = open(Path(self.folder.name) / "stderr", "w+", errors="replace")  # noqa: SIM115  # closed with the process
-        # The worker inherits sys.path. -P and the filter keep the working directory out, whose files may shadow modules.
-        path = dict.fromkeys([*filter(None, sys.path), str(Path(__file__).parents[2])])
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        environment |= {"PYTHONPATH": os.pathsep.join(path), "CUDA_VISIBLE_DEVICES": "", "TMPDIR": self.folder.name}
+        environment |= {"PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": "", "TMPDIR": self.folder.name}
         environment |= self._environment
         return subprocess.Popen(
             [sys.executable, "-P", "-W", "ignore", "-m", self._module],
@@ -137,6 +135,14 @@ class Worker:
         last = [line.strip() for line in self._stderr.read()[-4000:].splitlines() if line.strip()][-1:]
         how = f"signal {-status}" if status < 0 else f"status {status}"
         return f"ended with {how}{': ' if last else ''}{''.join(last)[:400]}"
+
+
+def python_path() -> str:
+    """Return a PYTHONPATH with which a child process finds the modules of this one: `sys.path`, and the toolkit.
+
+    Start it with -P: otherwise files of the working directory may shadow modules, which this path leaves out.
+    """
+    return os.pathsep.join(dict.fromkeys([*filter(None, sys.path), str(Path(__file__).parents[2])]))
 
 
 def processors() -> int:

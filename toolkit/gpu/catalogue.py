@@ -211,9 +211,6 @@ _H100_FLOPS = "NVIDIA H100 Tensor Core GPU architecture whitepaper, SXM5"
 _UNSTATED = "dense; it does not name the accumulation dtype, but bf16 products in torch (fp32 accumulation) exceed half of it"
 
 
-# The datasheet figures were checked in November 2026 against public copies of the named documents or, mostly, against public
-# code and notes that quote their tables. Sparse rates are halved. The doubled fp16 rate of GeForce GPUs is not used: it needs
-# accumulation in fp16, and torch accumulates in fp32.
 class Catalogue(Mapping[str, GpuSpec]):
     """A read-only mapping from key to `GpuSpec`. Its text and HTML representations are tables of the main figures."""
 
@@ -253,6 +250,9 @@ def _row(card: GpuSpec) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+# The datasheet figures were checked in November 2026 against public copies of the named documents or, mostly, against public
+# code and notes that quote their tables. Sparse rates are halved. The doubled fp16 rate of GeForce GPUs is not used: it needs
+# accumulation in fp16, and torch accumulates in fp32.
 CATALOGUE = Catalogue(
     (
         _card("rtx-3090", "NVIDIA GeForce RTX 3090", (8, 6), 23.69, 936e9, 82, 6, (35.6, 35.6, 71.2), 4,

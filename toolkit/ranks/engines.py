@@ -15,7 +15,7 @@ from typing import Any
 
 from toolkit.core.errors import RankError
 from toolkit.core.files import TemporaryFolder
-from toolkit.core.workers import processors
+from toolkit.core.workers import processors, python_path
 
 LOOPBACK = "127.0.0.1"
 START_S = 120.0  # for all engines to answer; each imports PyTorch later
@@ -167,8 +167,7 @@ class Engines:
 
 def _environment(ranks: int, folder: str) -> dict[str, str]:
     """Return environment variables for the processes: they find this process's modules, and read no profile of IPython."""
-    path = dict.fromkeys([*filter(None, sys.path), str(Path(__file__).parents[2])])
-    environment = {"PYTHONPATH": os.pathsep.join(path), "IPYTHONDIR": folder}
+    environment = {"PYTHONPATH": python_path(), "IPYTHONDIR": folder}
     environment["NCCL_NVLS_ENABLE"] = "0"  # multicast over NVLink
     if sys.platform == "linux":
         environment["GLOO_SOCKET_IFNAME"] = "lo"
