@@ -16,7 +16,7 @@ import torch
 from toolkit.bench.captured_steps import WARM_UP_S
 from toolkit.bench.step_breakdown import FIRST_STEADY
 from toolkit.core.errors import ToolkitError
-from toolkit.decode.compare import decode_steps
+from toolkit.decode.compare import WARM_UP_TOKENS, decode_steps
 from toolkit.decode.loop import check_token, generate
 from toolkit.decode.prefix import Prefix
 from toolkit.decode.sampling import Sampling
@@ -26,7 +26,6 @@ from toolkit.models.model import Model
 from toolkit.trace.columns import COPY_KINDS
 from toolkit.trace.events import Trace
 
-WARM_UP_TOKENS = 4  # a captured step is captured by the third one
 FEW_TOKENS = 3
 PROBED_STEPS = 8
 RECORDED_TOKENS = 12

@@ -30,7 +30,7 @@ from toolkit.trace.events import Trace
 if TYPE_CHECKING:
     import pandas as pd
 
-WARM_UP_TOKENS = 4
+WARM_UP_TOKENS = 4  # a captured step is captured by the third one
 LATE = "The rates are too low, because an earlier recording left CUPTI attached. Restart the kernel and compare first."
 
 

@@ -16,7 +16,7 @@ from toolkit.gpu.virtual.effects.operations import rule
 from toolkit.ops.define import Problem, call, define, dtype_name, launches
 from toolkit.ops.products import Operand
 from toolkit.ops.reference.attention import cached_attention, hidden_slots, rotate
-from toolkit.weights.packed import ACTIVATIONS_PER_SCALE, quantize_activations
+from toolkit.weights.packed import ACTIVATIONS_PER_SCALE, empty_quantized, quantize_activations
 
 
 @dataclass(frozen=True)
@@ -228,13 +228,8 @@ def results_of(out: Tensor, quantize: bool) -> list[Tensor]:
 
 def attention_shape(query: Tensor, quantize: bool) -> list[Tensor]:
     """Return the results of a cached attention, uninitialized."""
-    rows, width = query.shape[1], query.shape[2] * query.shape[3]
-    found = [query.new_empty(1, rows, width)]
-    if quantize:
-        groups = (1, rows, width // ACTIVATIONS_PER_SCALE)
-        found.append(query.new_empty(1, rows, width, dtype=torch.int8))
-        found += [query.new_empty(groups, dtype=torch.float32) for _ in range(2)]
-    return found
+    out = query.new_empty(1, query.shape[1], query.shape[2] * query.shape[3])
+    return [out, *(empty_quantized(out) if quantize else ())]
 
 
 def attention_results(outputs: dict[str, Tensor], query: Tensor) -> list[Tensor]:

@@ -12,7 +12,7 @@ from toolkit.gpu.virtual.effects.effect import Effect, nbytes
 from toolkit.gpu.virtual.effects.operations import rule
 from toolkit.ops.define import Problem, aligned, call, define, dtype_name, launches, on_gpu
 from toolkit.ops.products import Operand, quantizes
-from toolkit.weights.packed import ACTIVATIONS_PER_SCALE, quantize_activations
+from toolkit.weights.packed import empty_quantized, quantize_activations
 
 
 def gate_heads(x: Tensor, row: Tensor, heads: int, quantize: bool = False) -> Operand:
@@ -36,8 +36,7 @@ def _reference(x: Tensor, row: Tensor, heads: int, quantize: bool) -> list[Tenso
 def _shape(x: Tensor, row: Tensor, heads: int, quantize: bool) -> list[Tensor]:
     found = [torch.empty_like(x)]
     if quantize:
-        groups = (*x.shape[:-1], x.shape[-1] // ACTIVATIONS_PER_SCALE)
-        found += [torch.empty_like(x, dtype=torch.int8), *(x.new_empty(groups, dtype=torch.float32) for _ in range(2))]
+        found += empty_quantized(x)
     return found
 
 

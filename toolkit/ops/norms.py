@@ -13,7 +13,7 @@ from toolkit.gpu.virtual.effects.effect import Effect, nbytes
 from toolkit.gpu.virtual.effects.operations import rule
 from toolkit.ops.define import Problem, aligned, call, define, dtype_name, is_launched, launches, on_gpu
 from toolkit.ops.products import Operand, few_rows, quantizes
-from toolkit.weights.packed import ACTIVATIONS_PER_SCALE, quantize_activations
+from toolkit.weights.packed import empty_quantized, quantize_activations
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, quantize: bool = False) -> Operand:
@@ -76,8 +76,7 @@ def _norm_shape(
 ) -> list[Tensor]:  # fmt: skip
     found = [torch.empty_like(x) for _ in range(normed + (residual is not None))]
     if quantize:
-        groups = (*x.shape[:-1], x.shape[-1] // ACTIVATIONS_PER_SCALE)
-        found += [torch.empty_like(x, dtype=torch.int8), *(x.new_empty(groups, dtype=torch.float32) for _ in range(2))]
+        found += empty_quantized(x)
     return found
 
 

@@ -190,6 +190,12 @@ def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return codes.to(torch.int8).flatten(-2), scales, codes.float().sum(-1) * scales
 
 
+def empty_quantized(x: Tensor) -> list[Tensor]:
+    """Return tensors like the results of `quantize_activations(x)`, uninitialized."""
+    groups = (*x.shape[:-1], x.shape[-1] // ACTIVATIONS_PER_SCALE)
+    return [torch.empty_like(x, dtype=torch.int8), *(x.new_empty(groups, dtype=torch.float32) for _ in range(2))]
+
+
 def packed_matmul(x: Tensor, scheme: Scheme, parts: dict[str, Tensor]) -> Tensor:
     """Return x [..., in] times the transpose of a packed matrix [out, in]: [..., out] in the dtype of `x`.
 
