@@ -3,7 +3,7 @@
 
 Two norms in one launch before a product take 3 to 4 µs, in which the memory of the GPU could deliver 10 MB. So the launch gets
 more blocks. They wait for the launch before it, as the norms do, and then ask for lines of the matrix to be loaded into the L2
-cache (PTX prefetch.global.L2). Nobody waits for these lines, and no result depends on them. `docs/guides/kernels.md` has
+cache (PTX prefetch.global.L2). Nobody waits for these lines, and no result depends on them. `docs/kernel_experiments.md` has
 measurements.
 
 Three things matter (measured on an H100, for gate and up in a layer of Gemma 4 31B, which takes 113.6 µs without). Blocks that
