@@ -11,7 +11,7 @@ from toolkit.models.chunks import LEAST, MOST, SHARE, chunk_for, chunk_of
     ("gib", "chunk"), [(0.25, 512), (1, 512), (3.9, 512), (4, 1024), (7.9, 1024), (8, 2048), (141, 2048)], ids=str
 )
 def test_activations_take_a_small_part_of_the_memory(gib, chunk):
-    token_bytes = 64 << 10  # 2,048 tokens take 1/64 of 8 GiB
+    token_bytes = (8 << 30) // (2048 * SHARE)  # 2,048 tokens take this share of 8 GiB
     assert chunk_for(token_bytes, int(gib * 2**30)) == chunk
     assert chunk == LEAST or chunk * token_bytes * SHARE <= gib * 2**30
     assert MOST % chunk == 0

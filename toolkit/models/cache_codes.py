@@ -31,7 +31,7 @@ class CodedKeysValues(KeysValues):
         self, scheme: CodeScheme, book: Codebook, kv_heads: int, context: int, head_dim: int, dtype: torch.dtype,
         device: torch.device,
     ) -> None:  # fmt: skip
-        self.book, self.dtype = book, dtype
+        self.book, self.dtype, self.kv_heads, self.head_dim = book, dtype, kv_heads, head_dim
         size = (1, kv_heads, context)
         self.keys = torch.zeros(*size, head_dim * scheme.key_bits // 16, dtype=torch.int16, device=device)
         self.values = torch.zeros(*size, head_dim * scheme.value_bits // 16, dtype=torch.int16, device=device)

@@ -19,7 +19,7 @@ LEAST = 512
 # 22,600 and 22,200; Gemma 4 31B 5,450, 6,040, 6,030 and 6,000; Qwen3.5-35B-A3B 12,100, 20,500, 21,800 and 22,500. The experts
 # of a mixture get few rows each (64 of 2,048, with 8 of 256 experts per token), but 2,048 more tokens take 0.3 GB.
 MOST = 2048
-SHARE = 64  # the activations take at most this part of the GPU's memory: 1/64
+SHARE = 40  # the activations take at most this part of the GPU's memory: 1/40
 
 
 def chunk_for(token_bytes: int, memory_bytes: int) -> int:

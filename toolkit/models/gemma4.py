@@ -354,6 +354,10 @@ class Model(CausalLM):
     def layer_input_size(self) -> int:
         return self.config.hidden_size_per_layer_input
 
+    @property
+    def routed_width(self) -> int:
+        return self.config.top_k_experts * self.config.moe_intermediate_size
+
     def costs(self, length: int) -> tuple[Cost, ...]:
         """Return the cost of each part for a token that follows `length` others."""
         norms = ["attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm"]

@@ -258,6 +258,10 @@ class Model(CausalLM):
     def passing(self, x: Tensor, cache: Cache, reaches: dict[str, Reach]) -> At:
         return At(cache, reaches["full"])
 
+    @property
+    def routed_width(self) -> int:
+        return self.config.num_experts_per_tok * self.config.moe_intermediate_size
+
     def costs(self, length: int) -> tuple[Cost, ...]:
         """Return the cost of each part for a token that follows `length` others. The token reads only its chosen experts.
 

@@ -28,7 +28,8 @@ from toolkit.ops.reference.attention import cached_attention, hidden_slots
 # Fitted to timings of twelve caches of 32,768 and 131,072 slots on an H200: within 15 %. Decoding 4-bit codes takes longer than
 # reading them. The fixed time includes rotating the query and the result.
 CODES_FLOOR, CODES_SHARE = 9.0, {"int8": 1.0, "k4v8": 0.9, "int4": 0.68}
-PIECE = 4096  # slots that are dequantized at a time: their int32 and fp32 intermediates take six times the memory of the result
+PIECE = 4096  # slots that are dequantized at a time
+INTERMEDIATE_BYTES = 20  # of a number in a piece: codes as integers, levels and their product with the scale in fp32
 
 Held = tuple[Tensor, Tensor, Tensor, Tensor]
 """Keys, key scales, values, value scales: int16 [1, KV heads, slots, D * bits / 16] and fp16 [1, KV heads, slots]."""
@@ -109,15 +110,29 @@ def attend_codes(
     return Operand(out)
 
 
+def dequantized_bytes(tokens: int, slots: int, queries: int, keys: int, itemsize: int) -> int:
+    """Return the bytes that `attend_codes` takes for several tokens: for keys and values in plain, and to rotate queries.
+
+    A token has `queries` numbers in its queries, and a slot `keys` numbers in its keys, and as many in its values.
+    """
+    return keys * (2 * slots * itemsize + min(slots, PIECE) * INTERMEDIATE_BYTES) + 3 * 4 * tokens * queries
+
+
 def _in_pieces(
     words: Tensor, scales: Tensor, bound: int, dtype: torch.dtype, make: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
     """Apply `make` to the words and scales of the first `bound` slots, piece by piece, and return the result in `dtype`."""
     if isinstance(bound, torch.SymInt):  # a graph for any number of slots takes them in one piece
         return make(words[:, :, :bound], scales[:, :, :bound]).to(dtype)
-    spans = [slice(start, min(start + PIECE, bound)) for start in range(0, bound, PIECE)]
-    found = [make(words[:, :, some], scales[:, :, some]).to(dtype) for some in spans]
-    return found[0] if len(found) == 1 else torch.cat(found, 2)
+    if bound <= PIECE:
+        return make(words[:, :, :bound], scales[:, :, :bound]).to(dtype)
+    first = make(words[:, :, :PIECE], scales[:, :, :PIECE])
+    found = first.new_empty(*first.shape[:2], bound, first.shape[3], dtype=dtype)
+    found[:, :, :PIECE] = first
+    for start in range(PIECE, bound, PIECE):
+        some = slice(start, min(start + PIECE, bound))
+        found[:, :, some] = make(words[:, :, some], scales[:, :, some])
+    return found
 
 
 def _numbers(bits: int, book: Codebook) -> Callable[[Tensor, Tensor], Tensor]:

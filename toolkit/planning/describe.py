@@ -113,6 +113,8 @@ def plan(
         raise ToolkitError(asked, "the model is already loaded", "Leave out these options, or pass the name")
     else:
         shapes, own = [model], type(model).__module__.rpartition(".")[2]
+    if levers is not None and not isinstance(levers, Levers):
+        raise ToolkitError("a plan", f"levers={brief(levers)}", "Pass a toolkit.planning.plans.Levers")
     chunk = None if prefill_chunk is None else check_chunk(prefill_chunk)
     return plan_of(shapes, name or own, spec, context, most, running, kv, levers or Levers(), chunk)
 

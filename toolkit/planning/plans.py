@@ -189,7 +189,7 @@ class Plan:
                 "can_run": _peak(run, card) <= card.memory_bytes,
                 "run_bytes": _peak(run, card),
             }
-            rows.append(row | {"longest_context": longest_context(self.sizes, card.memory_bytes, chunk)})
+            rows.append(row | {"longest_context": longest_context(self.sizes, card, card.memory_bytes, chunk)})
         return rows
 
     def gpus(self, cards: Iterable[GpuSpec] | None = None) -> pd.DataFrame:
@@ -236,18 +236,17 @@ def plan_of(
     found = Plan(
         name, card, context, budget, whole, one, chunk, levers, compilers, export, run, (), (), ranks, prefill_chunk
     )  # fmt: skip
-    return replace(found, pulled=_pulled(found, models[0]), problems=tuple(_problems(found)))
+    return replace(found, pulled=_pulled(found, models[0]), problems=tuple(_problems(found, models)))
 
 
-def longest_context(sizes: Sizes, memory_bytes: int, chunk: int, base: int = CONTEXT_BYTES) -> int | None:
-    """Return the longest context that runs in `memory_bytes`, of which `base` bytes are already in use.
+def longest_context(sizes: Sizes, card: GpuSpec | None, memory_bytes: int, chunk: int) -> int | None:
+    """Return the longest context that runs in `memory_bytes` of `card`, or of this machine if it is None.
 
     The result is the model's maximum or a multiple of 256 tokens; None if fewer than 256 tokens fit.
     """
-    room = memory_bytes - base - sizes.weights - RUN_SCRATCH
 
     def fits(context: int) -> bool:
-        return sizes.state_bytes(context) + sizes.activation_bytes(min(chunk, context)) <= room
+        return _peak(_run(sizes, context, chunk, card), card) <= memory_bytes
 
     if fits(sizes.positions):
         return sizes.positions
@@ -293,8 +292,13 @@ def _export(sizes: Sizes, context: int, levers: Levers, compilers: int) -> tuple
 def _run(sizes: Sizes, context: int, chunk: int, card: GpuSpec | None) -> tuple[Phase, ...]:
     held = ({} if card is None else {"CUDA": CONTEXT_BYTES}) | {"weights": sizes.weights}
     state = held | {"state": sizes.state_bytes(context)}
-    prefill = state | {"activations": sizes.activation_bytes(min(chunk, context)), "scratch": RUN_SCRATCH}
-    decode = state | {"activations": sizes.activation_bytes(1)}
+
+    def working(tokens: int) -> dict[str, int]:
+        attention = sizes.attention_bytes(tokens, context, card is None)
+        return {"activations": sizes.activation_bytes(tokens), **({"attention": attention} if attention else {})}
+
+    prefill = state | working(min(chunk, context)) | {"scratch": RUN_SCRATCH}
+    decode = state | working(1)
     host = HOST_BASE + (sum(prefill.values()) if card is None else STAGING)
     return Phase("load", held, host), Phase("prefill", prefill, host), Phase("decode", decode, host)
 
@@ -318,7 +322,7 @@ def _pulled(plan: Plan, model: CausalLM) -> tuple[Pull, ...]:
     return tuple(sorted(found, key=lambda pull: -pull.saves_bytes))
 
 
-def _problems(plan: Plan) -> Iterable[BudgetError]:
+def _problems(plan: Plan, models: Sequence[CausalLM]) -> Iterable[BudgetError]:
     if plan.budget_bytes is not None and plan.export_peak_bytes > plan.budget_bytes:
         worst = max(plan.export, key=lambda p: p.host_bytes if plan.card is None else p.device_bytes)
         off = [f.name for f in fields(Levers) if not getattr(plan.levers, f.name)]
@@ -331,12 +335,13 @@ def _problems(plan: Plan) -> Iterable[BudgetError]:
             needed_bytes=plan.export_peak_bytes,
         )
     if plan.run_bytes > plan.run_budget_bytes:
-        base = HOST_BASE if plan.card is None else CONTEXT_BYTES
-        longest = longest_context(plan.sizes, plan.run_budget_bytes, plan.chunk, base)
+        longest = longest_context(plan.sizes, plan.card, plan.run_budget_bytes, plan.chunk)
         worst = max(plan.run, key=lambda p: p.device_bytes)
         larger = "more memory" if plan.card is None else "a larger card"
         do = f"Lower context to {longest:,}" if longest else f"Use a smaller scheme or {larger}: not even 256 tokens fit"
-        do += ', or use kv="int4"' if longest and plan.kv is None else ""
+        do += ', or use kv="int4"' if plan.kv is None and _fits_with_codes(plan, models) else ""
+        if plan.run_bytes <= (_host_bytes() if plan.card is None else plan.card.memory_bytes):
+            do += f', or use a run_budget of at least "{-(-plan.run_bytes // MiB)} MiB"'
         yield BudgetError(
             f"running {plan.model} at context {plan.context:,} on {plan.where}",
             f"it needs {bytes_text(plan.run_bytes)} of {bytes_text(plan.run_budget_bytes)} ({_listed(worst, plan.card)})",
@@ -345,6 +350,15 @@ def _problems(plan: Plan) -> Iterable[BudgetError]:
             needed_bytes=plan.run_bytes,
             longest_context=longest,
         )
+
+
+def _fits_with_codes(plan: Plan, models: Sequence[CausalLM]) -> bool:
+    """Return whether the plan would fit with keys and values in 4 bits."""
+    with suppress(ModelError):  # heads of a size that the kernels don't support
+        found = [sizes_of(model, "int4") for model in {id(model): model for model in models}.values()]
+        phases = (_run(sizes, plan.context, plan.chunk, plan.card) for sizes in found)
+        return max(_peak(each, plan.card) for each in phases) <= plan.run_budget_bytes
+    return False
 
 
 def _listed(phase: Phase, card: GpuSpec | None) -> str:

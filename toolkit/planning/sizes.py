@@ -10,7 +10,9 @@ from toolkit.gpu.catalogue import GpuSpec
 from toolkit.gpu.virtual.allocator.blocks import Blocks
 from toolkit.models import chunks
 from toolkit.models.cache import Recurrent, Ring
+from toolkit.models.cache_codes import CodedKeysValues
 from toolkit.models.model import CausalLM
+from toolkit.ops.codes import dequantized_bytes
 from toolkit.weights.packed import PackedMatrix
 
 SLOTS = 2  # size of the small cache from which the sizes of larger ones are computed
@@ -26,6 +28,10 @@ class Sizes:
     table: int  # the embedding table, unpacked
     largest: int  # the largest packed matrix, unpacked; 0 if none is packed
     token_bytes: int  # the activations of one token
+    heads: int  # query heads of a layer
+    coded: int  # numbers in the keys of one token, in the widest layer with a quantized cache; 0 without such a cache
+    queries: int  # numbers in the queries of one token there
+    itemsize: int  # of the model's dtype
     vocab: int
     positions: int  # maximum context of the model
 
@@ -43,6 +49,17 @@ class Sizes:
         """Return the bytes of activations for `tokens` processed at once, and of the logits of one token."""
         return tokens * self.token_bytes + self.logits_bytes
 
+    def attention_bytes(self, tokens: int, context: int, on_cpu: bool) -> int:
+        """Return the bytes of temporary tensors that grow with the context while `tokens` attend to it.
+
+        Prompts dequantize the keys and values of one layer. On the CPU, single tokens do so as well, and the scores of all
+        heads are held in fp32, up to three times at once.
+        """
+        scores = 3 * 4 * self.heads * tokens * context if on_cpu else 0
+        if tokens == 1 and not on_cpu:
+            return scores
+        return scores + dequantized_bytes(tokens, context, self.queries, self.coded, self.itemsize)
+
     def chunk(self, card: GpuSpec | None) -> int:
         """Return the number of prompt tokens that the model processes at once on `card`, or on the CPU if it is None."""
         return chunks.LEAST if card is None else chunks.chunk_for(self.token_bytes, card.memory_bytes)
@@ -57,7 +74,10 @@ def sizes_of(model: CausalLM, kv: str | None = None) -> Sizes:
     states: list[tuple[int, int | None]] = [(cache.slots.itemsize, None)]
     states += [(table[0].nbytes, None) for table in cache.ropes.values()]
     fixed: list[int] = []
+    heads, coded, queries = -(-config.num_attention_heads // model.shard.ranks), 0, 0
     for state in cache.states:
+        if isinstance(state, CodedKeysValues):
+            coded, queries = max(coded, state.kv_heads * state.head_dim), max(queries, heads * state.head_dim)
         for tensor in () if state is None else state.tensors():
             if isinstance(state, Recurrent):
                 fixed.append(tensor.nbytes)
@@ -69,6 +89,7 @@ def sizes_of(model: CausalLM, kv: str | None = None) -> Sizes:
         weights=allocated_bytes([p.nbytes for p in model.parameters()]), states=tuple(states), fixed=tuple(fixed),
         table=model.vocab.held * config.hidden_size * plain,
         largest=max((m.shape[-2] * m.shape[-1] * plain for m in packed), default=0), token_bytes=model.token_bytes,
+        heads=heads, coded=coded, queries=queries, itemsize=plain,
         vocab=config.vocab_size, positions=config.max_position_embeddings,
     )  # fmt: skip
 

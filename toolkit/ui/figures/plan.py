@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 _WIDTH, _HEIGHT, _LEFT, _TOP, _FOOT = 470, 210, 62, 14, 44
 PARTS = (
     "CUDA", "weights", "state", "cloned state", "activations", "scratch", "PyTorch", "copied table", "plain matrix", "staging",
-    "host",
+    "host", "attention",
 )  # fmt: skip
-COLORS = (*model.COLORS, "#00707a", "#b3123a", "#566500", "#4a4fc4")  # one per part
+COLORS = (*model.COLORS, "#00707a", "#b3123a", "#566500", "#4a4fc4", "#7d4e1e")  # one per part
 NOTE = (
     "Predicted from shapes. Weights and state follow the allocator's rounding rules; "
     "the memory of the CUDA context was measured once, on an H200."

@@ -51,7 +51,7 @@ QUESTIONS = {
     ),
     "which format": Question(
         hint="Divide the free memory by the KiB per token of each format: that is the longest context. Which is the first "
-        "one with 110,000 tokens?",
+        "one with 90,000 tokens?",
         why="Plain numbers and 8 bits are too large. 4-bit keys and 8-bit values fit, and lose less than 4 bits for both.",
         answer='{"kv": "k4v8"}',
         who="the plan",
