@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -217,6 +218,23 @@ def test_a_link_to_a_folder_is_followed(tmp_path: Path) -> None:
     folder(tmp_path / "m")
     (tmp_path / "link").symlink_to(tmp_path / "m")
     assert tk.load(tmp_path / "link", device="cpu", progress=False).tokenizer is None
+
+
+@pytest.mark.parametrize("name", ["demo/qwen3", "./demo/qwen3", "random/qwen3-8b", "./random/qwen3-8b"])
+def test_a_path_that_exists_is_used_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    folder(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    assert tk.load(name, device="cpu", progress=False).config.vocab_size == SHAPE["vocab_size"]
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_safetensors_file_is_loaded_or_refused(tmp_path: Path, shards: int) -> None:
+    path = folder(tmp_path, shards)
+    for file in path.glob("*.safetensors"):
+        assert tk.load(file, device="cpu", progress=False).config.vocab_size == SHAPE["vocab_size"]
+    shutil.copy(file, path / "finetuned.safetensors")
+    with pytest.raises(FormatError, match=r"finetuned\.safetensors: the weights of its folder are in model"):
+        tk.load(path / "finetuned.safetensors", device="cpu")
 
 
 def without(name: str) -> Callable[[dict[str, Any], dict[str, torch.Tensor]], None]:

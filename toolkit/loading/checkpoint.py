@@ -28,7 +28,7 @@ from toolkit.models.shapes import SHAPES
 from toolkit.text import tokenizer as tokenizers
 from toolkit.weights.gguf_files import open_gguf
 from toolkit.weights.int4_folders import open_folder
-from toolkit.weights.safetensors_files import PICKLES, pickled, read_json
+from toolkit.weights.safetensors_files import PICKLES, open_safetensors, pickled, read_json
 from toolkit.weights.stored import Stored, Weights, nearest
 
 if TYPE_CHECKING:
@@ -71,12 +71,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     A repository that is not in the cache is opened by its headers: its checkpoint has shapes and no values.
     """
     asked = os.fspath(path)
-    shape = _random(asked)
-    if shape is not None:
-        return shape
     found = resolve(asked)
     if not isinstance(found, Repository):
-        return _opened(found)
+        return open_local(found)
     if not found.describable():
         what = "its config.json has a quantization_config, and such weights are described by their values"
         raise HubError(f"model {asked!r}", what, f"Download it first: tk.load({asked!r})")
@@ -85,11 +82,15 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 def open_headers(repository: Repository, cancel: threading.Event | None = None) -> Checkpoint:
     """Open a repository by its headers, before its weights are downloaded."""
-    with repository.headers(_opened, cancel) as path:
-        return _opened(path)
+    with repository.headers(open_local, cancel) as path:
+        return open_local(path)
 
 
-def _opened(found: Path) -> Checkpoint:
+def open_local(found: Path) -> Checkpoint:
+    """Open the folder or GGUF file that `resolve` has found, or the shapes of random/NAME."""
+    shape = _random(found.as_posix())
+    if shape is not None:
+        return shape
     checkpoint = _open_folder(found) if found.is_dir() else _open_gguf(found)
     known = 0 if checkpoint.tokenizer is None else checkpoint.tokenizer.vocab_size
     if known > checkpoint.config.vocab_size:
@@ -105,7 +106,8 @@ def resolve(asked: str, revision: str | None = None, token: str | bool | None = 
     """Return the folder or GGUF file for `asked` ("random/NAME" as it is), or the repository on the Hub to download it from.
 
     GGUF files are recognized by their first bytes or their name. A folder without a config.json may contain one GGUF model.
-    A path that exists is never looked up on the Hub. Raises ToolkitError, which suggests a path, if there is no such model.
+    A path that exists is used before a name of a demo model, random/NAME and the Hub. Raises ToolkitError, which suggests a
+    path, if there is no such model.
     """
     found = Path(asked) if _is_random(asked) else _local(asked)
     if found is not None and revision is not None:
@@ -122,18 +124,21 @@ def resolve(asked: str, revision: str | None = None, token: str | bool | None = 
 def _local(asked: str) -> Path | None:
     """Return the folder or GGUF file for `asked`, or None if there is none. Raises ToolkitError for other files."""
     family, _, name = asked.partition("/")
-    if family == "demo":
+    if family == "demo" and not os.path.exists(asked):
         demos = {p.parent.name for p in DEMOS.glob("*/config.json")}
-        if name in demos:
-            return DEMOS / name
-        if not os.path.exists(asked):
+        if name not in demos:
             raise unknown_name("demo model", asked, [f"demo/{demo}" for demo in demos])
+        return DEMOS / name
     path = at_home(asked)
     if path.suffix in PICKLES and os.path.exists(path):
         raise pickled(path)
     if path.suffix == ".safetensors" and os.path.isfile(path):
         if not (path.parent / "config.json").exists():
             raise FormatError(f"model {path}", "there is no config.json next to the weights", "Pass a folder that has both")
+        files = {Path(stored.path).name for stored in open_safetensors(path.parent).stored.values()}
+        if path.name not in files:
+            found = f"the weights of its folder are in {_listed(sorted(files))}"
+            raise FormatError(f"model {path}", found, "Move it to a folder of its own, with the config.json and the tokenizer")
         return path.parent
     if asked and os.path.isdir(path):
         return _gguf_in(path) or path

@@ -28,7 +28,7 @@ from toolkit.core.version import __version__
 from toolkit.gpu.device import Device, Memory
 from toolkit.gpu.opening import open_device
 from toolkit.gpu.virtual.device import VirtualGpu
-from toolkit.loading.checkpoint import Checkpoint, find_dtype, open_checkpoint, open_headers, resolve
+from toolkit.loading.checkpoint import Checkpoint, find_dtype, open_headers, open_local, resolve
 from toolkit.loading.download import Repository
 from toolkit.loading.drawing import draw
 from toolkit.loading.fill import Filler, scratch_for
@@ -76,7 +76,7 @@ def load(
         path: a demo model ("demo/qwen3"), real shapes with random weights ("random/qwen3-8b"; sizes only on a virtual GPU), a
             Hugging Face folder (config.json, .safetensors files, tokenizer.json), a .gguf file, or a repository on the Hugging
             Face Hub ("Qwen/Qwen3-8B"; "ORG/REPO:FILE.gguf" for one GGUF model), which is downloaded into the cache of
-            huggingface_hub. A path that exists is never looked up on the Hub.
+            huggingface_hub. A path that exists is used before a name.
         device: a Device or a name that `tk.device` accepts.
         dtype: the dtype of computation. Default: the one in config.json, else that of the stored weights; bfloat16 for
             quantized and random weights.
@@ -155,7 +155,7 @@ def _load(
             _check(described, lay_out(described, card, chosen or described.dtype, wanted, fuse, shard), card)
     local, began = _whole(found, progress, cancel), time.perf_counter()
     counter = Counter(f"loading {asked}", progress, cancel, "Its memory was released; it can be loaded again", bytes_text)
-    checkpoint = open_checkpoint(local)
+    checkpoint = open_local(local)
     target = open_device(device)
     if not alone:
         facts = {"config": checkpoint.config, "dtype": chosen or checkpoint.dtype, "scheme": wanted, "seed": drawn}
