@@ -244,8 +244,8 @@ def test_messages_in_parts(demo: Tokenizer, content: Any) -> None:
 
 
 @pytest.mark.parametrize("flag", [{}, {"add_bos_token": True}, {"add_bos_token": False}], ids=str)
-@pytest.mark.parametrize("written", [True, False], ids=["tokenizer.json adds one", "tokenizer.json adds none"])
-def test_what_is_put_before_a_text(tmp_path: Path, flag: dict[str, bool], written: bool) -> None:
+@pytest.mark.parametrize("written", [True, False], ids=["tokenizer.json adds one and cuts", "tokenizer.json adds none"])
+def test_what_is_put_around_a_text(tmp_path: Path, flag: dict[str, bool], written: bool) -> None:
     from transformers import AutoTokenizer
 
     content = json.loads((DEMO / "tokenizer.json").read_text())
@@ -254,6 +254,15 @@ def test_what_is_put_before_a_text(tmp_path: Path, flag: dict[str, bool], writte
         start = content["added_tokens"][0]
         special = {start["content"]: {"id": start["content"], "ids": [start["id"]], "tokens": [start["content"]]}}
         content["post_processor"] = {"type": "TemplateProcessing", "single": parts, "pair": parts, "special_tokens": special}
+        content["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+        padding = {
+            "direction": "Right",
+            "pad_to_multiple_of": None,
+            "pad_id": 0,
+            "pad_type_id": 0,
+            "pad_token": "<|endoftext|>",
+        }
+        content["padding"] = padding | {"strategy": {"Fixed": 64}}
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"} | flag
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))

@@ -36,6 +36,8 @@ class Tokenizer:
         specials: Mapping[str, str] | None = None,
     ) -> None:
         """`specials` are the texts of special tokens by name ("bos_token", "eos_token", ...), for use in chat templates."""
+        inner.no_truncation()  # tokenizer.json may keep settings for training, which transformers ignores, too
+        inner.no_padding()
         self._inner, self.eos_ids, self.chat_template = inner, tuple(eos_ids), chat_template
         self.specials = dict(specials or {})
         self.vocab_size = inner.get_vocab_size(with_added_tokens=True)
