@@ -1,4 +1,6 @@
-"""Open a checkpoint by name or path: config, names of weights and tokenizer are checked, and no weight is read.
+"""Open a checkpoint by name or path: config, names of weights and tokenizer are checked.
+
+No weight is read, apart from an embedding that may be the head, too.
 
 A checkpoint is a demo model, a Hugging Face folder, a GGUF file, a repository on the Hub, or shapes alone (random/NAME).
 `toolkit.models` defines the architectures and the names of their weights.
@@ -11,7 +13,7 @@ import os
 import re
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -44,6 +46,7 @@ _STORAGE = ("quantization_config", "compression_config")  # describes the file f
 _TWINS = re.compile(r"(.*\.)?(lm_head|output)\.weight")  # the head, which some checkpoints of tied models store again
 _TABLES = re.compile(r".*rotary_emb\.inv_freq")
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")  # second and later files of a split model
+_COMPARED_BYTES = 16 << 20  # at a time
 _LISTED = 5  # names shown in an error message; `error.facts` has all of them
 
 
@@ -211,10 +214,42 @@ def _open_folder(folder: Path) -> Checkpoint:
     inner = values.get("text_config")
     stated = [v.get("dtype", v.get("torch_dtype")) for v in (values, inner) if isinstance(v, dict)]
     named = [DTYPES[n] for n in (str(v).removeprefix("torch.") for v in stated) if n in DTYPES]
-    names = architecture.names_hf(config, weights.stored)
+    config, names = _tied(architecture, config, weights)
     skipped = _check_names(folder, architecture, config, names, weights)
     dtype = named[0] if named else _most(weights.stored.values())
     return Checkpoint(folder, weights, architecture, config, names, dtype, tokenizers.from_folder(folder), skipped)
+
+
+def _tied(architecture: ModuleType, config: Any, weights: Weights) -> tuple[Any, dict[str, Source]]:
+    """Return the config and the sources of the weights of a folder. The tensors that are stored decide on the head.
+
+    As in transformers, if the config ties it to the embedding, but both are stored with different values, it is not tied. If
+    only the head is stored, it is the embedding, too.
+    """
+    names: dict[str, Source] = architecture.names_hf(config, weights.stored)
+    if not config.tie_word_embeddings:
+        return config, names
+    apart = replace(config, tie_word_embeddings=False)
+    untied: dict[str, Source] = architecture.names_hf(apart, weights.stored)
+    (embedding,), (head,) = names["embed.weight"].names, untied["head.weight"].names
+    if head not in weights.stored:
+        return config, names
+    if embedding not in weights.stored:
+        return config, names | {"embed.weight": untied["head.weight"]}
+    return (config, names) if _same(weights, embedding, head) else (apart, untied)
+
+
+def _same(weights: Weights, one: str, other: str) -> bool:
+    """Return whether two tensors have the same shape and the same bytes."""
+    first, second = weights.find(one), weights.find(other)
+    if (first.kind, first.shape) != (second.kind, second.shape):
+        return False
+    step = max(1, _COMPARED_BYTES * first.rows // first.nbytes) if first.nbytes else 1 << 60
+    for start in range(0, first.rows, step):
+        parts, others = (weights.raw(name, start, min(start + step, first.rows)) for name in (one, other))
+        if not all(torch.equal(part.view(torch.uint8), others[name].view(torch.uint8)) for name, part in parts.items()):
+            return False
+    return True
 
 
 def _open_gguf(path: Path) -> Checkpoint:
