@@ -10,6 +10,7 @@ import functools
 import platform
 import re
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -53,6 +54,7 @@ GENERIC = "h200"  # a GPU that is named by its memory size takes its other figur
 _SIZE = re.compile(r"[0-9.]+\s*[kmgt]i?b?", re.IGNORECASE)
 _SEVERAL = re.compile(r"\d+x.+")  # "2xh200"
 _current: VirtualGpu | None = None
+_opening = threading.RLock()
 _libraries: list[torch.library.Library] = []  # kept alive: garbage collection of a library removes its kernels
 
 
@@ -187,19 +189,19 @@ def open_virtual(card: str) -> VirtualGpu:
     name, and DeviceError if tensors still exist on another virtual GPU.
     """
     global _current
-    if _current and _current.card == card:
-        return _current
-    spec = spec_of(card)
-    if _current:
-        _refuse_while_held(_current, card)
-    _register()
-    gpu = VirtualGpu(card, spec)
-    with signals_deferred:
+    with signals_deferred, _opening:
+        if _current and _current.card == card:
+            return _current
+        spec = spec_of(card)
+        if _current:
+            _refuse_while_held(_current, card)
+        _register()
+        gpu = VirtualGpu(card, spec)
         signals_deferred.wait_for(_asked, {_DeviceGuard._look_up.__code__, *_CALLBACKS})
         dispatch.open_machine(gpu.machine)
         _current = gpu
-    log.restart()
-    return gpu
+        log.restart()
+        return gpu
 
 
 def current_virtual() -> VirtualGpu:
