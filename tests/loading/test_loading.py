@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -335,10 +336,34 @@ def test_paths_that_are_no_model(tmp_path: Path) -> None:
     for name, says in {"x.bin": "pickle", "x.pt": "pickle", "x.onnx": "neither", "x.safetensors": "config.json"}.items():
         (tmp_path / name).write_bytes(b"12345678")
         assert says in refusal(tmp_path / name)
-    (tmp_path / "x.gguf").mkdir()
-    assert "config.json" in refusal(tmp_path / "x.gguf") or "folder" in refusal(tmp_path / "x.gguf")
+    for name in ("folder.gguf", "folder.bin", "folder.pt", "folder.ckpt"):
+        (tmp_path / name).mkdir()
+        assert "config.json: no such file" in refusal(tmp_path / name)
     (tmp_path / "config.json").mkdir()
     assert "not a regular file" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o444, 0o111], ids=oct)
+@pytest.mark.parametrize("name", ["m", "m/model.safetensors"])
+@pytest.mark.parametrize("engine", [None, "hf"])
+def test_folders_without_permission(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, name: str, engine: str | None
+) -> None:
+    path = folder(tmp_path / "m")
+    tk.load(path, device="cpu", progress=False, engine=engine)  # imports what another user may be unable to
+    path.chmod(mode)
+    tmp_path.chmod(0o755)
+    monkeypatch.chdir(tmp_path)  # its parents may be closed to other users
+    root = os.geteuid() == 0
+    try:
+        if root:  # who may read everything
+            os.seteuid(65534)
+        with pytest.raises(FormatError):
+            tk.load(name, device="cpu", engine=engine)
+    finally:
+        if root:
+            os.seteuid(0)
+        path.chmod(0o755)
 
 
 BAD_CONFIGS = {

@@ -133,10 +133,10 @@ def _local(asked: str) -> Path | None:
             raise unknown_name("demo model", asked, [f"demo/{demo}" for demo in demos])
         return DEMOS / name
     path = at_home(asked)
-    if path.suffix in PICKLES and os.path.exists(path):
+    if path.suffix in PICKLES and os.path.isfile(path):
         raise pickled(path)
     if path.suffix == ".safetensors" and os.path.isfile(path):
-        if not (path.parent / "config.json").exists():
+        if not os.path.exists(path.parent / "config.json"):
             raise FormatError(f"model {path}", "there is no config.json next to the weights", "Pass a folder that has both")
         files = {Path(stored.path).name for stored in open_safetensors(path.parent).stored.values()}
         if path.name not in files:
@@ -147,14 +147,14 @@ def _local(asked: str) -> Path | None:
         return _gguf_in(path) or path
     if asked and _is_gguf(path):
         return path
-    if asked and os.path.exists(path):  # unlike Path.exists, never raises
+    if asked and os.path.exists(path):
         raise FormatError(f"model {path}", "neither a folder nor a .gguf file", "Pass a Hugging Face folder or a .gguf file")
     return None
 
 
 def _gguf_in(folder: Path) -> Path | None:
     """Return the GGUF model in a folder without a config.json, or None. Raises FormatError if there are several."""
-    if (folder / "config.json").exists():
+    if os.path.exists(folder / "config.json"):  # unlike Path.exists, never raises
         return None
     files = sorted(file for file in folder.glob("*.gguf") if _is_gguf(file))
     first = [file for file in files if not _LATER_PART.search(file.name)]

@@ -167,7 +167,7 @@ def _mine(parameter: nn.Parameter) -> nn.Parameter:
 
 def _from_folder(transformers: Any, folder: Path, dtype: torch.dtype | None, **more: Any) -> nn.Module:
     asked = f'model {folder} with engine="hf"'
-    if not (folder / "config.json").is_file():
+    if not os.path.isfile(folder / "config.json"):
         raise FormatError(asked, "not a folder with a config.json", "Pass a local Hugging Face folder, or a loaded model")
     options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True, "dtype": dtype or "auto", **more}
     logging = transformers.utils.logging

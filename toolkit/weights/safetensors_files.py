@@ -93,12 +93,12 @@ class SafetensorsFile(Weights):
 def open_safetensors(path: Path) -> Weights:
     """Open the weights in `path`: a .safetensors file, or a folder with one file or all shards, with or without an index.
 
-    Raises FormatError if there are no weights, a shard is missing, or a file is damaged.
+    Raises FormatError if there are no weights, a shard is missing, a file is damaged, or the folder can't be read.
     """
     if not path.is_dir():
         return SafetensorsFile(path)
     index = path / INDEX
-    if index.exists():
+    if os.path.exists(index):
         return _open_index(index)
     files = sorted(path.glob("*.safetensors"))
     whole = path / "model.safetensors"
@@ -149,7 +149,11 @@ def read_json(path: Path, what: str, max_bytes: int = 256 << 20) -> dict[str, An
 
 
 def _no_weights(path: Path) -> FormatError:
-    pickles = sorted(f.name for f in path.iterdir() if f.suffix in PICKLES)
+    try:
+        pickles = sorted(f.name for f in path.iterdir() if f.suffix in PICKLES)
+    except OSError as error:
+        found = f"the folder can't be read ({error.strerror or error})"
+        return FormatError(f"weights in {path}", found, "Check its permissions")
     if pickles:
         return pickled(path / pickles[0])
     return FormatError(f"weights in {path}", "no .safetensors file", "Download the model's weights into the folder too")
