@@ -182,6 +182,16 @@ def test_configs_as_transformers_4_wrote_them_mean_what_5_makes_of_them(old):
     assert Config.from_hf({"model_type": "qwen3"} | old) == Config.from_hf(saved)
 
 
+@pytest.mark.parametrize(("fast", "slow"), [(1e308, 1e-320), (1e-320, 1e308), (1e308, 1e308), (1e-320, 1e-320)])
+def test_frequencies_of_yarn_are_finite(fast, slow):
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    hf = Config.from_hf({"model_type": "qwen3", "rope_scaling": scaling | {"beta_fast": fast, "beta_slow": slow}})
+    named = {"type": "yarn", "factor": 4.0, "original_context_length": 256, "yarn_beta_fast": fast, "yarn_beta_slow": slow}
+    gguf = Config.from_gguf(GGUF | {f"qwen3.rope.scaling.{name}": value for name, value in named.items()})
+    for config in (hf, gguf):
+        assert config.rope.frequencies(CPU.torch).isfinite().all()
+
+
 WINDOWED = {"sliding_window": {"use_sliding_window": True}, "max_window_layers": {"use_sliding_window": True}}
 
 
@@ -192,6 +202,7 @@ WINDOWED = {"sliding_window": {"use_sliding_window": True}, "max_window_layers":
         ("hidden_act", "gelu"),
         ("rope_scaling", {"type": "longrope", "factor": 4.0}),
         ("rope_scaling", {"type": "yarn", "factor": "4"}),
+        ("rope_scaling", {"type": "yarn", "factor": 10**400}),
         ("rope_scaling", {"rope_type": "linear"}),
         ("rope_scaling", {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}),
         ("rope_parameters", {"full_attention": {"rope_type": "default"}}),
@@ -212,6 +223,8 @@ WINDOWED = {"sliding_window": {"use_sliding_window": True}, "max_window_layers":
         ("head_dim", 7),
         ("num_attention_heads", 13),
         ("rms_norm_eps", float("nan")),
+        ("rms_norm_eps", float("inf")),
+        ("rms_norm_eps", 10**400),
         ("tie_word_embeddings", "no"),
         ("eos_token_id", "</s>"),
     ],

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from toolkit.core.errors import ModelError
+from toolkit.core.numbers import real
 
 _REQUIRED = object()
 MOST_LAYERS = MOST_EXPERTS = 4096  # well above any real model: rejects corrupt headers before allocating lists
@@ -42,9 +43,10 @@ class Fields:
     def number(self, name: str, default: Any = _REQUIRED) -> float:
         """Return a finite number above 0."""
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        found = real(value)
+        if found is None or not 0 < found < math.inf:
             raise self.wrong(name, value, "a number above 0")
-        return float(value)
+        return found
 
     def flag(self, name: str, default: Any = _REQUIRED) -> bool:
         """Return True or False; null is False."""

@@ -240,7 +240,11 @@ def _overridden(text: Fields, kinds: tuple[str, ...], usual: tuple[int, int]) ->
     stated = text.values["per_layer_config"]
     stated = {} if stated is None else stated
     wanted = "a mapping of layer numbers to their num_key_value_heads and head_dim"
-    if not isinstance(stated, Mapping) or not all(str(key).isdecimal() and int(key) < len(kinds) for key in stated):
+
+    def is_layer(key: str) -> bool:
+        return key.isdecimal() and len(key) < 8 and int(key) < len(kinds)
+
+    if not isinstance(stated, Mapping) or not all(is_layer(str(key)) for key in stated):
         raise text.wrong("per_layer_config", stated, wanted)
     found: dict[str, set[tuple[int, int]]] = {SLIDING: set(), FULL: set()}
     overrides = {int(key): value for key, value in stated.items()}

@@ -72,7 +72,8 @@ class Rope:
 
     def _pair_of(self, turns: float) -> float:
         """Return the index, with a fraction, of the pair that makes `turns` turns over the original context."""
-        return self.dims * math.log(self.original_context / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+        logarithm = math.log(self.original_context) - math.log(2 * math.pi) - math.log(turns)  # finite for all numbers of turns
+        return self.dims * logarithm / (2 * math.log(self.theta))
 
 
 def rope_from_hf(fields: Fields, head_dim: int, share: float | None = None) -> Rope:
