@@ -323,13 +323,15 @@ def test_a_gguf_with_a_tensor_missing(tmp_path: Path) -> None:
 
 
 def test_paths_that_are_no_model(tmp_path: Path) -> None:
-    def refusal(path: Any) -> str:
+    def refusal(path: Any, engine: str | None = None) -> str:
         with pytest.raises(ToolkitError) as caught:
-            tk.load(path, device="cpu", progress=False)
+            tk.load(path, device="cpu", progress=False, engine=engine)
         return str(caught.value)
 
     assert "demo/qwen3" in refusal("demo/qwen33")
-    assert "not a path" in refusal(None)
+    for thing in (None, 5, b"m", ["m"]):
+        for engine in (None, "hf"):
+            assert "not a path" in refusal(thing, engine)
     assert "random/qwen3-8b" in refusal("random/qwen3-8B")
     assert "no such file" in refusal(tmp_path / "absent")
     assert "config.json" in refusal(tmp_path)
@@ -386,6 +388,10 @@ def test_bad_config_files_are_refused(tmp_path: Path, raw: bytes) -> None:
 def test_options_that_are_none_are_refused_by_name() -> None:
     with pytest.raises(UnknownNameError, match=r'Did you mean "q4_k_m"'):
         tk.load("demo/qwen3", scheme="q4_k_n")
+    for scheme in (["int4"], 5):
+        for function in (tk.load, tk.costs, tk.plan):
+            with pytest.raises(UnknownNameError, match=r"Known: .*q4_k_m"):
+                function("demo/qwen3", scheme=scheme)  # type: ignore[operator]
     with pytest.raises(UnknownNameError, match="hf"):
         tk.load("demo/qwen3", engine="hg")
     with pytest.raises(ToolkitError, match=r"threading\.Event"):

@@ -208,10 +208,12 @@ def test_numbers_too_small_for_fp16_scales_stay_plain() -> None:
 
 def test_what_is_not_known_or_not_ours_is_refused() -> None:
     model = build("qwen3")
-    with pytest.raises(UnknownNameError, match="int4-g32"):
-        quantize(model, "int4-g33", progress=False)
-    with pytest.raises(UnknownNameError, match="hqq"):
-        quantize(model, "int4-g32", method="hq", progress=False)
+    for scheme in ("int4-g33", ["int4-g32"], 5):
+        with pytest.raises(UnknownNameError, match="int4-g32"):
+            quantize(model, scheme, progress=False)  # type: ignore[arg-type]
+    for method in ("hq", ["hqq"], 5):
+        with pytest.raises(UnknownNameError, match="hqq"):
+            quantize(model, "int4-g32", method=method, progress=False)  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="none of the toolkit's layers"):
         quantize(torch.nn.Linear(3, 3), "int4-g32", progress=False)
     with pytest.raises(ModelError, match="rows of 40 are not a multiple"):

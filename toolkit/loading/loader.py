@@ -109,6 +109,10 @@ def load(
         return cluster.load(**{name: value for name, value in given.items() if name != "cluster"})
     if engine not in (None, *ENGINES):
         raise unknown_name("engine", engine, ENGINES)
+    if not isinstance(path, str | os.PathLike | nn.Module):
+        raise ToolkitError(
+            f"model {brief(path)}", f"a {type(path).__name__}, not a path", 'Pass "demo/qwen3", a folder or a .gguf file'
+        )
     if engine == "hf" or isinstance(path, nn.Module):
         chosen = _option_of_wrapped(dtype, engine, scheme, tensor_parallel, path)
         shard = join(tensor_parallel)
@@ -120,11 +124,7 @@ def load(
                 import_transformers()
                 open_device(device)
             return wrap(_whole(found, progress, cancel), device, chosen, shard)
-        return wrap(path, device, chosen, shard)  # type: ignore[arg-type]
-    if not isinstance(path, str | os.PathLike):
-        raise ToolkitError(
-            f"model {brief(path)}", f"a {type(path).__name__}, not a path", 'Pass "demo/qwen3", a folder or a .gguf file'
-        )
+        return wrap(path, device, chosen, shard)
     if (drawn := seed_of(seed)) is None:
         raise ToolkitError(
             f"random weights of seed={brief(seed)}", "not a seed", "Give a whole number from -2**63 to 2**64 - 1"

@@ -64,7 +64,7 @@ def quantize(
     be quantized; UnknownNameError for an unknown scheme or method. If it fails or is interrupted, all new memory is freed.
     """
     chosen = recipe(scheme)
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         raise unknown_name("method", method, METHODS)
     plan = _plan(model, chosen)
     ids = _ids(model, prompt)

@@ -57,8 +57,7 @@ def costs(
     positions, UnknownNameError for an unknown model or scheme, and FormatError for damaged files.
     """
     if isinstance(model, str | os.PathLike):
-        held = f", {scheme if isinstance(scheme, str) else scheme.name}" if scheme is not None else ""
-        return costs_of(describe(model, scheme, dtype), context, f"{os.fspath(model)}{held}")
+        return costs_of(describe(model, scheme, dtype), context, _name(model, scheme))
     if scheme is not None or dtype is not None:
         asked = f"costs of a {type(model).__name__} with scheme={scheme!r}, dtype={dtype!r}"
         raise ToolkitError(asked, "the model is already loaded", "Leave out scheme and dtype, or pass the name")
@@ -102,8 +101,7 @@ def plan(
     spec = _figures(device)
     most, running = (None if size is None else parse_bytes(size) for size in (budget, run_budget))
     if isinstance(model, str | os.PathLike):
-        held = f", {scheme if isinstance(scheme, str) else scheme.name}" if scheme is not None else ""
-        shapes, own = _parts_of_ranks(model, scheme, dtype, tensor_parallel), f"{os.fspath(model)}{held}"
+        shapes, own = _parts_of_ranks(model, scheme, dtype, tensor_parallel), _name(model, scheme)
     elif not hasattr(model, "new_cache"):
         raise ToolkitError("a plan", f"a {type(model).__name__} is not a model", "Pass a loaded model, a name or a path")
     elif scheme is not None or dtype is not None or tensor_parallel != 1:
@@ -117,6 +115,11 @@ def plan(
         raise ToolkitError("a plan", f"levers={brief(levers)}", "Pass a toolkit.planning.plans.Levers")
     chunk = None if prefill_chunk is None else check_chunk(prefill_chunk)
     return plan_of(shapes, name or own, spec, context, most, running, kv, levers or Levers(), chunk)
+
+
+def _name(path: str | os.PathLike[str], scheme: str | Recipe | None) -> str:
+    held = "" if scheme is None else f", {scheme if isinstance(scheme, str) else scheme.name}"
+    return f"{os.fspath(path)}{held}"
 
 
 def _parts_of_ranks(

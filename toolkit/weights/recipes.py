@@ -81,6 +81,6 @@ def recipe(name: str | Recipe | Scheme) -> Recipe:
         return name
     if isinstance(name, Scheme):
         return Recipe(name.name, name.name, name.name)
-    if name not in RECIPES:
+    if not isinstance(name, str) or name not in RECIPES:
         raise unknown_name("scheme", name, RECIPES)
     return RECIPES[name]
