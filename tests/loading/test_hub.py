@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import sys
 import threading
 import traceback
@@ -18,6 +19,7 @@ from huggingface_hub import constants
 
 import toolkit as tk
 from tests.checkpoints import SHAPE, random_tensors, write_folder, write_gguf
+from tests.int4_folders import GROUP, write_int4_folder
 from tests.loading.hub_server import COMMIT, Hub, entry
 from toolkit.core.errors import CancelledError, DeviceError, FormatError, HubError, ToolkitError
 from toolkit.loading import download
@@ -276,11 +278,36 @@ def test_errors_say_what_is_missing(hub: Hub, monkeypatch: pytest.MonkeyPatch) -
     assert "pass token=" in str(refusal())
 
 
-def test_quantized_folders_are_described_after_their_download(hub: Hub, tmp_path: Path) -> None:
-    write_folder(tmp_path / "m", SHAPE | {"quantization_config": {"quant_method": "gptq"}}, random_tensors(SHAPE))
-    hub.repositories["team/gptq"] = tmp_path / "m"
+@pytest.mark.parametrize(
+    ("method", "file", "options"),
+    [
+        ("gptq", "config.json", {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": GROUP}}),
+        ("gptq", "quantize_config.json", {"bits": 4, "group_size": GROUP, "desc_act": False}),
+        ("awq", "quant_config.json", {"w_bit": 4, "q_group_size": GROUP}),
+        ("hqq", "config.json", {}),
+    ],
+    ids=["config", "quantize_config", "quant_config", "no config"],
+)
+def test_quantized_folders_are_described_after_their_download(
+    hub: Hub, tmp_path: Path, method: str, file: str, options: dict[str, Any]
+) -> None:
+    path = tmp_path / "m"
+    write_int4_folder(path, method, SHAPE)
+    (path / "config.json").write_text(json.dumps(SHAPE))
+    (path / file).write_text(json.dumps((SHAPE if file == "config.json" else {}) | options))
+    hub.repositories["team/quantized"] = path
     with pytest.raises(HubError, match="Download it first"):
-        tk.costs("team/gptq")
+        tk.costs("team/quantized")
+    assert torch.equal(logits(load("team/quantized")), logits(load(str(path))))
+    assert tk.costs("team/quantized").weight_bytes
+
+
+def test_unsupported_methods_are_refused_before_the_download(hub: Hub, tmp_path: Path) -> None:
+    write_folder(tmp_path / "m", SHAPE | {"quantization_config": {"load_in_4bit": True}}, random_tensors(SHAPE))
+    hub.repositories["team/bitsandbytes"] = tmp_path / "m"
+    with pytest.raises(FormatError, match="'bitsandbytes', which isn't supported"):
+        load("team/bitsandbytes")
+    assert max(blobs().values()) < 1 << 16
 
 
 def test_pickles_are_not_downloaded(hub: Hub, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from toolkit.models.places import Source
 from toolkit.models.shapes import SHAPES
 from toolkit.text import tokenizer as tokenizers
 from toolkit.weights.gguf_files import open_gguf
-from toolkit.weights.int4_folders import open_folder
+from toolkit.weights.int4_folders import described_by_values, open_folder
 from toolkit.weights.safetensors_files import PICKLES, open_safetensors, pickled, read_json
 from toolkit.weights.stored import Stored, Weights, nearest
 
@@ -77,15 +77,18 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     found = resolve(asked)
     if not isinstance(found, Repository):
         return open_local(found)
-    if not found.describable():
-        what = "its config.json has a quantization_config, and such weights are described by their values"
+    described = open_headers(found)
+    if described is None:
+        what = "its weights are in GPTQ, AWQ or HQQ, and are described by their values"
         raise HubError(f"model {asked!r}", what, f"Download it first: tk.load({asked!r})")
-    return open_headers(found)
+    return described
 
 
-def open_headers(repository: Repository, cancel: threading.Event | None = None) -> Checkpoint:
-    """Open a repository by its headers, before its weights are downloaded."""
+def open_headers(repository: Repository, cancel: threading.Event | None = None) -> Checkpoint | None:
+    """Open a repository by its headers, before its weights are downloaded. Returns None if they do not describe it."""
     with repository.headers(open_local, cancel) as path:
+        if path.is_dir() and described_by_values(open_safetensors(path)):
+            return None
         return open_local(path)
 
 

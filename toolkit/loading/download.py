@@ -29,7 +29,7 @@ from toolkit.core.errors import FormatError, HubError, ToolkitError
 from toolkit.core.files import at_home
 from toolkit.core.progress import Counter, Progress
 from toolkit.core.units import bytes_text
-from toolkit.weights.safetensors_files import MAX_HEADER_BYTES, read_json
+from toolkit.weights.safetensors_files import MAX_HEADER_BYTES
 
 CONFIG, WEIGHTS = "config.json", ".safetensors"
 _GGUF_HEADERS = (24 << 20, 96 << 20)  # bytes to try: the tokenizer takes 5 to 15 MB
@@ -71,13 +71,6 @@ class Repository:
     def missing(self) -> list[File]:
         """Return the files that are not in the cache."""
         return [file for file in self.files if not (self.folder / file.name).exists()]
-
-    def describable(self) -> bool:
-        """Return whether `headers` is enough to describe the model: matrices of GPTQ, AWQ and HQQ are described by values."""
-        if self.model:
-            return True
-        with explained(self.asked, self.name):
-            return "quantization_config" not in read_json(self.whole(self._file(CONFIG)), "config")
 
     @contextmanager
     def headers(self, opened: Callable[[Path], object], cancel: Event | None = None) -> Iterator[Path]:
@@ -136,9 +129,6 @@ class Repository:
             if self.revision != self.commit and not (ref.is_file() and ref.read_text() == self.commit):
                 ref.parent.mkdir(parents=True, exist_ok=True)
                 ref.write_text(self.commit)
-
-    def _file(self, name: str) -> File:
-        return next(file for file in self.files if file.name == name)
 
     def whole(self, file: File, counter: Counter | None = None) -> Path:
         """Return the path of a file in the cache. Downloads it if it is not there."""

@@ -16,7 +16,10 @@ from toolkit.loading.download import CONFIG, NOT_JSON, WEIGHTS, File, Repository
 from toolkit.text.tokenizer import NOT_READ
 from toolkit.weights.safetensors_files import INDEX, PICKLES, read_json
 
-_SMALL = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json")
+_SMALL = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json",
+    "quantize_config.json", "quant_config.json",
+)  # fmt: skip
 _NAME = re.compile(r"(?P<repository>[\w][\w.-]*/[\w.-]*[\w])(:(?P<file>.+))?", re.ASCII)
 _PART = re.compile(r"(.*-)\d{5}(-of-\d{5}\.gguf)")
 _HASH = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")  # of git, or SHA-256 of files in large file storage

@@ -150,8 +150,8 @@ def _load(
     """Load a model, or the part that `shard` holds; `alone` if there is no process for each rank."""
     if isinstance(found, Repository):  # download its weights only if the device exists and has room for them
         card = open_device(device)
-        if found.describable():
-            described = open_headers(found, cancel)
+        described = open_headers(found, cancel)
+        if described is not None:
             _check(described, lay_out(described, card, chosen or described.dtype, wanted, fuse, shard), card)
     local, began = _whole(found, progress, cancel), time.perf_counter()
     counter = Counter(f"loading {asked}", progress, cancel, "Its memory was released; it can be loaded again", bytes_text)

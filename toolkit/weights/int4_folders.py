@@ -264,6 +264,11 @@ class Quantised(Weights):
         return self._inner.raw(name, start, stop) if matrix is None else matrix.raw(start, stop)
 
 
+def described_by_values(weights: Weights) -> bool:
+    """Return whether some matrices are stored as GPTQ, AWQ or HQQ, whose values must be read to describe them."""
+    return any(name.endswith((".qweight", ".W_q")) for name in weights.stored)
+
+
 def open_folder(folder: Path, config: Mapping[str, Any]) -> Weights:
     """Open the weights of a Hugging Face folder; `config`, its config.json, says how they are quantized.
 
