@@ -125,6 +125,37 @@ def test_damaged_tokenizer_files_are_refused(tmp_path: Path, raw: bytes) -> None
         tokenizers.from_folder(tmp_path)
 
 
+DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+UNTYPED = {key: value for key, value in DOUBLE.items() if key != "type"}
+INSERT = {"type": "Replace", "pattern": {"Regex": "(?=a)|"}, "content": "aa"}
+TEMPLATE = {
+    "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "a", "type_id": 0}}] * 1000, "pair": [],
+    "special_tokens": {"a": {"id": "a", "ids": [0] * 1000, "tokens": ["a"] * 1000}},
+}  # fmt: skip
+BOMBS: dict[str, dict[str, Any]] = {
+    "normalizer": {"normalizer": {"type": "Sequence", "normalizers": [DOUBLE] * 60}},
+    "without types": {"normalizer": {"normalizers": [UNTYPED] * 60}},
+    "nested": {"normalizer": {"normalizers": [{"normalizers": [DOUBLE] * 30}] * 2}},
+    "empty matches": {"normalizer": {"type": "Sequence", "normalizers": [INSERT] * 30}},
+    "bytes of bytes": {"normalizer": {"type": "Sequence", "normalizers": [{"type": "ByteLevel"}] * 60}},
+    "pre-tokenizer": {
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [{"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}] * 40,
+        }
+    },
+    "special tokens": {"post_processor": TEMPLATE},
+    "decoder": {"decoder": {"type": "Sequence", "decoders": [DOUBLE] * 60}},
+}
+
+
+@pytest.mark.parametrize("changes", BOMBS.values(), ids=BOMBS)
+def test_tokenizers_that_would_fill_the_memory_are_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(json.loads((DEMO / "tokenizer.json").read_text()) | changes))
+    with pytest.raises(FormatError, match="more than 1,000 times as long"):
+        tokenizers.from_folder(tmp_path)
+
+
 def test_a_folder_without_a_tokenizer_has_none(tmp_path: Path) -> None:
     assert tokenizers.from_folder(tmp_path) is None
 

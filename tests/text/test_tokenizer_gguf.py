@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from contextlib import nullcontext
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -202,6 +203,15 @@ def test_pieces_too_long_to_be_cut_in_every_place_are_refused() -> None:
     longer = dict(vocab) | {"a" * 2000: len(vocab)}
     with pytest.raises(FormatError, match="more than 1,024 characters"):
         tokenizers.from_gguf(fields("llama", longer, CONTROL, scores=[0.0] * len(longer)), "x.gguf")
+
+
+def test_pieces_that_imply_too_many_merges_are_refused() -> None:
+    vocab, _ = pieces()
+    for longest, refused in ((64, False), (1024, True)):
+        runs = dict(vocab) | {"~" * n: len(vocab) + n - 1 for n in range(1, longest + 1)}
+        metadata = fields("llama", runs, CONTROL, scores=[-float(i) for i in range(len(runs))])
+        with pytest.raises(FormatError, match="more than 32 times the characters") if refused else nullcontext():
+            assert tokenizers.from_gguf(metadata, "x.gguf") is not None
 
 
 def test_scores_that_are_no_numbers_are_refused() -> None:

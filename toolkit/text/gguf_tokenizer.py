@@ -32,6 +32,7 @@ _DEFAULT = (
 CONTROLS = (2, 3)  # GGUF token types: unknown and control tokens are special
 USER_DEFINED, BYTE, NORMAL = 4, 6, 1
 LONGEST_PIECE = 1024  # in characters; `_merges_of_scores` splits pieces at every position
+MERGED_PER_CHARACTER = 32  # characters of all implied merges per character of all pieces; a vocabulary of words has about 3
 DO = "Load the same model as a Hugging Face folder with a tokenizer.json"
 
 
@@ -172,13 +173,16 @@ def _merges_of_scores(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     pieces = {token: i for token, i in vocabulary.ids.items() if vocabulary.types[i] == NORMAL}
     if any(len(piece) > LONGEST_PIECE for piece in pieces):
         raise vocabulary.wrong(f"it has pieces of more than {LONGEST_PIECE:,} characters")
-    found = [
-        (-scores[whole], pieces[piece[:cut]], pieces[piece[cut:]], piece[:cut], piece[cut:])
-        for piece, whole in pieces.items()
-        for cut in range(1, len(piece))
-        if piece[:cut] in pieces and piece[cut:] in pieces
-    ]
-    return [(left, right) for *_, left, right in sorted(found)]
+    found, left = [], MERGED_PER_CHARACTER * (1024 + sum(map(len, pieces)))
+    for piece, whole in pieces.items():
+        for cut in range(1, len(piece)):
+            first, second = pieces.get(piece[:cut]), pieces.get(piece[cut:])
+            if first is not None and second is not None:
+                found.append((-scores[whole], first, second))
+                left -= len(piece)
+        if left < 0:
+            raise vocabulary.wrong(f"its merges have more than {MERGED_PER_CHARACTER} times the characters of its pieces")
+    return [(vocabulary.tokens[first], vocabulary.tokens[second]) for _, first, second in sorted(found)]
 
 
 def _finish(inner: tokenizers.Tokenizer, vocabulary: Vocabulary, bos: bool) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 SPECIALS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 NOT_READ = ("tokenizer.model", "spiece.model", "vocab.json", "tekken.json", "tiktoken.model")  # other tokenizer formats
+MOST_GROWTH = 1000  # times as long as a text, in bytes, that the steps of a tokenizer.json may make it
 ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<turn|>", "<eos>", "</s>")  # end turn or text
 
 
@@ -107,9 +108,10 @@ def from_bytes(data: bytes, source: str) -> Tokenizer:
 
 
 def from_folder(folder: Path) -> Tokenizer | None:
-    """Return the tokenizer of a Hugging Face folder, or None without a tokenizer.json. Raises FormatError if it is damaged.
+    """Return the tokenizer of a Hugging Face folder, or None without a tokenizer.json.
 
-    Warns if the tokenizer is in a file of an unsupported format. Prompts must then be token ids.
+    Raises FormatError if it is damaged, or can make a text more than 1,000 times as long. Warns if the tokenizer is in a file
+    of an unsupported format. Prompts must then be token ids.
     """
     path = folder / "tokenizer.json"
     if not path.exists():
@@ -117,14 +119,48 @@ def from_folder(folder: Path) -> Tokenizer | None:
         if others:
             warnings.warn(_not_read(folder, others[0]), stacklevel=2)
         return None
-    read_json(path, "tokenizer")
+    asked = f"tokenizer {path}"
+    _check_growth(read_json(path, "tokenizer"), asked)
     from tokenizers import Tokenizer as Inner
 
-    asked = f"tokenizer {path}"
     inner = _guarded(lambda: Inner.from_file(str(path)), asked)
     config = _optional(folder / "tokenizer_config.json")
     specials = _specials(config)
     return _guarded(lambda: Tokenizer(inner, _eos_ids(folder, inner, config), _template(folder, config), specials), asked)
+
+
+def _check_growth(content: Mapping[str, Any], asked: str) -> None:
+    """Raise FormatError if a text of one character could fill the memory, because each step makes it a few times as long."""
+    for parts in (("normalizer", "pre_tokenizer", "post_processor"), ("decoder",)):
+        growth, todo = 1.0, [content.get(part) for part in parts]
+        while todo:
+            step = todo.pop()
+            if isinstance(step, dict):
+                growth *= _growth(step)
+                todo += step.values()
+            elif isinstance(step, list):
+                todo += step
+        if growth > MOST_GROWTH:
+            found = f"its {' and '.join(parts)} can make a text more than {MOST_GROWTH:,} times as long"
+            raise FormatError(asked, found, "Don't trust this checkpoint")
+
+
+def _growth(step: Mapping[str, Any]) -> float:
+    """Return how many times as long, in bytes, one step could make a text. A step need not state its type."""
+    pattern, content, single = step.get("pattern"), step.get("content"), step.get("single")
+    if pattern is not None and isinstance(content, str):  # Replace
+        sought = pattern.get("String") if isinstance(pattern, dict) else None
+        size, least = (len(text.encode(errors="replace")) if isinstance(text, str) else 0 for text in (content, sought))
+        return max(1.0, size / least) if least else 1.0 + 2 * size  # an empty match: before and after each byte
+    if step.get("type") == "ByteLevel" or "trim_offsets" in step:  # two bytes for a byte, and a space before each word
+        return 3.0
+    if "precompiled_charsmap" in step:  # the texts are in the file: one step is in proportion to it, two are not
+        return 32.0
+    if isinstance(single, list):  # TemplateProcessing
+        specials = step.get("special_tokens")
+        ids = [token.get("ids") for token in specials.values() if isinstance(token, dict)] if isinstance(specials, dict) else []
+        return float(max(1, len(single)) * max([1, *(len(each) for each in ids if isinstance(each, list))]))
+    return 1.0
 
 
 def _not_read(folder: Path, name: str) -> str:
