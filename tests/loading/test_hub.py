@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Iterator
@@ -368,6 +372,26 @@ def test_a_relative_cache_and_a_disk_without_links(hub: Hub, tmp_path: Path, mon
 def test_a_full_temporary_folder_is_named(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.copyfile", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
     assert "the temporary folder cannot be written ([Errno 28] full). Free space there, or set TMPDIR" in str(refusal())
+
+
+KILLED = """
+import os, signal, sys
+from toolkit.loading.hub import find
+with find(sys.argv[1], None, None).headers(print):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_headers_that_a_killed_process_left_are_deleted(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    known = {"HF_ENDPOINT": hub.address, "HF_HUB_CACHE": constants.HF_HUB_CACHE, "TMPDIR": str(folder)}
+    killed = subprocess.run([sys.executable, "-c", KILLED, MODEL], env=os.environ | known)
+    assert killed.returncode == -signal.SIGKILL
+    assert list(folder.glob("*/team/small/*.safetensors"))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    load()
+    assert list(folder.iterdir()) == []
 
 
 def test_local_paths_come_first(hub: Hub, stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,7 +25,7 @@ from typing import Any, BinaryIO
 from filelock import FileLock, Timeout
 
 from toolkit.core.errors import FormatError, HubError, ToolkitError
-from toolkit.core.files import at_home
+from toolkit.core.files import TemporaryFolder, at_home
 from toolkit.core.progress import Counter, Progress
 from toolkit.core.units import bytes_text
 from toolkit.weights.safetensors_files import MAX_HEADER_BYTES
@@ -82,9 +81,9 @@ class Repository:
         counter = Counter(f"reading the headers of {self.asked}", False, cancel, "Load the model again", bytes_text)
         counter.begin(sum(file.nbytes for file in self.files))
         with _written_temporarily(self.asked):
-            made = tempfile.TemporaryDirectory()
-        with made as temporary:
-            folder = Path(temporary) / self.name
+            temporary = TemporaryFolder()
+        try:
+            folder = Path(temporary.name) / self.name
             with explained(self.asked, self.name):
                 for file in self.files:
                     path = folder / file.name
@@ -101,9 +100,11 @@ class Repository:
             try:
                 yield folder / self.model
             except ToolkitError as error:
-                texts = (text.replace(f"{temporary}{os.sep}", "") for text in (error.asked, error.found, error.do))
+                texts = (text.replace(f"{temporary.name}{os.sep}", "") for text in (error.asked, error.found, error.do))
                 make: Callable[..., ToolkitError] = type(error)
                 raise make(*texts, **error.facts) from error.__cause__
+        finally:
+            temporary.cleanup()
 
     def download(self, progress: bool | Progress, cancel: Event | None) -> Path:
         """Download the missing files into the cache, and return the model's path there.
