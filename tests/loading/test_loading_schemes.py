@@ -12,7 +12,7 @@ import torch
 
 import toolkit as tk
 from tests.checkpoints import SHAPE, hf_logits, random_tensors, write_folder, write_gguf
-from toolkit.core.errors import CancelledError
+from toolkit.core.errors import CancelledError, ModelError
 from toolkit.models.places import spot
 from toolkit.weights.fitting import quantize_minmax
 from toolkit.weights.packed import PackedMatrix
@@ -86,6 +86,15 @@ def test_quantising_while_loading_is_quantising_the_whole(tmp_path: Path, stored
     assert isinstance(packed, PackedMatrix)
     for name, part in packed.parts().items():
         assert torch.equal(part.cpu(), parts[name])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), 1e6])
+def test_values_that_can_not_be_quantized_are_refused_by_name(tmp_path: Path, bad: float) -> None:
+    tensors = random_tensors(SHAPE)
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name][3, 7] = bad
+    with pytest.raises(ModelError, match=name.replace(".", r"\.")):
+        tk.load(write_folder(tmp_path / "m", SHAPE, tensors), device="cpu", scheme="int4", progress=False)
 
 
 def stop_by_event(done: int, cancel: threading.Event) -> None:

@@ -167,7 +167,7 @@ class Filler:
         """Return the parts [rows, elements] of raw rows on the device, packed in `scheme`; `exact`: as they are stored."""
         if exact:
             return from_stored(stored.kind, raw, stored.columns, scheme)
-        return quantize_minmax(self._values(stored, raw, torch.float32), scheme)
+        return quantize_minmax(self._values(stored, raw, torch.float32), scheme, stored.name)
 
 
 def pieces(stored: Stored, source: Source, place: Spot) -> Iterator[Piece]:
