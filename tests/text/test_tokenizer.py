@@ -329,6 +329,19 @@ def test_templates_stay_in_their_box(demo: Tokenizer, template: str, says: str) 
     assert says in str(caught.value)
 
 
+def test_template_files_that_can_not_be_read_are_named(tmp_path: Path) -> None:
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    template = tmp_path / "chat_template.jinja"
+    template.write_bytes(bytes(2 << 20))
+    with pytest.raises(FormatError, match=r"^chat template .*chat_template\.jinja: it is larger than"):
+        tokenizers.from_folder(tmp_path)
+    if (unreadable := Path("/proc/self/mem")).exists():  # on Linux, a regular file that can be opened and not read
+        template.unlink()
+        template.symlink_to(unreadable)
+        with pytest.raises(FormatError, match=r"^chat template .*chat_template\.jinja: it can't be read"):
+            tokenizers.from_folder(tmp_path)
+
+
 def test_a_template_that_never_ends_is_stopped(demo: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("toolkit.text.chat_templates.SECONDS", 1.0)
     loops = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3

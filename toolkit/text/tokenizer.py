@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit.core.errors import FormatError, ModelError, ToolkitError
+from toolkit.core.files import read_regular
 from toolkit.text import chat_templates as chat
 from toolkit.text.gguf_tokenizer import CONTROLS, Vocabulary, build
 from toolkit.weights.safetensors_files import read_json
@@ -231,8 +232,8 @@ def _eos_ids(folder: Path, inner: tokenizers.Tokenizer, config: Mapping[str, Any
 def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """Return the chat template: chat_template.jinja, or a text or list of named texts in tokenizer_config.json."""
     path = folder / "chat_template.jinja"
-    if path.is_file() and path.stat().st_size < 1 << 20:
-        return path.read_text(encoding="utf-8", errors="replace")
+    if path.is_file():
+        return read_regular(path, f"chat template {path}", FormatError, 1 << 20).decode(errors="replace")
     template = config.get("chat_template")
     if isinstance(template, list):
         named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
