@@ -389,6 +389,7 @@ def text(plan: Plan) -> str:
             parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in phase.parts.items())
             held = phase.host_bytes if plan.card is None else phase.device_bytes
             lines.append(f"  {phase.name:<16} {bytes_text(held):>9}{f'   {parts}' if plan.card is not None else ''}")
+    lines += ["levers in use, with the bytes that each saves at the peak"] if plan.pulled else []
     lines += [f"  {pull.lever:<22} saves {bytes_text(pull.saves_bytes):>9}: {pull.why}" for pull in plan.pulled]
     lines += [f"does not fit: {problem}" for problem in plan.problems]
     return "\n".join(lines)

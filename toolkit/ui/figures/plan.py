@@ -24,7 +24,7 @@ PARTS = (
     "CUDA", "weights", "state", "cloned state", "activations", "scratch", "PyTorch", "copied table", "plain matrix", "staging",
     "host", "attention",
 )  # fmt: skip
-COLORS = (*model.COLORS, "#00707a", "#b3123a", "#566500", "#4a4fc4", "#7d4e1e")  # one per part
+COLORS = (*model.COLORS, "#00707a", "#b3123a", "#566500", "#4a4fc4", "#7b2fbe")  # one per part
 NOTE = (
     "Predicted from shapes. Weights and state follow the allocator's rounding rules; "
     "the memory of the CUDA context was measured once, on an H200."
