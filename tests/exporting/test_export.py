@@ -66,6 +66,12 @@ def test_logits_are_the_models(model, loaded):
         assert torch.equal(loaded(ids), model(ids))
 
 
+def test_a_plan_of_a_package_has_its_name_and_context(loaded):
+    plan = tk.plan(loaded, "h200", kv=None)
+    assert (plan.model, plan.context) == (loaded.package.name, loaded.context)
+    assert tk.plan(loaded, "h200", context=64, kv=None).context == 64
+
+
 def test_pieces_of_gemma4_compute_what_the_model_computes():
     """As traced: `test_e2b` compiles pieces like these."""
     ours = tk.load("demo/gemma4", device="cpu", progress=False)

@@ -85,7 +85,7 @@ def plan(
         model: a loaded model, or a name that `tk.load` accepts (`scheme` and `dtype` as there).
         device: a name that `tk.device` accepts. The GPU need not exist, and a virtual GPU is not opened.
         budget: GPU memory for the export, in bytes or as text ("4 GiB").
-        context: tokens in the KV cache (default: 4,096).
+        context: tokens in the KV cache (default: 4,096, or that of a package).
         kv: format of keys and values. "auto" is the first of plain, "int8", "k4v8" and "int4" that fits.
         run_budget: GPU memory for running (default: all memory of the card).
         levers: measures by which the export saves memory (`toolkit.planning.plans.Levers`).
@@ -109,6 +109,9 @@ def plan(
             f"a plan of a {type(model).__name__} with scheme={scheme!r}, dtype={dtype!r}, tensor_parallel={tensor_parallel!r}"
         )
         raise ToolkitError(asked, "the model is already loaded", "Leave out these options, or pass the name")
+    elif package := getattr(model, "package", None):
+        shapes, own = [model], package.name
+        context = getattr(model, "context", None) if context is None else context
     else:
         shapes, own = [model], type(model).__module__.rpartition(".")[2]
     if levers is not None and not isinstance(levers, Levers):
