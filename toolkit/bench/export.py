@@ -25,6 +25,7 @@ import torch
 import toolkit as tk
 from toolkit.bench.decode_copies import measure
 from toolkit.bench.record import about, write_record
+from toolkit.core.files import at_home
 from toolkit.exporting.progress import memory_now
 from toolkit.exporting.running import Exported
 from toolkit.models.model import Model
@@ -33,10 +34,14 @@ PROMPT = "The quick brown fox jumps over the lazy dog. "
 
 
 def bench(asked: dict[str, Any], folder: Path, runs: int, decode: int) -> dict[str, Any]:
-    """Return the record of `runs` exports and of the last package (JSON-able). `decode` is the number of tokens to generate."""
+    """Return the record of `runs` exports and of the last package (JSON-able). `decode` is the number of tokens to generate.
+
+    Each run deletes the package that the previous run wrote into `folder`.
+    """
     exports = []
-    for _ in range(runs):
-        shutil.rmtree(folder, ignore_errors=True)
+    for run in range(runs):
+        if run:
+            shutil.rmtree(folder)  # the package of the previous run
         with tempfile.TemporaryDirectory() as fresh:
             caches = dict.fromkeys(("TOOLKIT_CACHE", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TMPDIR"), fresh)
             exports.append(_process("export", asked | {"folder": str(folder)}, caches))
@@ -178,6 +183,13 @@ def _process(what: str, asked: dict[str, Any], environment: dict[str, str]) -> d
     return found
 
 
+def _new_folder(text: str) -> Path:
+    folder = at_home(text).resolve()
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise argparse.ArgumentTypeError(f"{text!r} exists and is not an empty folder. Choose a new or an empty folder")
+    return folder
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line, or with `--step` one step of it in a process of its own."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -195,7 +207,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--context", type=int, default=4096, help="positions that the cache holds")
     parser.add_argument("--runs", type=int, default=3, help="number of exports")
     parser.add_argument("--decode", type=int, default=17, help="tokens to generate from the package (0: none)")
-    parser.add_argument("--folder", type=Path, required=True, help="folder of the package; existing contents are deleted")
+    parser.add_argument("--folder", type=_new_folder, required=True, help="folder of the package, which must be new or empty")
     parser.add_argument("--out", type=Path, help="write the record to this JSON file (default: print it)")
     given = vars(parser.parse_args(arguments))
     folder, runs, decode, out = (given.pop(name) for name in ("folder", "runs", "decode", "out"))
