@@ -53,6 +53,7 @@ def test_seconds_text(s, text):
     [
         ("24 GiB", 24 * GiB), ("8GiB", 8 * GiB), ("8 gb", 8 * 10**9), ("8e9", 8 * 10**9), (8e9, 8 * 10**9), (0, 0), ("0", 0),
         ("1.5 MiB", 3 * MiB // 2), (".5kib", 512), ("1,024", 1024), (" 7 B ", 7), ("3 k", 3000), ("2T", 2 * 10**12), (17, 17),
+        ("1,234,567.5 kB", 1_234_567_500),
     ],
 )  # fmt: skip
 def test_parse_bytes(value, n):
@@ -61,9 +62,12 @@ def test_parse_bytes(value, n):
 
 @pytest.mark.parametrize(
     "value",
-    ["", "GiB", "-1 GiB", "8 GiBs", "8 8", "one", None, True, [8], -1, float("nan"), float("inf"), "1e", 10**5000],
+    [
+        "", "GiB", "-1 GiB", "8 GiBs", "8 8", "one", None, True, [8], -1, float("nan"), float("inf"), "1e", 10**5000,
+        "4,5 GiB", "1,5", "0,25 GB", "0,512 MiB", "1,0240", "1234,567", ",024", "1,024,", "1.5,000",
+    ],
     ids=brief,
-)
+)  # fmt: skip
 def test_what_is_no_size_is_an_error_that_says_how_to_write_one(value):
     with pytest.raises(ToolkitError, match="24 GiB"):
         parse_bytes(value)

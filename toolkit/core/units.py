@@ -68,11 +68,13 @@ def _three(x: float) -> str:
 def parse_bytes(value: int | float | str) -> int:
     """Return a size in bytes, given as a number (8e9) or a text ("24 GiB", "8GiB", "8 gb", "8e9").
 
-    GiB, MiB and KiB are powers of 1024; GB, MB and kB are powers of 1000. Raises ToolkitError for anything else.
+    GiB, MiB and KiB are powers of 1024; GB, MB and kB are powers of 1000. A comma separates thousands ("1,024 MB"). Raises
+    ToolkitError for anything else.
     """
     if isinstance(value, str):
-        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", value.replace(",", "").lower())
-        if match and match[2] in _SCALES and (found := float(match[1]) * _SCALES[match[2]]) < 1e18:
+        number = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]*\.?[0-9]+)(?:e[+-]?[0-9]+)?"
+        match = re.fullmatch(rf"\s*({number})\s*([a-z]*)\s*", value.lower())
+        if match and match[2] in _SCALES and (found := float(match[1].replace(",", "")) * _SCALES[match[2]]) < 1e18:
             return int(found)
     elif not isinstance(value, bool) and isinstance(value, int | float) and 0 <= value < 1e18:
         return int(value)
