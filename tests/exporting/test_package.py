@@ -103,6 +103,10 @@ def test_manifests_that_leave_something_out(package, changes):
 
 
 def test_links_out_of_the_folder(package, tmp_path):
+    """The folder itself may be a link."""
+    (tmp_path / "latest").symlink_to(package)
+    with pytest.raises(pytest.fail.Exception, match="was loaded"):
+        tk.load_exported(tmp_path / "latest", trust=True, progress=False)
     path = next(package.glob("methods/*"))
     (tmp_path / "elsewhere.pt2").write_bytes(path.read_bytes())
     path.unlink()

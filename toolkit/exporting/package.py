@@ -325,7 +325,7 @@ def _check_name(asked: str, folder: Path, name: str) -> None:
         found = f"{MANIFEST} lists {name!r:.80}, which isn't the name of a package's file"
         raise PackageError(asked, found, "Don't use this package unless you trust its source")
     path = folder / name
-    if path.is_symlink() or path.parent.is_symlink():
+    if path.is_symlink() or (path.parent != folder and path.parent.is_symlink()):  # the folder itself may be a link
         raise PackageError(asked, f"{name} is a symbolic link", "Replace the link by the file that it points to")
     if not path.is_file():
         raise PackageError(asked, f"{name} is missing", AGAIN)
