@@ -199,6 +199,26 @@ def test_damaged_weights_are_written_again(model, package):
     assert tokens(tk.load_exported(package, progress=False)) == tokens(model)
 
 
+def test_links_to_files_elsewhere_are_replaced_by_files(model, package, tmp_path):
+    def check():
+        tk.export(model, package, context=CONTEXT, progress=False)
+        assert not [path for path in package.rglob("*") if path.is_symlink()]
+        assert tokens(tk.load_exported(package, progress=False)) == tokens(model)
+
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for path in [next(package.glob("weights-*")), package / "tokenizer.json", next(package.glob("methods/*"))]:
+        (elsewhere / path.name).write_bytes(path.read_bytes() if path.name != "tokenizer.json" else b"another file")
+        path.unlink()
+        path.symlink_to(elsewhere / path.name)
+    check()
+    assert (elsewhere / "tokenizer.json").read_bytes() == b"another file"
+    weights_file = next(package.glob("weights-*"))
+    weights_file.unlink()
+    weights_file.symlink_to(tmp_path / "nowhere")
+    check()
+
+
 def test_a_cancelled_export_leaves_what_was_there(model, package, tmp_path):
     old, cancel = (package / folders.MANIFEST).read_bytes(), threading.Event()
 

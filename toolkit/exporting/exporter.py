@@ -279,9 +279,13 @@ def _weights(model: CausalLM, folder: Path, others: list[Path], watch: Watch) ->
 
 
 def _reusable(model: CausalLM, folder: Path, others: list[Path]) -> list[Path]:
-    """Return the weights files, in the folder or in another package, that have the size of the model's."""
+    """Return the weights files, in the folder or in another package, that have the size of the model's.
+
+    A package has no symbolic links, so they are left out.
+    """
     size = weights.size_of(model)
-    return [path for path in [*folder.glob("weights-*.safetensors"), *others] if path.stat().st_size == size]
+    found = [path for path in [*folder.glob("weights-*.safetensors"), *others] if path.is_file() and not path.is_symlink()]
+    return [path for path in found if path.stat().st_size == size]
 
 
 def _weights_of(other: Path) -> list[Path]:

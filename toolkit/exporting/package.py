@@ -223,9 +223,11 @@ def check_disk(folder: Path, needed: int) -> None:
 
 
 def put(folder: Path, name: str, data: bytes) -> None:
-    """Write a file of the package atomically."""
+    """Write a file of the package atomically. A symbolic link of that name is replaced, and what it points to is left."""
     path = folder / name
     path.parent.mkdir(exist_ok=True)
+    if path.is_symlink():  # `replacing` would replace the file that it points to
+        path.unlink()
     with replacing(path, sync=True) as file:
         file.write(data)
 
