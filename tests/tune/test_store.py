@@ -9,6 +9,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -159,10 +160,14 @@ def test_a_write_that_fails_leaves_the_old_file(monkeypatch: pytest.MonkeyPatch)
 def test_a_cache_that_is_a_file_or_holds_a_folder_for_a_file_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "file").touch()
     tuned_path("h200").mkdir(parents=True)
-    with pytest.warns(TunedFileWarning, match="can't be read: .*Is a directory"):
+    with pytest.warns(TunedFileWarning, match="set-aside-1: it is a folder"):
         assert read_tuned("h200", H200) is None
-    with pytest.warns(TunedFileWarning, match="can't be stored: .*Is a directory"):
-        add_rows("h200", H200, ROWS)
+    add_rows("h200", H200, ROWS)
+    with monkeypatch.context() as denied:
+        denied.setattr(os, "open", Mock(side_effect=PermissionError(13, "Permission denied")))
+        with pytest.warns(TunedFileWarning, match="can't be read: .*Permission denied"):
+            assert read_tuned("h200", H200) is None
+    assert read_tuned("h200", H200) == Tuned(H200, ROWS)
     monkeypatch.setenv("TOOLKIT_CACHE", str(folder / "file"))
     assert (kept_gpus(), read_tuned("h200", H200)) == ([], None)
     with pytest.warns(TunedFileWarning, match="can't be stored: .*Not a directory"):
@@ -241,7 +246,7 @@ def test_merging(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(("command", "says"), [
     (("export", "h100", "x"), "stored timings of GPU 'h100'"), (("show", "h100"), "stored timings of GPU 'h100'"),
-    (("import", "nowhere.json"), "timings in nowhere.json: No such file"),
+    (("import", "nowhere.json"), "timings in nowhere.json: no such file"),
 ])  # fmt: skip
 def test_what_isnt_there_is_one_line(command: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, told = run(capsys, *command)
@@ -291,9 +296,16 @@ def test_stopping_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert run(capsys, "show") == (130, "\nStopped. Results so far are stored; run the command again to resume.\n")
 
 
-def test_a_foreign_file_is_told_when_it_is_imported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_foreign_file_is_told_when_it_is_imported(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (folder / "x.json").write_text('{"name": "another program"}')
     assert "Give a file that `tune export` wrote" in run(capsys, "import", folder / "x.json")[1]
+    os.mkfifo(folder / "pipe")
+    assert "it is a named pipe, not a regular file" in run(capsys, "import", folder / "pipe")[1]
+    monkeypatch.setattr(store, "LARGEST", 1000)
+    (folder / "large.json").write_bytes(b" " * 1001)
+    assert "it is larger than 1,000 bytes" in run(capsys, "merge", folder / "large.json", "--out", folder / "out.json")[1]
     with pytest.raises(FormatError):
         Tuned.from_text("{", "x")
 

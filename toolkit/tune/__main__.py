@@ -104,14 +104,6 @@ def _kept(gpu: str) -> Tuned:
     return kept
 
 
-def _read(path: Path) -> Tuned:
-    try:
-        return Tuned.from_text(path.read_text(), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise FormatError(f"timings in {path}", why, "Give a file that `tune export` wrote") from error
-
-
 def _write(path: Path, kept: Tuned) -> None:
     replace_text(path, kept.to_text(), ToolkitError)
 
@@ -125,7 +117,7 @@ def _export(options: argparse.Namespace) -> None:
 def _import(options: argparse.Namespace) -> None:
     from toolkit.tune.cards import key_of
 
-    found = _read(options.file)
+    found = Tuned.read(options.file)
     gpu = key_of(found.device.name, found.device.sms)
     kept = read_tuned(gpu, found.device) or Tuned(found.device)
     kept.merge(found)
@@ -138,7 +130,7 @@ def _import(options: argparse.Namespace) -> None:
 
 
 def _merge(options: argparse.Namespace) -> None:
-    whole, *others = [_read(path) for path in options.files]
+    whole, *others = [Tuned.read(path) for path in options.files]
     for path, other in zip(options.files[1:], others, strict=True):
         if not other.device.same_card(whole.device):
             found = f"{path} has timings of a {other.device.name}, {options.files[0]} of a {whole.device.name}"

@@ -22,12 +22,13 @@ from filelock import FileLock
 from msgspec import Meta
 
 from toolkit.core.errors import FormatError
-from toolkit.core.files import at_home, replace_text
+from toolkit.core.files import at_home, read_regular, replace_text
 from toolkit.core.schema import convert, parse_json
 from toolkit.kernels.base import Config
 
 FORMAT = "decode-toolkit tuned 1"
 SHIPPED = Path(__file__).parent / "tuned"
+LARGEST = 64 << 20  # bytes of a file; an H200's has 0.4 MB
 _Figure = Annotated[float, Meta(ge=-1, le=1e18)]
 _Count = Annotated[int, Meta(ge=-1, le=1 << 62)]
 
@@ -121,7 +122,12 @@ class Tuned:
         return "\n".join([*lines, " }", "}"]) + "\n"
 
     @classmethod
-    def from_text(cls, text: str, where: str) -> Tuned:
+    def read(cls, path: Path) -> Tuned:
+        """Read a file. Raises FormatError if it can't be read, is larger than `LARGEST`, or wasn't written by `to_text`."""
+        return cls.from_text(read_regular(path, f"timings in {path}", FormatError, LARGEST), str(path))
+
+    @classmethod
+    def from_text(cls, text: str | bytes, where: str) -> Tuned:
         """Parse the text of `to_text`. Raises FormatError, which names the file `where`, if it is anything else."""
         try:
             plain: dict[str, Any] = parse_json(text)
@@ -214,14 +220,16 @@ def put_rows(gpu: str, device: DeviceFacts, rows: Rows) -> Path:
 
 def _read_or_rename(path: Path, device: DeviceFacts | None, ours: bool) -> Tuned | None:
     try:
-        found = Tuned.from_text(path.read_text(), str(path))
+        found = Tuned.read(path)
         if device is None or found.device.same_card(device):
             return found
         why = f"it has timings of {_card(found.device)}, but this GPU is {_card(device)}"
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (FormatError, UnicodeDecodeError) as error:
-        why = getattr(error, "found", str(error))
+    except FormatError as error:
+        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+            return None
+        if isinstance(error.__cause__, OSError):  # its contents may be good
+            raise error.__cause__ from None
+        why = error.found
     if not ours:
         tell(f"{path} is not used: {why}.")
         return None
