@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -119,15 +120,21 @@ def first_layer(folder):
 
 
 def test_a_new_process_loads_it_and_needs_no_compiler(exported, model, tmp_path):
-    code = (
-        "import sys, toolkit as tk\n"
-        "run = tk.generate(tk.load_exported(sys.argv[1]), sys.argv[2], max_new_tokens=24, record=False, eos=())\n"
-        "print(list(run.tokens), run.text)"
+    """It deletes the code that a killed process unpacked, and its own."""
+    load = "import os, sys, toolkit as tk\nmodel = tk.load_exported(sys.argv[1])\n"
+    kill = "os.kill(os.getpid(), 9)"
+    generate = (
+        "run = tk.generate(model, sys.argv[2], max_new_tokens=24, record=False, eos=())\nprint(list(run.tokens), run.text)"
     )
-    run = [sys.executable, "-c", code, str(exported.path), PROMPT]
-    bare = {**os.environ, "PATH": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    bare = {**os.environ, "PATH": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TMPDIR": str(temporary)}
     bare.pop("CXX", None)
-    done = subprocess.run(run, capture_output=True, text=True, timeout=120, env=bare)
+    for code in (load + kill, load + generate):
+        run = [sys.executable, "-c", code, str(exported.path), PROMPT]
+        done = subprocess.run(run, capture_output=True, text=True, timeout=120, env=bare)
+        assert any(temporary.rglob("*.so")) == (done.returncode == -signal.SIGKILL), done.stderr
+    assert not list(temporary.iterdir())
     assert done.stdout.startswith(str(list(tokens(model)))), done.stderr
     assert "Paris" in done.stdout
 

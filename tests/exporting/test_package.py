@@ -6,6 +6,7 @@ import os
 import random
 import threading
 import time
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -169,10 +170,20 @@ def test_on_another_device(package):
         tk.load_exported(package, "virtual:h200", trust=True, progress=False)
 
 
-def test_code_that_does_not_load(monkeypatch, loads, tmp_path):
-    with pytest.raises(PackageError, match=r"can't be loaded from the folder .* Free disk space there"):
-        loads(b"no archive", torch.device("cpu"))
-    monkeypatch.delenv("TMPDIR", raising=False)  # the error would name it
+def test_code_that_does_not_load(package, monkeypatch, loads, tmp_path):
+    """Nothing of it stays in the temporary folder."""
+    temporary, damaged = tmp_path / "temporary", tmp_path / "damaged.pt2"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    with zipfile.ZipFile(next(package.glob("methods/*"))) as whole, zipfile.ZipFile(damaged, "w") as copy:
+        for name in whole.namelist():
+            copy.writestr(name, b"no library" if name.endswith(".so") else whole.read(name))
+    for data in (b"no archive", damaged.read_bytes()):
+        with pytest.raises(PackageError, match=r"can't be loaded from the folder .* Free disk space there"):
+            loads(data, torch.device("cpu"))
+    assert not list(temporary.iterdir())
+    assert os.environ["TMPDIR"] == str(temporary)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
     with pytest.raises(PackageError, match=r"gone \(.*No such file"):
         loads(b"", torch.device("cpu"))

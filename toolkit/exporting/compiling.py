@@ -15,9 +15,10 @@ import shutil
 import tempfile
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 
 from toolkit.core.errors import PackageError
-from toolkit.core.files import replacing
+from toolkit.core.files import TemporaryFolder, replacing
 from toolkit.exporting import inductor
 from toolkit.exporting.pieces import Traceable, digest
 from toolkit.ops.define import describe_launches, has_kernel
@@ -46,6 +47,7 @@ OPTIONS: dict[str, Any] = {
 
 _described: dict[str, tuple[Any, ...]] = {}  # see `find_key`
 _tracing = threading.Lock()
+_environment = threading.Lock()  # held while TMPDIR is another folder
 
 
 @dataclass(frozen=True)
@@ -241,16 +243,36 @@ def load_piece(data: bytes, device: torch.device) -> Callable[[list[torch.Tensor
     Raises PackageError if it can't be loaded.
     """
     index = -1 if device.index is None else device.index
-    try:
-        with tempfile.NamedTemporaryFile(suffix=".pt2") as file:
-            file.write(data)
-            file.flush()
+    with ExitStack() as held:
+        try:
+            folder = TemporaryFolder()
+            held.callback(folder.cleanup)
+            path = Path(folder.name, "piece.pt2")
+            path.write_bytes(data)
             # torch._inductor.aoti_load_package would first compile and run a test program for each vector instruction set
-            loader = torch._C._aoti.AOTIModelPackageLoader(file.name, "model", True, 1, index)  # type: ignore[attr-defined]
-    except (OSError, RuntimeError) as error:
-        found = f"it can't be loaded from the folder {os.environ.get('TMPDIR') or tempfile.gettempdir()} ({_first_line(error)})"
-        do = "Free disk space there, or set TMPDIR to a folder that is not mounted with noexec"
-        raise PackageError("loading a layer's compiled code", found, do) from error
+            with _unpacking_into(folder.name):
+                loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, index)  # type: ignore[attr-defined]
+            path.unlink()
+        except (OSError, RuntimeError) as error:
+            found = f"it can't be loaded from the folder {tempfile.gettempdir()} ({_first_line(error)})"
+            do = "Free disk space there, or start Python with TMPDIR set to a folder that is not mounted with noexec"
+            raise PackageError("loading a layer's compiled code", found, do) from error
+        weakref.finalize(loader, held.pop_all().close)  # code for a GPU is read from the folder when it runs first
     # calling the loader itself parses a description of the operands each time, which takes longer than a layer
     run: Callable[[list[torch.Tensor]], list[torch.Tensor]] = loader.boxed_run
     return run
+
+
+@contextmanager
+def _unpacking_into(folder: str) -> Iterator[None]:
+    """Let PyTorch's loader unpack into this folder. The loader takes the folder of temporary files from TMPDIR only."""
+    with _environment:
+        before = os.environ.get("TMPDIR")
+        os.environ["TMPDIR"] = folder
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ["TMPDIR"]
+            else:
+                os.environ["TMPDIR"] = before
