@@ -21,6 +21,7 @@ from typing import Any
 import toolkit as tk
 from toolkit.core.distributed import announcing, join, leave
 from toolkit.core.errors import RankError
+from toolkit.core.files import check_writable
 from toolkit.core.units import print_any_text
 from toolkit.ranks.runs import collected
 
@@ -29,7 +30,7 @@ PROMPT = "The capital of France is"
 
 def demo(out: Path, device: str, max_new_tokens: int, name: str) -> None:
     """Compare every strategy with the model called `name` on `device`, print the table, and write the page `out`."""
-    _check_folder_of(out)
+    check_writable(out, tk.ToolkitError)
     gpu = tk.device(device)
     print(f"Loading {name} on {gpu.name}")
     model = tk.load(name, device=gpu)
@@ -69,7 +70,7 @@ def run(options: argparse.Namespace) -> None:
     first, gpu = shard.rank == 0, tk.device(options.device or "auto")
     strategy = options.strategy or ("cuda-graph" if gpu.graphs else "double-buffered")
     if options.save is not None:
-        _check_folder_of(options.save)
+        check_writable(options.save, tk.ToolkitError)
     with announcing():
         model = tk.load(
             options.model, device=gpu, dtype=options.dtype, scheme=options.scheme, progress=first,
@@ -86,11 +87,6 @@ def run(options: argparse.Namespace) -> None:
         print(f"\n\n{whole}")
         if options.save is not None:
             print(f"Saved as {whole.save(options.save)}: tk.open_trace shows it")
-
-
-def _check_folder_of(path: Path) -> None:
-    if not path.absolute().parent.is_dir():
-        raise tk.ToolkitError(f"writing {path}", "there is no such folder", "Create it first")
 
 
 def _print_piece(token: int, text: str) -> None:

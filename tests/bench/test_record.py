@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from toolkit.bench import decode_copies
 from toolkit.bench.record import about, process_bytes, write_record
+from toolkit.core.errors import ToolkitError
 
 FIELDS = ["date", "device", "gpu", "clock", "toolkit", "commit", "torch", "cuda", "python"]
 RESULTS = sorted((Path(__file__).parents[2] / "toolkit" / "bench" / "results").glob("*.json"))
@@ -29,6 +31,19 @@ def test_a_record_reads_back_and_has_a_line_per_list_of_numbers(tmp_path: Path, 
     assert "[1, 2.5]" in text
     write_record(record, None)
     assert capsys.readouterr().out == text
+    with pytest.raises(ToolkitError):
+        write_record(record, tmp_path)
+    assert capsys.readouterr().out == text  # it is not lost
+
+
+@pytest.mark.parametrize("out", [".", "nowhere/record.json"])
+def test_nothing_is_measured_if_the_record_cant_be_written(
+    out: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(decode_copies, "bench", lambda *_, **__: pytest.fail("it was measured"))
+    with pytest.raises(SystemExit):
+        decode_copies.main(["--out", out])
+    assert "argument --out: writing" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs Linux's /proc")

@@ -8,6 +8,7 @@ import socket
 import stat
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 import toolkit as tk
 from toolkit.core.errors import ToolkitError, TraceError
-from toolkit.core.files import TemporaryFolder, at_home, open_regular, replace_text, replacing, writing
+from toolkit.core.files import TemporaryFolder, at_home, check_writable, open_regular, replace_text, replacing, writing
 
 BAD_PATHS: tuple[Any, ...] = (None, 5, b"bytes", "a\0b", "half \ud800", "long" * 1000, "")
 
@@ -46,6 +47,8 @@ def test_what_is_not_a_regular_file_is_neither_replaced_nor_read(not_a_file: Pat
     before = os.lstat(not_a_file)
     with pytest.raises(TraceError, match="not a regular file"):
         replace_text(not_a_file, "text", TraceError)
+    with pytest.raises(TraceError, match="not a regular file"):
+        check_writable(not_a_file, TraceError)
     with pytest.raises(TraceError, match=r"asked: it is a .*, not a regular file|can't be read"):
         open_regular(not_a_file, "asked", TraceError)
     assert os.path.samestat(before, os.lstat(not_a_file))
@@ -126,10 +129,13 @@ def test_modes(tmp_path: Path, umask: int) -> None:
 
 def test_errors_name_the_cause(tmp_path: Path) -> None:
     for path, found, do in ((tmp_path / "none" / "x", "No such file", "disk"), (tmp_path / ("x" * 300), "too long", "shorter")):
-        with pytest.raises(TraceError, match=found) as caught:
-            replace_text(path, "text", TraceError)
-        assert do in caught.value.do
+        for write in (partial(replace_text, text="text"), check_writable):
+            with pytest.raises(TraceError, match=found) as caught:
+                write(path, error=TraceError)
+            assert do in caught.value.do
     longest = tmp_path / ("x" * 255)
+    check_writable(longest, TraceError)
+    assert not left(tmp_path)
     assert replace_text(longest, "text").read_text() == "text"
 
 

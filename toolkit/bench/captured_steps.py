@@ -19,12 +19,11 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from toolkit.bench.record import about, write_record
+from toolkit.bench.record import about, out_file, write_record
 from toolkit.core.errors import DeviceError
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
@@ -149,7 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kv", default=PLAIN, help=f'formats of the cache, separated by commas: "{PLAIN}", "int8"...')
     parser.add_argument("--tune", action="store_true", help="tune the kernels in the steps first")
     parser.add_argument("--kernels", help="with --tune: only these, separated by commas")
-    parser.add_argument("--out", type=Path, help="write the record to this JSON file (default: print it)")
+    parser.add_argument("--out", type=out_file, help="write the record to this JSON file (default: print it)")
     options = parser.parse_args(arguments)
     asked = tuple(map(int, options.prompts.split(","))) if options.prompts else None
     prompts = {name: asked or lengths for name, lengths in PROMPTS.items() if options.model in (None, name)}

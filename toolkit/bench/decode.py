@@ -35,7 +35,7 @@ from toolkit.bench.decode_runs import (
     whole_copies,
 )  # fmt: skip
 from toolkit.bench.published import LLAMA_CPP, LLAMA_CPP_SOURCE
-from toolkit.bench.record import about, write_record
+from toolkit.bench.record import about, out_file, write_record
 from toolkit.bench.step_breakdown import breakdown, expected_launches
 from toolkit.core.errors import ModelError, unknown_name
 from toolkit.core.units import GiB
@@ -316,7 +316,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--copies", default="19,128", help="prompt and decode steps for counting copies, or empty")
     parser.add_argument("--parts", default=",".join(PARTS), help="parts of the record (default: all)")
     parser.add_argument("--report", nargs="+", type=Path, metavar="FILE", help="write the page of these records instead")
-    parser.add_argument("--out", type=Path, help="the JSON file to write (default: print it), or the page (decode_speed.html)")
+    parser.add_argument("--out", type=out_file, help="the JSON file (default: print the record) or page (decode_speed.html)")
     options = parser.parse_args(arguments)
     if options.report:
         return _report(options.report, options.out or Path("decode_speed.html"))

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from toolkit.bench.record import about, write_record
+from toolkit.bench.record import about, out_file, write_record
 from toolkit.core.errors import ToolkitError
 from toolkit.decode.compare import decode_steps
 from toolkit.decode.loop import generate
@@ -150,7 +150,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line. Returns 1 if the two records of --table differ, else 0."""
     parser = argparse.ArgumentParser(prog="python -m toolkit.bench.decode_copies", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cuda", help='"cuda" (default), "virtual:h200"...')
-    parser.add_argument("--out", type=Path, help="write the record to this JSON file (default: print it)")
+    parser.add_argument("--out", type=out_file, help="write the record to this JSON file (default: print it)")
     parser.add_argument("--model", default=DEMO, help=f"a model name or path, as in tk.load (default: {DEMO})")
     parser.add_argument("--prompt", type=int, default=19, help="prompt tokens (default: 19)")
     parser.add_argument("--decode", type=int, default=128, help="decode steps (default: 128)")

@@ -24,7 +24,7 @@ import torch
 
 import toolkit as tk
 from toolkit.bench.decode_copies import measure
-from toolkit.bench.record import about, write_record
+from toolkit.bench.record import about, out_file, write_record
 from toolkit.core.files import at_home
 from toolkit.exporting.progress import memory_now
 from toolkit.exporting.running import Exported
@@ -208,7 +208,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--runs", type=int, default=3, help="number of exports")
     parser.add_argument("--decode", type=int, default=17, help="tokens to generate from the package (0: none)")
     parser.add_argument("--folder", type=_new_folder, required=True, help="folder of the package, which must be new or empty")
-    parser.add_argument("--out", type=Path, help="write the record to this JSON file (default: print it)")
+    parser.add_argument("--out", type=out_file, help="write the record to this JSON file (default: print it)")
     given = vars(parser.parse_args(arguments))
     folder, runs, decode, out = (given.pop(name) for name in ("folder", "runs", "decode", "out"))
     write_record(bench(given, folder, runs, decode), out)

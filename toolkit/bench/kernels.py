@@ -23,7 +23,7 @@ import torch
 
 from toolkit import tune
 from toolkit.bench.other_kernels import Runs, fla_step, gemlite, tinygemm
-from toolkit.bench.record import about, write_record
+from toolkit.bench.record import about, out_file, write_record
 from toolkit.core.units import bandwidth_text
 from toolkit.kernels.base import Kernel, Shape
 from toolkit.kernels.registry import find_kernel, find_shape
@@ -186,7 +186,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m toolkit.bench.kernels", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="run only the problems whose name contains this")
-    parser.add_argument("--out", type=Path, help="also write the record to this JSON file")
+    parser.add_argument("--out", type=out_file, help="also write the record to this JSON file")
     parser.add_argument("--table", type=Path, metavar="FILE", help="print a record as Markdown; no GPU needed")
     options = parser.parse_args(arguments)
     record = json.loads(options.table.read_text()) if options.table else bench(options.only, options.out)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from toolkit.bench.record import about, process_bytes, write_record
+from toolkit.bench.record import about, out_file, process_bytes, write_record
 from toolkit.bench.write_gguf import write_gguf
 from toolkit.gpu.opening import open_device
 from toolkit.loading.loader import load
@@ -101,7 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--scheme", help="as in tk.load (default: as stored)")
     parser.add_argument("--dtype", help="as in tk.load")
     parser.add_argument("--no-fuse", action="store_true", help="don't fuse matrices")
-    parser.add_argument("--out", type=Path, help="write the record to this JSON file (default: print it)")
+    parser.add_argument("--out", type=out_file, help="write the record to this JSON file (default: print it)")
     parser.add_argument("--write-gguf", nargs=2, metavar=("NAME", "OUT"), help="write a GGUF file of these shapes instead")
     parser.add_argument("--layers", type=int, help="with --write-gguf: number of layers (default: all)")
     options = parser.parse_args(arguments)

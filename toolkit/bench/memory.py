@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from toolkit.bench.record import about, write_record
+from toolkit.bench.record import about, out_file, write_record
 from toolkit.decode.loop import generate
 from toolkit.gpu.opening import open_device
 from toolkit.loading.loader import load
@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=32768, help="positions that the cache holds (default: %(default)s)")
     parser.add_argument("--prompt", type=int, default=0, help="tokens of the prompt (default: the context minus the steps)")
     parser.add_argument("--steps", type=int, default=16, help="tokens to decode (default: %(default)s)")
-    parser.add_argument("--out", type=Path, help="write the record to this JSON file (default: print it)")
+    parser.add_argument("--out", type=out_file, help="write the record to this JSON file (default: print it)")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("REAL", "VIRTUAL"), help="compare two records instead")
     options = parser.parse_args(arguments)
     if options.compare:

@@ -11,10 +11,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from toolkit.bench.record import about, write_record
+from toolkit.bench.record import about, out_file, write_record
 from toolkit.decode.loop import generate
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
@@ -68,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", help='"cuda" (default), "virtual:h200"...')
     parser.add_argument("--scheme", help="as in tk.load, except for demo models (default: as stored)")
     parser.add_argument("--steps", type=int, default=100, help="tokens to decode (default: %(default)s)")
-    parser.add_argument("--out", type=Path, help="write the record to this JSON file (default: print it)")
+    parser.add_argument("--out", type=out_file, help="write the record to this JSON file (default: print it)")
     options = parser.parse_args(arguments)
     gpu = open_device(options.device)
     found = [bench(name, gpu, options.scheme, options.steps) for name in options.models]

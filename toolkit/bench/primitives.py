@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from toolkit.bench.record import about, write_record
+from toolkit.bench.record import about, out_file, write_record
 
 BATCH, REPEATS = 100, 15
 SIZES = [8, 4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
@@ -238,7 +238,7 @@ def main(path: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", required=True, type=Path, help="write the record to this JSON file")
+    parser.add_argument("--out", required=True, type=out_file, help="write the record to this JSON file")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("no CUDA GPU was found: run this on a machine with one")

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.bench.record import about, write_record
+from toolkit.bench.record import about, out_file, write_record
 from toolkit.core.distributed import Shard, gather, join, latest
 from toolkit.core.errors import CancelledError
 from toolkit.decode.loop import generate
@@ -257,7 +257,7 @@ def _joined(traces: list[Path]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=out_file, required=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--models", default=",".join(MODELS))

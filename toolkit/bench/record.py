@@ -5,6 +5,7 @@ Every record begins with the fields of `about`, so that records can be compared.
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import re
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from toolkit.core.errors import ToolkitError
-from toolkit.core.files import replace_text
+from toolkit.core.files import check_writable, replace_text
 from toolkit.core.version import __version__
 from toolkit.gpu.opening import open_device
 
@@ -40,13 +41,28 @@ def about(device: str) -> dict[str, Any]:
     }
 
 
+def out_file(text: str) -> Path:
+    """Return the path that was given for `--out`. Raises argparse.ArgumentTypeError if no file can be written there."""
+    try:
+        return check_writable(text, ToolkitError)
+    except ToolkitError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def write_record(record: dict[str, Any], out: Path | None) -> None:
-    """Write `record` to the file `out` as JSON, or print it if `out` is None. A list of numbers takes one line."""
+    """Write `record` to the file `out` as JSON, or print it if `out` is None. A list of numbers takes one line.
+
+    Raises ToolkitError if the file can't be written. The record is then printed.
+    """
     text = _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", json.dumps(record, indent=1)) + "\n"
     if out is None:
         print(text, end="")
-    else:
+        return
+    try:
         replace_text(out, text, ToolkitError)
+    except ToolkitError:
+        print(text, end="")
+        raise
 
 
 def process_bytes(*fields: str) -> list[int]:

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from toolkit.bench.record import about, process_bytes, write_record
+from toolkit.bench.record import about, out_file, process_bytes, write_record
 
 STACKS, FRAMES, DEPTH = 20_000, 5_000, 25
 BASE, SEGMENTS, SEGMENT_BYTES = 0x7F0000000000, 4096, 32 << 20
@@ -127,7 +127,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, help="folder with room for the file (default: the system's temporary folder)")
     parser.add_argument("--make", type=Path, help="only write this file, and keep it")
     parser.add_argument("--open", type=Path, help="only open this file")
-    parser.add_argument("--out", type=Path, help="write the record to this JSON file (default: print it)")
+    parser.add_argument("--out", type=out_file, help="write the record to this JSON file (default: print it)")
     options = parser.parse_args(arguments)
     if options.make:
         make(options.make, options.gib, options.protocol)

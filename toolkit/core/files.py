@@ -180,6 +180,17 @@ def replacing(
         raise error(asked, problem.strerror or str(problem), do) from problem
 
 
+class _Writable(Exception):
+    """Ends the block of `check_writable`."""
+
+
+def check_writable(path: str | os.PathLike[str], error: type[ToolkitError]) -> Path:
+    """Return the path. Raises `error` if `replacing` can't write there. Leaves everything as it is."""
+    with suppress(_Writable), replacing(path, error):
+        raise _Writable
+    return at_home(path)
+
+
 def replace_text(
     path: str | os.PathLike[str], text: str, error: type[ToolkitError] | None = None, *, sync: bool = False
 ) -> Path:
