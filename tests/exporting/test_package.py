@@ -103,6 +103,33 @@ def test_manifests_that_leave_something_out(package, changes):
     refused(package, "has missing or invalid fields", trust=True)
 
 
+def first_layers_code(manifest):
+    return manifest["compiled"][manifest["pieces"][0]["like"]]
+
+
+@pytest.mark.parametrize(
+    ("lie", "says"),
+    [
+        (lambda manifest: first_layers_code(manifest).update(decode="tokenizer.json"), "compiled methods that are not"),
+        (lambda manifest: first_layers_code(manifest).pop("prefill"), "layers without code for prompts"),
+        (lambda manifest: manifest["pieces"][0].update(weights=[]), "layers that share code and have different numbers"),
+        (lambda manifest: manifest["pieces"][0]["weights"].__setitem__(0, "no.such.weight"), "doesn't have: no.such.weight"),
+        (lambda manifest: manifest.update(last=["no.such.norm", 1e-6, None]), "doesn't have: no.such.norm"),
+        (lambda manifest: manifest.update(kv="int3"), "the unknown kv='int3'"),
+        (lambda manifest: manifest.update(context=1), "a context of 1; the model has positions for 2 to 1,024 tokens"),
+        (lambda manifest: manifest.update(context=4096), "a context of 4,096; the model has positions"),
+        (lambda manifest: manifest.update(least=1 << 50), "caches for at least 1,125,899,906,842,624 tokens"),
+        (lambda manifest: manifest.update(chunk=1 << 20), "prompts in parts of 1,048,576 tokens"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)  # fmt: skip
+def test_manifests_that_contradict_themselves_or_the_model(package, lie, says):
+    manifest = json.loads((package / folders.MANIFEST).read_bytes())
+    lie(manifest)
+    rewrite(package, **manifest)
+    refused(package, says, trust=True)
+
+
 def test_links_out_of_the_folder(package, tmp_path):
     """The folder itself may be a link."""
     (tmp_path / "latest").symlink_to(package)

@@ -14,10 +14,12 @@ from toolkit.core.distributed import Shard, join
 from toolkit.core.errors import CancelledError, DeviceError, PackageError, ToolkitError
 from toolkit.core.files import check_path, shown
 from toolkit.exporting import compiling, package, skeleton, weights
+from toolkit.exporting.pieces import LEAST, MOST, least_context
 from toolkit.exporting.progress import Progress, Watch
 from toolkit.exporting.running import Exported
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
+from toolkit.kernels.kv_codes import KV_SCHEMES
 from toolkit.loading.loader import check_ranks
 from toolkit.models.model import CausalLM
 from toolkit.text import tokenizer as tokenizers
@@ -59,6 +61,7 @@ def load_exported(
     with watch.phase("verify"):
         data = {name: package.verified(folder, name, entry) for name, entry in files.items() if name != weights_name}
     model = skeleton.from_plain(manifest["model"], target, len(manifest["pieces"]) - 1)
+    _check_fits(folder, manifest, model)
     with watch.phase("weights"):
         _fill(model, folder, weights_name, files[weights_name], target.torch, watch)
     if "tokenizer.json" in files:
@@ -75,6 +78,30 @@ def _folder_of(folder: Path, shard: Shard) -> Path:
         found = f"it was exported for {ranks} {'ranks' if ranks > 1 else 'rank'}, and this is {shard}"
         raise PackageError(f"package {folder}", found, f"Load it with tensor_parallel={ranks}{start}")
     return folder / package.part_name(shard) if shard.ranks > 1 else folder
+
+
+def _check_fits(folder: Path, manifest: dict[str, Any], model: CausalLM) -> None:
+    """Raise PackageError if the manifest contradicts the model that it describes."""
+    pieces, (post, _, scalar) = manifest["pieces"], manifest["last"]
+    parameters = {name for name, _ in model.named_parameters()}
+    unknown = {post, scalar, *(name for piece in pieces for name in piece["weights"])} - parameters - {None}
+    context, least, chunk, kv = (manifest[name] for name in ("context", "least", "chunk", "kv"))
+    methods = [manifest["compiled"][piece["like"]] for piece in pieces if piece["layer"] is not None]
+    found = None
+    if unknown:
+        found = f"weights that the model doesn't have: {min(unknown):.80}"
+    elif kv not in (None, *KV_SCHEMES):
+        found = f"the unknown kv={kv!r:.20}"
+    elif not 2 <= context <= model.config.max_position_embeddings:
+        found = f"a context of {context:,}; the model has positions for 2 to {model.config.max_position_embeddings:,} tokens"
+    elif least != least_context(model):
+        found = f"caches for at least {least:,} tokens; the model needs {least_context(model):,}"
+    elif chunk > MOST:
+        found = f"prompts in parts of {chunk:,} tokens; the most is {MOST}"
+    elif chunk >= LEAST and not all("prefill" in each for each in methods):
+        found = "layers without code for prompts"
+    if found is not None:
+        raise PackageError(f"package {folder}", f"its manifest has {found}", package.AGAIN)
 
 
 def _fill(model: CausalLM, folder: Path, name: str, entry: dict[str, Any], device: torch.device, watch: Watch) -> None:

@@ -310,10 +310,13 @@ def _check_fields(manifest: Manifest) -> None:
     rank, ranks = manifest["model"].get("shard", (0, 1))
     if rank >= ranks:
         raise ValueError(f"it is of rank {rank}, and there are {ranks} ranks")
-    if not {name for methods in compiled.values() for name in methods.values()} <= set(files):
+    code = {name for name in files if name.startswith("methods/")}
+    if not {name for methods in compiled.values() for name in methods.values()} <= code:
         raise ValueError("it has compiled methods that are not among its files")
     if not all("decode" in compiled.get(piece["like"], {}) for piece in pieces):
         raise ValueError("it has layers without code")
+    if len({(piece["like"], len(piece["weights"])) for piece in pieces}) != len({piece["like"] for piece in pieces}):
+        raise ValueError("it has layers that share code and have different numbers of weights")
     layers = [piece["layer"] for piece in pieces]
     if layers.count(None) != 1 or sorted(n for n in layers if n is not None) != [*range(len(layers) - 1)]:
         raise ValueError("its pieces are not all layers and one head")
