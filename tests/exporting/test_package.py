@@ -8,6 +8,7 @@ import threading
 import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -190,6 +191,17 @@ def test_what_is_no_package(tmp_path):
     refused(tmp_path, "isn't the manifest of a package")
     (tmp_path / folders.MANIFEST).write_text("{" * 100_000)
     refused(tmp_path, "isn't valid JSON")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_package_given_as_a_model(package, tmp_path, ranks):
+    if ranks > 1:
+        (tmp_path / "divided").mkdir()
+        package = package.rename(tmp_path / "divided" / f"rank-0-of-{ranks}").parent
+    for call in (tk.load, partial(tk.plan, device="h200"), partial(tk.export, path=tmp_path / "out", progress=False)):
+        with pytest.raises(tk.ToolkitError, match=r"but a manifest\.json, as packages have") as caught:
+            call(package)
+        assert f'tk.load_exported("{package}")' in caught.value.do
 
 
 def test_on_another_device(package):

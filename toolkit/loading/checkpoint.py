@@ -209,6 +209,10 @@ def _random(asked: str) -> Checkpoint | None:
 
 
 def _open_folder(folder: Path) -> Checkpoint:
+    packages = [*folder.glob("manifest.json"), *folder.glob("rank-0-of-*/manifest.json")]
+    if packages and not os.path.lexists(folder / "config.json"):
+        found = "it has no config.json, but a manifest.json, as packages have"
+        raise FormatError(f"model {folder}", found, f'To load a package, call tk.load_exported("{folder}")')
     values = read_json(folder / "config.json", "config", max_bytes=16 << 20)
     architecture = _architecture(values.get("model_type"), f"config {folder / 'config.json'}", values.get("architectures"))
     config = architecture.Config.from_hf(_without_storage(values))
