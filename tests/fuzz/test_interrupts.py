@@ -74,6 +74,25 @@ def test_a_signal_waits_while_a_weak_dictionary_forgets_a_key(kind: type) -> Non
         time.sleep(5)
 
 
+def test_a_signal_waits_while_a_finalizer_runs() -> None:
+    """Finalizers are callbacks of weak references, too."""
+
+    def close() -> None:
+        signal.raise_signal(signal.SIGINT)
+        closed.append(True)
+
+    closed: list[bool] = []
+    tk.device("virtual:h200")
+    with signals_deferred:
+        pass  # from here on, handlers wait
+    owner = torch.nn.Module()
+    weakref.finalize(owner, close)
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        del owner
+        assert closed
+        time.sleep(5)
+
+
 def test_a_signal_waits_while_a_callback_of_the_garbage_collector_runs() -> None:
     """Python drops errors of these callbacks, such as the one that Hypothesis adds."""
     tk.device("virtual:h200")

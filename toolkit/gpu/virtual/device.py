@@ -59,6 +59,7 @@ _libraries: list[torch.library.Library] = []  # kept alive: garbage collection o
 
 
 _CALLBACKS = callbacks_of(WeakIdKeyDictionary, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
+_CALLBACKS += [weakref.finalize.__call__.__code__]
 _asked: list[Any] = []  # not empty while PyTorch asks for the type of the device
 _ask = functools.partial(_asked.append, torch._C._autograd.DeviceType.PrivateUse1)
 _answer = functools.partial(_asked.pop)
