@@ -5,6 +5,7 @@ import time
 from collections import UserDict, defaultdict, deque
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -90,15 +91,18 @@ def test_kinds_come_from_who_holds():
     assert found["cache.layers[0]"] == "kv"
 
 
-@pytest.mark.parametrize("first", ["loss", "net"])
-def test_weights_belong_to_their_module_while_a_graph_is_alive(first):
+@pytest.mark.parametrize("first", ["loss", "net", "optimiser", "trainer", "saved", "shared"])
+def test_weights_belong_to_their_module_whatever_else_reaches_them(first):
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)).to("vgpu")
     optimiser = torch.optim.Adam(net.parameters())
     for _ in range(2):
         loss = net(torch.ones(3, 4, device="vgpu")).sum()
         loss.backward()
         optimiser.step()
-    held = {"loss": loss, "net": net, "optimiser": optimiser}
+    states = [value for state in optimiser.state.values() for value in state.values()]
+    shared = [*net.parameters(), *net.buffers(), *(p.grad for p in net.parameters()), *states]
+    trainer = SimpleNamespace(optimiser=optimiser, net=net)
+    held = {"loss": loss, "net": net, "optimiser": optimiser, "saved": net.state_dict(), "shared": shared, "trainer": trainer}
     found = names({first: held[first], **held})
     weights = {f"net.{name}" for name, _ in (*net.named_parameters(), *net.named_buffers())}
     assert {owner for owner, kind in found.items() if kind == "weights"} == weights

@@ -1,8 +1,8 @@
 """Find the variable that owns each piece of memory, by walking from variables to the tensors that they reach.
 
 `find(variables)` names the memory of every tensor by the shortest path to it ("model.layers.0.mlp.up.weight", "losses[3]") and
-classifies it; `hidden.py` finds the memory that is held without a variable. The walk only reads: it changes no value and calls
-no property of a user's class.
+classifies it. A path that tells the kind, such as that of a module to its weight, is preferred. `hidden.py` finds the memory
+that is held without a variable. The walk only reads: it changes no value and calls no property of a user's class.
 """
 
 from __future__ import annotations
@@ -133,7 +133,9 @@ def walk(roots: Iterable[tuple[str, Any]]) -> dict[Place, Holder]:
     """Return the owner of each place in memory that can be reached from `roots`: pairs of a name and a value."""
     found: dict[Place, Holder] = {}
     graphs: list[tuple[str, torch.Tensor]] = []
-    for path, tensor, kind in tensors(roots):
+    reached = list(tensors(roots))
+    told, rest = ([one for one in reached if (one[2] is None) is unknown] for unknown in (False, True))
+    for path, tensor, kind in (*told, *_gradients((*told, *rest)), *rest):
         with suppress(Exception):  # other threads may change a tensor during the walk
             _note(found, path, tensor, kind)
             if tensor.grad_fn is not None:
@@ -153,14 +155,21 @@ def walk(roots: Iterable[tuple[str, Any]]) -> dict[Place, Holder]:
 def tensors(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor, str | None]]:
     """Yield (path, tensor, kind) for each tensor that can be reached from `roots`, those with the shortest paths first.
 
-    The kind is None if the path doesn't tell it. Tensors that only an autograd graph holds are not yielded.
+    The kind is None if the path doesn't tell it. A tensor is yielded again for each path that does. Tensors that only an
+    autograd graph holds are not yielded.
     """
     seen: dict[int, Any] = {}  # by id; keeps the values alive, so that no id is reused
     queue: deque[tuple[str, Any, str | None, int]] = deque((path, value, None, 0) for path, value in roots)
+    optimized: deque[tuple[str, Any, str | None, int]] = deque()  # comes last, as its tensors may have another owner
     ends_s = thread_time() + _MOST_S
-    while queue and len(seen) < MOST and (len(seen) % 128 or thread_time() < ends_s):  # a call takes 1 µs
-        path, value, kind, depth = queue.popleft()
-        if type(value) in _LEAF_TYPES or id(value) in seen:
+    while (queue or optimized) and len(seen) < MOST and (len(seen) % 128 or thread_time() < ends_s):  # a call takes 1 µs
+        last = not queue
+        path, value, kind, depth = (queue or optimized).popleft()
+        if type(value) in _LEAF_TYPES:
+            continue
+        if id(value) in seen:
+            if kind is not None and not last and _isa(value, torch.Tensor):
+                yield path, value, kind
             continue
         seen[id(value)] = value
         if _isa(value, torch.Tensor):
@@ -169,10 +178,20 @@ def tensors(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tenso
         with suppress(Exception):
             if _isa(value, torch.Tensor):
                 if value.is_leaf and value.grad is not None:
-                    queue.append((f"{path}.grad", value.grad, "gradients", depth + 1))
+                    queue.append((f"{path}.grad", value.grad, None, depth + 1))
             elif depth < _DEPTH and not _isa(value, _LEAVES) and len(queue) < MOST:
                 parts = _of_module(value, seen) if _isa(value, nn.Module) else _parts(value)
+                if _isa(value, torch.optim.Optimizer):
+                    optimized.extend((f"{path}{more}", held, k, depth + 1) for more, held, k in _optimized(value))
                 queue.extend((f"{path}{more}", held, k or kind, depth + 1) for more, held, k in parts)
+
+
+def _gradients(reached: Iterable[tuple[str, torch.Tensor, str | None]]) -> Iterator[tuple[str, torch.Tensor, str]]:
+    """Yield the gradients of tensors, with their paths."""
+    for path, tensor, _ in reached:
+        with suppress(Exception):  # a class of tensors may refuse
+            if tensor.is_leaf and tensor.grad is not None:
+                yield f"{path}.grad", tensor.grad, "gradients"
 
 
 def _isa(value: Any, kinds: Any) -> bool:
@@ -253,8 +272,6 @@ def _parts(value: Any) -> Iterator[Part]:
         return
     kind = "kv" if "cache" in name else None
     if _isa(value, torch.optim.Optimizer):
-        for group in value.param_groups:
-            yield from ((f".param_groups[...]['params'][{i}]", held, "weights") for i, held in enumerate(group["params"]))
         for number, state in enumerate(value.state.values()):
             yield from ((f".state[{number}].{name}", held, "optimizer") for name, held in dict(state).items())
     elif _isa(value, Mapping):
@@ -274,6 +291,12 @@ def _parts(value: Any) -> Iterator[Part]:
         yield from ((more, held, kind) for more, held in _own(value))
     elif not _isa(value, FrameType | TracebackType):
         yield from ((more, held, kind) for more, held in _own(value))
+
+
+def _optimized(optimizer: torch.optim.Optimizer) -> Iterator[Part]:
+    """Yield the tensors that an optimizer changes."""
+    for group in optimizer.param_groups:
+        yield from ((f".param_groups[...]['params'][{i}]", held, "weights") for i, held in enumerate(group["params"]))
 
 
 def _key_text(key: Any) -> str:
