@@ -91,11 +91,16 @@ def test_a_cell_run_again_is_a_cell_of_its_own(shell, run):
 
 
 def test_hidden_state_is_named_and_released(shell, run):
+    run("%memory on")
+    run("_cache = {'x': torch.ones(2 << 18, device=d)}")
+    assert "_cache['x']" in set(cells(shell)[0].use.by("owner")["owner"])
     run("def f():\n    pinned = torch.ones(8 << 18, device=d)\n    raise ValueError('on purpose')\nf()")
     run("torch.ones(4 << 18, device=d)")
     said = run("%memory hidden")
     assert "8.00 MiB  pinned in f() (the traceback of ValueError)" in said
     assert "4.00 MiB  Out[" in said
+    assert "_cache" not in said
+    run("del _cache")
     before = shell.user_ns["gpu"].memory().allocated_bytes
     said = run("%memory release")
     assert "Released 12.0 MiB" in said

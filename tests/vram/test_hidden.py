@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import traceback
+from types import ModuleType
 
 import pytest
 import torch
@@ -189,6 +190,23 @@ def test_variables_of_running_functions_have_names():
     finally:
         ends.set()
         thread.join()
+
+
+def test_variables_of_the_users_modules_have_names(monkeypatch, tmp_path):
+    helper = ModuleType("helper")
+    helper.__file__, helper._CACHE, helper.Model = str(tmp_path / "helper.py"), {"a": tensor()}, type("Model", (), {})
+    helper.Model.__module__, helper.Model.shared = "helper", tensor(2)
+    monkeypatch.setitem(sys.modules, "helper", helper)
+    with tk.memory() as use:
+        pass
+    rows = use.by("owner")
+    names = {"helper._CACHE['a']": 4 * MiB, "helper.Model.shared": 2 * MiB}
+    assert dict(zip(rows["owner"], rows["end_bytes"], strict=True)) == names
+    assert hidden.listed({}) == []
+    with pytest.raises(torch.OutOfMemoryError) as error, tk.budget("16 MiB"):
+        tensor(15)
+    assert "held by `helper._CACHE['a']`" in error.value.__notes__[0]
+    assert "release" not in error.value.__notes__[0]
 
 
 def test_variables_of_a_thread_that_a_debugger_watches_are_left_alone():

@@ -1,10 +1,13 @@
 """Tests of finding the owners of tensors: paths through all kinds of objects, and objects that resist inspection."""
 
 import gc
+import re
+import threading
 import time
 from collections import UserDict, defaultdict, deque
+from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from types import SimpleNamespace
 
 import pytest
@@ -64,6 +67,90 @@ def started():
     return generator
 
 
+class Logger:
+    def __init__(self):
+        self.kept = [tensor()]
+
+    def hook(self, *args):
+        pass
+
+
+def hooked(on, register):
+    getattr(on, register)(Logger().hook)
+    return on
+
+
+def on_cpu():
+    return torch.ones(3, requires_grad=True)
+
+
+def function():
+    def kept(*, held=tensor()):  # noqa: B008 - is what the test is about
+        return held
+
+    return kept
+
+
+def with_attribute(value):
+    value.held = tensor()
+    return value
+
+
+def cached():
+    found = lru_cache(lambda i: [i, tensor()])
+    found(1)
+    return found
+
+
+async def waits():
+    held = tensor()
+    await Suspends()
+    return held
+
+
+async def yields():
+    held = tensor()
+    yield held.shape
+
+
+class Suspends:
+    def __await__(self):
+        yield
+
+
+def suspended(coroutine):
+    coroutine.send(None)
+    return coroutine
+
+
+def suspended_generator():
+    generator = yields()
+    with pytest.raises(StopIteration):
+        generator.asend(None).send(None)
+    return generator
+
+
+def context_variable():
+    variable = ContextVar("variable")
+    variable.set(tensor())
+    return variable
+
+
+class Keeps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.kept = [tensor()]
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def optimizer():
+    return torch.optim.SGD([on_cpu()])
+
+
 @pytest.mark.parametrize(
     ("make", "owner"),
     [
@@ -73,10 +160,28 @@ def started():
         (closing, "x (its closure): held"), (started, "x (paused): held"),
         (lambda: partial(print, tensor()), "x (its argument 0)"),
         (lambda: nn.ParameterDict({"w": nn.Parameter(tensor())}), "x.w"),
+        (lambda: nn.Sequential(hooked(nn.ReLU(), "register_forward_hook")), "x.0._forward_hooks[i].__self__.kept[0]"),
+        (lambda: hooked(nn.ReLU(), "register_full_backward_hook"), "x._backward_hooks[i].__self__.kept[0]"),
+        (lambda: hooked(on_cpu(), "register_hook"), "x._backward_hooks[i].__self__.kept[0]"),
+        (lambda: hooked(on_cpu(), "register_post_accumulate_grad_hook"), "x._post_accumulate_grad_hooks[i].__self__.kept[0]"),
+        (lambda: hooked(optimizer(), "register_step_post_hook"), "x._optimizer_step_post_hooks[i].__self__.kept[0]"),
+        (lambda: Logger().hook, "x.__self__.kept[0]"), (lambda: [tensor()].append, "x (inside)[0]"),
+        (lambda: iter([tensor()]), "x (inside)[0]"), (cached, "x (inside)[1]"),
+        (function, "x (its default held)"), (lambda: with_attribute(lambda: None), "x.held"),
+        (lambda: with_attribute(on_cpu()), "x.held"), (lambda: with_attribute(type("Kept", (dict,), {})()), "x.held"),
+        (lambda: with_attribute(type("Kept", (list,), {})()), "x.held"),
+        (lambda: with_attribute(type("Kept", (), {"__module__": "__main__"})), "x.held"),
+        (lambda: suspended(waits()), "x (paused): held"), (suspended_generator, "x (paused): held"),
+        (lambda: with_attribute(threading.local()), "x (inside)[...]['held']"), (context_variable, "x (its value)"),
+        (lambda: Keeps.apply(on_cpu()), "x (its graph: KeepsBackward)"),
     ],
 )  # fmt: skip
 def test_a_path_leads_to_the_tensor(make, owner):
-    assert list(names({"x": make()})) == [owner]
+    assert [re.sub(r"hooks\[\d+\]", "hooks[i]", name) for name in names({"x": make()})] == [owner]
+
+
+def test_names_with_an_underscore_are_variables_too():
+    assert names({"_cache": {"a": tensor()}, "__builtins__": {"b": tensor()}}).keys() == {"_cache['a']"}
 
 
 def test_kinds_come_from_who_holds():

@@ -153,6 +153,7 @@ def _let_go(variables: Mapping[str, Any], found: Mapping[owners.Place, owners.Ho
     roots: dict[str, int] = {}
     stale: dict[str, int] = {}
     callers: dict[str, int] = {}
+    results, inputs = hidden.results(shell), _inputs(error)
     for place, holder in on_gpu.items():
         if place in visible:
             root = re.split(r"[.\[ ]", holder.owner, maxsplit=1)[0]
@@ -163,11 +164,11 @@ def _let_go(variables: Mapping[str, Any], found: Mapping[owners.Place, owners.Ho
             callers[root] = callers.get(root, 0) + holder.bytes
         elif shell is not None and place not in with_error:
             kept = "old tracebacks" if "(the traceback of" in holder.owner else "results kept by Out[] and _"
-            stale[kept] = stale.get(kept, 0) + holder.bytes
+            if kept == "old tracebacks" or place in results:
+                stale[kept] = stale.get(kept, 0) + holder.bytes
     do = "gc.collect()" if shell is None else "%memory release"
     savings = [(f"{do} ({', '.join(stale)})", sum(stale.values()))]
     savings += [(f"del {root}", callers[root]) for root in sorted(callers, key=lambda name: -callers[name])[:4]]
-    results, inputs = hidden.results(shell), _inputs(error)
     for root in sorted(roots, key=lambda name: -roots[name])[:4]:
         if root == "self" or id(variables.get(root)) in inputs:
             continue
@@ -228,8 +229,8 @@ def _without_graph(found: Mapping[owners.Place, owners.Holder]) -> list[Saving]:
 def _smaller_weights(variables: Mapping[str, Any]) -> list[Saving]:
     """Propose a narrower dtype for the weights of each module that a variable holds."""
     savings = []
-    for name, value in variables.items():
-        if not isinstance(value, nn.Module) or name.startswith("_"):
+    for name, value in owners.users(variables).items():
+        if not isinstance(value, nn.Module):
             continue
         sizes = {torch.float32: 0, torch.bfloat16: 0, torch.float16: 0}
         for parameter in value.parameters():

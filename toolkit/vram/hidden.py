@@ -37,19 +37,24 @@ _RUNNING = re.compile(r"[\w.]+ in [^()]*\(\)( \(thread '[^']*'\))?(?! \(the trac
 _WITHIN = re.compile(r"(?<!\bOut)\[\d+\]| \(its graph: [^)]*\)")  # an element of a list, and the graph of a tensor
 _PLAIN = (dict, list, tuple, set, frozenset)
 
+Found = dict[Place, Holder]
 
-def find(variables: Mapping[str, Any], shell: Any | None = None, error: BaseException | None = None) -> dict[Place, Holder]:
-    """Return the owner of memory that can't be reached from `variables`.
 
-    `error` is an error that is being handled, if any. Of reference cycles, only the memory of GPUs is included.
+def find(variables: Mapping[str, Any], shell: Any | None = None, error: BaseException | None = None) -> tuple[Found, Found]:
+    """Return the owners of memory that can be reached from `variables` or from the user's modules, and those of other memory.
+
+    `error` is an error that is being handled, if any. Modules, running functions and reference cycles are searched only if
+    much memory has no owner without them. Of reference cycles, only the memory of GPUs is included.
     """
     visible = owners.find(variables)
     held = owners.walk(_of_errors(error)) | results(shell)
-    held = {place: holder for place, holder in held.items() if place not in visible}
-    if not _unnamed(visible | held):
-        return held
-    held = {place: holder for place, holder in owners.walk(_of_threads()).items() if place not in visible} | held
-    return held | (_garbage(visible | held) if _unnamed(visible | held) else {})
+    if _unnamed(visible | held):
+        held = owners.walk(_of_threads()) | held
+    if _unnamed(visible | held):
+        visible |= {place: holder for place, holder in owners.walk(owners.of_modules()).items() if place not in visible | held}
+    if _unnamed(visible | held):
+        held |= _garbage(visible | held)
+    return visible, {place: holder for place, holder in held.items() if place not in visible}
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ def listed(variables: Mapping[str, Any], shell: Any | None = None) -> list[Hidde
     rows = trace.is_kind("alloc").nonzero()[0]
     lines = dict(zip(trace["address"][rows].tolist(), trace.select(rows).text("where"), strict=True))
     alike: dict[tuple[str, str | None], list[Holder]] = {}
-    for (kind, address), holder in find(variables, shell).items():
+    for (kind, address), holder in find(variables, shell)[1].items():
         if kind != "cpu":
             place = lines.get(address)
             where = place_text(place, {}) if place else None
@@ -104,9 +109,7 @@ def releasable() -> tuple[str, list[Hidden]]:
 
 def user_variables(shell: Any) -> dict[str, Any]:
     """Return the variables that the user of a notebook created, without IPython's own variables and its kept results."""
-    own = set(shell.user_ns_hidden) | {"In", "Out"}
-    names = list(shell.user_ns.items())
-    return {name: value for name, value in names if type(name) is str and name not in own and name[:1] != "_"}
+    return {name: value for name, value in owners.users(shell.user_ns).items() if name not in shell.user_ns_hidden}
 
 
 def of_error(error: BaseException | None) -> dict[Place, Holder]:

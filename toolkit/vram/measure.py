@@ -390,8 +390,8 @@ def with_owners(trace: Trace, found: Mapping[owners.Place, owners.Holder], meta:
 
 def _holders(variables: Mapping[str, Any], error: BaseException | None) -> dict[owners.Place, owners.Holder]:
     """Return the owner of each place: variables first, then tracebacks and kept results."""
-    shell = ipython_shell()
-    return {**hidden.find(variables, shell, error), **owners.find(variables)}
+    visible, held = hidden.find(variables, ipython_shell(), error)
+    return held | visible
 
 
 def variables_of(frame: FrameType | None) -> dict[str, Any]:

@@ -7,22 +7,38 @@ that is held without a variable. The walk only reads: it changes no value and ca
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import inspect
 import io
+import re
 import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from time import thread_time
-from types import CodeType, FrameType, FunctionType, GeneratorType, MemberDescriptorType, MethodType, ModuleType, TracebackType
+from types import (
+    AsyncGeneratorType,
+    CodeType,
+    CoroutineType,
+    FrameType,
+    FunctionType,
+    GeneratorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    TracebackType,
+)
 from typing import Any
 
 import torch
 from torch import nn
 
+from toolkit.core.callers import ipython_shell, is_installed
 from toolkit.gpu.device import Device
 
 # Limits of one walk, so that no cell waits long.
@@ -30,13 +46,21 @@ MOST = 200_000  # values
 _MOST_NODES = 50_000  # nodes of autograd graphs
 _MOST_S = 0.5  # seconds of processor time: on a busy machine a walk takes longer, but finds the same
 _DEPTH = 16  # steps from a variable: of a module farther away, only what a graph reaches has an owner
-_LEAVES = (str, bytes, bytearray, int, float, complex, bool, type(None), type, ModuleType, CodeType, torch.dtype, torch.device)
+_LEAVES = (str, bytes, bytearray, int, float, complex, bool, type(None), ModuleType, CodeType, torch.dtype, torch.device)
 _LEAF_TYPES = frozenset(_LEAVES)
 # Frames that hold the same values as the user's frames.
 _MACHINERY = ("/IPython/", "/toolkit/gpu/", "/toolkit/vram/", "/toolkit/ui/")
-_OPAQUE = (Device, threading.Thread, io.IOBase)  # not entered: they lead to objects that the variable does not own
+# Not entered: they lead to objects that the variable does not own.
+_OPAQUE = (Device, threading.Thread, io.IOBase, asyncio.AbstractEventLoop)
 _KERNEL = ("IPython", "ipykernel")  # packages whose objects aren't either: a widget's kernel leads to all variables and errors
 _MODULE_TABLES = frozenset(vars(nn.Module()))  # attributes that every module has; its tables are walked separately
+_HOOKS = frozenset(name for name in _MODULE_TABLES if name.endswith("_hooks"))
+_WRITTEN_IN_C = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE, a flag of types
+_PAUSED = {GeneratorType: "gi_frame", CoroutineType: "cr_frame", AsyncGeneratorType: "ag_frame"}
+_CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
+_PLAIN = frozenset((dict, *_CONTAINERS))  # types without attributes
+_PYTHONS = re.compile(r"__\w+__")
+_NOTEBOOKS = re.compile(r"_+|_i+|_i?[0-9]+|_[ido]h|In|Out|__\w+__")  # inputs and results of cells, and Python's own names
 _KINDS_BY_FILE = {
     "models/cache.py": "kv", "models/cache_codes.py": "kv", "transformers/cache_utils.py": "kv", "toolkit/loading/": "weights",
 }  # fmt: skip
@@ -57,8 +81,20 @@ Place = tuple[str, int]  # device type, address
 
 def find(variables: Mapping[str, Any]) -> dict[Place, Holder]:
     """Return the owner of each place in memory that can be reached from `variables`, named by the shortest path to it."""
-    named = ((name, value) for name, value in list(variables.items()) if type(name) is str)
-    return walk((name, value) for name, value in named if not name.startswith("_"))
+    return walk(users(variables).items())
+
+
+def of_modules() -> Iterator[tuple[str, Any]]:
+    """Yield the global variables of the user's modules, as ("module.name", value)."""
+    for name, module in list(sys.modules.items()):
+        if _isa(module, ModuleType) and _is_users(name):
+            yield from ((f"{name}.{variable}", value) for variable, value in users(vars(module)).items())
+
+
+def users(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the variables without those that Python and a notebook create."""
+    others = _PYTHONS if ipython_shell() is None else _NOTEBOOKS
+    return {name: value for name, value in list(variables.items()) if type(name) is str and not others.fullmatch(name)}
 
 
 def place_of(tensor: torch.Tensor) -> Place | None:
@@ -172,13 +208,16 @@ def tensors(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tenso
                 yield path, value, kind
             continue
         seen[id(value)] = value
-        if _isa(value, torch.Tensor):
+        is_tensor = _isa(value, torch.Tensor)
+        if is_tensor:
             yield path, value, kind
         # reading a user's object may raise, and other threads may change it during the walk
         with suppress(Exception):
-            if _isa(value, torch.Tensor):
+            if is_tensor:
                 if value.is_leaf and value.grad is not None:
                     queue.append((f"{path}.grad", value.grad, None, depth + 1))
+                if depth < _DEPTH:
+                    queue.extend((f"{path}{more}", held, None, depth + 1) for more, held in _of_tensor(value))
             elif depth < _DEPTH and not _isa(value, _LEAVES) and len(queue) < MOST:
                 parts = _of_module(value, seen) if _isa(value, nn.Module) else _parts(value)
                 if _isa(value, torch.optim.Optimizer):
@@ -227,6 +266,10 @@ def _saved(tensor: torch.Tensor, seen: set[Any]) -> Iterator[tuple[Any, torch.Te
         leaf: Any = getattr(node, "variable", None)  # AccumulateGrad has its leaf here
         if _isa(leaf, torch.Tensor):
             yield node, leaf
+        if _isa(node, torch._C._FunctionBase):  # of a torch.autograd.Function: `ctx`, with the attributes that the user set
+            for _, held in _own(node):
+                parts = (part for _, part, _ in _elements(held, None)) if type(held) in _PLAIN else (held,)
+                yield from ((node, part) for part in parts if _isa(part, torch.Tensor))
         for name in _saved_names(type(node)):  # type: ignore[arg-type]
             raw = getattr(node, name)
             for saved in raw if _isa(raw, tuple | list) else (raw,):
@@ -259,12 +302,15 @@ def _of_module(root: nn.Module, seen: dict[int, Any]) -> Iterator[Part]:
                 modules.append((f"{path}.{name}", child))
         kind = "kv" if "cache" in type(module).__name__.lower() else None
         for name, held in list(names.items()):
-            if name not in _MODULE_TABLES and type(held) not in _LEAF_TYPES:
+            if held if name in _HOOKS else name not in _MODULE_TABLES and type(held) not in _LEAF_TYPES:
                 yield f"{path}.{name}", held, kind
 
 
 def _parts(value: Any) -> Iterator[Part]:
     """Yield the values that an object holds, as (".name" or "[i]", value, kind of the tensors below)."""
+    if type(value) in _PLAIN:  # first, as most values are of these types
+        yield from _elements(value, None)
+        return
     name = type(value).__name__.lower()
     if _isa(value, _OPAQUE) or type(value).__module__.partition(".")[0] in _KERNEL:
         return
@@ -274,29 +320,61 @@ def _parts(value: Any) -> Iterator[Part]:
     if _isa(value, torch.optim.Optimizer):
         for number, state in enumerate(value.state.values()):
             yield from ((f".state[{number}].{name}", held, "optimizer") for name, held in dict(state).items())
-    elif _isa(value, Mapping):
-        if not _only_leaves(value.values()):
-            yield from ((_key_text(key), held, kind) for key, held in list(value.items()))
-    elif _isa(value, list | tuple | set | frozenset | deque):
-        if not _only_leaves(value):
-            yield from ((f"[{i}]", held, kind) for i, held in enumerate(list(value)))
+        yield from ((more, held, None) for more, held in _own(value) if more not in (".param_groups", ".state"))
+    elif _isa(value, _CONTAINERS):
+        yield from _elements(value, kind)
+        yield from ((more, held, kind) for more, held in _own(value))
+    elif _isa(value, type):
+        if _is_users(vars(value).get("__module__", "")):
+            yield from ((f".{name}", held, kind) for name, held in list(vars(value).items()))
     elif _isa(value, FunctionType | MethodType):
-        yield from _closure(value)
+        yield from _of_function(value)
     elif _isa(value, partial):
         yield from ((f" (its argument {i})", held, kind) for i, held in enumerate((*value.args, *value.keywords.values())))
-    elif _isa(value, GeneratorType) and value.gi_frame is not None:
-        yield from ((f" (paused): {name}", held, kind) for name, held in locals_of(value.gi_frame).items())
+    elif type(value) in _PAUSED:
+        frame = getattr(value, _PAUSED[type(value)])
+        if frame is not None:
+            yield from ((f" (paused): {name}", held, kind) for name, held in locals_of(frame).items())
+    elif _isa(value, ContextVar):
+        yield " (its value)", value.get(None), kind
     elif _isa(value, BaseException):
         yield from ((f" (its traceback): {more}", held, kind) for more, held in of_traceback(value))
         yield from ((more, held, kind) for more, held in _own(value))
     elif not _isa(value, FrameType | TracebackType):
         yield from ((more, held, kind) for more, held in _own(value))
+        if type(value).__flags__ & _WRITTEN_IN_C:  # such as an iterator, a method of a list or a cache of functools
+            yield from ((" (inside)", held, kind) for held in gc.get_referents(value))
 
 
 def _optimized(optimizer: torch.optim.Optimizer) -> Iterator[Part]:
     """Yield the tensors that an optimizer changes."""
     for group in optimizer.param_groups:
         yield from ((f".param_groups[...]['params'][{i}]", held, "weights") for i, held in enumerate(group["params"]))
+
+
+def _elements(value: Any, kind: str | None) -> Iterator[Part]:
+    """Yield the elements of a mapping or a sequence, unless all of them are leaves."""
+    if _isa(value, Mapping):
+        if not _only_leaves(value.values()):
+            yield from ((_key_text(key), held, kind) for key, held in list(value.items()))
+    elif not _only_leaves(value):
+        yield from ((f"[{i}]", held, kind) for i, held in enumerate(list(value)))
+
+
+def _of_tensor(tensor: torch.Tensor) -> Iterator[tuple[str, Any]]:
+    """Yield the hooks of a tensor, and the attributes that the user set."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(tensor, name)
+        if hooks:
+            yield f".{name}", hooks
+    yield from ((more, held) for more, held in _own(tensor) if more != "._host")  # the values of a tensor on the virtual GPU
+
+
+@lru_cache(maxsize=4096)
+def _is_users(module: str) -> bool:
+    """Return whether a module is the user's: not of the standard library, of an installed package, or of this package."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return module == "__main__" if file is None else not is_installed(file)
 
 
 def _key_text(key: Any) -> str:
@@ -316,17 +394,25 @@ def _own(value: Any) -> Iterator[tuple[str, Any]]:
         names = object.__getattribute__(value, "__dict__")
     except AttributeError:
         names = {}
-    yield from ((f".{name}", held) for name, held in list(names.items()))
+    for name, held in list(names.items()):
+        yield f".{name}", held
     for base in type(value).__mro__:
-        for name in base.__dict__.get("__slots__", ()) if isinstance(base.__dict__.get("__slots__", ()), tuple | list) else ():
+        slots = base.__dict__.get("__slots__")
+        for name in slots if slots and isinstance(slots, (tuple, list)) else ():
             member: Any = base.__dict__.get(name)
             if _isa(member, MemberDescriptorType):
                 with suppress(AttributeError):  # not set
                     yield f".{name}", member.__get__(value)
 
 
-def _closure(function: Any) -> Iterator[Part]:
-    function = getattr(function, "__func__", function)
+def _of_function(function: Any) -> Iterator[Part]:
+    """Yield what a function or a bound method holds: its object, closure, default arguments and attributes."""
+    if _isa(function, MethodType):
+        yield ".__self__", function.__self__, None
+        function = function.__func__
+    if not _isa(function, FunctionType):  # a method may be bound to any callable object
+        yield ".__func__", function, None
+        return
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         try:
             yield f" (its closure): {name}", cell.cell_contents, None
@@ -334,3 +420,5 @@ def _closure(function: Any) -> Iterator[Part]:
             continue
     for i, held in enumerate(function.__defaults__ or ()):
         yield f" (its default {i})", held, None
+    yield from ((f" (its default {name})", held, None) for name, held in (function.__kwdefaults__ or {}).items())
+    yield from ((more, held, None) for more, held in _own(function))
