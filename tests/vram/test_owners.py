@@ -131,9 +131,8 @@ def suspended_generator():
 
 
 def context_variable():
-    variable = ContextVar("variable")
-    variable.set(tensor())
-    return variable
+    held = tensor()
+    return ContextVar("variable", default=held)
 
 
 class Keeps(torch.autograd.Function):

@@ -336,7 +336,8 @@ def _parts(value: Any) -> Iterator[Part]:
         if frame is not None:
             yield from ((f" (paused): {name}", held, kind) for name, held in locals_of(frame).items())
     elif _isa(value, ContextVar):
-        yield " (its value)", value.get(None), kind
+        with suppress(LookupError):  # it has no value
+            yield " (its value)", value.get(), kind
     elif _isa(value, BaseException):
         yield from ((f" (its traceback): {more}", held, kind) for more, held in of_traceback(value))
         yield from ((more, held, kind) for more, held in _own(value))
