@@ -70,7 +70,7 @@ def test_what_is_alive_is_named_by_the_variable_that_holds_it(gpu):
     assert kinds.loc["weights", "at_peak_bytes"] == 2 * MiB + 4096
     text = repr(use)
     assert "temporary = ones(4)" in text
-    assert "held by `state['cache'][1]`" in text
+    assert "held by elements of `state['cache']`" in text
     del state
 
 
@@ -82,6 +82,24 @@ def test_a_graph_that_a_list_keeps_is_named(gpu):
     owners = " ".join(use.by("owner")["owner"])
     assert "losses[2] (its graph: PowBackward0)" in owners
     assert use.kept_bytes >= 3 * 2 * MiB
+
+
+def test_many_small_tensors_of_a_list_are_one_sentence(gpu):
+    nets, history = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(3)).to("vgpu"), []
+    x = ones(1).view(-1, 1024)
+    with torch.no_grad(), tk.memory() as use:
+        for _ in range(30):
+            history.append(nets[0](x))
+    first, second = use.ledger.sentences(most=2)
+    assert first.startswith("30.0 MiB in 30 blocks: history.append(nets[0](x)) in ")
+    assert first.endswith(", held by elements of `history`")
+    assert second.startswith("4.00 MiB: ")
+    loss = x.requires_grad_().exp().sin().cos().sum()
+    with pytest.raises(torch.OutOfMemoryError) as caught, tk.budget("128 MiB"):
+        ones(128)
+    assert "held by elements of `history`\n" in caught.value.__notes__[0]
+    assert "held by `loss` and its graph\n" in caught.value.__notes__[0]
+    del loss
 
 
 def test_what_an_exception_pins_is_named(gpu):

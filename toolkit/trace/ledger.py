@@ -9,7 +9,8 @@ alive when the recording began (the first `trace.meta["opening"]` rows) form the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 Ints = NDArray[np.int64]
 BY = ("owner", "kind", "where", "line", "cell", "step")
 UNOWNED, NOWHERE = "(no variable)", "(unknown line)"
+_INDEX = r"(?<!\bOut)\[\d+\]"  # an element of a list
+_WITHIN = re.compile(_INDEX + r"| \(its graph: [^)]*\)")
 OTHER_KIND = "activations"  # the kind of tensors that are not named as weights, cache or the like
 
 
@@ -270,16 +273,22 @@ class Ledger:
     # ---- words
 
     def sentences(self, at: int | None = None, most: int = 5) -> list[str]:
-        """Return sentences about the `most` largest rows of `holders(at)`. The source lines come from `trace.meta["source"]`.
+        """Return sentences about those that held the most memory at a position (default: the peak), at most `most`.
 
+        Elements of one list that one line allocated are one sentence. The source lines come from `trace.meta["source"]`.
         Example: "4.00 GiB: logits.float() in cell 7 line 3, held by `out`".
         """
-        alive, lines = self.holders(at), []
+        alike: dict[tuple[str, str], list[Any]] = {}
+        for row in self.holders(at).itertuples():
+            alike.setdefault((whole(row.owner), row.where), []).append(row)
         source = self.trace.meta.get("source", {})
-        for row in alive.head(most).itertuples():
-            count = f" in {row.blocks:,} blocks" if row.blocks > 1 else ""
-            held = f", held by `{row.owner}`" if row.owner != UNOWNED else ""
-            lines.append(f"{bytes_text(row.bytes)}{count}: {place_text(row.where, source)}{held}")
+        lines = []
+        for (_, where), rows in sorted(alike.items(), key=lambda group: -sum(row.bytes for row in group[1]))[:most]:
+            size, blocks = sum(row.bytes for row in rows), sum(row.blocks for row in rows)
+            count = f" in {blocks:,} blocks" if blocks > 1 else ""
+            held = together(row.owner for row in rows)
+            held = f", held by {held}" if held != f"`{UNOWNED}`" else ""
+            lines.append(f"{bytes_text(size)}{count}: {place_text(where, source)}{held}")
         return lines
 
     def __repr__(self) -> str:
@@ -292,6 +301,20 @@ def _busiest_rank(trace: Trace) -> int:
     ranks, which = np.unique(trace["rank"], return_inverse=True)
     allocated = np.where(trace.is_kind("alloc"), trace["bytes"], 0)
     return int(ranks[np.bincount(which, allocated).argmax()])
+
+
+def whole(owner: str) -> str:
+    """Return the variable without the elements and the graph: "history" for "history[3] (its graph: MulBackward0)"."""
+    return _WITHIN.sub("", owner)
+
+
+def together(owners: Iterable[str]) -> str:
+    """Return owners that have the same `whole`, in words: "`x`", "elements of `history`" or "`loss` and its graph"."""
+    different = list(dict.fromkeys(owners))
+    if len(different) == 1:
+        return f"`{different[0]}`"
+    name = whole(different[0])
+    return f"elements of `{name}`" if any(re.search(_INDEX, one) for one in different) else f"`{name}` and its graph"
 
 
 def line_of(where: str) -> str:

@@ -23,7 +23,7 @@ from toolkit.core.collector import no_collection
 from toolkit.core.signals import signals_deferred
 from toolkit.core.units import bytes_text
 from toolkit.gpu import allocation_scopes
-from toolkit.trace.ledger import place_text
+from toolkit.trace.ledger import place_text, whole
 from toolkit.vram import owners
 from toolkit.vram.cycles import garbage
 from toolkit.vram.owners import Holder, Place
@@ -34,7 +34,6 @@ _MOST_S = 2.0  # seconds of processor time of a search
 _AT_ONCE = 16  # tensors of one search
 _KERNEL = ("/IPython/", "/ipykernel/")  # callers of a notebook's code, which lead to all of its variables
 _RUNNING = re.compile(r"[\w.]+ in [^()]*\(\)( \(thread '[^']*'\))?(?! \(the traceback of)")
-_WITHIN = re.compile(r"(?<!\bOut)\[\d+\]| \(its graph: [^)]*\)")  # an element of a list, and the graph of a tensor
 _PLAIN = (dict, list, tuple, set, frozenset)
 
 Found = dict[Place, Holder]
@@ -87,7 +86,7 @@ def listed(variables: Mapping[str, Any], shell: Any | None = None) -> list[Hidde
         if kind != "cpu":
             place = lines.get(address)
             where = place_text(place, {}) if place else None
-            alike.setdefault((_WITHIN.sub("", holder.owner), where), []).append(holder)
+            alike.setdefault((whole(holder.owner), where), []).append(holder)
     found = []
     for (name, where), holders in alike.items():
         owner = holders[0].owner if len(holders) == 1 else f"{name}, {len(holders)} blocks"
