@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -211,6 +212,14 @@ class TestPinned:
         assert [b.sum().item() for b in batches] == [15, 51]
         assert trace["pinned"][trace.is_kind("h2d")].tolist() == [1, 1]
         assert not trace.is_kind("sync").any()
+
+    @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+    def test_a_worker_of_a_data_loader_can_not_use_the_gpu_of_its_parent(self):
+        data = [torch.ones(3)] * 4
+        kwargs = {"num_workers": 2, "timeout": 60, "multiprocessing_context": "fork"}
+        loader = DataLoader(data, collate_fn=lambda parts: torch.stack(parts).to("vgpu"), **kwargs)
+        with pytest.raises(RuntimeError, match=r"Cannot re-initialize CUDA in forked subprocess.*use the 'spawn' start method"):
+            list(loader)
 
     def test_scripted_factories_still_compile(self):
         @torch.jit.script

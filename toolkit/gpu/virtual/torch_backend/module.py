@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from toolkit.gpu.virtual.dispatch import machine
+from toolkit.gpu.virtual.forks import in_bad_fork
 from toolkit.gpu.virtual.lifetimes import settle
 from toolkit.gpu.virtual.threads import DEFAULT_STREAM, here
 from toolkit.gpu.virtual.torch_backend.memory import (  # noqa: F401  names of torch.vgpu
@@ -201,8 +202,7 @@ def init() -> None:
 _lazy_init = init
 
 
-def _is_in_bad_fork() -> bool:
-    return False
+_is_in_bad_fork = in_bad_fork
 
 
 def current_device() -> int:
