@@ -110,8 +110,17 @@ LARGE = {
 @pytest.mark.parametrize("make", LARGE.values(), ids=LARGE)
 def test_what_has_no_room_on_the_card_is_not_computed_on_the_host(gpu, make):
     x = torch.ones(1_000_000, 1, device="vgpu")  # results of terabytes: more than any host gives
+    gpu.memory()  # frees what earlier tests left
+    torch.vgpu.empty_cache()
+    reserved = gpu.memory().reserved_bytes
+    torch.empty(32 << 20, dtype=torch.uint8, device="vgpu")  # is cached
+    before = torch.vgpu.memory_stats()
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
         make(x)
+    after = torch.vgpu.memory_stats()
+    assert [after[name] - before[name] for name in ("num_ooms", "num_alloc_retries")] == [1, 1]
+    assert before["reserved_bytes.all.current"] == reserved + (32 << 20)
+    assert after["reserved_bytes.all.current"] <= reserved + (20 << 20)  # a segment may hold temporary memory
 
 
 def test_the_sizes_of_ordinary_results_are_not_looked_up():

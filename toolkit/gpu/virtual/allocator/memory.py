@@ -46,9 +46,9 @@ class Memory:
         return block
 
     def check(self, n_bytes: int) -> None:
-        """Raise torch.OutOfMemoryError if `n_bytes` more do not fit."""
-        with self._lock:
-            if n_bytes and not self._held.fits(n_bytes):
+        """Raise torch.OutOfMemoryError if `n_bytes` more do not fit. As on CUDA, the cache has then been released."""
+        with signals_deferred, self._lock:
+            if n_bytes and not self._held.fits(n_bytes) and self._held.take(n_bytes, 0) is None:
                 raise self._refusal(n_bytes)
 
     def _refusal(self, n_bytes: int) -> torch.OutOfMemoryError:
