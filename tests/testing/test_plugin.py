@@ -211,6 +211,37 @@ def test_memory_that_an_earlier_failed_test_held_does_not_count():
         assert held[0]() is None
 
 
+@pytest.mark.parametrize(
+    ("keep", "line", "did"),
+    [
+        ("kept.append(x)", "kept.append(x)", "64.0 MiB kept by elements of `kept`"),
+        ("lists['x'].append(x)", "lists['x'].append(x)", "64.0 MiB kept by elements of `lists`"),
+        ("torch.kept = x", "x = torch.ones(16 << 20, device=toolkit_gpu.torch)", "64.0 MiB held before the test"),
+    ],
+)
+def test_memory_of_earlier_tests_is_named_as_that(run, keep, line, did):
+    found = run(f"""
+from collections import defaultdict
+
+kept, lists = [], defaultdict(list)
+
+def test_first(toolkit_gpu):
+    x = torch.ones(16 << 20, device=toolkit_gpu.torch)
+    {keep}
+
+@pytest.mark.peak_memory("10 MiB")
+def test_second(toolkit_gpu):
+    y = torch.ones(8, device=toolkit_gpu.torch)
+    kept.clear()
+    lists.clear()
+    vars(torch).pop("kept", None)
+""")
+    found.assert_outcomes(passed=1, failed=1)
+    text = found.stdout.str()
+    assert "peak memory: 64.0 MiB, 10.0 MiB allowed\n> test_somebodys_loop.py:" in text
+    assert f": {line}\n      {did}\n" in text
+
+
 def test_lines_are_not_recorded_after_a_teardown_that_raises(run):
     before = log.keepers
     found = run("""

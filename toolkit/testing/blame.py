@@ -87,7 +87,8 @@ def of_peak(block: Block, before: Measured | None, lines: Lines) -> list[Blame]:
     assert ledger is not None
     known, now = (before or {}).get("memory", {}), memory_by_line(ledger, lines)
     places, alive = ledger.trace.text("where"), ledger.alive().tolist()
-    if before is None:  # nothing tells what is new: what was there before the block is not to blame
+    if before is None and 2 * ledger.baseline_bytes <= ledger.peak_bytes:
+        # without a baseline, what was there before the block is not to blame, unless it is the larger part
         alive = [i for i in alive if ledger.blocks.begin[i] >= ledger.opening] or alive
     place_of = {i: places[ledger.blocks.row[i]] for i in alive}
     key_of = {i: lines.key(place) for i, place in place_of.items()}
@@ -117,7 +118,9 @@ def of_peak(block: Block, before: Measured | None, lines: Lines) -> list[Blame]:
         found = list(_keeper(block.watch, ledger, [i for i, key in key_of.items() if key in excess], lines))
     for key in dict.fromkeys(order):
         was = f", at most {bytes_text(known.get(key, nothing)[0])} in the baseline" if before else ""
-        found.append(_at(lines, place_of[first[key]], key, f"{bytes_text(held[key])} at the peak{was}"))
+        old = before is None and ledger.blocks.begin[first[key]] < ledger.opening
+        when = "held before the test" if old else f"at the peak{was}"
+        found.append(_at(lines, place_of[first[key]], key, f"{bytes_text(held[key])} {when}"))
     first_of: dict[str, Blame] = {}
     for blame in found:
         first_of.setdefault(blame.line, blame)
@@ -222,7 +225,7 @@ def _adds(tree: ast.AST, name: str) -> int | None:
     """Return the line that adds an element to the container `name`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _ADDERS:
-            if _is(node.func.value, name):
+            if _is(node.func.value, name) or (isinstance(node.func.value, ast.Subscript) and _is(node.func.value.value, name)):
                 return node.lineno
         elif isinstance(node, ast.AugAssign) and _is(node.target, name):
             return node.lineno
