@@ -31,7 +31,8 @@ _active: list[Budget] = []  # the latest one is last
 class Budget:
     """A limit of `bytes` on the allocator of `device`. It is in force until `lift`, or until the end of its `with` block.
 
-    After a `with` block the previous budget is in force again. Another `with` block sets the limit again.
+    Only the latest budget is in force, even if it is larger than the one around it. After a `with` block the previous one is in
+    force again. Another `with` block sets the limit again.
     """
 
     def __init__(self, device: Device, n_bytes: int) -> None:
