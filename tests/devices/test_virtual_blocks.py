@@ -152,6 +152,12 @@ def test_blocks_that_are_not_cut_serve_only_what_is_nearly_as_large():
     assert blocks.take(60 * MIB, 0).size == 60 * MIB  # nor this: 40 MiB would lie idle
     assert blocks.take(90 * MIB, 0).size == 100 * MIB
     assert blocks.reserved_bytes == (100 + 20 + 60) * MIB
+    blocks = Blocks(
+        1 << 30, Settings.parse("max_split_size_mb:32,max_non_split_rounding_mb:64,per_process_memory_fraction:0.125")
+    )
+    blocks.give(blocks.take(100 * MIB, 0))
+    assert blocks.take(60 * MIB, 0).size == 100 * MIB
+    assert blocks.take(30 * MIB, 0) is None  # 128 MiB are the limit
 
 
 def test_expandable_segments_grow_in_place_and_give_back_what_is_whole():
@@ -191,6 +197,7 @@ def test_a_limit_is_kept_and_what_is_cached_is_given_up_for_it():
         ("expandable_segments:yes", "neither True nor False"),
         ("backend:cudaMallocAsync", "only backend:native"),
         ("max_split_size:64", "max_split_size_mb"),
+        ("per_process_memory_fraction:2", "a fraction of the GPU's memory"),
     ],
 )
 def test_settings_that_can_not_be(text, found):
@@ -200,6 +207,7 @@ def test_settings_that_can_not_be(text, found):
 
 def test_settings_read_and_write_themselves():
     text = "expandable_segments:True,max_split_size_mb:64,roundup_power2_divisions:[256:1,>:4],garbage_collection_threshold:0.8"
+    text += ",max_non_split_rounding_mb:64,per_process_memory_fraction:0.5"
     assert str(Settings.parse(text)) == text
-    assert Settings.parse("backend:native, pinned_use_background_threads:True") == Settings()
+    assert Settings.parse("backend:native, pinned_use_background_threads:True,pinned_free_catch_all:True") == Settings()
     assert str(Settings()) == "default"

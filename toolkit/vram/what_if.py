@@ -242,8 +242,9 @@ def _events(trace: Trace, device: int) -> _Events:
 def _run(trace: Trace, events: _Events, capacity: int, context: int, settings: Settings) -> Replay:
     """Replay until the end, or until the first allocation that fails."""
     blocks = Blocks(max(capacity - context, 0), settings)
-    if settings.garbage_collection_threshold:  # PyTorch applies it only if the process has a limit
-        blocks.limit_bytes = blocks.total_bytes
+    if settings.garbage_collection_threshold or settings.per_process_memory_fraction < 1:
+        # PyTorch collects garbage only if the process has a limit
+        blocks.limit_bytes = min(int(settings.per_process_memory_fraction * capacity), blocks.total_bytes)
     counters, take, give = blocks.counters, blocks.take, blocks.give
     held: dict[int, Block] = {}
     most = idle = size = 0

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
+from toolkit.core.units import MiB
 from toolkit.gpu.virtual.allocator.expandable import ExpandableSegments
 from toolkit.gpu.virtual.allocator.segments import SMALL_BYTES, Block, FreeList, segment_bytes
 from toolkit.gpu.virtual.allocator.settings import ROUND_BYTES, Settings, rounded
-
-MOST_UNCUT_BYTES = 20 << 20  # a block that must not be split may exceed the request by less than this (kLargeBuffer)
 
 __all__ = ["Block", "Blocks", "Settings", "rounded", "segment_bytes"]
 
@@ -32,6 +31,9 @@ class Blocks(ExpandableSegments):
         """Apply `settings` from now on."""
         self.settings = settings
         self._steps, self._max_split = settings.steps(), settings.max_split_bytes
+        self._most_uncut = settings.max_non_split_rounding_mb * MiB
+        if settings.per_process_memory_fraction < 1:
+            self.limit_bytes = int(settings.per_process_memory_fraction * self.total_bytes)
         self._plain = self._max_split is None and not settings.expandable_segments
 
     def take(self, n_bytes: int, stream: int) -> Block | None:
@@ -162,7 +164,7 @@ class Blocks(ExpandableSegments):
                 at += 1
         if limit is not None and size < limit <= free[at][0]:
             return None
-        if limit is not None and size >= limit and free[at][0] >= size + MOST_UNCUT_BYTES:
+        if limit is not None and size >= limit and free[at][0] >= size + self._most_uncut:
             return None
         return at
 

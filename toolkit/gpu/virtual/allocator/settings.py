@@ -21,7 +21,8 @@ _ASKED = "settings of the allocator"
 _NO_EFFECT = {
     "pinned_use_cuda_host_register", "pinned_num_register_threads", "pinned_use_background_threads",
     "pinned_reserve_segment_size_mb", "release_lock_on_cudamalloc", "release_lock_on_hipmalloc",
-    "pinned_use_hip_host_register", "graph_capture_record_stream_reuse",
+    "pinned_use_hip_host_register", "graph_capture_record_stream_reuse", "pinned_max_round_threshold_mb",
+    "pinned_free_catch_all", "throw_on_cudamalloc_oom",
 }  # fmt: skip
 
 
@@ -33,13 +34,16 @@ class Settings:
     `max_split_size_mb`: blocks of at least this size are not split for smaller requests. `roundup_power2_divisions`: round
     sizes up to one of this many steps between powers of two; a number, or (MiB, steps) pairs with `ABOVE` for larger sizes.
     `garbage_collection_threshold`: above this fraction of the limit that `set_per_process_memory_fraction` sets, release
-    the cached blocks that have been unused longest before reserving more.
+    the cached blocks that have been unused longest before reserving more. `max_non_split_rounding_mb`: a block that is not
+    split may exceed the request by less than this. `per_process_memory_fraction`: the part of the memory that may be reserved.
     """
 
     expandable_segments: bool = False
     max_split_size_mb: int | None = None
     roundup_power2_divisions: int | tuple[tuple[int, int], ...] = 0
     garbage_collection_threshold: float = 0.0
+    max_non_split_rounding_mb: int = 20
+    per_process_memory_fraction: float = 1.0
 
     def __post_init__(self) -> None:
         if self.max_split_size_mb is not None and self.max_split_size_mb <= LEAST_SPLIT_MB:
@@ -47,6 +51,9 @@ class Settings:
         if not 0 <= self.garbage_collection_threshold < 1:
             asked = f"garbage_collection_threshold:{self.garbage_collection_threshold}"
             raise DeviceError(asked, "not a fraction of the limit", "Use a value from 0 (off) to less than 1")
+        if not 0 < self.per_process_memory_fraction <= 1:
+            asked = f"per_process_memory_fraction:{self.per_process_memory_fraction}"
+            raise DeviceError(asked, "not a fraction of the GPU's memory", "Use a value above 0, up to 1")
         for megabytes, steps in self._pairs():
             if steps < 0 or steps & (steps - 1) or megabytes & (megabytes - 1):
                 asked = f"roundup_power2_divisions of {steps} steps" + (f" for {megabytes} MiB" if megabytes else "")
@@ -85,6 +92,10 @@ class Settings:
             parts.append(f"roundup_power2_divisions:{steps}")
         if self.garbage_collection_threshold:
             parts.append(f"garbage_collection_threshold:{self.garbage_collection_threshold}")
+        if self.max_non_split_rounding_mb != Settings.max_non_split_rounding_mb:
+            parts.append(f"max_non_split_rounding_mb:{self.max_non_split_rounding_mb}")
+        if self.per_process_memory_fraction != 1:
+            parts.append(f"per_process_memory_fraction:{self.per_process_memory_fraction}")
         return ",".join(parts) or "default"
 
     @property
@@ -153,5 +164,5 @@ def _divisions(name: str, value: str) -> int | tuple[tuple[int, int], ...]:
 
 _PARSERS = {
     "expandable_segments": _flag, "max_split_size_mb": _number, "roundup_power2_divisions": _divisions,
-    "garbage_collection_threshold": _share,
+    "garbage_collection_threshold": _share, "max_non_split_rounding_mb": _number, "per_process_memory_fraction": _share,
 }  # fmt: skip
