@@ -10,11 +10,14 @@ import traceback
 import pytest
 import torch
 
+from toolkit.core.errors import UnknownNameError
 from toolkit.core.units import GiB
 from toolkit.gpu.opening import open_device
 from toolkit.gpu.virtual.allocator.memory import Memory
+from toolkit.gpu.virtual.allocator.settings import Settings
 from toolkit.gpu.virtual.dispatch import machine
 from toolkit.gpu.virtual.host_room import could_be_large
+from toolkit.gpu.virtual.machine import Machine
 
 
 @pytest.fixture
@@ -297,6 +300,15 @@ with pytest.raises(UnknownNameError, match="rtx-5090"):
 with pytest.raises(UnknownNameError):
     tk.device("virtual:")
 """
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_the_settings_of_the_environment_are_followed(gpu, monkeypatch, name):
+    monkeypatch.setenv(name, "expandable_segments:True")
+    assert Machine(gpu.spec).memory.settings == Settings(expandable_segments=True)
+    monkeypatch.setenv(name, "expandable_segment:True")
+    with pytest.raises(UnknownNameError, match="expandable_segments"):
+        Machine(gpu.spec)
 
 
 def test_one_card_at_a_time():

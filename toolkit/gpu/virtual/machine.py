@@ -21,6 +21,7 @@ from toolkit.gpu.virtual import lifetimes
 from toolkit.gpu.virtual import sizes_only as sizes
 from toolkit.gpu.virtual.allocator.blocks import Block
 from toolkit.gpu.virtual.allocator.memory import Memory
+from toolkit.gpu.virtual.allocator.settings import Settings
 from toolkit.gpu.virtual.effects.effect import Effect, duration_ns, host_ns
 from toolkit.gpu.virtual.lifetimes import settle
 from toolkit.gpu.virtual.threads import DEFAULT_STREAM, here
@@ -36,7 +37,7 @@ class Machine:
 
     def __init__(self, spec: GpuSpec) -> None:
         self.spec = spec
-        self._memory = Memory(spec.memory_bytes, spec.name)
+        self._memory = Memory(spec.memory_bytes, spec.name, Settings.of_environment())
         self._memory.listener = self._log_event
         self.host_ns = 0
         self.stream_ends: dict[int, int] = {DEFAULT_STREAM: 0}

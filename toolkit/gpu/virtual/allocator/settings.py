@@ -6,6 +6,7 @@ c10/cuda/CUDACachingAllocator.cpp.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 
@@ -78,6 +79,11 @@ class Settings:
             else:
                 raise unknown_name("allocator setting", name, [*_PARSERS, "backend"])
         return cls(**found)  # type: ignore[arg-type]  # each parser returns its field's type
+
+    @classmethod
+    def of_environment(cls) -> Settings:
+        """Return the settings of PYTORCH_ALLOC_CONF, else of PYTORCH_CUDA_ALLOC_CONF. Raises what `parse` raises."""
+        return cls.parse(os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "")
 
     def __str__(self) -> str:
         """Return the text for PYTORCH_CUDA_ALLOC_CONF, or "default" if all settings have their defaults."""
