@@ -31,7 +31,7 @@ def open_device(device: Device | str | torch.device = "auto") -> Device:
     each process sees a single GPU. "virtual:8GiB" is a virtual H200 with that much memory; any size from 1 MiB on is possible.
     "auto" is "cuda" if there is a CUDA GPU, otherwise "virtual:h200". A `Device` is returned as it is. Raises DeviceError
     if the device does not exist, and UnknownNameError, which suggests the nearest name, if the name is unknown. A virtual GPU
-    raises them for settings of PYTORCH_ALLOC_CONF, too.
+    follows PYTORCH_ALLOC_CONF, and warns if it can't.
 
     PyTorch takes the device as `Device.torch`, as in `torch.ones(3, device=gpu.torch)`. A process has one virtual GPU at a
     time: opening another one while tensors are on it is a DeviceError.

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from dataclasses import dataclass
 
-from toolkit.core.errors import DeviceError, unknown_name
+from toolkit.core.errors import DeviceError, ToolkitError, unknown_name
 from toolkit.core.units import MiB
 
 ROUND_BYTES = 512
@@ -23,7 +24,7 @@ _NO_EFFECT = {
     "pinned_use_cuda_host_register", "pinned_num_register_threads", "pinned_use_background_threads",
     "pinned_reserve_segment_size_mb", "release_lock_on_cudamalloc", "release_lock_on_hipmalloc",
     "pinned_use_hip_host_register", "graph_capture_record_stream_reuse", "pinned_max_round_threshold_mb",
-    "pinned_free_catch_all", "throw_on_cudamalloc_oom",
+    "pinned_free_catch_all", "pinned_max_cached_size_mb", "throw_on_cudamalloc_oom",
 }  # fmt: skip
 
 
@@ -82,8 +83,16 @@ class Settings:
 
     @classmethod
     def of_environment(cls) -> Settings:
-        """Return the settings of PYTORCH_ALLOC_CONF, else of PYTORCH_CUDA_ALLOC_CONF. Raises what `parse` raises."""
-        return cls.parse(os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "")
+        """Return the settings of PYTORCH_ALLOC_CONF, else of PYTORCH_CUDA_ALLOC_CONF.
+
+        Warns and returns the defaults if one of them is wrong, or is not modelled: CUDA may know it.
+        """
+        text = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+        try:
+            return cls.parse(text)
+        except ToolkitError as error:
+            warnings.warn(f"the virtual GPU uses the allocator's default settings, not {text!r}: {error}", stacklevel=2)
+            return cls()
 
     def __str__(self) -> str:
         """Return the text for PYTORCH_CUDA_ALLOC_CONF, or "default" if all settings have their defaults."""
