@@ -375,7 +375,7 @@ def _of_tensor(tensor: torch.Tensor) -> Iterator[tuple[str, Any]]:
 def _is_users(module: str) -> bool:
     """Return whether a module is the user's: not of the standard library, of an installed package, or of this package."""
     file = getattr(sys.modules.get(module), "__file__", None)
-    return module == "__main__" if file is None else not is_installed(file)
+    return module == "__main__" or (file is not None and not is_installed(file))
 
 
 def _key_text(key: Any) -> str:
