@@ -29,7 +29,8 @@ from toolkit.ops.reference.attention import cached_attention, hidden_slots
 # reading them. The fixed time includes rotating the query and the result.
 CODES_FLOOR, CODES_SHARE = 9.0, {"int8": 1.0, "k4v8": 0.9, "int4": 0.68}
 PIECE = 4096  # slots that are dequantized at a time
-INTERMEDIATE_BYTES = 20  # of a number in a piece: codes as integers, levels and their product with the scale in fp32
+# Of a number in a piece: codes as integers, levels and their product with the scale in fp32. Chosen to bound the virtual GPU's.
+INTERMEDIATE_BYTES = 20
 
 Held = tuple[Tensor, Tensor, Tensor, Tensor]
 """Keys, key scales, values, value scales: int16 [1, KV heads, slots, D * bits / 16] and fp16 [1, KV heads, slots]."""
