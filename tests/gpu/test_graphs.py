@@ -20,6 +20,15 @@ CAPTURED = [name for name, strategy in STRATEGIES.items() if strategy.capture !=
 EAGER = [name for name in STRATEGIES if name not in CAPTURED]
 
 
+def held_bytes(gpu):
+    """Return the bytes that are allocated, and those that stay reserved once cached memory is freed."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    memory = gpu.memory()
+    return memory.allocated_bytes, memory.reserved_bytes
+
+
 def counts(run):
     table = decode_steps(run.trace)
     return table[["h2d_count", "d2h_count", "d2d_count"]].to_numpy().tolist()
@@ -137,16 +146,13 @@ def test_a_capture_that_fails_leaves_the_gpu_usable(gpu, name, monkeypatch):
     model = make(gpu, CONFIGS["small"])
     expected = generate(model, name, record=False).tokens
     advance = model.advance
-    gc.collect()
-    before = gpu.memory().allocated_bytes
+    before = held_bytes(gpu)
     with monkeypatch.context() as patch:
         patch.setattr(model, "advance", lambda x, *rest: advance(x, *rest) * float(x.abs().sum().item() >= 0))
         for _ in range(2):
             with pytest.raises(DeviceError, match="captur"):
                 generate(model, name, record=False)
-    gc.collect()
-    torch.cuda.synchronize()
-    assert gpu.memory().allocated_bytes == before
+    assert held_bytes(gpu) == before
     assert generate(model, name, record=False).tokens == expected
 
 
@@ -216,12 +222,7 @@ def test_memory_is_given_back(gpu):
     model = tk.load("demo/qwen3.5-moe", device=gpu, progress=False)
     for name in CAPTURED:
         generate(model, name, record=False)
-    gc.collect()
-    torch.cuda.empty_cache()
-    before = gpu.memory()
+    before = held_bytes(gpu)
     for name in CAPTURED * 3:
         generate(model, name, n=300, record=False)
-    gc.collect()
-    torch.cuda.empty_cache()
-    after = gpu.memory()
-    assert (after.allocated_bytes, after.reserved_bytes) == (before.allocated_bytes, before.reserved_bytes)
+    assert held_bytes(gpu) == before
