@@ -126,6 +126,12 @@ def kernels() -> str:
     return table(["kernel", "problem", "µs", "limit", "% of the limit", "aim, %", "other libraries, µs", "measured"], rows)
 
 
+def read_rates_8_bits() -> str:
+    """Return the slowest and the fastest read bandwidth that rows with "x in 8 bits" are compared with."""
+    rates = [row["read_bytes_per_s"] for row in record("h200_kernels")["rows"] if "x in 8 bits" in row["shape"]]
+    return f"{min(rates) / 1e9:,.0f} to {bandwidth_text(max(rates))}"
+
+
 def quantized_caches() -> dict[str, str]:
     """Return the times of attention on quantized caches of 131,072 slots in a layer of Gemma 4 31B, and captured steps."""
     tuned = json.loads((ROOT / "toolkit" / "tune" / "tuned" / "h200.json").read_text(encoding="utf-8"))["kernels"]
@@ -540,9 +546,7 @@ def substitutions() -> dict[str, Any]:
         "plan": plan_figures(), "snapshot": snapshot_figures(), "exports": export_figures(), "ratios": ratios,
         "waits": {"modelled": f"{1000 * waits[0]:.1f}", "measured": f"{1000 * waits[1]:.1f}"},
         "read_rate": bandwidth_text(record("h200_kernels")["read_bytes_per_s"]),
-        "read_rate_8_bits": bandwidth_text(
-            next(row["read_bytes_per_s"] for row in record("h200_kernels")["rows"] if "8 bits" in row["shape"])
-        ),
+        "read_rates_8_bits": read_rates_8_bits(),
         "online": online.links(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]),
         **magics(),
         "made": {path.stem.replace(".", "_").replace("-", "_"): provenance(path.stem) for path in RESULTS.glob("*.json")},
