@@ -5,8 +5,12 @@ from __future__ import annotations
 import io
 import re
 import sys
+from typing import TYPE_CHECKING
 
 from toolkit.core.errors import ToolkitError, brief
+
+if TYPE_CHECKING:
+    import torch
 
 KiB, MiB, GiB, TiB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 
@@ -32,6 +36,11 @@ def seconds_text(s: float) -> str:
         if abs(s) >= size:
             return f"{_three(s / size)} {unit}"
     return f"{s * 1e9:.0f} ns"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype: torch.bfloat16 -> "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def decimal_text(n: float, unit: str) -> str:

@@ -17,6 +17,7 @@ import torch
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from toolkit.core.errors import PackageError
+from toolkit.core.units import dtype_name
 from toolkit.core.workers import Worker, WorkerError, WorkerPool
 from toolkit.exporting.compiling import Compiled
 from toolkit.tune.cards import Card
@@ -32,7 +33,7 @@ class Compilers(WorkerPool):
     def __init__(self, plain: dict[str, Any], context: int, kv: str | None, card: Card | None, count: int) -> None:
         about = {
             "model": plain, "context": context, "kv": kv, "card": None if card is None else card.to_plain(),
-            "threads": torch.get_num_threads(), "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+            "threads": torch.get_num_threads(), "default_dtype": dtype_name(torch.get_default_dtype()),
         }  # fmt: skip
         environment = {
             "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir(),  # outlives workers

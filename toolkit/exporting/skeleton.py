@@ -12,6 +12,7 @@ from torch import nn
 
 from toolkit.core.distributed import WHOLE, Shard
 from toolkit.core.errors import ModelError, ToolkitError
+from toolkit.core.units import dtype_name
 from toolkit.gpu.device import Device
 from toolkit.loading.checkpoint import find_dtype
 from toolkit.models import ARCHITECTURES
@@ -32,7 +33,7 @@ def to_plain(model: CausalLM) -> dict[str, Any]:
     return {
         "architecture": names[0],
         "config": dataclasses.asdict(model.config),
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": dtype_name(model.dtype),
         "schemes": _schemes(model),
         "joined": joined,
         **({} if model.shard == WHOLE else {"shard": [model.shard.rank, model.shard.ranks], "block": model.shard.block}),
@@ -73,7 +74,7 @@ def shard_of(plain: Mapping[str, Any]) -> Shard:
 
 def shapes_of(model: nn.Module) -> dict[str, list[Any]]:
     """Return [dtype, shape] of every parameter, by name."""
-    return {n: [str(p.dtype).removeprefix("torch."), list(p.shape)] for n, p in model.named_parameters()}
+    return {n: [dtype_name(p.dtype), list(p.shape)] for n, p in model.named_parameters()}
 
 
 def _schemes(model: nn.Module) -> dict[str, str]:

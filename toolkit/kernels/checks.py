@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from toolkit.core.errors import ModelError
+from toolkit.core.units import dtype_name
 
 ALIGNMENT = 16  # bytes: a GPU's widest load; PyTorch's allocator aligns to it, slices may not
 
@@ -27,7 +28,7 @@ def check_tensor(
     if tuple(tensor.shape) != tuple(shape):
         raise ModelError(asked, f"shape {list(tensor.shape)} where {list(shape)} is needed", "Give it in that shape")
     if tensor.dtype not in allowed:
-        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+        names = " or ".join(dtype_name(dtype) for dtype in allowed)
         raise ModelError(asked, f"{str(tensor.dtype).removeprefix('torch.')} where {names} is needed", "Convert it")
     if tensor.device != like.device:
         raise ModelError(asked, f"on {tensor.device}, the rest on {like.device}", "Move it there")

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from toolkit.core.distributed import WHOLE, Shard, check_same, local_rank
 from toolkit.core.errors import FormatError, ModelError, ToolkitError
 from toolkit.core.files import at_home
+from toolkit.core.units import dtype_name
 from toolkit.gpu.device import Device
 from toolkit.gpu.opening import open_device
 from toolkit.gpu.virtual.device import VirtualGpu
@@ -149,7 +150,7 @@ def _report(inner: nn.Module, source: str, device: Device, shard: Shard, seconds
     """Return the record of a load: the weights that this rank holds, by dtype."""
     held: Counter[str] = Counter()
     for parameter in map(_mine, inner.parameters()):
-        held[str(parameter.dtype).removeprefix("torch.")] += parameter.nbytes
+        held[dtype_name(parameter.dtype)] += parameter.nbytes
     return Report(
         source=source, device=device.name, fused=(), bytes_by_kind=dict(held.most_common()), weight_bytes=held.total(),
         allocated_bytes=held.total(), peak_bytes=None, stored_bytes=held.total(), skipped=(), seconds=seconds, shard=shard,

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from toolkit.core.distributed import WHOLE, Shard
 from toolkit.core.errors import FormatError, ModelError
+from toolkit.core.units import dtype_name
 from toolkit.gpu.device import Device
 from toolkit.loading.checkpoint import Checkpoint
 from toolkit.models.layers import Embedding, Joined, Linear
 from toolkit.models.model import CausalLM
 from toolkit.models.places import Source, Spot, set_scheme, spot
-from toolkit.ops.define import dtype_name
 from toolkit.weights.packed import PackedMatrix
 from toolkit.weights.recipes import Recipe
 from toolkit.weights.repacking import block_of, scheme_of

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from toolkit.core.errors import ModelError, unknown_name
 from toolkit.core.progress import Counter, Progress
-from toolkit.core.units import count_text
+from toolkit.core.units import count_text, dtype_name
 from toolkit.gpu.virtual.device import VirtualGpu
 from toolkit.loading.quantization_report import Matrix, Quantization
 from toolkit.models.layers import Embedding, Joined, Linear
@@ -103,7 +103,7 @@ def _plan(model: CausalLM, chosen: Recipe) -> dict[str, Matrix]:
             why = f"rows of {shape[-1]:,} are not a multiple of {meant.multiple}"
         else:
             why = "already in this scheme" if isinstance(weight, PackedMatrix) and weight.scheme == meant else ""
-        was = weight.scheme.name if isinstance(weight, PackedMatrix) else str(weight.dtype).removeprefix("torch.")
+        was = weight.scheme.name if isinstance(weight, PackedMatrix) else dtype_name(weight.dtype)
         bits = weight.scheme.bits_per_weight if isinstance(weight, PackedMatrix) else 8.0 * weight.dtype.itemsize
         found[name] = Matrix(name, tuple(shape), was, bits, None if why else meant.name if meant else None, why)
     if not any(matrix.scheme for matrix in found.values()):

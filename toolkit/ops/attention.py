@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from toolkit.core.units import dtype_name
 from toolkit.gpu.virtual.effects.effect import Effect, nbytes, values_of
 from toolkit.gpu.virtual.effects.operations import rule
-from toolkit.ops.define import Problem, call, define, dtype_name, launches
+from toolkit.ops.define import Problem, call, define, launches
 from toolkit.ops.products import Operand
 from toolkit.ops.reference.attention import cached_attention, hidden_slots, rotate
 from toolkit.weights.packed import ACTIVATIONS_PER_SCALE, empty_quantized, quantize_activations

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from toolkit.core.units import dtype_name
 from toolkit.gpu.virtual.effects.effect import Effect, nbytes
 from toolkit.gpu.virtual.effects.operations import rule
 from toolkit.kernels.kv_codes import CodeScheme, decode, encode, find_kv_scheme, hadamard, levels, unpack_words
@@ -21,7 +22,7 @@ from toolkit.ops.attention import (
     results_of,
     slots_in_use,
 )
-from toolkit.ops.define import Problem, call, define, dtype_name, launches, on_gpu
+from toolkit.ops.define import Problem, call, define, launches, on_gpu
 from toolkit.ops.products import Operand
 from toolkit.ops.reference.attention import cached_attention, hidden_slots
 

@@ -249,8 +249,3 @@ def launches(
     """
     main = Effect("kernel", 0, name, flops=flops, moved_bytes=moved, peak="bf16_flops", floor=floor, share=share, blocks=blocks)
     return [Effect("kernel", 0, f"{name}_part", cost="launch_host_ns")] * (n - 1) + [main]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return "bfloat16" for torch.bfloat16, as the shapes of kernels spell it."""
-    return str(dtype).removeprefix("torch.")

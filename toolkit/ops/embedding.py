@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from toolkit.core.units import dtype_name
 from toolkit.gpu.virtual.effects.effect import Effect, nbytes
 from toolkit.gpu.virtual.effects.operations import rule
-from toolkit.ops.define import Problem, call, define, dtype_name, launches, on_gpu
+from toolkit.ops.define import Problem, call, define, launches, on_gpu
 from toolkit.weights.packed import PackedMatrix, dequantize
 from toolkit.weights.schemes import SCHEMES
 

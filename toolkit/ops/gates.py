@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from toolkit.core.units import dtype_name
 from toolkit.gpu.virtual.effects.effect import Effect, nbytes
 from toolkit.gpu.virtual.effects.operations import rule
-from toolkit.ops.define import Problem, aligned, call, define, dtype_name, launches, on_gpu
+from toolkit.ops.define import Problem, aligned, call, define, launches, on_gpu
 from toolkit.ops.products import Operand, quantizes
 from toolkit.weights.packed import empty_quantized, quantize_activations
 

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from toolkit.core.units import dtype_name
 from toolkit.gpu.virtual.effects.effect import Effect, nbytes
 from toolkit.gpu.virtual.effects.operations import rule
-from toolkit.ops.define import Problem, aligned, call, counters, define, dtype_name, launches, on_gpu
+from toolkit.ops.define import Problem, aligned, call, counters, define, launches, on_gpu
 from toolkit.ops.reference.delta_rule import DeltaNetLayer
 from toolkit.ops.reference.delta_rule import delta_net as delta_net_reference
 

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from toolkit.core.units import dtype_name
 from toolkit.gpu.virtual.effects.effect import Effect, nbytes
 from toolkit.gpu.virtual.effects.operations import rule
-from toolkit.ops.define import Problem, aligned, call, define, dtype_name, is_launched, launches, on_gpu
+from toolkit.ops.define import Problem, aligned, call, define, is_launched, launches, on_gpu
 from toolkit.ops.products import Operand, few_rows, quantizes
 from toolkit.weights.packed import empty_quantized, quantize_activations
 

@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
+from toolkit.core.units import dtype_name
 from toolkit.gpu.virtual.effects.effect import Effect, nbytes
 from toolkit.gpu.virtual.effects.operations import rule
 from toolkit.kernels.filters import Rules, next_token
-from toolkit.ops.define import Problem, call, define, dtype_name, launches, on_gpu
+from toolkit.ops.define import Problem, call, define, launches, on_gpu
 
 
 def sample(logits: Tensor, rules: Rules, token: Tensor, told: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch import nn
 
 from toolkit.core.errors import ModelError, brief
 from toolkit.core.numbers import LARGEST, integer
+from toolkit.core.units import dtype_name
 from toolkit.gpu.catalogue import CATALOGUE, GpuSpec
 from toolkit.models.costs import Cost, Shown, named_weights
 from toolkit.models.model import Model
@@ -322,7 +323,7 @@ def _holdings(model: nn.Module) -> tuple[Holding, ...]:
         if id(weight) in seen:
             continue
         seen.add(id(weight))
-        kind = weight.scheme.name if isinstance(weight, PackedMatrix) else str(weight.dtype).removeprefix("torch.")
+        kind = weight.scheme.name if isinstance(weight, PackedMatrix) else dtype_name(weight.dtype)
         where = _where(name)
         parameters, n_bytes = found.get((where, kind), (0, 0))
         found[where, kind] = parameters + weight.numel(), n_bytes + weight.nbytes

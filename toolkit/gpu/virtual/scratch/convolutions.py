@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from toolkit.core.units import dtype_name
 from toolkit.gpu.virtual import cudnn
 from toolkit.gpu.virtual.scratch.script import MAKE_RESULTS, Args, Free, Kwargs, Make, Script, Step, Take, brief, scratch
 
@@ -61,7 +62,7 @@ class Call(NamedTuple):
 
 def call_of(x: Any, w: Any, y: Any, options: Any) -> Call | None:
     """Return the call, or None if ATen doesn't pass it to cuDNN, or nobody has measured its dtype."""
-    if not torch.backends.cudnn.enabled or str(x.dtype).removeprefix("torch.") not in _MEASURED or not x.numel():
+    if not torch.backends.cudnn.enabled or dtype_name(x.dtype) not in _MEASURED or not x.numel():
         return None
     stride, padding, dilation, transposed, _, groups = options
     stride, padding, dilation = (tuple(values) for values in (stride, padding, dilation))
@@ -81,7 +82,7 @@ def asked(call: Call, which: str) -> cudnn.Convolution:
     x, w, y = tuple(call.x.shape), tuple(call.w.shape), call.y
     if call.transposed:
         x, y, which = y, x, _SWAPPED[which]
-    dtype, last = str(call.x.dtype).removeprefix("torch."), call.format is not torch.contiguous_format
+    dtype, last = dtype_name(call.x.dtype), call.format is not torch.contiguous_format
     lists, flags = (call.stride, call.padding, call.dilation), torch.backends.cudnn
     return cudnn.Convolution(which, x, w, y, *lists, dtype, last, flags.allow_tf32, flags.deterministic)
 
