@@ -269,3 +269,31 @@ class TestModule:
         torch.vgpu.set_stream(torch.vgpu.default_stream())
         with torch.vgpu.stream(None):
             pass
+
+    def test_streams_and_events_of_any_device(self, gpu):
+        """`torch.Stream` and `torch.Event` are those of torch.vgpu on the virtual GPU, and PyTorch's own elsewhere."""
+        x, host = torch.ones(1 << 20, device="vgpu"), torch.empty(1 << 20).pin_memory()
+        side, written = torch.Stream("vgpu", priority=-1), torch.Event("vgpu", enable_timing=True)
+        read = torch.Event(enable_timing=True)
+        with gpu.record() as trace:
+            x.mul_(2)
+            written.record()
+            with side:
+                assert torch.accelerator.current_stream() == side == torch.vgpu.current_stream()
+                side.wait_event(written)
+                host.copy_(x, non_blocking=True)
+                read.record()
+        (kernel,), (copy,) = rows(trace, "kernel"), rows(trace, "d2h")
+        assert (kernel[2], copy[2]) == (0, side.stream_id)
+        assert copy[0] >= kernel[0] + kernel[1]
+        read.synchronize()
+        assert written.elapsed_time(read) >= copy[1] / 1e6
+        assert side.query()
+        assert isinstance(side, torch.Stream)
+        assert isinstance(read, torch.Event)
+        torch.accelerator.set_stream(side)
+        assert torch.accelerator.current_stream() == side
+        torch.accelerator.set_stream(torch.vgpu.default_stream())
+        elsewhere = torch.Event("cpu")
+        assert isinstance(elsewhere, torch.Event)
+        assert not isinstance(elsewhere, torch.vgpu.Event)

@@ -34,6 +34,7 @@ from toolkit.gpu.virtual import dispatch, in_place, sizes_only, tensor, threads
 from toolkit.gpu.virtual.graphs import PUBLISH, VirtualGraph, VirtualLoop
 from toolkit.gpu.virtual.machine import Machine
 from toolkit.gpu.virtual.torch_backend import (
+    accelerator,
     attention,
     autocast,
     ctc_loss,
@@ -257,6 +258,7 @@ def _register() -> None:
     in_place.count_references()
     threads.install()
     pinned.install()
+    accelerator.install()
     storage.install()
     moving_modules.install()
     recurrent.install()

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-calls, no-warn-return-any, no-warn-unused-ignores
 # (PyTorch's extension points carry no types.)
-"""Pinned host memory, generators and torch.accelerator for the virtual GPU, for which PyTorch has no hooks in Python.
+"""Pinned host memory for the virtual GPU, for which PyTorch has no hooks in Python.
 
 Pinned memory is ordinary host memory whose storage is remembered, so that copies to and from it are modelled as pinned. The
 first virtual GPU that opens replaces functions of torch for the whole process; with CUDA they still pin memory for CUDA.
@@ -19,17 +19,12 @@ import torch
 from toolkit.gpu.virtual.dispatch import SPECIAL, machine
 from toolkit.gpu.virtual.tensor import VirtualTensor
 from toolkit.gpu.virtual.threads import finish
-from toolkit.gpu.virtual.torch_backend import module as vgpu_module
 
 _pin_memory, _is_pinned = torch.Tensor.pin_memory, torch.Tensor.is_pinned
-_Generator = torch.Generator
 _FACTORIES = (
     "empty", "zeros", "ones", "full", "rand", "randn", "randint", "arange", "empty_strided", "tensor", "eye", "linspace",
     "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
 )  # fmt: skip
-_ACCELERATOR = ("synchronize", "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
-                "memory_stats", "reset_peak_memory_stats", "empty_cache", "get_memory_info")  # fmt: skip
-
 
 _pinned: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by address of the storage object
 
@@ -114,29 +109,6 @@ def _without_values(make: Callable[[], Any]) -> Any:
         card.sizes_only = outer
 
 
-class _GeneratorMeta(type(_Generator)):  # type: ignore[misc]
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, _Generator)
-
-
-class Generator(_Generator, metaclass=_GeneratorMeta):
-    """torch.Generator, which also accepts `device="vgpu"`. Its numbers are those of a CPU generator."""
-
-    _vgpu = False
-
-    def __new__(cls, device: Any = "cpu") -> Any:
-        wanted = torch.device(device)
-        if wanted.type != "vgpu":
-            return _Generator(device)
-        self = super().__new__(cls, "cpu")  # type: ignore[call-arg]
-        self._vgpu = True
-        return self
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return torch.device("vgpu", 0) if self._vgpu else super().device
-
-
 def install() -> None:
     """Replace the functions of torch, in all threads of this process."""
     from torch.jit import _builtins
@@ -152,7 +124,3 @@ def install() -> None:
         setattr(torch, name, replacement)
     SPECIAL["_to_copy"] = _to_copy
     torch.Tensor.pin_memory, torch.Tensor.is_pinned = pin_memory, is_pinned  # type: ignore[method-assign, assignment]
-    torch.Generator = Generator  # type: ignore[misc]
-    for name in _ACCELERATOR:
-        if hasattr(torch.accelerator, name) and hasattr(vgpu_module, name):
-            setattr(torch.accelerator, name, getattr(vgpu_module, name))
