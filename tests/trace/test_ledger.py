@@ -90,6 +90,31 @@ def test_each_group_has_its_own_peak(by):
     assert table["at_peak_bytes"].sum() == ledger.peak_bytes
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_without_addresses_are_as_many_as_are_held(seed):
+    """Traces of the profiler are read without addresses, and most sizes come many times."""
+    rng, builder, alive = random.Random(seed), TraceBuilder(), []
+    for i in range(300):
+        if alive and rng.random() < 0.5:
+            builder.add("free", i, bytes=alive.pop(rng.randrange(len(alive))), step=i // 40)
+        else:
+            alive.append(512 * rng.randrange(1, 4))
+            builder.add("alloc", i, bytes=alive[-1], step=i // 40)
+    ledger = Ledger(builder.build({}))
+    assert [int(ledger.blocks.bytes[ledger.alive(at)].sum()) for at in range(300)] == ledger.held.tolist()
+    table = ledger.by("kind").set_index("kind").loc["activations"]
+    assert (table["peak_bytes"], table["end_bytes"]) == (ledger.peak_bytes, ledger.end_bytes)
+    assert ledger.by("step")["end_bytes"].sum() == ledger.end_bytes == sum(alive)
+
+
+def test_a_free_of_what_was_there_before_the_recording_ends_no_block():
+    builder = TraceBuilder()
+    for time, kind in enumerate(("free", "free", "alloc", "alloc", "free", "free", "free", "alloc")):
+        builder.add(kind, time, bytes=512)
+    blocks = Ledger(builder.build({})).blocks
+    assert (blocks.begin.tolist(), blocks.end.tolist()) == ([2, 3, 7], [5, 4, 8])
+
+
 def test_holders_sum_to_the_total_and_name_the_largest_first():
     ledger = Ledger(random_trace(5))
     table = ledger.holders()

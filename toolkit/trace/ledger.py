@@ -142,12 +142,17 @@ class Ledger:
     def blocks(self) -> Blocks:
         """Allocs paired with their frees, by address.
 
-        A free whose alloc is not in the trace has no block. Events without an address are paired if their sizes are equal.
+        A free whose alloc is not in the trace has no block. Events without an address are paired if their sizes are equal: a
+        free ends the latest of these blocks.
         """
         address = self.trace["address"][self.rows]
         key = np.where(address >= 0, address, -1 - np.abs(self.change))
-        order = np.lexsort((np.arange(len(key)), key))
-        same = key[order][1:] == key[order][:-1]
+        order = np.argsort(key, kind="stable")
+        allocs = self._allocs[order]
+        level = np.cumsum(np.where(allocs, 1, -1)) + ~allocs  # an alloc and its free are neighbours among those of one level
+        place = np.lexsort((level, key[order]))
+        order, level = order[place], level[place]
+        same = (key[order][1:] == key[order][:-1]) & (level[1:] == level[:-1])
         pairs = np.flatnonzero(same & self._allocs[order][:-1] & ~self._allocs[order][1:])
         end = np.full(len(self.rows), len(self.rows), np.int64)
         end[order[pairs]] = order[pairs + 1]
