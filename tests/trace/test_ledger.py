@@ -133,7 +133,7 @@ def test_peaks_of_steps_are_of_the_total_while_they_ran():
         assert row.kept_bytes == ledger.held[inside[-1]] - ledger.held[inside[0] - 1]
 
 
-def test_reserved_and_fragmentation_come_from_segments():
+def test_reserved_and_cached_come_from_segments():
     builder = TraceBuilder()
     builder.add("segment_alloc", 0, bytes=2 << 20, address=0)
     builder.add("alloc", 0, bytes=512, address=0)
@@ -145,10 +145,26 @@ def test_reserved_and_fragmentation_come_from_segments():
     ledger = Ledger(builder.build({"opening": 2}))
     assert ledger.reserved.tolist() == [2 << 20, 22 << 20, 22 << 20, 2 << 20]
     assert ledger.peak_reserved_bytes == 22 << 20
-    assert ledger.fragmentation_bytes == (18 << 20) - 512
     kinds = ledger.by("kind").set_index("kind")
-    assert kinds.loc["fragmentation", "at_peak_bytes"] == (18 << 20) - 512
+    cached = [(18 << 20) - 512, (22 << 20) - 512, (2 << 20) - 1024]
+    assert kinds.loc["cached", ["at_peak_bytes", "peak_bytes", "end_bytes"]].tolist() == cached
     assert kinds["at_peak_bytes"].sum() == 22 << 20
+
+
+def test_memory_that_is_cached_only_at_the_end_has_a_row():
+    builder = TraceBuilder()
+    builder.add("segment_alloc", 0, bytes=2 << 20, address=0)
+    builder.add("alloc", 0, bytes=2 << 20, address=0)
+    builder.add("free", 1, bytes=2 << 20, address=0)
+    cached = Ledger(builder.build({})).by("kind").set_index("kind").loc["cached"]
+    assert cached[["at_peak_bytes", "peak_bytes", "end_bytes"]].tolist() == [0, 2 << 20, 2 << 20]
+
+
+def test_without_segments_nothing_is_cached():
+    builder = TraceBuilder()
+    builder.add("free", 0, bytes=512)  # was allocated before the recording began
+    builder.add("alloc", 1, bytes=512)
+    assert Ledger(builder.build({})).by("kind")["kind"].tolist() == ["activations"]
 
 
 def test_nothing_allocated_is_a_peak_of_the_baseline():

@@ -131,10 +131,10 @@ class Ledger:
         old = np.searchsorted(self._segments, int(self.trace.meta.get("opening", 0)))
         return int(self._taken[old:].max())
 
-    @property
-    def fragmentation_bytes(self) -> int:
-        """Bytes reserved but not allocated at the peak; 0 if the trace has no segment events."""
-        return max(int(self.reserved[self.peak]) - self.peak_bytes, 0) if self.peak >= 0 and len(self._segments) else 0
+    @cached_property
+    def cached(self) -> Ints:
+        """Bytes reserved but not allocated at each position; zeros if the trace has no segment events."""
+        return np.maximum(self.reserved - self.held, 0) if len(self._segments) else np.zeros_like(self.held)
 
     # ---- blocks
 
@@ -218,7 +218,8 @@ class Ledger:
 
         Columns: `what`, at_peak_bytes (at the peak of the total), peak_bytes (the maximum of the group), end_bytes,
         allocated_bytes (sum of all allocations of the recording) and blocks. Baseline blocks are included, except in
-        allocated_bytes. By "kind", there is a row for fragmentation if the trace has segment events.
+        allocated_bytes. By "kind", there is a row for cached memory (reserved but not allocated) if the trace has segment
+        events.
         """
         import pandas as pd
 
@@ -234,9 +235,10 @@ class Ledger:
             "allocated_bytes": total(b.begin >= self.opening), "blocks": np.bincount(codes, minlength=n),
         }  # fmt: skip
         frame = pd.DataFrame(table)
-        if what == "kind" and self.fragmentation_bytes:
-            lost = int(self._taken[-1]) - self.end_bytes
-            frame.loc[len(frame)] = ["fragmentation", self.fragmentation_bytes, self.fragmentation_bytes, lost, 0, 0]
+        cached = self.cached[max(self.opening - 1, 0) :]
+        if what == "kind" and cached.any():
+            at_peak = int(self.cached[self.peak]) if self.peak >= 0 else 0
+            frame.loc[len(frame)] = ["cached", at_peak, int(cached.max()), int(self._taken[-1]) - self.end_bytes, 0, 0]
         return frame.sort_values(["at_peak_bytes", "peak_bytes"], ascending=False, ignore_index=True)
 
     def own_peaks(self, codes: Ints, n: int) -> Ints:
