@@ -14,6 +14,7 @@ from tests.trace.rank_files import collective, plain, write_job, write_rank
 from tests.trace.test_trace import same
 from toolkit.core.errors import TraceError
 from toolkit.trace.clocks import align
+from toolkit.trace.events import TraceBuilder
 from toolkit.trace.join import join
 
 DATA = Path(__file__).parent / "data"
@@ -185,6 +186,23 @@ def test_an_export_for_perfetto_has_processes_per_rank_and_arrows_from_the_last_
     for event in delayed:
         on = [e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (event["pid"], event["tid"])]
         assert any(e["ts"] <= event["ts"] <= e["ts"] + e["dur"] and e["args"]["kind"] == "collective" for e in on)
+
+
+def test_an_export_for_perfetto_counts_the_memory_of_each_rank(tmp_path):
+    parts = []
+    for rank, size in enumerate((512, 2048)):
+        builder = TraceBuilder()
+        builder.add("alloc", 0, bytes=size)
+        builder.add("free", 5, bytes=size)
+        parts.append(builder.build({"rank": rank, "origin_ns": 0}))
+    path = join(parts, ["a", "b"]).to_chrome(tmp_path / "job.json")
+    events = json.loads(path.read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    counted: dict[str, list[int]] = {}
+    for event in events:
+        if event["ph"] == "C":
+            counted.setdefault(names[event["pid"]], []).append(event["args"]["bytes since the recording began"])
+    assert counted == {"Rank 0, Host (measured)": [512, 0], "Rank 1, Host (measured)": [2048, 0]}
 
 
 # ---- which rank is which, and what does not fit

@@ -220,13 +220,12 @@ def _title(what: str, pid: int, tid: int, title: str) -> dict[str, Any]:
 
 
 def _counters(trace: Trace) -> Iterator[dict[str, Any]]:
-    """Iterate over the events of the counters of allocated bytes, one counter per device."""
-    held: dict[int, int] = {}
+    """Iterate over the events of the counters of allocated bytes, one counter per rank and device."""
+    held: dict[tuple[int, int], int] = {}
     changes = trace.select(trace.is_kind("alloc", "free"))
-    sign = changes.is_kind("alloc").tolist()
-    for start, n_bytes, device, more in zip(
-        changes["start_ns"].tolist(), changes["bytes"].tolist(), changes["device"].tolist(), sign, strict=True
-    ):
-        held[device] = held.get(device, 0) + (n_bytes if more else -n_bytes)
-        counter = {"bytes since the recording began": held[device]}
-        yield {"ph": "C", "name": f"allocated on GPU {device}", "pid": _HOST, "ts": start / 1000, "args": counter}
+    columns = (changes[name].tolist() for name in ("start_ns", "bytes", "rank", "device"))
+    for start, n_bytes, rank, device, more in zip(*columns, changes.is_kind("alloc").tolist(), strict=True):
+        held[rank, device] = held.get((rank, device), 0) + (n_bytes if more else -n_bytes)
+        counter = {"bytes since the recording began": held[rank, device]}
+        pid = _HOST + rank * _RANK
+        yield {"ph": "C", "name": f"allocated on GPU {device}", "pid": pid, "ts": start / 1000, "args": counter}
