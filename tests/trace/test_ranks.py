@@ -205,6 +205,16 @@ def test_an_export_for_perfetto_counts_the_memory_of_each_rank(tmp_path):
     assert counted == {"Rank 0, Host (measured)": [512, 0], "Rank 1, Host (measured)": [2048, 0]}
 
 
+def test_an_export_for_perfetto_shows_collectives_of_gloo_on_the_host(tmp_path):
+    trace = quiet([DATA / "gloo_rank0.json.gz", DATA / "gloo_rank1.json.gz"])
+    path = trace.to_chrome(tmp_path / "job.json")
+    same(tk.open_trace(path), trace)
+    events = json.loads(path.read_text())["traceEvents"]
+    titles = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] in ("process_name", "thread_name")}
+    tracks = {(titles[e["pid"], 0], titles[e["pid"], e["tid"]]) for e in events if e["ph"] == "X"}
+    assert tracks == {(f"Rank {rank}, Host (measured)", "collectives") for rank in (0, 1)}
+
+
 # ---- which rank is which, and what does not fit
 
 

@@ -3,6 +3,7 @@
 The tracks are the lanes of the timeline. The host is a process with a track of launches and waits, one of steps and marks, and
 one of allocations. Each GPU is a process with a track for each stream and kind, such as "H2D stream 0". Events of a lane that
 overlap, as kernels of a graph do, go to further tracks: Perfetto drops events that neither follow nor contain one another.
+Collectives that run on the host (gloo) have a track of the host.
 Several ranks have processes of their own, one after the other, and arrows from the rank that came last to those that waited.
 `args` contains every column, so that `read_chrome` returns the same trace. Process titles say whether times are modelled.
 """
@@ -149,7 +150,10 @@ def _track(kind: str, rank: int, device: int, stream: int, place: int) -> tuple[
     """Return the process and thread of an event. Threads start above 0: Perfetto uses thread 0 for the process."""
     if kind in HOST_KINDS or kind in MEMORY_KINDS:
         return _HOST + rank * _RANK, {"launch": _CALLS, "sync": _CALLS, "mark": _MARKS}.get(kind, _MEMORY) * _PLACES + place
-    return device + rank * _RANK, ((stream + 1) * len(_ON_DEVICE) + _ON_DEVICE.index(kind) + 1) * _PLACES + place
+    lane = (stream + 1) * len(_ON_DEVICE) + _ON_DEVICE.index(kind) + 1
+    if device < 0:  # such as a collective of gloo, which runs on the host
+        return _HOST + rank * _RANK, (_MEMORY + lane) * _PLACES + place
+    return device + rank * _RANK, lane * _PLACES + place
 
 
 def _titles(trace: Trace, places: list[int]) -> Iterator[dict[str, Any]]:
@@ -162,8 +166,8 @@ def _titles(trace: Trace, places: list[int]) -> Iterator[dict[str, Any]]:
     names = {(host, tid * _PLACES): title for host in hosts for tid, title in _HOST_TITLES.items()}
     for kind, rank, device, stream, place in found:
         pid, tid = _track(kind, rank, device, stream, place)
-        on = f"stream {stream}" if stream >= 0 else "no stream"
-        lane = f"{LANES[kind]} {on}" if kind in _ON_DEVICE else _HOST_TITLES[tid // _PLACES]
+        on = f" stream {stream}" if stream >= 0 else " no stream" if device >= 0 else ""
+        lane = f"{LANES[kind]}{on}" if kind in _ON_DEVICE else _HOST_TITLES[tid // _PLACES]
         names[pid, tid] = f"{lane}, overlapping" if place else lane
     order = sorted({pid for pid, _ in names}, key=lambda pid: (pid // _RANK, pid not in hosts, pid))
     for position, pid in enumerate(order):
