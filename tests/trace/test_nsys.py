@@ -130,6 +130,29 @@ def test_without_ranges_steps_are_guessed(database):
     assert trace.copies()["d2h_count"].tolist() == [1] * 6
 
 
+def test_processes_that_count_their_calls_alike_are_told_apart(database):
+    """The calls of both processes have the correlation ids 1 and 2; the second one launches 500 ns later."""
+    for process, (early, gpu) in enumerate(((0, 2000), (500, 2500))):
+        pid = (0x2000 + process) << 24
+        database.put(
+            "NVTX_EVENTS", start=early, end=early + 400, eventType=59, text=f"toolkit.step {process} run", globalTid=pid
+        )
+        database.put(
+            "CUPTI_ACTIVITY_KIND_RUNTIME", start=early + 10, end=early + 20, globalTid=pid + 1, correlationId=1, nameId=2
+        )
+        database.put(
+            "CUPTI_ACTIVITY_KIND_RUNTIME", start=early + 30, end=early + 90, globalTid=pid + 1, correlationId=2, nameId=3
+        )
+        on = {"deviceId": process, "globalPid": pid, "streamId": 7 + 6 * process}
+        database.put("CUPTI_ACTIVITY_KIND_KERNEL", start=gpu, end=gpu + 10, correlationId=1, demangledName=0, shortName=1, **on)
+        database.put("CUPTI_ACTIVITY_KIND_SYNCHRONIZATION", start=early + 30, end=early + 90, correlationId=2, **on)
+    trace = database.trace()
+    kernels, waits = (trace.select(trace.is_kind(kind)) for kind in ("kernel", "sync"))
+    assert list(zip(kernels["device"], kernels["step"], strict=True)) == [(0, 0), (1, 1)]
+    assert list(zip(waits["stream"], waits["step"], strict=True)) == [(0, 0), (1, 1)]
+    assert trace.copies()["launches"].tolist() == [1, 1]
+
+
 def test_other_nvtx_events_are_not_ranges(database):
     database.step(0)
     database.put("NVTX_EVENTS", start=1, eventType=34, text="a mark", globalTid=TID)

@@ -28,7 +28,7 @@ _LETTERS = {"h2d": "HtoD", "d2h": "DtoH", "d2d": "DtoD", "p2p": "PtoP"}
 _RANGE_TYPES = (59, 60)  # NVTX: push/pop, start/end
 
 _EVENT: dict[str, type] = {"start": int, "end": int}
-_ON_GPU = _EVENT | dict.fromkeys(("deviceId", "streamId", "correlationId"), int)
+_ON_GPU = _EVENT | dict.fromkeys(("deviceId", "streamId", "correlationId", "globalPid"), int)
 _TABLES: dict[str, dict[str, type]] = {  # the tables and columns that are read; each value has this type or is NULL
     "StringIds": {"id": int, "value": str},
     "TARGET_INFO_GPU": {"name": str},
@@ -37,11 +37,12 @@ _TABLES: dict[str, dict[str, type]] = {  # the tables and columns that are read;
     f"{_PREFIX}GRAPH_TRACE": _ON_GPU | {"graphId": int},
     f"{_PREFIX}MEMCPY": _ON_GPU | dict.fromkeys(("bytes", "copyKind", "srcKind", "dstKind", "srcDeviceId", "dstDeviceId"), int),
     f"{_PREFIX}MEMSET": _ON_GPU | {"bytes": int},
-    f"{_PREFIX}SYNCHRONIZATION": {"correlationId": int, "streamId": int},
+    f"{_PREFIX}SYNCHRONIZATION": dict.fromkeys(("correlationId", "globalPid", "streamId"), int),
     f"{_PREFIX}RUNTIME": _EVENT | {"correlationId": int, "globalTid": int, "nameId": int},
 }
 _SCHEMA = ("sqlite_master", "sqlite_schema")
 _LEAST_ROW_BYTES = 4  # a record's cell pointer, length, key and header: pages that are read more than once exceed it
+_PID_BIT, _PROCESS_BIT = 24, 40  # the lowest bit of the process in globalPid and globalTid, and in our correlation ids
 _INSTRUCTIONS = 100_000  # of SQLite's virtual machine between two checks of the limit
 
 
@@ -102,6 +103,7 @@ class _Database:
         self.texts = {code: text for code, text in self.read("StringIds", "id", "value") if text is not None}
         self.strings, self.rows, self.calls = Strings(), Rows(), Calls()
         self.threads: dict[int, int] = {}
+        self.processes: dict[int, int] = {}
 
     def read(self, table: str, *columns: str) -> list[tuple[Any, ...]]:
         """Return the rows of a table, with None for missing columns. A missing table has no rows.
@@ -151,10 +153,8 @@ class _Database:
         return -1
 
     def read_kernels(self) -> None:
-        kernels = self.read(
-            f"{_PREFIX}KERNEL", "start", "end", "deviceId", "streamId", "correlationId", "demangledName", "shortName"
-        )
-        for start, end, device, stream, correlation, demangled, short in kernels:
+        kernels = self.read(f"{_PREFIX}KERNEL", *_ON_GPU, "demangledName", "shortName")
+        for start, end, device, stream, correlation, process, demangled, short in kernels:
             name, kind, text = self.name(demangled, short), "kernel", self.texts.get(demangled) or self.texts.get(short, "")
             found = of_kernel(text)
             if found is not None:
@@ -162,15 +162,15 @@ class _Database:
             elif is_copy_kernel(self.texts.get(demangled, "")):
                 kind = "d2d"
             communication = self.rows.communication(found, self.strings) if found else 0
+            correlation = self.correlated(correlation, process)
             self.add(kind, start, end, 0, stream, device, -1, name, correlation, communication=communication)
-        for start, end, device, stream, correlation, graph in self.read(
-            f"{_PREFIX}GRAPH_TRACE", "start", "end", "deviceId", "streamId", "correlationId", "graphId"
-        ):
-            self.add("kernel", start, end, 0, stream, device, -1, self.strings.code(f"CUDA graph {graph}"), correlation)
+        for start, end, device, stream, correlation, process, graph in self.read(f"{_PREFIX}GRAPH_TRACE", *_ON_GPU, "graphId"):
+            name, correlation = self.strings.code(f"CUDA graph {graph}"), self.correlated(correlation, process)
+            self.add("kernel", start, end, 0, stream, device, -1, name, correlation)
 
     def read_copies(self) -> None:
-        shared = ("start", "end", "deviceId", "streamId", "correlationId", "bytes")
-        for start, end, device, stream, correlation, n_bytes, number, source, target, giver, taker in self.read(
+        shared = (*_ON_GPU, "bytes")
+        for start, end, device, stream, correlation, process, n_bytes, number, source, target, giver, taker in self.read(
             f"{_PREFIX}MEMCPY", *shared, "copyKind", "srcKind", "dstKind", "srcDeviceId", "dstDeviceId"
         ):
             kind = MEMCPY_KINDS.get(number)
@@ -180,26 +180,40 @@ class _Database:
                 pinned = pinned_of(kind, memory[0] if kind == "h2d" else memory[1])
                 peer = next((gpu for gpu in (taker, giver) if kind == "p2p" and gpu not in (None, device)), None)
                 communication = 0 if peer is None else self.rows.communication(Communication(peer=peer), self.strings)
+                correlation = self.correlated(correlation, process)
                 self.add(kind, start, end, n_bytes, stream, device, pinned, name, correlation, communication=communication)
-        for start, end, device, stream, correlation, n_bytes in self.read(f"{_PREFIX}MEMSET", *shared):
-            self.add("memset", start, end, n_bytes, stream, device, -1, self.strings.code("Memset (Device)"), correlation)
+        for start, end, device, stream, correlation, process, n_bytes in self.read(f"{_PREFIX}MEMSET", *shared):
+            name, correlation = self.strings.code("Memset (Device)"), self.correlated(correlation, process)
+            self.add("memset", start, end, n_bytes, stream, device, -1, name, correlation)
+
+    def correlated(self, correlation: int | None, process: int | None) -> int:
+        """Return a correlation id that differs between processes, given the globalPid or globalTid; -1 if there is none.
+
+        CUPTI counts in each process. Events without a process (older versions) belong to the first one.
+        """
+        if correlation is None:
+            return -1
+        number = 0 if process is None else self.processes.setdefault(process >> _PID_BIT, len(self.processes))
+        return correlation + (number << _PROCESS_BIT)
 
     def add(
         self, kind: str, start: int, end: int, n_bytes: int | None, stream: int | None, device: int | None, pinned: int,
-        name: int, correlation: int | None, thread: int = -1, communication: int = 0,
+        name: int, correlation: int, thread: int = -1, communication: int = 0,
     ) -> None:  # fmt: skip
         self.rows.add(
             KIND[kind], start, end - start, n_bytes or 0, -1 if stream is None else stream, device or 0, pinned, name, thread,
-            -1 if correlation is None else correlation, communication,
+            correlation, communication,
         )  # fmt: skip
 
     def read_calls(self) -> None:
-        streams = dict(self.read(f"{_PREFIX}SYNCHRONIZATION", "correlationId", "streamId"))
+        waits = self.read(f"{_PREFIX}SYNCHRONIZATION", "correlationId", "globalPid", "streamId")
+        streams = {self.correlated(correlation, process): stream for correlation, process, stream in waits}
         for start, end, correlation, global_tid, name_id in self.read(
             f"{_PREFIX}RUNTIME", "start", "end", "correlationId", "globalTid", "nameId"
         ):
             thread = self.threads.setdefault(global_tid or 0, len(self.threads))
-            if correlation is not None:
+            correlation = self.correlated(correlation, global_tid)
+            if correlation >= 0:
                 self.calls.add(correlation, start, thread, end - start, self._call_name(name_id))
             if is_wait(self.texts.get(name_id, "")):
                 name = self.strings.code(self._call_name(name_id))
