@@ -70,7 +70,7 @@ def test_which_ranges_are_steps(names, source, steps):
     [
         "DistributedDataParallel.forward", "FullyShardedDataParallel._pre_forward", "DataParallel.forward",
         "Optimizer.step#SGD.step", "Optimizer.zero_grad#AdamW.zero_grad", "nccl:all_reduce", "gloo:broadcast",
-        "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__",
+        "ncclAllReduce", "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__",
     ],
 )  # fmt: skip
 def test_ranges_of_pytorch_are_parts_of_a_step(name):

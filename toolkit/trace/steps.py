@@ -22,9 +22,9 @@ _TRIED = 64  # possible patterns that are compared with all events
 _OWN = re.compile(r"toolkit\.step (-?\d+) (.*)", re.DOTALL)
 _PROFILER = re.compile(r"ProfilerStep ?#(\d+)$")
 _NUMBER = re.compile(r"\d+")
-_PYTORCH = re.compile(  # ranges that PyTorch itself writes
+_PYTORCH = re.compile(  # ranges that PyTorch and NCCL write
     r"::|, seq = "  # for every operation, under emit_nvtx and elsewhere
-    r"|^(nccl|gloo|mpi|ucc|xccl):"  # for a collective
+    r"|^(nccl|gloo|mpi|ucc|xccl):|^nccl[A-Z]"  # for a collective
     r"|^(Data|DistributedData|FullyShardedData)Parallel\."  # for parts of a training step
     r"|^Optimizer\.(step|zero_grad)#|^enumerate\(DataLoader\)"
 )
@@ -44,7 +44,7 @@ def steps_among(ranges: Sequence[Range]) -> tuple[str | None, list[int]]:
 
     Without marks of the toolkit or ProfilerStep ranges, the steps are the ranges of one name (ignoring numbers) that occur at
     least three times, do not overlap and cover the most time; names with words such as "step" or "token" take precedence.
-    Ranges that PyTorch writes for an operation, a collective or a part of a training step are not counted.
+    Ranges that PyTorch and NCCL write for an operation, a collective or a part of a training step are not counted.
     """
     for source, pattern in (("marks", _OWN), ("ProfilerStep", _PROFILER)):
         found = [pattern.match(r.name) for r in ranges]
