@@ -179,6 +179,16 @@ def test_to_pandas_decodes():
 # ---- copies per step
 
 
+def test_equal_texts_have_one_code():
+    trace = random_trace(20)
+    codes = len(trace.strings) + np.arange(20) % 3
+    found = Trace({**trace.columns, "name": codes}, [*trace.strings, "half \ud800", "half \ud801", "other"], {})
+    assert found.text("name") == ["half ?", "half ?", "other"] * 6 + ["half ?"] * 2
+    assert found.text("where") == trace.text("where")
+    assert len(set(found.strings)) == len(found.strings)
+    assert found.to_pandas()["name"].tolist() == found.text("name")
+
+
 def test_copies_per_step_adds_up():
     builder = TraceBuilder()
     for step in (0, 1, 2):

@@ -89,6 +89,12 @@ class Trace:
         if set(columns) | set(OPTIONAL) != set(COLUMNS) or len({len(c) for c in columns.values()}) > 1:
             found = f"columns are missing, unknown or of unequal length: {', '.join(sorted(columns))}"
             raise TraceError("creating a trace", found, f"Give columns of equal length: {', '.join(COLUMNS)}")
+        texts = tuple(text if text.isascii() else text.encode(errors="replace").decode() for text in strings)  # no surrogates
+        distinct = {text: i for i, text in enumerate(dict.fromkeys(texts))}
+        if len(distinct) < len(texts):  # each text has one code
+            code_of = np.array([distinct[text] for text in texts] + [-1])
+            present = [name for name in TEXT_COLUMNS if name in columns and not _is_absent(name, columns[name])]
+            columns = columns | {name: code_of[columns[name]] for name in present}
         frozen: dict[str, NDArray[Any]] = {}
         for name, dtype in COLUMNS.items():
             if name not in columns or _is_absent(name, columns[name]):
@@ -99,8 +105,7 @@ class Trace:
                 column = column.copy()
             column.flags.writeable = False
             frozen[name] = column
-        texts = (text if text.isascii() else text.encode(errors="replace").decode() for text in strings)  # no lone surrogates
-        self._columns, self.strings, self.meta = frozen, tuple(texts), dict(meta)
+        self._columns, self.strings, self.meta = frozen, tuple(distinct), dict(meta)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without the columns that are absent, such as for another process."""
