@@ -9,7 +9,7 @@ import zipfile
 import numpy as np
 import pytest
 
-from toolkit.core.errors import RecorderError, TraceError
+from toolkit.core.errors import RecorderError, TraceError, UnknownNameError
 from toolkit.trace.columns import CLOCKS, COLUMNS, COMMUNICATION, KINDS, TEXT_COLUMNS
 from toolkit.trace.copies import copies_per_step
 from toolkit.trace.events import Mark, Trace, TraceBuilder
@@ -187,6 +187,12 @@ def test_equal_texts_have_one_code():
     assert found.text("where") == trace.text("where")
     assert len(set(found.strings)) == len(found.strings)
     assert found.to_pandas()["name"].tolist() == found.text("name")
+
+
+@pytest.mark.parametrize("column", ["kind", "bytes", "nome"])
+def test_only_text_columns_are_decoded(column):
+    with pytest.raises(UnknownNameError, match="Known: algorithm, group, name, operation, owner, where"):
+        random_trace(3).text(column)
 
 
 def test_copies_per_step_adds_up():

@@ -132,7 +132,12 @@ class Trace:
         return f"Trace({self.meta.get('device', 'unknown device')}: {', '.join(parts) or 'no events'})"
 
     def text(self, column: str) -> list[str | None]:
-        """Return a text column (`name`, `where` or `owner`) decoded, with None for events that have no text."""
+        """Return a text column decoded, with None for events that have no text.
+
+        Text columns are `name`, `where`, `owner`, `operation`, `algorithm` and `group`. Raises UnknownNameError for others.
+        """
+        if column not in TEXT_COLUMNS:
+            raise unknown_name("text column", column, TEXT_COLUMNS)
         strings = self.strings
         return [strings[code] if code >= 0 else None for code in self[column].tolist()]
 
