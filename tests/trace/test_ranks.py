@@ -109,6 +109,17 @@ def test_without_common_collectives_the_clocks_of_the_hosts_are_used_and_this_is
     assert trace.meta["clocks"][1]["error_us"] is None
 
 
+def test_the_clocks_of_the_hosts_are_known_without_the_ranks(tmp_path):
+    """Programs without torch.distributed, such as several servers, write no `distributedInfo`."""
+    files = []
+    for rank, base in enumerate((1_700_000_000_000_000_000, 1_700_000_000_000_040_000)):
+        head = {"schemaVersion": 1, "baseTimeNanoseconds": base}
+        files.append(write_rank(tmp_path / f"rank{rank}.json", rank, 2, [plain(100, 5)], head))
+    trace = quiet(files)
+    assert trace["start_ns"].tolist() == [0, 40_000]
+    assert trace.of_rank(1).meta["origin_ns"] == 1_700_000_000_000_140_000
+
+
 # ---- tables
 
 

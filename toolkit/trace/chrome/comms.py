@@ -15,9 +15,11 @@ _MOST = 1 << 15  # ranks: the column `rank` has 16 bits
 
 
 def distributed_job(head: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rank of a trace, the number of ranks and the ranks of each process group, as far as its header has them."""
-    info = head.get("distributedInfo")
-    found: dict[str, Any] = {}
+    """Return the time at 0 of a trace, its rank, the number of ranks and the ranks of each process group, as far as its header
+    has them.
+    """
+    info, base = head.get("distributedInfo"), head.get("baseTimeNanoseconds")
+    found: dict[str, Any] = {"origin_ns": base} if type(base) is int and 0 <= base < 1 << 61 else {}
     if not isinstance(info, dict):
         return found
     for name in ("rank", "world_size"):
@@ -28,9 +30,6 @@ def distributed_job(head: Mapping[str, Any]) -> dict[str, Any]:
         title, ranks = (group.get("pg_name"), group.get("ranks")) if isinstance(group, dict) else (None, None)
         if isinstance(title, str) and isinstance(ranks, list) and all(type(rank) is int for rank in ranks):
             found.setdefault("groups", {})[title] = ranks
-    base = head.get("baseTimeNanoseconds")
-    if type(base) is int and 0 <= base < 1 << 61:
-        found["origin_ns"] = base
     return found
 
 
