@@ -14,6 +14,7 @@ TID = 0x1000_0001_0002  # a globalTid
 SCHEMA = {
     "StringIds": "id INTEGER PRIMARY KEY, value TEXT NOT NULL",
     "TARGET_INFO_GPU": "vmId INTEGER, id INTEGER, name TEXT, busLocation TEXT, totalMemory INTEGER",
+    "TARGET_INFO_SESSION_START_TIME": "utcEpochNs INTEGER, utcTime TEXT, localTime TEXT",
     "CUPTI_ACTIVITY_KIND_KERNEL": "start INTEGER, end INTEGER, deviceId INTEGER, contextId INTEGER, greenContextId INTEGER,"
     " streamId INTEGER, correlationId INTEGER, globalPid INTEGER, demangledName INTEGER, shortName INTEGER,"
     " mangledName INTEGER, gridX INTEGER, blockX INTEGER, graphNodeId INTEGER",
@@ -151,6 +152,21 @@ def test_processes_that_count_their_calls_alike_are_told_apart(database):
     assert list(zip(kernels["device"], kernels["step"], strict=True)) == [(0, 0), (1, 1)]
     assert list(zip(waits["stream"], waits["step"], strict=True)) == [(0, 0), (1, 1)]
     assert trace.copies()["launches"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_reports_of_two_ranks_are_placed_by_the_start_of_their_sessions(tmp_path, known):
+    for rank, began in enumerate((10**18, 10**18 + 40_000)):
+        database = Database(tmp_path / f"rank{rank}.sqlite")
+        database.step(0)
+        if known:
+            database.put("TARGET_INFO_SESSION_START_TIME", utcEpochNs=began)
+        database.connection.commit()
+        database.connection.close()
+    trace = tk.open_trace(tmp_path)
+    assert [int(trace["start_ns"][trace["rank"] == rank].min()) for rank in (0, 1)] == [0, 40_000 * known]
+    how = "the clocks of their hosts are used" if known else "their recordings begin at the same time"
+    assert how in trace.meta["notes"][0]
 
 
 def test_other_nvtx_events_are_not_ranges(database):

@@ -141,7 +141,8 @@ def assemble(
 ) -> Trace:  # fmt: skip
     """Return the trace of `rows` and `ranges`, with times that start at 0. The ranges become marks.
 
-    `meta["origin_ns"]` is the time at 0. Collectives that have no number are numbered in each group in order of start.
+    `meta["origin_ns"]`, if it is known, is the time at 0 on the clock of the host, before and after. Collectives that have no
+    number are numbered in each group in order of start.
 
     Steps are taken from `ranges` if some of them are steps, and guessed otherwise. `cause_ns` [N] is the time at which the host
     launched each row. `ranges_are` is `meta["steps_from"]` for ranges that neither the toolkit nor the profiler wrote.
@@ -171,7 +172,7 @@ def assemble(
     }  # fmt: skip
     columns = {n: np.concatenate([c, np.broadcast_to(extra[n], len(ranges))]) for n, c in columns.items()}
     if len(columns["start_ns"]):
-        meta = meta | {"origin_ns": meta.get("origin_ns", 0) + int(columns["start_ns"].min())}
+        meta = meta | ({"origin_ns": meta["origin_ns"] + int(columns["start_ns"].min())} if "origin_ns" in meta else {})
         columns["start_ns"] = columns["start_ns"] - columns["start_ns"].min()
     source = ranges_are if source == "ranges" else source
     columns["rank"] = np.full(len(columns["start_ns"]), rank)

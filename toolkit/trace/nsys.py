@@ -15,7 +15,7 @@ from typing import Any
 
 from toolkit.core.errors import TraceError
 from toolkit.core.files import open_regular
-from toolkit.trace.assemble import KIND, Calls, Rows, Strings, assemble
+from toolkit.trace.assemble import KIND, LONGEST_NS, Calls, Rows, Strings, assemble
 from toolkit.trace.cupti import MEMCPY_KINDS, is_copy_kernel, is_wait, pinned_of
 from toolkit.trace.events import Trace
 from toolkit.trace.nccl import PEER, Communication, of_kernel
@@ -32,6 +32,7 @@ _ON_GPU = _EVENT | dict.fromkeys(("deviceId", "streamId", "correlationId", "glob
 _TABLES: dict[str, dict[str, type]] = {  # the tables and columns that are read; each value has this type or is NULL
     "StringIds": {"id": int, "value": str},
     "TARGET_INFO_GPU": {"name": str},
+    "TARGET_INFO_SESSION_START_TIME": {"utcEpochNs": int},
     "NVTX_EVENTS": _EVENT | {"eventType": int, "text": str, "textId": int},
     f"{_PREFIX}KERNEL": _ON_GPU | {"demangledName": int, "shortName": int},
     f"{_PREFIX}GRAPH_TRACE": _ON_GPU | {"graphId": int},
@@ -140,6 +141,9 @@ class _Database:
         marks = self.read_ranges()
         gpus = self.read("TARGET_INFO_GPU", "name")
         meta = {"device": gpus[0][0] if gpus and gpus[0][0] else "unknown device", "format": "nsys"}
+        began = self.read("TARGET_INFO_SESSION_START_TIME", "utcEpochNs")
+        if began and began[0][0] is not None and 0 <= began[0][0] < LONGEST_NS:
+            meta["origin_ns"] = began[0][0]
         if self.read(f"{_PREFIX}GRAPH_TRACE", "start"):
             meta["graphs"] = "whole"  # each launch is one event: the copies and kernels inside are not recorded
         communications = self.rows.communications

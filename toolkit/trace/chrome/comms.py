@@ -16,9 +16,9 @@ _MOST = 1 << 15  # ranks: the column `rank` has 16 bits
 
 def distributed_job(head: Mapping[str, Any]) -> dict[str, Any]:
     """Return the time at 0 of a trace, its rank, the number of ranks and the ranks of each process group, as far as its header
-    has them.
+    has them. PyTorch's profiler writes absolute times if it writes no base.
     """
-    info, base = head.get("distributedInfo"), head.get("baseTimeNanoseconds")
+    info, base = head.get("distributedInfo"), head.get("baseTimeNanoseconds", 0 if "schemaVersion" in head else None)
     found: dict[str, Any] = {"origin_ns": base} if type(base) is int and 0 <= base < 1 << 61 else {}
     if not isinstance(info, dict):
         return found
