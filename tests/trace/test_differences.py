@@ -59,6 +59,15 @@ def test_a_step_alone_is_described():
     )
 
 
+def test_copies_between_two_gpus_are_told():
+    one, two = TraceBuilder(), TraceBuilder()
+    for builder, kinds in ((one, ("kernel",)), (two, ("kernel", "p2p"))):
+        for kind in kinds:
+            builder.add(kind, 5, 5, bytes=2048, step=2)
+    assert description(facts(two.build({}))) == "b takes 5 ns; waits 0 µs; 1 kernel; 1 P2P copy (2.00 KiB)"
+    assert difference(facts(one.build({}), "a"), facts(two.build({}))) == "b: 1 P2P copy more; same kernels"
+
+
 def test_graphs_are_told_by_their_launches():
     kernels = tuple("abcdefgh")
     graph = loop(kernels)

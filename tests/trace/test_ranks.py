@@ -135,8 +135,11 @@ def test_copies_have_a_row_per_step_and_rank(tmp_path):
     assert table[["step", "rank", "kernels"]].to_numpy().tolist() == [[1, 0, 2], [1, 1, 2]]
     assert table[["p2p_count", "p2p_bytes"]].to_numpy().tolist() == [[0, 0], [1, 64]]
     assert table[["collective_count", "collective_bytes"]].to_numpy().tolist() == [[1, 10752]] * 2
-    alone = write_rank(tmp_path / "alone.json", 0, 1, [step, plain(5, 2), collective(10, 4), copy])
+    alone = write_rank(tmp_path / "alone.json", 0, 1, [step, plain(5, 2), collective(10, 4)])
     assert not {"rank", "p2p_count", "collective_count"} & set(tk.open_trace(alone).copies().columns)
+    table = tk.open_trace(write_rank(tmp_path / "two_gpus.json", 0, 1, [step, plain(5, 2), copy])).copies()
+    assert table[["p2p_count", "p2p_bytes"]].to_numpy().tolist() == [[1, 64]]
+    assert not {"rank", "collective_count"} & set(table.columns)
 
 
 def test_an_early_end_bounds_a_wait(tmp_path):

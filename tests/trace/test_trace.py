@@ -213,6 +213,7 @@ def test_copies_per_step_adds_up():
     assert table["h2d_bytes"].tolist() == [16, 16, 16]
     assert table["d2h_bytes"].tolist() == [3_000_000_000] * 3
     assert table["d2d_count"].tolist() == [1, 1, 1]
+    assert table[["p2p_count", "p2p_bytes"]].to_numpy().tolist() == [[1, 7]] * 3
     assert table["kernels"].tolist() == [0, 1, 0]
     assert table["host_wait_us"].tolist() == [500_000] * 3
     assert set(table["clock"]) == {"measured"}

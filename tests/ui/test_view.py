@@ -263,6 +263,14 @@ def test_copies_sheet_is_text_and_names_the_clock() -> None:
     assert sheet["note"] == "the first 3 of 6 steps"
 
 
+def test_copies_sheet_has_copies_between_two_gpus() -> None:
+    builder = TraceBuilder()
+    builder.add("p2p", 0, 5, bytes=2048, step=1)
+    sheet = copies_sheet(Track(builder.build({}), "a"))
+    row = dict(zip(sheet["columns"], sheet["rows"][0], strict=True))
+    assert (row["P2P copies"], row["P2P bytes"]) == ("1", "2.00 KiB")
+
+
 def test_takes_traces_and_runs_alone() -> None:
     class Run:
         trace, strategy = decode_loop(), "roundtrip"

@@ -23,12 +23,14 @@ def copies_per_step(trace: Trace) -> pd.DataFrame:
     there are no copies among them), `<dir>_count` and `<dir>_bytes` for h2d, d2h and d2d, `kernels` (their number, including
     collectives), `launches` (the number of calls that launched kernels, copies or graphs; -1 if the trace has no launches),
     `host_wait_us` (the time in µs for which the host was blocked in waits) and `clock` (whether that time was measured or
-    modelled). Traces of several ranks also have `rank`, `p2p_count`, `p2p_bytes`, `collective_count` and `collective_bytes`.
+    modelled). Traces with copies between GPUs also have `p2p_count` and `p2p_bytes`; those of several ranks have these, `rank`,
+    `collective_count` and `collective_bytes`.
     """
     import pandas as pd
 
     several = of_several_ranks(trace)
-    copied = (*COPY_KINDS, "p2p", "collective") if several else COPY_KINDS
+    peers = several or trace.is_kind("p2p").any()
+    copied = (*COPY_KINDS, *(["p2p"] if peers else []), *(["collective"] if several else []))
     busy = trace.is_kind(*copied, "kernel", "collective", *HOST_KINDS)
     steps, row = np.unique(trace["step"][busy], return_inverse=True)
     if several:

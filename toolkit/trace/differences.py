@@ -19,6 +19,7 @@ from toolkit.trace.columns import COPY_KINDS, KINDS
 from toolkit.trace.events import Trace
 from toolkit.trace.waits import collectives_of, ranks_of
 
+_COPIES = (*COPY_KINDS, "p2p")
 _NUMBER = re.compile(r"\d+")
 _CLEAR = 0.02  # durations that differ by less than this fraction count as equal
 TOGETHER_NS = 500  # ranks that waited for less in all are not told apart
@@ -136,7 +137,7 @@ def step_facts(trace: Trace, name: str, step: int, steps: StepTable) -> StepFact
 
     codes, counts = np.unique(trace["name"][of("kernel")], return_counts=True)
     kernels = {trace.strings[c] if c >= 0 else "kernel": int(n) for c, n in zip(codes.tolist(), counts.tolist(), strict=True)}
-    copies = {k: of(k) for k in COPY_KINDS}
+    copies = {k: of(k) for k in _COPIES}
     return StepFacts(
         name, steps.elapsed_ns(step), int(trace["dur_ns"][of("sync")].sum()), Counter(kernels),
         len(of("launch")) if trace.is_kind("launch").any() else None,
@@ -162,9 +163,7 @@ def difference(a: StepFacts, b: StepFacts) -> str:
 
 def description(a: StepFacts) -> str:
     """Return one sentence about what a step did."""
-    copies = [
-        f"{_count(a.copies[k], f'{k.upper()} copy')} ({bytes_text(a.copied_bytes[k])})" for k in COPY_KINDS if a.copies[k]
-    ]
+    copies = [f"{_count(a.copies[k], f'{k.upper()} copy')} ({bytes_text(a.copied_bytes[k])})" for k in _COPIES if a.copies[k]]
     launches = f" in {_count(a.launches, 'launch')}" if a.launches else ""  # they may belong to an earlier step
     parts = [
         f"waits {brief_time(a.wait_ns)}",
@@ -233,7 +232,7 @@ def _other_kernels(a: StepFacts, b: StepFacts) -> str:
 
 def _other_copies(a: StepFacts, b: StepFacts) -> list[str]:
     parts = []
-    for kind in COPY_KINDS:
+    for kind in _COPIES:
         more = b.copies[kind] - a.copies[kind]
         if more:
             parts.append(f"{_count(abs(more), f'{kind.upper()} copy')} {'more' if more > 0 else 'fewer'}")
