@@ -177,15 +177,17 @@ def test_every_narrow_column_is_checked(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [None, 5, float("nan"), [], {}, True])
 def test_names_that_are_no_text_are_counted_as_unreadable(tmp_path: Path, name: Any) -> None:
     for category in ("kernel", "user_annotation", "python_function", "cuda_runtime"):
-        found = open_trace(chrome(tmp_path / "x.json", [kernel(cat=category, name=name), kernel()]))
+        with pytest.warns(UserWarning, match="x.json: 1 event has unexpected fields and is left out"):
+            found = open_trace(chrome(tmp_path / "x.json", [kernel(cat=category, name=name), kernel()]))
         assert found.meta["unreadable_events"] == 1
         found.save(tmp_path / "saved")
-        with pytest.raises(TraceError, match="1 events have unexpected fields"):
+        with pytest.raises(TraceError, match="1 event has unexpected fields, and no other event"):
             open_trace(chrome(tmp_path / "x.json", [kernel(cat=category, name=name)]))
 
 
 def test_a_thread_whose_only_function_is_unreadable(tmp_path: Path) -> None:
-    found = open_trace(chrome(tmp_path / "x.json", [kernel(cat="python_function", name="a.py(1): f", dur=1e17), kernel()]))
+    with pytest.warns(UserWarning, match="1 event has"):
+        found = open_trace(chrome(tmp_path / "x.json", [kernel(cat="python_function", name="a.py(1): f", dur=1e17), kernel()]))
     assert (len(found), found.meta["unreadable_events"]) == (1, 1)
 
 
@@ -196,6 +198,7 @@ def test_half_surrogates_in_names_can_be_saved(tmp_path: Path) -> None:
         assert open_trace(written).text("name") == ["half ?"]
 
 
+@pytest.mark.filterwarnings("ignore:.*unexpected fields")
 @pytest.mark.parametrize("digits", ["9" * 5000, "1e999", "-1e999", "NaN"])
 def test_numbers_beyond_all_types(tmp_path: Path, digits: str) -> None:
     for field in ("ts", "dur", "pid"):

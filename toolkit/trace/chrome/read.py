@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +33,10 @@ _PROFILERS_OWN_WAIT = "cudaDeviceSynchronize"
 
 
 def read_chrome(path: Path) -> Trace:
-    """Return the trace in a Chrome JSON file, plain or gzipped. Raises TraceError if it is damaged or has no events."""
+    """Return the trace in a Chrome JSON file, plain or gzipped. Raises TraceError if it is damaged or has no events.
+
+    Warns if events are left out because their fields are unexpected.
+    """
     scanner = EventScanner(path)
     reader: _Kineto | _Own | None = None
     for event in scanner:
@@ -45,8 +49,11 @@ def read_chrome(path: Path) -> Trace:
         trace = reader.trace()
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise scanner.damaged(f"an event has unexpected fields ({error!r})") from error
-    if not len(trace) and (count := trace.meta.get("unreadable_events")):
-        raise scanner.damaged(f"{count:,} events have unexpected fields, and no other event is of a GPU")
+    if count := trace.meta.get("unreadable_events"):
+        found = f"{count:,} event{'s have' if count > 1 else ' has'} unexpected fields"
+        if not len(trace):
+            raise scanner.damaged(f"{found}, and no other event is of a GPU")
+        warnings.warn(f"{path.name}: {found} and {'are' if count > 1 else 'is'} left out.", stacklevel=3)
     if isinstance(reader, _Kineto) and reader.host_operations and not len(trace):
         found = f"it has {reader.host_operations:,} operations of the CPU, and nothing of a GPU"
         raise TraceError(scanner.asked, found, "Profile on a GPU, with ProfilerActivity.CUDA among the activities")
