@@ -87,10 +87,11 @@ def _places(trace: Trace) -> list[int]:
         tracks: list[list[int]] = []  # for each, the ends of the events around the present one
         for row, begin, stop in zip(rows.tolist(), start[rows].tolist(), end[rows].tolist(), strict=True):
             place = next((i for i, ends in enumerate(tracks) if _has_room(ends, begin, stop)), len(tracks))
-            if place == len(tracks):
+            if place == len(tracks) < _PLACES - 1:
                 tracks.append([])
-            tracks[place].append(stop)
-            places[row] = min(place, _PLACES - 1)
+            if place < len(tracks):  # the last track takes what fits on none of the others
+                tracks[place].append(stop)
+            places[row] = place
     return places.tolist()
 
 
