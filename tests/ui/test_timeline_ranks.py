@@ -50,6 +50,14 @@ def test_lanes_name_the_gpu_of_a_rank_only_if_it_has_several() -> None:
     assert [lane["place"] for lane in lanes] == ["rank 0, GPU 0, stream 0", "rank 0, GPU 1, stream 0", "rank 1, stream 0"]
 
 
+def test_collectives_of_gloo_are_on_the_host() -> None:
+    builder = TraceBuilder()
+    builder.add("collective", 0, 5, device=-1, operation="all_reduce", algorithm="gloo")
+    builder.add("kernel", 0, 5, stream=0)
+    lanes = Track(builder.build({}), "job").meta["lanes"]
+    assert [(lane["label"], lane["place"]) for lane in lanes] == [("collectives", "host"), ("kernels", "stream 0")]
+
+
 def test_no_rank_is_the_last_one_where_all_came_at_the_same_time() -> None:
     even, late = two_runs()
     for trace, counts in ((even, (0, 0)), (late, (0, 14))):

@@ -116,7 +116,7 @@ class Track:
     @cached_property
     def meta(self) -> dict[str, Any]:
         """The description that the front end draws around the events (JSON-able)."""
-        gpus = {(place.rank, place.device) for place in self.places if place.kind not in HOST_KINDS}
+        gpus = {(place.rank, place.device) for place in self.places if place.device >= 0}
         several = {rank for rank, number in Counter(rank for rank, _ in gpus).items() if number > 1}  # ranks with several GPUs
         moved = np.flatnonzero((self.trace["bytes"] != 0) & (self.lane_of >= 0))
         sizes = np.zeros(len(self.places), np.int64)
@@ -141,9 +141,11 @@ class Track:
 
 def _label(place: Place, several: bool, ranks: bool) -> dict[str, Any]:
     where: list[str] = []
-    if place.kind not in HOST_KINDS:
+    if place.device >= 0:
         where += [f"GPU {place.device}"] if several else []
         where += ["other streams" if place.stream == OTHER_STREAMS else f"stream {place.stream}"]
+    elif place.kind not in HOST_KINDS:
+        where.append("host")  # such as a collective of gloo
     whole = [f"rank {place.rank}", *where] if ranks else where
     texts = {"label": LANES[place.kind], "place": ", ".join(whole), "within": ", ".join(where)}
     return texts | {"kind": place.kind, "rank": place.rank}
