@@ -345,6 +345,15 @@ def test_the_file_follows_the_viewers_conventions(tmp_path):
     assert [e["args"] for e in events if e["ph"] == "C"] == [{"bytes since the recording began": n} for n in (512, 0)]
 
 
+def test_a_counter_of_memory_says_whether_it_includes_what_was_there_before(tmp_path):
+    builder = TraceBuilder()
+    builder.add("alloc", 0, bytes=512, address=0)
+    builder.add("alloc", 5, bytes=1024, address=512)
+    for meta, name in (({"opening": 1}, "bytes"), ({}, "bytes since the recording began")):
+        events = json.loads(builder.build(meta).to_chrome(tmp_path / "a.json").read_text())["traceEvents"]
+        assert [event["args"] for event in events if event["ph"] == "C"] == [{name: 512}, {name: 1536}]
+
+
 def test_many_events_that_overlap_are_written_in_seconds(tmp_path):
     builder, began = TraceBuilder(), time.process_time()
     for i in range(30_000):

@@ -225,12 +225,17 @@ def _title(what: str, pid: int, tid: int, title: str) -> dict[str, Any]:
 
 
 def _counters(trace: Trace) -> Iterator[dict[str, Any]]:
-    """Iterate over the events of the counters of allocated bytes, one counter per rank and device."""
+    """Iterate over the events of the counters of allocated bytes, one counter per rank and device.
+
+    Measurements of memory have an opening: they also count what was allocated when the recording began.
+    """
     held: dict[tuple[int, int], int] = {}
     changes = trace.select(trace.is_kind("alloc", "free"))
+    metas = {rank: (trace.meta.get("ranks") or {}).get(str(rank), trace.meta) for rank in ranks_of(changes)}
+    what = {rank: "bytes" if "opening" in meta else "bytes since the recording began" for rank, meta in metas.items()}
     columns = (changes[name].tolist() for name in ("start_ns", "bytes", "rank", "device"))
     for start, n_bytes, rank, device, more in zip(*columns, changes.is_kind("alloc").tolist(), strict=True):
         held[rank, device] = held.get((rank, device), 0) + (n_bytes if more else -n_bytes)
-        counter = {"bytes since the recording began": held[rank, device]}
+        counter = {what[rank]: held[rank, device]}
         pid = _HOST + rank * _RANK
         yield {"ph": "C", "name": f"allocated on GPU {device}", "pid": pid, "ts": start / 1000, "args": counter}
