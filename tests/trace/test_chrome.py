@@ -287,6 +287,14 @@ def test_a_profile_of_the_cpu_alone_says_so(tmp_path):
         tk.open_trace(path)
 
 
+def test_a_profile_of_the_cpu_with_steps_opens_with_a_warning(tmp_path):
+    steps = [ranged(f"ProfilerStep#{i}", 10 * i, 8) for i in range(3)]
+    operation = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 1, "dur": 2}
+    with pytest.warns(UserWarning, match="a.json: it has .* nothing of a GPU, so only ranges are shown"):
+        trace = tk.open_trace(write(tmp_path / "a.json", [*steps, operation]))
+    assert [mark.step for mark in trace.marks()] == [0, 1, 2]
+
+
 def test_a_report_in_nsights_own_format_says_how_to_export_it(tmp_path):
     path = tmp_path / "a.nsys-rep"
     path.write_bytes(b"QDSTRM\x00\x01")

@@ -36,8 +36,9 @@ def open_trace(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
     Reads our own files (`trace.save`, `trace.to_chrome`), Chrome JSON of PyTorch's profiler, XLA and others (plain or .gz),
     Nsight Systems' sqlite export, and memory snapshots (`torch.cuda.memory._dump_snapshot`), which have no steps. Steps come
     from marks, `ProfilerStep#` or NVTX ranges, or are guessed from a repeating pattern: `trace.meta["steps_from"]` says
-    which. Warns if events of a file are left out because their fields are unexpected. Raises TraceError if the file cannot be
-    read or has another format, and UnknownNameError, which lists the names, for a shipped trace that doesn't exist.
+    which. Warns if events of a file are left out because their fields are unexpected, and if a profile has ranges but nothing
+    of a GPU. Raises TraceError if the file cannot be read or has another format, and UnknownNameError, which lists the names,
+    for a shipped trace that doesn't exist.
     """
     if isinstance(path, Sequence) and not isinstance(path, (str, bytes)):
         return _open_ranks(list(path), f"opening the traces of {len(path)} ranks")

@@ -35,7 +35,7 @@ _PROFILERS_OWN_WAIT = "cudaDeviceSynchronize"
 def read_chrome(path: Path) -> Trace:
     """Return the trace in a Chrome JSON file, plain or gzipped. Raises TraceError if it is damaged or has no events.
 
-    Warns if events are left out because their fields are unexpected.
+    Warns if events are left out because their fields are unexpected, and if the profiler recorded nothing of a GPU.
     """
     scanner = EventScanner(path)
     reader: _Kineto | _Own | None = None
@@ -54,9 +54,12 @@ def read_chrome(path: Path) -> Trace:
         if not len(trace):
             raise scanner.damaged(f"{found}, and no other event is of a GPU")
         warnings.warn(f"{path.name}: {found} and {'are' if count > 1 else 'is'} left out.", stacklevel=3)
-    if isinstance(reader, _Kineto) and reader.host_operations and not len(trace):
+    if isinstance(reader, _Kineto) and reader.host_operations and trace.is_kind("mark").all():
         found = f"it has {reader.host_operations:,} operations of the CPU, and nothing of a GPU"
-        raise TraceError(scanner.asked, found, "Profile on a GPU, with ProfilerActivity.CUDA among the activities")
+        do = "Profile on a GPU, with ProfilerActivity.CUDA among the activities"
+        if not len(trace):
+            raise TraceError(scanner.asked, found, do)
+        warnings.warn(f"{path.name}: {found}, so only ranges are shown. {do}.", stacklevel=3)
     return trace
 
 
