@@ -246,6 +246,14 @@ def test_facts_name_bytes_line_and_clock() -> None:
     assert dict(map(tuple, facts(Track(trace, "a"), d2h)))["host memory"] == "pinned"
 
 
+def test_facts_say_no_bytes_where_they_are_not_known() -> None:
+    builder = TraceBuilder()
+    for kind, size in (("collective", 0), ("d2d", 0), ("kernel", 0), ("h2d", 8)):
+        builder.add(kind, 0, 5, bytes=size)
+    track = Track(builder.build({}), "a")
+    assert [dict(map(tuple, facts(track, row))).get("bytes") for row in range(4)] == [None, None, None, "8 B"]
+
+
 def test_thousands_of_names_do_not_grow_a_view() -> None:
     builder = TraceBuilder()
     for i in range(1500):

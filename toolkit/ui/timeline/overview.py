@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toolkit.core.units import bytes_text, seconds_text
-from toolkit.trace.columns import CLOCKS, COPY_KINDS, HOST_KINDS, KINDS
+from toolkit.trace.columns import CLOCKS, COPY_KINDS, KINDS
 from toolkit.trace.copies import copies_per_step
 from toolkit.trace.differences import brief_time
 from toolkit.ui.pictures import in_the_dark, placed
@@ -172,7 +172,7 @@ def facts(track: Track, row: int) -> list[list[str]]:
     lines: list[tuple[str, str | None]] = [
         ("name", string_of(trace, "name", row)),
         ("kind", f"{kind} ({DIRECTIONS[kind]})" if kind in DIRECTIONS else kind),
-        ("bytes", f"{bytes_text(get['bytes'])} ({get['bytes']:,} B)" if get["bytes"] >= 1024 else f"{get['bytes']} B"),
+        ("bytes", _size_text(get["bytes"])),
         ("caused by", where),
         ("source", (trace.meta.get("source") or {}).get(where)),
         ("duration", f"{seconds_text(get['dur_ns'] / 1e9)}, {modelled}"),
@@ -186,9 +186,12 @@ def facts(track: Track, row: int) -> list[list[str]]:
         ("rank", str(get["rank"]) if get["rank"] or len(track.ranks) > 1 else None),
         ("owner", string_of(trace, "owner", row)),
     ]
-    if kind in ("kernel", *HOST_KINDS):
-        lines = [line for line in lines if line[0] != "bytes"]
     return [[label, text] for label, text in lines if text is not None]
+
+
+def _size_text(size: int) -> str | None:
+    """Return a size in words; None for 0, which means that an event has no size or that it is not known."""
+    return f"{bytes_text(size)} ({size:,} B)" if size >= 1024 else f"{size} B" if size else None
 
 
 def copies_sheet(track: Track, limit: int = 300) -> dict[str, Any]:

@@ -124,7 +124,7 @@ class PageTrack {
     const known = (name, say = String) => (get(name) >= 0 ? say(get(name)) : undefined), group = [text("group"), known("group_size", (n) => `${n} ranks`)];
     const size = this.columns.bytes[row], lines = [
       ["name", text("name")], ["kind", DIRECTIONS[kind] ? `${kind} (${DIRECTIONS[kind]})` : kind],
-      ["bytes", ["kernel", "launch", "sync", "mark"].includes(kind) ? undefined : size >= 1024 ? `${bytesText(size)} (${grouped(size)} B)` : `${size} B`],
+      ["bytes", size >= 1024 ? `${bytesText(size)} (${grouped(size)} B)` : size ? `${size} B` : undefined], // 0: none, or not known
       ["caused by", text("where")], ["source", this.packed.source[text("where")]], ["duration", `${timeText(this.columns.dur[row])}, ${get("clock") ? "modelled" : "measured"}`],
       ["start", `${timeText(this.columns.start[row] - this.packed.start_ns)} after the first event`],
       ["operation", text("operation")], ["algorithm", text("algorithm")], ["process group", group.filter((part) => part !== undefined).join(", ") || undefined],
