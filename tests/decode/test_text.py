@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from small_models import ByteTokenizer
+from small_models import ByteTokenizer, make
 
+import toolkit as tk
 from toolkit.core.errors import ModelError
+from toolkit.decode.strategies import OwnLoop
 from toolkit.text.prompts import TextStream, prompt_ids
 
 MODEL = SimpleNamespace(tokenizer=None, config=SimpleNamespace(vocab_size=256))
@@ -70,5 +73,28 @@ def test_stream_shows_whole_characters(text):
     assert [piece for piece in pieces if piece] == list(text)
 
 
+@pytest.mark.parametrize("data", [b"abc", "a\U0001f642".encode()[:-1], b"\xe6\x97", b"\xe6\xe6a\xe6", b""], ids=repr)
+def test_rest_completes_the_text(data):
+    stream = TextStream(ByteTokenizer())
+    assert "".join([*map(stream.piece, data), stream.rest(), stream.rest()]) == data.decode(errors="replace")
+
+
+@pytest.mark.parametrize("ending", [b"", b"\0"], ids=["length", "eos"])
+@pytest.mark.parametrize("stop", [(), ("never",), ("b\ufffd",)], ids=repr)
+def test_a_text_that_ends_inside_of_a_character_is_told_whole(stop, ending):
+    spoken = b"ab\xe6\x97" + ending
+    loop = OwnLoop("spoken", lambda ids, limit, sampling, ends, cancel: ((token, time.monotonic_ns()) for token in spoken))
+    model = make(tk.device("cpu"))
+    model.tokenizer = ByteTokenizer(eos_ids=(0,))
+    pieces: list[str] = []
+    run = tk.generate(
+        model, "A", loop, max_new_tokens=len(spoken), stop=stop, on_token=lambda token, text: pieces.append(text), record=False
+    )
+    silent = tk.generate(model, "A", loop, max_new_tokens=len(spoken), stop=stop, record=False)
+    assert "".join(pieces) == run.text == silent.text == ("a" if stop == ("b\ufffd",) else "ab\ufffd")
+    assert run.tokens == silent.tokens == tuple(spoken)
+
+
 def test_stream_without_a_tokenizer_is_silent():
-    assert TextStream(None).piece(5) == ""
+    stream = TextStream(None)
+    assert stream.piece(5) == stream.rest() == ""

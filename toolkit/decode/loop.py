@@ -243,15 +243,15 @@ class _Text:
         """Add a token, which is the `last` that was asked for or not, and return whether the text ends here."""
         self.tokens.append(token)
         if token in self._ends:
-            self.ended, piece = "eos", self._stop.rest()
+            self.ended, piece = "eos", self._rest()
         elif self._on_token is None and not self._stop.stops:
             return False  # nobody asks for the text of each token
         else:
             piece = self._stop.add(self._stream.piece(token))
+            if last and not self._stop.found:
+                piece += self._rest()
             if self._stop.found:
                 self.ended = "stop"
-            elif last:
-                piece += self._stop.rest()
         self._pieces.append(piece)
         if self._on_token is not None:
             self._on_token(token, piece)
@@ -260,9 +260,13 @@ class _Text:
     def text(self) -> str:
         """Return the whole text."""
         if self._stop.stops:
-            return "".join(self._pieces) + self._stop.rest()
+            return "".join(self._pieces) + self._rest()
         tokens = self.tokens[:-1] if self.ended else self.tokens
         return self._model.tokenizer.decode(tokens) if self._model.tokenizer is not None and tokens else ""
+
+    def _rest(self) -> str:
+        """Return the text that was held back, after the last token."""
+        return self._stop.add(self._stream.rest()) + self._stop.rest()
 
 
 @dataclass(frozen=True)

@@ -66,11 +66,23 @@ class TextStream:
         if self.tokenizer is None:
             return ""
         self.ids.append(token)
-        before = self.tokenizer.decode(self.ids[self.start : self.shown])
-        text: str = self.tokenizer.decode(self.ids[self.start :])
-        if len(text) <= len(before) or text.endswith("\ufffd"):
+        held = self._held()
+        if not held or held.endswith("\ufffd"):
             return ""
         self.start, self.shown = self.shown, len(self.ids)
+        return held
+
+    def rest(self) -> str:
+        """Return the text that was held back, after the last token. A character that is still incomplete becomes U+FFFD."""
+        held = self._held()
+        self.start, self.shown = self.shown, len(self.ids)
+        return held
+
+    def _held(self) -> str:
+        if self.shown == len(self.ids):
+            return ""
+        before = self.tokenizer.decode(self.ids[self.start : self.shown])
+        text: str = self.tokenizer.decode(self.ids[self.start :])
         return text[len(before) :]
 
 
