@@ -9,7 +9,7 @@ import pytest
 import toolkit
 from toolkit.core.errors import DeviceError, UnknownNameError
 from toolkit.core.units import GiB, KiB
-from toolkit.gpu.catalogue import CATALOGUE, RECORDED, GpuSpec
+from toolkit.gpu.catalogue import CATALOGUE, RECORDED, GpuSpec, find_specs
 
 RESULTS = Path(toolkit.__file__).parent / "bench" / "results" / "h200_primitives.json"
 CARDS = {"rtx-3090", "rtx-4090", "rtx-5090", "a100-40g", "a100-80g", "l4", "l40s", "h100", "h200", "b200", "rtx-pro-6000"}
@@ -91,6 +91,36 @@ def test_several_gpus_are_not_one_device():
 def test_an_unknown_figure_names_the_nearest():
     with pytest.raises(UnknownNameError, match="bandwidth_bytes_per_s"):
         CATALOGUE["h200"].source("bandwidth")
+
+
+@pytest.mark.parametrize("key", ["h300", "", 3, None], ids=repr)
+def test_an_unknown_gpu_is_refused_by_name(key):
+    with pytest.raises(UnknownNameError, match=f"GPU {key!r}: no such name.*Known: a100-40g, "):
+        CATALOGUE[key]
+    assert key not in CATALOGUE
+    assert CATALOGUE.get(key) is None
+    assert CATALOGUE.get(key, "none") == "none"
+
+
+def test_the_nearest_gpu_is_suggested():
+    with pytest.raises(UnknownNameError, match=r'Did you mean "h[12]00"'):
+        toolkit.GPUS["h300"]
+
+
+def test_the_catalogue_is_a_mapping():
+    h200 = CATALOGUE["h200"]
+    assert CATALOGUE.get("h200") is h200
+    assert "h200" in CATALOGUE
+    assert dict(CATALOGUE) == dict(CATALOGUE.items()) == CATALOGUE
+    assert list(CATALOGUE.values()) == find_specs()
+
+
+def test_gpus_are_found_by_spec_or_key():
+    h200, small = CATALOGUE["h200"], CATALOGUE["l4"].with_memory(8 * GiB)
+    assert find_specs("h200") == find_specs(h200) == [h200]
+    assert find_specs(iter([small, "h200"])) == [small, h200]
+    with pytest.raises(UnknownNameError, match="'h300'"):
+        find_specs(["h200", "h300"])
 
 
 def test_a_spec_is_frozen():

@@ -256,6 +256,16 @@ def test_no_longer_context_than_the_model_has_positions_for():
     assert long.gpus().longest_context["h200"] == 262_144
 
 
+def test_gpus_are_given_by_spec_or_name():
+    plan, costs = tk.plan("demo/qwen3", "h200"), tk.costs("demo/qwen3")
+    for given in (["h200", tk.GPUS["l4"]], ("h200", "l4")):
+        assert list(plan.gpus(given).index) == list(costs.gpus(given).index) == ["h200", "l4"]
+    assert list(plan.gpus("l4").index) == list(costs.gpus("l4").index) == ["l4"]
+    for found in (plan, costs):
+        with pytest.raises(tk.ToolkitError, match="GPU 'h300': no such name"):
+            found.gpus(["h300"])
+
+
 def test_nothing_fits_in_nothing():
     assert not tk.plan("demo/qwen3", "h200", budget=0).gpus().can_export.any()
     assert not tk.plan("demo/qwen3", "h200", run_budget=0).fits

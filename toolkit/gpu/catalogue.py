@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from html import escape
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from toolkit.core.errors import DeviceError, unknown_name
 from toolkit.core.units import GiB, KiB, MiB, bytes_text
@@ -218,7 +218,17 @@ class Catalogue(Mapping[str, GpuSpec]):
         self._cards = {card.key: card for card in cards}
 
     def __getitem__(self, key: str) -> GpuSpec:
+        """Return the GPU called `key`. Raises UnknownNameError if there is none."""
+        if key not in self._cards:
+            raise unknown_name("GPU", key, self._cards)
         return self._cards[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._cards
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the GPU called `key`, or `default` if there is none."""
+        return self._cards.get(key, default)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._cards)
@@ -286,3 +296,12 @@ CATALOGUE = Catalogue(
     )
 )  # fmt: skip
 """All GPUs of the catalogue by key."""
+
+
+def find_specs(cards: Iterable[GpuSpec | str] | GpuSpec | str | None = None) -> list[GpuSpec]:
+    """Return GPUs, each given as a spec or by its key, or one of them; None means the catalogue.
+
+    Raises UnknownNameError for an unknown key.
+    """
+    given = CATALOGUE if cards is None else [cards] if isinstance(cards, GpuSpec | str) else cards
+    return [card if isinstance(card, GpuSpec) else CATALOGUE[card] for card in given]

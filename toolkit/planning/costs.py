@@ -20,7 +20,7 @@ from torch import nn
 from toolkit.core.errors import ModelError, brief
 from toolkit.core.numbers import LARGEST, integer
 from toolkit.core.units import dtype_name
-from toolkit.gpu.catalogue import CATALOGUE, GpuSpec
+from toolkit.gpu.catalogue import GpuSpec, find_specs
 from toolkit.models.costs import Cost, Shown, named_weights
 from toolkit.models.model import Model
 from toolkit.weights.packed import PackedMatrix
@@ -157,10 +157,9 @@ class Costs(Shown):
             arithmetic_s=self.flops / (card.fp32_flops if self.dtype == torch.float32 else card.bf16_flops),
         )
 
-    def bounds(self, cards: Iterable[GpuSpec] | None = None) -> list[Bound]:
-        """Return the bound of each card (default: the catalogue), the fastest first."""
-        chosen = CATALOGUE.values() if cards is None else cards
-        return sorted((self.bound(card) for card in chosen), key=lambda bound: -bound.reached_tok_per_s)
+    def bounds(self, cards: Iterable[GpuSpec | str] | GpuSpec | str | None = None) -> list[Bound]:
+        """Return the bound of each card (a spec or its key; default: the catalogue), the fastest first."""
+        return sorted((self.bound(card) for card in find_specs(cards)), key=lambda bound: -bound.reached_tok_per_s)
 
     def longest_context(self, card: GpuSpec) -> int | None:
         """Return the longest context whose state fits on `card` together with the weights; None if the weights do not fit.
@@ -206,7 +205,7 @@ class Costs(Shown):
         ]
         return pd.DataFrame(rows).set_index("part")
 
-    def gpus(self, cards: Iterable[GpuSpec] | None = None) -> pd.DataFrame:
+    def gpus(self, cards: Iterable[GpuSpec | str] | GpuSpec | str | None = None) -> pd.DataFrame:
         """Return one row per card: bounds of tokens/s (datasheet and reached bandwidth), limiting factor, longest context.
 
         All numbers are modelled. `how` is the source of the card's reached bandwidth.

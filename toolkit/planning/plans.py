@@ -19,7 +19,7 @@ from toolkit.core.errors import BudgetError, ModelError, brief
 from toolkit.core.numbers import integer
 from toolkit.core.units import MiB, bytes_text
 from toolkit.core.workers import processors
-from toolkit.gpu.catalogue import CATALOGUE, GpuSpec
+from toolkit.gpu.catalogue import GpuSpec, find_specs
 from toolkit.kernels.kv_codes import KV_SCHEMES
 from toolkit.models.model import CausalLM
 from toolkit.planning.sizes import Sizes, sizes_of
@@ -171,14 +171,14 @@ class Plan:
             rows.append(row | {"logits_bytes": sizes.logits_bytes, "run_bytes": sum(parts.values())})
         return pd.DataFrame(rows).rename_axis("rank")
 
-    def fits_on(self, cards: Iterable[GpuSpec] | None = None) -> list[dict[str, Any]]:
+    def fits_on(self, cards: Iterable[GpuSpec | str] | GpuSpec | str | None = None) -> list[dict[str, Any]]:
         """Return, for each card (default: the catalogue), whether it can export and run this model, and its longest context.
 
-        With several ranks, each has such a card. `longest_context` is in tokens with the same `kv`; None if fewer than 256
-        tokens fit. All bytes are predicted.
+        A card is a spec or its key. With several ranks, each has such a card. `longest_context` is in tokens with the same
+        `kv`; None if fewer than 256 tokens fit. All bytes are predicted.
         """
         rows = []
-        for card in CATALOGUE.values() if cards is None else cards:
+        for card in find_specs(cards):
             budget = card.memory_bytes if self.budget_bytes is None else min(self.budget_bytes, card.memory_bytes)
             chunk = self.prefill_chunk or self.sizes.chunk(card)
             run = _run(self.sizes, self.context, chunk, card)
@@ -192,7 +192,7 @@ class Plan:
             rows.append(row | {"longest_context": longest_context(self.sizes, card, card.memory_bytes, chunk)})
         return rows
 
-    def gpus(self, cards: Iterable[GpuSpec] | None = None) -> pd.DataFrame:
+    def gpus(self, cards: Iterable[GpuSpec | str] | GpuSpec | str | None = None) -> pd.DataFrame:
         """Return `fits_on` as a table with one row per card."""
         import pandas as pd
 
