@@ -289,6 +289,7 @@ def test_context(model):
         ({"prompt": [np.True_, 2]}, "is among them"),
         ({"prompt": b"ab"}, "a bytes"),
         ({"cancel": True}, "threading.Event"),
+        ({"cancel": threading.Event}, "threading.Event"),
         ({"prompt": "text"}, "token ids"),
         ({"prompt": [[1], [2]]}, "batch"),
         ({"prompt": []}, "no tokens"),

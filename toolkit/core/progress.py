@@ -24,7 +24,7 @@ Progress = Callable[[int, int, str], None]  # done, total, name of the last step
 
 def check_cancel(cancel: object, error: type[ToolkitError] = ToolkitError) -> None:
     """Raise `error` unless `cancel` is an event, which need not be a threading.Event, or None."""
-    if cancel is not None and not hasattr(cancel, "is_set"):
+    if cancel is not None and (isinstance(cancel, type) or not hasattr(cancel, "is_set")):
         raise error(f"cancel={brief(cancel)}", "not a threading.Event", "Pass one, and call its set() to cancel")
 
 
