@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,45 @@ def test_an_unknown_device_is_one_line_that_names_the_nearest(tmp_path: Path, ca
     assert "rtx-5090" in said
     assert "Traceback" not in said
     assert len(said.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "command", [["toolkit", "run", "demo/qwen3", "The", "--device", "cpu"], ["toolkit.tune", "show", "h200"]], ids="-".join
+)
+def test_output_that_nobody_reads_ends_the_command_quietly(command: list[str]) -> None:
+    with subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read()
+    assert process.returncode == 0, said
+    assert b"BrokenPipe" not in said
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a shell that can close standard output")
+def test_without_standard_output_a_command_still_runs() -> None:
+    command = f"{shlex.quote(sys.executable)} -m toolkit.tune show h200 >&-"
+    done = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_demo_that_fails_on_cuda_is_no_traceback(status: int, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("toolkit.__main__.demo", lambda *_: print("the table"))
+    monkeypatch.setattr("toolkit.__main__.has_cuda", lambda: True)
+    said = []
+
+    def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        done: subprocess.CompletedProcess[str] = subprocess.CompletedProcess(command, status)
+        said.append(capsys.readouterr().out)
+        if options.get("check"):
+            done.check_returncode()
+        return done
+
+    monkeypatch.setattr("toolkit.__main__.subprocess.run", run)
+    assert main(["demo", "--out", str(tmp_path / "page.html")]) == status
+    assert said == ["the table\n\n"]
+    assert ("Try next" in capsys.readouterr().out) == (status == 0)
 
 
 def test_an_interrupt_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ import toolkit as tk
 from toolkit.core.distributed import announcing, join, leave
 from toolkit.core.errors import RankError
 from toolkit.core.files import check_writable
-from toolkit.core.units import print_any_text
+from toolkit.core.units import drop_output, print_any_text
 from toolkit.ranks.runs import collected
 
 PROMPT = "The capital of France is"
@@ -43,15 +43,21 @@ def demo(out: Path, device: str, max_new_tokens: int, name: str) -> None:
     print(f"\nTimelines of every strategy: {page} (open it in a browser; it needs no network)")
 
 
-def demo_everywhere(out: Path, max_new_tokens: int, name: str) -> None:
-    """The demo on the virtual GPU, then on CUDA in its own process: registering one changes what pinning means in the other."""
+def demo_everywhere(out: Path, max_new_tokens: int, name: str) -> int:
+    """The demo on the virtual GPU, then on CUDA in its own process: registering one changes what pinning means in the other.
+
+    Returns the exit status.
+    """
+    status = 0
     demo(out, "virtual:h200", max_new_tokens, name)
     if has_cuda():
-        print()
+        print(flush=True)  # before what the other process prints
         page = out.with_name(f"{out.stem}-cuda{out.suffix}")
         command = ["demo", "--out", str(page), "--device", "cuda", "--max-new-tokens", str(max_new_tokens), "--model", name]
-        subprocess.run([sys.executable, "-m", "toolkit", *command], check=True)
-    print("\nTry next:  make lab   (the same in JupyterLab: a lesson that lets you predict the copies before you run)")
+        status = subprocess.run([sys.executable, "-m", "toolkit", *command]).returncode
+    if status == 0:
+        print("\nTry next:  make lab   (the same in JupyterLab: a lesson that lets you predict the copies before you run)")
+    return status
 
 
 def has_cuda() -> bool:
@@ -123,20 +129,24 @@ def main(arguments: list[str] | None = None) -> int:
     shown.add_argument("--model", default="demo/qwen3", help='"demo/gemma4", "demo/qwen3.5-moe", a path (default: demo/qwen3)')
     options = parser.parse_args(arguments)
     print_any_text()
+    status = 0
     try:
         if options.command == "run":
             run(options)
         elif options.device:
             demo(options.out, options.device, options.max_new_tokens, options.model)
         else:
-            demo_everywhere(options.out, options.max_new_tokens, options.model)
+            status = demo_everywhere(options.out, options.max_new_tokens, options.model)
+        print(end="", flush=True)
+    except BrokenPipeError:
+        drop_output()
     except tk.ToolkitError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("Interrupted", file=sys.stderr)
         return 130  # as the shell reports an end by SIGINT
-    return 0
+    return status
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import threading
 import warnings
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from toolkit.core.errors import CancelledError, FormatError, ToolkitError, unknown_name
 from toolkit.core.files import replace_text
-from toolkit.core.units import print_any_text, seconds_text
+from toolkit.core.units import drop_output, print_any_text, seconds_text
 from toolkit.tune.store import Record, Tuned, TunedFileWarning, kept_gpus, put_rows, read_tuned
 
 
@@ -25,9 +24,9 @@ def run(arguments: list[str] | None = None) -> int:
         warnings.showwarning = lambda message, *_, **__: print(f"Warning: {message}", file=sys.stderr)
         try:
             options.command(options)
-            sys.stdout.flush()
-        except BrokenPipeError:  # `show | head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            print(end="", flush=True)
+        except BrokenPipeError:
+            drop_output()
         except ToolkitError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             return 1
