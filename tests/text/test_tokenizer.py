@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -185,8 +187,10 @@ def test_what_is_no_text_and_no_ids(demo: Tokenizer) -> None:
         demo.encode("\ud83d")
     with pytest.raises(ModelError, match="not a string"):
         demo.encode(b"bytes")  # type: ignore[arg-type]
-    with pytest.raises(ModelError, match="below 0"):
-        demo.decode([-1])
+    for ids in ([-1], [1 << 32], [1.5], ["1"], "12", [True], [[1]], 3, None, torch.tensor(3), torch.tensor([[1, 2]])):
+        with pytest.raises(ModelError, match=r"are not whole numbers from 0 to 2\*\*32 - 1"):
+            demo.decode(ids)
+    assert demo.decode(torch.tensor([36, 37])) == demo.decode(np.array([36, 37])) == demo.decode((36, 37))
     assert demo.decode([70_000]) == ""
 
 
