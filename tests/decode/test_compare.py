@@ -121,10 +121,11 @@ def test_cancel_keeps_the_strategies_begun(model):
     ("arguments", "error", "said"),
     [
         ({"decode": ["round-trip"]}, UnknownNameError, 'Did you mean "roundtrip"'),
+        ({"decode": 3}, UnknownNameError, "decode strategy 3: no such name"),
         ({"decode": []}, ToolkitError, "comparing strategies: the list is empty"),
         ({"record": False}, ToolkitError, "record"),
     ],
-    ids=["unknown", "none", "unrecorded"],
+    ids=["unknown", "number", "none", "unrecorded"],
 )
 def test_comparisons_that_cannot_be(model, arguments, error, said):
     with pytest.raises(error, match=said):

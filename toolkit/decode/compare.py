@@ -135,7 +135,9 @@ def compare(
     """
     if isinstance(model, Remote):
         return model.compare(prompt, decode, lines=lines, **options)  # type: ignore[no-any-return]
-    names = [decode] if isinstance(decode, str | Strategy) else decode if decode is None else list(decode)
+    names: Any = decode
+    if decode is not None:
+        names = list(decode) if isinstance(decode, Iterable) and not isinstance(decode, str) else [decode]
     entries = _entries(_named(model), names)
     device = entries[0].model.device
     if device.recording is not None:
