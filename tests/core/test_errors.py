@@ -29,6 +29,11 @@ def test_an_unknown_name_suggests_the_nearest_and_lists_all():
     assert error.facts["known"] == ["host-sampling", "roundtrip"]
 
 
+def test_a_long_name_is_cut():
+    assert str(unknown_name("kernel", [list(range(10**5))], ["read"])).startswith("kernel [[0, 1, ")
+    assert len(str(unknown_name("kernel", "x" * 10**6, ["read"]))) < 300
+
+
 @pytest.mark.parametrize("name", ["", "zzzz", None, 7])
 def test_nothing_is_suggested_where_nothing_is_near(name):
     assert "Did you mean" not in str(unknown_name("device", name, ["cuda", "cpu"]))

@@ -266,6 +266,17 @@ def test_lookup_of_the_same_capability_checks_the_limits() -> None:
     assert tune.choose(TOY, ODD, "rtx-5090").config == MEDIUM
 
 
+def test_kernels_and_shapes_are_looked_up_by_name() -> None:
+    kernel = tune.kernels()["read"]
+    (name, shape), *_ = kernel.known.items()
+    for given in (name, shape, shape.key):
+        assert tune.choose("read", given, "h200") == tune.choose(kernel, shape, "h200")
+    with pytest.raises(UnknownNameError, match="kernel 'reed'"):
+        tune.choose("reed", name, "h200")
+    with pytest.raises(UnknownNameError, match="shape of read '2 GiB'"):
+        tune.choose("read", "2 GiB", "h200")
+
+
 def test_lookups_are_remembered_until_something_is_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
     first = tune.choose(TOY, ODD, H200)
     with monkeypatch.context() as patch:

@@ -85,6 +85,7 @@ def brief(value: object, most: int = 80) -> str:
 def unknown_name(what: str, name: object, known: Iterable[str]) -> UnknownNameError:
     """Return the error for a `name` that is not in `known`. It suggests the nearest name and lists all of them."""
     names = sorted(known)
-    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(str(name)[:200], names, n=1, cutoff=0.5)
     hint = f'Did you mean "{near[0]}"? ' if near else ""
-    return UnknownNameError(f"{what} {name!r}", "no such name", f"{hint}Known: {', '.join(names) or 'none'}", known=names)
+    asked, do = f"{what} {brief(name, 200)}", f"{hint}Known: {', '.join(names) or 'none'}"
+    return UnknownNameError(asked, "no such name", do, known=names)

@@ -26,6 +26,7 @@ import torch
 from toolkit.core.errors import DeviceError, ToolkitError
 from toolkit.core.units import seconds_text
 from toolkit.kernels.base import Config, Kernel, Shape
+from toolkit.kernels.registry import find_kernel, find_shape
 from toolkit.tune.cards import Card, find_card
 from toolkit.tune.compiling import Job, Kept
 from toolkit.tune.estimate import estimate
@@ -55,11 +56,16 @@ _at_once: dict[tuple[Kernel, Shape, Any], Choice] = {}  # by the argument `devic
 _preferred: dict[tuple[Kernel, Shape], Config] = {}
 
 
-def choose(kernel: Kernel, shape: Shape, device: Card | torch.device | str | int = "auto") -> Choice:
-    """Return the config to launch `kernel` with on `device` (see `find_card`). Cached until timings are added."""
-    known = _at_once.get((kernel, shape, device))
+def choose(kernel: Kernel | str, shape: Shape | str, device: Card | torch.device | str | int = "auto") -> Choice:
+    """Return the config to launch `kernel` with on `device` (see `find_card`). Cached until timings are added.
+
+    `kernel` is a Kernel or its name, `shape` a Shape, its key or its name. Raises UnknownNameError for an unknown name.
+    """
+    known = _at_once.get((kernel, shape, device))  # type: ignore[arg-type]
     if known is not None:
         return known
+    kernel = find_kernel(kernel)
+    shape = find_shape(kernel, shape)
     card = find_card(device)
     place = (kernel, shape, card.key if card is not None else "cpu")
     if place not in _chosen:
