@@ -461,6 +461,29 @@ def test_watching_anybodys_autotuned_kernels() -> None:
     assert "double(n=4, dtype of x_ptr torch.float32): BLOCK: 4" in repr(seen)
 
 
+@triton.autotune(
+    configs=[triton.Config({"BLOCK": 4}, num_warps=1), triton.Config({"BLOCK": 8}, num_warps=1)],
+    key=["n", "n"], do_bench=lambda call, quantiles: (call(), [0.25, 0.2, 0.3])[1],
+    prune_configs_by={"early_config_prune": lambda configs, named, **_: configs if named["n"] == 4 else configs[1:]},
+)  # fmt: skip
+@triton.jit
+def pruned(x_ptr, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x_ptr + at, 2 * tl.load(x_ptr + at, mask=at < n), mask=at < n)
+
+
+def test_watching_a_kernel_with_one_config_left_after_pruning() -> None:
+    x = torch.ones(8, device=DEVICE)
+    with tune.watch() as seen:
+        for n in (4, 8, 8, 4):
+            pruned[lambda meta, n=n: (triton.cdiv(n, meta["BLOCK"]),)](x, n)
+    both, one = seen
+    assert (both.tuned, both.hits, both.from_disk, len(both.timings_ms)) == (1, 1, 0, 2)
+    assert (one.tuned + one.hits, one.from_disk) == (2, 0)  # some versions of Triton time the one
+    assert "BLOCK: 8" in one.choice
+    assert set(one.timings_ms) <= {one.choice}  # none of the other key
+
+
 def test_watching_tells_what_a_kernel_raised() -> None:
     with tune.watch() as seen, pytest.raises(Exception, match=r"dtype|<class 'str'>"):  # the words of versions of Triton
         double[(1,)](torch.ones(8, device=DEVICE), "eight")

@@ -30,7 +30,7 @@ class Watched:
     choice: str = ""
     timings_ms: dict[str, float] = field(default_factory=dict)  # infinity: the config failed
     tuned: int = 0  # calls that timed every config
-    hits: int = 0  # calls that found a choice in memory
+    hits: int = 0  # calls that found a choice in memory, or had one config to choose from
     from_disk: int = 0  # calls that read a choice from Triton's file
     tuning_s: float = 0.0
     error: str = ""  # the last exception of a call
@@ -114,9 +114,8 @@ def _recording(original: Any) -> Any:
 
     @functools.wraps(original)
     def run(self, *args, **kwargs):
-        key = _key(self, args, kwargs)
-        values = tuple(key.values())
-        known, timer = values in self.cache, self.__dict__.get("bench_time")
+        key, values = _key(self, args, kwargs)
+        known, before = values in self.cache, _timed(self)
         error = ""
         try:
             return original(self, *args, **kwargs)
@@ -124,38 +123,45 @@ def _recording(original: Any) -> Any:
             error = f"{type(raised).__name__}: {raised}"[:300]
             raise
         finally:
-            timed_now = self.__dict__.get("bench_time") is not timer
+            timed_now, told = (after is not earlier for after, earlier in zip(_timed(self), before, strict=True))
             for seen in list(_open):
-                _note(seen.at(self.base_fn.__name__, key), self, self.cache.get(values), known, timed_now, error)
+                _note(seen.at(self.base_fn.__name__, key), self, self.cache.get(values), known, timed_now, told, error)
 
     return run
 
 
-def _key(tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return Triton's tuning key with names, in Triton's order, so that the values are the key of its cache."""
+def _timed(tuner: Any) -> tuple[Any, Any]:
+    """Return the duration of the kernel's last tuning and its timings. Each tuning replaces both, each file the timings."""
+    return tuner.__dict__.get("bench_time"), tuner.__dict__.get("configs_timings")
+
+
+def _key(tuner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    """Return Triton's tuning key with names, and as it is in Triton's cache, where a name in `key` may occur twice."""
     if len(tuner.configs) < 2:
-        return {}
+        return {}, ()
     given = {**dict(zip(tuner.arg_names, args, strict=False)), **kwargs}
     given = {name: value for name, value in given.items() if name in tuner.arg_names}
     dtypes = {f"dtype of {name}": str(value.dtype) for name, value in given.items() if hasattr(value, "dtype")}
-    return {**{name: given[name] for name in tuner.keys if name in given}, **dtypes}
+    named = [(name, given[name]) for name in tuner.keys if name in given]
+    return {**dict(named), **dtypes}, (*(value for _, value in named), *dtypes.values())
 
 
-def _note(entry: Watched, tuner: Any, chosen: Any, known: bool, timed_now: bool, error: str) -> None:
-    """Add one call to its entry."""
+def _note(entry: Watched, tuner: Any, chosen: Any, known: bool, timed_now: bool, told: bool, error: str) -> None:
+    """Add one call to its entry. `told`: it brought timings, which may be of an earlier process."""
     entry.error = error or entry.error
     if len(tuner.configs) < 2:
         chosen, known = tuner.configs[0], True
     entry.choice = str(chosen) if chosen is not None else entry.choice
     if error and chosen is None:
         return
+    known = known or not (timed_now or told)  # one config was left after pruning, which isn't timed
     entry.hits += known
     if known:
         return
     entry.tuned += timed_now
     entry.from_disk += not timed_now
     entry.tuning_s += tuner.bench_time if timed_now else 0.0
-    timings = getattr(tuner, "configs_timings", {}).items()
+    timings = tuner.configs_timings.items() if told else ()
     entry.timings_ms = {str(config): float(ms[0] if isinstance(ms, list | tuple) else ms) for config, ms in timings}
 
 
