@@ -378,6 +378,10 @@ def test_exploring_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             tune.explore(TOY, gpus="h200", configs=configs)
     with pytest.raises(UnknownNameError, match="GPU of this table"):
         table.of("l4")
+    with pytest.raises(UnknownNameError, match="problem of this table 'toy_matmul square'"):
+        table.best("h200", "toy_matmul square")
+    with pytest.raises(UnknownNameError, match=r"verdict 'exclude'.*Did you mean \"excluded\""):
+        table.fastest("h200", "exclude")
 
 
 def test_exploring_shows_what_was_measured() -> None:

@@ -86,6 +86,8 @@ class Tuning:
         if shape is None and len(self.shapes) > 1:
             found = f"the table has {len(self.shapes)} problems, and none was named"
             raise ToolkitError("the rows of one problem", found, f"Pass shape=, one of: {', '.join(self.shapes)}")
+        if shape is not None and shape not in self.shapes:
+            raise unknown_name("problem of this table", shape, self.shapes)
         return [row for row in self.rows if row.gpu == gpu and shape in (None, f"{row.kernel} {row.shape}")]
 
     def best(self, gpu: str, shape: str | None = None) -> Row | None:
@@ -96,6 +98,8 @@ class Tuning:
 
     def fastest(self, gpu: str, verdict: str, shape: str | None = None) -> Row | None:
         """Return the fastest config with a verdict. The fastest "wrong" one is what a tuner without checks might choose."""
+        if verdict not in VERDICTS:
+            raise unknown_name("verdict", verdict, VERDICTS)
         timed = [row for row in self.of(gpu, shape) if row.verdict == verdict and row.ns is not None]
         return min(timed, key=lambda row: row.ns or 0.0, default=None)
 
