@@ -8,6 +8,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -284,6 +285,16 @@ def test_lookups_are_remembered_until_something_is_tuned(monkeypatch: pytest.Mon
         assert tune.choose(TOY, ODD, H200) is first
     tuned([MEDIUM], FakeClock())
     assert lookup.choices() == []
+
+
+def test_a_lookup_while_another_thread_adds_timings(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cleared(dict[Any, Any]):
+        def __setitem__(self, key: Any, value: Any) -> None:
+            """Forget it at once, as `forget` in another thread does."""
+
+    monkeypatch.setattr(lookup, "_chosen", Cleared())
+    assert tune.choose(TOY, ODD, "l4").gpu == "l4"
+    assert tune.choose(TOY, ODD, torch.device("cpu")).gpu == "cpu"
 
 
 def test_a_known_device_is_asked_nothing_a_current_one_anew(monkeypatch: pytest.MonkeyPatch) -> None:

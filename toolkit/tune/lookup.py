@@ -68,11 +68,12 @@ def choose(kernel: Kernel | str, shape: Shape | str, device: Card | torch.device
     shape = find_shape(kernel, shape)
     card = find_card(device)
     place = (kernel, shape, card.key if card is not None else "cpu")
-    if place not in _chosen:
-        _chosen[place] = _look(kernel, shape, card)
+    found = _chosen.get(place)
+    if found is None:
+        found = _chosen[place] = _look(kernel, shape, card)
     if isinstance(device, torch.device) and (device.type == "cpu" or (device.type == "cuda" and device.index is not None)):
-        _at_once[kernel, shape, device] = _chosen[place]
-    return _chosen[place]
+        _at_once[kernel, shape, device] = found
+    return found
 
 
 def choices() -> list[Choice]:
