@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import re
 import threading
 
 import numpy as np
@@ -192,6 +193,7 @@ def test_pageable_copies_and_waits(model):
     ):
         torch.ones(4).to(device).sum().item()
     assert broken.value.facts["counts"] == {"pageable": 1, "waits": 2}
+    assert re.search(r"1 pageable copy from \S+ × 1 \(16 B\); 2 waits from \S+ × 2\. Keep", str(broken.value))
 
 
 @pytest.mark.parametrize(("name", "holds"), [("roundtrip", False), ("position-on-device", True), ("double-buffered", True)])

@@ -124,13 +124,16 @@ def counted(n: int | None, kind: str) -> str:
 
 
 def _lines(copies: Trace) -> str:
-    """Return the lines that copied, most copies first, as "file:line × n (bytes)"."""
+    """Return the lines that copied or waited, most events first, as "file:line × n (bytes)"."""
     totals: dict[str, tuple[int, int]] = {}
     for where, size in zip(copies.text("where"), copies["bytes"].tolist(), strict=True):
         count, total = totals.get(where or "an unknown line", (0, 0))
         totals[where or "an unknown line"] = (count + 1, total + size)
     ordered = sorted(totals.items(), key=lambda item: -item[1][0])
-    shown = [f"{where} × {count} ({bytes_text(total)})" for where, (count, total) in ordered[:8]]
+    shown = [
+        f"{where} × {count}" + (f" ({bytes_text(total)})" if total else "")  # waits have no bytes
+        for where, (count, total) in ordered[:8]
+    ]
     return ", ".join(shown) + (f" and {len(ordered) - 8} more lines" if len(ordered) > 8 else "")
 
 
