@@ -250,6 +250,23 @@ def test_how_far_shapes_are(key: str, far: float) -> None:
     assert lookup.distance(TOY, ToyShape(8, 33, 40), key) == far
 
 
+@pytest.mark.parametrize(
+    ("key", "differs"),
+    [
+        (f"m={'9' * 400} n=33 k=40", f"m={'9' * 400} (asked: m=8)"),
+        ("k=40 m=16 n=33", "m=16 (asked: m=8)"),
+        ("m=4 n=33 k=40 m=16", "m=16 (asked: m=8)"),
+    ],
+    ids=["huge", "order", "twice"],
+)
+def test_keys_that_this_version_never_wrote(key: str, differs: str) -> None:
+    add_rows("h200", H200.facts, {(TOY.name, key, words(SMALL)): Record("ok", us=9.0, kernel=fingerprint(TOY))})
+    lookup.forget()
+    choice = tune.choose(TOY, ToyShape(8, 33, 40), H200)
+    assert (choice.step, choice.config) == ("near shape", SMALL)
+    assert choice.note.endswith(differs)
+
+
 def test_products_of_a_quantized_x_take_the_config_of_others() -> None:
     """Reading the matrix, which takes the time, is the same. A config of another number of rows counts less."""
     shape = MatmulShape(n=6144, k=4096, quantised=True)

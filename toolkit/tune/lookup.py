@@ -197,13 +197,14 @@ def distance(kernel: Kernel, shape: Shape, key: str) -> float:
         if a != b and isinstance(a, bool):
             far += SWITCHED if name in kernel.lengths else math.inf
         elif a != b:
-            far += abs(math.log2(a / b)) if name in kernel.lengths and a > 0 and b > 0 else math.inf
+            far += abs(math.log2(a) - math.log2(b)) if name in kernel.lengths and a > 0 and b > 0 else math.inf
     return far
 
 
 def _differing(found: Timed, shape: Shape) -> str:
     """Return the sizes that differ: "slots=32768 (asked: slots=8192)"."""
-    pairs = [(a, b) for a, b in zip(found.shape.split(), shape.key.split(), strict=True) if a != b]
+    other = shape.from_key(found.shape).key  # in the usual order, whatever the file has
+    pairs = [(a, b) for a, b in zip(other.split(), shape.key.split(), strict=True) if a != b]
     return f"{' '.join(a for a, _ in pairs)} (asked: {' '.join(b for _, b in pairs)})"
 
 
