@@ -15,6 +15,7 @@ from toolkit.core.units import (
     bytes_text,
     count_text,
     decimal_text,
+    number_text,
     parse_bytes,
     print_any_text,
     seconds_text,
@@ -102,6 +103,15 @@ def test_a_bandwidth_is_in_the_units_of_datasheets_and_of_sizes():
 )
 def test_count_text(n, text):
     assert count_text(n) == text
+
+
+@pytest.mark.parametrize(
+    ("n", "text"),
+    [(0, "0"), (0.5, "0.5"), (39.42, "39.42"), (999.94, "999.9"), (999.96, "1,000"), (15_436.2, "15,436"), (1e6, "1,000,000")],
+    ids=str,
+)
+def test_number_text_has_no_exponent(n, text):
+    assert number_text(n) == text
 
 
 def test_any_text_can_be_printed_in_ascii(monkeypatch):

@@ -455,6 +455,12 @@ def test_table_of_runs_counts_kernels_and_launches() -> None:
     assert "<td>12</td><td>-</td>" in without
 
 
+def test_high_rates_have_no_exponent() -> None:
+    run = Run("", (1, 2), (), "whole-loop", "length", 15436.2, "modelled", "virtual:h200", decode_loop(), slowed="")
+    assert run.rate_text == "15,436 tok/s modelled"
+    assert "<td>15,436<br>modelled</td>" in copies_html([Entry(1, "a", run.trace, run, "")])
+
+
 class Work(Reporter):
     """Half of some work, long enough for a bar."""
 

@@ -71,6 +71,11 @@ def count_text(n: float) -> str:
     return f"{n:,.0f}"
 
 
+def number_text(n: float) -> str:
+    """Format `n` with four significant digits, and whole thousands in full: 15436.2 -> "15,436", 39.42 -> "39.42"."""
+    return f"{n:,.0f}" if abs(n) >= 999.95 else f"{n:.4g}"
+
+
 def _three(x: float) -> str:
     return f"{x:.0f}" if abs(x) >= 100 else f"{x:.1f}" if abs(x) >= 10 else f"{x:.2f}"
 

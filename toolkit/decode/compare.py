@@ -17,7 +17,7 @@ import numpy as np
 
 from toolkit.core.display import render
 from toolkit.core.errors import RecorderError, ToolkitError
-from toolkit.core.units import bytes_text
+from toolkit.core.units import bytes_text, number_text
 from toolkit.decode.loop import generate
 from toolkit.decode.run import AFTER, Run
 from toolkit.decode.strategies import STRATEGIES, OwnLoop, Strategy, find_strategy, strategies_of
@@ -72,7 +72,7 @@ class Comparison:
             of_count.setdefault(float(count), []).append(label)
         if len(of_count) < 2:
             return ""
-        parts = [f"{count:.4g} in {', '.join(labels)}" for count, labels in sorted(of_count.items())]
+        parts = [f"{number_text(count)} in {', '.join(labels)}" for count, labels in sorted(of_count.items())]
         return f"Kernels per step differ: {'; '.join(parts)}."
 
     def _shown(self) -> pd.DataFrame:
@@ -84,10 +84,10 @@ class Comparison:
             for rate, clock in zip(self.table["tok_per_s"], self.table["clock"], strict=True)
         ]
         for name in ("kernels", "launches"):
-            shown[f"{name}/step"] = ["-" if n < 0 else f"{n:.4g}" for n in self.table[name]]
+            shown[f"{name}/step"] = ["-" if n < 0 else number_text(n) for n in self.table[name]]
         for kind in COPY_KINDS:
             pairs = zip(self.table[f"{kind}_count"], self.table[f"{kind}_bytes"], strict=True)
-            shown[f"{kind.upper()}/step"] = [f"{count:.4g} ({bytes_text(size)})" if count else "0" for count, size in pairs]
+            shown[f"{kind.upper()}/step"] = [f"{number_text(n)} ({bytes_text(size)})" if n else "0" for n, size in pairs]
         shown["host waits/step"] = [brief_time(1e3 * us) for us in self.table["host_wait_us"]]
         return shown
 

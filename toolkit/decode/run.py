@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.core.display import render
 from toolkit.core.errors import RecorderError, TraceError
 from toolkit.core.schema import convert
+from toolkit.core.units import number_text
 from toolkit.trace.copies import copies_per_step
 from toolkit.trace.events import Trace
 
@@ -72,7 +73,7 @@ class Run:
     @property
     def rate_text(self) -> str:
         """The rate, its clock, and why it is too low if it is, such as "3,928 tok/s modelled"; "" without a rate."""
-        return "" if self.tok_per_s is None else f"{self.tok_per_s:,.4g} tok/s {self.clock} {self.slowed}".rstrip()
+        return "" if self.tok_per_s is None else f"{number_text(self.tok_per_s)} tok/s {self.clock} {self.slowed}".rstrip()
 
     def copies(self) -> pd.DataFrame:
         """Return the copies between host and device, one row per step; see `toolkit.trace.copies.copies_per_step`."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
 
-from toolkit.core.units import bytes_text, seconds_text
+from toolkit.core.units import bytes_text, number_text, seconds_text
 from toolkit.decode.compare import steady_steps
 from toolkit.decode.run import RECORDED, Run
 from toolkit.trace.columns import COPY_KINDS
@@ -76,13 +76,13 @@ def copies_html(entries: Iterable[Entry]) -> str:
         device = escape(str(entry.trace.meta.get("device", "unknown device")))
         cells = [f"{escape(entry.label)}<br><small>{device}</small>", same]
         told = "" if run is None else escape(f"{run.clock} {run.slowed}".strip())  # perhaps from somebody's file
-        cells.append(f"{run.tok_per_s:,.4g}<br>{told}" if run is not None and run.tok_per_s else "-")
+        cells.append(f"{number_text(run.tok_per_s)}<br>{told}" if run is not None and run.tok_per_s else "-")
         for column in ("kernels", "launches"):  # launches are -1 where they weren't recorded
             count = steps[column].mean()
-            cells.append(f"{count:,.4g}" if len(steps) and count >= 0 else "-")
+            cells.append(number_text(count) if len(steps) and count >= 0 else "-")
         for kind in COPY_KINDS:
             count, size = steps[f"{kind}_count"].mean(), steps[f"{kind}_bytes"].mean()
-            cells.append(f"{count:.3g} ({bytes_text(size)})" if len(steps) and count else "0")
+            cells.append(f"{number_text(count)} ({bytes_text(size)})" if len(steps) and count else "0")
         clock = escape(str(run.clock if run is not None else entry.trace.meta.get("clock", "")))
         wait = seconds_text(steps["host_wait_us"].mean() / 1e6) if len(steps) else "-"
         cells.append(f"{wait}<br>{clock}" if len(steps) else wait)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
+from toolkit.core.units import number_text
+
 WIDTH, HEIGHT = 640, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 150, 30, 44  # margins; the names of the lines are on the right
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # Okabe and Ito's, which color-blind people can tell apart
@@ -33,7 +35,7 @@ class Chart:
     y_title: str
 
     def __repr__(self) -> str:
-        rows = [f"  {line.name}: {line.y[-1]:,.4g} at {line.x[-1]:,.4g}" for line in self.lines]
+        rows = [f"  {line.name}: {number_text(line.y[-1])} at {number_text(line.x[-1])}" for line in self.lines]
         return "\n".join([f"{self.y_title} by {self.x_title}", *rows])
 
     def _repr_html_(self) -> str:
