@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from html import unescape
 
@@ -98,6 +99,29 @@ def test_cancel_interrupts_the_ranks(app: Lab) -> None:
     app.decoding.tokens_field.value = 4
 
 
+def test_cancel_ends_a_look_at_ranks_that_do_not_answer(app: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, asked = app.cluster, threading.Event()
+    memory_now = cluster.memory_now
+
+    def silent(cancel: threading.Event | None = None) -> object:
+        if cancel is None:
+            return memory_now()
+        asked.set()
+        return cluster.run_as("sleeping", cancel, time.sleep, 2 * SOON_S)
+
+    monkeypatch.setattr(cluster, "memory_now", silent)
+    app.memory.refresh_button.click()
+    assert asked.wait(SOON_S)
+    assert not app.work.cancel_button.disabled
+    app.work.cancel_button.click()
+    assert done(app).error is None
+    assert "Cancelled. Start it again: the cluster is still open" in app.memory.budget_status.value
+    assert "now, by rank" in app.memory.now.value
+    monkeypatch.undo()
+    app.memory.refresh_button.click()
+    assert done(app).memory.budget_status.value == ""
+
+
 def test_a_killed_rank_closes_the_cluster(app: Lab) -> None:
     os.kill(app.cluster.pids[1], signal.SIGKILL)
     app.generate()
@@ -116,10 +140,10 @@ def test_looking_again_finds_a_rank_that_has_ended(app: Lab, monkeypatch: pytest
     entered, leave = threading.Event(), threading.Event()
     memory_now = cluster.memory_now
 
-    def late() -> object:
+    def late(cancel: threading.Event | None = None) -> object:
         entered.set()
         assert leave.wait(SOON_S)
-        return memory_now()
+        return memory_now(cancel)
 
     app.loading.model_field.value = "demo/gemma4"  # for the next load
     assert "demo/qwen3" in app.decoding.code.snippets[0][1]
@@ -130,7 +154,7 @@ def test_looking_again_finds_a_rank_that_has_ended(app: Lab, monkeypatch: pytest
     assert app.memory.refresh_button.disabled
     os.kill(cluster.pids[1], signal.SIGKILL)
     leave.set()
-    assert "rank 1 was killed by signal 9" in done(app).memory.now.value
+    assert "rank 1 was killed by signal 9" in done(app).memory.budget_status.value
     assert "Press Load to open a new one" in app.loading.status.value
     assert (app.cluster, app.model) == (None, None)
     assert not app.memory.refresh_button.disabled

@@ -194,9 +194,9 @@ class Cluster:
         tables = self.run(at_peak, function, args, kwargs)
         return pd.concat(dict(enumerate(tables)), names=["rank"]).reset_index("rank").reset_index(drop=True)
 
-    def memory_now(self) -> list[Memory]:
-        """Return the memory of each rank's device now, as `device.memory()` does."""
-        return self.run(memory_now)
+    def memory_now(self, cancel: threading.Event | None = None) -> list[Memory]:
+        """Return the memory of each rank's device now, as `device.memory()` does. For `cancel` see `run_as`."""
+        return self.run_as("looking at the memory", cancel, memory_now)
 
     def budget(self, size: int | float | str | None) -> None:
         """Limit the memory of each rank's device to `size`, such as "8 GiB", as `tk.budget` does. None removes the limits.

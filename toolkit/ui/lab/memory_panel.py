@@ -115,8 +115,8 @@ class MemoryPanel(Panel):
         told, seen, cells, one = self.budget_status, self.hidden_view, self.cells_status, self.status
         self.set_button = works("Set", "lock", "Limit the allocator to this size", "Budget", self._set_budget, told)
         self.lift_button = works("Lift", "unlock", "Remove the limit", "Budget", self._lift_budget, told)
-        update = "Update the memory of the device"  # as the end of all work does
-        self.refresh_button = works("Look again", "refresh", update, "Looking", lambda: None, told)
+        update = "Update the memory of the device"
+        self.refresh_button = works("Look again", "refresh", update, "Looking", self._look_again, told)
         fits, viz = "Would it fit on another GPU?", "A file for pytorch.org/memory_viz"
         self.what_if_button = works("What if", "question", fits, "Replaying", self._what_if, one)
         self.page_button = works("Save as HTML", "file", "A self-contained page", "Saving", lambda: self._save(".html"), one)
@@ -201,6 +201,13 @@ class MemoryPanel(Panel):
         """Show the current memory of the device."""
         model = self._held()["lab.model"]
         self.now.value = ranks_html(model.cluster) if isinstance(model, RankedModel) else now_html(self._device())
+
+    def _look_again(self) -> None:
+        """Wait until all ranks of a cluster answer. The end of all work shows the memory, but can't be cancelled."""
+        self.budget_status.value = ""
+        model = self._held()["lab.model"]
+        if isinstance(model, RankedModel):
+            model.cluster.memory_now(self._work.cancelled)
 
     def _device(self) -> Device | None:
         """Return the model's device, else the one in use; None for a cluster, or if looking at it would initialize CUDA."""
