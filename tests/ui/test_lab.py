@@ -26,6 +26,8 @@ from toolkit.ui.lab.generate_panel import prompt_of
 from toolkit.ui.lab.history import Entry, copies_html
 from toolkit.ui.progress import CellProgress, ProgressBar
 
+BROKEN = "demo/gemma4"  # it is found, but the stand-in for `load` can't read it
+
 
 class Device:
     name, graphs, recording, clock = "virtual:h200", True, None, "modelled"
@@ -71,8 +73,8 @@ def app(monkeypatch: pytest.MonkeyPatch, model: SimpleNamespace) -> Lab:
             if cancel.is_set():
                 raise CancelledError("loading", "it was cancelled", "Load it again")
             time.sleep(model.pause_s)
-        if path == "missing":
-            raise FormatError("loading 'missing'", "no such <folder>", "Check the path")
+        if path == BROKEN:
+            raise FormatError(f"loading {path!r}", "a tensor is <missing>", "Check the path")
         return model
 
     monkeypatch.setattr(load_panel, "load", load)
@@ -155,7 +157,7 @@ def test_the_model_shows_itself_and_a_scheme_is_passed_on(app: Lab, model: Simpl
     loaded(app)
     assert model.scheme == "q4_k_m"
     assert "Where the bytes are" in app.loading.model_view.value
-    app.loading.model_field.value = "missing"
+    app.loading.model_field.value = BROKEN
     app.load()
     assert app.wait(10)
     assert app.loading.model_view.value == ""
@@ -400,13 +402,33 @@ def test_a_late_clock_does_not_draw_over_the_end(app: Lab, monkeypatch: pytest.M
 
 
 def test_a_failed_load_leaves_no_model(app: Lab) -> None:
-    loaded(app).loading.model_field.value = "missing"
+    loaded(app).loading.model_field.value = BROKEN
     app.load()
     app.wait(5)
     assert app.model is None
     assert "No model is loaded" in app.decoding.status.value
     assert "Check the path" in app.loading.status.value
     assert app.error.__traceback__ is None
+
+
+@pytest.mark.parametrize(("device", "path", "told"), [
+    ("virtual:h2000", "demo/qwen3", "h2000"), ("virtual:2xh2000", "demo/qwen3", "h2000"),
+    ("virtual:h200", "demo/qwen", "demo/qwen"), ("virtual:h200", "no/such/model.gguf", "no/such/model.gguf"),
+])  # fmt: skip
+def test_a_mistyped_name_keeps_the_model(app: Lab, model: SimpleNamespace, device: str, path: str, told: str) -> None:
+    loaded(app)
+    app.loading.device_field.value, app.loading.model_field.value = device, path
+    app.load()
+    assert app.wait(10)
+    assert isinstance(app.error, ToolkitError)
+    assert told in app.loading.status.value
+    assert app.model is model
+    assert "demo/qwen3 on virtual:h200" in app.state.value
+    assert app.loading.model_view.value
+    app.decoding.tokens_field.value = 2
+    app.generate()
+    assert app.wait(5)
+    assert app.error is None
 
 
 def test_cancel_ends_a_load(app: Lab, model: SimpleNamespace) -> None:

@@ -15,7 +15,8 @@ from toolkit.core.errors import CancelledError, DeviceError, ToolkitError
 from toolkit.core.units import bytes_text, seconds_text
 from toolkit.gpu.catalogue import CATALOGUE
 from toolkit.gpu.opening import open_device
-from toolkit.loading.checkpoint import DEMOS
+from toolkit.gpu.virtual.device import spec_of
+from toolkit.loading.checkpoint import DEMOS, resolve
 from toolkit.loading.loader import load
 from toolkit.models.model import Model
 from toolkit.models.shapes import SHAPES
@@ -146,6 +147,7 @@ class LoadPanel(Panel):
     def load_now(self) -> None:
         """Load the chosen model in this thread."""
         name, path, scheme = self.chosen()
+        _check_names(name, path)  # first: a mistyped name must not cost the loaded model
         self.unload(f"Loading {escape(path)} onto {escape(name)} ...")
         gc.collect()  # the previous model may fill the GPU, or prevent the choice of another virtual GPU
         for panel in [panel for panel in _panels if panel is not self and not panel._work.busy]:
@@ -206,6 +208,17 @@ class LoadPanel(Panel):
 
 
 _panels: weakref.WeakSet[LoadPanel] = weakref.WeakSet()
+
+
+def _check_names(name: str, path: str) -> None:
+    """Raise ToolkitError if there is no such device or model. Opens no virtual GPU: another one may hold the loaded model."""
+    device, ranks = several(name) or (name, 1)
+    if device.startswith("virtual:"):
+        spec_of(device.removeprefix("virtual:"))
+    elif ranks == 1:
+        with without_gpu(name, _NO_GPU):
+            open_device(device)
+    resolve(path)
 
 
 def _source(name: str, path: str, scheme: Any) -> str:
