@@ -411,6 +411,14 @@ def test_a_failed_load_leaves_no_model(app: Lab) -> None:
     assert app.error.__traceback__ is None
 
 
+def test_a_load_that_fails_for_generate_does_not_seem_to_go_on(app: Lab) -> None:
+    app.loading.model_field.value = BROKEN
+    app.generate()
+    assert app.wait(10)
+    assert "Check the path" in app.decoding.status.value
+    assert "Nothing is loaded" in app.loading.status.value
+
+
 @pytest.mark.parametrize(("device", "path", "told"), [
     ("virtual:h2000", "demo/qwen3", "h2000"), ("virtual:2xh2000", "demo/qwen3", "h2000"),
     ("virtual:h200", "demo/qwen", "demo/qwen"), ("virtual:h200", "no/such/model.gguf", "no/such/model.gguf"),

@@ -153,7 +153,11 @@ class LoadPanel(Panel):
         for panel in [panel for panel in _panels if panel is not self and not panel._work.busy]:
             panel.end_cluster("Closed, because another Lab loaded a model. Press Load to continue here.")
         began = time.monotonic()
-        place, held, names = (self._load_on_ranks if several(name) else self._load_here)(name, path, scheme)
+        try:
+            place, held, names = (self._load_on_ranks if several(name) else self._load_here)(name, path, scheme)
+        except BaseException:
+            self.status.value = _EMPTY  # the error is shown in the tab that began the load, which may be another one
+            raise
         self.loaded = name, path, scheme
         took = seconds_text(time.monotonic() - began)
         self.welcome.layout.display = "none"
