@@ -30,7 +30,7 @@ class Explorer:
         self.under_way.set()
         if self.waits:
             assert cancel.wait(10)
-            raise CancelledError("Compiling", "it was cancelled", "Results so far are stored; call it again to resume")
+            raise CancelledError("Compiling", "it was cancelled", "Results so far are stored; run it again to resume")
         progress(12, 12, "")
         return every_verdict()
 
@@ -75,6 +75,8 @@ def test_exploring_shows_the_table(app: Lab, explorer: Explorer) -> None:
     assert 'class="tk-tuning"' in panel.view.value
     assert panel.tuning is not None
     assert "Done in" in panel.status.value
+    panel.kernel_field.value = "a_norm"
+    assert "<b>a_matmul</b>, a_matmul small" in panel.status.value
     assert app.work.bar.value == 1.0
     assert app.work.bar.layout.display == "none"
 

@@ -35,7 +35,7 @@ class TunePanel(Panel):
         self._work = work
         self._kernels: Mapping[str, Kernel] = {}
         self.kernel_field = field(widgets.Dropdown, None, "Kernel", 60)
-        self.shape_field = field(widgets.Dropdown, None, "Shape", 60, layout={"width": "360px"})
+        self.shape_field = field(widgets.Dropdown, None, "Shape", 60, layout={"width": "360px", "max_width": "98%"})
         self.gpus_field = field(
             widgets.SelectMultiple, FIRST_GPUS, "GPUs", 60, options=list(CATALOGUE), rows=len(CATALOGUE),
             tooltip="Ctrl or Shift for several",
@@ -91,7 +91,8 @@ class TunePanel(Panel):
         self.tuning = tune.explore(kernel, shape, gpus, progress=show, cancel=self._work.cancelled)
         took = seconds_text(time.monotonic() - began)
         self.view.value = html(self.tuning)
-        self.status.value = f"Done in {took}. The results are cached. In a cell: lab.tune.tuning."
+        what = f"<b>{escape(kernel)}</b>, {escape(shape)}"  # the fields may name others by now
+        self.status.value = f"Done in {took}: {what}. The results are cached. In a cell: lab.tune.tuning."
 
     def _snippets(self) -> dict[str, str]:
         kernel, shape = self.kernel_field.value or "int4_matmul", self.shape_field.value or "gemma4-31b down"
