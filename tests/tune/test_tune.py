@@ -173,7 +173,7 @@ def test_cancelling_keeps_what_was_timed() -> None:
 
     steps = Counter("tuning", False, cancel, tune.AFTER_CANCEL)
     first = Cancels()
-    with pytest.raises(CancelledError, match="call it again to resume"):
+    with pytest.raises(CancelledError, match="run it again to resume"):
         Tuner(H200, DEVICE, first, steps, seed=5).tune(TOY, ODD, [SMALL, MEDIUM])
     assert len(first.timed) == 1
     second = FakeClock()

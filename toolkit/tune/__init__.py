@@ -35,7 +35,7 @@ from toolkit.tune.watching import watch as watch
 if TYPE_CHECKING:
     import pandas as pd
 
-AFTER_CANCEL = "Results so far are stored; call it again to resume"
+AFTER_CANCEL = "Results so far are stored; run it again to resume"
 WITHOUT_GPU = "h200"  # configs are compiled for it if there is no GPU and none is named
 
 
