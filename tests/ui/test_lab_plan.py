@@ -141,6 +141,15 @@ def test_a_context_that_the_model_has_not_is_lowered(exporter: Exporter) -> None
     app = planned(Lab(model="demo/qwen3"))
     assert app.error is None
     assert app.plan.context_field.value == app.plan.plan.context == 1024
+    assert "Context was lowered to 1,024" in app.plan.status.value
+    app.loading.model_field.value = "random/qwen3-8b"  # not for the next model
+    assert planned(app).plan.plan.context == 4096
+    assert "lowered" not in app.plan.status.value
+    app.loading.model_field.value = "demo/qwen3"
+    planned(app).plan.context_field.value = 512
+    assert app.wait(60)
+    app.loading.model_field.value = "random/qwen3-8b"
+    assert app.plan.context_field.value == 512
 
 
 def test_exporting_tells_and_keeps_the_package(app: Lab, exporter: Exporter) -> None:

@@ -42,6 +42,7 @@ class PlanPanel(Panel):
         self.package: Package | None = None
         self._work, self._loading = work, loading
         self._described: tuple[tuple[str, Any], Any] | None = None  # the model on "meta" of the last plan
+        self._lowered: tuple[int, int] | None = None  # the context before and after a model lowered it
         options = [("automatic", "auto"), ("plain", _PLAIN), *((name, name) for name in KV_SCHEMES)]
         budgets = [(bytes_text(int(size * GiB)), int(size * GiB)) for size in BUDGETS]
         self.target_field = field(widgets.Combobox, target_of(loading.device_field.value), "Target", options=_targets(),
@@ -64,6 +65,7 @@ class PlanPanel(Panel):
         places = (self.target_field, loading.model_field, loading.scheme_field)
         for one in places:
             one.observe(lambda _: self._clear(), "value")
+        loading.model_field.observe(lambda _: self._raise_context(), "value")
         fields = (self.target_field, self.context_field, self.kv_field, self.ranks_field, self.budget_field, self.folder_field)
         self.code = CopyAsCode(self._snippets, (*fields, loading.model_field, loading.scheme_field))
         super().__init__(
@@ -129,6 +131,8 @@ class PlanPanel(Panel):
         self.view.value = html(self.plan)
         fits = "it fits" if self.plan.fits else "it doesn't fit, for the reasons below"
         place = f"Plan for <b>{escape(target)}</b>: {fits}."
+        if self._lowered is not None and context == self._lowered[1]:
+            place += f" Context was lowered to {context:,}, the most that the model allows."
         self.status.value = f"{place} This is a prediction: nothing was allocated. In a cell: lab.plan.plan."
 
     def _plan_of(
@@ -146,8 +150,17 @@ class PlanPanel(Panel):
         if self._described is None or self._described[0] != (path, scheme):
             self._described = (path, scheme), describe(path, scheme)
         model = self._described[1]
-        self.context_field.value = min(self.context_field.value, model.config.max_position_embeddings)
+        context, most = self.context_field.value, model.config.max_position_embeddings
+        if context > most:
+            self._lowered = context, most
+            self.context_field.value = most
         return model
+
+    def _raise_context(self) -> None:
+        """Set the context back that the previous model lowered, unless another one was typed since."""
+        lowered, self._lowered = self._lowered, None
+        if lowered is not None and self.context_field.value == lowered[1]:
+            self.context_field.value = lowered[0]
 
     def _kv(self) -> str | None:
         """Return the argument `kv` of `tk.plan`: a scheme, "auto", or None for plain."""
