@@ -79,7 +79,8 @@ def test_a_plan_and_an_export_for_several_gpus(exporter: Exporter) -> None:
     page = app.plan.view.value
     assert "for each of 2 x NVIDIA GeForce RTX 4090" in page
     assert all(f'<th scope="row">{rank}</th><td>{bytes_text(CUDA)}</td>' in page for rank in (0, 1))
-    assert "Of which GPUs 2 can export and run it" in page
+    assert "Which GPUs can export and run it, 2 of each" in page
+    assert '<th scope="col">CUDA</th>' in page
     (_, code), (_, exported) = app.plan.code.snippets
     assert "tk.plan('random/qwen3-8b', 'rtx-4090', budget='4 GiB', tensor_parallel=2)" in code
     assert exported.endswith("tensor_parallel=2)")

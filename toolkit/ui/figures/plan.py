@@ -200,7 +200,7 @@ def _ranks(plan: Plan) -> str:
     """Return the table of bytes by rank and purpose."""
     table = plan.by_rank()
     rows = [[str(rank), *map(bytes_text, row)] for rank, row in zip(table.index, table.to_numpy().tolist(), strict=True)]
-    names = [name.removesuffix("_bytes") for name in table.columns]
+    names = [name.removesuffix("_bytes").replace("cuda", "CUDA") for name in table.columns]  # as in the picture
     return f'<div class="tk-sub">Each rank, while it processes a prompt</div>{_table(["rank", *names[:-1], "sum"], rows)}'
 
 
@@ -212,8 +212,8 @@ def _cards(plan: Plan) -> str:
         cells = [_yes(row["can_export"]), _yes(row["can_run"]), f"{longest:,}" if longest else "none"]
         rows.append([escape(row["gpu"]), bytes_text(row["memory_bytes"]), *cells])
     table = _table(["GPU", "memory", "can export", f"can run at {plan.context:,}", "longest context"], rows)
-    many = f"Of which GPUs {len(plan.ranks)}" if len(plan.ranks) > 1 else "Which GPUs"
-    return f"<details><summary>{many} can export and run it</summary>{table}</details>"
+    many = f", {len(plan.ranks)} of each" if len(plan.ranks) > 1 else ""
+    return f"<details><summary>Which GPUs can export and run it{many}</summary>{table}</details>"
 
 
 def _table(names: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
