@@ -240,6 +240,7 @@ def test_cancel_keeps_the_text_and_skips_the_second_strategy(app: Lab, model: Si
     assert "tick" in app.decoding.output.value
     assert "(roundtrip was not recorded, double-buffered was not started)" in app.decoding.status.value
     assert not app.history.entries
+    assert "Generating: cancelled after" in app.work.text.value
     app.decoding.tokens_field.value, model.pause_s = 3, 0.0
     app.generate()  # the next one is not cancelled by the last press
     app.wait(5)
@@ -270,6 +271,17 @@ def cancelled_while(app: Lab, status: str) -> None:
         time.sleep(0.01)
     app.cancel()
     assert app.wait(5)
+
+
+def test_work_that_cancel_does_not_stop_is_done(app: Lab) -> None:
+    under_way, go_on = threading.Event(), threading.Event()
+    app.work.run("Saving", lambda: (under_way.set(), go_on.wait(60)), app.loading.status)
+    assert under_way.wait(60)
+    app.cancel()
+    assert "Cancelling" in app.work.text.value
+    go_on.set()
+    assert app.wait(60)
+    assert "Saving: done after" in app.work.text.value
 
 
 def test_cancel_while_recording_keeps_what_was_recorded(app: Lab, model: SimpleNamespace) -> None:

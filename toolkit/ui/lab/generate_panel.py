@@ -192,6 +192,7 @@ class GeneratePanel(Panel):
         left = [f"{name} was not recorded" for name in names[recorded:timed]]
         left += [f"{name} was not started" for name in names[timed:]]
         if left:
+            self._work.stopped = True
             said = f"Cancelled. The tokens so far are kept ({', '.join(left)})."
         self.status.value = f"{said} {_KEPT if recorded else _OBJECTS}"
 

@@ -27,6 +27,7 @@ class Work(ProgressBar):
     def __init__(self, changed: Callable[[bool], None], explain: Callable[[], str]) -> None:
         self.error: BaseException | None = None
         self.cancelled = threading.Event()
+        self.stopped = False  # set by work that Cancel has stopped and that keeps a part of its results
         self._changed, self._explain = changed, explain
         self._worker: threading.Thread | None = None
         self._start, self._next = threading.Lock(), 0.0
@@ -44,7 +45,7 @@ class Work(ProgressBar):
             if self.busy:
                 return
             self.cancelled.clear()
-            self.error, self._next = None, 0.0
+            self.error, self.stopped, self._next = None, False, 0.0
             self.begin(title)
             self._worker = threading.Thread(target=self._guard, args=(work, status), name=f"lab {title}", daemon=True)
             self._changed(False)
@@ -85,8 +86,7 @@ class Work(ProgressBar):
         finally:
             ended.set()
             clock.join()  # it would draw over how the work ended
-            how = "cancelled" if self.cancelled.is_set() and how == "done" else how
-            self.rest(how)
+            self.rest("cancelled" if self.stopped and how == "done" else how)
             self._changed(True)
 
     def draw(self, note: str = "") -> None:
