@@ -87,6 +87,7 @@ def test_the_text_part_of_a_multimodal_config(kind):
         ("model_type", "gemma3_text"),
         ("hidden_activation", "gelu_new"),
         ("use_bidirectional_attention", "all"),
+        ("is_causal", False),
         ("layer_types", [SLIDING, FULL]),
         ("layer_types", [SLIDING, SLIDING, "chunked_attention", FULL]),
         ("layer_types", "full_attention"),

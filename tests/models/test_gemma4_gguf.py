@@ -101,6 +101,7 @@ def test_metadata_that_lies_is_refused_by_name(field):
 @pytest.mark.parametrize(
     ("field", "value", "named"),
     [
+        ("gemma4.attention.causal", False, "attention.causal"),
         ("gemma4.rope.scaling.type", "yarn", "rope.scaling.type"),
         ("gemma4.rope.dimension_count_swa", 4, "dimension_count_swa"),
         ("gemma4.attention.value_length", 8, "value_length"),

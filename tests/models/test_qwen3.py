@@ -200,6 +200,7 @@ WINDOWED = {"sliding_window": {"use_sliding_window": True}, "max_window_layers":
     [
         ("model_type", "llama"),
         ("hidden_act", "gelu"),
+        ("is_causal", False),
         ("rope_scaling", {"type": "longrope", "factor": 4.0}),
         ("rope_scaling", {"type": "yarn", "factor": "4"}),
         ("rope_scaling", {"type": "yarn", "factor": 10**400}),
@@ -301,6 +302,12 @@ def test_gguf_without_a_needed_field_names_it():
         Config.from_gguf(GGUF | {"qwen3.rope.scaling.type": "yarn"})
     with pytest.raises(ModelError, match="longrope"):
         Config.from_gguf(GGUF | {"qwen3.rope.scaling.type": "longrope"})
+
+
+@pytest.mark.parametrize(("field", "value"), [("attention.causal", False)], ids=lambda v: repr(v)[:30])
+def test_gguf_metadata_that_would_change_results_is_refused_by_name(field, value):
+    with pytest.raises(ModelError, match=field):
+        Config.from_gguf(GGUF | {f"qwen3.{field}": value})
 
 
 @pytest.mark.parametrize("name", ["dense_windows_by_layer", "dense_yarn", "moe_every_other_layer", "moe_one_expert"])

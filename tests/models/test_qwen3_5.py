@@ -263,6 +263,7 @@ def test_defaults_are_those_of_transformers(kind, moe):
         ("model_type", "qwen3_next"),
         ("text_config", 7),
         ("hidden_act", "gelu"),
+        ("is_causal", False),
         ("attn_output_gate", False),
         ("mlp_only_layers", [1]),
         ("norm_topk_prob", False),

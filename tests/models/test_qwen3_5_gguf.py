@@ -211,6 +211,12 @@ def test_metadata_that_lies_is_refused_or_makes_a_config(field, lie):
     assert field.split(".")[-1] in said or "Qwen3.5" in said
 
 
+@pytest.mark.parametrize(("field", "value"), [("attention.causal", False)], ids=lambda v: repr(v)[:30])
+def test_metadata_that_would_change_results_is_refused_by_name(field, value):
+    with pytest.raises(ModelError, match=field):
+        ARCHITECTURES["qwen35moe"].Config.from_gguf(FACTS | {f"qwen35moe.{field}": value})
+
+
 def test_missing_metadata_is_named():
     for field in ("ssm.state_size", "ssm.conv_kernel", "expert_count", "block_count", "context_length"):
         with pytest.raises(ModelError, match=field.replace(".", r"\.")):

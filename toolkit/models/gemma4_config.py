@@ -168,6 +168,7 @@ def _from_hf(cls: type[Config], text: Fields, outer: Fields, unified: bool) -> C
     values = text.values
     for refused in (
         ("use_bidirectional_attention", None, "vision"),
+        ("is_causal", True),
         ("attention_logit_cap", None),
         ("attn_logit_softcapping", None),
     ):
@@ -282,6 +283,7 @@ def _heads(text: Fields, kind: str, kv_heads: int, head_dim: int) -> Heads:
 def _from_gguf(cls: type[Config], metadata: Mapping[str, Any], tensors: Mapping[str, Sequence[int]]) -> Config:
     fields = Fields("GGUF metadata", metadata)
     fields.only("general.architecture", "gemma4")
+    fields.only("gemma4.attention.causal", True)
     fields.only("gemma4.rope.scaling.type", None, "none")
     layers, heads = fields.size("gemma4.block_count"), fields.size("gemma4.attention.head_count")
     windowed = _per_layer(fields, "gemma4.attention.sliding_window_pattern", layers, bool)

@@ -71,6 +71,7 @@ class Config:
         fields = Fields("config.json", values)
         fields.only("model_type", *HF_TYPES)
         fields.only("hidden_act", "silu")
+        fields.only("is_causal", True)  # false makes transformers attend to later tokens, too
         moe = values.get("model_type") == "qwen3_moe"
         heads, hidden = fields.size("num_attention_heads", 32), fields.size("hidden_size", 2048 if moe else 4096)
         head_dim = fields.size("head_dim", None if moe else 128, null=max(1, hidden // heads))
@@ -106,6 +107,7 @@ class Config:
         fields.only("general.architecture", "qwen3", "qwen3moe")
         moe = metadata.get("general.architecture") == "qwen3moe"
         own = Fields(fields.source, metadata, prefix="qwen3moe." if moe else "qwen3.")
+        own.only("attention.causal", True)
         heads, hidden = own.size("attention.head_count"), own.size("embedding_length")
         head_dim = own.size("attention.key_length", max(1, hidden // heads))
         own.only("attention.value_length", head_dim)
