@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import re
 
 import pytest
+import torch
 
 from tests.models.cases_gemma4 import BASE, CASES, K_EQ_V, MOE, PER_LAYER, SHARED
 from tests.models.parity import CPU
@@ -53,6 +55,18 @@ def test_both_spellings_of_what_differs_between_layers():
     assert Config.from_hf(TEXT | {"per_layer_config": {}}).full.head_dim == 8
     own_heads = Config.from_hf(TEXT | {"num_global_key_value_heads": 1})
     assert own_heads.full.kv_heads == 2  # counts only where K = V
+
+
+@pytest.mark.parametrize("outside", [0, 0.5, 1.0, None])
+@pytest.mark.parametrize("inside", [{}, {"partial_rotary_factor": 0.25}], ids=["", "inside"])
+def test_the_rotating_share_of_heads_may_be_stated_for_all_layers(inside, outside):
+    ropes = {SLIDING: ROPES[SLIDING], FULL: {"rope_type": "proportional", "rope_theta": 1e4} | inside}
+    values = TEXT | {"rope_parameters": ropes, "partial_rotary_factor": outside}
+    theirs = transformers.models.gemma4.modeling_gemma4.Gemma4TextRotaryEmbedding(
+        transformers.Gemma4TextConfig(**copy.deepcopy(values))
+    )
+    found = gemma4.frequencies_of(Config.from_hf(values).full, CPU.torch)
+    assert torch.allclose(found, theirs.full_attention_inv_freq)
 
 
 def test_the_last_layer_is_always_full():

@@ -274,9 +274,11 @@ def _heads(text: Fields, kind: str, kv_heads: int, head_dim: int) -> Heads:
     theta = rope.number("rope_theta", text.values.get("rope_theta", 10_000.0))
     if rope_type == "default":  # whole heads rotate: transformers ignores partial_rotary_factor here
         return Heads(kv_heads, head_dim, theta, head_dim // 2)
-    share = 0.0 if rope.values.get("partial_rotary_factor") == 0 else rope.number("partial_rotary_factor", 1.0)
+    stated_outside = "partial_rotary_factor" not in rope.values and text.values.get("partial_rotary_factor") is not None
+    part = text if stated_outside else rope
+    share = 0.0 if part.values.get("partial_rotary_factor") == 0 else part.number("partial_rotary_factor", 1.0)
     if share > 1:
-        raise rope.wrong("partial_rotary_factor", share, "a number from 0 to 1")
+        raise part.wrong("partial_rotary_factor", share, "a number from 0 to 1")
     return Heads(kv_heads, head_dim, theta, int(share * head_dim // 2), rope.number("factor", 1.0))
 
 
