@@ -102,6 +102,7 @@ def test_the_text_part_of_a_multimodal_config(kind):
         ("hidden_activation", "gelu_new"),
         ("use_bidirectional_attention", "all"),
         ("is_causal", False),
+        ("rope_scaling", {"rope_type": "linear", "factor": 8.0}),
         ("layer_types", [SLIDING, FULL]),
         ("layer_types", [SLIDING, SLIDING, "chunked_attention", FULL]),
         ("layer_types", "full_attention"),

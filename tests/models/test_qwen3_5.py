@@ -264,6 +264,7 @@ def test_defaults_are_those_of_transformers(kind, moe):
         ("text_config", 7),
         ("hidden_act", "gelu"),
         ("is_causal", False),
+        ("per_layer_config", {"1": {"rms_norm_eps": 0.5}}),
         ("attn_output_gate", False),
         ("mlp_only_layers", [1]),
         ("norm_topk_prob", False),

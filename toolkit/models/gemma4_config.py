@@ -14,6 +14,10 @@ from toolkit.models.fields import Fields
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "silu", "relu")
+ONLY: tuple[tuple[Any, ...], ...] = (  # fields with few supported values
+    ("use_bidirectional_attention", None, "vision"), ("is_causal", True), ("rope_scaling", None, {}),
+    ("attention_logit_cap", None), ("attn_logit_softcapping", None),
+)  # fmt: skip
 HF_TYPES = ("gemma4_text", "gemma4", "gemma4_unified_text", "gemma4_unified")
 ROPE_DEFAULTS = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
@@ -166,13 +170,8 @@ class Config:
 
 def _from_hf(cls: type[Config], text: Fields, outer: Fields, unified: bool) -> Config:
     values = text.values
-    for refused in (
-        ("use_bidirectional_attention", None, "vision"),
-        ("is_causal", True),
-        ("attention_logit_cap", None),
-        ("attn_logit_softcapping", None),
-    ):
-        text.only(*refused)
+    for name, *supported in ONLY:
+        text.only(name, *supported)
     text.only("hidden_activation", *ACTIVATIONS)
     layers, k_eq_v = text.size("num_hidden_layers", 30), text.flag("attention_k_eq_v", False)
     kinds = _layer_types(text, layers)

@@ -18,7 +18,7 @@ HF_TYPES = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_5_moe", "qwen3_5")
 ONLY: tuple[tuple[Any, ...], ...] = (  # fields with one supported value: transformers supports no other or ignores them
     ("hidden_act", "silu"), ("attn_output_gate", True), ("output_gate_type", "swish", None), ("mlp_only_layers", None, [], ()),
     ("decoder_sparse_step", 1), ("norm_topk_prob", True), ("use_sliding_window", False, None),
-    ("mamba_ssm_dtype", "float32", None), ("is_causal", True),
+    ("mamba_ssm_dtype", "float32", None), ("is_causal", True), ("per_layer_config", None, {}),
 )  # fmt: skip
 GGUF_EXPERTS = (
     ("num_experts", "expert_count", MOST_EXPERTS),

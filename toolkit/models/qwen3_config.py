@@ -72,6 +72,7 @@ class Config:
         fields.only("model_type", *HF_TYPES)
         fields.only("hidden_act", "silu")
         fields.only("is_causal", True)  # false makes transformers attend to later tokens, too
+        fields.only("per_layer_config", None, {})
         moe = values.get("model_type") == "qwen3_moe"
         heads, hidden = fields.size("num_attention_heads", 32), fields.size("hidden_size", 2048 if moe else 4096)
         head_dim = fields.size("head_dim", None if moe else 128, null=max(1, hidden // heads))
