@@ -103,6 +103,9 @@ def test_metadata_that_lies_is_refused_by_name(field):
     [
         ("gemma4.attention.causal", False, "attention.causal"),
         ("gemma4.rope.scaling.type", "yarn", "rope.scaling.type"),
+        ("gemma4.rope.scaling.factor", 8.0, "rope.scaling.factor"),
+        ("gemma4.rope.scale_linear", 8.0, "rope.scale_linear"),
+        ("gemma4.rope.scaling.attn_factor", 0.5, "rope.scaling.attn_factor"),
         ("gemma4.rope.dimension_count_swa", 4, "dimension_count_swa"),
         ("gemma4.attention.value_length", 8, "value_length"),
         ("gemma4.attention.sliding_window_pattern", [True] * 6, "sliding_window_pattern"),

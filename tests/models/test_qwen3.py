@@ -305,7 +305,25 @@ def test_gguf_without_a_needed_field_names_it():
         Config.from_gguf(GGUF | {"qwen3.rope.scaling.type": "longrope"})
 
 
-@pytest.mark.parametrize(("field", "value"), [("attention.causal", False)], ids=lambda v: repr(v)[:30])
+@pytest.mark.parametrize(
+    ("stated", "rope"),
+    [
+        ({"scaling.factor": 4.0}, Rope(16, 1e6, "linear", 4.0)),
+        ({"scaling.type": "linear", "scaling.factor": 4.0}, Rope(16, 1e6, "linear", 4.0)),
+        ({"scale_linear": 4.0}, Rope(16, 1e6, "linear", 4.0)),
+        ({"scaling.factor": 2.0, "scale_linear": 4.0}, Rope(16, 1e6, "linear", 2.0)),
+        ({"scaling.factor": 0.0}, Rope(16, 1e6)),
+        ({"scaling.type": "none", "scaling.factor": 4.0}, Rope(16, 1e6)),
+    ],
+    ids=lambda v: ", ".join(v) if isinstance(v, dict) else "",
+)
+def test_a_factor_of_gguf_scales_as_in_llama_cpp(stated, rope):
+    assert Config.from_gguf(GGUF | {f"qwen3.rope.{name}": value for name, value in stated.items()}).rope == rope
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("attention.causal", False), ("rope.scaling.attn_factor", 0.5)], ids=lambda v: repr(v)[:30]
+)
 def test_gguf_metadata_that_would_change_results_is_refused_by_name(field, value):
     with pytest.raises(ModelError, match=field):
         Config.from_gguf(GGUF | {f"qwen3.{field}": value})

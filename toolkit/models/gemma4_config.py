@@ -286,6 +286,9 @@ def _from_gguf(cls: type[Config], metadata: Mapping[str, Any], tensors: Mapping[
     fields.only("general.architecture", "gemma4")
     fields.only("gemma4.attention.causal", True)
     fields.only("gemma4.rope.scaling.type", None, "none")
+    for name in ("rope.scaling.factor", "rope.scale_linear"):  # scale without a type, too; 0 means none
+        fields.only(f"gemma4.{name}", None, 1.0, 0.0)
+    fields.only("gemma4.rope.scaling.attn_factor", None, 1.0)
     layers, heads = fields.size("gemma4.block_count"), fields.size("gemma4.attention.head_count")
     windowed = _per_layer(fields, "gemma4.attention.sliding_window_pattern", layers, bool)
     kinds = tuple(SLIDING if one else FULL for one in windowed)

@@ -129,15 +129,24 @@ def _yarn(fields: Fields, inner: Fields, dims: int, theta: float) -> Rope:
 
 
 def rope_from_gguf(own: Fields, dims: int) -> Rope:
-    """Read the rotary embedding from GGUF metadata: none, linear or yarn, in the form that llama.cpp's converter writes."""
-    theta, kind = own.number("rope.freq_base", 10_000.0), own.values.get(f"{own.prefix}rope.scaling.type") or "none"
+    """Read the rotary embedding from GGUF metadata: none, linear or yarn, in the form that llama.cpp's converter writes.
+
+    As in llama.cpp, a factor without a type means linear scaling, and older files call it "rope.scale_linear".
+    """
+    theta = own.number("rope.freq_base", 10_000.0)
     own.only("rope.scaling.type", "none", None, "linear", "yarn")
+    own.only("rope.scaling.attn_factor", 1.0)
+    factor_name = "rope.scaling.factor"
+    if own.prefix + factor_name not in own.values and f"{own.prefix}rope.scale_linear" in own.values:
+        factor_name = "rope.scale_linear"
+    scaled = own.values.get(own.prefix + factor_name, 0) != 0
+    kind = own.values.get(f"{own.prefix}rope.scaling.type") or ("linear" if scaled else "none")
     if kind == "none":
         return Rope(dims, theta)
-    factor = own.number("rope.scaling.factor")
+    factor = own.number(factor_name)
     if kind == "linear":
         return Rope(dims, theta, "linear", factor)
-    for name in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
+    for name in ("yarn_attn_factor", "yarn_ext_factor"):
         own.only(f"rope.scaling.{name}", 1.0)
     own.only("rope.scaling.yarn_log_multiplier", None)
     original = own.size("rope.scaling.original_context_length")
