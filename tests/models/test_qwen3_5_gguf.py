@@ -211,7 +211,17 @@ def test_metadata_that_lies_is_refused_or_makes_a_config(field, lie):
     assert field.split(".")[-1] in said or "Qwen3.5" in said
 
 
-@pytest.mark.parametrize(("field", "value"), [("attention.causal", False)], ids=lambda v: repr(v)[:30])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("attention.causal", False),
+        ("expert_weights_scale", 2.5),
+        ("expert_weights_norm", False),
+        ("expert_gating_func", 2),
+        ("rope.scaling.attn_factor", 0.5),
+    ],
+    ids=lambda v: repr(v)[:30],
+)
 def test_metadata_that_would_change_results_is_refused_by_name(field, value):
     with pytest.raises(ModelError, match=field):
         ARCHITECTURES["qwen35moe"].Config.from_gguf(FACTS | {f"qwen35moe.{field}": value})

@@ -84,6 +84,13 @@ class Fields:
         return value
 
 
+def check_gguf_routing(own: Fields) -> None:
+    """Raise ModelError unless experts are weighted by a softmax, with the chosen weights scaled to sum to one."""
+    own.only("expert_weights_norm", True)
+    own.only("expert_weights_scale", 1.0, 0.0)
+    own.only("expert_gating_func", 1)  # softmax
+
+
 def vocab_from_gguf(fields: Fields, own: Fields, tensors: Mapping[str, Sequence[int]]) -> int:
     """Return the vocabulary size of a GGUF model: the rows of its embedding table, or else the length of its token list."""
     tokens = fields.values.get("tokenizer.ggml.tokens")

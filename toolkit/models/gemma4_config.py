@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.core.errors import ModelError
-from toolkit.models.fields import Fields
+from toolkit.models.fields import Fields, check_gguf_routing
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "silu", "relu")
@@ -285,6 +285,7 @@ def _from_gguf(cls: type[Config], metadata: Mapping[str, Any], tensors: Mapping[
     fields = Fields("GGUF metadata", metadata)
     fields.only("general.architecture", "gemma4")
     fields.only("gemma4.attention.causal", True)
+    check_gguf_routing(Fields(fields.source, metadata, prefix="gemma4."))
     fields.only("gemma4.rope.scaling.type", None, "none")
     for name in ("rope.scaling.factor", "rope.scale_linear"):  # scale without a type, too; 0 means none
         fields.only(f"gemma4.{name}", None, 1.0, 0.0)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from toolkit.core.errors import ModelError
-from toolkit.models.fields import MOST_EXPERTS, MOST_LAYERS, Fields, vocab_from_gguf
+from toolkit.models.fields import MOST_EXPERTS, MOST_LAYERS, Fields, check_gguf_routing, vocab_from_gguf
 from toolkit.models.names import ends_hf, experts_gguf, experts_hf
 from toolkit.models.places import Source
 from toolkit.models.rotary import Rope, rope_from_gguf, rope_from_hf
@@ -172,9 +172,7 @@ def _experts(fields: Fields, layers: int) -> dict[str, Any]:
 
 def _gguf_experts(own: Fields, layers: int, tensors: Mapping[str, Sequence[int]]) -> dict[str, Any]:
     """Return the expert fields from GGUF, where chosen weights always sum to one. Layers without a router are dense."""
-    own.only("expert_weights_norm", True)
-    own.only("expert_weights_scale", 1.0, 0.0)
-    own.only("expert_gating_func", 1)  # softmax
+    check_gguf_routing(own)
     return {
         "num_experts": own.size("expert_count", most=MOST_EXPERTS),
         "num_experts_per_tok": own.size("expert_used_count"),
