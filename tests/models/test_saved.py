@@ -4,13 +4,16 @@ models, and with a single expert. Logits and greedy tokens equal those of transf
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import toolkit as tk
 from tests.models import cases_gemma4, cases_qwen3, cases_qwen3_5
+from toolkit.core.errors import FormatError
 
 transformers = pytest.importorskip("transformers")
 
@@ -66,3 +69,23 @@ def test_what_transformers_saved_is_loaded_and_decodes_the_same(tmp_path, name, 
         assert (model(ids) - expected).abs().max() <= TOLERANCE
         run = tk.generate(model, ids[0].tolist(), max_new_tokens=12, eos=(), record=False, prefill_chunk=5)
         assert list(run.tokens) == tokens
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("order", [(0, 2, 1), (2, 1, 0)], ids=["as MLX", "taps first"])
+def test_a_convolution_whose_axes_are_in_another_order_is_refused(tmp_path, order):
+    torch.manual_seed(0)
+    MODELS["qwen3_5_moe"]().save_pretrained(tmp_path / "usual")
+    weights, ids = load_file(tmp_path / "usual" / "model.safetensors"), torch.arange(9)[None]
+    convolutions = [name for name in weights if name.endswith("conv1d.weight")]
+
+    def changed(name, change):
+        shutil.copytree(tmp_path / "usual", tmp_path / name)
+        found = weights | {name: change(weights[name]).contiguous() for name in convolutions}
+        save_file(found, tmp_path / name / "model.safetensors")
+        return tk.load(tmp_path / name, "cpu", "float32", progress=False)
+
+    usual = tk.load(tmp_path / "usual", "cpu", "float32", progress=False)
+    assert torch.equal(changed("without the axis of one", lambda conv: conv[:, 0])(ids), usual(ids))
+    with pytest.raises(FormatError, match=r"conv1d.*shape"):
+        changed("other", lambda conv: conv.permute(order))

@@ -187,7 +187,8 @@ def _seen_as(stored: Stored, source: Source, wanted: tuple[int, ...]) -> tuple[i
     shape = stored.shape
     if source.shape is not None:
         same = torch.Size(shape).numel() == torch.Size(source.shape).numel()
-        shape = source.shape if same else shape
+        in_order = shape[-1:] == source.shape[-1:]  # MLX stores a convolution as [C, K, 1], next to norms that differ
+        shape = source.shape if same and in_order else shape
     if source.rows is not None and len(shape) > 1 and shape[-2] >= source.rows.stop:
         shape = (*shape[:-2], source.rows.stop - source.rows.start, shape[-1])
     return shape
