@@ -314,6 +314,15 @@ def test_unsupported_methods_are_refused_before_the_download(hub: Hub, tmp_path:
     assert max(blobs().values()) < 1 << 16
 
 
+def test_adapters_are_refused_before_the_download(hub: Hub, tmp_path: Path) -> None:
+    write_folder(tmp_path / "m", SHAPE, random_tensors(SHAPE))
+    (tmp_path / "m" / "adapter_config.json").write_text("{}")
+    hub.repositories["team/adapter"] = tmp_path / "m"
+    with pytest.raises(FormatError, match="would not be applied"):
+        load("team/adapter")
+    assert max(blobs().values()) < 1 << 16
+
+
 def test_pickles_are_not_downloaded(hub: Hub, tmp_path: Path) -> None:
     for name in ("config.json", "pytorch_model.bin"):
         (tmp_path / name).write_text("{}")

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import toolkit as tk
 from tests.checkpoints import SHAPE, hf_logits, random_tensors, write_folder, write_gguf
@@ -301,6 +302,16 @@ def test_bad_checkpoints_are_refused(
         tk.load(path, device="cpu", progress=False)
     assert says in str(caught.value)
     assert caught.value.do
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["next to a model", "alone"])
+def test_an_adapter_that_would_not_be_applied_is_refused(tmp_path: Path, whole: bool) -> None:
+    if whole:
+        write_folder(tmp_path, SHAPE, random_tensors(SHAPE))
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    save_file({"base_model.model.x.lora_A.weight": torch.zeros(2, 2)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(FormatError, match=r"adapter_config.json.*merge_and_unload"):
+        tk.load(tmp_path, device="cpu", progress=False)
 
 
 def test_a_gguf_of_an_unknown_architecture(tmp_path: Path) -> None:

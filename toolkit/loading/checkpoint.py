@@ -42,6 +42,7 @@ DTYPES = {
     "float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
     "float16": torch.float16, "fp16": torch.float16, "half": torch.float16,
 }  # fmt: skip
+ADAPTER = "adapter_config.json"
 _STORAGE = ("quantization_config", "compression_config")  # describes the file format, not the architecture
 _TWINS = re.compile(r"(.*\.)?(lm_head|output)\.weight")  # the head, which some checkpoints of tied models store again
 _TABLES = re.compile(r".*rotary_emb\.inv_freq")
@@ -213,6 +214,10 @@ def _open_folder(folder: Path) -> Checkpoint:
     if packages and not os.path.lexists(folder / "config.json"):
         found = "it has no config.json, but a manifest.json, as packages have"
         raise FormatError(f"model {folder}", found, f'To load a package, call tk.load_exported("{folder}")')
+    if os.path.lexists(folder / ADAPTER):
+        found = f"it has an {ADAPTER}: weights of an adapter (LoRA), which would not be applied"
+        do = "Merge the adapter into its base model (merge_and_unload of peft), and load the folder with the result"
+        raise FormatError(f"model {folder}", found, do)
     values = read_json(folder / "config.json", "config", max_bytes=16 << 20)
     architecture = _architecture(values.get("model_type"), f"config {folder / 'config.json'}", values.get("architectures"))
     config = architecture.Config.from_hf(_without_storage(values))

@@ -18,7 +18,7 @@ from toolkit.weights.safetensors_files import INDEX, PICKLES, read_json
 
 _SMALL = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json",
-    "quantize_config.json", "quant_config.json",
+    "quantize_config.json", "quant_config.json", "adapter_config.json",
 )  # fmt: skip
 _NAME = re.compile(r"(?P<repository>[\w][\w.-]*/[\w.-]*[\w])(:(?P<file>.+))?", re.ASCII)
 _PART = re.compile(r"(.*-)\d{5}(-of-\d{5}\.gguf)")
