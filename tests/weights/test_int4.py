@@ -114,12 +114,19 @@ def matches(weights: Any, expected: Any, kind: str, bits: int, group: int) -> No
         assert np.array_equal(raw["scales"].numpy(), scales[start:stop])
 
 
+@pytest.mark.parametrize("field", ["checkpoint_format", "format"])
 @pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
 @pytest.mark.parametrize("bits", [2, 4, 8])
-def test_gptq(tmp_path: Path, bits: int, version: str) -> None:
+def test_gptq(tmp_path: Path, bits: int, version: str, field: str) -> None:
     tensors, expected = gptq(bits, version, out=32)
-    config = {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "desc_act": False, "checkpoint_format": version}
+    config = {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "desc_act": False, field: version}
     matches(folder(tmp_path, tensors, config), expected, "GPTQ", bits, GROUP)
+
+
+def test_the_name_of_a_format_may_be_in_capitals_and_the_older_field_counts(tmp_path: Path) -> None:
+    tensors, expected = gptq(4, "gptq_v2", out=32)
+    config = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "checkpoint_format": "GPTQ_V2", "format": "gptq"}
+    matches(folder(tmp_path, tensors, config), expected, "GPTQ", 4, GROUP)
 
 
 def test_gptq_of_one_group_a_row_and_columns_in_order_despite_desc_act(tmp_path: Path) -> None:
@@ -191,6 +198,8 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "not an object": (awq, [1], "list"),
     "not a word about it": (awq, None, "doesn't say how"),
     "marlin": (lambda: gptq(4), GPTQ4 | {"checkpoint_format": "marlin"}, "'marlin'"),
+    "marlin in the newer field": (lambda: gptq(4), GPTQ4 | {"format": "marlin"}, "'marlin'"),
+    "awq for gemv in the newer field": (awq, {"quant_method": "awq", "format": "gemv"}, "'gemv'"),
     "awq for gemv": (awq, {"quant_method": "awq", "version": "gemv"}, "'gemv'"),
     "bits of a text": (lambda: gptq(4), GPTQ4 | {"bits": "4"}, "'bits'"),
     "group of a float": (lambda: gptq(4), GPTQ4 | {"group_size": 1e300}, "'group_size'"),

@@ -78,7 +78,7 @@ class _Gptq(Coded):
 
     def __init__(self, weights: Weights, prefix: str, options: Mapping[str, Any]) -> None:
         super().__init__(weights, prefix)
-        self.less_one = options.get("checkpoint_format", "gptq") != "gptq_v2"
+        self.less_one = str(options.get(_said(options, "checkpoint_format"), "gptq")).lower() != "gptq_v2"
         packed, zeros, scales = self.part("qweight", *_INT32), self.part("qzeros", *_INT32), self.part("scales", *_FLOATS)
         groups, out = scales.shape
         self.bits = 32 * zeros.shape[1] // out
@@ -286,10 +286,10 @@ def open_folder(folder: Path, config: Mapping[str, Any]) -> Weights:
             raise FormatError(asked, found, f"It must be a {wanted.__name__}", field=field)
     options = {field: value for field, value in options.items() if value is not None}
     if method == "gptq":
-        _only(asked, options, "checkpoint_format", "gptq", "gptq_v2")
+        _only(asked, options, _said(options, "checkpoint_format"), "gptq", "gptq_v2")
         return Quantised(weights, lambda inner, prefix: _Gptq(inner, prefix, options), "qweight")
     if method == "awq":
-        _only(asked, options, "version", "gemm")
+        _only(asked, options, _said(options, "version"), "gemm")
         return Quantised(weights, lambda inner, prefix: _Awq(inner, prefix, options), "qweight")
     if method in ("hqq", ""):
         return Quantised(weights, lambda inner, prefix: _Hqq(inner, prefix, options), "W_q")
@@ -318,6 +318,11 @@ def _options(folder: Path, config: Mapping[str, Any], weights: Weights) -> dict[
         found = "they are quantized, but config.json doesn't say how"
         raise FormatError(f"weights in {folder}", found, "Get the config.json of the same checkpoint")
     return {}
+
+
+def _said(options: Mapping[str, Any], field: str) -> str:
+    """Return the name of the field that states the format: `field`, or else "format", as newer tools call it."""
+    return field if field in options else "format"
 
 
 def _only(asked: str, options: Mapping[str, Any], field: str, *known: str) -> None:
