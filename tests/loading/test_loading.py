@@ -233,6 +233,18 @@ def test_a_stored_head_of_a_tied_model(
     torch.testing.assert_close(logits(model), hf_logits(path, IDS), atol=FP32_ATOL, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("stated", "ends"), [({"eos_token_id": [7, 5, 8]}, (5, 7, 8)), ({"eos_token_id": 7}, (5, 7)), ({}, (5,)), (None, (5,))]
+)
+def test_ends_of_the_generation_config_count_without_a_tokenizer(
+    tmp_path: Path, stated: dict[str, Any] | None, ends: tuple[int, ...]
+) -> None:
+    path = write_folder(tmp_path / "m", SHAPE | {"eos_token_id": 5}, random_tensors(SHAPE))
+    if stated is not None:
+        (path / "generation_config.json").write_text(json.dumps(stated))
+    assert tk.load(path, device="cpu", progress=False).config.eos_token_ids == ends
+
+
 def test_a_link_to_a_folder_is_followed(tmp_path: Path) -> None:
     folder(tmp_path / "m")
     (tmp_path / "link").symlink_to(tmp_path / "m")

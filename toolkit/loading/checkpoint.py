@@ -229,7 +229,11 @@ def _open_folder(folder: Path) -> Checkpoint:
     config, names = _tied(architecture, config, weights)
     skipped = _check_names(folder, architecture, config, names, weights)
     dtype = named[0] if named else _most(weights.stored.values())
-    return Checkpoint(folder, weights, architecture, config, names, dtype, tokenizers.from_folder(folder), skipped)
+    tokenizer = tokenizers.from_folder(folder)
+    if tokenizer is None:  # a tokenizer has the ends of generation_config.json itself
+        ends = dict.fromkeys((*config.eos_token_ids, *tokenizers.stated_ends(folder)))
+        config = replace(config, eos_token_ids=tuple(ends))
+    return Checkpoint(folder, weights, architecture, config, names, dtype, tokenizer, skipped)
 
 
 def _tied(architecture: ModuleType, config: Any, weights: Weights) -> tuple[Any, dict[str, Source]]:

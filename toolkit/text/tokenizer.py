@@ -225,14 +225,22 @@ def _specials(config: Mapping[str, Any]) -> dict[str, str]:
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
-def _eos_ids(folder: Path, inner: tokenizers.Tokenizer, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the ids from generation_config.json, else from config.json, else the id of the tokenizer's eos_token."""
+def stated_ends(folder: Path) -> tuple[int, ...]:
+    """Return the ids that end a text from generation_config.json, else from config.json, else ()."""
     for name in ("generation_config.json", "config.json"):
         value = _optional(folder / name).get("eos_token_id")
         ids = value if isinstance(value, list) else [value]
         known = tuple(dict.fromkeys(i for i in ids if type(i) is int and i >= 0))
         if known:
             return known
+    return ()
+
+
+def _eos_ids(folder: Path, inner: tokenizers.Tokenizer, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the ids that a config states, else the id of the tokenizer's eos_token."""
+    stated = stated_ends(folder)
+    if stated:
+        return stated
     token = config.get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
     found = inner.token_to_id(token) if isinstance(token, str) else None
