@@ -109,6 +109,7 @@ def test_metadata_that_lies_is_refused_by_name(field):
         ("gemma4.expert_weights_scale", 2.5, "expert_weights_scale"),
         ("gemma4.expert_weights_norm", False, "expert_weights_norm"),
         ("gemma4.expert_gating_func", 2, "expert_gating_func"),
+        ("gemma4.expert_group_count", 2, "expert_group_count"),
         ("gemma4.rope.dimension_count_swa", 4, "dimension_count_swa"),
         ("gemma4.attention.value_length", 8, "value_length"),
         ("gemma4.attention.sliding_window_pattern", [True] * 6, "sliding_window_pattern"),

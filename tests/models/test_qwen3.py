@@ -329,6 +329,25 @@ def test_gguf_metadata_that_would_change_results_is_refused_by_name(field, value
         Config.from_gguf(GGUF | {f"qwen3.{field}": value})
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("expert_group_count", 2),
+        ("expert_weights_scale", 2.5),
+        ("expert_weights_norm", False),
+        ("expert_gating_func", 2),
+    ],
+    ids=lambda v: repr(v)[:30],
+)
+def test_gguf_metadata_of_other_experts_is_refused_by_name(field, value):
+    sizes = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 8}
+    facts = {name.replace("qwen3.", "qwen3moe."): fact for name, fact in GGUF.items()} | {"general.architecture": "qwen3moe"}
+    facts |= {f"qwen3moe.{name}": size for name, size in sizes.items()}
+    assert Config.from_gguf(facts).num_experts == 4
+    with pytest.raises(ModelError, match=field):
+        Config.from_gguf(facts | {f"qwen3moe.{field}": value})
+
+
 @pytest.mark.parametrize("name", ["dense_windows_by_layer", "dense_yarn", "moe_every_other_layer", "moe_one_expert"])
 def test_a_decode_step_copies_nothing_and_no_prefill_is_read_back(name):
     gpu = tk.device("virtual:h200")

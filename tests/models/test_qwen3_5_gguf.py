@@ -218,6 +218,7 @@ def test_metadata_that_lies_is_refused_or_makes_a_config(field, lie):
         ("expert_weights_scale", 2.5),
         ("expert_weights_norm", False),
         ("expert_gating_func", 2),
+        ("expert_group_count", 2),
         ("rope.scaling.attn_factor", 0.5),
     ],
     ids=lambda v: repr(v)[:30],

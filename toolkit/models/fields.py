@@ -85,7 +85,8 @@ class Fields:
 
 
 def check_gguf_routing(own: Fields) -> None:
-    """Raise ModelError unless experts are weighted by a softmax, with the chosen weights scaled to sum to one."""
+    """Raise ModelError unless experts are chosen among all and weighted by a softmax, with weights scaled to sum to one."""
+    own.only("expert_group_count", 0, 1)
     own.only("expert_weights_norm", True)
     own.only("expert_weights_scale", 1.0, 0.0)
     own.only("expert_gating_func", 1)  # softmax
