@@ -141,6 +141,36 @@ class TestModules:
         assert isinstance(twin.weight, nn.Parameter)
         assert layer.weight.abs().sum().item() > 0
 
+    def test_deepcopy_copies_no_gradients_of_parameters(self, gpu):
+        layer = nn.Linear(3, 3, bias=False).to("vgpu")
+        layer(ones(2, 3)).sum().backward()
+        with gpu.record() as trace:
+            twin = copy.deepcopy(layer)
+        assert trace["bytes"][trace.is_kind("d2d")].tolist() == [36]
+        assert twin.weight.grad is None
+
+    def test_deepcopy_copies_a_shared_storage_once(self, gpu):
+        x = torch.arange(12.0, device="vgpu").view(3, 4)
+        x.note = ["mine"]
+        with gpu.record() as trace:
+            twins = copy.deepcopy({"all": x, "row": x[1], "turned": x.t()})
+        assert trace["bytes"][trace.is_kind("d2d")].tolist() == [48]
+        assert not trace.is_kind("kernel").any()
+        twins["all"].fill_(5)
+        assert twins["row"].tolist() == [5] * 4
+        assert twins["turned"].stride() == (1, 4)
+        assert twins["all"].note == x.note
+        assert twins["all"].note is not x.note
+        assert x[1].tolist() == [4, 5, 6, 7]
+
+    def test_deepcopy_of_a_leaf_copies_its_gradient(self):
+        x = ones(3).requires_grad_()
+        x.sum().backward()
+        twin = copy.deepcopy(x)
+        assert twin.requires_grad
+        assert twin.grad.tolist() == [1, 1, 1]
+        assert twin.grad.data_ptr() != x.grad.data_ptr()
+
     @pytest.mark.parametrize("module", [nn.LSTM, nn.GRU])
     def test_recurrent(self, module):
         torch.manual_seed(0)

@@ -8,6 +8,7 @@ storage exists (see `lifetimes`). `dispatch` runs the operations.
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _make = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 _data: Any = torch.Tensor.data
 _setitem = torch.Tensor.__setitem__
+_OWN = ("_host", "_made_by")  # attributes that are not the user's
 _device: torch.device | None = None  # torch.device("vgpu", 0), once `register` has run
 
 
@@ -96,23 +98,39 @@ class VirtualTensor(torch.Tensor):
 
     def __copy__(self) -> torch.Tensor:
         """Return a tensor that shares the storage, as `copy.copy` does for any tensor."""
-        copy = self.detach().requires_grad_(self.requires_grad)
-        return torch.nn.Parameter(copy, self.requires_grad) if isinstance(self, torch.nn.Parameter) else copy
+        shared = self.detach().requires_grad_(self.requires_grad)
+        return torch.nn.Parameter(shared, self.requires_grad) if isinstance(self, torch.nn.Parameter) else shared
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> VirtualTensor:
+    def __deepcopy__(self, memo: dict[Any, Any]) -> VirtualTensor:
+        """Copy the storage once for all tensors that share it, as `copy.deepcopy` does for any tensor.
+
+        A parameter is cloned without its gradient (torch/nn/parameter.py).
+        """
         if id(self) in memo:
             return memo[id(self)]
+        if isinstance(self, torch.nn.Parameter):
+            copied = memo[id(self)] = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
+            return copied
         if not self.is_leaf:
             raise RuntimeError("Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol")
         with torch.no_grad():
-            copy = self.clone().requires_grad_(self.requires_grad)
+            copied = (self.clone() if self._host.is_meta else self._in_copied_storage(memo)).requires_grad_(self.requires_grad)
             if self.grad is not None:
-                copy.grad = self.grad.__deepcopy__(memo)  # type: ignore[attr-defined]
-        for name in ("_is_param", "_is_buffer", "persistent"):
-            if name in self.__dict__:
-                setattr(copy, name, self.__dict__[name])
-        memo[id(self)] = copy
-        return copy  # type: ignore[return-value]
+                copied.grad = self.grad.__deepcopy__(memo)  # type: ignore[attr-defined]
+        for name, value in self.__dict__.items():
+            if name not in _OWN:
+                setattr(copied, name, copy.deepcopy(value, memo))
+        memo[id(self)] = copied
+        return copied  # type: ignore[return-value]
+
+    def _in_copied_storage(self, memo: dict[Any, Any]) -> torch.Tensor:
+        """Return a tensor like this one in a copy of its storage, which `memo` keeps for other tensors."""
+        storage = self.untyped_storage()
+        storages = memo.setdefault("vgpu", {})
+        if storage._cdata not in storages:
+            storages[storage._cdata] = wrap(torch.empty(0, dtype=torch.uint8).set_(storage)).clone()
+        made = self.new_empty([])
+        return made.set_(storages[storage._cdata].untyped_storage(), self.storage_offset(), self.size(), self.stride())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle through the host. `torch.load` moves the tensor back to the device, or to its `map_location`."""
