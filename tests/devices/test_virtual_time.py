@@ -270,6 +270,18 @@ class TestModule:
         with torch.vgpu.stream(None):
             pass
 
+    def test_streams_come_from_pools_of_32(self, gpu):
+        streams = [torch.vgpu.Stream() for _ in range(33)]
+        assert len(set(streams)) == 32
+        assert streams[32] == streams[0]
+        assert torch.vgpu.Stream(priority=-1) not in streams
+        torch.vgpu.empty_cache()
+        reserved = gpu.memory().reserved_bytes
+        for _ in range(40):
+            with torch.vgpu.Stream():
+                torch.ones(3, device="vgpu")
+        assert gpu.memory().reserved_bytes - reserved == 32 * (2 << 20)
+
     def test_streams_and_events_of_any_device(self, gpu):
         """`torch.Stream` and `torch.Event` are those of torch.vgpu on the virtual GPU, and PyTorch's own elsewhere."""
         x, host = torch.ones(1 << 20, device="vgpu"), torch.empty(1 << 20).pin_memory()

@@ -7,6 +7,7 @@ time depends on how fast Python runs, so a program has the same times on every r
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +30,7 @@ from toolkit.trace.events import Trace, TraceBuilder
 
 Taken = tuple[Block, str | None]  # allocated memory: the block, and the line that allocated it if it was recorded
 _CALLS = {"memset": "cudaMemsetAsync", **dict.fromkeys(("h2d", "d2h", "d2d"), "cudaMemcpyAsync")}
+POOL_STREAMS, PRIORITIES = 32, 4  # c10/cuda/CUDAStream.cpp
 NOTED_BYTES = 1 << 20  # allocations of at least this size always record their line, for the out-of-memory error
 
 
@@ -41,6 +43,7 @@ class Machine:
         self._memory.listener = self._log_event
         self.host_ns = 0
         self.stream_ends: dict[int, int] = {DEFAULT_STREAM: 0}
+        self._pools: dict[int, deque[int]] = {}  # of streams, by priority
         self.collectives = 0  # that have run
         self.sizes_only = False
         self.lines = False
@@ -120,12 +123,16 @@ class Machine:
             took = int(getattr(self.spec, cost))
             self._row("launch", self.host_ns - took, took, 0, here().stream, name, device=-1)
 
-    def new_stream(self) -> int:
-        """Create a stream, and return its number."""
+    def new_stream(self, priority: int = 0) -> int:
+        """Return the number of the next stream of a pool. Each priority has one, whose streams are used in turn."""
         with self.lock:
-            number = len(self.stream_ends)
-            self.stream_ends[number] = 0
-            return number
+            pool = self._pools.setdefault(min(max(-priority, 0), PRIORITIES - 1), deque())
+            if len(pool) < POOL_STREAMS:
+                pool.append(len(self.stream_ends))
+                self.stream_ends[pool[-1]] = 0
+            else:
+                pool.rotate(-1)
+            return pool[-1]
 
     def launch_nothing(self) -> None:
         """Advance the host clock by the cost of a view, an allocation or the recording of an event."""

@@ -87,7 +87,7 @@ class Stream:
 
     def __init__(self, device: DeviceLike = None, priority: int = 0, *, number: int | None = None, **_: Any) -> None:
         _index(device)
-        self.number = machine().new_stream() if number is None else number
+        self.number = machine().new_stream(priority) if number is None else number
         self.priority, self.device, self.device_index = priority, torch.device("vgpu", 0), 0
         self._outer: list[int] = []
 
