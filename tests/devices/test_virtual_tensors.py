@@ -234,6 +234,35 @@ class TestFactories:
         assert isinstance(generator, torch.Generator)
         assert isinstance(torch.Generator(), torch.Generator)
 
+    @pytest.mark.parametrize(
+        "draw",
+        [
+            lambda g: torch.randn(3, device="vgpu", generator=g),
+            lambda g: torch.randperm(3, device="vgpu", generator=g),
+            lambda g: ones(3).multinomial(1, generator=g),
+            lambda g: ones(3).normal_(generator=g),
+        ],
+        ids=["randn", "randperm", "multinomial", "normal_"],
+    )
+    def test_a_generator_of_the_host_is_refused(self, draw):
+        with pytest.raises(RuntimeError, match="Expected a 'vgpu' device type for generator but found 'cpu'"):
+            draw(torch.Generator())
+        assert draw(torch.Generator("vgpu")).device.type == "vgpu"
+
+    @pytest.mark.parametrize(
+        "again", [copy.deepcopy, lambda g: pickle.loads(pickle.dumps(g)), lambda g: g.clone_state()],
+        ids=["deepcopy", "pickle", "clone_state"],
+    )  # fmt: skip
+    def test_a_copied_generator_stays_on_the_device(self, again):
+        generator = torch.Generator("vgpu").manual_seed(3)
+        torch.rand(2, device="vgpu", generator=generator)
+        twin = again(generator)
+        assert twin.device.type == "vgpu"
+        first, second = (torch.rand(3, device="vgpu", generator=g) for g in (generator, twin))
+        assert torch.equal(first, second)
+        with pytest.raises(RuntimeError, match="invalid device ordinal"):
+            torch.Generator("vgpu:1")
+
 
 class TestDevices:
     """Operands on several devices raise or work as on CUDA."""

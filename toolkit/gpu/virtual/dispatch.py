@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -52,9 +53,11 @@ NESTED = (
     "them in a list. enable_nested_tensor=False avoids that path."
 )
 _CPU, _META = torch.device("cpu"), torch.device("meta")
+_Generator = torch.Generator  # `accelerator` replaces it; PyTorch passes objects of this class to operations
 _PLAIN = frozenset({int, float, bool, complex, str, type(None), torch.dtype, torch.memory_format, torch.layout})
 _NEVER = 1 << 30
 _handlers: dict[Any, Handler] = {}
+generators: dict[int, weakref.ref[torch.Generator]] = {}  # those of the virtual GPU, by the address of the C++ object
 _machine: Machine | None = None  # the machine of the virtual GPU that is open
 
 _FACTORIES = {"arange", "eye", "linspace", "logspace", "range", "randperm"}  # operations that can resize an empty out=
@@ -351,8 +354,8 @@ SPECIAL: dict[str, Callable[[Any], Handler]] = {
 def _hosts(args: Iterable[Any], host_from: int = _NEVER) -> list[Any]:
     """Return the operands as host tensors.
 
-    Raises RuntimeError, as CUDA does, for a tensor that is not on the device. Tensors without dimensions, and those from
-    position `host_from` on, may be on the host.
+    Raises RuntimeError, as CUDA does, for a tensor or a generator that is not on the device. Tensors without dimensions, and
+    those from position `host_from` on, may be on the host.
     """
     out: list[Any] = []
     for i, x in enumerate(args):
@@ -368,6 +371,8 @@ def _hosts(args: Iterable[Any], host_from: int = _NEVER) -> list[Any]:
         else:
             if i < host_from and isinstance(x, torch.Tensor) and x.dim():
                 raise _unusable(x)
+            if kind is _Generator and x._cdata not in generators:
+                raise RuntimeError(f"Expected a 'vgpu' device type for generator but found '{x.device.type}'")
             out.append(x)
     return out
 

@@ -9,11 +9,15 @@ would record nothing. Other devices still get PyTorch's own objects.
 
 from __future__ import annotations
 
+import functools
+import weakref
 from typing import Any, ClassVar
 
 import torch
 
+from toolkit.gpu.virtual.dispatch import generators
 from toolkit.gpu.virtual.torch_backend import module as vgpu_module
+from toolkit.gpu.virtual.torch_backend.memory import index_of
 
 _Stream, _Event = torch.Stream, torch.Event
 _Generator = torch.Generator
@@ -63,19 +67,25 @@ class _GeneratorMeta(type(_Generator)):  # type: ignore[misc]
 class Generator(_Generator, metaclass=_GeneratorMeta):
     """torch.Generator, which also accepts `device="vgpu"`. Its numbers are those of a CPU generator."""
 
-    _vgpu = False
-
     def __new__(cls, device: Any = "cpu") -> Any:
-        wanted = torch.device(device)
-        if wanted.type != "vgpu":
+        if torch.device(device).type != "vgpu":
             return _Generator(device)
+        index_of(device)
         self = super().__new__(cls, "cpu")  # type: ignore[call-arg]
-        self._vgpu = True
+        # As in `pinned`, the callback consists of C functions only.
+        generators[self._cdata] = weakref.ref(self, functools.partial(generators.pop, self._cdata))
         return self
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        return torch.device("vgpu", 0) if self._vgpu else super().device
+        return torch.device("vgpu", 0)
+
+    def clone_state(self) -> Generator:
+        """Return another generator with the same state."""
+        return Generator("vgpu").set_state(self.get_state())
+
+    def __reduce__(self) -> Any:
+        return Generator, ("vgpu",), super().__reduce__()[2]  # type: ignore[index]
 
 
 def install() -> None:
