@@ -349,9 +349,33 @@ class TestReading:
 
     def test_types_the_cpu_lacks(self):
         assert torch.histc(torch.arange(10, device="vgpu"), 5).tolist() == [2, 2, 2, 2, 2]
+        assert torch.median(torch.tensor([True, False, True], device="vgpu")).item() is True
         x = torch.randn(4, 4, device="vgpu")
         assert F.conv2d(x[None, None].half(), x[None, None, :2, :2].half()).dtype == torch.float16
         assert x.to(torch.float8_e4m3fn).float().shape == (4, 4)
+
+    @pytest.mark.parametrize(
+        ("product", "kernel"),
+        [
+            (lambda x: x @ x, "addmm_cuda"),
+            (lambda x: F.linear(x, x), "addmm_cuda"),
+            (lambda x: x[None] @ x[None], "baddbmm_cuda"),
+            (lambda x: torch.einsum("ij,jk->ik", x, x), "addmm_cuda|baddbmm_cuda"),
+            (lambda x: x @ x[0], "addmv_impl_cuda"),
+            (lambda x: x[0] @ x[0], "dot"),
+        ],
+        ids=["mm", "linear", "bmm", "einsum", "mv", "dot"],
+    )
+    def test_products_of_integers_are_refused(self, product, kernel):
+        for dtype, name in ((torch.int64, "Long"), (torch.uint8, "Byte"), (torch.bool, "Bool")):
+            with pytest.raises(NotImplementedError, match=rf"\"({kernel})\" not implemented for '{name}'"):
+                product(ones(3, 3, dtype=dtype))
+        assert (ones(0, 3, dtype=torch.int64) @ ones(3, 2, dtype=torch.int64)).shape == (0, 2)
+
+    @pytest.mark.parametrize("function", [F.gelu, lambda x: F.softmax(x, -1), lambda x: F.layer_norm(x, (3,))])
+    def test_functions_of_numbers_with_fractions_refuse_integers(self, function):
+        with pytest.raises(NotImplementedError, match="not implemented for 'Long'"):
+            function(ones(2, 3, dtype=torch.int64))
 
     def test_complex(self):
         x = torch.view_as_complex(torch.tensor([[3.0, 4.0]], device="vgpu"))

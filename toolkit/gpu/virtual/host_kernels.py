@@ -3,7 +3,8 @@
 """Compute operations on host tensors, including those for which the CPU has no kernel.
 
 The CPU lacks fused kernels (attention, recurrent cells) and some dtypes (a histogram of integers). `HOSTS` holds replacements
-by operation name. If a dtype is missing, the operation runs in a wider one.
+by operation name. If a dtype is missing, the operation runs in a wider one. Integers have that only where CUDA supports them;
+for matrix products of integers, which only the CPU supports, CUDA's error is raised.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from toolkit.gpu.virtual import sizes_only as sizes
-from toolkit.gpu.virtual.operands import mapped
+from toolkit.gpu.virtual.operands import mapped, tensors_in
 
 Tensor = torch.Tensor
 
@@ -113,13 +114,24 @@ HOSTS: dict[str, Callable[..., Any]] = {  # replacements by operation name, with
     "_thnn_fused_gru_cell_backward": _gru_cell_backward,
 }
 
+_OF_INTEGERS = {"histc", "median", "nanmedian"}  # operations that take integers or booleans on CUDA, and not on the CPU
+# Operations that take integers on the CPU, and not on CUDA, with the names of their kernels there (cuda/Blas.cpp).
+_NOT_OF_INTEGERS = {
+    "mm": "addmm_cuda", "addmm": "addmm_cuda", "addmm_": "addmm_cuda", "bmm": "baddbmm_cuda", "baddbmm": "baddbmm_cuda",
+    "baddbmm_": "baddbmm_cuda", "mv": "addmv_impl_cuda", "addmv": "addmv_impl_cuda", "addmv_": "addmv_impl_cuda", "dot": "dot",
+    "vdot": "dot",
+}  # fmt: skip
+_NAMES = {
+    torch.bool: "Bool", torch.uint8: "Byte", torch.int8: "Char", torch.int16: "Short", torch.int32: "Int", torch.int64: "Long",
+}  # fmt: skip
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
 
 
 def call_of(func: Any) -> Callable[..., Any]:
     """Return the function that computes `func` on host tensors."""
-    stand_in = HOSTS.get(func._schema.name.removeprefix("aten::")) if not func._overloadname.endswith("out") else None
-    kernel = stand_in or func._op
+    name = func._schema.name.removeprefix("aten::")
+    stand_in = HOSTS.get(name) if not func._overloadname.endswith("out") else None
+    kernel = stand_in or (func._op if name not in _NOT_OF_INTEGERS else _product(func._op, _NOT_OF_INTEGERS[name]))
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if sizes.seen and sizes.absent(args, kwargs):
@@ -130,15 +142,28 @@ def call_of(func: Any) -> Callable[..., Any]:
             # The CPU has no kernel for this dtype. Any other error is the caller's.
             if "not implemented for" not in str(error) or func._schema.is_mutable:
                 raise
-            return _in_wider_type(kernel, args, kwargs)
+            narrow = next(tensors_in(args)).dtype
+            if narrow in _NAMES and name not in _OF_INTEGERS:
+                raise
+            return _in_wider_type(kernel, narrow, args, kwargs)
 
     return call
 
 
-def _in_wider_type(kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run in the next wider floating-point dtype, and cast results of that dtype back."""
-    tensors = [x for x in args if isinstance(x, torch.Tensor)]
-    narrow = tensors[0].dtype
+def _product(kernel: Callable[..., Any], cuda: str) -> Callable[..., Any]:
+    """Return a matrix product that refuses integers, as CUDA's kernel `cuda` does. Those without elements run no kernel."""
+
+    def product(*args: Any, **kwargs: Any) -> Any:
+        dtype = args[1].dtype
+        if dtype in _NAMES and all(x.numel() for x in tensors_in(args)):
+            raise NotImplementedError(f"\"{cuda}\" not implemented for '{_NAMES[dtype]}'")
+        return kernel(*args, **kwargs)
+
+    return product
+
+
+def _in_wider_type(kernel: Callable[..., Any], narrow: torch.dtype, args: Any, kwargs: Any) -> Any:
+    """Run in the next wider floating-point dtype than `narrow`, and cast results of that dtype back."""
     wide = _WIDER.get(narrow, torch.float32 if narrow.is_floating_point else torch.float64)
 
     def cast(x: Any, source: torch.dtype, target: torch.dtype) -> Any:
