@@ -377,6 +377,11 @@ class TestReading:
         with pytest.raises(NotImplementedError, match="not implemented for 'Long'"):
             function(ones(2, 3, dtype=torch.int64))
 
+    def test_histograms_without_a_kernel_on_cuda_are_refused(self):
+        for make in (lambda x: torch.histogram(x, 3), lambda x: torch.histogramdd(x[:, None], [3])):
+            with pytest.raises(NotImplementedError, match=r"Could not run 'aten::_?histogram"):
+                make(ones(5))
+
     def test_complex(self):
         x = torch.view_as_complex(torch.tensor([[3.0, 4.0]], device="vgpu"))
         assert (x * x.conj()).real.tolist() == [25]

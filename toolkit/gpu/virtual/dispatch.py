@@ -80,6 +80,13 @@ _CONSTRUCTING = (
 _WHOLE = (aten.silu_backward.default, aten.mish_backward.default, aten.native_channel_shuffle.default)
 
 
+# The CPU has kernels for these, and CUDA has none (native_functions.yaml of torch 2.11 to 2.15).
+_CPU_ONLY = {
+    "histogram", "_histogramdd_bin_edges", "_histogramdd_from_bin_cts", "_histogramdd_from_bin_tensors",
+    "_upsample_lanczos2d_aa",
+}  # fmt: skip
+
+
 class SparseOperand(RuntimeError):
     """An operand has a sparse layout, for which `SPARSE` runs the operation."""
 
@@ -129,6 +136,10 @@ def _handler(func: Any) -> Handler:
     schema, name = func._schema, func._schema.name.removeprefix("aten::")
     if name in SPECIAL:
         return SPECIAL[name](func)
+    if name in _CPU_ONLY:
+        raise NotImplementedError(
+            f"Could not run '{func.name()}' with arguments from the 'vgpu' backend: CUDA has no kernel for it"
+        )
     composite = None if func in _WHOLE else decomposes(func)
     if composite is not None and name in _COPIES:
         return _copies(func, composite)
