@@ -471,6 +471,12 @@ class TestOperations:
         assert copies(gpu, "d2d", lambda: torch.linalg.solve_ex(matrix, torch.ones(5, device="vgpu"))) == [20, 20]
         assert copies(gpu, "d2d", lambda: torch.linalg.solve_ex(matrix, torch.ones(5, 2, device="vgpu"))) == []
 
+    @pytest.mark.parametrize("determinant", [torch.linalg.det, torch.linalg.slogdet, torch.logdet])
+    def test_determinants_copy_the_matrix(self, gpu, determinant):
+        matrix = torch.eye(5, device="vgpu")
+        assert copies(gpu, "d2d", lambda: determinant(matrix)) == [100]
+        assert copies(gpu, "d2d", lambda: determinant(matrix.t())) == []
+
     def test_cholesky_solve_clones_both(self, gpu):
         factor = torch.linalg.cholesky_ex(torch.eye(5, device="vgpu"))[0]  # by columns
         assert copies(gpu, "d2d", lambda: torch.cholesky_solve(torch.ones(5, 1, device="vgpu"), factor)) == [20, 100]

@@ -386,9 +386,10 @@ def _solve(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effe
     return [*moves, *[kernel("_linalg_solve_ex", nbytes(a))] * 11]
 
 
-@rule("_linalg_det")
+@rule("_linalg_det", "_linalg_slogdet")
 def _det(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
-    """det: the matrix is copied for its LU factors, then fourteen small kernels run."""
+    """det: the matrix is copied for its LU factors, then fourteen small kernels run. slogdet has the same factors
+    (LinearAlgebra.cpp, _linalg_slogdet_out)."""
     matrix = args[0]
     move = d2d(nbytes(matrix)) if matrix.is_contiguous() else kernel("copy_", 2 * nbytes(matrix))
     return [move, memset(32), *[kernel("linalg_lu_factor_ex")] * 6, *[kernel("_linalg_det")] * 8]
