@@ -471,6 +471,15 @@ class TestOperations:
         assert copies(gpu, "d2d", lambda: torch.linalg.solve_ex(matrix, torch.ones(5, device="vgpu"))) == [20, 20]
         assert copies(gpu, "d2d", lambda: torch.linalg.solve_ex(matrix, torch.ones(5, 2, device="vgpu"))) == []
 
+    def test_rows_of_an_embedding_are_scaled_after_their_indices_are_sorted(self, gpu):
+        weight, indices = torch.ones(8, 4, device="vgpu"), torch.tensor([3, 1, 3], device="vgpu")
+        assert copies(gpu, "d2d", lambda: F.embedding(indices, weight, max_norm=1.0)) == [24, 24, 24]
+        assert copies(gpu, "d2h", lambda: F.embedding(indices, weight, max_norm=1.0)) == []
+        assert weight.sum(1).tolist() == pytest.approx([4, 2, 4, 2, 4, 4, 4, 4], abs=1e-5)
+        assert F.embedding(indices[0], weight, max_norm=1.0).shape == (4,)
+        many = torch.zeros(1000, 6, dtype=torch.int64, device="vgpu")
+        assert peak(lambda: torch.embedding_renorm_(weight, many, 1.0, 2.0)) == 2 * 48128 + 512 + 1024
+
     @pytest.mark.parametrize("determinant", [torch.linalg.det, torch.linalg.slogdet, torch.logdet])
     def test_determinants_copy_the_matrix(self, gpu, determinant):
         matrix = torch.eye(5, device="vgpu")

@@ -178,6 +178,17 @@ def sorted_dim(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return kwargs.get("dim", next((a for a in args[1:] if isinstance(a, int) and not isinstance(a, bool)), -1))
 
 
+@rule("embedding_renorm_")
+def _embedding_renorm(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
+    """The indices are sorted, the distinct ones selected, and their rows scaled. Their number stays there (Embedding.cu)."""
+    weight, indices = args[0], args[1]
+    if not indices.numel():
+        return []
+    given, values = (torch.empty(indices.shape, dtype=indices.dtype, device="meta") for _ in range(2))
+    select = [kernel("unique"), kernel("unique", 2 * nbytes(indices))]
+    return [*sorting(given, values, -1), *select, kernel("embedding_renorm_", 2 * nbytes(weight[0]) * indices.numel(), 2)]
+
+
 @rule("median", "nanmedian")
 def _median(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Effect]:
     """median: of all elements, a sort. median_dim: one kernel."""

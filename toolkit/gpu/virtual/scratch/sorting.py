@@ -56,6 +56,19 @@ def _sorted_copy(source: torch.Tensor) -> Script:
     return [Take(size * n), positions, *sort_script(n, 1, size, strided=False), *freed]
 
 
+@scratch("embedding_renorm_")
+def _embedding_renorm(args: Args, kwargs: Kwargs, out: Any) -> Script:
+    """The sorted indices, then the distinct ones and their number (Embedding.cu)."""
+    indices, n = args[1], args[1].numel()
+    if not n:
+        return ()
+    size, length = indices.element_size(), indices.shape[-1] if indices.dim() else 1
+    values, positions, short = Take(size * n), Take(8 * n), [Take(8 * length)] if length <= SMALL_SORT else []
+    sort = sort_script(n, n // length, size, strided=False) if indices.dim() else short
+    freed = [Free(positions), *map(Free, short)]
+    return [values, positions, *sort, *freed, Take(size * n), Take(8), *brief(select_bytes(n, size))]
+
+
 @scratch("topk")
 def _topk(args: Args, kwargs: Kwargs, out: Any) -> Script:
     self = args[0]
