@@ -282,6 +282,29 @@ class TestModule:
                 torch.ones(3, device="vgpu")
         assert gpu.memory().reserved_bytes - reserved == 32 * (2 << 20)
 
+    @pytest.mark.parametrize("name", ["Stream", "Event"])
+    def test_subclasses_are_those_of_pytorch(self, name):
+        original = getattr(torch, name)
+
+        class Mine(original):
+            def __new__(cls, note):
+                return super().__new__(cls, "cpu")
+
+            def __init__(self, note):
+                self.note = note
+
+        assert Mine("a").note == "a"
+        assert type(Mine("a")) is Mine
+        assert isinstance(Mine("a"), original)
+        assert issubclass(Mine, original)
+        assert not isinstance(original("cpu"), Mine)
+        assert not isinstance(torch.vgpu.Event(), Mine)
+
+    def test_memory_of_the_accelerator(self, gpu):
+        x = torch.ones(1000, device="vgpu")
+        held = gpu.memory().allocated_bytes
+        assert torch.accelerator.memory_allocated() == torch.accelerator.memory.memory_allocated() == held >= x.nbytes
+
     def test_streams_and_events_of_any_device(self, gpu):
         """`torch.Stream` and `torch.Event` are those of torch.vgpu on the virtual GPU, and PyTorch's own elsewhere."""
         x, host = torch.ones(1 << 20, device="vgpu"), torch.empty(1 << 20).pin_memory()

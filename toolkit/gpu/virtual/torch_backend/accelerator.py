@@ -10,6 +10,7 @@ would record nothing. Other devices still get PyTorch's own objects.
 from __future__ import annotations
 
 import functools
+import types
 import weakref
 from typing import Any, ClassVar
 
@@ -29,9 +30,18 @@ _FUNCTIONS = (
 
 
 class _Meta(type):
-    """Makes a class stand for PyTorch's own and that of torch.vgpu: calling it returns an object of one of them."""
+    """Makes a class stand for PyTorch's own and that of torch.vgpu: calling it returns an object of one of them.
+
+    A subclass of it is a subclass of PyTorch's own.
+    """
 
     both: ClassVar[tuple[type, type]]
+
+    def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any) -> Any:
+        originals = tuple(base.both[0] if isinstance(base, _Meta) else base for base in bases)
+        if originals == bases:
+            return super().__new__(mcs, name, bases, namespace, **options)
+        return types.new_class(name, originals, options, lambda body: body.update(namespace))
 
     def __call__(cls, device: Any = None, **options: Any) -> Any:
         original, virtual = cls.both
@@ -91,6 +101,7 @@ class Generator(_Generator, metaclass=_GeneratorMeta):
 def install() -> None:
     """Replace the classes and functions of torch, in all threads of this process."""
     torch.Stream, torch.Event, torch.Generator = Stream, Event, Generator  # type: ignore[misc, assignment]
-    for name in _FUNCTIONS:
-        if hasattr(torch.accelerator, name):
-            setattr(torch.accelerator, name, getattr(vgpu_module, name))
+    for module in (torch.accelerator, torch.accelerator.memory):
+        for name in _FUNCTIONS:
+            if hasattr(module, name):
+                setattr(module, name, getattr(vgpu_module, name))
