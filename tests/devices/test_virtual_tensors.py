@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.serialization import config
 
 from toolkit.gpu.opening import open_device
 from toolkit.gpu.virtual.tensor import VirtualTensor
@@ -422,6 +424,46 @@ class TestSaving:
         x = pickle.loads(pickle.dumps(ones(3).requires_grad_()))
         assert x.device.type == "vgpu"
         assert x.requires_grad
+
+    def test_a_shared_storage_is_copied_once(self, gpu):
+        x, file = torch.arange(12.0, device="vgpu").view(3, 4), io.BytesIO()
+        with gpu.record() as trace:
+            torch.save({"all": x, "row": x[1], "weight": nn.Parameter(x)}, file)
+        assert trace["bytes"][trace.is_kind("d2h")].tolist() == [48]
+        assert trace.is_kind("sync").sum() == 1
+        file.seek(0)
+        before = gpu.memory().allocated_bytes
+        with gpu.record() as trace:
+            loaded = torch.load(file, weights_only=True)
+        assert trace["bytes"][trace.is_kind("h2d")].tolist() == [48]
+        assert gpu.memory().allocated_bytes - before == 512
+        loaded["all"].fill_(5)
+        assert loaded["row"].tolist() == [5] * 4
+        assert isinstance(loaded["weight"], nn.Parameter)
+
+    def test_a_function_as_map_location(self):
+        file = io.BytesIO()
+        torch.save(ones(3), file)
+        file.seek(0)
+        assert torch.load(file, map_location=lambda storage, where: storage).device.type == "cpu"
+
+    def test_formats_and_options_of_saving(self, gpu):
+        for options in ({}, {"_use_new_zipfile_serialization": False}):
+            file = io.BytesIO()
+            with gpu.record() as trace:
+                torch.save(ones(3), file, **options)
+            assert trace["bytes"][trace.is_kind("d2h")].tolist() == [12]
+            file.seek(0)
+            assert torch.load(file).tolist() == [1, 1, 1]
+        config.save.use_pinned_memory_for_d2h = True
+        try:
+            file = io.BytesIO()
+            torch.save(ones(3), file)
+        finally:
+            config.save.use_pinned_memory_for_d2h = False
+        file.seek(0)
+        assert torch.load(file).device.type == "vgpu"
+        assert pickle.loads(ForkingPickler.dumps(ones(3))).tolist() == [1, 1, 1]
 
     def test_safetensors(self, tmp_path):
         from safetensors.torch import load_file, save_file

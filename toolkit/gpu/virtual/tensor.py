@@ -9,7 +9,6 @@ storage exists (see `lifetimes`). `dispatch` runs the operations.
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +100,7 @@ class VirtualTensor(torch.Tensor):
         shared = self.detach().requires_grad_(self.requires_grad)
         return torch.nn.Parameter(shared, self.requires_grad) if isinstance(self, torch.nn.Parameter) else shared
 
-    def __deepcopy__(self, memo: dict[Any, Any]) -> VirtualTensor:
+    def __deepcopy__(self, memo: dict[Any, Any]) -> torch.Tensor:
         """Copy the storage once for all tensors that share it, as `copy.deepcopy` does for any tensor.
 
         A parameter is cloned without its gradient (torch/nn/parameter.py).
@@ -109,8 +108,8 @@ class VirtualTensor(torch.Tensor):
         if id(self) in memo:
             return memo[id(self)]
         if isinstance(self, torch.nn.Parameter):
-            copied = memo[id(self)] = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
-            return copied
+            memo[id(self)] = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
+            return memo[id(self)]
         if not self.is_leaf:
             raise RuntimeError("Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol")
         with torch.no_grad():
@@ -121,7 +120,7 @@ class VirtualTensor(torch.Tensor):
             if name not in _OWN:
                 setattr(copied, name, copy.deepcopy(value, memo))
         memo[id(self)] = copied
-        return copied  # type: ignore[return-value]
+        return copied
 
     def _in_copied_storage(self, memo: dict[Any, Any]) -> torch.Tensor:
         """Return a tensor like this one in a copy of its storage, which `memo` keeps for other tensors."""
@@ -131,17 +130,6 @@ class VirtualTensor(torch.Tensor):
             storages[storage._cdata] = wrap(torch.empty(0, dtype=torch.uint8).set_(storage)).clone()
         made = self.new_empty([])
         return made.set_(storages[storage._cdata].untyped_storage(), self.storage_offset(), self.size(), self.stride())
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle through the host. `torch.load` moves the tensor back to the device, or to its `map_location`."""
-        if self._host.is_meta:
-            raise RuntimeError("a sizes-only tensor has no values to save")
-        self.detach().cpu()  # records the copy; the host tensor itself is pickled, so that shared storages stay shared
-        rebuild, parts = torch._utils._rebuild_device_tensor_from_cpu_tensor, (self._host, self.dtype, str(self.device))  # type: ignore[attr-defined]
-        if not isinstance(self, torch.nn.Parameter):
-            return rebuild, (*parts, self.requires_grad)
-        data = self.detach()
-        return torch._utils._rebuild_parameter, (data, self.requires_grad, OrderedDict())  # type: ignore[attr-defined]
 
 
 class _Block(Tie):

@@ -3,17 +3,20 @@
 """Storages on the virtual GPU, as `torch.load(map_location="vgpu")` and `torch.UntypedStorage(device="vgpu")` create them.
 
 PyTorch itself would crash while allocating such a storage. A `DeviceStorage` is host memory that reports the virtual GPU as its
-device; device memory is allocated when a tensor uses it.
+device; device memory is allocated when a tensor uses it. `torch.save` writes a `SavedStorage`.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import torch
+from torch.utils.serialization import config
 
 from toolkit.gpu.virtual.dispatch import machine
-from toolkit.gpu.virtual.effects.effect import WAIT, h2d
+from toolkit.gpu.virtual.effects.effect import WAIT, d2h, h2d
+from toolkit.gpu.virtual.tensor import VirtualTensor
 
 _new: Any = torch._C.StorageBase.__new__
 
@@ -34,6 +37,51 @@ class DeviceStorage(torch.UntypedStorage):
         return self
 
 
+class SavedStorage:
+    """The storage of a device tensor for `torch.save`, which writes it once for all tensors that share it."""
+
+    device = torch.device("cpu")  # `install` sets the virtual GPU
+
+    def __init__(self, host: torch.UntypedStorage) -> None:
+        self._host, self._cdata = host, host._cdata
+        self.nbytes, self.data_ptr = host.nbytes, host.data_ptr
+
+    def cpu(self) -> torch.UntypedStorage:
+        """Execute a D2H copy and a wait, and return the values."""
+        if self.nbytes():
+            machine().execute(d2h(self.nbytes(), pinned=False))
+            machine().execute(WAIT)
+        return self._host
+
+    def _write_file(self, *args: Any) -> None:
+        self.cpu()._write_file(*args)
+
+    def __reduce__(self) -> Any:
+        return _restored, (torch.empty(0, dtype=torch.uint8).set_(self.cpu()),)
+
+
+def _restored(values: torch.Tensor) -> Any:
+    return torch.UntypedStorage(values.nbytes, device="vgpu").copy_(values.untyped_storage())
+
+
+def _reduce(self: VirtualTensor, protocol: Any) -> Any:
+    """Pickle through the host. `torch.load` moves the tensor back to the device, or to its `map_location`."""
+    host = self._host
+    if host.is_meta:
+        raise RuntimeError("a sizes-only tensor has no values to save")
+    if isinstance(self, torch.nn.Parameter):
+        return torch._utils._rebuild_parameter, (self.detach(), self.requires_grad, OrderedDict())  # type: ignore[attr-defined]
+    storage = torch.TypedStorage(wrap_storage=host.untyped_storage(), dtype=self.dtype, _internal=True)
+    if config.save.use_pinned_memory_for_d2h:  # PyTorch then copies it with a function of C++, which takes no SavedStorage
+        storage._fake_device = self.device
+        machine().execute(d2h(host.untyped_storage().nbytes(), pinned=True))
+        machine().execute(WAIT)
+    else:
+        storage._untyped_storage = SavedStorage(host.untyped_storage())  # type: ignore[assignment]
+    layout = self.storage_offset(), tuple(self.size()), self.stride()
+    return torch._utils._rebuild_tensor_v2, (storage, *layout, self.requires_grad, OrderedDict())  # type: ignore[attr-defined]
+
+
 def _make(cls: type, *args: Any, device: Any = None, **kwargs: Any) -> Any:
     if device is None:
         return _new(cls, *args, **kwargs)
@@ -43,5 +91,7 @@ def _make(cls: type, *args: Any, device: Any = None, **kwargs: Any) -> Any:
 
 
 def install() -> None:
-    """Make torch.UntypedStorage create storages on the virtual GPU, in this process."""
+    """Make torch.UntypedStorage create storages on the virtual GPU, and pickle those of its tensors, in this process."""
     torch.UntypedStorage.__new__ = _make  # type: ignore[method-assign, assignment]
+    SavedStorage.device = torch.device("vgpu", 0)
+    VirtualTensor.__reduce_ex__ = _reduce  # type: ignore[method-assign, assignment]
