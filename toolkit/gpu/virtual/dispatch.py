@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from toolkit.gpu.virtual import sizes_only as sizes
 from toolkit.gpu.virtual.dispatch_keys import parts_of
 from toolkit.gpu.virtual.effects.lookup import decomposes, effects, is_view
-from toolkit.gpu.virtual.host_kernels import call_of
+from toolkit.gpu.virtual.host_kernels import call_of, check_generator
 from toolkit.gpu.virtual.host_room import LARGE, check_room, could_be_large, raise_if_full
 from toolkit.gpu.virtual.in_place import IN_PLACE_BACKWARD, in_place_on_cuda, note_maker
 from toolkit.gpu.virtual.lifetimes import settle
@@ -53,11 +52,9 @@ NESTED = (
     "them in a list. enable_nested_tensor=False avoids that path."
 )
 _CPU, _META = torch.device("cpu"), torch.device("meta")
-_Generator = torch.Generator  # `accelerator` replaces it; PyTorch passes objects of this class to operations
 _PLAIN = frozenset({int, float, bool, complex, str, type(None), torch.dtype, torch.memory_format, torch.layout})
 _NEVER = 1 << 30
 _handlers: dict[Any, Handler] = {}
-generators: dict[int, weakref.ref[torch.Generator]] = {}  # those of the virtual GPU, by the address of the C++ object
 _machine: Machine | None = None  # the machine of the virtual GPU that is open
 
 _FACTORIES = {"arange", "eye", "linspace", "logspace", "range", "randperm"}  # operations that can resize an empty out=
@@ -78,13 +75,6 @@ _CONSTRUCTING = (
 )  # fmt: skip
 # Operations with kernels on CUDA and the CPU, which PyTorch would decompose for other devices.
 _WHOLE = (aten.silu_backward.default, aten.mish_backward.default, aten.native_channel_shuffle.default)
-
-
-# The CPU has kernels for these, and CUDA has none (native_functions.yaml of torch 2.11 to 2.15).
-_CPU_ONLY = {
-    "histogram", "_histogramdd_bin_edges", "_histogramdd_from_bin_cts", "_histogramdd_from_bin_tensors",
-    "_upsample_lanczos2d_aa",
-}  # fmt: skip
 
 
 class SparseOperand(RuntimeError):
@@ -136,18 +126,12 @@ def _handler(func: Any) -> Handler:
     schema, name = func._schema, func._schema.name.removeprefix("aten::")
     if name in SPECIAL:
         return SPECIAL[name](func)
-    if name in _CPU_ONLY:
-        raise NotImplementedError(
-            f"Could not run '{func.name()}' with arguments from the 'vgpu' backend: CUDA has no kernel for it"
-        )
     composite = None if func in _WHOLE else decomposes(func)
     if composite is not None and name in _COPIES:
         return _copies(func, composite)
     if composite is not None:
         return parts_of(func, composite)
-    if name in ("_conj", "_neg_view"):
-        return _plain(func)
-    if is_view(schema):
+    if is_view(schema) and name not in ("_conj", "_neg_view"):
         return _view(func)
     host_from = 1 if name in _MIXES else _NEVER
     scratch = SCRATCH.get(name)
@@ -382,8 +366,7 @@ def _hosts(args: Iterable[Any], host_from: int = _NEVER) -> list[Any]:
         else:
             if i < host_from and isinstance(x, torch.Tensor) and x.dim():
                 raise _unusable(x)
-            if kind is _Generator and x._cdata not in generators:
-                raise RuntimeError(f"Expected a 'vgpu' device type for generator but found '{x.device.type}'")
+            check_generator(x)
             out.append(x)
     return out
 

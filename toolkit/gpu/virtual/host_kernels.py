@@ -9,6 +9,7 @@ for matrix products of integers, which only the CPU supports, CUDA's error is ra
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -114,6 +115,11 @@ HOSTS: dict[str, Callable[..., Any]] = {  # replacements by operation name, with
     "_thnn_fused_gru_cell_backward": _gru_cell_backward,
 }
 
+# The CPU has kernels for these, and CUDA has none (native_functions.yaml of torch 2.11 to 2.15).
+_CPU_ONLY = {
+    "histogram", "_histogramdd_bin_edges", "_histogramdd_from_bin_cts", "_histogramdd_from_bin_tensors",
+    "_upsample_lanczos2d_aa",
+}  # fmt: skip
 _OF_INTEGERS = {"histc", "median", "nanmedian"}  # operations that take integers or booleans on CUDA, and not on the CPU
 # Operations that take integers on the CPU, and not on CUDA, with the names of their kernels there (cuda/Blas.cpp).
 _NOT_OF_INTEGERS = {
@@ -128,8 +134,12 @@ _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.flo
 
 
 def call_of(func: Any) -> Callable[..., Any]:
-    """Return the function that computes `func` on host tensors."""
+    """Return the function that computes `func` on host tensors. Raises NotImplementedError if CUDA has no kernel for it."""
     name = func._schema.name.removeprefix("aten::")
+    if name in _CPU_ONLY:
+        raise NotImplementedError(
+            f"Could not run '{func.name()}' with arguments from the 'vgpu' backend: CUDA has no kernel for it"
+        )
     stand_in = HOSTS.get(name) if not func._overloadname.endswith("out") else None
     kernel = stand_in or (func._op if name not in _NOT_OF_INTEGERS else _product(func._op, _NOT_OF_INTEGERS[name]))
 
@@ -171,3 +181,13 @@ def _in_wider_type(kernel: Callable[..., Any], narrow: torch.dtype, args: Any, k
 
     args, kwargs = mapped(lambda x: cast(x, narrow, wide), (args, kwargs))
     return mapped(lambda x: cast(x, wide, narrow), kernel(*args, **kwargs))
+
+
+_Generator = torch.Generator  # `accelerator` replaces it; PyTorch passes objects of this class to operations
+generators: dict[int, weakref.ref[Any]] = {}  # those of the virtual GPU, by the address of the C++ object
+
+
+def check_generator(x: Any) -> None:
+    """Raise RuntimeError, as CUDA does, if an operand is a generator that is not of the virtual GPU."""
+    if type(x) is _Generator and x._cdata not in generators:  # type: ignore[attr-defined]
+        raise RuntimeError(f"Expected a 'vgpu' device type for generator but found '{x.device.type}'")

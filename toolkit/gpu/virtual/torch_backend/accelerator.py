@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from toolkit.gpu.virtual.dispatch import generators
+from toolkit.gpu.virtual.host_kernels import generators
 from toolkit.gpu.virtual.torch_backend import module as vgpu_module
 from toolkit.gpu.virtual.torch_backend.memory import index_of
 
@@ -82,8 +82,9 @@ class Generator(_Generator, metaclass=_GeneratorMeta):
             return _Generator(device)
         index_of(device)
         self = super().__new__(cls, "cpu")  # type: ignore[call-arg]
+        address = self._cdata  # type: ignore[attr-defined]
         # As in `pinned`, the callback consists of C functions only.
-        generators[self._cdata] = weakref.ref(self, functools.partial(generators.pop, self._cdata))
+        generators[address] = weakref.ref(self, functools.partial(generators.pop, address))
         return self
 
     @property
