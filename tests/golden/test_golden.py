@@ -22,7 +22,6 @@ PEAKS: dict[str, tuple[str, ...]] = {
     "cuSOLVER's and MAGMA's workspaces are not modelled": ("inv", "solve", "cholesky", "det"),
     "a conjugate is made at once here; on CUDA it is lazy": ("copy_d2d_complex_conj",),
     "the gradient of a mask's entries is written into zeros there, into a copy of them here": ("backward_mask",),
-    "a deep copy makes a tensor of one element first there": ("r2_deepcopy_tensor",),
 }  # fmt: skip
 PEAK_OF = {name: reason for reason, names in PEAKS.items() for name in names}
 
