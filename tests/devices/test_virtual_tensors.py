@@ -281,9 +281,16 @@ class TestDevices:
             lambda x: torch.ones(4).index_select(0, x.long()),
             lambda x: torch.ones(4)[x.long()],
             lambda x: torch.where(x > 0, x, torch.zeros(3)),
+            lambda x: x.index_select(0, torch.tensor(1)),
+            lambda x: x.gather(0, torch.tensor(1)),
+            lambda x: x.scatter(0, torch.tensor(1), 2.0),
+            lambda x: F.cross_entropy(x, torch.tensor(1)),
         ],
-        ids=["add", "radd", "add_", "cat", "matmul", "embedding", "index_select", "index a host tensor", "where"],
-    )
+        ids=[
+            "add", "radd", "add_", "cat", "matmul", "embedding", "index_select", "index a host tensor", "where",
+            "select 0d", "gather 0d", "scatter 0d", "target 0d",
+        ],
+    )  # fmt: skip
     def test_raises(self, mix):
         with pytest.raises(RuntimeError, match=r"same device, but found at least two devices, vgpu:0 and cpu!"):
             mix(ones(3))

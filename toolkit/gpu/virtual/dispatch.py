@@ -19,7 +19,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from toolkit.gpu.virtual import sizes_only as sizes
 from toolkit.gpu.virtual.dispatch_keys import parts_of
-from toolkit.gpu.virtual.effects.lookup import decomposes, effects, is_view
+from toolkit.gpu.virtual.effects.lookup import SAME_DEVICE, decomposes, effects, is_view
 from toolkit.gpu.virtual.host_kernels import call_of, check_generator
 from toolkit.gpu.virtual.host_room import LARGE, check_room, could_be_large, raise_if_full
 from toolkit.gpu.virtual.in_place import IN_PLACE_BACKWARD, in_place_on_cuda, note_maker
@@ -53,7 +53,7 @@ NESTED = (
 )
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _PLAIN = frozenset({int, float, bool, complex, str, type(None), torch.dtype, torch.memory_format, torch.layout})
-_NEVER = 1 << 30
+_NEVER, _NO_NUMBERS = 1 << 30, 1 << 31  # see `_hosts`
 _handlers: dict[Any, Handler] = {}
 _machine: Machine | None = None  # the machine of the virtual GPU that is open
 
@@ -133,7 +133,7 @@ def _handler(func: Any) -> Handler:
         return parts_of(func, composite)
     if is_view(schema) and name not in ("_conj", "_neg_view"):
         return _view(func)
-    host_from = 1 if name in _MIXES else _NEVER
+    host_from = 1 if name in _MIXES else _NO_NUMBERS if name in SAME_DEVICE else _NEVER
     scratch = SCRATCH.get(name)
     if schema.is_mutable:
         first = schema.arguments[0].alias_info
@@ -349,8 +349,8 @@ SPECIAL: dict[str, Callable[[Any], Handler]] = {
 def _hosts(args: Iterable[Any], host_from: int = _NEVER) -> list[Any]:
     """Return the operands as host tensors.
 
-    Raises RuntimeError, as CUDA does, for a tensor or a generator that is not on the device. Tensors without dimensions, and
-    those from position `host_from` on, may be on the host.
+    Raises RuntimeError, as CUDA does, for a tensor or a generator that is not on the device. Tensors without dimensions
+    (except with _NO_NUMBERS), and those from position `host_from` on, may be on the host.
     """
     out: list[Any] = []
     for i, x in enumerate(args):
@@ -364,7 +364,7 @@ def _hosts(args: Iterable[Any], host_from: int = _NEVER) -> list[Any]:
         elif kind is torch.device:
             out.append(_CPU)
         else:
-            if i < host_from and isinstance(x, torch.Tensor) and x.dim():
+            if i < host_from and isinstance(x, torch.Tensor) and (x.dim() or host_from > _NEVER):
                 raise _unusable(x)
             check_generator(x)
             out.append(x)

@@ -32,6 +32,12 @@ _OWN_KERNEL = {
 }  # fmt: skip
 # The CPU has a kernel for these, CUDA has none.
 _NO_KERNEL = {"_stack"}
+# These take no tensor on the host, not even one without dimensions (native_functions.yaml: no `device_check: NoCheck`).
+SAME_DEVICE = {
+    "index_select", "gather", "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "take",
+    "index_add", "index_add_", "index_copy", "index_copy_", "nll_loss_forward", "nll_loss2d_forward", "searchsorted",
+    "bucketize",
+}  # fmt: skip
 # These run nothing on the device.
 _NOTHING = {
     "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted", "resize_", "resize_as_", "set_",
