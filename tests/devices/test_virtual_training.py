@@ -192,6 +192,14 @@ class TestPinned:
         host = torch.ones(3).pin_memory()
         assert host.pin_memory() is host
 
+    def test_indices_and_values_are_uploaded_from_it(self, gpu):
+        x, index, values = torch.zeros(4, device="vgpu"), torch.tensor([1, 2]), torch.ones(2)
+        with gpu.record() as trace:
+            x[index.pin_memory()] = values.pin_memory()
+            x[index] = values
+        assert trace["pinned"][trace.is_kind("h2d")].tolist() == [1, 1, 0, 0]
+        assert trace.is_kind("sync").sum() == 4
+
     def test_non_blocking_to_the_host_gives_pinned_memory(self, gpu):
         x = torch.arange(6.0, device="vgpu").view(2, 3)
         with gpu.record() as trace:

@@ -61,7 +61,7 @@ def locating(self: torch.Tensor, indices: Any) -> list[Effect]:
                 effects += counting(index)
             continue
         if index.is_cpu and index.numel():
-            effects += [h2d(nbytes(index), False), WAIT]
+            effects += [h2d(nbytes(index), index.is_pinned()), WAIT]
         if index.shape != shape:
             effects.append(kernel("copy_", 16 * shape.numel()))
         if index.dtype == torch.int32:
@@ -97,7 +97,7 @@ def _index_put(args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[
             return [kernel("masked_fill_", 2 * nbytes(self) + nbytes(mask))] if self.numel() else []
     effects = []
     if values.is_cpu:
-        effects += [h2d(nbytes(values), False), WAIT]
+        effects += [h2d(nbytes(values), values.is_pinned()), WAIT]
     effects += locating(self, indices)
     moved = 3 * nbytes(values)
     if not accumulate:
