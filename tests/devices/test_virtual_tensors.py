@@ -285,10 +285,13 @@ class TestDevices:
             lambda x: x.gather(0, torch.tensor(1)),
             lambda x: x.scatter(0, torch.tensor(1), 2.0),
             lambda x: F.cross_entropy(x, torch.tensor(1)),
+            lambda x: x.__setitem__(ones(2).long(), torch.ones(2)),
+            lambda x: x.__setitem__(x > 0, torch.ones(3)),
+            lambda x: x.index_put((ones(2).long(),), torch.ones(2)),
         ],
         ids=[
             "add", "radd", "add_", "cat", "matmul", "embedding", "index_select", "index a host tensor", "where",
-            "select 0d", "gather 0d", "scatter 0d", "target 0d",
+            "select 0d", "gather 0d", "scatter 0d", "target 0d", "values", "values of a mask", "index_put",
         ],
     )  # fmt: skip
     def test_raises(self, mix):

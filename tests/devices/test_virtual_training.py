@@ -193,10 +193,10 @@ class TestPinned:
         assert host.pin_memory() is host
 
     def test_indices_and_values_are_uploaded_from_it(self, gpu):
-        x, index, values = torch.zeros(4, device="vgpu"), torch.tensor([1, 2]), torch.ones(2)
+        x, index, value = torch.zeros(4, device="vgpu"), torch.tensor([1, 2]), torch.tensor(1.0)
         with gpu.record() as trace:
-            x[index.pin_memory()] = values.pin_memory()
-            x[index] = values
+            x[index.pin_memory()] = value.pin_memory()
+            x[index] = value
         assert trace["pinned"][trace.is_kind("h2d")].tolist() == [1, 1, 0, 0]
         assert trace.is_kind("sync").sum() == 4
 

@@ -43,6 +43,7 @@ from toolkit.gpu.virtual.torch_backend import (
     module,
     moving_modules,
     nested,
+    one_hot,
     pinned,
     recurrent,
     rms_norm,
@@ -250,6 +251,7 @@ def _register() -> None:
     _libraries.extend(attention.register())
     _libraries.extend(autocast.register())
     _libraries.extend(linear.register())
+    _libraries.extend(one_hot.register())
     _libraries.extend(rms_norm.register())
     _libraries.extend(ctc_loss.register())
     _libraries.extend(recurrent.register())

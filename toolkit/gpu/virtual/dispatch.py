@@ -66,6 +66,7 @@ _MIXES = {  # operations whose operands after the first may be on the host: indi
     "index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put", "set_", "resize_as_",
     "_pack_padded_sequence", "_foreach_copy_",
 }  # fmt: skip
+_PUTS = {"index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"}  # their values are on the device, indices may not
 _COPIES = {"clone", "_to_copy"}  # operations whose composite copies its operand into an empty tensor
 
 # torch.tensor and similar functions run with Python dispatch switched off, where the fallback is not reached.
@@ -142,8 +143,10 @@ def _handler(func: Any) -> Handler:
             handler = _factory(func)
         else:
             handler = (_in_place if in_place and name not in _RESTRIDES else _writes)(func, host_from)
-        return handler if scratch is None else _with_temporaries(handler, scratch)
-    return _plain(func, host_from, scratch)
+        handler = handler if scratch is None else _with_temporaries(handler, scratch)
+    else:
+        handler = _plain(func, host_from, scratch)
+    return _with_values_here(handler) if name in _PUTS else handler
 
 
 # ---- handlers
@@ -192,6 +195,17 @@ def _with_temporaries(handler: Handler, scratch: Rule) -> Handler:
         return result
 
     return writes
+
+
+def _with_values_here(handler: Handler) -> Handler:
+    """Return `handler` of an operation whose third operand may be on the host only if it has no dimensions."""
+
+    def checked(args: Args, kwargs: Kwargs) -> Any:
+        if type(args[2]) is not VirtualTensor and args[2].dim():
+            raise _unusable(args[2])
+        return handler(args, kwargs)
+
+    return checked
 
 
 def _view(func: Any) -> Handler:
@@ -321,17 +335,6 @@ def _empty(func: Any) -> Handler:
     return empty
 
 
-def _one_hot(labels: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """Scatter ones into zeros, as on CUDA. PyTorch compares the labels with a range on devices that it does not know."""
-    if labels.dtype != torch.int64:
-        raise RuntimeError("one_hot is only applicable to index tensor of type LongTensor.")
-    if not labels.numel() and num_classes <= 0:
-        raise RuntimeError("Can not infer total number of classes from empty tensor.")
-    classes = int(labels.max()) + 1 if num_classes == -1 else num_classes
-    zeros = torch.zeros((*labels.shape, classes), dtype=torch.int64, device=labels.device)
-    return zeros.scatter_(-1, labels.unsqueeze(-1), 1)
-
-
 SPARSE: list[Callable[[Any, Args, Kwargs], Any]] = []  # one function, which runs operations with sparse operands
 SPECIAL: dict[str, Callable[[Any], Handler]] = {
     "copy_": lambda func: _with_temporaries(_copy(func), SCRATCH["copy_"]),
@@ -339,7 +342,6 @@ SPECIAL: dict[str, Callable[[Any], Handler]] = {
     "empty": _empty,
     "empty_strided": _empty,
     "is_pinned": lambda func: lambda args, kwargs: False,
-    "one_hot": lambda func: lambda args, kwargs: _one_hot(*args, **kwargs),
 }
 
 
@@ -435,8 +437,6 @@ def register() -> list[torch.library.Library]:
     named = torch.library.Library("aten", "IMPL")
     for func in (*_CONSTRUCTING, *_WHOLE):
         named.impl(func, functools.partial(from_torch, func), "PrivateUse1")
-    for key in ("AutogradPrivateUse1", "PrivateUse1"):
-        named.impl("one_hot", _one_hot, key)
     return [everything, named]
 
 
