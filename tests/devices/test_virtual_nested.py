@@ -53,6 +53,39 @@ def test_copies_and_memory(gpu):
     del out
 
 
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("options", [{}, {"norm_first": True, "activation": "gelu"}], ids=str)
+def test_a_layer_without_a_mask_runs_its_parts(gpu, options, context):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(512, 8, 2048, batch_first=True, **options).eval()
+    x, moved = torch.randn(4, 128, 512), copy.deepcopy(layer).to("vgpu")
+    on_device = x.to("vgpu")
+    with context():
+        torch.testing.assert_close(moved(on_device).cpu(), layer(x), atol=1e-5, rtol=1e-4)
+        gpu.reset_peak()
+        before = gpu.memory().allocated_bytes
+        with gpu.record() as trace:
+            moved(on_device)
+    assert trace.is_kind("kernel").sum() == 9
+    assert not trace.is_kind("d2d", "d2h", "h2d", "sync").any()
+    # The hidden layer has 4 MiB, its input and its result 1 MiB each.
+    assert gpu.memory().peak_bytes - before == 6 << 20
+
+
+def test_attention_without_a_mask_runs_its_parts(gpu):
+    torch.manual_seed(0)
+    module, x = nn.MultiheadAttention(64, 4, batch_first=True).eval(), torch.randn(2, 10, 64)
+    moved, on_device = copy.deepcopy(module).to("vgpu"), x.to("vgpu")
+    with torch.no_grad():
+        expected, weights = module(x, x, x)
+        with gpu.record() as trace:
+            found, none = moved(on_device, on_device, on_device, need_weights=False)
+        assert none is None
+        torch.testing.assert_close(found.cpu(), expected)
+        torch.testing.assert_close(moved(on_device, on_device, on_device)[1].cpu(), weights)
+    assert trace.is_kind("kernel").sum() == 3
+
+
 def test_padding_without_a_size_pads_to_the_longest():
     mask = ~PADDING[:, :4]
     made = torch._nested_tensor_from_mask(torch.ones(3, 4, 8, device="vgpu"), mask[:, :4].to("vgpu"))

@@ -145,20 +145,20 @@ def _handler(func: Any) -> Handler:
             handler = (_in_place if in_place and name not in _RESTRIDES else _writes)(func, host_from)
         handler = handler if scratch is None else _with_temporaries(handler, scratch)
     else:
-        handler = _plain(func, host_from, scratch)
+        handler = plain(func, host_from, scratch)
     return _with_values_here(handler) if name in _PUTS else handler
 
 
 # ---- handlers
 
 
-def _plain(func: Any, host_from: int = _NEVER, scratch: Rule | None = None) -> Handler:
+def plain(func: Any, host_from: int = _NEVER, scratch: Rule | None = None) -> Handler:
     """Return a handler of an operation that returns new tensors; `scratch` gives the temporaries that it needs."""
     call = call_of(func)
     name = func._schema.name.removeprefix("aten::")
     may_be_in_place = name in IN_PLACE_BACKWARD
 
-    def plain(args: Args, kwargs: Kwargs) -> Any:
+    def run_plain(args: Args, kwargs: Kwargs) -> Any:
         hosts, named = _hosts(args, host_from), _named(kwargs, host_from)
         if could_be_large(name, hosts):
             check_room(machine(), func, hosts, named)
@@ -177,7 +177,7 @@ def _plain(func: Any, host_from: int = _NEVER, scratch: Rule | None = None) -> H
         _execute_effects(func, args, kwargs, args[0] if in_place else result)
         return result
 
-    return plain
+    return run_plain
 
 
 def _with_temporaries(handler: Handler, scratch: Rule) -> Handler:

@@ -33,7 +33,7 @@ def attention(
         seen, hidden = query.new_zeros(()), query.new_full((), float("-inf"))
         attn_mask = torch.where(attn_mask, seen, hidden)
         del seen, hidden  # frees their device memory before attention runs
-    if _fused(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa):
+    if fused(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa):
         if attn_mask is not None and attn_mask.dim() == 3:
             attn_mask = attn_mask[None]
         if attn_mask is not None and query.element_size() != 2 and not aligned(attn_mask):
@@ -50,7 +50,7 @@ def attention(
     )[0]
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, causal: bool, gqa: bool) -> bool:
+def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, causal: bool, gqa: bool) -> bool:
     """Return whether CUDA uses one fused kernel, and the host's fused kernel supports the operands."""
     cuda = torch.backends.cuda
     if not (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled()):  # sdpa_kernel(SDPBackend.MATH)

@@ -2,6 +2,8 @@
 # (PyTorch's extension points carry no types.)
 """The fast path of nn.TransformerEncoder, which computes on nested tensors: rows of all sequences without their padding.
 
+It computes on dense tensors if there is no padding, as the fast path of nn.MultiheadAttention does.
+
 PyTorch's own nested tensors don't keep the Python object of their values, so that `Nested` stands for them here. It can only do
 what the fast path does. The functions follow CUDA's (ATen/native/nested and ATen/native/transformers, with their cuda folders).
 """
@@ -14,8 +16,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from toolkit.gpu.virtual.dispatch import NESTED, SPECIAL
+from toolkit.gpu.virtual.dispatch import NESTED, SPECIAL, plain
 from toolkit.gpu.virtual.host_kernels import HOSTS
+from toolkit.gpu.virtual.torch_backend.attention import fused
 
 aten, kernels = torch.ops.aten, torch.ops.vgpu
 Tensor = torch.Tensor
@@ -94,11 +97,11 @@ def _padded(self: Nested, padding: float, output_size: list[int] | None = None) 
 
 
 def _layer(
-    src: Nested, embed_dim: int, num_heads: int, qkv_weight: Tensor, qkv_bias: Tensor, proj_weight: Tensor, proj_bias: Tensor,
+    src: Any, embed_dim: int, num_heads: int, qkv_weight: Tensor, qkv_bias: Tensor, proj_weight: Tensor, proj_bias: Tensor,
     use_gelu: bool, norm_first: bool, eps: float, norm_weight_1: Tensor, norm_bias_1: Tensor, norm_weight_2: Tensor,
     norm_bias_2: Tensor, ffn_weight_1: Tensor, ffn_bias_1: Tensor, ffn_weight_2: Tensor, ffn_bias_2: Tensor,
     mask: Tensor | None = None, mask_type: int | None = None,
-) -> Nested:  # fmt: skip
+) -> Any:  # fmt: skip
     """Run one layer of the encoder (transformers/transformer.cpp)."""
     if mask is not None:
         raise RuntimeError("NestedTensor with mask is not supported yet")
@@ -106,8 +109,13 @@ def _layer(
     def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return F.layer_norm(x, (embed_dim,), weight, bias, eps)
 
-    x = norm(src.rows, norm_weight_1, norm_bias_1) if norm_first else src.rows
-    x = _attention(x, src.lengths, num_heads, qkv_weight, qkv_bias, proj_weight, proj_bias).add_(src.rows)
+    projections = qkv_weight, qkv_bias, proj_weight, proj_bias
+    rows = src.rows if isinstance(src, Nested) else src.view(-1, embed_dim)
+    x = norm(rows, norm_weight_1, norm_bias_1) if norm_first else rows
+    if isinstance(src, Nested):
+        x = _attention(x, src.lengths, num_heads, *projections).add_(rows)
+    else:
+        x = _dense_attention(x.view(src.shape), num_heads, *projections).view(rows.shape).add_(rows)
     if not norm_first:
         x = norm(x, norm_weight_1, norm_bias_1)
     before = x
@@ -115,7 +123,55 @@ def _layer(
         x = norm(x, norm_weight_2, norm_bias_2)
     x = aten._addmm_activation(ffn_bias_1, x, ffn_weight_1.t(), use_gelu=use_gelu)
     x = torch.addmm(ffn_bias_2, x, ffn_weight_2.t()).add_(before)
-    return _nested(x if norm_first else norm(x, norm_weight_2, norm_bias_2), src.lengths)
+    x = x if norm_first else norm(x, norm_weight_2, norm_bias_2)
+    return _nested(x, src.lengths) if isinstance(src, Nested) else x.view(src.shape)
+
+
+def _dense_attention(
+    x: Tensor, heads: int, qkv_weight: Tensor, qkv_bias: Tensor, proj_weight: Tensor, proj_bias: Tensor
+) -> Tensor:  # fmt: skip
+    """Attend within sequences [N, L, E] without a mask (native_multi_head_attention_cuda in attention.cu)."""
+    projected = F.linear(x, qkv_weight, qkv_bias)
+    query, key, value = (_heads(part, heads) for part in projected.chunk(3, -1))
+    out = F.scaled_dot_product_attention(query, key, value)
+    return F.linear(out.transpose(1, 2).reshape(x.shape), proj_weight, proj_bias)
+
+
+def _heads(x: Tensor, heads: int) -> Tensor:
+    return x.view(x.size(0), -1, heads, x.size(-1) // heads).transpose(1, 2)
+
+
+def _is_fused(x: Tensor, heads: int, mask: Tensor | None) -> bool:
+    """Return whether CUDA attends to dense sequences `x` with one fused kernel."""
+    width = x.size(-1) // heads
+    if mask is not None or width % 8 or not x.is_contiguous():
+        return False
+    query = _heads(x, heads)
+    return fused(query, query, query, None, 0.0, False, False)
+
+
+def _dense_layer(func: Any) -> Any:
+    """Return the handler of a layer of the encoder for dense sequences. Without a fused kernel, it is one operation."""
+    other = plain(func)
+
+    def layer(args: Any, kwargs: Any) -> Any:
+        mask = args[18] if len(args) > 18 else None
+        return _layer(*args) if _is_fused(args[0], args[2], mask) else other(args, kwargs)
+
+    return layer
+
+
+def _dense_heads(func: Any) -> Any:
+    """Return the handler of the fast path of nn.MultiheadAttention, which is one operation without a fused kernel."""
+    other = plain(func)
+
+    def attend(args: Any, kwargs: Any) -> Any:
+        x, mask, weights = args[0], args[9] if len(args) > 9 else None, args[10] if len(args) > 10 else True
+        if x is args[1] is args[2] and not weights and _is_fused(x, args[4], mask):
+            return _dense_attention(x, *args[4:9]), None
+        return other(args, kwargs)
+
+    return attend
 
 
 def _attention(
@@ -172,6 +228,7 @@ def register() -> list[torch.library.Library]:
     HOSTS["vgpu::add_padding_"] = _add_padding_
     HOSTS["vgpu::attention_of_rows"] = _attention_of_rows
     on_cpu = torch._C.DispatchKey.CPU  # type: ignore[attr-defined]
+    SPECIAL["_transformer_encoder_layer_fwd"], SPECIAL["_native_multi_head_attention"] = _dense_layer, _dense_heads
     SPECIAL["_nested_tensor_from_mask"] = lambda func: lambda args, kwargs: _from_mask(*args, **kwargs)
     SPECIAL["_nested_tensor_from_mask_left_aligned"] = lambda func: lambda args, kwargs: func._op_dk(on_cpu, *args, **kwargs)
     SPECIAL["_nested_view_from_jagged"] = lambda func: _refuse
