@@ -103,6 +103,14 @@ class TestCapture:
         graph.replay()
         assert (step.position.item(), number.item()) == (1, 1)
 
+    def test_is_known_to_the_stream(self, gpu):
+        """PyTorch's optimizers ask the current stream."""
+        found = []
+        graph = gpu.capture(lambda: found.append(torch.accelerator.current_stream().is_capturing()))
+        graph.replay()
+        assert found == [True, True]
+        assert not torch.vgpu.current_stream().is_capturing()
+
     def test_counts_nodes(self, gpu):
         step = Step()
         with gpu.record() as trace:

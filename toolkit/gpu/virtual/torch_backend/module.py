@@ -105,6 +105,10 @@ class Stream:
     def query(self) -> bool:
         return machine().stream_ends[self.number] <= machine().host_ns
 
+    def is_capturing(self) -> bool:
+        """Return whether a graph gets the work that this thread queues on the stream. A replay repeats the capture."""
+        return here().graph is not None and here().stream == self.number
+
     def wait_stream(self, other: Stream) -> None:
         self.wait_event(other.record_event())
 
