@@ -11,7 +11,6 @@ self-contained page with the timelines, and says what to try next.
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import toolkit as tk
-from toolkit.core.distributed import announcing, join, leave
+from toolkit.core.distributed import announcing, join, leave, started
 from toolkit.core.errors import RankError
 from toolkit.core.files import check_writable
 from toolkit.core.units import drop_output, print_any_text
@@ -68,10 +67,10 @@ def has_cuda() -> bool:
 
 def run(options: argparse.Namespace) -> None:
     """Load a model, generate, and print the text as it comes. With several ranks, only rank 0 prints and saves."""
-    started = int(os.environ.get("WORLD_SIZE", "1"))  # processes, by torchrun
-    ranks = started if options.tensor_parallel is None else options.tensor_parallel
-    if started not in (1, ranks):
-        raise RankError(f"a model over {ranks} ranks", f"torchrun started {started}", "Leave out --tensor-parallel")
+    processes = started()
+    ranks = processes if options.tensor_parallel is None else options.tensor_parallel
+    if processes not in (1, ranks):
+        raise RankError(f"a model over {ranks} ranks", f"torchrun started {processes}", "Leave out --tensor-parallel")
     shard = join(ranks)
     first, gpu = shard.rank == 0, tk.device(options.device or "auto")
     strategy = options.strategy or ("cuda-graph" if gpu.graphs else "double-buffered")

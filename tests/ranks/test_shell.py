@@ -77,3 +77,25 @@ def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: py
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main([*RUN, "--device", "cpu", "--tensor-parallel", "1"]) == 1
     assert "torchrun started 2. Leave out --tensor-parallel" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "found"),
+    [
+        ("WORLD_SIZE", "abc", "the environment variable WORLD_SIZE is 'abc', not a whole number of at least 1"),
+        ("WORLD_SIZE", "0", "the environment variable WORLD_SIZE is '0', not a whole number of at least 1"),
+        ("WORLD_SIZE", "", "the environment variable WORLD_SIZE is '', not a whole number of at least 1"),
+        ("RANK", "abc", "the environment variable RANK is 'abc', not a whole number of at least 0"),
+        ("RANK", "-1", "the environment variable RANK is '-1', not a whole number of at least 0"),
+        ("RANK", "2", "RANK is 2, and WORLD_SIZE is 2. Number the processes from 0"),
+        ("MASTER_PORT", "abc", "Check MASTER_ADDR and MASTER_PORT"),
+    ],
+)
+def test_wrong_variables_of_a_launcher_are_named(
+    name: str, text: str, found: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for other, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(other, value)
+    monkeypatch.setenv(name, text)
+    assert main([*RUN, "--device", "cpu"]) == 1
+    assert found in capsys.readouterr().err

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -66,11 +67,14 @@ def join(ranks: object) -> Shard:
     if not dist.is_initialized():
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             raise RankError(asked, "this process belongs to no group", start)
+        rank, size = _variable("RANK", least=0), started()
+        if rank >= size:  # the other ranks would wait for one that does not exist
+            raise RankError(asked, f"RANK is {rank}, and WORLD_SIZE is {size}", "Number the processes from 0")
         try:
             backend = backend_of(torch.cuda.is_available() and dist.is_nccl_available())
             dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT_S))
         except (RuntimeError, ValueError) as error:
-            do = "Look for the first error in the output of the other ranks"
+            do = "Check MASTER_ADDR and MASTER_PORT, and look for the first error in the output of the other ranks"
             raise RankError(asked, f"the group can't be started ({_first_line(error)})", do) from error
     if dist.get_world_size() != count:
         found = f"there are {dist.get_world_size()} processes"
@@ -108,6 +112,19 @@ def described(shard: Shard) -> dict[str, Any]:
     if shard == WHOLE:
         return {}
     return {"rank": shard.rank, "world_size": shard.ranks, "groups": {GROUP: list(range(shard.ranks))}}
+
+
+def started() -> int:
+    """Return how many processes a launcher such as torchrun has started: 1 without one. Raises RankError for no number."""
+    return _variable("WORLD_SIZE", least=1)
+
+
+def _variable(name: str, least: int) -> int:
+    text = os.environ.get(name, str(least))
+    if not re.fullmatch("[0-9]{1,9}", text) or int(text) < least:
+        found = f"the environment variable {name} is {brief(text)}, not a whole number of at least {least}"
+        raise RankError("the ranks of a launcher", found, f"Start the processes with torchrun, or unset {name}")
+    return int(text)
 
 
 def local_rank() -> int:
