@@ -146,14 +146,30 @@ def keeps_a_lock() -> Any:
     return threading.Lock()
 
 
+def raises_its_own_cause() -> None:
+    error = ValueError("no such token")
+    raise error from error
+
+
+def raises_a_cause_that_nobody_raised() -> None:
+    raise ValueError("no such token") from RuntimeError("inner")
+
+
+def raises_half_of_a_surrogate_pair() -> None:
+    raise ValueError("no such \udce4")
+
+
 @pytest.mark.parametrize(
     ("function", "found"),
     [
+        (raises_its_own_cause, r"rank [01] raised ValueError at .*test_cluster.py:\d+ .*: no such token"),
+        (raises_a_cause_that_nobody_raised, r"rank [01] raised ValueError at .*test_cluster.py:\d+ .*: no such token"),
+        (raises_half_of_a_surrogate_pair, r"rank [01] raised ValueError at .*test_cluster.py:\d+ .*: no such \udce4"),
         (too_much, r"rank 0 raised OutOfMemoryError at .*test_cluster.py:\d+ \(kept = .*\): CUDA out of memory"),
         (leaves, r"rank [01] raised SystemExit at .*test_cluster.py:\d+ \(sys.*\): enough"),
         (keeps_a_lock, "rank [01] returned what can't be pickled: cannot pickle"),
     ],
-    ids=["out-of-memory", "exit", "a-result-that-cannot-be-sent"],
+    ids=["own-cause", "cause", "surrogate", "out-of-memory", "exit", "a-result-that-cannot-be-sent"],
 )
 def test_other_errors_of_a_rank(pair: Cluster, function: Any, found: str) -> None:
     with pytest.raises(RankError, match=found):

@@ -189,7 +189,7 @@ def announcing() -> Iterator[None]:
         if dist.is_available() and dist.is_initialized():
             with suppress(RuntimeError):  # the store may have ended with another rank
                 told = f"rank {dist.get_rank()} failed with {type(error).__name__}: {error}"
-                _store().compare_set(_FAILED, "", told)
+                _store().compare_set(_FAILED, "", told.encode(errors="replace").decode())  # also half of a surrogate pair
             leave()
         raise
 

@@ -166,13 +166,15 @@ def _packed(value: object) -> Outcome:
 
 
 def _failure(error: BaseException) -> Failure:
-    first = error
-    while first.__cause__ is not None:
+    first, seen = error, {id(error)}
+    while first.__cause__ is not None and id(first.__cause__) not in seen:  # an error may be its own cause
         first = first.__cause__
+        seen.add(id(first))
     frames = _frames(error.__traceback__)
     unknown = ("", 0) if isinstance(error, ToolkitError) else frames[-1]  # a ToolkitError needs no line of the toolkit
     file, line = next((frame for frame in reversed(frames) if not is_installed(frame[0])), unknown)
-    lost = isinstance(first, RuntimeError) and _frames(first.__traceback__)[-1][0].startswith(_COLLECTIVES)
+    origin = _frames(first.__traceback__)[-1:]  # none if the cause was created, but not raised
+    lost = isinstance(first, RuntimeError) and any(file.startswith(_COLLECTIVES) for file, _ in origin)
     interrupted = isinstance(error, KeyboardInterrupt)
     reason = "was interrupted" if interrupted else f"raised {type(error).__name__}"
     message, do = (f"{error.asked}: {error.found}", error.do) if isinstance(error, ToolkitError) else (str(error), "")
