@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -444,6 +445,12 @@ def test_without_its_packages(monkeypatch: pytest.MonkeyPatch, package: str) -> 
 def test_processes_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(RankError, match=r"a cluster of 2 ranks: its processes can't be started .*stopped with 1"):
+        tk.cluster("cpu", 2)
+
+
+def test_without_a_temporary_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "deleted"))
+    with pytest.raises(RankError, match=r"a cluster of 2 ranks: its temporary folder can't be made .*set TMPDIR"):
         tk.cluster("cpu", 2)
 
 

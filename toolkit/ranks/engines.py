@@ -38,7 +38,11 @@ class Engines:
     def __init__(self, ranks: int, silent_s: float) -> None:
         ipyparallel = _ipyparallel()
         self.silent_s = silent_s
-        self.folder = TemporaryFolder()
+        try:
+            self.folder = TemporaryFolder()
+        except OSError as error:
+            do = "Free space there, or set TMPDIR to a folder that you may write to"
+            raise RankError(f"a cluster of {ranks} ranks", f"its temporary folder can't be made ({error})", do) from error
         self._stores = 0
         self._closed = False
         self._gone = (IndexError, KeyError, ipyparallel.error.NoEnginesRegistered)  # what its client raises for a lost engine
