@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -446,6 +447,26 @@ def test_processes_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(RankError, match=r"a cluster of 2 ranks: its processes can't be started .*stopped with 1"):
         tk.cluster("cpu", 2)
+
+
+@pytest.mark.parametrize("process", ["controller", "engine"])
+def test_an_interrupt_while_a_process_starts_leaves_none(process: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ipyparallel.cluster import launcher
+
+    started: list[psutil.Process] = []
+
+    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        made = subprocess.Popen(command, **options)
+        started.append(psutil.Process(made.pid))
+        if process in command:
+            signal.raise_signal(signal.SIGINT)
+        return made
+
+    monkeypatch.setattr(launcher, "Popen", start)
+    with pytest.raises(KeyboardInterrupt):
+        tk.cluster("cpu", 2)
+    assert len(started) == (1 if process == "controller" else 3)
+    assert_ended(started)
 
 
 def test_without_a_temporary_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ class Cluster:
         self._engines = Engines(ranks, silent_s)
         self._finalizer = weakref.finalize(self, self._engines.close)  # also at the end of the program
         try:
+            self._engines.start()
             found = self._on_all(self._asked, lambda rank: (prepare, rank, ranks, device))
             check_versions(self._asked, found)
             self._enter()
@@ -97,8 +98,7 @@ class Cluster:
 
     def close(self) -> None:
         """End all processes, which frees their memory. A closed cluster can't be opened again."""
-        with signals_deferred:
-            self._finalizer()
+        self._finalizer()
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Run `function(*args, **kwargs)` on all ranks at once and return the results by rank.

@@ -15,6 +15,7 @@ from typing import Any
 
 from toolkit.core.errors import RankError
 from toolkit.core.files import TemporaryFolder
+from toolkit.core.signals import signals_deferred
 from toolkit.core.workers import processors, python_path
 
 LOOPBACK = "127.0.0.1"
@@ -37,7 +38,7 @@ class Engines:
 
     def __init__(self, ranks: int, silent_s: float) -> None:
         ipyparallel = _ipyparallel()
-        self.silent_s = silent_s
+        self._ranks, self.silent_s = ranks, silent_s
         try:
             self.folder = TemporaryFolder()
         except OSError as error:
@@ -51,28 +52,32 @@ class Engines:
             parent=None, profile_dir=self.folder.name, cluster_id="", cluster_file="", load_profile=False,
             shutdown_atexit=False, log_level=sys.maxsize, controller_ip=LOOPBACK,
         )  # fmt: skip
+
+    def start(self) -> None:
+        """Start the processes. If that raises, some of them may run until `close` is called."""
         try:
-            self._start(ranks)
-        except BaseException as error:
-            self.close()
-            if not isinstance(error, Exception):
-                raise
+            self._start()
+        except Exception as error:
             found = f"its processes can't be started ({error})"
             do = "Run `python -m ipyparallel.controller` to see the error"
-            raise RankError(f"a cluster of {ranks} ranks", found, do) from error
+            raise RankError(f"a cluster of {self._ranks} ranks", found, do) from error
 
-    def _start(self, ranks: int) -> None:
+    def _start(self) -> None:
+        """Signals wait while a process is started: one that is not known yet would not be ended."""
         command = [sys.executable, "-P", "-W", "ignore", "-m", "toolkit.ranks.process"]
-        environment = _environment(ranks, self.folder.name)
+        environment = _environment(self._ranks, self.folder.name)
         beats = max(1, int(self.silent_s * 1000 / BEAT_MS))
         self._cluster.controller_args = [
             f"--HeartMonitor.period={BEAT_MS}", f"--HeartMonitor.max_heartmonitor_misses={beats}",
         ]  # fmt: skip
         parent = str(os.getpid())
-        self._cluster.start_controller_sync(controller_cmd=[*command, "controller", parent], environment=dict(environment))
-        self._cluster.start_engines_sync(n=ranks, engine_cmd=[*command, "engine", parent], environment=environment, delay=0.0)
-        self._client = self._cluster.connect_client_sync()
-        self._client.wait_for_engines(ranks, timeout=START_S, interactive=False)
+        controller, engine = [*command, "controller", parent], [*command, "engine", parent]
+        with signals_deferred:
+            self._cluster.start_controller_sync(controller_cmd=controller, environment=dict(environment))
+        self._client = self._cluster.connect_client_sync()  # waits for the controller, without which no engine can start
+        with signals_deferred:
+            self._cluster.start_engines_sync(n=self._ranks, engine_cmd=engine, environment=environment, delay=0.0)
+        self._client.wait_for_engines(self._ranks, timeout=START_S, interactive=False)
         self._ids = sorted(self._client.ids)
         self.pids: list[int] = self._client[self._ids].apply_sync(os.getpid)  # of the processes, by rank
 
@@ -155,6 +160,10 @@ class Engines:
 
     def close(self) -> None:
         """End all processes and delete their files."""
+        with signals_deferred:
+            self._close()
+
+    def _close(self) -> None:
         self._closed = True  # first, since other threads may use the client
         with suppress(Exception):
             self._cluster.signal_engines_sync(signal.SIGKILL)
