@@ -482,6 +482,46 @@ def test_ranks_of_other_versions(name: str, ours: str) -> None:
         check_versions("a cluster", [versions(), versions() | {name: "0.1"}])
 
 
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def fails(*_: Any) -> None:
+    raise ValueError("out of luck")
+
+
+def spreads_failure(cluster: Cluster) -> None:
+    list(cluster.spread(fails, [1]))
+
+
+def runs_failure(cluster: Cluster) -> None:
+    cluster.run(fails)
+
+
+@pytest.mark.parametrize("works", [runs_failure, spreads_failure])
+def test_an_interrupt_after_a_failure_closes_the_cluster(
+    works: Callable[[Cluster], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise some ranks would wait for the others in a group that these have not entered."""
+    with tk.cluster("cpu", 1) as alone:
+        monkeypatch.setattr(alone, "_enter", interrupted)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            works(alone)
+        assert caught.value.__notes__ == ["The cluster is closed."]
+        assert alone.closed
+
+
+def test_spread_work_whose_ranks_enter_no_group_closes_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost() -> None:
+        raise RankError("entering a group", "rank 0 failed", "Open the cluster again")
+
+    with tk.cluster("cpu", 1) as alone:
+        monkeypatch.setattr(alone, "_enter", lost)
+        with pytest.raises(RankError, match=r"rank 0 raised ValueError.*out of luck"):
+            spreads_failure(alone)
+        assert alone.closed
+
+
 def runs(cluster: Cluster) -> None:
     cluster.run(time.sleep, 60)
 

@@ -178,10 +178,9 @@ class Cluster:
         """Stop work that was not completed. Functions that were stopped have left the group, so all ranks enter a new one."""
         with signals_deferred:
             stopped = work.stop()
-        if not stopped or not self._engines.alive_ranks(range(self.ranks)):
+        alive = len(self._engines.alive_ranks(range(self.ranks)))
+        if not stopped or not alive or (alive == self.ranks and not self._entered()):
             self.close()
-        elif len(self._engines.alive_ranks(range(self.ranks))) == self.ranks:
-            self._enter()
 
     def memory(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> pd.DataFrame:
         """Run a function on all ranks that measures its memory, and return who held how much at the peak, by rank.
@@ -231,14 +230,22 @@ class Cluster:
 
     def _recover(self, tasks: Tasks) -> str:
         """Enter a new group if all ranks have ended the function that failed; otherwise close. Returns which of the two."""
-        if not tasks.stuck and not tasks.dead and not self.closed:
-            try:
-                self._enter()
-                return "is still open"
-            except RankError:
-                pass
+        if not tasks.stuck and not tasks.dead and not self.closed and self._entered():
+            return "is still open"
         self.close()
         return f"is closed; open a new one with tk.cluster({self.device!r}, {self.ranks})"
+
+    def _entered(self) -> bool:
+        """Return whether all ranks have entered a new group. An interrupt closes the cluster: only some may have entered it."""
+        try:
+            self._enter()
+        except RankError:
+            return False
+        except BaseException as error:
+            self.close()
+            error.add_note("The cluster is closed.")
+            raise
+        return True
 
     def _enter(self) -> None:
         store = self._engines.new_store()
