@@ -522,6 +522,23 @@ def test_spread_work_whose_ranks_enter_no_group_closes_the_cluster(monkeypatch: 
         assert alone.closed
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_fork_leaves_the_cluster_alone() -> None:
+    with tk.cluster("cpu", 1) as alone:
+        child = os.fork()
+        if child == 0:
+            try:
+                with pytest.raises(RankError, match="from which this one was forked, has opened the cluster"):
+                    alone.run(abs, -1)
+                alone.close()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert alone.run(abs, -1) == [1]
+
+
 def runs(cluster: Cluster) -> None:
     cluster.run(time.sleep, 60)
 

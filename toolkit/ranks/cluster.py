@@ -168,6 +168,9 @@ class Cluster:
         if not self._lock.acquire(blocking=False):
             raise RankError(asked, "the cluster already runs a function", "Wait for it, or open a second cluster")
         try:
+            if not self._engines.is_ours:
+                found = "another process, from which this one was forked, has opened the cluster"
+                raise RankError(asked, found, f"Open a new one: tk.cluster({self.device!r}, {self.ranks})")
             if self.closed:
                 raise RankError(asked, "the cluster is closed", f"Open a new one: tk.cluster({self.device!r}, {self.ranks})")
             yield

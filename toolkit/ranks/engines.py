@@ -44,6 +44,7 @@ class Engines:
         except OSError as error:
             do = "Free space there, or set TMPDIR to a folder that you may write to"
             raise RankError(f"a cluster of {ranks} ranks", f"its temporary folder can't be made ({error})", do) from error
+        self._owner = os.getpid()
         self._stores = 0
         self._closed = False
         self._gone = (IndexError, KeyError, ipyparallel.error.NoEnginesRegistered)  # what its client raises for a lost engine
@@ -80,6 +81,11 @@ class Engines:
         self._client.wait_for_engines(self._ranks, timeout=START_S, interactive=False)
         self._ids = sorted(self._client.ids)
         self.pids: list[int] = self._client[self._ids].apply_sync(os.getpid)  # of the processes, by rank
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process has started the processes. A fork of it has not, and can't talk to them."""
+        return os.getpid() == self._owner
 
     def submit(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
         """Run a function of an installed module on a rank. Returns a future, an AsyncResult of ipyparallel."""
@@ -159,9 +165,10 @@ class Engines:
         return f"was killed by signal {-status} ({name}{cause})"
 
     def close(self) -> None:
-        """End all processes and delete their files."""
-        with signals_deferred:
-            self._close()
+        """End all processes and delete their files. Does nothing in a child of the process that started them."""
+        if self.is_ours:
+            with signals_deferred:
+                self._close()
 
     def _close(self) -> None:
         self._closed = True  # first, since other threads may use the client
