@@ -31,6 +31,7 @@ from toolkit.gpu.opening import open_device
 from toolkit.ranks import rank as on_rank
 from toolkit.ranks import remote
 from toolkit.ranks.cluster import Cluster, check_versions
+from toolkit.ranks.engines import START_S
 from toolkit.ranks.rank import Failure, versions
 from toolkit.ranks.waiting import error_of
 from toolkit.trace.events import Trace
@@ -467,6 +468,26 @@ def test_an_interrupt_while_a_process_starts_leaves_none(process: str, monkeypat
         tk.cluster("cpu", 2)
     assert len(started) == (1 if process == "controller" else 3)
     assert_ended(started)
+
+
+def test_an_engine_that_ends_while_the_cluster_opens_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ipyparallel.cluster import launcher
+
+    engines: list[int] = []
+
+    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        made = subprocess.Popen(command, **options)
+        if "engine" in command:
+            engines.append(made.pid)
+            if len(engines) == 2:
+                made.kill()
+        return made
+
+    monkeypatch.setattr(launcher, "Popen", start)
+    began = time.monotonic()
+    with pytest.raises(RankError, match=r"its processes can't be started \(one was killed by signal 9 \(SIGKILL"):
+        tk.cluster("cpu", 2)
+    assert time.monotonic() - began < START_S / 2
 
 
 def test_without_a_temporary_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

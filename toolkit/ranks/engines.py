@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +21,7 @@ from toolkit.core.workers import processors, python_path
 
 LOOPBACK = "127.0.0.1"
 START_S = 120.0  # for all engines to answer; each imports PyTorch later
+LOOK_S = 1.0  # between two looks at whether an engine has ended before it answered
 BEAT_MS = 500  # between two heartbeats
 
 
@@ -78,9 +80,26 @@ class Engines:
         self._client = self._cluster.connect_client_sync()  # waits for the controller, without which no engine can start
         with signals_deferred:
             self._cluster.start_engines_sync(n=self._ranks, engine_cmd=engine, environment=environment, delay=0.0)
-        self._client.wait_for_engines(self._ranks, timeout=START_S, interactive=False)
+        self._wait_for_engines()
         self._ids = sorted(self._client.ids)
         self.pids: list[int] = self._client[self._ids].apply_sync(os.getpid)  # of the processes, by rank
+
+    def _wait_for_engines(self) -> None:
+        """Wait until all engines answer. Raises RuntimeError if one ends before, or TimeoutError after START_S."""
+        deadline = time.monotonic() + START_S
+        while True:
+            try:
+                return self._client.wait_for_engines(self._ranks, timeout=LOOK_S, interactive=False)  # type: ignore[no-any-return]
+            except TimeoutError:
+                ended = [each for each in self._launchers() if not each.process.is_running()]
+                if ended:
+                    raise RuntimeError(f"one {self._ending(ended[0])}") from None
+                if time.monotonic() > deadline:
+                    raise
+
+    def _launchers(self) -> list[Any]:
+        """Return ipyparallel's launchers of the engines, which are not in the order of the ranks."""
+        return [each for group in self._cluster.engines.values() for each in group.launchers.values()]
 
     @property
     def is_ours(self) -> bool:
@@ -145,12 +164,11 @@ class Engines:
                 self._client.send_signal(signal.SIGINT, targets=[self._ids[rank] for rank in alive], block=False)
 
     def how_it_ended(self, rank: int) -> str:
-        """Return how the process of a rank ended: "was killed by signal 9 (SIGKILL)".
+        """Return how the process of a rank ended: "was killed by signal 9 (SIGKILL)"."""
+        return self._ending(next(each for each in self._launchers() if each.pid == self.pids[rank]))
 
-        The system says it once. A thread of ipyparallel asks it, after which the process keeps the answer.
-        """
-        launchers = [each for group in self._cluster.engines.values() for each in group.launchers.values()]
-        launcher = next(each for each in launchers if each.pid == self.pids[rank])
+    def _ending(self, launcher: Any) -> str:
+        """Do as `how_it_ended`. The system says it once. A thread of ipyparallel asks it, and the process keeps the answer."""
         process, asking, status = launcher.process, getattr(launcher, "_wait_thread", None), None
         if asking is not None:
             asking.join(1)
