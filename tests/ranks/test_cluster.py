@@ -543,6 +543,16 @@ def test_spread_work_whose_ranks_enter_no_group_closes_the_cluster(monkeypatch: 
         assert alone.closed
 
 
+def starts_a_process() -> int:
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]).pid
+
+
+def test_processes_that_functions_start_end_with_the_cluster() -> None:
+    with tk.cluster("cpu", 1) as alone:
+        started = [psutil.Process(pid) for pid in alone.run(starts_a_process)]
+    assert_ended(started)
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_fork_leaves_the_cluster_alone() -> None:

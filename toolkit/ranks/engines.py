@@ -190,8 +190,10 @@ class Engines:
 
     def _close(self) -> None:
         self._closed = True  # first, since other threads may use the client
-        with suppress(Exception):
-            self._cluster.signal_engines_sync(signal.SIGKILL)
+        for launcher in self._launchers():
+            if launcher.pid > 0:  # otherwise it was not started
+                with suppress(OSError):  # it has ended
+                    os.killpg(launcher.pid, signal.SIGKILL)  # also the processes that functions have started on this rank
         if self._client is not None:
             self._client.close(linger=0)
         controller = getattr(self._cluster.controller, "process", None)
