@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -379,6 +380,22 @@ def test_cancel_interrupts_all_ranks(pair: Cluster) -> None:
     with pytest.raises(CancelledError, match="loading 'demo/qwen3' on 2 ranks"):
         tk.load("demo/qwen3", cluster=pair, cancel=event)
     assert not any(pair.run(held))
+
+
+def stops_between_two_collectives() -> None:
+    """As an interrupt does, which stops ranks at different places."""
+    open_device("vgpu").machine.collectives += dist.get_rank()
+    raise ValueError("stopped")
+
+
+def test_collectives_match_after_a_function_that_failed(pair: Cluster) -> None:
+    with pytest.raises(RankError, match="stopped"):
+        pair.run(stops_between_two_collectives)
+    model = tk.load("demo/qwen3", cluster=pair)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # that of collectives that don't match
+        assert len(tk.generate(model, "The", max_new_tokens=2).trace.collectives()) == 2 * 8
+    model.free()
 
 
 def is_killed() -> None:

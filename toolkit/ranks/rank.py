@@ -28,6 +28,7 @@ from toolkit.core.errors import RankError, ToolkitError, brief
 from toolkit.core.version import __version__
 from toolkit.gpu.device import Device, Memory
 from toolkit.gpu.opening import open_device
+from toolkit.gpu.virtual.device import VirtualGpu
 from toolkit.vram.budget import budget
 from toolkit.vram.measure import MemoryUse
 
@@ -84,7 +85,10 @@ def prepare(rank: int, ranks: int, device: str) -> dict[str, str]:
 def enter(rank: int, ranks: int, device: str, store: str, timeout_s: float) -> None:
     """Enter a new default group of torch.distributed. `store` is the path of a new file that all ranks share."""
     leave()
-    _check_idle(_opened[0])
+    gpu = _opened[0]
+    _check_idle(gpu)
+    if isinstance(gpu, VirtualGpu):
+        gpu.machine.collectives = 0  # ranks that were stopped have counted different ones
     meeting = dist.FileStore(store, ranks)  # type: ignore[attr-defined]
     dist.init_process_group(
         backend_of(device == "cuda"), timeout=timedelta(seconds=timeout_s), store=meeting, rank=rank, world_size=ranks
