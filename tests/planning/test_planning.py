@@ -53,6 +53,17 @@ def test_the_state_is_what_the_virtual_gpu_allocates(name, empty_card):
         assert sizes_of(shapes, kv).state_bytes(8192) == pytest.approx(held, rel=0.005)  # the order of blocks
 
 
+@pytest.mark.parametrize("kv", [None, "int8", "int4", "k4v8"])
+@pytest.mark.parametrize("name", ["demo/qwen3", "demo/gemma4", "demo/qwen3.5-moe"])
+def test_a_small_cache_is_planned_to_the_byte(name, kv, empty_card):
+    model = tk.load(name, device=empty_card, progress=False)
+    before = empty_card.memory().allocated_bytes
+    cache = model.new_cache(512, kv)
+    held = empty_card.memory().allocated_bytes - before
+    cache.free()
+    assert sizes_of(describe(name), kv).state_bytes(512) == held
+
+
 @pytest.mark.parametrize(
     ("name", "scheme", "kv", "context", "chunk"),
     [

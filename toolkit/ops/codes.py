@@ -58,6 +58,10 @@ class Codebook:
             return cls(scheme.name, signs)
         return cls(scheme.name, signs, hadamard(torch.eye(head_dim, device=device) * signs[:, None]), levels(device))
 
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that it holds."""
+        return [table for table in (self.signs, self.matrix, self.levels) if table is not None]
+
 
 def codes_fit(scheme: CodeScheme, head_dim: int) -> bool:
     """Return whether the kernels support this format for heads of this size."""

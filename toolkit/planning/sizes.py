@@ -12,7 +12,7 @@ from toolkit.models import chunks
 from toolkit.models.cache import Recurrent, Ring
 from toolkit.models.cache_codes import CodedKeysValues
 from toolkit.models.model import CausalLM
-from toolkit.ops.codes import dequantized_bytes
+from toolkit.ops.codes import Codebook, dequantized_bytes
 from toolkit.weights.packed import PackedMatrix
 
 SLOTS = 2  # size of the small cache from which the sizes of larger ones are computed
@@ -74,16 +74,19 @@ def sizes_of(model: CausalLM, kv: str | None = None) -> Sizes:
     states: list[tuple[int, int | None]] = [(cache.slots.itemsize, None)]
     states += [(table[0].nbytes, None) for table in cache.ropes.values()]
     fixed: list[int] = []
+    book: Codebook | None = None  # all layers share one
     heads, coded, queries = -(-config.num_attention_heads // model.shard.ranks), 0, 0
     for state in cache.states:
         if isinstance(state, CodedKeysValues):
             coded, queries = max(coded, state.kv_heads * state.head_dim), max(queries, heads * state.head_dim)
+            book = state.book
         for tensor in () if state is None else state.tensors():
             if isinstance(state, Recurrent):
                 fixed.append(tensor.nbytes)
             else:
                 window = config.sliding_window if isinstance(state, Ring) else None
                 states.append((tensor.nbytes // (state.size if isinstance(state, Ring) else SLOTS), window))
+    fixed += [table.nbytes for table in (book.tensors() if book is not None else ())]
     cache.free()
     return Sizes(
         weights=allocated_bytes([p.nbytes for p in model.parameters()]), states=tuple(states), fixed=tuple(fixed),
