@@ -467,6 +467,7 @@ def test_processes_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> No
         tk.cluster("cpu", 2)
 
 
+@pytest.mark.usefixtures("python_handles_interrupts")
 @pytest.mark.parametrize("process", ["controller", "engine"])
 def test_an_interrupt_while_a_process_starts_leaves_none(process: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from ipyparallel.cluster import launcher
