@@ -213,11 +213,13 @@ def on_gpu(*tensors: Tensor | None) -> bool:
     """Return whether operations run their kernels: the first tensor is on a supported GPU, and none requires a gradient."""
     first = tensors[0]
     assert first is not None
-    if first.device.type not in GPUS or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)):
+    device = first.device
+    kind = device.type
+    if kind not in GPUS or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)):
         return False
-    if _compiling_for is not None and first.device.type == "cuda":
-        return _compiling_for.spec.compute_capability >= LEAST_CAPABILITY
-    return first.device.type != "cuda" or _can_compile(first.device)
+    if kind != "cuda":
+        return True
+    return _can_compile(device) if _compiling_for is None else _compiling_for.spec.compute_capability >= LEAST_CAPABILITY
 
 
 @cache
@@ -235,8 +237,10 @@ def counters(like: Tensor, count: int) -> Tensor:
 
 def aligned(x: Tensor) -> Tensor:
     """Return `x` contiguous and aligned to 16 bytes, as the kernels load it; copies only if it is not."""
-    x = x.contiguous()
-    return x.clone() if x.storage_offset() * x.element_size() % 16 else x
+    if not x.is_contiguous():
+        return x.contiguous()  # new memory
+    offset = x.storage_offset()
+    return x.clone() if offset and offset * x.element_size() % 16 else x
 
 
 def launches(

@@ -66,20 +66,19 @@ def matmul(x: Tensor | Operand, weight: Tensor | PackedMatrix, activation: str =
     scale per 32 numbers, fp16 and fp32 to 16-bit integers. More rows in fp16 or fp32 use the reference. An `Operand` that is
     quantized already gives the same result, with one launch less.
     """
-    given = x if isinstance(x, Operand) else Operand(x)
-    x = given.plain
+    x, quantized = (x.plain, x.quantized) if isinstance(x, Operand) else (x, ())
     if activation != "none" and activation not in FUSED:
-        return _activated(matmul(given, weight), activation)
+        return _activated(matmul(Operand(x, quantized), weight), activation)
     if not isinstance(weight, PackedMatrix):
         return _activated(F.linear(x, weight), activation)
-    parts = weight.operand()
-    rows = x.numel() // max(1, x.shape[-1])
-    gpu = on_gpu(x)
-    if gpu and x.dtype == torch.float16 and rows <= DECODED:
-        return matmul(x.float(), weight, activation).to(x.dtype)
-    if not gpu or not rows or x.dtype not in ((torch.bfloat16, torch.float32) if rows <= DECODED else (torch.bfloat16,)):
-        return _matmul_reference(x, parts, weight.scheme.name, activation)
-    return call("packed_matmul", aligned(x), parts, weight.scheme.name, activation, list(given.quantized))  # type: ignore[no-any-return]
+    parts, scheme, dtype = weight.operand(), weight.scheme.name, x.dtype
+    if on_gpu(x) and x.numel():
+        few = few_rows(x)
+        if dtype == torch.bfloat16 or (few and dtype == torch.float32):
+            return call("packed_matmul", aligned(x), parts, scheme, activation, list(quantized))  # type: ignore[no-any-return]
+        if few and dtype == torch.float16:
+            return matmul(x.float(), weight, activation).to(dtype)
+    return _matmul_reference(x, parts, scheme, activation)
 
 
 def _activated(both: Tensor, activation: str) -> Tensor:
