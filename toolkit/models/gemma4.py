@@ -172,8 +172,8 @@ class Router(nn.Module):
         """x [N, hidden] -> expert numbers [N, k] and their weights [N, k] in fp32."""
         normed = F.rms_norm(x.float(), (self.hidden,), None, self.eps).to(x.dtype)
         scores: Tensor = self.proj(normed * self.scale * self.hidden**-0.5)
-        shares, chosen = scores.float().softmax(-1).topk(self.top, -1)
-        shares = shares / shares.sum(-1, keepdim=True)
+        highest, chosen = scores.topk(self.top, -1)
+        shares = highest.softmax(-1, dtype=torch.float32)
         return chosen, shares * self.per_expert_scale.index_select(0, chosen.flatten()).view(shares.shape)
 
 

@@ -364,6 +364,8 @@ class Experts(nn.Module):
         `shared` expert, one more row gives its weight before the sigmoid. Returns None if `x` holds several tokens, or if the
         operation doesn't support these matrices. Otherwise the pending output is the sum over all ranks.
         """
+        if x.x.numel() != x.x.shape[-1]:
+            return None
         packed = packed_pair(self.gate_up, self.down)
         own = None if shared is None else packed_pair(shared.gate_up, shared.down)
         if packed is None or (own is None and shared is not None) or not isinstance(router, Tensor):

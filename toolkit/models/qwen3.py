@@ -117,9 +117,12 @@ class SparseMLP(nn.Module):
             return step
         normed, x = x.normed(norm)
         rows = normed.plain.flatten(0, 1)
-        shares, chosen = self.router(rows).softmax(-1, dtype=torch.float32).topk(self.top_k, -1)
+        scores = self.router(rows)
         if self.scaled:
-            shares = shares / shares.sum(-1, keepdim=True)
+            highest, chosen = scores.topk(self.top_k, -1)
+            shares = highest.softmax(-1, dtype=torch.float32)
+        else:
+            shares, chosen = scores.softmax(-1, dtype=torch.float32).topk(self.top_k, -1)
         out = ops.all_reduce(self.experts(rows, chosen, shares), self.experts.ranks)
         return x.add(out.view(x.x.shape))
 

@@ -174,8 +174,8 @@ class SparseMLP(nn.Module):
         normed, x = x.normed(norm)
         rows = normed.plain.flatten(0, 1)
         scores, gate = self.gates(rows)
-        shares, chosen = scores.softmax(-1, dtype=torch.float32).topk(self.top_k, -1)
-        routed = self.experts(rows, chosen, shares / shares.sum(-1, keepdim=True))
+        highest, chosen = scores.topk(self.top_k, -1)
+        routed = self.experts(rows, chosen, highest.softmax(-1, dtype=torch.float32))
         out = ops.all_reduce(torch.addcmul(routed, self.shared(rows), gate.sigmoid()), self.experts.ranks)
         return x.add(out.view(x.x.shape))
 
