@@ -20,7 +20,7 @@ from toolkit.kernels.base import Config, Kernel, Shape
 from toolkit.kernels.int4_matmul import INT4_MATMUL, MatmulShape
 from toolkit.models import gemma4, qwen3, qwen3_5_moe
 from toolkit.models.layers import Joined
-from toolkit.ops import attention, codes, define, embedding, gates, mixers, mixture, norms, products, sampling
+from toolkit.ops import attention, codes, define, embedding, gates, mixers, mixture, norms, plans, products, sampling
 from toolkit.tune import lookup
 from toolkit.weights.packed import PackedMatrix
 from toolkit.weights.schemes import find_scheme
@@ -66,6 +66,7 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(lookup, "choose", choose)
     monkeypatch.setattr(define, "GPUS", (DEVICE,))
+    monkeypatch.setattr(plans, "ENABLED", False)  # a tape would not see operations that bypass `call`
     for part in PARTS:
         monkeypatch.setattr(part, "call", run)
     return ran
