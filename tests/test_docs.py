@@ -99,6 +99,12 @@ def test_counts_of_golden_programs_are_those_of_the_guides() -> None:
         assert f"{len(MEASURED['runs'])} random runs" in text
 
 
+def test_the_docstring_of_generate_says_how_far_a_loop_runs_ahead() -> None:
+    from toolkit.decode.loop import AHEAD
+
+    assert (tk.generate.__doc__ or "").count(f"{AHEAD} ") == 2
+
+
 def test_every_timeline_of_a_page_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of each kind: anywidget makes a class for each widget, so the second one is not of the first one's class."""
     formatters = pytest.importorskip("IPython.core.formatters")

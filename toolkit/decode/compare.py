@@ -40,8 +40,9 @@ class Comparison:
 
     `table` is a DataFrame with one row per run. Its columns are `model` (if there are several), `strategy`, `same_tokens`
     (equal to the tokens of the first run), `tok_per_s` (of another run, which was not recorded), `clock` ("measured" or
-    "modelled"), and averages of `steady_steps`: `kernels`, `launches` (calls that launched kernels, copies or graphs),
-    `<h2d|d2h|d2d>_count`, `<h2d|d2h|d2d>_bytes` and `host_wait_us`. The rate of a run in `runs` is that of the table.
+    "modelled"), and averages per decode step: `kernels`, `launches` (calls that launched kernels, copies or graphs),
+    `h2d_count` and `h2d_bytes`, the same for d2h and d2d, and `host_wait_us`. Under strategies with graphs, the averages leave
+    out the first decode step, which is launched kernel by kernel. The rate of a run in `runs` is that of the table.
     `timed_late` is True if rates on CUDA were measured after this process's first recording, which makes them too low.
     """
 

@@ -72,9 +72,10 @@ def generate(
         decode: The name of a strategy (see `tk.STRATEGIES`) or a `Strategy`. A model loaded with engine="hf" also offers
             "hf-generate", the `generate` method of transformers, which returns all tokens at the end.
         max_new_tokens: The number of tokens to generate, at most. The text also ends where the context is full.
-        temperature, top_k, top_p, min_p, repetition_penalty, logit_bias, seed: See `Sampling`; temperature 0 is greedy.
+        temperature, top_k, top_p, min_p, repetition_penalty, logit_bias, seed: See `toolkit.decode.sampling.Sampling`. With
+            temperature 0, the default, the most probable token is chosen.
         stop: Strings that end the text, which then ends before the first of them. The device may have computed more tokens by
-            then, which are dropped: one under strategies that read tokens a step late, at most `AHEAD` under "whole-loop".
+            then, which are dropped: one under strategies that read tokens a step late, at most 64 under "whole-loop".
         context: The number of positions in the cache, for the prompt and all new tokens but the last. Default: as many as the
             run needs, at most those of the model.
         kv: The format of keys and values in the cache: "int8", "int4", "k4v8" (4-bit keys, 8-bit values), or None for the
@@ -87,7 +88,7 @@ def generate(
         eos: The token ids that end the text. Default: the model's own; `()` for none.
         on_token: Called as `on_token(id, text)` on this thread as soon as the host knows a token. Text that may be the
             beginning of a stop string is passed with a later token. With `stop` under "whole-loop", it must not wait for the
-            GPU, whose loop waits for the host after `AHEAD` tokens.
+            GPU, whose loop waits for the host after 64 tokens.
         cancel: An event that stops the run between two steps once it is set; the tokens so far are kept. On a cluster, it
             interrupts all ranks, which lose their tokens, and CancelledError is raised.
         record: Whether to record a trace, which makes the run slower.

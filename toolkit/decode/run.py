@@ -38,13 +38,22 @@ def tokens_per_s(known_ns: Sequence[int], late: bool) -> float | None:
 class Run:
     """The result of one generation.
 
-    `tokens` are the new tokens, including the end-of-sequence token if the model produced one; `text` leaves that token out,
-    and ends before a stop string. `tok_per_s` is the rate between the tokens that the host knew, on the clock named by `clock`;
-    None for fewer than two tokens. The first four intervals of more than eight tokens, or the first of more than three, aren't
-    counted, because kernels may be compiled, graphs captured and launches recorded in them. Strategies that read tokens one
-    step late don't count the last one of more than three, which needs no step of its own. Recording makes a run slower, and on
-    CUDA those after it, too: `slowed` is then RECORDED or AFTER, and else empty. `prefill_chunk` is the number of prompt tokens
-    that were fed at a time; it is None if the model's own loop ran.
+    The rate leaves out the first intervals between tokens, because kernels may be compiled, graphs captured and launches
+    recorded in them: the first four of more than eight tokens, the first of four to eight. Strategies that read tokens one step
+    late don't count the last of more than three tokens, which needs no step of its own.
+
+    Attributes:
+        text: The new text, without the end-of-sequence token, up to a stop string.
+        tokens: The new tokens, including the end-of-sequence token if the model produced one.
+        prompt_tokens: The tokens of the prompt.
+        strategy: The name of the strategy.
+        stop_reason: Why the text ended: "eos", "stop" (a stop string), "length" or "cancelled".
+        tok_per_s: The rate at which the host got to know tokens; None for fewer than two tokens.
+        clock: The clock of the rate, "measured" or "modelled".
+        device: The name of the device.
+        fallback: Why the run went on without the graphs of its strategy; None if it used them or has none.
+        prefill_chunk: The number of prompt tokens that were fed at a time; None if the model's own loop ran.
+        slowed: Why the rate is too low: "while recorded", or "after a recording" on CUDA; otherwise empty.
     """
 
     text: str
@@ -76,7 +85,7 @@ class Run:
         return "" if self.tok_per_s is None else f"{number_text(self.tok_per_s)} tok/s {self.clock} {self.slowed}".rstrip()
 
     def copies(self) -> pd.DataFrame:
-        """Return the copies between host and device, one row per step; see `toolkit.trace.copies.copies_per_step`."""
+        """Return the copies between host and device, one row per step; `Trace.copies` describes the columns."""
         return copies_per_step(self.trace)
 
     def timeline(self, other: Run | None = None) -> Any:

@@ -28,7 +28,14 @@ _USE_A_GPU = 'Use "cuda" or "virtual:h200"'
 
 @dataclass(frozen=True)
 class Memory:
-    """Device memory in bytes: allocated by live tensors, its peak, reserved by the caching allocator, and the GPU's total."""
+    """The memory of a device, in bytes.
+
+    Attributes:
+        allocated_bytes: Allocated by live tensors.
+        peak_bytes: The maximum of `allocated_bytes` since the device was opened or `Device.reset_peak` was called.
+        reserved_bytes: Taken from the driver by the caching allocator.
+        total_bytes: The memory of the GPU.
+    """
 
     allocated_bytes: int
     peak_bytes: int
@@ -77,7 +84,15 @@ class Loop(ABC):
 
 
 class Device(ABC):
-    """A device that holds tensors and runs operations. Get one from `tk.device`."""
+    """A device that holds tensors and runs operations. Get one from `tk.device`.
+
+    Attributes:
+        name: The name of the device: "virtual:rtx-5090", "cuda:0", "cpu".
+        torch: The `torch.device` to pass to PyTorch, as in `torch.ones(3, device=gpu.torch)` and `module.to(gpu.torch)`.
+        spec: The entry of `tk.GPUS`; None for the CPU and for a GPU that is not in the catalogue.
+        clock: "measured" or "modelled".
+        graphs: Whether `capture` and `capture_loop` work.
+    """
 
     name: str  # as the user wrote it: "virtual:rtx-5090", "cuda:0", "cpu"
     torch: torch.device  # the argument for `.to()`

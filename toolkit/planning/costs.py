@@ -54,6 +54,7 @@ class Bound:
 
     @property
     def fits(self) -> bool:
+        """Whether weights and state fit into the GPU's memory."""
         return self.needs_bytes <= self.card.memory_bytes
 
     @property
@@ -101,6 +102,7 @@ class Costs(Shown):
 
     @property
     def parameters(self) -> int:
+        """The number of parameters."""
         return sum(part.parameters for part in self.parts)
 
     @property
@@ -140,6 +142,7 @@ class Costs(Shown):
 
     @property
     def flops(self) -> int:
+        """Floating-point operations per token."""
         return sum(part.flops for part in self.parts)
 
     @property

@@ -135,6 +135,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
+        """Whether the export and the run fit; otherwise `problems` says what doesn't."""
         return not self.problems
 
     def check(self) -> Plan:
@@ -174,8 +175,9 @@ class Plan:
     def fits_on(self, cards: Iterable[GpuSpec | str] | GpuSpec | str | None = None) -> list[dict[str, Any]]:
         """Return, for each card (default: the catalogue), whether it can export and run this model, and its longest context.
 
-        A card is a spec or its key. With several ranks, each has such a card. `longest_context` is in tokens with the same
-        `kv`; None if fewer than 256 tokens fit. All bytes are predicted.
+        A card is a spec or its key. With several ranks, each has such a card. `can_export` is whether the export fits into
+        the budget, or into the card's memory without one. `run_bytes` is what running needs with the plan's context.
+        `longest_context` is in tokens with the same `kv`; None if fewer than 256 tokens fit. All bytes are predicted.
         """
         rows = []
         for card in find_specs(cards):

@@ -17,15 +17,7 @@ if TYPE_CHECKING:
 
 
 def copies_per_step(trace: Trace) -> pd.DataFrame:
-    """Return the number and size of the copies of each step, one row per step; of several ranks, one row per step and rank.
-
-    Columns: `step` (0 is the prefill of the toolkit's decode loop; -1 collects events outside all steps, and is left out if
-    there are no copies among them), `<dir>_count` and `<dir>_bytes` for h2d, d2h and d2d, `kernels` (their number, including
-    collectives), `launches` (the number of calls that launched kernels, copies or graphs; -1 if the trace has no launches),
-    `host_wait_us` (the time in µs for which the host was blocked in waits) and `clock` (whether that time was measured or
-    modelled). Traces with copies between GPUs also have `p2p_count` and `p2p_bytes`; those of several ranks have these, `rank`,
-    `collective_count` and `collective_bytes`.
-    """
+    """Return the number and size of the copies of each step: the table of `Trace.copies`, which describes the columns."""
     import pandas as pd
 
     several = of_several_ranks(trace)

@@ -61,8 +61,9 @@ class Trace:
     """An immutable table of events, returned by `TraceBuilder.build`, `tk.record`, `tk.open_trace` and `Trace.load`.
 
     `len(trace)` is the number of events, `trace["bytes"]` a read-only numpy column, `trace.text("name")` a decoded text
-    column. `trace.meta` describes the recording: `device` (its name), `clock`, `steps_from` (the source of the step
-    numbers: "marks", "ProfilerStep", "nvtx", "guessed" or None), `sizes_only` and versions.
+    column. `toolkit.trace.columns` describes the columns. `trace.meta` describes the recording: `device` (its name), `clock`,
+    `steps_from` (the source of the step numbers: "marks", "ProfilerStep", "nvtx", "guessed" or None), `sizes_only` and
+    versions.
 
     The trace that `tk.record` yields has no events until its `with` block ends; reading it earlier raises RecorderError.
     """
@@ -182,15 +183,34 @@ class Trace:
         return pd.DataFrame(frame)
 
     def copies(self) -> pd.DataFrame:
-        """Return the copies between host and device, one row per step; see `copies_per_step`."""
+        """Return the number and size of the copies of each step, one row per step; of several ranks, one row per step and rank.
+
+        Columns: `step` (0 is the prefill of the toolkit's decode loop; -1 collects events outside all steps, and is left out if
+        there are no copies among them), `h2d_count` and `h2d_bytes`, the same for d2h and d2d, `kernels` (their number,
+        including collectives), `launches` (the number of calls that launched kernels, copies or graphs; -1 if the trace has no
+        launches), `host_wait_us` (the time in µs for which the host was blocked in waits) and `clock` (whether that time was
+        measured or modelled). Traces with copies between GPUs also have `p2p_count` and `p2p_bytes`; those of several ranks
+        have these, `rank`, `collective_count` and `collective_bytes`.
+        """
         return copies_per_step(self)
 
     def collectives(self) -> pd.DataFrame:
-        """Return the collectives, one row each, with the rank that came last and the waits for it; see `collectives_table`."""
+        """Return the collectives, one row each in order of start, with the rank that came last and the waits for it.
+
+        Columns: `step`, `operation`, `algorithm`, `group`, `group_size`, `seq`, `bytes` (of one rank, 0 if not known),
+        `start_us` (of the first rank), `dur_us` (from the first start to the last end), `last_rank` (the rank that came last;
+        -1 if only one rank has the collective, or if all came at the same time), and for each rank `rank<N>_wait_us`, the time
+        for which it waited for the last one (NaN if it has no event).
+        """
         return collectives_table(self)
 
     def ranks(self) -> pd.DataFrame:
-        """Return one row per rank: how often it came last, and the waits that it caused and had; see `ranks_table`."""
+        """Return one row per rank that has collectives.
+
+        Columns: `rank`, `device`, `collectives`, `bytes`, `last_count` (how often the rank came last and others waited for it),
+        `caused_wait_us` (the time for which they waited), `wait_us` (the time for which it waited for others) and
+        `clock_error_us` (the error of its clock after alignment, the median; NaN if the clocks were not aligned).
+        """
         return ranks_table(self)
 
     def of_rank(self, rank: int) -> Trace:

@@ -106,13 +106,7 @@ def collectives_of(trace: Trace) -> Collectives:
 
 
 def collectives_table(trace: Trace) -> pd.DataFrame:
-    """Return the collectives of a trace, one row each in order of start.
-
-    Columns: `step`, `operation`, `algorithm`, `group`, `group_size`, `seq`, `bytes` (of one rank, 0 if not known),
-    `start_us` (of the first rank), `dur_us` (from the first start to the last end), `last_rank` (the rank that came last; -1 if
-    only one rank has the collective, or if all came at the same time), and for each rank `rank<N>_wait_us`, the time for which
-    it waited for the last one (NaN if it has no event).
-    """
+    """Return the collectives of a trace: the table of `Trace.collectives`, which describes the columns."""
     import pandas as pd
 
     found = collectives_of(trace)
@@ -131,12 +125,7 @@ def collectives_table(trace: Trace) -> pd.DataFrame:
 
 
 def ranks_table(trace: Trace) -> pd.DataFrame:
-    """Return one row per rank that has collectives.
-
-    Columns: `rank`, `device`, `collectives`, `bytes`, `last_count` (how often the rank came last and others waited for it),
-    `caused_wait_us` (the time for which they waited), `wait_us` (the time for which it waited for others) and
-    `clock_error_us` (the error of its clock after alignment, the median; NaN if the clocks were not aligned).
-    """
+    """Return one row per rank that has collectives: the table of `Trace.ranks`, which describes the columns."""
     import pandas as pd
 
     found, clocks = collectives_of(trace), {clock["rank"]: clock for clock in trace.meta.get("clocks") or []}

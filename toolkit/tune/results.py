@@ -28,9 +28,10 @@ VERDICTS = ("ok", "slow", "untried", "wrong", "failed", "excluded")
 class Row:
     """One config of one problem on one GPU.
 
-    `verdict`: "ok", "slow", "wrong", "failed", "excluded" as in `store.Record`; "untried" if the config fits the GPU and was
-    never run there. `ns` is the time in ns, `clock` is "measured" or "modelled". `ns` is None if the config does not
-    compile. Wrong and excluded configs are never timed, so their times are modelled.
+    `verdict` is "ok" (correct and timed), "slow" (correct; timed once only), "wrong" (disagrees with the reference), "failed"
+    (compiling or launching failed), "excluded" (exceeds the GPU's limits), or "untried" (within the limits, and never run on
+    this GPU). `reason` says why in words. `ns` is the time in ns, None if the config does not compile.
+    `clock` is "measured" or "modelled". Wrong and excluded configs are never timed, so their times are modelled.
     """
 
     kernel: str
@@ -59,6 +60,7 @@ class Row:
 
     @property
     def usable(self) -> bool:
+        """Whether the config can be launched on this GPU, as far as is known."""
         return self.verdict in ("ok", "slow", "untried")
 
 

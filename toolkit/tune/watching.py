@@ -37,7 +37,7 @@ class Watched:
 
 
 class Watching:
-    """The result of `watch`: iterate over one `Watched` per kernel and key, in the order of their first calls."""
+    """The autotuned kernels that `tk.tune.watch` saw: iterate over one entry per kernel and key, by their first calls."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[Any, ...], Watched] = {}

@@ -56,8 +56,7 @@ class MemoryUse:
     - `baseline_bytes`: allocated when the block began. `end_bytes`: allocated when it ended.
     - `kept_bytes`: `end_bytes - baseline_bytes`. `freed_bytes`: the part of the baseline that the block freed.
 
-    `trace` holds every event, `ledger` the sums, and `host` the resident memory of this process. The measurement is complete
-    when the block has ended; reading it earlier raises RecorderError.
+    `trace` holds every event. The measurement is complete when the block has ended; reading it earlier raises RecorderError.
     """
 
     def __init__(self, trace: Trace | None = None) -> None:
@@ -122,11 +121,20 @@ class MemoryUse:
         return float(self.trace.meta.get("elapsed_s", 0.0))
 
     def at_peak(self) -> pd.DataFrame:
-        """Return the owners of the memory at the peak, the largest first. See `Ledger.holders`."""
+        """Return the owners of the memory at the peak, one row per owner, kind and line, the largest first.
+
+        Columns: `bytes`, `blocks` (their number), `share` (of the bytes held), `owner`, `kind`, `where`, and the `cell` and
+        `step` of the largest block.
+        """
         return self.ledger.holders()
 
     def by(self, what: str) -> pd.DataFrame:
-        """Return the memory grouped by "owner", "kind", "where", "line", "cell" or "step". See `Ledger.by`."""
+        """Return the memory grouped by "owner", "kind", "where", "line", "cell" or "step", the largest at the peak first.
+
+        Columns: that name, `at_peak_bytes` (at the peak of the total), `peak_bytes` (the maximum of the group), `end_bytes`,
+        `allocated_bytes` (the sum of all allocations in the block) and `blocks`. By "kind", there is a row for cached memory,
+        which is reserved but not allocated, if the trace has segments.
+        """
         return self.ledger.by(what)
 
     def line(self) -> str:
@@ -154,7 +162,14 @@ class MemoryUse:
         return "\n".join([self.line(), *(f"  {sentence}" for sentence in self.ledger.sentences())])
 
     def what_if(self, gpus: str | Iterable[str] | None = None, settings: str | Iterable[str] | None = None) -> pd.DataFrame:
-        """Replay the allocations on other GPUs or with other allocator settings. See `toolkit.vram.what_if.what_if`."""
+        """Replay the allocations on other GPUs and with other allocator settings: one row per pair.
+
+        `gpus` are keys of the catalogue, or one of them (default: all). `settings` are texts in the syntax of
+        PYTORCH_CUDA_ALLOC_CONF, or one of them (default: PyTorch's defaults, and expandable segments). The columns include
+        `fits`, `peak_allocated_bytes`, `peak_reserved_bytes`, where the replay fails (`fails_at`, `fails_cell`, `fails_step`)
+        with which request (`asked_bytes`), and `smallest_bytes`: the memory of the smallest GPU on which the block fits with
+        these settings, including the CUDA context. Raises UnknownNameError for an unknown GPU.
+        """
         return what_if(self.trace, gpus, settings, device=self.ledger.device)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
