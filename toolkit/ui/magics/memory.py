@@ -23,7 +23,8 @@ from toolkit.vram.measure import MemoryUse, Scope
 from toolkit.vram.sessions import CellUse, Recorder, Session, saved_sessions
 from toolkit.vram.what_if import joined, what_if
 
-USAGE = """%memory on [--device NAME] [--budget SIZE]   measure each cell from now on, and show its peak, kept and freed bytes
+USAGE = """%memory on [--device NAME] [--budget SIZE]   measure each cell from now on, and show its peak, kept and freed bytes;
+                                             a budget also limits the allocator
 %memory off                                  stop measuring
 %memory                                      show the measured cells: a chart, and a picture of each cell
 %memory cell N                               show the zoomable picture of one cell
