@@ -19,7 +19,7 @@ def links(project: Mapping[str, Any]) -> str:
     """Return Markdown that says where the lessons run without an installation."""
     name = _name(project)
     if not name:
-        return "They have no address on Binder or Colab yet: `[project.urls]` in `pyproject.toml` names no repository."
+        return "They can't be opened on Binder or Colab yet, because the repository has no public address."
     return (
         f"Without an installation: [Binder]({_binder(name)}) starts them in a machine with 2 GB of memory and no GPU. "
         f"[Colab](https://colab.research.google.com/github/{name}) opens a lesson, too; run this in its first cell:\n\n"
