@@ -82,8 +82,8 @@ def load(
             quantized and random weights.
         scheme: how matrices are stored on the device. None: as in the file (quantized matrices stay packed, no value
             changes). "none": in `dtype`. "q4_k_m", "int4", "int8" or another scheme: quantize while loading (min-max).
-        engine: "hf" loads the model of transformers, from a folder or an instance; `dtype` is then the only other option, and
-            for a folder `tensor_parallel`.
+        engine: "hf" loads the model of transformers from a folder or a repository. An instance of such a model needs no
+            engine. `scheme` is refused for these models, `tensor_parallel` for instances; `fuse` and `seed` have no effect.
         progress: True (one line on a terminal or in a notebook), False, or a function of (done_bytes, total_bytes, tensor
             name), which is called at most ten times a second and once at the end. If it raises, loading stops. A download
             reports in the same way before the load.
@@ -97,10 +97,10 @@ def load(
         cluster: a cluster from `tk.cluster`, whose ranks load the model on its devices, each its part. `tk.generate` and
             `tk.compare` then run on all ranks. Leave out device= and functions of progress.
 
-    Returns the model. `model.report` describes the load. Raises FormatError if files are missing, damaged or do not match the
-    config, UnknownNameError for an unknown model, scheme or dtype, ModelError for an unknown architecture, DeviceError if the
-    weights do not fit on the device (of a repository, before they are downloaded), HubError if a repository cannot be
-    downloaded, RankError if the ranks differ or are missing, and CancelledError.
+    Returns the model. `model.report` describes the load; an instance has none. Raises FormatError if files are missing,
+    damaged or do not match the config, UnknownNameError for an unknown model, scheme or dtype, ModelError for an unknown
+    architecture, DeviceError if the weights do not fit on the device (of a repository, before they are downloaded),
+    HubError if a repository cannot be downloaded, RankError if the ranks differ or are missing, and CancelledError.
     """
     given = dict(locals())
     if cluster is not None:
