@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 import toolkit as tk
+from tests.checkpoints import SHAPE, random_tensors, write_gguf
 from tests.ranks import programs
 from tests.ranks.pool import Ranks
 from toolkit.core.errors import ModelError, PackageError, RankError
-from toolkit.exporting import compiling, package
+from toolkit.exporting import compiling, exporter, package
 from toolkit.exporting.exporter import Package
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "context": 64, "progress": False}
@@ -86,6 +87,19 @@ def test_what_can_not_be_exported_for_ranks(tmp_path: Path) -> None:
         tk.export("demo/qwen3", tmp_path / "out", tensor_parallel=3, **OPTIONS)
     with pytest.raises(tk.BudgetError, match="Use a budget of at least"):
         tk.export("demo/qwen3", tmp_path / "out", tensor_parallel=2, budget="1 MiB", **OPTIONS)
+
+
+def test_no_part_is_exported_if_another_does_not_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = SHAPE | {"num_attention_heads": 8, "intermediate_size": 768, "num_hidden_layers": 1}
+    write_gguf(tmp_path / "three_blocks.gguf", config, random_tensors(config), "Q4_K")
+    model = str(tmp_path / "three_blocks.gguf")
+    monkeypatch.setattr(exporter, "load_part", lambda *args: pytest.fail("the part of rank 0 is exported"))
+    plan = tk.plan(model, "cpu", "2 GiB", 64, kv=None, tensor_parallel=2)
+    needed = plan.export_peak_bytes  # of rank 1, which holds two of the three blocks
+    with pytest.raises(tk.BudgetError) as caught:
+        tk.export(model, tmp_path / "out", budget=needed - 1, tensor_parallel=2, **OPTIONS)
+    assert caught.value.facts["needed_bytes"] == needed
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_rank_that_no_group_has(exported: Package, tmp_path: Path) -> None:

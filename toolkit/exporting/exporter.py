@@ -12,6 +12,7 @@ import datetime
 import os
 import shutil
 import threading
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ from toolkit.gpu.opening import open_device
 from toolkit.loading.loader import load_part
 from toolkit.models.model import CausalLM
 from toolkit.ops.define import LEAST_CAPABILITY
-from toolkit.planning.describe import describe
+from toolkit.planning.describe import describe, describe_parts
 from toolkit.planning.plans import BARE_CONTEXT, Levers, Plan, plan_of
 from toolkit.tune.cards import Card, find_card
 from toolkit.vram.budget import budget as cap
@@ -137,6 +138,8 @@ def export(
     if ranks == 1:
         return one(folder, other)
     package.check_parts(folder, ranks)
+    assert isinstance(model, str | os.PathLike)  # otherwise `_ranks` has raised
+    _planned(describe_parts(model, scheme, dtype, ranks), model, _device(model, device, target)[1], budget, context, kv)
     parts = []
     for shard in (Shard(rank, ranks) for rank in range(ranks)):
         name = package.part_name(shard)
@@ -160,10 +163,8 @@ def _export(
     package.check_folder(folder)
     others = [] if share is None else _weights_of(share)
     looked_at = describe(model, scheme, dtype, shard=shard) if isinstance(model, str | os.PathLike) else model
-    context, most = _context(looked_at, context), None if budget is None else parse_bytes(budget)
-    spec = None if card is None else card.spec
-    called = os.fspath(model) if isinstance(model, str | os.PathLike) else _name(model)
-    foreseen = plan_of([looked_at], called, spec, context, most, None, kv, Levers(), MOST).check()
+    foreseen = _planned([looked_at], model, card, budget, context, kv)
+    context, most = foreseen.context, foreseen.budget_bytes
     with package.locked(folder), ExitStack() as held:
         loaded = looked_at
         if isinstance(model, str | os.PathLike):
@@ -194,6 +195,16 @@ def _export(
 
 
 # ---- the parts of an export
+
+
+def _planned(
+    parts: Sequence[CausalLM], model: CausalLM | str | os.PathLike[str], card: Card | None, budget: int | float | str | None,
+    context: int | None, kv: str | None,
+) -> Plan:  # fmt: skip
+    """Return the plan for the model, given as the parts that the ranks hold. Raises BudgetError if one of them doesn't fit."""
+    called = os.fspath(model) if isinstance(model, str | os.PathLike) else _name(model)
+    spec, most = None if card is None else card.spec, None if budget is None else parse_bytes(budget)
+    return plan_of(parts, called, spec, _context(parts[0], context), most, None, kv, Levers(), MOST).check()
 
 
 def _shapes_alone(model: CausalLM, plain: dict[str, Any]) -> CausalLM:

@@ -101,7 +101,7 @@ def plan(
     spec = _figures(device)
     most, running = (None if size is None else parse_bytes(size) for size in (budget, run_budget))
     if isinstance(model, str | os.PathLike):
-        shapes, own = _parts_of_ranks(model, scheme, dtype, tensor_parallel), _name(model, scheme)
+        shapes, own = describe_parts(model, scheme, dtype, tensor_parallel), _name(model, scheme)
     elif not hasattr(model, "new_cache"):
         raise ToolkitError("a plan", f"a {type(model).__name__} is not a model", "Pass a loaded model, a name or a path")
     elif scheme is not None or dtype is not None or tensor_parallel != 1:
@@ -125,7 +125,7 @@ def _name(path: str | os.PathLike[str], scheme: str | Recipe | None) -> str:
     return f"{os.fspath(path)}{held}"
 
 
-def _parts_of_ranks(
+def describe_parts(
     path: str | os.PathLike[str], scheme: str | Recipe | None, dtype: torch.dtype | str | None, ranks: object
 ) -> list[CausalLM]:
     """Return what each rank would load, on "meta". Ranks whose parts have the same sizes share one model.
