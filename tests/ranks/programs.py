@@ -22,6 +22,7 @@ from toolkit.gpu.opening import open_device
 from toolkit.gpu.virtual.effects.operations import RULES
 from toolkit.loading.loader import load
 from toolkit.models import ARCHITECTURES
+from toolkit.models.chunks import chunk_of
 from toolkit.models.places import spot
 from toolkit.ops.collectives import all_gather, all_reduce
 from toolkit.trace.columns import KINDS
@@ -136,6 +137,11 @@ def of_transformers(path: str, ids: list[int], decode: list[str]) -> tuple[int, 
 def of_transformers_differ(paths: list[str]) -> None:
     """Load another model on each rank."""
     load(paths[join(2).rank], "cpu", engine="hf", tensor_parallel=2)
+
+
+def chunk(path: str, device: str, ranks: int) -> int:
+    """Return how many tokens of a prompt this rank processes at once."""
+    return chunk_of(load(path, device, progress=False, tensor_parallel=ranks))
 
 
 def sums_and_parts() -> tuple[list[Any], list[Any], list[Any]]:

@@ -159,6 +159,13 @@ def test_rows_of_three_blocks_are_divided_between_blocks(ranks: Ranks, stored: d
     assert planned.weights_bytes[0] < planned.weights_bytes[1]
 
 
+def test_ranks_feed_a_prompt_in_the_same_parts(ranks: Ranks, stored: dict[str, str]) -> None:
+    """The activations of the rank with two of three blocks are larger, so that it would feed fewer tokens at a time."""
+    path, gpu = stored["three_blocks.gguf"], "virtual:400MiB"
+    assert ranks.results(2, programs.chunk, path, gpu, 2) == [1024] * 2
+    assert tk.plan(path, gpu, context=64, tensor_parallel=2).chunk == 1024
+
+
 @pytest.mark.parametrize(("path", "count"), [("demo/qwen3", 4), ("demo/gemma4", 2), ("demo/qwen3.5-moe", 2)])
 def test_tokens_are_those_of_one_process(ranks: Ranks, path: str, count: int) -> None:
     run = {"prompt": "The capital of France is", "max_new_tokens": 6}

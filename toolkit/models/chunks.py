@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
+from toolkit.core.distributed import WHOLE, gather
 from toolkit.ops.define import GPUS
 
 if TYPE_CHECKING:
@@ -34,9 +37,13 @@ def chunk_for(token_bytes: int, memory_bytes: int) -> int:
 
 
 def chunk_of(model: Model) -> int:
-    """Return the tokens that a loaded model processes at once on its device, unless the user chooses another number."""
+    """Return the tokens that a loaded model processes at once on its device, unless the user chooses another number.
+
+    All ranks of a divided model must call it. They process as few as the rank whose activations are the largest.
+    """
     device, token_bytes = model.device, getattr(model, "token_bytes", None)
     if device.torch.type not in GPUS or token_bytes is None:
         return LEAST
     memory_bytes = device.memory().total_bytes if device.spec is None else device.spec.memory_bytes
-    return min(chunk_for(token_bytes, memory_bytes), getattr(model, "chunk", MOST))  # packages were compiled for a chunk
+    chunk = min(chunk_for(token_bytes, memory_bytes), getattr(model, "chunk", MOST))  # packages were compiled for a chunk
+    return chunk if getattr(model, "shard", WHOLE) == WHOLE else int(gather(torch.tensor(chunk, device="cpu")).min())
