@@ -373,6 +373,8 @@ def test_what_warm_takes() -> None:
     assert tune.problems_of(Model()) == [(TOY, ODD), (TOY, SQUARE)]
     assert tune.problems_of(TOY) == [(TOY, SQUARE), (TOY, ODD)]
     assert tune.problems_of([(TOY, "odd"), (TOY, "m=1 n=2 k=3")]) == [(TOY, ODD), (TOY, ToyShape(1, 2, 3))]
+    with pytest.raises(ToolkitError, match=r"tuning on '2xcpu': that is no cluster\. Give the result of tk\.cluster"):
+        tune.warm(TOY, cluster="2xcpu")  # type: ignore[arg-type]
     with pytest.raises(ToolkitError, match="not a model, a kernel or a list of"):
         tune.problems_of(3)
     with pytest.raises(ToolkitError, match="not a model, a kernel or a list of"):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from toolkit.core.errors import ToolkitError
+from toolkit.core.errors import ToolkitError, brief
 from toolkit.core.progress import Counter, Progress
 from toolkit.kernels.base import Config, Kernel, Shape
 from toolkit.kernels.registry import find_kernel, find_shape
@@ -85,6 +85,8 @@ def warm(
     """
     problems = problems_of(what)
     if cluster is not None:
+        if not hasattr(cluster, "spread"):
+            raise ToolkitError(f"tuning on {brief(cluster)}", "that is no cluster", "Give the result of tk.cluster(...)")
         steps = Counter("tuning on a cluster", progress, cancel, AFTER_CANCEL)
         if found := fleet.tune_on(cluster, problems, configs, steps, again):
             return joined(found)
