@@ -10,6 +10,7 @@ import toolkit
 from toolkit.core.errors import DeviceError, UnknownNameError
 from toolkit.core.units import GiB, KiB
 from toolkit.gpu.catalogue import CATALOGUE, RECORDED, GpuSpec, find_specs
+from toolkit.gpu.opening import open_device
 
 RESULTS = Path(toolkit.__file__).parent / "bench" / "results" / "h200_primitives.json"
 CARDS = {"rtx-3090", "rtx-4090", "rtx-5090", "a100-40g", "a100-80g", "l4", "l40s", "h100", "h200", "b200", "rtx-pro-6000"}
@@ -133,3 +134,9 @@ def test_the_catalogue_shows_a_table() -> None:
     assert len(lines) == len(CATALOGUE) + 1
     assert "1,792 GB/s" in next(line for line in lines if line.startswith("rtx-5090"))
     assert CATALOGUE._repr_html_().count("<tr>") == len(lines)
+
+
+@pytest.mark.parametrize("name", ["virtual:2xh200", "2xcuda", "2xcpu"])
+def test_names_of_several_devices_are_those_of_a_cluster(name: str) -> None:
+    with pytest.raises(DeviceError, match=rf'device {name}: several devices need several processes.*tk.cluster\("{name}"\)'):
+        open_device(name)

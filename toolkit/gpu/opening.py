@@ -11,7 +11,7 @@ from toolkit.core.errors import unknown_name
 from toolkit.gpu.catalogue import CATALOGUE
 from toolkit.gpu.cuda.device import open_cpu, open_cuda
 from toolkit.gpu.device import Device
-from toolkit.gpu.virtual.device import current_virtual, open_virtual
+from toolkit.gpu.virtual.device import check_single, current_virtual, open_virtual
 from toolkit.trace.events import Trace
 
 
@@ -50,6 +50,7 @@ def open_device(device: Device | str | torch.device = "auto") -> Device:
         return open_cpu()
     if kind == "cuda" and (not rest or rest.isdecimal()):
         return open_cuda(int(rest) if rest else _own_gpu())
+    check_single(name)
     raise unknown_name("device", name, ["auto", "cpu", "cuda", *(f"virtual:{card}" for card in CATALOGUE)])
 
 

@@ -54,7 +54,7 @@ from toolkit.trace.events import Trace
 
 GENERIC = "h200"  # a GPU that is named by its memory size takes its other figures from this GPU
 _SIZE = re.compile(r"[0-9.]+\s*[kmgt]i?b?", re.IGNORECASE)
-_SEVERAL = re.compile(r"\d+x.+")  # "2xh200"
+_SEVERAL = re.compile(r"(virtual:)?\d+x.+")
 _current: VirtualGpu | None = None
 _opening = threading.RLock()
 _libraries: list[torch.library.Library] = []  # kept alive: garbage collection of a library removes its kernels
@@ -225,10 +225,15 @@ def spec_of(card: str) -> GpuSpec:
         return CATALOGUE[card]
     if _SIZE.fullmatch(card.strip()):
         return CATALOGUE[GENERIC].with_memory(parse_bytes(card))
-    if _SEVERAL.fullmatch(card):
-        do = f'Start a process for each: tk.cluster("virtual:{card}"), or pass tensor_parallel= to tk.plan'
-        raise DeviceError(f"the device virtual:{card}", "several GPUs need several processes", do)
+    check_single(f"virtual:{card}")
     raise unknown_name("virtual GPU", card, [*CATALOGUE, "8GiB"])
+
+
+def check_single(name: str) -> None:
+    """Raise DeviceError if the name asks for several devices: "2xcuda", "virtual:2xh200"."""
+    if _SEVERAL.fullmatch(name):
+        do = f'Start a process for each: tk.cluster("{name}"), or pass tensor_parallel= to tk.plan'
+        raise DeviceError(f"the device {name}", "several devices need several processes", do)
 
 
 def _refuse_while_held(gpu: VirtualGpu, card: str) -> None:
