@@ -168,3 +168,11 @@ def test_wrong_sizes_are_named(wrong: dict[str, int]) -> None:
     shape = MatmulShape(**{"n": 8, "k": 256, **wrong})
     with pytest.raises(ModelError, match="k a multiple of 256"):
         INT4_MATMUL.run(shape, SMALL, INT4_MATMUL.inputs(shape, DEVICE))
+
+
+@pytest.mark.parametrize("wrong", [{"activation": "relu"}, {"activation": "gelu"}, {"activations": "fp16"}, {"out": "fp16"}])
+def test_words_that_mean_nothing_are_refused(wrong: dict[str, str]) -> None:
+    """An unknown activation would be computed as gelu_tanh."""
+    name, value = next(iter(wrong.items()))
+    with pytest.raises(ModelError, match=f"int4_matmul: {name}='{value}'"):
+        MatmulShape(n=8, k=256, **wrong)

@@ -151,6 +151,8 @@ def test_errors_name_the_tensor() -> None:
         MoeShape(256, 256, 4, 5).check()
     with pytest.raises(ModelError, match="columns"):
         MoeShape(0, 256, 4, 2).check()
+    with pytest.raises(ModelError, match=r"activation='relu'.*silu, gelu_tanh"):  # not computed as gelu_tanh
+        MoeShape(256, 256, 4, 2, activation="relu").check()
 
 
 def test_cost_is_the_bytes_of_the_experts_used() -> None:

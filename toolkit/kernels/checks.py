@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,12 @@ from toolkit.core.errors import ModelError
 from toolkit.core.units import dtype_name
 
 ALIGNMENT = 16  # bytes: a GPU's widest load; PyTorch's allocator aligns to it, slices may not
+
+
+def check_word(asked: str, name: str, value: str, known: Collection[str]) -> None:
+    """Raise ModelError unless `value` is one of `known`. `name` is that of the field of a shape."""
+    if value not in known:
+        raise ModelError(f"{asked}: {name}={value!r}", "not known", f"Give one of {', '.join(known)}")
 
 
 def check_tensor(

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from toolkit.core.errors import ModelError
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors
-from toolkit.kernels.checks import check_tensor
+from toolkit.kernels.checks import check_tensor, check_word
 from toolkit.kernels.early import await_previous, let_next_begin, take_turn
 from toolkit.kernels.packed import (
     activate,
@@ -46,6 +46,7 @@ from toolkit.weights.schemes import Scheme, find_scheme
 BLOCK = 32  # activations that share a scale
 LIMITS = {"int8": 127, "bf16": 32512}  # the largest integer of an activation: one digit, or 127 * 256
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}  # of results
+EPILOGUES = ("silu", "gelu_tanh")  # the activations of `activate`
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,11 @@ class MatmulShape(Shape):
     activation: str = "none"  # or "silu", "gelu_tanh": the result is activation(gate) * up
     out: str = "bf16"  # or "fp32"
     quantised: bool = False  # x is 8-bit codes, scales and sums from a norm; otherwise a launch here quantizes it
+
+    def __post_init__(self) -> None:
+        check_word("int4_matmul", "activations", self.activations, LIMITS)
+        check_word("int4_matmul", "activation", self.activation, ("none", *EPILOGUES))
+        check_word("int4_matmul", "out", self.out, DTYPES)
 
     @property
     def width(self) -> int:

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from toolkit.core.errors import ModelError
 from toolkit.kernels.base import Config, Cost, Kernel, Launch, Shape, Tensors
-from toolkit.kernels.checks import check_tensor
+from toolkit.kernels.checks import check_tensor, check_word
 from toolkit.kernels.early import take_turn
-from toolkit.kernels.int4_matmul import BLOCK, quantise_activations
+from toolkit.kernels.int4_matmul import BLOCK, EPILOGUES, quantise_activations
 from toolkit.kernels.packed import activate, block_product, load_activations, load_tiles, matrix_pointers, randomize
 from toolkit.kernels.routing import joined, keys_of, nth_expert, route, start
 from toolkit.weights.packed import dequantize
@@ -80,6 +80,7 @@ class MoeShape(Shape):
                 raise ModelError(asked, found, "Use the model's reference, or another scheme")
         if not 1 <= self.top_k <= self.experts:
             raise ModelError(asked, "a token can't choose so many", "Give a top_k from 1 to the number of experts")
+        check_word(asked, "activation", self.activation, EPILOGUES)
         return asked
 
 

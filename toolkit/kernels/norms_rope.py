@@ -25,7 +25,7 @@ from torch import Tensor
 from toolkit.core.errors import ModelError
 from toolkit.kernels.ahead import LINES, RUN, Asked, ask_ahead, asked_of
 from toolkit.kernels.base import DTYPES, Config, Cost, Kernel, Launch, Shape, Tensors, config_grid
-from toolkit.kernels.checks import ALIGNMENT, check_tensor
+from toolkit.kernels.checks import ALIGNMENT, check_tensor, check_word
 from toolkit.kernels.early import await_previous, let_next_begin
 from toolkit.kernels.packed import quantise_groups
 from toolkit.weights.packed import quantize_activations
@@ -33,11 +33,6 @@ from toolkit.weights.packed import quantize_activations
 GROUP = 32  # activations that share a scale
 FORMS = ("norm", "add_norm", "norm_add", "norm_add_norm")
 CACHES = ("linear", "ring", "none")
-
-
-def _one_of(what: str, name: str, value: str, known: Sequence[str] | Mapping[str, object]) -> None:
-    if value not in known:
-        raise ModelError(f"{what}: {name}={value!r}", "not known", f"Give one of {', '.join(known)}")
 
 
 @dataclass(frozen=True)
@@ -58,8 +53,8 @@ class NormShape(Shape):
     eps: str = "1e-06"
 
     def __post_init__(self) -> None:
-        _one_of("a norm", "form", self.form, FORMS)
-        _one_of("a norm", "dtype", self.dtype, DTYPES)
+        check_word("a norm", "form", self.form, FORMS)
+        check_word("a norm", "dtype", self.dtype, DTYPES)
         if self.scaled and not self.form.startswith("norm_add"):
             raise ModelError(f"form {self.form!r} with a scalar", "it has no norm before the residual", "Leave out scaled=True")
         if self.quantised and (self.form == "norm_add" or self.hidden % GROUP):
@@ -208,9 +203,9 @@ class HeadsShape(Shape):
     apart: bool = False
 
     def __post_init__(self) -> None:
-        _one_of("heads", "cache", self.cache, CACHES)
-        _one_of("heads", "values", self.values, ("own", "keys"))
-        _one_of("heads", "dtype", self.dtype, DTYPES)
+        check_word("heads", "cache", self.cache, CACHES)
+        check_word("heads", "values", self.values, ("own", "keys"))
+        check_word("heads", "dtype", self.dtype, DTYPES)
         if self.rotary % 2 or not 0 <= self.rotary <= self.head_dim:
             found = f"{self.rotary} numbers of a head of {self.head_dim} turn"
             raise ModelError("heads", found, "Give an even number up to the head's size")
