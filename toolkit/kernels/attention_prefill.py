@@ -39,8 +39,8 @@ class AttentionPrefill(Kernel):
     the last `window` if that isn't 0. Without `ring`, the slot index equals the position, and the keys and values of the new
     tokens are written already. With `ring`, slot s holds the last position before the new tokens that is congruent to s modulo
     the number of slots, and "new_keys" and "new_values" [1, KV heads, T, D] (or views of [1, T, KV heads, D]) are those of the
-    new tokens. Rows that see nothing (a negative position) give zeros; slots that no token sees may hold anything, including
-    NaN.
+    new tokens. Rows that see nothing (a negative position) give zeros. Slots that were never written may hold anything,
+    including NaN; those before the window, which a tile may load with the first ones in it, must hold numbers.
     """
 
     name = "attention_prefill"
