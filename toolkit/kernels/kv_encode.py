@@ -165,7 +165,7 @@ _LEVELS = levels()[8:]  # the positive ones
 BORDERS = tl.constexpr(tuple(((_LEVELS[1:] + _LEVELS[:-1]) / 2).tolist()))
 TRIALS, TRIALS_PADDED = tl.constexpr(len(kv_codes.TRIALS)), tl.constexpr(triton.next_power_of_2(len(kv_codes.TRIALS)))
 SMALLEST, STEP = tl.constexpr(kv_codes.TRIALS[0]), tl.constexpr(kv_codes.TRIALS[1] - kv_codes.TRIALS[0])
-TINY = tl.constexpr(torch.finfo(torch.float16).tiny)  # the divisor for zeros
+TINY = tl.constexpr(kv_codes.LEAST_STEP)  # the divisor for zeros
 
 
 @triton.jit
