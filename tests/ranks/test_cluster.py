@@ -602,8 +602,14 @@ def spreads_short_items(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("works", [runs, spreads, spreads_short_items])
 def test_another_thread_may_close_the_cluster(works: Callable[[Cluster], None]) -> None:
+    def close() -> None:
+        while not alone._lock.locked():  # on a busy machine, the work begins late
+            time.sleep(0.01)
+        time.sleep(0.5)
+        alone.close()
+
     with tk.cluster("cpu", 1) as alone:
-        threading.Timer(0.5, alone.close).start()
+        threading.Thread(target=close, daemon=True).start()
         with pytest.raises(RankError, match="the cluster was closed by another thread"):
             works(alone)
 
