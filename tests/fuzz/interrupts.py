@@ -26,6 +26,7 @@ import psutil
 import torch
 
 import toolkit as tk
+from toolkit.core.signals import was_raised_again
 from toolkit.exporting import compiling, package
 from toolkit.gpu.allocation_log import log
 
@@ -180,9 +181,12 @@ def _run(kind: str, work: Callable[[], None], count: int, seed: int) -> Tally:
     gpu, rng, tally = tk.device("virtual:h200"), random.Random(f"{kind} {seed}"), Tally(kind)
     handler, hook = signal.signal(signal.SIGINT, signal.default_int_handler), sys.unraisablehook
     lost: list[str] = []
-    sys.unraisablehook = lambda dropped: lost.append(
-        f"in {dropped.object!r}: " + "".join(traceback.format_exception(dropped.exc_value))
-    )
+
+    def note(dropped: sys.UnraisableHookArgs) -> None:
+        if not was_raised_again(dropped):
+            lost.append(f"in {dropped.object!r}: " + "".join(traceback.format_exception(dropped.exc_value)))
+
+    sys.unraisablehook = note
     try:
         takes_s = 12.0  # of an export that compiles
         if not (isinstance(work, Export) and work.compiles):

@@ -114,6 +114,34 @@ def test_a_signal_waits_while_a_callback_of_the_garbage_collector_runs() -> None
     assert phases == ["start", "stop"]
 
 
+@pytest.mark.parametrize("kind", ["callback of a weak reference", "destructor"])
+def test_a_signal_whose_error_python_drops_is_raised_again(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody can list the callbacks of all libraries."""
+
+    class Owner:
+        def __del__(self) -> None:
+            if kind == "destructor":
+                interrupt()
+
+    def interrupt(_: object = None) -> None:
+        reached.append("before")
+        signal.raise_signal(signal.SIGINT)
+        reached.append("after")
+
+    reached: list[str] = []
+    tk.device("virtual:h200")
+    with signals_deferred:
+        pass  # from here on, handlers wait
+    owner = Owner()
+    noticed = weakref.ref(owner, interrupt) if kind != "destructor" else None
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        del owner
+        time.sleep(5)
+    assert reached == ["before"]
+    assert noticed is None or noticed() is None
+    assert "ignored" not in capsys.readouterr().err
+
+
 def test_freeing_a_tensor_runs_no_python_code() -> None:
     """The callback of a weak reference must be a C function: Python drops an interrupt that arrives in Python code."""
     from toolkit.gpu.virtual import tensor

@@ -5,9 +5,10 @@ structure half changed, and one that is raised inside a destructor or a weakref 
 signals are only noted; their handlers run at its end.
 
 C functions may also run handlers, and some C++ code ends the process if a handler raises there. Python drops what a handler
-raises in a callback of a weak reference, such as those of Python's and PyTorch's dictionaries, or of the garbage collector
-(`gc.callbacks`). After `signals_deferred.wait_for(running, codes)`, handlers also wait while the list `running` is not empty,
-while a function with one of these codes runs, and while a callback of the garbage collector runs. `signal.getsignal` and
+raises in a destructor or in a callback of a weak reference, such as those of Python's and PyTorch's dictionaries, or of the
+garbage collector (`gc.callbacks`). After `signals_deferred.wait_for(running, codes)`, handlers also wait while the list
+`running` is not empty, while a function with one of these codes runs, and while a callback of the garbage collector runs. If
+Python drops what a handler raised elsewhere, the signal is raised again (`sys.unraisablehook`). `signal.getsignal` and
 `signal.signal` return the handlers themselves.
 """
 
@@ -26,6 +27,7 @@ from typing import Any
 
 # An interrupt, a request to end, and an alarm: the signals whose handlers may raise.
 _SIGNALS = tuple(int(getattr(signal, name)) for name in ("SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name))
+_RAISED_BY = "_toolkit_signal"  # an error's attribute: the signal whose handler raised it
 
 
 def _raise(number: int) -> None:
@@ -48,8 +50,12 @@ class _Waiting:
         if self.running or self._runs_one(frame):
             # Raised here, the signal would be handled in this frame. A thread can't raise it before native code has returned.
             start_new_thread(_raise, (number,))
-        else:
+            return
+        try:
             self.handler(number, frame)
+        except BaseException as error:
+            vars(error)[_RAISED_BY] = number
+            raise
 
     def _runs_one(self, frame: FrameType | None) -> bool:
         codes = {*self.codes, *(getattr(callback, "__code__", None) for callback in gc.callbacks)}
@@ -58,6 +64,14 @@ class _Waiting:
                 return True
             frame = frame.f_back
         return False
+
+
+def was_raised_again(dropped: sys.UnraisableHookArgs) -> bool:
+    """Raise a signal again if Python has dropped what its handler raised, and return whether it has."""
+    number = getattr(dropped.exc_value, _RAISED_BY, None)
+    if number is not None:
+        start_new_thread(_raise, (number,))
+    return number is not None
 
 
 def callbacks_of(*kinds: type) -> list[CodeType]:
@@ -99,6 +113,8 @@ class SignalDeferral:
         """
         if self._running is None:
             signal.getsignal, signal.signal = _unwrapped(signal.getsignal), _unwrapped(signal.signal)
+            report = sys.unraisablehook
+            sys.unraisablehook = lambda dropped: None if was_raised_again(dropped) else report(dropped)
         self._running = running, codes
 
     def __enter__(self) -> None:
