@@ -154,6 +154,17 @@ class TestSizesOnly:
         assert x[:2, :2].long().tolist() == [[0, 0], [0, 0]]
         assert torch.ones(3, device="vgpu").clone().tolist() == [1, 1, 1]
 
+    def test_unpacked_weights_have_no_values_either(self, gpu):
+        """Their zeros would be computed with, which took most of the time of a long prompt with a quantized cache."""
+        with gpu.sizes_only():
+            packed = torch.empty(1 << 10, 1 << 10, dtype=torch.uint8, device="vgpu")
+            small, number = packed[0].int(), torch.empty(1 << 10, 1 << 10, device="vgpu")
+        words = packed.int()
+        fields = torch.stack([words & 15, words >> 4])
+        assert [x._host.is_meta for x in (words, fields, small, number > 0)] == [True, True, False, False]
+        assert (fields.shape, fields.dtype, fields.nbytes) == ((2, 1 << 10, 1 << 10), torch.int32, 8 << 20)
+        assert torch.ones(1 << 10, 1 << 10, device="vgpu")[fields[0].long() == 0].shape == (0,)  # a mask has values
+
     @pytest.mark.parametrize(
         ("run", "shape"),
         [

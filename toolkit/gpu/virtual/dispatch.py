@@ -324,7 +324,7 @@ def _empty(func: Any) -> Handler:
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
         card.check(math.prod(args[0]) * dtype.itemsize)
         kwargs = _named(kwargs)
-        if (card.sizes_only or here().copies_absent) and not sizes.keeps_values(args[0], dtype):
+        if (card.sizes_only or here().copies_absent) and not sizes.keeps_values(args[0], dtype, card.from_packed):
             kwargs["device"] = _META
         out = func._op(*args, **kwargs)
         hold(out, card)

@@ -46,6 +46,7 @@ class Machine:
         self._pools: dict[int, deque[int]] = {}  # of streams, by priority
         self.collectives = 0  # that have run
         self.sizes_only = False
+        self.from_packed = False  # whether new tensors are made from integers without values
         self.lines = False
         self._shard = distributed.WHOLE  # of the recording
         self._builder: TraceBuilder | None = None

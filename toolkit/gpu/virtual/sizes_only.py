@@ -4,7 +4,8 @@
 
 The host tensor of a floating-point tensor is on PyTorch's `meta` device. Integers and booleans keep their values, because
 programs branch and index by them, up to a size of KEPT_BYTES (PACKED dtypes: KEPT_PACKED_BYTES). An integer that depends on
-absent values is zero. Shapes, bytes and modelled times are therefore those of the real run, but the values are meaningless.
+absent values is zero. What is computed from absent integers, such as unpacked weights, is kept as if it were packed. Shapes,
+bytes and modelled times are therefore those of the real run, but the values are meaningless.
 """
 
 from __future__ import annotations
@@ -40,16 +41,24 @@ def _note() -> None:
     used = True
 
 
-def keeps_values(shape: Any, dtype: torch.dtype) -> bool:
-    """Return whether a tensor created in sizes-only mode keeps its values."""
-    number = dtype.is_floating_point or dtype.is_complex
-    kept = KEPT_PACKED_BYTES if dtype in PACKED else KEPT_BYTES
-    return not number and math.prod(shape) * dtype.itemsize <= kept
+def _is_fractional(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def keeps_values(shape: Any, dtype: torch.dtype, from_packed: bool = False) -> bool:
+    """Return whether a tensor created in sizes-only mode keeps its values. `from_packed`: computed from absent integers."""
+    kept = KEPT_PACKED_BYTES if dtype in PACKED or (from_packed and dtype != torch.bool) else KEPT_BYTES
+    return not _is_fractional(dtype) and math.prod(shape) * dtype.itemsize <= kept
 
 
 def absent(*trees: Any) -> bool:
     """Return whether any tensor among these operands has no values."""
     return any(x.is_meta for x in tensors_in(trees))
+
+
+def unpacked(*trees: Any) -> bool:
+    """Return whether any tensor among these operands is an integer without values."""
+    return any(x.is_meta and not _is_fractional(x.dtype) for x in tensors_in(trees))
 
 
 def placeholder(dtype: torch.dtype) -> bool | int | float | complex:
@@ -98,7 +107,8 @@ def run(func: Any, kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
         shapes = _known[key] = mapped(_Shape.of, on_meta(kernel, args, kwargs))
-    return mapped(lambda x: x.make() if isinstance(x, _Shape) else x, shapes)
+    from_packed = unpacked(args, kwargs)
+    return mapped(lambda x: x.make(from_packed) if isinstance(x, _Shape) else x, shapes)
 
 
 @dataclass(frozen=True)
@@ -113,8 +123,8 @@ class _Shape:
     def of(x: Any) -> Any:
         return _Shape(x.size(), x.stride(), x.dtype) if isinstance(x, torch.Tensor) else x
 
-    def make(self) -> torch.Tensor:
-        if keeps_values(self.size, self.dtype):
+    def make(self, from_packed: bool) -> torch.Tensor:
+        if keeps_values(self.size, self.dtype, from_packed):
             return torch.empty_strided(self.size, self.stride, dtype=self.dtype).zero_()
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=_META)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from toolkit.gpu.virtual import sizes_only as sizes
 from toolkit.gpu.virtual.dispatch import SPECIAL, machine
 from toolkit.gpu.virtual.tensor import VirtualTensor
 from toolkit.gpu.virtual.threads import finish
@@ -91,7 +92,7 @@ def _to_copy(func: Any) -> Callable[..., Any]:
         if not (onto_host and kwargs.get("non_blocking")):
             composite = functools.partial(func._op_dk, torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
             absent = isinstance(source, VirtualTensor) and source._host.is_meta and not onto_host
-            return _without_values(composite) if absent else composite()
+            return _without_values(composite, sizes.unpacked(source._host)) if absent else composite()
         layout = kwargs.get("memory_format") or torch.preserve_format
         out = torch.empty_like(source._host, dtype=kwargs.get("dtype"), device="cpu", memory_format=layout)
         return torch.ops.aten.copy_.default(_mark(out), source, True)
@@ -99,14 +100,15 @@ def _to_copy(func: Any) -> Callable[..., Any]:
     return to_copy
 
 
-def _without_values(make: Callable[[], Any]) -> Any:
+def _without_values(make: Callable[[], Any], from_packed: bool) -> Any:
     """Call `make` in sizes-only mode, because its source has no values and this machine may lack memory for the result."""
     card = machine()
-    outer, card.sizes_only = card.sizes_only, True
+    outer = card.sizes_only, card.from_packed
+    card.sizes_only, card.from_packed = True, from_packed
     try:
         return make()
     finally:
-        card.sizes_only = outer
+        card.sizes_only, card.from_packed = outer
 
 
 def install() -> None:
