@@ -159,10 +159,14 @@ class TestSizesOnly:
         with gpu.sizes_only():
             packed = torch.empty(1 << 10, 1 << 10, dtype=torch.uint8, device="vgpu")
             small, number = packed[0].int(), torch.empty(1 << 10, 1 << 10, device="vgpu")
+            mask = torch.empty(1 << 14, 1 << 11, dtype=torch.bool, device="vgpu")
         words = packed.int()
         fields = torch.stack([words & 15, words >> 4])
         assert [x._host.is_meta for x in (words, fields, small, number > 0)] == [True, True, False, False]
         assert (fields.shape, fields.dtype, fields.nbytes) == ((2, 1 << 10, 1 << 10), torch.int32, 8 << 20)
+        lengths = mask.sum(1)
+        assert [x._host.is_meta for x in (mask, lengths)] == [True, False]  # counts of a mask are no unpacked weights
+        assert lengths.nbytes == 1 << 17
         assert torch.ones(1 << 10, 1 << 10, device="vgpu")[fields[0].long() == 0].shape == (0,)  # a mask has values
 
     @pytest.mark.parametrize(

@@ -57,8 +57,8 @@ def absent(*trees: Any) -> bool:
 
 
 def unpacked(*trees: Any) -> bool:
-    """Return whether any tensor among these operands is an integer without values."""
-    return any(x.is_meta and not _is_fractional(x.dtype) for x in tensors_in(trees))
+    """Return whether any tensor among these operands holds integers without values. Masks, which hold booleans, don't count."""
+    return any(x.is_meta and x.dtype != torch.bool and not _is_fractional(x.dtype) for x in tensors_in(trees))
 
 
 def placeholder(dtype: torch.dtype) -> bool | int | float | complex:
