@@ -72,10 +72,9 @@ def _number(key):
 @triton.jit
 def _score(key, scores):
     """Return the score of a key in fp32; `scores` is the pointer it was loaded from."""
+    bits = (key >> (key.dtype.primitive_bitwidth // 2)).to(tl.int32)
     if key.dtype == tl.int32:
-        bits = key >> 16
         return (bits ^ ((bits >> 31) & 0x7FFF)).to(tl.int16).to(scores.dtype.element_ty, bitcast=True).to(tl.float32)
-    bits = (key >> 32).to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
