@@ -17,6 +17,7 @@ from toolkit.core.units import (
     decimal_text,
     number_text,
     parse_bytes,
+    plural,
     print_any_text,
     seconds_text,
 )
@@ -112,6 +113,11 @@ def test_count_text(n, text):
 )
 def test_number_text_has_no_exponent(n, text):
     assert number_text(n) == text
+
+
+@pytest.mark.parametrize(("n", "text"), [(0, "0 ranks"), (1, "1 rank"), (2, "2 ranks"), (2048, "2,048 ranks")])
+def test_plural(n, text):
+    assert plural(n, "rank") == text
 
 
 def test_any_text_can_be_printed_in_ascii(monkeypatch):

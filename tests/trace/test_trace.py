@@ -189,6 +189,11 @@ def test_equal_texts_have_one_code():
     assert found.to_pandas()["name"].tolist() == found.text("name")
 
 
+def test_a_column_that_does_not_exist_is_named():
+    with pytest.raises(UnknownNameError, match='Did you mean "bytes"'):
+        random_trace(3)["byte"]
+
+
 @pytest.mark.parametrize("column", ["kind", "bytes", "nome"])
 def test_only_text_columns_are_decoded(column):
     with pytest.raises(UnknownNameError, match="Known: algorithm, group, name, operation, owner, where"):

@@ -71,6 +71,11 @@ def count_text(n: float) -> str:
     return f"{n:,.0f}"
 
 
+def plural(n: int, noun: str) -> str:
+    """Return "1 rank" or "2 ranks"."""
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+
+
 def number_text(n: float) -> str:
     """Format `n` with four significant digits, and whole thousands in full: 15436.2 -> "15,436", 39.42 -> "39.42"."""
     return f"{n:,.0f}" if abs(n) >= 999.95 else f"{n:.4g}"

@@ -20,6 +20,7 @@ from toolkit.core.distributed import TIMEOUT_S
 from toolkit.core.errors import CancelledError, DeviceError, RankError, brief, unknown_name
 from toolkit.core.numbers import integer, real
 from toolkit.core.signals import signals_deferred
+from toolkit.core.units import plural
 from toolkit.gpu.catalogue import CATALOGUE
 from toolkit.gpu.device import Memory
 from toolkit.gpu.virtual.device import spec_of
@@ -51,7 +52,7 @@ def cluster(device: str, ranks: object = None, *, timeout_s: float = TIMEOUT_S, 
     `ranks` is not a number from 1 to 64, or a process can't be started or has other versions of PyTorch, Python or the toolkit.
     """
     kind, count = _checked(device, ranks)
-    asked = f"a cluster of {count} ranks with {kind}"
+    asked = f"a cluster of {plural(count, 'rank')} with {kind}"
     for name, seconds in (("timeout_s", timeout_s), ("silent_s", silent_s)):
         if (found := real(seconds)) is None or not 1 <= found <= 1e6:
             raise RankError(asked, f"{name}={brief(seconds)} is not a number of seconds from 1 to 1e6", f"Try {name}=60")
@@ -63,7 +64,7 @@ class Cluster:
 
     def __init__(self, device: str, ranks: int, timeout_s: float, silent_s: float) -> None:
         self.device, self.ranks, self.timeout_s = device, ranks, timeout_s
-        self._asked = f"a cluster of {ranks} ranks with {device}"
+        self._asked = f"a cluster of {plural(ranks, 'rank')} with {device}"
         self.handles: weakref.WeakValueDictionary[int, RankedModel] = weakref.WeakValueDictionary()  # of models on the ranks
         self._lock = threading.Lock()
         self._engines = Engines(ranks, silent_s)
@@ -120,7 +121,7 @@ class Cluster:
 
         If another thread sets `cancel`, all ranks are interrupted as by Ctrl-C, and CancelledError is raised.
         """
-        asked = f"{doing} on {self.ranks} ranks"
+        asked = f"{doing} on {plural(self.ranks, 'rank')}"
         payload = self._pack(asked, function, args, kwargs)
         with self._busy(asked):
             return [unpacked(asked, rank, value) for rank, value in enumerate(self._run(asked, payload, cancel))]
@@ -137,7 +138,7 @@ class Cluster:
         processes, or if all processes have ended.
         """
         name = getattr(function, "__name__", brief(function))
-        asked = f"spreading {name} over {self.ranks} ranks"
+        asked = f"spreading {name} over {plural(self.ranks, 'rank')}"
         payloads = [self._pack(asked, function, (item,), {}) for item in items]
         with self._busy(asked):
             work = Spread(self._engines, asked, self._chosen(asked, ranks))
@@ -314,9 +315,9 @@ def _checked(device: str, ranks: object) -> tuple[str, int]:
     if count is None:
         raise RankError(asked, f"the number of ranks is not a whole number from 1 to {MOST}", 'Try tk.cluster("cpu", 2)')
     if number is not None and number != count:
-        raise RankError(asked, f"the name asks for {number} ranks", f"Give one of the two: tk.cluster({device!r})")
+        raise RankError(asked, f"the name asks for {plural(number, 'rank')}", f"Give one of the two: tk.cluster({device!r})")
     if kind == "cuda" and count > _gpus():
-        found = f"this machine has {_gpus()} CUDA GPUs, and each rank needs one"
+        found = f"this machine has {plural(_gpus(), 'CUDA GPU')}, and each rank needs one"
         raise DeviceError(asked, found, f'Use virtual GPUs: "virtual:{count}xh200"')
     return kind, count
 

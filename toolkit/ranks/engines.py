@@ -17,6 +17,7 @@ from typing import Any
 from toolkit.core.errors import RankError
 from toolkit.core.files import TemporaryFolder
 from toolkit.core.signals import signals_deferred
+from toolkit.core.units import plural
 from toolkit.core.workers import processors, python_path
 
 LOOPBACK = "127.0.0.1"
@@ -44,8 +45,8 @@ class Engines:
         try:
             self.folder = TemporaryFolder()
         except OSError as error:
-            do = "Free space there, or set TMPDIR to a folder that you may write to"
-            raise RankError(f"a cluster of {ranks} ranks", f"its temporary folder can't be made ({error})", do) from error
+            asked, found = f"a cluster of {plural(ranks, 'rank')}", f"its temporary folder can't be made ({error})"
+            raise RankError(asked, found, "Free space there, or set TMPDIR to a folder that you may write to") from error
         self._owner = os.getpid()
         self._stores = 0
         self._closed = False
@@ -63,7 +64,7 @@ class Engines:
         except Exception as error:
             found = f"its processes can't be started ({error})"
             do = "Run `python -m ipyparallel.controller` to see the error"
-            raise RankError(f"a cluster of {self._ranks} ranks", found, do) from error
+            raise RankError(f"a cluster of {plural(self._ranks, 'rank')}", found, do) from error
 
     def _start(self) -> None:
         """Signals wait while a process is started: one that is not known yet would not be ended."""

@@ -18,6 +18,7 @@ from torch import nn
 from toolkit.core.distributed import current
 from toolkit.core.errors import ModelError, RankError, brief
 from toolkit.core.progress import check_cancel
+from toolkit.core.units import plural
 from toolkit.decode.compare import Comparison, compare
 from toolkit.decode.loop import generate
 from toolkit.decode.run import Run
@@ -104,8 +105,8 @@ def load_on(cluster: Cluster, path: Any, options: dict[str, Any]) -> RankedModel
     asked = f"loading {brief(path)} onto a cluster"
     device, ranks = options.pop("device"), options.pop("tensor_parallel")
     if device != "auto" or ranks not in (1, cluster.ranks):
-        found = f"device={brief(device)}, tensor_parallel={brief(ranks)}"
-        raise ModelError(asked, found, f"Leave them out: the cluster has {cluster.ranks} ranks with {cluster.device}")
+        found, has = f"device={brief(device)}, tensor_parallel={brief(ranks)}", plural(cluster.ranks, "rank")
+        raise ModelError(asked, found, f"Leave them out: the cluster has {has} with {cluster.device}")
     if callable(options.pop("progress")):
         raise ModelError(asked, "a function of progress, which only works in one process", "Leave it out")
     return RankedModel(cluster, path, _event(options), options)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from toolkit.core.errors import ToolkitError, unknown_name
-from toolkit.core.units import bytes_text, parse_bytes
+from toolkit.core.units import bytes_text, parse_bytes, plural
 from toolkit.decode.copy_budget import check_budget, counted, events_of, over_budget
 from toolkit.testing.blame import Blame, of_copies, of_graphs, of_lines, of_peak
 from toolkit.testing.measure import KINDS, Block, Lines, Measured, highest, most_kept, totals
@@ -54,7 +54,7 @@ def parse(
     if copies is not None:
         args, options = copies
         if args:
-            found = f"{len(args)} argument{'s' if len(args) > 1 else ''} without a name"
+            found = f"{plural(len(args), 'argument')} without a name"
             raise ToolkitError("@pytest.mark.copies", found, "Name them: @pytest.mark.copies(h2d=0, d2h=1)")
         for name in options:
             if name not in (*KINDS, "per"):

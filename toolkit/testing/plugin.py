@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from toolkit.core.errors import ToolkitError
+from toolkit.core.units import plural
 
 if TYPE_CHECKING:
     from toolkit.gpu.device import Device
@@ -318,7 +319,7 @@ class _Session:
                 terminalreporter.write_line(f"  {line}: {source}".rstrip(": "))
                 terminalreporter.write_line(f"    {did}")
         if self.wrote:
-            terminalreporter.write_line(f"baselines: wrote {self.wrote} file{'s' if self.wrote > 1 else ''}")
+            terminalreporter.write_line(f"baselines: wrote {plural(self.wrote, 'file')}")
         for names, one, several in (
             (less, "test copies less, or holds less, than its baseline", "tests copy less, or hold less, than their baselines"),
             (self.obsolete, "test no longer exists", "tests no longer exist"),

@@ -123,7 +123,11 @@ class Trace:
         return len(self.columns["start_ns"])
 
     def __getitem__(self, column: str) -> NDArray[Any]:
-        return self.columns[column]
+        """Return a column. Raises UnknownNameError if there is none of this name."""
+        columns = self.columns
+        if column not in columns:
+            raise unknown_name("column", column, columns)
+        return columns[column]
 
     def __repr__(self) -> str:
         if self._columns is None:

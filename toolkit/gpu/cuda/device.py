@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from toolkit.core import distributed
 from toolkit.core.callers import current_cell
 from toolkit.core.errors import DeviceError, RecorderError
+from toolkit.core.units import plural
 from toolkit.gpu.allocation_log import log
 from toolkit.gpu.catalogue import CATALOGUE, GpuSpec
 from toolkit.gpu.cuda.events import has_calls, read_events
@@ -44,7 +45,7 @@ def open_cuda(index: int) -> CudaGpu:
         built = "no CUDA GPU is available" if torch.version.cuda else "this PyTorch is built without CUDA"
         raise no_cuda(f"cuda:{index}", built)
     if index >= count:
-        raise no_cuda(f"cuda:{index}", f"{count} GPU{'s' if count > 1 else ''}, numbered from 0")
+        raise no_cuda(f"cuda:{index}", f"{plural(count, 'GPU')}, numbered from 0")
     return CudaGpu(index)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
 
+from toolkit.core.units import plural
 from toolkit.decode.loop import generate
 from toolkit.decode.prefix import Prefix
 from toolkit.decode.run import Run
@@ -260,7 +261,7 @@ def limits(least_s: Callable[[int, GpuSpec], float], layers: Layers) -> dict[str
             said = float(least_s(tokens, card))
         except Exception as error:
             return failed(least_s, error)
-        about = f"{tokens} token{'s' * (tokens > 1)} on {name}"
+        about = f"{plural(tokens, 'token')} on {name}"
         found[f"{about}: {1e3 * said:,.2f} ms, wanted {1e3 * wanted:,.2f}"] = abs(said - wanted) <= 0.01 * wanted
     return found
 

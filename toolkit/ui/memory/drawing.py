@@ -289,8 +289,3 @@ def _marks(view: MemoryView, axis: str, bounds: tuple[float, float], y: int) -> 
             free = at + wide
     name = _text(_LEFT - 6, y + 12, view.divided[0], ' text-anchor="end"')
     return f'<path fill="none" stroke="{TICKS}" d="{lines}"/><g fill="{DIM}">{name}{words}</g>'
-
-
-def counted(cells: int) -> str:
-    """Return the number of cells in words."""
-    return f"{cells} cell{'s' if cells != 1 else ''}"

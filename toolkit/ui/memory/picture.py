@@ -15,10 +15,10 @@ from functools import cache
 from html import escape
 from typing import TYPE_CHECKING
 
-from toolkit.core.units import bytes_text
+from toolkit.core.units import bytes_text, plural
 from toolkit.trace.ledger import UNOWNED
 from toolkit.ui.assets import style_of
-from toolkit.ui.memory.drawing import NEAR, CellRow, colors, counted, label, limit_of, step_of, svg
+from toolkit.ui.memory.drawing import NEAR, CellRow, colors, label, limit_of, step_of, svg
 from toolkit.ui.memory.view import Holding, MemoryView, Moment
 
 if TYPE_CHECKING:
@@ -238,7 +238,7 @@ def session_html(rows: Sequence[CellRow], details: Sequence[str], budget_bytes: 
     keys += '<span><i class="tk-end"></i>held at its end</span><span><em>!</em> ended with an error</span>'
     return (
         f'{style()}<style>{rules}</style><div class="tk-memory tk-session" id="{name}" data-lm-suppress-shortcuts="true">'
-        f'<div class="tk-title">{counted(len(rows))}, peak {bytes_text(peak)}</div>'
+        f'<div class="tk-title">{plural(len(rows), "cell")}, peak {bytes_text(peak)}</div>'
         f'<div class="tk-keys">{keys}<span class="tk-dim">Click a cell to see its details.</span></div>'
         f'<div class="tk-chart"><div class="tk-ticks">{ticks}{line}</div>'
         f'<div class="tk-bars" role="radiogroup" aria-label="Cells">{bars}</div></div>{shown}</div>'
