@@ -6,7 +6,7 @@ import pytest
 
 import toolkit
 from toolkit.trace.snapshot import frames
-from toolkit.trace.snapshot.frames import chain, short_file
+from toolkit.trace.snapshot.frames import Kinds, chain, short_file
 
 PACKAGES = "/opt/venv/lib/python3.12/site-packages/"
 TORCH = (PACKAGES + "torch/nn/modules/linear.py", 134)
@@ -53,6 +53,16 @@ def of(*frames, shorten=None):
 )
 def test_the_users_line_and_the_line_that_asked(frames, where):
     assert of(*frames) == where
+
+
+def test_a_process_knows_which_packages_are_installed_in_it():
+    """`pip install --target` puts packages into folders of any name."""
+    files = [("/me/a.py", 3), ("/deps/pytest/__main__.py", 9)]
+    stack = [{"name": "f", "filename": file, "line": line} for file, line in files]
+    assert chain(stack) == "/deps/pytest/__main__.py:9 > /me/a.py:3"
+    assert chain(stack, kinds=Kinds(lambda file: file.startswith("/deps/"))) == "/me/a.py:3"
+    typed = [{"name": "<module>", "filename": "<stdin>", "line": 1}]
+    assert chain(typed, kinds=Kinds(lambda file: True)) == "<stdin>:1"
 
 
 def test_what_called_a_module_is_no_user_code():

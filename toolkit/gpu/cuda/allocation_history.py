@@ -16,15 +16,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from toolkit.core.callers import current_cell, short_path
+from toolkit.core.callers import current_cell, is_installed, short_path
 from toolkit.gpu.allocation_log import StepRange, log
 from toolkit.trace.assemble import KIND, Strings, from_columns
 from toolkit.trace.events import Trace
 from toolkit.trace.snapshot.block_sizes import ACTION, Rules, block_sizes
-from toolkit.trace.snapshot.frames import chain
+from toolkit.trace.snapshot.frames import Kinds, chain
 from toolkit.trace.steps import steps_from_ranges
 
 Snapshot = dict[str, Any]
+_FILES = Kinds(is_installed)  # of this process
 _FEW = 1000  # entries kept while no scope is open
 _KINDS = {
     "alloc": KIND["alloc"], "free_requested": KIND["free"], "segment_alloc": KIND["segment_alloc"],
@@ -128,7 +129,7 @@ class Table:
         key = tuple(map(id, frames))
         code = self._known.get(key)
         if code is None:
-            text = chain(frames, short_path)
+            text = chain(frames, short_path, _FILES)
             code = self._known[key] = -1 if text is None else self._strings.code(text)
         return code
 

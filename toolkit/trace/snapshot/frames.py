@@ -1,6 +1,7 @@
 """Convert stack frames to a `where` text "OUTER > INNER": the line of the user's code and the line that requested memory.
 
-Files are classified by their paths alone, since a snapshot may come from another machine or operating system.
+Files are classified by their paths alone, since a snapshot may come from another machine or operating system, unless the caller
+knows which ones are installed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,28 @@ _TYPED_IN = ("<stdin>", "<ipython-input", "<console>")
 _STARTED = "<string>"  # the file name of `python -c` and of some launchers: use other files if there are any
 
 
-def chain(frames: Iterable[Frame], shorten: Callable[[str], str] | None = None) -> str | None:
+class Kinds(dict[str, "str | None"]):
+    """Maps a file to "user", "machinery" or "other" (all Python), or to None if it is not Python.
+
+    `is_installed` tells of further files that they are not the user's, such as those of packages in a folder of any name.
+    """
+
+    def __init__(self, is_installed: Callable[[str], bool] | None = None) -> None:
+        self._is_installed = is_installed
+
+    def __missing__(self, filename: str) -> str | None:
+        kind = _kind_of_file(filename)
+        if kind == "user" and self._is_installed is not None and not filename.startswith("<") and self._is_installed(filename):
+            kind = "other"
+        if len(self) < MAX_REMEMBERED:
+            self[filename] = kind
+        return kind
+
+
+BY_PATH = Kinds()
+
+
+def chain(frames: Iterable[Frame], shorten: Callable[[str], str] | None = None, kinds: Kinds = BY_PATH) -> str | None:
     """Return the `where` of `frames` (innermost first): "OUTER > INNER", one line if both are equal, None without Python.
 
     OUTER is the outermost line of the user's code. INNER is the innermost Python line outside torch, Triton and contextlib, or
@@ -40,7 +62,6 @@ def chain(frames: Iterable[Frame], shorten: Callable[[str], str] | None = None) 
     outer: Frame | None = None
     inner: Frame | None = None
     innermost: Frame | None = None
-    kinds = _KINDS
     for frame in frames:
         kind = kinds[frame["filename"]]
         if kind is None or frame["line"] <= 0:
@@ -63,19 +84,6 @@ def chain(frames: Iterable[Frame], shorten: Callable[[str], str] | None = None) 
 
 def _line(frame: Frame, shorten: Callable[[str], str] | None) -> str:
     return f"{(shorten or short_file)(frame['filename'])}:{frame['line']}"
-
-
-class _Kinds(dict[str, "str | None"]):
-    """Maps a file to "user", "machinery" or "other" (all Python), or to None if it is not Python."""
-
-    def __missing__(self, filename: str) -> str | None:
-        kind = _kind_of_file(filename)
-        if len(self) < MAX_REMEMBERED:
-            self[filename] = kind
-        return kind
-
-
-_KINDS = _Kinds()
 
 
 def _kind_of_file(filename: str) -> str | None:
