@@ -45,7 +45,9 @@ def test_seeds_that_pytorch_does_not_take_are_refused(seed: Any) -> None:
 
 SIZES_ONLY = """
 import json, time
+began = time.process_time()
 import torch
+importing = time.process_time() - began
 import toolkit as tk
 from tests.host_memory import resident_bytes
 before = resident_bytes()  # not getrusage's: it begins at what the process that started this one held
@@ -55,7 +57,8 @@ model = tk.load("random/gemma4-31b", scheme="q4_k_m", device=gpu, progress=False
 seconds = time.process_time() - began
 took = resident_bytes() - before
 print(json.dumps({
-    "seconds": seconds, "took": took, "weights": model.report.weight_bytes, "kinds": dict(model.report.bytes_by_kind),
+    "importing": importing, "seconds": seconds, "took": took,
+    "weights": model.report.weight_bytes, "kinds": dict(model.report.bytes_by_kind),
     "asked": sum(p.nbytes for p in model.parameters()), "allocated": gpu.memory().allocated_bytes,
     "peak": gpu.memory().peak_bytes, "fused": [str(f) for f in model.report.fused],
 }))
@@ -63,10 +66,13 @@ print(json.dumps({
 
 
 def test_31b_on_a_laptop() -> None:
-    """In a separate process, opening the card and loading take less than 100 MB of memory and about 2 s of processor time."""
+    """In a process of its own, opening the card and loading take less than 100 MB, and about as long as importing PyTorch.
+
+    Both took from 1.5 to 3.3 s of processor time, on one machine on different days.
+    """
     said: dict[str, Any] = json.loads(subprocess.check_output([sys.executable, "-c", SIZES_ONLY], timeout=120))
     assert said["took"] < 100e6, "54 MB by PyTorch 2.11 and 2.13, 61 MB by 2.15"
-    assert said["seconds"] < 2 * 1.5, "1.5 s on an idle machine; half as much again for a busy one"
+    assert said["seconds"] < 2.5 * said["importing"], "0.8 to 1.5 times"
     assert said["weights"] == said["asked"] == sum(said["kinds"].values())
     assert said["weights"] <= said["allocated"] == said["peak"]
     assert set(said["fused"]) == {"q+k in 37 layers", "q+k+v in 23 layers", "gate+up in 60 layers"}
