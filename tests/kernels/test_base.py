@@ -70,5 +70,5 @@ def test_a_grid_has_the_default_first_and_each_once():
 
 def test_a_limit_of_registers_is_an_option_of_triton():
     launch = Launch(None, (1,), {}, warps=8, stages=2)
-    assert launch.options((9, 0)) == {"num_warps": 8, "num_stages": 2}
-    assert replace(launch, registers=128).options((8, 0)) == {"num_warps": 8, "num_stages": 2, "maxnreg": 128}
+    assert launch.options((9, 0)) == {"num_warps": 8, "num_stages": 2, "enable_fp_fusion": True}
+    assert replace(launch, registers=128).options((8, 0)) == {**launch.options((8, 0)), "maxnreg": 128}
