@@ -11,7 +11,7 @@ from torch import Tensor
 
 from toolkit.core.distributed import WHOLE, Shard
 from toolkit.core.errors import FormatError, ModelError
-from toolkit.core.units import dtype_name
+from toolkit.core.units import dtype_name, plural
 from toolkit.gpu.device import Device
 from toolkit.loading.checkpoint import Checkpoint
 from toolkit.models.layers import Embedding, Joined, Linear
@@ -36,8 +36,7 @@ class Fused:
     matrices: int
 
     def __str__(self) -> str:
-        many = f"{self.layers} layers" if self.layers > 1 else "1 layer"
-        return f"{'+'.join(self.names)} in {many}"
+        return f"{'+'.join(self.names)} in {plural(self.layers, 'layer')}"
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from toolkit.core.units import bytes_text
+from toolkit.core.units import bytes_text, plural
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -119,8 +119,7 @@ class Quantization:
         for why, names in reasons.items():
             more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
             lines.append(f"  not quantized, {why}: {', '.join(names[:3])}{more}")
-        many = "1 token" if len(self.ids) == 1 else f"{len(self.ids)} tokens"
-        lines.append(f"  logits on {many}: cosine {self.cosine:.5f}, lowest {self.lowest_cosine:.5f}")
+        lines.append(f"  logits on {plural(len(self.ids), 'token')}: cosine {self.cosine:.5f}, lowest {self.lowest_cosine:.5f}")
         return lines
 
 

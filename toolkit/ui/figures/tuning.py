@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from html import escape
 from statistics import fmean
 
-from toolkit.core.units import bytes_text, seconds_text
+from toolkit.core.units import bytes_text, plural, seconds_text
 from toolkit.kernels.base import Config
 from toolkit.tune.results import Row, Tuning
 from toolkit.ui.assets import style_of
@@ -76,11 +76,7 @@ def _title(tuning: Tuning) -> str:
         return "Nothing was tuned."
     configs = len({row.config for row in tuning.rows})
     what = tuning.shapes[0] if len(tuning.shapes) == 1 else f"{len(tuning.shapes)} problems"
-    return f"{what}: {_many(configs, 'config')} on {_many(len(tuning.gpus), 'GPU')}"
-
-
-def _many(n: int, what: str) -> str:
-    return f"{n} {what}{'' if n == 1 else 's'}"
+    return f"{what}: {plural(configs, 'config')} on {plural(len(tuning.gpus), 'GPU')}"
 
 
 def _word(verdict: str) -> str:
